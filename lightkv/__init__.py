@@ -1,0 +1,39 @@
+"""lightkv: the KV cache of an LLM, managed one token at a time.
+
+`import lightkv` loads nothing heavy: each name below is imported when it is first used, so the ledger
+can be had without torch.
+"""
+
+from importlib import import_module
+from typing import Any
+
+__version__ = "0.1.0"
+
+_EXPORTS = {
+    "AttentionMetadata": ".attention",
+    "InvalidFree": ".errors",
+    "KVCache": ".kv_cache",
+    "KVPool": ".kv_pool",
+    "KVSpec": ".kv_spec",
+    "LedgerMismatch": ".errors",
+    "LightKVError": ".errors",
+    "OutOfMemory": ".errors",
+    "OutOfRows": ".errors",
+    "OutOfTokens": ".errors",
+    "SequenceTooLong": ".errors",
+    "TokenAllocator": ".allocator",
+    "TokenLedger": ".ledger",
+    "TokenTable": ".token_table",
+}
+
+__all__ = sorted(_EXPORTS)
+
+
+def __getattr__(name: str) -> Any:
+    if name in _EXPORTS:
+        return getattr(import_module(_EXPORTS[name], __name__), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *_EXPORTS])

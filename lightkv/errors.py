@@ -1,0 +1,80 @@
+"""The errors of the memory manager. Each carries the numbers that explain it and says what to do.
+
+Knows no tensor and no process. A verb that raises one of these has changed nothing.
+"""
+
+
+class LightKVError(Exception):
+    """Base of every error that lightkv raises on purpose."""
+
+
+class OutOfTokens(LightKVError):
+    """More tokens were asked for than can be had, now that all that could be evicted is counted."""
+
+    def __init__(self, needed: int, free: int, capacity: int) -> None:
+        self.needed = needed
+        self.free = free
+        self.capacity = capacity
+        remedy = (
+            "the pool is too small for it at any time: give it more memory or ask for fewer tokens"
+            if needed > capacity
+            else "wait for running sequences to close, or admit fewer at once"
+        )
+        super().__init__(f"{needed} tokens needed, {free} can be had, of {capacity} in the pool; {remedy}")
+
+
+class OutOfRows(LightKVError):
+    """Every row of the token table holds a sequence."""
+
+    def __init__(self, max_sequences: int) -> None:
+        self.max_sequences = max_sequences
+        super().__init__(
+            f"all {max_sequences} rows of the token table are in use; close a sequence first, or make the "
+            "table larger (max_sequences)"
+        )
+
+
+class SequenceTooLong(LightKVError):
+    """A sequence would outgrow its row of the token table."""
+
+    def __init__(self, length: int, max_entries: int) -> None:
+        self.length = length
+        self.max_entries = max_entries
+        super().__init__(
+            f"a sequence of {length} tokens does not fit a table row of {max_entries} entries; shorten it, "
+            "or make the rows longer (max_entries)"
+        )
+
+
+class InvalidFree(LightKVError):
+    """A slot was given back that nobody held, or that is no slot of this pool."""
+
+
+class LedgerMismatch(LightKVError):
+    """The device's own count differs from the ledger's: the books are wrong and nothing after is safe."""
+
+    def __init__(self, step: int, device: int, ledger: int, edits: str = "") -> None:
+        self.step = step
+        self.device = device
+        self.ledger = ledger
+        recent = f"; the step's edits: {edits}" if edits else ""
+        super().__init__(
+            f"step {step}: the device counts {device} free slots, the ledger {ledger}; stop using this cache "
+            f"and report it, with these numbers{recent}"
+        )
+
+
+class OutOfMemory(LightKVError):
+    """The device has no room for a pool of even one token."""
+
+    def __init__(self, available: int, bytes_per_token: int) -> None:
+        self.available = available
+        self.bytes_per_token = bytes_per_token
+        super().__init__(
+            f"{available} bytes are left for the K/V pool, and one token takes {bytes_per_token}; free "
+            "memory on the device, raise the memory fraction, or use a smaller model or dtype"
+        )
+
+
+class CheckFailed(LightKVError):
+    """A resource recounted itself and found its books wrong: a bug in lightkv, or a caller's stray write."""
