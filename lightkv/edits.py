@@ -1,0 +1,100 @@
+"""Edits: what the device has to do about a change in the ledger. Plain integers, which encode to bytes.
+
+The ledger decides and emits edits; whoever holds the device memory (`kv_memory.KVMemory`) applies them in
+order. An edit names rows, positions and segments, never slots: which slots those are is known on the device
+alone. The same list is the record of what happened, so replaying it rebuilds the memory's state.
+
+Every range is half open. Positions are entries of a row of the token table.
+"""
+
+from array import array
+from collections.abc import Iterable
+from typing import NamedTuple
+
+
+class Take(NamedTuple):
+    """Row `rows[i]` gets `counts[i]` fresh slots for its positions from `starts[i]` on."""
+
+    rows: tuple[int, ...]
+    starts: tuple[int, ...]
+    counts: tuple[int, ...]
+
+
+class Map(NamedTuple):
+    """The positions of `row` from `start` on are the slots of `segment`, all of them, shared."""
+
+    row: int
+    start: int
+    segment: int
+
+
+class Stash(NamedTuple):
+    """`segment` is what `row` holds at [start, end) now; whatever it was before is a part of that."""
+
+    row: int
+    start: int
+    end: int
+    segment: int
+
+
+class Split(NamedTuple):
+    """The first `at` slots of `segment` become the new segment `head`; `segment` keeps the rest."""
+
+    segment: int
+    at: int
+    head: int
+
+
+class Give(NamedTuple):
+    """The slots of `row` at [start, end) are free again."""
+
+    row: int
+    start: int
+    end: int
+
+
+class Drop(NamedTuple):
+    """The slots of `segment` from `start` on are free again; with start 0 the segment is gone."""
+
+    segment: int
+    start: int
+
+
+Edit = Take | Map | Stash | Split | Give | Drop
+
+_KINDS: tuple[type, ...] = (Take, Map, Stash, Split, Give, Drop)
+_CODES = {kind: code for code, kind in enumerate(_KINDS)}
+
+
+def encode(edits: Iterable[Edit]) -> bytes:
+    """The edits as little-endian int64: kind, number of integers, integers, for each."""
+    words = array("q")
+    for edit in edits:
+        values = [n for part in edit for n in part] if isinstance(edit, Take) else edit
+        words.extend((_CODES[type(edit)], len(values), *values))
+    return words.tobytes()
+
+
+def decode(data: bytes) -> list[Edit]:
+    """What `encode` was given. Raises ValueError on bytes that are no edits."""
+    words = array("q")
+    words.frombytes(data)
+    edits: list[Edit] = []
+    at = 0
+    while at < len(words):
+        code, count = words[at : at + 2] if at + 2 <= len(words) else (-1, 0)
+        values = tuple(words[at + 2 : at + 2 + count])
+        at += 2 + count
+        if not 0 <= code < len(_KINDS) or count < 0 or len(values) != count:
+            raise ValueError(f"no edit: kind {code} with {len(values)} of {count} integers")
+        kind = _KINDS[code]
+        if kind is Take:
+            third, rest = divmod(count, 3)
+            if rest:
+                raise ValueError(f"no edit: a Take of {count} integers, not three equal parts")
+            edits.append(Take(values[:third], values[third : 2 * third], values[2 * third :]))
+        else:
+            if count != len(kind._fields):  # type: ignore[attr-defined]
+                raise ValueError(f"no edit: {kind.__name__} of {count} integers")
+            edits.append(kind(*values))
+    return edits

@@ -1,0 +1,333 @@
+"""The ledger: exact counts of who holds how many tokens, what is shared, and what can be evicted.
+
+Pure Python and integers: no torch, no slot, no clock. Each verb changes the counts and the prefix tree at
+once and leaves *edits* (`edits.py`) for whoever holds the device memory; `drain` hands them out. A verb that
+raises has changed nothing and left no edit.
+
+A sequence is a path of shared segments and a private tail:
+
+    position   0                    shared               length          len(prompt) + outputs
+               ├──── shared path ────┼──── private tail ───┼─── no slots yet ───┤
+    freed by   eviction, once unheld   close               nobody
+
+After every verb `num_free + num_cached + num_held == capacity`.
+"""
+
+from collections.abc import Sequence as Seq
+
+from .edits import Drop, Edit, Give, Map, Split, Stash, Take
+from .errors import CheckFailed, OutOfRows, OutOfTokens, SequenceTooLong
+from .prefix_tree import TOKEN_BYTES, Namespace, PrefixTree, Segment
+
+
+class Sequence:
+    """One open sequence: its row of the token table, the path it shares, and how many slots it has.
+
+    `row`: 1 and up; 0 once closed. `prompt`: int32 bytes. `shared`: tokens on its path of segments.
+    `length`: tokens that have a slot. `num_hit`: tokens found in the cache when it was opened.
+    """
+
+    __slots__ = ("length", "node", "num_hit", "prompt", "row", "shared")
+
+    def __init__(self, row: int, prompt: bytes, node: Segment, shared: int) -> None:
+        self.row = row
+        self.prompt = prompt
+        self.node = node
+        self.shared = shared
+        self.length = shared
+        self.num_hit = shared
+
+    @property
+    def num_private(self) -> int:
+        """Tokens that this sequence alone holds."""
+        return self.length - self.shared
+
+    def __repr__(self) -> str:
+        return f"Sequence(row={self.row}, length={self.length}, shared={self.shared})"
+
+
+class TokenLedger:
+    """Counts for a pool of `capacity` tokens and a table of `max_sequences` rows of `max_entries` entries."""
+
+    def __init__(self, capacity: int, max_sequences: int, max_entries: int) -> None:
+        for name, value in (
+            ("capacity", capacity),
+            ("max_sequences", max_sequences),
+            ("max_entries", max_entries),
+        ):
+            if value < 1:
+                raise ValueError(f"{name} is {value}; it has to be at least 1")
+        self.capacity = capacity
+        self.max_sequences = max_sequences
+        self.max_entries = max_entries
+        self.num_free = capacity
+        self.num_cached = 0
+        self.step = 0  # the step being planned; publications carry it until `confirm`
+        self._tree = PrefixTree()
+        self._free_rows = list(range(max_sequences, 0, -1))
+        self._open: dict[int, Sequence] = {}
+        self._unconfirmed: list[Segment] = []
+        self._edits: list[Edit] = []
+
+    @property
+    def num_held(self) -> int:
+        """Tokens that some open sequence holds, shared ones once."""
+        return self.capacity - self.num_free - self.num_cached
+
+    @property
+    def num_available(self) -> int:
+        """Tokens that `extend` could give: the free and, by eviction, the cached."""
+        return self.num_free + self.num_cached
+
+    @property
+    def num_open(self) -> int:
+        """Sequences that are open."""
+        return len(self._open)
+
+    def drain(self) -> list[Edit]:
+        """The edits since the last call, in order; they are the caller's to have applied."""
+        edits, self._edits = self._edits, []
+        return edits
+
+    def open(self, token_ids: bytes, namespace: Namespace = ()) -> Sequence:
+        """A new sequence that holds the longest cached prefix of its prompt.
+
+        At least one token is left to compute, so that there are logits to sample from. `token_ids` is int32
+        bytes; sequences of different `namespace` share nothing. Raises OutOfRows, SequenceTooLong,
+        ValueError.
+        """
+        length, rest = divmod(len(token_ids), TOKEN_BYTES)
+        if rest or not length:
+            raise ValueError(f"a prompt is int32 token ids, at least one: got {len(token_ids)} bytes")
+        if length > self.max_entries:
+            raise SequenceTooLong(length, self.max_entries)
+        if not self._free_rows:
+            raise OutOfRows(self.max_sequences)
+
+        tree = self._tree
+        node, matched = tree.find(tree.root(namespace), token_ids[:-TOKEN_BYTES], 0)
+        if matched < len(node.tokens):
+            node = self._split(node, matched // TOKEN_BYTES)
+        self.num_cached -= tree.hold(node)
+        row = self._free_rows.pop()
+        path = list(node.up())
+        shared = 0
+        for segment in reversed(path):
+            self._edits.append(Map(row, shared, segment.id))
+            shared += segment.length
+        sequence = self._open[row] = Sequence(row, token_ids, node, shared)
+        return sequence
+
+    def extend(self, sequences: Seq[Sequence], counts: Seq[int]) -> None:
+        """`counts[i]` more slots for `sequences[i]`, all or none; evicts cached tokens as needed.
+
+        Raises OutOfTokens only when free and cached tokens together are too few; SequenceTooLong, ValueError.
+        """
+        if len(sequences) != len(counts):
+            raise ValueError(f"{len(sequences)} sequences and {len(counts)} counts")
+        needed = 0
+        for sequence, count in zip(sequences, counts, strict=True):
+            if not sequence.row:
+                raise ValueError("a closed sequence cannot grow; open it again")
+            if count < 1:
+                raise ValueError(f"row {sequence.row}: asked for {count} tokens; ask for at least one")
+            if sequence.length + count > self.max_entries:
+                raise SequenceTooLong(sequence.length + count, self.max_entries)
+            needed += count
+        if not needed:
+            return
+        if len(sequences) > 1 and len({sequence.row for sequence in sequences}) < len(sequences):
+            raise ValueError("a sequence is named twice; give it one count")
+        if needed > self.num_free:
+            if needed > self.num_available:
+                raise OutOfTokens(needed, self.num_available, self.capacity)
+            self.evict(needed - self.num_free)
+        self._edits.append(
+            Take(
+                tuple([sequence.row for sequence in sequences]),
+                tuple([sequence.length for sequence in sequences]),
+                tuple(counts),
+            )
+        )
+        self.num_free -= needed
+        for sequence, count in zip(sequences, counts, strict=True):
+            sequence.length += count
+
+    def publish(self, sequence: Sequence) -> None:
+        """Let what has slots of the sequence's prompt be hit by others, while it still runs.
+
+        It may be published in the step that computes it: every layer writes K/V before it attends. Until
+        `confirm`, `retract` takes it back. Where the tree has these tokens from another sequence already,
+        this one's copy stays private.
+        """
+        self._require_open(sequence)
+        end = min(sequence.length, len(sequence.prompt) // TOKEN_BYTES)
+        if end <= sequence.shared:
+            return
+        tokens = sequence.prompt[sequence.shared * TOKEN_BYTES : end * TOKEN_BYTES]
+        node = sequence.node
+        if tokens[:TOKEN_BYTES] in node.children:
+            return
+        if node.parent is not None and node.holders == 1 and not node.children:
+            # Its own newest segment, say of the chunk before, grows: one segment, not a chain of chunks.
+            if node.confirmed == node.length:
+                self._unconfirmed.append(node)
+            node.tokens += tokens
+        else:
+            node = self._tree.add(node, tokens)
+            node.holders = 1
+            node.used = self._tree.touch()
+            node.confirmed = 0
+            sequence.node = node
+            self._unconfirmed.append(node)
+        node.published = self.step
+        sequence.shared = end
+        self._edits.append(Stash(sequence.row, end - node.length, end, node.id))
+
+    def confirm(self, step: int) -> None:
+        """Every step up to this one has been computed: what it published stays."""
+        waiting = []
+        for segment in self._unconfirmed:
+            if segment.published <= step:
+                segment.confirmed = segment.length
+            else:
+                waiting.append(segment)
+        self._unconfirmed = waiting
+
+    def retract(self) -> None:
+        """The steps not confirmed have failed: drop what they published.
+
+        Close their sequences first, with `cache=False`. Raises ValueError while one still holds such tokens.
+        """
+        doubtful = [segment for segment in self._unconfirmed if segment.parent is not None]
+        for segment in doubtful:
+            if segment.holders:
+                raise ValueError(f"{segment} was published by a failed step and is still held; close first")
+        for segment in doubtful:
+            if segment.parent is None:
+                continue  # went with a doubtful segment above it
+            for below in segment.below():
+                self._trim(below, 0)
+            self._trim(segment, segment.confirmed)
+        self._unconfirmed = []
+
+    def close(self, sequence: Sequence, output_ids: bytes = b"", cache: bool = True) -> None:
+        """End a sequence. With `cache` its tokens stay to be hit; without, its private tail is freed.
+
+        `output_ids` (int32 bytes) are the generated ids, which make the tail beyond the prompt cacheable;
+        what no id is known for is freed, and so is what another sequence has cached already.
+        """
+        self._require_open(sequence)
+        row, start, end = sequence.row, sequence.shared, sequence.length
+        if cache and end > start:
+            start = self._insert(sequence, sequence.prompt + output_ids)
+        if end > start:
+            self._edits.append(Give(row, start, end))
+            self.num_free += end - start
+        self.num_cached += self._tree.release(sequence.node)
+        del self._open[row]
+        self._free_rows.append(row)
+        sequence.row = 0
+
+    def evict(self, count: int) -> None:
+        """Free exactly `count` cached tokens, those used longest ago first. Raises OutOfTokens."""
+        if count < 0:
+            raise ValueError(f"asked to evict {count} tokens")
+        if count > self.num_cached:
+            raise OutOfTokens(count, self.num_cached, self.capacity)
+        while count:
+            segment = self._tree.oldest()
+            assert segment is not None  # num_cached counts exactly what `oldest` can reach
+            keep = max(segment.length - count, 0)
+            count -= segment.length - keep
+            self._trim(segment, keep)
+
+    def check(self) -> None:
+        """Recount everything from the sequences and the tree. Raises CheckFailed."""
+        self._tree.check()
+        held: dict[int, int] = {}
+        private = 0
+        for row, sequence in self._open.items():
+            path = list(sequence.node.up())
+            if sequence.row != row or sequence.shared != sum(segment.length for segment in path):
+                raise CheckFailed(f"{sequence} in row {row} has a path of {path}")
+            if sequence.length < sequence.shared:
+                raise CheckFailed(f"{sequence} is shorter than its path")
+            private += sequence.num_private
+            for segment in path:
+                held[segment.id] = held.get(segment.id, 0) + 1
+        cached = shared = 0
+        for segment in self._tree:
+            if segment.holders != held.get(segment.id, 0):
+                raise CheckFailed(f"{segment} is held by {held.get(segment.id, 0)} sequences")
+            if segment.holders:
+                shared += segment.length
+            else:
+                cached += segment.length
+        counts = {"cached": (self.num_cached, cached), "held": (self.num_held, shared + private)}
+        for name, (booked, counted) in counts.items():
+            if booked != counted:
+                raise CheckFailed(f"{booked} tokens {name} in the books, {counted} by recount")
+        if self.num_free < 0:
+            raise CheckFailed(f"{self.num_free} tokens free")
+        if sorted([*self._free_rows, *self._open]) != list(range(1, self.max_sequences + 1)):
+            raise CheckFailed(f"rows free {sorted(self._free_rows)}, open {sorted(self._open)}")
+
+    def _require_open(self, sequence: Sequence) -> None:
+        if not sequence.row or self._open.get(sequence.row) is not sequence:
+            raise ValueError("the sequence is closed, or another ledger's")
+
+    def _insert(self, sequence: Sequence, tokens: bytes) -> int:
+        """Put a closing sequence's tail into the tree. Returns the position up to which it is cached."""
+        tree, row = self._tree, sequence.row
+        end = min(sequence.length, len(tokens) // TOKEN_BYTES)
+        tokens = tokens[: end * TOKEN_BYTES]
+        start = sequence.shared
+        node, matched = tree.find(sequence.node, tokens, start * TOKEN_BYTES)
+        if matched < len(node.tokens):
+            if not matched:  # `find` only descends where the first token agrees
+                raise CheckFailed(f"{node} is filed under a token it does not begin with")
+            node = self._split(node, matched // TOKEN_BYTES)
+        found = sum(segment.length for segment in node.up())
+        if found > start:
+            self._edits.append(Give(row, start, found))
+            self.num_free += found - start
+            now = tree.touch()
+            for segment in node.up():
+                segment.used = now
+            if not node.holders:
+                tree.rest(node)
+        if end > found:
+            fresh = tokens[found * TOKEN_BYTES :]
+            if node is sequence.node and node.parent is not None and node.holders == 1 and not node.children:
+                if node.confirmed == node.length:
+                    node.confirmed += end - found
+                node.tokens += fresh
+            else:
+                node = tree.add(node, fresh)
+                node.used = tree.touch()
+                self.num_cached += node.length
+                tree.rest(node)
+            self._edits.append(Stash(row, end - node.length, end, node.id))
+        return max(end, found)
+
+    def _split(self, segment: Segment, at: int) -> Segment:
+        head = self._tree.split(segment, at)
+        if head.confirmed < head.length:
+            self._unconfirmed.append(head)
+        self._edits.append(Split(segment.id, at, head.id))
+        return head
+
+    def _trim(self, segment: Segment, keep: int) -> None:
+        """Free all but the first `keep` tokens of an unheld leaf."""
+        freed = segment.length - keep
+        if not freed:
+            return
+        self._edits.append(Drop(segment.id, keep))
+        self.num_cached -= freed
+        self.num_free += freed
+        if keep:
+            segment.tokens = segment.tokens[: keep * TOKEN_BYTES]
+            segment.confirmed = min(segment.confirmed, keep)
+        else:
+            self._tree.remove(segment)

@@ -1,0 +1,252 @@
+"""The tree of shared segments: which token sequences are in the cache, who holds them, what can go.
+
+Knows token ids and lengths; knows neither slots nor rows, and counts no free tokens (`ledger.py` does).
+A segment is a run of tokens held together; the path from a root to it spells a prefix. Token ids are bytes
+of int32 throughout, so that comparing a thousand of them is one memcmp.
+
+    root ── "You are a helpful assistant" ──┬── "What is a slot?"      held by sequence A
+    (one per namespace)   holders = 2       └── "Who wrote Faust?"     held by sequence B
+
+A holder of a segment holds its ancestors too, so a parent has at least its children's holders, and what
+nobody holds (what is cached) always hangs at the leaves.
+"""
+
+import heapq
+from collections.abc import Iterator
+
+from .errors import CheckFailed
+
+TOKEN_BYTES = 4
+
+Namespace = tuple[object, ...]
+
+
+class Segment:
+    """One node: `tokens` int32 bytes that follow its parent's, `holders` sequences whose path it is on."""
+
+    __slots__ = (
+        "children",
+        "confirmed",
+        "holders",
+        "id",
+        "namespace",
+        "parent",
+        "published",
+        "tokens",
+        "used",
+    )
+
+    def __init__(
+        self, segment_id: int, tokens: bytes, parent: "Segment | None", namespace: Namespace = ()
+    ) -> None:
+        self.id = segment_id
+        self.namespace = namespace  # of a root
+        self.tokens = tokens
+        self.parent = parent
+        self.children: dict[bytes, Segment] = {}
+        self.holders = 0
+        self.used = 0
+        # The first `confirmed` tokens are known to be computed; the rest was published by step `published`.
+        self.confirmed = self.length
+        self.published = -1
+
+    @property
+    def length(self) -> int:
+        """Tokens in this segment."""
+        return len(self.tokens) // TOKEN_BYTES
+
+    def __repr__(self) -> str:
+        return f"Segment({self.id}, length={self.length}, holders={self.holders})"
+
+    def up(self) -> Iterator["Segment"]:
+        """This segment and its ancestors up to the root, the root left out."""
+        node: Segment = self
+        while node.parent is not None:
+            yield node
+            node = node.parent
+
+    def below(self) -> "list[Segment]":
+        """Every segment under this one, children before their parents."""
+        found: list[Segment] = []
+        stack = list(self.children.values())
+        while stack:
+            node = stack.pop()
+            found.append(node)
+            stack.extend(node.children.values())
+        return found[::-1]
+
+
+def common_prefix(segment: bytes, tokens: bytes, at: int) -> int:
+    """How many bytes of `segment` equal `tokens[at:]` from their starts on, in whole tokens."""
+    low, high = 0, min(len(segment), len(tokens) - at) // TOKEN_BYTES
+    while low < high:
+        middle = (low + high + 1) // 2
+        first, last = low * TOKEN_BYTES, middle * TOKEN_BYTES
+        if segment[first:last] == tokens[at + first : at + last]:
+            low = middle
+        else:
+            high = middle - 1
+    return low * TOKEN_BYTES
+
+
+class PrefixTree:
+    """Roots by namespace, and the unheld leaves in the order of their last use."""
+
+    def __init__(self) -> None:
+        self.roots: dict[Namespace, Segment] = {}
+        self.num_segments = 0
+        self._next_id = 1
+        self._use = 0
+        self._idle: list[tuple[int, int, Segment]] = []  # heap; entries may be stale, see `oldest`
+
+    def root(self, namespace: Namespace) -> Segment:
+        """The namespace's root, made when it is new. Held like any segment; gone when unheld and empty."""
+        root = self.roots.get(namespace)
+        if root is None:
+            root = self.roots[namespace] = Segment(0, b"", None, namespace)
+        return root
+
+    def touch(self) -> int:
+        """The next number in the order of use: by event, never by clock, so that a replay evicts alike."""
+        self._use += 1
+        return self._use
+
+    def hold(self, segment: Segment) -> int:
+        """One more holder for the path to `segment`. Returns how many tokens nobody held before."""
+        now = self.touch()
+        taken = 0
+        node: Segment | None = segment
+        while node is not None:
+            if not node.holders:
+                taken += node.length
+            node.holders += 1
+            node.used = now
+            node = node.parent
+        return taken
+
+    def release(self, segment: Segment) -> int:
+        """One holder less for the path to `segment`. Returns how many tokens nobody holds now."""
+        now = self.touch()
+        left = 0
+        node: Segment | None = segment
+        while node is not None:
+            node.holders -= 1
+            node.used = now
+            if not node.holders:
+                left += node.length
+                self.rest(node)
+            node = node.parent
+        return left
+
+    def find(self, node: Segment, tokens: bytes, at: int) -> tuple[Segment, int]:
+        """Walk from `node` as far as `tokens[at:]` goes. Changes nothing.
+
+        Returns the last segment reached and how many bytes of *it* match (all of it but at the end;
+        for `node` itself, all).
+        """
+        matched = len(node.tokens)
+        while at < len(tokens):
+            child = node.children.get(tokens[at : at + TOKEN_BYTES])
+            if child is None:
+                break
+            if tokens.startswith(child.tokens, at):
+                matched = len(child.tokens)
+            else:
+                matched = common_prefix(child.tokens, tokens, at)
+                return child, matched
+            node = child
+            at += matched
+        return node, matched
+
+    def add(self, parent: Segment, tokens: bytes) -> Segment:
+        """A new segment under `parent`, held by nobody yet."""
+        child = Segment(self._next_id, tokens, parent)
+        self._next_id += 1
+        parent.children[tokens[:TOKEN_BYTES]] = child
+        self.num_segments += 1
+        return child
+
+    def split(self, segment: Segment, at: int) -> Segment:
+        """Cut `segment` after `at` tokens. Returns the new head; `segment` keeps the rest and its holders.
+
+        Whoever points at `segment` still points at the end of its path.
+        """
+        assert segment.parent is not None
+        cut = at * TOKEN_BYTES
+        head = self.add(segment.parent, segment.tokens[:cut])
+        head.holders = segment.holders
+        head.used = segment.used
+        head.published = segment.published
+        head.confirmed = min(segment.confirmed, at)
+        segment.confirmed = max(segment.confirmed - at, 0)
+        segment.tokens = segment.tokens[cut:]
+        segment.parent = head
+        head.children[segment.tokens[:TOKEN_BYTES]] = segment
+        return head
+
+    def remove(self, segment: Segment) -> None:
+        """Take an unheld leaf out of the tree; its parent may have become one."""
+        parent = segment.parent
+        assert parent is not None
+        assert not segment.holders
+        assert not segment.children
+        del parent.children[segment.tokens[:TOKEN_BYTES]]
+        segment.parent = None
+        self.num_segments -= 1
+        self.rest(parent)
+
+    def rest(self, segment: Segment) -> None:
+        """Note a segment that may now be evictable; drop a root that nothing hangs from."""
+        if segment.holders or segment.children:
+            return
+        if segment.parent is not None:
+            heapq.heappush(self._idle, (segment.used, segment.id, segment))
+            if len(self._idle) > 2 * self.num_segments + 64:
+                self._idle = [entry for entry in self._idle if self._is_idle(entry)]
+                heapq.heapify(self._idle)
+        elif self.roots.get(segment.namespace) is segment:
+            del self.roots[segment.namespace]
+
+    @staticmethod
+    def _is_idle(entry: tuple[int, int, Segment]) -> bool:
+        used, _, segment = entry
+        return (
+            segment.parent is not None
+            and not segment.holders
+            and not segment.children
+            and used == segment.used
+        )
+
+    def oldest(self) -> Segment | None:
+        """The unheld leaf that was used longest ago, or None when everything is held."""
+        while self._idle:
+            if self._is_idle(self._idle[0]):
+                return self._idle[0][2]
+            heapq.heappop(self._idle)
+        return None
+
+    def __iter__(self) -> Iterator[Segment]:
+        """Every segment, parents before children."""
+        stack = [child for root in self.roots.values() for child in root.children.values()]
+        while stack:
+            segment = stack.pop()
+            yield segment
+            stack.extend(segment.children.values())
+
+    def check(self) -> None:
+        """Recount the links, the keys and the idle leaves. Raises CheckFailed."""
+        idle = {entry[1] for entry in self._idle if self._is_idle(entry)}
+        count = 0
+        for segment in self:
+            count += 1
+            parent = segment.parent
+            if parent is None or parent.children.get(segment.tokens[:TOKEN_BYTES]) is not segment:
+                raise CheckFailed(f"{segment} is not its parent's child")
+            if not segment.tokens or len(segment.tokens) % TOKEN_BYTES:
+                raise CheckFailed(f"{segment} holds {len(segment.tokens)} bytes, not whole tokens")
+            if sum(child.holders for child in segment.children.values()) > segment.holders:
+                raise CheckFailed(f"{segment} has fewer holders than its children")
+            if not segment.holders and not segment.children and segment.id not in idle:
+                raise CheckFailed(f"{segment} is held by nobody and cannot be evicted")
+        if count != self.num_segments:
+            raise CheckFailed(f"{count} segments in the tree, {self.num_segments} in the books")
