@@ -1,0 +1,75 @@
+"""How many tokens the running requests will hold at most: the arithmetic of admission.
+
+Pure functions of integers; knows nothing of queues, steps or devices.
+
+A request that decodes holds `held` tokens of its own now and takes one more a step for `remaining` steps;
+then it ends and lets go of all. The total rises by one a request a step and falls only at an end, so it
+peaks just before some request ends. With the requests sorted by `remaining` (b), the longest first, when
+the i-th ends the i with the largest b are still there, each grown by b_i:
+
+    peak = max_i ( Σ_{j≤i} a_j + i · b_i )
+
+A request still in prefill starts to grow at a step nobody knows yet, which makes the formula too low; it
+counts in full, held plus remaining, at every point. A shared segment is held until its last holder ends, so
+it counts once, with its longest-lived holder (a prefill outlives all).
+"""
+
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple, Protocol
+
+
+class SharedSegment(Protocol):
+    """What admission needs to know of a shared run of tokens; told apart by identity."""
+
+    @property
+    def length(self) -> int: ...
+
+
+class Demand(NamedTuple):
+    """What one request holds and will take, in tokens.
+
+    `held`: of its own, now. `remaining`: still to come. `path`: the shared segments it holds, the deepest
+    first; who holds a segment holds the ones after it in every path that names it. `decoding`: it takes one
+    token in every step from now on; a prefill does not.
+    """
+
+    held: int
+    remaining: int
+    path: Iterable[SharedSegment]
+    decoding: bool
+
+
+def peak_tokens(demands: Sequence[Demand]) -> int:
+    """The most tokens that these requests can hold together at any time. Never too low.
+
+    Exact where all decode. The last sampled token of a request is never written, so `remaining` is the
+    tokens still to be generated less one.
+    """
+    seen: set[int] = set()
+
+    def shared(path: Iterable[SharedSegment]) -> int:
+        total = 0
+        for segment in path:
+            if id(segment) in seen:
+                break  # and so has everything above it been
+            seen.add(id(segment))
+            total += segment.length
+        return total
+
+    constant = 0
+    decoding = []
+    for demand in demands:
+        if demand.decoding:
+            decoding.append(demand)
+        else:
+            constant += demand.held + demand.remaining + shared(demand.path)
+    decoding.sort(key=_by_remaining, reverse=True)
+    peak = held = 0
+    for count, demand in enumerate(decoding, start=1):
+        held += demand.held + shared(demand.path)
+        peak = max(peak, held + count * demand.remaining)
+    return constant + peak
+
+
+def _by_remaining(demand: Demand) -> int:
+    return demand.remaining
