@@ -1,0 +1,91 @@
+"""Every typed message that crosses from scheduling to the device and back: plain data, no torch.
+
+In one process they are passed as they are; between processes msgspec encodes them to bytes.
+"""
+
+import msgspec
+
+from .sampling_params import SamplerKind, SamplingParams
+
+
+class NewRow(msgspec.Struct, frozen=True):
+    """A sequence begins in `row`: what its sampling needs, once.
+
+    `prompt_ids` and `output_ids` (what a resumed sequence has generated) are int32 bytes; only parameters
+    that penalise repetition read them.
+    """
+
+    row: int
+    params: SamplingParams
+    seed: int
+    prompt_ids: bytes = b""
+    output_ids: bytes = b""
+
+
+class StepPlan(msgspec.Struct, frozen=True):
+    """One step of the device: edits, then a forward pass over a packed batch, then sampling.
+
+    The batch is `rows[i]`, positions `starts[i]` to `starts[i] + counts[i]`: prefill chunks first
+    (`num_contexts` of them, their ids packed in `token_ids`, int32 bytes), then the decodes, one token each,
+    whose id is the token their row sampled last. `edits` (encoded, `lightkv.edits`) already give these
+    positions their slots. In a step of decodes alone the last edit is exactly the Take of the batch, so that
+    a CUDA graph may do it in place of the applier.
+
+    `sample`: indices into the batch whose last token's logits are sampled. `logprobs`: index into `sample` →
+    how many of the likeliest tokens are wanted with it. `num_free`: what the ledger counts once the edits are
+    applied.
+    """
+
+    step: int
+    edits: bytes
+    rows: list[int]
+    starts: list[int]
+    counts: list[int]
+    num_contexts: int
+    token_ids: bytes
+    sample: list[int]
+    kind: SamplerKind
+    logprobs: dict[int, int]
+    new_rows: list[NewRow]
+    num_free: int
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens in the batch."""
+        return sum(self.counts)
+
+
+class TokenLogprobs(msgspec.Struct, frozen=True):
+    """The sampled token's log-probability, and the likeliest ids with theirs, the likeliest first."""
+
+    logprob: float
+    top_ids: list[int]
+    top_logprobs: list[float]
+
+
+class StepResult(msgspec.Struct, frozen=True):
+    """What came of a plan: `tokens[i]` was sampled for the batch's `sample[i]`; the device's own counts."""
+
+    step: int
+    tokens: list[int]
+    num_free: int
+    flags: int
+    logprobs: dict[int, TokenLogprobs] = {}  # by index into `tokens`, where asked for
+
+
+class RunnerInfo(msgspec.Struct, frozen=True):
+    """What a model runner came to, once it is ready: what the scheduler needs, and what people are told."""
+
+    architecture: str
+    device: str
+    dtype: str
+    attention_backend: str
+    cuda_graphs: bool
+    capacity: int
+    bytes_per_token: int
+    pool_bytes: int
+    pool_reason: str
+    max_num_seqs: int
+    max_model_len: int
+    prefill_chunk: int
+    vocab_size: int

@@ -1,0 +1,197 @@
+"""What a user asks of one request, and the bounds within which it may be asked.
+
+Knows the fields, their defaults and their ranges. Knows no tensor (the API and router processes import it
+without torch), no tokenizer and no model; the size of the vocabulary is told to it.
+"""
+
+import enum
+import reprlib
+from collections.abc import Sequence
+
+import msgspec
+
+from lightkv.errors import LightKVError
+
+MAX_COUNT = 2**31 - 1  # of tokens, and of top_k: both are int32 on the device
+MAX_TEMPERATURE = 3.4028234663852886e38  # the largest float32: any finite temperature is allowed
+MIN_TEMPERATURE = 1e-5  # below it a row is greedy: the logits' own rounding would decide
+MIN_REPETITION_PENALTY, MAX_REPETITION_PENALTY = 0.01, 100.0  # beyond, logits overflow float32
+MAX_LOGIT_BIAS = 512
+MAX_LOGPROBS = 20
+MAX_N = 128
+MAX_STOPS = 16
+MAX_STOP_CHARS = 1024
+MAX_STOP_TOKEN_IDS = 128
+_MIN_INT64, _MAX_INT64 = -(2**63), 2**63 - 1
+# 2^64 divided by the golden ratio, odd: multiples of it are far apart, modulo 2^64.
+_CHILD_STRIDE = 0x9E3779B97F4A7C15
+
+
+class InvalidParams(LightKVError, ValueError):
+    """A sampling parameter outside its range. Nothing was queued."""
+
+    def __init__(self, field: str, value: object, allowed: str) -> None:
+        self.field = field
+        self.value = value
+        self.allowed = allowed
+        super().__init__(f"{field} is {reprlib.repr(value)}; give {allowed}")
+
+
+class SamplerKind(enum.IntEnum):
+    """How much of the sampler a row needs. A batch runs at the highest kind among its rows.
+
+    A row's token is the same at its own kind and at every higher one.
+    """
+
+    GREEDY = 0  # the argmax of the model's logits
+    RANDOM = 1  # temperature and min_p: one pass in vocabulary order
+    FULL = 2  # logit bias, penalties, top-k, top-p, log-probabilities
+
+
+class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
+    """What one request asks of the sampler and of the end of its text. Checked when it is made or decoded.
+
+    max_tokens: most tokens to generate.
+    temperature: logits are divided by it; 0 (or below 1e-5) is greedy.
+    top_k: only the k likeliest tokens, and those as likely as the k-th; 0 or -1 is all of them.
+    top_p: only the smallest set of likeliest tokens whose probabilities sum to at least top_p.
+    min_p: only tokens at least min_p times as likely as the likeliest.
+    repetition_penalty: divides positive logits (multiplies negative ones) of tokens that the prompt or the
+        output holds.
+    presence_penalty, frequency_penalty: taken from the logits of tokens that the output holds, once, or once
+        for each time it holds them.
+    logit_bias: token id to what is added to its logit.
+    logprobs: number of likeliest alternatives to return with each token, under the model's own distribution;
+        the token's own log-probability comes with them, also at 0. None returns neither.
+    seed: makes the random numbers, and so the tokens, repeatable; None draws one.
+    n: number of answers.
+    stop: one string, or several, that end the text (see `stops`).
+    stop_token_ids: tokens that end it. ignore_eos: the model's own end tokens do not.
+    include_stop_str_in_output: whether the stop string that ended the text is part of it.
+    """
+
+    max_tokens: int = 256
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: dict[int, float] = {}  # msgspec gives each its own
+    logprobs: int | None = None
+    seed: int | None = None
+    n: int = 1
+    stop: str | Sequence[str] = ()
+    stop_token_ids: Sequence[int] = ()
+    ignore_eos: bool = False
+    include_stop_str_in_output: bool = False
+
+    def __post_init__(self) -> None:
+        self.validate()
+        # Lists become tuples, so that two requests that ask the same are equal, also after a wire.
+        msgspec.structs.force_setattr(self, "stop", self.stops)
+        msgspec.structs.force_setattr(self, "stop_token_ids", tuple(self.stop_token_ids))
+
+    @property
+    def stops(self) -> tuple[str, ...]:
+        """The stop strings, also where `stop` was given as one."""
+        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
+
+    @property
+    def greedy(self) -> bool:
+        """Whether the likeliest token is taken, and no random number."""
+        return self.temperature < MIN_TEMPERATURE
+
+    @property
+    def penalised(self) -> bool:
+        """Whether logits depend on the tokens seen so far."""
+        return self.repetition_penalty != 1 or self.presence_penalty != 0 or self.frequency_penalty != 0
+
+    @property
+    def kind(self) -> SamplerKind:
+        """The least kind that serves this request. top-k, top-p and min-p never change an argmax."""
+        if self.penalised or self.logit_bias or self.logprobs is not None:
+            return SamplerKind.FULL
+        if self.greedy:
+            return SamplerKind.GREEDY
+        return SamplerKind.FULL if self.top_k > 0 or self.top_p < 1 else SamplerKind.RANDOM
+
+    def child(self, child_idx: int) -> "SamplingParams":
+        """The request for answer `child_idx` of n: one answer, and a seed of its own where one was given.
+
+        The first child keeps the seed, so that it says what the same request with n = 1 would.
+        """
+        if not 0 <= child_idx < self.n:
+            raise ValueError(f"child {child_idx} of a request with n = {self.n}; give 0 to {self.n - 1}")
+        seed = self.seed
+        if seed is not None:
+            seed = (seed + child_idx * _CHILD_STRIDE - _MIN_INT64) % 2**64 + _MIN_INT64
+        return msgspec.structs.replace(self, n=1, seed=seed)
+
+    def validate(self, vocab_size: int | None = None) -> None:
+        """Raises InvalidParams for the first field out of range; token ids are held against `vocab_size`."""
+        _check_int("max_tokens", self.max_tokens, 1, MAX_COUNT)
+        _check_real("temperature", self.temperature, 0, MAX_TEMPERATURE, "a finite number >= 0 (0 is greedy)")
+        _check_int("top_k", self.top_k, -1, MAX_COUNT, "0 or -1 for all tokens, or an integer >= 1")
+        _check_real("top_p", self.top_p, 0, 1, "a number above 0 and up to 1 (1 keeps all tokens)")
+        if self.top_p == 0:
+            raise InvalidParams("top_p", self.top_p, "a number above 0 and up to 1 (1 keeps all tokens)")
+        _check_real("min_p", self.min_p, 0, 1)
+        _check_real(
+            "repetition_penalty", self.repetition_penalty, MIN_REPETITION_PENALTY, MAX_REPETITION_PENALTY
+        )
+        _check_real("presence_penalty", self.presence_penalty, -2, 2)
+        _check_real("frequency_penalty", self.frequency_penalty, -2, 2)
+        self._validate_logit_bias(vocab_size)
+        if self.logprobs is not None:
+            _check_int("logprobs", self.logprobs, 0, MAX_LOGPROBS, f"None, or 0 to {MAX_LOGPROBS}")
+        if self.seed is not None:
+            _check_int("seed", self.seed, _MIN_INT64, _MAX_INT64, "None, or an integer of 64 bits, signed")
+        _check_int("n", self.n, 1, MAX_N)
+        self._validate_stops(vocab_size)
+        for flag in ("ignore_eos", "include_stop_str_in_output"):
+            if type(getattr(self, flag)) is not bool:
+                raise InvalidParams(flag, getattr(self, flag), "true or false")
+
+    def _validate_logit_bias(self, vocab_size: int | None) -> None:
+        if type(self.logit_bias) is not dict or len(self.logit_bias) > MAX_LOGIT_BIAS:
+            raise InvalidParams(
+                "logit_bias", self.logit_bias, f"a dict of at most {MAX_LOGIT_BIAS} token ids to numbers"
+            )
+        for token, bias in self.logit_bias.items():
+            _check_token("logit_bias", token, vocab_size)
+            _check_real(f"logit_bias[{token}]", bias, -100, 100)
+
+    def _validate_stops(self, vocab_size: int | None) -> None:
+        if not isinstance(self.stop, (str, tuple, list)) or len(self.stops) > MAX_STOPS:
+            raise InvalidParams("stop", self.stop, f"a string, or at most {MAX_STOPS} of them")
+        for stop in self.stops:
+            if type(stop) is not str or not 1 <= len(stop) <= MAX_STOP_CHARS:
+                raise InvalidParams("stop", stop, f"strings of 1 to {MAX_STOP_CHARS} characters")
+        tokens = self.stop_token_ids
+        if not isinstance(tokens, (tuple, list)) or len(tokens) > MAX_STOP_TOKEN_IDS:
+            raise InvalidParams(
+                "stop_token_ids", tokens, f"a tuple of at most {MAX_STOP_TOKEN_IDS} token ids"
+            )
+        for token in tokens:
+            _check_token("stop_token_ids", token, vocab_size)
+
+
+# Types are compared exactly: a bool is no count, and what is neither int nor float cannot cross a process.
+# Only comparisons, so that NaN and integers too large for a float fall out of range and not over an error.
+
+
+def _check_int(field: str, value: object, low: int, high: int, allowed: str = "") -> None:
+    if type(value) is not int or not low <= value <= high:
+        raise InvalidParams(field, value, allowed or f"an integer from {low} to {high}")
+
+
+def _check_real(field: str, value: object, low: float, high: float, allowed: str = "") -> None:
+    if type(value) not in (int, float) or not low <= value <= high:  # type: ignore[operator]
+        raise InvalidParams(field, value, allowed or f"a number from {low} to {high}")
+
+
+def _check_token(field: str, token: object, vocab_size: int | None) -> None:
+    high = MAX_COUNT if vocab_size is None else vocab_size - 1
+    _check_int(field, token, 0, high, f"token ids from 0 to {high}")
