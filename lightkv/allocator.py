@@ -1,0 +1,209 @@
+"""Which slots are free, and how many. Nothing else: not who holds a slot, nor what is in it.
+
+Which: on the device, where the choice is made and stays. How many: a Python integer, since the size of
+every operation is known before it is launched. The device counts for itself too; `check()` compares.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from lightkv.triton_kernels.allocate import (
+    SlotFlag,
+    give_slots,
+    give_slots_reference,
+    new_slot_state,
+    take_run,
+    take_run_reference,
+    take_slots,
+    take_slots_reference,
+)
+
+from .errors import CheckFailed, InvalidFree, OutOfTokens
+
+
+class TokenAllocator:
+    """Hands out the slots 1..num_slots-1 of a pool. Slot 0 is padding: never handed out.
+
+    Args:
+        num_slots: slots of the pool, slot 0 included; at least 2.
+        device: where the slots are chosen. On a GPU no verb but `check` synchronises.
+
+    Attributes:
+        mem_state: int32 `[num_slots]` on the device, 1 = free.
+        counters: int32 `[2]` on the device: the device's own count of free slots, and `SlotFlag` bits for
+            `raise_for_flags`. Copy it back with a step's results to check that step for free.
+    """
+
+    def __init__(self, num_slots: int, device: torch.device | str) -> None:
+        if not 2 <= num_slots < 2**31:
+            raise ValueError(f"num_slots must be in 2..2**31-1 (slot 0 is padding), got {num_slots}")
+        self._state = new_slot_state(num_slots, device)
+        self.mem_state = self._state.mem_state
+        self._mem_cum_sum = self._state.mem_cum_sum
+        self.counters = self._state.counters
+        self._num_free = self.capacity
+        on_gpu = self.mem_state.is_cuda
+        self._take_slots = take_slots if on_gpu else take_slots_reference
+        self._take_run = take_run if on_gpu else take_run_reference
+        self._give_slots = give_slots if on_gpu else give_slots_reference
+
+    @property
+    def device(self) -> torch.device:
+        """The device that the slots are chosen on."""
+        return self.mem_state.device
+
+    @property
+    def capacity(self) -> int:
+        """The slots that can be handed out: all but slot 0."""
+        return len(self.mem_state) - 1
+
+    @property
+    def num_free(self) -> int:
+        """Free slots by the host's count, which assumes that only slots in use are freed."""
+        return self._num_free
+
+    def alloc(self, n: int, contiguous: bool = False) -> Tensor:
+        """Take the `n` lowest free slots, ascending; all or nothing.
+
+        Args:
+            n: how many; 0 gives an empty tensor.
+            contiguous: take the lowest run of n consecutive free slots where there is one. Searches the
+                whole pool: meant for prompts.
+
+        Returns:
+            int32 `[n]` on the device.
+
+        Raises:
+            OutOfTokens: fewer than n are free. Nothing has been taken.
+        """
+        self._check_can_take(n)
+        out = torch.empty(n, dtype=torch.int32, device=self.device)
+        if n and contiguous:
+            self._take_run(self._state, out)
+        elif n:
+            self._take_slots(self._state, out, torch.full((1,), n, dtype=torch.int32, device=self.device))
+        self._num_free -= n
+        return out
+
+    def free(self, slots: Tensor) -> None:
+        """Give slots back: int32 or int64 `[n]` on the device, in any order.
+
+        A slot that is free already, or is no slot of the pool, is left alone and flagged on the device, so
+        no slot gets two owners; the flag raises InvalidFree with the next `check()` or `raise_for_flags`.
+
+        Raises:
+            InvalidFree: more slots than are in use. Nothing has been freed.
+        """
+        if slots.dim() != 1 or slots.dtype not in (torch.int32, torch.int64) or slots.device != self.device:
+            raise ValueError(
+                f"slots must be int32 or int64 [n] on {self.device}, got {slots.dtype} {tuple(slots.shape)} "
+                f"on {slots.device}"
+            )
+        num_used = self.capacity - self._num_free
+        if len(slots) > num_used:
+            raise InvalidFree(
+                f"{len(slots)} slots given back while {num_used} are in use; free each slot once, and only "
+                "slots of this allocator"
+            )
+        if len(slots):
+            self._give_slots(self._state, slots.contiguous())
+            self._num_free += len(slots)
+
+    def alloc_into(self, out: Tensor, count: Tensor) -> None:
+        """Take the lowest free slots, as many as the device says: the form to capture in a CUDA graph.
+
+        The host does not learn the count: `claim(n)` before each replay, or each eager call. Without
+        enough free slots out gets those there are, then slot 0, and a flag is set.
+
+        Args:
+            out: int32 `[max_n]` on the device, contiguous: the slots taken, then zeros.
+            count: int32 `[1]` on the device, at most max_n.
+        """
+        for name, tensor in (("out", out), ("count", count)):
+            if tensor.dim() != 1 or tensor.dtype != torch.int32 or tensor.device != self.device:
+                raise ValueError(
+                    f"{name} must be int32 [n] on {self.device}, got {tensor.dtype} {tuple(tensor.shape)} on "
+                    f"{tensor.device}"
+                )
+            if not tensor.is_contiguous():
+                raise ValueError(f"{name} must be contiguous")
+        if len(count) != 1:
+            raise ValueError(f"count must hold one number, got {len(count)}")
+        self._take_slots(self._state, out, count)
+
+    def claim(self, n: int) -> None:
+        """Account on the host for `n` slots that an `alloc_into` about to run will take.
+
+        Raises:
+            OutOfTokens: fewer than n are free: do not run it.
+        """
+        self._check_can_take(n)
+        self._num_free -= n
+
+    def _check_can_take(self, n: int) -> None:
+        if n < 0:
+            raise ValueError(f"the number of slots must be 0 or more, got {n}")
+        if n > self._num_free:
+            raise OutOfTokens(needed=n, free=self._num_free, capacity=self.capacity)
+
+    def check(self) -> None:
+        """Recount everything; synchronises.
+
+        Raises:
+            InvalidFree: a slot was freed that was not in use.
+            CheckFailed: an `alloc_into` fell short, or the counts disagree.
+        """
+        num_counted, flags = self.counters.tolist()
+        raise_for_flags(flags)
+        state = self._state
+        num_slots, num_blocks = len(state.mem_state), len(state.block_free)
+        padded = state.mem_state.new_zeros(num_blocks * state.block_slots)
+        padded[:num_slots] = state.mem_state
+        recounted = padded.view(num_blocks, state.block_slots).sum(dim=1)
+        total = int(recounted.sum())
+        if not total == num_counted == self._num_free:
+            raise CheckFailed(
+                f"{total} slots are free, the device counted {num_counted} and the host {self._num_free}; "
+                "claim() exactly what each alloc_into takes, and write to no tensor of the allocator"
+            )
+        states_valid = bool(((state.mem_state == 0) | (state.mem_state == 1)).all())
+        if (
+            not states_valid
+            or bool(state.mem_state[0])
+            or not torch.equal(recounted, state.block_free.long())
+        ):
+            raise CheckFailed(
+                "mem_state and the free counts of its blocks disagree, or slot 0 is free; something else "
+                "wrote to the allocator's tensors"
+            )
+
+
+def raise_for_flags(flags: int) -> None:
+    """Raise what the flag bits in `counters[1]`, read back to the host, say; nothing if they are 0.
+
+    The flags stay set: the host's count is wrong from then on, and the allocator is to be replaced.
+
+    Raises:
+        InvalidFree: a slot was freed twice, or was none of the pool.
+        CheckFailed: an `alloc_into` found fewer free slots than its count.
+    """
+    if flags & (SlotFlag.DOUBLE_FREE | SlotFlag.OUT_OF_RANGE):
+        what = [
+            text
+            for flag, text in (
+                (SlotFlag.DOUBLE_FREE, "a slot that was free already"),
+                (SlotFlag.OUT_OF_RANGE, "a number that is no slot of the pool, or is slot 0"),
+            )
+            if flags & flag
+        ]
+        raise InvalidFree(
+            f"given back: {' and '.join(what)}; free each slot once, and only what alloc returned (no other "
+            "slot changed hands, but the host's count is off: make a new allocator)"
+        )
+    if flags & SlotFlag.SHORT:
+        raise CheckFailed(
+            "an alloc_into found fewer free slots than its count and wrote slot 0 for the rest; discard that "
+            "step, claim() its count before each run, and make a new allocator"
+        )

@@ -1,0 +1,347 @@
+"""The slot kernels and their twins against a model: a Python set of free slots.
+
+The same random operations run on the kernels and on the twins, over pools of small blocks, so that one
+operation crosses many of them. After each, slots, books and flags are compared with the model's.
+"""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from lightkv.triton_kernels.allocate import (
+    SlotFlag,
+    SlotState,
+    give_slots,
+    give_slots_reference,
+    lowest_run,
+    new_slot_state,
+    take_run,
+    take_run_reference,
+    take_slots,
+    take_slots_reference,
+)
+
+
+class Operations(NamedTuple):
+    take_slots: Callable[..., None]
+    take_run: Callable[..., None]
+    give_slots: Callable[..., None]
+
+
+KERNELS = Operations(take_slots, take_run, give_slots)
+TWINS = Operations(take_slots_reference, take_run_reference, give_slots_reference)
+both = pytest.mark.parametrize("operations", [KERNELS, TWINS], ids=["kernels", "twins"])
+
+
+class Model:
+    """What the pool should do, with a set."""
+
+    def __init__(self, num_slots: int) -> None:
+        self.num_slots = num_slots
+        self.free = set(range(1, num_slots))
+        self.flags = SlotFlag(0)
+
+    def take(self, max_n: int, count: int, skip: int = 0) -> list[int]:
+        taken = sorted(self.free)[skip : skip + min(count, max_n)]
+        if len(taken) < count:
+            self.flags |= SlotFlag.SHORT
+        self.free -= set(taken)
+        return taken + [0] * (max_n - len(taken))
+
+    def take_run(self, n: int) -> list[int]:
+        for start in range(1, self.num_slots - n + 1):
+            run = range(start, start + n)
+            if self.free.issuperset(run):
+                self.free -= set(run)
+                return list(run)
+        return self.take(n, n)
+
+    def give(self, slots: list[int]) -> None:
+        for slot in slots:
+            if not 1 <= slot < self.num_slots:
+                self.flags |= SlotFlag.OUT_OF_RANGE
+            elif slot in self.free:
+                self.flags |= SlotFlag.DOUBLE_FREE
+            else:
+                self.free.add(slot)
+
+    def check(self, state: SlotState) -> None:
+        assert state.mem_state.tolist() == [int(slot in self.free) for slot in range(self.num_slots)]
+        assert state.counters.tolist() == [len(self.free), int(self.flags)]
+        blocks = range(0, self.num_slots, state.block_slots)
+        assert state.block_free.tolist() == [
+            sum(slot in self.free for slot in range(start, start + state.block_slots)) for start in blocks
+        ]
+
+
+def number(value: int, device: torch.device | str) -> Tensor:
+    return torch.tensor([value], dtype=torch.int32, device=device)
+
+
+def poisoned(n: int, device: torch.device | str) -> Tensor:
+    """An output whose every element has to be written."""
+    return torch.full((n,), -7, dtype=torch.int32, device=device)
+
+
+POOL = st.tuples(st.integers(1, 40), st.sampled_from([1, 4, 16, 64]))
+STEPS = st.lists(
+    st.one_of(
+        # The length of the output; how many to take, and how many to skip.
+        st.tuples(
+            st.just("take"), st.integers(0, 20), st.tuples(st.integers(-1, 24), st.none() | st.integers(0, 9))
+        ),
+        st.tuples(st.just("run"), st.integers(0, 42), st.just(0)),
+        # Slots in use, by their place among those, and anything at all.
+        st.tuples(st.just("give"), st.lists(st.integers(0, 60), max_size=12), st.booleans()),
+        st.tuples(st.just("give any"), st.lists(st.integers(-5, 45), max_size=6), st.booleans()),
+    ),
+    max_size=12,
+)
+
+
+def replay(operations: Operations, device: torch.device, pool: tuple[int, int], steps: list) -> None:
+    num_slots, block_slots = pool
+    state, model = new_slot_state(num_slots, device, block_slots), Model(num_slots)
+    model.check(state)
+    for name, what, detail in steps:
+        if name == "take":
+            out = poisoned(what, device)
+            count, skip = detail
+            skipped = None if skip is None else number(skip, device)
+            operations.take_slots(state, out, number(count, device), skipped)
+            assert out.tolist() == model.take(what, max(count, 0), skip or 0)
+        elif name == "run":
+            out = poisoned(what, device)
+            operations.take_run(state, out)
+            assert out.tolist() == model.take_run(what)
+        else:
+            used = sorted(set(range(1, num_slots)) - model.free)
+            if name == "give":
+                what = list(dict.fromkeys(used[i % len(used)] for i in what)) if used else []
+            dtype = torch.int64 if detail else torch.int32
+            operations.give_slots(state, torch.tensor(what, dtype=dtype, device=device))
+            model.give(what)
+        model.check(state)
+
+
+@given(pool=POOL, steps=STEPS)
+@settings(
+    max_examples=100,
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
+    derandomize=True,
+)
+def test_twins_behave_as_the_set(device: torch.device, pool: tuple[int, int], steps: list) -> None:
+    replay(TWINS, device, pool, steps)
+
+
+@given(pool=POOL, steps=STEPS)
+@settings(
+    max_examples=40,
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
+    derandomize=True,
+)
+def test_kernels_behave_as_the_set(device: torch.device, pool: tuple[int, int], steps: list) -> None:
+    replay(KERNELS, device, pool, steps)
+
+
+@both
+def test_takes_the_lowest_ascending_across_blocks(device: torch.device, operations: Operations) -> None:
+    state = new_slot_state(40, device, block_slots=8)
+    out = poisoned(30, device)
+    operations.take_slots(state, out, number(30, device))
+    assert out.tolist() == list(range(1, 31))
+    operations.give_slots(state, torch.tensor([17, 3, 25, 8], device=device))
+    operations.take_slots(state, out, number(6, device))
+    assert out.tolist() == [3, 8, 17, 25, 31, 32] + [0] * 24
+    assert state.counters.tolist() == [7, 0]
+
+
+@both
+def test_shortage_takes_what_there_is_and_flags(device: torch.device, operations: Operations) -> None:
+    state = new_slot_state(10, device, block_slots=4)
+    out = poisoned(12, device)
+    operations.take_slots(state, out, number(11, device))
+    assert out.tolist() == [*range(1, 10), 0, 0, 0]
+    assert state.counters.tolist() == [0, SlotFlag.SHORT]
+    operations.take_slots(state, out, number(1, device))
+    assert out.tolist() == [0] * 12
+    assert state.counters.tolist() == [0, SlotFlag.SHORT]
+
+
+@both
+def test_skipping_leaves_the_lowest_and_may_fall_short(device: torch.device, operations: Operations) -> None:
+    state = new_slot_state(10, device, block_slots=4)
+    out = poisoned(8, device)
+    operations.take_slots(state, out, number(2, device), number(3, device))
+    assert out.tolist() == [4, 5, 0, 0, 0, 0, 0, 0]
+    assert state.counters.tolist() == [7, 0]
+    operations.take_slots(state, out, number(6, device), number(4, device))
+    assert out.tolist() == [7, 8, 9, 0, 0, 0, 0, 0]
+    assert state.counters.tolist() == [4, SlotFlag.SHORT]
+    operations.take_slots(state, out, number(1, device), number(9, device))
+    assert out.tolist() == [0] * 8
+    assert state.counters.tolist() == [4, SlotFlag.SHORT]
+
+
+@both
+def test_run_is_the_lowest_that_fits(device: torch.device, operations: Operations) -> None:
+    state = new_slot_state(32, device, block_slots=8)
+    operations.take_slots(state, poisoned(31, device), number(31, device))
+    operations.give_slots(
+        state, torch.tensor([2, 3, 5, 6, 7, 8, 9, 20, 21, 22, 23, 24, 25, 26], device=device)
+    )
+    for n, expected in [(5, range(5, 10)), (6, range(20, 26)), (4, [2, 3, 26, 0])]:
+        out = poisoned(n, device)
+        operations.take_run(state, out)
+        assert out.tolist() == list(expected)
+    assert state.counters.tolist() == [0, SlotFlag.SHORT]
+
+
+@both
+def test_bad_gifts_are_flagged_and_give_no_slot_two_owners(
+    device: torch.device, operations: Operations
+) -> None:
+    for gift, num_free, flags in [
+        ([2, 2], 6, SlotFlag.DOUBLE_FREE),
+        ([9], 5, SlotFlag.DOUBLE_FREE),
+        ([0, 1], 6, SlotFlag.OUT_OF_RANGE),
+        ([10, -1, 2**31 - 1, -(2**31)], 5, SlotFlag.OUT_OF_RANGE),
+        ([3, 10, 3], 6, SlotFlag.DOUBLE_FREE | SlotFlag.OUT_OF_RANGE),
+    ]:
+        state = new_slot_state(10, device, block_slots=4)
+        operations.take_slots(state, poisoned(4, device), number(4, device))
+        operations.give_slots(state, torch.tensor(gift, dtype=torch.int32, device=device))
+        assert state.counters.tolist() == [num_free, flags]
+        assert int(state.mem_state.sum()) == num_free
+        out = poisoned(9, device)
+        operations.take_slots(state, out, number(num_free, device))
+        taken = out.tolist()[:num_free]
+        assert len(set(taken)) == num_free
+        assert not set(taken) & ({1, 2, 3, 4} - set(gift))
+
+
+@both
+def test_int64_slots_beyond_int32_are_out_of_range(device: torch.device, operations: Operations) -> None:
+    state = new_slot_state(10, device, block_slots=4)
+    operations.take_slots(state, poisoned(9, device), number(9, device))
+    operations.give_slots(state, torch.tensor([2**32 + 3, -(2**40) + 1], device=device))
+    assert state.counters.tolist() == [0, SlotFlag.OUT_OF_RANGE]
+
+
+@both
+def test_scan_of_more_blocks_than_one_tile(device: torch.device, operations: Operations) -> None:
+    state = new_slot_state(1100, device, block_slots=1)
+    out = poisoned(1090, device)
+    operations.take_slots(state, out, number(1080, device))
+    assert out.tolist() == [*range(1, 1081), *[0] * 10]
+    assert state.mem_cum_sum.tolist() == [*range(1100)]
+    assert state.counters.tolist() == [19, 0]
+
+
+def test_lowest_run_counts_the_free_slots_before_it(device: torch.device) -> None:
+    state = new_slot_state(16, device, block_slots=4)
+    give = torch.tensor([1, 3, 4, 7, 8, 9], device=device)
+    take_slots(state, poisoned(15, device), number(15, device))
+    give_slots(state, give)
+    assert [lowest_run(state, n).item() for n in (1, 2, 3, 4, 17)] == [0, 1, 3, 0, 0]
+
+
+def test_refuses_a_pool_that_cannot_be() -> None:
+    with pytest.raises(ValueError, match="power of two"):
+        new_slot_state(10, "cpu", block_slots=6)
+    with pytest.raises(ValueError, match="positive"):
+        new_slot_state(0, "cpu")
+
+
+@pytest.mark.gpu
+def test_large_pool_of_full_blocks() -> None:
+    torch.manual_seed(0)
+    num_slots = 3_000_000
+    state, twin = new_slot_state(num_slots, "cuda"), new_slot_state(num_slots, "cuda")
+    held = torch.empty(0, dtype=torch.int32, device="cuda")
+    for n in (2_000_000, 5000, 1, 300_000, 700_000):
+        out, expected = poisoned(n, "cuda"), poisoned(n, "cuda")
+        take_slots(state, out, number(n, "cuda"))
+        take_slots_reference(twin, expected, number(n, "cuda"))
+        assert torch.equal(out, expected)
+        held = torch.cat([held, out])
+        held = held[torch.randperm(len(held), device="cuda")]
+        gift, held = held[: len(held) // 2], held[len(held) // 2 :]
+        give_slots(state, gift)
+        give_slots_reference(twin, gift)
+        for name in ("mem_state", "block_free", "mem_cum_sum", "counters"):
+            assert torch.equal(getattr(state, name), getattr(twin, name)), name
+    assert state.counters.tolist() == [num_slots - 1 - len(held), 0]
+
+
+@pytest.mark.gpu
+def test_one_slot_given_by_many_threads_is_freed_once() -> None:
+    state = new_slot_state(5000, "cuda")
+    out = poisoned(4999, "cuda")
+    take_slots(state, out, number(4999, "cuda"))
+    give_slots(state, torch.full((100_000,), 1234, device="cuda"))
+    assert state.counters.tolist() == [1, SlotFlag.DOUBLE_FREE]
+    assert state.block_free.tolist() == [0, 1, 0, 0, 0]
+
+
+@pytest.mark.gpu
+def test_captured_take_and_give_follow_their_count() -> None:
+    state, model = new_slot_state(5000, "cuda"), Model(5000)
+    out, gift, run = poisoned(64, "cuda"), poisoned(16, "cuda"), poisoned(8, "cuda")
+    count = number(1, "cuda")
+
+    def step() -> None:
+        take_slots(state, out, count)
+        give_slots(state, gift)
+        take_run(state, run)
+
+    gift.copy_(torch.arange(1, 17))
+    take_slots(state, poisoned(40, "cuda"), number(40, "cuda"))
+    model.take(40, 40)
+    step()  # compiles outside the capture
+    assert out.tolist() == model.take(64, 1)
+    model.give(list(range(1, 17)))
+    assert run.tolist() == model.take_run(8)
+    model.check(state)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step()
+    model.check(state)
+    for n in (64, 0, 40):
+        returned = sorted(set(range(1, 5000)) - model.free)[-16:]
+        count.fill_(n)
+        gift.copy_(torch.tensor(returned))
+        graph.replay()
+        assert out.tolist() == model.take(64, n)
+        model.give(returned)
+        assert run.tolist() == model.take_run(8)
+        model.check(state)
+
+
+@pytest.mark.gpu
+def test_never_synchronises() -> None:
+    state = new_slot_state(5000, "cuda")
+    out, count = poisoned(64, "cuda"), number(64, "cuda")
+
+    def step() -> None:
+        take_slots(state, out, count)
+        give_slots(state, out)
+        take_run(state, out)
+        give_slots(state, out)
+        take_slots_reference(state, out, count)
+        give_slots_reference(state, out)
+
+    step()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        step()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert state.counters.tolist() == [4999, 0]

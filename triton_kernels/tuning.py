@@ -1,0 +1,110 @@
+"""How large the tiles are and how many splits a launch has: pure functions of the device and the shapes.
+
+Knows no tensor's contents: every answer follows from numbers that the host has before the launch, so a
+launch captured in a CUDA graph stays right when lengths change between replays. Nothing here is searched
+for at run time.
+"""
+
+from functools import cache
+from typing import NamedTuple
+
+import torch
+import triton
+
+
+class DeviceClass(NamedTuple):
+    """What of a device the choices depend on."""
+
+    num_multiprocessors: int
+    shared_memory: int  # bytes one program may use
+
+
+class Launch(NamedTuple):
+    """Tile sizes (query rows, keys) and launch options of one kernel; `block_m` is 0 where it has none."""
+
+    block_m: int
+    block_n: int
+    num_warps: int
+    num_stages: int
+
+
+# The interpreter poses as a small GPU, so that its tests see several tiles and several splits.
+_INTERPRETER = DeviceClass(num_multiprocessors=4, shared_memory=64 * 1024)
+
+_MAX_SPLITS = 128
+_MIN_KEYS_PER_SPLIT = 32
+
+# Largest first.
+_PREFILL_LAUNCHES = (
+    Launch(128, 128, 8, 3),
+    Launch(128, 64, 8, 3),
+    Launch(128, 64, 8, 2),
+    Launch(64, 64, 4, 3),
+    Launch(64, 32, 4, 3),
+    Launch(64, 32, 4, 2),
+)
+_REDUCTION_BYTES = 2048  # shared memory that the softmax's reductions take beside the tiles
+
+
+@cache
+def device_class(device: torch.device) -> DeviceClass:
+    """The class of a CUDA device, or of Triton's interpreter for any other."""
+    if device.type != "cuda":
+        return _INTERPRETER
+    properties = torch.cuda.get_device_properties(device)
+    return DeviceClass(properties.multi_processor_count, properties.shared_memory_per_block_optin)  # type: ignore[attr-defined]
+
+
+def padded_dim(head_dim: int) -> int:
+    """The tile width that holds a head of `head_dim`: a power of two, and at least the 16 of `tl.dot`."""
+    return max(16, triton.next_power_of_2(head_dim))
+
+
+def decode_splits(device: DeviceClass, num_requests: int, num_kv_heads: int, max_length: int) -> int:
+    """Into how many parts decode cuts each request's keys.
+
+    Aims at two programs a multiprocessor, at four while requests are so few that the longest of them
+    decides the time. `max_length` is the longest request that the index can name, not today's longest.
+    """
+    programs = max(1, num_requests * num_kv_heads)
+    waves = 4 if programs * 4 <= device.num_multiprocessors else 2
+    wanted = triton.cdiv(waves * device.num_multiprocessors, programs)
+    return max(1, min(wanted, _MAX_SPLITS, triton.cdiv(max_length, _MIN_KEYS_PER_SPLIT)))
+
+
+def decode_launch(key_dim: int, value_dim: int, element_size: int) -> Launch:
+    """Tiles of decode: at most 32 KiB of K and V at a time, so that several programs share a processor."""
+    bytes_per_key = (padded_dim(key_dim) + padded_dim(value_dim)) * element_size
+    block_n = 64
+    while block_n > 16 and block_n * bytes_per_key > 32 * 1024:
+        block_n //= 2
+    return Launch(block_m=0, block_n=block_n, num_warps=4, num_stages=3)
+
+
+def prefill_launch(
+    device: DeviceClass,
+    num_requests: int,
+    num_kv_heads: int,
+    max_rows: int,
+    key_dim: int,
+    value_dim: int,
+    element_size: int,
+) -> Launch:
+    """Tiles of prefill: the largest that fit the shared memory and still give every multiprocessor work.
+
+    `max_rows` is the longest query times the query heads that share a K/V head.
+    """
+    # An exact float32 dot is unrolled into multiply-adds: large tiles of it take minutes to compile.
+    candidates = _PREFILL_LAUNCHES if element_size < 4 else (Launch(32, 32, 4, 2),)
+    key_width, value_width = padded_dim(key_dim), padded_dim(value_dim)
+    for launch in candidates:
+        block_m, block_n, num_warps, num_stages = launch
+        tiles = block_m * key_width + num_stages * block_n * (key_width + value_width)
+        programs = num_requests * num_kv_heads * triton.cdiv(max_rows, block_m)
+        fits = tiles * element_size + _REDUCTION_BYTES <= device.shared_memory
+        # Multiprocessors would idle, or there would be more than 128 accumulators a thread (a spill).
+        too_few = block_m > 64 and programs < device.num_multiprocessors
+        too_wide = block_m * value_width > 128 * 32 * num_warps
+        if fits and not too_few and not too_wide:
+            return launch
+    return Launch(block_m=16, block_n=16, num_warps=4, num_stages=2)
