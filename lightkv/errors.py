@@ -65,16 +65,35 @@ class LedgerMismatch(LightKVError):
 
 
 class OutOfMemory(LightKVError):
-    """The device has no room for a pool of even one token."""
+    """The device has no room for the pool that was asked for, or for one of even one token."""
 
-    def __init__(self, available: int, bytes_per_token: int) -> None:
+    def __init__(self, available: int, bytes_per_token: int, num_tokens: int = 1) -> None:
         self.available = available
         self.bytes_per_token = bytes_per_token
+        self.num_tokens = num_tokens
         super().__init__(
-            f"{available} bytes are left for the K/V pool, and one token takes {bytes_per_token}; free "
-            "memory on the device, raise the memory fraction, or use a smaller model or dtype"
+            f"a K/V pool of {num_tokens} tokens takes {num_tokens * bytes_per_token} bytes "
+            f"({bytes_per_token} each), and {available} are left; ask for fewer tokens, free memory on the "
+            "device, raise the memory fraction, or use a smaller model or dtype"
         )
 
 
 class CheckFailed(LightKVError):
     """A resource recounted itself and found its books wrong: a bug in lightkv, or a caller's stray write."""
+
+
+class UnsupportedModel(LightKVError):
+    """A model whose attention is not what lightkv computes."""
+
+    def __init__(self, architecture: str, reason: str) -> None:
+        self.architecture = architecture
+        self.reason = reason
+        super().__init__(f"{architecture} cannot run on lightkv: {reason}; choose another model")
+
+
+class UnknownBackend(LightKVError, ValueError):
+    """An attention backend of a name that there is none of."""
+
+    def __init__(self, name: str, known: list[str]) -> None:
+        self.name = name
+        super().__init__(f"no attention backend is called {name!r}; there are {', '.join(known)}")

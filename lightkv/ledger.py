@@ -13,7 +13,7 @@ A sequence is a path of shared segments and a private tail:
 After every verb `num_free + num_cached + num_held == capacity`.
 """
 
-from collections.abc import Sequence as Seq
+from collections.abc import Iterable, Sequence as Seq
 
 from .edits import Drop, Edit, Give, Map, Split, Stash, Take
 from .errors import CheckFailed, OutOfRows, OutOfTokens, SequenceTooLong
@@ -83,6 +83,11 @@ class TokenLedger:
     def num_open(self) -> int:
         """Sequences that are open."""
         return len(self._open)
+
+    @property
+    def sequences(self) -> Iterable[Sequence]:
+        """The open sequences."""
+        return self._open.values()
 
     def drain(self) -> list[Edit]:
         """The edits since the last call, in order; they are the caller's to have applied."""

@@ -1,0 +1,16 @@
+"""Attention over the pool: the numbers of a step, and the backends that compute it layer by layer."""
+
+from .backend import AttentionBackend, AttentionOptions, LayerShape
+from .metadata import AttentionMetadata, KVCacheParams
+from .select import BACKENDS, make_backends, pick_backend
+
+__all__ = [
+    "BACKENDS",
+    "AttentionBackend",
+    "AttentionMetadata",
+    "AttentionOptions",
+    "KVCacheParams",
+    "LayerShape",
+    "make_backends",
+    "pick_backend",
+]

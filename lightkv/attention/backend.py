@@ -1,0 +1,118 @@
+"""What a layer's attention is, and what every backend of it does: write this step's K/V, then attend.
+
+Knows no model and no kernel. The constructor and `forward` carry TensorRT-LLM's names.
+"""
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+
+import torch
+
+from .metadata import AttentionMetadata
+
+
+@dataclass(frozen=True)
+class AttentionOptions:
+    """How a layer attends, beyond its shape.
+
+    `scale`: of q·k; None is head_dim ** -0.5. `window`: a query attends itself and the `window` - 1 tokens
+    before; 0 is all. `softcap`: scores become softcap * tanh(score / softcap); 0 is off. `v_dim`: None is
+    head_dim.
+    """
+
+    scale: float | None = None
+    window: int = 0
+    softcap: float = 0.0
+    v_dim: int | None = None
+
+
+@dataclass(frozen=True)
+class LayerShape:
+    """One layer's attention: heads, the dim of q and k per head, and options."""
+
+    num_heads: int
+    head_dim: int
+    num_kv_heads: int
+    options: AttentionOptions = AttentionOptions()
+
+
+class AttentionBackend(ABC):
+    """Causal attention of one layer over the pool, for packed batches of contexts and generations.
+
+    `layer_idx` names the layer's K/V in the pool. `quant_config` and `pos_embd_params` have to be None: K/V
+    is in the pool's type, and q and k arrive with their positions applied.
+    """
+
+    def __init__(
+        self,
+        layer_idx: int,
+        num_heads: int,
+        head_dim: int,
+        num_kv_heads: int | None = None,
+        quant_config: object | None = None,
+        pos_embd_params: object | None = None,
+        options: AttentionOptions = AttentionOptions(),
+    ) -> None:
+        num_kv_heads = num_kv_heads or num_heads
+        if num_heads % num_kv_heads:
+            raise ValueError(f"{num_heads} heads do not share {num_kv_heads} KV heads evenly")
+        if quant_config is not None:
+            raise ValueError("K/V is kept in the pool's own type; pass quant_config=None")
+        if pos_embd_params is not None:
+            raise ValueError("positions are the model's to apply before this call; pass pos_embd_params=None")
+        self.layer_idx = layer_idx
+        self.num_heads = num_heads
+        self.head_dim = head_dim
+        self.num_kv_heads = num_kv_heads
+        self.v_dim = options.v_dim or head_dim
+        self.scale = head_dim**-0.5 if options.scale is None else options.scale
+        self.window = options.window
+        self.softcap = options.softcap
+
+    def forward(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        metadata: AttentionMetadata,
+        attention_mask: str | None = None,
+    ) -> torch.Tensor:
+        """Write k and v at `metadata.slot_mapping`, and attend from q.
+
+        q `[num_tokens, num_heads * head_dim]`, k `[num_tokens, num_kv_heads * head_dim]`, v `[num_tokens,
+        num_kv_heads * v_dim]`, or each with the heads as a dimension of their own; on the pool's device.
+        `attention_mask`: None or "causal". Returns `[num_tokens, num_heads * v_dim]` of q's type.
+        """
+        if attention_mask not in (None, "causal"):
+            raise ValueError(f"attention mask {attention_mask!r}: attention here is causal, pass None")
+        num_tokens, num_ctx_tokens = metadata.num_tokens, metadata.num_ctx_tokens
+        q = q.view(num_tokens, self.num_heads, self.head_dim)
+        k = k.view(num_tokens, self.num_kv_heads, self.head_dim)
+        v = v.view(num_tokens, self.num_kv_heads, self.v_dim)
+        out = q.new_empty(num_tokens, self.num_heads, self.v_dim)
+        self._write(k, v, metadata)
+        if metadata.num_contexts:
+            fresh = (k[:num_ctx_tokens], v[:num_ctx_tokens])
+            self._prefill(q[:num_ctx_tokens], *fresh, metadata, out[:num_ctx_tokens])
+        if metadata.num_generations:
+            self._decode(q[num_ctx_tokens:], metadata, out[num_ctx_tokens:])
+        return out.view(num_tokens, -1)
+
+    @abstractmethod
+    def _write(self, k: torch.Tensor, v: torch.Tensor, metadata: AttentionMetadata) -> None:
+        """Put this step's K/V where it belongs."""
+
+    @abstractmethod
+    def _prefill(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        metadata: AttentionMetadata,
+        out: torch.Tensor,
+    ) -> None:
+        """Attend from the contexts' tokens into `out`; k and v are theirs as well, and written already."""
+
+    @abstractmethod
+    def _decode(self, q: torch.Tensor, metadata: AttentionMetadata, out: torch.Tensor) -> None:
+        """Attend from the generations' tokens into `out`."""

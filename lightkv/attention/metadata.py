@@ -1,0 +1,147 @@
+"""The numbers of one step that every layer's attention needs: who is in the batch, how far along, and where.
+
+Knows the token table and no K/V, no model and no backend. Its fields carry TensorRT-LLM's names (context is
+prefill, generation is decode); `rows`, `kv_lens`, `q_starts` and `slot_mapping` are our own. A batch is
+packed: the contexts first, each any number of tokens, then the generations, one token each.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from ..kv_memory import KVMemory
+from ..staging import packed_size, upload
+
+
+@dataclass(frozen=True)
+class KVCacheParams:
+    """What the cache held of each sequence before this step."""
+
+    use_cache: bool
+    num_cached_tokens_per_seq: list[int]
+
+
+class AttentionMetadata:
+    """Filled by `prepare` once a step, read by every layer's backend. With B sequences of T tokens in all:
+
+    - host: `num_contexts`, `num_generations`, `num_tokens`, `num_ctx_tokens`, `max_q_len` (of the contexts),
+      `seq_lens` int32 `[B]` (this step's tokens of each sequence, on the CPU), `context_lens` (those of the
+      contexts), `request_ids`, `prompt_lens`, `kv_cache_params`, `rows_host` and `kv_lens_host` int64 `[B]`;
+    - device: `seq_lens_cuda` int32 `[B]`, `position_ids` int64 `[T]`, `rows` int64 `[B]` (of the table),
+      `kv_lens` int32 `[B]` (tokens in the cache, this step's included), `q_starts` int32 `[B + 1]`,
+      `slot_mapping` int64 `[T]` (where this step's K/V goes).
+
+    With `is_cuda_graph` it holds a decode batch of exactly `max_num_requests` in tensors that never move, the
+    rest of a smaller batch being padding: row 0, length 0, position 0, slot 0.
+    """
+
+    def __init__(
+        self,
+        max_num_requests: int,
+        max_num_tokens: int,
+        kv_cache_manager: KVMemory,
+        is_cuda_graph: bool = False,
+    ) -> None:
+        self.max_num_requests = max_num_requests
+        self.max_num_tokens = max_num_tokens
+        self.kv_cache_manager = kv_cache_manager
+        self.is_cuda_graph = is_cuda_graph
+        self.step = 0  # counts `prepare`, so that what was derived from the numbers can be told to be stale
+        self.plan: object | None = None  # what the backend in use derives once a step for all its layers
+        self._static: torch.Tensor | None = None
+        self.prepare([], [], [], 0)
+
+    def create_cuda_graph_metadata(self, max_batch_size: int) -> "AttentionMetadata":
+        """Metadata for decode batches of up to `max_batch_size`, in static tensors, to capture a graph on.
+
+        `prepare` loads a batch in one upload, outside the graph; kernels inside it may change `rows`,
+        `kv_lens`, `position_ids` and `slot_mapping` in place.
+        """
+        return AttentionMetadata(max_batch_size, max_batch_size, self.kv_cache_manager, is_cuda_graph=True)
+
+    @property
+    def context_lens(self) -> torch.Tensor:
+        """This step's tokens of each context, int32 `[num_contexts]` on the CPU."""
+        return self.seq_lens[: self.num_contexts]
+
+    def prepare(
+        self,
+        rows: Sequence[int],
+        starts: Sequence[int],
+        counts: Sequence[int],
+        num_contexts: int,
+        *,
+        request_ids: Sequence[int] = (),
+        prompt_lens: Sequence[int] = (),
+    ) -> None:
+        """Take in a step's batch, with one upload and without synchronising.
+
+        Sequence i sits in row `rows[i]`, has K/V of its first `starts[i]` tokens, and computes `counts[i]`
+        more, whose slots the table has already. The first `num_contexts` are contexts. `request_ids` and
+        `prompt_lens` are only kept. Raises ValueError for a batch that breaks these rules or the maxima.
+        """
+        row, start, count = (np.array(numbers, dtype=np.int64) for numbers in (rows, starts, counts))
+        self._validate(row, start, count, num_contexts)
+        cached = start.tolist()
+        kv_len = start + count
+        if self.is_cuda_graph:
+            padding = self.max_num_requests - len(row)
+            row, start, kv_len = (np.pad(numbers, (0, padding)) for numbers in (row, start, kv_len))
+            count = np.ones_like(row)
+        q_starts = np.zeros(len(row) + 1, dtype=np.int32)
+        np.cumsum(count, out=q_starts[1:])
+        table = self.kv_cache_manager.table
+        entries = table.entries(row, start, count)
+
+        self.step += 1
+        self.kv_cache_params = KVCacheParams(True, cached)
+        self.rows_host, self.kv_lens_host = row, kv_len
+        self.num_contexts = num_contexts
+        self.num_generations = len(row) - num_contexts
+        self.num_tokens = len(entries)
+        self.num_ctx_tokens = int(q_starts[num_contexts])
+        self.max_q_len = int(count[:num_contexts].max(initial=0))
+        self.seq_lens = torch.from_numpy(count.astype(np.int32))
+        self.request_ids = list(request_ids)
+        self.prompt_lens = list(prompt_lens)
+
+        arrays = [
+            row,
+            entries,
+            entries - np.repeat(row * table.max_entries, count),  # the positions
+            kv_len.astype(np.int32),
+            q_starts,
+            count.astype(np.int32),
+        ]
+        device = self.kv_cache_manager.device
+        if self.is_cuda_graph and self._static is None:
+            self._static = torch.empty(packed_size(arrays), dtype=torch.uint8, device=device)
+            self.slot_mapping = torch.empty(self.num_tokens, dtype=torch.int64, device=device)
+        uploaded = upload(arrays, device, out=self._static)
+        self.rows, on_device, self.position_ids, self.kv_lens, self.q_starts, self.seq_lens_cuda = uploaded
+        slots = table.read(on_device)
+        if self.is_cuda_graph:
+            self.slot_mapping.copy_(slots)
+        else:
+            self.slot_mapping = slots.long()
+
+    def _validate(self, row: np.ndarray, start: np.ndarray, count: np.ndarray, num_contexts: int) -> None:
+        if not len(row) == len(start) == len(count):
+            raise ValueError(
+                f"{len(row)} rows, {len(start)} starts and {len(count)} counts: one each a sequence"
+            )
+        if len(row) > self.max_num_requests or count.sum() > self.max_num_tokens:
+            raise ValueError(
+                f"{len(row)} sequences of {count.sum()} tokens; this metadata takes {self.max_num_requests} "
+                f"of {self.max_num_tokens}: split the step, or make it larger"
+            )
+        if not 0 <= num_contexts <= len(row) or (self.is_cuda_graph and num_contexts):
+            limit = 0 if self.is_cuda_graph else len(row)
+            raise ValueError(f"{num_contexts} contexts; there can be 0 to {limit} here")
+        if (count < 1).any() or (count[num_contexts:] != 1).any():
+            raise ValueError(
+                f"counts {count.tolist()} with {num_contexts} contexts: a context computes at least one "
+                "token, a generation exactly one, and the contexts come first"
+            )

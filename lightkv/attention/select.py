@@ -1,0 +1,31 @@
+"""Which backend runs where. Imports a backend when it is picked: the CPU needs no Triton."""
+
+from collections.abc import Sequence
+from importlib import import_module
+
+import torch
+
+from ..errors import UnknownBackend
+from .backend import AttentionBackend, LayerShape
+
+BACKENDS = {"torch": "TorchAttention", "triton": "TritonAttention"}  # name → class, in `<name>_backend.py`
+
+
+def pick_backend(name: str | None, device: torch.device) -> type[AttentionBackend]:
+    """The backend called `name`; None picks "triton" on CUDA and "torch" elsewhere. Raises UnknownBackend."""
+    name = name or ("triton" if device.type == "cuda" else "torch")
+    if name not in BACKENDS:
+        raise UnknownBackend(name, sorted(BACKENDS))
+    backend: type[AttentionBackend] = getattr(import_module(f".{name}_backend", __package__), BACKENDS[name])
+    return backend
+
+
+def make_backends(
+    name: str | None, device: torch.device, layers: Sequence[LayerShape]
+) -> list[AttentionBackend]:
+    """A backend for every layer of a model, in order; `name` as for `pick_backend`."""
+    backend = pick_backend(name, device)
+    return [
+        backend(layer_idx, layer.num_heads, layer.head_dim, layer.num_kv_heads, options=layer.options)
+        for layer_idx, layer in enumerate(layers)
+    ]

@@ -1,0 +1,224 @@
+"""A Hugging Face causal LM on lightkv's attention: what its layers are, and a packed forward pass.
+
+Knows transformers' AttentionInterface and no model by name: what a layer's attention is, is taken from the
+call that the model makes of it. Knows no sequence, no sampling and no loading of weights.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol, cast
+
+import torch
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+
+from ..attention import AttentionBackend, AttentionMetadata, AttentionOptions, LayerShape
+from ..errors import UnsupportedModel
+from ..kv_spec import KVSpec
+
+ATTENTION = "lightkv"  # under this name in AttentionInterface; without a mask, so that none is computed
+PROBE = "lightkv_probe"  # the same function, with a mask that says what the model would have masked
+
+# Arguments of an attention call that change nothing here: dropout is off, positions are applied to q and k.
+_HARMLESS = frozenset({"dropout", "position_ids", "cache_position", "use_cache"})
+_FAR = 1 << 20  # a query position past any window or chunk, from which the probe looks at a mask
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """What `probe` found: the K/V of one token, and every layer's attention."""
+
+    spec: KVSpec
+    layers: tuple[LayerShape, ...]
+
+
+class _Receiver(Protocol):
+    """Takes the attention calls of one forward pass."""
+
+    def attend(
+        self,
+        module: torch.nn.Module,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        mask: Any,
+        arguments: dict[str, Any],
+    ) -> torch.Tensor:
+        """q `[1, heads, T, k_dim]`, k and v likewise. Returns `[1, T, heads, v_dim]`."""
+
+
+@dataclass(frozen=True)
+class _Step:
+    """One step of the engine: every layer's call goes to its backend."""
+
+    metadata: AttentionMetadata
+    backends: Sequence[AttentionBackend]
+
+    def attend(
+        self,
+        module: torch.nn.Module,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        mask: Any,
+        arguments: dict[str, Any],
+    ) -> torch.Tensor:
+        backend = self.backends[cast(int, module.layer_idx)]
+        q, k, v = (heads[0].transpose(0, 1) for heads in (q, k, v))
+        out = backend.forward(q, k, v, self.metadata)
+        return out.view(1, len(out), backend.num_heads, -1)
+
+
+@dataclass(frozen=True)
+class _MaskRule:
+    """What a layer gets as its mask under the probe: the rule itself, to be asked at any position."""
+
+    visible: Any  # (batch, head, query position, key position) → bool tensor
+
+    def sees(self, query: int, keys: list[int], device: torch.device) -> list[bool]:
+        """Which `keys` a query at position `query` may attend."""
+        zero = torch.zeros((), dtype=torch.int64, device=device)
+        return [bool(self.visible(zero, zero, zero + query, zero + key)) for key in keys]
+
+
+class _Recorder:
+    """Takes the calls of the probe's forward pass, and answers with zeros: only their form matters."""
+
+    def __init__(self, architecture: str) -> None:
+        self.architecture = architecture
+        self.layers: dict[int, LayerShape] = {}
+        self.dtypes: set[torch.dtype] = set()
+
+    def attend(
+        self,
+        module: torch.nn.Module,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        mask: Any,
+        arguments: dict[str, Any],
+    ) -> torch.Tensor:
+        idx = getattr(module, "layer_idx", None)
+        if not isinstance(idx, int):
+            raise self._unsupported(f"{type(module).__name__} does not say which layer it is")
+        if idx in self.layers:
+            raise self._unsupported(f"layer {idx} attends more than once")
+        options = self._options(module, mask, dict(arguments), v.shape[-1], q.device)
+        if k.shape[:-1] != v.shape[:-1] or k.shape[2] != q.shape[2] or q.shape[1] % k.shape[1]:
+            raise self._unsupported(f"layer {idx} attends q {q.shape}, k {k.shape}, v {v.shape}")
+        self.layers[idx] = LayerShape(q.shape[1], q.shape[-1], k.shape[1], options)
+        self.dtypes |= {k.dtype, v.dtype}
+        return q.new_zeros(q.shape[0], q.shape[2], q.shape[1], v.shape[-1])
+
+    def _options(
+        self, module: torch.nn.Module, mask: Any, arguments: dict[str, Any], v_dim: int, device: torch.device
+    ) -> AttentionOptions:
+        scale = arguments.pop("scaling", None)
+        window = arguments.pop("sliding_window", None) or 0
+        softcap = arguments.pop("softcap", None) or 0.0
+        causal = arguments.pop("is_causal", None)
+        if causal is None:
+            causal = getattr(module, "is_causal", True)
+        if not causal:
+            raise self._unsupported("its attention is not causal")
+        given = {name for name, value in arguments.items() if not isinstance(value, bool | None)}
+        if unknown := given - _HARMLESS:
+            raise self._unsupported(f"its attention takes {', '.join(sorted(unknown))}, unknown here")
+        if isinstance(mask, _MaskRule):
+            first = _FAR - window + 1 if window else 0
+            keys = [*([first - 1] if window else []), first, (first + _FAR) // 2, _FAR, _FAR + 1]
+            expected = [*([False] if window else []), True, True, True, False]
+            if mask.sees(_FAR, keys, device) != expected:
+                raise self._unsupported("its mask is neither causal nor the sliding window it names")
+        elif mask is not None:
+            raise self._unsupported("it makes an attention mask of its own")
+        return AttentionOptions(scale, int(window), float(softcap), v_dim)
+
+    def _unsupported(self, reason: str) -> UnsupportedModel:
+        return UnsupportedModel(self.architecture, reason)
+
+
+def probe(model: PreTrainedModel) -> ModelShape:
+    """What `model` computes as attention, from a forward pass over two tokens; the model stays as it was.
+
+    Raises UnsupportedModel for whatever lightkv would not compute exactly.
+    """
+    architecture = type(model).__name__
+    recorder = _Recorder(architecture)
+    before = model.config._attn_implementation
+    _bind(model, PROBE)
+    try:
+        tokens = torch.zeros(1, 2, dtype=torch.int64, device=model.device)
+        with torch.no_grad():
+            model(input_ids=tokens, use_cache=False, lightkv=recorder)
+    except (TypeError, KeyError, AttributeError, ValueError) as error:
+        raise UnsupportedModel(architecture, f"its forward pass fails when probed ({error})") from error
+    finally:
+        model.set_attn_implementation(before)
+
+    num_layers = model.config.get_text_config().num_hidden_layers
+    if sorted(recorder.layers) != list(range(num_layers)):
+        reason = f"of {num_layers} layers, {len(recorder.layers)} call the attention interface"
+        raise UnsupportedModel(architecture, reason)
+    layers = tuple(recorder.layers[idx] for idx in range(num_layers))
+    shapes = {(layer.num_kv_heads, layer.head_dim, cast(int, layer.options.v_dim)) for layer in layers}
+    if len(shapes) > 1 or len(recorder.dtypes) > 1:
+        reason = f"its layers' K/V differ: (KV heads, K dim, V dim) {sorted(shapes)}, {recorder.dtypes}"
+        raise UnsupportedModel(architecture, reason)
+    (shape,), (dtype,) = shapes, recorder.dtypes
+    return ModelShape(KVSpec(num_layers, *shape, dtype), layers)
+
+
+def bind(model: PreTrainedModel) -> None:
+    """Switch `model` to lightkv's attention, for `forward`. Raises UnsupportedModel."""
+    _bind(model, ATTENTION)
+
+
+def forward(
+    model: PreTrainedModel,
+    input_ids: torch.Tensor,
+    metadata: AttentionMetadata,
+    backends: Sequence[AttentionBackend],
+    logits_index: torch.Tensor | None,
+) -> torch.Tensor:
+    """One step of a bound model over a packed batch.
+
+    `input_ids`: int64 `[num_tokens]`, in the batch's order. `logits_index`: int64 `[n]`, the tokens whose
+    logits are wanted, None for all; only these go through the head. Returns `[n, vocabulary]` in the model's
+    type.
+    """
+    output = model(
+        input_ids=input_ids[None],
+        position_ids=metadata.position_ids[None],
+        use_cache=False,
+        logits_to_keep=0 if logits_index is None else logits_index,  # 0: all
+        lightkv=_Step(metadata, backends),
+    )
+    return cast(torch.Tensor, output.logits[0])
+
+
+def _bind(model: PreTrainedModel, name: str) -> None:
+    AttentionInterface.register(name, _attention)
+    if name == PROBE:
+        AttentionMaskInterface.register(name, _mask_rule)
+    model.set_attn_implementation(name)
+    if model.config.get_text_config()._attn_implementation != name:
+        raise UnsupportedModel(type(model).__name__, "it does not use transformers' AttentionInterface")
+
+
+def _attention(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: Any,
+    *,
+    lightkv: _Receiver,
+    **arguments: Any,
+) -> tuple[torch.Tensor, None]:
+    """transformers' attention function; `lightkv` is the keyword argument given to the model's forward."""
+    return lightkv.attend(module, query, key, value, attention_mask, arguments), None
+
+
+def _mask_rule(*, mask_function: Any, **_: Any) -> _MaskRule:
+    """transformers' mask function."""
+    return _MaskRule(mask_function)

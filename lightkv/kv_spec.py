@@ -1,0 +1,36 @@
+"""What the K/V of one token is: how many numbers, of what type, in how many layers.
+
+Knows no slot and no device.
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True)
+class KVSpec:
+    """The K/V of one token, the same in every layer. `k_dim` and `v_dim` are per head and may differ."""
+
+    num_layers: int
+    num_kv_heads: int
+    k_dim: int
+    v_dim: int
+    dtype: torch.dtype
+
+    def __post_init__(self) -> None:
+        for name in ("num_layers", "num_kv_heads", "k_dim", "v_dim"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} is {getattr(self, name)}; it has to be at least 1")
+        if not self.dtype.is_floating_point:
+            raise ValueError(f"K/V of {self.dtype}: use a floating-point type")
+
+    @property
+    def width(self) -> int:
+        """Numbers per token and layer: all K heads, then all V heads."""
+        return self.num_kv_heads * (self.k_dim + self.v_dim)
+
+    @property
+    def bytes_per_token(self) -> int:
+        """Bytes of one token in all layers."""
+        return self.num_layers * self.width * self.dtype.itemsize

@@ -1,0 +1,165 @@
+"""The façade: what it hands out, whose K/V a hit finds, and that its books balance after every verb."""
+
+import doctest
+import random
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+import torch
+
+from lightkv import KVCache, KVSpec, OutOfRows, OutOfTokens, SequenceTooLong, kv_cache
+from lightkv.ledger import Sequence
+
+SPEC = KVSpec(num_layers=1, num_kv_heads=1, k_dim=1, v_dim=1, dtype=torch.float32)
+
+
+def make_cache(device: torch.device, capacity: int = 40) -> KVCache:
+    return KVCache(SPEC, capacity, max_sequences=4, max_entries=24, device=device)
+
+
+def test_the_example_in_the_docstring_runs() -> None:
+    result = doctest.testmod(kv_cache)
+    assert result.attempted > 5
+    assert not result.failed
+
+
+@pytest.mark.parametrize(
+    "token_ids",
+    [[1, 2, 3], (1, 2, 3), np.array([1, 2, 3]), np.array([1, 2, 3], dtype=np.int32).tobytes()],
+    ids=["list", "tuple", "numpy", "bytes"],
+)
+def test_token_ids_in_any_form_are_the_same(token_ids: kv_cache.TokenIds, device: torch.device) -> None:
+    cache = make_cache(device)
+    first = cache.open([1, 2, 3])
+    cache.extend([first], [3])
+    cache.close(first)
+    assert cache.open(token_ids).num_hit == 2
+
+
+@pytest.mark.parametrize("wrong", [[1.5], [[1, 2]], [2**31], b"abc", []])
+def test_what_is_no_prompt_is_refused(wrong: kv_cache.TokenIds, device: torch.device) -> None:
+    cache = make_cache(device)
+    with pytest.raises(ValueError, match=r"token ids"):
+        cache.open(wrong)
+    cache.check()
+    assert cache.num_free == cache.capacity
+
+
+def test_extend_returns_slots_packed_in_the_order_given(device: torch.device) -> None:
+    cache = make_cache(device)
+    first, second = cache.open([1, 2, 3]), cache.open([4, 5])
+    slots = cache.extend([second, first], [2, 3])
+    assert slots.dtype == torch.int64
+    table = cache.memory.table
+    assert slots.tolist() == table.slots(second.row, 0, 2).tolist() + table.slots(first.row, 0, 3).tolist()
+
+
+def test_a_refused_verb_changes_nothing(device: torch.device) -> None:
+    cache = make_cache(device, capacity=10)
+    sequences = [cache.open([row]) for row in range(4)]
+    cache.extend(sequences, [2, 2, 2, 2])
+    before = cache.memory.table.req_to_token.clone()
+    with pytest.raises(OutOfTokens, match="3 tokens needed, 2"):
+        cache.extend(sequences[:1], [3])
+    with pytest.raises(OutOfRows):
+        cache.open([9])
+    with pytest.raises(SequenceTooLong):
+        cache.extend(sequences[:1], [23])
+    with pytest.raises(OutOfTokens):
+        cache.evict(1)
+    assert torch.equal(cache.memory.table.req_to_token, before)
+    assert (cache.num_free, cache.num_cached, cache.num_held) == (2, 0, 8)
+    cache.check()
+
+
+def test_namespaces_share_nothing(device: torch.device) -> None:
+    cache = make_cache(device)
+    first = cache.open([1, 2, 3], namespace=("a",))
+    cache.extend([first], [3])
+    cache.publish(first)
+    assert cache.open([1, 2, 3], namespace=("b",)).num_hit == 0
+    assert cache.open([1, 2, 3], namespace=("a",)).num_hit == 2
+
+
+@dataclass
+class Running:
+    """A sequence of the walk, and every token id it has, generated ones included."""
+
+    sequence: Sequence
+    namespace: tuple[int, ...]
+    num_prompt: int
+    token_ids: list[int]
+
+
+def signature(namespace: tuple[int, ...], token_ids: list[int], end: int) -> float:
+    """A number that stands for the K of the last of `token_ids[:end]`, which depends on all before it."""
+    return float(hash((namespace, tuple(token_ids[:end]))) % (1 << 22))
+
+
+def write(cache: KVCache, group: list[Running], counts: list[int]) -> None:
+    """Extend, and write each new token's signature where its K belongs."""
+    starts = [one.sequence.length for one in group]
+    slots = cache.extend([one.sequence for one in group], counts)
+    values = [
+        signature(one.namespace, one.token_ids, position + 1)
+        for one, start, count in zip(group, starts, counts, strict=True)
+        for position in range(start, start + count)
+    ]
+    cache.memory.pool.k(0)[slots] = torch.tensor(values, device=slots.device).view(-1, 1, 1)
+
+
+def assert_reads_its_own(cache: KVCache, one: Running) -> None:
+    """All that the sequence's row names is the K of its own tokens."""
+    slots = cache.memory.table.slots(one.sequence.row, 0, one.sequence.length)
+    expected = [signature(one.namespace, one.token_ids, end + 1) for end in range(one.sequence.length)]
+    assert cache.memory.pool.k(0)[slots.long()].flatten().tolist() == expected
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_random_walk_of_verbs(seed: int, device: torch.device) -> None:
+    """After every verb the books balance, and every open sequence reads the K of exactly its own tokens."""
+    rng = random.Random(seed)
+    cache = make_cache(device, capacity=32)
+    running: list[Running] = []
+    hits = refusals = 0
+    for _ in range(120):
+        verb = rng.choice(["open", "open", "decode", "decode", "decode", "publish", "close", "evict"])
+        try:
+            if verb == "open":
+                prompt = [rng.randrange(2) for _ in range(rng.randint(1, 14))]
+                namespace = rng.choice([(), (7,)])
+                one = Running(cache.open(prompt, namespace), namespace, len(prompt), prompt)
+                running.append(one)
+                hits += one.sequence.num_hit > 0
+                assert_reads_its_own(cache, one)
+                done = one.sequence.length
+                chunk = rng.randint(1, len(prompt) - done)
+                write(cache, [one], [chunk])
+            elif verb == "decode" and running:
+                group = rng.sample(running, rng.randint(1, len(running)))
+                for one in group:
+                    while len(one.token_ids) <= one.sequence.length:
+                        one.token_ids.append(rng.randrange(2))
+                write(cache, group, [1] * len(group))
+            elif verb == "publish" and running:
+                cache.publish(rng.choice(running).sequence)
+            elif verb == "close" and running:
+                one = running.pop(rng.randrange(len(running)))
+                cache.close(one.sequence, one.token_ids[one.num_prompt :], cache=rng.random() < 0.8)
+            elif verb == "evict":
+                cache.evict(rng.randint(0, cache.num_cached))
+        except (OutOfTokens, OutOfRows, SequenceTooLong):
+            refusals += 1
+        cache.check()
+        assert cache.num_free + cache.num_cached + cache.num_held == cache.capacity
+        assert cache.num_held >= max((one.sequence.length for one in running), default=0)
+        for one in running:
+            assert_reads_its_own(cache, one)
+    assert hits
+    assert refusals
+    for one in running:
+        cache.close(one.sequence)
+    cache.evict(cache.num_cached)
+    cache.check()
+    assert cache.num_free == cache.capacity
