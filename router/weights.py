@@ -21,7 +21,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NoReturn, TypeVar
 
-from lightkv.errors import LightKVError
+from lightkv.errors import LightKVError, UnsupportedModel
 
 if TYPE_CHECKING:
     import torch
@@ -59,18 +59,6 @@ class UnreadableWeights(LightKVError):
         self.reason = reason
         default = "replace it with a whole copy (one that lightkv converted is made again once deleted)"
         super().__init__(f"{path}: {reason}; {remedy or default}")
-
-
-class UnsupportedModel(LightKVError):
-    """lightkv's attention cannot run this architecture."""
-
-    def __init__(self, architecture: str, reason: str) -> None:
-        self.architecture = architecture
-        self.reason = reason
-        super().__init__(
-            f"{architecture} cannot run on lightkv: {reason}; choose a decoder-only text model with full or "
-            "sliding-window attention"
-        )
 
 
 # --------------------------------------------------------------------------------

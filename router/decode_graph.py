@@ -1,0 +1,144 @@
+"""Decode steps as CUDA graphs: one graph a batch size and kind of sampling, with no host in it.
+
+Captured in a graph: take a slot for every row, write the table, the forward pass (K/V written, attention over
+the table), sample, note the token as the row's next input, and move every row one position on. A step whose
+rows are those of the step before needs no upload at all: a replay is the whole of it. Batches are padded to
+the next size with row 0, whose slot is 0.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+
+from lightkv.attention import AttentionMetadata
+from lightkv.integrations.transformers import forward
+from lightkv.kv_memory import KVMemory
+
+from .messages import StepPlan
+from .sampler import Sampled
+from .sampling_params import SamplerKind
+
+if TYPE_CHECKING:
+    from .model_runner import Device
+
+
+def batch_sizes(most: int) -> list[int]:
+    """The sizes that graphs are captured for: padding is at most a batch again up to 8, then a quarter."""
+    sizes = [1, 2, 4, *range(8, 64, 8), *range(64, 128, 16), *range(128, 256, 32), *range(256, most + 64, 64)]
+    kept = [size for size in sizes if size < most]
+    return [*kept, most]
+
+
+class StepOutput(NamedTuple):
+    """What a step leaves on the device. `packed`: int64, the tokens sampled, then the two counters, so that
+    one copy brings them all."""
+
+    sampled: Sampled
+    packed: torch.Tensor
+
+    @classmethod
+    def of(cls, sampled: Sampled, memory: KVMemory) -> "StepOutput":
+        """After everything else of the step."""
+        return cls(sampled, torch.cat((sampled.tokens, memory.counters.long())))
+
+
+class _Loaded(NamedTuple):
+    """The batch whose rows and positions are in a graph's tensors, ready for the step after `step`."""
+
+    step: int
+    rows: list[int]
+
+
+class DecodeGraph:
+    """One batch size: its static tensors, and a graph for each kind of sampling asked for so far."""
+
+    def __init__(self, device: "Device", size: int, metadata: AttentionMetadata) -> None:
+        memory = device.memory
+        self.size = size
+        self._device = device
+        self._metadata = metadata.create_cuda_graph_metadata(size)
+        self._slots = torch.zeros(size, dtype=torch.int32, device=memory.device)
+        self._count = torch.zeros(1, dtype=torch.int32, device=memory.device)
+        self._graphs: dict[SamplerKind, tuple[torch.cuda.CUDAGraph, StepOutput]] = {}
+        self._loaded: _Loaded | None = None
+
+    def capture(self, kind: SamplerKind, pool: Any) -> None:
+        """Capture the step once for `kind`, in the memory of `pool` (torch's handle of one).
+
+        The tensors hold padding meanwhile, so nothing is taken.
+        """
+        if kind in self._graphs:
+            return
+        if kind == SamplerKind.FULL:
+            self._device.sampler.enable_full()
+        self._loaded = None
+        self._metadata.prepare([], [], [], 0)
+        self._count.zero_()
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            self._step(kind)  # compiles kernels and lets libraries set themselves up
+        torch.cuda.current_stream().wait_stream(stream)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=pool):
+            output = self._step(kind)
+        self._graphs[kind] = (graph, output)
+
+    def replay(self, plan: StepPlan) -> "StepOutput":
+        """Run a plan of decodes. What it returns is overwritten by the next replay."""
+        count = len(plan.rows)
+        if self._loaded is None or (plan.step - 1, plan.rows) != self._loaded:
+            self._metadata.prepare(plan.rows, plan.starts, plan.counts, 0)
+            self._count.fill_(count)
+        graph, output = self._graphs[plan.kind]
+        self._device.memory.allocator.claim(count)
+        graph.replay()
+        self._loaded = _Loaded(plan.step, plan.rows)
+        return output
+
+    def _step(self, kind: SamplerKind) -> "StepOutput":
+        model, backends, memory, sampler = self._device
+        metadata = self._metadata
+        rows = metadata.rows
+        memory.allocator.alloc_into(self._slots, self._count)
+        memory.table.write(rows * memory.table.max_entries + metadata.position_ids, self._slots)
+        metadata.slot_mapping.copy_(self._slots)
+        input_ids = sampler.next_token.index_select(0, rows)
+        logits = forward(model, input_ids, metadata, backends, None)
+        sampled = sampler.sample(logits, rows, metadata.kv_lens.long(), kind)
+        active = rows > 0
+        metadata.position_ids.add_(active)
+        metadata.kv_lens.add_(active)
+        return StepOutput.of(sampled, memory)
+
+
+class DecodeGraphs:
+    """The graphs of a device, by batch size; they share one memory pool, since they never run together."""
+
+    def __init__(self, device: "Device", metadata: AttentionMetadata) -> None:
+        self._pool = torch.cuda.graph_pool_handle()
+        self._sizes = batch_sizes(metadata.max_num_requests)
+        self._graphs = {size: DecodeGraph(device, size, metadata) for size in self._sizes}
+        self._refused: set[tuple[int, SamplerKind]] = set()  # no memory for these: they run eagerly
+
+    @torch.inference_mode()
+    def capture(self, kinds: Sequence[SamplerKind], report: Callable[[str], None]) -> None:
+        """Capture every batch size ahead of time, the largest first, so that the others fit in its memory."""
+        for done, size in enumerate(reversed(self._sizes), start=1):
+            for kind in kinds:
+                self._graphs[size].capture(kind, self._pool)
+            report(f"capturing decode graphs: {done} of {len(self._sizes)} (batch {size})")
+
+    def get(self, batch_size: int, kind: SamplerKind) -> DecodeGraph | None:
+        """The graph for such a batch, captured now if it is the first; None where memory is too short."""
+        size = next((size for size in self._sizes if size >= batch_size), None)
+        if size is None or (size, kind) in self._refused:
+            return None
+        graph = self._graphs[size]
+        try:
+            graph.capture(kind, self._pool)
+        except torch.OutOfMemoryError:
+            self._refused.add((size, kind))
+            return None
+        return graph

@@ -1,0 +1,112 @@
+"""The model runner: carries out step plans on a device. Edits, forward pass, sampling, and the counts back.
+
+It holds a Hugging Face causal LM, the memory and the sampler, and decides nothing: which rows run, and over
+which positions, stands in the plan. Steps of decodes alone run as one CUDA graph on a GPU, in which the slots
+are taken as well (`decode_graph.py`); all others run eagerly. Knows no request, no tree and no text.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from transformers import PreTrainedModel
+
+from lightkv.attention import AttentionBackend, AttentionMetadata
+from lightkv.edits import decode
+from lightkv.integrations.transformers import forward
+from lightkv.kv_memory import KVMemory
+from lightkv.staging import upload
+
+from .decode_graph import DecodeGraphs, StepOutput
+from .messages import StepPlan, StepResult, TokenLogprobs
+from .sampler import Sampler
+
+Report = Callable[[str], None]
+
+
+class Device(NamedTuple):
+    """What a step runs on: the model, its attention layer by layer, the memory and the sampler."""
+
+    model: PreTrainedModel
+    backends: Sequence[AttentionBackend]
+    memory: KVMemory
+    sampler: Sampler
+
+
+class ModelRunner:
+    """Executes plans, in order, on one device. The executor of an engine in process.
+
+    `max_num_tokens` is the most that one step computes. After an error with `fatal` set, memory and ledger
+    have parted, or the device is lost: make a new one.
+    """
+
+    def __init__(self, device: Device, max_num_tokens: int, graphs: DecodeGraphs | None) -> None:
+        self.fatal = False
+        self._device = device
+        self._graphs = graphs
+        self._metadata = AttentionMetadata(device.memory.table.max_sequences, max_num_tokens, device.memory)
+
+    @torch.inference_mode()
+    def execute(self, plan: StepPlan) -> StepResult:
+        """Run one step. An error before the edits are applied changes nothing; see `fatal` for the others."""
+        graph = None
+        if self._graphs is not None and not plan.num_contexts:
+            graph = self._graphs.get(len(plan.rows), plan.kind)
+        edits = decode(plan.edits)
+        try:
+            self._device.sampler.set_rows(plan.new_rows)
+            if graph is not None:
+                self._device.memory.apply(
+                    edits[:-1]
+                )  # the last takes the batch's slots, and so does the graph
+                return self._read(plan, graph.replay(plan))
+            self._device.memory.apply(edits)
+        except Exception:
+            self.fatal = True
+            raise
+        try:
+            return self._read(plan, self._forward(plan))
+        except Exception as error:
+            # Out of memory leaves the device as it was; nothing else is known to.
+            self.fatal = self._device.memory.device.type == "cuda" and not isinstance(
+                error, torch.OutOfMemoryError
+            )
+            raise
+
+    def check(self) -> None:
+        """Recount the memory and the sampler; synchronises. Raises CheckFailed or InvalidFree."""
+        self._device.memory.check()
+        self._device.sampler.check()
+
+    def _forward(self, plan: StepPlan) -> StepOutput:
+        model, backends, memory, sampler = self._device
+        metadata = self._metadata
+        metadata.prepare(plan.rows, plan.starts, plan.counts, plan.num_contexts)
+        ends = np.cumsum(plan.counts)
+        sample = np.array(plan.sample, dtype=np.int64)
+        context_ids, chosen, last_tokens = upload(
+            [np.frombuffer(plan.token_ids, dtype=np.int32).astype(np.int64), sample, ends[sample] - 1],
+            memory.device,
+        )
+        decode_rows = metadata.rows[plan.num_contexts :]
+        input_ids = torch.cat((context_ids, sampler.next_token.index_select(0, decode_rows)))
+        logits = forward(model, input_ids, metadata, backends, last_tokens)
+        rows = metadata.rows.index_select(0, chosen)
+        positions = metadata.kv_lens.index_select(0, chosen).long()
+        return StepOutput.of(sampler.sample(logits, rows, positions, plan.kind), memory)
+
+    def _read(self, plan: StepPlan, output: StepOutput) -> StepResult:
+        """The tokens and the device's own counts, in one copy: the step's only wait."""
+        *tokens, num_free, flags = output.packed.tolist()
+        logprobs: dict[int, TokenLogprobs] = {}
+        if plan.logprobs:
+            _, own, top_ids, top_logprobs = output.sampled
+            assert own is not None
+            assert top_ids is not None
+            assert top_logprobs is not None
+            likeliest = list(zip(own.tolist(), top_ids.tolist(), top_logprobs.tolist(), strict=True))
+            for i, count in plan.logprobs.items():
+                logprob, ids, values = likeliest[i]
+                logprobs[i] = TokenLogprobs(logprob, ids[:count], values[:count])
+        return StepResult(plan.step, tokens[: len(plan.sample)], num_free, flags, logprobs)

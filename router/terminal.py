@@ -1,0 +1,121 @@
+"""What the command line shows: progress and usage on stderr, answers on stdout.
+
+Knows streams and rich; knows no model, no request and no torch.
+"""
+
+import textwrap
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Protocol, TextIO
+
+from rich.console import Console
+from rich.text import Text
+
+_HEADING_CHARS = 76
+
+
+class Report(Protocol):
+    """Takes what is being done, a line at a time."""
+
+    def __call__(self, line: str) -> None: ...
+
+
+@contextmanager
+def progress(console: Console, first: str) -> Iterator[Report]:
+    """Shows slow work: `first`, then each line reported. What the block does starts with the former.
+
+    In a terminal, a spinner turns beside the line of what goes on, and the lines before it stay above.
+    Elsewhere (a pipe, a dumb terminal) each line is printed as it comes.
+    """
+    if not console.is_terminal or console.is_dumb_terminal:
+        say(console, first)
+        yield lambda line: say(console, line)
+        return
+    lines = [first]
+    with console.status(_one_line(first)) as status:
+
+        def report(line: str) -> None:
+            say(console, lines[-1])
+            lines.append(line)
+            status.update(_one_line(line))
+
+        yield report
+    say(console, lines[-1])
+
+
+def say(console: Console, line: str) -> None:
+    """One line, as it is: no markup, no colours for numbers, no wrapping."""
+    console.print(Text(line, style="dim"), soft_wrap=True)
+
+
+class OrderedAnswers:
+    """Answers that grow at once, written to `out` one after the other.
+
+    The first one unfinished is live; what comes of the others meanwhile is kept for their turn. `headings`:
+    one per answer, or a single empty one, which is left out.
+    """
+
+    def __init__(self, out: TextIO, headings: Sequence[str]) -> None:
+        self._out = out
+        self._headings = headings
+        self._waiting = [""] * len(headings)
+        self._ended = [False] * len(headings)
+        self._live = 0
+        self._last_char = ""  # of the live answer; nothing before it has begun
+
+    def add(self, answer_idx: int, text: str, ended: bool) -> None:
+        """Take what an answer gained, and whether that was its end."""
+        self._waiting[answer_idx] += text
+        self._ended[answer_idx] |= ended
+        while self._live < len(self._headings):
+            self._write_live()
+            if not self._ended[self._live]:
+                break
+            self._end_line()
+            self._live += 1
+        self._out.flush()
+
+    def interrupt(self) -> None:
+        """No more will come: leave the terminal at the beginning of a line."""
+        if self._last_char:
+            self._end_line()
+        self._out.flush()
+
+    def _write_live(self) -> None:
+        text, self._waiting[self._live] = self._waiting[self._live], ""
+        if not self._last_char:
+            heading = self._headings[self._live]
+            text = f"{'' if self._live == 0 else chr(10)}{heading}\n\n{text}" if heading else text
+        if text:
+            self._out.write(text)
+            self._last_char = text[-1]
+
+    def _end_line(self) -> None:
+        if self._last_char != "\n":
+            self._out.write("\n")
+        self._last_char = ""
+
+
+def headings(prompts: Sequence[str], num_answers: int) -> list[str]:
+    """A Markdown heading for each of the `num_answers` answers of each prompt; none for a single one."""
+    if len(prompts) == num_answers == 1:
+        return [""]
+    lines = []
+    for prompt in prompts:
+        title = textwrap.shorten(prompt, _HEADING_CHARS, placeholder=" …")
+        for index in range(num_answers):
+            lines.append(f"## {title}" + (f" ({index + 1} of {num_answers})" if num_answers > 1 else ""))
+    return lines
+
+
+def usage(num_prompt: int, num_cached: int, num_new: int, seconds: float) -> str:
+    """What an answer took, in one line."""
+    rate = num_new / seconds if seconds > 0 else 0.0
+    return (
+        f"{num_prompt:,} prompt tokens ({num_cached:,} cached), {num_new:,} new in {seconds:.1f} s "
+        f"({rate:.1f} tokens/s)"
+    )
+
+
+def _one_line(line: str) -> Text:
+    return Text(line, no_wrap=True, overflow="ellipsis")

@@ -1,0 +1,300 @@
+"""The scheduler with a worker of integers: admission, chunks, ends, failures, and a long random life."""
+
+import random
+from array import array
+
+import pytest
+from memory_model import MemoryModel
+
+from lightkv.edits import Take, decode
+from lightkv.errors import LedgerMismatch
+from lightkv.ledger import TokenLedger
+from lightkv.router.engine import Engine, EngineDead
+from lightkv.router.messages import StepPlan, StepResult
+from lightkv.router.sampling_params import SamplingParams
+from lightkv.router.scheduler import NeverFits, Request, Scheduler, SchedulerLimits, TokenEvent
+
+STOP = 7
+
+
+def ids(tokens: list[int]) -> bytes:
+    return array("i", tokens).tobytes()
+
+
+class ModelWorker:
+    """Executes plans on the memory model: reads and writes each row's K/V, and draws tokens at random."""
+
+    def __init__(self, capacity: int, rng: random.Random, stop_chance: float = 0.0) -> None:
+        self.memory = MemoryModel(capacity)
+        self.tokens: dict[int, list[int]] = {}
+        self.rng = rng
+        self.stop_chance = stop_chance
+        self.plans: list[StepPlan] = []
+        self.fatal = False
+        self.error: Exception | None = None
+        self.count_error = 0
+
+    def execute(self, plan: StepPlan) -> StepResult:
+        self.plans.append(plan)
+        edits = decode(plan.edits)
+        if not plan.num_contexts:  # a CUDA graph does this one itself
+            assert edits[-1] == Take(tuple(plan.rows), tuple(plan.starts), tuple(plan.counts))
+            assert not any(isinstance(edit, Take) for edit in edits[:-1])
+        self.memory.apply(edits)
+        for new in plan.new_rows:
+            self.tokens[new.row] = list(array("i", new.prompt_ids))
+        if self.error is not None:
+            error, self.error = self.error, None
+            raise error
+        chunks = array("i", plan.token_ids)
+        spans = list(zip(plan.rows, plan.starts, plan.counts, strict=True))
+        for row, start, count in spans[: plan.num_contexts]:
+            assert list(chunks[:count]) == self.tokens[row][start : start + count]
+            chunks = chunks[count:]
+        for row, start, count in spans:  # every layer writes before it attends
+            self.memory.write(row, start, self.tokens[row][: start + count])
+        for row, start, count in spans:
+            self.memory.read(row, self.tokens[row][: start + count])
+        sampled = []
+        for index in plan.sample:
+            token = STOP if self.rng.random() < self.stop_chance else self.rng.randrange(10, 13)
+            self.tokens[plan.rows[index]].append(token)
+            sampled.append(token)
+        return StepResult(plan.step, sampled, len(self.memory.free) + self.count_error, 0)
+
+
+def make(
+    capacity: int = 100,
+    max_num_seqs: int = 8,
+    max_model_len: int = 80,
+    prefill_chunk: int = 0,
+    stop_chance: float = 0.0,
+) -> tuple[Engine, ModelWorker]:
+    ledger = TokenLedger(capacity, max_num_seqs, max_model_len)
+    worker = ModelWorker(capacity, random.Random(0), stop_chance)
+    limits = SchedulerLimits(max_num_seqs, max_model_len, prefill_chunk)
+    return Engine(Scheduler(ledger, limits), worker), worker
+
+
+def request(name: str, prompt: list[int], max_tokens: int) -> Request:
+    params = SamplingParams(max_tokens=max_tokens, temperature=0.0)
+    return Request(name, ids(prompt), params, seed=1, stop_ids=frozenset({STOP}))
+
+
+def run(engine: Engine) -> list[TokenEvent]:
+    events = []
+    while engine.has_work:
+        events += engine.step()
+    return events
+
+
+def assert_idle(engine: Engine) -> None:
+    engine.check()
+    stats = engine.stats()
+    assert (stats.held, stats.num_running, stats.num_waiting) == (0, 0, 0)
+    assert stats.free + stats.cached == stats.capacity
+
+
+def test_one_request_runs_to_its_length() -> None:
+    engine, worker = make()
+    engine.add(request("a", [1, 2, 3], 4))
+    events = run(engine)
+    assert [event.finish_reason for event in events] == [None, None, None, "length"]
+    assert [len(plan.counts) and plan.num_tokens for plan in worker.plans] == [3, 1, 1, 1]
+    assert engine.stats().cached == 6  # the last token sampled was never written
+    assert_idle(engine)
+
+
+def test_a_stop_id_ends_a_request() -> None:
+    engine, _ = make(stop_chance=1.0)
+    engine.add(request("a", [1, 2, 3], 10))
+    assert run(engine) == [TokenEvent("a", STOP, "stop")]
+    assert_idle(engine)
+
+
+def test_prompts_are_cut_into_chunks_and_decodes_go_on_beside_them() -> None:
+    engine, worker = make(prefill_chunk=4)
+    engine.add(request("a", [1, 2, 3], 6))
+    engine.step()
+    engine.add(request("b", list(range(20, 30)), 2))
+    run(engine)
+    shapes = [(plan.num_contexts, plan.counts) for plan in worker.plans]
+    assert shapes[:5] == [(1, [3]), (1, [4, 1]), (1, [4, 1]), (1, [2, 1]), (0, [1, 1])]
+    assert_idle(engine)
+
+
+def test_chats_that_arrive_together_share_their_system_prompt() -> None:
+    engine, worker = make(capacity=200)
+    system = list(range(20, 60))
+    for i in range(8):
+        engine.add(request(str(i), [*system, 100 + i, 200 + i], 3))
+    engine.step()
+    assert worker.plans[0].counts == [42] + [2] * 7
+    assert engine.stats().hit_tokens == 7 * 40
+    run(engine)
+    assert_idle(engine)
+
+
+def test_admission_waits_for_the_exact_peak() -> None:
+    # a: 10 held at its end; b as well; together they peak at 20, one before either ends.
+    for capacity, together in ((20, 2), (19, 1)):
+        engine, _ = make(capacity=capacity)
+        engine.add(request("a", [1] * 5, 6))
+        engine.add(request("b", [2] * 5, 6))
+        engine.step()
+        assert engine.stats().num_running == together
+        run(engine)
+        assert_idle(engine)
+
+
+def test_exact_admission_beats_the_plain_sum() -> None:
+    engine, _ = make(capacity=32)
+    engine.add(request("short", [1] * 10, 3))  # 12 slots
+    engine.add(request("long", [2], 20))  # 20 slots: as prefills, the two just fit
+    engine.step()
+    engine.add(request("third", [3] * 4, 8))  # 11 slots: their sum is 43
+    engine.step()
+    # Decoding, the two never hold more than 20 together: the short one ends long before.
+    assert engine.stats().num_running == 3
+    run(engine)
+    assert_idle(engine)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "max_tokens", "match"),
+    [
+        (70, 11, "70 prompt tokens and up to 11 .* the context of 80"),
+        (30, 22, "the pool of 50 .*--max-total-tokens"),
+    ],
+)
+def test_what_never_fits_is_refused_with_the_numbers(prompt: int, max_tokens: int, match: str) -> None:
+    engine, _ = make(capacity=50)
+    with pytest.raises(NeverFits, match=match):
+        engine.add(request("a", [1] * prompt, max_tokens))
+    assert not engine.has_work
+    engine.add(request("b", [1] * 30, 21))  # 50 slots: the last token takes none
+    run(engine)
+    assert_idle(engine)
+
+
+def test_abort_frees_at_once_wherever_the_request_is() -> None:
+    engine, _ = make(capacity=20, prefill_chunk=4)
+    engine.add(request("running", [1] * 4, 10))
+    engine.add(request("waiting", [2] * 10, 5))
+    engine.step()
+    for name in ("running", "waiting"):
+        assert engine.abort(name)
+        assert not engine.abort(name)
+    assert {event.request_id: event.finish_reason for event in engine.step()} == {
+        "running": "abort",
+        "waiting": "abort",
+    }
+    assert_idle(engine)
+    engine.add(request("prefilling", [3] * 10, 5))
+    engine.step()
+    assert engine.abort("prefilling", "stop")
+    assert run(engine) == [TokenEvent("prefilling", None, "stop")]
+    assert_idle(engine)
+
+
+def test_an_abort_while_its_step_is_under_way_waits_for_the_step() -> None:
+    engine, worker = make()
+    engine.add(request("a", [1, 2], 5))
+    plan = engine.scheduler.plan()
+    assert plan is not None
+    assert engine.abort("a")
+    events = engine.scheduler.consume(worker.execute(plan))
+    assert [(event.token is None, event.finish_reason) for event in events] == [
+        (False, None),
+        (True, "abort"),
+    ]
+    assert_idle(engine)
+
+
+def test_a_failed_step_ends_its_requests_and_caches_nothing_of_it() -> None:
+    engine, worker = make()
+    engine.add(request("done", [1, 2, 3], 2))
+    run(engine)
+    cached = engine.stats().cached
+    engine.add(request("a", [1, 2, 3, 4, 5], 5))
+    engine.add(request("b", [1, 2, 3, 4, 6], 5))
+    worker.error = RuntimeError("no luck")
+    events = engine.step()
+    assert {(event.request_id, event.finish_reason) for event in events} == {("a", "error"), ("b", "error")}
+    assert "no luck" in (events[0].error or "")
+    assert engine.stats().cached == cached
+    assert_idle(engine)
+    engine.add(request("c", [1, 2, 3, 4, 5], 5))
+    assert run(engine)[-1].finish_reason == "length"
+    assert_idle(engine)
+
+
+def test_a_fatal_error_stops_the_engine() -> None:
+    engine, worker = make()
+    engine.add(request("a", [1], 5))
+    worker.error, worker.fatal = RuntimeError("device lost"), True
+    assert engine.step()[0].finish_reason == "error"
+    with pytest.raises(EngineDead, match="device lost"):
+        engine.step()
+
+
+def test_a_device_that_counts_otherwise_is_found_out() -> None:
+    engine, worker = make()
+    engine.add(request("a", [1], 5))
+    engine.step()
+    worker.count_error = -1
+    with pytest.raises(LedgerMismatch, match=r"step 1: the device counts 97 free slots, the ledger 98.*Take"):
+        engine.step()
+    with pytest.raises(EngineDead):
+        engine.add(request("b", [1], 5))
+
+
+def test_ids_are_not_given_twice() -> None:
+    engine, _ = make()
+    engine.add(request("a", [1], 5))
+    with pytest.raises(ValueError, match="own id"):
+        engine.add(request("a", [1], 5))
+    with pytest.raises(ValueError, match="at least one"):
+        engine.add(request("b", [], 5))
+
+
+@pytest.mark.parametrize("chunk", [0, 5, 32])
+def test_a_long_random_life_is_never_short_of_a_token(chunk: int) -> None:
+    """20,000 steps each: arrivals with shared prefixes, early ends, aborts and failures. The model of the
+    memory raises when a slot is missing, shared wrongly or freed twice."""
+    rng = random.Random(chunk)
+    engine, worker = make(
+        capacity=150, max_num_seqs=12, max_model_len=90, prefill_chunk=chunk, stop_chance=0.02
+    )
+    families = [[rng.randrange(100, 103) for _ in range(60)] for _ in range(4)]
+    alive: set[str] = set()
+    added = finished = failed = 0
+    while engine.scheduler.step < 20_000:
+        if rng.random() < 0.15 and engine.stats().num_waiting < 5:
+            added += 1
+            prompt = rng.choice(families)[: rng.randint(1, 60)]
+            if rng.random() < 0.7:
+                prompt = [*prompt, rng.randrange(50)]
+            engine.add(request(str(added), prompt, rng.randint(1, 29)))
+            alive.add(str(added))
+        if alive and rng.random() < 0.005:
+            engine.abort(rng.choice(sorted(alive)))
+        if rng.random() < 0.002:
+            worker.error = RuntimeError("a failed step")
+        plans = len(worker.plans)
+        for event in engine.step():
+            failed += event.finish_reason == "error"
+            if event.finish_reason:
+                finished += 1
+                alive.remove(event.request_id)
+        if len(worker.plans) == plans:
+            engine.scheduler.step += 1  # an idle step passes, too
+        worker.plans.clear()
+        if engine.scheduler.step % 500 == 0:
+            engine.check()
+    run(engine)
+    assert_idle(engine)
+    assert finished + len(alive) == added
+    assert failed
+    assert engine.stats().hit_tokens > 10_000
+    assert engine.stats().reached_peak > 130
