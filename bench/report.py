@@ -1,0 +1,92 @@
+"""What every benchmark reports alike: the machine, the versions, medians with their spread, a table, one JSON.
+
+Knows nothing of what is measured.
+"""
+
+import argparse
+import json
+import os
+import platform
+import statistics
+import sys
+from collections.abc import Sequence
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+
+class Spread(NamedTuple):
+    """A median with the lowest and the highest of what it was taken of."""
+
+    median: float
+    low: float
+    high: float
+
+    @classmethod
+    def of(cls, values: Sequence[float]) -> "Spread":
+        return cls(statistics.median(values), min(values), max(values))
+
+    def text(self, form: str = ".2f") -> str:
+        """`median (low to high)`."""
+        return f"{self.median:{form}} ({self.low:{form}} to {self.high:{form}})"
+
+
+def machine() -> dict[str, Any]:
+    """The device and the versions that a figure belongs to."""
+    on_gpu = torch.cuda.is_available()
+    versions: dict[str, str] = {"python": platform.python_version()}
+    for name in ("lightkv", "torch", "triton", "transformers", "numpy"):
+        try:
+            versions[name] = version(name)
+        except PackageNotFoundError:
+            versions[name] = "uninstalled"
+    return {
+        "device": torch.cuda.get_device_name() if on_gpu else (platform.processor() or platform.machine()),
+        "cuda": torch.version.cuda if on_gpu else None,
+        "cores": os.cpu_count(),
+        "threads": torch.get_num_threads(),
+        "versions": versions,
+    }
+
+
+def print_machine() -> None:
+    """One line that says where this runs."""
+    where = machine()
+    versions = ", ".join(f"{name} {number}" for name, number in where["versions"].items())
+    print(f"{where['device']}, {where['cores']} cores, {where['threads']} threads; {versions}\n")
+
+
+def print_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    """Columns as wide as they need; the first to the left, the others to the right."""
+    widths = [max(len(row[i]) for row in [header, *rows]) for i in range(len(header))]
+    for row in [header, *rows]:
+        cells = [
+            cell.ljust(width) if i == 0 else cell.rjust(width)
+            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ]
+        print("  ".join(cells), flush=True)
+
+
+def print_json(name: str, results: Any, out: Path | None) -> None:
+    """The last line; with `out`, also a file of it."""
+    document = {"benchmark": name, **machine(), "results": results}
+    if out is not None:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        out.write_text(json.dumps(document, indent=1) + "\n")
+    print(json.dumps(document), flush=True)
+
+
+def refuse(reason: str) -> None:
+    """End without a figure: what was measured was not right."""
+    sys.exit(f"no figures: {reason}")
+
+
+def parser(description: str | None) -> argparse.ArgumentParser:
+    """An argument parser that knows `--out`."""
+    made = argparse.ArgumentParser(
+        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    made.add_argument("--out", type=Path, help="also write the JSON to this file, say in bench/results/")
+    return made
