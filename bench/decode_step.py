@@ -22,7 +22,7 @@ from lightkv.router.build import assemble
 from lightkv.router.engine import Engine
 from lightkv.router.model_runner import ModelRunner
 from lightkv.router.sampling_params import SamplerKind
-from lightkv.router.scheduler import Request, Scheduler, SchedulerLimits
+from lightkv.router.scheduler import Request, Scheduler
 from lightkv.router.weights import random_model
 
 LLAMA_3_8B = LlamaConfig(
@@ -53,12 +53,11 @@ def make_engine(
         compile=compiled,
     )
     runner, info = assemble(model, config, lambda line: None)
-    ledger = TokenLedger(info.capacity, info.max_num_seqs, info.max_model_len)
-    limits = SchedulerLimits(info.max_num_seqs, info.max_model_len, info.prefill_chunk)
-    engine = Engine(Scheduler(ledger, limits), runner)
+    ledger = TokenLedger(info.capacity, info.limits.max_num_seqs, info.limits.max_model_len)
+    engine = Engine(Scheduler(ledger, info.limits), runner)
     rng = random.Random(batch)
     for i in range(batch):
-        ids = array("i", [rng.randrange(info.vocab_size) for _ in range(prompt)]).tobytes()
+        ids = array("i", [rng.randrange(info.limits.vocab_size) for _ in range(prompt)]).tobytes()
         params = SamplingParams(temperature=0, max_tokens=2 * steps, ignore_eos=True)
         engine.add(Request(str(i), ids, params, seed=i))
     while engine.stats().num_waiting or engine.scheduler.num_prefilling:
@@ -139,7 +138,6 @@ def main() -> None:
             engine.step()
             times.append((time.perf_counter() - start) * 1e3)
         engine.check()
-        runner.check()
         if engine.stats().num_running != batch:
             refuse(f"batch {batch}: only {engine.stats().num_running} sequences lasted")
         wall, replay = Spread.of(times[-20:]), replay_ms(runner, batch, 10)

@@ -99,6 +99,7 @@ def main() -> None:
         f"{num_bytes / bandwidth * 1e3:.1f} ms; {options.new_tokens} new tokens each\n"
     )
 
+    header = ["prompts", "lightkv, tokens/s", "transformers, tokens/s", "ratio", "same text"]
     rows, results = [], {}
     for name, prompts in cases(model.config.vocab_size).items():
         run_lightkv(llm, prompts, 2)
@@ -114,6 +115,7 @@ def main() -> None:
                     seconds, their_ids = run_reference(model, prompts, options.new_tokens)
                     theirs.append(seconds)
             ratios.append(theirs[-1] / ours[-1])
+            print(f"{name}, round {round_idx + 1}: {ours[-1]:.1f} s, {theirs[-1]:.1f} s", flush=True)
             agreed = min(agreed, agreement(our_ids, their_ids))
         if agreed < 0.9:
             refuse(f"{name}: only {agreed:.0%} of the texts equal Hugging Face's")
@@ -128,7 +130,6 @@ def main() -> None:
             "ratio": ratio._asdict(),
             "same_text": agreed,
         }
-    header = ["prompts", "lightkv, tokens/s", "transformers, tokens/s", "ratio", "same text"]
     print_table(header, rows)
     print_json("generate", results, options.out)
 

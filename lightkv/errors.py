@@ -3,6 +3,8 @@
 Knows no tensor and no process. A verb that raises one of these has changed nothing.
 """
 
+from lightkv.triton_kernels.slot_flags import describe_flags
+
 
 class LightKVError(Exception):
     """Base of every error that lightkv raises on purpose."""
@@ -51,16 +53,24 @@ class InvalidFree(LightKVError):
 
 
 class LedgerMismatch(LightKVError):
-    """The device's own count differs from the ledger's: the books are wrong and nothing after is safe."""
+    """The device's own books differ from the ledger's: nothing after is safe.
 
-    def __init__(self, step: int, device: int, ledger: int, edits: str = "") -> None:
+    `flags`: the allocator's error bits (`SlotFlag`). `edits`: the step's, cut off in the message.
+    """
+
+    def __init__(self, step: int, device: int, ledger: int, flags: int = 0, edits: str = "") -> None:
         self.step = step
         self.device = device
         self.ledger = ledger
-        recent = f"; the step's edits: {edits}" if edits else ""
+        self.flags = flags
+        self.edits = edits
+        found = f"the device counts {device} free slots, the ledger {ledger}"
+        if flags:
+            found += f", and on the device {describe_flags(flags)}"
+        shown = edits if len(edits) <= 300 else edits[:300] + " …"
+        recent = f"; the step's edits: {shown}" if edits else ""
         super().__init__(
-            f"step {step}: the device counts {device} free slots, the ledger {ledger}; stop using this cache "
-            f"and report it, with these numbers{recent}"
+            f"step {step}: {found}; stop using this cache and report it, with these numbers{recent}"
         )
 
 

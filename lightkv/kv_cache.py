@@ -6,7 +6,6 @@ engine whose ledger and memory live in different processes uses `TokenLedger` an
 
 from collections.abc import Sequence as Seq
 
-import numpy as np
 import torch
 
 from .errors import CheckFailed
@@ -15,9 +14,7 @@ from .kv_spec import KVSpec
 from .ledger import Sequence, TokenLedger
 from .prefix_tree import Namespace
 from .staging import upload
-
-TokenIds = Seq[int] | np.ndarray | bytes
-"""Token ids at this edge: any sequence of integers, or int32 bytes, which are taken as they are."""
+from .token_ids import TokenIds, int32_bytes
 
 
 class KVCache:
@@ -31,6 +28,7 @@ class KVCache:
     >>> slots = cache.extend([sequence], [4 - sequence.length])  # where the prompt's K/V goes
     >>> cache.memory.pool.k(0)[slots] = torch.randn(4, 2, 8)
     >>> cache.publish(sequence)  # from now on others can hit it
+    >>> cache.confirm()  # the forward pass has succeeded
     >>> slots = cache.extend([sequence], [1])  # a decode step
     >>> cache.close(sequence, output_ids=[9])
     >>> again = cache.open([5, 6, 7, 8, 9, 10])
@@ -75,7 +73,7 @@ class KVCache:
         At least one token is always left to compute. Sequences of different `namespace` share nothing. Raises
         OutOfRows, SequenceTooLong, ValueError.
         """
-        sequence = self.ledger.open(_int32_bytes(token_ids), namespace)
+        sequence = self.ledger.open(int32_bytes(token_ids), namespace)
         self._apply()
         return sequence
 
@@ -97,17 +95,29 @@ class KVCache:
     def publish(self, sequence: Sequence) -> None:
         """Let what has slots of the sequence's prompt be hit by others, while it still runs.
 
-        To be called once the K/V is written, or the work that writes it is queued on the device.
+        It may be published before its K/V is written, if that is done before anyone reads it; `confirm` once it
+        is, or `retract` should it fail.
         """
         self.ledger.publish(sequence)
+        self._apply()
+
+    def confirm(self) -> None:
+        """All that was published has its K/V: it stays."""
         self.ledger.confirm(self.ledger.step)
+
+    def retract(self) -> None:
+        """What was published since the last `confirm` never got its K/V: drop it from the cache.
+
+        Close its sequences first, with `cache=False`. Raises ValueError while one still holds such tokens.
+        """
+        self.ledger.retract()
         self._apply()
 
     def close(self, sequence: Sequence, output_ids: TokenIds = b"", cache: bool = True) -> None:
         """End a sequence. With `cache` its tokens stay to be hit, those beyond the prompt as far as
         `output_ids` (the generated ids) names them; the rest is freed. Without, its private tokens are freed.
         """
-        self.ledger.close(sequence, _int32_bytes(output_ids), cache)
+        self.ledger.close(sequence, int32_bytes(output_ids), cache)
         self._apply()
 
     def evict(self, count: int) -> None:
@@ -128,17 +138,3 @@ class KVCache:
 
     def _apply(self) -> None:
         self.memory.apply(self.ledger.drain())
-
-
-def _int32_bytes(token_ids: TokenIds) -> bytes:
-    if isinstance(token_ids, bytes):
-        return token_ids
-    ids = np.asarray(token_ids)
-    if ids.size and (ids.ndim != 1 or ids.dtype.kind not in "iu"):
-        raise ValueError(
-            f"token ids of type {ids.dtype} and shape {ids.shape}: give integers, in one dimension"
-        )
-    limits = np.iinfo(np.int32)
-    if ids.size and (ids.min() < limits.min or ids.max() > limits.max):
-        raise ValueError(f"token ids from {ids.min()} to {ids.max()}: they have to fit 32 bits")
-    return ids.astype(np.int32).tobytes()

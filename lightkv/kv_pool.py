@@ -4,12 +4,20 @@ Knows no owner of a slot. Slot 0 is padding: zero from the start, safe to read a
 """
 
 import os
+from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
 from .errors import OutOfMemory
 from .kv_spec import KVSpec
+
+# What a container may use, and does: cgroup version 2, then 1.
+_CGROUP_FILES = (
+    ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
+    ("/sys/fs/cgroup/memory/memory.limit_in_bytes", "/sys/fs/cgroup/memory/memory.usage_in_bytes"),
+)
 
 CPU_TOKENS = 32_768  # the default on a CPU, where a pool that fills the memory would starve everything else
 
@@ -127,12 +135,14 @@ class KVPool:
 def _free_bytes(device: torch.device) -> int:
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
-    try:
-        with open("/proc/meminfo", encoding="ascii") as lines:
-            # Free, and what caches would give back at once.
-            return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
-    except (OSError, StopIteration):
-        return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    with suppress(OSError, StopIteration), open("/proc/meminfo", encoding="ascii") as lines:
+        # Free, and what caches would give back at once.
+        free = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
+    for limit, used in _CGROUP_FILES:
+        with suppress(OSError, ValueError):  # no such group, or "max"
+            free = min(free, int(Path(limit).read_text()) - int(Path(used).read_text()))
+    return max(free, 0)
 
 
 def _gib(num_bytes: int) -> str:

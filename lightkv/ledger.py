@@ -13,11 +13,22 @@ A sequence is a path of shared segments and a private tail:
 After every verb `num_free + num_cached + num_held == capacity`.
 """
 
-from collections.abc import Iterable, Sequence as Seq
+from collections.abc import Iterable
+from collections.abc import Sequence as Seq
+from typing import NamedTuple
 
 from .edits import Drop, Edit, Give, Map, Split, Stash, Take
 from .errors import CheckFailed, OutOfRows, OutOfTokens, SequenceTooLong
 from .prefix_tree import TOKEN_BYTES, Namespace, PrefixTree, Segment
+
+
+class Match(NamedTuple):
+    """What the cache has of a prompt: the path of segments, the deepest first, of which the first is matched
+    for `tip` tokens and the others whole."""
+
+    path: tuple[Segment, ...]
+    tip: int
+    num_tokens: int
 
 
 class Sequence:
@@ -95,15 +106,13 @@ class TokenLedger:
         return edits
 
     def open(self, token_ids: bytes, namespace: Namespace = ()) -> Sequence:
-        """A new sequence that holds the longest cached prefix of its prompt.
+        """A new sequence that holds the longest cached prefix of its prompt (`match`).
 
         At least one token is left to compute, so that there are logits to sample from. `token_ids` is int32
         bytes; sequences of different `namespace` share nothing. Raises OutOfRows, SequenceTooLong,
         ValueError.
         """
-        length, rest = divmod(len(token_ids), TOKEN_BYTES)
-        if rest or not length:
-            raise ValueError(f"a prompt is int32 token ids, at least one: got {len(token_ids)} bytes")
+        length = _num_tokens(token_ids)
         if length > self.max_entries:
             raise SequenceTooLong(length, self.max_entries)
         if not self._free_rows:
@@ -122,6 +131,16 @@ class TokenLedger:
             shared += segment.length
         sequence = self._open[row] = Sequence(row, token_ids, node, shared)
         return sequence
+
+    def match(self, token_ids: bytes, namespace: Namespace = ()) -> Match:
+        """What `open` would hit. Changes nothing. Raises ValueError."""
+        _num_tokens(token_ids)
+        root = self._tree.roots.get(namespace)
+        if root is None:
+            return Match((), 0, 0)
+        node, matched = self._tree.find(root, token_ids[:-TOKEN_BYTES], 0)
+        path, tip = tuple(node.up()), matched // TOKEN_BYTES
+        return Match(path, tip, tip + sum(segment.length for segment in path[1:]))
 
     def extend(self, sequences: Seq[Sequence], counts: Seq[int]) -> None:
         """`counts[i]` more slots for `sequences[i]`, all or none; evicts cached tokens as needed.
@@ -336,3 +355,10 @@ class TokenLedger:
             segment.confirmed = min(segment.confirmed, keep)
         else:
             self._tree.remove(segment)
+
+
+def _num_tokens(prompt: bytes) -> int:
+    length, rest = divmod(len(prompt), TOKEN_BYTES)
+    if rest or not length:
+        raise ValueError(f"a prompt is int32 token ids, at least one: got {len(prompt)} bytes")
+    return length

@@ -13,6 +13,7 @@ _EXPORTS = {
     "EngineConfig": ".config",
     "InvalidConfig": ".config",
     "InvalidParams": ".sampling_params",
+    "InvalidPrompt": ".scheduler",
     "NeverFits": ".scheduler",
     "Request": ".scheduler",
     "RequestOutput": ".llm",

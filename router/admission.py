@@ -30,13 +30,15 @@ class Demand(NamedTuple):
 
     `held`: of its own, now. `remaining`: still to come. `path`: the shared segments it holds, the deepest
     first; who holds a segment holds the ones after it in every path that names it. `decoding`: it takes one
-    token in every step from now on; a prefill does not.
+    token in every step from now on; a prefill does not. `tip`: how many tokens of the deepest segment it holds;
+    None is all.
     """
 
     held: int
     remaining: int
     path: Iterable[SharedSegment]
     decoding: bool
+    tip: int | None = None
 
 
 def peak_tokens(demands: Sequence[Demand]) -> int:
@@ -45,15 +47,18 @@ def peak_tokens(demands: Sequence[Demand]) -> int:
     Exact where all decode. The last sampled token of a request is never written, so `remaining` is the
     tokens still to be generated less one.
     """
-    seen: set[int] = set()
+    counted: dict[int, int] = {}  # id of a segment → tokens of it that a longer-lived holder has counted
 
-    def shared(path: Iterable[SharedSegment]) -> int:
-        total = 0
-        for segment in path:
-            if id(segment) in seen:
-                break  # and so has everything above it been
-            seen.add(id(segment))
-            total += segment.length
+    def shared(demand: Demand) -> int:
+        total, tip = 0, demand.tip
+        for segment in demand.path:
+            length = segment.length if tip is None else tip
+            before = counted.get(id(segment))
+            counted[id(segment)] = max(length, before or 0)
+            total += max(length - (before or 0), 0)
+            if before is not None:
+                break  # everything above it is counted, too
+            tip = None
         return total
 
     constant = 0
@@ -62,11 +67,11 @@ def peak_tokens(demands: Sequence[Demand]) -> int:
         if demand.decoding:
             decoding.append(demand)
         else:
-            constant += demand.held + demand.remaining + shared(demand.path)
+            constant += demand.held + demand.remaining + shared(demand)
     decoding.sort(key=_by_remaining, reverse=True)
     peak = held = 0
     for count, demand in enumerate(decoding, start=1):
-        held += demand.held + shared(demand.path)
+        held += demand.held + shared(demand)
         peak = max(peak, held + count * demand.remaining)
     return constant + peak
 

@@ -5,11 +5,12 @@ The worker's side: imports torch.
 """
 
 from collections.abc import Callable
-from typing import Literal, NamedTuple
+from typing import Literal
 
 import torch
+from transformers import PreTrainedConfig, PreTrainedModel
 
-from lightkv.attention import AttentionMetadata, make_backends
+from lightkv.attention import AttentionMetadata, make_backends, pick_backend
 from lightkv.integrations.transformers import bind, probe
 from lightkv.kv_memory import KVMemory
 from lightkv.kv_pool import PoolPlan, plan_pool
@@ -17,25 +18,17 @@ from lightkv.kv_spec import KVSpec
 
 from .config import EngineConfig, InvalidConfig
 from .decode_graph import DecodeGraphs
-from .messages import RunnerInfo
+from .messages import Limits, RunnerInfo
 from .model_runner import Device, ModelRunner
 from .sampler import Sampler
 from .sampling_params import SamplerKind
-from .weights import load_model, resolve
+from .weights import load_config, load_model, resolve
 
 Report = Callable[[str], None]
 
 # Activations of a step, as multiples of what its widest tensors take; measured shapes differ little.
 _LOGITS_COPIES = 8
 _HIDDEN_COPIES = 6
-
-
-class Limits(NamedTuple):
-    """The settings that depend on the model and the device, made definite."""
-
-    max_num_seqs: int
-    max_model_len: int
-    prefill_chunk: int
 
 
 def pick_device(name: str) -> torch.device:
@@ -65,29 +58,51 @@ def pick_dtype(name: str) -> torch.dtype | Literal["auto"]:
     return dtype
 
 
-def definite_limits(config: EngineConfig, device: torch.device, context: int) -> Limits:
-    """The limits that `config` leaves open, from the device and the model's `context`. Raises InvalidConfig."""
+def definite_limits(config: EngineConfig, device: torch.device, text: PreTrainedConfig) -> Limits:
+    """What `config` leaves open, made definite from the device and the model's (text) configuration.
+
+    Raises InvalidConfig, also for a context longer than the model's.
+    """
     on_gpu = device.type == "cuda"
+    context = getattr(text, "max_position_embeddings", None)
     max_model_len = config.max_model_len or context
-    if max_model_len > context:
+    if max_model_len is None:
+        raise InvalidConfig("the model names no context length; give one with --max-model-len")
+    if context is not None and max_model_len > context:
         raise InvalidConfig(f"--max-model-len is {max_model_len}; the model's context is {context} tokens")
     chunk = config.prefill_chunk
     if chunk is None:
         chunk = 2048 if on_gpu else 512
-    return Limits(config.max_num_seqs or (256 if on_gpu else 64), max_model_len, chunk)
+    return Limits(
+        max_num_seqs=config.max_num_seqs or (256 if on_gpu else 64),
+        max_model_len=max_model_len,
+        prefill_chunk=chunk,
+        vocab_size=text.vocab_size,
+    )
+
+
+def use_graphs(config: EngineConfig, device: torch.device) -> bool:
+    """Do decode steps run as CUDA graphs? Raises InvalidConfig where `config` contradicts itself."""
+    backend = pick_backend(config.attention_backend, device)
+    graphs = config.cuda_graphs and device.type == "cuda" and backend.supports_cuda_graph
+    if config.compile and not graphs:
+        raise InvalidConfig(
+            "--compile is for decode steps in CUDA graphs; leave it out, or use a GPU with the triton "
+            "attention backend and without --no-cuda-graphs"
+        )
+    return graphs
 
 
 def size_pool(
-    config: EngineConfig, spec: KVSpec, device: torch.device, limits: Limits, model: torch.nn.Module
+    config: EngineConfig, spec: KVSpec, device: torch.device, limits: Limits, text: PreTrainedConfig
 ) -> PoolPlan:
     """What the pool holds on `device`, beside the model and what its steps need. Raises OutOfMemory."""
-    text = model.config.get_text_config()  # type: ignore[union-attr, operator]
-    tokens = (limits.prefill_chunk or limits.max_model_len) + limits.max_num_seqs
     widest = max(text.hidden_size, getattr(text, "intermediate_size", 0))
-    table = (limits.max_num_seqs + 1) * limits.max_model_len * 4
-    penalties = (limits.max_num_seqs + 1) * text.vocab_size * 4
-    logits = limits.max_num_seqs * text.vocab_size * 4 * _LOGITS_COPIES
-    hidden = tokens * widest * spec.dtype.itemsize * _HIDDEN_COPIES
+    rows = limits.max_num_seqs + 1
+    table = rows * limits.max_model_len * 4
+    penalties = rows * limits.vocab_size * 4
+    logits = limits.max_num_seqs * limits.vocab_size * 4 * _LOGITS_COPIES
+    hidden = limits.max_step_tokens * widest * spec.dtype.itemsize * _HIDDEN_COPIES
     return plan_pool(
         spec,
         device,
@@ -101,51 +116,48 @@ def build_runner(config: EngineConfig, report: Report) -> tuple[ModelRunner, Run
     """Load the model of `config` and make everything its steps need.
 
     `report` takes progress, a line at a time. Raises InvalidConfig, ModelNotFound, UnreadableWeights,
-    UnsupportedModel, OutOfMemory.
+    ModelTooLarge, UnsupportedModel, OutOfMemory; what can be refused before the weights are read, is.
     """
     device = pick_device(config.device)
+    use_graphs(config, device)
     directory = resolve(config.model, report)
+    definite_limits(config, device, load_config(directory).get_text_config())
     model = load_model(directory, device, pick_dtype(config.dtype), report)
     return assemble(model, config, report)
 
 
-def assemble(model: torch.nn.Module, config: EngineConfig, report: Report) -> tuple[ModelRunner, RunnerInfo]:
-    """A runner around a model that is loaded already, on whatever device it is on."""
-    device = next(model.parameters()).device
-    text = model.config.get_text_config()  # type: ignore[union-attr, operator]
-    limits = definite_limits(config, device, text.max_position_embeddings)
-    shape = probe(model)  # type: ignore[arg-type]
+def assemble(model: PreTrainedModel, config: EngineConfig, report: Report) -> tuple[ModelRunner, RunnerInfo]:
+    """A runner around a model that is loaded already, on the device that it is on."""
+    device = model.device
+    text = model.config.get_text_config()
+    limits = definite_limits(config, device, text)
+    with_graphs = use_graphs(config, device)
+    shape = probe(model)
     backends = make_backends(config.attention_backend, device, shape.layers)
-    pool = size_pool(config, shape.spec, device, limits, model)
+    pool = size_pool(config, shape.spec, device, limits, text)
     report(f"K/V pool: {pool.num_tokens:,} tokens, {pool.num_bytes / 2**20:,.1f} MiB ({pool.why})")
     memory = KVMemory(shape.spec, pool.num_slots, limits.max_num_seqs, limits.max_model_len, device)
-    sampler = Sampler(limits.max_num_seqs + 1, text.vocab_size, device)
-    bind(model)  # type: ignore[arg-type]
-    parts = Device(model, backends, memory, sampler)  # type: ignore[arg-type]
+    sampler = Sampler(limits.max_num_seqs + 1, limits.vocab_size, device)
+    bind(model)
+    parts = Device(model, backends, memory, sampler)
     graphs = None
-    if config.cuda_graphs and device.type == "cuda":
+    if with_graphs:
         metadata = AttentionMetadata(limits.max_num_seqs, limits.max_num_seqs, memory)
         graphs = DecodeGraphs(_compiled(parts, report) if config.compile else parts, metadata)
         graphs.capture([SamplerKind.GREEDY, SamplerKind.RANDOM], report)
-    elif config.compile:
-        raise InvalidConfig("--compile is for decode steps in CUDA graphs; leave it out, or use a GPU")
-    max_num_tokens = (limits.prefill_chunk or pool.num_tokens) + limits.max_num_seqs
     info = RunnerInfo(
         architecture=type(model).__name__,
         device=torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
         dtype=str(shape.spec.dtype).removeprefix("torch."),
-        attention_backend=config.attention_backend or ("triton" if device.type == "cuda" else "torch"),
-        cuda_graphs=graphs is not None,
+        attention_backend=type(backends[0]).__name__,
+        cuda_graphs=with_graphs,
         capacity=pool.num_tokens,
         bytes_per_token=shape.spec.bytes_per_token,
         pool_bytes=pool.num_bytes,
         pool_reason=pool.why,
-        max_num_seqs=limits.max_num_seqs,
-        max_model_len=limits.max_model_len,
-        prefill_chunk=limits.prefill_chunk,
-        vocab_size=text.vocab_size,
+        limits=limits,
     )
-    return ModelRunner(parts, max_num_tokens, graphs), info
+    return ModelRunner(parts, limits.max_step_tokens, graphs), info
 
 
 def _compiled(parts: Device, report: Report) -> Device:

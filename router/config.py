@@ -9,6 +9,7 @@ from typing import Any
 from lightkv.errors import LightKVError
 
 DTYPES = ("auto", "float32", "float16", "bfloat16")
+ATTENTION_BACKENDS = ("torch", "triton")
 
 
 class InvalidConfig(LightKVError, ValueError):
@@ -45,7 +46,7 @@ class EngineConfig:
     cuda_graphs: bool = _setting(True, "Run decode steps as CUDA graphs.")
     compile: bool = _setting(
         False,
-        "Compile the decode steps before they are captured as graphs: faster, about 20 s more for each batch size.",
+        "Compile decode steps before they become graphs: faster, about 20 s more a batch size.",
     )
 
     def __post_init__(self) -> None:
@@ -63,6 +64,9 @@ class EngineConfig:
             raise InvalidConfig(f"--mem-fraction is {self.mem_fraction}; give a share above 0 and up to 1")
         if self.dtype not in DTYPES:
             raise InvalidConfig(f"--dtype is {self.dtype!r}; give one of {', '.join(DTYPES)}")
+        if self.attention_backend not in (None, *ATTENTION_BACKENDS):
+            known = ", ".join(ATTENTION_BACKENDS)
+            raise InvalidConfig(f"--attention-backend is {self.attention_backend!r}; give one of {known}")
 
     @classmethod
     def help(cls, name: str) -> str:

@@ -138,7 +138,18 @@ class DecodeGraphs:
         graph = self._graphs[size]
         try:
             graph.capture(kind, self._pool)
-        except torch.OutOfMemoryError:
+        except RuntimeError as error:
+            if not _is_out_of_memory(error):
+                raise
             self._refused.add((size, kind))
             return None
         return graph
+
+
+def _is_out_of_memory(error: BaseException | None) -> bool:
+    """Was it that? Ending the broken capture may have raised another error over the first."""
+    while error is not None:
+        if isinstance(error, torch.OutOfMemoryError):
+            return True
+        error = error.__context__
+    return False

@@ -6,19 +6,31 @@ executor is whatever turns a `StepPlan` into a `StepResult`.
 
 from typing import NamedTuple, Protocol
 
-from lightkv.edits import decode
+from lightkv.edits import decode, encode
 from lightkv.errors import LedgerMismatch, LightKVError
 
 from .messages import StepPlan, StepResult
 from .scheduler import Request, Scheduler, TokenEvent
 
 
+class Holding(NamedTuple):
+    """What the ledger says the memory holds: the free count, and the ranges (row, start, end) that one
+    sequence alone has."""
+
+    num_free: int
+    private: list[tuple[int, int, int]]
+
+
 class Executor(Protocol):
-    """Runs a step. An exception from it fails the step; the engine goes on if `fatal` was not set."""
+    """Carries out plans, in order. When `fatal` is set after an error, it has lost track: make a new one."""
 
     fatal: bool
 
-    def execute(self, plan: StepPlan) -> StepResult: ...
+    def execute(self, plan: StepPlan) -> StepResult:
+        """Run one step."""
+
+    def check(self, edits: bytes, holding: Holding) -> None:
+        """Apply the edits that no step has carried yet, and recount the memory. Raises CheckFailed."""
 
 
 class EngineDead(LightKVError):
@@ -42,7 +54,7 @@ class Stats(NamedTuple):
 
 
 class Engine:
-    """Runs requests to their ends. Not thread-safe: one caller steps it."""
+    """Runs requests to their ends. Not thread-safe: one thread steps it."""
 
     def __init__(self, scheduler: Scheduler, executor: Executor) -> None:
         self.scheduler = scheduler
@@ -51,11 +63,11 @@ class Engine:
 
     @property
     def has_work(self) -> bool:
-        """Is any request unfinished, or any end untold?"""
+        """Is any request unfinished?"""
         return self.scheduler.has_work
 
     def add(self, request: Request) -> None:
-        """Queue a request. Raises NeverFits, EngineDead."""
+        """Queue a request. Raises NeverFits, InvalidPrompt, InvalidParams, EngineDead."""
         self._require_alive()
         self.scheduler.add(request)
 
@@ -66,22 +78,25 @@ class Engine:
     def step(self) -> list[TokenEvent]:
         """Run one step. Returns what each request got; a failed step ends its requests in "error".
 
-        Raises LedgerMismatch when the device's free count is not the ledger's, and EngineDead ever after.
+        Raises LedgerMismatch when the device's books are not the ledger's, and EngineDead ever after.
         """
         self._require_alive()
         plan = self.scheduler.plan()
         if plan is None:
-            return self.scheduler.drain_events()
+            return []
         try:
             result = self.executor.execute(plan)
-        except Exception as error:
+        except BaseException as error:  # Ctrl-C as well: the step is lost, and the books have to say so
+            message = f"{type(error).__name__}: {error}"
             if self.executor.fatal:
-                self._dead = f"{type(error).__name__}: {error}"
-            return self.scheduler.fail(f"{type(error).__name__}: {error}")
+                self._dead = message
+            events = self.scheduler.fail(message)
+            if not isinstance(error, Exception):
+                raise
+            return events
         if result.num_free != plan.num_free or result.flags:
-            mismatch = LedgerMismatch(
-                plan.step, result.num_free, plan.num_free, f"{decode(plan.edits)}, flags {result.flags}"
-            )
+            edits = str(decode(plan.edits))
+            mismatch = LedgerMismatch(plan.step, result.num_free, plan.num_free, result.flags, edits)
             self._dead = str(mismatch)
             self.scheduler.fail(self._dead)
             raise mismatch
@@ -105,8 +120,12 @@ class Engine:
         )
 
     def check(self) -> None:
-        """Recount the books. Raises CheckFailed."""
+        """Recount every book, those of the executor's memory too. Between steps. Raises CheckFailed."""
+        self._require_alive()
         self.scheduler.check()
+        ledger = self.scheduler.ledger
+        private = [(sequence.row, sequence.shared, sequence.length) for sequence in ledger.sequences]
+        self.executor.check(encode(ledger.drain()), Holding(ledger.num_free, private))
 
     def _require_alive(self) -> None:
         if self._dead is not None:

@@ -84,11 +84,11 @@ def model_info(config: EngineConfig, directory: Path) -> ModelInfo:
     parameters = list(model.parameters())
     weight_bytes = sum(parameter.numel() * parameter.element_size() for parameter in parameters)
     text = model.config.get_text_config()
-    limits = definite_limits(config, device, text.max_position_embeddings)
+    limits = definite_limits(config, device, text)
     # The probe runs the model. Memory that is only ever read is never really taken, and what the numbers in
     # it are does not matter to the probe.
     spec = probe(model.to_empty(device="cpu")).spec
-    pool = size_pool(config, spec, device, limits, model)
+    pool = size_pool(config, spec, device, limits, text)
     if device.type == "cuda" and config.max_total_tokens is None:
         pool = _beside_weights(pool, weight_bytes, spec.bytes_per_token)
     return ModelInfo(

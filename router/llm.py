@@ -5,8 +5,10 @@ The engine, its memory and the text around it, for programs that want no service
 
 import secrets
 from array import array
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from itertools import groupby
 from pathlib import Path
 from typing import Any, cast
 
@@ -14,6 +16,7 @@ import numpy as np
 
 from lightkv.errors import LightKVError
 from lightkv.ledger import TokenLedger
+from lightkv.token_ids import int32_bytes
 
 from .build import build_runner
 from .completion import Completion
@@ -21,12 +24,12 @@ from .config import EngineConfig
 from .engine import Engine, Stats
 from .messages import TokenLogprobs
 from .sampling_params import SamplingParams
-from .scheduler import Request, Scheduler, SchedulerLimits
+from .scheduler import InvalidPrompt, Request, Scheduler, TokenEvent
 from .tokenizer import Tokenizer
 from .weights import resolve
 
 Message = Mapping[str, Any]
-Prompt = str | Sequence[int] | Sequence[Message]
+Prompt = str | Sequence[int] | np.ndarray | Sequence[Message]
 Report = Callable[[str], None]
 
 
@@ -62,8 +65,9 @@ class StreamChunk:
     prompt_idx: int
     index: int
     text: str
-    token_ids: list[int] = field(default_factory=list)
+    token_ids: list[int]
     finish_reason: str | None = None
+    logprobs: TokenLogprobs | None = None
 
 
 @dataclass
@@ -74,6 +78,14 @@ class _Answer:
     index: int
     request: Request
     completion: Completion
+
+
+class _Run:
+    """The answers of one call, and what the engine has brought them that the call has not taken yet."""
+
+    def __init__(self, answers: list[_Answer]) -> None:
+        self.growing = {answer.request.id: answer for answer in answers}
+        self.inbox: deque[TokenEvent] = deque()
 
 
 class LLM:
@@ -96,10 +108,10 @@ class LLM:
         config = EngineConfig(model=model) if isinstance(model, str) else model
         self.tokenizer = Tokenizer(Path(resolve(config.model, report)))
         runner, self.info = build_runner(config, report)
-        info = self.info
-        ledger = TokenLedger(info.capacity, info.max_num_seqs, info.max_model_len)
-        limits = SchedulerLimits(info.max_num_seqs, info.max_model_len, info.prefill_chunk)
+        limits = self.info.limits
+        ledger = TokenLedger(self.info.capacity, limits.max_num_seqs, limits.max_model_len)
         self.engine = Engine(Scheduler(ledger, limits), runner)
+        self._runs: dict[str, _Run] = {}  # by request: calls may be interleaved, and each gets its own
 
     def generate(
         self,
@@ -108,17 +120,19 @@ class LLM:
     ) -> list[RequestOutput]:
         """Answer every prompt; they run together as memory allows. One `RequestOutput` a prompt, in order.
 
-        `params`: for all, or one each. Raises NeverFits or InvalidParams before anything runs, StepFailed.
+        `params`: for all, or one each. Raises NeverFits, InvalidParams or InvalidPrompt before anything runs,
+        and StepFailed.
         """
         many = _as_prompts(prompts)
-        answers = self._requests(many, params)
+        answers = self._answers(many, params)
         for _ in self._run(answers):
             pass
         outputs = []
-        for prompt_idx, prompt in enumerate(many):
-            own = [answer for answer in answers if answer.prompt_idx == prompt_idx]
+        for _, group in groupby(answers, key=lambda answer: answer.prompt_idx):
+            own = list(group)
             request = own[0].request
-            ids = np.frombuffer(request.prompt_ids, dtype=np.int32).tolist()
+            ids = array("i", request.prompt_ids).tolist()
+            prompt = many[own[0].prompt_idx]
             outputs.append(RequestOutput(prompt, ids, request.num_hit, [_output(answer) for answer in own]))
         return outputs
 
@@ -128,77 +142,92 @@ class LLM:
         params: SamplingParams | Sequence[SamplingParams] | None = None,
     ) -> Iterator[StreamChunk]:
         """As `generate`, in chunks as they come. Dropping the iterator ends what still runs."""
-        return self._run(self._requests(_as_prompts(prompts), params))
+        return self._run(self._answers(_as_prompts(prompts), params))
 
     def stats(self) -> Stats:
         """What the memory holds now, in tokens."""
         return self.engine.stats()
 
     def check(self) -> None:
-        """Recount every book. Raises CheckFailed."""
+        """Recount every book, the device's too. Raises CheckFailed."""
         self.engine.check()
 
-    def _requests(
+    def _answers(
         self, prompts: Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None
     ) -> list[_Answer]:
+        """What is to be answered, in order, all of it checked; nothing runs yet."""
         if params is None or isinstance(params, SamplingParams):
             params = [params or SamplingParams()] * len(prompts)
         if len(params) != len(prompts):
             raise ValueError(f"{len(prompts)} prompts and {len(params)} sampling parameters; give one each")
-        vocab_size = self.info.vocab_size
         answers = []
         for prompt_idx, (prompt, wanted) in enumerate(zip(prompts, params, strict=True)):
-            wanted.validate(vocab_size)
-            ids = self._encode(prompt)
-            if len(ids) and not 0 <= ids.min() <= ids.max() < vocab_size:
-                raise ValueError(f"prompt {prompt_idx} has ids outside the vocabulary of {vocab_size} tokens")
+            prompt_ids = self._encode(prompt_idx, prompt)
             stop_ids = frozenset(wanted.stop_token_ids)
             if not wanted.ignore_eos:
                 stop_ids |= self.tokenizer.eos_ids
             for index in range(wanted.n):
                 child = wanted.child(index)
                 seed = secrets.randbits(63) if child.seed is None else child.seed
-                request = Request(secrets.token_hex(8), ids.tobytes(), child, seed, stop_ids)
+                request = Request(secrets.token_hex(8), prompt_ids, child, seed, stop_ids)
+                self.engine.scheduler.validate(request)
                 answers.append(_Answer(prompt_idx, index, request, Completion(self.tokenizer, child)))
         return answers
 
-    def _encode(self, prompt: Prompt) -> np.ndarray:
+    def _encode(self, prompt_idx: int, prompt: Prompt) -> bytes:
         if isinstance(prompt, str):
-            return self.tokenizer.encode(prompt)
-        if prompt and isinstance(prompt[0], Mapping):
-            return self.tokenizer.encode_chat(cast(Sequence[Message], prompt))
-        return np.array(array("i", cast(Sequence[int], prompt)), dtype=np.int32)
+            return self.tokenizer.encode(prompt).tobytes()
+        try:
+            if len(prompt) and isinstance(prompt[0], Mapping):
+                return self.tokenizer.encode_chat(cast(Sequence[Message], prompt)).tobytes()
+            return int32_bytes(cast(Sequence[int], prompt))
+        except (TypeError, ValueError) as error:
+            raise InvalidPrompt(
+                f"prompt {prompt_idx} is no text, token ids or list of messages ({error})"
+            ) from error
 
     def _run(self, answers: list[_Answer]) -> Iterator[StreamChunk]:
-        engine = self.engine
-        growing: dict[str, _Answer] = {}
+        run = _Run(answers)
         try:
             for answer in answers:
-                engine.add(answer.request)
-                growing[answer.request.id] = answer
-            while growing:
-                for event in engine.step():
-                    grown = growing.get(event.request_id)
-                    if grown is None:
-                        continue
-                    if event.finish_reason == "error":
-                        raise StepFailed(f"a step failed: {event.error}; its requests are lost, try again")
-                    completion = grown.completion
-                    text = completion.push(event)
-                    ids = [] if event.token is None else [event.token]
-                    if completion.finish_reason is not None:
-                        del growing[event.request_id]
-                        if completion.stopped:
-                            engine.abort(event.request_id, "stop")
-                    yield StreamChunk(grown.prompt_idx, grown.index, text, ids, completion.finish_reason)
+                self.engine.add(answer.request)
+                self._runs[answer.request.id] = run
+            while run.growing:
+                if not run.inbox:
+                    self._step()
+                while run.inbox:
+                    yield self._take(run, run.inbox.popleft())
         finally:
-            for request_id in growing:
-                engine.abort(request_id)
+            for request_id in run.growing:
+                self.engine.abort(request_id)
+                self._runs.pop(request_id, None)
+
+    def _step(self) -> None:
+        """One step of the engine; every call's events go to its own inbox."""
+        for event in self.engine.step():
+            self._runs[event.request_id].inbox.append(event)
+
+    def _take(self, run: _Run, event: TokenEvent) -> StreamChunk:
+        answer = run.growing[event.request_id]
+        if event.finish_reason == "error":
+            raise StepFailed(f"a step failed: {event.error}; its requests are lost, try again")
+        completion = answer.completion
+        text = completion.push(event)
+        if completion.finish_reason is not None:
+            del run.growing[event.request_id], self._runs[event.request_id]
+            if completion.stopped:
+                self.engine.abort(event.request_id, "stop")
+        assert event.token is not None
+        return StreamChunk(
+            answer.prompt_idx, answer.index, text, [event.token], completion.finish_reason, event.logprobs
+        )
 
 
 def _as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     """One prompt or several: a text, a list of ids and a list of messages are one."""
-    if isinstance(prompts, str) or (len(prompts) and isinstance(prompts[0], int | np.integer | Mapping)):
+    if isinstance(prompts, str) or not isinstance(prompts, Sequence | np.ndarray):
+        return [cast(Prompt, prompts)]
+    if len(prompts) and isinstance(prompts[0], int | np.integer | Mapping):
         return [cast(Prompt, prompts)]
     return list(cast(Sequence[Prompt], prompts))
 

@@ -8,6 +8,26 @@ import msgspec
 from .sampling_params import SamplerKind, SamplingParams
 
 
+class Limits(msgspec.Struct, frozen=True):
+    """How much may run at once: `max_num_seqs` requests, of `max_model_len` tokens each (prompt and output),
+    and `prefill_chunk` prompt tokens a step (0: no prompt is ever cut). Token ids are below `vocab_size`."""
+
+    max_num_seqs: int
+    max_model_len: int
+    prefill_chunk: int
+    vocab_size: int
+
+    @property
+    def prefill_budget(self) -> int:
+        """Prompt tokens that one step computes at most."""
+        return self.prefill_chunk or self.max_model_len
+
+    @property
+    def max_step_tokens(self) -> int:
+        """Tokens that one step computes at most."""
+        return self.prefill_budget + self.max_num_seqs
+
+
 class NewRow(msgspec.Struct, frozen=True):
     """A sequence begins in `row`: what its sampling needs, once.
 
@@ -85,7 +105,4 @@ class RunnerInfo(msgspec.Struct, frozen=True):
     bytes_per_token: int
     pool_bytes: int
     pool_reason: str
-    max_num_seqs: int
-    max_model_len: int
-    prefill_chunk: int
-    vocab_size: int
+    limits: Limits

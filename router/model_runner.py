@@ -14,11 +14,13 @@ from transformers import PreTrainedModel
 
 from lightkv.attention import AttentionBackend, AttentionMetadata
 from lightkv.edits import decode
+from lightkv.errors import CheckFailed
 from lightkv.integrations.transformers import forward
 from lightkv.kv_memory import KVMemory
 from lightkv.staging import upload
 
 from .decode_graph import DecodeGraphs, StepOutput
+from .engine import Holding
 from .messages import StepPlan, StepResult, TokenLogprobs
 from .sampler import Sampler
 
@@ -49,34 +51,41 @@ class ModelRunner:
 
     @torch.inference_mode()
     def execute(self, plan: StepPlan) -> StepResult:
-        """Run one step. An error before the edits are applied changes nothing; see `fatal` for the others."""
+        """Run one step; see `fatal` for what an error means."""
+        # Until its edits are applied an error parts memory and ledger: these edits come but once.
+        self.fatal = True
         graph = None
         if self._graphs is not None and not plan.num_contexts:
             graph = self._graphs.get(len(plan.rows), plan.kind)
         edits = decode(plan.edits)
-        try:
-            self._device.sampler.set_rows(plan.new_rows)
-            if graph is not None:
-                self._device.memory.apply(
-                    edits[:-1]
-                )  # the last takes the batch's slots, and so does the graph
-                return self._read(plan, graph.replay(plan))
+        self._device.sampler.set_rows(plan.new_rows)
+        if graph is not None:
+            self._device.memory.apply(edits[:-1])  # the last takes the batch's slots, and so does the graph
+            output = graph.replay(plan)
+        else:
             self._device.memory.apply(edits)
-        except Exception:
-            self.fatal = True
-            raise
+        self.fatal = False
         try:
-            return self._read(plan, self._forward(plan))
+            return self._read(plan, output if graph is not None else self._forward(plan))
         except Exception as error:
-            # Out of memory leaves the device as it was; nothing else is known to.
-            self.fatal = self._device.memory.device.type == "cuda" and not isinstance(
-                error, torch.OutOfMemoryError
-            )
+            # Out of memory leaves a GPU as it was; nothing else is known to.
+            on_gpu = self._device.memory.device.type == "cuda"
+            self.fatal = on_gpu and not isinstance(error, torch.OutOfMemoryError)
             raise
 
-    def check(self) -> None:
-        """Recount the memory and the sampler; synchronises. Raises CheckFailed or InvalidFree."""
-        self._device.memory.check()
+    @torch.inference_mode()
+    def check(self, edits: bytes, holding: Holding) -> None:
+        """Apply `edits`, then recount the memory and the sampler; synchronises.
+
+        Raises CheckFailed where they are not what the ledger says, InvalidFree.
+        """
+        memory = self._device.memory
+        memory.apply(decode(edits))
+        if memory.num_free != holding.num_free:
+            raise CheckFailed(
+                f"the ledger counts {holding.num_free} free slots, the memory {memory.num_free}"
+            )
+        memory.check(holding.private)
         self._device.sampler.check()
 
     def _forward(self, plan: StepPlan) -> StepOutput:

@@ -19,7 +19,7 @@ from lightkv.ledger import Sequence, TokenLedger
 from lightkv.prefix_tree import TOKEN_BYTES, Namespace
 
 from .admission import Demand, peak_tokens
-from .messages import NewRow, StepPlan, StepResult, TokenLogprobs
+from .messages import Limits, NewRow, StepPlan, StepResult, TokenLogprobs
 from .sampling_params import SamplerKind, SamplingParams
 
 
@@ -34,6 +34,10 @@ class NeverFits(LightKVError):
             f"{prompt} prompt tokens and up to {max_tokens} new ones do not fit {what} of {limit} tokens; "
             f"shorten the prompt, lower max_tokens, or {remedy}"
         )
+
+
+class InvalidPrompt(LightKVError, ValueError):
+    """A prompt that is no line of this model's tokens."""
 
 
 class Request:
@@ -94,22 +98,13 @@ class Request:
 
 
 class TokenEvent(NamedTuple):
-    """What a step brought one request: a token, its end, or both (`token` is None for an end alone)."""
+    """What a step brought one request: a token, and its end if that was the last. An "error" has no token."""
 
     request_id: str
     token: int | None
     finish_reason: str | None
     logprobs: TokenLogprobs | None = None
     error: str | None = None
-
-
-class SchedulerLimits(NamedTuple):
-    """`max_num_seqs` run at once; `max_model_len` tokens a sequence, prompt and output;
-    `prefill_chunk` prompt tokens a step at most (0: no limit)."""
-
-    max_num_seqs: int
-    max_model_len: int
-    prefill_chunk: int
 
 
 class _Batch(NamedTuple):
@@ -122,7 +117,7 @@ class _Batch(NamedTuple):
 class Scheduler:
     """Plans steps over one ledger. `plan` and `consume` (or `fail`) alternate."""
 
-    def __init__(self, ledger: TokenLedger, limits: SchedulerLimits) -> None:
+    def __init__(self, ledger: TokenLedger, limits: Limits) -> None:
         self.ledger = ledger
         self.limits = limits
         self.step = 0
@@ -134,7 +129,6 @@ class Scheduler:
         self._prefilling: list[Request] = []
         self._decoding: list[Request] = []
         self._new_rows: list[NewRow] = []
-        self._events: list[TokenEvent] = []  # ends that no step brings: aborts
         self._flying: _Batch | None = None
         self._doomed: dict[str, str] = {}  # id → reason: to end when the flying step has landed
         self._reserved = 0  # Σ max_slots of what runs: when even this fits, nothing need be sorted
@@ -157,15 +151,29 @@ class Scheduler:
 
     @property
     def has_work(self) -> bool:
-        """Is there a step to plan, or an end to tell?"""
-        return bool(self._requests or self._events)
+        """Is any request unfinished?"""
+        return bool(self._requests)
 
     def add(self, request: Request) -> None:
-        """Queue a request. Raises NeverFits, or ValueError for an id in use or an empty prompt."""
+        """Queue a request. Raises as `validate` does, and ValueError for an id in use."""
         if request.id in self._requests:
             raise ValueError(f"a request {request.id!r} is running; give each its own id")
-        if not request.num_prompt:
-            raise ValueError("a prompt needs at least one token")
+        self.validate(request)
+        self._requests[request.id] = request
+        self._waiting.append(request)
+
+    def validate(self, request: Request) -> None:
+        """Could it ever run? Raises NeverFits, InvalidPrompt, InvalidParams."""
+        vocab_size = self.limits.vocab_size
+        request.params.validate(vocab_size)
+        ids = array("i", request.prompt_ids)
+        if not ids:
+            raise InvalidPrompt("the prompt is empty; give at least one token")
+        low, high = min(ids), max(ids)
+        if low < 0 or high >= vocab_size:
+            raise InvalidPrompt(
+                f"the prompt has token ids from {low} to {high}; the model's go from 0 to {vocab_size - 1}"
+            )
         prompt, new = request.num_prompt, request.params.max_tokens
         if prompt + new > self.limits.max_model_len:
             raise NeverFits(
@@ -175,13 +183,11 @@ class Scheduler:
             raise NeverFits(
                 prompt, new, self.ledger.capacity, "the pool", "start with a larger --max-total-tokens"
             )
-        self._requests[request.id] = request
-        self._waiting.append(request)
 
     def abort(self, request_id: str, reason: str = "abort") -> bool:
         """End a request early; its computed tokens stay cached. False when there is none such (any more).
 
-        `reason` is its finish reason: "stop" for one whose text met a stop string.
+        `reason` is its finish reason: "stop" for one whose text met a stop string. No event tells of it.
         """
         request = self._requests.get(request_id)
         if request is None:
@@ -194,7 +200,6 @@ class Scheduler:
             self._blocked = False
         self._finish(request, reason)
         self._forget_finished()
-        self._events.append(TokenEvent(request_id, None, reason))
         return True
 
     def plan(self) -> StepPlan | None:
@@ -202,7 +207,7 @@ class Scheduler:
         assert self._flying is None, "consume the last step first"
         ledger = self.ledger
         ledger.step = self.step
-        budget = self.limits.prefill_chunk or self.ledger.capacity
+        budget = self.limits.prefill_budget
         contexts: list[tuple[Request, int, int]] = []
         for request in self._prefilling:
             budget -= self._chunk(request, budget, contexts)
@@ -254,9 +259,9 @@ class Scheduler:
         """Take the step's tokens: what each request got, and who has finished."""
         batch = self._land(result.step)
         self.ledger.confirm(batch.plan.step)
-        events, self._events = self._events, []
+        events = []
         num_contexts = batch.plan.num_contexts
-        finished = False
+        finished = bool(self._doomed)
         for i, (index, token) in enumerate(zip(batch.plan.sample, result.tokens, strict=True)):
             request = batch.requests[index]
             if index < num_contexts:
@@ -264,6 +269,8 @@ class Scheduler:
                 self._decoding.append(request)
                 self._blocked = False  # from now on it is counted exactly
             request.output.append(token)
+            if request.id in self._doomed:
+                continue
             if token in request.stop_ids:
                 reason = "stop"
             elif len(request.output) == request.params.max_tokens:
@@ -273,12 +280,9 @@ class Scheduler:
                 continue
             finished = True
             self._finish(request, reason)
-            self._doomed.pop(request.id, None)
             events.append(TokenEvent(request.id, token, reason, result.logprobs.get(i)))
         for request_id, reason in self._doomed.items():
-            finished = True
             self._finish(self._requests[request_id], reason)
-            events.append(TokenEvent(request_id, None, reason))
         self._doomed.clear()
         if finished:
             self._forget_finished()
@@ -287,18 +291,14 @@ class Scheduler:
     def fail(self, error: str) -> list[TokenEvent]:
         """The step was not computed: its requests end in `error`, and nothing of it stays in the cache."""
         batch = self._land(None)
-        events, self._events = self._events, []
+        events = []
         for request in batch.requests:
             self._finish(request, "error", cache=False)
-            events.append(TokenEvent(request.id, None, "error", error=error))
+            if request.id not in self._doomed:
+                events.append(TokenEvent(request.id, None, "error", error=error))
         self._doomed.clear()
         self._forget_finished()
         self.ledger.retract()
-        return events
-
-    def drain_events(self) -> list[TokenEvent]:
-        """The ends that no step will bring, when there is no step to run."""
-        events, self._events = self._events, []
         return events
 
     def demands(self) -> list[Demand]:
@@ -339,14 +339,13 @@ class Scheduler:
             return False
         ledger = self.ledger
         reserved = self._reserved + request.max_slots
-        sequence = ledger.open(request.prompt_ids, request.namespace)
         if reserved > ledger.capacity:
-            remaining = request.max_slots - sequence.length
-            candidate = Demand(0, remaining, sequence.node.up(), False)
+            match = ledger.match(request.prompt_ids, request.namespace)
+            candidate = Demand(0, request.max_slots - match.num_tokens, match.path, False, match.tip)
             if peak_tokens([*self.demands(), candidate]) > ledger.capacity:
-                ledger.close(sequence, cache=False)
                 self._blocked = True
                 return False
+        sequence = ledger.open(request.prompt_ids, request.namespace)
         request.sequence = sequence
         request.num_hit = sequence.num_hit
         self._reserved = reserved

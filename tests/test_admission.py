@@ -79,3 +79,11 @@ def test_a_shared_segment_counts_once_with_its_longest_holder() -> None:
     assert peak_tokens([short, long]) == 151  # the long one alone at its end, with the segment
     assert peak_tokens([short, short]) == 106
     assert peak_tokens([]) == 0
+
+
+def test_a_segment_held_in_part_counts_that_part_once() -> None:
+    tail, head = Run(10, "tail"), Run(5, "head")
+    whole = Demand(1, 4, [tail, head], True)
+    part = Demand(0, 20, [tail, head], False, tip=6)
+    assert peak_tokens([part]) == 20 + 6 + 5
+    assert peak_tokens([whole, part]) == 20 + 10 + 5 + 1 + 4

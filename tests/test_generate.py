@@ -8,8 +8,18 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from lightkv.errors import LightKVError, OutOfMemory
-from lightkv.router import LLM, EngineConfig, InvalidConfig, InvalidParams, NeverFits, SamplingParams
+from lightkv.attention import BACKENDS
+from lightkv.errors import OutOfMemory
+from lightkv.router import (
+    LLM,
+    EngineConfig,
+    InvalidConfig,
+    InvalidParams,
+    InvalidPrompt,
+    NeverFits,
+    SamplingParams,
+)
+from lightkv.router.config import ATTENTION_BACKENDS
 from lightkv.router.llm import StepFailed
 from lightkv.router.tokenizer import Tokenizer
 from lightkv.router.weights import DEFAULT_MODEL, ModelNotFound, resolve
@@ -95,7 +105,6 @@ def shared(a: list[int], b: list[int]) -> int:
 
 def assert_idle(llm: LLM) -> None:
     llm.check()
-    llm.engine.executor.check()  # type: ignore[attr-defined]
     stats = llm.stats()
     assert (stats.held, stats.num_running, stats.num_waiting) == (0, 0, 0)
     assert stats.free + stats.cached == stats.capacity
@@ -157,6 +166,21 @@ def test_streaming_gives_the_same_text(llm: LLM) -> None:
     whole = llm.generate([PROMPTS[4], PROMPTS[13]], GREEDY)
     assert texts == [output.outputs[0].text for output in whole]
     assert ends == {0: "length", 1: "length"}
+
+
+def test_streams_may_be_interleaved(llm: LLM) -> None:
+    first, second = llm.stream(PROMPTS[0], GREEDY), llm.stream(PROMPTS[1], GREEDY)
+    texts = [
+        "".join(chunk.text for chunk in column)
+        for column in zip(*zip(first, second, strict=True), strict=True)
+    ]
+    stream = llm.stream(PROMPTS[2], GREEDY)
+    text = next(stream).text
+    between = llm.generate(PROMPTS[0], GREEDY)[0].outputs[0].text
+    text += "".join(chunk.text for chunk in stream)
+    whole = [output.outputs[0].text for output in llm.generate(PROMPTS[:3], GREEDY)]
+    assert [*texts, text] == whole
+    assert between == whole[0]
 
 
 def test_dropping_a_stream_ends_its_requests(llm: LLM) -> None:
@@ -251,11 +275,14 @@ def test_penalties_reach_the_model(llm: LLM) -> None:
             "4000 prompt tokens and up to 200 .* pool of 4096",
         ),
         ([1] * 8000, SamplingParams(max_tokens=200), NeverFits, "the context of 8192"),
-        ([1, 49152], None, ValueError, "outside the vocabulary of 49152"),
-        ("", None, ValueError, "at least one token"),
+        ([1, 49152], None, InvalidPrompt, "go from 0 to 49151"),
+        ("", None, InvalidPrompt, "empty"),
+        ([1.5], None, InvalidPrompt, "prompt 1 .*integers"),
+        ([2**40], None, InvalidPrompt, "prompt 1 .*32 bits"),
+        (None, None, InvalidPrompt, "prompt 1 is no text"),
         ([1], SamplingParams(logit_bias={50000: 1.0}), InvalidParams, "logit_bias"),
     ],
-    ids=["pool", "context", "vocabulary", "empty", "bias"],
+    ids=["pool", "context", "vocabulary", "empty", "floats", "huge", "none", "bias"],
 )
 def test_bad_requests_are_refused_before_anything_runs(
     llm: LLM, prompt: object, params: SamplingParams | None, error: type[Exception], match: str
@@ -284,11 +311,11 @@ def test_a_failing_model_loses_its_step_and_nothing_else(llm: LLM, monkeypatch: 
     [
         (EngineConfig(model="/nowhere/model"), ModelNotFound, "/nowhere/model"),
         (EngineConfig(device="cuda:77"), InvalidConfig, "77"),
+        (EngineConfig(device="cpu", compile=True), InvalidConfig, "--compile"),
         (EngineConfig(device="cpu", max_model_len=9000), InvalidConfig, "context is 8192"),
         (EngineConfig(device="cpu", max_total_tokens=2**40), OutOfMemory, "46080 each"),
-        (EngineConfig(device="cpu", attention_backend="abacus"), LightKVError, "abacus.*torch, triton"),
     ],
-    ids=["model", "gpu", "context", "memory", "backend"],
+    ids=["model", "gpu", "compile", "context", "memory"],
 )
 def test_bad_settings_are_refused_with_the_remedy(
     config: EngineConfig, error: type[Exception], match: str
@@ -305,8 +332,13 @@ def test_bad_settings_are_refused_with_the_remedy(
         ("max_num_seqs", 0),
         ("prefill_chunk", -1),
         ("dtype", "int3"),
+        ("attention_backend", "abacus"),
     ],
 )
 def test_settings_out_of_range_name_themselves(setting: str, value: object) -> None:
     with pytest.raises(InvalidConfig, match="--" + setting.replace("_", "-")):
         EngineConfig(**{setting: value})  # type: ignore[arg-type]
+
+
+def test_the_settings_know_the_backends_there_are() -> None:
+    assert set(ATTENTION_BACKENDS) == set(BACKENDS)

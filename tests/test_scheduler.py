@@ -9,12 +9,13 @@ from memory_model import MemoryModel
 from lightkv.edits import Take, decode
 from lightkv.errors import LedgerMismatch
 from lightkv.ledger import TokenLedger
-from lightkv.router.engine import Engine, EngineDead
-from lightkv.router.messages import StepPlan, StepResult
-from lightkv.router.sampling_params import SamplingParams
-from lightkv.router.scheduler import NeverFits, Request, Scheduler, SchedulerLimits, TokenEvent
+from lightkv.router.engine import Engine, EngineDead, Holding
+from lightkv.router.messages import Limits, StepPlan, StepResult
+from lightkv.router.sampling_params import InvalidParams, SamplingParams
+from lightkv.router.scheduler import InvalidPrompt, NeverFits, Request, Scheduler, TokenEvent
 
 STOP = 7
+VOCABULARY = 300
 
 
 def ids(tokens: list[int]) -> bytes:
@@ -31,8 +32,9 @@ class ModelWorker:
         self.stop_chance = stop_chance
         self.plans: list[StepPlan] = []
         self.fatal = False
-        self.error: Exception | None = None
+        self.error: BaseException | None = None
         self.count_error = 0
+        self.flags = 0
 
     def execute(self, plan: StepPlan) -> StepResult:
         self.plans.append(plan)
@@ -60,7 +62,12 @@ class ModelWorker:
             token = STOP if self.rng.random() < self.stop_chance else self.rng.randrange(10, 13)
             self.tokens[plan.rows[index]].append(token)
             sampled.append(token)
-        return StepResult(plan.step, sampled, len(self.memory.free) + self.count_error, 0)
+        return StepResult(plan.step, sampled, len(self.memory.free) + self.count_error, self.flags)
+
+    def check(self, edits: bytes, holding: Holding) -> None:
+        self.memory.apply(decode(edits))
+        assert len(self.memory.free) == holding.num_free
+        self.memory.check_owned({row: range(start, end) for row, start, end in holding.private})
 
 
 def make(
@@ -72,7 +79,7 @@ def make(
 ) -> tuple[Engine, ModelWorker]:
     ledger = TokenLedger(capacity, max_num_seqs, max_model_len)
     worker = ModelWorker(capacity, random.Random(0), stop_chance)
-    limits = SchedulerLimits(max_num_seqs, max_model_len, prefill_chunk)
+    limits = Limits(max_num_seqs, max_model_len, prefill_chunk, VOCABULARY)
     return Engine(Scheduler(ledger, limits), worker), worker
 
 
@@ -185,15 +192,12 @@ def test_abort_frees_at_once_wherever_the_request_is() -> None:
     for name in ("running", "waiting"):
         assert engine.abort(name)
         assert not engine.abort(name)
-    assert {event.request_id: event.finish_reason for event in engine.step()} == {
-        "running": "abort",
-        "waiting": "abort",
-    }
+    assert not engine.has_work
     assert_idle(engine)
     engine.add(request("prefilling", [3] * 10, 5))
     engine.step()
     assert engine.abort("prefilling", "stop")
-    assert run(engine) == [TokenEvent("prefilling", None, "stop")]
+    assert run(engine) == []
     assert_idle(engine)
 
 
@@ -203,11 +207,8 @@ def test_an_abort_while_its_step_is_under_way_waits_for_the_step() -> None:
     plan = engine.scheduler.plan()
     assert plan is not None
     assert engine.abort("a")
-    events = engine.scheduler.consume(worker.execute(plan))
-    assert [(event.token is None, event.finish_reason) for event in events] == [
-        (False, None),
-        (True, "abort"),
-    ]
+    assert engine.stats().num_running == 1
+    assert engine.scheduler.consume(worker.execute(plan)) == []
     assert_idle(engine)
 
 
@@ -254,8 +255,59 @@ def test_ids_are_not_given_twice() -> None:
     engine.add(request("a", [1], 5))
     with pytest.raises(ValueError, match="own id"):
         engine.add(request("a", [1], 5))
-    with pytest.raises(ValueError, match="at least one"):
-        engine.add(request("b", [], 5))
+
+
+@pytest.mark.parametrize("prompt", [[], [1, VOCABULARY], [-1]])
+def test_a_prompt_that_is_no_line_of_tokens_is_refused(prompt: list[int]) -> None:
+    engine, _ = make()
+    with pytest.raises(InvalidPrompt, match=r"empty|token ids from .* to .*299"):
+        engine.add(request("a", prompt, 5))
+    assert not engine.has_work
+
+
+def test_parameters_beyond_the_vocabulary_are_refused_at_the_door() -> None:
+    engine, _ = make()
+    params = SamplingParams(logit_bias={VOCABULARY: 1.0})
+    with pytest.raises(InvalidParams, match="logit_bias"):
+        engine.add(Request("a", ids([1]), params, seed=1))
+    assert not engine.has_work
+
+
+def test_a_refused_admission_touches_nothing() -> None:
+    engine, worker = make(capacity=40)
+    engine.add(request("cached", list(range(20)), 2))
+    run(engine)
+    engine.add(request("running", [100] * 10, 10))
+    engine.step()
+    ledger = engine.scheduler.ledger
+    before = ledger.num_free, ledger.num_cached, ledger.num_held
+    engine.add(request("refused", [*range(10), 200], 28))  # would split what is cached
+    engine.step()
+    assert engine.stats().num_waiting == 1
+    assert (ledger.num_free, ledger.num_cached, ledger.num_held) == (before[0] - 1, before[1], before[2] + 1)
+    assert len(decode(worker.plans[-1].edits)) == 1
+    run(engine)
+    assert_idle(engine)
+
+
+def test_an_interrupted_step_leaves_the_engine_usable() -> None:
+    engine, worker = make()
+    engine.add(request("a", [1, 2, 3], 5))
+    worker.error = KeyboardInterrupt()
+    with pytest.raises(KeyboardInterrupt):
+        engine.step()
+    assert_idle(engine)
+    engine.add(request("b", [1, 2, 3], 5))
+    assert run(engine)[-1].finish_reason == "length"
+    assert_idle(engine)
+
+
+def test_an_error_flag_says_what_happened() -> None:
+    engine, worker = make()
+    engine.add(request("a", [1], 5))
+    worker.flags = 2
+    with pytest.raises(LedgerMismatch, match="on the device a slot was given back that was free already"):
+        engine.step()
 
 
 @pytest.mark.parametrize("chunk", [0, 5, 32])

@@ -9,7 +9,6 @@ Knows no sequence and keeps no host count. An operation that cannot be done rais
 can be done without giving a slot two owners, and sets a flag in device memory for whoever reads it next.
 """
 
-from enum import IntFlag
 from typing import NamedTuple
 
 import torch
@@ -17,15 +16,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from .slot_flags import SlotFlag
+
 BLOCK_SLOTS = 1024
-
-
-class SlotFlag(IntFlag):
-    """What went wrong on the device; the bits of `SlotState.counters[1]`, never cleared."""
-
-    SHORT = 1  # fewer slots were free than were to be taken
-    DOUBLE_FREE = 2  # a slot was given that was free already
-    OUT_OF_RANGE = 4  # something was given that is no slot of the pool, or is slot 0
 
 
 _SHORT = tl.constexpr(int(SlotFlag.SHORT))

@@ -43,6 +43,8 @@ class AttentionBackend(ABC):
     is in the pool's type, and q and k arrive with their positions applied.
     """
 
+    supports_cuda_graph = False  # does decode read its lengths on the device, so that a captured step grows?
+
     def __init__(
         self,
         layer_idx: int,

@@ -13,6 +13,8 @@ from .metadata import AttentionMetadata
 class TritonAttention(AttentionBackend):
     """One layer's attention on CUDA. The decode path can be captured in a CUDA graph."""
 
+    supports_cuda_graph = True
+
     def _write(self, k: torch.Tensor, v: torch.Tensor, metadata: AttentionMetadata) -> None:
         pool = metadata.kv_cache_manager.pool
         write_kv(k, v, pool.k(self.layer_idx), pool.v(self.layer_idx), metadata.slot_mapping)

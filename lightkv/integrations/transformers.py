@@ -4,6 +4,7 @@ Knows transformers' AttentionInterface and no model by name: what a layer's atte
 call that the model makes of it. Knows no sequence, no sampling and no loading of weights.
 """
 
+import inspect
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, cast
@@ -20,6 +21,7 @@ PROBE = "lightkv_probe"  # the same function, with a mask that says what the mod
 
 # Arguments of an attention call that change nothing here: dropout is off, positions are applied to q and k.
 _HARMLESS = frozenset({"dropout", "position_ids", "cache_position", "use_cache"})
+_FORWARD_ARGUMENTS = frozenset({"position_ids", "logits_to_keep"})  # of a model, beside input_ids
 _FAR = 1 << 20  # a query position past any window or chunk, from which the probe looks at a mask
 
 
@@ -138,24 +140,39 @@ class _Recorder:
 
 
 def probe(model: PreTrainedModel) -> ModelShape:
-    """What `model` computes as attention, from a forward pass over two tokens; the model stays as it was.
+    """What `model` computes as attention, from a forward pass over three tokens; the model stays as it was.
 
-    Raises UnsupportedModel for whatever lightkv would not compute exactly.
+    Raises UnsupportedModel for whatever lightkv would not compute exactly, and for a model that cannot be
+    called as `forward` calls it.
     """
     architecture = type(model).__name__
+    # By its signature: a **kwargs would swallow what the model does not know.
+    if missing := _FORWARD_ARGUMENTS - inspect.signature(type(model).forward).parameters.keys():
+        raise UnsupportedModel(architecture, f"its forward pass takes no {' and no '.join(sorted(missing))}")
     recorder = _Recorder(architecture)
     before = model.config._attn_implementation
     _bind(model, PROBE)
     try:
-        tokens = torch.zeros(1, 2, dtype=torch.int64, device=model.device)
+        positions = torch.arange(3, device=model.device)
         with torch.no_grad():
-            model(input_ids=tokens, use_cache=False, lightkv=recorder)
+            output = model(
+                input_ids=torch.zeros_like(positions)[None],
+                position_ids=positions[None],
+                use_cache=False,
+                logits_to_keep=positions[::2],  # neither all nor one: a model that knows only a count fails
+                lightkv=recorder,
+            )
+        logits_shape = tuple(output.logits.shape)
     except (TypeError, KeyError, AttributeError, ValueError) as error:
         raise UnsupportedModel(architecture, f"its forward pass fails when probed ({error})") from error
     finally:
         model.set_attn_implementation(before)
 
-    num_layers = model.config.get_text_config().num_hidden_layers
+    text = model.config.get_text_config()
+    if logits_shape != (1, 2, text.vocab_size):
+        reason = f"asked for the logits of 2 tokens of {text.vocab_size}, it returns them as {logits_shape}"
+        raise UnsupportedModel(architecture, reason)
+    num_layers = text.num_hidden_layers
     if sorted(recorder.layers) != list(range(num_layers)):
         reason = f"of {num_layers} layers, {len(recorder.layers)} call the attention interface"
         raise UnsupportedModel(architecture, reason)

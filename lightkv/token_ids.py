@@ -1,0 +1,26 @@
+"""Token ids at the edge: what people have them in, made into the int32 bytes that the ledger compares."""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+TokenIds = Sequence[int] | np.ndarray | bytes
+"""Any sequence of integers, or int32 bytes, which are taken as they are."""
+
+
+def int32_bytes(token_ids: TokenIds) -> bytes:
+    """`token_ids` as int32 bytes. Raises ValueError for what is no line of 32-bit integers."""
+    if isinstance(token_ids, bytes):
+        return token_ids
+    try:
+        ids = np.asarray(token_ids)
+    except ValueError as error:
+        raise ValueError("token ids of different lengths: give integers, in one dimension") from error
+    if ids.size and (ids.ndim != 1 or ids.dtype.kind not in "iu"):
+        raise ValueError(
+            f"token ids of type {ids.dtype} and shape {ids.shape}: give integers, in one dimension"
+        )
+    limits = np.iinfo(np.int32)
+    if ids.size and (ids.min() < limits.min or ids.max() > limits.max):
+        raise ValueError(f"token ids from {ids.min()} to {ids.max()}: they have to fit 32 bits")
+    return ids.astype(np.int32).tobytes()

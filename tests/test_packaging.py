@@ -1,0 +1,116 @@
+"""What installing lightkv gives: one name, real files, and the same imports however it is installed."""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tarfile
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+FOLDERS = ("lightkv", "router", "triton_kernels")
+FILES = ("setup.py", "pyproject.toml", "README.md", "LICENSE")
+
+# Says where lightkv was found, having imported what an installation has to hold.
+IMPORTS = """
+import importlib.util, pathlib
+import lightkv, lightkv.ledger, lightkv.router, lightkv.router.admission, lightkv.triton_kernels
+assert importlib.util.find_spec("lightkv.triton_kernels.write_kv") is not None
+assert importlib.util.find_spec("lightkv.integrations.transformers") is not None
+print(pathlib.Path(lightkv.__file__).parent)
+"""
+ONE_NAME = """
+for name in ("router", "triton_kernels"):
+    assert importlib.util.find_spec(name) is None, f"a top-level {name} is importable"
+"""
+
+
+@pytest.fixture(scope="module")
+def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A copy of what is built, with its links; building leaves files behind."""
+    target = tmp_path_factory.mktemp("checkout")
+    for folder in FOLDERS:
+        ignored = shutil.ignore_patterns("__pycache__", "*.egg-info")
+        shutil.copytree(ROOT / folder, target / folder, symlinks=True, ignore=ignored)
+    for file in FILES:
+        shutil.copy(ROOT / file, target)
+    return target
+
+
+@pytest.fixture(scope="module")
+def built(checkout: Path) -> tuple[Path, Path]:
+    """The sdist, and the wheel that was built from it."""
+    run(sys.executable, "-m", "build", "--no-isolation", "--outdir", "dist", ".", cwd=checkout)
+    (sdist,), (wheel,) = checkout.glob("dist/*.tar.gz"), checkout.glob("dist/*.whl")
+    return sdist, wheel
+
+
+def run(*command: str, cwd: Path, **environment: str) -> str:
+    """The command's standard output; fails the test with what it said."""
+    env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"} | environment
+    done = subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout.strip()
+
+
+def modules(root: Path) -> set[str]:
+    """The Python files of the three folders, by where an installation has them."""
+    found = set()
+    for folder in FOLDERS:
+        for file in (root / folder).rglob("*.py"):
+            if file.resolve() == file:
+                name = str(file.relative_to(root))
+                found.add(name if folder == "lightkv" else f"lightkv/{name}")
+    return found
+
+
+def test_the_links_are_links() -> None:
+    assert (ROOT / "lightkv" / "router").readlink() == Path("../router")
+    assert (ROOT / "lightkv" / "triton_kernels").readlink() == Path("../triton_kernels")
+
+
+def test_the_wheel_holds_every_module_and_nothing_outside_lightkv(built: tuple[Path, Path]) -> None:
+    with zipfile.ZipFile(built[1]) as wheel:
+        names = {name for name in wheel.namelist() if not re.match(r"lightkv-[\d.]+\.dist-info/", name)}
+        assert names == modules(ROOT) | {"lightkv/py.typed"}
+        assert all((entry.external_attr >> 28) != 0xA for entry in wheel.infolist()), "a link in the wheel"
+        for name in ("lightkv/router/scheduler.py", "lightkv/triton_kernels/write_kv.py"):
+            assert wheel.read(name) == (ROOT / name).read_bytes()
+
+
+def test_the_sdist_holds_real_files(built: tuple[Path, Path]) -> None:
+    with tarfile.open(built[0]) as sdist:
+        members = {member.name.partition("/")[2]: member for member in sdist.getmembers()}
+    assert modules(ROOT) | {"lightkv/py.typed", "LICENSE", "setup.py"} <= members.keys()
+    assert not [name for name, member in members.items() if member.issym() or member.islnk()]
+
+
+def test_an_ordinary_installation(built: tuple[Path, Path], tmp_path: Path) -> None:
+    site, elsewhere = tmp_path / "site", tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    pip = (sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-index")
+    run(*pip, "--target", str(site), str(built[1]), cwd=elsewhere)
+    assert {path.name for path in site.iterdir() if "dist-info" not in path.name} <= {"lightkv", "bin"}
+    found = run(sys.executable, "-c", IMPORTS + ONE_NAME, cwd=elsewhere, PYTHONPATH=str(site))
+    assert found == str(site / "lightkv")
+
+
+def test_a_checkout_that_is_not_installed(checkout: Path) -> None:
+    assert run(sys.executable, "-c", IMPORTS, cwd=checkout) == str(checkout / "lightkv")
+
+
+def test_an_editable_installation(checkout: Path, tmp_path: Path) -> None:
+    build = "import sys, setuptools.build_meta as backend; backend.build_editable(sys.argv[1])"
+    run(sys.executable, "-c", build, str(tmp_path), cwd=checkout)
+    (wheel,) = tmp_path.glob("*.whl")
+    site, elsewhere = tmp_path / "site", tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extractall(site)
+    # -S leaves out this environment's own installation; the third-party packages are not needed.
+    program = f"import site; site.addsitedir({str(site)!r})\n" + IMPORTS + ONE_NAME
+    assert run(sys.executable, "-S", "-c", program, cwd=elsewhere) == str(checkout / "lightkv")
