@@ -20,9 +20,10 @@ from .config import EngineConfig, InvalidConfig
 from .decode_graph import DecodeGraphs
 from .messages import Limits, RunnerInfo
 from .model_runner import Device, ModelRunner
+from .packed_linear import pack_linears
 from .sampler import Sampler
 from .sampling_params import SamplerKind
-from .weights import load_config, load_model, resolve
+from .weights import load_config, load_model, position_limit, resolve
 
 Report = Callable[[str], None]
 
@@ -61,15 +62,16 @@ def pick_dtype(name: str) -> torch.dtype | Literal["auto"]:
 def definite_limits(config: EngineConfig, device: torch.device, text: PreTrainedConfig) -> Limits:
     """What `config` leaves open, made definite from the device and the model's (text) configuration.
 
-    Raises InvalidConfig, also for a context longer than the model's.
+    A context is the longest at which no sequence depends on its neighbours (`position_limit`). Raises
+    InvalidConfig, also for a context longer than that.
     """
     on_gpu = device.type == "cuda"
-    context = getattr(text, "max_position_embeddings", None)
+    context = position_limit(text) or getattr(text, "max_position_embeddings", None)
     max_model_len = config.max_model_len or context
     if max_model_len is None:
         raise InvalidConfig("the model names no context length; give one with --max-model-len")
     if context is not None and max_model_len > context:
-        raise InvalidConfig(f"--max-model-len is {max_model_len}; the model's context is {context} tokens")
+        raise InvalidConfig(f"--max-model-len is {max_model_len}; the model's context is {context} tokens here")
     chunk = config.prefill_chunk
     if chunk is None:
         chunk = 2048 if on_gpu else 512
@@ -100,7 +102,7 @@ def size_pool(
     widest = max(text.hidden_size, getattr(text, "intermediate_size", 0))
     rows = limits.max_num_seqs + 1
     table = rows * limits.max_model_len * 4
-    penalties = rows * limits.vocab_size * 4
+    sampling = Sampler.bytes_for(rows, limits.vocab_size)
     logits = limits.max_num_seqs * limits.vocab_size * 4 * _LOGITS_COPIES
     hidden = limits.max_step_tokens * widest * spec.dtype.itemsize * _HIDDEN_COPIES
     return plan_pool(
@@ -108,7 +110,7 @@ def size_pool(
         device,
         num_tokens=config.max_total_tokens,
         fraction=config.mem_fraction,
-        reserve=table + penalties + logits + hidden,
+        reserve=table + sampling + logits + hidden,
     )
 
 
@@ -134,6 +136,8 @@ def assemble(model: PreTrainedModel, config: EngineConfig, report: Report) -> tu
     with_graphs = use_graphs(config, device)
     shape = probe(model)
     backends = make_backends(config.attention_backend, device, shape.layers)
+    if device.type == "cpu":
+        pack_linears(model, report)
     pool = size_pool(config, shape.spec, device, limits, text)
     report(f"K/V pool: {pool.num_tokens:,} tokens, {pool.num_bytes / 2**20:,.1f} MiB ({pool.why})")
     memory = KVMemory(shape.spec, pool.num_slots, limits.max_num_seqs, limits.max_model_len, device)

@@ -70,8 +70,8 @@ class DecodeGraph:
         """
         if kind in self._graphs:
             return
-        if kind == SamplerKind.FULL:
-            self._device.sampler.enable_full()
+        if kind >= SamplerKind.EDITED:
+            self._device.sampler.enable_edits()
         self._loaded = None
         self._metadata.prepare([], [], [], 0)
         self._count.zero_()

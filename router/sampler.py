@@ -51,7 +51,7 @@ class Sampled(NamedTuple):
     """What one step drew. From a CUDA graph: the graph's own memory, overwritten by its next replay.
 
     Log-probabilities are of the model's own distribution, before bias, penalties and temperature; -inf is
-    possible. They are None below SamplerKind.FULL.
+    possible. They are None below SamplerKind.EDITED.
     """
 
     tokens: Tensor  # int64 [B]
@@ -86,17 +86,17 @@ class Sampler:
         """Bytes of device memory that the buffers hold now."""
         return self.next_token.nbytes + self._lines.nbytes + (self._edits.num_bytes if self._edits else 0)
 
-    @property
-    def num_bytes_full(self) -> int:
-        """Bytes of device memory that the buffers hold once `enable_full` has run.
+    @staticmethod
+    def bytes_for(num_rows: int, vocab_size: int) -> int:
+        """Bytes of device memory that such a sampler's buffers hold at most: once `enable_edits` has run.
 
-        4 per row and token of the vocabulary for the counts, 8 per row and entry for the logit bias.
+        A row has its next token, its line, 4 per token of the vocabulary for the counts, and 8 per entry for
+        the logit bias.
         """
-        per_row = 4 * self.vocab_size + 8 * MAX_LOGIT_BIAS
-        return self.next_token.nbytes + self._lines.nbytes + self.num_rows * per_row
+        return num_rows * (8 + _LINE.itemsize + 4 * vocab_size + 8 * MAX_LOGIT_BIAS)
 
-    def enable_full(self) -> None:
-        """Allocates what SamplerKind.FULL needs, once. To be called before a FULL graph is captured."""
+    def enable_edits(self) -> None:
+        """Allocates what kinds from EDITED on need, once. To be called before such a graph is captured."""
         if self._edits is None:
             with torch.inference_mode(False):
                 self._edits = _LogitEdits(self.num_rows, self.vocab_size, self.device)
@@ -119,8 +119,8 @@ class Sampler:
         biases = _bias_entries(settings)
         counts = _count_entries(settings, self.vocab_size)
 
-        if any(setting.params.kind == SamplerKind.FULL for setting in settings):
-            self.enable_full()
+        if any(setting.params.kind >= SamplerKind.EDITED for setting in settings):
+            self.enable_edits()
         uploaded = self._upload(lines.view(np.int64).reshape(len(settings), -1))
         row_ids = uploaded[:, 0]
         self._lines.index_copy_(0, row_ids, uploaded)
@@ -139,7 +139,7 @@ class Sampler:
         positions int64 `[B]` of the tokens being drawn; kind: at least the highest of the rows' kinds.
         Ties of greedy rows go to the lowest id. A row with NaN, +inf or nothing but -inf among its logits
         gets some token of the vocabulary. Raises ValueError where the shapes do not agree, and LightKVError
-        at FULL before `enable_full`.
+        from EDITED on before `enable_edits`.
         """
         if logits.shape != (rows.shape[0], self.vocab_size) or positions.shape != rows.shape:
             raise ValueError(
@@ -152,7 +152,7 @@ class Sampler:
             lines = self._lines.index_select(0, rows)
             sampled = Sampled(_draw(_scores(logits), lines, positions), None, None, None)
         else:
-            sampled = self._sample_full(logits, rows, positions)
+            sampled = self._sample_edited(logits, rows, positions, truncated=kind == SamplerKind.FULL)
         self.next_token.index_copy_(0, rows, sampled.tokens)
         return sampled
 
@@ -173,18 +173,18 @@ class Sampler:
         if self._edits is not None:
             self._edits.check()
 
-    def _sample_full(self, logits: Tensor, rows: Tensor, positions: Tensor) -> Sampled:
+    def _sample_edited(self, logits: Tensor, rows: Tensor, positions: Tensor, truncated: bool) -> Sampled:
         if self._edits is None:
             raise LightKVError(
-                "SamplerKind.FULL before its buffers exist; call enable_full() (before any capture), or set "
-                "a row that needs it"
+                "a SamplerKind from EDITED on before its buffers exist; call enable_edits() (before any "
+                "capture), or set a row that needs it"
             )
         lines = self._lines.index_select(0, rows)
         scores = _scores(logits)
         log_mass = scores.logsumexp(dim=-1, keepdim=True)  # [B, 1]
         top_scores, top_ids = scores.topk(min(MAX_LOGPROBS, self.vocab_size), dim=-1)
         self._edits.apply_(scores, rows, lines)
-        tokens = _draw(scores, lines, positions, truncated=True)
+        tokens = _draw(scores, lines, positions, truncated)
         self._edits.add(rows, tokens)
         own_scores = logits.gather(1, tokens[:, None]).float()
         return Sampled(

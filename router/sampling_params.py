@@ -45,7 +45,8 @@ class SamplerKind(enum.IntEnum):
 
     GREEDY = 0  # the argmax of the model's logits
     RANDOM = 1  # temperature and min_p: one pass in vocabulary order
-    FULL = 2  # logit bias, penalties, top-k, top-p, log-probabilities
+    EDITED = 2  # and logit bias, penalties, log-probabilities
+    FULL = 3  # and top-k and top-p, which sort the vocabulary
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
@@ -111,11 +112,11 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def kind(self) -> SamplerKind:
         """The least kind that serves this request. top-k, top-p and min-p never change an argmax."""
-        if self.penalised or self.logit_bias or self.logprobs is not None:
+        if not self.greedy and (self.top_k > 0 or self.top_p < 1):
             return SamplerKind.FULL
-        if self.greedy:
-            return SamplerKind.GREEDY
-        return SamplerKind.FULL if self.top_k > 0 or self.top_p < 1 else SamplerKind.RANDOM
+        if self.penalised or self.logit_bias or self.logprobs is not None:
+            return SamplerKind.EDITED
+        return SamplerKind.GREEDY if self.greedy else SamplerKind.RANDOM
 
     def child(self, child_idx: int) -> "SamplingParams":
         """The request for answer `child_idx` of n: one answer, and a seed of its own where one was given.

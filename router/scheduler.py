@@ -229,7 +229,7 @@ class Scheduler:
         sample.extend(range(len(contexts), len(requests)))
         kind = max((requests[index].kind for index in sample), default=SamplerKind.GREEDY)
         logprobs = {}
-        if kind == SamplerKind.FULL:
+        if kind >= SamplerKind.EDITED:
             wanted = [requests[index].params.logprobs for index in sample]
             logprobs = {i: count for i, count in enumerate(wanted) if count is not None}
         plan = StepPlan(

@@ -42,14 +42,11 @@ HUB_ID = re.compile(r"(?=.{1,96}$)\w[\w.-]*(/[\w.-]+)?")
 
 # Endings of a file given in place of its directory, which no id on the hub is worth asking for.
 FILE_ENDINGS = (".safetensors", ".gguf", ".json", ".bin", ".pt", ".pth")
-DIRECTORY_REMEDY = "give the directory: a model is config.json, tokenizer.json and safetensors (a .gguf file is not read by itself)"
+DIRECTORY_REMEDY = (
+    "give its directory: config.json, tokenizer.json and safetensors (no .gguf is read by itself)"
+)
 
-CAST_BYTES = {
-    "F64": 8,
-    "F32": 4,
-    "F16": 2,
-    "BF16": 2,
-}  # safetensors' types that loading turns into the one asked
+CAST_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}  # the types in a safetensors file that loading casts
 
 
 class ModelNotFound(LightKVError):

@@ -135,6 +135,35 @@ def test_torch_backend_in_several_groups(
     run_steps("torch", CASES[case], torch.float32, device)
 
 
+@pytest.mark.parametrize("tile", [1, 4], ids=["tile-1", "tile-4"])
+@pytest.mark.parametrize("case", CASES)
+def test_torch_backend_in_several_tiles(
+    case: str, tile: int, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch_backend, "QUERY_TILE", tile)
+    run_steps("torch", CASES[case], torch.float32, device)
+
+
+@pytest.mark.parametrize("window", [0, 6], ids=["all", "window-6"])
+def test_prefill_tiles_read_only_keys_that_are_seen(
+    window: int, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch_backend, "QUERY_TILE", 4)
+    memory = KVMemory(KVSpec(1, 1, 16, 16, torch.float32), 100, MAX_SEQUENCES, 32, device)
+    slots = torch.arange(1, 65, dtype=torch.int32, device=device)
+    memory.table.write(torch.arange(32, 96, device=device), slots)  # row 1: 1.., row 2: 33..
+    metadata = AttentionMetadata(4, 32, memory)
+    metadata.prepare([1, 2, 3], [10, 0, 0], [9, 6, 3], 3)
+    plan = torch_backend.TorchPlan.of(metadata).prefill(metadata, window, torch.float32, fused=True)
+    found = [(t.start, t.end, None if t.slots is None else t.slots.tolist()) for t in plan.tiles]
+    firsts = [5, 9, 13] if window else [0, 0, 0]
+    keys = [list(range(1 + first, 1 + end)) for first, end in zip(firsts, [14, 18, 19], strict=True)]
+    assert found == [(0, 4, keys[0]), (4, 8, keys[1]), (8, 9, keys[2]), (9, 15, None), (15, 18, None)]
+    assert plan.bias is not None
+    assert plan.bias.shape == (4, max(len(keys[0]), len(keys[1])))
+    assert [plan.bias_of(tile) is None for tile in plan.tiles] == [False, False, True, True, True]
+
+
 @pytest.mark.parametrize("case", ["gqa-3", "v-narrower", "softcap-window"])
 def test_triton_backend(case: str, device: torch.device) -> None:
     run_steps("triton", CASES[case], torch.float32, device)

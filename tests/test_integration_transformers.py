@@ -1,5 +1,8 @@
 """Hugging Face models on lightkv's attention, against their own forward pass."""
 
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 import torch
 from transformers import (
@@ -12,6 +15,7 @@ from transformers import (
     GptOssConfig,
     Llama4TextConfig,
     LlamaConfig,
+    LlamaForCausalLM,
     MistralConfig,
     OPTConfig,
     Phi3Config,
@@ -25,6 +29,7 @@ from lightkv import KVSpec
 from lightkv.attention import AttentionMetadata, AttentionOptions, LayerShape, make_backends
 from lightkv.integrations.transformers import UnsupportedModel, bind, forward, probe
 from lightkv.kv_memory import KVMemory
+from lightkv.router.weights import position_limit
 
 VOCABULARY = 97
 SMALL = {
@@ -205,6 +210,88 @@ def test_probe_refuses_bidirectional_attention(device: torch.device) -> None:
     config = BertConfig(vocab_size=VOCABULARY, **sizes)
     with pytest.raises(UnsupportedModel, match="not causal"):
         probe(make_model(config, device))
+
+
+LLAMA_FORWARD = LlamaForCausalLM.forward
+
+
+def without_positions(
+    self: Any, input_ids: Any, use_cache: bool, logits_to_keep: Any, **arguments: Any
+) -> Any:
+    arguments.pop("position_ids", None)
+    return LLAMA_FORWARD(
+        self, input_ids=input_ids, use_cache=use_cache, logits_to_keep=logits_to_keep, **arguments
+    )
+
+
+def without_logits_to_keep(
+    self: Any, input_ids: Any, position_ids: Any, use_cache: bool, lightkv: Any
+) -> Any:
+    return LLAMA_FORWARD(
+        self, input_ids=input_ids, position_ids=position_ids, use_cache=use_cache, lightkv=lightkv
+    )
+
+
+def that_ignores_logits_to_keep(self: Any, logits_to_keep: Any, position_ids: Any, **arguments: Any) -> Any:
+    return LLAMA_FORWARD(self, position_ids=position_ids, **arguments)
+
+
+def with_a_count_to_keep(self: Any, logits_to_keep: Any, position_ids: Any, **arguments: Any) -> Any:
+    output = LLAMA_FORWARD(self, position_ids=position_ids, **arguments)
+    output.logits = output.logits[:, -logits_to_keep:]
+    return output
+
+
+@pytest.mark.parametrize(
+    ("model_forward", "reason"),
+    [
+        (without_positions, "takes no position_ids"),
+        (without_logits_to_keep, "takes no logits_to_keep"),
+        (that_ignores_logits_to_keep, r"logits of 2 tokens of 97, it returns them as \(1, 3, 97\)"),
+        (with_a_count_to_keep, "fails when probed"),
+    ],
+)
+def test_probe_refuses_what_forward_could_not_call(
+    model_forward: Callable[..., Any], reason: str, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = make_model(CONFIGS["llama"], device)
+    monkeypatch.setattr(LlamaForCausalLM, "forward", model_forward)
+    with pytest.raises(UnsupportedModel, match=f"LlamaForCausalLM cannot run on lightkv: .*{reason}"):
+        probe(model)
+    assert model.config._attn_implementation == "eager"
+
+
+LIMIT = 19  # the longest row of STEPS
+BATCH_WIDE_ROPE = {
+    "llama-dynamic": LlamaConfig(
+        **{**SMALL, "max_position_embeddings": LIMIT},
+        rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0},
+    ),
+    "phi3-longrope": Phi3Config(
+        **{**SMALL, "head_dim": 8},
+        original_max_position_embeddings=LIMIT,
+        rope_parameters={
+            "rope_type": "longrope",
+            "rope_theta": 1e4,
+            "short_factor": [1.0] * 4,
+            "long_factor": [4.0] * 4,
+        },
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BATCH_WIDE_ROPE)
+def test_requests_are_apart_up_to_the_position_limit(name: str, device: torch.device) -> None:
+    config = BATCH_WIDE_ROPE[name]
+    assert position_limit(config) == LIMIT
+    assert_packed_equals_own_forward(config, "torch", STEPS, device)
+
+
+@pytest.mark.parametrize("name", BATCH_WIDE_ROPE)
+def test_requests_disturb_each_other_past_the_position_limit(name: str, device: torch.device) -> None:
+    steps = [([1, 2], [12, LIMIT + 1], 2)]
+    with pytest.raises(AssertionError, match="Mismatched elements"):
+        assert_packed_equals_own_forward(BATCH_WIDE_ROPE[name], "torch", steps, device)
 
 
 @pytest.mark.parametrize(

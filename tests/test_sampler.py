@@ -24,7 +24,7 @@ from lightkv.router.sampler import Sampler, pick, token_weights_, truncate_, uni
 from lightkv.router.sampling_params import InvalidParams, SamplerKind, SamplingParams
 
 VOCAB_SIZE = 97
-GREEDY, RANDOM, FULL = SamplerKind.GREEDY, SamplerKind.RANDOM, SamplerKind.FULL
+GREEDY, RANDOM, EDITED, FULL = SamplerKind
 
 
 def make_logits(num_rows: int, seed: int, vocab_size: int = VOCAB_SIZE) -> torch.Tensor:
@@ -134,7 +134,7 @@ def test_a_temperature_too_low_for_float32_is_greedy_at_every_kind(device: torch
     logits = torch.zeros(50, VOCAB_SIZE)
     logits[:, 60] = 1e-7
     sampler = make_sampler(device, SamplingParams(temperature=1e-6))
-    sampler.enable_full()
+    sampler.enable_edits()
     for kind in SamplerKind:
         assert draw(sampler, logits, [1] * 50, list(range(50)), kind) == [60] * 50
 
@@ -321,6 +321,8 @@ MIXED = [
     SamplingParams(temperature=0, repetition_penalty=1.5),
     SamplingParams(frequency_penalty=0.5, logit_bias={3: 4.0}),
     SamplingParams(logprobs=3),
+    SamplingParams(temperature=0, logprobs=2, presence_penalty=1.0, top_k=2, top_p=0.1),
+    SamplingParams(logit_bias={5: 3.0}, repetition_penalty=1.3, top_k=30, top_p=0.9),
 ]
 
 
@@ -336,7 +338,7 @@ def test_a_token_does_not_depend_on_the_batch_or_the_kind(dtype: torch.dtype, de
                 if kind < params.kind:
                     continue
                 alone = make_sampler(device, *MIXED, vocab_size=5003)
-                alone.enable_full()
+                alone.enable_edits()
                 assert draw(alone, logits[i : i + 1], [rows[i]], [position], kind) == [batch[i]]
         backwards = make_sampler(device, *MIXED, vocab_size=5003)
         assert draw(backwards, logits.flip(0), rows[::-1], [position] * len(rows), FULL) == batch[::-1]
@@ -360,14 +362,14 @@ def test_greedy_ties_go_to_the_lowest_id(kind: SamplerKind, device: torch.device
     logits[2] = -math.inf
     logits[2, [96, 95]] = -3.0
     sampler = make_sampler(device, *[SamplingParams(temperature=0)] * 3)
-    sampler.enable_full()
+    sampler.enable_edits()
     assert draw(sampler, logits, [1, 2, 3], [4, 4, 4], kind) == [7, 0, 95]
 
 
 @pytest.mark.parametrize("kind", list(SamplerKind), ids=lambda kind: kind.name)
 def test_next_token_is_written_for_the_batch_alone(kind: SamplerKind, device: torch.device) -> None:
     sampler = make_sampler(device, *[SamplingParams(temperature=0)] * 5)
-    sampler.enable_full()
+    sampler.enable_edits()
     logits = make_logits(4, 2)
     kept = logits.clone()
     tokens = draw(sampler, logits, [4, 0, 2, 0], [9, 0, 9, 0], kind)  # two entries of padding
@@ -407,7 +409,7 @@ def test_penalties_follow_a_simulated_generation(device: torch.device) -> None:
         expected = RepetitionPenaltyLogitsProcessor(1.2)(torch.tensor([prompt + output]), expected)
         for token, count in Counter(output).items():
             expected[0, token] -= 0.4 + 0.3 * count
-        token = draw(sampler, logits, [row], [len(prompt) + step], FULL)[0]
+        token = draw(sampler, logits, [row], [len(prompt) + step], EDITED if step % 2 else FULL)[0]
         assert token == expected.argmax().item()
         output.append(token)
     assert len(set(output)) > 5
@@ -422,7 +424,10 @@ def test_a_neutral_row_is_untouched_by_what_its_predecessor_left(device: torch.d
     fresh = make_sampler(device, SamplingParams(), seed=5)
     logits = make_logits(1, 1)
     for position in range(50):
-        assert draw(sampler, logits, [1], [position], FULL) == draw(fresh, logits, [1], [position], RANDOM)
+        for kind in (EDITED, FULL):
+            assert draw(sampler, logits, [1], [position], kind) == draw(
+                fresh, logits, [1], [position], RANDOM
+            )
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0], ids=["greedy", "random"])
@@ -457,17 +462,20 @@ def test_the_largest_number_of_biases_all_count(device: torch.device) -> None:
 # ---- Log-probabilities
 
 
+@pytest.mark.parametrize("kind", [EDITED, FULL], ids=lambda kind: kind.name)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=["float32", "float16"])
-def test_logprobs_are_of_the_models_own_distribution(dtype: torch.dtype, device: torch.device) -> None:
+def test_logprobs_are_of_the_models_own_distribution(
+    dtype: torch.dtype, kind: SamplerKind, device: torch.device
+) -> None:
     logits = make_logits(3, 8).to(dtype).to(device)
     sampler = make_sampler(
         device,
         SamplingParams(logprobs=20, temperature=0.2, logit_bias={5: 100.0}),
-        SamplingParams(logprobs=0, top_k=3),
+        SamplingParams(logprobs=0, temperature=2.0),
         SamplingParams(temperature=0, presence_penalty=2.0),
     )
     rows, positions = torch.tensor([1, 2, 3], device=device), torch.tensor([4, 5, 6], device=device)
-    sampled = sampler.sample(logits, rows, positions, FULL)
+    sampled = sampler.sample(logits, rows, positions, kind)
     expected = logits.float().log_softmax(-1)
     assert sampled.tokens[0] == 5
     assert sampled.logprobs is not None
@@ -484,7 +492,7 @@ def test_logprobs_are_of_the_models_own_distribution(dtype: torch.dtype, device:
 
 
 @pytest.mark.parametrize("kind", [GREEDY, RANDOM], ids=lambda kind: kind.name)
-def test_no_logprobs_below_full(kind: SamplerKind, device: torch.device) -> None:
+def test_no_logprobs_below_edited(kind: SamplerKind, device: torch.device) -> None:
     sampler = make_sampler(device, SamplingParams(temperature=0))
     one = torch.tensor([1], device=device)
     sampled = sampler.sample(make_logits(1, 0).to(device), one, one, kind)
@@ -502,11 +510,11 @@ def test_a_vocabulary_below_twenty_gives_what_it_has(device: torch.device) -> No
 # ---- Extremes
 
 
-@pytest.mark.parametrize("kind", [RANDOM, FULL], ids=lambda kind: kind.name)
+@pytest.mark.parametrize("kind", [RANDOM, EDITED, FULL], ids=lambda kind: kind.name)
 def test_extreme_temperatures(kind: SamplerKind, device: torch.device) -> None:
     cold, hot, hottest = (SamplingParams(temperature=t) for t in (1e-4, 100.0, 3.4e38))
     sampler = make_sampler(device, cold, hot, hottest)
-    sampler.enable_full()
+    sampler.enable_edits()
     logits = make_logits(1, 6)
     logits[:, 10:] = -math.inf
     num_draws = 600
@@ -529,7 +537,7 @@ def test_the_only_finite_logit_is_taken(temperature: float, kind: SamplerKind, d
     for i, token in enumerate((0, 50, VOCAB_SIZE - 1)):
         logits[i, token] = -1e4
     sampler = make_sampler(device, params, params, params)
-    sampler.enable_full()
+    sampler.enable_edits()
     assert draw(sampler, logits, [1, 2, 3], [0, 1, 2], kind) == [0, 50, VOCAB_SIZE - 1]
 
 
@@ -545,7 +553,7 @@ def test_a_broken_row_gets_some_token_and_harms_no_other(
     logits[1] = bad
     logits[2, 3] = math.nan
     sampler = make_sampler(device, *[params] * 4)
-    sampler.enable_full()
+    sampler.enable_edits()
     tokens = draw(sampler, logits, [1, 2, 3, 4], [5] * 4, kind)
     assert [tokens[0], tokens[3]] == [expected[0], expected[3]]
     assert all(0 <= token < VOCAB_SIZE for token in tokens)
@@ -572,7 +580,7 @@ def test_a_row_is_refused_before_anything_changes(device: torch.device) -> None:
             sampler.set_rows([good, bad])
         assert isinstance(caught.value, InvalidParams) == bool(bad.params.logit_bias)
         assert torch.equal(sampler._lines, lines)
-        assert sampler.num_bytes < sampler.num_bytes_full
+        assert sampler.num_bytes < Sampler.bytes_for(sampler.num_rows, VOCAB_SIZE)
 
 
 def test_shapes_that_disagree_are_refused(device: torch.device) -> None:
@@ -585,17 +593,18 @@ def test_shapes_that_disagree_are_refused(device: torch.device) -> None:
         Sampler(1, VOCAB_SIZE, device)
 
 
-def test_full_before_its_buffers_is_refused(device: torch.device) -> None:
+@pytest.mark.parametrize("kind", [EDITED, FULL], ids=lambda kind: kind.name)
+def test_edits_before_their_buffers_are_refused(kind: SamplerKind, device: torch.device) -> None:
     sampler = make_sampler(device, SamplingParams())
-    with pytest.raises(LightKVError, match="enable_full"):
-        draw(sampler, make_logits(1, 0), [1], [0], FULL)
+    with pytest.raises(LightKVError, match="enable_edits"):
+        draw(sampler, make_logits(1, 0), [1], [0], kind)
 
 
 def test_bytes_are_those_of_the_buffers(device: torch.device) -> None:
     sampler = make_sampler(device, SamplingParams())
-    announced, lean = sampler.num_bytes_full, sampler.num_bytes
+    announced, lean = Sampler.bytes_for(4, VOCAB_SIZE), sampler.num_bytes
     assert lean == 4 * (8 + 48)
-    sampler.enable_full()
+    sampler.enable_edits()
     assert sampler.num_bytes == announced == lean + 4 * (4 * VOCAB_SIZE + 512 * 8)
 
 
@@ -652,8 +661,8 @@ def test_a_captured_sample_replays_with_new_inputs(
 ) -> None:
     num_rows = len(MIXED) + 1
     sampler, eager = Sampler(num_rows, vocab_size, device), Sampler(num_rows, vocab_size, device)
-    sampler.enable_full()
-    eager.enable_full()
+    sampler.enable_edits()
+    eager.enable_edits()
     logits = make_logits(num_rows, 0, vocab_size).to(device, torch.bfloat16)
     rows = torch.arange(num_rows, device=device)
     positions = torch.zeros_like(rows)

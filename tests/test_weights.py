@@ -22,10 +22,12 @@ from lightkv.router import convert_gguf, weights
 from lightkv.router.weights import (
     DEFAULT_MODEL,
     ModelNotFound,
+    ModelTooLarge,
     UnreadableWeights,
     UnsupportedModel,
     check_supported,
     load_model,
+    position_limit,
     random_model,
     resolve,
 )
@@ -119,11 +121,35 @@ def test_unknown_model(lines: list[str], model: str) -> None:
     assert "\n" not in str(raised.value)
 
 
-@pytest.mark.parametrize("model", ["/no/such/directory", "~/none", "../none", "a/b/c", "a b"])
+@pytest.mark.parametrize(
+    "model", ["/no/such/directory", "~/none", "../none", "a/b/c", "a b", "a" * 97, "/" + "a" * 5000, "a\0b"]
+)
 @pytest.mark.usefixtures("cache")
 def test_what_is_no_id_is_looked_for_nowhere_else(lines: list[str], model: str) -> None:
     with pytest.raises(ModelNotFound, match="no such directory, and no id"):
         resolve(model, lines.append)
+
+
+def test_home_of_nobody(lines: list[str]) -> None:
+    with pytest.raises(ModelNotFound, match="~nobody-here/x: no such home directory"):
+        resolve("~nobody-here/x", lines.append)
+
+
+@pytest.mark.parametrize("name", ["model.gguf", "some/x.safetensors", "x.Q4_0.GGUF", "pytorch_model.bin"])
+def test_missing_file_is_not_asked_for_on_the_hub(
+    cache: Path, tiny_dir: Path, lines: list[str], monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    Hub(lambda: ["model.safetensors"], tiny_dir).install(monkeypatch)
+    with pytest.raises(ModelNotFound, match="give its directory"):
+        resolve(name, lines.append)
+    assert lines == []
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "config.json", "model.gguf", "weights"])
+def test_file_is_no_model(tiny_dir: Path, lines: list[str], name: str) -> None:
+    (tiny_dir / name).touch()
+    with pytest.raises(UnreadableWeights, match=r"is a file.*give its directory.*no \.gguf"):
+        resolve(str(tiny_dir / name), lines.append)
 
 
 @pytest.mark.usefixtures("cache")
@@ -380,6 +406,45 @@ def test_what_makes_a_llama_unsupported(changes: dict[str, Any], reason: str) ->
         check_supported(config)
 
 
+DYNAMIC = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
+LONG = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 4, "long_factor": [4.0] * 4}
+LIMITS = {
+    "default": (tiny_config(), None),
+    "yarn": (tiny_config(rope_parameters={"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0}), None),
+    "learned": (transformers.GPT2Config(), None),
+    "dynamic": (tiny_config(rope_parameters=dict(DYNAMIC)), 128),
+    "dynamic-old-style": (tiny_config(rope_scaling={"type": "dynamic", "factor": 2.0}), 128),
+    "longrope": (tiny_config(rope_parameters=LONG | {"original_max_position_embeddings": 32}), 32),
+    "longrope-alone": (tiny_config(rope_parameters=dict(LONG)), 128),
+    "phi3": (
+        transformers.Phi3Config(
+            hidden_size=32,
+            num_attention_heads=4,
+            max_position_embeddings=128,
+            original_max_position_embeddings=64,
+            rope_parameters=dict(LONG),
+        ),
+        64,
+    ),
+    "by-layer": (
+        transformers.Gemma3TextConfig(
+            head_dim=8,
+            max_position_embeddings=128,
+            rope_parameters={
+                "full_attention": LONG | {"original_max_position_embeddings": 48},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+            },
+        ),
+        48,
+    ),
+}
+
+
+@pytest.mark.parametrize(("config", "limit"), LIMITS.values(), ids=LIMITS.keys())
+def test_position_limit(config: Any, limit: int | None) -> None:
+    assert position_limit(config) == limit
+
+
 def test_unknown_architecture(tiny_dir: Path, lines: list[str]) -> None:
     config = json.loads((tiny_dir / "config.json").read_text())
     config |= {
@@ -409,6 +474,37 @@ def test_loads_what_was_saved(tiny_dir: Path, lines: list[str], capfd: pytest.Ca
 
 def test_loads_in_the_dtype_asked_for(tiny_dir: Path, lines: list[str]) -> None:
     assert load_model(tiny_dir, CPU, torch.float16, lines.append).dtype == torch.float16
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=["f32", "f16"])
+def test_too_large_is_refused_before_it_is_loaded(
+    tiny_dir: Path, lines: list[str], monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype
+) -> None:
+    parameters = load_model(tiny_dir, CPU, dtype, lines.append).parameters()
+    needed = sum(parameter.numel() * parameter.element_size() for parameter in parameters)
+    monkeypatch.setattr(weights, "_memory", lambda device: (needed, 10 * needed))
+    load_model(tiny_dir, CPU, dtype, lines.append)  # just fits
+    monkeypatch.setattr(weights, "_memory", lambda device: (needed - 1, 10 * needed))
+    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", lambda *_, **__: pytest.fail("was loaded"))
+    with pytest.raises(ModelTooLarge, match=r"tiny: .* GB of weights do not fit"):
+        load_model(tiny_dir, CPU, dtype, lines.append)
+
+
+def test_the_meta_device_holds_any_model(
+    tiny_dir: Path, lines: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(weights, "_memory", lambda device: (0, 0))
+    assert load_model(tiny_dir, torch.device("meta"), "auto", lines.append).device.type == "meta"
+
+
+def test_bytes_once_loaded() -> None:
+    stored = weights.Counter({"F64": 80, "BF16": 20, "I64": 8, "F8_E4M3": 3})
+    assert weights._loaded_bytes(stored, 4) == 40 + 40 + 8 + 3  # what is no plain float stays as it is
+
+
+def test_memory_of_the_cpu() -> None:
+    free, total = weights._memory(CPU)
+    assert 0 < free <= total
 
 
 def test_loads_shards(tiny_dir: Path, lines: list[str]) -> None:

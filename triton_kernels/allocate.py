@@ -239,15 +239,31 @@ def take_run(state: SlotState, out: Tensor) -> None:
 
 
 def take_slots_reference(state: SlotState, out: Tensor, count: Tensor, skip: Tensor | None = None) -> None:
-    """The specification of `take_slots`, in plain torch; also what runs on the CPU."""
-    cum_sum = torch.cumsum(state.mem_state, 0, dtype=torch.int32)
-    torch.cumsum(state.block_free, 0, dtype=torch.int32, out=state.mem_cum_sum)
+    """The specification of `take_slots`, in plain torch; also what runs on the CPU.
+
+    Reads the sum of every block, and the slots of no more blocks than there are slots to take.
+    """
+    num_slots, num_blocks, max_n = len(state.mem_state), len(state.block_free), len(out)
+    cum_sum = torch.cumsum(state.block_free, 0, dtype=torch.int32, out=state.mem_cum_sum)
     first_rank = torch.zeros_like(count) if skip is None else skip
-    num_taken = torch.minimum(count.clamp(max=len(out)), cum_sum[-1:] - first_rank).clamp(min=0)
-    places = torch.arange(len(out), dtype=torch.int32, device=out.device)
+    num_taken = torch.minimum(count.clamp(max=max_n), cum_sum[-1:] - first_rank).clamp(min=0)
+    places = torch.arange(max_n, dtype=torch.int32, device=out.device)
     taken = places < num_taken
+
+    # Of the blocks with a rank from first_rank on, the first max_n: each holds one at least. Where there are
+    # fewer, and past the end of the last, the pool's last slot stands in: behind all others, so never reached.
+    passed = cum_sum <= first_rank
+    holding = (state.block_free > 0) & ~passed
+    nth = torch.arange(1, min(max_n, num_blocks) + 1, device=out.device)
+    blocks = torch.searchsorted(holding.cumsum(0), nth)
+    within = torch.arange(state.block_slots, device=out.device)
+    slots = (blocks[:, None] * state.block_slots + within).clamp_(max=num_slots - 1).view(-1)
+
     # The slot of rank r is the first at which r + 1 free slots have been counted.
-    out.copy_(torch.searchsorted(cum_sum, first_rank + places + 1).where(taken, 0))
+    cum_free = state.mem_state[slots].cumsum(0, dtype=torch.int32)
+    num_before = state.block_free.where(passed, 0).sum(dtype=torch.int32)
+    found = torch.searchsorted(cum_free, first_rank - num_before + places + 1)
+    out.copy_(slots[found.where(taken, 0)].where(taken, 0))
     state.mem_state.index_fill_(0, out.long(), 0)  # slot 0 is never free
     state.block_free.index_add_(0, out.long() // state.block_slots, -taken.int())
     state.counters[:1] -= num_taken

@@ -2,7 +2,7 @@
 
 Knows the lengths on the host, so it needs no kernel that reads them; it works on CUDA as well, but not inside
 a CUDA graph. Decode gathers K and V of several sequences at once, padded to the longest, and attends with one
-call; prefill attends sequence by sequence.
+call; prefill attends sequence by sequence, a tile of queries at a time.
 """
 
 from typing import NamedTuple
@@ -19,26 +19,44 @@ from .metadata import AttentionMetadata
 # its tokens, unless that saves fewer tokens than the calls for another group cost.
 PADDING_FRACTION = 0.25
 PADDING_TOKENS = 256
+# Most queries that prefill attends from at once where it needs a bias: one line of the keys' length for each.
+QUERY_TILE = 512
 
 
 class DecodeGroup(NamedTuple):
     """Generations that attend together, padded to `width` keys."""
 
     members: torch.Tensor | None  # int64 [G]: which of the generations; None is all of them, in order
-    slots: torch.Tensor  # int32 [G * width], slot 0 where padded
+    slots: torch.Tensor  # int64 [G * width], slot 0 where padded
     width: int
     bias: torch.Tensor | None  # [G, 1, 1, width]: 0, and -inf where padded; None where nothing is
 
 
-class PrefillChunk(NamedTuple):
-    """One context: its rows of the packed tokens, and what it attends."""
+class PrefillTile(NamedTuple):
+    """Neighbouring queries of one context, and the keys that any of them attends."""
 
-    start: int
+    start: int  # the queries among the packed tokens: [start, end)
     end: int
-    slots: torch.Tensor | None  # int32 [S], the keys in the pool; None: it attends its own fresh K/V only
-    bias: (
-        torch.Tensor | None
-    )  # [end - start, S], 0 and -inf; None: every key, or causal where `slots` is None
+    slots: torch.Tensor | None  # int64 [S], the last query's own last; None: the queries' own K/V
+
+
+class PrefillPlan(NamedTuple):
+    """The contexts of a step in tiles, and one bias for all of them.
+
+    A tile's keys end with its last query's own. Counted from there, what is hidden from whom is the same in
+    every tile, so that the biases are corners of the largest.
+    """
+
+    tiles: list[PrefillTile]
+    bias: torch.Tensor | None  # [at most QUERY_TILE, the longest tile's S], 0 and -inf
+
+    def bias_of(self, tile: PrefillTile) -> torch.Tensor | None:
+        """`[end - start, S]`; None where every query attends every key, or causally its own."""
+        num_queries = tile.end - tile.start
+        if self.bias is None or tile.slots is None or num_queries == 1:
+            return None
+        # A copy where it is a part: CUDA's attention wants a bias aligned.
+        return self.bias[-num_queries:, -len(tile.slots) :].contiguous()
 
 
 class TorchPlan:
@@ -50,7 +68,7 @@ class TorchPlan:
     def __init__(self) -> None:
         self._step = -1
         self._decode: dict[tuple[int, torch.dtype], list[DecodeGroup]] = {}
-        self._prefill: dict[tuple[int, torch.dtype], list[PrefillChunk]] = {}
+        self._prefill: dict[tuple[int, torch.dtype, bool], PrefillPlan] = {}
         self._scratch: torch.Tensor | None = None
 
     @staticmethod
@@ -94,19 +112,18 @@ class TorchPlan:
             self._decode[window, dtype] = groups
         return groups
 
-    def prefill_chunks(
-        self, metadata: AttentionMetadata, window: int, dtype: torch.dtype
-    ) -> list[PrefillChunk]:
-        """The contexts of a step. `dtype`: of the queries."""
-        chunks = self._prefill.get((window, dtype))
-        if chunks is None:
-            ends = metadata.seq_lens[: metadata.num_contexts].cumsum(0).tolist()
-            chunks = [
-                _prefill_chunk(metadata, idx, start, end, window, dtype)
-                for idx, (start, end) in enumerate(zip([0, *ends], ends, strict=False))
-            ]
-            self._prefill[window, dtype] = chunks
-        return chunks
+    def prefill(
+        self, metadata: AttentionMetadata, window: int, dtype: torch.dtype, fused: bool
+    ) -> PrefillPlan:
+        """The contexts of a step. `dtype`: of the queries. `fused`: no scores are kept, so that a fresh
+        prompt of any length is one tile.
+        """
+        plan = self._prefill.get((window, dtype, fused))
+        if plan is None:
+            tiles = _prefill_tiles(metadata, window, fused)
+            plan = PrefillPlan(tiles, _tile_bias(tiles, window, dtype))
+            self._prefill[window, dtype, fused] = plan
+        return plan
 
 
 def bucket_lengths(lengths: np.ndarray) -> list[np.ndarray]:
@@ -147,29 +164,44 @@ def _decode_group(
     if padded.any():
         bias = torch.zeros(len(rows), 1, 1, width, dtype=dtype, device=table.device)
         bias.masked_fill_(hidden.view(bias.shape), float("-inf"))
-    return DecodeGroup(chosen[0] if chosen else None, table.read(where), width, bias)
+    return DecodeGroup(chosen[0] if chosen else None, table.read(where).long(), width, bias)
 
 
-def _prefill_chunk(
-    metadata: AttentionMetadata, idx: int, start: int, end: int, window: int, dtype: torch.dtype
-) -> PrefillChunk:
+def _prefill_tiles(metadata: AttentionMetadata, window: int, fused: bool) -> list[PrefillTile]:
     table = metadata.kv_cache_manager.table
-    row, kv_len = int(metadata.rows_host[idx]), int(metadata.kv_lens_host[idx])
-    num_tokens = end - start
-    prefix = kv_len - num_tokens
-    first = max(0, prefix - window + 1) if window else 0  # the first key that any of its queries sees
-    if not prefix and (not window or num_tokens <= window):
-        return PrefillChunk(start, end, None, None)
-    bias = None
-    if num_tokens > 1:
-        key = torch.arange(first, kv_len, device=table.device)
-        query = torch.arange(prefix, kv_len, device=table.device)[:, None]
-        hidden = key > query
-        if window:
-            hidden |= key <= query - window
-        bias = torch.zeros(hidden.shape, dtype=dtype, device=table.device)
-        bias.masked_fill_(hidden, float("-inf"))
-    return PrefillChunk(start, end, table.slots(row, first, kv_len), bias)
+    tiles = []
+    packed_end = 0
+    for idx, num_tokens in enumerate(metadata.context_lens.tolist()):
+        packed_end += num_tokens
+        row, kv_len = int(metadata.rows_host[idx]), int(metadata.kv_lens_host[idx])
+        prefix = kv_len - num_tokens
+        sees_all = not prefix and (not window or num_tokens <= window)
+        if sees_all and (fused or num_tokens <= QUERY_TILE):
+            tiles.append(PrefillTile(packed_end - num_tokens, packed_end, None))
+            continue
+        skipped = max(0, prefix - window + 1) if window else 0  # keys that no query sees
+        slots = table.slots(row, skipped, kv_len).long()
+        for start in range(prefix, kv_len, QUERY_TILE):
+            end = min(start + QUERY_TILE, kv_len)
+            first = max(0, start - window + 1) if window else 0
+            shift = packed_end - kv_len  # from positions to packed tokens
+            tiles.append(PrefillTile(start + shift, end + shift, slots[first - skipped : end - skipped]))
+    return tiles
+
+
+def _tile_bias(tiles: list[PrefillTile], window: int, dtype: torch.dtype) -> torch.Tensor | None:
+    shapes = [(tile.end - tile.start, tile.slots) for tile in tiles]
+    masked = [(num_queries, slots) for num_queries, slots in shapes if slots is not None and num_queries > 1]
+    if not masked:
+        return None
+    num_queries = max(num_queries for num_queries, _ in masked)
+    num_keys = max(len(slots) for _, slots in masked)
+    key = torch.arange(num_keys, device=masked[0][1].device)
+    query = key[num_keys - num_queries :, None]
+    hidden = key > query
+    if window:
+        hidden |= key <= query - window
+    return torch.zeros(hidden.shape, dtype=dtype, device=key.device).masked_fill_(hidden, float("-inf"))
 
 
 class TorchAttention(AttentionBackend):
@@ -189,25 +221,26 @@ class TorchAttention(AttentionBackend):
         out: torch.Tensor,
     ) -> None:
         pool = metadata.kv_cache_manager.pool
-        plan = TorchPlan.of(metadata)
+        step = TorchPlan.of(metadata)
+        plan = step.prefill(metadata, self.window, q.dtype, fused=not self.softcap)
         group = self.num_heads // self.num_kv_heads
-        for chunk in plan.prefill_chunks(metadata, self.window, q.dtype):
-            if chunk.slots is None:
+        for tile in plan.tiles:
+            if tile.slots is None:
                 # What a later step would read back: the pool's type may be narrower than the model's.
-                keys = k[chunk.start : chunk.end].to(pool.spec.dtype)
-                values = v[chunk.start : chunk.end].to(pool.spec.dtype)
+                keys = k[tile.start : tile.end].to(pool.spec.dtype)
+                values = v[tile.start : tile.end].to(pool.spec.dtype)
             else:
-                keys, values = self._split(plan.gather(pool.kv(self.layer_idx), chunk.slots))
+                keys, values = self._split(step.gather(pool.kv(self.layer_idx), tile.slots))
             # [T, H, D] as [num_kv_heads, group, T, D]; the keys [S, num_kv_heads, D] repeat along the group
-            queries = q[chunk.start : chunk.end].unflatten(1, (-1, group)).permute(1, 2, 0, 3)
+            queries = q[tile.start : tile.end].unflatten(1, (-1, group)).permute(1, 2, 0, 3)
             attended = self._attend(
                 queries,
                 keys.to(q.dtype).transpose(0, 1)[:, None].expand(-1, group, -1, -1),
                 values.to(q.dtype).transpose(0, 1)[:, None].expand(-1, group, -1, -1),
-                chunk.bias,
-                causal=chunk.slots is None,
+                plan.bias_of(tile),
+                causal=tile.slots is None,
             )
-            out[chunk.start : chunk.end].unflatten(1, (-1, group)).copy_(attended.permute(2, 0, 1, 3))
+            out[tile.start : tile.end].unflatten(1, (-1, group)).copy_(attended.permute(2, 0, 1, 3))
 
     def _decode(self, q: torch.Tensor, metadata: AttentionMetadata, out: torch.Tensor) -> None:
         pool = metadata.kv_cache_manager.pool

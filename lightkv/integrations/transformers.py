@@ -186,8 +186,23 @@ def probe(model: PreTrainedModel) -> ModelShape:
 
 
 def bind(model: PreTrainedModel) -> None:
-    """Switch `model` to lightkv's attention, for `forward`. Raises UnsupportedModel."""
+    """Switch `model` to lightkv's attention, for `forward`. Raises UnsupportedModel.
+
+    Rotary frequencies that transformers would choose by the longest position in the batch (`dynamic`,
+    `longrope`) stay those of the model's original context: no sequence depends on its neighbours, and a step
+    does not wait for the device. Positions beyond that context are the caller's to refuse.
+    """
     _bind(model, ATTENTION)
+    for module in model.modules():
+        kind = getattr(module, "rope_type", None)
+        if isinstance(kind, dict):  # by type of layer
+            setattr(module, "rope_type", {layer: _fixed(one) for layer, one in kind.items()})  # noqa: B010
+        elif isinstance(kind, str):
+            setattr(module, "rope_type", _fixed(kind))  # noqa: B010
+
+
+def _fixed(rope_type: str) -> str:
+    return "default" if rope_type in ("dynamic", "longrope") else rope_type
 
 
 def forward(
