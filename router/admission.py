@@ -9,6 +9,10 @@ the i-th ends the i with the largest b are still there, each grown by b_i:
 
     peak = max_i ( Σ_{j≤i} a_j + i · b_i )
 
+Where what ends is released one step late (`lag`), those with a larger b have taken one token more by then:
+
+    peak = max_i ( Σ_{j≤i} a_j + i · b_i + |{j : b_j > b_i}| )
+
 A request still in prefill starts to grow at a step nobody knows yet, which makes the formula too low; it
 counts in full, held plus remaining, at every point. A shared segment is held until its last holder ends, so
 it counts once, with its longest-lived holder (a prefill outlives all).
@@ -41,10 +45,11 @@ class Demand(NamedTuple):
     tip: int | None = None
 
 
-def peak_tokens(demands: Sequence[Demand]) -> int:
+def peak_tokens(demands: Sequence[Demand], lag: int = 0) -> int:
     """The most tokens that these requests can hold together at any time. Never too low.
 
-    Exact where all decode. The last sampled token of a request is never written, so `remaining` is the
+    `lag`: 1 where a request's tokens are released a step after it has taken its last; 0 at once. Exact where
+    all decode. The last sampled token of a request is never written, so `remaining` is the
     tokens still to be generated less one.
     """
     counted: dict[int, int] = {}  # id of a segment → tokens of it that a longer-lived holder has counted
@@ -69,10 +74,12 @@ def peak_tokens(demands: Sequence[Demand]) -> int:
         else:
             constant += demand.held + demand.remaining + shared(demand)
     decoding.sort(key=_by_remaining, reverse=True)
-    peak = held = 0
+    peak = held = outliving = 0
     for count, demand in enumerate(decoding, start=1):
         held += demand.held + shared(demand)
-        peak = max(peak, held + count * demand.remaining)
+        if count > 1 and demand.remaining < decoding[count - 2].remaining:
+            outliving = count - 1
+        peak = max(peak, held + count * demand.remaining + lag * outliving)
     return constant + peak
 
 

@@ -3,14 +3,20 @@
     WAITING ── admitted: open ──► RUNNING (prefill, then decode) ──► FINISHED
                                                   a failed or aborted request goes there from anywhere
 
-It owns the ledger's decisions, first come first served: a request is admitted when the exact peak of all
-that run, and it, fits the pool (`admission.py`), so that nothing admitted is ever short of a token. `plan`
-emits what one step does; `consume` takes its result, or `fail` its failure. It knows no text and no device.
+It owns the ledger's decisions, by priority and then first come first served: a request is admitted when the
+exact peak of all that run, and it, fits the pool (`admission.py`), so that nothing admitted is ever short of
+a token. `plan` emits what one step does; `consume` takes its result, or `fail` its failure. It knows no text
+and no device.
+
+With a depth of two the next step is planned while one is under way, so that a device need not wait for the
+host. The plan then goes by what is certain: a request goes on unless it reaches its length. One that turns
+out to have ended otherwise is in the next step all the same; its token there is dropped, and its tokens are
+released when that step has landed. Admission counts with that one step more.
 """
 
+import heapq
 from array import array
 from collections import deque
-from collections.abc import Iterable
 from typing import NamedTuple
 
 from lightkv.edits import encode
@@ -44,12 +50,14 @@ class Request:
     """One prompt on its way to one completion.
 
     `prompt_ids`: int32 bytes. `stop_ids`: sampling one of these ends it. `seed`: with the position, all that
-    its random numbers depend on. `finish_reason`: None while it lives, then "stop", "length", "abort" or
-    "error".
+    its random numbers depend on. `priority`: the lower, the sooner it is admitted. `finish_reason`: None while
+    it lives, then "stop", "length", "abort" or "error". `flying`: steps under way that it is in.
     """
 
     __slots__ = (
+        "cached",
         "finish_reason",
+        "flying",
         "id",
         "kind",
         "namespace",
@@ -57,6 +65,7 @@ class Request:
         "num_prompt",
         "output",
         "params",
+        "priority",
         "prompt_ids",
         "seed",
         "sequence",
@@ -71,6 +80,7 @@ class Request:
         seed: int,
         stop_ids: frozenset[int] = frozenset(),
         namespace: Namespace = (),
+        priority: int = 0,
     ) -> None:
         self.id = request_id
         self.prompt_ids = prompt_ids
@@ -80,10 +90,13 @@ class Request:
         self.seed = seed
         self.stop_ids = stop_ids
         self.namespace = namespace
+        self.priority = priority
         self.output = array("i")
         self.sequence: Sequence | None = None
         self.num_hit = 0
         self.finish_reason: str | None = None
+        self.cached = True  # once it has ended: do its tokens stay in the cache?
+        self.flying = 0
 
     @property
     def max_slots(self) -> int:
@@ -105,6 +118,7 @@ class TokenEvent(NamedTuple):
     finish_reason: str | None
     logprobs: TokenLogprobs | None = None
     error: str | None = None
+    num_cached: int | None = None  # with the first token: tokens of the prompt found in the cache
 
 
 class _Batch(NamedTuple):
@@ -115,29 +129,36 @@ class _Batch(NamedTuple):
 
 
 class Scheduler:
-    """Plans steps over one ledger. `plan` and `consume` (or `fail`) alternate."""
+    """Plans steps over one ledger. Up to `depth` plans are under way; their results come in order."""
 
-    def __init__(self, ledger: TokenLedger, limits: Limits) -> None:
+    def __init__(self, ledger: TokenLedger, limits: Limits, depth: int = 1) -> None:
+        if depth not in (1, 2):
+            raise ValueError(f"a depth of {depth}; give 1, or 2 to plan a step while one is under way")
         self.ledger = ledger
         self.limits = limits
+        self.depth = depth
         self.step = 0
         self.peak_held = 0  # the most tokens held in any step
         self.num_prompt_tokens = 0  # of the requests admitted so far
         self.num_hit_tokens = 0  # of those, found in the cache
+        self.num_output_tokens = 0  # sampled for requests that had not ended
         self._requests: dict[str, Request] = {}
-        self._waiting: deque[Request] = deque()
+        self._waiting: list[tuple[int, int, Request]] = []  # heap: priority, arrival; the ended are skipped
+        self._num_waiting = 0
+        self._arrivals = 0
         self._prefilling: list[Request] = []
         self._decoding: list[Request] = []
+        self._leaving: list[Request] = []  # ended, and in a step that has not landed
         self._new_rows: list[NewRow] = []
-        self._flying: _Batch | None = None
-        self._doomed: dict[str, str] = {}  # id → reason: to end when the flying step has landed
-        self._reserved = 0  # Σ max_slots of what runs: when even this fits, nothing need be sorted
+        self._flying: deque[_Batch] = deque()
+        self._failed = False  # a step has failed, and another is still under way
+        self._reserved = 0  # Σ max_slots of what holds tokens: when even this fits, nothing need be sorted
         self._blocked = False  # the head of the queue was refused, and nothing has ended since
 
     @property
     def num_waiting(self) -> int:
         """Requests not admitted yet."""
-        return len(self._waiting)
+        return self._num_waiting
 
     @property
     def num_running(self) -> int:
@@ -150,9 +171,19 @@ class Scheduler:
         return len(self._prefilling)
 
     @property
+    def num_flying(self) -> int:
+        """Steps planned whose result has not come."""
+        return len(self._flying)
+
+    @property
+    def landing(self) -> StepPlan:
+        """The oldest step under way: the one whose result comes next."""
+        return self._flying[0].plan
+
+    @property
     def has_work(self) -> bool:
-        """Is any request unfinished?"""
-        return bool(self._requests)
+        """Is any request unfinished, or any step under way?"""
+        return bool(self._requests or self._flying)
 
     def add(self, request: Request) -> None:
         """Queue a request. Raises as `validate` does, and ValueError for an id in use."""
@@ -160,7 +191,11 @@ class Scheduler:
             raise ValueError(f"a request {request.id!r} is running; give each its own id")
         self.validate(request)
         self._requests[request.id] = request
-        self._waiting.append(request)
+        if self._waiting and request.priority < self._waiting[0][0]:
+            self._blocked = False  # there is another head of the queue
+        heapq.heappush(self._waiting, (request.priority, self._arrivals, request))
+        self._arrivals += 1
+        self._num_waiting += 1
 
     def validate(self, request: Request) -> None:
         """Could it ever run? Raises NeverFits, InvalidPrompt, InvalidParams."""
@@ -192,40 +227,31 @@ class Scheduler:
         request = self._requests.get(request_id)
         if request is None:
             return False
-        if self._flying is not None and request in self._flying.requests:
-            self._doomed[request_id] = reason
-            return True
-        if request.sequence is None:
-            self._waiting.remove(request)
-            self._blocked = False
-        self._finish(request, reason)
-        self._forget_finished()
+        self._end(request, reason)
+        self._sweep()
         return True
 
     def plan(self) -> StepPlan | None:
-        """The next step, or None when nothing can run (then nothing is waiting either)."""
-        assert self._flying is None, "consume the last step first"
+        """The next step, or None when there is nothing to do before another result comes."""
+        if len(self._flying) == self.depth:
+            raise ValueError(f"{self.depth} steps are under way; consume the first")
+        if self._failed:
+            return None
         ledger = self.ledger
         ledger.step = self.step
-        budget = self.limits.prefill_budget
-        contexts: list[tuple[Request, int, int]] = []
-        for request in self._prefilling:
-            budget -= self._chunk(request, budget, contexts)
-        while budget and self._waiting and self._admit(self._waiting[0]):
-            request = self._waiting.popleft()
-            self._prefilling.append(request)
-            budget -= self._chunk(request, budget, contexts)
-        decoding = self._decoding
+        # What is under way brings each of its decodes one token more: those that it ends are left out.
+        decoding = [r for r in self._decoding if len(r.output) + r.flying < r.params.max_tokens]
+        contexts = self._plan_contexts()
+        if not contexts and not decoding:
+            return None
         decodes = [request.sequence for request in decoding]
         decode_starts = [sequence.length for sequence in decodes]  # type: ignore[union-attr]
         # Last, so that what was just opened is not evicted for it, and the batch's Take is the last edit.
         ledger.extend(decodes, [1] * len(decodes))  # type: ignore[arg-type]
-        if not contexts and not decoding:
-            return None
 
         requests = [request for request, _, _ in contexts] + decoding
-        ends = [request.num_prompt for request, _, _ in contexts]
-        sample = [i for i, (_, start, count) in enumerate(contexts) if start + count == ends[i]]
+        sample = [i for i, (r, start, count) in enumerate(contexts) if start + count == r.num_prompt]
+        done = [contexts[i][0] for i in sample]
         sample.extend(range(len(contexts), len(requests)))
         kind = max((requests[index].kind for index in sample), default=SamplerKind.GREEDY)
         logprobs = {}
@@ -250,99 +276,127 @@ class Scheduler:
             num_free=ledger.num_free,
         )
         self._new_rows = []
-        self._flying = _Batch(plan, requests)
+        if done:  # from now on they are counted exactly
+            self._prefilling = [r for r in self._prefilling if r.sequence.length < r.num_prompt]  # type: ignore[union-attr]
+            self._decoding.extend(done)
+            self._blocked = False
+        for request in requests:
+            request.flying += 1
+        self._flying.append(_Batch(plan, requests))
         self.step += 1
         self.peak_held = max(self.peak_held, ledger.num_held)
         return plan
 
     def consume(self, result: StepResult) -> list[TokenEvent]:
-        """Take the step's tokens: what each request got, and who has finished."""
+        """Take the oldest step's tokens: what each request got, and who has finished."""
         batch = self._land(result.step)
-        self.ledger.confirm(batch.plan.step)
         events = []
-        num_contexts = batch.plan.num_contexts
-        finished = bool(self._doomed)
-        for i, (index, token) in enumerate(zip(batch.plan.sample, result.tokens, strict=True)):
-            request = batch.requests[index]
-            if index < num_contexts:
-                self._prefilling.remove(request)
-                self._decoding.append(request)
-                self._blocked = False  # from now on it is counted exactly
-            request.output.append(token)
-            if request.id in self._doomed:
-                continue
-            if token in request.stop_ids:
-                reason = "stop"
-            elif len(request.output) == request.params.max_tokens:
-                reason = "length"
-            else:
-                events.append(TokenEvent(request.id, token, None, result.logprobs.get(i)))
-                continue
-            finished = True
-            self._finish(request, reason)
-            events.append(TokenEvent(request.id, token, reason, result.logprobs.get(i)))
-        for request_id, reason in self._doomed.items():
-            self._finish(self._requests[request_id], reason)
-        self._doomed.clear()
-        if finished:
-            self._forget_finished()
+        if not self._failed:
+            self.ledger.confirm(batch.plan.step)
+            for i, (index, token) in enumerate(zip(batch.plan.sample, result.tokens, strict=True)):
+                request = batch.requests[index]
+                if request.finish_reason is not None:
+                    continue
+                request.output.append(token)
+                self.num_output_tokens += 1
+                reason = None
+                if token in request.stop_ids:
+                    reason = "stop"
+                elif len(request.output) == request.params.max_tokens:
+                    reason = "length"
+                if reason is not None:
+                    self._end(request, reason)
+                num_cached = request.num_hit if len(request.output) == 1 else None
+                events.append(
+                    TokenEvent(request.id, token, reason, result.logprobs.get(i), num_cached=num_cached)
+                )
+        self._sweep()
         return events
 
     def fail(self, error: str) -> list[TokenEvent]:
-        """The step was not computed: its requests end in `error`, and nothing of it stays in the cache."""
-        batch = self._land(None)
+        """The oldest step was not computed: the requests of every step under way end in "error", and nothing of
+        these steps stays in the cache. What later ones bring is dropped."""
+        requests = {request.id: request for batch in self._flying for request in batch.requests}
+        self._failed = True
+        self._land(None)
         events = []
-        for request in batch.requests:
-            self._finish(request, "error", cache=False)
-            if request.id not in self._doomed:
+        for request in requests.values():
+            if request.finish_reason is None:
+                self._end(request, "error")
                 events.append(TokenEvent(request.id, None, "error", error=error))
-        self._doomed.clear()
-        self._forget_finished()
-        self.ledger.retract()
+            request.cached = False
+        self._sweep()
         return events
 
     def demands(self) -> list[Demand]:
-        """What each running request holds and will take."""
+        """What each request that holds tokens holds and will take."""
         demands = []
-        for decoding, requests in ((False, self._prefilling), (True, self._decoding)):
+        for decoding, requests in (
+            (False, self._prefilling),
+            (True, self._decoding),
+            (True, self._leaving),
+        ):
             for request in requests:
                 sequence = request.sequence
                 assert sequence is not None
-                path = sequence.node.up()
-                demands.append(Demand(sequence.num_private, request.remaining, path, decoding))
+                remaining = 0 if request.finish_reason is not None else request.remaining
+                demands.append(Demand(sequence.num_private, remaining, sequence.node.up(), decoding))
         return demands
 
     def forecast_peak(self) -> int:
         """The most tokens that what runs now will hold at any time, if all use all they may."""
-        return peak_tokens(self.demands())
+        return peak_tokens(self.demands(), lag=self.depth - 1)
 
     def check(self) -> None:
         """Recount the ledger, the reservations and the queues. Raises CheckFailed."""
         self.ledger.check()
         running = self._prefilling + self._decoding
-        reserved = sum(request.max_slots for request in running)
+        holding = running + self._leaving
+        reserved = sum(request.max_slots for request in holding)
         if reserved != self._reserved:
             raise CheckFailed(f"{self._reserved} slots reserved in the books, {reserved} by recount")
-        if len(running) != self.ledger.num_open:
-            raise CheckFailed(f"{len(running)} requests run, {self.ledger.num_open} sequences are open")
-        if len(running) + len(self._waiting) != len(self._requests):
-            known = len(self._requests)
-            raise CheckFailed(f"{known} requests known, {len(running)} run, {len(self._waiting)} wait")
+        if len(holding) != self.ledger.num_open:
+            raise CheckFailed(
+                f"{len(holding)} requests hold tokens, {self.ledger.num_open} sequences are open"
+            )
+        waiting = sum(request.finish_reason is None for _, _, request in self._waiting)
+        known = len(self._requests)
+        if waiting != self._num_waiting or len(running) + waiting != known:
+            raise CheckFailed(f"{known} requests known, {len(running)} run, {waiting} wait")
         if self.forecast_peak() > self.ledger.capacity:
             raise CheckFailed(
                 f"a peak of {self.forecast_peak()} is forecast for {self.ledger.capacity} tokens"
             )
 
+    def _plan_contexts(self) -> list[tuple[Request, int, int]]:
+        """The prompt tokens of the next step: request, start, count. Admits while there is budget and room."""
+        budget = self.limits.prefill_budget
+        contexts: list[tuple[Request, int, int]] = []
+        for request in self._prefilling:
+            budget -= self._chunk(request, budget, contexts)
+        while budget and self._waiting:
+            request = self._waiting[0][2]
+            if request.finish_reason is not None:
+                heapq.heappop(self._waiting)
+                continue
+            if not self._admit(request):
+                break
+            heapq.heappop(self._waiting)
+            self._num_waiting -= 1
+            self._prefilling.append(request)
+            budget -= self._chunk(request, budget, contexts)
+        return contexts
+
     def _admit(self, request: Request) -> bool:
         """Open the request's sequence if the peak of everything, with it, fits."""
-        if self._blocked or self.num_running >= self.limits.max_num_seqs:
-            return False
         ledger = self.ledger
+        if self._blocked or ledger.num_open >= self.limits.max_num_seqs:
+            return False
         reserved = self._reserved + request.max_slots
         if reserved > ledger.capacity:
             match = ledger.match(request.prompt_ids, request.namespace)
             candidate = Demand(0, request.max_slots - match.num_tokens, match.path, False, match.tip)
-            if peak_tokens([*self.demands(), candidate]) > ledger.capacity:
+            if peak_tokens([*self.demands(), candidate], lag=self.depth - 1) > ledger.capacity:
                 self._blocked = True
                 return False
         sequence = ledger.open(request.prompt_ids, request.namespace)
@@ -351,9 +405,9 @@ class Scheduler:
         self._reserved = reserved
         self.num_prompt_tokens += request.num_prompt
         self.num_hit_tokens += sequence.num_hit
-        self._new_rows.append(
-            NewRow(sequence.row, request.params, request.seed, request.prompt_ids, request.output.tobytes())
-        )
+        # Ids travel only where sampling looks back at them.
+        seen = (request.prompt_ids, request.output.tobytes()) if request.params.penalised else (b"", b"")
+        self._new_rows.append(NewRow(sequence.row, request.params, request.seed, *seen))
         return True
 
     def _chunk(self, request: Request, budget: int, contexts: list[tuple[Request, int, int]]) -> int:
@@ -369,25 +423,39 @@ class Scheduler:
         return count
 
     def _land(self, step: int | None) -> _Batch:
-        batch = self._flying
-        if batch is None or (step is not None and step != batch.plan.step):
-            flying = None if batch is None else batch.plan.step
-            raise ValueError(f"a result for step {step}, while step {flying} is under way")
-        self._flying = None
+        if not self._flying or step not in (None, self._flying[0].plan.step):
+            flying = [batch.plan.step for batch in self._flying]
+            raise ValueError(f"a result for step {step}, while steps {flying} are under way")
+        batch = self._flying.popleft()
+        for request in batch.requests:
+            request.flying -= 1
         return batch
 
-    def _finish(self, request: Request, reason: str, cache: bool = True) -> None:
+    def _end(self, request: Request, reason: str) -> None:
+        """It ends; what it holds is released by `_sweep`, once no step has it."""
         request.finish_reason = reason
-        if request.sequence is not None:
-            self.ledger.close(request.sequence, request.output.tobytes(), cache)
-            self._reserved -= request.max_slots
-            self._blocked = False
         del self._requests[request.id]
+        if request.sequence is None:
+            self._num_waiting -= 1
+            self._blocked = False
+        else:
+            self._leaving.append(request)
 
-    def _forget_finished(self) -> None:
-        self._prefilling = _living(self._prefilling)
-        self._decoding = _living(self._decoding)
-
-
-def _living(requests: Iterable[Request]) -> list[Request]:
-    return [request for request in requests if request.finish_reason is None]
+    def _sweep(self) -> None:
+        """Release what has ended and is in no step; after a failure, also what its steps published."""
+        if self._leaving:
+            self._prefilling = [r for r in self._prefilling if r.finish_reason is None]
+            self._decoding = [r for r in self._decoding if r.finish_reason is None]
+            staying = []
+            for request in self._leaving:
+                if request.flying:
+                    staying.append(request)
+                    continue
+                assert request.sequence is not None
+                self.ledger.close(request.sequence, request.output.tobytes(), request.cached)
+                self._reserved -= request.max_slots
+                self._blocked = False
+            self._leaving = staying
+        if self._failed and not self._flying:
+            self._failed = False
+            self.ledger.retract()

@@ -61,6 +61,10 @@ class MemoryModel:
             assert slot not in self.free, f"row {row} reads slot {slot}, which is free"
             assert self.content[slot] == tuple(tokens[: position + 1])
 
+    def tokens_of(self, row: int, length: int) -> list[int]:
+        """The ids of a row's first `length` tokens, as the contents of their slots say."""
+        return list(self.content[self.rows[row][length - 1]]) if length else []
+
     def check_owned(self, private: dict[int, range]) -> None:
         """Every slot is free, in one segment, or private to one row, and only one of these."""
         owners = sorted(self.free)

@@ -25,10 +25,11 @@ def random_batch(rng: random.Random, all_decode: bool) -> list[Demand]:
     ]
 
 
-def reached(batch: list[Demand], rng: random.Random) -> int:
+def reached(batch: list[Demand], rng: random.Random, lag: int = 0) -> int:
     """The most tokens held in one random life of the batch.
 
-    A decode takes one token a step. A prefill waits, takes chunks, pauses between them and then decodes.
+    A decode takes one token a step. A prefill waits, takes chunks, pauses between them and then decodes. Each
+    holds what it has for `lag` steps after its last.
     """
     grown: list[list[int]] = []  # what each has taken by each step; it ends after the last
     for demand in batch:
@@ -40,6 +41,7 @@ def reached(batch: list[Demand], rng: random.Random) -> int:
                 taken += rng.randint(1, chunked - taken)
                 history += [taken] * rng.randint(1, 3)
         history += range(taken, demand.remaining + 1)
+        history += [demand.remaining] * lag
         grown.append(history)
     most = 0
     for step in range(max(map(len, grown))):
@@ -50,20 +52,22 @@ def reached(batch: list[Demand], rng: random.Random) -> int:
     return most
 
 
+@pytest.mark.parametrize("lag", [0, 1])
 @pytest.mark.parametrize("part", range(4))
-def test_the_peak_is_never_below_brute_force(part: int) -> None:
+def test_the_peak_is_never_below_brute_force(part: int, lag: int) -> None:
     rng = random.Random(part)
     for _ in range(25_000):
         batch = random_batch(rng, all_decode=False)
-        assert reached(batch, rng) <= peak_tokens(batch)
+        assert reached(batch, rng, lag) <= peak_tokens(batch, lag)
 
 
+@pytest.mark.parametrize("lag", [0, 1])
 @pytest.mark.parametrize("part", range(2))
-def test_the_peak_equals_brute_force_where_all_decode(part: int) -> None:
+def test_the_peak_equals_brute_force_where_all_decode(part: int, lag: int) -> None:
     rng = random.Random(100 + part)
     for _ in range(25_000):
         batch = random_batch(rng, all_decode=True)
-        assert reached(batch, rng) == peak_tokens(batch)
+        assert reached(batch, rng, lag) == peak_tokens(batch, lag)
 
 
 def test_the_bare_formula_would_be_too_low_for_a_prefill() -> None:

@@ -2,72 +2,24 @@
 
 import random
 from array import array
+from collections.abc import Iterator
 
 import pytest
-from memory_model import MemoryModel
+from model_worker import STOP, ModelWorker
 
-from lightkv.edits import Take, decode
+from lightkv.edits import decode
 from lightkv.errors import LedgerMismatch
 from lightkv.ledger import TokenLedger
-from lightkv.router.engine import Engine, EngineDead, Holding
-from lightkv.router.messages import Limits, StepPlan, StepResult
+from lightkv.router.engine import Engine, EngineDead
+from lightkv.router.messages import Limits
 from lightkv.router.sampling_params import InvalidParams, SamplingParams
 from lightkv.router.scheduler import InvalidPrompt, NeverFits, Request, Scheduler, TokenEvent
 
-STOP = 7
 VOCABULARY = 300
 
 
 def ids(tokens: list[int]) -> bytes:
     return array("i", tokens).tobytes()
-
-
-class ModelWorker:
-    """Executes plans on the memory model: reads and writes each row's K/V, and draws tokens at random."""
-
-    def __init__(self, capacity: int, rng: random.Random, stop_chance: float = 0.0) -> None:
-        self.memory = MemoryModel(capacity)
-        self.tokens: dict[int, list[int]] = {}
-        self.rng = rng
-        self.stop_chance = stop_chance
-        self.plans: list[StepPlan] = []
-        self.fatal = False
-        self.error: BaseException | None = None
-        self.count_error = 0
-        self.flags = 0
-
-    def execute(self, plan: StepPlan) -> StepResult:
-        self.plans.append(plan)
-        edits = decode(plan.edits)
-        if not plan.num_contexts:  # a CUDA graph does this one itself
-            assert edits[-1] == Take(tuple(plan.rows), tuple(plan.starts), tuple(plan.counts))
-            assert not any(isinstance(edit, Take) for edit in edits[:-1])
-        self.memory.apply(edits)
-        for new in plan.new_rows:
-            self.tokens[new.row] = list(array("i", new.prompt_ids))
-        if self.error is not None:
-            error, self.error = self.error, None
-            raise error
-        chunks = array("i", plan.token_ids)
-        spans = list(zip(plan.rows, plan.starts, plan.counts, strict=True))
-        for row, start, count in spans[: plan.num_contexts]:
-            assert list(chunks[:count]) == self.tokens[row][start : start + count]
-            chunks = chunks[count:]
-        for row, start, count in spans:  # every layer writes before it attends
-            self.memory.write(row, start, self.tokens[row][: start + count])
-        for row, start, count in spans:
-            self.memory.read(row, self.tokens[row][: start + count])
-        sampled = []
-        for index in plan.sample:
-            token = STOP if self.rng.random() < self.stop_chance else self.rng.randrange(10, 13)
-            self.tokens[plan.rows[index]].append(token)
-            sampled.append(token)
-        return StepResult(plan.step, sampled, len(self.memory.free) + self.count_error, self.flags)
-
-    def check(self, edits: bytes, holding: Holding) -> None:
-        self.memory.apply(decode(edits))
-        assert len(self.memory.free) == holding.num_free
-        self.memory.check_owned({row: range(start, end) for row, start, end in holding.private})
 
 
 def make(
@@ -76,11 +28,12 @@ def make(
     max_model_len: int = 80,
     prefill_chunk: int = 0,
     stop_chance: float = 0.0,
+    depth: int = 1,
 ) -> tuple[Engine, ModelWorker]:
     ledger = TokenLedger(capacity, max_num_seqs, max_model_len)
     worker = ModelWorker(capacity, random.Random(0), stop_chance)
     limits = Limits(max_num_seqs, max_model_len, prefill_chunk, VOCABULARY)
-    return Engine(Scheduler(ledger, limits), worker), worker
+    return Engine(Scheduler(ledger, limits, depth), worker), worker
 
 
 def request(name: str, prompt: list[int], max_tokens: int) -> Request:
@@ -115,7 +68,7 @@ def test_one_request_runs_to_its_length() -> None:
 def test_a_stop_id_ends_a_request() -> None:
     engine, _ = make(stop_chance=1.0)
     engine.add(request("a", [1, 2, 3], 10))
-    assert run(engine) == [TokenEvent("a", STOP, "stop")]
+    assert run(engine) == [TokenEvent("a", STOP, "stop", num_cached=0)]
     assert_idle(engine)
 
 
@@ -207,7 +160,7 @@ def test_an_abort_while_its_step_is_under_way_waits_for_the_step() -> None:
     plan = engine.scheduler.plan()
     assert plan is not None
     assert engine.abort("a")
-    assert engine.stats().num_running == 1
+    assert engine.stats().held == 2
     assert engine.scheduler.consume(worker.execute(plan)) == []
     assert_idle(engine)
 
@@ -310,19 +263,96 @@ def test_an_error_flag_says_what_happened() -> None:
         engine.step()
 
 
+def overlap(engine: Engine, worker: ModelWorker) -> Iterator[list[TokenEvent]]:
+    """Steps at depth two: each is planned and sent before the result of the one before is taken."""
+    scheduler = engine.scheduler
+    while engine.has_work:
+        plan = scheduler.plan() if scheduler.num_flying < 2 else None
+        if plan is not None:
+            worker.send(plan)
+            if scheduler.num_flying < 2:
+                continue
+        result = worker.results.popleft()
+        yield scheduler.fail(str(result)) if isinstance(result, Exception) else scheduler.consume(result)
+
+
+def test_overlapped_steps_give_each_request_its_length() -> None:
+    engine, worker = make(depth=2)
+    for i, length in enumerate([1, 2, 5]):
+        engine.add(request(str(i), [i, 2, 3], length))
+    events = [event for step in overlap(engine, worker) for event in step]
+    tokens = [[e for e in events if e.request_id == str(i)] for i in range(3)]
+    assert [len(own) for own in tokens] == [1, 2, 5]
+    assert all(own[-1].finish_reason == "length" for own in tokens)
+    assert_idle(engine)
+
+
+def test_overlap_drops_the_token_after_an_end_and_caches_the_rest() -> None:
+    engine, worker = make(stop_chance=1.0, depth=2)
+    engine.add(request("a", [1, 2, 3], 9))
+    events = [event for step in overlap(engine, worker) for event in step]
+    assert events == [TokenEvent("a", STOP, "stop", num_cached=0)]
+    assert len(worker.plans) == 2  # the second was under way already, and wrote the stop token's K/V
+    assert engine.stats().cached == 4
+    assert_idle(engine)
+
+
+def test_a_failed_step_takes_the_one_after_it_along() -> None:
+    engine, worker = make(depth=2)
+    engine.add(request("a", [1, 2, 3], 9))
+    steps = overlap(engine, worker)
+    next(steps)
+    engine.add(request("b", [1, 2, 3, 4], 9))
+    worker.error = RuntimeError("no luck")
+    events = [event for step in steps for event in step]
+    assert {event.request_id: event.finish_reason for event in events if event.finish_reason} == {
+        "a": "error",
+        "b": "error",
+    }
+    assert_idle(engine)
+    assert engine.stats().cached <= 4
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_the_urgent_is_admitted_first(depth: int) -> None:
+    engine, worker = make(max_num_seqs=1, depth=depth)
+    for name, priority in (("running", 5), ("late", 1), ("soon", 0), ("later", 1)):
+        params = SamplingParams(max_tokens=2, temperature=0.0)
+        engine.add(Request(name, ids([1, 2]), params, seed=1, priority=priority))
+        if name == "running":
+            plan = engine.scheduler.plan()
+            assert plan is not None
+    events = engine.scheduler.consume(worker.execute(plan))
+    events += [event for step in overlap(engine, worker) for event in step] if depth == 2 else run(engine)
+    ended = [event.request_id for event in events if event.finish_reason]
+    assert ended == ["running", "soon", "late", "later"]
+    assert_idle(engine)
+
+
 @pytest.mark.parametrize("chunk", [0, 5, 32])
-def test_a_long_random_life_is_never_short_of_a_token(chunk: int) -> None:
+@pytest.mark.parametrize("depth", [1, 2])
+def test_a_long_random_life_is_never_short_of_a_token(chunk: int, depth: int) -> None:
     """20,000 steps each: arrivals with shared prefixes, early ends, aborts and failures. The model of the
     memory raises when a slot is missing, shared wrongly or freed twice."""
     rng = random.Random(chunk)
-    engine, worker = make(
-        capacity=150, max_num_seqs=12, max_model_len=90, prefill_chunk=chunk, stop_chance=0.02
-    )
+    engine, worker = make(150, 12, 90, chunk, stop_chance=0.02, depth=depth)
+    scheduler = engine.scheduler
     families = [[rng.randrange(100, 103) for _ in range(60)] for _ in range(4)]
     alive: set[str] = set()
     added = finished = failed = 0
-    while engine.scheduler.step < 20_000:
-        if rng.random() < 0.15 and engine.stats().num_waiting < 5:
+
+    def take() -> None:
+        nonlocal finished, failed
+        result = worker.results.popleft()
+        events = scheduler.fail(str(result)) if isinstance(result, Exception) else scheduler.consume(result)
+        for event in events:
+            failed += event.finish_reason == "error"
+            if event.finish_reason:
+                finished += 1
+                alive.remove(event.request_id)
+
+    for step in range(20_000):
+        if rng.random() < 0.15 and scheduler.num_waiting < 5:
             added += 1
             prompt = rng.choice(families)[: rng.randint(1, 60)]
             if rng.random() < 0.7:
@@ -330,23 +360,29 @@ def test_a_long_random_life_is_never_short_of_a_token(chunk: int) -> None:
             engine.add(request(str(added), prompt, rng.randint(1, 29)))
             alive.add(str(added))
         if alive and rng.random() < 0.005:
-            engine.abort(rng.choice(sorted(alive)))
+            name = rng.choice(sorted(alive))
+            assert engine.abort(name)
+            alive.remove(name)
+            finished += 1
         if rng.random() < 0.002:
             worker.error = RuntimeError("a failed step")
-        plans = len(worker.plans)
-        for event in engine.step():
-            failed += event.finish_reason == "error"
-            if event.finish_reason:
-                finished += 1
-                alive.remove(event.request_id)
-        if len(worker.plans) == plans:
-            engine.scheduler.step += 1  # an idle step passes, too
+        plan = scheduler.plan()
+        if plan is not None:
+            worker.send(plan)
+        if worker.results and (plan is None or scheduler.num_flying == depth):
+            take()
         worker.plans.clear()
-        if engine.scheduler.step % 500 == 0:
+        if step % 500 == 0:
+            while worker.results:
+                take()
             engine.check()
-    run(engine)
+    while engine.has_work:
+        plan = scheduler.plan() if scheduler.num_flying < depth else None
+        if plan is not None:
+            worker.send(plan)
+        take()
     assert_idle(engine)
-    assert finished + len(alive) == added
+    assert finished == added
     assert failed
     assert engine.stats().hit_tokens > 10_000
     assert engine.stats().reached_peak > 130
