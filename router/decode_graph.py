@@ -42,6 +42,20 @@ class StepOutput(NamedTuple):
         """After everything else of the step."""
         return cls(sampled, torch.cat((sampled.tokens, memory.counters.long())))
 
+    def to_host(self, with_logprobs: bool) -> "StepOutput":
+        """A copy in pinned memory, there once the stream has come to here; on the CPU, itself."""
+        if self.packed.device.type == "cpu":
+            return self
+        sampled = self.sampled
+        if with_logprobs:
+            sampled = Sampled._make(None if part is None else _pinned(part) for part in sampled)
+        return StepOutput(sampled, _pinned(self.packed))
+
+
+def _pinned(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy that nobody waits for, in pinned memory (from torch's cache of it after the first steps)."""
+    return torch.empty_like(tensor, device="cpu", pin_memory=True).copy_(tensor, non_blocking=True)
+
 
 class _Loaded(NamedTuple):
     """The batch whose rows and positions are in a graph's tensors, ready for the step after `step`."""

@@ -3,9 +3,14 @@
 In one process they are passed as they are; between processes msgspec encodes them to bytes.
 """
 
+from typing import Generic, TypeVar
+
 import msgspec
 
+from .config import EngineConfig
 from .sampling_params import SamplerKind, SamplingParams
+
+Result = TypeVar("Result")
 
 
 class Limits(msgspec.Struct, frozen=True):
@@ -106,3 +111,27 @@ class RunnerInfo(msgspec.Struct, frozen=True):
     pool_bytes: int
     pool_reason: str
     limits: Limits
+
+
+class WorkerStart(msgspec.Struct, frozen=True):
+    """What a worker is to load, and which of how many it is. Rank 0 answers."""
+
+    config: EngineConfig
+    rank: int = 0
+    world_size: int = 1
+
+
+class Done(msgspec.Struct, Generic[Result], frozen=True, tag=True):
+    """A worker's answer to a request that it carried out."""
+
+    result: Result
+
+
+class WorkerError(msgspec.Struct, frozen=True, tag=True):
+    """A worker's answer in place of a result. `kind`: the error's class. `step`: the step that failed, if one
+    did. After a `fatal` one the worker's memory or device is not to be trusted: start another."""
+
+    kind: str
+    message: str
+    fatal: bool
+    step: int | None = None

@@ -2,9 +2,11 @@
 
 It holds a Hugging Face causal LM, the memory and the sampler, and decides nothing: which rows run, and over
 which positions, stands in the plan. Steps of decodes alone run as one CUDA graph on a GPU, in which the slots
-are taken as well (`decode_graph.py`); all others run eagerly. Knows no request, no tree and no text.
+are taken as well (`decode_graph.py`); all others run eagerly. A step is launched and then
+collected, so that a GPU can have the next one queued behind it. Knows no request, no tree and no text.
 """
 
+from collections import deque
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -36,6 +38,14 @@ class Device(NamedTuple):
     sampler: Sampler
 
 
+class _Launched(NamedTuple):
+    """A step under way. `output` is in host memory, valid once `done` (on a GPU) has come."""
+
+    plan: StepPlan
+    output: StepOutput
+    done: torch.cuda.Event | None
+
+
 class ModelRunner:
     """Executes plans, in order, on one device. The executor of an engine in process.
 
@@ -47,11 +57,25 @@ class ModelRunner:
         self.fatal = False
         self._device = device
         self._graphs = graphs
+        self._launched: deque[_Launched] = deque()
         self._metadata = AttentionMetadata(device.memory.table.max_sequences, max_num_tokens, device.memory)
 
-    @torch.inference_mode()
     def execute(self, plan: StepPlan) -> StepResult:
         """Run one step; see `fatal` for what an error means."""
+        try:
+            self.launch(plan)
+            return self.collect()
+        except BaseException:  # Ctrl-C may come between the two
+            self._launched.clear()
+            raise
+
+    @torch.inference_mode()
+    def launch(self, plan: StepPlan) -> None:
+        """Start a step, behind those that are under way; `collect` brings its result.
+
+        The host does not wait for a GPU here; on a CPU the step is computed at once. See `fatal` for what an
+        error means; the steps before are collected as if there were none.
+        """
         # Until its edits are applied an error parts memory and ledger: these edits come but once.
         self.fatal = True
         graph = None
@@ -66,19 +90,38 @@ class ModelRunner:
             self._device.memory.apply(edits)
         self.fatal = False
         try:
-            return self._read(plan, output if graph is not None else self._forward(plan))
+            if graph is None:
+                output = self._forward(plan)
+            self._launched.append(self._land(plan, output))
         except Exception as error:
-            # Out of memory leaves a GPU as it was; nothing else is known to.
-            on_gpu = self._device.memory.device.type == "cuda"
-            self.fatal = on_gpu and not isinstance(error, torch.OutOfMemoryError)
+            self.fatal = self._loses_device(error)
             raise
+
+    def collect(self) -> StepResult:
+        """The result of the oldest step under way; waits for it, and for nothing launched after it."""
+        launched = self._launched.popleft()
+        try:
+            if launched.done is not None:
+                launched.done.synchronize()
+            return self._read(launched.plan, launched.output)
+        except Exception as error:
+            self.fatal = self.fatal or self._loses_device(error)
+            raise
+
+    @torch.inference_mode()
+    def skip(self, plan: StepPlan) -> None:
+        """Apply a step's edits, and compute nothing of it: what it builds on has failed."""
+        self.fatal = True
+        self._device.memory.apply(decode(plan.edits))
+        self.fatal = False
 
     @torch.inference_mode()
     def check(self, edits: bytes, holding: Holding) -> None:
         """Apply `edits`, then recount the memory and the sampler; synchronises.
 
-        Raises CheckFailed where they are not what the ledger says, InvalidFree.
+        Raises CheckFailed where they are not what the ledger says, InvalidFree; any error here is fatal.
         """
+        self.fatal = True
         memory = self._device.memory
         memory.apply(decode(edits))
         if memory.num_free != holding.num_free:
@@ -87,6 +130,12 @@ class ModelRunner:
             )
         memory.check(holding.private)
         self._device.sampler.check()
+        self.fatal = False
+
+    def _loses_device(self, error: Exception) -> bool:
+        """Out of memory leaves a GPU as it was; nothing else is known to."""
+        on_gpu = self._device.memory.device.type == "cuda"
+        return on_gpu and not isinstance(error, torch.OutOfMemoryError)
 
     def _forward(self, plan: StepPlan) -> StepOutput:
         model, backends, memory, sampler = self._device
@@ -105,8 +154,17 @@ class ModelRunner:
         positions = metadata.kv_lens.index_select(0, chosen).long()
         return StepOutput.of(sampler.sample(logits, rows, positions, plan.kind), memory)
 
+    def _land(self, plan: StepPlan, output: StepOutput) -> _Launched:
+        """The step's output on its way to the host, out of the reach of the next replay."""
+        on_host = output.to_host(bool(plan.logprobs))
+        done = None
+        if output.packed.is_cuda:
+            done = torch.cuda.Event()
+            done.record(torch.cuda.current_stream(output.packed.device))
+        return _Launched(plan, on_host, done)
+
     def _read(self, plan: StepPlan, output: StepOutput) -> StepResult:
-        """The tokens and the device's own counts, in one copy: the step's only wait."""
+        """The tokens and the device's own counts."""
         *tokens, num_free, flags = output.packed.tolist()
         logprobs: dict[int, TokenLogprobs] = {}
         if plan.logprobs:
