@@ -1,0 +1,356 @@
+"""The router process: one ledger, one scheduler, one worker, and whoever submits requests.
+
+It lets API processes in on a unix socket, admits by exact counts, plans each step and sends it to the worker
+(`worker_client.py`), and sends back what came of it. On a GPU the next step is planned while one runs. It
+knows no torch, no text and no HTTP. When its worker dies, every request ends in "lost", and another worker is
+started; after `MAX_CRASHES` within a minute the process gives up.
+"""
+
+import asyncio
+import time
+from collections import deque
+from collections.abc import Callable
+from pathlib import Path
+from typing import Protocol
+
+import msgspec
+
+from lightkv.edits import decode, encode
+from lightkv.errors import LedgerMismatch, LightKVError
+from lightkv.ledger import TokenLedger
+
+from .config import EngineConfig
+from .engine import Holding
+from .frames import BadFrame, FrameStream, is_own
+from .messages import RunnerInfo, StepPlan, StepResult
+from .sampling_params import InvalidParams
+from .scheduler import InvalidPrompt, NeverFits, Request, Scheduler, TokenEvent
+from .service_messages import Abort, Accepted, Event, Events, Load, Refused, State, Status, Submit, ToRouter
+from .worker_client import WorkerDied, WorkerFailed
+
+MAX_CRASHES = 3  # within CRASH_SECONDS: a worker that starts once more would only die once more
+CRASH_SECONDS = 60.0
+STATUS_SECONDS = 0.25
+
+
+class Worker(Protocol):
+    """The far end of the steps, as `WorkerClient` is.
+
+    Every call raises WorkerDied once the process is gone, and WorkerFailed for an error that it answers.
+    """
+
+    async def start(self, config: EngineConfig, report: Callable[[str], None]) -> RunnerInfo: ...
+
+    async def step(self, plan: StepPlan) -> StepResult | None:
+        """Send a step. Returns the result of the one before, if it was still under way; None if none was.
+
+        An error is about the one before; this one is under way all the same.
+        """
+
+    async def flush(self) -> StepResult | None:
+        """The result of the oldest step under way, or its error."""
+
+    async def check(self, edits: bytes, holding: Holding) -> None:
+        """Recount the memory, between steps."""
+
+    async def wait_dead(self) -> WorkerDied:
+        """Returns when the process is gone."""
+
+    def kill(self) -> None: ...
+
+
+class Router:
+    """Requests in, events out. `depth`: steps under way at once; None is two on a GPU, else one."""
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        make_worker: Callable[[], Worker],
+        max_queued_requests: int,
+        depth: int | None = None,
+    ) -> None:
+        self._config = config
+        self._make_worker = make_worker
+        self._max_queued = max_queued_requests
+        self._depth = depth
+        self._state: State = "starting"
+        self._detail = "starting the worker"
+        self._info: RunnerInfo | None = None
+        self._scheduler: Scheduler | None = None
+        self._owners: dict[str, FrameStream[ToRouter]] = {}  # request → who gets its events
+        self._clients: set[FrameStream[ToRouter]] = set()
+        self._wake = asyncio.Event()
+        self._crashes: deque[float] = deque(maxlen=MAX_CRASHES)
+        self._num_starts = 0
+        self._num_checks = 0
+        self._router_seconds = 0.0
+        self._worked = time.monotonic()  # when a step last ended, or work began to wait
+        self._unchecked = False  # has anything changed since the books were recounted?
+        self._past = Load()  # totals of the workers before this one
+
+    # ------------------------------------------------------------------ what the process does
+
+    async def serve(self, path: Path) -> int:
+        """Listen at `path` and work until drained or dead. Returns the exit code."""
+        server = await asyncio.start_unix_server(self._talk, path)
+        path.chmod(0o600)
+        ticker = asyncio.create_task(self._tell())
+        try:
+            return await self._work()
+        finally:
+            ticker.cancel()
+            server.close()
+            for client in list(self._clients):
+                client.close()
+
+    def drain(self) -> None:
+        """Admit nothing more; `serve` returns once what was accepted has ended."""
+        if self._state != "dead":
+            self._turn("draining", "shutting down; try another replica")
+        self._wake.set()
+
+    def abort_all(self) -> None:
+        """End every request now."""
+        names = list(self._owners)
+        self._end_all("abort", "the service is shutting down")
+        for name in names:
+            if self._scheduler is not None:
+                self._scheduler.abort(name)
+        self._wake.set()
+
+    async def _work(self) -> int:
+        while True:
+            worker = self._make_worker()
+            self._num_starts += 1
+            try:
+                self._info = await worker.start(self._config, self._report)
+                scheduler = self._open_books(self._info)
+                if self._state == "starting":
+                    self._turn("ready", "ready")
+                await self._steps(worker, scheduler)
+                return 0
+            except (WorkerDied, WorkerFailed) as error:
+                self._close_books(str(error))
+                if self._info is None and isinstance(error, WorkerFailed):
+                    self._turn("dead", str(error))  # the model cannot be loaded, and never will be
+                    return 1
+                self._crashes.append(time.monotonic())
+                crashes = len(self._crashes)
+                if crashes == MAX_CRASHES and self._crashes[-1] - self._crashes[0] < CRASH_SECONDS:
+                    self._turn("dead", f"{crashes} workers died within a minute, the last: {error}")
+                    return 1
+                if self._state == "draining":
+                    return 0
+                self._turn("starting", f"starting another worker: {error}")
+            except LightKVError as error:  # the books are wrong
+                self._close_books(str(error))
+                self._turn("dead", str(error))
+                return 1
+            finally:
+                worker.kill()
+                await worker.wait_dead()
+
+    async def _steps(self, worker: Worker, scheduler: Scheduler) -> None:
+        """Plan, send, take, until drained."""
+        while True:
+            begun = time.perf_counter()
+            plan = scheduler.plan() if scheduler.num_flying < scheduler.depth else None
+            self._router_seconds += time.perf_counter() - begun
+            try:
+                if plan is not None:
+                    result = await worker.step(plan)
+                    if result is None:
+                        if scheduler.num_flying < scheduler.depth:
+                            continue
+                        result = await worker.flush()
+                elif scheduler.num_flying:
+                    result = await worker.flush()
+                elif self._state == "draining" and not scheduler.has_work:
+                    return
+                else:
+                    await self._idle(worker, scheduler)
+                    continue
+            except WorkerFailed as error:
+                self._send(scheduler.fail(str(error)))
+                if error.fatal:
+                    raise
+                continue
+            if result is None:
+                raise LightKVError(f"the worker knows no step {scheduler.landing.step}; report this")
+            self._take(scheduler, result)
+
+    def _take(self, scheduler: Scheduler, result: StepResult) -> None:
+        begun = time.perf_counter()
+        plan = scheduler.landing
+        self._num_checks += 1
+        if result.num_free != plan.num_free or result.flags:
+            edits = str(decode(plan.edits))
+            raise LedgerMismatch(plan.step, result.num_free, plan.num_free, result.flags, edits)
+        self._send(scheduler.consume(result))
+        self._worked = time.monotonic()
+        self._unchecked = True
+        self._router_seconds += time.perf_counter() - begun
+
+    async def _idle(self, worker: Worker, scheduler: Scheduler) -> None:
+        """Nothing to do: recount every book, then wait for a request, for the end, or for the worker's."""
+        if self._unchecked:
+            self._unchecked = False
+            scheduler.check()
+            ledger = scheduler.ledger
+            private = [(sequence.row, sequence.shared, sequence.length) for sequence in ledger.sequences]
+            await worker.check(encode(ledger.drain()), Holding(ledger.num_free, private))
+            return  # something may have come meanwhile
+        self._wake.clear()
+        woken, died = asyncio.create_task(self._wake.wait()), asyncio.create_task(worker.wait_dead())
+        try:
+            await asyncio.wait({woken, died}, return_when=asyncio.FIRST_COMPLETED)
+            if died.done():
+                raise died.result()
+        finally:
+            woken.cancel()
+            died.cancel()
+        self._worked = time.monotonic()
+
+    # ------------------------------------------------------------------ who submits
+
+    async def _talk(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """One API process, until it goes; what it waited for is aborted then."""
+        client: FrameStream[ToRouter] = FrameStream(reader, writer, ToRouter)
+        if not is_own(writer):
+            client.close()
+            return
+        self._clients.add(client)
+        client.send(self.status())
+        try:
+            while (message := await client.receive()) is not None:
+                if isinstance(message, Submit):
+                    client.send(self._submit(client, message))
+                else:
+                    self._abort(message)
+        except BadFrame:
+            pass  # it is cut off
+        finally:
+            self._clients.discard(client)
+            for request_id in [name for name, owner in self._owners.items() if owner is client]:
+                self._abort(Abort(request_id))
+            client.close()
+
+    def _submit(self, client: FrameStream[ToRouter], message: Submit) -> Accepted | Refused:
+        name, scheduler = message.request_id, self._scheduler
+        if self._state != "ready" or scheduler is None:
+            return Refused(name, "unavailable", f"{self._state}: {self._detail}")
+        if scheduler.num_waiting >= self._max_queued:
+            text = f"{scheduler.num_waiting} requests wait already, as many as may; try again in a moment"
+            return Refused(name, "queue_full", text)
+        request = Request(
+            name,
+            message.prompt_ids,
+            message.params,
+            message.seed,
+            frozenset(message.stop_ids),
+            message.namespace,
+            message.priority,
+        )
+        try:
+            scheduler.add(request)
+        except NeverFits as error:
+            return Refused(name, "never_fits", str(error))
+        except (InvalidParams, InvalidPrompt, ValueError) as error:
+            return Refused(name, "invalid", str(error))
+        self._owners[name] = client
+        self._wake.set()
+        return Accepted(name)
+
+    def _abort(self, message: Abort) -> None:
+        if self._owners.pop(message.request_id, None) is not None and self._scheduler is not None:
+            self._scheduler.abort(message.request_id, message.reason)
+
+    def _send(self, events: list[TokenEvent]) -> None:
+        """Each event to whoever submitted its request, one message a client."""
+        by_client: dict[FrameStream[ToRouter], list[Event]] = {}
+        for event in events:
+            client = self._owners.get(event.request_id)
+            if client is not None:
+                by_client.setdefault(client, []).append(Event(*event))
+            if event.finish_reason is not None:
+                self._owners.pop(event.request_id, None)
+        for client, own in by_client.items():
+            client.send(Events(own))
+
+    def _end_all(self, reason: str, error: str) -> None:
+        """Tell every request that it ends, whatever the scheduler holds of it."""
+        self._send([TokenEvent(name, None, reason, error=error) for name in list(self._owners)])
+
+    # ------------------------------------------------------------------ states and counts
+
+    def status(self) -> Status:
+        """As it stands."""
+        return Status(self._state, self._detail, self.load(), self._info)
+
+    def load(self) -> Load:
+        """The counts."""
+        past, scheduler = self._past, self._scheduler
+        if scheduler is None:
+            return past
+        ledger = scheduler.ledger
+        return Load(
+            capacity=ledger.capacity,
+            free=ledger.num_free,
+            held=ledger.num_held,
+            cached=ledger.num_cached,
+            forecast_peak=scheduler.forecast_peak(),
+            reached_peak=max(past.reached_peak, scheduler.peak_held),
+            num_running=scheduler.num_running,
+            num_waiting=scheduler.num_waiting,
+            num_steps=past.num_steps + scheduler.step,
+            prompt_tokens=past.prompt_tokens + scheduler.num_prompt_tokens,
+            hit_tokens=past.hit_tokens + scheduler.num_hit_tokens,
+            generated_tokens=past.generated_tokens + scheduler.num_output_tokens,
+            num_ledger_checks=self._num_checks,
+            num_worker_starts=self._num_starts,
+            step_age=time.monotonic() - self._worked if scheduler.has_work else 0.0,
+            router_seconds=self._router_seconds,
+        )
+
+    async def _tell(self) -> None:
+        """The status, again and again, to whoever listens."""
+        while True:
+            await asyncio.sleep(STATUS_SECONDS)
+            self._broadcast()
+
+    def _broadcast(self) -> None:
+        status = self.status()
+        for client in self._clients:
+            client.send(status)
+
+    def _turn(self, state: State, detail: str) -> None:
+        self._state, self._detail = state, detail
+        self._broadcast()
+
+    def _report(self, line: str) -> None:
+        """Progress of the worker while it loads."""
+        if self._state == "starting":
+            self._turn("starting", line)
+
+    def _open_books(self, info: RunnerInfo) -> Scheduler:
+        ledger = TokenLedger(info.capacity, info.limits.max_num_seqs, info.limits.max_model_len)
+        depth = self._depth or (2 if info.cuda_graphs else 1)
+        self._scheduler = Scheduler(ledger, info.limits, depth)
+        self._unchecked = False
+        return self._scheduler
+
+    def _close_books(self, error: str) -> None:
+        """The worker's memory is gone: so is every request. The totals stay."""
+        self._end_all("lost", error)
+        self._past = msgspec.structs.replace(
+            self.load(),
+            capacity=0,
+            free=0,
+            held=0,
+            cached=0,
+            forecast_peak=0,
+            num_running=0,
+            num_waiting=0,
+            step_age=0.0,
+        )
+        self._scheduler = None
