@@ -1,0 +1,467 @@
+"""The API process: HTTP as OpenAI speaks it, on one side; the router's stream, on the other.
+
+Knows routes, statuses and server-sent events, and which error is whose fault. Text is `tokenizer.py`'s, answers
+are `generation.py`'s, JSON shapes `openai_protocol.py`'s. Loads no torch.
+"""
+
+import asyncio
+import signal
+import socket
+import sys
+import time
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any, TypeVar
+
+import msgspec
+import numpy as np
+import uvicorn
+import uvloop
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from starlette.exceptions import HTTPException
+from starlette.responses import Response, StreamingResponse
+from starlette.types import Receive, Scope, Send
+
+from lightkv import __version__
+from lightkv.errors import LightKVError
+from lightkv.token_ids import int32_bytes
+
+from .generation import Backend, Generation, GenerationFailed, Question
+from .http_guard import Guard, error_response
+from .metrics import CONTENT_TYPE, ServiceMetrics
+from .openai_protocol import (
+    ChatBody,
+    ChatRequest,
+    CompletionBody,
+    CompletionRequest,
+    Detokenized,
+    DetokenizeRequest,
+    ErrorBody,
+    GenerationRequest,
+    Health,
+    Model,
+    ModelList,
+    Ready,
+    Tokenized,
+    TokenizeRequest,
+    Version,
+    error_body,
+)
+from .openai_writer import ChatWriter, CompletionWriter, usage_of
+from .router_client import RequestRefused, RouterClient, RouterUnreachable
+from .sampling_params import InvalidParams
+from .scheduler import InvalidPrompt, NeverFits
+from .tokenizer import ChatTemplateError, Tokenizer, UnreadableTokenizer
+
+T = TypeVar("T")
+
+MAX_STEP_AGE = 30.0  # seconds without a step, or without a word of the router, after which it is not healthy
+INLINE_ITEMS = 4096  # characters or tokens whose conversion takes about a millisecond: not worth a thread
+NUM_TEXT_THREADS = 2
+_STATUS_OF_REFUSAL = {"invalid": 400, "never_fits": 400, "queue_full": 429, "unavailable": 503}
+_ERRORS: dict[int | str, dict[str, Any]] = {
+    400: {"model": ErrorBody, "description": "The request is malformed, out of bounds, or can never fit."},
+    401: {"model": ErrorBody, "description": "The key is missing or wrong."},
+    404: {"model": ErrorBody, "description": "There is no such model."},
+    413: {"model": ErrorBody, "description": "The body is too large."},
+    429: {"model": ErrorBody, "description": "The queue is full; try again."},
+    503: {"model": ErrorBody, "description": "The service starts, drains, or lost the answer; try again."},
+    "default": {"model": ErrorBody, "description": "Any other error."},
+}
+_STREAM_HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}  # proxies pass it on at once
+
+
+class ApiSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """What clients find, and how much they may ask.
+
+    model_names: names that requests may call the model by; the first is the one it is reported under.
+    api_key: without it every route but /health answers 401; None asks for no key.
+    max_body_bytes, max_header_bytes: of one HTTP request.
+    max_answers: of one HTTP request: n times its prompts.
+    """
+
+    model_names: list[str]
+    api_key: str | None = None
+    max_body_bytes: int = 32 * 2**20
+    max_header_bytes: int = 64 * 2**10
+    max_answers: int = 256
+
+
+class ServeSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """Where the API process runs.
+
+    model_directory: of the tokenizer. router_socket: path of the router's unix socket.
+    listen_fd: a bound socket (TCP or unix) that this process inherits.
+    certfile, keyfile: PEM, for HTTPS. shutdown_timeout: seconds for open responses once it is told to stop.
+    """
+
+    api: ApiSettings
+    model_directory: str
+    router_socket: str
+    listen_fd: int
+    certfile: str | None = None
+    keyfile: str | None = None
+    shutdown_timeout: int = 30
+
+
+class UnknownModel(LightKVError):
+    """A request for a model that this service does not serve."""
+
+    def __init__(self, model: str, known: list[str]) -> None:
+        super().__init__(f"the model {model!r} does not exist here; there is {', '.join(known)}")
+
+
+class _EventStream(StreamingResponse):
+    """Server-sent events that end with their client, and their generation with them."""
+
+    def __init__(self, generation: Generation, events: AsyncIterator[bytes]) -> None:
+        super().__init__(events, headers=_STREAM_HEADERS, media_type="text/event-stream")
+        self._generation = generation
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async with _ended_with_client(receive, self._generation):
+            await self.stream_response(send)
+
+
+class _Api:
+    """The routes. Each raises what is wrong; `create_app` says which status that is."""
+
+    def __init__(self, backend: Backend, settings: ApiSettings) -> None:
+        self._backend = backend
+        self._client = backend.client
+        self._tokenizer = backend.tokenizer
+        self._settings = settings
+        self._created = int(time.time())
+
+    async def complete(self, body: CompletionRequest, request: Request) -> Response:
+        """Continue one or several prompts."""
+        model = self._model(body.model)
+        params = body.params()
+        info = self._client.ready_info()
+        if not 1 <= len(body.prompts) * params.n <= self._settings.max_answers:
+            most = f"1 to {self._settings.max_answers} of them, times n"
+            raise InvalidParams("prompt", f"{len(body.prompts)} prompts", most)
+        prompts = [await self._prompt_ids(prompt) for prompt in body.prompts]
+        for prompt_ids in prompts:
+            _check_fits(prompt_ids.size, params.max_tokens, info.limits.max_model_len)
+        shown = []
+        if body.echo:
+            pairs = zip(body.prompts, prompts, strict=True)
+            shown = [text if isinstance(text, str) else self._text(prompt_ids) for text, prompt_ids in pairs]
+        question = Question(
+            [prompt_ids.tobytes() for prompt_ids in prompts], params, body.priority or 0, body.namespace
+        )
+        writer = CompletionWriter(model, self._tokenizer, shown)
+        return await self._answer(question, writer, body, request.receive)
+
+    async def chat(self, body: ChatRequest, request: Request) -> Response:
+        """Answer a chat."""
+        model = self._model(body.model)
+        params = body.params(1)  # what is out of bounds is told before anything is computed
+        info = self._client.ready_info()
+        if params.n > self._settings.max_answers:
+            raise InvalidParams("n", params.n, f"1 to {self._settings.max_answers}")
+        messages = [message.plain() for message in body.messages]
+        prompt_ids = await self._chat_ids(messages, body.add_generation_prompt is not False)
+        longest = min(info.limits.max_model_len, info.capacity + 1)  # the last token takes no slot
+        params = body.params(max(longest - prompt_ids.size, 1))
+        _check_fits(prompt_ids.size, params.max_tokens, info.limits.max_model_len)
+        question = Question([prompt_ids.tobytes()], params, body.priority or 0, body.namespace)
+        return await self._answer(question, ChatWriter(model, self._tokenizer), body, request.receive)
+
+    async def tokenize(self, body: TokenizeRequest) -> Response:
+        """The tokens of a prompt, or of a chat."""
+        self._model(body.model)
+        if body.prompt is not None and body.messages is None:
+            special = body.add_special_tokens is not False
+            ids = await _convert(len(body.prompt), lambda: self._tokenizer.encode(body.prompt or "", special))
+        elif body.messages is not None and body.prompt is None:
+            messages = [message.plain() for message in body.messages]
+            ids = await self._chat_ids(messages, body.add_generation_prompt is not False)
+        else:
+            raise InvalidPrompt("there is no prompt and no chat, or both; give either prompt or messages")
+        tokens = ids.tolist()
+        strings = [self._text([token]) for token in tokens] if body.return_token_strs else None
+        return _json(
+            Tokenized(count=len(tokens), max_model_len=self._max_model_len, tokens=tokens, token_strs=strings)
+        )
+
+    async def detokenize(self, body: DetokenizeRequest) -> Response:
+        """The text of tokens."""
+        self._model(body.model)
+        text = await _convert(len(body.tokens), lambda: self._text(body.tokens))
+        return _json(Detokenized(prompt=text))
+
+    async def models(self) -> Response:
+        """The names that requests may call the model by."""
+        models = [self._described(name) for name in self._settings.model_names]
+        return _json(ModelList(object="list", data=models))
+
+    async def one_model(self, model: str) -> Response:
+        """One of them."""
+        return _json(self._described(self._model(model)))
+
+    async def health(self) -> Response:
+        """200 while the service does what it is for: it takes requests, and steps are made where work waits."""
+        status = self._client.status
+        age = max(status.load.step_age, self._client.status_age)
+        is_healthy = status.state == "ready" and age < MAX_STEP_AGE
+        body = {"healthy": is_healthy, "state": status.state, "step_age": status.load.step_age}
+        return _json(body, 200 if is_healthy else 503)
+
+    async def ready(self) -> Response:
+        """200 while requests are taken."""
+        state = self._client.status.state
+        return _json({"ready": state == "ready", "state": state}, 200 if state == "ready" else 503)
+
+    async def metrics(self) -> Response:
+        """Every series, in Prometheus' text format."""
+        return Response(self._backend.metrics.text(), media_type=CONTENT_TYPE)
+
+    async def load(self) -> Response:
+        """The router's counts, as JSON."""
+        status = self._client.status
+        return _json({"state": status.state, "detail": status.detail, **msgspec.structs.asdict(status.load)})
+
+    async def version(self) -> Response:
+        """Of lightkv."""
+        return _json(Version(version=__version__))
+
+    async def _answer(
+        self,
+        question: Question,
+        writer: CompletionWriter | ChatWriter,
+        body: GenerationRequest,
+        receive: Receive,
+    ) -> Response:
+        """The whole answer, or its stream. Whether it is taken at all is decided before a stream begins."""
+        generation = await self._backend.generate(question)
+        if body.stream:
+            return _EventStream(generation, _events(generation, writer, body))
+        async with _ended_with_client(receive, generation):
+            async for _ in generation.pieces():
+                pass
+            return _json(writer.whole(generation))
+
+    async def _prompt_ids(self, prompt: str | list[int]) -> np.ndarray:
+        if isinstance(prompt, str):
+            return await _convert(len(prompt), lambda: self._tokenizer.encode(prompt))
+        try:
+            return np.frombuffer(int32_bytes(prompt), dtype=np.int32)
+        except ValueError as error:
+            raise InvalidPrompt(str(error)) from error
+
+    async def _chat_ids(self, messages: list[dict[str, Any]], add_generation_prompt: bool) -> np.ndarray:
+        num_chars = sum(len(message["content"]) for message in messages)
+        return await _convert(num_chars, lambda: self._tokenizer.encode_chat(messages, add_generation_prompt))
+
+    def _text(self, token_ids: Sequence[int] | np.ndarray) -> str:
+        return self._tokenizer.decode(token_ids, skip_special_tokens=False)
+
+    def _model(self, name: str | None) -> str:
+        """The model that a request means. Raises UnknownModel."""
+        known = self._settings.model_names
+        if name is None:
+            return known[0]
+        if name not in known:
+            raise UnknownModel(name, known)
+        return name
+
+    @property
+    def _max_model_len(self) -> int:
+        info = self._client.status.info
+        return self._tokenizer.max_model_len if info is None else info.limits.max_model_len
+
+    def _described(self, name: str) -> Model:
+        return {
+            "id": name,
+            "object": "model",
+            "created": self._created,
+            "owned_by": "lightkv",
+            "max_model_len": self._max_model_len,
+        }
+
+
+def create_app(client: RouterClient, tokenizer: Tokenizer, settings: ApiSettings) -> FastAPI:
+    """The HTTP application, over a connected client."""
+    metrics = ServiceMetrics(settings.model_names[0], lambda: client.status)
+    api = _Api(Backend(client, tokenizer, metrics), settings)
+    app = FastAPI(title="lightkv", version=__version__, docs_url=None, redoc_url=None)
+    app.add_middleware(Guard, api_key=settings.api_key, max_body_bytes=settings.max_body_bytes)
+    app.add_exception_handler(HTTPException, _on_http_error)
+    app.add_exception_handler(RequestValidationError, _on_invalid_body)
+    app.add_exception_handler(LightKVError, _on_refusal)
+    app.add_exception_handler(Exception, _on_defect)
+
+    def route(method: str, path: str, endpoint: Callable[..., Any], answer: dict[str, Any]) -> None:
+        responses = _ERRORS | {200: {"description": "Done.", **answer}}
+        app.add_api_route(path, endpoint, methods=[method], responses=responses, response_model=None)
+
+    stream: dict[str, Any] = {"content": {"text/event-stream": {"schema": {"type": "string"}}}}
+    text: dict[str, Any] = {"content": {"text/plain": {"schema": {"type": "string"}}}}
+    route("POST", "/v1/completions", api.complete, {"model": CompletionBody, **stream})
+    route("POST", "/v1/chat/completions", api.chat, {"model": ChatBody, **stream})
+    route("GET", "/v1/models", api.models, {"model": ModelList})
+    route("GET", "/v1/models/{model:path}", api.one_model, {"model": Model})
+    route("POST", "/tokenize", api.tokenize, {"model": Tokenized})
+    route("POST", "/detokenize", api.detokenize, {"model": Detokenized})
+    route("GET", "/health", api.health, {"model": Health})
+    route("GET", "/ready", api.ready, {"model": Ready})
+    route("GET", "/metrics", api.metrics, text)
+    route("GET", "/load", api.load, {})
+    route("GET", "/version", api.version, {"model": Version})
+    return app
+
+
+async def serve(settings: ServeSettings) -> int:
+    """Serve until a signal (0), or until the router is gone (1). Says "ready" on stdout once it listens.
+
+    Raises RouterUnreachable, UnreadableTokenizer, OSError (a certificate that cannot be read).
+    """
+    asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(NUM_TEXT_THREADS, "text"))
+    tokenizer = Tokenizer(Path(settings.model_directory))
+    client = await RouterClient.connect(Path(settings.router_socket))
+    config = uvicorn.Config(
+        create_app(client, tokenizer, settings.api),
+        http="h11",
+        ws="none",
+        lifespan="off",
+        log_level="warning",
+        access_log=False,
+        server_header=False,
+        h11_max_incomplete_event_size=settings.api.max_header_bytes,
+        timeout_graceful_shutdown=settings.shutdown_timeout,
+        ssl_certfile=settings.certfile,
+        ssl_keyfile=settings.keyfile,
+    )
+    config.load()
+    server = uvicorn.Server(config)
+    # uvicorn, once done, sends itself the signal that ended it again, with the handlers from before: these.
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, server.handle_exit)
+    serving = asyncio.create_task(server.serve([socket.socket(fileno=settings.listen_fd)]))
+    while not (server.started or serving.done()):
+        await asyncio.sleep(0.01)
+    print("ready", flush=True)
+    router_gone = asyncio.create_task(client.closed())
+    await asyncio.wait([serving, router_gone], return_when=asyncio.FIRST_COMPLETED)
+    is_lost = not serving.done()
+    server.should_exit = True  # open responses end first: each with an error, if the router is gone
+    await serving
+    await client.close()
+    return int(is_lost)
+
+
+def main() -> int:
+    """`python -m lightkv.router.api`: `ServeSettings` as JSON on stdin (the key is in no process list)."""
+    settings = msgspec.json.decode(sys.stdin.buffer.read(), type=ServeSettings)
+    try:
+        return uvloop.run(serve(settings))
+    except (RouterUnreachable, UnreadableTokenizer, OSError) as error:
+        print(f"lightkv api: {error}", file=sys.stderr)
+        return 1
+
+
+async def _events(
+    generation: Generation, writer: CompletionWriter | ChatWriter, body: GenerationRequest
+) -> AsyncIterator[bytes]:
+    """The server-sent events of a stream; one that fails ends with the error, and without [DONE]."""
+    try:
+        async for piece in generation.pieces():
+            if not (piece.text or piece.scored or piece.finish_reason):
+                continue
+            for chunk in writer.chunks(piece):
+                if body.has_running_usage:
+                    chunk["usage"] = usage_of(generation)
+                elif body.includes_usage:
+                    chunk["usage"] = None
+                yield _event(chunk)
+        if body.includes_usage:
+            yield _event(writer.counts(usage_of(generation)))
+        yield b"data: [DONE]\n\n"
+    except GenerationFailed as error:
+        yield _event(error_body(503, str(error)))
+
+
+def _event(content: Mapping[str, Any]) -> bytes:
+    return b"data: " + msgspec.json.encode(content) + b"\n\n"
+
+
+def _json(content: Any, status: int = 200) -> Response:
+    return Response(msgspec.json.encode(content), status, media_type="application/json")
+
+
+@asynccontextmanager
+async def _ended_with_client(receive: Receive, generation: Generation) -> AsyncIterator[None]:
+    """Ends the generation as soon as its client has gone, and at the latest at the end of the block."""
+
+    async def watch() -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+        generation.close()
+
+    watching = asyncio.create_task(watch())
+    try:
+        yield
+    finally:
+        watching.cancel()
+        generation.close()
+
+
+async def _convert(num_items: int, function: Callable[[], T]) -> T:
+    """What `function` returns; in a thread if it is long, so that nothing else waits for it."""
+    return function() if num_items <= INLINE_ITEMS else await asyncio.to_thread(function)
+
+
+def _check_fits(num_prompt: int, max_tokens: int, max_model_len: int) -> None:
+    """Raises NeverFits before a prompt travels that the router could only refuse."""
+    if num_prompt + max_tokens > max_model_len:
+        raise NeverFits(
+            num_prompt, max_tokens, max_model_len, "the context", "start with a longer --max-model-len"
+        )
+
+
+async def _on_http_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    return error_response(error.status_code, str(error.detail), headers=error.headers)
+
+
+async def _on_invalid_body(request: Request, error: Exception) -> Response:
+    assert isinstance(error, RequestValidationError)
+    errors = error.errors()
+    first = errors[0]
+    place = [str(step) for step in first["loc"][1:]]
+    messages = dict.fromkeys(str(other["msg"]) for other in errors if other["loc"][:2] == first["loc"][:2])
+    message = "; ".join(list(messages)[:4])
+    if first["type"] == "json_invalid":
+        return error_response(400, f"the body is no JSON ({first['ctx']['error']}, at {place[0]})")
+    return error_response(400, f"{'.'.join(place) or 'body'}: {message}", place[0] if place else None)
+
+
+async def _on_refusal(request: Request, error: Exception) -> Response:
+    param = None
+    match error:
+        case RequestRefused():
+            status = _STATUS_OF_REFUSAL[error.kind]
+        case InvalidParams():
+            status, param = 400, error.field
+        case NeverFits() | InvalidPrompt() | ChatTemplateError():
+            status = 400
+        case UnknownModel():
+            status, param = 404, "model"
+        case GenerationFailed():
+            status = 503
+        case _:  # none of this process's own: a defect, which the log is to show
+            raise error
+    return error_response(status, str(error), param)
+
+
+async def _on_defect(request: Request, error: Exception) -> Response:
+    return error_response(500, "the service failed on this request; its log says why")
+
+
+if __name__ == "__main__":
+    sys.exit(main())
