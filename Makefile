@@ -12,12 +12,12 @@ TORCH ?= $(shell grep -E '^(torch|triton)==' constraints.txt)
 STAMP := $(VENV)/.lightkv-installed
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-all lint clean
+.PHONY: help setup demo serve test test-all lint clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## /  make \1\t/p' $(MAKEFILE_LIST) | expand -t 18
 	@echo
-	@echo '  PYTHON=$(PYTHON)  VENV=$(VENV)  TORCH="$(TORCH)"  ARGS="$(ARGS)" (for pytest)'
+	@echo '  PYTHON=$(PYTHON)  VENV=$(VENV)  TORCH="$(TORCH)"  ARGS="$(ARGS)" (for pytest, or lightkv serve)'
 
 setup: $(STAMP) ## make .venv and install lightkv, its tools and the default model into it
 
@@ -32,6 +32,9 @@ $(STAMP): setup.py pyproject.toml constraints.txt
 
 demo: $(STAMP) ## eight chats at once on the default model, and what its memory did
 	$(VENV)/bin/python -m lightkv.router.demo
+
+serve: $(STAMP) ## the default model over HTTP, on port 8000; ARGS="--port 9000" for lightkv serve
+	$(VENV)/bin/lightkv serve $(ARGS)
 
 test: $(STAMP) ## the tests, less those that take minutes
 	$(VENV)/bin/python -m pytest -m "not slow" --durations=10 $(ARGS)

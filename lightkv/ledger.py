@@ -149,33 +149,28 @@ class TokenLedger:
         """
         if len(sequences) != len(counts):
             raise ValueError(f"{len(sequences)} sequences and {len(counts)} counts")
-        needed = 0
-        for sequence, count in zip(sequences, counts, strict=True):
-            if not sequence.row:
-                raise ValueError("a closed sequence cannot grow; open it again")
-            if count < 1:
-                raise ValueError(f"row {sequence.row}: asked for {count} tokens; ask for at least one")
-            if sequence.length + count > self.max_entries:
-                raise SequenceTooLong(sequence.length + count, self.max_entries)
-            needed += count
-        if not needed:
+        if not sequences:
             return
-        if len(sequences) > 1 and len({sequence.row for sequence in sequences}) < len(sequences):
+        rows = [sequence.row for sequence in sequences]
+        starts = [sequence.length for sequence in sequences]
+        ends = [start + count for start, count in zip(starts, counts, strict=True)]
+        if not all(rows):
+            raise ValueError("a closed sequence cannot grow; open it again")
+        if min(counts) < 1:
+            raise ValueError(f"asked for {min(counts)} tokens; ask for at least one of each sequence")
+        if max(ends) > self.max_entries:
+            raise SequenceTooLong(max(ends), self.max_entries)
+        if len(set(rows)) < len(rows):
             raise ValueError("a sequence is named twice; give it one count")
+        needed = sum(counts)
         if needed > self.num_free:
             if needed > self.num_available:
                 raise OutOfTokens(needed, self.num_available, self.capacity)
             self.evict(needed - self.num_free)
-        self._edits.append(
-            Take(
-                tuple([sequence.row for sequence in sequences]),
-                tuple([sequence.length for sequence in sequences]),
-                tuple(counts),
-            )
-        )
+        self._edits.append(Take(tuple(rows), tuple(starts), tuple(counts)))
         self.num_free -= needed
-        for sequence, count in zip(sequences, counts, strict=True):
-            sequence.length += count
+        for sequence, end in zip(sequences, ends, strict=True):
+            sequence.length = end
 
     def publish(self, sequence: Sequence) -> None:
         """Let what has slots of the sequence's prompt be hit by others, while it still runs.

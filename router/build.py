@@ -71,7 +71,9 @@ def definite_limits(config: EngineConfig, device: torch.device, text: PreTrained
     if max_model_len is None:
         raise InvalidConfig("the model names no context length; give one with --max-model-len")
     if context is not None and max_model_len > context:
-        raise InvalidConfig(f"--max-model-len is {max_model_len}; the model's context is {context} tokens here")
+        raise InvalidConfig(
+            f"--max-model-len is {max_model_len}; the model's context is {context} tokens here"
+        )
     chunk = config.prefill_chunk
     if chunk is None:
         chunk = 2048 if on_gpu else 512

@@ -22,8 +22,9 @@ from typer.core import TyperGroup
 from lightkv import __version__
 from lightkv.errors import LightKVError, UnknownBackend, UnsupportedModel
 
-from .config import EngineConfig, InvalidConfig
+from .config import EngineConfig, InvalidConfig, ServiceConfig
 from .sampling_params import InvalidParams, SamplingParams
+from .service_cli import add_service_commands
 from .terminal import OrderedAnswers, headings, progress, say, usage
 
 if TYPE_CHECKING:
@@ -57,11 +58,11 @@ def _option(name: str, kind: Any, default: Any, text: str, panel: str) -> inspec
     )
 
 
-def _engine_options() -> list[inspect.Parameter]:
-    kinds = get_type_hints(EngineConfig)
+def _config_options(config: type[EngineConfig] | type[ServiceConfig], panel: str) -> list[inspect.Parameter]:
+    kinds = get_type_hints(config)
     return [
-        _option(field.name, kinds[field.name], field.default, EngineConfig.help(field.name), "Engine")
-        for field in fields(EngineConfig)
+        _option(field.name, kinds[field.name], field.default, config.help(field.name), panel)
+        for field in fields(config)
     ]
 
 
@@ -97,7 +98,12 @@ def _with_options(
     return decorate
 
 
-_takes_engine = _with_options("config", _engine_options(), lambda values: EngineConfig(**values))
+_takes_engine = _with_options(
+    "config", _config_options(EngineConfig, "Engine"), lambda values: EngineConfig(**values)
+)
+_takes_service = _with_options(
+    "service", _config_options(ServiceConfig, "Service"), lambda values: ServiceConfig(**values)
+)
 _takes_sampling = _with_options(
     "params", _sampling_options(), lambda values: SamplingParams(**values | {"stop": values["stop"] or ()})
 )
@@ -130,6 +136,7 @@ app = typer.Typer(
     epilog="\n\n".join(
         [
             '[bold]lightkv generate "What is the capital of France?"[/]   answer, streamed',
+            "[bold]lightkv serve[/]   the same over HTTP, as OpenAI speaks it",
             "[bold]lightkv info[/]   the device, and how many tokens fit beside the model",
             "[bold]lightkv generate --help[/]   all options, with examples",
         ]
@@ -290,6 +297,9 @@ def info(
     }
     for name, value in rows.items():
         typer.echo(f"{name:<14}{value}")
+
+
+add_service_commands(app, _takes_engine, _takes_service)
 
 
 def _read_prompts(prompts: Sequence[str] | None) -> list[str]:

@@ -1,4 +1,5 @@
-"""What an engine is started with: one frozen dataclass, from which the command line makes its options.
+"""What an engine and a service are started with: frozen dataclasses, from which the command line makes its
+options.
 
 Knows no torch: dtypes and devices are names here, and become objects on the worker's side.
 """
@@ -10,6 +11,8 @@ from lightkv.errors import LightKVError
 
 DTYPES = ("auto", "float32", "float16", "bfloat16")
 ATTENTION_BACKENDS = ("torch", "triton")
+MAX_SHUTDOWN_SECONDS = 86_400.0
+API_KEY_VARIABLE = "LIGHTKV_API_KEY"  # of the environment: a machine's users see one another's command lines
 
 
 class InvalidConfig(LightKVError, ValueError):
@@ -67,6 +70,54 @@ class EngineConfig:
         if self.attention_backend not in (None, *ATTENTION_BACKENDS):
             known = ", ".join(ATTENTION_BACKENDS)
             raise InvalidConfig(f"--attention-backend is {self.attention_backend!r}; give one of {known}")
+
+    @classmethod
+    def help(cls, name: str) -> str:
+        """The text that explains a setting."""
+        return next(f.metadata["help"] for f in fields(cls) if f.name == name)
+
+
+@dataclass(frozen=True)
+class ServiceConfig:
+    """Every setting of the service around an engine: where it listens, who is let in, how it ends."""
+
+    host: str = _setting("127.0.0.1", "Address to listen on. Any but the default lets other machines in.")
+    port: int = _setting(8000, "Port to listen on; 0 takes a free one.")
+    uds: str | None = _setting(
+        None, "Path of a unix socket to listen on, in place of --host and --port; for this user alone."
+    )
+    api_key: str | None = _setting(
+        None,
+        f"What clients have to send as their key. Better given in the environment, {API_KEY_VARIABLE}: "
+        "command lines are seen by all of a machine's users.",
+    )
+    ssl_certfile: str | None = _setting(None, "Certificate chain, PEM: makes it HTTPS.")
+    ssl_keyfile: str | None = _setting(None, "The certificate's key, PEM, if it is in a file of its own.")
+    served_model_name: str | None = _setting(
+        None, "Name that clients call the model by. Default: MODEL as given."
+    )
+    max_queued_requests: int = _setting(4096, "Requests that may wait; further ones are refused (429).")
+    shutdown_timeout: float = _setting(30.0, "Seconds that running requests get once it is told to stop.")
+    socket_dir: str | None = _setting(
+        None, "Directory for the sockets between its processes. Default: a temporary one."
+    )
+
+    def __post_init__(self) -> None:
+        """Raises InvalidConfig, naming the setting, its value and what it can be."""
+        if not 0 <= self.port <= 65535:
+            raise InvalidConfig(f"--port is {self.port}; give one of 1 to 65535, or 0 for a free one")
+        if self.max_queued_requests < 1:
+            raise InvalidConfig(f"--max-queued-requests is {self.max_queued_requests}; give at least 1")
+        if not 0.0 <= self.shutdown_timeout <= MAX_SHUTDOWN_SECONDS:
+            most = f"0 to {MAX_SHUTDOWN_SECONDS:.0f} seconds"
+            raise InvalidConfig(f"--shutdown-timeout is {self.shutdown_timeout}; give {most}")
+        if self.api_key is not None and (not self.api_key or self.api_key != self.api_key.strip()):
+            raise InvalidConfig("--api-key is empty, or has spaces around it; give a key without")
+        if self.ssl_keyfile is not None and self.ssl_certfile is None:
+            raise InvalidConfig("--ssl-keyfile is given without --ssl-certfile; give both")
+        for name in ("host", "uds", "served_model_name", "socket_dir"):
+            if getattr(self, name) == "":
+                raise InvalidConfig(f"{_flag(name)} is empty; give one, or leave it out")
 
     @classmethod
     def help(cls, name: str) -> str:

@@ -136,7 +136,7 @@ class Generation:
         async for events in self._events:
             pieces: dict[str, Piece] = {}
             for event in events:
-                if event.finish_reason in ("error", "abort"):
+                if event.finish_reason in ("error", "lost", "abort"):
                     self._fail(event)
                 if (answer := self._growing.get(event.request_id)) is not None:
                     self._take(event, pieces.setdefault(event.request_id, Piece(answer)))

@@ -60,6 +60,7 @@ class Request:
         "flying",
         "id",
         "kind",
+        "max_tokens",
         "namespace",
         "num_hit",
         "num_prompt",
@@ -86,7 +87,8 @@ class Request:
         self.prompt_ids = prompt_ids
         self.num_prompt = len(prompt_ids) // TOKEN_BYTES
         self.params = params
-        self.kind = params.kind
+        self.kind = params.kind  # these two are asked for at every step
+        self.max_tokens = params.max_tokens
         self.seed = seed
         self.stop_ids = stop_ids
         self.namespace = namespace
@@ -240,7 +242,7 @@ class Scheduler:
         ledger = self.ledger
         ledger.step = self.step
         # What is under way brings each of its decodes one token more: those that it ends are left out.
-        decoding = [r for r in self._decoding if len(r.output) + r.flying < r.params.max_tokens]
+        decoding = [r for r in self._decoding if len(r.output) + r.flying < r.max_tokens]
         contexts = self._plan_contexts()
         if not contexts and not decoding:
             return None
@@ -253,7 +255,7 @@ class Scheduler:
         sample = [i for i, (r, start, count) in enumerate(contexts) if start + count == r.num_prompt]
         done = [contexts[i][0] for i in sample]
         sample.extend(range(len(contexts), len(requests)))
-        kind = max((requests[index].kind for index in sample), default=SamplerKind.GREEDY)
+        kind = max([requests[index].kind for index in sample], default=SamplerKind.GREEDY)
         logprobs = {}
         if kind >= SamplerKind.EDITED:
             wanted = [requests[index].params.logprobs for index in sample]
@@ -293,23 +295,24 @@ class Scheduler:
         events = []
         if not self._failed:
             self.ledger.confirm(batch.plan.step)
+            requests, logprobs = batch.requests, result.logprobs
             for i, (index, token) in enumerate(zip(batch.plan.sample, result.tokens, strict=True)):
-                request = batch.requests[index]
+                request = requests[index]
                 if request.finish_reason is not None:
                     continue
-                request.output.append(token)
-                self.num_output_tokens += 1
+                output = request.output
+                output.append(token)
                 reason = None
                 if token in request.stop_ids:
                     reason = "stop"
-                elif len(request.output) == request.params.max_tokens:
+                elif len(output) == request.max_tokens:
                     reason = "length"
                 if reason is not None:
                     self._end(request, reason)
-                num_cached = request.num_hit if len(request.output) == 1 else None
-                events.append(
-                    TokenEvent(request.id, token, reason, result.logprobs.get(i), num_cached=num_cached)
-                )
+                known = logprobs.get(i) if logprobs else None
+                num_cached = request.num_hit if len(output) == 1 else None
+                events.append(TokenEvent(request.id, token, reason, known, None, num_cached))
+            self.num_output_tokens += len(events)
         self._sweep()
         return events
 

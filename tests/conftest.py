@@ -10,7 +10,7 @@ if not torch.cuda.is_available():
 
 import pytest
 
-FILE_SECONDS = 120.0  # for a file's tests, `slow` and `gpu` aside, on a machine that is busy otherwise too
+FILE_SECONDS = 180.0  # for a file's tests, `slow` and `gpu` aside, on a machine that is busy otherwise too
 _spent = pytest.StashKey[dict[str, float]]()
 
 

@@ -267,7 +267,7 @@ def _long_answer() -> tuple[subprocess.Popen[bytes], bytes]:
 def test_ctrl_c_ends_it_cleanly() -> None:
     process, first = _long_answer()
     process.send_signal(signal.SIGINT)
-    out, err = process.communicate(timeout=30)
+    out, err = process.communicate(timeout=90)
     assert process.returncode == 130
     assert (first + out).endswith(b"\n")
     assert err.endswith(b"interrupted\n")
@@ -280,7 +280,7 @@ def test_a_reader_that_goes_away_is_no_error_message() -> None:
     assert process.stderr is not None
     process.stdout.close()
     err = process.stderr.read()
-    process.wait(timeout=30)
+    process.wait(timeout=90)
     process.stderr.close()
     assert process.returncode == 1
     assert b"Error" not in err

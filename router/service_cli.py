@@ -1,0 +1,315 @@
+"""The commands around a service: `lightkv serve` starts one, `chat` talks to one, `top` watches one.
+
+Knows typer, the terminal and the service's addresses; `chat` and `top` are clients as any other, over HTTP.
+What starts processes is imported inside the command.
+"""
+
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import closing, nullcontext, suppress
+from dataclasses import replace
+from typing import Annotated, Any
+
+import msgspec
+import typer
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
+
+from lightkv.errors import LightKVError
+
+from .config import API_KEY_VARIABLE, EngineConfig, ServiceConfig
+from .service_client import DEFAULT_URL, ServiceClient, ServiceUnreachable, Usage
+from .service_messages import Load
+from .terminal import say, usage
+
+Takes = Callable[[Callable[..., None]], Callable[..., None]]
+Url = Annotated[str, typer.Option(help="Where the service is; unix:PATH for a socket.")]
+ApiKey = Annotated[str | None, typer.Option(help="Its key, if it asks for one.", envvar=API_KEY_VARIABLE)]
+
+_BAR_CHARS = 60
+_SERVE_EXAMPLES = (
+    "lightkv serve",
+    "lightkv serve ./my-model --port 9000 --max-total-tokens 200000",
+    "LIGHTKV_API_KEY=… lightkv serve --host 0.0.0.0 --ssl-certfile cert.pem --ssl-keyfile key.pem",
+    """curl localhost:8000/v1/completions -H 'Content-Type: application/json' -d '{"prompt": "Hi"}'""",
+)
+_CHAT_EXAMPLES = (
+    "lightkv chat",
+    "lightkv chat --system 'Answer in one sentence.' --temperature 0",
+    "echo 'Name three rivers.' | lightkv chat --url http://127.0.0.1:9000 > rivers.txt",
+)
+_TOP_EXAMPLES = ("lightkv top", "lightkv top --once --url unix:/run/lightkv.sock")
+
+
+def add_service_commands(app: typer.Typer, takes_engine: Takes, takes_service: Takes) -> None:
+    """Add them to `app`. `takes_engine` and `takes_service` turn settings into options (`cli.py`)."""
+    app.command(epilog=_examples(_SERVE_EXAMPLES))(takes_engine(takes_service(serve)))
+    app.command(epilog=_examples(_CHAT_EXAMPLES))(chat)
+    app.command(epilog=_examples(_TOP_EXAMPLES))(top)
+
+
+def _examples(lines: tuple[str, ...]) -> str:
+    return "\n\n".join(("[bold]Examples[/]", *lines))
+
+
+def serve(
+    served: Annotated[
+        str | None, typer.Argument(help="The same as --model.", show_default=False, metavar="MODEL")
+    ] = None,
+    *,
+    config: EngineConfig,
+    service: ServiceConfig,
+) -> None:
+    """Serve a model over HTTP, as OpenAI speaks it, until Ctrl-C.
+
+    One line with the URL goes to standard output once it is ready. The first Ctrl-C (or SIGTERM) lets what
+    runs finish, within --shutdown-timeout; a second one ends it at once.
+    """
+    if served is not None:
+        if config.model not in (EngineConfig.model, served):
+            raise typer.BadParameter(
+                f"MODEL is {served} and --model is {config.model}; leave one of them out"
+            )
+        config = replace(config, model=served)
+    if service.api_key is None:
+        service = replace(service, api_key=os.environ.get(API_KEY_VARIABLE) or None)
+    from . import launch
+
+    raise typer.Exit(launch.serve(config, service, Console(stderr=True, highlight=False)))
+
+
+# --------------------------------------------------------------------------------
+# chat
+
+
+def chat(
+    *,
+    url: Url = DEFAULT_URL,
+    api_key: ApiKey = None,
+    model: Annotated[str | None, typer.Option(help="Default: the service's own.")] = None,
+    system: Annotated[str | None, typer.Option(help="What the model is told before all else.")] = None,
+    max_tokens: Annotated[
+        int | None, typer.Option(help="Tokens of an answer at most. Default: what the context leaves.")
+    ] = None,
+    temperature: Annotated[
+        float | None, typer.Option(help="0 always takes the likeliest token. Default: the service's.")
+    ] = None,
+    seed: Annotated[int | None, typer.Option(help="Makes the same answers come again.")] = None,
+) -> None:
+    """Talk to a model that is served, a line at a time.
+
+    /reset forgets the conversation, /exit or Ctrl-D ends it, Ctrl-C ends an answer. At the end of a pipe each
+    line is a message, and standard output carries the answers alone.
+    """
+    options = {"model": model, "max_tokens": max_tokens, "temperature": temperature, "seed": seed}
+    client = ServiceClient(url, api_key)
+    conversation = Conversation(client, system, options)
+    notes = Console(stderr=True, highlight=False)
+    is_interactive = sys.stdin.isatty()
+    if is_interactive:
+        client.get("/v1/models")  # is it there, and the key right? before anybody types
+        say(notes, f"connected to {url}; /reset forgets the conversation, /exit ends it")
+    for line in _lines(is_interactive):
+        text = line.strip()
+        if text == "/exit":
+            return
+        if text == "/reset":
+            conversation.reset()
+            say(notes, "forgotten")
+        elif text:
+            try:
+                say(notes, conversation.ask(text, _write))
+            except LightKVError as error:
+                if not is_interactive:
+                    raise
+                say(notes, f"lightkv: {error}")
+            except KeyboardInterrupt:
+                _write("\n")
+                if not is_interactive:
+                    raise
+                say(notes, "interrupted")
+
+
+class Conversation:
+    """What was said so far, and the way to say more.
+
+    `options`: further fields of every request; None leaves one out.
+    """
+
+    def __init__(self, client: ServiceClient, system: str | None, options: dict[str, Any]) -> None:
+        self._client = client
+        self._options = {name: value for name, value in options.items() if value is not None}
+        self._first = [] if system is None else [{"role": "system", "content": system}]
+        self.messages = list(self._first)
+
+    def reset(self) -> None:
+        """Forget all but the system's message."""
+        self.messages = list(self._first)
+
+    def ask(self, text: str, write: Callable[[str], None]) -> str:
+        """Say `text`, and `write` the answer as it comes, and an end of line. Returns what it took, in a line.
+
+        An answer that is interrupted stays as far as it came; of one that fails neither it nor `text` stays.
+        """
+        question = {"role": "user", "content": text}
+        pieces: list[str] = []
+        taken = Usage(0, 0, 0)
+        started = time.perf_counter()
+        try:
+            with closing(self._client.chat([*self.messages, question], self._options)) as answer:
+                for piece in answer:
+                    if isinstance(piece, Usage):
+                        taken = piece
+                    else:
+                        pieces.append(piece)
+                        write(piece)
+        except LightKVError:
+            if pieces:
+                write("\n")
+            raise
+        except KeyboardInterrupt:
+            self._keep(question, pieces)
+            raise
+        self._keep(question, pieces)
+        write("\n")
+        return usage(taken.num_prompt, taken.num_cached, taken.num_new, time.perf_counter() - started)
+
+    def _keep(self, question: dict[str, str], pieces: list[str]) -> None:
+        self.messages += [question, {"role": "assistant", "content": "".join(pieces)}]
+
+
+def _lines(is_interactive: bool) -> Iterator[str]:
+    """What is typed or piped in, until it ends."""
+    if not is_interactive:
+        try:
+            yield from sys.stdin
+        except UnicodeDecodeError as error:
+            raise typer.BadParameter(f"standard input is no UTF-8 text ({error}); convert it first") from None
+        return
+    import readline  # noqa: F401  # gives `input` a history and its keys
+
+    while True:
+        try:
+            yield input("> ")
+        except EOFError:
+            _write("\n")
+            return
+
+
+def _write(text: str) -> None:
+    sys.stdout.write(text)
+    sys.stdout.flush()
+
+
+# --------------------------------------------------------------------------------
+# top
+
+
+class LoadReport(Load, frozen=True):
+    """The answer of /load: the router's counts, and its state."""
+
+    state: str = ""
+    detail: str = ""
+
+
+def top(
+    *,
+    url: Url = DEFAULT_URL,
+    api_key: ApiKey = None,
+    interval: Annotated[float, typer.Option(help="Seconds between frames.", min=0.1)] = 1.0,
+    once: Annotated[
+        bool, typer.Option("--once", help="Print one frame, with rates over one interval.")
+    ] = False,
+) -> None:
+    """Watch a service: its pool, its requests and its rates.
+
+    In a terminal the frame stays in place; elsewhere each is printed below the last.
+    """
+    console = Console(highlight=False)
+    frames = _frames(ServiceClient(url, api_key), interval, url, console)
+    if once:
+        console.print(next(frames))
+        return
+    is_live = console.is_terminal and not console.is_dumb_terminal
+    live = Live(console=console, auto_refresh=False) if is_live else None
+    with suppress(KeyboardInterrupt), live or nullcontext():
+        for shown in frames:
+            if live is not None:
+                live.update(shown, refresh=True)
+            else:
+                console.print(shown)
+
+
+def _frames(client: ServiceClient, interval: float, url: str, console: Console) -> Iterator[RenderableType]:
+    """A frame each `interval` seconds, from the second report on. A service that goes away is waited for."""
+    glyphs = "█▒░" if "utf" in console.encoding.lower() else "#=."
+    before, then = _report(client), time.monotonic()
+    while True:
+        time.sleep(interval)
+        try:
+            report, now = _report(client), time.monotonic()
+        except ServiceUnreachable as error:
+            yield Text(f"lightkv: {error}")
+            continue
+        yield frame(url, report, before, now - then, glyphs)
+        before, then = report, now
+
+
+def _report(client: ServiceClient) -> LoadReport:
+    return msgspec.json.decode(client.get("/load"), type=LoadReport)
+
+
+def frame(
+    url: str, report: LoadReport, before: LoadReport, seconds: float, glyphs: str = "█▒░"
+) -> RenderableType:
+    """The counts as people read them, with rates since `before`, which is `seconds` old.
+
+    `glyphs`: of held, cached and free tokens in the bar.
+    """
+
+    def rate(name: str) -> float:
+        # A router that was started again counts from 0.
+        return max(getattr(report, name) - getattr(before, name), 0) / seconds
+
+    steps = rate("num_steps")
+    router_ms = 1000 * rate("router_seconds") / steps if steps else 0.0
+    share = report.hit_tokens / report.prompt_tokens if report.prompt_tokens else 0.0
+    pool = (
+        f"{report.held:,} held, {report.cached:,} cached, {report.free:,} free of {report.capacity:,} tokens"
+    )
+    peak = f"{report.forecast_peak:,} tokens forecast, {report.reached_peak:,} reached so far"
+    rows = {
+        "state": report.state if report.detail == report.state else f"{report.state}: {report.detail}",
+        "pool": pool,
+        "peak": peak,
+        "requests": f"{report.num_running:,} running, {report.num_waiting:,} waiting",
+        "tokens": f"{rate('generated_tokens'):,.1f} generated/s, {rate('prompt_tokens'):,.1f} of prompts/s",
+        "cache": f"{report.hit_tokens:,} of {report.prompt_tokens:,} prompt tokens hit ({share:.0%})",
+        "steps": f"{steps:,.1f}/s, {router_ms:.2f} ms of the router's own time each",
+        "checks": f"{report.num_ledger_checks:,} of the device's books, all equal; "
+        f"{report.num_worker_starts:,} worker starts, {report.num_pauses:,} pauses",
+    }
+    table = Table.grid(padding=(0, 2))
+    for name, value in rows.items():
+        table.add_row(Text(name, style="bold"), Text(value))
+    return Group(Text(f"lightkv at {url}", style="bold"), bar(report, glyphs), table)
+
+
+def bar(load: Load, glyphs: str) -> Text:
+    """The pool as a bar: held, cached, free, and a mark where the forecast peak is."""
+    total = max(load.capacity, 1)
+    num_held = -(-load.held * _BAR_CHARS // total)  # a single token shows
+    num_cached = min(-(-load.cached * _BAR_CHARS // total), _BAR_CHARS - num_held)
+    chars = glyphs[0] * num_held + glyphs[1] * num_cached
+    chars += glyphs[2] * (_BAR_CHARS - len(chars))
+    text = Text(chars)
+    text.stylize("green", 0, num_held)
+    text.stylize("cyan", num_held, num_held + num_cached)
+    mark = min(load.forecast_peak * _BAR_CHARS // total, _BAR_CHARS - 1)
+    if load.forecast_peak:
+        text = Text.assemble(text[:mark], ("|", "bold red"), text[mark + 1 :])
+    return text
