@@ -1,8 +1,12 @@
 """What every test shares: the interpreter on machines without a GPU, the `gpu` marker, a file's time budget."""
 
 import os
+import signal
 
 import torch
+
+# A shell's background job ignores Ctrl-C, and so would the programs that tests start and interrupt.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # Read by Triton when a kernel is decorated, so it has to stand before any import of one.
 if not torch.cuda.is_available():
