@@ -5,14 +5,14 @@ import signal
 
 import torch
 
-# A shell's background job ignores Ctrl-C, and so would the programs that tests start and interrupt.
-signal.signal(signal.SIGINT, signal.default_int_handler)
-
 # Read by Triton when a kernel is decorated, so it has to stand before any import of one.
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 import pytest
+
+# A shell's background job ignores Ctrl-C, and so would the programs that tests start and interrupt.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 FILE_SECONDS = 180.0  # for a file's tests, `slow` and `gpu` aside, on a machine that is busy otherwise too
 _spent = pytest.StashKey[dict[str, float]]()
