@@ -70,8 +70,12 @@ def encode(edits: Iterable[Edit]) -> bytes:
     """The edits as little-endian int64: kind, number of integers, integers, for each."""
     words = array("q")
     for edit in edits:
-        values = [n for part in edit for n in part] if isinstance(edit, Take) else edit
-        words.extend((_CODES[type(edit)], len(values), *values))
+        if isinstance(edit, Take):
+            words.extend((_CODES[Take], 3 * len(edit.rows)))
+            for part in edit:
+                words.fromlist(list(part))
+        else:
+            words.extend((_CODES[type(edit)], len(edit), *edit))
     return words.tobytes()
 
 
