@@ -14,7 +14,7 @@ import pytest
 # A shell's background job ignores Ctrl-C, and so would the programs that tests start and interrupt.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
-FILE_SECONDS = 180.0  # for a file's tests, `slow` and `gpu` aside, on a machine that is busy otherwise too
+FILE_SECONDS = 120.0  # for a file's tests, `slow` and `gpu` aside, on a machine that is busy otherwise too
 _spent = pytest.StashKey[dict[str, float]]()
 
 
