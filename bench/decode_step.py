@@ -21,8 +21,9 @@ from lightkv.router import EngineConfig, SamplingParams
 from lightkv.router.build import assemble
 from lightkv.router.engine import Engine
 from lightkv.router.model_runner import ModelRunner
+from lightkv.router.request import Request
 from lightkv.router.sampling_params import SamplerKind
-from lightkv.router.scheduler import Request, Scheduler
+from lightkv.router.scheduler import Scheduler
 from lightkv.router.weights import random_model
 
 LLAMA_3_8B = LlamaConfig(

@@ -31,9 +31,9 @@ import numpy as np
 from bench.report import parser, print_json, print_machine, print_table, refuse
 from lightkv.ledger import TokenLedger
 from lightkv.router import SamplingParams, Scheduler
-from lightkv.router.messages import Limits, StepPlan, StepResult
-from lightkv.router.scheduler import Request, TokenEvent
-from lightkv.router.service_messages import Event, Events
+from lightkv.router.messages import Limits, StepPlan, StepResult, TokenEvent
+from lightkv.router.request import Request
+from lightkv.router.service_messages import Events
 
 T = TypeVar("T")
 
@@ -86,7 +86,7 @@ class Router:
             self._flying.append((plan, _encode(result)))
         plan, data = self._flying.popleft()
         events = self._timed("consume", lambda: self._consume(plan, data))
-        self._timed("send", lambda: _encode(Events([Event(*event) for event in events])))
+        self._timed("send", lambda: _encode(Events(events)))
         self._fill_queue()
 
     def measure(self, steps: int) -> None:
@@ -156,7 +156,7 @@ def floor_us(num_running: int) -> float:
     times = []
     for _ in range(200):
         begun = time.perf_counter_ns()
-        _encode(Events([Event("0" * 32, 10) for _ in range(num_running)]))
+        _encode(Events([TokenEvent("0" * 32, 10) for _ in range(num_running)]))
         times.append(time.perf_counter_ns() - begun)
     return float(np.median(times)) / 1e3
 

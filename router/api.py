@@ -51,9 +51,9 @@ from .openai_protocol import (
     error_body,
 )
 from .openai_writer import ChatWriter, CompletionWriter, usage_of
+from .request import InvalidPrompt, NeverFits
 from .router_client import RequestRefused, RouterClient, RouterUnreachable
 from .sampling_params import InvalidParams
-from .scheduler import InvalidPrompt, NeverFits
 from .tokenizer import ChatTemplateError, Tokenizer, UnreadableTokenizer
 
 T = TypeVar("T")

@@ -338,7 +338,7 @@ def _takes_chat(tokenizer: "Tokenizer") -> bool:
 
 def _is_bad_input(error: LightKVError) -> bool:
     """Whether the remedy is another command line, rather than a machine with more room or a mended bug."""
-    from .scheduler import NeverFits
+    from .request import NeverFits
     from .tokenizer import ChatTemplateError, UnreadableTokenizer
     from .weights import ModelNotFound, UnreadableWeights
 

@@ -4,9 +4,8 @@ Knows text and events; knows no engine and no torch. Whoever drives it ends the 
 `stopped` is set: the engine itself knows stop tokens, not stop strings.
 """
 
-from .messages import TokenLogprobs
+from .messages import TokenEvent, TokenLogprobs
 from .sampling_params import SamplingParams
-from .scheduler import TokenEvent
 from .tokenizer import Detokenizer, StopChecker, Tokenizer
 
 

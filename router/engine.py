@@ -9,8 +9,9 @@ from typing import NamedTuple, Protocol
 from lightkv.edits import decode, encode
 from lightkv.errors import LedgerMismatch, LightKVError
 
-from .messages import StepPlan, StepResult
-from .scheduler import Request, Scheduler, TokenEvent
+from .messages import StepPlan, StepResult, TokenEvent
+from .request import Request
+from .scheduler import Scheduler
 
 
 class Holding(NamedTuple):

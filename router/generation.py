@@ -12,12 +12,11 @@ from lightkv.errors import LightKVError
 from lightkv.prefix_tree import TOKEN_BYTES
 
 from .completion import Completion
-from .messages import TokenLogprobs
+from .messages import TokenEvent, TokenLogprobs
 from .metrics import AnswerClock, ServiceMetrics
 from .router_client import AnswerStream, RouterClient
 from .sampling_params import SamplingParams
-from .scheduler import TokenEvent
-from .service_messages import Event, Submit
+from .service_messages import Submit
 from .tokenizer import Tokenizer
 
 
@@ -152,15 +151,13 @@ class Generation:
         self._growing.clear()
         self._events.close()
 
-    def _take(self, event: Event, piece: Piece) -> None:
+    def _take(self, event: TokenEvent, piece: Piece) -> None:
         answer = piece.answer
         if answer.completion.finish_reason is not None:  # a stop string came first
             return
         if event.num_cached is not None:
             answer.num_cached = event.num_cached
-        piece.text += answer.completion.push(
-            TokenEvent(event.request_id, event.token, event.finish_reason, event.logprobs)
-        )
+        piece.text += answer.completion.push(event)
         answer.clock.token()
         if event.logprobs is not None and event.token is not None and event.finish_reason != "stop":
             answer.scored.append((event.token, event.logprobs))
@@ -176,7 +173,7 @@ class Generation:
         if completion.stopped:
             self._events.end(request_id, "stop")
 
-    def _fail(self, event: Event) -> None:
+    def _fail(self, event: TokenEvent) -> None:
         for answer in self._growing.values():
             answer.clock.finish("error")
         self._growing.clear()

@@ -22,9 +22,10 @@ from .build import build_runner
 from .completion import Completion
 from .config import EngineConfig
 from .engine import Engine, Stats
-from .messages import TokenLogprobs
+from .messages import TokenEvent, TokenLogprobs
+from .request import InvalidPrompt, Request
 from .sampling_params import SamplingParams
-from .scheduler import InvalidPrompt, Request, Scheduler, TokenEvent
+from .scheduler import Scheduler
 from .tokenizer import Tokenizer
 from .weights import resolve
 

@@ -1,4 +1,5 @@
-"""Every typed message that crosses from scheduling to the device and back: plain data, no torch.
+"""Every typed message that crosses from scheduling to the device and back, and on to whoever asked: plain
+data, no torch.
 
 In one process they are passed as they are; between processes msgspec encodes them to bytes.
 """
@@ -86,6 +87,22 @@ class TokenLogprobs(msgspec.Struct, frozen=True):
     logprob: float
     top_ids: list[int]
     top_logprobs: list[float]
+
+
+class TokenEvent(msgspec.Struct, frozen=True, array_like=True):
+    """What a step brought one request: a token, and its end if that was the last.
+
+    `finish_reason`: "stop", "length", "error" (its step failed), "lost" (its worker died) or "abort"; the
+    latter three have no token, and say why in `error`. `num_cached`: with the first token, tokens of the
+    prompt found in the cache.
+    """
+
+    request_id: str
+    token: int | None
+    finish_reason: str | None = None
+    logprobs: TokenLogprobs | None = None
+    error: str | None = None
+    num_cached: int | None = None
 
 
 class StepResult(msgspec.Struct, frozen=True):

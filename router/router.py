@@ -22,10 +22,11 @@ from lightkv.ledger import TokenLedger
 from .config import EngineConfig
 from .engine import Holding
 from .frames import BadFrame, FrameStream, is_own
-from .messages import RunnerInfo, StepPlan, StepResult
+from .messages import RunnerInfo, StepPlan, StepResult, TokenEvent
+from .request import InvalidPrompt, NeverFits, Request
 from .sampling_params import InvalidParams
-from .scheduler import InvalidPrompt, NeverFits, Request, Scheduler, TokenEvent
-from .service_messages import Abort, Accepted, Event, Events, Load, Refused, State, Status, Submit, ToRouter
+from .scheduler import Scheduler
+from .service_messages import Abort, Accepted, Events, Load, Refused, State, Status, Submit, ToRouter
 from .worker_client import WorkerDied, WorkerFailed
 
 MAX_CRASHES = 3  # within CRASH_SECONDS: a worker that starts once more would only die once more
@@ -267,15 +268,22 @@ class Router:
 
     def _send(self, events: list[TokenEvent]) -> None:
         """Each event to whoever submitted its request, one message a client."""
-        by_client: dict[FrameStream[ToRouter], list[Event]] = {}
+        owners = self._owners
+        if len(self._clients) == 1:  # most often
+            own = [event for event in events if event.request_id in owners]
+            if own:
+                next(iter(self._clients)).send(Events(own))
+        else:
+            by_client: dict[FrameStream[ToRouter], list[TokenEvent]] = {}
+            for event in events:
+                client = owners.get(event.request_id)
+                if client is not None:
+                    by_client.setdefault(client, []).append(event)
+            for client, own in by_client.items():
+                client.send(Events(own))
         for event in events:
-            client = self._owners.get(event.request_id)
-            if client is not None:
-                by_client.setdefault(client, []).append(Event(*event))
             if event.finish_reason is not None:
-                self._owners.pop(event.request_id, None)
-        for client, own in by_client.items():
-            client.send(Events(own))
+                owners.pop(event.request_id, None)
 
     def _end_all(self, reason: str, error: str) -> None:
         """Tell every request that it ends, whatever the scheduler holds of it."""

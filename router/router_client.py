@@ -14,8 +14,8 @@ import msgspec
 from lightkv.errors import LightKVError
 
 from .frames import BadFrame, FrameStream, is_own
-from .messages import RunnerInfo
-from .service_messages import Abort, Accepted, Event, Events, Load, Refused, Status, Submit, ToApi
+from .messages import RunnerInfo, TokenEvent
+from .service_messages import Abort, Accepted, Events, Load, Refused, Status, Submit, ToApi
 
 
 class RouterUnreachable(LightKVError):
@@ -126,7 +126,7 @@ class RouterClient:
             self._frames.close()
             self.status = msgspec.structs.replace(self.status, state="dead", detail=detail)
             for request_id, answers in self._answers.items():
-                answers.push(Event(request_id, None, "error", error=detail))
+                answers.push(TokenEvent(request_id, None, "error", error=detail))
             self._answers.clear()
 
     def _take(self, message: ToApi) -> None:
@@ -163,13 +163,13 @@ class AnswerStream:
         self._living = set(request_ids)
         self._num_unanswered = len(request_ids)
         self._refused: RequestRefused | None = None
-        self._pending: list[Event] = []
+        self._pending: list[TokenEvent] = []
         self._woken = asyncio.Event()
 
     def __aiter__(self) -> "AnswerStream":
         return self
 
-    async def __anext__(self) -> list[Event]:
+    async def __anext__(self) -> list[TokenEvent]:
         while not self._pending:
             if not self._living:
                 raise StopAsyncIteration
@@ -198,7 +198,7 @@ class AnswerStream:
             self.end(request_id)
         self._pending = []
 
-    def push(self, event: Event) -> None:
+    def push(self, event: TokenEvent) -> None:
         """An event of one of the requests has come."""
         if event.finish_reason is not None:
             self._living.discard(event.request_id)

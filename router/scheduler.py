@@ -20,107 +20,14 @@ from collections import deque
 from typing import NamedTuple
 
 from lightkv.edits import encode
-from lightkv.errors import CheckFailed, LightKVError
-from lightkv.ledger import Sequence, TokenLedger
-from lightkv.prefix_tree import TOKEN_BYTES, Namespace
+from lightkv.errors import CheckFailed
+from lightkv.ledger import TokenLedger
+from lightkv.prefix_tree import TOKEN_BYTES
 
 from .admission import Demand, peak_tokens
-from .messages import Limits, NewRow, StepPlan, StepResult, TokenLogprobs
-from .sampling_params import SamplerKind, SamplingParams
-
-
-class NeverFits(LightKVError):
-    """A request that could not run even alone."""
-
-    def __init__(self, prompt: int, max_tokens: int, limit: int, what: str, remedy: str) -> None:
-        self.prompt = prompt
-        self.max_tokens = max_tokens
-        self.limit = limit
-        super().__init__(
-            f"{prompt} prompt tokens and up to {max_tokens} new ones do not fit {what} of {limit} tokens; "
-            f"shorten the prompt, lower max_tokens, or {remedy}"
-        )
-
-
-class InvalidPrompt(LightKVError, ValueError):
-    """A prompt that is no line of this model's tokens."""
-
-
-class Request:
-    """One prompt on its way to one completion.
-
-    `prompt_ids`: int32 bytes. `stop_ids`: sampling one of these ends it. `seed`: with the position, all that
-    its random numbers depend on. `priority`: the lower, the sooner it is admitted. `finish_reason`: None while
-    it lives, then "stop", "length", "abort" or "error". `flying`: steps under way that it is in.
-    """
-
-    __slots__ = (
-        "cached",
-        "finish_reason",
-        "flying",
-        "id",
-        "kind",
-        "max_tokens",
-        "namespace",
-        "num_hit",
-        "num_prompt",
-        "output",
-        "params",
-        "priority",
-        "prompt_ids",
-        "seed",
-        "sequence",
-        "stop_ids",
-    )
-
-    def __init__(
-        self,
-        request_id: str,
-        prompt_ids: bytes,
-        params: SamplingParams,
-        seed: int,
-        stop_ids: frozenset[int] = frozenset(),
-        namespace: Namespace = (),
-        priority: int = 0,
-    ) -> None:
-        self.id = request_id
-        self.prompt_ids = prompt_ids
-        self.num_prompt = len(prompt_ids) // TOKEN_BYTES
-        self.params = params
-        self.kind = params.kind  # these two are asked for at every step
-        self.max_tokens = params.max_tokens
-        self.seed = seed
-        self.stop_ids = stop_ids
-        self.namespace = namespace
-        self.priority = priority
-        self.output = array("i")
-        self.sequence: Sequence | None = None
-        self.num_hit = 0
-        self.finish_reason: str | None = None
-        self.cached = True  # once it has ended: do its tokens stay in the cache?
-        self.flying = 0
-
-    @property
-    def max_slots(self) -> int:
-        """Slots that it takes at most: the last token sampled is never written."""
-        return self.num_prompt + self.params.max_tokens - 1
-
-    @property
-    def remaining(self) -> int:
-        """Slots still to come, while it runs."""
-        assert self.sequence is not None
-        return self.max_slots - self.sequence.length
-
-
-class TokenEvent(NamedTuple):
-    """What a step brought one request: a token, and its end if that was the last. An "error" has no token."""
-
-    request_id: str
-    token: int | None
-    finish_reason: str | None
-    logprobs: TokenLogprobs | None = None
-    error: str | None = None
-    num_cached: int | None = None  # with the first token: tokens of the prompt found in the cache
+from .messages import Limits, NewRow, StepPlan, StepResult, TokenEvent
+from .request import InvalidPrompt, NeverFits, Request
+from .sampling_params import SamplerKind
 
 
 class _Batch(NamedTuple):
@@ -300,18 +207,18 @@ class Scheduler:
                 request = requests[index]
                 if request.finish_reason is not None:
                     continue
-                output = request.output
-                output.append(token)
+                request.output.append(token)
+                count = len(request.output)
+                ends = token in request.stop_ids or count == request.max_tokens
+                if not ends and count > 1 and not logprobs:  # most of them
+                    events.append(TokenEvent(request.id, token))
+                    continue
                 reason = None
-                if token in request.stop_ids:
-                    reason = "stop"
-                elif len(output) == request.max_tokens:
-                    reason = "length"
-                if reason is not None:
+                if ends:
+                    reason = "stop" if token in request.stop_ids else "length"
                     self._end(request, reason)
-                known = logprobs.get(i) if logprobs else None
-                num_cached = request.num_hit if len(output) == 1 else None
-                events.append(TokenEvent(request.id, token, reason, known, None, num_cached))
+                num_cached = request.num_hit if count == 1 else None
+                events.append(TokenEvent(request.id, token, reason, logprobs.get(i), None, num_cached))
             self.num_output_tokens += len(events)
         self._sweep()
         return events

@@ -7,7 +7,7 @@ from typing import Literal
 
 import msgspec
 
-from .messages import RunnerInfo, TokenLogprobs
+from .messages import RunnerInfo, TokenEvent
 from .sampling_params import SamplingParams
 
 State = Literal["starting", "ready", "draining", "dead"]
@@ -51,21 +51,10 @@ class Refused(msgspec.Struct, frozen=True, tag=True):
     message: str
 
 
-class Event(msgspec.Struct, frozen=True, array_like=True):
-    """What a step brought one request: a token, and its end if that was the last. An "error" has no token."""
-
-    request_id: str
-    token: int | None
-    finish_reason: str | None = None
-    logprobs: TokenLogprobs | None = None
-    error: str | None = None
-    num_cached: int | None = None  # with its first token: prompt tokens found in the cache
-
-
 class Events(msgspec.Struct, frozen=True, tag=True):
     """All that one step brought."""
 
-    events: list[Event]
+    events: list[TokenEvent]
 
 
 class Load(msgspec.Struct, frozen=True):

@@ -19,12 +19,11 @@ import uvicorn
 from lightkv.router.api import ApiSettings, create_app
 from lightkv.router.config import EngineConfig
 from lightkv.router.frames import FrameStream
-from lightkv.router.messages import Limits, RunnerInfo, TokenLogprobs
+from lightkv.router.messages import Limits, RunnerInfo, TokenEvent, TokenLogprobs
 from lightkv.router.router_client import RouterClient
 from lightkv.router.service_messages import (
     Abort,
     Accepted,
-    Event,
     Events,
     Load,
     Refused,
@@ -125,7 +124,7 @@ class FakeRouter:
         for i in range(submit.params.max_tokens):
             await asyncio.sleep(self.delay)
             if i == self.fail_after:
-                self._stream.send(Events([Event(submit.request_id, None, "error", error="out of luck")]))
+                self._stream.send(Events([TokenEvent(submit.request_id, None, "error", error="out of luck")]))
                 return
             token = self.script[i % len(self.script)]
             reason = "length" if i + 1 == submit.params.max_tokens else None
@@ -135,7 +134,7 @@ class FakeRouter:
                 top = [token, 2, 3][: submit.params.logprobs]
                 logprobs = TokenLogprobs(-0.5, top, [-0.5, -1.5, float("-inf")][: len(top)])
             cached = self.num_cached if i == 0 else None
-            self._stream.send(Events([Event(submit.request_id, token, reason, logprobs, None, cached)]))
+            self._stream.send(Events([TokenEvent(submit.request_id, token, reason, logprobs, None, cached)]))
             if reason is not None:
                 return
 

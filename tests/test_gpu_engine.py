@@ -14,8 +14,10 @@ from lightkv.ledger import TokenLedger
 from lightkv.router import EngineConfig, SamplingParams
 from lightkv.router.build import assemble
 from lightkv.router.engine import Engine
+from lightkv.router.messages import TokenEvent
 from lightkv.router.model_runner import ModelRunner
-from lightkv.router.scheduler import Request, Scheduler, TokenEvent
+from lightkv.router.request import Request
+from lightkv.router.scheduler import Scheduler
 from lightkv.router.weights import random_model
 
 pytestmark = pytest.mark.gpu

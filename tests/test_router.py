@@ -15,13 +15,12 @@ from model_worker import ModelWorker
 from lightkv.router.config import EngineConfig
 from lightkv.router.engine import Holding
 from lightkv.router.frames import FrameStream
-from lightkv.router.messages import Limits, RunnerInfo, StepPlan, StepResult, WorkerError
+from lightkv.router.messages import Limits, RunnerInfo, StepPlan, StepResult, TokenEvent, WorkerError
 from lightkv.router.router import MAX_CRASHES, Router
 from lightkv.router.sampling_params import SamplingParams
 from lightkv.router.service_messages import (
     Abort,
     Accepted,
-    Event,
     Events,
     Refused,
     Status,
@@ -85,7 +84,7 @@ class Client:
     def __init__(self, stream: FrameStream[ToApi]) -> None:
         self.stream = stream
         self.status: Status | None = None
-        self.events: list[Event] = []
+        self.events: list[TokenEvent] = []
 
     async def take(self) -> Accepted | Refused | None:
         """Read one message; the answer to a submission, if it was one."""
@@ -106,7 +105,7 @@ class Client:
             pass
         return answer
 
-    async def until_ended(self, *names: str) -> dict[str, Event]:
+    async def until_ended(self, *names: str) -> dict[str, TokenEvent]:
         while not set(names) <= {event.request_id for event in self.events if event.finish_reason}:
             await self.take()
         return {event.request_id: event for event in self.events if event.finish_reason}

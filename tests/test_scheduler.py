@@ -11,9 +11,10 @@ from lightkv.edits import decode
 from lightkv.errors import LedgerMismatch
 from lightkv.ledger import TokenLedger
 from lightkv.router.engine import Engine, EngineDead
-from lightkv.router.messages import Limits
+from lightkv.router.messages import Limits, TokenEvent
+from lightkv.router.request import InvalidPrompt, NeverFits, Request
 from lightkv.router.sampling_params import InvalidParams, SamplingParams
-from lightkv.router.scheduler import InvalidPrompt, NeverFits, Request, Scheduler, TokenEvent
+from lightkv.router.scheduler import Scheduler
 
 VOCABULARY = 300
 

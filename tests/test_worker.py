@@ -33,8 +33,9 @@ from lightkv.router.build import build_runner
 from lightkv.router.engine import Holding
 from lightkv.router.messages import Done, RunnerInfo, StepPlan, StepResult, WorkerError, WorkerStart
 from lightkv.router.model_runner import ModelRunner
+from lightkv.router.request import Request
 from lightkv.router.sampling_params import SamplerKind
-from lightkv.router.scheduler import Request, Scheduler
+from lightkv.router.scheduler import Scheduler
 from lightkv.router.weights import random_model
 from lightkv.router.worker import RPYC_CONFIG, StepPipeline, Worker, connect
 from lightkv.router.worker_client import WorkerClient, WorkerDied, WorkerFailed

@@ -1,0 +1,95 @@
+"""A request: one prompt on its way to one completion, and why one may be refused. Integers only, no torch.
+
+Knows what was asked and what has come of it; when it runs is the scheduler's matter.
+"""
+
+from array import array
+
+from lightkv.errors import LightKVError
+from lightkv.ledger import Sequence
+from lightkv.prefix_tree import TOKEN_BYTES, Namespace
+
+from .sampling_params import SamplingParams
+
+
+class NeverFits(LightKVError):
+    """A request that could not run even alone."""
+
+    def __init__(self, prompt: int, max_tokens: int, limit: int, what: str, remedy: str) -> None:
+        self.prompt = prompt
+        self.max_tokens = max_tokens
+        self.limit = limit
+        super().__init__(
+            f"{prompt} prompt tokens and up to {max_tokens} new ones do not fit {what} of {limit} tokens; "
+            f"shorten the prompt, lower max_tokens, or {remedy}"
+        )
+
+
+class InvalidPrompt(LightKVError, ValueError):
+    """A prompt that is no line of this model's tokens."""
+
+
+class Request:
+    """One prompt on its way to one completion.
+
+    `prompt_ids`: int32 bytes. `stop_ids`: sampling one of these ends it. `seed`: with the position, all that
+    its random numbers depend on. `priority`: the lower, the sooner it is admitted. `finish_reason`: None while
+    it lives, then "stop", "length", "abort" or "error". `flying`: steps under way that it is in.
+    """
+
+    __slots__ = (
+        "cached",
+        "finish_reason",
+        "flying",
+        "id",
+        "kind",
+        "max_tokens",
+        "namespace",
+        "num_hit",
+        "num_prompt",
+        "output",
+        "params",
+        "priority",
+        "prompt_ids",
+        "seed",
+        "sequence",
+        "stop_ids",
+    )
+
+    def __init__(
+        self,
+        request_id: str,
+        prompt_ids: bytes,
+        params: SamplingParams,
+        seed: int,
+        stop_ids: frozenset[int] = frozenset(),
+        namespace: Namespace = (),
+        priority: int = 0,
+    ) -> None:
+        self.id = request_id
+        self.prompt_ids = prompt_ids
+        self.num_prompt = len(prompt_ids) // TOKEN_BYTES
+        self.params = params
+        self.kind = params.kind  # these two are asked for at every step
+        self.max_tokens = params.max_tokens
+        self.seed = seed
+        self.stop_ids = stop_ids
+        self.namespace = namespace
+        self.priority = priority
+        self.output = array("i")
+        self.sequence: Sequence | None = None
+        self.num_hit = 0
+        self.finish_reason: str | None = None
+        self.cached = True  # once it has ended: do its tokens stay in the cache?
+        self.flying = 0
+
+    @property
+    def max_slots(self) -> int:
+        """Slots that it takes at most: the last token sampled is never written."""
+        return self.num_prompt + self.params.max_tokens - 1
+
+    @property
+    def remaining(self) -> int:
+        """Slots still to come, while it runs."""
+        assert self.sequence is not None
+        return self.max_slots - self.sequence.length
