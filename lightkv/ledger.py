@@ -13,7 +13,7 @@ A sequence is a path of shared segments and a private tail:
 After every verb `num_free + num_cached + num_held == capacity`.
 """
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from collections.abc import Sequence as Seq
 from typing import NamedTuple
 
@@ -100,6 +100,11 @@ class TokenLedger:
         """The open sequences."""
         return self._open.values()
 
+    @property
+    def shared(self) -> Collection[Segment]:
+        """The segments that more than one open sequence holds."""
+        return self._tree.shared
+
     def drain(self) -> list[Edit]:
         """The edits since the last call, in order; they are the caller's to have applied."""
         edits, self._edits = self._edits, []
@@ -122,8 +127,8 @@ class TokenLedger:
         node, matched = tree.find(tree.root(namespace), token_ids[:-TOKEN_BYTES], 0)
         if matched < len(node.tokens):
             node = self._split(node, matched // TOKEN_BYTES)
-        self.num_cached -= tree.hold(node)
         row = self._free_rows.pop()
+        self.num_cached -= tree.hold(node, row)
         path = list(node.up())
         shared = 0
         for segment in reversed(path):
@@ -187,14 +192,14 @@ class TokenLedger:
         node = sequence.node
         if tokens[:TOKEN_BYTES] in node.children:
             return
-        if node.parent is not None and node.holders == 1 and not node.children:
+        if node.parent is not None and len(node.holders) == 1 and not node.children:
             # Its own newest segment, say of the chunk before, grows: one segment, not a chain of chunks.
             if node.confirmed == node.length:
                 self._unconfirmed.append(node)
             node.tokens += tokens
         else:
             node = self._tree.add(node, tokens)
-            node.holders = 1
+            node.holders.add(sequence.row)
             node.used = self._tree.touch()
             node.confirmed = 0
             sequence.node = node
@@ -243,7 +248,7 @@ class TokenLedger:
         if end > start:
             self._edits.append(Give(row, start, end))
             self.num_free += end - start
-        self.num_cached += self._tree.release(sequence.node)
+        self.num_cached += self._tree.release(sequence.node, row)
         del self._open[row]
         self._free_rows.append(row)
         sequence.row = 0
@@ -264,7 +269,7 @@ class TokenLedger:
     def check(self) -> None:
         """Recount everything from the sequences and the tree. Raises CheckFailed."""
         self._tree.check()
-        held: dict[int, int] = {}
+        held: dict[int, set[int]] = {}
         private = 0
         for row, sequence in self._open.items():
             path = list(sequence.node.up())
@@ -274,11 +279,12 @@ class TokenLedger:
                 raise CheckFailed(f"{sequence} is shorter than its path")
             private += sequence.num_private
             for segment in path:
-                held[segment.id] = held.get(segment.id, 0) + 1
+                held.setdefault(segment.id, set()).add(row)
         cached = shared = 0
         for segment in self._tree:
-            if segment.holders != held.get(segment.id, 0):
-                raise CheckFailed(f"{segment} is held by {held.get(segment.id, 0)} sequences")
+            if segment.holders != held.get(segment.id, set()):
+                rows = sorted(held.get(segment.id, ()))
+                raise CheckFailed(f"{segment} lists {sorted(segment.holders)}; it is on the paths of {rows}")
             if segment.holders:
                 shared += segment.length
             else:
@@ -318,7 +324,8 @@ class TokenLedger:
                 tree.rest(node)
         if end > found:
             fresh = tokens[found * TOKEN_BYTES :]
-            if node is sequence.node and node.parent is not None and node.holders == 1 and not node.children:
+            own = node is sequence.node and node.parent is not None and len(node.holders) == 1
+            if own and not node.children:
                 if node.confirmed == node.length:
                     node.confirmed += end - found
                 node.tokens += fresh

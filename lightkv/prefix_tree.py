@@ -1,11 +1,12 @@
 """The tree of shared segments: which token sequences are in the cache, who holds them, what can go.
 
-Knows token ids and lengths; knows neither slots nor rows, and counts no free tokens (`ledger.py` does).
+Knows token ids, lengths and who holds what (by row); knows no slots, and counts no free tokens (`ledger.py`
+does).
 A segment is a run of tokens held together; the path from a root to it spells a prefix. Token ids are bytes
 of int32 throughout, so that comparing a thousand of them is one memcmp.
 
     root ── "You are a helpful assistant" ──┬── "What is a slot?"      held by sequence A
-    (one per namespace)   holders = 2       └── "Who wrote Faust?"     held by sequence B
+    (one per namespace)   held by A and B   └── "Who wrote Faust?"     held by sequence B
 
 A holder of a segment holds its ancestors too, so a parent has at least its children's holders, and what
 nobody holds (what is cached) always hangs at the leaves.
@@ -22,7 +23,7 @@ Namespace = tuple[object, ...]
 
 
 class Segment:
-    """One node: `tokens` int32 bytes that follow its parent's, `holders` sequences whose path it is on."""
+    """One node: `tokens` int32 bytes that follow its parent's, `holders` the rows of sequences whose path it is on."""
 
     __slots__ = (
         "children",
@@ -44,7 +45,7 @@ class Segment:
         self.tokens = tokens
         self.parent = parent
         self.children: dict[bytes, Segment] = {}
-        self.holders = 0
+        self.holders: set[int] = set()
         self.used = 0
         # The first `confirmed` tokens are known to be computed; the rest was published by step `published`.
         self.confirmed = self.length
@@ -56,7 +57,7 @@ class Segment:
         return len(self.tokens) // TOKEN_BYTES
 
     def __repr__(self) -> str:
-        return f"Segment({self.id}, length={self.length}, holders={self.holders})"
+        return f"Segment({self.id}, length={self.length}, holders={len(self.holders)})"
 
     def up(self) -> Iterator["Segment"]:
         """This segment and its ancestors up to the root, the root left out."""
@@ -90,10 +91,14 @@ def common_prefix(segment: bytes, tokens: bytes, at: int) -> int:
 
 
 class PrefixTree:
-    """Roots by namespace, and the unheld leaves in the order of their last use."""
+    """Roots by namespace, and the unheld leaves in the order of their last use.
+
+    `shared`: the segments that two sequences or more hold.
+    """
 
     def __init__(self) -> None:
         self.roots: dict[Namespace, Segment] = {}
+        self.shared: set[Segment] = set()
         self.num_segments = 0
         self._next_id = 1
         self._use = 0
@@ -111,30 +116,34 @@ class PrefixTree:
         self._use += 1
         return self._use
 
-    def hold(self, segment: Segment) -> int:
-        """One more holder for the path to `segment`. Returns how many tokens nobody held before."""
+    def hold(self, segment: Segment, row: int) -> int:
+        """`row` holds the path to `segment`. Returns how many tokens nobody held before."""
         now = self.touch()
         taken = 0
         node: Segment | None = segment
         while node is not None:
             if not node.holders:
                 taken += node.length
-            node.holders += 1
+            elif len(node.holders) == 1 and node.parent is not None:
+                self.shared.add(node)
+            node.holders.add(row)
             node.used = now
             node = node.parent
         return taken
 
-    def release(self, segment: Segment) -> int:
-        """One holder less for the path to `segment`. Returns how many tokens nobody holds now."""
+    def release(self, segment: Segment, row: int) -> int:
+        """`row` holds the path to `segment` no more. Returns how many tokens nobody holds now."""
         now = self.touch()
         left = 0
         node: Segment | None = segment
         while node is not None:
-            node.holders -= 1
+            node.holders.remove(row)
             node.used = now
             if not node.holders:
                 left += node.length
                 self.rest(node)
+            elif len(node.holders) == 1:
+                self.shared.discard(node)
             node = node.parent
         return left
 
@@ -174,7 +183,9 @@ class PrefixTree:
         assert segment.parent is not None
         cut = at * TOKEN_BYTES
         head = self.add(segment.parent, segment.tokens[:cut])
-        head.holders = segment.holders
+        head.holders = segment.holders.copy()
+        if len(head.holders) > 1:
+            self.shared.add(head)
         head.used = segment.used
         head.published = segment.published
         head.confirmed = min(segment.confirmed, at)
@@ -244,9 +255,14 @@ class PrefixTree:
                 raise CheckFailed(f"{segment} is not its parent's child")
             if not segment.tokens or len(segment.tokens) % TOKEN_BYTES:
                 raise CheckFailed(f"{segment} holds {len(segment.tokens)} bytes, not whole tokens")
-            if sum(child.holders for child in segment.children.values()) > segment.holders:
-                raise CheckFailed(f"{segment} has fewer holders than its children")
+            below = [row for child in segment.children.values() for row in child.holders]
+            if len(set(below)) < len(below) or not segment.holders.issuperset(below):
+                raise CheckFailed(f"{segment} is held by {segment.holders}, its children by {below}")
+            if (len(segment.holders) > 1) != (segment in self.shared):
+                raise CheckFailed(f"{segment} is {'' if segment in self.shared else 'not '}among the shared")
             if not segment.holders and not segment.children and segment.id not in idle:
                 raise CheckFailed(f"{segment} is held by nobody and cannot be evicted")
+        if any(segment.parent is None for segment in self.shared):
+            raise CheckFailed("a segment that is in the tree no more is among the shared")
         if count != self.num_segments:
             raise CheckFailed(f"{count} segments in the tree, {self.num_segments} in the books")

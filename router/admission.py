@@ -1,6 +1,7 @@
 """How many tokens the running requests will hold at most: the arithmetic of admission.
 
-Pure functions of integers; knows nothing of queues, steps or devices.
+Pure functions of integers, and what is known of output lengths; nothing of queues, steps or devices.
+`peak_tokens` is the specification of `forecast.Forecast`, which the scheduler asks.
 
 A request that decodes holds `held` tokens of its own now and takes one more a step for `remaining` steps;
 then it ends and lets go of all. The total rises by one a request a step and falls only at an end, so it
@@ -18,8 +19,13 @@ counts in full, held plus remaining, at every point. A shared segment is held un
 it counts once, with its longest-lived holder (a prefill outlives all).
 """
 
+from array import array
+from bisect import bisect_left, bisect_right, insort
+from collections import deque
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple, Protocol
+
+ADMISSIONS = ("exact", "quantile")
 
 
 class SharedSegment(Protocol):
@@ -85,3 +91,40 @@ def peak_tokens(demands: Sequence[Demand], lag: int = 0) -> int:
 
 def _by_remaining(demand: Demand) -> int:
     return demand.remaining
+
+
+class OutputLengths:
+    """How long an output will be, by the outputs that ended of late: a quantile of those that were longer.
+
+    An estimate that proves too short may cost a pause, one that is too long leaves slots idle: a lower
+    `quantile` fills the pool more, and pauses more. `reserve`: share of the pool that admission leaves alone.
+    """
+
+    quantile = 0.3
+    reserve = 0.03
+    num_recent = 1000
+    num_needed = 32  # fewer say nothing: as long as it may be, until then
+
+    def __init__(self) -> None:
+        self._recent: deque[int] = deque()
+        self._sorted = array("q")
+
+    def observe(self, length: int) -> None:
+        """An output of `length` tokens has ended, by itself or at its limit."""
+        self._recent.append(length)
+        insort(self._sorted, length)
+        if len(self._recent) > self.num_recent:
+            del self._sorted[bisect_left(self._sorted, self._recent.popleft())]
+
+    def estimate(self, generated: int, max_tokens: int) -> int:
+        """Tokens of an output that has `generated` so far, and more to come: above that, up to `max_tokens`."""
+        shorter = bisect_right(self._sorted, generated)
+        longer = len(self._sorted) - shorter
+        if len(self._sorted) < self.num_needed or not longer:
+            return max_tokens
+        return min(self._sorted[shorter + int(self.quantile * longer)], max_tokens)
+
+
+def output_lengths(admission: str) -> OutputLengths | None:
+    """The estimates that an admission of this name goes by; None for "exact": each as long as it may be."""
+    return None if admission == "exact" else OutputLengths()

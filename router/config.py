@@ -9,6 +9,8 @@ from typing import Any
 
 from lightkv.errors import LightKVError
 
+from .admission import ADMISSIONS
+
 DTYPES = ("auto", "float32", "float16", "bfloat16")
 ATTENTION_BACKENDS = ("torch", "triton")
 MAX_SHUTDOWN_SECONDS = 86_400.0
@@ -46,6 +48,11 @@ class EngineConfig:
     prefill_chunk: int | None = _setting(
         None, "Prompt tokens a step at most; 0: no limit. Default: 2048 on a GPU, 512 on a CPU."
     )
+    admission: str = _setting(
+        "exact",
+        "exact: a request is admitted when it, and all that run, fit to their last token; nothing is ever "
+        "paused. quantile: by the lengths of recent outputs; fuller, and pauses the youngest where short.",
+    )
     cuda_graphs: bool = _setting(True, "Run decode steps as CUDA graphs.")
     compile: bool = _setting(
         False,
@@ -70,6 +77,8 @@ class EngineConfig:
         if self.attention_backend not in (None, *ATTENTION_BACKENDS):
             known = ", ".join(ATTENTION_BACKENDS)
             raise InvalidConfig(f"--attention-backend is {self.attention_backend!r}; give one of {known}")
+        if self.admission not in ADMISSIONS:
+            raise InvalidConfig(f"--admission is {self.admission!r}; give one of {', '.join(ADMISSIONS)}")
 
     @classmethod
     def help(cls, name: str) -> str:

@@ -52,6 +52,7 @@ class Stats(NamedTuple):
     prompt_tokens: int
     hit_tokens: int
     num_steps: int
+    num_pauses: int
 
 
 class Engine:
@@ -118,6 +119,7 @@ class Engine:
             prompt_tokens=scheduler.num_prompt_tokens,
             hit_tokens=scheduler.num_hit_tokens,
             num_steps=scheduler.step,
+            num_pauses=scheduler.num_pauses,
         )
 
     def check(self) -> None:

@@ -18,6 +18,7 @@ from lightkv.errors import LightKVError
 from lightkv.ledger import TokenLedger
 from lightkv.token_ids import int32_bytes
 
+from .admission import output_lengths
 from .build import build_runner
 from .completion import Completion
 from .config import EngineConfig
@@ -111,7 +112,8 @@ class LLM:
         runner, self.info = build_runner(config, report)
         limits = self.info.limits
         ledger = TokenLedger(self.info.capacity, limits.max_num_seqs, limits.max_model_len)
-        self.engine = Engine(Scheduler(ledger, limits), runner)
+        scheduler = Scheduler(ledger, limits, lengths=output_lengths(config.admission))
+        self.engine = Engine(scheduler, runner)
         self._runs: dict[str, _Run] = {}  # by request: calls may be interleaved, and each gets its own
 
     def generate(

@@ -33,19 +33,28 @@ class Request:
     """One prompt on its way to one completion.
 
     `prompt_ids`: int32 bytes. `stop_ids`: sampling one of these ends it. `seed`: with the position, all that
-    its random numbers depend on. `priority`: the lower, the sooner it is admitted. `finish_reason`: None while
-    it lives, then "stop", "length", "abort" or "error". `flying`: steps under way that it is in.
+    its random numbers depend on. `priority`: the lower, the sooner it is admitted. `expected`: the output
+    tokens that admission counts it with, up to `max_tokens`. `finish_reason`: None while it lives, then "stop",
+    "length", "abort" or "error". `flying`: steps under way that it is in.
+
+    What is computed before it decodes is its context: the prompt, and after a pause the output so far.
     """
 
     __slots__ = (
+        "arrival",
         "cached",
+        "context_ids",
+        "expected",
         "finish_reason",
         "flying",
         "id",
         "kind",
         "max_tokens",
         "namespace",
+        "num_computed",
+        "num_context",
         "num_hit",
+        "num_pauses",
         "num_prompt",
         "output",
         "params",
@@ -69,16 +78,22 @@ class Request:
         self.id = request_id
         self.prompt_ids = prompt_ids
         self.num_prompt = len(prompt_ids) // TOKEN_BYTES
+        self.context_ids = prompt_ids
+        self.num_context = self.num_prompt
         self.params = params
         self.kind = params.kind  # these two are asked for at every step
         self.max_tokens = params.max_tokens
+        self.expected = params.max_tokens
         self.seed = seed
         self.stop_ids = stop_ids
         self.namespace = namespace
         self.priority = priority
+        self.arrival = 0  # the how manieth it was; set when it is queued
         self.output = array("i")
         self.sequence: Sequence | None = None
-        self.num_hit = 0
+        self.num_hit = 0  # tokens of the prompt found in the cache
+        self.num_pauses = 0
+        self.num_computed = 0  # tokens that it had when it was last paused
         self.finish_reason: str | None = None
         self.cached = True  # once it has ended: do its tokens stay in the cache?
         self.flying = 0
@@ -86,10 +101,33 @@ class Request:
     @property
     def max_slots(self) -> int:
         """Slots that it takes at most: the last token sampled is never written."""
-        return self.num_prompt + self.params.max_tokens - 1
+        return self.num_prompt + self.max_tokens - 1
+
+    @property
+    def final(self) -> int:
+        """Slots that it is expected to come to."""
+        return self.num_prompt + self.expected - 1
 
     @property
     def remaining(self) -> int:
-        """Slots still to come, while it runs."""
+        """Slots expected still to come, while it runs."""
         assert self.sequence is not None
-        return self.max_slots - self.sequence.length
+        return self.final - self.sequence.length
+
+    @property
+    def order(self) -> tuple[int, int]:
+        """Its place: the lower is admitted first, the highest is paused first."""
+        return self.priority, self.arrival
+
+    def tail_ids(self) -> bytes:
+        """What it has generated since its context was computed, int32 bytes."""
+        return self.output[self.num_context - self.num_prompt :].tobytes()
+
+    def pause(self) -> None:
+        """Its sequence has been closed: it will open another one, with what it has generated."""
+        assert self.sequence is not None
+        self.num_computed = self.sequence.length
+        self.sequence = None
+        self.num_pauses += 1
+        self.context_ids = self.prompt_ids + self.output.tobytes()
+        self.num_context = self.num_prompt + len(self.output)

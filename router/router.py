@@ -19,6 +19,7 @@ from lightkv.edits import decode, encode
 from lightkv.errors import LedgerMismatch, LightKVError
 from lightkv.ledger import TokenLedger
 
+from .admission import output_lengths
 from .config import EngineConfig
 from .engine import Holding
 from .frames import BadFrame, FrameStream, is_own
@@ -314,6 +315,8 @@ class Router:
             prompt_tokens=past.prompt_tokens + scheduler.num_prompt_tokens,
             hit_tokens=past.hit_tokens + scheduler.num_hit_tokens,
             generated_tokens=past.generated_tokens + scheduler.num_output_tokens,
+            num_pauses=past.num_pauses + scheduler.num_pauses,
+            recomputed_tokens=past.recomputed_tokens + scheduler.num_recomputed_tokens,
             num_ledger_checks=self._num_checks,
             num_worker_starts=self._num_starts,
             step_age=time.monotonic() - self._worked if scheduler.has_work else 0.0,
@@ -343,7 +346,7 @@ class Router:
     def _open_books(self, info: RunnerInfo) -> Scheduler:
         ledger = TokenLedger(info.capacity, info.limits.max_num_seqs, info.limits.max_model_len)
         depth = self._depth or (2 if info.cuda_graphs else 1)
-        self._scheduler = Scheduler(ledger, info.limits, depth)
+        self._scheduler = Scheduler(ledger, info.limits, depth, output_lengths(self._config.admission))
         self._unchecked = False
         return self._scheduler
 

@@ -1,12 +1,15 @@
 """The scheduler: which requests run, and what the device does in the next step. Integers only, no torch.
 
     WAITING ── admitted: open ──► RUNNING (prefill, then decode) ──► FINISHED
-                                                  a failed or aborted request goes there from anywhere
+       ▲                             │            a failed or aborted request goes there from anywhere
+       └── paused: closed, cached ◄──┘
 
 It owns the ledger's decisions, by priority and then first come first served: a request is admitted when the
-exact peak of all that run, and it, fits the pool (`admission.py`), so that nothing admitted is ever short of
-a token. `plan` emits what one step does; `consume` takes its result, or `fail` its failure. It knows no text
-and no device.
+exact peak of all that run, and it, fits the pool (`forecast.py`), so that nothing admitted is ever short of
+a token. Where outputs are counted by an estimate instead (`admission.OutputLengths`), the pool may run short:
+then the youngest is paused. What it has computed stays cached while it can, and it is the first to be admitted
+again. `plan` emits what one step does; `consume` takes its result, or `fail` its failure. It knows no text and
+no device.
 
 With a depth of two the next step is planned while one is under way, so that a device need not wait for the
 host. The plan then goes by what is certain: a request goes on unless it reaches its length. One that turns
@@ -24,7 +27,8 @@ from lightkv.errors import CheckFailed
 from lightkv.ledger import TokenLedger
 from lightkv.prefix_tree import TOKEN_BYTES
 
-from .admission import Demand, peak_tokens
+from .admission import Demand, OutputLengths, peak_tokens
+from .forecast import Forecast
 from .messages import Limits, NewRow, StepPlan, StepResult, TokenEvent
 from .request import InvalidPrompt, NeverFits, Request
 from .sampling_params import SamplerKind
@@ -38,19 +42,25 @@ class _Batch(NamedTuple):
 
 
 class Scheduler:
-    """Plans steps over one ledger. Up to `depth` plans are under way; their results come in order."""
+    """Plans steps over one ledger. Up to `depth` plans are under way; their results come in order.
 
-    def __init__(self, ledger: TokenLedger, limits: Limits, depth: int = 1) -> None:
+    `lengths`: what outputs are counted with; None counts each with all it may have, which never pauses.
+    """
+
+    def __init__(
+        self, ledger: TokenLedger, limits: Limits, depth: int = 1, lengths: OutputLengths | None = None
+    ) -> None:
         if depth not in (1, 2):
             raise ValueError(f"a depth of {depth}; give 1, or 2 to plan a step while one is under way")
         self.ledger = ledger
         self.limits = limits
         self.depth = depth
-        self.step = 0
         self.peak_held = 0  # the most tokens held in any step
         self.num_prompt_tokens = 0  # of the requests admitted so far
         self.num_hit_tokens = 0  # of those, found in the cache
         self.num_output_tokens = 0  # sampled for requests that had not ended
+        self.num_pauses = 0
+        self.num_recomputed_tokens = 0  # computed before a pause, and again after it
         self._requests: dict[str, Request] = {}
         self._waiting: list[tuple[int, int, Request]] = []  # heap: priority, arrival; the ended are skipped
         self._num_waiting = 0
@@ -61,12 +71,18 @@ class Scheduler:
         self._new_rows: list[NewRow] = []
         self._flying: deque[_Batch] = deque()
         self._failed = False  # a step has failed, and another is still under way
-        self._reserved = 0  # Σ max_slots of what holds tokens: when even this fits, nothing need be sorted
+        self._forecast = Forecast(ledger, lag=depth - 1)
+        self._lengths = lengths
         self._blocked = False  # the head of the queue was refused, and nothing has ended since
 
     @property
+    def step(self) -> int:
+        """Steps planned so far, and the number of the next one."""
+        return self.ledger.step
+
+    @property
     def num_waiting(self) -> int:
-        """Requests not admitted yet."""
+        """Requests not admitted yet, or paused."""
         return self._num_waiting
 
     @property
@@ -100,11 +116,9 @@ class Scheduler:
             raise ValueError(f"a request {request.id!r} is running; give each its own id")
         self.validate(request)
         self._requests[request.id] = request
-        if self._waiting and request.priority < self._waiting[0][0]:
-            self._blocked = False  # there is another head of the queue
-        heapq.heappush(self._waiting, (request.priority, self._arrivals, request))
+        request.arrival = self._arrivals
         self._arrivals += 1
-        self._num_waiting += 1
+        self._queue(request)
 
     def validate(self, request: Request) -> None:
         """Could it ever run? Raises NeverFits, InvalidPrompt, InvalidParams."""
@@ -147,10 +161,13 @@ class Scheduler:
         if self._failed:
             return None
         ledger = self.ledger
-        ledger.step = self.step
-        # What is under way brings each of its decodes one token more: those that it ends are left out.
-        decoding = [r for r in self._decoding if len(r.output) + r.flying < r.max_tokens]
-        contexts = self._plan_contexts()
+        decoding = self._next_decodes()
+        while self._is_short(len(decoding)):
+            if self._flying:  # what is under way has to land first: then one can be paused
+                return None
+            self._pause(max(self._prefilling + self._decoding, key=_order))
+            decoding = self._next_decodes()
+        contexts = self._plan_contexts(len(decoding))
         if not contexts and not decoding:
             return None
         decodes = [request.sequence for request in decoding]
@@ -159,7 +176,7 @@ class Scheduler:
         ledger.extend(decodes, [1] * len(decodes))  # type: ignore[arg-type]
 
         requests = [request for request, _, _ in contexts] + decoding
-        sample = [i for i, (r, start, count) in enumerate(contexts) if start + count == r.num_prompt]
+        sample = [i for i, (r, start, count) in enumerate(contexts) if start + count == r.num_context]
         done = [contexts[i][0] for i in sample]
         sample.extend(range(len(contexts), len(requests)))
         kind = max([requests[index].kind for index in sample], default=SamplerKind.GREEDY)
@@ -175,7 +192,7 @@ class Scheduler:
             counts=[count for _, _, count in contexts] + [1] * len(decoding),
             num_contexts=len(contexts),
             token_ids=b"".join(
-                request.prompt_ids[start * TOKEN_BYTES : (start + count) * TOKEN_BYTES]
+                request.context_ids[start * TOKEN_BYTES : (start + count) * TOKEN_BYTES]
                 for request, start, count in contexts
             ),
             sample=sample,
@@ -185,14 +202,16 @@ class Scheduler:
             num_free=ledger.num_free,
         )
         self._new_rows = []
+        ledger.step += 1
         if done:  # from now on they are counted exactly
-            self._prefilling = [r for r in self._prefilling if r.sequence.length < r.num_prompt]  # type: ignore[union-attr]
+            self._prefilling = [r for r in self._prefilling if r.sequence.length < r.num_context]  # type: ignore[union-attr]
             self._decoding.extend(done)
+            for request in done:
+                self._forecast.decode(request.sequence, request.remaining)  # type: ignore[arg-type]
             self._blocked = False
         for request in requests:
             request.flying += 1
         self._flying.append(_Batch(plan, requests))
-        self.step += 1
         self.peak_held = max(self.peak_held, ledger.num_held)
         return plan
 
@@ -217,6 +236,8 @@ class Scheduler:
                 if ends:
                     reason = "stop" if token in request.stop_ids else "length"
                     self._end(request, reason)
+                    if self._lengths is not None:
+                        self._lengths.observe(count)
                 num_cached = request.num_hit if count == 1 else None
                 events.append(TokenEvent(request.id, token, reason, logprobs.get(i), None, num_cached))
             self.num_output_tokens += len(events)
@@ -254,17 +275,17 @@ class Scheduler:
         return demands
 
     def forecast_peak(self) -> int:
-        """The most tokens that what runs now will hold at any time, if all use all they may."""
-        return peak_tokens(self.demands(), lag=self.depth - 1)
+        """The most tokens that what runs will hold at any time, if all use all that is expected of them."""
+        return self._forecast.peak()
 
     def check(self) -> None:
-        """Recount the ledger, the reservations and the queues. Raises CheckFailed."""
+        """Recount the ledger, the forecast and the queues. Raises CheckFailed."""
         self.ledger.check()
         running = self._prefilling + self._decoding
         holding = running + self._leaving
-        reserved = sum(request.max_slots for request in holding)
-        if reserved != self._reserved:
-            raise CheckFailed(f"{self._reserved} slots reserved in the books, {reserved} by recount")
+        forecast, recount = self.forecast_peak(), peak_tokens(self.demands(), lag=self.depth - 1)
+        if forecast != recount:
+            raise CheckFailed(f"a peak of {forecast} tokens is forecast, {recount} by recount")
         if len(holding) != self.ledger.num_open:
             raise CheckFailed(
                 f"{len(holding)} requests hold tokens, {self.ledger.num_open} sequences are open"
@@ -273,18 +294,54 @@ class Scheduler:
         known = len(self._requests)
         if waiting != self._num_waiting or len(running) + waiting != known:
             raise CheckFailed(f"{known} requests known, {len(running)} run, {waiting} wait")
-        if self.forecast_peak() > self.ledger.capacity:
-            raise CheckFailed(
-                f"a peak of {self.forecast_peak()} is forecast for {self.ledger.capacity} tokens"
-            )
+        if self._lengths is None and forecast > self.ledger.capacity:
+            raise CheckFailed(f"a peak of {forecast} is forecast for {self.ledger.capacity} tokens")
 
-    def _plan_contexts(self) -> list[tuple[Request, int, int]]:
+    def _queue(self, request: Request) -> None:
+        if self._waiting and request.order < self._waiting[0][:2]:
+            self._blocked = False  # there is another head of the queue
+        heapq.heappush(self._waiting, (*request.order, request))
+        self._num_waiting += 1
+
+    def _next_decodes(self) -> list[Request]:
+        """Who takes a token in the next step: what is under way brings each of its decodes one token more, and
+        those that it ends are left out. Where one has outlived its estimate, it gets another."""
+        decoding = [r for r in self._decoding if len(r.output) + r.flying < r.expected]
+        if self._lengths is None or len(decoding) == len(self._decoding):
+            return decoding
+        for request in self._decoding:
+            generated = len(request.output) + request.flying
+            if request.expected <= generated < request.max_tokens:
+                assert request.sequence is not None
+                request.expected = self._lengths.estimate(generated, request.max_tokens)
+                self._forecast.decode(request.sequence, request.remaining)
+        return [r for r in self._decoding if len(r.output) + r.flying < r.expected]
+
+    def _is_short(self, num_decodes: int) -> bool:
+        """Is there no token for each decode, or, where none decodes, for any prompt?"""
+        room = self.ledger.num_available - num_decodes
+        return room < 0 or (not room and not num_decodes and bool(self._prefilling))
+
+    def _pause(self, request: Request) -> None:
+        """Close a request that is in no step, and queue it again."""
+        assert request.sequence is not None
+        row = request.sequence.row
+        self._forecast.drop(row)
+        self.ledger.close(request.sequence, request.tail_ids())
+        request.pause()
+        self._prefilling = [r for r in self._prefilling if r is not request]
+        self._decoding = [r for r in self._decoding if r is not request]
+        self._queue(request)
+        self._blocked = False
+        self.num_pauses += 1
+
+    def _plan_contexts(self, num_decodes: int) -> list[tuple[Request, int, int]]:
         """The prompt tokens of the next step: request, start, count. Admits while there is budget and room."""
         budget = self.limits.prefill_budget
         contexts: list[tuple[Request, int, int]] = []
         for request in self._prefilling:
-            budget -= self._chunk(request, budget, contexts)
-        while budget and self._waiting:
+            budget -= self._chunk(request, min(budget, self.ledger.num_available - num_decodes), contexts)
+        while budget and self._waiting and self.ledger.num_available > num_decodes:
             request = self._waiting[0][2]
             if request.finish_reason is not None:
                 heapq.heappop(self._waiting)
@@ -294,38 +351,42 @@ class Scheduler:
             heapq.heappop(self._waiting)
             self._num_waiting -= 1
             self._prefilling.append(request)
-            budget -= self._chunk(request, budget, contexts)
+            budget -= self._chunk(request, min(budget, self.ledger.num_available - num_decodes), contexts)
         return contexts
 
     def _admit(self, request: Request) -> bool:
-        """Open the request's sequence if the peak of everything, with it, fits."""
+        """Open the request's sequence if the peak of everything, with it, fits. Alone it always does."""
         ledger = self.ledger
         if self._blocked or ledger.num_open >= self.limits.max_num_seqs:
             return False
-        reserved = self._reserved + request.max_slots
-        if reserved > ledger.capacity:
-            match = ledger.match(request.prompt_ids, request.namespace)
-            candidate = Demand(0, request.max_slots - match.num_tokens, match.path, False, match.tip)
-            if peak_tokens([*self.demands(), candidate], lag=self.depth - 1) > ledger.capacity:
-                self._blocked = True
-                return False
-        sequence = ledger.open(request.prompt_ids, request.namespace)
+        limit = ledger.capacity
+        if self._lengths is not None:
+            limit -= int(limit * self._lengths.reserve)
+            request.expected = self._lengths.estimate(len(request.output), request.max_tokens)
+        match = ledger.match(request.context_ids, request.namespace)
+        if ledger.num_open and not self._forecast.fits(request.final, match, limit):
+            self._blocked = True
+            return False
+        sequence = ledger.open(request.context_ids, request.namespace)
         request.sequence = sequence
-        request.num_hit = sequence.num_hit
-        self._reserved = reserved
-        self.num_prompt_tokens += request.num_prompt
-        self.num_hit_tokens += sequence.num_hit
+        self._forecast.admit(sequence, request.final)
+        if request.num_pauses:
+            self.num_recomputed_tokens += max(request.num_computed - sequence.num_hit, 0)
+        else:
+            request.num_hit = sequence.num_hit
+            self.num_prompt_tokens += request.num_prompt
+            self.num_hit_tokens += sequence.num_hit
         # Ids travel only where sampling looks back at them.
         seen = (request.prompt_ids, request.output.tobytes()) if request.params.penalised else (b"", b"")
         self._new_rows.append(NewRow(sequence.row, request.params, request.seed, *seen))
         return True
 
     def _chunk(self, request: Request, budget: int, contexts: list[tuple[Request, int, int]]) -> int:
-        """The request's next prompt tokens, as many as the budget allows. Returns how many."""
+        """The request's next context tokens, as many as the budget allows. Returns how many."""
         sequence = request.sequence
         assert sequence is not None
         start = sequence.length
-        count = min(request.num_prompt - start, budget)
+        count = max(min(request.num_context - start, budget), 0)
         if count:
             self.ledger.extend([sequence], [count])
             self.ledger.publish(sequence)
@@ -349,6 +410,8 @@ class Scheduler:
             self._num_waiting -= 1
             self._blocked = False
         else:
+            if request.flying:
+                self._forecast.rest(request.sequence)
             self._leaving.append(request)
 
     def _sweep(self) -> None:
@@ -362,10 +425,14 @@ class Scheduler:
                     staying.append(request)
                     continue
                 assert request.sequence is not None
-                self.ledger.close(request.sequence, request.output.tobytes(), request.cached)
-                self._reserved -= request.max_slots
+                self._forecast.drop(request.sequence.row)
+                self.ledger.close(request.sequence, request.tail_ids(), request.cached)
                 self._blocked = False
             self._leaving = staying
         if self._failed and not self._flying:
             self._failed = False
             self.ledger.retract()
+
+
+def _order(request: Request) -> tuple[int, int]:
+    return request.order

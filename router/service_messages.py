@@ -59,8 +59,9 @@ class Events(msgspec.Struct, frozen=True, tag=True):
 
 class Load(msgspec.Struct, frozen=True):
     """Counts as they stand. Tokens: capacity, free, held, cached, forecast_peak (what all that runs may come to
-    hold), reached_peak. Totals since the start: steps, prompt and hit tokens, generated tokens, pauses, ledger
-    checks (device count against ledger's; a mismatch ends the service)."""
+    hold), reached_peak. Totals since the start: steps, prompt and hit tokens, generated tokens, pauses and the
+    tokens computed again after them, ledger checks (device count against ledger's; a mismatch ends the
+    service)."""
 
     capacity: int = 0
     free: int = 0
@@ -75,6 +76,7 @@ class Load(msgspec.Struct, frozen=True):
     hit_tokens: int = 0
     generated_tokens: int = 0
     num_pauses: int = 0
+    recomputed_tokens: int = 0
     num_ledger_checks: int = 0
     num_worker_starts: int = 0
     step_age: float = 0.0  # seconds since the last step ended, or since work began to wait; 0 when idle
