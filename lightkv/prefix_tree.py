@@ -23,7 +23,8 @@ Namespace = tuple[object, ...]
 
 
 class Segment:
-    """One node: `tokens` int32 bytes that follow its parent's, `holders` the rows of sequences whose path it is on."""
+    """One node: `tokens` int32 bytes that follow its parent's, `holders` the rows of the sequences on whose
+    path it is."""
 
     __slots__ = (
         "children",

@@ -81,7 +81,7 @@ class StepPlan(msgspec.Struct, frozen=True):
         return sum(self.counts)
 
 
-class TokenLogprobs(msgspec.Struct, frozen=True):
+class TokenLogprobs(msgspec.Struct, frozen=True, gc=False):
     """The sampled token's log-probability, and the likeliest ids with theirs, the likeliest first."""
 
     logprob: float
@@ -89,7 +89,7 @@ class TokenLogprobs(msgspec.Struct, frozen=True):
     top_logprobs: list[float]
 
 
-class TokenEvent(msgspec.Struct, frozen=True, array_like=True):
+class TokenEvent(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """What a step brought one request: a token, and its end if that was the last.
 
     `finish_reason`: "stop", "length", "error" (its step failed), "lost" (its worker died) or "abort"; the

@@ -7,6 +7,7 @@ started; after `MAX_CRASHES` within a minute the process gives up.
 """
 
 import asyncio
+import gc
 import time
 from collections import deque
 from collections.abc import Callable
@@ -127,6 +128,8 @@ class Router:
             try:
                 self._info = await worker.start(self._config, self._report)
                 scheduler = self._open_books(self._info)
+                gc.collect()
+                gc.freeze()  # what is there now stays: the collector need not go through it in a step
                 if self._state == "starting":
                     self._turn("ready", "ready")
                 await self._steps(worker, scheduler)
