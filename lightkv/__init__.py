@@ -17,6 +17,7 @@ _EXPORTS = {
     "KVSpec": ".kv_spec",
     "LedgerMismatch": ".errors",
     "LightKVError": ".errors",
+    "MemoryMap": ".memory_map",
     "OutOfMemory": ".errors",
     "OutOfRows": ".errors",
     "OutOfTokens": ".errors",
@@ -24,6 +25,7 @@ _EXPORTS = {
     "TokenAllocator": ".allocator",
     "TokenLedger": ".ledger",
     "TokenTable": ".token_table",
+    "WrongThread": ".errors",
 }
 
 __all__ = sorted(_EXPORTS)

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from lightkv.triton_kernels.allocate import (
     SlotFlag,
+    TableEntries,
     give_slots,
     give_slots_reference,
     new_slot_state,
@@ -64,13 +65,22 @@ class TokenAllocator:
         """Free slots by the host's count, which assumes that only slots in use are freed."""
         return self._num_free
 
-    def alloc(self, n: int, contiguous: bool = False) -> Tensor:
+    def alloc(
+        self,
+        n: int,
+        contiguous: bool = False,
+        out: Tensor | None = None,
+        entries: TableEntries | None = None,
+    ) -> Tensor:
         """Take the `n` lowest free slots, ascending; all or nothing.
 
         Args:
             n: how many; 0 gives an empty tensor.
-            contiguous: take the lowest run of n consecutive free slots where there is one. Searches the
-                whole pool: meant for prompts.
+            contiguous: take the lowest run of n consecutive free slots where there is one. Searches a bit
+                a slot of the pool: meant for prompts.
+            out: where they go, int32 `[n]` on the device, contiguous: a row of a table, say; None for new.
+            entries: n distinct places of a table on the device that the slots are written to as well, in the
+                same kernel.
 
         Returns:
             int32 `[n]` on the device.
@@ -79,11 +89,18 @@ class TokenAllocator:
             OutOfTokens: fewer than n are free. Nothing has been taken.
         """
         self._check_can_take(n)
-        out = torch.empty(n, dtype=torch.int32, device=self.device)
+        if out is None:
+            out = torch.empty(n, dtype=torch.int32, device=self.device)
+        else:
+            self._check_vector("out", out)
+            if len(out) != n:
+                raise ValueError(f"out must have room for {n} slots and no more, got {len(out)}")
+        if entries is not None:
+            self._check_entries(entries, n)
         if n and contiguous:
-            self._take_run(self._state, out)
+            self._take_run(self._state, out, entries)
         elif n:
-            self._take_slots(self._state, out, torch.full((1,), n, dtype=torch.int32, device=self.device))
+            self._take_slots(self._state, out, entries=entries)
         self._num_free -= n
         return out
 
@@ -111,7 +128,7 @@ class TokenAllocator:
             self._give_slots(self._state, slots.contiguous())
             self._num_free += len(slots)
 
-    def alloc_into(self, out: Tensor, count: Tensor) -> None:
+    def alloc_into(self, out: Tensor, count: Tensor, entries: TableEntries | None = None) -> None:
         """Take the lowest free slots, as many as the device says: the form to capture in a CUDA graph.
 
         The host does not learn the count: `claim(n)` before each replay, or each eager call. Without
@@ -120,18 +137,16 @@ class TokenAllocator:
         Args:
             out: int32 `[max_n]` on the device, contiguous: the slots taken, then zeros.
             count: int32 `[1]` on the device, at most max_n.
+            entries: max_n places of a table on the device that out is written to as well, in the same kernel:
+                a decode step's. Those of the first `count` are distinct; the others get slot 0.
         """
-        for name, tensor in (("out", out), ("count", count)):
-            if tensor.dim() != 1 or tensor.dtype != torch.int32 or tensor.device != self.device:
-                raise ValueError(
-                    f"{name} must be int32 [n] on {self.device}, got {tensor.dtype} {tuple(tensor.shape)} on "
-                    f"{tensor.device}"
-                )
-            if not tensor.is_contiguous():
-                raise ValueError(f"{name} must be contiguous")
+        self._check_vector("out", out)
+        self._check_vector("count", count)
         if len(count) != 1:
             raise ValueError(f"count must hold one number, got {len(count)}")
-        self._take_slots(self._state, out, count)
+        if entries is not None:
+            self._check_entries(entries, len(out))
+        self._take_slots(self._state, out, count, entries=entries)
 
     def claim(self, n: int) -> None:
         """Account on the host for `n` slots that an `alloc_into` about to run will take.
@@ -147,6 +162,31 @@ class TokenAllocator:
             raise ValueError(f"the number of slots must be 0 or more, got {n}")
         if n > self._num_free:
             raise OutOfTokens(needed=n, free=self._num_free, capacity=self.capacity)
+
+    def _check_vector(self, name: str, tensor: Tensor) -> None:
+        if tensor.dim() != 1 or tensor.dtype != torch.int32 or tensor.device != self.device:
+            raise ValueError(
+                f"{name} must be int32 [n] on {self.device}, got {tensor.dtype} {tuple(tensor.shape)} on "
+                f"{tensor.device}"
+            )
+        if not tensor.is_contiguous():
+            raise ValueError(f"{name} must be contiguous")
+
+    def _check_entries(self, entries: TableEntries, n: int) -> None:
+        table, positions, rows = entries
+        if table.dim() != 2 or table.dtype != torch.int32 or not table.is_contiguous():
+            raise ValueError(
+                f"a table must be contiguous int32 [rows, entries], got {table.dtype} {tuple(table.shape)}"
+            )
+        for name, tensor in (("positions", positions), ("rows", positions if rows is None else rows)):
+            if tensor.shape != (n,) or tensor.dtype != torch.int64 or not tensor.is_contiguous():
+                raise ValueError(
+                    f"{name} must be contiguous int64 [{n}], got {tensor.dtype} {tuple(tensor.shape)}"
+                )
+            if not tensor.device == table.device == self.device:
+                raise ValueError(
+                    f"{name} and their table must be on {self.device}, got {tensor.device}, {table.device}"
+                )
 
     def check(self) -> None:
         """Recount everything; synchronises.
@@ -169,14 +209,17 @@ class TokenAllocator:
                 "claim() exactly what each alloc_into takes, and write to no tensor of the allocator"
             )
         states_valid = bool(((state.mem_state == 0) | (state.mem_state == 1)).all())
+        bits = 1 << torch.arange(state.word_slots, device=self.device)
+        words = (padded.view(-1, state.word_slots) * bits).sum(dim=1)
         if (
             not states_valid
             or bool(state.mem_state[0])
             or not torch.equal(recounted, state.block_free.long())
+            or not torch.equal(words, state.free_bits.long() & (2**32 - 1))
         ):
             raise CheckFailed(
-                "mem_state and the free counts of its blocks disagree, or slot 0 is free; something else "
-                "wrote to the allocator's tensors"
+                "mem_state and the free counts or bits of its blocks disagree, or slot 0 is free; something "
+                "else wrote to the allocator's tensors"
             )
 
 

@@ -4,7 +4,8 @@ The ledger decides and emits edits; whoever holds the device memory (`kv_memory.
 order. An edit names rows, positions and segments, never slots: which slots those are is known on the device
 alone. The same list is the record of what happened, so replaying it rebuilds the memory's state.
 
-Every range is half open. Positions are entries of a row of the token table.
+Every range is half open. Positions are entries of a row of the token table: while a sequence has dropped none
+of its tokens, the two are the same.
 """
 
 from array import array
@@ -53,6 +54,34 @@ class Give(NamedTuple):
     end: int
 
 
+class Copy(NamedTuple):
+    """The first `end` entries of `row` are those of `source` now: the same slots, at the same positions. Of row 0
+    with `end` 0: the row begins anew."""
+
+    row: int
+    source: int
+    end: int
+
+
+class Shift(NamedTuple):
+    """The entries of `row` at [start, end) move down to begin at `to`; what was there has been given."""
+
+    row: int
+    start: int
+    end: int
+    to: int
+
+
+class Keep(NamedTuple):
+    """Of the entries of `row` at [start, end) `num_kept` stay, those that whoever holds the memory has been told;
+    they move down to begin at `start`, and the slots of the others are free again."""
+
+    row: int
+    start: int
+    end: int
+    num_kept: int
+
+
 class Drop(NamedTuple):
     """The slots of `segment` from `start` on are free again; with start 0 the segment is gone."""
 
@@ -60,9 +89,9 @@ class Drop(NamedTuple):
     start: int
 
 
-Edit = Take | Map | Stash | Split | Give | Drop
+Edit = Take | Map | Stash | Split | Give | Drop | Copy | Shift | Keep
 
-_KINDS: tuple[type, ...] = (Take, Map, Stash, Split, Give, Drop)
+_KINDS: tuple[type, ...] = (Take, Map, Stash, Split, Give, Drop, Copy, Shift, Keep)
 _CODES = {kind: code for code, kind in enumerate(_KINDS)}
 
 

@@ -48,6 +48,16 @@ class SequenceTooLong(LightKVError):
         )
 
 
+class WrongThread(LightKVError):
+    """A verb was called by another thread than the one that made the cache."""
+
+    def __init__(self, owner: str, caller: str) -> None:
+        super().__init__(
+            f"the cache belongs to thread {owner}, and {caller} called it; have {owner} make the call, say through "
+            "a queue"
+        )
+
+
 class InvalidFree(LightKVError):
     """A slot was given back that nobody held, or that is no slot of this pool."""
 

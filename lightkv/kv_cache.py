@@ -4,21 +4,39 @@ Knows no model and no request. Every verb is the ledger's, with its edits applie
 engine whose ledger and memory live in different processes uses `TokenLedger` and `KVMemory` themselves.
 """
 
+import threading
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
+from typing import NamedTuple
 
 import torch
 
-from .errors import CheckFailed
+from .edits import Edit
+from .errors import CheckFailed, LightKVError, WrongThread
 from .kv_memory import KVMemory
 from .kv_spec import KVSpec
-from .ledger import Sequence, TokenLedger
-from .prefix_tree import Namespace
+from .ledger import TokenLedger
+from .memory_map import CACHED, OWN, SHARED, MemoryMap
+from .prefix_tree import TOKEN_BYTES, Namespace
+from .sequence import Sequence
 from .staging import upload
 from .token_ids import TokenIds, int32_bytes
+from .token_table import KVIndices
+
+
+class ExportedKV(NamedTuple):
+    """A sequence's K/V in host memory (pinned where the cache is on a GPU), layer by layer: `[length, width]`."""
+
+    spec: KVSpec
+    length: int
+    layers: list[torch.Tensor]
 
 
 class KVCache:
     """K/V of up to `capacity` tokens, shared by prefix, one token at a time.
+
+    It belongs to the thread that makes it; a verb called from another raises WrongThread. `on_edits` is called
+    with the edits of every verb that changes something, after they are applied.
 
     >>> import torch
     >>> from lightkv import KVCache, KVSpec
@@ -46,6 +64,8 @@ class KVCache:
     ) -> None:
         self.ledger = TokenLedger(capacity, max_sequences, max_entries)
         self.memory = KVMemory(spec, capacity + 1, max_sequences, max_entries, torch.device(device))
+        self.on_edits: Callable[[list[Edit]], None] | None = None
+        self._owner = threading.current_thread()
 
     @property
     def capacity(self) -> int:
@@ -73,6 +93,7 @@ class KVCache:
         At least one token is always left to compute. Sequences of different `namespace` share nothing. Raises
         OutOfRows, SequenceTooLong, ValueError.
         """
+        self._require_owner()
         sequence = self.ledger.open(int32_bytes(token_ids), namespace)
         self._apply()
         return sequence
@@ -84,6 +105,7 @@ class KVCache:
         `sequences`. Raises OutOfTokens only when free and cached tokens together are too few,
         SequenceTooLong, ValueError.
         """
+        self._require_owner()
         starts = [sequence.length for sequence in sequences]
         self.ledger.extend(sequences, counts)
         self._apply()
@@ -98,11 +120,13 @@ class KVCache:
         It may be published before its K/V is written, if that is done before anyone reads it; `confirm` once it
         is, or `retract` should it fail.
         """
+        self._require_owner()
         self.ledger.publish(sequence)
         self._apply()
 
     def confirm(self) -> None:
         """All that was published has its K/V: it stays."""
+        self._require_owner()
         self.ledger.confirm(self.ledger.step)
 
     def retract(self) -> None:
@@ -110,20 +134,139 @@ class KVCache:
 
         Close its sequences first, with `cache=False`. Raises ValueError while one still holds such tokens.
         """
+        self._require_owner()
         self.ledger.retract()
         self._apply()
+
+    def fork(self, sequence: Sequence) -> Sequence:
+        """Another sequence with the same tokens, in the same slots: K/V is shared, never copied.
+
+        What each adds from here on is its own. Raises OutOfRows, ValueError.
+        """
+        self._require_owner()
+        twin = self.ledger.fork(sequence)
+        self._apply()
+        return twin
+
+    def truncate(self, sequence: Sequence, length: int) -> None:
+        """Let go of all but its first `length` entries: say, of tokens that were guessed wrong. Raises ValueError."""
+        self._require_owner()
+        self.ledger.truncate(sequence, length)
+        self._apply()
+
+    def release(self, sequence: Sequence, count: int, sinks: int = 0) -> int:
+        """Drop the `count` oldest tokens after its first `sinks`: the window has moved on.
+
+        The entries that remain move down in its row; their K/V stays where and as it is. Returns how many slots
+        are free at once. Nothing that the sequence computes is cached from now on. Raises ValueError.
+        """
+        self._require_owner()
+        num_freed = self.ledger.release(sequence, count, sinks)
+        self._apply()
+        return num_freed
+
+    def keep(self, sequence: Sequence, entries: torch.Tensor) -> int:
+        """Of the tokens that it alone holds, only those at `entries` stay: the others are free at once.
+
+        `entries`: int64 `[n]` on the device, each once, of `shared` to `length`, in any order. They move down in
+        the row, in the order that they had. Returns how many slots are free at once. Raises ValueError.
+        """
+        self._require_owner()
+        if entries.dim() != 1 or entries.dtype != torch.int64 or entries.device != self.memory.device:
+            raise ValueError(
+                f"entries must be int64 [n] on {self.memory.device}, got {entries.dtype} {tuple(entries.shape)} "
+                f"on {entries.device}"
+            )
+        num_freed = self.ledger.keep(sequence, len(entries))
+        if num_freed:
+            self.memory.select(sequence.row, entries)
+        self._apply()
+        return num_freed
 
     def close(self, sequence: Sequence, output_ids: TokenIds = b"", cache: bool = True) -> None:
         """End a sequence. With `cache` its tokens stay to be hit, those beyond the prompt as far as
         `output_ids` (the generated ids) names them; the rest is freed. Without, its private tokens are freed.
         """
+        self._require_owner()
         self.ledger.close(sequence, int32_bytes(output_ids), cache)
         self._apply()
 
     def evict(self, count: int) -> None:
         """Free exactly `count` cached tokens, those used longest ago first. Raises OutOfTokens."""
+        self._require_owner()
         self.ledger.evict(count)
         self._apply()
+
+    def slots(self, sequence: Sequence) -> torch.Tensor:
+        """Where its tokens are: int32 `[length]` on the device, a view of its row of the table."""
+        return self.memory.table.slots(sequence.row, 0, sequence.length)
+
+    def positions(self, sequence: Sequence) -> torch.Tensor:
+        """The positions of its tokens: int64 `[length]` on the device; with gaps where some were dropped."""
+        return self.memory.positions(sequence.row, sequence.length)
+
+    def kv_indices(self, sequences: Seq[Sequence]) -> KVIndices:
+        """The batch as FlashInfer takes it, at a page size of one."""
+        rows = [sequence.row for sequence in sequences]
+        return self.memory.table.kv_indices(rows, [sequence.length for sequence in sequences])
+
+    def export(self, sequence: Sequence) -> ExportedKV:
+        """Its K/V in host memory, to be kept elsewhere or handed over; it stays open. Waits for the device.
+
+        Raises ValueError for one that has dropped tokens.
+        """
+        self._require_owner()
+        if sequence.dropped:
+            raise ValueError(
+                f"{sequence} has dropped tokens, so a prompt's K/V cannot be made of it; run it anew"
+            )
+        pool, device = self.memory.pool, self.memory.device
+        slots = self.slots(sequence).long()
+        layers = []
+        for layer_idx in range(pool.spec.num_layers):
+            shape = len(slots), pool.spec.width
+            layer = torch.empty(shape, dtype=pool.spec.dtype, pin_memory=device.type == "cuda")
+            layers.append(layer.copy_(pool.kv(layer_idx).index_select(0, slots), non_blocking=True))
+        if device.type == "cuda":
+            torch.cuda.current_stream(device).synchronize()
+        return ExportedKV(pool.spec, len(slots), layers)
+
+    def import_sequence(
+        self, token_ids: TokenIds, exported: ExportedKV, namespace: Namespace = ()
+    ) -> Sequence:
+        """A new sequence with this K/V, which is that of the first tokens of `token_ids`.
+
+        What the cache has of them is shared, and only the rest copied. Raises as `open` and `extend`, with
+        nothing opened then, and ValueError for K/V of another shape.
+        """
+        self._require_owner()
+        ids, pool = int32_bytes(token_ids), self.memory.pool
+        num_ids = len(ids) // TOKEN_BYTES
+        if exported.spec != pool.spec or not 1 <= exported.length <= num_ids:
+            raise ValueError(
+                f"K/V of {exported.length} tokens of {exported.spec} for {num_ids} token ids in a cache of "
+                f"{pool.spec}; give the ids that it was computed from, at least one"
+            )
+        sequence = self.open(ids, namespace)
+        start, count = sequence.length, exported.length - sequence.length
+        if count > 0:
+            try:
+                slots = self.extend([sequence], [count])
+            except LightKVError:
+                self.close(sequence)
+                raise
+            for layer_idx, layer in enumerate(exported.layers):
+                part = layer[start:].to(self.memory.device, non_blocking=True)
+                pool.kv(layer_idx).index_copy_(0, slots, part)
+        return sequence
+
+    def memory_map(self) -> MemoryMap:
+        """What every slot is used for now. Waits for the device."""
+        ledger = self.ledger
+        labels = {segment.id: OWN + row for row, segment in ledger.sole_segments()}
+        labels |= dict.fromkeys((segment.id for segment in ledger.shared), SHARED)
+        own = {(s.row, s.shared, s.length): OWN + s.row for s in ledger.sequences}
+        return MemoryMap(self.memory.labels(labels, own, CACHED))
 
     def check(self) -> None:
         """Recount everything, on the device too, which synchronises. Raises CheckFailed, InvalidFree."""
@@ -136,5 +279,13 @@ class KVCache:
             [(sequence.row, sequence.shared, sequence.length) for sequence in self.ledger.sequences]
         )
 
+    def _require_owner(self) -> None:
+        caller = threading.current_thread()
+        if caller is not self._owner:
+            raise WrongThread(self._owner.name, caller.name)
+
     def _apply(self) -> None:
-        self.memory.apply(self.ledger.drain())
+        edits = self.ledger.drain()
+        self.memory.apply(edits)
+        if edits and self.on_edits is not None:
+            self.on_edits(edits)

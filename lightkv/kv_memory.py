@@ -4,13 +4,13 @@ Knows no token id, no tree and makes no decision: what is to be done was decided
 edits. Whoever applies the same edits in the same order has the same memory.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 import numpy as np
 import torch
 
 from .allocator import TokenAllocator
-from .edits import Drop, Edit, Give, Map, Split, Stash, Take
+from .edits import Copy, Drop, Edit, Give, Keep, Map, Shift, Split, Stash, Take
 from .errors import CheckFailed
 from .kv_pool import KVPool
 from .kv_spec import KVSpec
@@ -29,6 +29,9 @@ class KVMemory:
         self.table = TokenTable(max_sequences, max_entries, device)
         self.pool = KVPool(spec, num_slots, device)
         self._segments: dict[int, torch.Tensor] = {}  # id → int32 slots, in the order of the tokens
+        self._kept: dict[int, torch.Tensor] = {}  # row → entries that its next Keep is to keep
+        # Of rows that have dropped tokens: the positions of the entries that they had then, and how many in all.
+        self._dropped: dict[int, tuple[torch.Tensor, int]] = {}
 
     @property
     def capacity(self) -> int:
@@ -44,6 +47,23 @@ class KVMemory:
     def counters(self) -> torch.Tensor:
         """The device's own free count and error flags: int32 `[2]`, to copy back with a step's result."""
         return self.allocator.counters
+
+    def select(self, row: int, entries: torch.Tensor) -> None:
+        """Which entries of `row` its next Keep keeps: int64 `[num_kept]` on the device, in any order.
+
+        The host does not see them. What is named twice, or is none of the range, makes place for another entry of
+        the range: there are always as many kept as the ledger counts.
+        """
+        self._kept[row] = entries
+
+    def positions(self, row: int, length: int) -> torch.Tensor:
+        """The positions of the first `length` entries of `row`: int64 `[length]` on the device."""
+        if row not in self._dropped:
+            return torch.arange(length, device=self.device)
+        known, dropped = self._dropped[row]
+        num_known = min(len(known), length)
+        later = torch.arange(num_known, length, device=self.device) + dropped
+        return torch.cat((known[:num_known], later))
 
     def apply(self, edits: Iterable[Edit]) -> None:
         """Do what the edits say, in order, without synchronising.
@@ -72,6 +92,15 @@ class KVMemory:
                 case Split(segment, at, head):
                     slots = self._segments[segment]
                     self._segments[head], self._segments[segment] = slots[:at], slots[at:]
+                case Copy(row, source, end):
+                    self.table.slots(row, 0, end).copy_(self.table.slots(source, 0, end))
+                    self._dropped.pop(row, None)
+                    if source in self._dropped:
+                        self._dropped[row] = self._dropped[source]
+                case Shift(row, start, end, to):
+                    self._move(row, torch.arange(start, end, device=self.device), to, end)
+                case Keep():
+                    freed.append(self._keep(edit))
         self._free(freed)
 
     def check(self, private: Iterable[tuple[int, int, int]] | None = None) -> None:
@@ -93,12 +122,54 @@ class KVMemory:
         if private is not None and least < 1:
             raise CheckFailed(f"slot {int(owners.argmin())} is lost: not free, and nobody holds it")
 
+    def labels(
+        self, segments: Mapping[int, int], own: Mapping[tuple[int, int, int], int], other: int
+    ) -> np.ndarray:
+        """A label for each slot from 1 on, int32 `[capacity]`; synchronises. 0 is a free slot.
+
+        `segments`: by segment; `other` for those that are not named. `own`: by (row, start, end).
+        """
+        labels = torch.zeros(self.capacity + 1, dtype=torch.int32, device=self.device)
+        for segment, slots in self._segments.items():
+            labels.index_fill_(0, slots.long(), segments.get(segment, other))
+        for (row, start, end), label in own.items():
+            labels.index_fill_(0, self.table.slots(row, start, end).long(), label)
+        return labels[1:].cpu().numpy()
+
     def _take(self, take: Take) -> None:
+        for row, start in zip(take.rows, take.starts, strict=True) if self._dropped else ():
+            if row in self._dropped:  # what comes now is not what was cut off there
+                known, dropped = self._dropped[row]
+                self._dropped[row] = known[:start], dropped
         total = sum(take.counts)
         # More than a token each means prompts, which are read best where they lie side by side.
         slots = self.allocator.alloc(total, contiguous=total > len(take.rows))
         (entries,) = upload([self.table.entries(take.rows, take.starts, take.counts)], self.device)
         self.table.write(entries, slots)
+
+    def _keep(self, keep: Keep) -> torch.Tensor:
+        """Returns the slots that are to be given."""
+        row, start, end, num_kept = keep
+        entries = self._kept.pop(row)
+        slots = self.table.slots(row, start, end)
+        # One flag an entry of the range, and one that takes whatever is none of it.
+        flags = torch.zeros(end - start + 1, dtype=torch.int32, device=self.device)
+        place = torch.where((entries >= start) & (entries < end), entries - start, end - start)
+        flags.index_fill_(0, place, 1)
+        order = flags[:-1].argsort(stable=True)
+        num_given = end - start - num_kept
+        given = slots[order[:num_given]]
+        self._move(row, order[num_given:].sort().values + start, start, end)
+        return given
+
+    def _move(self, row: int, entries: torch.Tensor, to: int, length: int) -> None:
+        """Of the row's `length` entries, those from `to` on are now `entries` (ascending) and no others."""
+        positions = self.positions(row, length)
+        dropped = length - to - len(entries)
+        if row in self._dropped:
+            dropped += self._dropped[row][1]
+        self._dropped[row] = torch.cat((positions[:to], positions[entries])), dropped
+        self.table.slots(row, to, to + len(entries)).copy_(self.table.slots(row, 0, length)[entries])
 
     def _drop(self, drop: Drop) -> torch.Tensor:
         slots = self._segments.pop(drop.segment)

@@ -4,22 +4,21 @@ Pure Python and integers: no torch, no slot, no clock. Each verb changes the cou
 once and leaves *edits* (`edits.py`) for whoever holds the device memory; `drain` hands them out. A verb that
 raises has changed nothing and left no edit.
 
-A sequence is a path of shared segments and a private tail:
-
-    position   0                    shared               length          len(prompt) + outputs
-               ├──── shared path ────┼──── private tail ───┼─── no slots yet ───┤
-    freed by   eviction, once unheld   close               nobody
+A sequence is a path of shared segments and a private tail (`sequence.py` draws it). Named segments that nobody
+holds are cached and freed by eviction; anonymous ones are freed with their last holder, and a private tail when
+its sequence closes.
 
 After every verb `num_free + num_cached + num_held == capacity`.
 """
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Iterator
 from collections.abc import Sequence as Seq
 from typing import NamedTuple
 
-from .edits import Drop, Edit, Give, Map, Split, Stash, Take
+from .edits import Copy, Drop, Edit, Give, Keep, Map, Shift, Split, Stash, Take
 from .errors import CheckFailed, OutOfRows, OutOfTokens, SequenceTooLong
 from .prefix_tree import TOKEN_BYTES, Namespace, PrefixTree, Segment
+from .sequence import Sequence
 
 
 class Match(NamedTuple):
@@ -29,32 +28,6 @@ class Match(NamedTuple):
     path: tuple[Segment, ...]
     tip: int
     num_tokens: int
-
-
-class Sequence:
-    """One open sequence: its row of the token table, the path it shares, and how many slots it has.
-
-    `row`: 1 and up; 0 once closed. `prompt`: int32 bytes. `shared`: tokens on its path of segments.
-    `length`: tokens that have a slot. `num_hit`: tokens found in the cache when it was opened.
-    """
-
-    __slots__ = ("length", "node", "num_hit", "prompt", "row", "shared")
-
-    def __init__(self, row: int, prompt: bytes, node: Segment, shared: int) -> None:
-        self.row = row
-        self.prompt = prompt
-        self.node = node
-        self.shared = shared
-        self.length = shared
-        self.num_hit = shared
-
-    @property
-    def num_private(self) -> int:
-        """Tokens that this sequence alone holds."""
-        return self.length - self.shared
-
-    def __repr__(self) -> str:
-        return f"Sequence(row={self.row}, length={self.length}, shared={self.shared})"
 
 
 class TokenLedger:
@@ -77,6 +50,7 @@ class TokenLedger:
         self._tree = PrefixTree()
         self._free_rows = list(range(max_sequences, 0, -1))
         self._open: dict[int, Sequence] = {}
+        self._gapped: set[int] = set()  # rows that have dropped the upper part of a path they still hold
         self._unconfirmed: list[Segment] = []
         self._edits: list[Edit] = []
 
@@ -105,6 +79,13 @@ class TokenLedger:
         """The segments that more than one open sequence holds."""
         return self._tree.shared
 
+    def sole_segments(self) -> Iterator[tuple[int, Segment]]:
+        """The segments that one open sequence alone holds, with its row."""
+        for row, sequence in self._open.items():
+            for segment in sequence.path():
+                if len(segment.holders) == 1:
+                    yield row, segment
+
     def drain(self) -> list[Edit]:
         """The edits since the last call, in order; they are the caller's to have applied."""
         edits, self._edits = self._edits, []
@@ -124,7 +105,8 @@ class TokenLedger:
             raise OutOfRows(self.max_sequences)
 
         tree = self._tree
-        node, matched = tree.find(tree.root(namespace), token_ids[:-TOKEN_BYTES], 0)
+        root = tree.root(namespace)
+        node, matched = tree.find(root, token_ids[:-TOKEN_BYTES], 0)
         if matched < len(node.tokens):
             node = self._split(node, matched // TOKEN_BYTES)
         row = self._free_rows.pop()
@@ -134,7 +116,7 @@ class TokenLedger:
         for segment in reversed(path):
             self._edits.append(Map(row, shared, segment.id))
             shared += segment.length
-        sequence = self._open[row] = Sequence(row, token_ids, node, shared)
+        sequence = self._open[row] = Sequence(row, token_ids, root, node, shared)
         return sequence
 
     def match(self, token_ids: bytes, namespace: Namespace = ()) -> Match:
@@ -182,15 +164,21 @@ class TokenLedger:
 
         It may be published in the step that computes it: every layer writes K/V before it attends. Until
         `confirm`, `retract` takes it back. Where the tree has these tokens from another sequence already,
-        this one's copy stays private.
+        this one's copy stays private; so does what a sequence computes after it has dropped something.
         """
         self._require_open(sequence)
+        if sequence.dropped:
+            return
+        for segment in self._name_path(sequence, sequence.prompt):
+            segment.confirmed = 0
+            segment.published = self.step
+            self._unconfirmed.append(segment)
         end = min(sequence.length, len(sequence.prompt) // TOKEN_BYTES)
         if end <= sequence.shared:
             return
         tokens = sequence.prompt[sequence.shared * TOKEN_BYTES : end * TOKEN_BYTES]
         node = sequence.node
-        if tokens[:TOKEN_BYTES] in node.children:
+        if not node.named or tokens[:TOKEN_BYTES] in node.children:
             return
         if node.parent is not None and len(node.holders) == 1 and not node.children:
             # Its own newest segment, say of the chunk before, grows: one segment, not a chain of chunks.
@@ -223,7 +211,7 @@ class TokenLedger:
 
         Close their sequences first, with `cache=False`. Raises ValueError while one still holds such tokens.
         """
-        doubtful = [segment for segment in self._unconfirmed if segment.parent is not None]
+        doubtful = [s for s in self._unconfirmed if s.parent is not None and s.named]
         for segment in doubtful:
             if segment.holders:
                 raise ValueError(f"{segment} was published by a failed step and is still held; close first")
@@ -239,19 +227,117 @@ class TokenLedger:
         """End a sequence. With `cache` its tokens stay to be hit; without, its private tail is freed.
 
         `output_ids` (int32 bytes) are the generated ids, which make the tail beyond the prompt cacheable;
-        what no id is known for is freed, and so is what another sequence has cached already.
+        what no id is known for is freed, and so is what another sequence has cached already, or what comes after
+        tokens that were dropped.
         """
         self._require_open(sequence)
         row, start, end = sequence.row, sequence.shared, sequence.length
-        if cache and end > start:
+        if cache and not sequence.dropped:
             start = self._insert(sequence, sequence.prompt + output_ids)
         if end > start:
             self._edits.append(Give(row, start, end))
             self.num_free += end - start
-        self.num_cached += self._tree.release(sequence.node, row)
+        self._leave(sequence, list(sequence.path()))
+        root = sequence.root
+        self._tree.leave(root, row, self._tree.touch())
+        self._tree.rest(root)
+        self._gapped.discard(row)
+        if sequence.dropped:
+            self._edits.append(Copy(row, 0, 0))
         del self._open[row]
         self._free_rows.append(row)
         sequence.row = 0
+
+    def fork(self, sequence: Sequence) -> Sequence:
+        """Another sequence that holds the same tokens: no K/V is copied. Raises OutOfRows, ValueError.
+
+        Each goes its own way from here: what it adds is its own. On closing, each names what it has generated.
+        """
+        self._require_open(sequence)
+        if not self._free_rows:
+            raise OutOfRows(self.max_sequences)
+        self._share_tail(sequence)
+        row = self._free_rows.pop()
+        for segment in sequence.path():
+            self._tree.share(segment, row)
+        sequence.root.holders.add(row)
+        twin = Sequence(row, sequence.prompt, sequence.root, sequence.node, sequence.shared)
+        twin.num_hit = sequence.num_hit
+        twin.sink, twin.sinks, twin.dropped = sequence.sink, sequence.sinks, sequence.dropped
+        if sequence.row in self._gapped:
+            self._gapped.add(row)
+        self._open[row] = twin
+        self._edits.append(Copy(row, sequence.row, sequence.length))
+        return twin
+
+    def truncate(self, sequence: Sequence, length: int) -> None:
+        """Let go of all but its first `length` entries: say, of tokens that were guessed wrong.
+
+        What it shared stays with the others, or cached. What is cut off of its prompt is its prompt no more.
+        Raises ValueError.
+        """
+        self._require_open(sequence)
+        if not 0 <= length <= sequence.length:
+            raise ValueError(f"cannot cut a sequence of {sequence.length} entries to {length}")
+        start = max(length, sequence.shared)
+        if start < sequence.length:
+            self._edits.append(Give(sequence.row, start, sequence.length))
+            self.num_free += sequence.length - start
+        if length < sequence.shared:
+            self._drop_path(sequence, length, sequence.shared)
+        sequence.length = length
+        if not length and sequence.dropped:
+            sequence.dropped = sequence.sinks = 0
+            self._edits.append(Copy(sequence.row, 0, 0))
+        if not sequence.dropped:
+            sequence.prompt = sequence.prompt[: length * TOKEN_BYTES]
+
+    def release(self, sequence: Sequence, count: int, sinks: int = 0) -> int:
+        """Drop the `count` oldest tokens after its first `sinks`: the window has moved on.
+
+        Returns how many slots are free at once: what others hold stays with them, what the tree caches stays
+        cached. The entries that remain move down; nothing that the sequence computes is cached from now on.
+        Raises ValueError: for more than it has, or for other `sinks` than before while it still shares both
+        parts.
+        """
+        self._require_open(sequence)
+        row, length, shared = sequence.row, sequence.length, sequence.shared
+        start, end = sinks, sinks + count
+        if count < 0 or sinks < 0 or end > length:
+            raise ValueError(f"cannot drop {count} tokens after {sinks}, of {length}")
+        if sequence.sink is not None and sinks != sequence.sinks:
+            raise ValueError(f"{sequence.sinks} sinks were kept so far; {sinks} cannot be from now on")
+        if not count:
+            return 0
+        before = self.num_free
+        if start < shared:
+            self._drop_path(sequence, start, min(end, shared))
+        start = max(start, shared)
+        if start < end:
+            self._edits.append(Give(row, start, end))
+            self.num_free += end - start
+        self._edits.append(Shift(row, end, length, sinks))
+        sequence.length -= count
+        sequence.dropped += count
+        sequence.sinks = sinks
+        return self.num_free - before
+
+    def keep(self, sequence: Sequence, count: int) -> int:
+        """Of its private tokens only `count` stay; which, the holder of the memory is told beforehand.
+
+        Returns how many slots are free at once. The entries that remain move down, in their order; nothing
+        that the sequence computes is cached from now on. Raises ValueError.
+        """
+        self._require_open(sequence)
+        private = sequence.num_private
+        if not 0 <= count <= private:
+            raise ValueError(f"cannot keep {count} of {private} private tokens")
+        if count < private:
+            self._edits.append(Keep(sequence.row, sequence.shared, sequence.length, count))
+            self.num_free += private - count
+            sequence.length -= private - count
+            sequence.dropped += private - count
+        return private - count
 
     def evict(self, count: int) -> None:
         """Free exactly `count` cached tokens, those used longest ago first. Raises OutOfTokens."""
@@ -268,22 +354,24 @@ class TokenLedger:
 
     def check(self) -> None:
         """Recount everything from the sequences and the tree. Raises CheckFailed."""
-        self._tree.check()
-        held: dict[int, set[int]] = {}
+        self._tree.check(self._gapped)
+        held: dict[Segment, set[int]] = {}
         private = 0
         for row, sequence in self._open.items():
-            path = list(sequence.node.up())
+            path = list(sequence.path())
             if sequence.row != row or sequence.shared != sum(segment.length for segment in path):
                 raise CheckFailed(f"{sequence} in row {row} has a path of {path}")
             if sequence.length < sequence.shared:
                 raise CheckFailed(f"{sequence} is shorter than its path")
             private += sequence.num_private
             for segment in path:
-                held.setdefault(segment.id, set()).add(row)
+                held.setdefault(segment, set()).add(row)
+            if (row in self._gapped) != (sequence.sink is not None) or row not in sequence.root.holders:
+                raise CheckFailed(f"{sequence} has a path of {path}, and is not booked with it")
         cached = shared = 0
-        for segment in self._tree:
-            if segment.holders != held.get(segment.id, set()):
-                rows = sorted(held.get(segment.id, ()))
+        for segment in {*self._tree, *held}:
+            if segment.holders != held.get(segment, set()):
+                rows = sorted(held.get(segment, ()))
                 raise CheckFailed(f"{segment} lists {sorted(segment.holders)}; it is on the paths of {rows}")
             if segment.holders:
                 shared += segment.length
@@ -308,6 +396,9 @@ class TokenLedger:
         end = min(sequence.length, len(tokens) // TOKEN_BYTES)
         tokens = tokens[: end * TOKEN_BYTES]
         start = sequence.shared
+        self._name_path(sequence, tokens)
+        if end <= start or not sequence.node.named:
+            return start
         node, matched = tree.find(sequence.node, tokens, start * TOKEN_BYTES)
         if matched < len(node.tokens):
             if not matched:  # `find` only descends where the first token agrees
@@ -336,6 +427,91 @@ class TokenLedger:
                 tree.rest(node)
             self._edits.append(Stash(row, end - node.length, end, node.id))
         return max(end, found)
+
+    def _name_path(self, sequence: Sequence, tokens: bytes) -> list[Segment]:
+        """Name the anonymous segments of its path, as far as `tokens` go. Returns those that were."""
+        named: list[Segment] = []
+        if sequence.node.named:
+            return named
+        begin = 0
+        for segment in reversed(list(sequence.path())):
+            end = begin + len(segment.tokens)
+            if not segment.named:
+                if end > len(tokens) or not self._tree.name(segment, tokens[begin:end]):
+                    break
+                named.append(segment)
+            begin = end
+        return named
+
+    def _share_tail(self, sequence: Sequence) -> None:
+        """Make a segment of its private tail, so that others may hold it too."""
+        length, tail = sequence.length, sequence.num_private
+        if not tail:
+            return
+        node = sequence.node
+        if not node.named and len(node.holders) == 1 and sequence.row in node.holders:
+            node.tokens += bytes(tail * TOKEN_BYTES)  # its own from an earlier fork, whose twin is gone
+        else:
+            node = self._tree.attach(node, tail)
+            node.holders.add(sequence.row)
+            sequence.node = node
+        sequence.shared = length
+        self._edits.append(Stash(sequence.row, length - node.length, length, node.id))
+
+    def _drop_path(self, sequence: Sequence, start: int, end: int) -> None:
+        """Leave its segments between entries `start` and `end`, which are cut there."""
+        for at in (end, start):
+            last = sequence.shared
+            for segment in sequence.path():
+                first = last - segment.length
+                if first < at < last:
+                    self._split(segment, at - first)
+                    break
+                last = first
+        path = list(sequence.path())
+        firsts = []  # of each, its first entry
+        last = sequence.shared
+        for segment in path:
+            last -= segment.length
+            firsts.append(last)
+        num_below = sum(first >= end for first in firsts)
+        num_kept_or_left = num_below + sum(start <= first < end for first in firsts)
+        above = path[num_kept_or_left] if num_kept_or_left < len(path) else sequence.root
+        if num_below:
+            sequence.sink = above
+            self._gapped.add(sequence.row)
+        else:
+            sequence.node = above
+            if sequence.sink is not None and start <= sequence.sinks:  # nothing is left below the gap
+                sequence.sink = None
+                self._gapped.discard(sequence.row)
+        sequence.shared -= end - start
+        self._leave(sequence, path[num_below:num_kept_or_left])
+
+    def _leave(self, sequence: Sequence, segments: list[Segment]) -> None:
+        """It holds these no more, the deepest first: what nobody holds is cached if it has a name, else freed."""
+        tree = self._tree
+        now = tree.touch()
+        for segment in segments:
+            if not tree.leave(segment, sequence.row, now):
+                continue
+            if not segment.named:
+                self._edits.append(Drop(segment.id, 0))
+                self.num_free += segment.length
+                continue
+            self.num_cached += segment.length
+            if self._gapped:
+                for child in [child for child in segment.children.values() if child.holders]:
+                    self._cut_off(child)
+            tree.rest(segment)
+
+    def _cut_off(self, segment: Segment) -> None:
+        """What is above a held segment may go: nobody can hit it, or anything below it, any more."""
+        for below in [*segment.below(), segment]:
+            if below.holders:
+                self._tree.cut_off(below)
+            else:
+                self._trim(below, 0)
 
     def _split(self, segment: Segment, at: int) -> Segment:
         head = self._tree.split(segment, at)

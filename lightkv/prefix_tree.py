@@ -9,11 +9,16 @@ of int32 throughout, so that comparing a thousand of them is one memcmp.
     (one per namespace)   held by A and B   └── "Who wrote Faust?"     held by sequence B
 
 A holder of a segment holds its ancestors too, so a parent has at least its children's holders, and what
-nobody holds (what is cached) always hangs at the leaves.
+nobody holds (what is cached) always hangs at the leaves. The exception is a sequence that has dropped the
+upper part of its path: as soon as nobody holds that part, it is cut off from what is still held below.
+
+A segment that was split off a running sequence (a fork) is *anonymous*: which tokens it holds is not known
+here, so it hangs below its parent without being found there, and is freed when nobody holds it. Once its
+tokens are told it gets its name.
 """
 
 import heapq
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 
 from .errors import CheckFailed
 
@@ -24,13 +29,14 @@ Namespace = tuple[object, ...]
 
 class Segment:
     """One node: `tokens` int32 bytes that follow its parent's, `holders` the rows of the sequences on whose
-    path it is."""
+    path it is. `named`: the tree finds it by its tokens; an anonymous one's are zeros."""
 
     __slots__ = (
         "children",
         "confirmed",
         "holders",
         "id",
+        "named",
         "namespace",
         "parent",
         "published",
@@ -47,6 +53,7 @@ class Segment:
         self.parent = parent
         self.children: dict[bytes, Segment] = {}
         self.holders: set[int] = set()
+        self.named = True
         self.used = 0
         # The first `confirmed` tokens are known to be computed; the rest was published by step `published`.
         self.confirmed = self.length
@@ -58,7 +65,8 @@ class Segment:
         return len(self.tokens) // TOKEN_BYTES
 
     def __repr__(self) -> str:
-        return f"Segment({self.id}, length={self.length}, holders={len(self.holders)})"
+        kind = "" if self.named else ", anonymous"
+        return f"Segment({self.id}, length={self.length}, holders={len(self.holders)}{kind})"
 
     def up(self) -> Iterator["Segment"]:
         """This segment and its ancestors up to the root, the root left out."""
@@ -132,21 +140,18 @@ class PrefixTree:
             node = node.parent
         return taken
 
-    def release(self, segment: Segment, row: int) -> int:
-        """`row` holds the path to `segment` no more. Returns how many tokens nobody holds now."""
-        now = self.touch()
-        left = 0
-        node: Segment | None = segment
-        while node is not None:
-            node.holders.remove(row)
-            node.used = now
-            if not node.holders:
-                left += node.length
-                self.rest(node)
-            elif len(node.holders) == 1:
-                self.shared.discard(node)
-            node = node.parent
-        return left
+    def share(self, segment: Segment, row: int) -> None:
+        """`row` holds `segment` too, beside at least one other."""
+        segment.holders.add(row)
+        self.shared.add(segment)
+
+    def leave(self, segment: Segment, row: int, now: int) -> bool:
+        """`row` holds `segment` no more. Returns whether nobody does."""
+        segment.holders.remove(row)
+        segment.used = now
+        if len(segment.holders) == 1:
+            self.shared.discard(segment)
+        return not segment.holders
 
     def find(self, node: Segment, tokens: bytes, at: int) -> tuple[Segment, int]:
         """Walk from `node` as far as `tokens[at:]` goes. Changes nothing.
@@ -176,6 +181,34 @@ class PrefixTree:
         self.num_segments += 1
         return child
 
+    def attach(self, parent: Segment, length: int) -> Segment:
+        """A new anonymous segment of `length` tokens under `parent`, held by nobody yet."""
+        child = Segment(self._next_id, bytes(length * TOKEN_BYTES), parent)
+        self._next_id += 1
+        child.named = False
+        return child
+
+    def name(self, segment: Segment, tokens: bytes) -> bool:
+        """Have an anonymous segment found by its tokens, now that they are known. False, and nothing is changed,
+        where its parent is not found itself or has another child that begins alike."""
+        parent, key = segment.parent, tokens[:TOKEN_BYTES]
+        assert parent is not None
+        if not parent.named or key in parent.children:
+            return False
+        segment.tokens = tokens
+        segment.named = True
+        parent.children[key] = segment
+        self.num_segments += 1
+        return True
+
+    def cut_off(self, segment: Segment) -> None:
+        """A named segment becomes anonymous: what is above it may go."""
+        assert segment.parent is not None
+        del segment.parent.children[segment.tokens[:TOKEN_BYTES]]
+        segment.tokens = bytes(len(segment.tokens))
+        segment.named = False
+        self.num_segments -= 1
+
     def split(self, segment: Segment, at: int) -> Segment:
         """Cut `segment` after `at` tokens. Returns the new head; `segment` keeps the rest and its holders.
 
@@ -183,7 +216,10 @@ class PrefixTree:
         """
         assert segment.parent is not None
         cut = at * TOKEN_BYTES
-        head = self.add(segment.parent, segment.tokens[:cut])
+        if segment.named:
+            head = self.add(segment.parent, segment.tokens[:cut])
+        else:
+            head = self.attach(segment.parent, at)
         head.holders = segment.holders.copy()
         if len(head.holders) > 1:
             self.shared.add(head)
@@ -193,7 +229,8 @@ class PrefixTree:
         segment.confirmed = max(segment.confirmed - at, 0)
         segment.tokens = segment.tokens[cut:]
         segment.parent = head
-        head.children[segment.tokens[:TOKEN_BYTES]] = segment
+        if segment.named:
+            head.children[segment.tokens[:TOKEN_BYTES]] = segment
         return head
 
     def remove(self, segment: Segment) -> None:
@@ -209,7 +246,7 @@ class PrefixTree:
 
     def rest(self, segment: Segment) -> None:
         """Note a segment that may now be evictable; drop a root that nothing hangs from."""
-        if segment.holders or segment.children:
+        if segment.holders or segment.children or not segment.named:
             return
         if segment.parent is not None:
             heapq.heappush(self._idle, (segment.used, segment.id, segment))
@@ -224,6 +261,7 @@ class PrefixTree:
         used, _, segment = entry
         return (
             segment.parent is not None
+            and segment.named
             and not segment.holders
             and not segment.children
             and used == segment.used
@@ -238,15 +276,16 @@ class PrefixTree:
         return None
 
     def __iter__(self) -> Iterator[Segment]:
-        """Every segment, parents before children."""
+        """Every named segment, parents before children."""
         stack = [child for root in self.roots.values() for child in root.children.values()]
         while stack:
             segment = stack.pop()
             yield segment
             stack.extend(segment.children.values())
 
-    def check(self) -> None:
-        """Recount the links, the keys and the idle leaves. Raises CheckFailed."""
+    def check(self, gapped: Collection[int] = ()) -> None:
+        """Recount the links, the keys and the idle leaves. `gapped`: the rows that have dropped a part of their
+        path, which alone may hold a segment and not its parent. Raises CheckFailed."""
         idle = {entry[1] for entry in self._idle if self._is_idle(entry)}
         count = 0
         for segment in self:
@@ -257,13 +296,17 @@ class PrefixTree:
             if not segment.tokens or len(segment.tokens) % TOKEN_BYTES:
                 raise CheckFailed(f"{segment} holds {len(segment.tokens)} bytes, not whole tokens")
             below = [row for child in segment.children.values() for row in child.holders]
-            if len(set(below)) < len(below) or not segment.holders.issuperset(below):
+            if len(set(below)) < len(below) or not segment.holders.issuperset(set(below).difference(gapped)):
                 raise CheckFailed(f"{segment} is held by {segment.holders}, its children by {below}")
             if (len(segment.holders) > 1) != (segment in self.shared):
                 raise CheckFailed(f"{segment} is {'' if segment in self.shared else 'not '}among the shared")
+            if not segment.named:
+                raise CheckFailed(f"{segment} is found in the tree")
+            if not segment.holders and below:
+                raise CheckFailed(f"{segment} is held by nobody, and what is below it by {below}")
             if not segment.holders and not segment.children and segment.id not in idle:
                 raise CheckFailed(f"{segment} is held by nobody and cannot be evicted")
-        if any(segment.parent is None for segment in self.shared):
-            raise CheckFailed("a segment that is in the tree no more is among the shared")
+        if any(len(segment.holders) < 2 for segment in self.shared):
+            raise CheckFailed("a segment of fewer than two holders is among the shared")
         if count != self.num_segments:
             raise CheckFailed(f"{count} segments in the tree, {self.num_segments} in the books")

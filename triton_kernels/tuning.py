@@ -46,6 +46,11 @@ _PREFILL_LAUNCHES = (
 _REDUCTION_BYTES = 2048  # shared memory that the softmax's reductions take beside the tiles
 
 
+# A block's free slots are found by reading its bits, the block by reading the count of every block.
+_MIN_BLOCK_SLOTS = 1024
+_MAX_BLOCKS = 8192
+
+
 @cache
 def device_class(device: torch.device) -> DeviceClass:
     """The class of a CUDA device, or of Triton's interpreter for any other."""
@@ -108,3 +113,42 @@ def prefill_launch(
         if fits and not too_few and not too_wide:
             return launch
     return Launch(block_m=16, block_n=16, num_warps=4, num_stages=2)
+
+
+def slots_of_block(num_slots: int) -> int:
+    """Slots of a block of the allocator: a power of two, so that a pool has some thousand blocks at most."""
+    return max(_MIN_BLOCK_SLOTS, triton.next_power_of_2(triton.cdiv(num_slots, _MAX_BLOCKS)))
+
+
+def take_in_one_kernel(block_words: int) -> int:
+    """The most slots that one program takes: the bits of a block for each of them fit its registers."""
+    return max(1, min(512, 16384 // block_words))
+
+
+def take_warps(num_ranks: int, block_words: int, scan_tile: int) -> int:
+    """Warps of that program."""
+    elements = max(num_ranks * block_words, scan_tile)
+    return 4 if elements <= 1024 else 8 if elements <= 4096 else 16
+
+
+def scan_tile(num_blocks: int) -> int:
+    """Counts of blocks that one program sums up at a time: all of them, as far as registers go."""
+    return min(triton.next_power_of_2(num_blocks), 16384)
+
+
+class Search(NamedTuple):
+    """How the programs of a search for a run share out the words of a pool's bits."""
+
+    num_programs: int
+    chunk: int  # words whose runs one program answers for
+    back: int  # words before them that it reads: a run may begin there
+    tile: int  # words it reads at a time
+
+
+def run_search(device: DeviceClass, num_words: int, word_slots: int, n: int, max_programs: int) -> Search:
+    """A search for n consecutive free slots by at most `max_programs`."""
+    tile = 32 if device is _INTERPRETER else 2048  # the interpreter's scans take a call an element
+    back = triton.cdiv(n, word_slots) + 2
+    least = max(tile // 2, triton.cdiv(num_words, max_programs))
+    chunk = triton.cdiv(least + back, tile) * tile - back  # so that what is read is a whole number of tiles
+    return Search(triton.cdiv(num_words, chunk), chunk, back, tile)
