@@ -38,6 +38,7 @@ LLAMA_3_8B = LlamaConfig(
     rope_theta=500000.0,
     tie_word_embeddings=False,
 )
+REPLAY_ROUNDS = 3
 
 
 def make_engine(
@@ -71,13 +72,16 @@ def tokens_of(engine: Engine, steps: int) -> list[tuple[str, int | None]]:
 
 
 def replay_ms(runner: ModelRunner, batch: int, times: int) -> float:
-    """The graph alone, back to back. It takes slots that the ledger never hears of: the engine ends here."""
+    """The graph of the batch that runs, alone: `times` replays back to back, the median of REPLAY_ROUNDS.
+
+    It takes slots that the ledger never hears of: an engine ends here.
+    """
     assert runner._graphs is not None
     graph = runner._graphs.get(batch, SamplerKind.GREEDY)
     assert graph is not None
     replayed, _ = graph._graphs[SamplerKind.GREEDY]
     medians = []
-    for _ in range(3):
+    for _ in range(REPLAY_ROUNDS):
         torch.cuda.synchronize()
         start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         start.record()

@@ -340,31 +340,33 @@ class Endpoint:
 
 
 async def closed_loop(endpoint: Endpoint, model: str, asks: Iterable[Ask], concurrency: int) -> list[Answer]:
-    """`concurrency` clients, each of which asks again as soon as it is answered. Raises RequestFailed."""
-    waiting = iter(asks)
-    answers: list[Answer] = []
+    """`concurrency` clients, each of which asks again as soon as it is answered. The answers are in the order
+    of `asks`. Raises RequestFailed."""
+    waiting = enumerate(asks)
+    answers: dict[int, Answer] = {}
 
     async def client() -> None:
-        for ask in waiting:  # one iterator for all
-            answers.append(await endpoint.complete(model, ask))
+        for idx, ask in waiting:  # one iterator for all
+            answers[idx] = await endpoint.complete(model, ask)
 
     await _all(client() for _ in range(concurrency))
-    return answers
+    return [answers[idx] for idx in sorted(answers)]
 
 
 async def open_loop(
     endpoint: Endpoint, model: str, asks: Iterable[Ask], arrivals: list[float]
 ) -> list[Answer]:
-    """Each request at its time, seconds from the start, however many are under way. Raises RequestFailed."""
+    """Each request at its time, seconds from the start, however many are under way. The answers are in the
+    order of `asks`. Raises RequestFailed."""
     start = asyncio.get_running_loop().time()
-    answers: list[Answer] = []
+    answers: dict[int, Answer] = {}
 
-    async def client(ask: Ask, at: float) -> None:
+    async def client(idx: int, ask: Ask, at: float) -> None:
         await asyncio.sleep(start + at - asyncio.get_running_loop().time())
-        answers.append(await endpoint.complete(model, ask))
+        answers[idx] = await endpoint.complete(model, ask)
 
-    await _all(client(ask, at) for ask, at in zip(asks, arrivals, strict=True))
-    return answers
+    await _all(client(idx, ask, at) for idx, (ask, at) in enumerate(zip(asks, arrivals, strict=True)))
+    return [answers[idx] for idx in sorted(answers)]
 
 
 async def _all(clients: Iterable[Coroutine[Any, Any, None]]) -> None:

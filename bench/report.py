@@ -71,11 +71,16 @@ def print_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
 
 def print_json(name: str, results: Any, out: Path | None) -> None:
     """The last line; with `out`, also a file of it."""
+    print(json.dumps(save_json(name, results, out)), flush=True)
+
+
+def save_json(name: str, results: Any, out: Path | None) -> dict[str, Any]:
+    """What `print_json` prints, in the file alone: so that what is measured so far is kept."""
     document = {"benchmark": name, **machine(), "results": results}
     if out is not None:
         out.parent.mkdir(parents=True, exist_ok=True)
         out.write_text(json.dumps(document, indent=1) + "\n")
-    print(json.dumps(document), flush=True)
+    return document
 
 
 def refuse(reason: str) -> None:

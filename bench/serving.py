@@ -1,44 +1,62 @@
 """A service under load: how soon the first token comes, how evenly the others, how many a second.
 
-    python -m bench.serving --concurrency 1 8 --in-process --out bench/results/serving-cpu.json
+    python -m bench.serving --concurrency 8 --in-process --rounds 5 --out bench/results/serving-cpu.json
     python -m bench.serving --url http://127.0.0.1:8000 --rate 4 --trace AzureLLMInferenceTrace_conv.csv
-    python -m bench.serving --model DIRECTORY --max-total-tokens 262144 --concurrency 1 32 256 --transformers
+    python -m bench.serving --model DIRECTORY --concurrency 1 32 256 --replay --transformers --plot FILE
+    python -m bench.serving --replot bench/results/serving-h200.json --plot serving-h200.svg
 
 Without --url it starts `lightkv serve` itself (what follows `--` goes to that command) and takes it down again;
 with --url it measures any server that knows OpenAI's completions, `ignore_eos` and `stream_options`. A closed
 loop has a number of clients, each of which asks again as soon as it is answered; an open loop has requests that
 come at random times, whatever is under way. Prompts are random ids, answers greedy and of a given length. All
 is measured at the client, from the moment it connects: the time to the first piece (TTFT), between one piece
-and the next, of a token after the first, and to the end.
+and the next, of a token after the first, and to the end. The time between pieces is told apart by whether
+another request waited for its first piece meanwhile: then its prefill shared the step.
 
 Of lightkv it also tells the router's own time in a step and the processor time of its processes, and it makes
-sure that no token is held at the end. The peers get as many prompts at once as a closed loop has clients, the
-same ones as the service, which is measured so, too:
+sure that no token is held at the end. With --replay it compares a decode step, seen from outside, with the
+replay of its CUDA graph: all clients of a closed loop start at once, and what counts is the time in which all
+of them decode (`serving_stats.py` says which time that is, `replay.py` what a replay is). The graph is replayed
+after the service has ended, with the service's settings, over as many sequences of the same mean length. The
+router's own count of steps over the same time stands beside it. --rounds are taken of each.
+
+The peers get as many prompts at once as a closed loop has clients, the same ones as the service, which is
+measured so, too:
 
     --in-process     `LLM.generate`, alternated with the service. On a GPU both have to fit: give
                      --max-total-tokens.
-    --transformers   Hugging Face transformers' continuous batching with its own defaults, after the service has
-                     ended, so that it has the whole device. Its start and its first batch are not counted.
+    --transformers   Hugging Face transformers' continuous batching, after the service has ended, so that it
+                     has the whole device; in several ways, of which the fastest at each size counts
+                     (`continuous_batching.py`). Its start and its first batch are not counted.
+
+The file of --out is written as soon as the service's figures are there, and again after each comparison. What
+raises in one of these has its error in its place, and the exit code is 1.
 """
 
 import argparse
+import asyncio
+import json
 import random
 import signal
+import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any, NamedTuple, get_args, get_type_hints
 
-import numpy as np
 import uvloop
 
+from bench.child import ChildFailed
+from bench.continuous_batching import DEFAULT_WAYS, WAYS
 from bench.load_client import Answer, Endpoint, RequestFailed, closed_loop, open_loop
-from bench.peers import ContinuousBatching, InProcess, PeerFailed, free_memory
-from bench.report import Spread, parser, print_json, print_machine, refuse
+from bench.peers import InProcess, Rounds, run_batches, run_transformers
+from bench.replay import Level, replays
+from bench.report import Spread, parser, print_json, print_machine, refuse, save_json
 from bench.served import Server, ServerFailed
-from bench.serving_figures import load_pyplot, plot, print_levels, print_peers
+from bench.serving_figures import load_pyplot, plot, print_levels, print_peers, print_steps
+from bench.serving_stats import NotSteady, Steady, span, steady, step_rate_ms, summarise
 from bench.workload import Ask, Lengths, choose, fill, mixed, poisson, read_trace, scale
 from lightkv.errors import LightKVError
 from lightkv.router import EngineConfig
@@ -47,6 +65,8 @@ from lightkv.router.weights import load_config, resolve
 Results = dict[str, Any]
 
 SETTLE_SECONDS = 0.7  # the API process hears of the router's counts four times a second
+WATCH_SECONDS = 0.05  # how often that is looked at, where it matters when it came
+REPLAY_SECONDS = 900.0  # to load the model, capture the graphs, and replay them
 
 
 class Traffic(NamedTuple):
@@ -76,9 +96,28 @@ class Target(NamedTuple):
         return uvloop.run(closed_loop(self.endpoint, self.model, asks, int(traffic.level)))
 
     def batch(self, asks: Sequence[Ask]) -> tuple[float, list[str]]:
-        """Seconds for requests that are sent all at once, and their texts, sorted."""
+        """Seconds for requests that are sent all at once, and their texts, in order."""
         answers = self.run(Traffic(len(asks), False), asks)
-        return span(answers), sorted(answer.text for answer in answers)
+        return span(answers), [answer.text for answer in answers]
+
+    def watch(self, asks: Sequence[Ask]) -> tuple[list[Answer], list[tuple[float, int]]]:
+        """Requests that are sent all at once, and meanwhile the router's count of steps, with the time."""
+        counts: list[tuple[float, int]] = []
+
+        async def count() -> None:
+            while True:
+                load = await self.endpoint.get("/load")
+                counts.append((time.perf_counter(), load["num_steps"]))
+                await asyncio.sleep(WATCH_SECONDS)
+
+        async def run() -> list[Answer]:
+            watching = asyncio.create_task(count())
+            try:
+                return await closed_loop(self.endpoint, self.model, asks, len(asks))
+            finally:
+                watching.cancel()
+
+        return uvloop.run(run()), counts
 
     def counts(self) -> Results | None:
         """lightkv's own, once they are told; None of another server."""
@@ -96,41 +135,6 @@ class Target(NamedTuple):
 
 # --------------------------------------------------------------------------------
 # What is measured
-
-
-def span(answers: Sequence[Answer]) -> float:
-    """Seconds from the first request to the last answer's end."""
-    return max(answer.ended for answer in answers) - min(answer.sent for answer in answers)
-
-
-def summary(seconds: Sequence[float]) -> dict[str, float] | None:
-    """Mean and percentiles in milliseconds; None of nothing."""
-    if not seconds:
-        return None
-    values = np.asarray(seconds) * 1e3
-    p50, p90, p99 = np.percentile(values, [50, 90, 99])
-    return {"mean": float(values.mean()), "p50": float(p50), "p90": float(p90), "p99": float(p99)}
-
-
-def summarise(answers: Sequence[Answer]) -> Results:
-    """What the clients of one load saw."""
-    seconds = span(answers)
-    num_output = sum(answer.num_output for answer in answers)
-    num_prompt = sum(answer.num_prompt for answer in answers)
-    return {
-        "requests": len(answers),
-        "seconds": seconds,
-        "prompt_tokens": num_prompt,
-        "output_tokens": num_output,
-        "requests_per_s": len(answers) / seconds,
-        "output_tokens_per_s": num_output / seconds,
-        "total_tokens_per_s": (num_output + num_prompt) / seconds,
-        "tokens_per_piece": num_output / sum(len(answer.arrivals) for answer in answers),
-        "ttft_ms": summary([answer.ttft for answer in answers]),
-        "between_pieces_ms": summary([gap for answer in answers for gap in answer.gaps]),
-        "per_token_ms": summary([seconds for answer in answers for seconds in answer.per_token]),
-        "end_to_end_ms": summary([answer.latency for answer in answers]),
-    }
 
 
 def measure(target: Target, traffic: Traffic, asks: Sequence[Ask], seed: int) -> Results:
@@ -183,70 +187,73 @@ def warm_up(target: Target, options: argparse.Namespace, traffic: Traffic, rng: 
 
 
 # --------------------------------------------------------------------------------
-# The peers
+# A step against its graph's replay
 
 
-class Rounds(NamedTuple):
-    """Tokens a second of each side, a figure a round, for batches of one size; and the share of texts that the
-    service and `LLM.generate` have in common."""
+class Steps(NamedTuple):
+    """The steady times of so many clients, a figure a round. `router_ms`: of a step, by the router's count."""
 
-    http: list[float]
-    in_process: list[float]
-    transformers: list[float]
-    same_text: list[float]
+    rounds: list[Steady]
+    router_ms: list[float]
 
-    def results(self) -> Results:
-        found: Results = {"http_tokens_per_s": Spread.of(self.http)._asdict()}
-        for name, peer in (("in_process", self.in_process), ("transformers", self.transformers)):
-            if peer:
-                ratios = [ours / theirs for ours, theirs in zip(self.http, peer, strict=True)]
-                found[f"{name}_tokens_per_s"] = Spread.of(peer)._asdict()
-                found[f"http_over_{name}"] = Spread.of(ratios)._asdict()
-        if self.same_text:
-            found["same_text"] = min(self.same_text)
+    @property
+    def context(self) -> float:
+        """Tokens of a sequence, in the mean."""
+        return sum(own.context for own in self.rounds) / len(self.rounds)
+
+    def results(self, replay_ms: float | None) -> Results:
+        mean = Spread.of([own.mean_ms for own in self.rounds])
+        median = Spread.of([own.median_ms for own in self.rounds])
+        found: Results = {
+            "rounds": len(self.rounds),
+            "context": self.context,
+            "step_ms": mean._asdict(),
+            "median_step_ms": median._asdict(),
+            "router_step_ms": Spread.of(self.router_ms)._asdict() if self.router_ms else None,
+        }
+        if replay_ms is not None:
+            found |= {
+                "replay_ms": replay_ms,
+                "ratio": mean.median / replay_ms,
+                "ratio_of_median": median.median / replay_ms,
+            }
         return found
 
 
-def run_batches(target: Target, in_process: InProcess | None, asked: Sequence[Sequence[Ask]]) -> Rounds:
-    """The service and, alternated with it, `LLM.generate`."""
-    rounds = Rounds([], [], [], [])
-    for round_idx, asks in enumerate(asked):
-        num_tokens = sum(ask.num_output for ask in asks)
-        in_process_first = in_process is not None and round_idx % 2
-        if in_process is not None and in_process_first:
-            seconds, own = in_process.run(asks)
-        http_seconds, texts = target.batch(asks)
-        if in_process is not None and not in_process_first:
-            seconds, own = in_process.run(asks)
-        if not round_idx:
-            continue  # to warm up
-        rounds.http.append(num_tokens / http_seconds)
-        if in_process is not None:
-            rounds.in_process.append(num_tokens / seconds)
-            same = sum(a == b for a, b in zip(texts, sorted(own), strict=True)) / len(asks)
-            rounds.same_text.append(same)
-            if same < 0.9 and in_process.llm.info.dtype == "float32":
-                refuse(f"{len(asks)} at once: only {same:.0%} of the texts are those of LLM.generate")
-    return rounds
+def watch_steps(target: Target, options: argparse.Namespace, num: int, rng: random.Random) -> Steps:
+    """`num` clients at once, --rounds times. Raises RequestFailed, and NotSteady where no round was steady."""
+    steps = Steps([], [])
+    for round_idx in range(options.rounds):
+        answers, counts = target.watch(fill(lengths_of(options, num, rng), target.vocab_size, rng))
+        try:
+            steps.rounds.append(steady(answers))
+        except NotSteady:
+            if round_idx == options.rounds - 1 and not steps.rounds:
+                raise
+            continue
+        rate = step_rate_ms(counts, steps.rounds[-1].begin, steps.rounds[-1].end)
+        if rate is not None:
+            steps.router_ms.append(rate)
+    return steps
 
 
-def run_transformers(
-    config: EngineConfig, asked: dict[int, list[list[Ask]]], rounds: dict[int, Rounds]
-) -> str:
-    """Adds their figures to `rounds`. Returns why there are none, or nothing."""
+def replay_steps(config: EngineConfig, steps: dict[int, Steps | str]) -> tuple[Results, str]:
+    """The steps of each number of clients beside their replay, or why there are none; and what went wrong."""
+    watched = {num: own for num, own in steps.items() if isinstance(own, Steps)}
+    failures = [f"{num} clients: {own}" for num, own in steps.items() if isinstance(own, str)]
+    found: dict[int, float] = {}
     try:
-        peer = ContinuousBatching(config)
-        for num, batches in asked.items():
-            for batch_idx, asks in enumerate(batches):
-                seconds = peer.run(asks)
-                if batch_idx:
-                    rounds[num].transformers.append(sum(ask.num_output for ask in asks) / seconds)
-            peer.reset()
-    except PeerFailed as error:
-        for found in rounds.values():
-            found.transformers.clear()
-        return str(error)
-    return ""
+        levels = [Level(num, own.context) for num, own in watched.items()]
+        for level, milliseconds in replays(config, levels, REPLAY_SECONDS) if levels else ():
+            found[level.batch] = milliseconds
+            print(f"{level.batch} clients: replayed", flush=True)
+    except ChildFailed as error:
+        failures.append(str(error))
+    results: Results = {
+        str(num): own.results(found.get(num)) if isinstance(own, Steps) else {"error": own}
+        for num, own in steps.items()
+    }
+    return results, "; ".join(failures)
 
 
 # --------------------------------------------------------------------------------
@@ -288,9 +295,15 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     made.add_argument("--seed", type=int, default=0)
     made.add_argument("--timeout", type=positive, default=600.0, help="seconds for one answer")
     made.add_argument("--in-process", action="store_true", help="compare with LLM.generate")
-    made.add_argument("--transformers", action="store_true", help="compare with transformers")
+    made.add_argument(
+        "--transformers", nargs="*", choices=WAYS, metavar="WAY",
+        help=f"compare with transformers in these ways (default {' '.join(DEFAULT_WAYS)}) of {' '.join(WAYS)}",
+    )  # fmt: skip
+    made.add_argument("--way-seconds", type=positive, default=600.0, help="that each of these may take")
+    made.add_argument("--replay", action="store_true", help="compare steps with their graphs' replay")
     made.add_argument("--rounds", type=int, default=3, help="of these comparisons")
-    made.add_argument("--plot", type=Path, help="draw the figures into this file, a PNG")
+    made.add_argument("--plot", type=Path, help="draw the figures into this file, a PNG or SVG")
+    made.add_argument("--replot", type=Path, help="measure nothing: draw and print the figures of this file")
     engine = made.add_argument_group("the engine, where one is started")
     kinds = get_type_hints(EngineConfig)
     for field in fields(EngineConfig):
@@ -306,10 +319,16 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     options = made.parse_args(argv)
     if not options.concurrency and not options.rate:
         options.concurrency = [1, 8, 32]
-    if options.url and (options.in_process or options.transformers):
-        made.error("--in-process and --transformers compare with a server of our own; leave out --url")
+    if options.transformers == []:
+        options.transformers = list(DEFAULT_WAYS)
+    if options.url and (options.in_process or options.transformers or options.replay):
+        made.error("--in-process, --transformers and --replay take a server of our own; leave out --url")
     if options.transformers and options.trace:
         made.error("--transformers takes answers of one length; leave out --trace")
+    if (options.in_process or options.transformers or options.replay) and not options.concurrency:
+        made.error("--in-process, --transformers and --replay compare closed loops; give a --concurrency")
+    if options.rounds < 1:
+        made.error(f"--rounds is {options.rounds}; give at least 1")
     return options
 
 
@@ -321,10 +340,15 @@ def engine_config(options: argparse.Namespace) -> EngineConfig:
 
 def settings_of(options: argparse.Namespace) -> Results:
     """What was typed and bears on the figures; files by their names."""
-    hidden = {"api_key", "out", "plot", *(field.name for field in fields(EngineConfig))}
+    hidden = {"api_key", "out", "plot", "replot", *(field.name for field in fields(EngineConfig))}
     settings = {key: value for key, value in vars(options).items() if key not in hidden}
     settings["trace"] = options.trace.name if options.trace else None
-    return settings | ({} if options.url else {"engine": asdict(engine_config(options))})
+    if options.url:
+        return settings
+    engine = asdict(engine_config(options))
+    if Path(engine["model"]).is_dir():
+        engine["model"] = Path(engine["model"]).name
+    return settings | {"engine": engine}
 
 
 def serve_arguments(config: EngineConfig, more: Sequence[str]) -> list[str]:
@@ -353,11 +377,15 @@ def reach(options: argparse.Namespace, config: EngineConfig, stack: ExitStack) -
     return Target(endpoint, model, vocab_size, server)
 
 
-def run(options: argparse.Namespace) -> Results:
-    """Every load, then the peers."""
+def run(options: argparse.Namespace, save: Callable[[Results], object]) -> Results:
+    """Every load, then the comparisons. `save` gets the results as they grow, once the service has ended.
+
+    "failures" in them says what has no figures, by the option that asked for it.
+    """
     config = engine_config(options)
     levels: dict[str, Results] = {}
     rounds: dict[int, Rounds] = {}
+    steps: dict[int, Steps | str] = {}
     asked: dict[int, list[list[Ask]]] = {}
     with ExitStack() as stack:
         target = reach(options, config, stack)
@@ -371,40 +399,75 @@ def run(options: argparse.Namespace) -> Results:
             found = measure(target, traffic, asks, options.seed)
             levels[traffic.name] = {"level": traffic.level, "is_open": traffic.is_open, **found}
             print(f"{traffic.name}: {num} requests in {found['seconds']:.1f} s", flush=True)
+        for num in options.concurrency if options.replay else []:
+            try:
+                steps[num] = watch_steps(target, options, num, rng)
+            except NotSteady as error:
+                steps[num] = str(error)
         if options.in_process or options.transformers:
             asked = batches(options, target.vocab_size)
             in_process = InProcess(config) if options.in_process else None
             for num, own in asked.items():
-                rounds[num] = run_batches(target, in_process, own)
+                rounds[num] = run_batches(target.batch, in_process, own)
                 print(f"{num} at once: {len(own) - 1} rounds", flush=True)
-            del in_process
+            if in_process is not None:
+                in_process.close()
     results: Results = {"loads": levels}
+    failures: dict[str, str] = {}
+
+    def save_all(**more: Results) -> None:
+        results.update(more)
+        if rounds:
+            results["at_once"] = {num: found.results() for num, found in rounds.items()}
+        save(results)
+
+    save_all()
+    if options.replay:
+        results["steps"], failures["replay"] = replay_steps(config, steps)
+        save_all()
     if options.transformers:
-        free_memory()
-        if reason := run_transformers(config, asked, rounds):
-            results["transformers_unavailable"] = reason
-            print(f"transformers' continuous batching has no figures here: {reason}")
-    if rounds:
-        results["at_once"] = {num: found.results() for num, found in rounds.items()}
-    return results
+        failures["transformers"] = run_transformers(
+            config, asked, rounds, options.transformers, options.way_seconds,
+            lambda found: save_all(transformers=found),
+        )  # fmt: skip
+    return results | {"failures": {name: reason for name, reason in failures.items() if reason}}
+
+
+def show(results: Results) -> None:
+    """The tables."""
+    print_levels(results["loads"])
+    if "steps" in results:
+        print_steps(results["steps"])
+    if "at_once" in results:
+        print_peers(results["at_once"])
 
 
 def main() -> None:
     options = arguments()
     pyplot = load_pyplot() if options.plot else None
+    if options.replot is not None:
+        results = json.loads(options.replot.read_text())["results"]
+        show(results)
+        if pyplot is not None:
+            plot(pyplot, results, options.plot)
+        return
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that the server ends with this process
     print_machine()
+    settings = settings_of(options)
     try:
-        results = run(options)
+        results = run(
+            options, lambda found: save_json("serving", {"settings": settings, **found}, options.out)
+        )
     except (RequestFailed, ServerFailed, LightKVError, ValueError, OSError) as error:
         refuse(str(error))
         raise
-    print_levels(results["loads"])
-    if "at_once" in results:
-        print_peers(results["at_once"])
+    results = {"settings": settings, **results}
+    show(results)
+    print_json("serving", results, options.out)
     if pyplot is not None:
-        plot(pyplot, results["loads"], options.plot)
-    print_json("serving", {"settings": settings_of(options), **results}, options.out)
+        plot(pyplot, results, options.plot)
+    if results["failures"]:
+        sys.exit("\n".join(f"--{name} failed: {reason}" for name, reason in results["failures"].items()))
 
 
 if __name__ == "__main__":

@@ -13,6 +13,8 @@ from bench.report import Spread, print_table
 Results = dict[str, Any]
 
 BUSY_CLIENT = 0.8  # of a core: beyond it the client may be what is measured
+PERCENTILES = ("p50", "p90", "p99")
+PEERS = {"http": "the service", "in_process": "LLM.generate", "transformers": "transformers"}
 
 
 def print_levels(levels: dict[str, Results]) -> None:
@@ -33,6 +35,12 @@ def print_levels(levels: dict[str, Results]) -> None:
          "router µs a step"], rows
     )  # fmt: skip
     for name, found in levels.items():
+        if found.get("between_pieces_beside_prefill_ms"):
+            alone, beside = (found[f"between_pieces_{how}_ms"] for how in ("alone", "beside_prefill"))
+            print(
+                f"{name}: between pieces {cell(beside)} beside another request's prefill "
+                f"({found['share_beside_prefill']:.0%} of them), else {cell(alone) or 'none'}"
+            )
         cores = ", ".join(f"{role} {used:.2f}" for role, used in found["cores"].items())
         line = f"{name}: cores used: {cores}"
         if "host_core_at_100_tokens_per_s" in found:
@@ -41,6 +49,39 @@ def print_levels(levels: dict[str, Results]) -> None:
         if found["cores"]["client"] > BUSY_CLIENT:
             line += "; THE CLIENT ITSELF IS BUSY, and may be what is measured"
         print(line)
+
+
+def print_steps(steps: dict[int, Results]) -> None:
+    """Steps in which all clients decode, beside the replay of their graph."""
+
+    def cell(found: Results, key: str, form: str) -> str:
+        figure = found.get(key)
+        return (
+            ""
+            if figure is None
+            else Spread(**figure).text(form)
+            if isinstance(figure, dict)
+            else f"{figure:{form}}"
+        )
+
+    columns = {"context": ".0f", "step_ms": ".3f", "median_step_ms": ".3f", "router_step_ms": ".3f",
+               "replay_ms": ".3f", "ratio": ".3f", "ratio_of_median": ".3f"}  # fmt: skip
+    rows = [
+        [f"{num} clients", *(cell(found, key, form) for key, form in columns.items())]
+        for num, found in steps.items()
+    ]
+    print("\na step in which all clients decode, milliseconds; median (lowest to highest) of rounds")
+    header = [
+        "load",
+        "context",
+        "step",
+        "its median",
+        "by the router",
+        "replay",
+        "step over replay",
+        "its median over replay",
+    ]
+    print_table(header, rows)
 
 
 def print_peers(peers: dict[int, Results]) -> None:
@@ -71,26 +112,45 @@ def load_pyplot() -> ModuleType:
     return pyplot
 
 
-def plot(pyplot: ModuleType, levels: dict[str, Results], path: Path) -> None:
-    """Throughput and latencies over the load, closed and open loops apart."""
-    figure, axes = pyplot.subplots(1, 3, figsize=(15, 4.5), layout="constrained")
+def plot(pyplot: ModuleType, results: Results, path: Path) -> None:
+    """Throughput, that of the peers too, and latencies over the load; closed and open loops apart."""
+    figure, axes = pyplot.subplots(1, 3, figsize=(16, 4.8), layout="constrained")
+    levels = results["loads"].values()
     for is_open, style in ((False, "o-"), (True, "s--")):
-        found = [level for level in levels.values() if level["is_open"] == is_open]
+        found = [level for level in levels if level["is_open"] == is_open]
         if not found:
             continue
         loop = "open loop, requests a second" if is_open else "closed loop, clients"
         at = [level["level"] for level in found]
         axes[0].plot(at, [level["output_tokens_per_s"] for level in found], style, label=loop)
-        for axis, key in ((axes[1], "ttft_ms"), (axes[2], "per_token_ms")):
-            for percentile in ("p50", "p99"):
+        for axis, key in ((axes[1], "ttft_ms"), (axes[2], "between_pieces_ms")):
+            for percentile in PERCENTILES:
                 values = [(level[key] or {}).get(percentile, float("nan")) for level in found]
                 axis.plot(at, values, style, label=f"{percentile}, {loop}")
-    for axis, title in zip(
-        axes, ("output tokens a second", "TTFT, ms", "a token after the first, ms"), strict=True
-    ):
-        axis.set(title=title, xlabel="load", xscale="log", ylim=(0, None))
+        values = [(level.get("between_pieces_alone_ms") or {}).get("p99", float("nan")) for level in found]
+        if any(value == value for value in values):
+            axes[2].plot(at, values, style, alpha=0.5, label="p99 with no prefill beside")
+    for side, name in PEERS.items():
+        speeds = {
+            int(num): found[f"{side}_tokens_per_s"]
+            for num, found in results.get("at_once", {}).items()
+            if f"{side}_tokens_per_s" in found
+        }
+        if speeds:
+            medians = [speed["median"] for speed in speeds.values()]
+            reach = [
+                [abs(speed[end] - speed["median"]) for speed in speeds.values()] for end in ("low", "high")
+            ]
+            axes[0].errorbar(list(speeds), medians, reach, fmt="^:", capsize=3, label=f"{name}, all at once")
+    titles = ("output tokens a second", "TTFT, ms", "between two pieces of an answer, ms")
+    for axis, title in zip(axes, titles, strict=True):
+        axis.set(title=title, xlabel="load")
+        axis.set_xscale("log", base=2)
+        axis.set_yscale("log", base=2)
+        axis.xaxis.set_major_formatter("{x:g}")
+        axis.yaxis.set_major_formatter("{x:g}")
         axis.grid(alpha=0.3)
-        axis.legend()
+        axis.legend(fontsize="small")
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=150)
     pyplot.close(figure)

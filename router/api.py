@@ -29,22 +29,19 @@ from lightkv import __version__
 from lightkv.errors import LightKVError
 from lightkv.token_ids import int32_bytes
 
-from .generation import Backend, Generation, GenerationFailed, Question
-from .http_guard import Guard, error_response
+from . import api_document as document
+from .api_settings import ApiSettings, ServeSettings
+from .generation import Backend, Generation, GenerationFailed, GenerationLost, Question
+from .http_guard import OPEN_PATHS, Guard, error_response
 from .metrics import CONTENT_TYPE, ServiceMetrics
 from .openai_protocol import (
-    ChatBody,
     ChatRequest,
-    CompletionBody,
     CompletionRequest,
     Detokenized,
     DetokenizeRequest,
-    ErrorBody,
     GenerationRequest,
-    Health,
     Model,
     ModelList,
-    Ready,
     Tokenized,
     TokenizeRequest,
     Version,
@@ -62,49 +59,7 @@ MAX_STEP_AGE = 30.0  # seconds without a step, or without a word of the router, 
 INLINE_ITEMS = 4096  # characters or tokens whose conversion takes about a millisecond: not worth a thread
 NUM_TEXT_THREADS = 2
 _STATUS_OF_REFUSAL = {"invalid": 400, "never_fits": 400, "queue_full": 429, "unavailable": 503}
-_ERRORS: dict[int | str, dict[str, Any]] = {
-    400: {"model": ErrorBody, "description": "The request is malformed, out of bounds, or can never fit."},
-    401: {"model": ErrorBody, "description": "The key is missing or wrong."},
-    404: {"model": ErrorBody, "description": "There is no such model."},
-    413: {"model": ErrorBody, "description": "The body is too large."},
-    429: {"model": ErrorBody, "description": "The queue is full; try again."},
-    503: {"model": ErrorBody, "description": "The service starts, drains, or lost the answer; try again."},
-    "default": {"model": ErrorBody, "description": "Any other error."},
-}
 _STREAM_HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}  # proxies pass it on at once
-
-
-class ApiSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """What clients find, and how much they may ask.
-
-    model_names: names that requests may call the model by; the first is the one it is reported under.
-    api_key: without it every route but /health answers 401; None asks for no key.
-    max_body_bytes, max_header_bytes: of one HTTP request.
-    max_answers: of one HTTP request: n times its prompts.
-    """
-
-    model_names: list[str]
-    api_key: str | None = None
-    max_body_bytes: int = 32 * 2**20
-    max_header_bytes: int = 64 * 2**10
-    max_answers: int = 256
-
-
-class ServeSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """Where the API process runs.
-
-    model_directory: of the tokenizer. router_socket: path of the router's unix socket.
-    listen_fd: a bound socket (TCP or unix) that this process inherits.
-    certfile, keyfile: PEM, for HTTPS. shutdown_timeout: seconds for open responses once it is told to stop.
-    """
-
-    api: ApiSettings
-    model_directory: str
-    router_socket: str
-    listen_fd: int
-    certfile: str | None = None
-    keyfile: str | None = None
-    shutdown_timeout: int = 30
 
 
 class UnknownModel(LightKVError):
@@ -200,9 +155,9 @@ class _Api:
         models = [self._described(name) for name in self._settings.model_names]
         return _json(ModelList(object="list", data=models))
 
-    async def one_model(self, model: str) -> Response:
+    async def one_model(self, request: Request) -> Response:
         """One of them."""
-        return _json(self._described(self._model(model)))
+        return _json(self._described(self._model(request.path_params["model"])))
 
     async def health(self) -> Response:
         """200 while the service does what it is for: it takes requests, and steps are made where work waits."""
@@ -289,35 +244,50 @@ def create_app(client: RouterClient, tokenizer: Tokenizer, settings: ApiSettings
     """The HTTP application, over a connected client."""
     metrics = ServiceMetrics(settings.model_names[0], lambda: client.status)
     api = _Api(Backend(client, tokenizer, metrics), settings)
-    app = FastAPI(title="lightkv", version=__version__, docs_url=None, redoc_url=None)
+    app = document.DocumentedApp(title="lightkv", version=__version__, docs_url=None, redoc_url=None)
     app.add_middleware(Guard, api_key=settings.api_key, max_body_bytes=settings.max_body_bytes)
     app.add_exception_handler(HTTPException, _on_http_error)
     app.add_exception_handler(RequestValidationError, _on_invalid_body)
     app.add_exception_handler(LightKVError, _on_refusal)
     app.add_exception_handler(Exception, _on_defect)
 
-    def route(method: str, path: str, endpoint: Callable[..., Any], answer: dict[str, Any]) -> None:
-        responses = _ERRORS | {200: {"description": "Done.", **answer}}
-        app.add_api_route(path, endpoint, methods=[method], responses=responses, response_model=None)
+    def route(
+        method: str,
+        path: str,
+        endpoint: Callable[..., Any],
+        answers: document.Answers,
+        errors: Sequence[int] = (),
+        described: dict[str, Any] | None = None,
+    ) -> None:
+        needs_key = settings.api_key is not None and path not in OPEN_PATHS
+        app.add_api_route(
+            path,
+            endpoint,
+            methods=[method],
+            response_model=None,
+            responses=document.responses(answers, errors, needs_key),
+            dependencies=[document.needs_bearer()] if needs_key else [],
+            openapi_extra=described,
+        )
 
-    stream: dict[str, Any] = {"content": {"text/event-stream": {"schema": {"type": "string"}}}}
-    text: dict[str, Any] = {"content": {"text/plain": {"schema": {"type": "string"}}}}
-    route("POST", "/v1/completions", api.complete, {"model": CompletionBody, **stream})
-    route("POST", "/v1/chat/completions", api.chat, {"model": ChatBody, **stream})
-    route("GET", "/v1/models", api.models, {"model": ModelList})
-    route("GET", "/v1/models/{model:path}", api.one_model, {"model": Model})
-    route("POST", "/tokenize", api.tokenize, {"model": Tokenized})
-    route("POST", "/detokenize", api.detokenize, {"model": Detokenized})
-    route("GET", "/health", api.health, {"model": Health})
-    route("GET", "/ready", api.ready, {"model": Ready})
-    route("GET", "/metrics", api.metrics, text)
-    route("GET", "/load", api.load, {})
-    route("GET", "/version", api.version, {"model": Version})
+    route("POST", "/v1/completions", api.complete, document.COMPLETION, document.GENERATES)
+    route("POST", "/v1/chat/completions", api.chat, document.CHAT, document.GENERATES)
+    route("GET", "/v1/models", api.models, document.MODELS)
+    named = document.model_parameter(settings.model_names)
+    route("GET", "/v1/models/{model:path}", api.one_model, document.ONE_MODEL, document.NAMES_MODEL, named)
+    route("POST", "/tokenize", api.tokenize, document.TOKENIZED, document.CONVERTS_TEXT)
+    route("POST", "/detokenize", api.detokenize, document.DETOKENIZED, document.CONVERTS_TEXT)
+    route("GET", "/health", api.health, document.HEALTH)
+    route("GET", "/ready", api.ready, document.READY)
+    route("GET", "/metrics", api.metrics, document.METRICS)
+    route("GET", "/load", api.load, document.LOAD)
+    route("GET", "/version", api.version, document.VERSION)
     return app
 
 
 async def serve(settings: ServeSettings) -> int:
-    """Serve until a signal (0), or until the router is gone (1). Says "ready" on stdout once it listens.
+    """Serve until a signal (0), or until the router is gone (1). Says "ready" on stdout once it
+    listens and takes requests.
 
     Raises RouterUnreachable, UnreadableTokenizer, OSError (a certificate that cannot be read).
     """
@@ -343,16 +313,23 @@ async def serve(settings: ServeSettings) -> int:
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, server.handle_exit)
     serving = asyncio.create_task(server.serve([socket.socket(fileno=settings.listen_fd)]))
-    while not (server.started or serving.done()):
-        await asyncio.sleep(0.01)
-    print("ready", flush=True)
+    announcing = asyncio.create_task(_announce(server, client))
     router_gone = asyncio.create_task(client.closed())
     await asyncio.wait([serving, router_gone], return_when=asyncio.FIRST_COMPLETED)
+    announcing.cancel()
     is_lost = not serving.done()
     server.should_exit = True  # open responses end first: each with an error, if the router is gone
     await serving
     await client.close()
     return int(is_lost)
+
+
+async def _announce(server: uvicorn.Server, client: RouterClient) -> None:
+    """Whoever waits for this line may send requests: what the launcher hears of the router may be news here."""
+    while not server.started:
+        await asyncio.sleep(0.01)
+    await client.became_ready.wait()
+    print("ready", flush=True)
 
 
 def main() -> int:
@@ -382,8 +359,12 @@ async def _events(
         if body.includes_usage:
             yield _event(writer.counts(usage_of(generation)))
         yield b"data: [DONE]\n\n"
-    except GenerationFailed as error:
-        yield _event(error_body(503, str(error)))
+    except (GenerationFailed, GenerationLost) as error:
+        yield _event(error_body(_status_of(error), str(error)))
+
+
+def _status_of(error: GenerationFailed | GenerationLost) -> int:
+    return 503 if isinstance(error, GenerationLost) else 500
 
 
 def _event(content: Mapping[str, Any]) -> bytes:
@@ -452,8 +433,8 @@ async def _on_refusal(request: Request, error: Exception) -> Response:
             status = 400
         case UnknownModel():
             status, param = 404, "model"
-        case GenerationFailed():
-            status = 503
+        case GenerationFailed() | GenerationLost():
+            status = _status_of(error)
         case _:  # none of this process's own: a defect, which the log is to show
             raise error
     return error_response(status, str(error), param)

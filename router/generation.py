@@ -21,7 +21,17 @@ from .tokenizer import Tokenizer
 
 
 class GenerationFailed(LightKVError):
-    """The service lost an answer on its way: a step failed, the model's process died, time was up."""
+    """A step failed in the model. The service goes on; the same request may well fail again."""
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(f"the model failed in this answer ({reason}); the same request may fail again")
+
+
+class GenerationLost(LightKVError):
+    """The service lost an answer on its way: a process of it died, or it shuts down."""
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(f"the answer was lost ({reason}); try again")
 
 
 @dataclass(frozen=True)
@@ -130,13 +140,13 @@ class Generation:
     async def pieces(self) -> AsyncIterator[Piece]:
         """What the answers gain, as it comes; what came together is one piece an answer.
 
-        Ends early when it is closed. Raises GenerationFailed; nothing runs any more then.
+        Ends early when it is closed. Raises GenerationFailed and GenerationLost; nothing runs any more then.
         """
         async for events in self._events:
             pieces: dict[str, Piece] = {}
             for event in events:
                 if event.finish_reason in ("error", "lost", "abort"):
-                    self._fail(event)
+                    self._fail(event.finish_reason, event.error or "it was ended")
                 if (answer := self._growing.get(event.request_id)) is not None:
                     self._take(event, pieces.setdefault(event.request_id, Piece(answer)))
             for request_id, piece in pieces.items():
@@ -173,9 +183,9 @@ class Generation:
         if completion.stopped:
             self._events.end(request_id, "stop")
 
-    def _fail(self, event: TokenEvent) -> None:
+    def _fail(self, finish_reason: str, error: str) -> None:
         for answer in self._growing.values():
-            answer.clock.finish("error")
+            answer.clock.finish(finish_reason)
         self._growing.clear()
         self._events.close()
-        raise GenerationFailed(f"the answer was lost ({event.error or 'it was ended'}); try again")
+        raise GenerationFailed(error) if finish_reason == "error" else GenerationLost(error)

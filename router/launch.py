@@ -17,7 +17,6 @@ import signal
 import socket
 import ssl
 import stat
-import sys
 import tempfile
 from asyncio.subprocess import DEVNULL, PIPE, Process
 from collections.abc import AsyncIterator, Iterator
@@ -30,6 +29,8 @@ from rich.console import Console
 
 from lightkv.errors import LightKVError
 
+from .api_settings import ApiSettings, ServeSettings
+from .child_process import command
 from .config import API_KEY_VARIABLE, EngineConfig, InvalidConfig, ServiceConfig
 from .frames import FrameStream
 from .router_process import ABORT_SECONDS, RouterSettings, remove
@@ -317,8 +318,6 @@ class _Service:
         return await _spawn("router_process", settings, self._site.lock, stdout=DEVNULL)
 
     async def _start_api(self) -> Process:
-        from .api import ApiSettings, ServeSettings  # with FastAPI, which the command's help does without
-
         listener = self._site.listener
         settings = ServeSettings(
             api=ApiSettings(model_names=[self._model], api_key=self._service.api_key),
@@ -378,13 +377,8 @@ async def _changes(stream: FrameStream[ToApi]) -> AsyncIterator[Status]:
 async def _spawn(module: str, settings: msgspec.Struct, fd: int, stdout: int) -> Process:
     """Start one of router/'s processes, with its settings on standard input (argv is open to all users) and one
     inherited descriptor. A session of its own: Ctrl-C in the terminal reaches this process alone."""
-    # `-m` alone would import from the working directory before all else: only where this process does so too.
-    safe_path = [] if {"", os.getcwd()} & set(sys.path) else ["-P"]
     process = await asyncio.create_subprocess_exec(
-        sys.executable,
-        *safe_path,
-        "-m",
-        f"lightkv.router.{module}",
+        *command(module),
         stdin=PIPE,
         stdout=stdout,
         pass_fds=(fd,),

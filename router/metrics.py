@@ -121,7 +121,7 @@ class AnswerClock:
         self._last = now
 
     def finish(self, reason: str) -> None:
-        """It has ended: "stop", "length", "abort" or "error"."""
+        """It has ended: "stop", "length", "abort", "error" or "lost"."""
         self._metrics.e2e.observe(time.monotonic() - self._begun)
         self._metrics.finished.labels(self._metrics.model, reason).inc()
 

@@ -40,12 +40,14 @@ class RouterClient:
     Attributes:
         status: the router's latest word. Before its first the state is "starting", and once the stream has
             closed "dead".
+        became_ready: set once the state has been "ready".
 
     Made by `connect`, inside a running event loop.
     """
 
     def __init__(self, stream: FrameStream[ToApi]) -> None:
         self.status = Status("starting", "the router has not reported yet", Load())
+        self.became_ready = asyncio.Event()
         self._frames = stream
         self._status_time = time.monotonic()
         self._answers: dict[str, AnswerStream] = {}  # by request, while the router may send it events
@@ -111,7 +113,7 @@ class RouterClient:
         await asyncio.wait([self._reader])
 
     async def close(self) -> None:
-        """End the stream; what is open ends with an error."""
+        """End the stream; what is open is lost."""
         self._frames.close()
         await self.closed()
 
@@ -126,7 +128,7 @@ class RouterClient:
             self._frames.close()
             self.status = msgspec.structs.replace(self.status, state="dead", detail=detail)
             for request_id, answers in self._answers.items():
-                answers.push(TokenEvent(request_id, None, "error", error=detail))
+                answers.push(TokenEvent(request_id, None, "lost", error=detail))
             self._answers.clear()
 
     def _take(self, message: ToApi) -> None:
@@ -149,6 +151,8 @@ class RouterClient:
             case Status():
                 self.status = message
                 self._status_time = time.monotonic()
+                if message.state == "ready":
+                    self.became_ready.set()
 
 
 class AnswerStream:
@@ -202,8 +206,8 @@ class AnswerStream:
         """An event of one of the requests has come."""
         if event.finish_reason is not None:
             self._living.discard(event.request_id)
-            if event.error is not None and self._num_unanswered:
-                self.refuse(RequestRefused("unavailable", event.error))
+            if event.finish_reason in ("lost", "abort") and self._num_unanswered:  # may never be answered
+                self.refuse(RequestRefused("unavailable", event.error or "it was ended"))
         self._pending.append(event)
         self._woken.set()
 

@@ -9,7 +9,6 @@ import os
 import signal
 import socket
 import subprocess
-import sys
 import threading
 from collections.abc import Callable
 from contextlib import suppress
@@ -22,6 +21,7 @@ from rpyc.core.consts import HANDLE_PING
 
 from lightkv.errors import LightKVError
 
+from .child_process import command
 from .config import EngineConfig
 from .engine import Holding
 from .messages import Done, RunnerInfo, StepPlan, StepResult, WorkerError, WorkerStart
@@ -80,7 +80,7 @@ class WorkerClient:
         self._progress = os.fdopen(progress, "rb", buffering=0)
         try:
             self._process = subprocess.Popen(
-                _command(theirs.fileno(), progress_end),
+                command("worker", "--fd", str(theirs.fileno()), "--progress-fd", str(progress_end)),
                 stdin=subprocess.DEVNULL,
                 pass_fds=(theirs.fileno(), progress_end),
                 start_new_session=True,  # Ctrl-C in a terminal is for the router, which takes it down
@@ -250,14 +250,6 @@ class WorkerClient:
                 report(line.decode().rstrip("\n"))
         finally:
             transport.close()
-
-
-def _command(fd: int, progress_fd: int) -> list[str]:
-    """What starts the worker. `-m` alone would import from the working directory before all else: only where
-    this process does so too."""
-    safe_path = [] if {"", os.getcwd()} & set(sys.path) else ["-P"]
-    fds = ["--fd", str(fd), "--progress-fd", str(progress_fd)]
-    return [sys.executable, *safe_path, "-m", "lightkv.router.worker", *fds]
 
 
 def _resolve(answer: "asyncio.Future[Any]", result: rpyc.AsyncResult) -> None:

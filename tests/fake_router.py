@@ -16,7 +16,8 @@ from typing import Any
 
 import uvicorn
 
-from lightkv.router.api import ApiSettings, create_app
+from lightkv.router.api import create_app
+from lightkv.router.api_settings import ApiSettings
 from lightkv.router.config import EngineConfig
 from lightkv.router.frames import FrameStream
 from lightkv.router.messages import Limits, RunnerInfo, TokenEvent, TokenLogprobs
@@ -59,8 +60,10 @@ IDLE = Load(capacity=CAPACITY, free=CAPACITY)
 class FakeRouter:
     """Answers every request with `script` (over and over, up to max_tokens), a token each `delay` seconds.
 
-    `refuse(submit)`: a Refused in place of Accepted. `fail_after`: an "error" event after so many tokens.
-    `hold`: accept and never answer. `mute`: not even accept. What came stands in `submits` and `aborts`.
+    `refuse(submit)`: a Refused in place of Accepted. `fail_after`: an end with `fail_reason` after so many
+    tokens.
+    `hold`: accept and never answer. `mute`: not even accept. `first_state`: what who connects is told. What
+    came stands in `submits` and `aborts`.
     """
 
     def __init__(self) -> None:
@@ -75,15 +78,17 @@ class FakeRouter:
         self.delay = 0.0
         self.refuse: Callable[[Submit], Refused | None] = lambda submit: None
         self.fail_after: int | None = None
+        self.fail_reason = "error"
         self.hold = False
         self.mute = False
+        self.first_state: State = "ready"
         self.num_cached = 0
         self.submits: list[Submit] = []
         self.aborts: list[Abort] = []
 
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._stream = FrameStream(reader, writer, ToRouter)
-        self.report("ready")
+        self.report(self.first_state)
         while (message := await self._stream.receive()) is not None:
             if isinstance(message, Abort):
                 self.aborts.append(message)
@@ -124,7 +129,8 @@ class FakeRouter:
         for i in range(submit.params.max_tokens):
             await asyncio.sleep(self.delay)
             if i == self.fail_after:
-                self._stream.send(Events([TokenEvent(submit.request_id, None, "error", error="out of luck")]))
+                event = TokenEvent(submit.request_id, None, self.fail_reason, error="out of luck")
+                self._stream.send(Events([event]))
                 return
             token = self.script[i % len(self.script)]
             reason = "length" if i + 1 == submit.params.max_tokens else None

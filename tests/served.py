@@ -117,6 +117,18 @@ class Served:
         assert status == 200, content
         return str(content["choices"][0]["text"])
 
+    def at_rest(self) -> dict[str, Any]:
+        """The counts once nothing runs, which reach the API a moment later. No token may be lost then."""
+        load: dict[str, Any] = {}
+
+        def rests() -> bool:
+            load.update(self.request("/load")[1])
+            return load["capacity"] > 0 and not (load["num_running"] or load["num_waiting"] or load["held"])
+
+        wait_until(rests)
+        assert load["free"] + load["cached"] == load["capacity"], load
+        return load
+
     @contextmanager
     def stream(self, max_tokens: int) -> Iterator[Iterator[Any]]:
         """The events of an answer under way, of which one has come."""

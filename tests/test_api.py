@@ -1,5 +1,6 @@
 """The HTTP side: every route and its answers, whole and streamed, over a router that does what a test says."""
 
+import asyncio
 import json
 import time
 from collections.abc import Iterator
@@ -26,6 +27,8 @@ from fake_router import (
 )
 
 from lightkv import __version__
+from lightkv.router.messages import TokenEvent
+from lightkv.router.router_client import AnswerStream, RequestRefused
 from lightkv.router.service_messages import Load
 
 
@@ -378,13 +381,31 @@ def test_detokenize_refuses_what_are_no_ids(api: ApiUnderTest, tokens: Any) -> N
     assert api.post("/detokenize", {"tokens": [2**31 - 1]}) == {"prompt": ""}
 
 
-def test_the_document_describes_errors_as_they_are(api: ApiUnderTest) -> None:
-    paths = json.loads(api.send("GET", "/openapi.json")[2])["paths"]
-    for path, operations in paths.items():
-        for operation in operations.values():
-            assert "422" not in operation["responses"], path
-            for status in ("400", "401", "503", "default"):
-                schema = operation["responses"][status]["content"]["application/json"]["schema"]
-                assert schema == {"$ref": "#/components/schemas/ErrorBody"}, (path, status)
-    content = paths[CHAT]["post"]["responses"]["200"]["content"]
-    assert set(content) == {"application/json", "text/event-stream"}
+def test_a_service_without_a_key_documents_none(api: ApiUnderTest) -> None:
+    document = json.loads(api.send("GET", "/openapi.json")[2])
+    assert "securitySchemes" not in document["components"]
+    for methods in document["paths"].values():
+        for operation in methods.values():
+            assert "401" not in operation["responses"]
+            assert "security" not in operation
+
+
+@pytest.mark.parametrize(("reason", "is_refused"), [("error", False), ("lost", True), ("abort", True)])
+def test_one_that_ends_while_another_is_not_queued_yet(reason: str, is_refused: bool) -> None:
+    """A step that failed is no refusal: the others are queued all the same, and the answer says what failed."""
+    unused: Any = None
+
+    async def submitted() -> list[TokenEvent]:
+        answers = AnswerStream(unused, ["a", "b"])
+        answers.accept()
+        answers.push(TokenEvent("a", None, reason, error="because"))
+        answers.accept()
+        await answers.accepted()
+        return await anext(answers)
+
+    if is_refused:
+        with pytest.raises(RequestRefused, match="because") as raised:
+            asyncio.run(submitted())
+        assert raised.value.kind == "unavailable"
+    else:
+        assert [event.finish_reason for event in asyncio.run(submitted())] == ["error"]

@@ -1,8 +1,8 @@
 """The HTTP side when things go wrong: refusals, lost answers, clients that go or crawl, keys, limits."""
 
-import http.client
 import json
 import os
+import select
 import signal
 import socket
 import subprocess
@@ -31,9 +31,10 @@ from fake_router import (
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from lightkv.router.api import ApiSettings, ServeSettings
+from lightkv.router.api_settings import ApiSettings, ServeSettings
 from lightkv.router.config import EngineConfig
 from lightkv.router.openai_protocol import ChatRequest, CompletionRequest
+from lightkv.router.service_client import UnixConnection
 from lightkv.router.service_messages import Refused
 from lightkv.router.weights import resolve
 
@@ -234,21 +235,34 @@ def test_nothing_is_taken_while_it_is_not_ready(api: ApiUnderTest, state: Any) -
     assert api.send("POST", CHAT, {**HELLO, "max_tokens": 1})[0] == 200
 
 
-def test_an_answer_that_is_lost_is_an_error_in_its_stream(api: ApiUnderTest) -> None:
-    api.router.fail_after = 2
+@pytest.mark.parametrize(
+    ("reason", "code", "kind", "retry", "words"),
+    [
+        ("error", 500, "internal_error", None, "may fail again"),  # a step failed: trying again need not help
+        ("lost", 503, "service_unavailable_error", "5", "try again"),  # its process died
+        ("abort", 503, "service_unavailable_error", "5", "try again"),  # the service shuts down
+    ],
+    ids=["failed", "lost", "aborted"],
+)
+def test_whether_trying_again_helps_is_told_in_streams_too(
+    api: ApiUnderTest, reason: str, code: int, kind: str, retry: str | None, words: str
+) -> None:
+    api.router.fail_after, api.router.fail_reason = 2, reason
     events = api.stream(COMPLETIONS, {"prompt": "a"})
     assert stream_texts(events) == {0: " one two"}
-    assert events[-1]["error"]["code"] == 503
-    assert "out of luck" in events[-1]["error"]["message"]
     assert "[DONE]" not in events
     status, headers, content = api.send("POST", COMPLETIONS, {"prompt": "a"})
-    assert (status, headers["retry-after"]) == (503, "5")
-    assert "out of luck" in error_of(content)["message"]
+    assert (status, headers["retry-after"]) == (code, retry)
+    for error in (events[-1]["error"], error_of(content)):
+        assert (error["code"], error["type"], error["param"]) == (code, kind, None)
+        assert "out of luck" in error["message"]
+        assert words in error["message"]
+    assert f'finished_reason="{reason}",model_name="smol"}} ' in metrics_text(api)
 
 
-def test_a_lost_answer_takes_those_beside_it_along(api: ApiUnderTest) -> None:
+def test_a_failed_answer_takes_those_beside_it_along(api: ApiUnderTest) -> None:
     api.router.fail_after, api.router.delay = 2, 0.01
-    api.post(COMPLETIONS, {"prompt": ["a", "b"], "max_tokens": 100}, 503)
+    api.post(COMPLETIONS, {"prompt": ["a", "b"], "max_tokens": 100}, 500)
     wait_until(lambda: api.router.num_running == 0)
     assert api.client.num_open == 0
 
@@ -400,17 +414,6 @@ def launched(api: ApiUnderTest, listener: socket.socket, **more: Any) -> subproc
     return process
 
 
-class UnixConnection(http.client.HTTPConnection):
-    def __init__(self, path: Path) -> None:
-        super().__init__("localhost", timeout=20)
-        self._path = path
-
-    def connect(self) -> None:
-        self.sock = socket.socket(socket.AF_UNIX)
-        self.sock.settimeout(20)
-        self.sock.connect(str(self._path))
-
-
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_the_process_serves_an_inherited_socket_and_ends_with_0(
     fresh: ApiUnderTest, tmp_path: Path, number: signal.Signals
@@ -421,7 +424,7 @@ def test_the_process_serves_an_inherited_socket_and_ends_with_0(
         process = launched(fresh, listener)
         assert process.stdout is not None
         assert process.stdout.readline() == b"ready\n"
-    connection = UnixConnection(tmp_path / "http")
+    connection = UnixConnection(str(tmp_path / "http"))
     asked = {"prompt": "a", "max_tokens": 25, "stream": True}
     wait_until(lambda: fresh.client.status.state == "ready")
     connection.request("POST", COMPLETIONS, json.dumps(asked), {"Content-Type": "application/json"})
@@ -430,6 +433,33 @@ def test_the_process_serves_an_inherited_socket_and_ends_with_0(
     process.send_signal(number)
     assert response.read().endswith(b"data: [DONE]\n\n")  # what has begun is finished
     assert process.wait(20) == 0
+
+
+def status_of_ready(path: Path) -> int:
+    connection = UnixConnection(str(path))
+    connection.request("GET", "/ready")
+    status = connection.getresponse().status
+    connection.close()
+    return status
+
+
+def test_the_process_is_not_ready_before_it_knows_that_the_router_is(
+    fresh: ApiUnderTest, tmp_path: Path
+) -> None:
+    """Whoever reads that line sends requests, and was answered 503 where the router's word came later."""
+    fresh.router.first_state = "starting"
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(str(tmp_path / "http"))
+        listener.listen()
+        process = launched(fresh, listener)
+        assert status_of_ready(tmp_path / "http") == 503
+    assert process.stdout is not None
+    assert select.select([process.stdout], [], [], 0.2)[0] == []
+    fresh.call(lambda: fresh.router.report("ready"))
+    assert process.stdout.readline() == b"ready\n"
+    assert status_of_ready(tmp_path / "http") == 200
+    fresh.call(fresh.router.die)
+    assert process.wait(20) == 1
 
 
 def test_the_process_ends_with_its_router(fresh: ApiUnderTest, tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ CAPACITY = 100_000
 
 
 class Life:
-    """Sequences that prefill, decode, rest and close in one ledger, and what the forecast should say of them."""
+    """Sequences that prefill, decode, rest and close, and what the forecast should say of them."""
 
     def __init__(self, rng: random.Random, lag: int) -> None:
         self.rng = rng

@@ -16,6 +16,7 @@ import pytest
 from rich.console import Console
 from served import API_KEY, COMPLETIONS, Served, save_tiny_model, wait_until
 
+from lightkv.router.child_process import command
 from lightkv.router.config import EngineConfig, InvalidConfig, ServiceConfig
 from lightkv.router.launch import CannotServe, serve
 from lightkv.router.weights import ModelNotFound
@@ -109,9 +110,28 @@ def test_a_killed_worker_is_replaced(shared: Served) -> None:
     assert shared.complete() == text
     assert shared.processes()["worker"] != old
     assert "SIGKILL" in shared.log.read_text()
-    load = shared.request("/load")[1]
-    assert load["num_worker_starts"] >= 2
-    assert load["free"] + load["cached"] == load["capacity"]
+    assert shared.at_rest()["num_worker_starts"] >= 2
+
+
+def test_the_launcher_loads_neither_torch_nor_a_web_server() -> None:
+    heavy = {"torch", "transformers", "fastapi", "starlette", "uvicorn", "pydantic"}
+    program = f"import sys, lightkv.router.launch; print(sorted({heavy!r} & set(sys.modules)))"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    assert (done.stdout, done.stderr) == ("[]\n", "")
+
+
+def test_no_file_of_the_working_directory_is_imported_unless_this_process_imports_from_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`python -m` puts the working directory first: a service started in a stranger's would run his code."""
+    (tmp_path / "msgspec.py").write_text("raise SystemExit(77)")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [entry for entry in sys.path if entry not in ("", str(tmp_path))])
+    safe = subprocess.run(command("api"), input=b"{", capture_output=True, timeout=60)
+    assert safe.returncode == 1
+    assert b"msgspec.DecodeError" in safe.stderr
+    monkeypatch.syspath_prepend(str(tmp_path))
+    assert subprocess.run(command("api"), input=b"{", timeout=60).returncode == 77
 
 
 # --------------------------------------------------------------------------------
@@ -310,8 +330,8 @@ def test_a_certificate_that_cannot_be_read(tmp_path: Path, content: bytes | None
 def test_a_refusal_is_one_line_and_no_success() -> None:
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = str(other.getsockname()[1])
-        command = [sys.executable, "-m", "lightkv.router.cli", "serve", "--port", port]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=30)
+        argv = [sys.executable, "-m", "lightkv.router.cli", "serve", "--port", port]
+        done = subprocess.run(argv, capture_output=True, text=True, timeout=30)
     assert (done.returncode, done.stdout) == (1, "")
     (line,) = done.stderr.splitlines()
     assert line.startswith(f"lightkv: cannot listen on 127.0.0.1 port {port}")

@@ -159,11 +159,14 @@ def test_an_error_ends_a_piped_chat(api: ApiUnderTest, url: str) -> None:
     assert line.startswith("lightkv: the service answers 400: ")
 
 
-def test_an_answer_that_breaks_off_is_an_error_on_a_line_of_its_own(api: ApiUnderTest, url: str) -> None:
-    api.router.fail_after = 2
+@pytest.mark.parametrize(("reason", "status"), [("error", 500), ("lost", 503)])
+def test_an_answer_that_breaks_off_is_an_error_on_a_line_of_its_own(
+    api: ApiUnderTest, url: str, reason: str, status: int
+) -> None:
+    api.router.fail_after, api.router.fail_reason = 2, reason
     code, out, err = chat(url, stdin="Hello\n")
     assert (code, out) == (1, " one two\n")
-    assert err.startswith("lightkv: the service answers 503: ")
+    assert err.startswith(f"lightkv: the service answers {status}: ")
 
 
 def test_without_a_service_or_with_a_wrong_key_or_address() -> None:

@@ -1,0 +1,36 @@
+"""What the API process is started with: the launcher writes it, `api.py` reads it. Knows no HTTP library."""
+
+import msgspec
+
+
+class ApiSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """What clients find, and how much they may ask.
+
+    model_names: names that requests may call the model by; the first is the one it is reported under.
+    api_key: without it every route but /health answers 401; None asks for no key.
+    max_body_bytes, max_header_bytes: of one HTTP request.
+    max_answers: of one HTTP request: n times its prompts.
+    """
+
+    model_names: list[str]
+    api_key: str | None = None
+    max_body_bytes: int = 32 * 2**20
+    max_header_bytes: int = 64 * 2**10
+    max_answers: int = 256
+
+
+class ServeSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """Where the API process runs.
+
+    model_directory: of the tokenizer. router_socket: path of the router's unix socket.
+    listen_fd: a bound socket (TCP or unix) that this process inherits.
+    certfile, keyfile: PEM, for HTTPS. shutdown_timeout: seconds for open responses once it is told to stop.
+    """
+
+    api: ApiSettings
+    model_directory: str
+    router_socket: str
+    listen_fd: int
+    certfile: str | None = None
+    keyfile: str | None = None
+    shutdown_timeout: int = 30
