@@ -24,8 +24,8 @@ class KVMemory:
     def __init__(
         self, spec: KVSpec, num_slots: int, max_sequences: int, max_entries: int, device: torch.device
     ) -> None:
-        self.device = device
         self.allocator = TokenAllocator(num_slots, device)
+        self.device = device = self.allocator.device  # with its number: "cuda" is another one to torch
         self.table = TokenTable(max_sequences, max_entries, device)
         self.pool = KVPool(spec, num_slots, device)
         self._segments: dict[int, torch.Tensor] = {}  # id → int32 slots, in the order of the tokens
