@@ -45,6 +45,9 @@ class TokenAllocator:
         self._mem_cum_sum = self._state.mem_cum_sum
         self.counters = self._state.counters
         self._num_free = self.capacity
+        self._checked: tuple[TableEntries, int] | None = (
+            None  # looked over last: steps come with the same again
+        )
         on_gpu = self.mem_state.is_cuda
         self._take_slots = take_slots if on_gpu else take_slots_reference
         self._take_run = take_run if on_gpu else take_run_reference
@@ -173,6 +176,8 @@ class TokenAllocator:
             raise ValueError(f"{name} must be contiguous")
 
     def _check_entries(self, entries: TableEntries, n: int) -> None:
+        if self._checked is not None and self._checked[0] is entries and self._checked[1] == n:
+            return
         table, positions, rows = entries
         if table.dim() != 2 or table.dtype != torch.int32 or not table.is_contiguous():
             raise ValueError(
@@ -187,6 +192,7 @@ class TokenAllocator:
                 raise ValueError(
                     f"{name} and their table must be on {self.device}, got {tensor.device}, {table.device}"
                 )
+        self._checked = entries, n
 
     def check(self) -> None:
         """Recount everything; synchronises.

@@ -55,8 +55,8 @@ class Give(NamedTuple):
 
 
 class Copy(NamedTuple):
-    """The first `end` entries of `row` are those of `source` now: the same slots, at the same positions. Of row 0
-    with `end` 0: the row begins anew."""
+    """The first `end` entries of `row` are those of `source` now: the same slots, at the same positions. Of
+    row 0, with `end` 0: the row begins anew."""
 
     row: int
     source: int
@@ -73,8 +73,8 @@ class Shift(NamedTuple):
 
 
 class Keep(NamedTuple):
-    """Of the entries of `row` at [start, end) `num_kept` stay, those that whoever holds the memory has been told;
-    they move down to begin at `start`, and the slots of the others are free again."""
+    """Of the entries of `row` at [start, end) `num_kept` stay, those that whoever holds the memory has been
+    told; they move down to begin at `start`, and the slots of the others are free again."""
 
     row: int
     start: int

@@ -53,8 +53,8 @@ class WrongThread(LightKVError):
 
     def __init__(self, owner: str, caller: str) -> None:
         super().__init__(
-            f"the cache belongs to thread {owner}, and {caller} called it; have {owner} make the call, say through "
-            "a queue"
+            f"the cache belongs to thread {owner}, and {caller} called it; have {owner} make the call, say "
+            "through a queue"
         )
 
 

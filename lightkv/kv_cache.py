@@ -25,7 +25,7 @@ from .token_table import KVIndices
 
 
 class ExportedKV(NamedTuple):
-    """A sequence's K/V in host memory (pinned where the cache is on a GPU), layer by layer: `[length, width]`."""
+    """A sequence's K/V in host memory (pinned where the cache is on a GPU): of each layer `[length, width]`."""
 
     spec: KVSpec
     length: int
@@ -149,7 +149,10 @@ class KVCache:
         return twin
 
     def truncate(self, sequence: Sequence, length: int) -> None:
-        """Let go of all but its first `length` entries: say, of tokens that were guessed wrong. Raises ValueError."""
+        """Let go of all but its first `length` entries: say, of tokens that were guessed wrong.
+
+        What it shared stays with the others, or cached. Raises ValueError.
+        """
         self._require_owner()
         self.ledger.truncate(sequence, length)
         self._apply()
@@ -168,14 +171,14 @@ class KVCache:
     def keep(self, sequence: Sequence, entries: torch.Tensor) -> int:
         """Of the tokens that it alone holds, only those at `entries` stay: the others are free at once.
 
-        `entries`: int64 `[n]` on the device, each once, of `shared` to `length`, in any order. They move down in
-        the row, in the order that they had. Returns how many slots are free at once. Raises ValueError.
+        `entries`: int64 `[n]` on the device, each once, of `shared` to `length`, in any order. They move down
+        in the row, in the order that they had. Returns how many slots are free at once. Raises ValueError.
         """
         self._require_owner()
         if entries.dim() != 1 or entries.dtype != torch.int64 or entries.device != self.memory.device:
             raise ValueError(
-                f"entries must be int64 [n] on {self.memory.device}, got {entries.dtype} {tuple(entries.shape)} "
-                f"on {entries.device}"
+                f"entries must be int64 [n] on {self.memory.device}, got {entries.dtype} "
+                f"{tuple(entries.shape)} on {entries.device}"
             )
         num_freed = self.ledger.keep(sequence, len(entries))
         if num_freed:

@@ -30,7 +30,7 @@ class KVMemory:
         self.pool = KVPool(spec, num_slots, device)
         self._segments: dict[int, torch.Tensor] = {}  # id → int32 slots, in the order of the tokens
         self._kept: dict[int, torch.Tensor] = {}  # row → entries that its next Keep is to keep
-        # Of rows that have dropped tokens: the positions of the entries that they had then, and how many in all.
+        # Of rows that have dropped tokens: the positions of the entries they had then, and how many it was.
         self._dropped: dict[int, tuple[torch.Tensor, int]] = {}
 
     @property
@@ -51,8 +51,8 @@ class KVMemory:
     def select(self, row: int, entries: torch.Tensor) -> None:
         """Which entries of `row` its next Keep keeps: int64 `[num_kept]` on the device, in any order.
 
-        The host does not see them. What is named twice, or is none of the range, makes place for another entry of
-        the range: there are always as many kept as the ledger counts.
+        The host does not see them. What is named twice, or is none of the range, makes place for another entry
+        of the range: there are always as many kept as the ledger counts.
         """
         self._kept[row] = entries
 

@@ -227,8 +227,8 @@ class TokenLedger:
         """End a sequence. With `cache` its tokens stay to be hit; without, its private tail is freed.
 
         `output_ids` (int32 bytes) are the generated ids, which make the tail beyond the prompt cacheable;
-        what no id is known for is freed, and so is what another sequence has cached already, or what comes after
-        tokens that were dropped.
+        what no id is known for is freed, and so is what another sequence has cached already, or what comes
+        after tokens that were dropped.
         """
         self._require_open(sequence)
         row, start, end = sequence.row, sequence.shared, sequence.length
@@ -489,7 +489,7 @@ class TokenLedger:
         self._leave(sequence, path[num_below:num_kept_or_left])
 
     def _leave(self, sequence: Sequence, segments: list[Segment]) -> None:
-        """It holds these no more, the deepest first: what nobody holds is cached if it has a name, else freed."""
+        """It holds these no more, the deepest first. What nobody holds is cached if it is named, else freed."""
         tree = self._tree
         now = tree.touch()
         for segment in segments:

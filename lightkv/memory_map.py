@@ -16,8 +16,8 @@ _OWNERS = "0123456789abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ"
 
 @dataclass(frozen=True)
 class MemoryMap:
-    """`labels`: int32 `[capacity]`, of slots 1 and up: FREE, CACHED (held by nobody, may be hit), SHARED (held by
-    more than one sequence), or OWN + row."""
+    """`labels`: int32 `[capacity]`, of slots 1 and up: FREE, CACHED (held by nobody, may be hit), SHARED (held
+    by more than one sequence), or OWN + row."""
 
     labels: np.ndarray
 
@@ -53,8 +53,8 @@ class MemoryMap:
 
     @property
     def fragmentation(self) -> float:
-        """Share of the free slots that are not in the longest free run: 0 is one run. Nothing here needs one run;
-        prompts read faster from it."""
+        """Share of the free slots that are not in the longest free run: 0 is one run. Nothing here needs one
+        run; prompts read faster from it."""
         return 1 - self.longest_free_run / self.num_free if self.num_free else 0.0
 
     def draw(self, width: int = 80, height: int = 16) -> str:
@@ -76,7 +76,7 @@ class MemoryMap:
             f"{_MARKS[SHARED]} shared {self.num_shared:,}   0-Z one sequence's own {self.num_own:,}"
         )
         lines.append(
-            f"longest free run {self.longest_free_run:,}; {self.fragmentation:.0%} of the free slots are outside it"
+            f"longest free run {self.longest_free_run:,}; {self.fragmentation:.0%} of the free are not in it"
         )
         return "\n".join(lines)
 

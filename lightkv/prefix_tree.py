@@ -189,8 +189,8 @@ class PrefixTree:
         return child
 
     def name(self, segment: Segment, tokens: bytes) -> bool:
-        """Have an anonymous segment found by its tokens, now that they are known. False, and nothing is changed,
-        where its parent is not found itself or has another child that begins alike."""
+        """Have an anonymous segment found by its tokens, now that they are known. False, and nothing is
+        changed, where its parent is not found itself or has another child that begins alike."""
         parent, key = segment.parent, tokens[:TOKEN_BYTES]
         assert parent is not None
         if not parent.named or key in parent.children:

@@ -131,7 +131,8 @@ class Life:
     def fork(self) -> None:
         if (shadow := self.pick()) is not None:
             twin = self.cache.fork(shadow.sequence)
-            lists = {name: list(getattr(shadow, name)) for name in ("tokens", "contents", "positions", "prompt")}
+            names = ("tokens", "contents", "positions", "prompt")
+            lists = {name: list(getattr(shadow, name)) for name in names}
             self.shadows.append(replace(shadow, sequence=twin, **lists))
 
     def truncate(self) -> None:

@@ -1,0 +1,142 @@
+"""Thousands of replays of a decode step's memory work in a CUDA graph, with every verb in between, eagerly.
+
+The same edits are applied to a second memory on the CPU, one by one and without any graph: which slots are
+free, who has which, and in what order, has to be the same in both.
+"""
+
+import random
+from array import array
+
+import pytest
+import torch
+
+from lightkv import KVSpec, OutOfRows, OutOfTokens, SequenceTooLong, TokenLedger
+from lightkv.edits import Keep, Take
+from lightkv.kv_memory import KVMemory
+from lightkv.sequence import Sequence
+
+SPEC = KVSpec(num_layers=1, num_kv_heads=1, k_dim=1, v_dim=1, dtype=torch.float32)
+CAPACITY, ROWS, ENTRIES, BATCH = 3000, 24, 400, 24
+NUM_REPLAYS = 10_000
+
+pytestmark = pytest.mark.gpu
+
+
+class DecodeStep:
+    """A slot for each row of a batch, and its place in the table: one graph, which reads what it needs on the
+    device and moves every row on by one."""
+
+    def __init__(self, memory: KVMemory) -> None:
+        self.memory = memory
+        device = memory.device
+        self.rows = torch.zeros(BATCH, dtype=torch.int64, device=device)
+        self.entries = torch.zeros(BATCH, dtype=torch.int64, device=device)
+        self.count = torch.zeros(1, dtype=torch.int32, device=device)
+        self.slots = torch.zeros(BATCH, dtype=torch.int32, device=device)
+        self._step()
+        self.graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(self.graph):
+            self._step()
+
+    def _step(self) -> None:
+        memory = self.memory
+        memory.allocator.alloc_into(self.slots, self.count)
+        memory.table.write(self.rows * memory.table.max_entries + self.entries, self.slots)
+        self.entries.add_(self.rows > 0)
+
+    def replay(self, take: Take) -> None:
+        """Do what the edit says. Where it follows the one before, nothing is uploaded."""
+        num = len(take.rows)
+        rows = torch.zeros(BATCH, dtype=torch.int64)
+        rows[:num] = torch.tensor(take.rows)
+        entries = torch.zeros(BATCH, dtype=torch.int64)
+        entries[:num] = torch.tensor(take.starts)
+        self.rows.copy_(rows.pin_memory(), non_blocking=True)
+        self.entries.copy_(entries.pin_memory(), non_blocking=True)
+        self.count.fill_(num)
+        self.memory.allocator.claim(num)
+        self.graph.replay()
+
+
+def test_replays_and_eager_verbs_mix_freely() -> None:
+    rng = random.Random(0)
+    ledger = TokenLedger(CAPACITY, ROWS, ENTRIES)
+    memory = KVMemory(SPEC, CAPACITY + 1, ROWS, ENTRIES, torch.device("cuda"))
+    mirror = KVMemory(SPEC, CAPACITY + 1, ROWS, ENTRIES, torch.device("cpu"))
+    step = DecodeStep(memory)
+    open_now: list[Sequence] = []
+    families = [[rng.randrange(4) for _ in range(120)] for _ in range(4)]
+    num_verbs = 0
+
+    def verb() -> None:
+        kind = rng.choice(
+            ["open", "open", "fork", "truncate", "release", "keep", "close", "publish", "evict"]
+        )
+        chosen = rng.choice(open_now) if open_now else None
+        if kind == "open":
+            prompt = rng.choice(families)[: rng.randint(2, 120)]
+            sequence = ledger.open(array("i", prompt).tobytes())
+            open_now.append(sequence)
+            ledger.extend([sequence], [len(prompt) - sequence.length])
+        elif kind == "evict":
+            ledger.evict(rng.randint(0, min(50, ledger.num_cached)))
+        elif chosen is None:
+            return
+        elif kind == "fork":
+            open_now.append(ledger.fork(chosen))
+        elif kind == "truncate":
+            ledger.truncate(chosen, rng.randint(0, chosen.length))
+        elif kind == "release" and chosen.sink is None:
+            sinks = min(4, chosen.length)
+            ledger.release(chosen, rng.randint(0, chosen.length - sinks), sinks)
+        elif kind == "keep":
+            kept = rng.sample(range(chosen.shared, chosen.length), rng.randint(0, chosen.num_private))
+            for one in (memory, mirror):
+                one.select(chosen.row, torch.tensor(kept, dtype=torch.int64, device=one.device))
+            ledger.keep(chosen, len(kept))
+        elif kind == "publish":
+            ledger.publish(chosen)
+            ledger.confirm(ledger.step)
+        elif kind == "close":
+            open_now.remove(chosen)
+            ledger.close(chosen, array("i", [5] * 20).tobytes(), rng.random() < 0.7)
+
+    def agree() -> None:
+        ledger.check()
+        memory.check([(s.row, s.shared, s.length) for s in ledger.sequences])
+        mirror.check([(s.row, s.shared, s.length) for s in ledger.sequences])
+        assert memory.num_free == mirror.num_free == ledger.num_free == int(memory.counters[0])
+        assert torch.equal(memory.allocator.mem_state.cpu(), mirror.allocator.mem_state)
+        for s in ledger.sequences:
+            slots = memory.table.slots(s.row, 0, s.length).cpu()
+            assert torch.equal(slots, mirror.table.slots(s.row, 0, s.length))
+            positions = memory.positions(s.row, s.length).cpu()
+            assert torch.equal(positions, mirror.positions(s.row, s.length))
+
+    for number in range(NUM_REPLAYS):
+        if rng.random() < 0.2:
+            try:
+                verb()
+                num_verbs += 1
+            except (OutOfRows, OutOfTokens, SequenceTooLong):
+                pass
+        growing = [s for s in open_now if s.length < ENTRIES][:BATCH]
+        while growing and ledger.num_available < len(growing):
+            ledger.close(open_now.pop(0), cache=False)
+            growing = [s for s in open_now if s.length < ENTRIES][:BATCH]
+        ledger.extend(growing, [1] * len(growing))
+        edits = ledger.drain()
+        if not any(isinstance(edit, Keep) for edit in edits):
+            memory._kept.clear()
+            mirror._kept.clear()
+        mirror.apply(edits)
+        if growing:
+            assert isinstance(edits[-1], Take)
+            memory.apply(edits[:-1])
+            step.replay(edits[-1])
+        else:
+            memory.apply(edits)
+        if number % 1000 == 0:
+            agree()
+    agree()
+    assert num_verbs > NUM_REPLAYS / 20
