@@ -515,7 +515,7 @@ class TokenLedger:
 
     def _split(self, segment: Segment, at: int) -> Segment:
         head = self._tree.split(segment, at)
-        if head.confirmed < head.length:
+        if head.named and head.confirmed < head.length:
             self._unconfirmed.append(head)
         self._edits.append(Split(segment.id, at, head.id))
         return head

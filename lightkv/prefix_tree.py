@@ -197,6 +197,7 @@ class PrefixTree:
             return False
         segment.tokens = tokens
         segment.named = True
+        segment.confirmed = segment.length
         parent.children[key] = segment
         self.num_segments += 1
         return True
