@@ -34,6 +34,12 @@ from lightkv.triton_kernels.allocate import TableEntries
 MAX_ENTRIES = 16384  # of a row of the table
 BEFORE = 1008  # tokens that a sequence has when its steps are measured: whole pages
 FORMS = ("fresh", "fragmented", "spread")
+DEVICE = torch.device("cuda")
+
+
+# What the table shows: a design, a heading, and the key of the time.
+COLUMNS = [("lightkv", "graph", "graph"), ("lightkv", "graph, in L2", "graph_in_l2")]
+COLUMNS += [(make.name, key, key) for make in DESIGNS for key in ("device", "host")]
 
 
 class Cell(NamedTuple):
@@ -57,8 +63,8 @@ def free_slots(cell: Cell, rng: np.random.Generator) -> np.ndarray:
     if cell.form == "fragmented":
         return rng.permutation(slots)[:num_free]
     holes = slots[511::1024][: num_free // 2]
-    rest = slots[len(slots) - (num_free - len(holes)) :]
-    return rng.permutation(np.union1d(holes, rest))
+    above = np.setdiff1d(slots, holes, assume_unique=True)
+    return rng.permutation(np.concatenate((holes, above[len(above) - (num_free - len(holes)) :])))
 
 
 class Clock:
@@ -66,7 +72,7 @@ class Clock:
 
     def __init__(self, repeats: int) -> None:
         self.repeats = repeats
-        self._fill = torch.ones(2**28, dtype=torch.uint8, device="cuda").view(torch.float32)
+        self._fill = torch.ones(2**28, dtype=torch.uint8, device=DEVICE).view(torch.float32)
 
     def device(self, step: Callable[[], object], undo: Callable[[], object], cold: bool = True) -> float:
         """Between events around `step`, which has been queued before the first of them runs."""
@@ -111,7 +117,7 @@ def _empty_kernel(_out):
 
 def empty_kernel() -> None:
     """Launch a kernel that does nothing."""
-    _empty_kernel[(1,)](torch.empty(1, device="cuda"))
+    _empty_kernel[(1,)](torch.empty(1, device=DEVICE))
 
 
 # --------------------------------------------------------------------------------
@@ -146,10 +152,9 @@ def check_design(design: Design, name: str, free: np.ndarray, batch: int, prompt
         expect(design.num_free() == before, f"{name}: {before - design.num_free()} slots were lost")
 
 
-def check_choice(ours: Ours, name: str, free: np.ndarray, batch: int, prompt: int) -> None:
-    """lightkv's alone: the lowest slots, and the lowest window, which numpy finds by itself."""
+def check_choice(ours: Ours, name: str, lowest: np.ndarray, batch: int, prompt: int) -> None:
+    """lightkv's alone: the lowest of the free slots, and the lowest window, which numpy finds by itself."""
     ours.load(list(range(1, batch + 1)), [BEFORE] * batch)
-    lowest = np.sort(free)
     ours.decode()
     expect(bool((ours.taken.cpu().numpy() == lowest[:batch]).all()), f"{name}: not the {batch} lowest slots")
     ours.undo_decode()
@@ -231,17 +236,18 @@ def measure_prompt_graph(ours: Ours, clock: Clock, n: int) -> dict[str, float]:
 def measure_cell(cell: Cell, clock: Clock, batches: Sequence[int], prompts: Sequence[int]) -> dict[str, Any]:
     """Times in µs: `{what: {design: {host, device, …}}}`."""
     free = free_slots(cell, np.random.default_rng(cell.num_slots))
+    lowest = np.sort(free)
     prompts = [n for n in prompts if n <= len(free) // 2]
     found: dict[str, Any] = {f"decode {n}": {} for n in batches} | {f"prompt {n}": {} for n in prompts}
     batch = min(max(batches), len(free) // (4 * PAGE))  # that many sequences at the end of a page
     row = max(batches) + 1
     for make in DESIGNS:
-        table = torch.zeros(max(batches) + 2, MAX_ENTRIES, dtype=torch.int32, device="cuda")
+        table = torch.zeros(max(batches) + 2, MAX_ENTRIES, dtype=torch.int32, device=DEVICE)
         design = make(cell.num_slots, free, table)
         check_design(design, f"{cell.text}, {design.name}", free, batch, min(512, len(free) // 4))
         for n in batches:
             if isinstance(design, Ours):
-                check_choice(design, cell.text, free, n, min(512, len(free) // 4))
+                check_choice(design, cell.text, lowest, n, min(512, len(free) // 4))
             design.load(range(1, n + 1), [BEFORE + i % PAGE for i in range(n)])
             times = {
                 "host": clock.host(design.decode, design.undo_decode),
@@ -258,7 +264,7 @@ def measure_cell(cell: Cell, clock: Clock, batches: Sequence[int], prompts: Sequ
             times["give_host"] = clock.host(give, take)
             give()
             if isinstance(design, Ours):
-                check_choice(design, cell.text, free, 1, n)
+                check_choice(design, cell.text, lowest, 1, n)
                 times |= measure_prompt_graph(design, clock, n)
             found[f"prompt {n}"][design.name] = times
         del design, table
@@ -326,8 +332,13 @@ def contiguous_share(trace: Sequence[Lengths], num_slots: int, device: torch.dev
     }
 
 
-def cells_of(times: dict[str, dict[str, float]], parts: Sequence[tuple[str, str]]) -> list[str]:
-    return [f"{times[name][key]:.1f}" if key in times.get(name, {}) else "-" for name, key in parts]
+def cells_of(fillings: Sequence[dict[str, dict[str, float]]]) -> list[str]:
+    """Of each column the least and the most over the fillings."""
+    cells = []
+    for name, _, key in COLUMNS:
+        times = [filling[name][key] for filling in fillings]
+        cells.append(f"{min(times):.1f}-{max(times):.1f}")
+    return cells
 
 
 def main() -> None:
@@ -356,26 +367,28 @@ def main() -> None:
         f"floor, an empty kernel in a graph: {floor['graph']:.1f} µs, in L2 {floor['graph_in_l2']:.1f} µs\n"
     )
 
-    columns = [("lightkv", "graph"), ("lightkv", "graph_in_l2"), ("lightkv", "graph_host")]
-    for make in DESIGNS:
-        columns += [(make.name, "host"), (make.name, "device")]
     rows, results = [], {}
     for num_slots in options.slots:
+        found: dict[str, list[dict[str, dict[str, float]]]] = {}  # by step, one of each filling
         for share in options.shares:
             for form in options.forms:
                 cell = Cell(num_slots, share, form)
                 results[cell.text] = measure_cell(cell, clock, options.batches, options.prompts)
                 for what, times in results[cell.text].items():
-                    rows.append([f"{cell.text}, {what}", *cells_of(times, columns)])
+                    found.setdefault(what, []).append(times)
                 print(f"measured {cell.text}", flush=True)
-    print("\nµs; host is from call to return, device between events, both of the step outside a graph")
-    print_table(["pool, in use, step", *(f"{name} {key}" for name, key in columns)], rows)
+        rows += [[f"{num_slots:,}, {what}", *cells_of(times)] for what, times in found.items()]
+    print(
+        "\nµs, least to most over the fillings; host is from call to return, device between events, both of "
+        "the step outside a graph"
+    )
+    print_table(["pool, step", *(f"{name} {what}" for name, what, _ in COLUMNS)], rows)
 
     replays = {}
     if options.trace:
         trace = read_trace(options.trace)
         for num_slots in options.trace_slots:
-            found = contiguous_share(trace, num_slots, torch.device("cuda"))
+            found = contiguous_share(trace, num_slots, DEVICE)
             replays[str(num_slots)] = found
             print(
                 f"\n{found['requests']:,} requests of {options.trace.name} through {num_slots:,} slots, at "

@@ -35,6 +35,7 @@ class TokenAllocator:
         mem_state: int32 `[num_slots]` on the device, 1 = free.
         counters: int32 `[2]` on the device: the device's own count of free slots, and `SlotFlag` bits for
             `raise_for_flags`. Copy it back with a step's results to check that step for free.
+        device: the device that the slots are chosen on.
     """
 
     def __init__(self, num_slots: int, device: torch.device | str) -> None:
@@ -45,18 +46,13 @@ class TokenAllocator:
         self._mem_cum_sum = self._state.mem_cum_sum
         self.counters = self._state.counters
         self._num_free = self.capacity
-        self._checked: tuple[TableEntries, int] | None = (
-            None  # looked over last: steps come with the same again
-        )
+        self.device = self.mem_state.device
+        # Looked over last: steps come with the same again.
+        self._checked: tuple[TableEntries, int] | None = None
         on_gpu = self.mem_state.is_cuda
         self._take_slots = take_slots if on_gpu else take_slots_reference
         self._take_run = take_run if on_gpu else take_run_reference
         self._give_slots = give_slots if on_gpu else give_slots_reference
-
-    @property
-    def device(self) -> torch.device:
-        """The device that the slots are chosen on."""
-        return self.mem_state.device
 
     @property
     def capacity(self) -> int:
@@ -208,6 +204,9 @@ class TokenAllocator:
         padded = state.mem_state.new_zeros(num_blocks * state.block_slots)
         padded[:num_slots] = state.mem_state
         recounted = padded.view(num_blocks, state.block_slots).sum(dim=1)
+        blocks = recounted.new_zeros(len(state.group_free) * state.group_blocks)
+        blocks[:num_blocks] = recounted
+        recounted_groups = blocks.view(-1, state.group_blocks).sum(dim=1)
         total = int(recounted.sum())
         if not total == num_counted == self._num_free:
             raise CheckFailed(
@@ -221,6 +220,7 @@ class TokenAllocator:
             not states_valid
             or bool(state.mem_state[0])
             or not torch.equal(recounted, state.block_free.long())
+            or not torch.equal(recounted_groups, state.group_free.long())
             or not torch.equal(words, state.free_bits.long() & (2**32 - 1))
         ):
             raise CheckFailed(

@@ -8,6 +8,7 @@ Every range is half open. Positions are entries of a row of the token table: whi
 of its tokens, the two are the same.
 """
 
+import struct
 from array import array
 from collections.abc import Iterable
 from typing import NamedTuple
@@ -97,15 +98,18 @@ _CODES = {kind: code for code, kind in enumerate(_KINDS)}
 
 def encode(edits: Iterable[Edit]) -> bytes:
     """The edits as little-endian int64: kind, number of integers, integers, for each."""
-    words = array("q")
+    words: list[int] = []
     for edit in edits:
         if isinstance(edit, Take):
-            words.extend((_CODES[Take], 3 * len(edit.rows)))
-            for part in edit:
-                words.fromlist(list(part))
+            rows, starts, counts = edit
+            words += (_CODES[Take], 3 * len(rows))
+            words += rows
+            words += starts
+            words += counts
         else:
-            words.extend((_CODES[type(edit)], len(edit), *edit))
-    return words.tobytes()
+            words += (_CODES[type(edit)], len(edit))
+            words += edit
+    return struct.pack(f"<{len(words)}q", *words)
 
 
 def decode(data: bytes) -> list[Edit]:

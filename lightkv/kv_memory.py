@@ -16,6 +16,7 @@ from .kv_pool import KVPool
 from .kv_spec import KVSpec
 from .staging import upload
 from .token_table import TokenTable
+from .triton_kernels.allocate import TableEntries
 
 
 class KVMemory:
@@ -130,10 +131,15 @@ class KVMemory:
         `segments`: by segment; `other` for those that are not named. `own`: by (row, start, end).
         """
         labels = torch.zeros(self.capacity + 1, dtype=torch.int32, device=self.device)
-        for segment, slots in self._segments.items():
-            labels.index_fill_(0, slots.long(), segments.get(segment, other))
-        for (row, start, end), label in own.items():
-            labels.index_fill_(0, self.table.slots(row, start, end).long(), label)
+        held = [(slots, segments.get(segment, other)) for segment, slots in self._segments.items()]
+        held += [(self.table.slots(*where), label) for where, label in own.items()]
+        if held:
+            slots = torch.cat([part for part, _ in held]).long()
+            counts = np.array([len(part) for part, _ in held])
+            (values,) = upload(
+                [np.repeat(np.array([label for _, label in held], np.int32), counts)], self.device
+            )
+            labels.index_copy_(0, slots, values)
         return labels[1:].cpu().numpy()
 
     def _take(self, take: Take) -> None:
@@ -143,9 +149,9 @@ class KVMemory:
                 self._dropped[row] = known[:start], dropped
         total = sum(take.counts)
         # More than a token each means prompts, which are read best where they lie side by side.
-        slots = self.allocator.alloc(total, contiguous=total > len(take.rows))
+        contiguous = total > len(take.rows)
         (entries,) = upload([self.table.entries(take.rows, take.starts, take.counts)], self.device)
-        self.table.write(entries, slots)
+        self.allocator.alloc(total, contiguous, entries=TableEntries(self.table.req_to_token, entries))
 
     def _keep(self, keep: Keep) -> torch.Tensor:
         """Returns the slots that are to be given."""

@@ -13,6 +13,7 @@ After every verb `num_free + num_cached + num_held == capacity`.
 
 from collections.abc import Collection, Iterable, Iterator
 from collections.abc import Sequence as Seq
+from operator import add
 from typing import NamedTuple
 
 from .edits import Copy, Drop, Edit, Give, Keep, Map, Shift, Split, Stash, Take
@@ -53,6 +54,10 @@ class TokenLedger:
         self._gapped: set[int] = set()  # rows that have dropped the upper part of a path they still hold
         self._unconfirmed: list[Segment] = []
         self._edits: list[Edit] = []
+        # Whom `extend` was last called for, their rows, and no less than where the longest ends.
+        self._batch: list[Sequence] = []
+        self._batch_rows: tuple[int, ...] = ()
+        self._batch_end = 0
 
     @property
     def num_held(self) -> int:
@@ -106,16 +111,16 @@ class TokenLedger:
 
         tree = self._tree
         root = tree.root(namespace)
-        node, matched = tree.find(root, token_ids[:-TOKEN_BYTES], 0)
-        if matched < len(node.tokens):
-            node = self._split(node, matched // TOKEN_BYTES)
+        path, matched = tree.find(root, token_ids[:-TOKEN_BYTES], 0)
+        if path and matched < len(path[-1].tokens):
+            path[-1] = self._split(path[-1], matched // TOKEN_BYTES)
         row = self._free_rows.pop()
-        self.num_cached -= tree.hold(node, row)
-        path = list(node.up())
+        self.num_cached -= tree.hold(root, path, row)
         shared = 0
-        for segment in reversed(path):
+        for segment in path:
             self._edits.append(Map(row, shared, segment.id))
-            shared += segment.length
+            shared += len(segment.tokens) // TOKEN_BYTES
+        node = path[-1] if path else root
         sequence = self._open[row] = Sequence(row, token_ids, root, node, shared)
         return sequence
 
@@ -125,9 +130,9 @@ class TokenLedger:
         root = self._tree.roots.get(namespace)
         if root is None:
             return Match((), 0, 0)
-        node, matched = self._tree.find(root, token_ids[:-TOKEN_BYTES], 0)
-        path, tip = tuple(node.up()), matched // TOKEN_BYTES
-        return Match(path, tip, tip + sum(segment.length for segment in path[1:]))
+        path, matched = self._tree.find(root, token_ids[:-TOKEN_BYTES], 0)
+        tip = matched // TOKEN_BYTES
+        return Match(tuple(path[::-1]), tip, tip + sum(segment.length for segment in path[:-1]))
 
     def extend(self, sequences: Seq[Sequence], counts: Seq[int]) -> None:
         """`counts[i]` more slots for `sequences[i]`, all or none; evicts cached tokens as needed.
@@ -138,26 +143,45 @@ class TokenLedger:
             raise ValueError(f"{len(sequences)} sequences and {len(counts)} counts")
         if not sequences:
             return
-        rows = [sequence.row for sequence in sequences]
+        if sequences != self._batch:
+            self._set_batch(sequences)
         starts = [sequence.length for sequence in sequences]
-        ends = [start + count for start, count in zip(starts, counts, strict=True)]
-        if not all(rows):
-            raise ValueError("a closed sequence cannot grow; open it again")
-        if min(counts) < 1:
-            raise ValueError(f"asked for {min(counts)} tokens; ask for at least one of each sequence")
-        if max(ends) > self.max_entries:
-            raise SequenceTooLong(max(ends), self.max_entries)
-        if len(set(rows)) < len(rows):
-            raise ValueError("a sequence is named twice; give it one count")
-        needed = sum(counts)
+        is_step = counts.count(1) == len(starts)  # a token each
+        if is_step:
+            needed = len(starts)
+            self._batch_end += 1
+            if self._batch_end > self.max_entries:  # it may be too high
+                self._batch_end = max(starts) + 1
+        else:
+            needed = sum(counts)
+            if min(counts) < 1:
+                raise ValueError(f"asked for {min(counts)} tokens; ask for at least one of each sequence")
+            self._batch_end = max(map(add, starts, counts))
+        if self._batch_end > self.max_entries:
+            raise SequenceTooLong(self._batch_end, self.max_entries)
         if needed > self.num_free:
             if needed > self.num_available:
                 raise OutOfTokens(needed, self.num_available, self.capacity)
             self.evict(needed - self.num_free)
-        self._edits.append(Take(tuple(rows), tuple(starts), tuple(counts)))
+        self._edits.append(Take(self._batch_rows, tuple(starts), tuple(counts)))
         self.num_free -= needed
-        for sequence, end in zip(sequences, ends, strict=True):
-            sequence.length = end
+        if is_step:
+            for sequence in sequences:
+                sequence.length += 1
+        else:
+            for sequence, count in zip(sequences, counts, strict=True):
+                sequence.length += count
+
+    def _set_batch(self, sequences: Seq[Sequence]) -> None:
+        """Check who is to be extended, once for as long as the same ones are. Raises ValueError."""
+        rows = tuple([sequence.row for sequence in sequences])
+        if 0 in rows:
+            raise ValueError("a closed sequence cannot grow; open it again")
+        if len(rows) > 1 and len(set(rows)) < len(rows):
+            raise ValueError("a sequence is named twice; give it one count")
+        self._batch = list(sequences)
+        self._batch_rows = rows
+        self._batch_end = self.max_entries  # so that it is looked up
 
     def publish(self, sequence: Sequence) -> None:
         """Let what has slots of the sequence's prompt be hit by others, while it still runs.
@@ -246,6 +270,7 @@ class TokenLedger:
             self._edits.append(Copy(row, 0, 0))
         del self._open[row]
         self._free_rows.append(row)
+        self._batch = []
         sequence.row = 0
 
     def fork(self, sequence: Sequence) -> Sequence:
@@ -399,13 +424,15 @@ class TokenLedger:
         self._name_path(sequence, tokens)
         if end <= start or not sequence.node.named:
             return start
-        node, matched = tree.find(sequence.node, tokens, start * TOKEN_BYTES)
-        if matched < len(node.tokens):
+        path, matched = tree.find(sequence.node, tokens, start * TOKEN_BYTES)
+        if path and matched < len(path[-1].tokens):
             if not matched:  # `find` only descends where the first token agrees
-                raise CheckFailed(f"{node} is filed under a token it does not begin with")
-            node = self._split(node, matched // TOKEN_BYTES)
-        found = sum(segment.length for segment in node.up())
-        if found > start:
+                raise CheckFailed(f"{path[-1]} is filed under a token it does not begin with")
+            path[-1] = self._split(path[-1], matched // TOKEN_BYTES)
+        node = path[-1] if path else sequence.node
+        found = start
+        if path:
+            found += sum(segment.length for segment in path)
             self._edits.append(Give(row, start, found))
             self.num_free += found - start
             now = tree.touch()

@@ -4,7 +4,6 @@ Knows labels of slots; knows neither a tensor nor who made them.
 """
 
 from dataclasses import dataclass
-from itertools import groupby
 
 import numpy as np
 
@@ -49,7 +48,8 @@ class MemoryMap:
     @property
     def longest_free_run(self) -> int:
         """The most free slots in a row."""
-        return max((sum(1 for _ in run) for label, run in groupby(self.labels) if label == FREE), default=0)
+        edges = np.flatnonzero(np.diff(self.labels == FREE, prepend=False, append=False))
+        return int((edges[1::2] - edges[::2]).max(initial=0))
 
     @property
     def fragmentation(self) -> float:

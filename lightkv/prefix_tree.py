@@ -40,6 +40,7 @@ class Segment:
         "namespace",
         "parent",
         "published",
+        "queued",
         "tokens",
         "used",
     )
@@ -55,8 +56,9 @@ class Segment:
         self.holders: set[int] = set()
         self.named = True
         self.used = 0
+        self.queued = False  # is it among the idle leaves, perhaps with an older `used`?
         # The first `confirmed` tokens are known to be computed; the rest was published by step `published`.
-        self.confirmed = self.length
+        self.confirmed = len(tokens) // TOKEN_BYTES
         self.published = -1
 
     @property
@@ -111,7 +113,7 @@ class PrefixTree:
         self.num_segments = 0
         self._next_id = 1
         self._use = 0
-        self._idle: list[tuple[int, int, Segment]] = []  # heap; entries may be stale, see `oldest`
+        self._idle: list[tuple[int, int, Segment]] = []  # a heap; see `oldest`
 
     def root(self, namespace: Namespace) -> Segment:
         """The namespace's root, made when it is new. Held like any segment; gone when unheld and empty."""
@@ -125,20 +127,21 @@ class PrefixTree:
         self._use += 1
         return self._use
 
-    def hold(self, segment: Segment, row: int) -> int:
-        """`row` holds the path to `segment`. Returns how many tokens nobody held before."""
+    def hold(self, root: Segment, path: list[Segment], row: int) -> int:
+        """`row` holds `path`, from `root` down. Returns how many tokens nobody held before."""
         now = self.touch()
         taken = 0
-        node: Segment | None = segment
-        while node is not None:
-            if not node.holders:
-                taken += node.length
-            elif len(node.holders) == 1 and node.parent is not None:
-                self.shared.add(node)
-            node.holders.add(row)
-            node.used = now
-            node = node.parent
-        return taken
+        root.holders.add(row)
+        root.used = now
+        for segment in path:
+            holders = segment.holders
+            if not holders:
+                taken += len(segment.tokens)
+            elif len(holders) == 1:
+                self.shared.add(segment)
+            holders.add(row)
+            segment.used = now
+        return taken // TOKEN_BYTES
 
     def share(self, segment: Segment, row: int) -> None:
         """`row` holds `segment` too, beside at least one other."""
@@ -153,25 +156,26 @@ class PrefixTree:
             self.shared.discard(segment)
         return not segment.holders
 
-    def find(self, node: Segment, tokens: bytes, at: int) -> tuple[Segment, int]:
+    def find(self, node: Segment, tokens: bytes, at: int) -> tuple[list[Segment], int]:
         """Walk from `node` as far as `tokens[at:]` goes. Changes nothing.
 
-        Returns the last segment reached and how many bytes of *it* match (all of it but at the end;
-        for `node` itself, all).
+        Returns the segments reached, from `node` (left out) on, and how many bytes of *the last* match (all of
+        it but at the end; 0 where none is reached).
         """
-        matched = len(node.tokens)
-        while at < len(tokens):
+        path: list[Segment] = []
+        matched, end = 0, len(tokens)
+        while at < end:
             child = node.children.get(tokens[at : at + TOKEN_BYTES])
             if child is None:
                 break
+            path.append(child)
             if tokens.startswith(child.tokens, at):
                 matched = len(child.tokens)
             else:
-                matched = common_prefix(child.tokens, tokens, at)
-                return child, matched
+                return path, common_prefix(child.tokens, tokens, at)
             node = child
             at += matched
-        return node, matched
+        return path, matched
 
     def add(self, parent: Segment, tokens: bytes) -> Segment:
         """A new segment under `parent`, held by nobody yet."""
@@ -250,30 +254,24 @@ class PrefixTree:
         if segment.holders or segment.children or not segment.named:
             return
         if segment.parent is not None:
-            heapq.heappush(self._idle, (segment.used, segment.id, segment))
-            if len(self._idle) > 2 * self.num_segments + 64:
-                self._idle = [entry for entry in self._idle if self._is_idle(entry)]
-                heapq.heapify(self._idle)
+            if not segment.queued:
+                segment.queued = True
+                heapq.heappush(self._idle, (segment.used, segment.id, segment))
         elif self.roots.get(segment.namespace) is segment:
             del self.roots[segment.namespace]
 
-    @staticmethod
-    def _is_idle(entry: tuple[int, int, Segment]) -> bool:
-        used, _, segment = entry
-        return (
-            segment.parent is not None
-            and segment.named
-            and not segment.holders
-            and not segment.children
-            and used == segment.used
-        )
-
     def oldest(self) -> Segment | None:
         """The unheld leaf that was used longest ago, or None when everything is held."""
-        while self._idle:
-            if self._is_idle(self._idle[0]):
-                return self._idle[0][2]
-            heapq.heappop(self._idle)
+        idle = self._idle
+        while idle:
+            used, _, segment = idle[0]
+            if segment.holders or segment.children or segment.parent is None or not segment.named:
+                heapq.heappop(idle)
+                segment.queued = False
+            elif used != segment.used:
+                heapq.heapreplace(idle, (segment.used, segment.id, segment))
+            else:
+                return segment
         return None
 
     def __iter__(self) -> Iterator[Segment]:
@@ -287,7 +285,7 @@ class PrefixTree:
     def check(self, gapped: Collection[int] = ()) -> None:
         """Recount the links, the keys and the idle leaves. `gapped`: the rows that have dropped a part of their
         path, which alone may hold a segment and not its parent. Raises CheckFailed."""
-        idle = {entry[1] for entry in self._idle if self._is_idle(entry)}
+        idle = {segment.id for _, _, segment in self._idle}
         count = 0
         for segment in self:
             count += 1

@@ -181,6 +181,10 @@ class _Api:
         status = self._client.status
         return _json({"state": status.state, "detail": status.detail, **msgspec.structs.asdict(status.load)})
 
+    async def pool_map(self) -> Response:
+        """What every slot is used for, as JSON."""
+        return _json(await self._client.pool_map())
+
     async def version(self) -> Response:
         """Of lightkv."""
         return _json(Version(version=__version__))
@@ -281,6 +285,7 @@ def create_app(client: RouterClient, tokenizer: Tokenizer, settings: ApiSettings
     route("GET", "/ready", api.ready, document.READY)
     route("GET", "/metrics", api.metrics, document.METRICS)
     route("GET", "/load", api.load, document.LOAD)
+    route("GET", "/map", api.pool_map, document.MAP, document.ASKS_WORKER)
     route("GET", "/version", api.version, document.VERSION)
     return app
 

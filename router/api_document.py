@@ -11,6 +11,7 @@ from fastapi import FastAPI, Security
 from fastapi.params import Depends
 from fastapi.security import HTTPBearer
 
+from .messages import PoolMap
 from .openai_protocol import (
     ChatBody,
     CompletionBody,
@@ -49,6 +50,7 @@ ALWAYS = (413, 500)  # of every route; and 401 of every one that asks for the ke
 NAMES_MODEL = (404,)
 CONVERTS_TEXT = (400, 404)
 GENERATES = (400, 404, 429, 503)
+ASKS_WORKER = (503,)
 
 
 def _load_schema() -> dict[str, Any]:
@@ -93,6 +95,12 @@ READY: Answers = {
 }
 METRICS: Answers = {200: {"description": "Every series.", **_of_kind("text/plain", {"type": "string"})}}
 LOAD: Answers = {200: {"description": "The counts.", **_of_kind("application/json", _load_schema())}}
+MAP: Answers = {
+    200: {
+        "description": "The pool.",
+        **_of_kind("application/json", msgspec.json.schema(PoolMap)["$defs"]["PoolMap"]),
+    }
+}
 VERSION: Answers = {200: {"model": Version, "description": "The version."}}
 
 

@@ -14,6 +14,7 @@ import torch
 from lightkv.attention import AttentionMetadata
 from lightkv.integrations.transformers import forward
 from lightkv.kv_memory import KVMemory
+from lightkv.triton_kernels.allocate import TableEntries
 
 from .messages import StepPlan
 from .sampler import Sampled
@@ -115,8 +116,8 @@ class DecodeGraph:
         model, backends, memory, sampler = self._device
         metadata = self._metadata
         rows = metadata.rows
-        memory.allocator.alloc_into(self._slots, self._count)
-        memory.table.write(rows * memory.table.max_entries + metadata.position_ids, self._slots)
+        entries = TableEntries(memory.table.req_to_token, metadata.position_ids, rows)
+        memory.allocator.alloc_into(self._slots, self._count, entries)
         metadata.slot_mapping.copy_(self._slots)
         input_ids = sampler.next_token.index_select(0, rows)
         logits = forward(model, input_ids, metadata, backends, None)

@@ -115,6 +115,34 @@ class StepResult(msgspec.Struct, frozen=True):
     logprobs: dict[int, TokenLogprobs] = {}  # by index into `tokens`, where asked for
 
 
+class Owners(msgspec.Struct, frozen=True):
+    """Whose the slots are, which the ledger knows and the memory does not.
+
+    `segments`: of each that is held, by its id, the label (`lightkv.memory_map`). `private`: the ranges (row,
+    start, end) that one sequence alone has.
+    """
+
+    segments: dict[int, int]
+    private: list[tuple[int, int, int]]
+
+
+class PoolMap(msgspec.Struct, frozen=True):
+    """What the pool's slots were used for between two steps. The counts are of all slots, the cells a sample.
+
+    `cells`: of every `slots_per_cell`-th slot, from slot 1 on, 0 where it is free, 1 where it is cached (nobody
+    holds it), 2 where it is shared (more than one sequence holds it), else 3 + the row of the one that does.
+    """
+
+    capacity: int
+    num_free: int
+    num_cached: int
+    num_shared: int
+    num_own: int
+    longest_free_run: int
+    slots_per_cell: int
+    cells: list[int]
+
+
 class RunnerInfo(msgspec.Struct, frozen=True):
     """What a model runner came to, once it is ready: what the scheduler needs, and what people are told."""
 

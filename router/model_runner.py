@@ -19,14 +19,17 @@ from lightkv.edits import decode
 from lightkv.errors import CheckFailed
 from lightkv.integrations.transformers import forward
 from lightkv.kv_memory import KVMemory
+from lightkv.memory_map import CACHED, OWN, MemoryMap
 from lightkv.staging import upload
 
 from .decode_graph import DecodeGraphs, StepOutput
 from .engine import Holding
-from .messages import StepPlan, StepResult, TokenLogprobs
+from .messages import Owners, PoolMap, StepPlan, StepResult, TokenLogprobs
 from .sampler import Sampler
 
 Report = Callable[[str], None]
+
+MAX_CELLS = 65_536  # of a map, however many slots the pool has
 
 
 class Device(NamedTuple):
@@ -131,6 +134,31 @@ class ModelRunner:
         memory.check(holding.private)
         self._device.sampler.check()
         self.fatal = False
+
+    @torch.inference_mode()
+    def map(self, edits: bytes, owners: Owners) -> PoolMap:
+        """Apply `edits`, then tell what the slots are used for; synchronises. For errors see `fatal`."""
+        self.fatal = True
+        memory = self._device.memory
+        memory.apply(decode(edits))
+        self.fatal = False
+        try:
+            own = {where: OWN + where[0] for where in owners.private}
+            pool = MemoryMap(memory.labels(owners.segments, own, CACHED))
+        except Exception as error:
+            self.fatal = self._loses_device(error)
+            raise
+        slots_per_cell = -(-pool.capacity // MAX_CELLS)
+        return PoolMap(
+            pool.capacity,
+            pool.num_free,
+            pool.num_cached,
+            pool.num_shared,
+            pool.num_own,
+            pool.longest_free_run,
+            slots_per_cell,
+            pool.labels[::slots_per_cell].tolist(),
+        )
 
     def _loses_device(self, error: Exception) -> bool:
         """Out of memory leaves a GPU as it was; nothing else is known to."""

@@ -19,16 +19,29 @@ import msgspec
 from lightkv.edits import decode, encode
 from lightkv.errors import LedgerMismatch, LightKVError
 from lightkv.ledger import TokenLedger
+from lightkv.memory_map import OWN, SHARED
 
 from .admission import output_lengths
 from .config import EngineConfig
 from .engine import Holding
 from .frames import BadFrame, FrameStream, is_own
-from .messages import RunnerInfo, StepPlan, StepResult, TokenEvent
+from .messages import Owners, PoolMap, RunnerInfo, StepPlan, StepResult, TokenEvent
 from .request import InvalidPrompt, NeverFits, Request
 from .sampling_params import InvalidParams
 from .scheduler import Scheduler
-from .service_messages import Abort, Accepted, Events, Load, Refused, State, Status, Submit, ToRouter
+from .service_messages import (
+    Abort,
+    Accepted,
+    AskMap,
+    Events,
+    Load,
+    Mapped,
+    Refused,
+    State,
+    Status,
+    Submit,
+    ToRouter,
+)
 from .worker_client import WorkerDied, WorkerFailed
 
 MAX_CRASHES = 3  # within CRASH_SECONDS: a worker that starts once more would only die once more
@@ -56,6 +69,9 @@ class Worker(Protocol):
     async def check(self, edits: bytes, holding: Holding) -> None:
         """Recount the memory, between steps."""
 
+    async def map(self, edits: bytes, owners: Owners) -> PoolMap:
+        """What every slot is used for, between steps."""
+
     async def wait_dead(self) -> WorkerDied:
         """Returns when the process is gone."""
 
@@ -82,6 +98,7 @@ class Router:
         self._scheduler: Scheduler | None = None
         self._owners: dict[str, FrameStream[ToRouter]] = {}  # request → who gets its events
         self._clients: set[FrameStream[ToRouter]] = set()
+        self._map_askers: list[FrameStream[ToRouter]] = []
         self._wake = asyncio.Event()
         self._crashes: deque[float] = deque(maxlen=MAX_CRASHES)
         self._num_starts = 0
@@ -158,6 +175,8 @@ class Router:
     async def _steps(self, worker: Worker, scheduler: Scheduler) -> None:
         """Plan, send, take, until drained."""
         while True:
+            if self._map_askers:
+                await self._map(worker, scheduler.ledger)
             begun = time.perf_counter()
             plan = scheduler.plan() if scheduler.num_flying < scheduler.depth else None
             self._router_seconds += time.perf_counter() - begun
@@ -196,6 +215,20 @@ class Router:
         self._unchecked = True
         self._router_seconds += time.perf_counter() - begun
 
+    async def _map(self, worker: Worker, ledger: TokenLedger) -> None:
+        """Have the pool mapped as it is now, for all who have asked."""
+        labels = {segment.id: OWN + row for row, segment in ledger.sole_segments()}
+        labels |= dict.fromkeys((segment.id for segment in ledger.shared), SHARED)
+        private = [(sequence.row, sequence.shared, sequence.length) for sequence in ledger.sequences]
+        try:
+            found = await worker.map(encode(ledger.drain()), Owners(labels, private))
+        except WorkerFailed as error:
+            if error.fatal:
+                raise
+            self._send_map(Mapped(None, str(error)))
+        else:
+            self._send_map(Mapped(found))
+
     async def _idle(self, worker: Worker, scheduler: Scheduler) -> None:
         """Nothing to do: recount every book, then wait for a request, for the end, or for the worker's."""
         if self._unchecked:
@@ -230,12 +263,15 @@ class Router:
             while (message := await client.receive()) is not None:
                 if isinstance(message, Submit):
                     client.send(self._submit(client, message))
+                elif isinstance(message, AskMap):
+                    self._ask_map(client)
                 else:
                     self._abort(message)
         except BadFrame:
             pass  # it is cut off
         finally:
             self._clients.discard(client)
+            self._map_askers = [asker for asker in self._map_askers if asker is not client]
             for request_id in [name for name, owner in self._owners.items() if owner is client]:
                 self._abort(Abort(request_id))
             client.close()
@@ -269,6 +305,19 @@ class Router:
     def _abort(self, message: Abort) -> None:
         if self._owners.pop(message.request_id, None) is not None and self._scheduler is not None:
             self._scheduler.abort(message.request_id, message.reason)
+
+    def _ask_map(self, client: FrameStream[ToRouter]) -> None:
+        if self._scheduler is None:
+            client.send(Mapped(None, f"{self._state}: {self._detail}"))
+        else:
+            self._map_askers.append(client)
+            self._wake.set()
+
+    def _send_map(self, answer: Mapped) -> None:
+        """To all who have asked."""
+        askers, self._map_askers = self._map_askers, []
+        for client in askers:
+            client.send(answer)
 
     def _send(self, events: list[TokenEvent]) -> None:
         """Each event to whoever submitted its request, one message a client."""
@@ -356,6 +405,7 @@ class Router:
     def _close_books(self, error: str) -> None:
         """The worker's memory is gone: so is every request. The totals stay."""
         self._end_all("lost", error)
+        self._send_map(Mapped(None, error))
         self._past = msgspec.structs.replace(
             self.load(),
             capacity=0,

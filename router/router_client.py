@@ -14,8 +14,21 @@ import msgspec
 from lightkv.errors import LightKVError
 
 from .frames import BadFrame, FrameStream, is_own
-from .messages import RunnerInfo, TokenEvent
-from .service_messages import Abort, Accepted, Events, Load, Refused, Status, Submit, ToApi
+from .messages import PoolMap, RunnerInfo, TokenEvent
+from .service_messages import (
+    Abort,
+    Accepted,
+    AskMap,
+    Events,
+    Load,
+    Mapped,
+    Refused,
+    Status,
+    Submit,
+    ToApi,
+)
+
+MAP_SECONDS = 0.25  # a map this young is given again, so that whoever asks often does not slow the steps down
 
 
 class RouterUnreachable(LightKVError):
@@ -50,6 +63,8 @@ class RouterClient:
         self.became_ready = asyncio.Event()
         self._frames = stream
         self._status_time = time.monotonic()
+        self._map: asyncio.Future[Mapped] | None = None  # the last that was asked for
+        self._map_time = 0.0  # when it came
         self._answers: dict[str, AnswerStream] = {}  # by request, while the router may send it events
         self._reader = asyncio.create_task(self._read())
 
@@ -103,6 +118,17 @@ class RouterClient:
             raise
         return answers
 
+    async def pool_map(self) -> PoolMap:
+        """What every slot is used for; at most MAP_SECONDS old. Raises RequestRefused."""
+        self.ready_info()
+        if self._map is None or (self._map.done() and time.monotonic() - self._map_time > MAP_SECONDS):
+            self._map = asyncio.get_running_loop().create_future()
+            self._frames.send(AskMap())
+        mapped = await asyncio.shield(self._map)
+        if mapped.pool is None:
+            raise RequestRefused("unavailable", mapped.error)
+        return mapped.pool
+
     def abort(self, request_id: str, reason: str = "abort") -> None:
         """End a request early; nothing more comes of it. One that has ended is left alone."""
         if self._answers.pop(request_id, None) is not None and self.status.state != "dead":
@@ -130,6 +156,7 @@ class RouterClient:
             for request_id, answers in self._answers.items():
                 answers.push(TokenEvent(request_id, None, "lost", error=detail))
             self._answers.clear()
+            self._take_map(Mapped(None, detail))
 
     def _take(self, message: ToApi) -> None:
         match message:
@@ -148,11 +175,18 @@ class RouterClient:
                 answers = self._answers.pop(request_id, None)
                 if answers is not None:
                     answers.refuse(RequestRefused(kind, text))
+            case Mapped():
+                self._take_map(message)
             case Status():
                 self.status = message
                 self._status_time = time.monotonic()
                 if message.state == "ready":
                     self.became_ready.set()
+
+    def _take_map(self, mapped: Mapped) -> None:
+        if self._map is not None and not self._map.done():
+            self._map.set_result(mapped)
+            self._map_time = time.monotonic()
 
 
 class AnswerStream:

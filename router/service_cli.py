@@ -1,6 +1,6 @@
-"""The commands around a service: `lightkv serve` starts one, `chat` talks to one, `top` watches one.
+"""The commands around a service: `lightkv serve` starts one, `chat` talks to one, `top` and `map` watch one.
 
-Knows typer, the terminal and the service's addresses; `chat` and `top` are clients as any other, over HTTP.
+Knows typer, the terminal and the service's addresses; all but `serve` are clients as any other, over HTTP.
 What starts processes is imported inside the command.
 """
 
@@ -22,7 +22,8 @@ from rich.text import Text
 from lightkv.errors import LightKVError
 
 from .config import API_KEY_VARIABLE, EngineConfig, ServiceConfig
-from .service_client import DEFAULT_URL, ServiceClient, ServiceUnreachable, Usage
+from .messages import PoolMap
+from .service_client import DEFAULT_URL, ServiceClient, ServiceRefused, ServiceUnreachable, Usage
 from .service_messages import Load
 from .terminal import say, usage
 
@@ -42,6 +43,13 @@ _CHAT_EXAMPLES = (
     "lightkv chat --system 'Answer in one sentence.' --temperature 0",
     "echo 'Name three rivers.' | lightkv chat --url http://127.0.0.1:9000 > rivers.txt",
 )
+_MAP_EXAMPLES = (
+    "lightkv map",
+    "lightkv map --watch --interval 0.5",
+    "lightkv map --json | jq .longest_free_run",
+)
+_ASCII_MARKS = str.maketrans("·░█", ".=#")
+_MAP_LINES = 16  # where there is no terminal that says how many it has
 _TOP_EXAMPLES = ("lightkv top", "lightkv top --once --url unix:/run/lightkv.sock")
 
 
@@ -50,6 +58,7 @@ def add_service_commands(app: typer.Typer, takes_engine: Takes, takes_service: T
     app.command(epilog=_examples(_SERVE_EXAMPLES))(takes_engine(takes_service(serve)))
     app.command(epilog=_examples(_CHAT_EXAMPLES))(chat)
     app.command(epilog=_examples(_TOP_EXAMPLES))(top)
+    app.command("map", epilog=_examples(_MAP_EXAMPLES))(pool_map)
 
 
 def _examples(lines: tuple[str, ...]) -> str:
@@ -233,7 +242,12 @@ def top(
     frames = _frames(ServiceClient(url, api_key), interval, url, console)
     if once:
         console.print(next(frames))
-        return
+    else:
+        _show(frames, console)
+
+
+def _show(frames: Iterator[RenderableType], console: Console) -> None:
+    """One after the other, until Ctrl-C: in the same place where that can be."""
     is_live = console.is_terminal and not console.is_dumb_terminal
     live = Live(console=console, auto_refresh=False) if is_live else None
     with suppress(KeyboardInterrupt), live or nullcontext():
@@ -246,7 +260,7 @@ def top(
 
 def _frames(client: ServiceClient, interval: float, url: str, console: Console) -> Iterator[RenderableType]:
     """A frame each `interval` seconds, from the second report on. A service that goes away is waited for."""
-    glyphs = "█▒░" if "utf" in console.encoding.lower() else "#=."
+    glyphs = "█▒░" if _takes_blocks(console) else "#=."
     before, then = _report(client), time.monotonic()
     while True:
         time.sleep(interval)
@@ -257,6 +271,10 @@ def _frames(client: ServiceClient, interval: float, url: str, console: Console) 
             continue
         yield frame(url, report, before, now - then, glyphs)
         before, then = report, now
+
+
+def _takes_blocks(console: Console) -> bool:
+    return "utf" in console.encoding.lower()
 
 
 def _report(client: ServiceClient) -> LoadReport:
@@ -313,3 +331,68 @@ def bar(load: Load, glyphs: str) -> Text:
     if load.forecast_peak:
         text = Text.assemble(text[:mark], ("|", "bold red"), text[mark + 1 :])
     return text
+
+
+# --------------------------------------------------------------------------------
+# map
+
+
+def pool_map(
+    *,
+    url: Url = DEFAULT_URL,
+    api_key: ApiKey = None,
+    watch: Annotated[bool, typer.Option("--watch", help="Draw it again and again, until Ctrl-C.")] = False,
+    interval: Annotated[float, typer.Option(help="Seconds between two drawings of --watch.", min=0.1)] = 1.0,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object, for programs.")] = False,
+) -> None:
+    """Draw a service's pool: which slots are free, which are cached or shared, and whose the others are.
+
+    The same letter is the same row of the token table: one request's own tokens.
+    """
+    client = ServiceClient(url, api_key)
+    if as_json:
+        if watch:
+            raise typer.BadParameter("--json is one object and --watch goes on; leave one of them out")
+        typer.echo(client.get("/map").decode())
+        return
+    console = Console(highlight=False)
+    drawings = _drawings(client, interval, console)
+    if watch:
+        _show(drawings, console)
+    else:
+        console.print(next(drawings))
+
+
+def _drawings(client: ServiceClient, interval: float, console: Console) -> Iterator[RenderableType]:
+    """A drawing each `interval` seconds. A service that goes away while it is watched is waited for."""
+    height = console.height - 4 if console.is_terminal else _MAP_LINES
+    found = client.get("/map")
+    while True:
+        text = drawing(msgspec.json.decode(found, type=PoolMap), console.width, max(height, 1))
+        yield Text(text if _takes_blocks(console) else text.translate(_ASCII_MARKS))
+        while True:
+            time.sleep(interval)
+            try:
+                found = client.get("/map")
+                break
+            except (ServiceUnreachable, ServiceRefused) as error:
+                yield Text(f"lightkv: {error}")
+
+
+def drawing(pool: PoolMap, width: int, height: int) -> str:
+    """The pool in at most `height` lines of `width` marks, and a legend of three."""
+    import numpy as np
+
+    from lightkv.memory_map import MemoryMap
+
+    sample = MemoryMap(np.array(pool.cells, dtype=np.int32))
+    drawn = sample.draw(width, height).splitlines()[:-3]  # its legend counts the cells; here are the slots
+    num_slots = -(-sample.capacity // (width * height)) * pool.slots_per_cell
+    outside = 1 - pool.longest_free_run / pool.num_free if pool.num_free else 0.0
+    legend = [
+        f"a mark is {'one slot' if num_slots == 1 else f'{num_slots:,} slots'}, of {pool.capacity:,}",
+        f"· free {pool.num_free:,}   ░ cached {pool.num_cached:,}   █ shared {pool.num_shared:,}   "
+        f"0-Z one request's own {pool.num_own:,}",
+        f"longest free run {pool.longest_free_run:,}; {outside:.0%} of the free are not in it",
+    ]
+    return "\n".join([*drawn, *legend])

@@ -7,7 +7,7 @@ from typing import Literal
 
 import msgspec
 
-from .messages import RunnerInfo, TokenEvent
+from .messages import PoolMap, RunnerInfo, TokenEvent
 from .sampling_params import SamplingParams
 
 State = Literal["starting", "ready", "draining", "dead"]
@@ -36,6 +36,10 @@ class Abort(msgspec.Struct, frozen=True, tag=True):
     reason: str = "abort"
 
 
+class AskMap(msgspec.Struct, frozen=True, tag=True):
+    """What is each slot of the pool used for? Answered by Mapped, between two steps."""
+
+
 class Accepted(msgspec.Struct, frozen=True, tag=True):
     """It is queued, and will be answered by events."""
 
@@ -55,6 +59,13 @@ class Events(msgspec.Struct, frozen=True, tag=True):
     """All that one step brought."""
 
     events: list[TokenEvent]
+
+
+class Mapped(msgspec.Struct, frozen=True, tag=True):
+    """The map that was asked for; None where there is none, and why."""
+
+    pool: PoolMap | None
+    error: str = ""
 
 
 class Load(msgspec.Struct, frozen=True):
@@ -92,5 +103,5 @@ class Status(msgspec.Struct, frozen=True, tag=True):
     info: RunnerInfo | None = None
 
 
-ToRouter = Submit | Abort
-ToApi = Accepted | Refused | Events | Status
+ToRouter = Submit | Abort | AskMap
+ToApi = Accepted | Refused | Events | Status | Mapped

@@ -2,7 +2,7 @@
 
 Started by `worker_client.py` alone, which hands it one end of a socket pair: there is no file and no port to
 find it by, and the end of the one process is seen by the other as the end of the stream. It serves rpyc there,
-with nothing of rpyc but calls of four methods that take bytes and return bytes (msgspec's; nothing is
+with nothing of rpyc but calls of five methods that take bytes and return bytes (msgspec's; nothing is
 pickled). Knows no request and no text. Steps overlap by one: a plan is launched before the result of the plan
 before it is waited for, so a GPU always has its next step queued.
 
@@ -26,7 +26,7 @@ import rpyc
 from lightkv.errors import LightKVError
 
 from .engine import Holding
-from .messages import Done, RunnerInfo, StepPlan, StepResult, WorkerError, WorkerStart
+from .messages import Done, Owners, PoolMap, RunnerInfo, StepPlan, StepResult, WorkerError, WorkerStart
 
 if TYPE_CHECKING:
     from .model_runner import ModelRunner
@@ -57,6 +57,7 @@ RPYC_CONFIG: dict[str, Any] = {
     "sync_request_timeout": None,  # weights may take minutes; the process is watched instead
 }
 
+_LOST = "the worker has lost its memory or its device; start another"
 _logger = logging.getLogger("lightkv.worker")
 _encode = msgspec.msgpack.encode
 
@@ -112,7 +113,7 @@ class StepPipeline:
         failed = self._last if isinstance(self._last, WorkerError) else None
         try:
             if self._runner.fatal:
-                raise BadRequest("the worker has lost its memory or its device; start another")
+                raise BadRequest(_LOST)
             if failed is None:
                 self._runner.launch(plan)
                 return plan.step
@@ -150,6 +151,10 @@ class Worker(rpyc.Service):
         """(edits, `Holding`) → None: apply the edits and recount. A failure is fatal."""
         return self._answer(_CHECK, request, self._check)
 
+    def exposed_map(self, request: bytes) -> bytes:
+        """(edits, `Owners`) → `PoolMap`: apply the edits, and tell what every slot is used for."""
+        return self._answer(_MAP, request, self._map)
+
     def _start(self, start: WorkerStart) -> Done[RunnerInfo]:
         if self._runner is not None:
             raise BadRequest("this worker has its model; start another for another one")
@@ -164,6 +169,12 @@ class Worker(rpyc.Service):
     def _check(self, request: tuple[bytes, Holding]) -> Done[None]:
         self._started()[0].check(*request)
         return Done(None)
+
+    def _map(self, request: tuple[bytes, Owners]) -> Done[PoolMap]:
+        runner = self._started()[0]
+        if runner.fatal:
+            raise BadRequest(_LOST)
+        return Done(runner.map(*request))
 
     def _started(self) -> "tuple[ModelRunner, StepPipeline]":
         if self._runner is None or self._pipeline is None:
@@ -201,6 +212,7 @@ def failure(error: Exception, fatal: bool, step: int | None = None) -> WorkerErr
 _START = msgspec.msgpack.Decoder(WorkerStart)
 _PLAN = msgspec.msgpack.Decoder(StepPlan)
 _CHECK = msgspec.msgpack.Decoder(tuple[bytes, Holding])
+_MAP = msgspec.msgpack.Decoder(tuple[bytes, Owners])
 _NOTHING = msgspec.msgpack.Decoder(None)
 
 

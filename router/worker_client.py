@@ -24,7 +24,7 @@ from lightkv.errors import LightKVError
 from .child_process import command
 from .config import EngineConfig
 from .engine import Holding
-from .messages import Done, RunnerInfo, StepPlan, StepResult, WorkerError, WorkerStart
+from .messages import Done, Owners, PoolMap, RunnerInfo, StepPlan, StepResult, WorkerError, WorkerStart
 from .worker import RPYC_CONFIG, connect
 
 Report = Callable[[str], None]
@@ -147,6 +147,10 @@ class WorkerClient:
         """Apply the edits that no plan has carried yet and recount the memory. A WorkerFailed is fatal."""
         _unpack(_CHECKED, await self._call("check", (edits, holding)))
 
+    async def map(self, edits: bytes, owners: Owners) -> PoolMap:
+        """Apply the edits that no plan has carried yet, and get what every slot is used for."""
+        return _unpack(_MAPPED, await self._call("map", (edits, owners)))
+
     def kill(self) -> None:
         """End the process; it has nothing to save."""
         self._process.kill()
@@ -268,7 +272,8 @@ def _unpack(decoder: "msgspec.msgpack.Decoder[Done[Result] | WorkerError]", answ
     return decoded.result
 
 
-_VERBS = ("start", "step", "flush", "check")
+_VERBS = ("start", "step", "flush", "check", "map")
 _INFO = msgspec.msgpack.Decoder(Done[RunnerInfo] | WorkerError)
 _STEP = msgspec.msgpack.Decoder(Done[StepResult | None] | WorkerError)
 _CHECKED = msgspec.msgpack.Decoder(Done[None] | WorkerError)
+_MAPPED = msgspec.msgpack.Decoder(Done[PoolMap] | WorkerError)

@@ -20,13 +20,15 @@ from lightkv.router.api import create_app
 from lightkv.router.api_settings import ApiSettings
 from lightkv.router.config import EngineConfig
 from lightkv.router.frames import FrameStream
-from lightkv.router.messages import Limits, RunnerInfo, TokenEvent, TokenLogprobs
+from lightkv.router.messages import Limits, PoolMap, RunnerInfo, TokenEvent, TokenLogprobs
 from lightkv.router.router_client import RouterClient
 from lightkv.router.service_messages import (
     Abort,
     Accepted,
+    AskMap,
     Events,
     Load,
+    Mapped,
     Refused,
     State,
     Status,
@@ -54,6 +56,7 @@ INFO = RunnerInfo(
     pool_reason="given",
     limits=LIMITS,
 )
+POOL = PoolMap(CAPACITY, 2500, 500, 400, 600, 2400, 2, [2] * 200 + [4] * 300 + [1] * 250 + [0] * 1250)
 IDLE = Load(capacity=CAPACITY, free=CAPACITY)
 
 
@@ -62,13 +65,13 @@ class FakeRouter:
 
     `refuse(submit)`: a Refused in place of Accepted. `fail_after`: an end with `fail_reason` after so many
     tokens.
-    `hold`: accept and never answer. `mute`: not even accept. `first_state`: what who connects is told. What
-    came stands in `submits` and `aborts`.
+    `hold`: accept and never answer. `mute`: not even accept. `first_state`: what who connects is told.
+    `mapped`: the answer to AskMap; None is none. What came stands in `submits`, `aborts`, `num_map_asks`.
     """
 
     def __init__(self) -> None:
         self.num_running = 0
-        self._stream: FrameStream[Submit | Abort] | None = None
+        self._stream: FrameStream[Submit | Abort | AskMap] | None = None
         self._answering: dict[str, asyncio.Task[None]] = {}
         self.reset([1])
 
@@ -85,6 +88,8 @@ class FakeRouter:
         self.num_cached = 0
         self.submits: list[Submit] = []
         self.aborts: list[Abort] = []
+        self.mapped: Mapped | None = Mapped(POOL)
+        self.num_map_asks = 0
 
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._stream = FrameStream(reader, writer, ToRouter)
@@ -94,6 +99,11 @@ class FakeRouter:
                 self.aborts.append(message)
                 if message.request_id in self._answering:
                     self._answering.pop(message.request_id).cancel()
+                continue
+            if isinstance(message, AskMap):
+                self.num_map_asks += 1
+                if self.mapped is not None:
+                    self._stream.send(self.mapped)
                 continue
             self.submits.append(message)
             refused = self.refuse(message)

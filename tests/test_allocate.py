@@ -4,8 +4,10 @@ The same random operations run on the kernels and on the twins, over pools of sm
 operation crosses many of them. After each, slots, books and flags are compared with the model's.
 """
 
+import random
 from collections.abc import Callable
 from typing import NamedTuple
+from unittest import mock
 
 import pytest
 import torch
@@ -13,9 +15,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from lightkv.triton_kernels import allocate, take_many
 from lightkv.triton_kernels.allocate import (
     SlotFlag,
     SlotState,
+    TableEntries,
     give_slots,
     give_slots_reference,
     lowest_run,
@@ -25,6 +29,7 @@ from lightkv.triton_kernels.allocate import (
     take_slots,
     take_slots_reference,
 )
+from lightkv.triton_kernels.tuning import blocks_of_group, slots_of_block
 
 
 class Operations(NamedTuple):
@@ -77,6 +82,15 @@ class Model:
         assert state.block_free.tolist() == [
             sum(slot in self.free for slot in range(start, start + state.block_slots)) for start in blocks
         ]
+        counts = state.block_free.tolist()
+        assert state.group_free.tolist() == [
+            sum(counts[start : start + state.group_blocks])
+            for start in range(0, len(counts), state.group_blocks)
+        ]
+        words = [0] * len(state.free_bits)
+        for slot in self.free:
+            words[slot // state.word_slots] |= 1 << slot % state.word_slots
+        assert [word & 0xFFFFFFFF for word in state.free_bits.tolist()] == words
 
 
 def number(value: int, device: torch.device | str) -> Tensor:
@@ -88,7 +102,8 @@ def poisoned(n: int, device: torch.device | str) -> Tensor:
     return torch.full((n,), -7, dtype=torch.int32, device=device)
 
 
-POOL = st.tuples(st.integers(1, 40), st.sampled_from([1, 4, 16, 64]))
+# Slots, those of a block, and the blocks of a group.
+POOL = st.tuples(st.integers(1, 40), st.sampled_from([1, 4, 16, 64]), st.sampled_from([1, 2, 8]))
 STEPS = st.lists(
     st.one_of(
         # The length of the output; how many to take, and how many to skip.
@@ -104,9 +119,9 @@ STEPS = st.lists(
 )
 
 
-def replay(operations: Operations, device: torch.device, pool: tuple[int, int], steps: list) -> None:
-    num_slots, block_slots = pool
-    state, model = new_slot_state(num_slots, device, block_slots), Model(num_slots)
+def replay(operations: Operations, device: torch.device, pool: tuple[int, int, int], steps: list) -> None:
+    num_slots, block_slots, group_blocks = pool
+    state, model = new_slot_state(num_slots, device, block_slots, group_blocks), Model(num_slots)
     model.check(state)
     for name, what, detail in steps:
         if name == "take":
@@ -136,7 +151,7 @@ def replay(operations: Operations, device: torch.device, pool: tuple[int, int], 
     suppress_health_check=[HealthCheck.function_scoped_fixture],
     derandomize=True,
 )
-def test_twins_behave_as_the_set(device: torch.device, pool: tuple[int, int], steps: list) -> None:
+def test_twins_behave_as_the_set(device: torch.device, pool: tuple[int, int, int], steps: list) -> None:
     replay(TWINS, device, pool, steps)
 
 
@@ -147,8 +162,94 @@ def test_twins_behave_as_the_set(device: torch.device, pool: tuple[int, int], st
     suppress_health_check=[HealthCheck.function_scoped_fixture],
     derandomize=True,
 )
-def test_kernels_behave_as_the_set(device: torch.device, pool: tuple[int, int], steps: list) -> None:
+def test_kernels_behave_as_the_set(device: torch.device, pool: tuple[int, int, int], steps: list) -> None:
     replay(KERNELS, device, pool, steps)
+
+
+@given(pool=POOL, steps=STEPS)
+@settings(
+    max_examples=40,
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
+    derandomize=True,
+)
+def test_two_kernels_behave_as_the_set(device: torch.device, pool: tuple[int, int, int], steps: list) -> None:
+    with mock.patch.object(allocate, "take_in_one_kernel", return_value=0):
+        replay(KERNELS, device, pool, steps)
+
+
+WINDOWS = [1, 2, 5, 31, 32, 33, 63, 64, 65, 100, 300, 700]
+
+
+@both
+@pytest.mark.parametrize("block_slots", [32, 64, 256])
+def test_run_is_found_wherever_it_lies(
+    device: torch.device, operations: Operations, block_slots: int
+) -> None:
+    """Across words, blocks and the parts that programs search, at the pool's ends; and where there is none."""
+    rng = random.Random(block_slots)
+    num_slots = 3001
+    for case in range(12):
+        state, model = new_slot_state(num_slots, device, block_slots), Model(num_slots)
+        operations.take_slots(state, poisoned(num_slots - 1, device))
+        model.take(num_slots - 1, num_slots - 1)
+        start, gift = 1, []
+        while start < num_slots:  # runs as long as windows, or a slot too short
+            length = rng.choice(WINDOWS[: 4 + case % 9]) - rng.randrange(2)
+            gift += range(start, min(start + length, num_slots))
+            start += length + rng.choice([1, 1, 2, 31, 150])
+        operations.give_slots(state, torch.tensor(gift, device=device))
+        model.give(gift)
+        for n in rng.sample(WINDOWS, 4):
+            out = poisoned(n, device)
+            operations.take_run(state, out)
+            assert out.tolist() == model.take_run(n)
+            model.check(state)
+
+
+@both
+@pytest.mark.parametrize("with_rows", [True, False], ids=["rows", "flat"])
+@pytest.mark.parametrize("one_kernel", [True, False], ids=["one kernel", "two"])
+def test_slots_are_written_to_their_entries_too(
+    device: torch.device, operations: Operations, with_rows: bool, one_kernel: bool
+) -> None:
+    state, model = new_slot_state(200, device, block_slots=32), Model(200)
+    gift = [*range(3, 180, 7), *range(181, 192)]
+    operations.take_slots(state, poisoned(199, device))
+    operations.give_slots(state, torch.tensor(gift, device=device))
+    model.take(199, 199)
+    model.give(gift)
+    table, expected = (torch.full((9, 40), -7, dtype=torch.int32, device=device) for _ in range(2))
+    rows = torch.tensor([4, 2, 8, 1, 7, 0, 0, 0], device=device)
+    columns = torch.tensor([5, 39, 0, 11, 12, 0, 0, 0], device=device)
+    entries = TableEntries(table, columns, rows) if with_rows else TableEntries(table, rows * 40 + columns)
+    with mock.patch.object(allocate, "take_in_one_kernel", return_value=512 if one_kernel else 0):
+        for count in (5, 4, 0):  # the rest are padding, whose entry is row 0's first
+            out = poisoned(8, device)
+            operations.take_slots(state, out, number(count, device), entries=entries)
+            assert out.tolist() == model.take(8, count)
+            expected[rows, columns] = out
+            assert torch.equal(table, expected)
+    distinct = torch.arange(320, 309, -1, device=device)
+    out = poisoned(11, device)
+    operations.take_run(state, out, TableEntries(table, distinct))
+    assert out.tolist() == model.take_run(11) == list(range(181, 192))
+    expected.view(-1)[distinct] = out
+    assert torch.equal(table, expected)
+    model.check(state)
+
+
+def test_long_outputs_are_taken_too(device: torch.device) -> None:
+    state, twin = new_slot_state(9000, device), new_slot_state(9000, device)
+    for n in (5000, 513, 512):
+        out, expected = poisoned(n, device).long(), poisoned(n, device)
+        take_slots(state, out)
+        take_slots_reference(twin, expected)
+        assert torch.equal(out.int(), expected)
+        give_slots(state, out[::3].contiguous())
+        give_slots_reference(twin, expected[::3])
+        for name in ("mem_state", "free_bits", "block_free", "group_free", "counters"):
+            assert torch.equal(getattr(state, name), getattr(twin, name)), name
 
 
 @both
@@ -245,6 +346,42 @@ def test_scan_of_more_blocks_than_one_tile(device: torch.device, operations: Ope
     assert state.counters.tolist() == [19, 0]
 
 
+@pytest.mark.parametrize("one_kernel", [True, False], ids=["one kernel", "two"])
+@pytest.mark.parametrize("group_blocks", [1, 4])
+def test_blocks_of_many_tiles_are_scanned_in_turn(
+    device: torch.device, one_kernel: bool, group_blocks: int
+) -> None:
+    state, model = new_slot_state(600, device, block_slots=2, group_blocks=group_blocks), Model(600)
+    with (
+        mock.patch.object(allocate, "group_tile", return_value=32),
+        mock.patch.object(take_many, "scan_tile", return_value=64),
+        mock.patch.object(allocate, "take_in_one_kernel", return_value=512 if one_kernel else 0),
+    ):
+        for n, skip in ((400, 0), (60, 130), (30, 0)):
+            out = poisoned(n, device)
+            take_slots(state, out, skip=number(skip, device))
+            assert out.tolist() == model.take(n, n, skip)
+            model.check(state)
+        gift = list(range(5, 395, 13))
+        give_slots(state, torch.tensor(gift, device=device))
+        model.give(gift)
+        out = poisoned(50, device)
+        take_slots(state, out, number(45, device))
+        assert out.tolist() == model.take(50, 45)
+        model.check(state)
+
+
+def test_blocks_grow_with_the_pool() -> None:
+    assert [slots_of_block(n) for n in (2, 65_536, 1_000_000, 10_000_000, 2**31 - 1)] == [
+        1024,
+        1024,
+        1024,
+        2048,
+        4096,
+    ]
+    assert [blocks_of_group(n) for n in (1, 2048, 2049, 4883, 9766, 524_288)] == [1, 1, 4, 8, 16, 64]
+
+
 def test_lowest_run_counts_the_free_slots_before_it(device: torch.device) -> None:
     state = new_slot_state(16, device, block_slots=4)
     give = torch.tensor([1, 3, 4, 7, 8, 9], device=device)
@@ -276,7 +413,8 @@ def test_large_pool_of_full_blocks() -> None:
         gift, held = held[: len(held) // 2], held[len(held) // 2 :]
         give_slots(state, gift)
         give_slots_reference(twin, gift)
-        for name in ("mem_state", "block_free", "mem_cum_sum", "counters"):
+        sums = ["mem_cum_sum"] if n > 512 else []  # a take in one kernel leaves it alone
+        for name in ("mem_state", "free_bits", "block_free", "group_free", "counters", *sums):
             assert torch.equal(getattr(state, name), getattr(twin, name)), name
     assert state.counters.tolist() == [num_slots - 1 - len(held), 0]
 
@@ -329,10 +467,14 @@ def test_captured_take_and_give_follow_their_count() -> None:
 def test_never_synchronises() -> None:
     state = new_slot_state(5000, "cuda")
     out, count = poisoned(64, "cuda"), number(64, "cuda")
+    long, table = poisoned(1000, "cuda"), torch.zeros(2, 64, dtype=torch.int32, device="cuda")
+    entries = TableEntries(table, torch.arange(64, device="cuda"), torch.ones_like(out, dtype=torch.int64))
 
     def step() -> None:
-        take_slots(state, out, count)
+        take_slots(state, out, count, entries=entries)
         give_slots(state, out)
+        take_slots(state, long)
+        give_slots(state, long)
         take_run(state, out)
         give_slots(state, out)
         take_slots_reference(state, out, count)
@@ -345,3 +487,55 @@ def test_never_synchronises() -> None:
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert state.counters.tolist() == [4999, 0]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("num_slots", [65_536, 1_000_000, 10_000_000])
+def test_replays_and_eager_calls_mix(num_slots: int) -> None:
+    """Decode steps in a graph, eager steps, prompts and ends at random, beside the twins on the same device."""
+    rng = random.Random(num_slots)
+    generator = torch.Generator("cuda").manual_seed(num_slots)
+    state, twin = new_slot_state(num_slots, "cuda"), new_slot_state(num_slots, "cuda")
+    tables = [torch.zeros(257, 64, dtype=torch.int32, device="cuda") for _ in range(2)]
+    rows, positions = torch.arange(1, 257, device="cuda"), torch.zeros(256, dtype=torch.int64, device="cuda")
+    out, count = poisoned(256, "cuda"), number(0, "cuda")
+
+    def decode() -> None:
+        take_slots(state, out, count, entries=TableEntries(tables[0], positions, rows))
+
+    decode()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        decode()
+    held = torch.empty(0, dtype=torch.int32, device="cuda")
+    for step in range(120):
+        kind = rng.choice(["replay", "replay", "eager", "prompt", "many", "end"])
+        n = rng.randrange(257) if kind in ("replay", "eager") else rng.choice([1, 33, 512, 1500, 8192])
+        if step == 0:
+            kind, n = "many", num_slots * 9 // 10
+        elif num_slots - 1 - len(held) < n:
+            kind = "end"
+        if kind in ("replay", "eager"):
+            count.fill_(n)
+            positions.fill_(step % 64)
+            expected = poisoned(256, "cuda")
+            graph.replay() if kind == "replay" else decode()
+            take_slots_reference(twin, expected, count, entries=TableEntries(tables[1], positions, rows))
+            assert torch.equal(out, expected)
+            assert torch.equal(*tables)
+            held = torch.cat((held, out[:n]))
+        elif kind == "end":
+            held = held[torch.randperm(len(held), device="cuda", generator=generator)]
+            gift, held = held[: len(held) // 20], held[len(held) // 20 :]
+            give_slots(state, gift)
+            give_slots_reference(twin, gift)
+        else:
+            taken, expected = poisoned(n, "cuda"), poisoned(n, "cuda")
+            (take_slots if kind == "many" else take_run)(state, taken)
+            (take_slots_reference if kind == "many" else take_run_reference)(twin, expected)
+            assert torch.equal(taken, expected)
+            held = torch.cat((held, taken))
+        for name in ("mem_state", "free_bits", "block_free", "group_free", "counters"):
+            assert torch.equal(getattr(state, name), getattr(twin, name)), (step, kind, n, name)
+    assert int(state.counters[0]) == num_slots - 1 - len(held)
+    assert int(state.counters[1]) == 0

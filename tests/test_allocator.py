@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from lightkv.allocator import TokenAllocator, raise_for_flags
 from lightkv.errors import CheckFailed, InvalidFree, OutOfTokens
-from lightkv.triton_kernels.allocate import SlotFlag
+from lightkv.triton_kernels.allocate import SlotFlag, TableEntries
 
 
 def test_hands_out_the_lowest_slots_and_counts_them(device: torch.device) -> None:
@@ -110,6 +110,50 @@ def test_alloc_into_that_falls_short_is_found(device: torch.device) -> None:
         allocator.check()
 
 
+def test_slots_go_where_they_are_wanted(device: torch.device) -> None:
+    allocator = TokenAllocator(50, device)
+    table = torch.zeros(4, 10, dtype=torch.int32, device=device)
+    row = table[2, 1:9]
+    assert allocator.alloc(8, contiguous=True, out=row) is row
+    assert table[2].tolist() == [0, *range(1, 9), 0]
+    positions, rows = torch.tensor([3, 9], device=device), torch.tensor([1, 3], device=device)
+    allocator.alloc(2, entries=TableEntries(table, positions, rows))
+    assert (table[1, 3], table[3, 9]) == (9, 10)
+    allocator.claim(1)
+    out, count = (
+        torch.zeros(2, dtype=torch.int32, device=device),
+        torch.ones_like(rows[:1], dtype=torch.int32),
+    )
+    allocator.alloc_into(out, count, TableEntries(table, positions, rows))
+    assert (table[1, 3], table[3, 9]) == (11, 0)
+    allocator.free(row)
+    allocator.check()
+    assert allocator.num_free == 49 - 3
+
+
+def test_refuses_places_that_do_not_fit(device: torch.device) -> None:
+    allocator = TokenAllocator(50, device)
+    table = torch.zeros(4, 10, dtype=torch.int32, device=device)
+    two, three = torch.arange(2, device=device), torch.arange(3, device=device)
+    for entries, match in (
+        (TableEntries(table.long(), two), "a table must be contiguous int32"),
+        (TableEntries(table[:, :5], two), "a table must be contiguous int32"),
+        (TableEntries(table, three), r"positions must be contiguous int64 \[2\], got torch.int64 \(3,\)"),
+        (TableEntries(table, two, two.int()), r"rows must be contiguous int64 \[2\], got torch.int32"),
+        (TableEntries(table, two, two.to("meta")), "must be on"),
+    ):
+        with pytest.raises(ValueError, match=match):
+            allocator.alloc(2, entries=entries)
+        with pytest.raises(ValueError, match=match):
+            allocator.alloc_into(table[0, :2], torch.zeros(1, dtype=torch.int32, device=device), entries)
+    with pytest.raises(ValueError, match="room for 2 slots and no more, got 3"):
+        allocator.alloc(2, out=table[0, :3])
+    with pytest.raises(ValueError, match="out must be int32"):
+        allocator.alloc(2, out=two)
+    assert allocator.num_free == 49
+    allocator.check()
+
+
 def test_check_finds_a_take_that_nobody_claimed(device: torch.device) -> None:
     allocator = TokenAllocator(10, device)
     out = torch.zeros(2, dtype=torch.int32, device=device)
@@ -125,6 +169,13 @@ def test_check_finds_stray_writes(device: torch.device) -> None:
         allocator.check()
     allocator.mem_state[0] = 1  # the sum is right again
     with pytest.raises(CheckFailed, match="slot 0 is free"):
+        allocator.check()
+
+
+def test_check_finds_bits_that_went_astray(device: torch.device) -> None:
+    allocator = TokenAllocator(3000, device)
+    allocator._state.free_bits[50] ^= 1 << 7
+    with pytest.raises(CheckFailed, match="bits of its blocks disagree"):
         allocator.check()
 
 

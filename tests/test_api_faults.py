@@ -349,6 +349,7 @@ ROUTES = [
     ("GET", "/ready"),
     ("GET", "/metrics"),
     ("GET", "/load"),
+    ("GET", "/map"),
     ("GET", "/version"),
     ("POST", "/tokenize"),
     ("POST", "/detokenize"),

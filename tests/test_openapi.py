@@ -30,6 +30,7 @@ STATUSES = {
     "/ready": {"503"},
     "/metrics": set(),
     "/load": set(),
+    "/map": {"503"},
     "/version": set(),
 }
 

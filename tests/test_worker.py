@@ -307,7 +307,7 @@ NO_PLANS: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("request_bytes", NO_PLANS.values(), ids=NO_PLANS)
-@pytest.mark.parametrize("verb", ["start", "step", "check"])
+@pytest.mark.parametrize("verb", ["start", "step", "check", "map"])
 def test_what_is_no_message_is_refused(worker: Worker, verb: str, request_bytes: Any) -> None:
     answer = getattr(worker, f"exposed_{verb}")(request_bytes)
     error = msgspec.msgpack.decode(answer, type=WorkerError)
@@ -382,7 +382,7 @@ def test_a_hostile_client_reaches_the_exposed_methods_alone(hostile: rpyc.Connec
         except AttributeError:
             continue
         reached.add(name.removeprefix("exposed_"))
-    ours = {"start", "step", "flush", "check"}
+    ours = {"start", "step", "flush", "check", "map"}
     assert reached == ours | {"get_service_name", "get_service_aliases"}  # rpyc's own: a name
     for name in dir(Worker.exposed_step):
         with pytest.raises(AttributeError):

@@ -47,8 +47,10 @@ _REDUCTION_BYTES = 2048  # shared memory that the softmax's reductions take besi
 
 
 # A block's free slots are found by reading its bits, the block by reading the count of every block.
-_MIN_BLOCK_SLOTS = 1024
-_MAX_BLOCKS = 8192
+_MIN_BLOCK_SLOTS, _MAX_BLOCK_SLOTS = 1024, 4096
+_SCAN_BLOCKS = 8192  # counts that one program holds at a time
+_SCAN_GROUPS = 2048  # of groups, where one program takes: it has nothing else to do meanwhile
+_MAX_GROUP_BLOCKS = 64
 
 
 @cache
@@ -116,8 +118,22 @@ def prefill_launch(
 
 
 def slots_of_block(num_slots: int) -> int:
-    """Slots of a block of the allocator: a power of two, so that a pool has some thousand blocks at most."""
-    return max(_MIN_BLOCK_SLOTS, triton.next_power_of_2(triton.cdiv(num_slots, _MAX_BLOCKS)))
+    """Slots of a block of the allocator, a power of two: so many that all counts are read at once."""
+    wanted = triton.next_power_of_2(triton.cdiv(num_slots, _SCAN_BLOCKS))
+    return min(max(wanted, _MIN_BLOCK_SLOTS), _MAX_BLOCK_SLOTS)
+
+
+def blocks_of_group(num_blocks: int) -> int:
+    """Blocks of a group, a power of two: one where the blocks' own counts are few enough to be scanned."""
+    if num_blocks <= _SCAN_GROUPS:
+        return 1
+    return min(triton.next_power_of_2(triton.cdiv(num_blocks, _SCAN_GROUPS // 2)), _MAX_GROUP_BLOCKS)
+
+
+def group_chunks(num_groups: int) -> tuple[int, int]:
+    """How many chunks of groups, and groups of a chunk, a search by rank goes through in two steps."""
+    bits = (num_groups - 1).bit_length()
+    return 1 << (bits // 2), 1 << (bits - bits // 2)
 
 
 def take_in_one_kernel(block_words: int) -> int:
@@ -125,15 +141,20 @@ def take_in_one_kernel(block_words: int) -> int:
     return max(1, min(512, 16384 // block_words))
 
 
-def take_warps(num_ranks: int, block_words: int, scan_tile: int) -> int:
-    """Warps of that program."""
-    elements = max(num_ranks * block_words, scan_tile)
+def take_warps(num_ranks: int, read_by_rank: int, num_scanned: int) -> int:
+    """Warps of that program, which reads so many numbers at a time for each slot."""
+    elements = max(num_ranks * read_by_rank, num_scanned)
     return 4 if elements <= 1024 else 8 if elements <= 4096 else 16
 
 
 def scan_tile(num_blocks: int) -> int:
     """Counts of blocks that one program sums up at a time: all of them, as far as registers go."""
-    return min(triton.next_power_of_2(num_blocks), 16384)
+    return min(triton.next_power_of_2(num_blocks), _SCAN_BLOCKS)
+
+
+def group_tile(num_groups: int) -> int:
+    """Counts of groups that a take in one kernel sums up at a time."""
+    return min(triton.next_power_of_2(num_groups), _SCAN_GROUPS)
 
 
 class Search(NamedTuple):
@@ -152,3 +173,17 @@ def run_search(device: DeviceClass, num_words: int, word_slots: int, n: int, max
     least = max(tile // 2, triton.cdiv(num_words, max_programs))
     chunk = triton.cdiv(least + back, tile) * tile - back  # so that what is read is a whole number of tiles
     return Search(triton.cdiv(num_words, chunk), chunk, back, tile)
+
+
+def merge_launch(num_parts: int, value_dim: int) -> Launch:
+    """Parts that a program of `merge_states` reads at a time, in `block_n`: a tile that stays in registers."""
+    block_parts = min(triton.next_power_of_2(num_parts), max(1, 4096 // padded_dim(value_dim)))
+    return Launch(block_m=0, block_n=block_parts, num_warps=1 if num_parts <= 4 else 4, num_stages=2)
+
+
+def scores_launch(key_dim: int, element_size: int) -> Launch:
+    """Tiles of `attention_scores`, query rows and keys; an exact float32 dot is unrolled: small ones."""
+    if element_size >= 4:
+        return Launch(block_m=16, block_n=32, num_warps=4, num_stages=2)
+    wide = padded_dim(key_dim) > 128
+    return Launch(block_m=32 if wide else 64, block_n=64, num_warps=4, num_stages=2)

@@ -2,6 +2,7 @@
 
 from .backend import AttentionBackend, AttentionOptions, LayerShape
 from .metadata import AttentionMetadata, KVCacheParams
+from .rotary import Rotary
 from .select import BACKENDS, make_backends, pick_backend
 
 __all__ = [
@@ -11,6 +12,7 @@ __all__ = [
     "AttentionOptions",
     "KVCacheParams",
     "LayerShape",
+    "Rotary",
     "make_backends",
     "pick_backend",
 ]

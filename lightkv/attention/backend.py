@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from .metadata import AttentionMetadata
+from .rotary import Rotary
 
 
 @dataclass(frozen=True)
@@ -39,8 +40,8 @@ class LayerShape:
 class AttentionBackend(ABC):
     """Causal attention of one layer over the pool, for packed batches of contexts and generations.
 
-    `layer_idx` names the layer's K/V in the pool. `quant_config` and `pos_embd_params` have to be None: K/V
-    is in the pool's type, and q and k arrive with their positions applied.
+    `layer_idx` names the layer's K/V in the pool. `quant_config` has to be None: K/V is in the pool's type.
+    q and k arrive with their positions applied; `pos_embd_params` says how, which only steps with sinks need.
     """
 
     supports_cuda_graph = False  # does decode read its lengths on the device, so that a captured step grows?
@@ -60,8 +61,11 @@ class AttentionBackend(ABC):
             raise ValueError(f"{num_heads} heads do not share {num_kv_heads} KV heads evenly")
         if quant_config is not None:
             raise ValueError("K/V is kept in the pool's own type; pass quant_config=None")
-        if pos_embd_params is not None:
-            raise ValueError("positions are the model's to apply before this call; pass pos_embd_params=None")
+        if pos_embd_params is not None and not isinstance(pos_embd_params, Rotary):
+            raise ValueError(
+                "positions are the model's to apply before this call; pass pos_embd_params=None, or for sinks "
+                f"the Rotary that it applies, not {type(pos_embd_params).__name__}"
+            )
         self.layer_idx = layer_idx
         self.num_heads = num_heads
         self.head_dim = head_dim
@@ -70,6 +74,7 @@ class AttentionBackend(ABC):
         self.scale = head_dim**-0.5 if options.scale is None else options.scale
         self.window = options.window
         self.softcap = options.softcap
+        self.rotary = pos_embd_params
 
     def forward(
         self,
@@ -87,13 +92,20 @@ class AttentionBackend(ABC):
         """
         if attention_mask not in (None, "causal"):
             raise ValueError(f"attention mask {attention_mask!r}: attention here is causal, pass None")
+        if metadata.num_sinks and (self.rotary is None or self.window):
+            raise ValueError(
+                f"a step with {metadata.num_sinks} sinks needs the rotary frequencies (pos_embd_params) and no "
+                f"window of the layer's own; layer {self.layer_idx} has a window of {self.window}"
+            )
         num_tokens, num_ctx_tokens = metadata.num_tokens, metadata.num_ctx_tokens
         q = q.view(num_tokens, self.num_heads, self.head_dim)
         k = k.view(num_tokens, self.num_kv_heads, self.head_dim)
         v = v.view(num_tokens, self.num_kv_heads, self.v_dim)
         out = q.new_empty(num_tokens, self.num_heads, self.v_dim)
         self._write(k, v, metadata)
-        if metadata.num_contexts:
+        if metadata.num_sinks:
+            self._prefill_with_sinks(q, metadata, out)
+        elif metadata.num_contexts:
             fresh = (k[:num_ctx_tokens], v[:num_ctx_tokens])
             self._prefill(q[:num_ctx_tokens], *fresh, metadata, out[:num_ctx_tokens])
         if metadata.num_generations:
@@ -114,6 +126,13 @@ class AttentionBackend(ABC):
         out: torch.Tensor,
     ) -> None:
         """Attend from the contexts' tokens into `out`; k and v are theirs as well, and written already."""
+
+    @abstractmethod
+    def _prefill_with_sinks(self, q: torch.Tensor, metadata: AttentionMetadata, out: torch.Tensor) -> None:
+        """Attend from the contexts' tokens into `out`, in a step with sinks: two queries, merged.
+
+        From q to the entries after the sinks, causally; from q turned back by what was dropped to the sinks.
+        """
 
     @abstractmethod
     def _decode(self, q: torch.Tensor, metadata: AttentionMetadata, out: torch.Tensor) -> None:

@@ -28,10 +28,14 @@ class AttentionMetadata:
 
     - host: `num_contexts`, `num_generations`, `num_tokens`, `num_ctx_tokens`, `max_q_len` (of the contexts),
       `seq_lens` int32 `[B]` (this step's tokens of each sequence, on the CPU), `context_lens` (those of the
-      contexts), `request_ids`, `prompt_lens`, `kv_cache_params`, `rows_host` and `kv_lens_host` int64 `[B]`;
+      contexts), `request_ids`, `prompt_lens`, `kv_cache_params`, `rows_host` and `kv_lens_host` int64 `[B]`,
+      `num_sinks` (0 unless sequences that have dropped tokens still hold the first ones);
     - device: `seq_lens_cuda` int32 `[B]`, `position_ids` int64 `[T]`, `rows` int64 `[B]` (of the table),
       `kv_lens` int32 `[B]` (tokens in the cache, this step's included), `q_starts` int32 `[B + 1]`,
-      `slot_mapping` int64 `[T]` (where this step's K/V goes).
+      `slot_mapping` int64 `[T]` (where this step's K/V goes), `dropped` int64 `[T]` (None: nothing is).
+
+    With sinks, a query attends to the first `num_sinks` entries as though what was dropped had never been, and
+    to the others at their true positions.
 
     With `is_cuda_graph` it holds a decode batch of exactly `max_num_requests` in tensors that never move, the
     rest of a smaller batch being padding: row 0, length 0, position 0, slot 0.
@@ -75,20 +79,29 @@ class AttentionMetadata:
         *,
         request_ids: Sequence[int] = (),
         prompt_lens: Sequence[int] = (),
+        dropped: Sequence[int] = (),
+        num_sinks: int = 0,
     ) -> None:
-        """Take in a step's batch, with one upload and without synchronising.
+        """Take in a step's batch, with one upload (two where tokens were dropped) and without synchronising.
 
-        Sequence i sits in row `rows[i]`, has K/V of its first `starts[i]` tokens, and computes `counts[i]`
+        Sequence i sits in row `rows[i]`, has K/V in its first `starts[i]` entries, and computes `counts[i]`
         more, whose slots the table has already. The first `num_contexts` are contexts. `request_ids` and
-        `prompt_lens` are only kept. Raises ValueError for a batch that breaks these rules or the maxima.
+        `prompt_lens` are only kept.
+
+        `dropped`: the positions that each sequence has passed and holds no more; its next token's is that many
+        beyond its entry. `num_sinks`: the first entries that all of them still hold (see above); then each has
+        to have dropped something, and is a context, be it of one token. Raises ValueError for a batch that
+        breaks these rules or the maxima.
         """
         row, start, count = (np.array(numbers, dtype=np.int64) for numbers in (rows, starts, counts))
         self._validate(row, start, count, num_contexts)
+        gap = np.array(dropped, dtype=np.int64) if len(dropped) else np.zeros_like(row)
+        self._validate_dropped(start, gap, num_contexts, num_sinks)
         cached = start.tolist()
         kv_len = start + count
         if self.is_cuda_graph:
             padding = self.max_num_requests - len(row)
-            row, start, kv_len = (np.pad(numbers, (0, padding)) for numbers in (row, start, kv_len))
+            row, start, kv_len, gap = (np.pad(numbers, (0, padding)) for numbers in (row, start, kv_len, gap))
             count = np.ones_like(row)
         q_starts = np.zeros(len(row) + 1, dtype=np.int32)
         np.cumsum(count, out=q_starts[1:])
@@ -110,7 +123,7 @@ class AttentionMetadata:
         arrays = [
             row,
             entries,
-            entries - np.repeat(row * table.max_entries, count),  # the positions
+            entries + np.repeat(gap - row * table.max_entries, count),  # the positions
             kv_len.astype(np.int32),
             q_starts,
             count.astype(np.int32),
@@ -126,6 +139,8 @@ class AttentionMetadata:
             self.slot_mapping.copy_(slots)
         else:
             self.slot_mapping = slots.long()
+        self.num_sinks = num_sinks
+        self.dropped = upload([np.repeat(gap, count)], device)[0] if gap.any() else None
 
     def _validate(self, row: np.ndarray, start: np.ndarray, count: np.ndarray, num_contexts: int) -> None:
         if not len(row) == len(start) == len(count):
@@ -144,4 +159,23 @@ class AttentionMetadata:
             raise ValueError(
                 f"counts {count.tolist()} with {num_contexts} contexts: a context computes at least one "
                 "token, a generation exactly one, and the contexts come first"
+            )
+
+    def _validate_dropped(
+        self, start: np.ndarray, gap: np.ndarray, num_contexts: int, num_sinks: int
+    ) -> None:
+        if len(gap) != len(start) or (gap < 0).any() or num_sinks < 0:
+            raise ValueError(
+                f"{gap.tolist()} tokens dropped by {len(start)} sequences with {num_sinks} sinks: give 0 or "
+                "more, one number a sequence"
+            )
+        if self.is_cuda_graph and gap.any():
+            raise ValueError(
+                f"{gap.tolist()} tokens dropped: in a decode graph positions are entries; run this step eagerly"
+            )
+        if num_sinks and (num_contexts < len(start) or not gap.all() or (start < num_sinks).any()):
+            raise ValueError(
+                f"{num_sinks} sinks: in such a step every sequence is a context, has dropped tokens and holds "
+                f"the sinks; here {num_contexts} of {len(start)} are contexts, they have dropped "
+                f"{gap.tolist()} and hold {start.tolist()}. Run the others in a step of their own"
             )

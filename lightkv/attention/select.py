@@ -7,6 +7,7 @@ import torch
 
 from ..errors import UnknownBackend
 from .backend import AttentionBackend, LayerShape
+from .rotary import Rotary
 
 BACKENDS = {"torch": "TorchAttention", "triton": "TritonAttention"}  # name → class, in `<name>_backend.py`
 
@@ -21,11 +22,18 @@ def pick_backend(name: str | None, device: torch.device) -> type[AttentionBacken
 
 
 def make_backends(
-    name: str | None, device: torch.device, layers: Sequence[LayerShape]
+    name: str | None, device: torch.device, layers: Sequence[LayerShape], rotary: Rotary | None = None
 ) -> list[AttentionBackend]:
-    """A backend for every layer of a model, in order; `name` as for `pick_backend`."""
+    """A backend for every layer of a model, in order; `name` as for `pick_backend`, `rotary` for sinks."""
     backend = pick_backend(name, device)
     return [
-        backend(layer_idx, layer.num_heads, layer.head_dim, layer.num_kv_heads, options=layer.options)
+        backend(
+            layer_idx,
+            layer.num_heads,
+            layer.head_dim,
+            layer.num_kv_heads,
+            pos_embd_params=rotary,
+            options=layer.options,
+        )
         for layer_idx, layer in enumerate(layers)
     ]

@@ -11,6 +11,9 @@ import numpy as np
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
+from lightkv.triton_kernels.decode_attention import LOG2_E
+from lightkv.triton_kernels.merge_states import merge_states_reference
+
 from ..staging import upload
 from .backend import AttentionBackend
 from .metadata import AttentionMetadata
@@ -48,6 +51,7 @@ class PrefillPlan(NamedTuple):
     """
 
     tiles: list[PrefillTile]
+    sinks: list[torch.Tensor]  # int64 [num_sinks], of each tile; none in a step without
     bias: torch.Tensor | None  # [at most QUERY_TILE, the longest tile's S], 0 and -inf
 
     def bias_of(self, tile: PrefillTile) -> torch.Tensor | None:
@@ -120,8 +124,8 @@ class TorchPlan:
         """
         plan = self._prefill.get((window, dtype, fused))
         if plan is None:
-            tiles = _prefill_tiles(metadata, window, fused)
-            plan = PrefillPlan(tiles, _tile_bias(tiles, window, dtype))
+            tiles, sinks = _prefill_tiles(metadata, window, fused)
+            plan = PrefillPlan(tiles, sinks, _tile_bias(tiles, window, dtype))
             self._prefill[window, dtype, fused] = plan
         return plan
 
@@ -167,9 +171,13 @@ def _decode_group(
     return DecodeGroup(chosen[0] if chosen else None, table.read(where).long(), width, bias)
 
 
-def _prefill_tiles(metadata: AttentionMetadata, window: int, fused: bool) -> list[PrefillTile]:
-    table = metadata.kv_cache_manager.table
+def _prefill_tiles(
+    metadata: AttentionMetadata, window: int, fused: bool
+) -> tuple[list[PrefillTile], list[torch.Tensor]]:
+    """The contexts in tiles, and each tile's sinks."""
+    table, num_sinks = metadata.kv_cache_manager.table, metadata.num_sinks
     tiles = []
+    sinks = []
     packed_end = 0
     for idx, num_tokens in enumerate(metadata.context_lens.tolist()):
         packed_end += num_tokens
@@ -179,14 +187,17 @@ def _prefill_tiles(metadata: AttentionMetadata, window: int, fused: bool) -> lis
         if sees_all and (fused or num_tokens <= QUERY_TILE):
             tiles.append(PrefillTile(packed_end - num_tokens, packed_end, None))
             continue
-        skipped = max(0, prefix - window + 1) if window else 0  # keys that no query sees
+        # Keys that no query sees, or only turned back.
+        skipped = max(0, prefix - window + 1) if window else num_sinks
         slots = table.slots(row, skipped, kv_len).long()
         for start in range(prefix, kv_len, QUERY_TILE):
             end = min(start + QUERY_TILE, kv_len)
-            first = max(0, start - window + 1) if window else 0
+            first = max(0, start - window + 1) if window else num_sinks
             shift = packed_end - kv_len  # from positions to packed tokens
             tiles.append(PrefillTile(start + shift, end + shift, slots[first - skipped : end - skipped]))
-    return tiles
+            if num_sinks:
+                sinks.append(table.slots(row, 0, num_sinks).long())
+    return tiles, sinks
 
 
 def _tile_bias(tiles: list[PrefillTile], window: int, dtype: torch.dtype) -> torch.Tensor | None:
@@ -242,6 +253,23 @@ class TorchAttention(AttentionBackend):
             )
             out[tile.start : tile.end].unflatten(1, (-1, group)).copy_(attended.permute(2, 0, 1, 3))
 
+    def _prefill_with_sinks(self, q: torch.Tensor, metadata: AttentionMetadata, out: torch.Tensor) -> None:
+        pool = metadata.kv_cache_manager.pool
+        step = TorchPlan.of(metadata)
+        plan = step.prefill(metadata, self.window, q.dtype, fused=False)
+        assert self.rotary is not None
+        assert metadata.dropped is not None
+        turned = self.rotary.turn_back(q, metadata.dropped)
+        for tile, sinks in zip(plan.tiles, plan.sinks, strict=True):
+            assert tile.slots is not None
+            parts = ((q, tile.slots, plan.bias_of(tile)), (turned, sinks, None))
+            states = []
+            for queries, slots, bias in parts:
+                keys, values = self._split(step.gather(pool.kv(self.layer_idx), slots))
+                states.append(self._attend_part(queries[tile.start : tile.end], keys, values, bias))
+            partial_out, partial_lse = (torch.stack(part) for part in zip(*states, strict=True))
+            out[tile.start : tile.end] = merge_states_reference(partial_out, partial_lse)[0]
+
     def _decode(self, q: torch.Tensor, metadata: AttentionMetadata, out: torch.Tensor) -> None:
         pool = metadata.kv_cache_manager.pool
         plan = TorchPlan.of(metadata)
@@ -277,10 +305,32 @@ class TorchAttention(AttentionBackend):
     ) -> torch.Tensor:
         if not self.softcap:
             return scaled_dot_product_attention(q, k, v, attn_mask=bias, is_causal=causal, scale=self.scale)
-        scores = torch.matmul(q, k.transpose(-1, -2)).float() * self.scale
-        scores = self.softcap * torch.tanh(scores / self.softcap)
+        scores = self._scores(q, k)
         if causal:
             bias = torch.full_like(scores[0, 0], float("-inf")).triu_(1)
         if bias is not None:
             scores = scores + bias
         return torch.matmul(scores.softmax(-1).to(v.dtype), v)
+
+    def _scores(self, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
+        """`[..., n, S]` float32, of q `[..., n, D]` and k `[..., S, D]`."""
+        scores = torch.matmul(q, k.transpose(-1, -2)).float() * self.scale
+        return self.softcap * torch.tanh(scores / self.softcap) if self.softcap else scores
+
+    def _attend_part(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bias: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """A part of the attention of q `[T, H, D]`, to k and v `[S, num_kv_heads, D]`, for `merge_states`.
+
+        Returns `[T, H, v_dim]` and the log-sum-exp `[T, H]`, float32.
+        """
+        num_tokens = len(q)
+        # The heads of a group are query rows of their KV head: [num_kv_heads, group * T, D]
+        rows = q.unflatten(1, (self.num_kv_heads, -1)).permute(1, 2, 0, 3).flatten(1, 2)
+        scores = self._scores(rows, k.to(q.dtype).transpose(0, 1)).unflatten(1, (-1, num_tokens))
+        if bias is not None:
+            scores += bias
+        lse = scores.logsumexp(-1)  # [num_kv_heads, group, T]
+        weights = scores.sub_(lse[..., None]).exp_().flatten(1, 2)
+        attended = torch.matmul(weights.to(v.dtype), v.transpose(0, 1)).float().unflatten(1, (-1, num_tokens))
+        return attended.permute(2, 0, 1, 3).flatten(1, 2), lse.permute(2, 0, 1).flatten(1, 2) * LOG2_E

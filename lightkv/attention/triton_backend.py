@@ -2,7 +2,9 @@
 
 import torch
 
+from lightkv.triton_kernels.attention_scores import attention_lse
 from lightkv.triton_kernels.decode_attention import decode_attention
+from lightkv.triton_kernels.merge_states import merge_states
 from lightkv.triton_kernels.prefill_attention import prefill_attention
 from lightkv.triton_kernels.write_kv import write_kv
 
@@ -42,6 +44,37 @@ class TritonAttention(AttentionBackend):
             softcap=self.softcap,
             out=out,
         )
+
+    def _prefill_with_sinks(self, q: torch.Tensor, metadata: AttentionMetadata, out: torch.Tensor) -> None:
+        memory, num_sinks, dropped = metadata.kv_cache_manager, metadata.num_sinks, metadata.dropped
+        assert self.rotary is not None
+        assert dropped is not None
+        k, v = memory.pool.k(self.layer_idx), memory.pool.v(self.layer_idx)
+        table = memory.table.req_to_token
+        num_tokens = len(q)
+        scale, softcap = self.scale, self.softcap
+        partial_out = torch.empty((2, *out.shape), dtype=torch.float32, device=out.device)
+
+        # A row without its sinks is the row, read from there on.
+        places = (table[:, num_sinks:], metadata.rows, metadata.q_starts)
+        lengths = metadata.kv_lens - num_sinks
+        entries = (metadata.position_ids - dropped - num_sinks).int()
+        longest = metadata.max_q_len
+        prefill_attention(
+            q, k, v, *places, lengths, max_q_len=longest, out=partial_out[0], scale=scale, softcap=softcap
+        )
+        lse = attention_lse(q, k, *places, entries, lengths, max_q_len=longest, scale=scale, softcap=softcap)
+
+        # Every query sees all the sinks: to the kernels, a request of its own.
+        turned = self.rotary.turn_back(q, dropped)
+        rows = metadata.rows.repeat_interleave(metadata.seq_lens_cuda, output_size=num_tokens)
+        lengths = torch.full((num_tokens,), num_sinks, dtype=torch.int32, device=q.device)
+        q_starts = torch.arange(num_tokens + 1, dtype=torch.int32, device=q.device)
+        decode_attention(turned, k, v, table, rows, lengths, out=partial_out[1], scale=scale, softcap=softcap)
+        sink_lse = attention_lse(
+            turned, k, table, rows, q_starts, lengths - 1, lengths, max_q_len=1, scale=scale, softcap=softcap
+        )
+        merge_states(partial_out, torch.stack((lse, sink_lse)), out=out)
 
     def _decode(self, q: torch.Tensor, metadata: AttentionMetadata, out: torch.Tensor) -> None:
         memory, num_contexts = metadata.kv_cache_manager, metadata.num_contexts

@@ -49,7 +49,7 @@ class _Receiver(Protocol):
 
 
 @dataclass(frozen=True)
-class _Step:
+class PackedStep:
     """One step of the engine: every layer's call goes to its backend."""
 
     metadata: AttentionMetadata
@@ -223,7 +223,7 @@ def forward(
         position_ids=metadata.position_ids[None],
         use_cache=False,
         logits_to_keep=0 if logits_index is None else logits_index,  # 0: all
-        lightkv=_Step(metadata, backends),
+        lightkv=PackedStep(metadata, backends),
     )
     return cast(torch.Tensor, output.logits[0])
 
