@@ -11,12 +11,14 @@ way, each with what is free promised to what runs:
     churn    in every step one request ends and one is admitted; then the next is refused, each by an exact
              forecast over all that run
 
-The floor is one pass over the batch that makes nothing but its events' bytes.
+and each of these with prompts of which none, and of which half share what families of them have in common. The
+floor is one pass over the batch that makes nothing but its events' bytes.
 """
 
 import argparse
 import cProfile
 import gc
+import itertools
 import pstats
 import random
 import time
@@ -38,6 +40,7 @@ from lightkv.router.service_messages import Events
 T = TypeVar("T")
 
 VOCAB_SIZE = 32_000
+NUM_FAMILIES = 50  # of prompts that share a prefix
 MAX_TOKENS = 2**30  # a pool and a step that nothing is too large for, until the load is set up
 TARGET_US = 1000.0
 PARTS = ("plan", "consume", "send")
@@ -49,8 +52,9 @@ _decode_result = msgspec.msgpack.Decoder(StepResult).decode
 class Load(NamedTuple):
     """`num_running` requests in decode and `num_queued` behind them.
 
-    Each has a prompt of `prompt` tokens, the first `shared` of which all have in common. `churn`: one ends a
-    step, else none. `depth`: steps under way.
+    Each has a prompt of `prompt` tokens. With `shared` they come in families that have so many in common, a
+    quarter of a family all of these and the others three, two and one quarter of them, as in the turns of a
+    chat. `churn`: one ends a step, else none. `depth`: steps under way.
     """
 
     num_running: int
@@ -123,9 +127,11 @@ class Router:
             self.queue_times.append(time.perf_counter_ns() - begun)
 
     def _request(self, prompt: int, max_tokens: int) -> Request:
-        own = [self._rng.randrange(1, VOCAB_SIZE) for _ in range(prompt - self.load.shared)]
-        ids = array("i", [0] * self.load.shared + own).tobytes()
         self._number += 1
+        family, member = self._number % NUM_FAMILIES, self._number // NUM_FAMILIES
+        common = [family] * (self.load.shared * (1 + member % 4) // 4)
+        own = [self._rng.randrange(NUM_FAMILIES, VOCAB_SIZE) for _ in range(prompt - len(common))]
+        ids = array("i", common + own).tobytes()
         params = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True)
         return Request(f"{self._number:032x}", ids, params, seed=self._number)
 
@@ -169,8 +175,8 @@ def spread_us(times: list[int]) -> dict[str, float]:
 
 def measure(load: Load, steps: int, profile: bool) -> dict[str, dict[str, float]]:
     """µs of each part and of the whole. Ends without a figure where the load was not what it claims to be."""
-    router = Router(load, 2 * steps)
-    router.measure(steps // 2)  # until what ends is evicted as fast as it is cached
+    router = Router(load, 3 * steps)
+    router.measure(steps)  # until what ends is evicted as fast as it is cached
     admitted = router.scheduler.num_prompt_tokens
     router.measure(steps)
     scheduler = router.scheduler
@@ -197,7 +203,7 @@ def measure(load: Load, steps: int, profile: bool) -> dict[str, dict[str, float]
 
 
 def name_of(load: Load) -> str:
-    return f"{'churn' if load.churn else 'steady'}, depth {load.depth}"
+    return f"{'churn' if load.churn else 'steady'}, depth {load.depth}{', shared' if load.shared else ''}"
 
 
 def arguments() -> argparse.Namespace:
@@ -205,7 +211,6 @@ def arguments() -> argparse.Namespace:
     made.add_argument("--running", type=int, default=1000)
     made.add_argument("--queued", type=int, default=10_000)
     made.add_argument("--prompt", type=int, default=64, help="prompt tokens of a request")
-    made.add_argument("--shared", type=int, default=0, help="of these, the same for all")
     made.add_argument("--steps", type=int, default=400)
     made.add_argument("--profile", action="store_true", help="print where the slowest part's time goes")
     return made.parse_args()
@@ -220,17 +225,16 @@ def main() -> None:
         f"floor, to encode the events of {options.running} tokens: {floor:.0f} µs; target {TARGET_US:.0f} µs\n"
     )
     rows, results = [], {}
-    for churn in (False, True):
-        for depth in (1, 2):
-            load = Load(options.running, options.queued, options.prompt, options.shared, churn, depth)
-            found = measure(load, options.steps, options.profile)
-            cells = [f"{found[part]['median']:.0f}" for part in (*PARTS, "whole")]
-            rows.append(
-                [name_of(load), *cells, f"{found['whole']['p99']:.0f}", f"{found['queue']['median']:.1f}"]
-            )
-            results[name_of(load)] = found
+    for shared, churn, depth in itertools.product((0, options.prompt // 2), (False, True), (1, 2)):
+        load = Load(options.running, options.queued, options.prompt, shared, churn, depth)
+        found = measure(load, options.steps, options.profile)
+        cells = [f"{found[part]['median']:.0f}" for part in (*PARTS, "whole")]
+        rows.append(
+            [name_of(load), *cells, f"{found['whole']['p99']:.0f}", f"{found['queue']['median']:.1f}"]
+        )
+        results[name_of(load)] = found
     print_table(["load", "plan µs", "consume µs", "send µs", "whole µs", "p99 µs", "queue one µs"], rows)
-    settings = {key: getattr(options, key) for key in ("running", "queued", "prompt", "shared", "steps")}
+    settings = {key: getattr(options, key) for key in ("running", "queued", "prompt", "steps")}
     print_json(
         "router_step",
         {"settings": settings, "floor_us": floor, "target_us": TARGET_US, "loads": results},

@@ -2,16 +2,17 @@
 
 The same number as `admission.peak_tokens`, which is its specification, without going through every request
 again for each question. A request that decodes takes one token a step, so two numbers of it stay as they are
-while it does: `end`, the step before which it takes its last, and `base`, its length less the number of the
-step. With the n requests that last at least as long as the i-th,
+while it does: `end`, the step before which it takes its last, and `base`, the tokens that it alone holds less
+the number of the step. With the n requests that last at least as long as the i-th,
 
-    tokens when the i-th ends = Σ_{end_j ≥ end_i} base_j + n · end_i
+    tokens when the i-th ends = Σ_{end_j ≥ end_i} base_j + n · end_i + what several of these share
 
-so a step changes nothing, and an arrival or an end moves one entry of an array. Each request counts here with
-its whole length. What several hold is thus counted several times, and at the time of asking is taken off
-again: from each of its holders but the longest-lived.
+so a step changes nothing, and an arrival or an end moves one entry of an array. A segment that several hold
+counts once, until the last of them ends. It becomes one when a second sequence opens it, and its holder's own
+again when but one is left; both are seen on the path of the sequence that comes or goes.
 
-Knows a ledger's sequences, steps and segments; knows no queue, and decides nothing.
+Knows a ledger's sequences, steps and segments; knows no queue, and decides nothing. It follows `open`,
+`extend`, `publish` and `close`.
 """
 
 from array import array
@@ -20,6 +21,7 @@ from bisect import bisect_left, bisect_right
 import numpy as np
 
 from lightkv.ledger import Match, Sequence, TokenLedger
+from lightkv.prefix_tree import Segment
 
 NEVER = 2**62  # the end of a prefill: it outlives whatever decodes
 
@@ -39,36 +41,50 @@ class Forecast:
         self._ledger = ledger
         self._lag = lag
         self._end: dict[int, int] = {}  # row → its end; NEVER while admitted
-        self._final: dict[int, int] = {}  # row → the most tokens that it will have
-        self._sum_admitted = 0  # Σ final of the admitted
+        self._final: dict[int, int] = {}  # row → the most tokens that it will have, shared ones included
         self._sum_final = 0
+        self._sum_admitted = 0  # Σ of what the admitted will hold alone
+        self._until: dict[Segment, int] = {}  # the last end of a shared segment's holders, where it is known
         # Columns of the decoding and the resting, those that end soonest first:
         self._ends = array("q")
         self._bases = array("q")
         self._rows = array("q")
-        # The peak in step `_step`, and what it is once the last to be asked about is admitted; None: unknown.
-        self._step = 0
-        self._peak: int | None = None
-        self._peak_then: int | None = None
 
     def admit(self, sequence: Sequence, final: int) -> None:
-        """Its prefill begins; it will have up to `final` tokens, those that it found included. `fits` was the
-        question before."""
-        self._end[sequence.row] = NEVER
-        self._final[sequence.row] = final
-        self._sum_admitted += final
+        """It has been opened, and its prefill begins; it will have up to `final` tokens, those it found
+        included."""
+        row = sequence.row
+        own = final
+        for segment in sequence.node.up():
+            num_holders = len(segment.holders)
+            if num_holders > 1:
+                own -= segment.length
+                self._until[segment] = NEVER
+                if num_holders == 2:
+                    (other,) = segment.holders - {row}
+                    self._give_own(other, -segment.length)
+        self._end[row] = NEVER
+        self._final[row] = final
         self._sum_final += final
-        self._peak, self._peak_then = self._peak_then, None
+        self._sum_admitted += own
 
     def decode(self, sequence: Sequence, remaining: int) -> None:
         """From the next step on it takes a token a step, `remaining` of them."""
         row, length, step = sequence.row, sequence.length, self._ledger.step
-        self.drop(row)
-        end = self._end[row] = step + remaining
+        shared = sum(segment.length for segment in sequence.node.up() if len(segment.holders) > 1)
+        self._remove(row, shared)
+        end = step + remaining
+        for segment in sequence.node.up():
+            known = self._until.get(segment)
+            if known == self._end[row]:
+                del self._until[segment]
+            elif known is not None and known < end:
+                self._until[segment] = end
         at = bisect_right(self._ends, end)
         self._ends.insert(at, end)
-        self._bases.insert(at, length - step)
+        self._bases.insert(at, length - shared - step)
         self._rows.insert(at, row)
+        self._end[row] = end
         self._final[row] = length + remaining
         self._sum_final += length + remaining
 
@@ -76,70 +92,91 @@ class Forecast:
         """It takes none any more."""
         self.decode(sequence, 0)
 
-    def drop(self, row: int) -> None:
-        """It has closed, or is about to."""
-        self._peak = self._peak_then = None
-        final, end = self._final.pop(row), self._end.pop(row)
-        self._sum_final -= final
-        if end == NEVER:
-            self._sum_admitted -= final
-            return
-        at = self._rows.index(row, bisect_left(self._ends, end), bisect_right(self._ends, end))
-        for column in (self._ends, self._bases, self._rows):
-            del column[at]
+    def drop(self, sequence: Sequence) -> None:
+        """It is about to close."""
+        row, shared = sequence.row, 0
+        for segment in sequence.node.up():
+            num_holders = len(segment.holders)
+            if num_holders == 1:
+                continue
+            shared += segment.length
+            if num_holders == 2:
+                (other,) = segment.holders - {row}
+                self._give_own(other, segment.length)
+            if num_holders == 2 or self._until.get(segment) == self._end[row]:
+                self._until.pop(segment, None)
+        self._remove(row, shared)
+        del self._end[row]
+        del self._final[row]
 
     def fits(self, final: int, match: Match, limit: int) -> bool:
         """Would all stay within `limit` at all times if a prompt that hits `match` were admitted, to grow to
         `final` tokens?"""
-        self._peak_then = None
         if self._sum_final + final <= limit:
             return True  # even if nothing were shared, and all ended together
-        if (
-            self._step == self._ledger.step
-            and self._peak is not None
-            and self._peak + final - match.num_tokens > limit
-        ):
-            return False  # even if all that it hits were held for as long
-        self._step, self._peak_then = self._ledger.step, self._evaluate(final, match)
-        return self._peak_then <= limit
+        return self._evaluate(final, match) <= limit
 
     def peak(self) -> int:
         """The most tokens held at any time."""
-        if self._peak is None or self._step != self._ledger.step:
-            self._step, self._peak = self._ledger.step, self._evaluate(0, None)
-        return self._peak
+        return self._evaluate(0, None)
+
+    def _remove(self, row: int, shared: int) -> None:
+        """Take the row out of the sums; `shared`: of its tokens, those that others hold too."""
+        final, end = self._final[row], self._end[row]
+        self._sum_final -= final
+        if end == NEVER:
+            self._sum_admitted -= final - shared
+            return
+        at = self._place(row)
+        for column in (self._ends, self._bases, self._rows):
+            del column[at]
+
+    def _place(self, row: int) -> int:
+        end = self._end[row]
+        return self._rows.index(row, bisect_left(self._ends, end), bisect_right(self._ends, end))
+
+    def _give_own(self, row: int, count: int) -> None:
+        """So many tokens are the row's alone now; fewer than 0: are not any more."""
+        if self._end[row] == NEVER:
+            self._sum_admitted += count
+        else:
+            self._bases[self._place(row)] += count
+
+    def _last_end(self, segment: Segment) -> int:
+        """Of those that hold it."""
+        known = self._until.get(segment)
+        if known is None:
+            known = max(map(self._end.__getitem__, segment.holders))
+            if len(segment.holders) > 1:
+                self._until[segment] = known
+        return known
 
     def _evaluate(self, final: int, match: Match | None) -> int:
         constant = self._sum_admitted + final
-        # Tokens counted by a holder, and by a longer-lived one, too: how many, until when.
-        twice: list[int] = []
-        until: list[int] = []
-        end_of = self._end.__getitem__
+        until: list[int] = []  # of each shared segment
+        counts: list[int] = []
         for segment in self._ledger.shared:
-            begin = len(until)
-            until += map(end_of, segment.holders)
-            twice += [segment.length] * len(segment.holders)
-            until.append(max(until[begin:]))
-            twice.append(-segment.length)
-        if match is not None:
-            count = match.tip
+            until.append(self._last_end(segment))
+            counts.append(segment.length)
+        if match is not None:  # what it hits counts with it, so with nobody else
+            tip = match.tip
             for segment in match.path:
                 if segment.holders:
-                    until.append(max(map(end_of, segment.holders)))
-                    twice.append(count or segment.length)
-                count = 0
+                    until.append(self._last_end(segment))
+                    counts.append(-(tip or segment.length))
+                tip = 0
         num = len(self._ends)
         if not num:
-            return constant - sum(twice)
+            return constant + sum(counts)
 
         ends = np.frombuffer(self._ends, np.int64)
         tokens = np.array(self._bases, np.int64)
         num_resting = bisect_right(self._ends, self._ledger.step)
         tokens[:num_resting] += ends[:num_resting]
-        if twice:
-            # At the last of equal ends: then each of these counts it, and the first of them, the largest, is
-            # right. NEVER falls on the very last, which is part of every sum.
-            np.subtract.at(tokens, np.searchsorted(ends, np.array(until), side="right") - 1, np.array(twice))
+        if counts:
+            # At the last of equal ends, so that all of these count it. NEVER falls on the very last, which is
+            # part of every sum.
+            np.add.at(tokens, np.searchsorted(ends, np.array(until), side="right") - 1, np.array(counts))
         sums = tokens[::-1].cumsum()[::-1]
         num_decoding = num - num_resting
         peak = 0

@@ -3,7 +3,8 @@
 It lets API processes in on a unix socket, admits by exact counts, plans each step and sends it to the worker
 (`worker_client.py`), and sends back what came of it. On a GPU the next step is planned while one runs. It
 knows no torch, no text and no HTTP. When its worker dies, every request ends in "lost", and another worker is
-started; after `MAX_CRASHES` within a minute the process gives up.
+started; after `MAX_CRASHES` within a minute the process gives up. It does so at once when the books of ledger
+and device differ.
 """
 
 import asyncio
@@ -44,7 +45,7 @@ from .service_messages import (
 )
 from .worker_client import WorkerDied, WorkerFailed
 
-MAX_CRASHES = 3  # within CRASH_SECONDS: a worker that starts once more would only die once more
+MAX_CRASHES = 3  # within CRASH_SECONDS, or with no step between: another worker would only die as well
 CRASH_SECONDS = 60.0
 STATUS_SECONDS = 0.25
 
@@ -100,7 +101,9 @@ class Router:
         self._clients: set[FrameStream[ToRouter]] = set()
         self._map_askers: list[FrameStream[ToRouter]] = []
         self._wake = asyncio.Event()
+        self._lengths = output_lengths(config.admission)  # outlive a worker
         self._crashes: deque[float] = deque(maxlen=MAX_CRASHES)
+        self._num_barren = 0  # crashes in a row without a step between them
         self._num_starts = 0
         self._num_checks = 0
         self._router_seconds = 0.0
@@ -157,9 +160,11 @@ class Router:
                     self._turn("dead", str(error))  # the model cannot be loaded, and never will be
                     return 1
                 self._crashes.append(time.monotonic())
-                crashes = len(self._crashes)
-                if crashes == MAX_CRASHES and self._crashes[-1] - self._crashes[0] < CRASH_SECONDS:
-                    self._turn("dead", f"{crashes} workers died within a minute, the last: {error}")
+                self._num_barren += 1
+                quick = self._crashes[-1] - self._crashes[0] < CRASH_SECONDS
+                if self._num_barren == MAX_CRASHES or (len(self._crashes) == MAX_CRASHES and quick):
+                    when = "within a minute" if quick else "before a step was done"
+                    self._turn("dead", f"{MAX_CRASHES} workers died {when}, the last: {error}")
                     return 1
                 if self._state == "draining":
                     return 0
@@ -212,6 +217,7 @@ class Router:
             raise LedgerMismatch(plan.step, result.num_free, plan.num_free, result.flags, edits)
         self._send(scheduler.consume(result))
         self._worked = time.monotonic()
+        self._num_barren = 0
         self._unchecked = True
         self._router_seconds += time.perf_counter() - begun
 
@@ -236,7 +242,10 @@ class Router:
             scheduler.check()
             ledger = scheduler.ledger
             private = [(sequence.row, sequence.shared, sequence.length) for sequence in ledger.sequences]
-            await worker.check(encode(ledger.drain()), Holding(ledger.num_free, private))
+            try:
+                await worker.check(encode(ledger.drain()), Holding(ledger.num_free, private))
+            except WorkerFailed as error:  # not a crash: the books are wrong
+                raise LightKVError(f"a recount of the memory failed: {error}") from error
             return  # something may have come meanwhile
         self._wake.clear()
         woken, died = asyncio.create_task(self._wake.wait()), asyncio.create_task(worker.wait_dead())
@@ -292,6 +301,8 @@ class Router:
             message.namespace,
             message.priority,
         )
+        if not scheduler.has_work:
+            self._worked = time.monotonic()
         try:
             scheduler.add(request)
         except NeverFits as error:
@@ -398,7 +409,7 @@ class Router:
     def _open_books(self, info: RunnerInfo) -> Scheduler:
         ledger = TokenLedger(info.capacity, info.limits.max_num_seqs, info.limits.max_model_len)
         depth = self._depth or (2 if info.cuda_graphs else 1)
-        self._scheduler = Scheduler(ledger, info.limits, depth, output_lengths(self._config.admission))
+        self._scheduler = Scheduler(ledger, info.limits, depth, self._lengths)
         self._unchecked = False
         return self._scheduler
 

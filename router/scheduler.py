@@ -7,9 +7,9 @@
 It owns the ledger's decisions, by priority and then first come first served: a request is admitted when the
 exact peak of all that run, and it, fits the pool (`forecast.py`), so that nothing admitted is ever short of
 a token. Where outputs are counted by an estimate instead (`admission.OutputLengths`), the pool may run short:
-then the youngest is paused. What it has computed stays cached while it can, and it is the first to be admitted
-again. `plan` emits what one step does; `consume` takes its result, or `fail` its failure. It knows no text and
-no device.
+then the least urgent is paused, of these the youngest. What it has computed stays cached while it can, and it
+keeps its place in the queue. `plan` emits what one step does; `consume` takes its result, or `fail` its
+failure. It knows no text and no device.
 
 With a depth of two the next step is planned while one is under way, so that a device need not wait for the
 host. The plan then goes by what is certain: a request goes on unless it reaches its length. One that turns
@@ -22,7 +22,7 @@ from array import array
 from collections import deque
 from typing import NamedTuple
 
-from lightkv.edits import encode
+from lightkv.edits import Take, encode
 from lightkv.errors import CheckFailed
 from lightkv.ledger import TokenLedger
 from lightkv.prefix_tree import TOKEN_BYTES
@@ -65,7 +65,7 @@ class Scheduler:
         self._waiting: list[tuple[int, int, Request]] = []  # heap: priority, arrival; the ended are skipped
         self._num_waiting = 0
         self._arrivals = 0
-        self._prefilling: list[Request] = []
+        self._prefilling: list[Request] = []  # the most urgent first
         self._decoding: list[Request] = []
         self._leaving: list[Request] = []  # ended, and in a step that has not landed
         self._new_rows: list[NewRow] = []
@@ -162,7 +162,7 @@ class Scheduler:
             return None
         ledger = self.ledger
         decoding = self._next_decodes()
-        while self._is_short(len(decoding)):
+        while self._lengths is not None and self._is_short(len(decoding)):
             if self._flying:  # what is under way has to land first: then one can be paused
                 return None
             self._pause(max(self._prefilling + self._decoding, key=_order))
@@ -170,10 +170,11 @@ class Scheduler:
         contexts = self._plan_contexts(len(decoding))
         if not contexts and not decoding:
             return None
-        decodes = [request.sequence for request in decoding]
-        decode_starts = [sequence.length for sequence in decodes]  # type: ignore[union-attr]
         # Last, so that what was just opened is not evicted for it, and the batch's Take is the last edit.
-        ledger.extend(decodes, [1] * len(decodes))  # type: ignore[arg-type]
+        ledger.extend([request.sequence for request in decoding], [1] * len(decoding))  # type: ignore[misc]
+        edits = ledger.drain()
+        take = edits[-1] if decoding else None
+        assert take is None or isinstance(take, Take)
 
         requests = [request for request, _, _ in contexts] + decoding
         sample = [i for i, (r, start, count) in enumerate(contexts) if start + count == r.num_context]
@@ -186,9 +187,9 @@ class Scheduler:
             logprobs = {i: count for i, count in enumerate(wanted) if count is not None}
         plan = StepPlan(
             step=self.step,
-            edits=encode(ledger.drain()),
-            rows=[request.sequence.row for request in requests],  # type: ignore[union-attr]
-            starts=[start for _, start, _ in contexts] + decode_starts,
+            edits=encode(edits),
+            rows=[*(request.sequence.row for request, _, _ in contexts), *(take.rows if take else ())],  # type: ignore[union-attr]
+            starts=[*(start for _, start, _ in contexts), *(take.starts if take else ())],
             counts=[count for _, _, count in contexts] + [1] * len(decoding),
             num_contexts=len(contexts),
             token_ids=b"".join(
@@ -236,8 +237,6 @@ class Scheduler:
                 if ends:
                     reason = "stop" if token in request.stop_ids else "length"
                     self._end(request, reason)
-                    if self._lengths is not None:
-                        self._lengths.observe(count)
                 num_cached = request.num_hit if count == 1 else None
                 events.append(TokenEvent(request.id, token, reason, logprobs.get(i), None, num_cached))
             self.num_output_tokens += len(events)
@@ -325,8 +324,7 @@ class Scheduler:
     def _pause(self, request: Request) -> None:
         """Close a request that is in no step, and queue it again."""
         assert request.sequence is not None
-        row = request.sequence.row
-        self._forecast.drop(row)
+        self._forecast.drop(request.sequence)
         self.ledger.close(request.sequence, request.tail_ids())
         request.pause()
         self._prefilling = [r for r in self._prefilling if r is not request]
@@ -336,23 +334,29 @@ class Scheduler:
         self.num_pauses += 1
 
     def _plan_contexts(self, num_decodes: int) -> list[tuple[Request, int, int]]:
-        """The prompt tokens of the next step: request, start, count. Admits while there is budget and room."""
+        """The prompt tokens of the next step: request, start, count. The most urgent come first, be they
+        admitted or not; admits while there is budget and room."""
         budget = self.limits.prefill_budget
         contexts: list[tuple[Request, int, int]] = []
-        for request in self._prefilling:
-            budget -= self._chunk(request, min(budget, self.ledger.num_available - num_decodes), contexts)
-        while budget and self._waiting and self.ledger.num_available > num_decodes:
-            request = self._waiting[0][2]
-            if request.finish_reason is not None:
+        idx = 0
+        while (count := min(budget, self.ledger.num_available - num_decodes)) > 0:
+            head = self._head()
+            admitted = self._prefilling[idx] if idx < len(self._prefilling) else None
+            if head is not None and (admitted is None or head.order < admitted.order) and self._admit(head):
                 heapq.heappop(self._waiting)
-                continue
-            if not self._admit(request):
+                self._num_waiting -= 1
+                self._prefilling.insert(idx, head)
+            elif admitted is None:
                 break
-            heapq.heappop(self._waiting)
-            self._num_waiting -= 1
-            self._prefilling.append(request)
-            budget -= self._chunk(request, min(budget, self.ledger.num_available - num_decodes), contexts)
+            budget -= self._chunk(self._prefilling[idx], count, contexts)
+            idx += 1
         return contexts
+
+    def _head(self) -> Request | None:
+        """Who is to be admitted next."""
+        while self._waiting and self._waiting[0][2].finish_reason is not None:
+            heapq.heappop(self._waiting)
+        return self._waiting[0][2] if self._waiting else None
 
     def _admit(self, request: Request) -> bool:
         """Open the request's sequence if the peak of everything, with it, fits. Alone it always does."""
@@ -382,15 +386,14 @@ class Scheduler:
         return True
 
     def _chunk(self, request: Request, budget: int, contexts: list[tuple[Request, int, int]]) -> int:
-        """The request's next context tokens, as many as the budget allows. Returns how many."""
+        """The request's next context tokens, at most `budget`. Returns how many."""
         sequence = request.sequence
         assert sequence is not None
         start = sequence.length
-        count = max(min(request.num_context - start, budget), 0)
-        if count:
-            self.ledger.extend([sequence], [count])
-            self.ledger.publish(sequence)
-            contexts.append((request, start, count))
+        count = min(request.num_context - start, budget)
+        self.ledger.extend([sequence], [count])
+        self.ledger.publish(sequence)
+        contexts.append((request, start, count))
         return count
 
     def _land(self, step: int | None) -> _Batch:
@@ -406,9 +409,14 @@ class Scheduler:
         """It ends; what it holds is released by `_sweep`, once no step has it."""
         request.finish_reason = reason
         del self._requests[request.id]
+        if self._lengths is not None and reason in ("stop", "length"):
+            self._lengths.observe(len(request.output))
         if request.sequence is None:
             self._num_waiting -= 1
             self._blocked = False
+            if len(self._waiting) > 2 * self._num_waiting + 64:
+                self._waiting = [entry for entry in self._waiting if entry[2].finish_reason is None]
+                heapq.heapify(self._waiting)
         else:
             if request.flying:
                 self._forecast.rest(request.sequence)
@@ -425,7 +433,7 @@ class Scheduler:
                     staying.append(request)
                     continue
                 assert request.sequence is not None
-                self._forecast.drop(request.sequence.row)
+                self._forecast.drop(request.sequence)
                 self.ledger.close(request.sequence, request.tail_ids(), request.cached)
                 self._blocked = False
             self._leaving = staying

@@ -61,7 +61,7 @@ class Life:
             for sequence in list(states):
                 if rng.random() < (0.5 if states is self.resting else 0.03):
                     states.remove(sequence)
-                    self.forecast.drop(sequence.row)
+                    self.forecast.drop(sequence)
                     made = [rng.randrange(3) for _ in range(rng.randint(0, 6))]
                     ledger.close(sequence, array("i", made).tobytes(), cache=rng.random() < 0.8)
         ledger.confirm(ledger.step)

@@ -107,14 +107,18 @@ def test_estimates_admit_more_than_the_exact_peak_and_pause_the_youngest() -> No
     assert_idle(engine)
 
 
-def test_exact_admission_never_pauses() -> None:
-    engine, _ = make(60, None)
-    for i in range(4):
-        engine.add(request(str(i), [10 + i] * 10, 30))
-    while engine.has_work:
+def test_answers_that_end_on_a_stop_string_are_learned_from() -> None:
+    engine, _ = make(60, lengths := OutputLengths())
+    for i in range(lengths.num_needed):
+        engine.add(request(str(i), [10] * 5, 30))
         engine.step()
-        assert engine.stats().reached_peak <= 60
-    assert engine.stats().num_pauses == 0
+        engine.step()
+        assert engine.abort(str(i), "stop")  # its text met a stop string, after two tokens
+    engine.add(request("abandoned", [10] * 5, 30))
+    engine.step()
+    assert engine.abort("abandoned")
+    assert lengths.estimate(0, 30) == 2
+    assert len(lengths._recent) == lengths.num_needed
 
 
 def test_a_paused_request_finds_its_tokens_again() -> None:

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 from model_worker import ModelWorker
 
+from lightkv.router.admission import OutputLengths
 from lightkv.router.config import EngineConfig
 from lightkv.router.engine import Holding
 from lightkv.router.frames import FrameStream
@@ -119,11 +120,13 @@ class Client:
 class Service:
     """A router that serves in this event loop, and the workers that it has made."""
 
-    def __init__(self, path: Path, depth: int, pause: float = 0.0, max_queued: int = 10) -> None:
+    def __init__(
+        self, path: Path, depth: int, pause: float = 0.0, max_queued: int = 10, admission: str = "exact"
+    ) -> None:
         self.path = path
         self.pause = pause
         self.workers: list[FakeWorker] = []
-        self.router = Router(EngineConfig(), self.make_worker, max_queued, depth)
+        self.router = Router(EngineConfig(admission=admission), self.make_worker, max_queued, depth)
         self.exit_code: asyncio.Task[int] = asyncio.create_task(self.router.serve(path))
 
     def make_worker(self) -> FakeWorker:
@@ -141,9 +144,9 @@ class Service:
 
 @asynccontextmanager
 async def service(
-    path: Path, depth: int = 1, pause: float = 0.0, max_queued: int = 10
+    path: Path, depth: int = 1, pause: float = 0.0, max_queued: int = 10, admission: str = "exact"
 ) -> AsyncIterator[Service]:
-    made = Service(path / "router.sock", depth, pause, max_queued)
+    made = Service(path / "router.sock", depth, pause, max_queued, admission)
     try:
         yield made
     finally:
@@ -270,6 +273,80 @@ def test_three_deaths_within_a_minute_end_the_service(tmp_path: Path) -> None:
             )
             made.workers[-1].kill()
         assert await asyncio.wait_for(made.exit_code, 5) == 1
+
+    asyncio.run(scenario())
+
+
+def test_workers_that_never_do_a_step_end_the_service_however_long_they_load(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def scenario() -> None:
+        monkeypatch.setattr("lightkv.router.router.CRASH_SECONDS", 0.0)  # no two crashes are within it
+        made = Service(tmp_path / "router.sock", depth=1)
+        client = await made.connect()
+        num_starts = 2 * MAX_CRASHES
+        for i in range(1, num_starts + 1):
+            await client.until(
+                lambda status, i=i: status.load.num_worker_starts == i and status.state == "ready"
+            )
+            if i <= num_starts - MAX_CRASHES + 1:  # with a step between them, crashes do not add up
+                await client.submit(str(i), [1, 2])
+                await client.until_ended(str(i))
+            made.workers[-1].kill()
+        assert await asyncio.wait_for(made.exit_code, 5) == 1
+        assert len(made.workers) == num_starts
+
+    asyncio.run(scenario())
+
+
+async def submit_more_than_fits(client: Client) -> list[str]:
+    """Short answers, to learn from, and then long ones: more than half of them would have to wait."""
+    for i in range(OutputLengths.num_needed):
+        await client.submit(f"short{i}", [i % 16], 2)
+        await client.until_ended(f"short{i}")
+    names = [f"long{i}" for i in range(4)]
+    for i, name in enumerate(names):
+        assert await client.submit(name, [i] * 30, 60) == Accepted(name)
+    return names
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_admission_by_estimates_pauses_and_finishes_all_also_while_draining(
+    tmp_path: Path, depth: int
+) -> None:
+    async def scenario() -> None:
+        async with service(tmp_path, depth, pause=0.005, admission="quantile") as made:
+            client = await made.connect()
+            names = await submit_more_than_fits(client)
+            await client.until(lambda status: status.load.num_pauses > 0)
+            made.router.drain()
+            ends = await client.until_ended(*names)
+            assert {ends[name].finish_reason for name in names} == {"length"}
+            for name in names:
+                assert sum(event.request_id == name for event in client.events) == 60
+            assert made.router.load().recomputed_tokens > 0
+            assert await asyncio.wait_for(made.exit_code, 5) == 0
+
+    asyncio.run(scenario())
+
+
+def test_a_worker_that_dies_takes_the_paused_along_and_what_was_learned_stays(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with service(tmp_path, 2, pause=0.005, admission="quantile") as made:
+            client = await made.connect()
+            names = await submit_more_than_fits(client)
+            while not made.router.load().num_pauses:  # a status would come when all is over
+                await asyncio.sleep(0.001)
+            made.workers[0].kill()
+            ends = await client.until_ended(*names)
+            assert {ends[name].finish_reason for name in names} == {"lost"}
+            await client.until(lambda status: status.state == "ready" and status.load.num_worker_starts == 2)
+            assert await client.submit("next", [1] * 30, 60) == Accepted("next")
+            assert (await client.until_ended("next"))["next"].finish_reason == "length"
+            status = await client.until(lambda status: not status.load.held)
+            assert_idle(status)
+            assert made.router._scheduler is not None
+            assert made.router._scheduler._lengths is made.router._lengths
 
     asyncio.run(scenario())
 

@@ -330,6 +330,33 @@ def test_the_urgent_is_admitted_first(depth: int) -> None:
     assert_idle(engine)
 
 
+def test_an_urgent_prompt_does_not_wait_for_a_long_one() -> None:
+    engine, worker = make(capacity=200, prefill_chunk=8)
+    long = Request("long", ids([1] * 70), SamplingParams(max_tokens=4), seed=1, priority=1)
+    engine.add(long)
+    engine.step()
+    engine.add(Request("urgent", ids([2] * 10), SamplingParams(max_tokens=4), seed=1))
+    events = engine.step() + engine.step()
+    assert [event.request_id for event in events] == ["urgent"]
+    assert worker.plans[-1].counts == [2, 6]  # what is left of the budget goes on with the long one
+    run(engine)
+    assert_idle(engine)
+
+
+def test_requests_that_end_in_the_queue_leave_nothing_there() -> None:
+    engine, _ = make(max_num_seqs=1)
+    engine.add(request("running", [1], 50))
+    engine.step()
+    engine.add(request("head", [2], 5))
+    for i in range(500):
+        engine.add(request(str(i), [3], 5))
+        assert engine.abort(str(i))
+    assert engine.stats().num_waiting == 1
+    assert len(engine.scheduler._waiting) < 100
+    run(engine)
+    assert_idle(engine)
+
+
 @pytest.mark.parametrize("chunk", [0, 5, 32])
 @pytest.mark.parametrize("depth", [1, 2])
 def test_a_long_random_life_is_never_short_of_a_token(chunk: int, depth: int) -> None:
@@ -358,7 +385,9 @@ def test_a_long_random_life_is_never_short_of_a_token(chunk: int, depth: int) ->
             prompt = rng.choice(families)[: rng.randint(1, 60)]
             if rng.random() < 0.7:
                 prompt = [*prompt, rng.randrange(50)]
-            engine.add(request(str(added), prompt, rng.randint(1, 29)))
+            made = request(str(added), prompt, rng.randint(1, 29))
+            made.priority = rng.randint(0, 1)
+            engine.add(made)
             alive.add(str(added))
         if alive and rng.random() < 0.005:
             name = rng.choice(sorted(alive))
@@ -385,5 +414,6 @@ def test_a_long_random_life_is_never_short_of_a_token(chunk: int, depth: int) ->
     assert_idle(engine)
     assert finished == added
     assert failed
+    assert engine.stats().num_pauses == 0
     assert engine.stats().hit_tokens > 10_000
     assert engine.stats().reached_peak > 130
