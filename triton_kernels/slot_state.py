@@ -3,7 +3,8 @@
 Four levels say the same thing: one int32 a slot (`mem_state`), one bit a slot (`free_bits`), one count a
 block of slots (`block_free`), one count a group of blocks (`group_free`). The first decides; the others are
 changed by whoever changes it, and are what searches read: of a pool of 10 million slots 1.3 MB of bits, some
-thousand counts of blocks and some hundred of groups. Where blocks are few each is its own group. Knows no kernel.
+thousand counts of blocks and some hundred of groups. Where blocks are few each is its own group. Knows no
+kernel.
 """
 
 from collections.abc import Callable
