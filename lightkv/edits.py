@@ -65,7 +65,8 @@ class Copy(NamedTuple):
 
 
 class Shift(NamedTuple):
-    """The entries of `row` at [start, end) move down to begin at `to`; what was there has been given."""
+    """The entries of `row` at [start, end), which are its last, move down to begin at `to`; what was there has
+    been given."""
 
     row: int
     start: int

@@ -9,6 +9,8 @@ from collections.abc import Iterable, Mapping
 import numpy as np
 import torch
 
+from lightkv.triton_kernels.allocate import TableEntries
+
 from .allocator import TokenAllocator
 from .edits import Copy, Drop, Edit, Give, Keep, Map, Shift, Split, Stash, Take
 from .errors import CheckFailed
@@ -16,7 +18,6 @@ from .kv_pool import KVPool
 from .kv_spec import KVSpec
 from .staging import upload
 from .token_table import TokenTable
-from .triton_kernels.allocate import TableEntries
 
 
 class KVMemory:
@@ -143,10 +144,6 @@ class KVMemory:
         return labels[1:].cpu().numpy()
 
     def _take(self, take: Take) -> None:
-        for row, start in zip(take.rows, take.starts, strict=True) if self._dropped else ():
-            if row in self._dropped:  # what comes now is not what was cut off there
-                known, dropped = self._dropped[row]
-                self._dropped[row] = known[:start], dropped
         total = sum(take.counts)
         # More than a token each means prompts, which are read best where they lie side by side.
         contiguous = total > len(take.rows)

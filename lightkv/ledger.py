@@ -311,9 +311,11 @@ class TokenLedger:
         if length < sequence.shared:
             self._drop_path(sequence, length, sequence.shared)
         sequence.length = length
-        if not length and sequence.dropped:
+        if sequence.dropped and not length:
             sequence.dropped = sequence.sinks = 0
             self._edits.append(Copy(sequence.row, 0, 0))
+        elif sequence.dropped:
+            self._edits.append(Shift(sequence.row, length, length, length))
         if not sequence.dropped:
             sequence.prompt = sequence.prompt[: length * TOKEN_BYTES]
 
