@@ -5,7 +5,6 @@ are `generation.py`'s, JSON shapes `openai_protocol.py`'s. Loads no torch.
 """
 
 import asyncio
-import signal
 import socket
 import sys
 import time
@@ -30,7 +29,9 @@ from lightkv.errors import LightKVError
 from lightkv.token_ids import int32_bytes
 
 from . import api_document as document
+from .api_server import make_server
 from .api_settings import ApiSettings, ServeSettings
+from .child_process import ignore_signals
 from .generation import Backend, Generation, GenerationFailed, GenerationLost, Question
 from .http_guard import OPEN_PATHS, Guard, error_response
 from .metrics import CONTENT_TYPE, ServiceMetrics
@@ -99,6 +100,7 @@ class _Api:
         if not 1 <= len(body.prompts) * params.n <= self._settings.max_answers:
             most = f"1 to {self._settings.max_answers} of them, times n"
             raise InvalidParams("prompt", f"{len(body.prompts)} prompts", most)
+        self._check_queue(len(body.prompts), params.n)
         prompts = [await self._prompt_ids(prompt) for prompt in body.prompts]
         for prompt_ids in prompts:
             _check_fits(prompt_ids.size, params.max_tokens, info.limits.max_model_len)
@@ -119,6 +121,7 @@ class _Api:
         info = self._client.ready_info()
         if params.n > self._settings.max_answers:
             raise InvalidParams("n", params.n, f"1 to {self._settings.max_answers}")
+        self._check_queue(1, params.n)
         messages = [message.plain() for message in body.messages]
         prompt_ids = await self._chat_ids(messages, body.add_generation_prompt is not False)
         longest = min(info.limits.max_model_len, info.capacity + 1)  # the last token takes no slot
@@ -220,6 +223,13 @@ class _Api:
     def _text(self, token_ids: Sequence[int] | np.ndarray) -> str:
         return self._tokenizer.decode(token_ids, skip_special_tokens=False)
 
+    def _check_queue(self, num_prompts: int, n: int) -> None:
+        """Raises InvalidParams for more answers than could ever wait at once: they are queued all or none."""
+        most = self._settings.max_queued_requests
+        if num_prompts * n > most:
+            allowed = f"no more than {most} answers at once, or start with a larger --max-queued-requests"
+            raise InvalidParams("n", f"{n} for each of {num_prompts} prompts", allowed)
+
     def _model(self, name: str | None) -> str:
         """The model that a request means. Raises UnknownModel."""
         known = self._settings.model_names
@@ -290,43 +300,24 @@ def create_app(client: RouterClient, tokenizer: Tokenizer, settings: ApiSettings
     return app
 
 
-async def serve(settings: ServeSettings) -> int:
-    """Serve until a signal (0), or until the router is gone (1). Says "ready" on stdout once it
-    listens and takes requests.
+async def serve(settings: ServeSettings) -> None:
+    """Serve until the router is gone, and open responses have ended. Says "ready" on stdout once it listens and
+    takes requests.
 
     Raises RouterUnreachable, UnreadableTokenizer, OSError (a certificate that cannot be read).
     """
     asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(NUM_TEXT_THREADS, "text"))
     tokenizer = Tokenizer(Path(settings.model_directory))
     client = await RouterClient.connect(Path(settings.router_socket))
-    config = uvicorn.Config(
-        create_app(client, tokenizer, settings.api),
-        http="h11",
-        ws="none",
-        lifespan="off",
-        log_level="warning",
-        access_log=False,
-        server_header=False,
-        h11_max_incomplete_event_size=settings.api.max_header_bytes,
-        timeout_graceful_shutdown=settings.shutdown_timeout,
-        ssl_certfile=settings.certfile,
-        ssl_keyfile=settings.keyfile,
-    )
-    config.load()
-    server = uvicorn.Server(config)
-    # uvicorn, once done, sends itself the signal that ended it again, with the handlers from before: these.
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, server.handle_exit)
+    server = make_server(create_app(client, tokenizer, settings.api), settings)
     serving = asyncio.create_task(server.serve([socket.socket(fileno=settings.listen_fd)]))
     announcing = asyncio.create_task(_announce(server, client))
     router_gone = asyncio.create_task(client.closed())
     await asyncio.wait([serving, router_gone], return_when=asyncio.FIRST_COMPLETED)
     announcing.cancel()
-    is_lost = not serving.done()
-    server.should_exit = True  # open responses end first: each with an error, if the router is gone
+    server.should_exit = True  # open responses end first: each with an error, where it was not whole
     await serving
     await client.close()
-    return int(is_lost)
 
 
 async def _announce(server: uvicorn.Server, client: RouterClient) -> None:
@@ -338,13 +329,17 @@ async def _announce(server: uvicorn.Server, client: RouterClient) -> None:
 
 
 def main() -> int:
-    """`python -m lightkv.router.api`: `ServeSettings` as JSON on stdin (the key is in no process list)."""
+    """`python -m lightkv.router.api`: `ServeSettings` as JSON on stdin (the key is in no process list).
+
+    Signals are the launcher's. Returns 1: this ends because the router did, or never began.
+    """
+    ignore_signals()
     settings = msgspec.json.decode(sys.stdin.buffer.read(), type=ServeSettings)
     try:
-        return uvloop.run(serve(settings))
+        uvloop.run(serve(settings))
     except (RouterUnreachable, UnreadableTokenizer, OSError) as error:
         print(f"lightkv api: {error}", file=sys.stderr)
-        return 1
+    return 1
 
 
 async def _events(

@@ -10,6 +10,9 @@ class ApiSettings(msgspec.Struct, frozen=True, kw_only=True):
     api_key: without it every route but /health answers 401; None asks for no key.
     max_body_bytes, max_header_bytes: of one HTTP request.
     max_answers: of one HTTP request: n times its prompts.
+    max_queued_requests: answers that the router lets wait; no request for more of them can ever be taken.
+    max_connections: open at once; further ones are answered 503. Fewer where descriptors do not suffice.
+    header_seconds, body_seconds: for each to arrive whole.
     """
 
     model_names: list[str]
@@ -17,6 +20,10 @@ class ApiSettings(msgspec.Struct, frozen=True, kw_only=True):
     max_body_bytes: int = 32 * 2**20
     max_header_bytes: int = 64 * 2**10
     max_answers: int = 256
+    max_queued_requests: int = 4096
+    max_connections: int = 8192
+    header_seconds: float = 15.0
+    body_seconds: float = 60.0
 
 
 class ServeSettings(msgspec.Struct, frozen=True, kw_only=True):
@@ -24,7 +31,7 @@ class ServeSettings(msgspec.Struct, frozen=True, kw_only=True):
 
     model_directory: of the tokenizer. router_socket: path of the router's unix socket.
     listen_fd: a bound socket (TCP or unix) that this process inherits.
-    certfile, keyfile: PEM, for HTTPS. shutdown_timeout: seconds for open responses once it is told to stop.
+    certfile, keyfile: PEM, for HTTPS. shutdown_timeout: seconds for open responses once the router is gone.
     """
 
     api: ApiSettings

@@ -1,13 +1,15 @@
 """Frames: typed messages over a local stream, each after its length in four bytes.
 
 Knows msgspec and asyncio; knows no message. A peer that sends more than it may, or what is no message, is cut
-off. Sockets are unix sockets, and only processes of the same user are let in.
+off, and so is one that does not take what is sent to it. Sockets are unix sockets, and only processes of the
+same user are let in.
 """
 
 import asyncio
 import os
 import socket
 import struct
+import time
 from typing import Any, Generic, TypeVar
 
 import msgspec
@@ -17,6 +19,8 @@ from lightkv.errors import LightKVError
 Received = TypeVar("Received")
 
 MAX_FRAME_BYTES = 64 * 2**20
+MAX_PENDING_BYTES = 16 * 2**20  # that a peer has yet to take, for longer than this:
+MAX_STALL_SECONDS = 10.0
 _LENGTH = struct.Struct("<I")
 _PEER = struct.Struct("3i")  # pid, uid, gid (SO_PEERCRED)
 
@@ -33,11 +37,32 @@ class FrameStream(Generic[Received]):
         self._writer = writer
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder: msgspec.msgpack.Decoder[Received] = msgspec.msgpack.Decoder(types)
+        self._behind_since: float | None = None
 
     def send(self, message: msgspec.Struct) -> None:
-        """Queue a message; `drain` waits until the peer has taken enough of what is queued."""
+        """Queue a message; `drain` waits until the peer has taken enough of what is queued.
+
+        A peer that has had more than MAX_PENDING_BYTES to take for MAX_STALL_SECONDS is dead, and is cut off:
+        what waits for it is dropped, `receive` returns None, and what is sent from then on is lost.
+        """
+        transport = self._writer.transport
+        if transport.is_closing():
+            return
+        if self._is_stalled(transport.get_write_buffer_size()):
+            transport.abort()
+            return
         data = self._encoder.encode(message)
         self._writer.write(_LENGTH.pack(len(data)) + data)
+
+    def _is_stalled(self, num_pending: int) -> bool:
+        # By time as well: what one turn of the loop sends, however much, nobody could have taken yet.
+        if num_pending <= MAX_PENDING_BYTES:
+            self._behind_since = None
+            return False
+        now = time.monotonic()
+        if self._behind_since is None:
+            self._behind_since = now
+        return now - self._behind_since > MAX_STALL_SECONDS
 
     async def drain(self) -> None:
         await self._writer.drain()

@@ -6,7 +6,8 @@
 What can be wrong without a model (port, certificate, directory) is found before anything is loaded. The
 sockets between the processes lie in a directory that only this user may enter, and that one launcher at a time
 uses. The router ends with the launcher, the worker and the API end with the router, however each comes to its
-end. Knows processes, sockets and signals; knows no HTTP, no step and no torch.
+end. Signals are answered here alone: the others ignore them, and the router is told what to do. Knows
+processes, sockets and signals; knows no HTTP, no step and no torch.
 """
 
 import asyncio
@@ -30,10 +31,10 @@ from rich.console import Console
 from lightkv.errors import LightKVError
 
 from .api_settings import ApiSettings, ServeSettings
-from .child_process import command
+from .child_process import SIGNALS, command, signals_held_back
 from .config import API_KEY_VARIABLE, EngineConfig, InvalidConfig, ServiceConfig
 from .frames import FrameStream
-from .router_process import ABORT_SECONDS, RouterSettings, remove
+from .router_process import ABORT, ABORT_SECONDS, DRAIN, RouterSettings, remove
 from .service_messages import Status, ToApi
 from .terminal import progress, say
 from .weights import resolve
@@ -41,6 +42,7 @@ from .weights import resolve
 _ROUTER_SOCKET = "router.sock"
 _MAX_PATH_BYTES = 107  # of a unix socket (Linux)
 _BACKLOG = 2048
+_MORE_CONNECTIONS = 4096  # than requests may wait: of what runs, of what watches, and of who is told to wait
 _FLUSH_SECONDS = 5  # for open responses to reach their clients, once the router has ended
 _POLL_SECONDS = 0.02
 _KILL_SECONDS = 5.0  # beyond its time, for a process to end by itself
@@ -259,16 +261,18 @@ class _Service:
     async def run(self) -> int:
         """Start both, wait for the first to end, take down the other. Returns the exit code."""
         loop = asyncio.get_running_loop()
-        for number in (signal.SIGINT, signal.SIGTERM):
-            loop.add_signal_handler(number, self._stop)
-        router = self._router = await self._start_router()
+        with signals_held_back():
+            for number in SIGNALS:
+                loop.add_signal_handler(number, self._stop)
+            router = self._router = await self._start_router()
         router_ended = asyncio.create_task(router.wait())
         api: Process | None = None
         telling: asyncio.Task[None] | None = None
         try:
             stream = await self._reach(router)
             if stream is not None:
-                api = await self._start_api()
+                with signals_held_back():
+                    api = await self._start_api()
                 api_ended = asyncio.create_task(api.wait())
                 telling = asyncio.create_task(self._tell(stream, api))
                 await asyncio.wait((router_ended, api_ended), return_when=asyncio.FIRST_COMPLETED)
@@ -291,7 +295,8 @@ class _Service:
         router = self._router
         if router is None or router.returncode is not None:
             return
-        router.send_signal(signal.SIGTERM)
+        assert router.stdin is not None
+        router.stdin.write(ABORT if self._is_stopping else DRAIN)
         seconds = 0.0 if self._is_stopping else self._service.shutdown_timeout
         again = "aborting what runs"
         first = f"stopping: what runs has {seconds:g} s to finish (the same signal again aborts it)"
@@ -301,8 +306,8 @@ class _Service:
 
     def _code(self, router_code: int) -> int:
         """The service's exit code, by the router's."""
-        if router_code == 0 or (self._is_stopping and router_code == -signal.SIGTERM):
-            return 0  # or it was not listening to signals yet: nothing ran
+        if router_code == 0:
+            return 0
         say(self._notes, f"the router process {_how(router_code)}")
         return 1
 
@@ -320,7 +325,12 @@ class _Service:
     async def _start_api(self) -> Process:
         listener = self._site.listener
         settings = ServeSettings(
-            api=ApiSettings(model_names=[self._model], api_key=self._service.api_key),
+            api=ApiSettings(
+                model_names=[self._model],
+                api_key=self._service.api_key,
+                max_queued_requests=self._service.max_queued_requests,
+                max_connections=self._service.max_queued_requests + _MORE_CONNECTIONS,
+            ),
             model_directory=self._engine.model,
             router_socket=self._site.router_socket,
             listen_fd=listener.fileno(),
@@ -376,13 +386,13 @@ async def _changes(stream: FrameStream[ToApi]) -> AsyncIterator[Status]:
 
 async def _spawn(module: str, settings: msgspec.Struct, fd: int, stdout: int) -> Process:
     """Start one of router/'s processes, with its settings on standard input (argv is open to all users) and one
-    inherited descriptor. A session of its own: Ctrl-C in the terminal reaches this process alone."""
+    inherited descriptor. Signals are held back meanwhile, so that it begins without them."""
     process = await asyncio.create_subprocess_exec(
         *command(module),
         stdin=PIPE,
         stdout=stdout,
         pass_fds=(fd,),
-        start_new_session=True,
+        start_new_session=True,  # Ctrl-C in a terminal is not even sent to it
         env={name: value for name, value in os.environ.items() if name != API_KEY_VARIABLE},
     )
     assert process.stdin is not None

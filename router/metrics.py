@@ -47,6 +47,11 @@ _COUNTERS: tuple[tuple[str, str, Callable[[Load], float]], ...] = (
     ("vllm:prompt_tokens", "Prompt tokens of admitted requests.", lambda load: load.prompt_tokens),
     ("vllm:generation_tokens", "Tokens generated.", lambda load: load.generated_tokens),
     ("vllm:num_preemptions", "Running requests paused to make room.", lambda load: load.num_pauses),
+    (
+        "lightkv:recomputed_tokens",
+        "Tokens computed again after pauses.",
+        lambda load: load.recomputed_tokens,
+    ),
     ("vllm:prefix_cache_queries", "Prompt tokens looked up in the cache.", lambda load: load.prompt_tokens),
     ("vllm:prefix_cache_hits", "Prompt tokens found in the cache.", lambda load: load.hit_tokens),
     ("lightkv:steps", "Steps of the model.", lambda load: load.num_steps),

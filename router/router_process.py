@@ -1,13 +1,12 @@
-"""The router's process: a `Router` over a worker process, its signals, and its end.
+"""The router's process: a `Router` over a worker process, what it is told, and its end.
 
 Started by `launch.py` alone, with its settings as a line of JSON on stdin. Standard input stays open behind
-that line for as long as the launcher lives: at its end this process ends too, and with it the worker and the
-API. Knows no HTTP and no torch.
+that line for as long as the launcher lives: DRAIN and ABORT come there, and at its end this process ends too,
+and with it the worker and the API. Signals are the launcher's. Knows no HTTP and no torch.
 """
 
 import asyncio
 import os
-import signal
 import sys
 from contextlib import suppress
 from pathlib import Path
@@ -15,10 +14,13 @@ from pathlib import Path
 import msgspec
 import uvloop
 
+from .child_process import ignore_signals
 from .config import EngineConfig
 from .router import Router
 from .worker_client import WorkerClient
 
+DRAIN = b"drain\n"  # finish what runs, within the time for it
+ABORT = b"abort\n"  # end what runs now
 ABORT_SECONDS = 2.0  # for the step under way, once every request is aborted; then the worker is killed in it
 
 
@@ -44,11 +46,9 @@ class _Process:
         self._loop = asyncio.get_running_loop()
         self._router = Router(settings.config, WorkerClient, settings.max_queued_requests)
         self._serving = self._loop.create_task(self._router.serve(Path(settings.socket)))
-        self._is_draining = False
         self._is_orphan = False
 
     async def run(self) -> int:
-        self._loop.add_signal_handler(signal.SIGTERM, self._terminate)
         self._loop.add_reader(sys.stdin.fileno(), self._on_stdin)
         try:
             code = await self._serving
@@ -58,14 +58,10 @@ class _Process:
             remove(self._settings.leftovers)
         return code
 
-    def _terminate(self) -> None:
-        """SIGTERM: finish what runs, within the time for it. The second one aborts it."""
+    def _drain(self) -> None:
         if self._router.status().state == "starting":
             self._serving.cancel()  # nothing runs, and the weights are not waited for
-        elif self._is_draining:
-            self._abort()
         else:
-            self._is_draining = True
             self._router.drain()
             self._loop.call_later(self._settings.shutdown_timeout, self._abort)
 
@@ -74,7 +70,13 @@ class _Process:
         self._loop.call_later(ABORT_SECONDS, self._serving.cancel)
 
     def _on_stdin(self) -> None:
-        if not os.read(sys.stdin.fileno(), 4096):  # the launcher is gone, or wants this process to be
+        told = os.read(sys.stdin.fileno(), 4096)
+        for line in told.splitlines(keepends=True):  # never cut: what is this short is written at once
+            if line == DRAIN:
+                self._drain()
+            elif line == ABORT:
+                self._abort()
+        if not told:  # the launcher is gone, or wants this process to be
             self._loop.remove_reader(sys.stdin.fileno())
             self._is_orphan = True
             self._serving.cancel()
@@ -93,7 +95,9 @@ async def _run(settings: RouterSettings) -> int:
 
 def main() -> int:
     """`python -m lightkv.router.router_process`: `RouterSettings` as a line of JSON on an open stdin."""
-    settings = msgspec.json.decode(sys.stdin.buffer.readline(), type=RouterSettings)
+    ignore_signals()
+    with open(sys.stdin.fileno(), "rb", buffering=0, closefd=False) as stdin:  # takes nothing behind the line
+        settings = msgspec.json.decode(stdin.readline(), type=RouterSettings)
     return uvloop.run(_run(settings))
 
 

@@ -310,6 +310,7 @@ def frame(
         "steps": f"{steps:,.1f}/s, {router_ms:.2f} ms of the router's own time each",
         "checks": f"{report.num_ledger_checks:,} of the device's books, all equal; "
         f"{report.num_worker_starts:,} worker starts, {report.num_pauses:,} pauses",
+        "pauses": f"{report.recomputed_tokens:,} tokens computed again after them",
     }
     table = Table.grid(padding=(0, 2))
     for name, value in rows.items():

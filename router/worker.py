@@ -13,7 +13,6 @@ import argparse
 import logging
 import os
 import select
-import signal
 import socket
 import threading
 from collections.abc import Callable
@@ -25,6 +24,7 @@ import rpyc
 
 from lightkv.errors import LightKVError
 
+from .child_process import ignore_signals
 from .engine import Holding
 from .messages import Done, Owners, PoolMap, RunnerInfo, StepPlan, StepResult, WorkerError, WorkerStart
 
@@ -230,8 +230,7 @@ def main() -> None:
     parser.add_argument("--fd", type=int, required=True, help="the inherited end of a socket pair")
     parser.add_argument("--progress-fd", type=int, required=True, help="a pipe, for lines of progress")
     args = parser.parse_args()
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the router's to handle, which then ends this
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    ignore_signals()  # it ends with the router
     for fd in (args.fd, args.progress_fd):
         os.set_inheritable(fd, False)  # a child of this process must not keep them open after it
     connection = socket.socket(fileno=args.fd)

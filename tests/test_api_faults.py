@@ -1,17 +1,11 @@
 """The HTTP side when things go wrong: refusals, lost answers, clients that go or crawl, keys, limits."""
 
 import json
-import os
-import select
-import signal
 import socket
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
 from fake_router import (
     CHAT,
@@ -31,11 +25,11 @@ from fake_router import (
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from lightkv.router.api_settings import ApiSettings, ServeSettings
+from lightkv.router.api_settings import ApiSettings
 from lightkv.router.config import EngineConfig
 from lightkv.router.openai_protocol import ChatRequest, CompletionRequest
-from lightkv.router.service_client import UnixConnection
 from lightkv.router.service_messages import Refused
+from lightkv.router.tokenizer import Tokenizer
 from lightkv.router.weights import resolve
 
 
@@ -125,6 +119,25 @@ def test_what_can_never_fit_is_told_with_the_numbers(api: ApiUnderTest) -> None:
     error = api.post(COMPLETIONS, {"prompt": [5] * 1000, "max_tokens": 100}, 400)["error"]
     for number in ("1000 prompt tokens", "100 new ones", "1024 tokens"):
         assert number in error["message"]
+
+
+@pytest.mark.parametrize(
+    ("path", "fields"),
+    [(COMPLETIONS, {"n": 5}), (COMPLETIONS, {"prompt": ["a", "b", "c"], "n": 2}), (CHAT, {"n": 5})],
+    ids=["n", "prompts", "chat"],
+)
+def test_more_answers_than_may_ever_wait_are_refused_with_the_numbers(
+    tmp_path: Path, path: str, fields: dict[str, Any]
+) -> None:
+    narrow = ApiSettings(model_names=[MODEL], max_queued_requests=4)
+    tokenizer = Tokenizer(resolve(EngineConfig.model, report=lambda line: None))
+    with ApiUnderTest(tokenizer, tmp_path / "router", narrow).running() as api:
+        error = api.post(path, {**HELLO, "prompt": "a", **fields}, 400)["error"]
+        assert error["param"] == "n"
+        for words in (f"{fields['n']} for each of", "no more than 4", "--max-queued-requests"):
+            assert words in error["message"]
+        assert not api.router.submits
+        assert len(api.post(path, {**HELLO, "prompt": "a", "n": 4, "max_tokens": 1})["choices"]) == 4
 
 
 JSON = st.recursive(
@@ -388,119 +401,3 @@ def test_a_body_too_large_is_refused_however_it_comes(guarded: ApiUnderTest) -> 
     response = connection.getresponse()
     assert (response.status, error_of(response.read())["code"]) == (413, 413)
     assert not guarded.router.submits
-
-
-# The process
-
-
-def launched(api: ApiUnderTest, listener: socket.socket, **more: Any) -> subprocess.Popen[bytes]:
-    os.set_inheritable(listener.fileno(), True)
-    given_to_it = ServeSettings(
-        api=ApiSettings(model_names=[MODEL]),
-        model_directory=str(resolve(EngineConfig.model, report=lambda line: None)),
-        router_socket=str(api._path),
-        listen_fd=listener.fileno(),
-        **more,
-    )
-    process = subprocess.Popen(
-        [sys.executable, "-m", "lightkv.router.api"],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        pass_fds=[listener.fileno()],
-    )
-    assert process.stdin is not None
-    process.stdin.write(msgspec.json.encode(given_to_it))
-    process.stdin.close()
-    return process
-
-
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_the_process_serves_an_inherited_socket_and_ends_with_0(
-    fresh: ApiUnderTest, tmp_path: Path, number: signal.Signals
-) -> None:
-    fresh.router.delay = 0.02
-    with socket.socket(socket.AF_UNIX) as listener:
-        listener.bind(str(tmp_path / "http"))
-        process = launched(fresh, listener)
-        assert process.stdout is not None
-        assert process.stdout.readline() == b"ready\n"
-    connection = UnixConnection(str(tmp_path / "http"))
-    asked = {"prompt": "a", "max_tokens": 25, "stream": True}
-    wait_until(lambda: fresh.client.status.state == "ready")
-    connection.request("POST", COMPLETIONS, json.dumps(asked), {"Content-Type": "application/json"})
-    response = connection.getresponse()
-    assert response.status == 200
-    process.send_signal(number)
-    assert response.read().endswith(b"data: [DONE]\n\n")  # what has begun is finished
-    assert process.wait(20) == 0
-
-
-def status_of_ready(path: Path) -> int:
-    connection = UnixConnection(str(path))
-    connection.request("GET", "/ready")
-    status = connection.getresponse().status
-    connection.close()
-    return status
-
-
-def test_the_process_is_not_ready_before_it_knows_that_the_router_is(
-    fresh: ApiUnderTest, tmp_path: Path
-) -> None:
-    """Whoever reads that line sends requests, and was answered 503 where the router's word came later."""
-    fresh.router.first_state = "starting"
-    with socket.socket(socket.AF_UNIX) as listener:
-        listener.bind(str(tmp_path / "http"))
-        listener.listen()
-        process = launched(fresh, listener)
-        assert status_of_ready(tmp_path / "http") == 503
-    assert process.stdout is not None
-    assert select.select([process.stdout], [], [], 0.2)[0] == []
-    fresh.call(lambda: fresh.router.report("ready"))
-    assert process.stdout.readline() == b"ready\n"
-    assert status_of_ready(tmp_path / "http") == 200
-    fresh.call(fresh.router.die)
-    assert process.wait(20) == 1
-
-
-def test_the_process_ends_with_its_router(fresh: ApiUnderTest, tmp_path: Path) -> None:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        process = launched(fresh, listener)
-        assert process.stdout is not None
-        assert process.stdout.readline() == b"ready\n"
-        fresh.call(fresh.router.die)
-        assert process.wait(20) == 1
-
-
-def test_what_keeps_the_process_from_starting_is_one_line(fresh: ApiUnderTest, tmp_path: Path) -> None:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        process = launched(fresh, listener, certfile=str(tmp_path / "none.pem"))
-        assert process.wait(20) == 1
-    assert process.stderr is not None
-    lines = process.stderr.read().decode().splitlines()
-    assert len(lines) == 1
-    assert lines[0].startswith("lightkv api: ")
-
-
-def test_the_api_process_loads_no_torch() -> None:
-    names = (
-        "api",
-        "generation",
-        "http_guard",
-        "metrics",
-        "openai_protocol",
-        "openai_writer",
-        "router_client",
-    )
-    program = f"""
-import sys
-from importlib import import_module
-for name in {names!r}:
-    import_module("lightkv.router." + name)
-    heavy = {{"torch", "triton", "transformers"}} & set(sys.modules)
-    assert not heavy, f"{{name}} imports {{heavy}}"
-"""
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
-    assert done.returncode == 0, done.stderr

@@ -26,6 +26,7 @@ WITHOUT_TORCH = (
     "lightkv.router.admission",
     "lightkv.router.api",
     "lightkv.router.api_document",
+    "lightkv.router.api_server",
     "lightkv.router.api_settings",
     "lightkv.router.child_process",
     "lightkv.router.cli",

@@ -153,6 +153,18 @@ def test_sigterm_lets_requests_finish_and_admits_no_more(start: Start, sockets: 
     assert list(sockets.iterdir()) == []
 
 
+def test_no_process_but_the_launcher_answers_a_signal(shared: Served) -> None:
+    processes = shared.processes()
+    with shared.stream(400) as events:
+        for name in ("worker", "router_process", "api"):
+            os.kill(processes[name], signal.SIGTERM)
+            os.kill(processes[name], signal.SIGINT)
+        assert list(events)[-1] == "[DONE]"
+    assert shared.request("/ready")[0] == 200
+    assert shared.complete()
+    assert shared.processes() == processes
+
+
 def test_a_second_ctrl_c_aborts_at_once(start: Start, sockets: Path) -> None:
     served = start("--shutdown-timeout", "600").wait_ready()
     with served.stream(7000) as events:

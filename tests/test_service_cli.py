@@ -282,8 +282,8 @@ def test_a_frame_has_the_counts_and_the_rates() -> None:
     report = LoadReport(
         capacity=1000, free=500, held=300, cached=200, forecast_peak=700, reached_peak=650, num_running=3,
         num_waiting=12, num_steps=140, prompt_tokens=2050, hit_tokens=1025, generated_tokens=1100,
-        router_seconds=1.02, num_ledger_checks=139, num_worker_starts=2, num_pauses=1, state="ready",
-        detail="ready",
+        router_seconds=1.02, num_ledger_checks=139, num_worker_starts=2, num_pauses=1, recomputed_tokens=1037,
+        state="ready", detail="ready",
     )  # fmt: skip
     text = shown(frame("http://host", report, before, 2.0))
     for words in (
@@ -296,6 +296,7 @@ def test_a_frame_has_the_counts_and_the_rates() -> None:
         "20.0/s, 0.50 ms of the router's own time each",
         "139 of the device's books",
         "2 worker starts, 1 pauses",
+        "1,037 tokens computed again",
     ):
         assert words in text
     assert "state     ready \n" in re.sub(" +\n", " \n", text)

@@ -532,7 +532,7 @@ def wait_gone(pid: int, seconds: float = 2.0) -> None:
 @pytest.mark.parametrize(
     "loop_factory", [asyncio.new_event_loop, uvloop.new_event_loop], ids=["asyncio", "uvloop"]
 )
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM], ids=["SIGKILL", "SIGTERM"])
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGABRT], ids=["SIGKILL", "SIGABRT"])
 def test_a_worker_killed_while_it_loads(
     config: EngineConfig, loop_factory: Callable[[], asyncio.AbstractEventLoop], number: signal.Signals
 ) -> None:
@@ -551,6 +551,30 @@ def test_a_worker_killed_while_it_loads(
             await client.flush()
 
     run(loop_factory, work())
+
+
+def test_a_worker_leaves_signals_to_the_launcher(config: EngineConfig) -> None:
+    """A whole group may be told to stop, and what runs is to finish: it ends when the router goes."""
+
+    async def work() -> None:
+        client = WorkerClient()
+        starting = asyncio.ensure_future(client.start(config, lambda line: None))
+        while not (ignored := ignored_signals(client.pid)):
+            await asyncio.sleep(0.01)
+        assert {signal.SIGTERM, signal.SIGINT} <= ignored
+        os.kill(client.pid, signal.SIGTERM)
+        os.kill(client.pid, signal.SIGINT)
+        assert (await starting).device == "cpu"
+        client.kill()
+        await client.wait_dead()
+
+    def ignored_signals(pid: int) -> set[int]:
+        status = Path(f"/proc/{pid}/status").read_text()
+        mask = int(status.split("SigIgn:")[1].split()[0], 16)
+        found = {number for number in range(1, 32) if mask >> (number - 1) & 1}
+        return found if signal.SIGTERM in found else set()
+
+    run(asyncio.new_event_loop, work())
 
 
 def test_a_cancelled_start_leaves_no_process(config: EngineConfig) -> None:
