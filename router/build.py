@@ -11,6 +11,7 @@ import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from lightkv.attention import AttentionMetadata, make_backends, pick_backend
+from lightkv.edits import Give, Take
 from lightkv.integrations.transformers import bind, probe
 from lightkv.kv_memory import KVMemory
 from lightkv.kv_pool import PoolPlan, plan_pool
@@ -146,6 +147,9 @@ def assemble(model: PreTrainedModel, config: EngineConfig, report: Report) -> tu
     sampler = Sampler(limits.max_num_seqs + 1, limits.vocab_size, device)
     bind(model)
     parts = Device(model, backends, memory, sampler)
+    if device.type == "cuda":
+        report("compiling what takes slots, for every size of a step")
+        _warm_up(memory, limits)
     graphs = None
     if with_graphs:
         metadata = AttentionMetadata(limits.max_num_seqs, limits.max_num_seqs, memory)
@@ -164,6 +168,22 @@ def assemble(model: PreTrainedModel, config: EngineConfig, report: Report) -> tu
         limits=limits,
     )
     return ModelRunner(parts, limits.max_step_tokens, graphs), info
+
+
+def _warm_up(memory: KVMemory, limits: Limits) -> None:
+    """Take and give back as many slots as a step's prompts or decodes may take: kernels are compiled by size,
+    and one that is compiled while requests run holds them up. Leaves the memory as it was."""
+    most = min(limits.prefill_budget, limits.max_model_len, memory.capacity)
+    for size in _powers_of_two(most):
+        memory.apply([Take((1,), (0,), (size,)), Give(1, 0, size)])
+    for size in _powers_of_two(min(limits.max_num_seqs, memory.capacity)):
+        rows = tuple(range(1, size + 1))
+        memory.apply([Take(rows, (0,) * size, (1,) * size), *(Give(row, 0, 1) for row in rows)])
+
+
+def _powers_of_two(most: int) -> list[int]:
+    """Up to `most`, which comes last."""
+    return [*(1 << bits for bits in range(most.bit_length()) if 1 << bits < most), most]
 
 
 def _compiled(parts: Device, report: Report) -> Device:

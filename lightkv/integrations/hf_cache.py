@@ -156,6 +156,7 @@ class LightKVCache(Cache):
 
     def crop(self, tokens_to_remove: int) -> None:
         """Let go of the last tokens of every row; how many, as a negative number. Raises ValueError."""
+        tokens_to_remove = int(tokens_to_remove)  # assisted decoding gives a tensor
         if tokens_to_remove > 0:
             raise ValueError(
                 f"crop({tokens_to_remove}): give the number of tokens to remove as a negative one"
