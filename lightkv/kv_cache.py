@@ -16,7 +16,7 @@ from .errors import CheckFailed, LightKVError, WrongThread
 from .kv_memory import KVMemory
 from .kv_spec import KVSpec
 from .ledger import TokenLedger
-from .memory_map import CACHED, OWN, SHARED, MemoryMap
+from .memory_map import CACHED, OWN, MemoryMap, segment_labels
 from .prefix_tree import TOKEN_BYTES, Namespace
 from .sequence import Sequence
 from .staging import upload
@@ -265,11 +265,8 @@ class KVCache:
 
     def memory_map(self) -> MemoryMap:
         """What every slot is used for now. Waits for the device."""
-        ledger = self.ledger
-        labels = {segment.id: OWN + row for row, segment in ledger.sole_segments()}
-        labels |= dict.fromkeys((segment.id for segment in ledger.shared), SHARED)
-        own = {(s.row, s.shared, s.length): OWN + s.row for s in ledger.sequences}
-        return MemoryMap(self.memory.labels(labels, own, CACHED))
+        own = {(s.row, s.shared, s.length): OWN + s.row for s in self.ledger.sequences}
+        return MemoryMap(self.memory.labels(segment_labels(self.ledger), own, CACHED))
 
     def check(self) -> None:
         """Recount everything, on the device too, which synchronises. Raises CheckFailed, InvalidFree."""

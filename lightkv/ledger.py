@@ -11,7 +11,7 @@ its sequence closes.
 After every verb `num_free + num_cached + num_held == capacity`.
 """
 
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Iterable, Iterator, Set
 from collections.abc import Sequence as Seq
 from operator import add
 from typing import NamedTuple
@@ -80,7 +80,7 @@ class TokenLedger:
         return self._open.values()
 
     @property
-    def shared(self) -> Collection[Segment]:
+    def shared(self) -> Set[Segment]:
         """The segments that more than one open sequence holds."""
         return self._tree.shared
 

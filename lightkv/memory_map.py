@@ -1,16 +1,36 @@
 """The map of the pool: what every slot is used for, as a drawing and in numbers.
 
-Knows labels of slots; knows neither a tensor nor who made them.
+Knows labels of slots, and what a ledger says of its segments; knows no tensor.
 """
 
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
+
+from .ledger import TokenLedger
 
 FREE, CACHED, SHARED, OWN = range(4)  # labels of a slot; from OWN on they name the row that alone holds it
 
 _MARKS = "·░█"  # free, cached, shared
 _OWNERS = "0123456789abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ"
+
+
+class Counts(Protocol):
+    """How many slots of a pool are used for what."""
+
+    @property
+    def capacity(self) -> int: ...
+    @property
+    def num_free(self) -> int: ...
+    @property
+    def num_cached(self) -> int: ...
+    @property
+    def num_shared(self) -> int: ...
+    @property
+    def num_own(self) -> int: ...
+    @property
+    def longest_free_run(self) -> int: ...
 
 
 @dataclass(frozen=True)
@@ -55,30 +75,45 @@ class MemoryMap:
     def fragmentation(self) -> float:
         """Share of the free slots that are not in the longest free run: 0 is one run. Nothing here needs one
         run; prompts read faster from it."""
-        return 1 - self.longest_free_run / self.num_free if self.num_free else 0.0
+        return _fragmentation(self)
 
     def draw(self, width: int = 80, height: int = 16) -> str:
-        """The pool in at most `height` lines of `width` marks, then a legend.
+        """The pool in at most `height` lines of `width` marks, then a legend of three."""
+        slots_per_mark, lines = marks(self.labels, width, height)
+        return "\n".join([*lines, *legend(self, slots_per_mark)])
 
-        A mark stands for as many slots as it takes, and shows what most of them are.
-        """
-        per_mark = -(-self.capacity // (width * height))
-        marks = []
-        for start in range(0, self.capacity, per_mark):
-            labels, counts = np.unique(self.labels[start : start + per_mark], return_counts=True)
-            marks.append(_mark(int(labels[counts.argmax()])))
-        text = "".join(marks)
-        lines = [text[start : start + width] for start in range(0, len(text), width)]
-        slots = "one slot" if per_mark == 1 else f"{per_mark:,} slots"
-        lines.append(f"a mark is {slots}, of {self.capacity:,}")
-        lines.append(
-            f"{_MARKS[FREE]} free {self.num_free:,}   {_MARKS[CACHED]} cached {self.num_cached:,}   "
-            f"{_MARKS[SHARED]} shared {self.num_shared:,}   0-Z one sequence's own {self.num_own:,}"
-        )
-        lines.append(
-            f"longest free run {self.longest_free_run:,}; {self.fragmentation:.0%} of the free are not in it"
-        )
-        return "\n".join(lines)
+
+def segment_labels(ledger: TokenLedger) -> dict[int, int]:
+    """By the id of a segment, for all that some sequence holds: SHARED, or OWN + row."""
+    labels = {segment.id: OWN + row for row, segment in ledger.sole_segments()}
+    return labels | dict.fromkeys((segment.id for segment in ledger.shared), SHARED)
+
+
+def marks(labels: np.ndarray, width: int, height: int) -> tuple[int, list[str]]:
+    """Labels, int32 `[n]`, as at most `height` lines of `width` marks; before them, how many labels a mark
+    stands for. It shows what most of them are."""
+    per_mark = -(-len(labels) // (width * height))
+    drawn = []
+    for start in range(0, len(labels), per_mark):
+        found, counts = np.unique(labels[start : start + per_mark], return_counts=True)
+        drawn.append(_mark(int(found[counts.argmax()])))
+    text = "".join(drawn)
+    return per_mark, [text[start : start + width] for start in range(0, len(text), width)]
+
+
+def legend(counts: Counts, slots_per_mark: int) -> list[str]:
+    """What the marks of a drawing mean, and how many slots are of each kind: three lines."""
+    slots = "one slot" if slots_per_mark == 1 else f"{slots_per_mark:,} slots"
+    return [
+        f"a mark is {slots}, of {counts.capacity:,}",
+        f"{_MARKS[FREE]} free {counts.num_free:,}   {_MARKS[CACHED]} cached {counts.num_cached:,}   "
+        f"{_MARKS[SHARED]} shared {counts.num_shared:,}   0-Z one sequence's own {counts.num_own:,}",
+        f"longest free run {counts.longest_free_run:,}; {_fragmentation(counts):.0%} of the free are not in it",
+    ]
+
+
+def _fragmentation(counts: Counts) -> float:
+    return 1 - counts.longest_free_run / counts.num_free if counts.num_free else 0.0
 
 
 def _mark(label: int) -> str:

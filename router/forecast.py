@@ -153,11 +153,11 @@ class Forecast:
 
     def _evaluate(self, final: int, match: Match | None) -> int:
         constant = self._sum_admitted + final
-        until: list[int] = []  # of each shared segment
-        counts: list[int] = []
-        for segment in self._ledger.shared:
-            until.append(self._last_end(segment))
-            counts.append(segment.length)
+        shared = self._ledger.shared
+        counts = [segment.length for segment in shared]
+        for segment in shared - self._until.keys():
+            self._last_end(segment)
+        until = [self._until[segment] for segment in shared]
         if match is not None:  # what it hits counts with it, so with nobody else
             tip = match.tip
             for segment in match.path:
@@ -186,6 +186,8 @@ class Forecast:
             ends, sums = ends[num_resting:], sums[num_resting:]
             totals = sums + ends * np.arange(num_decoding, 0, -1)
             if self._lag:
-                totals += self._lag * (num_decoding - np.searchsorted(ends, ends, side="right"))
+                last = np.append(np.flatnonzero(ends[1:] != ends[:-1]), num_decoding - 1)  # of equal ends
+                num_later = np.repeat(num_decoding - 1 - last, np.diff(last, prepend=-1))
+                totals += self._lag * num_later
             peak = max(peak, int(totals.max()))
         return constant + peak

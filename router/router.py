@@ -20,7 +20,7 @@ import msgspec
 from lightkv.edits import decode, encode
 from lightkv.errors import LedgerMismatch, LightKVError
 from lightkv.ledger import TokenLedger
-from lightkv.memory_map import OWN, SHARED
+from lightkv.memory_map import segment_labels
 
 from .admission import output_lengths
 from .config import EngineConfig
@@ -223,11 +223,9 @@ class Router:
 
     async def _map(self, worker: Worker, ledger: TokenLedger) -> None:
         """Have the pool mapped as it is now, for all who have asked."""
-        labels = {segment.id: OWN + row for row, segment in ledger.sole_segments()}
-        labels |= dict.fromkeys((segment.id for segment in ledger.shared), SHARED)
         private = [(sequence.row, sequence.shared, sequence.length) for sequence in ledger.sequences]
         try:
-            found = await worker.map(encode(ledger.drain()), Owners(labels, private))
+            found = await worker.map(encode(ledger.drain()), Owners(segment_labels(ledger), private))
         except WorkerFailed as error:
             if error.fatal:
                 raise

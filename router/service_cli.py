@@ -384,16 +384,7 @@ def drawing(pool: PoolMap, width: int, height: int) -> str:
     """The pool in at most `height` lines of `width` marks, and a legend of three."""
     import numpy as np
 
-    from lightkv.memory_map import MemoryMap
+    from lightkv.memory_map import legend, marks
 
-    sample = MemoryMap(np.array(pool.cells, dtype=np.int32))
-    drawn = sample.draw(width, height).splitlines()[:-3]  # its legend counts the cells; here are the slots
-    num_slots = -(-sample.capacity // (width * height)) * pool.slots_per_cell
-    outside = 1 - pool.longest_free_run / pool.num_free if pool.num_free else 0.0
-    legend = [
-        f"a mark is {'one slot' if num_slots == 1 else f'{num_slots:,} slots'}, of {pool.capacity:,}",
-        f"· free {pool.num_free:,}   ░ cached {pool.num_cached:,}   █ shared {pool.num_shared:,}   "
-        f"0-Z one request's own {pool.num_own:,}",
-        f"longest free run {pool.longest_free_run:,}; {outside:.0%} of the free are not in it",
-    ]
-    return "\n".join([*drawn, *legend])
+    per_mark, lines = marks(np.array(pool.cells, dtype=np.int32), width, height)
+    return "\n".join([*lines, *legend(pool, per_mark * pool.slots_per_cell)])

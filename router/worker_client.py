@@ -76,8 +76,7 @@ class WorkerClient:
     def __init__(self) -> None:
         self._loop = asyncio.get_running_loop()
         self._socket, theirs = socket.socketpair()
-        progress, progress_end = os.pipe()
-        self._progress = os.fdopen(progress, "rb", buffering=0)
+        self._progress, progress_end = os.pipe()
         try:
             self._process = subprocess.Popen(
                 command("worker", "--fd", str(theirs.fileno()), "--progress-fd", str(progress_end)),
@@ -87,7 +86,7 @@ class WorkerClient:
             )
         except BaseException:
             self._socket.close()
-            self._progress.close()
+            os.close(self._progress)
             raise
         finally:
             theirs.close()
@@ -95,10 +94,12 @@ class WorkerClient:
         self._connection = connect(rpyc.VoidService(), self._socket, _CLIENT_CONFIG)
         self._remote: dict[str, Any] = {}
         self._answer: asyncio.Future[Any] | None = None
+        self._lines = asyncio.StreamReader()  # its progress
         self._ended: asyncio.Future[None] = self._loop.create_future()  # the stream
         self._exited: asyncio.Future[None] = self._loop.create_future()  # the process
         self._died: WorkerDied | None = None
         self._loop.add_reader(self._socket.fileno(), self._on_readable)
+        self._loop.add_reader(self._progress, self._on_progress)
         self._burial = self._loop.create_task(self._bury())
         threading.Thread(target=self._reap, daemon=True).start()
 
@@ -208,6 +209,13 @@ class WorkerClient:
         except Exception:  # the end of the stream, or what is no message of rpyc
             self._end()
 
+    def _on_progress(self) -> None:
+        if data := os.read(self._progress, 1 << 16):
+            self._lines.feed_data(data)
+        else:
+            self._loop.remove_reader(self._progress)
+            self._lines.feed_eof()
+
     def _end(self) -> None:
         """The stream is over; `_bury` goes on from here."""
         if not self._ended.done():
@@ -235,7 +243,9 @@ class WorkerClient:
         with suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)  # so that rpyc does not wait for a farewell
         self._connection.close()
-        self._progress.close()
+        self._loop.remove_reader(self._progress)
+        os.close(self._progress)
+        self._lines.feed_eof()
 
     def _reap(self) -> None:
         """In a thread of its own: it works under every event loop."""
@@ -245,15 +255,8 @@ class WorkerClient:
 
     async def _relay(self, report: Report) -> None:
         """Pass on progress until the worker closes its end."""
-        lines = asyncio.StreamReader()
-        transport, _ = await self._loop.connect_read_pipe(
-            lambda: asyncio.StreamReaderProtocol(lines), self._progress
-        )
-        try:
-            async for line in lines:
-                report(line.decode().rstrip("\n"))
-        finally:
-            transport.close()
+        async for line in self._lines:
+            report(line.decode().rstrip("\n"))
 
 
 def _resolve(answer: "asyncio.Future[Any]", result: rpyc.AsyncResult) -> None:

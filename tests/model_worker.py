@@ -11,8 +11,8 @@ from collections import deque
 from memory_model import MemoryModel
 
 from lightkv.edits import Take, decode
-from lightkv.router.engine import Holding
-from lightkv.router.messages import StepPlan, StepResult
+from lightkv.router.engine import Engine, Holding
+from lightkv.router.messages import StepPlan, StepResult, TokenEvent
 
 STOP = 7  # the token that it samples with `stop_chance`; the others are 10 to 12
 
@@ -77,3 +77,19 @@ class ModelWorker:
         self.memory.apply(decode(edits))
         assert len(self.memory.free) == holding.num_free
         self.memory.check_owned({row: range(start, end) for row, start, end in holding.private})
+
+
+def run(engine: Engine) -> list[TokenEvent]:
+    """Step until nothing is left to do."""
+    events = []
+    while engine.has_work:
+        events += engine.step()
+    return events
+
+
+def assert_idle(engine: Engine) -> None:
+    """Every count is right, nothing is held, and no token is lost."""
+    engine.check()
+    stats = engine.stats()
+    assert (stats.held, stats.num_running, stats.num_waiting) == (0, 0, 0)
+    assert stats.free + stats.cached == stats.capacity

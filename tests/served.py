@@ -81,14 +81,15 @@ class Served:
         return self
 
     def processes(self) -> dict[str, int]:
-        """Every process of this service that lives, by the name of its module."""
-        found = {}
-        for directory in Path("/proc").glob("[0-9]*"):
+        """Every process of this service that lives, by the name of its module. A child that has not yet become
+        a program bears its parent's name: the parent, which is older, is meant."""
+        found: dict[str, int] = {}
+        for directory in sorted(Path("/proc").glob("[0-9]*"), key=lambda path: int(path.name)):
             with suppress(OSError):  # gone meanwhile, or another user's
                 if f"{MARK}={self._mark}".encode() in (directory / "environ").read_bytes().split(b"\0"):
                     argv = (directory / "cmdline").read_bytes().decode().split("\0")
                     name = next(word for word in argv if word.startswith("lightkv.router."))
-                    found[name.removeprefix("lightkv.router.")] = int(directory.name)
+                    found.setdefault(name.removeprefix("lightkv.router."), int(directory.name))
         return found
 
     def connect(self) -> http.client.HTTPConnection:
@@ -146,6 +147,12 @@ class Served:
         """To the launcher's process group, as the terminal does."""
         os.killpg(self.process.pid, number)
 
+    def signal_each(self, number: int) -> None:
+        """To one process after the other, as a service manager may; some may have ended by then."""
+        for pid in self.processes().values():
+            with suppress(ProcessLookupError):
+                os.kill(pid, number)
+
     def wait(self, seconds: float = 20.0) -> int:
         """Its exit code; then nothing of it may be left but for a moment."""
         code = self.process.wait(seconds)
@@ -173,3 +180,19 @@ def wait_until(holds: Callable[[], bool], seconds: float = 20.0) -> None:
     while not holds():
         assert time.monotonic() < end, "it did not come to hold"
         time.sleep(0.02)
+
+
+@contextmanager
+def starting(model: Path, log: Path, sockets: Path) -> Iterator[Callable[..., Served]]:
+    """What starts services with the arguments it is given; they end with the block."""
+    started: list[Served] = []
+
+    def begin(*args: str) -> Served:
+        started.append(Served(model, log, "--socket-dir", str(sockets), *args))
+        return started[-1]
+
+    try:
+        yield begin
+    finally:
+        for served in started:
+            served.close()

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 
 import pytest
 import torch
+from model_worker import assert_idle
 from transformers import LlamaConfig, PreTrainedModel
 
 from lightkv.edits import decode
@@ -77,13 +78,6 @@ def take(tokens: dict[str, list[int]], event: TokenEvent) -> None:
     assert event.error is None
     if event.token is not None:
         tokens.setdefault(event.request_id, []).append(event.token)
-
-
-def assert_idle(engine: Engine) -> None:
-    engine.check()
-    stats = engine.stats()
-    assert (stats.held, stats.num_running, stats.num_waiting) == (0, 0, 0)
-    assert stats.free + stats.cached == stats.capacity
 
 
 @contextmanager

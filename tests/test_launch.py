@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 from rich.console import Console
-from served import API_KEY, COMPLETIONS, Served, save_tiny_model, wait_until
+from served import API_KEY, COMPLETIONS, Served, save_tiny_model, starting, wait_until
 
 from lightkv.router.child_process import command
 from lightkv.router.config import EngineConfig, InvalidConfig, ServiceConfig
@@ -40,15 +40,8 @@ def sockets(tmp_path: Path) -> Path:
 @pytest.fixture
 def start(model: Path, tmp_path: Path, sockets: Path) -> Iterator[Start]:
     """Starts a service, whose sockets are in `sockets`."""
-    started: list[Served] = []
-
-    def begin(*args: str) -> Served:
-        started.append(Served(model, tmp_path / "log", "--socket-dir", str(sockets), *args))
-        return started[-1]
-
-    yield begin
-    for served in started:
-        served.close()
+    with starting(model, tmp_path / "log", sockets) as begin:
+        yield begin
 
 
 @pytest.fixture(scope="module")

@@ -1,13 +1,12 @@
 """A signal to every process of the service at once, as service managers stop what they started: it ends as by a
 signal to the launcher alone."""
 
-import os
 import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from served import Served, save_tiny_model, wait_until
+from served import Served, save_tiny_model, starting, wait_until
 
 Start = Callable[..., Served]
 
@@ -27,15 +26,8 @@ def sockets(tmp_path: Path) -> Path:
 @pytest.fixture
 def start(model: Path, tmp_path: Path, sockets: Path) -> Iterator[Start]:
     """Starts a service, whose sockets are in `sockets`."""
-    started: list[Served] = []
-
-    def begin(*args: str) -> Served:
-        started.append(Served(model, tmp_path / "log", "--socket-dir", str(sockets), *args))
-        return started[-1]
-
-    yield begin
-    for served in started:
-        served.close()
+    with starting(model, tmp_path / "log", sockets) as begin:
+        yield begin
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
@@ -44,10 +36,8 @@ def test_a_signal_to_each_process_ends_it_as_one_to_the_launcher(
 ) -> None:
     served = start("--shutdown-timeout", "60").wait_ready()
     with served.stream(300) as events:
-        processes = served.processes()
-        assert set(processes) == {"cli", "router_process", "api", "worker"}
-        for pid in processes.values():
-            os.kill(pid, number)
+        assert set(served.processes()) == {"cli", "router_process", "api", "worker"}
+        served.signal_each(number)
         wait_until(lambda: served.request("/ready")[0] == 503)
         received = list(events)
     assert received[-1] == "[DONE]"
@@ -65,8 +55,7 @@ def test_a_signal_to_each_process_while_it_starts(
 ) -> None:
     served = start()
     wait_until(lambda: process in served.processes())
-    for pid in served.processes().values():
-        os.kill(pid, number)
+    served.signal_each(number)
     assert served.wait() == 0, served.log.read_text()
     assert list(sockets.iterdir()) == []
     assert "Traceback" not in served.log.read_text()

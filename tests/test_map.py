@@ -311,7 +311,7 @@ def test_the_command_draws_the_pool(api: ApiUnderTest) -> None:
     assert marks == "█" * 100 + "1" * 150 + "░" * 125 + "·" * 625
     assert [len(row) for row in rows] == [90] * 11 + [10]
     assert mark == f"a mark is 4 slots, of {CAPACITY:,}"
-    assert counts == "· free 2,500   ░ cached 500   █ shared 400   0-Z one request's own 600"
+    assert counts == "· free 2,500   ░ cached 500   █ shared 400   0-Z one sequence's own 600"
     assert run_line == "longest free run 2,400; 4% of the free are not in it"
 
 

@@ -5,7 +5,7 @@ from array import array
 
 import pytest
 import torch
-from model_worker import STOP, ModelWorker
+from model_worker import STOP, ModelWorker, assert_idle, run
 from transformers import LlamaConfig
 
 from lightkv.ledger import TokenLedger
@@ -45,20 +45,6 @@ def make(capacity: int, lengths: OutputLengths | None, chunk: int = 0) -> tuple[
     ledger = TokenLedger(capacity, 12, 90)
     worker = ModelWorker(capacity, random.Random(0))
     return Engine(Scheduler(ledger, Limits(12, 90, chunk, VOCABULARY), lengths=lengths), worker), worker
-
-
-def run(engine: Engine) -> list[TokenEvent]:
-    events = []
-    while engine.has_work:
-        events += engine.step()
-    return events
-
-
-def assert_idle(engine: Engine) -> None:
-    engine.check()
-    stats = engine.stats()
-    assert (stats.held, stats.num_running, stats.num_waiting) == (0, 0, 0)
-    assert stats.free + stats.cached == stats.capacity
 
 
 def test_an_estimate_is_a_quantile_of_the_longer_outputs_of_late() -> None:

@@ -5,7 +5,7 @@ from array import array
 from collections.abc import Iterator
 
 import pytest
-from model_worker import STOP, ModelWorker
+from model_worker import STOP, ModelWorker, assert_idle, run
 
 from lightkv.edits import decode
 from lightkv.errors import LedgerMismatch
@@ -40,20 +40,6 @@ def make(
 def request(name: str, prompt: list[int], max_tokens: int) -> Request:
     params = SamplingParams(max_tokens=max_tokens, temperature=0.0)
     return Request(name, ids(prompt), params, seed=1, stop_ids=frozenset({STOP}))
-
-
-def run(engine: Engine) -> list[TokenEvent]:
-    events = []
-    while engine.has_work:
-        events += engine.step()
-    return events
-
-
-def assert_idle(engine: Engine) -> None:
-    engine.check()
-    stats = engine.stats()
-    assert (stats.held, stats.num_running, stats.num_waiting) == (0, 0, 0)
-    assert stats.free + stats.cached == stats.capacity
 
 
 def test_one_request_runs_to_its_length() -> None:

@@ -577,15 +577,25 @@ def test_a_worker_leaves_signals_to_the_launcher(config: EngineConfig) -> None:
     run(asyncio.new_event_loop, work())
 
 
-def test_a_cancelled_start_leaves_no_process(config: EngineConfig) -> None:
+@pytest.mark.parametrize("num_turns", [1, 2, 3, 100])
+@pytest.mark.parametrize(
+    "loop_factory", [asyncio.new_event_loop, uvloop.new_event_loop], ids=["asyncio", "uvloop"]
+)
+def test_a_cancelled_start_leaves_no_process(
+    config: EngineConfig, loop_factory: Callable[[], asyncio.AbstractEventLoop], num_turns: int
+) -> None:
     async def work() -> None:
         client = WorkerClient()
-        with pytest.raises(TimeoutError):
-            await asyncio.wait_for(client.start(config, lambda line: None), timeout=0.3)
+        start = asyncio.create_task(client.start(config, lambda line: None))
+        for _ in range(num_turns):  # of the event loop
+            await asyncio.sleep(0)
+        start.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await start
         await client.wait_dead()
         assert not is_running(client.pid)
 
-    run(asyncio.new_event_loop, work())
+    run(loop_factory, work())
 
 
 def test_an_event_loop_that_ends_takes_its_worker_down() -> None:
