@@ -23,11 +23,10 @@ class Take(NamedTuple):
 
 
 class Map(NamedTuple):
-    """The positions of `row` from `start` on are the slots of `segment`, all of them, shared."""
+    """The first positions of `row`, which begins with it, are the slots of `segments`, one after the other."""
 
     row: int
-    start: int
-    segment: int
+    segments: tuple[int, ...]
 
 
 class Stash(NamedTuple):
@@ -107,6 +106,10 @@ def encode(edits: Iterable[Edit]) -> bytes:
             words += rows
             words += starts
             words += counts
+        elif isinstance(edit, Map):
+            row, segments = edit
+            words += (_CODES[Map], 1 + len(segments), row)
+            words += segments
         else:
             words += (_CODES[type(edit)], len(edit))
             words += edit
@@ -131,6 +134,10 @@ def decode(data: bytes) -> list[Edit]:
             if rest:
                 raise ValueError(f"no edit: a Take of {count} integers, not three equal parts")
             edits.append(Take(values[:third], values[third : 2 * third], values[2 * third :]))
+        elif kind is Map:
+            if not values:
+                raise ValueError("no edit: a Map of no row")
+            edits.append(Map(values[0], values[1:]))
         else:
             if count != len(kind._fields):  # type: ignore[attr-defined]
                 raise ValueError(f"no edit: {kind.__name__} of {count} integers")

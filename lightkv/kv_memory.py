@@ -86,9 +86,9 @@ class KVMemory:
             match edit:
                 case Take():
                     self._take(edit)
-                case Map(row, start, segment):
-                    slots = self._segments[segment]
-                    self.table.slots(row, start, start + len(slots)).copy_(slots)
+                case Map(row, segments):
+                    slots = torch.cat([self._segments[segment] for segment in segments])
+                    self.table.slots(row, 0, len(slots)).copy_(slots)
                 case Stash(row, start, end, segment):
                     self._segments[segment] = self.table.slots(row, start, end).clone()
                 case Split(segment, at, head):

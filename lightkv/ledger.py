@@ -111,16 +111,17 @@ class TokenLedger:
 
         tree = self._tree
         root = tree.root(namespace)
-        path, matched = tree.find(root, token_ids[:-TOKEN_BYTES], 0)
-        if path and matched < len(path[-1].tokens):
-            path[-1] = self._split(path[-1], matched // TOKEN_BYTES)
+        path, matched = tree.find(root, token_ids, 0, len(token_ids) - TOKEN_BYTES)
         row = self._free_rows.pop()
-        self.num_cached -= tree.hold(root, path, row)
-        shared = 0
-        for segment in path:
-            self._edits.append(Map(row, shared, segment.id))
-            shared += len(segment.tokens) // TOKEN_BYTES
-        node = path[-1] if path else root
+        root.holders.add(row)
+        node, shared = root, 0
+        if path:
+            node = path[-1]
+            if matched < len(node.tokens):
+                path[-1] = node = self._split(node, matched // TOKEN_BYTES)
+            self.num_cached -= tree.hold(path, row)
+            shared = sum([len(segment.tokens) for segment in path]) // TOKEN_BYTES
+            self._edits.append(Map(row, tuple([segment.id for segment in path])))
         sequence = self._open[row] = Sequence(row, token_ids, root, node, shared)
         return sequence
 
@@ -130,7 +131,7 @@ class TokenLedger:
         root = self._tree.roots.get(namespace)
         if root is None:
             return Match((), 0, 0)
-        path, matched = self._tree.find(root, token_ids[:-TOKEN_BYTES], 0)
+        path, matched = self._tree.find(root, token_ids, 0, len(token_ids) - TOKEN_BYTES)
         tip = matched // TOKEN_BYTES
         return Match(tuple(path[::-1]), tip, tip + sum(segment.length for segment in path[:-1]))
 
@@ -193,10 +194,11 @@ class TokenLedger:
         self._require_open(sequence)
         if sequence.dropped:
             return
-        for segment in self._name_path(sequence, sequence.prompt):
-            segment.confirmed = 0
-            segment.published = self.step
-            self._unconfirmed.append(segment)
+        if not sequence.node.named:
+            for segment in self._name_path(sequence, sequence.prompt):
+                segment.confirmed = 0
+                segment.published = self.step
+                self._unconfirmed.append(segment)
         end = min(sequence.length, len(sequence.prompt) // TOKEN_BYTES)
         if end <= sequence.shared:
             return
@@ -261,9 +263,9 @@ class TokenLedger:
         if end > start:
             self._edits.append(Give(row, start, end))
             self.num_free += end - start
-        self._leave(sequence, list(sequence.path()))
+        self._leave(sequence, sequence.path())
         root = sequence.root
-        self._tree.leave(root, row, self._tree.touch())
+        root.holders.remove(row)
         self._tree.rest(root)
         self._gapped.discard(row)
         if sequence.dropped:
@@ -283,8 +285,7 @@ class TokenLedger:
             raise OutOfRows(self.max_sequences)
         self._share_tail(sequence)
         row = self._free_rows.pop()
-        for segment in sequence.path():
-            self._tree.share(segment, row)
+        self._tree.hold(sequence.path(), row)
         sequence.root.holders.add(row)
         twin = Sequence(row, sequence.prompt, sequence.root, sequence.node, sequence.shared)
         twin.num_hit = sequence.num_hit
@@ -421,12 +422,12 @@ class TokenLedger:
         """Put a closing sequence's tail into the tree. Returns the position up to which it is cached."""
         tree, row = self._tree, sequence.row
         end = min(sequence.length, len(tokens) // TOKEN_BYTES)
-        tokens = tokens[: end * TOKEN_BYTES]
         start = sequence.shared
-        self._name_path(sequence, tokens)
+        if not sequence.node.named:
+            self._name_path(sequence, tokens[: end * TOKEN_BYTES])
         if end <= start or not sequence.node.named:
             return start
-        path, matched = tree.find(sequence.node, tokens, start * TOKEN_BYTES)
+        path, matched = tree.find(sequence.node, tokens, start * TOKEN_BYTES, end * TOKEN_BYTES)
         if path and matched < len(path[-1].tokens):
             if not matched:  # `find` only descends where the first token agrees
                 raise CheckFailed(f"{path[-1]} is filed under a token it does not begin with")
@@ -438,12 +439,12 @@ class TokenLedger:
             self._edits.append(Give(row, start, found))
             self.num_free += found - start
             now = tree.touch()
-            for segment in node.up():
+            for segment in path:  # those above it are left, and so used, in a moment
                 segment.used = now
             if not node.holders:
                 tree.rest(node)
         if end > found:
-            fresh = tokens[found * TOKEN_BYTES :]
+            fresh = tokens[found * TOKEN_BYTES : end * TOKEN_BYTES]
             own = node is sequence.node and node.parent is not None and len(node.holders) == 1
             if own and not node.children:
                 if node.confirmed == node.length:
@@ -460,8 +461,6 @@ class TokenLedger:
     def _name_path(self, sequence: Sequence, tokens: bytes) -> list[Segment]:
         """Name the anonymous segments of its path, as far as `tokens` go. Returns those that were."""
         named: list[Segment] = []
-        if sequence.node.named:
-            return named
         begin = 0
         for segment in reversed(list(sequence.path())):
             end = begin + len(segment.tokens)
@@ -517,22 +516,20 @@ class TokenLedger:
         sequence.shared -= end - start
         self._leave(sequence, path[num_below:num_kept_or_left])
 
-    def _leave(self, sequence: Sequence, segments: list[Segment]) -> None:
+    def _leave(self, sequence: Sequence, path: Iterable[Segment]) -> None:
         """It holds these no more, the deepest first. What nobody holds is cached if it is named, else freed."""
-        tree = self._tree
-        now = tree.touch()
-        for segment in segments:
-            if not tree.leave(segment, sequence.row, now):
-                continue
+        for segment in self._tree.leave(path, sequence.row):
+            length = len(segment.tokens) // TOKEN_BYTES
             if not segment.named:
                 self._edits.append(Drop(segment.id, 0))
-                self.num_free += segment.length
+                self.num_free += length
                 continue
-            self.num_cached += segment.length
+            self.num_cached += length
             if self._gapped:
                 for child in [child for child in segment.children.values() if child.holders]:
                     self._cut_off(child)
-            tree.rest(segment)
+            if not segment.children:
+                self._tree.rest(segment)
 
     def _cut_off(self, segment: Segment) -> None:
         """What is above a held segment may go: nobody can hit it, or anything below it, any more."""

@@ -18,7 +18,7 @@ tokens are told it gets its name.
 """
 
 import heapq
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator
 
 from .errors import CheckFailed
 
@@ -88,13 +88,13 @@ class Segment:
         return found[::-1]
 
 
-def common_prefix(segment: bytes, tokens: bytes, at: int) -> int:
-    """How many bytes of `segment` equal `tokens[at:]` from their starts on, in whole tokens."""
-    low, high = 0, min(len(segment), len(tokens) - at) // TOKEN_BYTES
+def common_prefix(segment: bytes, tokens: bytes, at: int, end: int) -> int:
+    """How many bytes of `segment` equal `tokens[at:end]` from their starts on, in whole tokens."""
+    low, high = 0, min(len(segment), end - at) // TOKEN_BYTES
     while low < high:
         middle = (low + high + 1) // 2
-        first, last = low * TOKEN_BYTES, middle * TOKEN_BYTES
-        if segment[first:last] == tokens[at + first : at + last]:
+        first = low * TOKEN_BYTES
+        if tokens.startswith(segment[first : middle * TOKEN_BYTES], at + first):
             low = middle
         else:
             high = middle - 1
@@ -127,12 +127,9 @@ class PrefixTree:
         self._use += 1
         return self._use
 
-    def hold(self, root: Segment, path: list[Segment], row: int) -> int:
-        """`row` holds `path`, from `root` down. Returns how many tokens nobody held before."""
-        now = self.touch()
+    def hold(self, path: Iterable[Segment], row: int) -> int:
+        """`row` holds `path` too. Returns how many tokens nobody held before."""
         taken = 0
-        root.holders.add(row)
-        root.used = now
         for segment in path:
             holders = segment.holders
             if not holders:
@@ -140,41 +137,41 @@ class PrefixTree:
             elif len(holders) == 1:
                 self.shared.add(segment)
             holders.add(row)
-            segment.used = now
         return taken // TOKEN_BYTES
 
-    def share(self, segment: Segment, row: int) -> None:
-        """`row` holds `segment` too, beside at least one other."""
-        segment.holders.add(row)
-        self.shared.add(segment)
+    def leave(self, path: Iterable[Segment], row: int) -> list[Segment]:
+        """`row` holds `path` no more. Returns what of it nobody does, in its order."""
+        self._use = now = self._use + 1
+        unheld: list[Segment] = []
+        for segment in path:
+            holders = segment.holders
+            holders.remove(row)
+            segment.used = now
+            if not holders:
+                unheld.append(segment)
+            elif len(holders) == 1:
+                self.shared.discard(segment)
+        return unheld
 
-    def leave(self, segment: Segment, row: int, now: int) -> bool:
-        """`row` holds `segment` no more. Returns whether nobody does."""
-        segment.holders.remove(row)
-        segment.used = now
-        if len(segment.holders) == 1:
-            self.shared.discard(segment)
-        return not segment.holders
-
-    def find(self, node: Segment, tokens: bytes, at: int) -> tuple[list[Segment], int]:
-        """Walk from `node` as far as `tokens[at:]` goes. Changes nothing.
+    def find(self, node: Segment, tokens: bytes, at: int, end: int) -> tuple[list[Segment], int]:
+        """Walk from `node` as far as `tokens[at:end]` goes. Changes nothing.
 
         Returns the segments reached, from `node` (left out) on, and how many bytes of *the last* match (all of
         it but at the end; 0 where none is reached).
         """
         path: list[Segment] = []
-        matched, end = 0, len(tokens)
+        matched = 0
         while at < end:
             child = node.children.get(tokens[at : at + TOKEN_BYTES])
             if child is None:
                 break
             path.append(child)
-            if tokens.startswith(child.tokens, at):
-                matched = len(child.tokens)
-            else:
-                return path, common_prefix(child.tokens, tokens, at)
-            node = child
+            known = child.tokens
+            if not tokens.startswith(known, at, end):
+                return path, common_prefix(known, tokens, at, end)
+            matched = len(known)
             at += matched
+            node = child
         return path, matched
 
     def add(self, parent: Segment, tokens: bytes) -> Segment:

@@ -23,11 +23,9 @@ class MemoryModel:
                     for row, start, count in zip(rows, starts, counts, strict=True):
                         for position in range(start, start + count):
                             self.rows.setdefault(row, {})[position] = self._take()
-                case Map(row, start, segment):
-                    if start == 0:
-                        self.rows[row] = {}
-                    for i, slot in enumerate(self.segments[segment]):
-                        self.rows.setdefault(row, {})[start + i] = slot
+                case Map(row, segments):
+                    slots = [slot for segment in segments for slot in self.segments[segment]]
+                    self.rows[row] = dict(enumerate(slots))
                 case Stash(row, start, end, segment):
                     slots = [self.rows[row][position] for position in range(start, end)]
                     before = self.segments.get(segment, [])

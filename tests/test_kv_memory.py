@@ -83,10 +83,10 @@ def test_a_prompt_gets_a_run_and_a_decode_step_the_lowest(memory: KVMemory) -> N
 
 def test_stash_map_split_drop(memory: KVMemory) -> None:
     memory.apply([Take((1,), (0,), (6,)), Stash(1, 0, 4, segment=9)])
-    memory.apply([Map(2, 0, 9), Take((2,), (4,), (2,))])
+    memory.apply([Map(2, (9,)), Take((2,), (4,), (2,))])
     assert row_slots(memory, 2, 6) == [1, 2, 3, 4, 7, 8]
     memory.check([(1, 4, 6), (2, 4, 6)])
-    memory.apply([Split(9, 1, head=10), Map(3, 0, 10), Map(3, 1, 9)])
+    memory.apply([Split(9, 1, head=10), Map(3, (10, 9))])
     assert row_slots(memory, 3, 4) == [1, 2, 3, 4]
     memory.apply([Drop(9, 1)])
     assert memory.num_free == memory.capacity - 6
@@ -97,7 +97,7 @@ def test_stash_map_split_drop(memory: KVMemory) -> None:
 
 
 def test_a_stash_may_grow_a_segment(memory: KVMemory) -> None:
-    memory.apply([Take((1,), (0,), (5,)), Stash(1, 0, 2, 1), Stash(1, 0, 5, 1), Give(1, 5, 5), Map(2, 0, 1)])
+    memory.apply([Take((1,), (0,), (5,)), Stash(1, 0, 2, 1), Stash(1, 0, 5, 1), Give(1, 5, 5), Map(2, (1,))])
     assert row_slots(memory, 2, 5) == [1, 2, 3, 4, 5]
     memory.check([])
 
@@ -105,7 +105,7 @@ def test_a_stash_may_grow_a_segment(memory: KVMemory) -> None:
 def test_given_slots_are_read_before_the_row_is_mapped_anew(memory: KVMemory) -> None:
     """A row is closed and opened again within one list of edits: what it gives is what it held then."""
     memory.apply([Take((1,), (0,), (3,)), Take((2,), (0,), (3,)), Stash(2, 0, 3, 5)])
-    memory.apply([Give(1, 0, 3), Map(1, 0, 5)])
+    memory.apply([Give(1, 0, 3), Map(1, (5,))])
     assert row_slots(memory, 1, 3) == [4, 5, 6]
     memory.check([])
     assert memory.num_free == memory.capacity - 3
@@ -140,7 +140,7 @@ def test_the_same_edits_make_the_same_memory(memory: KVMemory, device: torch.dev
         Stash(1, 0, 4, 1),
         Split(1, 2, 2),
         Give(3, 2, 7),
-        Map(4, 0, 2),
+        Map(4, (2,)),
         Take((4, 2), (2, 1), (1, 1)),
         Drop(1, 1),
     ]
@@ -160,7 +160,7 @@ def test_apply_never_synchronises(memory: KVMemory) -> None:
         return [
             take,
             Stash(1, 0, 4, segment),
-            Map(3, 0, segment),
+            Map(3, (segment,)),
             Give(1, 4, 5),
             Give(2, 0, 3),
             Drop(segment, 0),

@@ -194,7 +194,7 @@ def test_retract_drops_what_failed_steps_published() -> None:
 
 
 def test_edits_encode_to_bytes_and_back() -> None:
-    edits = [Take((1, 2), (0, 9), (7, 1)), Map(1, 0, 2**40), Stash(1, 0, 4, 9)]
+    edits = [Take((1, 2), (0, 9), (7, 1)), Map(1, (2**40, 3)), Stash(1, 0, 4, 9)]
     edits += [Split(3, 2, 4), Give(2, 0, 4), Drop(3, 0), Take((), (), ())]
     assert decode(encode(edits)) == edits
     for bad in (encode(edits)[:-8], b"\xff" * 16, encode([Give(1, 2, 3)])[8:], b"abc"):
