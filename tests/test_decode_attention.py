@@ -137,7 +137,7 @@ def test_any_number_of_splits(
     device: torch.device, monkeypatch: pytest.MonkeyPatch, num_splits: int, window: int
 ) -> None:
     torch.manual_seed(num_splits)
-    monkeypatch.setattr(tuning, "decode_splits", lambda *_: num_splits)
+    monkeypatch.setattr(tuning, "decode_workers", lambda *_: num_splits)
     cache = poisoned_cache([*MIXED, 1300], device=device, num_kv_heads=1, key_dim=16, value_dim=16)
     check(cache, group=2, window=window)
 
@@ -146,7 +146,7 @@ def test_large_scores_neither_overflow_nor_lose_a_split(
     device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     torch.manual_seed(0)
-    monkeypatch.setattr(tuning, "decode_splits", lambda *_: 3)
+    monkeypatch.setattr(tuning, "decode_workers", lambda *_: 3)
     cache = poisoned_cache([190], device=device, num_kv_heads=1)
     q = torch.randn(1, 2, 64, device=device) * 100  # scores of a few hundred: one key takes all
     expected = decode_attention_reference(q, *cache, scale=1.0)

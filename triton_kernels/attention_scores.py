@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from . import tuning
-from .decode_attention import (
+from .attend_keys import (
     LOG2_E,
     check_attention_inputs,
     find_slots,

@@ -2,7 +2,7 @@
 
 The fresh tokens' K/V is in the cache before the call, so prefill, a chunk of it, and the checking of
 drafted tokens are one thing: a sequence's last `n` tokens attend to all of it through the index
-(`decode_attention.py` has the formula).
+(`attend_keys.py` has the formula).
 
 A tile's rows are queries times the query heads that share a K/V head: K and V are gathered once for all
 of them, and a short query still fills the tile.
@@ -16,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from . import tuning
-from .decode_attention import (
+from .attend_keys import (
     attend_keys,
     attend_reference,
     check_attention_inputs,

@@ -17,6 +17,7 @@ class DeviceClass(NamedTuple):
 
     num_multiprocessors: int
     shared_memory: int  # bytes one program may use
+    major: int  # of its compute capability
 
 
 class Launch(NamedTuple):
@@ -29,10 +30,10 @@ class Launch(NamedTuple):
 
 
 # The interpreter poses as a small GPU, so that its tests see several tiles and several splits.
-_INTERPRETER = DeviceClass(num_multiprocessors=4, shared_memory=64 * 1024)
+_INTERPRETER = DeviceClass(num_multiprocessors=4, shared_memory=64 * 1024, major=8)
 
-_MAX_SPLITS = 128
-_MIN_KEYS_PER_SPLIT = 32
+DECODE_UNIT = 32  # the keys of a part of a request are a multiple of it
+DECODE_WAVES = 4
 
 # Largest first.
 _PREFILL_LAUNCHES = (
@@ -59,7 +60,8 @@ def device_class(device: torch.device) -> DeviceClass:
     if device.type != "cuda":
         return _INTERPRETER
     properties = torch.cuda.get_device_properties(device)
-    return DeviceClass(properties.multi_processor_count, properties.shared_memory_per_block_optin)  # type: ignore[attr-defined]
+    shared_memory = properties.shared_memory_per_block_optin  # type: ignore[attr-defined]
+    return DeviceClass(properties.multi_processor_count, shared_memory, properties.major)
 
 
 def padded_dim(head_dim: int) -> int:
@@ -67,25 +69,33 @@ def padded_dim(head_dim: int) -> int:
     return max(16, triton.next_power_of_2(head_dim))
 
 
-def decode_splits(device: DeviceClass, num_requests: int, num_kv_heads: int, max_length: int) -> int:
-    """Into how many parts decode cuts each request's keys.
-
-    Aims at two programs a multiprocessor, at four while requests are so few that the longest of them
-    decides the time. `max_length` is the longest request that the index can name, not today's longest.
-    """
-    programs = max(1, num_requests * num_kv_heads)
-    waves = 4 if programs * 4 <= device.num_multiprocessors else 2
-    wanted = triton.cdiv(waves * device.num_multiprocessors, programs)
-    return max(1, min(wanted, _MAX_SPLITS, triton.cdiv(max_length, _MIN_KEYS_PER_SPLIT)))
+def has_early_launch(device: DeviceClass) -> bool:
+    """Can a kernel be launched while the one before it still runs (programmatic dependent launch)?"""
+    return device.major >= 9
 
 
-def decode_launch(key_dim: int, value_dim: int, element_size: int) -> Launch:
+def decode_workers(device: DeviceClass, num_kv_heads: int) -> int:
+    """Into how many equal shares decode cuts all its keys together: programs a multiprocessor, by K/V heads."""
+    return max(1, DECODE_WAVES * device.num_multiprocessors // num_kv_heads)
+
+
+class DecodeLaunch(NamedTuple):
+    """Keys of a tile and launch options of decode, and of what combines the parts."""
+
+    block_n: int
+    num_warps: int
+    num_stages: int
+    combine_parts: int
+    combine_warps: int
+
+
+def decode_launch(key_dim: int, value_dim: int, element_size: int) -> DecodeLaunch:
     """Tiles of decode: at most 32 KiB of K and V at a time, so that several programs share a processor."""
     bytes_per_key = (padded_dim(key_dim) + padded_dim(value_dim)) * element_size
     block_n = 64
     while block_n > 16 and block_n * bytes_per_key > 32 * 1024:
         block_n //= 2
-    return Launch(block_m=0, block_n=block_n, num_warps=4, num_stages=3)
+    return DecodeLaunch(block_n, 4, 3, 16, 4)
 
 
 def prefill_launch(

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from lightkv.triton_kernels.decode_attention import LOG2_E
+from lightkv.triton_kernels.attend_keys import LOG2_E
 from lightkv.triton_kernels.merge_states import merge_states_reference
 
 from ..staging import upload
