@@ -187,7 +187,7 @@ def test_refuses_what_does_not_fit(device: torch.device) -> None:
         ("last stride", q.mT.contiguous().mT, cache, {}),
         ("index must be int32", q, cache._replace(index=cache.index.long()), {}),
         ("lengths must be contiguous int32", q, cache._replace(lengths=cache.lengths.long()), {}),
-        ("one query a request", q[:1], cache, {}),
+        ("1 queries for each of 2 rows", q[:1], cache, {}),
         ("scale must be positive", q, cache, {"scale": 0.0}),
         ("shift in 0..31", q, cache, {"shift": 32}),
         ("out must have shape", q, cache, {"out": q[:, :2]}),

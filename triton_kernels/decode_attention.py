@@ -25,19 +25,30 @@ from .attend_keys import (
     find_slots_reference,
     score_scales,
 )
-from .decode_plan import ITEM_FIELDS, DecodePlan, decode_plan
+from .decode_plan import ITEM_FIELDS, SHARE_FIELDS, DecodePlan, decode_plan
 
-_FIELDS = tl.constexpr(ITEM_FIELDS)
+_ITEM_FIELDS = tl.constexpr(ITEM_FIELDS)
+_SHARE_FIELDS = tl.constexpr(SHARE_FIELDS)
 
 
-@triton.jit(do_not_specialize_on_alignment=["index", "items", "starts", "parts", "lengths"])
+@triton.jit
+def _load_item(item, is_item):
+    """Request, row, first key and end of the keys."""
+    request = tl.load(item, mask=is_item, other=0)
+    row = tl.load(item + 1, mask=is_item, other=0)
+    begin = tl.load(item + 2, mask=is_item, other=0)
+    end = tl.load(item + 3, mask=is_item, other=0)
+    return request, row, begin, end
+
+
+@triton.jit(do_not_specialize_on_alignment=["index", "items", "shares", "parts", "lengths"])
 def _decode_kernel(
     q,
     k_cache,
     v_cache,
     index,
     items,  # [capacity, 4]
-    starts,  # [workers + 1]
+    shares,  # [workers + 1, 8]
     parts,  # [B, 2]
     lengths,  # [B]
     out,
@@ -84,14 +95,15 @@ def _decode_kernel(
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
 
-    first_item = tl.load(starts + worker)
-    end_item = tl.load(starts + worker + 1)
+    share = shares + worker * _SHARE_FIELDS
+    first_item = tl.load(share)
+    end_item = tl.load(share + _SHARE_FIELDS)
+    next_request, next_row, next_begin, next_end = _load_item(share + 1, True)
     for item in range(first_item, end_item):
-        fields = items + item * _FIELDS
-        request = tl.load(fields).to(tl.int64)
-        index_row = index + tl.load(fields + 1).to(tl.int64) * stride_index
-        begin = tl.load(fields + 2)
-        end = tl.load(fields + 3)
+        request, begin, end = next_request.to(tl.int64), next_begin, next_end
+        index_row = index + next_row.to(tl.int64) * stride_index
+        following = items + (item + 1) * _ITEM_FIELDS
+        next_request, next_row, next_begin, next_end = _load_item(following, item + 1 < end_item)
         positions = begin + tl.arange(0, BLOCK_N)
         slots = find_slots(index_row, positions, positions < end, SHIFT)  # [BLOCK_N]
         num_parts = tl.load(parts + request * 2 + 1)
@@ -178,14 +190,15 @@ def _combine_kernel(
     head = tl.program_id(0).to(tl.int64)
     query = tl.program_id(1)
     num_heads = tl.num_programs(0)
+    # The plan was there before the attention began; what that has left is waited for.
+    request = tl.load(split + tl.program_id(2)).to(tl.int64)
+    first = tl.load(parts + request * 2, mask=request >= 0, other=0)
+    num_parts = tl.load(parts + request * 2 + 1, mask=request >= 0, other=0)
     if EARLY:
         tl.extra.cuda.gdc_wait()
-    request = tl.load(split + tl.program_id(2)).to(tl.int64)
     if request < 0:
         return
     token = request * NUM_QUERIES + query
-    first = tl.load(parts + request * 2)
-    num_parts = tl.load(parts + request * 2 + 1)
 
     dims = tl.arange(0, BLOCK_DV)
     peak = -1.0e30
@@ -220,7 +233,7 @@ def _decode_attention(
     v_cache: Tensor,
     index: Tensor,
     items: Tensor,
-    starts: Tensor,
+    shares: Tensor,
     parts: Tensor,
     split: Tensor,
     lengths: Tensor,
@@ -245,13 +258,13 @@ def _decode_attention(
     partial_lse = torch.empty(partial_shape, dtype=torch.float32, device=q.device)
     partial_out = torch.empty((*partial_shape, value_dim), dtype=torch.float32, device=q.device)
     score_scale, cap_scale = score_scales(scale, softcap)
-    _decode_kernel[(num_kv_heads, starts.shape[0] - 1)](
+    _decode_kernel[(num_kv_heads, shares.shape[0] - 1)](
         q,
         k_cache,
         v_cache,
         index,
         items,
-        starts,
+        shares,
         parts,
         lengths,
         out,

@@ -13,6 +13,7 @@ the beginning of another:
     items      ├─────── 0 ─────┼ 1 ┼─ 2 ─┼─ 3 ─┼────── 4 ──────┼─ 5 ┼─ 6 ─┤
 """
 
+from itertools import pairwise
 from typing import NamedTuple
 
 import torch
@@ -23,19 +24,30 @@ from torch import Tensor
 from . import tuning
 
 ITEM_FIELDS = 4  # request, row, first key, end of the keys
-_FIELDS = tl.constexpr(ITEM_FIELDS)
+SHARE_FIELDS = 8  # first item, and its fields
+_ITEM_FIELDS = tl.constexpr(ITEM_FIELDS)
+_SHARE_FIELDS = tl.constexpr(SHARE_FIELDS)
 
 
 class DecodePlan(NamedTuple):
     """`items`: int32 `[B + workers, 4]`: request, row of the index, first key, end of the keys.
-    `starts`: int32 `[workers + 1]`: worker w has the items from starts[w] to starts[w + 1].
+    `shares`: int32 `[workers + 1, 8]`: worker w has the items from shares[w, 0] to shares[w + 1, 0]; then the first
+    of them, so that it is read at once.
     `parts`: int32 `[B, 2]`: a request's first item, and how many it has, at least one.
     `split`: int32 `[min(B, workers)]`: the requests that have several; then -1."""
 
     items: Tensor
-    starts: Tensor
+    shares: Tensor
     parts: Tensor
     split: Tensor
+
+
+@triton.jit
+def _store_item(item, request, row, begin, end, is_item):
+    tl.store(item, request, mask=is_item)
+    tl.store(item + 1, row, mask=is_item)
+    tl.store(item + 2, begin, mask=is_item)
+    tl.store(item + 3, end, mask=is_item)
 
 
 @triton.jit(do_not_specialize=["num_requests", "num_workers"])
@@ -43,7 +55,7 @@ def _plan_kernel(
     rows,  # [B]
     lengths,  # [B]
     items,  # [B + num_workers, 4]
-    starts,  # [num_workers + 1]
+    shares,  # [num_workers + 1, 8]
     parts,  # [B, 2]
     split,  # [min(B, num_workers)]
     num_requests,
@@ -74,31 +86,30 @@ def _plan_kernel(
     rank = tl.cumsum(is_split.to(tl.int32), 0) - 1
     tl.store(split + rank, request, mask=is_split)
     num_split = tl.sum(is_split.to(tl.int32), 0)
-    last = tl.minimum(num_requests, num_workers)
-    for start in range(num_split, last, BLOCK_B):
-        tl.store(split + start + request, -1, mask=start + request < last)
+    num_listed = tl.minimum(num_requests, num_workers)
+    for start in range(num_split, num_listed, BLOCK_B):
+        tl.store(split + start + request, -1, mask=start + request < num_listed)
 
     first_key = length - num_keys
     for i in range(0, tl.max(num_parts, 0)):
         is_part = i < num_parts
         cut = tl.maximum((worker + i) * share, begin)  # in units
-        item = items + (first_item + i) * _FIELDS
-        tl.store(item, request, mask=is_part)
-        tl.store(item + 1, row, mask=is_part)
-        tl.store(item + 2, first_key + (cut - begin) * UNIT, mask=is_part)
-        tl.store(
-            item + 3, tl.minimum(first_key + ((worker + i + 1) * share - begin) * UNIT, length), mask=is_part
-        )
-        tl.store(starts + worker + i, first_item + i, mask=is_part & (cut == (worker + i) * share))
+        first = first_key + (cut - begin) * UNIT
+        last = tl.minimum(first_key + ((worker + i + 1) * share - begin) * UNIT, length)
+        _store_item(items + (first_item + i) * _ITEM_FIELDS, request, row, first, last, is_part)
+        opens_share = is_part & (cut == (worker + i) * share)
+        opened = shares + (worker + i) * _SHARE_FIELDS
+        tl.store(opened, first_item + i, mask=opens_share)
+        _store_item(opened + 1, request, row, first, last, opens_share)
     num_items = tl.sum(num_parts, 0)
     for start in range(tl.cdiv(total, share), num_workers + 1, BLOCK_W):
         idle = start + tl.arange(0, BLOCK_W)
-        tl.store(starts + idle, num_items, mask=idle <= num_workers)
+        tl.store(shares + idle * _SHARE_FIELDS, num_items, mask=idle <= num_workers)
 
 
-@torch.library.custom_op("lightkv::decode_plan", mutates_args=("items", "starts", "parts", "split"))
+@torch.library.custom_op("lightkv::decode_plan", mutates_args=("items", "shares", "parts", "split"))
 def _decode_plan(
-    rows: Tensor, lengths: Tensor, items: Tensor, starts: Tensor, parts: Tensor, split: Tensor, window: int
+    rows: Tensor, lengths: Tensor, items: Tensor, shares: Tensor, parts: Tensor, split: Tensor, window: int
 ) -> None:
     num_requests = rows.shape[0]
     if num_requests == 0:
@@ -108,11 +119,11 @@ def _decode_plan(
         rows,
         lengths,
         items,
-        starts,
+        shares,
         parts,
         split,
         num_requests,
-        starts.shape[0] - 1,
+        shares.shape[0] - 1,
         BLOCK_B=block_b,
         BLOCK_W=64,
         UNIT=tuning.DECODE_UNIT,
@@ -136,12 +147,14 @@ def decode_plan(
     """
     num_requests = len(rows)
     num_workers = tuning.decode_workers(tuning.device_class(rows.device), num_kv_heads)
-    sizes = (num_requests + num_workers) * ITEM_FIELDS, num_workers + 1, 2 * num_requests
-    storage = torch.empty(
-        sum(sizes) + min(num_requests, num_workers), dtype=torch.int32, device=rows.device
+    sizes = (
+        (num_requests + num_workers) * ITEM_FIELDS,
+        (num_workers + 1) * SHARE_FIELDS,
+        2 * num_requests,
+        min(num_requests, num_workers),
     )
-    items, starts, parts, split = storage.tensor_split((sizes[0], sizes[0] + sizes[1], sum(sizes)))
-    plan = DecodePlan(items.view(-1, ITEM_FIELDS), starts, parts.view(-1, 2), split)
+    items, shares, parts, split = torch.empty(sum(sizes), dtype=torch.int32, device=rows.device).split(sizes)
+    plan = DecodePlan(items.view(-1, ITEM_FIELDS), shares.view(-1, SHARE_FIELDS), parts.view(-1, 2), split)
     _decode_plan(rows, lengths, *plan, window + num_queries - 1 if window else 0)
     return plan
 
@@ -150,9 +163,9 @@ def decode_plan_reference(
     rows: Tensor, lengths: Tensor, *, num_workers: int, unit: int, window: int = 0
 ) -> DecodePlan:
     """The specification of `decode_plan`; `window` is the keys that a request's queries see together. Items that
-    are not used are left out."""
+    are not used are left out, and what is not written is 0."""
     items: list[list[int]] = []
-    starts: list[int] = []
+    shares: list[list[int]] = []
     parts: list[list[int]] = []
     lengths_host, rows_host = lengths.tolist(), rows.tolist()
     firsts = [max(length - window, 0) if window else 0 for length in lengths_host]
@@ -160,20 +173,18 @@ def decode_plan_reference(
     share = -(-sum(units) // num_workers)
     used = 0  # units of the requests so far
     for request, count in enumerate(units):
-        parts.append([len(items), 0])
-        at = used
-        while at < used + count:
-            end = min((at // share + 1) * share, used + count)
-            first = firsts[request]
-            if at % share == 0:
-                starts.append(len(items))
+        first = firsts[request]
+        cuts = [used, *range((used // share + 1) * share, used + count, share), used + count]
+        parts.append([len(items), len(cuts) - 1])
+        for cut, end in pairwise(cuts):
             last = min(first + (end - used) * unit, lengths_host[request])
-            items.append([request, rows_host[request], first + (at - used) * unit, last])
-            parts[-1][1] += 1
-            at = end
+            item = [request, rows_host[request], first + (cut - used) * unit, last]
+            if cut % share == 0:
+                shares.append([len(items), *item, 0, 0, 0])
+            items.append(item)
         used += count
-    starts += [len(items)] * (num_workers + 1 - len(starts))
+    shares += [[len(items)] + [0] * (SHARE_FIELDS - 1)] * (num_workers + 1 - len(shares))
     split = [request for request, (_, count) in enumerate(parts) if count > 1]
     split += [-1] * (min(len(units), num_workers) - len(split))
-    tensors = (torch.tensor(numbers, dtype=torch.int32) for numbers in (items, starts, parts, split))
+    tensors = (torch.tensor(numbers, dtype=torch.int32) for numbers in (items, shares, parts, split))
     return DecodePlan(*(tensor.to(lengths.device) for tensor in tensors))
