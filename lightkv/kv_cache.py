@@ -7,6 +7,7 @@ engine whose ledger and memory live in different processes uses `TokenLedger` an
 import threading
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
+from operator import index
 from typing import NamedTuple
 
 import torch
@@ -35,8 +36,9 @@ class ExportedKV(NamedTuple):
 class KVCache:
     """K/V of up to `capacity` tokens, shared by prefix, one token at a time.
 
-    It belongs to the thread that makes it; a verb called from another raises WrongThread. `on_edits` is called
-    with the edits of every verb that changes something, after they are applied.
+    It belongs to the thread that makes it; a verb called from another raises WrongThread. Counts are integers,
+    Python's or numpy's; others raise TypeError. `on_edits` is called with the edits of every verb that changes
+    something, after they are applied.
 
     >>> import torch
     >>> from lightkv import KVCache, KVSpec
@@ -106,6 +108,7 @@ class KVCache:
         SequenceTooLong, ValueError.
         """
         self._require_owner()
+        counts = [index(count) for count in counts]
         starts = [sequence.length for sequence in sequences]
         self.ledger.extend(sequences, counts)
         self._apply()
@@ -154,7 +157,7 @@ class KVCache:
         What it shared stays with the others, or cached. Raises ValueError.
         """
         self._require_owner()
-        self.ledger.truncate(sequence, length)
+        self.ledger.truncate(sequence, index(length))
         self._apply()
 
     def release(self, sequence: Sequence, count: int, sinks: int = 0) -> int:
@@ -164,7 +167,7 @@ class KVCache:
         are free at once. Nothing that the sequence computes is cached from now on. Raises ValueError.
         """
         self._require_owner()
-        num_freed = self.ledger.release(sequence, count, sinks)
+        num_freed = self.ledger.release(sequence, index(count), index(sinks))
         self._apply()
         return num_freed
 
@@ -197,19 +200,22 @@ class KVCache:
     def evict(self, count: int) -> None:
         """Free exactly `count` cached tokens, those used longest ago first. Raises OutOfTokens."""
         self._require_owner()
-        self.ledger.evict(count)
+        self.ledger.evict(index(count))
         self._apply()
 
     def slots(self, sequence: Sequence) -> torch.Tensor:
         """Where its tokens are: int32 `[length]` on the device, a view of its row of the table."""
+        self._require_owner()
         return self.memory.table.slots(sequence.row, 0, sequence.length)
 
     def positions(self, sequence: Sequence) -> torch.Tensor:
         """The positions of its tokens: int64 `[length]` on the device; with gaps where some were dropped."""
+        self._require_owner()
         return self.memory.positions(sequence.row, sequence.length)
 
     def kv_indices(self, sequences: Seq[Sequence]) -> KVIndices:
         """The batch as FlashInfer takes it, at a page size of one."""
+        self._require_owner()
         rows = [sequence.row for sequence in sequences]
         return self.memory.table.kv_indices(rows, [sequence.length for sequence in sequences])
 
@@ -265,11 +271,13 @@ class KVCache:
 
     def memory_map(self) -> MemoryMap:
         """What every slot is used for now. Waits for the device."""
+        self._require_owner()
         own = {(s.row, s.shared, s.length): OWN + s.row for s in self.ledger.sequences}
         return MemoryMap(self.memory.labels(segment_labels(self.ledger), own, CACHED))
 
     def check(self) -> None:
         """Recount everything, on the device too, which synchronises. Raises CheckFailed, InvalidFree."""
+        self._require_owner()
         self.ledger.check()
         if self.num_free != self.memory.num_free:
             raise CheckFailed(

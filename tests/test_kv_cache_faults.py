@@ -1,0 +1,142 @@
+"""What a cache refuses, and what fails around it: nothing is changed then, and nothing stays held."""
+
+import threading
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import torch
+
+from lightkv import KVCache, KVSpec, WrongThread
+from lightkv.kv_cache import ExportedKV
+from lightkv.sequence import Sequence
+
+SPEC = KVSpec(num_layers=2, num_kv_heads=1, k_dim=2, v_dim=1, dtype=torch.float32)
+IDS = [1, 2, 3, 4]
+
+
+def make_cache(device: torch.device) -> KVCache:
+    return KVCache(SPEC, 20, max_sequences=4, max_entries=12, device=device)
+
+
+def fill(cache: KVCache, token_ids: list[int]) -> Sequence:
+    """Open, and write K/V where it goes: of each token its id."""
+    sequence = cache.open(token_ids)
+    new = token_ids[sequence.length :]
+    slots = cache.extend([sequence], [len(new)])
+    for layer_idx in range(SPEC.num_layers):
+        values = torch.tensor(new, dtype=SPEC.dtype, device=slots.device)
+        cache.memory.pool.kv(layer_idx)[slots] = values[:, None].expand(-1, SPEC.width)
+    return sequence
+
+
+def exported(length: int = 3) -> ExportedKV:
+    return ExportedKV(SPEC, length, [torch.ones(length, SPEC.width) for _ in range(SPEC.num_layers)])
+
+
+def state(cache: KVCache) -> tuple[object, ...]:
+    """All that a refused call leaves as it is."""
+    cache.check()
+    memory = cache.memory
+    return (
+        cache.num_free,
+        cache.num_cached,
+        cache.ledger.num_open,
+        [repr(sequence) for sequence in cache.ledger.sequences],
+        memory.table.req_to_token.tolist(),
+        memory.allocator.mem_state.tolist(),
+    )
+
+
+# By name, on a cache and a sequence of it that alone holds the K/V of IDS.
+CHANGING: dict[str, Callable[[KVCache, Sequence], object]] = {
+    "open": lambda cache, one: cache.open([5]),
+    "extend": lambda cache, one: cache.extend([one], [1]),
+    "publish": lambda cache, one: cache.publish(one),
+    "confirm": lambda cache, one: cache.confirm(),
+    "retract": lambda cache, one: cache.retract(),
+    "fork": lambda cache, one: cache.fork(one),
+    "truncate": lambda cache, one: cache.truncate(one, 1),
+    "release": lambda cache, one: cache.release(one, 1),
+    "keep": lambda cache, one: cache.keep(one, torch.tensor([2], device=cache.memory.device)),
+    "close": lambda cache, one: cache.close(one),
+    "evict": lambda cache, one: cache.evict(0),
+    "import_sequence": lambda cache, one: cache.import_sequence([7, 8, 9], exported()),
+}
+READING: dict[str, Callable[[KVCache, Sequence], object]] = {
+    "slots": lambda cache, one: cache.slots(one),
+    "positions": lambda cache, one: cache.positions(one),
+    "kv_indices": lambda cache, one: cache.kv_indices([one]),
+    "export": lambda cache, one: cache.export(one),
+    "memory_map": lambda cache, one: cache.memory_map(),
+    "check": lambda cache, one: cache.check(),
+}
+VERBS = CHANGING | READING
+
+
+def test_the_verbs_are_all_here() -> None:
+    public = {name for name, value in vars(KVCache).items() if callable(value) and not name.startswith("_")}
+    assert public == set(VERBS)
+
+
+@pytest.mark.parametrize("name", VERBS)
+def test_a_verb_of_another_thread_is_refused(name: str, device: torch.device) -> None:
+    cache = make_cache(device)
+    sequence = fill(cache, IDS)
+    before = state(cache)
+    raised: list[WrongThread] = []
+
+    def call() -> None:
+        try:
+            VERBS[name](cache, sequence)
+        except WrongThread as error:
+            raised.append(error)
+
+    thread = threading.Thread(target=call, name="stranger")
+    thread.start()
+    thread.join()
+    assert [str(error).split(",")[1].strip() for error in raised] == [
+        "and stranger called it; have MainThread make the call"
+    ]
+    assert state(cache) == before
+    VERBS[name](cache, sequence)  # its owner may
+    cache.check()
+
+
+# --------------------------------------------------------------------------------
+# Counts
+
+COUNTED: dict[str, Callable[[KVCache, Sequence, object], object]] = {
+    "extend": lambda cache, one, count: cache.extend([one], [count]),  # type: ignore[list-item]
+    "extend, an array": lambda cache, one, count: cache.extend([one], np.array([count])),  # type: ignore[arg-type]
+    "truncate": lambda cache, one, count: cache.truncate(one, count),  # type: ignore[arg-type]
+    "release": lambda cache, one, count: cache.release(one, count),  # type: ignore[arg-type]
+    "release, sinks": lambda cache, one, count: cache.release(one, 1, count),  # type: ignore[arg-type]
+    "evict": lambda cache, one, count: cache.evict(count),  # type: ignore[arg-type]
+}
+
+
+@pytest.mark.parametrize("name", COUNTED)
+@pytest.mark.parametrize("count", [1.0, np.float64(1), "1", None], ids=repr)
+def test_a_count_that_is_no_integer_is_refused(name: str, count: object, device: torch.device) -> None:
+    cache = make_cache(device)
+    cache.close(fill(cache, [7, 8]))
+    sequence = fill(cache, IDS)
+    before = state(cache)
+    with pytest.raises(TypeError, match="integer"):
+        COUNTED[name](cache, sequence, count)
+    assert state(cache) == before
+
+
+@pytest.mark.parametrize("name", COUNTED)
+@pytest.mark.parametrize("kind", [np.int32, np.int64, np.uint8])
+def test_numpys_integers_count_as_pythons(name: str, kind: type, device: torch.device) -> None:
+    states = []
+    for count in (1, kind(1)):
+        cache = make_cache(device)
+        cache.close(fill(cache, [7, 8]))
+        COUNTED[name](cache, fill(cache, IDS), count)
+        states.append(state(cache))
+        assert all(type(sequence.length) is int for sequence in cache.ledger.sequences)
+        assert type(cache.num_free) is int
+    assert states[0] == states[1]
