@@ -4,6 +4,7 @@ Knows no model and no request. Every verb is the ledger's, with its edits applie
 engine whose ledger and memory live in different processes uses `TokenLedger` and `KVMemory` themselves.
 """
 
+import logging
 import threading
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
@@ -24,6 +25,8 @@ from .staging import upload
 from .token_ids import TokenIds, int32_bytes
 from .token_table import KVIndices
 
+_logger = logging.getLogger("lightkv")
+
 
 class ExportedKV(NamedTuple):
     """A sequence's K/V in host memory (pinned where the cache is on a GPU): of each layer `[length, width]`."""
@@ -37,8 +40,11 @@ class KVCache:
     """K/V of up to `capacity` tokens, shared by prefix, one token at a time.
 
     It belongs to the thread that makes it; a verb called from another raises WrongThread. Counts are integers,
-    Python's or numpy's; others raise TypeError. `on_edits` is called with the edits of every verb that changes
-    something, after they are applied.
+    Python's or numpy's; others raise TypeError.
+
+    `on_edits` is called with the edits of every verb that changes something, after they are applied. The verb
+    has happened by then, so an exception of the callback is logged (logger "lightkv") and goes no further. From
+    within it the cache may be read; a verb that would change it raises LightKVError.
 
     >>> import torch
     >>> from lightkv import KVCache, KVSpec
@@ -68,6 +74,7 @@ class KVCache:
         self.memory = KVMemory(spec, capacity + 1, max_sequences, max_entries, torch.device(device))
         self.on_edits: Callable[[list[Edit]], None] | None = None
         self._owner = threading.current_thread()
+        self._is_telling = False  # is `on_edits` running?
 
     @property
     def capacity(self) -> int:
@@ -95,7 +102,7 @@ class KVCache:
         At least one token is always left to compute. Sequences of different `namespace` share nothing. Raises
         OutOfRows, SequenceTooLong, ValueError.
         """
-        self._require_owner()
+        self._require_turn()
         sequence = self.ledger.open(int32_bytes(token_ids), namespace)
         self._apply()
         return sequence
@@ -107,7 +114,7 @@ class KVCache:
         `sequences`. Raises OutOfTokens only when free and cached tokens together are too few,
         SequenceTooLong, ValueError.
         """
-        self._require_owner()
+        self._require_turn()
         counts = [index(count) for count in counts]
         starts = [sequence.length for sequence in sequences]
         self.ledger.extend(sequences, counts)
@@ -123,13 +130,13 @@ class KVCache:
         It may be published before its K/V is written, if that is done before anyone reads it; `confirm` once it
         is, or `retract` should it fail.
         """
-        self._require_owner()
+        self._require_turn()
         self.ledger.publish(sequence)
         self._apply()
 
     def confirm(self) -> None:
         """All that was published has its K/V: it stays."""
-        self._require_owner()
+        self._require_turn()
         self.ledger.confirm(self.ledger.step)
 
     def retract(self) -> None:
@@ -137,7 +144,7 @@ class KVCache:
 
         Close its sequences first, with `cache=False`. Raises ValueError while one still holds such tokens.
         """
-        self._require_owner()
+        self._require_turn()
         self.ledger.retract()
         self._apply()
 
@@ -146,7 +153,7 @@ class KVCache:
 
         What each adds from here on is its own. Raises OutOfRows, ValueError.
         """
-        self._require_owner()
+        self._require_turn()
         twin = self.ledger.fork(sequence)
         self._apply()
         return twin
@@ -156,7 +163,7 @@ class KVCache:
 
         What it shared stays with the others, or cached. Raises ValueError.
         """
-        self._require_owner()
+        self._require_turn()
         self.ledger.truncate(sequence, index(length))
         self._apply()
 
@@ -166,7 +173,7 @@ class KVCache:
         The entries that remain move down in its row; their K/V stays where and as it is. Returns how many slots
         are free at once. Nothing that the sequence computes is cached from now on. Raises ValueError.
         """
-        self._require_owner()
+        self._require_turn()
         num_freed = self.ledger.release(sequence, index(count), index(sinks))
         self._apply()
         return num_freed
@@ -177,7 +184,7 @@ class KVCache:
         `entries`: int64 `[n]` on the device, each once, of `shared` to `length`, in any order. They move down
         in the row, in the order that they had. Returns how many slots are free at once. Raises ValueError.
         """
-        self._require_owner()
+        self._require_turn()
         if entries.dim() != 1 or entries.dtype != torch.int64 or entries.device != self.memory.device:
             raise ValueError(
                 f"entries must be int64 [n] on {self.memory.device}, got {entries.dtype} "
@@ -193,13 +200,13 @@ class KVCache:
         """End a sequence. With `cache` its tokens stay to be hit, those beyond the prompt as far as
         `output_ids` (the generated ids) names them; the rest is freed. Without, its private tokens are freed.
         """
-        self._require_owner()
+        self._require_turn()
         self.ledger.close(sequence, int32_bytes(output_ids), cache)
         self._apply()
 
     def evict(self, count: int) -> None:
         """Free exactly `count` cached tokens, those used longest ago first. Raises OutOfTokens."""
-        self._require_owner()
+        self._require_turn()
         self.ledger.evict(index(count))
         self._apply()
 
@@ -248,7 +255,7 @@ class KVCache:
         What the cache has of them is shared, and only the rest copied. Raises as `open` and `extend`, with
         nothing opened then, and ValueError for K/V of another shape.
         """
-        self._require_owner()
+        self._require_turn()
         ids, pool = int32_bytes(token_ids), self.memory.pool
         num_ids = len(ids) // TOKEN_BYTES
         if exported.spec != pool.spec or not 1 <= exported.length <= num_ids:
@@ -292,8 +299,23 @@ class KVCache:
         if caller is not self._owner:
             raise WrongThread(self._owner.name, caller.name)
 
+    def _require_turn(self) -> None:
+        self._require_owner()
+        if self._is_telling:
+            raise LightKVError(
+                "on_edits called a verb that changes the cache, in the middle of another; note it there, and "
+                "call it once that one has returned"
+            )
+
     def _apply(self) -> None:
         edits = self.ledger.drain()
         self.memory.apply(edits)
-        if edits and self.on_edits is not None:
+        if not edits or self.on_edits is None:
+            return
+        self._is_telling = True
+        try:
             self.on_edits(edits)
+        except Exception:  # it was told of what is done; whoever called the verb must get what it returns
+            _logger.exception("on_edits failed on %d edits, which have been applied", len(edits))
+        finally:
+            self._is_telling = False

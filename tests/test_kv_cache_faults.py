@@ -1,5 +1,6 @@
 """What a cache refuses, and what fails around it: nothing is changed then, and nothing stays held."""
 
+import logging
 import threading
 from collections.abc import Callable
 
@@ -7,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from lightkv import KVCache, KVSpec, WrongThread
+from lightkv import KVCache, KVSpec, LightKVError, WrongThread
 from lightkv.kv_cache import ExportedKV
 from lightkv.sequence import Sequence
 
@@ -100,6 +101,60 @@ def test_a_verb_of_another_thread_is_refused(name: str, device: torch.device) ->
     ]
     assert state(cache) == before
     VERBS[name](cache, sequence)  # its owner may
+    cache.check()
+
+
+# --------------------------------------------------------------------------------
+# Those who are told
+
+
+def test_a_callback_that_fails_takes_nothing_from_the_caller(
+    device: torch.device, caplog: pytest.LogCaptureFixture
+) -> None:
+    cache, calm = make_cache(device), make_cache(device)
+    for one in (cache, calm):
+        first = fill(one, IDS)
+        one.publish(first)
+        one.confirm()
+
+    def fail(*told: object) -> None:
+        raise RuntimeError("no room in the log")
+
+    cache.on_edits = fail
+    with caplog.at_level(logging.ERROR, "lightkv"):
+        for one in (cache, calm):
+            sequence = one.open([*IDS, 5])  # a Map
+            assert sequence.length == 4
+            assert len(one.extend([sequence], [2])) == 2
+            assert one.fork(sequence).length == 6
+            assert one.import_sequence([7, 8, 9], exported()).length == 3
+    assert state(cache) == state(calm)
+    assert len(caplog.records) == 4
+    assert all("no room in the log" in str(record.exc_info) for record in caplog.records)
+
+
+@pytest.mark.parametrize("name", VERBS)
+def test_a_callback_may_read_and_not_change(name: str, device: torch.device) -> None:
+    cache = make_cache(device)
+    sequence = fill(cache, IDS)
+    refused: list[LightKVError] = []
+    states = []
+
+    def call(*told: object) -> None:
+        before = state(cache)
+        try:
+            VERBS[name](cache, sequence)
+        except LightKVError as error:
+            refused.append(error)
+        states.append((before, state(cache)))
+
+    cache.on_edits = call
+    cache.extend([sequence], [1])
+    assert len(refused) == (name in CHANGING)
+    assert all("once that one has returned" in str(error) for error in refused)
+    assert [before for before, _ in states] == [after for _, after in states] != []
+    cache.on_edits = None
+    VERBS[name](cache, sequence)  # it may now
     cache.check()
 
 
