@@ -252,8 +252,8 @@ class KVCache:
     ) -> Sequence:
         """A new sequence with this K/V, which is that of the first tokens of `token_ids`.
 
-        What the cache has of them is shared, and only the rest copied. Raises as `open` and `extend`, with
-        nothing opened then, and ValueError for K/V of another shape.
+        What the cache has of them is shared, and only the rest copied. Raises as `open` and `extend`, and
+        ValueError for K/V of another shape or type; whatever it raises, nothing is held then.
         """
         self._require_turn()
         ids, pool = int32_bytes(token_ids), self.memory.pool
@@ -263,17 +263,24 @@ class KVCache:
                 f"K/V of {exported.length} tokens of {exported.spec} for {num_ids} token ids in a cache of "
                 f"{pool.spec}; give the ids that it was computed from, at least one"
             )
+        found = [(tuple(layer.shape), layer.dtype) for layer in exported.layers]
+        expected = [((exported.length, pool.spec.width), pool.spec.dtype)] * pool.spec.num_layers
+        if found != expected:
+            raise ValueError(
+                f"K/V of {len(found)} layers {sorted(set(map(str, found)))} where {len(expected)} of "
+                f"{expected[0]} are needed; give what `export` returned, whole"
+            )
         sequence = self.open(ids, namespace)
-        start, count = sequence.length, exported.length - sequence.length
-        if count > 0:
-            try:
+        try:
+            start, count = sequence.length, exported.length - sequence.length
+            if count > 0:
                 slots = self.extend([sequence], [count])
-            except LightKVError:
-                self.close(sequence)
-                raise
-            for layer_idx, layer in enumerate(exported.layers):
-                part = layer[start:].to(self.memory.device, non_blocking=True)
-                pool.kv(layer_idx).index_copy_(0, slots, part)
+                for layer_idx, layer in enumerate(exported.layers):
+                    part = layer[start:].to(self.memory.device, non_blocking=True)
+                    pool.kv(layer_idx).index_copy_(0, slots, part)
+        except BaseException:  # Ctrl-C as well
+            self.close(sequence, cache=False)  # not all of its K/V is written
+            raise
         return sequence
 
     def memory_map(self) -> MemoryMap:

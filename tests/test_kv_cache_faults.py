@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from lightkv import KVCache, KVSpec, LightKVError, WrongThread
+from lightkv import KVCache, KVSpec, LightKVError, OutOfTokens, WrongThread
 from lightkv.kv_cache import ExportedKV
 from lightkv.sequence import Sequence
 
@@ -156,6 +156,67 @@ def test_a_callback_may_read_and_not_change(name: str, device: torch.device) -> 
     cache.on_edits = None
     VERBS[name](cache, sequence)  # it may now
     cache.check()
+
+
+# --------------------------------------------------------------------------------
+# Import
+
+GOOD = exported().layers
+NO_KV: dict[str, list[torch.Tensor]] = {
+    "no layer": [],
+    "a layer short": GOOD[:1],
+    "a layer more": GOOD * 2,
+    "a short layer": [GOOD[0], GOOD[1][:2]],
+    "a long layer": [GOOD[0], torch.ones(4, SPEC.width)],
+    "a narrow layer": [GOOD[0], GOOD[1][:, :2]],
+    "flat layers": [layer.flatten() for layer in GOOD],
+    "another type": [layer.half() for layer in GOOD],
+}
+
+
+@pytest.mark.parametrize("layers", NO_KV.values(), ids=NO_KV)
+def test_layers_that_are_not_the_caches_are_refused(layers: list[torch.Tensor], device: torch.device) -> None:
+    cache = make_cache(device)
+    events: list[object] = []
+    cache.on_edits = lambda *told: events.append(told)
+    before = state(cache)
+    with pytest.raises(ValueError, match=r"where 2 of .*give what `export` returned"):
+        cache.import_sequence([7, 8, 9], ExportedKV(SPEC, 3, layers))
+    assert state(cache) == before
+    assert not events
+
+
+@pytest.mark.parametrize("error", [RuntimeError("the copy failed"), KeyboardInterrupt()], ids=repr)
+@pytest.mark.parametrize("num_shared", [0, 2])
+def test_a_copy_that_fails_leaves_nothing_held_or_cached(
+    error: BaseException, num_shared: int, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cache = make_cache(device)
+    if num_shared:
+        cache.close(fill(cache, [7, 8]))
+    pool, kv = cache.memory.pool, cache.memory.pool.kv
+
+    def fail_at_the_last(layer_idx: int) -> torch.Tensor:
+        if layer_idx == SPEC.num_layers - 1:
+            raise error
+        return kv(layer_idx)
+
+    monkeypatch.setattr(pool, "kv", fail_at_the_last)
+    with pytest.raises(type(error)):
+        cache.import_sequence([7, 8, 9], exported())
+    assert (cache.ledger.num_open, cache.num_held, cache.num_cached) == (0, 0, num_shared)
+    assert cache.open([7, 8, 9, 10]).num_hit == num_shared
+    cache.check()
+
+
+def test_an_import_that_finds_no_room_caches_nothing(device: torch.device) -> None:
+    cache = make_cache(device)
+    for ids in ([10 + i for i in range(12)], [30 + i for i in range(6)]):
+        fill(cache, ids)
+    before = state(cache)
+    with pytest.raises(OutOfTokens):
+        cache.import_sequence([7, 8, 9], exported())
+    assert state(cache) == before
 
 
 # --------------------------------------------------------------------------------
