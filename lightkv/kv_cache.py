@@ -21,7 +21,6 @@ from .ledger import TokenLedger
 from .memory_map import CACHED, OWN, MemoryMap, segment_labels
 from .prefix_tree import TOKEN_BYTES, Namespace
 from .sequence import Sequence
-from .staging import upload
 from .token_ids import TokenIds, int32_bytes
 from .token_table import KVIndices
 
@@ -42,8 +41,9 @@ class KVCache:
     It belongs to the thread that makes it; a verb called from another raises WrongThread. Counts are integers,
     Python's or numpy's; others raise TypeError.
 
-    `on_edits` is called with the edits of every verb that changes something, after they are applied. The verb
-    has happened by then, so an exception of the callback is logged (logger "lightkv") and goes no further. From
+    `on_edits(edits, kept)` is called with the edits of every verb that changes something, after they are
+    applied, and with the entries that each Keep among them was given: what `KVMemory.apply` takes. The verb has
+    happened by then, so an exception of the callback is logged (logger "lightkv") and goes no further. From
     within it the cache may be read; a verb that would change it raises LightKVError.
 
     >>> import torch
@@ -72,7 +72,7 @@ class KVCache:
     ) -> None:
         self.ledger = TokenLedger(capacity, max_sequences, max_entries)
         self.memory = KVMemory(spec, capacity + 1, max_sequences, max_entries, torch.device(device))
-        self.on_edits: Callable[[list[Edit]], None] | None = None
+        self.on_edits: Callable[[list[Edit], list[torch.Tensor]], None] | None = None
         self._owner = threading.current_thread()
         self._is_telling = False  # is `on_edits` running?
 
@@ -115,14 +115,11 @@ class KVCache:
         SequenceTooLong, ValueError.
         """
         self._require_turn()
-        counts = [index(count) for count in counts]
-        starts = [sequence.length for sequence in sequences]
-        self.ledger.extend(sequences, counts)
-        self._apply()
-        table = self.memory.table
-        rows = [sequence.row for sequence in sequences]
-        (entries,) = upload([table.entries(rows, starts, counts)], self.memory.device)
-        return table.read(entries).long()
+        self.ledger.extend(sequences, [index(count) for count in counts])
+        taken = self._apply()
+        if taken is None:  # nobody was to be extended
+            return torch.empty(0, dtype=torch.int64, device=self.memory.device)
+        return taken.long()
 
     def publish(self, sequence: Sequence) -> None:
         """Let what has slots of the sequence's prompt be hit by others, while it still runs.
@@ -182,7 +179,9 @@ class KVCache:
         """Of the tokens that it alone holds, only those at `entries` stay: the others are free at once.
 
         `entries`: int64 `[n]` on the device, each once, of `shared` to `length`, in any order. They move down
-        in the row, in the order that they had. Returns how many slots are free at once. Raises ValueError.
+        in the row, in the order that they had. The host does not look at them: for what is named twice, or is
+        out of range, another entry of the range stays. Returns how many slots are free at once. Raises
+        ValueError.
         """
         self._require_turn()
         if entries.dim() != 1 or entries.dtype != torch.int64 or entries.device != self.memory.device:
@@ -191,9 +190,7 @@ class KVCache:
                 f"{tuple(entries.shape)} on {entries.device}"
             )
         num_freed = self.ledger.keep(sequence, len(entries))
-        if num_freed:
-            self.memory.select(sequence.row, entries)
-        self._apply()
+        self._apply([entries] if num_freed else [])
         return num_freed
 
     def close(self, sequence: Sequence, output_ids: TokenIds = b"", cache: bool = True) -> None:
@@ -314,15 +311,16 @@ class KVCache:
                 "call it once that one has returned"
             )
 
-    def _apply(self) -> None:
+    def _apply(self, kept: Seq[torch.Tensor] = ()) -> torch.Tensor | None:
+        """Returns the slots that were taken, int32; None where none were."""
         edits = self.ledger.drain()
-        self.memory.apply(edits)
-        if not edits or self.on_edits is None:
-            return
-        self._is_telling = True
-        try:
-            self.on_edits(edits)
-        except Exception:  # it was told of what is done; whoever called the verb must get what it returns
-            _logger.exception("on_edits failed on %d edits, which have been applied", len(edits))
-        finally:
-            self._is_telling = False
+        taken = self.memory.apply(edits, kept)
+        if edits and self.on_edits is not None:
+            self._is_telling = True
+            try:
+                self.on_edits(edits, list(kept))
+            except Exception:  # it was told of what is done; whoever called the verb must get what it returns
+                _logger.exception("on_edits failed on %d edits, which have been applied", len(edits))
+            finally:
+                self._is_telling = False
+        return taken

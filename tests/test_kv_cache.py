@@ -9,7 +9,9 @@ import pytest
 import torch
 
 from lightkv import KVCache, KVSpec, OutOfRows, OutOfTokens, SequenceTooLong, kv_cache
-from lightkv.ledger import Sequence
+from lightkv.edits import Edit
+from lightkv.kv_memory import KVMemory
+from lightkv.sequence import Sequence
 
 SPEC = KVSpec(num_layers=1, num_kv_heads=1, k_dim=1, v_dim=1, dtype=torch.float32)
 
@@ -53,6 +55,51 @@ def test_extend_returns_slots_packed_in_the_order_given(device: torch.device) ->
     assert slots.dtype == torch.int64
     table = cache.memory.table
     assert slots.tolist() == table.slots(second.row, 0, 2).tolist() + table.slots(first.row, 0, 3).tolist()
+
+
+def test_extend_looks_its_entries_up_once(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    cache = make_cache(device)
+    first, second = cache.open([1, 2, 3]), cache.open([4, 5])
+    table, looked_up = cache.memory.table, []
+    entries = table.entries
+    monkeypatch.setattr(table, "entries", lambda *where: looked_up.append(where) or entries(*where))
+    assert len(cache.extend([second, first], [2, 3])) == 5
+    assert len(looked_up) == 1
+    nothing = cache.extend([], [])
+    assert (nothing.tolist(), nothing.dtype, nothing.device) == ([], torch.int64, cache.memory.device)
+
+
+def test_keep_looks_at_no_entry_and_keeps_as_many(device: torch.device) -> None:
+    """What is named twice, or is out of range, makes place for another entry: of those not named the last."""
+    for entries, kept in (([1, 4], [1, 4]), ([4, 4], [4, 5]), ([-7, 900], [4, 5]), ([], [])):
+        cache = make_cache(device)
+        sequence = cache.open([1, 2, 3, 4, 5, 6])
+        slots = cache.extend([sequence], [6]).tolist()
+        assert cache.keep(sequence, torch.tensor(entries, dtype=torch.int64, device=device)) == 6 - len(kept)
+        assert cache.slots(sequence).tolist() == [slots[entry] for entry in kept]
+        assert cache.positions(sequence).tolist() == kept
+        cache.check()
+
+
+def test_who_is_told_can_replay_a_keep(device: torch.device) -> None:
+    cache = make_cache(device)
+    mirror = KVMemory(SPEC, 41, 4, 24, cache.memory.device)
+    events: list[int] = []
+
+    def replay(edits: list[Edit], kept: list[torch.Tensor]) -> None:
+        mirror.apply(edits, kept)
+        events.append(len(kept))
+
+    cache.on_edits = replay
+    sequence = cache.open([1, 2, 3, 4, 5, 6])
+    cache.extend([sequence], [6])
+    cache.keep(sequence, torch.tensor([5, 0, 2], device=device))
+    cache.keep(sequence, torch.tensor([0, 1, 2], device=device))  # all that there are: nothing changes
+    cache.extend([sequence], [2])
+    assert events == [0, 1, 0]
+    assert torch.equal(mirror.table.req_to_token, cache.memory.table.req_to_token)
+    assert torch.equal(mirror.allocator.mem_state, cache.memory.allocator.mem_state)
+    assert torch.equal(mirror.positions(sequence.row, 5), cache.positions(sequence))
 
 
 def test_a_refused_verb_changes_nothing(device: torch.device) -> None:

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from lightkv import KVSpec, OutOfTokens, TokenTable
-from lightkv.edits import Drop, Edit, Give, Map, Split, Stash, Take, decode, encode
+from lightkv.edits import Drop, Edit, Give, Keep, Map, Split, Stash, Take, decode, encode
 from lightkv.errors import CheckFailed
 from lightkv.kv_memory import KVMemory
 from lightkv.staging import packed_size, upload
@@ -109,6 +109,39 @@ def test_given_slots_are_read_before_the_row_is_mapped_anew(memory: KVMemory) ->
     assert row_slots(memory, 1, 3) == [4, 5, 6]
     memory.check([])
     assert memory.num_free == memory.capacity - 3
+
+
+def test_apply_returns_the_slots_of_the_last_take(memory: KVMemory) -> None:
+    assert memory.apply([]) is None
+    slots = memory.apply([Take((1,), (0,), (3,)), Take((2, 1), (0, 3), (2, 1)), Give(1, 0, 1)])
+    assert slots is not None
+    assert slots.dtype == torch.int32
+    assert slots.tolist() == row_slots(memory, 2, 2) + row_slots(memory, 1, 4)[3:]
+    assert memory.apply([Give(2, 0, 2)]) is None
+
+
+def test_each_keep_has_its_entries(memory: KVMemory) -> None:
+    memory.apply([Take((1, 2), (0, 0), (6, 4))])
+    first, second = row_slots(memory, 1, 6), row_slots(memory, 2, 4)
+    kept = [torch.tensor(entries, device=memory.device) for entries in ([1, 4], [5, 0, 2])]
+    memory.apply([Keep(2, 1, 4, 2), Keep(1, 0, 6, 3)], [kept[0], kept[1]])
+    assert row_slots(memory, 1, 3) == [first[0], first[2], first[5]]
+    # 4 is none of its range: of those not named the first makes room.
+    assert row_slots(memory, 2, 3) == [second[0], second[1], second[3]]
+    memory.check([(1, 0, 3), (2, 0, 3)])
+
+
+@pytest.mark.parametrize("num_entries", [0, 2])
+def test_a_keep_without_its_entries_is_refused_before_anything_is_done(
+    memory: KVMemory, num_entries: int
+) -> None:
+    memory.apply([Take((1,), (0,), (4,))])
+    before = memory.table.req_to_token.clone()
+    entries = [torch.tensor([1], device=memory.device)] * num_entries
+    with pytest.raises(ValueError, match=f"1 Keep edits and entries for {num_entries}"):
+        memory.apply([Take((2,), (0,), (3,)), Keep(1, 0, 4, 1)], entries)
+    assert torch.equal(memory.table.req_to_token, before)
+    memory.check([(1, 0, 4)])
 
 
 def test_a_shortage_raises_and_takes_nothing(memory: KVMemory) -> None:
