@@ -96,6 +96,26 @@ class KVCache:
         """Tokens that some open sequence holds, shared ones once."""
         return self.ledger.num_held
 
+    @property
+    def num_available(self) -> int:
+        """Tokens that `extend` could give: the free and, by eviction, the cached."""
+        return self.ledger.num_available
+
+    @property
+    def num_open(self) -> int:
+        """Sequences that are open."""
+        return self.ledger.num_open
+
+    @property
+    def max_sequences(self) -> int:
+        """Sequences that can be open at once."""
+        return self.ledger.max_sequences
+
+    def match(self, token_ids: TokenIds, namespace: Namespace = ()) -> int:
+        """How many tokens of this prompt `open` would find cached. Changes nothing. Raises ValueError."""
+        self._require_owner()
+        return self.ledger.match(int32_bytes(token_ids), namespace).num_tokens
+
     def open(self, token_ids: TokenIds, namespace: Namespace = ()) -> Sequence:
         """A new sequence that holds the longest cached prefix of its prompt: its first `length` tokens.
 
@@ -158,7 +178,8 @@ class KVCache:
     def truncate(self, sequence: Sequence, length: int) -> None:
         """Let go of all but its first `length` entries: say, of tokens that were guessed wrong.
 
-        What it shared stays with the others, or cached. Raises ValueError.
+        What it shared stays with the others, or cached; what is cut off of its prompt is its prompt no more.
+        The position of its next token is `length + sequence.dropped` then. Raises ValueError.
         """
         self._require_turn()
         self.ledger.truncate(sequence, index(length))
@@ -196,6 +217,9 @@ class KVCache:
     def close(self, sequence: Sequence, output_ids: TokenIds = b"", cache: bool = True) -> None:
         """End a sequence. With `cache` its tokens stay to be hit, those beyond the prompt as far as
         `output_ids` (the generated ids) names them; the rest is freed. Without, its private tokens are freed.
+
+        Every token that is named has to have its K/V written: whoever hits it reads what is there. The token
+        that was sampled last has none yet, unless a slot was taken for it and filled. Raises ValueError.
         """
         self._require_turn()
         self.ledger.close(sequence, int32_bytes(output_ids), cache)

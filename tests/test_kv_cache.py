@@ -129,6 +129,41 @@ def test_namespaces_share_nothing(device: torch.device) -> None:
     assert cache.open([1, 2, 3], namespace=("a",)).num_hit == 2
 
 
+def test_match_says_what_open_would_hit_and_changes_nothing(device: torch.device) -> None:
+    cache = make_cache(device)
+    for ids in ([1, 2, 3, 4], [5, 6]):
+        first = cache.open(ids, namespace=("a",))
+        cache.extend([first], [len(ids)])
+        cache.close(first)
+    for prompt in ([1, 2, 3, 4], [1, 2, 3, 4, 5], [1, 2, 9], [9]):
+        found = cache.match(prompt, ("a",))
+        assert cache.match(np.array(prompt), namespace=("b",)) == cache.match(prompt) == 0
+        assert (cache.num_cached, cache.num_open) == (6, 0)
+        sequence = cache.open(prompt, ("a",))
+        assert found == sequence.num_hit
+        cache.close(sequence)
+    cache.close(cache.open([5, 6, 7], ("a",)))
+    assert cache.match([1, 2, 3, 4, 5], ("a",)) == 4  # and does not count as use: it goes first
+    cache.evict(4)
+    assert (cache.match([1, 2], ("a",)), cache.match([5, 6, 7], ("a",))) == (0, 2)
+    with pytest.raises(ValueError, match="token ids"):
+        cache.match([])
+
+
+def test_the_counts_are_the_ledgers(device: torch.device) -> None:
+    cache = make_cache(device)
+    first = cache.open([1, 2, 3])
+    cache.extend([first], [3])
+    assert (cache.num_open, cache.max_sequences, cache.num_available) == (1, 4, 37)
+    cache.close(first)
+    assert (cache.num_open, cache.num_cached, cache.num_available) == (0, 3, 40)
+    sequence = cache.open([9])
+    with pytest.raises(OutOfTokens):
+        cache.extend([sequence, cache.open([8])], [20, 21])
+    cache.extend([sequence], [20])
+    assert cache.num_available == 20
+
+
 @dataclass
 class Running:
     """A sequence of the walk, and every token id it has, generated ones included."""

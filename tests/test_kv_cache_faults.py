@@ -42,7 +42,7 @@ def state(cache: KVCache) -> tuple[object, ...]:
     return (
         cache.num_free,
         cache.num_cached,
-        cache.ledger.num_open,
+        cache.num_open,
         [repr(sequence) for sequence in cache.ledger.sequences],
         memory.table.req_to_token.tolist(),
         memory.allocator.mem_state.tolist(),
@@ -65,6 +65,7 @@ CHANGING: dict[str, Callable[[KVCache, Sequence], object]] = {
     "import_sequence": lambda cache, one: cache.import_sequence([7, 8, 9], exported()),
 }
 READING: dict[str, Callable[[KVCache, Sequence], object]] = {
+    "match": lambda cache, one: cache.match(IDS),
     "slots": lambda cache, one: cache.slots(one),
     "positions": lambda cache, one: cache.positions(one),
     "kv_indices": lambda cache, one: cache.kv_indices([one]),
@@ -204,7 +205,7 @@ def test_a_copy_that_fails_leaves_nothing_held_or_cached(
     monkeypatch.setattr(pool, "kv", fail_at_the_last)
     with pytest.raises(type(error)):
         cache.import_sequence([7, 8, 9], exported())
-    assert (cache.ledger.num_open, cache.num_held, cache.num_cached) == (0, 0, num_shared)
+    assert (cache.num_open, cache.num_held, cache.num_cached) == (0, 0, num_shared)
     assert cache.open([7, 8, 9, 10]).num_hit == num_shared
     cache.check()
 
