@@ -38,8 +38,9 @@ class ExportedKV(NamedTuple):
 class KVCache:
     """K/V of up to `capacity` tokens, shared by prefix, one token at a time.
 
-    It belongs to the thread that makes it; a verb called from another raises WrongThread. Counts are integers,
-    Python's or numpy's; others raise TypeError.
+    It belongs to the thread that makes it; a verb called from another raises WrongThread. A GPU has to be that
+    thread's current device (`torch.cuda.set_device`); making a cache on another one raises ValueError. Counts
+    are integers, Python's or numpy's; others raise TypeError.
 
     `on_edits(edits, kept)` is called with the edits of every verb that changes something, after they are
     applied, and with the entries that each Keep among them was given: what `KVMemory.apply` takes. The verb has

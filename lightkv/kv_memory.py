@@ -21,11 +21,16 @@ from .token_table import TokenTable
 
 
 class KVMemory:
-    """An allocator, a token table, a pool, and the slots of every shared segment, on one device."""
+    """An allocator, a token table, a pool, and the slots of every shared segment, on one device.
+
+    A GPU has to be the calling thread's current device, here (else ValueError) and for every verb.
+    """
 
     def __init__(
         self, spec: KVSpec, num_slots: int, max_sequences: int, max_entries: int, device: torch.device
     ) -> None:
+        if device.type == "cuda":
+            require_current(device, torch.cuda.current_device())
         self.allocator = TokenAllocator(num_slots, device)
         self.device = device = self.allocator.device  # with its number: "cuda" is another one to torch
         self.table = TokenTable(max_sequences, max_entries, device)
@@ -188,3 +193,13 @@ class KVMemory:
         if freed:
             self.allocator.free(freed[0] if len(freed) == 1 else torch.cat(freed))
             freed.clear()
+
+
+def require_current(device: torch.device, current: int) -> None:
+    """Raises ValueError for a GPU that is not the `current` one, on which kernels are launched wherever their
+    tensors are."""
+    if device.index not in (None, current):
+        raise ValueError(
+            f"memory on {device} while cuda:{current} is the current device, where kernels run; call "
+            f"torch.cuda.set_device({device.index}) first, or work within torch.cuda.device({device.index})"
+        )

@@ -1,5 +1,8 @@
 """The device memory under edits: tables, segments and free slots, against the edits' own words."""
 
+import io
+
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -7,7 +10,11 @@ import torch
 from lightkv import KVSpec, OutOfTokens, TokenTable
 from lightkv.edits import Drop, Edit, Give, Keep, Map, Split, Stash, Take, decode, encode
 from lightkv.errors import CheckFailed
-from lightkv.kv_memory import KVMemory
+from lightkv.kv_memory import KVMemory, require_current
+from lightkv.router import build as build_module
+from lightkv.router.config import EngineConfig, InvalidConfig
+from lightkv.router.messages import WorkerStart
+from lightkv.router.worker import Worker
 from lightkv.staging import packed_size, upload
 
 SPEC = KVSpec(num_layers=1, num_kv_heads=1, k_dim=2, v_dim=2, dtype=torch.float32)
@@ -184,6 +191,32 @@ def test_the_same_edits_make_the_same_memory(memory: KVMemory, device: torch.dev
     assert torch.equal(memory.table.req_to_token, other.table.req_to_token)
     assert torch.equal(memory.allocator.mem_state, other.allocator.mem_state)
     memory.check([(1, 4, 5), (2, 0, 2), (3, 0, 2), (4, 2, 3)])
+
+
+def test_memory_on_a_gpu_that_is_not_the_current_one_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 2)
+    with pytest.raises(ValueError, match=r"on cuda:1 while cuda:2 .* torch.cuda.set_device\(1\) first"):
+        KVMemory(SPEC, 41, max_sequences=4, max_entries=16, device=torch.device("cuda:1"))
+    for device in ("cuda", "cuda:2"):
+        require_current(torch.device(device), 2)
+
+
+@pytest.mark.parametrize(("device", "made_current"), [("cuda:1", ["cuda:1"]), ("cpu", [])])
+def test_the_workers_gpu_is_its_current_one_before_anything_is_built(
+    device: str, made_current: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[str] = []
+
+    def build(config: EngineConfig, report: object) -> None:
+        calls.append("build")
+        raise InvalidConfig("that is enough")
+
+    monkeypatch.setattr(build_module, "pick_device", torch.device)
+    monkeypatch.setattr(build_module, "build_runner", build)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: calls.append(str(device)))
+    start = msgspec.msgpack.encode(WorkerStart(EngineConfig(device=device)))
+    assert b"that is enough" in Worker(io.StringIO()).exposed_start(start)
+    assert calls == [*made_current, "build"]
 
 
 @pytest.mark.gpu
