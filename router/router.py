@@ -223,9 +223,9 @@ class Router:
 
     async def _map(self, worker: Worker, ledger: TokenLedger) -> None:
         """Have the pool mapped as it is now, for all who have asked."""
-        private = [(sequence.row, sequence.shared, sequence.length) for sequence in ledger.sequences]
+        owners = Owners(segment_labels(ledger), ledger.private_ranges())
         try:
-            found = await worker.map(encode(ledger.drain()), Owners(segment_labels(ledger), private))
+            found = await worker.map(encode(ledger.drain()), owners)
         except WorkerFailed as error:
             if error.fatal:
                 raise
@@ -239,9 +239,9 @@ class Router:
             self._unchecked = False
             scheduler.check()
             ledger = scheduler.ledger
-            private = [(sequence.row, sequence.shared, sequence.length) for sequence in ledger.sequences]
+            holding = Holding(ledger.num_free, ledger.private_ranges())
             try:
-                await worker.check(encode(ledger.drain()), Holding(ledger.num_free, private))
+                await worker.check(encode(ledger.drain()), holding)
             except WorkerFailed as error:  # not a crash: the books are wrong
                 raise LightKVError(f"a recount of the memory failed: {error}") from error
             return  # something may have come meanwhile
