@@ -144,8 +144,8 @@ class KVCache:
 
     def shrink(self, sequences: Seq[Sequence], counts: Seq[int]) -> None:
         """Undo an `extend`, all or none: the last `counts[i]` slots of `sequences[i]` go back, for what was
-        to be computed was not. Their prompts stay what they are. Raises ValueError for slots that are not its
-        own.
+        to be computed was not. Their prompts stay what they are. Raises ValueError for slots that others may
+        hold.
         """
         self._require_turn()
         self.ledger.shrink(sequences, [index(count) for count in counts])
