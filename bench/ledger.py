@@ -3,8 +3,8 @@
     python -m bench.ledger --out bench/results/ledger.json
 
 No device and no tensor: the ledger is host arithmetic. A verb's time is from its call until its edits are
-drained. The service encodes them for the wire, once a step for all verbs; what that takes for one verb's is a row
-of its own. Two loads, of 1,000-token prompts:
+drained. The service encodes them for the wire, once a step for all verbs; what that takes for one verb's is a
+row of its own. Two loads, of 1,000-token prompts:
 
     documents   256 tokens that sixteen documents begin with, 256 of the document, and a question of its own
     chats       a system prompt that all have, eight turns of 100 tokens, and another last turn each time
