@@ -15,6 +15,7 @@ from lightkv import KVCache, KVSpec, LightKVError, WrongThread
 from lightkv.edits import Edit, Keep, decode, encode
 from lightkv.kv_cache import ExportedKV
 from lightkv.kv_memory import KVMemory
+from lightkv.kv_pool import KVPool
 from lightkv.sequence import Sequence
 
 DOCS = Path(__file__).parents[1] / "docs"
@@ -52,17 +53,38 @@ def blocks(language: str) -> list[str]:
 
 
 @pytest.fixture
-def page(capsys: pytest.CaptureFixture[str]) -> tuple[dict[str, Any], str]:
-    """What is defined once the first program has run, and what it has printed."""
+def page(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> tuple[dict[str, Any], str]:
+    """What is defined once the first program has run, and what it has printed. Pools begin full of NaN."""
+    make_pool = KVPool.__init__
+
+    def poisoned(pool: KVPool, spec: KVSpec, num_slots: int, device: torch.device) -> None:
+        make_pool(pool, spec, num_slots, device)
+        for layer_idx in range(spec.num_layers):
+            pool.kv(layer_idx)[1:] = torch.nan  # slot 0 is padding, and is read
+
+    monkeypatch.setattr(KVPool, "__init__", poisoned)
     names: dict[str, Any] = {}
     exec(compile(blocks("python")[0], str(PAGE), "exec"), names)
     return names, capsys.readouterr().out
+
+
+def assert_written(cache: KVCache) -> None:
+    """What is held or cached has its K/V: nobody can hit or take away what was never computed."""
+    used = cache.memory.allocator.mem_state[1:] == 0
+    for layer_idx in range(cache.memory.pool.spec.num_layers):
+        assert not cache.memory.pool.kv(layer_idx)[1:][used].isnan().any()
 
 
 def test_every_program_of_the_page_runs(page: tuple[dict[str, Any], str]) -> None:
     names, _ = page
     for program in blocks("python")[1:]:
         exec(compile(program, str(PAGE), "exec"), names)
+        for name in ("cache", "other"):
+            if name in names:
+                assert_written(names[name])
+    assert not any(layer.isnan().any() for layer in names["kept"].layers)
     names["cache"].check()
     names["other"].check()
     names["watched"].check()
