@@ -29,7 +29,23 @@ from typing import Any, NamedTuple, ParamSpec, TypeVar
 import numpy as np
 
 from bench.report import parser, print_json, print_machine, print_table, refuse
-from lightkv.edits import Copy, Drop, Edit, Give, Keep, Map, Shift, Split, Stash, Take, decode, encode
+from lightkv.edits import (
+    Copy,
+    Cut,
+    Drop,
+    Edit,
+    Give,
+    Join,
+    Keep,
+    Map,
+    Shift,
+    Split,
+    Stash,
+    Take,
+    Unstash,
+    decode,
+    encode,
+)
 from lightkv.errors import LightKVError
 from lightkv.ledger import TokenLedger
 from lightkv.prefix_tree import TOKEN_BYTES
@@ -126,7 +142,11 @@ class Books:
                     self.num_free += self.segments.pop(segment) - start
                     if start:
                         self.segments[segment] = start
-                case Map() | Copy() | Shift():
+                case Join(segment, head):
+                    self.segments[segment] += self.segments.pop(head)
+                case Unstash(segment):
+                    del self.segments[segment]
+                case Map() | Copy() | Cut() | Shift():
                     pass
 
 

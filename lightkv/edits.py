@@ -54,13 +54,34 @@ class Give(NamedTuple):
     end: int
 
 
+class Join(NamedTuple):
+    """`segment` begins with the slots of `head` now, which is no more: what `Split` does, undone."""
+
+    segment: int
+    head: int
+
+
+class Unstash(NamedTuple):
+    """`segment` is no more; its slots stay with the row that has them."""
+
+    segment: int
+
+
 class Copy(NamedTuple):
-    """The first `end` entries of `row` are those of `source` now: the same slots, at the same positions. Of
-    row 0, with `end` 0: the row begins anew."""
+    """The first `end` entries of `row` are those of `source` now: the same slots, at the same positions."""
 
     row: int
     source: int
     end: int
+
+
+class Cut(NamedTuple):
+    """The row's entries end at `end`, and `dropped` positions lie before the next: of a row that has dropped
+    some. With 0 of them its positions are its entries again."""
+
+    row: int
+    end: int
+    dropped: int
 
 
 class Shift(NamedTuple):
@@ -90,9 +111,9 @@ class Drop(NamedTuple):
     start: int
 
 
-Edit = Take | Map | Stash | Split | Give | Drop | Copy | Shift | Keep
+Edit = Take | Map | Stash | Split | Join | Unstash | Give | Drop | Copy | Cut | Shift | Keep
 
-_KINDS: tuple[type, ...] = (Take, Map, Stash, Split, Give, Drop, Copy, Shift, Keep)
+_KINDS: tuple[type, ...] = (Take, Map, Stash, Split, Join, Unstash, Give, Drop, Copy, Cut, Shift, Keep)
 _CODES = {kind: code for code, kind in enumerate(_KINDS)}
 
 

@@ -114,6 +114,14 @@ class KVCache:
         (entries,) = upload([table.entries(rows, starts, counts)], self.memory.device)
         return table.read(entries).long()
 
+    def shrink(self, sequences: Seq[Sequence], counts: Seq[int]) -> None:
+        """Undo an `extend`, all or none: the last `counts[i]` slots of `sequences[i]` go back, for what was
+        to be computed was not. Their prompts stay what they are. Raises ValueError for slots that are not its own.
+        """
+        self._require_owner()
+        self.ledger.shrink(sequences, counts)
+        self._apply()
+
     def publish(self, sequence: Sequence) -> None:
         """Let what has slots of the sequence's prompt be hit by others, while it still runs.
 

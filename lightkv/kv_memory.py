@@ -12,7 +12,7 @@ import torch
 from lightkv.triton_kernels.allocate import TableEntries
 
 from .allocator import TokenAllocator
-from .edits import Copy, Drop, Edit, Give, Keep, Map, Shift, Split, Stash, Take
+from .edits import Copy, Cut, Drop, Edit, Give, Join, Keep, Map, Shift, Split, Stash, Take, Unstash
 from .errors import CheckFailed
 from .kv_pool import KVPool
 from .kv_spec import KVSpec
@@ -94,11 +94,20 @@ class KVMemory:
                 case Split(segment, at, head):
                     slots = self._segments[segment]
                     self._segments[head], self._segments[segment] = slots[:at], slots[at:]
+                case Join(segment, head):
+                    parts = self._segments.pop(head), self._segments[segment]
+                    self._segments[segment] = torch.cat(parts)
+                case Unstash(segment):
+                    del self._segments[segment]
                 case Copy(row, source, end):
                     self.table.slots(row, 0, end).copy_(self.table.slots(source, 0, end))
                     self._dropped.pop(row, None)
                     if source in self._dropped:
                         self._dropped[row] = self._dropped[source]
+                case Cut(row, end, dropped):
+                    self._dropped[row] = self.positions(row, end), dropped
+                    if not dropped:
+                        del self._dropped[row]
                 case Shift(row, start, end, to):
                     self._move(row, torch.arange(start, end, device=self.device), to, end)
                 case Keep():

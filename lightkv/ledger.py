@@ -5,8 +5,8 @@ once and leaves *edits* (`edits.py`) for whoever holds the device memory; `drain
 raises has changed nothing and left no edit.
 
 A sequence is a path of shared segments and a private tail (`sequence.py` draws it). Named segments that nobody
-holds are cached and freed by eviction; anonymous ones are freed with their last holder, and a private tail when
-its sequence closes.
+holds are cached and freed by eviction; anonymous ones are there for as long as several sequences hold them: the
+last one has them as its own again. A private tail is freed when its sequence closes.
 
 After every verb `num_free + num_cached + num_held == capacity`.
 """
@@ -16,7 +16,7 @@ from collections.abc import Sequence as Seq
 from operator import add
 from typing import NamedTuple
 
-from .edits import Copy, Drop, Edit, Give, Keep, Map, Shift, Split, Stash, Take
+from .edits import Copy, Cut, Drop, Edit, Give, Join, Keep, Map, Shift, Split, Stash, Take, Unstash
 from .errors import CheckFailed, OutOfRows, OutOfTokens, SequenceTooLong
 from .prefix_tree import TOKEN_BYTES, Namespace, PrefixTree, Segment
 from .sequence import Sequence
@@ -90,6 +90,15 @@ class TokenLedger:
             for segment in sequence.path():
                 if len(segment.holders) == 1:
                     yield row, segment
+
+    def private_ranges(self) -> list[tuple[int, int, int]]:
+        """What each open sequence alone holds: (row, first entry, end)."""
+        return [(sequence.row, sequence.shared, sequence.length) for sequence in self._open.values()]
+
+    def require_open(self, sequence: Sequence) -> None:
+        """Raises ValueError for a sequence that is closed, or another ledger's."""
+        if self._open.get(sequence.row) is not sequence:
+            raise ValueError("the sequence is closed, or another ledger's; open one here")
 
     def drain(self) -> list[Edit]:
         """The edits since the last call, in order; they are the caller's to have applied."""
@@ -176,13 +185,33 @@ class TokenLedger:
     def _set_batch(self, sequences: Seq[Sequence]) -> None:
         """Check who is to be extended, once for as long as the same ones are. Raises ValueError."""
         rows = tuple([sequence.row for sequence in sequences])
-        if 0 in rows:
-            raise ValueError("a closed sequence cannot grow; open it again")
+        for sequence in sequences:
+            self.require_open(sequence)
         if len(rows) > 1 and len(set(rows)) < len(rows):
             raise ValueError("a sequence is named twice; give it one count")
         self._batch = list(sequences)
         self._batch_rows = rows
         self._batch_end = self.max_entries  # so that it is looked up
+
+    def shrink(self, sequences: Seq[Sequence], counts: Seq[int]) -> None:
+        """Undo an `extend`: the last `counts[i]` slots of `sequences[i]` go back, all or none, for what was
+        to be computed was not. Their prompts stay what they are. Raises ValueError for slots that are not its own.
+        """
+        if len(sequences) != len(counts):
+            raise ValueError(f"{len(sequences)} sequences and {len(counts)} counts")
+        if sequences != self._batch:
+            self._set_batch(sequences)
+        for sequence, count in zip(sequences, counts, strict=True):
+            if not 0 <= count <= sequence.num_private:
+                raise ValueError(f"{sequence} cannot give back {count} of {sequence.num_private} own tokens")
+        for sequence, count in zip(sequences, counts, strict=True):
+            if count:
+                end = sequence.length
+                sequence.length -= count
+                self.num_free += count
+                self._edits.append(Give(sequence.row, end - count, end))
+                if sequence.dropped:
+                    self._edits.append(Cut(sequence.row, end - count, sequence.dropped))
 
     def publish(self, sequence: Sequence) -> None:
         """Let what has slots of the sequence's prompt be hit by others, while it still runs.
@@ -191,7 +220,7 @@ class TokenLedger:
         `confirm`, `retract` takes it back. Where the tree has these tokens from another sequence already,
         this one's copy stays private; so does what a sequence computes after it has dropped something.
         """
-        self._require_open(sequence)
+        self.require_open(sequence)
         if sequence.dropped:
             return
         if not sequence.node.named:
@@ -238,9 +267,11 @@ class TokenLedger:
         Close their sequences first, with `cache=False`. Raises ValueError while one still holds such tokens.
         """
         doubtful = [s for s in self._unconfirmed if s.parent is not None and s.named]
-        for segment in doubtful:
-            if segment.holders:
-                raise ValueError(f"{segment} was published by a failed step and is still held; close first")
+        rows = sorted({row for segment in doubtful for row in segment.holders})
+        if rows:
+            raise ValueError(
+                f"rows {rows} hold what a failed step has published; close their sequences first"
+            )
         for segment in doubtful:
             if segment.parent is None:
                 continue  # went with a doubtful segment above it
@@ -256,7 +287,7 @@ class TokenLedger:
         what no id is known for is freed, and so is what another sequence has cached already, or what comes
         after tokens that were dropped.
         """
-        self._require_open(sequence)
+        self.require_open(sequence)
         row, start, end = sequence.row, sequence.shared, sequence.length
         if cache and not sequence.dropped:
             start = self._insert(sequence, sequence.prompt + output_ids)
@@ -269,7 +300,7 @@ class TokenLedger:
         self._tree.rest(root)
         self._gapped.discard(row)
         if sequence.dropped:
-            self._edits.append(Copy(row, 0, 0))
+            self._edits.append(Cut(row, 0, 0))
         del self._open[row]
         self._free_rows.append(row)
         self._batch = []
@@ -280,16 +311,21 @@ class TokenLedger:
 
         Each goes its own way from here: what it adds is its own. On closing, each names what it has generated.
         """
-        self._require_open(sequence)
+        self.require_open(sequence)
         if not self._free_rows:
             raise OutOfRows(self.max_sequences)
         self._share_tail(sequence)
         row = self._free_rows.pop()
         self._tree.hold(sequence.path(), row)
+        self._join_path(sequence)
         sequence.root.holders.add(row)
         twin = Sequence(row, sequence.prompt, sequence.root, sequence.node, sequence.shared)
         twin.num_hit = sequence.num_hit
-        twin.sink, twin.sinks, twin.dropped = sequence.sink, sequence.sinks, sequence.dropped
+        twin.sink_node, twin.num_sinks, twin.dropped = (
+            sequence.sink_node,
+            sequence.num_sinks,
+            sequence.dropped,
+        )
         if sequence.row in self._gapped:
             self._gapped.add(row)
         self._open[row] = twin
@@ -300,9 +336,10 @@ class TokenLedger:
         """Let go of all but its first `length` entries: say, of tokens that were guessed wrong.
 
         What it shared stays with the others, or cached. What is cut off of its prompt is its prompt no more.
-        Raises ValueError.
+        Cut to no more than its sinks it has dropped nothing; else the next token's position is `length + dropped`,
+        which is after all that is left. Raises ValueError.
         """
-        self._require_open(sequence)
+        self.require_open(sequence)
         if not 0 <= length <= sequence.length:
             raise ValueError(f"cannot cut a sequence of {sequence.length} entries to {length}")
         start = max(length, sequence.shared)
@@ -312,11 +349,10 @@ class TokenLedger:
         if length < sequence.shared:
             self._drop_path(sequence, length, sequence.shared)
         sequence.length = length
-        if sequence.dropped and not length:
-            sequence.dropped = sequence.sinks = 0
-            self._edits.append(Copy(sequence.row, 0, 0))
-        elif sequence.dropped:
-            self._edits.append(Shift(sequence.row, length, length, length))
+        if sequence.dropped:
+            if length <= sequence.num_sinks:  # what was dropped came after all that is left
+                sequence.dropped = sequence.num_sinks = 0
+            self._edits.append(Cut(sequence.row, length, sequence.dropped))
         if not sequence.dropped:
             sequence.prompt = sequence.prompt[: length * TOKEN_BYTES]
 
@@ -325,16 +361,17 @@ class TokenLedger:
 
         Returns how many slots are free at once: what others hold stays with them, what the tree caches stays
         cached. The entries that remain move down; nothing that the sequence computes is cached from now on.
-        Raises ValueError: for more than it has, or for other `sinks` than before while it still shares both
-        parts.
+        Raises ValueError: for more than it has; for more `sinks` than before, once it has dropped something;
+        for fewer, too, while it still shares both parts.
         """
-        self._require_open(sequence)
+        self.require_open(sequence)
         row, length, shared = sequence.row, sequence.length, sequence.shared
         start, end = sinks, sinks + count
         if count < 0 or sinks < 0 or end > length:
             raise ValueError(f"cannot drop {count} tokens after {sinks}, of {length}")
-        if sequence.sink is not None and sinks != sequence.sinks:
-            raise ValueError(f"{sequence.sinks} sinks were kept so far; {sinks} cannot be from now on")
+        num_sinks = sequence.num_sinks
+        if sequence.dropped and (sinks > num_sinks or (sinks < num_sinks and sequence.sink_node is not None)):
+            raise ValueError(f"{num_sinks} sinks were kept so far; {sinks} cannot be from now on")
         if not count:
             return 0
         before = self.num_free
@@ -347,25 +384,26 @@ class TokenLedger:
         self._edits.append(Shift(row, end, length, sinks))
         sequence.length -= count
         sequence.dropped += count
-        sequence.sinks = sinks
+        sequence.num_sinks = sinks
         return self.num_free - before
 
     def keep(self, sequence: Sequence, count: int) -> int:
-        """Of its private tokens only `count` stay; which, the holder of the memory is told beforehand.
+        """Of its private tokens, its sinks left out, only `count` stay; which, the memory is told.
 
         Returns how many slots are free at once. The entries that remain move down, in their order; nothing
         that the sequence computes is cached from now on. Raises ValueError.
         """
-        self._require_open(sequence)
-        private = sequence.num_private
-        if not 0 <= count <= private:
-            raise ValueError(f"cannot keep {count} of {private} private tokens")
-        if count < private:
-            self._edits.append(Keep(sequence.row, sequence.shared, sequence.length, count))
-            self.num_free += private - count
-            sequence.length -= private - count
-            sequence.dropped += private - count
-        return private - count
+        self.require_open(sequence)
+        start = max(sequence.shared, sequence.num_sinks)
+        num_given = sequence.length - start - count
+        if count < 0 or num_given < 0:
+            raise ValueError(f"cannot keep {count} of {sequence.length - start} private tokens")
+        if num_given:
+            self._edits.append(Keep(sequence.row, start, sequence.length, count))
+            self.num_free += num_given
+            sequence.length -= num_given
+            sequence.dropped += num_given
+        return num_given
 
     def evict(self, count: int) -> None:
         """Free exactly `count` cached tokens, those used longest ago first. Raises OutOfTokens."""
@@ -394,7 +432,7 @@ class TokenLedger:
             private += sequence.num_private
             for segment in path:
                 held.setdefault(segment, set()).add(row)
-            if (row in self._gapped) != (sequence.sink is not None) or row not in sequence.root.holders:
+            if (row in self._gapped) != (sequence.sink_node is not None) or row not in sequence.root.holders:
                 raise CheckFailed(f"{sequence} has a path of {path}, and is not booked with it")
         cached = shared = 0
         for segment in {*self._tree, *held}:
@@ -413,10 +451,6 @@ class TokenLedger:
             raise CheckFailed(f"{self.num_free} tokens free")
         if sorted([*self._free_rows, *self._open]) != list(range(1, self.max_sequences + 1)):
             raise CheckFailed(f"rows free {sorted(self._free_rows)}, open {sorted(self._open)}")
-
-    def _require_open(self, sequence: Sequence) -> None:
-        if not sequence.row or self._open.get(sequence.row) is not sequence:
-            raise ValueError("the sequence is closed, or another ledger's")
 
     def _insert(self, sequence: Sequence, tokens: bytes) -> int:
         """Put a closing sequence's tail into the tree. Returns the position up to which it is cached."""
@@ -476,15 +510,37 @@ class TokenLedger:
         length, tail = sequence.length, sequence.num_private
         if not tail:
             return
-        node = sequence.node
-        if not node.named and len(node.holders) == 1 and sequence.row in node.holders:
-            node.tokens += bytes(tail * TOKEN_BYTES)  # its own from an earlier fork, whose twin is gone
-        else:
-            node = self._tree.attach(node, tail)
-            node.holders.add(sequence.row)
-            sequence.node = node
+        node = sequence.node = self._tree.attach(sequence.node, tail)
+        node.holders.add(sequence.row)
+        self._edits.append(Stash(sequence.row, sequence.shared, length, node.id))
         sequence.shared = length
-        self._edits.append(Stash(sequence.row, length - node.length, length, node.id))
+
+    def _join_path(self, sequence: Sequence) -> None:
+        """One anonymous segment for each part of its path that the same sequences hold: where many forks have
+        come and gone, the path stays as short as there are sequences."""
+        segment = sequence.node
+        while sequence.row in segment.holders and not segment.named:
+            head = segment.parent
+            assert head is not None
+            if not head.named and head.holders == segment.holders:
+                self._tree.join(segment)
+                self._edits.append(Join(segment.id, head.id))
+            else:
+                segment = head
+
+    def _reclaim(self, sequence: Sequence) -> None:
+        """What it alone holds at the end of its path, and no token id is known of, is its own again."""
+        node = sequence.node
+        while not node.named and node.holders == {sequence.row}:
+            assert node.parent is not None
+            self._edits.append(Unstash(node.id))
+            sequence.shared -= node.length
+            node.holders.clear()
+            node = node.parent
+        if sequence.sink_node is not None and sequence.row not in node.holders:
+            node, sequence.sink_node = sequence.sink_node, None
+            self._gapped.discard(sequence.row)
+        sequence.node = node
 
     def _drop_path(self, sequence: Sequence, start: int, end: int) -> None:
         """Leave its segments between entries `start` and `end`, which are cut there."""
@@ -506,19 +562,22 @@ class TokenLedger:
         num_kept_or_left = num_below + sum(start <= first < end for first in firsts)
         above = path[num_kept_or_left] if num_kept_or_left < len(path) else sequence.root
         if num_below:
-            sequence.sink = above
+            sequence.sink_node = above
             self._gapped.add(sequence.row)
         else:
             sequence.node = above
-            if sequence.sink is not None and start <= sequence.sinks:  # nothing is left below the gap
-                sequence.sink = None
+            if (
+                sequence.sink_node is not None and start <= sequence.num_sinks
+            ):  # nothing is left below the gap
+                sequence.sink_node = None
                 self._gapped.discard(sequence.row)
         sequence.shared -= end - start
         self._leave(sequence, path[num_below:num_kept_or_left])
 
     def _leave(self, sequence: Sequence, path: Iterable[Segment]) -> None:
         """It holds these no more, the deepest first. What nobody holds is cached if it is named, else freed."""
-        for segment in self._tree.leave(path, sequence.row):
+        unheld, sole = self._tree.leave(path, sequence.row)
+        for segment in unheld:
             length = len(segment.tokens) // TOKEN_BYTES
             if not segment.named:
                 self._edits.append(Drop(segment.id, 0))
@@ -530,6 +589,8 @@ class TokenLedger:
                     self._cut_off(child)
             if not segment.children:
                 self._tree.rest(segment)
+        for row in dict.fromkeys(row for segment in sole for row in segment.holders):
+            self._reclaim(self._open[row])
 
     def _cut_off(self, segment: Segment) -> None:
         """What is above a held segment may go: nobody can hit it, or anything below it, any more."""

@@ -110,7 +110,6 @@ class PrefixTree:
     def __init__(self) -> None:
         self.roots: dict[Namespace, Segment] = {}
         self.shared: set[Segment] = set()
-        self.num_segments = 0
         self._next_id = 1
         self._use = 0
         self._idle: list[tuple[int, int, Segment]] = []  # a heap; see `oldest`
@@ -139,10 +138,12 @@ class PrefixTree:
             holders.add(row)
         return taken // TOKEN_BYTES
 
-    def leave(self, path: Iterable[Segment], row: int) -> list[Segment]:
-        """`row` holds `path` no more. Returns what of it nobody does, in its order."""
+    def leave(self, path: Iterable[Segment], row: int) -> tuple[list[Segment], list[Segment]]:
+        """`row` holds `path` no more. Returns, in its order, what of it nobody does, and what of the anonymous
+        one sequence alone does."""
         self._use = now = self._use + 1
         unheld: list[Segment] = []
+        sole: list[Segment] = []
         for segment in path:
             holders = segment.holders
             holders.remove(row)
@@ -151,7 +152,9 @@ class PrefixTree:
                 unheld.append(segment)
             elif len(holders) == 1:
                 self.shared.discard(segment)
-        return unheld
+                if not segment.named:
+                    sole.append(segment)
+        return unheld, sole
 
     def find(self, node: Segment, tokens: bytes, at: int, end: int) -> tuple[list[Segment], int]:
         """Walk from `node` as far as `tokens[at:end]` goes. Changes nothing.
@@ -179,7 +182,6 @@ class PrefixTree:
         child = Segment(self._next_id, tokens, parent)
         self._next_id += 1
         parent.children[tokens[:TOKEN_BYTES]] = child
-        self.num_segments += 1
         return child
 
     def attach(self, parent: Segment, length: int) -> Segment:
@@ -200,7 +202,6 @@ class PrefixTree:
         segment.named = True
         segment.confirmed = segment.length
         parent.children[key] = segment
-        self.num_segments += 1
         return True
 
     def cut_off(self, segment: Segment) -> None:
@@ -209,7 +210,6 @@ class PrefixTree:
         del segment.parent.children[segment.tokens[:TOKEN_BYTES]]
         segment.tokens = bytes(len(segment.tokens))
         segment.named = False
-        self.num_segments -= 1
 
     def split(self, segment: Segment, at: int) -> Segment:
         """Cut `segment` after `at` tokens. Returns the new head; `segment` keeps the rest and its holders.
@@ -235,6 +235,16 @@ class PrefixTree:
             head.children[segment.tokens[:TOKEN_BYTES]] = segment
         return head
 
+    def join(self, segment: Segment) -> None:
+        """`segment` begins with the tokens of its parent, which is no more: both are anonymous, and the same
+        rows hold them."""
+        head = segment.parent
+        assert head is not None
+        segment.tokens = head.tokens + segment.tokens
+        segment.parent, head.parent = head.parent, None
+        head.holders.clear()
+        self.shared.discard(head)
+
     def remove(self, segment: Segment) -> None:
         """Take an unheld leaf out of the tree; its parent may have become one."""
         parent = segment.parent
@@ -243,7 +253,6 @@ class PrefixTree:
         assert not segment.children
         del parent.children[segment.tokens[:TOKEN_BYTES]]
         segment.parent = None
-        self.num_segments -= 1
         self.rest(parent)
 
     def rest(self, segment: Segment) -> None:
@@ -283,9 +292,7 @@ class PrefixTree:
         """Recount the links, the keys and the idle leaves. `gapped`: the rows that have dropped a part of their
         path, which alone may hold a segment and not its parent. Raises CheckFailed."""
         idle = {segment.id for _, _, segment in self._idle}
-        count = 0
         for segment in self:
-            count += 1
             parent = segment.parent
             if parent is None or parent.children.get(segment.tokens[:TOKEN_BYTES]) is not segment:
                 raise CheckFailed(f"{segment} is not its parent's child")
@@ -304,5 +311,3 @@ class PrefixTree:
                 raise CheckFailed(f"{segment} is held by nobody and cannot be evicted")
         if any(len(segment.holders) < 2 for segment in self.shared):
             raise CheckFailed("a segment of fewer than two holders is among the shared")
-        if count != self.num_segments:
-            raise CheckFailed(f"{count} segments in the tree, {self.num_segments} in the books")

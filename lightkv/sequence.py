@@ -18,29 +18,40 @@ class Sequence:
     An entry is a position less what has been dropped (`release`, `keep`): as long as nothing has, the two are
     the same. Once something is dropped out of the path, the path is in two parts:
 
-        position   0        sinks           sinks + dropped
-                   ├─ sink ──┤   dropped, no entries   ├─ node ──┼─ private tail ─┤
+        position   0         num_sinks       num_sinks + dropped
+                   ├─ sink_node ─┤   dropped, no entries   ├─ node ──┼─ private tail ─┤
 
     row: 1 and up; 0 once closed. prompt: int32 bytes. shared: entries that are in segments. length: entries
     that have a slot. num_hit: tokens found in the cache when it was opened. dropped: positions that it has
-    passed and holds no more; the next token's position is `length + dropped`. sinks: as `release` was told.
+    passed and holds no more; the next token's position is `length + dropped`. num_sinks: its first entries that
+    stay whatever is dropped, as `release` was told.
     """
 
-    __slots__ = ("dropped", "length", "node", "num_hit", "prompt", "root", "row", "shared", "sink", "sinks")
+    __slots__ = (
+        "dropped",
+        "length",
+        "node",
+        "num_hit",
+        "num_sinks",
+        "prompt",
+        "root",
+        "row",
+        "shared",
+        "sink_node",
+    )
 
     def __init__(self, row: int, prompt: bytes, root: Segment, node: Segment, shared: int) -> None:
         self.row = row
         self.prompt = prompt
         self.root = root
         self.node = node
-        self.sink: Segment | None = (
-            None  # the root where nothing is held above the gap; None: there is no gap
-        )
+        # The root where nothing is held above the gap; None: the path has no gap.
+        self.sink_node: Segment | None = None
         self.shared = shared
         self.length = shared
         self.num_hit = shared
         self.dropped = 0
-        self.sinks = 0
+        self.num_sinks = 0
 
     @property
     def num_private(self) -> int:
@@ -55,7 +66,7 @@ class Sequence:
     def path(self) -> Iterator[Segment]:
         """The segments that it holds, the deepest first."""
         row = self.row
-        for end in (self.node, self.sink):
+        for end in (self.node, self.sink_node):
             node = end
             while node is not None and node.parent is not None and row in node.holders:
                 yield node

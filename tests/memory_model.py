@@ -44,6 +44,8 @@ class MemoryModel:
                     self.segments[segment] = self.segments[segment][:start]
                     if not start:
                         del self.segments[segment]
+                case _:
+                    raise AssertionError(f"no test of a scheduler leaves a {type(edit).__name__}")
 
     def write(self, row: int, start: int, tokens: list[int]) -> None:
         """The forward pass: `tokens` is the whole sequence, of which the part from `start` on is computed."""

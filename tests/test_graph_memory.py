@@ -86,7 +86,7 @@ def test_replays_and_eager_verbs_mix_freely() -> None:
             open_now.append(ledger.fork(chosen))
         elif kind == "truncate":
             ledger.truncate(chosen, rng.randint(0, chosen.length))
-        elif kind == "release" and chosen.sink is None:
+        elif kind == "release" and chosen.sink_node is None:
             sinks = min(4, chosen.length)
             ledger.release(chosen, rng.randint(0, chosen.length - sinks), sinks)
         elif kind == "keep":

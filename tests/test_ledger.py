@@ -183,7 +183,7 @@ def test_retract_drops_what_failed_steps_published() -> None:
     second = ledger.open(ids(1, 2, 3, 4, 9))  # splits it beyond what is confirmed
     ledger.extend([second], [1])
     ledger.publish(second)
-    with pytest.raises(ValueError, match="still held"):
+    with pytest.raises(ValueError, match=r"rows \[1, 2\] hold"):
         ledger.retract()
     for sequence in (first, second):
         ledger.close(sequence, cache=False)
@@ -191,6 +191,62 @@ def test_retract_drops_what_failed_steps_published() -> None:
     assert counts(ledger) == (98, 2, 0)
     ledger.check()
     assert ledger.open(ids(1, 2, 3, 4)).num_hit == 2
+
+
+def test_a_sequence_of_another_ledger_and_a_closed_one_are_refused() -> None:
+    mine, other = TokenLedger(100, 4, 50), TokenLedger(100, 4, 50)
+    own, foreign, closed = mine.open(ids(1, 2)), other.open(ids(1, 2)), mine.open(ids(5))
+    mine.close(closed)
+    mine.drain()
+    for stranger in (foreign, closed):
+        for batch in ([stranger], [own, stranger]):
+            with pytest.raises(ValueError, match="closed, or another ledger's"):
+                mine.extend(batch, [1] * len(batch))
+            with pytest.raises(ValueError, match="closed, or another ledger's"):
+                mine.shrink(batch, [0] * len(batch))
+    assert mine.drain() == []
+    for ledger in (mine, other):
+        assert counts(ledger) == (100, 0, 0)
+        ledger.check()
+
+
+def test_shrink_undoes_an_extend_all_or_none_and_keeps_the_prompt() -> None:
+    ledger = TokenLedger(100, 4, 50)
+    run_prompt(ledger, ids(1, 2, 3))
+    hit, fresh = ledger.open(ids(1, 2, 3, 4, 5)), ledger.open(ids(7, 8, 9))
+    before = counts(ledger)
+    ledger.extend([hit, fresh], [2, 3])
+    ledger.drain()
+    with pytest.raises(ValueError, match="cannot give back 3 of 2 own tokens"):
+        ledger.shrink([fresh, hit], [3, 3])
+    assert ledger.drain() == []
+    ledger.shrink([fresh, hit], [3, 2])
+    assert ledger.drain() == [Give(fresh.row, 0, 3), Give(hit.row, 3, 5)]
+    assert counts(ledger) == before
+    assert (hit.length, hit.prompt, fresh.prompt) == (3, ids(1, 2, 3, 4, 5), ids(7, 8, 9))
+    ledger.check()
+
+
+def test_beams_leave_a_short_path_and_a_sole_holder_has_its_tokens_back() -> None:
+    rng = random.Random(0)
+    ledger = TokenLedger(2000, 8, 500)
+    beams = [ledger.open(ids(1, 2, 3))]
+    ledger.extend(beams, [3])
+    ledger.publish(beams[0])
+    for _ in range(3):
+        beams.append(ledger.fork(beams[0]))
+    for _ in range(400):
+        ledger.extend(beams, [1] * 4)
+        kept = [rng.choice(beams) for _ in range(4)]
+        forks = [ledger.fork(beam) for beam in kept]
+        for beam in beams:
+            ledger.close(beam, cache=False)
+        beams = forks
+        assert max(len(list(beam.path())) for beam in beams) <= 1 + len(beams)
+    for beam in beams[1:]:
+        ledger.close(beam, cache=False)
+    assert (beams[0].shared, beams[0].num_private) == (3, 400)
+    ledger.check()
 
 
 def test_edits_encode_to_bytes_and_back() -> None:

@@ -6,6 +6,7 @@ moved or dropped one all show at once.
 """
 
 import random
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
@@ -36,7 +37,7 @@ class Shadow:
     last: int = 0  # content of the latest position, dropped or not
     contents: list[int] = field(default_factory=list)  # of its entries
     positions: list[int] = field(default_factory=list)  # of its entries
-    kept_sinks: int | None = None
+    num_sinks: int = 0
 
     @property
     def dropped(self) -> int:
@@ -66,6 +67,8 @@ class Life:
             *(self.open,) * 3,
             *(self.extend,) * 8,
             *(self.publish,) * 2,
+            self.confirm,
+            self.shrink,
             self.fork,
             self.fork,
             self.truncate,
@@ -123,10 +126,23 @@ class Life:
         values = torch.tensor(written, dtype=torch.float64, device=slots.device)
         self.cache.memory.pool.kv(0)[slots] = values[:, None]
 
+    def shrink(self) -> None:
+        """A step that gets its slots and is not computed, or only in part."""
+        rng = self.rng
+        batch = rng.sample(self.shadows, rng.randint(0, len(self.shadows)))
+        sequences = [shadow.sequence for shadow in batch]
+        before = [(sequence.length, sequence.prompt) for sequence in sequences]
+        counts = [rng.randint(1, 3) for _ in batch]
+        self.cache.extend(sequences, counts)
+        self.cache.shrink(sequences, counts)
+        assert [(sequence.length, sequence.prompt) for sequence in sequences] == before
+
     def publish(self) -> None:
         if (shadow := self.pick()) is not None:
             self.cache.publish(shadow.sequence)
-            self.cache.confirm()
+
+    def confirm(self) -> None:
+        self.cache.confirm()
 
     def fork(self) -> None:
         if (shadow := self.pick()) is not None:
@@ -138,11 +154,13 @@ class Life:
     def truncate(self) -> None:
         if (shadow := self.pick()) is None:
             return
-        length = self.rng.randint(0, len(shadow.contents))
+        length = self.rng.randint(0, self.rng.choice([4, len(shadow.contents)]))
+        length = min(length, len(shadow.contents))
         self.cache.truncate(shadow.sequence, length)
         cut = len(shadow.contents) - length
-        if not length:  # it begins anew
-            shadow.tokens, shadow.last, shadow.kept_sinks = [], shadow.root, None
+        if length <= shadow.num_sinks:  # nothing is missing before its end
+            shadow.tokens, shadow.num_sinks = shadow.tokens[:length], 0
+            shadow.last = shadow.contents[length - 1] if length else shadow.root
         elif cut:
             shadow.tokens = shadow.tokens[: len(shadow.tokens) - cut]
             # What it computes from here is new, unless nothing is missing before it.
@@ -155,21 +173,25 @@ class Life:
         if (shadow := self.pick()) is None or not shadow.contents:
             return
         length = len(shadow.contents)
-        sinks = self.rng.choice([0, 0, 2, 4])
-        if shadow.sequence.sink is not None and shadow.kept_sinks is not None:
-            sinks = shadow.kept_sinks
+        sinks = self.rng.choice([0, 0, 2, 4, shadow.num_sinks, shadow.num_sinks])
         if sinks >= length:
             return
         count = self.rng.randint(1, length - sinks)
         free = self.cache.num_free
+        has_both = shadow.sequence.sink_node is not None
+        if shadow.dropped and (sinks > shadow.num_sinks or (sinks < shadow.num_sinks and has_both)):
+            with pytest.raises(ValueError, match="sinks were kept so far"):
+                self.cache.release(shadow.sequence, count, sinks)
+            return
         assert self.cache.release(shadow.sequence, count, sinks) == self.cache.num_free - free
         del shadow.contents[sinks : sinks + count], shadow.positions[sinks : sinks + count]
-        shadow.kept_sinks = sinks
+        shadow.num_sinks = sinks
 
     def keep(self) -> None:
         if (shadow := self.pick()) is None:
             return
-        start, end = shadow.sequence.shared, len(shadow.contents)
+        end = len(shadow.contents)
+        start = min(max(shadow.sequence.shared, shadow.num_sinks), end)
         chosen = self.rng.sample(range(start, end), self.rng.randint(0, end - start))
         free = self.cache.num_free
         entries = torch.tensor(chosen, dtype=torch.int64, device=self.cache.memory.device)
@@ -192,19 +214,20 @@ class Life:
         assert self.cache.num_free == free + count
 
     def fail(self) -> None:
-        """A step that publishes and fails: whoever holds what it published is closed, uncached."""
-        if (shadow := self.pick()) is None:
-            return
-        before = shadow.sequence.shared
-        self.cache.publish(shadow.sequence)
-        if shadow.sequence.shared == before and shadow.sequence.node.named:
-            self.cache.confirm()
-            return
-        held = set(shadow.sequence.path())
-        for other in [other for other in self.shadows if held & set(other.sequence.path())]:
-            self.cache.close(other.sequence, cache=False)
-            self.shadows.remove(other)
-        self.cache.retract()
+        """The steps since the last `confirm` have failed: whoever holds what they published is closed."""
+        before = self.cache.num_free, self.cache.num_cached
+        try:
+            self.cache.retract()
+        except ValueError as error:
+            assert (self.cache.num_free, self.cache.num_cached) == before
+            (listed,) = re.findall(r"rows \[(.*)\] hold", str(error))
+            rows = {int(row) for row in listed.split(", ")}
+            doubtful = [shadow for shadow in self.shadows if shadow.sequence.row in rows]
+            assert len(doubtful) == len(rows)
+            for shadow in doubtful:
+                self.cache.close(shadow.sequence, cache=False)
+                self.shadows.remove(shadow)
+            self.cache.retract()
 
     def hand_over(self) -> None:
         """A sequence's K/V leaves for host memory and comes back."""

@@ -68,7 +68,7 @@ class GappedModel:
         start, count = sequence.length, len(token_ids)
         self.cache.extend([sequence], [count])
         try:
-            sinks = sequence.sinks if sequence.dropped else 0
+            sinks = sequence.num_sinks if sequence.dropped else 0
             self._metadata.prepare(
                 [sequence.row], [start], [count], 1, dropped=[sequence.dropped], num_sinks=sinks
             )
