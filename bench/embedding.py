@@ -54,7 +54,7 @@ class Side:
                 lambda model, args, output: self._count_columns(output.past_key_values)
             )
         else:
-            cache.kv.on_edits = lambda _: self._count(cache.kv.num_held)
+            cache.kv.on_edits = lambda edits, kept: self._count(cache.kv.num_held)
 
     def run(self, inputs: dict[str, torch.Tensor], seen: bool, options: dict[str, Any]) -> tuple[float, Any]:
         """Seconds, and the tokens."""
