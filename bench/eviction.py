@@ -17,8 +17,8 @@ from statistics import fmean
 import torch
 
 from bench.report import parser, print_json, print_machine, print_table, refuse
+from lightkv.integrations.cached_model import CachedModel
 from lightkv.integrations.eviction import HeavyHitters, highest
-from lightkv.integrations.gapped_model import GappedModel
 from lightkv.kv_cache import ExportedKV
 from lightkv.router.tokenizer import Tokenizer
 from lightkv.router.weights import DEFAULT_MODEL, load_model, resolve
@@ -30,7 +30,7 @@ Evict = Callable[[Sequence], int]  # returns how many tokens are free
 
 
 def evictions(
-    hitters: HeavyHitters, lm: GappedModel, budget: int, recent: int, seed: int
+    hitters: HeavyHitters, lm: CachedModel, budget: int, recent: int, seed: int
 ) -> dict[str, Evict]:
     """By name, what brings a sequence down to `budget` tokens."""
     generator = torch.Generator().manual_seed(seed)
@@ -58,13 +58,13 @@ def evictions(
 class Text:
     """A beginning that has been read, and what follows it."""
 
-    def __init__(self, hitters: HeavyHitters, lm: GappedModel, ids: torch.Tensor, prompt: int) -> None:
+    def __init__(self, hitters: HeavyHitters, lm: CachedModel, ids: torch.Tensor, prompt: int) -> None:
         self._hitters = hitters
         self._lm = lm
         self._prompt = ids[:prompt].tolist()
         self._rest = ids[prompt:]
         sequence = lm.cache.open(self._prompt[:1])
-        hitters.forward(sequence, ids[:prompt])
+        hitters.forward(sequence, self._prompt)
         self._kv: ExportedKV = lm.cache.export(sequence)
         self._scores = hitters.scores(sequence).clone()
         lm.cache.close(sequence, cache=False)
@@ -84,7 +84,8 @@ class Text:
                         f"{freed} tokens freed of {length} for a budget of {budget}, {sequence.length} left"
                     )
             targets = self._rest[start + 1 : start + chunk + 1]
-            logits = hitters.forward(sequence, self._rest[start : start + len(targets)], all_logits=True)
+            chunk_ids = self._rest[start : start + len(targets)].tolist()
+            logits = hitters.forward(sequence, chunk_ids, all_logits=True)
             losses += torch.nn.functional.cross_entropy(logits, targets, reduction="none").tolist()
         lm.cache.check()
         lm.cache.close(sequence, cache=False)
@@ -109,7 +110,7 @@ def main() -> None:
     tokenizer = Tokenizer(directory)
     length = options.prompt + options.continuation
     names = sorted(topics, key=lambda name: (-len(topics[name]), name))[: options.texts]
-    lm = GappedModel(model, capacity=length)
+    lm = CachedModel(model, capacity=length)
     hitters = HeavyHitters(lm)
 
     losses: dict[str, list[float]] = {}

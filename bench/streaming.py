@@ -17,8 +17,8 @@ from typing import Any, NamedTuple
 import torch
 
 from bench.report import parser, print_json, print_machine, print_table, refuse
-from lightkv.integrations.gapped_model import GappedModel
-from lightkv.integrations.streaming import Window, token_losses
+from lightkv.integrations.cached_model import CachedModel
+from lightkv.integrations.streaming import Stream, Window
 from lightkv.router.tokenizer import Tokenizer
 from lightkv.router.weights import DEFAULT_MODEL, load_model, resolve
 
@@ -38,9 +38,25 @@ def long_text() -> str:
     return "\n\n".join(topics[name] for name in sorted(topics))
 
 
+def token_losses(lm: CachedModel, ids: list[int], window: Window) -> torch.Tensor:
+    """The negative log likelihood of every token but the first, as a stream sees it: float32 `[n - 1]`."""
+    flow = Stream(lm, window, ids[:1])
+    targets = torch.tensor(ids[1:], device=lm.model.device)
+    losses = []
+    at = 0
+    try:
+        for logits in flow.feed(ids[:-1], all_logits=True):
+            due = targets[at : at + len(logits)]
+            losses.append(torch.nn.functional.cross_entropy(logits.float(), due, reduction="none"))
+            at += len(logits)
+    finally:
+        flow.close()
+    return torch.cat(losses)
+
+
 def read(model: Any, ids: list[int], window: Window) -> Reading:
     """In a pool that holds the window and no token more."""
-    lm = GappedModel(model, capacity=window.capacity)
+    lm = CachedModel(model, window.capacity, max_sequences=1, exact_positions=True)
     start = time.perf_counter()
     losses = token_losses(lm, ids, window)
     seconds = time.perf_counter() - start
