@@ -25,6 +25,7 @@ from lightkv.router.weights import DEFAULT_MODEL, load_model, resolve
 from lightkv.sequence import Sequence
 
 FIRST = 4  # tokens that every text keeps from its beginning, where that is the policy
+HEAVY = "heavy hitters"
 
 Evict = Callable[[Sequence], int]  # returns how many tokens are free
 
@@ -48,7 +49,7 @@ def evictions(
         return lm.cache.keep(sequence, highest(scores, budget, budget - FIRST))
 
     return {
-        "heavy hitters": lambda sequence: hitters.keep(sequence, budget, recent),
+        HEAVY: lambda sequence: hitters.keep(sequence, budget, recent),
         "latest": oldest,
         f"first {FIRST} and latest": first_and_latest,
         "random": at_random,
@@ -69,11 +70,15 @@ class Text:
         self._scores = hitters.scores(sequence).clone()
         lm.cache.close(sequence, cache=False)
 
-    def continuation(self, evict: Evict | None, budget: int, chunk: int) -> list[float]:
-        """Losses of what follows, in nats; with `evict`, of at most `budget` tokens before each chunk of it."""
+    def continuation(self, evict: Evict | None, budget: int, chunk: int, scored: bool = False) -> list[float]:
+        """Losses of what follows, in nats; with `evict`, of at most `budget` tokens before each chunk of it.
+
+        scored: is its attention counted, as `evict` needs it? Then nobody else may drop its tokens.
+        """
         lm, hitters = self._lm, self._hitters
         sequence = lm.cache.import_sequence(self._prompt, self._kv)
-        hitters.scores(sequence).copy_(self._scores)
+        if scored:
+            hitters.scores(sequence).copy_(self._scores)
         losses: list[float] = []
         for start in range(0, len(self._rest) - 1, chunk):
             if evict is not None:
@@ -85,7 +90,10 @@ class Text:
                     )
             targets = self._rest[start + 1 : start + chunk + 1]
             chunk_ids = self._rest[start : start + len(targets)].tolist()
-            logits = hitters.forward(sequence, chunk_ids, all_logits=True)
+            if scored:
+                logits = hitters.forward(sequence, chunk_ids, all_logits=True)
+            else:
+                logits = lm.forward([sequence], [chunk_ids], all_logits=True)
             losses += torch.nn.functional.cross_entropy(logits, targets, reduction="none").tolist()
         lm.cache.check()
         lm.cache.close(sequence, cache=False)
@@ -94,6 +102,7 @@ class Text:
 
 def main() -> None:
     arguments = parser(__doc__)
+    arguments.add_argument("--model", default=DEFAULT_MODEL)
     arguments.add_argument("--texts", type=int, default=8, help="the longest topics")
     arguments.add_argument("--prompt", type=int, default=1024)
     arguments.add_argument("--continuation", type=int, default=257)
@@ -105,7 +114,7 @@ def main() -> None:
     options = arguments.parse_args()
 
     print_machine()
-    directory = resolve(DEFAULT_MODEL, print)
+    directory = resolve(options.model, print)
     model = load_model(directory, torch.device("cpu"), torch.float32, print)
     tokenizer = Tokenizer(directory)
     length = options.prompt + options.continuation
@@ -123,7 +132,7 @@ def main() -> None:
         for budget in options.budgets:
             recent = round(budget * options.recent)
             for policy, evict in evictions(hitters, lm, budget, recent, seed).items():
-                spent = text.continuation(evict, budget, options.chunk)
+                spent = text.continuation(evict, budget, options.chunk, scored=policy == HEAVY)
                 losses.setdefault(f"{policy}, {budget}", []).extend(spent)
         print(f"{seed + 1} of {len(names)}: {name}", flush=True)
 

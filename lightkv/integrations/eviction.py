@@ -130,8 +130,8 @@ class HeavyHitters:
         elif sequence.dropped != scored.dropped or sequence.length > scored.length:
             raise ValueError(
                 f"{sequence} had {scored.length} tokens and {scored.dropped} dropped when its attention was "
-                "counted last, so the scores are other tokens'. Run its steps by HeavyHitters.forward, and drop "
-                "by its keep; this one, close and run anew"
+                "counted last, so the scores are other tokens'. Run its steps by HeavyHitters.forward, drop by "
+                "its keep; this one, close and run anew"
             )
         self._note(sequence)
 
