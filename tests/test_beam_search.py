@@ -299,16 +299,27 @@ def test_wrong_numbers_are_named(num_beams: int, max_new_tokens: int, device: to
     assert lm.cache.num_held == 0
 
 
-def test_smollm2(device: torch.device) -> None:
+def same_beams_on_smollm2(max_new_tokens: int, ends: str, capacity: int, device: torch.device) -> int:
+    """`ends`: a text of one token that ends a beam, beside the model's own. Returns the longest beam's tokens."""
     directory = resolve(EngineConfig.model, print)
     tokenizer = AutoTokenizer.from_pretrained(directory)
     model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).to(device).eval()
     texts = ["The capital of France is", "Water boils at"]
     prompts = [tokenizer(text).input_ids for text in texts]
-    eos = [tokenizer.eos_token_id, tokenizer(".").input_ids[0]]
-    options = {"max_new_tokens": 8, "eos_token_ids": eos}
+    eos = [tokenizer.eos_token_id, *tokenizer(ends).input_ids]
+    options = {"max_new_tokens": max_new_tokens, "eos_token_ids": eos}
     expected = [reference_beams(model, prompt, 4, **options) for prompt in prompts]
-    lm = CachedModel(model, 200)
+    lm = CachedModel(model, capacity)
     for prompt, beams in zip(prompts, expected, strict=True):
         assert_same(beam_search(lm, prompt, 4, **options), beams)  # type: ignore[arg-type]
     lm.cache.check()
+    return max(len(beam.token_ids) for beams in expected for beam in beams)
+
+
+def test_smollm2(device: torch.device) -> None:
+    assert same_beams_on_smollm2(8, ".", 200, device) > 1
+
+
+@pytest.mark.slow
+def test_smollm2_with_long_beams(device: torch.device) -> None:
+    assert same_beams_on_smollm2(64, "", 600, device) == 64
