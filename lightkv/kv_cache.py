@@ -144,10 +144,11 @@ class KVCache:
 
     def shrink(self, sequences: Seq[Sequence], counts: Seq[int]) -> None:
         """Undo an `extend`, all or none: the last `counts[i]` slots of `sequences[i]` go back, for what was
-        to be computed was not. Their prompts stay what they are. Raises ValueError for slots that are not its own.
+        to be computed was not. Their prompts stay what they are. Raises ValueError for slots that others may
+        hold.
         """
-        self._require_owner()
-        self.ledger.shrink(sequences, counts)
+        self._require_turn()
+        self.ledger.shrink(sequences, [index(count) for count in counts])
         self._apply()
 
     def publish(self, sequence: Sequence) -> None:
@@ -208,10 +209,10 @@ class KVCache:
     def keep(self, sequence: Sequence, entries: torch.Tensor) -> int:
         """Of the tokens that it alone holds, only those at `entries` stay: the others are free at once.
 
-        `entries`: int64 `[n]` on the device, each once, of `shared` to `length`, in any order. They move down
-        in the row, in the order that they had. The host does not look at them: for what is named twice, or is
-        out of range, another entry of the range stays. Returns how many slots are free at once. Raises
-        ValueError.
+        `entries`: int64 `[n]` on the device, each once, in any order, of `shared` (or `num_sinks`, if that is
+        more: sinks stay) to `length`. They move down in the row, in the order that they had. The host does not
+        look at them: for what is named twice, or is out of range, another entry of the range stays. Returns how
+        many slots are free at once. Raises ValueError.
         """
         self._require_turn()
         if entries.dim() != 1 or entries.dtype != torch.int64 or entries.device != self.memory.device:
@@ -241,27 +242,38 @@ class KVCache:
         self._apply()
 
     def slots(self, sequence: Sequence) -> torch.Tensor:
-        """Where its tokens are: int32 `[length]` on the device, a view of its row of the table."""
+        """Where its tokens are: int32 `[length]` on the device, a view of its row of the table.
+
+        Raises ValueError.
+        """
         self._require_owner()
+        self.ledger.require_open(sequence)
         return self.memory.table.slots(sequence.row, 0, sequence.length)
 
     def positions(self, sequence: Sequence) -> torch.Tensor:
-        """The positions of its tokens: int64 `[length]` on the device; with gaps where some were dropped."""
+        """The positions of its tokens: int64 `[length]` on the device, with gaps where some were dropped.
+
+        Raises ValueError.
+        """
         self._require_owner()
+        self.ledger.require_open(sequence)
         return self.memory.positions(sequence.row, sequence.length)
 
     def kv_indices(self, sequences: Seq[Sequence]) -> KVIndices:
-        """The batch as FlashInfer takes it, at a page size of one."""
+        """The batch as FlashInfer takes it, at a page size of one. Raises ValueError."""
         self._require_owner()
+        for sequence in sequences:
+            self.ledger.require_open(sequence)
         rows = [sequence.row for sequence in sequences]
         return self.memory.table.kv_indices(rows, [sequence.length for sequence in sequences])
 
     def export(self, sequence: Sequence) -> ExportedKV:
         """Its K/V in host memory, to be kept elsewhere or handed over; it stays open. Waits for the device.
 
-        Raises ValueError for one that has dropped tokens.
+        Raises ValueError, also for one that has dropped tokens.
         """
         self._require_owner()
+        self.ledger.require_open(sequence)
         if sequence.dropped:
             raise ValueError(
                 f"{sequence} has dropped tokens, so a prompt's K/V cannot be made of it; run it anew"
@@ -316,7 +328,7 @@ class KVCache:
     def memory_map(self) -> MemoryMap:
         """What every slot is used for now. Waits for the device."""
         self._require_owner()
-        own = {(s.row, s.shared, s.length): OWN + s.row for s in self.ledger.sequences}
+        own = {where: OWN + where[0] for where in self.ledger.private_ranges()}
         return MemoryMap(self.memory.labels(segment_labels(self.ledger), own, CACHED))
 
     def check(self) -> None:
@@ -327,9 +339,7 @@ class KVCache:
             raise CheckFailed(
                 f"the ledger counts {self.num_free} free tokens, the memory {self.memory.num_free}"
             )
-        self.memory.check(
-            [(sequence.row, sequence.shared, sequence.length) for sequence in self.ledger.sequences]
-        )
+        self.memory.check(self.ledger.private_ranges())
 
     def _require_owner(self) -> None:
         caller = threading.current_thread()

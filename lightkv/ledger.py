@@ -16,9 +16,10 @@ from collections.abc import Sequence as Seq
 from operator import add
 from typing import NamedTuple
 
-from .edits import Copy, Cut, Drop, Edit, Give, Join, Keep, Map, Shift, Split, Stash, Take, Unstash
+from .edits import Copy, Cut, Edit, Give, Keep, Map, Shift, Stash, Take
 from .errors import CheckFailed, OutOfRows, OutOfTokens, SequenceTooLong
-from .prefix_tree import TOKEN_BYTES, Namespace, PrefixTree, Segment
+from .paths import Paths
+from .prefix_tree import TOKEN_BYTES, Namespace, Segment
 from .sequence import Sequence
 
 
@@ -45,19 +46,23 @@ class TokenLedger:
         self.capacity = capacity
         self.max_sequences = max_sequences
         self.max_entries = max_entries
-        self.num_free = capacity
-        self.num_cached = 0
         self.step = 0  # the step being planned; publications carry it until `confirm`
-        self._tree = PrefixTree()
+        self._paths = Paths(capacity)
         self._free_rows = list(range(max_sequences, 0, -1))
-        self._open: dict[int, Sequence] = {}
-        self._gapped: set[int] = set()  # rows that have dropped the upper part of a path they still hold
-        self._unconfirmed: list[Segment] = []
-        self._edits: list[Edit] = []
         # Whom `extend` was last called for, their rows, and no less than where the longest ends.
         self._batch: list[Sequence] = []
         self._batch_rows: tuple[int, ...] = ()
         self._batch_end = 0
+
+    @property
+    def num_free(self) -> int:
+        """Tokens that nobody holds and nothing is cached in."""
+        return self._paths.num_free
+
+    @property
+    def num_cached(self) -> int:
+        """Tokens that nobody holds, kept because they may be hit."""
+        return self._paths.num_cached
 
     @property
     def num_held(self) -> int:
@@ -72,37 +77,39 @@ class TokenLedger:
     @property
     def num_open(self) -> int:
         """Sequences that are open."""
-        return len(self._open)
+        return len(self._paths.sequences)
 
     @property
     def sequences(self) -> Iterable[Sequence]:
         """The open sequences."""
-        return self._open.values()
+        return self._paths.sequences.values()
 
     @property
     def shared(self) -> Set[Segment]:
         """The segments that more than one open sequence holds."""
-        return self._tree.shared
+        return self._paths.tree.shared
 
     def sole_segments(self) -> Iterator[tuple[int, Segment]]:
         """The segments that one open sequence alone holds, with its row."""
-        for row, sequence in self._open.items():
+        for row, sequence in self._paths.sequences.items():
             for segment in sequence.path():
                 if len(segment.holders) == 1:
                     yield row, segment
 
     def private_ranges(self) -> list[tuple[int, int, int]]:
         """What each open sequence alone holds: (row, first entry, end)."""
-        return [(sequence.row, sequence.shared, sequence.length) for sequence in self._open.values()]
+        return [
+            (sequence.row, sequence.shared, sequence.length) for sequence in self._paths.sequences.values()
+        ]
 
     def require_open(self, sequence: Sequence) -> None:
         """Raises ValueError for a sequence that is closed, or another ledger's."""
-        if self._open.get(sequence.row) is not sequence:
+        if self._paths.sequences.get(sequence.row) is not sequence:
             raise ValueError("the sequence is closed, or another ledger's; open one here")
 
     def drain(self) -> list[Edit]:
         """The edits since the last call, in order; they are the caller's to have applied."""
-        edits, self._edits = self._edits, []
+        edits, self._paths.edits = self._paths.edits, []
         return edits
 
     def open(self, token_ids: bytes, namespace: Namespace = ()) -> Sequence:
@@ -118,7 +125,8 @@ class TokenLedger:
         if not self._free_rows:
             raise OutOfRows(self.max_sequences)
 
-        tree = self._tree
+        paths = self._paths
+        tree = paths.tree
         root = tree.root(namespace)
         path, matched = tree.find(root, token_ids, 0, len(token_ids) - TOKEN_BYTES)
         row = self._free_rows.pop()
@@ -127,20 +135,20 @@ class TokenLedger:
         if path:
             node = path[-1]
             if matched < len(node.tokens):
-                path[-1] = node = self._split(node, matched // TOKEN_BYTES)
-            self.num_cached -= tree.hold(path, row)
+                path[-1] = node = paths.split(node, matched // TOKEN_BYTES)
+            paths.num_cached -= tree.hold(path, row)
             shared = sum([len(segment.tokens) for segment in path]) // TOKEN_BYTES
-            self._edits.append(Map(row, tuple([segment.id for segment in path])))
-        sequence = self._open[row] = Sequence(row, token_ids, root, node, shared)
+            paths.edits.append(Map(row, tuple([segment.id for segment in path])))
+        sequence = paths.sequences[row] = Sequence(row, token_ids, root, node, shared)
         return sequence
 
     def match(self, token_ids: bytes, namespace: Namespace = ()) -> Match:
         """What `open` would hit. Changes nothing. Raises ValueError."""
         _num_tokens(token_ids)
-        root = self._tree.roots.get(namespace)
+        root = self._paths.tree.roots.get(namespace)
         if root is None:
             return Match((), 0, 0)
-        path, matched = self._tree.find(root, token_ids, 0, len(token_ids) - TOKEN_BYTES)
+        path, matched = self._paths.tree.find(root, token_ids, 0, len(token_ids) - TOKEN_BYTES)
         tip = matched // TOKEN_BYTES
         return Match(tuple(path[::-1]), tip, tip + sum(segment.length for segment in path[:-1]))
 
@@ -173,8 +181,8 @@ class TokenLedger:
             if needed > self.num_available:
                 raise OutOfTokens(needed, self.num_available, self.capacity)
             self.evict(needed - self.num_free)
-        self._edits.append(Take(self._batch_rows, tuple(starts), tuple(counts)))
-        self.num_free -= needed
+        self._paths.edits.append(Take(self._batch_rows, tuple(starts), tuple(counts)))
+        self._paths.num_free -= needed
         if is_step:
             for sequence in sequences:
                 sequence.length += 1
@@ -195,7 +203,8 @@ class TokenLedger:
 
     def shrink(self, sequences: Seq[Sequence], counts: Seq[int]) -> None:
         """Undo an `extend`: the last `counts[i]` slots of `sequences[i]` go back, all or none, for what was
-        to be computed was not. Their prompts stay what they are. Raises ValueError for slots that are not its own.
+        to be computed was not. Their prompts stay what they are. Raises ValueError for slots that others may
+        hold.
         """
         if len(sequences) != len(counts):
             raise ValueError(f"{len(sequences)} sequences and {len(counts)} counts")
@@ -208,10 +217,10 @@ class TokenLedger:
             if count:
                 end = sequence.length
                 sequence.length -= count
-                self.num_free += count
-                self._edits.append(Give(sequence.row, end - count, end))
+                self._paths.num_free += count
+                self._paths.edits.append(Give(sequence.row, end - count, end))
                 if sequence.dropped:
-                    self._edits.append(Cut(sequence.row, end - count, sequence.dropped))
+                    self._paths.edits.append(Cut(sequence.row, end - count, sequence.dropped))
 
     def publish(self, sequence: Sequence) -> None:
         """Let what has slots of the sequence's prompt be hit by others, while it still runs.
@@ -224,10 +233,10 @@ class TokenLedger:
         if sequence.dropped:
             return
         if not sequence.node.named:
-            for segment in self._name_path(sequence, sequence.prompt):
+            for segment in self._paths.name(sequence, sequence.prompt):
                 segment.confirmed = 0
                 segment.published = self.step
-                self._unconfirmed.append(segment)
+                self._paths.unconfirmed.append(segment)
         end = min(sequence.length, len(sequence.prompt) // TOKEN_BYTES)
         if end <= sequence.shared:
             return
@@ -238,35 +247,35 @@ class TokenLedger:
         if node.parent is not None and len(node.holders) == 1 and not node.children:
             # Its own newest segment, say of the chunk before, grows: one segment, not a chain of chunks.
             if node.confirmed == node.length:
-                self._unconfirmed.append(node)
+                self._paths.unconfirmed.append(node)
             node.tokens += tokens
         else:
-            node = self._tree.add(node, tokens)
+            node = self._paths.tree.add(node, tokens)
             node.holders.add(sequence.row)
-            node.used = self._tree.touch()
+            node.used = self._paths.tree.touch()
             node.confirmed = 0
             sequence.node = node
-            self._unconfirmed.append(node)
+            self._paths.unconfirmed.append(node)
         node.published = self.step
         sequence.shared = end
-        self._edits.append(Stash(sequence.row, end - node.length, end, node.id))
+        self._paths.edits.append(Stash(sequence.row, end - node.length, end, node.id))
 
     def confirm(self, step: int) -> None:
         """Every step up to this one has been computed: what it published stays."""
         waiting = []
-        for segment in self._unconfirmed:
+        for segment in self._paths.unconfirmed:
             if segment.published <= step:
                 segment.confirmed = segment.length
             else:
                 waiting.append(segment)
-        self._unconfirmed = waiting
+        self._paths.unconfirmed = waiting
 
     def retract(self) -> None:
         """The steps not confirmed have failed: drop what they published.
 
         Close their sequences first, with `cache=False`. Raises ValueError while one still holds such tokens.
         """
-        doubtful = [s for s in self._unconfirmed if s.parent is not None and s.named]
+        doubtful = [s for s in self._paths.unconfirmed if s.parent is not None and s.named]
         rows = sorted({row for segment in doubtful for row in segment.holders})
         if rows:
             raise ValueError(
@@ -276,9 +285,9 @@ class TokenLedger:
             if segment.parent is None:
                 continue  # went with a doubtful segment above it
             for below in segment.below():
-                self._trim(below, 0)
-            self._trim(segment, segment.confirmed)
-        self._unconfirmed = []
+                self._paths.trim(below, 0)
+            self._paths.trim(segment, segment.confirmed)
+        self._paths.unconfirmed = []
 
     def close(self, sequence: Sequence, output_ids: bytes = b"", cache: bool = True) -> None:
         """End a sequence. With `cache` its tokens stay to be hit; without, its private tail is freed.
@@ -290,18 +299,18 @@ class TokenLedger:
         self.require_open(sequence)
         row, start, end = sequence.row, sequence.shared, sequence.length
         if cache and not sequence.dropped:
-            start = self._insert(sequence, sequence.prompt + output_ids)
+            start = self._paths.insert(sequence, sequence.prompt + output_ids)
         if end > start:
-            self._edits.append(Give(row, start, end))
-            self.num_free += end - start
-        self._leave(sequence, sequence.path())
+            self._paths.edits.append(Give(row, start, end))
+            self._paths.num_free += end - start
+        self._paths.leave(sequence, sequence.path())
         root = sequence.root
         root.holders.remove(row)
-        self._tree.rest(root)
-        self._gapped.discard(row)
+        self._paths.tree.rest(root)
+        self._paths.gapped.discard(row)
         if sequence.dropped:
-            self._edits.append(Cut(row, 0, 0))
-        del self._open[row]
+            self._paths.edits.append(Cut(row, 0, 0))
+        del self._paths.sequences[row]
         self._free_rows.append(row)
         self._batch = []
         sequence.row = 0
@@ -314,10 +323,10 @@ class TokenLedger:
         self.require_open(sequence)
         if not self._free_rows:
             raise OutOfRows(self.max_sequences)
-        self._share_tail(sequence)
+        self._paths.share_tail(sequence)
         row = self._free_rows.pop()
-        self._tree.hold(sequence.path(), row)
-        self._join_path(sequence)
+        self._paths.tree.hold(sequence.path(), row)
+        self._paths.join(sequence)
         sequence.root.holders.add(row)
         twin = Sequence(row, sequence.prompt, sequence.root, sequence.node, sequence.shared)
         twin.num_hit = sequence.num_hit
@@ -326,33 +335,33 @@ class TokenLedger:
             sequence.num_sinks,
             sequence.dropped,
         )
-        if sequence.row in self._gapped:
-            self._gapped.add(row)
-        self._open[row] = twin
-        self._edits.append(Copy(row, sequence.row, sequence.length))
+        if sequence.row in self._paths.gapped:
+            self._paths.gapped.add(row)
+        self._paths.sequences[row] = twin
+        self._paths.edits.append(Copy(row, sequence.row, sequence.length))
         return twin
 
     def truncate(self, sequence: Sequence, length: int) -> None:
         """Let go of all but its first `length` entries: say, of tokens that were guessed wrong.
 
         What it shared stays with the others, or cached. What is cut off of its prompt is its prompt no more.
-        Cut to no more than its sinks it has dropped nothing; else the next token's position is `length + dropped`,
-        which is after all that is left. Raises ValueError.
+        Cut to no more than its sinks it has dropped nothing; else the next token's position is
+        `length + dropped`, which is after all that is left. Raises ValueError.
         """
         self.require_open(sequence)
         if not 0 <= length <= sequence.length:
             raise ValueError(f"cannot cut a sequence of {sequence.length} entries to {length}")
         start = max(length, sequence.shared)
         if start < sequence.length:
-            self._edits.append(Give(sequence.row, start, sequence.length))
-            self.num_free += sequence.length - start
+            self._paths.edits.append(Give(sequence.row, start, sequence.length))
+            self._paths.num_free += sequence.length - start
         if length < sequence.shared:
-            self._drop_path(sequence, length, sequence.shared)
+            self._paths.drop(sequence, length, sequence.shared)
         sequence.length = length
         if sequence.dropped:
             if length <= sequence.num_sinks:  # what was dropped came after all that is left
                 sequence.dropped = sequence.num_sinks = 0
-            self._edits.append(Cut(sequence.row, length, sequence.dropped))
+            self._paths.edits.append(Cut(sequence.row, length, sequence.dropped))
         if not sequence.dropped:
             sequence.prompt = sequence.prompt[: length * TOKEN_BYTES]
 
@@ -376,12 +385,12 @@ class TokenLedger:
             return 0
         before = self.num_free
         if start < shared:
-            self._drop_path(sequence, start, min(end, shared))
+            self._paths.drop(sequence, start, min(end, shared))
         start = max(start, shared)
         if start < end:
-            self._edits.append(Give(row, start, end))
-            self.num_free += end - start
-        self._edits.append(Shift(row, end, length, sinks))
+            self._paths.edits.append(Give(row, start, end))
+            self._paths.num_free += end - start
+        self._paths.edits.append(Shift(row, end, length, sinks))
         sequence.length -= count
         sequence.dropped += count
         sequence.num_sinks = sinks
@@ -399,8 +408,8 @@ class TokenLedger:
         if count < 0 or num_given < 0:
             raise ValueError(f"cannot keep {count} of {sequence.length - start} private tokens")
         if num_given:
-            self._edits.append(Keep(sequence.row, start, sequence.length, count))
-            self.num_free += num_given
+            self._paths.edits.append(Keep(sequence.row, start, sequence.length, count))
+            self._paths.num_free += num_given
             sequence.length -= num_given
             sequence.dropped += num_given
         return num_given
@@ -412,18 +421,18 @@ class TokenLedger:
         if count > self.num_cached:
             raise OutOfTokens(count, self.num_cached, self.capacity)
         while count:
-            segment = self._tree.oldest()
+            segment = self._paths.tree.oldest()
             assert segment is not None  # num_cached counts exactly what `oldest` can reach
             keep = max(segment.length - count, 0)
             count -= segment.length - keep
-            self._trim(segment, keep)
+            self._paths.trim(segment, keep)
 
     def check(self) -> None:
         """Recount everything from the sequences and the tree. Raises CheckFailed."""
-        self._tree.check(self._gapped)
+        self._paths.tree.check(self._paths.gapped)
         held: dict[Segment, set[int]] = {}
         private = 0
-        for row, sequence in self._open.items():
+        for row, sequence in self._paths.sequences.items():
             path = list(sequence.path())
             if sequence.row != row or sequence.shared != sum(segment.length for segment in path):
                 raise CheckFailed(f"{sequence} in row {row} has a path of {path}")
@@ -432,10 +441,11 @@ class TokenLedger:
             private += sequence.num_private
             for segment in path:
                 held.setdefault(segment, set()).add(row)
-            if (row in self._gapped) != (sequence.sink_node is not None) or row not in sequence.root.holders:
+            has_gap = sequence.sink_node is not None
+            if (row in self._paths.gapped) != has_gap or row not in sequence.root.holders:
                 raise CheckFailed(f"{sequence} has a path of {path}, and is not booked with it")
         cached = shared = 0
-        for segment in {*self._tree, *held}:
+        for segment in {*self._paths.tree, *held}:
             if segment.holders != held.get(segment, set()):
                 rows = sorted(held.get(segment, ()))
                 raise CheckFailed(f"{segment} lists {sorted(segment.holders)}; it is on the paths of {rows}")
@@ -449,177 +459,8 @@ class TokenLedger:
                 raise CheckFailed(f"{booked} tokens {name} in the books, {counted} by recount")
         if self.num_free < 0:
             raise CheckFailed(f"{self.num_free} tokens free")
-        if sorted([*self._free_rows, *self._open]) != list(range(1, self.max_sequences + 1)):
-            raise CheckFailed(f"rows free {sorted(self._free_rows)}, open {sorted(self._open)}")
-
-    def _insert(self, sequence: Sequence, tokens: bytes) -> int:
-        """Put a closing sequence's tail into the tree. Returns the position up to which it is cached."""
-        tree, row = self._tree, sequence.row
-        end = min(sequence.length, len(tokens) // TOKEN_BYTES)
-        start = sequence.shared
-        if not sequence.node.named:
-            self._name_path(sequence, tokens[: end * TOKEN_BYTES])
-        if end <= start or not sequence.node.named:
-            return start
-        path, matched = tree.find(sequence.node, tokens, start * TOKEN_BYTES, end * TOKEN_BYTES)
-        if path and matched < len(path[-1].tokens):
-            if not matched:  # `find` only descends where the first token agrees
-                raise CheckFailed(f"{path[-1]} is filed under a token it does not begin with")
-            path[-1] = self._split(path[-1], matched // TOKEN_BYTES)
-        node = path[-1] if path else sequence.node
-        found = start
-        if path:
-            found += sum(segment.length for segment in path)
-            self._edits.append(Give(row, start, found))
-            self.num_free += found - start
-            now = tree.touch()
-            for segment in path:  # those above it are left, and so used, in a moment
-                segment.used = now
-            if not node.holders:
-                tree.rest(node)
-        if end > found:
-            fresh = tokens[found * TOKEN_BYTES : end * TOKEN_BYTES]
-            own = node is sequence.node and node.parent is not None and len(node.holders) == 1
-            if own and not node.children:
-                if node.confirmed == node.length:
-                    node.confirmed += end - found
-                node.tokens += fresh
-            else:
-                node = tree.add(node, fresh)
-                node.used = tree.touch()
-                self.num_cached += node.length
-                tree.rest(node)
-            self._edits.append(Stash(row, end - node.length, end, node.id))
-        return max(end, found)
-
-    def _name_path(self, sequence: Sequence, tokens: bytes) -> list[Segment]:
-        """Name the anonymous segments of its path, as far as `tokens` go. Returns those that were."""
-        named: list[Segment] = []
-        begin = 0
-        for segment in reversed(list(sequence.path())):
-            end = begin + len(segment.tokens)
-            if not segment.named:
-                if end > len(tokens) or not self._tree.name(segment, tokens[begin:end]):
-                    break
-                named.append(segment)
-            begin = end
-        return named
-
-    def _share_tail(self, sequence: Sequence) -> None:
-        """Make a segment of its private tail, so that others may hold it too."""
-        length, tail = sequence.length, sequence.num_private
-        if not tail:
-            return
-        node = sequence.node = self._tree.attach(sequence.node, tail)
-        node.holders.add(sequence.row)
-        self._edits.append(Stash(sequence.row, sequence.shared, length, node.id))
-        sequence.shared = length
-
-    def _join_path(self, sequence: Sequence) -> None:
-        """One anonymous segment for each part of its path that the same sequences hold: where many forks have
-        come and gone, the path stays as short as there are sequences."""
-        segment = sequence.node
-        while sequence.row in segment.holders and not segment.named:
-            head = segment.parent
-            assert head is not None
-            if not head.named and head.holders == segment.holders:
-                self._tree.join(segment)
-                self._edits.append(Join(segment.id, head.id))
-            else:
-                segment = head
-
-    def _reclaim(self, sequence: Sequence) -> None:
-        """What it alone holds at the end of its path, and no token id is known of, is its own again."""
-        node = sequence.node
-        while not node.named and node.holders == {sequence.row}:
-            assert node.parent is not None
-            self._edits.append(Unstash(node.id))
-            sequence.shared -= node.length
-            node.holders.clear()
-            node = node.parent
-        if sequence.sink_node is not None and sequence.row not in node.holders:
-            node, sequence.sink_node = sequence.sink_node, None
-            self._gapped.discard(sequence.row)
-        sequence.node = node
-
-    def _drop_path(self, sequence: Sequence, start: int, end: int) -> None:
-        """Leave its segments between entries `start` and `end`, which are cut there."""
-        for at in (end, start):
-            last = sequence.shared
-            for segment in sequence.path():
-                first = last - segment.length
-                if first < at < last:
-                    self._split(segment, at - first)
-                    break
-                last = first
-        path = list(sequence.path())
-        firsts = []  # of each, its first entry
-        last = sequence.shared
-        for segment in path:
-            last -= segment.length
-            firsts.append(last)
-        num_below = sum(first >= end for first in firsts)
-        num_kept_or_left = num_below + sum(start <= first < end for first in firsts)
-        above = path[num_kept_or_left] if num_kept_or_left < len(path) else sequence.root
-        if num_below:
-            sequence.sink_node = above
-            self._gapped.add(sequence.row)
-        else:
-            sequence.node = above
-            if (
-                sequence.sink_node is not None and start <= sequence.num_sinks
-            ):  # nothing is left below the gap
-                sequence.sink_node = None
-                self._gapped.discard(sequence.row)
-        sequence.shared -= end - start
-        self._leave(sequence, path[num_below:num_kept_or_left])
-
-    def _leave(self, sequence: Sequence, path: Iterable[Segment]) -> None:
-        """It holds these no more, the deepest first. What nobody holds is cached if it is named, else freed."""
-        unheld, sole = self._tree.leave(path, sequence.row)
-        for segment in unheld:
-            length = len(segment.tokens) // TOKEN_BYTES
-            if not segment.named:
-                self._edits.append(Drop(segment.id, 0))
-                self.num_free += length
-                continue
-            self.num_cached += length
-            if self._gapped:
-                for child in [child for child in segment.children.values() if child.holders]:
-                    self._cut_off(child)
-            if not segment.children:
-                self._tree.rest(segment)
-        for row in dict.fromkeys(row for segment in sole for row in segment.holders):
-            self._reclaim(self._open[row])
-
-    def _cut_off(self, segment: Segment) -> None:
-        """What is above a held segment may go: nobody can hit it, or anything below it, any more."""
-        for below in [*segment.below(), segment]:
-            if below.holders:
-                self._tree.cut_off(below)
-            else:
-                self._trim(below, 0)
-
-    def _split(self, segment: Segment, at: int) -> Segment:
-        head = self._tree.split(segment, at)
-        if head.named and head.confirmed < head.length:
-            self._unconfirmed.append(head)
-        self._edits.append(Split(segment.id, at, head.id))
-        return head
-
-    def _trim(self, segment: Segment, keep: int) -> None:
-        """Free all but the first `keep` tokens of an unheld leaf."""
-        freed = segment.length - keep
-        if not freed:
-            return
-        self._edits.append(Drop(segment.id, keep))
-        self.num_cached -= freed
-        self.num_free += freed
-        if keep:
-            segment.tokens = segment.tokens[: keep * TOKEN_BYTES]
-            segment.confirmed = min(segment.confirmed, keep)
-        else:
-            self._tree.remove(segment)
+        if sorted([*self._free_rows, *self._paths.sequences]) != list(range(1, self.max_sequences + 1)):
+            raise CheckFailed(f"rows free {sorted(self._free_rows)}, open {sorted(self._paths.sequences)}")
 
 
 def _num_tokens(prompt: bytes) -> int:

@@ -91,7 +91,8 @@ def test_replays_and_eager_verbs_mix_freely() -> None:
             sinks = min(4, chosen.length)
             ledger.release(chosen, rng.randint(0, chosen.length - sinks), sinks)
         elif kind == "keep":
-            entries = rng.sample(range(chosen.shared, chosen.length), rng.randint(0, chosen.num_private))
+            choice = range(max(chosen.shared, chosen.num_sinks), chosen.length)
+            entries = rng.sample(choice, rng.randint(0, len(choice)))
             if ledger.keep(chosen, len(entries)):
                 kept.append(torch.tensor(entries, dtype=torch.int64))
         elif kind == "publish":

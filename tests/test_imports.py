@@ -21,6 +21,7 @@ WITHOUT_TORCH = (
     "lightkv.errors",
     "lightkv.edits",
     "lightkv.ledger",
+    "lightkv.paths",
     "lightkv.prefix_tree",
     "lightkv.router",
     "lightkv.router.admission",

@@ -129,6 +129,24 @@ def test_namespaces_share_nothing(device: torch.device) -> None:
     assert cache.open([1, 2, 3], namespace=("a",)).num_hit == 2
 
 
+def test_shrink_undoes_an_extend_and_leaves_the_prompt(device: torch.device) -> None:
+    cache = make_cache(device)
+    first, second = cache.open([1, 2, 3, 4]), cache.open([5, 6])
+    cache.extend([first, second], [2, 1])
+    before = cache.num_free, cache.slots(first).tolist(), cache.slots(second).tolist()
+    cache.extend([first, second], [2, 1])  # a pass that is to fail
+    with pytest.raises(ValueError, match="cannot give back 3 of 2"):
+        cache.shrink([first, second], [2, 3])
+    assert (first.length, second.length) == (4, 2)
+    cache.shrink([first, second], [2, 1])
+    assert (cache.num_free, cache.slots(first).tolist(), cache.slots(second).tolist()) == before
+    cache.check()
+    cache.extend([first, second], [2, 1])
+    cache.close(first)
+    assert cache.match([1, 2, 3, 4, 5]) == 4  # of a sequence that was truncated two would be left
+    cache.check()
+
+
 def test_match_says_what_open_would_hit_and_changes_nothing(device: torch.device) -> None:
     cache = make_cache(device)
     for ids in ([1, 2, 3, 4], [5, 6]):

@@ -53,6 +53,7 @@ def state(cache: KVCache) -> tuple[object, ...]:
 CHANGING: dict[str, Callable[[KVCache, Sequence], object]] = {
     "open": lambda cache, one: cache.open([5]),
     "extend": lambda cache, one: cache.extend([one], [1]),
+    "shrink": lambda cache, one: cache.shrink([one], [1]),
     "publish": lambda cache, one: cache.publish(one),
     "confirm": lambda cache, one: cache.confirm(),
     "retract": lambda cache, one: cache.retract(),
@@ -103,6 +104,48 @@ def test_a_verb_of_another_thread_is_refused(name: str, device: torch.device) ->
     assert state(cache) == before
     VERBS[name](cache, sequence)  # its owner may
     cache.check()
+
+
+# --------------------------------------------------------------------------------
+# Sequences that are not open here
+
+NAMING = sorted(
+    set(VERBS) - {"open", "match", "confirm", "retract", "evict", "import_sequence", "memory_map", "check"}
+)
+
+
+@pytest.mark.parametrize("name", NAMING)
+def test_a_closed_sequence_is_refused(name: str, device: torch.device) -> None:
+    cache = make_cache(device)
+    sequence = fill(cache, IDS)
+    cache.close(sequence)
+    fill(cache, [9, 8])  # has its row
+    before = state(cache)
+    with pytest.raises(ValueError, match="closed, or another"):
+        VERBS[name](cache, sequence)
+    assert state(cache) == before
+
+
+@pytest.mark.parametrize("name", NAMING)
+def test_another_caches_sequence_is_refused(name: str, device: torch.device) -> None:
+    cache, other = make_cache(device), make_cache(device)
+    mine, theirs = fill(cache, [9, 8, 7, 6, 5]), fill(other, IDS)
+    assert mine.row == theirs.row
+    before = state(cache), state(other)
+    with pytest.raises(ValueError, match="closed, or another"):
+        VERBS[name](cache, theirs)
+    assert (state(cache), state(other)) == before
+
+
+@pytest.mark.parametrize("name", ["extend", "shrink", "kv_indices"])
+def test_one_stranger_refuses_the_whole_batch(name: str, device: torch.device) -> None:
+    cache, other = make_cache(device), make_cache(device)
+    batch = [fill(cache, IDS), fill(other, IDS)]
+    before = state(cache), state(other)
+    verb = getattr(cache, name)
+    with pytest.raises(ValueError, match="closed, or another"):
+        verb(batch) if name == "kv_indices" else verb(batch, [1, 1])
+    assert (state(cache), state(other)) == before
 
 
 # --------------------------------------------------------------------------------
@@ -226,6 +269,7 @@ def test_an_import_that_finds_no_room_caches_nothing(device: torch.device) -> No
 COUNTED: dict[str, Callable[[KVCache, Sequence, object], object]] = {
     "extend": lambda cache, one, count: cache.extend([one], [count]),  # type: ignore[list-item]
     "extend, an array": lambda cache, one, count: cache.extend([one], np.array([count])),  # type: ignore[arg-type]
+    "shrink": lambda cache, one, count: cache.shrink([one], [count]),  # type: ignore[list-item]
     "truncate": lambda cache, one, count: cache.truncate(one, count),  # type: ignore[arg-type]
     "release": lambda cache, one, count: cache.release(one, count),  # type: ignore[arg-type]
     "release, sinks": lambda cache, one, count: cache.release(one, 1, count),  # type: ignore[arg-type]
