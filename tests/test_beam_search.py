@@ -300,7 +300,7 @@ def test_wrong_numbers_are_named(num_beams: int, max_new_tokens: int, device: to
 
 
 def same_beams_on_smollm2(max_new_tokens: int, ends: str, capacity: int, device: torch.device) -> int:
-    """`ends`: a text of one token that ends a beam, beside the model's own. Returns the longest one's tokens."""
+    """`ends`: a text of one token that ends a beam, beside the model's own. Returns the most tokens of any."""
     directory = resolve(EngineConfig.model, print)
     tokenizer = AutoTokenizer.from_pretrained(directory)
     model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).to(device).eval()

@@ -157,3 +157,14 @@ def test_a_model_that_is_refused_stays_as_it_was(
         assert model.config._attn_implementation == "sdpa"
         assert torch.equal(logits_of(model, [5, 6, 7]), logits)
     assert not rotary.model.rotary_emb._forward_hooks
+
+
+def test_a_model_that_takes_no_attention_of_others_gets_its_own_back(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = tiny_llama(device)
+    asked: list[str] = []
+    monkeypatch.setattr(model, "set_attn_implementation", asked.append)
+    with pytest.raises(UnsupportedModel, match="AttentionInterface"):
+        CachedModel(model, 40)
+    assert asked == ["lightkv_probe", "sdpa"]

@@ -268,6 +268,9 @@ def test_refuses_what_it_would_not_compute_right() -> None:
     lm = streamer(make_model(torch.device("cpu")), capacity=100)
     with pytest.raises(ValueError, match="the model's context is 64"):
         Stream(lm, Window(size=61, sinks=4, stride=8), [1])
+    plain = CachedModel(make_model(torch.device("cpu")), capacity=40)
+    with pytest.raises(ValueError, match="exact_positions=True"):
+        Stream(plain, WINDOWS["sinks"], [1])
     windowed = MistralForCausalLM(MistralConfig(**{**CONFIG, "sliding_window": 16}))
     with pytest.raises(UnsupportedModel, match="windows of their own"):
         streamer(windowed, capacity=10)
