@@ -68,7 +68,8 @@ class LightKVCache(Cache):
     """K/V of up to `capacity` tokens for `model`, which stays as it is but for two hooks on its forward pass.
 
     Every `generate` is a text of its own: what the cache has of it, from whichever earlier one, is not computed
-    again. Calls of the model itself go on with the present batch until `reset`.
+    again. Calls of the model itself go on with the present batch until `reset`. A mask can hide the padding
+    that a batch begins with, and nothing else; positions, if given, are those of the text without it.
 
     max_sequences: rows of a batch at most, beams included. max_entries: the longest text; by default the
     model's context, or the pool if that is smaller. backend: of lightkv's attention, where the model is bound
@@ -258,7 +259,7 @@ class LightKVCache(Cache):
             raise ValueError(
                 f"rows with {padding} columns of padding go on without a mask: pass it every time"
             )
-        if mask is not None and (mask.cpu().numpy().astype(bool) != real).any():
+        if mask is not None and ((mask != 0).cpu().numpy() != real).any():
             raise ValueError(
                 f"a mask that is not that of the {padding} columns of padding which the rows began with: what "
                 "has been computed is attended to; call reset(), and begin a text without what is to be hidden"
@@ -415,7 +416,7 @@ def _left_padding(mask: torch.Tensor | None, num_rows: int, num_columns: int) ->
     """How many columns of each row are padding. Raises ValueError where it is not on the left."""
     if mask is None:
         return [0] * num_rows
-    real = mask.cpu().numpy() != 0
+    real = (mask != 0).cpu().numpy()
     padding = num_columns - real.sum(1)
     if (padding == num_columns).any() or (real != (np.arange(num_columns) >= padding[:, None])).any():
         raise ValueError(
