@@ -209,6 +209,8 @@ class KVCache:
     def keep(self, sequence: Sequence, entries: torch.Tensor) -> int:
         """Of the tokens that it alone holds, only those at `entries` stay: the others are free at once.
 
+        What it has published counts as shared, even while nobody else holds it: do not publish what is to be
+        evicted by token.
         `entries`: int64 `[n]` on the device, each once, in any order, of `shared` (or `num_sinks`, if that is
         more: sinks stay) to `length`. They move down in the row, in the order that they had. The host does not
         look at them: for what is named twice, or is out of range, another entry of the range stays. Returns how
@@ -270,6 +272,7 @@ class KVCache:
     def export(self, sequence: Sequence) -> ExportedKV:
         """Its K/V in host memory, to be kept elsewhere or handed over; it stays open. Waits for the device.
 
+        Of every entry that has a slot: call it after the pass that writes them.
         Raises ValueError, also for one that has dropped tokens.
         """
         self._require_owner()

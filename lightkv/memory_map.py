@@ -60,36 +60,6 @@ class MemoryMap:
         own = self._label_counts[OWN:]
         return in_order([Owner(int(row), int(own[row])) for row in np.flatnonzero(own)])
 
-    @property
-    def capacity(self) -> int:
-        """Slots of the pool."""
-        return self.counts.capacity
-
-    @property
-    def num_free(self) -> int:
-        """Free slots."""
-        return self.counts.num_free
-
-    @property
-    def num_cached(self) -> int:
-        """Slots that nobody holds and that may be hit."""
-        return self.counts.num_cached
-
-    @property
-    def num_shared(self) -> int:
-        """Slots that more than one sequence holds."""
-        return self.counts.num_shared
-
-    @property
-    def num_own(self) -> int:
-        """Slots that one sequence alone holds."""
-        return self.counts.num_own
-
-    @property
-    def longest_free_run(self) -> int:
-        """The most free slots in a row."""
-        return self.counts.longest_free_run
-
     def draw(self, width: int = 80, height: int = 16, max_owners: int = 10) -> str:
         """The pool in at most `height` lines of `width` marks, then a legend of three, then the `max_owners`
         rows that alone hold the most, a line each."""
