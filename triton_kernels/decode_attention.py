@@ -250,7 +250,7 @@ def _decode_attention(
     if num_tokens == 0:
         return
     group, capacity = num_heads // num_kv_heads, items.shape[0]
-    launch = tuning.decode_launch(key_dim, value_dim, q.element_size())
+    launch = tuning.decode_launch(num_tokens // num_queries, key_dim, value_dim, q.element_size())
     early = tuning.has_early_launch(tuning.device_class(q.device))
     options = {"launch_pdl": True} if early else {}
     block_dv = tuning.padded_dim(value_dim)
@@ -306,10 +306,10 @@ def _decode_attention(
         NUM_QUERIES=num_queries,
         DV=value_dim,
         BLOCK_DV=block_dv,
-        BLOCK_P=launch.combine_parts,
+        BLOCK_P=8,
         HAS_LSE=lse is not None,
         EARLY=early,
-        num_warps=launch.combine_warps,
+        num_warps=1,
         **options,
     )
 
