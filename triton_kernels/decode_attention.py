@@ -221,7 +221,9 @@ def _combine_kernel(
         acc = acc * decay + tl.sum(weights[:, None] * tile, 0)
         peak = new_peak
     acc = acc / tl.where(total > 0.0, total, 1.0)
-    tl.store(out + token * stride_out_b + head * stride_out_h + dims, acc.to(out.dtype.element_ty), mask=dims < DV)
+    tl.store(
+        out + token * stride_out_b + head * stride_out_h + dims, acc.to(out.dtype.element_ty), mask=dims < DV
+    )
     if HAS_LSE:
         tl.store(lse + token * num_heads + head, peak + tl.log2(total))
 

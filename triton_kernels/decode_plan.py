@@ -91,7 +91,7 @@ def _plan_kernel(
         tl.store(split + start + request, -1, mask=start + request < num_listed)
 
     first_key = length - num_keys
-    for i in range(0, tl.max(num_parts, 0)):
+    for i in range(tl.max(num_parts, 0)):
         is_part = i < num_parts
         cut = tl.maximum((worker + i) * share, begin)  # in units
         first = first_key + (cut - begin) * UNIT

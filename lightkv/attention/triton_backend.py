@@ -86,7 +86,6 @@ class TritonAttention(AttentionBackend):
         turned = self.rotary.turn_back(q, dropped)
         rows = metadata.rows.repeat_interleave(metadata.seq_lens_cuda, output_size=num_tokens)
         lengths = torch.full((num_tokens,), num_sinks, dtype=torch.int32, device=q.device)
-        q_starts = torch.arange(num_tokens + 1, dtype=torch.int32, device=q.device)
         sink_lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
         decode_attention(
             turned, k, v, table, rows, lengths, out=partial_out[1], lse=sink_lse, scale=scale, softcap=softcap
