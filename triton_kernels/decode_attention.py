@@ -1,8 +1,8 @@
 """Decode attention: the newest tokens of each request, one or a few, against its K/V found through an index.
 
-What a program attends to is an item of a work list (`decode_plan.py`): some keys of one request. Where a request
-is one item the output is written at once; else each item leaves a normalised partial result and the log-sum-exp
-of its scores (base 2), and a second kernel combines them.
+A program attends to a share of all the batch's keys (`decode_plan.py`), item by item: some keys of one request.
+Where a request is one item the output is written at once; else each item leaves a normalised partial result and
+the log-sum-exp of its scores (base 2), and a second kernel combines them.
 
 The rows of a tile are the query heads that share a K/V head, of all the queries of a request: the keys are read
 once for all of them.
@@ -384,7 +384,8 @@ def decode_attention(
     )
     if num_queries < 1 or q.shape[0] != rows.shape[0] * num_queries:
         raise ValueError(
-            f"q must hold {num_queries} queries for each of {rows.shape[0]} rows, at least one; got {q.shape[0]}"
+            f"q must hold {num_queries} queries for each of {rows.shape[0]} rows, at least one; "
+            f"got {q.shape[0]}"
         )
     if lse is not None and (
         lse.dtype != torch.float32 or lse.shape != q.shape[:2] or not lse.is_contiguous()
