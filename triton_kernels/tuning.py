@@ -5,6 +5,7 @@ launch captured in a CUDA graph stays right when lengths change between replays.
 for at run time.
 """
 
+import math
 from functools import cache
 from typing import NamedTuple
 
@@ -125,6 +126,21 @@ def prefill_launch(
         if fits and not too_few and not too_wide:
             return launch
     return Launch(block_m=16, block_n=16, num_warps=4, num_stages=2)
+
+
+def write_launch(
+    device: DeviceClass, num_tokens: int, num_kv_heads: int, num_heads: int, num_pairs: int
+) -> tuple[int, int]:
+    """Tokens and heads that a program of `write_kv` writes: several heads where positions are applied, whose
+    cosines and sines are more bytes than a head, as long as every multiprocessor has programs to choose from."""
+    block_t, heads = 16, 1
+    blocks = triton.cdiv(num_tokens, block_t)
+    shared = math.gcd(num_kv_heads, num_heads)
+    while num_pairs and heads < 4 and shared % (2 * heads) == 0:
+        if blocks * (num_kv_heads + num_heads) // (2 * heads) < 8 * device.num_multiprocessors:
+            break
+        heads *= 2
+    return block_t, heads
 
 
 def slots_of_block(num_slots: int) -> int:
