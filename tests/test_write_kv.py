@@ -424,7 +424,7 @@ def test_bfloat16_rotation_has_the_bits_of_the_twin(in_place: bool) -> None:
 @pytest.mark.gpu
 def test_more_tokens_than_the_second_axis_of_a_grid_has_programs() -> None:
     num_tokens = 16 * 65536 + 5
-    k = torch.arange(num_tokens, device="cuda").remainder(251).half()[:, None, None].expand(-1, 2, 16)
+    k = torch.arange(num_tokens, device="cuda").remainder(251).half()[:, None, None].repeat(1, 2, 16)
     cache = torch.zeros(num_tokens + 1, 4, 16, dtype=torch.float16, device="cuda")
     write_kv(k, -k, cache[:, :2], cache[:, 2:], torch.arange(1, num_tokens + 1, device="cuda"))
     assert torch.equal(cache[1:, :2], k)
