@@ -5,6 +5,7 @@ launch captured in a CUDA graph stays right when lengths change between replays.
 for at run time.
 """
 
+import math
 from functools import cache
 from typing import NamedTuple
 
@@ -128,6 +129,21 @@ def prefill_launch(
     return Launch(block_m=16, block_n=16, num_warps=4, num_stages=2)
 
 
+def write_launch(
+    device: DeviceClass, num_tokens: int, num_kv_heads: int, num_heads: int, num_pairs: int
+) -> tuple[int, int]:
+    """Tokens and heads that a program of `write_kv` writes: several heads where positions are applied, whose
+    cosines and sines are more bytes than a head, while every multiprocessor has programs to choose from."""
+    block_t, heads = 16, 1
+    blocks = triton.cdiv(num_tokens, block_t)
+    shared = math.gcd(num_kv_heads, num_heads)
+    while num_pairs and heads < 4 and shared % (2 * heads) == 0:
+        if blocks * (num_kv_heads + num_heads) // (2 * heads) < 8 * device.num_multiprocessors:
+            break
+        heads *= 2
+    return block_t, heads
+
+
 def slots_of_block(num_slots: int) -> int:
     """Slots of a block of the allocator, a power of two: so many that all counts are read at once."""
     wanted = triton.next_power_of_2(triton.cdiv(num_slots, _SCAN_BLOCKS))
@@ -190,6 +206,13 @@ def merge_launch(num_parts: int, value_dim: int) -> Launch:
     """Parts that a program of `merge_states` reads at a time, in `block_n`: a tile that stays in registers."""
     block_parts = min(triton.next_power_of_2(num_parts), max(1, 4096 // padded_dim(value_dim)))
     return Launch(block_m=0, block_n=block_parts, num_warps=1 if num_parts <= 4 else 4, num_stages=2)
+
+
+def paged_attention_launch(head_dim: int) -> Launch:
+    """Tokens that a program of `paged_attention_v1` has in hand: as many as leave its sums in registers."""
+    return Launch(
+        block_m=0, block_n=min(128, max(16, 8192 // padded_dim(head_dim))), num_warps=4, num_stages=2
+    )
 
 
 def scores_launch(key_dim: int, element_size: int) -> Launch:

@@ -1,139 +1,317 @@
-"""Write new K/V into the cache: one scatter by slot.
+"""Write new K/V into the cache, on the way from the projection: bias, rotary positions, scatter by slot.
 
-Knows slots and strides. Not which sequence a token belongs to, nor how its slot was found.
+Knows slots, strides and tables of cosines and sines. Not which sequence a token belongs to, how its slot was
+found, nor which frequencies and which scaling made the tables: every one of them is just another table.
 """
+
+from itertools import accumulate, pairwise
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from .tuning import padded_dim
-
-_BLOCK_T = 16  # tokens a program writes
+from . import tuning
 
 
 @triton.jit
-def _copy_rows(
-    source,
-    cache,
-    tokens,
-    slots,
-    valid,
-    head,
-    stride_source_t,
-    stride_source_h,
-    stride_cache_slot,
-    stride_cache_h,
+def _load_dims(source, bias, dims, valid, END: tl.constexpr):
+    """`dims` of a head of each token, [BLOCK_T, dims]; in float32 with the bias added where there is one."""
+    in_head = dims < END
+    tile = tl.load(source + dims[None, :], mask=valid[:, None] & in_head[None, :], other=0.0)
+    if bias is not None:
+        tile = tile.to(tl.float32) + tl.load(bias + dims, mask=in_head, other=0.0).to(tl.float32)[None, :]
+    return tile
+
+
+@triton.jit
+def _store_dims(target, tile, dims, valid, END: tl.constexpr):
+    tile = tile.to(target.dtype.element_ty)
+    tl.store(target + dims[None, :], tile, mask=valid[:, None] & (dims < END)[None, :])
+
+
+@triton.jit
+def _write_head(
+    source,  # [BLOCK_T, 1] pointers to the head of each token
+    bias,  # the head's, or None
+    target,  # [BLOCK_T, 1] pointers
+    cos,  # [BLOCK_T, BLOCK_PAIRS] float32
+    sin,
+    valid,  # [BLOCK_T]
     D: tl.constexpr,
-    BLOCK_D: tl.constexpr,
+    PAIRS: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+    IN_PLACE: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_PAIRS: tl.constexpr,
+    BLOCK_REST: tl.constexpr,
 ):
-    dims = tl.arange(0, BLOCK_D)
-    mask = valid[:, None] & (dims < D)[None, :]  # [BLOCK_T, BLOCK_D]
-    source += head * stride_source_h + dims[None, :]
-    cache += head * stride_cache_h + dims[None, :]
-    tile = tl.load(source + tokens[:, None] * stride_source_t, mask=mask, other=0.0)  # [BLOCK_T, BLOCK_D]
-    tl.store(cache + slots[:, None] * stride_cache_slot, tile.to(cache.dtype.element_ty), mask=mask)
+    """A head of each token: bias, the first 2 * PAIRS dims turned, the rest as they are."""
+    HAS_REST: tl.constexpr = 2 * PAIRS < D and not (IN_PLACE and bias is None)
+    pairs = tl.arange(0, BLOCK_PAIRS)
+    both = tl.arange(0, 2 * BLOCK_PAIRS)
+    rest_dims = 2 * PAIRS + tl.arange(0, BLOCK_REST)
+    if HAS_REST:
+        rest = _load_dims(source, bias, rest_dims, valid, D)
+    if PAIRS > 0:
+        if INTERLEAVED:
+            tile = _load_dims(source, bias, both, valid, 2 * PAIRS).to(tl.float32)
+            first, second = tl.split(tl.reshape(tile, [BLOCK_T, BLOCK_PAIRS, 2]))  # [BLOCK_T, BLOCK_PAIRS]
+        else:
+            first = _load_dims(source, bias, pairs, valid, PAIRS).to(tl.float32)
+            second_bias = bias + PAIRS if bias is not None else None
+            second = _load_dims(source + PAIRS, second_bias, pairs, valid, PAIRS).to(tl.float32)
+        turned_first = first * cos - second * sin
+        turned_second = second * cos + first * sin
+    if IN_PLACE:
+        tl.debug_barrier()  # a tile smaller than the program is read by several threads and written by one
+    if HAS_REST:
+        _store_dims(target, rest, rest_dims, valid, D)
+    if PAIRS > 0:
+        if INTERLEAVED:
+            turned = tl.reshape(tl.join(turned_first, turned_second), [BLOCK_T, 2 * BLOCK_PAIRS])
+            _store_dims(target, turned, both, valid, 2 * PAIRS)
+        else:
+            _store_dims(target, turned_first, pairs, valid, PAIRS)
+            _store_dims(target + PAIRS, turned_second, pairs, valid, PAIRS)
 
 
-@triton.jit(do_not_specialize=["num_tokens"], do_not_specialize_on_alignment=["slots"])
+@triton.jit(do_not_specialize=["num_tokens"], do_not_specialize_on_alignment=["slots", "positions"])
 def _write_kv_kernel(
+    q,  # None: q_out itself
     k,
     v,
+    q_bias,  # each [heads, D], or None
+    k_bias,
+    v_bias,
+    q_out,  # None: K and V alone
     k_cache,
     v_cache,
     slots,
+    positions,
+    cos,
+    sin,
     num_tokens,
+    stride_q_t,
+    stride_q_h,
     stride_k_t,
     stride_k_h,
     stride_v_t,
     stride_v_h,
+    stride_q_bias,
+    stride_k_bias,
+    stride_v_bias,
+    stride_out_t,
+    stride_out_h,
     stride_kc_slot,
     stride_kc_h,
     stride_vc_slot,
     stride_vc_h,
+    stride_cos,
+    stride_sin,
+    KV_PROGRAMS: tl.constexpr,
+    Q_PROGRAMS: tl.constexpr,
+    HEADS: tl.constexpr,  # that a program writes
     DK: tl.constexpr,
     DV: tl.constexpr,
-    BLOCK_DK: tl.constexpr,
-    BLOCK_DV: tl.constexpr,
+    PAIRS: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
     BLOCK_T: tl.constexpr,
+    BLOCK_PAIRS: tl.constexpr,
+    BLOCK_K_REST: tl.constexpr,
+    BLOCK_DV: tl.constexpr,
 ):
-    head = tl.program_id(0).to(tl.int64)
-    tokens = tl.program_id(1).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)  # [BLOCK_T]
-    valid = tokens < num_tokens
-    slot = tl.load(slots + tokens, mask=valid, other=0).to(tl.int64)  # [BLOCK_T]
-    _copy_rows(
-        k,
-        k_cache,
-        tokens,
-        slot,
-        valid,
-        head,
-        stride_k_t,
-        stride_k_h,
-        stride_kc_slot,
-        stride_kc_h,
-        DK,
-        BLOCK_DK,
-    )
-    _copy_rows(
-        v,
-        v_cache,
-        tokens,
-        slot,
-        valid,
-        head,
-        stride_v_t,
-        stride_v_h,
-        stride_vc_slot,
-        stride_vc_h,
-        DV,
-        BLOCK_DV,
-    )
+    # Heads run fastest: programs side by side write side by side.
+    program = tl.program_id(0) % (KV_PROGRAMS + Q_PROGRAMS)
+    block = tl.program_id(0) // (KV_PROGRAMS + Q_PROGRAMS)
+    token = block.to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)  # [BLOCK_T]
+    valid = token < num_tokens
+    cosines = 0.0
+    sines = 0.0
+    if PAIRS > 0:
+        position = tl.load(positions + token, mask=valid, other=0).to(tl.int64)  # [BLOCK_T]
+        pair = tl.arange(0, BLOCK_PAIRS)
+        is_pair = valid[:, None] & (pair < PAIRS)[None, :]
+        cosines = tl.load(cos + position[:, None] * stride_cos + pair[None, :], mask=is_pair, other=0.0)
+        sines = tl.load(sin + position[:, None] * stride_sin + pair[None, :], mask=is_pair, other=0.0)
+
+    if program < KV_PROGRAMS:
+        slot = tl.load(slots + token, mask=valid, other=0).to(tl.int64)  # [BLOCK_T]
+        for i in tl.static_range(0, HEADS):
+            head = (program * HEADS + i).to(tl.int64)
+            _write_head(
+                k + token[:, None] * stride_k_t + head * stride_k_h,
+                k_bias + head * stride_k_bias if k_bias is not None else None,
+                k_cache + slot[:, None] * stride_kc_slot + head * stride_kc_h,
+                cosines,
+                sines,
+                valid,
+                DK,
+                PAIRS,
+                INTERLEAVED,
+                False,
+                BLOCK_T,
+                BLOCK_PAIRS,
+                BLOCK_K_REST,
+            )
+            _write_head(
+                v + token[:, None] * stride_v_t + head * stride_v_h,
+                v_bias + head * stride_v_bias if v_bias is not None else None,
+                v_cache + slot[:, None] * stride_vc_slot + head * stride_vc_h,
+                cosines,
+                sines,
+                valid,
+                DV,
+                0,
+                INTERLEAVED,
+                False,
+                BLOCK_T,
+                BLOCK_PAIRS,
+                BLOCK_DV,
+            )
+    elif Q_PROGRAMS > 0:
+        for i in tl.static_range(0, HEADS):
+            head = ((program - KV_PROGRAMS) * HEADS + i).to(tl.int64)
+            target = q_out + token[:, None] * stride_out_t + head * stride_out_h
+            _write_head(
+                target if q is None else q + token[:, None] * stride_q_t + head * stride_q_h,
+                q_bias + head * stride_q_bias if q_bias is not None else None,
+                target,
+                cosines,
+                sines,
+                valid,
+                DK,
+                PAIRS,
+                INTERLEAVED,
+                q is None,
+                BLOCK_T,
+                BLOCK_PAIRS,
+                BLOCK_K_REST,
+            )
 
 
-@torch.library.custom_op("lightkv::write_kv", mutates_args=("k_cache", "v_cache"))
-def _write_kv(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor) -> None:
+@torch.library.custom_op("lightkv::write_kv", mutates_args=("k_cache", "v_cache", "q_out"))
+def _write_kv(
+    k: Tensor,
+    v: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    slots: Tensor,
+    q: Tensor | None = None,
+    q_out: Tensor | None = None,
+    positions: Tensor | None = None,
+    cos: Tensor | None = None,
+    sin: Tensor | None = None,
+    interleaved: bool = False,
+    q_bias: Tensor | None = None,
+    k_bias: Tensor | None = None,
+    v_bias: Tensor | None = None,
+) -> None:
     num_tokens, num_kv_heads, key_dim = k.shape
     value_dim = v.shape[2]
     if num_tokens == 0:
         return
-    # Heads run fastest: programs side by side write side by side.
-    _write_kv_kernel[(num_kv_heads, triton.cdiv(num_tokens, _BLOCK_T))](
+    num_heads = 0 if q_out is None else q_out.shape[1]
+    num_pairs = 0 if cos is None else cos.shape[1]
+    block_t, heads = tuning.write_launch(
+        tuning.device_class(k.device), num_tokens, num_kv_heads, num_heads, num_pairs
+    )
+    kv_programs, q_programs = num_kv_heads // heads, num_heads // heads
+    _write_kv_kernel[((kv_programs + q_programs) * triton.cdiv(num_tokens, block_t),)](
+        q,
         k,
         v,
+        q_bias,
+        k_bias,
+        v_bias,
+        q_out,
         k_cache,
         v_cache,
         slots,
+        positions,
+        cos,
+        sin,
         num_tokens,
+        *_strides(q, 2),
         *k.stride()[:2],
         *v.stride()[:2],
+        *_strides(q_bias, 1),
+        *_strides(k_bias, 1),
+        *_strides(v_bias, 1),
+        *_strides(q_out, 2),
         *k_cache.stride()[:2],
         *v_cache.stride()[:2],
+        *_strides(cos, 1),
+        *_strides(sin, 1),
+        KV_PROGRAMS=kv_programs,
+        Q_PROGRAMS=q_programs,
+        HEADS=heads,
         DK=key_dim,
         DV=value_dim,
-        BLOCK_DK=padded_dim(key_dim),
-        BLOCK_DV=padded_dim(value_dim),
-        BLOCK_T=_BLOCK_T,
+        PAIRS=num_pairs,
+        INTERLEAVED=interleaved,
+        BLOCK_T=block_t,
+        BLOCK_PAIRS=triton.next_power_of_2(max(num_pairs, 1)),
+        BLOCK_K_REST=tuning.padded_dim(key_dim - 2 * num_pairs),
+        BLOCK_DV=tuning.padded_dim(value_dim),
+        enable_fp_fusion=False,  # a product is rounded before it is added, as in torch: the same bits
     )
 
 
-_write_kv.register_fake(lambda *_: None)  # the output is an argument
+_write_kv.register_fake(lambda *_, **__: None)  # the outputs are arguments
 
 
-def write_kv(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor) -> None:
-    """Write each token's K and V to its slot, cast to the dtype of the cache.
+def _strides(tensor: Tensor | None, count: int) -> tuple[int, ...]:
+    return (0,) * count if tensor is None else tensor.stride()[:count]
+
+
+def write_kv(
+    k: Tensor,
+    v: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    slots: Tensor,
+    *,
+    q: Tensor | None = None,
+    q_out: Tensor | None = None,
+    positions: Tensor | None = None,
+    cos: Tensor | None = None,
+    sin: Tensor | None = None,
+    interleaved: bool = False,
+    q_bias: Tensor | None = None,
+    k_bias: Tensor | None = None,
+    v_bias: Tensor | None = None,
+) -> None:
+    """Write each token's K and V to its slot, cast to the dtype of the cache; before, what is asked for: add a
+    bias to q, k and v, and turn q and k by their positions. k and v stay as they are.
+
+    Everything that varies from step to step is read on the device: no synchronisation, no allocation, and a
+    captured launch may be replayed. Sums and products are float32, rounded once at the end. Slots and positions
+    are not read on the host, so not checked.
 
     Args:
-        k: `[T, num_kv_heads, Dk]`, any strides but a last one of 1.
+        k: `[T, num_kv_heads, Dk]`, any strides but a last one of 1. Parts of a fused projection are views of it
+            (`split_qkv`).
         v: `[T, num_kv_heads, Dv]`, likewise.
         k_cache: `[num_slots, num_kv_heads, Dk]`, any strides but a last one of 1; written in place.
         v_cache: `[num_slots, num_kv_heads, Dv]`, likewise; both may be views of one buffer.
         slots: int32 or int64 `[T]`. Distinct, but for slot 0, the padding, which may occur any number of
             times and holds one of its writers' values after, whichever came last.
+        q: `[T, H, Dk]`, likewise, to be turned and to get its bias; left out if None.
+        q_out: `[T, H, Dk]` of any floating type, likewise, to write q to; q itself, in place, if None. It may
+            not overlap q otherwise.
+        positions: int32 or int64 `[T]`, rows of the tables; q and k are not turned if None.
+        cos: float32 `[num_positions, rotary_dim / 2]`, any strides but a last one of 1: of each position, the
+            cosine of the angle of each pair of dims, times what the scaling asks for. Dims from rotary_dim on
+            are not turned.
+        sin: likewise.
+        interleaved: pair dims 2i and 2i + 1 (GPT-J); else i and i + rotary_dim / 2 (NeoX).
+        q_bias: `[H, Dk]` of any floating type, any strides but a last one of 1; none if None.
+        k_bias: `[num_kv_heads, Dk]`, likewise.
+        v_bias: `[num_kv_heads, Dv]`, likewise.
 
     Raises:
-        ValueError: shapes, strides or dtypes do not fit. Slots are not read, so not checked.
+        ValueError: shapes, strides or dtypes do not fit, or nothing is to be done to q. Nothing is written.
     """
     for name, new, cache in (("k", k, k_cache), ("v", v, v_cache)):
         if new.dim() != 3 or cache.dim() != 3 or new.shape[1:] != cache.shape[1:]:
@@ -150,10 +328,144 @@ def write_kv(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tens
         )
     if slots.dtype not in (torch.int32, torch.int64) or not slots.is_contiguous():
         raise ValueError(f"slots must be contiguous int32 or int64, got {slots.dtype}")
-    _write_kv(k, v, k_cache, v_cache, slots)
+    if positions is None and cos is None and sin is None and q is None and q_out is None:
+        num_heads = 0  # the plain scatter, with little left to check
+    else:
+        num_heads = _check_rotary(k, q, q_out, positions, cos, sin, q_bias)
+    for name, bias, shape in (
+        ("q_bias", q_bias, (num_heads, k.shape[2])),
+        ("k_bias", k_bias, k.shape[1:]),
+        ("v_bias", v_bias, v.shape[1:]),
+    ):
+        if bias is not None and (bias.shape != shape or bias.stride(1) != 1):
+            raise ValueError(
+                f"{name} must be [heads, dim] {tuple(shape)} with a last stride of 1, got "
+                f"{tuple(bias.shape)} with strides {bias.stride()}"
+            )
+    if q_out is None or q_out is q:
+        q, q_out = None, q  # to the operator an argument is read, or it is written
+    _write_kv(
+        k,
+        v,
+        k_cache,
+        v_cache,
+        slots,
+        q,
+        q_out,
+        positions,
+        cos,
+        sin,
+        interleaved,
+        q_bias,
+        k_bias,
+        v_bias,
+    )
 
 
-def write_kv_reference(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor) -> None:
+def _check_rotary(
+    k: Tensor,
+    q: Tensor | None,
+    q_out: Tensor | None,
+    positions: Tensor | None,
+    cos: Tensor | None,
+    sin: Tensor | None,
+    q_bias: Tensor | None,
+) -> int:
+    """How many heads q has. Raises ValueError where q or the tables do not fit k or each other."""
+    num_tokens, _, key_dim = k.shape
+    if q is None and q_out is not None:
+        raise ValueError("q_out is where q goes; pass q as well")
+    if q is not None:
+        wanted = (num_tokens, q.shape[1] if q.dim() == 3 else 0, key_dim)
+        for name, tensor in (("q", q), ("q_out", q if q_out is None else q_out)):
+            if tensor.shape != wanted or tensor.stride(2) != 1:
+                raise ValueError(
+                    f"{name} must be [tokens, heads, dim] {wanted} with a last stride of 1, the tokens and dim "
+                    f"those of k; got {tuple(tensor.shape)} with strides {tensor.stride()}"
+                )
+        if positions is None and q_bias is None:
+            raise ValueError("nothing is to be done to q: pass positions, cos and sin, or q_bias, or no q")
+    if positions is None or cos is None or sin is None:
+        if positions is not None or cos is not None or sin is not None:
+            raise ValueError("positions, cos and sin go together; pass all three or none")
+        return 0 if q is None else q.shape[1]
+    if positions.shape != (num_tokens,) or not positions.is_contiguous():
+        raise ValueError(f"positions must be contiguous [{num_tokens}], as k; got {tuple(positions.shape)}")
+    if positions.dtype not in (torch.int32, torch.int64):
+        raise ValueError(f"positions must be int32 or int64, got {positions.dtype}")
+    for name, table in (("cos", cos), ("sin", sin)):
+        if table.dtype != torch.float32 or table.dim() != 2 or table.stride(1) != 1:
+            raise ValueError(
+                f"{name} must be float32 [positions, rotary_dim / 2] with a last stride of 1, got "
+                f"{table.dtype} {tuple(table.shape)} with strides {table.stride()}"
+            )
+    if cos.shape != sin.shape or not 0 < 2 * cos.shape[1] <= key_dim:
+        raise ValueError(
+            f"cos and sin must have one shape, and at most {key_dim // 2} columns for {key_dim} dims; got "
+            f"{tuple(cos.shape)} and {tuple(sin.shape)}"
+        )
+    return 0 if q is None else q.shape[1]
+
+
+def split_qkv(
+    qkv: Tensor, num_heads: int, num_kv_heads: int, key_dim: int, value_dim: int | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The parts of a fused projection, or of its bias: `[..., H * Dk + num_kv_heads * (Dk + Dv)]` -> views
+    `[..., H, Dk]`, `[..., num_kv_heads, Dk]`, `[..., num_kv_heads, Dv]`. A `value_dim` of None is `key_dim`.
+    Raises ValueError where the last dim is another."""
+    value_dim = key_dim if value_dim is None else value_dim
+    shapes = ((num_heads, key_dim), (num_kv_heads, key_dim), (num_kv_heads, value_dim))
+    ends = list(accumulate((heads * dim for heads, dim in shapes), initial=0))
+    if qkv.shape[-1] != ends[-1]:
+        raise ValueError(
+            f"qkv must have {ends[-1]} dims for {num_heads} heads of {key_dim} and {num_kv_heads} of {key_dim} "
+            f"and of {value_dim}, got {tuple(qkv.shape)}"
+        )
+    q, k, v = (
+        qkv[..., begin:end].unflatten(-1, shape)
+        for (begin, end), shape in zip(pairwise(ends), shapes, strict=True)
+    )
+    return q, k, v
+
+
+def write_kv_reference(
+    k: Tensor,
+    v: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    slots: Tensor,
+    *,
+    q: Tensor | None = None,
+    q_out: Tensor | None = None,
+    positions: Tensor | None = None,
+    cos: Tensor | None = None,
+    sin: Tensor | None = None,
+    interleaved: bool = False,
+    q_bias: Tensor | None = None,
+    k_bias: Tensor | None = None,
+    v_bias: Tensor | None = None,
+) -> None:
     """The specification of `write_kv`, in plain torch."""
-    k_cache[slots.long()] = k.to(k_cache.dtype)
-    v_cache[slots.long()] = v.to(v_cache.dtype)
+
+    def prepared(x: Tensor, bias: Tensor | None, turned: bool) -> Tensor:
+        if bias is not None:
+            x = x.float() + bias.float()
+        if turned and positions is not None and cos is not None and sin is not None:
+            x = turn_reference(x, cos[positions.long()], sin[positions.long()], interleaved)
+        return x
+
+    if q is not None:
+        (q if q_out is None else q_out).copy_(prepared(q, q_bias, True))
+    k_cache[slots.long()] = prepared(k, k_bias, True).to(k_cache.dtype)
+    v_cache[slots.long()] = prepared(v, v_bias, False).to(v_cache.dtype)
+
+
+def turn_reference(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
+    """`x` `[T, H, D]` with its first 2n dims turned by the angles of cos and sin, float32 `[T, n]`; float32."""
+    num_pairs = cos.shape[1]
+    cos, sin = cos[:, None], sin[:, None]  # [T, 1, n]
+    rotary, rest = x.float().split((2 * num_pairs, x.shape[2] - 2 * num_pairs), dim=2)
+    first, second = rotary.unflatten(2, (-1, 2)).unbind(3) if interleaved else rotary.chunk(2, dim=2)
+    turned = (first * cos - second * sin, second * cos + first * sin)
+    rotary = torch.stack(turned, dim=3).flatten(2) if interleaved else torch.cat(turned, dim=2)
+    return torch.cat((rotary, rest), dim=2)

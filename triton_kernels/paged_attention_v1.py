@@ -1,0 +1,314 @@
+"""The classic paged attention: one query a sequence, K/V in blocks of a layout made for its loads. A baseline.
+
+A block holds some tokens of one sequence, head by head. Keys lie in vectors of x dims (16 bytes), the same
+vector of all the block's tokens side by side; values with the tokens of one dim side by side:
+
+    k_cache  [num_blocks, num_kv_heads, head_dim / x, block_size, x]
+    v_cache  [num_blocks, num_kv_heads, head_dim, block_size]
+
+A program has one query head of one sequence and one partition of its tokens: all of them in the one-pass form,
+else so many at a time, and `merge_states` combines them. Sums run over lanes, without matrix instructions, and
+query heads that share a K/V head each read it. Unlike the original it keeps no scores: its softmax is a running
+one.
+
+Knows blocks and no slots but to copy from; `decode_attention.py` is what lightkv attends with.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from . import tuning
+from .attend_keys import LOG2_E, attend_reference
+from .merge_states import merge_states
+
+
+@triton.jit(do_not_specialize_on_alignment=["block_tables", "context_lens"])
+def _paged_attention_kernel(
+    q,
+    k_cache,
+    v_cache,
+    block_tables,
+    context_lens,
+    out,  # [num_seqs, H, D], or in partitions float32 [num_seqs, H, num_partitions, D]
+    lse,  # float32 [num_seqs, H, num_partitions], base 2; None in one pass
+    score_scale,
+    stride_q_seq,
+    stride_q_h,
+    stride_k_block,
+    stride_k_h,
+    stride_v_block,
+    stride_v_h,
+    stride_table,
+    stride_out_seq,
+    stride_out_h,
+    GROUP: tl.constexpr,
+    D: tl.constexpr,
+    X: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    PARTITION_SIZE: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    head = tl.program_id(0).to(tl.int64)
+    seq = tl.program_id(1).to(tl.int64)
+    partition = tl.program_id(2)
+    begin = partition * PARTITION_SIZE
+    end = tl.load(context_lens + seq)
+    out += seq * stride_out_seq + head * stride_out_h
+    if PARTITION_SIZE > 0:
+        lse += (seq * tl.num_programs(0) + head) * tl.num_programs(2) + partition
+        if begin >= end:
+            tl.store(lse, float("-inf"))
+            return
+        out += partition * D
+        end = tl.minimum(end, begin + PARTITION_SIZE)
+
+    vecs = tl.arange(0, BLOCK_D // X)[:, None, None]
+    lanes = tl.arange(0, X)[None, None, :]
+    dims = tl.arange(0, BLOCK_D)
+    tokens = tl.arange(0, BLOCK_N)
+    table = block_tables + seq * stride_table
+    k_head = k_cache + head // GROUP * stride_k_h + vecs * (BLOCK_SIZE * X) + lanes
+    v_head = v_cache + head // GROUP * stride_v_h + dims[:, None] * BLOCK_SIZE
+    in_head = vecs < D // X
+    q_vecs = tl.load(q + seq * stride_q_seq + head * stride_q_h + vecs * X + lanes, mask=in_head, other=0.0)
+    q_vecs = q_vecs.to(tl.float32) * score_scale  # [BLOCK_D / X, 1, X]
+
+    # A finite floor in place of -inf: masked tokens of a first tile weigh 0 and not NaN.
+    peak = -1.0e30
+    total = tl.zeros([BLOCK_N], tl.float32)
+    acc = tl.zeros([BLOCK_D, BLOCK_N], tl.float32)  # summed over the tokens at the end
+    full_end = begin + (end - begin) // BLOCK_N * BLOCK_N
+    for MASKED in tl.static_range(0, 2):
+        for start in range(full_end if MASKED else begin, end if MASKED else full_end, BLOCK_N):
+            positions = start + tokens
+            offsets = positions % BLOCK_SIZE
+            if MASKED:
+                valid = positions < end
+                block = tl.load(table + positions // BLOCK_SIZE, mask=valid, other=0).to(tl.int64)
+                k_mask = in_head & valid[None, :, None]
+                v_mask = (dims < D)[:, None] & valid[None, :]
+            else:
+                block = tl.load(table + positions // BLOCK_SIZE).to(tl.int64)
+                k_mask = in_head
+                v_mask = (dims < D)[:, None]
+            k_places = (block * stride_k_block + offsets * X)[None, :, None]
+            k = tl.load(k_head + k_places, mask=k_mask, other=0.0)  # [BLOCK_D / X, BLOCK_N, X]
+            v = tl.load(v_head + (block * stride_v_block + offsets)[None, :], mask=v_mask, other=0.0)
+
+            scores = tl.sum(tl.sum(q_vecs * k.to(tl.float32), 2), 0)  # [BLOCK_N]
+            if MASKED:
+                scores = tl.where(valid, scores, float("-inf"))
+            new_peak = tl.maximum(peak, tl.max(scores, 0))
+            weights = tl.exp2(scores - new_peak)
+            decay = tl.exp2(peak - new_peak)
+            total = total * decay + weights
+            acc = acc * decay + weights[None, :] * v.to(tl.float32)
+            peak = new_peak
+
+    total = tl.sum(total, 0)
+    result = tl.sum(acc, 1) / tl.where(total > 0.0, total, 1.0)
+    tl.store(out + dims, result.to(out.dtype.element_ty), mask=dims < D)
+    if PARTITION_SIZE > 0:
+        tl.store(lse, peak + tl.log2(total))
+
+
+@torch.library.custom_op("lightkv::paged_attention_v1", mutates_args=("out", "lse"))
+def _paged_attention(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    block_tables: Tensor,
+    context_lens: Tensor,
+    out: Tensor,
+    lse: Tensor | None,
+    scale: float,
+    partition_size: int,
+) -> None:
+    num_seqs, num_heads, head_dim = q.shape
+    num_kv_heads, _, block_size, x = k_cache.shape[1:]
+    if num_seqs == 0:
+        return
+    launch = tuning.paged_attention_launch(head_dim)
+    _paged_attention_kernel[(num_heads, num_seqs, 1 if lse is None else lse.shape[2])](
+        q,
+        k_cache,
+        v_cache,
+        block_tables,
+        context_lens,
+        out,
+        lse,
+        scale * LOG2_E,
+        *q.stride()[:2],
+        *k_cache.stride()[:2],
+        *v_cache.stride()[:2],
+        block_tables.stride(0),
+        *out.stride()[:2],
+        GROUP=num_heads // num_kv_heads,
+        D=head_dim,
+        X=x,
+        BLOCK_SIZE=block_size,
+        PARTITION_SIZE=partition_size,
+        BLOCK_D=tuning.padded_dim(head_dim),
+        BLOCK_N=launch.block_n,
+        num_warps=launch.num_warps,
+        num_stages=launch.num_stages,
+    )
+
+
+_paged_attention.register_fake(lambda *_: None)  # the outputs are arguments
+
+
+def paged_attention_v1(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    block_tables: Tensor,
+    context_lens: Tensor,
+    *,
+    scale: float,
+    partition_size: int = 0,
+    max_context_len: int | None = None,
+    out: Tensor | None = None,
+) -> Tensor:
+    """Attention of each sequence's newest token to its context, that token included.
+
+    Args:
+        q: `[num_seqs, H, D]`, any strides but a last one of 1; H a multiple of num_kv_heads, D of x; query
+            head h reads K/V head h // (H / num_kv_heads).
+        k_cache: `[num_blocks, num_kv_heads, D / x, block_size, x]`, a head's part of a block contiguous;
+            block_size and x powers of two (usual: 8, 16 or 32, and 16 bytes).
+        v_cache: `[num_blocks, num_kv_heads, D, block_size]`, likewise.
+        block_tables: int32 `[num_seqs, max_blocks]`, contiguous: of each sequence, the block of each block_size
+            tokens.
+        context_lens: int32 `[num_seqs]`; at most max_blocks * block_size and max_context_len, which is not
+            checked. A sequence of length 0 gets zeros.
+        scale: multiplies the scores; positive.
+        partition_size: tokens of a program, a multiple of block_size (usual: 512); 0 for all of them, in one
+            pass.
+        max_context_len: bounds the partitions that are launched; what the tables have room for if None.
+        out: `[num_seqs, H, D]` to write to, a last stride of 1; allocated in the dtype of q if None.
+
+    Returns:
+        `[num_seqs, H, D]`, `out`.
+
+    Raises:
+        ValueError: shapes, strides, dtypes or numbers do not fit.
+    """
+    _check(q, k_cache, v_cache, block_tables, context_lens, out, scale, partition_size)
+    block_size = k_cache.shape[3]
+    if out is None:
+        out = torch.empty_like(q, memory_format=torch.contiguous_format)
+    arguments = (q, k_cache, v_cache, block_tables, context_lens)
+    if partition_size == 0:
+        _paged_attention(*arguments, out, None, scale, 0)
+        return out
+    room = block_tables.shape[1] * block_size
+    longest = room if max_context_len is None else max_context_len
+    if not 0 <= longest <= room:
+        raise ValueError(f"max_context_len must be at most the {room} tokens of a table, got {longest}")
+    num_partitions = max(1, triton.cdiv(longest, partition_size))
+    shape = (*q.shape[:2], num_partitions)
+    lse = torch.empty(shape, dtype=torch.float32, device=q.device)
+    partial_out = torch.empty((*shape, q.shape[2]), dtype=torch.float32, device=q.device)
+    _paged_attention(*arguments, partial_out, lse, scale, partition_size)
+    merge_states(partial_out.permute(2, 0, 1, 3), lse.permute(2, 0, 1), out=out)
+    return out
+
+
+def _check(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    block_tables: Tensor,
+    context_lens: Tensor,
+    out: Tensor | None,
+    scale: float,
+    partition_size: int,
+) -> None:
+    if q.dim() != 3 or k_cache.dim() != 5 or v_cache.dim() != 4:
+        raise ValueError(
+            "q must be [num_seqs, heads, head_dim], k_cache [blocks, kv_heads, head_dim / x, block_size, x], "
+            f"v_cache [blocks, kv_heads, head_dim, block_size]; got {tuple(q.shape)}, {tuple(k_cache.shape)}, "
+            f"{tuple(v_cache.shape)}"
+        )
+    num_seqs, num_heads, head_dim = q.shape
+    num_blocks, num_kv_heads, num_vecs, block_size, x = k_cache.shape
+    if v_cache.shape != (num_blocks, num_kv_heads, head_dim, block_size) or num_vecs * x != head_dim:
+        raise ValueError(
+            f"k_cache {tuple(k_cache.shape)} and v_cache {tuple(v_cache.shape)} must have the same blocks, and "
+            f"the {head_dim} dims of q"
+        )
+    if num_heads % num_kv_heads:
+        raise ValueError(f"{num_heads} query heads do not share {num_kv_heads} K/V heads evenly")
+    if block_size & (block_size - 1) or x & (x - 1):
+        raise ValueError(f"block_size and x must be powers of two, got {block_size} and {x}")
+    if k_cache.stride()[2:] != (block_size * x, x, 1) or v_cache.stride()[2:] != (block_size, 1):
+        raise ValueError(
+            "a head's part of a block must be contiguous, got strides "
+            f"{k_cache.stride()} and {v_cache.stride()}"
+        )
+    if block_tables.dtype != torch.int32 or block_tables.dim() != 2 or not block_tables.is_contiguous():
+        raise ValueError(
+            f"block_tables must be contiguous int32 [num_seqs, blocks], got {block_tables.dtype}"
+        )
+    if context_lens.dtype != torch.int32 or context_lens.dim() != 1 or not context_lens.is_contiguous():
+        raise ValueError(f"context_lens must be contiguous int32 [num_seqs], got {context_lens.dtype}")
+    if len(block_tables) != num_seqs or len(context_lens) != num_seqs:
+        raise ValueError(
+            f"q has {num_seqs} sequences, block_tables {len(block_tables)}, context_lens {len(context_lens)}"
+        )
+    if out is not None and out.shape != q.shape:
+        raise ValueError(f"out must have shape {tuple(q.shape)}, got {tuple(out.shape)}")
+    for name, tensor in (("q", q), ("out", out)):
+        if tensor is not None and tensor.stride(2) != 1:
+            raise ValueError(
+                f"the last stride of {name} must be 1, got {tensor.stride()}; make it contiguous"
+            )
+    if not scale > 0 or partition_size < 0 or partition_size % block_size:
+        raise ValueError(
+            f"scale must be positive, and partition_size a multiple of the {block_size} tokens of a block, or "
+            f"0; got {scale} and {partition_size}"
+        )
+
+
+def copy_to_blocks(k_cache: Tensor, v_cache: Tensor, slots: Tensor) -> tuple[Tensor, Tensor]:
+    """K/V of a pool in this kernel's layout: k_cache and v_cache `[num_slots, num_kv_heads, D]`, slots an
+    integer `[num_blocks, block_size]`, where each place of each block takes its token from. Returns its k_cache
+    and v_cache, of as many blocks. Raises ValueError where D is no multiple of the x dims in 16 bytes."""
+    x = 16 // k_cache.element_size()
+    if k_cache.shape != v_cache.shape or k_cache.shape[2] % x:
+        raise ValueError(
+            f"K and V must be alike, with a multiple of {x} dims; got {tuple(k_cache.shape)} and "
+            f"{tuple(v_cache.shape)}"
+        )
+    k, v = k_cache[slots.long()], v_cache[slots.long()]  # [num_blocks, block_size, num_kv_heads, D]
+    return k.unflatten(3, (-1, x)).permute(0, 2, 3, 1, 4).contiguous(), v.permute(0, 2, 3, 1).contiguous()
+
+
+def paged_attention_v1_reference(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    block_tables: Tensor,
+    context_lens: Tensor,
+    *,
+    scale: float,
+) -> Tensor:
+    """The specification of `paged_attention_v1` in either form: plain torch in float32, a sequence at a time.
+
+    Reads tables and lengths on the host, so on a GPU it synchronises.
+    """
+    out = torch.zeros_like(q, memory_format=torch.contiguous_format)
+    block_size = k_cache.shape[3]
+    for seq, length in enumerate(context_lens.tolist()):
+        positions = torch.arange(length, device=q.device)
+        blocks, offsets = block_tables[seq, positions // block_size].long(), positions % block_size
+        k = k_cache[blocks, :, :, offsets].flatten(2)  # [length, num_kv_heads, D]
+        v = v_cache[blocks, :, :, offsets]
+        last = torch.tensor([length - 1], device=q.device)
+        result = attend_reference(q[seq : seq + 1], k, v, last, scale=scale, window=0, softcap=0.0)
+        out[seq] = result[0].to(q.dtype)
+    return out
