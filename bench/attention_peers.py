@@ -358,22 +358,33 @@ class FlashInfer:
 
         self._flashinfer: Any = flashinfer
         self.version: str = flashinfer.__version__
+        self._broken: dict[str, str] = {}  # kernels that did not compile, and why
         self._workspace = torch.zeros(self.WORKSPACE, dtype=torch.uint8, device=device)
 
-    def compile(self, tensor_cores: Sequence[bool], backends: Sequence[str], batch: Batch) -> None:
-        """Have the kernels of these decodes and prefills compiled, side by side, for the dtype and the head dim
-        of `batch`. What fails here fails again, and with its reason, where it is used."""
+    def compile(self, kernels: Sequence[str], batch: Batch) -> dict[str, str]:
+        """Have some of `decode`, `fa2`, `fa3` compiled, side by side, for dtype and head dim of `batch`.
+
+        Returns those that do not compile, and why: what needs them is refused from now on, since trying again
+        takes as long again.
+        """
         paged = scatter(batch, 0)
         with ThreadPoolExecutor() as threads:
-            jobs = [threads.submit(self.decode, batch, paged, cores) for cores in tensor_cores]
-            for backend in backends:
-                if backend != "fa2" or True not in tensor_cores:  # they are the same kernels
-                    jobs.append(threads.submit(self.prefill, batch, paged, backend))
-        for job in jobs:
-            job.exception()
+            jobs = {
+                kernel: threads.submit(self.decode, batch, paged, False)
+                if kernel == "decode"
+                else threads.submit(self.prefill, batch, paged, kernel)
+                for kernel in kernels
+            }
+        self._broken = {kernel: str(job.exception()) for kernel, job in jobs.items() if job.exception()}
+        return self._broken
+
+    def _need(self, kernel: str) -> None:
+        if kernel in self._broken:
+            raise RuntimeError(f"its kernel {kernel} did not compile")
 
     def decode(self, batch: Batch, paged: Paged, tensor_cores: bool) -> Side:
-        """One query a request; without tensor cores, groups of 1 to 4, 6, 8 and 16 heads."""
+        """One query a request; with tensor cores it is fa2, without: groups of 1 to 4, 6, 8 and 16 heads."""
+        self._need("fa2" if tensor_cores else "decode")
         device, num_requests = batch.q.device, len(batch.lengths)
         indptr, indices, last_page_len = _page_lists(batch, paged)
         wrapper = self._flashinfer.BatchDecodeWithPagedKVCacheWrapper(
@@ -406,6 +417,7 @@ class FlashInfer:
 
     def prefill(self, batch: Batch, paged: Paged, backend: str) -> Side:
         """`backend`: fa2, or fa3 (Hopper alone)."""
+        self._need(backend)
         indptr, indices, last_page_len = _page_lists(batch, paged)
         q_starts = offsets(batch.q_lens)
         wrapper = self._flashinfer.BatchPrefillWithPagedKVCacheWrapper(

@@ -1,6 +1,7 @@
 """What `bench/attention.py` measures is right: every side attends to the same keys; wrong ones are left out."""
 
 import json
+import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -206,14 +207,30 @@ def test_one_wrong_element_is_refused_however_small_the_values(size: float, erro
         peers.check(got, expected)
 
 
-def test_flashinfer_is_compiled_where_it_is_told_to(flashinfer: peers.FlashInfer, tmp_path: Path) -> None:
-    assert peers.os.environ["FLASHINFER_WORKSPACE_BASE"] == str(tmp_path.resolve())
-    made = []
-    flashinfer.decode = lambda batch, paged, cores: made.append(cores)  # type: ignore[assignment, method-assign]
-    flashinfer.prefill = lambda batch, paged, backend: made.append(backend)  # type: ignore[assignment, method-assign]
-    batch = peers.make_batch(EVEN, torch.device("cpu"))
-    flashinfer.compile([False, True], ["fa2", "fa3"], batch)
-    assert sorted(map(str, made)) == ["False", "True", "fa3"]
+def test_flashinfer_compiles_where_it_is_told_to(flashinfer: peers.FlashInfer, tmp_path: Path) -> None:
+    assert os.environ["FLASHINFER_WORKSPACE_BASE"] == str(tmp_path.resolve())
+
+
+def test_kernels_that_do_not_compile_are_tried_once(
+    flashinfer: peers.FlashInfer, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tried = []
+
+    def plan(wrapper: PagedWrapper, *_: Any, **__: Any) -> None:
+        tried.append(wrapper.options["backend"])
+        if tried[-1] == "fa3":
+            raise RuntimeError("nvcc: no such file")
+
+    monkeypatch.setattr(PrefillWrapper, "plan", plan)
+    batch = peers.make_batch(EVEN, device)
+    paged = peers.scatter(batch, 0)
+    assert flashinfer.compile(["decode", "fa2", "fa3"], batch) == {"fa3": "nvcc: no such file"}
+    assert sorted(tried) == ["fa2", "fa3"]
+    with pytest.raises(RuntimeError, match="its kernel fa3 did not compile"):
+        flashinfer.prefill(batch, paged, "fa3")
+    assert len(tried) == 2
+    flashinfer.prefill(batch, paged, "fa2")
+    flashinfer.decode(batch, paged, tensor_cores=True)
 
 
 def test_a_missing_flashinfer_is_left_out(
