@@ -2,7 +2,7 @@
 
 import torch
 
-from lightkv.triton_kernels.attention_scores import attention_lse
+from lightkv.triton_kernels.attention_scores import attention_lse, attention_scores
 from lightkv.triton_kernels.decode_attention import decode_attention
 from lightkv.triton_kernels.merge_states import merge_states
 from lightkv.triton_kernels.prefill_attention import prefill_attention
@@ -89,4 +89,23 @@ class TritonAttention(AttentionBackend):
             window=self.window,
             softcap=self.softcap,
             out=out,
+        )
+
+    def _entry_scores(
+        self, q: torch.Tensor, entries: torch.Tensor, width: int, metadata: AttentionMetadata
+    ) -> torch.Tensor:
+        memory = metadata.kv_cache_manager
+        return attention_scores(
+            q,
+            memory.pool.k(self.layer_idx),
+            memory.table.req_to_token,
+            metadata.rows,
+            metadata.q_starts,
+            entries,
+            metadata.kv_lens,
+            max_q_len=int(metadata.seq_lens.max()),
+            width=width,
+            scale=self.scale,
+            window=self.window,
+            softcap=self.softcap,
         )
