@@ -56,10 +56,6 @@ class TokenTable:
         packed_starts = np.cumsum(count) - count
         return np.repeat(row * self.max_entries + start - packed_starts, count) + np.arange(count.sum())
 
-    def write(self, entries: torch.Tensor, slots: torch.Tensor) -> None:
-        """Entry `entries[i]` is slot `slots[i]`. int64 `[n]` and int32 `[n]`, on the table's device."""
-        self._flat.index_copy_(0, entries, slots)
-
     def read(self, entries: torch.Tensor) -> torch.Tensor:
         """The slots at `entries` (int64 `[n]` on the table's device): int32 `[n]`."""
         return self._flat.index_select(0, entries)

@@ -59,7 +59,8 @@ def test_table_refuses_what_lies_outside(where: tuple[int, int, int]) -> None:
 def test_table_exports_kv_indices(device: torch.device) -> None:
     table = TokenTable(3, 10, device)
     entries = table.entries([1, 3], [0, 0], [4, 2])
-    table.write(
+    table.req_to_token.view(-1).index_copy_(
+        0,
         torch.from_numpy(entries).to(device),
         torch.tensor([7, 3, 9, 1, 5, 2], dtype=torch.int32, device=device),
     )

@@ -55,7 +55,7 @@ def every_verb(cache: KVCache) -> None:
 def test_no_verb_waits_for_the_device(device: torch.device) -> None:
     cache = KVCache(SPEC, 200, max_sequences=8, max_entries=64, device=device)
     kinds: set[type] = set()
-    cache.on_edits = lambda edits: kinds.update(type(edit) for edit in edits)
+    cache.on_edits = lambda edits, kept: kinds.update(type(edit) for edit in edits)
     every_verb(cache)  # compiles the kernels
     assert kinds == set(get_args(Edit))
     cache.check()
