@@ -290,6 +290,38 @@ def test_long_outputs_are_taken_too(device: torch.device) -> None:
             assert torch.equal(getattr(state, name), getattr(twin, name)), name
 
 
+def test_a_launch_is_right_for_tensors_of_any_alignment(device: torch.device) -> None:
+    """What was compiled for one call serves the others: none of it may follow from addresses or numbers."""
+    state, twin = new_slot_state(9000, device), new_slot_state(9000, device)
+    for offset, width in ((0, 704), (1, 701), (3, 16), (4, 704)):
+        for n in (16, 13, 200, 256, 1, 600, 590):
+            out, expected = poisoned(n + offset, device)[offset:], poisoned(n, device)
+            count = number(n, device).repeat(1 + offset)[offset:]
+            places = torch.randperm(40 * width, device=device)[: n + offset]
+            places, rows, columns = (part[offset:] for part in (places, places // width, places % width))
+            tables = [poisoned(offset + 40 * width, device)[offset:].view(40, width) for _ in range(2)]
+            run = n % 2 == 0
+            for with_rows in (True, False):
+                mine, its = (
+                    TableEntries(table, columns, rows) if with_rows else TableEntries(table, places)
+                    for table in tables
+                )
+                if run and not with_rows:
+                    take_run(state, out, mine)
+                    take_run_reference(twin, expected, its)
+                else:
+                    take_slots(state, out, count, mine)
+                    take_slots_reference(twin, expected, count, its)
+                assert torch.equal(out, expected)
+                assert torch.equal(*tables)
+                gift = out[::2].contiguous() if with_rows else out.long()[1:]
+                give_slots(state, gift)
+                give_slots_reference(twin, gift)
+    for name in ("mem_state", "free_bits", "block_free", "counters"):
+        assert torch.equal(getattr(state, name), getattr(twin, name)), name
+    assert int(state.counters[1]) == 0
+
+
 @both
 def test_takes_the_lowest_ascending_across_blocks(device: torch.device, operations: Operations) -> None:
     state = new_slot_state(40, device, block_slots=8)

@@ -334,7 +334,7 @@ def give_slots(state: SlotState, slots: Tensor) -> None:
     state.launches.launch(
         _give_slots_kernel,
         ("give", slots.dtype),
-        triton.cdiv(len(slots), _GIVE_BLOCK),
+        -(-len(slots) // _GIVE_BLOCK),
         (state.mem_state, state.books, slots, len(slots), len(state.mem_state)),
         options,
     )

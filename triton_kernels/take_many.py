@@ -301,7 +301,7 @@ def take_many(
     state.launches.launch(
         _take_kernel,
         ("take many", has_table, has_rows),
-        min(triton.cdiv(num_blocks, blocks), _TAKE_PROGRAMS),
+        min(-(-num_blocks // blocks), _TAKE_PROGRAMS),
         (
             state.mem_state,
             state.books,
