@@ -29,7 +29,7 @@ MAX_FOUND = 256
 BLOCK_FREE = FOUND + MAX_FOUND
 ALIGN = 64
 
-BLOCK_SLOTS = 1024
+BLOCK_SLOTS = 1024  # 32 words of bits: one cache line for each slot that a decode step takes
 
 
 class SlotState(NamedTuple):
