@@ -48,6 +48,9 @@ def test_table_entries_are_packed_ranges(device: torch.device) -> None:
     expected = [1 * 10 + p for p in (2, 3, 4)] + [3 * 10 + 9] + [2 * 10 + p for p in (0, 1)]
     assert table.entries([1, 3, 0, 2], [2, 9, 5, 0], [3, 1, 0, 2]).tolist() == expected
     assert table.entries([], [], []).tolist() == []
+    assert table.entries([3], [2], [4]).tolist() == [32, 33, 34, 35]
+    assert table.entries((2, 1), (9, 0), (1, 1)).tolist() == [29, 10]
+    assert table.entries([1, 2, 3], [5, 0, 8], [2, 0, 1]).tolist() == [15, 16, 38]
 
 
 @pytest.mark.parametrize("where", [(4, 0, 1), (1, 8, 3), (-1, 0, 1), (1, -1, 1)])
@@ -59,7 +62,8 @@ def test_table_refuses_what_lies_outside(where: tuple[int, int, int]) -> None:
 def test_table_exports_kv_indices(device: torch.device) -> None:
     table = TokenTable(3, 10, device)
     entries = table.entries([1, 3], [0, 0], [4, 2])
-    table.write(
+    table.req_to_token.view(-1).index_copy_(
+        0,
         torch.from_numpy(entries).to(device),
         torch.tensor([7, 3, 9, 1, 5, 2], dtype=torch.int32, device=device),
     )
