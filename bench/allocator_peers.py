@@ -54,8 +54,8 @@ def _pinned(numbers: np.ndarray, device: torch.device) -> Tensor:
 
 
 class Ours:
-    """lightkv's eager step: the edits that a ledger would emit, applied. The host sends where in the table the
-    slots go; which they are the device chooses, in the kernel that writes them there."""
+    """lightkv's eager step: the edits that a ledger would emit, applied. Which slots they are the device
+    chooses, in the kernel that writes them into the table."""
 
     name = "lightkv"
 
@@ -69,15 +69,25 @@ class Ours:
         self.allocator.free(torch.from_numpy(free).to(table.device, torch.int32))
 
     def load(self, rows: Sequence[int], lengths: Sequence[int]) -> None:
-        self.take = Take(tuple(rows), tuple(lengths), (1,) * len(rows))
+        self.takes = [
+            Take(tuple(rows), tuple(length - back for length in lengths), (1,) * len(rows)) for back in (1, 0)
+        ]
+        self._step_before()
+
+    def _step_before(self) -> None:
+        """The step to be measured follows another, as steps do: like the others' its lengths are on the device."""
+        taken = self.memory.apply(self.takes[:1])
+        assert taken is not None
+        self.allocator.free(taken)
 
     def decode(self) -> None:
-        taken = self.memory.apply([self.take])
+        taken = self.memory.apply(self.takes[1:])
         assert taken is not None
         self.taken = taken
 
     def undo_decode(self) -> None:
         self.allocator.free(self.taken)
+        self._step_before()
 
     def prompt(self, row: int, n: int) -> None:
         self.memory.apply([Take((row,), (0,), (n,))])
