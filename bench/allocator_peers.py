@@ -75,7 +75,7 @@ class Ours:
         self._step_before()
 
     def _step_before(self) -> None:
-        """The step to be measured follows another, as steps do: like the others' its lengths are on the device."""
+        """The step to be measured follows another, as steps do: its lengths are on the device by then."""
         taken = self.memory.apply(self.takes[:1])
         assert taken is not None
         self.allocator.free(taken)
