@@ -6,9 +6,11 @@ A step takes a slot for every sequence, writes the token table, and sends what t
 several sizes, each filled to several shares: `fresh` is one run in use and one free; `fragmented` frees slots
 at random; `spread` is what lowest-first comes to under long use: one slot free in every 1,024, and the rest
 above. Three times are taken: the host's, from call to return; the device's, by events around the step, behind
-a kernel long enough that the host is ahead; and, for lightkv, that of the same step in a CUDA graph. Before
-each the L2 cache is emptied by reading, as a model's weights do between two steps; `in L2` is without. The
-floor is an empty kernel in a graph, timed alike.
+a kernel long enough that the host is ahead; and, for lightkv, that of the same step in a CUDA graph, with a
+cold L2 cache and with a hot one. Cold, as the device's time outside a graph is too: before each step the cache
+is emptied by reading, as a model's weights do between two steps. The floor is an empty kernel in a graph.
+
+The designs take turns, round by round; a time is the median over the rounds of each round's median.
 
 With `--trace`, its requests are then run through lightkv's allocator first come, first served, as many at once
 as the pool holds to their ends, and the prompts that came out as one run are counted.
@@ -23,12 +25,13 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 import triton
+from torch import Tensor
 
-from bench.allocator_peers import DESIGNS, PAGE, BlockQueue, Design, Ours
-from bench.report import parser, print_json, print_machine, print_table, refuse
+from bench.allocator_peers import DESIGNS, PAGE, SMALLEST, BlockQueue, Design, Ours
+from bench.report import Spread, alternate, parser, print_json, print_machine, print_table, refuse
 from bench.workload import Lengths, read_trace
-from lightkv.allocator import TokenAllocator
-from lightkv.staging import upload
+from lightkv.edits import Give, Take
+from lightkv.kv_memory import KVMemory
 from lightkv.triton_kernels.allocate import TableEntries
 
 MAX_ENTRIES = 16384  # of a row of the table
@@ -38,8 +41,11 @@ DEVICE = torch.device("cuda")
 
 
 # What the table shows: a design, a heading, and the key of the time.
-COLUMNS = [("lightkv", "graph", "graph"), ("lightkv", "graph, in L2", "graph_in_l2")]
+COLUMNS = [("lightkv", "graph, cold L2", "graph_cold_l2"), ("lightkv", "graph, hot L2", "graph_hot_l2")]
 COLUMNS += [(make.name, key, key) for make in DESIGNS for key in ("device", "host")]
+
+
+PEERS = [make.name for make in DESIGNS if make is not Ours]
 
 
 class Cell(NamedTuple):
@@ -68,10 +74,11 @@ def free_slots(cell: Cell, rng: np.random.Generator) -> np.ndarray:
 
 
 class Clock:
-    """Times on the device and on the host, in microseconds, each the median of `repeats`."""
+    """Times on the device and on the host, in microseconds, each the median of so many repeats."""
 
-    def __init__(self, repeats: int) -> None:
+    def __init__(self, repeats: int, host_repeats: int) -> None:
         self.repeats = repeats
+        self.host_repeats = host_repeats
         self._fill = torch.ones(2**28, dtype=torch.uint8, device=DEVICE).view(torch.float32)
 
     def device(self, step: Callable[[], object], undo: Callable[[], object], cold: bool = True) -> float:
@@ -93,7 +100,7 @@ class Clock:
     def host(self, step: Callable[[], object], undo: Callable[[], object]) -> float:
         """From call to return, with nothing queued before it."""
         times = []
-        for _ in range(self.repeats + 3):
+        for _ in range(self.host_repeats + 3):
             torch.cuda.synchronize()
             start = time.perf_counter_ns()
             step()
@@ -196,8 +203,8 @@ def measure_graphs(ours: Ours, clock: Clock, batch: int) -> dict[str, float]:
         allocator.free(out)
 
     found = {
-        "graph": clock.device(step, undo),
-        "graph_in_l2": clock.device(step, undo, cold=False),
+        "graph_cold_l2": clock.device(step, undo),
+        "graph_hot_l2": clock.device(step, undo, cold=False),
         "graph_host": clock.host(step, undo),
     }
     allocator.check()
@@ -207,25 +214,30 @@ def measure_graphs(ours: Ours, clock: Clock, batch: int) -> dict[str, float]:
 
 def measure_prompt_graph(ours: Ours, clock: Clock, n: int) -> dict[str, float]:
     """A prompt's window found and taken, in a graph; and given back."""
-    out, allocator = ours.table[1, :n], ours.allocator
+    allocator, table = ours.allocator, ours.table
+    entries = TableEntries(table, torch.arange(MAX_ENTRIES, MAX_ENTRIES + n, device=table.device))  # row 1
 
-    def take() -> None:
-        allocator.alloc(n, contiguous=True, out=out)
+    def take() -> Tensor:
+        return allocator.alloc(n, contiguous=True, entries=entries)
+
+    allocator.free(take())
+    out: list[Tensor] = []
+    graph = capture(lambda: out.append(take()))  # the host counts a take that has not run yet
+    graph.replay()
 
     def give() -> None:
-        allocator.free(out)
+        allocator.free(out[0])
 
-    take()
-    give()
-    graph = capture(take)  # the host counts a take that has not run yet
-    graph.replay()
     give()
 
     def step() -> None:
         allocator.claim(n)
         graph.replay()
 
-    found = {"graph": clock.device(step, give), "graph_in_l2": clock.device(step, give, cold=False)}
+    found = {
+        "graph_cold_l2": clock.device(step, give),
+        "graph_hot_l2": clock.device(step, give, cold=False),
+    }
     step()
     found["give"] = clock.device(give, step)
     give()
@@ -233,41 +245,67 @@ def measure_prompt_graph(ours: Ours, clock: Clock, n: int) -> dict[str, float]:
     return found
 
 
-def measure_cell(cell: Cell, clock: Clock, batches: Sequence[int], prompts: Sequence[int]) -> dict[str, Any]:
+def measure_decode(design: Design, clock: Clock, n: int) -> dict[str, float]:
+    times = {
+        "host": clock.host(design.decode, design.undo_decode),
+        "device": clock.device(design.decode, design.undo_decode),
+    }
+    if isinstance(design, Ours):
+        times |= measure_graphs(design, clock, n)
+    return times
+
+
+def measure_prompt(design: Design, clock: Clock, row: int, n: int) -> dict[str, float]:
+    take, give = partial(design.prompt, row, n), partial(design.release, row, n)
+    times = {"host": clock.host(take, give), "device": clock.device(take, give)}
+    take()
+    times["give_host"] = clock.host(give, take)
+    give()
+    if isinstance(design, Ours):
+        times |= measure_prompt_graph(design, clock, n)
+    return times
+
+
+def in_turns(
+    designs: Sequence[Design], rounds: int, measure: Callable[[Design], dict[str, float]]
+) -> dict[str, dict[str, float]]:
+    """Of each design, by name, the medians over the rounds."""
+    found = list(alternate(rounds, {design.name: partial(measure, design) for design in designs}))
+    return {
+        design.name: {
+            key: float(np.median([one[design.name][key] for one in found])) for key in found[0][design.name]
+        }
+        for design in designs
+    }
+
+
+def measure_cell(
+    cell: Cell, clock: Clock, rounds: int, batches: Sequence[int], prompts: Sequence[int]
+) -> dict[str, Any]:
     """Times in µs: `{what: {design: {host, device, …}}}`."""
     free = free_slots(cell, np.random.default_rng(cell.num_slots))
     lowest = np.sort(free)
-    prompts = [n for n in prompts if n <= len(free) // 2]
-    found: dict[str, Any] = {f"decode {n}": {} for n in batches} | {f"prompt {n}": {} for n in prompts}
     batch = min(max(batches), len(free) // (4 * PAGE))  # that many sequences at the end of a page
     row = max(batches) + 1
+    designs: list[Design] = []
     for make in DESIGNS:
         table = torch.zeros(max(batches) + 2, MAX_ENTRIES, dtype=torch.int32, device=DEVICE)
-        design = make(cell.num_slots, free, table)
-        check_design(design, f"{cell.text}, {design.name}", free, batch, min(512, len(free) // 4))
-        for n in batches:
-            if isinstance(design, Ours):
-                check_choice(design, cell.text, lowest, n, min(512, len(free) // 4))
+        made = make(cell.num_slots, free, table)
+        check_design(made, f"{cell.text}, {made.name}", free, batch, min(512, len(free) // 4))
+        designs.append(made)
+    ours = next(design for design in designs if isinstance(design, Ours))
+    found: dict[str, Any] = {}
+    for n in batches:
+        check_choice(ours, cell.text, lowest, n, min(512, len(free) // 4))
+        for design in designs:
             design.load(range(1, n + 1), [BEFORE + i % PAGE for i in range(n)])
-            times = {
-                "host": clock.host(design.decode, design.undo_decode),
-                "device": clock.device(design.decode, design.undo_decode),
-            }
-            if isinstance(design, Ours):
-                times |= measure_graphs(design, clock, n)
-            found[f"decode {n}"][design.name] = times
-        for n in prompts:
-            take, give = partial(design.prompt, row, n), partial(design.release, row, n)
-
-            times = {"host": clock.host(take, give), "device": clock.device(take, give)}
-            take()
-            times["give_host"] = clock.host(give, take)
-            give()
-            if isinstance(design, Ours):
-                check_choice(design, cell.text, lowest, 1, n)
-                times |= measure_prompt_graph(design, clock, n)
-            found[f"prompt {n}"][design.name] = times
-        del design, table
+        found[f"decode {n}"] = in_turns(designs, rounds, partial(measure_decode, clock=clock, n=n))
+    for n in prompts:
+        if n <= len(free) // 2:
+            check_choice(ours, cell.text, lowest, 1, n)
+            found[f"prompt {n}"] = in_turns(
+                designs, rounds, partial(measure_prompt, clock=clock, row=row, n=n)
+            )
     return found
 
 
@@ -288,10 +326,10 @@ def contiguous_share(trace: Sequence[Lengths], num_slots: int, device: torch.dev
 
     First come, first served; a request starts when it and those running fit the pool to their ends.
     """
-    allocator = TokenAllocator(num_slots, device)
-    trace = [one for one in trace if sum(one) <= min(allocator.capacity, MAX_ENTRIES)]
     num_rows = 1024
-    table = torch.zeros(num_rows + 1, MAX_ENTRIES, dtype=torch.int32, device=device)
+    memory = KVMemory(SMALLEST, num_slots, num_rows, MAX_ENTRIES, device)
+    allocator = memory.allocator
+    trace = [one for one in trace if sum(one) <= min(allocator.capacity, MAX_ENTRIES)]
     rows = list(range(num_rows, 0, -1))
     num_runs = torch.zeros((), dtype=torch.int64, device=device)
     running: list[_Running] = []
@@ -302,13 +340,13 @@ def contiguous_share(trace: Sequence[Lengths], num_slots: int, device: torch.dev
         while following and rows and reserved + sum(following) <= allocator.capacity:
             reserved += sum(following)
             request = _Running(rows.pop(), following)
-            slots = allocator.alloc(following.prompt, True, out=table[request.row, : following.prompt])
+            slots = memory.apply([Take((request.row,), (0,), (following.prompt,))])
+            assert slots is not None
             num_runs += slots[-1] - slots[0] == following.prompt - 1
             running.append(request)
             following = next(waiting, None)
-        numbers = np.array([(request.row, request.held) for request in running], dtype=np.int64)
-        row_idx, positions = upload([numbers[:, 0], numbers[:, 1]], device)
-        allocator.alloc(len(running), entries=TableEntries(table, positions, row_idx))
+        batch = tuple(request.row for request in running), tuple(request.held for request in running)
+        memory.apply([Take(*batch, (1,) * len(running))])
         most, steps = max(most, len(running)), steps + 1
         ended = []
         for request in running:
@@ -317,9 +355,9 @@ def contiguous_share(trace: Sequence[Lengths], num_slots: int, device: torch.dev
             if not request.left:
                 ended.append(request)
         for request in ended:
-            allocator.free(table[request.row, : request.held])
             rows.append(request.row)
             reserved -= sum(request.lengths)
+        memory.apply([Give(request.row, 0, request.held) for request in ended])
         if ended:
             running = [request for request in running if request.left]
     allocator.check()
@@ -330,6 +368,15 @@ def contiguous_share(trace: Sequence[Lengths], num_slots: int, device: torch.dev
         "most_at_once": most,
         "contiguous": int(num_runs) / len(trace),
     }
+
+
+def ratios_of(fillings: Sequence[dict[str, dict[str, float]]]) -> list[str]:
+    """lightkv's host time by each other design's: the median over the fillings, the least and the most."""
+    cells = []
+    for peer in PEERS:
+        ratios = [filling[Ours.name]["host"] / filling[peer]["host"] for filling in fillings]
+        cells.append(Spread.of(ratios).text())
+    return cells
 
 
 def cells_of(fillings: Sequence[dict[str, dict[str, float]]]) -> list[str]:
@@ -348,7 +395,9 @@ def main() -> None:
     arguments.add_argument("--forms", nargs="+", default=FORMS, choices=FORMS)
     arguments.add_argument("--batches", type=int, nargs="+", default=[1, 64, 256])
     arguments.add_argument("--prompts", type=int, nargs="+", default=[512, 8192])
-    arguments.add_argument("--repeats", type=int, default=20)
+    arguments.add_argument("--rounds", type=int, default=3, help="in each of which every design has its turn")
+    arguments.add_argument("--repeats", type=int, default=20, help="of a time on the device, in a round")
+    arguments.add_argument("--host-repeats", type=int, default=100, help="of a time on the host, in a round")
     arguments.add_argument("--trace", type=Path, help="requests to run, say the Azure conversation hour")
     arguments.add_argument("--trace-slots", type=int, nargs="+", default=[131_072, 1_000_000])
     options = arguments.parse_args()
@@ -356,33 +405,40 @@ def main() -> None:
         refuse("this measures kernels, and needs a CUDA device")
 
     print_machine()
-    clock = Clock(options.repeats)
+    clock = Clock(options.repeats, options.host_repeats)
     empty_kernel()
     graph = capture(empty_kernel)
     floor = {
-        "graph": clock.device(graph.replay, lambda: None),
-        "graph_in_l2": clock.device(graph.replay, lambda: None, cold=False),
+        "graph_cold_l2": clock.device(graph.replay, lambda: None),
+        "graph_hot_l2": clock.device(graph.replay, lambda: None, cold=False),
     }
     print(
-        f"floor, an empty kernel in a graph: {floor['graph']:.1f} µs, in L2 {floor['graph_in_l2']:.1f} µs\n"
+        f"floor, an empty kernel in a graph: cold L2 {floor['graph_cold_l2']:.1f} µs, "
+        f"hot L2 {floor['graph_hot_l2']:.1f} µs\n"
     )
 
-    rows, results = [], {}
+    rows, ratios, results = [], [], {}
     for num_slots in options.slots:
         found: dict[str, list[dict[str, dict[str, float]]]] = {}  # by step, one of each filling
         for share in options.shares:
             for form in options.forms:
                 cell = Cell(num_slots, share, form)
-                results[cell.text] = measure_cell(cell, clock, options.batches, options.prompts)
+                results[cell.text] = measure_cell(
+                    cell, clock, options.rounds, options.batches, options.prompts
+                )
                 for what, times in results[cell.text].items():
                     found.setdefault(what, []).append(times)
                 print(f"measured {cell.text}", flush=True)
         rows += [[f"{num_slots:,}, {what}", *cells_of(times)] for what, times in found.items()]
+        ratios += [[f"{num_slots:,}, {what}", *ratios_of(times)] for what, times in found.items()]
     print(
         "\nµs, least to most over the fillings; host is from call to return, device between events, both of "
         "the step outside a graph"
     )
     print_table(["pool, step", *(f"{name} {what}" for name, what, _ in COLUMNS)], rows)
+
+    print("\nlightkv's host time by the others': the median over the fillings (least to most)")
+    print_table(["pool, step", *PEERS], ratios)
 
     replays = {}
     if options.trace:
@@ -394,7 +450,13 @@ def main() -> None:
                 f"\n{found['requests']:,} requests of {options.trace.name} through {num_slots:,} slots, at "
                 f"most {found['most_at_once']:,} at once: {found['contiguous']:.1%} of the prompts are one run"
             )
-    settings = {"repeats": options.repeats, "max_entries": MAX_ENTRIES, "before": BEFORE}
+    settings = {
+        "rounds": options.rounds,
+        "repeats": options.repeats,
+        "host_repeats": options.host_repeats,
+        "max_entries": MAX_ENTRIES,
+        "before": BEFORE,
+    }
     print_json(
         "allocator", {"settings": settings, "floor_us": floor, "us": results, "trace": replays}, options.out
     )

@@ -12,10 +12,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lightkv.allocator import TokenAllocator
-from lightkv.triton_kernels.allocate import TableEntries
+from lightkv import KVSpec
+from lightkv.edits import Give, Take
+from lightkv.kv_memory import KVMemory
 
 PAGE = 16  # tokens of a block of vLLM's
+SMALLEST = KVSpec(num_layers=1, num_kv_heads=1, k_dim=1, v_dim=1, dtype=torch.float16)  # no K/V is written
 
 
 class Design(Protocol):
@@ -52,36 +54,46 @@ def _pinned(numbers: np.ndarray, device: torch.device) -> Tensor:
 
 
 class Ours:
-    """lightkv: the device chooses; nothing is sent."""
+    """lightkv's eager step: the edits that a ledger would emit, applied. Which slots they are the device
+    chooses, in the kernel that writes them into the table."""
 
     name = "lightkv"
 
     def __init__(self, num_slots: int, free: np.ndarray, table: Tensor) -> None:
         """`free`: the slots that are free, in the order in which they were given back."""
-        self.table = table
-        self.allocator = TokenAllocator(num_slots, table.device)
+        num_rows, max_entries = table.shape
+        self.memory = KVMemory(SMALLEST, num_slots, num_rows - 1, max_entries, table.device)
+        self.table = self.memory.table.req_to_token
+        self.allocator = self.memory.allocator
         self.allocator.alloc(num_slots - 1)
         self.allocator.free(torch.from_numpy(free).to(table.device, torch.int32))
 
     def load(self, rows: Sequence[int], lengths: Sequence[int]) -> None:
-        device = self.table.device
-        self.rows = torch.tensor(rows, dtype=torch.int64, device=device)
-        self.lengths = torch.tensor(lengths, dtype=torch.int64, device=device)
-        self.entries = TableEntries(self.table, self.lengths, self.rows)
+        self.takes = [
+            Take(tuple(rows), tuple(length - back for length in lengths), (1,) * len(rows)) for back in (1, 0)
+        ]
+        self._step_before()
+
+    def _step_before(self) -> None:
+        """The step to be measured follows another, as steps do: its lengths are on the device by then."""
+        taken = self.memory.apply(self.takes[:1])
+        assert taken is not None
+        self.allocator.free(taken)
 
     def decode(self) -> None:
-        self.taken = self.allocator.alloc(len(self.rows), entries=self.entries)
-        self.lengths.add_(1)
+        taken = self.memory.apply(self.takes[1:])
+        assert taken is not None
+        self.taken = taken
 
     def undo_decode(self) -> None:
         self.allocator.free(self.taken)
-        self.lengths.sub_(1)
+        self._step_before()
 
     def prompt(self, row: int, n: int) -> None:
-        self.allocator.alloc(n, contiguous=True, out=self.table[row, :n])
+        self.memory.apply([Take((row,), (0,), (n,))])
 
     def release(self, row: int, n: int) -> None:
-        self.allocator.free(self.table[row, :n])
+        self.memory.apply([Give(row, 0, n)])
 
     def slots(self, row: int, start: int, end: int) -> Tensor:
         return self.table[row, start:end]

@@ -20,6 +20,7 @@ from lightkv.triton_kernels.allocate import (
     take_slots,
     take_slots_reference,
 )
+from lightkv.triton_kernels.slot_flags import describe_flags
 
 from .errors import CheckFailed, InvalidFree, OutOfTokens
 
@@ -43,12 +44,9 @@ class TokenAllocator:
             raise ValueError(f"num_slots must be in 2..2**31-1 (slot 0 is padding), got {num_slots}")
         self._state = new_slot_state(num_slots, device)
         self.mem_state = self._state.mem_state
-        self._mem_cum_sum = self._state.mem_cum_sum
         self.counters = self._state.counters
         self._num_free = self.capacity
         self.device = self.mem_state.device
-        # Looked over last: steps come with the same again.
-        self._checked: tuple[TableEntries, int] | None = None
         on_gpu = self.mem_state.is_cuda
         self._take_slots = take_slots if on_gpu else take_slots_reference
         self._take_run = take_run if on_gpu else take_run_reference
@@ -64,20 +62,18 @@ class TokenAllocator:
         """Free slots by the host's count, which assumes that only slots in use are freed."""
         return self._num_free
 
-    def alloc(
-        self,
-        n: int,
-        contiguous: bool = False,
-        out: Tensor | None = None,
-        entries: TableEntries | None = None,
-    ) -> Tensor:
+    @property
+    def _mem_cum_sum(self) -> Tensor:
+        """int32 `[num_blocks]` on the device: the prefix sum over blocks that the last large take left."""
+        return self._state.mem_cum_sum
+
+    def alloc(self, n: int, contiguous: bool = False, entries: TableEntries | None = None) -> Tensor:
         """Take the `n` lowest free slots, ascending; all or nothing.
 
         Args:
             n: how many; 0 gives an empty tensor.
             contiguous: take the lowest run of n consecutive free slots where there is one. Searches a bit
                 a slot of the pool: meant for prompts.
-            out: where they go, int32 `[n]` on the device, contiguous: a row of a table, say; None for new.
             entries: n distinct places of a table on the device that the slots are written to as well, in the
                 same kernel.
 
@@ -88,14 +84,9 @@ class TokenAllocator:
             OutOfTokens: fewer than n are free. Nothing has been taken.
         """
         self._check_can_take(n)
-        if out is None:
-            out = torch.empty(n, dtype=torch.int32, device=self.device)
-        else:
-            self._check_vector("out", out)
-            if len(out) != n:
-                raise ValueError(f"out must have room for {n} slots and no more, got {len(out)}")
         if entries is not None:
             self._check_entries(entries, n)
+        out = torch.empty(n, dtype=torch.int32, device=self.device)
         if n and contiguous:
             self._take_run(self._state, out, entries)
         elif n:
@@ -172,8 +163,6 @@ class TokenAllocator:
             raise ValueError(f"{name} must be contiguous")
 
     def _check_entries(self, entries: TableEntries, n: int) -> None:
-        if self._checked is not None and self._checked[0] is entries and self._checked[1] == n:
-            return
         table, positions, rows = entries
         if table.dim() != 2 or table.dtype != torch.int32 or not table.is_contiguous():
             raise ValueError(
@@ -188,7 +177,6 @@ class TokenAllocator:
                 raise ValueError(
                     f"{name} and their table must be on {self.device}, got {tensor.device}, {table.device}"
                 )
-        self._checked = entries, n
 
     def check(self) -> None:
         """Recount everything; synchronises.
@@ -204,9 +192,6 @@ class TokenAllocator:
         padded = state.mem_state.new_zeros(num_blocks * state.block_slots)
         padded[:num_slots] = state.mem_state
         recounted = padded.view(num_blocks, state.block_slots).sum(dim=1)
-        blocks = recounted.new_zeros(len(state.group_free) * state.group_blocks)
-        blocks[:num_blocks] = recounted
-        recounted_groups = blocks.view(-1, state.group_blocks).sum(dim=1)
         total = int(recounted.sum())
         if not total == num_counted == self._num_free:
             raise CheckFailed(
@@ -220,12 +205,13 @@ class TokenAllocator:
             not states_valid
             or bool(state.mem_state[0])
             or not torch.equal(recounted, state.block_free.long())
-            or not torch.equal(recounted_groups, state.group_free.long())
             or not torch.equal(words, state.free_bits.long() & (2**32 - 1))
+            or bool(recounted[: int(state.first_block)].any())
         ):
             raise CheckFailed(
-                "mem_state and the free counts or bits of its blocks disagree, or slot 0 is free; something "
-                "else wrote to the allocator's tensors"
+                "mem_state and the free counts or bits of its blocks disagree, or slot 0 is free, or a free "
+                "slot lies before the first block that is searched; something else wrote to the allocator's "
+                "tensors"
             )
 
 
@@ -238,21 +224,14 @@ def raise_for_flags(flags: int) -> None:
         InvalidFree: a slot was freed twice, or was none of the pool.
         CheckFailed: an `alloc_into` found fewer free slots than its count.
     """
-    if flags & (SlotFlag.DOUBLE_FREE | SlotFlag.OUT_OF_RANGE):
-        what = [
-            text
-            for flag, text in (
-                (SlotFlag.DOUBLE_FREE, "a slot that was free already"),
-                (SlotFlag.OUT_OF_RANGE, "a number that is no slot of the pool, or is slot 0"),
-            )
-            if flags & flag
-        ]
+    bad_gifts = flags & (SlotFlag.DOUBLE_FREE | SlotFlag.OUT_OF_RANGE)
+    if bad_gifts:
         raise InvalidFree(
-            f"given back: {' and '.join(what)}; free each slot once, and only what alloc returned (no other "
-            "slot changed hands, but the host's count is off: make a new allocator)"
+            f"{describe_flags(bad_gifts)}; free each slot once, and only what alloc returned (no other slot "
+            "changed hands, but the host's count is off: make a new allocator)"
         )
     if flags & SlotFlag.SHORT:
         raise CheckFailed(
-            "an alloc_into found fewer free slots than its count and wrote slot 0 for the rest; discard that "
-            "step, claim() its count before each run, and make a new allocator"
+            f"{describe_flags(SlotFlag.SHORT)}: an alloc_into wrote slot 0 for the rest; discard that step, "
+            "claim() its count before each run, and make a new allocator"
         )

@@ -5,6 +5,7 @@ edits. Whoever applies the same edits in the same order has the same memory.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -18,6 +19,17 @@ from .kv_pool import KVPool
 from .kv_spec import KVSpec
 from .staging import upload
 from .token_table import TokenTable
+
+
+@dataclass
+class _Step:
+    """A decode step: its rows, int64 `[n]` on the device as well, and the positions that it wrote, int64 `[n]`;
+    `next_starts`: where the step after it begins, if it is the same rows'."""
+
+    rows: tuple[int, ...]
+    next_starts: tuple[int, ...]
+    rows_on_device: torch.Tensor
+    positions: torch.Tensor
 
 
 class KVMemory:
@@ -36,6 +48,7 @@ class KVMemory:
         self.table = TokenTable(max_sequences, max_entries, device)
         self.pool = KVPool(spec, num_slots, device)
         self._segments: dict[int, torch.Tensor] = {}  # id → int32 slots, in the order of the tokens
+        self._step: _Step | None = None  # the last
         # Of rows that have dropped tokens: the positions of the entries they had then, and how many it was.
         self._dropped: dict[int, tuple[torch.Tensor, int]] = {}
 
@@ -162,12 +175,29 @@ class KVMemory:
         return labels[1:].cpu().numpy()
 
     def _take(self, take: Take) -> torch.Tensor:
-        total = sum(take.counts)
+        table = self.table
+        if take.counts.count(1) == len(take.rows):
+            return self.allocator.alloc(len(take.rows), entries=self._step_entries(take))
+        (entries,) = upload([table.entries(take.rows, take.starts, take.counts)], self.device)
+        where = TableEntries(table.req_to_token, entries)
         # More than a token each means prompts, which are read best where they lie side by side.
-        contiguous = total > len(take.rows)
-        (entries,) = upload([self.table.entries(take.rows, take.starts, take.counts)], self.device)
-        where = TableEntries(self.table.req_to_token, entries)
-        return self.allocator.alloc(total, contiguous, entries=where)
+        return self.allocator.alloc(sum(take.counts), contiguous=True, entries=where)
+
+    def _step_entries(self, take: Take) -> TableEntries:
+        """Where a decode step's slots go. Where it follows the one before, nothing is uploaded."""
+        step = self._step
+        if step is not None and step.rows == take.rows and step.next_starts == take.starts:
+            if max(take.starts) >= self.table.max_entries:
+                raise IndexError(f"position {max(take.starts)}, in rows of {self.table.max_entries} entries")
+            step.positions.add_(1)
+        else:
+            self.table.entries(take.rows, take.starts, take.counts)  # refuses what lies outside
+            rows, positions = upload(
+                [np.array(take.rows, dtype=np.int64), np.array(take.starts, dtype=np.int64)], self.device
+            )
+            step = self._step = _Step(take.rows, take.starts, rows, positions)
+        step.next_starts = tuple(map((1).__add__, take.starts))
+        return TableEntries(self.table.req_to_token, step.positions, step.rows_on_device)
 
     def _keep(self, keep: Keep, entries: torch.Tensor) -> torch.Tensor:
         """Returns the slots that are to be given."""

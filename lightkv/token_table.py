@@ -43,22 +43,22 @@ class TokenTable:
 
         int64 `[sum(counts)]` on the host, packed in order. Raises IndexError for what lies outside the table.
         """
-        row, start, count = (np.asarray(numbers, dtype=np.int64) for numbers in (rows, starts, counts))
+        numbers = np.array((rows, starts, counts), dtype=np.int64)
+        row, start, count = numbers
         if row.size and (
-            min(row.min(), start.min(), count.min()) < 0
-            or row.max() > self.max_sequences
-            or (start + count).max() > self.max_entries
+            numbers.min() < 0 or row.max() > self.max_sequences or (start + count).max() > self.max_entries
         ):
             raise IndexError(
                 f"rows {row.min()} to {row.max()} up to position {(start + count).max()}, in a table of "
                 f"{self.max_sequences + 1} rows of {self.max_entries} entries"
             )
-        packed_starts = np.cumsum(count) - count
-        return np.repeat(row * self.max_entries + start - packed_starts, count) + np.arange(count.sum())
-
-    def write(self, entries: torch.Tensor, slots: torch.Tensor) -> None:
-        """Entry `entries[i]` is slot `slots[i]`. int64 `[n]` and int32 `[n]`, on the table's device."""
-        self._flat.index_copy_(0, entries, slots)
+        first = row * self.max_entries + start
+        if len(count) == 1:  # a prompt
+            return np.arange(first[0], first[0] + count[0])
+        ends = count.cumsum()
+        if ends.size and ends[-1] == len(count) and count.all():  # a decode step
+            return first
+        return np.repeat(first - ends + count, count) + np.arange(ends[-1] if ends.size else 0)
 
     def read(self, entries: torch.Tensor) -> torch.Tensor:
         """The slots at `entries` (int64 `[n]` on the table's device): int32 `[n]`."""

@@ -23,7 +23,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> None:
-    if "slow" not in item.keywords and "gpu" not in item.keywords:
+    if not item.get_closest_marker("slow") and not item.get_closest_marker("gpu"):
         spent = item.config.stash[_spent]
         spent[item.path.name] = spent.get(item.path.name, 0.0) + call.duration
 
@@ -50,7 +50,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         return
     skip = pytest.mark.skip(reason="needs a CUDA device")
     for item in items:
-        if "gpu" in item.keywords:
+        if item.get_closest_marker("gpu"):
             item.add_marker(skip)
 
 

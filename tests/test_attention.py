@@ -69,7 +69,9 @@ class History:
         starts = [self.length(row) for row in rows]
         taken, self._free = self._free[: sum(counts)], self._free[sum(counts) :]
         entries = self.memory.table.entries(rows, starts, counts)
-        self.memory.table.write(torch.from_numpy(entries).to(taken.device), taken)
+        self.memory.table.req_to_token.view(-1).index_copy_(
+            0, torch.from_numpy(entries).to(taken.device), taken
+        )
         return starts
 
     def append(self, rows: list[int], counts: list[int], k: torch.Tensor, v: torch.Tensor) -> None:
@@ -155,7 +157,8 @@ def test_prefill_tiles_read_only_keys_that_are_seen(
     monkeypatch.setattr(torch_backend, "QUERY_TILE", 4)
     memory = KVMemory(KVSpec(1, 1, 16, 16, torch.float32), 100, MAX_SEQUENCES, 32, device)
     slots = torch.arange(1, 65, dtype=torch.int32, device=device)
-    memory.table.write(torch.arange(32, 96, device=device), slots)  # row 1: 1.., row 2: 33..
+    # Row 1: 1.., row 2: 33..
+    memory.table.req_to_token.view(-1).index_copy_(0, torch.arange(32, 96, device=device), slots)
     metadata = AttentionMetadata(4, 32, memory)
     metadata.prepare([1, 2, 3], [10, 0, 0], [9, 6, 3], 3)
     plan = torch_backend.TorchPlan.of(metadata).prefill(metadata, window, torch.float32, fused=True)
@@ -191,7 +194,7 @@ def test_a_narrower_pool_is_read_back_by_prefill_too(device: torch.device) -> No
     memory = KVMemory(KVSpec(1, 1, 16, 16, torch.float16), 100, MAX_SEQUENCES, 32, device)
     (backend,) = make_backends("torch", device, [LayerShape(1, 16, 1)])
     slots = torch.arange(5, 10, dtype=torch.int32, device=device)
-    memory.table.write(torch.arange(32, 37, device=device), slots)
+    memory.table.req_to_token.view(-1).index_copy_(0, torch.arange(32, 37, device=device), slots)
     metadata = AttentionMetadata(4, 8, memory)
     q, k, v = (torch.randn(5, 16, device=device) for _ in range(3))
     metadata.prepare([1], [0], [5], 1)
@@ -204,7 +207,8 @@ def test_a_narrower_pool_is_read_back_by_prefill_too(device: torch.device) -> No
 
 def test_metadata_fields_of_a_mixed_batch(memory: KVMemory) -> None:
     slots = torch.arange(1, 1 + 32 * 3, dtype=torch.int32, device=memory.device)
-    memory.table.write(torch.arange(32, 32 * 4, device=memory.device), slots)  # row 1: 1.., row 2: 33..
+    # Row 1: 1.., row 2: 33..
+    memory.table.req_to_token.view(-1).index_copy_(0, torch.arange(32, 32 * 4, device=memory.device), slots)
     metadata = AttentionMetadata(8, 16, memory)
     metadata.prepare([2, 1, 3], [4, 0, 9], [3, 2, 1], 2, request_ids=[70, 71, 72], prompt_lens=[7, 2, 5])
     assert (metadata.num_contexts, metadata.num_generations) == (2, 1)
@@ -225,7 +229,8 @@ def test_metadata_fields_of_a_mixed_batch(memory: KVMemory) -> None:
 
 
 def test_graph_metadata_pads_and_never_moves(memory: KVMemory) -> None:
-    memory.table.write(
+    memory.table.req_to_token.view(-1).index_copy_(
+        0,
         torch.tensor([32 + 4, 96 + 9], device=memory.device),
         torch.tensor([11, 12], dtype=torch.int32, device=memory.device),
     )
@@ -379,7 +384,9 @@ def triton_decode(memory: KVMemory) -> tuple[AttentionBackend, AttentionMetadata
 def test_a_decode_graph_follows_its_metadata(memory: KVMemory) -> None:
     for row in (1, 2, 3):
         slots = 1 + torch.randperm(32, device=memory.device) + 32 * (row - 1)
-        memory.table.write(torch.arange(32, device=memory.device) + 32 * row, slots.int())
+        memory.table.req_to_token.view(-1).index_copy_(
+            0, torch.arange(32, device=memory.device) + 32 * row, slots.int()
+        )
     memory.pool.kv(0).normal_()
     backend, metadata, qkv = triton_decode(memory)
     backend.forward(*qkv, metadata)

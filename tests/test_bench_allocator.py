@@ -75,12 +75,32 @@ def test_what_is_measured_is_undone(device: torch.device, monkeypatch: pytest.Mo
     monkeypatch.setattr(bench, "measure_prompt_graph", lambda *_: {})  # what it captures counts on the host
     clock = Counting()
     cell = bench.Cell(SLOTS, 0.5, "fragmented")
-    found = bench.measure_cell(cell, cast(bench.Clock, clock), [1, 20], [300, SLOTS])
+    found = bench.measure_cell(cell, cast(bench.Clock, clock), 2, [1, 20], [300, SLOTS])
     assert set(found) == {"decode 1", "decode 20", "prompt 300"}
     names = {design.name for design in DESIGNS}
     assert all(set(times) == names for times in found.values())
-    assert {"host", "device", "graph", "graph_in_l2", "graph_host"} == set(found["decode 20"]["lightkv"])
-    assert clock.steps == 3 * (2 * (2 * 4 + 3) + 3 * 4)
+    assert {"host", "device", "graph_cold_l2", "graph_hot_l2", "graph_host"} == set(
+        found["decode 20"]["lightkv"]
+    )
+    assert clock.steps == 2 * 3 * (2 * (2 * 4 + 3) + 3 * 4)
+
+
+def test_designs_take_turns_and_a_time_is_the_median_of_the_rounds(device: torch.device) -> None:
+    cell = bench.Cell(SLOTS, 0.5, "fresh")
+    designs = [make(design, cell, device)[0] for design in (Ours, FreeList)]
+    order: list[str] = []
+    times = iter([1.0, 10.0, 20.0, 2.0, 9.0, 90.0])
+
+    def measure(design: Design) -> dict[str, float]:
+        order.append(design.name)
+        return {"host": next(times)}
+
+    found = bench.in_turns(designs, 3, measure)
+    assert order == ["lightkv", "free list", "free list", "lightkv", "lightkv", "free list"]
+    assert found == {"lightkv": {"host": 2.0}, "free list": {"host": 20.0}}
+    assert (
+        bench.ratios_of([found | {name: {"host": 4.0} for name in bench.PEERS}])[0] == "0.50 (0.50 to 0.50)"
+    )
 
 
 def test_every_request_of_a_trace_is_run(device: torch.device) -> None:

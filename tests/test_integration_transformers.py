@@ -93,7 +93,7 @@ def assert_packed_equals_own_forward(
     for rows, counts, num_contexts in steps:
         starts = [lengths[row] for row in rows]
         entries = torch.from_numpy(memory.table.entries(rows, starts, counts)).to(device)
-        memory.table.write(entries, free[: len(entries)])
+        memory.table.req_to_token.view(-1).index_copy_(0, entries, free[: len(entries)])
         free = free[len(entries) :]
         metadata.prepare(rows, starts, counts, num_contexts)
         parts = [(row, start, start + n) for row, start, n in zip(rows, starts, counts, strict=True)]
@@ -136,7 +136,7 @@ def test_only_the_wanted_tokens_get_logits(device: torch.device) -> None:
     shape = probe(model)
     memory = KVMemory(shape.spec, 20, 2, 16, device)
     slots = torch.arange(1, 6, dtype=torch.int32, device=device)
-    memory.table.write(torch.arange(16, 21, device=device), slots)
+    memory.table.req_to_token.view(-1).index_copy_(0, torch.arange(16, 21, device=device), slots)
     metadata = AttentionMetadata(2, 16, memory)
     metadata.prepare([1], [0], [5], 1)
     tokens, wanted = torch.arange(3, 8, device=device), torch.tensor([4], device=device)

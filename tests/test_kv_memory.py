@@ -48,6 +48,9 @@ def test_table_entries_are_packed_ranges(device: torch.device) -> None:
     expected = [1 * 10 + p for p in (2, 3, 4)] + [3 * 10 + 9] + [2 * 10 + p for p in (0, 1)]
     assert table.entries([1, 3, 0, 2], [2, 9, 5, 0], [3, 1, 0, 2]).tolist() == expected
     assert table.entries([], [], []).tolist() == []
+    assert table.entries([3], [2], [4]).tolist() == [32, 33, 34, 35]
+    assert table.entries((2, 1), (9, 0), (1, 1)).tolist() == [29, 10]
+    assert table.entries([1, 2, 3], [5, 0, 8], [2, 0, 1]).tolist() == [15, 16, 38]
 
 
 @pytest.mark.parametrize("where", [(4, 0, 1), (1, 8, 3), (-1, 0, 1), (1, -1, 1)])
@@ -59,7 +62,8 @@ def test_table_refuses_what_lies_outside(where: tuple[int, int, int]) -> None:
 def test_table_exports_kv_indices(device: torch.device) -> None:
     table = TokenTable(3, 10, device)
     entries = table.entries([1, 3], [0, 0], [4, 2])
-    table.write(
+    table.req_to_token.view(-1).index_copy_(
+        0,
         torch.from_numpy(entries).to(device),
         torch.tensor([7, 3, 9, 1, 5, 2], dtype=torch.int32, device=device),
     )
@@ -86,6 +90,46 @@ def test_a_prompt_gets_a_run_and_a_decode_step_the_lowest(memory: KVMemory) -> N
     assert row_slots(memory, 3, 3) == [7, 8, 9]
     memory.apply([Take((1, 2, 3), (1, 2, 3), (1, 1, 1))])
     assert [row_slots(memory, row, end)[-1] for row, end in ((1, 2), (2, 3), (3, 4))] == [2, 3, 10]
+
+
+def test_a_step_that_follows_another_uploads_nothing(
+    memory: KVMemory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    uploads: list[int] = []
+
+    def counted(arrays: list[np.ndarray], device: torch.device) -> list[torch.Tensor]:
+        uploads.append(len(arrays))
+        return upload(arrays, device)
+
+    monkeypatch.setattr("lightkv.kv_memory.upload", counted)
+    lengths = {1: 0, 2: 0, 3: 0}
+
+    def step(*rows: int) -> int:
+        before = len(uploads)
+        starts = tuple(lengths[row] for row in rows)
+        taken = memory.apply([Take(rows, starts, (1,) * len(rows))])
+        assert [row_slots(memory, row, lengths[row] + 1)[-1] for row in rows] == taken.tolist()
+        for row in rows:
+            lengths[row] += 1
+        return len(uploads) - before
+
+    assert [step(1, 2) for _ in range(4)] == [1, 0, 0, 0]
+    memory.apply([Give(2, 3, 4)])
+    lengths[2] = 3
+    assert [step(1, 2), step(1, 2), step(2, 1), step(2, 1), step(1, 2, 3), step(1, 2, 3)] == [
+        1,
+        0,
+        1,
+        0,
+        1,
+        0,
+    ]
+    slots = [slot for row, length in lengths.items() for slot in row_slots(memory, row, length)]
+    assert sorted(slots) == list(range(1, 1 + sum(lengths.values())))
+    memory.apply([Take((1,), (15,), (1,))])
+    with pytest.raises(IndexError, match="position 16"):
+        memory.apply([Take((1,), (16,), (1,))])
+    memory.check()
 
 
 def test_stash_map_split_drop(memory: KVMemory) -> None:

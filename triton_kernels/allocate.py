@@ -1,12 +1,12 @@
 """Take and give slots on the device: which slots are free is decided, and stays, in device memory.
 
-The prefix sum of the groups' free counts says which groups of blocks hold the n lowest free slots, a group's
-counts which blocks, and a block's bits which slots of it they are; so a search reads a thousand counts and a
-line or two a slot, whether the pool is empty, full or in fragments. Nothing here synchronises, and no shape
-depends on data, so every operation can stand in a CUDA graph.
+The prefix sum of the blocks' free counts says which blocks hold the n lowest free slots, and a block's bits
+which slots of it they are. The sum begins with the first block that can have any, so a search reads some
+hundred counts and a line or two a slot, whether the pool is empty, full or in fragments, large or small.
+Nothing here synchronises, and no shape depends on data, so every operation can stand in a CUDA graph.
 
-- A few slots (a decode step) are taken by one program in one kernel: the chain from counts to slots is two
-  reads long, three in large pools, and nobody has to wait for another program, or for a second launch.
+- A few slots (a decode step) are taken in one kernel: each of its programs finds some of the slots for itself,
+  in two dependent reads, and the last to have read what it needs writes the books for all.
 - Many (a prompt) take two: the first plans, the second has a program for every few blocks to take from.
 - A run is looked for by programs of the first kernel, each over a part of the pool's bits, while another
   plans what is to be taken should there be none. Whether there is one the programs of the second see for
@@ -16,19 +16,28 @@ Knows no sequence and keeps no host count. An operation that cannot be done rais
 can be done without giving a slot two owners, and sets a flag in device memory for whoever reads it next.
 """
 
-from collections.abc import Callable
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.compiler import CompiledKernel
 
 from .slot_flags import SlotFlag
-from .slot_search import entries_of, free_bits_at, group_free_at, group_sum_at, nth_of, num_bits, place_of_bit
-from .slot_state import BLOCK_FREE, SlotState, TableEntries, new_slot_state, table_pointers
+from .slot_search import entries_of, num_bits, place_of_bit
+from .slot_state import (
+    BLOCK_FREE,
+    FIRST_BLOCK,
+    FLAGS,
+    NUM_FREE,
+    TICKET,
+    SlotState,
+    TableEntries,
+    new_slot_state,
+    table_pointers,
+)
 from .take_many import take_many
-from .tuning import group_chunks, group_tile, take_in_one_kernel, take_warps
+from .tuning import MAX_IN_ONE_KERNEL, few_tiles, take_launch
 
 __all__ = [
     "SlotFlag",
@@ -47,10 +56,97 @@ __all__ = [
 _SHORT = tl.constexpr(int(SlotFlag.SHORT))
 _DOUBLE_FREE = tl.constexpr(int(SlotFlag.DOUBLE_FREE))
 _OUT_OF_RANGE = tl.constexpr(int(SlotFlag.OUT_OF_RANGE))
+_NUM_FREE = tl.constexpr(NUM_FREE)
+_FLAGS = tl.constexpr(FLAGS)
+_FIRST_BLOCK = tl.constexpr(FIRST_BLOCK)
+_TICKET = tl.constexpr(TICKET)
 _BLOCK_FREE = tl.constexpr(BLOCK_FREE)
 _NEVER = tl.constexpr(2**31 - 1)  # more than any rank
+_NO_SLOT = tl.constexpr(-(2**30))  # in no word and no block
 
 _GIVE_BLOCK = 256
+
+
+@triton.jit
+def _pass_blocks(
+    books, start, total, ranks, NUM_BLOCKS: tl.constexpr, TILE: tl.constexpr, RANKS: tl.constexpr
+):
+    """How many of the blocks start .. start + TILE - 1 each rank is behind, the prefix sum up to there (0 if
+    none), and that up to the end. total: the sum before them."""
+    blocks = start + tl.arange(0, TILE)
+    within = blocks < NUM_BLOCKS
+    sums = total + tl.cumsum(tl.load(books + _BLOCK_FREE + blocks, mask=within, other=0), 0)
+    after = tl.where(within, sums, _NEVER)
+    # A block is passed by the ranks from its sum on: counted by that rank, and summed up over the ranks.
+    first_passing = tl.maximum(after - tl.min(ranks, 0), 0)
+    passed = tl.cumsum(tl.histogram(first_passing, RANKS, mask=first_passing < RANKS), 0)
+    before = tl.where(passed > 0, tl.gather(after, tl.maximum(passed - 1, 0), 0), 0)
+    return passed, before, tl.max(sums, 0)
+
+
+@triton.jit
+def _find_slots(
+    books, ranks, first_rank, first_block, num_taken, FREE_BITS: tl.constexpr, NUM_BLOCKS: tl.constexpr,
+    WORDS: tl.constexpr, WORD_SLOTS: tl.constexpr, TILE: tl.constexpr, LATER_TILE: tl.constexpr,
+    RANKS: tl.constexpr,
+):  # fmt: skip
+    """The slots of these ranks; 0 from num_taken on."""
+    passed, before, total = _pass_blocks(books, first_block, 0, ranks, NUM_BLOCKS, TILE, RANKS)
+    block = first_block + passed
+    if NUM_BLOCKS > TILE:
+        start = first_block + TILE
+        end_rank = tl.where(first_rank < num_taken, tl.minimum(first_rank + RANKS, num_taken), 0)
+        while (total < end_rank) & (start < NUM_BLOCKS):
+            passed, sum_passed, total = _pass_blocks(
+                books, start, total, ranks, NUM_BLOCKS, LATER_TILE, RANKS
+            )
+            block += passed
+            before = tl.maximum(before, sum_passed)
+            start += LATER_TILE
+    taken = ranks < num_taken
+    nth = ranks - before  # of the block's free slots
+
+    columns = tl.arange(0, WORDS)
+    words = (block * WORDS)[:, None] + columns[None, :]
+    bits = tl.load(books + FREE_BITS + words, mask=taken[:, None], other=0)
+    num_set = num_bits(bits.to(tl.uint32, bitcast=True))
+    passed_words = tl.cumsum(num_set, 1) <= nth[:, None]
+    column = tl.sum(passed_words.to(tl.int32), 1)
+    nth -= tl.sum(tl.where(passed_words, num_set, 0), 1)  # of the word's
+    word = tl.sum(tl.where(columns[None, :] == column[:, None], bits, 0), 1)
+    place = place_of_bit(word.to(tl.uint32, bitcast=True), nth)
+    return tl.where(taken, (block * WORDS + column) * WORD_SLOTS + place, 0)
+
+
+@triton.jit
+def _write_books(
+    books, out, num_taken, num_free, wanted, FREE_BITS: tl.constexpr, WORDS: tl.constexpr,
+    WORD_SLOTS: tl.constexpr, ALL_RANKS: tl.constexpr, CACHE: tl.constexpr,
+):  # fmt: skip
+    """The books after all slots of `out` have been taken, a word and a block by its first and last slot taken.
+
+    Lowest first: no slot up to the last one taken is free from now on. So of a word all bits up to its last
+    slot taken are cleared, and of a block the count falls by the ranks from its first to its last.
+    """
+    ranks = tl.arange(0, ALL_RANKS)
+    taken = ranks < num_taken
+    slots = tl.load(out + ranks, mask=taken, other=0, cache_modifier=CACHE)
+    lower = tl.load(out + ranks - 1, mask=taken & (ranks > 0), other=_NO_SLOT, cache_modifier=CACHE)
+    higher = tl.load(out + ranks + 1, mask=ranks + 1 < num_taken, other=_NO_SLOT, cache_modifier=CACHE)
+    words = slots // WORD_SLOTS
+    above = tl.full([ALL_RANKS], -2, tl.int32) << slots % WORD_SLOTS
+    ends_word = taken & (words != higher // WORD_SLOTS)
+    tl.atomic_and(books + FREE_BITS + words, above, mask=ends_word, sem="relaxed")
+    BLOCK_SLOTS: tl.constexpr = WORDS * WORD_SLOTS
+    blocks = slots // BLOCK_SLOTS
+    begins = taken & (blocks != lower // BLOCK_SLOTS)
+    ends = taken & (blocks != higher // BLOCK_SLOTS)
+    change = tl.where(begins, ranks, 0) - tl.where(ends, ranks + 1, 0)
+    tl.atomic_add(books + _BLOCK_FREE + blocks, change, mask=begins | ends, sem="relaxed")
+    tl.store(books + _FIRST_BLOCK + tl.zeros_like(blocks), blocks, mask=ranks == num_taken - 1)
+    tl.store(books + _NUM_FREE, num_free - num_taken)
+    if num_taken < wanted:
+        tl.atomic_or(books + _FLAGS, _SHORT, sem="relaxed")
 
 
 @triton.jit(
@@ -70,88 +166,49 @@ def _take_few_kernel(
     HAS_COUNT: tl.constexpr,
     HAS_TABLE: tl.constexpr,
     HAS_ROWS: tl.constexpr,
+    FREE_BITS: tl.constexpr,
     NUM_BLOCKS: tl.constexpr,
-    GROUP_BLOCKS: tl.constexpr,
     WORDS: tl.constexpr,
     WORD_SLOTS: tl.constexpr,
-    SCAN: tl.constexpr,
-    CHUNKS: tl.constexpr,
-    CHUNK: tl.constexpr,
+    TILE: tl.constexpr,
+    LATER_TILE: tl.constexpr,
     RANKS: tl.constexpr,
+    ALL_RANKS: tl.constexpr,
 ):
-    """One program: the free slots of rank 0 .. count - 1, each found for itself."""
-    places = tl.arange(0, RANKS)
-    within = places < max_n
+    """The free slots of rank 0 .. count - 1, RANKS of them a program, each found for itself."""
+    first_rank = tl.program_id(0) * RANKS
+    ranks = first_rank + tl.arange(0, RANKS)
+    within = ranks < max_n
     # All that depends on nothing is read before anything waits.
-    num_free = tl.load(books)
+    num_free = tl.load(books + _NUM_FREE)
+    first_block = tl.load(books + _FIRST_BLOCK)
     wanted = max_n
     if HAS_COUNT:
         wanted = tl.load(count)
     if HAS_TABLE:
-        entries = entries_of(positions, rows, table_stride, places, within, HAS_ROWS)
+        entries = entries_of(positions, rows, table_stride, ranks, within, HAS_ROWS)
     num_taken = tl.maximum(tl.minimum(tl.minimum(wanted, max_n), num_free), 0)
-    taken = places < num_taken
-
-    NUM_GROUPS: tl.constexpr = (NUM_BLOCKS + GROUP_BLOCKS - 1) // GROUP_BLOCKS
-    group_free = books + group_free_at(NUM_BLOCKS, GROUP_BLOCKS)
-    group_sum = books + group_sum_at(NUM_BLOCKS, GROUP_BLOCKS)
-    before = 0
-    for start in range(0, NUM_GROUPS, SCAN):
-        groups = start + tl.arange(0, SCAN)
-        free = tl.load(group_free + groups, mask=groups < NUM_GROUPS, other=0)
-        rank_after = before + tl.cumsum(free, 0)
-        if NUM_GROUPS > SCAN:
-            before += tl.sum(free, 0)
-        held = tl.minimum(rank_after, num_taken) - (rank_after - free)
-        tl.store(group_sum + groups, rank_after, mask=groups < NUM_GROUPS)
-        tl.debug_barrier()  # every thread has read the counts before one writes them; the sums are there
-        tl.store(group_free + groups, free - held, mask=held > 0)
-
-    # A place's group is behind those whose sums its rank has passed: first whole chunks, then single ones.
-    chunks = tl.arange(0, CHUNKS)
-    ends = tl.load(group_sum + tl.minimum(chunks * CHUNK + CHUNK, NUM_GROUPS) - 1)[None, :]
-    passed = ends <= places[:, None]  # [RANKS, CHUNKS]
-    before = tl.max(tl.where(passed, ends, 0), 1)
-    columns = tl.arange(0, CHUNK)
-    block = tl.sum(passed.to(tl.int32), 1) * CHUNK
-    groups = block[:, None] + columns[None, :]
-    sums = tl.load(group_sum + groups, mask=taken[:, None] & (groups < NUM_GROUPS), other=_NEVER)
-    passed = sums <= places[:, None]  # [RANKS, CHUNK]
-    before = tl.maximum(before, tl.max(tl.where(passed, sums, 0), 1))
-    block += tl.sum(passed.to(tl.int32), 1)
-    nth = places - before  # of the group's free slots
-    if GROUP_BLOCKS > 1:
-        columns = tl.arange(0, GROUP_BLOCKS)
-        block_free = books + _BLOCK_FREE + block * GROUP_BLOCKS
-        counts = tl.load(block_free[:, None] + columns[None, :], mask=taken[:, None], other=0)
-        column, block_num_free, nth = nth_of(counts, nth, columns)
-        block = block * GROUP_BLOCKS + column
-        left = block_num_free - tl.minimum(block_num_free, num_taken - places)
-        left = tl.where(taken & (nth == 0), left, -1)  # of the block, whose count one place changes for all
-
-    first_word = block * WORDS
-    columns = tl.arange(0, WORDS)
-    free_bits = books + free_bits_at(NUM_BLOCKS)
-    bits = tl.load(free_bits + (first_word[:, None] + columns[None, :]), mask=taken[:, None], other=0)
-    column, _, nth = nth_of(num_bits(bits.to(tl.uint32, bitcast=True)), nth, columns)
-    word = tl.sum(tl.where(columns[None, :] == column[:, None], bits, 0), 1)  # [RANKS]
-    bit = place_of_bit(word.to(tl.uint32, bitcast=True), nth)
-    slots = tl.where(taken, (first_word + column) * WORD_SLOTS + bit, 0)
-
-    # Words, bits and blocks are counted again from the slots: every value that is wanted in another layout
-    # takes a turn through shared memory.
-    tl.debug_barrier()  # every thread has read the bits and counts before one changes them
-    tl.store(out + places, slots, mask=within)
+    slots = _find_slots(
+        books, ranks, first_rank, first_block, num_taken, FREE_BITS, NUM_BLOCKS, WORDS, WORD_SLOTS, TILE,
+        LATER_TILE, RANKS,
+    )  # fmt: skip
+    tl.store(out + ranks, slots, mask=within)
+    # Every thread has read what it needs of the books, and its part of `out` is there.
+    tl.debug_barrier()
+    is_last = True
+    # What other programs write the first cache does not see.
+    CACHE: tl.constexpr = ".cg" if ALL_RANKS > RANKS else ""
+    if ALL_RANKS > RANKS:
+        is_last = tl.atomic_add(books + _TICKET, 1, sem="acq_rel") == tl.num_programs(0) - 1
     if HAS_TABLE:
         tl.store(table + entries, slots, mask=within)
-    tl.store(mem_state + slots, tl.zeros([RANKS], tl.int32), mask=taken)
-    bit = tl.full([RANKS], 1, tl.int32) << slots % WORD_SLOTS
-    tl.atomic_and(free_bits + slots // WORD_SLOTS, ~bit, mask=taken, sem="relaxed")
-    if GROUP_BLOCKS > 1:
-        tl.store(books + _BLOCK_FREE + slots // (WORDS * WORD_SLOTS), left, mask=left >= 0)
-    tl.store(books, num_free - num_taken)
-    if num_taken < wanted:
-        tl.atomic_or(books + 1, _SHORT, sem="relaxed")
+    tl.store(mem_state + slots, tl.zeros([RANKS], tl.int32), mask=ranks < num_taken)
+    if is_last:
+        _write_books(
+            books, out, num_taken, num_free, wanted, FREE_BITS, WORDS, WORD_SLOTS, ALL_RANKS, CACHE
+        )  # fmt: skip
+        if ALL_RANKS > RANKS:
+            tl.store(books + _TICKET, 0)
 
 
 @triton.jit(do_not_specialize=["num_given"], do_not_specialize_on_alignment=["given"])
@@ -161,8 +218,7 @@ def _give_slots_kernel(
     given,
     num_given,
     num_slots,
-    NUM_BLOCKS: tl.constexpr,
-    GROUP_BLOCKS: tl.constexpr,
+    FREE_BITS: tl.constexpr,
     BLOCK_SLOTS: tl.constexpr,
     WORD_SLOTS: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -176,27 +232,20 @@ def _give_slots_kernel(
     was_free = tl.atomic_xchg(mem_state + slots, one, mask=in_range, sem="relaxed")
     freed = in_range & (was_free == 0)
     bit = one << (slots % WORD_SLOTS).to(tl.int32)
-    free_bits = books + free_bits_at(NUM_BLOCKS)
-    tl.atomic_or(free_bits + slots // WORD_SLOTS, bit, mask=freed, sem="relaxed")
-    tl.atomic_add(books + _BLOCK_FREE + slots // BLOCK_SLOTS, one, mask=freed, sem="relaxed")
-    if GROUP_BLOCKS > 1:
-        groups = slots // (BLOCK_SLOTS * GROUP_BLOCKS)
-        tl.atomic_add(
-            books + group_free_at(NUM_BLOCKS, GROUP_BLOCKS) + groups, one, mask=freed, sem="relaxed"
-        )
-    tl.atomic_add(books, tl.sum(freed.to(tl.int32), 0), sem="relaxed")
+    tl.atomic_or(books + FREE_BITS + slots // WORD_SLOTS, bit, mask=freed, sem="relaxed")
+    blocks = slots // BLOCK_SLOTS
+    tl.atomic_add(books + _BLOCK_FREE + blocks, one, mask=freed, sem="relaxed")
+    lowest = tl.min(tl.where(freed, blocks, _NEVER), 0).to(tl.int32)
+    tl.atomic_min(books + _FIRST_BLOCK, lowest, sem="relaxed")
+    tl.atomic_add(books + _NUM_FREE, tl.sum(freed.to(tl.int32), 0), sem="relaxed")
     double_free = tl.max((in_range & (was_free == 1)).to(tl.int32), 0)
     out_of_range = tl.max((valid & (in_range == 0)).to(tl.int32), 0)
     if double_free + out_of_range > 0:
-        tl.atomic_or(books + 1, double_free * _DOUBLE_FREE + out_of_range * _OUT_OF_RANGE, sem="relaxed")
+        tl.atomic_or(books + _FLAGS, double_free * _DOUBLE_FREE + out_of_range * _OUT_OF_RANGE, sem="relaxed")
 
 
 def take_slots(
-    state: SlotState,
-    out: Tensor,
-    count: Tensor | None = None,
-    skip: Tensor | None = None,
-    entries: TableEntries | None = None,
+    state: SlotState, out: Tensor, count: Tensor | None = None, entries: TableEntries | None = None
 ) -> None:
     """Take the `count` lowest free slots, ascending.
 
@@ -204,65 +253,65 @@ def take_slots(
 
     Args:
         state: the pool; updated in place.
-        out: int32 or int64 `[max_n]`, contiguous: the slots taken, then zeros.
+        out: int32 `[max_n]`, contiguous: the slots taken, then zeros.
         count: int32 `[1]` on the device; None for max_n.
-        skip: int32 `[1]` on the device: pass over that many free slots first, the lowest; None for 0.
         entries: where in a table all of `out` is written too. What several of them name is one entry, and
             has to get the same slot from each: only what the zeros go to may be named twice.
     """
     max_n = len(out)
-    if skip is not None or max_n > take_in_one_kernel(state.block_words):
-        take_many(state, out, count, skip, entries, find_run=False)
+    if max_n > MAX_IN_ONE_KERNEL:
+        take_many(state, out, count, entries, find_run=False)
         return
+    has_count, has_table = count is not None, entries is not None
     has_rows = entries is not None and entries.rows is not None
     table, positions, rows = table_pointers(state, entries)
-    arguments = (
-        state.mem_state,
-        state.books,
-        out,
-        state.books if count is None else count,
-        table,
-        positions,
-        rows,
-        table.stride(0),
-        max_n,
+    all_ranks = 1 << (max_n - 1).bit_length() if max_n else 1
+    shape = take_launch(all_ranks)
+
+    def options() -> dict[str, Any]:
+        num_blocks = len(state.block_free)
+        tiles = few_tiles(num_blocks)
+        return {
+            "HAS_COUNT": has_count,
+            "HAS_TABLE": has_table,
+            "HAS_ROWS": has_rows,
+            "FREE_BITS": state.free_bits.storage_offset(),
+            "NUM_BLOCKS": num_blocks,
+            "WORDS": state.block_words,
+            "WORD_SLOTS": state.word_slots,
+            "TILE": tiles.first,
+            "LATER_TILE": tiles.later,
+            "RANKS": shape.ranks,
+            "ALL_RANKS": all_ranks,
+            "num_warps": shape.num_warps,
+        }
+
+    state.launches.launch(
+        _take_few_kernel,
+        ("take few", all_ranks, has_count, has_table, has_rows),
+        shape.num_programs,
+        (
+            state.mem_state,
+            state.books,
+            out,
+            state.books if count is None else count,
+            table,
+            positions,
+            rows,
+            table.stride(0),
+            max_n,
+        ),
+        options,
     )
-    # The kernel as compiled for one call is right for every other of this state with the same key: what a
-    # compilation depends on besides, alignment and the values of numbers, it was told not to look at.
-    rank_bits = (max_n - 1).bit_length() if max_n else 0
-    key = (rank_bits, out.dtype, count is None, entries is None, has_rows)
-    relaunch = state.launches.get(key)
-    if relaunch is not None:
-        relaunch(*arguments)
-        return
-    chunks, chunk = group_chunks(len(state.group_free))
-    ranks, num_groups = 1 << rank_bits, len(state.group_free)
-    constants = {
-        "HAS_COUNT": count is not None,
-        "HAS_TABLE": entries is not None,
-        "HAS_ROWS": has_rows,
-        "NUM_BLOCKS": len(state.block_free),
-        "GROUP_BLOCKS": state.group_blocks,
-        "WORDS": state.block_words,
-        "WORD_SLOTS": state.word_slots,
-        "SCAN": group_tile(num_groups),
-        "CHUNKS": chunks,
-        "CHUNK": chunk,
-        "RANKS": ranks,
-    }
-    num_warps = take_warps(ranks, max(state.block_words, state.group_blocks, chunk), group_tile(num_groups))
-    compiled = _take_few_kernel[(1,)](*arguments, **constants, num_warps=num_warps)
-    if isinstance(compiled, CompiledKernel):  # the interpreter compiles none
-        state.launches[key] = _relaunch(compiled, tuple(constants.values()))
 
 
 def take_run(state: SlotState, out: Tensor, entries: TableEntries | None = None) -> None:
     """Take the lowest `len(out)` consecutive free slots where there are such, else as `take_slots`.
 
-    `out`: int32 or int64 `[n]`, contiguous. `entries`: as for `take_slots`. Decided on the device.
+    `out`: int32 `[n]`, contiguous. `entries`: as for `take_slots`. Decided on the device.
     """
     if len(out):
-        take_many(state, out, None, None, entries, find_run=True)
+        take_many(state, out, None, entries, find_run=True)
 
 
 def give_slots(state: SlotState, slots: Tensor) -> None:
@@ -273,25 +322,29 @@ def give_slots(state: SlotState, slots: Tensor) -> None:
     """
     if slots.numel() == 0:
         return
-    _give_slots_kernel[(triton.cdiv(len(slots), _GIVE_BLOCK),)](
-        state.mem_state,
-        state.books,
-        slots,
-        len(slots),
-        len(state.mem_state),
-        NUM_BLOCKS=len(state.block_free),
-        GROUP_BLOCKS=state.group_blocks,
-        BLOCK_SLOTS=state.block_slots,
-        WORD_SLOTS=state.word_slots,
-        BLOCK=_GIVE_BLOCK,
+
+    def options() -> dict[str, Any]:
+        return {
+            "FREE_BITS": state.free_bits.storage_offset(),
+            "BLOCK_SLOTS": state.block_slots,
+            "WORD_SLOTS": state.word_slots,
+            "BLOCK": _GIVE_BLOCK,
+        }
+
+    state.launches.launch(
+        _give_slots_kernel,
+        ("give", slots.dtype),
+        -(-len(slots) // _GIVE_BLOCK),
+        (state.mem_state, state.books, slots, len(slots), len(state.mem_state)),
+        options,
     )
 
 
 def lowest_run(state: SlotState, n: int) -> Tensor:
     """How many free slots come before the lowest `n` consecutive free ones; 0 if there are no such.
 
-    This is the `skip` with which `take_slots` takes that run. int32 `[1]` on the device. Plain torch over
-    the whole pool (a window of n slots is free if its states sum to n): a part of the specification.
+    int32 `[1]` on the device. Plain torch over the whole pool (a window of n slots is free if its states sum
+    to n): a part of the specification.
     """
     num_slots = len(state.mem_state)
     if n < 1 or n > num_slots:
@@ -304,15 +357,48 @@ def lowest_run(state: SlotState, n: int) -> Tensor:
 
 
 def take_slots_reference(
-    state: SlotState,
-    out: Tensor,
-    count: Tensor | None = None,
-    skip: Tensor | None = None,
-    entries: TableEntries | None = None,
+    state: SlotState, out: Tensor, count: Tensor | None = None, entries: TableEntries | None = None
 ) -> None:
-    """The specification of `take_slots`, in plain torch; also what runs on the CPU.
+    """The specification of `take_slots`, in plain torch; also what runs on the CPU."""
+    _take_reference(state, out, count, None, entries)
 
-    Reads the sum of every block, and the slots of no more blocks than there are slots to take.
+
+def take_run_reference(state: SlotState, out: Tensor, entries: TableEntries | None = None) -> None:
+    """The specification of `take_run`, in plain torch; also what runs on the CPU."""
+    if len(out):
+        _take_reference(state, out, None, lowest_run(state, len(out)), entries)
+
+
+def give_slots_reference(state: SlotState, slots: Tensor) -> None:
+    """The specification of `give_slots`, in plain torch; also what runs on the CPU."""
+    if slots.numel() == 0:
+        return
+    ordered = slots.long().sort().values
+    in_range = (ordered >= 1) & (ordered < len(state.mem_state))
+    safe = ordered.where(in_range, 0)  # slot 0 stands for what is no slot, and is put right below
+    repeated = torch.zeros_like(in_range)
+    repeated[1:] = ordered[1:] == ordered[:-1]
+    freed = in_range & ~repeated & (state.mem_state[safe] == 0)
+    state.mem_state.index_fill_(0, safe, 1)
+    state.mem_state[:1] = 0
+    state.free_bits.index_add_(0, safe // state.word_slots, _bit_of(state, safe).where(freed, 0))
+    blocks = safe // state.block_slots
+    state.block_free.index_add_(0, blocks, freed.int())
+    lowest = blocks.where(freed, len(state.block_free)).amin().int()
+    state.first_block.copy_(torch.minimum(state.first_block, lowest))
+    state.counters[0] += freed.sum(dtype=torch.int32)
+    double_free = (in_range & ~freed).any().int() * int(SlotFlag.DOUBLE_FREE)
+    out_of_range = (~in_range).any().int() * int(SlotFlag.OUT_OF_RANGE)
+    state.counters[1] |= double_free | out_of_range
+
+
+def _take_reference(
+    state: SlotState, out: Tensor, count: Tensor | None, skip: Tensor | None, entries: TableEntries | None
+) -> None:
+    """Take `count` free slots, those after the `skip` lowest (int32 `[1]` on the device; None for 0).
+
+    Reads the sum of every block, and the slots of no more blocks than there are slots to take. Does not raise
+    `first_block`: a lower bound it stays.
     """
     num_slots, num_blocks, max_n = len(state.mem_state), len(state.block_free), len(out)
     if count is None:
@@ -340,7 +426,7 @@ def take_slots_reference(
     out.copy_(chosen)
     state.mem_state.index_fill_(0, chosen, 0)  # slot 0 is never free
     state.free_bits.index_add_(0, chosen // state.word_slots, -_bit_of(state, chosen).where(taken, 0))
-    _count(state, chosen, -taken.int())
+    state.block_free.index_add_(0, chosen // state.block_slots, -taken.int())
     state.counters[:1] -= num_taken
     state.counters[1:] |= (num_taken < count).int() * int(SlotFlag.SHORT)
     if entries is not None:
@@ -348,44 +434,6 @@ def take_slots_reference(
         if rows is not None:
             at_entries = rows * table.stride(0) + at_entries
         table.view(-1).index_copy_(0, at_entries, chosen.int())
-
-
-def take_run_reference(state: SlotState, out: Tensor, entries: TableEntries | None = None) -> None:
-    """The specification of `take_run`, in plain torch; also what runs on the CPU."""
-    if len(out):
-        take_slots_reference(state, out, None, lowest_run(state, len(out)), entries)
-
-
-def give_slots_reference(state: SlotState, slots: Tensor) -> None:
-    """The specification of `give_slots`, in plain torch; also what runs on the CPU."""
-    ordered = slots.long().sort().values
-    in_range = (ordered >= 1) & (ordered < len(state.mem_state))
-    safe = ordered.where(in_range, 0)  # slot 0 stands for what is no slot, and is put right below
-    repeated = torch.zeros_like(in_range)
-    repeated[1:] = ordered[1:] == ordered[:-1]
-    freed = in_range & ~repeated & (state.mem_state[safe] == 0)
-    state.mem_state.index_fill_(0, safe, 1)
-    state.mem_state[:1] = 0
-    state.free_bits.index_add_(0, safe // state.word_slots, _bit_of(state, safe).where(freed, 0))
-    _count(state, safe, freed.int())
-    state.counters[0] += freed.sum(dtype=torch.int32)
-    double_free = (in_range & ~freed).any().int() * int(SlotFlag.DOUBLE_FREE)
-    out_of_range = (~in_range).any().int() * int(SlotFlag.OUT_OF_RANGE)
-    state.counters[1] |= double_free | out_of_range
-
-
-def _relaunch(compiled: CompiledKernel, constants: tuple[object, ...]) -> Callable[..., None]:
-    """The compiled kernel as a function of its arguments, without the search that a launch begins with."""
-    launch = compiled[(1, 1, 1)]
-    return lambda *arguments: launch(*arguments, *constants)
-
-
-def _count(state: SlotState, slots: Tensor, change: Tensor) -> None:
-    """Add the change (int32) of each slot to what its block and its group have free."""
-    blocks = slots // state.block_slots
-    state.block_free.index_add_(0, blocks, change)
-    if state.group_blocks > 1:
-        state.group_free.index_add_(0, blocks // state.group_blocks, change)
 
 
 def _bit_of(state: SlotState, slots: Tensor) -> Tensor:

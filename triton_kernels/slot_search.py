@@ -1,16 +1,11 @@
-"""What the allocator's kernels have in common: bits of words, and the prefix sum over the blocks.
+"""What the allocator's kernels have in common: bits of words, and where in a table slots go.
 
-Knows where the parts of a pool's books are; launches nothing.
+Knows no books and launches nothing.
 """
 
 import triton
 import triton.language as tl
 from triton.language.extra.cuda import libdevice
-
-from .slot_state import ALIGN, BLOCK_FREE
-
-_BLOCK_FREE = tl.constexpr(BLOCK_FREE)
-_ALIGN = tl.constexpr(ALIGN)
 
 
 @triton.jit
@@ -59,49 +54,9 @@ def highest_bit(x):
 
 
 @triton.jit
-def cum_sum_at(NUM_BLOCKS: tl.constexpr):
-    """Where mem_cum_sum begins in the books."""
-    return _BLOCK_FREE + (NUM_BLOCKS + _ALIGN - 1) // _ALIGN * _ALIGN
-
-
-@triton.jit
-def group_free_at(NUM_BLOCKS: tl.constexpr, GROUP_BLOCKS: tl.constexpr):
-    """Where group_free begins in the books."""
-    if GROUP_BLOCKS == 1:
-        return _BLOCK_FREE
-    else:
-        return _BLOCK_FREE + 2 * ((NUM_BLOCKS + _ALIGN - 1) // _ALIGN * _ALIGN)
-
-
-@triton.jit
-def group_sum_at(NUM_BLOCKS: tl.constexpr, GROUP_BLOCKS: tl.constexpr):
-    """Where a take in one kernel leaves the prefix sum of group_free; of single blocks that is mem_cum_sum."""
-    if GROUP_BLOCKS == 1:
-        return cum_sum_at(NUM_BLOCKS)
-    else:
-        return _BLOCK_FREE + 3 * ((NUM_BLOCKS + _ALIGN - 1) // _ALIGN * _ALIGN)
-
-
-@triton.jit
-def free_bits_at(NUM_BLOCKS: tl.constexpr):
-    """Where free_bits begins in the books."""
-    return _BLOCK_FREE + 4 * ((NUM_BLOCKS + _ALIGN - 1) // _ALIGN * _ALIGN)
-
-
-@triton.jit
 def entries_of(positions, rows, stride, places, mask, HAS_ROWS: tl.constexpr):
     """Where in the flattened table the slots of `places` go: int64."""
     entries = tl.load(positions + places, mask=mask, other=0).to(tl.int64)
     if HAS_ROWS:
         entries += tl.load(rows + places, mask=mask, other=0).to(tl.int64) * stride
     return entries
-
-
-@triton.jit
-def nth_of(counts, nth, columns):
-    """Of each row of counts [rows, columns], where the nth thing counted is: its column, the count there, and
-    which of those there it is. Rows without one give a column past the last, and nothing of use."""
-    passed = tl.cumsum(counts, 1) <= nth[:, None]
-    column = tl.sum(passed.to(tl.int32), 1)
-    own = tl.sum(tl.where(columns[None, :] == column[:, None], counts, 0), 1)
-    return column, own, nth - tl.sum(tl.where(passed, counts, 0), 1)

@@ -1,29 +1,35 @@
 """The device memory of a pool of slots: which are free, and what spares a search to read them all.
 
-Four levels say the same thing: one int32 a slot (`mem_state`), one bit a slot (`free_bits`), one count a
-block of slots (`block_free`), one count a group of blocks (`group_free`). The first decides; the others are
-changed by whoever changes it, and are what searches read: of a pool of 10 million slots 1.3 MB of bits, some
-thousand counts of blocks and some hundred of groups. Where blocks are few each is its own group. Knows no
-kernel.
+Three levels say the same thing: one int32 a slot (`mem_state`), one bit a slot (`free_bits`), one count a block
+of slots (`block_free`). The first decides; the others are changed by whoever changes it, and are what searches
+read: of a pool of 10 million slots 1.3 MB of bits and ten thousand counts, of which a search begins with the
+first that can be other than 0.
+
+The layout of the books is decided here alone: kernels are told where the parts lie. Knows no kernel; what they
+were compiled to for a pool is kept with it, and goes with it.
 """
 
-from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
 import triton
 from torch import Tensor
 
-from .tuning import blocks_of_group, slots_of_block
+from .relaunch import Launches
 
-# Where the parts of `books` begin: one tensor, as every argument of a launch costs the host time. The parts
-# after `BLOCK_FREE` follow one another, padded to `ALIGN`.
-COUNTERS = 0
-SPAN = 4  # [4], of a take in two kernels: first block and end of the blocks it takes from, first rank and end
+# Of `books`, one tensor, as every argument of a launch costs the host time. Parts of fixed size:
+NUM_FREE = 0  # free slots of the pool
+FLAGS = 1  # SlotFlag bits
+FIRST_BLOCK = 2  # no block before this one has a free slot: a lower bound, raised by takes, lowered by gifts
+TICKET = 3  # programs of a take under way that have read all they need; 0 between takes
+SPAN = 4  # [3], of a take in two kernels: first block and end of the blocks it takes from, number of slots
 FOUND = 32  # [MAX_FOUND], of a search for a run: the lowest start that each program found
 MAX_FOUND = 256
+# From here on block_free, mem_cum_sum and free_bits, each padded to ALIGN.
 BLOCK_FREE = FOUND + MAX_FOUND
-ALIGN = 64  # and the most blocks of a group, so that the last group has all its counts
+ALIGN = 64
+
+BLOCK_SLOTS = 1024  # 32 words of bits: one cache line for each slot that a decode step takes
 
 
 class SlotState(NamedTuple):
@@ -35,13 +41,12 @@ class SlotState(NamedTuple):
     mem_state: Tensor  # [num_slots], 1 = free
     free_bits: Tensor  # [num_blocks * block_words], the same: slot s is bit s % word_slots of s // word_slots
     block_free: Tensor  # [num_blocks], free slots of each block
-    group_free: Tensor  # [num_groups], free slots of each group; block_free itself if groups are of one block
-    mem_cum_sum: Tensor  # [num_blocks], scratch: inclusive prefix sum of block_free, of a take in two kernels
+    mem_cum_sum: Tensor  # [num_blocks], scratch of a take in two kernels: see `take_many`
     counters: Tensor  # [2]: free slots of the pool, SlotFlag bits
+    first_block: Tensor  # [1]: no block before it has a free slot; a lower bound
     books: Tensor  # all but mem_state are views of this
     block_slots: int  # slots of a block, a power of two
-    group_blocks: int  # blocks of a group, a power of two
-    launches: dict[tuple[object, ...], Callable[..., None]]  # compiled launches of takes of this state
+    launches: Launches
 
     @property
     def word_slots(self) -> int:
@@ -54,46 +59,26 @@ class SlotState(NamedTuple):
         return self.block_slots // self.word_slots
 
 
-def new_slot_state(
-    num_slots: int,
-    device: torch.device | str,
-    block_slots: int | None = None,
-    group_blocks: int | None = None,
-) -> SlotState:
-    """A pool whose slots 1..num_slots-1 are free.
-
-    `block_slots` and `group_blocks`, powers of two, are chosen for it if None.
-    """
-    if block_slots is None:
-        block_slots = slots_of_block(num_slots)
+def new_slot_state(num_slots: int, device: torch.device | str, block_slots: int = BLOCK_SLOTS) -> SlotState:
+    """A pool whose slots 1..num_slots-1 are free. `block_slots`: a power of two."""
     if num_slots < 1 or block_slots < 1 or block_slots & (block_slots - 1):
         raise ValueError(
             f"num_slots must be positive and block_slots a power of two, got {num_slots} and {block_slots}"
         )
     num_blocks = triton.cdiv(num_slots, block_slots)
-    if group_blocks is None:
-        group_blocks = blocks_of_group(num_blocks)
-    if not 1 <= group_blocks <= ALIGN or group_blocks & (group_blocks - 1):
-        raise ValueError(f"group_blocks must be a power of two in 1..{ALIGN}, got {group_blocks}")
-    num_groups = triton.cdiv(num_blocks, group_blocks)
     word_slots = min(32, block_slots)
     num_words = num_blocks * (block_slots // word_slots)
     padded = triton.cdiv(num_blocks, ALIGN) * ALIGN
-    books = torch.zeros(BLOCK_FREE + 4 * padded + num_words, dtype=torch.int32, device=device)
+    books = torch.zeros(BLOCK_FREE + 2 * padded + num_words, dtype=torch.int32, device=device)
     block_free, mem_cum_sum = books[BLOCK_FREE:][:num_blocks], books[BLOCK_FREE + padded :][:num_blocks]
-    group_free = block_free if group_blocks == 1 else books[BLOCK_FREE + 2 * padded :][:num_groups]
-    free_bits, counters = books[BLOCK_FREE + 4 * padded :], books[COUNTERS : COUNTERS + 2]
+    free_bits = books[BLOCK_FREE + 2 * padded :]
+    counters, first_block = books[NUM_FREE : FLAGS + 1], books[FIRST_BLOCK : FIRST_BLOCK + 1]
 
     mem_state = torch.ones(num_slots, dtype=torch.int32, device=device)
     mem_state[0] = 0
     block_free.fill_(block_slots)
     block_free[0] -= 1
     block_free[-1] -= num_blocks * block_slots - num_slots
-    if group_blocks > 1:
-        counts = block_free.new_zeros(num_groups * group_blocks)
-        counts[:num_blocks] = block_free
-        group_free.copy_(counts.view(num_groups, group_blocks).sum(dim=1))
-    mem_cum_sum.copy_(torch.cumsum(block_free, 0))
     counters[0] = num_slots - 1
     free_bits[: num_slots // word_slots] = -1 if word_slots == 32 else (1 << word_slots) - 1
     if num_slots % word_slots:
@@ -103,13 +88,12 @@ def new_slot_state(
         mem_state,
         free_bits,
         block_free,
-        group_free,
         mem_cum_sum,
         counters,
+        first_block,
         books,
         block_slots,
-        group_blocks,
-        {},
+        Launches(),
     )
 
 

@@ -5,24 +5,32 @@ look for one, each in a part of the pool's bits. The second has a program for ev
 sees for itself what the search has found. Twins: `take_slots_reference`, `take_run_reference`.
 """
 
+from typing import Any
+
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from .slot_flags import SlotFlag
-from .slot_search import (
-    cum_sum_at,
-    entries_of,
-    free_bits_at,
-    group_free_at,
-    highest_bit,
-    larger,
-    num_bits,
+from .slot_search import entries_of, highest_bit, larger, num_bits
+from .slot_state import (
+    BLOCK_FREE,
+    FIRST_BLOCK,
+    FLAGS,
+    FOUND,
+    MAX_FOUND,
+    NUM_FREE,
+    SPAN,
+    SlotState,
+    TableEntries,
+    table_pointers,
 )
-from .slot_state import BLOCK_FREE, FOUND, MAX_FOUND, SPAN, SlotState, TableEntries, table_pointers
-from .tuning import device_class, run_search, scan_tile
+from .tuning import device_class, many_tiles, run_search
 
 _SHORT = tl.constexpr(int(SlotFlag.SHORT))
+_NUM_FREE = tl.constexpr(NUM_FREE)
+_FLAGS = tl.constexpr(FLAGS)
+_FIRST_BLOCK = tl.constexpr(FIRST_BLOCK)
 _SPAN = tl.constexpr(SPAN)
 _FOUND = tl.constexpr(FOUND)
 _MAX_FOUND = tl.constexpr(MAX_FOUND)
@@ -35,7 +43,7 @@ _TAKE_PROGRAMS = 264
 
 @triton.jit
 def _find_run(
-    books, n, part, chunk, back, NUM_WORDS: tl.constexpr, NUM_BLOCKS: tl.constexpr,
+    books, n, part, chunk, back, FREE_BITS: tl.constexpr, NUM_WORDS: tl.constexpr,
     WORD_SLOTS: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """The start of the lowest n consecutive free slots that one part of the words can tell of, or _NO_RUN.
@@ -43,7 +51,7 @@ def _find_run(
     What lies before the words it reads counts as used; they begin so early that the lowest run of all is
     told of by one part at least.
     """
-    free_bits = books + free_bits_at(NUM_BLOCKS)
+    free_bits = books + FREE_BITS
     first = tl.maximum(part * chunk - back, 0)
     end = tl.minimum(part * chunk + chunk, NUM_WORDS)
     last_used = first * WORD_SLOTS - 1
@@ -74,40 +82,32 @@ def _find_run(
 
 
 @triton.jit
-def _scan_blocks(books, first_rank, num_ranks, NUM_BLOCKS: tl.constexpr, SCAN: tl.constexpr):
-    """The prefix sum over the blocks, written; and which blocks have the num_ranks ranks from first_rank on.
+def _scan_blocks(
+    books, start, total, num_taken, CUM_SUM: tl.constexpr, NUM_BLOCKS: tl.constexpr, TILE: tl.constexpr
+):
+    """The prefix sum over the blocks start .. start + TILE - 1, written; total is the sum before them.
 
-    Returns the sum, and the first block and the end of those blocks.
+    Returns the first and the end of those of them that have ranks below num_taken, and the sum.
     """
-    block_free = books + _BLOCK_FREE
-    mem_cum_sum = books + cum_sum_at(NUM_BLOCKS)
-    end_rank = first_rank + num_ranks
-    total = 0
-    first_block = 0
-    end_block = 0
-    for start in range(0, NUM_BLOCKS, SCAN):
-        blocks = start + tl.arange(0, SCAN)
-        valid = blocks < NUM_BLOCKS
-        free = tl.load(block_free + blocks, mask=valid, other=0)
-        rank_after = total + tl.cumsum(free, 0)
-        rank_before = rank_after - free
-        total += tl.sum(free, 0)
-        tl.store(mem_cum_sum + blocks, rank_after, mask=valid)
-        holds = tl.minimum(rank_after, end_rank) > tl.maximum(rank_before, first_rank)
-        first_block += tl.sum((valid & (rank_after <= first_rank)).to(tl.int32), 0)
-        end_block = tl.maximum(end_block, tl.max(tl.where(holds, blocks + 1, 0), 0))
-    return total, first_block, end_block
+    blocks = start + tl.arange(0, TILE)
+    within = blocks < NUM_BLOCKS
+    free = tl.load(books + _BLOCK_FREE + blocks, mask=within, other=0)
+    rank_after = total + tl.cumsum(free, 0)
+    tl.store(books + CUM_SUM + blocks, rank_after, mask=within)
+    holds = (free > 0) & (rank_after - free < num_taken)
+    first_block = tl.min(tl.where(holds, blocks, NUM_BLOCKS), 0)
+    end_block = tl.max(tl.where(holds, blocks + 1, 0), 0)
+    return first_block, end_block, tl.max(rank_after, 0)
 
 
 @triton.jit(
-    do_not_specialize=["max_n", "chunk", "back"],
-    do_not_specialize_on_alignment=["out", "count", "skip", "positions", "rows"],
+    do_not_specialize=["table_stride", "max_n", "chunk", "back"],
+    do_not_specialize_on_alignment=["out", "count", "table", "positions", "rows"],
 )
 def _plan_kernel(
     books,
     out,
     count,
-    skip,
     table,
     positions,
     rows,
@@ -116,38 +116,43 @@ def _plan_kernel(
     chunk,
     back,
     HAS_COUNT: tl.constexpr,
-    HAS_SKIP: tl.constexpr,
     HAS_TABLE: tl.constexpr,
     HAS_ROWS: tl.constexpr,
+    CUM_SUM: tl.constexpr,
+    FREE_BITS: tl.constexpr,
     NUM_BLOCKS: tl.constexpr,
     NUM_WORDS: tl.constexpr,
     WORD_SLOTS: tl.constexpr,
     SCAN: tl.constexpr,
+    LATER_SCAN: tl.constexpr,
     TILE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """Program 0: the counters, and which ranks of which blocks are to be taken. The others look for a run."""
     part = tl.program_id(0) - 1
     if part >= 0:
-        found = _find_run(books, max_n, part, chunk, back, NUM_WORDS, NUM_BLOCKS, WORD_SLOTS, TILE)
+        found = _find_run(books, max_n, part, chunk, back, FREE_BITS, NUM_WORDS, WORD_SLOTS, TILE)
         tl.store(books + _FOUND + part, found)
     else:
+        num_free = tl.load(books + _NUM_FREE)
+        start = tl.load(books + _FIRST_BLOCK)
         wanted = max_n
         if HAS_COUNT:
             wanted = tl.load(count)
-        first_rank = 0
-        if HAS_SKIP:
-            first_rank = tl.load(skip)
-        num_ranks = tl.maximum(tl.minimum(wanted, max_n), 0)
-        total, first_block, end_block = _scan_blocks(books, first_rank, num_ranks, NUM_BLOCKS, SCAN)
-        num_taken = tl.maximum(tl.minimum(num_ranks, total - first_rank), 0)
-        tl.store(books, total - num_taken)
+        num_taken = tl.maximum(tl.minimum(tl.minimum(wanted, max_n), num_free), 0)
+        first_block, end_block, total = _scan_blocks(books, start, 0, num_taken, CUM_SUM, NUM_BLOCKS, SCAN)
+        start += SCAN
+        while (total < num_taken) & (start < NUM_BLOCKS):
+            first, end, total = _scan_blocks(books, start, total, num_taken, CUM_SUM, NUM_BLOCKS, LATER_SCAN)
+            first_block = tl.minimum(first_block, first)
+            end_block = tl.maximum(end_block, end)
+            start += LATER_SCAN
+        tl.store(books + _NUM_FREE, num_free - num_taken)
         if num_taken < wanted:
-            tl.atomic_or(books + 1, _SHORT, sem="relaxed")
+            tl.atomic_or(books + _FLAGS, _SHORT, sem="relaxed")
         tl.store(books + _SPAN, first_block)
         tl.store(books + _SPAN + 1, end_block)
-        tl.store(books + _SPAN + 2, first_rank)
-        tl.store(books + _SPAN + 3, first_rank + num_taken)
+        tl.store(books + _SPAN + 2, num_taken)
         for start in range(num_taken, max_n, BLOCK):
             places = start + tl.arange(0, BLOCK)
             within = places < max_n
@@ -157,7 +162,10 @@ def _plan_kernel(
                 tl.store(table + entries, tl.zeros([BLOCK], tl.int32), mask=within)
 
 
-@triton.jit(do_not_specialize=["n", "num_found"], do_not_specialize_on_alignment=["out", "positions", "rows"])
+@triton.jit(
+    do_not_specialize=["table_stride", "n", "num_found"],
+    do_not_specialize_on_alignment=["out", "table", "positions", "rows"],
+)
 def _take_kernel(
     mem_state,
     books,
@@ -170,8 +178,8 @@ def _take_kernel(
     num_found,
     HAS_TABLE: tl.constexpr,
     HAS_ROWS: tl.constexpr,
-    NUM_BLOCKS: tl.constexpr,
-    GROUP_BLOCKS: tl.constexpr,
+    CUM_SUM: tl.constexpr,
+    FREE_BITS: tl.constexpr,
     WORDS: tl.constexpr,
     WORD_SLOTS: tl.constexpr,
     BLOCKS: tl.constexpr,
@@ -181,23 +189,24 @@ def _take_kernel(
     found = tl.load(books + _FOUND + parts, mask=parts < num_found, other=_NO_RUN)
     first_block = tl.load(books + _SPAN)
     end_block = tl.load(books + _SPAN + 1)
-    first_rank = tl.load(books + _SPAN + 2)
-    end_rank = tl.load(books + _SPAN + 3)
+    num_taken = tl.load(books + _SPAN + 2)
     run = tl.min(found, 0)
     is_run = run != _NO_RUN
-    num_taken = tl.where(is_run, n, end_rank - first_rank)
+    if (tl.program_id(0) == 0) & (run == _NO_RUN) & (num_taken > 0):  # a run may leave free slots below it
+        tl.store(books + _FIRST_BLOCK, end_block - 1)
+    num_taken = tl.where(is_run, n, num_taken)
     first_block = tl.where(is_run, run // (WORDS * WORD_SLOTS), first_block)
     end_block = tl.where(is_run, (run + (n - 1)) // (WORDS * WORD_SLOTS) + 1, end_block)
 
     block_free = books + _BLOCK_FREE
-    mem_cum_sum = books + cum_sum_at(NUM_BLOCKS)
-    free_bits = books + free_bits_at(NUM_BLOCKS)
+    mem_cum_sum = books + CUM_SUM
+    free_bits = books + FREE_BITS
     bit = tl.arange(0, WORD_SLOTS)
     for tile in range(
         first_block // BLOCKS + tl.program_id(0), tl.cdiv(end_block, BLOCKS), tl.num_programs(0)
     ):
         blocks = tile * BLOCKS + tl.arange(0, BLOCKS)
-        valid = blocks < NUM_BLOCKS
+        valid = (blocks >= first_block) & (blocks < end_block)  # of others the sum may be an older take's
         num_free = tl.load(block_free + blocks, mask=valid, other=0)
         rank_after = tl.load(mem_cum_sum + blocks, mask=valid, other=0)
         words = blocks[:, None] * WORDS + tl.arange(0, WORDS)[None, :]  # [BLOCKS, WORDS]
@@ -207,7 +216,7 @@ def _take_kernel(
 
         one = tl.full([1, 1, WORD_SLOTS], 1, tl.uint32) << bit[None, None, :].to(tl.uint32)
         slots = words[:, :, None] * WORD_SLOTS + bit[None, None, :]  # [BLOCKS, WORDS, WORD_SLOTS]
-        places = ranks[:, :, None] + num_bits(bits[:, :, None] & (one - 1)) - first_rank
+        places = ranks[:, :, None] + num_bits(bits[:, :, None] & (one - 1))
         places = tl.where(is_run, slots - run, places)
         taken = ((bits[:, :, None] & one) != 0) & (places >= 0) & (places < num_taken)
         zeros = tl.zeros([BLOCKS, WORDS, WORD_SLOTS], tl.int32)
@@ -221,67 +230,88 @@ def _take_kernel(
         tl.debug_barrier()  # every thread has read the counts and bits before one writes them
         tl.store(free_bits + words, (bits ^ gone).to(tl.int32, bitcast=True), mask=gone != 0)
         tl.store(block_free + blocks, num_free - num_gone, mask=num_gone > 0)
-        if GROUP_BLOCKS > 1:
-            groups = books + group_free_at(NUM_BLOCKS, GROUP_BLOCKS) + blocks // GROUP_BLOCKS
-            tl.atomic_add(groups, -num_gone, mask=num_gone > 0, sem="relaxed")
 
 
 def take_many(
-    state: SlotState,
-    out: Tensor,
-    count: Tensor | None,
-    skip: Tensor | None,
-    entries: TableEntries | None,
-    find_run: bool,
+    state: SlotState, out: Tensor, count: Tensor | None, entries: TableEntries | None, find_run: bool
 ) -> None:
+    """Take many slots. Leaves in `mem_cum_sum` the inclusive prefix sum of `block_free` as it was before, for
+    the blocks it looked at: from the first with a free slot to beyond the last that it would take ranks of.
+
+    Arguments as of `take_slots`; find_run: take the lowest run of `len(out)` where there is one (no `count`).
+    """
     max_n, num_blocks, block_words = len(out), len(state.block_free), state.block_words
     num_words = num_blocks * block_words
     search = run_search(device_class(out.device), num_words, state.word_slots, max_n, MAX_FOUND)
     num_parts = search.num_programs if find_run else 0
     table, positions, rows = table_pointers(state, entries)
-    has_table = entries is not None
+    table_stride = table.stride(0)
+    has_count, has_table = count is not None, entries is not None
     has_rows = entries is not None and entries.rows is not None
-    _plan_kernel[(1 + num_parts,)](
-        state.books,
-        out,
-        state.books if count is None else count,
-        state.books if skip is None else skip,
-        table,
-        positions,
-        rows,
-        table.stride(0),
-        max_n,
-        search.chunk,
-        search.back,
-        HAS_COUNT=count is not None,
-        HAS_SKIP=skip is not None,
-        HAS_TABLE=has_table,
-        HAS_ROWS=has_rows,
-        NUM_BLOCKS=num_blocks,
-        NUM_WORDS=num_words,
-        WORD_SLOTS=state.word_slots,
-        SCAN=scan_tile(num_blocks),
-        TILE=search.tile,
-        BLOCK=256,
-        num_warps=8,
-    )
     blocks = max(1, _TILE_SLOTS // state.block_slots)
-    _take_kernel[(min(triton.cdiv(num_blocks, blocks), _TAKE_PROGRAMS),)](
-        state.mem_state,
-        state.books,
-        out,
-        table,
-        positions,
-        rows,
-        table.stride(0),
-        max_n,
-        num_parts,
-        HAS_TABLE=has_table,
-        HAS_ROWS=has_rows,
-        NUM_BLOCKS=num_blocks,
-        GROUP_BLOCKS=state.group_blocks,
-        WORDS=block_words,
-        WORD_SLOTS=state.word_slots,
-        BLOCKS=blocks,
-        num_warps=8,
+
+    def plan_options() -> dict[str, Any]:
+        tiles = many_tiles(num_blocks)
+        return {
+            "HAS_COUNT": has_count,
+            "HAS_TABLE": has_table,
+            "HAS_ROWS": has_rows,
+            "CUM_SUM": state.mem_cum_sum.storage_offset(),
+            "FREE_BITS": state.free_bits.storage_offset(),
+            "NUM_BLOCKS": num_blocks,
+            "NUM_WORDS": num_words,
+            "WORD_SLOTS": state.word_slots,
+            "SCAN": tiles.first,
+            "LATER_SCAN": tiles.later,
+            "TILE": search.tile,
+            "BLOCK": 256,
+            "num_warps": 8,
+        }
+
+    def take_options() -> dict[str, Any]:
+        return {
+            "HAS_TABLE": has_table,
+            "HAS_ROWS": has_rows,
+            "CUM_SUM": state.mem_cum_sum.storage_offset(),
+            "FREE_BITS": state.free_bits.storage_offset(),
+            "WORDS": block_words,
+            "WORD_SLOTS": state.word_slots,
+            "BLOCKS": blocks,
+            "num_warps": 8,
+        }
+
+    state.launches.launch(
+        _plan_kernel,
+        ("plan many", has_count, has_table, has_rows),
+        1 + num_parts,
+        (
+            state.books,
+            out,
+            state.books if count is None else count,
+            table,
+            positions,
+            rows,
+            table_stride,
+            max_n,
+            search.chunk,
+            search.back,
+        ),
+        plan_options,
+    )
+    state.launches.launch(
+        _take_kernel,
+        ("take many", has_table, has_rows),
+        min(-(-num_blocks // blocks), _TAKE_PROGRAMS),
+        (
+            state.mem_state,
+            state.books,
+            out,
+            table,
+            positions,
+            rows,
+            table_stride,
+            max_n,
+            num_parts,
+        ),
+        take_options,
     )

@@ -47,11 +47,12 @@ _PREFILL_LAUNCHES = (
 _REDUCTION_BYTES = 2048  # shared memory that the softmax's reductions take beside the tiles
 
 
-# A block's free slots are found by reading its bits, the block by reading the count of every block.
-_MIN_BLOCK_SLOTS, _MAX_BLOCK_SLOTS = 1024, 4096
-_SCAN_BLOCKS = 8192  # counts that one program holds at a time
-_SCAN_GROUPS = 2048  # of groups, where one program takes: it has nothing else to do meanwhile
-_MAX_GROUP_BLOCKS = 64
+# Counts of blocks that a search reads at a time: few at first, as what is wanted lies close behind the first
+# block with a free slot in all but odd pools, then many, so that a march through used ones is short.
+_FEW_FIRST, _FEW_LATER = 256, 2048
+_MANY_FIRST, _MANY_LATER = 1024, 8192
+
+MAX_IN_ONE_KERNEL = 512  # slots: each costs a search through its block's words
 
 
 @cache
@@ -144,44 +145,38 @@ def write_launch(
     return block_t, heads
 
 
-def slots_of_block(num_slots: int) -> int:
-    """Slots of a block of the allocator, a power of two: so many that all counts are read at once."""
-    wanted = triton.next_power_of_2(triton.cdiv(num_slots, _SCAN_BLOCKS))
-    return min(max(wanted, _MIN_BLOCK_SLOTS), _MAX_BLOCK_SLOTS)
+class CountTiles(NamedTuple):
+    """How many counts of blocks a search for free slots reads in its first turn, and in each later one."""
+
+    first: int
+    later: int
 
 
-def blocks_of_group(num_blocks: int) -> int:
-    """Blocks of a group, a power of two: one where the blocks' own counts are few enough to be scanned."""
-    if num_blocks <= _SCAN_GROUPS:
-        return 1
-    return min(triton.next_power_of_2(triton.cdiv(num_blocks, _SCAN_GROUPS // 2)), _MAX_GROUP_BLOCKS)
+def few_tiles(num_blocks: int) -> CountTiles:
+    """Of a take in one kernel, where every program searches for itself."""
+    num = max(32, triton.next_power_of_2(num_blocks))
+    return CountTiles(min(_FEW_FIRST, num), min(_FEW_LATER, num))
 
 
-def group_chunks(num_groups: int) -> tuple[int, int]:
-    """How many chunks of groups, and groups of a chunk, a search by rank goes through in two steps."""
-    bits = (num_groups - 1).bit_length()
-    return 1 << (bits // 2), 1 << (bits - bits // 2)
+def many_tiles(num_blocks: int) -> CountTiles:
+    """Of a take in two, where one program searches for all."""
+    num = triton.next_power_of_2(num_blocks)
+    return CountTiles(min(_MANY_FIRST, num), min(_MANY_LATER, num))
 
 
-def take_in_one_kernel(block_words: int) -> int:
-    """The most slots that one program takes: the bits of a block for each of them fit its registers."""
-    return max(1, min(512, 16384 // block_words))
+class TakeLaunch(NamedTuple):
+    """How a take in one kernel shares out its slots."""
+
+    ranks: int  # of a program
+    num_programs: int
+    num_warps: int
 
 
-def take_warps(num_ranks: int, read_by_rank: int, num_scanned: int) -> int:
-    """Warps of that program, which reads so many numbers at a time for each slot."""
-    elements = max(num_ranks * read_by_rank, num_scanned)
-    return 4 if elements <= 1024 else 8 if elements <= 4096 else 16
-
-
-def scan_tile(num_blocks: int) -> int:
-    """Counts of blocks that one program sums up at a time: all of them, as far as registers go."""
-    return min(triton.next_power_of_2(num_blocks), _SCAN_BLOCKS)
-
-
-def group_tile(num_groups: int) -> int:
-    """Counts of groups that a take in one kernel sums up at a time."""
-    return min(triton.next_power_of_2(num_groups), _SCAN_GROUPS)
+def take_launch(max_ranks: int) -> TakeLaunch:
+    """For a power of two of slots: one program, which need not find out who is last, while that is quicker."""
+    if max_ranks <= 64:
+        return TakeLaunch(max_ranks, 1, 4 if max_ranks <= 16 else 8)
+    return TakeLaunch(16, max_ranks // 16, 4)
 
 
 class Search(NamedTuple):
@@ -196,10 +191,11 @@ class Search(NamedTuple):
 def run_search(device: DeviceClass, num_words: int, word_slots: int, n: int, max_programs: int) -> Search:
     """A search for n consecutive free slots by at most `max_programs`."""
     tile = 32 if device is _INTERPRETER else 2048  # the interpreter's scans take a call an element
-    back = triton.cdiv(n, word_slots) + 2
-    least = max(tile // 2, triton.cdiv(num_words, max_programs))
-    chunk = triton.cdiv(least + back, tile) * tile - back  # so that what is read is a whole number of tiles
-    return Search(triton.cdiv(num_words, chunk), chunk, back, tile)
+    # Every prompt asks: triton.cdiv, made for kernels too, would take a microsecond each.
+    back = -(-n // word_slots) + 2
+    least = max(tile // 2, -(-num_words // max_programs))
+    chunk = -(-(least + back) // tile) * tile - back  # so that what is read is a whole number of tiles
+    return Search(-(-num_words // chunk), chunk, back, tile)
 
 
 def merge_launch(num_parts: int, value_dim: int) -> Launch:
