@@ -359,7 +359,9 @@ def test_stays_one_operator_under_torch_compile(device: torch.device) -> None:
     slots = torch.tensor([3, 1, 9, 2, 7, 8], device=device)
     buffer = torch.zeros(10, 2, 16, device=device)
     expected = buffer.clone()
-    torch.library.opcheck(torch.ops.lightkv.write_kv.default, (k, v, buffer[:, :1], buffer[:, 1:], slots))
+    nothing = (None,) * 5
+    arguments = (k, v, buffer[:, :1], buffer[:, 1:], slots, *nothing, False, None, None, None)
+    torch.library.opcheck(torch.ops.lightkv.write_kv.default, arguments)
 
     def step(k: torch.Tensor, v: torch.Tensor, buffer: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
         write_kv(k * 2, v, buffer[:, :1], buffer[:, 1:], slots)
@@ -383,7 +385,7 @@ def test_rotation_stays_one_operator_under_torch_compile(device: torch.device, i
     q, k, v = split_qkv(qkv.clone(), 4, 2, 16)
     q, out = (None, q.clone()) if in_place else (q, torch.empty_like(q))
     k_cache, v_cache = buffer.clone()[:, :2], buffer.clone()[:, 2:]
-    arguments = (k, v, k_cache, v_cache, slots, q, out, positions, cos, sin)
+    arguments = (k, v, k_cache, v_cache, slots, q, out, positions, cos, sin, False, None, None, None)
     torch.library.opcheck(torch.ops.lightkv.write_kv.default, arguments)
 
     def step(qkv: Tensor, buffer: Tensor) -> Tensor:

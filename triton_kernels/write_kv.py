@@ -190,6 +190,7 @@ def _write_kv_kernel(
             )
 
 
+# No defaults: torch 2.11 does not fill them in where it counts what an operator has written to.
 @torch.library.custom_op("lightkv::write_kv", mutates_args=("k_cache", "v_cache", "q_out"))
 def _write_kv(
     k: Tensor,
@@ -197,15 +198,15 @@ def _write_kv(
     k_cache: Tensor,
     v_cache: Tensor,
     slots: Tensor,
-    q: Tensor | None = None,
-    q_out: Tensor | None = None,
-    positions: Tensor | None = None,
-    cos: Tensor | None = None,
-    sin: Tensor | None = None,
-    interleaved: bool = False,
-    q_bias: Tensor | None = None,
-    k_bias: Tensor | None = None,
-    v_bias: Tensor | None = None,
+    q: Tensor | None,
+    q_out: Tensor | None,
+    positions: Tensor | None,
+    cos: Tensor | None,
+    sin: Tensor | None,
+    interleaved: bool,
+    q_bias: Tensor | None,
+    k_bias: Tensor | None,
+    v_bias: Tensor | None,
 ) -> None:
     num_tokens, num_kv_heads, key_dim = k.shape
     value_dim = v.shape[2]
