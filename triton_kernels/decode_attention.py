@@ -252,7 +252,8 @@ def _decode_attention(
     if num_tokens == 0:
         return
     group, capacity = num_heads // num_kv_heads, items.shape[0]
-    launch = tuning.decode_launch(num_tokens // num_queries, key_dim, value_dim, q.element_size())
+    num_requests, num_rows = num_tokens // num_queries, group * num_queries
+    launch = tuning.decode_launch(num_requests, num_rows, key_dim, value_dim, q.element_size())
     early = tuning.has_early_launch(tuning.device_class(q.device))
     options = {"launch_pdl": True} if early else {}
     block_dv = tuning.padded_dim(value_dim)
@@ -284,7 +285,7 @@ def _decode_attention(
         NUM_QUERIES=num_queries,
         DK=key_dim,
         DV=value_dim,
-        BLOCK_M=tuning.padded_dim(group * num_queries),  # the rows of a dot are at least 16 too
+        BLOCK_M=launch.block_m,
         BLOCK_DK=tuning.padded_dim(key_dim),
         BLOCK_DV=block_dv,
         BLOCK_N=launch.block_n,

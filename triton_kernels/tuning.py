@@ -76,18 +76,22 @@ def has_early_launch(device: DeviceClass) -> bool:
 
 
 class DecodeLaunch(NamedTuple):
-    """Keys of a tile and launch options of decode, and how many programs share a multiprocessor."""
+    """Rows and keys of a tile and launch options of decode."""
 
+    block_m: int
     block_n: int
     num_warps: int
     num_stages: int
-    waves: int
 
 
-def decode_launch(num_requests: int, key_dim: int, value_dim: int, element_size: int) -> DecodeLaunch:
-    """Tiles of decode: at most 32 KiB of K and V at a time, so that several programs share a processor."""
-    # Of one or two requests each program has little to read: fewer of them, which read more at once.
-    launch = DecodeLaunch(64, 4, 3, 2) if num_requests <= 2 else DecodeLaunch(32, 4, 3, 4)
+def decode_launch(
+    num_requests: int, num_rows: int, key_dim: int, value_dim: int, element_size: int
+) -> DecodeLaunch:
+    """Tiles of decode for `num_rows` query heads of a K/V head, of all of a request's queries: at most 32 KiB
+    of K and V at a time, so that several programs share a processor."""
+    launch = DecodeLaunch(padded_dim(num_rows), 64, 4, 3)
+    if 2 < num_requests < 32:
+        launch = launch._replace(block_n=32)
     bytes_per_key = (padded_dim(key_dim) + padded_dim(value_dim)) * element_size
     block_n = launch.block_n
     while block_n > 16 and block_n * bytes_per_key > 32 * 1024:
@@ -96,9 +100,12 @@ def decode_launch(num_requests: int, key_dim: int, value_dim: int, element_size:
 
 
 def decode_workers(device: DeviceClass, num_requests: int, num_kv_heads: int) -> int:
-    """Into how many equal shares decode cuts all its keys together, for each K/V head."""
-    waves = decode_launch(num_requests, 128, 128, 2).waves
-    return max(1, waves * device.num_multiprocessors // num_kv_heads)
+    """Into how many equal shares decode cuts all its keys together, for each K/V head.
+
+    Of one or two requests every program has little to read: fewer of them, which read more at once.
+    """
+    programs = (2 if num_requests <= 2 else 4) * device.num_multiprocessors
+    return max(1, programs // num_kv_heads)
 
 
 def prefill_launch(
