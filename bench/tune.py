@@ -3,7 +3,7 @@
     python -m bench.tune --out bench/results/tune-h200.json
 
 What comes out on top, over all rows, is what `triton_kernels/tuning.py` holds; it stands beside the fastest.
-Every candidate's output is checked before it is timed, as in `bench.attention`; one that does not fit is left out.
+Each is checked before it is timed, as in `bench.attention`; those that do not fit are left out.
 """
 
 from collections.abc import Iterator, Sequence
