@@ -252,8 +252,8 @@ def _decode_attention(
     if num_tokens == 0:
         return
     group, capacity = num_heads // num_kv_heads, items.shape[0]
-    num_requests, num_rows = num_tokens // num_queries, group * num_queries
-    launch = tuning.decode_launch(num_requests, num_rows, key_dim, value_dim, q.element_size())
+    num_requests = num_tokens // num_queries
+    launch = tuning.decode_launch(num_requests, num_queries, group, key_dim, value_dim, q.element_size())
     early = tuning.has_early_launch(tuning.device_class(q.device))
     options = {"launch_pdl": True} if early else {}
     block_dv = tuning.padded_dim(value_dim)

@@ -146,7 +146,8 @@ def decode_plan(
         num_queries: of each request, at its last positions.
     """
     num_requests = len(rows)
-    num_workers = tuning.decode_workers(tuning.device_class(rows.device), num_requests, num_kv_heads)
+    device = tuning.device_class(rows.device)
+    num_workers = tuning.decode_workers(device, num_requests, num_queries, num_kv_heads)
     sizes = (
         (num_requests + num_workers) * ITEM_FIELDS,
         (num_workers + 1) * SHARE_FIELDS,

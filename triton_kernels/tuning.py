@@ -85,13 +85,20 @@ class DecodeLaunch(NamedTuple):
 
 
 def decode_launch(
-    num_requests: int, num_rows: int, key_dim: int, value_dim: int, element_size: int
+    num_requests: int, num_queries: int, group: int, key_dim: int, value_dim: int, element_size: int
 ) -> DecodeLaunch:
-    """Tiles of decode for `num_rows` query heads of a K/V head, of all of a request's queries: at most 32 KiB
-    of K and V at a time, so that several programs share a processor."""
-    launch = DecodeLaunch(padded_dim(num_rows), 64, 4, 3)
-    if 2 < num_requests < 32:
-        launch = launch._replace(block_n=32)
+    """Tiles of decode, for `num_queries` of each request and `group` query heads of a K/V head.
+
+    At most 32 KiB of K and V at a time, so that several programs share a processor (`decode_workers` says how
+    many: each reads an equal share, so all of them have to run at once).
+    """
+    rows = padded_dim(num_queries * group)
+    if num_queries > 1 and element_size < 4:
+        launch = DecodeLaunch(max(64, rows), 64, 4, 3)  # as the matrix units of Hopper want it
+    elif num_requests <= 2:
+        launch = DecodeLaunch(rows, 64, 4, 3)
+    else:
+        launch = DecodeLaunch(rows, 32, 4, 3)
     bytes_per_key = (padded_dim(key_dim) + padded_dim(value_dim)) * element_size
     block_n = launch.block_n
     while block_n > 16 and block_n * bytes_per_key > 32 * 1024:
@@ -99,12 +106,12 @@ def decode_launch(
     return launch._replace(block_n=block_n)
 
 
-def decode_workers(device: DeviceClass, num_requests: int, num_kv_heads: int) -> int:
+def decode_workers(device: DeviceClass, num_requests: int, num_queries: int, num_kv_heads: int) -> int:
     """Into how many equal shares decode cuts all its keys together, for each K/V head.
 
     Of one or two requests every program has little to read: fewer of them, which read more at once.
     """
-    programs = (2 if num_requests <= 2 else 4) * device.num_multiprocessors
+    programs = (2 if num_requests <= 2 or num_queries > 1 else 4) * device.num_multiprocessors
     return max(1, programs // num_kv_heads)
 
 

@@ -13,20 +13,26 @@ from .backend import AttentionBackend
 from .metadata import AttentionMetadata
 
 
-class _StepPlans:
-    """The work lists of one step, each made for the first layer that needs it: by K/V heads and window."""
+class _DecodePlans:
+    """The work lists of a step, by K/V heads and window, each made by the first layer that needs it.
 
-    def __init__(self, step: int) -> None:
-        self.step = step
-        self.decode: dict[tuple[int, int], DecodePlan] = {}
+    When that layer comes again, another step has begun, be it a replay's: so a list is made within each pass, and
+    a graph that captures a pass has it too.
+    """
 
-    @staticmethod
-    def of(metadata: AttentionMetadata) -> "_StepPlans":
-        """Those of the step that `metadata` is at."""
-        plans = metadata.plan
-        if not isinstance(plans, _StepPlans) or plans.step != metadata.step:
-            plans = metadata.plan = _StepPlans(metadata.step)
-        return plans
+    def __init__(self) -> None:
+        self._made: dict[tuple[int, int], tuple[int, int, DecodePlan]] = {}
+
+    def of(self, backend: "TritonAttention", metadata: AttentionMetadata) -> DecodePlan:
+        """For a layer of the step that `metadata` is at."""
+        shape = backend.num_kv_heads, backend.window
+        step, layer_idx, plan = self._made.get(shape, (-1, -1, None))
+        if plan is None or step != metadata.step or layer_idx == backend.layer_idx:
+            rows = metadata.rows[metadata.num_contexts :]
+            lengths = metadata.kv_lens[metadata.num_contexts :]
+            plan = decode_plan(rows, lengths, num_kv_heads=shape[0], window=shape[1])
+            self._made[shape] = metadata.step, backend.layer_idx, plan
+        return plan
 
 
 class TritonAttention(AttentionBackend):
@@ -94,22 +100,19 @@ class TritonAttention(AttentionBackend):
 
     def _decode(self, q: torch.Tensor, metadata: AttentionMetadata, out: torch.Tensor) -> None:
         memory, num_contexts = metadata.kv_cache_manager, metadata.num_contexts
-        rows, lengths = metadata.rows[num_contexts:], metadata.kv_lens[num_contexts:]
-        plans = _StepPlans.of(metadata).decode
-        shape = self.num_kv_heads, self.window
-        if shape not in plans:
-            plans[shape] = decode_plan(rows, lengths, num_kv_heads=self.num_kv_heads, window=self.window)
+        if not isinstance(metadata.plan, _DecodePlans):
+            metadata.plan = _DecodePlans()
         decode_attention(
             q,
             memory.pool.k(self.layer_idx),
             memory.pool.v(self.layer_idx),
             memory.table.req_to_token,
-            rows,
-            lengths,
+            metadata.rows[num_contexts:],
+            metadata.kv_lens[num_contexts:],
             scale=self.scale,
             window=self.window,
             softcap=self.softcap,
-            plan=plans[shape],
+            plan=metadata.plan.of(self, metadata),
             out=out,
         )
 
