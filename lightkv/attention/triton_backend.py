@@ -16,8 +16,8 @@ from .metadata import AttentionMetadata
 class _DecodePlans:
     """The work lists of a step, by K/V heads and window, each made by the first layer that needs it.
 
-    When that layer comes again, another step has begun, be it a replay's: so a list is made within each pass, and
-    a graph that captures a pass has it too.
+    When that layer comes again, another step has begun, be it a replay's: so a list is made within each pass,
+    and a graph that captures a pass has it too.
     """
 
     def __init__(self) -> None:
