@@ -118,7 +118,9 @@ def llm() -> Iterator[LLM]:
 
 
 @pytest.mark.parametrize(
-    "chunk", [pytest.param(7, marks=pytest.mark.slow), 64, 0], ids=["chunks-of-7", "chunks-of-64", "unlimited"]
+    "chunk",
+    [pytest.param(7, marks=pytest.mark.slow), 64, 0],
+    ids=["chunks-of-7", "chunks-of-64", "unlimited"],
 )
 def test_greedy_output_is_hugging_faces(chunk: int) -> None:
     config = EngineConfig(device="cpu", max_total_tokens=8192, max_num_seqs=32, prefill_chunk=chunk)
