@@ -102,14 +102,14 @@ def prefill_launch(
     device: DeviceClass,
     num_requests: int,
     num_kv_heads: int,
-    max_rows: int,
+    num_rows: int,
     key_dim: int,
     value_dim: int,
     element_size: int,
 ) -> Launch:
     """Tiles of prefill: the largest that fit the shared memory and still give every multiprocessor work.
 
-    `max_rows` is the longest query times the query heads that share a K/V head.
+    `num_rows` is the queries of all requests times the query heads that share a K/V head.
     """
     # An exact float32 dot is unrolled into multiply-adds: large tiles of it take minutes to compile.
     candidates = _PREFILL_LAUNCHES if element_size < 4 else (Launch(32, 32, 4, 2),)
@@ -117,10 +117,12 @@ def prefill_launch(
     for launch in candidates:
         block_m, block_n, num_warps, num_stages = launch
         tiles = block_m * key_width + num_stages * block_n * (key_width + value_width)
-        programs = num_requests * num_kv_heads * triton.cdiv(max_rows, block_m)
+        programs = num_kv_heads * triton.cdiv(num_rows, block_m)
         fits = tiles * element_size + _REDUCTION_BYTES <= device.shared_memory
-        # Multiprocessors would idle, or there would be more than 128 accumulators a thread (a spill).
-        too_few = block_m > 64 and programs < device.num_multiprocessors
+        # Multiprocessors would idle or tiles be empty, or more than 128 accumulators a thread (a spill).
+        too_few = block_m > 64 and (
+            programs < device.num_multiprocessors or num_rows < block_m * num_requests
+        )
         too_wide = block_m * value_width > 128 * 32 * num_warps
         if fits and not too_few and not too_wide:
             return launch
