@@ -11,12 +11,13 @@ figures. Tokens held: the most at any time, of DynamicCache every column of ever
 """
 
 import time
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache, PreTrainedModel
 
-from bench.report import Spread, parser, print_json, print_machine, print_table, refuse
+from bench.report import Spread, alternate, parser, print_json, print_machine, print_table, refuse
 from bench.speculation import LETTER, PROMPTS
 from lightkv.integrations.hf_cache import LightKVCache
 from lightkv.integrations.transformers import bind
@@ -54,7 +55,7 @@ class Side:
                 lambda model, args, output: self._count_columns(output.past_key_values)
             )
         else:
-            cache.kv.on_edits = lambda _: self._count(cache.kv.num_held)
+            cache.kv.on_edits = lambda edits, kept: self._count(cache.kv.num_held)
 
     def run(self, inputs: dict[str, torch.Tensor], seen: bool, options: dict[str, Any]) -> tuple[float, Any]:
         """Seconds, and the tokens."""
@@ -108,15 +109,13 @@ def main() -> None:
         seconds: dict[str, list[float]] = {side: [] for side in sides}
         for side in sides.values():
             side.run(inputs, False, {**case.options, "max_new_tokens": 2})
-        for round_idx in range(options.rounds):
-            order = list(sides) if round_idx % 2 == 0 else list(reversed(sides))
-            found = {}
-            for side in order:
-                told = {**case.options, "max_new_tokens": options.new_tokens}
-                taken, found[side] = sides[side].run(inputs, case.seen, told)
-                seconds[side].append(taken)
+        told = {**case.options, "max_new_tokens": options.new_tokens}
+        runs = {key: partial(side.run, inputs, case.seen, told) for key, side in sides.items()}
+        for round_idx, found in enumerate(alternate(options.rounds, runs)):
+            for key, (taken, _) in found.items():
+                seconds[key].append(taken)
             for side in (GATHERED, IN_PLACE):
-                if found[side] != found[DYNAMIC]:
+                if found[side][1] != found[DYNAMIC][1]:
                     refuse(f"{name}: {side} gives other tokens than {DYNAMIC}")
             shown = ", ".join(f"{seconds[side][-1]:.2f} s" for side in sides)
             print(f"{name}, round {round_idx + 1}: {shown}", flush=True)

@@ -17,20 +17,21 @@ from statistics import fmean
 import torch
 
 from bench.report import parser, print_json, print_machine, print_table, refuse
+from lightkv.integrations.cached_model import CachedModel
 from lightkv.integrations.eviction import HeavyHitters, highest
-from lightkv.integrations.gapped_model import GappedModel
 from lightkv.kv_cache import ExportedKV
 from lightkv.router.tokenizer import Tokenizer
 from lightkv.router.weights import DEFAULT_MODEL, load_model, resolve
 from lightkv.sequence import Sequence
 
 FIRST = 4  # tokens that every text keeps from its beginning, where that is the policy
+HEAVY = "heavy hitters"
 
 Evict = Callable[[Sequence], int]  # returns how many tokens are free
 
 
 def evictions(
-    hitters: HeavyHitters, lm: GappedModel, budget: int, recent: int, seed: int
+    hitters: HeavyHitters, lm: CachedModel, budget: int, recent: int, seed: int
 ) -> dict[str, Evict]:
     """By name, what brings a sequence down to `budget` tokens."""
     generator = torch.Generator().manual_seed(seed)
@@ -48,7 +49,7 @@ def evictions(
         return lm.cache.keep(sequence, highest(scores, budget, budget - FIRST))
 
     return {
-        "heavy hitters": lambda sequence: hitters.keep(sequence, budget, recent),
+        HEAVY: lambda sequence: hitters.keep(sequence, budget, recent),
         "latest": oldest,
         f"first {FIRST} and latest": first_and_latest,
         "random": at_random,
@@ -58,22 +59,26 @@ def evictions(
 class Text:
     """A beginning that has been read, and what follows it."""
 
-    def __init__(self, hitters: HeavyHitters, lm: GappedModel, ids: torch.Tensor, prompt: int) -> None:
+    def __init__(self, hitters: HeavyHitters, lm: CachedModel, ids: torch.Tensor, prompt: int) -> None:
         self._hitters = hitters
         self._lm = lm
         self._prompt = ids[:prompt].tolist()
         self._rest = ids[prompt:]
         sequence = lm.cache.open(self._prompt[:1])
-        hitters.forward(sequence, ids[:prompt])
+        hitters.forward(sequence, self._prompt)
         self._kv: ExportedKV = lm.cache.export(sequence)
         self._scores = hitters.scores(sequence).clone()
         lm.cache.close(sequence, cache=False)
 
-    def continuation(self, evict: Evict | None, budget: int, chunk: int) -> list[float]:
-        """Losses of what follows, in nats; with `evict`, of at most `budget` tokens before each chunk of it."""
+    def continuation(self, evict: Evict | None, budget: int, chunk: int, scored: bool = False) -> list[float]:
+        """Losses of what follows, in nats; with `evict`, of at most `budget` tokens before each chunk of it.
+
+        scored: is its attention counted, as `evict` needs it? Then nobody else may drop its tokens.
+        """
         lm, hitters = self._lm, self._hitters
         sequence = lm.cache.import_sequence(self._prompt, self._kv)
-        hitters.scores(sequence).copy_(self._scores)
+        if scored:
+            hitters.scores(sequence).copy_(self._scores)
         losses: list[float] = []
         for start in range(0, len(self._rest) - 1, chunk):
             if evict is not None:
@@ -84,7 +89,11 @@ class Text:
                         f"{freed} tokens freed of {length} for a budget of {budget}, {sequence.length} left"
                     )
             targets = self._rest[start + 1 : start + chunk + 1]
-            logits = hitters.forward(sequence, self._rest[start : start + len(targets)], all_logits=True)
+            chunk_ids = self._rest[start : start + len(targets)].tolist()
+            if scored:
+                logits = hitters.forward(sequence, chunk_ids, all_logits=True)
+            else:
+                logits = lm.forward([sequence], [chunk_ids], all_logits=True)
             losses += torch.nn.functional.cross_entropy(logits, targets, reduction="none").tolist()
         lm.cache.check()
         lm.cache.close(sequence, cache=False)
@@ -93,6 +102,7 @@ class Text:
 
 def main() -> None:
     arguments = parser(__doc__)
+    arguments.add_argument("--model", default=DEFAULT_MODEL)
     arguments.add_argument("--texts", type=int, default=8, help="the longest topics")
     arguments.add_argument("--prompt", type=int, default=1024)
     arguments.add_argument("--continuation", type=int, default=257)
@@ -104,12 +114,12 @@ def main() -> None:
     options = arguments.parse_args()
 
     print_machine()
-    directory = resolve(DEFAULT_MODEL, print)
+    directory = resolve(options.model, print)
     model = load_model(directory, torch.device("cpu"), torch.float32, print)
     tokenizer = Tokenizer(directory)
     length = options.prompt + options.continuation
     names = sorted(topics, key=lambda name: (-len(topics[name]), name))[: options.texts]
-    lm = GappedModel(model, capacity=length)
+    lm = CachedModel(model, capacity=length)
     hitters = HeavyHitters(lm)
 
     losses: dict[str, list[float]] = {}
@@ -122,7 +132,7 @@ def main() -> None:
         for budget in options.budgets:
             recent = round(budget * options.recent)
             for policy, evict in evictions(hitters, lm, budget, recent, seed).items():
-                spent = text.continuation(evict, budget, options.chunk)
+                spent = text.continuation(evict, budget, options.chunk, scored=policy == HEAVY)
                 losses.setdefault(f"{policy}, {budget}", []).extend(spent)
         print(f"{seed + 1} of {len(names)}: {name}", flush=True)
 

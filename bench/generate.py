@@ -10,11 +10,12 @@ decode step has to read: every weight once, over the bandwidth measured here.
 
 import random
 import time
+from functools import partial
 
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from bench.report import Spread, parser, print_json, print_machine, print_table, refuse
+from bench.report import Spread, alternate, parser, print_json, print_machine, print_table, refuse
 from lightkv.router import LLM, EngineConfig, SamplingParams
 from lightkv.router.weights import DEFAULT_MODEL, resolve
 
@@ -105,15 +106,14 @@ def main() -> None:
         run_lightkv(llm, prompts, 2)
         run_reference(model, prompts, 2)
         ours, theirs, ratios, agreed = [], [], [], 1.0
-        for round_idx in range(options.rounds):
-            order = (0, 1) if round_idx % 2 == 0 else (1, 0)
-            for side in order:
-                if side == 0:
-                    seconds, our_ids = run_lightkv(llm, prompts, options.new_tokens)
-                    ours.append(seconds)
-                else:
-                    seconds, their_ids = run_reference(model, prompts, options.new_tokens)
-                    theirs.append(seconds)
+        sides = {
+            "lightkv": partial(run_lightkv, llm, prompts, options.new_tokens),
+            "transformers": partial(run_reference, model, prompts, options.new_tokens),
+        }
+        for round_idx, found in enumerate(alternate(options.rounds, sides)):
+            (our_seconds, our_ids), (their_seconds, their_ids) = found.values()
+            ours.append(our_seconds)
+            theirs.append(their_seconds)
             ratios.append(theirs[-1] / ours[-1])
             print(f"{name}, round {round_idx + 1}: {ours[-1]:.1f} s, {theirs[-1]:.1f} s", flush=True)
             agreed = min(agreed, agreement(our_ids, their_ids))

@@ -3,14 +3,15 @@
     python -m bench.ledger --out bench/results/ledger.json
 
 No device and no tensor: the ledger is host arithmetic. A verb's time is from its call until its edits are
-drained and encoded, as the service sends them. Two loads, of 1,000-token prompts:
+drained. The service encodes them for the wire, once a step for all verbs; what that takes for one verb's is a
+row of its own. Two loads, of 1,000-token prompts:
 
     documents   256 tokens that sixteen documents begin with, 256 of the document, and a question of its own
     chats       a system prompt that all have, eight turns of 100 tokens, and another last turn each time
 
 One prompt in eight leaves its document or chat at a random token after the first turn, so that segments are
 split. What a prompt finds cached is what eviction has left of those before it: as much is evicted as each
-leaves behind. Meanwhile 256 sequences are open; they decode, and some are forked.
+leaves behind. Meanwhile 256 sequences are open; they decode, some are forked, four beams fork at every token.
 
 The floor of `open` is one look-up in a dict and one comparison of a thousand tokens. Lists of ids are made into
 bytes once, at the edge; that is reported apart. Before a figure is printed the ledger has recounted itself, and
@@ -59,6 +60,8 @@ VOCAB_SIZE = 32_000
 OUTPUT = 24  # tokens that a request generates
 SINKS = 4
 WINDOW_STEPS = 4
+NUM_BEAMS = 4
+BEAM_TOKENS = 200
 BRANCH = 4  # tokens that a fork adds, all but one of which are cut off again
 TARGET_US = {"mean": 5.0, "p99": 20.0}
 STEP_TARGET_US = 20.0
@@ -163,10 +166,13 @@ class Clock:
         drain = self.ledger.drain
         begun = time.perf_counter_ns()
         made = verb(*args, **kwargs)
-        edits = encode(drain())
+        left = drain()
         ended = time.perf_counter_ns()
+        edits = encode(left)
+        encoded = time.perf_counter_ns()
         if self.is_running:
             self.times.setdefault(name, []).append(ended - begun)
+            self.times.setdefault("encode", []).append(encoded - ended)
         self._edits.append(edits)
         return made
 
@@ -189,7 +195,8 @@ class Service:
         self.load = load
         self.cached = cached
         room = load.prompt + 256  # of a sequence that decodes, branches and grows
-        self.ledger = TokenLedger(cached + (running + 4) * room, running + 4, 2 * load.prompt)
+        others = 2 * NUM_BEAMS
+        self.ledger = TokenLedger(cached + (running + others) * room, running + others, 2 * load.prompt)
         self.clock = Clock(self.ledger)
         self.prompts = Prompts(load)
         self.hits: list[int] = []
@@ -218,6 +225,23 @@ class Service:
         clock("extend, two", ledger.extend, [sequence, twin], [1, BRANCH])
         clock("truncate", ledger.truncate, twin, twin.length - BRANCH + 1)
         clock("close, a fork", ledger.close, twin, cache=False)
+
+    def beam_search(self, num_tokens: int) -> None:
+        """Four beams of a new prompt, each of which goes on from a random one at every token."""
+        ledger, clock, rng = self.ledger, self.clock, self._rng
+        with clock.paused():
+            beams = [self._prefill(self.prompts.next())]
+            beams += [clock("fork", ledger.fork, beams[0]) for _ in range(NUM_BEAMS - 1)]
+        for _ in range(num_tokens):
+            clock("extend, beams", ledger.extend, beams, [1] * NUM_BEAMS)
+            forks = [clock("fork, a beam", ledger.fork, rng.choice(beams)) for _ in beams]
+            for beam in beams:
+                clock("close, a beam", ledger.close, beam, cache=False)
+            beams = forks
+        with clock.paused():
+            for beam in beams:
+                clock("close", ledger.close, beam, cache=False)
+        self.level()
 
     def window(self) -> None:
         """A sequence whose window moves on over its prompt: by a quarter at first, then by a token a step."""
@@ -325,6 +349,8 @@ def measure(load: Load, options: argparse.Namespace) -> dict[str, Any]:
     for work in (service.request, service.branch, service.window):
         for _ in range(options.requests):
             work()
+    for _ in range(options.requests // BEAM_TOKENS):
+        service.beam_search(BEAM_TOKENS)
     for _ in range(options.steps):
         service.step()
     num_segments = service.check()

@@ -9,12 +9,14 @@ import os
 import platform
 import statistics
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
+
+T = TypeVar("T")
 
 
 class Spread(NamedTuple):
@@ -49,6 +51,17 @@ def machine() -> dict[str, Any]:
         "threads": torch.get_num_threads(),
         "versions": versions,
     }
+
+
+def alternate(rounds: int, sides: Mapping[str, Callable[[], T]]) -> Iterator[dict[str, T]]:
+    """What every side returns, round by round; in every other round the last side goes first.
+
+    So none always runs after the same one, and what slows the machine for a while slows them all.
+    """
+    for round_idx in range(rounds):
+        order = list(sides) if round_idx % 2 == 0 else list(reversed(sides))
+        found = {side: sides[side]() for side in order}
+        yield {side: found[side] for side in sides}
 
 
 def print_machine() -> None:

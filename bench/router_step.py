@@ -115,7 +115,7 @@ class Router:
         room = load.prompt + self._max_tokens if load.churn else 0
         spare = ledger.capacity - scheduler.forecast_peak() - room
         ledger.capacity -= spare
-        ledger.num_free -= spare
+        ledger._paths.num_free -= spare  # a pool cannot shrink; this one is to be full
         scheduler.check()
         return scheduler
 

@@ -9,12 +9,13 @@ every weight once, over the bandwidth measured here.
 """
 
 import time
+from functools import partial
 
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from bench.generate import read_bandwidth
-from bench.report import Spread, parser, print_json, print_machine, print_table, refuse
+from bench.report import Spread, alternate, parser, print_json, print_machine, print_table, refuse
 from lightkv.integrations.cached_model import CachedModel
 from lightkv.integrations.prompt_lookup import Generated, generate
 from lightkv.router.weights import DEFAULT_MODEL, resolve
@@ -79,14 +80,14 @@ def main() -> None:
         prompt = tokenizer.apply_chat_template(message, add_generation_prompt=True, return_dict=False)
         run(lm, prompt, 8, options.proposed)
         plain, guessed, ratios = [], [], []
-        for round_idx in range(options.rounds):
-            for side in (0, 1) if round_idx % 2 == 0 else (1, 0):
-                if side == 0:
-                    seconds, greedy = run(lm, prompt, options.new_tokens, 0)
-                    plain.append(seconds)
-                else:
-                    seconds, found = run(lm, prompt, options.new_tokens, options.proposed)
-                    guessed.append(seconds)
+        sides = {
+            "plain": partial(run, lm, prompt, options.new_tokens, 0),
+            "look-up": partial(run, lm, prompt, options.new_tokens, options.proposed),
+        }
+        for round_idx, both in enumerate(alternate(options.rounds, sides)):
+            (plain_seconds, greedy), (seconds, found) = both.values()
+            plain.append(plain_seconds)
+            guessed.append(seconds)
             if found.token_ids != greedy.token_ids:
                 refuse(f"{name}: speculation gives other tokens than greedy decoding")
             ratios.append(plain[-1] / guessed[-1])

@@ -11,6 +11,7 @@ __version__ = "0.1.0"
 
 _EXPORTS = {
     "AttentionMetadata": ".attention",
+    "CheckFailed": ".errors",
     "InvalidFree": ".errors",
     "KVCache": ".kv_cache",
     "KVPool": ".kv_pool",

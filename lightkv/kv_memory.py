@@ -4,7 +4,7 @@ Knows no token id, no tree and makes no decision: what is to be done was decided
 edits. Whoever applies the same edits in the same order has the same memory.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 import torch
@@ -21,17 +21,21 @@ from .token_table import TokenTable
 
 
 class KVMemory:
-    """An allocator, a token table, a pool, and the slots of every shared segment, on one device."""
+    """An allocator, a token table, a pool, and the slots of every shared segment, on one device.
+
+    A GPU has to be the calling thread's current device, here (else ValueError) and for every verb.
+    """
 
     def __init__(
         self, spec: KVSpec, num_slots: int, max_sequences: int, max_entries: int, device: torch.device
     ) -> None:
+        if device.type == "cuda":
+            require_current(device, torch.cuda.current_device())
         self.allocator = TokenAllocator(num_slots, device)
         self.device = device = self.allocator.device  # with its number: "cuda" is another one to torch
         self.table = TokenTable(max_sequences, max_entries, device)
         self.pool = KVPool(spec, num_slots, device)
         self._segments: dict[int, torch.Tensor] = {}  # id → int32 slots, in the order of the tokens
-        self._kept: dict[int, torch.Tensor] = {}  # row → entries that its next Keep is to keep
         # Of rows that have dropped tokens: the positions of the entries they had then, and how many it was.
         self._dropped: dict[int, tuple[torch.Tensor, int]] = {}
 
@@ -50,14 +54,6 @@ class KVMemory:
         """The device's own free count and error flags: int32 `[2]`, to copy back with a step's result."""
         return self.allocator.counters
 
-    def select(self, row: int, entries: torch.Tensor) -> None:
-        """Which entries of `row` its next Keep keeps: int64 `[num_kept]` on the device, in any order.
-
-        The host does not see them. What is named twice, or is none of the range, makes place for another entry
-        of the range: there are always as many kept as the ledger counts.
-        """
-        self._kept[row] = entries
-
     def positions(self, row: int, length: int) -> torch.Tensor:
         """The positions of the first `length` entries of `row`: int64 `[length]` on the device."""
         if row not in self._dropped:
@@ -67,13 +63,25 @@ class KVMemory:
         later = torch.arange(num_known, length, device=self.device) + dropped
         return torch.cat((known[:num_known], later))
 
-    def apply(self, edits: Iterable[Edit]) -> None:
+    def apply(self, edits: Sequence[Edit], kept: Sequence[torch.Tensor] = ()) -> torch.Tensor | None:
         """Do what the edits say, in order, without synchronising.
+
+        `kept`: for each Keep among them, in order, the entries of its row that stay: int64 `[num_kept]` on the
+        device, in any order. The host does not see them: what is named twice, or is none of the range, makes
+        place for another entry of the range; there are always as many kept as the ledger counts.
+
+        Returns the slots of the last Take, int32 `[sum(counts)]`; None where there is none. Raises ValueError,
+        with nothing done, for another number of `kept` than of Keep edits.
 
         Edits that a ledger emitted for this memory cannot fail. If one does (OutOfTokens, KeyError for a
         segment nobody stashed), those before it are done and those after it are not: ledger and memory have
         parted for good, and neither is to be used again.
         """
+        num_keeps = sum(isinstance(edit, Keep) for edit in edits)
+        if num_keeps != len(kept):
+            raise ValueError(f"{num_keeps} Keep edits and entries for {len(kept)}; give a tensor for each")
+        entries = iter(kept)
+        taken: torch.Tensor | None = None
         freed: list[torch.Tensor] = []  # given back together; views, so before anything writes the table
         for edit in edits:
             if isinstance(edit, Give):
@@ -85,7 +93,7 @@ class KVMemory:
             self._free(freed)
             match edit:
                 case Take():
-                    self._take(edit)
+                    taken = self._take(edit)
                 case Map(row, segments):
                     slots = torch.cat([self._segments[segment] for segment in segments])
                     self.table.slots(row, 0, len(slots)).copy_(slots)
@@ -111,8 +119,9 @@ class KVMemory:
                 case Shift(row, start, end, to):
                     self._move(row, torch.arange(start, end, device=self.device), to, end)
                 case Keep():
-                    freed.append(self._keep(edit))
+                    freed.append(self._keep(edit, next(entries)))
         self._free(freed)
+        return taken
 
     def check(self, private: Iterable[tuple[int, int, int]] | None = None) -> None:
         """Recount on the device, which synchronises: the allocator's books, and that no slot has two owners.
@@ -152,17 +161,17 @@ class KVMemory:
             labels.index_copy_(0, slots, values)
         return labels[1:].cpu().numpy()
 
-    def _take(self, take: Take) -> None:
+    def _take(self, take: Take) -> torch.Tensor:
         total = sum(take.counts)
         # More than a token each means prompts, which are read best where they lie side by side.
         contiguous = total > len(take.rows)
         (entries,) = upload([self.table.entries(take.rows, take.starts, take.counts)], self.device)
-        self.allocator.alloc(total, contiguous, entries=TableEntries(self.table.req_to_token, entries))
+        where = TableEntries(self.table.req_to_token, entries)
+        return self.allocator.alloc(total, contiguous, entries=where)
 
-    def _keep(self, keep: Keep) -> torch.Tensor:
+    def _keep(self, keep: Keep, entries: torch.Tensor) -> torch.Tensor:
         """Returns the slots that are to be given."""
         row, start, end, num_kept = keep
-        entries = self._kept.pop(row)
         slots = self.table.slots(row, start, end)
         # One flag an entry of the range, and one that takes whatever is none of it.
         flags = torch.zeros(end - start + 1, dtype=torch.int32, device=self.device)
@@ -193,3 +202,13 @@ class KVMemory:
         if freed:
             self.allocator.free(freed[0] if len(freed) == 1 else torch.cat(freed))
             freed.clear()
+
+
+def require_current(device: torch.device, current: int) -> None:
+    """Raises ValueError for a GPU that is not the `current` one, on which kernels are launched wherever their
+    tensors are."""
+    if device.index not in (None, current):
+        raise ValueError(
+            f"memory on {device} while cuda:{current} is the current device, where kernels run; call "
+            f"torch.cuda.set_device({device.index}) first, or work within torch.cuda.device({device.index})"
+        )

@@ -110,9 +110,7 @@ class KVPool:
             # Padding is read under a mask, and a weight of 0 does not mask a NaN: 0 * NaN is NaN.
             buffer[0].zero_()
         self._buffers = buffers
-        split = spec.num_kv_heads * spec.k_dim
-        self._k = [buffer[:, :split].unflatten(1, (spec.num_kv_heads, spec.k_dim)) for buffer in buffers]
-        self._v = [buffer[:, split:].unflatten(1, (spec.num_kv_heads, spec.v_dim)) for buffer in buffers]
+        self._k, self._v = zip(*map(spec.split, buffers), strict=True)
 
     @property
     def num_bytes(self) -> int:

@@ -34,3 +34,9 @@ class KVSpec:
     def bytes_per_token(self) -> int:
         """Bytes of one token in all layers."""
         return self.num_layers * self.width * self.dtype.itemsize
+
+    def split(self, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """K `[..., num_kv_heads, k_dim]` and V `[..., num_kv_heads, v_dim]`: views of `rows` `[..., width]`."""
+        heads = self.num_kv_heads
+        k, v = rows.split([heads * self.k_dim, heads * self.v_dim], dim=-1)
+        return k.unflatten(-1, (heads, self.k_dim)), v.unflatten(-1, (heads, self.v_dim))

@@ -3,8 +3,11 @@
 Knows labels of slots, and what a ledger says of its segments; knows no tensor.
 """
 
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from functools import cached_property
+from typing import NamedTuple
 
 import numpy as np
 
@@ -16,21 +19,23 @@ _MARKS = "·░█"  # free, cached, shared
 _OWNERS = "0123456789abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ"
 
 
-class Counts(Protocol):
+class Counts(NamedTuple):
     """How many slots of a pool are used for what."""
 
-    @property
-    def capacity(self) -> int: ...
-    @property
-    def num_free(self) -> int: ...
-    @property
-    def num_cached(self) -> int: ...
-    @property
-    def num_shared(self) -> int: ...
-    @property
-    def num_own(self) -> int: ...
-    @property
-    def longest_free_run(self) -> int: ...
+    capacity: int
+    num_free: int
+    num_cached: int  # nobody holds them, and they may be hit
+    num_shared: int  # more than one sequence holds them
+    num_own: int  # one sequence alone holds them
+    longest_free_run: int  # the most free slots in a row
+
+
+class Owner(NamedTuple):
+    """A row that alone holds tokens, how many, and the request that has it where that is known."""
+
+    row: int
+    num_tokens: int
+    request_id: str = ""
 
 
 @dataclass(frozen=True)
@@ -40,53 +45,53 @@ class MemoryMap:
 
     labels: np.ndarray
 
-    @property
-    def capacity(self) -> int:
-        """Slots of the pool."""
-        return len(self.labels)
-
-    @property
-    def num_free(self) -> int:
-        """Free slots."""
-        return int((self.labels == FREE).sum())
-
-    @property
-    def num_cached(self) -> int:
-        """Slots that nobody holds and that may be hit."""
-        return int((self.labels == CACHED).sum())
-
-    @property
-    def num_shared(self) -> int:
-        """Slots that more than one sequence holds."""
-        return int((self.labels == SHARED).sum())
-
-    @property
-    def num_own(self) -> int:
-        """Slots that one sequence alone holds."""
-        return int((self.labels >= OWN).sum())
-
-    @property
-    def longest_free_run(self) -> int:
-        """The most free slots in a row."""
+    @cached_property
+    def counts(self) -> Counts:
+        """How many slots are used for what."""
+        free, cached, shared = (int(count) for count in self._label_counts[:OWN])
+        own = len(self.labels) - free - cached - shared
         edges = np.flatnonzero(np.diff(self.labels == FREE, prepend=False, append=False))
-        return int((edges[1::2] - edges[::2]).max(initial=0))
+        longest = int((edges[1::2] - edges[::2]).max(initial=0))
+        return Counts(len(self.labels), free, cached, shared, own, longest)
 
-    @property
-    def fragmentation(self) -> float:
-        """Share of the free slots that are not in the longest free run: 0 is one run. Nothing here needs one
-        run; prompts read faster from it."""
-        return _fragmentation(self)
+    @cached_property
+    def owners(self) -> list[Owner]:
+        """The rows that alone hold slots, the one with the most first."""
+        own = self._label_counts[OWN:]
+        return in_order([Owner(int(row), int(own[row])) for row in np.flatnonzero(own)])
 
-    def draw(self, width: int = 80, height: int = 16) -> str:
-        """The pool in at most `height` lines of `width` marks, then a legend of three."""
+    def draw(self, width: int = 80, height: int = 16, max_owners: int = 10) -> str:
+        """The pool in at most `height` lines of `width` marks, then a legend of three, then the `max_owners`
+        rows that alone hold the most, a line each."""
         slots_per_mark, lines = marks(self.labels, width, height)
-        return "\n".join([*lines, *legend(self, slots_per_mark)])
+        return "\n".join(
+            [*lines, *legend(self.counts, slots_per_mark), *owner_lines(self.owners, max_owners)]
+        )
+
+    @cached_property
+    def _label_counts(self) -> np.ndarray:
+        return np.bincount(self.labels, minlength=OWN)
 
 
 def segment_labels(ledger: TokenLedger) -> dict[int, int]:
     """By the id of a segment, for all that some sequence holds: SHARED, or OWN + row."""
     labels = {segment.id: OWN + row for row, segment in ledger.sole_segments()}
     return labels | dict.fromkeys((segment.id for segment in ledger.shared), SHARED)
+
+
+def owners(ledger: TokenLedger) -> list[Owner]:
+    """The rows that alone hold tokens, the one with the most first."""
+    own: Counter[int] = Counter()
+    for row, start, end in ledger.private_ranges():
+        own[row] += end - start
+    for row, segment in ledger.sole_segments():
+        own[row] += segment.length
+    return in_order([Owner(row, count) for row, count in own.items() if count])
+
+
+def in_order(owners: list[Owner]) -> list[Owner]:
+    """The one with the most tokens first; of equals, the lowest row."""
+    return sorted(owners, key=lambda owner: (-owner.num_tokens, owner.row))
 
 
 def marks(labels: np.ndarray, width: int, height: int) -> tuple[int, list[str]]:
@@ -104,16 +109,28 @@ def marks(labels: np.ndarray, width: int, height: int) -> tuple[int, list[str]]:
 def legend(counts: Counts, slots_per_mark: int) -> list[str]:
     """What the marks of a drawing mean, and how many slots are of each kind: three lines."""
     slots = "one slot" if slots_per_mark == 1 else f"{slots_per_mark:,} slots"
+    scattered = 1 - counts.longest_free_run / counts.num_free if counts.num_free else 0.0
     return [
         f"a mark is {slots}, of {counts.capacity:,}",
         f"{_MARKS[FREE]} free {counts.num_free:,}   {_MARKS[CACHED]} cached {counts.num_cached:,}   "
         f"{_MARKS[SHARED]} shared {counts.num_shared:,}   0-Z one sequence's own {counts.num_own:,}",
-        f"longest free run {counts.longest_free_run:,}; {_fragmentation(counts):.0%} of the free are not in it",
+        f"longest free run {counts.longest_free_run:,}; {scattered:.0%} of the free are not in it",
     ]
 
 
-def _fragmentation(counts: Counts) -> float:
-    return 1 - counts.longest_free_run / counts.num_free if counts.num_free else 0.0
+def owner_lines(owners: Sequence[Owner], most: int) -> list[str]:
+    """Whose the marks are: a heading, a line for each of the first `most` owners, and how many more there are.
+
+    No line where there is no owner, or `most` is 0.
+    """
+    if not owners or not most:
+        return []
+    lines = [f"mark{'row':>6}{'its own':>12}{'   request' if any(one.request_id for one in owners) else ''}"]
+    for row, num_tokens, request_id in owners[:most]:
+        lines.append(f"{_mark(OWN + row):>4}{row:>6}{num_tokens:>12,}   {request_id}".rstrip())
+    if len(owners) > most:
+        lines.append(f"… and {len(owners) - most:,} more")
+    return lines
 
 
 def _mark(label: int) -> str:

@@ -11,7 +11,6 @@ from fastapi import FastAPI, Security
 from fastapi.params import Depends
 from fastapi.security import HTTPBearer
 
-from .messages import PoolMap
 from .openai_protocol import (
     ChatBody,
     CompletionBody,
@@ -24,7 +23,7 @@ from .openai_protocol import (
     Tokenized,
     Version,
 )
-from .service_messages import Load, State
+from .service_messages import Load, OwnedMap, State
 
 Answers = dict[int | str, dict[str, Any]]
 
@@ -58,6 +57,15 @@ def _load_schema() -> dict[str, Any]:
     schema["properties"] |= {"state": msgspec.json.schema(State), "detail": {"type": "string"}}
     schema["description"] = "The router's counts, and its state."
     schema["required"] = [*schema.get("required", ()), "state", "detail"]
+    return schema
+
+
+def _map_schema() -> dict[str, Any]:
+    found = msgspec.json.schema(OwnedMap)["$defs"]
+    schema: dict[str, Any] = found["OwnedMap"]
+    schema["properties"]["owners"]["items"] = found[
+        "RowOwner"
+    ]  # in place of a reference, which leads nowhere
     return schema
 
 
@@ -95,12 +103,7 @@ READY: Answers = {
 }
 METRICS: Answers = {200: {"description": "Every series.", **_of_kind("text/plain", {"type": "string"})}}
 LOAD: Answers = {200: {"description": "The counts.", **_of_kind("application/json", _load_schema())}}
-MAP: Answers = {
-    200: {
-        "description": "The pool.",
-        **_of_kind("application/json", msgspec.json.schema(PoolMap)["$defs"]["PoolMap"]),
-    }
-}
+MAP: Answers = {200: {"description": "The pool.", **_of_kind("application/json", _map_schema())}}
 VERSION: Answers = {200: {"model": Version, "description": "The version."}}
 
 

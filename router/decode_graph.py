@@ -115,6 +115,7 @@ class DecodeGraph:
     def _step(self, kind: SamplerKind) -> "StepOutput":
         model, backends, memory, sampler = self._device
         metadata = self._metadata
+        metadata.plan = None  # it is part of the step, so that a replay derives it anew
         rows = metadata.rows
         entries = TableEntries(memory.table.req_to_token, metadata.position_ids, rows)
         memory.allocator.alloc_into(self._slots, self._count, entries)

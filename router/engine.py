@@ -127,8 +127,7 @@ class Engine:
         self._require_alive()
         self.scheduler.check()
         ledger = self.scheduler.ledger
-        private = [(sequence.row, sequence.shared, sequence.length) for sequence in ledger.sequences]
-        self.executor.check(encode(ledger.drain()), Holding(ledger.num_free, private))
+        self.executor.check(encode(ledger.drain()), Holding(ledger.num_free, ledger.private_ranges()))
 
     def _require_alive(self) -> None:
         if self._dead is not None:

@@ -148,17 +148,8 @@ class ModelRunner:
         except Exception as error:
             self.fatal = self._loses_device(error)
             raise
-        slots_per_cell = -(-pool.capacity // MAX_CELLS)
-        return PoolMap(
-            pool.capacity,
-            pool.num_free,
-            pool.num_cached,
-            pool.num_shared,
-            pool.num_own,
-            pool.longest_free_run,
-            slots_per_cell,
-            pool.labels[::slots_per_cell].tolist(),
-        )
+        slots_per_cell = -(-len(pool.labels) // MAX_CELLS)
+        return PoolMap(*pool.counts, slots_per_cell, pool.labels[::slots_per_cell].tolist())
 
     def _loses_device(self, error: Exception) -> bool:
         """Out of memory leaves a GPU as it was; nothing else is known to."""

@@ -13,14 +13,14 @@ import time
 from collections import deque
 from collections.abc import Callable
 from pathlib import Path
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import msgspec
 
 from lightkv.edits import decode, encode
 from lightkv.errors import LedgerMismatch, LightKVError
 from lightkv.ledger import TokenLedger
-from lightkv.memory_map import segment_labels
+from lightkv.memory_map import owners, segment_labels
 
 from .admission import output_lengths
 from .config import EngineConfig
@@ -37,7 +37,9 @@ from .service_messages import (
     Events,
     Load,
     Mapped,
+    OwnedMap,
     Refused,
+    RowOwner,
     State,
     Status,
     Submit,
@@ -79,6 +81,13 @@ class Worker(Protocol):
     def kill(self) -> None: ...
 
 
+class _Submitted(NamedTuple):
+    """A request that has been accepted, and who gets its events."""
+
+    client: FrameStream[ToRouter]
+    request: Request
+
+
 class Router:
     """Requests in, events out. `depth`: steps under way at once; None is two on a GPU, else one."""
 
@@ -97,7 +106,7 @@ class Router:
         self._detail = "starting the worker"
         self._info: RunnerInfo | None = None
         self._scheduler: Scheduler | None = None
-        self._owners: dict[str, FrameStream[ToRouter]] = {}  # request → who gets its events
+        self._submitted: dict[str, _Submitted] = {}  # by request id, until it has ended
         self._clients: set[FrameStream[ToRouter]] = set()
         self._map_askers: list[FrameStream[ToRouter]] = []
         self._wake = asyncio.Event()
@@ -134,7 +143,7 @@ class Router:
 
     def abort_all(self) -> None:
         """End every request now."""
-        names = list(self._owners)
+        names = list(self._submitted)
         self._end_all("abort", "the service is shutting down")
         for name in names:
             if self._scheduler is not None:
@@ -223,15 +232,25 @@ class Router:
 
     async def _map(self, worker: Worker, ledger: TokenLedger) -> None:
         """Have the pool mapped as it is now, for all who have asked."""
-        private = [(sequence.row, sequence.shared, sequence.length) for sequence in ledger.sequences]
+        labels = Owners(segment_labels(ledger), ledger.private_ranges())
+        holders = self._holders(ledger)  # now: requests come and go while the worker counts
         try:
-            found = await worker.map(encode(ledger.drain()), Owners(segment_labels(ledger), private))
+            found = await worker.map(encode(ledger.drain()), labels)
         except WorkerFailed as error:
             if error.fatal:
                 raise
             self._send_map(Mapped(None, str(error)))
         else:
-            self._send_map(Mapped(found))
+            self._send_map(Mapped(OwnedMap(**msgspec.structs.asdict(found), owners=holders)))
+
+    def _holders(self, ledger: TokenLedger) -> list[RowOwner]:
+        """Whose the tokens are that one row alone holds, by request."""
+        names = {
+            request.sequence.row: name
+            for name, (_, request) in self._submitted.items()
+            if request.sequence is not None
+        }
+        return [RowOwner(one.row, one.num_tokens, names.get(one.row, "")) for one in owners(ledger)]
 
     async def _idle(self, worker: Worker, scheduler: Scheduler) -> None:
         """Nothing to do: recount every book, then wait for a request, for the end, or for the worker's."""
@@ -239,9 +258,9 @@ class Router:
             self._unchecked = False
             scheduler.check()
             ledger = scheduler.ledger
-            private = [(sequence.row, sequence.shared, sequence.length) for sequence in ledger.sequences]
+            holding = Holding(ledger.num_free, ledger.private_ranges())
             try:
-                await worker.check(encode(ledger.drain()), Holding(ledger.num_free, private))
+                await worker.check(encode(ledger.drain()), holding)
             except WorkerFailed as error:  # not a crash: the books are wrong
                 raise LightKVError(f"a recount of the memory failed: {error}") from error
             return  # something may have come meanwhile
@@ -279,7 +298,7 @@ class Router:
         finally:
             self._clients.discard(client)
             self._map_askers = [asker for asker in self._map_askers if asker is not client]
-            for request_id in [name for name, owner in self._owners.items() if owner is client]:
+            for request_id in [name for name, one in self._submitted.items() if one.client is client]:
                 self._abort(Abort(request_id))
             client.close()
 
@@ -307,12 +326,12 @@ class Router:
             return Refused(name, "never_fits", str(error))
         except (InvalidParams, InvalidPrompt, ValueError) as error:
             return Refused(name, "invalid", str(error))
-        self._owners[name] = client
+        self._submitted[name] = _Submitted(client, request)
         self._wake.set()
         return Accepted(name)
 
     def _abort(self, message: Abort) -> None:
-        if self._owners.pop(message.request_id, None) is not None and self._scheduler is not None:
+        if self._submitted.pop(message.request_id, None) is not None and self._scheduler is not None:
             self._scheduler.abort(message.request_id, message.reason)
 
     def _ask_map(self, client: FrameStream[ToRouter]) -> None:
@@ -330,26 +349,26 @@ class Router:
 
     def _send(self, events: list[TokenEvent]) -> None:
         """Each event to whoever submitted its request, one message a client."""
-        owners = self._owners
+        submitted = self._submitted
         if len(self._clients) == 1:  # most often
-            own = [event for event in events if event.request_id in owners]
+            own = [event for event in events if event.request_id in submitted]
             if own:
                 next(iter(self._clients)).send(Events(own))
         else:
             by_client: dict[FrameStream[ToRouter], list[TokenEvent]] = {}
             for event in events:
-                client = owners.get(event.request_id)
-                if client is not None:
-                    by_client.setdefault(client, []).append(event)
+                one = submitted.get(event.request_id)
+                if one is not None:
+                    by_client.setdefault(one.client, []).append(event)
             for client, own in by_client.items():
                 client.send(Events(own))
         for event in events:
             if event.finish_reason is not None:
-                owners.pop(event.request_id, None)
+                submitted.pop(event.request_id, None)
 
     def _end_all(self, reason: str, error: str) -> None:
         """Tell every request that it ends, whatever the scheduler holds of it."""
-        self._send([TokenEvent(name, None, reason, error=error) for name in list(self._owners)])
+        self._send([TokenEvent(name, None, reason, error=error) for name in list(self._submitted)])
 
     # ------------------------------------------------------------------ states and counts
 

@@ -22,9 +22,8 @@ from rich.text import Text
 from lightkv.errors import LightKVError
 
 from .config import API_KEY_VARIABLE, EngineConfig, ServiceConfig
-from .messages import PoolMap
 from .service_client import DEFAULT_URL, ServiceClient, ServiceRefused, ServiceUnreachable, Usage
-from .service_messages import Load
+from .service_messages import Load, OwnedMap
 from .terminal import say, usage
 
 Takes = Callable[[Callable[..., None]], Callable[..., None]]
@@ -48,8 +47,10 @@ _MAP_EXAMPLES = (
     "lightkv map --watch --interval 0.5",
     "lightkv map --json | jq .longest_free_run",
 )
-_ASCII_MARKS = str.maketrans("·░█", ".=#")
-_MAP_LINES = 16  # where there is no terminal that says how many it has
+_ASCII_MARKS = str.maketrans({"·": ".", "░": "=", "█": "#", "…": "..."})
+_MAP_LINES = 16  # of marks, where there is no terminal that says how many lines it has
+_LEGEND_LINES = 3
+_MAX_OWNERS = 10
 _TOP_EXAMPLES = ("lightkv top", "lightkv top --once --url unix:/run/lightkv.sock")
 
 
@@ -348,7 +349,8 @@ def pool_map(
 ) -> None:
     """Draw a service's pool: which slots are free, which are cached or shared, and whose the others are.
 
-    The same letter is the same row of the token table: one request's own tokens.
+    The same letter is the same row of the token table: one request's own tokens. Below the drawing are the
+    requests that alone hold the most.
     """
     client = ServiceClient(url, api_key)
     if as_json:
@@ -366,10 +368,13 @@ def pool_map(
 
 def _drawings(client: ServiceClient, interval: float, console: Console) -> Iterator[RenderableType]:
     """A drawing each `interval` seconds. A service that goes away while it is watched is waited for."""
-    height = console.height - 4 if console.is_terminal else _MAP_LINES
     found = client.get("/map")
     while True:
-        text = drawing(msgspec.json.decode(found, type=PoolMap), console.width, max(height, 1))
+        pool = msgspec.json.decode(found, type=OwnedMap)
+        height, max_owners = _MAP_LINES, _MAX_OWNERS
+        if console.is_terminal:
+            height, max_owners = room(console.height - 1, len(pool.owners))  # the last line is the cursor's
+        text = drawing(pool, console.width, height, max_owners)
         yield Text(text if _takes_blocks(console) else text.translate(_ASCII_MARKS))
         while True:
             time.sleep(interval)
@@ -380,11 +385,21 @@ def _drawings(client: ServiceClient, interval: float, console: Console) -> Itera
                 yield Text(f"lightkv: {error}")
 
 
-def drawing(pool: PoolMap, width: int, height: int) -> str:
-    """The pool in at most `height` lines of `width` marks, and a legend of three."""
+def room(num_lines: int, num_owners: int) -> tuple[int, int]:
+    """How a terminal's lines are shared out: lines of marks, one at least, and owners, with a third at most."""
+    most = min(_MAX_OWNERS, num_owners, max(num_lines // 3 - 2, 0))
+    num_below = most + 1 + (most < num_owners) if most else 0  # a heading, and how many more there are
+    return max(num_lines - _LEGEND_LINES - num_below, 1), most
+
+
+def drawing(pool: OwnedMap, width: int, height: int, max_owners: int = _MAX_OWNERS) -> str:
+    """The pool in at most `height` lines of `width` marks, a legend of three, and who alone holds the most."""
     import numpy as np
 
-    from lightkv.memory_map import legend, marks
+    from lightkv.memory_map import Counts, Owner, legend, marks, owner_lines
 
     per_mark, lines = marks(np.array(pool.cells, dtype=np.int32), width, height)
-    return "\n".join([*lines, *legend(pool, per_mark * pool.slots_per_cell)])
+    counts = Counts(*(getattr(pool, name) for name in Counts._fields))
+    owners = [Owner(one.row, one.num_tokens, one.request_id) for one in pool.owners]
+    below = owner_lines(owners, max_owners)
+    return "\n".join([*lines, *legend(counts, per_mark * pool.slots_per_cell), *below])

@@ -61,10 +61,26 @@ class Events(msgspec.Struct, frozen=True, tag=True):
     events: list[TokenEvent]
 
 
+class RowOwner(msgspec.Struct, frozen=True):
+    """A row of the token table, and how many tokens it alone holds. `request_id`: whose it is; empty where
+    nobody waits for that request any more, and a step under way still has it."""
+
+    row: int
+    num_tokens: int
+    request_id: str
+
+
+class OwnedMap(PoolMap, frozen=True):
+    """The worker's map, and what the router adds. `owners`: all rows that alone hold tokens, the one with the
+    most first."""
+
+    owners: list[RowOwner] = msgspec.field(default_factory=list)
+
+
 class Mapped(msgspec.Struct, frozen=True, tag=True):
     """The map that was asked for; None where there is none, and why."""
 
-    pool: PoolMap | None
+    pool: OwnedMap | None
     error: str = ""
 
 

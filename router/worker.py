@@ -160,8 +160,13 @@ class Worker(rpyc.Service):
             raise BadRequest("this worker has its model; start another for another one")
         if (start.rank, start.world_size) != (0, 1):
             raise BadRequest(f"rank {start.rank} of {start.world_size} asked for; a worker is rank 0 of 1")
-        from .build import build_runner
+        import torch
 
+        from .build import build_runner, pick_device
+
+        device = pick_device(start.config.device)
+        if device.type == "cuda":
+            torch.cuda.set_device(device)  # kernels are launched there, wherever their tensors are
         runner, info = build_runner(start.config, lambda line: print(line, file=self._progress))
         self._runner, self._pipeline = runner, StepPipeline(runner)
         return Done(info)

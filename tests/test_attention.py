@@ -79,10 +79,15 @@ class History:
 
     def attend(self, row: int, q: torch.Tensor) -> torch.Tensor:
         """The last `len(q)` tokens of `row`, by the definition, in float64: `[n, num_heads, v_dim]`."""
+        group = self.shape.num_heads // self.shape.num_kv_heads
+        v = self.v[row].double().repeat_interleave(group, dim=1)
+        return torch.einsum("hqk,khd->qhd", self.weights(row, q), v)
+
+    def weights(self, row: int, q: torch.Tensor) -> torch.Tensor:
+        """How much each of them attends to each entry: `[num_heads, n, entries]`."""
         options = self.shape.options
         group = self.shape.num_heads // self.shape.num_kv_heads
         k = self.k[row].double().repeat_interleave(group, dim=1)
-        v = self.v[row].double().repeat_interleave(group, dim=1)
         scale = self.shape.head_dim**-0.5 if options.scale is None else options.scale
         scores = torch.einsum("qhd,khd->hqk", q.double(), k) * scale
         if options.softcap:
@@ -92,8 +97,7 @@ class History:
         hidden = key > query
         if options.window:
             hidden |= query - key >= options.window
-        weights = scores.masked_fill(hidden, float("-inf")).softmax(-1)
-        return torch.einsum("hqk,khd->qhd", weights, v)
+        return scores.masked_fill(hidden, float("-inf")).softmax(-1)
 
 
 def run_steps(name: str, shape: LayerShape, dtype: torch.dtype, device: torch.device) -> None:
@@ -282,6 +286,45 @@ def test_default_backends_and_an_unknown_name(device: torch.device) -> None:
     assert pick_backend(None, torch.device("cuda")).__name__ == "TritonAttention"
     with pytest.raises(ValueError, match="'cuda'; there are torch, triton"):
         pick_backend("cuda", device)
+
+
+@pytest.mark.parametrize("name", ["torch", "triton"])
+@pytest.mark.parametrize("case", ["gqa-3", "v-narrower", "window-5", "softcap"])
+def test_scores_of_entries(name: str, case: str, device: torch.device) -> None:
+    """The queries' probabilities by entry, as their definition has them, also where tokens were dropped."""
+    torch.manual_seed(0)
+    shape = CASES[case]
+    history = History(shape, torch.float32, device)
+    backend = make_backends(name, device, [shape, shape])[1]
+    metadata = AttentionMetadata(MAX_SEQUENCES, 64, history.memory)
+    for rows, counts, num_contexts in STEPS[:3]:
+        starts = history.place(rows, counts)
+        metadata.prepare(rows, starts, counts, num_contexts, dropped=[3 * row for row in rows])
+        q, k, v = (
+            torch.randn(sum(counts), heads, dim, device=device)
+            for heads, dim in (
+                (shape.num_heads, shape.head_dim),
+                (shape.num_kv_heads, shape.head_dim),
+                (shape.num_kv_heads, history.v_dim),
+            )
+        )
+        history.append(rows, counts, k, v)
+        backend.forward(q, k, v, metadata)
+        scores = backend.entry_scores(q.flatten(1), metadata)
+        assert scores.shape == (len(rows), max(history.length(row) for row in rows))
+        for own, row, queries in zip(scores, rows, q.split(counts), strict=True):
+            expected = history.weights(row, queries).sum((0, 1))
+            torch.testing.assert_close(own[: len(expected)].double(), expected, rtol=1e-4, atol=1e-4)
+            assert not own[len(expected) :].any()
+
+
+def test_scores_of_a_step_with_sinks_are_refused(device: torch.device) -> None:
+    (backend,) = make_backends("torch", device, [LayerShape(1, 16, 1)])
+    memory = KVMemory(KVSpec(1, 1, 16, 16, torch.float32), 10, 4, 8, device)
+    metadata = AttentionMetadata(4, 8, memory)
+    metadata.prepare([1], [4], [1], 1, dropped=[2], num_sinks=2)
+    with pytest.raises(ValueError, match="a step with 2 sinks"):
+        backend.entry_scores(torch.zeros(1, 16, device=device), metadata)
 
 
 @pytest.mark.parametrize(

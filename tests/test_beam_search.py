@@ -2,10 +2,12 @@
 
 import doctest
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedModel
+from tiny_models import VOCABULARY, tiny_llama
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from lightkv import OutOfRows, OutOfTokens
 from lightkv.integrations import cached_model, sampling
@@ -14,25 +16,7 @@ from lightkv.integrations.sampling import Beam, beam_search, sample_parallel
 from lightkv.router import EngineConfig
 from lightkv.router.weights import resolve
 
-VOCABULARY = 97
 PROMPTS = [[5], [5, 6, 7, 8], [11, 40, 3, 90, 22, 61, 17, 4, 33, 8, 70], list(range(20, 60))]
-
-
-def tiny_model(device: torch.device, seed: int = 0) -> PreTrainedModel:
-    torch.manual_seed(seed)
-    config = LlamaConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=256,
-    )
-    model = LlamaForCausalLM(config)
-    for parameter in model.parameters():  # so that some tokens are much likelier than others
-        torch.nn.init.normal_(parameter, std=0.2)
-    return model.to(device).eval()
 
 
 def reference_beams(
@@ -88,8 +72,8 @@ def test_beams_equal_hugging_faces(
                 "length_penalty": length_penalty,
                 "early_stopping": early_stopping,
             }
-            expected = reference_beams(tiny_model(device, seed), prompt, 4, **options)
-            lm = CachedModel(tiny_model(device, seed), 400)
+            expected = reference_beams(tiny_llama(device, seed), prompt, 4, **options)
+            lm = CachedModel(tiny_llama(device, seed), 400)
             found = beam_search(lm, prompt, 4, **options)  # type: ignore[arg-type]
             assert_same(found, expected)
             num_early += sum(len(beam.token_ids) < 14 for beam in found)
@@ -102,9 +86,9 @@ def test_beams_equal_hugging_faces(
 @pytest.mark.parametrize("num_beams", [1, 2, 7])
 def test_any_number_of_beams(num_beams: int, device: torch.device) -> None:
     options = {"max_new_tokens": 10, "eos_token_ids": [3, 50]}
-    lm = CachedModel(tiny_model(device), 400)
+    lm = CachedModel(tiny_llama(device), 400)
     found = beam_search(lm, PROMPTS[1], num_beams, **options)  # type: ignore[arg-type]
-    model = tiny_model(device)
+    model = tiny_llama(device)
     if num_beams == 1:
         ids = torch.tensor([PROMPTS[1]], device=device)
         out = model.generate(  # type: ignore[operator]
@@ -123,20 +107,21 @@ class Counted:
         self.most_held = 0
         self.pool = lm.cache.memory.pool
         self.before = self.snapshot()
-        prepare = lm._metadata.prepare
+        metadata = lm.step.metadata
+        prepare = metadata.prepare
 
-        def counted(*arguments: object) -> None:
-            prepare(*arguments)  # type: ignore[arg-type]
-            self.num_computed += lm._metadata.num_tokens
+        def counted(*arguments: Any, **named: Any) -> None:
+            prepare(*arguments, **named)
+            self.num_computed += metadata.num_tokens
 
-        monkeypatch.setattr(lm._metadata, "prepare", counted)
+        monkeypatch.setattr(metadata, "prepare", counted)
 
-        def count_edits(edits: list[object]) -> None:
+        def count_edits(edits: list[Any], kept: list[torch.Tensor]) -> None:
             self.num_taken += sum(sum(edit.counts) for edit in edits if hasattr(edit, "counts"))
             self.most_held = max(self.most_held, lm.cache.num_held)
 
-        lm.cache.on_edits = count_edits  # type: ignore[assignment]
-        for backend in lm._backends:
+        lm.cache.on_edits = count_edits
+        for backend in lm.step.backends:
             write = backend._write
 
             def write_and_count(k, v, metadata, write=write):  # type: ignore[no-untyped-def]
@@ -156,7 +141,7 @@ class Counted:
 
 def blank_model(device: torch.device, capacity: int = 400) -> CachedModel:
     """With zeros in the pool, which equal themselves, as what it has by chance may not."""
-    lm = CachedModel(tiny_model(device), capacity)
+    lm = CachedModel(tiny_llama(device), capacity)
     for layer_idx in range(2):
         lm.cache.memory.pool.kv(layer_idx).zero_()
     return lm
@@ -179,7 +164,7 @@ def test_beams_copy_no_kv(device: torch.device, monkeypatch: pytest.MonkeyPatch)
 
 
 def test_forks_share_their_slots_and_the_dropped_are_free(device: torch.device) -> None:
-    lm = CachedModel(tiny_model(device), 60)
+    lm = CachedModel(tiny_llama(device), 60)
     sequence, _ = lm.prefill(PROMPTS[2])
     forks = select(lm.cache, [sequence], [0, 0, 0])
     assert forks[0] is sequence
@@ -195,7 +180,7 @@ def test_forks_share_their_slots_and_the_dropped_are_free(device: torch.device) 
 
 
 def test_select_changes_nothing_when_there_is_no_row(device: torch.device) -> None:
-    lm = CachedModel(tiny_model(device), 60, max_sequences=3)
+    lm = CachedModel(tiny_llama(device), 60, max_sequences=3)
     first, _ = lm.prefill([5, 6, 7])
     second, _ = lm.prefill([8, 9])
     with pytest.raises(OutOfRows):
@@ -208,7 +193,7 @@ def test_parallel_samples_equal_hugging_faces(device: torch.device, monkeypatch:
     prompt = PROMPTS[2]
     ids = torch.tensor([prompt], device=device)
     torch.manual_seed(3)
-    expected = tiny_model(device)
+    expected = tiny_llama(device)
     torch.manual_seed(7)
     out = expected.generate(  # type: ignore[operator]
         ids,
@@ -233,7 +218,7 @@ def test_parallel_samples_equal_hugging_faces(device: torch.device, monkeypatch:
 
 
 def test_a_sample_ends_with_its_end_token(device: torch.device) -> None:
-    lm = CachedModel(tiny_model(device), 400)
+    lm = CachedModel(tiny_llama(device), 400)
     generator = torch.Generator(device).manual_seed(1)
     eos = set(range(0, VOCABULARY, 5))
     found = sample_parallel(lm, PROMPTS[1], 8, 30, eos_token_ids=eos, generator=generator)
@@ -247,7 +232,7 @@ def test_a_sample_ends_with_its_end_token(device: torch.device) -> None:
 
 @pytest.mark.parametrize("capacity", [50, 56, 70])
 def test_a_pool_too_small_leaves_nothing_open(capacity: int, device: torch.device) -> None:
-    lm = CachedModel(tiny_model(device), capacity, max_entries=100)
+    lm = CachedModel(tiny_llama(device), capacity, max_entries=100)
     with pytest.raises(OutOfTokens):
         beam_search(lm, PROMPTS[3] + PROMPTS[2], 4, 40)
     assert (lm.cache.num_held, lm.cache.ledger.num_open) == (0, 0)
@@ -261,8 +246,8 @@ def test_a_pool_too_small_leaves_nothing_open(capacity: int, device: torch.devic
 def test_a_failed_pass_caches_nothing_that_was_not_written(
     device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    lm = CachedModel(tiny_model(device), 200)
-    expected = beam_search(CachedModel(tiny_model(device), 200), PROMPTS[1], 3, 8)
+    lm = CachedModel(tiny_llama(device), 200)
+    expected = beam_search(CachedModel(tiny_llama(device), 200), PROMPTS[1], 3, 8)
     calls: Iterator[int] = iter(range(100))
     model_forward = lm.model.forward
 
@@ -283,7 +268,7 @@ def test_a_failed_pass_caches_nothing_that_was_not_written(
 def test_sequences_have_as_much_as_before_when_a_pass_fails(
     device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    lm = CachedModel(tiny_model(device), 200)
+    lm = CachedModel(tiny_llama(device), 200)
     first, _ = lm.prefill(PROMPTS[1])
     second, _ = lm.prefill(PROMPTS[2])
     before = lm.decode([first, second], [1, 2])
@@ -308,22 +293,33 @@ def test_sequences_have_as_much_as_before_when_a_pass_fails(
 
 @pytest.mark.parametrize(("num_beams", "max_new_tokens"), [(0, 5), (4, 0), (VOCABULARY, 5)])
 def test_wrong_numbers_are_named(num_beams: int, max_new_tokens: int, device: torch.device) -> None:
-    lm = CachedModel(tiny_model(device), 100)
+    lm = CachedModel(tiny_llama(device), 100)
     with pytest.raises(ValueError, match=f"{num_beams} beams of {max_new_tokens} tokens"):
         beam_search(lm, [5, 6], num_beams, max_new_tokens)
     assert lm.cache.num_held == 0
 
 
-def test_smollm2(device: torch.device) -> None:
+def same_beams_on_smollm2(max_new_tokens: int, ends: str, capacity: int, device: torch.device) -> int:
+    """`ends`: a text of one token that ends a beam, beside the model's own. Returns the most tokens of any."""
     directory = resolve(EngineConfig.model, print)
     tokenizer = AutoTokenizer.from_pretrained(directory)
     model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).to(device).eval()
     texts = ["The capital of France is", "Water boils at"]
     prompts = [tokenizer(text).input_ids for text in texts]
-    eos = [tokenizer.eos_token_id, tokenizer(".").input_ids[0]]
-    options = {"max_new_tokens": 8, "eos_token_ids": eos}
+    eos = [tokenizer.eos_token_id, *tokenizer(ends).input_ids]
+    options = {"max_new_tokens": max_new_tokens, "eos_token_ids": eos}
     expected = [reference_beams(model, prompt, 4, **options) for prompt in prompts]
-    lm = CachedModel(model, 200)
+    lm = CachedModel(model, capacity)
     for prompt, beams in zip(prompts, expected, strict=True):
         assert_same(beam_search(lm, prompt, 4, **options), beams)  # type: ignore[arg-type]
     lm.cache.check()
+    return max(len(beam.token_ids) for beams in expected for beam in beams)
+
+
+def test_smollm2(device: torch.device) -> None:
+    assert same_beams_on_smollm2(8, ".", 200, device) > 1
+
+
+@pytest.mark.slow
+def test_smollm2_with_long_beams(device: torch.device) -> None:
+    assert same_beams_on_smollm2(64, "", 600, device) == 64

@@ -41,7 +41,11 @@ def test_a_service_has_as_much_cached_as_was_asked_for_whatever_is_done() -> Non
         assert service.ledger.num_cached == 3000
         assert service.ledger.num_open == 6
         assert service.check() > 24
+    service.beam_search(20)
+    assert service.ledger.num_open == 6
+    assert service.check() > 24
     times = service.clock.times
+    assert len(times["fork, a beam"]) == len(times["close, a beam"]) == 20 * bench.NUM_BEAMS
     assert len(times["open"]) == len(times["evict"]) == len(times["close"]) == len(times["fork"]) == 40
     assert len(times["extend"]) == 80
     assert len(times["release 1"]) == 40 * bench.WINDOW_STEPS
@@ -53,7 +57,7 @@ def test_a_service_has_as_much_cached_as_was_asked_for_whatever_is_done() -> Non
 
 def test_a_wrong_count_is_refused() -> None:
     service = make()
-    service.ledger.num_free -= 1
+    service.ledger._paths.num_free -= 1
     with pytest.raises(SystemExit, match="no figures"):
         service.check()
 
@@ -90,7 +94,7 @@ def test_time_is_kept_of_what_is_measured_alone() -> None:
     sequence = clock("open", clock.ledger.open, b"\1\0\0\0\2\0\0\0")
     with clock.paused():
         clock("extend", clock.ledger.extend, [sequence], [2])
-    assert {name: len(times) for name, times in clock.times.items()} == {"open": 1}
+    assert {name: len(times) for name, times in clock.times.items()} == {"open": 1, "encode": 1}
     assert clock.edits() == [Take((sequence.row,), (0,), (2,))]
 
 

@@ -11,7 +11,9 @@ import torch
 from torch import Tensor
 
 from lightkv.triton_kernels import tuning
+from lightkv.triton_kernels.attend_keys import LOG2_E, find_slots_reference
 from lightkv.triton_kernels.decode_attention import decode_attention, decode_attention_reference
+from lightkv.triton_kernels.decode_plan import decode_plan
 
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
 MIXED = [130, 0, 1, 64, 63, 65]
@@ -86,17 +88,47 @@ def check(
     window: int = 0,
     softcap: float = 0.0,
     spread: float = 1.0,
+    num_queries: int = 1,
 ) -> None:
     """Random queries against the twin; `spread` widens the scores."""
     _, num_kv_heads, key_dim = cache.k_cache.shape
     dtype, device = cache.k_cache.dtype, cache.k_cache.device
-    q = (torch.randn(len(cache.rows), group * num_kv_heads, key_dim) * spread).to(device, dtype)
-    out = torch.full((*q.shape[:2], cache.v_cache.shape[2]), torch.nan, dtype=dtype, device=device)
+    shape = len(cache.rows) * num_queries, group * num_kv_heads
+    q = (torch.randn(*shape, key_dim) * spread).to(device, dtype)
+    out = torch.full((*shape, cache.v_cache.shape[2]), torch.nan, dtype=dtype, device=device)
+    lse = torch.full(shape, torch.nan, device=device)
     settings = {"scale": key_dim**-0.5, "shift": shift, "window": window, "softcap": softcap}
-    result = decode_attention(q, *cache, **settings, out=out)
+    result = decode_attention(q, *cache, **settings, num_queries=num_queries, out=out, lse=lse)
     assert result is out
-    assert_close(out, decode_attention_reference(q, *cache, **settings))
-    assert not out[cache.lengths == 0].any()
+    assert_close(out, decode_attention_reference(q, *cache, **settings, num_queries=num_queries))
+    assert not out.unflatten(0, (-1, num_queries))[cache.lengths == 0].any()
+    assert_lse(lse, q, cache, num_queries=num_queries, **settings)
+
+
+def assert_lse(
+    lse: Tensor,
+    q: Tensor,
+    cache: Cache,
+    *,
+    num_queries: int,
+    scale: float,
+    shift: int,
+    window: int,
+    softcap: float,
+) -> None:
+    """The log-sum-exp of every query's scores, by float64."""
+    for request, length in enumerate(cache.lengths.tolist()):
+        positions = torch.arange(length, device=q.device)
+        slots = find_slots_reference(cache.index[cache.rows[request]], positions, shift)
+        keys = cache.k_cache[slots].double().repeat_interleave(q.shape[1] // cache.k_cache.shape[1], 1)
+        for query in range(num_queries):
+            token, position = request * num_queries + query, length - num_queries + query
+            scores = torch.einsum("hd,khd->hk", q[token].double(), keys) * scale
+            if softcap:
+                scores = softcap * torch.tanh(scores / softcap)
+            seen = (positions <= position) & (positions > (position - window if window else -1))
+            expected = torch.logsumexp(scores[:, seen], 1) * LOG2_E
+            torch.testing.assert_close(lse[token].double(), expected, atol=2e-2, rtol=1e-3)
 
 
 @pytest.mark.parametrize("length", [0, 1, 63, 64, 65], ids="len{}".format)
@@ -129,6 +161,14 @@ def test_index_window_and_softcap(device: torch.device, shift: int, window: int,
     torch.manual_seed(window)
     cache = poisoned_cache([130, 0, 1, 65], device=device, num_kv_heads=1, shift=shift)
     check(cache, group=3, shift=shift, window=window, softcap=softcap, spread=3.0)
+
+
+@pytest.mark.parametrize("num_queries", [2, 4, 8], ids="queries{}".format)
+@pytest.mark.parametrize(("group", "window"), [(1, 0), (4, 0), (3, 40), (7, 1)], ids=str)
+def test_queries_of_a_request(device: torch.device, num_queries: int, group: int, window: int) -> None:
+    torch.manual_seed(num_queries)
+    cache = poisoned_cache([130, 0, 1, 3, 65, 300], device=device, num_kv_heads=2)
+    check(cache, group=group, window=window, num_queries=num_queries)
 
 
 @pytest.mark.parametrize("num_splits", [1, 2, 5, 40], ids="splits{}".format)
@@ -201,7 +241,10 @@ def test_stays_one_operator_under_torch_compile(device: torch.device) -> None:
     cache = poisoned_cache([20, 5], device=device)
     q = torch.randn(2, 4, 64, device=device)
     out = torch.empty_like(q)
-    torch.library.opcheck(torch.ops.lightkv.decode_attention.default, (q, *cache, out, 0.125, 0, 0, 0.0))
+    plan = decode_plan(cache.rows, cache.lengths, num_kv_heads=2)
+    places = (cache.k_cache, cache.v_cache, cache.index, *plan, cache.lengths)
+    arguments = (q, *places, out, None, 1, 0.125, 0, 0, 0.0)
+    torch.library.opcheck(torch.ops.lightkv.decode_attention.default, arguments)
 
     def step(q: Tensor, cache: Cache) -> Tensor:
         return decode_attention(q * 2, *cache, scale=0.125) + 1

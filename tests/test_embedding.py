@@ -12,9 +12,10 @@ import torch
 from torch.nn.functional import normalize, scaled_dot_product_attention
 
 from lightkv import KVCache, KVSpec, LightKVError, WrongThread
-from lightkv.edits import Edit, Keep, decode, encode
+from lightkv.edits import Edit, decode, encode
 from lightkv.kv_cache import ExportedKV
 from lightkv.kv_memory import KVMemory
+from lightkv.kv_pool import KVPool
 from lightkv.sequence import Sequence
 
 DOCS = Path(__file__).parents[1] / "docs"
@@ -52,17 +53,36 @@ def blocks(language: str) -> list[str]:
 
 
 @pytest.fixture
-def page(capsys: pytest.CaptureFixture[str]) -> tuple[dict[str, Any], str]:
-    """What is defined once the first program has run, and what it has printed."""
+def page(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> tuple[dict[str, Any], str]:
+    """What is defined once the first program has run, and what it has printed. Pools begin full of NaN."""
+    make_pool = KVPool.__init__
+
+    def poisoned(pool: KVPool, spec: KVSpec, num_slots: int, device: torch.device) -> None:
+        make_pool(pool, spec, num_slots, device)
+        for layer_idx in range(spec.num_layers):
+            pool.kv(layer_idx)[1:] = torch.nan  # slot 0 is padding, and is read
+
+    monkeypatch.setattr(KVPool, "__init__", poisoned)
     names: dict[str, Any] = {}
     exec(compile(blocks("python")[0], str(PAGE), "exec"), names)
     return names, capsys.readouterr().out
+
+
+def assert_written(cache: KVCache) -> None:
+    """What is held or cached has its K/V: nobody can hit or take away what was never computed."""
+    used = cache.memory.allocator.mem_state[1:] == 0
+    for layer_idx in range(cache.memory.pool.spec.num_layers):
+        assert not cache.memory.pool.kv(layer_idx)[1:][used].isnan().any()
 
 
 def test_every_program_of_the_page_runs(page: tuple[dict[str, Any], str]) -> None:
     names, _ = page
     for program in blocks("python")[1:]:
         exec(compile(program, str(PAGE), "exec"), names)
+        for name in ("cache", "other"):
+            if name in names:
+                assert_written(names[name])
+    assert not any(layer.isnan().any() for layer in names["kept"].layers)
     names["cache"].check()
     names["other"].check()
     names["watched"].check()
@@ -237,28 +257,15 @@ def random_verbs(cache: KVCache, rng: random.Random, num_verbs: int) -> set[str]
 @pytest.mark.parametrize("seed", range(4))
 def test_whoever_applies_the_edits_has_the_same_memory(seed: int, device: torch.device) -> None:
     cache, mirror = make_cache(device), KVMemory(SPEC, 61, 4, 32, device)
-    events: list[bytes] = []
-    cache.on_edits = lambda edits: events.append(encode(edits))
-    selected: list[list[int]] = []
-    select = cache.memory.select
-
-    def recorded(row: int, entries: torch.Tensor) -> None:
-        selected.append(entries.tolist())
-        select(row, entries)
-
-    cache.memory.select = recorded
+    events: list[tuple[bytes, list[torch.Tensor]]] = []
+    cache.on_edits = lambda edits, kept: events.append((encode(edits), kept))
     called = random_verbs(cache, random.Random(seed), 1500)
     assert called == {"open", "extend", "publish", "fork", "truncate", "release", "keep", "close"}
-    choices = iter(selected)
     kinds = set()
-    for event in events:
+    for event, kept in events:
         edits = decode(event)
         kinds |= {type(edit).__name__ for edit in edits}
-        for edit in edits:
-            if isinstance(edit, Keep):
-                mirror.select(edit.row, torch.tensor(next(choices), dtype=torch.int64, device=device))
-        mirror.apply(edits)
-    assert next(choices, None) is None
+        mirror.apply(edits, kept)
     assert {kind.__name__ for kind in get_args(Edit)} == kinds
     memory = cache.memory
     assert torch.equal(mirror.table.req_to_token, memory.table.req_to_token)
@@ -275,7 +282,7 @@ def test_whoever_applies_the_edits_has_the_same_memory(seed: int, device: torch.
 def test_a_verb_that_changes_nothing_is_no_event(device: torch.device) -> None:
     cache = make_cache(device)
     events: list[list[Edit]] = []
-    cache.on_edits = events.append
+    cache.on_edits = lambda edits, kept: events.append(edits)
     sequence = cache.open([1, 2, 3])
     cache.publish(sequence)
     cache.evict(0)

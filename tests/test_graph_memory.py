@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from lightkv import KVSpec, OutOfRows, OutOfTokens, SequenceTooLong, TokenLedger
-from lightkv.edits import Keep, Take
+from lightkv.edits import Take
 from lightkv.kv_memory import KVMemory
 from lightkv.sequence import Sequence
 
@@ -65,6 +65,7 @@ def test_replays_and_eager_verbs_mix_freely() -> None:
     mirror = KVMemory(SPEC, CAPACITY + 1, ROWS, ENTRIES, torch.device("cpu"))
     step = DecodeStep(memory)
     open_now: list[Sequence] = []
+    kept: list[torch.Tensor] = []  # of each Keep that is not applied yet
     families = [[rng.randrange(4) for _ in range(120)] for _ in range(4)]
     num_verbs = 0
 
@@ -90,10 +91,10 @@ def test_replays_and_eager_verbs_mix_freely() -> None:
             sinks = min(4, chosen.length)
             ledger.release(chosen, rng.randint(0, chosen.length - sinks), sinks)
         elif kind == "keep":
-            kept = rng.sample(range(chosen.shared, chosen.length), rng.randint(0, chosen.num_private))
-            for one in (memory, mirror):
-                one.select(chosen.row, torch.tensor(kept, dtype=torch.int64, device=one.device))
-            ledger.keep(chosen, len(kept))
+            choice = range(max(chosen.shared, chosen.num_sinks), chosen.length)
+            entries = rng.sample(choice, rng.randint(0, len(choice)))
+            if ledger.keep(chosen, len(entries)):
+                kept.append(torch.tensor(entries, dtype=torch.int64))
         elif kind == "publish":
             ledger.publish(chosen)
             ledger.confirm(ledger.step)
@@ -126,16 +127,15 @@ def test_replays_and_eager_verbs_mix_freely() -> None:
             growing = [s for s in open_now if s.length < ENTRIES][:BATCH]
         ledger.extend(growing, [1] * len(growing))
         edits = ledger.drain()
-        if not any(isinstance(edit, Keep) for edit in edits):
-            memory._kept.clear()
-            mirror._kept.clear()
-        mirror.apply(edits)
+        mirror.apply(edits, kept)
+        on_device = [entries.to(memory.device) for entries in kept]
+        kept.clear()
         if growing:
             assert isinstance(edits[-1], Take)
-            memory.apply(edits[:-1])
+            memory.apply(edits[:-1], on_device)
             step.replay(edits[-1])
         else:
-            memory.apply(edits)
+            memory.apply(edits, on_device)
         if number % 1000 == 0:
             agree()
     agree()

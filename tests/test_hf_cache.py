@@ -175,7 +175,7 @@ def test_beams_hold_what_they_share_once(attention: str, device: torch.device) -
         bind(model)
     taken, held = [], []
 
-    def watch(edits: list[Any]) -> None:
+    def watch(edits: list[Any], kept: list[torch.Tensor]) -> None:
         taken.extend(sum(edit.counts) for edit in edits if hasattr(edit, "counts"))
         held.append(cache.kv.num_held)
 
@@ -383,6 +383,62 @@ def test_what_cannot_be_cached_is_refused(device: torch.device) -> None:
     with pytest.raises(ValueError, match="as a negative one"):
         cache.crop(2)
     assert (cache.kv.num_held, cache.kv.ledger.num_open) == (0, 0)
+
+
+def test_a_crop_that_one_row_has_not_changes_nothing(device: torch.device) -> None:
+    model = make_model(CONFIGS["llama"], device)
+    cache = LightKVCache(model, 400)
+    batch = padded(PROMPTS[1:3], device)  # of 12 tokens and of 1
+    model(**batch, past_key_values=cache)
+    lengths = [sequence.length for sequence in cache._sequences]
+    with pytest.raises(ValueError, match=r"crop\(-2\).*of the 1 that the shortest row has"):
+        cache.crop(-2)
+    assert [sequence.length for sequence in cache._sequences] == lengths == [12, 1]
+    assert (cache.get_seq_length(), cache.kv.num_held) == (12, 13)
+    cache.crop(-1)
+    assert (cache.get_seq_length(), cache.kv.num_held) == (11, 11)
+    cache.kv.check()
+
+
+@pytest.mark.parametrize("attention", [OWN, OURS])
+def test_a_mask_or_positions_that_would_be_ignored_are_refused(attention: str, device: torch.device) -> None:
+    model = make_model(CONFIGS["llama"], device)
+    batch = padded(PROMPTS[:2], device)  # of 6 tokens, behind 6 columns of padding, and of 12
+    more = torch.tensor([[5], [6]], device=device)
+    seen = torch.cat((batch["attention_mask"], torch.ones_like(more)), 1)
+    own = DynamicCache()
+    positions = (seen.cumsum(1) - 1).clamp(min=0)
+    with torch.no_grad():
+        model(**batch, position_ids=positions[:, :-1], past_key_values=own)
+        expected = model(
+            more, attention_mask=seen, position_ids=positions[:, -1:], past_key_values=own
+        ).logits
+    cache = LightKVCache(model, 400)
+    if attention == OURS:
+        bind(model)
+    with pytest.raises(ValueError, match=r"position_ids .*leave them out"):
+        model(**batch, position_ids=torch.arange(12, device=device)[None], past_key_values=cache)
+    assert (cache.kv.num_held, cache.kv.ledger.num_open) == (0, 0)
+    with torch.no_grad():
+        model(**batch, position_ids=positions[:, :-1], past_key_values=cache)
+    hole, unpadded = seen.clone(), torch.ones_like(seen)
+    hole[1, 4] = 0
+    last_hidden = seen.clone()
+    last_hidden[0, -1] = 0
+    held = cache.kv.num_held
+    for mask in (hole, unpadded, last_hidden):
+        with pytest.raises(ValueError, match=r"is not that of the \[6, 0\] columns of padding"):
+            model(more, attention_mask=mask, past_key_values=cache)
+    with pytest.raises(ValueError, match="go on without a mask"):
+        model(more, past_key_values=cache)
+    for wrong in (positions[:, -1:] + 1, positions[:1, -1:], positions, positions[0, -1:]):
+        with pytest.raises(ValueError, match="leave them out"):
+            model(more, attention_mask=seen, position_ids=wrong, past_key_values=cache)
+    assert (cache.kv.num_held, cache.get_seq_length()) == (held, 12)
+    with torch.no_grad():
+        found = model(more, attention_mask=seen, position_ids=positions[:, -1:], past_key_values=cache).logits
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+    cache.kv.check()
 
 
 @pytest.mark.parametrize("attention", [OWN, OURS])

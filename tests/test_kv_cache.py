@@ -9,7 +9,9 @@ import pytest
 import torch
 
 from lightkv import KVCache, KVSpec, OutOfRows, OutOfTokens, SequenceTooLong, kv_cache
-from lightkv.ledger import Sequence
+from lightkv.edits import Edit
+from lightkv.kv_memory import KVMemory
+from lightkv.sequence import Sequence
 
 SPEC = KVSpec(num_layers=1, num_kv_heads=1, k_dim=1, v_dim=1, dtype=torch.float32)
 
@@ -55,6 +57,51 @@ def test_extend_returns_slots_packed_in_the_order_given(device: torch.device) ->
     assert slots.tolist() == table.slots(second.row, 0, 2).tolist() + table.slots(first.row, 0, 3).tolist()
 
 
+def test_extend_looks_its_entries_up_once(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    cache = make_cache(device)
+    first, second = cache.open([1, 2, 3]), cache.open([4, 5])
+    table, looked_up = cache.memory.table, []
+    entries = table.entries
+    monkeypatch.setattr(table, "entries", lambda *where: looked_up.append(where) or entries(*where))
+    assert len(cache.extend([second, first], [2, 3])) == 5
+    assert len(looked_up) == 1
+    nothing = cache.extend([], [])
+    assert (nothing.tolist(), nothing.dtype, nothing.device) == ([], torch.int64, cache.memory.device)
+
+
+def test_keep_looks_at_no_entry_and_keeps_as_many(device: torch.device) -> None:
+    """What is named twice, or is out of range, makes place for another entry: of those not named the last."""
+    for entries, kept in (([1, 4], [1, 4]), ([4, 4], [4, 5]), ([-7, 900], [4, 5]), ([], [])):
+        cache = make_cache(device)
+        sequence = cache.open([1, 2, 3, 4, 5, 6])
+        slots = cache.extend([sequence], [6]).tolist()
+        assert cache.keep(sequence, torch.tensor(entries, dtype=torch.int64, device=device)) == 6 - len(kept)
+        assert cache.slots(sequence).tolist() == [slots[entry] for entry in kept]
+        assert cache.positions(sequence).tolist() == kept
+        cache.check()
+
+
+def test_who_is_told_can_replay_a_keep(device: torch.device) -> None:
+    cache = make_cache(device)
+    mirror = KVMemory(SPEC, 41, 4, 24, cache.memory.device)
+    events: list[int] = []
+
+    def replay(edits: list[Edit], kept: list[torch.Tensor]) -> None:
+        mirror.apply(edits, kept)
+        events.append(len(kept))
+
+    cache.on_edits = replay
+    sequence = cache.open([1, 2, 3, 4, 5, 6])
+    cache.extend([sequence], [6])
+    cache.keep(sequence, torch.tensor([5, 0, 2], device=device))
+    cache.keep(sequence, torch.tensor([0, 1, 2], device=device))  # all that there are: nothing changes
+    cache.extend([sequence], [2])
+    assert events == [0, 1, 0]
+    assert torch.equal(mirror.table.req_to_token, cache.memory.table.req_to_token)
+    assert torch.equal(mirror.allocator.mem_state, cache.memory.allocator.mem_state)
+    assert torch.equal(mirror.positions(sequence.row, 5), cache.positions(sequence))
+
+
 def test_a_refused_verb_changes_nothing(device: torch.device) -> None:
     cache = make_cache(device, capacity=10)
     sequences = [cache.open([row]) for row in range(4)]
@@ -80,6 +127,59 @@ def test_namespaces_share_nothing(device: torch.device) -> None:
     cache.publish(first)
     assert cache.open([1, 2, 3], namespace=("b",)).num_hit == 0
     assert cache.open([1, 2, 3], namespace=("a",)).num_hit == 2
+
+
+def test_shrink_undoes_an_extend_and_leaves_the_prompt(device: torch.device) -> None:
+    cache = make_cache(device)
+    first, second = cache.open([1, 2, 3, 4]), cache.open([5, 6])
+    cache.extend([first, second], [2, 1])
+    before = cache.num_free, cache.slots(first).tolist(), cache.slots(second).tolist()
+    cache.extend([first, second], [2, 1])  # a pass that is to fail
+    with pytest.raises(ValueError, match="cannot give back 3 of 2"):
+        cache.shrink([first, second], [2, 3])
+    assert (first.length, second.length) == (4, 2)
+    cache.shrink([first, second], [2, 1])
+    assert (cache.num_free, cache.slots(first).tolist(), cache.slots(second).tolist()) == before
+    cache.check()
+    cache.extend([first, second], [2, 1])
+    cache.close(first)
+    assert cache.match([1, 2, 3, 4, 5]) == 4  # of a sequence that was truncated two would be left
+    cache.check()
+
+
+def test_match_says_what_open_would_hit_and_changes_nothing(device: torch.device) -> None:
+    cache = make_cache(device)
+    for ids in ([1, 2, 3, 4], [5, 6]):
+        first = cache.open(ids, namespace=("a",))
+        cache.extend([first], [len(ids)])
+        cache.close(first)
+    for prompt in ([1, 2, 3, 4], [1, 2, 3, 4, 5], [1, 2, 9], [9]):
+        found = cache.match(prompt, ("a",))
+        assert cache.match(np.array(prompt), namespace=("b",)) == cache.match(prompt) == 0
+        assert (cache.num_cached, cache.num_open) == (6, 0)
+        sequence = cache.open(prompt, ("a",))
+        assert found == sequence.num_hit
+        cache.close(sequence)
+    cache.close(cache.open([5, 6, 7], ("a",)))
+    assert cache.match([1, 2, 3, 4, 5], ("a",)) == 4  # and does not count as use: it goes first
+    cache.evict(4)
+    assert (cache.match([1, 2], ("a",)), cache.match([5, 6, 7], ("a",))) == (0, 2)
+    with pytest.raises(ValueError, match="token ids"):
+        cache.match([])
+
+
+def test_the_counts_are_the_ledgers(device: torch.device) -> None:
+    cache = make_cache(device)
+    first = cache.open([1, 2, 3])
+    cache.extend([first], [3])
+    assert (cache.num_open, cache.max_sequences, cache.num_available) == (1, 4, 37)
+    cache.close(first)
+    assert (cache.num_open, cache.num_cached, cache.num_available) == (0, 3, 40)
+    sequence = cache.open([9])
+    with pytest.raises(OutOfTokens):
+        cache.extend([sequence, cache.open([8])], [20, 21])
+    cache.extend([sequence], [20])
+    assert cache.num_available == 20
 
 
 @dataclass

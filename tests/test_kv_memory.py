@@ -1,13 +1,20 @@
 """The device memory under edits: tables, segments and free slots, against the edits' own words."""
 
+import io
+
+import msgspec
 import numpy as np
 import pytest
 import torch
 
 from lightkv import KVSpec, OutOfTokens, TokenTable
-from lightkv.edits import Drop, Edit, Give, Map, Split, Stash, Take, decode, encode
+from lightkv.edits import Drop, Edit, Give, Keep, Map, Split, Stash, Take, decode, encode
 from lightkv.errors import CheckFailed
-from lightkv.kv_memory import KVMemory
+from lightkv.kv_memory import KVMemory, require_current
+from lightkv.router import build as build_module
+from lightkv.router.config import EngineConfig, InvalidConfig
+from lightkv.router.messages import WorkerStart
+from lightkv.router.worker import Worker
 from lightkv.staging import packed_size, upload
 
 SPEC = KVSpec(num_layers=1, num_kv_heads=1, k_dim=2, v_dim=2, dtype=torch.float32)
@@ -111,6 +118,39 @@ def test_given_slots_are_read_before_the_row_is_mapped_anew(memory: KVMemory) ->
     assert memory.num_free == memory.capacity - 3
 
 
+def test_apply_returns_the_slots_of_the_last_take(memory: KVMemory) -> None:
+    assert memory.apply([]) is None
+    slots = memory.apply([Take((1,), (0,), (3,)), Take((2, 1), (0, 3), (2, 1)), Give(1, 0, 1)])
+    assert slots is not None
+    assert slots.dtype == torch.int32
+    assert slots.tolist() == row_slots(memory, 2, 2) + row_slots(memory, 1, 4)[3:]
+    assert memory.apply([Give(2, 0, 2)]) is None
+
+
+def test_each_keep_has_its_entries(memory: KVMemory) -> None:
+    memory.apply([Take((1, 2), (0, 0), (6, 4))])
+    first, second = row_slots(memory, 1, 6), row_slots(memory, 2, 4)
+    kept = [torch.tensor(entries, device=memory.device) for entries in ([1, 4], [5, 0, 2])]
+    memory.apply([Keep(2, 1, 4, 2), Keep(1, 0, 6, 3)], [kept[0], kept[1]])
+    assert row_slots(memory, 1, 3) == [first[0], first[2], first[5]]
+    # 4 is none of its range: of those not named the first makes room.
+    assert row_slots(memory, 2, 3) == [second[0], second[1], second[3]]
+    memory.check([(1, 0, 3), (2, 0, 3)])
+
+
+@pytest.mark.parametrize("num_entries", [0, 2])
+def test_a_keep_without_its_entries_is_refused_before_anything_is_done(
+    memory: KVMemory, num_entries: int
+) -> None:
+    memory.apply([Take((1,), (0,), (4,))])
+    before = memory.table.req_to_token.clone()
+    entries = [torch.tensor([1], device=memory.device)] * num_entries
+    with pytest.raises(ValueError, match=f"1 Keep edits and entries for {num_entries}"):
+        memory.apply([Take((2,), (0,), (3,)), Keep(1, 0, 4, 1)], entries)
+    assert torch.equal(memory.table.req_to_token, before)
+    memory.check([(1, 0, 4)])
+
+
 def test_a_shortage_raises_and_takes_nothing(memory: KVMemory) -> None:
     memory.apply([Take((1,), (0,), (16,)), Take((2,), (0,), (16,))])
     with pytest.raises(OutOfTokens, match="9 tokens needed, 8"):
@@ -151,6 +191,32 @@ def test_the_same_edits_make_the_same_memory(memory: KVMemory, device: torch.dev
     assert torch.equal(memory.table.req_to_token, other.table.req_to_token)
     assert torch.equal(memory.allocator.mem_state, other.allocator.mem_state)
     memory.check([(1, 4, 5), (2, 0, 2), (3, 0, 2), (4, 2, 3)])
+
+
+def test_memory_on_a_gpu_that_is_not_the_current_one_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 2)
+    with pytest.raises(ValueError, match=r"on cuda:1 while cuda:2 .* torch.cuda.set_device\(1\) first"):
+        KVMemory(SPEC, 41, max_sequences=4, max_entries=16, device=torch.device("cuda:1"))
+    for device in ("cuda", "cuda:2"):
+        require_current(torch.device(device), 2)
+
+
+@pytest.mark.parametrize(("device", "made_current"), [("cuda:1", ["cuda:1"]), ("cpu", [])])
+def test_the_workers_gpu_is_its_current_one_before_anything_is_built(
+    device: str, made_current: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[str] = []
+
+    def build(config: EngineConfig, report: object) -> None:
+        calls.append("build")
+        raise InvalidConfig("that is enough")
+
+    monkeypatch.setattr(build_module, "pick_device", torch.device)
+    monkeypatch.setattr(build_module, "build_runner", build)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: calls.append(str(device)))
+    start = msgspec.msgpack.encode(WorkerStart(EngineConfig(device=device)))
+    assert b"that is enough" in Worker(io.StringIO()).exposed_start(start)
+    assert calls == [*made_current, "build"]
 
 
 @pytest.mark.gpu

@@ -41,6 +41,18 @@ def test_k_and_v_are_views_of_one_buffer_side_by_side(device: torch.device) -> N
     assert not pool.kv(2).any()
 
 
+@pytest.mark.parametrize("lead", [(), (5,), (2, 5)])
+def test_spec_splits_rows_of_any_shape_into_views(lead: tuple[int, ...]) -> None:
+    rows = torch.arange(20.0).expand(*lead, 20).clone()
+    k, v = SPEC.split(rows)
+    assert torch.equal(k, torch.arange(12.0).view(2, 6).expand(*lead, 2, 6))
+    assert torch.equal(v, torch.arange(12.0, 20.0).view(2, 4).expand(*lead, 2, 4))
+    v.zero_()
+    assert rows.sum() == k.sum()
+    with pytest.raises(RuntimeError, match="split_with_sizes"):
+        SPEC.split(rows[..., :19])
+
+
 def test_equal_dims_are_the_two_kv_heads_layout(device: torch.device) -> None:
     pool = KVPool(dataclasses.replace(SPEC, v_dim=6), 4, device)
     heads = pool.kv(0).view(4, 4, 6)

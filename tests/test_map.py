@@ -24,7 +24,7 @@ from typer.testing import CliRunner
 
 from lightkv.edits import decode, encode
 from lightkv.ledger import TokenLedger
-from lightkv.memory_map import CACHED, OWN, SHARED, MemoryMap
+from lightkv.memory_map import CACHED, FREE, OWN, SHARED, MemoryMap
 from lightkv.router import EngineConfig, SamplingParams, model_runner
 from lightkv.router.build import build_runner
 from lightkv.router.cli import app
@@ -32,8 +32,8 @@ from lightkv.router.messages import Owners, PoolMap, StepResult, WorkerError
 from lightkv.router.request import Request
 from lightkv.router.router_client import MAP_SECONDS
 from lightkv.router.scheduler import Scheduler
-from lightkv.router.service_cli import drawing
-from lightkv.router.service_messages import AskMap, Mapped
+from lightkv.router.service_cli import drawing, room
+from lightkv.router.service_messages import Abort, AskMap, Mapped, OwnedMap, RowOwner
 from lightkv.router.weights import random_model
 from lightkv.router.worker_client import WorkerFailed
 
@@ -100,13 +100,8 @@ def test_a_map_counts_as_the_ledger_and_changes_no_step(config: EngineConfig) ->
         assert (pool.num_free, pool.num_cached) == (num_free, num_cached)
         assert pool.num_shared + pool.num_own == num_held
         assert (pool.capacity, pool.slots_per_cell, len(pool.cells)) == (150, 1, 150)
-        drawn = labels_of(pool)
-        assert (drawn.num_free, drawn.num_cached, drawn.num_shared) == (
-            pool.num_free,
-            pool.num_cached,
-            pool.num_shared,
-        )
-        assert drawn.longest_free_run == pool.longest_free_run
+        drawn = labels_of(pool).counts
+        assert drawn == tuple(getattr(pool, name) for name in drawn._fields)
         assert set(pool.cells) <= {*range(3), *range(OWN + 1, OWN + 5)}
         shared += pool.num_shared
     assert shared  # the twenty tokens that all begin with
@@ -151,12 +146,8 @@ class MappingWorker(FakeWorker):
         for row, start, end in owners.private:
             labels[[memory.rows[row][position] for position in range(start, end)]] = OWN + row
         cells = labels[1:201].tolist()
-        drawn = MemoryMap(labels[1:201])
         assert -1 not in cells  # every slot has its use
-        return PoolMap(
-            200, drawn.num_free, drawn.num_cached, drawn.num_shared, drawn.num_own,
-            drawn.longest_free_run, 1, cells,
-        )  # fmt: skip
+        return PoolMap(*MemoryMap(labels[1:201]).counts, 1, cells)
 
 
 class MappingService(Service):
@@ -205,6 +196,47 @@ def test_maps_are_taken_between_steps_while_requests_run(tmp_path: Path, depth: 
         assert await served.exit_code == 0
 
     asyncio.run(scenario())
+
+
+def test_a_map_says_which_request_holds_what(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        served = MappingService(tmp_path / "router", 1, pause=0.001)
+        client = await served.connect()
+        for name in ("a", "b", "c"):
+            await client.submit(name, [1, 2, 3, 4, 5, 6, 7, 8], max_tokens=60)
+        names: set[str] = set()
+        for _ in range(8):
+            client.stream.send(AskMap())
+            ((pool, _),) = [(answer.pool, answer.error) for answer in await maps_of(client, 1)]
+            assert pool is not None
+            own = {row: pool.cells.count(OWN + row) for row in range(1, 5)}
+            assert {one.row: one.num_tokens for one in pool.owners} == {r: n for r, n in own.items() if n}
+            counts = [one.num_tokens for one in pool.owners]
+            assert counts == sorted(counts, reverse=True)
+            assert len({one.request_id for one in pool.owners}) == len(pool.owners)
+            names |= {one.request_id for one in pool.owners}
+            await asyncio.sleep(0.002)
+        assert names == {"a", "b", "c"}
+        client.stream.send(Abort("b"))
+        while True:
+            client.stream.send(AskMap())
+            (answer,) = await maps_of(client, 1)
+            assert answer.pool is not None
+            if (now := {one.request_id for one in answer.pool.owners}) <= {"a", "c"}:
+                break
+            assert now <= {"a", "c", ""}  # a step may still have it
+        await client.until_ended("a", "c")
+        client.stream.send(AskMap())
+        (answer,) = await maps_of(client, 1)
+        assert answer.pool is not None
+        assert answer.pool.owners == []
+        served.router.drain()
+        assert await served.exit_code == 0
+
+    async def bounded() -> None:
+        await asyncio.wait_for(scenario(), 20)
+
+    asyncio.run(bounded())
 
 
 @pytest.mark.parametrize("fatal", [False, True])
@@ -315,6 +347,20 @@ def test_the_command_draws_the_pool(api: ApiUnderTest) -> None:
     assert run_line == "longest free run 2,400; 4% of the free are not in it"
 
 
+def test_the_command_lists_the_owners(api: ApiUnderTest) -> None:
+    holders = [RowOwner(row, 700 - row, f"{row:032x}") for row in range(1, 13)]
+    api.router.mapped = Mapped(OwnedMap(**msgspec.structs.asdict(POOL), owners=holders))
+    code, out, _ = lightkv(api)
+    assert code == 0
+    lines = out.splitlines()
+    assert lines[-12].split() == ["mark", "row", "its", "own", "request"]
+    assert lines[-11].split() == ["1", "1", "699", f"{1:032x}"]
+    assert lines[-1] == "… and 2 more"
+    found = json.loads(get(api)[2])["owners"]
+    assert found[0] == {"row": 1, "num_tokens": 699, "request_id": f"{1:032x}"}
+    assert len(found) == 12
+
+
 def test_the_command_gives_json(api: ApiUnderTest) -> None:
     code, out, _ = lightkv(api, "--json")
     assert code == 0
@@ -379,12 +425,10 @@ assert not heavy, heavy
     assert "lightkv map --watch" in done.stdout.split("Examples")[1]
 
 
-def pool_of(labels: list[int], slots_per_cell: int = 1) -> PoolMap:
+def pool_of(labels: list[int], slots_per_cell: int = 1) -> OwnedMap:
     drawn = MemoryMap(np.array(labels))
-    return PoolMap(
-        len(labels), drawn.num_free, drawn.num_cached, drawn.num_shared, drawn.num_own,
-        drawn.longest_free_run, slots_per_cell, labels[::slots_per_cell],
-    )  # fmt: skip
+    holders = [RowOwner(one.row, one.num_tokens, f"request-{one.row}") for one in drawn.owners]
+    return OwnedMap(*drawn.counts, slots_per_cell, labels[::slots_per_cell], holders)
 
 
 def test_a_drawing_has_the_lines_that_it_may() -> None:
@@ -393,6 +437,58 @@ def test_a_drawing_has_the_lines_that_it_may() -> None:
     assert drawing(pool_of(labels), 5, 1).splitlines()[:2] == ["█░·1·", "a mark is 2 slots, of 10"]
     assert drawing(pool_of(labels, 2), 5, 4).splitlines()[:2] == ["█░·1·", "a mark is 2 slots, of 10"]
     assert drawing(pool_of(labels, 2), 5, 4).splitlines()[2].startswith("· free 4   ░ cached 2   █ shared 2 ")
+
+
+def many_owners(count: int) -> list[int]:
+    """Labels by which row 1 holds one slot, row 2 two, and so on."""
+    return [OWN + row for row in range(1, count + 1) for _ in range(row)]
+
+
+def test_owners_stand_below_the_drawing_the_biggest_first() -> None:
+    labels = [SHARED, OWN + 1, OWN + 12, 0, OWN + 12, CACHED, OWN + 70, 0]
+    shown = drawing(pool_of(labels), 8, 4).splitlines()
+    assert shown[0] == "█1c·c░8·"
+    assert shown[4:] == [
+        "mark   row     its own   request",
+        "   c    12           2   request-12",
+        "   1     1           1   request-1",
+        "   8    70           1   request-70",
+    ]
+    assert MemoryMap(np.array(labels)).draw(8).splitlines()[4:] == [
+        "mark   row     its own",
+        "   c    12           2",
+        "   1     1           1",
+        "   8    70           1",
+    ]
+    assert len(drawing(pool_of([FREE, SHARED, CACHED]), 8, 4).splitlines()) == 4
+
+
+def test_as_many_owners_are_listed_as_fit() -> None:
+    labels = many_owners(22)
+    for text in (MemoryMap(np.array(labels)).draw(), drawing(pool_of(labels), 80, 16)):
+        *_, tenth, rest = text.splitlines()
+        assert tenth.split()[:3] == ["d", "13", "13"]
+        assert rest == "… and 12 more"
+    for num_lines in range(5, 60):
+        shown = drawing(pool_of(labels), 4, *room(num_lines, 22)).splitlines()
+        assert len(shown) <= num_lines
+        listed = [line for line in shown if "request-" in line]
+        assert len(listed) == min(10, max(num_lines // 3 - 2, 0))
+        assert ("… and" in shown[-1]) == bool(listed)
+    assert room(24, 0) == (21, 0)
+    assert room(24, 3) == (17, 3)
+    assert drawing(pool_of(many_owners(3)), 4, *room(24, 3)).splitlines()[-1].split()[-1] == "request-1"
+
+
+def test_a_map_counts_every_label_once() -> None:
+    labels = np.array(
+        [FREE, FREE, SHARED, OWN + 3, FREE, CACHED, OWN + 3, OWN + 1, FREE, FREE, FREE], np.int32
+    )
+    drawn = MemoryMap(labels)
+    assert drawn.counts == (11, 6, 1, 1, 3, 3)
+    assert drawn.owners == [(3, 2, ""), (1, 1, "")]
+    assert MemoryMap(np.zeros(4, np.int32)).counts == (4, 4, 0, 0, 0, 4)
+    assert MemoryMap(np.ones(4, np.int32)).owners == []
 
 
 def test_a_pool_of_one_sort_is_drawn() -> None:

@@ -1,10 +1,12 @@
 """Speculation by prompt look-up: the output of greedy decoding, in fewer passes, with nothing left behind."""
 
 import doctest
+from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedModel
+from tiny_models import tiny_llama
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from lightkv import OutOfTokens
 from lightkv.integrations import prompt_lookup
@@ -18,20 +20,7 @@ PROMPTS = [[5], [5, 6, 5, 6, 5, 6], [11, 4, 3, 9, 2, 6, 1, 11, 4, 3], list(range
 
 
 def tiny_model(device: torch.device, seed: int = 0) -> PreTrainedModel:
-    torch.manual_seed(seed)
-    config = LlamaConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=256,
-    )
-    model = LlamaForCausalLM(config)
-    for parameter in model.parameters():
-        torch.nn.init.normal_(parameter, std=0.2)
-    return model.to(device).eval()
+    return tiny_llama(device, seed, vocabulary=VOCABULARY)
 
 
 def reference(
@@ -100,13 +89,14 @@ def test_the_text_is_that_of_greedy_decoding(num_proposed: int, device: torch.de
 def test_passes_and_tokens_are_counted(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     lm = CachedModel(tiny_model(device), 200)
     computed: list[int] = []
-    prepare = lm._metadata.prepare
+    metadata = lm.step.metadata
+    prepare = metadata.prepare
 
-    def counted(*arguments: object) -> None:
-        prepare(*arguments)  # type: ignore[arg-type]
-        computed.append(lm._metadata.num_tokens)
+    def counted(*arguments: Any, **named: Any) -> None:
+        prepare(*arguments, **named)
+        computed.append(metadata.num_tokens)
 
-    monkeypatch.setattr(lm._metadata, "prepare", counted)
+    monkeypatch.setattr(metadata, "prepare", counted)
     found = generate(lm, PROMPTS[1], 30, num_proposed=5)
     assert len(found.token_ids) == 30
     assert found.num_forwards == len(computed)
@@ -122,16 +112,17 @@ def test_passes_and_tokens_are_counted(device: torch.device, monkeypatch: pytest
 
 def test_wrong_guesses_make_fewer(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[int] = []
+    expected = reference(tiny_model(device), PROMPTS[2], 12, None)
+    never = next(token for token in range(VOCABULARY) if token not in expected)
 
     def wrong(lookup: PromptLookup, count: int) -> list[int]:
         asked.append(count)
-        return [VOCABULARY - 1] * count
+        return [never] * count
 
     monkeypatch.setattr(PromptLookup, "propose", wrong)
     lm = CachedModel(tiny_model(device), 200)
     found = generate(lm, PROMPTS[2], 12, num_proposed=8)
-    assert VOCABULARY - 1 not in found.token_ids
-    assert found.token_ids == reference(tiny_model(device), PROMPTS[2], 12, None)
+    assert found.token_ids == expected
     assert (found.num_forwards, found.num_accepted) == (12, 0)
     assert asked == [8, 2, 2, 2, 2, 2, 2, 2, 2, 1, 0]
     lm.cache.check()

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from tiny_models import VOCABULARY, tiny_llama
 from transformers import (
     GPT2Config,
     GPT2LMHeadModel,
@@ -23,6 +24,7 @@ from transformers import (
 )
 from transformers.models.llama import modeling_llama
 
+from bench.streaming import token_losses
 from lightkv import KVSpec
 from lightkv.attention import (
     AttentionMetadata,
@@ -34,15 +36,15 @@ from lightkv.attention import (
 )
 from lightkv.errors import UnsupportedModel
 from lightkv.integrations import streaming
-from lightkv.integrations.gapped_model import GappedModel
-from lightkv.integrations.streaming import Stream, Window, perplexity, stream, token_losses
+from lightkv.integrations.cached_model import CachedModel
+from lightkv.integrations.streaming import Stream, Window, stream
 from lightkv.kv_memory import KVMemory
 from lightkv.router import EngineConfig
 from lightkv.router.tokenizer import Tokenizer
 from lightkv.router.weights import load_model, resolve
 
-VOCABULARY = 97
-CONFIG = {
+CONTEXT = 64
+CONFIG: dict[str, Any] = {
     "vocab_size": VOCABULARY,
     "hidden_size": 48,
     "intermediate_size": 64,
@@ -50,7 +52,7 @@ CONFIG = {
     "num_attention_heads": 6,
     "num_key_value_heads": 2,
     "head_dim": 16,
-    "max_position_embeddings": 64,
+    "max_position_embeddings": CONTEXT,
 }
 WINDOWS = {
     "sinks": Window(size=20, sinks=4, stride=8),
@@ -61,11 +63,17 @@ WINDOWS = {
 
 
 def make_model(device: torch.device) -> PreTrainedModel:
-    torch.manual_seed(0)
-    model = LlamaForCausalLM(LlamaConfig(**CONFIG)).eval()
-    for parameter in model.parameters():  # large enough that attention is far from uniform
-        torch.nn.init.normal_(parameter, std=0.25)
-    return model.to(device)
+    return tiny_llama(device, context=CONTEXT, std=0.25)
+
+
+def streamer(
+    model: PreTrainedModel,
+    capacity: int,
+    max_sequences: int = 1,
+    max_entries: int | None = None,
+    backend: str | None = None,
+) -> CachedModel:
+    return CachedModel(model, capacity, max_sequences, max_entries, backend, exact_positions=True)
 
 
 @dataclass
@@ -110,12 +118,12 @@ def dense_logits(model: PreTrainedModel, ids: torch.Tensor, window: Window) -> t
         ).logits[0]
 
 
-def fed(lm: GappedModel, ids: torch.Tensor, window: Window, counts: list[int]) -> torch.Tensor:
+def fed(lm: CachedModel, ids: torch.Tensor, window: Window, counts: list[int]) -> torch.Tensor:
     """The logits of `ids`, fed `counts` at a time, while the memory is watched."""
     flow = Stream(lm, window, ids[:1].tolist())
     outputs = []
     for part in ids.split(counts):
-        for logits in flow.feed(part, all_logits=True):
+        for logits in flow.feed(part.tolist(), all_logits=True):
             outputs.append(logits)
             assert lm.cache.num_held == flow.sequence.length <= window.capacity
         assert flow.sequence.dropped == window.dropped(flow.position - 1)
@@ -129,7 +137,7 @@ def fed(lm: GappedModel, ids: torch.Tensor, window: Window, counts: list[int]) -
 @pytest.mark.parametrize("feeding", ["token-by-token", "at-once", "in-chunks"])
 def test_equals_attention_computed_anew(name: str, feeding: str) -> None:
     window, length = WINDOWS[name], 150  # more than twice the model's context
-    lm = GappedModel(make_model(torch.device("cpu")), capacity=window.capacity)
+    lm = streamer(make_model(torch.device("cpu")), capacity=window.capacity)
     ids = torch.randint(0, VOCABULARY, (length,))
     rng = random.Random(1)
     counts = {"token-by-token": [1] * length, "at-once": [length], "in-chunks": []}[feeding]
@@ -141,7 +149,7 @@ def test_equals_attention_computed_anew(name: str, feeding: str) -> None:
 
 def test_sinks_are_seen_from_within_the_cache() -> None:
     """Would the reference notice? With sinks at their true distance, or none, the logits are others."""
-    lm = GappedModel(make_model(torch.device("cpu")), capacity=24)
+    lm = streamer(make_model(torch.device("cpu")), capacity=24)
     ids = torch.randint(0, VOCABULARY, (150,))
     right = fed(lm, ids, WINDOWS["sinks"], [150])
     far = dense_logits(lm.model, ids, WINDOWS["sinks"])
@@ -162,17 +170,17 @@ def test_a_window_over_everything_is_the_plain_model(device: torch.device) -> No
         generated = model.generate(
             ids[None, :20], max_new_tokens=30, do_sample=False, eos_token_id=None, pad_token_id=0
         )
-    lm = GappedModel(model, capacity=64, backend="torch")
+    lm = streamer(model, capacity=64, backend="torch")
     window = Window(size=60, sinks=4, stride=10)
     torch.testing.assert_close(fed(lm, ids, window, [7, 40, 13]), expected, rtol=1e-4, atol=1e-4)
     assert list(stream(lm, ids[:20].tolist(), window, 30)) == generated[0, 20:].tolist()
     losses = torch.nn.functional.cross_entropy(expected[:-1], ids[1:])
-    assert perplexity(lm, ids.tolist(), window) == pytest.approx(losses.exp().item(), rel=1e-4)
+    assert token_losses(lm, ids.tolist(), window).mean().item() == pytest.approx(losses.item(), rel=1e-4)
 
 
 def test_generation_far_past_the_context_in_constant_memory() -> None:
     window = Window(size=28, sinks=4, stride=7)
-    lm = GappedModel(make_model(torch.device("cpu")), capacity=window.capacity)
+    lm = streamer(make_model(torch.device("cpu")), capacity=window.capacity)
     held = []
     prompt = list(range(5, 90))
     generated = []
@@ -189,14 +197,14 @@ def test_generation_far_past_the_context_in_constant_memory() -> None:
 
 def test_two_streams_share_their_sinks() -> None:
     window = Window(size=20, sinks=4, stride=5)
-    lm = GappedModel(make_model(torch.device("cpu")), capacity=100, max_sequences=2, max_entries=24)
+    lm = streamer(make_model(torch.device("cpu")), capacity=100, max_sequences=2, max_entries=24)
     ids = torch.randint(0, VOCABULARY, (100,))
     flow = Stream(lm, window, ids[:1].tolist())
-    *_, _ = flow.feed(ids[:40])
+    *_, _ = flow.feed(ids[:40].tolist())
     twin = Stream.__new__(Stream)
     twin._lm, twin._window, twin.sequence = lm, window, lm.cache.fork(flow.sequence)
     assert lm.cache.num_held == flow.sequence.length
-    outputs = [torch.cat(list(one.feed(ids[40:], all_logits=True))) for one in (flow, twin)]
+    outputs = [torch.cat(list(one.feed(ids[40:].tolist(), all_logits=True))) for one in (flow, twin)]
     lm.cache.check()
     torch.testing.assert_close(outputs[0], outputs[1], rtol=1e-5, atol=1e-5)
     expected = dense_logits(lm.model, ids, window)[40:]
@@ -208,8 +216,8 @@ def test_on_triton(device: torch.device) -> None:
     window = Window(size=6, sinks=2, stride=3)
     model = make_model(device)
     ids = torch.randint(0, VOCABULARY, (11,), device=device)
-    reference = fed(GappedModel(model, window.capacity, backend="torch"), ids, window, [11])
-    logits = fed(GappedModel(model, window.capacity, backend="triton"), ids, window, [8, 1, 2])
+    reference = fed(streamer(model, window.capacity, backend="torch"), ids, window, [11])
+    logits = fed(streamer(model, window.capacity, backend="triton"), ids, window, [8, 1, 2])
     torch.testing.assert_close(logits, reference, rtol=1e-4, atol=1e-4)
 
 
@@ -222,7 +230,7 @@ def test_backends_agree_in_16_bits(dtype: torch.dtype) -> None:
     )
     ids = torch.randint(0, VOCABULARY, (1000,), device="cuda")
     logits = [
-        fed(GappedModel(model, window.capacity, backend=name), ids, window, [1000])
+        fed(streamer(model, window.capacity, backend=name), ids, window, [1000])
         for name in ("torch", "triton")
     ]
     torch.testing.assert_close(logits[0], logits[1], rtol=3e-2, atol=3e-2)
@@ -230,22 +238,22 @@ def test_backends_agree_in_16_bits(dtype: torch.dtype) -> None:
 
 def test_a_failed_step_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     window = Window(size=20, sinks=4, stride=8)
-    lm = GappedModel(make_model(torch.device("cpu")), capacity=window.capacity)
+    lm = streamer(make_model(torch.device("cpu")), capacity=window.capacity)
     ids = torch.randint(0, VOCABULARY, (60,))
     flow = Stream(lm, window, ids[:1].tolist())
-    *_, _ = flow.feed(ids[:40])
+    *_, _ = flow.feed(ids[:40].tolist())
 
     def fails(*_: Any) -> None:
         raise RuntimeError("out of memory")
 
-    monkeypatch.setattr(lm.backends[1], "_write", fails)
+    monkeypatch.setattr(lm.step.backends[1], "_write", fails)
     with pytest.raises(RuntimeError, match="out of memory"):
-        list(flow.feed(ids[40:41]))
+        list(flow.feed(ids[40:41].tolist()))
     assert flow.position == 40  # the window has moved on to there, as it would have anyway
     assert lm.cache.num_held == flow.sequence.length == 16
     lm.cache.check()
     monkeypatch.undo()
-    (logits,) = flow.feed(ids[40:41])
+    (logits,) = flow.feed(ids[40:41].tolist())
     torch.testing.assert_close(logits, dense_logits(lm.model, ids[:41], window)[40:], rtol=1e-4, atol=1e-4)
 
 
@@ -257,15 +265,18 @@ def test_refuses_what_it_would_not_compute_right() -> None:
     ):
         with pytest.raises(ValueError, match="the stride from 1 to the window's size"):
             Window(**arguments)
-    lm = GappedModel(make_model(torch.device("cpu")), capacity=100)
+    lm = streamer(make_model(torch.device("cpu")), capacity=100)
     with pytest.raises(ValueError, match="the model's context is 64"):
         Stream(lm, Window(size=61, sinks=4, stride=8), [1])
+    plain = CachedModel(make_model(torch.device("cpu")), capacity=40)
+    with pytest.raises(ValueError, match="exact_positions=True"):
+        Stream(plain, WINDOWS["sinks"], [1])
     windowed = MistralForCausalLM(MistralConfig(**{**CONFIG, "sliding_window": 16}))
     with pytest.raises(UnsupportedModel, match="windows of their own"):
-        GappedModel(windowed, capacity=10)
+        streamer(windowed, capacity=10)
     learned = GPT2LMHeadModel(GPT2Config(vocab_size=VOCABULARY, n_embd=32, n_layer=2, n_head=4))
     with pytest.raises(UnsupportedModel, match="0 rotary embeddings"):
-        GappedModel(learned, capacity=10)
+        streamer(learned, capacity=10)
 
 
 def interleaved(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> Any:
@@ -281,10 +292,10 @@ def test_a_rotation_of_another_kind_is_noticed(monkeypatch: pytest.MonkeyPatch) 
     with monkeypatch.context() as patch:
         patch.setattr(modeling_llama, "apply_rotary_pos_emb", interleaved)
         with pytest.raises(UnsupportedModel, match="layers \\[0, 1\\] do not turn q and k"):
-            GappedModel(model, capacity=10)
+            streamer(model, capacity=10)
     assert not model.model.rotary_emb._forward_hooks
-    GappedModel(model, capacity=10)
-    GappedModel(model, capacity=10)
+    streamer(model, capacity=10)
+    streamer(model, capacity=10)
     assert len(model.model.rotary_emb._forward_hooks) == 1
 
 
@@ -384,7 +395,7 @@ def test_the_docstring_runs() -> None:
 def test_sinks_keep_a_real_model_fluent_past_its_window() -> None:
     """SmolLM2 on Python's documentation: without the first tokens it loses the thread."""
     directory = resolve(EngineConfig.model, print)
-    lm = GappedModel(load_model(directory, torch.device("cpu"), torch.float32, print), capacity=100)
+    lm = streamer(load_model(directory, torch.device("cpu"), torch.float32, print), capacity=100)
     ids = Tokenizer(directory).encode(topics["typesseq"])[:400].tolist()
     with_sinks = token_losses(lm, ids, Window(size=96, sinks=4, stride=32))[150:].mean()
     without = token_losses(lm, ids, Window(size=100, sinks=0, stride=32))[150:].mean()

@@ -81,7 +81,7 @@ class Life:
             self.hand_over,
         ]
 
-    def _count(self, edits: list[object]) -> None:
+    def _count(self, edits: list[object], kept: list[torch.Tensor]) -> None:
         self.num_edits += len(edits)
 
     def step(self) -> None:
@@ -263,7 +263,7 @@ class Life:
                 assert not free[slot]
         assert len(held) == cache.num_held
         assert sum(free) == cache.num_free
-        drawn = cache.memory_map()
+        drawn = cache.memory_map().counts
         assert (drawn.num_free, drawn.num_cached) == (cache.num_free, cache.num_cached)
         assert drawn.num_shared + drawn.num_own == cache.num_held
 

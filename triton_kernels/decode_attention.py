@@ -1,8 +1,8 @@
 """Decode attention: the newest tokens of each request, one or a few, against its K/V found through an index.
 
-What a program attends to is an item of a work list (`decode_plan.py`): some keys of one request. Where a request
-is one item the output is written at once; else each item leaves a normalised partial result and the log-sum-exp
-of its scores (base 2), and a second kernel combines them.
+A program attends to a share of all the batch's keys (`decode_plan.py`), item by item: some keys of one request.
+Where a request is one item the output is written at once; else each item leaves a normalised partial result and
+the log-sum-exp of its scores (base 2), and a second kernel combines them.
 
 The rows of a tile are the query heads that share a K/V head, of all the queries of a request: the keys are read
 once for all of them.
@@ -221,7 +221,9 @@ def _combine_kernel(
         acc = acc * decay + tl.sum(weights[:, None] * tile, 0)
         peak = new_peak
     acc = acc / tl.where(total > 0.0, total, 1.0)
-    tl.store(out + token * stride_out_b + head * stride_out_h + dims, acc.to(out.dtype.element_ty), mask=dims < DV)
+    tl.store(
+        out + token * stride_out_b + head * stride_out_h + dims, acc.to(out.dtype.element_ty), mask=dims < DV
+    )
     if HAS_LSE:
         tl.store(lse + token * num_heads + head, peak + tl.log2(total))
 
@@ -250,7 +252,7 @@ def _decode_attention(
     if num_tokens == 0:
         return
     group, capacity = num_heads // num_kv_heads, items.shape[0]
-    launch = tuning.decode_launch(key_dim, value_dim, q.element_size())
+    launch = tuning.decode_launch(num_tokens // num_queries, key_dim, value_dim, q.element_size())
     early = tuning.has_early_launch(tuning.device_class(q.device))
     options = {"launch_pdl": True} if early else {}
     block_dv = tuning.padded_dim(value_dim)
@@ -306,10 +308,10 @@ def _decode_attention(
         NUM_QUERIES=num_queries,
         DV=value_dim,
         BLOCK_DV=block_dv,
-        BLOCK_P=launch.combine_parts,
+        BLOCK_P=8,
         HAS_LSE=lse is not None,
         EARLY=early,
-        num_warps=launch.combine_warps,
+        num_warps=1,
         **options,
     )
 
@@ -382,7 +384,8 @@ def decode_attention(
     )
     if num_queries < 1 or q.shape[0] != rows.shape[0] * num_queries:
         raise ValueError(
-            f"q must hold {num_queries} queries for each of {rows.shape[0]} rows, at least one; got {q.shape[0]}"
+            f"q must hold {num_queries} queries for each of {rows.shape[0]} rows, at least one; "
+            f"got {q.shape[0]}"
         )
     if lse is not None and (
         lse.dtype != torch.float32 or lse.shape != q.shape[:2] or not lse.is_contiguous()

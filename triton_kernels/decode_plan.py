@@ -31,8 +31,8 @@ _SHARE_FIELDS = tl.constexpr(SHARE_FIELDS)
 
 class DecodePlan(NamedTuple):
     """`items`: int32 `[B + workers, 4]`: request, row of the index, first key, end of the keys.
-    `shares`: int32 `[workers + 1, 8]`: worker w has the items from shares[w, 0] to shares[w + 1, 0]; then the first
-    of them, so that it is read at once.
+    `shares`: int32 `[workers + 1, 8]`: worker w has the items from shares[w, 0] to shares[w + 1, 0]; then the
+    first of them, so that it is read at once.
     `parts`: int32 `[B, 2]`: a request's first item, and how many it has, at least one.
     `split`: int32 `[min(B, workers)]`: the requests that have several; then -1."""
 
@@ -91,7 +91,7 @@ def _plan_kernel(
         tl.store(split + start + request, -1, mask=start + request < num_listed)
 
     first_key = length - num_keys
-    for i in range(0, tl.max(num_parts, 0)):
+    for i in range(tl.max(num_parts, 0)):
         is_part = i < num_parts
         cut = tl.maximum((worker + i) * share, begin)  # in units
         first = first_key + (cut - begin) * UNIT
@@ -146,7 +146,7 @@ def decode_plan(
         num_queries: of each request, at its last positions.
     """
     num_requests = len(rows)
-    num_workers = tuning.decode_workers(tuning.device_class(rows.device), num_kv_heads)
+    num_workers = tuning.decode_workers(tuning.device_class(rows.device), num_requests, num_kv_heads)
     sizes = (
         (num_requests + num_workers) * ITEM_FIELDS,
         (num_workers + 1) * SHARE_FIELDS,
@@ -162,8 +162,10 @@ def decode_plan(
 def decode_plan_reference(
     rows: Tensor, lengths: Tensor, *, num_workers: int, unit: int, window: int = 0
 ) -> DecodePlan:
-    """The specification of `decode_plan`; `window` is the keys that a request's queries see together. Items that
-    are not used are left out, and what is not written is 0."""
+    """The specification of `decode_plan`; `window` is the keys that a request's queries see together.
+
+    Items that are not used are left out, and what is not written is 0.
+    """
     items: list[list[int]] = []
     shares: list[list[int]] = []
     parts: list[list[int]] = []

@@ -32,8 +32,7 @@ class Launch(NamedTuple):
 # The interpreter poses as a small GPU, so that its tests see several tiles and several splits.
 _INTERPRETER = DeviceClass(num_multiprocessors=4, shared_memory=64 * 1024, major=8)
 
-DECODE_UNIT = 32  # the keys of a part of a request are a multiple of it
-DECODE_WAVES = 4
+DECODE_UNIT = 32  # keys: every part of a request but its last has a multiple of it
 
 # Largest first.
 _PREFILL_LAUNCHES = (
@@ -74,28 +73,30 @@ def has_early_launch(device: DeviceClass) -> bool:
     return device.major >= 9
 
 
-def decode_workers(device: DeviceClass, num_kv_heads: int) -> int:
-    """Into how many equal shares decode cuts all its keys together: programs a multiprocessor, by K/V heads."""
-    return max(1, DECODE_WAVES * device.num_multiprocessors // num_kv_heads)
-
-
 class DecodeLaunch(NamedTuple):
-    """Keys of a tile and launch options of decode, and of what combines the parts."""
+    """Keys of a tile and launch options of decode, and how many programs share a multiprocessor."""
 
     block_n: int
     num_warps: int
     num_stages: int
-    combine_parts: int
-    combine_warps: int
+    waves: int
 
 
-def decode_launch(key_dim: int, value_dim: int, element_size: int) -> DecodeLaunch:
+def decode_launch(num_requests: int, key_dim: int, value_dim: int, element_size: int) -> DecodeLaunch:
     """Tiles of decode: at most 32 KiB of K and V at a time, so that several programs share a processor."""
+    # Of one or two requests each program has little to read: fewer of them, which read more at once.
+    launch = DecodeLaunch(64, 4, 3, 2) if num_requests <= 2 else DecodeLaunch(32, 4, 3, 4)
     bytes_per_key = (padded_dim(key_dim) + padded_dim(value_dim)) * element_size
-    block_n = 64
+    block_n = launch.block_n
     while block_n > 16 and block_n * bytes_per_key > 32 * 1024:
         block_n //= 2
-    return DecodeLaunch(block_n, 4, 3, 16, 4)
+    return launch._replace(block_n=block_n)
+
+
+def decode_workers(device: DeviceClass, num_requests: int, num_kv_heads: int) -> int:
+    """Into how many equal shares decode cuts all its keys together, for each K/V head."""
+    waves = decode_launch(num_requests, 128, 128, 2).waves
+    return max(1, waves * device.num_multiprocessors // num_kv_heads)
 
 
 def prefill_launch(

@@ -112,6 +112,24 @@ class AttentionBackend(ABC):
             self._decode(q[num_ctx_tokens:], metadata, out[num_ctx_tokens:])
         return out.view(num_tokens, -1)
 
+    def entry_scores(self, q: torch.Tensor, metadata: AttentionMetadata) -> torch.Tensor:
+        """How much this step's queries attend to each entry: probabilities, summed over queries and heads.
+
+        q as for `forward`, which is called before, for it writes the keys. Returns float32 `[B, longest]`, zero
+        past a sequence's entries. Raises ValueError for a step with sinks.
+        """
+        if metadata.num_sinks:
+            raise ValueError(
+                f"a step with {metadata.num_sinks} sinks attends them from other positions, which are not "
+                "scored; evict by the window alone"
+            )
+        entries = metadata.position_ids
+        if metadata.dropped is not None:
+            entries = entries - metadata.dropped
+        width = int(metadata.kv_lens_host.max(initial=0))
+        q = q.view(metadata.num_tokens, self.num_heads, self.head_dim)
+        return self._entry_scores(q, entries.int(), width, metadata)
+
     @abstractmethod
     def _write(self, k: torch.Tensor, v: torch.Tensor, metadata: AttentionMetadata) -> None:
         """Put this step's K/V where it belongs."""
@@ -137,3 +155,9 @@ class AttentionBackend(ABC):
     @abstractmethod
     def _decode(self, q: torch.Tensor, metadata: AttentionMetadata, out: torch.Tensor) -> None:
         """Attend from the generations' tokens into `out`."""
+
+    @abstractmethod
+    def _entry_scores(
+        self, q: torch.Tensor, entries: torch.Tensor, width: int, metadata: AttentionMetadata
+    ) -> torch.Tensor:
+        """Of q `[num_tokens, num_heads, head_dim]` at `entries` int32 `[num_tokens]`: float32 `[B, width]`."""

@@ -1,4 +1,4 @@
-"""Which backend runs where. Imports a backend when it is picked: the CPU needs no Triton."""
+"""Which backend runs where. Imports a backend when it is picked; knows no kernel."""
 
 from collections.abc import Sequence
 from importlib import import_module

@@ -12,6 +12,7 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from lightkv.triton_kernels.attend_keys import LOG2_E
+from lightkv.triton_kernels.attention_scores import attention_scores_reference
 from lightkv.triton_kernels.merge_states import merge_states_reference
 
 from ..staging import upload
@@ -241,7 +242,7 @@ class TorchAttention(AttentionBackend):
                 keys = k[tile.start : tile.end].to(pool.spec.dtype)
                 values = v[tile.start : tile.end].to(pool.spec.dtype)
             else:
-                keys, values = self._split(step.gather(pool.kv(self.layer_idx), tile.slots))
+                keys, values = pool.spec.split(step.gather(pool.kv(self.layer_idx), tile.slots))
             # [T, H, D] as [num_kv_heads, group, T, D]; the keys [S, num_kv_heads, D] repeat along the group
             queries = q[tile.start : tile.end].unflatten(1, (-1, group)).permute(1, 2, 0, 3)
             attended = self._attend(
@@ -265,7 +266,7 @@ class TorchAttention(AttentionBackend):
             parts = ((q, tile.slots, plan.bias_of(tile)), (turned, sinks, None))
             states = []
             for queries, slots, bias in parts:
-                keys, values = self._split(step.gather(pool.kv(self.layer_idx), slots))
+                keys, values = pool.spec.split(step.gather(pool.kv(self.layer_idx), slots))
                 states.append(self._attend_part(queries[tile.start : tile.end], keys, values, bias))
             partial_out, partial_lse = (torch.stack(part) for part in zip(*states, strict=True))
             out[tile.start : tile.end] = merge_states_reference(partial_out, partial_lse)[0]
@@ -275,7 +276,7 @@ class TorchAttention(AttentionBackend):
         plan = TorchPlan.of(metadata)
         for members, slots, width, bias in plan.decode_groups(metadata, self.window, q.dtype):
             queries = q if members is None else q.index_select(0, members)
-            keys, values = self._split(plan.gather(pool.kv(self.layer_idx), slots))
+            keys, values = pool.spec.split(plan.gather(pool.kv(self.layer_idx), slots))
             # The heads of a group are the query rows of their KV head: K and V are read once, not per head.
             attended = self._attend(
                 queries.unflatten(1, (self.num_kv_heads, -1)),  # [G, num_kv_heads, group, D]
@@ -288,12 +289,24 @@ class TorchAttention(AttentionBackend):
             else:
                 out.index_copy_(0, members, attended)
 
-    def _split(self, gathered: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Slots `[n, width]` as K `[n, num_kv_heads, head_dim]` and V `[n, num_kv_heads, v_dim]`."""
-        keys, values = gathered.split(
-            [self.num_kv_heads * self.head_dim, self.num_kv_heads * self.v_dim], dim=1
+    def _entry_scores(
+        self, q: torch.Tensor, entries: torch.Tensor, width: int, metadata: AttentionMetadata
+    ) -> torch.Tensor:
+        memory = metadata.kv_cache_manager
+        scores, _ = attention_scores_reference(
+            q,
+            memory.pool.k(self.layer_idx),
+            memory.table.req_to_token,
+            metadata.rows,
+            metadata.q_starts,
+            entries,
+            metadata.kv_lens,
+            width=width,
+            scale=self.scale,
+            window=self.window,
+            softcap=self.softcap,
         )
-        return keys.unflatten(1, (self.num_kv_heads, -1)), values.unflatten(1, (self.num_kv_heads, -1))
+        return scores.float()
 
     def _attend(
         self,

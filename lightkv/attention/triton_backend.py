@@ -2,14 +2,31 @@
 
 import torch
 
-from lightkv.triton_kernels.attention_scores import attention_lse
+from lightkv.triton_kernels.attention_scores import attention_lse, attention_scores
 from lightkv.triton_kernels.decode_attention import decode_attention
+from lightkv.triton_kernels.decode_plan import DecodePlan, decode_plan
 from lightkv.triton_kernels.merge_states import merge_states
 from lightkv.triton_kernels.prefill_attention import prefill_attention
 from lightkv.triton_kernels.write_kv import write_kv
 
 from .backend import AttentionBackend
 from .metadata import AttentionMetadata
+
+
+class _StepPlans:
+    """The work lists of one step, each made for the first layer that needs it: by K/V heads and window."""
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+        self.decode: dict[tuple[int, int], DecodePlan] = {}
+
+    @staticmethod
+    def of(metadata: AttentionMetadata) -> "_StepPlans":
+        """Those of the step that `metadata` is at."""
+        plans = metadata.plan
+        if not isinstance(plans, _StepPlans) or plans.step != metadata.step:
+            plans = metadata.plan = _StepPlans(metadata.step)
+        return plans
 
 
 class TritonAttention(AttentionBackend):
@@ -69,24 +86,48 @@ class TritonAttention(AttentionBackend):
         turned = self.rotary.turn_back(q, dropped)
         rows = metadata.rows.repeat_interleave(metadata.seq_lens_cuda, output_size=num_tokens)
         lengths = torch.full((num_tokens,), num_sinks, dtype=torch.int32, device=q.device)
-        q_starts = torch.arange(num_tokens + 1, dtype=torch.int32, device=q.device)
-        decode_attention(turned, k, v, table, rows, lengths, out=partial_out[1], scale=scale, softcap=softcap)
-        sink_lse = attention_lse(
-            turned, k, table, rows, q_starts, lengths - 1, lengths, max_q_len=1, scale=scale, softcap=softcap
+        sink_lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
+        decode_attention(
+            turned, k, v, table, rows, lengths, out=partial_out[1], lse=sink_lse, scale=scale, softcap=softcap
         )
         merge_states(partial_out, torch.stack((lse, sink_lse)), out=out)
 
     def _decode(self, q: torch.Tensor, metadata: AttentionMetadata, out: torch.Tensor) -> None:
         memory, num_contexts = metadata.kv_cache_manager, metadata.num_contexts
+        rows, lengths = metadata.rows[num_contexts:], metadata.kv_lens[num_contexts:]
+        plans = _StepPlans.of(metadata).decode
+        shape = self.num_kv_heads, self.window
+        if shape not in plans:
+            plans[shape] = decode_plan(rows, lengths, num_kv_heads=self.num_kv_heads, window=self.window)
         decode_attention(
             q,
             memory.pool.k(self.layer_idx),
             memory.pool.v(self.layer_idx),
             memory.table.req_to_token,
-            metadata.rows[num_contexts:],
-            metadata.kv_lens[num_contexts:],
+            rows,
+            lengths,
             scale=self.scale,
             window=self.window,
             softcap=self.softcap,
+            plan=plans[shape],
             out=out,
+        )
+
+    def _entry_scores(
+        self, q: torch.Tensor, entries: torch.Tensor, width: int, metadata: AttentionMetadata
+    ) -> torch.Tensor:
+        memory = metadata.kv_cache_manager
+        return attention_scores(
+            q,
+            memory.pool.k(self.layer_idx),
+            memory.table.req_to_token,
+            metadata.rows,
+            metadata.q_starts,
+            entries,
+            metadata.kv_lens,
+            max_q_len=int(metadata.seq_lens.max()),
+            width=width,
+            scale=self.scale,
+            window=self.window,
+            softcap=self.softcap,
         )

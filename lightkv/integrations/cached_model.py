@@ -25,21 +25,28 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
-from ..attention import AttentionMetadata, make_backends
-from ..errors import OutOfRows
+from ..attention import AttentionMetadata, Rotary, make_backends
+from ..errors import OutOfRows, UnsupportedModel
 from ..kv_cache import KVCache
+from ..prefix_tree import TOKEN_BYTES
 from ..sequence import Sequence
 from ..staging import upload
 from ..token_ids import TokenIds, int32_bytes
-from .transformers import bind, forward, probe
+from .exact_rotary import find_rotary, make_exact
+from .transformers import ModelShape, PackedStep, Receiver, bind, compute, probe
 
 
 class CachedModel:
     """A model, bound to lightkv's attention, and a `KVCache` of `capacity` tokens that it alone writes.
 
-    max_sequences: how many may be open at once. max_entries: the longest that one may get; by default the
+    max_sequences: how many may be open at once. max_entries: the most tokens that one may hold; by default the
     model's context, or the pool if that is smaller. backend: of the attention; by default the device's own.
-    Raises UnsupportedModel, OutOfMemory.
+    exact_positions: rotary angles in float64 from now on, as texts past the model's context need them, and
+    sinks. Tokens may be dropped (`cache.release`, `cache.keep`): those that stay keep their positions, and what
+    comes next has the positions after all there were.
+
+    Raises UnsupportedModel, with exact_positions also for positions that are not rotary in the usual layout and
+    for layers with windows of their own; UnknownBackend, OutOfMemory. The model is then as it was.
     """
 
     def __init__(
@@ -49,14 +56,23 @@ class CachedModel:
         max_sequences: int = 16,
         max_entries: int | None = None,
         backend: str | None = None,
+        exact_positions: bool = False,
     ) -> None:
         shape = probe(model)
-        max_entries = max_entries or min(capacity, model.config.get_text_config().max_position_embeddings)
+        self.windows = sorted({layer.options.window for layer in shape.layers} - {0})
+        if exact_positions and self.windows:
+            reason = (
+                f"its layers have windows of their own ({self.windows}), which count positions, not entries"
+            )
+            raise UnsupportedModel(type(model).__name__, reason)
+        rotary = find_rotary(model) if exact_positions else None
         self.model = model
-        self.cache = KVCache(shape.spec, capacity, max_sequences, max_entries, model.device)
-        self._backends = make_backends(backend, model.device, shape.layers)
-        self._metadata = AttentionMetadata(max_sequences, max_sequences * max_entries, self.cache.memory)
+        self.context: int = model.config.get_text_config().max_position_embeddings
+        self.exact_positions = exact_positions
+        self.cache, self.step = assemble(model, shape, capacity, max_sequences, max_entries, backend, rotary)
         bind(model)
+        if rotary is not None:
+            make_exact(model, rotary)
 
     @torch.no_grad()
     def prefill(self, prompt: TokenIds) -> tuple[Sequence, torch.Tensor]:
@@ -68,8 +84,7 @@ class CachedModel:
         ids = int32_bytes(prompt)
         sequence = self.cache.open(ids)
         try:
-            missing = np.frombuffer(ids, dtype=np.int32)[sequence.length :]
-            (logits,) = self.forward([sequence], [missing.tolist()])
+            (logits,) = self.forward([sequence], [ids[TOKEN_BYTES * sequence.length :]])
         except BaseException:
             self.cache.close(sequence)
             raise
@@ -84,30 +99,77 @@ class CachedModel:
 
     @torch.no_grad()
     def forward(
-        self, sequences: Seq[Sequence], token_ids: Seq[Seq[int]], all_logits: bool = False
+        self,
+        sequences: Seq[Sequence],
+        token_ids: Seq[TokenIds],
+        all_logits: bool = False,
+        receiver: Receiver | None = None,
     ) -> torch.Tensor:
         """Compute `token_ids[i]` at the end of `sequences[i]`, all in one call of the model.
 
         Returns the logits after the last token of each, `[len(sequences), vocabulary]`, or with `all_logits`
-        after every one, packed in order. Raises as `KVCache.extend`. If it fails the sequences have as much K/V
-        as before.
+        after every one, packed in order. `receiver`: of the attention calls in place of `step`, which it passes
+        them on to. Raises as `KVCache.extend`, and ValueError for dropped tokens where this model or these
+        sequences beside each other would not be computed right. If it fails the sequences are as before.
         """
-        counts = [len(ids) for ids in token_ids]
+        ids = [np.frombuffer(int32_bytes(one), dtype=np.int32) for one in token_ids]
+        counts = [len(one) for one in ids]
         starts = [sequence.length for sequence in sequences]
+        num_sinks = self._num_sinks(sequences)
         self.cache.extend(sequences, counts)
         try:
-            rows = [sequence.row for sequence in sequences]
-            num_contexts = len(rows) if max(counts) > 1 else 0
-            self._metadata.prepare(rows, starts, counts, num_contexts)
-            packed = np.array([token for ids in token_ids for token in ids], dtype=np.int64)
+            metadata = self.step.metadata
+            rows, dropped = [one.row for one in sequences], [one.dropped for one in sequences]
+            # A step with sinks knows no generations.
+            num_contexts = len(rows) if num_sinks or max(counts) > 1 else 0
+            metadata.prepare(rows, starts, counts, num_contexts, dropped=dropped, num_sinks=num_sinks)
+            packed = np.concatenate(ids).astype(np.int64)
             last = np.cumsum(np.array(counts, dtype=np.int64)) - 1
             input_ids, wanted = upload([packed, last], self.model.device)
             index = None if all_logits else wanted
-            return forward(self.model, input_ids, self._metadata, self._backends, index)
+            return compute(self.model, input_ids, metadata.position_ids, receiver or self.step, index)
         except BaseException:
-            for sequence, start in zip(sequences, starts, strict=True):
-                self.cache.truncate(sequence, start)
+            self.cache.shrink(sequences, counts)
             raise
+
+    def _num_sinks(self, sequences: Seq[Sequence]) -> int:
+        """Of a step of these. Raises ValueError where they cannot be computed together, or by this model."""
+        gapped = [one for one in sequences if one.dropped]
+        if gapped and self.windows:
+            raise ValueError(
+                f"{gapped[0]}: this model's layers have windows of their own ({self.windows}), which count "
+                "positions, not entries; close it, and run its text anew"
+            )
+        found = {one.num_sinks if one.dropped else 0 for one in sequences} or {0}
+        if len(found) > 1:
+            raise ValueError(f"sequences with {sorted(found)} sinks: run each kind in a step of its own")
+        (num_sinks,) = found
+        if num_sinks and not self.exact_positions:
+            raise ValueError(
+                f"{num_sinks} sinks are attended from positions that they are turned to: make the CachedModel "
+                "with exact_positions=True"
+            )
+        return num_sinks
+
+
+def assemble(
+    model: PreTrainedModel,
+    shape: ModelShape,
+    capacity: int,
+    max_sequences: int,
+    max_entries: int | None,
+    backend: str | None,
+    rotary: Rotary | None = None,
+) -> tuple[KVCache, PackedStep]:
+    """A cache for the K/V of `model`, as `probe` found it to be, and what attends over it.
+
+    The arguments are those of `CachedModel`. The model is left alone. Raises UnknownBackend, OutOfMemory.
+    """
+    max_entries = max_entries or min(capacity, model.config.get_text_config().max_position_embeddings)
+    backends = make_backends(backend, model.device, shape.layers, rotary)
+    cache = KVCache(shape.spec, capacity, max_sequences, max_entries, model.device)
+    metadata = AttentionMetadata(max_sequences, max_sequences * max_entries, cache.memory)
+    return cache, PackedStep(metadata, backends)
 
 
 def select(cache: KVCache, sequences: Seq[Sequence], order: Seq[int]) -> list[Sequence]:

@@ -30,12 +30,10 @@ import torch
 from transformers import Cache, PreTrainedModel
 from transformers.cache_utils import CacheLayerMixin
 
-from ..attention import AttentionMetadata, make_backends
-from ..kv_cache import KVCache
 from ..prefix_tree import TOKEN_BYTES
 from ..sequence import Sequence
 from ..staging import upload
-from .cached_model import select
+from .cached_model import assemble, select
 from .transformers import ATTENTION, PackedStep, probe
 
 
@@ -62,7 +60,7 @@ class _Pending(NamedTuple):
 
     step: _GatheredStep | PackedStep | None  # None: slots are taken, and no more
     input_ids: torch.Tensor  # [B, new columns]
-    width: int  # columns, the new ones included
+    first: int  # the first column that it computes
     num_logits: int  # of each row
 
 
@@ -70,7 +68,8 @@ class LightKVCache(Cache):
     """K/V of up to `capacity` tokens for `model`, which stays as it is but for two hooks on its forward pass.
 
     Every `generate` is a text of its own: what the cache has of it, from whichever earlier one, is not computed
-    again. Calls of the model itself go on with the present batch until `reset`.
+    again. Calls of the model itself go on with the present batch until `reset`. A mask can hide the padding
+    that a batch begins with, and nothing else; positions, if given, are those of the text without it.
 
     max_sequences: rows of a batch at most, beams included. max_entries: the longest text; by default the
     model's context, or the pool if that is smaller. backend: of lightkv's attention, where the model is bound
@@ -87,16 +86,11 @@ class LightKVCache(Cache):
         backend: str | None = None,
     ) -> None:
         shape = probe(model)
-        max_entries = max_entries or min(capacity, model.config.get_text_config().max_position_embeddings)
         super().__init__(layers=[_Layer(self, layer_idx) for layer_idx in range(shape.spec.num_layers)])
-        self.kv = KVCache(shape.spec, capacity, max_sequences, max_entries, model.device)
-        self.num_columns = 0  # of the batch so far, padding included
-        self._backends = make_backends(backend, model.device, shape.layers)
-        self._metadata = AttentionMetadata(max_sequences, max_sequences * max_entries, self.kv.memory)
+        self.kv, self._step = assemble(model, shape, capacity, max_sequences, max_entries, backend)
         self._sequences: list[Sequence] = []  # of every row of the batch
         self._padding: list[int] = []
-        self._same_as: list[int] = []  # of every row, the first one with the same text
-        self._ids = torch.empty(0, 0, dtype=torch.int64, device=model.device)  # [B, num_columns]
+        self._ids = torch.empty(0, 0, dtype=torch.int64, device=model.device)  # [B, columns so far]
         self._pending: _Pending | None = None  # left behind by a call of the model that failed
         self._scratch: torch.Tensor | None = None
         # A weak reference, so that a cache that nobody uses is freed, and takes its hooks along.
@@ -107,6 +101,11 @@ class LightKVCache(Cache):
         )
         for hook in hooks:
             weakref.finalize(self, hook.remove)
+
+    @property
+    def num_columns(self) -> int:
+        """Of the batch so far, padding included; while the model is called, those before what it computes."""
+        return self._ids.shape[1] if self._pending is None else self._pending.first
 
     @property
     def num_hit(self) -> int:
@@ -127,7 +126,6 @@ class LightKVCache(Cache):
             self.kv.retract()
         self._sequences = []
         self._ids = self._ids[:0, :0]
-        self.num_columns = 0
 
     @property
     def _is_user_defined(self) -> bool:
@@ -155,17 +153,21 @@ class LightKVCache(Cache):
         self.reorder_cache(torch.arange(len(self._sequences)).repeat_interleave(repeats))
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Let go of the last tokens of every row; how many, as a negative number. Raises ValueError."""
+        """Let go of the last tokens of every row; how many, as a negative number.
+
+        Raises ValueError, also where a row has not as many beside its padding; nothing is cropped then.
+        """
         tokens_to_remove = int(tokens_to_remove)  # assisted decoding gives a tensor
-        if tokens_to_remove > 0:
+        shortest = min((sequence.length for sequence in self._sequences), default=0)
+        if not -shortest <= tokens_to_remove <= 0:
             raise ValueError(
-                f"crop({tokens_to_remove}): give the number of tokens to remove as a negative one"
+                f"crop({tokens_to_remove}): give the number of tokens to remove as a negative one, of the "
+                f"{shortest} that the shortest row has"
             )
         if tokens_to_remove:
             for sequence in self._sequences:
                 self.kv.truncate(sequence, sequence.length + tokens_to_remove)
-            self.num_columns += tokens_to_remove
-            self._ids = self._ids[:, : self.num_columns]
+            self._ids = self._ids[:, :tokens_to_remove]
 
     def update_layer(
         self, layer_idx: int, keys: torch.Tensor, values: torch.Tensor
@@ -192,9 +194,7 @@ class LightKVCache(Cache):
         gathered = torch.index_select(
             pool.kv(layer_idx), 0, seen, out=self._scratch[:numel].view(len(seen), -1)
         ).view(num_rows, -1, pool.spec.width)
-        split = [pool.spec.num_kv_heads * dim for dim in (pool.spec.k_dim, pool.spec.v_dim)]
-        heads = (part.unflatten(2, (pool.spec.num_kv_heads, -1)) for part in gathered.split(split, dim=2))
-        all_keys, all_values = (part.transpose(1, 2) for part in heads)
+        all_keys, all_values = (part.transpose(1, 2) for part in pool.spec.split(gathered))
         return all_keys, all_values
 
     def _begin(self, model: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -214,61 +214,94 @@ class LightKVCache(Cache):
         num_rows, num_new = input_ids.shape
         width = self.num_columns + num_new
         wrong_rows = self._sequences and num_rows != len(self._sequences)
-        if not num_new or wrong_rows or (mask is not None and mask.shape != (num_rows, width)):
-            shape = None if mask is None else tuple(mask.shape)
+        shape = None if mask is None else tuple(getattr(mask, "shape", ()))
+        if not num_new or wrong_rows or shape not in (None, (num_rows, width)):
             raise ValueError(
                 f"{num_new} tokens of {num_rows} rows and a mask of {shape}, after {self.num_columns} tokens "
                 f"of {len(self._sequences)} rows: call reset() before another text"
             )
         num_logits = min(num_logits or num_new, num_new)
+        padding = self._padding if self._sequences else _left_padding(mask, num_rows, num_new)
+        self._require_own_columns(
+            padding, mask if self._sequences else None, kwargs.get("position_ids"), num_new
+        )
         if self._sequences:
-            self._same_as = list(range(num_rows))
             parts = [_Part(row, sequence.length, num_new) for row, sequence in enumerate(self._sequences)]
+            same_as = list(range(num_rows))
             self.kv.extend(self._sequences, [num_new] * num_rows)
         else:
-            self._padding = _left_padding(mask, num_rows, num_new)
-            parts = self._open(input_ids.tolist(), num_logits)
-        self._pending = _Pending(None, input_ids, width, num_logits)
+            self._padding = padding
+            parts, same_as = self._open(input_ids.tolist(), num_logits)
+        self._pending = _Pending(None, input_ids, self.num_columns, num_logits)
         if model.config.get_text_config()._attn_implementation == ATTENTION:
-            changed = self._pack(parts, input_ids, num_logits)
-            step = changed["lightkv"]
-            kwargs = {**kwargs, **changed, "use_cache": False}
+            step: PackedStep | _GatheredStep = self._step
+            kwargs.update(self._pack(parts, same_as, input_ids, num_logits), lightkv=step, use_cache=False)
             del kwargs["past_key_values"]
             kwargs.pop("attention_mask", None)
+            self._pending = self._pending._replace(step=step)
         else:
-            step, changed = self._gather(parts, input_ids, width)
+            step, first, changed = self._gather(parts, input_ids, width)
             kwargs.update(changed)
-        self._pending = self._pending._replace(step=step)
+            self._pending = self._pending._replace(step=step, first=first)
         return (), kwargs
+
+    def _require_own_columns(
+        self, padding: list[int], mask: torch.Tensor | None, position_ids: Any, num_new: int
+    ) -> None:
+        """Raise ValueError for a mask, or positions, other than those that K/V found by its ids was made with.
+
+        padding: of every row. mask: `[rows, columns]` of a batch that goes on. Waits for the device.
+        """
+        starts = np.array(padding)[:, None]
+        columns = np.arange(self.num_columns + num_new)
+        real = columns >= starts
+        if self._sequences and mask is None and any(padding):
+            raise ValueError(
+                f"rows with {padding} columns of padding go on without a mask: pass it every time"
+            )
+        if mask is not None and ((mask != 0).cpu().numpy() != real).any():
+            raise ValueError(
+                f"a mask that is not that of the {padding} columns of padding which the rows began with: what "
+                "has been computed is attended to; call reset(), and begin a text without what is to be hidden"
+            )
+        if position_ids is not None:
+            new = slice(self.num_columns, None)
+            expected = (columns - starts)[:, new]
+            given = position_ids.cpu().numpy()
+            if given.shape not in (expected.shape, (1, num_new)) or (given != expected)[real[:, new]].any():
+                raise ValueError(
+                    f"position_ids {given.tolist()}, where the text without its padding has "
+                    f"{expected.tolist()}: leave them out"
+                )
 
     def _end(self, model: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
         """After it: what it computed is known now."""
         pending = self._pending
         if pending is None or (
-            kwargs.get("past_key_values") is not self and kwargs.get("lightkv") is not pending.step
+            kwargs.get("past_key_values") is not self and kwargs.get("lightkv") is not self._step
         ):
             return None
         self._pending = None
         self.kv.confirm()
         self._ids = torch.cat((self._ids, pending.input_ids), 1) if len(self._ids) else pending.input_ids
-        self.num_columns = pending.width
         if isinstance(pending.step, PackedStep):
             output["logits"] = output.logits[0].unflatten(0, (-1, pending.num_logits))
             output["past_key_values"] = self
         return output
 
-    def _open(self, texts: list[list[int]], num_logits: int) -> list[_Part]:
+    def _open(self, texts: list[list[int]], num_logits: int) -> tuple[list[_Part], list[int]]:
         """A sequence for every row, those with the same text as forks of the first. Returns what is to be
-        computed: what the cache has not, and the last `num_logits` tokens in any case."""
+        computed (what the cache has not, and the last `num_logits` tokens in any case), and for every row the
+        first one with the same text."""
         sequences: list[Sequence] = []
         parts = []
         first_with: dict[tuple[int, ...], int] = {}
-        self._same_as = []
+        same_as = []
         try:
             for row, (columns, padding) in enumerate(zip(texts, self._padding, strict=True)):
                 text = columns[padding:]
                 first = first_with.setdefault(tuple(text), row)
-                self._same_as.append(first)
+                same_as.append(first)
                 if first < row:
                     sequences.append(self.kv.fork(sequences[first]))
                     continue
@@ -285,33 +318,35 @@ class LightKVCache(Cache):
             self.kv.retract()
             raise
         self._sequences = sequences
-        return parts
+        return parts, same_as
 
-    def _pack(self, parts: list[_Part], input_ids: torch.Tensor, num_logits: int) -> dict[str, Any]:
+    def _pack(
+        self, parts: list[_Part], same_as: list[int], input_ids: torch.Tensor, num_logits: int
+    ) -> dict[str, torch.Tensor]:
         """The call for lightkv's attention: nothing but `parts`, one after the other."""
         _, starts, counts = (list(numbers) for numbers in zip(*parts, strict=True))
         rows = [self._sequences[part.row].row for part in parts]
-        self._metadata.prepare(rows, starts, counts, len(rows) if max(counts) > 1 else 0)
+        metadata = self._step.metadata
+        metadata.prepare(rows, starts, counts, len(rows) if max(counts) > 1 else 0)
         ends = dict(zip((part.row for part in parts), np.cumsum(counts).tolist(), strict=True))
         length = {part.row: part.num_tokens for part in parts}
         wanted = [
             # Of padding, whose logits mean nothing, those of the first token.
             ends[first] - min(length[first], num_logits - idx)
-            for first in self._same_as
+            for first in same_as
             for idx in range(num_logits)
         ]
         source = self._sources(parts, self.num_columns, input_ids.shape[1])
         source_there, wanted_there = upload([source, np.array(wanted, dtype=np.int64)], input_ids.device)
         return {
             "input_ids": input_ids.flatten().index_select(0, source_there)[None],
-            "position_ids": self._metadata.position_ids[None],
+            "position_ids": metadata.position_ids[None],
             "logits_to_keep": wanted_there,
-            "lightkv": PackedStep(self._metadata, self._backends),
         }
 
     def _gather(
         self, parts: list[_Part], input_ids: torch.Tensor, width: int
-    ) -> tuple[_GatheredStep, dict[str, Any]]:
+    ) -> tuple[_GatheredStep, int, dict[str, torch.Tensor]]:
         """The call for the model's own attention: all columns from the first that some row needs on."""
         first = min(self._padding[part.row] + part.start for part in parts)
         num_rows, table = len(self._sequences), self.kv.memory.table
@@ -327,11 +362,14 @@ class LightKVCache(Cache):
             [source, entries, seen.reshape(-1), positions.reshape(-1)], input_ids.device
         )
         step = _GatheredStep(source_there, table.read(entries_there).long(), table.read(seen_there).long())
-        self.num_columns = first
-        return step, {
-            "input_ids": input_ids[:, first - width :],
-            "position_ids": positions_there.view(num_rows, -1),
-        }
+        return (
+            step,
+            first,
+            {
+                "input_ids": input_ids[:, first - width :],
+                "position_ids": positions_there.view(num_rows, -1),
+            },
+        )
 
     def _sources(self, parts: list[_Part], first: int, num_columns: int) -> np.ndarray:
         """Where the tokens of `parts` are in the flattened columns from `first` on: int64, packed."""
@@ -378,7 +416,7 @@ def _left_padding(mask: torch.Tensor | None, num_rows: int, num_columns: int) ->
     """How many columns of each row are padding. Raises ValueError where it is not on the left."""
     if mask is None:
         return [0] * num_rows
-    real = mask.cpu().numpy() != 0
+    real = (mask != 0).cpu().numpy()
     padding = num_columns - real.sum(1)
     if (padding == num_columns).any() or (real != (np.arange(num_columns) >= padding[:, None])).any():
         raise ValueError(

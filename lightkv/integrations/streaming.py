@@ -7,12 +7,12 @@ results are merged, which is exact. Distances so stay within the window however 
 
 >>> import torch
 >>> from transformers import LlamaConfig, LlamaForCausalLM
->>> from lightkv.integrations.gapped_model import GappedModel
+>>> from lightkv.integrations.cached_model import CachedModel
 >>> from lightkv.integrations.streaming import Window, stream
 >>> config = LlamaConfig(vocab_size=50, hidden_size=32, intermediate_size=32, num_hidden_layers=2,
 ...                      num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=32)
 >>> window = Window(size=28, sinks=4, stride=7)
->>> lm = GappedModel(LlamaForCausalLM(config).eval(), capacity=window.capacity)
+>>> lm = CachedModel(LlamaForCausalLM(config).eval(), capacity=window.capacity, exact_positions=True)
 >>> ids = list(stream(lm, [5, 6, 7, 8], window, max_new_tokens=200))
 >>> len(ids), lm.cache.capacity, lm.cache.num_held
 (200, 32, 0)
@@ -21,10 +21,12 @@ results are merged, which is exact. Distances so stay within the window however 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
+from ..prefix_tree import TOKEN_BYTES
 from ..token_ids import TokenIds, int32_bytes
-from .gapped_model import GappedModel
+from .cached_model import CachedModel
 
 STEP_TOKENS = 256  # most that a stream computes at once, for the memory that activations and logits take
 
@@ -62,36 +64,39 @@ class Window:
 class Stream:
     """One sequence that goes on for ever. `start`: the tokens that it will begin with, of which what the cache
     has need not be computed (`position` says how many). Raises ValueError for a window that passes the model's
-    context.
+    context, and for a model without exact positions.
     """
 
-    def __init__(self, lm: GappedModel, window: Window, start: TokenIds) -> None:
+    def __init__(self, lm: CachedModel, window: Window, start: TokenIds) -> None:
         if window.capacity > lm.context:
             raise ValueError(
                 f"{window} holds {window.capacity} tokens, the model's context is {lm.context}; make it smaller"
             )
+        if not lm.exact_positions:
+            raise ValueError("a stream goes past the context: make its CachedModel with exact_positions=True")
         self._lm = lm
         self._window = window
-        self.sequence = lm.cache.open(int32_bytes(start)[: 4 * window.capacity])
+        self.sequence = lm.cache.open(int32_bytes(start)[: TOKEN_BYTES * window.capacity])
 
     @property
     def position(self) -> int:
         """The position of the next token."""
         return self.sequence.position
 
-    def feed(self, token_ids: torch.Tensor, all_logits: bool = False) -> Iterator[torch.Tensor]:
-        """Compute `token_ids`, int64 `[n]` on the model's device, in as many steps as it takes.
+    def feed(self, token_ids: TokenIds, all_logits: bool = False) -> Iterator[torch.Tensor]:
+        """Compute `token_ids` in as many steps as it takes.
 
         Yields every step's logits, `[1, vocabulary]` or with `all_logits` a line a token. Raises OutOfTokens if
         the pool has no room for the window.
         """
         lm, sequence, window = self._lm, self.sequence, self._window
-        while len(token_ids):
+        ids = np.frombuffer(int32_bytes(token_ids), dtype=np.int32)
+        while len(ids):
             if due := window.dropped(sequence.position) - sequence.dropped:
                 lm.cache.release(sequence, due, window.sinks)
-            count = min(len(token_ids), window.capacity - sequence.length, STEP_TOKENS)
-            yield lm.forward(sequence, token_ids[:count], all_logits=all_logits)
-            token_ids = token_ids[count:]
+            count = min(len(ids), window.capacity - sequence.length, STEP_TOKENS)
+            yield lm.forward([sequence], [ids[:count]], all_logits)
+            ids = ids[count:]
 
     def close(self) -> None:
         """End it. Nothing of it is cached."""
@@ -103,7 +108,7 @@ def _argmax(logits: torch.Tensor) -> int:
 
 
 def stream(
-    lm: GappedModel,
+    lm: CachedModel,
     prompt: TokenIds,
     window: Window,
     max_new_tokens: int,
@@ -113,41 +118,14 @@ def stream(
 
     pick: the next token, from its logits `[vocabulary]`. Raises as `Stream`.
     """
-    ids = _tensor(prompt, lm)
     flow = Stream(lm, window, prompt)
     try:
-        fresh = ids[flow.position :]
+        fresh: TokenIds = int32_bytes(prompt)[TOKEN_BYTES * flow.position :]
         for _ in range(max_new_tokens):
             for logits in flow.feed(fresh):
                 last = logits
             token = pick(last[-1])
             yield token
-            fresh = torch.tensor([token], device=ids.device)
+            fresh = [token]
     finally:
         flow.close()
-
-
-def token_losses(lm: GappedModel, token_ids: TokenIds, window: Window) -> torch.Tensor:
-    """The negative log likelihood of every token but the first, as a stream sees it: float32 `[n - 1]`."""
-    ids = _tensor(token_ids, lm)
-    flow = Stream(lm, window, token_ids[:4] if isinstance(token_ids, bytes) else token_ids[:1])
-    losses = []
-    at = 1
-    try:
-        for logits in flow.feed(ids[:-1], all_logits=True):
-            targets = ids[at : at + len(logits)]
-            losses.append(torch.nn.functional.cross_entropy(logits.float(), targets, reduction="none"))
-            at += len(logits)
-    finally:
-        flow.close()
-    return torch.cat(losses)
-
-
-def perplexity(lm: GappedModel, token_ids: TokenIds, window: Window) -> float:
-    """Of all tokens but the first, each predicted from what a stream holds when it comes."""
-    return float(token_losses(lm, token_ids, window).double().mean().exp())
-
-
-def _tensor(token_ids: TokenIds, lm: GappedModel) -> torch.Tensor:
-    ids = torch.frombuffer(bytearray(int32_bytes(token_ids)), dtype=torch.int32)
-    return ids.to(lm.model.device, torch.int64)

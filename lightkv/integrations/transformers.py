@@ -5,7 +5,8 @@ call that the model makes of it. Knows no sequence, no sampling and no loading o
 """
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol, cast
 
@@ -33,7 +34,7 @@ class ModelShape:
     layers: tuple[LayerShape, ...]
 
 
-class _Receiver(Protocol):
+class Receiver(Protocol):
     """Takes the attention calls of one forward pass."""
 
     def attend(
@@ -143,7 +144,7 @@ def probe(model: PreTrainedModel) -> ModelShape:
     """What `model` computes as attention, from a forward pass over three tokens; the model stays as it was.
 
     Raises UnsupportedModel for whatever lightkv would not compute exactly, and for a model that cannot be
-    called as `forward` calls it.
+    called as `compute` calls it.
     """
     architecture = type(model).__name__
     # By its signature: a **kwargs would swallow what the model does not know.
@@ -186,7 +187,7 @@ def probe(model: PreTrainedModel) -> ModelShape:
 
 
 def bind(model: PreTrainedModel) -> None:
-    """Switch `model` to lightkv's attention, for `forward`. Raises UnsupportedModel.
+    """Switch `model` to lightkv's attention, for `compute`. Raises UnsupportedModel, with nothing switched.
 
     Rotary frequencies that transformers would choose by the longest position in the batch (`dynamic`,
     `longrope`) stay those of the model's original context: no sequence depends on its neighbours, and a step
@@ -201,8 +202,44 @@ def bind(model: PreTrainedModel) -> None:
             setattr(module, "rope_type", _fixed(kind))  # noqa: B010
 
 
+@contextmanager
+def bound(model: PreTrainedModel) -> Iterator[None]:
+    """`bind` for as long as the block runs; then the model is as before. Raises UnsupportedModel."""
+    before = model.config._attn_implementation
+    kinds = {module: module.rope_type for module in model.modules() if hasattr(module, "rope_type")}
+    bind(model)
+    try:
+        yield
+    finally:
+        model.set_attn_implementation(before)
+        for module, kind in kinds.items():
+            setattr(module, "rope_type", kind)  # noqa: B010
+
+
 def _fixed(rope_type: str) -> str:
     return "default" if rope_type in ("dynamic", "longrope") else rope_type
+
+
+def compute(
+    model: PreTrainedModel,
+    input_ids: torch.Tensor,
+    position_ids: torch.Tensor,
+    receiver: Receiver,
+    logits_index: torch.Tensor | None,
+) -> torch.Tensor:
+    """A forward pass of a bound model over packed tokens, whose attention `receiver` computes.
+
+    `input_ids`, `position_ids`: int64 `[num_tokens]`. `logits_index`: int64 `[n]`, the tokens whose logits are
+    wanted, None for all; only these go through the head. Returns `[n, vocabulary]` in the model's type.
+    """
+    output = model(
+        input_ids=input_ids[None],
+        position_ids=position_ids[None],
+        use_cache=False,
+        logits_to_keep=0 if logits_index is None else logits_index,  # 0: all
+        lightkv=receiver,
+    )
+    return cast(torch.Tensor, output.logits[0])
 
 
 def forward(
@@ -212,28 +249,19 @@ def forward(
     backends: Sequence[AttentionBackend],
     logits_index: torch.Tensor | None,
 ) -> torch.Tensor:
-    """One step of a bound model over a packed batch.
-
-    `input_ids`: int64 `[num_tokens]`, in the batch's order. `logits_index`: int64 `[n]`, the tokens whose
-    logits are wanted, None for all; only these go through the head. Returns `[n, vocabulary]` in the model's
-    type.
-    """
-    output = model(
-        input_ids=input_ids[None],
-        position_ids=metadata.position_ids[None],
-        use_cache=False,
-        logits_to_keep=0 if logits_index is None else logits_index,  # 0: all
-        lightkv=PackedStep(metadata, backends),
-    )
-    return cast(torch.Tensor, output.logits[0])
+    """`compute` of the batch that `metadata` was prepared for, `input_ids` in its order."""
+    step = PackedStep(metadata, backends)
+    return compute(model, input_ids, metadata.position_ids, step, logits_index)
 
 
 def _bind(model: PreTrainedModel, name: str) -> None:
     AttentionInterface.register(name, _attention)
     if name == PROBE:
         AttentionMaskInterface.register(name, _mask_rule)
+    before = model.config._attn_implementation
     model.set_attn_implementation(name)
     if model.config.get_text_config()._attn_implementation != name:
+        model.set_attn_implementation(before)
         raise UnsupportedModel(type(model).__name__, "it does not use transformers' AttentionInterface")
 
 
@@ -244,7 +272,7 @@ def _attention(
     value: torch.Tensor,
     attention_mask: Any,
     *,
-    lightkv: _Receiver,
+    lightkv: Receiver,
     **arguments: Any,
 ) -> tuple[torch.Tensor, None]:
     """transformers' attention function; `lightkv` is the keyword argument given to the model's forward."""
