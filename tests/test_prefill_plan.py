@@ -35,6 +35,7 @@ def check(
     assert plan.launch == launch
     assert torch.equal(plan.tiles[: len(expected)], expected)
     assert (plan.tiles[len(expected) :, 0] == -1).all()
+    assert not plan.taken.any()
     return plan
 
 

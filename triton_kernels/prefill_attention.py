@@ -9,9 +9,15 @@ of them, and a short query still fills the tile. Which tiles there are is a work
 
 No tile's keys are shared out among programs: a few queries after many keys belong to `decode_attention`.
 
+The kernel here runs wherever Triton does. On compute capability 9 `prefill_hopper.py` goes through the same
+work list, where types, head dim and strides allow.
+
 Knows nothing of models, of the allocator, or of how K/V came into the cache. `attend_keys.py` has the loop over
 keys, the checks and the specification.
 """
+
+from functools import cache
+from types import ModuleType
 
 import torch
 import triton
@@ -154,13 +160,37 @@ def _prefill_kernel(
         tl.store(lse + tokens * (num_kv_heads * GROUP) + heads, peak + tl.log2(total), mask=in_tile)
 
 
-@torch.library.custom_op("lightkv::prefill_attention", mutates_args=("out", "lse"))
+@cache
+def _hopper() -> ModuleType | None:
+    """The kernel for compute capability 9; None in Triton's interpreter, or where this Triton has no Gluon."""
+    if not isinstance(_prefill_kernel, triton.JITFunction):
+        return None
+    try:
+        from . import prefill_hopper
+    except ImportError:
+        return None
+    return prefill_hopper
+
+
+def _hopper_launch(q: Tensor, k_cache: Tensor, v_cache: Tensor, out: Tensor) -> tuning.Launch | None:
+    """How `prefill_hopper` would run this; None if it cannot: it copies 16 bytes at a time, as they are."""
+    if not q.dtype == k_cache.dtype == v_cache.dtype:
+        return None
+    for tensor in (q, k_cache, v_cache, out):
+        if tensor.data_ptr() % 16 or any(stride % 16 for stride in tensor.stride()[:2]):
+            return None
+    device = tuning.device_class(q.device)
+    return tuning.hopper_prefill_launch(device, q.shape[2], v_cache.shape[2], q.element_size())
+
+
+@torch.library.custom_op("lightkv::prefill_attention", mutates_args=("taken", "out", "lse"))
 def _prefill_attention(
     q: Tensor,
     k_cache: Tensor,
     v_cache: Tensor,
     index: Tensor,
     tiles: Tensor,
+    taken: Tensor,
     out: Tensor,
     lse: Tensor | None,
     block_m: int,
@@ -177,6 +207,25 @@ def _prefill_attention(
     if tiles.shape[0] == 0:
         return
     score_scale, cap_scale = score_scales(scale, softcap)
+    hopper_launch = _hopper_launch(q, k_cache, v_cache, out)
+    if hopper_launch is not None and hopper_launch.block_m == block_m and (hopper := _hopper()) is not None:
+        hopper.launch_hopper_prefill(
+            q,
+            k_cache,
+            v_cache,
+            index,
+            tiles,
+            taken,
+            out,
+            lse,
+            hopper_launch,
+            score_scale=score_scale,
+            cap_scale=cap_scale,
+            shift=shift,
+            window=window,
+            softcap=softcap != 0.0,
+        )
+        return
     _prefill_kernel[(num_kv_heads * tiles.shape[0],)](
         q,
         k_cache,
@@ -247,7 +296,7 @@ def prefill_attention(
             num_entries * 2**shift, which is not checked.
         scale, shift, window, softcap: as in `decode_attention`.
         plan: what `prefill_plan` has made of the same rows, q_starts, lengths, window and shapes, for all
-            layers of a step; made here if None.
+            layers of a step, one after the other; made here if None.
         out: `[T, H, Dv]` to write to; allocated in the dtype of q if None.
         lse: float32 `[T, H]`, contiguous: the log-sum-exp of the scores, in base 2; -inf where a query sees no
             key.
@@ -302,7 +351,19 @@ def prefill_attention(
             window=window,
         )
     _prefill_attention(
-        q, k_cache, v_cache, index, plan.tiles, out, lse, *plan.launch, scale, shift, window, softcap
+        q,
+        k_cache,
+        v_cache,
+        index,
+        plan.tiles,
+        plan.taken,
+        out,
+        lse,
+        *plan.launch,
+        scale,
+        shift,
+        window,
+        softcap,
     )
     return out
 

@@ -26,9 +26,12 @@ class PrefillPlan(NamedTuple):
     """`tiles`: int32 `[capacity, 8]`: request, row of the index, the tile's first row among the request's, how
     many rows the request has, its first query, its keys before that (below 0 if it has more queries than keys);
     then -1 in place of a request.
+    `taken`: int32 `[2]`, zeros: `prefill_hopper` counts there what its programs have taken off the list, and
+    leaves zeros, so a plan serves one run at a time.
     `launch`: what the tiles are made for."""
 
     tiles: Tensor
+    taken: Tensor
     launch: tuning.Launch
 
 
@@ -38,6 +41,7 @@ def _plan_kernel(
     q_starts,  # [B + 1]
     lengths,  # [B]
     tiles,  # [capacity, 8], filled with -1
+    taken,  # [2]
     num_requests,
     GROUP: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -46,6 +50,8 @@ def _plan_kernel(
     MOST_KEYS: tl.constexpr,
 ):
     request = tl.program_id(0)
+    if (request == 0) & (tl.program_id(1) == 0):
+        tl.store(taken + tl.arange(0, 2), 0)
     row = tl.load(rows + request).to(tl.int32)
     q_begin = tl.load(q_starts + request)
     q_len = tl.load(q_starts + request + 1) - q_begin
@@ -81,13 +87,21 @@ def _plan_kernel(
         tl.store(fields + 5, prefix, mask=is_tile)
 
 
-@torch.library.custom_op("lightkv::prefill_plan", mutates_args=("tiles",))
+@torch.library.custom_op("lightkv::prefill_plan", mutates_args=("tiles", "taken"))
 def _prefill_plan(
-    rows: Tensor, q_starts: Tensor, lengths: Tensor, tiles: Tensor, group: int, block_m: int, most_keys: int
+    rows: Tensor,
+    q_starts: Tensor,
+    lengths: Tensor,
+    tiles: Tensor,
+    taken: Tensor,
+    group: int,
+    block_m: int,
+    most_keys: int,
 ) -> None:
     num_requests = rows.shape[0]
     tiles.fill_(-1)
     if num_requests == 0:
+        taken.zero_()
         return
     block_t, block_b = 16, min(128, max(16, triton.next_power_of_2(num_requests)))
     # A long request has many tiles, and then there are few requests to compare them with.
@@ -97,6 +111,7 @@ def _prefill_plan(
         q_starts,
         lengths,
         tiles,
+        taken,
         num_requests,
         GROUP=group,
         BLOCK_M=block_m,
@@ -107,7 +122,7 @@ def _prefill_plan(
     )
 
 
-_prefill_plan.register_fake(lambda *_: None)  # the output is an argument
+_prefill_plan.register_fake(lambda *_: None)  # the outputs are arguments
 
 
 def _most_keys(window: int, block_m: int, group: int) -> int:
@@ -152,8 +167,9 @@ def prefill_plan(
     # Each request's last tile may be short of all rows but one.
     capacity = (num_tokens * group + len(rows) * (block_m - 1)) // block_m
     tiles = torch.empty(capacity, TILE_FIELDS, dtype=torch.int32, device=rows.device)
-    _prefill_plan(rows, q_starts, lengths, tiles, group, block_m, _most_keys(window, block_m, group))
-    return PrefillPlan(tiles, launch)
+    taken = torch.empty(2, dtype=torch.int32, device=rows.device)
+    _prefill_plan(rows, q_starts, lengths, tiles, taken, group, block_m, _most_keys(window, block_m, group))
+    return PrefillPlan(tiles, taken, launch)
 
 
 def prefill_plan_reference(

@@ -2,11 +2,12 @@
 
 import torch
 
-from lightkv.triton_kernels.attention_scores import attention_lse, attention_scores
+from lightkv.triton_kernels.attention_scores import attention_scores
 from lightkv.triton_kernels.decode_attention import decode_attention
 from lightkv.triton_kernels.decode_plan import DecodePlan, decode_plan
 from lightkv.triton_kernels.merge_states import merge_states
 from lightkv.triton_kernels.prefill_attention import prefill_attention
+from lightkv.triton_kernels.prefill_plan import PrefillPlan, prefill_plan
 from lightkv.triton_kernels.write_kv import write_kv
 
 from .backend import AttentionBackend
@@ -14,10 +15,11 @@ from .metadata import AttentionMetadata
 
 
 class _StepPlans:
-    """The work lists of one step, each made for the first layer that needs it: by K/V heads and window."""
+    """The work lists of one step, each made for the first layer that needs it: by what they depend on of it."""
 
     def __init__(self, step: int) -> None:
         self.step = step
+        self.prefill: dict[tuple[int, int, int, int, int, torch.dtype], PrefillPlan] = {}
         self.decode: dict[tuple[int, int], DecodePlan] = {}
 
     @staticmethod
@@ -47,20 +49,47 @@ class TritonAttention(AttentionBackend):
         out: torch.Tensor,
     ) -> None:
         memory, num_contexts = metadata.kv_cache_manager, metadata.num_contexts
+        rows, q_starts = metadata.rows[:num_contexts], metadata.q_starts[: num_contexts + 1]
+        lengths = metadata.kv_lens[:num_contexts]
         prefill_attention(
             q,
             memory.pool.k(self.layer_idx),
             memory.pool.v(self.layer_idx),
             memory.table.req_to_token,
-            metadata.rows[:num_contexts],
-            metadata.q_starts[: num_contexts + 1],
-            metadata.kv_lens[:num_contexts],
-            max_q_len=metadata.max_q_len,
+            rows,
+            q_starts,
+            lengths,
             scale=self.scale,
             window=self.window,
             softcap=self.softcap,
+            plan=self._prefill_plan(q, rows, q_starts, lengths, metadata),
             out=out,
         )
+
+    def _prefill_plan(
+        self,
+        q: torch.Tensor,
+        rows: torch.Tensor,
+        q_starts: torch.Tensor,
+        lengths: torch.Tensor,
+        metadata: AttentionMetadata,
+    ) -> PrefillPlan:
+        plans = _StepPlans.of(metadata).prefill
+        shape = (self.num_heads, self.num_kv_heads, self.head_dim, self.v_dim, self.window, q.dtype)
+        if shape not in plans:
+            plans[shape] = prefill_plan(
+                rows,
+                q_starts,
+                lengths,
+                num_tokens=len(q),
+                num_heads=self.num_heads,
+                num_kv_heads=self.num_kv_heads,
+                key_dim=self.head_dim,
+                value_dim=self.v_dim,
+                dtype=q.dtype,
+                window=self.window,
+            )
+        return plans[shape]
 
     def _prefill_with_sinks(self, q: torch.Tensor, metadata: AttentionMetadata, out: torch.Tensor) -> None:
         memory, num_sinks, dropped = metadata.kv_cache_manager, metadata.num_sinks, metadata.dropped
@@ -73,24 +102,31 @@ class TritonAttention(AttentionBackend):
         partial_out = torch.empty((2, *out.shape), dtype=torch.float32, device=out.device)
 
         # A row without its sinks is the row, read from there on.
-        places = (table[:, num_sinks:], metadata.rows, metadata.q_starts)
-        lengths = metadata.kv_lens - num_sinks
-        entries = (metadata.position_ids - dropped - num_sinks).int()
-        longest = metadata.max_q_len
+        rows, q_starts, lengths = metadata.rows, metadata.q_starts, metadata.kv_lens - num_sinks
+        lse = torch.empty((2, *q.shape[:2]), dtype=torch.float32, device=q.device)
         prefill_attention(
-            q, k, v, *places, lengths, max_q_len=longest, out=partial_out[0], scale=scale, softcap=softcap
+            q,
+            k,
+            v,
+            table[:, num_sinks:],
+            rows,
+            q_starts,
+            lengths,
+            scale=scale,
+            softcap=softcap,
+            plan=self._prefill_plan(q, rows, q_starts, lengths, metadata),
+            out=partial_out[0],
+            lse=lse[0],
         )
-        lse = attention_lse(q, k, *places, entries, lengths, max_q_len=longest, scale=scale, softcap=softcap)
 
         # Every query sees all the sinks: to the kernels, a request of its own.
         turned = self.rotary.turn_back(q, dropped)
         rows = metadata.rows.repeat_interleave(metadata.seq_lens_cuda, output_size=num_tokens)
         lengths = torch.full((num_tokens,), num_sinks, dtype=torch.int32, device=q.device)
-        sink_lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
         decode_attention(
-            turned, k, v, table, rows, lengths, out=partial_out[1], lse=sink_lse, scale=scale, softcap=softcap
+            turned, k, v, table, rows, lengths, out=partial_out[1], lse=lse[1], scale=scale, softcap=softcap
         )
-        merge_states(partial_out, torch.stack((lse, sink_lse)), out=out)
+        merge_states(partial_out, lse, out=out)
 
     def _decode(self, q: torch.Tensor, metadata: AttentionMetadata, out: torch.Tensor) -> None:
         memory, num_contexts = metadata.kv_cache_manager, metadata.num_contexts
