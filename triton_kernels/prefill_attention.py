@@ -5,10 +5,19 @@ drafted tokens are one thing: a sequence's last `n` tokens attend to all of it t
 (`attend_keys.py` has the formula).
 
 A tile's rows are queries times the query heads that share a K/V head: K and V are gathered once for all
-of them, and a short query still fills the tile.
+of them, and a short query still fills the tile. Which tiles there are is a work list (`prefill_plan.py`).
 
-Knows nothing of models, of the allocator, or of how K/V came into the cache.
+No tile's keys are shared out among programs: a few queries after many keys belong to `decode_attention`.
+
+The kernel here runs wherever Triton does. On compute capability 9 `prefill_hopper.py` goes through the same
+work list, where types, head dim and strides allow.
+
+Knows nothing of models, of the allocator, or of how K/V came into the cache. `attend_keys.py` has the loop over
+keys, the checks and the specification.
 """
+
+from functools import cache
+from types import ModuleType
 
 import torch
 import triton
@@ -24,18 +33,21 @@ from .attend_keys import (
     find_slots_reference,
     score_scales,
 )
+from .prefill_plan import TILE_FIELDS, PrefillPlan, prefill_plan
+
+_TILE_FIELDS = tl.constexpr(TILE_FIELDS)
 
 
-@triton.jit(do_not_specialize_on_alignment=["index", "rows", "q_starts", "lengths"])
+@triton.jit(do_not_specialize_on_alignment=["index", "tiles"])
 def _prefill_kernel(
     q,
     k_cache,
     v_cache,
     index,
-    rows,
-    q_starts,
-    lengths,
+    tiles,  # [capacity, 8]
     out,
+    lse,  # [T, H] float32, base 2
+    num_kv_heads,
     score_scale,
     cap_scale,
     stride_q_t,
@@ -57,26 +69,28 @@ def _prefill_kernel(
     SHIFT: tl.constexpr,
     WINDOW: tl.constexpr,
     SOFTCAP: tl.constexpr,
+    HAS_LSE: tl.constexpr,
 ):
-    kv_head = tl.program_id(0).to(tl.int64)
-    request = tl.program_id(2).to(tl.int64)
-    q_begin = tl.load(q_starts + request)
-    q_len = tl.load(q_starts + request + 1) - q_begin
-    num_rows = q_len * GROUP
-    # A request's last tile sees the most keys, so it starts first.
-    tile = tl.cdiv(num_rows, BLOCK_M) - 1 - tl.program_id(1)
-    if tile < 0:
+    # Neighbouring programs read neighbouring heads of the same tokens.
+    kv_head = (tl.program_id(0) % num_kv_heads).to(tl.int64)
+    tile = tiles + tl.program_id(0) // num_kv_heads * _TILE_FIELDS
+    request = tl.load(tile)
+    row = tl.load(tile + 1).to(tl.int64)
+    first_row = tl.load(tile + 2)
+    num_rows = tl.load(tile + 3)
+    q_begin = tl.load(tile + 4)
+    prefix = tl.load(tile + 5)
+    if request < 0:
         return
 
-    length = tl.load(lengths + request)
-    tile_rows = tile * BLOCK_M + tl.arange(0, BLOCK_M)  # [BLOCK_M]
+    tile_rows = first_row + tl.arange(0, BLOCK_M)  # [BLOCK_M]
     queries = tile_rows // GROUP
     tokens = (q_begin + queries).to(tl.int64)
     heads = kv_head * GROUP + tile_rows % GROUP
     in_tile = tile_rows < num_rows
-    query_positions = length - q_len + queries
-    first_position = length - q_len + tile * BLOCK_M // GROUP
-    last_position = length - q_len + (tl.minimum((tile + 1) * BLOCK_M, num_rows) - 1) // GROUP
+    query_positions = prefix + queries
+    first_position = prefix + first_row // GROUP
+    last_position = prefix + (tl.minimum(first_row + BLOCK_M, num_rows) - 1) // GROUP
 
     # Keys in [begin, full_end) are visible to every row, those in [full_end, num_keys) to some.
     num_keys = tl.maximum(last_position + 1, 0)
@@ -89,7 +103,7 @@ def _prefill_kernel(
     # A window is a few tiles long: all of them are masked, and the first loop is left out.
     FIRST_LOOP: tl.constexpr = 1 if WINDOW > 0 else 0
 
-    index_row = index + tl.load(rows + request).to(tl.int64) * stride_index
+    index_row = index + row * stride_index
     positions = begin + tl.arange(0, BLOCK_N)
     slots = find_slots(index_row, positions, positions < num_keys, SHIFT)  # [BLOCK_N]
 
@@ -142,19 +156,47 @@ def _prefill_kernel(
         acc.to(out.dtype.element_ty),
         mask=in_tile[:, None] & (v_dims < DV)[None, :],
     )
+    if HAS_LSE:
+        tl.store(lse + tokens * (num_kv_heads * GROUP) + heads, peak + tl.log2(total), mask=in_tile)
 
 
-@torch.library.custom_op("lightkv::prefill_attention", mutates_args=("out",))
+@cache
+def _hopper() -> ModuleType | None:
+    """The kernel for compute capability 9; None in Triton's interpreter, or where this Triton has no Gluon."""
+    if not isinstance(_prefill_kernel, triton.JITFunction):
+        return None
+    try:
+        from . import prefill_hopper
+    except ImportError:
+        return None
+    return prefill_hopper
+
+
+def _hopper_launch(q: Tensor, k_cache: Tensor, v_cache: Tensor, out: Tensor) -> tuning.Launch | None:
+    """How `prefill_hopper` would run this; None if it cannot: it copies 16 bytes at a time, as they are."""
+    if not q.dtype == k_cache.dtype == v_cache.dtype:
+        return None
+    for tensor in (q, k_cache, v_cache, out):
+        if tensor.data_ptr() % 16 or any(stride % 16 for stride in tensor.stride()[:2]):
+            return None
+    device = tuning.device_class(q.device)
+    return tuning.hopper_prefill_launch(device, q.shape[2], v_cache.shape[2], q.element_size())
+
+
+@torch.library.custom_op("lightkv::prefill_attention", mutates_args=("taken", "out", "lse"))
 def _prefill_attention(
     q: Tensor,
     k_cache: Tensor,
     v_cache: Tensor,
     index: Tensor,
-    rows: Tensor,
-    q_starts: Tensor,
-    lengths: Tensor,
+    tiles: Tensor,
+    taken: Tensor,
     out: Tensor,
-    max_q_len: int,
+    lse: Tensor | None,
+    block_m: int,
+    block_n: int,
+    num_warps: int,
+    num_stages: int,
     scale: float,
     shift: int,
     window: int,
@@ -162,30 +204,37 @@ def _prefill_attention(
 ) -> None:
     num_heads, key_dim = q.shape[1:]
     num_kv_heads, value_dim = v_cache.shape[1:]
-    num_requests = rows.shape[0]
-    if num_requests == 0 or max_q_len == 0:
+    if tiles.shape[0] == 0:
         return
-    group = num_heads // num_kv_heads
-    max_rows = max_q_len * group
-    launch = tuning.prefill_launch(
-        tuning.device_class(q.device),
-        num_requests,
-        num_kv_heads,
-        max_rows,
-        key_dim,
-        value_dim,
-        q.element_size(),
-    )
     score_scale, cap_scale = score_scales(scale, softcap)
-    _prefill_kernel[(num_kv_heads, triton.cdiv(max_rows, launch.block_m), num_requests)](
+    hopper_launch = _hopper_launch(q, k_cache, v_cache, out)
+    if hopper_launch is not None and hopper_launch.block_m == block_m and (hopper := _hopper()) is not None:
+        hopper.launch_hopper_prefill(
+            q,
+            k_cache,
+            v_cache,
+            index,
+            tiles,
+            taken,
+            out,
+            lse,
+            hopper_launch,
+            score_scale=score_scale,
+            cap_scale=cap_scale,
+            shift=shift,
+            window=window,
+            softcap=softcap != 0.0,
+        )
+        return
+    _prefill_kernel[(num_kv_heads * tiles.shape[0],)](
         q,
         k_cache,
         v_cache,
         index,
-        rows,
-        q_starts,
-        lengths,
+        tiles,
         out,
+        lse,
+        num_kv_heads,
         score_scale,
         cap_scale,
         *q.stride()[:2],
@@ -193,22 +242,23 @@ def _prefill_attention(
         *v_cache.stride()[:2],
         index.stride(0),
         *out.stride()[:2],
-        GROUP=group,
+        GROUP=num_heads // num_kv_heads,
         DK=key_dim,
         DV=value_dim,
-        BLOCK_M=launch.block_m,
+        BLOCK_M=block_m,
         BLOCK_DK=tuning.padded_dim(key_dim),
         BLOCK_DV=tuning.padded_dim(value_dim),
-        BLOCK_N=launch.block_n,
+        BLOCK_N=block_n,
         SHIFT=shift,
         WINDOW=window,
         SOFTCAP=softcap != 0.0,
-        num_warps=launch.num_warps,
-        num_stages=launch.num_stages,
+        HAS_LSE=lse is not None,
+        num_warps=num_warps,
+        num_stages=num_stages,
     )
 
 
-_prefill_attention.register_fake(lambda *_: None)  # the output is an argument
+_prefill_attention.register_fake(lambda *_: None)  # the outputs are arguments
 
 
 def prefill_attention(
@@ -220,12 +270,13 @@ def prefill_attention(
     q_starts: Tensor,
     lengths: Tensor,
     *,
-    max_q_len: int,
     scale: float,
     shift: int = 0,
     window: int = 0,
     softcap: float = 0.0,
+    plan: PrefillPlan | None = None,
     out: Tensor | None = None,
+    lse: Tensor | None = None,
 ) -> Tensor:
     """Causal attention of the last tokens of each sequence to all of it, K/V being in the cache already.
 
@@ -243,10 +294,12 @@ def prefill_attention(
             from q_starts[B] on belong to none, and their part of the output is not written.
         lengths: int32 `[B]`, the sequence's tokens in the cache, the queries' own included; at most
             num_entries * 2**shift, which is not checked.
-        max_q_len: the most queries of any sequence, or more (it sizes the grid; too small a number leaves
-            output unwritten).
         scale, shift, window, softcap: as in `decode_attention`.
+        plan: what `prefill_plan` has made of the same rows, q_starts, lengths, window and shapes, for all
+            layers of a step, one after the other; made here if None.
         out: `[T, H, Dv]` to write to; allocated in the dtype of q if None.
+        lse: float32 `[T, H]`, contiguous: the log-sum-exp of the scores, in base 2; -inf where a query sees no
+            key.
 
     Returns:
         `[T, H, Dv]`, `out`.
@@ -276,12 +329,41 @@ def prefill_attention(
             f"q_starts must be contiguous int32 [{rows.shape[0] + 1}], got {q_starts.dtype} "
             f"{tuple(q_starts.shape)}"
         )
-    if max_q_len < 0:
-        raise ValueError(f"max_q_len must be 0 or more, got {max_q_len}")
+    if lse is not None and (
+        lse.dtype != torch.float32 or lse.shape != q.shape[:2] or not lse.is_contiguous()
+    ):
+        raise ValueError(
+            f"lse must be contiguous float32 {tuple(q.shape[:2])}, got {lse.dtype} {tuple(lse.shape)}"
+        )
     if out is None:
         out = q.new_empty((*q.shape[:2], v_cache.shape[2]))
+    if plan is None:
+        plan = prefill_plan(
+            rows,
+            q_starts,
+            lengths,
+            num_tokens=q.shape[0],
+            num_heads=q.shape[1],
+            num_kv_heads=k_cache.shape[1],
+            key_dim=q.shape[2],
+            value_dim=v_cache.shape[2],
+            dtype=q.dtype,
+            window=window,
+        )
     _prefill_attention(
-        q, k_cache, v_cache, index, rows, q_starts, lengths, out, max_q_len, scale, shift, window, softcap
+        q,
+        k_cache,
+        v_cache,
+        index,
+        plan.tiles,
+        plan.taken,
+        out,
+        lse,
+        *plan.launch,
+        scale,
+        shift,
+        window,
+        softcap,
     )
     return out
 

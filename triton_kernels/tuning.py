@@ -44,6 +44,8 @@ _PREFILL_LAUNCHES = (
     Launch(64, 32, 4, 3),
     Launch(64, 32, 4, 2),
 )
+# Of `prefill_hopper`, by head dim: 12 warps, and as many stages of K and V as fit beside q.
+_HOPPER_LAUNCHES = {64: Launch(128, 128, 12, 4), 128: Launch(128, 128, 12, 3), 256: Launch(128, 64, 12, 2)}
 _REDUCTION_BYTES = 2048  # shared memory that the softmax's reductions take beside the tiles
 
 
@@ -115,29 +117,41 @@ def decode_workers(device: DeviceClass, num_requests: int, num_queries: int, num
     return max(1, programs // num_kv_heads)
 
 
+def hopper_prefill_launch(
+    device: DeviceClass, key_dim: int, value_dim: int, element_size: int
+) -> Launch | None:
+    """Tiles of `prefill_hopper`, and its stages of K and V; None where it does not run."""
+    if device.major != 9 or element_size != 2 or key_dim != value_dim:
+        return None
+    return _HOPPER_LAUNCHES.get(key_dim)
+
+
 def prefill_launch(
     device: DeviceClass,
     num_requests: int,
     num_kv_heads: int,
-    max_rows: int,
+    num_rows: int,
     key_dim: int,
     value_dim: int,
     element_size: int,
 ) -> Launch:
     """Tiles of prefill: the largest that fit the shared memory and still give every multiprocessor work.
 
-    `max_rows` is the longest query times the query heads that share a K/V head.
+    `num_rows` is the queries of all requests times the query heads that share a K/V head.
     """
     # An exact float32 dot is unrolled into multiply-adds: large tiles of it take minutes to compile.
     candidates = _PREFILL_LAUNCHES if element_size < 4 else (Launch(32, 32, 4, 2),)
     key_width, value_width = padded_dim(key_dim), padded_dim(value_dim)
+    hopper = hopper_prefill_launch(device, key_dim, value_dim, element_size) is not None
+    # A multiprocessor that computes with such tiles is worth two with smaller ones.
+    least_programs = device.num_multiprocessors // 2 if hopper else device.num_multiprocessors
     for launch in candidates:
         block_m, block_n, num_warps, num_stages = launch
         tiles = block_m * key_width + num_stages * block_n * (key_width + value_width)
-        programs = num_requests * num_kv_heads * triton.cdiv(max_rows, block_m)
+        programs = num_kv_heads * triton.cdiv(num_rows, block_m)
         fits = tiles * element_size + _REDUCTION_BYTES <= device.shared_memory
-        # Multiprocessors would idle, or there would be more than 128 accumulators a thread (a spill).
-        too_few = block_m > 64 and programs < device.num_multiprocessors
+        # Multiprocessors would idle or tiles be empty, or more than 128 accumulators a thread (a spill).
+        too_few = block_m > 64 and (programs < least_programs or num_rows < block_m * num_requests)
         too_wide = block_m * value_width > 128 * 32 * num_warps
         if fits and not too_few and not too_wide:
             return launch

@@ -1,38 +1,48 @@
 """Attention by the Triton kernels. Knows their arguments, and nothing of how they work."""
 
+from collections.abc import Callable, Hashable
+from typing import Any, TypeVar
+
 import torch
 
-from lightkv.triton_kernels.attention_scores import attention_lse, attention_scores
+from lightkv.triton_kernels.attention_scores import attention_scores
 from lightkv.triton_kernels.decode_attention import decode_attention
 from lightkv.triton_kernels.decode_plan import DecodePlan, decode_plan
 from lightkv.triton_kernels.merge_states import merge_states
 from lightkv.triton_kernels.prefill_attention import prefill_attention
+from lightkv.triton_kernels.prefill_plan import PrefillPlan, prefill_plan
 from lightkv.triton_kernels.write_kv import write_kv
 
 from .backend import AttentionBackend
 from .metadata import AttentionMetadata
 
+Plan = TypeVar("Plan")
 
-class _DecodePlans:
-    """The work lists of a step, by K/V heads and window, each made by the first layer that needs it.
+
+class _StepPlans:
+    """The work lists of a step, each made by the first layer that needs it: by what it depends on of a layer.
 
     When that layer comes again, another step has begun, be it a replay's: so a list is made within each pass,
     and a graph that captures a pass has it too.
     """
 
     def __init__(self) -> None:
-        self._made: dict[tuple[int, int], tuple[int, int, DecodePlan]] = {}
+        self._made: dict[Hashable, tuple[int, int, Any]] = {}
 
-    def of(self, backend: "TritonAttention", metadata: AttentionMetadata) -> DecodePlan:
-        """For a layer of the step that `metadata` is at."""
-        shape = backend.num_kv_heads, backend.window
-        step, layer_idx, plan = self._made.get(shape, (-1, -1, None))
-        if plan is None or step != metadata.step or layer_idx == backend.layer_idx:
-            rows = metadata.rows[metadata.num_contexts :]
-            lengths = metadata.kv_lens[metadata.num_contexts :]
-            plan = decode_plan(rows, lengths, num_kv_heads=shape[0], window=shape[1])
-            self._made[shape] = metadata.step, backend.layer_idx, plan
+    def get(self, key: Hashable, step: int, layer_idx: int, make: Callable[[], Plan]) -> Plan:
+        """The list for `layer_idx` in a step."""
+        made_in, made_by, plan = self._made.get(key, (-1, -1, None))
+        if made_in != step or made_by == layer_idx:
+            plan = make()
+            self._made[key] = step, layer_idx, plan
         return plan
+
+    @staticmethod
+    def of(metadata: AttentionMetadata) -> "_StepPlans":
+        """Those of `metadata`'s steps."""
+        if not isinstance(metadata.plan, _StepPlans):
+            metadata.plan = _StepPlans()
+        return metadata.plan
 
 
 class TritonAttention(AttentionBackend):
@@ -53,20 +63,55 @@ class TritonAttention(AttentionBackend):
         out: torch.Tensor,
     ) -> None:
         memory, num_contexts = metadata.kv_cache_manager, metadata.num_contexts
+        rows, q_starts = metadata.rows[:num_contexts], metadata.q_starts[: num_contexts + 1]
+        lengths = metadata.kv_lens[:num_contexts]
         prefill_attention(
             q,
             memory.pool.k(self.layer_idx),
             memory.pool.v(self.layer_idx),
             memory.table.req_to_token,
-            metadata.rows[:num_contexts],
-            metadata.q_starts[: num_contexts + 1],
-            metadata.kv_lens[:num_contexts],
-            max_q_len=metadata.max_q_len,
+            rows,
+            q_starts,
+            lengths,
             scale=self.scale,
             window=self.window,
             softcap=self.softcap,
+            plan=self._prefill_plan(q, rows, q_starts, lengths, metadata),
             out=out,
         )
+
+    def _prefill_plan(
+        self,
+        q: torch.Tensor,
+        rows: torch.Tensor,
+        q_starts: torch.Tensor,
+        lengths: torch.Tensor,
+        metadata: AttentionMetadata,
+    ) -> PrefillPlan:
+        def make() -> PrefillPlan:
+            return prefill_plan(
+                rows,
+                q_starts,
+                lengths,
+                num_tokens=len(q),
+                num_heads=self.num_heads,
+                num_kv_heads=self.num_kv_heads,
+                key_dim=self.head_dim,
+                value_dim=self.v_dim,
+                dtype=q.dtype,
+                window=self.window,
+            )
+
+        shape = (
+            "prefill",
+            self.num_heads,
+            self.num_kv_heads,
+            self.head_dim,
+            self.v_dim,
+            self.window,
+            q.dtype,
+        )
+        return _StepPlans.of(metadata).get(shape, metadata.step, self.layer_idx, make)
 
     def _prefill_with_sinks(self, q: torch.Tensor, metadata: AttentionMetadata, out: torch.Tensor) -> None:
         memory, num_sinks, dropped = metadata.kv_cache_manager, metadata.num_sinks, metadata.dropped
@@ -79,40 +124,52 @@ class TritonAttention(AttentionBackend):
         partial_out = torch.empty((2, *out.shape), dtype=torch.float32, device=out.device)
 
         # A row without its sinks is the row, read from there on.
-        places = (table[:, num_sinks:], metadata.rows, metadata.q_starts)
-        lengths = metadata.kv_lens - num_sinks
-        entries = (metadata.position_ids - dropped - num_sinks).int()
-        longest = metadata.max_q_len
+        rows, q_starts, lengths = metadata.rows, metadata.q_starts, metadata.kv_lens - num_sinks
+        lse = torch.empty((2, *q.shape[:2]), dtype=torch.float32, device=q.device)
         prefill_attention(
-            q, k, v, *places, lengths, max_q_len=longest, out=partial_out[0], scale=scale, softcap=softcap
+            q,
+            k,
+            v,
+            table[:, num_sinks:],
+            rows,
+            q_starts,
+            lengths,
+            scale=scale,
+            softcap=softcap,
+            plan=self._prefill_plan(q, rows, q_starts, lengths, metadata),
+            out=partial_out[0],
+            lse=lse[0],
         )
-        lse = attention_lse(q, k, *places, entries, lengths, max_q_len=longest, scale=scale, softcap=softcap)
 
         # Every query sees all the sinks: to the kernels, a request of its own.
         turned = self.rotary.turn_back(q, dropped)
         rows = metadata.rows.repeat_interleave(metadata.seq_lens_cuda, output_size=num_tokens)
         lengths = torch.full((num_tokens,), num_sinks, dtype=torch.int32, device=q.device)
-        sink_lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
         decode_attention(
-            turned, k, v, table, rows, lengths, out=partial_out[1], lse=sink_lse, scale=scale, softcap=softcap
+            turned, k, v, table, rows, lengths, out=partial_out[1], lse=lse[1], scale=scale, softcap=softcap
         )
-        merge_states(partial_out, torch.stack((lse, sink_lse)), out=out)
+        merge_states(partial_out, lse, out=out)
 
     def _decode(self, q: torch.Tensor, metadata: AttentionMetadata, out: torch.Tensor) -> None:
         memory, num_contexts = metadata.kv_cache_manager, metadata.num_contexts
-        if not isinstance(metadata.plan, _DecodePlans):
-            metadata.plan = _DecodePlans()
+        rows, lengths = metadata.rows[num_contexts:], metadata.kv_lens[num_contexts:]
+
+        def make() -> DecodePlan:
+            return decode_plan(rows, lengths, num_kv_heads=self.num_kv_heads, window=self.window)
+
+        shape = "decode", self.num_kv_heads, self.window
+        plan = _StepPlans.of(metadata).get(shape, metadata.step, self.layer_idx, make)
         decode_attention(
             q,
             memory.pool.k(self.layer_idx),
             memory.pool.v(self.layer_idx),
             memory.table.req_to_token,
-            metadata.rows[num_contexts:],
-            metadata.kv_lens[num_contexts:],
+            rows,
+            lengths,
             scale=self.scale,
             window=self.window,
             softcap=self.softcap,
-            plan=metadata.plan.of(self, metadata),
+            plan=plan,
             out=out,
         )
 
