@@ -22,6 +22,7 @@ from lightkv.triton_kernels.attend_keys import attend_reference
 from lightkv.triton_kernels.decode_attention import decode_attention
 from lightkv.triton_kernels.decode_plan import decode_plan
 from lightkv.triton_kernels.prefill_attention import prefill_attention
+from lightkv.triton_kernels.prefill_plan import prefill_plan
 
 TOLERANCE = 2e-2  # of an element and of its head's root mean square, together
 REFERENCE_SCORES = 2**27  # that the reference holds at a time
@@ -280,6 +281,21 @@ def ours_prefill(batch: Batch, paged: Paged) -> Side:
     index, q_starts, out = paged.first_slots, offsets(batch.q_lens).to(device), torch.empty_like(batch.q)
     k_cache, v_cache = paged.caches
 
+    def make_plan() -> Any:
+        return prefill_plan(
+            rows,
+            q_starts,
+            lengths,
+            num_tokens=len(batch.q),
+            num_heads=batch.q.shape[1],
+            num_kv_heads=batch.num_kv_heads,
+            key_dim=batch.q.shape[2],
+            value_dim=batch.q.shape[2],
+            dtype=batch.q.dtype,
+        )
+
+    plan = make_plan()
+
     def run() -> Tensor:
         return prefill_attention(
             batch.q,
@@ -289,13 +305,13 @@ def ours_prefill(batch: Batch, paged: Paged) -> Side:
             rows,
             q_starts,
             lengths,
-            max_q_len=max(batch.q_lens),
             scale=batch.scale,
             shift=paged.shift,
+            plan=plan,
             out=out,
         )
 
-    return Side(run)
+    return Side(run, plan=make_plan)
 
 
 # --------------------------------------------------------------------------------
