@@ -212,7 +212,7 @@ def test_metadata_fields_of_a_mixed_batch(memory: KVMemory) -> None:
     metadata = AttentionMetadata(8, 16, memory)
     metadata.prepare([2, 1, 3], [4, 0, 9], [3, 2, 1], 2, request_ids=[70, 71, 72], prompt_lens=[7, 2, 5])
     assert (metadata.num_contexts, metadata.num_generations) == (2, 1)
-    assert (metadata.num_tokens, metadata.num_ctx_tokens, metadata.max_q_len) == (6, 5, 3)
+    assert (metadata.num_tokens, metadata.num_ctx_tokens) == (6, 5)
     assert metadata.seq_lens.tolist() == metadata.seq_lens_cuda.tolist() == [3, 2, 1]
     assert metadata.seq_lens.device.type == "cpu"
     assert metadata.context_lens.tolist() == [3, 2]

@@ -26,7 +26,7 @@ class KVCacheParams:
 class AttentionMetadata:
     """Filled by `prepare` once a step, read by every layer's backend. With B sequences of T tokens in all:
 
-    - host: `num_contexts`, `num_generations`, `num_tokens`, `num_ctx_tokens`, `max_q_len` (of the contexts),
+    - host: `num_contexts`, `num_generations`, `num_tokens`, `num_ctx_tokens`,
       `seq_lens` int32 `[B]` (this step's tokens of each sequence, on the CPU), `context_lens` (those of the
       contexts), `request_ids`, `prompt_lens`, `kv_cache_params`, `rows_host` and `kv_lens_host` int64 `[B]`,
       `num_sinks` (0 unless sequences that have dropped tokens still hold the first ones);
@@ -115,7 +115,6 @@ class AttentionMetadata:
         self.num_generations = len(row) - num_contexts
         self.num_tokens = len(entries)
         self.num_ctx_tokens = int(q_starts[num_contexts])
-        self.max_q_len = int(count[:num_contexts].max(initial=0))
         self.seq_lens = torch.from_numpy(count.astype(np.int32))
         self.request_ids = list(request_ids)
         self.prompt_lens = list(prompt_lens)
