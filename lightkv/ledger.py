@@ -193,11 +193,13 @@ class TokenLedger:
     def _set_batch(self, sequences: Seq[Sequence]) -> None:
         """Check who is to be extended, once for as long as the same ones are. Raises ValueError."""
         rows = tuple([sequence.row for sequence in sequences])
-        for sequence in sequences:
-            self.require_open(sequence)
+        batch = list(sequences)
+        if list(map(self._paths.sequences.get, rows)) != batch:
+            for sequence in batch:
+                self.require_open(sequence)
         if len(rows) > 1 and len(set(rows)) < len(rows):
             raise ValueError("a sequence is named twice; give it one count")
-        self._batch = list(sequences)
+        self._batch = batch
         self._batch_rows = rows
         self._batch_end = self.max_entries  # so that it is looked up
 
