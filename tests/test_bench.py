@@ -391,6 +391,7 @@ def test_a_peer_without_figures_is_a_failure_that_says_so(
     assert [found["error"] for found in saved[-1].values()] == ["RuntimeError: no"] * 2
 
 
+@pytest.mark.slow
 def test_a_whole_run_keeps_its_figures_where_a_part_fails(
     tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
