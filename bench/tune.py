@@ -36,9 +36,7 @@ def launched_as(candidate: Candidate) -> Iterator[None]:
     """Within, decode is launched so, whatever the table says."""
     launch, workers = tuning.decode_launch, tuning.decode_workers
 
-    def num_workers(
-        device: tuning.DeviceClass, num_requests: int, num_queries: int, num_kv_heads: int
-    ) -> int:
+    def num_workers(device: tuning.DeviceClass, num_queries: int, num_kv_heads: int) -> int:
         return max(1, candidate.waves * device.num_multiprocessors // num_kv_heads)
 
     tuning.decode_launch, tuning.decode_workers = lambda *_: candidate.launch, num_workers

@@ -13,7 +13,7 @@ from torch import Tensor
 from lightkv.triton_kernels import tuning
 from lightkv.triton_kernels.attend_keys import LOG2_E, find_slots_reference
 from lightkv.triton_kernels.decode_attention import decode_attention, decode_attention_reference
-from lightkv.triton_kernels.decode_plan import decode_plan
+from lightkv.triton_kernels.decode_plan import DecodeGroups, decode_plan
 
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
 MIXED = [130, 0, 1, 64, 63, 65]
@@ -171,6 +171,68 @@ def test_queries_of_a_request(device: torch.device, num_queries: int, group: int
     check(cache, group=group, window=window, num_queries=num_queries)
 
 
+def share_first_keys(
+    cache: Cache, sets: list[tuple[int, list[int]]], num_members: int, shift: int
+) -> DecodeGroups:
+    """Have each set (keys, requests) share its first keys, in the slots of the first of them; what the others
+    had there becomes NaN. More requests than `num_members` are several groups; one group is not used."""
+    members, keys, place = [[-1] * num_members], [0], [-1] * len(cache.rows)
+    for count, requests in sets:
+        first, *others = (cache.index[row] for row in cache.rows[requests].tolist())
+        for entries in others:
+            slots = (entries[: count >> shift, None] + torch.arange(1 << shift, device=entries.device)).long()
+            cache.k_cache[slots] = cache.v_cache[slots] = torch.nan
+            entries[: count >> shift] = first[: count >> shift]
+        for begin in range(0, len(requests), num_members):
+            some = requests[begin : begin + num_members]
+            for member, request in enumerate(some):
+                place[request] = len(members) * num_members + member
+            members.append(some + [-1] * (num_members - len(some)))
+            keys.append(count)
+    device = cache.rows.device
+    tensors = (torch.tensor(numbers, dtype=torch.int32, device=device) for numbers in (members, keys, place))
+    return DecodeGroups(*tensors)
+
+
+def check_groups(
+    cache: Cache, groups: DecodeGroups, *, group: int, shift: int, num_queries: int, softcap: float = 0.0
+) -> None:
+    _, num_kv_heads, key_dim = cache.k_cache.shape
+    shape = len(cache.rows) * num_queries, group * num_kv_heads
+    q = torch.randn(*shape, key_dim).to(cache.k_cache)
+    out, lse = torch.full_like(q, torch.nan), torch.full(shape, torch.nan, device=q.device)
+    settings = {"scale": key_dim**-0.5, "shift": shift, "window": 0, "softcap": softcap}
+    plan = decode_plan(
+        cache.rows, cache.lengths, num_kv_heads=num_kv_heads, num_queries=num_queries, groups=groups
+    )
+    decode_attention(q, *cache, **settings, num_queries=num_queries, plan=plan, out=out, lse=lse)
+    assert_close(out, decode_attention_reference(q, *cache, **settings, num_queries=num_queries))
+    assert_lse(lse, q, cache, num_queries=num_queries, **settings)
+
+
+@pytest.mark.parametrize("num_splits", [1, 3, 20], ids="splits{}".format)
+@pytest.mark.parametrize(
+    ("group", "num_queries", "shift", "softcap"), [(4, 1, 0, 0.0), (1, 3, 0, 5.0), (3, 2, 4, 0.0)], ids=str
+)
+def test_groups_read_common_keys_once(
+    device: torch.device,
+    monkeypatch: pytest.MonkeyPatch,
+    num_splits: int,
+    group: int,
+    num_queries: int,
+    shift: int,
+    softcap: float,
+) -> None:
+    torch.manual_seed(num_splits)
+    monkeypatch.setattr(tuning, "decode_workers", lambda *_: num_splits)
+    cache = poisoned_cache(
+        [140, 300, 132, 0, 131, 150, 40, 180, 260, 135, 67], device=device, shift=shift, num_kv_heads=1
+    )
+    sets = [(128, [1, 2, 4, 5, 7, 9]), (64, [8, 10])]
+    groups = share_first_keys(cache, sets, min(tuning.group_members(num_queries, group), 5), shift)
+    check_groups(cache, groups, group=group, shift=shift, num_queries=num_queries, softcap=softcap)
+
+
 @pytest.mark.parametrize("num_splits", [1, 2, 5, 40], ids="splits{}".format)
 @pytest.mark.parametrize("window", [0, 50], ids="window{}".format)
 def test_any_number_of_splits(
@@ -269,6 +331,48 @@ def test_bfloat16(group: int, head_dim: int, shift: int) -> None:
     )
     check(cache, group=group, shift=shift)
     check(cache, group=group, shift=shift, window=100, softcap=20.0)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("group", "num_queries"), [(1, 1), (4, 1), (8, 1), (4, 5)], ids=str)
+@pytest.mark.parametrize("head_dim", [64, 128, 256], ids="dim{}".format)
+def test_groups_in_bfloat16(group: int, num_queries: int, head_dim: int) -> None:
+    torch.manual_seed(group)
+    lengths = [2000 + 37 * request for request in range(40)]
+    cache = poisoned_cache(lengths, device="cuda", dtype=torch.bfloat16, key_dim=head_dim, value_dim=head_dim)
+    sets = [(1950, list(range(0, 40, 2))), (333, [1, 5, 9])]
+    groups = share_first_keys(cache, sets, tuning.group_members(num_queries, group), 0)
+    check_groups(cache, groups, group=group, shift=0, num_queries=num_queries)
+
+
+@pytest.mark.gpu
+def test_captured_decode_follows_its_groups() -> None:
+    torch.manual_seed(6)
+    cache = poisoned_cache([700] * 6, device="cuda", dtype=torch.bfloat16)
+    groups = share_first_keys(cache, [(512, [0, 1, 2, 3, 4, 5])], tuning.group_members(1, 4), 0)
+    q = torch.randn(6, 8, 64, dtype=torch.bfloat16, device="cuda")
+    out = torch.empty_like(q)
+
+    def step() -> None:
+        plan = decode_plan(cache.rows, cache.lengths, num_kv_heads=2, groups=groups)
+        decode_attention(q, *cache, scale=0.125, plan=plan, out=out)
+
+    step()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step()
+    for keys, members in ((512, [5, 4, 2]), (100, [0, 1]), (0, [])):
+        members = torch.tensor(members, dtype=torch.int32, device="cuda")
+        groups.keys.zero_()
+        groups.members.fill_(-1)
+        groups.place.fill_(-1)
+        groups.keys[0] = keys
+        groups.members[0, : len(members)] = members
+        groups.place[members] = torch.arange(len(members), dtype=torch.int32, device="cuda")
+        cache.lengths.copy_(torch.randint(520, 700, (6,)))
+        out.fill_(torch.nan)
+        graph.replay()
+        assert_close(out, decode_attention_reference(q, *cache, scale=0.125))
 
 
 @pytest.mark.gpu

@@ -7,28 +7,44 @@ import pytest
 import torch
 
 from lightkv.triton_kernels import tuning
-from lightkv.triton_kernels.decode_plan import DecodePlan, decode_plan, decode_plan_reference
+from lightkv.triton_kernels.decode_plan import DecodeGroups, DecodePlan, decode_plan, decode_plan_reference
 
 UNIT = tuning.DECODE_UNIT
 
 
-def assert_complete(plan: DecodePlan, rows: list[int], firsts: list[int], lengths: list[int]) -> None:
-    """Every request's keys are cut into its items, which lie side by side; every item is one worker's."""
+def assert_complete(plan: DecodePlan, runs: list[list[int]], num_groups: int) -> None:
+    """The keys of every run (owner, row, first key, end) are cut into its items, which lie side by side; every
+    item is one worker's; and what is known of a request's parts is where they are."""
     items, starts = plan.items.tolist(), plan.shares[:, 0].tolist()
-    for request, (first_item, count) in enumerate(plan.parts.tolist()):
-        own = items[first_item : first_item + count]
-        assert [item[:2] for item in own] == [[request, rows[request]]] * count
-        ends = [firsts[request], *(item[3] for item in own)]
-        assert [item[2] for item in own] == ends[:-1]
-        assert ends[-1] == lengths[request]
-        assert count == 1 or all(item[2] < item[3] for item in own)
-    num_items = sum(count for _, count in plan.parts.tolist())
+    at, found = 0, []
+    for owner, row, first, last in runs:
+        begin = at
+        while at < starts[-1] and items[at][0] == owner:
+            assert items[at][:3] == [owner, row, first]
+            first = items[at][3]
+            at += 1
+        assert first == last
+        assert at - begin >= (owner >= 0 or last > 0)
+        assert at - begin == 1 or all(item[2] < item[3] for item in items[begin:at])
+        found.append((begin, at - begin))
+    assert starts[-1] == at
     assert starts == sorted(starts)
-    assert (starts[0], starts[-1]) == (0, num_items)
+    assert starts[0] == 0
     for begin, end, fields in zip(starts, starts[1:], plan.shares[:, 1:5].tolist(), strict=False):
         assert begin == end or fields == items[begin]
-    several = [request for request, (_, count) in enumerate(plan.parts.tolist()) if count > 1]
+    own = [[plan.own_slots + begin, count] for begin, count in found[num_groups:]]
+    assert plan.parts[:, :2].tolist() == own
+    several = [request for request, (_, count, _, more) in enumerate(plan.parts.tolist()) if count + more > 1]
     assert [request for request in plan.split.tolist() if request >= 0] == several
+
+
+def assert_equal(plan: DecodePlan, expected: DecodePlan) -> None:
+    used = len(expected.items)
+    assert used <= len(plan.items)
+    assert torch.equal(plan.items[:used], expected.items)
+    assert torch.equal(plan.shares[:, 0], expected.shares[:, 0])
+    assert torch.equal(plan.parts, expected.parts)
+    assert torch.equal(plan.split, expected.split)
 
 
 @pytest.mark.parametrize("seed", range(30))
@@ -44,15 +60,56 @@ def test_any_batch(device: torch.device, monkeypatch: pytest.MonkeyPatch, seed: 
     )
     plan = decode_plan(*on_device, num_kv_heads=1, window=window)
     expected = decode_plan_reference(*on_device, num_workers=num_workers, unit=UNIT, window=window)
-    used = len(expected.items)
-    assert used <= len(plan.items)
-    assert torch.equal(plan.items[:used], expected.items)
-    assert torch.equal(plan.shares[:, 0], expected.shares[:, 0])
-    assert torch.equal(plan.parts, expected.parts)
-    assert torch.equal(plan.split, expected.split)
+    assert_equal(plan, expected)
+    assert plan.own_slots == expected.own_slots == 0
     firsts = [max(length - window, 0) if window else 0 for length in lengths]
-    assert_complete(plan, rows, firsts, lengths)
-    assert_complete(expected, rows, firsts, lengths)
+    runs = [list(run) for run in zip(range(len(rows)), rows, firsts, lengths, strict=True)]
+    assert_complete(plan, runs, 0)
+    assert_complete(expected, runs, 0)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_any_groups(device: torch.device, monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
+    rng = random.Random(seed)
+    num_workers, num_members = rng.choice([1, 2, 7, 40]), rng.choice([2, 3, 16])
+    monkeypatch.setattr(tuning, "decode_workers", lambda *_: num_workers)
+    num_groups, num_requests = rng.randint(1, 5), rng.randint(1, 30)
+    members = [[-1] * num_members for _ in range(num_groups)]
+    keys, place, lengths = [0] * num_groups, [-1] * num_requests, []
+    for request in range(num_requests):
+        group = rng.randrange(num_groups + 1)
+        length = rng.choice([0, 1, UNIT, rng.randint(0, 2000)])
+        if group < num_groups and -1 in members[group]:
+            member = members[group].index(-1)
+            members[group][member], place[request] = request, group * num_members + member
+            keys[group] = keys[group] or rng.choice([1, UNIT, rng.randint(1, 1500)])
+            length += keys[group] + 1
+        lengths.append(length)
+    rows = rng.sample(range(100), num_requests)
+    on_device = (
+        torch.tensor(rows, device=device),
+        torch.tensor(lengths, dtype=torch.int32, device=device),
+    )
+    groups = DecodeGroups(
+        *(torch.tensor(numbers, dtype=torch.int32, device=device) for numbers in (members, keys, place))
+    )
+    plan = decode_plan(*on_device, num_kv_heads=1, groups=groups)
+    expected = decode_plan_reference(*on_device, num_workers=num_workers, unit=UNIT, groups=groups)
+    assert_equal(plan, expected)
+    assert plan.own_slots == expected.own_slots
+    runs = [[-1 - group, rows[members[group][0]], 0, count] for group, count in enumerate(keys) if count]
+    num_used = len(runs)
+    for request, (row, length) in enumerate(zip(rows, lengths, strict=True)):
+        shared = keys[place[request] // num_members] if place[request] >= 0 else 0
+        runs.append([request, row, shared, length])
+    assert_complete(plan, runs, num_used)
+
+    # A member's slots of its group are its own alone, and none is beyond those there are.
+    taken = [slot for first, count, *_ in plan.parts.tolist() for slot in range(first, first + count)]
+    for *_, first, count in plan.parts.tolist():
+        taken += [first + part * num_members for part in range(count)]
+    assert len(set(taken)) == len(taken)
+    assert max(taken) < plan.num_slots
 
 
 def test_workers_have_equal_shares(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -71,3 +128,12 @@ def test_no_request_is_no_plan(device: torch.device) -> None:
     nobody = torch.zeros(0, dtype=torch.int32, device=device)
     plan = decode_plan(nobody, nobody, num_kv_heads=4)
     assert (len(plan.parts), len(plan.split)) == (0, 0)
+
+
+def test_refuses_groups_that_do_not_fit(device: torch.device) -> None:
+    rows = torch.arange(3, dtype=torch.int32, device=device)
+    groups = DecodeGroups(rows.view(1, 3), rows[:1], rows)
+    with pytest.raises(ValueError, match="without a window"):
+        decode_plan(rows, rows + 5, num_kv_heads=1, window=4, groups=groups)
+    with pytest.raises(ValueError, match="3 places for 2 requests"):
+        decode_plan(rows[:2], rows[:2] + 5, num_kv_heads=1, groups=groups)

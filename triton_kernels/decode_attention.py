@@ -1,11 +1,12 @@
 """Decode attention: the newest tokens of each request, one or a few, against its K/V found through an index.
 
-A program attends to a share of all the batch's keys (`decode_plan.py`), item by item: some keys of one request.
-Where a request is one item the output is written at once; else each item leaves a normalised partial result and
-the log-sum-exp of its scores (base 2), and a second kernel combines them.
+A program attends to a share of all the batch's keys (`decode_plan.py`), item by item: some keys of one request,
+or of a group of requests that share them. Where a request is one item the output is written at once; else each
+item leaves a normalised partial result and the log-sum-exp of its scores (base 2), and a second kernel combines
+them (`decode_combine.py`).
 
-The rows of a tile are the query heads that share a K/V head, of all the queries of a request: the keys are read
-once for all of them.
+The rows of a tile are the query heads that share a K/V head, of all the queries of a request, of all the
+members of a group: the keys are read once for all of them.
 
 Knows nothing of models, of the allocator, or of how K/V came into the cache. `attend_keys.py` has the loop over
 keys, the checks and the specification.
@@ -25,15 +26,17 @@ from .attend_keys import (
     find_slots_reference,
     score_scales,
 )
-from .decode_plan import ITEM_FIELDS, SHARE_FIELDS, DecodePlan, decode_plan
+from .decode_combine import combine_parts
+from .decode_plan import ITEM_FIELDS, PART_FIELDS, SHARE_FIELDS, DecodePlan, decode_plan
 
 _ITEM_FIELDS = tl.constexpr(ITEM_FIELDS)
 _SHARE_FIELDS = tl.constexpr(SHARE_FIELDS)
+_PART_FIELDS = tl.constexpr(PART_FIELDS)
 
 
 @triton.jit
 def _load_item(item, is_item):
-    """Request, row, first key and end of the keys."""
+    """Request (of a group, -1 - group), row, first key and end of the keys."""
     request = tl.load(item, mask=is_item, other=0)
     row = tl.load(item + 1, mask=is_item, other=0)
     begin = tl.load(item + 2, mask=is_item, other=0)
@@ -41,7 +44,10 @@ def _load_item(item, is_item):
     return request, row, begin, end
 
 
-@triton.jit(do_not_specialize_on_alignment=["index", "items", "shares", "parts", "lengths"])
+@triton.jit(
+    do_not_specialize=["own_slots"],
+    do_not_specialize_on_alignment=["index", "items", "shares", "parts", "members", "lengths"],
+)
 def _decode_kernel(
     q,
     k_cache,
@@ -49,12 +55,14 @@ def _decode_kernel(
     index,
     items,  # [capacity, 4]
     shares,  # [workers + 1, 8]
-    parts,  # [B, 2]
+    parts,  # [B, 4]
+    members,  # [G, MEMBERS]
     lengths,  # [B]
     out,
     lse,  # [B * num_queries, H] float32, base 2
-    partial_out,  # [capacity, num_queries * H, DV] float32
-    partial_lse,  # [capacity, num_queries * H] float32, base 2
+    partial_out,  # [slots, num_queries * H, DV] float32
+    partial_lse,  # [slots, num_queries * H] float32, base 2
+    own_slots,
     score_scale,
     cap_scale,
     stride_q_b,
@@ -68,6 +76,7 @@ def _decode_kernel(
     stride_out_h,
     GROUP: tl.constexpr,
     NUM_QUERIES: tl.constexpr,
+    MEMBERS: tl.constexpr,
     DK: tl.constexpr,
     DV: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -84,13 +93,11 @@ def _decode_kernel(
     worker = tl.program_id(1)
     num_heads = tl.num_programs(0) * GROUP
     tile_rows = tl.arange(0, BLOCK_M)
-    queries = tile_rows // GROUP
     heads = kv_head * GROUP + tile_rows % GROUP  # [BLOCK_M]
-    in_tile = tile_rows < GROUP * NUM_QUERIES
+    queries = tile_rows // GROUP % NUM_QUERIES
+    member = tile_rows // (GROUP * NUM_QUERIES)
     k_dims = tl.arange(0, BLOCK_DK)
     v_dims = tl.arange(0, BLOCK_DV)
-    q_mask = in_tile[:, None] & (k_dims < DK)[None, :]
-    out_mask = in_tile[:, None] & (v_dims < DV)[None, :]
     if EARLY:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
@@ -106,18 +113,32 @@ def _decode_kernel(
         next_request, next_row, next_begin, next_end = _load_item(following, item + 1 < end_item)
         positions = begin + tl.arange(0, BLOCK_N)
         slots = find_slots(index_row, positions, positions < end, SHIFT)  # [BLOCK_N]
-        num_parts = tl.load(parts + request * 2 + 1)
-        tokens = request * NUM_QUERIES + queries  # [BLOCK_M]
+        is_group = request < 0
+        of_request = parts + tl.maximum(request, 0) * _PART_FIELDS
+        num_parts = tl.load(of_request + 1)
+        slot = own_slots + item  # for the partial output
+        owner, in_tile = request, member < 1
+        if MEMBERS > 1:
+            num_parts = tl.where(is_group, 2, num_parts + tl.load(of_request + 3))
+            slot = tl.where(is_group, item * MEMBERS + member, slot)
+            listed = is_group & (member < MEMBERS)
+            of_group = tl.load(members + (-1 - request) * MEMBERS + member, mask=listed, other=-1)
+            owner = tl.where(is_group, of_group, tl.where(in_tile, request, -1))
+            in_tile = owner >= 0
+        tokens = owner * NUM_QUERIES + queries  # [BLOCK_M]
         q_tile = tl.load(
             q + tokens[:, None] * stride_q_b + heads[:, None] * stride_q_h + k_dims[None, :],
-            mask=q_mask,
+            mask=in_tile[:, None] & (k_dims < DK)[None, :],
             other=0.0,
         )  # [BLOCK_M, BLOCK_DK]
 
         # Keys in [begin, full_end) are visible to every query, those in [full_end, end) to some.
         if NUM_QUERIES > 1:
-            query_positions = tl.load(lengths + request) - NUM_QUERIES + queries
-            visible_end = tl.minimum(end, tl.load(lengths + request) - NUM_QUERIES + 1)
+            length = tl.load(lengths + tl.maximum(request, 0))
+            if MEMBERS > 1:
+                length = tl.where(is_group, end + NUM_QUERIES, length)  # none of its keys is a query's own
+            query_positions = length - NUM_QUERIES + queries
+            visible_end = tl.minimum(end, length - NUM_QUERIES + 1)
         else:
             query_positions = tl.zeros([BLOCK_M], tl.int32) + (end - 1)
             visible_end = end
@@ -159,73 +180,16 @@ def _decode_kernel(
             )
         acc = acc / tl.where(total > 0.0, total, 1.0)[:, None]
 
+        out_mask = in_tile[:, None] & (v_dims < DV)[None, :]
         if num_parts == 1:
             pointers = out + tokens[:, None] * stride_out_b + heads[:, None] * stride_out_h + v_dims[None, :]
             tl.store(pointers, acc.to(out.dtype.element_ty), mask=out_mask)
             if HAS_LSE:
                 tl.store(lse + tokens * num_heads + heads, peak + tl.log2(total), mask=in_tile)
         else:
-            partials = (item * NUM_QUERIES + queries).to(tl.int64) * num_heads + heads  # [BLOCK_M]
+            partials = (slot * NUM_QUERIES + queries).to(tl.int64) * num_heads + heads  # [BLOCK_M]
             tl.store(partial_out + partials[:, None] * DV + v_dims[None, :], acc, mask=out_mask)
             tl.store(partial_lse + partials, peak + tl.log2(total), mask=in_tile)
-
-
-@triton.jit(do_not_specialize_on_alignment=["parts", "split"])
-def _combine_kernel(
-    partial_out,  # [capacity, num_queries * H, DV] float32
-    partial_lse,  # [capacity, num_queries * H] float32, base 2
-    parts,  # [B, 2]
-    split,  # [min(B, workers)]
-    out,
-    lse,  # [B * num_queries, H] float32, base 2
-    stride_out_b,
-    stride_out_h,
-    NUM_QUERIES: tl.constexpr,
-    DV: tl.constexpr,
-    BLOCK_DV: tl.constexpr,
-    BLOCK_P: tl.constexpr,
-    HAS_LSE: tl.constexpr,
-    EARLY: tl.constexpr,
-):
-    head = tl.program_id(0).to(tl.int64)
-    query = tl.program_id(1)
-    num_heads = tl.num_programs(0)
-    # The plan was there before the attention began; what that has left is waited for.
-    request = tl.load(split + tl.program_id(2)).to(tl.int64)
-    first = tl.load(parts + request * 2, mask=request >= 0, other=0)
-    num_parts = tl.load(parts + request * 2 + 1, mask=request >= 0, other=0)
-    if EARLY:
-        tl.extra.cuda.gdc_wait()
-    if request < 0:
-        return
-    token = request * NUM_QUERIES + query
-
-    dims = tl.arange(0, BLOCK_DV)
-    peak = -1.0e30
-    total = 0.0
-    acc = tl.zeros([BLOCK_DV], tl.float32)
-    for start in range(0, num_parts, BLOCK_P):
-        part = start + tl.arange(0, BLOCK_P)  # [BLOCK_P]
-        is_part = part < num_parts
-        partials = ((first + part).to(tl.int64) * NUM_QUERIES + query) * num_heads + head
-        part_lse = tl.load(partial_lse + partials, mask=is_part, other=float("-inf"))
-        tile = tl.load(
-            partial_out + partials[:, None] * DV + dims[None, :],
-            mask=is_part[:, None] & (dims < DV)[None, :],
-            other=0.0,
-        )  # [BLOCK_P, BLOCK_DV]
-        new_peak = tl.maximum(peak, tl.max(part_lse, 0))
-        weights = tl.exp2(part_lse - new_peak)
-        decay = tl.exp2(peak - new_peak)
-        total = total * decay + tl.sum(weights, 0)
-        acc = acc * decay + tl.sum(weights[:, None] * tile, 0)
-        peak = new_peak
-    acc = acc / tl.where(total > 0.0, total, 1.0)
-    tl.store(
-        out + token * stride_out_b + head * stride_out_h + dims, acc.to(out.dtype.element_ty), mask=dims < DV
-    )
-    if HAS_LSE:
-        tl.store(lse + token * num_heads + head, peak + tl.log2(total))
 
 
 @torch.library.custom_op("lightkv::decode_attention", mutates_args=("out", "lse"))
@@ -238,6 +202,7 @@ def _decode_attention(
     shares: Tensor,
     parts: Tensor,
     split: Tensor,
+    members: Tensor | None,
     lengths: Tensor,
     out: Tensor,
     lse: Tensor | None,
@@ -251,13 +216,12 @@ def _decode_attention(
     num_kv_heads, value_dim = v_cache.shape[1:]
     if num_tokens == 0:
         return
-    group, capacity = num_heads // num_kv_heads, items.shape[0]
-    num_requests = num_tokens // num_queries
-    launch = tuning.decode_launch(num_requests, num_queries, group, key_dim, value_dim, q.element_size())
+    plan = DecodePlan(items, shares, parts, split, members)
+    group, together = num_heads // num_kv_heads, plan.num_members * num_queries
+    launch = tuning.decode_launch(together, group, key_dim, value_dim, q.element_size())
     early = tuning.has_early_launch(tuning.device_class(q.device))
     options = {"launch_pdl": True} if early else {}
-    block_dv = tuning.padded_dim(value_dim)
-    partial_shape = capacity, num_queries * num_heads
+    partial_shape = plan.num_slots, num_queries * num_heads
     partial_lse = torch.empty(partial_shape, dtype=torch.float32, device=q.device)
     partial_out = torch.empty((*partial_shape, value_dim), dtype=torch.float32, device=q.device)
     score_scale, cap_scale = score_scales(scale, softcap)
@@ -269,11 +233,13 @@ def _decode_attention(
         items,
         shares,
         parts,
+        members,
         lengths,
         out,
         lse,
         partial_out,
         partial_lse,
+        plan.own_slots,
         score_scale,
         cap_scale,
         *q.stride()[:2],
@@ -283,11 +249,12 @@ def _decode_attention(
         *out.stride()[:2],
         GROUP=group,
         NUM_QUERIES=num_queries,
+        MEMBERS=plan.num_members,
         DK=key_dim,
         DV=value_dim,
         BLOCK_M=launch.block_m,
         BLOCK_DK=tuning.padded_dim(key_dim),
-        BLOCK_DV=block_dv,
+        BLOCK_DV=tuning.padded_dim(value_dim),
         BLOCK_N=launch.block_n,
         SHIFT=shift,
         WINDOW=window,
@@ -298,23 +265,7 @@ def _decode_attention(
         num_stages=launch.num_stages,
         **options,
     )
-    _combine_kernel[(num_heads, num_queries, split.shape[0])](
-        partial_out,
-        partial_lse,
-        parts,
-        split,
-        out,
-        lse,
-        *out.stride()[:2],
-        NUM_QUERIES=num_queries,
-        DV=value_dim,
-        BLOCK_DV=block_dv,
-        BLOCK_P=8,
-        HAS_LSE=lse is not None,
-        EARLY=early,
-        num_warps=1,
-        **options,
-    )
+    combine_parts(partial_out, partial_lse, plan, out, lse, num_queries)
 
 
 _decode_attention.register_fake(lambda *_: None)  # the outputs are arguments
@@ -359,7 +310,7 @@ def decode_attention(
         num_queries: of each request, at its last positions: 1, or as many tokens as are to be verified. A query
             whose position would be negative gets zeros.
         plan: what `decode_plan` has made of the same rows, lengths, window and num_queries, for all layers of a
-            step; made here if None.
+            step, with the groups of requests that share keys, if any; made here, without groups, if None.
         out: `[B * num_queries, H, Dv]` to write to; allocated in the dtype of q if None.
         lse: float32 `[B * num_queries, H]`, contiguous: the log-sum-exp of the scores, in base 2; -inf where a
             query sees no key.

@@ -87,9 +87,9 @@ class DecodeLaunch(NamedTuple):
 
 
 def decode_launch(
-    num_requests: int, num_queries: int, group: int, key_dim: int, value_dim: int, element_size: int
+    num_queries: int, group: int, key_dim: int, value_dim: int, element_size: int
 ) -> DecodeLaunch:
-    """Tiles of decode, for `num_queries` of each request and `group` query heads of a K/V head.
+    """Tiles of decode, for `num_queries` that read the same keys and `group` query heads of a K/V head.
 
     At most 32 KiB of K and V at a time, so that several programs share a processor (`decode_workers` says how
     many: each reads an equal share, so all of them have to run at once).
@@ -97,8 +97,6 @@ def decode_launch(
     rows = padded_dim(num_queries * group)
     if num_queries > 1 and element_size < 4:
         launch = DecodeLaunch(max(64, rows), 64, 4, 3)  # as the matrix units of Hopper want it
-    elif num_requests <= 2:
-        launch = DecodeLaunch(rows, 64, 4, 3)
     else:
         launch = DecodeLaunch(rows, 32, 4, 3)
     bytes_per_key = (padded_dim(key_dim) + padded_dim(value_dim)) * element_size
@@ -108,13 +106,23 @@ def decode_launch(
     return launch._replace(block_n=block_n)
 
 
-def decode_workers(device: DeviceClass, num_requests: int, num_queries: int, num_kv_heads: int) -> int:
-    """Into how many equal shares decode cuts all its keys together, for each K/V head.
-
-    Of one or two requests every program has little to read: fewer of them, which read more at once.
-    """
-    programs = (2 if num_requests <= 2 or num_queries > 1 else 4) * device.num_multiprocessors
+def decode_workers(device: DeviceClass, num_queries: int, num_kv_heads: int) -> int:
+    """Into how many equal shares decode cuts all its keys, for each K/V head; `num_queries` as above."""
+    programs = (2 if num_queries > 1 else 4) * device.num_multiprocessors
     return max(1, programs // num_kv_heads)
+
+
+def group_members(num_queries: int, group: int) -> int:
+    """How many requests with common keys a tile of decode holds, of `num_queries` each; 1: no use to group."""
+    return max(1, 64 // (num_queries * group))
+
+
+def combine_launch(num_requests: int) -> Launch:
+    """Partial outputs that a program of `decode_combine` reads at a time, in `block_n`: of one or two requests,
+    which are cut into many, all; of more, the few that each has, by programs as small as they get."""
+    if num_requests <= 2:
+        return Launch(block_m=0, block_n=64, num_warps=4, num_stages=1)
+    return Launch(block_m=0, block_n=8, num_warps=1, num_stages=1)
 
 
 def hopper_prefill_launch(
