@@ -15,147 +15,45 @@ package, nvcc and ninja. The file is written anew after every row.
 """
 
 import json
-import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
 from torch.nn.attention import SDPBackend
 
-from bench.allocator import capture, empty_kernel
-from bench.attention_peers import (
+from bench.allocator import capture
+from bench.attention_batches import (
     DECODE,
     PREFILL,
+    SEVERAL_QUERIES,
+    WRITTEN,
     Batch,
-    FlashInfer,
     Row,
-    Side,
     check,
+    chosen,
     make_batch,
-    ours_decode,
-    ours_prefill,
     reference,
     scatter,
-    sdpa_decode,
-    sdpa_prefill,
 )
-from bench.report import Spread, parser, print_json, print_machine, print_table, refuse, save_json
+from bench.attention_figures import plot, print_figures
+from bench.attention_peers import FlashInfer, Side, ours_decode, ours_prefill, sdpa_decode, sdpa_prefill
+from bench.device_clock import DEVICE, Ceiling, Clock, captured, measure_ceiling
+from bench.report import Spread, parser, print_json, print_machine, refuse, save_json
 from bench.serving_figures import load_pyplot
 from lightkv.triton_kernels.write_kv import write_kv
 
-DEVICE = torch.device("cuda")
 SHIFTS = (0, 4)  # pages of 1 and of 16
 PEERS = ("flashinfer", "sdpa")
 SDPA = {"flash": SDPBackend.FLASH_ATTENTION, "cuDNN": SDPBackend.CUDNN_ATTENTION}
-SEVERAL_QUERIES = dict.fromkeys(("B1 × 8k", "B32 × 1k", "B64 × 8k"), 8)
-WRITTEN = ("B1 × 1k", "B32 × 1k", "B256 × 2k")
 LAYERS = 32  # of a step whose writes are timed
 LAYER_BYTES = 16 * 2**30  # of K/V in all of them, at most: then some share a pool
 
 Results = dict[str, Any]
 Make = Callable[[], Side]
-
-
-# --------------------------------------------------------------------------------
-# Time
-
-
-class Clock:
-    """Times in microseconds."""
-
-    def __init__(self, repeats: int) -> None:
-        self.repeats = repeats
-        self._fill = torch.ones(2**26, dtype=torch.float32, device=DEVICE)  # 256 MiB
-
-    def replay(self, graph: torch.cuda.CUDAGraph) -> Spread:
-        """A graph's replays on the device, each with the L2 cache emptied, queued before it begins."""
-        pairs = []
-        for _ in range(self.repeats + 3):
-            self._fill.sum()
-            torch.cuda._sleep(1_000_000)  # half a millisecond
-            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            start.record()
-            graph.replay()
-            end.record()
-            pairs.append((start, end))
-        torch.cuda.synchronize()
-        return Spread.of([start.elapsed_time(end) * 1e3 for start, end in pairs[3:]])
-
-    def call(self, work: Callable[[], object]) -> float:
-        """From the call until the device has done it, nothing being queued before it."""
-        times = []
-        for _ in range(self.repeats // 2 + 2):
-            torch.cuda.synchronize()
-            start = time.perf_counter_ns()
-            work()
-            torch.cuda.synchronize()
-            times.append((time.perf_counter_ns() - start) / 1e3)
-        return statistics.median(times[2:])
-
-
-def captured(run: Callable[[], Tensor]) -> tuple[torch.cuda.CUDAGraph, Tensor]:
-    """A graph of `run`, which has run once before, and the tensor that its replays write to."""
-    outputs: list[Tensor] = []
-    return capture(lambda: outputs.append(run())), outputs[0]
-
-
-@triton.jit
-def _read_kernel(source, sums, num_blocks, BLOCK: tl.constexpr):  # fewer than 2**31 words
-    total = tl.zeros([BLOCK], tl.int32)
-    for block in range(tl.program_id(0), num_blocks, tl.num_programs(0)):
-        total += tl.load(source + block * BLOCK + tl.arange(0, BLOCK))
-    tl.store(sums + tl.program_id(0), tl.sum(total, 0))
-
-
-class Ceiling(NamedTuple):
-    """What this device does at best, measured in this run."""
-
-    empty_us: float  # a kernel that does nothing, in a graph
-    bytes_per_us: float
-    flops_per_us: float
-
-    def floor_us(self, row: Row) -> float:
-        work = row.bytes / self.bytes_per_us
-        if row.is_prefill:
-            work = max(work, row.flops / self.flops_per_us)
-        return self.empty_us + work
-
-
-def measure_ceiling(
-    clock: Clock, num_words: int = 2**29, side: int = 8192, grids: Sequence[int] = (1024, 2048)
-) -> tuple[Ceiling, Results]:
-    """By reading `num_words` int32, with `grids` and one program a block, and by a bfloat16 product of square
-    matrices; and what each kernel took."""
-    empty_kernel()
-    empty = clock.replay(capture(empty_kernel))
-    source = torch.ones(num_words, dtype=torch.int32, device=DEVICE)
-    readers: dict[str, Callable[[], Tensor]] = {"torch.sum": lambda: source.sum()}
-    for block in (2048, 4096, 8192):
-        for programs in (*grids, num_words // block):
-            sums = torch.zeros(programs, dtype=torch.int32, device=DEVICE)
-
-            def read(block: int = block, sums: Tensor = sums) -> Tensor:
-                _read_kernel[(len(sums),)](source, sums, num_words // block, BLOCK=block, num_warps=8)
-                return sums
-
-            readers[f"blocks of {block}, {programs} programs"] = read
-    took = {}
-    for name, reader in readers.items():
-        if int(reader().sum()) != num_words:
-            refuse(f"the reading kernel '{name}' did not read everything")
-        took[name] = clock.replay(captured(reader)[0]).median
-    a, b = (torch.randn(side, side, dtype=torch.bfloat16, device=DEVICE) for _ in range(2))
-    torch.mm(a, b)
-    product = clock.replay(captured(lambda: torch.mm(a, b))[0])
-    bytes_per_us = 4 * num_words / (min(took.values()) - empty.median)
-    ceiling = Ceiling(empty.median, bytes_per_us, 2 * side**3 / (product.median - empty.median))
-    return ceiling, {**ceiling._asdict(), "read_us": took, "read_bytes": 4 * num_words}
 
 
 # --------------------------------------------------------------------------------
@@ -233,7 +131,7 @@ def measure_row(row: Row, make_sides: Callable[[Batch, Bench], dict[str, Make]],
     """Every side of a row."""
     batch = make_batch(row, DEVICE)
     found = measure_sides(row, make_sides(batch, bench), reference(batch), bench.clock)
-    floor = bench.ceiling.floor_us(row)
+    floor = bench.ceiling.floor_us(row.bytes, row.flops if row.is_prefill else 0)
     times = []
     for name, side in found["sides"].items():
         times.append(f"{name} {Spread(side['median'], side['low'], side['high']).text('.1f')}")
@@ -313,83 +211,6 @@ def measure_write(row: Row, clock: Clock) -> Results:
 
 
 # --------------------------------------------------------------------------------
-# Figures for people
-
-
-def print_rows(rows: dict[str, Results], unit: str, rate: str) -> None:
-    """µs of every side; the other columns are of lightkv at page 1, but for the last."""
-    rows = {row: found for row, found in rows.items() if "sides" in found}
-    names = list(dict.fromkeys(name for found in rows.values() for name in found["sides"]))
-    table = []
-    for row, found in rows.items():
-        sides, floor = found["sides"], found["floor_us"]
-        cells = [f"{sides[name]['median']:.1f}" if name in sides else "" for name in names]
-        ours = sides.get("lightkv p1")
-        cells += [f"{ours['median'] / floor:.2f}", f"{ours[rate]:.3g}"] if ours else ["", ""]
-        cells += [f"{found[key]:.2f}" if key in found else "" for key in ("ratio", "ratio_of_best_page")]
-        table.append([row, f"{floor:.1f}", *cells])
-    print(
-        "\nµs, medians; over the floor, the rate, over the best peer: lightkv at page 1, and at its best page"
-    )
-    print_table(["row", "floor", *names, "over floor", unit, "over peer", "best page"], table)
-
-
-def print_figures(results: Results) -> None:
-    for part, unit, rate in (("decode", "TB/s", "tb_per_s"), ("prefill", "TFLOP/s", "tflop_per_s")):
-        if results.get(part):
-            print_rows(results[part], unit, rate)
-    for row, found in results.get("plan", {}).items():
-        if "median" in found:
-            print(f"{row}: the plan of a step takes {Spread(**found).text('.1f')} µs in a graph")
-    for row, found in results.get("queries", {}).items():
-        if "ratio" in found:
-            print(f"{row}: {SEVERAL_QUERIES[row]} queries a request cost {found['ratio']:.2f} of one")
-    for row, found in results.get("write", {}).items():
-        if "us_per_layer" in found:
-            print(f"{row}: writing K/V adds {found['us_per_layer']:.2f} µs a layer")
-
-
-def over_floor(found: Results) -> dict[str, float]:
-    """Of lightkv's sides, and of each peer at its best, the time over the floor."""
-    best: dict[str, float] = {}
-    for name, side in found["sides"].items():
-        key = name if name.startswith("lightkv") else name.split()[0]
-        best[key] = min(best.get(key, float("inf")), side["median"] / found["floor_us"])
-    return best
-
-
-def plot(pyplot: Any, results: Results, path: Path) -> None:
-    """Bars of the time over the floor, row by row; peers at their best."""
-    parts = [part for part in ("decode", "prefill") if results.get(part)]
-    figure, axes = pyplot.subplots(
-        len(parts), 1, figsize=(15, 5 * len(parts)), layout="constrained", squeeze=False
-    )
-    for part, axis in zip(parts, axes[:, 0], strict=True):
-        rows = {row: over_floor(found) for row, found in results[part].items() if "sides" in found}
-        names = list(dict.fromkeys(name for ratios in rows.values() for name in ratios))
-        for i, name in enumerate(names):
-            at = [j + (i - (len(names) - 1) / 2) * 0.8 / len(names) for j in range(len(rows))]
-            heights = [ratios.get(name, float("nan")) for ratios in rows.values()]
-            axis.bar(at, heights, 0.8 / len(names), label=name)
-        axis.axhline(1.0, color="black", linewidth=0.8)
-        axis.set_xticks(range(len(rows)), list(rows), rotation=15, ha="right", fontsize="small")
-        axis.set(title=part, ylabel="time over the floor")
-        axis.grid(axis="y", alpha=0.3)
-        axis.legend(fontsize="small")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=150)
-    pyplot.close(figure)
-
-
-# --------------------------------------------------------------------------------
-
-
-def chosen(rows: Sequence[Row], names: Sequence[str]) -> list[Row]:
-    """The rows in whose names one of the texts stands, × being x too; all without any."""
-    texts = [name.replace("×", "x").lower() for name in names]
-    return [
-        row for row in rows if not texts or any(text in row.name.replace("×", "x").lower() for text in texts)
-    ]
 
 
 def attempt(what: str, measure: Callable[[], Results]) -> Results:

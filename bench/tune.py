@@ -13,8 +13,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from bench.attention import DEVICE, Clock, captured, chosen
-from bench.attention_peers import DECODE, Batch, Row, check, make_batch, ours_decode, reference, scatter
+from bench.attention_batches import DECODE, Batch, Row, check, chosen, make_batch, reference, scatter
+from bench.attention_peers import ours_decode
+from bench.device_clock import DEVICE, Clock, captured
 from bench.report import parser, print_json, print_machine, print_table, refuse
 from lightkv.triton_kernels import tuning
 from lightkv.triton_kernels.tuning import DecodeLaunch

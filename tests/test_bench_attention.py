@@ -14,13 +14,16 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend
 
 from bench import attention as bench
+from bench import attention_batches as batches
+from bench import attention_figures as figures
 from bench import attention_peers as peers
+from bench import device_clock
 from bench.allocator import capture
-from bench.attention import captured
+from bench.device_clock import captured
 from bench.report import Spread
 from bench.serving_figures import load_pyplot
 
-UNEVEN = peers.Row("uneven", (1, 40, 16), (1, 1, 1), 4, 2, 16, torch.float16)
+UNEVEN = batches.Row("uneven", (1, 40, 16), (1, 1, 1), 4, 2, 16, torch.float16)
 EVEN = UNEVEN._replace(name="even", lengths=(20, 20), q_lens=(1, 1), num_heads=2, num_kv_heads=1)
 FRESH = UNEVEN._replace(name="fresh", lengths=(20, 20), q_lens=(20, 20))
 RAGGED = UNEVEN._replace(name="ragged", lengths=(20, 33, 5), q_lens=(20, 3, 1))
@@ -50,19 +53,20 @@ def replayed(run: Callable[[], Tensor]) -> tuple[Any, Tensor]:
 
 
 @pytest.fixture
-def clock(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> bench.Clock:
-    monkeypatch.setattr(bench, "DEVICE", device)
+def clock(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> device_clock.Clock:
     monkeypatch.setattr("bench.allocator.DEVICE", device)
-    monkeypatch.setattr(bench, "captured", replayed)
-    monkeypatch.setattr(bench, "capture", lambda step: SimpleNamespace(replay=step))
+    for module in (bench, device_clock):
+        monkeypatch.setattr(module, "DEVICE", device)
+        monkeypatch.setattr(module, "captured", replayed)
+        monkeypatch.setattr(module, "capture", lambda step: SimpleNamespace(replay=step))
     monkeypatch.setattr(bench, "SDPA", MATH)
     monkeypatch.setattr(bench, "LAYERS", 2)
-    return cast(bench.Clock, CountingClock())
+    return cast(device_clock.Clock, CountingClock())
 
 
 @pytest.fixture
-def tools(clock: bench.Clock) -> bench.Bench:
-    return bench.Bench(clock, bench.Ceiling(1.0, 1e4, 1e6), True, None)
+def tools(clock: device_clock.Clock) -> bench.Bench:
+    return bench.Bench(clock, device_clock.Ceiling(1.0, 1e4, 1e6), True, None)
 
 
 class PagedWrapper:
@@ -100,7 +104,7 @@ class PagedWrapper:
             queries = slice(int(q_starts[request]), int(q_starts[request + 1]))
             first = length - (queries.stop - queries.start) if self.causal else length - 1
             positions = torch.arange(first, length, device=q.device)
-            out[queries] = peers.attend_reference(
+            out[queries] = batches.attend_reference(
                 q[queries], k, v, positions, scale=sm_scale, window=0, softcap=0.0
             ).to(out.dtype)
         return out
@@ -138,73 +142,73 @@ def flashinfer(device: torch.device, tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 
 def test_rows_are_as_large_as_they_are_known_to_be() -> None:
-    megabytes = [round(row.bytes / 1e6) for row in peers.DECODE]
+    megabytes = [round(row.bytes / 1e6) for row in batches.DECODE]
     assert megabytes == [4, 34, 537, 134, 134, 2147, 2147, 811, 549, 1074, 2147, 268]
-    assert [sum(row.lengths) for row in peers.DECODE if "skewed" in row.name] == [197_959, 133_966]
+    assert [sum(row.lengths) for row in batches.DECODE if "skewed" in row.name] == [197_959, 133_966]
     assert RAGGED.flops == 4 * 16 * 4 * (20 * 21 // 2 + (31 + 32 + 33) + 5)
     assert RAGGED.bytes == 2 * 16 * (2 * 58 * 2 + 2 * 24 * 4)
-    assert set(bench.SEVERAL_QUERIES) | set(bench.WRITTEN) <= {row.name for row in peers.DECODE}
+    assert set(batches.SEVERAL_QUERIES) | set(batches.WRITTEN) <= {row.name for row in batches.DECODE}
 
 
 @pytest.mark.parametrize("shift", [0, 4])
 def test_every_token_has_its_slot(shift: int, device: torch.device) -> None:
-    batch = peers.make_batch(UNEVEN, device)
-    paged = peers.scatter(batch, shift)
+    batch = batches.make_batch(UNEVEN, device)
+    paged = batches.scatter(batch, shift)
     assert len(paged.slots.unique()) == len(batch.kv)
     assert torch.equal(paged.pool[paged.slots], batch.kv)
     assert int(paged.slots.min()) >= 1 << shift
     others = torch.ones(len(paged.pool), dtype=torch.bool, device=device)
     others[paged.slots] = False
-    assert bool((paged.pool[others] == peers.GARBAGE).all())
+    assert bool((paged.pool[others] == batches.GARBAGE).all())
     assert not torch.equal(paged.slots, paged.slots.sort().values)
 
 
 @pytest.mark.parametrize("shift", [0, 4])
 @pytest.mark.parametrize("row", [UNEVEN, EVEN], ids=lambda row: row.name)
 def test_decode_sides_are_right(
-    row: peers.Row, shift: int, device: torch.device, flashinfer: peers.FlashInfer
+    row: batches.Row, shift: int, device: torch.device, flashinfer: peers.FlashInfer
 ) -> None:
-    batch = peers.make_batch(row, device)
-    paged, expected = peers.scatter(batch, shift), peers.reference(batch)
+    batch = batches.make_batch(row, device)
+    paged, expected = batches.scatter(batch, shift), batches.reference(batch)
     sides = [peers.ours_decode(batch, paged)]
     sides += [flashinfer.decode(batch, paged, tensor_cores) for tensor_cores in (False, True)]
     if batch.is_even():
         sides.append(peers.sdpa_decode(batch, SDPBackend.MATH))
     for side in sides:
-        peers.check(side.tokens(side.run()), expected)
+        batches.check(side.tokens(side.run()), expected)
 
 
 @pytest.mark.parametrize("shift", [0, 4])
 @pytest.mark.parametrize("row", [FRESH, RAGGED], ids=lambda row: row.name)
 def test_prefill_sides_are_right(
-    row: peers.Row, shift: int, device: torch.device, flashinfer: peers.FlashInfer
+    row: batches.Row, shift: int, device: torch.device, flashinfer: peers.FlashInfer
 ) -> None:
-    batch = peers.make_batch(row, device)
-    paged, expected = peers.scatter(batch, shift), peers.reference(batch)
+    batch = batches.make_batch(row, device)
+    paged, expected = batches.scatter(batch, shift), batches.reference(batch)
     sides = [peers.ours_prefill(batch, paged)]
     sides += [flashinfer.prefill(batch, paged, backend) for backend in ("fa2", "fa3")]
     if batch.is_even():
         sides.append(peers.sdpa_prefill(batch, SDPBackend.MATH))
     for side in sides:
-        peers.check(side.tokens(side.run()), expected)
+        batches.check(side.tokens(side.run()), expected)
 
 
 def test_the_reference_is_the_same_in_chunks(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
-    batch = peers.make_batch(RAGGED, device)
-    whole = peers.reference(batch)
-    monkeypatch.setattr(peers, "REFERENCE_SCORES", 300)  # two or three queries
-    torch.testing.assert_close(peers.reference(batch), whole)
+    batch = batches.make_batch(RAGGED, device)
+    whole = batches.reference(batch)
+    monkeypatch.setattr(batches, "REFERENCE_SCORES", 300)  # two or three queries
+    torch.testing.assert_close(batches.reference(batch), whole)
 
 
 @pytest.mark.parametrize("size", [1.0, 1e-3])
 @pytest.mark.parametrize("error", [0.03, -0.03, float("nan")])
 def test_one_wrong_element_is_refused_however_small_the_values(size: float, error: float) -> None:
     expected = size * torch.randn(5, 4, 16, generator=torch.Generator().manual_seed(0))
-    peers.check(expected.bfloat16(), expected)
+    batches.check(expected.bfloat16(), expected)
     got = expected.clone()
     got[3, 2, 7] += error * (expected[3, 2, 7].abs() + expected[3, 2].square().mean().sqrt())
     with pytest.raises(ArithmeticError, match="wrong by up to"):
-        peers.check(got, expected)
+        batches.check(got, expected)
 
 
 def test_flashinfer_compiles_where_it_is_told_to(flashinfer: peers.FlashInfer, tmp_path: Path) -> None:
@@ -222,8 +226,8 @@ def test_kernels_that_do_not_compile_are_tried_once(
             raise RuntimeError("nvcc: no such file")
 
     monkeypatch.setattr(PrefillWrapper, "plan", plan)
-    batch = peers.make_batch(EVEN, device)
-    paged = peers.scatter(batch, 0)
+    batch = batches.make_batch(EVEN, device)
+    paged = batches.scatter(batch, 0)
     assert flashinfer.compile(["decode", "fa2", "fa3"], batch) == {"fa3": "nvcc: no such file"}
     assert sorted(tried) == ["fa2", "fa3"]
     with pytest.raises(RuntimeError, match="its kernel fa3 did not compile"):
@@ -234,7 +238,7 @@ def test_kernels_that_do_not_compile_are_tried_once(
 
 
 def test_a_missing_flashinfer_is_left_out(
-    clock: bench.Clock, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    clock: device_clock.Clock, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setitem(sys.modules, "flashinfer", None)
     assert bench.load_flashinfer(None, True, True) is None
@@ -276,11 +280,11 @@ def test_a_prefill_row(tools: bench.Bench, flashinfer: peers.FlashInfer) -> None
 def test_a_side_that_fails_or_is_wrong_is_left_out(
     tools: bench.Bench, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def sides(batch: peers.Batch, _: bench.Bench) -> dict[str, bench.Make]:
+    def sides(batch: batches.Batch, _: bench.Bench) -> dict[str, bench.Make]:
         def fails() -> peers.Side:
             raise RuntimeError("no such kernel")
 
-        right = peers.ours_decode(batch, peers.scatter(batch, 0))
+        right = peers.ours_decode(batch, batches.scatter(batch, 0))
         unwritten = torch.zeros_like(batch.q)
         return {
             "fails": fails,
@@ -321,14 +325,16 @@ def test_what_belongs_to_a_decode_row(tools: bench.Bench, monkeypatch: pytest.Mo
     assert write["pools"] == 2
 
 
-def test_a_write_that_is_not_seen_is_refused(clock: bench.Clock, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_write_that_is_not_seen_is_refused(
+    clock: device_clock.Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(bench, "write_kv", lambda *_: None)
     with pytest.raises(ArithmeticError, match="wrong by up to inf"):
         bench.measure_write(EVEN, clock)
 
 
-def test_the_ceiling_reads_every_word(clock: bench.Clock) -> None:
-    ceiling, found = bench.measure_ceiling(clock, num_words=2**14, side=16, grids=(1, 3))
+def test_the_ceiling_reads_every_word(clock: device_clock.Clock) -> None:
+    ceiling, found = device_clock.measure_ceiling(clock, num_words=2**14, side=16, grids=(1, 3))
     assert ceiling.empty_us == 3.0
     assert len(found["read_us"]) == 10
     assert ceiling.bytes_per_us == 4 * 2**14 / (4.0 - 3.0)
@@ -336,8 +342,8 @@ def test_the_ceiling_reads_every_word(clock: bench.Clock) -> None:
 
 
 def test_rows_are_chosen_by_what_stands_in_their_names() -> None:
-    assert bench.chosen(peers.DECODE, []) == list(peers.DECODE)
-    assert [row.name for row in bench.chosen(peers.DECODE, ["b1 x 1k", "SKEWED"])] == [
+    assert batches.chosen(batches.DECODE, []) == list(batches.DECODE)
+    assert [row.name for row in batches.chosen(batches.DECODE, ["b1 x 1k", "SKEWED"])] == [
         "B1 × 1k",
         "B64 skewed",
         "B16 skewed",
@@ -365,4 +371,4 @@ def test_a_file_is_drawn_again(
     assert "even: the plan of a step takes" in printed
     assert picture.read_bytes().startswith(b"\x89PNG")
     assert load_pyplot().get_fignums() == []
-    assert bench.over_floor(results["prefill"]["ragged"]).keys() == {"lightkv p1"}
+    assert figures.over_floor(results["prefill"]["ragged"]).keys() == {"lightkv p1"}
