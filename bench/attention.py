@@ -1,13 +1,14 @@
-"""Attention by page-size-one index against FlashInfer and torch's own, in one run on the same K/V values.
+"""Attention by page-size-one index against FlashInfer, torch's own and the classic kernel, on the same K/V.
 
     python -m bench.attention --out bench/results/attention-h200.json --plot attention-h200.png
     python -m bench.attention --replot bench/results/attention-h200.json --plot attention-h200.png
 
-Head dim 128, bfloat16, pages (of 1 and of 16 tokens) in random order. Every side is captured in a CUDA graph,
-its output checked element by element against float32, and its replay timed: the median of 20, the L2 cache
-emptied before each by reading 256 MiB (written, its lines would be written back inside the timed region). What
-a side plans for a step is planned before, and timed apart: from call to end, and lightkv's in a graph too. A
-side that fails or is wrong is left out with a line.
+Head dim 128, bfloat16, pages (of 1 and of 16 tokens) in random order; lightkv's kernels read contiguous runs,
+too, by their index. Every side is captured in a CUDA graph, its output checked element by element against
+float32, and its replay timed: the median of 20, the L2 cache emptied before each by reading 256 MiB (written,
+its lines would be written back inside the timed region). What a side plans for a step is planned before, and
+timed apart: from call to end, and lightkv's in a graph too. A side that fails or is wrong is left out with a
+line.
 
 A row's floor is an empty kernel in a graph and the bytes over the best of some kernels that only read; of a
 prefill, the operations over the rate of a large matrix product where that is longer. FlashInfer needs its
@@ -16,7 +17,7 @@ package, nvcc and ninja. The file is written anew after every row.
 
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -27,6 +28,7 @@ from torch.nn.attention import SDPBackend
 
 from bench.allocator import capture
 from bench.attention_batches import (
+    CONTIGUOUS,
     DECODE,
     PREFILL,
     SEVERAL_QUERIES,
@@ -40,14 +42,23 @@ from bench.attention_batches import (
     scatter,
 )
 from bench.attention_figures import plot, print_figures
-from bench.attention_peers import FlashInfer, Side, ours_decode, ours_prefill, sdpa_decode, sdpa_prefill
+from bench.attention_peers import (
+    FlashInfer,
+    Side,
+    classic_decode,
+    ours_decode,
+    ours_prefill,
+    sdpa_decode,
+    sdpa_prefill,
+)
 from bench.device_clock import DEVICE, Ceiling, Clock, captured, measure_ceiling
 from bench.report import Spread, parser, print_json, print_machine, refuse, save_json
 from bench.serving_figures import load_pyplot
 from lightkv.triton_kernels.write_kv import write_kv
 
 SHIFTS = (0, 4)  # pages of 1 and of 16
-PEERS = ("flashinfer", "sdpa")
+PARTITIONS = {"one pass": 0, "partitions": 512}  # of the classic kernel
+PEERS = ("flashinfer", "sdpa", "v1")
 SDPA = {"flash": SDPBackend.FLASH_ATTENTION, "cuDNN": SDPBackend.CUDNN_ATTENTION}
 LAYERS = 32  # of a step whose writes are timed
 LAYER_BYTES = 16 * 2**30  # of K/V in all of them, at most: then some share a pool
@@ -65,7 +76,7 @@ class Bench(NamedTuple):
 
     clock: Clock
     ceiling: Ceiling
-    with_sdpa: bool
+    peers: Sequence[str]  # of PEERS
     flashinfer: FlashInfer | None
 
 
@@ -77,7 +88,11 @@ def decode_sides(batch: Batch, bench: Bench) -> dict[str, Make]:
         if bench.flashinfer is not None:
             made[f"FlashInfer {name}"] = partial(bench.flashinfer.decode, batch, paged, False)
             made[f"FlashInfer tc {name}"] = partial(bench.flashinfer.decode, batch, paged, True)
-    if bench.with_sdpa and batch.is_even():
+        if "v1" in bench.peers and shift == 4:
+            for form, size in PARTITIONS.items():
+                made[f"v1 {name} {form}"] = partial(classic_decode, batch, paged, size)
+    made["lightkv contiguous"] = partial(ours_decode, batch, scatter(batch, CONTIGUOUS))
+    if "sdpa" in bench.peers and batch.is_even():
         for name, backend in SDPA.items():
             made[f"SDPA {name}"] = partial(sdpa_decode, batch, backend)
     return made
@@ -93,7 +108,8 @@ def prefill_sides(batch: Batch, bench: Bench) -> dict[str, Make]:
                 made[f"FlashInfer {backend} {name}"] = partial(
                     bench.flashinfer.prefill, batch, paged, backend
                 )
-    if bench.with_sdpa and batch.is_even() and batch.lengths == batch.q_lens:
+    made["lightkv contiguous"] = partial(ours_prefill, batch, scatter(batch, CONTIGUOUS))
+    if "sdpa" in bench.peers and batch.is_even() and batch.lengths == batch.q_lens:
         for name, backend in SDPA.items():
             made[f"SDPA {name}"] = partial(sdpa_prefill, batch, backend)
     return made
@@ -143,8 +159,8 @@ def measure_row(row: Row, make_sides: Callable[[Batch, Bench], dict[str, Make]],
 
 
 def beside_peers(sides: Results) -> Results:
-    """lightkv at page 1, and at its best page, over the peer that is fastest at any."""
-    ours = [found["median"] for name, found in sides.items() if name.startswith("lightkv")]
+    """lightkv at page 1, and at its best page, over the peer that is fastest at any, or without pages."""
+    ours = [found["median"] for name, found in sides.items() if name.startswith("lightkv p")]
     peers = {name: found["median"] for name, found in sides.items() if not name.startswith("lightkv")}
     if "lightkv p1" not in sides or not peers:
         return {}
@@ -304,7 +320,7 @@ def measure(options: Any) -> Results:
         "ceiling": found,
     }
     results |= {part: {} for part in ("decode", "plan", "queries", "write", "prefill")}
-    bench = Bench(clock, ceiling, "sdpa" in options.peers, flashinfer)
+    bench = Bench(clock, ceiling, options.peers, flashinfer)
     for row in decode:
         measure_decode(row, bench, results)
         save_json("attention", results, options.out)

@@ -15,6 +15,7 @@ from lightkv.triton_kernels.attend_keys import attend_reference
 
 TOLERANCE = 2e-2  # of an element and of its head's root mean square, together
 REFERENCE_SCORES = 2**27  # that the reference holds at a time
+CONTIGUOUS = 31  # the shift of one run a request
 GARBAGE = 8.0  # in slots of no token: finite, since a peer may read what it masks, and easily seen
 
 
@@ -186,18 +187,19 @@ def check(got: Tensor, expected: Tensor) -> None:
 
 
 class Paged(NamedTuple):
-    """A batch's K/V in pages of 2**shift tokens, the pages in random order; page 0 is nobody's."""
+    """A batch's K/V in pages of 2**shift tokens, or with shift 31 in one run a request, in random order; no
+    request holds slot 0 (or its page), and between runs there are slots of nobody."""
 
-    pool: Tensor  # [num_pages * 2**shift, 2 * num_kv_heads, D]
-    table: Tensor  # int32 [B, most pages of a request]; 0 past its end
+    pool: Tensor  # [num_slots, 2 * num_kv_heads, D]
+    first_slots: Tensor  # int32 [B, most pages of a request]: each page's first; 0 past a request's end
     slots: Tensor  # int64 [sum(lengths)]: each token's
     num_pages: list[int]  # of each request
     shift: int
 
     @property
-    def first_slots(self) -> Tensor:
-        """The table as lightkv reads it."""
-        return self.table << self.shift
+    def table(self) -> Tensor:
+        """int32 `[B, most pages of a request]`: the pages' numbers."""
+        return self.first_slots >> self.shift
 
     @property
     def caches(self) -> tuple[Tensor, Tensor]:
@@ -213,20 +215,29 @@ class Paged(NamedTuple):
 
 
 def scatter(batch: Batch, shift: int) -> Paged:
-    """Write the batch's K/V to the pages of a new pool."""
+    """Write the batch's K/V to the pages of a new pool, or to its runs."""
     device, page = batch.kv.device, 1 << shift
-    num_pages = [-(-length // page) for length in batch.lengths]
-    counts = torch.tensor(num_pages, device=device)
     generator = torch.Generator(device).manual_seed(shift + 1)
-    order = 1 + torch.randperm(sum(num_pages), device=device, generator=generator)
-    table = torch.zeros(len(num_pages), max(num_pages), dtype=torch.int32, device=device)
-    table[torch.arange(max(num_pages), device=device) < counts[:, None]] = order.int()
-
     lengths = torch.tensor(batch.lengths, device=device)
+    if shift == CONTIGUOUS:
+        num_pages = [1] * len(lengths)
+        order = torch.randperm(len(lengths), device=device, generator=generator)
+        ends = (lengths[order] + 1).cumsum(0)
+        first_slots = torch.empty_like(lengths)
+        first_slots[order] = ends - lengths[order]
+        first_slots, num_slots = first_slots[:, None].int(), 1 + sum(batch.lengths) + len(lengths)
+    else:
+        num_pages = [-(-length // page) for length in batch.lengths]
+        counts = torch.tensor(num_pages, device=device)
+        order = 1 + torch.randperm(sum(num_pages), device=device, generator=generator)
+        first_slots = torch.zeros(len(num_pages), max(num_pages), dtype=torch.int32, device=device)
+        is_page = torch.arange(max(num_pages), device=device) < counts[:, None]
+        first_slots[is_page] = order.int() << shift
+        num_slots = (1 + sum(num_pages)) << shift
+
     request = torch.arange(len(lengths), device=device).repeat_interleave(lengths)
     positions = torch.arange(len(request), device=device) - (lengths.cumsum(0) - lengths)[request]
-    slots = table[request, positions >> shift].long() * page + (positions & (page - 1))
-    shape = (1 + sum(num_pages)) * page, *batch.kv.shape[1:]
-    pool = torch.full(shape, GARBAGE, dtype=batch.kv.dtype, device=device)
+    slots = first_slots[request, positions >> shift].long() + (positions & (page - 1))
+    pool = torch.full((num_slots, *batch.kv.shape[1:]), GARBAGE, dtype=batch.kv.dtype, device=device)
     pool[slots] = batch.kv
-    return Paged(pool, table, slots, num_pages, shift)
+    return Paged(pool, first_slots, slots, num_pages, shift)

@@ -1,4 +1,4 @@
-"""The sides of `attention.py`: lightkv's kernels, FlashInfer's, torch's own.
+"""The sides of `attention.py`: lightkv's kernels, the classic kernel, FlashInfer's, torch's own.
 
 All get the K/V values of one batch: scattered over the pages of a pool, as lightkv and FlashInfer read them
 (the one through an index of slots, the other through its lists of pages), or one contiguous copy a request. A
@@ -19,6 +19,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from bench.attention_batches import Batch, Paged, offsets, scatter
 from lightkv.triton_kernels.decode_attention import decode_attention
 from lightkv.triton_kernels.decode_plan import decode_plan
+from lightkv.triton_kernels.paged_attention_v1 import copy_to_blocks, paged_attention_v1
 from lightkv.triton_kernels.prefill_attention import prefill_attention
 from lightkv.triton_kernels.prefill_plan import prefill_plan
 
@@ -105,6 +106,32 @@ def ours_prefill(batch: Batch, paged: Paged) -> Side:
         )
 
     return Side(run, plan=make_plan)
+
+
+# --------------------------------------------------------------------------------
+# The classic kernel
+
+
+def classic_decode(batch: Batch, paged: Paged, partition_size: int) -> Side:
+    """`paged_attention_v1` on a copy of the pages in its own layout, in partitions or (0) in one pass."""
+    slots = torch.arange(len(paged.pool), device=batch.q.device).view(-1, 1 << paged.shift)
+    blocks = copy_to_blocks(*paged.caches, slots)
+    lengths = torch.tensor(batch.lengths, dtype=torch.int32, device=batch.q.device)
+    table, out = paged.table, torch.empty_like(batch.q)
+
+    def run() -> Tensor:
+        return paged_attention_v1(
+            batch.q,
+            *blocks,
+            table,
+            lengths,
+            scale=batch.scale,
+            partition_size=partition_size,
+            max_context_len=max(batch.lengths),
+            out=out,
+        )
+
+    return Side(run)
 
 
 # --------------------------------------------------------------------------------

@@ -66,7 +66,7 @@ def clock(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> device_clock
 
 @pytest.fixture
 def tools(clock: device_clock.Clock) -> bench.Bench:
-    return bench.Bench(clock, device_clock.Ceiling(1.0, 1e4, 1e6), True, None)
+    return bench.Bench(clock, device_clock.Ceiling(1.0, 1e4, 1e6), bench.PEERS, None)
 
 
 class PagedWrapper:
@@ -150,17 +150,25 @@ def test_rows_are_as_large_as_they_are_known_to_be() -> None:
     assert set(batches.SEVERAL_QUERIES) | set(batches.WRITTEN) <= {row.name for row in batches.DECODE}
 
 
-@pytest.mark.parametrize("shift", [0, 4])
+@pytest.mark.parametrize("shift", [0, 4, batches.CONTIGUOUS], ids="shift{}".format)
 def test_every_token_has_its_slot(shift: int, device: torch.device) -> None:
     batch = batches.make_batch(UNEVEN, device)
     paged = batches.scatter(batch, shift)
     assert len(paged.slots.unique()) == len(batch.kv)
     assert torch.equal(paged.pool[paged.slots], batch.kv)
-    assert int(paged.slots.min()) >= 1 << shift
+    assert int(paged.slots.min()) >= (1 << shift if shift < batches.CONTIGUOUS else 1)
     others = torch.ones(len(paged.pool), dtype=torch.bool, device=device)
     others[paged.slots] = False
     assert bool((paged.pool[others] == batches.GARBAGE).all())
     assert not torch.equal(paged.slots, paged.slots.sort().values)
+
+
+@pytest.mark.parametrize("row", [UNEVEN, EVEN], ids=lambda row: row.name)
+def test_runs_by_index(row: batches.Row, device: torch.device) -> None:
+    batch = batches.make_batch(row, device)
+    paged, expected = batches.scatter(batch, batches.CONTIGUOUS), batches.reference(batch)
+    for ours in (peers.ours_decode, peers.ours_prefill):
+        batches.check(ours(batch, paged).run(), expected)
 
 
 @pytest.mark.parametrize("shift", [0, 4])
@@ -172,6 +180,8 @@ def test_decode_sides_are_right(
     paged, expected = batches.scatter(batch, shift), batches.reference(batch)
     sides = [peers.ours_decode(batch, paged)]
     sides += [flashinfer.decode(batch, paged, tensor_cores) for tensor_cores in (False, True)]
+    if shift == 4:
+        sides += [peers.classic_decode(batch, paged, size) for size in (0, 16)]
     if batch.is_even():
         sides.append(peers.sdpa_decode(batch, SDPBackend.MATH))
     for side in sides:
@@ -249,7 +259,8 @@ def test_a_decode_row(tools: bench.Bench, flashinfer: peers.FlashInfer) -> None:
     found = bench.measure_row(EVEN, bench.decode_sides, tools._replace(flashinfer=flashinfer))
     assert found["failed"] == {}
     of_pages = [f"{kind} p{page}" for page in (1, 16) for kind in ("lightkv", "FlashInfer", "FlashInfer tc")]
-    assert list(found["sides"]) == [*of_pages, "SDPA math"]
+    classic = ["v1 p16 one pass", "v1 p16 partitions"]
+    assert list(found["sides"]) == [*of_pages, *classic, "lightkv contiguous", "SDPA math"]
     assert found["best_peer"] == "FlashInfer p1"  # the clock runs up
     assert found["ratio"] == found["ratio_of_best_page"] == 3 / 4
     assert found["floor_us"] == 1.0 + EVEN.bytes / 1e4
@@ -264,17 +275,19 @@ def test_a_replayed_graph_is_what_is_checked(tools: bench.Bench, monkeypatch: py
     for row, sides in ((EVEN, bench.decode_sides), (FRESH, bench.prefill_sides)):
         found = bench.measure_row(row, sides, tools)
         assert found["failed"] == {}
-        assert list(found["sides"]) == ["lightkv p1", "lightkv p16", "SDPA math"]
+        ours = [name for name in found["sides"] if not name.startswith("v1")]
+        assert ours == ["lightkv p1", "lightkv p16", "lightkv contiguous", "SDPA math"]
 
 
 def test_a_prefill_row(tools: bench.Bench, flashinfer: peers.FlashInfer) -> None:
     found = bench.measure_row(RAGGED, bench.prefill_sides, tools._replace(flashinfer=flashinfer))
     assert found["failed"] == {}
     kinds = ("lightkv", "FlashInfer fa2", "FlashInfer fa3")
-    assert list(found["sides"]) == [f"{kind} p{page}" for page in (1, 16) for kind in kinds]
+    of_pages = [f"{kind} p{page}" for page in (1, 16) for kind in kinds]
+    assert list(found["sides"]) == [*of_pages, "lightkv contiguous"]
     assert found["sides"]["FlashInfer fa2 p1"]["tflop_per_s"] == RAGGED.flops / 4 / 1e6
     fresh = bench.measure_row(FRESH, bench.prefill_sides, tools)
-    assert list(fresh["sides"]) == ["lightkv p1", "lightkv p16", "SDPA math"]
+    assert list(fresh["sides"]) == ["lightkv p1", "lightkv p16", "lightkv contiguous", "SDPA math"]
 
 
 def test_a_side_that_fails_or_is_wrong_is_left_out(
@@ -371,4 +384,4 @@ def test_a_file_is_drawn_again(
     assert "even: the plan of a step takes" in printed
     assert picture.read_bytes().startswith(b"\x89PNG")
     assert load_pyplot().get_fignums() == []
-    assert figures.over_floor(results["prefill"]["ragged"]).keys() == {"lightkv p1"}
+    assert figures.over_floor(results["prefill"]["ragged"]).keys() == {"lightkv p1", "lightkv contiguous"}
