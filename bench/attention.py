@@ -43,6 +43,7 @@ from bench.attention_batches import (
 )
 from bench.attention_figures import plot, print_figures
 from bench.attention_peers import (
+    PARTITIONS,
     FlashInfer,
     Side,
     classic_decode,
@@ -57,7 +58,6 @@ from bench.serving_figures import load_pyplot
 from lightkv.triton_kernels.write_kv import write_kv
 
 SHIFTS = (0, 4)  # pages of 1 and of 16
-PARTITIONS = {"one pass": 0, "partitions": 512}  # of the classic kernel
 PEERS = ("flashinfer", "sdpa", "v1")
 SDPA = {"flash": SDPBackend.FLASH_ATTENTION, "cuDNN": SDPBackend.CUDNN_ATTENTION}
 LAYERS = 32  # of a step whose writes are timed

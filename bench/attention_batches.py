@@ -90,6 +90,11 @@ PREFILL = (
 )
 
 
+HEAD_DIMS = tuple(  # heads as Llama-3.2-1B and Gemma-2-9B have them
+    row._replace(name=f"{num_heads}/8/{dim}, {row.name}", num_heads=num_heads, head_dim=dim)
+    for num_heads, dim in ((32, 64), (16, 256))
+    for row in (PREFILL[0], PREFILL[4])
+)
 # Rows of decode that are measured with several queries, too, and with the writing of K/V.
 SEVERAL_QUERIES = dict.fromkeys(("B1 × 8k", "B32 × 1k", "B64 × 8k"), 8)
 WRITTEN = ("B1 × 1k", "B32 × 1k", "B256 × 2k")

@@ -23,6 +23,8 @@ from lightkv.triton_kernels.paged_attention_v1 import copy_to_blocks, paged_atte
 from lightkv.triton_kernels.prefill_attention import prefill_attention
 from lightkv.triton_kernels.prefill_plan import prefill_plan
 
+PARTITIONS = {"one pass": 0, "partitions": 512}  # of the classic kernel
+
 
 class Side(NamedTuple):
     """`run()` writes the output, always to the same tensor where it is captured, and returns it; `tokens` makes

@@ -3,13 +3,13 @@
 import json
 import os
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 import torch
+from fake_clock import CountingClock, replayed
 from torch import Tensor
 from torch.nn.attention import SDPBackend
 
@@ -20,7 +20,6 @@ from bench import attention_peers as peers
 from bench import device_clock
 from bench.allocator import capture
 from bench.device_clock import captured
-from bench.report import Spread
 from bench.serving_figures import load_pyplot
 
 UNEVEN = batches.Row("uneven", (1, 40, 16), (1, 1, 1), 4, 2, 16, torch.float16)
@@ -28,28 +27,6 @@ EVEN = UNEVEN._replace(name="even", lengths=(20, 20), q_lens=(1, 1), num_heads=2
 FRESH = UNEVEN._replace(name="fresh", lengths=(20, 20), q_lens=(20, 20))
 RAGGED = UNEVEN._replace(name="ragged", lengths=(20, 33, 5), q_lens=(20, 3, 1))
 MATH = {"math": SDPBackend.MATH}
-
-
-class CountingClock:
-    """A clock that only replays: each takes one µs more than the one before."""
-
-    def __init__(self) -> None:
-        self.replays = 0
-
-    def replay(self, graph: Any) -> Spread:
-        graph.replay()
-        self.replays += 1
-        return Spread(self.replays + 2.0, self.replays + 1.0, self.replays + 3.0)
-
-    def call(self, work: Callable[[], object]) -> float:
-        work()
-        return 1.0
-
-
-def replayed(run: Callable[[], Tensor]) -> tuple[Any, Tensor]:
-    """Instead of a graph: a replay runs `run` again, into the tensor it wrote first."""
-    out = run()
-    return SimpleNamespace(replay=lambda: out.copy_(run())), out
 
 
 @pytest.fixture
