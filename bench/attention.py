@@ -1,6 +1,7 @@
 """Attention by page-size-one index against FlashInfer, torch's own and the classic kernel, on the same K/V.
 
     python -m bench.attention --out bench/results/attention-h200.json --plot attention-h200.png
+    python -m bench.attention --mixed --groups --peers flashinfer --out bench/results/attention-mixed-h200.json
     python -m bench.attention --replot bench/results/attention-h200.json --plot attention-h200.png
 
 Head dim 128, bfloat16, pages (of 1 and of 16 tokens) in random order; lightkv's kernels read contiguous runs,
@@ -10,9 +11,12 @@ its lines would be written back inside the timed region). What a side plans for 
 timed apart: from call to end, and lightkv's in a graph too. A side that fails or is wrong is left out with a
 line.
 
-A row's floor is an empty kernel in a graph and the bytes over the best of some kernels that only read; of a
-prefill, the operations over the rate of a large matrix product where that is longer. FlashInfer needs its
-package, nvcc and ninja. The file is written anew after every row.
+Beside rows of decode and of prefill there are steps of both (mixed), where all decodes follow the chunks, and
+requests that begin alike (groups).
+
+A row's floor is an empty kernel in a graph and the bytes (what is shared counts once) over the best of some
+kernels that only read; of a prefill, the operations over the rate of a large matrix product where that is
+longer. FlashInfer needs its package, nvcc and ninja. The file is written anew after every row.
 """
 
 import json
@@ -30,6 +34,8 @@ from bench.allocator import capture
 from bench.attention_batches import (
     CONTIGUOUS,
     DECODE,
+    GROUPS,
+    MIXED,
     PREFILL,
     SEVERAL_QUERIES,
     WRITTEN,
@@ -48,6 +54,8 @@ from bench.attention_peers import (
     Side,
     classic_decode,
     ours_decode,
+    ours_mixed,
+    ours_on_two_streams,
     ours_prefill,
     sdpa_decode,
     sdpa_prefill,
@@ -59,9 +67,19 @@ from lightkv.triton_kernels.write_kv import write_kv
 
 SHIFTS = (0, 4)  # pages of 1 and of 16
 PEERS = ("flashinfer", "sdpa", "v1")
+ROWS = {"decode": DECODE, "prefill": PREFILL, "mixed": MIXED, "groups": GROUPS}
+FLASHINFER = {  # its kernels
+    "decode": ("decode", "fa2"),
+    "prefill": ("fa2", "fa3"),
+    "mixed": ("fa2", "fa3"),
+    "groups": ("fa2", "fa3"),
+}
+SHARES = (1.0, 0.75, 0.5)  # of the multiprocessors, to prefill beside decode
 SDPA = {"flash": SDPBackend.FLASH_ATTENTION, "cuDNN": SDPBackend.CUDNN_ATTENTION}
 LAYERS = 32  # of a step whose writes are timed
 LAYER_BYTES = 16 * 2**30  # of K/V in all of them, at most: then some share a pool
+
+UNGROUPED = "lightkv p1 ungrouped"
 
 Results = dict[str, Any]
 Make = Callable[[], Side]
@@ -112,6 +130,31 @@ def prefill_sides(batch: Batch, bench: Bench) -> dict[str, Make]:
     if "sdpa" in bench.peers and batch.is_even() and batch.lengths == batch.q_lens:
         for name, backend in SDPA.items():
             made[f"SDPA {name}"] = partial(sdpa_prefill, batch, backend)
+    return made
+
+
+def mixed_sides(batch: Batch, bench: Bench) -> dict[str, Make]:
+    """Of page 1 alone; to FlashInfer a decode is a prefill of one token."""
+    paged = scatter(batch, 0)
+    made: dict[str, Make] = {"lightkv p1": partial(ours_mixed, batch, paged)}
+    for share in SHARES:
+        made[f"lightkv two streams {share:.0%}"] = partial(ours_on_two_streams, batch, paged, share)
+    if bench.flashinfer is not None:
+        for backend in ("fa2", "fa3"):
+            made[f"FlashInfer {backend} p1"] = partial(bench.flashinfer.prefill, batch, paged, backend)
+    return made
+
+
+def group_sides(batch: Batch, bench: Bench) -> dict[str, Make]:
+    """Of page 1 alone: without regard to what is shared, and reading it once for all."""
+    paged = scatter(batch, 0)
+    made: dict[str, Make] = {UNGROUPED: partial(ours_decode, batch, paged)}
+    if bench.flashinfer is not None:
+        made["FlashInfer tc p1"] = partial(bench.flashinfer.decode, batch, paged, True)
+        for backend in ("fa2", "fa3"):
+            made[f"FlashInfer cascade {backend} p1"] = partial(
+                bench.flashinfer.cascade, batch, paged, backend
+            )
     return made
 
 
@@ -167,6 +210,33 @@ def beside_peers(sides: Results) -> Results:
     best = min(peers, key=lambda name: peers[name])
     page_1 = sides["lightkv p1"]["median"]
     return {"best_peer": best, "ratio": page_1 / peers[best], "ratio_of_best_page": min(ours) / peers[best]}
+
+
+def measure_mixed(row: Row, bench: Bench) -> Results:
+    """Every side of a row, and `alone_us` of each part by itself."""
+    count = sum(q_len > 1 for q_len in row.q_lens)
+    alone: dict[str, float] = {}
+    for part, requests, make in (
+        ("prefills", slice(count), ours_prefill),
+        ("decodes", slice(count, None), ours_decode),
+    ):
+        own = row._replace(
+            name=f"{row.name}: {part}", lengths=row.lengths[requests], q_lens=row.q_lens[requests]
+        )
+        batch = make_batch(own, DEVICE)
+        sides: dict[str, Make] = {part: partial(make, batch, scatter(batch, 0))}
+        measured = measure_sides(own, sides, reference(batch), bench.clock)["sides"]
+        alone |= {name: side["median"] for name, side in measured.items()}
+    return measure_row(row, mixed_sides, bench) | {"alone_us": alone}
+
+
+def measure_groups(row: Row, bench: Bench) -> Results:
+    """Every side of a row, and `speedups` over lightkv ungrouped."""
+    found = measure_row(row, group_sides, bench)
+    if UNGROUPED in found["sides"]:
+        ungrouped = found["sides"][UNGROUPED]["median"]
+        found["speedups"] = {name: ungrouped / side["median"] for name, side in found["sides"].items()}
+    return found
 
 
 def measure_queries(row: Row, num_queries: int, clock: Clock) -> Results:
@@ -241,8 +311,8 @@ def attempt(what: str, measure: Callable[[], Results]) -> Results:
             torch.cuda.empty_cache()
 
 
-def load_flashinfer(cache: Path | None, decode: bool, prefill: bool) -> FlashInfer | None:
-    """With its kernels compiled; None, and a line, where it is not there."""
+def load_flashinfer(cache: Path | None, kernels: set[str]) -> FlashInfer | None:
+    """With these kernels compiled; None, and a line, where it is not there."""
     try:
         flashinfer = FlashInfer(DEVICE, cache)
     except Exception as error:  # it looks at compilers and versions when it is imported
@@ -250,8 +320,6 @@ def load_flashinfer(cache: Path | None, decode: bool, prefill: bool) -> FlashInf
         return None
     start = time.perf_counter()
     batch = make_batch(Row("one token", (1,), (1,)), DEVICE)
-    kernels = {"decode", "fa2"} if decode else set()
-    kernels |= {"fa2", "fa3"} if prefill else set()
     for kernel, why in flashinfer.compile(sorted(kernels), batch).items():
         print(f"FlashInfer's {kernel} is left out: {why[-2000:]}", flush=True)  # a compiler says why last
     print(f"FlashInfer {flashinfer.version}, compiled in {time.perf_counter() - start:.0f} s", flush=True)
@@ -274,8 +342,8 @@ def measure_decode(row: Row, bench: Bench, results: Results) -> None:
 
 def main() -> None:
     arguments = parser(__doc__)
-    arguments.add_argument("--decode", action="store_true", help="these rows alone")
-    arguments.add_argument("--prefill", action="store_true", help="these rows alone")
+    for part in ROWS:
+        arguments.add_argument(f"--{part}", action="store_true", help="these rows, not those of every part")
     arguments.add_argument("--rows", nargs="+", default=[], help="texts that stand in the names of rows")
     arguments.add_argument("--peers", nargs="*", default=PEERS, choices=PEERS)
     arguments.add_argument("--repeats", type=int, default=20)
@@ -298,15 +366,15 @@ def main() -> None:
 
 
 def measure(options: Any) -> Results:
-    both = options.decode == options.prefill
-    decode = chosen(DECODE, options.rows) if both or options.decode else []
-    prefill = chosen(PREFILL, options.rows) if both or options.prefill else []
-    if not decode and not prefill:
+    parts = [part for part in ROWS if getattr(options, part)] or list(ROWS)
+    rows = {part: chosen(ROWS[part], options.rows) for part in parts}
+    if not any(rows.values()):
         refuse(f"no row has one of {options.rows} in its name")
     print_machine()
     flashinfer = None
     if "flashinfer" in options.peers:
-        flashinfer = load_flashinfer(options.flashinfer_cache, bool(decode), bool(prefill))
+        kernels = {kernel for part in parts if rows[part] for kernel in FLASHINFER[part]}
+        flashinfer = load_flashinfer(options.flashinfer_cache, kernels)
     clock = Clock(options.repeats)
     ceiling, found = measure_ceiling(clock)
     print(
@@ -319,15 +387,20 @@ def measure(options: Any) -> Results:
         "flashinfer": flashinfer.version if flashinfer is not None else None,
         "ceiling": found,
     }
-    results |= {part: {} for part in ("decode", "plan", "queries", "write", "prefill")}
+    results |= {part: {} for part in (*ROWS, "plan", "queries", "write")}
     bench = Bench(clock, ceiling, options.peers, flashinfer)
-    for row in decode:
+    for row in rows.get("decode", ()):
         measure_decode(row, bench, results)
         save_json("attention", results, options.out)
-    for row in prefill:
-        measure_part = partial(measure_row, row, prefill_sides, bench)
-        results["prefill"][row.name] = attempt(row.name, measure_part)
-        save_json("attention", results, options.out)
+    others: dict[str, Callable[[Row], Results]] = {
+        "prefill": lambda row: measure_row(row, prefill_sides, bench),
+        "mixed": lambda row: measure_mixed(row, bench),
+        "groups": lambda row: measure_groups(row, bench),
+    }
+    for part, measure_part in others.items():
+        for row in rows.get(part, ()):
+            results[part][row.name] = attempt(row.name, partial(measure_part, row))
+            save_json("attention", results, options.out)
     return results
 
 

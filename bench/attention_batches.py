@@ -20,7 +20,8 @@ GARBAGE = 8.0  # in slots of no token: finite, since a peer may read what it mas
 
 
 class Row(NamedTuple):
-    """Requests with `lengths` tokens in the cache, the last `q_lens` of which are queries."""
+    """Requests with `lengths` tokens in the cache, the last `q_lens` of which are queries; the first `shared`
+    are the same tokens for all."""
 
     name: str
     lengths: tuple[int, ...]
@@ -29,6 +30,7 @@ class Row(NamedTuple):
     num_kv_heads: int = 8
     head_dim: int = 128
     dtype: torch.dtype = torch.bfloat16
+    shared: int = 0
 
     @property
     def is_prefill(self) -> bool:
@@ -37,7 +39,8 @@ class Row(NamedTuple):
     @property
     def bytes(self) -> int:
         """K/V once, and of a prefill the queries and the output too."""
-        rows = 2 * sum(self.lengths) * self.num_kv_heads
+        num_tokens = sum(self.lengths) - (len(self.lengths) - 1) * self.shared
+        rows = 2 * num_tokens * self.num_kv_heads
         if self.is_prefill:
             rows += 2 * sum(self.q_lens) * self.num_heads
         return rows * self.head_dim * self.dtype.itemsize
@@ -66,6 +69,16 @@ def chunks(name: str, fresh: Sequence[int], prefixes: Sequence[int]) -> Row:
     return Row(name, lengths, tuple(fresh))
 
 
+def mixed(name: str, fresh: Sequence[int], prefixes: Sequence[int], batch: int, length: int) -> Row:
+    """Chunks, and behind them the decodes of a batch."""
+    prefill = chunks(name, fresh, prefixes)
+    return Row(name, prefill.lengths + (length,) * batch, prefill.q_lens + (1,) * batch)
+
+
+def sharing(name: str, batch: int, shared: int, own: int) -> Row:
+    return even(name, batch, shared + own)._replace(shared=shared)
+
+
 DECODE = (
     even("B1 × 1k", 1, 1024),
     even("B1 × 8k", 1, 8192),
@@ -90,6 +103,15 @@ PREFILL = (
 )
 
 
+MIXED = (
+    mixed("chunk 2k after 6k + 64 × 4k", [2048], [6144], 64, 4096),
+    mixed("chunk 512 after 3.5k + 32 × 2k", [512], [3584], 32, 2048),
+    mixed("4 × 512 fresh + 256 × 2k", [512] * 4, [0] * 4, 256, 2048),
+)
+GROUPS = (
+    sharing("64 × 512 after the same 16k", 64, 16384, 512),
+    sharing("32 × 1k after the same 2k", 32, 2048, 1024),
+)
 HEAD_DIMS = tuple(  # heads as Llama-3.2-1B and Gemma-2-9B have them
     row._replace(name=f"{num_heads}/8/{dim}, {row.name}", num_heads=num_heads, head_dim=dim)
     for num_heads, dim in ((32, 64), (16, 256))
@@ -120,6 +142,7 @@ class Batch(NamedTuple):
     kv: Tensor
     lengths: list[int]
     q_lens: list[int]
+    shared: int = 0  # tokens with which all requests begin
 
     @property
     def num_kv_heads(self) -> int:
@@ -133,6 +156,11 @@ class Batch(NamedTuple):
         """Are all requests of one length, with as many queries? Then they are a dense tensor."""
         return len(set(self.lengths)) == len(set(self.q_lens)) == 1
 
+    @property
+    def num_prefills(self) -> int:
+        """Those with several queries, which come first."""
+        return sum(q_len > 1 for q_len in self.q_lens)
+
 
 def make_batch(row: Row, device: torch.device) -> Batch:
     """Normal random values, the same each time; K/V does not depend on how many queries there are."""
@@ -142,7 +170,9 @@ def make_batch(row: Row, device: torch.device) -> Batch:
         torch.randn(*count, row.head_dim, dtype=row.dtype, device=device, generator=generator)
         for count in counts
     )
-    return Batch(q, kv, list(row.lengths), list(row.q_lens))
+    for begin in offsets(row.lengths)[1:-1].tolist() if row.shared else ():
+        kv[begin : begin + row.shared] = kv[: row.shared]
+    return Batch(q, kv, list(row.lengths), list(row.q_lens), row.shared)
 
 
 def offsets(counts: Sequence[int]) -> Tensor:
@@ -193,7 +223,8 @@ def check(got: Tensor, expected: Tensor) -> None:
 
 class Paged(NamedTuple):
     """A batch's K/V in pages of 2**shift tokens, or with shift 31 in one run a request, in random order; no
-    request holds slot 0 (or its page), and between runs there are slots of nobody."""
+    request holds slot 0 (or its page), and between runs there are slots of nobody. Whole pages of shared tokens
+    are the first request's."""
 
     pool: Tensor  # [num_slots, 2 * num_kv_heads, D]
     first_slots: Tensor  # int32 [B, most pages of a request]: each page's first; 0 past a request's end
@@ -238,6 +269,7 @@ def scatter(batch: Batch, shift: int) -> Paged:
         first_slots = torch.zeros(len(num_pages), max(num_pages), dtype=torch.int32, device=device)
         is_page = torch.arange(max(num_pages), device=device) < counts[:, None]
         first_slots[is_page] = order.int() << shift
+        first_slots[:, : batch.shared >> shift] = first_slots[0, : batch.shared >> shift].clone()
         num_slots = (1 + sum(num_pages)) << shift
 
     request = torch.arange(len(lengths), device=device).repeat_interleave(lengths)

@@ -11,6 +11,9 @@ from bench.report import Spread, print_table
 
 Results = dict[str, Any]
 
+READ, COMPUTED = ("TB/s", "tb_per_s"), ("TFLOP/s", "tflop_per_s")
+PARTS = {"decode": READ, "prefill": COMPUTED, "mixed": COMPUTED, "groups": READ}
+
 
 def print_rows(rows: dict[str, Results], unit: str, rate: str) -> None:
     """µs of every side; the other columns are of lightkv at page 1, but for the last."""
@@ -31,7 +34,7 @@ def print_rows(rows: dict[str, Results], unit: str, rate: str) -> None:
 
 
 def print_figures(results: Results) -> None:
-    for part, unit, rate in (("decode", "TB/s", "tb_per_s"), ("prefill", "TFLOP/s", "tflop_per_s")):
+    for part, (unit, rate) in PARTS.items():
         if results.get(part):
             print_rows(results[part], unit, rate)
     for row, found in results.get("plan", {}).items():
@@ -40,6 +43,14 @@ def print_figures(results: Results) -> None:
     for row, found in results.get("queries", {}).items():
         if "ratio" in found:
             print(f"{row}: {SEVERAL_QUERIES[row]} queries a request cost {found['ratio']:.2f} of one")
+    for row, found in results.get("mixed", {}).items():
+        if "alone_us" in found and "lightkv p1" in found["sides"]:
+            alone = ", ".join(f"{part} {took:.1f}" for part, took in found["alone_us"].items())
+            whole, total = found["sides"]["lightkv p1"]["median"], sum(found["alone_us"].values())
+            print(f"{row}: alone {alone}, together {total:.1f} µs; in one call {whole:.1f} µs")
+    for row, found in results.get("groups", {}).items():
+        for name, speedup in found.get("speedups", {}).items():
+            print(f"{row}: {name} is {speedup:.2f} times as fast as lightkv ungrouped")
     for row, found in results.get("write", {}).items():
         if "us_per_layer" in found:
             print(f"{row}: writing K/V adds {found['us_per_layer']:.2f} µs a layer")
@@ -56,7 +67,7 @@ def over_floor(found: Results) -> dict[str, float]:
 
 def plot(pyplot: Any, results: Results, path: Path) -> None:
     """Bars of the time over the floor, row by row; peers at their best."""
-    parts = [part for part in ("decode", "prefill") if results.get(part)]
+    parts = [part for part in PARTS if results.get(part)]
     figure, axes = pyplot.subplots(
         len(parts), 1, figsize=(15, 5 * len(parts)), layout="constrained", squeeze=False
     )

@@ -6,8 +6,10 @@ side is a call that a CUDA graph can capture: what is planned has been planned b
 """
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,8 +19,10 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 from bench.attention_batches import Batch, Paged, offsets, scatter
+from lightkv.triton_kernels import tuning
 from lightkv.triton_kernels.decode_attention import decode_attention
 from lightkv.triton_kernels.decode_plan import decode_plan
+from lightkv.triton_kernels.mixed_attention import MixedPlan, mixed_attention, mixed_plan
 from lightkv.triton_kernels.paged_attention_v1 import copy_to_blocks, paged_attention_v1
 from lightkv.triton_kernels.prefill_attention import prefill_attention
 from lightkv.triton_kernels.prefill_plan import prefill_plan
@@ -37,6 +41,22 @@ class Side(NamedTuple):
 
 # --------------------------------------------------------------------------------
 # lightkv
+
+# Functions of `tuning`, by name, and what stands in for them.
+Functions = Mapping[str, Callable[..., Any]]
+
+
+@contextmanager
+def replaced(functions: Functions) -> Iterator[None]:
+    """Within, kernels are launched as these functions say."""
+    before = {name: getattr(tuning, name) for name in functions}
+    for name, function in functions.items():
+        setattr(tuning, name, function)
+    try:
+        yield
+    finally:
+        for name, function in before.items():
+            setattr(tuning, name, function)
 
 
 def ours_decode(batch: Batch, paged: Paged) -> Side:
@@ -108,6 +128,89 @@ def ours_prefill(batch: Batch, paged: Paged) -> Side:
         )
 
     return Side(run, plan=make_plan)
+
+
+class _Mixed(NamedTuple):
+    """The tensors of a step whose first requests are prefills, all others decodes of one query."""
+
+    rows: Tensor
+    q_starts: Tensor
+    lengths: Tensor
+
+    @classmethod
+    def of(cls, batch: Batch) -> "_Mixed":
+        device = batch.q.device
+        return cls(
+            torch.arange(len(batch.lengths), device=device),
+            offsets(batch.q_lens[: batch.num_prefills]).to(device),
+            torch.tensor(batch.lengths, dtype=torch.int32, device=device),
+        )
+
+    def plan(self, batch: Batch) -> MixedPlan:
+        return mixed_plan(
+            *self,
+            num_tokens=len(batch.q),
+            num_heads=batch.q.shape[1],
+            num_kv_heads=batch.num_kv_heads,
+            key_dim=batch.q.shape[2],
+            value_dim=batch.q.shape[2],
+            dtype=batch.q.dtype,
+        )
+
+
+def ours_mixed(batch: Batch, paged: Paged) -> Side:
+    """In one call."""
+    step, cache, out = _Mixed.of(batch), (*paged.caches, paged.first_slots), torch.empty_like(batch.q)
+    plan = step.plan(batch)
+
+    def run() -> Tensor:
+        return mixed_attention(
+            batch.q, *cache, *step, scale=batch.scale, shift=paged.shift, plan=plan, out=out
+        )
+
+    return Side(run, plan=partial(step.plan, batch))
+
+
+def ours_on_two_streams(batch: Batch, paged: Paged, share: float) -> Side:
+    """Both parts at the same time. On Hopper prefill takes its `share` of the multiprocessors, before decode
+    takes what is left; when one part is done, the other is not spread over all."""
+    step, out = _Mixed.of(batch), torch.empty_like(batch.q)
+    plan, num_prefills = step.plan(batch), batch.num_prefills
+    num_tokens, stream = sum(batch.q_lens[:num_prefills]), torch.cuda.Stream(priority=-1)
+    usual, cache = tuning.hopper_prefill_programs, (*paged.caches, paged.first_slots)
+
+    def num_programs(device: tuning.DeviceClass, num_items: int) -> int:
+        return usual(device._replace(num_multiprocessors=int(share * device.num_multiprocessors)), num_items)
+
+    def run() -> Tensor:
+        here = torch.cuda.current_stream()
+        stream.wait_stream(here)
+        with torch.cuda.stream(stream), replaced({"hopper_prefill_programs": num_programs}):
+            prefill_attention(
+                batch.q[:num_tokens],
+                *cache,
+                step.rows[:num_prefills],
+                step.q_starts,
+                step.lengths[:num_prefills],
+                scale=batch.scale,
+                shift=paged.shift,
+                plan=plan.prefill,
+                out=out[:num_tokens],
+            )
+        decode_attention(
+            batch.q[num_tokens:],
+            *cache,
+            step.rows[num_prefills:],
+            step.lengths[num_prefills:],
+            scale=batch.scale,
+            shift=paged.shift,
+            plan=plan.decode,
+            out=out[num_tokens:],
+        )
+        here.wait_stream(stream)
+        return out
+
+    return Side(run)
 
 
 # --------------------------------------------------------------------------------
@@ -282,6 +385,55 @@ class FlashInfer:
         pages, out = paged.pages, torch.empty_like(batch.q)
         # Planned once: a plan after the capture could move the buffers that the graph reads.
         return Side(lambda: wrapper.run(batch.q, pages, out=out))
+
+    def cascade(self, batch: Batch, paged: Paged, backend: str) -> Side:
+        """One query a request, the shared tokens once for all and each request's own, merged: what FlashInfer's
+        multi-level wrapper does with the backend that it picks."""
+        self._need(backend)
+        num_requests, num_shared = len(batch.lengths), batch.shared >> paged.shift
+        shared = paged._replace(first_slots=paged.first_slots[:1, :num_shared], num_pages=[num_shared])
+        own = paged._replace(
+            first_slots=paged.first_slots[:, num_shared:],
+            num_pages=[count - num_shared for count in paged.num_pages],
+        )
+        own_batch = batch._replace(lengths=[length - batch.shared for length in batch.lengths])
+        levels = [
+            (offsets([num_requests]), _page_lists(batch._replace(lengths=[batch.shared]), shared)),
+            (offsets([1] * num_requests), _page_lists(own_batch, own)),
+        ]
+        wrappers = [
+            self._flashinfer.BatchPrefillWithPagedKVCacheWrapper(self._workspace, "NHD", backend=backend)
+            for _ in levels
+        ]
+
+        def plan() -> None:
+            for wrapper, (q_starts, lists) in zip(wrappers, levels, strict=True):
+                wrapper.plan(
+                    q_starts,
+                    *lists,
+                    batch.q.shape[1],
+                    batch.num_kv_heads,
+                    batch.q.shape[2],
+                    1 << paged.shift,
+                    causal=False,
+                    sm_scale=batch.scale,
+                    q_data_type=batch.q.dtype,
+                    kv_data_type=batch.kv.dtype,
+                )
+
+        plan()
+        pages, outs = paged.pages, [torch.empty_like(batch.q) for _ in levels]
+
+        def run() -> Tensor:
+            states = [
+                wrapper.run(batch.q, pages, out=out, return_lse=True)
+                for wrapper, out in zip(wrappers, outs, strict=True)
+            ]
+            (out, lse), (own_out, own_lse) = states
+            self._flashinfer.merge_state_in_place(out, lse, own_out, own_lse)
+            return out
+
+        return Side(run)
 
 
 def _page_lists(batch: Batch, paged: Paged) -> tuple[Tensor, Tensor, Tensor]:

@@ -8,8 +8,7 @@ What comes out on top, over all rows, is what `triton_kernels/tuning.py` holds; 
 Each is checked before it is timed, as in `bench.attention`; those that do not fit are left out.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from itertools import product
 from typing import Any, NamedTuple
@@ -29,7 +28,15 @@ from bench.attention_batches import (
     reference,
     scatter,
 )
-from bench.attention_peers import PARTITIONS, Side, classic_decode, ours_decode, ours_prefill
+from bench.attention_peers import (
+    PARTITIONS,
+    Functions,
+    Side,
+    classic_decode,
+    ours_decode,
+    ours_prefill,
+    replaced,
+)
 from bench.device_clock import DEVICE, Clock, captured
 from bench.report import parser, print_json, print_machine, print_table, refuse, save_json
 from lightkv.triton_kernels import tuning
@@ -54,9 +61,6 @@ HOPPER_TILES = {
 CLASSIC_TILES = ((32, 2, 2), (32, 4, 2), (64, 4, 1), (64, 4, 2), (64, 4, 3), (64, 8, 2), (128, 8, 2))
 NUM_BEST = 5
 
-# Functions of `tuning`, by name, and what stands in for them.
-Functions = Mapping[str, Callable[..., Any]]
-
 
 class Kernel(NamedTuple):
     """What is tuned: a side of `bench.attention`, in one or several forms."""
@@ -65,19 +69,6 @@ class Kernel(NamedTuple):
     shift: int
     candidates: Callable[[Row], dict[str, Functions]]
     forms: Mapping[str, Callable[[Batch, Paged], Side]]  # what is said of a row behind its name
-
-
-@contextmanager
-def replaced(functions: Functions) -> Iterator[None]:
-    """Within, kernels are launched as these functions say."""
-    before = {name: getattr(tuning, name) for name in functions}
-    for name, function in functions.items():
-        setattr(tuning, name, function)
-    try:
-        yield
-    finally:
-        for name, function in before.items():
-            setattr(tuning, name, function)
 
 
 def text(launch: Sequence[int]) -> str:
