@@ -181,6 +181,43 @@ def test_the_ceiling_reads_every_word(clock: device_clock.Clock) -> None:
     assert ceiling.flops_per_us == 2 * 16**3 / 11
 
 
+@pytest.mark.parametrize(
+    ("named", "measured"),
+    [
+        ((), ["decode", "prefill", "mixed", "groups"]),
+        (("decode", "prefill"), ["decode", "prefill"]),
+        (("groups",), ["groups"]),
+    ],
+    ids=["all", "two_parts", "one_part"],
+)
+def test_a_run_measures_the_parts_that_are_named(
+    named: tuple[str, ...],
+    measured: list[str],
+    tools: bench.Bench,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    rows = {"decode": EVEN, "prefill": FRESH, "mixed": MIXED, "groups": SHARING}
+    monkeypatch.setattr(bench, "ROWS", {part: (row, RAGGED) for part, row in rows.items()})
+    monkeypatch.setattr(bench, "Clock", lambda _: tools.clock)
+    monkeypatch.setattr(bench, "measure_ceiling", lambda _: (tools.ceiling, {}))
+    monkeypatch.setattr(bench, "measure_row", lambda row, *_: {"row": row.name, "sides": {}})
+    needed: list[set[str]] = []
+    monkeypatch.setattr(bench, "load_flashinfer", lambda _, kernels: needed.append(kernels))
+    monkeypatch.setattr(
+        "bench.report.machine", lambda: {"device": "", "cores": 1, "threads": 1, "versions": {}}
+    )
+    monkeypatch.setattr(bench, "print_machine", lambda: None)
+    options = {part: part in named for part in rows} | {"rows": [rows[part].name for part in measured]}
+    options |= {"peers": ["flashinfer"], "flashinfer_cache": None, "repeats": 1, "out": tmp_path / "out.json"}
+    results = bench.measure(SimpleNamespace(**options))
+    for part, row in rows.items():
+        assert list(results[part]) == ([row.name] if part in measured else [])
+        assert all(found["row"] == row.name for found in results[part].values())
+    assert needed == [{kernel for part in measured for kernel in bench.FLASHINFER[part]}]
+    assert json.loads((tmp_path / "out.json").read_text())["results"] == results
+
+
 def test_a_file_is_drawn_again(
     tools: bench.Bench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
