@@ -1,21 +1,25 @@
-"""Attention by page-size-one index against FlashInfer and torch's own, in one run on the same K/V values.
+"""Attention by page-size-one index against FlashInfer, torch's own and the classic kernel, on the same K/V.
 
     python -m bench.attention --out bench/results/attention-h200.json --plot attention-h200.png
+    python -m bench.attention --mixed --groups --peers flashinfer --out bench/results/attention-mixed-h200.json
     python -m bench.attention --replot bench/results/attention-h200.json --plot attention-h200.png
 
-Head dim 128, bfloat16, pages (of 1 and of 16 tokens) in random order. Every side is captured in a CUDA graph,
-its output checked element by element against float32, and its replay timed: the median of 20, the L2 cache
-emptied before each by reading 256 MiB (written, its lines would be written back inside the timed region). What
-a side plans for a step is planned before, and timed apart: from call to end, and lightkv's in a graph too. A
-side that fails or is wrong is left out with a line.
+Head dim 128, bfloat16, pages (of 1 and of 16 tokens) in random order; lightkv's kernels read contiguous runs,
+too, by their index. Every side is captured in a CUDA graph, its output checked element by element against
+float32, and its replay timed: the median of 20, the L2 cache emptied before each by reading 256 MiB (written,
+its lines would be written back inside the timed region). What a side plans for a step is planned before, and
+timed apart: from call to end, and lightkv's in a graph too. A side that fails or is wrong is left out with a
+line.
 
-A row's floor is an empty kernel in a graph and the bytes over the best of some kernels that only read; of a
-prefill, the operations over the rate of a large matrix product where that is longer. FlashInfer needs its
-package, nvcc and ninja. The file is written anew after every row.
+Beside rows of decode and of prefill there are steps of both (mixed), where all decodes follow the chunks, and
+requests that begin alike (groups).
+
+A row's floor is an empty kernel in a graph and the bytes (what is shared counts once) over the best of some
+kernels that only read; of a prefill, the operations over the rate of a large matrix product where that is
+longer. FlashInfer needs its package, nvcc and ninja. The file is written anew after every row.
 """
 
 import json
-import statistics
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -23,139 +27,62 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
 from torch.nn.attention import SDPBackend
 
-from bench.allocator import capture, empty_kernel
-from bench.attention_peers import (
+from bench.allocator import capture
+from bench.attention_batches import (
+    CONTIGUOUS,
     DECODE,
+    GROUPS,
+    MIXED,
     PREFILL,
+    SEVERAL_QUERIES,
+    WRITTEN,
     Batch,
-    FlashInfer,
     Row,
-    Side,
     check,
+    chosen,
     make_batch,
-    ours_decode,
-    ours_prefill,
     reference,
     scatter,
+)
+from bench.attention_figures import plot, print_figures
+from bench.attention_peers import (
+    PARTITIONS,
+    FlashInfer,
+    Side,
+    classic_decode,
+    ours_decode,
+    ours_mixed,
+    ours_on_two_streams,
+    ours_prefill,
     sdpa_decode,
     sdpa_prefill,
 )
-from bench.report import Spread, parser, print_json, print_machine, print_table, refuse, save_json
+from bench.device_clock import DEVICE, Ceiling, Clock, captured, gather_us, measure_ceiling
+from bench.report import Spread, parser, print_json, print_machine, refuse, save_json
 from bench.serving_figures import load_pyplot
 from lightkv.triton_kernels.write_kv import write_kv
 
-DEVICE = torch.device("cuda")
 SHIFTS = (0, 4)  # pages of 1 and of 16
-PEERS = ("flashinfer", "sdpa")
+PEERS = ("flashinfer", "sdpa", "v1")
+ROWS = {"decode": DECODE, "prefill": PREFILL, "mixed": MIXED, "groups": GROUPS}
+FLASHINFER = {  # its kernels
+    "decode": ("decode", "fa2"),
+    "prefill": ("fa2", "fa3"),
+    "mixed": ("fa2", "fa3"),
+    "groups": ("fa2", "fa3"),
+}
+SHARES = (1.0, 0.75, 0.5)  # of the multiprocessors, to prefill beside decode
 SDPA = {"flash": SDPBackend.FLASH_ATTENTION, "cuDNN": SDPBackend.CUDNN_ATTENTION}
-SEVERAL_QUERIES = dict.fromkeys(("B1 × 8k", "B32 × 1k", "B64 × 8k"), 8)
-WRITTEN = ("B1 × 1k", "B32 × 1k", "B256 × 2k")
 LAYERS = 32  # of a step whose writes are timed
 LAYER_BYTES = 16 * 2**30  # of K/V in all of them, at most: then some share a pool
 
+UNGROUPED = "lightkv p1 ungrouped"
+
 Results = dict[str, Any]
 Make = Callable[[], Side]
-
-
-# --------------------------------------------------------------------------------
-# Time
-
-
-class Clock:
-    """Times in microseconds."""
-
-    def __init__(self, repeats: int) -> None:
-        self.repeats = repeats
-        self._fill = torch.ones(2**26, dtype=torch.float32, device=DEVICE)  # 256 MiB
-
-    def replay(self, graph: torch.cuda.CUDAGraph) -> Spread:
-        """A graph's replays on the device, each with the L2 cache emptied, queued before it begins."""
-        pairs = []
-        for _ in range(self.repeats + 3):
-            self._fill.sum()
-            torch.cuda._sleep(1_000_000)  # half a millisecond
-            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            start.record()
-            graph.replay()
-            end.record()
-            pairs.append((start, end))
-        torch.cuda.synchronize()
-        return Spread.of([start.elapsed_time(end) * 1e3 for start, end in pairs[3:]])
-
-    def call(self, work: Callable[[], object]) -> float:
-        """From the call until the device has done it, nothing being queued before it."""
-        times = []
-        for _ in range(self.repeats // 2 + 2):
-            torch.cuda.synchronize()
-            start = time.perf_counter_ns()
-            work()
-            torch.cuda.synchronize()
-            times.append((time.perf_counter_ns() - start) / 1e3)
-        return statistics.median(times[2:])
-
-
-def captured(run: Callable[[], Tensor]) -> tuple[torch.cuda.CUDAGraph, Tensor]:
-    """A graph of `run`, which has run once before, and the tensor that its replays write to."""
-    outputs: list[Tensor] = []
-    return capture(lambda: outputs.append(run())), outputs[0]
-
-
-@triton.jit
-def _read_kernel(source, sums, num_blocks, BLOCK: tl.constexpr):  # fewer than 2**31 words
-    total = tl.zeros([BLOCK], tl.int32)
-    for block in range(tl.program_id(0), num_blocks, tl.num_programs(0)):
-        total += tl.load(source + block * BLOCK + tl.arange(0, BLOCK))
-    tl.store(sums + tl.program_id(0), tl.sum(total, 0))
-
-
-class Ceiling(NamedTuple):
-    """What this device does at best, measured in this run."""
-
-    empty_us: float  # a kernel that does nothing, in a graph
-    bytes_per_us: float
-    flops_per_us: float
-
-    def floor_us(self, row: Row) -> float:
-        work = row.bytes / self.bytes_per_us
-        if row.is_prefill:
-            work = max(work, row.flops / self.flops_per_us)
-        return self.empty_us + work
-
-
-def measure_ceiling(
-    clock: Clock, num_words: int = 2**29, side: int = 8192, grids: Sequence[int] = (1024, 2048)
-) -> tuple[Ceiling, Results]:
-    """By reading `num_words` int32, with `grids` and one program a block, and by a bfloat16 product of square
-    matrices; and what each kernel took."""
-    empty_kernel()
-    empty = clock.replay(capture(empty_kernel))
-    source = torch.ones(num_words, dtype=torch.int32, device=DEVICE)
-    readers: dict[str, Callable[[], Tensor]] = {"torch.sum": lambda: source.sum()}
-    for block in (2048, 4096, 8192):
-        for programs in (*grids, num_words // block):
-            sums = torch.zeros(programs, dtype=torch.int32, device=DEVICE)
-
-            def read(block: int = block, sums: Tensor = sums) -> Tensor:
-                _read_kernel[(len(sums),)](source, sums, num_words // block, BLOCK=block, num_warps=8)
-                return sums
-
-            readers[f"blocks of {block}, {programs} programs"] = read
-    took = {}
-    for name, reader in readers.items():
-        if int(reader().sum()) != num_words:
-            refuse(f"the reading kernel '{name}' did not read everything")
-        took[name] = clock.replay(captured(reader)[0]).median
-    a, b = (torch.randn(side, side, dtype=torch.bfloat16, device=DEVICE) for _ in range(2))
-    torch.mm(a, b)
-    product = clock.replay(captured(lambda: torch.mm(a, b))[0])
-    bytes_per_us = 4 * num_words / (min(took.values()) - empty.median)
-    ceiling = Ceiling(empty.median, bytes_per_us, 2 * side**3 / (product.median - empty.median))
-    return ceiling, {**ceiling._asdict(), "read_us": took, "read_bytes": 4 * num_words}
 
 
 # --------------------------------------------------------------------------------
@@ -167,7 +94,7 @@ class Bench(NamedTuple):
 
     clock: Clock
     ceiling: Ceiling
-    with_sdpa: bool
+    peers: Sequence[str]  # of PEERS
     flashinfer: FlashInfer | None
 
 
@@ -179,7 +106,11 @@ def decode_sides(batch: Batch, bench: Bench) -> dict[str, Make]:
         if bench.flashinfer is not None:
             made[f"FlashInfer {name}"] = partial(bench.flashinfer.decode, batch, paged, False)
             made[f"FlashInfer tc {name}"] = partial(bench.flashinfer.decode, batch, paged, True)
-    if bench.with_sdpa and batch.is_even():
+        if "v1" in bench.peers and shift == 4:
+            for form, size in PARTITIONS.items():
+                made[f"v1 {name} {form}"] = partial(classic_decode, batch, paged, size)
+    made["lightkv contiguous"] = partial(ours_decode, batch, scatter(batch, CONTIGUOUS))
+    if "sdpa" in bench.peers and batch.is_even():
         for name, backend in SDPA.items():
             made[f"SDPA {name}"] = partial(sdpa_decode, batch, backend)
     return made
@@ -195,9 +126,38 @@ def prefill_sides(batch: Batch, bench: Bench) -> dict[str, Make]:
                 made[f"FlashInfer {backend} {name}"] = partial(
                     bench.flashinfer.prefill, batch, paged, backend
                 )
-    if bench.with_sdpa and batch.is_even() and batch.lengths == batch.q_lens:
+    made["lightkv contiguous"] = partial(ours_prefill, batch, scatter(batch, CONTIGUOUS))
+    if "sdpa" in bench.peers and batch.is_even() and batch.lengths == batch.q_lens:
         for name, backend in SDPA.items():
             made[f"SDPA {name}"] = partial(sdpa_prefill, batch, backend)
+    return made
+
+
+def mixed_sides(batch: Batch, bench: Bench) -> dict[str, Make]:
+    """Of page 1 alone; to FlashInfer a decode is a prefill of one token."""
+    paged = scatter(batch, 0)
+    made: dict[str, Make] = {"lightkv p1": partial(ours_mixed, batch, paged)}
+    for share in SHARES:
+        made[f"lightkv two streams {share:.0%}"] = partial(ours_on_two_streams, batch, paged, share)
+    if bench.flashinfer is not None:
+        for backend in ("fa2", "fa3"):
+            made[f"FlashInfer {backend} p1"] = partial(bench.flashinfer.prefill, batch, paged, backend)
+    return made
+
+
+def group_sides(batch: Batch, bench: Bench) -> dict[str, Make]:
+    """Of page 1 alone: without regard to what is shared, and reading it once for all."""
+    paged = scatter(batch, 0)
+    made: dict[str, Make] = {
+        UNGROUPED: partial(ours_decode, batch, paged),
+        "lightkv p1": partial(ours_decode, batch, paged, grouped=True),
+    }
+    if bench.flashinfer is not None:
+        made["FlashInfer tc p1"] = partial(bench.flashinfer.decode, batch, paged, True)
+        for backend in ("fa2", "fa3"):
+            made[f"FlashInfer cascade {backend} p1"] = partial(
+                bench.flashinfer.cascade, batch, paged, backend
+            )
     return made
 
 
@@ -233,7 +193,7 @@ def measure_row(row: Row, make_sides: Callable[[Batch, Bench], dict[str, Make]],
     """Every side of a row."""
     batch = make_batch(row, DEVICE)
     found = measure_sides(row, make_sides(batch, bench), reference(batch), bench.clock)
-    floor = bench.ceiling.floor_us(row)
+    floor = bench.ceiling.floor_us(row.bytes, row.flops if row.is_prefill else 0)
     times = []
     for name, side in found["sides"].items():
         times.append(f"{name} {Spread(side['median'], side['low'], side['high']).text('.1f')}")
@@ -245,14 +205,41 @@ def measure_row(row: Row, make_sides: Callable[[Batch, Bench], dict[str, Make]],
 
 
 def beside_peers(sides: Results) -> Results:
-    """lightkv at page 1, and at its best page, over the peer that is fastest at any."""
-    ours = [found["median"] for name, found in sides.items() if name.startswith("lightkv")]
+    """lightkv at page 1, and at its best page, over the peer that is fastest at any, or without pages."""
+    ours = [found["median"] for name, found in sides.items() if name.startswith("lightkv p")]
     peers = {name: found["median"] for name, found in sides.items() if not name.startswith("lightkv")}
     if "lightkv p1" not in sides or not peers:
         return {}
     best = min(peers, key=lambda name: peers[name])
     page_1 = sides["lightkv p1"]["median"]
     return {"best_peer": best, "ratio": page_1 / peers[best], "ratio_of_best_page": min(ours) / peers[best]}
+
+
+def measure_mixed(row: Row, bench: Bench) -> Results:
+    """Every side of a row, and `alone_us` of each part by itself."""
+    count = sum(q_len > 1 for q_len in row.q_lens)
+    alone: dict[str, float] = {}
+    for part, requests, make in (
+        ("prefills", slice(count), ours_prefill),
+        ("decodes", slice(count, None), ours_decode),
+    ):
+        own = row._replace(
+            name=f"{row.name}: {part}", lengths=row.lengths[requests], q_lens=row.q_lens[requests]
+        )
+        batch = make_batch(own, DEVICE)
+        sides: dict[str, Make] = {part: partial(make, batch, scatter(batch, 0))}
+        measured = measure_sides(own, sides, reference(batch), bench.clock)["sides"]
+        alone |= {name: side["median"] for name, side in measured.items()}
+    return measure_row(row, mixed_sides, bench) | {"alone_us": alone}
+
+
+def measure_groups(row: Row, bench: Bench) -> Results:
+    """Every side of a row, and `speedups` over lightkv ungrouped."""
+    found = measure_row(row, group_sides, bench)
+    if UNGROUPED in found["sides"]:
+        ungrouped = found["sides"][UNGROUPED]["median"]
+        found["speedups"] = {name: ungrouped / side["median"] for name, side in found["sides"].items()}
+    return found
 
 
 def measure_queries(row: Row, num_queries: int, clock: Clock) -> Results:
@@ -266,6 +253,16 @@ def measure_queries(row: Row, num_queries: int, clock: Clock) -> Results:
         found |= measured["sides"]
     if len(found) == 2:
         found["ratio"] = found[str(num_queries)]["median"] / found["1"]["median"]
+    return found
+
+
+def measure_reading(row: Row, clock: Clock) -> Results:
+    """Of the K/V at page 1, and of that at page 16, in the order of the requests."""
+    batch = make_batch(row, DEVICE)
+    found = {}
+    for shift in SHIFTS:
+        paged = scatter(batch, shift)
+        found[f"p{1 << shift}"] = gather_us(paged.pool, paged.slots, clock)
     return found
 
 
@@ -313,83 +310,6 @@ def measure_write(row: Row, clock: Clock) -> Results:
 
 
 # --------------------------------------------------------------------------------
-# Figures for people
-
-
-def print_rows(rows: dict[str, Results], unit: str, rate: str) -> None:
-    """µs of every side; the other columns are of lightkv at page 1, but for the last."""
-    rows = {row: found for row, found in rows.items() if "sides" in found}
-    names = list(dict.fromkeys(name for found in rows.values() for name in found["sides"]))
-    table = []
-    for row, found in rows.items():
-        sides, floor = found["sides"], found["floor_us"]
-        cells = [f"{sides[name]['median']:.1f}" if name in sides else "" for name in names]
-        ours = sides.get("lightkv p1")
-        cells += [f"{ours['median'] / floor:.2f}", f"{ours[rate]:.3g}"] if ours else ["", ""]
-        cells += [f"{found[key]:.2f}" if key in found else "" for key in ("ratio", "ratio_of_best_page")]
-        table.append([row, f"{floor:.1f}", *cells])
-    print(
-        "\nµs, medians; over the floor, the rate, over the best peer: lightkv at page 1, and at its best page"
-    )
-    print_table(["row", "floor", *names, "over floor", unit, "over peer", "best page"], table)
-
-
-def print_figures(results: Results) -> None:
-    for part, unit, rate in (("decode", "TB/s", "tb_per_s"), ("prefill", "TFLOP/s", "tflop_per_s")):
-        if results.get(part):
-            print_rows(results[part], unit, rate)
-    for row, found in results.get("plan", {}).items():
-        if "median" in found:
-            print(f"{row}: the plan of a step takes {Spread(**found).text('.1f')} µs in a graph")
-    for row, found in results.get("queries", {}).items():
-        if "ratio" in found:
-            print(f"{row}: {SEVERAL_QUERIES[row]} queries a request cost {found['ratio']:.2f} of one")
-    for row, found in results.get("write", {}).items():
-        if "us_per_layer" in found:
-            print(f"{row}: writing K/V adds {found['us_per_layer']:.2f} µs a layer")
-
-
-def over_floor(found: Results) -> dict[str, float]:
-    """Of lightkv's sides, and of each peer at its best, the time over the floor."""
-    best: dict[str, float] = {}
-    for name, side in found["sides"].items():
-        key = name if name.startswith("lightkv") else name.split()[0]
-        best[key] = min(best.get(key, float("inf")), side["median"] / found["floor_us"])
-    return best
-
-
-def plot(pyplot: Any, results: Results, path: Path) -> None:
-    """Bars of the time over the floor, row by row; peers at their best."""
-    parts = [part for part in ("decode", "prefill") if results.get(part)]
-    figure, axes = pyplot.subplots(
-        len(parts), 1, figsize=(15, 5 * len(parts)), layout="constrained", squeeze=False
-    )
-    for part, axis in zip(parts, axes[:, 0], strict=True):
-        rows = {row: over_floor(found) for row, found in results[part].items() if "sides" in found}
-        names = list(dict.fromkeys(name for ratios in rows.values() for name in ratios))
-        for i, name in enumerate(names):
-            at = [j + (i - (len(names) - 1) / 2) * 0.8 / len(names) for j in range(len(rows))]
-            heights = [ratios.get(name, float("nan")) for ratios in rows.values()]
-            axis.bar(at, heights, 0.8 / len(names), label=name)
-        axis.axhline(1.0, color="black", linewidth=0.8)
-        axis.set_xticks(range(len(rows)), list(rows), rotation=15, ha="right", fontsize="small")
-        axis.set(title=part, ylabel="time over the floor")
-        axis.grid(axis="y", alpha=0.3)
-        axis.legend(fontsize="small")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=150)
-    pyplot.close(figure)
-
-
-# --------------------------------------------------------------------------------
-
-
-def chosen(rows: Sequence[Row], names: Sequence[str]) -> list[Row]:
-    """The rows in whose names one of the texts stands, × being x too; all without any."""
-    texts = [name.replace("×", "x").lower() for name in names]
-    return [
-        row for row in rows if not texts or any(text in row.name.replace("×", "x").lower() for text in texts)
-    ]
 
 
 def attempt(what: str, measure: Callable[[], Results]) -> Results:
@@ -404,8 +324,8 @@ def attempt(what: str, measure: Callable[[], Results]) -> Results:
             torch.cuda.empty_cache()
 
 
-def load_flashinfer(cache: Path | None, decode: bool, prefill: bool) -> FlashInfer | None:
-    """With its kernels compiled; None, and a line, where it is not there."""
+def load_flashinfer(cache: Path | None, kernels: set[str]) -> FlashInfer | None:
+    """With these kernels compiled; None, and a line, where it is not there."""
     try:
         flashinfer = FlashInfer(DEVICE, cache)
     except Exception as error:  # it looks at compilers and versions when it is imported
@@ -413,8 +333,6 @@ def load_flashinfer(cache: Path | None, decode: bool, prefill: bool) -> FlashInf
         return None
     start = time.perf_counter()
     batch = make_batch(Row("one token", (1,), (1,)), DEVICE)
-    kernels = {"decode", "fa2"} if decode else set()
-    kernels |= {"fa2", "fa3"} if prefill else set()
     for kernel, why in flashinfer.compile(sorted(kernels), batch).items():
         print(f"FlashInfer's {kernel} is left out: {why[-2000:]}", flush=True)  # a compiler says why last
     print(f"FlashInfer {flashinfer.version}, compiled in {time.perf_counter() - start:.0f} s", flush=True)
@@ -425,6 +343,7 @@ def measure_decode(row: Row, bench: Bench, results: Results) -> None:
     clock = bench.clock
     parts = {
         "decode": partial(measure_row, row, decode_sides, bench),
+        "reading": partial(measure_reading, row, clock),
         "plan": partial(measure_plan, row, clock),
     }
     if row.name in SEVERAL_QUERIES:
@@ -437,8 +356,8 @@ def measure_decode(row: Row, bench: Bench, results: Results) -> None:
 
 def main() -> None:
     arguments = parser(__doc__)
-    arguments.add_argument("--decode", action="store_true", help="these rows alone")
-    arguments.add_argument("--prefill", action="store_true", help="these rows alone")
+    for part in ROWS:
+        arguments.add_argument(f"--{part}", action="store_true", help="these rows, not those of every part")
     arguments.add_argument("--rows", nargs="+", default=[], help="texts that stand in the names of rows")
     arguments.add_argument("--peers", nargs="*", default=PEERS, choices=PEERS)
     arguments.add_argument("--repeats", type=int, default=20)
@@ -461,15 +380,15 @@ def main() -> None:
 
 
 def measure(options: Any) -> Results:
-    both = options.decode == options.prefill
-    decode = chosen(DECODE, options.rows) if both or options.decode else []
-    prefill = chosen(PREFILL, options.rows) if both or options.prefill else []
-    if not decode and not prefill:
+    parts = [part for part in ROWS if getattr(options, part)] or list(ROWS)
+    rows = {part: chosen(ROWS[part], options.rows) for part in parts}
+    if not any(rows.values()):
         refuse(f"no row has one of {options.rows} in its name")
     print_machine()
     flashinfer = None
     if "flashinfer" in options.peers:
-        flashinfer = load_flashinfer(options.flashinfer_cache, bool(decode), bool(prefill))
+        kernels = {kernel for part in parts if rows[part] for kernel in FLASHINFER[part]}
+        flashinfer = load_flashinfer(options.flashinfer_cache, kernels)
     clock = Clock(options.repeats)
     ceiling, found = measure_ceiling(clock)
     print(
@@ -482,15 +401,20 @@ def measure(options: Any) -> Results:
         "flashinfer": flashinfer.version if flashinfer is not None else None,
         "ceiling": found,
     }
-    results |= {part: {} for part in ("decode", "plan", "queries", "write", "prefill")}
-    bench = Bench(clock, ceiling, "sdpa" in options.peers, flashinfer)
-    for row in decode:
+    results |= {part: {} for part in (*ROWS, "reading", "plan", "queries", "write")}
+    bench = Bench(clock, ceiling, options.peers, flashinfer)
+    for row in rows.get("decode", ()):
         measure_decode(row, bench, results)
         save_json("attention", results, options.out)
-    for row in prefill:
-        measure_part = partial(measure_row, row, prefill_sides, bench)
-        results["prefill"][row.name] = attempt(row.name, measure_part)
-        save_json("attention", results, options.out)
+    others: dict[str, Callable[[Row], Results]] = {
+        "prefill": lambda row: measure_row(row, prefill_sides, bench),
+        "mixed": lambda row: measure_mixed(row, bench),
+        "groups": lambda row: measure_groups(row, bench),
+    }
+    for part, measure_part in others.items():
+        for row in rows.get(part, ()):
+            results[part][row.name] = attempt(row.name, partial(measure_part, row))
+            save_json("attention", results, options.out)
     return results
 
 

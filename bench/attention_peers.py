@@ -1,16 +1,16 @@
-"""What `attention.py` measures: the rows, and the sides of each: lightkv's kernels, FlashInfer's, torch's own.
+"""The sides of `attention.py`: lightkv's kernels, the classic kernel, FlashInfer's, torch's own.
 
-All sides get the K/V values of one batch, each in the layout it reads: scattered over the pages of a pool, as
-lightkv and FlashInfer do (the one through an index of slots, the other through its lists of pages), or one
-contiguous copy a request. A side is a call that a CUDA graph can capture: what is planned has been planned
-before. What is right is computed in float32, from no side's layout. Knows no clock.
+All get the K/V values of one batch: scattered over the pages of a pool, as lightkv and FlashInfer read them
+(the one through an index of slots, the other through its lists of pages), or one contiguous copy a request. A
+side is a call that a CUDA graph can capture: what is planned has been planned before. Knows no clock.
 """
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
-from random import Random
 from typing import Any, NamedTuple
 
 import torch
@@ -18,216 +18,16 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
-from lightkv.triton_kernels.attend_keys import attend_reference
+from bench.attention_batches import Batch, Paged, offsets, scatter
+from lightkv.triton_kernels import tuning
 from lightkv.triton_kernels.decode_attention import decode_attention
-from lightkv.triton_kernels.decode_plan import decode_plan
+from lightkv.triton_kernels.decode_plan import DecodeGroups, decode_plan
+from lightkv.triton_kernels.mixed_attention import MixedPlan, mixed_attention, mixed_plan
+from lightkv.triton_kernels.paged_attention_v1 import copy_to_blocks, paged_attention_v1
 from lightkv.triton_kernels.prefill_attention import prefill_attention
 from lightkv.triton_kernels.prefill_plan import prefill_plan
 
-TOLERANCE = 2e-2  # of an element and of its head's root mean square, together
-REFERENCE_SCORES = 2**27  # that the reference holds at a time
-GARBAGE = 8.0  # in slots of no token: finite, since a peer may read what it masks, and easily seen
-
-
-class Row(NamedTuple):
-    """Requests with `lengths` tokens in the cache, the last `q_lens` of which are queries."""
-
-    name: str
-    lengths: tuple[int, ...]
-    q_lens: tuple[int, ...]
-    num_heads: int = 32
-    num_kv_heads: int = 8
-    head_dim: int = 128
-    dtype: torch.dtype = torch.bfloat16
-
-    @property
-    def is_prefill(self) -> bool:
-        return max(self.q_lens) > 1
-
-    @property
-    def bytes(self) -> int:
-        """K/V once, and of a prefill the queries and the output too."""
-        rows = 2 * sum(self.lengths) * self.num_kv_heads
-        if self.is_prefill:
-            rows += 2 * sum(self.q_lens) * self.num_heads
-        return rows * self.head_dim * self.dtype.itemsize
-
-    @property
-    def flops(self) -> int:
-        """Of the visible pairs of a query and a key alone."""
-        pairs = 0
-        for length, q_len in zip(self.lengths, self.q_lens, strict=True):
-            pairs += q_len * (length - q_len) + q_len * (q_len + 1) // 2
-        return 4 * self.head_dim * self.num_heads * pairs
-
-
-def even(name: str, batch: int, length: int, num_heads: int = 32, num_kv_heads: int = 8) -> Row:
-    return Row(name, (length,) * batch, (1,) * batch, num_heads, num_kv_heads)
-
-
-def skewed(name: str, batch: int, mean: int, seed: int) -> Row:
-    rng = Random(seed)
-    lengths = tuple(max(16, int(rng.lognormvariate(0, 1.2) * mean / 2.05)) for _ in range(batch))
-    return Row(name, lengths, (1,) * batch)
-
-
-def chunks(name: str, fresh: Sequence[int], prefixes: Sequence[int]) -> Row:
-    lengths = tuple(new + before for new, before in zip(fresh, prefixes, strict=True))
-    return Row(name, lengths, tuple(fresh))
-
-
-DECODE = (
-    even("B1 × 1k", 1, 1024),
-    even("B1 × 8k", 1, 8192),
-    even("B1 × 128k", 1, 131072),
-    even("B8 × 4k", 8, 4096),
-    even("B32 × 1k", 32, 1024),
-    even("B64 × 8k", 64, 8192),
-    even("B256 × 2k", 256, 2048),
-    skewed("B64 skewed", 64, 4096, 1),
-    skewed("B16 skewed", 16, 8192, 3),
-    even("64/8 heads, B64 × 4k", 64, 4096, 64),
-    even("32/32 heads, B32 × 4k", 32, 4096, 32, 32),
-    even("8/1 heads, B64 × 8k", 64, 8192, 8, 1),
-)
-PREFILL = (
-    chunks("4 × 4k fresh", [4096] * 4, [0] * 4),
-    chunks("1 × 16k fresh", [16384], [0]),
-    chunks("16 × 1k fresh", [1024] * 16, [0] * 16),
-    chunks("chunk 2k after 30k", [2048], [30720]),
-    chunks("8 × (chunk 512 after 4k)", [512] * 8, [4096] * 8),
-    chunks("ragged", [37, 900, 2500, 64, 1200, 333, 4096, 18], [0, 512, 0, 8000, 128, 3000, 0, 16000]),
-)
-
-
-# --------------------------------------------------------------------------------
-# Their values, and what is right
-
-
-class Batch(NamedTuple):
-    """Requests one after the other: `q` `[T, H, D]`, their last q_lens tokens; `kv` `[sum(lengths), 2 *
-    num_kv_heads, D]`, each token's K heads and then its V heads."""
-
-    q: Tensor
-    kv: Tensor
-    lengths: list[int]
-    q_lens: list[int]
-
-    @property
-    def num_kv_heads(self) -> int:
-        return self.kv.shape[1] // 2
-
-    @property
-    def scale(self) -> float:
-        return self.q.shape[2] ** -0.5
-
-    def is_even(self) -> bool:
-        """Are all requests of one length, with as many queries? Then they are a dense tensor."""
-        return len(set(self.lengths)) == len(set(self.q_lens)) == 1
-
-
-def make_batch(row: Row, device: torch.device) -> Batch:
-    """Normal random values, the same each time; K/V does not depend on how many queries there are."""
-    generator = torch.Generator(device).manual_seed(0)
-    counts = (sum(row.lengths), 2 * row.num_kv_heads), (sum(row.q_lens), row.num_heads)
-    kv, q = (
-        torch.randn(*count, row.head_dim, dtype=row.dtype, device=device, generator=generator)
-        for count in counts
-    )
-    return Batch(q, kv, list(row.lengths), list(row.q_lens))
-
-
-def offsets(counts: Sequence[int]) -> Tensor:
-    """int32 `[len(counts) + 1]` on the host: where each begins, and the end of the last."""
-    return torch.tensor([0, *counts]).cumsum(0).int()
-
-
-def reference(batch: Batch) -> Tensor:
-    """float32 `[T, H, D]`, from the K/V that no side has laid out, some queries at a time."""
-    out = torch.empty(batch.q.shape, dtype=torch.float32, device=batch.q.device)
-    num_heads = batch.q.shape[1]
-    q_begin = kv_begin = 0
-    for length, q_len in zip(batch.lengths, batch.q_lens, strict=True):
-        k, v = batch.kv[kv_begin : kv_begin + length].chunk(2, dim=1)
-        count = max(1, REFERENCE_SCORES // (num_heads * length))
-        for begin in range(0, q_len, count):
-            end = min(begin + count, q_len)
-            visible = length - q_len + end  # keys, to the last of them
-            out[q_begin + begin : q_begin + end] = attend_reference(
-                batch.q[q_begin + begin : q_begin + end],
-                k[:visible],
-                v[:visible],
-                torch.arange(visible - (end - begin), visible, device=out.device),
-                scale=batch.scale,
-                window=0,
-                softcap=0.0,
-            )
-        q_begin, kv_begin = q_begin + q_len, kv_begin + length
-    return out
-
-
-def check(got: Tensor, expected: Tensor) -> None:
-    """Raise ArithmeticError unless every element is near what is expected.
-
-    Near is relative to the element and its head: the mean of many values is small, and an absolute bound that
-    holds for short contexts would pass zeros for long ones.
-    """
-    size = expected.square().mean(dim=-1, keepdim=True).sqrt() + expected.abs()
-    error = (got.float() - expected).abs() / size
-    if not bool((error <= TOLERANCE).all()):
-        worst = error.nan_to_num(float("inf")).max().item()
-        raise ArithmeticError(f"wrong by up to {worst:.3g} of the values' size, more than {TOLERANCE}")
-
-
-# --------------------------------------------------------------------------------
-# The layout that lightkv and FlashInfer read
-
-
-class Paged(NamedTuple):
-    """A batch's K/V in pages of 2**shift tokens, the pages in random order; page 0 is nobody's."""
-
-    pool: Tensor  # [num_pages * 2**shift, 2 * num_kv_heads, D]
-    table: Tensor  # int32 [B, most pages of a request]; 0 past its end
-    slots: Tensor  # int64 [sum(lengths)]: each token's
-    num_pages: list[int]  # of each request
-    shift: int
-
-    @property
-    def first_slots(self) -> Tensor:
-        """The table as lightkv reads it."""
-        return self.table << self.shift
-
-    @property
-    def caches(self) -> tuple[Tensor, Tensor]:
-        """`[num_slots, num_kv_heads, D]` of K and of V: views of the pool."""
-        k_cache, v_cache = self.pool.chunk(2, dim=1)
-        return k_cache, v_cache
-
-    @property
-    def pages(self) -> tuple[Tensor, Tensor]:
-        """`[num_pages, 2**shift, num_kv_heads, D]` of K and of V: views, as FlashInfer reads them."""
-        k_pages, v_pages = self.pool.unflatten(0, (-1, 1 << self.shift)).chunk(2, dim=2)
-        return k_pages, v_pages
-
-
-def scatter(batch: Batch, shift: int) -> Paged:
-    """Write the batch's K/V to the pages of a new pool."""
-    device, page = batch.kv.device, 1 << shift
-    num_pages = [-(-length // page) for length in batch.lengths]
-    counts = torch.tensor(num_pages, device=device)
-    generator = torch.Generator(device).manual_seed(shift + 1)
-    order = 1 + torch.randperm(sum(num_pages), device=device, generator=generator)
-    table = torch.zeros(len(num_pages), max(num_pages), dtype=torch.int32, device=device)
-    table[torch.arange(max(num_pages), device=device) < counts[:, None]] = order.int()
-
-    lengths = torch.tensor(batch.lengths, device=device)
-    request = torch.arange(len(lengths), device=device).repeat_interleave(lengths)
-    positions = torch.arange(len(request), device=device) - (lengths.cumsum(0) - lengths)[request]
-    slots = table[request, positions >> shift].long() * page + (positions & (page - 1))
-    shape = (1 + sum(num_pages)) * page, *batch.kv.shape[1:]
-    pool = torch.full(shape, GARBAGE, dtype=batch.kv.dtype, device=device)
-    pool[slots] = batch.kv
-    return Paged(pool, table, slots, num_pages, shift)
+PARTITIONS = {"one pass": 0, "partitions": 512}  # of the classic kernel
 
 
 class Side(NamedTuple):
@@ -242,17 +42,47 @@ class Side(NamedTuple):
 # --------------------------------------------------------------------------------
 # lightkv
 
+# Functions of `tuning`, by name, and what stands in for them.
+Functions = Mapping[str, Callable[..., Any]]
 
-def ours_decode(batch: Batch, paged: Paged) -> Side:
-    """All requests with as many queries."""
+
+@contextmanager
+def replaced(functions: Functions) -> Iterator[None]:
+    """Within, kernels are launched as these functions say."""
+    before = {name: getattr(tuning, name) for name in functions}
+    for name, function in functions.items():
+        setattr(tuning, name, function)
+    try:
+        yield
+    finally:
+        for name, function in before.items():
+            setattr(tuning, name, function)
+
+
+def _one_group(batch: Batch, num_queries: int) -> DecodeGroups:
+    """All requests, with what they share; as many a group as a tile holds."""
+    num_requests, device = len(batch.lengths), batch.q.device
+    size = tuning.group_members(num_queries, batch.q.shape[1] // batch.num_kv_heads)
+    members = torch.arange(-(-num_requests // size) * size, dtype=torch.int32, device=device)
+    place = members[:num_requests].clone()
+    members[num_requests:] = -1
+    keys = torch.full((len(members) // size,), batch.shared, dtype=torch.int32, device=device)
+    return DecodeGroups(members.view(-1, size), keys, place)
+
+
+def ours_decode(batch: Batch, paged: Paged, grouped: bool = False) -> Side:
+    """All requests with as many queries; `grouped`: what they share is read once."""
     device, num_queries = batch.q.device, batch.q_lens[0]
     rows = torch.arange(len(batch.lengths), device=device)
     lengths = torch.tensor(batch.lengths, dtype=torch.int32, device=device)
     index, out = paged.first_slots, torch.empty_like(batch.q)
     k_cache, v_cache = paged.caches
+    groups = _one_group(batch, num_queries) if grouped else None
 
     def make_plan() -> Any:
-        return decode_plan(rows, lengths, num_kv_heads=batch.num_kv_heads, num_queries=num_queries)
+        return decode_plan(
+            rows, lengths, num_kv_heads=batch.num_kv_heads, num_queries=num_queries, groups=groups
+        )
 
     plan = make_plan()
 
@@ -312,6 +142,115 @@ def ours_prefill(batch: Batch, paged: Paged) -> Side:
         )
 
     return Side(run, plan=make_plan)
+
+
+class _Mixed(NamedTuple):
+    """The tensors of a step whose first requests are prefills, all others decodes of one query."""
+
+    rows: Tensor
+    q_starts: Tensor
+    lengths: Tensor
+
+    @classmethod
+    def of(cls, batch: Batch) -> "_Mixed":
+        device = batch.q.device
+        return cls(
+            torch.arange(len(batch.lengths), device=device),
+            offsets(batch.q_lens[: batch.num_prefills]).to(device),
+            torch.tensor(batch.lengths, dtype=torch.int32, device=device),
+        )
+
+    def plan(self, batch: Batch) -> MixedPlan:
+        return mixed_plan(
+            *self,
+            num_tokens=len(batch.q),
+            num_heads=batch.q.shape[1],
+            num_kv_heads=batch.num_kv_heads,
+            key_dim=batch.q.shape[2],
+            value_dim=batch.q.shape[2],
+            dtype=batch.q.dtype,
+        )
+
+
+def ours_mixed(batch: Batch, paged: Paged) -> Side:
+    """In one call."""
+    step, cache, out = _Mixed.of(batch), (*paged.caches, paged.first_slots), torch.empty_like(batch.q)
+    plan = step.plan(batch)
+
+    def run() -> Tensor:
+        return mixed_attention(
+            batch.q, *cache, *step, scale=batch.scale, shift=paged.shift, plan=plan, out=out
+        )
+
+    return Side(run, plan=partial(step.plan, batch))
+
+
+def ours_on_two_streams(batch: Batch, paged: Paged, share: float) -> Side:
+    """Both parts at the same time. On Hopper prefill takes its `share` of the multiprocessors, before decode
+    takes what is left; when one part is done, the other is not spread over all."""
+    step, out = _Mixed.of(batch), torch.empty_like(batch.q)
+    plan, num_prefills = step.plan(batch), batch.num_prefills
+    num_tokens, stream = sum(batch.q_lens[:num_prefills]), torch.cuda.Stream(priority=-1)
+    usual, cache = tuning.hopper_prefill_programs, (*paged.caches, paged.first_slots)
+
+    def num_programs(device: tuning.DeviceClass, num_items: int) -> int:
+        return usual(device._replace(num_multiprocessors=int(share * device.num_multiprocessors)), num_items)
+
+    def run() -> Tensor:
+        here = torch.cuda.current_stream()
+        stream.wait_stream(here)
+        with torch.cuda.stream(stream), replaced({"hopper_prefill_programs": num_programs}):
+            prefill_attention(
+                batch.q[:num_tokens],
+                *cache,
+                step.rows[:num_prefills],
+                step.q_starts,
+                step.lengths[:num_prefills],
+                scale=batch.scale,
+                shift=paged.shift,
+                plan=plan.prefill,
+                out=out[:num_tokens],
+            )
+        decode_attention(
+            batch.q[num_tokens:],
+            *cache,
+            step.rows[num_prefills:],
+            step.lengths[num_prefills:],
+            scale=batch.scale,
+            shift=paged.shift,
+            plan=plan.decode,
+            out=out[num_tokens:],
+        )
+        here.wait_stream(stream)
+        return out
+
+    return Side(run)
+
+
+# --------------------------------------------------------------------------------
+# The classic kernel
+
+
+def classic_decode(batch: Batch, paged: Paged, partition_size: int) -> Side:
+    """`paged_attention_v1` on a copy of the pages in its own layout, in partitions or (0) in one pass."""
+    slots = torch.arange(len(paged.pool), device=batch.q.device).view(-1, 1 << paged.shift)
+    blocks = copy_to_blocks(*paged.caches, slots)
+    lengths = torch.tensor(batch.lengths, dtype=torch.int32, device=batch.q.device)
+    table, out = paged.table, torch.empty_like(batch.q)
+
+    def run() -> Tensor:
+        return paged_attention_v1(
+            batch.q,
+            *blocks,
+            table,
+            lengths,
+            scale=batch.scale,
+            partition_size=partition_size,
+            max_context_len=max(batch.lengths),
+            out=out,
+        )
+
+    return Side(run)
 
 
 # --------------------------------------------------------------------------------
@@ -460,6 +399,55 @@ class FlashInfer:
         pages, out = paged.pages, torch.empty_like(batch.q)
         # Planned once: a plan after the capture could move the buffers that the graph reads.
         return Side(lambda: wrapper.run(batch.q, pages, out=out))
+
+    def cascade(self, batch: Batch, paged: Paged, backend: str) -> Side:
+        """One query a request, the shared tokens once for all and each request's own, merged: what FlashInfer's
+        multi-level wrapper does with the backend that it picks."""
+        self._need(backend)
+        num_requests, num_shared = len(batch.lengths), batch.shared >> paged.shift
+        shared = paged._replace(first_slots=paged.first_slots[:1, :num_shared], num_pages=[num_shared])
+        own = paged._replace(
+            first_slots=paged.first_slots[:, num_shared:],
+            num_pages=[count - num_shared for count in paged.num_pages],
+        )
+        own_batch = batch._replace(lengths=[length - batch.shared for length in batch.lengths])
+        levels = [
+            (offsets([num_requests]), _page_lists(batch._replace(lengths=[batch.shared]), shared)),
+            (offsets([1] * num_requests), _page_lists(own_batch, own)),
+        ]
+        wrappers = [
+            self._flashinfer.BatchPrefillWithPagedKVCacheWrapper(self._workspace, "NHD", backend=backend)
+            for _ in levels
+        ]
+
+        def plan() -> None:
+            for wrapper, (q_starts, lists) in zip(wrappers, levels, strict=True):
+                wrapper.plan(
+                    q_starts,
+                    *lists,
+                    batch.q.shape[1],
+                    batch.num_kv_heads,
+                    batch.q.shape[2],
+                    1 << paged.shift,
+                    causal=False,
+                    sm_scale=batch.scale,
+                    q_data_type=batch.q.dtype,
+                    kv_data_type=batch.kv.dtype,
+                )
+
+        plan()
+        pages, outs = paged.pages, [torch.empty_like(batch.q) for _ in levels]
+
+        def run() -> Tensor:
+            states = [
+                wrapper.run(batch.q, pages, out=out, return_lse=True)
+                for wrapper, out in zip(wrappers, outs, strict=True)
+            ]
+            (out, lse), (own_out, own_lse) = states
+            self._flashinfer.merge_state_in_place(out, lse, own_out, own_lse)
+            return out
+
+        return Side(run)
 
 
 def _page_lists(batch: Batch, paged: Paged) -> tuple[Tensor, Tensor, Tensor]:

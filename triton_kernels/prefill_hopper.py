@@ -455,7 +455,7 @@ def launch_hopper_prefill(
     num_heads, head_dim = q.shape[1:]
     num_kv_heads = k_cache.shape[1]
     num_items = num_kv_heads * tiles.shape[0]
-    num_programs = min(num_items, tuning.device_class(q.device).num_multiprocessors)
+    num_programs = tuning.hopper_prefill_programs(tuning.device_class(q.device), num_items)
     _hopper_kernel[(num_programs,)](
         q,
         k_cache,

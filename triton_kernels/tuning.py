@@ -134,6 +134,11 @@ def hopper_prefill_launch(
     return _HOPPER_LAUNCHES.get(key_dim)
 
 
+def hopper_prefill_programs(device: DeviceClass, num_items: int) -> int:
+    """How many programs of `prefill_hopper` share its items: one fills a multiprocessor."""
+    return min(num_items, device.num_multiprocessors)
+
+
 def prefill_launch(
     device: DeviceClass,
     num_requests: int,

@@ -97,19 +97,16 @@ class AttentionBackend(ABC):
                 f"a step with {metadata.num_sinks} sinks needs the rotary frequencies (pos_embd_params) and no "
                 f"window of the layer's own; layer {self.layer_idx} has a window of {self.window}"
             )
-        num_tokens, num_ctx_tokens = metadata.num_tokens, metadata.num_ctx_tokens
+        num_tokens = metadata.num_tokens
         q = q.view(num_tokens, self.num_heads, self.head_dim)
         k = k.view(num_tokens, self.num_kv_heads, self.head_dim)
         v = v.view(num_tokens, self.num_kv_heads, self.v_dim)
         out = q.new_empty(num_tokens, self.num_heads, self.v_dim)
         self._write(k, v, metadata)
         if metadata.num_sinks:
-            self._prefill_with_sinks(q, metadata, out)
-        elif metadata.num_contexts:
-            fresh = (k[:num_ctx_tokens], v[:num_ctx_tokens])
-            self._prefill(q[:num_ctx_tokens], *fresh, metadata, out[:num_ctx_tokens])
-        if metadata.num_generations:
-            self._decode(q[num_ctx_tokens:], metadata, out[num_ctx_tokens:])
+            self._attend_with_sinks(q, metadata, out)
+        else:
+            self._attend(q, k, v, metadata, out)
         return out.view(num_tokens, -1)
 
     def entry_scores(self, q: torch.Tensor, metadata: AttentionMetadata) -> torch.Tensor:
@@ -135,7 +132,7 @@ class AttentionBackend(ABC):
         """Put this step's K/V where it belongs."""
 
     @abstractmethod
-    def _prefill(
+    def _attend(
         self,
         q: torch.Tensor,
         k: torch.Tensor,
@@ -143,18 +140,14 @@ class AttentionBackend(ABC):
         metadata: AttentionMetadata,
         out: torch.Tensor,
     ) -> None:
-        """Attend from the contexts' tokens into `out`; k and v are theirs as well, and written already."""
+        """Attend from all tokens into `out`; k and v are theirs as well, and written already."""
 
     @abstractmethod
-    def _prefill_with_sinks(self, q: torch.Tensor, metadata: AttentionMetadata, out: torch.Tensor) -> None:
-        """Attend from the contexts' tokens into `out`, in a step with sinks: two queries, merged.
+    def _attend_with_sinks(self, q: torch.Tensor, metadata: AttentionMetadata, out: torch.Tensor) -> None:
+        """Attend from all tokens, contexts', into `out`, in a step with sinks: two queries, merged.
 
         From q to the entries after the sinks, causally; from q turned back by what was dropped to the sinks.
         """
-
-    @abstractmethod
-    def _decode(self, q: torch.Tensor, metadata: AttentionMetadata, out: torch.Tensor) -> None:
-        """Attend from the generations' tokens into `out`."""
 
     @abstractmethod
     def _entry_scores(

@@ -224,6 +224,21 @@ class TorchAttention(AttentionBackend):
         pool.k(self.layer_idx).index_copy_(0, metadata.slot_mapping, k.to(pool.spec.dtype))
         pool.v(self.layer_idx).index_copy_(0, metadata.slot_mapping, v.to(pool.spec.dtype))
 
+    def _attend(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        metadata: AttentionMetadata,
+        out: torch.Tensor,
+    ) -> None:
+        num_ctx_tokens = metadata.num_ctx_tokens
+        if metadata.num_contexts:
+            fresh = (k[:num_ctx_tokens], v[:num_ctx_tokens])
+            self._prefill(q[:num_ctx_tokens], *fresh, metadata, out[:num_ctx_tokens])
+        if metadata.num_generations:
+            self._decode(q[num_ctx_tokens:], metadata, out[num_ctx_tokens:])
+
     def _prefill(
         self,
         q: torch.Tensor,
@@ -245,7 +260,7 @@ class TorchAttention(AttentionBackend):
                 keys, values = pool.spec.split(step.gather(pool.kv(self.layer_idx), tile.slots))
             # [T, H, D] as [num_kv_heads, group, T, D]; the keys [S, num_kv_heads, D] repeat along the group
             queries = q[tile.start : tile.end].unflatten(1, (-1, group)).permute(1, 2, 0, 3)
-            attended = self._attend(
+            attended = self._attend_keys(
                 queries,
                 keys.to(q.dtype).transpose(0, 1)[:, None].expand(-1, group, -1, -1),
                 values.to(q.dtype).transpose(0, 1)[:, None].expand(-1, group, -1, -1),
@@ -254,7 +269,7 @@ class TorchAttention(AttentionBackend):
             )
             out[tile.start : tile.end].unflatten(1, (-1, group)).copy_(attended.permute(2, 0, 1, 3))
 
-    def _prefill_with_sinks(self, q: torch.Tensor, metadata: AttentionMetadata, out: torch.Tensor) -> None:
+    def _attend_with_sinks(self, q: torch.Tensor, metadata: AttentionMetadata, out: torch.Tensor) -> None:
         pool = metadata.kv_cache_manager.pool
         step = TorchPlan.of(metadata)
         plan = step.prefill(metadata, self.window, q.dtype, fused=False)
@@ -278,7 +293,7 @@ class TorchAttention(AttentionBackend):
             queries = q if members is None else q.index_select(0, members)
             keys, values = pool.spec.split(plan.gather(pool.kv(self.layer_idx), slots))
             # The heads of a group are the query rows of their KV head: K and V are read once, not per head.
-            attended = self._attend(
+            attended = self._attend_keys(
                 queries.unflatten(1, (self.num_kv_heads, -1)),  # [G, num_kv_heads, group, D]
                 keys.to(q.dtype).unflatten(0, (-1, width)).transpose(1, 2),  # [G, num_kv_heads, width, D]
                 values.to(q.dtype).unflatten(0, (-1, width)).transpose(1, 2),
@@ -308,7 +323,7 @@ class TorchAttention(AttentionBackend):
         )
         return scores.float()
 
-    def _attend(
+    def _attend_keys(
         self,
         q: torch.Tensor,
         k: torch.Tensor,

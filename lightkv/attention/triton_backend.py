@@ -1,22 +1,17 @@
 """Attention by the Triton kernels. Knows their arguments, and nothing of how they work."""
 
 from collections.abc import Callable, Hashable
-from typing import Any, TypeVar
 
 import torch
 
 from lightkv.triton_kernels.attention_scores import attention_scores
 from lightkv.triton_kernels.decode_attention import decode_attention
-from lightkv.triton_kernels.decode_plan import DecodePlan, decode_plan
 from lightkv.triton_kernels.merge_states import merge_states
-from lightkv.triton_kernels.prefill_attention import prefill_attention
-from lightkv.triton_kernels.prefill_plan import PrefillPlan, prefill_plan
+from lightkv.triton_kernels.mixed_attention import MixedPlan, mixed_attention, mixed_plan
 from lightkv.triton_kernels.write_kv import write_kv
 
 from .backend import AttentionBackend
 from .metadata import AttentionMetadata
-
-Plan = TypeVar("Plan")
 
 
 class _StepPlans:
@@ -27,15 +22,14 @@ class _StepPlans:
     """
 
     def __init__(self) -> None:
-        self._made: dict[Hashable, tuple[int, int, Any]] = {}
+        self._made: dict[Hashable, tuple[int, int, MixedPlan]] = {}
 
-    def get(self, key: Hashable, step: int, layer_idx: int, make: Callable[[], Plan]) -> Plan:
-        """The list for `layer_idx` in a step."""
-        made_in, made_by, plan = self._made.get(key, (-1, -1, None))
-        if made_in != step or made_by == layer_idx:
-            plan = make()
-            self._made[key] = step, layer_idx, plan
-        return plan
+    def get(self, key: Hashable, step: int, layer_idx: int, make: Callable[[], MixedPlan]) -> MixedPlan:
+        """The lists for `layer_idx` in a step."""
+        made = self._made.get(key)
+        if made is None or made[0] != step or made[1] == layer_idx:
+            made = self._made[key] = step, layer_idx, make()
+        return made[2]
 
     @staticmethod
     def of(metadata: AttentionMetadata) -> "_StepPlans":
@@ -54,7 +48,7 @@ class TritonAttention(AttentionBackend):
         pool = metadata.kv_cache_manager.pool
         write_kv(k, v, pool.k(self.layer_idx), pool.v(self.layer_idx), metadata.slot_mapping)
 
-    def _prefill(
+    def _attend(
         self,
         q: torch.Tensor,
         k: torch.Tensor,
@@ -62,35 +56,29 @@ class TritonAttention(AttentionBackend):
         metadata: AttentionMetadata,
         out: torch.Tensor,
     ) -> None:
-        memory, num_contexts = metadata.kv_cache_manager, metadata.num_contexts
-        rows, q_starts = metadata.rows[:num_contexts], metadata.q_starts[: num_contexts + 1]
-        lengths = metadata.kv_lens[:num_contexts]
-        prefill_attention(
+        memory = metadata.kv_cache_manager
+        q_starts = metadata.q_starts[: metadata.num_contexts + 1]
+        mixed_attention(
             q,
             memory.pool.k(self.layer_idx),
             memory.pool.v(self.layer_idx),
             memory.table.req_to_token,
-            rows,
+            metadata.rows,
             q_starts,
-            lengths,
+            metadata.kv_lens,
             scale=self.scale,
             window=self.window,
             softcap=self.softcap,
-            plan=self._prefill_plan(q, rows, q_starts, lengths, metadata),
+            plan=self._plan(q, q_starts, metadata.kv_lens, metadata),
             out=out,
         )
 
-    def _prefill_plan(
-        self,
-        q: torch.Tensor,
-        rows: torch.Tensor,
-        q_starts: torch.Tensor,
-        lengths: torch.Tensor,
-        metadata: AttentionMetadata,
-    ) -> PrefillPlan:
-        def make() -> PrefillPlan:
-            return prefill_plan(
-                rows,
+    def _plan(
+        self, q: torch.Tensor, q_starts: torch.Tensor, lengths: torch.Tensor, metadata: AttentionMetadata
+    ) -> MixedPlan:
+        def make() -> MixedPlan:
+            return mixed_plan(
+                metadata.rows,
                 q_starts,
                 lengths,
                 num_tokens=len(q),
@@ -102,18 +90,10 @@ class TritonAttention(AttentionBackend):
                 window=self.window,
             )
 
-        shape = (
-            "prefill",
-            self.num_heads,
-            self.num_kv_heads,
-            self.head_dim,
-            self.v_dim,
-            self.window,
-            q.dtype,
-        )
+        shape = self.num_heads, self.num_kv_heads, self.head_dim, self.v_dim, self.window, q.dtype
         return _StepPlans.of(metadata).get(shape, metadata.step, self.layer_idx, make)
 
-    def _prefill_with_sinks(self, q: torch.Tensor, metadata: AttentionMetadata, out: torch.Tensor) -> None:
+    def _attend_with_sinks(self, q: torch.Tensor, metadata: AttentionMetadata, out: torch.Tensor) -> None:
         memory, num_sinks, dropped = metadata.kv_cache_manager, metadata.num_sinks, metadata.dropped
         assert self.rotary is not None
         assert dropped is not None
@@ -124,19 +104,19 @@ class TritonAttention(AttentionBackend):
         partial_out = torch.empty((2, *out.shape), dtype=torch.float32, device=out.device)
 
         # A row without its sinks is the row, read from there on.
-        rows, q_starts, lengths = metadata.rows, metadata.q_starts, metadata.kv_lens - num_sinks
+        q_starts, lengths = metadata.q_starts, metadata.kv_lens - num_sinks
         lse = torch.empty((2, *q.shape[:2]), dtype=torch.float32, device=q.device)
-        prefill_attention(
+        mixed_attention(
             q,
             k,
             v,
             table[:, num_sinks:],
-            rows,
+            metadata.rows,
             q_starts,
             lengths,
             scale=scale,
             softcap=softcap,
-            plan=self._prefill_plan(q, rows, q_starts, lengths, metadata),
+            plan=self._plan(q, q_starts, lengths, metadata),
             out=partial_out[0],
             lse=lse[0],
         )
@@ -149,29 +129,6 @@ class TritonAttention(AttentionBackend):
             turned, k, v, table, rows, lengths, out=partial_out[1], lse=lse[1], scale=scale, softcap=softcap
         )
         merge_states(partial_out, lse, out=out)
-
-    def _decode(self, q: torch.Tensor, metadata: AttentionMetadata, out: torch.Tensor) -> None:
-        memory, num_contexts = metadata.kv_cache_manager, metadata.num_contexts
-        rows, lengths = metadata.rows[num_contexts:], metadata.kv_lens[num_contexts:]
-
-        def make() -> DecodePlan:
-            return decode_plan(rows, lengths, num_kv_heads=self.num_kv_heads, window=self.window)
-
-        shape = "decode", self.num_kv_heads, self.window
-        plan = _StepPlans.of(metadata).get(shape, metadata.step, self.layer_idx, make)
-        decode_attention(
-            q,
-            memory.pool.k(self.layer_idx),
-            memory.pool.v(self.layer_idx),
-            memory.table.req_to_token,
-            rows,
-            lengths,
-            scale=self.scale,
-            window=self.window,
-            softcap=self.softcap,
-            plan=plan,
-            out=out,
-        )
 
     def _entry_scores(
         self, q: torch.Tensor, entries: torch.Tensor, width: int, metadata: AttentionMetadata
