@@ -9,11 +9,13 @@ the model computes once a step for itself, with whatever scaling, precision and 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import product
+from itertools import accumulate, product
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, cast
 
 import torch
 from transformers import PreTrainedModel
+
+from lightkv.triton_kernels.write_kv import split_qkv
 
 from ..attention import RotaryEmbedding
 
@@ -49,21 +51,17 @@ class _Form:
 
     def project(self, module: Any, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Of x `[1, T, C]`: q, k and v, `[1, heads, T, dim]`, without positions."""
+        dims = self.head_dim, self.head_dim, self.v_dim
         if self.projection is None:
-            q, k, v = module.q_proj(x), module.k_proj(x), module.v_proj(x)
-        elif self.projection == _HEAD_BY_HEAD:
-            q, k, v = getattr(module, self.projection)(x).unflatten(-1, (self.num_heads, -1)).chunk(3, -1)
+            parts = module.q_proj(x), module.k_proj(x), module.v_proj(x)
+            q, k, v = (part.unflatten(-1, (-1, dim)) for part, dim in zip(parts, dims, strict=True))
+        elif self.projection == _ONE_AFTER_THE_OTHER:
+            qkv = getattr(module, self.projection)(x)
+            q, k, v = split_qkv(qkv, self.num_heads, self.num_kv_heads, self.head_dim, self.v_dim)
         else:
-            heads_and_dims = (
-                (self.num_heads, self.head_dim),
-                (self.num_kv_heads, self.head_dim),
-                (self.num_kv_heads, self.v_dim),
-            )
-            widths = [heads * dim for heads, dim in heads_and_dims]
-            q, k, v = getattr(module, self.projection)(x).split(widths, -1)
+            qkv = getattr(module, self.projection)(x).unflatten(-1, (self.num_heads, sum(dims)))
+            q, k, v = (qkv[..., end - dim : end] for dim, end in zip(dims, accumulate(dims), strict=True))
         # [1, T, heads, dim]
-        q, k = (part.view(*x.shape[:-1], -1, self.head_dim) for part in (q, k))
-        v = v.view(*x.shape[:-1], -1, self.v_dim)
         if self.norms is not None:
             q, k = (getattr(module, name)(part) for name, part in zip(self.norms, (q, k), strict=True))
         return q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
@@ -215,7 +213,7 @@ class _Answers:
         return _noise((q.shape[0], q.shape[2], q.shape[1], v.shape[-1]), q)
 
     def call(self, output: Any) -> _Call:
-        """The only one, of a module that returned `output`. Raises ValueError if that is not as `_forward`'s."""
+        """The only one, of a module that returned `output`. Raises ValueError if it returned more."""
         (call,) = self._calls
         attended, weights = output
         if weights is not None:
@@ -260,13 +258,15 @@ class _Watch:
         stays = (token % 2 == 0).to(tables[0].dtype).expand(tables[0].shape)
         expected = self._own(args, kwargs)
         expected_exactly = self._own(args, kwargs | {"position_embeddings": (stays, 1 - stays)})
+        if any(table.dtype not in (torch.float32, expected.k.dtype) for table in tables):
+            return None
         plain = self._plain_form(expected)
         for interleaved, twice in product((False, True), (False, True)):
             if not all(_repeats(table, twice) for table in tables):
                 continue
             form = replace(plain, interleaved=interleaved, angles_twice=twice)
             ours = self._ours(form, args, kwargs | {"position_embeddings": (stays, 1 - stays)})
-            if all(map(torch.equal, ours, expected_exactly)):
+            if all(map(_is_equal, ours, expected_exactly)):
                 ours = self._ours(form, args, kwargs)
                 if _is_close(ours.q, expected.q) and _is_close(ours.k, expected.k):
                     return form
@@ -306,7 +306,6 @@ def _are_tables(tables: Any, x: torch.Tensor) -> bool:
         isinstance(tables, tuple)
         and len(tables) == 2
         and all(isinstance(table, torch.Tensor) for table in tables)
-        and all(table.dtype in (torch.float32, x.dtype) for table in tables)
         and tables[0].shape == tables[1].shape == (1, x.shape[1], tables[0].shape[-1])
         and tables[0].shape[-1] % 2 == 0
     )
@@ -315,6 +314,10 @@ def _are_tables(tables: Any, x: torch.Tensor) -> bool:
 def _repeats(table: torch.Tensor, twice: bool) -> bool:
     first, second = (table[..., ::2], table[..., 1::2]) if twice else table.chunk(2, -1)
     return torch.equal(first, second)
+
+
+def _is_equal(ours: torch.Tensor, own: torch.Tensor) -> bool:
+    return ours.dtype == own.dtype and torch.equal(ours, own)
 
 
 def _is_close(ours: torch.Tensor, own: torch.Tensor) -> bool:
