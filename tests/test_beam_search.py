@@ -124,9 +124,9 @@ class Counted:
         for backend in lm.step.backends:
             write = backend._write
 
-            def write_and_count(k, v, metadata, write=write):  # type: ignore[no-untyped-def]
+            def write_and_count(q, k, v, metadata, rotary, write=write):  # type: ignore[no-untyped-def]
                 assert self.same(), "K/V was written between two steps"
-                write(k, v, metadata)
+                write(q, k, v, metadata, rotary)
                 self.num_bytes += k.nbytes + v.nbytes
                 self.before = self.snapshot()
 

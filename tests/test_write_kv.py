@@ -1,6 +1,7 @@
 """`write_kv` against its twin, bit by bit: scattered slots, strided inputs and caches, casts, padding, biases,
 rotary positions in every layout; and the twin against transformers, over tables of the common scalings."""
 
+from itertools import product
 from typing import Any
 
 import pytest
@@ -107,6 +108,8 @@ def check_rotary(
     cache_dtype: torch.dtype | None = None,
     out_dtype: torch.dtype | None = None,
     position_dtype: torch.dtype = torch.int64,
+    own_rows: bool = False,
+    table_dtype: torch.dtype = torch.float32,
 ) -> None:
     """A fused projection and its bias against the twin; what is not to be written is seen to be as it was."""
     sizes = (num_heads, num_kv_heads, key_dim, value_dim)
@@ -117,7 +120,11 @@ def check_rotary(
     if num_pairs:
         cos, sin = tables(num_pairs, device)
         positions = torch.randint(NUM_POSITIONS, (num_tokens,), device=device).to(position_dtype)
-        settings |= {"positions": positions, "cos": cos, "sin": sin}
+        if own_rows:
+            rows = torch.stack((cos, sin), 1)[positions.long()].to(table_dtype)
+            settings |= {"cos": rows[:, 0], "sin": rows[:, 1]}
+        else:
+            settings |= {"positions": positions, "cos": cos.to(table_dtype), "sin": sin.to(table_dtype)}
     for name, bias in (("q", q_bias), ("k", k_bias), ("v", v_bias)):
         if name in biases:
             settings[f"{name}_bias"] = bias
@@ -205,6 +212,27 @@ def test_casts_each_result_once(device: torch.device) -> None:
         {"dtype": torch.float32, "out_dtype": torch.float16, "cache_dtype": torch.float16},
     ):
         check_rotary(device=device, biases="qkv", position_dtype=torch.int32, **settings)
+
+
+@pytest.mark.parametrize("interleaved", [False, True], ids=["neox", "gptj"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=["f32", "f16"])
+def test_tables_in_the_models_type_with_a_row_for_each_token(
+    device: torch.device, dtype: torch.dtype, interleaved: bool
+) -> None:
+    for num_tokens in (1, 20, 33):
+        for in_place in (False, True):
+            torch.manual_seed(num_tokens)
+            check_rotary(
+                device=device,
+                num_tokens=num_tokens,
+                num_pairs=24,
+                interleaved=interleaved,
+                in_place=in_place,
+                dtype=dtype,
+                own_rows=True,
+                table_dtype=dtype,
+            )
+    check_rotary(device=device, dtype=dtype, table_dtype=dtype)
 
 
 SCALINGS: list[dict[str, Any]] = [
@@ -320,6 +348,8 @@ def test_refuses_a_rotation_that_does_not_fit(device: torch.device) -> None:
         ("q must be", {"q": q[..., :8]}),
         ("q must be", {"q": q.mT.contiguous().mT}),
         ("q_out must be", {"q_out": q[:, :4]}),
+        ("not a row for each of the 4 tokens; cos has 40", {"positions": None}),
+        ("cos and sin go together", {"positions": None, "cos": None, "q": None}),
         ("positions must be contiguous", {"positions": positions[:3]}),
         ("int32 or int64", {"positions": positions.float()}),
         ("cos must be float32", {"cos": cos.half()}),
@@ -407,7 +437,7 @@ def test_rotation_stays_one_operator_under_torch_compile(device: torch.device, i
 def test_bfloat16_rotation_has_the_bits_of_the_twin(in_place: bool) -> None:
     torch.manual_seed(11)
     for num_tokens, key_dim, num_pairs in ((1, 128, 64), (60, 128, 32), (60, 80, 40), (60, 256, 128)):
-        for interleaved in (False, True):
+        for interleaved, own_rows in product((False, True), (False, True)):
             check_rotary(
                 device="cuda",
                 num_tokens=num_tokens,
@@ -420,6 +450,8 @@ def test_bfloat16_rotation_has_the_bits_of_the_twin(in_place: bool) -> None:
                 biases="qkv",
                 in_place=in_place,
                 dtype=torch.bfloat16,
+                own_rows=own_rows,
+                table_dtype=torch.bfloat16 if own_rows else torch.float32,
             )
 
 

@@ -129,11 +129,12 @@ def _write_kv_kernel(
     cosines = 0.0
     sines = 0.0
     if PAIRS > 0:
-        position = tl.load(positions + token, mask=valid, other=0).to(tl.int64)  # [BLOCK_T]
+        row = token if positions is None else tl.load(positions + token, mask=valid, other=0).to(tl.int64)
         pair = tl.arange(0, BLOCK_PAIRS)
         is_pair = valid[:, None] & (pair < PAIRS)[None, :]
-        cosines = tl.load(cos + position[:, None] * stride_cos + pair[None, :], mask=is_pair, other=0.0)
-        sines = tl.load(sin + position[:, None] * stride_sin + pair[None, :], mask=is_pair, other=0.0)
+        cosines = tl.load(cos + row[:, None] * stride_cos + pair[None, :], mask=is_pair, other=0.0)
+        sines = tl.load(sin + row[:, None] * stride_sin + pair[None, :], mask=is_pair, other=0.0)
+        cosines, sines = cosines.to(tl.float32), sines.to(tl.float32)
 
     if program < KV_PROGRAMS:
         slot = tl.load(slots + token, mask=valid, other=0).to(tl.int64)  # [BLOCK_T]
@@ -301,10 +302,10 @@ def write_kv(
         q: `[T, H, Dk]`, likewise, to be turned and to get its bias; left out if None.
         q_out: `[T, H, Dk]` of any floating type, likewise, to write q to; q itself, in place, if None. It may
             not overlap q otherwise.
-        positions: int32 or int64 `[T]`, rows of the tables; q and k are not turned if None.
-        cos: float32 `[num_positions, rotary_dim / 2]`, any strides but a last one of 1: of each position, the
-            cosine of the angle of each pair of dims, times what the scaling asks for. Dims from rotary_dim on
-            are not turned.
+        positions: int32 or int64 `[T]`, rows of the tables; if None the tables are the tokens' own, a row each.
+        cos: `[num_positions, rotary_dim / 2]`, float32 or of k's type, any strides but a last one of 1: of each
+            position, the cosine of the angle of each pair of dims, times what the scaling asks for. Dims from
+            rotary_dim on are not turned; none are if None.
         sin: likewise.
         interleaved: pair dims 2i and 2i + 1 (GPT-J); else i and i + rotary_dim / 2 (NeoX).
         q_bias: `[H, Dk]` of any floating type, any strides but a last one of 1; none if None.
@@ -384,21 +385,27 @@ def _check_rotary(
                     f"{name} must be [tokens, heads, dim] {wanted} with a last stride of 1, the tokens and dim "
                     f"those of k; got {tuple(tensor.shape)} with strides {tensor.stride()}"
                 )
-        if positions is None and q_bias is None:
-            raise ValueError("nothing is to be done to q: pass positions, cos and sin, or q_bias, or no q")
-    if positions is None or cos is None or sin is None:
+        if cos is None and positions is None and q_bias is None:
+            raise ValueError("nothing is to be done to q: pass cos and sin, or q_bias, or no q")
+    if cos is None or sin is None:
         if positions is not None or cos is not None or sin is not None:
-            raise ValueError("positions, cos and sin go together; pass all three or none")
+            raise ValueError("cos and sin go together, and positions only with them; pass all or none")
         return 0 if q is None else q.shape[1]
-    if positions.shape != (num_tokens,) or not positions.is_contiguous():
+    if positions is None:
+        if len(cos) != num_tokens:
+            raise ValueError(
+                f"tables and positions go together where a table has not a row for each of the {num_tokens} "
+                f"tokens; cos has {len(cos)}, and there are no positions"
+            )
+    elif positions.shape != (num_tokens,) or not positions.is_contiguous():
         raise ValueError(f"positions must be contiguous [{num_tokens}], as k; got {tuple(positions.shape)}")
-    if positions.dtype not in (torch.int32, torch.int64):
+    elif positions.dtype not in (torch.int32, torch.int64):
         raise ValueError(f"positions must be int32 or int64, got {positions.dtype}")
     for name, table in (("cos", cos), ("sin", sin)):
-        if table.dtype != torch.float32 or table.dim() != 2 or table.stride(1) != 1:
+        if table.dtype not in (torch.float32, k.dtype) or table.dim() != 2 or table.stride(1) != 1:
             raise ValueError(
-                f"{name} must be float32 [positions, rotary_dim / 2] with a last stride of 1, got "
-                f"{table.dtype} {tuple(table.shape)} with strides {table.stride()}"
+                f"{name} must be float32 or of k's type ({k.dtype}), [positions, rotary_dim / 2] with a last "
+                f"stride of 1; got {table.dtype} {tuple(table.shape)} with strides {table.stride()}"
             )
     if cos.shape != sin.shape or not 0 < 2 * cos.shape[1] <= key_dim:
         raise ValueError(
@@ -451,8 +458,9 @@ def write_kv_reference(
     def prepared(x: Tensor, bias: Tensor | None, turned: bool) -> Tensor:
         if bias is not None:
             x = x.float() + bias.float()
-        if turned and positions is not None and cos is not None and sin is not None:
-            x = turn_reference(x, cos[positions.long()], sin[positions.long()], interleaved)
+        if turned and cos is not None and sin is not None:
+            tables = (cos, sin) if positions is None else (cos[positions.long()], sin[positions.long()])
+            x = turn_reference(x, *tables, interleaved)
         return x
 
     if q is not None:
@@ -462,9 +470,9 @@ def write_kv_reference(
 
 
 def turn_reference(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
-    """`x` `[T, H, D]` with its first 2n dims turned by the angles of cos and sin, float32 `[T, n]`; float32."""
+    """`x` `[T, H, D]` with its first 2n dims turned by the angles of cos and sin, `[T, n]`; float32."""
     num_pairs = cos.shape[1]
-    cos, sin = cos[:, None], sin[:, None]  # [T, 1, n]
+    cos, sin = cos.float()[:, None], sin.float()[:, None]  # [T, 1, n]
     rotary, rest = x.float().split((2 * num_pairs, x.shape[2] - 2 * num_pairs), dim=2)
     first, second = rotary.unflatten(2, (-1, 2)).unbind(3) if interleaved else rotary.chunk(2, dim=2)
     turned = (first * cos - second * sin, second * cos + first * sin)

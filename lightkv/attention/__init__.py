@@ -2,7 +2,7 @@
 
 from .backend import AttentionBackend, AttentionOptions, LayerShape
 from .metadata import AttentionMetadata, KVCacheParams
-from .rotary import Rotary
+from .rotary import Rotary, RotaryEmbedding
 from .select import BACKENDS, make_backends, pick_backend
 
 __all__ = [
@@ -13,6 +13,7 @@ __all__ = [
     "KVCacheParams",
     "LayerShape",
     "Rotary",
+    "RotaryEmbedding",
     "make_backends",
     "pick_backend",
 ]

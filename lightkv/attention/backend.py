@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from .metadata import AttentionMetadata
-from .rotary import Rotary
+from .rotary import Rotary, RotaryEmbedding
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,8 @@ class AttentionBackend(ABC):
     """Causal attention of one layer over the pool, for packed batches of contexts and generations.
 
     `layer_idx` names the layer's K/V in the pool. `quant_config` has to be None: K/V is in the pool's type.
-    q and k arrive with their positions applied; `pos_embd_params` says how, which only steps with sinks need.
+    q and k arrive with their positions applied, or `forward` is told what applies them. `pos_embd_params`: the
+    frequencies, which only steps with sinks need.
     """
 
     supports_cuda_graph = False  # does decode read its lengths on the device, so that a captured step grows?
@@ -83,12 +84,15 @@ class AttentionBackend(ABC):
         v: torch.Tensor,
         metadata: AttentionMetadata,
         attention_mask: str | None = None,
+        rotary: RotaryEmbedding | None = None,
     ) -> torch.Tensor:
         """Write k and v at `metadata.slot_mapping`, and attend from q.
 
         q `[num_tokens, num_heads * head_dim]`, k `[num_tokens, num_kv_heads * head_dim]`, v `[num_tokens,
         num_kv_heads * v_dim]`, or each with the heads as a dimension of their own; on the pool's device.
-        `attention_mask`: None or "causal". Returns `[num_tokens, num_heads * v_dim]` of q's type.
+        `attention_mask`: None or "causal". `rotary`: what turns q and k, where they come without positions; q
+        is turned in place then, so that it is what `entry_scores` takes, and k may be, too. Returns
+        `[num_tokens, num_heads * v_dim]` of q's type.
         """
         if attention_mask not in (None, "causal"):
             raise ValueError(f"attention mask {attention_mask!r}: attention here is causal, pass None")
@@ -102,7 +106,7 @@ class AttentionBackend(ABC):
         k = k.view(num_tokens, self.num_kv_heads, self.head_dim)
         v = v.view(num_tokens, self.num_kv_heads, self.v_dim)
         out = q.new_empty(num_tokens, self.num_heads, self.v_dim)
-        self._write(k, v, metadata)
+        self._write(q, k, v, metadata, rotary)
         if metadata.num_sinks:
             self._attend_with_sinks(q, metadata, out)
         else:
@@ -128,8 +132,18 @@ class AttentionBackend(ABC):
         return self._entry_scores(q, entries.int(), width, metadata)
 
     @abstractmethod
-    def _write(self, k: torch.Tensor, v: torch.Tensor, metadata: AttentionMetadata) -> None:
-        """Put this step's K/V where it belongs."""
+    def _write(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        metadata: AttentionMetadata,
+        rotary: RotaryEmbedding | None,
+    ) -> None:
+        """Put this step's K/V where it belongs, k turned by `rotary`, and turn q in place.
+
+        `_prefill` gets k as it is after this: a backend that reads it there has to turn it in place, too.
+        """
 
     @abstractmethod
     def _attend(

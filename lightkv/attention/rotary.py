@@ -1,7 +1,5 @@
-"""Rotary positions apart from the model: turning q back by some positions, with angles in float64.
-
-Knows frequencies and no model. A pair of dimensions i, i + n of a head turns by `inverse[i]` a position
-(NeoX's layout); dimensions beyond 2n do not turn.
+"""Rotary positions apart from the model: turning q and k by a step's cosines and sines, and turning q back by
+some positions, with angles in float64. Knows angles and no model. Dimensions beyond 2n do not turn.
 """
 
 from dataclasses import dataclass
@@ -10,8 +8,41 @@ import torch
 
 
 @dataclass(frozen=True)
+class RotaryEmbedding:
+    """What q and k of a step are to be turned by.
+
+    `cos`, `sin`: `[T, n]`, float32 or of the type of q and k: the cosines and sines of each token's angles,
+    times what a scaling asks for. `interleaved`: the dimensions 2i and 2i + 1 of a head are a pair (GPT-J);
+    else i and i + n (NeoX).
+    """
+
+    cos: torch.Tensor
+    sin: torch.Tensor
+    interleaved: bool = False
+
+    def turn(self, x: torch.Tensor) -> None:
+        """Turn `x` `[T, H, D]` in place. Sums and products are float32, rounded once at the end."""
+        num_pairs = self.cos.shape[1]
+        wide = x.to(torch.promote_types(x.dtype, torch.float32))  # x itself where it is wide
+        cos, sin = (table.to(wide.dtype)[:, None] for table in (self.cos, self.sin))  # [T, 1, n]
+        turning = wide[..., : 2 * num_pairs]
+        if self.interleaved:
+            first, second = turning[..., ::2], turning[..., 1::2]
+        else:
+            first, second = turning[..., :num_pairs], turning[..., num_pairs:]
+        from_second, from_first = second * sin, first * sin
+        first.mul_(cos).sub_(from_second)
+        second.mul_(cos).add_(from_first)
+        if wide is not x:
+            x.copy_(wide)
+
+
+@dataclass(frozen=True)
 class Rotary:
-    """The frequencies that q and k were turned by. `inverse`: float64 `[n]`, radians a position."""
+    """The frequencies that q and k were turned by.
+
+    `inverse`: float64 `[n]`, radians a position, of the pairs of dimensions i, i + n of a head (NeoX's layout).
+    """
 
     inverse: torch.Tensor
 

@@ -18,6 +18,7 @@ from lightkv.triton_kernels.merge_states import merge_states_reference
 from ..staging import upload
 from .backend import AttentionBackend
 from .metadata import AttentionMetadata
+from .rotary import RotaryEmbedding
 
 # Decode pads sequences to the longest of their group. A group ends where its padding would pass a quarter of
 # its tokens, unless that saves fewer tokens than the calls for another group cost.
@@ -219,7 +220,17 @@ def _tile_bias(tiles: list[PrefillTile], window: int, dtype: torch.dtype) -> tor
 class TorchAttention(AttentionBackend):
     """One layer's attention in plain torch."""
 
-    def _write(self, k: torch.Tensor, v: torch.Tensor, metadata: AttentionMetadata) -> None:
+    def _write(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        metadata: AttentionMetadata,
+        rotary: RotaryEmbedding | None,
+    ) -> None:
+        if rotary is not None:
+            rotary.turn(q)
+            rotary.turn(k)
         pool = metadata.kv_cache_manager.pool
         pool.k(self.layer_idx).index_copy_(0, metadata.slot_mapping, k.to(pool.spec.dtype))
         pool.v(self.layer_idx).index_copy_(0, metadata.slot_mapping, v.to(pool.spec.dtype))

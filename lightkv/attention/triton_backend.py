@@ -12,6 +12,7 @@ from lightkv.triton_kernels.write_kv import write_kv
 
 from .backend import AttentionBackend
 from .metadata import AttentionMetadata
+from .rotary import RotaryEmbedding
 
 
 class _StepPlans:
@@ -44,9 +45,21 @@ class TritonAttention(AttentionBackend):
 
     supports_cuda_graph = True
 
-    def _write(self, k: torch.Tensor, v: torch.Tensor, metadata: AttentionMetadata) -> None:
+    def _write(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        metadata: AttentionMetadata,
+        rotary: RotaryEmbedding | None,
+    ) -> None:
         pool = metadata.kv_cache_manager.pool
-        write_kv(k, v, pool.k(self.layer_idx), pool.v(self.layer_idx), metadata.slot_mapping)
+        k_cache, v_cache, slots = pool.k(self.layer_idx), pool.v(self.layer_idx), metadata.slot_mapping
+        if rotary is None:
+            write_kv(k, v, k_cache, v_cache, slots)
+        else:
+            cos, sin, interleaved = rotary.cos, rotary.sin, rotary.interleaved
+            write_kv(k, v, k_cache, v_cache, slots, q=q, cos=cos, sin=sin, interleaved=interleaved)
 
     def _attend(
         self,

@@ -24,6 +24,7 @@ from typing import Any, NamedTuple, cast
 
 import torch
 
+from ..attention import RotaryEmbedding
 from ..prefix_tree import TOKEN_BYTES
 from ..sequence import Sequence
 from ..token_ids import TokenIds, int32_bytes
@@ -152,7 +153,17 @@ class _WatchedStep:
         mask: Any,
         arguments: dict[str, Any],
     ) -> torch.Tensor:
-        out = self.step.attend(module, q, k, v, mask, arguments)
+        return self.turn_and_attend(module, q, k, v, None)
+
+    def turn_and_attend(
+        self,
+        module: torch.nn.Module,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        rotary: RotaryEmbedding | None,
+    ) -> torch.Tensor:
+        out = self.step.turn_and_attend(module, q, k, v, rotary)  # q has its positions after it
         backend = self.step.backends[cast(int, module.layer_idx)]
         scores = backend.entry_scores(q[0].transpose(0, 1), self.step.metadata)
         self.scores = scores if self.scores is None else self.scores + scores

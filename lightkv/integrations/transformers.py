@@ -5,17 +5,18 @@ call that the model makes of it. Knows no sequence, no sampling and no loading o
 """
 
 import inspect
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol, cast
 
 import torch
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
-from ..attention import AttentionBackend, AttentionMetadata, AttentionOptions, LayerShape
+from ..attention import AttentionBackend, AttentionMetadata, AttentionOptions, LayerShape, RotaryEmbedding
 from ..errors import UnsupportedModel
 from ..kv_spec import KVSpec
+from .fused_rotary import fuse, fused_forwards, set_fused_forwards
 
 ATTENTION = "lightkv"  # under this name in AttentionInterface; without a mask, so that none is computed
 PROBE = "lightkv_probe"  # the same function, with a mask that says what the model would have masked
@@ -51,7 +52,7 @@ class Receiver(Protocol):
 
 @dataclass(frozen=True)
 class PackedStep:
-    """One step of the engine: every layer's call goes to its backend."""
+    """One step of the engine: every layer's call goes to its backend. A TurningReceiver."""
 
     metadata: AttentionMetadata
     backends: Sequence[AttentionBackend]
@@ -65,9 +66,20 @@ class PackedStep:
         mask: Any,
         arguments: dict[str, Any],
     ) -> torch.Tensor:
+        return self.turn_and_attend(module, q, k, v, None)
+
+    def turn_and_attend(
+        self,
+        module: torch.nn.Module,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        rotary: RotaryEmbedding | None,
+    ) -> torch.Tensor:
+        """`attend`, where None of `rotary` is of q and k whose positions are applied."""
         backend = self.backends[cast(int, module.layer_idx)]
         q, k, v = (heads[0].transpose(0, 1) for heads in (q, k, v))
-        out = backend.forward(q, k, v, self.metadata)
+        out = backend.forward(q, k, v, self.metadata, rotary=rotary)
         return out.view(1, len(out), backend.num_heads, -1)
 
 
@@ -189,31 +201,52 @@ def probe(model: PreTrainedModel) -> ModelShape:
 def bind(model: PreTrainedModel) -> None:
     """Switch `model` to lightkv's attention, for `compute`. Raises UnsupportedModel, with nothing switched.
 
+    Attention modules that do no more than project, turn by positions and attend get a forward pass of our own
+    (`fused_rotary`); which do, is found by running the model once over a few tokens.
+
     Rotary frequencies that transformers would choose by the longest position in the batch (`dynamic`,
     `longrope`) stay those of the model's original context: no sequence depends on its neighbours, and a step
     does not wait for the device. Positions beyond that context are the caller's to refuse.
     """
-    _bind(model, ATTENTION)
-    for module in model.modules():
-        kind = getattr(module, "rope_type", None)
-        if isinstance(kind, dict):  # by type of layer
-            setattr(module, "rope_type", {layer: _fixed(one) for layer, one in kind.items()})  # noqa: B010
-        elif isinstance(kind, str):
-            setattr(module, "rope_type", _fixed(kind))  # noqa: B010
+    with ExitStack() as stack:
+        stack.callback(_undo(model))
+        _bind(model, ATTENTION)
+        for module in model.modules():
+            kind = getattr(module, "rope_type", None)
+            if isinstance(kind, dict):  # by type of layer
+                setattr(module, "rope_type", {layer: _fixed(one) for layer, one in kind.items()})  # noqa: B010
+            elif isinstance(kind, str):
+                setattr(module, "rope_type", _fixed(kind))  # noqa: B010
+
+        def run(positions: torch.Tensor, receiver: Receiver) -> None:
+            compute(model, torch.zeros_like(positions), positions, receiver, positions[:1])
+
+        fuse(model, ATTENTION, run)
+        stack.pop_all()
 
 
 @contextmanager
 def bound(model: PreTrainedModel) -> Iterator[None]:
     """`bind` for as long as the block runs; then the model is as before. Raises UnsupportedModel."""
+    with ExitStack() as stack:
+        stack.callback(_undo(model))
+        bind(model)
+        yield
+
+
+def _undo(model: PreTrainedModel) -> Callable[[], None]:
+    """What makes `model` again what it is now, whatever `bind` has done since."""
     before = model.config._attn_implementation
     kinds = {module: module.rope_type for module in model.modules() if hasattr(module, "rope_type")}
-    bind(model)
-    try:
-        yield
-    finally:
+    forwards = fused_forwards(model)
+
+    def undo() -> None:
         model.set_attn_implementation(before)
         for module, kind in kinds.items():
             setattr(module, "rope_type", kind)  # noqa: B010
+        set_fused_forwards(model, forwards)
+
+    return undo
 
 
 def _fixed(rope_type: str) -> str:
