@@ -5,21 +5,19 @@ operation crosses many of them. After each, slots, books and flags are compared 
 """
 
 import random
-from collections.abc import Callable
-from contextlib import AbstractContextManager
-from typing import NamedTuple
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from unittest import mock
 
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from torch import Tensor
+from slot_model import KERNELS, TWINS, Model, Operations, both, number, poisoned
 
 from lightkv.triton_kernels import allocate, take_many
 from lightkv.triton_kernels.allocate import (
     SlotFlag,
-    SlotState,
     TableEntries,
     give_slots,
     give_slots_reference,
@@ -30,77 +28,7 @@ from lightkv.triton_kernels.allocate import (
     take_slots,
     take_slots_reference,
 )
-from lightkv.triton_kernels.slot_state import TICKET
 from lightkv.triton_kernels.tuning import CountTiles, TakeLaunch
-
-
-class Operations(NamedTuple):
-    take_slots: Callable[..., None]
-    take_run: Callable[..., None]
-    give_slots: Callable[..., None]
-
-
-KERNELS = Operations(take_slots, take_run, give_slots)
-TWINS = Operations(take_slots_reference, take_run_reference, give_slots_reference)
-both = pytest.mark.parametrize("operations", [KERNELS, TWINS], ids=["kernels", "twins"])
-
-
-class Model:
-    """What the pool should do, with a set."""
-
-    def __init__(self, num_slots: int) -> None:
-        self.num_slots = num_slots
-        self.free = set(range(1, num_slots))
-        self.flags = SlotFlag(0)
-
-    def take(self, max_n: int, count: int) -> list[int]:
-        taken = sorted(self.free)[: min(count, max_n)]
-        if len(taken) < count:
-            self.flags |= SlotFlag.SHORT
-        self.free -= set(taken)
-        return taken + [0] * (max_n - len(taken))
-
-    def take_run(self, n: int) -> list[int]:
-        for start in range(1, self.num_slots - n + 1):
-            run = range(start, start + n)
-            if self.free.issuperset(run):
-                self.free -= set(run)
-                return list(run)
-        return self.take(n, n)
-
-    def give(self, slots: list[int]) -> None:
-        for slot in slots:
-            if not 1 <= slot < self.num_slots:
-                self.flags |= SlotFlag.OUT_OF_RANGE
-            elif slot in self.free:
-                self.flags |= SlotFlag.DOUBLE_FREE
-            else:
-                self.free.add(slot)
-
-    def check(self, state: SlotState) -> None:
-        assert state.mem_state.tolist() == [int(slot in self.free) for slot in range(self.num_slots)]
-        assert state.counters.tolist() == [len(self.free), int(self.flags)]
-        blocks = range(0, self.num_slots, state.block_slots)
-        assert state.block_free.tolist() == [
-            sum(slot in self.free for slot in range(start, start + state.block_slots)) for start in blocks
-        ]
-        first_block = int(state.first_block)
-        assert 0 <= first_block <= min(self.free, default=self.num_slots) // state.block_slots
-        assert int(state.books[TICKET]) == 0
-        words = [0] * len(state.free_bits)
-        for slot in self.free:
-            words[slot // state.word_slots] |= 1 << slot % state.word_slots
-        assert [word & 0xFFFFFFFF for word in state.free_bits.tolist()] == words
-
-
-def number(value: int, device: torch.device | str) -> Tensor:
-    return torch.tensor([value], dtype=torch.int32, device=device)
-
-
-def poisoned(n: int, device: torch.device | str) -> Tensor:
-    """An output whose every element has to be written."""
-    return torch.full((n,), -7, dtype=torch.int32, device=device)
-
 
 POOL = st.tuples(st.integers(1, 40), st.sampled_from([1, 4, 16, 64]))  # slots, and those of a block
 STEPS = st.lists(
@@ -142,28 +70,6 @@ def replay(
         model.check(state)
 
 
-@given(pool=POOL, steps=STEPS)
-@settings(
-    max_examples=100,
-    deadline=None,
-    suppress_health_check=[HealthCheck.function_scoped_fixture],
-    derandomize=True,
-)
-def test_twins_behave_as_the_set(device: torch.device, pool: tuple[int, int], steps: list) -> None:
-    replay(lambda: TWINS, device, pool, steps)
-
-
-@given(pool=POOL, steps=STEPS)
-@settings(
-    max_examples=40,
-    deadline=None,
-    suppress_health_check=[HealthCheck.function_scoped_fixture],
-    derandomize=True,
-)
-def test_kernels_behave_as_the_set(device: torch.device, pool: tuple[int, int], steps: list) -> None:
-    replay(lambda: KERNELS, device, pool, steps)
-
-
 def in_programs(ranks: int, tiles: CountTiles) -> AbstractContextManager[object]:
     """Takes in one kernel with so many slots a program, which reads so many counts a turn."""
     return mock.patch.multiple(
@@ -173,31 +79,39 @@ def in_programs(ranks: int, tiles: CountTiles) -> AbstractContextManager[object]
     )
 
 
-@given(pool=POOL, steps=STEPS)
-@settings(
-    max_examples=40,
-    deadline=None,
-    suppress_health_check=[HealthCheck.function_scoped_fixture],
-    derandomize=True,
-)
-def test_several_programs_behave_as_the_set(device: torch.device, pool: tuple[int, int], steps: list) -> None:
-    with in_programs(4, CountTiles(4, 8)):
-        replay(lambda: KERNELS, device, pool, steps)
-
-
-@given(pool=POOL, steps=STEPS)
-@settings(
-    max_examples=40,
-    deadline=None,
-    suppress_health_check=[HealthCheck.function_scoped_fixture],
-    derandomize=True,
-)
-def test_two_kernels_behave_as_the_set(device: torch.device, pool: tuple[int, int], steps: list) -> None:
+@contextmanager
+def in_two_kernels(tiles: CountTiles) -> Iterator[None]:
+    """Takes in two kernels, however few the slots are, which read so many counts a turn."""
     with (
         mock.patch.object(allocate, "MAX_IN_ONE_KERNEL", 0),
-        mock.patch.object(take_many, "many_tiles", return_value=CountTiles(4, 8)),
+        mock.patch.object(take_many, "many_tiles", return_value=tiles),
     ):
-        replay(lambda: KERNELS, device, pool, steps)
+        yield
+
+
+@pytest.mark.parametrize(
+    ("operations", "launched", "max_examples"),
+    [
+        (TWINS, nullcontext, 100),
+        (KERNELS, nullcontext, 40),
+        (KERNELS, lambda: in_programs(4, CountTiles(4, 8)), 40),
+        (KERNELS, lambda: in_two_kernels(CountTiles(4, 8)), 40),
+    ],
+    ids=["twins", "kernels", "several programs", "two kernels"],
+)
+def test_takes_and_gives_behave_as_the_set(
+    device: torch.device,
+    operations: Operations,
+    launched: Callable[[], AbstractContextManager[object]],
+    max_examples: int,
+) -> None:
+    @given(pool=POOL, steps=STEPS)
+    @settings(max_examples=max_examples, deadline=None, derandomize=True)
+    def behaves(pool: tuple[int, int], steps: list) -> None:
+        replay(lambda: operations, device, pool, steps)
+
+    with launched():
+        behaves()
 
 
 @given(pool=POOL, steps=STEPS, seed=st.integers(0, 1000))
@@ -430,10 +344,7 @@ def test_blocks_of_many_tiles_are_scanned_in_turn(device: torch.device, one_kern
 def test_a_take_in_two_kernels_looks_at_no_block_that_it_has_not_summed_up(device: torch.device) -> None:
     """The last block with ranks to take ends a tile: the block beside it still has an older take's sum."""
     state, model = new_slot_state(64, device, block_slots=1), Model(64)
-    with (
-        mock.patch.object(allocate, "MAX_IN_ONE_KERNEL", 0),
-        mock.patch.object(take_many, "many_tiles", return_value=CountTiles(8, 8)),
-    ):
+    with in_two_kernels(CountTiles(8, 8)):
         for n in (40, 17):
             out = poisoned(n, device)
             take_slots(state, out)
@@ -461,146 +372,3 @@ def test_refuses_a_pool_that_cannot_be() -> None:
         new_slot_state(10, "cpu", block_slots=6)
     with pytest.raises(ValueError, match="positive"):
         new_slot_state(0, "cpu")
-
-
-@pytest.mark.gpu
-def test_large_pool_of_full_blocks() -> None:
-    torch.manual_seed(0)
-    num_slots = 3_000_000
-    state, twin = new_slot_state(num_slots, "cuda"), new_slot_state(num_slots, "cuda")
-    held = torch.empty(0, dtype=torch.int32, device="cuda")
-    for n in (2_000_000, 5000, 1, 300_000, 700_000):
-        out, expected = poisoned(n, "cuda"), poisoned(n, "cuda")
-        take_slots(state, out, number(n, "cuda"))
-        take_slots_reference(twin, expected, number(n, "cuda"))
-        assert torch.equal(out, expected)
-        held = torch.cat([held, out])
-        held = held[torch.randperm(len(held), device="cuda")]
-        gift, held = held[: len(held) // 2], held[len(held) // 2 :]
-        give_slots(state, gift)
-        give_slots_reference(twin, gift)
-        for name in ("mem_state", "free_bits", "block_free", "counters"):
-            assert torch.equal(getattr(state, name), getattr(twin, name)), name
-    assert state.counters.tolist() == [num_slots - 1 - len(held), 0]
-
-
-@pytest.mark.gpu
-def test_one_slot_given_by_many_threads_is_freed_once() -> None:
-    state = new_slot_state(5000, "cuda")
-    out = poisoned(4999, "cuda")
-    take_slots(state, out, number(4999, "cuda"))
-    give_slots(state, torch.full((100_000,), 1234, device="cuda"))
-    assert state.counters.tolist() == [1, SlotFlag.DOUBLE_FREE]
-    assert state.block_free.tolist() == [0, 1, 0, 0, 0]
-
-
-@pytest.mark.gpu
-def test_captured_take_and_give_follow_their_count() -> None:
-    state, model = new_slot_state(5000, "cuda"), Model(5000)
-    out, gift, run = poisoned(64, "cuda"), poisoned(16, "cuda"), poisoned(8, "cuda")
-    count = number(1, "cuda")
-
-    def step() -> None:
-        take_slots(state, out, count)
-        give_slots(state, gift)
-        take_run(state, run)
-
-    gift.copy_(torch.arange(1, 17))
-    take_slots(state, poisoned(40, "cuda"), number(40, "cuda"))
-    model.take(40, 40)
-    step()  # compiles outside the capture
-    assert out.tolist() == model.take(64, 1)
-    model.give(list(range(1, 17)))
-    assert run.tolist() == model.take_run(8)
-    model.check(state)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        step()
-    model.check(state)
-    for n in (64, 0, 40):
-        returned = sorted(set(range(1, 5000)) - model.free)[-16:]
-        count.fill_(n)
-        gift.copy_(torch.tensor(returned))
-        graph.replay()
-        assert out.tolist() == model.take(64, n)
-        model.give(returned)
-        assert run.tolist() == model.take_run(8)
-        model.check(state)
-
-
-@pytest.mark.gpu
-def test_never_synchronises() -> None:
-    state = new_slot_state(5000, "cuda")
-    out, count = poisoned(64, "cuda"), number(64, "cuda")
-    long, table = poisoned(1000, "cuda"), torch.zeros(2, 64, dtype=torch.int32, device="cuda")
-    entries = TableEntries(table, torch.arange(64, device="cuda"), torch.ones_like(out, dtype=torch.int64))
-
-    def step() -> None:
-        take_slots(state, out, count, entries=entries)
-        give_slots(state, out)
-        take_slots(state, long)
-        give_slots(state, long)
-        take_run(state, out)
-        give_slots(state, out)
-        take_slots_reference(state, out, count)
-        give_slots_reference(state, out)
-
-    step()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        step()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-    assert state.counters.tolist() == [4999, 0]
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("num_slots", [65_536, 1_000_000, 10_000_000])
-def test_replays_and_eager_calls_mix(num_slots: int) -> None:
-    """Decode steps in a graph, eager steps, prompts and ends at random, beside the twins on the same device."""
-    rng = random.Random(num_slots)
-    generator = torch.Generator("cuda").manual_seed(num_slots)
-    state, twin = new_slot_state(num_slots, "cuda"), new_slot_state(num_slots, "cuda")
-    tables = [torch.zeros(257, 64, dtype=torch.int32, device="cuda") for _ in range(2)]
-    rows, positions = torch.arange(1, 257, device="cuda"), torch.zeros(256, dtype=torch.int64, device="cuda")
-    out, count = poisoned(256, "cuda"), number(0, "cuda")
-
-    def decode() -> None:
-        take_slots(state, out, count, entries=TableEntries(tables[0], positions, rows))
-
-    decode()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        decode()
-    held = torch.empty(0, dtype=torch.int32, device="cuda")
-    for step in range(120):
-        kind = rng.choice(["replay", "replay", "eager", "prompt", "many", "end"])
-        n = rng.randrange(257) if kind in ("replay", "eager") else rng.choice([1, 33, 512, 1500, 8192])
-        if step == 0:
-            kind, n = "many", num_slots * 9 // 10
-        elif num_slots - 1 - len(held) < n:
-            kind = "end"
-        if kind in ("replay", "eager"):
-            count.fill_(n)
-            positions.fill_(step % 64)
-            expected = poisoned(256, "cuda")
-            graph.replay() if kind == "replay" else decode()
-            take_slots_reference(twin, expected, count, entries=TableEntries(tables[1], positions, rows))
-            assert torch.equal(out, expected)
-            assert torch.equal(*tables)
-            held = torch.cat((held, out[:n]))
-        elif kind == "end":
-            held = held[torch.randperm(len(held), device="cuda", generator=generator)]
-            gift, held = held[: len(held) // 20], held[len(held) // 20 :]
-            give_slots(state, gift)
-            give_slots_reference(twin, gift)
-        else:
-            taken, expected = poisoned(n, "cuda"), poisoned(n, "cuda")
-            (take_slots if kind == "many" else take_run)(state, taken)
-            (take_slots_reference if kind == "many" else take_run_reference)(twin, expected)
-            assert torch.equal(taken, expected)
-            held = torch.cat((held, taken))
-        for name in ("mem_state", "free_bits", "block_free", "counters"):
-            assert torch.equal(getattr(state, name), getattr(twin, name)), (step, kind, n, name)
-    assert int(state.counters[0]) == num_slots - 1 - len(held)
-    assert int(state.counters[1]) == 0
