@@ -1,12 +1,16 @@
-"""The slot kernels and their twins by one name each, and the model that both are held to: a Python set."""
+"""The slot kernels and their twins by one name each, how takes are launched, and the model that all are held
+to: a Python set."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from typing import NamedTuple
+from unittest import mock
 
 import pytest
 import torch
 from torch import Tensor
 
+from lightkv.triton_kernels import allocate, take_many
 from lightkv.triton_kernels.allocate import (
     SlotFlag,
     SlotState,
@@ -18,6 +22,7 @@ from lightkv.triton_kernels.allocate import (
     take_slots_reference,
 )
 from lightkv.triton_kernels.slot_state import TICKET
+from lightkv.triton_kernels.tuning import CountTiles, TakeLaunch
 
 
 class Operations(NamedTuple):
@@ -86,3 +91,22 @@ def number(value: int, device: torch.device | str) -> Tensor:
 def poisoned(n: int, device: torch.device | str) -> Tensor:
     """An output whose every element has to be written."""
     return torch.full((n,), -7, dtype=torch.int32, device=device)
+
+
+def in_programs(ranks: int, tiles: CountTiles) -> AbstractContextManager[object]:
+    """Takes in one kernel with so many slots a program, which reads so many counts a turn."""
+    return mock.patch.multiple(
+        allocate,
+        take_launch=lambda max_ranks: TakeLaunch(min(ranks, max_ranks), max(1, max_ranks // ranks), 4),
+        few_tiles=lambda _: tiles,
+    )
+
+
+@contextmanager
+def in_two_kernels(tiles: CountTiles) -> Iterator[None]:
+    """Takes in two kernels, however few the slots are, which read so many counts a turn."""
+    with (
+        mock.patch.object(allocate, "MAX_IN_ONE_KERNEL", 0),
+        mock.patch.object(take_many, "many_tiles", return_value=tiles),
+    ):
+        yield
