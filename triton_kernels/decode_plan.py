@@ -42,6 +42,19 @@ class DecodePlan(NamedTuple):
     split: Tensor
 
 
+class DecodeGroups(NamedTuple):
+    """Requests that share their first keys, which are read once for all of a group.
+
+    `members`: int32 `[G, M]`: the requests (places in the batch) of each group, -1 after the last.
+    `keys`: int32 `[G]`: how many first keys the members have in the same slots; 0 for a group that is not used.
+    `place`: int32 `[B]`: group * M + place among its members, of each request; -1 for a request in no group.
+    """
+
+    members: Tensor
+    keys: Tensor
+    place: Tensor
+
+
 @triton.jit
 def _store_item(item, request, row, begin, end, is_item):
     tl.store(item, request, mask=is_item)
@@ -136,7 +149,13 @@ _decode_plan.register_fake(lambda *_: None)  # the outputs are arguments
 
 
 def decode_plan(
-    rows: Tensor, lengths: Tensor, *, num_kv_heads: int, window: int = 0, num_queries: int = 1
+    rows: Tensor,
+    lengths: Tensor,
+    *,
+    num_kv_heads: int,
+    window: int = 0,
+    num_queries: int = 1,
+    groups: DecodeGroups | None = None,
 ) -> DecodePlan:
     """The work list of one decode step for layers of `num_kv_heads`, each of which goes through it.
 
@@ -144,6 +163,7 @@ def decode_plan(
         rows, lengths: as in `decode_attention`; read on the device.
         window: of each query; 0 for all keys.
         num_queries: of each request, at its last positions.
+        groups: of requests that share their first keys.
     """
     num_requests = len(rows)
     device = tuning.device_class(rows.device)

@@ -117,6 +117,14 @@ def decode_workers(device: DeviceClass, num_requests: int, num_queries: int, num
     return max(1, programs // num_kv_heads)
 
 
+def group_members(num_queries: int, group: int) -> int:
+    """Requests that share their first keys whose queries a tile of decode holds; 1: to group them is of no use.
+
+    For `num_queries` of each request and `group` query heads of a K/V head.
+    """
+    return max(1, 64 // (num_queries * group))
+
+
 def hopper_prefill_launch(
     device: DeviceClass, key_dim: int, value_dim: int, element_size: int
 ) -> Launch | None:
