@@ -10,6 +10,7 @@ Knows the paths of a ledger's sequences, no slot and no device. No torch.
 """
 
 from collections.abc import Collection, Iterable
+from itertools import islice
 from typing import NamedTuple
 
 from .ledger import TokenLedger
@@ -51,6 +52,9 @@ class _Choice(NamedTuple):
     taken: set[int]
 
 
+_NOTHING = _Choice(0, [], set())
+
+
 def shared_prefixes(
     shared: Iterable[Segment], sequences: Iterable[Sequence], grouping: Grouping
 ) -> list[SharedPrefix]:
@@ -73,35 +77,34 @@ def shared_prefixes(
             holders = segment.holders & rows
             if len(holders) > 1:
                 members[segment] = holders
-    below: dict[Segment | None, _Choice] = {}
+    below: dict[Segment, list[_Choice]] = {}
+    chosen: list[_Choice] = []
     for segment in sorted(members, key=depths.__getitem__, reverse=True):  # children before their parents
-        holders, depth = members[segment], depths[segment]
-        choice = _choose(holders, depth, below.pop(segment, None), grouping)
+        choice = _choose(members[segment], depths[segment], below.pop(segment, ()), grouping)
         if choice.saved:
             above = segment.parent
             while above is not None and above not in members:
                 above = above.parent
-            beside = below.get(above)
-            if beside is not None:
-                choice = _Choice(
-                    beside.saved + choice.saved, beside.sets + choice.sets, beside.taken | choice.taken
-                )
-            below[above] = choice
-    sets = below[None].sets if None in below else []
-    return sorted(SharedPrefix(tuple(sorted(rows)), depth) for depth, rows in sets)
+            (chosen if above is None else below.setdefault(above, [])).append(choice)
+    return sorted(
+        SharedPrefix(tuple(sorted(rows)), depth) for choice in chosen for depth, rows in choice.sets
+    )
 
 
-def _choose(holders: set[int], depth: int, below: _Choice | None, grouping: Grouping) -> _Choice:
+def _choose(holders: set[int], depth: int, children: Collection[_Choice], grouping: Grouping) -> _Choice:
+    """All `holders` together, or what was chosen for the segments below, and the rest together."""
     together = grouping.saved(len(holders), depth)
-    if below is None:
-        return _Choice(together, [(depth, holders)], holders)
-    rest = holders - below.taken
-    of_rest = grouping.saved(len(rest), depth)
-    if together >= below.saved + of_rest:
-        return _Choice(together, [(depth, holders)], holders)
-    if not of_rest:
-        return below
-    return _Choice(below.saved + of_rest, [*below.sets, (depth, rest)], below.taken | rest)
+    saved = sum(child.saved for child in children)
+    num_rest = len(holders) - sum(len(child.taken) for child in children)
+    of_rest = grouping.saved(num_rest, depth)
+    if together >= saved + of_rest:
+        return _Choice(together, [(depth, holders)], holders) if together else _NOTHING
+    sets = [found for child in children for found in child.sets]
+    taken = set().union(*(child.taken for child in children))
+    if of_rest:
+        sets.append((depth, holders - taken))
+        taken = holders
+    return _Choice(saved + of_rest, sets, taken)
 
 
 def _depth(segment: Segment, known: dict[Segment, int]) -> int:
@@ -118,12 +121,20 @@ def _depth(segment: Segment, known: dict[Segment, int]) -> int:
     return depth
 
 
-class BatchPrefixes:
-    """`shared_prefixes` of a batch that changes little from step to step, found anew only where it may differ.
+class _Family:
+    """Those of a batch who share a prefix long enough, each with each, and what was chosen for them."""
 
-    For sequences that end by `close`, and begin by `open` or `fork`, alone: none of them drops tokens or is cut
-    while it is in the batch. So what two of them share stays as it was when the later one came, and the sets
-    can change only when someone comes who shares a prefix, or one of theirs goes.
+    def __init__(self, members: set[Sequence], prefixes: list[SharedPrefix]) -> None:
+        self.members = members
+        self.prefixes = prefixes
+
+
+class BatchPrefixes:
+    """`shared_prefixes` of a batch that changes little from step to step: found anew for the families of those
+    who come and go, and for nobody in a step where nobody does.
+
+    For sequences that begin by `open` or `fork` and end by `close`: none drops tokens or is cut while it is in
+    the batch. So what two of them share is what they shared when the later one came.
     """
 
     def __init__(self, ledger: TokenLedger, grouping: Grouping) -> None:
@@ -131,31 +142,64 @@ class BatchPrefixes:
         self._grouping = grouping
         self._batch: list[Sequence] = []
         self._members: set[Sequence] = set()  # of the batch
-        self._grouped: set[Sequence] = set()
+        self._family: dict[Sequence, _Family] = {}  # of who has one
+        self._families: set[_Family] = set()
         self._found: list[SharedPrefix] = []
 
     def of(self, batch: list[Sequence]) -> list[SharedPrefix]:
         """The sets in this batch, the same list as long as they are the same. Its newest tokens have slots."""
-        if self._grouping.max_members > 1 and batch != self._batch:
-            members = set(batch)
-            gone = self._grouped - members
-            if gone or any(map(self._shares, members - self._members)):
-                self._find(batch)
-            self._batch, self._members = batch, members
+        if self._grouping.max_members < 2 or batch == self._batch:
+            return self._found
+        members = set(batch)
+        gone = self._members - members
+        changed = {sequence for sequence in members - self._members if self._top(sequence) is not None}
+        left = {self._family.pop(sequence) for sequence in gone & self._family.keys()}
+        self._families -= left
+        for family in left:
+            changed.update(islice(family.members - gone, 1))  # one of those who stay speaks for all
+        self._batch, self._members = batch, members
+        if changed or left:
+            self._renew(changed)
+            found = sorted(prefix for family in self._families for prefix in family.prefixes)
+            if found != self._found:
+                self._found = found
         return self._found
 
-    def _find(self, batch: Collection[Sequence]) -> None:
-        found = shared_prefixes(self._ledger.shared, batch, self._grouping)
-        if found != self._found:
-            self._found = found
-        rows = {row for prefix in found for row in prefix.rows}
-        self._grouped = {sequence for sequence in batch if sequence.row in rows}
+    def _renew(self, changed: set[Sequence]) -> None:
+        """Choose for the families of these."""
+        while changed:
+            sequence = changed.pop()
+            top = self._top(sequence)
+            if top is None:
+                self._family.pop(sequence, None)  # nobody is left who shares with it
+                continue
+            members = self._members.intersection(self._ledger.holders(top))
+            changed -= members
+            self._families.difference_update(map(self._family.get, members))
+            prefixes = shared_prefixes(self._segments(members), members, self._grouping)
+            family = _Family(members, prefixes)
+            self._families.add(family)
+            self._family.update(dict.fromkeys(members, family))
 
-    def _shares(self, sequence: Sequence) -> bool:
-        """Does anybody else, in the batch or not, hold as long a prefix as is worth reading together?"""
-        node, depth = sequence.node, sequence.shared
-        while depth >= self._grouping.min_tokens and len(node.holders) < 2:
-            assert node.parent is not None
+    def _top(self, sequence: Sequence) -> Segment | None:
+        """The first segment at whose end the prefix is long enough, if others hold it, too."""
+        node, depth, top = sequence.node, sequence.shared, None
+        while node.parent is not None and depth >= self._grouping.min_tokens and not sequence.dropped:
+            if len(node.holders) > 1:
+                top = node
             depth -= node.length
             node = node.parent
-        return depth >= self._grouping.min_tokens
+        return top
+
+    def _segments(self, family: set[Sequence]) -> Collection[Segment]:
+        """Those that several hold, on their paths at least."""
+        if len(family) > len(self._ledger.shared):
+            return self._ledger.shared
+        found: set[Segment] = set()
+        for sequence in family:
+            node = sequence.node
+            while node.parent is not None and node not in found:
+                if len(node.holders) > 1:
+                    found.add(node)
+                node = node.parent
+        return found

@@ -240,8 +240,8 @@ def test_a_batch_that_changes_is_chosen_for_as_if_anew(
     grouping = Grouping(max_members, min_tokens=20, min_saved=rng.choice([1, 30]))
     prefixes = BatchPrefixes(ledger, grouping)
     looked: list[int] = []
-    find = prefixes._find
-    monkeypatch.setattr(prefixes, "_find", lambda batch: looked.append(1) or find(batch))
+    renew = prefixes._renew
+    monkeypatch.setattr(prefixes, "_renew", lambda changed: looked.append(1) or renew(changed))
     families = [[rng.randrange(50) for _ in range(60)] for _ in range(2)]
     batch: list[Sequence] = []
     waiting: list[Sequence] = []  # open, and not in the batch yet
@@ -268,5 +268,6 @@ def test_a_batch_that_changes_is_chosen_for_as_if_anew(
         assert prefixes.of(list(batch)) is found
         num_sets += len(found)
         num_alone += len(looked) == before
+        assert set(prefixes._family.values()) == prefixes._families
     assert num_sets > 100
     assert num_alone > 150  # most steps change nothing
