@@ -3,7 +3,7 @@
 from .backend import AttentionBackend, AttentionOptions, LayerShape
 from .metadata import AttentionMetadata, KVCacheParams
 from .rotary import Rotary
-from .select import BACKENDS, make_backends, pick_backend
+from .select import BACKENDS, group_members, make_backends, pick_backend
 
 __all__ = [
     "BACKENDS",
@@ -13,6 +13,7 @@ __all__ = [
     "KVCacheParams",
     "LayerShape",
     "Rotary",
+    "group_members",
     "make_backends",
     "pick_backend",
 ]

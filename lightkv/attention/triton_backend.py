@@ -5,6 +5,7 @@ from typing import Any, TypeVar
 
 import torch
 
+from lightkv.triton_kernels import tuning
 from lightkv.triton_kernels.attention_scores import attention_scores
 from lightkv.triton_kernels.decode_attention import decode_attention
 from lightkv.triton_kernels.decode_plan import DecodePlan, decode_plan
@@ -49,6 +50,10 @@ class TritonAttention(AttentionBackend):
     """One layer's attention on CUDA. The decode path can be captured in a CUDA graph."""
 
     supports_cuda_graph = True
+
+    @property
+    def group_members(self) -> int:
+        return 1 if self.window else tuning.group_members(1, self.num_heads // self.num_kv_heads)
 
     def _write(self, k: torch.Tensor, v: torch.Tensor, metadata: AttentionMetadata) -> None:
         pool = metadata.kv_cache_manager.pool
@@ -153,11 +158,14 @@ class TritonAttention(AttentionBackend):
     def _decode(self, q: torch.Tensor, metadata: AttentionMetadata, out: torch.Tensor) -> None:
         memory, num_contexts = metadata.kv_cache_manager, metadata.num_contexts
         rows, lengths = metadata.rows[num_contexts:], metadata.kv_lens[num_contexts:]
+        groups = metadata.groups if self.group_members > 1 else None
 
         def make() -> DecodePlan:
-            return decode_plan(rows, lengths, num_kv_heads=self.num_kv_heads, window=self.window)
+            return decode_plan(
+                rows, lengths, num_kv_heads=self.num_kv_heads, window=self.window, groups=groups
+            )
 
-        shape = "decode", self.num_kv_heads, self.window
+        shape = "decode", self.num_kv_heads, self.window, groups is not None
         plan = _StepPlans.of(metadata).get(shape, metadata.step, self.layer_idx, make)
         decode_attention(
             q,
