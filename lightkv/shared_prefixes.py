@@ -60,9 +60,9 @@ def shared_prefixes(
 ) -> list[SharedPrefix]:
     """Disjoint sets of `sequences` (open ones) and the prefix that each shares, so that little is read again.
 
-    `shared`: the segments that several of the ledger's sequences hold (`TokenLedger.shared`). Whatever tokens a
-    segment ends at, its holders have the choice: all read up to there together, or each of the segments below
-    decides for its own holders, and who is left reads up to there together.
+    `shared`: the segments that several of the ledger's sequences hold (`TokenLedger.shared`). From the leaves
+    up, a segment's holders read up to its end together, all of them or those for whom the segments below it
+    have nothing better.
 
     A sequence that has dropped tokens is left out, for its entries are not the others'; so is one that shares
     its very last token. Within what it shares, every other sequence's query sees all.
@@ -91,20 +91,25 @@ def shared_prefixes(
     )
 
 
-def _choose(holders: set[int], depth: int, children: Collection[_Choice], grouping: Grouping) -> _Choice:
-    """All `holders` together, or what was chosen for the segments below, and the rest together."""
-    together = grouping.saved(len(holders), depth)
-    saved = sum(child.saved for child in children)
-    num_rest = len(holders) - sum(len(child.taken) for child in children)
-    of_rest = grouping.saved(num_rest, depth)
-    if together >= saved + of_rest:
-        return _Choice(together, [(depth, holders)], holders) if together else _NOTHING
-    sets = [found for child in children for found in child.sets]
-    taken = set().union(*(child.taken for child in children))
+def _choose(holders: set[int], depth: int, below: Collection[_Choice], grouping: Grouping) -> _Choice:
+    """All `holders` together; or what was chosen below, all of it or where that saves more than to join here,
+    and the rest together."""
+    saved, kept, of_rest = 0, below, 0
+    better = [choice for choice in below if choice.saved > len(choice.taken) * depth]
+    for option in ((), better, below) if below else ((),):
+        num_rest = len(holders) - sum(len(choice.taken) for choice in option)
+        save_rest = grouping.saved(num_rest, depth)
+        total = save_rest + sum(choice.saved for choice in option)
+        if total > saved:
+            saved, kept, of_rest = total, option, save_rest
+    if not saved:
+        return _NOTHING
+    sets = [found for choice in kept for found in choice.sets]
+    taken = set().union(*(choice.taken for choice in kept))
     if of_rest:
         sets.append((depth, holders - taken))
         taken = holders
-    return _Choice(saved + of_rest, sets, taken)
+    return _Choice(saved, sets, taken)
 
 
 def _depth(segment: Segment, known: dict[Segment, int]) -> int:

@@ -63,6 +63,15 @@ def test_of_nested_prefixes_the_one_that_saves_more_is_read(deep: int, expected:
     assert choose(ledger) == expected
 
 
+def test_who_has_little_more_in_common_joins_the_others() -> None:
+    """The example in docs/memory.md, a hundredth of it."""
+    ledger = TokenLedger(500, 8, 120)
+    system, chats = list(range(30)), [list(range(100, 160)), [200, 201, 202]]
+    for own in ([*chats[0], 1], [*chats[0], 2], [*chats[1], 1], [*chats[1], 2], [300]):
+        start(ledger, *system, *own)
+    assert choose(ledger) == [({1, 2}, 90), ({3, 4, 5}, 30)]
+
+
 def test_who_must_be_read_in_parts_anyway_is_read_in_families() -> None:
     ledger = TokenLedger(900, 16, 90)
     families = []
