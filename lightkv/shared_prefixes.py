@@ -126,6 +126,10 @@ def _depth(segment: Segment, known: dict[Segment, int]) -> int:
     return depth
 
 
+def _first_row(prefix: SharedPrefix) -> int:
+    return prefix.rows[0]
+
+
 class _Family:
     """Those of a batch who share a prefix long enough, each with each, and what was chosen for them."""
 
@@ -165,7 +169,8 @@ class BatchPrefixes:
         self._batch, self._members = batch, members
         if changed or left:
             self._renew(changed)
-            found = sorted(prefix for family in self._families for prefix in family.prefixes)
+            prefixes = [prefix for family in self._families for prefix in family.prefixes]
+            found = sorted(prefixes, key=_first_row)  # so that the same batch is summed in the same order
             if found != self._found:
                 self._found = found
         return self._found
