@@ -19,6 +19,7 @@ from bench.report import Spread, parser, print_json, print_machine, print_table,
 from lightkv.ledger import TokenLedger
 from lightkv.router import EngineConfig, SamplingParams
 from lightkv.router.build import assemble
+from lightkv.router.decode_graph import Form
 from lightkv.router.engine import Engine
 from lightkv.router.model_runner import ModelRunner
 from lightkv.router.request import Request
@@ -77,9 +78,10 @@ def replay_ms(runner: ModelRunner, batch: int, times: int) -> float:
     It takes slots that the ledger never hears of: an engine ends here.
     """
     assert runner._graphs is not None
-    graph = runner._graphs.get(batch, SamplerKind.GREEDY)
+    form = Form(SamplerKind.GREEDY)
+    graph = runner._graphs.get(batch, form)
     assert graph is not None
-    replayed, _ = graph._graphs[SamplerKind.GREEDY]
+    replayed, _ = graph._graphs[form]
     medians = []
     for _ in range(REPLAY_ROUNDS):
         torch.cuda.synchronize()

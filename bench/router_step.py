@@ -11,8 +11,9 @@ way, each with what is free promised to what runs:
     churn    in every step one request ends and one is admitted; then the next is refused, each by an exact
              forecast over all that run
 
-and each of these with prompts of which none, and of which half share what families of them have in common. The
-floor is one pass over the batch that makes nothing but its events' bytes.
+and each of these with prompts of which none, and of which half share what families of them have in common; the
+latter also as though the least that is shared were worth reading together, which is the most that the choice of
+who reads what together can cost. The floor is one pass over the batch that makes nothing but its events' bytes.
 """
 
 import argparse
@@ -36,6 +37,7 @@ from lightkv.router import SamplingParams, Scheduler
 from lightkv.router.messages import Limits, StepPlan, StepResult, TokenEvent
 from lightkv.router.request import Request
 from lightkv.router.service_messages import Events
+from lightkv.shared_prefixes import Grouping
 
 T = TypeVar("T")
 
@@ -44,6 +46,8 @@ NUM_FAMILIES = 50  # of prompts that share a prefix
 MAX_TOKENS = 2**30  # a pool and a step that nothing is too large for, until the load is set up
 TARGET_US = 1000.0
 PARTS = ("plan", "consume", "send")
+WORTH_IT = Grouping(max_members=16)
+ANY = Grouping(max_members=16, min_tokens=1, min_saved=1)
 
 _encode = msgspec.msgpack.Encoder().encode
 _decode_result = msgspec.msgpack.Decoder(StepResult).decode
@@ -54,7 +58,8 @@ class Load(NamedTuple):
 
     Each has a prompt of `prompt` tokens. With `shared` they come in families that have so many in common, a
     quarter of a family all of these and the others three, two and one quarter of them, as in the turns of a
-    chat. `churn`: one ends a step, else none. `depth`: steps under way.
+    chat. `churn`: one ends a step, else none. `depth`: steps under way. `grouping`: which of what is shared is
+    read together.
     """
 
     num_running: int
@@ -63,6 +68,7 @@ class Load(NamedTuple):
     shared: int
     churn: bool
     depth: int
+    grouping: Grouping = WORTH_IT
 
 
 class Router:
@@ -103,7 +109,7 @@ class Router:
     def _running(self) -> Scheduler:
         """Everything running; the pool then shrunk to what the forecast needs."""
         load = self.load
-        limits = Limits(2 * load.num_running, MAX_TOKENS, MAX_TOKENS, VOCAB_SIZE)
+        limits = Limits(2 * load.num_running, MAX_TOKENS, MAX_TOKENS, VOCAB_SIZE, load.grouping)
         ledger = TokenLedger(MAX_TOKENS, limits.max_num_seqs, limits.max_model_len)
         scheduler = Scheduler(ledger, limits, load.depth)
         for i in range(load.num_running):
@@ -203,7 +209,9 @@ def measure(load: Load, steps: int, profile: bool) -> dict[str, dict[str, float]
 
 
 def name_of(load: Load) -> str:
-    return f"{'churn' if load.churn else 'steady'}, depth {load.depth}{', shared' if load.shared else ''}"
+    shared = ", shared" if load.shared else ""
+    grouped = ", grouped" if load.grouping == ANY else ""
+    return f"{'churn' if load.churn else 'steady'}, depth {load.depth}{shared}{grouped}"
 
 
 def arguments() -> argparse.Namespace:
@@ -225,8 +233,10 @@ def main() -> None:
         f"floor, to encode the events of {options.running} tokens: {floor:.0f} µs; target {TARGET_US:.0f} µs\n"
     )
     rows, results = [], {}
-    for shared, churn, depth in itertools.product((0, options.prompt // 2), (False, True), (1, 2)):
-        load = Load(options.running, options.queued, options.prompt, shared, churn, depth)
+    half = options.prompt // 2
+    prompts = ((0, WORTH_IT), (half, WORTH_IT), (half, ANY))
+    for (shared, grouping), churn, depth in itertools.product(prompts, (False, True), (1, 2)):
+        load = Load(options.running, options.queued, options.prompt, shared, churn, depth, grouping)
         found = measure(load, options.steps, options.profile)
         cells = [f"{found[part]['median']:.0f}" for part in (*PARTS, "whole")]
         rows.append(

@@ -21,6 +21,7 @@ from .ledger import TokenLedger
 from .memory_map import CACHED, OWN, MemoryMap, segment_labels
 from .prefix_tree import TOKEN_BYTES, Namespace
 from .sequence import Sequence
+from .shared_prefixes import Grouping, SharedPrefix, shared_prefixes
 from .token_ids import TokenIds, int32_bytes
 from .token_table import KVIndices
 
@@ -268,6 +269,18 @@ class KVCache:
             self.ledger.require_open(sequence)
         rows = [sequence.row for sequence in sequences]
         return self.memory.table.kv_indices(rows, [sequence.length for sequence in sequences])
+
+    def shared_prefixes(self, sequences: Seq[Sequence], max_members: int) -> list[SharedPrefix]:
+        """Of a batch that is to decode, who reads which first tokens together: for `AttentionMetadata.prepare`.
+
+        Ask once the step's slots are taken (`extend`). It stays right as long as these sequences are open, and
+        neither cut nor dropped from. `max_members`: as many as one reading serves (`metadata.group_members`).
+        What saves too little is left out (`shared_prefixes.Grouping`). Raises ValueError.
+        """
+        self._require_owner()
+        for sequence in sequences:
+            self.ledger.require_open(sequence)
+        return shared_prefixes(self.ledger.shared, sequences, Grouping(index(max_members)))
 
     def export(self, sequence: Sequence) -> ExportedKV:
         """Its K/V in host memory, to be kept elsewhere or handed over; it stays open. Waits for the device.

@@ -89,6 +89,10 @@ class TokenLedger:
         """The segments that more than one open sequence holds."""
         return self._paths.tree.shared
 
+    def holders(self, segment: Segment) -> Iterator[Sequence]:
+        """The open sequences that hold `segment`."""
+        return map(self._paths.sequences.__getitem__, segment.holders)
+
     def sole_segments(self) -> Iterator[tuple[int, Segment]]:
         """The segments that one open sequence alone holds, with its row."""
         for row, sequence in self._paths.sequences.items():

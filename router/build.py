@@ -8,14 +8,16 @@ from collections.abc import Callable
 from typing import Literal
 
 import torch
+from msgspec.structs import replace
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from lightkv.attention import AttentionMetadata, make_backends, pick_backend
+from lightkv.attention import AttentionMetadata, group_members, make_backends, pick_backend
 from lightkv.edits import Give, Take
 from lightkv.integrations.transformers import bind, probe
 from lightkv.kv_memory import KVMemory
 from lightkv.kv_pool import PoolPlan, plan_pool
 from lightkv.kv_spec import KVSpec
+from lightkv.shared_prefixes import Grouping
 
 from .config import EngineConfig, InvalidConfig
 from .decode_graph import DecodeGraphs
@@ -139,6 +141,8 @@ def assemble(model: PreTrainedModel, config: EngineConfig, report: Report) -> tu
     with_graphs = use_graphs(config, device)
     shape = probe(model)
     backends = make_backends(config.attention_backend, device, shape.layers)
+    if config.group_prefixes:
+        limits = replace(limits, grouping=Grouping(group_members(backends)))
     if device.type == "cpu":
         pack_linears(model, report)
     pool = size_pool(config, shape.spec, device, limits, text)
@@ -152,7 +156,8 @@ def assemble(model: PreTrainedModel, config: EngineConfig, report: Report) -> tu
         _warm_up(memory, limits)
     graphs = None
     if with_graphs:
-        metadata = AttentionMetadata(limits.max_num_seqs, limits.max_num_seqs, memory)
+        members = limits.grouping.max_members
+        metadata = AttentionMetadata(limits.max_num_seqs, limits.max_num_seqs, memory, group_members=members)
         graphs = DecodeGraphs(_compiled(parts, report) if config.compile else parts, metadata)
         graphs.capture([SamplerKind.GREEDY, SamplerKind.RANDOM], report)
     info = RunnerInfo(
@@ -167,7 +172,7 @@ def assemble(model: PreTrainedModel, config: EngineConfig, report: Report) -> tu
         pool_reason=pool.why,
         limits=limits,
     )
-    return ModelRunner(parts, limits.max_step_tokens, graphs), info
+    return ModelRunner(parts, limits, graphs), info
 
 
 def _warm_up(memory: KVMemory, limits: Limits) -> None:

@@ -54,6 +54,10 @@ class EngineConfig:
         "paused. quantile: by the lengths of recent outputs; fuller, and pauses the youngest where short.",
     )
     cuda_graphs: bool = _setting(True, "Run decode steps as CUDA graphs.")
+    group_prefixes: bool = _setting(
+        True,
+        "In decode steps, read a long prefix that requests share once for all of them (triton backend).",
+    )
     compile: bool = _setting(
         False,
         "Compile decode steps before they become graphs: faster, about 20 s more a batch size.",

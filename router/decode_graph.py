@@ -1,9 +1,9 @@
-"""Decode steps as CUDA graphs: one graph a batch size and kind of sampling, with no host in it.
+"""Decode steps as CUDA graphs: one graph a batch size and form of step, with no host in it.
 
 Captured in a graph: take a slot for every row, write the table, the forward pass (K/V written, attention over
 the table), sample, note the token as the row's next input, and move every row one position on. A step whose
-rows are those of the step before needs no upload at all: a replay is the whole of it. Batches are padded to
-the next size with row 0, whose slot is 0.
+rows are those of the step before, and read the same prefixes together, needs no upload at all: a replay is the
+whole of it. Batches are padded to the next size with row 0, whose slot is 0.
 """
 
 from collections.abc import Callable, Sequence
@@ -14,6 +14,7 @@ import torch
 from lightkv.attention import AttentionMetadata
 from lightkv.integrations.transformers import forward
 from lightkv.kv_memory import KVMemory
+from lightkv.shared_prefixes import SharedPrefix
 from lightkv.triton_kernels.allocate import TableEntries
 
 from .messages import StepPlan
@@ -58,15 +59,29 @@ def _pinned(tensor: torch.Tensor) -> torch.Tensor:
     return torch.empty_like(tensor, device="cpu", pin_memory=True).copy_(tensor, non_blocking=True)
 
 
+class Form(NamedTuple):
+    """What a step is captured for, beside its size: how it samples, and whether some of its rows read a prefix
+    together, which is another launch."""
+
+    kind: SamplerKind
+    grouped: bool = False
+
+    @classmethod
+    def of(cls, plan: StepPlan) -> "Form":
+        """That of a plan of decodes."""
+        return cls(plan.kind, bool(plan.prefixes))
+
+
 class _Loaded(NamedTuple):
     """The batch whose rows and positions are in a graph's tensors, ready for the step after `step`."""
 
     step: int
     rows: list[int]
+    prefixes: list[SharedPrefix]
 
 
 class DecodeGraph:
-    """One batch size: its static tensors, and a graph for each kind of sampling asked for so far."""
+    """One batch size: its static tensors, and a graph for each form of step asked for so far."""
 
     def __init__(self, device: "Device", size: int, metadata: AttentionMetadata) -> None:
         memory = device.memory
@@ -75,41 +90,41 @@ class DecodeGraph:
         self._metadata = metadata.create_cuda_graph_metadata(size)
         self._slots = torch.zeros(size, dtype=torch.int32, device=memory.device)
         self._count = torch.zeros(1, dtype=torch.int32, device=memory.device)
-        self._graphs: dict[SamplerKind, tuple[torch.cuda.CUDAGraph, StepOutput]] = {}
+        self._graphs: dict[Form, tuple[torch.cuda.CUDAGraph, StepOutput]] = {}
         self._loaded: _Loaded | None = None
 
-    def capture(self, kind: SamplerKind, pool: Any) -> None:
-        """Capture the step once for `kind`, in the memory of `pool` (torch's handle of one).
+    def capture(self, form: Form, pool: Any) -> None:
+        """Capture the step once in `form`, in the memory of `pool` (torch's handle of one).
 
         The tensors hold padding meanwhile, so nothing is taken.
         """
-        if kind in self._graphs:
+        if form in self._graphs:
             return
-        if kind >= SamplerKind.EDITED:
+        if form.kind >= SamplerKind.EDITED:
             self._device.sampler.enable_edits()
         self._loaded = None
-        self._metadata.prepare([], [], [], 0)
+        self._metadata.prepare([], [], [], 0, prefixes=[] if form.grouped else None)
         self._count.zero_()
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
-            self._step(kind)  # compiles kernels and lets libraries set themselves up
+            self._step(form.kind)  # compiles kernels and lets libraries set themselves up
         torch.cuda.current_stream().wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=pool):
-            output = self._step(kind)
-        self._graphs[kind] = (graph, output)
+            output = self._step(form.kind)
+        self._graphs[form] = (graph, output)
 
     def replay(self, plan: StepPlan) -> "StepOutput":
         """Run a plan of decodes. What it returns is overwritten by the next replay."""
         count = len(plan.rows)
-        if self._loaded is None or (plan.step - 1, plan.rows) != self._loaded:
-            self._metadata.prepare(plan.rows, plan.starts, plan.counts, 0)
+        if self._loaded is None or (plan.step - 1, plan.rows, plan.prefixes) != self._loaded:
+            self._metadata.prepare(plan.rows, plan.starts, plan.counts, 0, prefixes=plan.prefixes or None)
             self._count.fill_(count)
-        graph, output = self._graphs[plan.kind]
+        graph, output = self._graphs[Form.of(plan)]
         self._device.memory.allocator.claim(count)
         graph.replay()
-        self._loaded = _Loaded(plan.step, plan.rows)
+        self._loaded = _Loaded(plan.step, plan.rows, plan.prefixes)
         return output
 
     def _step(self, kind: SamplerKind) -> "StepOutput":
@@ -134,29 +149,40 @@ class DecodeGraphs:
     def __init__(self, device: "Device", metadata: AttentionMetadata) -> None:
         self._pool = torch.cuda.graph_pool_handle()
         self._sizes = batch_sizes(metadata.max_num_requests)
+        self._may_group = metadata.group_members > 1
         self._graphs = {size: DecodeGraph(device, size, metadata) for size in self._sizes}
-        self._refused: set[tuple[int, SamplerKind]] = set()  # no memory for these: they run eagerly
+        self._refused: set[tuple[int, Form]] = set()  # no memory for these: they run eagerly
 
     @torch.inference_mode()
     def capture(self, kinds: Sequence[SamplerKind], report: Callable[[str], None]) -> None:
-        """Capture every batch size ahead of time, the largest first, so that the others fit in its memory."""
+        """Capture every batch size ahead of time, the largest first, so that the others fit in its memory.
+
+        With groups, one of each power of two: kernels are compiled for these, so that what is captured when it
+        is first needed does not hold requests up for long.
+        """
+        powers = set()
         for done, size in enumerate(reversed(self._sizes), start=1):
-            for kind in kinds:
-                self._graphs[size].capture(kind, self._pool)
+            forms = [Form(kind) for kind in kinds]
+            power = (size - 1).bit_length()
+            if self._may_group and size > 1 and power not in powers:
+                powers.add(power)
+                forms.append(Form(SamplerKind.GREEDY, grouped=True))
+            for form in forms:
+                self._graphs[size].capture(form, self._pool)
             report(f"capturing decode graphs: {done} of {len(self._sizes)} (batch {size})")
 
-    def get(self, batch_size: int, kind: SamplerKind) -> DecodeGraph | None:
+    def get(self, batch_size: int, form: Form) -> DecodeGraph | None:
         """The graph for such a batch, captured now if it is the first; None where memory is too short."""
         size = next((size for size in self._sizes if size >= batch_size), None)
-        if size is None or (size, kind) in self._refused:
+        if size is None or (size, form) in self._refused:
             return None
         graph = self._graphs[size]
         try:
-            graph.capture(kind, self._pool)
+            graph.capture(form, self._pool)
         except RuntimeError as error:
             if not _is_out_of_memory(error):
                 raise
-            self._refused.add((size, kind))
+            self._refused.add((size, form))
             return None
         return graph
 

@@ -8,6 +8,8 @@ from typing import Generic, TypeVar
 
 import msgspec
 
+from lightkv.shared_prefixes import Grouping, SharedPrefix
+
 from .config import EngineConfig
 from .sampling_params import SamplerKind, SamplingParams
 
@@ -16,12 +18,14 @@ Result = TypeVar("Result")
 
 class Limits(msgspec.Struct, frozen=True):
     """How much may run at once: `max_num_seqs` requests, of `max_model_len` tokens each (prompt and output),
-    and `prefill_chunk` prompt tokens a step (0: no prompt is ever cut). Token ids are below `vocab_size`."""
+    and `prefill_chunk` prompt tokens a step (0: no prompt is ever cut). Token ids are below `vocab_size`.
+    `grouping`: which prefixes that decodes share are worth reading together."""
 
     max_num_seqs: int
     max_model_len: int
     prefill_chunk: int
     vocab_size: int
+    grouping: Grouping = Grouping(max_members=1)
 
     @property
     def prefill_budget(self) -> int:
@@ -59,7 +63,7 @@ class StepPlan(msgspec.Struct, frozen=True):
 
     `sample`: indices into the batch whose last token's logits are sampled. `logprobs`: index into `sample` →
     how many of the likeliest tokens are wanted with it. `num_free`: what the ledger counts once the edits are
-    applied.
+    applied. `prefixes`: which decodes have their first tokens in the same slots, so that these are read once.
     """
 
     step: int
@@ -74,6 +78,7 @@ class StepPlan(msgspec.Struct, frozen=True):
     logprobs: dict[int, int]
     new_rows: list[NewRow]
     num_free: int
+    prefixes: list[SharedPrefix] = []
 
     @property
     def num_tokens(self) -> int:

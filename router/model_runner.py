@@ -22,9 +22,9 @@ from lightkv.kv_memory import KVMemory
 from lightkv.memory_map import CACHED, OWN, MemoryMap
 from lightkv.staging import upload
 
-from .decode_graph import DecodeGraphs, StepOutput
+from .decode_graph import DecodeGraphs, Form, StepOutput
 from .engine import Holding
-from .messages import Owners, PoolMap, StepPlan, StepResult, TokenLogprobs
+from .messages import Limits, Owners, PoolMap, StepPlan, StepResult, TokenLogprobs
 from .sampler import Sampler
 
 Report = Callable[[str], None]
@@ -52,16 +52,21 @@ class _Launched(NamedTuple):
 class ModelRunner:
     """Executes plans, in order, on one device. The executor of an engine in process.
 
-    `max_num_tokens` is the most that one step computes. After an error with `fatal` set, memory and ledger
-    have parted, or the device is lost: make a new one.
+    `limits`: of what is planned for it. After an error with `fatal` set, memory and ledger have parted, or the
+    device is lost: make a new one.
     """
 
-    def __init__(self, device: Device, max_num_tokens: int, graphs: DecodeGraphs | None) -> None:
+    def __init__(self, device: Device, limits: Limits, graphs: DecodeGraphs | None) -> None:
         self.fatal = False
         self._device = device
         self._graphs = graphs
         self._launched: deque[_Launched] = deque()
-        self._metadata = AttentionMetadata(device.memory.table.max_sequences, max_num_tokens, device.memory)
+        self._metadata = AttentionMetadata(
+            limits.max_num_seqs,
+            limits.max_step_tokens,
+            device.memory,
+            group_members=limits.grouping.max_members,
+        )
 
     def execute(self, plan: StepPlan) -> StepResult:
         """Run one step; see `fatal` for what an error means."""
@@ -83,7 +88,7 @@ class ModelRunner:
         self.fatal = True
         graph = None
         if self._graphs is not None and not plan.num_contexts:
-            graph = self._graphs.get(len(plan.rows), plan.kind)
+            graph = self._graphs.get(len(plan.rows), Form.of(plan))
         edits = decode(plan.edits)
         self._device.sampler.set_rows(plan.new_rows)
         if graph is not None:
@@ -159,7 +164,7 @@ class ModelRunner:
     def _forward(self, plan: StepPlan) -> StepOutput:
         model, backends, memory, sampler = self._device
         metadata = self._metadata
-        metadata.prepare(plan.rows, plan.starts, plan.counts, plan.num_contexts)
+        metadata.prepare(plan.rows, plan.starts, plan.counts, plan.num_contexts, prefixes=plan.prefixes)
         ends = np.cumsum(plan.counts)
         sample = np.array(plan.sample, dtype=np.int64)
         context_ids, chosen, last_tokens = upload(

@@ -24,8 +24,9 @@ from typing import NamedTuple
 
 from lightkv.edits import Take, encode
 from lightkv.errors import CheckFailed
-from lightkv.ledger import TokenLedger
+from lightkv.ledger import Sequence, TokenLedger
 from lightkv.prefix_tree import TOKEN_BYTES
+from lightkv.shared_prefixes import BatchPrefixes
 
 from .admission import Demand, OutputLengths, peak_tokens
 from .forecast import Forecast
@@ -72,6 +73,7 @@ class Scheduler:
         self._flying: deque[_Batch] = deque()
         self._failed = False  # a step has failed, and another is still under way
         self._forecast = Forecast(ledger, lag=depth - 1)
+        self._prefixes = BatchPrefixes(ledger, limits.grouping)
         self._lengths = lengths
         self._blocked = False  # the head of the queue was refused, and nothing has ended since
 
@@ -171,7 +173,8 @@ class Scheduler:
         if not contexts and not decoding:
             return None
         # Last, so that what was just opened is not evicted for it, and the batch's Take is the last edit.
-        ledger.extend([request.sequence for request in decoding], [1] * len(decoding))  # type: ignore[misc]
+        batch: list[Sequence] = [request.sequence for request in decoding]  # type: ignore[misc]
+        ledger.extend(batch, [1] * len(batch))
         edits = ledger.drain()
         take = edits[-1] if decoding else None
         assert take is None or isinstance(take, Take)
@@ -201,6 +204,7 @@ class Scheduler:
             logprobs=logprobs,
             new_rows=self._new_rows,
             num_free=ledger.num_free,
+            prefixes=self._prefixes.of(batch),
         )
         self._new_rows = []
         ledger.step += 1

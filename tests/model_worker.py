@@ -57,12 +57,24 @@ class ModelWorker:
             self.memory.write(row, start, self.tokens[row])
         for row, start, count in spans:
             self.memory.read(row, self.tokens[row][: start + count])
+        self._check_prefixes(plan)
         sampled = []
         for index in plan.sample:
             token = STOP if self.rng.random() < self.stop_chance else self.rng.randrange(10, 13)
             self.tokens[plan.rows[index]].append(token)
             sampled.append(token)
         return StepResult(plan.step, sampled, len(self.memory.free) + self.count_error, self.flags)
+
+    def _check_prefixes(self, plan: StepPlan) -> None:
+        """What is read together is the same, and holds nobody's newest token."""
+        starts = dict(zip(plan.rows[plan.num_contexts :], plan.starts[plan.num_contexts :], strict=True))
+        together = [row for rows, _ in plan.prefixes for row in rows]
+        assert len(set(together)) == len(together)
+        for rows, num_tokens in plan.prefixes:
+            read = {tuple(self.memory.rows[row][i] for i in range(num_tokens)) for row in rows}
+            assert len(read) == 1
+            assert len(rows) > 1
+            assert 0 < num_tokens <= min(starts[row] for row in rows)
 
     def send(self, plan: StepPlan) -> None:
         """As a worker that runs ahead: a step after a failed one has its edits applied, and fails as well."""

@@ -14,6 +14,7 @@ from lightkv.edits import decode
 from lightkv.ledger import TokenLedger
 from lightkv.router import EngineConfig, SamplingParams
 from lightkv.router.build import assemble
+from lightkv.router.decode_graph import Form
 from lightkv.router.engine import Engine
 from lightkv.router.messages import TokenEvent
 from lightkv.router.model_runner import ModelRunner
@@ -160,7 +161,7 @@ def test_decode_steps_wait_once_and_allocate_nothing(model: PreTrainedModel) -> 
     assert runner._graphs is not None
     before = torch.cuda.memory_stats()["allocation.all.allocated"]
     with no_waits(), torch.inference_mode():
-        graph = runner._graphs.get(len(plan.rows), plan.kind)
+        graph = runner._graphs.get(len(plan.rows), Form.of(plan))
         assert graph is not None
         output = graph.replay(plan)
     assert torch.cuda.memory_stats()["allocation.all.allocated"] == before

@@ -70,6 +70,7 @@ READING: dict[str, Callable[[KVCache, Sequence], object]] = {
     "slots": lambda cache, one: cache.slots(one),
     "positions": lambda cache, one: cache.positions(one),
     "kv_indices": lambda cache, one: cache.kv_indices([one]),
+    "shared_prefixes": lambda cache, one: cache.shared_prefixes([one], 16),
     "export": lambda cache, one: cache.export(one),
     "memory_map": lambda cache, one: cache.memory_map(),
     "check": lambda cache, one: cache.check(),
@@ -137,14 +138,14 @@ def test_another_caches_sequence_is_refused(name: str, device: torch.device) -> 
     assert (state(cache), state(other)) == before
 
 
-@pytest.mark.parametrize("name", ["extend", "shrink", "kv_indices"])
+@pytest.mark.parametrize("name", ["extend", "shrink", "kv_indices", "shared_prefixes"])
 def test_one_stranger_refuses_the_whole_batch(name: str, device: torch.device) -> None:
     cache, other = make_cache(device), make_cache(device)
     batch = [fill(cache, IDS), fill(other, IDS)]
     before = state(cache), state(other)
     verb = getattr(cache, name)
     with pytest.raises(ValueError, match="closed, or another"):
-        verb(batch) if name == "kv_indices" else verb(batch, [1, 1])
+        verb(*{"kv_indices": [batch], "shared_prefixes": [batch, 16]}.get(name, [batch, [1, 1]]))
     assert (state(cache), state(other)) == before
 
 

@@ -4,6 +4,7 @@ import random
 from array import array
 from collections.abc import Iterator
 
+import msgspec
 import pytest
 from model_worker import STOP, ModelWorker, assert_idle, run
 
@@ -11,12 +12,14 @@ from lightkv.edits import decode
 from lightkv.errors import LedgerMismatch
 from lightkv.ledger import TokenLedger
 from lightkv.router.engine import Engine, EngineDead
-from lightkv.router.messages import Limits, TokenEvent
+from lightkv.router.messages import Limits, StepPlan, TokenEvent
 from lightkv.router.request import InvalidPrompt, NeverFits, Request
 from lightkv.router.sampling_params import InvalidParams, SamplingParams
 from lightkv.router.scheduler import Scheduler
+from lightkv.shared_prefixes import Grouping, SharedPrefix, shared_prefixes
 
 VOCABULARY = 300
+GROUPING = Grouping(max_members=3, min_tokens=1, min_saved=1)
 
 
 def ids(tokens: list[int]) -> bytes:
@@ -33,7 +36,7 @@ def make(
 ) -> tuple[Engine, ModelWorker]:
     ledger = TokenLedger(capacity, max_num_seqs, max_model_len)
     worker = ModelWorker(capacity, random.Random(0), stop_chance)
-    limits = Limits(max_num_seqs, max_model_len, prefill_chunk, VOCABULARY)
+    limits = Limits(max_num_seqs, max_model_len, prefill_chunk, VOCABULARY, GROUPING)
     return Engine(Scheduler(ledger, limits, depth), worker), worker
 
 
@@ -79,6 +82,21 @@ def test_chats_that_arrive_together_share_their_system_prompt() -> None:
     assert worker.plans[0].counts == [42] + [2] * 7
     assert engine.stats().hit_tokens == 7 * 40
     run(engine)
+    assert_idle(engine)
+
+
+def test_decodes_that_share_a_prefix_are_planned_to_read_it_together() -> None:
+    engine, worker = make(capacity=200)
+    system = list(range(20, 60))
+    for i in range(3):
+        engine.add(request(str(i), [*system, 100 + i, 200 + i], 3 + i))
+    engine.add(request("other", [1, 2], 9))
+    run(engine)
+    together = [plan.prefixes for plan in worker.plans[:6]]
+    all_three, last_two = SharedPrefix((1, 2, 3), 40), SharedPrefix((2, 3), 40)
+    assert together == [[], [all_three], [all_three], [last_two], [], []]
+    assert together[2] is together[1]  # nothing has changed: nothing was looked for
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(worker.plans[1]), type=StepPlan) == worker.plans[1]
     assert_idle(engine)
 
 
@@ -353,7 +371,7 @@ def test_a_long_random_life_is_never_short_of_a_token(chunk: int, depth: int) ->
     scheduler = engine.scheduler
     families = [[rng.randrange(100, 103) for _ in range(60)] for _ in range(4)]
     alive: set[str] = set()
-    added = finished = failed = 0
+    added = finished = failed = together = 0
 
     def take() -> None:
         nonlocal finished, failed
@@ -384,6 +402,9 @@ def test_a_long_random_life_is_never_short_of_a_token(chunk: int, depth: int) ->
             worker.error = RuntimeError("a failed step")
         plan = scheduler.plan()
         if plan is not None:
+            batch = [request.sequence for request in scheduler._flying[-1].requests[plan.num_contexts :]]
+            assert plan.prefixes == shared_prefixes(scheduler.ledger.shared, batch, GROUPING)
+            together += len(plan.prefixes)
             worker.send(plan)
         if worker.results and (plan is None or scheduler.num_flying == depth):
             take()
@@ -400,6 +421,7 @@ def test_a_long_random_life_is_never_short_of_a_token(chunk: int, depth: int) ->
     assert_idle(engine)
     assert finished == added
     assert failed
+    assert together > 5_000
     assert engine.stats().num_pauses == 0
     assert engine.stats().hit_tokens > 10_000
     assert engine.stats().reached_peak > 130

@@ -3,7 +3,7 @@
 from .backend import AttentionBackend, AttentionOptions, LayerShape
 from .metadata import AttentionMetadata, KVCacheParams
 from .rotary import Rotary, RotaryEmbedding
-from .select import BACKENDS, make_backends, pick_backend
+from .select import BACKENDS, group_members, make_backends, pick_backend
 
 __all__ = [
     "BACKENDS",
@@ -14,6 +14,7 @@ __all__ = [
     "LayerShape",
     "Rotary",
     "RotaryEmbedding",
+    "group_members",
     "make_backends",
     "pick_backend",
 ]

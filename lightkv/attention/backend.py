@@ -77,6 +77,12 @@ class AttentionBackend(ABC):
         self.softcap = options.softcap
         self.rotary = pos_embd_params
 
+    @property
+    def group_members(self) -> int:
+        """How many generations that share their first keys are attended with one reading of these; 1: no
+        generation is attended with others."""
+        return 1
+
     def forward(
         self,
         q: torch.Tensor,

@@ -11,7 +11,10 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from lightkv.triton_kernels.decode_plan import DecodeGroups
+
 from ..kv_memory import KVMemory
+from ..shared_prefixes import SharedPrefix
 from ..staging import packed_size, upload
 
 
@@ -32,13 +35,17 @@ class AttentionMetadata:
       `num_sinks` (0 unless sequences that have dropped tokens still hold the first ones);
     - device: `seq_lens_cuda` int32 `[B]`, `position_ids` int64 `[T]`, `rows` int64 `[B]` (of the table),
       `kv_lens` int32 `[B]` (tokens in the cache, this step's included), `q_starts` int32 `[B + 1]`,
-      `slot_mapping` int64 `[T]` (where this step's K/V goes), `dropped` int64 `[T]` (None: nothing is).
+      `slot_mapping` int64 `[T]` (where this step's K/V goes), `dropped` int64 `[T]` (None: nothing is),
+      `groups` (generations that have their first tokens in the same slots; None: none are read together).
 
     With sinks, a query attends to the first `num_sinks` entries as though what was dropped had never been, and
     to the others at their true positions.
 
     With `is_cuda_graph` it holds a decode batch of exactly `max_num_requests` in tensors that never move, the
     rest of a smaller batch being padding: row 0, length 0, position 0, slot 0.
+
+    `group_members`: how many generations a group has at most (`attention.group_members` of the backends); 1:
+    there are no groups, whatever `prepare` is told.
     """
 
     def __init__(
@@ -47,11 +54,13 @@ class AttentionMetadata:
         max_num_tokens: int,
         kv_cache_manager: KVMemory,
         is_cuda_graph: bool = False,
+        group_members: int = 1,
     ) -> None:
         self.max_num_requests = max_num_requests
         self.max_num_tokens = max_num_tokens
         self.kv_cache_manager = kv_cache_manager
         self.is_cuda_graph = is_cuda_graph
+        self.group_members = group_members
         self.step = 0  # counts `prepare`, so that what was derived from the numbers can be told to be stale
         self.plan: object | None = None  # what the backend in use derives once a step for all its layers
         self._static: torch.Tensor | None = None
@@ -63,7 +72,13 @@ class AttentionMetadata:
         `prepare` loads a batch in one upload, outside the graph; kernels inside it may change `rows`,
         `kv_lens`, `position_ids` and `slot_mapping` in place.
         """
-        return AttentionMetadata(max_batch_size, max_batch_size, self.kv_cache_manager, is_cuda_graph=True)
+        return AttentionMetadata(
+            max_batch_size,
+            max_batch_size,
+            self.kv_cache_manager,
+            is_cuda_graph=True,
+            group_members=self.group_members,
+        )
 
     @property
     def context_lens(self) -> torch.Tensor:
@@ -81,6 +96,7 @@ class AttentionMetadata:
         prompt_lens: Sequence[int] = (),
         dropped: Sequence[int] = (),
         num_sinks: int = 0,
+        prefixes: Sequence[SharedPrefix] | None = None,
     ) -> None:
         """Take in a step's batch, with one upload (two where tokens were dropped) and without synchronising.
 
@@ -90,8 +106,11 @@ class AttentionMetadata:
 
         `dropped`: the positions that each sequence has passed and holds no more; its next token's is that many
         beyond its entry. `num_sinks`: the first entries that all of them still hold (see above); then each has
-        to have dropped something, and is a context, be it of one token. Raises ValueError for a batch that
-        breaks these rules or the maxima.
+        to have dropped something, and is a context, be it of one token.
+
+        `prefixes`: the generations that have their first entries in the same slots, which are then read once
+        (`KVCache.shared_prefixes`); no row twice. For a graph that is captured with groups, pass a list even
+        where there are none. Raises ValueError for a batch that breaks these rules or the maxima.
         """
         row, start, count = (np.array(numbers, dtype=np.int64) for numbers in (rows, starts, counts))
         self._validate(row, start, count, num_contexts)
@@ -107,6 +126,12 @@ class AttentionMetadata:
         np.cumsum(count, out=q_starts[1:])
         table = self.kv_cache_manager.table
         entries = table.entries(row, start, count)
+        may_group = self.group_members > 1 and len(row) - num_contexts > 1
+        is_grouped = may_group and prefixes is not None and (self.is_cuda_graph or len(prefixes) > 0)
+        grouped: list[np.ndarray] = []
+        if is_grouped or (may_group and self.is_cuda_graph):
+            generations = row[num_contexts:], start[num_contexts:]
+            grouped = _grouped(*generations, prefixes or (), self.group_members)
 
         self.step += 1
         self.kv_cache_params = KVCacheParams(True, cached)
@@ -126,13 +151,20 @@ class AttentionMetadata:
             kv_len.astype(np.int32),
             q_starts,
             count.astype(np.int32),
+            *grouped,
         ]
         device = self.kv_cache_manager.device
         if self.is_cuda_graph and self._static is None:
             self._static = torch.empty(packed_size(arrays), dtype=torch.uint8, device=device)
             self.slot_mapping = torch.empty(self.num_tokens, dtype=torch.int64, device=device)
         uploaded = upload(arrays, device, out=self._static)
-        self.rows, on_device, self.position_ids, self.kv_lens, self.q_starts, self.seq_lens_cuda = uploaded
+        self.rows, on_device, self.position_ids, self.kv_lens, self.q_starts, self.seq_lens_cuda = uploaded[
+            :6
+        ]
+        self.groups: DecodeGroups | None = None
+        if is_grouped:
+            members, keys, place = uploaded[6:]
+            self.groups = DecodeGroups(members.view(-1, self.group_members), keys, place)
         slots = table.read(on_device)
         if self.is_cuda_graph:
             self.slot_mapping.copy_(slots)
@@ -178,3 +210,32 @@ class AttentionMetadata:
                 f"the sinks; here {num_contexts} of {len(start)} are contexts, they have dropped "
                 f"{gap.tolist()} and hold {start.tolist()}. Run the others in a step of their own"
             )
+
+
+def _grouped(
+    rows: np.ndarray, starts: np.ndarray, prefixes: Sequence[SharedPrefix], group_members: int
+) -> list[np.ndarray]:
+    """`DecodeGroups` of generations in `rows`, flat: members, keys, place. Raises ValueError.
+
+    What has more members than a group takes is cut into several, of sizes as equal as they can be. Of two
+    members at least, so that there are never more groups than half the batch.
+    """
+    members = np.full((len(rows) // 2, group_members), -1, dtype=np.int32)
+    keys = np.zeros(len(members), dtype=np.int32)
+    place = np.full(len(rows), -1, dtype=np.int32)
+    known = {row: i for i, row in enumerate(rows.tolist())} if prefixes else {}
+    num = 0
+    for prefix in prefixes:
+        chosen = np.array([known.pop(row, -1) for row in prefix.rows])
+        if (chosen < 0).any() or (starts[chosen] < prefix.num_tokens).any():
+            raise ValueError(
+                f"rows {prefix.rows} are to read {prefix.num_tokens} entries together: each has to be a "
+                "generation that has had so many before this step, and named once"
+            )
+        for part in np.array_split(chosen, -(-len(chosen) // group_members)):
+            if len(part) > 1:
+                members[num, : len(part)] = part
+                keys[num] = prefix.num_tokens
+                place[part] = num * group_members + np.arange(len(part))
+                num += 1
+    return [members.reshape(-1), keys, place]

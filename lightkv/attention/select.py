@@ -21,6 +21,12 @@ def pick_backend(name: str | None, device: torch.device) -> type[AttentionBacken
     return backend
 
 
+def group_members(backends: Sequence[AttentionBackend]) -> int:
+    """How many members a group has at most, for the `AttentionMetadata` of a model of these layers: as many as
+    every layer takes that attends in groups; 1 where none does."""
+    return min((layer.group_members for layer in backends if layer.group_members > 1), default=1)
+
+
 def make_backends(
     name: str | None, device: torch.device, layers: Sequence[LayerShape], rotary: Rotary | None = None
 ) -> list[AttentionBackend]:

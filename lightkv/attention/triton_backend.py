@@ -4,6 +4,7 @@ from collections.abc import Callable, Hashable
 
 import torch
 
+from lightkv.triton_kernels import tuning
 from lightkv.triton_kernels.attention_scores import attention_scores
 from lightkv.triton_kernels.decode_attention import decode_attention
 from lightkv.triton_kernels.merge_states import merge_states
@@ -44,6 +45,10 @@ class TritonAttention(AttentionBackend):
     """One layer's attention on CUDA. The decode path can be captured in a CUDA graph."""
 
     supports_cuda_graph = True
+
+    @property
+    def group_members(self) -> int:
+        return 1 if self.window else tuning.group_members(1, self.num_heads // self.num_kv_heads)
 
     def _write(
         self,
@@ -89,6 +94,8 @@ class TritonAttention(AttentionBackend):
     def _plan(
         self, q: torch.Tensor, q_starts: torch.Tensor, lengths: torch.Tensor, metadata: AttentionMetadata
     ) -> MixedPlan:
+        groups = metadata.groups if self.group_members > 1 else None
+
         def make() -> MixedPlan:
             return mixed_plan(
                 metadata.rows,
@@ -101,9 +108,11 @@ class TritonAttention(AttentionBackend):
                 value_dim=self.v_dim,
                 dtype=q.dtype,
                 window=self.window,
+                groups=groups,
             )
 
-        shape = self.num_heads, self.num_kv_heads, self.head_dim, self.v_dim, self.window, q.dtype
+        heads = self.num_heads, self.num_kv_heads, self.head_dim, self.v_dim
+        shape = *heads, self.window, q.dtype, groups is not None
         return _StepPlans.of(metadata).get(shape, metadata.step, self.layer_idx, make)
 
     def _attend_with_sinks(self, q: torch.Tensor, metadata: AttentionMetadata, out: torch.Tensor) -> None:
