@@ -55,7 +55,6 @@ from bench.attention_peers import (
     classic_decode,
     ours_decode,
     ours_mixed,
-    ours_on_two_streams,
     ours_prefill,
     sdpa_decode,
     sdpa_prefill,
@@ -74,7 +73,6 @@ FLASHINFER = {  # its kernels
     "mixed": ("fa2", "fa3"),
     "groups": ("fa2", "fa3"),
 }
-SHARES = (1.0, 0.75, 0.5)  # of the multiprocessors, to prefill beside decode
 SDPA = {"flash": SDPBackend.FLASH_ATTENTION, "cuDNN": SDPBackend.CUDNN_ATTENTION}
 LAYERS = 32  # of a step whose writes are timed
 LAYER_BYTES = 16 * 2**30  # of K/V in all of them, at most: then some share a pool
@@ -137,8 +135,6 @@ def mixed_sides(batch: Batch, bench: Bench) -> dict[str, Make]:
     """Of page 1 alone; to FlashInfer a decode is a prefill of one token."""
     paged = scatter(batch, 0)
     made: dict[str, Make] = {"lightkv p1": partial(ours_mixed, batch, paged)}
-    for share in SHARES:
-        made[f"lightkv two streams {share:.0%}"] = partial(ours_on_two_streams, batch, paged, share)
     if bench.flashinfer is not None:
         for backend in ("fa2", "fa3"):
             made[f"FlashInfer {backend} p1"] = partial(bench.flashinfer.prefill, batch, paged, backend)

@@ -185,48 +185,6 @@ def ours_mixed(batch: Batch, paged: Paged) -> Side:
     return Side(run, plan=partial(step.plan, batch))
 
 
-def ours_on_two_streams(batch: Batch, paged: Paged, share: float) -> Side:
-    """Both parts at the same time. On Hopper prefill takes its `share` of the multiprocessors, before decode
-    takes what is left; when one part is done, the other is not spread over all."""
-    step, out = _Mixed.of(batch), torch.empty_like(batch.q)
-    plan, num_prefills = step.plan(batch), batch.num_prefills
-    num_tokens, stream = sum(batch.q_lens[:num_prefills]), torch.cuda.Stream(priority=-1)
-    usual, cache = tuning.hopper_prefill_programs, (*paged.caches, paged.first_slots)
-
-    def num_programs(device: tuning.DeviceClass, num_items: int) -> int:
-        return usual(device._replace(num_multiprocessors=int(share * device.num_multiprocessors)), num_items)
-
-    def run() -> Tensor:
-        here = torch.cuda.current_stream()
-        stream.wait_stream(here)
-        with torch.cuda.stream(stream), replaced({"hopper_prefill_programs": num_programs}):
-            prefill_attention(
-                batch.q[:num_tokens],
-                *cache,
-                step.rows[:num_prefills],
-                step.q_starts,
-                step.lengths[:num_prefills],
-                scale=batch.scale,
-                shift=paged.shift,
-                plan=plan.prefill,
-                out=out[:num_tokens],
-            )
-        decode_attention(
-            batch.q[num_tokens:],
-            *cache,
-            step.rows[num_prefills:],
-            step.lengths[num_prefills:],
-            scale=batch.scale,
-            shift=paged.shift,
-            plan=plan.decode,
-            out=out[num_tokens:],
-        )
-        here.wait_stream(stream)
-        return out
-
-    return Side(run)
-
-
 # --------------------------------------------------------------------------------
 # The classic kernel
 

@@ -1,7 +1,6 @@
-"""For tests of `bench/attention.py`: rows, a FlashInfer in plain torch, and streams that need no device."""
+"""For tests of `bench/attention.py`: rows, and a FlashInfer in plain torch."""
 
 import sys
-from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -107,13 +106,3 @@ def flashinfer_in_torch(
     monkeypatch.setenv("FLASHINFER_WORKSPACE_BASE", "")  # so that it is set back
     monkeypatch.setattr(peers.FlashInfer, "WORKSPACE", 1024)
     return peers.FlashInfer(device, cache)
-
-
-def without_streams(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Streams that are none, where there is no device to have any."""
-    if torch.cuda.is_available():
-        return
-    stream = SimpleNamespace(wait_stream=lambda other: None)
-    monkeypatch.setattr("torch.cuda.Stream", lambda priority: stream)
-    monkeypatch.setattr("torch.cuda.current_stream", lambda: stream)
-    monkeypatch.setattr("torch.cuda.stream", lambda _: nullcontext())

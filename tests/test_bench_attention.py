@@ -9,7 +9,7 @@ from typing import cast
 
 import pytest
 import torch
-from fake_attention import EVEN, FRESH, MIXED, RAGGED, SHARING, UNEVEN, flashinfer_in_torch, without_streams
+from fake_attention import EVEN, FRESH, MIXED, RAGGED, SHARING, UNEVEN, flashinfer_in_torch
 from fake_clock import CountingClock, replayed
 from torch.nn.attention import SDPBackend
 
@@ -48,11 +48,6 @@ def flashinfer(device: torch.device, tmp_path: Path, monkeypatch: pytest.MonkeyP
     return flashinfer_in_torch(device, tmp_path, monkeypatch)
 
 
-@pytest.fixture
-def no_streams(monkeypatch: pytest.MonkeyPatch) -> None:
-    without_streams(monkeypatch)
-
-
 def test_a_missing_flashinfer_is_left_out(
     clock: device_clock.Clock, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -76,7 +71,7 @@ def test_a_decode_row(tools: bench.Bench, flashinfer: peers.FlashInfer) -> None:
 
 @pytest.mark.gpu
 def test_a_replayed_graph_is_what_is_checked(tools: bench.Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bench, "capture", capture)
+    monkeypatch.setattr(device_clock, "capture", capture)
     monkeypatch.setattr(bench, "captured", captured)
     for row, sides in (
         (EVEN, bench.decode_sides),
@@ -100,13 +95,12 @@ def test_a_prefill_row(tools: bench.Bench, flashinfer: peers.FlashInfer) -> None
     assert list(fresh["sides"]) == ["lightkv p1", "lightkv p16", "lightkv contiguous", "SDPA math"]
 
 
-def test_a_mixed_row(tools: bench.Bench, flashinfer: peers.FlashInfer, no_streams: None) -> None:
+def test_a_mixed_row(tools: bench.Bench, flashinfer: peers.FlashInfer) -> None:
     found = bench.measure_mixed(MIXED, tools._replace(flashinfer=flashinfer))
     assert found["failed"] == {}
-    shares = [f"lightkv two streams {share}" for share in ("100%", "75%", "50%")]
-    assert list(found["sides"]) == ["lightkv p1", *shares, "FlashInfer fa2 p1", "FlashInfer fa3 p1"]
+    assert list(found["sides"]) == ["lightkv p1", "FlashInfer fa2 p1", "FlashInfer fa3 p1"]
     assert found["alone_us"] == {"prefills": 3.0, "decodes": 4.0}  # the clock runs up
-    assert found["ratio"] == found["ratio_of_best_page"] == 5 / 9
+    assert found["ratio"] == found["ratio_of_best_page"] == 5 / 6
     assert found["floor_us"] == 1.0 + max(MIXED.bytes / 1e4, MIXED.flops / 1e6)
 
 

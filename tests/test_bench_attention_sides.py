@@ -16,23 +16,16 @@ from fake_attention import (
     PagedWrapper,
     PrefillWrapper,
     flashinfer_in_torch,
-    without_streams,
 )
 from torch.nn.attention import SDPBackend
 
 from bench import attention_batches as batches
 from bench import attention_peers as peers
-from lightkv.triton_kernels import tuning
 
 
 @pytest.fixture
 def flashinfer(device: torch.device, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> peers.FlashInfer:
     return flashinfer_in_torch(device, tmp_path, monkeypatch)
-
-
-@pytest.fixture
-def no_streams(monkeypatch: pytest.MonkeyPatch) -> None:
-    without_streams(monkeypatch)
 
 
 def test_rows_are_as_large_as_they_are_known_to_be() -> None:
@@ -111,32 +104,13 @@ def test_prefill_sides_are_right(
         batches.check(side.tokens(side.run()), expected)
 
 
-def test_mixed_sides_are_right(device: torch.device, flashinfer: peers.FlashInfer, no_streams: None) -> None:
+def test_mixed_sides_are_right(device: torch.device, flashinfer: peers.FlashInfer) -> None:
     batch = batches.make_batch(MIXED, device)
     assert batch.num_prefills == 2
     paged, expected = batches.scatter(batch, 0), batches.reference(batch)
     sides = [peers.ours_mixed(batch, paged), flashinfer.prefill(batch, paged, "fa2")]
-    sides += [peers.ours_on_two_streams(batch, paged, share) for share in (1.0, 0.5)]
     for side in sides:
         batches.check(side.tokens(side.run()), expected)
-
-
-def test_a_share_of_the_multiprocessors_is_what_prefill_gets(
-    device: torch.device, no_streams: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    batch = batches.make_batch(MIXED, device)
-    side = peers.ours_on_two_streams(batch, batches.scatter(batch, 0), 0.75)
-    usual, programs = tuning.hopper_prefill_programs, []
-    hopper = tuning.DeviceClass(132, 227 * 1024, 9)
-
-    def attend(*_: Any, **__: Any) -> None:
-        programs.append(tuning.hopper_prefill_programs(hopper, 500))
-
-    monkeypatch.setattr(peers, "prefill_attention", attend)
-    monkeypatch.setattr(peers, "decode_attention", attend)
-    side.run()
-    assert programs == [99, 132]
-    assert tuning.hopper_prefill_programs is usual
 
 
 @pytest.mark.parametrize("shift", [0, 4])

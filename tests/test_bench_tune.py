@@ -101,7 +101,9 @@ def test_hopper_has_candidates_of_its_own_that_fit(monkeypatch: pytest.MonkeyPat
 
 
 def test_the_table_is_among_the_candidates(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert tune.text(tuning.paged_attention_launch(128)[1:]) in tune.classic_candidates(DECODE[0])
+    for num_programs in (1, 10_000):
+        launch = tuning.paged_attention_launch(HOPPER, 128, num_programs)
+        assert tune.text(launch[1:]) in tune.classic_candidates(DECODE[0])
     monkeypatch.setattr(tuning, "hopper_prefill_launch", lambda *_: None)
     monkeypatch.setattr(tuning, "device_class", lambda _: HOPPER)
     for row in (*PREFILL, *HEAD_DIMS):

@@ -394,6 +394,14 @@ def test_pool_past_2_to_the_31_elements() -> None:
 
 
 @pytest.mark.gpu
+def test_a_million_keys() -> None:
+    torch.manual_seed(5)
+    cache = poisoned_cache([2**20, 5, 2**20 - 37], device="cuda", dtype=torch.bfloat16, num_kv_heads=1)
+    check(cache, group=2)
+    check(cache, group=2, num_queries=3)
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("batch", [3, 200], ids=["splits", "one_split"])
 def test_captured_decode_follows_lengths_and_rows(batch: int) -> None:
     torch.manual_seed(5)

@@ -263,6 +263,13 @@ def test_large_tiles_of_a_full_device() -> None:
 
 
 @pytest.mark.gpu
+def test_after_a_million_keys() -> None:
+    torch.manual_seed(9)
+    check([(40, 2**20), (3, 5)], device="cuda", dtype=torch.bfloat16, group=2, key_dim=128, value_dim=128)
+    check([(40, 2**20 - 9)], device="cuda", dtype=torch.bfloat16, group=2, key_dim=80, value_dim=80)
+
+
+@pytest.mark.gpu
 def test_pool_past_2_to_the_31_elements() -> None:
     torch.manual_seed(7)
     num_slots, length, q_len = 2**31 // (16 * 128) + 5000, 1500, 400

@@ -14,6 +14,8 @@ one.
 Knows blocks and no slots but to copy from; `decode_attention.py` is what lightkv attends with.
 """
 
+import math
+
 import torch
 import triton
 import triton.language as tl
@@ -131,8 +133,10 @@ def _paged_attention(
     num_kv_heads, _, block_size, x = k_cache.shape[1:]
     if num_seqs == 0:
         return
-    launch = tuning.paged_attention_launch(head_dim)
-    _paged_attention_kernel[(num_heads, num_seqs, 1 if lse is None else lse.shape[2])](
+    grid = num_heads, num_seqs, 1 if lse is None else lse.shape[2]
+    device = tuning.device_class(q.device)
+    launch = tuning.paged_attention_launch(device, head_dim, math.prod(grid))
+    _paged_attention_kernel[grid](
         q,
         k_cache,
         v_cache,

@@ -37,8 +37,6 @@ _TILE_FIELDS = gl.constexpr(TILE_FIELDS)
 _WARPS = gl.constexpr(4)  # of each group: a wgmma is four warps'
 _COMPUTE_REGISTERS = gl.constexpr(200)  # of a thread; two such groups and the one that gathers share 504
 _GATHER_REGISTERS = gl.constexpr(104)
-_FENCE = gl.constexpr(True)  # between what cp.async wrote and the wgmma that reads it
-_TAKE_TURNS = gl.constexpr(False)  # the groups, to hand matrices to the tensor cores
 
 
 @gluon.constexpr_function
@@ -131,9 +129,7 @@ def _gather(
 ):
     q, k_cache, v_cache, index, tiles, taken = tensors
     q_strides, k_strides, v_strides, stride_index = strides
-    _item, q_smem, k_smem, v_smem, _item_full, q_full, _q_empty, k_full, k_empty, v_full, v_empty, _turns = (
-        shared
-    )
+    _item, q_smem, k_smem, v_smem, _item_full, q_full, _q_empty, k_full, k_empty, v_full, v_empty = shared
     STAGES: gl.constexpr = k_smem.shape[0]
     BLOCK_N: gl.constexpr = k_smem.shape[1]
     D: gl.constexpr = k_smem.shape[2]
@@ -240,14 +236,11 @@ def _write(acc, peak, total, out, lse, num_heads, out_strides, tile, HALF: gl.co
 
 
 @gluon.jit
-def _begin_scores(k_tile, q_half, count, turns, HALF: gl.constexpr, layout: gl.constexpr):
+def _begin_scores(k_tile, q_half, layout: gl.constexpr):
     """Have the tensor cores begin with a tile's scores."""
     ROWS: gl.constexpr = q_half.shape[0]
     BLOCK_N: gl.constexpr = k_tile.shape[0]
-    if _TAKE_TURNS:
-        mbarrier.wait(turns.index(HALF), (count & 1) ^ (1 - HALF))
-    if _FENCE:
-        fence_async_shared()
+    fence_async_shared()  # cp.async wrote it, and a wgmma reads otherwise
     zeros = gl.zeros([ROWS, BLOCK_N], gl.float32, layout)
     return warpgroup_mma(q_half, k_tile.permute((1, 0)), zeros, use_acc=False, is_async=True)
 
@@ -265,9 +258,7 @@ def _compute(
     SOFTCAP: gl.constexpr,
 ):
     tiles, out, lse = tensors
-    item_smem, q_smem, k_smem, v_smem, item_full, q_full, q_empty, k_full, k_empty, v_full, v_empty, turns = (
-        shared
-    )
+    item_smem, q_smem, k_smem, v_smem, item_full, q_full, q_empty, k_full, k_empty, v_full, v_empty = shared
     STAGES: gl.constexpr = k_smem.shape[0]
     BLOCK_N: gl.constexpr = k_smem.shape[1]
     D: gl.constexpr = k_smem.shape[2]
@@ -301,9 +292,7 @@ def _compute(
                 full = gl.minimum(gl.maximum(prefix + first_row // GROUP + 1, 0) // BLOCK_N, last)
             stage = count % STAGES
             mbarrier.wait(k_full.index(stage), count // STAGES & 1)
-            s = _begin_scores(k_smem.index(stage), q_half, count, turns, HALF, layout)
-            if _TAKE_TURNS:
-                mbarrier.arrive(turns.index(1 - HALF))
+            s = _begin_scores(k_smem.index(stage), q_half, layout)
             s = warpgroup_mma_wait(0, deps=[s])
             mbarrier.arrive(k_empty.index(stage))
             weights, _decay, peak, total = _softmax(
@@ -319,10 +308,8 @@ def _compute(
                     before = stage
                     stage = count % STAGES
                     mbarrier.wait(k_full.index(stage), count // STAGES & 1)
-                    s = _begin_scores(k_smem.index(stage), q_half, count, turns, HALF, layout)
+                    s = _begin_scores(k_smem.index(stage), q_half, layout)
                     acc = warpgroup_mma(p, v_smem.index(before), acc, is_async=True)
-                    if _TAKE_TURNS:
-                        mbarrier.arrive(turns.index(1 - HALF))
                     s = warpgroup_mma_wait(1, deps=[s])
                     mbarrier.arrive(k_empty.index(stage))
                     first_key = ((full if FULL else last) - 1 - j) * BLOCK_N
@@ -337,8 +324,7 @@ def _compute(
                     acc = acc * gl.convert_layout(decay, acc_row)[:, None]
                     count += 1
             mbarrier.arrive(q_empty)
-            if _FENCE:
-                fence_async_shared()
+            fence_async_shared()
             acc = warpgroup_mma(p, v_smem.index(stage), acc, is_async=True)
             acc = warpgroup_mma_wait(0, deps=[acc])
             mbarrier.arrive(v_empty.index(stage))
@@ -399,7 +385,6 @@ def _hopper_kernel(
     k_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], barrier)
     v_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], barrier)
     v_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], barrier)
-    turns = gl.allocate_shared_memory(gl.int64, [2, 1], barrier)
     # Every thread that gathers arrives when its copies have landed, each computing group once.
     mbarrier.init(item_full, count=1)
     mbarrier.init(q_full, count=32 * _WARPS)
@@ -409,11 +394,9 @@ def _hopper_kernel(
         mbarrier.init(k_empty.index(stage), count=2)
         mbarrier.init(v_full.index(stage), count=32 * _WARPS)
         mbarrier.init(v_empty.index(stage), count=2)
-    for half in gl.static_range(2):
-        mbarrier.init(turns.index(half), count=1)
     fence_async_shared()
     shared = (
-        item_smem, q_smem, k_smem, v_smem, item_full, q_full, q_empty, k_full, k_empty, v_full, v_empty, turns
+        item_smem, q_smem, k_smem, v_smem, item_full, q_full, q_empty, k_full, k_empty, v_full, v_empty
     )  # fmt: skip
     outputs, inputs = (tiles, out, lse), (q, k_cache, v_cache, index, tiles, taken)
     scales, out_strides = (score_scale, cap_scale), (stride_out_t, stride_out_h)
@@ -455,7 +438,7 @@ def launch_hopper_prefill(
     num_heads, head_dim = q.shape[1:]
     num_kv_heads = k_cache.shape[1]
     num_items = num_kv_heads * tiles.shape[0]
-    num_programs = tuning.hopper_prefill_programs(tuning.device_class(q.device), num_items)
+    num_programs = min(num_items, tuning.device_class(q.device).num_multiprocessors)
     _hopper_kernel[(num_programs,)](
         q,
         k_cache,

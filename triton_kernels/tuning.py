@@ -45,7 +45,7 @@ _PREFILL_LAUNCHES = (
     Launch(64, 32, 4, 2),
 )
 # Of `prefill_hopper`, by head dim: 12 warps, and as many stages of K and V as fit beside q.
-_HOPPER_LAUNCHES = {64: Launch(128, 128, 12, 4), 128: Launch(128, 128, 12, 3), 256: Launch(128, 64, 12, 2)}
+_HOPPER_LAUNCHES = {64: Launch(128, 128, 12, 6), 128: Launch(128, 128, 12, 3), 256: Launch(128, 32, 12, 5)}
 _REDUCTION_BYTES = 2048  # shared memory that the softmax's reductions take beside the tiles
 
 
@@ -132,11 +132,6 @@ def hopper_prefill_launch(
     if device.major != 9 or element_size != 2 or key_dim != value_dim:
         return None
     return _HOPPER_LAUNCHES.get(key_dim)
-
-
-def hopper_prefill_programs(device: DeviceClass, num_items: int) -> int:
-    """How many programs of `prefill_hopper` share its items: one fills a multiprocessor."""
-    return min(num_items, device.num_multiprocessors)
 
 
 def prefill_launch(
@@ -245,11 +240,13 @@ def merge_launch(num_parts: int, value_dim: int) -> Launch:
     return Launch(block_m=0, block_n=block_parts, num_warps=1 if num_parts <= 4 else 4, num_stages=2)
 
 
-def paged_attention_launch(head_dim: int) -> Launch:
-    """Tokens that a program of `paged_attention_v1` has in hand: as many as leave its sums in registers."""
-    return Launch(
-        block_m=0, block_n=min(128, max(16, 8192 // padded_dim(head_dim))), num_warps=4, num_stages=2
-    )
+def paged_attention_launch(device: DeviceClass, head_dim: int, num_programs: int) -> Launch:
+    """Tokens that a program of `paged_attention_v1` has in hand: few, or as many as leave its sums in registers
+    where it has a multiprocessor to itself."""
+    if num_programs >= device.num_multiprocessors:
+        return Launch(block_m=0, block_n=32, num_warps=4, num_stages=2)
+    block_n = min(128, max(16, 16384 // padded_dim(head_dim)))
+    return Launch(block_m=0, block_n=block_n, num_warps=8, num_stages=2)
 
 
 def scores_launch(key_dim: int, element_size: int) -> Launch:
