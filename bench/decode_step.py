@@ -4,7 +4,9 @@
 
 What the host adds to a step (planning, bookkeeping, the copy of the tokens) is the difference. Random
 weights, greedy, every sequence with a prompt of the same length. The floor is what a step has to read: every
-weight but the embedding's, and the K/V of every token, over the read bandwidth measured in this run.
+weight but the embedding's, and the K/V of every token, over the read bandwidth measured in this run. What the
+replay spends its time on is told apart by the names of its kernels: lightkv's own that attend or keep the memory,
+matrix products, and the rest (norms, activations, sampling); what is missing is between kernels.
 """
 
 import random
@@ -40,6 +42,12 @@ LLAMA_3_8B = LlamaConfig(
     tie_word_embeddings=False,
 )
 REPLAY_ROUNDS = 3
+# Pieces of the names of kernels, by what they are for.
+KERNELS = {
+    "attention": ("_decode_kernel", "_combine_kernel", "_plan_kernel"),
+    "memory": ("_write_kv_kernel", "_take_few_kernel", "_take_kernel"),
+    "products": ("gemm", "gemv", "nvjet", "cutlass", "cublas", "splitK"),
+}
 
 
 def make_engine(
@@ -72,17 +80,19 @@ def tokens_of(engine: Engine, steps: int) -> list[tuple[str, int | None]]:
     return [(event.request_id, event.token) for _ in range(steps) for event in engine.step()]
 
 
-def replay_ms(runner: ModelRunner, batch: int, times: int) -> float:
-    """The graph of the batch that runs, alone: `times` replays back to back, the median of REPLAY_ROUNDS.
-
-    It takes slots that the ledger never hears of: an engine ends here.
-    """
+def graph_of(runner: ModelRunner, batch: int) -> torch.cuda.CUDAGraph:
+    """Of the batch that runs. A replay takes slots that the ledger never hears of: an engine ends here."""
     assert runner._graphs is not None
     form = Form(SamplerKind.GREEDY)
     graph = runner._graphs.get(batch, form)
     assert graph is not None
     replayed, _ = graph._graphs[form]
-    medians = []
+    return replayed
+
+
+def replay_ms(runner: ModelRunner, batch: int, times: int) -> float:
+    """The graph alone: `times` replays back to back, the median of REPLAY_ROUNDS."""
+    replayed, medians = graph_of(runner, batch), []
     for _ in range(REPLAY_ROUNDS):
         torch.cuda.synchronize()
         start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
@@ -93,6 +103,23 @@ def replay_ms(runner: ModelRunner, batch: int, times: int) -> float:
         end.synchronize()
         medians.append(start.elapsed_time(end) / times)
     return statistics.median(medians)
+
+
+def parts_of(runner: ModelRunner, batch: int, times: int) -> dict[str, float]:
+    """Milliseconds of a replay's kernels, by what they are for."""
+    replayed = graph_of(runner, batch)
+    replayed.replay()
+    torch.cuda.synchronize()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        for _ in range(times):
+            replayed.replay()
+        torch.cuda.synchronize()
+    parts = dict.fromkeys((*KERNELS, "other"), 0.0)
+    kernels = [event for event in profile.events() if event.device_type == torch.autograd.DeviceType.CUDA]
+    for event in kernels:
+        kind = next((kind for kind, names in KERNELS.items() if any(n in event.name for n in names)), "other")
+        parts[kind] += (event.time_range.end - event.time_range.start) / 1e3 / times
+    return parts
 
 
 def read_bandwidth() -> float:
@@ -148,22 +175,35 @@ def main() -> None:
         if engine.stats().num_running != batch:
             refuse(f"batch {batch}: only {engine.stats().num_running} sequences lasted")
         wall, replay = Spread.of(times[-20:]), replay_ms(runner, batch, 10)
+        parts = parts_of(runner, batch, 5)
         ratio = wall.median / replay
         rows.append(
             [str(batch), f"{floor:.2f}", f"{replay:.3f}", wall.text(".3f"), f"{ratio:.3f}",
-             f"{(wall.median - replay) * 1e3:.0f}", f"{batch / wall.median * 1e3:,.0f}"]
+             f"{(wall.median - replay) * 1e3:.0f}", f"{batch / wall.median * 1e3:,.0f}",
+             *(f"{part:.2f} ({part / replay:.0%})" for part in parts.values())]
         )  # fmt: skip
         results[str(batch)] = {
             "floor_ms": floor,
             "replay_ms": replay,
             "wall_ms": wall._asdict(),
             "ratio": ratio,
+            "parts_ms": parts,
             "same_tokens_as_eager": same,
             "tokens_per_s": batch / wall.median * 1e3,
         }
         del engine, runner
         torch.cuda.empty_cache()
-    header = ["batch", "floor ms", "replay ms", "step wall ms", "ratio", "host µs", "tokens/s"]
+    header = [
+        "batch",
+        "floor ms",
+        "replay ms",
+        "step wall ms",
+        "ratio",
+        "host µs",
+        "tokens/s",
+        *KERNELS,
+        "other",
+    ]
     print_table(header, rows)
     settings = {"prompt": options.prompt, "steps": options.steps, "layers": options.layers,
                 "compiled": options.compile, "read_TB_per_s": bandwidth / 1e12}  # fmt: skip
