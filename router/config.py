@@ -51,7 +51,10 @@ class EngineConfig:
     admission: str = _setting(
         "exact",
         "exact: a request is admitted when it, and all that run, fit to their last token; nothing is ever "
-        "paused. quantile: by the lengths of recent outputs; fuller, and pauses the youngest where short.",
+        "paused. quantile: by the lengths of recent outputs; fuller, and pauses the youngest where short. To "
+        "compare with: moving-average and past-future (other estimates of the same), watermark (by prompts "
+        "alone, up to 99 % of the pool), sum (prompt + max_tokens added up), oracle (exact, for requests whose "
+        "max_tokens is how long they get, as with ignore_eos).",
     )
     cuda_graphs: bool = _setting(True, "Run decode steps as CUDA graphs.")
     compile: bool = _setting(

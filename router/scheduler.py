@@ -6,10 +6,10 @@
 
 It owns the ledger's decisions, by priority and then first come first served: a request is admitted when the
 exact peak of all that run, and it, fits the pool (`forecast.py`), so that nothing admitted is ever short of
-a token. Where outputs are counted by an estimate instead (`admission.OutputLengths`), the pool may run short:
-then the least urgent is paused, of these the youngest. What it has computed stays cached while it can, and it
-keeps its place in the queue. `plan` emits what one step does; `consume` takes its result, or `fail` its
-failure. It knows no text and no device.
+a token. Where outputs are counted by an estimate instead, or not at all (`admission.Admission`), the pool may
+run short: then the least urgent is paused, of these the youngest. What it has computed stays cached while it
+can, and it keeps its place in the queue. `plan` emits what one step does; `consume` takes its result, or
+`fail` its failure. It knows no text and no device.
 
 With a depth of two the next step is planned while one is under way, so that a device need not wait for the
 host. The plan then goes by what is certain: a request goes on unless it reaches its length. One that turns
@@ -18,16 +18,17 @@ released when that step has landed. Admission counts with that one step more.
 """
 
 import heapq
-from array import array
 from collections import deque
 from typing import NamedTuple
 
+import numpy as np
+
 from lightkv.edits import Take, encode
 from lightkv.errors import CheckFailed
-from lightkv.ledger import TokenLedger
+from lightkv.ledger import Sequence, TokenLedger
 from lightkv.prefix_tree import TOKEN_BYTES
 
-from .admission import Demand, OutputLengths, peak_tokens
+from .admission import Admission, Counting, Demand, peak_tokens
 from .forecast import Forecast
 from .messages import Limits, NewRow, StepPlan, StepResult, TokenEvent
 from .request import InvalidPrompt, NeverFits, Request
@@ -44,11 +45,11 @@ class _Batch(NamedTuple):
 class Scheduler:
     """Plans steps over one ledger. Up to `depth` plans are under way; their results come in order.
 
-    `lengths`: what outputs are counted with; None counts each with all it may have, which never pauses.
+    `admission`: how requests are counted; None counts each with all it may have, which never pauses.
     """
 
     def __init__(
-        self, ledger: TokenLedger, limits: Limits, depth: int = 1, lengths: OutputLengths | None = None
+        self, ledger: TokenLedger, limits: Limits, depth: int = 1, admission: Admission | None = None
     ) -> None:
         if depth not in (1, 2):
             raise ValueError(f"a depth of {depth}; give 1, or 2 to plan a step while one is under way")
@@ -72,7 +73,7 @@ class Scheduler:
         self._flying: deque[_Batch] = deque()
         self._failed = False  # a step has failed, and another is still under way
         self._forecast = Forecast(ledger, lag=depth - 1)
-        self._lengths = lengths
+        self._admission = admission or Admission()
         self._blocked = False  # the head of the queue was refused, and nothing has ended since
 
     @property
@@ -124,10 +125,10 @@ class Scheduler:
         """Could it ever run? Raises NeverFits, InvalidPrompt, InvalidParams."""
         vocab_size = self.limits.vocab_size
         request.params.validate(vocab_size)
-        ids = array("i", request.prompt_ids)
-        if not ids:
+        ids = np.frombuffer(request.prompt_ids, np.int32)
+        if not len(ids):
             raise InvalidPrompt("the prompt is empty; give at least one token")
-        low, high = min(ids), max(ids)
+        low, high = int(ids.min()), int(ids.max())
         if low < 0 or high >= vocab_size:
             raise InvalidPrompt(
                 f"the prompt has token ids from {low} to {high}; the model's go from 0 to {vocab_size - 1}"
@@ -161,17 +162,19 @@ class Scheduler:
         if self._failed:
             return None
         ledger = self.ledger
-        decoding = self._next_decodes()
-        while self._lengths is not None and self._is_short(len(decoding)):
+        decoding, sequences = self._next_decodes()
+        growth = ledger.growth(sequences)
+        while self._admission.may_run_short and self._is_short(growth, bool(decoding)):
             if self._flying:  # what is under way has to land first: then one can be paused
                 return None
             self._pause(max(self._prefilling + self._decoding, key=_order))
-            decoding = self._next_decodes()
-        contexts = self._plan_contexts(len(decoding))
+            decoding, sequences = self._next_decodes()
+            growth = ledger.growth(sequences)
+        contexts = self._plan_contexts(growth)
         if not contexts and not decoding:
             return None
         # Last, so that what was just opened is not evicted for it, and the batch's Take is the last edit.
-        ledger.extend([request.sequence for request in decoding], [1] * len(decoding))  # type: ignore[misc]
+        ledger.extend(sequences, [1] * len(decoding))
         edits = ledger.drain()
         take = edits[-1] if decoding else None
         assert take is None or isinstance(take, Take)
@@ -293,7 +296,7 @@ class Scheduler:
         known = len(self._requests)
         if waiting != self._num_waiting or len(running) + waiting != known:
             raise CheckFailed(f"{known} requests known, {len(running)} run, {waiting} wait")
-        if self._lengths is None and forecast > self.ledger.capacity:
+        if not self._admission.may_run_short and forecast > self.ledger.capacity:
             raise CheckFailed(f"a peak of {forecast} is forecast for {self.ledger.capacity} tokens")
 
     def _queue(self, request: Request) -> None:
@@ -302,24 +305,27 @@ class Scheduler:
         heapq.heappush(self._waiting, (*request.order, request))
         self._num_waiting += 1
 
-    def _next_decodes(self) -> list[Request]:
+    def _next_decodes(self) -> tuple[list[Request], list[Sequence]]:
         """Who takes a token in the next step: what is under way brings each of its decodes one token more, and
         those that it ends are left out. Where one has outlived its estimate, it gets another."""
         decoding = [r for r in self._decoding if len(r.output) + r.flying < r.expected]
-        if self._lengths is None or len(decoding) == len(self._decoding):
-            return decoding
+        if self._admission.estimates is not None and len(decoding) < len(self._decoding):
+            self._estimate_anew()
+            decoding = [r for r in self._decoding if len(r.output) + r.flying < r.expected]
+        return decoding, [request.sequence for request in decoding]  # type: ignore[misc]
+
+    def _estimate_anew(self) -> None:
         for request in self._decoding:
             generated = len(request.output) + request.flying
             if request.expected <= generated < request.max_tokens:
                 assert request.sequence is not None
-                request.expected = self._lengths.estimate(generated, request.max_tokens)
+                request.expected = self._admission.expected(generated, request.max_tokens)
                 self._forecast.decode(request.sequence, request.remaining)
-        return [r for r in self._decoding if len(r.output) + r.flying < r.expected]
 
-    def _is_short(self, num_decodes: int) -> bool:
-        """Is there no token for each decode, or, where none decodes, for any prompt?"""
-        room = self.ledger.num_available - num_decodes
-        return room < 0 or (not room and not num_decodes and bool(self._prefilling))
+    def _is_short(self, growth: int, decodes: bool) -> bool:
+        """Is there no room for the `growth` of what decodes, or, where nothing does, for any prompt?"""
+        room = self.ledger.num_available - growth
+        return room < 0 or (not room and not decodes and bool(self._prefilling))
 
     def _pause(self, request: Request) -> None:
         """Close a request that is in no step, and queue it again."""
@@ -333,13 +339,13 @@ class Scheduler:
         self._blocked = False
         self.num_pauses += 1
 
-    def _plan_contexts(self, num_decodes: int) -> list[tuple[Request, int, int]]:
+    def _plan_contexts(self, growth: int) -> list[tuple[Request, int, int]]:
         """The prompt tokens of the next step: request, start, count. The most urgent come first, be they
-        admitted or not; admits while there is budget and room."""
+        admitted or not; admits while there is budget and room beside the `growth` of the decodes."""
         budget = self.limits.prefill_budget
         contexts: list[tuple[Request, int, int]] = []
         idx = 0
-        while (count := min(budget, self.ledger.num_available - num_decodes)) > 0:
+        while (count := min(budget, self.ledger.num_available - growth)) > 0:
             head = self._head()
             admitted = self._prefilling[idx] if idx < len(self._prefilling) else None
             if head is not None and (admitted is None or head.order < admitted.order) and self._admit(head):
@@ -363,12 +369,9 @@ class Scheduler:
         ledger = self.ledger
         if self._blocked or ledger.num_open >= self.limits.max_num_seqs:
             return False
-        limit = ledger.capacity
-        if self._lengths is not None:
-            limit -= int(limit * self._lengths.reserve)
-            request.expected = self._lengths.estimate(len(request.output), request.max_tokens)
-        match = ledger.match(request.context_ids, request.namespace)
-        if ledger.num_open and not self._forecast.fits(request.final, match, limit):
+        if not len(request.output) < request.expected < request.max_tokens:  # an estimate stands
+            request.expected = self._admission.expected(len(request.output), request.max_tokens)
+        if ledger.num_open and not self._fits(request):
             self._blocked = True
             return False
         sequence = ledger.open(request.context_ids, request.namespace)
@@ -384,6 +387,22 @@ class Scheduler:
         seen = (request.prompt_ids, request.output.tobytes()) if request.params.penalised else (b"", b"")
         self._new_rows.append(NewRow(sequence.row, request.params, request.seed, *seen))
         return True
+
+    def _fits(self, request: Request) -> bool:
+        """By what admission counts: would all that run, and this one, fit the pool?"""
+        ledger, counting = self.ledger, self._admission.counting
+        limit = self._admission.limit(ledger.capacity, ledger.num_open + 1)
+        if counting is Counting.SUM:
+            return self._forecast.total + request.final <= limit
+        match = ledger.match(request.context_ids, request.namespace)
+        if counting is Counting.PEAK:
+            return self._forecast.fits(request.final, match, limit)
+        path = zip(match.path, (match.tip, *(segment.length for segment in match.path[1:])), strict=True)
+        shared = sum(count for segment, count in path if segment.holders)
+        to_come = sum(r.num_context - r.sequence.length for r in self._prefilling)  # type: ignore[union-attr]
+        own = request.num_context - shared
+        num_growing = ledger.num_open + 1  # each takes a token right after its prompt
+        return ledger.num_held + to_come + own + num_growing <= limit
 
     def _chunk(self, request: Request, budget: int, contexts: list[tuple[Request, int, int]]) -> int:
         """The request's next context tokens, at most `budget`. Returns how many."""
@@ -409,8 +428,8 @@ class Scheduler:
         """It ends; what it holds is released by `_sweep`, once no step has it."""
         request.finish_reason = reason
         del self._requests[request.id]
-        if self._lengths is not None and reason in ("stop", "length"):
-            self._lengths.observe(len(request.output))
+        if self._admission.estimates is not None and reason in ("stop", "length"):
+            self._admission.estimates.observe(len(request.output))
         if request.sequence is None:
             self._num_waiting -= 1
             self._blocked = False
