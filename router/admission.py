@@ -200,19 +200,19 @@ class Admission:
         return self.estimates.estimate(generated, max_tokens) if self.estimates else max_tokens
 
 
-def make_admission(name: str, slack: int = 0) -> Admission:
-    """The admission of this name, which knows nothing of outputs yet."""
-    return replace(_ADMISSIONS[name](), slack=slack)
+def make_admission(name: str, seed: int = 0, slack: int = 0) -> Admission:
+    """The admission of this name, which knows nothing of outputs yet. `seed`: of what it draws, if it does."""
+    return replace(_ADMISSIONS[name](seed), slack=slack)
 
 
-_ADMISSIONS: dict[str, Callable[[], Admission]] = {
-    "exact": Admission,
-    "quantile": lambda: Admission(OutputLengths(), reserve=0.03),
-    "past-future": lambda: Admission(OutputLengths(quantile=None)),
-    "moving-average": lambda: Admission(AverageLength()),
-    "watermark": lambda: Admission(counting=Counting.CONTEXT, reserve=0.01),
-    "sum": lambda: Admission(counting=Counting.SUM),
-    # What it takes to know the truth is that max_tokens is it; the simulator sees to that.
-    "oracle": Admission,
+_ADMISSIONS: dict[str, Callable[[int], Admission]] = {
+    "exact": lambda seed: Admission(),
+    "quantile": lambda seed: Admission(OutputLengths(), reserve=0.03),
+    "past-future": lambda seed: Admission(OutputLengths(quantile=None, seed=seed)),
+    "moving-average": lambda seed: Admission(AverageLength()),
+    "watermark": lambda seed: Admission(counting=Counting.CONTEXT, reserve=0.01),
+    "sum": lambda seed: Admission(counting=Counting.SUM),
+    # All it takes to know the truth is that max_tokens is it; the simulator sees to that.
+    "oracle": lambda seed: Admission(),
 }
 ADMISSIONS = tuple(_ADMISSIONS)

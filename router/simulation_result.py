@@ -21,8 +21,8 @@ CURVE_QUANTILES = (
 class Figures:
     """Every number of the JSON line. Seconds are of the simulated clock, shares are of 1.
 
-    "While loaded" is from the first arrival until the last request has been admitted: what comes after it is a
-    pool that runs empty, and says nothing of a policy. Shares of memory and means over time are while loaded,
+    "While loaded" is from the first arrival until the last request is admitted: what comes after it is a pool
+    that runs empty, and says nothing of a policy. Shares of memory and means over time are while loaded,
     and of the pool's capacity.
     """
 
@@ -38,7 +38,7 @@ class Figures:
     load: float  # the one by the other; 0: unknown
     seconds: float  # until the last request ended
     loaded_seconds: float
-    finished_rate: float  # requests a second finished while loaded
+    served_rate: float  # requests a second while loaded: output tokens over the mean of an answer
     output_rate: float  # output tokens a second, over all of it
     goodput: float  # requests a second that met both targets, over all of it
     met_share: float  # of the requests, those that met both targets
