@@ -11,16 +11,11 @@ from collections.abc import Sequence as Seq
 
 import numpy as np
 
-from lightkv.errors import CheckFailed, LightKVError, SequenceTooLong
+from lightkv.errors import CheckFailed, SequenceTooLong
 from lightkv.ledger import Match, Sequence, TokenLedger
 from lightkv.prefix_tree import TOKEN_BYTES, Namespace
 
-PAGE_SIZES = (16, 32, 64, 128, 256)
-ALLOCATIONS = ("token", "contiguous", *(f"paged:{size}" for size in PAGE_SIZES))
-
-
-class InvalidAllocation(LightKVError, ValueError):
-    """An allocation of no known name, or one that a pool has no room for."""
+from .simulation_config import InvalidAllocation, page_of
 
 
 class PagedLedger(TokenLedger):
@@ -55,14 +50,29 @@ class PagedLedger(TokenLedger):
         """Slots of pages that nobody holds and nothing is cached in."""
         return self._paths.num_free - self.padding
 
-    def slots(self, rows: Seq[int], lengths: np.ndarray) -> np.ndarray:
-        """Slots of the pages of sequences of these lengths."""
-        return -(-lengths // self.page) * self.page
+    def slots(self, rows: Seq[int], lengths: np.ndarray, steps: int = 1) -> int:
+        """Slots of the pages of sequences of these lengths; summed over `steps`, a token more in each."""
 
-    def growth(self, sequences: Seq[Sequence]) -> int:
-        """Slots that one token more for each of these takes: a page where its last one is full."""
+        def pages_up_to(length: np.ndarray) -> np.ndarray:  # of sequences of 1, 2 … length tokens, all together
+            full, rest = np.divmod(length, self.page)
+            return self.page * full * (full + 1) // 2 + rest * (full + 1)
+
+        return self.page * int((pages_up_to(lengths + steps - 1) - pages_up_to(lengths - 1)).sum())
+
+    def growth(self, sequences: Seq[Sequence], count: int = 1) -> int:
+        """Slots that `count` tokens more for each of these take: where a last page is full, another one."""
         page = self.page
-        return page * [sequence.length % page for sequence in sequences].count(0)
+        if count == 1:
+            return page * [sequence.length % page for sequence in sequences].count(0)
+        return page * sum(
+            [-(-(sequence.length + count) // page) + -sequence.length // page for sequence in sequences]
+        )
+
+    def growth_cycle(self, sequences: Seq[Sequence]) -> list[int]:
+        """Slots that a token more for each takes in the next step and those after it; then it begins again."""
+        lengths = np.array([sequence.length for sequence in sequences])
+        at_end = np.bincount(-lengths % self.page, minlength=self.page)
+        return (self.page * at_end).tolist()
 
     def match(self, token_ids: bytes, namespace: Namespace = ()) -> Match:
         """What `open` would hit: whole pages."""
@@ -84,8 +94,8 @@ class PagedLedger(TokenLedger):
     def extend(self, sequences: Seq[Sequence], counts: Seq[int]) -> None:
         """`counts[i]` more tokens for `sequences[i]`, and the pages that takes; evicts cached pages."""
         page = self.page
-        if len(sequences) == counts.count(1):
-            slots = self.growth(sequences)
+        if len(set(counts)) <= 1:
+            slots = self.growth(sequences, counts[0]) if counts else 0
         else:
             slots = page * sum(
                 -(-(sequence.length + count) // page) + -sequence.length // page
@@ -194,13 +204,17 @@ class ContiguousLedger(TokenLedger):
         """Slots that are in nobody's run."""
         return self._paths.num_free - self.padding
 
-    def slots(self, rows: Seq[int], lengths: np.ndarray) -> np.ndarray:
-        """Slots of the runs of these rows."""
-        return np.array([self._runs[row] for row in rows], np.int64)
+    def slots(self, rows: Seq[int], lengths: np.ndarray, steps: int = 1) -> int:
+        """Slots of the runs of these rows; summed over `steps`."""
+        return steps * sum([self._runs[row] for row in rows])
 
-    def growth(self, sequences: Seq[Sequence]) -> int:
-        """A token more takes a slot of the run: nothing of the pool."""
+    def growth(self, sequences: Seq[Sequence], count: int = 1) -> int:
+        """Tokens take slots of the run: nothing of the pool."""
         return 0
+
+    def growth_cycle(self, sequences: Seq[Sequence]) -> list[int]:
+        """The same."""
+        return [0]
 
     def match(self, token_ids: bytes, namespace: Namespace = ()) -> Match:
         """Nothing is shared."""
@@ -241,17 +255,6 @@ class ContiguousLedger(TokenLedger):
         padding = sum(self._runs[sequence.row] - sequence.length for sequence in self.sequences)
         if padding != self.padding or self.num_free < 0:
             raise CheckFailed(f"{self.padding} slots of padding in the books, {padding} by recount")
-
-
-def page_of(allocation: str) -> int:
-    """The page of an allocation's name: 1 by token, 0 where it goes by runs. Raises InvalidAllocation."""
-    if allocation in ("token", "contiguous"):
-        return int(allocation == "token")
-    name, _, size = allocation.partition(":")
-    if name != "paged" or not size.isdigit() or int(size) not in PAGE_SIZES:
-        known = ", ".join(ALLOCATIONS)
-        raise InvalidAllocation(f"--allocation is {allocation!r}; give one of {known}")
-    return int(size)
 
 
 def make_ledger(

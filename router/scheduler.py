@@ -18,6 +18,7 @@ released when that step has landed. Admission counts with that one step more.
 """
 
 import heapq
+from array import array
 from collections import deque
 from typing import NamedTuple
 
@@ -261,6 +262,35 @@ class Scheduler:
         self._sweep()
         return events
 
+    def steady_steps(self) -> int:
+        """How many of the next steps will be a token for each that decodes, and nothing else: unless one of
+        these ends, one is aborted or another is added."""
+        if not self._decoding or self._flying or self._prefilling or self._leaving or self._failed:
+            return 0
+        if self._num_waiting and not self._blocked and self.ledger.num_open < self.limits.max_num_seqs:
+            return 0
+        steps = min([request.expected - len(request.output) for request in self._decoding])
+        sequences = [request.sequence for request in self._decoding]
+        while steps > 0 and self.ledger.growth(sequences, steps) > self.ledger.num_available:  # type: ignore[arg-type]
+            steps //= 2
+        return max(steps, 0)
+
+    def repeat(self, count: int, token: int) -> None:
+        """Take `count` of these steps at once, in each of which every request gets `token`. What is left is what
+        as many plans and results would have; their edits are gone. Raises ValueError for more than there are.
+        """
+        if count > self.steady_steps():
+            raise ValueError(f"{count} steps at once; {self.steady_steps()} are alike")
+        decoding = self._decoding
+        self.ledger.extend([request.sequence for request in decoding], [count] * len(decoding))  # type: ignore[misc]
+        self.ledger.drain()
+        self.ledger.step += count
+        tokens = array("i", [token]) * count
+        for request in decoding:
+            request.output += tokens
+        self.num_output_tokens += count * len(decoding)
+        self.peak_held = max(self.peak_held, self.ledger.num_held)
+
     def demands(self) -> list[Demand]:
         """What each request that holds tokens holds and will take."""
         demands = []
@@ -397,8 +427,11 @@ class Scheduler:
         match = ledger.match(request.context_ids, request.namespace)
         if counting is Counting.PEAK:
             return self._forecast.fits(request.final, match, limit)
-        path = zip(match.path, (match.tip, *(segment.length for segment in match.path[1:])), strict=True)
-        shared = sum(count for segment, count in path if segment.holders)
+        shared, tip = 0, match.tip  # of what it hits, what others hold already
+        for segment in match.path:
+            if segment.holders:
+                shared += tip or segment.length
+            tip = 0
         to_come = sum(r.num_context - r.sequence.length for r in self._prefilling)  # type: ignore[union-attr]
         own = request.num_context - shared
         num_growing = ledger.num_open + 1  # each takes a token right after its prompt

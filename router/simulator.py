@@ -12,22 +12,21 @@ known their ids fill them.
 
 import math
 from collections import deque
-from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, field, fields, replace
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import asdict, replace
 
 import numpy as np
 
-from lightkv.errors import LightKVError
-from lightkv.ledger import TokenLedger
+from lightkv.ledger import Sequence, TokenLedger
 
-from .admission import ADMISSIONS, make_admission
-from .allocations import ContiguousLedger, PagedLedger, make_ledger, page_of
+from .admission import make_admission
+from .allocations import ContiguousLedger, PagedLedger, make_ledger
 from .engine import Engine, Holding
 from .messages import Limits, StepPlan, StepResult, TokenEvent
 from .request import Request
 from .sampling_params import SamplingParams
 from .scheduler import Scheduler
+from .simulation_config import InvalidSimulation, SimulationConfig, page_of
 from .simulation_record import Distribution, Means, Timeline
 from .simulation_result import Figures, Series, SimulationResult
 from .step_time import StepTime, Work
@@ -37,104 +36,30 @@ VOCAB_SIZE = 2**31 - 1
 END, MORE = 2, 1  # sampled: the last token of an answer, any other
 QUEUE = 64  # requests given to the scheduler before their turn; the others wait as a few numbers each
 SATURATION_REQUESTS = 20_000
+PROGRESS_EVERY = 100
 
-Progress = Callable[[int], None]
-"""Takes how many requests have ended."""
-
-
-class InvalidSimulation(LightKVError, ValueError):
-    """A setting outside what it can be, or a request of the trace that could never run."""
+Progress = Callable[[str, int], None]
+"""Takes what is being done, and how many requests of it have ended."""
 
 
-def _setting(default: Any, text: str) -> Any:
-    return field(default=default, metadata={"help": text})
-
-
-@dataclass(frozen=True)
-class SimulationConfig:
-    """Every setting of a simulation, from which the command line makes its options."""
-
-    allocation: str = _setting(
-        "token",
-        "token; paged:16, paged:32, paged:64, paged:128 or paged:256; contiguous (prompt and --max-new "
-        "reserved in one run).",
-    )
-    admission: str | None = _setting(
-        None,
-        f"Who is admitted by what: {', '.join(ADMISSIONS)}. Default: exact; sum for contiguous, which can do "
-        "no other.",
-    )
-    capacity: int = _setting(120_000, "Tokens that the K/V pool holds.")
-    max_num_seqs: int = _setting(256, "Requests that run at once.")
-    prefill_chunk: int = _setting(2048, "Prompt tokens a step at most; 0: no limit.")
-    max_new: int = _setting(4096, "The most output tokens of a request, which no trace tells.")
-    requests: int | None = _setting(
-        None, "Requests of the trace; a file begins again after its last. Default: all of a file, 2000 else."
-    )
-    load: float | None = _setting(
-        None,
-        "Arrivals at so many times what an oracle serves of this trace when all requests wait at the start, "
-        "which is simulated first. Default: the trace's own times.",
-    )
-    rate: float | None = _setting(None, "Arrivals at so many requests a second; inf: all at the start.")
-    saturation: float | None = _setting(
-        None, "For --load: the requests a second that an oracle serves, where it is known already."
-    )
-    ttft_target: float = _setting(10.0, "Seconds to the first token at most, for goodput.")
-    tpot_target: float = _setting(0.1, "Seconds between tokens at most (a request's mean), for goodput.")
-    step_time: str = _setting(
-        "",
-        "A JSON file of a step-time model, or its parameters (base=0.007,per_kv=4e-8 …). Default: Llama-3-8B "
-        "on an H200.",
-    )
-    skip_too_large: bool = _setting(False, "Leave out requests that could never fit, rather than stop.")
-    seed: int = _setting(0, "Decides all that is drawn: arrivals, a workload's lengths, estimates.")
-
-    def __post_init__(self) -> None:
-        """Raises InvalidSimulation, InvalidAllocation."""
-        page = page_of(self.allocation)
-        if self.admission not in (None, *ADMISSIONS):
-            known = ", ".join(ADMISSIONS)
-            raise InvalidSimulation(f"--admission is {self.admission!r}; give one of {known}")
-        if not page and self.admission not in (None, "sum"):
-            raise InvalidSimulation(
-                f"--admission is {self.admission!r}; a contiguous allocation reserves prompt and --max-new at "
-                "once, which is sum: leave --admission out"
-            )
-        for name, least in (("capacity", 1), ("max_num_seqs", 1), ("prefill_chunk", 0), ("max_new", 1)):
-            if getattr(self, name) < least:
-                raise InvalidSimulation(f"{_flag(name)} is {getattr(self, name)}; give at least {least}")
-        if self.requests is not None and self.requests < 1:
-            raise InvalidSimulation(f"--requests is {self.requests}; give at least 1")
-        for name in ("load", "rate", "saturation", "ttft_target", "tpot_target"):
-            value = getattr(self, name)
-            if value is not None and not value > 0:
-                raise InvalidSimulation(f"{_flag(name)} is {value}; give more than 0")
-        if self.load is not None and self.rate is not None:
-            raise InvalidSimulation("--load and --rate both say how fast requests come; give one")
-
-    @property
-    def counted(self) -> str:
-        """The admission, named."""
-        return self.admission or ("exact" if page_of(self.allocation) else "sum")
-
-    @classmethod
-    def help(cls, name: str) -> str:
-        """The text that explains a setting."""
-        return next(f.metadata["help"] for f in fields(cls) if f.name == name)
-
-
-def simulate(trace_name: str, config: SimulationConfig, progress: Progress | None = None) -> SimulationResult:
+def simulate(
+    trace_name: str, config: SimulationConfig, progress: Progress | None = None, stepwise: bool = False
+) -> SimulationResult:
     """Run a trace (`traces.open_trace`) to its end.
 
-    Raises UnreadableTrace, InvalidStepTime, InvalidAllocation, OSError; InvalidSimulation for a request that
+    `stepwise`: each step by itself, also where several are alike: the same result, later. Raises UnreadableTrace, InvalidStepTime, InvalidAllocation, OSError; InvalidSimulation for a request that
     could never run.
     """
     if config.load is not None and config.saturation is None:
         config = replace(config, saturation=saturation(trace_name, config, progress))
     trace = open_trace(trace_name, config.requests, config.seed)
     step_time = StepTime.parse(config.step_time)
-    return _Simulation(trace, config, step_time, progress or (lambda done: None)).run()
+    return _Simulation(trace, config, step_time, progress or (lambda what, done: None), not stepwise).run()
+
+
+def num_requests(trace_name: str, config: SimulationConfig) -> int:
+    """How many requests there will be."""
+    return config.requests or summarise(open_trace(trace_name)).num
 
 
 def saturation(trace_name: str, config: SimulationConfig, progress: Progress | None = None) -> float:
@@ -157,7 +82,8 @@ class _Arrivals:
 
     @property
     def num_waiting(self) -> int:
-        """Of those that have come. Where all are there at the start they are not counted: they may be many."""
+        """Of those that have come, as `look` saw. Where all are there at the start they are not counted: they
+        may be many."""
         return len(self._come)
 
     @property
@@ -169,14 +95,19 @@ class _Arrivals:
         """When the next one comes; None: none does."""
         return None if self._next is None else self._next.arrival
 
-    def take(self, now: float) -> TraceRequest | None:
-        """The first that has come by `now`."""
+    def look(self, now: float) -> None:
+        """See who has come by `now`."""
         if self._all_at_start:
-            taken, self._next = self._next, next(self._requests, None)
-            return taken
+            return
         while self._next is not None and self._next.arrival <= now:  # type: ignore[operator]
             self._come.append(self._next)
             self._next = next(self._requests, None)
+
+    def take(self) -> TraceRequest | None:
+        """The first that has come."""
+        if self._all_at_start:
+            taken, self._next = self._next, next(self._requests, None)
+            return taken
         return self._come.popleft() if self._come else None
 
 
@@ -206,9 +137,10 @@ class _Device:
             own = left[rows[i]]
             own[0] -= 1
             tokens.append(MORE if own[0] else END)
-        ledger = self._simulation.ledger
-        if isinstance(ledger, PagedLedger | ContiguousLedger):
-            self._count_slots(plan, ledger)
+        if self._simulation.has_padding:
+            self._count_slots(
+                [rows[i] for i in plan.sample], [starts[i] + plan.counts[i] for i in plan.sample]
+            )
         num = plan.num_contexts
         decodes = len(rows) - num
         prompt = pairs = 0
@@ -222,12 +154,26 @@ class _Device:
     def check(self, edits: bytes, holding: Holding) -> None:
         """There is no memory to recount."""
 
-    def _count_slots(self, plan: StepPlan, ledger: PagedLedger | ContiguousLedger) -> None:
-        sampled = np.array(plan.sample, np.int64)
-        lengths = (np.array(plan.starts, np.int64) + np.array(plan.counts, np.int64))[sampled]
-        slots = int(ledger.slots([plan.rows[i] for i in plan.sample], lengths).sum())
+    def steps_without_end(self, sequences: Iterable[Sequence]) -> int:
+        """Steps in which none of these samples its last token."""
+        return min([self._left[sequence.row][0] for sequence in sequences]) - 1
+
+    def repeat(self, sequences: list[Sequence], steps: int) -> None:
+        """So many steps of just these have been, in each of which they took a token; they are about to get
+        their slots."""
+        for sequence in sequences:
+            self._left[sequence.row][0] -= steps
+        if self._simulation.has_padding:
+            rows = [sequence.row for sequence in sequences]
+            self._count_slots(rows, [sequence.length + 1 for sequence in sequences], steps)
+
+    def _count_slots(self, rows: list[int], lengths: list[int], steps: int = 1) -> None:
+        ledger = self._simulation.ledger
+        assert isinstance(ledger, PagedLedger | ContiguousLedger)
+        slots = ledger.slots(rows, np.array(lengths, np.int64), steps)
+        tokens = steps * sum(lengths) + len(rows) * steps * (steps - 1) // 2
         self.all_slots += slots
-        self.empty_slots += slots - int(lengths.sum())
+        self.empty_slots += slots - tokens
 
 
 class _Live:
@@ -245,12 +191,19 @@ class _Simulation:
     """One run: the clock, the engine, and what is written down."""
 
     def __init__(
-        self, trace: Trace, config: SimulationConfig, step_time: StepTime, progress: Progress
+        self,
+        trace: Trace,
+        config: SimulationConfig,
+        step_time: StepTime,
+        progress: Progress,
+        at_once: bool,
     ) -> None:
         self.config = config
+        self._at_once = at_once
         self.trace = trace
         self.step_time = step_time
         self._progress = progress
+        self._what = "simulating" if config.rate != math.inf else "measuring saturation"
         self.clock = 0.0
         page = page_of(config.allocation)
         longest = config.capacity + 1
@@ -260,6 +213,7 @@ class _Simulation:
         admission = make_admission(config.counted, config.seed, slack=max(page - 1, 0))
         limits = Limits(config.max_num_seqs, longest, config.prefill_chunk, VOCAB_SIZE)
         self.scheduler = Scheduler(self.ledger, limits, admission=admission)
+        self.has_padding = page != 1
         self.device = _Device(self, step_time, config.max_num_seqs)
         self.engine = Engine(self.scheduler, self.device)
         self._live: dict[str, _Live] = {}
@@ -277,8 +231,11 @@ class _Simulation:
     def run(self) -> SimulationResult:
         """All of it."""
         self._arrivals, offered, saturated = self._arrange()
+        self._arrivals.look(self.clock)
         while True:
             self._send()
+            if self._at_once and self._repeat():
+                continue
             if self.engine.has_work:
                 self._take(self.engine.step())
             elif (at := self._arrivals.next_time) is not None:
@@ -289,12 +246,15 @@ class _Simulation:
         return self._result(offered, saturated)
 
     def pass_time(self, seconds: float) -> None:
-        """The clock moves on; all that is held meanwhile is written down."""
-        ledger, scheduler = self.ledger, self.scheduler
+        """The clock moves on; what the ledger holds meanwhile is written down."""
+        ledger = self.ledger
         padding = ledger.padding if isinstance(ledger, PagedLedger | ContiguousLedger) else 0
-        held, cached = ledger.num_held, ledger.num_cached
-        running, waiting = scheduler.num_running, scheduler.num_waiting + self._arrivals.num_waiting
-        if self._loaded and self._arrivals.exhausted and not waiting:
+        self._pass(seconds, ledger.num_held, padding, ledger.num_cached)
+
+    def _pass(self, seconds: float, held: int, padding: int, cached: int) -> None:
+        scheduler, arrivals = self.scheduler, self._arrivals
+        running, waiting = scheduler.num_running, scheduler.num_waiting + arrivals.num_waiting
+        if self._loaded and not waiting and arrivals.exhausted:
             self._loaded = False
             self._loaded_output = scheduler.num_output_tokens
         if self._loaded:
@@ -303,6 +263,42 @@ class _Simulation:
         self._max_waiting = max(self._max_waiting, waiting)
         now, self.clock = self.clock, self.clock + seconds
         self._timeline.add(now, self.clock, (held - padding, padding, cached, running, waiting))
+        arrivals.look(self.clock)
+
+    def _repeat(self) -> bool:
+        """Take the next steps at once where they are the same decodes again and again: as many as end no answer,
+        until somebody comes whom the scheduler has to see. Comes to exactly what one by one would (a test
+        compares them), for a part of the work. False where there are none such."""
+        scheduler, ledger = self.scheduler, self.ledger
+        steps = scheduler.steady_steps()
+        if steps < 2:
+            return False
+        sequences = list(ledger.sequences)
+        steps = min(steps, self.device.steps_without_end(sequences))
+        if steps < 2:
+            return False
+        num = len(sequences)
+        cycle, padding = [num], 0
+        if isinstance(ledger, PagedLedger | ContiguousLedger):
+            cycle, padding = ledger.growth_cycle(sequences), ledger.padding
+        held, cached, free = ledger.num_held, ledger.num_cached, ledger.num_free
+        kv = sum([sequence.length for sequence in sequences])
+        taken = 0
+        while taken < steps:
+            growth = cycle[taken % len(cycle)]
+            held += growth
+            padding += growth - num
+            free -= growth
+            if free < 0:  # so many cached ones are evicted
+                cached, free = cached + free, 0
+            kv += num
+            taken += 1
+            self._pass(self.step_time.seconds(Work(num, kv, 0, 0)), held, padding, cached)
+            if self._arrivals.num_waiting and scheduler.num_waiting < QUEUE:
+                break
+        self.device.repeat(sequences, taken)
+        scheduler.repeat(taken, MORE)
+        return True
 
     def _arrange(self) -> tuple[_Arrivals, float, float]:
         """The arrivals, how many a second, and what is saturation."""
@@ -326,7 +322,7 @@ class _Simulation:
     def _send(self) -> None:
         """Give the scheduler those that have come, as far as it has to see them."""
         while self.scheduler.num_waiting < QUEUE:
-            asked = self._arrivals.take(self.clock)
+            asked = self._arrivals.take()
             if asked is None:
                 return
             self._num_sent += 1
@@ -373,7 +369,8 @@ class _Simulation:
                 del self.device.outputs[live.request.seed]
                 self._finish(live, len(live.request.output))
                 self._num_finished += 1
-                self._progress(self._num_finished)
+                if not self._num_finished % PROGRESS_EVERY:
+                    self._progress(self._what, self._num_finished)
 
     def _finish(self, live: _Live, num_output: int) -> None:
         between = 0.0
@@ -431,10 +428,8 @@ class _Simulation:
         used, padding, cached, running, waiting = self._timeline.means()
         series = Series(self._timeline.width, capacity, used, padding, cached, running, waiting)
         settings = {"trace": self.trace.name, **asdict(config), "admission": config.counted}
+        if config.rate == math.inf:
+            settings["rate"] = "inf"  # JSON has no such number
         return SimulationResult(
             settings, self.step_time.as_dict(), figures, series, ttft.curve(), tpot.curve()
         )
-
-
-def _flag(name: str) -> str:
-    return "--" + name.replace("_", "-")
