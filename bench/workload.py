@@ -15,6 +15,7 @@ __all__ = ["Ask", "Lengths", "UnreadableTrace", "choose", "fill", "mixed", "pois
 
 LOWEST_ID = 100  # below it many vocabularies keep special tokens
 
+
 class Lengths(NamedTuple):
     """Tokens of one request: of its prompt and of its answer."""
 

@@ -53,7 +53,9 @@ class PagedLedger(TokenLedger):
     def slots(self, rows: Seq[int], lengths: np.ndarray, steps: int = 1) -> int:
         """Slots of the pages of sequences of these lengths; summed over `steps`, a token more in each."""
 
-        def pages_up_to(length: np.ndarray) -> np.ndarray:  # of sequences of 1, 2 … length tokens, all together
+        def pages_up_to(
+            length: np.ndarray,
+        ) -> np.ndarray:  # of sequences of 1, 2 … length tokens, all together
             full, rest = np.divmod(length, self.page)
             return self.page * full * (full + 1) // 2 + rest * (full + 1)
 
@@ -148,7 +150,9 @@ class PagedLedger(TokenLedger):
         if padding != self.padding:
             raise CheckFailed(f"{self.padding} slots of padding in the books, {padding} by recount")
         if self.num_free < 0 or self.num_free % self.page or self.num_cached % self.page:
-            raise CheckFailed(f"{self.num_free} slots free, {self.num_cached} cached, in pages of {self.page}")
+            raise CheckFailed(
+                f"{self.num_free} slots free, {self.num_cached} cached, in pages of {self.page}"
+            )
 
     def _findable(self, coded: bytes, token_ids: bytes) -> bytes:
         """What of a prompt may be found, and one token, which is left to compute."""

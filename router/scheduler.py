@@ -276,9 +276,8 @@ class Scheduler:
         return max(steps, 0)
 
     def repeat(self, count: int, token: int) -> None:
-        """Take `count` of these steps at once, in each of which every request gets `token`. What is left is what
-        as many plans and results would have; their edits are gone. Raises ValueError for more than there are.
-        """
+        """Take `count` of these steps at once, in each of which every request gets `token`. It all is then as
+        after as many plans and results, whose edits are gone. Raises ValueError for more than there are."""
         if count > self.steady_steps():
             raise ValueError(f"{count} steps at once; {self.steady_steps()} are alike")
         decoding = self._decoding
@@ -432,10 +431,11 @@ class Scheduler:
             if segment.holders:
                 shared += tip or segment.length
             tip = 0
-        to_come = sum(r.num_context - r.sequence.length for r in self._prefilling)  # type: ignore[union-attr]
-        own = request.num_context - shared
-        num_growing = ledger.num_open + 1  # each takes a token right after its prompt
-        return ledger.num_held + to_come + own + num_growing <= limit
+        held = ledger.num_held + request.num_context - shared
+        for other in self._prefilling:
+            assert other.sequence is not None
+            held += other.num_context - other.sequence.length
+        return held + ledger.num_open + 1 <= limit  # each takes a token right after its prompt
 
     def _chunk(self, request: Request, budget: int, contexts: list[tuple[Request, int, int]]) -> int:
         """The request's next context tokens, at most `budget`. Returns how many."""

@@ -93,7 +93,8 @@ def summary(result: "SimulationResult") -> Iterator[str]:
         "served": f"{f.served_rate:.2f} requests a second while loaded, {f.output_rate:,.0f} tokens a second",
         "goodput": f"{f.goodput:.2f} requests a second, {f.met_share:.1%} of them ({targets})",
         "first token": f"p50 {f.ttft_p50:.2f} s, p90 {f.ttft_p90:.2f} s, p99 {f.ttft_p99:.2f} s",
-        "per token": f"p50 {f.tpot_p50 * 1e3:.1f} ms, p90 {f.tpot_p90 * 1e3:.1f} ms, p99 {f.tpot_p99 * 1e3:.1f} ms",
+        "per token": f"p50 {f.tpot_p50 * 1e3:.1f} ms, p90 {f.tpot_p90 * 1e3:.1f} ms, "
+        f"p99 {f.tpot_p99 * 1e3:.1f} ms",
         "memory": f"{f.memory_used_share:.1%} used{padding}, {f.memory_cached_share:.1%} cached{waste}",
         "preempted": f"{f.num_preemptions:,} times, {f.preempted_share:.2%} of requests; "
         f"{f.recomputed_tokens:,} tokens computed again",

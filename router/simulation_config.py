@@ -50,7 +50,7 @@ class SimulationConfig:
     load: float | None = _setting(
         None,
         "Arrivals at so many times what an oracle serves of this trace when all requests wait at the start, "
-        "which is simulated first. Default: the trace's own times.",
+        "which is simulated first. Default: the trace's own times; 1.0 where it has none.",
     )
     rate: float | None = _setting(None, "Arrivals at so many requests a second; inf: all at the start.")
     saturation: float | None = _setting(

@@ -30,7 +30,7 @@ from .simulation_config import InvalidSimulation, SimulationConfig, page_of
 from .simulation_record import Distribution, Means, Timeline
 from .simulation_result import Figures, Series, SimulationResult
 from .step_time import StepTime, Work
-from .traces import BLOCK, Trace, TraceRequest, at_once, faster, open_trace, poisson, summarise
+from .traces import BLOCK, Trace, TraceRequest, at_once, faster, is_timed, open_trace, poisson, summarise
 
 VOCAB_SIZE = 2**31 - 1
 END, MORE = 2, 1  # sampled: the last token of an answer, any other
@@ -47,12 +47,15 @@ def simulate(
 ) -> SimulationResult:
     """Run a trace (`traces.open_trace`) to its end.
 
-    `stepwise`: each step by itself, also where several are alike: the same result, later. Raises UnreadableTrace, InvalidStepTime, InvalidAllocation, OSError; InvalidSimulation for a request that
-    could never run.
+    `stepwise`: each step by itself, also where several are alike: the same result, later. Raises
+    UnreadableTrace, InvalidStepTime, InvalidAllocation, OSError; InvalidSimulation for a request that could
+    never run.
     """
+    trace = open_trace(trace_name, config.requests, config.seed)
+    if config.load is None and config.rate is None and not is_timed(trace):
+        config = replace(config, load=1.0)
     if config.load is not None and config.saturation is None:
         config = replace(config, saturation=saturation(trace_name, config, progress))
-    trace = open_trace(trace_name, config.requests, config.seed)
     step_time = StepTime.parse(config.step_time)
     return _Simulation(trace, config, step_time, progress or (lambda what, done: None), not stepwise).run()
 
@@ -66,7 +69,13 @@ def saturation(trace_name: str, config: SimulationConfig, progress: Progress | N
     """Requests a second that an oracle serves, by token, when all of them wait at the start."""
     num = min(config.requests, SATURATION_REQUESTS) if config.requests else None
     full = replace(
-        config, allocation="token", admission="oracle", rate=math.inf, load=None, saturation=None, requests=num
+        config,
+        allocation="token",
+        admission="oracle",
+        rate=math.inf,
+        load=None,
+        saturation=None,
+        requests=num,
     )
     return simulate(trace_name, full, progress).figures.served_rate
 
@@ -122,7 +131,9 @@ class _Device:
     def __init__(self, simulation: "_Simulation", step_time: StepTime, max_num_seqs: int) -> None:
         self._simulation = simulation
         self._step_time = step_time
-        self._left: list[list[int]] = [[0]] * (max_num_seqs + 1)  # by row: [tokens to come], its request's own
+        self._left: list[list[int]] = [[0]] * (
+            max_num_seqs + 1
+        )  # by row: [tokens to come], its request's own
         self.outputs: dict[int, list[int]] = {}  # request → the same, while it lives
         self.empty_slots = 0  # over all steps and requests that got a token: of its pages, those without one
         self.all_slots = 0
@@ -266,9 +277,9 @@ class _Simulation:
         arrivals.look(self.clock)
 
     def _repeat(self) -> bool:
-        """Take the next steps at once where they are the same decodes again and again: as many as end no answer,
-        until somebody comes whom the scheduler has to see. Comes to exactly what one by one would (a test
-        compares them), for a part of the work. False where there are none such."""
+        """Take the next steps at once where they are the same decodes again and again: as many as end no
+        answer, until somebody comes whom the scheduler has to see. Comes to exactly what one by one would (a
+        test compares them), for a part of the work. False where there are none such."""
         scheduler, ledger = self.scheduler, self.ledger
         steps = scheduler.steady_steps()
         if steps < 2:
@@ -310,10 +321,7 @@ class _Simulation:
         if config.load is not None:
             rate = config.load * saturated
         if not summary.span:
-            if rate is None:
-                raise InvalidSimulation(
-                    f"{self.trace.name} has no arrival times; give --load (of saturation) or --rate (a second)"
-                )
+            assert rate is not None
             return _Arrivals(poisson(trace, rate, config.seed), False), rate, saturated
         own = summary.num / summary.span
         factor = 1.0 if rate is None else rate / own
@@ -334,8 +342,8 @@ class _Simulation:
             if not config.skip_too_large:
                 raise InvalidSimulation(
                     f"request {number} of {self.trace.name} has {asked.prompt} prompt tokens and up to "
-                    f"{config.max_new} new ones, of a pool of {self.ledger.capacity}; give a larger --capacity, "
-                    "a smaller --max-new, or --skip-too-large to leave such requests out"
+                    f"{config.max_new} new ones, of a pool of {self.ledger.capacity}; give a larger "
+                    "--capacity, a smaller --max-new, or --skip-too-large to leave such requests out"
                 )
             self._num_skipped += 1
             return
@@ -400,7 +408,7 @@ class _Simulation:
             output_tokens=scheduler.num_output_tokens,
             offered_rate=offered,
             saturation_rate=saturated,
-            load=offered / saturated if saturated else 0.0,
+            load=config.load or (offered / saturated if saturated else 0.0),
             seconds=seconds,
             loaded_seconds=means.seconds,
             served_rate=loaded_rate / mean_output if mean_output else 0.0,
