@@ -178,13 +178,15 @@ class Admission:
 
     `estimates`: None expects all that a request may have. `reserve`: share of the pool that admission leaves
     alone. `slack`: tokens a request that an allocator may take beyond those counted: 0, or, where memory goes
-    by pages, a page less one.
+    by pages, a page less one. `patience`: seconds after which one that waits lets those of its priority go
+    first that have waited less; None: first come, first served, however late.
     """
 
     estimates: Estimates | None = None
     counting: Counting = Counting.PEAK
     reserve: float = 0.0
     slack: int = 0
+    patience: float | None = None
 
     @property
     def may_run_short(self) -> bool:
@@ -200,14 +202,21 @@ class Admission:
         return self.estimates.estimate(generated, max_tokens) if self.estimates else max_tokens
 
 
-def make_admission(name: str, seed: int = 0, slack: int = 0) -> Admission:
-    """The admission of this name, which knows nothing of outputs yet. `seed`: of what it draws, if it does."""
-    return replace(_ADMISSIONS[name](seed), slack=slack)
+TTFT_TARGET = 10.0
+_PATIENT_SHARE = 0.8  # of the target; the rest is for its prompt, and the prompts before it
+
+
+def make_admission(name: str, seed: int = 0, slack: int = 0, ttft_target: float = TTFT_TARGET) -> Admission:
+    """The admission of this name, which knows nothing of outputs yet. `seed`: of what it draws, if it does.
+    `ttft_target`: seconds until a first token that "timely" works for."""
+    made = replace(_ADMISSIONS[name](seed), slack=slack)
+    return replace(made, patience=ttft_target * _PATIENT_SHARE) if name == "timely" else made
 
 
 _ADMISSIONS: dict[str, Callable[[int], Admission]] = {
     "exact": lambda seed: Admission(),
     "quantile": lambda seed: Admission(OutputLengths(), reserve=0.03),
+    "timely": lambda seed: Admission(OutputLengths(), reserve=0.03),
     "past-future": lambda seed: Admission(OutputLengths(quantile=None, seed=seed)),
     "moving-average": lambda seed: Admission(AverageLength()),
     "watermark": lambda seed: Admission(counting=Counting.CONTEXT, reserve=0.01),

@@ -112,7 +112,9 @@ class LLM:
         runner, self.info = build_runner(config, report)
         limits = self.info.limits
         ledger = TokenLedger(self.info.capacity, limits.max_num_seqs, limits.max_model_len)
-        scheduler = Scheduler(ledger, limits, admission=make_admission(config.admission))
+        scheduler = Scheduler(
+            ledger, limits, admission=make_admission(config.admission, ttft_target=config.ttft_target)
+        )
         self.engine = Engine(scheduler, runner)
         self._runs: dict[str, _Run] = {}  # by request: calls may be interleaved, and each gets its own
 

@@ -110,7 +110,8 @@ class Router:
         self._clients: set[FrameStream[ToRouter]] = set()
         self._map_askers: list[FrameStream[ToRouter]] = []
         self._wake = asyncio.Event()
-        self._admission = make_admission(config.admission)  # what it has learned outlives a worker
+        # What it has learned outlives a worker.
+        self._admission = make_admission(config.admission, ttft_target=config.ttft_target)
         self._crashes: deque[float] = deque(maxlen=MAX_CRASHES)
         self._num_barren = 0  # crashes in a row without a step between them
         self._num_starts = 0

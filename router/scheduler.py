@@ -8,7 +8,8 @@ It owns the ledger's decisions, by priority and then first come first served: a 
 exact peak of all that run, and it, fits the pool (`forecast.py`), so that nothing admitted is ever short of
 a token. Where outputs are counted by an estimate instead, or not at all (`admission.Admission`), the pool may
 run short: then the least urgent is paused, of these the youngest. What it has computed stays cached while it
-can, and it keeps its place in the queue. `plan` emits what one step does; `consume` takes its result, or
+can, and it keeps its place in the queue. With patience for an admission (`Admission.patience`), those that have
+waited for longer let the others go first. `plan` emits what one step does; `consume` takes its result, or
 `fail` its failure. It knows no text and no device.
 
 With a depth of two the next step is planned while one is under way, so that a device need not wait for the
@@ -18,8 +19,11 @@ released when that step has landed. Admission counts with that one step more.
 """
 
 import heapq
+import math
+import time
 from array import array
 from collections import deque
+from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
@@ -46,11 +50,17 @@ class _Batch(NamedTuple):
 class Scheduler:
     """Plans steps over one ledger. Up to `depth` plans are under way; their results come in order.
 
-    `admission`: how requests are counted; None counts each with all it may have, which never pauses.
+    `admission`: how requests are counted; None counts each with all it may have, which never pauses. `clock`:
+    seconds, asked only where admission has patience.
     """
 
     def __init__(
-        self, ledger: TokenLedger, limits: Limits, depth: int = 1, admission: Admission | None = None
+        self,
+        ledger: TokenLedger,
+        limits: Limits,
+        depth: int = 1,
+        admission: Admission | None = None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         if depth not in (1, 2):
             raise ValueError(f"a depth of {depth}; give 1, or 2 to plan a step while one is under way")
@@ -64,7 +74,8 @@ class Scheduler:
         self.num_pauses = 0
         self.num_recomputed_tokens = 0  # computed before a pause, and again after it
         self._requests: dict[str, Request] = {}
-        self._waiting: list[tuple[int, int, Request]] = []  # heap: priority, arrival; the ended are skipped
+        self._waiting: list[tuple[int, bool, int, Request]] = []  # heap: its order; what is stale is skipped
+        self._in_time: deque[Request] = deque()  # where there is patience: those not late, as they came
         self._num_waiting = 0
         self._arrivals = 0
         self._prefilling: list[Request] = []  # the most urgent first
@@ -75,6 +86,7 @@ class Scheduler:
         self._failed = False  # a step has failed, and another is still under way
         self._forecast = Forecast(ledger, lag=depth - 1)
         self._admission = admission or Admission()
+        self._clock = clock
         self._blocked = False  # the head of the queue was refused, and nothing has ended since
 
     @property
@@ -120,6 +132,10 @@ class Scheduler:
         self._requests[request.id] = request
         request.arrival = self._arrivals
         self._arrivals += 1
+        if self._admission.patience is not None:
+            if request.queued is None:
+                request.queued = self._clock()
+            self._in_time.append(request)
         self._queue(request)
 
     def validate(self, request: Request) -> None:
@@ -162,6 +178,8 @@ class Scheduler:
             raise ValueError(f"{self.depth} steps are under way; consume the first")
         if self._failed:
             return None
+        if self._admission.patience is not None:
+            self._defer(self._clock())
         ledger = self.ledger
         decoding, sequences = self._next_decodes()
         growth = ledger.growth(sequences)
@@ -264,7 +282,7 @@ class Scheduler:
 
     def steady_steps(self) -> int:
         """How many of the next steps will be a token for each that decodes, and nothing else: unless one of
-        these ends, one is aborted or another is added."""
+        these ends, one is aborted, another is added, or one has waited for too long (`late_at`)."""
         if not self._decoding or self._flying or self._prefilling or self._leaving or self._failed:
             return 0
         if self._num_waiting and not self._blocked and self.ledger.num_open < self.limits.max_num_seqs:
@@ -321,7 +339,7 @@ class Scheduler:
             raise CheckFailed(
                 f"{len(holding)} requests hold tokens, {self.ledger.num_open} sequences are open"
             )
-        waiting = sum(request.finish_reason is None for _, _, request in self._waiting)
+        waiting = sum(_is_waiting(entry) for entry in self._waiting)
         known = len(self._requests)
         if waiting != self._num_waiting or len(running) + waiting != known:
             raise CheckFailed(f"{known} requests known, {len(running)} run, {waiting} wait")
@@ -329,10 +347,32 @@ class Scheduler:
             raise CheckFailed(f"a peak of {forecast} is forecast for {self.ledger.capacity} tokens")
 
     def _queue(self, request: Request) -> None:
-        if self._waiting and request.order < self._waiting[0][:2]:
+        if self._waiting and request.order < self._waiting[0][:3]:
             self._blocked = False  # there is another head of the queue
         heapq.heappush(self._waiting, (*request.order, request))
         self._num_waiting += 1
+
+    @property
+    def late_at(self) -> float:
+        """When the next one that waits will have waited for too long; infinity where none will."""
+        patience = self._admission.patience
+        while self._in_time and (self._in_time[0].sequence or self._in_time[0].finish_reason):
+            self._in_time.popleft()
+        if patience is None or not self._in_time:
+            return math.inf
+        queued = self._in_time[0].queued
+        assert queued is not None
+        return queued + patience
+
+    def _defer(self, now: float) -> None:
+        """Those that have waited for too long let the others go first: their first token would be late anyway,
+        and of the others' none need be. One that has been admitted before is in time."""
+        while now > self.late_at:
+            request = self._in_time.popleft()
+            if not request.num_pauses:
+                request.is_late = True
+                heapq.heappush(self._waiting, (*request.order, request))
+                self._blocked = False
 
     def _next_decodes(self) -> tuple[list[Request], list[Sequence]]:
         """Who takes a token in the next step: what is under way brings each of its decodes one token more, and
@@ -389,9 +429,9 @@ class Scheduler:
 
     def _head(self) -> Request | None:
         """Who is to be admitted next."""
-        while self._waiting and self._waiting[0][2].finish_reason is not None:
+        while self._waiting and not _is_waiting(self._waiting[0]):
             heapq.heappop(self._waiting)
-        return self._waiting[0][2] if self._waiting else None
+        return self._waiting[0][3] if self._waiting else None
 
     def _admit(self, request: Request) -> bool:
         """Open the request's sequence if the peak of everything, with it, fits. Alone it always does."""
@@ -467,7 +507,7 @@ class Scheduler:
             self._num_waiting -= 1
             self._blocked = False
             if len(self._waiting) > 2 * self._num_waiting + 64:
-                self._waiting = [entry for entry in self._waiting if entry[2].finish_reason is None]
+                self._waiting = [entry for entry in self._waiting if _is_waiting(entry)]
                 heapq.heapify(self._waiting)
         else:
             if request.flying:
@@ -494,5 +534,10 @@ class Scheduler:
             self.ledger.retract()
 
 
-def _order(request: Request) -> tuple[int, int]:
+def _order(request: Request) -> tuple[int, bool, int]:
     return request.order
+
+
+def _is_waiting(entry: tuple[int, bool, int, Request]) -> bool:
+    """Or has it ended, or got another place since?"""
+    return entry[3].finish_reason is None and entry[:3] == entry[3].order

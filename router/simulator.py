@@ -221,9 +221,11 @@ class _Simulation:
         self.ledger: TokenLedger = make_ledger(
             config.allocation, config.capacity, config.max_num_seqs, longest, config.max_new
         )
-        admission = make_admission(config.counted, config.seed, slack=max(page - 1, 0))
+        slack = max(page - 1, 0)
+        admission = make_admission(config.counted, config.seed, slack, config.ttft_target)
+        self._queue = math.inf if admission.patience else QUEUE
         limits = Limits(config.max_num_seqs, longest, config.prefill_chunk, VOCAB_SIZE)
-        self.scheduler = Scheduler(self.ledger, limits, admission=admission)
+        self.scheduler = Scheduler(self.ledger, limits, admission=admission, clock=lambda: self.clock)
         self.has_padding = page != 1
         self.device = _Device(self, step_time, config.max_num_seqs)
         self.engine = Engine(self.scheduler, self.device)
@@ -282,7 +284,7 @@ class _Simulation:
         test compares them), for a part of the work. False where there are none such."""
         scheduler, ledger = self.scheduler, self.ledger
         steps = scheduler.steady_steps()
-        if steps < 2:
+        if steps < 2 or self.clock > scheduler.late_at:
             return False
         sequences = list(ledger.sequences)
         steps = min(steps, self.device.steps_without_end(sequences))
@@ -305,7 +307,9 @@ class _Simulation:
             kv += num
             taken += 1
             self._pass(self.step_time.seconds(Work(num, kv, 0, 0)), held, padding, cached)
-            if self._arrivals.num_waiting and scheduler.num_waiting < QUEUE:
+            if self._arrivals.num_waiting and scheduler.num_waiting < self._queue:
+                break
+            if self.clock > scheduler.late_at:
                 break
         self.device.repeat(sequences, taken)
         scheduler.repeat(taken, MORE)
@@ -329,7 +333,7 @@ class _Simulation:
 
     def _send(self) -> None:
         """Give the scheduler those that have come, as far as it has to see them."""
-        while self.scheduler.num_waiting < QUEUE:
+        while self.scheduler.num_waiting < self._queue:
             asked = self._arrivals.take()
             if asked is None:
                 return
@@ -361,6 +365,7 @@ class _Simulation:
         request = Request(str(number), ids, params, number, frozenset({END}))
         self.device.outputs[number] = [output]
         assert asked.arrival is not None
+        request.queued = asked.arrival
         self._live[request.id] = _Live(asked.arrival, request)
         self.engine.add(request)
 
