@@ -57,10 +57,11 @@ class Distribution:
 
 
 class Timeline:
-    """Several numbers over time, as means over intervals. Where there are too many intervals they double."""
+    """Several numbers over time, as means over intervals. Where there are too many intervals they double: their
+    width is a power of two, so that where they begin is exact."""
 
-    def __init__(self, num: int, width: float = 0.01) -> None:
-        self.width = width
+    def __init__(self, num: int) -> None:
+        self.width = 2.0**-7
         self._num = num
         self._sums: list[list[float]] = []  # of each interval: Σ number · seconds
         self._end = 0.0
@@ -75,8 +76,6 @@ class Timeline:
         while start < end:
             idx = int(start / self.width)
             until = min((idx + 1) * self.width, end)
-            if until <= start:  # a rounding error before the next interval
-                idx, until = idx + 1, end
             while len(self._sums) <= idx:
                 self._sums.append([0.0] * self._num)
             sums = self._sums[idx]
