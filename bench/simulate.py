@@ -32,7 +32,7 @@ FILES = {
 LOADS = (0.7, 1.0, 1.3)
 POLICY_WORKLOADS = ("decode-heavy", "prefill-heavy", "chat")
 GOODPUT_TRACES = ("azure-conv", "sharegpt")
-LARGE_POOL = 1_000_000  # that the longest prompts of every trace fit
+LARGE_POOL = 10_000_000  # that nobody waits for; whole prompts in a step: fewer steps, and the same pages
 
 
 def trace_of(name: str, directory: Path | None) -> str:
@@ -48,6 +48,8 @@ def waste(name: str, directory: Path | None, requests: int | None) -> list[float
             allocation=f"paged:{page}",
             admission="oracle",
             capacity=LARGE_POOL,
+            max_num_seqs=1024,
+            prefill_chunk=0,
             rate=math.inf,
             requests=requests,
         )

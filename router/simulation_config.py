@@ -58,6 +58,11 @@ class SimulationConfig:
     )
     ttft_target: float = _setting(10.0, "Seconds to the first token at most, for goodput.")
     tpot_target: float = _setting(0.1, "Seconds between tokens at most (a request's mean), for goodput.")
+    patience: float | None = _setting(
+        None,
+        "Seconds after which a request that waits lets those go first that have waited less. Default: first "
+        "come, first served; 0.8 of --ttft-target for timely.",
+    )
     step_time: str = _setting(
         "",
         "A JSON file of a step-time model, or its parameters (base=0.007,per_kv=4e-8 …). Default: Llama-3-8B "
@@ -82,7 +87,7 @@ class SimulationConfig:
                 raise InvalidSimulation(f"{_flag(name)} is {getattr(self, name)}; give at least {least}")
         if self.requests is not None and self.requests < 1:
             raise InvalidSimulation(f"--requests is {self.requests}; give at least 1")
-        for name in ("load", "rate", "saturation", "ttft_target", "tpot_target"):
+        for name in ("load", "rate", "saturation", "ttft_target", "tpot_target", "patience"):
             value = getattr(self, name)
             if value is not None and not value > 0:
                 raise InvalidSimulation(f"{_flag(name)} is {value}; give more than 0")

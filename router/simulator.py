@@ -223,6 +223,8 @@ class _Simulation:
         )
         slack = max(page - 1, 0)
         admission = make_admission(config.counted, config.seed, slack, config.ttft_target)
+        if config.patience is not None:
+            admission = replace(admission, patience=config.patience)
         self._queue = math.inf if admission.patience else QUEUE
         limits = Limits(config.max_num_seqs, longest, config.prefill_chunk, VOCAB_SIZE)
         self.scheduler = Scheduler(self.ledger, limits, admission=admission, clock=lambda: self.clock)
