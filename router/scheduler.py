@@ -18,8 +18,6 @@ out to have ended otherwise is in the next step all the same; its token there is
 released when that step has landed. Admission counts with that one step more.
 """
 
-import heapq
-import math
 import time
 from array import array
 from collections import deque
@@ -38,6 +36,7 @@ from .forecast import Forecast
 from .messages import Limits, NewRow, StepPlan, StepResult, TokenEvent
 from .request import InvalidPrompt, NeverFits, Request
 from .sampling_params import SamplerKind
+from .waiting import WaitingQueue
 
 
 class _Batch(NamedTuple):
@@ -74,9 +73,6 @@ class Scheduler:
         self.num_pauses = 0
         self.num_recomputed_tokens = 0  # computed before a pause, and again after it
         self._requests: dict[str, Request] = {}
-        self._waiting: list[tuple[int, bool, int, Request]] = []  # heap: its order; what is stale is skipped
-        self._in_time: deque[Request] = deque()  # where there is patience: those not late, as they came
-        self._num_waiting = 0
         self._arrivals = 0
         self._prefilling: list[Request] = []  # the most urgent first
         self._decoding: list[Request] = []
@@ -87,6 +83,7 @@ class Scheduler:
         self._forecast = Forecast(ledger, lag=depth - 1)
         self._admission = admission or Admission()
         self._clock = clock
+        self._waiting = WaitingQueue(self._admission.patience)
         self._blocked = False  # the head of the queue was refused, and nothing has ended since
 
     @property
@@ -97,7 +94,7 @@ class Scheduler:
     @property
     def num_waiting(self) -> int:
         """Requests not admitted yet, or paused."""
-        return self._num_waiting
+        return len(self._waiting)
 
     @property
     def num_running(self) -> int:
@@ -132,10 +129,8 @@ class Scheduler:
         self._requests[request.id] = request
         request.arrival = self._arrivals
         self._arrivals += 1
-        if self._admission.patience is not None:
-            if request.queued is None:
-                request.queued = self._clock()
-            self._in_time.append(request)
+        if self._admission.patience is not None and request.queued is None:
+            request.queued = self._clock()
         self._queue(request)
 
     def validate(self, request: Request) -> None:
@@ -178,8 +173,8 @@ class Scheduler:
             raise ValueError(f"{self.depth} steps are under way; consume the first")
         if self._failed:
             return None
-        if self._admission.patience is not None:
-            self._defer(self._clock())
+        if self._admission.patience is not None and self._waiting.defer(self._clock()):
+            self._blocked = False  # there may be another head of the queue
         ledger = self.ledger
         decoding, sequences = self._next_decodes()
         growth = ledger.growth(sequences)
@@ -280,12 +275,17 @@ class Scheduler:
         self._sweep()
         return events
 
+    @property
+    def late_at(self) -> float:
+        """After when another request will have waited for too long; infinity where none will."""
+        return self._waiting.late_at
+
     def steady_steps(self) -> int:
         """How many of the next steps will be a token for each that decodes, and nothing else: unless one of
         these ends, one is aborted, another is added, or one has waited for too long (`late_at`)."""
         if not self._decoding or self._flying or self._prefilling or self._leaving or self._failed:
             return 0
-        if self._num_waiting and not self._blocked and self.ledger.num_open < self.limits.max_num_seqs:
+        if self._waiting and not self._blocked and self.ledger.num_open < self.limits.max_num_seqs:
             return 0
         steps = min([request.expected - len(request.output) for request in self._decoding])
         sequences = [request.sequence for request in self._decoding]
@@ -339,40 +339,18 @@ class Scheduler:
             raise CheckFailed(
                 f"{len(holding)} requests hold tokens, {self.ledger.num_open} sequences are open"
             )
-        waiting = sum(_is_waiting(entry) for entry in self._waiting)
-        known = len(self._requests)
-        if waiting != self._num_waiting or len(running) + waiting != known:
+        self._waiting.check()
+        waiting, known = self.num_waiting, len(self._requests)
+        if len(running) + waiting != known:
             raise CheckFailed(f"{known} requests known, {len(running)} run, {waiting} wait")
         if not self._admission.may_run_short and forecast > self.ledger.capacity:
             raise CheckFailed(f"a peak of {forecast} is forecast for {self.ledger.capacity} tokens")
 
     def _queue(self, request: Request) -> None:
-        if self._waiting and request.order < self._waiting[0][:3]:
+        head = self._waiting.head
+        if head is not None and request.order < head.order:
             self._blocked = False  # there is another head of the queue
-        heapq.heappush(self._waiting, (*request.order, request))
-        self._num_waiting += 1
-
-    @property
-    def late_at(self) -> float:
-        """When the next one that waits will have waited for too long; infinity where none will."""
-        patience = self._admission.patience
-        while self._in_time and (self._in_time[0].sequence or self._in_time[0].finish_reason):
-            self._in_time.popleft()
-        if patience is None or not self._in_time:
-            return math.inf
-        queued = self._in_time[0].queued
-        assert queued is not None
-        return queued + patience
-
-    def _defer(self, now: float) -> None:
-        """Those that have waited for too long let the others go first: their first token would be late anyway,
-        and of the others' none need be. One that has been admitted before is in time."""
-        while now > self.late_at:
-            request = self._in_time.popleft()
-            if not request.num_pauses:
-                request.is_late = True
-                heapq.heappush(self._waiting, (*request.order, request))
-                self._blocked = False
+        self._waiting.push(request)
 
     def _next_decodes(self) -> tuple[list[Request], list[Sequence]]:
         """Who takes a token in the next step: what is under way brings each of its decodes one token more, and
@@ -415,23 +393,16 @@ class Scheduler:
         contexts: list[tuple[Request, int, int]] = []
         idx = 0
         while (count := min(budget, self.ledger.num_available - growth)) > 0:
-            head = self._head()
+            head = self._waiting.head
             admitted = self._prefilling[idx] if idx < len(self._prefilling) else None
             if head is not None and (admitted is None or head.order < admitted.order) and self._admit(head):
-                heapq.heappop(self._waiting)
-                self._num_waiting -= 1
+                self._waiting.pop()
                 self._prefilling.insert(idx, head)
             elif admitted is None:
                 break
             budget -= self._chunk(self._prefilling[idx], count, contexts)
             idx += 1
         return contexts
-
-    def _head(self) -> Request | None:
-        """Who is to be admitted next."""
-        while self._waiting and not _is_waiting(self._waiting[0]):
-            heapq.heappop(self._waiting)
-        return self._waiting[0][3] if self._waiting else None
 
     def _admit(self, request: Request) -> bool:
         """Open the request's sequence if the peak of everything, with it, fits. Alone it always does."""
@@ -504,11 +475,8 @@ class Scheduler:
         if self._admission.estimates is not None and reason in ("stop", "length"):
             self._admission.estimates.observe(len(request.output))
         if request.sequence is None:
-            self._num_waiting -= 1
+            self._waiting.forget()
             self._blocked = False
-            if len(self._waiting) > 2 * self._num_waiting + 64:
-                self._waiting = [entry for entry in self._waiting if _is_waiting(entry)]
-                heapq.heapify(self._waiting)
         else:
             if request.flying:
                 self._forecast.rest(request.sequence)
@@ -536,8 +504,3 @@ class Scheduler:
 
 def _order(request: Request) -> tuple[int, bool, int]:
     return request.order
-
-
-def _is_waiting(entry: tuple[int, bool, int, Request]) -> bool:
-    """Or has it ended, or got another place since?"""
-    return entry[3].finish_reason is None and entry[:3] == entry[3].order

@@ -62,6 +62,7 @@ WITHOUT_TORCH = (
     "lightkv.router.terminal",
     "lightkv.router.tokenizer",
     "lightkv.router.traces",
+    "lightkv.router.waiting",
     "lightkv.router.weights",
     "lightkv.router.worker",
     "lightkv.router.worker_client",
