@@ -6,7 +6,8 @@ Three tables, each row of which is one simulation (`lightkv simulate` runs any o
 
     waste     of the slots in a request's pages, how many are empty, for pages of 16 to 256
     policies  share of the memory used, and preemptions a request, by admission; all requests wait at the start
-    goodput   requests a second that meet both targets, by admission, at 0.7, 1.0 and 1.3 of saturation
+    goodput   requests a second that meet both targets, by admission, at 0.7, 1.0 and 1.3 of saturation; the
+              last row is an oracle that lets the late wait as "timely" does, to tell estimate from order
 
 Without --traces the published ones are left out, and the generated workloads of their lengths stand in. The
 floor of the policies is `sum`, the ceiling the `oracle`.
@@ -14,11 +15,12 @@ floor of the policies is `sum`, the ceiling the `oracle`.
 
 import argparse
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from bench.report import parser, print_json, print_machine, print_table, save_json
-from lightkv.router.admission import ADMISSIONS
+from lightkv.router.admission import ADMISSIONS, make_admission
 from lightkv.router.simulation_config import PAGE_SIZES, SimulationConfig
 from lightkv.router.simulation_result import Figures
 from lightkv.router.simulator import saturation, simulate
@@ -32,6 +34,7 @@ FILES = {
 LOADS = (0.7, 1.0, 1.3)
 POLICY_WORKLOADS = ("decode-heavy", "prefill-heavy", "chat")
 GOODPUT_TRACES = ("azure-conv", "sharegpt")
+PATIENT_ORACLE = "oracle, timely's order"
 LARGE_POOL = 10_000_000  # that nobody waits for; whole prompts in a step: fewer steps, and the same pages
 
 
@@ -61,24 +64,23 @@ def policies(name: str, requests: int, capacity: int) -> dict[str, Figures]:
     """By admission; with everything there at the start."""
     config = SimulationConfig(capacity=capacity, rate=math.inf, requests=requests)
     return {
-        admission: simulate(name, replace_admission(config, admission)).figures
+        admission: simulate(name, replace(config, admission=admission)).figures
         for admission in ADMISSIONS
         if admission != "timely"  # all wait alike
     }
 
 
-def replace_admission(config: SimulationConfig, admission: str) -> SimulationConfig:
-    return SimulationConfig(**{**vars(config), "admission": admission})
-
-
 def goodput(
     trace: str, capacity: int, requests: int | None, load: float, saturated: float
 ) -> dict[str, Figures]:
-    """By admission, at one load."""
+    """By admission, at one load; and of an oracle in the order of "timely"."""
     config = SimulationConfig(capacity=capacity, load=load, saturation=saturated, requests=requests)
-    return {
-        admission: simulate(trace, replace_admission(config, admission)).figures for admission in ADMISSIONS
+    found = {
+        admission: simulate(trace, replace(config, admission=admission)).figures for admission in ADMISSIONS
     }
+    patience = make_admission("timely", ttft_target=config.ttft_target).patience
+    patient = replace(config, admission="oracle", patience=patience)
+    return {**found, PATIENT_ORACLE: simulate(trace, patient).figures}
 
 
 def arguments() -> argparse.Namespace:

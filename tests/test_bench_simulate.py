@@ -22,7 +22,7 @@ def test_the_tables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pyt
     simulate.main()
     results = json.loads(out.read_text())["results"]
     assert json.loads(capsys.readouterr().out.splitlines()[-1])["results"] == results
-    assert results["goodput"]["sharegpt"]["1.3"].keys() == set(ADMISSIONS)
+    assert results["goodput"]["sharegpt"]["1.3"].keys() == {*ADMISSIONS, simulate.PATIENT_ORACLE}
     assert results["policies"]["chat"]["exact"]["num_finished"] == 12
     shares = results["waste"]["azure-conv"]
     assert 0 < shares[0] < shares[-1] < 1

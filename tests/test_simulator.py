@@ -3,7 +3,7 @@
 import itertools
 import math
 import random
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 
 import msgspec
@@ -291,6 +291,13 @@ def test_bad_input_says_what_to_do(args: list[str], words: str) -> None:
     code, printed, notes = run(*args)
     assert (code, printed) == (2, "")
     assert words in " ".join(notes.split())
+
+
+def test_every_setting_is_an_option() -> None:
+    code, printed, _ = run("--help")
+    assert code == 0
+    for field in fields(SimulationConfig):
+        assert "--" + field.name.replace("_", "-") in printed
 
 
 @pytest.mark.slow
