@@ -446,7 +446,9 @@ class Scheduler:
         for other in self._prefilling:
             assert other.sequence is not None
             held += other.num_context - other.sequence.length
-        return held + ledger.num_open + 1 <= limit  # each takes a token right after its prompt
+        held += ledger.growth([other.sequence for other in self._decoding])  # type: ignore[misc]
+        # What is held has its last pages counted; what is still to be computed has not.
+        return held + 1 <= self._admission.limit(ledger.capacity, len(self._prefilling) + 1)
 
     def _chunk(self, request: Request, budget: int, contexts: list[tuple[Request, int, int]]) -> int:
         """The request's next context tokens, at most `budget`. Returns how many."""
