@@ -15,5 +15,5 @@ setup(
         "lightkv.router",
         "lightkv.triton_kernels",
     ],
-    package_data={"lightkv": ["py.typed"]},
+    package_data={"lightkv": ["py.typed"], "lightkv.router": ["step_time.json"]},
 )

@@ -5,7 +5,7 @@
 What the host adds to a step (planning, bookkeeping, the copy of the tokens) is the difference. Random
 weights, greedy, every sequence with a prompt of the same length. The floor is what a step has to read: every
 weight but the embedding's, and the K/V of every token, over the read bandwidth measured in this run. What the
-replay spends its time on is told apart by the names of its kernels: lightkv's own that attend or keep the memory,
+replay spends its time on is told apart by the names of its kernels: lightkv's that attend or keep the memory,
 matrix products, and the rest (norms, activations, sampling); what is missing is between kernels.
 """
 

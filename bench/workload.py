@@ -1,27 +1,19 @@
 """What a load client asks for: prompts of random ids, lengths of prompts and answers, and when they come.
 
-Knows the published trace formats, of which it reads lengths alone; knows no server and no clock. Everything is
+Of a published trace it takes lengths alone; knows no server and no clock. Everything is
 drawn from the generator that it is given.
 """
 
-import csv
-import json
 import random
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
+
+from lightkv.router.traces import FileTrace, UnreadableTrace
+
+__all__ = ["Ask", "Lengths", "UnreadableTrace", "choose", "fill", "mixed", "poisson", "read_trace", "scale"]
 
 LOWEST_ID = 100  # below it many vocabularies keep special tokens
-# Azure's LLM inference traces, ShareGPT's statistics, Mooncake's (the last as JSON lines).
-_COLUMNS = (
-    ("ContextTokens", "GeneratedTokens"),
-    ("num_prefill_tokens", "num_decode_tokens"),
-    ("input_length", "output_length"),
-)
-
-
-class UnreadableTrace(ValueError):
-    """A file in none of the formats, or without a request."""
 
 
 class Lengths(NamedTuple):
@@ -43,25 +35,7 @@ def read_trace(path: Path) -> list[Lengths]:
 
     A CSV or, where the name ends in .jsonl, JSON lines. Raises UnreadableTrace, OSError.
     """
-    with path.open(encoding="utf-8-sig", newline="") as lines:
-        records: Iterable[Mapping[str, Any]]
-        records = map(json.loads, lines) if path.suffix == ".jsonl" else csv.DictReader(lines)
-        try:
-            found = [_lengths(record) for record in records]
-        except (ValueError, TypeError, csv.Error) as error:
-            raise UnreadableTrace(f"{path}: {error}") from error
-    kept = [lengths for lengths in found if min(lengths) > 0]
-    if not kept:
-        raise UnreadableTrace(f"{path} has no request; give an Azure, ShareGPT or Mooncake trace")
-    return kept
-
-
-def _lengths(record: Mapping[str, Any]) -> Lengths:
-    for prompt, output in _COLUMNS:
-        if prompt in record and output in record:
-            return Lengths(int(record[prompt]), int(record[output]))
-    known = "; ".join(", ".join(pair) for pair in _COLUMNS)
-    raise ValueError(f"the fields are {', '.join(map(str, record))}; known are {known}")
+    return [Lengths(request.prompt, request.output) for request in FileTrace(path)]
 
 
 def scale(trace: Sequence[Lengths], max_prompt: int | None, max_output: int | None) -> list[Lengths]:

@@ -156,6 +156,10 @@ class TokenLedger:
         tip = matched // TOKEN_BYTES
         return Match(tuple(path[::-1]), tip, tip + sum(segment.length for segment in path[:-1]))
 
+    def growth(self, sequences: Seq[Sequence], count: int = 1) -> int:
+        """Slots that `count` tokens more for each of these take from what is available."""
+        return count * len(sequences)
+
     def extend(self, sequences: Seq[Sequence], counts: Seq[int]) -> None:
         """`counts[i]` more slots for `sequences[i]`, all or none; evicts cached tokens as needed.
 

@@ -25,6 +25,8 @@ from lightkv.errors import LightKVError, UnknownBackend, UnsupportedModel
 from .config import EngineConfig, InvalidConfig, ServiceConfig
 from .sampling_params import InvalidParams, SamplingParams
 from .service_cli import add_service_commands
+from .simulate_cli import add_simulate_command
+from .simulation_config import InvalidAllocation, InvalidSimulation, SimulationConfig
 from .terminal import OrderedAnswers, headings, progress, say, usage
 
 if TYPE_CHECKING:
@@ -58,7 +60,9 @@ def _option(name: str, kind: Any, default: Any, text: str, panel: str) -> inspec
     )
 
 
-def _config_options(config: type[EngineConfig] | type[ServiceConfig], panel: str) -> list[inspect.Parameter]:
+def _config_options(
+    config: type[EngineConfig] | type[ServiceConfig] | type[SimulationConfig], panel: str
+) -> list[inspect.Parameter]:
     kinds = get_type_hints(config)
     return [
         _option(field.name, kinds[field.name], field.default, config.help(field.name), panel)
@@ -104,6 +108,9 @@ _takes_engine = _with_options(
 _takes_service = _with_options(
     "service", _config_options(ServiceConfig, "Service"), lambda values: ServiceConfig(**values)
 )
+_takes_simulation = _with_options(
+    "config", _config_options(SimulationConfig, "Simulation"), lambda values: SimulationConfig(**values)
+)
 _takes_sampling = _with_options(
     "params", _sampling_options(), lambda values: SamplingParams(**values | {"stop": values["stop"] or ()})
 )
@@ -138,6 +145,7 @@ app = typer.Typer(
             '[bold]lightkv generate "What is the capital of France?"[/]   answer, streamed',
             "[bold]lightkv serve[/]   the same over HTTP, as OpenAI speaks it",
             "[bold]lightkv info[/]   the device, and how many tokens fit beside the model",
+            "[bold]lightkv simulate[/]   a trace of requests through the scheduler, on a simulated device",
             "[bold]lightkv generate --help[/]   all options, with examples",
         ]
     ),
@@ -300,6 +308,7 @@ def info(
 
 
 add_service_commands(app, _takes_engine, _takes_service)
+add_simulate_command(app, _takes_simulation)
 
 
 def _read_prompts(prompts: Sequence[str] | None) -> list[str]:
@@ -339,12 +348,15 @@ def _takes_chat(tokenizer: "Tokenizer") -> bool:
 def _is_bad_input(error: LightKVError) -> bool:
     """Whether the remedy is another command line, rather than a machine with more room or a mended bug."""
     from .request import NeverFits
+    from .step_time import InvalidStepTime
     from .tokenizer import ChatTemplateError, UnreadableTokenizer
+    from .traces import UnreadableTrace
     from .weights import ModelNotFound, UnreadableWeights
 
     settings = (InvalidConfig, InvalidParams, UnknownBackend, NeverFits, ChatTemplateError)
     models = (ModelNotFound, UnreadableTokenizer, UnreadableWeights, UnsupportedModel)
-    return isinstance(error, settings + models)
+    simulations = (InvalidSimulation, InvalidAllocation, InvalidStepTime, UnreadableTrace)
+    return isinstance(error, settings + models + simulations)
 
 
 def _gib(num_bytes: int) -> str:

@@ -9,7 +9,7 @@ from typing import Any
 
 from lightkv.errors import LightKVError
 
-from .admission import ADMISSIONS
+from .admission import ADMISSIONS, TTFT_TARGET
 
 DTYPES = ("auto", "float32", "float16", "bfloat16")
 ATTENTION_BACKENDS = ("torch", "triton")
@@ -51,8 +51,13 @@ class EngineConfig:
     admission: str = _setting(
         "exact",
         "exact: a request is admitted when it, and all that run, fit to their last token; nothing is ever "
-        "paused. quantile: by the lengths of recent outputs; fuller, and pauses the youngest where short.",
+        "paused. quantile: by the lengths of recent outputs; fuller, and pauses the youngest where short. "
+        "timely: as quantile, and who has waited too long for --ttft-target lets others go first. To "
+        "compare with: moving-average and past-future (other estimates of the same), watermark (by prompts "
+        "alone, up to 99 % of the pool), sum (prompt + max_tokens added up), oracle (exact, for requests whose "
+        "max_tokens is how long they get, as with ignore_eos).",
     )
+    ttft_target: float = _setting(TTFT_TARGET, "Seconds to the first token that --admission timely is for.")
     cuda_graphs: bool = _setting(True, "Run decode steps as CUDA graphs.")
     group_prefixes: bool = _setting(
         True,
@@ -76,6 +81,8 @@ class EngineConfig:
                 raise InvalidConfig(f"{_flag(name)} is {value!r}; give a whole number of at least {least}")
         if not 0.0 < self.mem_fraction <= 1.0:
             raise InvalidConfig(f"--mem-fraction is {self.mem_fraction}; give a share above 0 and up to 1")
+        if not self.ttft_target > 0:
+            raise InvalidConfig(f"--ttft-target is {self.ttft_target}; give seconds, more than 0")
         if self.dtype not in DTYPES:
             raise InvalidConfig(f"--dtype is {self.dtype!r}; give one of {', '.join(DTYPES)}")
         if self.attention_backend not in (None, *ATTENTION_BACKENDS):

@@ -109,6 +109,11 @@ class Forecast:
         del self._end[row]
         del self._final[row]
 
+    @property
+    def total(self) -> int:
+        """The most tokens that each will have, all added up: what several share counts with each."""
+        return self._sum_final
+
     def fits(self, final: int, match: Match, limit: int) -> bool:
         """Would all stay within `limit` at all times if a prompt that hits `match` were admitted, to grow to
         `final` tokens?"""

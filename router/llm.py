@@ -18,7 +18,7 @@ from lightkv.errors import LightKVError
 from lightkv.ledger import TokenLedger
 from lightkv.token_ids import int32_bytes
 
-from .admission import output_lengths
+from .admission import make_admission
 from .build import build_runner
 from .completion import Completion
 from .config import EngineConfig
@@ -112,7 +112,9 @@ class LLM:
         runner, self.info = build_runner(config, report)
         limits = self.info.limits
         ledger = TokenLedger(self.info.capacity, limits.max_num_seqs, limits.max_model_len)
-        scheduler = Scheduler(ledger, limits, lengths=output_lengths(config.admission))
+        scheduler = Scheduler(
+            ledger, limits, admission=make_admission(config.admission, ttft_target=config.ttft_target)
+        )
         self.engine = Engine(scheduler, runner)
         self._runs: dict[str, _Run] = {}  # by request: calls may be interleaved, and each gets its own
 

@@ -48,6 +48,7 @@ class Request:
         "finish_reason",
         "flying",
         "id",
+        "is_late",
         "kind",
         "max_tokens",
         "namespace",
@@ -60,6 +61,7 @@ class Request:
         "params",
         "priority",
         "prompt_ids",
+        "queued",
         "seed",
         "sequence",
         "stop_ids",
@@ -89,6 +91,8 @@ class Request:
         self.namespace = namespace
         self.priority = priority
         self.arrival = 0  # the how manieth it was; set when it is queued
+        self.queued: float | None = None  # when it came, in seconds; else set when it is queued
+        self.is_late = False  # has it waited for so long that others go first?
         self.output = array("i")
         self.sequence: Sequence | None = None
         self.num_hit = 0  # tokens of the prompt found in the cache
@@ -115,9 +119,9 @@ class Request:
         return self.final - self.sequence.length
 
     @property
-    def order(self) -> tuple[int, int]:
+    def order(self) -> tuple[int, bool, int]:
         """Its place: the lower is admitted first, the highest is paused first."""
-        return self.priority, self.arrival
+        return self.priority, self.is_late, self.arrival
 
     def tail_ids(self) -> bytes:
         """What it has generated since its context was computed, int32 bytes."""

@@ -22,7 +22,7 @@ from lightkv.errors import LedgerMismatch, LightKVError
 from lightkv.ledger import TokenLedger
 from lightkv.memory_map import owners, segment_labels
 
-from .admission import output_lengths
+from .admission import make_admission
 from .config import EngineConfig
 from .engine import Holding
 from .frames import BadFrame, FrameStream, is_own
@@ -110,7 +110,8 @@ class Router:
         self._clients: set[FrameStream[ToRouter]] = set()
         self._map_askers: list[FrameStream[ToRouter]] = []
         self._wake = asyncio.Event()
-        self._lengths = output_lengths(config.admission)  # outlive a worker
+        # What it has learned outlives a worker.
+        self._admission = make_admission(config.admission, ttft_target=config.ttft_target)
         self._crashes: deque[float] = deque(maxlen=MAX_CRASHES)
         self._num_barren = 0  # crashes in a row without a step between them
         self._num_starts = 0
@@ -426,7 +427,7 @@ class Router:
     def _open_books(self, info: RunnerInfo) -> Scheduler:
         ledger = TokenLedger(info.capacity, info.limits.max_num_seqs, info.limits.max_model_len)
         depth = self._depth or (2 if info.cuda_graphs else 1)
-        self._scheduler = Scheduler(ledger, info.limits, depth, self._lengths)
+        self._scheduler = Scheduler(ledger, info.limits, depth, self._admission)
         self._unchecked = False
         return self._scheduler
 

@@ -6,10 +6,11 @@
 
 It owns the ledger's decisions, by priority and then first come first served: a request is admitted when the
 exact peak of all that run, and it, fits the pool (`forecast.py`), so that nothing admitted is ever short of
-a token. Where outputs are counted by an estimate instead (`admission.OutputLengths`), the pool may run short:
-then the least urgent is paused, of these the youngest. What it has computed stays cached while it can, and it
-keeps its place in the queue. `plan` emits what one step does; `consume` takes its result, or `fail` its
-failure. It knows no text and no device.
+a token. Where outputs are counted by an estimate instead, or not at all (`admission.Admission`), the pool may
+run short: then the least urgent is paused, of these the youngest. What it has computed stays cached while it
+can, and it keeps its place in the queue. With patience for an admission (`Admission.patience`), those that have
+waited for longer let the others go first. `plan` emits what one step does; `consume` takes its result, or
+`fail` its failure. It knows no text and no device.
 
 With a depth of two the next step is planned while one is under way, so that a device need not wait for the
 host. The plan then goes by what is certain: a request goes on unless it reaches its length. One that turns
@@ -17,10 +18,13 @@ out to have ended otherwise is in the next step all the same; its token there is
 released when that step has landed. Admission counts with that one step more.
 """
 
-import heapq
+import time
 from array import array
 from collections import deque
+from collections.abc import Callable
 from typing import NamedTuple
+
+import numpy as np
 
 from lightkv.edits import Take, encode
 from lightkv.errors import CheckFailed
@@ -28,11 +32,12 @@ from lightkv.ledger import Sequence, TokenLedger
 from lightkv.prefix_tree import TOKEN_BYTES
 from lightkv.shared_prefixes import BatchPrefixes
 
-from .admission import Demand, OutputLengths, peak_tokens
+from .admission import Admission, Counting, Demand, peak_tokens
 from .forecast import Forecast
 from .messages import Limits, NewRow, StepPlan, StepResult, TokenEvent
 from .request import InvalidPrompt, NeverFits, Request
 from .sampling_params import SamplerKind
+from .waiting import WaitingQueue
 
 
 class _Batch(NamedTuple):
@@ -45,11 +50,17 @@ class _Batch(NamedTuple):
 class Scheduler:
     """Plans steps over one ledger. Up to `depth` plans are under way; their results come in order.
 
-    `lengths`: what outputs are counted with; None counts each with all it may have, which never pauses.
+    `admission`: how requests are counted; None counts each with all it may have, which never pauses. `clock`:
+    seconds, asked only where admission has patience.
     """
 
     def __init__(
-        self, ledger: TokenLedger, limits: Limits, depth: int = 1, lengths: OutputLengths | None = None
+        self,
+        ledger: TokenLedger,
+        limits: Limits,
+        depth: int = 1,
+        admission: Admission | None = None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         if depth not in (1, 2):
             raise ValueError(f"a depth of {depth}; give 1, or 2 to plan a step while one is under way")
@@ -63,8 +74,6 @@ class Scheduler:
         self.num_pauses = 0
         self.num_recomputed_tokens = 0  # computed before a pause, and again after it
         self._requests: dict[str, Request] = {}
-        self._waiting: list[tuple[int, int, Request]] = []  # heap: priority, arrival; the ended are skipped
-        self._num_waiting = 0
         self._arrivals = 0
         self._prefilling: list[Request] = []  # the most urgent first
         self._decoding: list[Request] = []
@@ -74,7 +83,9 @@ class Scheduler:
         self._failed = False  # a step has failed, and another is still under way
         self._forecast = Forecast(ledger, lag=depth - 1)
         self._prefixes = BatchPrefixes(ledger, limits.grouping)
-        self._lengths = lengths
+        self._admission = admission or Admission()
+        self._clock = clock
+        self._waiting = WaitingQueue(self._admission.patience)
         self._blocked = False  # the head of the queue was refused, and nothing has ended since
 
     @property
@@ -85,7 +96,7 @@ class Scheduler:
     @property
     def num_waiting(self) -> int:
         """Requests not admitted yet, or paused."""
-        return self._num_waiting
+        return len(self._waiting)
 
     @property
     def num_running(self) -> int:
@@ -120,16 +131,18 @@ class Scheduler:
         self._requests[request.id] = request
         request.arrival = self._arrivals
         self._arrivals += 1
+        if self._admission.patience is not None and request.queued is None:
+            request.queued = self._clock()
         self._queue(request)
 
     def validate(self, request: Request) -> None:
         """Could it ever run? Raises NeverFits, InvalidPrompt, InvalidParams."""
         vocab_size = self.limits.vocab_size
         request.params.validate(vocab_size)
-        ids = array("i", request.prompt_ids)
-        if not ids:
+        ids = np.frombuffer(request.prompt_ids, np.int32)
+        if not len(ids):
             raise InvalidPrompt("the prompt is empty; give at least one token")
-        low, high = min(ids), max(ids)
+        low, high = int(ids.min()), int(ids.max())
         if low < 0 or high >= vocab_size:
             raise InvalidPrompt(
                 f"the prompt has token ids from {low} to {high}; the model's go from 0 to {vocab_size - 1}"
@@ -162,19 +175,22 @@ class Scheduler:
             raise ValueError(f"{self.depth} steps are under way; consume the first")
         if self._failed:
             return None
+        if self._admission.patience is not None and self._waiting.defer(self._clock()):
+            self._blocked = False  # there may be another head of the queue
         ledger = self.ledger
-        decoding = self._next_decodes()
-        while self._lengths is not None and self._is_short(len(decoding)):
+        decoding, sequences = self._next_decodes()
+        growth = ledger.growth(sequences)
+        while self._admission.may_run_short and self._is_short(growth, bool(decoding)):
             if self._flying:  # what is under way has to land first: then one can be paused
                 return None
             self._pause(max(self._prefilling + self._decoding, key=_order))
-            decoding = self._next_decodes()
-        contexts = self._plan_contexts(len(decoding))
+            decoding, sequences = self._next_decodes()
+            growth = ledger.growth(sequences)
+        contexts = self._plan_contexts(growth)
         if not contexts and not decoding:
             return None
         # Last, so that what was just opened is not evicted for it, and the batch's Take is the last edit.
-        batch: list[Sequence] = [request.sequence for request in decoding]  # type: ignore[misc]
-        ledger.extend(batch, [1] * len(batch))
+        ledger.extend(sequences, [1] * len(decoding))
         edits = ledger.drain()
         take = edits[-1] if decoding else None
         assert take is None or isinstance(take, Take)
@@ -204,7 +220,7 @@ class Scheduler:
             logprobs=logprobs,
             new_rows=self._new_rows,
             num_free=ledger.num_free,
-            prefixes=self._prefixes.of(batch),
+            prefixes=self._prefixes.of(sequences),
         )
         self._new_rows = []
         ledger.step += 1
@@ -262,6 +278,39 @@ class Scheduler:
         self._sweep()
         return events
 
+    @property
+    def late_at(self) -> float:
+        """After when another request will have waited for too long; infinity where none will."""
+        return self._waiting.late_at
+
+    def steady_steps(self) -> int:
+        """How many of the next steps will be a token for each that decodes, and nothing else: unless one of
+        these ends, one is aborted, another is added, or one has waited for too long (`late_at`)."""
+        if not self._decoding or self._flying or self._prefilling or self._leaving or self._failed:
+            return 0
+        if self._waiting and not self._blocked and self.ledger.num_open < self.limits.max_num_seqs:
+            return 0
+        steps = min([request.expected - len(request.output) for request in self._decoding])
+        sequences = [request.sequence for request in self._decoding]
+        while steps > 0 and self.ledger.growth(sequences, steps) > self.ledger.num_available:  # type: ignore[arg-type]
+            steps //= 2
+        return max(steps, 0)
+
+    def repeat(self, count: int, token: int) -> None:
+        """Take `count` of these steps at once, in each of which every request gets `token`. It all is then as
+        after as many plans and results, whose edits are gone. Raises ValueError for more than there are."""
+        if count > self.steady_steps():
+            raise ValueError(f"{count} steps at once; {self.steady_steps()} are alike")
+        decoding = self._decoding
+        self.ledger.extend([request.sequence for request in decoding], [count] * len(decoding))  # type: ignore[misc]
+        self.ledger.drain()
+        self.ledger.step += count
+        tokens = array("i", [token]) * count
+        for request in decoding:
+            request.output += tokens
+        self.num_output_tokens += count * len(decoding)
+        self.peak_held = max(self.peak_held, self.ledger.num_held)
+
     def demands(self) -> list[Demand]:
         """What each request that holds tokens holds and will take."""
         demands = []
@@ -293,37 +342,40 @@ class Scheduler:
             raise CheckFailed(
                 f"{len(holding)} requests hold tokens, {self.ledger.num_open} sequences are open"
             )
-        waiting = sum(request.finish_reason is None for _, _, request in self._waiting)
-        known = len(self._requests)
-        if waiting != self._num_waiting or len(running) + waiting != known:
+        self._waiting.check()
+        waiting, known = self.num_waiting, len(self._requests)
+        if len(running) + waiting != known:
             raise CheckFailed(f"{known} requests known, {len(running)} run, {waiting} wait")
-        if self._lengths is None and forecast > self.ledger.capacity:
+        if not self._admission.may_run_short and forecast > self.ledger.capacity:
             raise CheckFailed(f"a peak of {forecast} is forecast for {self.ledger.capacity} tokens")
 
     def _queue(self, request: Request) -> None:
-        if self._waiting and request.order < self._waiting[0][:2]:
+        head = self._waiting.head
+        if head is not None and request.order < head.order:
             self._blocked = False  # there is another head of the queue
-        heapq.heappush(self._waiting, (*request.order, request))
-        self._num_waiting += 1
+        self._waiting.push(request)
 
-    def _next_decodes(self) -> list[Request]:
+    def _next_decodes(self) -> tuple[list[Request], list[Sequence]]:
         """Who takes a token in the next step: what is under way brings each of its decodes one token more, and
         those that it ends are left out. Where one has outlived its estimate, it gets another."""
         decoding = [r for r in self._decoding if len(r.output) + r.flying < r.expected]
-        if self._lengths is None or len(decoding) == len(self._decoding):
-            return decoding
+        if self._admission.estimates is not None and len(decoding) < len(self._decoding):
+            self._estimate_anew()
+            decoding = [r for r in self._decoding if len(r.output) + r.flying < r.expected]
+        return decoding, [request.sequence for request in decoding]  # type: ignore[misc]
+
+    def _estimate_anew(self) -> None:
         for request in self._decoding:
             generated = len(request.output) + request.flying
             if request.expected <= generated < request.max_tokens:
                 assert request.sequence is not None
-                request.expected = self._lengths.estimate(generated, request.max_tokens)
+                request.expected = self._admission.expected(generated, request.max_tokens)
                 self._forecast.decode(request.sequence, request.remaining)
-        return [r for r in self._decoding if len(r.output) + r.flying < r.expected]
 
-    def _is_short(self, num_decodes: int) -> bool:
-        """Is there no token for each decode, or, where none decodes, for any prompt?"""
-        room = self.ledger.num_available - num_decodes
-        return room < 0 or (not room and not num_decodes and bool(self._prefilling))
+    def _is_short(self, growth: int, decodes: bool) -> bool:
+        """Is there no room for the `growth` of what decodes, or, where nothing does, for any prompt?"""
+        room = self.ledger.num_available - growth
+        return room < 0 or (not room and not decodes and bool(self._prefilling))
 
     def _pause(self, request: Request) -> None:
         """Close a request that is in no step, and queue it again."""
@@ -337,18 +389,17 @@ class Scheduler:
         self._blocked = False
         self.num_pauses += 1
 
-    def _plan_contexts(self, num_decodes: int) -> list[tuple[Request, int, int]]:
+    def _plan_contexts(self, growth: int) -> list[tuple[Request, int, int]]:
         """The prompt tokens of the next step: request, start, count. The most urgent come first, be they
-        admitted or not; admits while there is budget and room."""
+        admitted or not; admits while there is budget and room beside the `growth` of the decodes."""
         budget = self.limits.prefill_budget
         contexts: list[tuple[Request, int, int]] = []
         idx = 0
-        while (count := min(budget, self.ledger.num_available - num_decodes)) > 0:
-            head = self._head()
+        while (count := min(budget, self.ledger.num_available - growth)) > 0:
+            head = self._waiting.head
             admitted = self._prefilling[idx] if idx < len(self._prefilling) else None
             if head is not None and (admitted is None or head.order < admitted.order) and self._admit(head):
-                heapq.heappop(self._waiting)
-                self._num_waiting -= 1
+                self._waiting.pop()
                 self._prefilling.insert(idx, head)
             elif admitted is None:
                 break
@@ -356,23 +407,14 @@ class Scheduler:
             idx += 1
         return contexts
 
-    def _head(self) -> Request | None:
-        """Who is to be admitted next."""
-        while self._waiting and self._waiting[0][2].finish_reason is not None:
-            heapq.heappop(self._waiting)
-        return self._waiting[0][2] if self._waiting else None
-
     def _admit(self, request: Request) -> bool:
         """Open the request's sequence if the peak of everything, with it, fits. Alone it always does."""
         ledger = self.ledger
         if self._blocked or ledger.num_open >= self.limits.max_num_seqs:
             return False
-        limit = ledger.capacity
-        if self._lengths is not None:
-            limit -= int(limit * self._lengths.reserve)
-            request.expected = self._lengths.estimate(len(request.output), request.max_tokens)
-        match = ledger.match(request.context_ids, request.namespace)
-        if ledger.num_open and not self._forecast.fits(request.final, match, limit):
+        if not len(request.output) < request.expected < request.max_tokens:  # an estimate stands
+            request.expected = self._admission.expected(len(request.output), request.max_tokens)
+        if ledger.num_open and not self._fits(request):
             self._blocked = True
             return False
         sequence = ledger.open(request.context_ids, request.namespace)
@@ -388,6 +430,28 @@ class Scheduler:
         seen = (request.prompt_ids, request.output.tobytes()) if request.params.penalised else (b"", b"")
         self._new_rows.append(NewRow(sequence.row, request.params, request.seed, *seen))
         return True
+
+    def _fits(self, request: Request) -> bool:
+        """By what admission counts: would all that run, and this one, fit the pool?"""
+        ledger, counting = self.ledger, self._admission.counting
+        limit = self._admission.limit(ledger.capacity, ledger.num_open + 1)
+        if counting is Counting.SUM:
+            return self._forecast.total + request.final <= limit
+        match = ledger.match(request.context_ids, request.namespace)
+        if counting is Counting.PEAK:
+            return self._forecast.fits(request.final, match, limit)
+        shared, tip = 0, match.tip  # of what it hits, what others hold already
+        for segment in match.path:
+            if segment.holders:
+                shared += tip or segment.length
+            tip = 0
+        held = ledger.num_held + request.num_context - shared
+        for other in self._prefilling:
+            assert other.sequence is not None
+            held += other.num_context - other.sequence.length
+        held += ledger.growth([other.sequence for other in self._decoding])  # type: ignore[misc]
+        # What is held has its last pages counted; what is still to be computed has not.
+        return held + 1 <= self._admission.limit(ledger.capacity, len(self._prefilling) + 1)
 
     def _chunk(self, request: Request, budget: int, contexts: list[tuple[Request, int, int]]) -> int:
         """The request's next context tokens, at most `budget`. Returns how many."""
@@ -413,14 +477,11 @@ class Scheduler:
         """It ends; what it holds is released by `_sweep`, once no step has it."""
         request.finish_reason = reason
         del self._requests[request.id]
-        if self._lengths is not None and reason in ("stop", "length"):
-            self._lengths.observe(len(request.output))
+        if self._admission.estimates is not None and reason in ("stop", "length"):
+            self._admission.estimates.observe(len(request.output))
         if request.sequence is None:
-            self._num_waiting -= 1
+            self._waiting.forget()
             self._blocked = False
-            if len(self._waiting) > 2 * self._num_waiting + 64:
-                self._waiting = [entry for entry in self._waiting if entry[2].finish_reason is None]
-                heapq.heapify(self._waiting)
         else:
             if request.flying:
                 self._forecast.rest(request.sequence)
@@ -446,5 +507,5 @@ class Scheduler:
             self.ledger.retract()
 
 
-def _order(request: Request) -> tuple[int, int]:
+def _order(request: Request) -> tuple[int, bool, int]:
     return request.order

@@ -49,6 +49,9 @@ def built(checkout: Path) -> tuple[Path, Path]:
     return sdist, wheel
 
 
+DATA = {"lightkv/py.typed", "lightkv/router/step_time.json"}
+
+
 def run(*command: str, cwd: Path, **environment: str) -> str:
     """The command's standard output; fails the test with what it said."""
     env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"} | environment
@@ -76,7 +79,7 @@ def test_the_links_are_links() -> None:
 def test_the_wheel_holds_every_module_and_nothing_outside_lightkv(built: tuple[Path, Path]) -> None:
     with zipfile.ZipFile(built[1]) as wheel:
         names = {name for name in wheel.namelist() if not re.match(r"lightkv-[\d.]+\.dist-info/", name)}
-        assert names == modules(ROOT) | {"lightkv/py.typed"}
+        assert names == modules(ROOT) | DATA
         assert all((entry.external_attr >> 28) != 0xA for entry in wheel.infolist()), "a link in the wheel"
         for name in ("lightkv/router/scheduler.py", "lightkv/triton_kernels/write_kv.py"):
             assert wheel.read(name) == (ROOT / name).read_bytes()
@@ -85,7 +88,7 @@ def test_the_wheel_holds_every_module_and_nothing_outside_lightkv(built: tuple[P
 def test_the_sdist_holds_real_files(built: tuple[Path, Path]) -> None:
     with tarfile.open(built[0]) as sdist:
         members = {member.name.partition("/")[2]: member for member in sdist.getmembers()}
-    assert modules(ROOT) | {"lightkv/py.typed", "LICENSE", "setup.py"} <= members.keys()
+    assert modules(ROOT) | DATA | {"LICENSE", "setup.py"} <= members.keys()
     assert not [name for name, member in members.items() if member.issym() or member.islnk()]
 
 

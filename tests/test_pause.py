@@ -10,7 +10,7 @@ from transformers import LlamaConfig
 
 from lightkv.ledger import TokenLedger
 from lightkv.router import EngineConfig, SamplingParams
-from lightkv.router.admission import OutputLengths
+from lightkv.router.admission import Admission, OutputLengths
 from lightkv.router.build import assemble
 from lightkv.router.engine import Engine
 from lightkv.router.messages import Limits, TokenEvent
@@ -44,7 +44,12 @@ def request(name: str, prompt: list[int], max_tokens: int, priority: int = 0) ->
 def make(capacity: int, lengths: OutputLengths | None, chunk: int = 0) -> tuple[Engine, ModelWorker]:
     ledger = TokenLedger(capacity, 12, 90)
     worker = ModelWorker(capacity, random.Random(0))
-    return Engine(Scheduler(ledger, Limits(12, 90, chunk, VOCABULARY), lengths=lengths), worker), worker
+    scheduler = Scheduler(ledger, Limits(12, 90, chunk, VOCABULARY), admission=counted_by(lengths))
+    return Engine(scheduler, worker), worker
+
+
+def counted_by(lengths: OutputLengths | None) -> Admission:
+    return Admission(lengths, reserve=0.03 if lengths else 0.0)
 
 
 def test_an_estimate_is_a_quantile_of_the_longer_outputs_of_late() -> None:
@@ -157,7 +162,7 @@ def test_a_long_random_life_under_estimates(chunk: int, depth: int) -> None:
     rng = random.Random(chunk)
     ledger = TokenLedger(150, 12, 90)
     worker = ModelWorker(150, rng, stop_chance=0.04)
-    scheduler = Scheduler(ledger, Limits(12, 90, chunk, VOCABULARY), depth, OutputLengths())
+    scheduler = Scheduler(ledger, Limits(12, 90, chunk, VOCABULARY), depth, counted_by(OutputLengths()))
     engine = Engine(scheduler, worker)
     families = [[rng.randrange(100, 103) for _ in range(60)] for _ in range(4)]
     alive: dict[str, int] = {}
@@ -228,7 +233,7 @@ def paused_and_not(
         settings = EngineConfig(device=device, max_total_tokens=pool, max_num_seqs=8, prefill_chunk=32)
         runner, info = assemble(model, settings, lambda line: None)
         ledger = TokenLedger(info.capacity, info.limits.max_num_seqs, info.limits.max_model_len)
-        engine = Engine(Scheduler(ledger, info.limits, lengths=lengths), runner)
+        engine = Engine(Scheduler(ledger, info.limits, admission=counted_by(lengths)), runner)
         rng = random.Random(0)
         for i in range(12):
             ids = array("i", [rng.randrange(VOCABULARY) for _ in range(rng.randint(5, 60))])

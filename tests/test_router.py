@@ -346,7 +346,7 @@ def test_a_worker_that_dies_takes_the_paused_along_and_what_was_learned_stays(tm
             status = await client.until(lambda status: not status.load.held)
             assert_idle(status)
             assert made.router._scheduler is not None
-            assert made.router._scheduler._lengths is made.router._lengths
+            assert made.router._scheduler._admission is made.router._admission
 
     asyncio.run(scenario())
 

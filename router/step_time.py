@@ -1,0 +1,131 @@
+"""How long a step takes: a model of it with a few parameters, and their fit to measured steps.
+
+A step reads all weights once, and the K/V of every request that decodes; its prompt tokens are computed, each
+against what comes before it. Steps with prompt tokens run outside CUDA graphs. So
+
+    seconds = base + per_decode · requests that decode + per_kv · tokens that these attend
+              [+ prefill + per_prompt · prompt tokens + per_pair · (prompt tokens × tokens each attends)]
+
+Knows no device and no model: `step_time.json`, beside this file, has what was measured of one.
+"""
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import msgspec
+import numpy as np
+
+from lightkv.errors import LightKVError
+
+DEFAULT_FILE = Path(__file__).with_name("step_time.json")
+
+
+class InvalidStepTime(LightKVError, ValueError):
+    """Parameters that are no step-time model's."""
+
+
+class Work(NamedTuple):
+    """What a step computes. `kv`: tokens that its decodes attend, all together. `pairs`: over its prompt
+    tokens, the tokens that each attends."""
+
+    decodes: int
+    kv: int
+    prompt: int
+    pairs: int
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """Parameters in seconds. `source`: what they were measured on, and how well they fit."""
+
+    base: float
+    per_decode: float
+    per_kv: float
+    prefill: float
+    per_prompt: float
+    per_pair: float
+    source: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        """Raises InvalidStepTime for a parameter that is negative or no number, or a base of 0."""
+        for name in PARAMETERS:
+            value = getattr(self, name)
+            if not isinstance(value, int | float) or not 0 <= value < float("inf"):
+                raise InvalidStepTime(f"{name} is {value!r}; give seconds, 0 or more")
+        if not self.base:
+            raise InvalidStepTime("a base of 0 seconds; give what a step takes that computes hardly anything")
+
+    def seconds(self, work: Work) -> float:
+        """What a step takes."""
+        decodes, kv, prompt, pairs = work
+        seconds = self.base + self.per_decode * decodes + self.per_kv * kv
+        if prompt:
+            seconds += self.prefill + self.per_prompt * prompt + self.per_pair * pairs
+        return seconds
+
+    def as_dict(self) -> dict[str, Any]:
+        """To write to a file, from which `read` has it again."""
+        return asdict(self)
+
+    @classmethod
+    def read(cls, path: Path) -> "StepTime":
+        """From a JSON file. Raises InvalidStepTime, OSError."""
+        try:
+            return msgspec.json.decode(path.read_bytes(), type=cls, strict=True)
+        except (msgspec.ValidationError, msgspec.DecodeError) as error:
+            names = ", ".join(PARAMETERS)
+            raise InvalidStepTime(f"{path}: {error}; give a JSON object with {names}") from error
+
+    @classmethod
+    def parse(cls, text: str) -> "StepTime":
+        """`name=seconds` with commas between, what is left out being 0; or a file's path; empty: the one that
+        comes with lightkv. Raises InvalidStepTime, OSError."""
+        if not text:
+            return cls.read(DEFAULT_FILE)
+        if "=" not in text:
+            return cls.read(Path(text))
+        values = dict.fromkeys(PARAMETERS, 0.0)
+        for part in text.split(","):
+            name, _, value = part.partition("=")
+            try:
+                values[name] = float(value) if name in values else values[name]
+            except (KeyError, ValueError):
+                known = ", ".join(PARAMETERS)
+                raise InvalidStepTime(
+                    f"--step-time has {part!r}; give name=seconds, the names being {known}"
+                ) from None
+        return cls(**values, source={"given": text})
+
+
+PARAMETERS = tuple(f.name for f in fields(StepTime) if f.name != "source")
+
+
+def fit(work: Sequence[Work], seconds: Sequence[float]) -> StepTime:
+    """The parameters that have the least squares of relative errors, none negative. `source` has the errors.
+
+    Raises ValueError for fewer steps than parameters.
+    """
+    if len(work) < len(PARAMETERS) or len(work) != len(seconds):
+        raise ValueError(f"{len(seconds)} times of {len(work)} steps; give at least {len(PARAMETERS)}")
+    measured = np.array(seconds)
+    rows = np.array([[1, w.decodes, w.kv, w.prompt > 0, w.prompt, w.pairs] for w in work], float)
+    weighted = rows / measured[:, None]
+    scale = weighted.max(axis=0)
+    scale[scale == 0] = 1.0
+    chosen = list(range(len(PARAMETERS)))
+    while True:  # without the parameter that would be the most negative, until none is
+        values = np.zeros(len(PARAMETERS))
+        values[chosen] = np.linalg.lstsq((weighted / scale)[:, chosen], np.ones(len(measured)), rcond=None)[0]
+        if values.min() >= 0:
+            break
+        chosen.remove(int(values.argmin()))
+    parameters = values / scale
+    errors = np.abs(rows @ parameters / measured - 1)
+    source = {
+        "steps": len(measured),
+        "median_relative_error": float(np.median(errors)),
+        "max_relative_error": float(errors.max()),
+    }
+    return StepTime(**dict(zip(PARAMETERS, parameters.tolist(), strict=True)), source=source)

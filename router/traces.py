@@ -1,0 +1,304 @@
+"""Traces of requests: the published formats, read a line at a time, and a generator for where there is none.
+
+Knows lengths, arrival times and which prompts begin alike; knows no scheduler and no clock. A trace can be gone
+through again and again, and is the same each time.
+"""
+
+import csv
+import itertools
+import json
+import math
+import random
+from bisect import bisect_right
+from collections.abc import Iterable, Iterator, Mapping
+from datetime import datetime
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+
+from lightkv.errors import LightKVError
+
+BLOCK = 512  # tokens of a prefix block in Mooncake's traces
+
+
+class UnreadableTrace(LightKVError, ValueError):
+    """A file in none of the formats, or without a request; a name that is neither a file's nor a workload's."""
+
+
+class TraceRequest(NamedTuple):
+    """`arrival`: seconds from the first one, None where the trace has no times. `prompt`, `output`: tokens.
+    `blocks`: ids of the prompt's blocks of `BLOCK` tokens, the same for the same prefix; empty: unlike all
+    others."""
+
+    arrival: float | None
+    prompt: int
+    output: int
+    blocks: tuple[int, ...] = ()
+
+
+class Trace(Protocol):
+    """Requests in the order of their arrival, as often as they are asked for."""
+
+    @property
+    def name(self) -> str:
+        """What people call it."""
+
+    def __iter__(self) -> Iterator[TraceRequest]: ...
+
+
+class _Format(NamedTuple):
+    """The fields of a published format. `unit`: seconds in one of its times; 0 for a date."""
+
+    prompt: str
+    output: str
+    time: str | None = None
+    unit: float = 0.0
+    blocks: str | None = None
+
+
+_FORMATS = {
+    # AzurePublicDataset; Patel et al., Splitwise, ISCA 2024.
+    "Azure": _Format("ContextTokens", "GeneratedTokens", "TIMESTAMP"),
+    # ShareGPT's lengths as sarathi-serve publishes them: no arrival times.
+    "ShareGPT": _Format("num_prefill_tokens", "num_decode_tokens"),
+    # Mooncake, FAST 2025: JSON lines, times in milliseconds.
+    "Mooncake": _Format("input_length", "output_length", "timestamp", 1e-3, "hash_ids"),
+}
+
+
+class FileTrace:
+    """A trace in one of the published formats: Azure and ShareGPT as CSV, Mooncake as JSON lines (.jsonl).
+
+    Requests with an empty prompt or answer are left out. Times that go back are taken as the last one.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    @property
+    def name(self) -> str:
+        return self.path.name
+
+    def __iter__(self) -> Iterator[TraceRequest]:
+        """Raises UnreadableTrace, also for a file with no request in it; OSError."""
+        empty = True
+        last = 0.0
+        first: float | None = None
+        with self.path.open(encoding="utf-8-sig", newline="") as lines:
+            records: Iterable[Mapping[str, Any]]
+            records = map(json.loads, lines) if self.path.suffix == ".jsonl" else csv.DictReader(lines)
+            try:
+                for record in records:
+                    known = _format_of(record)
+                    prompt, output = int(record[known.prompt]), int(record[known.output])
+                    if prompt < 1 or output < 1:
+                        continue
+                    empty = False
+                    at = _seconds(record, known)
+                    if at is not None:
+                        first = at if first is None else first
+                        last = at = max(at - first, last)
+                    blocks = tuple(record.get(known.blocks, ())) if known.blocks else ()
+                    yield TraceRequest(at, prompt, output, blocks)
+            except (ValueError, TypeError, csv.Error) as error:
+                raise UnreadableTrace(f"{self.path}: {error}") from error
+        if empty:
+            raise UnreadableTrace(f"{self.path} has no request; give an Azure, ShareGPT or Mooncake trace")
+
+
+def _format_of(record: Mapping[str, Any]) -> _Format:
+    for known in _FORMATS.values():
+        if known.prompt in record and known.output in record:
+            return known
+    names = "; ".join(f"{known.prompt}, {known.output} ({name}'s)" for name, known in _FORMATS.items())
+    raise ValueError(f"the fields are {', '.join(map(str, record))}; known are {names}")
+
+
+def _seconds(record: Mapping[str, Any], known: _Format) -> float | None:
+    if known.time is None or known.time not in record:
+        return None
+    if known.unit:
+        return float(record[known.time]) * known.unit
+    return datetime.fromisoformat(record[known.time]).timestamp()
+
+
+class Repeated:
+    """The first `num` requests of a trace; where it has fewer, it begins again right after its last."""
+
+    def __init__(self, trace: Trace, num: int) -> None:
+        self._trace = trace
+        self._num = num
+
+    @property
+    def name(self) -> str:
+        return self._trace.name
+
+    def __iter__(self) -> Iterator[TraceRequest]:
+        return itertools.islice(self._again(), self._num)
+
+    def _again(self) -> Iterator[TraceRequest]:
+        start = 0.0
+        while True:
+            last, count = 0.0, 0
+            for request in self._trace:
+                count += 1
+                if request.arrival is not None:
+                    last = request.arrival
+                    request = request._replace(arrival=start + last)
+                yield request
+            start += last * (1 + 1 / count)
+
+
+# --------------------------------------------------------------------------------
+# Generated
+
+
+class Quantiles(NamedTuple):
+    """A distribution of lengths: tokens at each of `SHARES`; between them the logarithm goes linearly."""
+
+    tokens: tuple[int, ...]
+
+    def draw(self, rng: random.Random) -> int:
+        """One length."""
+        share = rng.random()
+        idx = bisect_right(SHARES, share) - 1
+        low, high = self.tokens[idx], self.tokens[idx + 1]
+        part = (share - SHARES[idx]) / (SHARES[idx + 1] - SHARES[idx])
+        return round(math.exp(math.log(low) + part * (math.log(high) - math.log(low))))
+
+
+class Even(NamedTuple):
+    """Every length from `low` to `high` alike."""
+
+    low: int
+    high: int
+
+    def draw(self, rng: random.Random) -> int:
+        """One length."""
+        return rng.randint(self.low, self.high)
+
+
+class LogNormal(NamedTuple):
+    """A length whose logarithm is normal; `mean` is the length's own. At least 1, at most `most`."""
+
+    mean: float
+    sigma: float
+    most: int
+
+    def draw(self, rng: random.Random) -> int:
+        """One length."""
+        mu = math.log(self.mean) - self.sigma**2 / 2
+        return min(max(round(rng.lognormvariate(mu, self.sigma)), 1), self.most)
+
+
+Lengths = Quantiles | Even | LogNormal
+SHARES = (0.0, 0.01, 0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.99, 1.0)
+
+# The first four have the quantiles of the published traces, taken from the files themselves: Azure's of
+# November 2023 (AzurePublicDataset, CC-BY 4.0; Patel et al., Splitwise, ISCA 2024; their medians are those of
+# the paper, 1,020 and 129 for conversations, about 1,500 and 13 for code), ShareGPT's of sarathi-serve
+# (Agrawal et al., OSDI 2024) and Mooncake's conversations (Qin et al., FAST 2025), without the prefixes that
+# these share. Prompts and answers are drawn apart: the ranks of theirs correlate by 0.08 at most.
+# decode-heavy and prefill-heavy have the shapes of Past-Future's (Gong et al., ASPLOS 2025): what is long
+# is 2,048 to 4,096 tokens, the other 32 to 4,096. In chat answers are short and may be long.
+WORKLOADS: dict[str, tuple[Lengths, Lengths]] = {
+    "azure-conv": (
+        Quantiles((2, 29, 181, 207, 387, 403, 703, 1020, 1071, 1130, 1315, 2734, 4083, 4142, 14050)),
+        Quantiles((7, 16, 41, 54, 77, 91, 103, 129, 177, 384, 400, 424, 451, 601, 1000)),
+    ),
+    "azure-code": (
+        Quantiles((3, 17, 75, 147, 385, 770, 1075, 1469, 1909, 2433, 3192, 5186, 7302, 7436, 7437)),
+        Quantiles((6, 6, 6, 7, 8, 9, 11, 13, 16, 20, 29, 55, 90, 249, 1899)),
+    ),
+    "sharegpt": (
+        Quantiles((1, 12, 29, 74, 382, 777, 1203, 1730, 2401, 3235, 4278, 5696, 6563, 7433, 8141)),
+        Quantiles((2, 6, 44, 84, 181, 271, 346, 415, 493, 581, 683, 834, 920, 998, 1024)),
+    ),
+    "mooncake": (
+        Quantiles((891, 894, 901, 964, 1662, 3263, 4993, 6909, 9570, 13196, 17869, 27367, 39549, 85399, 126195)),  # noqa: E501
+        Quantiles((1, 3, 10, 24, 100, 213, 291, 350, 399, 447, 504, 597, 698, 1115, 2000)),
+    ),
+    "decode-heavy": (Even(32, 4096), Even(2048, 4096)),
+    "prefill-heavy": (Even(2048, 4096), Even(32, 4096)),
+    "chat": (LogNormal(350, 1.0, 4096), LogNormal(350, 1.0, 4096)),
+}  # fmt: skip
+
+
+class GeneratedTrace:
+    """`num` requests of a workload's lengths, without arrival times. The seed decides all of it."""
+
+    def __init__(self, name: str, num: int, seed: int = 0) -> None:
+        self.name = name
+        self._num = num
+        self._seed = seed
+
+    def __iter__(self) -> Iterator[TraceRequest]:
+        prompts, outputs = WORKLOADS[self.name]
+        rng = random.Random(f"{self.name} {self._seed}")
+        for _ in range(self._num):
+            yield TraceRequest(None, prompts.draw(rng), outputs.draw(rng))
+
+
+DEFAULT_REQUESTS = 2000  # of a workload
+
+
+def open_trace(name: str, num: int | None = None, seed: int = 0) -> Trace:
+    """The trace that `name` says: a workload's name, or a file's path. `num`: requests of it; None: all that
+    the file has, `DEFAULT_REQUESTS` of a workload. Raises UnreadableTrace."""
+    if name in WORKLOADS:
+        return GeneratedTrace(name, num or DEFAULT_REQUESTS, seed)
+    path = Path(name)
+    if not path.is_file():
+        raise UnreadableTrace(
+            f"{name!r} is no file, and no workload; give the path of an Azure, ShareGPT or Mooncake trace, or "
+            f"one of {', '.join(WORKLOADS)}"
+        )
+    trace = FileTrace(path)
+    return trace if num is None else Repeated(trace, num)
+
+
+# --------------------------------------------------------------------------------
+# Arrivals
+
+
+class Summary(NamedTuple):
+    """What one pass over a trace tells: its requests, and the seconds between its first and its last; None
+    where it has no times."""
+
+    num: int
+    span: float | None
+
+
+def summarise(trace: Trace) -> Summary:
+    """Go through the trace once."""
+    num, last = 0, None
+    for request in trace:
+        num += 1
+        last = request.arrival
+    return Summary(num, last)
+
+
+def is_timed(trace: Trace) -> bool:
+    """Does it say when its requests come?"""
+    return next(iter(trace)).arrival is not None
+
+
+def at_once(trace: Trace) -> Iterator[TraceRequest]:
+    """All of them there at the start."""
+    for request in trace:
+        yield request._replace(arrival=0.0)
+
+
+def faster(trace: Trace, factor: float) -> Iterator[TraceRequest]:
+    """The trace's own times, `factor` times as fast."""
+    for request in trace:
+        assert request.arrival is not None
+        yield request._replace(arrival=request.arrival / factor)
+
+
+def poisson(trace: Trace, rate: float, seed: int) -> Iterator[TraceRequest]:
+    """Arrivals independent of one another, `rate` a second."""
+    rng = random.Random(f"arrivals {seed}")
+    at = 0.0
+    for request in trace:
+        yield request._replace(arrival=at)
+        at += rng.expovariate(rate)

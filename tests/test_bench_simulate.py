@@ -1,0 +1,51 @@
+"""The benchmarks around the simulator run from end to end, small: its tables, and the step times of a model."""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from tiny_models import tiny_llama
+
+from bench import simulate, step_time
+from lightkv.router import EngineConfig
+from lightkv.router.admission import ADMISSIONS
+from lightkv.router.step_time import StepTime, fit
+
+
+def test_the_tables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
+    out = tmp_path / "out.json"
+    options = ["--requests", "12", "--policy-requests", "12", "--out", str(out)]
+    monkeypatch.setattr(sys, "argv", ["bench", *options])
+    monkeypatch.setattr(simulate, "FILES", {"azure-conv": "", "sharegpt": ""})
+    simulate.main()
+    results = json.loads(out.read_text())["results"]
+    assert json.loads(capsys.readouterr().out.splitlines()[-1])["results"] == results
+    assert results["goodput"]["sharegpt"]["1.3"].keys() == {*ADMISSIONS, simulate.PATIENT_ORACLE}
+    assert results["policies"]["chat"]["exact"]["num_finished"] == 12
+    shares = results["waste"]["azure-conv"]
+    assert 0 < shares[0] < shares[-1] < 1
+
+
+def test_step_times_of_a_model() -> None:
+    config = EngineConfig(
+        device="cpu", max_num_seqs=12, max_model_len=200, max_total_tokens=4000, prefill_chunk=32
+    )
+    meter = step_time.Meter(tiny_llama(torch.device("cpu")), config)
+    levels = [step_time.Level(1, 60), step_time.Level(6, 30), step_time.Level(9, 90)]
+    points, count = step_time.measure(meter, levels, (5, 40), seconds=60.0)
+    assert count == 3
+    alone = [point.work for point in points if not point.work.prompt]
+    assert {work.decodes for work in alone} >= {1, 6, 9}
+    for work in alone:
+        assert 15 * work.decodes < work.kv < 200 * work.decodes
+    beside = [point.work for point in points if point.work.prompt]
+    assert max(work.prompt for work in beside) == 32
+    assert any(work.prompt == 5 and work.pairs == 15 and work.decodes == 9 for work in beside)
+    for work in beside:
+        assert work.pairs >= work.prompt * (work.prompt + 1) // 4
+    model = fit([point.work for point in points], [point.seconds for point in points])
+    report = step_time.report(points, model)
+    assert len(report["points"]) == len(points) == model.source["steps"]
+    assert StepTime(**report["parameters"]) == model
