@@ -1,16 +1,18 @@
 """How long a step takes: a model of it with a few parameters, and their fit to measured steps.
 
 A step reads all weights once, and the K/V of every request that decodes; its prompt tokens are computed, each
-against what comes before it. Steps with prompt tokens run outside CUDA graphs. So
+against what comes before it. Steps with prompt tokens run outside CUDA graphs, so they take at least as long as
+the host needs to launch them. So
 
     seconds = base + per_decode · requests that decode + per_kv · tokens that these attend
-              [+ prefill + per_prompt · prompt tokens + per_pair · (prompt tokens × tokens each attends)]
+              [+ per_prompt · prompt tokens + per_pair · (prompt tokens × tokens each attends),
+               and not less than `prefill`]
 
 Knows no device and no model: `step_time.json`, beside this file, has what was measured of one.
 """
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,6 +22,7 @@ import numpy as np
 from lightkv.errors import LightKVError
 
 DEFAULT_FILE = Path(__file__).with_name("step_time.json")
+MAX_TURNS = 20  # of a fit
 
 
 class InvalidStepTime(LightKVError, ValueError):
@@ -62,7 +65,7 @@ class StepTime:
         decodes, kv, prompt, pairs = work
         seconds = self.base + self.per_decode * decodes + self.per_kv * kv
         if prompt:
-            seconds += self.prefill + self.per_prompt * prompt + self.per_pair * pairs
+            seconds = max(seconds + self.per_prompt * prompt + self.per_pair * pairs, self.prefill)
         return seconds
 
     def as_dict(self) -> dict[str, Any]:
@@ -103,29 +106,48 @@ PARAMETERS = tuple(f.name for f in fields(StepTime) if f.name != "source")
 
 
 def fit(work: Sequence[Work], seconds: Sequence[float]) -> StepTime:
-    """The parameters that have the least squares of relative errors, none negative. `source` has the errors.
+    """The parameters that have the least squares of relative errors, none negative; `prefill` is the median of
+    the steps that are taken to wait for the host. `source` has the errors.
 
-    Raises ValueError for fewer steps than parameters.
+    Which steps those are follows from the parameters, and these from the other steps: found in turns, from the
+    half of the steps with prompt tokens that have the most on. Raises ValueError for fewer steps than parameters
+    there are.
     """
     if len(work) < len(PARAMETERS) or len(work) != len(seconds):
         raise ValueError(f"{len(seconds)} times of {len(work)} steps; give at least {len(PARAMETERS)}")
     measured = np.array(seconds)
-    rows = np.array([[1, w.decodes, w.kv, w.prompt > 0, w.prompt, w.pairs] for w in work], float)
-    weighted = rows / measured[:, None]
-    scale = weighted.max(axis=0)
-    scale[scale == 0] = 1.0
-    chosen = list(range(len(PARAMETERS)))
-    while True:  # without the parameter that would be the most negative, until none is
-        values = np.zeros(len(PARAMETERS))
-        values[chosen] = np.linalg.lstsq((weighted / scale)[:, chosen], np.ones(len(measured)), rcond=None)[0]
-        if values.min() >= 0:
+    rows = np.array([[1, w.decodes, w.kv, w.prompt, w.pairs] for w in work], float)
+    has_prompt = rows[:, 3] > 0
+    on_device = ~has_prompt
+    if has_prompt.any():
+        on_device |= rows[:, 3] >= np.median(rows[has_prompt, 3])
+    for _ in range(MAX_TURNS):
+        weighted = rows[on_device] / measured[on_device, None]
+        values = _least_squares(weighted)
+        waits = has_prompt & ~on_device
+        prefill = float(np.median(measured[waits])) if waits.any() else 0.0
+        before, on_device = on_device, ~has_prompt | (rows @ values >= prefill)
+        if np.array_equal(before, on_device):
             break
-        chosen.remove(int(values.argmin()))
-    parameters = values / scale
-    errors = np.abs(rows @ parameters / measured - 1)
+    base, per_decode, per_kv, per_prompt, per_pair = values.tolist()
+    model = StepTime(base, per_decode, per_kv, prefill, per_prompt, per_pair)
+    errors = np.abs(np.array([model.seconds(w) for w in work]) / measured - 1)
     source = {
         "steps": len(measured),
         "median_relative_error": float(np.median(errors)),
         "max_relative_error": float(errors.max()),
     }
-    return StepTime(**dict(zip(PARAMETERS, parameters.tolist(), strict=True)), source=source)
+    return replace(model, source=source)
+
+
+def _least_squares(rows: np.ndarray) -> np.ndarray:
+    """Of `rows` times what is returned to 1, none being negative."""
+    scale = rows.max(axis=0)
+    scale[scale == 0] = 1.0
+    chosen = list(range(rows.shape[1]))
+    while True:  # without the one that would be the most negative, until none is
+        values = np.zeros(rows.shape[1])
+        values[chosen] = np.linalg.lstsq((rows / scale)[:, chosen], np.ones(len(rows)), rcond=None)[0]
+        if values.min() >= 0:
+            return values / scale
+        chosen.remove(int(values.argmin()))

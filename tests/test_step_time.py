@@ -8,7 +8,7 @@ import pytest
 
 from lightkv.router.step_time import DEFAULT_FILE, PARAMETERS, InvalidStepTime, StepTime, Work, fit
 
-MODEL = StepTime(7e-3, 2e-5, 4e-8, 1e-3, 2.4e-5, 1.3e-9)
+MODEL = StepTime(7e-3, 2e-5, 4e-8, 3e-2, 2.4e-5, 1.3e-9)
 
 
 def random_work(rng: random.Random) -> Work:
@@ -19,8 +19,9 @@ def random_work(rng: random.Random) -> Work:
 
 def test_a_step_is_the_sum_of_its_parts() -> None:
     assert MODEL.seconds(Work(2, 300, 0, 0)) == pytest.approx(7e-3 + 2 * 2e-5 + 300 * 4e-8)
-    mixed = 7e-3 + 2e-5 + 4e-6 + 1e-3 + 50 * 2.4e-5 + 600 * 1.3e-9
-    assert MODEL.seconds(Work(1, 100, 50, 600)) == pytest.approx(mixed)
+    mixed = 7e-3 + 2e-5 + 4e-6 + 2000 * 2.4e-5 + 600 * 1.3e-9
+    assert MODEL.seconds(Work(1, 100, 2000, 600)) == pytest.approx(mixed)
+    assert MODEL.seconds(Work(1, 100, 50, 600)) == 3e-2  # the host's part
 
 
 def test_a_fit_finds_what_it_was_made_of() -> None:
@@ -32,6 +33,8 @@ def test_a_fit_finds_what_it_was_made_of() -> None:
     assert found.source["max_relative_error"] < 1e-9
     noisy = fit(work, [MODEL.seconds(w) * rng.uniform(0.98, 1.02) for w in work])
     assert 0.001 < noisy.source["median_relative_error"] < 0.02
+    decodes = [Work(count, 100 * count * count, 0, 0) for count in range(1, 9)]
+    assert fit(decodes, [MODEL.seconds(w) for w in decodes]).prefill == 0.0
 
 
 def test_no_parameter_of_a_fit_is_negative() -> None:
