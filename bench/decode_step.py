@@ -116,9 +116,13 @@ def parts_of(runner: ModelRunner, batch: int, times: int) -> dict[str, float]:
         torch.cuda.synchronize()
     parts = dict.fromkeys((*KERNELS, "other"), 0.0)
     kernels = [event for event in profile.events() if event.device_type == torch.autograd.DeviceType.CUDA]
-    for event in kernels:
+    at = 0.0
+    for event in sorted(kernels, key=lambda event: event.time_range.start):
         kind = next((kind for kind, names in KERNELS.items() if any(n in event.name for n in names)), "other")
-        parts[kind] += (event.time_range.end - event.time_range.start) / 1e3 / times
+        # One that was launched while another still ran waits for it: that time is the other's.
+        took = event.time_range.end - max(event.time_range.start, at)
+        parts[kind] += max(took, 0.0) / 1e3 / times
+        at = max(at, event.time_range.end)
     return parts
 
 

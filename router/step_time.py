@@ -110,8 +110,8 @@ def fit(work: Sequence[Work], seconds: Sequence[float]) -> StepTime:
     the steps that are taken to wait for the host. `source` has the errors.
 
     Which steps those are follows from the parameters, and these from the other steps: found in turns, from the
-    half of the steps with prompt tokens that have the most on. Raises ValueError for fewer steps than parameters
-    there are.
+    half of the steps with prompt tokens that have the most on. Raises ValueError for fewer steps than there are
+    parameters.
     """
     if len(work) < len(PARAMETERS) or len(work) != len(seconds):
         raise ValueError(f"{len(seconds)} times of {len(work)} steps; give at least {len(PARAMETERS)}")
