@@ -7,10 +7,11 @@ requests got is told in the simulator's terms. Knows no command line and no simu
 import gc
 import time
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import msgspec
 
+from bench.serving_stats import Targets
 from bench.step_time import Point, work_of
 from bench.workload import Replayed
 from lightkv.errors import LightKVError
@@ -34,13 +35,6 @@ END = -1  # the last token of an answer: no model's
 
 class ReplayFailed(LightKVError):
     """A step that the model could not compute."""
-
-
-class Targets(NamedTuple):
-    """Seconds to a first token, and between the others, at most."""
-
-    ttft: float
-    tpot: float
 
 
 class Executor:

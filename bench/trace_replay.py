@@ -39,7 +39,8 @@ import torch
 from bench.child import ChildFailed
 from bench.decode_step import LLAMA_3_8B
 from bench.report import machine, parser, print_json, print_machine, print_table, refuse, save_json
-from bench.trace_machine import Machine, Targets
+from bench.serving_stats import Targets
+from bench.trace_machine import Machine
 from bench.transformers_trace import replay_transformers
 from bench.workload import Replayed
 from lightkv.errors import LightKVError
@@ -171,8 +172,8 @@ def traces_of(options: argparse.Namespace, info: RunnerInfo) -> tuple[Replayed, 
     """The requests that are measured, those that warm up, and those that the model is fitted to: others."""
     num = options.requests + WARM_UP + options.fit_requests
     longest = min(info.limits.max_model_len, info.capacity // 256 * 256)
-    scaled = options.max_prompt, options.max_output
-    own = Replayed.cut(open_trace(options.trace, 2 * num), num, longest, options.max_new, scaled)
+    trace = open_trace(options.trace, 2 * num)  # some may not fit
+    own = Replayed.of(trace, options.max_prompt, options.max_output).fitting(longest, options.max_new)
     if len(own) < num:
         refuse(f"{own.name} has {len(own)} requests that fit, and {num} are wanted; give fewer --requests")
     ends = options.requests, options.requests + WARM_UP, num

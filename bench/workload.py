@@ -4,7 +4,6 @@ Of a published trace it takes lengths alone (`read_trace`), or its requests in t
 (`Replayed`). Knows no server and no clock. Everything is drawn from the generator that it is given.
 """
 
-import itertools
 import json
 import random
 from collections.abc import Iterable, Iterator, Sequence
@@ -97,34 +96,24 @@ class Replayed:
         self.requests = list(requests)
 
     @classmethod
-    def cut(
-        cls, trace: Trace, num: int, longest: int, max_new: int, scaled: tuple[int | None, int | None]
-    ) -> "Replayed":
-        """The first `num` that fit into a context of `longest` tokens with `max_new` new ones; their answers
-        are cut there. `scaled`: the first `num` shrunk to a longest prompt and answer of so many (`scale`).
-        Raises UnreadableTrace where the trace has none such.
-        """
-        max_prompt, max_output = scaled
-        if scaled == (None, None):
-            requests = iter(trace)
-        else:
-            own = list(itertools.islice(trace, num))
-            lengths = scale(
-                [Lengths(request.prompt, request.output) for request in own], max_prompt, max_output
-            )
-            requests = iter(
-                TraceRequest(request.arrival, *pair) for request, pair in zip(own, lengths, strict=True)
-            )
-        fitting = (request for request in requests if request.prompt + max_new <= longest)
-        found = [
-            request._replace(output=min(request.output, max_new))
-            for request in itertools.islice(fitting, num)
-        ]
+    def of(cls, trace: Trace, max_prompt: int | None = None, max_output: int | None = None) -> "Replayed":
+        """All of a trace, its lengths scaled so far (`scale`)."""
+        requests = list(trace)
+        if max_prompt is None and max_output is None:
+            return cls(trace.name, requests)
+        lengths = scale([Lengths(r.prompt, r.output) for r in requests], max_prompt, max_output)
+        return cls(
+            trace.name,
+            [TraceRequest(own.arrival, *pair) for own, pair in zip(requests, lengths, strict=True)],
+        )
+
+    def fitting(self, longest: int, max_new: int) -> "Replayed":
+        """Those that fit into a context of `longest` tokens with `max_new` new ones, where answers are cut.
+        Raises UnreadableTrace where there is none."""
+        found = [r._replace(output=min(r.output, max_new)) for r in self if r.prompt + max_new <= longest]
         if not found:
-            raise UnreadableTrace(
-                f"{trace.name} has no prompt that leaves room for {max_new} of {longest} tokens"
-            )
-        return cls(trace.name, found)
+            raise UnreadableTrace(f"{self.name}: no prompt leaves room for {max_new} of {longest} tokens")
+        return Replayed(self.name, found)
 
     def __iter__(self) -> Iterator[TraceRequest]:
         return iter(self.requests)

@@ -15,7 +15,8 @@ from tiny_files import tiny_config
 from tiny_models import tiny_llama
 
 from bench import trace_machine, trace_replay, transformers_trace
-from bench.trace_machine import Machine, Targets
+from bench.serving_stats import Targets
+from bench.trace_machine import Machine
 from bench.workload import Replayed
 from lightkv.errors import LedgerMismatch
 from lightkv.router import EngineConfig
@@ -158,10 +159,15 @@ def test_a_traces_own_times_are_stretched_to_a_rate() -> None:
 
 def test_what_does_not_fit_is_left_out_and_long_answers_are_cut() -> None:
     trace = Replayed("t", [TraceRequest(0.0, 90, 3), TraceRequest(1.0, 91, 3), TraceRequest(2.0, 1, 30)])
-    kept = Replayed.cut(trace, 3, 100, 10, (None, None))
-    assert [(request.prompt, request.output) for request in kept] == [(90, 3), (1, 10)]
-    with pytest.raises(UnreadableTrace, match="no prompt that leaves room for 10 of 5"):
-        Replayed.cut(trace, 3, 5, 10, (None, None))
+    assert [(own.prompt, own.output) for own in trace.fitting(100, 10)] == [(90, 3), (1, 10)]
+    with pytest.raises(UnreadableTrace, match="no prompt leaves room for 10 of 5"):
+        trace.fitting(5, 10)
+
+
+def test_scaled_lengths_keep_their_times() -> None:
+    trace = Replayed("t", [TraceRequest(0.5, 90, 40, (1,)), TraceRequest(1.0, 30, 20, (1,))])
+    assert Replayed.of(trace).requests == trace.requests
+    assert list(Replayed.of(trace, 30, 4)) == [TraceRequest(0.5, 30, 4), TraceRequest(1.0, 10, 2)]
 
 
 def test_a_trace_comes_back_from_its_file(tmp_path: Path) -> None:
