@@ -2,16 +2,18 @@
 
     python -m bench.serving --concurrency 8 --in-process --rounds 5 --out bench/results/serving-cpu.json
     python -m bench.serving --url http://127.0.0.1:8000 --rate 4 --trace AzureLLMInferenceTrace_conv.csv
+    python -m bench.serving --arrivals trace --rate 2 --trace AzureLLMInferenceTrace_conv.csv --requests 256
     python -m bench.serving --model DIRECTORY --concurrency 1 32 256 --replay --transformers --plot FILE
     python -m bench.serving --replot bench/results/serving-h200.json --plot serving-h200.svg
 
 Without --url it starts `lightkv serve` itself (what follows `--` goes to that command) and takes it down again;
 with --url it measures any server that knows OpenAI's completions, `ignore_eos` and `stream_options`. A closed
 loop has a number of clients, each of which asks again as soon as it is answered; an open loop has requests that
-come at random times, whatever is under way. Prompts are random ids, answers greedy and of a given length. All
+come at random times, or a trace's own, whatever is under way. Prompts are random ids, answers greedy and of a given length. All
 is measured at the client, from the moment it connects: the time to the first piece (TTFT), between one piece
 and the next, of a token after the first, and to the end. The time between pieces is told apart by whether
-another request waited for its first piece meanwhile: then its prefill shared the step.
+another request waited for its first piece meanwhile: then its prefill shared the step. Goodput is the answers a
+second that were in time for --ttft-target and, in the mean, for --tpot-target.
 
 Of lightkv it also tells the router's own time in a step and the processor time of its processes, and it makes
 sure that no token is held at the end. With --replay it compares a decode step, seen from outside, with the
@@ -56,10 +58,11 @@ from bench.replay import Level, replays
 from bench.report import Spread, parser, print_json, print_machine, refuse, save_json
 from bench.served import Server, ServerFailed
 from bench.serving_figures import load_pyplot, plot, print_levels, print_peers, print_steps
-from bench.serving_stats import NotSteady, Steady, span, steady, step_rate_ms, summarise
-from bench.workload import Ask, Lengths, choose, fill, mixed, poisson, read_trace, scale
+from bench.serving_stats import NotSteady, Steady, Targets, span, steady, step_rate_ms, summarise
+from bench.workload import Ask, Lengths, Replayed, choose, fill, mixed, poisson, read_trace, scale
 from lightkv.errors import LightKVError
 from lightkv.router import EngineConfig
+from lightkv.router.traces import open_trace
 from lightkv.router.weights import load_config, resolve
 
 Results = dict[str, Any]
@@ -88,10 +91,10 @@ class Target(NamedTuple):
     vocab_size: int
     server: Server | None
 
-    def run(self, traffic: Traffic, asks: Sequence[Ask], seed: int = 0) -> list[Answer]:
-        """Every request answered. Raises RequestFailed."""
+    def run(self, traffic: Traffic, asks: Sequence[Ask], arrivals: list[float] | None = None) -> list[Answer]:
+        """Every request answered; `arrivals`: of an open loop. Raises RequestFailed."""
         if traffic.is_open:
-            arrivals = poisson(traffic.level, len(asks), random.Random(seed))
+            assert arrivals is not None
             return uvloop.run(open_loop(self.endpoint, self.model, asks, arrivals))
         return uvloop.run(closed_loop(self.endpoint, self.model, asks, int(traffic.level)))
 
@@ -137,10 +140,16 @@ class Target(NamedTuple):
 # What is measured
 
 
-def measure(target: Target, traffic: Traffic, asks: Sequence[Ask], seed: int) -> Results:
+def measure(
+    target: Target,
+    traffic: Traffic,
+    asks: Sequence[Ask],
+    arrivals: list[float] | None = None,
+    targets: Targets = Targets(),  # noqa: B008
+) -> Results:
     """One load, seen from outside and, where it is lightkv, by its own counts."""
     before, cpu_before = target.counts(), target.cpu_seconds()
-    results = summarise(target.run(traffic, asks, seed))
+    results = summarise(target.run(traffic, asks, arrivals), targets)
     cpu_after, after = target.cpu_seconds(), target.counts()
     cpu = {role: cpu_after[role] - used for role, used in cpu_before.items() if role in cpu_after}
     results["cores"] = {role: used / results["seconds"] for role, used in cpu.items()}
@@ -168,6 +177,20 @@ def lengths_of(options: argparse.Namespace, num: int, rng: random.Random) -> lis
         return choose(scale(read_trace(options.trace), options.max_prompt, options.max_output), num, rng)
     shortest, longest = options.prompt
     return mixed(shortest, longest, options.output, num, rng)
+
+
+def requests_of(
+    options: argparse.Namespace, traffic: Traffic, num: int, vocab_size: int, rng: random.Random
+) -> tuple[list[Ask], list[float] | None]:
+    """`num` requests, and when they come, where that is not when another has been answered."""
+    if traffic.is_open and options.arrivals == "trace":
+        trace = Replayed.of(open_trace(str(options.trace), num), options.max_prompt, options.max_output)
+        timed = trace.at_rate(traffic.level, options.seed)
+        prompts = timed.prompts(vocab_size, options.seed)
+        asks = [Ask(ids.tolist(), own.output) for ids, own in zip(prompts, timed, strict=True)]
+        return asks, [request.arrival or 0.0 for request in timed]
+    asks = fill(lengths_of(options, num, rng), vocab_size, rng)
+    return asks, poisson(traffic.level, num, random.Random(options.seed)) if traffic.is_open else None
 
 
 def batches(options: argparse.Namespace, vocab_size: int) -> dict[int, list[list[Ask]]]:
@@ -292,6 +315,11 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
         "--max-prompt", type=int, help="scale the trace's prompts: the longest has so many tokens"
     )
     made.add_argument("--max-output", type=int, help="scale its answers likewise")
+    made.add_argument(
+        "--arrivals", choices=["poisson", "trace"], default="poisson",
+        help="of open loops; trace: its requests at its own times, stretched to the rate",
+    )  # fmt: skip
+    made.add_argument("--tpot-target", type=positive, default=0.1, help="seconds a token, for goodput")
     made.add_argument("--seed", type=int, default=0)
     made.add_argument("--timeout", type=positive, default=600.0, help="seconds for one answer")
     made.add_argument("--in-process", action="store_true", help="compare with LLM.generate")
@@ -327,6 +355,8 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
         made.error("--transformers takes answers of one length; leave out --trace")
     if (options.in_process or options.transformers or options.replay) and not options.concurrency:
         made.error("--in-process, --transformers and --replay compare closed loops; give a --concurrency")
+    if options.arrivals == "trace" and not (options.trace and options.rate):
+        made.error("--arrivals trace takes a --trace, and a --rate that its times are stretched to")
     if options.rounds < 1:
         made.error(f"--rounds is {options.rounds}; give at least 1")
     return options
@@ -392,11 +422,12 @@ def run(options: argparse.Namespace, save: Callable[[Results], object]) -> Resul
         traffics = [Traffic(num, False) for num in options.concurrency]
         traffics += [Traffic(rate, True) for rate in options.rate]
         rng = random.Random(options.seed)
+        targets = Targets(config.ttft_target, options.tpot_target)
         for traffic in traffics:
             num = options.requests or (64 if traffic.is_open else max(16, 4 * int(traffic.level)))
             warm_up(target, options, traffic, rng)
-            asks = fill(lengths_of(options, num, rng), target.vocab_size, rng)
-            found = measure(target, traffic, asks, options.seed)
+            asks, arrivals = requests_of(options, traffic, num, target.vocab_size, rng)
+            found = measure(target, traffic, asks, arrivals, targets)
             levels[traffic.name] = {"level": traffic.level, "is_open": traffic.is_open, **found}
             print(f"{traffic.name}: {num} requests in {found['seconds']:.1f} s", flush=True)
         for num in options.concurrency if options.replay else []:

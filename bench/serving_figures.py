@@ -28,11 +28,12 @@ def print_levels(levels: dict[str, Results]) -> None:
         ]
         router = f"{found['router_us_per_step']:.0f}" if "router_us_per_step" in found else ""
         throughput = [f"{found['output_tokens_per_s']:,.1f}", f"{found['requests_per_s']:.2f}"]
+        throughput.append(f"{found['goodput_per_s']:.2f}" if "goodput_per_s" in found else "")
         rows.append([name, *throughput, *latencies, f"{found['tokens_per_piece']:.2f}", router])
     print("\nmilliseconds as p50 / p99")
     print_table(
-        ["load", "tokens/s", "requests/s", "TTFT", "between pieces", "a token", "end to end", "tokens a piece",
-         "router µs a step"], rows
+        ["load", "tokens/s", "requests/s", "in time", "TTFT", "between pieces", "a token", "end to end",
+         "tokens a piece", "router µs a step"], rows
     )  # fmt: skip
     for name, found in levels.items():
         if found.get("between_pieces_beside_prefill_ms"):

@@ -26,6 +26,13 @@ class NotSteady(Exception):
     """Answers from which the time of a step cannot be told."""
 
 
+class Targets(NamedTuple):
+    """Seconds to a first token, and between the others in the mean, at most: what is in time is goodput."""
+
+    ttft: float = 10.0
+    tpot: float = 0.1
+
+
 def span(answers: Sequence[Answer]) -> float:
     """Seconds from the first request to the last answer's end."""
     return max(answer.ended for answer in answers) - min(answer.sent for answer in answers)
@@ -44,9 +51,13 @@ def tokens_per_piece(answers: Sequence[Answer]) -> float:
     return sum(answer.num_output for answer in answers) / sum(len(answer.arrivals) for answer in answers)
 
 
-def summarise(answers: Sequence[Answer]) -> Results:
+def summarise(answers: Sequence[Answer], targets: Targets = Targets()) -> Results:  # noqa: B008
     """What the clients of one load saw."""
     seconds = span(answers)
+    in_time = [
+        answer.ttft <= targets.ttft and max(answer.per_token, default=0.0) <= targets.tpot
+        for answer in answers
+    ]
     num_output = sum(answer.num_output for answer in answers)
     num_prompt = sum(answer.num_prompt for answer in answers)
     alone, beside = split_gaps(answers)
@@ -56,6 +67,8 @@ def summarise(answers: Sequence[Answer]) -> Results:
         "prompt_tokens": num_prompt,
         "output_tokens": num_output,
         "requests_per_s": len(answers) / seconds,
+        "goodput_per_s": sum(in_time) / seconds,
+        "met_share": sum(in_time) / len(answers),
         "output_tokens_per_s": num_output / seconds,
         "total_tokens_per_s": (num_output + num_prompt) / seconds,
         "tokens_per_piece": tokens_per_piece(answers),

@@ -67,6 +67,19 @@ class Point(NamedTuple):
     seconds: float
 
 
+def work_of(plan: StepPlan) -> Work:
+    """What a step computes."""
+    num = plan.num_contexts
+    chunks = list(zip(plan.starts[:num], plan.counts, strict=False))
+    decodes = len(plan.rows) - num
+    return Work(
+        decodes,
+        sum(plan.starts[num:]) + decodes,
+        sum(count for _, count in chunks),
+        sum(count * start + count * (count + 1) // 2 for start, count in chunks),
+    )
+
+
 class Watch:
     """An executor that notes what each step computes."""
 
@@ -81,15 +94,7 @@ class Watch:
 
     def execute(self, plan: StepPlan) -> StepResult:
         """The runner's step."""
-        num = plan.num_contexts
-        chunks = list(zip(plan.starts[:num], plan.counts, strict=False))
-        decodes = len(plan.rows) - num
-        self.work = Work(
-            decodes,
-            sum(plan.starts[num:]) + decodes,
-            sum(count for _, count in chunks),
-            sum(count * start + count * (count + 1) // 2 for start, count in chunks),
-        )
+        self.work = work_of(plan)
         return self._runner.execute(plan)
 
     def check(self, edits: bytes, holding: Holding) -> None:

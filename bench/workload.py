@@ -1,17 +1,24 @@
 """What a load client asks for: prompts of random ids, lengths of prompts and answers, and when they come.
 
-Of a published trace it takes lengths alone; knows no server and no clock. Everything is
-drawn from the generator that it is given.
+Of a published trace it takes lengths alone (`read_trace`), or its requests in their order and at their times
+(`Replayed`). Knows no server and no clock. Everything is drawn from the generator that it is given.
 """
 
+import json
 import random
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from lightkv.router.traces import FileTrace, UnreadableTrace
+import numpy as np
 
-__all__ = ["Ask", "Lengths", "UnreadableTrace", "choose", "fill", "mixed", "poisson", "read_trace", "scale"]
+from lightkv.router import traces
+from lightkv.router.traces import BLOCK, FileTrace, Trace, TraceRequest, UnreadableTrace
+
+__all__ = [
+    "Ask", "Lengths", "Replayed", "UnreadableTrace",
+    "choose", "fill", "mixed", "poisson", "read_trace", "scale",
+]  # fmt: skip
 
 LOWEST_ID = 100  # below it many vocabularies keep special tokens
 
@@ -76,3 +83,77 @@ def poisson(rate: float, num: int, rng: random.Random) -> list[float]:
         at += rng.expovariate(rate)
         arrivals.append(at)
     return arrivals
+
+
+class Replayed:
+    """Requests of a trace in their order, with what it says of times and which prompts begin alike; a `Trace`.
+
+    Where lengths were scaled nothing is known of blocks any more.
+    """
+
+    def __init__(self, name: str, requests: Sequence[TraceRequest]) -> None:
+        self.name = name
+        self.requests = list(requests)
+
+    @classmethod
+    def of(cls, trace: Trace, max_prompt: int | None = None, max_output: int | None = None) -> "Replayed":
+        """All of a trace, its lengths scaled so far (`scale`)."""
+        requests = list(trace)
+        if max_prompt is None and max_output is None:
+            return cls(trace.name, requests)
+        lengths = scale([Lengths(r.prompt, r.output) for r in requests], max_prompt, max_output)
+        return cls(
+            trace.name,
+            [TraceRequest(own.arrival, *pair) for own, pair in zip(requests, lengths, strict=True)],
+        )
+
+    def fitting(self, longest: int, max_new: int) -> "Replayed":
+        """Those that fit into a context of `longest` tokens with `max_new` new ones, where answers are cut.
+        Raises UnreadableTrace where there is none."""
+        found = [r._replace(output=min(r.output, max_new)) for r in self if r.prompt + max_new <= longest]
+        if not found:
+            raise UnreadableTrace(f"{self.name}: no prompt leaves room for {max_new} of {longest} tokens")
+        return Replayed(self.name, found)
+
+    def __iter__(self) -> Iterator[TraceRequest]:
+        return iter(self.requests)
+
+    def __len__(self) -> int:
+        return len(self.requests)
+
+    def at_rate(self, rate: float, seed: int) -> "Replayed":
+        """These at `rate` a second: their own times, stretched; Poisson arrivals where there are none."""
+        span = (self.requests[-1].arrival or 0.0) - (first := self.requests[0].arrival or 0.0)
+        if not span:
+            return Replayed(self.name, list(traces.poisson(self, rate, seed)))
+        factor = rate * span / len(self.requests)
+        return Replayed(
+            self.name,
+            [r._replace(arrival=(r.arrival - first) / factor) for r in self.requests],  # type: ignore[operator]
+        )
+
+    def at_once(self) -> "Replayed":
+        """All of them there at the start."""
+        return Replayed(self.name, list(traces.at_once(self)))
+
+    def write(self, path: Path) -> None:
+        """A file that `lightkv simulate` reads, in Mooncake's format."""
+        with path.open("w") as file:
+            for request in self.requests:
+                line = {"timestamp": (request.arrival or 0.0) * 1e3, "input_length": request.prompt,
+                        "output_length": request.output, "hash_ids": request.blocks}  # fmt: skip
+                print(json.dumps(line), file=file)
+
+    def prompts(self, vocab_size: int, seed: int) -> list[np.ndarray]:
+        """Random ids, int32; the same where the trace says that prompts begin alike."""
+        low = min(LOWEST_ID, vocab_size - 1)
+
+        def ids(num: int, *seeds: int) -> np.ndarray:
+            return np.random.default_rng([seed, *seeds]).integers(low, vocab_size, num, np.int32)
+
+        prompts = []
+        for idx, request in enumerate(self.requests):
+            parts = [ids(BLOCK, 1, block) for block in request.blocks]
+            parts.append(ids(max(request.prompt - BLOCK * len(parts), 0), 0, idx))
+            prompts.append(np.concatenate(parts)[: request.prompt])
+        return prompts

@@ -33,10 +33,11 @@ from bench.load_client import (
 from bench.peers import Rounds, run_batches, run_transformers
 from bench.replay import Decoding, Level, NoReplay, replays
 from bench.serving_stats import NotSteady, split_gaps, steady, step_rate_ms
-from bench.workload import Ask
+from bench.workload import Ask, Replayed
 from lightkv.router import EngineConfig
 from lightkv.router.build import assemble
 from lightkv.router.tokenizer import Tokenizer
+from lightkv.router.traces import TraceRequest
 from lightkv.router.weights import random_model
 
 # --------------------------------------------------------------------------------
@@ -64,6 +65,9 @@ def test_throughput_is_of_the_whole_span() -> None:
     assert found["between_pieces_ms"]["p50"] == 2000.0
     assert found["per_token_ms"]["mean"] == pytest.approx(2000 / 3)
     assert found["end_to_end_ms"]["mean"] == 6000.0
+    assert (found["goodput_per_s"], found["met_share"]) == (0.1, 0.5)  # one is slow between its tokens
+    assert serving_stats.summarise(answers, serving_stats.Targets(2.0, 0.7))["met_share"] == 0.5
+    assert serving_stats.summarise(answers, serving_stats.Targets(3.0, 0.7))["met_share"] == 1.0
 
 
 def options(*argv: str) -> argparse.Namespace:
@@ -90,6 +94,8 @@ def test_the_engine_of_the_command_line_is_the_one_that_serves() -> None:
         ["--transformers", "no-such-way"],
         ["--replay", "--rate", "1"],
         ["--rounds", "0"],
+        ["--arrivals", "trace", "--rate", "1"],
+        ["--arrivals", "trace", "--trace", "x.csv"],
     ],
     ids=" ".join,
 )
@@ -97,6 +103,18 @@ def test_options_that_make_no_sense_are_refused(argv: list[str], capsys: pytest.
     with pytest.raises(SystemExit):
         options(*argv)
     assert "error" in capsys.readouterr().err
+
+
+def test_a_traces_requests_come_in_its_order_and_at_its_times(tmp_path: Path) -> None:
+    trace = Replayed("t", [TraceRequest(at, 5 + i, 3) for i, at in enumerate((0.0, 1.0, 4.0, 6.0))])
+    trace.write(tmp_path / "t.jsonl")
+    typed = options("--arrivals", "trace", "--rate", "2", "--trace", str(tmp_path / "t.jsonl"))
+    asks, arrivals = serving.requests_of(typed, serving.Traffic(2.0, True), 3, 1000, random.Random(0))
+    assert [(len(ask.prompt_ids), ask.num_output) for ask in asks] == [(5, 3), (6, 3), (7, 3)]
+    assert arrivals == pytest.approx([0.0, 0.375, 1.5])
+    typed.arrivals = "poisson"
+    asks, arrivals = serving.requests_of(typed, serving.Traffic(2.0, False), 3, 1000, random.Random(0))
+    assert (len(asks), arrivals) == (3, None)
 
 
 def test_gaps_beside_another_requests_prefill_are_told_apart() -> None:
