@@ -18,11 +18,8 @@ LOG2_E = math.log2(math.e)
 
 @triton.jit
 def find_slots(index_row, positions, valid, SHIFT: tl.constexpr):
-    """The slots, int64, of the tokens at `positions`; a place that is not valid reads no index of its own."""
-    if SHIFT == 31:
-        entries = tl.load(index_row)  # where the one run begins
-    else:
-        entries = tl.load(index_row + (positions >> SHIFT), mask=valid, other=0)
+    """The slots, int64, of the tokens at `positions`; a place that is not valid reads no index."""
+    entries = tl.load(index_row + (positions >> SHIFT), mask=valid, other=0)
     return (entries + (positions & ((1 << SHIFT) - 1))).to(tl.int64)
 
 

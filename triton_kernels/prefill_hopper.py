@@ -78,11 +78,7 @@ def _find_slots(
     """The slots of a key tile; for a key outside [begin, end) that of the next inside: no free slot is read."""
     positions = key_tile * BLOCK_N + gl.arange(0, BLOCK_N, layout)
     positions = gl.minimum(gl.maximum(positions, begin), end - 1)
-    if SHIFT == 31:
-        slots = gl.load(index_row) + positions  # in the one run
-    else:
-        slots = gl.load(index_row + (positions >> SHIFT)) + (positions & ((1 << SHIFT) - 1))
-    return slots
+    return gl.load(index_row + (positions >> SHIFT)) + (positions & ((1 << SHIFT) - 1))
 
 
 @gluon.jit
