@@ -15,5 +15,8 @@ setup(
         "lightkv.router",
         "lightkv.triton_kernels",
     ],
-    package_data={"lightkv": ["py.typed"], "lightkv.router": ["step_time.json"]},
+    package_data={
+        "lightkv": ["py.typed"],
+        "lightkv.router": ["simulation_report.html.jinja", "step_time.json"],
+    },
 )

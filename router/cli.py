@@ -23,9 +23,10 @@ from lightkv import __version__
 from lightkv.errors import LightKVError, UnknownBackend, UnsupportedModel
 
 from .config import EngineConfig, InvalidConfig, ServiceConfig
+from .output_file import UnwritableFile
 from .sampling_params import InvalidParams, SamplingParams
 from .service_cli import add_service_commands
-from .simulate_cli import add_simulate_command
+from .simulate_cli import UnreadableResult, add_simulate_commands
 from .simulation_config import InvalidAllocation, InvalidSimulation, SimulationConfig
 from .terminal import OrderedAnswers, headings, progress, say, usage
 
@@ -308,7 +309,7 @@ def info(
 
 
 add_service_commands(app, _takes_engine, _takes_service)
-add_simulate_command(app, _takes_simulation)
+add_simulate_commands(app, _takes_simulation)
 
 
 def _read_prompts(prompts: Sequence[str] | None) -> list[str]:
@@ -356,7 +357,8 @@ def _is_bad_input(error: LightKVError) -> bool:
     settings = (InvalidConfig, InvalidParams, UnknownBackend, NeverFits, ChatTemplateError)
     models = (ModelNotFound, UnreadableTokenizer, UnreadableWeights, UnsupportedModel)
     simulations = (InvalidSimulation, InvalidAllocation, InvalidStepTime, UnreadableTrace)
-    return isinstance(error, settings + models + simulations)
+    files = (UnreadableResult, UnwritableFile)
+    return isinstance(error, settings + models + simulations + files)
 
 
 def _gib(num_bytes: int) -> str:

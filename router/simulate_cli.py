@@ -1,4 +1,5 @@
-"""The command `lightkv simulate`: a trace through the engine's loop, with a step-time model for a device.
+"""The commands `lightkv simulate`, a trace through the engine's loop with a step-time model for a device, and
+`lightkv simulate-report`, which draws what that found.
 
 Knows typer and the terminal. Standard output has the figures, of which the last line is one JSON object with
 all; progress goes to standard error.
@@ -6,16 +7,21 @@ all; progress goes to standard error.
 
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from os.path import realpath
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
+import msgspec
 import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.progress import Progress as Bars
 
+from lightkv.errors import LightKVError
+
+from .output_file import UnwritableFile, check_writable, write_whole
 from .simulation_config import SimulationConfig
 from .terminal import say
 
@@ -29,13 +35,24 @@ _EXAMPLES = (
     "lightkv simulate sharegpt --load 1.3 --admission quantile",
     "lightkv simulate AzureLLMInferenceTrace_conv.csv --allocation paged:16 --admission watermark",
     "lightkv simulate chat --rate inf --requests 20000 --out chat.json",
+    "lightkv simulate chat --load 1.3 --admission timely --report timely.html",
     "lightkv simulate mooncake_conversation_trace.jsonl --capacity 1000000 | tail -1 | jq .goodput",
+)
+_REPORT_EXAMPLES = (
+    "lightkv simulate chat --load 1.3 --admission timely --out timely.json",
+    "lightkv simulate chat --load 1.3 --admission watermark --out watermark.json",
+    "lightkv simulate-report timely.json watermark.json --report policies.html",
 )
 
 
-def add_simulate_command(app: typer.Typer, takes_simulation: Takes) -> None:
-    """Add it to `app`. `takes_simulation` turns settings into options (`cli.py`)."""
+class UnreadableResult(LightKVError, ValueError):
+    """A file that holds no result of a simulation."""
+
+
+def add_simulate_commands(app: typer.Typer, takes_simulation: Takes) -> None:
+    """Add them to `app`. `takes_simulation` turns settings into options (`cli.py`)."""
     app.command(epilog="\n\n".join(("[bold]Examples[/]", *_EXAMPLES)))(takes_simulation(simulate))
+    app.command(epilog="\n\n".join(("[bold]Examples[/]", *_REPORT_EXAMPLES)))(simulate_report)
 
 
 def simulate(
@@ -51,6 +68,12 @@ def simulate(
     out: Annotated[
         Path | None, typer.Option(help="Write all of the result to this file: figures, series, curves.")
     ] = None,
+    report: Annotated[
+        Path | None,
+        typer.Option(
+            help="Write a report to this file: one HTML page with charts, which needs nothing beside it."
+        ),
+    ] = None,
     config: SimulationConfig,
 ) -> None:
     """Replay a trace through the real scheduler, admission and ledger, on a simulated device.
@@ -62,12 +85,19 @@ def simulate(
     from .simulator import simulate as run
 
     notes = Console(stderr=True, highlight=False)
+    if out is not None and report is not None and realpath(out) == realpath(report):
+        raise UnwritableFile(f"--out and --report are both {out}; give two files")
+    for path, option in ((out, "--out"), (report, "--report")):
+        if path is not None:
+            check_writable(path, option)
     begun = time.perf_counter()
     try:
         with _bar(notes, num_requests(trace, config)) as progress:
             result = run(trace, config, progress)
         if out is not None:
-            out.write_bytes(result.to_json())
+            write_whole(out, result.to_json())
+        if report is not None:
+            _write_report(report, [result])
     except OSError as error:
         say(notes, f"lightkv: {error.filename}: {error.strerror}")
         raise typer.Exit(2) from None
@@ -75,6 +105,44 @@ def simulate(
         typer.echo(line)
     say(notes, f"{result.figures.num_finished:,} requests in {time.perf_counter() - begun:.1f} s")
     typer.echo(result.line())
+
+
+def simulate_report(
+    results: Annotated[
+        list[Path],
+        typer.Argument(help="Files that lightkv simulate --out wrote.", metavar="RESULT", show_default=False),
+    ],
+    report: Annotated[
+        Path,
+        typer.Option(help="Write it to this file: one HTML page with charts, which needs nothing beside it."),
+    ],
+) -> None:
+    """Draw a report of simulations that were run before: of one, or of several to compare their policies."""
+    notes = Console(stderr=True, highlight=False)
+    check_writable(report, "--report")
+    if realpath(report) in map(realpath, results):
+        raise UnwritableFile(f"--report {report} is one of the results; give another file")
+    try:
+        _write_report(report, [_load(path) for path in results])
+    except OSError as error:
+        say(notes, f"lightkv: {error.filename}: {error.strerror}")
+        raise typer.Exit(2) from None
+    say(notes, f"{len(results)} result{'s' if len(results) != 1 else ''} drawn in {report}")
+
+
+def _load(path: Path) -> "SimulationResult":
+    from .simulation_result import SimulationResult
+
+    try:
+        return SimulationResult.load(path)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise UnreadableResult(f"{path}: {error}; give a file that lightkv simulate --out wrote") from None
+
+
+def _write_report(path: Path, results: "Sequence[SimulationResult]") -> None:
+    from .simulation_report import render
+
+    write_whole(path, render(results).encode())
 
 
 def summary(result: "SimulationResult") -> Iterator[str]:

@@ -85,6 +85,16 @@ class Series:
     running: list[float]
     waiting: list[float]
 
+    def __post_init__(self) -> None:
+        """Raises ValueError for what is no series."""
+        lengths = [
+            len(values) for values in (self.used, self.padding, self.cached, self.running, self.waiting)
+        ]
+        if len(set(lengths)) > 1:
+            raise ValueError(f"series of {', '.join(map(str, lengths))} points; give all the same number")
+        if not self.width > 0 or self.capacity < 1:
+            raise ValueError(f"a series of width {self.width} and capacity {self.capacity}; give more than 0")
+
 
 @dataclass(frozen=True)
 class Curve:
@@ -92,6 +102,13 @@ class Curve:
 
     quantiles: list[float]
     seconds: list[float]
+
+    def __post_init__(self) -> None:
+        """Raises ValueError for what is no curve."""
+        if len(self.quantiles) != len(self.seconds):
+            raise ValueError(f"{len(self.quantiles)} quantiles and {len(self.seconds)} values of them")
+        if not all(0 <= quantile <= 1 for quantile in self.quantiles):
+            raise ValueError("a quantile is less than 0 or more than 1")
 
 
 @dataclass(frozen=True)
@@ -105,6 +122,16 @@ class SimulationResult:
     ttft: Curve  # from arrival to the first token
     tpot: Curve  # between tokens: per request, its mean over all but the first
 
+    def __post_init__(self) -> None:
+        """Raises ValueError where a setting is missing without which nothing can be said of it."""
+        for name in ("trace", "allocation", "admission", "ttft_target", "tpot_target"):
+            if name not in self.settings:
+                raise ValueError(f"the settings have no {name}")
+        for name in ("ttft_target", "tpot_target"):
+            value = self.settings[name]
+            if not isinstance(value, int | float) or not value > 0:
+                raise ValueError(f"the setting {name} is {value!r}; give seconds, more than 0")
+
     def line(self) -> str:
         """One JSON object, flat, with every figure and what it was run with: the last line printed."""
         return msgspec.json.encode({**self.settings, **asdict(self.figures)}).decode()
@@ -115,10 +142,10 @@ class SimulationResult:
 
     @classmethod
     def from_json(cls, data: bytes) -> "SimulationResult":
-        """What `to_json` made. Raises msgspec.ValidationError."""
+        """What `to_json` made. Raises msgspec.DecodeError, of which msgspec.ValidationError is one."""
         return msgspec.json.decode(data, type=cls)
 
     @classmethod
     def load(cls, path: Path) -> "SimulationResult":
-        """From a file that `lightkv simulate --out` wrote. Raises OSError, msgspec.ValidationError."""
+        """From a file that `lightkv simulate --out` wrote. Raises OSError, msgspec.DecodeError."""
         return cls.from_json(path.read_bytes())

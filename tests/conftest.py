@@ -1,5 +1,5 @@
 """What every test shares: the interpreter on machines without a GPU, how many processes run the tests, the
-`gpu` marker, a file's time budget."""
+`gpu` and `browser` markers, a file's time budget."""
 
 import os
 import signal
@@ -13,6 +13,7 @@ if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 import pytest
+from headless_browser import NAMES, find_browser
 
 # A shell's background job ignores Ctrl-C, and so would the programs that tests start and interrupt.
 signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -76,12 +77,15 @@ class FileBudget:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    if torch.cuda.is_available():
-        return
-    skip = pytest.mark.skip(reason="needs a CUDA device")
+    missing = {}
+    if not torch.cuda.is_available():
+        missing["gpu"] = pytest.mark.skip(reason="needs a CUDA device")
+    if find_browser() is None:
+        missing["browser"] = pytest.mark.skip(reason=f"needs one of {', '.join(NAMES)} on the PATH")
     for item in items:
-        if item.get_closest_marker("gpu"):
-            item.add_marker(skip)
+        for marker, skip in missing.items():
+            if item.get_closest_marker(marker):
+                item.add_marker(skip)
 
 
 @pytest.fixture

@@ -56,6 +56,7 @@ WITHOUT_TORCH = (
     "lightkv.router.simulate_cli",
     "lightkv.router.simulation_config",
     "lightkv.router.simulation_record",
+    "lightkv.router.simulation_report",
     "lightkv.router.simulation_result",
     "lightkv.router.simulator",
     "lightkv.router.step_time",

@@ -49,7 +49,11 @@ def built(checkout: Path) -> tuple[Path, Path]:
     return sdist, wheel
 
 
-DATA = {"lightkv/py.typed", "lightkv/router/step_time.json"}
+DATA = {
+    "lightkv/py.typed",
+    "lightkv/router/simulation_report.html.jinja",
+    "lightkv/router/step_time.json",
+}
 
 
 def run(*command: str, cwd: Path, **environment: str) -> str:
