@@ -170,8 +170,6 @@ def summary(result: "SimulationResult") -> Iterator[str]:
     }  # fmt: skip
     for name, value in rows.items():
         yield f"{name:<14}{value}"
-    if result.step_time["source"].get("preliminary"):
-        yield "              (the step-time model is preliminary: not yet fitted to a measurement of its own)"
 
 
 @contextmanager

@@ -84,8 +84,7 @@ def _differing(results: Sequence[SimulationResult]) -> list[str]:
 
 
 def _one(result: SimulationResult) -> Iterator[Part]:
-    warning = _preliminary([result])
-    yield Part("In short", tuple(_summary(result)), warning, tiles=_tiles(result))
+    yield Part("In short", tuple(_summary(result)), tiles=_tiles(result))
     yield Part("Memory and requests over time", _means(result), charts=over_time(result))
     yield Part("Latencies", (_QUANTILES,), charts=latencies([result], [""]))
     both = policies([result], labels([result]), comparable=False)
@@ -97,13 +96,12 @@ def _several(results: Sequence[SimulationResult], names: Sequence[str]) -> Itera
     others = [key for key in _differing(results) if key not in POLICY]
     if any(result.step_time != results[0].step_time for result in results) and "step_time" not in others:
         others.append("step_time")
-    notes = [_preliminary(results)]
+    warning = ""
     if others:
-        notes.append(
+        warning = (
             f"These results differ in more than the policy: {', '.join(others)}. No best one is marked, for "
             "differences may come from that."
         )
-    warning = " ".join(note for note in notes if note)
     yield Part(
         "In short",
         tuple(_comparison(results, names, comparable=not others)),
@@ -246,20 +244,11 @@ def _uncounted(results: Sequence[SimulationResult]) -> str:
     return " Where all requests are there at the start, the next ones alone are counted as waiting, not all."
 
 
-def _preliminary(results: Sequence[SimulationResult]) -> str:
-    if not any(source_of(result).get("preliminary") for result in results):
-        return ""
-    return (
-        "The step-time model is preliminary: not yet fitted to a measurement of its own. What depends on "
-        "lengths alone stands; what depends on times may change."
-    )
-
-
 def _step_time_words(results: Sequence[SimulationResult]) -> tuple[str, ...]:
-    words = "How long a step takes is a sum of the following, not a measurement of this run."
+    words = "How long a step takes is computed from the following, not a measurement of this run."
     if all(set(source_of(result)) == {"given"} for result in results):
         words += " The parameters were given by hand: how well they fit a device is not known."
-    return (words, *filter(None, [_preliminary(results)]))
+    return (words,)
 
 
 def _targets(result: SimulationResult) -> tuple[float, float]:

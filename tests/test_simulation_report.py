@@ -114,7 +114,6 @@ def test_one_result_has_its_figures_charts_and_settings(one: SimulationResult) -
         "target 10 s",
         "target 100 ms",
         "capacity 9.984k",
-        "The step-time model is preliminary",
         "fit error, median",
         f"{one.step_time['source']['median_relative_error']:.1%}",
         "waste: ends of pages",
@@ -168,7 +167,6 @@ def test_a_step_time_that_was_given_has_no_fit(one: SimulationResult) -> None:
     source = {"given": "base=0.01"}
     text = Parsed(render([replace(one, step_time={**one.step_time, "source": source})])).all_text()
     assert "how well they fit a device is not known" in text
-    assert "preliminary" not in text
 
 
 def test_the_same_results_are_the_same_bytes(found: dict[str, SimulationResult]) -> None:
