@@ -47,7 +47,7 @@ MAX_TOKENS = 2**30  # a pool and a step that nothing is too large for, until the
 TARGET_US = 1000.0
 PARTS = ("plan", "consume", "send")
 WORTH_IT = Grouping(max_members=16)
-ANY = Grouping(max_members=16, min_tokens=1, min_saved=1)
+ANY = Grouping(max_members=16, min_tokens=1, min_saved=1, min_mean=0)
 
 _encode = msgspec.msgpack.Encoder().encode
 _decode_result = msgspec.msgpack.Decoder(StepResult).decode

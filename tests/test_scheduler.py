@@ -19,7 +19,7 @@ from lightkv.router.scheduler import Scheduler
 from lightkv.shared_prefixes import Grouping, SharedPrefix, shared_prefixes
 
 VOCABULARY = 300
-GROUPING = Grouping(max_members=3, min_tokens=1, min_saved=1)
+GROUPING = Grouping(max_members=3, min_tokens=1, min_saved=1, min_mean=0)
 
 
 def ids(tokens: list[int]) -> bytes:

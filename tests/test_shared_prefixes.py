@@ -13,7 +13,7 @@ from lightkv.prefix_tree import Segment
 from lightkv.sequence import Sequence
 from lightkv.shared_prefixes import BatchPrefixes, Grouping, SharedPrefix, shared_prefixes
 
-ANY = Grouping(max_members=64, min_tokens=1, min_saved=1)
+ANY = Grouping(max_members=64, min_tokens=1, min_saved=1, min_mean=0)
 SPEC = KVSpec(num_layers=1, num_kv_heads=1, k_dim=1, v_dim=1, dtype=torch.float32)
 
 
@@ -174,7 +174,7 @@ def grown(rng: random.Random, num_sequences: int) -> TokenLedger:
 def test_the_choice_against_brute_force(seed: int, max_members: int) -> None:
     """No less than the best choice among the nodes, no more than the best of all partitions."""
     rng = random.Random(seed)
-    grouping = Grouping(max_members, rng.choice([1, 8]), rng.choice([1, 20]))
+    grouping = Grouping(max_members, rng.choice([1, 8]), rng.choice([1, 20]), min_mean=0)
     ledger = grown(rng, rng.randint(2, 7))
     found = shared_prefixes(ledger.shared, ledger.sequences, grouping)
     rows = [row for prefix in found for row in prefix.rows]
@@ -238,6 +238,20 @@ def test_a_cache_says_what_its_sequences_share() -> None:
         cache.shared_prefixes(sequences, max_members=16)
 
 
+def test_a_few_that_share_do_not_slow_all_others() -> None:
+    ledger = TokenLedger(1000, 8, 100)
+    for last in (7, 8):
+        start(ledger, *range(1, 41), last)
+    grouping = ANY._replace(min_mean=10)
+    assert choose(ledger, grouping) == [({1, 2}, 40)]
+    start(ledger, 90, 91)
+    start(ledger, 92, 93)
+    assert choose(ledger, grouping) == [({1, 2}, 40)]  # 40 tokens, 10 each
+    start(ledger, 94, 95)
+    assert choose(ledger, grouping) == []
+    assert choose(ledger) == [({1, 2}, 40)]
+
+
 @pytest.mark.parametrize("max_members", [2, 64])
 @pytest.mark.parametrize("seed", range(8))
 def test_a_batch_that_changes_is_chosen_for_as_if_anew(
@@ -246,7 +260,7 @@ def test_a_batch_that_changes_is_chosen_for_as_if_anew(
     """Arrivals, forks and ends, also of sequences outside of it; and looked for only where it may differ."""
     rng = random.Random(seed)
     ledger = TokenLedger(20_000, 12, 400)
-    grouping = Grouping(max_members, min_tokens=20, min_saved=rng.choice([1, 30]))
+    grouping = Grouping(max_members, 20, rng.choice([1, 30]), rng.choice([0, 1, 3]))
     prefixes = BatchPrefixes(ledger, grouping)
     looked: list[int] = []
     renew = prefixes._renew
