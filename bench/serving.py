@@ -9,7 +9,8 @@
 Without --url it starts `lightkv serve` itself (what follows `--` goes to that command) and takes it down again;
 with --url it measures any server that knows OpenAI's completions, `ignore_eos` and `stream_options`. A closed
 loop has a number of clients, each of which asks again as soon as it is answered; an open loop has requests that
-come at random times, or a trace's own, whatever is under way. Prompts are random ids, answers greedy and of a given length. All
+come at random times, or at a trace's own, whatever is under way. Prompts are random ids, answers greedy and of a given
+length. All
 is measured at the client, from the moment it connects: the time to the first piece (TTFT), between one piece
 and the next, of a token after the first, and to the end. The time between pieces is told apart by whether
 another request waited for its first piece meanwhile: then its prefill shared the step. Goodput is the answers a

@@ -40,7 +40,7 @@ from bench.attention_peers import (
 from bench.device_clock import DEVICE, Clock, captured
 from bench.report import parser, print_json, print_machine, print_table, refuse, save_json
 from lightkv.triton_kernels import tuning
-from lightkv.triton_kernels.tuning import DecodeLaunch, Launch
+from lightkv.triton_kernels.tuning import Launch
 
 TILES = ((32, 2, 3), (32, 4, 3), (64, 4, 2), (64, 4, 3), (64, 8, 3), (128, 4, 2), (128, 8, 2))
 WAVES = (2, 3, 4, 6)
@@ -82,7 +82,7 @@ def decode_candidates(row: Row) -> dict[str, Functions]:
     heights = [least] if least < 32 else sorted({least, max(64, least)})
     found: dict[str, Functions] = {}
     for height, tile, waves in product(heights, TILES, WAVES):
-        launch = DecodeLaunch(height, *tile)
+        launch = Launch(height, *tile)
 
         def num_workers(
             device: tuning.DeviceClass, _queries: int, num_kv_heads: int, waves: int = waves
@@ -96,7 +96,7 @@ def decode_candidates(row: Row) -> dict[str, Functions]:
     return found
 
 
-def constant(value: Launch | DecodeLaunch | None) -> Callable[..., Any]:
+def constant(value: Launch | None) -> Callable[..., Any]:
     return lambda *_: value
 
 

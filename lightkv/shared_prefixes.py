@@ -185,7 +185,9 @@ class BatchPrefixes:
         if changed or left:
             self._renew(changed)
             prefixes = [prefix for family in self._families for prefix in family.prefixes]
-            self._sets = sorted(prefixes, key=_first_row)  # so that the same batch is summed in the same order
+            self._sets = sorted(
+                prefixes, key=_first_row
+            )  # so that the same batch is summed in the same order
         found = self._grouping.worthwhile(self._sets, len(batch))
         if found != self._found:
             self._found = found

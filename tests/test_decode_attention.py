@@ -298,13 +298,28 @@ def test_refuses_what_does_not_fit(device: torch.device) -> None:
             decode_attention(bad_q, *bad_cache, **{"scale": 1.0, **settings})
 
 
+def test_refuses_a_plan_of_something_else(device: torch.device) -> None:
+    cache = poisoned_cache([5, 6], device=device)
+    q = torch.zeros(2, 4, 64, device=device)
+    plan = decode_plan(cache.rows, cache.lengths, num_kv_heads=2, window=3)
+    with pytest.raises(ValueError, match="with a window of 3, the call for 2 of 1 with one of 0"):
+        decode_attention(q, *cache, scale=1.0, plan=plan)
+    with pytest.raises(ValueError, match="the plan is for 2 requests of 1 queries"):
+        decode_attention(q.repeat(2, 1, 1), *cache, scale=1.0, window=3, num_queries=2, plan=plan)
+    one = cache._replace(rows=cache.rows[:1], lengths=cache.lengths[:1])
+    with pytest.raises(ValueError, match="the call for 1 of 1"):
+        decode_attention(q[:1], *one, scale=1.0, window=3, plan=plan)
+    with pytest.raises(ValueError, match="300 queries of 2 heads to a K/V head are 600 rows"):
+        decode_attention(q.repeat(300, 1, 1), *cache, scale=1.0, num_queries=300)
+
+
 def test_stays_one_operator_under_torch_compile(device: torch.device) -> None:
     torch.manual_seed(3)
     cache = poisoned_cache([20, 5], device=device)
     q = torch.randn(2, 4, 64, device=device)
     out = torch.empty_like(q)
     plan = decode_plan(cache.rows, cache.lengths, num_kv_heads=2)
-    places = (cache.k_cache, cache.v_cache, cache.index, *plan, cache.lengths)
+    places = (cache.k_cache, cache.v_cache, cache.index, *plan[:5], cache.lengths)
     arguments = (q, *places, out, None, 1, 0.125, 0, 0, 0.0)
     torch.library.opcheck(torch.ops.lightkv.decode_attention.default, arguments)
 

@@ -135,5 +135,35 @@ def test_refuses_groups_that_do_not_fit(device: torch.device) -> None:
     groups = DecodeGroups(rows.view(1, 3), rows[:1], rows)
     with pytest.raises(ValueError, match="without a window"):
         decode_plan(rows, rows + 5, num_kv_heads=1, window=4, groups=groups)
-    with pytest.raises(ValueError, match="3 places for 2 requests"):
+    with pytest.raises(ValueError, match=r"places \(3,\) for 2 requests"):
         decode_plan(rows[:2], rows[:2] + 5, num_kv_heads=1, groups=groups)
+    for match, wrong in [
+        (r"keys \[G\], got \(1, 3\) and \(3,\)", groups._replace(keys=rows)),
+        ("contiguous int32", groups._replace(place=rows.long())),
+    ]:
+        with pytest.raises(ValueError, match=match):
+            decode_plan(rows, rows + 5, num_kv_heads=1, groups=wrong)
+    with pytest.raises(ValueError, match="lengths must be contiguous int32"):
+        decode_plan(rows, rows.long(), num_kv_heads=1)
+
+
+def test_groups_of_one_are_none(device: torch.device) -> None:
+    rows = torch.arange(3, dtype=torch.int32, device=device)
+    alone = DecodeGroups(rows.view(3, 1), rows + 1, rows)
+    plan = decode_plan(rows, rows + 5, num_kv_heads=1, groups=alone)
+    assert plan.members is None
+    assert plan.own_slots == 0
+
+
+@pytest.mark.parametrize("shared_memory", [64 * 1024, 99 * 1024, 227 * 1024], ids="{}".format)
+@pytest.mark.parametrize("head_dim", [64, 128, 192, 256], ids="dim{}".format)
+def test_launches_fit_the_shared_memory(shared_memory: int, head_dim: int) -> None:
+    device = tuning.DeviceClass(40, shared_memory, 8)
+    for num_rows in (1, 4, 16, 64, 128):
+        for several in (False, True):
+            launch = tuning.decode_launch(device, num_rows, several, head_dim, head_dim, 2)
+            assert launch.block_m >= num_rows
+            dim = tuning.padded_dim(head_dim)
+            if launch.block_m <= 64:
+                tiles = launch.block_m + 2 * launch.num_stages * launch.block_n
+                assert 2 * dim * tiles <= shared_memory

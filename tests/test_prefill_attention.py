@@ -206,6 +206,15 @@ def test_refuses_what_does_not_fit(device: torch.device) -> None:
             prefill_attention(q, *cache[:4], q_starts, cache.lengths, scale=1.0, lse=lse)
 
 
+def test_refuses_a_plan_of_something_else(device: torch.device) -> None:
+    cache = poisoned_cache([5, 6], device=device)
+    q, q_starts = torch.zeros(4, 4, 64, device=device), starts([2, 2], device)
+    shape = {"num_heads": 4, "num_kv_heads": 2, "key_dim": 64, "value_dim": 64, "dtype": q.dtype}
+    plan = prefill_plan(cache.rows, q_starts, cache.lengths, num_tokens=4, window=3, **shape)
+    with pytest.raises(ValueError, match="for 2 requests with a window of 3, the call for 2 with one of 0"):
+        prefill_attention(q, *cache[:4], q_starts, cache.lengths, scale=1.0, plan=plan)
+
+
 def test_stays_one_operator_under_torch_compile(device: torch.device) -> None:
     torch.manual_seed(5)
     cache = poisoned_cache([20, 5], device=device)

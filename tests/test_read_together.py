@@ -31,7 +31,9 @@ def make(device: torch.device, **settings: object) -> tuple[Engine, ModelRunner,
     given = {"device": str(device), "attention_backend": "triton"} | defaults | settings
     config = EngineConfig(**given)  # type: ignore[arg-type]
     runner, info = assemble(tiny_llama(device), config, lambda line: None)
-    limits = replace(info.limits, grouping=info.limits.grouping._replace(min_tokens=8, min_saved=1, min_mean=0))
+    limits = replace(
+        info.limits, grouping=info.limits.grouping._replace(min_tokens=8, min_saved=1, min_mean=0)
+    )
     ledger = TokenLedger(info.capacity, limits.max_num_seqs, limits.max_model_len)
     plans: list[StepPlan] = []
     execute = runner.execute

@@ -105,6 +105,16 @@ def score_scales(scale: float, softcap: float) -> tuple[float, float]:
     return scale * LOG2_E, 0.0
 
 
+def check_requests(rows: Tensor, lengths: Tensor) -> None:
+    """Raise ValueError unless these are `[B]` of their types. Reads no tensor's contents."""
+    if rows.dtype not in (torch.int32, torch.int64) or not rows.is_contiguous():
+        raise ValueError(f"rows must be contiguous int32 or int64, got {rows.dtype}")
+    if lengths.dtype != torch.int32 or not lengths.is_contiguous():
+        raise ValueError(f"lengths must be contiguous int32, got {lengths.dtype}")
+    if rows.dim() != 1 or rows.shape != lengths.shape:
+        raise ValueError(f"rows and lengths must be [B], got {tuple(rows.shape)} and {tuple(lengths.shape)}")
+
+
 def check_attention_inputs(
     q: Tensor,
     k_cache: Tensor,
@@ -113,6 +123,7 @@ def check_attention_inputs(
     rows: Tensor,
     lengths: Tensor,
     out: Tensor | None,
+    lse: Tensor | None,
     *,
     scale: float,
     shift: int,
@@ -146,14 +157,15 @@ def check_attention_inputs(
             raise ValueError(
                 f"the last stride of {name} must be 1, got {tensor.stride()}; make it contiguous"
             )
+    if lse is not None and (
+        lse.dtype != torch.float32 or lse.shape != q.shape[:2] or not lse.is_contiguous()
+    ):
+        raise ValueError(
+            f"lse must be contiguous float32 {tuple(q.shape[:2])}, got {lse.dtype} {tuple(lse.shape)}"
+        )
     if index.dim() != 2 or index.dtype != torch.int32:
         raise ValueError(f"index must be int32 [rows, entries], got {index.dtype} {tuple(index.shape)}")
-    if rows.dtype not in (torch.int32, torch.int64) or not rows.is_contiguous():
-        raise ValueError(f"rows must be contiguous int32 or int64, got {rows.dtype}")
-    if lengths.dtype != torch.int32 or not lengths.is_contiguous():
-        raise ValueError(f"lengths must be contiguous int32, got {lengths.dtype}")
-    if rows.dim() != 1 or rows.shape != lengths.shape:
-        raise ValueError(f"rows and lengths must be [B], got {tuple(rows.shape)} and {tuple(lengths.shape)}")
+    check_requests(rows, lengths)
     if not scale > 0 or not 0 <= shift <= 31 or window < 0 or softcap < 0:
         raise ValueError(
             f"scale must be positive, shift in 0..31, window and softcap 0 (off) or more; got scale {scale}, "

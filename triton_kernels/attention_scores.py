@@ -421,6 +421,7 @@ def _check(
         rows,
         lengths,
         None,
+        None,
         scale=scale,
         shift=shift,
         window=window,

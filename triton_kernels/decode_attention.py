@@ -218,8 +218,11 @@ def _decode_attention(
         return
     plan = DecodePlan(items, shares, parts, split, members)
     group, together = num_heads // num_kv_heads, plan.num_members * num_queries
-    launch = tuning.decode_launch(together, group, key_dim, value_dim, q.element_size())
-    early = tuning.has_early_launch(tuning.device_class(q.device))
+    device = tuning.device_class(q.device)
+    launch = tuning.decode_launch(
+        device, together * group, together > 1, key_dim, value_dim, q.element_size()
+    )
+    early = tuning.has_early_launch(device)
     options = {"launch_pdl": True} if early else {}
     partial_shape = plan.num_slots, num_queries * num_heads
     partial_lse = torch.empty(partial_shape, dtype=torch.float32, device=q.device)
@@ -329,6 +332,7 @@ def decode_attention(
         rows,
         lengths,
         out,
+        lse,
         scale=scale,
         shift=shift,
         window=window,
@@ -339,11 +343,20 @@ def decode_attention(
             f"q must hold {num_queries} queries for each of {rows.shape[0]} rows, at least one; "
             f"got {q.shape[0]}"
         )
-    if lse is not None and (
-        lse.dtype != torch.float32 or lse.shape != q.shape[:2] or not lse.is_contiguous()
+    group = q.shape[1] // k_cache.shape[1]
+    if group * num_queries > tuning.MOST_DECODE_ROWS:
+        raise ValueError(
+            f"{num_queries} queries of {group} heads to a K/V head are {group * num_queries} rows, and a tile "
+            f"holds {tuning.MOST_DECODE_ROWS}: prefill_attention takes any number"
+        )
+    if plan is not None and (plan.window, plan.num_queries, len(plan.parts)) != (
+        window,
+        num_queries,
+        len(rows),
     ):
         raise ValueError(
-            f"lse must be contiguous float32 {tuple(q.shape[:2])}, got {lse.dtype} {tuple(lse.shape)}"
+            f"the plan is for {len(plan.parts)} requests of {plan.num_queries} queries with a window of "
+            f"{plan.window}, the call for {len(rows)} of {num_queries} with one of {window}"
         )
     if out is None:
         out = q.new_empty((*q.shape[:2], v_cache.shape[2]))
@@ -356,7 +369,11 @@ def decode_attention(
         k_cache,
         v_cache,
         index,
-        *plan,
+        plan.items,
+        plan.shares,
+        plan.parts,
+        plan.split,
+        plan.members,
         lengths,
         out,
         lse,

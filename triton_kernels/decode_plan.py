@@ -26,6 +26,7 @@ import triton.language as tl
 from torch import Tensor
 
 from . import tuning
+from .attend_keys import check_requests
 
 ITEM_FIELDS = 4  # request (or -1 - group), row, first key, end of the keys
 SHARE_FIELDS = 8  # first item, and its fields
@@ -57,13 +58,16 @@ class DecodePlan(NamedTuple):
     `parts`: int32 `[B, 4]`: where partial outputs are: the first slot of a request's own, and how many; the
     same of its group's, which lie M apart. One of its own alone is the whole output, and uses no slot.
     `split`: int32: the requests that have several parts; then -1.
-    `members`: of the groups, `[G, M]`; None without."""
+    `members`: of the groups, `[G, M]`; None without.
+    `window`, `num_queries`: what the plan is for."""
 
     items: Tensor
     shares: Tensor
     parts: Tensor
     split: Tensor
     members: Tensor | None
+    window: int = 0
+    num_queries: int = 1
 
     @property
     def num_members(self) -> int:
@@ -92,8 +96,10 @@ def _store_item(item, request, row, begin, end, is_item):
 
 @triton.jit(
     do_not_specialize=["num_requests", "num_groups", "num_workers", "num_listed"],
-    do_not_specialize_on_alignment=["rows", "lengths"],
-)
+    do_not_specialize_on_alignment=[
+        "rows", "lengths", "members", "keys", "place", "items", "shares", "parts", "split", "group_parts"
+    ],
+)  # fmt: skip
 def _plan_kernel(
     rows,  # [B]
     lengths,  # [B]
@@ -245,17 +251,17 @@ def decode_plan(
         window: of each query; 0 for all keys.
         num_queries: of each request, at its last positions.
         groups: requests whose first keys are read together; read on the device, so a captured plan follows
-            them, too. What they say is not checked.
+            them, too. What they say is not checked. Of one member each they are left out.
 
     Raises:
-        ValueError: groups with a window, or for another number of requests.
+        ValueError: rows, lengths or groups that do not fit, or groups with a window.
     """
     num_requests = len(rows)
-    if groups is not None and (window or len(groups.place) != num_requests):
-        raise ValueError(
-            f"groups are for layers without a window, and have a place for each request; got a window of "
-            f"{window} and {len(groups.place)} places for {num_requests} requests"
-        )
+    check_requests(rows, lengths)
+    if groups is not None:
+        _check_groups(groups, num_requests, window)
+        if groups.members.shape[1] < 2:
+            groups = None
     num_groups, num_members = (0, 1) if groups is None else groups.members.shape
     device = tuning.device_class(rows.device)
     num_workers = tuning.decode_workers(device, num_members * num_queries, num_kv_heads)
@@ -275,7 +281,23 @@ def decode_plan(
     members, keys, place = groups or (None, None, None)
     seen = window + num_queries - 1 if window else 0
     _decode_plan(rows, lengths, members, keys, place, items, shares, parts, split, group_parts, seen)
-    return DecodePlan(items, shares, parts, split, members)
+    return DecodePlan(items, shares, parts, split, members, window, num_queries)
+
+
+def _check_groups(groups: DecodeGroups, num_requests: int, window: int) -> None:
+    if window or groups.place.shape != (num_requests,):
+        raise ValueError(
+            f"groups are for layers without a window, and have a place for each request; got a window of "
+            f"{window} and places {tuple(groups.place.shape)} for {num_requests} requests"
+        )
+    if groups.members.dim() != 2 or groups.keys.shape != groups.members.shape[:1]:
+        raise ValueError(
+            f"groups have members [G, M] and keys [G], got {tuple(groups.members.shape)} and "
+            f"{tuple(groups.keys.shape)}"
+        )
+    if any(numbers.dtype != torch.int32 or not numbers.is_contiguous() for numbers in groups):
+        kinds = ", ".join(str(numbers.dtype) for numbers in groups)
+        raise ValueError(f"members, keys and places of groups must be contiguous int32, got {kinds}")
 
 
 def decode_plan_reference(
@@ -339,5 +361,6 @@ def decode_plan_reference(
     num_listed = len(parts) if groups is not None else min(len(parts), num_workers)
     split += [-1] * (num_listed - len(split))
     members = None if groups is None else groups.members
-    numbers = (torch.tensor(listed, dtype=torch.int32) for listed in (items, shares, parts, split))
-    return DecodePlan._make([*(tensor.to(lengths.device) for tensor in numbers), members])
+    listed = (torch.tensor(numbers, dtype=torch.int32) for numbers in (items, shares, parts, split))
+    on_device = [numbers.to(lengths.device) for numbers in listed]
+    return DecodePlan._make([*on_device, members, window, 1])

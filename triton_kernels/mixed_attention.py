@@ -130,6 +130,7 @@ def mixed_attention(
         rows,
         lengths,
         out,
+        lse,
         scale=scale,
         shift=shift,
         window=window,
@@ -150,12 +151,6 @@ def mixed_attention(
         raise ValueError(
             f"q must hold {num_queries} queries, at least one, for each of {num_requests - num_prefills} "
             f"decodes behind those of {num_prefills} prefills; got {num_tokens}"
-        )
-    if lse is not None and (
-        lse.dtype != torch.float32 or lse.shape != q.shape[:2] or not lse.is_contiguous()
-    ):
-        raise ValueError(
-            f"lse must be contiguous float32 {tuple(q.shape[:2])}, got {lse.dtype} {tuple(lse.shape)}"
         )
     if out is None:
         out = q.new_empty((*q.shape[:2], v_cache.shape[2]))

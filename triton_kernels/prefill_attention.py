@@ -315,6 +315,7 @@ def prefill_attention(
         rows,
         lengths,
         out,
+        lse,
         scale=scale,
         shift=shift,
         window=window,
@@ -329,11 +330,10 @@ def prefill_attention(
             f"q_starts must be contiguous int32 [{rows.shape[0] + 1}], got {q_starts.dtype} "
             f"{tuple(q_starts.shape)}"
         )
-    if lse is not None and (
-        lse.dtype != torch.float32 or lse.shape != q.shape[:2] or not lse.is_contiguous()
-    ):
+    if plan is not None and (plan.window, plan.num_requests) != (window, len(rows)):
         raise ValueError(
-            f"lse must be contiguous float32 {tuple(q.shape[:2])}, got {lse.dtype} {tuple(lse.shape)}"
+            f"the plan is for {plan.num_requests} requests with a window of {plan.window}, the call for "
+            f"{len(rows)} with one of {window}"
         )
     if out is None:
         out = q.new_empty((*q.shape[:2], v_cache.shape[2]))

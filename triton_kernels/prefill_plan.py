@@ -17,6 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from . import tuning
+from .attend_keys import check_requests
 
 TILE_FIELDS = 8  # request, row, first of its rows, rows of the request, first query, keys before that, 0, 0
 _TILE_FIELDS = tl.constexpr(TILE_FIELDS)
@@ -28,11 +29,13 @@ class PrefillPlan(NamedTuple):
     then -1 in place of a request.
     `taken`: int32 `[2]`, zeros: `prefill_hopper` counts there what its programs have taken off the list, and
     leaves zeros, so a plan serves one run at a time.
-    `launch`: what the tiles are made for."""
+    `launch`, `window`, `num_requests`: what the tiles are made for."""
 
     tiles: Tensor
     taken: Tensor
     launch: tuning.Launch
+    window: int
+    num_requests: int
 
 
 @triton.jit(do_not_specialize=["num_requests"])
@@ -151,7 +154,11 @@ def prefill_plan(
         num_tokens: T of q; num_heads, num_kv_heads, key_dim, value_dim, dtype: of q and the caches.
         window: of each query; 0 for all keys.
         launch: tiles and launch options; those of `tuning.prefill_launch` if None.
+
+    Raises:
+        ValueError: rows or lengths that do not fit.
     """
+    check_requests(rows, lengths)
     group = num_heads // num_kv_heads
     if launch is None:
         launch = tuning.prefill_launch(
@@ -169,7 +176,7 @@ def prefill_plan(
     tiles = torch.empty(capacity, TILE_FIELDS, dtype=torch.int32, device=rows.device)
     taken = torch.empty(2, dtype=torch.int32, device=rows.device)
     _prefill_plan(rows, q_starts, lengths, tiles, taken, group, block_m, _most_keys(window, block_m, group))
-    return PrefillPlan(tiles, taken, launch)
+    return PrefillPlan(tiles, taken, launch, window, len(rows))
 
 
 def prefill_plan_reference(

@@ -34,6 +34,7 @@ class Launch(NamedTuple):
 _INTERPRETER = DeviceClass(num_multiprocessors=4, shared_memory=64 * 1024, major=8)
 
 DECODE_UNIT = 32  # keys: every part of a request but its last has a multiple of it
+MOST_DECODE_ROWS = 256  # of a tile: more would not stay in registers
 
 # Largest first.
 _PREFILL_LAUNCHES = (
@@ -77,37 +78,35 @@ def has_early_launch(device: DeviceClass) -> bool:
     return device.major >= 9
 
 
-class DecodeLaunch(NamedTuple):
-    """Rows and keys of a tile and launch options of decode."""
-
-    block_m: int
-    block_n: int
-    num_warps: int
-    num_stages: int
-
-
 def decode_launch(
-    num_queries: int, group: int, key_dim: int, value_dim: int, element_size: int
-) -> DecodeLaunch:
-    """Tiles of decode, for `num_queries` that read the same keys and `group` query heads of a K/V head.
+    device: DeviceClass, num_rows: int, several: bool, key_dim: int, value_dim: int, element_size: int
+) -> Launch:
+    """Tiles of decode, for `num_rows` that read the same keys: query heads of a K/V head, times queries, of
+    which there may be `several`.
 
     At most 32 KiB of K and V at a time, so that several programs share a processor (`decode_workers` says how
-    many: each reads an equal share, so all of them have to run at once).
+    many: each reads an equal share, so all of them should run at once).
     """
-    rows = padded_dim(num_queries * group)
-    if num_queries > 1 and element_size < 4:
-        launch = DecodeLaunch(max(64, rows), 64, 4, 3)  # as the matrix units of Hopper want it
+    rows = padded_dim(num_rows)
+    if several and element_size < 4:
+        launch = Launch(max(64, rows), 64, 4 if rows <= 64 else 8, 3)  # as the matrix units of Hopper want it
     else:
-        launch = DecodeLaunch(rows, 32, 4, 3)
-    bytes_per_key = (padded_dim(key_dim) + padded_dim(value_dim)) * element_size
-    block_n = launch.block_n
+        launch = Launch(rows, 32, 4 if rows <= 64 else 8, 3)
+    key_width, value_width = padded_dim(key_dim), padded_dim(value_dim)
+    bytes_per_key = (key_width + value_width) * element_size
+    for_queries = launch.block_m * key_width * element_size
+    block_n, num_stages = launch.block_n, launch.num_stages
     while block_n > 16 and block_n * bytes_per_key > 32 * 1024:
         block_n //= 2
-    return launch._replace(block_n=block_n)
+    while num_stages * block_n * bytes_per_key + for_queries + _REDUCTION_BYTES > device.shared_memory:
+        if num_stages == 1 and block_n == 16:
+            break
+        num_stages, block_n = (num_stages - 1, block_n) if num_stages > 1 else (1, block_n // 2)
+    return launch._replace(block_n=block_n, num_stages=num_stages)
 
 
 def decode_workers(device: DeviceClass, num_queries: int, num_kv_heads: int) -> int:
-    """Into how many equal shares decode cuts all its keys, for each K/V head; `num_queries` as above."""
+    """Into how many equal shares decode cuts all its keys, for each K/V head; `num_queries` read the same."""
     programs = (2 if num_queries > 1 else 4) * device.num_multiprocessors
     return max(1, programs // num_kv_heads)
 
