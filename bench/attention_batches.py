@@ -1,7 +1,7 @@
 """What `attention.py` measures: the rows, their values, the layout lightkv and FlashInfer read, what is right.
 
 A row's K/V values are made once, request after request; each side lays them out as it reads them, and what is
-right is computed in float32 from no side's layout. Knows no kernel that is measured, and no clock.
+right is computed in float64 from no side's layout. Knows no kernel that is measured, and no clock.
 """
 
 from collections.abc import Sequence

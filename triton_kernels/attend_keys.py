@@ -176,12 +176,12 @@ def check_attention_inputs(
 def attend_reference(
     q: Tensor, k: Tensor, v: Tensor, query_positions: Tensor, *, scale: float, window: int, softcap: float
 ) -> Tensor:
-    """Causal attention of one sequence in float32: q `[n, H, Dk]`, k `[L, num_kv_heads, Dk]`, v `[L,
+    """Causal attention of one sequence in float64: q `[n, H, Dk]`, k `[L, num_kv_heads, Dk]`, v `[L,
     num_kv_heads, Dv]`, query_positions int `[n]` -> `[n, H, Dv]`. A query that sees no key gets zeros."""
     group = q.shape[1] // k.shape[1]
-    k = k.float().repeat_interleave(group, dim=1)
-    v = v.float().repeat_interleave(group, dim=1)
-    scores = torch.einsum("qhd,khd->hqk", q.float(), k) * scale
+    k = k.double().repeat_interleave(group, dim=1)
+    v = v.double().repeat_interleave(group, dim=1)
+    scores = torch.einsum("qhd,khd->hqk", q.double(), k) * scale
     if softcap:
         scores = softcap * torch.tanh(scores / softcap)
     key_positions = torch.arange(len(k), device=q.device)

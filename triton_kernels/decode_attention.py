@@ -400,7 +400,7 @@ def decode_attention_reference(
     softcap: float = 0.0,
     num_queries: int = 1,
 ) -> Tensor:
-    """The specification of `decode_attention`: plain torch in float32, one request at a time.
+    """The specification of `decode_attention`: plain torch in float64, one request at a time.
 
     Reads lengths and rows on the host, so on a GPU it synchronises.
     """

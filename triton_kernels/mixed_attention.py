@@ -207,7 +207,7 @@ def mixed_attention_reference(
     softcap: float = 0.0,
     num_queries: int = 1,
 ) -> Tensor:
-    """The specification of `mixed_attention`: plain torch in float32, one request at a time.
+    """The specification of `mixed_attention`: plain torch in float64, one request at a time.
 
     Reads lengths, rows and q_starts on the host, so on a GPU it synchronises. What belongs to no request is
     zero.

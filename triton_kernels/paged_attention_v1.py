@@ -301,7 +301,7 @@ def paged_attention_v1_reference(
     *,
     scale: float,
 ) -> Tensor:
-    """The specification of `paged_attention_v1` in either form: plain torch in float32, a sequence at a time.
+    """The specification of `paged_attention_v1` in either form: plain torch in float64, a sequence at a time.
 
     Reads tables and lengths on the host, so on a GPU it synchronises.
     """

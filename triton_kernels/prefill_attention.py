@@ -382,7 +382,7 @@ def prefill_attention_reference(
     window: int = 0,
     softcap: float = 0.0,
 ) -> Tensor:
-    """The specification of `prefill_attention`: plain torch in float32, one sequence at a time.
+    """The specification of `prefill_attention`: plain torch in float64, one sequence at a time.
 
     Reads lengths, rows and q_starts on the host, so on a GPU it synchronises. What belongs to no sequence
     is zero.
