@@ -6,15 +6,14 @@
     python -m bench.serving --model DIRECTORY --concurrency 1 32 256 --replay --transformers --plot FILE
     python -m bench.serving --replot bench/results/serving-h200.json --plot serving-h200.svg
 
-Without --url it starts `lightkv serve` itself (what follows `--` goes to that command) and takes it down
-again; with --url it measures any server that knows OpenAI's completions, `ignore_eos` and `stream_options`. A
-closed loop has a number of clients, each of which asks again as soon as it is answered; an open loop has
-requests that come at random times, or at a trace's own, whatever is under way. Prompts are random ids, answers
-greedy and of a given length. All is measured at the client, from the moment it connects: the time to the first
-piece (TTFT), between one piece and the next, of a token after the first, and to the end. The time between
-pieces is told apart by whether another request waited for its first piece meanwhile: then its prefill shared
-the step. Goodput is the answers a second that were in time for --ttft-target and, in the mean, for --tpot-
-target.
+Without --url it starts `lightkv serve` itself (what follows `--` goes to that command) and takes it down again;
+with --url it measures any server that knows OpenAI's completions, `ignore_eos` and `stream_options`. A closed
+loop has a number of clients, each of which asks again as soon as it is answered; an open loop has requests that
+come at random times, or at a trace's own, whatever is under way. Prompts are random ids, answers greedy and of
+a given length. All is measured at the client, from the moment it connects: the time to the first piece (TTFT),
+between one piece and the next, of a token after the first, and to the end. The time between pieces is told
+apart by whether another request waited for its first piece meanwhile: then its prefill shared the step. Goodput
+is the answers a second that were in time for --ttft-target and, in the mean, for --tpot-target.
 
 Of lightkv it also tells the router's own time in a step and the processor time of its processes, and it makes
 sure that no token is held at the end. With --replay it compares a decode step, seen from outside, with the

@@ -15,6 +15,7 @@ floor of the policies is `sum`, the ceiling the `oracle`.
 
 import argparse
 import math
+from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -71,12 +72,17 @@ def policies(name: str, requests: int, capacity: int) -> dict[str, Figures]:
 
 
 def goodput(
-    trace: str, capacity: int, requests: int | None, load: float, saturated: float
+    trace: str,
+    capacity: int,
+    requests: int | None,
+    load: float,
+    saturated: float,
+    admissions: Iterable[str] = ADMISSIONS,
 ) -> dict[str, Figures]:
     """By admission, at one load; and of an oracle in the order of "timely"."""
     config = SimulationConfig(capacity=capacity, load=load, saturation=saturated, requests=requests)
     found = {
-        admission: simulate(trace, replace(config, admission=admission)).figures for admission in ADMISSIONS
+        admission: simulate(trace, replace(config, admission=admission)).figures for admission in admissions
     }
     patience = make_admission("timely", ttft_target=config.ttft_target).patience
     patient = replace(config, admission="oracle", patience=patience)
@@ -91,6 +97,8 @@ def arguments() -> argparse.Namespace:
     made.add_argument("--capacity", type=int, default=120_000)
     made.add_argument("--requests", type=int, default=None, help="of each trace (default: all of a file)")
     made.add_argument("--policy-requests", type=int, default=2000)
+    made.add_argument("--goodput-admissions", nargs="+", default=list(ADMISSIONS), choices=ADMISSIONS,
+                      metavar="NAME", help="the oracle is always among them")  # fmt: skip
     return made.parse_args()
 
 
@@ -120,13 +128,14 @@ def main() -> None:
         keep()
     if "goodput" in options.parts:
         results["goodput"] = {}
+        admissions = dict.fromkeys([*options.goodput_admissions, "oracle"])
         for name in GOODPUT_TRACES:
             trace = trace_of(name, options.traces)
             config = SimulationConfig(capacity=options.capacity, requests=options.requests)
             saturated = saturation(trace, config)
             results["goodput"][name] = {"saturation": saturated}
             for load in LOADS:
-                by = goodput(trace, options.capacity, options.requests, load, saturated)
+                by = goodput(trace, options.capacity, options.requests, load, saturated, admissions)
                 results["goodput"][name][str(load)] = {admission: vars(f) for admission, f in by.items()}
                 keep()
                 print(f"\n{name} at {load} of saturation ({saturated:.2f} requests a second)")

@@ -22,7 +22,7 @@ from lightkv.router.weights import random_model, resolve
 
 Results = dict[str, Any]
 
-START_SECONDS = 180.0  # to load the model and to warm up
+START_SECONDS = 120.0  # to load the model and to warm up
 WARM_UP = 4  # requests
 
 

@@ -28,6 +28,15 @@ def test_the_tables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pyt
     assert 0 < shares[0] < shares[-1] < 1
 
 
+def test_some_admissions_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    out = tmp_path / "out.json"
+    options = ["--requests", "12", "--parts", "goodput", "--goodput-admissions", "timely", "--out", str(out)]
+    monkeypatch.setattr(sys, "argv", ["bench", *options])
+    simulate.main()
+    results = json.loads(out.read_text())["results"]
+    assert results["goodput"]["azure-conv"]["0.7"].keys() == {"timely", "oracle", simulate.PATIENT_ORACLE}
+
+
 def test_step_times_of_a_model() -> None:
     config = EngineConfig(
         device="cpu", max_num_seqs=12, max_model_len=200, max_total_tokens=4000, prefill_chunk=32
