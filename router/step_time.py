@@ -13,6 +13,7 @@ Knows no device and no model: `step_time.json`, beside this file, has what was m
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
+from operator import itemgetter
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -107,7 +108,7 @@ PARAMETERS = tuple(f.name for f in fields(StepTime) if f.name != "source")
 
 def fit(work: Sequence[Work], seconds: Sequence[float]) -> StepTime:
     """The parameters that have the least squares of relative errors, none negative; `prefill` is the median of
-    the steps that are taken to wait for the host. `source` has the errors.
+    the steps that are taken to wait for the host, or 0 where that fits better. `source` has the errors.
 
     Which steps those are follows from the parameters, and these from the other steps: found in turns, from the
     half of the steps with prompt tokens that have the most on. Raises ValueError for fewer steps than there are
@@ -118,26 +119,33 @@ def fit(work: Sequence[Work], seconds: Sequence[float]) -> StepTime:
     measured = np.array(seconds)
     rows = np.array([[1, w.decodes, w.kv, w.prompt, w.pairs] for w in work], float)
     has_prompt = rows[:, 3] > 0
-    on_device = ~has_prompt
+    models = [_fit(rows, measured, np.ones_like(has_prompt))]
     if has_prompt.any():
-        on_device |= rows[:, 3] >= np.median(rows[has_prompt, 3])
+        models.append(_fit(rows, measured, ~has_prompt | (rows[:, 3] >= np.median(rows[has_prompt, 3]))))
+    found = []
+    for model in models:
+        errors = np.abs(np.array([model.seconds(w) for w in work]) / measured - 1)
+        source = {
+            "steps": len(measured),
+            "median_relative_error": float(np.median(errors)),
+            "max_relative_error": float(errors.max()),
+        }
+        found.append((float(np.square(errors).sum()), replace(model, source=source)))
+    return min(found, key=itemgetter(0))[1]
+
+
+def _fit(rows: np.ndarray, measured: np.ndarray, on_device: np.ndarray) -> StepTime:
+    """From a first guess of the steps that do not wait for the host."""
+    has_prompt = rows[:, 3] > 0
     for _ in range(MAX_TURNS):
-        weighted = rows[on_device] / measured[on_device, None]
-        values = _least_squares(weighted)
+        values = _least_squares(rows[on_device] / measured[on_device, None])
         waits = has_prompt & ~on_device
         prefill = float(np.median(measured[waits])) if waits.any() else 0.0
         before, on_device = on_device, ~has_prompt | (rows @ values >= prefill)
         if np.array_equal(before, on_device):
             break
     base, per_decode, per_kv, per_prompt, per_pair = values.tolist()
-    model = StepTime(base, per_decode, per_kv, prefill, per_prompt, per_pair)
-    errors = np.abs(np.array([model.seconds(w) for w in work]) / measured - 1)
-    source = {
-        "steps": len(measured),
-        "median_relative_error": float(np.median(errors)),
-        "max_relative_error": float(errors.max()),
-    }
-    return replace(model, source=source)
+    return StepTime(base, per_decode, per_kv, prefill, per_prompt, per_pair)
 
 
 def _least_squares(rows: np.ndarray) -> np.ndarray:

@@ -1,6 +1,7 @@
 """The step-time model: its arithmetic, its fit, and its files."""
 
 import random
+from dataclasses import replace
 from pathlib import Path
 
 import msgspec
@@ -33,6 +34,10 @@ def test_a_fit_finds_what_it_was_made_of() -> None:
     assert found.source["max_relative_error"] < 1e-9
     noisy = fit(work, [MODEL.seconds(w) * rng.uniform(0.98, 1.02) for w in work])
     assert 0.001 < noisy.source["median_relative_error"] < 0.02
+    unbound = replace(MODEL, prefill=0.0)  # a device on which no step waits for the host
+    found = fit(work, [unbound.seconds(w) for w in work])
+    assert found.prefill == 0.0
+    assert found.source["max_relative_error"] < 1e-9
     decodes = [Work(count, 100 * count * count, 0, 0) for count in range(1, 9)]
     assert fit(decodes, [MODEL.seconds(w) for w in decodes]).prefill == 0.0
 
