@@ -208,6 +208,11 @@ class ContiguousLedger(TokenLedger):
         """Slots that are in nobody's run."""
         return self._paths.num_free - self.padding
 
+    @property
+    def num_available(self) -> int:
+        """Tokens that `extend` could give: runs have been reserved, so those that are in none yet, too."""
+        return self._paths.num_free
+
     def slots(self, rows: Seq[int], lengths: np.ndarray, steps: int = 1) -> int:
         """Slots of the runs of these rows; summed over `steps`."""
         return steps * sum([self._runs[row] for row in rows])

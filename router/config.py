@@ -52,7 +52,8 @@ class EngineConfig:
         "exact",
         "exact: a request is admitted when it, and all that run, fit to their last token; nothing is ever "
         "paused. quantile: by the lengths of recent outputs; fuller, and pauses the youngest where short. "
-        "timely: as quantile, and who has waited too long for --ttft-target lets others go first. To "
+        "timely: as quantile, and who has waited too long for --ttft-target lets others go first, without "
+        "end if more comes than can be served. To "
         "compare with: moving-average and past-future (other estimates of the same), watermark (by prompts "
         "alone, up to 99 % of the pool), sum (prompt + max_tokens added up), oracle (exact, for requests whose "
         "max_tokens is how long they get, as with ignore_eos).",

@@ -3,6 +3,7 @@
 Knows the names of allocations and admissions; imports neither a scheduler nor numpy.
 """
 
+import math
 from dataclasses import dataclass, field, fields
 from typing import Any
 
@@ -91,6 +92,8 @@ class SimulationConfig:
             value = getattr(self, name)
             if value is not None and not value > 0:
                 raise InvalidSimulation(f"{_flag(name)} is {value}; give more than 0")
+            if value == math.inf and name != "rate":
+                raise InvalidSimulation(f"{_flag(name)} is {value}; give a number")
         if self.load is not None and self.rate is not None:
             raise InvalidSimulation("--load and --rate both say how fast requests come; give one")
 

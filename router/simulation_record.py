@@ -96,21 +96,17 @@ class Timeline:
 
 
 class Means:
-    """Means over time of several numbers, and the highest of each."""
+    """Means over time of several numbers."""
 
     def __init__(self, num: int) -> None:
         self.seconds = 0.0
         self._sums = [0.0] * num
-        self.highest = [0.0] * num
 
     def add(self, seconds: float, values: Sequence[float]) -> None:
         """They were `values` for so long."""
         self.seconds += seconds
-        sums, highest = self._sums, self.highest
         for i, value in enumerate(values):
-            sums[i] += value * seconds
-            if value > highest[i]:
-                highest[i] = value
+            self._sums[i] += value * seconds
 
     def of(self, idx: int) -> float:
         """The mean of one; 0 over no time."""

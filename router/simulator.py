@@ -77,7 +77,12 @@ def saturation(trace_name: str, config: SimulationConfig, progress: Progress | N
         saturation=None,
         requests=num,
     )
-    return simulate(trace_name, full, progress).figures.served_rate
+    rate = simulate(trace_name, full, progress).figures.served_rate
+    if not rate:
+        raise InvalidSimulation(
+            f"no request of {trace_name} fits --capacity {config.capacity}; give a larger one"
+        )
+    return rate
 
 
 class _Arrivals:
@@ -252,7 +257,14 @@ class _Simulation:
             if self._at_once and self._repeat():
                 continue
             if self.engine.has_work:
+                step = self.ledger.step
                 self._take(self.engine.step())
+                if self.ledger.step == step:
+                    raise InvalidSimulation(
+                        f"{self.scheduler.num_running} requests run and no step can be made: "
+                        f"{self.ledger.num_held} tokens are held of {self.ledger.capacity}; give a larger "
+                        "--capacity"
+                    )
             elif (at := self._arrivals.next_time) is not None:
                 self.pass_time(max(at - self.clock, 0.0))
             else:
@@ -326,9 +338,10 @@ class _Simulation:
         rate, saturated = config.rate, config.saturation or 0.0
         if config.load is not None:
             rate = config.load * saturated
-        if not summary.span:
-            assert rate is not None
+        if not summary.span and rate is not None:
             return _Arrivals(poisson(trace, rate, config.seed), False), rate, saturated
+        if not summary.span:  # all of them at one time
+            return _Arrivals(at_once(trace), True), 0.0, saturated
         own = summary.num / summary.span
         factor = 1.0 if rate is None else rate / own
         return _Arrivals(faster(trace, factor), False), own * factor, saturated

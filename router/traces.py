@@ -11,7 +11,7 @@ import math
 import random
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Mapping
-from datetime import datetime
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
@@ -85,9 +85,11 @@ class FileTrace:
         first: float | None = None
         with self.path.open(encoding="utf-8-sig", newline="") as lines:
             records: Iterable[Mapping[str, Any]]
-            records = map(json.loads, lines) if self.path.suffix == ".jsonl" else csv.DictReader(lines)
+            is_json = self.path.suffix in (".jsonl", ".json")
+            records = map(json.loads, lines) if is_json else csv.DictReader(lines)
+            number = 0  # of the requests before
             try:
-                for record in records:
+                for number, record in enumerate(records, start=1):  # noqa: B007
                     known = _format_of(record)
                     prompt, output = int(record[known.prompt]), int(record[known.output])
                     if prompt < 1 or output < 1:
@@ -97,10 +99,14 @@ class FileTrace:
                     if at is not None:
                         first = at if first is None else first
                         last = at = max(at - first, last)
-                    blocks = tuple(record.get(known.blocks, ())) if known.blocks else ()
+                    blocks = _blocks(record, known)
                     yield TraceRequest(at, prompt, output, blocks)
+            except UnicodeDecodeError as error:
+                raise UnreadableTrace(f"{self.path} is no text; unpack it if it is packed") from error
             except (ValueError, TypeError, csv.Error) as error:
-                raise UnreadableTrace(f"{self.path}: {error}") from error
+                raise UnreadableTrace(
+                    f"{self.path}, at request {number} or the one after: {error}; correct it or leave it out"
+                ) from error
         if empty:
             raise UnreadableTrace(f"{self.path} has no request; give an Azure, ShareGPT or Mooncake trace")
 
@@ -117,8 +123,23 @@ def _seconds(record: Mapping[str, Any], known: _Format) -> float | None:
     if known.time is None or known.time not in record:
         return None
     if known.unit:
-        return float(record[known.time]) * known.unit
-    return datetime.fromisoformat(record[known.time]).timestamp()
+        seconds = float(record[known.time]) * known.unit
+        if not math.isfinite(seconds):
+            raise ValueError(f"the time is {record[known.time]}")
+        return seconds
+    at = datetime.fromisoformat(record[known.time])
+    return (at if at.tzinfo else at.replace(tzinfo=UTC)).timestamp()
+
+
+def _blocks(record: Mapping[str, Any], known: _Format) -> tuple[int, ...]:
+    """The numbers of a prompt's blocks, cut to what a token id can be: equal ones stay equal, and others hardly
+    ever meet."""
+    if not known.blocks:
+        return ()
+    blocks = record.get(known.blocks, ())
+    if not all(isinstance(block, int) for block in blocks):
+        raise ValueError(f"{known.blocks} are {blocks!r:.80}; they have to be whole numbers")
+    return tuple(block % (2**31 - 2) for block in blocks)
 
 
 class Repeated:

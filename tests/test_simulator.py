@@ -319,3 +319,25 @@ def test_every_pair_of_policies_runs() -> None:
         if allocation != "contiguous" or admission == "sum":
             chosen = replace(config, allocation=allocation, admission=admission)
             assert simulate("chat", chosen).figures.num_finished == 12
+
+
+def test_a_run_that_was_reserved_is_filled_whatever_else_is_free(tmp_path: Path) -> None:
+    path = tmp_path / "trace.csv"
+    path.write_text("num_prefill_tokens,num_decode_tokens\n5000,5\n")
+    config = replace(SMALL, capacity=5009, max_new=10, allocation="contiguous", rate=math.inf)
+    figures = simulate(str(path), config).figures
+    assert figures.num_steps == math.ceil(5000 / SMALL.prefill_chunk) + 4
+
+
+def test_a_single_time_is_no_rate(tmp_path: Path) -> None:
+    path = tmp_path / "trace.csv"
+    path.write_text("TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:00:00.5,50,5\n")
+    assert simulate(str(path), replace(SMALL, load=None)).figures.num_finished == 1
+
+
+def test_a_pool_in_which_nothing_fits_is_refused() -> None:
+    config = replace(SMALL, capacity=20, max_new=10, skip_too_large=True, requests=50)
+    with pytest.raises(InvalidSimulation, match="no request of decode-heavy fits --capacity 20"):
+        saturation("decode-heavy", config)
+    with pytest.raises(InvalidSimulation, match="--ttft-target is inf"):
+        replace(SMALL, ttft_target=math.inf)

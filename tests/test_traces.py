@@ -3,6 +3,7 @@
 import itertools
 import math
 import statistics
+import time
 from pathlib import Path
 
 import pytest
@@ -99,3 +100,48 @@ def test_a_trace_is_made_faster(tmp_path: Path) -> None:
     assert [r.arrival for r in traces.at_once(trace)] == [0.0, 0.0]
     assert traces.summarise(trace) == (2, 3.5)
     assert math.isclose(traces.summarise(trace).span or 0.0, 3.5)
+
+
+@pytest.mark.parametrize(
+    ("line", "match"),
+    [
+        ('{"timestamp": NaN, "input_length": 7, "output_length": 5}', "at request 2 .* the time is nan"),
+        ('{"input_length": "x", "output_length": 5}', "at request 2 .*invalid literal"),
+        ('{"input_length": 7, "output_length": 5, "hash_ids": ["a"]}', "have to be whole numbers"),
+        ("{input_length", "at request 1 or the one after"),
+    ],
+    ids=["time", "length", "blocks", "json"],
+)
+def test_a_line_that_says_nothing_is_named(tmp_path: Path, line: str, match: str) -> None:
+    trace = write(tmp_path / "m.jsonl", MOONCAKE.splitlines()[0] + "\n" + line + "\n")
+    with pytest.raises(UnreadableTrace, match=match):
+        list(trace)
+
+
+def test_a_packed_file_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "a.csv.gz").write_bytes(b"\x1f\x8b\x08\x00")
+    with pytest.raises(UnreadableTrace, match="unpack it"):
+        list(FileTrace(tmp_path / "a.csv.gz"))
+
+
+def test_any_number_names_a_block(tmp_path: Path) -> None:
+    line = '{{"input_length": 1024, "output_length": 5, "hash_ids": [{}, 3]}}\n'
+    found = list(
+        write(tmp_path / "m.jsonl", line.format(2**63) + line.format(2**63) + line.format(2**63 + 1))
+    )
+    assert found[0].blocks == found[1].blocks != found[2].blocks
+    assert all(0 <= block < 2**31 - 2 for request in found for block in request.blocks)
+
+
+def test_times_do_not_depend_on_where_the_machine_stands(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TZ", "America/Los_Angeles")
+    time.tzset()
+    try:
+        rows = "2023-03-12 01:59:59,5,5\n2023-03-12 03:00:01,5,5\n"
+        found = list(write(tmp_path / "a.csv", AZURE.splitlines()[0] + "\n" + rows))
+        assert [request.arrival for request in found] == [0.0, 3602.0]
+    finally:
+        monkeypatch.undo()
+        time.tzset()
