@@ -140,8 +140,10 @@ class PagedLedger(TokenLedger):
         super().evict(-(-count // self.page) * self.page)
 
     def shrink(self, sequences: Seq[Sequence], counts: Seq[int]) -> None:
-        """Not by pages: what a failed forward pass took, this ledger never drives one."""
-        raise NotImplementedError("a simulated ledger undoes no step")
+        """Undo an `extend`, and give back the pages that hold nothing then."""
+        before = sum(-sequence.length % self.page for sequence in sequences)
+        super().shrink(sequences, counts)
+        self.padding += sum(-sequence.length % self.page for sequence in sequences) - before
 
     def check(self) -> None:
         """Recount everything. Raises CheckFailed."""
@@ -248,6 +250,11 @@ class ContiguousLedger(TokenLedger):
         except BaseException:
             self.padding += total
             raise
+
+    def shrink(self, sequences: Seq[Sequence], counts: Seq[int]) -> None:
+        """Undo an `extend`: the run keeps its slots."""
+        super().shrink(sequences, counts)
+        self.padding += sum(counts)
 
     def publish(self, sequence: Sequence) -> None:
         """Nothing is shared."""

@@ -148,7 +148,7 @@ class AttentionBackend(ABC):
     ) -> None:
         """Put this step's K/V where it belongs, k turned by `rotary`, and turn q in place.
 
-        `_prefill` gets k as it is after this: a backend that reads it there has to turn it in place, too.
+        `_attend` gets k as it is after this: a backend that reads it there has to turn it in place, too.
         """
 
     @abstractmethod

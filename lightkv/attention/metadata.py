@@ -127,9 +127,9 @@ class AttentionMetadata:
         table = self.kv_cache_manager.table
         entries = table.entries(row, start, count)
         may_group = self.group_members > 1 and len(row) - num_contexts > 1
-        is_grouped = may_group and prefixes is not None and (self.is_cuda_graph or len(prefixes) > 0)
+        carries_groups = may_group and (self.is_cuda_graph or bool(prefixes))  # a graph's tensors always do
         grouped: list[np.ndarray] = []
-        if is_grouped or (may_group and self.is_cuda_graph):
+        if carries_groups:
             generations = row[num_contexts:], start[num_contexts:]
             grouped = _grouped(*generations, prefixes or (), self.group_members)
 
@@ -162,7 +162,7 @@ class AttentionMetadata:
             :6
         ]
         self.groups: DecodeGroups | None = None
-        if is_grouped:
+        if carries_groups and prefixes is not None:
             members, keys, place = uploaded[6:]
             self.groups = DecodeGroups(members.view(-1, self.group_members), keys, place)
         slots = table.read(on_device)
