@@ -62,11 +62,7 @@ class Manager:
 
     def __init__(self, model: PreTrainedModel, way: str, capacity: int) -> None:
         wanted = GenerationConfig(max_new_tokens=1, do_sample=False, eos_token_id=-1, pad_token_id=0)
-        settings = {
-            "num_blocks": capacity // BLOCK_TOKENS,
-            "auto_switch_to_flash": False,
-            **WAYS[way].settings,
-        }
+        settings = {"num_blocks": capacity // BLOCK_TOKENS, **WAYS[way].settings}
         self._manager = model.init_continuous_batching(
             generation_config=wanted, continuous_batching_config=ContinuousBatchingConfig(**settings)
         )
