@@ -1,12 +1,13 @@
 """What a step takes, by what is in it, and the step-time model that fits it: what `lightkv simulate` goes by.
 
     python -m bench.step_time --parameters router/step_time.json --out bench/results/step-time-h200.json
+    python -m bench.step_time --refit FILE --parameters router/step_time.json --out FILE
 
 A model of Llama-3-8B's shape, random weights, through the real engine and runner: requests are brought to a
 context in chunks, beside what decodes already, and then decode in CUDA graphs; then single prompts of several
 lengths are added beside them. Every step is timed from plan to tokens. A step with prompt tokens is a point of
 the fit, and so is the median of a level's steps of decodes alone. Ends without parameters where the median
-relative error is above a tenth.
+relative error is above a tenth. --refit measures nothing, and fits the steps that the file has again.
 
 What the parameters mean stands in `router/step_time.py`.
 """
@@ -19,6 +20,7 @@ import statistics
 import time
 from array import array
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -181,7 +183,32 @@ def arguments() -> argparse.Namespace:
     made.add_argument("--layers", type=int, default=LLAMA_3_8B.num_hidden_layers)
     made.add_argument("--seconds", type=float, default=45.0, help="no level is begun after so many")
     made.add_argument("--prefill-chunk", type=int, default=2048)
+    made.add_argument("--refit", type=Path, help="measure nothing: fit the steps of this file")
     return made.parse_args()
+
+
+def fitted(points: Sequence[Point], source: dict[str, Any]) -> StepTime:
+    """The model of these steps; `source` says where they come from. Ends where it does not fit."""
+    model = fit([point.work for point in points], [point.seconds for point in points])
+    if model.source["median_relative_error"] > MAX_ERROR:
+        refuse(f"the median relative error is {model.source['median_relative_error']:.1%}")
+    return replace(model, source=source | model.source)
+
+
+def refit(options: argparse.Namespace) -> None:
+    """The same file again, with what its steps say now."""
+    document = json.loads(options.refit.read_text())
+    points = [Point(Work(*row[:4]), row[4]) for row in document["results"]["points"]]
+    model = fitted(points, document["results"]["parameters"]["source"])
+    document["results"] = report(points, model)
+    write_parameters(model, options.parameters)
+    if options.out is not None:
+        options.out.write_text(json.dumps(document, indent=1) + "\n")
+
+
+def write_parameters(model: StepTime, path: Path | None) -> None:
+    if path is not None:
+        path.write_text(json.dumps(model.as_dict(), indent=1) + "\n")
 
 
 def report(points: Sequence[Point], model: StepTime) -> dict[str, Any]:
@@ -205,6 +232,9 @@ def report(points: Sequence[Point], model: StepTime) -> dict[str, Any]:
 
 def main() -> None:
     options = arguments()
+    if options.refit is not None:
+        refit(options)
+        return
     if not torch.cuda.is_available():
         refuse("torch sees no GPU; a step's time is measured where it will run")
     print_machine()
@@ -221,21 +251,16 @@ def main() -> None:
     gc.collect()
     gc.freeze()
     points, count = measure(meter, LEVELS, ADDED, options.seconds)
-    fitted = fit([point.work for point in points], [point.seconds for point in points])
     source = {
         "model": "Llama-3-8B's shape, bfloat16",
         "layers": options.layers,
         "levels": count,
         "prefill_chunk": options.prefill_chunk,
         **machine(),
-        **fitted.source,
     }
-    fitted = StepTime(**{**fitted.as_dict(), "source": source})
-    found = report(points, fitted)
-    if fitted.source["median_relative_error"] > MAX_ERROR:
-        refuse(f"the median relative error is {fitted.source['median_relative_error']:.1%}")
-    if options.parameters is not None:
-        options.parameters.write_text(json.dumps(fitted.as_dict(), indent=1) + "\n")
+    own = fitted(points, source)
+    found = report(points, own)
+    write_parameters(own, options.parameters)
     print_json("step_time", found, options.out)
 
 

@@ -3,6 +3,7 @@
     python -m bench.trace_replay TRACE --llama-3-8b --transformers --out bench/results/serving-trace-h200.json
     python -m bench.trace_replay TRACE --capacity 6144 --requests 64 --max-prompt 384 --max-output 64 \\
         --max-new 64 --out bench/results/serving-trace-cpu.json
+    python -m bench.trace_replay TRACE --again FILE --out FILE
 
 In this process, without HTTP (`bench.serving --arrivals trace` is the service itself): scheduler, ledger and
 runner are the service's, one step after the other as the simulator has them, where the service has the next
@@ -17,8 +18,10 @@ count is compared with the ledger's after every step, and all memory recounted a
 
 Simulated is the same requests at the same times (`lightkv simulate`), once with the step-time model that comes
 with lightkv (on a GPU, or with --step-time), and once with one fitted here, to the steps of other requests of
-the trace that are replayed first; `ratio` is simulated over measured. With --transformers, the same requests at
-the same times, at the first load, by transformers' continuous batching, which is told each answer's length.
+the trace that are replayed first; `ratio` is simulated over measured. --again does the first of these anew for
+what the file has measured, with the simulator and the model (or --step-time) of today: what a change is worth.
+With --transformers, the same requests at the same times, at the first load, by transformers' continuous
+batching, which is told each answer's length.
 
 Goodput is the requests a second that had their first token within --ttft-target and the others at --tpot-target
 in the mean, over the whole run.
@@ -135,6 +138,7 @@ def arguments() -> argparse.Namespace:
     made.add_argument(
         "--way-seconds", type=float, default=60.0, help="for its replay; what is open then is cut"
     )
+    made.add_argument("--again", type=Path, help="measure nothing: simulate this file's replays anew")
     made.add_argument("--seed", type=int, default=0)
     return made.parse_args()
 
@@ -168,10 +172,10 @@ def build(options: argparse.Namespace) -> tuple[ModelRunner, RunnerInfo]:
     return assemble(random_model(LLAMA_3_8B, device, dtype), config, report)
 
 
-def traces_of(options: argparse.Namespace, info: RunnerInfo) -> tuple[Replayed, Replayed, Replayed]:
+def traces_of(options: argparse.Namespace, engine: Results) -> tuple[Replayed, Replayed, Replayed]:
     """The requests that are measured, those that warm up, and those that the model is fitted to: others."""
     num = options.requests + WARM_UP + options.fit_requests
-    longest = min(info.limits.max_model_len, info.capacity // 256 * 256)
+    longest = min(engine["max_model_len"], engine["capacity"] // 256 * 256)
     trace = open_trace(options.trace, 2 * num)  # some may not fit
     own = Replayed.of(trace, options.max_prompt, options.max_output).fitting(longest, options.max_new)
     if len(own) < num:
@@ -181,6 +185,20 @@ def traces_of(options: argparse.Namespace, info: RunnerInfo) -> tuple[Replayed, 
         Replayed(own.name, own.requests[start:end]) for start, end in zip((0, *ends), ends, strict=False)
     )
     return measured, warm_up.at_once(), fitted
+
+
+def simulation_config(options: argparse.Namespace, engine: Results) -> SimulationConfig:
+    """What is simulated beside the replays of that engine, by token."""
+    return SimulationConfig(
+        admission=options.admission,
+        capacity=engine["capacity"],
+        max_num_seqs=engine["max_num_seqs"],
+        prefill_chunk=engine["prefill_chunk"],
+        max_new=options.max_new,
+        ttft_target=options.ttft_target,
+        tpot_target=options.tpot_target,
+        seed=options.seed,
+    )
 
 
 def fitted_model(
@@ -211,31 +229,23 @@ def run(options: argparse.Namespace, save: Callable[[Results], object]) -> Resul
     begun = time.perf_counter()
     runner, info = build(options)
     limits, targets = info.limits, Targets(options.ttft_target, options.tpot_target)
-    trace, warm_up, to_fit = traces_of(options, info)
+    engine = {"architecture": info.architecture, "dtype": info.dtype, "capacity": info.capacity,
+              "max_num_seqs": limits.max_num_seqs, "max_model_len": limits.max_model_len,
+              "prefill_chunk": limits.prefill_chunk, "cuda_graphs": info.cuda_graphs, "depth": 1}  # fmt: skip
+    trace, warm_up, to_fit = traces_of(options, engine)
     place = Machine(runner, info, options.max_new, targets)
-    config = SimulationConfig(
-        admission=options.admission,
-        capacity=info.capacity,
-        max_num_seqs=limits.max_num_seqs,
-        prefill_chunk=limits.prefill_chunk,
-        max_new=options.max_new,
-        ttft_target=targets.ttft,
-        tpot_target=targets.tpot,
-        seed=options.seed,
-    )
+    config = simulation_config(options, engine)
     place.replay(warm_up, "token", "exact", options.seed + 1)
     model, saturated = fitted_model(place, trace, to_fit, config, options.load[0])
     models = {"fitted": model}
     if options.step_time is not None or info.device != "cpu":
         models["given"] = StepTime.parse(options.step_time or "")
     results: Results = {
-        "engine": {"architecture": info.architecture, "dtype": info.dtype, "capacity": info.capacity,
-                   "max_num_seqs": limits.max_num_seqs, "max_model_len": limits.max_model_len,
-                   "prefill_chunk": limits.prefill_chunk, "cuda_graphs": info.cuda_graphs, "depth": 1},
+        "engine": engine,
         "step_times": {name: own.as_dict() for name, own in models.items()},
         "saturation": saturated,
         "loads": {},
-    }  # fmt: skip
+    }
     error = model.source["median_relative_error"]
     print(
         f"ready after {time.perf_counter() - begun:.0f} s; an oracle serves {saturated:.3f} requests a second"
@@ -280,6 +290,19 @@ def run(options: argparse.Namespace, save: Callable[[Results], object]) -> Resul
             results["transformers"] = {"error": str(error)}
         save(results)
     return results
+
+
+def simulate_again(results: Results, trace_path: str, step_time: StepTime) -> None:
+    """Put what is simulated by that model ("given") of what was measured in place of what stands there."""
+    options = argparse.Namespace(**{**results["settings"], "trace": trace_path})
+    trace, _, _ = traces_of(options, results["engine"])
+    config = simulation_config(options, results["engine"])
+    results["step_times"]["given"] = step_time.as_dict()
+    for own in results["loads"].values():
+        timed = trace.at_rate(own["rate"], options.seed)
+        for allocation, found in own["allocations"].items():
+            figures = simulated(timed, replace(config, allocation=allocation), step_time)
+            found["simulated"]["given"] = compared(found["measured"], figures)
 
 
 def show_row(load: float, allocation: str, found: Results) -> None:
@@ -332,8 +355,18 @@ def _cells(own: Results) -> list[str]:
 
 def main() -> None:
     options = arguments()
+    if options.again is not None:
+        document = json.loads(options.again.read_text())
+        try:
+            simulate_again(document["results"], options.trace, StepTime.parse(options.step_time or ""))
+        except (LightKVError, ValueError, OSError) as error:
+            refuse(str(error))
+        show(document["results"])
+        if options.out is not None:
+            options.out.write_text(json.dumps(document, indent=1) + "\n")
+        return
     print_machine()
-    hidden = {"out"}
+    hidden = {"out", "again"}
     settings = {name: value for name, value in vars(options).items() if name not in hidden}
     settings["trace"] = Path(options.trace).name
     if Path(options.model).is_dir():

@@ -1,12 +1,15 @@
 """How long a step takes: a model of it with a few parameters, and their fit to measured steps.
 
-A step reads all weights once, and the K/V of every request that decodes; its prompt tokens are computed, each
-against what comes before it. Steps with prompt tokens run outside CUDA graphs, so they take at least as long as
-the host needs to launch them. So
+A step reads all weights once, and the K/V of every request that decodes. Where only decodes are in it, what a
+request adds is little beside the weights:
 
     seconds = base + per_decode · requests that decode + per_kv · tokens that these attend
-              [+ per_prompt · prompt tokens + per_pair · (prompt tokens × tokens each attends),
-               and not less than `prefill`]
+
+With prompt tokens in it, every token costs its share of the products, a request's newest as much as a prompt's;
+and the step runs outside CUDA graphs, so it takes at least as long as the host needs to launch it:
+
+    seconds = base + per_prompt · (prompt tokens + requests that decode) + per_kv · tokens that these attend
+              + per_pair · (prompt tokens × tokens each attends), and not less than `prefill`
 
 Knows no device and no model: `step_time.json`, beside this file, has what was measured of one.
 """
@@ -64,10 +67,10 @@ class StepTime:
     def seconds(self, work: Work) -> float:
         """What a step takes."""
         decodes, kv, prompt, pairs = work
-        seconds = self.base + self.per_decode * decodes + self.per_kv * kv
-        if prompt:
-            seconds = max(seconds + self.per_prompt * prompt + self.per_pair * pairs, self.prefill)
-        return seconds
+        seconds = self.base + self.per_kv * kv
+        if not prompt:
+            return seconds + self.per_decode * decodes
+        return max(seconds + self.per_prompt * (prompt + decodes) + self.per_pair * pairs, self.prefill)
 
     def as_dict(self) -> dict[str, Any]:
         """To write to a file, from which `read` has it again."""
@@ -117,7 +120,13 @@ def fit(work: Sequence[Work], seconds: Sequence[float]) -> StepTime:
     if len(work) < len(PARAMETERS) or len(work) != len(seconds):
         raise ValueError(f"{len(seconds)} times of {len(work)} steps; give at least {len(PARAMETERS)}")
     measured = np.array(seconds)
-    rows = np.array([[1, w.decodes, w.kv, w.prompt, w.pairs] for w in work], float)
+    rows = np.array(
+        [
+            [1, 0, w.kv, w.prompt + w.decodes, w.pairs] if w.prompt else [1, w.decodes, w.kv, 0, 0]
+            for w in work
+        ],
+        float,
+    )
     has_prompt = rows[:, 3] > 0
     models = [_fit(rows, measured, np.ones_like(has_prompt))]
     if has_prompt.any():
@@ -138,7 +147,8 @@ def _fit(rows: np.ndarray, measured: np.ndarray, on_device: np.ndarray) -> StepT
     """From a first guess of the steps that do not wait for the host."""
     has_prompt = rows[:, 3] > 0
     for _ in range(MAX_TURNS):
-        values = _least_squares(rows[on_device] / measured[on_device, None])
+        least = float(measured.min()) / 100  # a step takes time, whatever a fit to few says
+        values = _least_squares(rows[on_device] / measured[on_device, None], least)
         waits = has_prompt & ~on_device
         prefill = float(np.median(measured[waits])) if waits.any() else 0.0
         before, on_device = on_device, ~has_prompt | (rows @ values >= prefill)
@@ -148,14 +158,17 @@ def _fit(rows: np.ndarray, measured: np.ndarray, on_device: np.ndarray) -> StepT
     return StepTime(base, per_decode, per_kv, prefill, per_prompt, per_pair)
 
 
-def _least_squares(rows: np.ndarray) -> np.ndarray:
-    """Of `rows` times what is returned to 1, none being negative."""
+def _least_squares(rows: np.ndarray, least: float) -> np.ndarray:
+    """Of `rows` times what is returned to 1, none being negative, and the first not less than `least`."""
     scale = rows.max(axis=0)
     scale[scale == 0] = 1.0
+    rest = 1.0 - least * rows[:, 0]
     chosen = list(range(rows.shape[1]))
-    while True:  # without the one that would be the most negative, until none is
+    while True:  # without the one that would be the most negative, the first last, until none is
         values = np.zeros(rows.shape[1])
-        values[chosen] = np.linalg.lstsq((rows / scale)[:, chosen], np.ones(len(rows)), rcond=None)[0]
+        values[chosen] = np.linalg.lstsq((rows / scale)[:, chosen], rest, rcond=None)[0]
         if values.min() >= 0:
-            return values / scale
-        chosen.remove(int(values.argmin()))
+            values /= scale
+            values[0] += least
+            return values
+        chosen.remove(int(values[1:].argmin()) + 1 if values[1:].min() < 0 else 0)

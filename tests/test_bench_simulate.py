@@ -11,7 +11,7 @@ from tiny_models import tiny_llama
 from bench import simulate, step_time
 from lightkv.router import EngineConfig
 from lightkv.router.admission import ADMISSIONS
-from lightkv.router.step_time import StepTime, fit
+from lightkv.router.step_time import StepTime, Work, fit
 
 
 def test_the_tables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
@@ -58,3 +58,23 @@ def test_step_times_of_a_model() -> None:
     report = step_time.report(points, model)
     assert len(report["points"]) == len(points) == model.source["steps"]
     assert StepTime(**report["parameters"]) == model
+
+
+def test_a_refit_is_the_fit_of_the_same_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = StepTime(7e-3, 2e-5, 4e-8, 3e-2, 2.4e-5, 1.3e-9)
+    work = [Work(n, 300 * n * n, 100 * (n % 3) * n, 5000 * (n % 3) * n) for n in range(1, 40)]
+    points = [step_time.Point(own, model.seconds(own)) for own in work]
+    before = StepTime(1.0, 0, 0, 0, 0, 0, source={"device": "a device", "steps": 1})
+    document = {"device": "a device", "results": step_time.report(points, before)}
+    out, parameters = tmp_path / "out.json", tmp_path / "parameters.json"
+    out.write_text(json.dumps(document))
+    monkeypatch.setattr(
+        sys, "argv", ["bench", *map(str, ("--refit", out, "--out", out, "--parameters", parameters))]
+    )
+    step_time.main()
+    found = json.loads(out.read_text())
+    again = StepTime.read(parameters)
+    assert found["device"] == again.source["device"] == "a device"
+    assert again.source["steps"] == len(points)
+    assert again.per_decode == pytest.approx(2e-5)
+    assert [row[-1] for row in found["results"]["points"]] == pytest.approx([p.seconds for p in points])

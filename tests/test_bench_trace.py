@@ -94,6 +94,25 @@ def test_the_8b_shape(run: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) 
     assert transformers_trace.load(asked).config._attn_implementation == "sdpa"
 
 
+def test_what_was_measured_is_simulated_again(
+    run: Callable[..., Any], model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options = ("--model", model, *SIZES, "--allocation", "paged:16", "--load", 1, "--step-time", "base=0.01")
+    before = run(*options)
+    out = tmp_path / "again.json"
+    arguments = ["chat", "--again", tmp_path / "out.json", "--out", out, "--step-time", "base=0.02"]
+    monkeypatch.setattr(sys, "argv", ["bench", *map(str, arguments)])
+    trace_replay.main()
+    after = json.loads(out.read_text())["results"]
+    old, new = (results["loads"]["1"]["allocations"]["paged:16"] for results in (before, after))
+    assert new["measured"] == old["measured"]
+    assert new["simulated"]["fitted"] == old["simulated"]["fitted"]
+    given = [own["simulated"]["given"]["figures"] for own in (old, new)]
+    assert given[1]["seconds"] > given[0]["seconds"]
+    assert given[1]["output_tokens"] == old["measured"]["output_tokens"]
+    assert after["step_times"]["given"]["base"] == 0.02
+
+
 def test_no_replay_is_begun_when_the_time_is_up(run: Callable[..., Any], model: Path) -> None:
     results = run("--model", model, *SIZES, "--seconds", 0.001)
     assert [load["allocations"] for load in results["loads"].values()] == [{}, {}]

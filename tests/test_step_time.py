@@ -20,7 +20,7 @@ def random_work(rng: random.Random) -> Work:
 
 def test_a_step_is_the_sum_of_its_parts() -> None:
     assert MODEL.seconds(Work(2, 300, 0, 0)) == pytest.approx(7e-3 + 2 * 2e-5 + 300 * 4e-8)
-    mixed = 7e-3 + 2e-5 + 4e-6 + 2000 * 2.4e-5 + 600 * 1.3e-9
+    mixed = 7e-3 + 4e-6 + 2001 * 2.4e-5 + 600 * 1.3e-9
     assert MODEL.seconds(Work(1, 100, 2000, 600)) == pytest.approx(mixed)
     assert MODEL.seconds(Work(1, 100, 50, 600)) == 3e-2  # the host's part
 
@@ -50,6 +50,12 @@ def test_no_parameter_of_a_fit_is_negative() -> None:
     assert all(getattr(found, name) >= 0 for name in PARAMETERS)
     with pytest.raises(ValueError, match="at least 6"):
         fit(work[:3], seconds[:3])
+
+
+def test_a_fit_always_has_a_base() -> None:
+    work = [Work(0, 0, prompt, 0) for prompt in range(600, 2000, 100)]
+    found = fit(work, [(w.prompt - 500) * 1e-4 for w in work])  # a line that begins below nothing
+    assert 0 < found.base <= 1e-3
 
 
 def test_the_file_that_comes_with_lightkv_is_read() -> None:
