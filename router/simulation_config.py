@@ -64,6 +64,11 @@ class SimulationConfig:
         "Seconds after which a request that waits lets those go first that have waited less. Default: first "
         "come, first served; 0.8 of --ttft-target for timely.",
     )
+    reserve: float | None = _setting(
+        None,
+        "Share of the pool that admission leaves alone. Default: the admission's own, 0.03 for quantile and "
+        "timely, 0.01 for watermark, 0 for the others.",
+    )
     step_time: str = _setting(
         "",
         "A JSON file of a step-time model, or its parameters (base=0.007,per_kv=4e-8 …). Default: Llama-3-8B "
@@ -94,6 +99,8 @@ class SimulationConfig:
                 raise InvalidSimulation(f"{_flag(name)} is {value}; give more than 0")
             if value == math.inf and name != "rate":
                 raise InvalidSimulation(f"{_flag(name)} is {value}; give a number")
+        if self.reserve is not None and not 0 <= self.reserve < 1:
+            raise InvalidSimulation(f"--reserve is {self.reserve}; give a share, 0 or more and less than 1")
         if self.load is not None and self.rate is not None:
             raise InvalidSimulation("--load and --rate both say how fast requests come; give one")
 

@@ -21,7 +21,12 @@ from .simulation_tables import Table, all_figures, in_words, policies, settings,
 
 TEMPLATE_FILE = Path(__file__).with_name("simulation_report.html.jinja")
 
-POLICY = ("allocation", "admission", "patience")  # what results may differ in, and still be compared
+POLICY = (
+    "allocation",
+    "admission",
+    "patience",
+    "reserve",
+)  # what results may differ in, and still be compared
 
 
 @dataclass(frozen=True)

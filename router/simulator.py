@@ -72,6 +72,7 @@ def saturation(trace_name: str, config: SimulationConfig, progress: Progress | N
         config,
         allocation="token",
         admission="oracle",
+        reserve=None,
         rate=math.inf,
         load=None,
         saturation=None,
@@ -230,6 +231,8 @@ class _Simulation:
         admission = make_admission(config.counted, config.seed, slack, config.ttft_target)
         if config.patience is not None:
             admission = replace(admission, patience=config.patience)
+        if config.reserve is not None:
+            admission = replace(admission, reserve=config.reserve)
         self._queue = math.inf if admission.patience else QUEUE
         limits = Limits(config.max_num_seqs, longest, config.prefill_chunk, VOCAB_SIZE)
         self.scheduler = Scheduler(self.ledger, limits, admission=admission, clock=lambda: self.clock)

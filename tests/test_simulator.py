@@ -131,6 +131,19 @@ def test_estimates_use_more_than_exact_and_the_oracle_pauses_none() -> None:
     assert found["watermark"].num_preemptions > found["quantile"].num_preemptions
 
 
+def test_what_admission_leaves_alone_saves_pauses() -> None:
+    config = SimulationConfig(requests=250, rate=math.inf, capacity=20_000, admission="watermark")
+    own, more = (simulate("chat", replace(config, reserve=reserve)).figures for reserve in (None, 0.2))
+    assert own == simulate("chat", replace(config, reserve=0.01)).figures
+    assert more.num_preemptions < own.num_preemptions
+    assert more.memory_used_share < own.memory_used_share
+    loaded = SimulationConfig(requests=50, load=1.0)
+    rates = {
+        simulate("chat", replace(loaded, reserve=reserve)).figures.saturation_rate for reserve in (None, 0.4)
+    }
+    assert len(rates) == 1  # an oracle's, which leaves nothing alone
+
+
 def test_timely_lets_those_go_first_that_can_be_in_time() -> None:
     config = SimulationConfig(requests=300, load=1.5, capacity=10_000, ttft_target=5.0)
     first_come = simulate("chat", replace(config, admission="quantile")).figures
@@ -280,6 +293,7 @@ def test_the_last_line_is_every_figure(tmp_path: Path) -> None:
         (["--load", "1", "--rate", "2"], "give one"),
         (["--load", "0"], "more than 0"),
         (["--capacity", "0"], "at least 1"),
+        (["--reserve", "1"], "less than 1"),
         (["--step-time", "base=x"], "names being base"),
         (["--step-time", "per_kv=1e-9"], "a base of 0 seconds"),
         (["--step-time", "nothing.json"], "nothing.json"),
