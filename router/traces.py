@@ -86,10 +86,10 @@ class FileTrace:
         with self.path.open(encoding="utf-8-sig", newline="") as lines:
             records: Iterable[Mapping[str, Any]]
             is_json = self.path.suffix in (".jsonl", ".json")
-            records = map(json.loads, lines) if is_json else csv.DictReader(lines)
-            number = 0  # of the requests before
+            counted = _Lines(lines)
+            records = map(json.loads, counted) if is_json else csv.DictReader(counted)
             try:
-                for number, record in enumerate(records, start=1):  # noqa: B007
+                for record in records:
                     known = _format_of(record)
                     prompt, output = int(record[known.prompt]), int(record[known.output])
                     if prompt < 1 or output < 1:
@@ -105,10 +105,22 @@ class FileTrace:
                 raise UnreadableTrace(f"{self.path} is no text; unpack it if it is packed") from error
             except (ValueError, TypeError, csv.Error) as error:
                 raise UnreadableTrace(
-                    f"{self.path}, at request {number} or the one after: {error}; correct it or leave it out"
+                    f"{self.path}, line {counted.number}: {error}; correct it or leave it out"
                 ) from error
         if empty:
             raise UnreadableTrace(f"{self.path} has no request; give an Azure, ShareGPT or Mooncake trace")
+
+
+class _Lines:
+    """Lines, and the `number` of the one that was read last, from 1."""
+
+    def __init__(self, lines: Iterable[str]) -> None:
+        self._lines = lines
+        self.number = 0
+
+    def __iter__(self) -> Iterator[str]:
+        for self.number, line in enumerate(self._lines, start=1):
+            yield line
 
 
 def _format_of(record: Mapping[str, Any]) -> _Format:

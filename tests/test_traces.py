@@ -105,16 +105,24 @@ def test_a_trace_is_made_faster(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("line", "match"),
     [
-        ('{"timestamp": NaN, "input_length": 7, "output_length": 5}', "at request 2 .* the time is nan"),
-        ('{"input_length": "x", "output_length": 5}', "at request 2 .*invalid literal"),
+        ('{"timestamp": NaN, "input_length": 7, "output_length": 5}', "line 2: the time is nan"),
+        ('{"input_length": "x", "output_length": 5}', "line 2: invalid literal"),
         ('{"input_length": 7, "output_length": 5, "hash_ids": ["a"]}', "have to be whole numbers"),
-        ("{input_length", "at request 1 or the one after"),
+        ("{input_length", "line 2: Expecting"),
     ],
     ids=["time", "length", "blocks", "json"],
 )
 def test_a_line_that_says_nothing_is_named(tmp_path: Path, line: str, match: str) -> None:
     trace = write(tmp_path / "m.jsonl", MOONCAKE.splitlines()[0] + "\n" + line + "\n")
     with pytest.raises(UnreadableTrace, match=match):
+        list(trace)
+
+
+def test_a_line_of_a_table_is_named(tmp_path: Path) -> None:
+    trace = write(
+        tmp_path / "a.csv", "TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:15:46,7,5\nsoon,7,5\n"
+    )
+    with pytest.raises(UnreadableTrace, match="line 3: Invalid isoformat"):
         list(trace)
 
 
