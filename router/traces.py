@@ -119,7 +119,8 @@ class _Lines:
         self.number = 0
 
     def __iter__(self) -> Iterator[str]:
-        for self.number, line in enumerate(self._lines, start=1):
+        for line in self._lines:
+            self.number += 1
             yield line
 
 
