@@ -14,6 +14,7 @@ is recorded as failed, with the error.
 import gc
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import fields
 from math import ceil
 from typing import Any, NamedTuple
 
@@ -98,6 +99,15 @@ def run_way(name: str, config: EngineConfig, batches: Batches, seconds: float) -
 # In the child
 
 
+def batching_config(way: Way, num_blocks: int) -> ContinuousBatchingConfig:
+    """The settings of a way, with so many blocks. The attention stays the way's: releases that would take flash
+    attention in its place, where they find it, are told not to."""
+    settings = {"num_blocks": num_blocks, **way.settings}
+    if any(field.name == "auto_switch_to_flash" for field in fields(ContinuousBatchingConfig)):
+        settings["auto_switch_to_flash"] = False
+    return ContinuousBatchingConfig(**settings)
+
+
 class Incomplete(Exception):
     """Not every answer came in full."""
 
@@ -121,13 +131,12 @@ class ContinuousBatching:
         (num_output,) = {ask.num_output for ask in asks}
         longest = max(len(ask.prompt_ids) for ask in asks) + num_output
         blocks = (ceil(longest / BLOCK_TOKENS) + 1) * len(asks)
-        settings = {"num_blocks": ceil(blocks * SPARE), **self._way.settings}
         wanted = GenerationConfig(max_new_tokens=num_output, do_sample=False, eos_token_id=-1, pad_token_id=0)
         begun = time.perf_counter()
         outputs = self._model.generate_batch(
             [ask.prompt_ids for ask in asks],
             generation_config=wanted,
-            continuous_batching_config=ContinuousBatchingConfig(**settings),
+            continuous_batching_config=batching_config(self._way, ceil(blocks * SPARE)),
             persistent_manager=True,
         )
         seconds = time.perf_counter() - begun

@@ -12,7 +12,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, NoReturn, TypeVar
 
 import torch
 
@@ -96,7 +96,28 @@ def save_json(name: str, results: Any, out: Path | None) -> dict[str, Any]:
     return document
 
 
-def refuse(reason: str) -> None:
+def read_json(name: str, path: Path) -> dict[str, Any]:
+    """The document of a file that `print_json` has written for this benchmark. Ends where it is none."""
+    wanted = f"give a file that --out of bench.{name} has written"
+    try:
+        document: dict[str, Any] = json.loads(path.read_text())
+        written = document["benchmark"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        refuse(f"{path} is no result of a benchmark ({type(error).__name__}: {error}); {wanted}")
+    if written != name:
+        refuse(f"{path} is of bench.{written}; {wanted}")
+    return document
+
+
+def print_again(document: dict[str, Any], out: Path | None) -> None:
+    """As `print_json`, of a document that says where it was measured."""
+    if out is not None:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        out.write_text(json.dumps(document, indent=1) + "\n")
+    print(json.dumps(document), flush=True)
+
+
+def refuse(reason: str) -> NoReturn:
     """End without a figure: what was measured was not right."""
     sys.exit(f"no figures: {reason}")
 

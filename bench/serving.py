@@ -491,7 +491,6 @@ def main() -> None:
         )
     except (RequestFailed, ServerFailed, LightKVError, ValueError, OSError) as error:
         refuse(str(error))
-        raise
     results = {"settings": settings, **results}
     show(results)
     print_json("serving", results, options.out)

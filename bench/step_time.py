@@ -28,7 +28,16 @@ import torch
 from transformers import PreTrainedModel
 
 from bench.decode_step import LLAMA_3_8B
-from bench.report import machine, parser, print_json, print_machine, print_table, refuse
+from bench.report import (
+    machine,
+    parser,
+    print_again,
+    print_json,
+    print_machine,
+    print_table,
+    read_json,
+    refuse,
+)
 from lightkv.ledger import TokenLedger
 from lightkv.router import EngineConfig, SamplingParams
 from lightkv.router.build import assemble
@@ -183,32 +192,23 @@ def arguments() -> argparse.Namespace:
     made.add_argument("--layers", type=int, default=LLAMA_3_8B.num_hidden_layers)
     made.add_argument("--seconds", type=float, default=45.0, help="no level is begun after so many")
     made.add_argument("--prefill-chunk", type=int, default=2048)
-    made.add_argument("--refit", type=Path, help="measure nothing: fit the steps of this file")
+    made.add_argument("--refit", type=Path, help="measure nothing: fit the steps of this file, as it was run")
     return made.parse_args()
 
 
-def fitted(points: Sequence[Point], source: dict[str, Any]) -> StepTime:
-    """The model of these steps; `source` says where they come from. Ends where it does not fit."""
+def fit_and_report(
+    points: Sequence[Point], source: dict[str, Any], parameters: Path | None
+) -> dict[str, Any]:
+    """The model of these steps, printed, written to the file `parameters`, and to write down; `source` says
+    where they come from. Ends where it does not fit."""
     model = fit([point.work for point in points], [point.seconds for point in points])
+    model = replace(model, source=source | model.source)
+    found = report(points, model)
     if model.source["median_relative_error"] > MAX_ERROR:
         refuse(f"the median relative error is {model.source['median_relative_error']:.1%}")
-    return replace(model, source=source | model.source)
-
-
-def refit(options: argparse.Namespace) -> None:
-    """The same file again, with what its steps say now."""
-    document = json.loads(options.refit.read_text())
-    points = [Point(Work(*row[:4]), row[4]) for row in document["results"]["points"]]
-    model = fitted(points, document["results"]["parameters"]["source"])
-    document["results"] = report(points, model)
-    write_parameters(model, options.parameters)
-    if options.out is not None:
-        options.out.write_text(json.dumps(document, indent=1) + "\n")
-
-
-def write_parameters(model: StepTime, path: Path | None) -> None:
-    if path is not None:
-        path.write_text(json.dumps(model.as_dict(), indent=1) + "\n")
+    if parameters is not None:
+        parameters.write_text(json.dumps(model.as_dict(), indent=1) + "\n")
+    return found
 
 
 def report(points: Sequence[Point], model: StepTime) -> dict[str, Any]:
@@ -233,7 +233,11 @@ def report(points: Sequence[Point], model: StepTime) -> dict[str, Any]:
 def main() -> None:
     options = arguments()
     if options.refit is not None:
-        refit(options)
+        document = read_json("step_time", options.refit)
+        before = document["results"]
+        points = [Point(Work(*row[:4]), row[4]) for row in before["points"]]
+        document["results"] = fit_and_report(points, before["parameters"]["source"], options.parameters)
+        print_again(document, options.out)
         return
     if not torch.cuda.is_available():
         refuse("torch sees no GPU; a step's time is measured where it will run")
@@ -258,9 +262,7 @@ def main() -> None:
         "prefill_chunk": options.prefill_chunk,
         **machine(),
     }
-    own = fitted(points, source)
-    found = report(points, own)
-    write_parameters(own, options.parameters)
+    found = fit_and_report(points, source, options.parameters)
     print_json("step_time", found, options.out)
 
 

@@ -41,7 +41,17 @@ import torch
 
 from bench.child import ChildFailed
 from bench.decode_step import LLAMA_3_8B
-from bench.report import machine, parser, print_json, print_machine, print_table, refuse, save_json
+from bench.report import (
+    machine,
+    parser,
+    print_again,
+    print_json,
+    print_machine,
+    print_table,
+    read_json,
+    refuse,
+    save_json,
+)
 from bench.serving_stats import Targets
 from bench.trace_machine import Machine
 from bench.transformers_trace import replay_transformers
@@ -138,7 +148,8 @@ def arguments() -> argparse.Namespace:
     made.add_argument(
         "--way-seconds", type=float, default=60.0, help="for its replay; what is open then is cut"
     )
-    made.add_argument("--again", type=Path, help="measure nothing: simulate this file's replays anew")
+    made.add_argument("--again", type=Path, help="measure nothing: simulate this file's replays anew, by its "
+                      "options and --step-time")  # fmt: skip
     made.add_argument("--seed", type=int, default=0)
     return made.parse_args()
 
@@ -292,9 +303,18 @@ def run(options: argparse.Namespace, save: Callable[[Results], object]) -> Resul
     return results
 
 
-def simulate_again(results: Results, trace_path: str, step_time: StepTime) -> None:
-    """Put what is simulated by that model ("given") of what was measured in place of what stands there."""
-    options = argparse.Namespace(**{**results["settings"], "trace": trace_path})
+def simulate_again(results: Results, trace_path: str, given: str | None) -> None:
+    """Put what is simulated by the model "given" of what was measured in place of what stands there. Ends where
+    that is another trace, or none is given."""
+    settings = results["settings"]
+    if Path(trace_path).name != settings["trace"]:
+        refuse(f"{trace_path} is not what was replayed; give {settings['trace']}")
+    if given is None and "given" not in results["step_times"]:
+        refuse("no model was given when this was measured, not on a GPU; give a --step-time")
+    if given is not None:
+        settings["step_time"] = given
+    step_time = StepTime.parse(settings["step_time"] or "")
+    options = argparse.Namespace(**{**settings, "trace": trace_path})
     trace, _, _ = traces_of(options, results["engine"])
     config = simulation_config(options, results["engine"])
     results["step_times"]["given"] = step_time.as_dict()
@@ -302,6 +322,9 @@ def simulate_again(results: Results, trace_path: str, step_time: StepTime) -> No
         timed = trace.at_rate(own["rate"], options.seed)
         for allocation, found in own["allocations"].items():
             figures = simulated(timed, replace(config, allocation=allocation), step_time)
+            if figures.output_tokens != found["measured"]["output_tokens"]:
+                tokens = found["measured"]["output_tokens"]
+                refuse(f"{trace_path} has {figures.output_tokens} output tokens, and {tokens} were measured")
             found["simulated"]["given"] = compared(found["measured"], figures)
 
 
@@ -356,14 +379,13 @@ def _cells(own: Results) -> list[str]:
 def main() -> None:
     options = arguments()
     if options.again is not None:
-        document = json.loads(options.again.read_text())
+        document = read_json("trace_replay", options.again)
         try:
-            simulate_again(document["results"], options.trace, StepTime.parse(options.step_time or ""))
+            simulate_again(document["results"], options.trace, options.step_time)
         except (LightKVError, ValueError, OSError) as error:
             refuse(str(error))
         show(document["results"])
-        if options.out is not None:
-            options.out.write_text(json.dumps(document, indent=1) + "\n")
+        print_again(document, options.out)
         return
     print_machine()
     hidden = {"out", "again"}
@@ -377,7 +399,6 @@ def main() -> None:
         )
     except (LightKVError, ValueError, OSError) as error:
         refuse(str(error))
-        raise
     show(results)
     print_json("trace_replay", {"settings": settings, **results}, options.out)
     if results.get("transformers", {}).get("error"):

@@ -3,8 +3,8 @@
 Requests are handed to its manager when they come, each with the length of its answer, which it is told; it has
 as many blocks as the pool of its peer has tokens for. When a token came is what the manager itself notes. A
 request that it preempts loses these notes: it is counted, and its latencies are of what came after. What is
-still open when the time is up is cut, and counts as late. Runs in a process of its own (`child.py`). Its
-warm-up is not counted.
+still open when the time is up is cut, and counts as late; its tokens count nothing. Runs in a process of its
+own (`child.py`). Its warm-up is not counted.
 """
 
 import time
@@ -12,10 +12,10 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, ContinuousBatchingConfig, GenerationConfig, PreTrainedModel
+from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 
 from bench.child import ask, serve
-from bench.continuous_batching import BLOCK_TOKENS, WAYS
+from bench.continuous_batching import BLOCK_TOKENS, WAYS, batching_config
 from bench.decode_step import LLAMA_3_8B
 from lightkv.router.simulation_record import Distribution
 from lightkv.router.weights import random_model, resolve
@@ -62,9 +62,9 @@ class Manager:
 
     def __init__(self, model: PreTrainedModel, way: str, capacity: int) -> None:
         wanted = GenerationConfig(max_new_tokens=1, do_sample=False, eos_token_id=-1, pad_token_id=0)
-        settings = {"num_blocks": capacity // BLOCK_TOKENS, **WAYS[way].settings}
         self._manager = model.init_continuous_batching(
-            generation_config=wanted, continuous_batching_config=ContinuousBatchingConfig(**settings)
+            generation_config=wanted,
+            continuous_batching_config=batching_config(WAYS[way], capacity // BLOCK_TOKENS),
         )
         self._manager.start()
 

@@ -21,12 +21,8 @@ from .simulation_tables import Table, all_figures, in_words, policies, settings,
 
 TEMPLATE_FILE = Path(__file__).with_name("simulation_report.html.jinja")
 
-POLICY = (
-    "allocation",
-    "admission",
-    "patience",
-    "reserve",
-)  # what results may differ in, and still be compared
+# What results may differ in, and still be compared.
+POLICY = ("allocation", "admission", "patience", "reserve")
 
 
 @dataclass(frozen=True)

@@ -11,10 +11,10 @@ from .simulation_result import Figures, SimulationResult
 
 PARAMETERS = {
     "base": "every step",
-    "per_decode": "for each request that decodes",
+    "per_decode": "for each request that decodes, without prompt tokens beside it",
     "per_kv": "for each token that these attend",
-    "prefill": "a step with prompt tokens",
-    "per_prompt": "for each prompt token",
+    "prefill": "a step with prompt tokens, at least",
+    "per_prompt": "for each token of a step with prompt tokens",
     "per_pair": "for each prompt token and each token that it attends",
 }
 _ERRORS = {

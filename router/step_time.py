@@ -1,7 +1,7 @@
 """How long a step takes: a model of it with a few parameters, and their fit to measured steps.
 
-A step reads all weights once, and the K/V of every request that decodes. Where only decodes are in it, what a
-request adds is little beside the weights:
+A step reads all weights once, and the K/V of every request that decodes. Where only decodes are in it, the
+products wait for the weights, and what a request adds is less than its token costs elsewhere:
 
     seconds = base + per_decode · requests that decode + per_kv · tokens that these attend
 
@@ -9,14 +9,14 @@ With prompt tokens in it, every token costs its share of the products, a request
 and the step runs outside CUDA graphs, so it takes at least as long as the host needs to launch it:
 
     seconds = base + per_prompt · (prompt tokens + requests that decode) + per_kv · tokens that these attend
-              + per_pair · (prompt tokens × tokens each attends), and not less than `prefill`
+              + per_pair · (prompt tokens × tokens each attends), and not less than `prefill`, nor than the
+              same step without its prompt tokens
 
 Knows no device and no model: `step_time.json`, beside this file, has what was measured of one.
 """
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
-from operator import itemgetter
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -68,9 +68,11 @@ class StepTime:
         """What a step takes."""
         decodes, kv, prompt, pairs = work
         seconds = self.base + self.per_kv * kv
+        alone = seconds + self.per_decode * decodes
         if not prompt:
-            return seconds + self.per_decode * decodes
-        return max(seconds + self.per_prompt * (prompt + decodes) + self.per_pair * pairs, self.prefill)
+            return alone
+        products = self.per_prompt * (prompt + decodes) + self.per_pair * pairs
+        return max(seconds + products, self.prefill, alone)
 
     def as_dict(self) -> dict[str, Any]:
         """To write to a file, from which `read` has it again."""
@@ -140,14 +142,14 @@ def fit(work: Sequence[Work], seconds: Sequence[float]) -> StepTime:
             "max_relative_error": float(errors.max()),
         }
         found.append((float(np.square(errors).sum()), replace(model, source=source)))
-    return min(found, key=itemgetter(0))[1]
+    return min(found, key=lambda one: (round(one[0], 12), one[1].prefill))[1]
 
 
 def _fit(rows: np.ndarray, measured: np.ndarray, on_device: np.ndarray) -> StepTime:
     """From a first guess of the steps that do not wait for the host."""
     has_prompt = rows[:, 3] > 0
+    least = float(measured.min()) / 100  # a step takes time, whatever a fit to few says
     for _ in range(MAX_TURNS):
-        least = float(measured.min()) / 100  # a step takes time, whatever a fit to few says
         values = _least_squares(rows[on_device] / measured[on_device, None], least)
         waits = has_prompt & ~on_device
         prefill = float(np.median(measured[waits])) if waits.any() else 0.0
@@ -164,11 +166,11 @@ def _least_squares(rows: np.ndarray, least: float) -> np.ndarray:
     scale[scale == 0] = 1.0
     rest = 1.0 - least * rows[:, 0]
     chosen = list(range(rows.shape[1]))
-    while True:  # without the one that would be the most negative, the first last, until none is
+    while True:  # without the one that would be the most negative, until none is
         values = np.zeros(rows.shape[1])
         values[chosen] = np.linalg.lstsq((rows / scale)[:, chosen], rest, rcond=None)[0]
         if values.min() >= 0:
             values /= scale
             values[0] += least
             return values
-        chosen.remove(int(values[1:].argmin()) + 1 if values[1:].min() < 0 else 0)
+        chosen.remove(int(values.argmin()))

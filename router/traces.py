@@ -91,7 +91,7 @@ class FileTrace:
             try:
                 for record in records:
                     known = _format_of(record)
-                    prompt, output = int(record[known.prompt]), int(record[known.output])
+                    prompt, output = (_tokens(record, field) for field in (known.prompt, known.output))
                     if prompt < 1 or output < 1:
                         continue
                     empty = False
@@ -104,8 +104,9 @@ class FileTrace:
             except UnicodeDecodeError as error:
                 raise UnreadableTrace(f"{self.path} is no text; unpack it if it is packed") from error
             except (ValueError, TypeError, csv.Error) as error:
+                reason = f"no JSON, {error.msg}" if isinstance(error, json.JSONDecodeError) else str(error)
                 raise UnreadableTrace(
-                    f"{self.path}, line {counted.number}: {error}; correct it or leave it out"
+                    f"{self.path}, line {counted.number}: {reason}; correct it or leave it out"
                 ) from error
         if empty:
             raise UnreadableTrace(f"{self.path} has no request; give an Azure, ShareGPT or Mooncake trace")
@@ -129,7 +130,14 @@ def _format_of(record: Mapping[str, Any]) -> _Format:
         if known.prompt in record and known.output in record:
             return known
     names = "; ".join(f"{known.prompt}, {known.output} ({name}'s)" for name, known in _FORMATS.items())
-    raise ValueError(f"the fields are {', '.join(map(str, record))}; known are {names}")
+    raise ValueError(f"its fields are {', '.join(map(str, record))}; known are {names}")
+
+
+def _tokens(record: Mapping[str, Any], field: str) -> int:
+    try:
+        return int(record[field])
+    except (TypeError, ValueError):
+        raise ValueError(f"{field} is {record[field]!r:.80}; it has to be a whole number") from None
 
 
 def _seconds(record: Mapping[str, Any], known: _Format) -> float | None:

@@ -65,7 +65,7 @@ def test_a_refit_is_the_fit_of_the_same_steps(tmp_path: Path, monkeypatch: pytes
     work = [Work(n, 300 * n * n, 100 * (n % 3) * n, 5000 * (n % 3) * n) for n in range(1, 40)]
     points = [step_time.Point(own, model.seconds(own)) for own in work]
     before = StepTime(1.0, 0, 0, 0, 0, 0, source={"device": "a device", "steps": 1})
-    document = {"device": "a device", "results": step_time.report(points, before)}
+    document = {"benchmark": "step_time", "device": "a device", "results": step_time.report(points, before)}
     out, parameters = tmp_path / "out.json", tmp_path / "parameters.json"
     out.write_text(json.dumps(document))
     monkeypatch.setattr(
@@ -78,3 +78,31 @@ def test_a_refit_is_the_fit_of_the_same_steps(tmp_path: Path, monkeypatch: pytes
     assert again.source["steps"] == len(points)
     assert again.per_decode == pytest.approx(2e-5)
     assert [row[-1] for row in found["results"]["points"]] == pytest.approx([p.seconds for p in points])
+
+    document["results"]["points"] = [[n, 0, 0, 0, 0.1 * (1 + n % 2), 0.0] for n in range(20)]
+    out.write_text(json.dumps(document))
+    parameters.unlink()
+    with pytest.raises(SystemExit, match="median relative error is 3"):
+        step_time.main()
+    assert not parameters.exists()
+
+
+@pytest.mark.parametrize(
+    ("text", "match"),
+    [
+        (None, "no result of a benchmark .FileNotFoundError"),
+        ("figures", "JSONDecodeError"),
+        ("{}", "KeyError"),
+        ('{"benchmark": "serving"}', "is of bench.serving; give a file that --out of bench.step_time"),
+    ],
+    ids=["nothing", "no JSON", "no benchmark", "another's"],
+)
+def test_what_cannot_be_fitted_again_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str | None, match: str
+) -> None:
+    file = tmp_path / "a.json"
+    if text is not None:
+        file.write_text(text)
+    monkeypatch.setattr(sys, "argv", ["bench", "--refit", str(file)])
+    with pytest.raises(SystemExit, match=match):
+        step_time.main()

@@ -15,6 +15,7 @@ from tiny_files import tiny_config
 from tiny_models import tiny_llama
 
 from bench import trace_machine, trace_replay, transformers_trace
+from bench.continuous_batching import WAYS, batching_config
 from bench.serving_stats import Targets
 from bench.trace_machine import Machine
 from bench.workload import Replayed
@@ -92,6 +93,7 @@ def test_the_8b_shape(run: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) 
     assert own["simulated"].keys() == {"fitted", "given"}
     asked = {"model": None, "layers": 2, "device": "cpu", "way": "sdpa-128"}
     assert transformers_trace.load(asked).config._attn_implementation == "sdpa"
+    assert not batching_config(WAYS["sdpa-128"], 7).auto_switch_to_flash  # nor later
 
 
 def test_what_was_measured_is_simulated_again(
@@ -100,10 +102,15 @@ def test_what_was_measured_is_simulated_again(
     options = ("--model", model, *SIZES, "--allocation", "paged:16", "--load", 1, "--step-time", "base=0.01")
     before = run(*options)
     out = tmp_path / "again.json"
-    arguments = ["chat", "--again", tmp_path / "out.json", "--out", out, "--step-time", "base=0.02"]
-    monkeypatch.setattr(sys, "argv", ["bench", *map(str, arguments)])
-    trace_replay.main()
-    after = json.loads(out.read_text())["results"]
+
+    def again(*more: str) -> Any:
+        arguments = ["chat", "--again", str(tmp_path / "out.json"), "--out", str(out), *more]
+        monkeypatch.setattr(sys, "argv", ["bench", *arguments])
+        trace_replay.main()
+        return json.loads(out.read_text())["results"]
+
+    assert again() == before  # the same model
+    after = again("--step-time", "base=0.02")
     old, new = (results["loads"]["1"]["allocations"]["paged:16"] for results in (before, after))
     assert new["measured"] == old["measured"]
     assert new["simulated"]["fitted"] == old["simulated"]["fitted"]
@@ -111,6 +118,24 @@ def test_what_was_measured_is_simulated_again(
     assert given[1]["seconds"] > given[0]["seconds"]
     assert given[1]["output_tokens"] == old["measured"]["output_tokens"]
     assert after["step_times"]["given"]["base"] == 0.02
+    assert after["settings"]["step_time"] == "base=0.02"
+
+    for arguments, match in (
+        (["decode-heavy", "--again", str(out)], "decode-heavy is not what was replayed; give chat"),
+        (["chat", "--again", str(tmp_path)], "no result of a benchmark"),
+    ):
+        monkeypatch.setattr(sys, "argv", ["bench", *arguments])
+        with pytest.raises(SystemExit, match=match):
+            trace_replay.main()
+
+
+def test_only_what_had_a_model_is_simulated_again(
+    run: Callable[..., Any], model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run("--model", model, *SIZES, "--allocation", "token", "--load", 1)
+    monkeypatch.setattr(sys, "argv", ["bench", "chat", "--again", str(tmp_path / "out.json")])
+    with pytest.raises(SystemExit, match="give a --step-time"):
+        trace_replay.main()
 
 
 def test_no_replay_is_begun_when_the_time_is_up(run: Callable[..., Any], model: Path) -> None:

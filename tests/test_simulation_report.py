@@ -141,6 +141,8 @@ def test_what_differs_in_more_than_the_policy_has_no_best(found: dict[str, Simul
     page = Parsed(render([one, replace(other, settings={**other.settings, "capacity": 5000})]))
     assert "differ in more than the policy: capacity" in page.all_text()
     assert "strong" not in page.text
+    page = Parsed(render([one, replace(other, settings={**other.settings, "reserve": 0.1, "patience": 3.0})]))
+    assert "differ in more than the policy" not in page.all_text()
     page = Parsed(render([one, replace(other, step_time={**other.step_time, "base": 1.0})]))
     assert "differ in more than the policy: step_time" in page.all_text()
 

@@ -137,7 +137,7 @@ def test_what_admission_leaves_alone_saves_pauses() -> None:
     assert own == simulate("chat", replace(config, reserve=0.01)).figures
     assert more.num_preemptions < own.num_preemptions
     assert more.memory_used_share < own.memory_used_share
-    loaded = SimulationConfig(requests=50, load=1.0)
+    loaded = SimulationConfig(requests=50, load=1.0, capacity=8000)
     rates = {
         simulate("chat", replace(loaded, reserve=reserve)).figures.saturation_rate for reserve in (None, 0.4)
     }

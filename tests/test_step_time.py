@@ -23,6 +23,8 @@ def test_a_step_is_the_sum_of_its_parts() -> None:
     mixed = 7e-3 + 4e-6 + 2001 * 2.4e-5 + 600 * 1.3e-9
     assert MODEL.seconds(Work(1, 100, 2000, 600)) == pytest.approx(mixed)
     assert MODEL.seconds(Work(1, 100, 50, 600)) == 3e-2  # the host's part
+    alone = StepTime.parse("base=0.007,per_decode=1e-4")
+    assert alone.seconds(Work(256, 0, 1, 1)) == alone.seconds(Work(256, 0, 0, 0))
 
 
 def test_a_fit_finds_what_it_was_made_of() -> None:

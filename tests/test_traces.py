@@ -106,9 +106,12 @@ def test_a_trace_is_made_faster(tmp_path: Path) -> None:
     ("line", "match"),
     [
         ('{"timestamp": NaN, "input_length": 7, "output_length": 5}', "line 2: the time is nan"),
-        ('{"input_length": "x", "output_length": 5}', "line 2: invalid literal"),
+        (
+            '{"input_length": "x", "output_length": 5}',
+            "line 2: input_length is 'x'; it has to be a whole number",
+        ),
         ('{"input_length": 7, "output_length": 5, "hash_ids": ["a"]}', "have to be whole numbers"),
-        ("{input_length", "line 2: Expecting"),
+        ("{input_length", "line 2: no JSON, Expecting property name enclosed in double quotes; correct"),
     ],
     ids=["time", "length", "blocks", "json"],
 )
@@ -118,12 +121,15 @@ def test_a_line_that_says_nothing_is_named(tmp_path: Path, line: str, match: str
         list(trace)
 
 
-def test_a_line_of_a_table_is_named(tmp_path: Path) -> None:
-    trace = write(
-        tmp_path / "a.csv", "TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:15:46,7,5\nsoon,7,5\n"
-    )
-    with pytest.raises(UnreadableTrace, match="line 3: Invalid isoformat"):
-        list(trace)
+@pytest.mark.parametrize(
+    ("line", "match"),
+    [("soon,7,5", "Invalid isoformat"), ("2023-11-16 18:15:47,7", "GeneratedTokens is None")],
+    ids=["time", "short"],
+)
+def test_a_line_of_a_table_is_named(tmp_path: Path, line: str, match: str) -> None:
+    first = "TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:15:46,7,5\n"
+    with pytest.raises(UnreadableTrace, match=f"line 3: {match}"):
+        list(write(tmp_path / "a.csv", first + line + "\n"))
 
 
 def test_a_packed_file_is_refused(tmp_path: Path) -> None:
