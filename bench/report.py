@@ -90,10 +90,14 @@ def print_json(name: str, results: Any, out: Path | None) -> None:
 def save_json(name: str, results: Any, out: Path | None) -> dict[str, Any]:
     """What `print_json` prints, in the file alone: so that what is measured so far is kept."""
     document = {"benchmark": name, **machine(), "results": results}
+    _write(document, out)
+    return document
+
+
+def _write(document: dict[str, Any], out: Path | None) -> None:
     if out is not None:
         out.parent.mkdir(parents=True, exist_ok=True)
         out.write_text(json.dumps(document, indent=1) + "\n")
-    return document
 
 
 def read_json(name: str, path: Path) -> dict[str, Any]:
@@ -111,9 +115,7 @@ def read_json(name: str, path: Path) -> dict[str, Any]:
 
 def print_again(document: dict[str, Any], out: Path | None) -> None:
     """As `print_json`, of a document that says where it was measured."""
-    if out is not None:
-        out.parent.mkdir(parents=True, exist_ok=True)
-        out.write_text(json.dumps(document, indent=1) + "\n")
+    _write(document, out)
     print(json.dumps(document), flush=True)
 
 

@@ -113,7 +113,7 @@ PARAMETERS = tuple(f.name for f in fields(StepTime) if f.name != "source")
 
 def fit(work: Sequence[Work], seconds: Sequence[float]) -> StepTime:
     """The parameters that have the least squares of relative errors, none negative; `prefill` is the median of
-    the steps that are taken to wait for the host, or 0 where that fits better. `source` has the errors.
+    the steps that are taken to wait for the host, or 0 where that fits as well. `source` has the errors.
 
     Which steps those are follows from the parameters, and these from the other steps: found in turns, from the
     half of the steps with prompt tokens that have the most on. Raises ValueError for fewer steps than there are
@@ -142,6 +142,7 @@ def fit(work: Sequence[Work], seconds: Sequence[float]) -> StepTime:
             "max_relative_error": float(errors.max()),
         }
         found.append((float(np.square(errors).sum()), replace(model, source=source)))
+    # Where both fit alike but for the last digits, no step need be taken to wait.
     return min(found, key=lambda one: (round(one[0], 12), one[1].prefill))[1]
 
 
