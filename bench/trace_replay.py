@@ -311,9 +311,9 @@ def simulate_again(results: Results, trace_path: str, given: str | None) -> None
         refuse(f"{trace_path} is not what was replayed; give {settings['trace']}")
     if given is None and "given" not in results["step_times"]:
         refuse("no model was given when this was measured, not on a GPU; give a --step-time")
+    step_time = StepTime.parse(given or settings["step_time"] or "")
     if given is not None:
-        settings["step_time"] = given
-    step_time = StepTime.parse(settings["step_time"] or "")
+        settings["step_time"] = named(given)
     options = argparse.Namespace(**{**settings, "trace": trace_path})
     trace, _, _ = traces_of(options, results["engine"])
     config = simulation_config(options, results["engine"])
@@ -326,6 +326,11 @@ def simulate_again(results: Results, trace_path: str, given: str | None) -> None
                 tokens = found["measured"]["output_tokens"]
                 refuse(f"{trace_path} has {figures.output_tokens} output tokens, and {tokens} were measured")
             found["simulated"]["given"] = compared(found["measured"], figures)
+
+
+def named(setting: str) -> str:
+    """As it goes into results: a file by its name, not by where it is here."""
+    return Path(setting).name if Path(setting).exists() else setting
 
 
 def show_row(load: float, allocation: str, found: Results) -> None:
@@ -390,9 +395,8 @@ def main() -> None:
     print_machine()
     hidden = {"out", "again"}
     settings = {name: value for name, value in vars(options).items() if name not in hidden}
-    settings["trace"] = Path(options.trace).name
-    if Path(options.model).is_dir():
-        settings["model"] = Path(options.model).name
+    for name in ("trace", "model", "step_time"):
+        settings[name] = named(settings[name]) if settings[name] else settings[name]
     try:
         results = run(
             options, lambda found: save_json("trace_replay", {"settings": settings, **found}, options.out)

@@ -119,6 +119,9 @@ def test_what_was_measured_is_simulated_again(
     assert given[1]["output_tokens"] == old["measured"]["output_tokens"]
     assert after["step_times"]["given"]["base"] == 0.02
     assert after["settings"]["step_time"] == "base=0.02"
+    (tmp_path / "model.json").write_text(json.dumps(after["step_times"]["given"]))
+    again("--step-time", str(tmp_path / "model.json"))
+    assert str(tmp_path) not in out.read_text()  # a file is called by its name
 
     for arguments, match in (
         (["decode-heavy", "--again", str(out)], "decode-heavy is not what was replayed; give chat"),
