@@ -53,6 +53,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     """What one request asks of the sampler and of the end of its text. Checked when it is made or decoded.
 
     max_tokens: most tokens to generate.
+    min_tokens: no end token, stop token or stop string ends the answer before it has this many tokens.
     temperature: logits are divided by it; 0 (or below 1e-5) is greedy.
     top_k: only the k likeliest tokens, and those as likely as the k-th; 0 or -1 is all of them.
     top_p: only the smallest set of likeliest tokens whose probabilities sum to at least top_p.
@@ -72,6 +73,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     max_tokens: int = 256
+    min_tokens: int = 0
     temperature: float = 1.0
     top_k: int = 0
     top_p: float = 1.0
@@ -133,6 +135,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     def validate(self, vocab_size: int | None = None) -> None:
         """Raises InvalidParams for the first field out of range; token ids are held against `vocab_size`."""
         _check_int("max_tokens", self.max_tokens, 1, MAX_COUNT)
+        allowed = f"an integer from 0 to max_tokens, which is {self.max_tokens}"
+        _check_int("min_tokens", self.min_tokens, 0, self.max_tokens, allowed)
         _check_real("temperature", self.temperature, 0, MAX_TEMPERATURE, "a finite number >= 0 (0 is greedy)")
         _check_int("top_k", self.top_k, -1, MAX_COUNT, "0 or -1 for all tokens, or an integer >= 1")
         _check_real("top_p", self.top_p, 0, 1, "a number above 0 and up to 1 (1 keeps all tokens)")

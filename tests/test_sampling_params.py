@@ -21,6 +21,7 @@ NAN, INF = math.nan, math.inf
 
 REFUSED: list[tuple[str, Any]] = [
     *[("max_tokens", v) for v in (0, -1, 2**31, 1.0, True, None)],
+    *[("min_tokens", v) for v in (-1, 257, 1.0, True, None)],  # max_tokens is 256 by default
     *[("temperature", v) for v in (-0.1, NAN, INF, 10**400, 1e39, True, "1", None)],
     *[("top_k", v) for v in (-2, 2**31, 5.0, True)],
     *[("top_p", v) for v in (0, 0.0, -0.5, 1.0001, NAN, INF, False)],
@@ -43,6 +44,7 @@ REFUSED: list[tuple[str, Any]] = [
 
 ALLOWED: list[tuple[str, Any]] = [
     *[("max_tokens", v) for v in (1, 2**31 - 1)],
+    *[("min_tokens", v) for v in (0, 256)],
     *[("temperature", v) for v in (0, 0.0, 1e-300, 2, 3.4e38)],
     *[("top_k", v) for v in (-1, 0, 1, 2**31 - 1)],
     *[("top_p", v) for v in (1e-9, 1, 1.0)],
