@@ -93,6 +93,10 @@ class DecodeGraph:
         self._graphs: dict[Form, tuple[torch.cuda.CUDAGraph, StepOutput]] = {}
         self._loaded: _Loaded | None = None
 
+    def has(self, form: Form) -> bool:
+        """Is the step captured in `form`?"""
+        return form in self._graphs
+
     def capture(self, form: Form, pool: Any) -> None:
         """Capture the step once in `form`, in the memory of `pool` (torch's handle of one).
 
@@ -144,9 +148,13 @@ class DecodeGraph:
 
 
 class DecodeGraphs:
-    """The graphs of a device, by batch size; they share one memory pool, since they never run together."""
+    """The graphs of a device, by batch size; they share one memory pool, since they never run together.
+
+    `announce` is told of a graph that is captured while requests run.
+    """
 
     def __init__(self, device: "Device", metadata: AttentionMetadata) -> None:
+        self.announce: Callable[[str], None] = lambda line: None
         self._pool = torch.cuda.graph_pool_handle()
         self._sizes = batch_sizes(metadata.max_num_requests)
         self._may_group = metadata.group_members > 1
@@ -177,6 +185,8 @@ class DecodeGraphs:
         if size is None or (size, form) in self._refused:
             return None
         graph = self._graphs[size]
+        if not graph.has(form):
+            self.announce(f"capturing a decode graph: batch {size}, {form.kind.name.lower()}")
         try:
             graph.capture(form, self._pool)
         except RuntimeError as error:

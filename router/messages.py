@@ -41,15 +41,18 @@ class Limits(msgspec.Struct, frozen=True):
 class NewRow(msgspec.Struct, frozen=True):
     """A sequence begins in `row`: what its sampling needs, once.
 
-    `prompt_ids` and `output_ids` (what a resumed sequence has generated) are int32 bytes; only parameters
-    that penalise repetition read them.
+    Only parameters that penalise repetition need the next two. `prompt_idx`: which of the plan's `prompts` is
+    its own. `output_ids`: what a resumed sequence has generated, int32 bytes. Until the position `may_stop_at`
+    none of `stop_ids` is sampled (`SamplingParams.min_tokens`).
     """
 
     row: int
     params: SamplingParams
     seed: int
-    prompt_ids: bytes = b""
+    prompt_idx: int | None = None
     output_ids: bytes = b""
+    may_stop_at: int = 0
+    stop_ids: list[int] = []
 
 
 class StepPlan(msgspec.Struct, frozen=True):
@@ -60,6 +63,9 @@ class StepPlan(msgspec.Struct, frozen=True):
     whose id is the token their row sampled last. `edits` (encoded, `lightkv.edits`) already give these
     positions their slots. In a step of decodes alone the last edit is exactly the Take of the batch, so that
     a CUDA graph may do it in place of the applier.
+
+    `new_rows`: the sequences that begin. `prompts`: of each prompt that their penalties look at, the distinct
+    token ids, ascending, int32 bytes; answers to one prompt share an entry.
 
     `sample`: indices into the batch whose last token's logits are sampled. `logprobs`: index into `sample` →
     how many of the likeliest tokens are wanted with it. `num_free`: what the ledger counts once the edits are
@@ -79,6 +85,7 @@ class StepPlan(msgspec.Struct, frozen=True):
     new_rows: list[NewRow]
     num_free: int
     prefixes: list[SharedPrefix] = []
+    prompts: list[bytes] = []
 
     @property
     def num_tokens(self) -> int:

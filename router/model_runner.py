@@ -68,6 +68,11 @@ class ModelRunner:
             group_members=limits.grouping.max_members,
         )
 
+    def announce(self, report: Report) -> None:
+        """From now on `report` is told, a line at a time, what a step is about to capture."""
+        if self._graphs is not None:
+            self._graphs.announce = report
+
     def execute(self, plan: StepPlan) -> StepResult:
         """Run one step; see `fatal` for what an error means."""
         try:
@@ -90,7 +95,7 @@ class ModelRunner:
         if self._graphs is not None and not plan.num_contexts:
             graph = self._graphs.get(len(plan.rows), Form.of(plan))
         edits = decode(plan.edits)
-        self._device.sampler.set_rows(plan.new_rows)
+        self._device.sampler.set_rows(plan.new_rows, plan.prompts)
         if graph is not None:
             self._device.memory.apply(edits[:-1])  # the last takes the batch's slots, and so does the graph
             output = graph.replay(plan)

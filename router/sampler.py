@@ -23,7 +23,7 @@ from torch import Tensor
 from lightkv.errors import LightKVError
 
 from .messages import NewRow
-from .sampling_params import MAX_LOGIT_BIAS, MAX_LOGPROBS, SamplerKind, SamplingParams
+from .sampling_params import MAX_END_IDS, MAX_LOGIT_BIAS, MAX_LOGPROBS, SamplerKind, SamplingParams
 
 MAX_VOCAB_SIZE = 2**22  # times the largest weight, 2^40, it stays within int64
 _WEIGHT_SCALE = 2.0**40
@@ -90,10 +90,11 @@ class Sampler:
     def bytes_for(num_rows: int, vocab_size: int) -> int:
         """Bytes of device memory that such a sampler's buffers hold at most: once `enable_edits` has run.
 
-        A row has its next token, its line, 4 per token of the vocabulary for the counts, and 8 per entry for
-        the logit bias.
+        A row has its next token, its line, 4 per token of the vocabulary for the counts, 8 per entry for the
+        logit bias, and for the tokens that end it 8 per entry and 8 more.
         """
-        return num_rows * (8 + _LINE.itemsize + 4 * vocab_size + 8 * MAX_LOGIT_BIAS)
+        edits = 4 * vocab_size + 8 * MAX_LOGIT_BIAS + 8 * MAX_END_IDS + 8
+        return num_rows * (8 + _LINE.itemsize + edits)
 
     def enable_edits(self) -> None:
         """Allocates what kinds from EDITED on need, once. To be called before such a graph is captured."""
@@ -101,12 +102,13 @@ class Sampler:
             with torch.inference_mode(False):
                 self._edits = _LogitEdits(self.num_rows, self.vocab_size, self.device)
 
-    def set_rows(self, settings: Sequence[NewRow]) -> None:
-        """Sets the rows of sequences that open or resume, in one upload (up to three with bias or penalties).
+    def set_rows(self, settings: Sequence[NewRow], prompts: Sequence[bytes] = ()) -> None:
+        """Sets the rows of sequences that open or resume, in one upload (up to four with bias, penalties or
+        min_tokens). `prompts`: as in StepPlan.
 
         Raises InvalidParams for parameters that do not fit the vocabulary, and ValueError for rows outside
-        1..num_rows-1 or given twice, seeds outside int64, or token ids outside the vocabulary; nothing has
-        changed then.
+        1..num_rows-1 or given twice, seeds outside int64, token ids outside the vocabulary, or a prompt that is
+        not given; nothing has changed then.
         """
         if not settings:
             return
@@ -117,7 +119,8 @@ class Sampler:
             setting.params.validate(self.vocab_size)
         lines = np.concatenate([_line(setting) for setting in settings])
         biases = _bias_entries(settings)
-        counts = _count_entries(settings, self.vocab_size)
+        counts = _count_entries(settings, prompts, self.vocab_size)
+        ends = _end_entries(settings, self.vocab_size)
 
         if any(setting.params.kind >= SamplerKind.EDITED for setting in settings):
             self.enable_edits()
@@ -130,6 +133,8 @@ class Sampler:
                 self._edits.set_bias(self._upload(biases))
             if counts.size:
                 self._edits.set_counts(self._upload(counts))
+            if ends.size:
+                self._edits.set_ends(self._upload(ends))
 
     @torch.no_grad()
     def sample(self, logits: Tensor, rows: Tensor, positions: Tensor, kind: SamplerKind) -> Sampled:
@@ -183,7 +188,7 @@ class Sampler:
         scores = _scores(logits)
         log_mass = scores.logsumexp(dim=-1, keepdim=True)  # [B, 1]
         top_scores, top_ids = scores.topk(min(MAX_LOGPROBS, self.vocab_size), dim=-1)
-        self._edits.apply_(scores, rows, lines)
+        self._edits.apply_(scores, rows, lines, positions)
         tokens = _draw(scores, lines, positions, truncated)
         self._edits.add(rows, tokens)
         own_scores = logits.gather(1, tokens[:, None]).float()
@@ -200,7 +205,8 @@ class Sampler:
 
 
 class _LogitEdits:
-    """What changes logits before they are drawn from: per row, a logit bias and the counts of tokens seen."""
+    """What changes logits before they are drawn from: per row, a logit bias, the counts of tokens seen, and the
+    tokens that would end the answer before it may end."""
 
     def __init__(self, num_rows: int, vocab_size: int, device: torch.device) -> None:
         self._counts = torch.zeros(num_rows, vocab_size, dtype=torch.int32, device=device)
@@ -208,14 +214,19 @@ class _LogitEdits:
         # Unused entries add 0 to different tokens: all to one would queue up at its address.
         unused = torch.arange(MAX_LOGIT_BIAS, dtype=torch.int32, device=device).remainder_(vocab_size)
         self._bias_ids = unused.repeat(num_rows, 1)
+        self._end_ids = self._bias_ids[:, :MAX_END_IDS].contiguous()
+        self._end_bias = torch.zeros(num_rows, MAX_END_IDS, dtype=torch.float32, device=device)
+        self._may_end_at = torch.zeros(num_rows, dtype=torch.int64, device=device)
 
     @property
     def num_bytes(self) -> int:
-        return self._counts.nbytes + self._bias.nbytes + self._bias_ids.nbytes
+        counts_and_bias = self._counts.nbytes + self._bias.nbytes + self._bias_ids.nbytes
+        return counts_and_bias + self._end_ids.nbytes + self._end_bias.nbytes + self._may_end_at.nbytes
 
     def clear(self, rows: Tensor) -> None:
         self._counts.index_fill_(0, rows, 0)
         self._bias.index_fill_(0, rows, 0.0)
+        self._end_bias.index_fill_(0, rows, 0.0)
 
     def set_bias(self, entries: Tensor) -> None:
         """entries float64 `[3, N]`: place in the flattened bias buffers, token id, bias."""
@@ -227,13 +238,22 @@ class _LogitEdits:
         """entries int64 `[2, N]`: place in the flattened counts, what to add to it."""
         self._counts.view(-1).scatter_add_(0, entries[0], entries[1].to(torch.int32))
 
+    def set_ends(self, entries: Tensor) -> None:
+        """entries int64 `[4, N]`: row, position from which it may end, place in the row's tokens, token id."""
+        rows, positions, places, token_ids = entries.unbind()
+        self._may_end_at.index_copy_(0, rows, positions)  # a row's entries all say the same
+        places = rows * MAX_END_IDS + places
+        self._end_ids.view(-1).index_copy_(0, places, token_ids.to(torch.int32))
+        self._end_bias.view(-1).index_fill_(0, places, -torch.inf)
+
     def add(self, rows: Tensor, tokens: Tensor) -> None:
         """Counts one more output token per row. Row 0 counts the padding's: nobody reads them."""
         places = rows * self._counts.shape[1] + tokens
         self._counts.view(-1).scatter_add_(0, places, torch.ones_like(places, dtype=torch.int32))
 
-    def apply_(self, scores: Tensor, rows: Tensor, lines: Tensor) -> None:
-        """In place on float32 `[B, V]`: bias, then the repetition penalty, then presence and frequency.
+    def apply_(self, scores: Tensor, rows: Tensor, lines: Tensor, positions: Tensor) -> None:
+        """In place on float32 `[B, V]`: bias, then the repetition penalty, then presence and frequency, then
+        -inf for the tokens that would end an answer too early.
 
         The repetition penalty as in arXiv 1909.05858 section 4.1, for negative scores as in Hugging Face's
         RepetitionPenaltyLogitsProcessor; the others as in OpenAI's API reference. Neutral parameters leave
@@ -247,10 +267,16 @@ class _LogitEdits:
         num_outputs = counts.bitwise_and_(_COUNT_MASK)
         scores.sub_(num_outputs * _real(lines, "frequency_penalty"))
         scores.sub_((num_outputs > 0) * _real(lines, "presence_penalty"))
+        is_early = (positions < self._may_end_at.index_select(0, rows))[:, None]
+        end_bias = self._end_bias.index_select(0, rows)
+        end_bias = torch.where(is_early, end_bias, torch.zeros_like(end_bias))
+        scores.scatter_add_(1, self._end_ids.index_select(0, rows).long(), end_bias)
 
     def check(self) -> None:
-        if bool((self._bias[0] != 0).any()):
-            raise LightKVError("the padding row 0 has a logit bias; nothing may set it")
+        if bool((self._bias[0] != 0).any()) or bool((self._end_bias[0] != 0).any()):
+            raise LightKVError(
+                "the padding row 0 has a logit bias, or tokens that it may not end with; nothing may set them"
+            )
         if bool((self._counts[1:] < 0).any()):
             raise LightKVError("a token count has overflowed; a row was not set when its sequence opened")
 
@@ -379,20 +405,43 @@ def _bias_entries(settings: Sequence[NewRow]) -> np.ndarray:
     return np.array(entries, dtype=np.float64).reshape(-1, 3).T.copy()
 
 
-def _count_entries(settings: Sequence[NewRow], vocab_size: int) -> np.ndarray:
+def _count_entries(settings: Sequence[NewRow], prompts: Sequence[bytes], vocab_size: int) -> np.ndarray:
     """What `_LogitEdits.set_counts` takes, for the rows whose parameters look at counts."""
+    seen_in = [np.frombuffer(prompt, np.int32).astype(np.int64) for prompt in prompts]
     entries = [np.zeros((2, 0), np.int64)]
     for setting in settings:
         if not setting.params.penalised:
             continue
-        seen = np.unique(np.frombuffer(setting.prompt_ids, np.int32)).astype(np.int64)
+        if setting.prompt_idx is not None and not 0 <= setting.prompt_idx < len(prompts):
+            raise ValueError(f"row {setting.row} has prompt {setting.prompt_idx} of {len(prompts)}; give it")
+        seen = seen_in[setting.prompt_idx] if setting.prompt_idx is not None else np.zeros(0, np.int64)
         made, num_made = np.unique(np.frombuffer(setting.output_ids, np.int32), return_counts=True)
         tokens = np.concatenate([seen, made])
-        if tokens.size and not (tokens.min() >= 0 and tokens.max() < vocab_size):
-            raise ValueError(
-                f"row {setting.row} has token ids within {tokens.min()}..{tokens.max()}; the vocabulary has "
-                f"{vocab_size}"
-            )
+        _check_vocabulary(setting.row, tokens, vocab_size)
         added = np.concatenate([np.full(seen.size, _PROMPT_BIT), num_made])
         entries.append(np.stack([setting.row * vocab_size + tokens, added]))
     return np.concatenate(entries, axis=1)
+
+
+def _end_entries(settings: Sequence[NewRow], vocab_size: int) -> np.ndarray:
+    """What `_LogitEdits.set_ends` takes, for the rows that may not end yet."""
+    entries = [
+        (setting.row, setting.may_stop_at, place, token)
+        for setting in settings
+        for place, token in enumerate(setting.stop_ids)
+    ]
+    array = np.array(entries, dtype=np.int64).reshape(-1, 4)
+    for setting in settings:
+        if len(setting.stop_ids) > MAX_END_IDS:
+            raise ValueError(
+                f"row {setting.row} holds back {len(setting.stop_ids)} tokens; give at most {MAX_END_IDS}"
+            )
+        _check_vocabulary(setting.row, np.array(setting.stop_ids, dtype=np.int64), vocab_size)
+    return array.T.copy()
+
+
+def _check_vocabulary(row: int, tokens: np.ndarray, vocab_size: int) -> None:
+    if tokens.size and not (tokens.min() >= 0 and tokens.max() < vocab_size):
+        raise ValueError(
+            f"row {row} has token ids within {tokens.min()}..{tokens.max()}; the vocabulary has {vocab_size}"
+        )

@@ -22,6 +22,9 @@ MAX_N = 128
 MAX_STOPS = 16
 MAX_STOP_CHARS = 1024
 MAX_STOP_TOKEN_IDS = 128
+MAX_END_IDS = (
+    MAX_STOP_TOKEN_IDS + 32
+)  # that min_tokens can hold back: stop tokens, and the model's end tokens
 _MIN_INT64, _MAX_INT64 = -(2**63), 2**63 - 1
 # 2^64 divided by the golden ratio, odd: multiples of it are far apart, modulo 2^64.
 _CHILD_STRIDE = 0x9E3779B97F4A7C15
@@ -45,7 +48,7 @@ class SamplerKind(enum.IntEnum):
 
     GREEDY = 0  # the argmax of the model's logits
     RANDOM = 1  # temperature and min_p: one pass in vocabulary order
-    EDITED = 2  # and logit bias, penalties, log-probabilities
+    EDITED = 2  # and logit bias, penalties, log-probabilities, a least number of tokens
     FULL = 3  # and top-k and top-p, which sort the vocabulary
 
 
@@ -116,7 +119,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
         """The least kind that serves this request. top-k, top-p and min-p never change an argmax."""
         if not self.greedy and (self.top_k > 0 or self.top_p < 1):
             return SamplerKind.FULL
-        if self.penalised or self.logit_bias or self.logprobs is not None:
+        if self.penalised or self.logit_bias or self.logprobs is not None or self.min_tokens:
             return SamplerKind.EDITED
         return SamplerKind.GREEDY if self.greedy else SamplerKind.RANDOM
 

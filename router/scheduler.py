@@ -25,6 +25,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
+from msgspec.structs import replace
 
 from lightkv.edits import Take, encode
 from lightkv.errors import CheckFailed
@@ -36,7 +37,7 @@ from .admission import Admission, Counting, Demand, peak_tokens
 from .forecast import Forecast
 from .messages import Limits, NewRow, StepPlan, StepResult, TokenEvent
 from .request import InvalidPrompt, NeverFits, Request
-from .sampling_params import SamplerKind
+from .sampling_params import MAX_END_IDS, InvalidParams, SamplerKind
 from .waiting import WaitingQueue
 
 
@@ -79,6 +80,7 @@ class Scheduler:
         self._decoding: list[Request] = []
         self._leaving: list[Request] = []  # ended, and in a step that has not landed
         self._new_rows: list[NewRow] = []
+        self._seen_prompts: dict[bytes, int] = {}  # prompts that new rows penalise → index in the next plan
         self._flying: deque[_Batch] = deque()
         self._failed = False  # a step has failed, and another is still under way
         self._forecast = Forecast(ledger, lag=depth - 1)
@@ -139,6 +141,9 @@ class Scheduler:
         """Could it ever run? Raises NeverFits, InvalidPrompt, InvalidParams."""
         vocab_size = self.limits.vocab_size
         request.params.validate(vocab_size)
+        if request.params.min_tokens and len(request.stop_ids) > MAX_END_IDS:
+            allowed = f"0 where {len(request.stop_ids)} tokens end the answer; {MAX_END_IDS} can be held back"
+            raise InvalidParams("min_tokens", request.params.min_tokens, allowed)
         ids = np.frombuffer(request.prompt_ids, np.int32)
         if not len(ids):
             raise InvalidPrompt("the prompt is empty; give at least one token")
@@ -221,8 +226,9 @@ class Scheduler:
             new_rows=self._new_rows,
             num_free=ledger.num_free,
             prefixes=self._prefixes.of(sequences),
+            prompts=[distinct_ids(prompt_ids, self.limits.vocab_size) for prompt_ids in self._seen_prompts],
         )
-        self._new_rows = []
+        self._new_rows, self._seen_prompts = [], {}
         ledger.step += 1
         if done:  # from now on they are counted exactly
             self._prefilling = [r for r in self._prefilling if r.sequence.length < r.num_context]  # type: ignore[union-attr]
@@ -426,10 +432,21 @@ class Scheduler:
             request.num_hit = sequence.num_hit
             self.num_prompt_tokens += request.num_prompt
             self.num_hit_tokens += sequence.num_hit
-        # Ids travel only where sampling looks back at them.
-        seen = (request.prompt_ids, request.output.tobytes()) if request.params.penalised else (b"", b"")
-        self._new_rows.append(NewRow(sequence.row, request.params, request.seed, *seen))
+        self._new_rows.append(self._new_row(request, sequence.row))
         return True
+
+    def _new_row(self, request: Request, row: int) -> NewRow:
+        """What sampling needs of a request. Token ids travel only where sampling looks at them."""
+        params = request.params
+        row_settings = NewRow(row, params, request.seed)
+        if params.penalised:
+            prompt_idx = self._seen_prompts.setdefault(request.prompt_ids, len(self._seen_prompts))
+            row_settings = replace(row_settings, prompt_idx=prompt_idx, output_ids=request.output.tobytes())
+        if len(request.output) < params.min_tokens:
+            stop_ids = sorted(one for one in request.stop_ids if one < self.limits.vocab_size)
+            may_stop_at = request.num_prompt + params.min_tokens
+            row_settings = replace(row_settings, may_stop_at=may_stop_at, stop_ids=stop_ids)
+        return row_settings
 
     def _fits(self, request: Request) -> bool:
         """By what admission counts: would all that run, and this one, fit the pool?"""
@@ -505,6 +522,13 @@ class Scheduler:
         if self._failed and not self._flying:
             self._failed = False
             self.ledger.retract()
+
+
+def distinct_ids(prompt_ids: bytes, vocab_size: int) -> bytes:
+    """The token ids in a prompt, each once and ascending; both int32 bytes."""
+    is_seen = np.zeros(vocab_size, dtype=bool)
+    is_seen[np.frombuffer(prompt_ids, dtype=np.int32)] = True
+    return np.flatnonzero(is_seen).astype(np.int32).tobytes()
 
 
 def _order(request: Request) -> tuple[int, bool, int]:

@@ -16,11 +16,11 @@ import select
 import socket
 import threading
 from collections.abc import Callable
-from contextlib import closing
 from typing import TYPE_CHECKING, Any, TextIO, TypeVar
 
 import msgspec
 import rpyc
+from rpyc.core.stream import Stream
 
 from lightkv.errors import LightKVError
 
@@ -73,10 +73,9 @@ class StepSkipped(LightKVError):
         super().__init__(f"not computed, since step {failed.step} failed: {failed.kind}: {failed.message}")
 
 
-def connect(root: rpyc.Service, connection: socket.socket, config: dict[str, Any]) -> rpyc.Connection:
+def connect(root: rpyc.Service, stream: Stream, config: dict[str, Any]) -> rpyc.Connection:
     """rpyc over one end of a socket pair. Compression, on by default, costs ten times the copy."""
-    channel = rpyc.Channel(rpyc.SocketStream(connection), compress=False)
-    return rpyc.Connection(root, channel, config)
+    return rpyc.Connection(root, rpyc.Channel(stream, compress=False), config)
 
 
 class StepPipeline:
@@ -123,21 +122,41 @@ class StepPipeline:
             return failure(error, self._runner.fatal, plan.step)
 
 
+class SlowWork:
+    """Tells the router what keeps this process: a line for each slow part of a call, then an empty one."""
+
+    def __init__(self, out: TextIO) -> None:
+        self._out = out
+        self._is_announced = False
+
+    def announce(self, line: str) -> None:
+        """Something begins that may take long."""
+        self._is_announced = True
+        print(line, file=self._out)
+
+    def finish(self) -> None:
+        """What was announced is over."""
+        if self._is_announced:
+            self._is_announced = False
+            print(file=self._out)
+
+
 class Worker(rpyc.Service):
     """What the router can call: bytes in, and the bytes of a `Done` or a `WorkerError` out, never an exception.
 
-    `progress` takes lines of text while the model loads, and is closed before `start` is answered.
+    `progress` takes lines of text while the model loads, and whenever a step has to compile or capture
+    something; an empty line ends them.
     """
 
     def __init__(self, progress: TextIO) -> None:
-        self._progress = progress
+        self._slow_work = SlowWork(progress)
         self._runner: ModelRunner | None = None
         self._pipeline: StepPipeline | None = None
 
     def exposed_start(self, request: bytes) -> bytes:
         """`WorkerStart` → `RunnerInfo`: load the model, once."""
-        with closing(self._progress):
-            return self._answer(_START, request, self._start)
+        self._slow_work.announce("importing torch")
+        return self._answer(_START, request, self._start)
 
     def exposed_step(self, request: bytes) -> bytes:
         """`StepPlan` → the `StepResult` of the plan before it; None for the first, and after a flush."""
@@ -167,7 +186,9 @@ class Worker(rpyc.Service):
         device = pick_device(start.config.device)
         if device.type == "cuda":
             torch.cuda.set_device(device)  # kernels are launched there, wherever their tensors are
-        runner, info = build_runner(start.config, lambda line: print(line, file=self._progress))
+        runner, info = build_runner(start.config, self._slow_work.announce)
+        runner.announce(self._slow_work.announce)
+        _announce_compilation(self._slow_work.announce)
         self._runner, self._pipeline = runner, StepPipeline(runner)
         return Done(info)
 
@@ -196,6 +217,22 @@ class Worker(rpyc.Service):
             return _encode(verb(_decode(decoder, request)))
         except Exception as error:
             return _encode(failure(error, self._runner is not None and self._runner.fatal))
+        finally:
+            self._slow_work.finish()
+
+
+def _announce_compilation(announce: Callable[[str], None]) -> None:
+    """Have Triton tell when it compiles a kernel that no cache holds, unless something else listens there."""
+    try:
+        from triton import knobs
+    except ImportError:  # torch runs without it on a CPU
+        return
+
+    def hook(*, fn: Any, **_: Any) -> None:
+        announce(f"compiling {fn.name}")
+
+    if knobs.runtime.jit_cache_hook is None:
+        knobs.runtime.jit_cache_hook = hook
 
 
 def _decode(decoder: "msgspec.msgpack.Decoder[Request]", request: bytes) -> Request:
@@ -241,7 +278,7 @@ def main() -> None:
     connection = socket.socket(fileno=args.fd)
     threading.Thread(target=exit_with_peer, args=(connection,), daemon=True).start()
     worker = Worker(os.fdopen(args.progress_fd, "w", buffering=1, encoding="utf-8"))
-    connect(worker, connection, RPYC_CONFIG).serve_all()
+    connect(worker, rpyc.SocketStream(connection), RPYC_CONFIG).serve_all()
     os._exit(0)  # torch's threads and libraries are not waited for
 
 

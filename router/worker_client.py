@@ -1,7 +1,7 @@
 """The router's end of a worker: starts the process, calls it without blocking the event loop, sees its death.
 
-Knows rpyc, msgspec and the process; knows no torch, and nothing of what plans mean. The worker does not outlive
-this process, whose end of the socket pair is closed when it ends.
+A worker that does not answer a call in time is killed, which is a death like any other. The worker does not
+outlive this process, whose end of the socket pair is closed when it ends. This module loads no torch.
 """
 
 import asyncio
@@ -21,29 +21,41 @@ from rpyc.core.consts import HANDLE_PING
 
 from lightkv.errors import LightKVError
 
+from .call_watch import COMPILE_SECONDS, CPU_STEP_SECONDS, GPU_STEP_SECONDS, CallWatch
 from .child_process import command
 from .config import EngineConfig
 from .engine import Holding
+from .loop_stream import LoopStream
 from .messages import Done, Owners, PoolMap, RunnerInfo, StepPlan, StepResult, WorkerError, WorkerStart
 from .worker import RPYC_CONFIG, connect
 
 Report = Callable[[str], None]
 Result = TypeVar("Result")
 
-_REAP_SECONDS = 1.0  # a dead process that held a GPU can take longer to be gone; whoever waits is told before
+_REAP_SECONDS = 1.0  # a dead process that held a GPU can take longer to be gone; callers are told before
+_LOOK_UP_SECONDS = 10.0  # for the worker's methods, the only answers that the event loop waits for
 # This end calls, and can be called for nothing.
-_CLIENT_CONFIG = {**RPYC_CONFIG, "allow_getattr": False, "allow_exposed_attrs": False}
+_CLIENT_CONFIG = {
+    **RPYC_CONFIG,
+    "allow_getattr": False,
+    "allow_exposed_attrs": False,
+    "sync_request_timeout": _LOOK_UP_SECONDS,
+}
 _encode = msgspec.msgpack.encode
 
 
 class WorkerDied(LightKVError):
     """The worker process has ended, and what it was asked is lost.
 
-    `returncode`: its exit code, or minus the signal; None while the kernel is still taking it down.
+    `returncode`: its exit code, or minus the signal; None while the kernel is still taking it down. `reason`:
+    why the router killed it, if it did.
     """
 
-    def __init__(self, returncode: int | None) -> None:
+    def __init__(self, returncode: int | None, reason: str = "") -> None:
         self.returncode = returncode
+        if reason:
+            super().__init__(f"the worker process was killed: {reason}; start another")
+            return
         if returncode is None:
             how = "closed its connection"
         elif returncode < 0:
@@ -71,11 +83,15 @@ class WorkerClient:
     Calls are made one at a time. Each raises WorkerDied once the process has ended, however that came, and
     WorkerFailed for what the worker answers; after one that is `fatal`, `kill` it and make another. A call
     that is cancelled kills the worker: its place in the plans would not be known.
+
+    `step_timeout`: seconds that a call may take once the model is loaded, before the worker is killed; None is
+    60 on a GPU and 600 on a CPU. It may take 600 where the worker says that it compiles or captures something.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, step_timeout: float | None = None) -> None:
         self._loop = asyncio.get_running_loop()
-        self._socket, theirs = socket.socketpair()
+        self._step_timeout = step_timeout
+        ours, theirs = socket.socketpair()
         self._progress, progress_end = os.pipe()
         try:
             self._process = subprocess.Popen(
@@ -85,20 +101,23 @@ class WorkerClient:
                 start_new_session=True,  # Ctrl-C in a terminal is for the router, which takes it down
             )
         except BaseException:
-            self._socket.close()
+            ours.close()
             os.close(self._progress)
             raise
         finally:
             theirs.close()
             os.close(progress_end)
-        self._connection = connect(rpyc.VoidService(), self._socket, _CLIENT_CONFIG)
+        self._stream = LoopStream(self._loop, ours, self._on_message, self._end)
+        self._connection = connect(rpyc.VoidService(), self._stream, _CLIENT_CONFIG)
         self._remote: dict[str, Any] = {}
         self._answer: asyncio.Future[Any] | None = None
         self._lines = asyncio.StreamReader()  # its progress
         self._ended: asyncio.Future[None] = self._loop.create_future()  # the stream
         self._exited: asyncio.Future[None] = self._loop.create_future()  # the process
         self._died: WorkerDied | None = None
-        self._loop.add_reader(self._socket.fileno(), self._on_readable)
+        self._kill_reason = ""
+        self._watch: CallWatch | None = None  # once the model is loaded
+        self._watchers: list[asyncio.Task[None]] = []
         self._loop.add_reader(self._progress, self._on_progress)
         self._burial = self._loop.create_task(self._bury())
         threading.Thread(target=self._reap, daemon=True).start()
@@ -125,8 +144,10 @@ class WorkerClient:
             await self._wait_for(self._connection.async_request, HANDLE_PING, b"")
             await self._look_up()
             answer = await self._call("start", WorkerStart(config))
-            await relay  # the worker has closed its end
-            return _unpack(_INFO, answer)
+            info = _unpack(_INFO, answer)
+            await relay  # the worker has said that it is done
+            self._begin_watch(info)
+            return info
         except BaseException:
             self.kill()
             raise
@@ -152,8 +173,9 @@ class WorkerClient:
         """Apply the edits that no plan has carried yet, and get what every slot is used for."""
         return _unpack(_MAPPED, await self._call("map", (edits, owners)))
 
-    def kill(self) -> None:
-        """End the process; it has nothing to save."""
+    def kill(self, reason: str = "") -> None:
+        """End the process; it has nothing to save. `reason` is told by the WorkerDied that follows."""
+        self._kill_reason = self._kill_reason or reason
         self._process.kill()
 
     async def wait_dead(self) -> WorkerDied:
@@ -166,8 +188,8 @@ class WorkerClient:
         try:
             root = self._connection.root
             self._remote = {verb: rpyc.async_(getattr(root, verb)) for verb in _VERBS}
-        except (EOFError, OSError):
-            self._end()
+        except (EOFError, OSError, TimeoutError):
+            self.kill(f"it did not say within {_LOOK_UP_SECONDS:g} s what can be called")
             raise await self.wait_dead() from None
 
     async def _call(self, verb: str, *request: Any) -> bytes:
@@ -190,24 +212,42 @@ class WorkerClient:
         answer = self._answer = self._loop.create_future()
         try:
             if self.alive:  # else it is being buried, and the answer is that
-                try:
+                with suppress(EOFError):  # the stream tells of its end by itself
                     send(*request).add_callback(partial(_resolve, answer))
-                except (EOFError, OSError):
-                    self._end()
+                if self._watch is not None:
+                    self._watch.begin()
             return await answer
         except asyncio.CancelledError:
             self.kill()
             raise
         finally:
             self._answer = None
+            if self._watch is not None:
+                self._watch.end()
 
-    def _on_readable(self) -> None:
+    def _begin_watch(self, info: RunnerInfo) -> None:
+        default = CPU_STEP_SECONDS if info.device == "cpu" else GPU_STEP_SECONDS
+        watch = self._watch = CallWatch(default if self._step_timeout is None else self._step_timeout)
+        self._watchers = [
+            self._loop.create_task(self._kill_when_overdue(watch)),
+            self._loop.create_task(self._postpone_while_busy(watch)),
+        ]
+
+    async def _kill_when_overdue(self, watch: CallWatch) -> None:
+        while not watch.look():
+            await asyncio.sleep(watch.tick_seconds)
+        self.kill(f"a step was not back after {watch.limit:g} s (--step-timeout)")
+
+    async def _postpone_while_busy(self, watch: CallWatch) -> None:
+        """What the worker compiles or captures may take longer than a step."""
+        async for line in self._lines:
+            watch.postpone(COMPILE_SECONDS if line.strip() else None)
+
+    def _on_message(self) -> None:
         try:
-            if not self._socket.recv(1, socket.MSG_PEEK):
-                raise EOFError
             self._connection.serve(0)
-        except Exception:  # the end of the stream, or what is no message of rpyc
-            self._end()
+        except Exception:  # what arrived is no message of rpyc
+            self.kill("it sent what is no answer")
 
     def _on_progress(self) -> None:
         if data := os.read(self._progress, 1 << 16):
@@ -219,7 +259,6 @@ class WorkerClient:
     def _end(self) -> None:
         """The stream is over; `_bury` goes on from here."""
         if not self._ended.done():
-            self._loop.remove_reader(self._socket.fileno())
             self._ended.set_result(None)
 
     async def _bury(self) -> WorkerDied:
@@ -233,15 +272,16 @@ class WorkerClient:
             self._end()
             self._close()
         await asyncio.wait((self._exited,))
-        self._died = WorkerDied(self._process.returncode)
+        self._died = WorkerDied(self._process.returncode, self._kill_reason)
         return self._died
 
     def _close(self) -> None:
-        self._died = WorkerDied(self._process.poll())
+        self._died = WorkerDied(self._process.poll(), self._kill_reason)
         if self._answer is not None and not self._answer.done():
             self._answer.set_exception(self._died)
-        with suppress(OSError):
-            self._socket.shutdown(socket.SHUT_RDWR)  # so that rpyc does not wait for a farewell
+        for task in self._watchers:
+            task.cancel()
+        self._stream.close()  # before the connection: rpyc would wait for a farewell
         self._connection.close()
         self._loop.remove_reader(self._progress)
         os.close(self._progress)
@@ -254,9 +294,12 @@ class WorkerClient:
             self._loop.call_soon_threadsafe(self._exited.set_result, None)
 
     async def _relay(self, report: Report) -> None:
-        """Pass on progress until the worker closes its end."""
+        """Pass on progress until the worker says that it is done, or ends."""
         async for line in self._lines:
-            report(line.decode().rstrip("\n"))
+            text = line.decode().rstrip("\n")
+            if not text:
+                return
+            report(text)
 
 
 def _resolve(answer: "asyncio.Future[Any]", result: rpyc.AsyncResult) -> None:

@@ -23,7 +23,7 @@ from transformers.generation.logits_process import RepetitionPenaltyLogitsProces
 from lightkv.errors import LightKVError
 from lightkv.router.messages import NewRow
 from lightkv.router.sampler import Sampler
-from lightkv.router.sampling_params import InvalidParams, SamplerKind, SamplingParams
+from lightkv.router.sampling_params import MAX_END_IDS, InvalidParams, SamplerKind, SamplingParams
 
 # ---- Kinds and batches
 
@@ -100,7 +100,7 @@ def test_next_token_is_written_for_the_batch_alone(kind: SamplerKind, device: to
 
 def test_penalties_follow_a_simulated_generation(device: torch.device) -> None:
     """Every step against a recount in Python and Hugging Face's repetition penalty; the row has been used."""
-    vocab_size, prompt = 13, [1, 1, 2, 5]
+    vocab_size, prompt = 13, [1, 2, 5]
     params = SamplingParams(
         temperature=0,
         repetition_penalty=1.2,
@@ -110,13 +110,13 @@ def test_penalties_follow_a_simulated_generation(device: torch.device) -> None:
     )
     sampler = Sampler(4, vocab_size, device)
     before = SamplingParams(repetition_penalty=2.0, logit_bias=dict.fromkeys(range(9), 50.0))
-    sampler.set_rows([NewRow(2, before, 0, int32_bytes(range(13)), int32_bytes([4] * 9))])
-    sampler.set_rows([NewRow(2, params, 1, int32_bytes(prompt))])
+    sampler.set_rows([NewRow(2, before, 0, 0, int32_bytes([4] * 9))], [int32_bytes(range(13))])
+    sampler.set_rows([NewRow(2, params, 1, 0)], [int32_bytes(prompt)])
     output: list[int] = []
     for step in range(60):
         logits = make_logits(1, 100 + step, vocab_size)
         if step == 30:  # paused and resumed in another row
-            sampler.set_rows([NewRow(3, params, 1, int32_bytes(prompt), int32_bytes(output))])
+            sampler.set_rows([NewRow(3, params, 1, 0, int32_bytes(output))], [int32_bytes(prompt)])
         row = 2 if step < 30 else 3
         expected = logits.clone()
         expected[0, 3] += 0.5
@@ -131,10 +131,29 @@ def test_penalties_follow_a_simulated_generation(device: torch.device) -> None:
     sampler.check()
 
 
+def test_end_tokens_are_held_back_until_their_position(device: torch.device) -> None:
+    """For greedy and drawn tokens, by each row's own position; a row that is used again forgets them."""
+    sampler = Sampler(4, VOCAB_SIZE, device)
+    params = [SamplingParams(temperature=temperature, min_tokens=3) for temperature in (0.0, 1.0)]
+    sampler.set_rows(
+        [NewRow(row, params[row - 1], 5, may_stop_at=13, stop_ids=[7, 40]) for row in (1, 2)]
+        + [NewRow(3, SamplingParams(temperature=0), 5)]
+    )
+    logits = torch.zeros(3, VOCAB_SIZE)
+    logits[:, 40], logits[:, 7], logits[:, 11] = 60.0, 50.0, 40.0
+    for position, expected in ((10, [11, 11, 40]), (12, [11, 11, 40]), (13, [40, 40, 40])):
+        for kind in (EDITED, FULL):
+            assert draw(sampler, logits, [1, 2, 3], [position] * 3, kind) == expected
+    assert draw(sampler, logits, [1, 2, 3], [12, 13, 12], EDITED) == [11, 40, 40]
+    sampler.check()
+    sampler.set_rows([NewRow(1, SamplingParams(temperature=0, logprobs=1), 5)])
+    assert draw(sampler, logits[:1], [1], [10], EDITED) == [40]
+
+
 def test_a_neutral_row_is_untouched_by_what_its_predecessor_left(device: torch.device) -> None:
     sampler = Sampler(3, VOCAB_SIZE, device)
     heavy = SamplingParams(repetition_penalty=5.0, logit_bias={0: 100.0, 50: 100.0})
-    sampler.set_rows([NewRow(1, heavy, 0, int32_bytes(range(60)))])
+    sampler.set_rows([NewRow(1, heavy, 0, 0)], [int32_bytes(range(60))])
     sampler.set_rows([NewRow(1, SamplingParams(seed=5), 5)])
     fresh = make_sampler(device, SamplingParams(), seed=5)
     logits = make_logits(1, 1)
@@ -281,18 +300,22 @@ def test_a_broken_row_gets_some_token_and_harms_no_other(
 def test_a_row_is_refused_before_anything_changes(device: torch.device) -> None:
     sampler = make_sampler(device, SamplingParams(temperature=0), SamplingParams())
     lines = sampler._lines.clone()
-    good = NewRow(1, SamplingParams(repetition_penalty=1.1), 3, int32_bytes([1]))
+    prompts = [int32_bytes([1]), int32_bytes([VOCAB_SIZE])]
+    good = NewRow(1, SamplingParams(repetition_penalty=1.1), 3, 0)
     for bad in (
         NewRow(0, SamplingParams(), 1),
         NewRow(1, SamplingParams(), 1),  # a row twice
         NewRow(5, SamplingParams(), 1),
         NewRow(2, SamplingParams(), 2**63),
         NewRow(2, SamplingParams(logit_bias={VOCAB_SIZE: 1.0}), 1),
-        NewRow(2, SamplingParams(repetition_penalty=1.1), 1, int32_bytes([VOCAB_SIZE])),
-        NewRow(2, SamplingParams(repetition_penalty=1.1), 1, b"", int32_bytes([-1])),
+        NewRow(2, SamplingParams(repetition_penalty=1.1), 1, 1),
+        NewRow(2, SamplingParams(repetition_penalty=1.1), 1, 2),  # a prompt that is not given
+        NewRow(2, SamplingParams(repetition_penalty=1.1), 1, None, int32_bytes([-1])),
+        NewRow(2, SamplingParams(min_tokens=3), 1, may_stop_at=9, stop_ids=[VOCAB_SIZE]),
+        NewRow(2, SamplingParams(min_tokens=3), 1, may_stop_at=9, stop_ids=[1] * (MAX_END_IDS + 1)),
     ):
         with pytest.raises(ValueError, match=r"give|vocabulary") as caught:
-            sampler.set_rows([good, bad])
+            sampler.set_rows([good, bad], prompts)
         assert isinstance(caught.value, InvalidParams) == bool(bad.params.logit_bias)
         assert torch.equal(sampler._lines, lines)
         assert sampler.num_bytes < Sampler.bytes_for(sampler.num_rows, VOCAB_SIZE)
@@ -320,7 +343,7 @@ def test_bytes_are_those_of_the_buffers(device: torch.device) -> None:
     announced, lean = Sampler.bytes_for(4, VOCAB_SIZE), sampler.num_bytes
     assert lean == 4 * (8 + 48)
     sampler.enable_edits()
-    assert sampler.num_bytes == announced == lean + 4 * (4 * VOCAB_SIZE + 512 * 8)
+    assert sampler.num_bytes == announced == lean + 4 * (4 * VOCAB_SIZE + 512 * 8 + 160 * 8 + 8)
 
 
 def test_check_finds_a_foreign_write(device: torch.device) -> None:
@@ -363,9 +386,11 @@ def no_synchronisation() -> Iterator[None]:
         torch.cuda.set_sync_debug_mode("default")
 
 
-def mixed_settings(seed: int) -> list[NewRow]:
-    ids = int32_bytes(range(seed, seed + 40))
-    return [NewRow(i + 1, params, seed + i, ids, ids[:40]) for i, params in enumerate(MIXED)]
+def mixed_settings(seed: int) -> tuple[list[NewRow], list[bytes]]:
+    """Rows, and the prompt that they share."""
+    output = int32_bytes(range(seed, seed + 10))
+    rows = [NewRow(i + 1, params, seed + i, 0, output) for i, params in enumerate(MIXED)]
+    return rows, [int32_bytes(range(seed, seed + 40))]
 
 
 @pytest.mark.gpu
@@ -392,12 +417,12 @@ def test_a_captured_sample_replays_with_new_inputs(
         captured = sampler.sample(logits, rows, positions, kind)
 
     sampler.next_token.zero_()
-    sampler.set_rows(mixed_settings(3))
-    eager.set_rows(mixed_settings(3))
+    sampler.set_rows(*mixed_settings(3))
+    eager.set_rows(*mixed_settings(3))
     for step in range(6):
         if step == 3:
-            sampler.set_rows(mixed_settings(17))
-            eager.set_rows(mixed_settings(17))
+            sampler.set_rows(*mixed_settings(17))
+            eager.set_rows(*mixed_settings(17))
         logits.copy_(make_logits(num_rows, 50 + step, vocab_size))
         order = torch.randperm(num_rows, generator=torch.Generator().manual_seed(step))
         order[order % 4 == step % 4] = 0  # a padded batch
@@ -420,7 +445,7 @@ def test_nothing_synchronises(kind: SamplerKind, device: torch.device) -> None:
     logits = make_logits(len(MIXED), 1, 32_000).to(device, torch.bfloat16)
     rows = torch.arange(1, len(MIXED) + 1, device=device)
     with no_synchronisation():
-        sampler.set_rows(mixed_settings(3))
+        sampler.set_rows(*mixed_settings(3))
         sampler.sample(logits, rows, rows, kind)
     sampler.check()
 
@@ -433,7 +458,7 @@ def test_the_gpu_draws_what_the_cpu_draws(device: torch.device) -> None:
     rows = list(range(1, len(MIXED) + 1))
     there, here = (Sampler(len(MIXED) + 1, vocab_size, d) for d in (device, torch.device("cpu")))
     for sampler in (there, here):
-        sampler.set_rows(mixed_settings(3))
+        sampler.set_rows(*mixed_settings(3))
     for position in range(10):
         positions = [position] * len(rows)
         assert draw(there, logits, rows, positions, FULL) == draw(here, logits, rows, positions, FULL)

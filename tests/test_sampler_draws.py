@@ -137,7 +137,7 @@ def test_tokens_equal_a_brute_force_in_numpy(device: torch.device) -> None:
     """Bias, penalties, temperature, min-p, top-k, top-p and the draw, all in float64 and by sorting pairs."""
     rng = np.random.default_rng(3)
     num_rows = 24
-    settings = []
+    settings, prompts = [], []
     for row in range(1, num_rows + 1):
         params = SamplingParams(
             temperature=float(rng.choice([0.0, 0.4, 1.0, 2.0])),
@@ -149,24 +149,25 @@ def test_tokens_equal_a_brute_force_in_numpy(device: torch.device) -> None:
             frequency_penalty=float(rng.choice([0.0, -0.5, 1.1])),
             logit_bias={int(t): float(b) for t, b in zip(rng.integers(0, 97, 4), rng.normal(0, 3, 4))},  # noqa: B905
         )
-        prompt, output = rng.integers(0, VOCAB_SIZE, 30), rng.integers(0, VOCAB_SIZE, 20)
-        settings.append(
-            NewRow(row, params, int(rng.integers(-(2**62), 2**62)), int32_bytes(prompt), int32_bytes(output))
-        )
+        prompts.append(int32_bytes(np.unique(rng.integers(0, VOCAB_SIZE, 30))))
+        output = rng.integers(0, VOCAB_SIZE, 20)
+        seed = int(rng.integers(-(2**62), 2**62))
+        settings.append(NewRow(row, params, seed, row - 1, int32_bytes(output)))
     sampler = Sampler(num_rows + 1, VOCAB_SIZE, device)
-    sampler.set_rows(settings)
+    sampler.set_rows(settings, prompts)
     logits = make_logits(num_rows, 9)
     rows, positions = list(range(1, num_rows + 1)), [50 + row for row in range(num_rows)]
     tokens = draw(sampler, logits, rows, positions, FULL)
-    expected = [brute_force(logits[i].double().numpy(), settings[i], positions[i]) for i in range(num_rows)]
+    expected = [
+        brute_force(logits[i].double().numpy(), settings[i], prompts[i], positions[i])
+        for i in range(num_rows)
+    ]
     assert tokens == expected
 
 
-def brute_force(scores: np.ndarray, setting: NewRow, position: int) -> int:
+def brute_force(scores: np.ndarray, setting: NewRow, prompt_ids: bytes, position: int) -> int:
     params, scores = setting.params, scores.copy()
-    prompt, output = (
-        np.frombuffer(ids, np.int32).tolist() for ids in (setting.prompt_ids, setting.output_ids)
-    )
+    prompt, output = (np.frombuffer(ids, np.int32).tolist() for ids in (prompt_ids, setting.output_ids))
     for token, bias in params.logit_bias.items():
         scores[token] += bias
     for token in {*prompt, *output}:

@@ -276,11 +276,12 @@ def test_rpyc_allows_calls_of_exposed_methods_and_nothing_else() -> None:
 def hostile(worker: Worker) -> Iterator[rpyc.Connection]:
     """A client that may do all, against a worker served as it always is."""
     theirs, ours = socket.socketpair()
-    served = connect(worker, theirs, RPYC_CONFIG)
+    served = connect(worker, rpyc.SocketStream(theirs), RPYC_CONFIG)
     thread = threading.Thread(target=served.serve_all)
     thread.start()
     everything = {name: True for name in RPYC_CONFIG if name.startswith("allow_")}
-    connection = connect(rpyc.VoidService(), ours, {**everything, "sync_request_timeout": 10})
+    config = {**everything, "sync_request_timeout": 10}
+    connection = connect(rpyc.VoidService(), rpyc.SocketStream(ours), config)
     yield connection
     connection.close()
     thread.join(timeout=10)
@@ -289,7 +290,7 @@ def hostile(worker: Worker) -> Iterator[rpyc.Connection]:
 
 def test_a_hostile_client_reaches_the_exposed_methods_alone(hostile: rpyc.Connection) -> None:
     root = hostile.root
-    names = {*dir(Worker), *dir(rpyc.Service), "_runner", "_pipeline", "_progress", "__globals__"}
+    names = {*dir(Worker), *dir(rpyc.Service), "_runner", "_pipeline", "_slow_work", "__globals__"}
     reached = set()
     for name in names:
         try:

@@ -20,6 +20,7 @@ from recorded_steps import Recording, assert_same, saved, with_unknown_token
 from lightkv.edits import Drop, encode
 from lightkv.router import EngineConfig
 from lightkv.router.engine import Holding
+from lightkv.router.messages import StepPlan
 from lightkv.router.worker_client import WorkerClient, WorkerDied, WorkerFailed
 
 
@@ -115,6 +116,72 @@ def test_failures_come_in_their_turn_and_a_killed_worker_is_seen_at_once(
     run(asyncio.new_event_loop, work())
 
 
+LOOPS = pytest.mark.parametrize(
+    "loop_factory", [asyncio.new_event_loop, uvloop.new_event_loop], ids=["asyncio", "uvloop"]
+)
+
+
+@LOOPS
+def test_a_plan_of_megabytes_reaches_a_worker_that_reads_late_and_a_send_finds_a_dead_one(
+    config: EngineConfig, recording: Recording, loop_factory: Callable[[], asyncio.AbstractEventLoop]
+) -> None:
+    def large(plan: StepPlan) -> StepPlan:
+        return msgspec.structs.replace(plan, prompts=[bytes(4 << 20)])
+
+    async def work() -> None:
+        client = WorkerClient()
+        await client.start(config, lambda line: None)
+        plans = [large(plan) for plan in recording.plans[:4]]
+        results = [await client.step(plans[0])]  # idle
+
+        os.kill(client.pid, signal.SIGSTOP)  # stopped
+        waiting = asyncio.ensure_future(client.step(plans[1]))
+        for _ in range(10):  # the loop goes on
+            await asyncio.sleep(0.01)
+        assert not waiting.done()
+        os.kill(client.pid, signal.SIGCONT)
+        results.append(await waiting)
+
+        waiting = asyncio.ensure_future(client.step(plans[2]))
+        while not waiting.done():  # slow
+            os.kill(client.pid, signal.SIGSTOP)
+            await asyncio.sleep(0.01)
+            os.kill(client.pid, signal.SIGCONT)
+            await asyncio.sleep(0.002)
+        results += [await waiting, await client.flush()]
+        assert results[0] is None
+        assert_same(results[1:], recording.results[:3])
+
+        os.kill(client.pid, signal.SIGKILL)
+        while is_running(client.pid):  # the loop has no turn in which to see it
+            time.sleep(0.01)
+        for plan in (plans[3], recording.plans[3]):
+            with pytest.raises(WorkerDied, match="SIGKILL"):
+                await client.step(plan)
+        assert (await client.wait_dead()).returncode == -signal.SIGKILL
+
+    run(loop_factory, work())
+
+
+def test_a_worker_that_does_not_answer_in_time_is_killed(config: EngineConfig, recording: Recording) -> None:
+    async def work() -> None:
+        client = WorkerClient(step_timeout=1.0)
+        await client.start(config, lambda line: None)
+        await asyncio.sleep(1.5)  # nothing is under way: nothing is late
+        assert await client.step(recording.plans[0]) is None
+        os.kill(client.pid, signal.SIGSTOP)
+        started = time.monotonic()
+        with pytest.raises(WorkerDied, match=r"not back after 1 s \(--step-timeout\)"):
+            await client.flush()
+        assert time.monotonic() - started >= 1
+        died = await client.wait_dead()
+        assert (died.returncode, client.alive) == (-signal.SIGKILL, False)
+        assert "--step-timeout" in str(died)
+        wait_gone(client.pid)
+
+    run(uvloop.new_event_loop, work())
+
+
 def test_an_unknown_model_is_named_as_such(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
@@ -145,9 +212,7 @@ def wait_gone(pid: int, seconds: float = 2.0) -> None:
         time.sleep(0.01)
 
 
-@pytest.mark.parametrize(
-    "loop_factory", [asyncio.new_event_loop, uvloop.new_event_loop], ids=["asyncio", "uvloop"]
-)
+@LOOPS
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGABRT], ids=["SIGKILL", "SIGABRT"])
 def test_a_worker_killed_while_it_loads(
     config: EngineConfig, loop_factory: Callable[[], asyncio.AbstractEventLoop], number: signal.Signals
@@ -194,9 +259,7 @@ def test_a_worker_leaves_signals_to_the_launcher(config: EngineConfig) -> None:
 
 
 @pytest.mark.parametrize("num_turns", [1, 2, 3, 100])
-@pytest.mark.parametrize(
-    "loop_factory", [asyncio.new_event_loop, uvloop.new_event_loop], ids=["asyncio", "uvloop"]
-)
+@LOOPS
 def test_a_cancelled_start_leaves_no_process(
     config: EngineConfig, loop_factory: Callable[[], asyncio.AbstractEventLoop], num_turns: int
 ) -> None:

@@ -1,0 +1,69 @@
+"""When a call is overdue: by its own time alone, not by the time in which this process did not run."""
+
+from lightkv.router.call_watch import STOPPED_SECONDS, CallWatch
+
+
+class Clock:
+    """Seconds, which pass when a test says so."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def passed(watch: CallWatch, clock: Clock, seconds: float) -> bool:
+    """Look again and again for so long. Was a call overdue at the end?"""
+    end = clock.now + seconds
+    overdue = False
+    while clock.now < end:
+        clock.now = min(clock.now + watch.tick_seconds, end)
+        overdue = watch.look()
+    return overdue
+
+
+def test_a_call_is_overdue_after_its_limit_and_none_when_none_waits() -> None:
+    clock = Clock()
+    watch = CallWatch(10.0, clock)
+    assert not passed(watch, clock, 30)
+    watch.begin()
+    assert not passed(watch, clock, 10)
+    assert passed(watch, clock, 0.5)
+    watch.end()
+    assert not passed(watch, clock, 30)
+    watch.begin()  # each has the limit for itself
+    assert not passed(watch, clock, 10)
+
+
+def test_what_the_worker_announces_postpones_it() -> None:
+    clock = Clock()
+    watch = CallWatch(10.0, clock)
+    watch.postpone(600.0)  # no call waits: nothing to postpone
+    watch.begin()
+    assert not passed(watch, clock, 9)
+    watch.postpone(600.0)
+    assert not passed(watch, clock, 599)
+    watch.postpone()
+    assert not passed(watch, clock, 10)
+    assert passed(watch, clock, 1)
+
+
+def test_the_time_in_which_this_process_was_stopped_does_not_count() -> None:
+    clock = Clock()
+    watch = CallWatch(10.0, clock)
+    watch.begin()
+    assert not passed(watch, clock, 9)
+    clock.now += 3600
+    assert not watch.look()
+    assert not passed(watch, clock, 10)
+    assert passed(watch, clock, 1)
+
+
+def test_a_short_limit_is_kept_too() -> None:
+    clock = Clock()
+    watch = CallWatch(0.2, clock)
+    assert watch.tick_seconds < 0.2 < STOPPED_SECONDS
+    watch.begin()
+    assert not passed(watch, clock, 0.19)
+    assert passed(watch, clock, 0.1)
