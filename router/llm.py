@@ -23,6 +23,7 @@ from .build import build_runner
 from .completion import Completion
 from .config import EngineConfig
 from .engine import Engine, Stats
+from .interrupts import interrupts_deferred
 from .messages import TokenEvent, TokenLogprobs
 from .request import InvalidPrompt, Request
 from .sampling_params import SamplingParams
@@ -126,7 +127,8 @@ class LLM:
         """Answer every prompt; they run together as memory allows. One `RequestOutput` a prompt, in order.
 
         `params`: for all, or one each. Raises NeverFits, InvalidParams or InvalidPrompt before anything runs,
-        and StepFailed.
+        and StepFailed. Ctrl-C ends these answers, once the step under way is done, and nothing else: the next
+        call is answered as ever.
         """
         many = _as_prompts(prompts)
         answers = self._answers(many, params)
@@ -194,23 +196,28 @@ class LLM:
     def _run(self, answers: list[_Answer]) -> Iterator[StreamChunk]:
         run = _Run(answers)
         try:
-            for answer in answers:
-                self.engine.add(answer.request)
-                self._runs[answer.request.id] = run
+            with interrupts_deferred():
+                for answer in answers:
+                    self.engine.add(answer.request)
+                    self._runs[answer.request.id] = run
             while run.growing:
                 if not run.inbox:
                     self._step()
                 while run.inbox:
-                    yield self._take(run, run.inbox.popleft())
+                    with interrupts_deferred():
+                        chunk = self._take(run, run.inbox.popleft())
+                    yield chunk
         finally:
-            for request_id in run.growing:
-                self.engine.abort(request_id)
-                self._runs.pop(request_id, None)
+            with interrupts_deferred():
+                for request_id in run.growing:
+                    self.engine.abort(request_id)
+                    self._runs.pop(request_id, None)
 
     def _step(self) -> None:
-        """One step of the engine; every call's events go to its own inbox."""
-        for event in self.engine.step():
-            self._runs[event.request_id].inbox.append(event)
+        """One step of the engine; every call's events go to its own inbox. Ctrl-C waits for its end."""
+        with interrupts_deferred():
+            for event in self.engine.step():
+                self._runs[event.request_id].inbox.append(event)
 
     def _take(self, run: _Run, event: TokenEvent) -> StreamChunk:
         answer = run.growing[event.request_id]
