@@ -56,7 +56,6 @@ from .tokenizer import ChatTemplateError, Tokenizer, UnreadableTokenizer
 
 T = TypeVar("T")
 
-MAX_STEP_AGE = 30.0  # seconds without a step, or without a word of the router, after which it is not healthy
 INLINE_ITEMS = 4096  # characters or tokens whose conversion takes about a millisecond: not worth a thread
 NUM_TEXT_THREADS = 2
 _STATUS_OF_REFUSAL = {"invalid": 400, "never_fits": 400, "queue_full": 429, "unavailable": 503}
@@ -109,7 +108,7 @@ class _Api:
             pairs = zip(body.prompts, prompts, strict=True)
             shown = [text if isinstance(text, str) else self._text(prompt_ids) for text, prompt_ids in pairs]
         question = Question(
-            [prompt_ids.tobytes() for prompt_ids in prompts], params, body.priority or 0, body.namespace
+            [prompt_ids.tobytes() for prompt_ids in prompts], params, self._priority(body), body.namespace
         )
         writer = CompletionWriter(model, self._tokenizer, shown)
         return await self._answer(question, writer, body, request.receive)
@@ -127,7 +126,7 @@ class _Api:
         longest = min(info.limits.max_model_len, info.capacity + 1)  # the last token takes no slot
         params = body.params(max(longest - prompt_ids.size, 1))
         _check_fits(prompt_ids.size, params.max_tokens, info.limits.max_model_len)
-        question = Question([prompt_ids.tobytes()], params, body.priority or 0, body.namespace)
+        question = Question([prompt_ids.tobytes()], params, self._priority(body), body.namespace)
         return await self._answer(question, ChatWriter(model, self._tokenizer), body, request.receive)
 
     async def tokenize(self, body: TokenizeRequest) -> Response:
@@ -164,16 +163,21 @@ class _Api:
 
     async def health(self) -> Response:
         """200 while the service does what it is for: it takes requests, and steps are made where work waits."""
-        status = self._client.status
-        age = max(status.load.step_age, self._client.status_age)
-        is_healthy = status.state == "ready" and age < MAX_STEP_AGE
-        body = {"healthy": is_healthy, "state": status.state, "step_age": status.load.step_age}
+        heard = self._client.heard
+        is_healthy = heard.takes_requests
+        body = {
+            "healthy": is_healthy,
+            "state": heard.status.state,
+            "step_age": heard.status.load.step_age,
+            "router_silence": heard.age,
+        }
         return _json(body, 200 if is_healthy else 503)
 
     async def ready(self) -> Response:
-        """200 while requests are taken."""
-        state = self._client.status.state
-        return _json({"ready": state == "ready", "state": state}, 200 if state == "ready" else 503)
+        """200 while requests are taken, and steps are not late."""
+        heard = self._client.heard
+        is_ready = heard.takes_requests
+        return _json({"ready": is_ready, "state": heard.status.state}, 200 if is_ready else 503)
 
     async def metrics(self) -> Response:
         """Every series, in Prometheus' text format."""
@@ -230,6 +234,14 @@ class _Api:
             allowed = f"no more than {most} answers at once, or start with a larger --max-queued-requests"
             raise InvalidParams("n", f"{n} for each of {num_prompts} prompts", allowed)
 
+    def _priority(self, body: GenerationRequest) -> int:
+        """The request's own priority, 0 by default. Raises InvalidParams for more urgency than it may take."""
+        priority = body.priority or 0
+        if priority < 0 and not self._settings.allow_priority:
+            allowed = "0, or more to be less urgent; below 0 only where it was started with --allow-priority"
+            raise InvalidParams("priority", priority, allowed)
+        return priority
+
     def _model(self, name: str | None) -> str:
         """The model that a request means. Raises UnknownModel."""
         known = self._settings.model_names
@@ -256,7 +268,7 @@ class _Api:
 
 def create_app(client: RouterClient, tokenizer: Tokenizer, settings: ApiSettings) -> FastAPI:
     """The HTTP application, over a connected client."""
-    metrics = ServiceMetrics(settings.model_names[0], lambda: client.status)
+    metrics = ServiceMetrics(settings.model_names[0], lambda: client.heard)
     api = _Api(Backend(client, tokenizer, metrics), settings)
     app = document.DocumentedApp(title="lightkv", version=__version__, docs_url=None, redoc_url=None)
     app.add_middleware(Guard, api_key=settings.api_key, max_body_bytes=settings.max_body_bytes)

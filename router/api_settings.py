@@ -10,6 +10,7 @@ class ApiSettings(msgspec.Struct, frozen=True, kw_only=True):
     api_key: without it every route but /health answers 401; None asks for no key.
     max_body_bytes, max_header_bytes: of one HTTP request.
     max_answers: of one HTTP request: n times its prompts.
+    allow_priority: whether a request may give itself a priority below 0.
     max_queued_requests: answers that the router lets wait; no request for more of them can ever be taken.
     max_connections: open at once; further ones are answered 503. Fewer where descriptors do not suffice.
     header_seconds, body_seconds: for each to arrive whole.
@@ -20,6 +21,7 @@ class ApiSettings(msgspec.Struct, frozen=True, kw_only=True):
     max_body_bytes: int = 32 * 2**20
     max_header_bytes: int = 64 * 2**10
     max_answers: int = 256
+    allow_priority: bool = False
     max_queued_requests: int = 4096
     max_connections: int = 8192
     header_seconds: float = 15.0

@@ -13,7 +13,7 @@ from .admission import ADMISSIONS, TTFT_TARGET
 
 DTYPES = ("auto", "float32", "float16", "bfloat16")
 ATTENTION_BACKENDS = ("torch", "triton")
-MAX_SHUTDOWN_SECONDS = 86_400.0
+MAX_SECONDS = 86_400.0
 API_KEY_VARIABLE = "LIGHTKV_API_KEY"  # of the environment: a machine's users see one another's command lines
 
 
@@ -119,6 +119,16 @@ class ServiceConfig:
     )
     max_queued_requests: int = _setting(4096, "Requests that may wait; further ones are refused (429).")
     shutdown_timeout: float = _setting(30.0, "Seconds that running requests get once it is told to stop.")
+    step_timeout: float | None = _setting(
+        None,
+        "Seconds after which a worker that has not finished a step is killed and replaced. Default: 60 on a "
+        "GPU, 600 on a CPU.",
+    )
+    allow_priority: bool = _setting(
+        False,
+        "Let requests raise their own urgency, by a priority below 0. They may always lower it, by one above "
+        "0; a unit of priority is worth a minute of waiting.",
+    )
     socket_dir: str | None = _setting(
         None, "Directory for the sockets between its processes. Default: a temporary one."
     )
@@ -129,9 +139,12 @@ class ServiceConfig:
             raise InvalidConfig(f"--port is {self.port}; give one of 1 to 65535, or 0 for a free one")
         if self.max_queued_requests < 1:
             raise InvalidConfig(f"--max-queued-requests is {self.max_queued_requests}; give at least 1")
-        if not 0.0 <= self.shutdown_timeout <= MAX_SHUTDOWN_SECONDS:
-            most = f"0 to {MAX_SHUTDOWN_SECONDS:.0f} seconds"
+        if not 0.0 <= self.shutdown_timeout <= MAX_SECONDS:
+            most = f"0 to {MAX_SECONDS:.0f} seconds"
             raise InvalidConfig(f"--shutdown-timeout is {self.shutdown_timeout}; give {most}")
+        if self.step_timeout is not None and not 0.0 < self.step_timeout <= MAX_SECONDS:
+            most = f"seconds above 0 and up to {MAX_SECONDS:.0f}"
+            raise InvalidConfig(f"--step-timeout is {self.step_timeout}; give {most}")
         if self.api_key is not None and (not self.api_key or self.api_key != self.api_key.strip()):
             raise InvalidConfig("--api-key is empty, or has spaces around it; give a key without")
         if self.ssl_keyfile is not None and self.ssl_certfile is None:

@@ -318,6 +318,7 @@ class _Service:
             socket=self._site.router_socket,
             max_queued_requests=self._service.max_queued_requests,
             shutdown_timeout=self._service.shutdown_timeout,
+            step_timeout=self._service.step_timeout,
             leftovers=self._site.leftovers,
         )
         return await _spawn("router_process", settings, self._site.lock, stdout=DEVNULL)
@@ -328,6 +329,7 @@ class _Service:
             api=ApiSettings(
                 model_names=[self._model],
                 api_key=self._service.api_key,
+                allow_priority=self._service.allow_priority,
                 max_queued_requests=self._service.max_queued_requests,
                 max_connections=self._service.max_queued_requests + _MORE_CONNECTIONS,
             ),

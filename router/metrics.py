@@ -1,7 +1,7 @@
 """The service in Prometheus' text format: vLLM's names where it has one for the same thing, or else lightkv's.
 
 Counts of tokens and requests come from the router's latest status; times are observed here, in the API process,
-as its clients are served. Knows no HTTP.
+as its clients are served. While the router is silent, what it last said of the present is left out.
 """
 
 import time
@@ -10,7 +10,8 @@ from collections.abc import Callable, Iterator
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, InfoMetricFamily, Metric
 
-from .service_messages import Load, Status
+from .router_client import Heard
+from .service_messages import Load
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
@@ -70,12 +71,12 @@ _COUNTERS: tuple[tuple[str, str, Callable[[Load], float]], ...] = (
 
 
 class ServiceMetrics:
-    """All series of one service. `status` gives the router's latest word when it is asked for.
+    """All series of one service. `heard` gives the router's latest word when it is asked for.
 
     `ttft`, `inter_token`, `e2e` (seconds) and `finished` are what answers' clocks observe.
     """
 
-    def __init__(self, model: str, status: Callable[[], Status]) -> None:
+    def __init__(self, model: str, heard: Callable[[], Heard]) -> None:
         registry = CollectorRegistry()
 
         def histogram(name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
@@ -97,7 +98,7 @@ class ServiceMetrics:
             registry=registry,
         )
         self.model = model
-        registry.register(_RouterCollector(model, status))
+        registry.register(_RouterCollector(model, heard))
 
     def begin(self) -> "AnswerClock":
         """The clock of an answer that is asked for now."""
@@ -132,33 +133,37 @@ class AnswerClock:
 
 
 class _RouterCollector:
-    """The router's counts as they stand when somebody looks."""
+    """The router's counts as they stand when they are asked for."""
 
-    def __init__(self, model: str, status: Callable[[], Status]) -> None:
+    def __init__(self, model: str, heard: Callable[[], Heard]) -> None:
         self._model = model
-        self._status = status
+        self._heard = heard
 
     def collect(self) -> Iterator[Metric]:
-        status = self._status()
-        label = [self._model]
-        for name, text, read in _GAUGES:
-            gauge = GaugeMetricFamily(name, text, labels=["model_name"])
-            gauge.add_metric(label, read(status.load))
-            yield gauge
+        heard = self._heard()
+        load = heard.status.load
+        if not heard.is_silent:
+            for name, text, read in _GAUGES:
+                yield self._gauge(name, text, read(load))
         for name, text, read in _COUNTERS:
             counter = CounterMetricFamily(name, text, labels=["model_name"])
-            counter.add_metric(label, read(status.load))
+            counter.add_metric([self._model], read(load))
             yield counter
-        ready = GaugeMetricFamily("lightkv:ready", "Whether requests are taken.", labels=["model_name"])
-        ready.add_metric(label, float(status.state == "ready"))
-        yield ready
-        if status.info is not None:
-            info = InfoMetricFamily("vllm:cache_config", "The K/V pool.", labels=["model_name"])
+        yield self._gauge("lightkv:ready", "Whether requests are taken.", float(heard.takes_requests))
+        yield self._gauge("lightkv:router_silence_seconds", "Since the router last reported.", heard.age)
+        info = heard.status.info
+        if info is not None:
+            family = InfoMetricFamily("vllm:cache_config", "The K/V pool.", labels=["model_name"])
             config = {
                 "block_size": "1",
-                "num_gpu_blocks": str(status.info.capacity),
-                "cache_dtype": status.info.dtype,
-                "pool_bytes": str(status.info.pool_bytes),
+                "num_gpu_blocks": str(info.capacity),
+                "cache_dtype": info.dtype,
+                "pool_bytes": str(info.pool_bytes),
             }
-            info.add_metric(label, config)
-            yield info
+            family.add_metric([self._model], config)
+            yield family
+
+    def _gauge(self, name: str, text: str, value: float) -> GaugeMetricFamily:
+        gauge = GaugeMetricFamily(name, text, labels=["model_name"])
+        gauge.add_metric([self._model], value)
+        return gauge

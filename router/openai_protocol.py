@@ -68,7 +68,11 @@ class GenerationRequest(RequestBody):
     ignore_eos: bool | None = None
     include_stop_str_in_output: bool | None = None
     priority: int | None = Field(
-        None, ge=-MAX_PRIORITY, le=MAX_PRIORITY, description="Lower runs first; 0 by default."
+        None,
+        ge=-MAX_PRIORITY,
+        le=MAX_PRIORITY,
+        description="Lower runs first; 0 by default. A unit is worth a minute of waiting. Below 0 needs "
+        "--allow-priority.",
     )
     cache_salt: Text | None = Field(
         None, max_length=1024, description="Prefixes are shared only among requests of one salt."
@@ -346,11 +350,13 @@ class Detokenized(TypedDict):
 
 
 class Health(TypedDict):
-    """`step_age`: seconds since the last step ended, while work waits."""
+    """`step_age`: seconds since the last step ended, while work waits. `router_silence`: seconds since the
+    router last reported."""
 
     healthy: bool
     state: Literal["starting", "ready", "draining", "dead"]
     step_age: float
+    router_silence: float
 
 
 class Ready(TypedDict):

@@ -33,7 +33,8 @@ class Request:
     """One prompt on its way to one completion.
 
     `prompt_ids`: int32 bytes. `stop_ids`: sampling one of these ends it. `seed`: with the position, all that
-    its random numbers depend on. `priority`: the lower, the sooner it is admitted. `expected`: the output
+    its random numbers depend on. `priority`: the lower, the sooner it is admitted. `rank`: its place in the
+    queue, which the scheduler gives it by priority and time. `expected`: the output
     tokens that admission counts it with, up to `max_tokens`. `finish_reason`: None while it lives, then "stop",
     "length", "abort" or "error". `flying`: steps under way that it is in.
 
@@ -62,6 +63,7 @@ class Request:
         "priority",
         "prompt_ids",
         "queued",
+        "rank",
         "seed",
         "sequence",
         "stop_ids",
@@ -90,7 +92,8 @@ class Request:
         self.stop_ids = stop_ids
         self.namespace = namespace
         self.priority = priority
-        self.arrival = 0  # the how manieth it was; set when it is queued
+        self.arrival = 0  # its number in the order of arrival; set when it is queued
+        self.rank: float = priority
         self.queued: float | None = None  # when it came, in seconds; else set when it is queued
         self.is_late = False  # has it waited for so long that others go first?
         self.output = array("i")
@@ -119,9 +122,9 @@ class Request:
         return self.final - self.sequence.length
 
     @property
-    def order(self) -> tuple[int, bool, int]:
+    def order(self) -> tuple[float, bool, int]:
         """Its place: the lower is admitted first, the highest is paused first."""
-        return self.priority, self.is_late, self.arrival
+        return self.rank, self.is_late, self.arrival
 
     def tail_ids(self) -> bytes:
         """What it has generated since its context was computed, int32 bytes."""

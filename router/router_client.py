@@ -8,6 +8,7 @@ import asyncio
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import msgspec
 
@@ -29,6 +30,32 @@ from .service_messages import (
 )
 
 MAP_SECONDS = 0.25  # a map this young is given again, so that whoever asks often does not slow the steps down
+
+
+MAX_STEP_AGE = 30.0  # seconds without a step while work waits, after which steps are late
+MAX_STATUS_AGE = 5.0  # seconds without a word of the router, which reports four times a second
+
+
+class Heard(NamedTuple):
+    """What the router said last, and how many seconds ago."""
+
+    status: Status
+    age: float
+
+    @property
+    def is_silent(self) -> bool:
+        """Has the router not reported for so long that its counts say nothing any more?"""
+        return self.age > MAX_STATUS_AGE
+
+    @property
+    def is_late(self) -> bool:
+        """Has no step ended for too long, though work waits, as far as is known?"""
+        return self.is_silent or self.status.load.step_age > MAX_STEP_AGE
+
+    @property
+    def takes_requests(self) -> bool:
+        """Is a request taken now, and can it be answered in time?"""
+        return self.status.state == "ready" and not self.is_late
 
 
 class RouterUnreachable(LightKVError):
@@ -81,9 +108,9 @@ class RouterClient:
         return cls(FrameStream(reader, writer, ToApi))
 
     @property
-    def status_age(self) -> float:
-        """Seconds since the router was last heard of."""
-        return time.monotonic() - self._status_time
+    def heard(self) -> Heard:
+        """The router's latest word, and its age."""
+        return Heard(self.status, time.monotonic() - self._status_time)
 
     @property
     def num_open(self) -> int:
@@ -92,9 +119,13 @@ class RouterClient:
 
     def ready_info(self) -> RunnerInfo:
         """What runs behind the router. Raises RequestRefused unless it takes requests now."""
-        state, info = self.status.state, self.status.info
-        if state != "ready" or info is None:
-            raise RequestRefused("unavailable", f"the service is {state} ({self.status.detail}); try again")
+        heard = self.heard
+        status, info = heard.status, heard.status.info
+        if status.state != "ready" or info is None:
+            raise RequestRefused("unavailable", f"the service is {status.state} ({status.detail}); try again")
+        if heard.is_silent:
+            text = f"the router has not reported for {heard.age:.0f} s; try again"
+            raise RequestRefused("unavailable", text)
         return info
 
     async def submit(self, submits: Sequence[Submit]) -> "AnswerStream":

@@ -9,6 +9,7 @@ import asyncio
 import os
 import sys
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -27,14 +28,16 @@ ABORT_SECONDS = 2.0  # for the step under way, once every request is aborted; th
 class RouterSettings(msgspec.Struct, frozen=True, kw_only=True):
     """What the router's process is started with.
 
-    socket: path to listen at. leftovers: paths of sockets, and a directory after what it holds, that the
-    launcher removes at the end; this process does so where the launcher was killed.
+    socket: path to listen at. step_timeout: as in `WorkerClient`. leftovers: paths of sockets, and a directory
+    after what it holds, that the launcher removes at the end; this process does so where the launcher was
+    killed.
     """
 
     config: EngineConfig
     socket: str
     max_queued_requests: int
     shutdown_timeout: float
+    step_timeout: float | None
     leftovers: list[str]
 
 
@@ -44,7 +47,8 @@ class _Process:
     def __init__(self, settings: RouterSettings) -> None:
         self._settings = settings
         self._loop = asyncio.get_running_loop()
-        self._router = Router(settings.config, WorkerClient, settings.max_queued_requests)
+        make_worker = partial(WorkerClient, settings.step_timeout)
+        self._router = Router(settings.config, make_worker, settings.max_queued_requests)
         self._serving = self._loop.create_task(self._router.serve(Path(settings.socket)))
         self._is_orphan = False
 

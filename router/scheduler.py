@@ -4,7 +4,7 @@
        ▲                             │            a failed or aborted request goes there from anywhere
        └── paused: closed, cached ◄──┘
 
-It owns the ledger's decisions, by priority and then first come first served: a request is admitted when the
+It owns the ledger's decisions, by priority and time of waiting (`_rank`): a request is admitted when the
 exact peak of all that run, and it, fits the pool (`forecast.py`), so that nothing admitted is ever short of
 a token. Where outputs are counted by an estimate instead, or not at all (`admission.Admission`), the pool may
 run short: then the least urgent is paused, of these the youngest. What it has computed stays cached while it
@@ -40,6 +40,8 @@ from .request import InvalidPrompt, NeverFits, Request
 from .sampling_params import MAX_END_IDS, InvalidParams, SamplerKind
 from .waiting import WaitingQueue
 
+SECONDS_PER_PRIORITY = 60.0
+
 
 class _Batch(NamedTuple):
     """A plan that is with the executor, and whose requests its rows are."""
@@ -52,7 +54,7 @@ class Scheduler:
     """Plans steps over one ledger. Up to `depth` plans are under way; their results come in order.
 
     `admission`: how requests are counted; None counts each with all it may have, which never pauses. `clock`:
-    seconds, asked only where admission has patience.
+    seconds, by which waiting is measured.
     """
 
     def __init__(
@@ -133,9 +135,21 @@ class Scheduler:
         self._requests[request.id] = request
         request.arrival = self._arrivals
         self._arrivals += 1
-        if self._admission.patience is not None and request.queued is None:
+        if request.queued is None:
             request.queued = self._clock()
+        request.rank = self._rank(request.priority, request.queued)
         self._queue(request)
+
+    def _rank(self, priority: int, queued: float) -> float:
+        """A request's place among the others: the lower is admitted first.
+
+        Waiting counts: one unit of priority is worth `SECONDS_PER_PRIORITY` of it, so that a stream of more
+        urgent requests cannot hold one up for ever. Where admission has patience, only priority counts: there
+        requests that have waited for too long are the ones that give way.
+        """
+        if self._admission.patience is not None:
+            return priority
+        return queued + priority * SECONDS_PER_PRIORITY
 
     def validate(self, request: Request) -> None:
         """Could it ever run? Raises NeverFits, InvalidPrompt, InvalidParams."""
@@ -531,5 +545,5 @@ def distinct_ids(prompt_ids: bytes, vocab_size: int) -> bytes:
     return np.flatnonzero(is_seen).astype(np.int32).tobytes()
 
 
-def _order(request: Request) -> tuple[int, bool, int]:
+def _order(request: Request) -> tuple[float, bool, int]:
     return request.order

@@ -11,11 +11,11 @@ from lightkv.errors import CheckFailed
 
 from .request import Request
 
-_Entry = tuple[int, bool, int, Request]
+_Entry = tuple[float, bool, int, Request]
 
 
 class WaitingQueue:
-    """Requests by priority; of one priority first those in time, then the late; of these as they came.
+    """Requests by rank; of one rank first those in time, then the late; of these as they came.
 
     `patience`: seconds after which one that has never run is late; None: nobody ever is.
     """

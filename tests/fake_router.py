@@ -21,6 +21,7 @@ from lightkv.router.api_settings import ApiSettings
 from lightkv.router.config import EngineConfig
 from lightkv.router.frames import FrameStream
 from lightkv.router.messages import Limits, PoolMap, RunnerInfo, TokenEvent, TokenLogprobs
+from lightkv.router.router import STATUS_SECONDS
 from lightkv.router.router_client import RouterClient
 from lightkv.router.service_messages import (
     Abort,
@@ -67,12 +68,14 @@ class FakeRouter:
     tokens.
     `hold`: accept and never answer. `mute`: not even accept. `first_state`: what who connects is told.
     `mapped`: the answer to AskMap; None is none. What came stands in `submits`, `aborts`, `num_map_asks`.
+    Its last report is said again four times a second, unless it `is_silent`.
     """
 
     def __init__(self) -> None:
         self.num_running = 0
         self._stream: FrameStream[Submit | Abort | AskMap] | None = None
         self._answering: dict[str, asyncio.Task[None]] = {}
+        self._last = Status("ready", "for the test", IDLE, INFO)
         self.reset([1])
 
     def reset(self, script: list[int]) -> None:
@@ -90,11 +93,25 @@ class FakeRouter:
         self.aborts: list[Abort] = []
         self.mapped: Mapped | None = Mapped(POOL)
         self.num_map_asks = 0
+        self.is_silent = False
 
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._stream = FrameStream(reader, writer, ToRouter)
         self.report(self.first_state)
-        while (message := await self._stream.receive()) is not None:
+        repeating = asyncio.create_task(self._repeat(self._stream))
+        try:
+            await self._take_messages(self._stream)
+        finally:
+            repeating.cancel()
+
+    async def _repeat(self, stream: FrameStream[Submit | Abort | AskMap]) -> None:
+        while True:
+            await asyncio.sleep(STATUS_SECONDS)
+            if not self.is_silent:
+                stream.send(self._last)
+
+    async def _take_messages(self, stream: FrameStream[Submit | Abort | AskMap]) -> None:
+        while (message := await stream.receive()) is not None:
             if isinstance(message, Abort):
                 self.aborts.append(message)
                 if message.request_id in self._answering:
@@ -103,20 +120,21 @@ class FakeRouter:
             if isinstance(message, AskMap):
                 self.num_map_asks += 1
                 if self.mapped is not None:
-                    self._stream.send(self.mapped)
+                    stream.send(self.mapped)
                 continue
             self.submits.append(message)
             refused = self.refuse(message)
             if refused is not None:
-                self._stream.send(refused)
+                stream.send(refused)
             elif not self.mute:
-                self._stream.send(Accepted(message.request_id))
+                stream.send(Accepted(message.request_id))
                 self._answering[message.request_id] = asyncio.create_task(self._answer(message))
 
     def report(self, state: State, load: Load | None = None) -> None:
         assert self._stream is not None
         info = None if state == "starting" else INFO
-        self._stream.send(Status(state, "for the test", load or IDLE, info))
+        self._last = Status(state, "for the test", load or IDLE, info)
+        self._stream.send(self._last)
 
     def die(self) -> None:
         assert self._stream is not None

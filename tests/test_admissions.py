@@ -158,6 +158,28 @@ def test_the_late_come_in_their_order_and_can_be_aborted() -> None:
     scheduler.check()
 
 
+def test_a_unit_of_priority_is_worth_a_minute_of_waiting() -> None:
+    """A stream of more urgent requests overtakes one for as long, and not for ever."""
+    clock = Clock()
+    ledger = TokenLedger(100, 1, 90)
+    scheduler = Scheduler(ledger, Limits(1, 90, 0, VOCABULARY), clock=clock)
+    patient = request("patient", [1], 3)
+    patient.priority = 2
+    scheduler.add(patient)
+    served = []
+    for minute in range(4):
+        clock.now = 60.0 * minute + 1
+        scheduler.add(request(f"urgent {minute}", [1], 3))
+        served += finish(scheduler)
+    assert served == ["urgent 0", "urgent 1", "patient", "urgent 2"]
+    urgent = request("most urgent", [1], 3)
+    urgent.priority = -5
+    scheduler.add(urgent)
+    assert finish(scheduler) == ["most urgent"]
+    assert finish(scheduler) == ["urgent 3"]
+    scheduler.check()
+
+
 def test_priority_comes_before_time() -> None:
     clock = Clock()
     scheduler = scheduler_of_one(clock)

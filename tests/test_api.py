@@ -18,6 +18,7 @@ from fake_router import (
     MODEL,
     TEXT,
     ApiUnderTest,
+    error_of,
     idle,
     ids_of,
     metrics_text,
@@ -27,6 +28,7 @@ from fake_router import (
 )
 
 from lightkv import __version__
+from lightkv.router.api_settings import ApiSettings
 from lightkv.router.messages import TokenEvent
 from lightkv.router.router_client import AnswerStream, RequestRefused
 from lightkv.router.service_messages import Load
@@ -111,7 +113,7 @@ def test_every_parameter_reaches_the_router(api: ApiUnderTest) -> None:
     extras = {
         "logit_bias": {"5": -2},
         "stop_token_ids": [9],
-        "priority": -3,
+        "priority": 3,
         "cache_salt": "tenant",
         "user": "u",
         "no_such_field": {"a": 1},
@@ -123,7 +125,7 @@ def test_every_parameter_reaches_the_router(api: ApiUnderTest) -> None:
     params = msgspec.structs.asdict(submit.params)
     assert {name: params[name] for name in asked} == asked | {"stop": ("xyz",)}
     assert submit.params.logit_bias == {5: -2}
-    assert (submit.stop_ids, submit.priority, submit.namespace) == ([9], -3, ("tenant",))
+    assert (submit.stop_ids, submit.priority, submit.namespace) == ([9], 3, ("tenant",))
     assert submit.seed == 11
     assert submit.params.n == 1
 
@@ -321,17 +323,45 @@ def test_models(api: ApiUnderTest) -> None:
 
 
 @pytest.mark.parametrize(("age", "status"), [(0.0, 200), (29.0, 200), (31.0, 503)])
-def test_health_is_truthful_about_steps(api: ApiUnderTest, age: float, status: int) -> None:
+def test_health_and_readiness_are_truthful_about_steps(api: ApiUnderTest, age: float, status: int) -> None:
     api.call(lambda: api.router.report("ready", Load(num_running=1, step_age=age)))
     wait_until(lambda: api.client.status.load.step_age == age)
-    found, _, content = api.send("GET", "/health")
-    assert (found, json.loads(content)["healthy"]) == (status, status == 200)
+    for path, field in (("/health", "healthy"), ("/ready", "ready")):
+        found, _, content = api.send("GET", path)
+        assert (found, json.loads(content)[field]) == (status, status == 200)
+    assert f'lightkv:ready{{model_name="smol"}} {float(status == 200)}' in metrics_text(api)
 
 
-def test_health_is_truthful_about_a_silent_router(api: ApiUnderTest, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert api.send("GET", "/health")[0] == 200
-    monkeypatch.setattr("lightkv.router.api.MAX_STEP_AGE", 0.0)
-    assert api.send("GET", "/health")[0] == 503
+def test_a_router_that_falls_silent_is_not_ready_and_takes_nothing(
+    api: ApiUnderTest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert api.send("GET", "/health")[0] == api.send("GET", "/ready")[0] == 200
+    monkeypatch.setattr("lightkv.router.router_client.MAX_STATUS_AGE", 0.5)
+    api.router.is_silent = True
+    wait_until(lambda: api.client.heard.age > 0.5)
+    assert api.send("GET", "/health")[0] == api.send("GET", "/ready")[0] == 503
+    assert 'lightkv:ready{model_name="smol"} 0.0' in metrics_text(api)
+    assert "lightkv:free_tokens{" not in metrics_text(api)
+    status, headers, content = api.send("POST", COMPLETIONS, {"prompt": "a"})
+    assert (status, headers["Retry-After"]) == (503, "5")
+    assert "has not reported for" in error_of(content)["message"]
+    assert not api.router.submits
+    api.router.is_silent = False
+    wait_until(lambda: api.send("GET", "/ready")[0] == 200)
+    api.post(COMPLETIONS, {"prompt": "a"})
+
+
+def test_urgency_may_be_lowered_and_is_not_raised_without_leave(api: ApiUnderTest, tmp_path: Path) -> None:
+    api.post(COMPLETIONS, {"prompt": "a", "priority": 7})
+    for path, body in ((COMPLETIONS, {"prompt": "a"}), (CHAT, HELLO)):
+        error = api.post(path, body | {"priority": -1}, 400)["error"]
+        assert error["param"] == "priority"
+        assert "--allow-priority" in error["message"]
+    assert [submit.priority for submit in api.router.submits] == [7]
+    settings = ApiSettings(model_names=[MODEL], allow_priority=True)
+    with ApiUnderTest(api.tokenizer, tmp_path / "router", settings).running() as allowing:
+        allowing.post(COMPLETIONS, {"prompt": "a", "priority": -3})
+        assert [submit.priority for submit in allowing.router.submits] == [-3]
 
 
 def test_load_and_metrics_say_the_same(api: ApiUnderTest) -> None:
