@@ -22,11 +22,12 @@ from lightkv.shared_prefixes import Grouping
 from .config import EngineConfig, InvalidConfig
 from .decode_graph import DecodeGraphs
 from .messages import Limits, RunnerInfo
+from .model_files import resolve
 from .model_runner import Device, ModelRunner
 from .packed_linear import pack_linears
 from .sampler import Sampler
 from .sampling_params import SamplerKind
-from .weights import load_config, load_model, position_limit, resolve
+from .weights import load_config, load_model, position_limit
 
 Report = Callable[[str], None]
 

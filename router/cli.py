@@ -218,8 +218,8 @@ def generate(
     texts = _read_prompts(prompts)
     notes = Console(stderr=True)
     with progress(notes, f"looking for {config.model}") as report:
+        from .model_files import resolve
         from .tokenizer import Tokenizer
-        from .weights import resolve
 
         tokenizer = Tokenizer(resolve(config.model, report))
         if chat is None:
@@ -275,7 +275,7 @@ def info(
     """
     notes = Console(stderr=True)
     with progress(notes, f"looking for {config.model}") as report:
-        from .weights import resolve
+        from .model_files import resolve
 
         directory = resolve(config.model, report)
         report("importing torch")
@@ -348,11 +348,11 @@ def _takes_chat(tokenizer: "Tokenizer") -> bool:
 
 def _is_bad_input(error: LightKVError) -> bool:
     """Whether the remedy is another command line, rather than a machine with more room or a mended bug."""
+    from .model_files import ModelNotFound, UnreadableWeights
     from .request import NeverFits
     from .step_time import InvalidStepTime
     from .tokenizer import ChatTemplateError, UnreadableTokenizer
     from .traces import UnreadableTrace
-    from .weights import ModelNotFound, UnreadableWeights
 
     settings = (InvalidConfig, InvalidParams, UnknownBackend, NeverFits, ChatTemplateError)
     models = (ModelNotFound, UnreadableTokenizer, UnreadableWeights, UnsupportedModel)

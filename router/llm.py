@@ -24,11 +24,11 @@ from .completion import Completion
 from .config import EngineConfig
 from .engine import Engine, Stats
 from .messages import TokenEvent, TokenLogprobs
+from .model_files import resolve
 from .request import InvalidPrompt, Request
 from .sampling_params import SamplingParams
 from .scheduler import Scheduler
 from .tokenizer import Tokenizer
-from .weights import resolve
 
 Message = Mapping[str, Any]
 Prompt = str | Sequence[int] | np.ndarray | Sequence[Message]

@@ -24,7 +24,7 @@ from lightkv.integrations import hf_cache
 from lightkv.integrations.hf_cache import LightKVCache
 from lightkv.integrations.transformers import bind
 from lightkv.router import EngineConfig
-from lightkv.router.weights import resolve
+from lightkv.router.model_files import resolve
 
 VOCABULARY = 97
 SMALL = {
