@@ -17,7 +17,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from lightkv.errors import LightKVError
 
@@ -32,6 +32,18 @@ HUB_TIMEOUT = 10.0  # seconds until the hub has to have answered the first quest
 HUB_FILES = ["*.safetensors", "*.json", "*.jinja"]  # *.bin and *.pt are pickle
 HUB_IGNORED = ["*/*", "consolidated*"]  # other formats of the same weights
 HUB_ID = re.compile(r"(?=.{1,96}$)\w[\w.-]*(/[\w.-]+)?")
+
+# What configurations call the longest sequence, in tokens.
+CONTEXT_NAMES = (
+    "max_position_embeddings",
+    "n_positions",
+    "n_ctx",
+    "max_seq_len",
+    "max_sequence_length",
+    "seq_length",
+)
+
+_SHARD_NAME = re.compile(r"[^/\\\0]+\.safetensors")  # of a file in the same directory
 
 # Endings of a file given in place of its directory, which no id on the hub is worth asking for.
 FILE_ENDINGS = (".safetensors", ".gguf", ".json", ".bin", ".pt", ".pth")
@@ -113,18 +125,44 @@ def missing_files(directory: Path) -> list[str]:
     return [name for name in needed if not (directory / name).is_file()]
 
 
-def _names_a_file(model: str) -> bool:
-    return model.lower().endswith(FILE_ENDINGS)
-
-
 def weight_files(directory: Path) -> list[str]:
+    """Names of the safetensors files of `directory`: the shards that its index lists, or the only one.
+
+    Raises UnreadableWeights for an index that is damaged, or that names a file outside `directory`.
+    """
     index = directory / "model.safetensors.index.json"
     if not index.is_file():
         return ["model.safetensors"]
     try:
-        return sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
-    except (ValueError, KeyError, AttributeError, TypeError) as error:
-        raise UnreadableWeights(index, f"is no index of shards ({error!r})") from error
+        shards = set(read_json(index)["weight_map"].values())
+    except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
+        raise UnreadableWeights(index, f"is no index of shards ({one_line(error)})") from error
+    for name in shards:
+        if not isinstance(name, str) or not _SHARD_NAME.fullmatch(name):
+            raise UnreadableWeights(
+                index, f"names the shard {str(name)[:100]!r}; a shard is a .safetensors file beside the index"
+            )
+    if not shards:
+        raise UnreadableWeights(index, "names no shard")
+    return sorted(shards)
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The JSON object in the file at `path`.
+
+    Raises OSError where the file cannot be read, and ValueError where it holds something else.
+    """
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except RecursionError as error:
+        raise ValueError("its values are nested too deeply") from error
+    if not isinstance(content, dict):
+        raise ValueError("holds no JSON object")
+    return content
+
+
+def _names_a_file(model: str) -> bool:
+    return model.lower().endswith(FILE_ENDINGS)
 
 
 def _pickle_remedy(directory: Path) -> str | None:
@@ -204,6 +242,7 @@ def _within(seconds: float, call: Callable[[], T]) -> T:
 
 
 def one_line(error: BaseException) -> str:
+    """What `error` is and says, in a line that is not too long."""
     return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
 
 
@@ -242,7 +281,8 @@ def _convert(source: Path, target: Path, report: Report) -> Path:
     except OSError as error:
         remedy = "free 600 MB there, or set XDG_CACHE_HOME to a directory that can be written"
         raise UnreadableWeights(target, f"cannot be written ({error})", remedy) from error
-    except (ValueError, KeyError, IndexError) as error:
-        reason = f"is not the GGUF expected ({error!r})"
+    # The reader takes the file's numbers as they are, so a damaged one fails in whatever way they lead to.
+    except Exception as error:
+        reason = f"is not the GGUF expected ({one_line(error)})"
         raise UnreadableWeights(source, reason, DEFAULT_MODEL_REMEDY) from error
     return target

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
 from lightkv.errors import LightKVError, UnsupportedModel
 
-from .model_files import UnreadableWeights, one_line, weight_files
+from .model_files import UnreadableWeights, one_line, read_json, weight_files
 
 if TYPE_CHECKING:
     import torch
@@ -27,6 +27,9 @@ if TYPE_CHECKING:
 
 Report = Callable[[str], None]
 
+_LAYER_COUNTS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")  # as configurations call them
+_MAX_LAYERS = 10_000
+_MAX_HEADER_BYTES = 100_000_000  # of a safetensors file, by its own definition
 CAST_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}  # the types in a safetensors file that loading casts
 
 
@@ -52,10 +55,15 @@ def load_config(directory: Path) -> PreTrainedConfig:
 
     path = directory / "config.json"
     try:
-        raw = json.loads(path.read_text(encoding="utf-8"))
+        raw = read_json(path)
         model_type = raw["model_type"]
         architecture = (raw.get("architectures") or [model_type])[0]
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        if not isinstance(model_type, str) or not isinstance(architecture, str):
+            raise TypeError(f"model_type {model_type!r} and architectures {architecture!r} are to be names")
+        # transformers writes out some fields for every layer, which for a wrong number takes all memory.
+        if wrong := [name for name in _LAYER_COUNTS if name in raw and not _is_layer_count(raw[name])]:
+            raise ValueError(f"{wrong[0]} is {raw[wrong[0]]!r}, and can be 1 to {_MAX_LAYERS}")
+    except (OSError, ValueError, KeyError, TypeError) as error:
         raise UnreadableWeights(path, f"is no model configuration ({one_line(error)})") from error
     if model_type not in CONFIG_MAPPING:
         hint = " (the code it brings along is never run)" if "auto_map" in raw else ""
@@ -150,7 +158,6 @@ def load_model(
             promise the memory and kill who uses it.
     """
     import torch
-    from safetensors import SafetensorError
     from transformers import AutoModelForCausalLM
 
     config = load_config(directory)
@@ -181,7 +188,8 @@ def load_model(
             model, info = loaded
     except torch.OutOfMemoryError as error:
         raise ModelTooLarge(directory, num_bytes, free, total) from error
-    except (OSError, ValueError, KeyError, RuntimeError, ImportError, SafetensorError) as error:
+    # A field of a wrong type fails wherever the model's code first uses it.
+    except Exception as error:
         raise UnreadableWeights(directory, f"cannot be loaded ({one_line(error)})") from error
     # transformers fills what is missing or of another shape with random numbers. Tied weights are not listed.
     if missing := sorted(info["missing_keys"]):
@@ -226,6 +234,10 @@ def random_model(config: PreTrainedConfig, device: torch.device, dtype: torch.dt
     return model.eval()
 
 
+def _is_layer_count(value: Any) -> bool:
+    return value is None or (type(value) is int and 1 <= value <= _MAX_LAYERS)
+
+
 def _auto_dtype(device: torch.device, declared: torch.dtype | None, stored: set[str]) -> torch.dtype:
     import torch
 
@@ -245,14 +257,18 @@ def _stored_bytes(path: Path) -> Counter[str]:
             header_size = int.from_bytes(file.read(8), "little")
             if 8 + header_size > size:
                 raise UnreadableWeights(path, f"is cut off within its header ({size} bytes)")
+            if header_size > _MAX_HEADER_BYTES:
+                raise ValueError(f"its header has {header_size} bytes, and can have {_MAX_HEADER_BYTES}")
             header = json.loads(file.read(header_size))
         header.pop("__metadata__", None)
         expected = 8 + header_size
-        for entry in header.values():
+        for name, entry in header.items():
             begin, end = entry["data_offsets"]
-            num_bytes[entry["dtype"]] += end - begin
+            if type(begin) is not int or type(end) is not int or not 0 <= begin <= end:
+                raise ValueError(f"tensor {name[:100]!r} is from byte {begin!r} to {end!r}")
+            num_bytes[str(entry["dtype"])] += end - begin
             expected = max(expected, 8 + header_size + end)
-    except (OSError, ValueError, KeyError, IndexError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, KeyError, IndexError, TypeError, AttributeError, RecursionError) as error:
         raise UnreadableWeights(path, f"is no safetensors file ({one_line(error)})") from error
     if size != expected:
         raise UnreadableWeights(path, f"has {size} bytes and should have {expected}")

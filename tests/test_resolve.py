@@ -308,7 +308,8 @@ def test_default_model_answers(lines: list[str]) -> None:
 
 def test_resolving_loads_no_torch() -> None:
     code = (
-        "import sys; from lightkv.router.model_files import DEFAULT_MODEL, resolve; resolve(DEFAULT_MODEL, print);"
+        "import sys; from lightkv.router.model_files import DEFAULT_MODEL, resolve\n"
+        "resolve(DEFAULT_MODEL, print)\n"
         "sys.exit(' '.join({'torch', 'transformers'} & set(sys.modules)) or 0)"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
