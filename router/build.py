@@ -13,7 +13,9 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from lightkv.attention import AttentionMetadata, group_members, make_backends, pick_backend
 from lightkv.edits import Give, Take
-from lightkv.integrations.transformers import bind, probe
+from lightkv.integrations.context import context_length
+from lightkv.integrations.probe import probe
+from lightkv.integrations.transformers import bind
 from lightkv.kv_memory import KVMemory
 from lightkv.kv_pool import PoolPlan, plan_pool
 from lightkv.kv_spec import KVSpec
@@ -70,7 +72,7 @@ def definite_limits(config: EngineConfig, device: torch.device, text: PreTrained
     InvalidConfig, also for a context longer than that.
     """
     on_gpu = device.type == "cuda"
-    context = position_limit(text) or getattr(text, "max_position_embeddings", None)
+    context = position_limit(text) or context_length(text)
     max_model_len = config.max_model_len or context
     if max_model_len is None:
         raise InvalidConfig("the model names no context length; give one with --max-model-len")

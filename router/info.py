@@ -15,7 +15,7 @@ import torch
 import lightkv
 from lightkv.attention.select import pick_backend
 from lightkv.errors import OutOfMemory
-from lightkv.integrations.transformers import probe
+from lightkv.integrations.probe import probe
 from lightkv.kv_pool import PoolPlan
 
 from .build import definite_limits, pick_device, size_pool
@@ -85,9 +85,7 @@ def model_info(config: EngineConfig, directory: Path) -> ModelInfo:
     weight_bytes = sum(parameter.numel() * parameter.element_size() for parameter in parameters)
     text = model.config.get_text_config()
     limits = definite_limits(config, device, text)
-    # The probe runs the model. Memory that is only ever read is never really taken, and what the numbers in
-    # it are does not matter to the probe.
-    spec = probe(model.to_empty(device="cpu")).spec
+    spec = probe(model).spec
     pool = size_pool(config, spec, device, limits, text)
     if device.type == "cuda" and config.max_total_tokens is None:
         pool = _beside_weights(pool, weight_bytes, spec.bytes_per_token)

@@ -33,16 +33,6 @@ HUB_FILES = ["*.safetensors", "*.json", "*.jinja"]  # *.bin and *.pt are pickle
 HUB_IGNORED = ["*/*", "consolidated*"]  # other formats of the same weights
 HUB_ID = re.compile(r"(?=.{1,96}$)\w[\w.-]*(/[\w.-]+)?")
 
-# What configurations call the longest sequence, in tokens.
-CONTEXT_NAMES = (
-    "max_position_embeddings",
-    "n_positions",
-    "n_ctx",
-    "max_seq_len",
-    "max_sequence_length",
-    "seq_length",
-)
-
 _SHARD_NAME = re.compile(r"[^/\\\0]+\.safetensors")  # of a file in the same directory
 
 # Endings of a file given in place of its directory, which no id on the hub is worth asking for.

@@ -19,8 +19,9 @@ from jinja2.ext import Extension, loopcontrols
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from lightkv.errors import LightKVError
+from lightkv.integrations.context import CONTEXT_NAMES
 
-from .model_files import CONTEXT_NAMES, one_line, read_json
+from .model_files import one_line, read_json
 
 REPLACEMENT = "\ufffd"  # what decoders write for bytes that are no UTF-8
 _SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")

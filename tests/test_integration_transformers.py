@@ -27,7 +27,9 @@ from transformers import (
 
 from lightkv import KVSpec
 from lightkv.attention import AttentionMetadata, AttentionOptions, LayerShape, make_backends
-from lightkv.integrations.transformers import UnsupportedModel, bind, forward, probe
+from lightkv.errors import UnsupportedModel
+from lightkv.integrations.probe import probe
+from lightkv.integrations.transformers import bind, forward
 from lightkv.kv_memory import KVMemory
 from lightkv.router.weights import position_limit
 

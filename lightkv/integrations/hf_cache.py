@@ -34,7 +34,8 @@ from ..prefix_tree import TOKEN_BYTES
 from ..sequence import Sequence
 from ..staging import upload
 from .cached_model import assemble, select
-from .transformers import ATTENTION, PackedStep, probe
+from .probe import probe
+from .transformers import ATTENTION, PackedStep
 
 
 class _Part(NamedTuple):
