@@ -29,7 +29,7 @@ from .model_runner import Device, ModelRunner
 from .packed_linear import pack_linears
 from .sampler import Sampler
 from .sampling_params import SamplerKind
-from .weights import load_config, load_model, position_limit
+from .weights import load_model, load_supported_config, position_limit
 
 Report = Callable[[str], None]
 
@@ -107,7 +107,8 @@ def size_pool(
     config: EngineConfig, spec: KVSpec, device: torch.device, limits: Limits, text: PreTrainedConfig
 ) -> PoolPlan:
     """What the pool holds on `device`, beside the model and what its steps need. Raises OutOfMemory."""
-    widest = max(text.hidden_size, getattr(text, "intermediate_size", 0))
+    inner = getattr(text, "intermediate_size", None) or 0  # of each layer, in some configurations
+    widest = max(text.hidden_size, *(inner if isinstance(inner, list | tuple) else [inner]))
     rows = limits.max_num_seqs + 1
     table = rows * limits.max_model_len * 4
     sampling = Sampler.bytes_for(rows, limits.vocab_size)
@@ -131,7 +132,7 @@ def build_runner(config: EngineConfig, report: Report) -> tuple[ModelRunner, Run
     device = pick_device(config.device)
     use_graphs(config, device)
     directory = resolve(config.model, report)
-    definite_limits(config, device, load_config(directory).get_text_config())
+    definite_limits(config, device, load_supported_config(directory).get_text_config())
     model = load_model(directory, device, pick_dtype(config.dtype), report)
     return assemble(model, config, report)
 

@@ -218,17 +218,13 @@ def generate(
     texts = _read_prompts(prompts)
     notes = Console(stderr=True)
     with progress(notes, f"looking for {config.model}") as report:
-        from .model_files import resolve
-        from .tokenizer import Tokenizer
-
-        tokenizer = Tokenizer(resolve(config.model, report))
-        if chat is None:
-            chat = _takes_chat(tokenizer)
-            report("answering as a chat" if chat else "continuing the text (this model has no chat template)")
         report("importing torch")
         from .llm import LLM
 
         llm = LLM(config, report)
+        if chat is None:
+            chat = _takes_chat(llm.tokenizer)
+            report("answering as a chat" if chat else "continuing the text (this model has no chat template)")
     before = [] if system is None else [{"role": "system", "content": system}]
     wanted = [[*before, {"role": "user", "content": text}] if chat else text for text in texts]
 

@@ -13,7 +13,7 @@ import re
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
@@ -114,8 +114,39 @@ def check_supported(config: PreTrainedConfig) -> None:
     layer_types = getattr(config, "layer_types", None) or getattr(config, "layers_block_type", None) or []
     if other := set(layer_types) - {"full_attention", "sliding_attention"}:
         refuse(f"it has layers of type {', '.join(sorted(other))}")
+    no_rope = getattr(config, "no_rope_layers", None) or []
+    if getattr(config, "attn_temperature_tuning", False) and not all(no_rope):
+        refuse("it scales queries by their place in the batch (attn_temperature_tuning)")
     if not getattr(model_class, "_supports_attention_backend", False):
         refuse("its transformers code does not take another attention (AttentionInterface)")
+
+
+def load_supported_config(directory: Path) -> PreTrainedConfig:
+    """The configuration in `directory`, of a model that lightkv runs as far as can be told without its weights.
+
+    The model is made without memory, and probed. What shows only in numbers, `probe` finds once it is loaded.
+    Raises what `load_config` does, and UnsupportedModel.
+    """
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    from lightkv.integrations.probe import NeedsNumbers, probe
+
+    config = load_config(directory)
+    check_supported(config)
+    try:
+        # In 16 bits, the only type in which the meta device has every product of experts.
+        with _quiet_transformers(), torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    # A field of a wrong type fails wherever the model's code first uses it.
+    except Exception as error:
+        reason = f"describes no model that can be made ({one_line(error)})"
+        raise UnreadableWeights(directory / "config.json", reason) from error
+    if any(hasattr(module, "create_position_ids_from_input_ids") for module in model.modules()):
+        raise UnsupportedModel(type(model).__name__, "it does not count a text's positions from 0")
+    with suppress(NeedsNumbers), _quiet_transformers():
+        probe(model)
+    return config
 
 
 def position_limit(config: PreTrainedConfig) -> int | None:

@@ -9,7 +9,7 @@ import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, NoReturn, cast
 
 import torch
 from transformers import AttentionMaskInterface, Cache, PreTrainedModel
@@ -42,10 +42,14 @@ class ModelShape:
     layers: tuple[LayerShape, ...]
 
 
+class NeedsNumbers(UnsupportedModel):
+    """A model cannot be run on the meta device; with its weights it may be supported."""
+
+
 def probe(model: PreTrainedModel) -> ModelShape:
     """What `model` computes as attention; the model stays as it was.
 
-    The model runs once over three tokens, to see how it calls its attention, and four times over eight, to see
+    The model runs once over three tokens, to see how it calls its attention, and five times over eight, to see
     whether tokens that are packed in any order have the q, k, v and logits that they have in a pass of their
     own. A model on the meta device, which has no numbers, runs once, and is not compared.
 
@@ -56,7 +60,7 @@ def probe(model: PreTrainedModel) -> ModelShape:
     # By its signature: a **kwargs would swallow what the model does not know.
     if missing := _FORWARD_ARGUMENTS - inspect.signature(type(model).forward).parameters.keys():
         raise UnsupportedModel(architecture, f"its forward pass takes no {' and no '.join(sorted(missing))}")
-    shape = _find_shape(model)
+    shape = find_shape(model)
     if model.device.type != "meta":
         _require_packable(model, shape)
     return shape
@@ -71,6 +75,10 @@ class _MaskRule:
     """What a layer gets as its mask under the probe: the rule itself, to be asked at any position."""
 
     visible: Any  # (batch, head, query position, key position) → bool tensor
+
+    def __getattr__(self, name: str) -> Any:
+        # Of a tensor: the model computes with its mask.
+        raise LightKVError(f"it changes its attention mask (by the mask's {name})")
 
     def sees(self, query: int, keys: list[int], device: torch.device) -> list[bool]:
         """Which `keys` a query at position `query` may attend."""
@@ -119,6 +127,8 @@ class _Recorder:
         if not causal:
             raise self._unsupported("its attention is not causal")
         given = {name for name, value in arguments.items() if not isinstance(value, bool | None)}
+        if "s_aux" in given:
+            raise self._unsupported("its attention has learned sinks (s_aux)")
         if unknown := given - _HARMLESS:
             raise self._unsupported(f"its attention takes {', '.join(sorted(unknown))}, unknown here")
         if isinstance(mask, _MaskRule):
@@ -126,6 +136,9 @@ class _Recorder:
             keys = [*([first - 1] if window else []), first, (first + _FAR) // 2, _FAR, _FAR + 1]
             expected = [*([False] if window else []), True, True, True, False]
             if mask.sees(_FAR, keys, device) != expected:
+                chunk = getattr(module.config, "attention_chunk_size", None)
+                if chunk and not mask.sees(_FAR // chunk * chunk, [_FAR // chunk * chunk - 1], device)[0]:
+                    raise self._unsupported(f"its attention is chunked (attention_chunk_size {chunk})")
                 raise self._unsupported("its mask is neither causal nor the sliding window it names")
         elif mask is not None:
             raise self._unsupported("it makes an attention mask of its own")
@@ -135,8 +148,8 @@ class _Recorder:
         return UnsupportedModel(self.architecture, reason)
 
 
-def _find_shape(model: PreTrainedModel) -> ModelShape:
-    """What `probe` returns, from one pass. Raises UnsupportedModel."""
+def find_shape(model: PreTrainedModel) -> ModelShape:
+    """What `probe` returns, from one pass, in which the numbers do not matter. Raises UnsupportedModel."""
     architecture = type(model).__name__
     recorder = _Recorder(architecture)
     text = model.config.get_text_config()
@@ -181,13 +194,15 @@ def _probed(model: PreTrainedModel) -> Iterator[None]:
         fix_rotary(model)
         with torch.no_grad():
             yield
-    except (LightKVError, torch.OutOfMemoryError):
+    except (UnsupportedModel, torch.OutOfMemoryError):
         raise
+    except LightKVError as error:  # from where the architecture is not known
+        raise UnsupportedModel(type(model).__name__, str(error)) from error
     except Exception as error:
         said = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
-        raise UnsupportedModel(
-            type(model).__name__, f"its forward pass fails when probed ({said})"
-        ) from error
+        reason = f"its forward pass fails when probed ({said})"
+        needs_numbers = model.device.type == "meta" and isinstance(error, RuntimeError)
+        raise (NeedsNumbers if needs_numbers else UnsupportedModel)(type(model).__name__, reason) from error
     finally:
         undo()
 
@@ -202,10 +217,11 @@ def _mask_rule(*, mask_function: Any, **_: Any) -> _MaskRule:
 
 
 class _PastLayer(CacheLayerMixin):
-    """A layer of `_Past`."""
+    """A layer of `_Past`. `cached`: the shapes of what it was last given."""
 
     def __init__(self, length: int) -> None:
         super().__init__()
+        self.cached: list[tuple[int, ...]] = []
         self._length = length
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
@@ -214,6 +230,7 @@ class _PastLayer(CacheLayerMixin):
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
+        self.cached = [tuple(key_states.shape), tuple(value_states.shape)]
         return key_states, value_states
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
@@ -252,7 +269,23 @@ class _Projections:
         arguments: dict[str, Any],
     ) -> torch.Tensor:
         self.found += [heads[0].transpose(0, 1).flatten(1) for heads in (q, k, v)]
-        return v.repeat_interleave(q.shape[1] // v.shape[1], dim=1).transpose(1, 2)
+        return v.repeat_interleave(q.shape[1] // v.shape[1], dim=1).transpose(1, 2).contiguous()
+
+
+def require_plain_cache(model: PreTrainedModel, shape: ModelShape) -> None:
+    """Raises UnsupportedModel where the model's layers cache something else than the K and V they attend."""
+    spec, ids = shape.spec, torch.zeros(1, 1, dtype=torch.int64, device=model.device)
+    past = _Past(spec.num_layers, 0)
+    with _probed(model):
+        model(input_ids=ids, past_key_values=past, use_cache=True, lightkv=_Projections())
+    expected = [(1, spec.num_kv_heads, 1, dim) for dim in (spec.k_dim, spec.v_dim)]
+    for idx, layer in enumerate(past.layers):
+        if cast(_PastLayer, layer).cached != expected:
+            found = cast(_PastLayer, layer).cached
+            reason = (
+                f"of a token, layer {idx} caches {found}, where its attention takes K and V as {expected}"
+            )
+            raise UnsupportedModel(type(model).__name__, reason)
 
 
 def _require_packable(model: PreTrainedModel, shape: ModelShape) -> None:
@@ -260,53 +293,59 @@ def _require_packable(model: PreTrainedModel, shape: ModelShape) -> None:
     text = model.config.get_text_config()
     context = context_length(text)
     num_tokens = _NUM_TOKENS if context is None else min(_NUM_TOKENS, context)
-    order = [token for token in _ORDER if token < num_tokens]
     ids = _varied_ids(text.vocab_size, num_tokens, text.pad_token_id).to(model.device)
-    start = (context or num_tokens) - num_tokens  # of the pass far into a text
+    positions = torch.arange(num_tokens, device=ids.device)
+    order = torch.tensor([token for token in _ORDER if token < num_tokens], device=ids.device)
+    far = (context or num_tokens) - num_tokens  # as far into a text as the model goes
+
+    def packed(positions: torch.Tensor) -> _Pass:
+        """In `order`; given back as if it had been none."""
+        receiver = _Projections()
+        logits = compute(model, ids[order], positions[order], receiver, None)
+        return _Pass([part[order.argsort()] for part in (*receiver.found, logits)])
+
+    def own(**arguments: Any) -> _Pass:
+        receiver = _Projections()
+        output = model(input_ids=ids[None], lightkv=receiver, **arguments)
+        return _Pass([*receiver.found, output.logits[0]])
+
+    def refuse(difference: str, what: str) -> NoReturn:
+        raise UnsupportedModel(type(model).__name__, f"{what} ({difference})")
+
     with _probed(model):
-        # As the model counts by itself: some count from another number than 0.
-        own = _Projections()
-        logits = model(input_ids=ids[None], use_cache=False, lightkv=own).logits[0]
-        _compare(model, shape, "at the beginning of a text", ids, 0, order, own, logits)
-        if start:
-            own = _Projections()
-            logits = model(
-                input_ids=ids[None],
-                position_ids=torch.arange(start, start + num_tokens, device=ids.device)[None],
-                past_key_values=_Past(shape.spec.num_layers, start),
-                use_cache=True,
-                lightkv=own,
-            ).logits[0]
-            _compare(model, shape, f"after {start} others", ids, start, order, own, logits)
+        given = own(position_ids=positions[None], use_cache=False)
+        if difference := given.difference(own(use_cache=False)):
+            refuse(difference, "it does not count a text's positions from 0")
+        if difference := given.difference(packed(positions)):
+            refuse(difference, "what it computes of a token depends on the token's place in the batch")
+        if far:
+            past = _Past(shape.spec.num_layers, far)
+            there = own(position_ids=(positions + far)[None], past_key_values=past, use_cache=True)
+            if difference := there.difference(packed(positions + far)):
+                what = f"what it computes of a token after {far} others depends on more than its position"
+                refuse(difference, what)
 
 
-def _compare(
-    model: PreTrainedModel,
-    shape: ModelShape,
-    where: str,
-    ids: torch.Tensor,
-    start: int,
-    order: list[int],
-    own: _Projections,
-    logits: torch.Tensor,
-) -> None:
-    """Compare a pass that has recorded `own` and `logits` with one over the same tokens in another order."""
-    moved = torch.tensor(order, device=ids.device)
-    packed = _Projections()
-    packed_logits = compute(model, ids[moved], moved + start, packed, None)
-    names = [f"{name} of layer {idx}" for idx in range(shape.spec.num_layers) for name in ("q", "k", "v")]
-    pairs = zip([*packed.found, packed_logits], [*own.found, logits], [*names, "logits"], strict=True)
-    for ours, theirs, name in pairs:
-        if (error := _relative_error(ours, theirs[moved])) > torch.finfo(shape.spec.dtype).eps ** 0.5:
-            reason = (
-                f"what it computes of a token depends on the token's place in the batch: the {name} of tokens "
-                f"{where} differ by {error:.2g} of the largest when they are packed in another order"
-            )
-            raise UnsupportedModel(type(model).__name__, reason)
+@dataclass(frozen=True)
+class _Pass:
+    """What a forward pass computed of each token: q, k and v of each layer, then the logits, each `[T, n]`."""
+
+    found: list[torch.Tensor]
+
+    def difference(self, other: "_Pass") -> str | None:
+        """The first difference that is more than rounding, in words; None if there is none."""
+        if len(self.found) != len(other.found):
+            return f"{len(self.found)} and {len(other.found)} tensors"
+        for idx, (ours, theirs) in enumerate(zip(self.found, other.found, strict=True)):
+            error = _relative_error(ours, theirs)
+            if error > torch.finfo(ours.dtype).eps ** 0.5:
+                name = f"{'qkv'[idx % 3]} of layer {idx // 3}" if idx + 1 < len(self.found) else "the logits"
+                return f"{name} differ by {error:.2g} of the largest"
+        return None
 
 
 def _relative_error(ours: torch.Tensor, theirs: torch.Tensor) -> float:
-    """The median, over tokens, of the largest difference in proportion to the largest number.
+    """The median, over tokens, of a token's largest difference in proportion to its largest number.
 
     A matrix product may round otherwise for other rows beside it, which can send a token to another expert; so
     one token decides nothing. What the order changes, it changes for more than half of them.

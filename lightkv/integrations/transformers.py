@@ -13,7 +13,7 @@ import torch
 from transformers import AttentionInterface, PreTrainedModel
 
 from ..attention import AttentionBackend, AttentionMetadata, RotaryEmbedding
-from ..errors import UnsupportedModel
+from ..errors import LightKVError, UnsupportedModel
 from .fused_rotary import fuse, fused_forwards, set_fused_forwards
 
 ATTENTION = "lightkv"  # under this name in AttentionInterface; without a mask, so that none is computed
@@ -181,8 +181,13 @@ def _attention(
     value: torch.Tensor,
     attention_mask: Any,
     *,
-    lightkv: Receiver,
+    lightkv: Receiver | None = None,
     **arguments: Any,
 ) -> tuple[torch.Tensor, None]:
     """transformers' attention function; `lightkv` is the keyword argument given to the model's forward."""
+    if lightkv is None:
+        raise LightKVError(
+            "its attention gets no argument `lightkv`: a bound model is called by `compute` or `forward`, and "
+            "its layers have to hand keyword arguments on"
+        )
     return lightkv.attend(module, query, key, value, attention_mask, arguments), None
