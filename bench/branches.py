@@ -32,8 +32,8 @@ from bench.report import parser, print_json, print_machine, print_table
 from lightkv import ledger
 from lightkv.errors import CheckFailed
 from lightkv.router import EngineConfig
+from lightkv.router.model_files import resolve
 from lightkv.router.traces import GeneratedTrace
-from lightkv.router.weights import resolve
 from lightkv.token_ids import int32_bytes
 
 PAGES = (16, 64, 256)

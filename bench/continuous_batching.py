@@ -25,7 +25,7 @@ from bench.child import ChildFailed, ask, serve
 from bench.workload import Ask
 from lightkv.router import EngineConfig
 from lightkv.router.build import pick_device
-from lightkv.router.weights import resolve
+from lightkv.router.model_files import resolve
 
 Batches = dict[int, list[list[Ask]]]
 

@@ -21,7 +21,7 @@ from bench.report import Spread, alternate, parser, print_json, print_machine, p
 from bench.speculation import LETTER, PROMPTS
 from lightkv.integrations.hf_cache import LightKVCache
 from lightkv.integrations.transformers import bind
-from lightkv.router.weights import DEFAULT_MODEL, resolve
+from lightkv.router.model_files import DEFAULT_MODEL, resolve
 
 DYNAMIC, GATHERED, IN_PLACE = "DynamicCache", "lightkv, own attention", "lightkv, lightkv's attention"
 

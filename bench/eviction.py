@@ -20,8 +20,9 @@ from bench.report import parser, print_json, print_machine, print_table, refuse
 from lightkv.integrations.cached_model import CachedModel
 from lightkv.integrations.eviction import HeavyHitters, highest
 from lightkv.kv_cache import ExportedKV
+from lightkv.router.model_files import DEFAULT_MODEL, resolve
 from lightkv.router.tokenizer import Tokenizer
-from lightkv.router.weights import DEFAULT_MODEL, load_model, resolve
+from lightkv.router.weights import load_model
 from lightkv.sequence import Sequence
 
 FIRST = 4  # tokens that every text keeps from its beginning, where that is the policy

@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from bench.report import Spread, alternate, parser, print_json, print_machine, print_table, refuse
 from lightkv.router import LLM, EngineConfig, SamplingParams
-from lightkv.router.weights import DEFAULT_MODEL, resolve
+from lightkv.router.model_files import DEFAULT_MODEL, resolve
 
 PAD = 0
 

@@ -19,8 +19,8 @@ from bench.report import Spread, refuse
 from bench.workload import Ask
 from lightkv.router import LLM, EngineConfig, SamplingParams
 from lightkv.router.build import pick_device
+from lightkv.router.model_files import resolve
 from lightkv.router.tokenizer import Tokenizer
-from lightkv.router.weights import resolve
 
 Results = dict[str, Any]
 Serve = Callable[[Sequence[Ask]], tuple[float, list[str]]]  # seconds, and the texts in order

@@ -26,8 +26,8 @@ from bench.report import parser, print_json, print_machine, print_table
 from lightkv.ledger import TokenLedger
 from lightkv.router import EngineConfig
 from lightkv.router.allocations import make_ledger
+from lightkv.router.model_files import resolve
 from lightkv.router.tokenizer import Tokenizer
-from lightkv.router.weights import resolve
 
 PAGES = (16, 64, 256)
 ALLOCATIONS = ("token", *(f"paged:{page}" for page in PAGES))

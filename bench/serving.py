@@ -62,8 +62,9 @@ from bench.serving_stats import NotSteady, Steady, Targets, span, steady, step_r
 from bench.workload import Ask, Lengths, Replayed, choose, fill, mixed, poisson, read_trace, scale
 from lightkv.errors import LightKVError
 from lightkv.router import EngineConfig
+from lightkv.router.model_files import resolve
 from lightkv.router.traces import open_trace
-from lightkv.router.weights import load_config, resolve
+from lightkv.router.weights import load_config
 
 Results = dict[str, Any]
 

@@ -18,7 +18,7 @@ from bench.generate import read_bandwidth
 from bench.report import Spread, alternate, parser, print_json, print_machine, print_table, refuse
 from lightkv.integrations.cached_model import CachedModel
 from lightkv.integrations.prompt_lookup import Generated, generate
-from lightkv.router.weights import DEFAULT_MODEL, resolve
+from lightkv.router.model_files import DEFAULT_MODEL, resolve
 
 LETTER = (
     "Dear Mr Brown, thank you for your letter of Monday. We have looked at the three chairs that you sent back "

@@ -24,8 +24,9 @@ import torch
 from bench.report import parser, print_json, print_machine, print_table, refuse
 from lightkv.integrations.cached_model import CachedModel
 from lightkv.integrations.streaming import Stream, Window
+from lightkv.router.model_files import DEFAULT_MODEL, resolve
 from lightkv.router.tokenizer import Tokenizer
-from lightkv.router.weights import DEFAULT_MODEL, load_model, resolve
+from lightkv.router.weights import load_model
 
 AGREEMENT = 1e-3  # most that two losses of one token may differ, in nats
 

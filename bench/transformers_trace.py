@@ -17,8 +17,9 @@ from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 from bench.child import ask, serve
 from bench.continuous_batching import BLOCK_TOKENS, WAYS, batching_config
 from bench.decode_step import LLAMA_3_8B
+from lightkv.router.model_files import resolve
 from lightkv.router.simulation_record import Distribution
-from lightkv.router.weights import random_model, resolve
+from lightkv.router.weights import random_model
 
 Results = dict[str, Any]
 

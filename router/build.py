@@ -13,7 +13,9 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from lightkv.attention import AttentionMetadata, group_members, make_backends, pick_backend
 from lightkv.edits import Give, Take
-from lightkv.integrations.transformers import bind, probe
+from lightkv.integrations.context import context_length
+from lightkv.integrations.probe import probe
+from lightkv.integrations.transformers import bind
 from lightkv.kv_memory import KVMemory
 from lightkv.kv_pool import PoolPlan, plan_pool
 from lightkv.kv_spec import KVSpec
@@ -22,11 +24,12 @@ from lightkv.shared_prefixes import Grouping
 from .config import EngineConfig, InvalidConfig
 from .decode_graph import DecodeGraphs
 from .messages import Limits, RunnerInfo
+from .model_files import resolve
 from .model_runner import Device, ModelRunner
 from .packed_linear import pack_linears
 from .sampler import Sampler
 from .sampling_params import SamplerKind
-from .weights import load_config, load_model, position_limit, resolve
+from .weights import load_model, load_supported_config, position_limit
 
 Report = Callable[[str], None]
 
@@ -69,7 +72,7 @@ def definite_limits(config: EngineConfig, device: torch.device, text: PreTrained
     InvalidConfig, also for a context longer than that.
     """
     on_gpu = device.type == "cuda"
-    context = position_limit(text) or getattr(text, "max_position_embeddings", None)
+    context = position_limit(text) or context_length(text)
     max_model_len = config.max_model_len or context
     if max_model_len is None:
         raise InvalidConfig("the model names no context length; give one with --max-model-len")
@@ -104,7 +107,8 @@ def size_pool(
     config: EngineConfig, spec: KVSpec, device: torch.device, limits: Limits, text: PreTrainedConfig
 ) -> PoolPlan:
     """What the pool holds on `device`, beside the model and what its steps need. Raises OutOfMemory."""
-    widest = max(text.hidden_size, getattr(text, "intermediate_size", 0))
+    inner = getattr(text, "intermediate_size", None) or 0  # of each layer, in some configurations
+    widest = max(text.hidden_size, *(inner if isinstance(inner, list | tuple) else [inner]))
     rows = limits.max_num_seqs + 1
     table = rows * limits.max_model_len * 4
     sampling = Sampler.bytes_for(rows, limits.vocab_size)
@@ -128,7 +132,7 @@ def build_runner(config: EngineConfig, report: Report) -> tuple[ModelRunner, Run
     device = pick_device(config.device)
     use_graphs(config, device)
     directory = resolve(config.model, report)
-    definite_limits(config, device, load_config(directory).get_text_config())
+    definite_limits(config, device, load_supported_config(directory).get_text_config())
     model = load_model(directory, device, pick_dtype(config.dtype), report)
     return assemble(model, config, report)
 

@@ -218,17 +218,13 @@ def generate(
     texts = _read_prompts(prompts)
     notes = Console(stderr=True)
     with progress(notes, f"looking for {config.model}") as report:
-        from .tokenizer import Tokenizer
-        from .weights import resolve
-
-        tokenizer = Tokenizer(resolve(config.model, report))
-        if chat is None:
-            chat = _takes_chat(tokenizer)
-            report("answering as a chat" if chat else "continuing the text (this model has no chat template)")
         report("importing torch")
         from .llm import LLM
 
         llm = LLM(config, report)
+        if chat is None:
+            chat = _takes_chat(llm.tokenizer)
+            report("answering as a chat" if chat else "continuing the text (this model has no chat template)")
     before = [] if system is None else [{"role": "system", "content": system}]
     wanted = [[*before, {"role": "user", "content": text}] if chat else text for text in texts]
 
@@ -275,7 +271,7 @@ def info(
     """
     notes = Console(stderr=True)
     with progress(notes, f"looking for {config.model}") as report:
-        from .weights import resolve
+        from .model_files import resolve
 
         directory = resolve(config.model, report)
         report("importing torch")
@@ -348,11 +344,11 @@ def _takes_chat(tokenizer: "Tokenizer") -> bool:
 
 def _is_bad_input(error: LightKVError) -> bool:
     """Whether the remedy is another command line, rather than a machine with more room or a mended bug."""
+    from .model_files import ModelNotFound, UnreadableWeights
     from .request import NeverFits
     from .step_time import InvalidStepTime
     from .tokenizer import ChatTemplateError, UnreadableTokenizer
     from .traces import UnreadableTrace
-    from .weights import ModelNotFound, UnreadableWeights
 
     settings = (InvalidConfig, InvalidParams, UnknownBackend, NeverFits, ChatTemplateError)
     models = (ModelNotFound, UnreadableTokenizer, UnreadableWeights, UnsupportedModel)

@@ -4,6 +4,8 @@ Knows the llama layout of GGUF and SmolLM's tokenizer. Knows no torch, and not w
 """
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -34,9 +36,8 @@ def write_llama(source: Path, directory: Path) -> None:
     minimum) and Q8_0 (float16 scale · 8 bits). transformers reads GGUF too, but takes torch and 20 s, and
     drops the "smollm" pre-tokenizer's rule that each digit is a piece of its own.
 
-    Raises:
-        ValueError, KeyError, IndexError: the file is no GGUF, or not of this kind.
-        OSError: `source` cannot be read, or `directory` not written.
+    Raises OSError where `source` cannot be read or `directory` not written, and other errors where the file is
+    no GGUF, or not of this kind.
     """
     reader = GGUFReader(source)
 
@@ -54,7 +55,8 @@ def write_llama(source: Path, directory: Path) -> None:
         weight = dequantize(tensor.data, tensor.tensor_type)
         name, weight = _llama_weight(tensor.name, weight, num_heads, num_kv_heads)
         tensors[name] = np.ascontiguousarray(weight, dtype=np.float32)
-    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
+    with _write_errors():
+        save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
 
     tokens = value("tokenizer.ggml.tokens")
     ids = {
@@ -104,7 +106,17 @@ def write_llama(source: Path, directory: Path) -> None:
     token_types = value("tokenizer.ggml.token_type")
     special = [token for token, kind in zip(tokens, token_types, strict=True) if kind == _CONTROL_TOKEN]
     tokenizer = _smollm_tokenizer(tokens, value("tokenizer.ggml.merges"), special)
-    tokenizer.save(str(directory / "tokenizer.json"))
+    with _write_errors():
+        tokenizer.save(str(directory / "tokenizer.json"))
+
+
+@contextmanager
+def _write_errors() -> Iterator[None]:
+    """safetensors and tokenizers raise errors of their own, such as on a full disk; this makes them OSError."""
+    try:
+        yield
+    except Exception as error:
+        raise OSError(str(error)) from error
 
 
 def _llama_weight(name: str, weight: np.ndarray, num_heads: int, num_kv_heads: int) -> tuple[str, np.ndarray]:

@@ -5,18 +5,21 @@ imports torch.
 """
 
 import platform
+from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Literal
+from typing import Literal, cast
 
 import msgspec
 import torch
+from transformers import PreTrainedModel
 
 import lightkv
 from lightkv.attention.select import pick_backend
 from lightkv.errors import OutOfMemory
-from lightkv.integrations.transformers import probe
+from lightkv.integrations.probe import NeedsNumbers, find_shape, probe
 from lightkv.kv_pool import PoolPlan
+from lightkv.kv_spec import KVSpec
 
 from .build import definite_limits, pick_device, size_pool
 from .config import EngineConfig
@@ -85,9 +88,7 @@ def model_info(config: EngineConfig, directory: Path) -> ModelInfo:
     weight_bytes = sum(parameter.numel() * parameter.element_size() for parameter in parameters)
     text = model.config.get_text_config()
     limits = definite_limits(config, device, text)
-    # The probe runs the model. Memory that is only ever read is never really taken, and what the numbers in
-    # it are does not matter to the probe.
-    spec = probe(model.to_empty(device="cpu")).spec
+    spec = _spec(model)
     pool = size_pool(config, spec, device, limits, text)
     if device.type == "cuda" and config.max_total_tokens is None:
         pool = _beside_weights(pool, weight_bytes, spec.bytes_per_token)
@@ -111,6 +112,19 @@ def model_info(config: EngineConfig, directory: Path) -> ModelInfo:
         pool_bytes=pool.num_bytes,
         pool_reason=pool.why,
     )
+
+
+def _spec(model: PreTrainedModel) -> KVSpec:
+    """What the K/V of a model on the meta device will be. Raises UnsupportedModel."""
+    dtype, module = model.dtype, cast(torch.nn.Module, model)
+    try:
+        # In 16 bits, the only type in which the meta device has every product of experts.
+        module.to(torch.bfloat16)
+        return replace(probe(model).spec, dtype=dtype)
+    except NeedsNumbers:
+        # Memory that is only ever read is never really taken, and what the numbers in it are does not matter.
+        module.to(dtype).to_empty(device="cpu")
+        return find_shape(model).spec
 
 
 def _beside_weights(pool: PoolPlan, weight_bytes: int, bytes_per_token: int) -> PoolPlan:

@@ -34,10 +34,10 @@ from .api_settings import ApiSettings, ServeSettings
 from .child_process import SIGNALS, command, signals_held_back
 from .config import API_KEY_VARIABLE, EngineConfig, InvalidConfig, ServiceConfig
 from .frames import FrameStream
+from .model_files import resolve
 from .router_process import ABORT, ABORT_SECONDS, DRAIN, RouterSettings, remove
 from .service_messages import Status, ToApi
 from .terminal import progress, say
-from .weights import resolve
 
 _ROUTER_SOCKET = "router.sock"
 _MAX_PATH_BYTES = 107  # of a unix socket (Linux)
@@ -76,7 +76,7 @@ def serve(engine: EngineConfig, service: ServiceConfig, notes: Console) -> int:
     finish within the shutdown timeout, a second one aborts them; either way the code is 0. Has to be called in
     the main thread, which signals reach.
 
-    Raises CannotServe, InvalidConfig, and what `weights.resolve` does, before any process is started.
+    Raises CannotServe, InvalidConfig, and what `model_files.resolve` does, before any process is started.
     """
     before = signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C, until the processes run
     try:

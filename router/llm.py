@@ -9,7 +9,6 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
-from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
@@ -25,11 +24,12 @@ from .config import EngineConfig
 from .engine import Engine, Stats
 from .interrupts import interrupts_deferred
 from .messages import TokenEvent, TokenLogprobs
+from .model_files import resolve
 from .request import InvalidPrompt, Request
 from .sampling_params import SamplingParams
 from .scheduler import Scheduler
 from .tokenizer import Tokenizer
-from .weights import resolve
+from .weights import load_supported_config
 
 Message = Mapping[str, Any]
 Prompt = str | Sequence[int] | np.ndarray | Sequence[Message]
@@ -109,7 +109,9 @@ class LLM:
         self, model: str | EngineConfig = EngineConfig.model, report: Report = lambda line: None
     ) -> None:
         config = EngineConfig(model=model) if isinstance(model, str) else model
-        self.tokenizer = Tokenizer(Path(resolve(config.model, report)))
+        directory = resolve(config.model, report)
+        load_supported_config(directory)  # why a model cannot run is told before what its tokenizer lacks
+        self.tokenizer = Tokenizer(directory)
         runner, self.info = build_runner(config, report)
         limits = self.info.limits
         ledger = TokenLedger(self.info.capacity, limits.max_num_seqs, limits.max_model_len)

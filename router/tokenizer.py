@@ -19,6 +19,9 @@ from jinja2.ext import Extension, loopcontrols
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from lightkv.errors import LightKVError
+from lightkv.integrations.context import CONTEXT_NAMES
+
+from .model_files import one_line, read_json
 
 REPLACEMENT = "\ufffd"  # what decoders write for bytes that are no UTF-8
 _SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
@@ -45,7 +48,7 @@ class Tokenizer:
             tokenizer's own.
         bos: the id that begins a text, or None.
         vocab_size: of the model, which may be larger than the tokenizer's.
-        max_model_len: positions that the model was made for, in tokens.
+        max_model_len: positions that the model was made for, in tokens; 0 where config.json does not name them.
         special_ids: ids that `decode` leaves out unless told otherwise.
         is_byte_level: whether each token stands for the same bytes wherever it is (`token_bytes`).
 
@@ -61,8 +64,10 @@ class Tokenizer:
         path = directory / "tokenizer.json"
         try:
             self._tokenizer = tokenizers.Tokenizer.from_file(str(path))
-        except Exception as error:  # tokenizers raises bare Exception
-            raise UnreadableTokenizer(path, f"is no tokenizer ({error})") from error
+        except (KeyboardInterrupt, SystemExit):
+            raise
+        except BaseException as error:  # tokenizers raises bare Exception, and a panic is no Exception
+            raise UnreadableTokenizer(path, f"is no tokenizer ({one_line(error)})") from error
         self._tokenizer.no_truncation()  # the file may carry the settings of its training
         self._tokenizer.no_padding()
 
@@ -76,13 +81,16 @@ class Tokenizer:
 
         self.bos: int | None = self._special_id("bos_token")
         eos = generation_config.get("eos_token_id", config.get("eos_token_id"))
-        eos_ids = {*(eos if isinstance(eos, list) else [eos]), self._special_id("eos_token")}
-        self.eos_ids: frozenset[int] = frozenset(eos_ids - {None})
+        eos_ids = [*(eos if isinstance(eos, list) else [eos]), self._special_id("eos_token")]
+        if not all(token_id is None or _is_count(token_id) for token_id in eos_ids):
+            raise UnreadableTokenizer(directory, f"its eos_token_id is {str(eos)[:100]!r}, no token id")
+        self.eos_ids: frozenset[int] = frozenset(eos_ids) - {None}
         self.vocab_size: int = config.get("vocab_size", self._tokenizer.get_vocab_size())
-        length = config.get("max_position_embeddings", config.get("n_positions"))
-        if not isinstance(length, int):
-            raise UnreadableTokenizer(directory / "config.json", "names no max_position_embeddings")
-        self.max_model_len: int = length
+        lengths = [config[name] for name in CONTEXT_NAMES if config.get(name) is not None]
+        self.max_model_len: int = lengths[0] if lengths else 0
+        if not _is_count(self.vocab_size) or not _is_count(self.max_model_len):
+            sizes = f"a vocabulary of {self.vocab_size!r} and a context of {self.max_model_len!r} tokens"
+            raise UnreadableTokenizer(directory / "config.json", f"names {sizes[:200]}")
 
         self._template_source = _read_template(directory, settings)
         added = self._tokenizer.get_added_tokens_decoder()
@@ -159,7 +167,7 @@ class Tokenizer:
             raise ChatTemplateError("this model has no chat template; use plain completions instead")
         try:
             return _sandbox().from_string(self._template_source)
-        except jinja2.TemplateError as error:
+        except Exception as error:  # one that nests too deeply fails in Python's own compiler
             reason = f"the model's chat template does not parse ({error}); use plain completions instead"
             raise ChatTemplateError(reason) from error
 
@@ -316,27 +324,36 @@ def _read_json(path: Path, optional: bool = False) -> dict[str, Any]:
     if optional and not path.is_file():
         return {}
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        return read_json(path)
     except (OSError, ValueError) as error:
-        raise UnreadableTokenizer(path, f"cannot be read ({error})") from error
-    if not isinstance(content, dict):
-        raise UnreadableTokenizer(path, "holds no JSON object")
-    return content
+        raise UnreadableTokenizer(path, f"cannot be read ({one_line(error)})") from error
 
 
 def _read_template(directory: Path, settings: Mapping[str, Any]) -> str | None:
     path = directory / "chat_template.jinja"
-    if path.is_file():
-        return path.read_text(encoding="utf-8")
-    template = settings.get("chat_template")
-    if isinstance(template, list):  # several, each with a name
-        template = {entry["name"]: entry["template"] for entry in template}.get("default")
+    try:
+        if path.is_file():
+            return path.read_text(encoding="utf-8")
+        path = directory / "tokenizer_config.json"
+        template = settings.get("chat_template")
+        if isinstance(template, list):  # several, each with a name
+            template = {entry["name"]: entry["template"] for entry in template}.get("default")
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        raise UnreadableTokenizer(path, f"holds no chat template ({one_line(error)})") from error
+    if template is not None and not isinstance(template, str):
+        raise UnreadableTokenizer(path, f"has a chat template of type {type(template).__name__}")
     return template
 
 
 def _token_text(token: Any) -> str | None:
     """A special token stands in the files as its text, or as an object that holds it."""
-    return token.get("content") if isinstance(token, dict) else token
+    text = token.get("content") if isinstance(token, dict) else token
+    return text if isinstance(text, str) else None
+
+
+def _is_count(value: Any) -> bool:
+    """Whether `value` can be a token id, or a number of tokens."""
+    return type(value) is int and 0 <= value < 2**31
 
 
 def _byte_of_char() -> dict[str, int]:

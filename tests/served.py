@@ -19,8 +19,9 @@ import torch
 from transformers import LlamaConfig
 
 from lightkv.router.config import EngineConfig
+from lightkv.router.model_files import resolve
 from lightkv.router.service_client import UnixConnection
-from lightkv.router.weights import random_model, resolve
+from lightkv.router.weights import random_model
 
 MARK = "LIGHTKV_TEST_SERVICE"  # in the environment of each process of a service: what it is found by
 API_KEY = "a-key-of-the-tests"

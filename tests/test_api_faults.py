@@ -27,10 +27,10 @@ from hypothesis import strategies as st
 
 from lightkv.router.api_settings import ApiSettings
 from lightkv.router.config import EngineConfig
+from lightkv.router.model_files import resolve
 from lightkv.router.openai_protocol import ChatRequest, CompletionRequest
 from lightkv.router.service_messages import Refused
 from lightkv.router.tokenizer import Tokenizer
-from lightkv.router.weights import resolve
 
 
 @pytest.fixture(scope="module")

@@ -29,8 +29,8 @@ from fake_router import (
 from lightkv.router.api_settings import ApiSettings, ServeSettings
 from lightkv.router.child_process import signals_held_back
 from lightkv.router.config import EngineConfig
+from lightkv.router.model_files import resolve
 from lightkv.router.service_client import UnixConnection
-from lightkv.router.weights import resolve
 
 
 @pytest.fixture

@@ -14,7 +14,7 @@ from lightkv.integrations import cached_model, sampling
 from lightkv.integrations.cached_model import CachedModel, select
 from lightkv.integrations.sampling import Beam, beam_search, sample_parallel
 from lightkv.router import EngineConfig
-from lightkv.router.weights import resolve
+from lightkv.router.model_files import resolve
 
 PROMPTS = [[5], [5, 6, 7, 8], [11, 40, 3, 90, 22, 61, 17, 4, 33, 8, 70], list(range(20, 60))]
 

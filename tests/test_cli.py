@@ -19,7 +19,8 @@ from lightkv.router import LLM, EngineConfig, SamplingParams
 from lightkv.router.build import build_runner
 from lightkv.router.cli import app
 from lightkv.router.info import model_info
-from lightkv.router.weights import random_model, resolve
+from lightkv.router.model_files import resolve
+from lightkv.router.weights import random_model
 
 SMALL = ["--device", "cpu", "--max-total-tokens", "2048"]
 GREEDY = ["--temperature", "0", "--max-tokens", "6"]

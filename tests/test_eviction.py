@@ -15,8 +15,9 @@ from lightkv.integrations.cached_model import CachedModel
 from lightkv.integrations.eviction import HeavyHitters, highest
 from lightkv.integrations.streaming import Stream, Window
 from lightkv.router import EngineConfig
+from lightkv.router.model_files import resolve
 from lightkv.router.tokenizer import Tokenizer
-from lightkv.router.weights import load_model, resolve
+from lightkv.router.weights import load_model
 from lightkv.sequence import Sequence
 
 

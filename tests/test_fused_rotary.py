@@ -36,8 +36,9 @@ from lightkv.attention import AttentionMetadata, RotaryEmbedding, make_backends
 from lightkv.integrations.cached_model import CachedModel
 from lightkv.integrations.eviction import HeavyHitters
 from lightkv.integrations.fused_rotary import fused_layers, set_fused_forwards
+from lightkv.integrations.probe import probe
 from lightkv.integrations.streaming import Stream, Window
-from lightkv.integrations.transformers import bind, bound, compute, forward, probe
+from lightkv.integrations.transformers import bind, bound, compute, forward
 from lightkv.kv_memory import KVMemory
 from lightkv.router.packed_linear import pack_linears
 from lightkv.triton_kernels.write_kv import turn_reference

@@ -21,8 +21,8 @@ from lightkv.router import (
 )
 from lightkv.router.config import ATTENTION_BACKENDS
 from lightkv.router.llm import StepFailed
+from lightkv.router.model_files import DEFAULT_MODEL, ModelNotFound, resolve
 from lightkv.router.tokenizer import Tokenizer
-from lightkv.router.weights import DEFAULT_MODEL, ModelNotFound, resolve
 
 NEW_TOKENS = 24
 GREEDY = SamplingParams(temperature=0, max_tokens=NEW_TOKENS, ignore_eos=True)

@@ -9,6 +9,7 @@ import torch
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
+    DeepseekV3Config,
     DynamicCache,
     Gemma2Config,
     GPT2Config,
@@ -20,11 +21,12 @@ from transformers import (
 )
 
 from lightkv import OutOfRows, OutOfTokens, SequenceTooLong
+from lightkv.errors import UnsupportedModel
 from lightkv.integrations import hf_cache
 from lightkv.integrations.hf_cache import LightKVCache
 from lightkv.integrations.transformers import bind
 from lightkv.router import EngineConfig
-from lightkv.router.weights import resolve
+from lightkv.router.model_files import resolve
 
 VOCABULARY = 97
 SMALL = {
@@ -460,3 +462,11 @@ def test_smollm2(attention: str, device: torch.device) -> None:
         assert_same(generate(model, cache, texts, **options), expected[name])
         cache.kv.check()
         cache.reset()
+
+
+def test_latent_attention_is_refused_when_the_cache_is_made(device: torch.device) -> None:
+    sizes = {name: size for name, size in SMALL.items() if name != "head_dim"} | {"num_key_value_heads": 4}
+    model = make_model(DeepseekV3Config(**sizes, n_routed_experts=4, n_group=1, topk_group=1), device)
+    with pytest.raises(UnsupportedModel, match=r"layer 0 caches .* where its attention takes K and V as"):
+        LightKVCache(model, capacity=100)
+    assert not model._forward_hooks

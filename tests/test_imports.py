@@ -43,6 +43,7 @@ WITHOUT_TORCH = (
     "lightkv.router.launch",
     "lightkv.router.messages",
     "lightkv.router.metrics",
+    "lightkv.router.model_files",
     "lightkv.router.openai_protocol",
     "lightkv.router.openai_writer",
     "lightkv.router.router",

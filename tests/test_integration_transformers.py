@@ -8,6 +8,7 @@ import torch
 from transformers import (
     AutoModelForCausalLM,
     BertConfig,
+    DogeConfig,
     FalconConfig,
     Gemma2Config,
     Gemma3TextConfig,
@@ -17,17 +18,23 @@ from transformers import (
     LlamaConfig,
     LlamaForCausalLM,
     MistralConfig,
+    MixtralConfig,
+    NemotronConfig,
     OPTConfig,
     Phi3Config,
     PreTrainedConfig,
     PreTrainedModel,
     Qwen2Config,
     Qwen3Config,
+    RobertaConfig,
 )
+from transformers.models.llama.modeling_llama import LlamaMLP
 
 from lightkv import KVSpec
 from lightkv.attention import AttentionMetadata, AttentionOptions, LayerShape, make_backends
-from lightkv.integrations.transformers import UnsupportedModel, bind, forward, probe
+from lightkv.errors import UnsupportedModel
+from lightkv.integrations.probe import probe
+from lightkv.integrations.transformers import bind, forward
 from lightkv.kv_memory import KVMemory
 from lightkv.router.weights import position_limit
 
@@ -44,6 +51,13 @@ SMALL = {
     "pad_token_id": 0,
     "bos_token_id": 1,
     "eos_token_id": 2,
+}
+PLAIN = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "intermediate_size": 48,
 }
 WINDOWED = {**SMALL, "sliding_window": 6}
 MIXED = {**WINDOWED, "layer_types": ["sliding_attention", "full_attention"]}
@@ -185,7 +199,7 @@ def test_probe_takes_the_dtype_from_k_and_v(dtype: torch.dtype, device: torch.de
         pytest.param(GptOssConfig(**MIXED, num_local_experts=2, num_experts_per_tok=1), "s_aux", id="sinks"),
         pytest.param(
             Llama4TextConfig(**SMALL, attention_chunk_size=8, num_local_experts=2, intermediate_size_mlp=48),
-            "mask is neither causal nor the sliding window",
+            r"attention is chunked \(attention_chunk_size 8\)",
             id="chunked",
         ),
         pytest.param(
@@ -193,6 +207,24 @@ def test_probe_takes_the_dtype_from_k_and_v(dtype: torch.dtype, device: torch.de
             "AttentionInterface",
             id="no-interface",
         ),
+        pytest.param(
+            Llama4TextConfig(
+                **{**SMALL, "max_position_embeddings": 20_000},
+                layer_types=["full_attention", "full_attention"],
+                no_rope_layers=[1, 0],
+                num_local_experts=2,
+                intermediate_size_mlp=48,
+            ),
+            r"of a token after 19992 others depends on more than its position \(q of layer 1 differ",
+            id="tuned-temperature",
+        ),
+        pytest.param(
+            RobertaConfig(**PLAIN, is_decoder=True),
+            "does not count a text's positions from 0",
+            id="roberta",
+        ),
+        pytest.param(NemotronConfig(**SMALL), "hand keyword arguments on", id="no-arguments"),
+        pytest.param(DogeConfig(**SMALL), "changes its attention mask", id="own-mask"),
     ],
 )
 def test_probe_refuses_attention_that_is_not_ours(
@@ -205,9 +237,41 @@ def test_probe_refuses_attention_that_is_not_ours(
     assert model.config._attn_implementation == "eager"
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=["f32", "f16"])
+@pytest.mark.parametrize("name", ["mistral", "gemma3", "mixtral", "dynamic"])
+def test_probe_takes_packed_tokens_for_the_same(name: str, dtype: torch.dtype, device: torch.device) -> None:
+    dynamic = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0}
+    others = {
+        "mixtral": MixtralConfig(**SMALL, num_local_experts=4),
+        "dynamic": LlamaConfig(**SMALL, rope_parameters=dynamic),
+    }
+    model = make_model(CONFIGS[name] if name in CONFIGS else others[name], device).to(dtype)
+    assert probe(model).spec.dtype == dtype
+
+
+def test_probe_refuses_what_mixes_tokens_outside_attention(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own = LlamaMLP.forward
+
+    def with_the_token_before(self: Any, x: torch.Tensor) -> torch.Tensor:
+        return own(self, x + x.roll(1, dims=1))
+
+    monkeypatch.setattr(LlamaMLP, "forward", with_the_token_before)
+    model = make_model(CONFIGS["llama"], device)
+    with pytest.raises(UnsupportedModel, match=r"depends on the token's place in the batch \(q of layer 1"):
+        probe(model)
+
+
+def test_probe_needs_no_memory() -> None:
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(CONFIGS["gemma2"], dtype=torch.float16)
+    expected = probe(make_model(CONFIGS["gemma2"], torch.device("cpu")).half())
+    assert probe(model) == expected
+
+
 def test_probe_refuses_bidirectional_attention(device: torch.device) -> None:
-    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 48}
-    config = BertConfig(vocab_size=VOCABULARY, **sizes)
+    config = BertConfig(**PLAIN)
     with pytest.raises(UnsupportedModel, match="not causal"):
         probe(make_model(config, device))
 

@@ -19,7 +19,7 @@ from served import API_KEY, COMPLETIONS, Served, save_tiny_model, starting, wait
 from lightkv.router.child_process import command
 from lightkv.router.config import EngineConfig, InvalidConfig, ServiceConfig
 from lightkv.router.launch import CannotServe, serve
-from lightkv.router.weights import ModelNotFound
+from lightkv.router.model_files import ModelNotFound
 
 Start = Callable[..., Served]
 

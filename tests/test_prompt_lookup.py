@@ -13,7 +13,7 @@ from lightkv.integrations import prompt_lookup
 from lightkv.integrations.cached_model import CachedModel
 from lightkv.integrations.prompt_lookup import PromptLookup, generate
 from lightkv.router import EngineConfig
-from lightkv.router.weights import resolve
+from lightkv.router.model_files import resolve
 
 VOCABULARY = 23  # so few that runs repeat by chance
 PROMPTS = [[5], [5, 6, 5, 6, 5, 6], [11, 4, 3, 9, 2, 6, 1, 11, 4, 3], list(range(20)) * 2]

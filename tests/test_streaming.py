@@ -40,8 +40,9 @@ from lightkv.integrations.cached_model import CachedModel
 from lightkv.integrations.streaming import Stream, Window, stream
 from lightkv.kv_memory import KVMemory
 from lightkv.router import EngineConfig
+from lightkv.router.model_files import resolve
 from lightkv.router.tokenizer import Tokenizer
-from lightkv.router.weights import load_model, resolve
+from lightkv.router.weights import load_model
 
 CONTEXT = 64
 CONFIG: dict[str, Any] = {

@@ -13,6 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tokenizers import decoders, models, normalizers, processors
 
+from lightkv.router.model_files import DEFAULT_MODEL, resolve
 from lightkv.router.tokenizer import (
     ChatTemplateError,
     Detokenizer,
@@ -20,7 +21,6 @@ from lightkv.router.tokenizer import (
     Tokenizer,
     UnreadableTokenizer,
 )
-from lightkv.router.weights import DEFAULT_MODEL, resolve
 
 TEXTS = {
     "plain": "Hello, world! It's 12 345 o'clock.",

@@ -13,15 +13,14 @@ from tiny_files import save_tiny, tiny_config
 from transformers import AutoModelForCausalLM
 
 from lightkv.router import weights
+from lightkv.router.model_files import UnreadableWeights, resolve
 from lightkv.router.weights import (
     ModelTooLarge,
-    UnreadableWeights,
     UnsupportedModel,
     check_supported,
     load_model,
     position_limit,
     random_model,
-    resolve,
 )
 
 CPU = torch.device("cpu")

@@ -32,8 +32,10 @@ from ..prefix_tree import TOKEN_BYTES
 from ..sequence import Sequence
 from ..staging import upload
 from ..token_ids import TokenIds, int32_bytes
+from .context import context_length
 from .exact_rotary import find_rotary, make_exact
-from .transformers import ModelShape, PackedStep, Receiver, bind, compute, probe
+from .probe import ModelShape, probe
+from .transformers import PackedStep, Receiver, bind, compute
 
 
 class CachedModel:
@@ -67,7 +69,7 @@ class CachedModel:
             raise UnsupportedModel(type(model).__name__, reason)
         rotary = find_rotary(model) if exact_positions else None
         self.model = model
-        self.context: int = model.config.get_text_config().max_position_embeddings
+        self.context = context_length(model.config.get_text_config()) or capacity
         self.exact_positions = exact_positions
         self.cache, self.step = assemble(model, shape, capacity, max_sequences, max_entries, backend, rotary)
         bind(model)
@@ -165,7 +167,8 @@ def assemble(
 
     The arguments are those of `CachedModel`. The model is left alone. Raises UnknownBackend, OutOfMemory.
     """
-    max_entries = max_entries or min(capacity, model.config.get_text_config().max_position_embeddings)
+    context = context_length(model.config.get_text_config()) or capacity
+    max_entries = max_entries or min(capacity, context)
     backends = make_backends(backend, model.device, shape.layers, rotary)
     cache = KVCache(shape.spec, capacity, max_sequences, max_entries, model.device)
     metadata = AttentionMetadata(max_sequences, max_sequences * max_entries, cache.memory)

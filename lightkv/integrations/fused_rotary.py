@@ -18,6 +18,7 @@ from transformers import PreTrainedModel
 from lightkv.triton_kernels.write_kv import split_qkv
 
 from ..attention import RotaryEmbedding
+from .context import context_length
 
 if TYPE_CHECKING:
     from .transformers import Receiver
@@ -120,7 +121,7 @@ def fuse(model: PreTrainedModel, implementation: str, run: Run) -> None:
     watches = {module: _Watch(module, implementation) for module in model.modules() if _is_candidate(module)}
     if not watches:
         return
-    context = getattr(model.config.get_text_config(), "max_position_embeddings", None) or _CONTEXT
+    context = context_length(model.config.get_text_config()) or _CONTEXT
     # Eight, for every input and every table of `_find` at a low position and at a high one.
     places = (0, 1, 2, 3, context // 3, context // 2, context - 2, context - 1)
     positions = [max(0, min(place, context - 1)) for place in places]

@@ -34,7 +34,8 @@ from ..prefix_tree import TOKEN_BYTES
 from ..sequence import Sequence
 from ..staging import upload
 from .cached_model import assemble, select
-from .transformers import ATTENTION, PackedStep, probe
+from .probe import probe, require_plain_cache
+from .transformers import ATTENTION, PackedStep
 
 
 class _Part(NamedTuple):
@@ -86,6 +87,7 @@ class LightKVCache(Cache):
         backend: str | None = None,
     ) -> None:
         shape = probe(model)
+        require_plain_cache(model, shape)
         super().__init__(layers=[_Layer(self, layer_idx) for layer_idx in range(shape.spec.num_layers)])
         self.kv, self._step = assemble(model, shape, capacity, max_sequences, max_entries, backend)
         self._sequences: list[Sequence] = []  # of every row of the batch

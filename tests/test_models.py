@@ -1,0 +1,107 @@
+"""Which of transformers' causal language models run, and why the others are refused: docs/models.md.
+
+`python tests/test_models.py` writes that page anew.
+"""
+
+import tempfile
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+import transformers
+from tiny_architectures import architecture, cases, outcome, tiny
+
+from lightkv.errors import UnsupportedModel
+from lightkv.router import LLM
+
+PAGE = Path(__file__).parents[1] / "docs" / "models.md"
+HEAD = f"""# Models
+
+Of the causal language models in transformers {transformers.__version__}, these run, and these are refused.
+`make test-all` checks this page: a tiny random model of each architecture has to give the same greedy answers
+on lightkv (prompts of several lengths side by side, in chunks, one of them sharing a prefix) as in
+transformers' own `generate`, or has to be refused for the reason given, before its weights and its tokenizer
+are read.
+`python tests/test_models.py` writes the page anew.
+
+What is in brackets is the field of the configuration that makes the difference.
+"""
+
+
+def page(outcomes: dict[tuple[str, str], str | None]) -> str:
+    """docs/models.md, of every case's reason to be refused; None where it runs."""
+    refused: dict[str, list[str]] = defaultdict(list)
+    runs = []
+    for (name, variant), reason in outcomes.items():
+        shown = f"{architecture(name)} ({variant})" if variant else architecture(name)
+        (runs if reason is None else refused[reason]).append(shown)
+    lines = [HEAD, f"## {len(set(runs))} run", ""]
+    lines += [", ".join(sorted(set(runs))), ""]
+    lines += [f"## {len(outcomes) - len(runs)} are refused", "", "| because | architectures |", "|---|---|"]
+    for reason, names in sorted(refused.items(), key=lambda item: (-len(item[1]), item[0])):
+        lines.append(f"| {reason} | {', '.join(sorted(set(names)))} |")
+    return "\n".join(lines) + "\n"
+
+
+def outcomes(directory: Path) -> dict[tuple[str, str], str | None]:
+    return {case: outcome(*case, directory / "-".join(case)) for case in cases()}
+
+
+@pytest.mark.slow
+def test_the_page_tells_what_runs(tmp_path: Path) -> None:
+    assert PAGE.read_text(encoding="utf-8") == page(outcomes(tmp_path))
+
+
+@pytest.mark.parametrize("name", ["gemma3_text", "qwen3_moe", "opt"])
+def test_runs(name: str, tmp_path: Path) -> None:
+    assert outcome(name, "", tmp_path) is None
+
+
+REFUSED = {
+    ("bert", ""): "encoder",
+    ("bloom", ""): "AttentionInterface",
+    ("deepseek_v3", ""): "latent",
+    ("doge", ""): "changes its attention mask",
+    ("gemma3n_text", ""): "another layer's K/V",
+    ("gpt_oss", ""): "learned sinks",
+    ("llama4_text", ""): "chunked_attention",
+    ("llama4_text", "full attention only"): "attn_temperature_tuning",
+    ("mamba", ""): "recurrent state",
+    ("mpt", ""): "AttentionInterface",
+    ("musicgen", ""): "encoder-decoder",
+    ("nemotron", ""): "hand keyword arguments on",
+    ("roberta", "is_decoder"): "does not count a text's positions from 0",
+    ("rwkv", ""): "recurrent state",
+    ("xmod", "is_decoder"): "does not count a text's positions from 0",
+}
+
+
+@pytest.mark.parametrize(("case", "reason"), REFUSED.items(), ids=["-".join(case) for case in REFUSED])
+def test_is_refused_before_weights_and_tokenizer_are_read(
+    case: tuple[str, str], reason: str, tmp_path: Path
+) -> None:
+    config = tiny(*case)
+    config.save_pretrained(tmp_path)
+    refuses(tmp_path, config, reason)
+
+
+def test_is_refused_without_being_a_causal_model(tmp_path: Path) -> None:
+    config = transformers.T5Config(architectures=["T5ForConditionalGeneration"])
+    config.save_pretrained(tmp_path)
+    refuses(tmp_path, config, "encoder-decoder")
+
+
+def refuses(directory: Path, config: Any, reason: str) -> None:
+    for name in ("model.safetensors", "tokenizer.json"):
+        (directory / name).write_text("neither weights nor a tokenizer")
+    with pytest.raises(UnsupportedModel, match=reason) as raised:
+        LLM(str(directory))
+    assert raised.value.architecture == config.architectures[0]
+    assert "\n" not in str(raised.value)
+    assert "Error" not in str(raised.value)
+
+
+if __name__ == "__main__":
+    with tempfile.TemporaryDirectory() as scratch:
+        PAGE.write_text(page(outcomes(Path(scratch))), encoding="utf-8")
