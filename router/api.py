@@ -5,6 +5,7 @@ are `generation.py`'s, JSON shapes `openai_protocol.py`'s. Loads no torch.
 """
 
 import asyncio
+import hashlib
 import socket
 import sys
 import time
@@ -12,7 +13,7 @@ from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -26,11 +27,11 @@ from starlette.types import Receive, Scope, Send
 
 from lightkv import __version__
 from lightkv.errors import LightKVError
-from lightkv.token_ids import int32_bytes
 
 from . import api_document as document
+from . import unsupported_fields
 from .api_server import make_server
-from .api_settings import ApiSettings, ServeSettings
+from .api_settings import NAMESPACE_HEADER, ApiSettings, ServeSettings
 from .child_process import ignore_signals
 from .generation import Backend, Generation, GenerationFailed, GenerationLost, Question
 from .http_guard import OPEN_PATHS, Guard, error_response
@@ -49,14 +50,14 @@ from .openai_protocol import (
     error_body,
 )
 from .openai_writer import ChatWriter, CompletionWriter, usage_of
+from .prompt_reader import Chat, PromptReader, Room
 from .request import InvalidPrompt, NeverFits
+from .request_body import BodyRoom, body_route
 from .router_client import RequestRefused, RouterClient, RouterUnreachable
-from .sampling_params import InvalidParams
+from .sampling_params import MAX_COUNT, InvalidParams
 from .tokenizer import ChatTemplateError, Tokenizer, UnreadableTokenizer
+from .unsupported_fields import refuse_unsupported
 
-T = TypeVar("T")
-
-INLINE_ITEMS = 4096  # characters or tokens whose conversion takes about a millisecond: not worth a thread
 NUM_TEXT_THREADS = 2
 _STATUS_OF_REFUSAL = {"invalid": 400, "never_fits": 400, "queue_full": 429, "unavailable": 503}
 _STREAM_HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}  # proxies pass it on at once
@@ -67,6 +68,15 @@ class UnknownModel(LightKVError):
 
     def __init__(self, model: str, known: list[str]) -> None:
         super().__init__(f"the model {model!r} does not exist here; there is {', '.join(known)}")
+
+
+class InvalidHeader(LightKVError):
+    """A header that the service needs is missing, empty or there several times."""
+
+    def __init__(self, name: str, num_given: int) -> None:
+        super().__init__(
+            f"{num_given} headers {name} were sent, or an empty one; send one, which names the cache namespace"
+        )
 
 
 class _EventStream(StreamingResponse):
@@ -88,6 +98,7 @@ class _Api:
         self._backend = backend
         self._client = backend.client
         self._tokenizer = backend.tokenizer
+        self._prompts = PromptReader(backend.tokenizer)
         self._settings = settings
         self._created = int(time.time())
 
@@ -100,15 +111,21 @@ class _Api:
             most = f"1 to {self._settings.max_answers} of them, times n"
             raise InvalidParams("prompt", f"{len(body.prompts)} prompts", most)
         self._check_queue(len(body.prompts), params.n)
-        prompts = [await self._prompt_ids(prompt) for prompt in body.prompts]
-        for prompt_ids in prompts:
-            _check_fits(prompt_ids.size, params.max_tokens, info.limits.max_model_len)
+        namespace = self._namespace(request, body)
+        context = info.limits.max_model_len
+        room = Room(context, body.num_kept(params.max_tokens, context))
+        prompts = []
+        for prompt in body.prompts:  # each is refused before the next is converted
+            prompt_ids = await self._prompt_ids(prompt, body.add_special_tokens is not False, room)
+            _check_fits(prompt_ids.size, params.max_tokens, context)
+            prompts.append(prompt_ids)
         shown = []
         if body.echo:
-            pairs = zip(body.prompts, prompts, strict=True)
-            shown = [text if isinstance(text, str) else self._text(prompt_ids) for text, prompt_ids in pairs]
+            for text, prompt_ids in zip(body.prompts, prompts, strict=True):
+                is_whole = isinstance(text, str) and room.num_kept is None
+                shown.append(str(text) if is_whole else await self._prompts.text_of(prompt_ids))
         question = Question(
-            [prompt_ids.tobytes() for prompt_ids in prompts], params, self._priority(body), body.namespace
+            [prompt_ids.tobytes() for prompt_ids in prompts], params, self._priority(body), namespace
         )
         writer = CompletionWriter(model, self._tokenizer, shown)
         return await self._answer(question, writer, body, request.receive)
@@ -116,32 +133,34 @@ class _Api:
     async def chat(self, body: ChatRequest, request: Request) -> Response:
         """Answer a chat."""
         model = self._model(body.model)
-        params = body.params(1)  # what is out of bounds is told before anything is computed
+        params = body.params(MAX_COUNT)  # what is out of bounds is told before anything is computed
         info = self._client.ready_info()
         if params.n > self._settings.max_answers:
             raise InvalidParams("n", params.n, f"1 to {self._settings.max_answers}")
         self._check_queue(1, params.n)
-        messages = [message.plain() for message in body.messages]
-        prompt_ids = await self._chat_ids(messages, body.add_generation_prompt is not False)
-        longest = min(info.limits.max_model_len, info.capacity + 1)  # the last token takes no slot
+        namespace = self._namespace(request, body)
+        context = info.limits.max_model_len
+        room = Room(context, body.num_kept(body.given_max_tokens(1), context))
+        prompt_ids = await self._prompts.ids_of_chat(_chat(body), room)
+        longest = min(context, info.capacity + 1)  # the last token takes no slot
         params = body.params(max(longest - prompt_ids.size, 1))
-        _check_fits(prompt_ids.size, params.max_tokens, info.limits.max_model_len)
-        question = Question([prompt_ids.tobytes()], params, self._priority(body), body.namespace)
+        _check_fits(prompt_ids.size, params.max_tokens, context)
+        question = Question([prompt_ids.tobytes()], params, self._priority(body), namespace)
         return await self._answer(question, ChatWriter(model, self._tokenizer), body, request.receive)
 
     async def tokenize(self, body: TokenizeRequest) -> Response:
-        """The tokens of a prompt, or of a chat."""
+        """The tokens of a prompt, or of a chat: of no more characters than a context could hold."""
         self._model(body.model)
+        refuse_unsupported(body.model_extra or {}, unsupported_fields.CHAT)
+        room = Room(self._max_model_len)
         if body.prompt is not None and body.messages is None:
-            special = body.add_special_tokens is not False
-            ids = await _convert(len(body.prompt), lambda: self._tokenizer.encode(body.prompt or "", special))
+            ids = await self._prompts.ids_of_text(body.prompt, body.add_special_tokens is not False, room)
         elif body.messages is not None and body.prompt is None:
-            messages = [message.plain() for message in body.messages]
-            ids = await self._chat_ids(messages, body.add_generation_prompt is not False)
+            ids = await self._prompts.ids_of_chat(_chat(body), room)
         else:
             raise InvalidPrompt("there is no prompt and no chat, or both; give either prompt or messages")
         tokens = ids.tolist()
-        strings = [self._text([token]) for token in tokens] if body.return_token_strs else None
+        strings = await self._prompts.texts_of_each(tokens) if body.return_token_strs else None
         return _json(
             Tokenized(count=len(tokens), max_model_len=self._max_model_len, tokens=tokens, token_strs=strings)
         )
@@ -149,8 +168,7 @@ class _Api:
     async def detokenize(self, body: DetokenizeRequest) -> Response:
         """The text of tokens."""
         self._model(body.model)
-        text = await _convert(len(body.tokens), lambda: self._text(body.tokens))
-        return _json(Detokenized(prompt=text))
+        return _json(Detokenized(prompt=await self._prompts.text_of(body.tokens)))
 
     async def models(self) -> Response:
         """The names that requests may call the model by."""
@@ -212,20 +230,25 @@ class _Api:
                 pass
             return _json(writer.whole(generation))
 
-    async def _prompt_ids(self, prompt: str | list[int]) -> np.ndarray:
+    async def _prompt_ids(self, prompt: str | list[int], add_special_tokens: bool, room: Room) -> np.ndarray:
         if isinstance(prompt, str):
-            return await _convert(len(prompt), lambda: self._tokenizer.encode(prompt))
-        try:
-            return np.frombuffer(int32_bytes(prompt), dtype=np.int32)
-        except ValueError as error:
-            raise InvalidPrompt(str(error)) from error
+            return await self._prompts.ids_of_text(prompt, add_special_tokens, room)
+        return await self._prompts.ids_of_ids(prompt, room)
 
-    async def _chat_ids(self, messages: list[dict[str, Any]], add_generation_prompt: bool) -> np.ndarray:
-        num_chars = sum(len(message["content"]) for message in messages)
-        return await _convert(num_chars, lambda: self._tokenizer.encode_chat(messages, add_generation_prompt))
-
-    def _text(self, token_ids: Sequence[int] | np.ndarray) -> str:
-        return self._tokenizer.decode(token_ids, skip_special_tokens=False)
+    def _namespace(self, request: Request, body: GenerationRequest) -> tuple[str, ...]:
+        """Within which prefixes are shared. Raises InvalidHeader."""
+        match self._settings.cache_namespace:
+            case "key":
+                tenant: bytes = request.state.api_key
+            case "header":
+                values = request.headers.getlist(NAMESPACE_HEADER)
+                if len(values) != 1 or not values[0]:
+                    raise InvalidHeader(NAMESPACE_HEADER, len(values))
+                tenant = values[0].encode("latin-1")
+            case _:
+                return body.namespace
+        # The router keeps the names of its prefix trees; it need not have anyone's key.
+        return (hashlib.sha256(tenant).hexdigest(), *body.namespace)
 
     def _check_queue(self, num_prompts: int, n: int) -> None:
         """Raises InvalidParams for more answers than could ever wait at once: they are queued all or none."""
@@ -269,9 +292,11 @@ class _Api:
 def create_app(client: RouterClient, tokenizer: Tokenizer, settings: ApiSettings) -> FastAPI:
     """The HTTP application, over a connected client."""
     metrics = ServiceMetrics(settings.model_names[0], lambda: client.heard)
-    api = _Api(Backend(client, tokenizer, metrics), settings)
+    api = _Api(Backend(client, tokenizer, metrics, settings.report_cached_tokens), settings)
     app = document.DocumentedApp(title="lightkv", version=__version__, docs_url=None, redoc_url=None)
-    app.add_middleware(Guard, api_key=settings.api_key, max_body_bytes=settings.max_body_bytes)
+    room = BodyRoom(settings.max_body_bytes, settings.max_unread_bytes, 2 * tokenizer.max_model_len)
+    app.router.route_class = body_route(room)
+    app.add_middleware(Guard, api_keys=settings.api_keys, max_body_bytes=settings.max_body_bytes)
     app.add_exception_handler(HTTPException, _on_http_error)
     app.add_exception_handler(RequestValidationError, _on_invalid_body)
     app.add_exception_handler(LightKVError, _on_refusal)
@@ -285,7 +310,7 @@ def create_app(client: RouterClient, tokenizer: Tokenizer, settings: ApiSettings
         errors: Sequence[int] = (),
         described: dict[str, Any] | None = None,
     ) -> None:
-        needs_key = settings.api_key is not None and path not in OPEN_PATHS
+        needs_key = bool(settings.api_keys) and path not in OPEN_PATHS
         app.add_api_route(
             path,
             endpoint,
@@ -346,6 +371,7 @@ def main() -> int:
     Signals are the launcher's. Returns 1: this ends because the router did, or never began.
     """
     ignore_signals()
+    sys.set_int_max_str_digits(640)  # the least that Python allows: longer numbers take long to parse
     settings = msgspec.json.decode(sys.stdin.buffer.read(), type=ServeSettings)
     try:
         uvloop.run(serve(settings))
@@ -404,9 +430,14 @@ async def _ended_with_client(receive: Receive, generation: Generation) -> AsyncI
         generation.close()
 
 
-async def _convert(num_items: int, function: Callable[[], T]) -> T:
-    """What `function` returns; in a thread if it is long, so that nothing else waits for it."""
-    return function() if num_items <= INLINE_ITEMS else await asyncio.to_thread(function)
+def _chat(body: ChatRequest | TokenizeRequest) -> Chat:
+    """Raises InvalidParams."""
+    return Chat(
+        [message.plain() for message in body.messages or ()],
+        body.add_generation_prompt is not False,
+        body.add_special_tokens is True,
+        body.chat_template_kwargs or {},
+    )
 
 
 def _check_fits(num_prompt: int, max_tokens: int, max_model_len: int) -> None:
@@ -441,7 +472,7 @@ async def _on_refusal(request: Request, error: Exception) -> Response:
             status = _STATUS_OF_REFUSAL[error.kind]
         case InvalidParams():
             status, param = 400, error.field
-        case NeverFits() | InvalidPrompt() | ChatTemplateError():
+        case NeverFits() | InvalidPrompt() | ChatTemplateError() | InvalidHeader():
             status = 400
         case UnknownModel():
             status, param = 404, "model"

@@ -65,10 +65,13 @@ def _config_options(
     config: type[EngineConfig] | type[ServiceConfig] | type[SimulationConfig], panel: str
 ) -> list[inspect.Parameter]:
     kinds = get_type_hints(config)
-    return [
-        _option(field.name, kinds[field.name], field.default, config.help(field.name), panel)
-        for field in fields(config)
-    ]
+    options = []
+    for field in fields(config):
+        kind, default = kinds[field.name], field.default
+        if kind == tuple[str, ...]:  # an option that may be given several times
+            kind, default = list[str], None
+        options.append(_option(field.name, kind, default, config.help(field.name), panel))
+    return options
 
 
 def _sampling_options() -> list[inspect.Parameter]:
@@ -107,7 +110,9 @@ _takes_engine = _with_options(
     "config", _config_options(EngineConfig, "Engine"), lambda values: EngineConfig(**values)
 )
 _takes_service = _with_options(
-    "service", _config_options(ServiceConfig, "Service"), lambda values: ServiceConfig(**values)
+    "service",
+    _config_options(ServiceConfig, "Service"),
+    lambda values: ServiceConfig(**values | {"api_key": tuple(values["api_key"] or ())}),
 )
 _takes_simulation = _with_options(
     "config", _config_options(SimulationConfig, "Simulation"), lambda values: SimulationConfig(**values)

@@ -23,7 +23,8 @@ class Completion:
         self.finish_reason: str | None = None
         self.stopped = False
         self._pieces: list[str] = []
-        self._detokenizer = Detokenizer(tokenizer)
+        self._min_tokens = params.min_tokens
+        self._detokenizer = Detokenizer(tokenizer, params.skip_special_tokens)
         self._checker = StopChecker(params.stops, params.include_stop_str_in_output)
 
     @property
@@ -41,9 +42,9 @@ class Completion:
             if event.logprobs is not None:
                 self.logprobs.append(event.logprobs)
             if event.finish_reason != "stop":  # a stop token is no part of the text
-                added = self._checker.push(self._detokenizer.push((event.token,)))
+                added = self._check(self._detokenizer.push((event.token,)))
         if self._checker.hit is None and event.finish_reason is not None:
-            added += self._checker.push(self._detokenizer.finish())
+            added += self._check(self._detokenizer.finish())
             if self._checker.hit is None:
                 added += self._checker.finish()
         if self._checker.hit is not None:
@@ -53,3 +54,8 @@ class Completion:
             self.finish_reason = event.finish_reason
         self._pieces.append(added)
         return added
+
+    def _check(self, text: str) -> str:
+        """The part of `text` that may be shown. In the text of the first `min_tokens` no stop string ends."""
+        may_end = len(self.token_ids) > self._min_tokens
+        return self._checker.push(text) if may_end else self._checker.skip(text)

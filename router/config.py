@@ -10,9 +10,11 @@ from typing import Any
 from lightkv.errors import LightKVError
 
 from .admission import ADMISSIONS, TTFT_TARGET
+from .api_settings import NAMESPACE_HEADER
 
 DTYPES = ("auto", "float32", "float16", "bfloat16")
 ATTENTION_BACKENDS = ("torch", "triton")
+CACHE_NAMESPACES = ("key", "header")
 MAX_SECONDS = 86_400.0
 API_KEY_VARIABLE = "LIGHTKV_API_KEY"  # of the environment: a machine's users see one another's command lines
 
@@ -107,10 +109,21 @@ class ServiceConfig:
     uds: str | None = _setting(
         None, "Path of a unix socket to listen on, in place of --host and --port; for this user alone."
     )
-    api_key: str | None = _setting(
+    api_key: tuple[str, ...] = _setting(
+        (),
+        f"What clients have to send as their key; may be given several times. Better given in the environment, "
+        f"{API_KEY_VARIABLE}, or in a file: command lines are seen by all of a machine's users.",
+    )
+    api_key_file: str | None = _setting(None, "File of further keys, one a line.")
+    report_cached_tokens: bool = _setting(
+        False,
+        "Tell clients in usage how many tokens of a prompt were cached. It lets a client find out, token by "
+        "token, what others have asked.",
+    )
+    cache_namespace: str | None = _setting(
         None,
-        f"What clients have to send as their key. Better given in the environment, {API_KEY_VARIABLE}: "
-        "command lines are seen by all of a machine's users.",
+        "Share cached prefixes only within one API key (key), or within one value of the header "
+        f"{NAMESPACE_HEADER} (header), which a proxy has to set. Default: within the whole service.",
     )
     ssl_certfile: str | None = _setting(None, "Certificate chain, PEM: makes it HTTPS.")
     ssl_keyfile: str | None = _setting(None, "The certificate's key, PEM, if it is in a file of its own.")
@@ -145,11 +158,14 @@ class ServiceConfig:
         if self.step_timeout is not None and not 0.0 < self.step_timeout <= MAX_SECONDS:
             most = f"seconds above 0 and up to {MAX_SECONDS:.0f}"
             raise InvalidConfig(f"--step-timeout is {self.step_timeout}; give {most}")
-        if self.api_key is not None and (not self.api_key or self.api_key != self.api_key.strip()):
+        if any(not key or key != key.strip() for key in self.api_key):
             raise InvalidConfig("--api-key is empty, or has spaces around it; give a key without")
+        if self.cache_namespace not in (None, *CACHE_NAMESPACES):
+            known = " or ".join(CACHE_NAMESPACES)
+            raise InvalidConfig(f"--cache-namespace is {self.cache_namespace!r}; give {known}")
         if self.ssl_keyfile is not None and self.ssl_certfile is None:
             raise InvalidConfig("--ssl-keyfile is given without --ssl-certfile; give both")
-        for name in ("host", "uds", "served_model_name", "socket_dir"):
+        for name in ("host", "uds", "served_model_name", "socket_dir", "api_key_file"):
             if getattr(self, name) == "":
                 raise InvalidConfig(f"{_flag(name)} is empty; give one, or leave it out")
 

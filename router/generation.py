@@ -73,11 +73,15 @@ class Piece:
 
 @dataclass(frozen=True)
 class Backend:
-    """What answers are made with: the way to the router, the model's text, and the measurements."""
+    """What answers are made with: the way to the router, the model's text, and the measurements.
+
+    `reports_cached_tokens`: whether clients are told how much of a prompt was cached.
+    """
 
     client: RouterClient
     tokenizer: Tokenizer
     metrics: ServiceMetrics
+    reports_cached_tokens: bool = False
 
     async def generate(self, question: Question) -> "Generation":
         """Queue every answer, or none. Raises RequestRefused."""
@@ -110,13 +114,21 @@ class Backend:
                         question.namespace,
                     )
                 )
-        return Generation(question, answers, await self.client.submit(submits))
+        events = await self.client.submit(submits)
+        return Generation(question, answers, events, self.reports_cached_tokens)
 
 
 class Generation:
     """All answers of one HTTP request, which are on their way. `close` ends what still grows."""
 
-    def __init__(self, question: Question, answers: dict[str, Answer], events: AnswerStream) -> None:
+    def __init__(
+        self,
+        question: Question,
+        answers: dict[str, Answer],
+        events: AnswerStream,
+        reports_cached_tokens: bool = False,
+    ) -> None:
+        self._reports_cached_tokens = reports_cached_tokens
         self.answers = list(answers.values())
         self._question = question
         self._growing = answers
@@ -128,8 +140,10 @@ class Generation:
         return sum(map(len, self._question.prompts)) // TOKEN_BYTES
 
     @property
-    def num_cached_tokens(self) -> int:
-        """Prompt tokens found in the cache: of each prompt's first answer."""
+    def num_cached_tokens(self) -> int | None:
+        """Prompt tokens found in the cache: of each prompt's first answer. None where clients are not told."""
+        if not self._reports_cached_tokens:
+            return None
         return sum(answer.num_cached for answer in self.answers[:: self._question.params.n])
 
     @property

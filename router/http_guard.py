@@ -1,16 +1,15 @@
-"""What is turned away before it reaches a route: requests without the key, and bodies too large.
+"""What is turned away before it reaches a route: requests without a key, and bodies announced as too large.
 
 Knows HTTP and OpenAI's error body; knows no route.
 """
 
 import hmac
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from starlette.datastructures import Headers
-from starlette.exceptions import HTTPException
 from starlette.responses import Response
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from .openai_protocol import error_body
 
@@ -19,12 +18,12 @@ RETRY_AFTER = {429: "1", 503: "5"}  # seconds
 
 
 class Guard:
-    """Lets a request through to `app`, or answers it: 401 without `api_key` (None: no key is needed), 413 for a
-    body of more than `max_body_bytes`, whether or not it said so beforehand."""
+    """Lets a request through to `app`, or answers it: 401 without one of `api_keys` (if there are any), 413 where
+    its headers announce more than `max_body_bytes`. Puts the key that was given into the request's state."""
 
-    def __init__(self, app: ASGIApp, api_key: str | None, max_body_bytes: int) -> None:
+    def __init__(self, app: ASGIApp, api_keys: Sequence[str], max_body_bytes: int) -> None:
         self._app = app
-        self._expected = None if api_key is None else api_key.encode()
+        self._keys = [key.encode() for key in api_keys]
         self._max_body_bytes = max_body_bytes
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -33,38 +32,28 @@ class Guard:
             return
         headers = Headers(scope=scope)
         length = headers.get("content-length", "0")
-        if scope["path"] not in OPEN_PATHS and not self._has_key(headers.get("authorization", "")):
+        key = self._key(headers.get("authorization", ""))
+        scope.setdefault("state", {})["api_key"] = key
+        if self._keys and key is None and scope["path"] not in OPEN_PATHS:
             response = error_response(401, "give the service's key: Authorization: Bearer KEY")
             await response(scope, receive, send)
         elif length.isdecimal() and int(length) > self._max_body_bytes:
             await error_response(413, self._too_large)(scope, receive, send)
         else:
-            await self._app(scope, self._counted(receive), send)
+            await self._app(scope, receive, send)
 
     @property
     def _too_large(self) -> str:
         return f"the body has more than {self._max_body_bytes} bytes; send less at once"
 
-    def _has_key(self, authorization: str) -> bool:
-        if self._expected is None:
-            return True
-        scheme, _, key = authorization.partition(" ")
-        # Headers are latin-1: the bytes that were sent. The whole key is compared, whatever differs first.
-        is_same = hmac.compare_digest(key.strip().encode("latin-1"), self._expected)
-        return is_same and scheme.lower() == "bearer"
-
-    def _counted(self, receive: Receive) -> Receive:
-        num_bytes = 0
-
-        async def counted() -> Message:
-            nonlocal num_bytes
-            message = await receive()
-            num_bytes += len(message.get("body", b""))
-            if num_bytes > self._max_body_bytes:
-                raise HTTPException(413, self._too_large)
-            return message
-
-        return counted
+    def _key(self, authorization: str) -> bytes | None:
+        """The key that a request gave, if it is one of the service's."""
+        scheme, _, given = authorization.partition(" ")
+        if scheme.lower() != "bearer":
+            return None
+        # Headers are latin-1: the bytes that were sent. Each whole key is compared, whatever differs first.
+        equal = [key for key in self._keys if hmac.compare_digest(given.strip().encode("latin-1"), key)]
+        return equal[0] if equal else None
 
 
 def error_response(

@@ -24,6 +24,7 @@ from collections.abc import AsyncIterator, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Literal, cast
 
 import msgspec
 from rich.console import Console
@@ -80,6 +81,7 @@ def serve(engine: EngineConfig, service: ServiceConfig, notes: Console) -> int:
     """
     before = signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C, until the processes run
     try:
+        service = _with_all_keys(service)
         _check_certificate(service)
         with _take_site(service) as site:
             with progress(notes, f"looking for {engine.model}") as report:
@@ -95,6 +97,27 @@ def serve(engine: EngineConfig, service: ServiceConfig, notes: Console) -> int:
 
 # --------------------------------------------------------------------------------
 # What is taken before anything is loaded
+
+
+def _with_all_keys(service: ServiceConfig) -> ServiceConfig:
+    """The same, with the keys of its file among its keys."""
+    keys = service.api_key
+    if service.api_key_file is not None:
+        try:
+            lines = Path(service.api_key_file).read_text(encoding="utf-8").splitlines()
+        except (OSError, ValueError) as error:
+            raise CannotServe(f"--api-key-file {service.api_key_file} cannot be read ({error})") from error
+        found = tuple(line.strip() for line in lines if line.strip())
+        if not found:
+            raise InvalidConfig(
+                f"--api-key-file {service.api_key_file} holds no key; write one a line into it"
+            )
+        keys += found
+    if service.cache_namespace == "key" and not keys:
+        raise InvalidConfig(
+            "--cache-namespace is 'key', and there is no --api-key; give some, or another namespace"
+        )
+    return replace(service, api_key=keys, api_key_file=None)
 
 
 def _check_certificate(service: ServiceConfig) -> None:
@@ -328,7 +351,9 @@ class _Service:
         settings = ServeSettings(
             api=ApiSettings(
                 model_names=[self._model],
-                api_key=self._service.api_key,
+                api_keys=list(self._service.api_key),
+                report_cached_tokens=self._service.report_cached_tokens,
+                cache_namespace=cast(Literal["key", "header"] | None, self._service.cache_namespace),
                 allow_priority=self._service.allow_priority,
                 max_queued_requests=self._service.max_queued_requests,
                 max_connections=self._service.max_queued_requests + _MORE_CONNECTIONS,
@@ -369,7 +394,7 @@ class _Service:
             assert api.stdout is not None
             if not await api.stdout.readline():
                 return
-        if self._service.api_key is None and not self._site.is_local:
+        if not self._service.api_key and not self._site.is_local:
             say(self._notes, "no --api-key: whoever reaches this address can use the service")
         print(f"lightkv serves {self._model} at {self._site.url}", flush=True)
         async for status in changes:

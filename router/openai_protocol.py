@@ -1,8 +1,9 @@
 """OpenAI's requests and responses as types: what clients send, checked, and what they are sent.
 
-Requests are pydantic models: types are checked exactly, null means the default, unknown fields are ignored, and
-what a field would change but this service cannot do is refused. Ranges are `SamplingParams`' own. Responses are
-typed dicts: pydantic documents them, msgspec writes them. Knows no HTTP, no router and no model.
+Requests are pydantic models: types are checked exactly and null means the default. Fields that other servers
+carry out and this one does not are refused by name (`unsupported_fields.py`); names that no server has are
+ignored. Ranges are `SamplingParams`' own. Responses are typed dicts: pydantic documents them, msgspec writes
+them. Knows no HTTP, no router and no model.
 """
 
 from typing import Annotated, Any, Literal, NotRequired
@@ -10,7 +11,9 @@ from typing import Annotated, Any, Literal, NotRequired
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 from typing_extensions import TypedDict
 
+from . import unsupported_fields
 from .sampling_params import InvalidParams, SamplingParams
+from .unsupported_fields import refuse_unsupported
 
 DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's for plain completions
 MIN_JSON_LOGPROB = -9999.0  # JSON has no -inf: what vLLM writes in its place
@@ -43,15 +46,21 @@ class StreamOptions(BaseModel):
 
     include_usage: bool | None = Field(None, description="End with a chunk of counts and no choices.")
     continuous_usage_stats: bool | None = Field(None, description="Counts so far in every chunk.")
+    include_obfuscation: Literal[False] | None = Field(None, description="Chunks are not padded.")
 
 
 class GenerationRequest(RequestBody):
     """The fields that completions and chat share. Those after `user` are extensions, named as in vLLM."""
 
+    model_config = ConfigDict(
+        extra="allow"
+    )  # what stands in no type is looked up among the unsupported fields
+
     n: int | None = Field(None, description="Answers to each prompt; 1 by default.")
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     max_tokens: int | None = None
+    max_completion_tokens: int | None = Field(None, description="As max_tokens, which it replaces.")
     temperature: float | None = None
     top_p: float | None = None
     presence_penalty: float | None = None
@@ -61,12 +70,28 @@ class GenerationRequest(RequestBody):
     stop: Text | Texts | None = None
     user: Any = None
 
+    min_tokens: int | None = Field(
+        None,
+        description="No end token, stop token or stop string ends an answer before it has this many tokens.",
+    )
     top_k: int | None = None
     min_p: float | None = None
     repetition_penalty: float | None = None
     stop_token_ids: Ids | None = None
     ignore_eos: bool | None = None
     include_stop_str_in_output: bool | None = None
+    skip_special_tokens: bool | None = Field(
+        None, description="Leave special tokens out of the text; on by default."
+    )
+    add_special_tokens: bool | None = Field(
+        None,
+        description="Put the tokenizer's special tokens around a prompt: by default around a text, and not "
+        "around a chat, whose template writes them.",
+    )
+    truncate_prompt_tokens: int | None = Field(
+        None,
+        description="Keep this many of a prompt's last tokens; -1: as many as max_tokens leaves room for.",
+    )
     priority: int | None = Field(
         None,
         ge=-MAX_PRIORITY,
@@ -93,6 +118,21 @@ class GenerationRequest(RequestBody):
         """Within which prefixes are shared."""
         return (self.cache_salt,) if self.cache_salt else ()
 
+    def given_max_tokens(self, default: int) -> int:
+        """How many tokens an answer may have, or `default` where the request does not say."""
+        given = (self.max_completion_tokens, self.max_tokens, default)
+        return next(value for value in given if value is not None)
+
+    def num_kept(self, max_tokens: int, max_model_len: int) -> int | None:
+        """How many of a prompt's last tokens are kept; None for all of them. Raises InvalidParams."""
+        kept = self.truncate_prompt_tokens
+        if kept is None:
+            return None
+        if kept != -1 and not 1 <= kept <= max_model_len:
+            allowed = f"-1, or 1 to {max_model_len}, which is the context's length"
+            raise InvalidParams("truncate_prompt_tokens", kept, allowed)
+        return max(max_model_len - max_tokens, 1) if kept == -1 else kept
+
     def sampling_params(self, max_tokens: int, logprobs: int | None) -> SamplingParams:
         """Of all n answers. Raises InvalidParams."""
         if self.stream_options is not None and not self.stream:
@@ -118,8 +158,6 @@ class CompletionRequest(GenerationRequest):
     )
     logprobs: int | None = Field(None, description="Likeliest alternatives with each token, 0 to 20.")
     echo: bool | None = Field(None, description="Put the prompt before each answer; not with logprobs.")
-    suffix: str | None = Field(None, description="Refused: text is only ever continued at its end.")
-    best_of: int | None = Field(None, description="Refused unless equal to n.")
 
     @property
     def prompts(self) -> list[str | list[int]]:
@@ -132,14 +170,10 @@ class CompletionRequest(GenerationRequest):
 
     def params(self) -> SamplingParams:
         """Of all n answers to each prompt. Raises InvalidParams."""
-        if self.suffix:
-            raise InvalidParams("suffix", self.suffix, "none: text is only continued at its end")
-        if self.best_of is not None and self.best_of != (self.n or 1):
-            raise InvalidParams("best_of", self.best_of, "none, or the same as n")
+        refuse_unsupported(self.model_extra or {}, unsupported_fields.COMPLETIONS, self.n or 1)
         if self.echo and self.logprobs is not None:
             raise InvalidParams("echo", self.echo, "it without logprobs: a prompt's are not computed")
-        max_tokens = DEFAULT_COMPLETION_TOKENS if self.max_tokens is None else self.max_tokens
-        return self.sampling_params(max_tokens, self.logprobs)
+        return self.sampling_params(self.given_max_tokens(DEFAULT_COMPLETION_TOKENS), self.logprobs)
 
 
 class TextPart(BaseModel):
@@ -152,7 +186,8 @@ class TextPart(BaseModel):
 
 
 class ChatMessage(BaseModel):
-    """One turn of a chat. Further fields (name, tool_calls …) go to the chat template as they are."""
+    """One turn of a chat. Further fields (name, tool_calls …) go to the chat template as they are; those that
+    ask for more than a template can do are refused."""
 
     model_config = ConfigDict(strict=True, extra="allow")
 
@@ -160,7 +195,8 @@ class ChatMessage(BaseModel):
     content: Text | Annotated[list[TextPart], Field(fail_fast=True)] | None = None
 
     def plain(self) -> dict[str, Any]:
-        """As chat templates expect it: the content is one text."""
+        """As chat templates expect it: the content is one text. Raises InvalidParams."""
+        refuse_unsupported(self.model_extra or {}, unsupported_fields.MESSAGES)
         content = self.content
         if not isinstance(content, str):
             content = "\n".join(part.text for part in content or ())
@@ -174,36 +210,36 @@ class ChatRequest(GenerationRequest):
     """The body of POST /v1/chat/completions."""
 
     messages: Messages
-    max_completion_tokens: int | None = Field(
-        None, description="As max_tokens, which it replaces. By default what is left of the context."
-    )
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, description="Likeliest alternatives, 0 to 20; with logprobs.")
     add_generation_prompt: bool | None = Field(None, description="Begin an assistant's turn; on by default.")
-    response_format: dict[str, Any] | None = Field(None, description='Refused, but for {"type": "text"}.')
-    tools: list[Any] | None = Field(None, description='Refused unless empty, or with tool_choice "none".')
-    tool_choice: Any = None
+    chat_template_kwargs: dict[str, Any] | None = Field(
+        None, description="Further variables of the model's chat template, by name."
+    )
 
     def params(self, max_tokens_left: int) -> SamplingParams:
         """Of all n answers, of at most `max_tokens_left` tokens if it does not say. Raises InvalidParams."""
+        refuse_unsupported(self.model_extra or {}, unsupported_fields.CHAT, self.n or 1)
         if self.top_logprobs and not self.logprobs:
             raise InvalidParams("top_logprobs", self.top_logprobs, "it together with logprobs: true")
-        if self.response_format is not None and self.response_format.get("type") != "text":
-            raise InvalidParams("response_format", self.response_format, 'none, or {"type": "text"}')
-        if self.tools and self.tool_choice != "none":
-            raise InvalidParams("tools", f"{len(self.tools)} tools", 'none, or tool_choice "none"')
-        given = [self.max_completion_tokens, self.max_tokens, max_tokens_left]
-        max_tokens = next(value for value in given if value is not None)
+        max_tokens = self.given_max_tokens(max_tokens_left)
         return self.sampling_params(max_tokens, (self.top_logprobs or 0) if self.logprobs else None)
 
 
 class TokenizeRequest(RequestBody):
     """The body of POST /tokenize: a prompt, or the messages of a chat."""
 
+    model_config = ConfigDict(extra="allow")
+
     prompt: Text | None = None
     messages: Messages | None = None
-    add_special_tokens: bool | None = Field(None, description="Of a prompt; on by default.")
+    add_special_tokens: bool | None = Field(
+        None, description="On by default for a prompt, and off for a chat."
+    )
     add_generation_prompt: bool | None = Field(None, description="Of a chat; on by default.")
+    chat_template_kwargs: dict[str, Any] | None = Field(
+        None, description="Of a chat, as in a chat completion."
+    )
     return_token_strs: bool | None = None
 
 
@@ -218,12 +254,13 @@ class PromptTokensDetails(TypedDict):
 
 
 class Usage(TypedDict):
-    """Tokens. Each prompt counts once, however many answers it has."""
+    """Tokens. Each prompt counts once, however many answers it has. The details are null unless the service
+    reports them."""
 
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
-    prompt_tokens_details: PromptTokensDetails
+    prompt_tokens_details: PromptTokensDetails | None
 
 
 FinishReason = Literal["stop", "length"]

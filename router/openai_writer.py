@@ -174,11 +174,12 @@ class ChatWriter:
 def usage_of(generation: Generation) -> Usage:
     """The counts so far."""
     prompt, completion = generation.num_prompt_tokens, generation.num_completion_tokens
+    cached = generation.num_cached_tokens
     return {
         "prompt_tokens": prompt,
         "completion_tokens": completion,
         "total_tokens": prompt + completion,
-        "prompt_tokens_details": {"cached_tokens": generation.num_cached_tokens},
+        "prompt_tokens_details": None if cached is None else {"cached_tokens": cached},
     }
 
 

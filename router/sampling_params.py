@@ -73,6 +73,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     stop: one string, or several, that end the text (see `stops`).
     stop_token_ids: tokens that end it. ignore_eos: the model's own end tokens do not.
     include_stop_str_in_output: whether the stop string that ended the text is part of it.
+    skip_special_tokens: whether special tokens are left out of the text.
     """
 
     max_tokens: int = 256
@@ -92,6 +93,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     stop_token_ids: Sequence[int] = ()
     ignore_eos: bool = False
     include_stop_str_in_output: bool = False
+    skip_special_tokens: bool = True
 
     def __post_init__(self) -> None:
         self.validate()
@@ -158,7 +160,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
             _check_int("seed", self.seed, _MIN_INT64, _MAX_INT64, "None, or an integer of 64 bits, signed")
         _check_int("n", self.n, 1, MAX_N)
         self._validate_stops(vocab_size)
-        for flag in ("ignore_eos", "include_stop_str_in_output"):
+        for flag in ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens"):
             if type(getattr(self, flag)) is not bool:
                 raise InvalidParams(flag, getattr(self, flag), "true or false")
 

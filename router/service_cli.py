@@ -85,8 +85,8 @@ def serve(
                 f"MODEL is {served} and --model is {config.model}; leave one of them out"
             )
         config = replace(config, model=served)
-    if service.api_key is None:
-        service = replace(service, api_key=os.environ.get(API_KEY_VARIABLE) or None)
+    if not service.api_key and (key := os.environ.get(API_KEY_VARIABLE)):
+        service = replace(service, api_key=(key,))
     from . import launch
 
     raise typer.Exit(launch.serve(config, service, Console(stderr=True, highlight=False)))
@@ -167,7 +167,7 @@ class Conversation:
         """
         question = {"role": "user", "content": text}
         pieces: list[str] = []
-        taken = Usage(0, 0, 0)
+        taken = Usage(0, None, 0)
         started = time.perf_counter()
         try:
             with closing(self._client.chat([*self.messages, question], self._options)) as answer:

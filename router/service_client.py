@@ -37,10 +37,11 @@ class ServiceRefused(LightKVError):
 
 
 class Usage(msgspec.Struct, frozen=True):
-    """Tokens of one answer: of the prompt, how many of those were cached, and new ones."""
+    """Tokens of one answer: of the prompt, how many of those were cached (None: the service does not say), and
+    new ones."""
 
     num_prompt: int
-    num_cached: int
+    num_cached: int | None
     num_new: int
 
 
@@ -131,7 +132,7 @@ def _pieces(chunk: dict[str, Any]) -> Iterator[str | Usage]:
         if text := choice["delta"].get("content"):
             yield text
     if usage := chunk.get("usage"):
-        cached = usage["prompt_tokens_details"]["cached_tokens"]
+        cached = (usage["prompt_tokens_details"] or {}).get("cached_tokens")
         yield Usage(usage["prompt_tokens"], cached, usage["completion_tokens"])
 
 

@@ -108,13 +108,11 @@ def headings(prompts: Sequence[str], num_answers: int) -> list[str]:
     return lines
 
 
-def usage(num_prompt: int, num_cached: int, num_new: int, seconds: float) -> str:
-    """What an answer took, in one line."""
+def usage(num_prompt: int, num_cached: int | None, num_new: int, seconds: float) -> str:
+    """What an answer took, in one line. `num_cached`: None where it is not known."""
     rate = num_new / seconds if seconds > 0 else 0.0
-    return (
-        f"{num_prompt:,} prompt tokens ({num_cached:,} cached), {num_new:,} new in {seconds:.1f} s "
-        f"({rate:.1f} tokens/s)"
-    )
+    cached = "" if num_cached is None else f" ({num_cached:,} cached)"
+    return f"{num_prompt:,} prompt tokens{cached}, {num_new:,} new in {seconds:.1f} s ({rate:.1f} tokens/s)"
 
 
 def _one_line(line: str) -> Text:

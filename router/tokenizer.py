@@ -23,6 +23,8 @@ from lightkv.integrations.context import CONTEXT_NAMES
 
 from .model_files import one_line, read_json
 
+_SHORT = 4096  # characters or tokens that are converted at once; more, without holding Python's lock
+_MIN_LONGEST_TOKEN = 32  # characters
 REPLACEMENT = "\ufffd"  # what decoders write for bytes that are no UTF-8
 _SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
@@ -105,10 +107,10 @@ class Tokenizer:
         where there is a tokenizer.json.
         """
         try:
-            encoding = self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
+            encoding = self._encode(text, add_special_tokens)
         except TypeError:  # a lone surrogate, which JSON can carry and UTF-8 cannot
             text = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
-            encoding = self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
+            encoding = self._encode(text, add_special_tokens)
         return np.asarray(encoding.ids, dtype=np.int32)
 
     def encode_chat(
@@ -119,14 +121,35 @@ class Tokenizer:
 
     def decode(self, token_ids: Sequence[int] | np.ndarray, skip_special_tokens: bool = True) -> str:
         """The text of `token_ids`; bytes that are no UTF-8 become U+FFFD, ids that name no token nothing."""
-        return self._tokenizer.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
+        ids = list(token_ids)
+        if len(ids) <= _SHORT:
+            return self._tokenizer.decode(ids, skip_special_tokens=skip_special_tokens)
+        return self._tokenizer.decode_batch([ids], skip_special_tokens=skip_special_tokens)[0]
 
-    def render_chat(self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True) -> str:
+    def decode_each(self, token_ids: Sequence[int]) -> list[str]:
+        """The text of each token by itself, special tokens among them."""
+        return self._tokenizer.decode_batch([[token_id] for token_id in token_ids], skip_special_tokens=False)
+
+    def max_characters(self, num_tokens: int) -> int:
+        """The most characters that a text of so many tokens is taken to have.
+
+        It is a bound for every tokenizer that keeps all characters of a text, as those of byte-level BPE do.
+        One that drops some (BERT's drops spaces) could make fewer tokens of a longer text.
+        """
+        return num_tokens * self.longest_token
+
+    def render_chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        add_generation_prompt: bool = True,
+        variables: Mapping[str, Any] | None = None,
+    ) -> str:
         """`messages` as the one text that the model's chat template makes of them.
 
         Args:
             messages: plain data such as {"role": "user", "content": "…"}.
             add_generation_prompt: end with the words that begin an assistant's answer.
+            variables: further variables of the template, which stand before the special tokens' names.
 
         Raises:
             ChatTemplateError: there is no template, it is broken, it does what its sandbox forbids, or it
@@ -135,11 +158,14 @@ class Tokenizer:
         template = self._template
         try:
             return template.render(
-                messages=messages,
-                tools=None,
-                documents=None,
-                add_generation_prompt=add_generation_prompt,
-                **self._special_tokens,
+                {
+                    **self._special_tokens,
+                    **(variables or {}),
+                    "messages": messages,
+                    "tools": None,
+                    "documents": None,
+                    "add_generation_prompt": add_generation_prompt,
+                }
             )
         # A template is a program that came with the weights: it can raise whatever Python can.
         except Exception as error:
@@ -162,6 +188,17 @@ class Tokenizer:
         return piece
 
     @cached_property
+    def longest_token(self) -> int:
+        """Characters of the longest token, at least 32: normalisers may join a few characters to one."""
+        return max(_MIN_LONGEST_TOKEN, *map(len, self._tokenizer.get_vocab()))
+
+    def _encode(self, text: str, add_special_tokens: bool) -> tokenizers.Encoding:
+        if len(text) <= _SHORT:
+            return self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
+        # `encode` holds Python's lock for all of its time, `encode_batch` for almost none of it.
+        return self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0]
+
+    @cached_property
     def _template(self) -> jinja2.Template:
         if self._template_source is None:
             raise ChatTemplateError("this model has no chat template; use plain completions instead")
@@ -177,7 +214,7 @@ class Tokenizer:
 
 
 class Detokenizer:
-    """The text of one stream of tokens, as they come. Special tokens are left out.
+    """The text of one stream of tokens, as they come; without special tokens, unless told otherwise.
 
     The pieces joined are `Tokenizer.decode` of all the tokens, and no piece ends within a character. A push
     costs the same however long the stream is. (Where a decoder that is not byte-level writes a character
@@ -189,8 +226,9 @@ class Detokenizer:
     # wait for their character and those shown last, and the text that was shown is cut off.
     _MAX_HELD = 16  # tokens without a certain text; a character has at most four bytes
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
+    def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool = True) -> None:
         self._tokenizer = tokenizer
+        self._skips_special = skip_special_tokens
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
         self._context: list[int] = []
         self._context_text = ""
@@ -199,30 +237,38 @@ class Detokenizer:
     def push(self, token_ids: Iterable[int]) -> str:
         """The text that is certain now that `token_ids` have come."""
         if self._tokenizer.is_byte_level:
-            return self._utf8.decode(b"".join(map(self._tokenizer.token_bytes, token_ids)))
+            return self._utf8.decode(b"".join(map(self._bytes, token_ids)))
         return "".join(map(self._push_one, token_ids))
 
     def finish(self) -> str:
         """The rest of the text: no token comes any more."""
         if self._tokenizer.is_byte_level:
             return self._utf8.decode(b"", final=True)
-        return self._show(self._tokenizer.decode(self._context + self._held))
+        return self._show(self._decode(self._context + self._held))
 
     def _push_one(self, token_id: int) -> str:
-        if token_id in self._tokenizer.special_ids:
+        if self._skips_special and token_id in self._tokenizer.special_ids:
             return ""
         self._held.append(token_id)
-        text = self._tokenizer.decode(self._context + self._held)
+        text = self._decode(self._context + self._held)
         is_certain = len(text) > len(self._context_text) and not text.endswith(REPLACEMENT)
         return self._show(text) if is_certain or len(self._held) > self._MAX_HELD else ""
 
     def _show(self, text: str) -> str:
-        held_text = self._tokenizer.decode(self._held)
+        held_text = self._decode(self._held)
         # Bytes that are no UTF-8 may have undone the characters before them: then the new tokens stand alone.
         is_longer = text.startswith(self._context_text)
         shown = text[len(self._context_text) :] if is_longer else held_text
         self._context, self._context_text, self._held = self._held, held_text, []
         return shown
+
+    def _bytes(self, token_id: int) -> bytes:
+        if not self._skips_special and token_id in self._tokenizer.special_ids:
+            return self._tokenizer.decode([token_id], skip_special_tokens=False).encode()
+        return self._tokenizer.token_bytes(token_id)
+
+    def _decode(self, token_ids: list[int]) -> str:
+        return self._tokenizer.decode(token_ids, skip_special_tokens=self._skips_special)
 
 
 class StopChecker:
@@ -251,21 +297,33 @@ class StopChecker:
         """What can be shown now that `text` has come."""
         if self.hit is not None:
             return ""
+        num_searched = len(self._held)  # a stop string that ends there was passed over by `skip`
         text = self._held + text
-        ends = [(start + len(stop), start, stop) for stop in self._stops if (start := text.find(stop)) >= 0]
+        ends = [
+            (start + len(stop), start, stop)
+            for stop in self._stops
+            if (start := text.find(stop, max(num_searched - len(stop) + 1, 0))) >= 0
+        ]
         if ends:
             end, start, self.hit = min(ends)
             self._held = ""
             return text[: end if self._include_stop else start]
-        num_held = max((self._num_begun(text, stop) for stop in self._stops), default=0)
-        shown = len(text) - num_held
-        self._held = text[shown:]
-        return text[:shown]
+        return self._hold_back(text)
+
+    def skip(self, text: str) -> str:
+        """As `push`, but no stop string ends in `text`; one may begin there."""
+        return "" if self.hit is not None else self._hold_back(self._held + text)
 
     def finish(self) -> str:
         """What was held back: the text ended before it became a stop string."""
         text, self._held = self._held, ""
         return text
+
+    def _hold_back(self, text: str) -> str:
+        num_held = max((self._num_begun(text, stop) for stop in self._stops), default=0)
+        shown = len(text) - num_held
+        self._held = text[shown:]
+        return text[:shown]
 
     @staticmethod
     def _num_begun(text: str, stop: str) -> int:

@@ -289,11 +289,10 @@ def metrics_text(api: ApiUnderTest) -> str:
     return api.send("GET", "/metrics")[2].decode()
 
 
-def service(directory: Path, api_key: str | None = None, max_body_bytes: int = 200_000) -> ApiUnderTest:
-    """With the default model's tokenizer; answers TEXT, over and over."""
-    limits = ApiSettings(
-        model_names=[MODEL, "alias/of-it"], api_key=api_key, max_body_bytes=max_body_bytes, max_answers=16
-    )
+def service(directory: Path, **settings: Any) -> ApiUnderTest:
+    """With the default model's tokenizer; answers TEXT, over and over. `settings`: of ApiSettings."""
+    usual: dict[str, Any] = {"max_body_bytes": 200_000, "max_answers": 16}
+    limits = ApiSettings(model_names=[MODEL, "alias/of-it"], **usual | settings)
     tokenizer = Tokenizer(resolve(EngineConfig.model, report=lambda line: None))
     return ApiUnderTest(tokenizer, directory / "router", limits)
 

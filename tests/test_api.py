@@ -72,7 +72,7 @@ def test_a_completion_is_openais(api: ApiUnderTest) -> None:
             "prompt_tokens": num_tokens(api, "The capital of France"),
             "completion_tokens": 5,
             "total_tokens": num_tokens(api, "The capital of France") + 5,
-            "prompt_tokens_details": {"cached_tokens": 2},
+            "prompt_tokens_details": None,  # it would tell what others have asked
         },
     }
 
@@ -254,7 +254,7 @@ def test_a_chat_is_openais(api: ApiUnderTest) -> None:
             "prompt_tokens": len(prompt),
             "completion_tokens": 5,
             "total_tokens": len(prompt) + 5,
-            "prompt_tokens_details": {"cached_tokens": 0},
+            "prompt_tokens_details": None,
         },
     }
 

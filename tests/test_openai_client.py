@@ -28,7 +28,7 @@ ALL: dict[str, Any] = {"ignore_eos": True}  # a random model may end anywhere
 def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     directory = tmp_path_factory.mktemp("openai")
     bounds = ["--max-num-seqs", str(NUM_RUNNING), "--max-queued-requests", str(NUM_QUEUED)]
-    names = ["--served-model-name", MODEL]
+    names = ["--served-model-name", MODEL, "--report-cached-tokens"]
     model = save_tiny_model(directory / "tiny")
     served = Served(model, directory / "log", *bounds, *names, api_key=API_KEY)
     try:

@@ -39,7 +39,9 @@ def run(
 
 @pytest.fixture(scope="module")
 def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ApiUnderTest]:
-    with service(tmp_path_factory.mktemp("api"), api_key=API_KEY).running() as under_test:
+    with service(
+        tmp_path_factory.mktemp("api"), api_keys=[API_KEY], report_cached_tokens=True
+    ).running() as under_test:
         yield under_test
 
 
@@ -74,7 +76,7 @@ def test_every_setting_is_an_option_of_serve() -> None:
         for field in fields(settings):
             option = options[field.name]
             assert "--" + field.name.replace("_", "-") in option.opts
-            assert option.default == field.default
+            assert option.default == (None if field.default == () else field.default)  # () takes several
             assert option.help == settings.help(field.name)
 
 
@@ -95,11 +97,12 @@ def test_serve_starts_what_it_was_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launch, "serve", serve)
     assert run("serve", "./m", "--port", "9", "--dtype", "float16")[0] == 3
     assert run("serve", "--model", "./n", env={"LIGHTKV_API_KEY": "k"})[0] == 3
-    assert run("serve", "--api-key", "given", env={"LIGHTKV_API_KEY": "k"})[0] == 3
+    keys = ["--api-key", "one", "--api-key", "two"]
+    assert run("serve", *keys, "--report-cached-tokens", env={"LIGHTKV_API_KEY": "k"})[0] == 3
     assert started == [
         (EngineConfig("./m", dtype="float16"), ServiceConfig(port=9)),
-        (EngineConfig("./n"), ServiceConfig(api_key="k")),
-        (EngineConfig(), ServiceConfig(api_key="given")),
+        (EngineConfig("./n"), ServiceConfig(api_key=("k",))),
+        (EngineConfig(), ServiceConfig(api_key=("one", "two"), report_cached_tokens=True)),
     ]
 
 

@@ -60,6 +60,7 @@ def test_headings_name_the_prompt_and_number_its_answers() -> None:
 
 
 def test_usage_has_the_numbers() -> None:
+    assert usage(1234, None, 50, 2.0) == "1,234 prompt tokens, 50 new in 2.0 s (25.0 tokens/s)"
     assert usage(1234, 1000, 50, 2.0) == "1,234 prompt tokens (1,000 cached), 50 new in 2.0 s (25.0 tokens/s)"
     assert usage(1, 0, 0, 0.0).endswith("(0.0 tokens/s)")
 

@@ -283,9 +283,9 @@ def test_push_costs_the_same_however_long_the_stream(
     decoded: list[int] = []
     decode: Callable[..., str] = Tokenizer.decode
 
-    def counting(self: Tokenizer, token_ids: list[int]) -> str:
+    def counting(self: Tokenizer, token_ids: list[int], skip_special_tokens: bool) -> str:
         decoded.append(len(token_ids))
-        return decode(self, token_ids)
+        return decode(self, token_ids, skip_special_tokens)
 
     monkeypatch.setattr(Tokenizer, "decode", counting)
     detokenizer = Detokenizer(byte_fallback)
