@@ -129,6 +129,15 @@ class EventParser:
                 yield b"\n".join(lines)
 
 
+class Reply(NamedTuple):
+    """What a server answered to one request. `events`: the data of server-sent events; a body that is no stream
+    of them is in `body`."""
+
+    status: int
+    body: bytes
+    events: list[bytes]
+
+
 class _Choice(msgspec.Struct):
     text: str = ""
     finish_reason: str | None = None
@@ -289,22 +298,32 @@ class Endpoint:
         self._timeout = timeout
 
     async def get(self, path: str) -> Any:
-        """The JSON at `path`. Raises RequestFailed, OSError."""
-        parser = ResponseParser()
-        async with asyncio.timeout(self._timeout):
-            reader, writer = await asyncio.open_connection(self._host, self._port, ssl=self._ssl)
-            try:
-                writer.write(self._head("GET", path).encode() + b"\r\n")
-                body = b""
-                while not parser.done and (data := await reader.read(2**16)):
-                    body += parser.feed(data)
-                if not parser.done:
-                    parser.end()
-            finally:
-                writer.close()
-        if parser.status != 200:
-            raise RequestFailed(f"{path}: status {parser.status}: {body[:400].decode(errors='replace')}")
-        return json.loads(body)
+        """The JSON at `path`. Raises RequestFailed."""
+        reply = await self.request("GET", path)
+        if reply.status != 200:
+            raise RequestFailed(f"{path}: status {reply.status}: {reply.body[:400].decode(errors='replace')}")
+        return json.loads(reply.body)
+
+    async def request(
+        self, method: str, path: str, body: bytes = b"", max_events: int | None = None
+    ) -> Reply:
+        """The answer to one request, whatever its status. `max_events`: the connection is closed once so many
+        events of a stream have come. Raises RequestFailed."""
+        head = self._head(method, path)
+        if body:
+            head += f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n"
+        try:
+            async with asyncio.timeout(self._timeout):
+                reader, writer = await asyncio.open_connection(self._host, self._port, ssl=self._ssl)
+                try:
+                    writer.write(head.encode() + b"\r\n" + body)
+                    return await _read_reply(reader, max_events)
+                finally:
+                    writer.close()
+        except TimeoutError as error:
+            raise RequestFailed(f"{path}: no whole answer within {self._timeout:g} s") from error
+        except OSError as error:
+            raise RequestFailed(f"{path}: no connection to {self._authority}: {error}") from error
 
     async def complete(self, model: str, ask: Ask) -> Answer:
         """Stream one greedy completion of exactly `ask.num_output` tokens. Raises RequestFailed."""
@@ -337,6 +356,22 @@ class Endpoint:
     def _head(self, method: str, path: str) -> str:
         lines = f"{method} {self._prefix}{path} HTTP/1.1\r\nHost: {self._authority}\r\n"
         return f"{lines}Accept: */*\r\nConnection: close\r\n{self._key}"
+
+
+async def _read_reply(reader: asyncio.StreamReader, max_events: int | None) -> Reply:
+    response, parser = ResponseParser(), EventParser()
+    body, events = b"", []
+    while not response.done and (max_events is None or len(events) < max_events):
+        data = await reader.read(2**16)
+        if not data:
+            response.end()
+            break
+        part = response.feed(data)
+        if response.headers.get("content-type", "").startswith("text/event-stream"):
+            events += parser.feed(part)
+        else:
+            body += part
+    return Reply(response.status, body, events)
 
 
 async def closed_loop(endpoint: Endpoint, model: str, asks: Iterable[Ask], concurrency: int) -> list[Answer]:

@@ -12,6 +12,7 @@ import tempfile
 import threading
 from collections.abc import Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 START_SECONDS = 1800.0  # for a large model, or graphs of many batch sizes
 STOP_SECONDS = 60.0
@@ -20,6 +21,14 @@ ROLES = {
     "lightkv.router.router_process": "router",
     "lightkv.router.worker": "worker",
 }
+
+
+class Memory(NamedTuple):
+    """What a process holds in physical memory, in bytes. `proportional`: shared pages divided among all that
+    share them."""
+
+    resident: int
+    proportional: int
 
 
 class ServerFailed(Exception):
@@ -79,6 +88,12 @@ class Server:
         """Processor time of each process since it started, by role: api, router, worker."""
         return {role: _cpu_seconds(pid) for pid in _descendants(self._process.pid) if (role := _role(pid))}
 
+    def memory(self) -> dict[str, Memory]:
+        """What each process holds now, by role: launcher, api, router, worker."""
+        pids = {"launcher": self._process.pid}
+        pids |= {role: pid for pid in _descendants(self._process.pid) if (role := _role(pid))}
+        return {role: _memory(pid) for role, pid in pids.items()}
+
     def _said(self) -> str:
         self._log.seek(0)
         return "".join(self._log.readlines()[-20:])
@@ -101,3 +116,10 @@ def _cpu_seconds(pid: int) -> float:
     """utime and stime of proc(5), the 14th and 15th fields; the 2nd, a name in brackets, may hold anything."""
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def _memory(pid: int) -> Memory:
+    """Rss and Pss of proc_pid_smaps_rollup(5), which are in KiB."""
+    lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()[1:]
+    sizes = {name: int(size.split()[0]) * 1024 for name, size in (line.split(":", 1) for line in lines)}
+    return Memory(sizes["Rss"], sizes["Pss"])

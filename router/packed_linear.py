@@ -10,12 +10,31 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import pad
 
 Report = Callable[[str], None]
 
+# oneDNN generates code for each number of tokens that a layer is given, about 0.5 MiB each time. It and torch
+# each keep what they used for the last 1,024 of them. Steps have any number of tokens, so a worker grew by
+# hundreds of MiB. The layers therefore compute a few numbers of tokens only, and pad what they are given.
+MAX_TOKENS = 512  # of one product; a longer input is computed in pieces
+_SIZE_BITS = 4  # a padded size is a power of two times at most 2 ** 4
+
+
+def padded_size(num_tokens: int) -> int:
+    """How many tokens a layer computes where it is given `num_tokens`, of which at most an eighth is padding.
+
+    Every number up to 16 is computed as it is; above, there are eight sizes from each power of two to the next.
+    """
+    step = 1 << max((num_tokens - 1).bit_length() - _SIZE_BITS, 0)
+    return -(-num_tokens // step) * step
+
 
 class PackedLinear(nn.Module):
-    """`linear`, float32 on the CPU, computed from a packed copy of its weight. Shares its bias."""
+    """`linear`, float32 on the CPU, computed from a packed copy of its weight. Shares its bias.
+
+    oneDNN computes 56 different numbers of tokens at most: each `padded_size` up to `MAX_TOKENS`.
+    """
 
     def __init__(self, linear: nn.Linear) -> None:
         super().__init__()
@@ -32,6 +51,17 @@ class PackedLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """`[..., in_features]`, float32 and of any strides, to `[..., out_features]`."""
+        num_tokens = x.numel() // self.in_features
+        if num_tokens <= MAX_TOKENS and num_tokens == padded_size(num_tokens):
+            return self._compute(x)
+        pieces = []
+        for piece in x.reshape(-1, self.in_features).split(MAX_TOKENS):
+            padding = padded_size(len(piece)) - len(piece)
+            pieces.append(self._compute(pad(piece, (0, 0, 0, padding)))[: len(piece)])
+        y = pieces[0] if len(pieces) == 1 else torch.cat(pieces)
+        return y.view(*x.shape[:-1], self.out_features)
+
+    def _compute(self, x: Tensor) -> Tensor:
         y: Tensor = torch.ops.mkldnn._linear_pointwise(x, self._packed, self.bias, "none", [], "")
         return y
 

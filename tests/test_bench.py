@@ -465,6 +465,14 @@ def test_processor_time_of_a_process_is_read_from_the_right_fields() -> None:
     assert before == pytest.approx(used.user + used.system, abs=0.1)
 
 
+def test_memory_of_a_process_is_what_it_has_touched() -> None:
+    before = served._memory(served.os.getpid())
+    touched = bytearray(b"x" * (64 * 2**20))
+    after = served._memory(served.os.getpid())
+    assert after.resident - before.resident == pytest.approx(len(touched), rel=0.1)
+    assert after.proportional <= after.resident
+
+
 @pytest.mark.parametrize("depth", [1, 2])
 @pytest.mark.parametrize("churn", [False, True], ids=["steady", "churn"])
 def test_the_load_of_the_router_is_the_one_that_it_claims(churn: bool, depth: int) -> None:

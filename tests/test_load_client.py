@@ -17,6 +17,7 @@ from bench.load_client import (
     Answer,
     Endpoint,
     EventParser,
+    Reply,
     RequestFailed,
     ResponseParser,
     closed_loop,
@@ -318,6 +319,34 @@ def test_every_request_is_made_once_and_as_many_at_a_time_as_the_loop_says(loop:
     assert len(answers) == 20
     assert sorted(seen) == list(range(20))
     assert most <= 3 if loop == "closed" else most > 3
+
+
+def test_any_answer_can_be_asked_for_and_a_stream_be_left() -> None:
+    replies: list[Reply] = []
+    events = b"".join(b"data: %d\n\n" % idx for idx in range(3))
+
+    async def handle(body: dict[str, object], writer: asyncio.StreamWriter) -> None:
+        if body["stream"]:
+            writer.write(
+                response(chunked([events]), "transfer-encoding: chunked", "Content-Type: text/event-stream")
+            )
+        else:
+            writer.write(response(b"no", "content-length: 2", status="400 Bad Request"))
+
+    async def use(endpoint: Endpoint) -> list[Answer]:
+        for body, most in (
+            (b'{"stream": true}', None),
+            (b'{"stream": true}', 1),
+            (b'{"stream": false}', None),
+        ):
+            replies.append(await endpoint.request("POST", "/v1/completions", body, most))
+        return []
+
+    with_server(handle, use)
+    whole, left, refused = replies
+    assert whole == Reply(200, b"", [b"0", b"1", b"2"])
+    assert left.events[0] == b"0"
+    assert refused == Reply(400, b"no", [])
 
 
 def test_no_server_is_a_failure_that_says_so() -> None:

@@ -1,12 +1,16 @@
 """Packed linear layers against nn.Linear, and what packing does to a model."""
 
+import subprocess
+import sys
 import weakref
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from lightkv.router.packed_linear import PackedLinear, pack_linears
+from lightkv.router.packed_linear import MAX_TOKENS, PackedLinear, pack_linears, padded_size
 
 torch.manual_seed(0)
 
@@ -41,7 +45,7 @@ def test_computes_what_the_plain_layer_does(shape: tuple[int, int], bias: bool) 
     linear = nn.Linear(in_features, out_features, bias=bias)
     packed = PackedLinear(linear)
     with torch.inference_mode():
-        for num_tokens in (0, 1, 8, 33, 512):
+        for num_tokens in (0, 1, 8, 17, 33, 512, 513, 1100):
             x = torch.randn(1, num_tokens, in_features)
             got = packed(x)
             assert got.shape == (1, num_tokens, out_features)
@@ -61,6 +65,65 @@ def test_takes_any_strides_and_dimensions() -> None:
             torch.randn(1, 9, 18)[:, -1:],
         ):
             torch.testing.assert_close(packed(x), linear(x), rtol=1e-4, atol=2e-6)
+
+
+def test_an_eighth_is_padding_at_most() -> None:
+    for num_tokens in range(1, MAX_TOKENS + 1):
+        assert num_tokens <= padded_size(num_tokens) <= min(num_tokens * 9 / 8, MAX_TOKENS)
+    assert [padded_size(num_tokens) for num_tokens in range(17)] == list(range(17))
+
+
+class Products(TorchDispatchMode):
+    """Notes how many tokens oneDNN is given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sizes: set[int] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.mkldnn._linear_pointwise.default:
+            self.sizes.add(args[0].numel() // args[0].shape[-1])
+        return func(*args, **(kwargs or {}))
+
+
+def test_onednn_is_given_few_numbers_of_tokens() -> None:
+    packed = PackedLinear(nn.Linear(4, 3))
+    with Products() as products, torch.no_grad():
+        for num_tokens in (*range(1, 70), *range(70, 1100, 23)):
+            packed(torch.randn(1, num_tokens, 4))
+    expected = {padded_size(num_tokens) for num_tokens in range(1, MAX_TOKENS + 1)}
+    assert len(expected) == 56
+    assert {1, 16, 18, 64, MAX_TOKENS} <= products.sizes <= expected
+
+
+GROWTH = """
+from pathlib import Path
+
+import torch
+
+from lightkv.router.packed_linear import PackedLinear
+
+
+def anonymous():
+    lines = Path("/proc/self/smaps_rollup").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith("Anonymous:")) / 1024
+
+
+torch.set_num_threads(1)
+layer = PackedLinear(torch.nn.Linear(64, 64))
+x = torch.randn(600, 64)
+with torch.inference_mode():
+    layer(x)
+    before = anonymous()
+    for num_tokens in range(1, 601):
+        layer(x[:num_tokens])
+print(anonymous() - before)
+"""
+
+
+def test_memory_does_not_grow_with_every_number_of_tokens() -> None:
+    child = subprocess.run([sys.executable, "-c", GROWTH], capture_output=True, text=True, check=True)
+    assert float(child.stdout) < 100  # MiB; it was 331 when every number of tokens was computed as it came
 
 
 def test_a_model_keeps_its_outputs_and_frees_its_weights() -> None:
