@@ -53,7 +53,6 @@ class BodyRoom:
                 503,
                 f"the bodies of other requests fill the {self.max_unread_bytes} bytes that there are for "
                 "unfinished ones; try again in a moment",
-                {"Connection": "close"},
             )
         self.num_claimed += num_bytes
 
