@@ -18,8 +18,9 @@ RETRY_AFTER = {429: "1", 503: "5"}  # seconds
 
 
 class Guard:
-    """Lets a request through to `app`, or answers it: 401 without one of `api_keys` (if there are any), 413 where
-    its headers announce more than `max_body_bytes`. Puts the key that was given into the request's state."""
+    """Lets a request through to `app`, or answers it: 401 without one of `api_keys` (if there are any), 413
+    where its headers announce more than `max_body_bytes`. Puts the key that was given into the request's state.
+    """
 
     def __init__(self, app: ASGIApp, api_keys: Sequence[str], max_body_bytes: int) -> None:
         self._app = app

@@ -81,7 +81,7 @@ def serve(engine: EngineConfig, service: ServiceConfig, notes: Console) -> int:
     """
     before = signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C, until the processes run
     try:
-        service = _with_all_keys(service)
+        service = with_all_keys(service)
         _check_certificate(service)
         with _take_site(service) as site:
             with progress(notes, f"looking for {engine.model}") as report:
@@ -99,8 +99,8 @@ def serve(engine: EngineConfig, service: ServiceConfig, notes: Console) -> int:
 # What is taken before anything is loaded
 
 
-def _with_all_keys(service: ServiceConfig) -> ServiceConfig:
-    """The same, with the keys of its file among its keys."""
+def with_all_keys(service: ServiceConfig) -> ServiceConfig:
+    """The same settings, with the keys of their file among the keys. Raises CannotServe, InvalidConfig."""
     keys = service.api_key
     if service.api_key_file is not None:
         try:

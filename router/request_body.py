@@ -19,7 +19,7 @@ SHORT_BODY = 2**16  # bytes that are parsed at once: it takes a few milliseconds
 FREE_BYTES = (
     2**14
 )  # of each body, which are not counted: where no room is left, short requests are still served
-MAX_VALUES, MAX_STRINGS, MAX_CONTAINERS = 2**19, 2**16, 2**14  # of one body; keys are strings, too
+MAX_VALUES, MAX_STRINGS, MAX_CONTAINERS = 2**19, 2**15, 2**13  # of one body; keys are strings, too
 # What Python's own parser, which takes all that clients send for JSON, gets through in a few milliseconds.
 _LENIENT_BODY, _LENIENT_STRUCTURE = 2**22, 2**17  # bytes in all, and bytes outside of strings
 _PIECE = 2**18  # bytes that are counted in one go
@@ -53,7 +53,6 @@ class BodyRoom:
                 503,
                 f"the bodies of other requests fill the {self.max_unread_bytes} bytes that there are for "
                 "unfinished ones; try again in a moment",
-                {"Connection": "close"},
             )
         self.num_claimed += num_bytes
 
