@@ -88,11 +88,14 @@ class Server:
         """Processor time of each process since it started, by role: api, router, worker."""
         return {role: _cpu_seconds(pid) for pid in _descendants(self._process.pid) if (role := _role(pid))}
 
+    def pids(self) -> dict[str, int]:
+        """The id of each process that lives now, by role: launcher, api, router, worker."""
+        found = {role: pid for pid in _descendants(self._process.pid) if (role := _role(pid))}
+        return {"launcher": self._process.pid, **found}
+
     def memory(self) -> dict[str, Memory]:
-        """What each process holds now, by role: launcher, api, router, worker."""
-        pids = {"launcher": self._process.pid}
-        pids |= {role: pid for pid in _descendants(self._process.pid) if (role := _role(pid))}
-        return {role: _memory(pid) for role, pid in pids.items()}
+        """What each process holds now, by role."""
+        return {role: _memory(pid) for role, pid in self.pids().items()}
 
     def _said(self) -> str:
         self._log.seek(0)

@@ -51,7 +51,8 @@ from bench.soak_requests import (
     sampled_call,
 )
 from lightkv.router import EngineConfig
-from lightkv.router.weights import load_config, resolve
+from lightkv.router.model_files import resolve
+from lightkv.router.weights import load_config
 
 Load = Mapping[str, Any]
 

@@ -188,8 +188,11 @@ class WorkerClient:
         try:
             root = self._connection.root
             self._remote = {verb: rpyc.async_(getattr(root, verb)) for verb in _VERBS}
-        except (EOFError, OSError, TimeoutError):
+        except TimeoutError:
             self.kill(f"it did not say within {_LOOK_UP_SECONDS:g} s what can be called")
+            raise await self.wait_dead() from None
+        except (EOFError, OSError):
+            self.kill()
             raise await self.wait_dead() from None
 
     async def _call(self, verb: str, *request: Any) -> bytes:

@@ -221,8 +221,8 @@ def test_special_tokens_around_a_prompt(tmp_path: Path) -> None:
     from tokenizers import Tokenizer as Tokens
     from tokenizers import processors
 
+    from lightkv.router.model_files import DEFAULT_MODEL, resolve
     from lightkv.router.tokenizer import Tokenizer
-    from lightkv.router.weights import DEFAULT_MODEL, resolve
 
     source = resolve(DEFAULT_MODEL, lambda line: None)
     for name in ("config.json", "tokenizer_config.json", "chat_template.jinja"):
