@@ -446,10 +446,10 @@ class Scheduler:
             request.num_hit = sequence.num_hit
             self.num_prompt_tokens += request.num_prompt
             self.num_hit_tokens += sequence.num_hit
-        self._new_rows.append(self._new_row(request, sequence.row))
+        self._new_rows.append(self.new_row(request, sequence.row))
         return True
 
-    def _new_row(self, request: Request, row: int) -> NewRow:
+    def new_row(self, request: Request, row: int) -> NewRow:
         """What sampling needs of a request. Token ids travel only where sampling looks at them."""
         params = request.params
         row_settings = NewRow(row, params, request.seed)
