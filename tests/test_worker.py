@@ -245,6 +245,39 @@ def test_the_model_is_loaded_once(config: EngineConfig) -> None:
     assert msgspec.msgpack.decode(worker.exposed_flush(), type=Done[None]) == Done(None)
 
 
+def test_slow_work_is_announced_line_by_line_and_its_end_by_an_empty_line(
+    config: EngineConfig, recording: Recording
+) -> None:
+    told = io.StringIO()
+    worker = Worker(told)
+    worker.exposed_start(msgspec.msgpack.encode(WorkerStart(config)))
+    *lines, end, rest = told.getvalue().split("\n")
+    assert "K/V pool: 300 tokens" in "\n".join(lines)
+    assert all(lines)
+    assert (end, rest) == ("", "")
+    before = told.getvalue()
+    worker.exposed_step(msgspec.msgpack.encode(recording.plans[0]))
+    worker.exposed_flush()
+    assert told.getvalue() == before  # nothing was slow
+
+
+@pytest.mark.gpu
+def test_a_graph_or_a_kernel_that_a_step_is_the_first_to_need_is_announced(config: EngineConfig) -> None:
+    """Else the router would count the time for it as the step's."""
+    gpu_config = dataclasses.replace(config, device="cuda")
+    plans = Recording(gpu_config).plans
+    told = io.StringIO()
+    worker = Worker(told)
+    worker.exposed_start(msgspec.msgpack.encode(WorkerStart(gpu_config)))
+    loaded = len(told.getvalue())
+    for plan in plans:
+        worker.exposed_step(msgspec.msgpack.encode(plan))
+    worker.exposed_flush()
+    *announced, rest = told.getvalue()[loaded:].split("\n\n")
+    assert any("capturing a decode graph" in part for part in announced)
+    assert rest == ""
+
+
 @pytest.mark.parametrize(("rank", "world_size"), [(1, 2), (0, 2), (1, 1)])
 def test_another_rank_is_refused(worker: Worker, config: EngineConfig, rank: int, world_size: int) -> None:
     answer = worker.exposed_start(msgspec.msgpack.encode(WorkerStart(config, rank, world_size)))
