@@ -309,8 +309,9 @@ def create_app(client: RouterClient, tokenizer: Tokenizer, settings: ApiSettings
             openapi_extra=described,
         )
 
-    route("POST", "/v1/completions", api.complete, document.COMPLETION, document.GENERATES)
-    route("POST", "/v1/chat/completions", api.chat, document.CHAT, document.GENERATES)
+    header = document.namespace_parameter() if settings.cache_namespace == "header" else None
+    route("POST", "/v1/completions", api.complete, document.COMPLETION, document.GENERATES, header)
+    route("POST", "/v1/chat/completions", api.chat, document.CHAT, document.GENERATES, header)
     route("GET", "/v1/models", api.models, document.MODELS)
     named = document.model_parameter(settings.model_names)
     route("GET", "/v1/models/{model:path}", api.one_model, document.ONE_MODEL, document.NAMES_MODEL, named)
