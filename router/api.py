@@ -50,7 +50,7 @@ from .openai_protocol import (
     error_body,
 )
 from .openai_writer import ChatWriter, CompletionWriter, usage_of
-from .prompt_reader import Chat, PromptReader, Room
+from .prompt_reader import Chat, PromptReader, PromptRoom
 from .request import InvalidPrompt, NeverFits
 from .request_body import BodyRoom, body_route
 from .router_client import RequestRefused, RouterClient, RouterUnreachable
@@ -113,7 +113,7 @@ class _Api:
         self._check_queue(len(body.prompts), params.n)
         namespace = self._namespace(request, body)
         context = info.limits.max_model_len
-        room = Room(context, body.num_kept(params.max_tokens, context))
+        room = PromptRoom(context, body.num_kept(params.max_tokens, context))
         prompts = []
         for prompt in body.prompts:  # each is refused before the next is converted
             prompt_ids = await self._prompt_ids(prompt, body.add_special_tokens is not False, room)
@@ -140,7 +140,7 @@ class _Api:
         self._check_queue(1, params.n)
         namespace = self._namespace(request, body)
         context = info.limits.max_model_len
-        room = Room(context, body.num_kept(body.given_max_tokens(1), context))
+        room = PromptRoom(context, body.num_kept(body.given_max_tokens(1), context))
         prompt_ids = await self._prompts.ids_of_chat(_chat(body), room)
         longest = min(context, info.capacity + 1)  # the last token takes no slot
         params = body.params(max(longest - prompt_ids.size, 1))
@@ -152,7 +152,7 @@ class _Api:
         """The tokens of a prompt, or of a chat: of no more characters than a context could hold."""
         self._model(body.model)
         refuse_unsupported(body.model_extra or {}, unsupported_fields.CHAT)
-        room = Room(self._max_model_len)
+        room = PromptRoom(self._max_model_len)
         if body.prompt is not None and body.messages is None:
             ids = await self._prompts.ids_of_text(body.prompt, body.add_special_tokens is not False, room)
         elif body.messages is not None and body.prompt is None:
@@ -230,7 +230,9 @@ class _Api:
                 pass
             return _json(writer.whole(generation))
 
-    async def _prompt_ids(self, prompt: str | list[int], add_special_tokens: bool, room: Room) -> np.ndarray:
+    async def _prompt_ids(
+        self, prompt: str | list[int], add_special_tokens: bool, room: PromptRoom
+    ) -> np.ndarray:
         if isinstance(prompt, str):
             return await self._prompts.ids_of_text(prompt, add_special_tokens, room)
         return await self._prompts.ids_of_ids(prompt, room)
@@ -321,8 +323,9 @@ def create_app(client: RouterClient, tokenizer: Tokenizer, settings: ApiSettings
             openapi_extra=described,
         )
 
-    route("POST", "/v1/completions", api.complete, document.COMPLETION, document.GENERATES)
-    route("POST", "/v1/chat/completions", api.chat, document.CHAT, document.GENERATES)
+    header = document.namespace_parameter() if settings.cache_namespace == "header" else None
+    route("POST", "/v1/completions", api.complete, document.COMPLETION, document.GENERATES, header)
+    route("POST", "/v1/chat/completions", api.chat, document.CHAT, document.GENERATES, header)
     route("GET", "/v1/models", api.models, document.MODELS)
     named = document.model_parameter(settings.model_names)
     route("GET", "/v1/models/{model:path}", api.one_model, document.ONE_MODEL, document.NAMES_MODEL, named)

@@ -11,6 +11,7 @@ from fastapi import FastAPI, Security
 from fastapi.params import Depends
 from fastapi.security import HTTPBearer
 
+from .api_settings import NAMESPACE_HEADER
 from .openai_protocol import (
     ChatBody,
     CompletionBody,
@@ -129,6 +130,20 @@ def responses(answers: Answers, errors: Iterable[int], needs_key: bool) -> Answe
 def needs_bearer() -> Depends:
     """Names the key's scheme in the document. It lets everybody in: `Guard` has turned away who may not."""
     return Security(HTTPBearer(auto_error=False, scheme_name="key", description="The service's key."))
+
+
+def namespace_parameter() -> dict[str, Any]:
+    """The header that names a request's cache namespace, where the service asks for it."""
+    text = "Cached prefixes are shared only among requests of one value."
+    schema = {"type": "string", "minLength": 1}
+    header = {
+        "name": NAMESPACE_HEADER,
+        "in": "header",
+        "required": True,
+        "description": text,
+        "schema": schema,
+    }
+    return {"parameters": [header]}
 
 
 def model_parameter(names: list[str]) -> dict[str, Any]:

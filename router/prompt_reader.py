@@ -52,7 +52,7 @@ class Chat:
 
 
 @dataclass(frozen=True)
-class Room:
+class PromptRoom:
     """How long a prompt may be, in tokens: no longer than the context, of which `num_kept` at the end are kept,
     or all of them (None)."""
 
@@ -66,13 +66,13 @@ class PromptReader:
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
 
-    async def ids_of_text(self, text: str, add_special_tokens: bool, room: Room) -> np.ndarray:
+    async def ids_of_text(self, text: str, add_special_tokens: bool, room: PromptRoom) -> np.ndarray:
         """The token ids of a text, int32 [n]."""
         self._check_length("prompt", len(text), room)
         ids = await _convert(len(text), lambda: self._tokenizer.encode(text, add_special_tokens))
         return _last(ids, room)
 
-    async def ids_of_ids(self, token_ids: list[int], room: Room) -> np.ndarray:
+    async def ids_of_ids(self, token_ids: list[int], room: PromptRoom) -> np.ndarray:
         """The same ids as int32 [n]. Raises NeverFits where there are more than the context holds."""
         if room.num_kept is None and len(token_ids) > room.max_model_len:
             # They are counted before they are converted.
@@ -85,7 +85,7 @@ class PromptReader:
         except ValueError as error:
             raise InvalidPrompt(str(error)) from error
 
-    async def ids_of_chat(self, chat: Chat, room: Room) -> np.ndarray:
+    async def ids_of_chat(self, chat: Chat, room: PromptRoom) -> np.ndarray:
         """The token ids of what the model's chat template writes, int32 [n]. Raises ChatTemplateError."""
         given = [chat.messages, chat.variables]
         num_chars = num_characters(given, INLINE_ITEMS + 1)
@@ -99,14 +99,14 @@ class PromptReader:
         """The text of each token by itself."""
         return await _convert(len(token_ids), lambda: self._tokenizer.decode_each(token_ids))
 
-    def _encode_chat(self, chat: Chat, room: Room) -> np.ndarray:
+    def _encode_chat(self, chat: Chat, room: PromptRoom) -> np.ndarray:
         most = self._tokenizer.max_characters(room.max_model_len)
         self._check_length("chat", num_characters([chat.messages, chat.variables], most + 1), room)
         text = self._tokenizer.render_chat(chat.messages, chat.add_generation_prompt, chat.variables)
         self._check_length("chat", len(text), room)
         return self._tokenizer.encode(text, chat.add_special_tokens)
 
-    def _check_length(self, what: str, num_chars: int, room: Room) -> None:
+    def _check_length(self, what: str, num_chars: int, room: PromptRoom) -> None:
         most = self._tokenizer.max_characters(room.max_model_len)
         if num_chars > most:
             raise InvalidPrompt(
@@ -133,7 +133,7 @@ def num_characters(value: Any, most: int) -> int:
     return total
 
 
-def _last(ids: Any, room: Room) -> Any:
+def _last(ids: Any, room: PromptRoom) -> Any:
     return ids if room.num_kept is None else ids[-room.num_kept :]
 
 

@@ -68,30 +68,33 @@ class _BodyRequest(Request):
         super().__init__(request.scope, request.receive, request._send)
         self._room = room
         self._num_claimed = 0
+        self._received: bytearray | None = None
 
-    async def body(self) -> bytes:
-        """The whole body. Raises HTTPException (413, 503)."""
-        if not hasattr(self, "_body"):
-            chunks = []
-            num_bytes = 0
+    async def body(self) -> Any:
+        """The whole body, a bytearray; empty once it is parsed. Raises HTTPException (413, 503)."""
+        if self._received is None:
+            received = bytearray()
             async for chunk in self.stream():
-                num_bytes += len(chunk)
-                if num_bytes > self._room.max_body_bytes:
+                if len(received) + len(chunk) > self._room.max_body_bytes:
                     raise self._room.too_large
-                more = max(num_bytes - FREE_BYTES, 0) - self._num_claimed
+                more = max(len(received) + len(chunk) - FREE_BYTES, 0) - self._num_claimed
                 self._room.claim(more)
                 self._num_claimed += more
-                chunks.append(chunk)
-            self._body = b"".join(chunks)
-        return self._body
+                received += chunk
+            self._received = received
+        return self._received
 
     async def json(self) -> Any:
-        """The body's value. Raises HTTPException (413), ValueError for what is no JSON."""
+        """The body's value. Raises HTTPException (413, 503), ValueError for what is no JSON."""
         body = await self.body()
-        if len(body) <= SHORT_BODY:
-            return json.loads(body.decode())
-        async with self._room.parsing:
-            return await asyncio.to_thread(parse, body, self._room.max_values)
+        try:
+            if len(body) <= SHORT_BODY:
+                return json.loads(body.decode())
+            async with self._room.parsing:
+                return await asyncio.to_thread(parse, body, self._room.max_values)
+        finally:
+            body.clear()  # FastAPI holds it as long as the request lasts
+            self.release()
 
     def release(self) -> None:
         """Give back the body's room: it was parsed, or never will be."""
@@ -118,7 +121,7 @@ def body_route(room: BodyRoom) -> type[APIRoute]:
     return BodyRoute
 
 
-def parse(body: bytes, max_values: int = MAX_VALUES) -> Any:
+def parse(body: bytes | bytearray, max_values: int = MAX_VALUES) -> Any:
     """The value of a long body. Python's lock is held for some tens of milliseconds at a time.
 
     Raises HTTPException (413) for more values than that allows, ValueError for what is no JSON. In a body of
@@ -134,7 +137,7 @@ def parse(body: bytes, max_values: int = MAX_VALUES) -> Any:
         raise json.JSONDecodeError(str(error), "", 0) from error
 
 
-def _check_values(body: bytes, max_values: int) -> int:
+def _check_values(body: bytes | bytearray, max_values: int) -> int:
     """Count the values of JSON without parsing it. Returns the bytes outside of strings.
 
     Once escapes are gone, quotes stand at the ends of strings alone. Outside of strings each value but the

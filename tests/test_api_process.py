@@ -239,13 +239,15 @@ def test_a_connection_on_which_nothing_is_asked_is_closed(connect: Connect) -> N
     assert until_closed(connect()) == b""
 
 
-@pytest.mark.parametrize("part", ["headers", "body"])
+@pytest.mark.parametrize("part", ["headers", "body", "chunks"])
 def test_a_drip_of_bytes_buys_no_time(connect: Connect, part: str) -> None:
     connection = connect()
-    connection.sendall(head(COMPLETIONS, 1000) if part == "body" else head(COMPLETIONS, 1000)[:-4])
+    whole = head(COMPLETIONS, 1000)
+    chunked = whole.replace(b"Content-Length: 1000", b"Transfer-Encoding: chunked")
+    connection.sendall({"headers": whole[:-4], "body": whole, "chunks": chunked}[part])
     begun = time.monotonic()
     while not select.select([connection], [], [], 0.1)[0]:
-        connection.sendall(b"x")
+        connection.sendall(b"1\r\nx\r\n" if part == "chunks" else b"x")
         assert time.monotonic() - begun < 10
     assert connection.recv(12) == b"HTTP/1.1 408"
 
@@ -259,11 +261,20 @@ def test_a_second_request_on_a_connection_has_its_time_too(connect: Connect) -> 
     check_too_slow(until_closed(connection), HEADER_SECONDS)
 
 
-def test_a_body_that_nobody_waits_for_is_not_waited_for(connect: Connect) -> None:
-    """The route has answered, and what goes on coming is of no use."""
+@pytest.mark.parametrize(
+    ("sent", "answered"),
+    [
+        (head("/ready", 0).replace(b"Content-Length: 0", b"Content-Length: 9000"), "ready"),
+        (head(COMPLETIONS, 2**40), "error"),  # which is too large
+        (head("/nothing", 9000), "error"),
+    ],
+    ids=["route", "guard", "no-route"],
+)
+def test_a_body_that_nobody_waits_for_is_not_waited_for(connect: Connect, sent: bytes, answered: str) -> None:
+    """The request was answered, and what goes on coming is of no use."""
     connection = connect()
-    connection.sendall(head("/ready", 0).replace(b"Content-Length: 0", b"Content-Length: 9000"))
-    assert json.loads(answer(connection))["ready"] is True
+    connection.sendall(sent)
+    assert answered in json.loads(answer(connection))
     begun = time.monotonic()
     while not select.select([connection], [], [], 0.1)[0]:
         connection.sendall(b"x")

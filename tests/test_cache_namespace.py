@@ -1,5 +1,6 @@
 """What one tenant can learn of another from the cache: nothing, unless the service is started to tell it."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -71,6 +72,12 @@ def test_each_value_of_the_header_has_its_own_namespace(tmp_path: Path) -> None:
         assert connection.getresponse().status == 400  # one of them is not the proxy's
         connection.close()
         assert api.send("POST", "/tokenize", {"prompt": "a"})[0] == 200  # it reads no cache
+        paths = json.loads(api.send("GET", "/openapi.json")[2])["paths"]
+        for path in (COMPLETIONS, CHAT):
+            assert [parameter["name"] for parameter in paths[path]["post"]["parameters"]] == [
+                NAMESPACE_HEADER
+            ]
+        assert "parameters" not in paths["/tokenize"]["post"]
 
 
 def test_without_the_setting_keys_share_one_namespace(tmp_path: Path) -> None:

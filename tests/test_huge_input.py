@@ -255,8 +255,8 @@ def test_a_long_body_is_read_as_json(value: Any) -> None:
     ("body", "what"),
     [
         (list_body(b"1", 2 * MAX_VALUES + 10), "values"),
-        (list_body(b"[ ]", 4 * MAX_CONTAINERS + 10), "lists and objects"),
-        (list_body(b"{ }", 4 * MAX_CONTAINERS + 10), "lists and objects"),
+        (list_body(b"[       ]", 10 * MAX_CONTAINERS + 50), "lists and objects"),
+        (list_body(b"{       }", 10 * MAX_CONTAINERS + 50), "lists and objects"),
         (list_body(b'""', 3 * MAX_STRINGS + 10), "strings"),
         (list_body(rb'"\\"', 5 * MAX_STRINGS + 10), "strings"),
         (b"[" + rb'"\\\"",[],' * MAX_CONTAINERS + b"1]", "lists and objects"),
@@ -315,3 +315,17 @@ def test_room_is_given_back_however_a_request_ends(tmp_path: Path) -> None:
         for body in (half, half[:-1], b"\xff" * len(half), list_body(b"[]", len(half))):
             assert api.send("POST", COMPLETIONS, body)[0] in (400, 413)
         assert api.send("POST", COMPLETIONS, text_body(MIB - 20))[0] == 400
+
+
+def test_a_request_that_waits_for_its_answer_takes_no_room(tmp_path: Path) -> None:
+    with service(tmp_path, max_body_bytes=MIB, max_unread_bytes=MIB).running() as api:
+        api.router.hold = True
+        body = json.dumps(
+            {"messages": [{"role": "user", "content": "a"}], "metadata": "x" * (MIB // 2)}
+        ).encode()
+        waiting = [api.connect() for _ in range(4)]
+        for num_before, connection in enumerate(waiting):
+            connection.request("POST", CHAT, body, {"Content-Type": "application/json"})
+            wait_until(lambda: len(api.router.submits) == num_before + 1)  # noqa: B023 (it is called at once)
+        for connection in waiting:
+            connection.close()

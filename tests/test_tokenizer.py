@@ -346,6 +346,26 @@ def test_stops_like_a_search_of_the_whole(pieces: list[str], stops: list[str], i
     assert checker.finish() == ""
 
 
+@settings(max_examples=300, deadline=None)
+@given(
+    skipped=st.lists(st.text("ab\n", max_size=4), max_size=4),
+    pieces=st.lists(st.text("ab\n", max_size=4), max_size=6),
+    stops=st.lists(st.text("ab\n", min_size=1, max_size=5), max_size=4),
+)
+def test_no_stop_ends_in_what_is_skipped(skipped: list[str], pieces: list[str], stops: list[str]) -> None:
+    checker = StopChecker(stops)
+    shown = "".join([*map(checker.skip, skipped), *map(checker.push, pieces)]) + checker.finish()
+    num_skipped, text = len("".join(skipped)), "".join(skipped + pieces)
+    ends = [
+        (start + len(stop), start, stop)
+        for stop in stops
+        for start in range(len(text))
+        if text.startswith(stop, start) and start + len(stop) > num_skipped
+    ]
+    _, start, stop = min(ends, default=(len(text), len(text), None))
+    assert (shown, checker.hit) == (text[:start], stop)
+
+
 def test_stop_across_pieces() -> None:
     checker = StopChecker(["\n\nUser:"])
     assert [checker.push(piece) for piece in ["Hi.", "\n", "\nUs", "e", "r: x", "more"]] == ["Hi.", *[""] * 5]
