@@ -284,6 +284,7 @@ class Clients:
     def _fail(self, reason: str) -> None:
         if len(self.failures) < MAX_FAILURES:
             self.failures.append(reason)
+            print(reason, flush=True)
 
 
 async def at_rest(service: Service) -> Load:
@@ -348,7 +349,8 @@ async def soak(
     finally:
         watching.cancel()
     samples.append(Sample(time.monotonic() - start, memory()))
-    failures += idle_pool(begun, earlier)
+    if not failures:
+        failures += idle_pool(begun, earlier)
     if options.minutes >= JUDGED_MINUTES:
         failures += [
             f"the {role}'s memory grew from {own.first / MIB:.1f} to {own.last / MIB:.1f} MiB in the last half"
