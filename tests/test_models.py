@@ -5,10 +5,12 @@
 
 import tempfile
 from collections import defaultdict
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import transformers
 from tiny_architectures import architecture, cases, outcome, tiny
 
@@ -42,6 +44,15 @@ def page(outcomes: dict[tuple[str, str], str | None]) -> str:
     for reason, names in sorted(refused.items(), key=lambda item: (-len(item[1]), item[0])):
         lines.append(f"| {reason} | {', '.join(sorted(set(names)))} |")
     return "\n".join(lines) + "\n"
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    """Several threads wait for each other longer than these models compute."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 def outcomes(directory: Path) -> dict[tuple[str, str], str | None]:

@@ -64,7 +64,7 @@ class PackedStep:
         backend = self.backends[cast(int, module.layer_idx)]
         q, k, v = (heads[0].transpose(0, 1) for heads in (q, k, v))
         out = backend.forward(q, k, v, self.metadata, rotary=rotary)
-        return out.view(1, len(out), backend.num_heads, -1)
+        return out.unflatten(1, (backend.num_heads, backend.v_dim))[None]
 
 
 def bind(model: PreTrainedModel) -> None:
