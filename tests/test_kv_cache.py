@@ -291,7 +291,7 @@ def test_what_is_no_spec_is_refused(changes: dict[str, Any]) -> None:
 
 
 def test_the_meta_device_is_refused() -> None:
-    with pytest.raises(ValueError, match="meta device stores nothing.*give cpu or cuda"):
+    with pytest.raises(ValueError, match=r"meta device stores nothing.*give cpu or cuda"):
         KVCache(SPEC, 40, 4, 24, device="meta")
 
 

@@ -187,7 +187,7 @@ def _attention(
     """transformers' attention function; `lightkv` is the keyword argument given to the model's forward."""
     if lightkv is None:
         raise LightKVError(
-            "its attention gets no argument `lightkv`: a bound model is called by `compute` or `forward`, and "
-            "its layers have to hand keyword arguments on"
+            "its attention is called without the argument `lightkv`: its layers do not hand keyword arguments "
+            "on, or a bound model was not called by `compute` or `forward`"
         )
     return lightkv.attend(module, query, key, value, attention_mask, arguments), None
