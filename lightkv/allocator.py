@@ -41,8 +41,8 @@ class TokenAllocator:
     """
 
     def __init__(self, num_slots: int, device: torch.device | str) -> None:
-        num_slots = checked_count("num_slots", num_slots, least=2)
-        if num_slots >= 2**31:
+        num_slots = checked_count("num_slots", num_slots, least=0)
+        if not 2 <= num_slots < 2**31:
             raise ValueError(f"num_slots must be in 2..2**31-1 (slot 0 is padding), got {num_slots}")
         if torch.device(device).type == "meta":
             raise ValueError(
