@@ -22,6 +22,7 @@ from lightkv.triton_kernels.allocate import (
 )
 from lightkv.triton_kernels.slot_flags import describe_flags
 
+from .counts import checked_count
 from .errors import CheckFailed, InvalidFree, OutOfTokens
 
 
@@ -40,8 +41,13 @@ class TokenAllocator:
     """
 
     def __init__(self, num_slots: int, device: torch.device | str) -> None:
+        num_slots = checked_count("num_slots", num_slots, least=0)
         if not 2 <= num_slots < 2**31:
             raise ValueError(f"num_slots must be in 2..2**31-1 (slot 0 is padding), got {num_slots}")
+        if torch.device(device).type == "meta":
+            raise ValueError(
+                "the meta device stores nothing, so no slot can be chosen there; give cpu or cuda"
+            )
         self._state = new_slot_state(num_slots, device)
         self.mem_state = self._state.mem_state
         self.counters = self._state.counters

@@ -10,6 +10,14 @@ class LightKVError(Exception):
     """Base of every error that lightkv raises on purpose."""
 
 
+class MissingExtra(LightKVError, ModuleNotFoundError):
+    """A package is not installed that a part of lightkv needs beyond the memory manager."""
+
+    def __init__(self, package: str) -> None:
+        super().__init__(f'the package {package} is not installed; pip install "lightkv[router]" brings it')
+        self.name = package
+
+
 class OutOfTokens(LightKVError):
     """More tokens were asked for than can be had, now that all that could be evicted is counted."""
 

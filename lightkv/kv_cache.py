@@ -72,8 +72,10 @@ class KVCache:
         max_entries: int,
         device: torch.device | str,
     ) -> None:
-        self.ledger = TokenLedger(capacity, max_sequences, max_entries)
-        self.memory = KVMemory(spec, capacity + 1, max_sequences, max_entries, torch.device(device))
+        self.ledger = ledger = TokenLedger(capacity, max_sequences, max_entries)
+        self.memory = KVMemory(
+            spec, ledger.capacity + 1, ledger.max_sequences, ledger.max_entries, torch.device(device)
+        )
         self.on_edits: Callable[[list[Edit], list[torch.Tensor]], None] | None = None
         self._owner = threading.current_thread()
         self._is_telling = False  # is `on_edits` running?
@@ -215,9 +217,13 @@ class KVCache:
         `entries`: int64 `[n]` on the device, each once, in any order, of `shared` (or `num_sinks`, if that is
         more: sinks stay) to `length`. They move down in the row, in the order that they had. The host does not
         look at them: for what is named twice, or is out of range, another entry of the range stays. Returns how
-        many slots are free at once. Raises ValueError.
+        many slots are free at once. Raises ValueError, and TypeError for what is no tensor.
         """
         self._require_turn()
+        if not isinstance(entries, torch.Tensor):
+            raise TypeError(
+                f"entries is a {type(entries).__name__}; give a tensor, int64 [n] on {self.memory.device}"
+            )
         if entries.dim() != 1 or entries.dtype != torch.int64 or entries.device != self.memory.device:
             raise ValueError(
                 f"entries must be int64 [n] on {self.memory.device}, got {entries.dtype} "

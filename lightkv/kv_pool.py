@@ -10,6 +10,7 @@ from pathlib import Path
 
 import torch
 
+from .counts import checked_count
 from .errors import OutOfMemory
 from .kv_spec import KVSpec
 
@@ -94,8 +95,7 @@ class KVPool:
     """
 
     def __init__(self, spec: KVSpec, num_slots: int, device: torch.device) -> None:
-        if num_slots < 2:
-            raise ValueError(f"a pool of {num_slots} slots; slot 0 is padding, so it takes at least 2")
+        num_slots = checked_count("num_slots", num_slots, least=2)  # slot 0 is padding
         self.spec = spec
         self.num_slots = num_slots
         self.device = device

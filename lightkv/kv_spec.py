@@ -7,6 +7,8 @@ from dataclasses import dataclass
 
 import torch
 
+from .counts import checked_count
+
 
 @dataclass(frozen=True)
 class KVSpec:
@@ -20,8 +22,9 @@ class KVSpec:
 
     def __post_init__(self) -> None:
         for name in ("num_layers", "num_kv_heads", "k_dim", "v_dim"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} is {getattr(self, name)}; it has to be at least 1")
+            checked_count(name, getattr(self, name))
+        if not isinstance(self.dtype, torch.dtype):
+            raise TypeError(f"dtype is {self.dtype!r}; give torch's own, such as torch.float32")
         if not self.dtype.is_floating_point:
             raise ValueError(f"K/V of {self.dtype}: use a floating-point type")
 

@@ -16,6 +16,7 @@ from collections.abc import Sequence as Seq
 from operator import add
 from typing import NamedTuple
 
+from .counts import checked_count
 from .edits import Copy, Cut, Edit, Give, Keep, Map, Shift, Stash, Take
 from .errors import CheckFailed, OutOfRows, OutOfTokens, SequenceTooLong
 from .paths import Paths
@@ -36,19 +37,12 @@ class TokenLedger:
     """Counts for a pool of `capacity` tokens and a table of `max_sequences` rows of `max_entries` entries."""
 
     def __init__(self, capacity: int, max_sequences: int, max_entries: int) -> None:
-        for name, value in (
-            ("capacity", capacity),
-            ("max_sequences", max_sequences),
-            ("max_entries", max_entries),
-        ):
-            if value < 1:
-                raise ValueError(f"{name} is {value}; it has to be at least 1")
-        self.capacity = capacity
-        self.max_sequences = max_sequences
-        self.max_entries = max_entries
+        self.capacity = checked_count("capacity", capacity)
+        self.max_sequences = checked_count("max_sequences", max_sequences)
+        self.max_entries = checked_count("max_entries", max_entries)
         self.step = 0  # the step being planned; publications carry it until `confirm`
-        self._paths = Paths(capacity)
-        self._free_rows = list(range(max_sequences, 0, -1))
+        self._paths = Paths(self.capacity)
+        self._free_rows = list(range(self.max_sequences, 0, -1))
         # Whom `extend` was last called for, their rows, and no less than where the longest ends.
         self._batch: list[Sequence] = []
         self._batch_rows: tuple[int, ...] = ()

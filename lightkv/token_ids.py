@@ -9,7 +9,7 @@ TokenIds = Sequence[int] | np.ndarray | bytes
 
 
 def int32_bytes(token_ids: TokenIds) -> bytes:
-    """`token_ids` as int32 bytes. Raises ValueError for what is no line of 32-bit integers."""
+    """`token_ids` as int32 bytes. Raises ValueError for what is no line of integers from 0 to 2**31 - 1."""
     if isinstance(token_ids, bytes):
         return token_ids
     try:
@@ -20,7 +20,6 @@ def int32_bytes(token_ids: TokenIds) -> bytes:
         raise ValueError(
             f"token ids of type {ids.dtype} and shape {ids.shape}: give integers, in one dimension"
         )
-    limits = np.iinfo(np.int32)
-    if ids.size and (ids.min() < limits.min or ids.max() > limits.max):
-        raise ValueError(f"token ids from {ids.min()} to {ids.max()}: they have to fit 32 bits")
+    if ids.size and (ids.min() < 0 or ids.max() >= 2**31):
+        raise ValueError(f"token ids from {ids.min()} to {ids.max()}: they lie between 0 and 2**31 - 1")
     return ids.astype(np.int32).tobytes()

@@ -10,6 +10,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+from .counts import checked_count
 from .staging import upload
 
 
@@ -25,12 +26,11 @@ class TokenTable:
     """`req_to_token`: int32 `[max_sequences + 1, max_entries]` on `device`."""
 
     def __init__(self, max_sequences: int, max_entries: int, device: torch.device) -> None:
-        if max_sequences < 1 or max_entries < 1:
-            raise ValueError(f"a table of {max_sequences} rows of {max_entries} entries; both are at least 1")
-        self.max_sequences = max_sequences
-        self.max_entries = max_entries
+        self.max_sequences = checked_count("max_sequences", max_sequences)
+        self.max_entries = checked_count("max_entries", max_entries)
         self.device = device
-        self.req_to_token = torch.zeros(max_sequences + 1, max_entries, dtype=torch.int32, device=device)
+        shape = self.max_sequences + 1, self.max_entries
+        self.req_to_token = torch.zeros(shape, dtype=torch.int32, device=device)
         self._flat = self.req_to_token.view(-1)
 
     def entries(

@@ -6,6 +6,8 @@ Lazy, like `lightkv` itself: what needs torch loads it when it is first used.
 from importlib import import_module
 from typing import Any
 
+from lightkv.errors import MissingExtra
+
 _EXPORTS = {
     "LLM": ".llm",
     "CompletionOutput": ".llm",
@@ -28,7 +30,13 @@ __all__ = sorted(_EXPORTS)
 
 def __getattr__(name: str) -> Any:
     if name in _EXPORTS:
-        return getattr(import_module(_EXPORTS[name], __name__), name)
+        try:
+            module = import_module(_EXPORTS[name], __name__)
+        except ModuleNotFoundError as error:
+            if isinstance(error, MissingExtra) or not error.name or error.name.startswith("lightkv"):
+                raise
+            raise MissingExtra(error.name) from error
+        return getattr(module, name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

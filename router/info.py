@@ -23,7 +23,7 @@ from lightkv.kv_spec import KVSpec
 
 from .build import definite_limits, pick_device, size_pool
 from .config import EngineConfig
-from .weights import load_model
+from .weights import load_model, load_supported_config
 
 _PACKAGES = ("torch", "triton", "transformers", "tokenizers", "numpy")
 
@@ -83,6 +83,7 @@ def model_info(config: EngineConfig, directory: Path) -> ModelInfo:
     dtype: torch.dtype | Literal["auto"] = "auto"  # on the meta device, that is the one for a GPU
     if config.dtype != "auto" or device.type == "cpu":
         dtype = getattr(torch, "float32" if config.dtype == "auto" else config.dtype)
+    load_supported_config(directory)
     model = load_model(directory, torch.device("meta"), dtype, lambda line: None)
     parameters = list(model.parameters())
     weight_bytes = sum(parameter.numel() * parameter.element_size() for parameter in parameters)

@@ -424,3 +424,18 @@ def test_a_step_never_synchronises(memory: KVMemory, name: str) -> None:
         step()
     finally:
         torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.parametrize("name", ["torch", "triton"])
+def test_a_table_of_one_entry_and_a_step_without_tokens(name: str, device: torch.device) -> None:
+    memory = KVMemory(KVSpec(1, 1, 16, 16, torch.float32), 3, 1, 1, device)
+    memory.table.req_to_token[1, 0] = 2
+    metadata = AttentionMetadata(1, 1, memory)
+    (layer,) = make_backends(name, device, [LayerShape(2, 16, 1)])
+    q, k, v = (torch.randn(1, heads * 16, device=device) for heads in (2, 1, 1))
+    for num_contexts in (1, 0):
+        metadata.prepare([1], [0], [1], num_contexts)
+        # One token attends itself alone.
+        torch.testing.assert_close(layer.forward(q.clone(), k, v, metadata), v.repeat(1, 2))
+    metadata.prepare([], [], [], 0)
+    assert layer.forward(q[:0], k[:0], v[:0], metadata).shape == (0, 32)

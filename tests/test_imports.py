@@ -18,8 +18,10 @@ PICKLES = {"pickle", "_pickle", "marshal", "shelve", "dill", "cloudpickle", "job
 # What runs in the API and router processes, where torch would cost seconds and hundreds of megabytes.
 WITHOUT_TORCH = (
     "lightkv",
+    "lightkv.counts",
     "lightkv.errors",
     "lightkv.edits",
+    "lightkv.integrations.context",
     "lightkv.ledger",
     "lightkv.paths",
     "lightkv.prefix_tree",
@@ -32,6 +34,7 @@ WITHOUT_TORCH = (
     "lightkv.router.api_settings",
     "lightkv.router.child_process",
     "lightkv.router.cli",
+    "lightkv.router.command",
     "lightkv.router.completion",
     "lightkv.router.config",
     "lightkv.router.demo",

@@ -223,7 +223,7 @@ def test_probe_takes_the_dtype_from_k_and_v(dtype: torch.dtype, device: torch.de
             "does not count a text's positions from 0",
             id="roberta",
         ),
-        pytest.param(NemotronConfig(**SMALL), "hand keyword arguments on", id="no-arguments"),
+        pytest.param(NemotronConfig(**SMALL), "do not hand keyword arguments on", id="no-arguments"),
         pytest.param(DogeConfig(**SMALL), "changes its attention mask", id="own-mask"),
     ],
 )

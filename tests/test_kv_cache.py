@@ -2,7 +2,8 @@
 
 import doctest
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -39,7 +40,7 @@ def test_token_ids_in_any_form_are_the_same(token_ids: kv_cache.TokenIds, device
     assert cache.open(token_ids).num_hit == 2
 
 
-@pytest.mark.parametrize("wrong", [[1.5], [[1, 2]], [2**31], b"abc", []])
+@pytest.mark.parametrize("wrong", [[1.5], [[1, 2]], [2**31], [3, -1], b"abc", []])
 def test_what_is_no_prompt_is_refused(wrong: kv_cache.TokenIds, device: torch.device) -> None:
     cache = make_cache(device)
     with pytest.raises(ValueError, match=r"token ids"):
@@ -263,3 +264,56 @@ def test_random_walk_of_verbs(seed: int, device: torch.device) -> None:
     cache.evict(cache.num_cached)
     cache.check()
     assert cache.num_free == cache.capacity
+
+
+@pytest.mark.parametrize("name", ["capacity", "max_sequences", "max_entries"])
+@pytest.mark.parametrize("wrong", [1.5, True, "4", None, 0, -1], ids=str)
+def test_what_is_no_count_is_refused(name: str, wrong: Any) -> None:
+    sizes = {"capacity": 40, "max_sequences": 4, "max_entries": 24, name: wrong}
+    error = ValueError if type(wrong) is int else TypeError
+    with pytest.raises(error, match=f"{name} is {wrong!r}"):
+        KVCache(SPEC, **sizes, device="cpu")
+
+
+def test_counts_may_be_numpys(device: torch.device) -> None:
+    cache = KVCache(SPEC, np.int64(40), np.int32(4), np.int64(24), device)  # type: ignore[arg-type]
+    assert type(cache.capacity) is int
+    cache.check()
+
+
+@pytest.mark.parametrize(
+    "changes", [{"num_layers": 1.5}, {"k_dim": True}, {"dtype": "float32"}, {"dtype": None}]
+)
+def test_what_is_no_spec_is_refused(changes: dict[str, Any]) -> None:
+    ((name, wrong),) = changes.items()
+    with pytest.raises(TypeError, match=f"{name} is {wrong!r}.*give"):
+        replace(SPEC, **changes)
+
+
+def test_the_meta_device_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"meta device stores nothing.*give cpu or cuda"):
+        KVCache(SPEC, 40, 4, 24, device="meta")
+
+
+@pytest.mark.parametrize("entries", [[0, 1], np.array([0, 1])], ids=["list", "numpy"])
+def test_keep_takes_a_tensor_alone(entries: Any, device: torch.device) -> None:
+    cache = make_cache(device)
+    sequence = cache.open([1, 2, 3])
+    cache.extend([sequence], [3])
+    with pytest.raises(TypeError, match=r"entries is a \w+; give a tensor, int64 \[n\]"):
+        cache.keep(sequence, entries)
+    assert sequence.length == 3
+    cache.check()
+
+
+def test_a_table_of_one_entry(device: torch.device) -> None:
+    cache = KVCache(SPEC, capacity=2, max_sequences=1, max_entries=1, device=device)
+    for token in (5, 6, 5):
+        sequence = cache.open([token])
+        assert cache.extend([sequence], [1]).tolist() == cache.slots(sequence).tolist()
+        cache.publish(sequence)
+        cache.confirm()
+        cache.close(sequence)
+    cache.check()
+    with pytest.raises(SequenceTooLong):
+        cache.open([1, 2])

@@ -20,7 +20,7 @@ IMPORTS = """
 import importlib.util, pathlib
 import lightkv, lightkv.ledger, lightkv.router, lightkv.router.admission, lightkv.triton_kernels
 assert importlib.util.find_spec("lightkv.triton_kernels.write_kv") is not None
-assert importlib.util.find_spec("lightkv.integrations.transformers") is not None
+assert (pathlib.Path(lightkv.__file__).parent / "integrations" / "transformers.py").is_file()
 print(pathlib.Path(lightkv.__file__).parent)
 """
 ONE_NAME = """
@@ -121,3 +121,36 @@ def test_an_editable_installation(checkout: Path, tmp_path: Path) -> None:
     # -S leaves out this environment's own installation; the third-party packages are not needed.
     program = f"import site; site.addsitedir({str(site)!r})\n" + IMPORTS + ONE_NAME
     assert run(sys.executable, "-S", "-c", program, cwd=elsewhere) == str(checkout / "lightkv")
+
+
+def test_without_the_extra(checkout: Path) -> None:
+    """As `pip install lightkv` leaves it: torch, triton and numpy, and none of the packages of the extra."""
+    program = """
+import sys
+
+# None is what Python takes for a module that is not there.
+sys.modules.update(dict.fromkeys(("typer", "rich", "msgspec", "transformers", "tokenizers", "jinja2")))
+for statement in (
+    "from lightkv.router import LLM",
+    "from lightkv.integrations.hf_cache import LightKVCache",
+    "from lightkv.integrations.cached_model import CachedModel",
+):
+    try:
+        exec(statement)
+    except ImportError as error:
+        print(error)
+import lightkv
+lightkv.KVCache, lightkv.TokenLedger
+from lightkv.router.command import main
+main()
+"""
+    done = subprocess.run(
+        (sys.executable, "-c", program), cwd=checkout, capture_output=True, text=True, timeout=120
+    )
+    remedy = 'is not installed; pip install "lightkv[router]" brings it'
+    lines = done.stdout.splitlines()
+    assert [line.endswith(remedy) for line in lines] == [True] * 3, done.stdout + done.stderr
+    assert done.returncode == 1
+    assert done.stderr.startswith("lightkv: the package ")
+    assert done.stderr.endswith(f"{remedy}\n")
+    assert len(done.stderr.splitlines()) == 1

@@ -1,6 +1,8 @@
 """router/model_files.py: finding a model's files, and converting the default model's."""
 
 import json
+import os
+import re
 import subprocess
 import sys
 import threading
@@ -61,6 +63,38 @@ def test_local_directory_that_lacks_a_shard(tiny_dir: Path, lines: list[str]) ->
     (tiny_dir / "model.safetensors.index.json").write_text(json.dumps(index))
     with pytest.raises(UnreadableWeights, match=r"lacks model-2\.safetensors, model-3\.safetensors"):
         resolve(str(tiny_dir), lines.append)
+
+
+SHARDS = [
+    "../secret.safetensors",
+    "/etc/secret.safetensors",
+    "folder/a.safetensors",
+    "..\\secret.safetensors",
+    "pytorch_model.bin",
+    "..",
+    "",
+    "a\0.safetensors",
+    5,
+    None,
+    ["a.safetensors"],
+]
+
+
+@pytest.mark.parametrize("shard", SHARDS, ids=repr)
+def test_shard_outside_the_directory(tiny_dir: Path, lines: list[str], shard: Any) -> None:
+    (tiny_dir.parent / "secret.safetensors").write_bytes((tiny_dir / "model.safetensors").read_bytes())
+    (tiny_dir / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": shard}}))
+    with pytest.raises(UnreadableWeights, match=r"index\.json: (names the shard|is no index)") as raised:
+        resolve(str(tiny_dir), lines.append)
+    assert "\n" not in str(raised.value)
+
+
+def test_shard_behind_a_link(tiny_dir: Path, lines: list[str]) -> None:
+    """As the Hugging Face cache has them."""
+    (tiny_dir / "model.safetensors").rename(tiny_dir.parent / "blob")
+    (tiny_dir / "a.safetensors").symlink_to(tiny_dir.parent / "blob")
+    (tiny_dir / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"x": "a.safetensors"}}))
+    assert resolve(str(tiny_dir), lines.append) == tiny_dir
 
 
 def test_pickle_is_not_taken_for_weights(tiny_dir: Path, lines: list[str]) -> None:
@@ -270,6 +304,71 @@ def test_conversions_at_once(cache: Path, gguf: list[Path], lines: list[str]) ->
     assert len(set(found)) == 1
     assert len(found) == 4
     assert len(gguf) == 1  # the others waited for the first, and took what it made
+
+
+# Converts a small GGUF again and again, on a disk that takes more of each file every time (RLIMIT_FSIZE, whose
+# soft limit can be raised again). Prints how many files were left each time, and what was told.
+FULL_DISK = """
+import resource, sys
+from pathlib import Path
+import gguf, numpy as np
+from lightkv.router import model_files
+from lightkv.router.model_files import DEFAULT_MODEL, UnreadableWeights, resolve
+
+cache, source = Path(sys.argv[1]), Path(sys.argv[1]) / "tiny.gguf"
+writer = gguf.GGUFWriter(source, "llama")
+writer.add_context_length(64)
+writer.add_embedding_length(4)
+writer.add_feed_forward_length(8)
+writer.add_block_count(0)
+writer.add_head_count(1)
+writer.add_head_count_kv(1)
+writer.add_layer_norm_rms_eps(1e-5)
+writer.add_rope_freq_base(1e4)
+writer.add_tokenizer_model("gpt2")
+writer.add_tokenizer_pre("smollm")
+writer.add_token_list(["a", "b", "ab", *(chr(0x100 + i) * 30 for i in range(197))])
+writer.add_token_types([1] * 200)
+writer.add_token_merges(["a b"])
+for add in (writer.add_bos_token_id, writer.add_eos_token_id, writer.add_pad_token_id, writer.add_unk_token_id):
+    add(0)
+writer.add_chat_template("a template " * 500)
+writer.add_tensor("token_embd.weight", np.zeros((200, 4), np.float32))
+writer.add_tensor("output_norm.weight", np.ones(4, np.float32))
+writer.write_header_to_file()
+writer.write_kv_data_to_file()
+writer.write_tensors_to_file()
+writer.close()
+
+model_files._packaged_gguf = lambda: source
+folder = cache / "lightkv" / "models"
+for limit in map(int, sys.argv[2:]):
+    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, -1))
+    try:
+        said = str(resolve(DEFAULT_MODEL, lambda line: None))
+    except UnreadableWeights as error:
+        said = str(error)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (-1, -1))
+    left = [path for path in folder.rglob("*") if not path.name.endswith(".lock")]
+    print(limit, len(left), said)
+"""
+
+
+def test_conversion_on_a_full_disk(tmp_path: Path) -> None:
+    limits = [0, 100, 2000, 4000, 6000, 100_000]  # bytes of a file
+    done = subprocess.run(
+        [sys.executable, "-c", FULL_DISK, str(tmp_path), *map(str, limits)],
+        env={**os.environ, "XDG_CACHE_HOME": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    *failed, converted = done.stdout.splitlines()
+    assert len(failed) == len(limits) - 1
+    for line, limit in zip(failed, limits, strict=False):
+        assert re.fullmatch(rf"{limit} 0 .*: cannot be written \(.*\); free 600 MB there, or set .*", line)
+    assert converted.startswith("100000 6 ")  # the directory and its files
 
 
 @pytest.mark.slow

@@ -380,3 +380,42 @@ def test_captured_rotation_follows_its_positions() -> None:
     write_kv_reference(k, v, expected[:, :2], expected[:, 2:], slots, **rotary)
     assert torch.equal(cache[1:], expected[1:])
     assert torch.equal(ours, out)
+
+
+@pytest.mark.parametrize("num_tokens", [0, 1, 3], ids="T{}".format)
+@pytest.mark.parametrize("own_rows", [False, True], ids=["positions", "own_rows"])
+@pytest.mark.parametrize("interleaved", [False, True], ids=["neox", "gptj"])
+def test_a_single_pair_whose_tables_have_any_stride(
+    device: torch.device, num_tokens: int, own_rows: bool, interleaved: bool
+) -> None:
+    torch.manual_seed(0)
+    columns = torch.randn(NUM_POSITIONS, 2, device=device)
+    cos, sin = columns[:, :1].expand(-1, 1), columns[:, ::2].cos()
+    cos = cos.as_strided(cos.shape, (2, 2))  # as a slice of every other column has it
+    positions = torch.randint(NUM_POSITIONS, (num_tokens,), device=device)
+    tables = {"cos": cos, "sin": sin, "positions": positions}
+    if own_rows:
+        tables = {"cos": cos[:num_tokens], "sin": sin[:num_tokens]}
+    slots = torch.arange(1, num_tokens + 1, device=device)
+    k, v, q = (torch.randn(num_tokens, heads, 2, device=device) for heads in (1, 1, 2))
+    results = []
+    for write in (write_kv, write_kv_reference):
+        k_cache, v_cache = torch.zeros(2, 8, 1, 2, device=device)
+        q_out = torch.empty_like(q)
+        write(k, v, k_cache, v_cache, slots, q=q, q_out=q_out, interleaved=interleaved, **tables)
+        results.append((k_cache, v_cache, q_out))
+    for ours, reference in zip(*results, strict=True):
+        assert torch.equal(ours, reference)
+
+
+def test_no_tokens_of_any_stride_and_heads_of_one_dim(device: torch.device) -> None:
+    none = torch.empty(0, 8, 2, device=device).transpose(1, 2)
+    slots = torch.arange(1, 4, device=device)
+    k = torch.randn(3, 2, 4, device=device)[:, :, ::4]
+    for write in (write_kv, write_kv_reference):
+        cache = torch.zeros(9, 2, 8, device=device)
+        write(none, none, cache, cache, slots[:0])
+        assert not cache.any()
+        cache = torch.zeros(9, 2, 1, device=device)
+        write(k, k, cache, cache.clone(), slots)
+        assert torch.equal(cache[1:4], k)

@@ -62,7 +62,7 @@ MORE: dict[str, dict[str, Any]] = {
         }
     },
     "dbrx": {
-        "attn_config": {"kv_n_heads": 2, "rope_theta": 1e4},
+        "attn_config": {"kv_n_heads": 2, "rope_theta": 1e4, "clip_qkv": 8.0},
         "ffn_config": {"ffn_hidden_size": 48, "hidden_size": 32, "moe_num_experts": 4, "moe_top_k": 2},
     },
     "gemma4_assistant": {

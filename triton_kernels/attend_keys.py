@@ -13,6 +13,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from .strides import has_unit_stride
+
 LOG2_E = math.log2(math.e)
 
 
@@ -153,7 +155,7 @@ def check_attention_inputs(
         ("index", index),
         ("out", out),
     ):
-        if tensor is not None and tensor.stride(-1) != 1:
+        if tensor is not None and not has_unit_stride(tensor):
             raise ValueError(
                 f"the last stride of {name} must be 1, got {tensor.stride()}; make it contiguous"
             )

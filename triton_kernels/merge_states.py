@@ -13,6 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from . import tuning
+from .strides import has_unit_stride
 
 
 @triton.jit(do_not_specialize=["num_parts"])
@@ -137,7 +138,7 @@ def _check(partial_out: Tensor, partial_lse: Tensor, out: Tensor | None, lse: Te
         if tensor is not None and tensor.shape != shape:
             raise ValueError(f"{name} must have shape {tuple(shape)}, got {tuple(tensor.shape)}")
     for name, tensor in (("partial_out", partial_out), ("out", out)):
-        if tensor is not None and tensor.stride(-1) != 1:
+        if tensor is not None and not has_unit_stride(tensor):
             raise ValueError(
                 f"the last stride of {name} must be 1, got {tensor.stride()}; make it contiguous"
             )

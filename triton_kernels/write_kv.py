@@ -12,6 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from . import tuning
+from .strides import has_unit_stride
 
 
 @triton.jit
@@ -321,7 +322,7 @@ def write_kv(
                 f"{name} must be [tokens, kv_heads, dim] and its cache [slots, kv_heads, dim], with the same "
                 f"heads and dim; got {tuple(new.shape)} and {tuple(cache.shape)}"
             )
-        if new.stride(2) != 1 or cache.stride(2) != 1:
+        if not (has_unit_stride(new) and has_unit_stride(cache)):
             raise ValueError(f"the last stride of {name} and of its cache must be 1; make it contiguous")
     if slots.shape != k.shape[:1] or v.shape[:2] != k.shape[:2]:
         raise ValueError(
@@ -339,7 +340,7 @@ def write_kv(
         ("k_bias", k_bias, k.shape[1:]),
         ("v_bias", v_bias, v.shape[1:]),
     ):
-        if bias is not None and (bias.shape != shape or bias.stride(1) != 1):
+        if bias is not None and (bias.shape != shape or not has_unit_stride(bias)):
             raise ValueError(
                 f"{name} must be [heads, dim] {tuple(shape)} with a last stride of 1, got "
                 f"{tuple(bias.shape)} with strides {bias.stride()}"
@@ -380,7 +381,7 @@ def _check_rotary(
     if q is not None:
         wanted = (num_tokens, q.shape[1] if q.dim() == 3 else 0, key_dim)
         for name, tensor in (("q", q), ("q_out", q if q_out is None else q_out)):
-            if tensor.shape != wanted or tensor.stride(2) != 1:
+            if tensor.shape != wanted or not has_unit_stride(tensor):
                 raise ValueError(
                     f"{name} must be [tokens, heads, dim] {wanted} with a last stride of 1, the tokens and dim "
                     f"those of k; got {tuple(tensor.shape)} with strides {tensor.stride()}"
@@ -402,7 +403,7 @@ def _check_rotary(
     elif positions.dtype not in (torch.int32, torch.int64):
         raise ValueError(f"positions must be int32 or int64, got {positions.dtype}")
     for name, table in (("cos", cos), ("sin", sin)):
-        if table.dtype not in (torch.float32, k.dtype) or table.dim() != 2 or table.stride(1) != 1:
+        if table.dtype not in (torch.float32, k.dtype) or table.dim() != 2 or not has_unit_stride(table):
             raise ValueError(
                 f"{name} must be float32 or of k's type ({k.dtype}), [positions, rotary_dim / 2] with a last "
                 f"stride of 1; got {table.dtype} {tuple(table.shape)} with strides {table.stride()}"

@@ -117,7 +117,7 @@ class AttentionBackend(ABC):
             self._attend_with_sinks(q, metadata, out)
         else:
             self._attend(q, k, v, metadata, out)
-        return out.view(num_tokens, -1)
+        return out.flatten(1)
 
     def entry_scores(self, q: torch.Tensor, metadata: AttentionMetadata) -> torch.Tensor:
         """How much this step's queries attend to each entry: probabilities, summed over queries and heads.

@@ -1,1 +1,8 @@
-"""Adapters to other people's models. Import the one you need: each needs the library that it adapts to."""
+"""Adapters to Hugging Face models. Importing one raises MissingExtra where transformers is not installed."""
+
+from importlib.util import find_spec
+
+from ..errors import MissingExtra
+
+if find_spec("transformers") is None:
+    raise MissingExtra("transformers")

@@ -64,7 +64,7 @@ class PackedStep:
         backend = self.backends[cast(int, module.layer_idx)]
         q, k, v = (heads[0].transpose(0, 1) for heads in (q, k, v))
         out = backend.forward(q, k, v, self.metadata, rotary=rotary)
-        return out.view(1, len(out), backend.num_heads, -1)
+        return out.unflatten(1, (backend.num_heads, backend.v_dim))[None]
 
 
 def bind(model: PreTrainedModel) -> None:
@@ -187,7 +187,7 @@ def _attention(
     """transformers' attention function; `lightkv` is the keyword argument given to the model's forward."""
     if lightkv is None:
         raise LightKVError(
-            "its attention gets no argument `lightkv`: a bound model is called by `compute` or `forward`, and "
-            "its layers have to hand keyword arguments on"
+            "its attention is called without the argument `lightkv`: its layers do not hand keyword arguments "
+            "on, or a bound model was not called by `compute` or `forward`"
         )
     return lightkv.attend(module, query, key, value, attention_mask, arguments), None

@@ -1,0 +1,20 @@
+"""Counts as the memory manager takes them: integers, Python's or numpy's. Loads no torch."""
+
+from operator import index
+from typing import SupportsIndex
+
+
+def checked_count(name: str, value: SupportsIndex, least: int = 1) -> int:
+    """`value` as an integer.
+
+    Raises TypeError for what is no integer (True and False are none), and ValueError below `least`.
+    """
+    try:
+        number = index(value)
+    except TypeError:
+        number = None
+    if number is None or isinstance(value, bool):
+        raise TypeError(f"{name} is {value!r}, a {type(value).__name__}; give an integer")
+    if number < least:
+        raise ValueError(f"{name} is {number}; it has to be at least {least}")
+    return number
