@@ -21,5 +21,5 @@ def int32_bytes(token_ids: TokenIds) -> bytes:
             f"token ids of type {ids.dtype} and shape {ids.shape}: give integers, in one dimension"
         )
     if ids.size and (ids.min() < 0 or ids.max() >= 2**31):
-        raise ValueError(f"token ids from {ids.min()} to {ids.max()}: they lie between 0 and 2**31 - 1")
+        raise ValueError(f"token ids from {ids.min()} to {ids.max()}: each is at least 0, and fits 32 bits")
     return ids.astype(np.int32).tobytes()

@@ -294,7 +294,7 @@ def test_penalties_reach_the_model(llm: LLM) -> None:
         ([1, 49152], None, InvalidPrompt, "go from 0 to 49151"),
         ("", None, InvalidPrompt, "empty"),
         ([1.5], None, InvalidPrompt, "prompt 1 .*integers"),
-        ([2**40], None, InvalidPrompt, "prompt 1 .*32 bits"),
+        ([2**40], None, InvalidPrompt, "prompt 1 .*fits 32 bits"),
         (None, None, InvalidPrompt, "prompt 1 is no text"),
         ([1], SamplingParams(logit_bias={50000: 1.0}), InvalidParams, "logit_bias"),
     ],
