@@ -35,6 +35,7 @@ COMPLETIONS = "/v1/completions"
 ANSWER_SECONDS = 300.0
 POLL_SECONDS = 0.02
 RUN_SECONDS = 2.0  # that the streams have been running for when the worker is lost
+APART_SECONDS = 32.0  # between two losses: the service gives up after three within a minute
 MEMORY_SLACK = 64 * 2**20
 SIGNALS = (signal.SIGKILL, signal.SIGSTOP)
 
@@ -149,7 +150,9 @@ async def measure(server: Server, options: argparse.Namespace) -> tuple[dict[str
     found: dict[str, list[Loss]] = {number.name: [] for number in SIGNALS}
     for _ in range(options.rounds):
         for number in SIGNALS:
+            apart = asyncio.create_task(asyncio.sleep(APART_SECONDS))
             found[number.name].append(await losses.lose(number))
+            await apart
     return found, losses.failures
 
 
