@@ -245,7 +245,7 @@ class Clients:
 
     async def _cut_whole(self, rng: random.Random) -> None:
         expected, more = self._draw(rng)
-        self.counts["answers that nobody waited for"] += 1
+        self.counts["answers that were not waited for"] += 1
         try:
             async with asyncio.timeout(rng.uniform(0.0, 2.0)):
                 reply = await self._post(expected.call, **more)

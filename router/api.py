@@ -50,11 +50,11 @@ from .openai_protocol import (
     error_body,
 )
 from .openai_writer import ChatWriter, CompletionWriter, usage_of
-from .prompt_reader import Chat, PromptReader, PromptRoom
+from .prompt_reader import Chat, PromptReader, PromptRoom, convert
 from .request import InvalidPrompt, NeverFits
 from .request_body import BodyRoom, body_route
 from .router_client import RequestRefused, RouterClient, RouterUnreachable
-from .sampling_params import MAX_COUNT, InvalidParams
+from .sampling_params import MAX_COUNT, MAX_LOGPROBS, InvalidParams
 from .tokenizer import ChatTemplateError, Tokenizer, UnreadableTokenizer
 from .unsupported_fields import refuse_unsupported
 
@@ -195,7 +195,8 @@ class _Api:
         """200 while requests are taken, and steps are not late."""
         heard = self._client.heard
         is_ready = heard.takes_requests
-        return _json({"ready": is_ready, "state": heard.status.state}, 200 if is_ready else 503)
+        body = {"ready": is_ready, "state": heard.status.state, "detail": heard.detail}
+        return _json(body, 200 if is_ready else 503)
 
     async def metrics(self) -> Response:
         """Every series, in Prometheus' text format."""
@@ -203,8 +204,9 @@ class _Api:
 
     async def load(self) -> Response:
         """The router's counts, as JSON."""
-        status = self._client.status
-        return _json({"state": status.state, "detail": status.detail, **msgspec.structs.asdict(status.load)})
+        status, age = self._client.heard
+        told = {"state": status.state, "detail": status.detail, "router_silence": age}
+        return _json(told | msgspec.structs.asdict(status.load))
 
     async def pool_map(self) -> Response:
         """What every slot is used for, as JSON."""
@@ -228,7 +230,11 @@ class _Api:
         async with _ended_with_client(receive, generation):
             async for _ in generation.pieces():
                 pass
-            return _json(writer.whole(generation))
+            num_scored = sum(len(answer.scored) for answer in generation.answers)
+            content = await convert(
+                num_scored * (1 + MAX_LOGPROBS), lambda: msgspec.json.encode(writer.whole(generation))
+            )
+            return Response(content, media_type="application/json")
 
     async def _prompt_ids(
         self, prompt: str | list[int], add_special_tokens: bool, room: PromptRoom

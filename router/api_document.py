@@ -55,9 +55,16 @@ ASKS_WORKER = (503,)
 
 def _load_schema() -> dict[str, Any]:
     schema: dict[str, Any] = msgspec.json.schema(Load)["$defs"]["Load"]
-    schema["properties"] |= {"state": msgspec.json.schema(State), "detail": {"type": "string"}}
+    schema["properties"] |= {
+        "state": msgspec.json.schema(State),
+        "detail": {"type": "string"},
+        "router_silence": {
+            "type": "number",
+            "description": "Seconds since the router reported these counts.",
+        },
+    }
     schema["description"] = "The router's counts, and its state."
-    schema["required"] = [*schema.get("required", ()), "state", "detail"]
+    schema["required"] = [*schema.get("required", ()), "state", "detail", "router_silence"]
     return schema
 
 

@@ -399,6 +399,7 @@ class Health(TypedDict):
 class Ready(TypedDict):
     ready: bool
     state: Literal["starting", "ready", "draining", "dead"]
+    detail: str
 
 
 class Version(TypedDict):

@@ -93,7 +93,7 @@ class CompletionWriter:
         }
 
     def _token(self, token_id: int) -> str:
-        return self._tokenizer.decode([token_id], skip_special_tokens=False)
+        return self._tokenizer.token_text(token_id)
 
 
 class ChatWriter:
@@ -166,7 +166,7 @@ class ChatWriter:
         }
 
     def _top(self, token_id: int, logprob: float) -> TopLogprob:
-        text = self._tokenizer.decode([token_id], skip_special_tokens=False)
+        text = self._tokenizer.token_text(token_id)
         known = self._tokenizer.token_bytes(token_id) if self._tokenizer.is_byte_level else b""
         return {"token": text, "logprob": _finite(logprob), "bytes": list(known or text.encode())}
 

@@ -69,7 +69,7 @@ class PromptReader:
     async def ids_of_text(self, text: str, add_special_tokens: bool, room: PromptRoom) -> np.ndarray:
         """The token ids of a text, int32 [n]."""
         self._check_length("prompt", len(text), room)
-        ids = await _convert(len(text), lambda: self._tokenizer.encode(text, add_special_tokens))
+        ids = await convert(len(text), lambda: self._tokenizer.encode(text, add_special_tokens))
         return _last(ids, room)
 
     async def ids_of_ids(self, token_ids: list[int], room: PromptRoom) -> np.ndarray:
@@ -81,7 +81,7 @@ class PromptReader:
             )
         kept = _last(token_ids, room)
         try:
-            return np.frombuffer(await _convert(len(kept), lambda: int32_bytes(kept)), dtype=np.int32)
+            return np.frombuffer(await convert(len(kept), lambda: int32_bytes(kept)), dtype=np.int32)
         except ValueError as error:
             raise InvalidPrompt(str(error)) from error
 
@@ -89,15 +89,15 @@ class PromptReader:
         """The token ids of what the model's chat template writes, int32 [n]. Raises ChatTemplateError."""
         given = [chat.messages, chat.variables]
         num_chars = num_characters(given, INLINE_ITEMS + 1)
-        return _last(await _convert(num_chars, lambda: self._encode_chat(chat, room)), room)
+        return _last(await convert(num_chars, lambda: self._encode_chat(chat, room)), room)
 
     async def text_of(self, token_ids: Sequence[int] | np.ndarray) -> str:
         """The text of token ids, special tokens among them."""
-        return await _convert(len(token_ids), lambda: self._tokenizer.decode(token_ids, False))
+        return await convert(len(token_ids), lambda: self._tokenizer.decode(token_ids, False))
 
     async def texts_of_each(self, token_ids: list[int]) -> list[str]:
         """The text of each token by itself."""
-        return await _convert(len(token_ids), lambda: self._tokenizer.decode_each(token_ids))
+        return await convert(len(token_ids), lambda: self._tokenizer.decode_each(token_ids))
 
     def _encode_chat(self, chat: Chat, room: PromptRoom) -> np.ndarray:
         most = self._tokenizer.max_characters(room.max_model_len)
@@ -109,9 +109,10 @@ class PromptReader:
     def _check_length(self, what: str, num_chars: int, room: PromptRoom) -> None:
         most = self._tokenizer.max_characters(room.max_model_len)
         if num_chars > most:
+            fit = "is not read" if room.num_kept is not None else "cannot fit the context"
             raise InvalidPrompt(
-                f"the {what} has more than {most} characters, and cannot fit the context: "
-                f"{room.max_model_len} tokens of at most {self._tokenizer.longest_token} characters; send less"
+                f"the {what} has more than {most} characters, and {fit}: {room.max_model_len} tokens of at "
+                f"most {self._tokenizer.longest_token} characters; send less"
             )
 
 
@@ -137,6 +138,10 @@ def _last(ids: Any, room: PromptRoom) -> Any:
     return ids if room.num_kept is None else ids[-room.num_kept :]
 
 
-async def _convert(num_items: int, function: Callable[[], T]) -> T:
+async def convert(num_items: int, function: Callable[[], T]) -> T:
     """What `function` returns; in a thread if it is long, so that nothing else waits for it."""
-    return function() if num_items <= INLINE_ITEMS else await asyncio.to_thread(function)
+    if num_items > INLINE_ITEMS:
+        return await asyncio.to_thread(function)
+    result = function()
+    await asyncio.sleep(0)  # a request may have hundreds of short texts: the loop gets a turn after each
+    return result

@@ -16,9 +16,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 SHORT_BODY = 2**16  # bytes that are parsed at once: it takes a few milliseconds at most
-FREE_BYTES = (
-    2**14
-)  # of each body, which are not counted: where no room is left, short requests are still served
+# The first bytes of each body are not counted: where no room is left, short requests are still served.
+FREE_BYTES = 2**14
 MAX_VALUES, MAX_STRINGS, MAX_CONTAINERS = 2**19, 2**15, 2**13  # of one body; keys are strings, too
 # What Python's own parser, which takes all that clients send for JSON, gets through in a few milliseconds.
 _LENIENT_BODY, _LENIENT_STRUCTURE = 2**22, 2**17  # bytes in all, and bytes outside of strings

@@ -53,6 +53,15 @@ class Heard(NamedTuple):
         return self.is_silent or self.status.load.step_age > MAX_STEP_AGE
 
     @property
+    def detail(self) -> str:
+        """In a line, why requests are taken or not."""
+        if self.is_silent:
+            return f"the router has not reported for {self.age:.0f} s"
+        if self.is_late:
+            return f"no step has ended for {self.status.load.step_age:.0f} s, though work waits"
+        return self.status.detail
+
+    @property
     def takes_requests(self) -> bool:
         """Is a request taken now, and can it be answered in time?"""
         return self.status.state == "ready" and not self.is_late
@@ -124,8 +133,7 @@ class RouterClient:
         if status.state != "ready" or info is None:
             raise RequestRefused("unavailable", f"the service is {status.state} ({status.detail}); try again")
         if heard.is_silent:
-            text = f"the router has not reported for {heard.age:.0f} s; try again"
-            raise RequestRefused("unavailable", text)
+            raise RequestRefused("unavailable", f"{heard.detail}; try again")
         return info
 
     async def submit(self, submits: Sequence[Submit]) -> "AnswerStream":

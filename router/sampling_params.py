@@ -22,9 +22,8 @@ MAX_N = 128
 MAX_STOPS = 16
 MAX_STOP_CHARS = 1024
 MAX_STOP_TOKEN_IDS = 128
-MAX_END_IDS = (
-    MAX_STOP_TOKEN_IDS + 32
-)  # that min_tokens can hold back: stop tokens, and the model's end tokens
+# The tokens that min_tokens can hold back: stop tokens, and the model's own end tokens.
+MAX_END_IDS = MAX_STOP_TOKEN_IDS + 32
 _MIN_INT64, _MAX_INT64 = -(2**63), 2**63 - 1
 # 2^64 divided by the golden ratio, odd: multiples of it are far apart, modulo 2^64.
 _CHILD_STRIDE = 0x9E3779B97F4A7C15

@@ -99,6 +99,7 @@ class Tokenizer:
         self.special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
         self.is_byte_level = isinstance(self._tokenizer.decoder, tokenizers.decoders.ByteLevel)
         self._bytes_of: dict[int, bytes] = {}
+        self._text_of: dict[int, str] = {}
 
     def encode(self, text: str, add_special_tokens: bool = True) -> np.ndarray:
         """The ids of `text`, int32 [n]; with the special tokens that tokenizer.json puts around a text.
@@ -171,6 +172,13 @@ class Tokenizer:
         except Exception as error:
             reason = f"the model's chat template refuses these messages: {error}"
             raise ChatTemplateError(reason) from error
+
+    def token_text(self, token_id: int) -> str:
+        """The text of one token by itself, also of a special one."""
+        known = self._text_of.get(token_id)
+        if known is None:
+            known = self._text_of[token_id] = self.decode([token_id], skip_special_tokens=False)
+        return known
 
     def token_bytes(self, token_id: int) -> bytes:
         """What one token of a byte-level tokenizer stands for; nothing for special tokens and unknown ids."""

@@ -138,6 +138,8 @@ def refuse_unsupported(given: Mapping[str, Any], unsupported: Mapping[str, Unsup
             continue
         if field == "tools" and given.get("tool_choice") == "none":
             continue
+        if field == "functions" and given.get("function_call") == "none":
+            continue
         raise InvalidParams(field, value, known.instead)
 
 

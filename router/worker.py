@@ -82,16 +82,19 @@ class StepPipeline:
     """Runs plans in order, one behind the other: each call answers for the step before.
 
     A step that fails is answered for in its turn. The step behind it, planned in ignorance, is not computed:
-    its edits are applied, unless the failure was fatal, and it fails too.
+    its edits are applied, unless the failure was fatal, and it fails too. `launched` is called when a plan has
+    been launched, before the result of another is waited for.
     """
 
-    def __init__(self, runner: "ModelRunner") -> None:
+    def __init__(self, runner: "ModelRunner", launched: Callable[[], None] = lambda: None) -> None:
         self._runner = runner
+        self._launched = launched
         self._last: int | WorkerError | None = None  # the step not answered for: its number, or its failure
 
     def step(self, plan: StepPlan) -> Done[StepResult | None] | WorkerError:
         """Launch a plan, then answer for the step before; None where there is none."""
         launched = self._launch(plan)
+        self._launched()
         answer = self.flush()
         self._last = launched
         return answer
@@ -189,7 +192,7 @@ class Worker(rpyc.Service):
         runner, info = build_runner(start.config, self._slow_work.announce)
         runner.announce(self._slow_work.announce)
         _announce_compilation(self._slow_work.announce)
-        self._runner, self._pipeline = runner, StepPipeline(runner)
+        self._runner, self._pipeline = runner, StepPipeline(runner, self._slow_work.finish)
         return Done(info)
 
     def _check(self, request: tuple[bytes, Holding]) -> Done[None]:
@@ -248,7 +251,8 @@ def failure(error: Exception, fatal: bool, step: int | None = None) -> WorkerErr
     """The error as the router is told it; one that nobody raised on purpose is logged with its traceback."""
     if not isinstance(error, LightKVError):
         _logger.error("step %s failed", step, exc_info=error)
-    return WorkerError(type(error).__name__, str(error), fatal, step)
+    message = str(error).encode("utf-8", "replace").decode()  # half a surrogate pair cannot be encoded
+    return WorkerError(type(error).__name__, message, fatal, step)
 
 
 _START = msgspec.msgpack.Decoder(WorkerStart)

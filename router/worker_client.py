@@ -143,8 +143,7 @@ class WorkerClient:
         try:
             await self._wait_for(self._connection.async_request, HANDLE_PING, b"")
             await self._look_up()
-            answer = await self._call("start", WorkerStart(config))
-            info = _unpack(_INFO, answer)
+            info = await self._call("start", _INFO, WorkerStart(config))
             await relay  # the worker has said that it is done
             self._begin_watch(info)
             return info
@@ -159,19 +158,19 @@ class WorkerClient:
 
         A WorkerFailed, too, is about the plan before it, `step`; the one given has been taken all the same.
         """
-        return _unpack(_STEP, await self._call("step", plan))
+        return await self._call("step", _STEP, plan)
 
     async def flush(self) -> StepResult | None:
         """The result of the last plan, or None if that was returned already."""
-        return _unpack(_STEP, await self._call("flush"))
+        return await self._call("flush", _STEP)
 
     async def check(self, edits: bytes, holding: Holding) -> None:
         """Apply the edits that no plan has carried yet and recount the memory. A WorkerFailed is fatal."""
-        _unpack(_CHECKED, await self._call("check", (edits, holding)))
+        await self._call("check", _CHECKED, (edits, holding))
 
     async def map(self, edits: bytes, owners: Owners) -> PoolMap:
         """Apply the edits that no plan has carried yet, and get what every slot is used for."""
-        return _unpack(_MAPPED, await self._call("map", (edits, owners)))
+        return await self._call("map", _MAPPED, (edits, owners))
 
     def kill(self, reason: str = "") -> None:
         """End the process; it has nothing to save. `reason` is told by the WorkerDied that follows."""
@@ -195,16 +194,26 @@ class WorkerClient:
             self.kill()
             raise await self.wait_dead() from None
 
-    async def _call(self, verb: str, *request: Any) -> bytes:
-        """The worker's answer to `verb`, of which `request` is the one argument or none."""
+    async def _call(
+        self, verb: str, decoder: "msgspec.msgpack.Decoder[Done[Result] | WorkerError]", *request: Any
+    ) -> Result:
+        """What the worker answers to `verb`, of which `request` is the one argument or none.
+
+        A worker that answers with anything else than a message is killed.
+        """
         method = self._remote.get(verb)
         if method is None and self.alive:
             raise RuntimeError(f"{verb} before start")
         answer = await self._wait_for(method, *map(_encode, request))
-        if type(answer) is not bytes:
-            self.kill()
-            raise TypeError(f"the worker answered {verb} with {type(answer).__name__}, not bytes")
-        return answer
+        try:
+            # What is not exactly bytes may be a live reference to an object of the worker.
+            decoded = decoder.decode(answer if type(answer) is bytes else b"")
+        except (msgspec.DecodeError, ValueError):
+            self.kill(f"it answered {verb} with what is no answer")
+            raise await self.wait_dead() from None
+        if isinstance(decoded, WorkerError):
+            raise WorkerFailed(decoded)
+        return decoded.result
 
     async def _wait_for(self, send: Any, *request: Any) -> Any:
         """What comes back for `send(*request)`, an rpyc request that does not block."""
@@ -239,7 +248,7 @@ class WorkerClient:
     async def _kill_when_overdue(self, watch: CallWatch) -> None:
         while not watch.look():
             await asyncio.sleep(watch.tick_seconds)
-        self.kill(f"a step was not back after {watch.limit:g} s (--step-timeout)")
+        self.kill(f"a call was not back after {watch.allowed:g} s (--step-timeout is {watch.limit:g})")
 
     async def _postpone_while_busy(self, watch: CallWatch) -> None:
         """What the worker compiles or captures may take longer than a step."""
@@ -308,17 +317,8 @@ class WorkerClient:
 def _resolve(answer: "asyncio.Future[Any]", result: rpyc.AsyncResult) -> None:
     if answer.done():  # cancelled
         return
-    try:
-        answer.set_result(result.value)
-    except Exception as error:  # one that rpyc carried; the worker itself raises none
-        answer.set_exception(error)
-
-
-def _unpack(decoder: "msgspec.msgpack.Decoder[Done[Result] | WorkerError]", answer: bytes) -> Result:
-    decoded = decoder.decode(answer)
-    if isinstance(decoded, WorkerError):
-        raise WorkerFailed(decoded)
-    return decoded.result
+    # An exception is one that rpyc carried. The worker itself raises none, so it is no answer.
+    answer.set_result(None if result.error else result.value)
 
 
 _VERBS = ("start", "step", "flush", "check", "map")

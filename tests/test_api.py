@@ -336,9 +336,9 @@ def test_a_router_that_falls_silent_is_not_ready_and_takes_nothing(
     api: ApiUnderTest, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert api.send("GET", "/health")[0] == api.send("GET", "/ready")[0] == 200
-    monkeypatch.setattr("lightkv.router.router_client.MAX_STATUS_AGE", 0.5)
+    monkeypatch.setattr("lightkv.router.router_client.MAX_STATUS_AGE", 1.0)
     api.router.is_silent = True
-    wait_until(lambda: api.client.heard.age > 0.5)
+    wait_until(lambda: api.client.heard.age > 1.0)
     assert api.send("GET", "/health")[0] == api.send("GET", "/ready")[0] == 503
     assert 'lightkv:ready{model_name="smol"} 0.0' in metrics_text(api)
     assert "lightkv:free_tokens{" not in metrics_text(api)
@@ -346,6 +346,9 @@ def test_a_router_that_falls_silent_is_not_ready_and_takes_nothing(
     assert (status, headers["Retry-After"]) == (503, "5")
     assert "has not reported for" in error_of(content)["message"]
     assert not api.router.submits
+    assert "has not reported" in json.loads(api.send("GET", "/ready")[2])["detail"]
+    assert json.loads(api.send("GET", "/load")[2])["router_silence"] > 1
+    monkeypatch.undo()
     api.router.is_silent = False
     wait_until(lambda: api.send("GET", "/ready")[0] == 200)
     api.post(COMPLETIONS, {"prompt": "a"})
@@ -371,6 +374,7 @@ def test_load_and_metrics_say_the_same(api: ApiUnderTest) -> None:
     body = json.loads(api.send("GET", "/load")[2])
     assert body.pop("state") == "ready"
     assert body.pop("detail") == "for the test"
+    assert body.pop("router_silence") >= 0
     assert body == msgspec.to_builtins(load)
     assert 'vllm:kv_cache_usage_perc{model_name="smol"} 0.5' in metrics_text(api)
     assert 'lightkv:ledger_checks_total{model_name="smol"} 9.0' in metrics_text(api)

@@ -111,7 +111,7 @@ REASONS = {
 
 
 KINDS = {
-    "whole", "streams", "streams that were cut off", "answers that nobody waited for", "sampled", "invalid",
+    "whole", "streams", "streams that were cut off", "answers that were not waited for", "sampled", "invalid",
 }  # fmt: skip
 
 

@@ -44,8 +44,19 @@ def test_what_the_worker_announces_postpones_it() -> None:
     assert not passed(watch, clock, 9)
     watch.postpone(600.0)
     assert not passed(watch, clock, 599)
+    assert watch.allowed == 600
     watch.postpone()
     assert not passed(watch, clock, 10)
+    assert passed(watch, clock, 1)
+    assert watch.allowed == 10
+
+
+def test_a_limit_that_is_longer_than_what_is_announced_stands() -> None:
+    clock = Clock()
+    watch = CallWatch(1800.0, clock)
+    watch.begin()
+    watch.postpone(600.0)
+    assert not passed(watch, clock, 1800)
     assert passed(watch, clock, 1)
 
 
@@ -58,6 +69,16 @@ def test_the_time_in_which_this_process_was_stopped_does_not_count() -> None:
     assert not watch.look()
     assert not passed(watch, clock, 10)
     assert passed(watch, clock, 1)
+
+
+def test_short_stops_do_not_add_up() -> None:
+    clock = Clock()
+    watch = CallWatch(3.0, clock)
+    watch.begin()
+    for _ in range(10):
+        clock.now += 1.9
+        assert not watch.look()
+    assert passed(watch, clock, 3.1)
 
 
 def test_a_short_limit_is_kept_too() -> None:

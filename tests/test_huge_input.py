@@ -1,5 +1,6 @@
 """Input that is far too large: it is refused before it is computed, and the API goes on answering meanwhile."""
 
+import asyncio
 import http.client
 import json
 import select
@@ -16,7 +17,7 @@ import pytest
 from fake_router import CHAT, COMPLETIONS, HELLO, LIMITS, ApiUnderTest, error_of, idle, service
 from test_api_process import launched, until_closed, wait_until
 
-from lightkv.router.prompt_reader import num_characters
+from lightkv.router.prompt_reader import convert, num_characters
 from lightkv.router.request_body import (
     FREE_BYTES,
     MAX_CONTAINERS,
@@ -144,6 +145,27 @@ def test_the_api_answers_while_huge_input_comes(process: Process) -> None:
         assert len(content["error"]["message"]) < 400
 
 
+def test_the_loop_has_a_turn_between_short_texts() -> None:
+    """A request may have hundreds of them, each too short for a thread."""
+
+    async def work() -> None:
+        num_turns = 0
+
+        async def count() -> None:
+            nonlocal num_turns
+            while True:
+                num_turns += 1
+                await asyncio.sleep(0)
+
+        counting = asyncio.create_task(count())
+        for _ in range(50):
+            await convert(10, lambda: None)
+        counting.cancel()
+        assert num_turns >= 50
+
+    asyncio.run(work())
+
+
 def test_unfinished_bodies_share_one_bound(process: Process) -> None:
     assert process.post("/tokenize", b'{"prompt": "a"}')[0] == 200
     before = process.memory()
@@ -194,7 +216,7 @@ def test_text_is_measured_before_it_is_tokenised(api: ApiUnderTest, monkeypatch:
 
 def test_the_bound_on_characters_refuses_nothing_that_fits(api: ApiUnderTest) -> None:
     longest = max(api.tokenizer._tokenizer.get_vocab(), key=len)
-    text = api.tokenizer.decode(api.tokenizer._tokenizer.encode("").ids) or "\n" + " " * (len(longest) - 1)
+    text = "\n" + " " * (len(longest) - 1)
     count = api.tokenizer.encode(text).size
     assert len(text) == api.tokenizer.longest_token * count
     tokens = api.post("/tokenize", {"prompt": text * (LIMITS.max_model_len // count)})

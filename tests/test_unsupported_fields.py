@@ -193,14 +193,12 @@ def test_min_tokens_reach_the_router_and_are_bounded(api: ApiUnderTest, path: st
         (3, " three", TEXT),
         (3, "three f", " one two "),  # it begins before, and ends after
         (2, ["two", "four"], " one two three "),
-        (2, ["two thr", "o"], " one two three f"),  # the "o" of "two" comes too early
+        (2, ["two thr", "o"], " one "),  # the "o" of "two" comes too early
     ],
 )
 def test_stop_strings_end_no_answer_before_min_tokens(
     api: ApiUnderTest, path: str, min_tokens: int, stop: Any, text: str
 ) -> None:
-    if stop == ["two thr", "o"]:
-        text = " one "  # it ends with the third token, and begins before it
     assert text_of(api, path, min_tokens=min_tokens, stop=stop) == text
 
 
