@@ -7,7 +7,7 @@ from typing import SupportsIndex
 def checked_count(name: str, value: SupportsIndex, least: int = 1) -> int:
     """`value` as an integer.
 
-    Raises TypeError for what is no integer (True and False are none), and ValueError below `least`.
+    Raises TypeError where it is not an integer, or is True or False, and ValueError below `least`.
     """
     try:
         number = index(value)

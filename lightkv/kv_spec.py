@@ -22,7 +22,7 @@ class KVSpec:
 
     def __post_init__(self) -> None:
         for name in ("num_layers", "num_kv_heads", "k_dim", "v_dim"):
-            checked_count(name, getattr(self, name))
+            object.__setattr__(self, name, checked_count(name, getattr(self, name)))  # numpy's would overflow
         if not isinstance(self.dtype, torch.dtype):
             raise TypeError(f"dtype is {self.dtype!r}; give torch's own, such as torch.float32")
         if not self.dtype.is_floating_point:

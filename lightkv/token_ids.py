@@ -5,11 +5,14 @@ from collections.abc import Sequence
 import numpy as np
 
 TokenIds = Sequence[int] | np.ndarray | bytes
-"""Any sequence of integers, or int32 bytes, which are taken as they are."""
+"""Any sequence of integers, or int32 bytes, which are taken as they are: their caller has checked them."""
 
 
 def int32_bytes(token_ids: TokenIds) -> bytes:
-    """`token_ids` as int32 bytes. Raises ValueError for what is no line of integers from 0 to 2**31 - 1."""
+    """`token_ids` as int32 bytes.
+
+    Raises ValueError where they are not integers from 0 to 2**31 - 1, in one dimension.
+    """
     if isinstance(token_ids, bytes):
         return token_ids
     try:

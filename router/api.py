@@ -11,7 +11,7 @@ import sys
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -59,6 +59,7 @@ from .tokenizer import ChatTemplateError, Tokenizer, UnreadableTokenizer
 from .unsupported_fields import refuse_unsupported
 
 NUM_TEXT_THREADS = 2
+VERDICT_SECONDS = 20.0  # for the worker to say whether it can run the model, where its tokenizer is damaged
 _STATUS_OF_REFUSAL = {"invalid": 400, "never_fits": 400, "queue_full": 429, "unavailable": 503}
 _STREAM_HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}  # proxies pass it on at once
 
@@ -353,8 +354,15 @@ async def serve(settings: ServeSettings) -> None:
     Raises RouterUnreachable, UnreadableTokenizer, OSError (a certificate that cannot be read).
     """
     asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(NUM_TEXT_THREADS, "text"))
-    tokenizer = Tokenizer(Path(settings.model_directory))
     client = await RouterClient.connect(Path(settings.router_socket))
+    try:
+        tokenizer = Tokenizer(Path(settings.model_directory))
+    except UnreadableTokenizer:
+        # A model that cannot run at all is refused by the worker, with a better reason.
+        with suppress(TimeoutError):
+            await asyncio.wait_for(client.closed(), VERDICT_SECONDS)
+            return
+        raise
     server = make_server(create_app(client, tokenizer, settings.api), settings)
     serving = asyncio.create_task(server.serve([socket.socket(fileno=settings.listen_fd)]))
     announcing = asyncio.create_task(_announce(server, client))
@@ -466,7 +474,9 @@ async def _on_invalid_body(request: Request, error: Exception) -> Response:
     assert isinstance(error, RequestValidationError)
     errors = error.errors()
     first = errors[0]
-    place = [str(step) for step in first["loc"][1:]]
+    place = [
+        str(step) for step in first["loc"][1:] if "[" not in str(step)
+    ]  # and none of pydantic's own types
     messages = dict.fromkeys(str(other["msg"]) for other in errors if other["loc"][:2] == first["loc"][:2])
     message = "; ".join(list(messages)[:4])
     if first["type"] == "json_invalid":

@@ -5,6 +5,7 @@ The worker's side: imports torch.
 """
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Literal
 
 import torch
@@ -123,16 +124,28 @@ def size_pool(
     )
 
 
-def build_runner(config: EngineConfig, report: Report) -> tuple[ModelRunner, RunnerInfo]:
-    """Load the model of `config` and make everything its steps need.
+def find_model(config: EngineConfig, report: Report) -> Path:
+    """The directory of the model of `config`, which can run here as far as can be told without its weights.
 
-    `report` takes progress, a line at a time. Raises InvalidConfig, ModelNotFound, UnreadableWeights,
-    ModelTooLarge, UnsupportedModel, OutOfMemory; what can be refused before the weights are read, is.
+    Raises InvalidConfig, ModelNotFound, UnreadableWeights, UnsupportedModel.
     """
     device = pick_device(config.device)
     use_graphs(config, device)
     directory = resolve(config.model, report)
     definite_limits(config, device, load_supported_config(directory).get_text_config())
+    return directory
+
+
+def build_runner(
+    config: EngineConfig, report: Report, directory: Path | None = None
+) -> tuple[ModelRunner, RunnerInfo]:
+    """Load the model of `config` and make everything its steps need.
+
+    `report` takes progress, a line at a time. `directory`: what `find_model` has returned; None asks it now.
+    Raises what `find_model` does, ModelTooLarge, and OutOfMemory.
+    """
+    device = pick_device(config.device)
+    directory = directory or find_model(config, report)
     model = load_model(directory, device, pick_dtype(config.dtype), report)
     return assemble(model, config, report)
 

@@ -9,12 +9,11 @@ def main() -> None:
     """Run the command; without the packages that it needs, end with a line that says how to install them."""
     try:
         from .cli import main as run
-
-        run()
     except ModuleNotFoundError as error:
         if not error.name or error.name.startswith("lightkv"):
             raise
         sys.exit(f"lightkv: {MissingExtra(error.name)}")
+    run()
 
 
 if __name__ == "__main__":

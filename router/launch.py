@@ -46,6 +46,7 @@ _BACKLOG = 2048
 _MORE_CONNECTIONS = 4096  # than requests may wait: of what runs, of what watches, and of who is told to wait
 _FLUSH_SECONDS = 5  # for open responses to reach their clients, once the router has ended
 _POLL_SECONDS = 0.02
+_LAST_SECONDS = 1.0  # for the router to end, where the API has ended: it may be why
 _KILL_SECONDS = 5.0  # beyond its time, for a process to end by itself
 
 
@@ -299,8 +300,10 @@ class _Service:
                 api_ended = asyncio.create_task(api.wait())
                 telling = asyncio.create_task(self._tell(stream, api))
                 await asyncio.wait((router_ended, api_ended), return_when=asyncio.FIRST_COMPLETED)
-                if self._is_stopping:  # the API may go first, since the router hangs up before it exits
-                    await asyncio.wait((router_ended,), timeout=_KILL_SECONDS)
+                # The API may go first, since the router hangs up before it exits.
+                await asyncio.wait(
+                    (router_ended,), timeout=_KILL_SECONDS if self._is_stopping else _LAST_SECONDS
+                )
                 if not router_ended.done():
                     say(self._notes, f"the API process {_how(api_ended.result())}")
                     return 1

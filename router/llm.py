@@ -18,18 +18,16 @@ from lightkv.ledger import TokenLedger
 from lightkv.token_ids import int32_bytes
 
 from .admission import make_admission
-from .build import build_runner
+from .build import build_runner, find_model
 from .completion import Completion
 from .config import EngineConfig
 from .engine import Engine, Stats
 from .interrupts import interrupts_deferred
 from .messages import TokenEvent, TokenLogprobs
-from .model_files import resolve
 from .request import InvalidPrompt, Request
 from .sampling_params import SamplingParams
 from .scheduler import Scheduler
 from .tokenizer import Tokenizer
-from .weights import load_supported_config
 
 Message = Mapping[str, Any]
 Prompt = str | Sequence[int] | np.ndarray | Sequence[Message]
@@ -109,10 +107,11 @@ class LLM:
         self, model: str | EngineConfig = EngineConfig.model, report: Report = lambda line: None
     ) -> None:
         config = EngineConfig(model=model) if isinstance(model, str) else model
-        directory = resolve(config.model, report)
-        load_supported_config(directory)  # why a model cannot run is told before what its tokenizer lacks
+        directory = find_model(
+            config, report
+        )  # why a model cannot run is told before what its tokenizer lacks
         self.tokenizer = Tokenizer(directory)
-        runner, self.info = build_runner(config, report)
+        runner, self.info = build_runner(config, report, directory)
         limits = self.info.limits
         ledger = TokenLedger(self.info.capacity, limits.max_num_seqs, limits.max_model_len)
         scheduler = Scheduler(

@@ -237,6 +237,32 @@ def test_probe_refuses_attention_that_is_not_ours(
     assert model.config._attn_implementation == "eager"
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=["f32", "f16", "bf16"])
+def test_probe_finds_a_small_difference_in_every_type(dtype: torch.dtype, device: torch.device) -> None:
+    """Llama-4's tuning changes q by 7 % at 10,000 tokens: less than the root of bfloat16's rounding."""
+    config = Llama4TextConfig(
+        **{**SMALL, "max_position_embeddings": 10_000},
+        layer_types=["full_attention", "full_attention"],
+        no_rope_layers=[1, 0],
+        num_local_experts=2,
+        intermediate_size_mlp=48,
+    )
+    with pytest.raises(UnsupportedModel, match="depends on more than its position"):
+        probe(make_model(config, device).to(dtype))
+
+
+def test_probe_takes_a_model_in_training_mode_and_leaves_it_so(device: torch.device) -> None:
+    model = make_model(CONFIGS["llama"], device)
+    model.model.layers[0].mlp.act_fn = torch.nn.Sequential(
+        model.model.layers[0].mlp.act_fn, torch.nn.Dropout(0.5)
+    )
+    model.train()
+    model.model.norm.eval()
+    assert probe(model) == probe(make_model(CONFIGS["llama"], device))
+    assert model.training
+    assert not model.model.norm.training
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=["f32", "f16"])
 @pytest.mark.parametrize("name", ["mistral", "gemma3", "mixtral", "dynamic"])
 def test_probe_takes_packed_tokens_for_the_same(name: str, dtype: torch.dtype, device: torch.device) -> None:

@@ -136,9 +136,9 @@ def outcome(model_type: str, variant: str, directory: Path) -> str | None:
     config.save_pretrained(directory)
     try:
         load_supported_config(directory)
-        ours = answers(random_weights(config), prompts(), prefill_chunk=16)
     except UnsupportedModel as error:
         return error.reason
+    ours = answers(random_weights(config), prompts(), prefill_chunk=16)
     assert ours == own_answers(random_weights(tiny(model_type, variant)), prompts()), (
         f"{model_type} {variant}"
     )

@@ -26,6 +26,7 @@ import torch
 from transformers import PreTrainedModel
 
 from ..attention import AttentionMetadata, Rotary, make_backends
+from ..counts import checked_count
 from ..errors import OutOfRows, UnsupportedModel
 from ..kv_cache import KVCache
 from ..prefix_tree import TOKEN_BYTES
@@ -167,6 +168,7 @@ def assemble(
 
     The arguments are those of `CachedModel`. The model is left alone. Raises UnknownBackend, OutOfMemory.
     """
+    capacity = checked_count("capacity", capacity)
     context = context_length(model.config.get_text_config()) or capacity
     max_entries = max_entries or min(capacity, context)
     backends = make_backends(backend, model.device, shape.layers, rotary)

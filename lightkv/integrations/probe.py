@@ -30,6 +30,7 @@ _HARMLESS = frozenset({"dropout", "position_ids", "cache_position", "use_cache"}
 _FORWARD_ARGUMENTS = frozenset({"position_ids", "logits_to_keep"})  # of a model, beside input_ids
 _FAR = 1 << 20  # a query position past any window or chunk, from which the probe looks at a mask
 _NUM_TOKENS = 8  # in each pass that is compared
+_MIN_TOLERANCE = 2.0**-11  # of numbers whose type has less rounding: a deep model adds up many sums
 # The order of these tokens in the packed pass: none has the neighbours, or the place, of its own pass.
 _ORDER = (5, 2, 7, 0, 3, 6, 1, 4)
 
@@ -79,6 +80,9 @@ class _MaskRule:
     def __getattr__(self, name: str) -> Any:
         # Of a tensor: the model computes with its mask.
         raise LightKVError(f"it changes its attention mask (by the mask's {name})")
+
+    def __getitem__(self, index: Any) -> Any:
+        raise LightKVError("it changes its attention mask (by taking a part of it)")
 
     def sees(self, query: int, keys: list[int], device: torch.device) -> list[bool]:
         """Which `keys` a query at position `query` may attend."""
@@ -183,15 +187,19 @@ def find_shape(model: PreTrainedModel) -> ModelShape:
 
 @contextmanager
 def _probed(model: PreTrainedModel) -> Iterator[None]:
-    """`model` on the probe's attention, for as long as the block runs.
+    """`model` on the probe's attention and in evaluation mode, for as long as the block runs.
 
     Raises UnsupportedModel, also in place of what the model itself raises, which can be anything.
     """
     undo = undo_binding(model)
+    training = [
+        module for module in model.modules() if module.training
+    ]  # dropout would differ between passes
     AttentionMaskInterface.register(PROBE, _mask_rule)
     switch_attention(model, PROBE)
     try:
         fix_rotary(model)
+        model.eval()
         with torch.no_grad():
             yield
     except (UnsupportedModel, torch.OutOfMemoryError):
@@ -205,6 +213,8 @@ def _probed(model: PreTrainedModel) -> Iterator[None]:
         raise (NeedsNumbers if needs_numbers else UnsupportedModel)(type(model).__name__, reason) from error
     finally:
         undo()
+        for module in training:
+            module.training = True
 
 
 def _mask_rule(*, mask_function: Any, **_: Any) -> _MaskRule:
@@ -338,7 +348,7 @@ class _Pass:
             return f"{len(self.found)} and {len(other.found)} tensors"
         for idx, (ours, theirs) in enumerate(zip(self.found, other.found, strict=True)):
             error = _relative_error(ours, theirs)
-            if error > torch.finfo(ours.dtype).eps ** 0.5:
+            if error > max(4 * torch.finfo(ours.dtype).eps, _MIN_TOLERANCE):
                 name = f"{'qkv'[idx % 3]} of layer {idx // 3}" if idx + 1 < len(self.found) else "the logits"
                 return f"{name} differ by {error:.2g} of the largest"
         return None

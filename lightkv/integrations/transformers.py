@@ -185,9 +185,9 @@ def _attention(
     **arguments: Any,
 ) -> tuple[torch.Tensor, None]:
     """transformers' attention function; `lightkv` is the keyword argument given to the model's forward."""
-    if lightkv is None:
+    if lightkv is None:  # or the caller of a bound model used neither `compute` nor `forward`
         raise LightKVError(
             "its attention is called without the argument `lightkv`: its layers do not hand keyword arguments "
-            "on, or a bound model was not called by `compute` or `forward`"
+            "on"
         )
     return lightkv.attend(module, query, key, value, attention_mask, arguments), None
