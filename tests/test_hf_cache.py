@@ -464,6 +464,12 @@ def test_smollm2(attention: str, device: torch.device) -> None:
         cache.reset()
 
 
+@pytest.mark.parametrize("capacity", ["4", 1.5, True])
+def test_a_capacity_that_is_no_integer_is_refused(capacity: Any, device: torch.device) -> None:
+    with pytest.raises(TypeError, match=r"capacity is .*; give an integer"):
+        LightKVCache(make_model(LlamaConfig(**SMALL), device), capacity=capacity)
+
+
 def test_latent_attention_is_refused_when_the_cache_is_made(device: torch.device) -> None:
     sizes = {name: size for name, size in SMALL.items() if name != "head_dim"} | {"num_key_value_heads": 4}
     model = make_model(DeepseekV3Config(**sizes, n_routed_experts=4, n_group=1, topk_group=1), device)

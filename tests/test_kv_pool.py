@@ -2,6 +2,7 @@
 
 import dataclasses
 
+import numpy as np
 import pytest
 import torch
 
@@ -21,6 +22,15 @@ def test_bytes_per_token_count_every_layer_head_and_dim() -> None:
 def test_spec_refuses_a_dimension_of_zero(name: str) -> None:
     with pytest.raises(ValueError, match=name):
         dataclasses.replace(SPEC, **{name: 0})
+
+
+def test_spec_counts_in_pythons_integers() -> None:
+    """numpy's would overflow in a product with the number of tokens."""
+    spec = KVSpec(np.int32(60), np.int32(8), np.int32(128), np.int32(128), torch.float32)
+    assert spec.bytes_per_token * 1_000_000 == 491_520_000_000
+    for wrong in (1.5, True, "4"):
+        with pytest.raises(TypeError, match=r"num_layers is .*; give an integer"):
+            dataclasses.replace(SPEC, num_layers=wrong)
 
 
 def test_spec_refuses_integers() -> None:
