@@ -183,7 +183,7 @@ class _Api:
     async def health(self) -> Response:
         """200 while the service does what it is for: it takes requests, and steps are made where work waits."""
         heard = self._client.heard
-        is_healthy = heard.takes_requests
+        is_healthy = heard.is_healthy
         body = {
             "healthy": is_healthy,
             "state": heard.status.state,

@@ -32,7 +32,7 @@ from .service_messages import (
 MAP_SECONDS = 0.25  # a map this young is given again, so that whoever asks often does not slow the steps down
 
 
-MAX_STEP_AGE = 30.0  # seconds without a step while work waits, after which steps are late
+MAX_STEP_AGE = 30.0  # seconds without a step while work waits, after which steps are late and health is bad
 MAX_STATUS_AGE = 5.0  # seconds without a word of the router, which reports four times a second
 
 
@@ -51,6 +51,11 @@ class Heard(NamedTuple):
     def is_late(self) -> bool:
         """Has no step ended for too long, though work waits, as far as is known?"""
         return self.is_silent or self.status.load.step_age > MAX_STEP_AGE
+
+    @property
+    def is_healthy(self) -> bool:
+        """Does the service do what it is for? A short silence does not count against it."""
+        return self.status.state == "ready" and max(self.age, self.status.load.step_age) <= MAX_STEP_AGE
 
     @property
     def detail(self) -> str:

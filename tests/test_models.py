@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from served import starting
 from tiny_architectures import architecture, cases, outcome, tiny
 
 from lightkv.errors import UnsupportedModel
@@ -114,6 +115,20 @@ def refuses(directory: Path, config: Any, reason: str) -> None:
     assert raised.value.architecture == config.architectures[0]
     assert "\n" not in str(raised.value)
     assert "Error" not in str(raised.value)
+
+
+def test_a_model_that_cannot_run_is_refused_before_its_tokenizer_is_complained_of(tmp_path: Path) -> None:
+    """The API process reads the tokenizer while the worker looks at the model."""
+    transformers.BloomConfig(architectures=["BloomForCausalLM"]).save_pretrained(tmp_path / "bloom")
+    for name in ("tokenizer.json", "model.safetensors"):
+        (tmp_path / "bloom" / name).write_text("neither a tokenizer nor weights")
+    with starting(tmp_path / "bloom", tmp_path / "log", tmp_path / "s") as begin:
+        served = begin()
+        assert served.wait(60) == 1
+        log = served.log.read_text()
+    assert "BloomForCausalLM cannot run on lightkv" in log
+    assert "tokenizer" not in log
+    assert "Traceback" not in log
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ import pytest
 from served import COMPLETIONS, Served, save_tiny_model, starting, wait_until
 
 LONG_PROMPT = [(7 * i) % 9000 + 20 for i in range(8000)]
-STEP_TIMEOUT = 10
+STEP_TIMEOUT = 6
 
 
 @pytest.fixture(scope="module")
@@ -81,7 +81,6 @@ def test_a_router_that_is_stopped_is_not_ready_and_loses_nothing(service: Served
         wait_until(lambda: not is_ready(service), 30)
         assert metric(service, "lightkv:ready").endswith(" 0.0")
         assert not metric(service, "vllm:num_requests_running")
-        assert service.request("/health")[0] == 503
         os.kill(router, signal.SIGCONT)
         os.kill(worker, signal.SIGCONT)
         assert list(events)[-1] == "[DONE]"
