@@ -353,12 +353,20 @@ async def serve(settings: ServeSettings) -> None:
     Raises RouterUnreachable, UnreadableTokenizer, OSError (a certificate that cannot be read).
     """
     asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(NUM_TEXT_THREADS, "text"))
-    tokenizer = Tokenizer(Path(settings.model_directory))
+    directory = Path(settings.model_directory)
     client = await RouterClient.connect(Path(settings.router_socket))
+    router_gone = asyncio.create_task(client.closed())
+    if not (directory / "tokenizer.json").is_file():
+        # The worker says what the directory lacks, once it has found that the architecture can run.
+        became_ready = asyncio.create_task(client.became_ready.wait())
+        await asyncio.wait([became_ready, router_gone], return_when=asyncio.FIRST_COMPLETED)
+        became_ready.cancel()
+        if router_gone.done():
+            return
+    tokenizer = Tokenizer(directory)
     server = make_server(create_app(client, tokenizer, settings.api), settings)
     serving = asyncio.create_task(server.serve([socket.socket(fileno=settings.listen_fd)]))
     announcing = asyncio.create_task(_announce(server, client))
-    router_gone = asyncio.create_task(client.closed())
     await asyncio.wait([serving, router_gone], return_when=asyncio.FIRST_COMPLETED)
     announcing.cancel()
     server.should_exit = True  # open responses end first: each with an error, where it was not whole

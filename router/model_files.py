@@ -33,7 +33,9 @@ HUB_FILES = ["*.safetensors", "*.json", "*.jinja"]  # *.bin and *.pt are pickle
 HUB_IGNORED = ["*/*", "consolidated*"]  # other formats of the same weights
 HUB_ID = re.compile(r"(?=.{1,96}$)\w[\w.-]*(/[\w.-]+)?")
 
-_SHARD_NAME = re.compile(r"[^/\\\0]+\.safetensors")  # of a file in the same directory
+# A file beside the index, whose name fits every file system and is told in one line.
+_SHARD_NAME = re.compile(r"[\w.+=@ -]{1,240}\.safetensors", re.ASCII)
+_NUM_NAMED = 3  # of the files that are missing
 
 # Endings of a file given in place of its directory, which no id on the hub is worth asking for.
 FILE_ENDINGS = (".safetensors", ".gguf", ".json", ".bin", ".pt", ".pth")
@@ -67,7 +69,10 @@ class UnreadableWeights(LightKVError):
 
 
 def resolve(model: str, report: Report) -> Path:
-    """The directory that holds `model`: config.json, the safetensors and tokenizer.json, all present.
+    """The directory that holds `model`.
+
+    A local directory has its config.json, and may lack other files: `require_whole` raises for these, once the
+    architecture is known to run. A directory from any other place has all its files.
 
     Tried in order: a local directory, lightkv's converted copies, the default model's package (converted
     once, about 5 s and 540 MB), the Hugging Face cache, the hub (unless HF_HUB_OFFLINE is set).
@@ -77,7 +82,7 @@ def resolve(model: str, report: Report) -> Path:
         report: takes progress, a line at a time.
 
     Raises:
-        UnreadableWeights: the local directory lacks a file, `model` is a file, or the conversion failed.
+        UnreadableWeights: the local directory has no config.json, `model` is a file, or the conversion failed.
         ModelNotFound: nothing that was tried has it.
     """
     try:
@@ -87,8 +92,8 @@ def resolve(model: str, report: Report) -> Path:
     if os.path.isfile(directory):
         raise UnreadableWeights(directory, "is a file, no model's directory", DIRECTORY_REMEDY)
     if os.path.isdir(directory):  # unlike Path.is_dir, False for a name that the system refuses
-        if missing := missing_files(directory):
-            raise UnreadableWeights(directory, f"lacks {', '.join(missing)}", _pickle_remedy(directory))
+        if not (directory / "config.json").is_file():
+            require_whole(directory)
         return directory
     if _names_a_file(model) or not HUB_ID.fullmatch(model):
         raise ModelNotFound(model, [f"{directory}: no such directory, and no id of the Hugging Face hub"])
@@ -109,6 +114,12 @@ def resolve(model: str, report: Report) -> Path:
     return cached if cached is not None else _from_hub(model, tried, report)
 
 
+def require_whole(directory: Path) -> None:
+    """Raises UnreadableWeights if `directory` lacks a file that a model needs, or has a damaged index."""
+    if missing := missing_files(directory):
+        raise UnreadableWeights(directory, f"lacks {_names(missing)}", _pickle_remedy(directory))
+
+
 def missing_files(directory: Path) -> list[str]:
     """Names of the files that a model needs and `directory` lacks."""
     needed = ["config.json", "tokenizer.json", *weight_files(directory)]
@@ -116,12 +127,13 @@ def missing_files(directory: Path) -> list[str]:
 
 
 def weight_files(directory: Path) -> list[str]:
-    """Names of the safetensors files of `directory`: the shards that its index lists, or the only one.
+    """Names of the safetensors files that transformers reads from `directory`.
 
-    Raises UnreadableWeights for an index that is damaged, or that names a file outside `directory`.
+    This is model.safetensors where it exists, and the shards that the index lists otherwise. Raises
+    UnreadableWeights for an index that is damaged, or that names a file outside `directory`.
     """
     index = directory / "model.safetensors.index.json"
-    if not index.is_file():
+    if (directory / "model.safetensors").is_file() or not index.is_file():
         return ["model.safetensors"]
     try:
         shards = set(read_json(index)["weight_map"].values())
@@ -130,7 +142,9 @@ def weight_files(directory: Path) -> list[str]:
     for name in shards:
         if not isinstance(name, str) or not _SHARD_NAME.fullmatch(name):
             raise UnreadableWeights(
-                index, f"names the shard {str(name)[:100]!r}; a shard is a .safetensors file beside the index"
+                index,
+                f"names the shard {str(name)[:100]!r}; a shard is a .safetensors file beside the index, with a "
+                "name of at most 252 ASCII letters, digits, spaces and . _ + = @ -",
             )
     if not shards:
         raise UnreadableWeights(index, "names no shard")
@@ -149,6 +163,12 @@ def read_json(path: Path) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise ValueError("holds no JSON object")
     return content
+
+
+def _names(files: Sequence[str]) -> str:
+    """The first few of `files`, and how many more there are."""
+    named, num_more = ", ".join(files[:_NUM_NAMED]), len(files) - _NUM_NAMED
+    return named if num_more <= 0 else f"{named} and {num_more:,} more files"
 
 
 def _names_a_file(model: str) -> bool:
@@ -176,7 +196,7 @@ def _from_hub_cache(model: str, tried: list[str]) -> Path | None:
         tried.append("Hugging Face cache: not there")
         return None
     if missing := missing_files(directory):
-        tried.append(f"Hugging Face cache: {directory} lacks {', '.join(missing)}")
+        tried.append(f"Hugging Face cache: {directory} lacks {_names(missing)}")
         return None
     return directory
 
@@ -206,7 +226,7 @@ def _from_hub(model: str, tried: list[str], report: Report) -> Path:
         answer = f"Hugging Face hub: the download broke off ({one_line(error)}), start again to resume it"
         raise ModelNotFound(model, [*tried, answer]) from error
     if missing := missing_files(directory):
-        raise ModelNotFound(model, [*tried, f"Hugging Face hub: has no {', '.join(missing)} of it"])
+        raise ModelNotFound(model, [*tried, f"Hugging Face hub: has no {_names(missing)} of it"])
     return directory
 
 

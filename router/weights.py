@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
 from lightkv.errors import LightKVError, UnsupportedModel
 
-from .model_files import UnreadableWeights, one_line, read_json, weight_files
+from .model_files import UnreadableWeights, one_line, read_json, require_whole, weight_files
 
 if TYPE_CHECKING:
     import torch
@@ -70,10 +70,17 @@ def load_config(directory: Path) -> PreTrainedConfig:
         raise UnsupportedModel(architecture, f"transformers {__version__} does not know {model_type!r}{hint}")
     try:
         with _quiet_transformers():
-            return AutoConfig.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
+            config = AutoConfig.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
     # The hub's validators raise errors of their own for a field out of range.
     except Exception as error:
         raise UnreadableWeights(path, f"is refused by transformers ({one_line(error)})") from error
+    # transformers would load this file, even a pickle, in place of those that `weight_files` names. It is read
+    # from the configuration as transformers does, since an attribute_map can give it another name in the file.
+    if getattr(config, "transformers_weights", None) is not None:
+        raise UnreadableWeights(
+            path, "names a file of weights (transformers_weights), which lightkv never follows"
+        )
+    return config
 
 
 def check_supported(config: PreTrainedConfig) -> None:
@@ -125,7 +132,11 @@ def load_supported_config(directory: Path) -> PreTrainedConfig:
     """The configuration in `directory`, of a model that lightkv runs as far as can be told without its weights.
 
     The model is made without memory, and probed. What shows only in numbers, `probe` finds once it is loaded.
-    Raises what `load_config` does, and UnsupportedModel.
+    Only then are the other files asked for, so that an architecture which cannot run is refused first.
+
+    Raises:
+        UnsupportedModel: see `check_supported` and `probe`.
+        UnreadableWeights: config.json is damaged, or `directory` lacks a file.
     """
     import torch
     from transformers import AutoModelForCausalLM
@@ -146,6 +157,7 @@ def load_supported_config(directory: Path) -> PreTrainedConfig:
         raise UnsupportedModel(type(model).__name__, "it does not count a text's positions from 0")
     with suppress(NeedsNumbers), _quiet_transformers():
         probe(model)
+    require_whole(directory)
     return config
 
 

@@ -23,7 +23,7 @@ FILES: dict[str, Any] = {
     "tokenizer_config.json": {"chat_template": "a", "bos_token": "a", "eos_token": {"content": "b"}},
     "generation_config.json": {"eos_token_id": [2], "bos_token_id": 1, "pad_token_id": 0, "max_length": 20},
     "special_tokens_map.json": {"eos_token": "b", "pad_token": {"content": "a"}},
-    "model.safetensors.index.json": {"metadata": {}, "weight_map": {"lm_head.weight": "model.safetensors"}},
+    "model.safetensors.index.json": {"metadata": {}, "weight_map": {"lm_head.weight": "model-1.safetensors"}},
     "tokenizer.json": None,
 }
 GARBAGE = {
@@ -40,6 +40,7 @@ GARBAGE = {
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = save_tiny(tmp_path_factory.mktemp("models") / "tiny")
+    (directory / "model.safetensors").rename(directory / "model-1.safetensors")
     for name, content in FILES.items():
         if content is not None:
             (directory / name).write_text(json.dumps(content))

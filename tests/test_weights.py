@@ -266,6 +266,38 @@ def test_damaged_configuration(tiny_dir: Path, lines: list[str], content: str) -
     assert "\n" not in str(raised.value)
 
 
+OTHER_FILES = [
+    "index.safetensors.index.json",
+    "adapter_model.bin",
+    "model.safetensors",
+    "../tiny/x.safetensors",
+    5,
+    "",
+]
+
+
+@pytest.mark.parametrize("name", OTHER_FILES)
+def test_a_configuration_cannot_name_the_file_of_weights(tiny_dir: Path, lines: list[str], name: Any) -> None:
+    weights_file = tiny_dir / "model.safetensors"
+    (tiny_dir.parent / "secret.safetensors").write_bytes(weights_file.read_bytes())
+    secret = dict.fromkeys(load_file(weights_file), "../secret.safetensors")
+    (tiny_dir / "index.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": secret}))
+    torch.save(load_file(weights_file), tiny_dir / "adapter_model.bin")
+    (tiny_dir / "x.safetensors").write_bytes(weights_file.read_bytes())
+    path = tiny_dir / "config.json"
+    config = json.loads(path.read_text())
+    path.write_text(json.dumps(config | {"transformers_weights": name}))
+    with pytest.raises(UnreadableWeights, match=r"config\.json: .*transformers_weights") as raised:
+        load_model(tiny_dir, CPU, "auto", lines.append)
+    assert "\n" not in str(raised.value)
+    renamed = {"attribute_map": {"transformers_weights": "alias"}, "alias": name}
+    path.write_text(json.dumps(config | renamed))
+    with pytest.raises(UnreadableWeights, match=r"config\.json: .*transformers_weights"):
+        load_model(tiny_dir, CPU, "auto", lines.append)
+    path.write_text(json.dumps(config | {"transformers_weights": None}))
+    load_model(tiny_dir, CPU, "auto", lines.append)
+
+
 @pytest.mark.parametrize(
     ("device", "declared", "stored", "expected"),
     [
