@@ -291,6 +291,8 @@ def _convert(source: Path, target: Path, report: Report) -> Path:
     except OSError as error:
         remedy = "free 600 MB there, or set XDG_CACHE_HOME to a directory that can be written"
         raise UnreadableWeights(target, f"cannot be written ({error})", remedy) from error
+    except UnreadableWeights:  # of the source
+        raise
     # The reader takes the file's numbers as they are, so a damaged one fails in whatever way they lead to.
     except Exception as error:
         reason = f"is not the GGUF expected ({one_line(error)})"

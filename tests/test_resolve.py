@@ -16,6 +16,7 @@ import huggingface_hub
 import pytest
 import torch
 from tiny_files import save_tiny
+from tokenizers import Tokenizer, models
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from lightkv.router import convert_gguf, model_files
@@ -324,6 +325,26 @@ def test_failed_conversion_leaves_nothing(
     with pytest.raises(UnreadableWeights, match=r"source\.gguf: is not the GGUF expected.*pip install"):
         resolve(DEFAULT_MODEL, lines.append)
     assert [path for path in cache.iterdir() if path.is_dir()] == []
+
+
+@pytest.mark.parametrize("source", ["missing.gguf", "a-directory"])
+def test_source_that_cannot_be_read(
+    cache: Path, lines: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, source: str
+) -> None:
+    (tmp_path / "a-directory").mkdir()
+    monkeypatch.setattr(model_files, "_packaged_gguf", lambda: tmp_path / source)
+    with pytest.raises(UnreadableWeights, match=rf"{source}: cannot be read \(.*\); pip install"):
+        resolve(DEFAULT_MODEL, lines.append)
+    assert [path for path in cache.iterdir() if path.is_dir()] == []
+
+
+def test_only_the_systems_errors_are_errors_of_writing(tmp_path: Path) -> None:
+    with pytest.raises(OSError, match="No such file or directory"), convert_gguf._write_errors():
+        convert_gguf.save_file({}, tmp_path / "none" / "x")
+    with pytest.raises(OSError, match="No such file or directory"), convert_gguf._write_errors():
+        Tokenizer(models.BPE()).save(str(tmp_path / "none" / "x"))
+    with pytest.raises(ValueError, match="a mistake"), convert_gguf._write_errors():
+        raise ValueError("a mistake")
 
 
 def test_cache_that_cannot_be_written(cache: Path, gguf: list[Path], lines: list[str]) -> None:
