@@ -252,8 +252,14 @@ def _within(seconds: float, call: Callable[[], T]) -> T:
 
 
 def one_line(error: BaseException) -> str:
-    """What `error` is and says, in a line that is not too long."""
-    return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+    """The type and the text of `error`, as `in_line` writes them."""
+    return in_line(f"{type(error).__name__}: {error}")
+
+
+def in_line(text: str) -> str:
+    """`text` in one printable line of about 300 characters at most."""
+    words = " ".join(text.split())[:300]
+    return "".join(char if char.isprintable() else ascii(char)[1:-1] for char in words)
 
 
 def _packaged_gguf() -> Path | None:

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
 from lightkv.errors import LightKVError, UnsupportedModel
 
-from .model_files import UnreadableWeights, one_line, read_json, require_whole, weight_files
+from .model_files import UnreadableWeights, in_line, one_line, read_json, require_whole, weight_files
 
 if TYPE_CHECKING:
     import torch
@@ -67,7 +67,8 @@ def load_config(directory: Path) -> PreTrainedConfig:
         raise UnreadableWeights(path, f"is no model configuration ({one_line(error)})") from error
     if model_type not in CONFIG_MAPPING:
         hint = " (the code it brings along is never run)" if "auto_map" in raw else ""
-        raise UnsupportedModel(architecture, f"transformers {__version__} does not know {model_type!r}{hint}")
+        reason = f"transformers {__version__} does not know {model_type[:100]!r}{hint}"
+        raise UnsupportedModel(in_line(architecture), reason)
     try:
         with _quiet_transformers():
             config = AutoConfig.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
@@ -93,7 +94,7 @@ def check_supported(config: PreTrainedConfig) -> None:
     architecture = named[0] if named else getattr(model_class, "__name__", config.model_type)
 
     def refuse(reason: str) -> NoReturn:
-        raise UnsupportedModel(architecture, reason)
+        raise UnsupportedModel(in_line(architecture), in_line(reason))
 
     # First, for transformers raises on reading from such a configuration what differs between its layers.
     if getattr(config, "is_heterogeneous", False):
@@ -143,8 +144,7 @@ def load_supported_config(directory: Path) -> PreTrainedConfig:
 
     from lightkv.integrations.probe import NeedsNumbers, probe
 
-    config = load_config(directory)
-    check_supported(config)
+    config = _load_checked_config(directory)
     try:
         # In 16 bits, the only type in which the meta device has every product of experts.
         with _quiet_transformers(), torch.device("meta"):
@@ -175,10 +175,14 @@ def position_limit(config: PreTrainedConfig) -> int | None:
     # Of all layers, or of each type of layer by its name.
     for rope in (parameters, *(value for value in parameters.values() if isinstance(value, dict))):
         rope_type = rope.get("rope_type", "default")
+        if not isinstance(rope_type, str):
+            raise TypeError(f"rope_type is {rope_type!r}, and has to be a name")
         if "dynamic" in rope_type:
             limits.append(text.max_position_embeddings)
         elif rope_type == "longrope":
             limits.append(rope["original_max_position_embeddings"])
+    if wrong := [limit for limit in limits if type(limit) is not int or limit < 1]:
+        raise ValueError(f"the rotary embedding is for {wrong[0]!r} positions")
     return min(limits, default=None)
 
 
@@ -203,8 +207,7 @@ def load_model(
     import torch
     from transformers import AutoModelForCausalLM
 
-    config = load_config(directory)
-    check_supported(config)
+    config = _load_checked_config(directory)
     stored = sum((_stored_bytes(directory / name) for name in weight_files(directory)), Counter[str]())
     if dtype == "auto":
         dtype = _auto_dtype(device, getattr(config, "dtype", None), set(stored))
@@ -275,6 +278,27 @@ def random_model(config: PreTrainedConfig, device: torch.device, dtype: torch.dt
         for name, buffer in list(module.named_buffers(recurse=False)):
             setattr(module, name, buffer.to(device))
     return model.eval()
+
+
+def _load_checked_config(directory: Path) -> PreTrainedConfig:
+    """`load_config`, of an architecture that `check_supported` passes and whose `position_limit` can be told.
+
+    Raises what these do; UnreadableWeights in place of whatever a field of a wrong type leads to in them.
+    """
+    from transformers import PreTrainedConfig
+
+    config = load_config(directory)
+    try:
+        check_supported(config)
+        if not isinstance(config.get_text_config(), PreTrainedConfig):
+            raise TypeError("a field that stands for the text model's configuration is something else")
+        position_limit(config)
+    except LightKVError:
+        raise
+    except Exception as error:
+        reason = f"has a field of a wrong type ({one_line(error)})"
+        raise UnreadableWeights(directory / "config.json", reason) from error
+    return config
 
 
 def _is_layer_count(value: Any) -> bool:
