@@ -1,6 +1,6 @@
 """The default model's GGUF file, written out again as Hugging Face files.
 
-Knows the llama layout of GGUF and SmolLM's tokenizer. Knows no torch, and not where files come from or go.
+It handles the llama layout of GGUF with SmolLM's tokenizer, and does not load torch.
 """
 
 import json
@@ -42,7 +42,7 @@ def write_llama(source: Path, directory: Path) -> None:
     drops the "smollm" pre-tokenizer's rule that each digit is a piece of its own.
 
     Raises UnreadableWeights where `source` cannot be read, OSError where `directory` cannot be written, and
-    other errors where the file is no GGUF, or not of this kind.
+    other errors where the file is not a GGUF, or not of this kind.
     """
     try:
         reader = GGUFReader(source)
@@ -120,10 +120,10 @@ def write_llama(source: Path, directory: Path) -> None:
 
 @contextmanager
 def _write_errors() -> Iterator[None]:
-    """Raises OSError for the errors of safetensors and tokenizers that report one of the operating system.
+    """Raises OSError where safetensors or tokenizers fail to write, for example on a full disk.
 
-    Both libraries raise errors of their own where a disk is full, with the system's number in their text. Any
-    other error of theirs passes.
+    Both libraries raise their own types of error then, with the operating system's error number in the text.
+    Errors without such a number are not failed writes, and pass unchanged.
     """
     try:
         yield

@@ -1,8 +1,8 @@
-"""Where a model's files are, and how they get there.
+"""Finds a model's files in a directory, in a cache or on the Hugging Face hub, or converts the default model.
 
-Knows the Hugging Face file layout (config.json, model.safetensors or its shards, tokenizer.json), its cache and
-its hub. Loads no torch, so that the launcher and the API process can call it too. How the files become a model
-is in `weights.py`.
+A model's directory has the Hugging Face layout (config.json, model.safetensors or its shards, tokenizer.json).
+This module does not load torch, so that the launcher and the API process can use it. `weights.py` makes a model
+of the files.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ DIRECTORY_REMEDY = (
 
 
 class ModelNotFound(LightKVError):
-    """No place that was tried holds the model. `tried` says which, and what each answered."""
+    """The model is in none of the places searched. `tried`: a line for each of them, with its answer."""
 
     def __init__(self, model: str, tried: Sequence[str]) -> None:
         self.model = model
@@ -59,7 +59,7 @@ class ModelNotFound(LightKVError):
 
 
 class UnreadableWeights(LightKVError):
-    """The files of a model are there, but incomplete, damaged, or not what its configuration says."""
+    """A model's files are incomplete, damaged, or do not fit its configuration."""
 
     def __init__(self, path: Path, reason: str, remedy: str | None = None) -> None:
         self.path = path
@@ -90,7 +90,7 @@ def resolve(model: str, report: Report) -> Path:
     except RuntimeError as error:
         raise ModelNotFound(model, [f"{model}: no such home directory"]) from error
     if os.path.isfile(directory):
-        raise UnreadableWeights(directory, "is a file, no model's directory", DIRECTORY_REMEDY)
+        raise UnreadableWeights(directory, "is a file, and not a model's directory", DIRECTORY_REMEDY)
     if os.path.isdir(directory):  # unlike Path.is_dir, False for a name that the system refuses
         if not (directory / "config.json").is_file():
             require_whole(directory)
@@ -231,7 +231,10 @@ def _from_hub(model: str, tried: list[str], report: Report) -> Path:
 
 
 def _within(seconds: float, call: Callable[[], T]) -> T:
-    """`call()`, or TimeoutError. HTTP timeouts do not bound a name server that never answers; this does."""
+    """The result of `call()`. Raises TimeoutError after `seconds`.
+
+    HTTP timeouts do not cover the time that a name server takes to answer; this one does.
+    """
     results: list[T] = []
     errors: list[BaseException] = []
 
@@ -269,7 +272,10 @@ def _packaged_gguf() -> Path | None:
 
 
 def _convert(source: Path, target: Path, report: Report) -> Path:
-    """Makes `target` of `source`: whole or not at all, however many processes try at once."""
+    """Converts `source` into the directory `target`, which is left whole or does not exist.
+
+    Several processes may call this at once: one converts, and the others wait for it.
+    """
     from .convert_gguf import write_llama
 
     staging = target.with_name(f".{target.name}.partial")
@@ -299,7 +305,7 @@ def _convert(source: Path, target: Path, report: Report) -> Path:
         raise UnreadableWeights(target, f"cannot be written ({error})", remedy) from error
     except UnreadableWeights:  # of the source
         raise
-    # The reader takes the file's numbers as they are, so a damaged one fails in whatever way they lead to.
+    # The reader does not check the file's numbers, so a damaged file can raise any error.
     except Exception as error:
         reason = f"is not the GGUF expected ({one_line(error)})"
         raise UnreadableWeights(source, reason, DEFAULT_MODEL_REMEDY) from error

@@ -1,8 +1,7 @@
 """From a model's files to a model on a device.
 
-Knows transformers' auto classes and the safetensors format. Reads safetensors only: never pickle, never a
-repository's own code. Knows no K/V cache, scheduler or process. Importing this module loads no torch; most of
-its functions do.
+Uses transformers' auto classes. Weights are read from safetensors files only: pickle is never loaded, and a
+repository's own code is never run. Importing this module does not load torch; most of its functions do.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ CAST_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}  # the types in a safeten
 
 
 class ModelTooLarge(LightKVError):
-    """The device has no room for a model's weights."""
+    """A model's weights do not fit the memory of the device."""
 
     def __init__(self, path: Path, num_bytes: int, free: int, total: int) -> None:
         self.path = path
@@ -130,10 +129,11 @@ def check_supported(config: PreTrainedConfig) -> None:
 
 
 def load_supported_config(directory: Path) -> PreTrainedConfig:
-    """The configuration in `directory`, of a model that lightkv runs as far as can be told without its weights.
+    """The configuration in `directory`, once everything that does not need the weights is checked.
 
-    The model is made without memory, and probed. What shows only in numbers, `probe` finds once it is loaded.
-    Only then are the other files asked for, so that an architecture which cannot run is refused first.
+    The model is built on the meta device, which takes no memory, and probed. A difference that shows only in
+    computed numbers is found by `probe` after loading. The presence of the other files is checked last, so that
+    an architecture which cannot run is refused first.
 
     Raises:
         UnsupportedModel: see `check_supported` and `probe`.
@@ -162,7 +162,9 @@ def load_supported_config(directory: Path) -> PreTrainedConfig:
 
 
 def position_limit(config: PreTrainedConfig) -> int | None:
-    """The number of positions below which a token's rotary embedding is its own; None: at any position.
+    """The number of positions within which a token's rotary embedding depends on its own position alone.
+
+    None: the embedding never depends on other tokens.
 
     transformers' `dynamic` and `longrope` embeddings take their frequencies from the highest position of the
     whole batch (modeling_rope_utils.dynamic_rope_update): a request that passes the limit would change what
@@ -201,8 +203,8 @@ def load_model(
     Raises:
         UnsupportedModel: see `check_supported`.
         UnreadableWeights: a file or tensor is missing, damaged, or does not fit the configuration.
-        ModelTooLarge: the device has no room for the weights; found out before any is read, as a CPU would
-            promise the memory and kill who uses it.
+        ModelTooLarge: the weights do not fit the device. This is checked before any is read, since Linux
+            grants more CPU memory than it has and kills the process that uses it.
     """
     import torch
     from transformers import AutoModelForCausalLM
@@ -226,7 +228,7 @@ def load_model(
                 dtype=dtype,
                 device_map={"": device},
                 use_safetensors=True,
-                ignore_mismatched_sizes=True,  # they are listed then, and refused below
+                ignore_mismatched_sizes=True,  # they are then listed, and refused below
                 local_files_only=True,
                 trust_remote_code=False,
                 output_loading_info=True,
@@ -281,9 +283,9 @@ def random_model(config: PreTrainedConfig, device: torch.device, dtype: torch.dt
 
 
 def _load_checked_config(directory: Path) -> PreTrainedConfig:
-    """`load_config`, of an architecture that `check_supported` passes and whose `position_limit` can be told.
+    """The configuration in `directory`, after `check_supported` and `position_limit` have read it.
 
-    Raises what these do; UnreadableWeights in place of whatever a field of a wrong type leads to in them.
+    Raises UnsupportedModel, and UnreadableWeights for a damaged file or a field of a wrong type.
     """
     from transformers import PreTrainedConfig
 
@@ -316,7 +318,10 @@ def _auto_dtype(device: torch.device, declared: torch.dtype | None, stored: set[
 
 
 def _stored_bytes(path: Path) -> Counter[str]:
-    """Bytes of each type of number in a safetensors file, whose header explains its length to the byte."""
+    """Bytes of each type of number in a safetensors file.
+
+    Raises UnreadableWeights for a file that is damaged, or whose size is not the one that its header gives.
+    """
     num_bytes: Counter[str] = Counter()
     try:
         size = path.stat().st_size
@@ -343,7 +348,10 @@ def _stored_bytes(path: Path) -> Counter[str]:
 
 
 def _loaded_bytes(stored: Counter[str], itemsize: int) -> int:
-    """Bytes that tensors of `stored` bytes a type take once loaded in a type of `itemsize` bytes."""
+    """Bytes that weights take once they are loaded in a type of `itemsize` bytes.
+
+    `stored`: their bytes in the files, by type.
+    """
     return sum(
         num_bytes * itemsize // CAST_BYTES[name] if name in CAST_BYTES else num_bytes
         for name, num_bytes in stored.items()
@@ -351,20 +359,20 @@ def _loaded_bytes(stored: Counter[str], itemsize: int) -> int:
 
 
 def _memory(device: torch.device) -> tuple[int, int]:
-    """Bytes of `device` that are free, and all of them."""
+    """The free and the total bytes of `device`."""
     import torch
 
     from lightkv.kv_pool import _free_bytes
 
     if device.type == "cuda":
-        torch.cuda.empty_cache()  # what torch caches and does not use is room as well
+        torch.cuda.empty_cache()  # memory that torch caches without using it is free too
         return torch.cuda.mem_get_info(device)
     return _free_bytes(device), os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 @contextmanager
 def _quiet_transformers() -> Iterator[None]:
-    """Our progress lines take the place of transformers' warnings and bars."""
+    """Silences transformers' warnings and progress bars: lightkv reports progress itself."""
     from transformers.utils import logging
 
     verbosity, had_bars = logging.get_verbosity(), logging.is_progress_bar_enabled()

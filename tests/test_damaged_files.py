@@ -1,4 +1,4 @@
-"""Every file of a model, damaged in every way that one value can be: refused in a line, or read as it is."""
+"""Damaged files of a model: each is refused in one line, or its wrong value does not matter."""
 
 import json
 from collections.abc import Iterator
@@ -18,10 +18,10 @@ from lightkv.router.weights import load_model, load_supported_config
 
 META = torch.device("meta")
 DEEP = "[" * 100_000 + "]" * 100_000
-# As JSON, of values that a field may have to be refused for.
+# Values, as JSON, that most fields must not have.
 WRONG = ["null", "true", "-1", "1e400", "NaN", str(2**70), '"text"', "[]", '[{"a": [null]}]', "{}", DEEP]
 WRONG += ["5", '[["a"]]', '[1, "x"]', '["a\\nb"]']
-# Fields that the configuration of a llama does not have, and that lightkv or transformers reads all the same.
+# Fields that a llama's config.json does not have. lightkv or transformers reads them if they are there.
 OTHER_FIELDS = {
     "config.json": [
         "num_experts", "rope_scaling", "quantization_config", "auto_map", "is_encoder_decoder", "is_decoder",
@@ -39,8 +39,8 @@ FILES: dict[str, Any] = {
     "model.safetensors.index.json": {"metadata": {}, "weight_map": {"lm_head.weight": "model-1.safetensors"}},
     "tokenizer.json": None,
 }
-# Of some fields, those of these values that are read as they are; each other one has to be refused.
-READ_AS_THEY_ARE: dict[str, dict[str, list[str]]] = {
+# By file and field: the values in WRONG that are accepted. Every other one has to be refused.
+ACCEPTED: dict[str, dict[str, list[str]]] = {
     "config.json": {
         "hidden_size": [],
         "vocab_size": ["5"],
@@ -78,7 +78,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def directory(whole: Path) -> Iterator[Path]:
-    """The model; what a test does to its files is undone."""
+    """A whole model. Its files are restored after each test."""
     before = {name: (whole / name).read_bytes() for name in FILES}
     yield whole
     for name, content in before.items():
@@ -89,7 +89,7 @@ OF_THE_WEIGHTS = ("generation_config.json", "model.safetensors.index.json")
 
 
 def read_all_that_reads(name: str, directory: Path) -> None:
-    """All that reads the file, but for the numbers of the weights."""
+    """Calls every function that reads the file `name`. The weights go to the meta device."""
     found = resolve(str(directory), lambda line: None)
     if name == "config.json":
         text = load_supported_config(found).get_text_config()
@@ -111,7 +111,7 @@ def refusal(name: str, directory: Path) -> str | None:
 def test_any_value_of_a_wrong_type(directory: Path, name: str) -> None:
     path = directory / name
     content = json.loads(path.read_text())
-    read: dict[str, list[str]] = {}
+    accepted: dict[str, list[str]] = {}
     for key in [*content, *OTHER_FIELDS.get(name, [])]:
         for wrong in WRONG:
             marked = json.dumps({**content, key: "the wrong value"})
@@ -119,12 +119,12 @@ def test_any_value_of_a_wrong_type(directory: Path, name: str) -> None:
             said = refusal(name, directory)
             assert said is None or (said.isprintable() and len(said) < 1000), (key, wrong)
             if said is None:
-                read.setdefault(key, []).append(wrong)
-    assert {key: read.get(key, []) for key in READ_AS_THEY_ARE[name]} == READ_AS_THEY_ARE[name]
+                accepted.setdefault(key, []).append(wrong)
+    assert {key: accepted.get(key, []) for key in ACCEPTED[name]} == ACCEPTED[name]
 
 
 def rope(name: str, value: Any) -> dict[str, Any]:
-    """A configuration's rotary embedding, of each type of layer, in which one field is `value`."""
+    """A configuration's field for the rotary embedding of one type of layer, in which `name` is `value`."""
     whole = {
         "rope_type": "longrope",
         "rope_theta": 1e4,
@@ -197,7 +197,7 @@ def test_chat_template(directory: Path, template: bytes) -> None:
 
 
 def header(text: str, size: int | None = None) -> bytes:
-    """The beginning of a safetensors file; `size`: of the header, as the file says."""
+    """The beginning of a safetensors file. `size`: the header's size that the file gives, right by default."""
     return (len(text) if size is None else size).to_bytes(8, "little") + text.encode()
 
 

@@ -1,4 +1,4 @@
-"""router/model_files.py: finding a model's files, and converting the default model's."""
+"""router/model_files.py: a model's files are found, and the default model is converted."""
 
 import json
 import os
@@ -45,7 +45,7 @@ def lines() -> list[str]:
 
 @pytest.fixture
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An empty cache of the user's, and no hub."""
+    """Empty caches, and the hub switched off. Returns the directory for converted models."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
@@ -88,7 +88,7 @@ def test_local_directory_that_lacks_a_shard(tiny_dir: Path) -> None:
 
 
 def test_an_index_beside_the_whole_model_is_not_read(tiny_dir: Path) -> None:
-    """transformers reads model.safetensors then, and so does lightkv."""
+    """lightkv checks the file that transformers reads, which is model.safetensors in this case."""
     (tiny_dir / "model.safetensors.index.json").write_text('{"weight_map": {"a": "other.safetensors"}}')
     assert weight_files(tiny_dir) == ["model.safetensors"]
     assert load_model(tiny_dir, CPU, "auto", lambda line: None).config.hidden_size == 32
@@ -132,7 +132,7 @@ def test_odd_names_of_shards(tiny_dir: Path, shard: str) -> None:
 
 
 def test_shard_behind_a_link(tiny_dir: Path) -> None:
-    """As the Hugging Face cache has them."""
+    """The Hugging Face cache consists of such links."""
     (tiny_dir / "model.safetensors").rename(tiny_dir.parent / "blob")
     (tiny_dir / "a.safetensors").symlink_to(tiny_dir.parent / "blob")
     (tiny_dir / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"x": "a.safetensors"}}))
@@ -215,7 +215,7 @@ def test_hugging_face_cache(
 
 
 class Hub:
-    """Stands in for the hub: answers with `files`, or raises, or takes its time."""
+    """Replaces the hub. `answer` returns the names of its files, raises, or takes long."""
 
     def __init__(self, answer: Callable[[], list[str]], directory: Path) -> None:
         self.answer = answer
@@ -282,7 +282,7 @@ def test_hub_that_does_not_answer(
 
 @pytest.fixture
 def gguf(monkeypatch: pytest.MonkeyPatch, tiny_dir: Path) -> list[Path]:
-    """Conversion of a small file in place of the real one; the list tells which directories were written."""
+    """Replaces the conversion by one of a small file. Returns a list of the directories written so far."""
     written: list[Path] = []
 
     def write(source: Path, directory: Path) -> None:
