@@ -11,7 +11,7 @@ import sys
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -355,18 +355,21 @@ async def serve(settings: ServeSettings) -> None:
     """
     asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(NUM_TEXT_THREADS, "text"))
     client = await RouterClient.connect(Path(settings.router_socket))
+    router_gone = asyncio.create_task(client.closed())
     try:
         tokenizer = Tokenizer(Path(settings.model_directory))
     except UnreadableTokenizer:
         # A model that cannot run at all is refused by the worker, with a better reason.
-        with suppress(TimeoutError):
-            await asyncio.wait_for(client.closed(), VERDICT_SECONDS)
+        became_ready = asyncio.create_task(client.became_ready.wait())
+        waiting = [became_ready, router_gone]
+        await asyncio.wait(waiting, timeout=VERDICT_SECONDS, return_when=asyncio.FIRST_COMPLETED)
+        became_ready.cancel()
+        if router_gone.done():
             return
         raise
     server = make_server(create_app(client, tokenizer, settings.api), settings)
     serving = asyncio.create_task(server.serve([socket.socket(fileno=settings.listen_fd)]))
     announcing = asyncio.create_task(_announce(server, client))
-    router_gone = asyncio.create_task(client.closed())
     await asyncio.wait([serving, router_gone], return_when=asyncio.FIRST_COMPLETED)
     announcing.cancel()
     server.should_exit = True  # open responses end first: each with an error, where it was not whole

@@ -1,9 +1,11 @@
 """The default model's GGUF file, written out again as Hugging Face files.
 
-Knows the llama layout of GGUF and SmolLM's tokenizer. Knows no torch, and not where files come from or go.
+It handles the llama layout of GGUF with SmolLM's tokenizer, and does not load torch.
 """
 
 import json
+import os
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,6 +15,8 @@ import numpy as np
 from gguf import GGUFReader, dequantize
 from safetensors.numpy import save_file
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+
+from .model_files import DEFAULT_MODEL_REMEDY, UnreadableWeights
 
 _LAYER_NAMES = {
     "attn_norm": "input_layernorm",
@@ -26,6 +30,7 @@ _LAYER_NAMES = {
     "ffn_down": "mlp.down_proj",
 }
 _OTHER_NAMES = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
+_SYSTEM_ERROR = re.compile(r"\(os error (\d+)\)")  # as Rust's libraries write it
 _CONTROL_TOKEN = 3  # tokenizer.ggml.token_type of special tokens
 
 
@@ -36,10 +41,13 @@ def write_llama(source: Path, directory: Path) -> None:
     minimum) and Q8_0 (float16 scale · 8 bits). transformers reads GGUF too, but takes torch and 20 s, and
     drops the "smollm" pre-tokenizer's rule that each digit is a piece of its own.
 
-    Raises OSError where `source` cannot be read or `directory` not written, and other errors where the file is
-    no GGUF, or not of this kind.
+    Raises UnreadableWeights where `source` cannot be read, OSError where `directory` cannot be written, and
+    other errors where the file is not a GGUF, or not of this kind.
     """
-    reader = GGUFReader(source)
+    try:
+        reader = GGUFReader(source)
+    except OSError as error:
+        raise UnreadableWeights(source, f"cannot be read ({error})", DEFAULT_MODEL_REMEDY) from error
 
     def value(name: str) -> Any:
         return reader.fields[name].contents()
@@ -112,11 +120,18 @@ def write_llama(source: Path, directory: Path) -> None:
 
 @contextmanager
 def _write_errors() -> Iterator[None]:
-    """safetensors and tokenizers raise errors of their own, such as on a full disk; this makes them OSError."""
+    """Raises OSError where safetensors or tokenizers fail to write, for example on a full disk.
+
+    Both libraries raise their own types of error then, with the operating system's error number in the text.
+    Errors without such a number are not failed writes, and pass unchanged.
+    """
     try:
         yield
     except Exception as error:
-        raise OSError(str(error)) from error
+        if (found := _SYSTEM_ERROR.search(str(error))) is None:
+            raise
+        number = int(found[1])
+        raise OSError(number, os.strerror(number)) from error
 
 
 def _llama_weight(name: str, weight: np.ndarray, num_heads: int, num_kv_heads: int) -> tuple[str, np.ndarray]:

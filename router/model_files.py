@@ -1,8 +1,8 @@
-"""Where a model's files are, and how they get there.
+"""Finds a model's files in a directory, in a cache or on the Hugging Face hub, or converts the default model.
 
-Knows the Hugging Face file layout (config.json, model.safetensors or its shards, tokenizer.json), its cache and
-its hub. Loads no torch, so that the launcher and the API process can call it too. How the files become a model
-is in `weights.py`.
+A model's directory has the Hugging Face layout (config.json, model.safetensors or its shards, tokenizer.json).
+This module does not load torch, so that the launcher and the API process can use it. `weights.py` makes a model
+of the files.
 """
 
 from __future__ import annotations
@@ -33,7 +33,9 @@ HUB_FILES = ["*.safetensors", "*.json", "*.jinja"]  # *.bin and *.pt are pickle
 HUB_IGNORED = ["*/*", "consolidated*"]  # other formats of the same weights
 HUB_ID = re.compile(r"(?=.{1,96}$)\w[\w.-]*(/[\w.-]+)?")
 
-_SHARD_NAME = re.compile(r"[^/\\\0]+\.safetensors")  # of a file in the same directory
+# A file beside the index, whose name fits every file system and is told in one line.
+_SHARD_NAME = re.compile(r"[\w.+=@ -]{1,240}\.safetensors", re.ASCII)
+_NUM_NAMED = 3  # of the files that are missing
 
 # Endings of a file given in place of its directory, which no id on the hub is worth asking for.
 FILE_ENDINGS = (".safetensors", ".gguf", ".json", ".bin", ".pt", ".pth")
@@ -43,7 +45,7 @@ DIRECTORY_REMEDY = (
 
 
 class ModelNotFound(LightKVError):
-    """No place that was tried holds the model. `tried` says which, and what each answered."""
+    """The model is in none of the places searched. `tried`: a line for each of them, with its answer."""
 
     def __init__(self, model: str, tried: Sequence[str]) -> None:
         self.model = model
@@ -57,7 +59,7 @@ class ModelNotFound(LightKVError):
 
 
 class UnreadableWeights(LightKVError):
-    """The files of a model are there, but incomplete, damaged, or not what its configuration says."""
+    """A model's files are incomplete, damaged, or do not fit its configuration."""
 
     def __init__(self, path: Path, reason: str, remedy: str | None = None) -> None:
         self.path = path
@@ -67,7 +69,10 @@ class UnreadableWeights(LightKVError):
 
 
 def resolve(model: str, report: Report) -> Path:
-    """The directory that holds `model`: config.json, the safetensors and tokenizer.json, all present.
+    """The directory that holds `model`.
+
+    A local directory has its config.json, and may lack other files: `require_whole` raises for these, once the
+    architecture is known to run. A directory from any other place has all its files.
 
     Tried in order: a local directory, lightkv's converted copies, the default model's package (converted
     once, about 5 s and 540 MB), the Hugging Face cache, the hub (unless HF_HUB_OFFLINE is set).
@@ -77,7 +82,7 @@ def resolve(model: str, report: Report) -> Path:
         report: takes progress, a line at a time.
 
     Raises:
-        UnreadableWeights: the local directory lacks a file, `model` is a file, or the conversion failed.
+        UnreadableWeights: the local directory has no config.json, `model` is a file, or the conversion failed.
         ModelNotFound: nothing that was tried has it.
     """
     try:
@@ -85,10 +90,10 @@ def resolve(model: str, report: Report) -> Path:
     except RuntimeError as error:
         raise ModelNotFound(model, [f"{model}: no such home directory"]) from error
     if os.path.isfile(directory):
-        raise UnreadableWeights(directory, "is a file, no model's directory", DIRECTORY_REMEDY)
+        raise UnreadableWeights(directory, "is a file, and not a model's directory", DIRECTORY_REMEDY)
     if os.path.isdir(directory):  # unlike Path.is_dir, False for a name that the system refuses
-        if missing := missing_files(directory):
-            raise UnreadableWeights(directory, f"lacks {', '.join(missing)}", _pickle_remedy(directory))
+        if not (directory / "config.json").is_file():
+            require_whole(directory)
         return directory
     if _names_a_file(model) or not HUB_ID.fullmatch(model):
         raise ModelNotFound(model, [f"{directory}: no such directory, and no id of the Hugging Face hub"])
@@ -109,6 +114,12 @@ def resolve(model: str, report: Report) -> Path:
     return cached if cached is not None else _from_hub(model, tried, report)
 
 
+def require_whole(directory: Path) -> None:
+    """Raises UnreadableWeights if `directory` lacks a file that a model needs, or has a damaged index."""
+    if missing := missing_files(directory):
+        raise UnreadableWeights(directory, f"lacks {_names(missing)}", _pickle_remedy(directory))
+
+
 def missing_files(directory: Path) -> list[str]:
     """Names of the files that a model needs and `directory` lacks."""
     needed = ["config.json", "tokenizer.json", *weight_files(directory)]
@@ -116,12 +127,13 @@ def missing_files(directory: Path) -> list[str]:
 
 
 def weight_files(directory: Path) -> list[str]:
-    """Names of the safetensors files of `directory`: the shards that its index lists, or the only one.
+    """Names of the safetensors files that transformers reads from `directory`.
 
-    Raises UnreadableWeights for an index that is damaged, or that names a file outside `directory`.
+    This is model.safetensors where it exists, and the shards that the index lists otherwise. Raises
+    UnreadableWeights for an index that is damaged, or that names a file outside `directory`.
     """
     index = directory / "model.safetensors.index.json"
-    if not index.is_file():
+    if (directory / "model.safetensors").is_file() or not index.is_file():
         return ["model.safetensors"]
     try:
         shards = set(read_json(index)["weight_map"].values())
@@ -130,7 +142,9 @@ def weight_files(directory: Path) -> list[str]:
     for name in shards:
         if not isinstance(name, str) or not _SHARD_NAME.fullmatch(name):
             raise UnreadableWeights(
-                index, f"names the shard {str(name)[:100]!r}; a shard is a .safetensors file beside the index"
+                index,
+                f"names the shard {str(name)[:100]!r}; a shard is a .safetensors file beside the index, with a "
+                "name of at most 252 ASCII letters, digits, spaces and . _ + = @ -",
             )
     if not shards:
         raise UnreadableWeights(index, "names no shard")
@@ -149,6 +163,12 @@ def read_json(path: Path) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise ValueError("holds no JSON object")
     return content
+
+
+def _names(files: Sequence[str]) -> str:
+    """The first few of `files`, and how many more there are."""
+    named, num_more = ", ".join(files[:_NUM_NAMED]), len(files) - _NUM_NAMED
+    return named if num_more <= 0 else f"{named} and {num_more:,} more files"
 
 
 def _names_a_file(model: str) -> bool:
@@ -176,7 +196,7 @@ def _from_hub_cache(model: str, tried: list[str]) -> Path | None:
         tried.append("Hugging Face cache: not there")
         return None
     if missing := missing_files(directory):
-        tried.append(f"Hugging Face cache: {directory} lacks {', '.join(missing)}")
+        tried.append(f"Hugging Face cache: {directory} lacks {_names(missing)}")
         return None
     return directory
 
@@ -206,12 +226,15 @@ def _from_hub(model: str, tried: list[str], report: Report) -> Path:
         answer = f"Hugging Face hub: the download broke off ({one_line(error)}), start again to resume it"
         raise ModelNotFound(model, [*tried, answer]) from error
     if missing := missing_files(directory):
-        raise ModelNotFound(model, [*tried, f"Hugging Face hub: has no {', '.join(missing)} of it"])
+        raise ModelNotFound(model, [*tried, f"Hugging Face hub: has no {_names(missing)} of it"])
     return directory
 
 
 def _within(seconds: float, call: Callable[[], T]) -> T:
-    """`call()`, or TimeoutError. HTTP timeouts do not bound a name server that never answers; this does."""
+    """The result of `call()`. Raises TimeoutError after `seconds`.
+
+    HTTP timeouts do not cover the time that a name server takes to answer; this one does.
+    """
     results: list[T] = []
     errors: list[BaseException] = []
 
@@ -232,8 +255,14 @@ def _within(seconds: float, call: Callable[[], T]) -> T:
 
 
 def one_line(error: BaseException) -> str:
-    """What `error` is and says, in a line that is not too long."""
-    return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+    """The type and the text of `error`, as `in_line` writes them."""
+    return in_line(f"{type(error).__name__}: {error}")
+
+
+def in_line(text: str) -> str:
+    """`text` in one printable line of about 300 characters at most."""
+    words = " ".join(text.split())[:300]
+    return "".join(char if char.isprintable() else ascii(char)[1:-1] for char in words)
 
 
 def _packaged_gguf() -> Path | None:
@@ -243,7 +272,10 @@ def _packaged_gguf() -> Path | None:
 
 
 def _convert(source: Path, target: Path, report: Report) -> Path:
-    """Makes `target` of `source`: whole or not at all, however many processes try at once."""
+    """Converts `source` into the directory `target`, which is left whole or does not exist.
+
+    Several processes may call this at once: one converts, and the others wait for it.
+    """
     from .convert_gguf import write_llama
 
     staging = target.with_name(f".{target.name}.partial")
@@ -271,7 +303,9 @@ def _convert(source: Path, target: Path, report: Report) -> Path:
     except OSError as error:
         remedy = "free 600 MB there, or set XDG_CACHE_HOME to a directory that can be written"
         raise UnreadableWeights(target, f"cannot be written ({error})", remedy) from error
-    # The reader takes the file's numbers as they are, so a damaged one fails in whatever way they lead to.
+    except UnreadableWeights:  # of the source
+        raise
+    # The reader does not check the file's numbers, so a damaged file can raise any error.
     except Exception as error:
         reason = f"is not the GGUF expected ({one_line(error)})"
         raise UnreadableWeights(source, reason, DEFAULT_MODEL_REMEDY) from error

@@ -1,8 +1,7 @@
 """From a model's files to a model on a device.
 
-Knows transformers' auto classes and the safetensors format. Reads safetensors only: never pickle, never a
-repository's own code. Knows no K/V cache, scheduler or process. Importing this module loads no torch; most of
-its functions do.
+Uses transformers' auto classes. Weights are read from safetensors files only: pickle is never loaded, and a
+repository's own code is never run. Importing this module does not load torch; most of its functions do.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
 from lightkv.errors import LightKVError, UnsupportedModel
 
-from .model_files import UnreadableWeights, one_line, read_json, weight_files
+from .model_files import UnreadableWeights, in_line, one_line, read_json, require_whole, weight_files
 
 if TYPE_CHECKING:
     import torch
@@ -34,7 +33,7 @@ CAST_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}  # the types in a safeten
 
 
 class ModelTooLarge(LightKVError):
-    """The device has no room for a model's weights."""
+    """A model's weights do not fit the memory of the device."""
 
     def __init__(self, path: Path, num_bytes: int, free: int, total: int) -> None:
         self.path = path
@@ -67,13 +66,25 @@ def load_config(directory: Path) -> PreTrainedConfig:
         raise UnreadableWeights(path, f"is no model configuration ({one_line(error)})") from error
     if model_type not in CONFIG_MAPPING:
         hint = " (the code it brings along is never run)" if "auto_map" in raw else ""
-        raise UnsupportedModel(architecture, f"transformers {__version__} does not know {model_type!r}{hint}")
+        reason = f"transformers {__version__} does not know {model_type[:100]!r}{hint}"
+        raise UnsupportedModel(in_line(architecture), reason)
     try:
         with _quiet_transformers():
-            return AutoConfig.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
+            config = AutoConfig.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
     # The hub's validators raise errors of their own for a field out of range.
     except Exception as error:
         raise UnreadableWeights(path, f"is refused by transformers ({one_line(error)})") from error
+    # transformers would load this file, even a pickle, in place of those that `weight_files` names. It is read
+    # from the configuration as transformers does, since an attribute_map can give it another name in the file.
+    if getattr(config, "transformers_weights", None) is not None:
+        raise UnreadableWeights(
+            path, "names a file of weights (transformers_weights), which lightkv never follows"
+        )
+    # Where peft is installed, transformers would load an adapter, of which nothing is checked here.
+    if (directory / "adapter_config.json").is_file():
+        remedy = "merge the adapter into its base model and give that, or delete the file"
+        raise UnreadableWeights(directory, "holds an adapter_config.json", remedy)
+    return config
 
 
 def check_supported(config: PreTrainedConfig) -> None:
@@ -86,7 +97,7 @@ def check_supported(config: PreTrainedConfig) -> None:
     architecture = named[0] if named else getattr(model_class, "__name__", config.model_type)
 
     def refuse(reason: str) -> NoReturn:
-        raise UnsupportedModel(architecture, reason)
+        raise UnsupportedModel(in_line(architecture), in_line(reason))
 
     # First, for transformers raises on reading from such a configuration what differs between its layers.
     if getattr(config, "is_heterogeneous", False):
@@ -122,18 +133,22 @@ def check_supported(config: PreTrainedConfig) -> None:
 
 
 def load_supported_config(directory: Path) -> PreTrainedConfig:
-    """The configuration in `directory`, of a model that lightkv runs as far as can be told without its weights.
+    """The configuration in `directory`, once everything that does not need the weights is checked.
 
-    The model is made without memory, and probed. What shows only in numbers, `probe` finds once it is loaded.
-    Raises what `load_config` does, and UnsupportedModel.
+    The model is built on the meta device, which takes no memory, and probed. A difference that shows only in
+    computed numbers is found by `probe` after loading. The presence of the other files is checked last, so that
+    an architecture which cannot run is refused first.
+
+    Raises:
+        UnsupportedModel: see `check_supported` and `probe`.
+        UnreadableWeights: config.json is damaged, or `directory` lacks a file.
     """
     import torch
     from transformers import AutoModelForCausalLM
 
     from lightkv.integrations.probe import NeedsNumbers, probe
 
-    config = load_config(directory)
-    check_supported(config)
+    config = _load_checked_config(directory)
     try:
         # In 16 bits, the only type in which the meta device has every product of experts.
         with _quiet_transformers(), torch.device("meta"):
@@ -146,11 +161,14 @@ def load_supported_config(directory: Path) -> PreTrainedConfig:
         raise UnsupportedModel(type(model).__name__, "it does not count a text's positions from 0")
     with suppress(NeedsNumbers), _quiet_transformers():
         probe(model)
+    require_whole(directory)
     return config
 
 
 def position_limit(config: PreTrainedConfig) -> int | None:
-    """The number of positions below which a token's rotary embedding is its own; None: at any position.
+    """The number of positions within which a token's rotary embedding depends on its own position alone.
+
+    None: the embedding never depends on other tokens.
 
     transformers' `dynamic` and `longrope` embeddings take their frequencies from the highest position of the
     whole batch (modeling_rope_utils.dynamic_rope_update): a request that passes the limit would change what
@@ -163,10 +181,14 @@ def position_limit(config: PreTrainedConfig) -> int | None:
     # Of all layers, or of each type of layer by its name.
     for rope in (parameters, *(value for value in parameters.values() if isinstance(value, dict))):
         rope_type = rope.get("rope_type", "default")
+        if not isinstance(rope_type, str):
+            raise TypeError(f"rope_type is {rope_type!r}, and has to be a name")
         if "dynamic" in rope_type:
             limits.append(text.max_position_embeddings)
         elif rope_type == "longrope":
             limits.append(rope["original_max_position_embeddings"])
+    if wrong := [limit for limit in limits if type(limit) is not int or limit < 1]:
+        raise ValueError(f"the rotary embedding is for {wrong[0]!r} positions")
     return min(limits, default=None)
 
 
@@ -185,14 +207,13 @@ def load_model(
     Raises:
         UnsupportedModel: see `check_supported`.
         UnreadableWeights: a file or tensor is missing, damaged, or does not fit the configuration.
-        ModelTooLarge: the device has no room for the weights; found out before any is read, as a CPU would
-            promise the memory and kill who uses it.
+        ModelTooLarge: the weights do not fit the device. This is checked before any is read, since Linux
+            grants more CPU memory than it has and kills the process that uses it.
     """
     import torch
     from transformers import AutoModelForCausalLM
 
-    config = load_config(directory)
-    check_supported(config)
+    config = _load_checked_config(directory)
     stored = sum((_stored_bytes(directory / name) for name in weight_files(directory)), Counter[str]())
     if dtype == "auto":
         dtype = _auto_dtype(device, getattr(config, "dtype", None), set(stored))
@@ -211,7 +232,7 @@ def load_model(
                 dtype=dtype,
                 device_map={"": device},
                 use_safetensors=True,
-                ignore_mismatched_sizes=True,  # they are listed then, and refused below
+                ignore_mismatched_sizes=True,  # they are then listed, and refused below
                 local_files_only=True,
                 trust_remote_code=False,
                 output_loading_info=True,
@@ -265,6 +286,27 @@ def random_model(config: PreTrainedConfig, device: torch.device, dtype: torch.dt
     return model.eval()
 
 
+def _load_checked_config(directory: Path) -> PreTrainedConfig:
+    """The configuration in `directory`, after `check_supported` and `position_limit` have read it.
+
+    Raises UnsupportedModel, and UnreadableWeights for a damaged file or a field of a wrong type.
+    """
+    from transformers import PreTrainedConfig
+
+    config = load_config(directory)
+    try:
+        check_supported(config)
+        if not isinstance(config.get_text_config(), PreTrainedConfig):
+            raise TypeError("a field that stands for the text model's configuration is something else")
+        position_limit(config)
+    except LightKVError:
+        raise
+    except Exception as error:
+        reason = f"has a field of a wrong type ({one_line(error)})"
+        raise UnreadableWeights(directory / "config.json", reason) from error
+    return config
+
+
 def _is_layer_count(value: Any) -> bool:
     return value is None or (type(value) is int and 1 <= value <= _MAX_LAYERS)
 
@@ -280,7 +322,10 @@ def _auto_dtype(device: torch.device, declared: torch.dtype | None, stored: set[
 
 
 def _stored_bytes(path: Path) -> Counter[str]:
-    """Bytes of each type of number in a safetensors file, whose header explains its length to the byte."""
+    """Bytes of each type of number in a safetensors file.
+
+    Raises UnreadableWeights for a file that is damaged, or whose size is not the one that its header gives.
+    """
     num_bytes: Counter[str] = Counter()
     try:
         size = path.stat().st_size
@@ -307,7 +352,10 @@ def _stored_bytes(path: Path) -> Counter[str]:
 
 
 def _loaded_bytes(stored: Counter[str], itemsize: int) -> int:
-    """Bytes that tensors of `stored` bytes a type take once loaded in a type of `itemsize` bytes."""
+    """Bytes that weights take once they are loaded in a type of `itemsize` bytes.
+
+    `stored`: their bytes in the files, by type.
+    """
     return sum(
         num_bytes * itemsize // CAST_BYTES[name] if name in CAST_BYTES else num_bytes
         for name, num_bytes in stored.items()
@@ -315,20 +363,20 @@ def _loaded_bytes(stored: Counter[str], itemsize: int) -> int:
 
 
 def _memory(device: torch.device) -> tuple[int, int]:
-    """Bytes of `device` that are free, and all of them."""
+    """The free and the total bytes of `device`."""
     import torch
 
     from lightkv.kv_pool import _free_bytes
 
     if device.type == "cuda":
-        torch.cuda.empty_cache()  # what torch caches and does not use is room as well
+        torch.cuda.empty_cache()  # memory that torch caches without using it is free too
         return torch.cuda.mem_get_info(device)
     return _free_bytes(device), os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 @contextmanager
 def _quiet_transformers() -> Iterator[None]:
-    """Our progress lines take the place of transformers' warnings and bars."""
+    """Silences transformers' warnings and progress bars: lightkv reports progress itself."""
     from transformers.utils import logging
 
     verbosity, had_bars = logging.get_verbosity(), logging.is_progress_bar_enabled()

@@ -363,6 +363,7 @@ def test_info_foretells_the_pool_beside_the_weights(tmp_path: Path) -> None:
 def _write_hollow(config: LlamaConfig, directory: Path) -> None:
     """A checkpoint of `config` whose file is all hole: it takes no room on the disk."""
     config.save_pretrained(directory)
+    (directory / "tokenizer.json").write_text("{}")  # has to be there, and nothing here reads it
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     header, end = {}, 0

@@ -227,6 +227,28 @@ def test_a_model_that_cannot_be_loaded_ends_it_with_the_reason(start: Start, soc
     assert list(sockets.iterdir()) == []
 
 
+@pytest.mark.parametrize(
+    ("model_type", "reason"),
+    [("mamba", "some of its layers keep a recurrent state"), (None, "lacks tokenizer.json")],
+    ids=["architecture", "files"],
+)
+def test_the_architecture_is_refused_before_the_files(
+    model: Path, tmp_path: Path, sockets: Path, model_type: str | None, reason: str
+) -> None:
+    directory = tmp_path / "incomplete"
+    directory.mkdir()
+    config = (model / "config.json").read_text() if model_type is None else '{"model_type": "mamba"}'
+    (directory / "config.json").write_text(config)
+    with starting(directory, tmp_path / "log", sockets) as begin:
+        served = begin()
+        assert served.wait() == 1
+        log = served.log.read_text()
+    assert reason in " ".join(log.split())
+    assert "Traceback" not in log
+    assert ("lacks" in log) == (model_type is None)
+    assert "is no tokenizer" not in log
+
+
 # --------------------------------------------------------------------------------
 # What stops it from starting
 

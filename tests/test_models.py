@@ -16,7 +16,10 @@ from served import starting
 from tiny_architectures import architecture, cases, outcome, tiny
 
 from lightkv.errors import UnsupportedModel
-from lightkv.router import LLM
+from lightkv.router import LLM, EngineConfig
+from lightkv.router.build import build_runner
+from lightkv.router.info import model_info
+from lightkv.router.model_files import resolve
 
 PAGE = Path(__file__).parents[1] / "docs" / "models.md"
 HEAD = f"""# Models
@@ -99,6 +102,19 @@ def test_is_refused_before_weights_and_tokenizer_are_read(
     config = tiny(*case)
     config.save_pretrained(tmp_path)
     refuses(tmp_path, config, reason)
+
+
+@pytest.mark.parametrize("name", ["mamba", "bloom", "nemotron"])
+def test_is_refused_for_its_architecture_before_its_files_are_missed(name: str, tmp_path: Path) -> None:
+    tiny(name).save_pretrained(tmp_path)
+    config = EngineConfig(str(tmp_path), device="cpu")
+    for read in (
+        lambda: LLM(config),
+        lambda: build_runner(config, lambda line: None),
+        lambda: model_info(config, resolve(config.model, lambda line: None)),
+    ):
+        with pytest.raises(UnsupportedModel, match=REFUSED[name, ""]):
+            read()
 
 
 def test_is_refused_without_being_a_causal_model(tmp_path: Path) -> None:

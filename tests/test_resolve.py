@@ -1,4 +1,4 @@
-"""router/model_files.py: finding a model's files, and converting the default model's."""
+"""router/model_files.py: a model's files are found, and the default model is converted."""
 
 import json
 import os
@@ -16,11 +16,19 @@ import huggingface_hub
 import pytest
 import torch
 from tiny_files import save_tiny
+from tokenizers import Tokenizer, models
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from lightkv.router import convert_gguf, model_files
-from lightkv.router.model_files import DEFAULT_MODEL, ModelNotFound, UnreadableWeights, resolve
-from lightkv.router.weights import load_model
+from lightkv.router.model_files import (
+    DEFAULT_MODEL,
+    ModelNotFound,
+    UnreadableWeights,
+    require_whole,
+    resolve,
+    weight_files,
+)
+from lightkv.router.weights import load_model, load_supported_config
 
 CPU = torch.device("cpu")
 
@@ -37,7 +45,7 @@ def lines() -> list[str]:
 
 @pytest.fixture
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An empty cache of the user's, and no hub."""
+    """Empty caches, and the hub switched off. Returns the directory for converted models."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
@@ -55,14 +63,35 @@ def test_local_directory(tiny_dir: Path, lines: list[str]) -> None:
 def test_local_directory_that_lacks_a_file(tiny_dir: Path, lines: list[str], name: str) -> None:
     (tiny_dir / name).unlink()
     with pytest.raises(UnreadableWeights, match=f"lacks {name}"):
-        resolve(str(tiny_dir), lines.append)
+        load_supported_config(resolve(str(tiny_dir), lines.append))
 
 
-def test_local_directory_that_lacks_a_shard(tiny_dir: Path, lines: list[str]) -> None:
-    index = {"weight_map": {"a": "model.safetensors", "b": "model-2.safetensors", "c": "model-3.safetensors"}}
+def test_local_directory_without_a_configuration(tmp_path: Path, lines: list[str]) -> None:
+    with pytest.raises(UnreadableWeights, match=r"lacks config\.json, tokenizer\.json, model\.safetensors;"):
+        resolve(str(tmp_path), lines.append)
+
+
+def test_local_directory_that_lacks_a_shard(tiny_dir: Path) -> None:
+    index = {
+        "weight_map": {"a": "model-1.safetensors", "b": "model-2.safetensors", "c": "model-3.safetensors"}
+    }
+    (tiny_dir / "model.safetensors").rename(tiny_dir / "model-1.safetensors")
     (tiny_dir / "model.safetensors.index.json").write_text(json.dumps(index))
-    with pytest.raises(UnreadableWeights, match=r"lacks model-2\.safetensors, model-3\.safetensors"):
-        resolve(str(tiny_dir), lines.append)
+    with pytest.raises(UnreadableWeights, match=r"lacks model-2\.safetensors, model-3\.safetensors;"):
+        require_whole(tiny_dir)
+    index = {"weight_map": {str(idx): f"{idx:05}.safetensors" for idx in range(10_000)}}
+    (tiny_dir / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(
+        UnreadableWeights, match=r"lacks 00000\.safetensors, .*, 00002\.\w+ and 9,997 more files;"
+    ):
+        require_whole(tiny_dir)
+
+
+def test_an_index_beside_the_whole_model_is_not_read(tiny_dir: Path) -> None:
+    """lightkv checks the file that transformers reads, which is model.safetensors in this case."""
+    (tiny_dir / "model.safetensors.index.json").write_text('{"weight_map": {"a": "other.safetensors"}}')
+    assert weight_files(tiny_dir) == ["model.safetensors"]
+    assert load_model(tiny_dir, CPU, "auto", lambda line: None).config.hidden_size == 32
 
 
 SHARDS = [
@@ -74,33 +103,46 @@ SHARDS = [
     "..",
     "",
     "a\0.safetensors",
+    "a\nb.safetensors",
+    "\ud800.safetensors",
+    "a" * 241 + ".safetensors",
+    ".safetensors",
     5,
     None,
     ["a.safetensors"],
 ]
 
 
-@pytest.mark.parametrize("shard", SHARDS, ids=repr)
-def test_shard_outside_the_directory(tiny_dir: Path, lines: list[str], shard: Any) -> None:
-    (tiny_dir.parent / "secret.safetensors").write_bytes((tiny_dir / "model.safetensors").read_bytes())
+@pytest.mark.parametrize("shard", SHARDS, ids=ascii)
+def test_shard_outside_the_directory(tiny_dir: Path, shard: Any) -> None:
+    (tiny_dir / "model.safetensors").rename(tiny_dir.parent / "secret.safetensors")
     (tiny_dir / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": shard}}))
     with pytest.raises(UnreadableWeights, match=r"index\.json: (names the shard|is no index)") as raised:
-        resolve(str(tiny_dir), lines.append)
-    assert "\n" not in str(raised.value)
+        require_whole(tiny_dir)
+    assert str(raised.value).isprintable()
+    assert len(str(raised.value)) < 1000
 
 
-def test_shard_behind_a_link(tiny_dir: Path, lines: list[str]) -> None:
-    """As the Hugging Face cache has them."""
+@pytest.mark.parametrize("shard", ["a" * 240 + ".safetensors", "model.int8+a=b @ 1_2-of-3.safetensors"])
+def test_odd_names_of_shards(tiny_dir: Path, shard: str) -> None:
+    (tiny_dir / "model.safetensors").rename(tiny_dir / shard)
+    (tiny_dir / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": shard}}))
+    require_whole(tiny_dir)
+    assert weight_files(tiny_dir) == [shard]
+
+
+def test_shard_behind_a_link(tiny_dir: Path) -> None:
+    """The Hugging Face cache consists of such links."""
     (tiny_dir / "model.safetensors").rename(tiny_dir.parent / "blob")
     (tiny_dir / "a.safetensors").symlink_to(tiny_dir.parent / "blob")
     (tiny_dir / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"x": "a.safetensors"}}))
-    assert resolve(str(tiny_dir), lines.append) == tiny_dir
+    require_whole(tiny_dir)
 
 
-def test_pickle_is_not_taken_for_weights(tiny_dir: Path, lines: list[str]) -> None:
+def test_pickle_is_not_taken_for_weights(tiny_dir: Path) -> None:
     (tiny_dir / "model.safetensors").rename(tiny_dir / "pytorch_model.bin")
     with pytest.raises(UnreadableWeights, match="pickle, which lightkv never loads"):
-        resolve(str(tiny_dir), lines.append)
+        require_whole(tiny_dir)
 
 
 @pytest.mark.parametrize("model", ["nobody/nothing", "nothing", "a--b"])
@@ -173,7 +215,7 @@ def test_hugging_face_cache(
 
 
 class Hub:
-    """Stands in for the hub: answers with `files`, or raises, or takes its time."""
+    """Replaces the hub. `answer` returns the names of its files, raises, or takes long."""
 
     def __init__(self, answer: Callable[[], list[str]], directory: Path) -> None:
         self.answer = answer
@@ -240,7 +282,7 @@ def test_hub_that_does_not_answer(
 
 @pytest.fixture
 def gguf(monkeypatch: pytest.MonkeyPatch, tiny_dir: Path) -> list[Path]:
-    """Conversion of a small file in place of the real one; the list tells which directories were written."""
+    """Replaces the conversion by one of a small file. Returns a list of the directories written so far."""
     written: list[Path] = []
 
     def write(source: Path, directory: Path) -> None:
@@ -283,6 +325,26 @@ def test_failed_conversion_leaves_nothing(
     with pytest.raises(UnreadableWeights, match=r"source\.gguf: is not the GGUF expected.*pip install"):
         resolve(DEFAULT_MODEL, lines.append)
     assert [path for path in cache.iterdir() if path.is_dir()] == []
+
+
+@pytest.mark.parametrize("source", ["missing.gguf", "a-directory"])
+def test_source_that_cannot_be_read(
+    cache: Path, lines: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, source: str
+) -> None:
+    (tmp_path / "a-directory").mkdir()
+    monkeypatch.setattr(model_files, "_packaged_gguf", lambda: tmp_path / source)
+    with pytest.raises(UnreadableWeights, match=rf"{source}: cannot be read \(.*\); pip install"):
+        resolve(DEFAULT_MODEL, lines.append)
+    assert [path for path in cache.iterdir() if path.is_dir()] == []
+
+
+def test_only_the_systems_errors_are_errors_of_writing(tmp_path: Path) -> None:
+    with pytest.raises(OSError, match="No such file or directory"), convert_gguf._write_errors():
+        convert_gguf.save_file({}, tmp_path / "none" / "x")
+    with pytest.raises(OSError, match="No such file or directory"), convert_gguf._write_errors():
+        Tokenizer(models.BPE()).save(str(tmp_path / "none" / "x"))
+    with pytest.raises(ValueError, match="a mistake"), convert_gguf._write_errors():
+        raise ValueError("a mistake")
 
 
 def test_cache_that_cannot_be_written(cache: Path, gguf: list[Path], lines: list[str]) -> None:

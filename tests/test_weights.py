@@ -1,4 +1,4 @@
-"""router/weights.py: refusing and loading models, and random ones."""
+"""router/weights.py: models are refused or loaded, and random models are made."""
 
 import json
 from collections.abc import Callable
@@ -188,7 +188,9 @@ def test_the_meta_device_holds_any_model(
 
 def test_bytes_once_loaded() -> None:
     stored = weights.Counter({"F64": 80, "BF16": 20, "I64": 8, "F8_E4M3": 3})
-    assert weights._loaded_bytes(stored, 4) == 40 + 40 + 8 + 3  # what is no plain float stays as it is
+    assert (
+        weights._loaded_bytes(stored, 4) == 40 + 40 + 8 + 3
+    )  # types that loading does not cast keep their size
 
 
 def test_memory_of_the_cpu() -> None:
@@ -264,6 +266,41 @@ def test_damaged_configuration(tiny_dir: Path, lines: list[str], content: str) -
     with pytest.raises(UnreadableWeights, match=r"config\.json") as raised:
         load_model(tiny_dir, CPU, "auto", lines.append)
     assert "\n" not in str(raised.value)
+
+
+OTHER_FILES = [
+    "index.safetensors.index.json",
+    "adapter_model.bin",
+    "model.safetensors",
+    "../tiny/x.safetensors",
+    5,
+    "",
+]
+
+
+@pytest.mark.parametrize("name", OTHER_FILES)
+def test_a_configuration_cannot_name_the_file_of_weights(tiny_dir: Path, lines: list[str], name: Any) -> None:
+    weights_file = tiny_dir / "model.safetensors"
+    (tiny_dir.parent / "secret.safetensors").write_bytes(weights_file.read_bytes())
+    secret = dict.fromkeys(load_file(weights_file), "../secret.safetensors")
+    (tiny_dir / "index.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": secret}))
+    (tiny_dir / "adapter_model.bin").write_bytes(b"a pickle, for all that its name says")
+    (tiny_dir / "x.safetensors").write_bytes(weights_file.read_bytes())
+    path = tiny_dir / "config.json"
+    config = json.loads(path.read_text())
+    path.write_text(json.dumps(config | {"transformers_weights": name}))
+    with pytest.raises(UnreadableWeights, match=r"config\.json: .*transformers_weights") as raised:
+        load_model(tiny_dir, CPU, "auto", lines.append)
+    assert "\n" not in str(raised.value)
+    renamed = {"attribute_map": {"transformers_weights": "alias"}, "alias": name}
+    path.write_text(json.dumps(config | renamed))
+    with pytest.raises(UnreadableWeights, match=r"config\.json: .*transformers_weights"):
+        load_model(tiny_dir, CPU, "auto", lines.append)
+    path.write_text(json.dumps(config | {"transformers_weights": None}))
+    load_model(tiny_dir, CPU, "auto", lines.append)
+    (tiny_dir / "adapter_config.json").write_text("{}")
+    with pytest.raises(UnreadableWeights, match=r"holds an adapter_config\.json; merge the adapter"):
+        load_model(tiny_dir, CPU, "auto", lines.append)
 
 
 @pytest.mark.parametrize(
