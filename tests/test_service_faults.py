@@ -10,7 +10,7 @@ import pytest
 from served import COMPLETIONS, Served, save_tiny_model, starting, wait_until
 
 LONG_PROMPT = [(7 * i) % 9000 + 20 for i in range(8000)]
-STEP_TIMEOUT = 6
+STEP_TIMEOUT = 5
 
 
 @pytest.fixture(scope="module")
