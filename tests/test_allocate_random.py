@@ -64,7 +64,7 @@ def replay(
     [
         (TWINS, nullcontext, 100),
         (KERNELS, nullcontext, 40),
-        (KERNELS, lambda: in_programs(4, CountTiles(4, 8)), 40),
+        pytest.param(KERNELS, lambda: in_programs(4, CountTiles(4, 8)), 40, marks=pytest.mark.slow),
         (KERNELS, lambda: in_two_kernels(CountTiles(4, 8)), 40),
     ],
     ids=["twins", "kernels", "several programs", "two kernels"],

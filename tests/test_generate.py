@@ -131,7 +131,7 @@ def llm() -> Iterator[LLM]:
 
 @pytest.mark.parametrize(
     "chunk",
-    [pytest.param(7, marks=pytest.mark.slow), 64, 0],
+    [pytest.param(7, marks=pytest.mark.slow), 64, pytest.param(0, marks=pytest.mark.slow)],
     ids=["chunks-of-7", "chunks-of-64", "unlimited"],
 )
 def test_greedy_output_is_hugging_faces(chunk: int) -> None:

@@ -12,7 +12,7 @@ from recorded_steps import saved
 from lightkv.router import LLM, SamplingParams
 from lightkv.router.interrupts import interrupts_deferred
 
-ROUNDS = 30
+ROUNDS = 20
 PARAMS = SamplingParams(max_tokens=60, temperature=0.9, seed=1, n=2, ignore_eos=True)
 PROMPTS = [[5, 6, 7, 8], [5, 6, 7, 8, 9, 10], [20] * 30]
 

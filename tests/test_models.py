@@ -133,6 +133,7 @@ def refuses(directory: Path, config: Any, reason: str) -> None:
     assert "Error" not in str(raised.value)
 
 
+@pytest.mark.slow
 def test_a_model_that_cannot_run_is_refused_before_its_tokenizer_is_complained_of(tmp_path: Path) -> None:
     """The API process reads the tokenizer while the worker looks at the model."""
     transformers.BloomConfig(architectures=["BloomForCausalLM"]).save_pretrained(tmp_path / "bloom")

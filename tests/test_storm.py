@@ -183,6 +183,7 @@ def num_descriptors(served: Served) -> int:
     return len(list(Path(f"/proc/{served.processes()['api']}/fd").iterdir()))
 
 
+@pytest.mark.slow
 def test_a_crowd_of_streams_completes_in_steady_memory(served: Served) -> None:
     def wave() -> tuple[dict[str, Any], dict[str, float]]:
         replies = asyncio.run(asyncio.wait_for(crowd(served.url, NUM_STREAMS), SECONDS))

@@ -165,15 +165,15 @@ def test_a_plan_of_megabytes_reaches_a_worker_that_reads_late_and_a_send_finds_a
 
 def test_a_worker_that_does_not_answer_in_time_is_killed(config: EngineConfig, recording: Recording) -> None:
     async def work() -> None:
-        client = WorkerClient(step_timeout=3.0)
+        client = WorkerClient(step_timeout=2.0)
         await client.start(config, lambda line: None)
-        await asyncio.sleep(3.5)  # nothing is under way: nothing is late
+        await asyncio.sleep(2.2)  # nothing is under way: nothing is late
         assert await client.step(recording.plans[0]) is None
         os.kill(client.pid, signal.SIGSTOP)
         started = time.monotonic()
-        with pytest.raises(WorkerDied, match=r"not back after 3 s \(--step-timeout is 3\)"):
+        with pytest.raises(WorkerDied, match=r"not back after 2 s \(--step-timeout is 2\)"):
             await client.flush()
-        assert time.monotonic() - started >= 3
+        assert time.monotonic() - started >= 2
         died = await client.wait_dead()
         assert (died.returncode, client.alive) == (-signal.SIGKILL, False)
         assert "--step-timeout" in str(died)
