@@ -3,6 +3,7 @@
 Knows processes and what the command prints; knows no request.
 """
 
+import argparse
 import os
 import re
 import signal
@@ -100,6 +101,15 @@ class Server:
     def _said(self) -> str:
         self._log.seek(0)
         return "".join(self._log.readlines()[-20:])
+
+
+def parse_with_serve(made: argparse.ArgumentParser, argv: Sequence[str] | None) -> argparse.Namespace:
+    """What was typed (None: of this process). `serve`: what follows `--`, for `lightkv serve`."""
+    given = list(sys.argv[1:] if argv is None else argv)
+    end = given.index("--") if "--" in given else len(given)
+    options = made.parse_args(given[:end])
+    options.serve = given[end + 1 :]
+    return options
 
 
 def _descendants(pid: int) -> list[int]:

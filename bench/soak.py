@@ -40,7 +40,7 @@ import uvloop
 
 from bench.load_client import Endpoint, Reply, RequestFailed
 from bench.report import parser, print_json, print_machine, print_table, refuse
-from bench.served import Memory, Server, ServerFailed
+from bench.served import Memory, Server, ServerFailed, parse_with_serve
 from bench.soak_requests import (
     Answer,
     Call,
@@ -430,11 +430,7 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     )
     made.add_argument("--admission", default="quantile")
     made.add_argument("--seed", type=int, default=0)
-    given = list(sys.argv[1:] if argv is None else argv)
-    end = given.index("--") if "--" in given else len(given)
-    options = made.parse_args(given[:end])
-    options.serve = given[end + 1 :]
-    return options
+    return parse_with_serve(made, argv)
 
 
 def main() -> None:

@@ -17,7 +17,6 @@ import asyncio
 import json
 import os
 import signal
-import sys
 import time
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -27,7 +26,7 @@ import uvloop
 
 from bench.load_client import Endpoint, Reply, RequestFailed
 from bench.report import Spread, parser, print_json, print_machine, print_table, refuse
-from bench.served import Server, ServerFailed
+from bench.served import Server, ServerFailed, parse_with_serve
 from bench.soak import lost_tokens
 from lightkv.router import EngineConfig
 
@@ -166,11 +165,7 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     made.add_argument("--rounds", type=int, default=2)
     made.add_argument("--step-timeout", type=float, default=5.0)
     made.add_argument("--max-total-tokens", type=int, default=600_000)
-    given = list(sys.argv[1:] if argv is None else argv)
-    end = given.index("--") if "--" in given else len(given)
-    options = made.parse_args(given[:end])
-    options.serve = given[end + 1 :]
-    return options
+    return parse_with_serve(made, argv)
 
 
 def main() -> None:

@@ -58,7 +58,7 @@ class Process:
             return response.status, json.loads(response.read())
 
     def seconds_of_health(self) -> float:
-        """How long it takes to hear of it; whether it is well is another matter here."""
+        """How long an answer of /health takes, whatever it says."""
         begun = time.monotonic()
         with self._connect() as connection:
             connection.sendall(b"GET /health HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
