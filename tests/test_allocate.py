@@ -26,7 +26,9 @@ WINDOWS = [1, 2, 5, 31, 32, 33, 63, 64, 65, 100, 300, 700]
 
 
 @both
-@pytest.mark.parametrize("block_slots", [pytest.param(32, marks=pytest.mark.slow), 64, 256])
+@pytest.mark.parametrize(
+    "block_slots", [*(pytest.param(slots, marks=pytest.mark.slow) for slots in (32, 64)), 256]
+)
 def test_run_is_found_wherever_it_lies(
     device: torch.device, operations: Operations, block_slots: int
 ) -> None:

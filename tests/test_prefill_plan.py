@@ -46,6 +46,7 @@ def test_ragged_batches(device: torch.device, group: int, block_m: int, window: 
     check(RAGGED, device=device, group=group, block_m=block_m, window=window)
 
 
+@pytest.mark.slow
 def test_more_requests_than_are_compared_at_a_time(device: torch.device) -> None:
     random = Random(1)
     sequences = [(random.choice([0, 1, 7, 40]), random.randrange(-3, 60)) for _ in range(300)]

@@ -393,6 +393,7 @@ def test_the_docstring_runs() -> None:
     assert not failed
 
 
+@pytest.mark.slow
 def test_sinks_keep_a_real_model_fluent_past_its_window() -> None:
     """SmolLM2 on Python's documentation: without the first tokens it loses the thread."""
     directory = resolve(EngineConfig.model, print)
