@@ -107,9 +107,8 @@ class LLM:
         self, model: str | EngineConfig = EngineConfig.model, report: Report = lambda line: None
     ) -> None:
         config = EngineConfig(model=model) if isinstance(model, str) else model
-        directory = find_model(
-            config, report
-        )  # why a model cannot run is told before what its tokenizer lacks
+        # Why a model cannot run is told before what its tokenizer lacks.
+        directory = find_model(config, report)
         self.tokenizer = Tokenizer(directory)
         runner, self.info = build_runner(config, report, directory)
         limits = self.info.limits
