@@ -165,23 +165,13 @@ class Router:
                 await self._steps(worker, scheduler)
                 return 0
             except (WorkerDied, WorkerFailed) as error:
-                self._close_books(str(error))
-                if self._info is None and isinstance(error, WorkerFailed):
-                    self._turn("dead", str(error))  # the model cannot be loaded, and never will be
-                    return 1
-                self._crashes.append(time.monotonic())
-                self._num_barren += 1
-                quick = self._crashes[-1] - self._crashes[0] < CRASH_SECONDS
-                if self._num_barren == MAX_CRASHES or (len(self._crashes) == MAX_CRASHES and quick):
-                    when = "within a minute" if quick else "before a step was done"
-                    self._turn("dead", f"{MAX_CRASHES} workers died {when}, the last: {error}")
+                self._lose_worker(error)
+                if self._state == "dead":
                     return 1
                 if self._state == "draining":
                     return 0
-                self._turn("starting", f"starting another worker: {error}")
             except LightKVError as error:  # the books are wrong
-                self._close_books(str(error))
-                self._turn("dead", str(error))
+                self._close_books("dead", str(error), str(error))
                 return 1
             finally:
                 worker.kill()
@@ -431,10 +421,26 @@ class Router:
         self._unchecked = False
         return self._scheduler
 
-    def _close_books(self, error: str) -> None:
-        """The worker's memory is gone: so is every request. The totals stay."""
-        self._end_all("lost", error)
-        self._send_map(Mapped(None, error))
+    def _lose_worker(self, error: WorkerDied | WorkerFailed) -> None:
+        """End every request, and say whether another worker is started."""
+        state, detail = self._state, self._detail  # draining stays draining
+        self._crashes.append(time.monotonic())
+        self._num_barren += 1
+        quick = self._crashes[-1] - self._crashes[0] < CRASH_SECONDS
+        if self._info is None and isinstance(error, WorkerFailed):
+            state, detail = "dead", str(error)  # the model cannot be loaded, and never will be
+        elif self._num_barren == MAX_CRASHES or (len(self._crashes) == MAX_CRASHES and quick):
+            when = "within a minute" if quick else "before a step was done"
+            state, detail = "dead", f"{MAX_CRASHES} workers died {when}, the last: {error}"
+        elif state != "draining":
+            state, detail = "starting", f"starting another worker: {error}"
+        self._close_books(state, detail, str(error))
+
+    def _close_books(self, state: State, detail: str, error: str) -> None:
+        """The worker's memory is gone: so is every request. The totals stay.
+
+        The state is sent before the ends: who has read that its request is lost finds the service not ready.
+        """
         self._past = msgspec.structs.replace(
             self.load(),
             capacity=0,
@@ -447,3 +453,6 @@ class Router:
             step_age=0.0,
         )
         self._scheduler = None
+        self._turn(state, detail)
+        self._end_all("lost", error)
+        self._send_map(Mapped(None, error))

@@ -254,6 +254,8 @@ def test_a_worker_that_dies_is_replaced(tmp_path: Path, while_idle: bool) -> Non
             if not while_idle:
                 ends = await client.until_ended("a")
                 assert ends["a"].finish_reason == "lost"
+                assert client.status is not None
+                assert client.status.state == "starting"
             status = await client.until(lambda s: s.state == "ready" and s.load.num_worker_starts == 2)
             assert_idle(status)
             assert status.load.cached == 0
