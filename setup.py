@@ -5,18 +5,13 @@ The folders `router/` and `triton_kernels/` stand at the top level and are reach
 Nothing is ever installed as a top-level `router` or `triton_kernels`: both names belong to others.
 """
 
-from setuptools import setup
+from setuptools import find_packages, setup
 
 setup(
-    packages=[
-        "lightkv",
-        "lightkv.attention",
-        "lightkv.integrations",
-        "lightkv.router",
-        "lightkv.triton_kernels",
-    ],
+    packages=find_packages(include=["lightkv", "lightkv.*"]),  # follows the links
     package_data={
         "lightkv": ["py.typed"],
-        "lightkv.router": ["simulation_report.html.jinja", "step_time.json"],
+        "lightkv.router.engine": ["step_time.json"],
+        "lightkv.router.simulate.report": ["page.html.jinja"],
     },
 )

@@ -14,8 +14,8 @@ _EXPORTS = {
     "CheckFailed": ".errors",
     "InvalidFree": ".errors",
     "KVCache": ".kv_cache",
-    "KVPool": ".kv_pool",
-    "KVSpec": ".kv_spec",
+    "KVPool": ".memory.kv_pool",
+    "KVSpec": ".memory.kv_spec",
     "LedgerMismatch": ".errors",
     "LightKVError": ".errors",
     "MemoryMap": ".memory_map",
@@ -23,9 +23,9 @@ _EXPORTS = {
     "OutOfRows": ".errors",
     "OutOfTokens": ".errors",
     "SequenceTooLong": ".errors",
-    "TokenAllocator": ".allocator",
+    "TokenAllocator": ".memory.allocator",
     "TokenLedger": ".ledger",
-    "TokenTable": ".token_table",
+    "TokenTable": ".memory.token_table",
     "WrongThread": ".errors",
 }
 

@@ -3,7 +3,7 @@
 Knows no tensor and no process. A verb that raises one of these has changed nothing.
 """
 
-from lightkv.triton_kernels.slot_flags import describe_flags
+from lightkv.triton_kernels.slots.slot_flags import describe_flags
 
 
 class LightKVError(Exception):

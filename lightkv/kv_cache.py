@@ -13,17 +13,18 @@ from typing import NamedTuple
 
 import torch
 
+from lightkv.ledger.prefix_tree import TOKEN_BYTES, Namespace
+from lightkv.ledger.sequence import Sequence
+from lightkv.ledger.shared_prefixes import Grouping, SharedPrefix, shared_prefixes
+from lightkv.memory.kv_memory import KVMemory
+from lightkv.memory.kv_spec import KVSpec
+from lightkv.memory.token_table import KVIndices
+
 from .edits import Edit
 from .errors import CheckFailed, LightKVError, WrongThread
-from .kv_memory import KVMemory
-from .kv_spec import KVSpec
 from .ledger import TokenLedger
 from .memory_map import CACHED, OWN, MemoryMap, segment_labels
-from .prefix_tree import TOKEN_BYTES, Namespace
-from .sequence import Sequence
-from .shared_prefixes import Grouping, SharedPrefix, shared_prefixes
 from .token_ids import TokenIds, int32_bytes
-from .token_table import KVIndices
 
 _logger = logging.getLogger("lightkv")
 

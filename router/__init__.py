@@ -11,18 +11,18 @@ from lightkv.errors import MissingExtra
 _EXPORTS = {
     "LLM": ".llm",
     "CompletionOutput": ".llm",
-    "Engine": ".engine",
+    "Engine": ".engine.loop",
     "EngineConfig": ".config",
     "InvalidConfig": ".config",
     "InvalidParams": ".sampling_params",
-    "InvalidPrompt": ".scheduler",
-    "NeverFits": ".scheduler",
-    "Request": ".scheduler",
+    "InvalidPrompt": ".engine.scheduler",
+    "NeverFits": ".engine.scheduler",
+    "Request": ".engine.scheduler",
     "RequestOutput": ".llm",
     "SamplingParams": ".sampling_params",
-    "Scheduler": ".scheduler",
+    "Scheduler": ".engine.scheduler",
     "StreamChunk": ".llm",
-    "peak_tokens": ".admission",
+    "peak_tokens": ".engine.admission",
 }
 
 __all__ = sorted(_EXPORTS)

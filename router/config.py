@@ -8,9 +8,8 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 from lightkv.errors import LightKVError
-
-from .admission import ADMISSIONS, TTFT_TARGET
-from .api_settings import NAMESPACE_HEADER
+from lightkv.router.engine.admission import ADMISSIONS, TTFT_TARGET
+from lightkv.router.service.api_settings import NAMESPACE_HEADER
 
 DTYPES = ("auto", "float32", "float16", "bfloat16")
 ATTENTION_BACKENDS = ("torch", "triton")

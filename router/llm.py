@@ -15,19 +15,19 @@ import numpy as np
 
 from lightkv.errors import LightKVError
 from lightkv.ledger import TokenLedger
+from lightkv.router.engine.admission import make_admission
+from lightkv.router.engine.interrupts import interrupts_deferred
+from lightkv.router.engine.loop import Engine, Stats
+from lightkv.router.engine.request import InvalidPrompt, Request
+from lightkv.router.engine.scheduler import Scheduler
+from lightkv.router.engine.step import TokenEvent, TokenLogprobs
+from lightkv.router.model.build import build_runner, find_model
+from lightkv.router.text.completion import Completion
+from lightkv.router.text.tokenizer import Tokenizer
 from lightkv.token_ids import int32_bytes
 
-from .admission import make_admission
-from .build import build_runner, find_model
-from .completion import Completion
 from .config import EngineConfig
-from .engine import Engine, Stats
-from .interrupts import interrupts_deferred
-from .messages import TokenEvent, TokenLogprobs
-from .request import InvalidPrompt, Request
 from .sampling_params import SamplingParams
-from .scheduler import Scheduler
-from .tokenizer import Tokenizer
 
 Message = Mapping[str, Any]
 Prompt = str | Sequence[int] | np.ndarray | Sequence[Message]

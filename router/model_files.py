@@ -1,7 +1,7 @@
 """Finds a model's files in a directory, in a cache or on the Hugging Face hub, or converts the default model.
 
 A model's directory has the Hugging Face layout (config.json, model.safetensors or its shards, tokenizer.json).
-This module does not load torch, so that the launcher and the API process can use it. `weights.py` makes a model
+This module does not load torch, so that the launcher and the API process can use it. `loader.py` makes a model
 of the files.
 """
 
@@ -276,7 +276,7 @@ def _convert(source: Path, target: Path, report: Report) -> Path:
 
     Several processes may call this at once: one converts, and the others wait for it.
     """
-    from .convert_gguf import write_llama
+    from lightkv.router.model.gguf import write_llama
 
     staging = target.with_name(f".{target.name}.partial")
     try:

@@ -18,9 +18,9 @@ FILES = ("setup.py", "pyproject.toml", "README.md", "LICENSE")
 # Says where lightkv was found, having imported what an installation has to hold.
 IMPORTS = """
 import importlib.util, pathlib
-import lightkv, lightkv.ledger, lightkv.router, lightkv.router.admission, lightkv.triton_kernels
+import lightkv, lightkv.ledger, lightkv.router, lightkv.router.engine.admission, lightkv.triton_kernels
 assert importlib.util.find_spec("lightkv.triton_kernels.write_kv") is not None
-assert (pathlib.Path(lightkv.__file__).parent / "integrations" / "transformers.py").is_file()
+assert (pathlib.Path(lightkv.__file__).parent / "integrations" / "hf_cache.py").is_file()
 print(pathlib.Path(lightkv.__file__).parent)
 """
 ONE_NAME = """
@@ -51,8 +51,8 @@ def built(checkout: Path) -> tuple[Path, Path]:
 
 DATA = {
     "lightkv/py.typed",
-    "lightkv/router/simulation_report.html.jinja",
-    "lightkv/router/step_time.json",
+    "lightkv/router/simulate/report/page.html.jinja",
+    "lightkv/router/engine/step_time.json",
 }
 
 
@@ -85,7 +85,7 @@ def test_the_wheel_holds_every_module_and_nothing_outside_lightkv(built: tuple[P
         names = {name for name in wheel.namelist() if not re.match(r"lightkv-[\d.]+\.dist-info/", name)}
         assert names == modules(ROOT) | DATA
         assert all((entry.external_attr >> 28) != 0xA for entry in wheel.infolist()), "a link in the wheel"
-        for name in ("lightkv/router/scheduler.py", "lightkv/triton_kernels/write_kv.py"):
+        for name in ("lightkv/router/engine/scheduler.py", "lightkv/triton_kernels/write_kv.py"):
             assert wheel.read(name) == (ROOT / name).read_bytes()
 
 
@@ -141,7 +141,7 @@ for statement in (
         print(error)
 import lightkv
 lightkv.KVCache, lightkv.TokenLedger
-from lightkv.router.command import main
+from lightkv.router.cli.__main__ import main
 main()
 """
     done = subprocess.run(

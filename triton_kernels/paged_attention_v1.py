@@ -21,9 +21,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from lightkv.triton_kernels.attention.attend_keys import LOG2_E, attend_reference
+from lightkv.triton_kernels.attention.merge_states import merge_states
+
 from . import tuning
-from .attend_keys import LOG2_E, attend_reference
-from .merge_states import merge_states
 
 
 @triton.jit(do_not_specialize_on_alignment=["block_tables", "context_lens"])

@@ -11,11 +11,10 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from lightkv.triton_kernels.decode_plan import DecodeGroups
-
-from ..kv_memory import KVMemory
-from ..shared_prefixes import SharedPrefix
-from ..staging import packed_size, upload
+from lightkv.ledger.shared_prefixes import SharedPrefix
+from lightkv.memory.kv_memory import KVMemory
+from lightkv.memory.staging import packed_size, upload
+from lightkv.triton_kernels.attention.decode_plan import DecodeGroups
 
 
 @dataclass(frozen=True)

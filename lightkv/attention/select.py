@@ -5,7 +5,8 @@ from importlib import import_module
 
 import torch
 
-from ..errors import UnknownBackend
+from lightkv.errors import UnknownBackend
+
 from .backend import AttentionBackend, LayerShape
 from .rotary import Rotary
 

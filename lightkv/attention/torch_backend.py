@@ -11,11 +11,11 @@ import numpy as np
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from lightkv.triton_kernels.attend_keys import LOG2_E
-from lightkv.triton_kernels.attention_scores import attention_scores_reference
-from lightkv.triton_kernels.merge_states import merge_states_reference
+from lightkv.memory.staging import upload
+from lightkv.triton_kernels.attention.attend_keys import LOG2_E
+from lightkv.triton_kernels.attention.attention_scores import attention_scores_reference
+from lightkv.triton_kernels.attention.merge_states import merge_states_reference
 
-from ..staging import upload
 from .backend import AttentionBackend
 from .metadata import AttentionMetadata
 from .rotary import RotaryEmbedding

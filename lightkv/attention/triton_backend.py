@@ -5,10 +5,10 @@ from collections.abc import Callable, Hashable
 import torch
 
 from lightkv.triton_kernels import tuning
-from lightkv.triton_kernels.attention_scores import attention_scores
-from lightkv.triton_kernels.decode_attention import decode_attention
-from lightkv.triton_kernels.merge_states import merge_states
-from lightkv.triton_kernels.mixed_attention import MixedPlan, mixed_attention, mixed_plan
+from lightkv.triton_kernels.attention.attention_scores import attention_scores
+from lightkv.triton_kernels.attention.decode_attention import decode_attention
+from lightkv.triton_kernels.attention.merge_states import merge_states
+from lightkv.triton_kernels.attention.mixed_attention import MixedPlan, mixed_attention, mixed_plan
 from lightkv.triton_kernels.write_kv import write_kv
 
 from .backend import AttentionBackend

@@ -2,7 +2,7 @@
 
 from importlib.util import find_spec
 
-from ..errors import MissingExtra
+from lightkv.errors import MissingExtra
 
 if find_spec("transformers") is None:
     raise MissingExtra("transformers")

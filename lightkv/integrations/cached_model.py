@@ -25,18 +25,18 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
-from ..attention import AttentionMetadata, Rotary, make_backends
-from ..counts import checked_count
-from ..errors import OutOfRows, UnsupportedModel
-from ..kv_cache import KVCache
-from ..prefix_tree import TOKEN_BYTES
-from ..sequence import Sequence
-from ..staging import upload
-from ..token_ids import TokenIds, int32_bytes
-from .context import context_length
-from .exact_rotary import find_rotary, make_exact
-from .probe import ModelShape, probe
-from .transformers import PackedStep, Receiver, bind, compute
+from lightkv.attention import AttentionMetadata, Rotary, make_backends
+from lightkv.counts import checked_count
+from lightkv.errors import OutOfRows, UnsupportedModel
+from lightkv.integrations.model.context import context_length
+from lightkv.integrations.model.exact_rotary import find_rotary, make_exact
+from lightkv.integrations.model.hf_model import PackedStep, Receiver, bind, compute
+from lightkv.integrations.model.probe import ModelShape, probe
+from lightkv.kv_cache import KVCache
+from lightkv.ledger.prefix_tree import TOKEN_BYTES
+from lightkv.ledger.sequence import Sequence
+from lightkv.memory.staging import upload
+from lightkv.token_ids import TokenIds, int32_bytes
 
 
 class CachedModel:

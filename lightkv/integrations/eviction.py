@@ -24,12 +24,13 @@ from typing import Any, NamedTuple, cast
 
 import torch
 
-from ..attention import RotaryEmbedding
-from ..prefix_tree import TOKEN_BYTES
-from ..sequence import Sequence
-from ..token_ids import TokenIds, int32_bytes
+from lightkv.attention import RotaryEmbedding
+from lightkv.integrations.model.hf_model import PackedStep
+from lightkv.ledger.prefix_tree import TOKEN_BYTES
+from lightkv.ledger.sequence import Sequence
+from lightkv.token_ids import TokenIds, int32_bytes
+
 from .cached_model import CachedModel
-from .transformers import PackedStep
 
 
 def highest(scores: torch.Tensor, num_kept: int, recent: int) -> torch.Tensor:

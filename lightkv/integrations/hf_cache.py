@@ -30,12 +30,13 @@ import torch
 from transformers import Cache, PreTrainedModel
 from transformers.cache_utils import CacheLayerMixin
 
-from ..prefix_tree import TOKEN_BYTES
-from ..sequence import Sequence
-from ..staging import upload
+from lightkv.integrations.model.hf_model import ATTENTION, PackedStep
+from lightkv.integrations.model.probe import probe, require_plain_cache
+from lightkv.ledger.prefix_tree import TOKEN_BYTES
+from lightkv.ledger.sequence import Sequence
+from lightkv.memory.staging import upload
+
 from .cached_model import assemble, select
-from .probe import probe, require_plain_cache
-from .transformers import ATTENTION, PackedStep
 
 
 class _Part(NamedTuple):

@@ -23,7 +23,8 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from ..token_ids import TokenIds, int32_bytes
+from lightkv.token_ids import TokenIds, int32_bytes
+
 from .cached_model import CachedModel
 
 

@@ -23,7 +23,8 @@ from typing import Literal, NamedTuple
 
 import torch
 
-from ..token_ids import TokenIds
+from lightkv.token_ids import TokenIds
+
 from .cached_model import CachedModel, select
 
 

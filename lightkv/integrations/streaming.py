@@ -24,8 +24,9 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from ..prefix_tree import TOKEN_BYTES
-from ..token_ids import TokenIds, int32_bytes
+from lightkv.ledger.prefix_tree import TOKEN_BYTES
+from lightkv.token_ids import TokenIds, int32_bytes
+
 from .cached_model import CachedModel
 
 STEP_TOKENS = 256  # most that a stream computes at once, for the memory that activations and logits take

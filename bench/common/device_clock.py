@@ -1,0 +1,168 @@
+"""A device's time, and what it can do at best: an empty kernel, reading, a matrix product.
+
+Knows no attention. Graphs are timed with the L2 cache emptied before each replay.
+"""
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from bench.common.report import Spread, refuse
+from bench.memory.allocator import capture, empty_kernel
+
+DEVICE = torch.device("cuda")
+
+
+class Clock:
+    """Times in microseconds."""
+
+    def __init__(self, repeats: int) -> None:
+        self.repeats = repeats
+        self._fill = torch.ones(2**26, dtype=torch.float32, device=DEVICE)  # 256 MiB
+
+    def replay(self, graph: torch.cuda.CUDAGraph) -> Spread:
+        """A graph's replays on the device, each with the L2 cache emptied, queued before it begins."""
+        pairs = []
+        for _ in range(self.repeats + 3):
+            self._fill.sum()
+            torch.cuda._sleep(1_000_000)  # half a millisecond
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            start.record()
+            graph.replay()
+            end.record()
+            pairs.append((start, end))
+        torch.cuda.synchronize()
+        return Spread.of([start.elapsed_time(end) * 1e3 for start, end in pairs[3:]])
+
+    def call(self, work: Callable[[], object]) -> float:
+        """From the call until the device has done it, nothing being queued before it."""
+        times = []
+        for _ in range(self.repeats // 2 + 2):
+            torch.cuda.synchronize()
+            start = time.perf_counter_ns()
+            work()
+            torch.cuda.synchronize()
+            times.append((time.perf_counter_ns() - start) / 1e3)
+        return statistics.median(times[2:])
+
+
+def captured(run: Callable[[], Tensor]) -> tuple[torch.cuda.CUDAGraph, Tensor]:
+    """A graph of `run`, which has run once before, and the tensor that its replays write to."""
+    outputs: list[Tensor] = []
+    return capture(lambda: outputs.append(run())), outputs[0]
+
+
+@triton.jit
+def _read_kernel(source, sums, num_blocks, BLOCK: tl.constexpr):  # fewer than 2**31 words
+    total = tl.zeros([BLOCK], tl.int32)
+    for block in range(tl.program_id(0), num_blocks, tl.num_programs(0)):
+        total += tl.load(source + block * BLOCK + tl.arange(0, BLOCK))
+    tl.store(sums + tl.program_id(0), tl.sum(total, 0))
+
+
+@triton.jit
+def _gather_kernel(
+    pool,  # [num_slots, HEADS, WORDS] int32
+    slots,  # [num_tokens]
+    sums,  # [programs, HEADS]
+    num_tokens,
+    HEADS: tl.constexpr,
+    WORDS: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    """Each program reads one head of every so many tokens, the index a tile ahead, as attention does."""
+    words = tl.arange(0, WORDS)
+    total = tl.zeros([BLOCK_N, WORDS], tl.int32)
+    first = tl.program_id(1) * BLOCK_N
+    tokens = first + tl.arange(0, BLOCK_N)
+    here = tl.load(slots + tokens, mask=tokens < num_tokens, other=0)
+    for start in range(first, num_tokens, tl.num_programs(1) * BLOCK_N):
+        rows = pool + (here.to(tl.int64) * HEADS + tl.program_id(0)) * WORDS
+        values = tl.load(rows[:, None] + words[None, :], mask=(tokens < num_tokens)[:, None], other=0)
+        tokens = start + tl.num_programs(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+        here = tl.load(slots + tokens, mask=tokens < num_tokens, other=0)
+        total += values
+    total = total.to(tl.int64)
+    tl.store(sums + tl.program_id(1) * HEADS + tl.program_id(0), tl.sum(tl.sum(total, 1), 0))
+
+
+def gather_us(
+    pool: Tensor, slots: Tensor, clock: Clock, grids: Sequence[int] = (66, 132, 264, 1056)
+) -> float:
+    """The quickest of some kernels that only read the rows of `pool` `[num_slots, heads, dims]` at `slots`, in
+    their order: what the memory gives when asked for rows in odd places. `grids`: programs a head, to try.
+    """
+    words = pool.view(torch.int32)
+    slots = slots.int()
+    expected = int(words[slots].sum()) % 2**32
+    took = []
+    for grid in grids:
+        for block_n, num_warps in ((16, 4), (32, 4), (32, 8), (64, 8)):
+            sums = torch.zeros(grid, words.shape[1], dtype=torch.int64, device=pool.device)
+
+            def read(sums: Tensor = sums, block_n: int = block_n, num_warps: int = num_warps) -> Tensor:
+                _gather_kernel[(words.shape[1], len(sums))](
+                    words,
+                    slots,
+                    sums,
+                    len(slots),
+                    HEADS=words.shape[1],
+                    WORDS=words.shape[2],
+                    BLOCK_N=block_n,
+                    num_warps=num_warps,
+                )
+                return sums
+
+            if int(read().sum()) % 2**32 != expected:
+                refuse("a kernel that reads rows did not read them all")
+            took.append(clock.replay(captured(read)[0]).median)
+    return min(took)
+
+
+class Ceiling(NamedTuple):
+    """What this device does at best, measured in this run."""
+
+    empty_us: float  # a kernel that does nothing, in a graph
+    bytes_per_us: float
+    flops_per_us: float
+
+    def floor_us(self, num_bytes: int, num_flops: int = 0) -> float:
+        """The least that work takes which reads and computes so much."""
+        return self.empty_us + max(num_bytes / self.bytes_per_us, num_flops / self.flops_per_us)
+
+
+def measure_ceiling(
+    clock: Clock, num_words: int = 2**29, side: int = 8192, grids: Sequence[int] = (1024, 2048)
+) -> tuple[Ceiling, dict[str, Any]]:
+    """By reading `num_words` int32, with `grids` and one program a block, and by a bfloat16 product of square
+    matrices; and what each kernel took."""
+    empty_kernel()
+    empty = clock.replay(capture(empty_kernel))
+    source = torch.ones(num_words, dtype=torch.int32, device=DEVICE)
+    readers: dict[str, Callable[[], Tensor]] = {"torch.sum": lambda: source.sum()}
+    for block in (2048, 4096, 8192):
+        for programs in (*grids, num_words // block):
+            sums = torch.zeros(programs, dtype=torch.int32, device=DEVICE)
+
+            def read(block: int = block, sums: Tensor = sums) -> Tensor:
+                _read_kernel[(len(sums),)](source, sums, num_words // block, BLOCK=block, num_warps=8)
+                return sums
+
+            readers[f"blocks of {block}, {programs} programs"] = read
+    took = {}
+    for name, reader in readers.items():
+        if int(reader().sum()) != num_words:
+            refuse(f"the reading kernel '{name}' did not read everything")
+        took[name] = clock.replay(captured(reader)[0]).median
+    a, b = (torch.randn(side, side, dtype=torch.bfloat16, device=DEVICE) for _ in range(2))
+    torch.mm(a, b)
+    product = clock.replay(captured(lambda: torch.mm(a, b))[0])
+    bytes_per_us = 4 * num_words / (min(took.values()) - empty.median)
+    ceiling = Ceiling(empty.median, bytes_per_us, 2 * side**3 / (product.median - empty.median))
+    return ceiling, {**ceiling._asdict(), "read_us": took, "read_bytes": 4 * num_words}

@@ -1,0 +1,1 @@
+"""Benchmarks of what stands on the cache: generate, speculation, streaming, eviction."""

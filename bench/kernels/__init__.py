@@ -1,0 +1,1 @@
+"""Benchmarks of the attention kernels, and the tuning of their launches."""

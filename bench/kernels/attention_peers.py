@@ -1,0 +1,417 @@
+"""The sides of `attention.py`: lightkv's kernels, the classic kernel, FlashInfer's, torch's own.
+
+All get the K/V values of one batch: scattered over the pages of a pool, as lightkv and FlashInfer read them
+(the one through an index of slots, the other through its lists of pages), or one contiguous copy a request. A
+side is a call that a CUDA graph can capture: what is planned has been planned before. Knows no clock.
+"""
+
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.functional import scaled_dot_product_attention
+
+from bench.kernels.attention_batches import Batch, Paged, offsets, scatter
+from lightkv.triton_kernels import tuning
+from lightkv.triton_kernels.attention.decode_attention import decode_attention
+from lightkv.triton_kernels.attention.decode_plan import DecodeGroups, decode_plan
+from lightkv.triton_kernels.attention.mixed_attention import MixedPlan, mixed_attention, mixed_plan
+from lightkv.triton_kernels.attention.prefill_attention import prefill_attention
+from lightkv.triton_kernels.attention.prefill_plan import prefill_plan
+from lightkv.triton_kernels.paged_attention_v1 import copy_to_blocks, paged_attention_v1
+
+PARTITIONS = {"one pass": 0, "partitions": 512}  # of the classic kernel
+
+
+class Side(NamedTuple):
+    """`run()` writes the output, always to the same tensor where it is captured, and returns it; `tokens` makes
+    `[T, H, D]` of it; `plan()` is what a step does once for all layers before."""
+
+    run: Callable[[], Tensor]
+    tokens: Callable[[Tensor], Tensor] = lambda out: out
+    plan: Callable[[], object] | None = None
+
+
+# --------------------------------------------------------------------------------
+# lightkv
+
+# Functions of `tuning`, by name, and what stands in for them.
+Functions = Mapping[str, Callable[..., Any]]
+
+
+@contextmanager
+def replaced(functions: Functions) -> Iterator[None]:
+    """Within, kernels are launched as these functions say."""
+    before = {name: getattr(tuning, name) for name in functions}
+    for name, function in functions.items():
+        setattr(tuning, name, function)
+    try:
+        yield
+    finally:
+        for name, function in before.items():
+            setattr(tuning, name, function)
+
+
+def _one_group(batch: Batch, num_queries: int) -> DecodeGroups:
+    """All requests, with what they share; as many a group as a tile holds."""
+    num_requests, device = len(batch.lengths), batch.q.device
+    size = tuning.group_members(num_queries, batch.q.shape[1] // batch.num_kv_heads)
+    members = torch.arange(-(-num_requests // size) * size, dtype=torch.int32, device=device)
+    place = members[:num_requests].clone()
+    members[num_requests:] = -1
+    keys = torch.full((len(members) // size,), batch.shared, dtype=torch.int32, device=device)
+    return DecodeGroups(members.view(-1, size), keys, place)
+
+
+def ours_decode(batch: Batch, paged: Paged, grouped: bool = False) -> Side:
+    """All requests with as many queries; `grouped`: what they share is read once."""
+    device, num_queries = batch.q.device, batch.q_lens[0]
+    rows = torch.arange(len(batch.lengths), device=device)
+    lengths = torch.tensor(batch.lengths, dtype=torch.int32, device=device)
+    index, out = paged.first_slots, torch.empty_like(batch.q)
+    k_cache, v_cache = paged.caches
+    groups = _one_group(batch, num_queries) if grouped else None
+
+    def make_plan() -> Any:
+        return decode_plan(
+            rows, lengths, num_kv_heads=batch.num_kv_heads, num_queries=num_queries, groups=groups
+        )
+
+    plan = make_plan()
+
+    def run() -> Tensor:
+        return decode_attention(
+            batch.q,
+            k_cache,
+            v_cache,
+            index,
+            rows,
+            lengths,
+            scale=batch.scale,
+            shift=paged.shift,
+            num_queries=num_queries,
+            plan=plan,
+            out=out,
+        )
+
+    return Side(run, plan=make_plan)
+
+
+def ours_prefill(batch: Batch, paged: Paged) -> Side:
+    device = batch.q.device
+    rows = torch.arange(len(batch.lengths), device=device)
+    lengths = torch.tensor(batch.lengths, dtype=torch.int32, device=device)
+    index, q_starts, out = paged.first_slots, offsets(batch.q_lens).to(device), torch.empty_like(batch.q)
+    k_cache, v_cache = paged.caches
+
+    def make_plan() -> Any:
+        return prefill_plan(
+            rows,
+            q_starts,
+            lengths,
+            num_tokens=len(batch.q),
+            num_heads=batch.q.shape[1],
+            num_kv_heads=batch.num_kv_heads,
+            key_dim=batch.q.shape[2],
+            value_dim=batch.q.shape[2],
+            dtype=batch.q.dtype,
+        )
+
+    plan = make_plan()
+
+    def run() -> Tensor:
+        return prefill_attention(
+            batch.q,
+            k_cache,
+            v_cache,
+            index,
+            rows,
+            q_starts,
+            lengths,
+            scale=batch.scale,
+            shift=paged.shift,
+            plan=plan,
+            out=out,
+        )
+
+    return Side(run, plan=make_plan)
+
+
+class _Mixed(NamedTuple):
+    """The tensors of a step whose first requests are prefills, all others decodes of one query."""
+
+    rows: Tensor
+    q_starts: Tensor
+    lengths: Tensor
+
+    @classmethod
+    def of(cls, batch: Batch) -> "_Mixed":
+        device = batch.q.device
+        return cls(
+            torch.arange(len(batch.lengths), device=device),
+            offsets(batch.q_lens[: batch.num_prefills]).to(device),
+            torch.tensor(batch.lengths, dtype=torch.int32, device=device),
+        )
+
+    def plan(self, batch: Batch) -> MixedPlan:
+        return mixed_plan(
+            *self,
+            num_tokens=len(batch.q),
+            num_heads=batch.q.shape[1],
+            num_kv_heads=batch.num_kv_heads,
+            key_dim=batch.q.shape[2],
+            value_dim=batch.q.shape[2],
+            dtype=batch.q.dtype,
+        )
+
+
+def ours_mixed(batch: Batch, paged: Paged) -> Side:
+    """In one call."""
+    step, cache, out = _Mixed.of(batch), (*paged.caches, paged.first_slots), torch.empty_like(batch.q)
+    plan = step.plan(batch)
+
+    def run() -> Tensor:
+        return mixed_attention(
+            batch.q, *cache, *step, scale=batch.scale, shift=paged.shift, plan=plan, out=out
+        )
+
+    return Side(run, plan=partial(step.plan, batch))
+
+
+# --------------------------------------------------------------------------------
+# The classic kernel
+
+
+def classic_decode(batch: Batch, paged: Paged, partition_size: int) -> Side:
+    """`paged_attention_v1` on a copy of the pages in its own layout, in partitions or (0) in one pass."""
+    slots = torch.arange(len(paged.pool), device=batch.q.device).view(-1, 1 << paged.shift)
+    blocks = copy_to_blocks(*paged.caches, slots)
+    lengths = torch.tensor(batch.lengths, dtype=torch.int32, device=batch.q.device)
+    table, out = paged.table, torch.empty_like(batch.q)
+
+    def run() -> Tensor:
+        return paged_attention_v1(
+            batch.q,
+            *blocks,
+            table,
+            lengths,
+            scale=batch.scale,
+            partition_size=partition_size,
+            max_context_len=max(batch.lengths),
+            out=out,
+        )
+
+    return Side(run)
+
+
+# --------------------------------------------------------------------------------
+# torch
+
+
+def _dense(batch: Batch) -> tuple[Tensor, Tensor]:
+    """K and V as `[B, num_kv_heads, L, D]`, contiguous."""
+    kv = batch.kv.view(len(batch.lengths), -1, *batch.kv.shape[1:]).transpose(1, 2)
+    k, v = (half.contiguous() for half in kv.chunk(2, dim=1))
+    return k, v
+
+
+def sdpa_decode(batch: Batch, backend: SDPBackend) -> Side:
+    """Of an even batch. The query heads that share a K/V head are given as its queries: K/V is read once."""
+    k, v = _dense(batch)
+    q = batch.q.unflatten(1, (batch.num_kv_heads, -1))  # [B, num_kv_heads, group, D]
+
+    def run() -> Tensor:
+        with sdpa_kernel(backend):
+            return scaled_dot_product_attention(q, k, v)
+
+    return Side(run, lambda out: out.flatten(1, 2))
+
+
+def sdpa_prefill(batch: Batch, backend: SDPBackend) -> Side:
+    """Of an even batch without a prefix."""
+    k, v = _dense(batch)
+    q = batch.q.unflatten(0, (len(batch.lengths), -1)).transpose(1, 2).contiguous()  # [B, H, L, D]
+
+    def run() -> Tensor:
+        with sdpa_kernel(backend):
+            return scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+
+    return Side(run, lambda out: out.transpose(1, 2).flatten(0, 1))
+
+
+# --------------------------------------------------------------------------------
+# FlashInfer
+
+
+class FlashInfer:
+    """FlashInfer's wrappers over pages of K/V, layout NHD; K and V are views of lightkv's pool.
+
+    Decode is planned for CUDA graphs, as an engine has to: with them its work may change between replays.
+    Prefill is not, and its graph is right for this batch only: its plans are better so.
+    """
+
+    WORKSPACE = 512 * 2**20  # bytes; split prefills of 16 k tokens need more than the usual 128 MiB
+
+    def __init__(self, device: torch.device, cache: Path | None = None) -> None:
+        """Its kernels are compiled at their first plan, with nvcc and ninja, to below `cache`, or to the home.
+
+        Raises:
+            ImportError: it, or what it needs, is not there.
+        """
+        if cache is not None:
+            os.environ["FLASHINFER_WORKSPACE_BASE"] = str(cache.resolve())  # which it reads when imported
+        import flashinfer
+
+        self._flashinfer: Any = flashinfer
+        self.version: str = flashinfer.__version__
+        self._broken: dict[str, str] = {}  # kernels that did not compile, and why
+        self._workspace = torch.zeros(self.WORKSPACE, dtype=torch.uint8, device=device)
+
+    def compile(self, kernels: Sequence[str], batch: Batch) -> dict[str, str]:
+        """Have some of `decode`, `fa2`, `fa3` compiled, side by side, for dtype and head dim of `batch`.
+
+        Returns those that do not compile, and why: what needs them is refused from now on, since trying again
+        takes as long again.
+        """
+        paged = scatter(batch, 0)
+        with ThreadPoolExecutor() as threads:
+            jobs = {
+                kernel: threads.submit(self.decode, batch, paged, False)
+                if kernel == "decode"
+                else threads.submit(self.prefill, batch, paged, kernel)
+                for kernel in kernels
+            }
+        self._broken = {kernel: str(job.exception()) for kernel, job in jobs.items() if job.exception()}
+        return self._broken
+
+    def _need(self, kernel: str) -> None:
+        if kernel in self._broken:
+            raise RuntimeError(f"its kernel {kernel} did not compile")
+
+    def decode(self, batch: Batch, paged: Paged, tensor_cores: bool) -> Side:
+        """One query a request; with tensor cores it is fa2, without: groups of 1 to 4, 6, 8 and 16 heads."""
+        self._need("fa2" if tensor_cores else "decode")
+        device, num_requests = batch.q.device, len(batch.lengths)
+        indptr, indices, last_page_len = _page_lists(batch, paged)
+        wrapper = self._flashinfer.BatchDecodeWithPagedKVCacheWrapper(
+            self._workspace,
+            "NHD",
+            use_cuda_graph=True,
+            use_tensor_cores=tensor_cores,
+            paged_kv_indptr_buffer=torch.empty(num_requests + 1, dtype=torch.int32, device=device),
+            paged_kv_indices_buffer=torch.empty_like(indices),
+            paged_kv_last_page_len_buffer=torch.empty(num_requests, dtype=torch.int32, device=device),
+        )
+
+        def plan() -> None:
+            wrapper.plan(
+                indptr,
+                indices,
+                last_page_len,
+                batch.q.shape[1],
+                batch.num_kv_heads,
+                batch.q.shape[2],
+                1 << paged.shift,
+                q_data_type=batch.q.dtype,
+                kv_data_type=batch.kv.dtype,
+                sm_scale=batch.scale,
+            )
+
+        plan()
+        pages, out = paged.pages, torch.empty_like(batch.q)
+        return Side(lambda: wrapper.run(batch.q, pages, out=out), plan=plan)
+
+    def prefill(self, batch: Batch, paged: Paged, backend: str) -> Side:
+        """`backend`: fa2, or fa3 (Hopper alone)."""
+        self._need(backend)
+        indptr, indices, last_page_len = _page_lists(batch, paged)
+        q_starts = offsets(batch.q_lens)
+        wrapper = self._flashinfer.BatchPrefillWithPagedKVCacheWrapper(
+            self._workspace, "NHD", backend=backend
+        )
+
+        def plan() -> None:
+            wrapper.plan(
+                q_starts,
+                indptr,
+                indices,
+                last_page_len,
+                batch.q.shape[1],
+                batch.num_kv_heads,
+                batch.q.shape[2],
+                1 << paged.shift,
+                causal=True,
+                sm_scale=batch.scale,
+                q_data_type=batch.q.dtype,
+                kv_data_type=batch.kv.dtype,
+            )
+
+        plan()
+        pages, out = paged.pages, torch.empty_like(batch.q)
+        # Planned once: a plan after the capture could move the buffers that the graph reads.
+        return Side(lambda: wrapper.run(batch.q, pages, out=out))
+
+    def cascade(self, batch: Batch, paged: Paged, backend: str) -> Side:
+        """One query a request, the shared tokens once for all and each request's own, merged: what FlashInfer's
+        multi-level wrapper does with the backend that it picks."""
+        self._need(backend)
+        num_requests, num_shared = len(batch.lengths), batch.shared >> paged.shift
+        shared = paged._replace(first_slots=paged.first_slots[:1, :num_shared], num_pages=[num_shared])
+        own = paged._replace(
+            first_slots=paged.first_slots[:, num_shared:],
+            num_pages=[count - num_shared for count in paged.num_pages],
+        )
+        own_batch = batch._replace(lengths=[length - batch.shared for length in batch.lengths])
+        levels = [
+            (offsets([num_requests]), _page_lists(batch._replace(lengths=[batch.shared]), shared)),
+            (offsets([1] * num_requests), _page_lists(own_batch, own)),
+        ]
+        wrappers = [
+            self._flashinfer.BatchPrefillWithPagedKVCacheWrapper(self._workspace, "NHD", backend=backend)
+            for _ in levels
+        ]
+
+        def plan() -> None:
+            for wrapper, (q_starts, lists) in zip(wrappers, levels, strict=True):
+                wrapper.plan(
+                    q_starts,
+                    *lists,
+                    batch.q.shape[1],
+                    batch.num_kv_heads,
+                    batch.q.shape[2],
+                    1 << paged.shift,
+                    causal=False,
+                    sm_scale=batch.scale,
+                    q_data_type=batch.q.dtype,
+                    kv_data_type=batch.kv.dtype,
+                )
+
+        plan()
+        pages, outs = paged.pages, [torch.empty_like(batch.q) for _ in levels]
+
+        def run() -> Tensor:
+            states = [
+                wrapper.run(batch.q, pages, out=out, return_lse=True)
+                for wrapper, out in zip(wrappers, outs, strict=True)
+            ]
+            (out, lse), (own_out, own_lse) = states
+            self._flashinfer.merge_state_in_place(out, lse, own_out, own_lse)
+            return out
+
+        return Side(run)
+
+
+def _page_lists(batch: Batch, paged: Paged) -> tuple[Tensor, Tensor, Tensor]:
+    """int32: where each request's pages begin (on the host, where plans read it), the pages one request after
+    the other (on the device), and how many tokens each one's last page holds (host)."""
+    counts = torch.tensor(paged.num_pages, device=paged.table.device)
+    indices = paged.table[torch.arange(paged.table.shape[1], device=counts.device) < counts[:, None]]
+    last_page_len = [(length - 1) % (1 << paged.shift) + 1 for length in batch.lengths]
+    return offsets(paged.num_pages), indices, torch.tensor(last_page_len, dtype=torch.int32)

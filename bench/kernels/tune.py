@@ -1,0 +1,209 @@
+"""Which launches are the fastest: every candidate, on the rows of `bench.kernels.attention`.
+
+    python -m bench.kernels.tune --out bench/results/tune-h200.json  decode, also with --queries 8
+    python -m bench.kernels.tune --prefill --out bench/results/tune-prefill-h200.json  more head dims, too
+    python -m bench.kernels.tune --v1 --out bench/results/tune-v1-h200.json  the classic kernel
+
+What comes out on top, over all rows, is what `triton_kernels/tuning.py` holds; it stands beside the fastest.
+Each is checked before it is timed, as in `bench.kernels.attention`; those that do not fit are left out.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from itertools import product
+from typing import Any, NamedTuple
+
+import torch
+
+from bench.common.device_clock import DEVICE, Clock, captured
+from bench.common.report import parser, print_json, print_machine, print_table, refuse, save_json
+from bench.kernels.attention_batches import (
+    DECODE,
+    HEAD_DIMS,
+    PREFILL,
+    Batch,
+    Paged,
+    Row,
+    check,
+    chosen,
+    make_batch,
+    reference,
+    scatter,
+)
+from bench.kernels.attention_peers import (
+    PARTITIONS,
+    Functions,
+    Side,
+    classic_decode,
+    ours_decode,
+    ours_prefill,
+    replaced,
+)
+from lightkv.triton_kernels import tuning
+from lightkv.triton_kernels.tuning import Launch
+
+TILES = ((32, 2, 3), (32, 4, 3), (64, 4, 2), (64, 4, 3), (64, 8, 3), (128, 4, 2), (128, 8, 2))
+WAVES = (2, 3, 4, 6)
+PREFILL_TILES = (
+    (128, 128, 8, 3),
+    (128, 64, 8, 3),
+    (128, 64, 8, 2),
+    (64, 64, 4, 3),
+    (64, 64, 4, 2),
+    (64, 32, 4, 3),
+)
+# Keys and stages of `prefill_hopper`, by head dim: what fits beside q. Each takes seconds to compile.
+HOPPER_TILES = {
+    64: ((128, 3), (128, 4), (128, 6)),
+    128: ((128, 2), (128, 3), (64, 6)),
+    256: ((64, 2), (32, 5)),
+}
+CLASSIC_TILES = ((32, 2, 2), (32, 4, 2), (64, 4, 1), (64, 4, 2), (64, 4, 3), (64, 8, 2), (128, 8, 2))
+NUM_BEST = 5
+
+
+class Kernel(NamedTuple):
+    """What is tuned: a side of `bench.kernels.attention`, in one or several forms."""
+
+    rows: Sequence[Row]
+    shift: int
+    candidates: Callable[[Row], dict[str, Functions]]
+    forms: Mapping[str, Callable[[Batch, Paged], Side]]  # what is said of a row behind its name
+
+
+def text(launch: Sequence[int]) -> str:
+    return "x".join(map(str, launch))
+
+
+def decode_candidates(row: Row) -> dict[str, Functions]:
+    """Tiles, and how many programs there are for each multiprocessor. For tiles of so many query rows: as they
+    are, and as wide as the matrix units of Hopper want them."""
+    least = tuning.padded_dim(row.num_heads // row.num_kv_heads * row.q_lens[0])
+    heights = [least] if least < 32 else sorted({least, max(64, least)})
+    found: dict[str, Functions] = {}
+    for height, tile, waves in product(heights, TILES, WAVES):
+        launch = Launch(height, *tile)
+
+        def num_workers(
+            device: tuning.DeviceClass, _queries: int, num_kv_heads: int, waves: int = waves
+        ) -> int:
+            return max(1, waves * device.num_multiprocessors // num_kv_heads)
+
+        found[f"{text(launch)} waves {waves}"] = {
+            "decode_launch": constant(launch),
+            "decode_workers": num_workers,
+        }
+    return found
+
+
+def constant(value: Launch | None) -> Callable[..., Any]:
+    return lambda *_: value
+
+
+def prefill_candidates(row: Row) -> dict[str, Functions]:
+    """Of the general kernel those that fit, and where it runs of the one for Hopper."""
+    device, head_dim, size = tuning.device_class(DEVICE), row.head_dim, row.dtype.itemsize
+    found: dict[str, Functions] = {}
+    for launch in (Launch(*tile) for tile in PREFILL_TILES):
+        elements = (launch.block_m + 2 * launch.num_stages * launch.block_n) * head_dim
+        if elements * size < device.shared_memory:
+            functions = {"prefill_launch": constant(launch), "hopper_prefill_launch": constant(None)}
+            found[f"general {text(launch)}"] = functions
+    usual = tuning.hopper_prefill_launch(device, head_dim, head_dim, size)
+    if usual is not None:
+        for block_n, num_stages in HOPPER_TILES[head_dim]:
+            launch = usual._replace(block_n=block_n, num_stages=num_stages)
+            functions = {"prefill_launch": constant(launch), "hopper_prefill_launch": constant(launch)}
+            found[f"hopper {text(launch)}"] = functions
+    return found
+
+
+def classic_candidates(_: Row) -> dict[str, Functions]:
+    launches = (Launch(0, *tile) for tile in CLASSIC_TILES)
+    return {text(launch[1:]): {"paged_attention_launch": constant(launch)} for launch in launches}
+
+
+def time_us(side: Side, expected: torch.Tensor, clock: Clock) -> float:
+    side.run()
+    graph, out = captured(side.run)
+    out.fill_(float("nan"))
+    graph.replay()
+    check(out, expected)
+    return clock.replay(graph).median
+
+
+def measure(row: Row, kernel: Kernel, clock: Clock) -> dict[str, Any]:
+    """µs of every candidate and of what the table picks, by the row's name, in each form."""
+    batch = make_batch(row, DEVICE)
+    expected, paged = reference(batch), scatter(batch, kernel.shift)
+    results = {}
+    for form, make in kernel.forms.items():
+        name, found = row.name + form, {}
+        for candidate, functions in kernel.candidates(row).items():
+            with replaced(functions):
+                try:
+                    found[candidate] = time_us(make(batch, paged), expected, clock)
+                except Exception as error:  # too much shared memory, too many registers
+                    print(
+                        f"{name}: {candidate} is left out: {type(error).__name__}: {error}"[:300], flush=True
+                    )
+        results[name] = {"table": time_us(make(batch, paged), expected, clock), "candidates": found}
+    return results
+
+
+def print_row(name: str, found: dict[str, Any]) -> None:
+    best = sorted(found["candidates"].items(), key=lambda item: item[1])[:NUM_BEST]
+    rows = [["the table's", f"{found['table']:.1f}"], *([launch, f"{took:.1f}"] for launch, took in best)]
+    print_table([name, "µs"], rows)
+
+
+def several_queries(rows: Sequence[Row], num_queries: int) -> list[Row]:
+    """The rows again, with so many queries a request."""
+    return [
+        row._replace(name=f"{row.name}, {num_queries} queries", q_lens=(num_queries,) * len(row.lengths))
+        for row in rows
+    ]
+
+
+def kernel_of(options: Any) -> Kernel:
+    """What the command line names, with the rows that it names."""
+    if options.prefill:
+        rows = chosen((*PREFILL, *HEAD_DIMS), options.rows)
+        return Kernel(rows, 0, prefill_candidates, {"": ours_prefill})
+    rows = chosen(DECODE, options.rows)
+    if options.v1:
+        forms = {
+            f", {form}": partial(classic_decode, partition_size=size) for form, size in PARTITIONS.items()
+        }
+        return Kernel(rows, 4, classic_candidates, forms)
+    if options.queries > 1:
+        rows = several_queries(rows, options.queries)
+    return Kernel(rows, 0, decode_candidates, {"": ours_decode})
+
+
+def main() -> None:
+    made = parser(__doc__)
+    which = made.add_mutually_exclusive_group()
+    which.add_argument("--prefill", action="store_true", help="prefill, not decode")
+    which.add_argument("--v1", action="store_true", help="the classic kernel, not lightkv's decode")
+    made.add_argument("--rows", nargs="+", default=[], help="texts that stand in the names of rows")
+    made.add_argument("--queries", type=int, default=1, help="of each request of decode")
+    made.add_argument("--repeats", type=int, default=10)
+    options = made.parse_args()
+    if not torch.cuda.is_available():
+        refuse("this measures kernels, and needs a CUDA device")
+    print_machine()
+    clock = Clock(options.repeats)
+    kernel = kernel_of(options)
+    results = {}
+    for row in kernel.rows:
+        for name, found in measure(row, kernel, clock).items():
+            results[name] = found
+            print_row(name, found)
+        torch.cuda.empty_cache()
+        save_json("tune", results, options.out)
+    print_json("tune", results, options.out)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""Benchmarks of the allocator and the ledger, and of what pages cost."""

@@ -1,0 +1,218 @@
+"""A decode step's wall time against the replay of its CUDA graph, on a model of Llama-3-8B's shape.
+
+    python -m bench.serving.decode_step --out bench/results/decode-step-h200.json
+
+What the host adds to a step (planning, bookkeeping, the copy of the tokens) is the difference. Random
+weights, greedy, every sequence with a prompt of the same length. The floor is what a step has to read: every
+weight but the embedding's, and the K/V of every token, over the read bandwidth measured in this run. What the
+replay spends its time on is told apart by the names of its kernels: lightkv's that attend or keep the memory,
+matrix products, and the rest (norms, activations, sampling); what is missing is between kernels.
+"""
+
+import random
+import statistics
+import time
+from array import array
+
+import torch
+from transformers import LlamaConfig, PreTrainedModel
+
+from bench.common.report import Spread, parser, print_json, print_machine, print_table, refuse
+from lightkv.ledger import TokenLedger
+from lightkv.router import EngineConfig, SamplingParams
+from lightkv.router.engine.loop import Engine
+from lightkv.router.engine.request import Request
+from lightkv.router.engine.scheduler import Scheduler
+from lightkv.router.model.build import assemble
+from lightkv.router.model.cuda_graph import Form
+from lightkv.router.model.loader import random_model
+from lightkv.router.model.runner import ModelRunner
+from lightkv.router.sampling_params import SamplerKind
+
+LLAMA_3_8B = LlamaConfig(
+    vocab_size=128256,
+    hidden_size=4096,
+    intermediate_size=14336,
+    num_hidden_layers=32,
+    num_attention_heads=32,
+    num_key_value_heads=8,
+    head_dim=128,
+    max_position_embeddings=8192,
+    rope_theta=500000.0,
+    tie_word_embeddings=False,
+)
+REPLAY_ROUNDS = 3
+# Pieces of the names of kernels, by what they are for.
+KERNELS = {
+    "attention": ("_decode_kernel", "_combine_kernel", "_plan_kernel"),
+    "memory": ("_write_kv_kernel", "_take_few_kernel", "_take_kernel"),
+    "products": ("gemm", "gemv", "nvjet", "cutlass", "cublas", "splitK"),
+}
+
+
+def make_engine(
+    model: PreTrainedModel, batch: int, prompt: int, steps: int, graphs: bool, compiled: bool
+) -> tuple[Engine, ModelRunner]:
+    """An engine with room for `batch` sequences of `prompt` tokens and `steps` more, several times over."""
+    config = EngineConfig(
+        device="cuda",
+        max_num_seqs=batch,
+        max_model_len=prompt + 4 * steps,
+        max_total_tokens=batch * (prompt + 4 * steps),
+        prefill_chunk=8192,
+        cuda_graphs=graphs,
+        compile=compiled,
+    )
+    runner, info = assemble(model, config, lambda line: None)
+    ledger = TokenLedger(info.capacity, info.limits.max_num_seqs, info.limits.max_model_len)
+    engine = Engine(Scheduler(ledger, info.limits), runner)
+    rng = random.Random(batch)
+    for i in range(batch):
+        ids = array("i", [rng.randrange(info.limits.vocab_size) for _ in range(prompt)]).tobytes()
+        params = SamplingParams(temperature=0, max_tokens=2 * steps, ignore_eos=True)
+        engine.add(Request(str(i), ids, params, seed=i))
+    while engine.stats().num_waiting or engine.scheduler.num_prefilling:
+        engine.step()
+    return engine, runner
+
+
+def tokens_of(engine: Engine, steps: int) -> list[tuple[str, int | None]]:
+    return [(event.request_id, event.token) for _ in range(steps) for event in engine.step()]
+
+
+def graph_of(runner: ModelRunner, batch: int) -> torch.cuda.CUDAGraph:
+    """Of the batch that runs. A replay takes slots that the ledger never hears of: an engine ends here."""
+    assert runner._graphs is not None
+    form = Form(SamplerKind.GREEDY)
+    graph = runner._graphs.get(batch, form)
+    assert graph is not None
+    replayed, _ = graph._graphs[form]
+    return replayed
+
+
+def replay_ms(runner: ModelRunner, batch: int, times: int) -> float:
+    """The graph alone: `times` replays back to back, the median of REPLAY_ROUNDS."""
+    replayed, medians = graph_of(runner, batch), []
+    for _ in range(REPLAY_ROUNDS):
+        torch.cuda.synchronize()
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        for _ in range(times):
+            replayed.replay()
+        end.record()
+        end.synchronize()
+        medians.append(start.elapsed_time(end) / times)
+    return statistics.median(medians)
+
+
+def parts_of(runner: ModelRunner, batch: int, times: int) -> dict[str, float]:
+    """Milliseconds of a replay's kernels, by what they are for."""
+    replayed = graph_of(runner, batch)
+    replayed.replay()
+    torch.cuda.synchronize()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        for _ in range(times):
+            replayed.replay()
+        torch.cuda.synchronize()
+    parts = dict.fromkeys((*KERNELS, "other"), 0.0)
+    kernels = [event for event in profile.events() if event.device_type == torch.autograd.DeviceType.CUDA]
+    at = 0.0
+    for event in sorted(kernels, key=lambda event: event.time_range.start):
+        kind = next((kind for kind, names in KERNELS.items() if any(n in event.name for n in names)), "other")
+        # One that was launched while another still ran waits for it: that time is the other's.
+        took = event.time_range.end - max(event.time_range.start, at)
+        parts[kind] += max(took, 0.0) / 1e3 / times
+        at = max(at, event.time_range.end)
+    return parts
+
+
+def read_bandwidth() -> float:
+    """Bytes a second that a reduction over 8 GiB reads, the median of twenty."""
+    data = torch.ones(2**31, dtype=torch.float32, device="cuda")
+    times = []
+    for _ in range(23):
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        data.sum()
+        end.record()
+        end.synchronize()
+        times.append(start.elapsed_time(end))
+    return data.nbytes / statistics.median(times[3:]) * 1e3
+
+
+def main() -> None:
+    arguments = parser(__doc__)
+    arguments.add_argument("--batch", type=int, nargs="+", default=[1, 32, 256])
+    arguments.add_argument("--prompt", type=int, default=512)
+    arguments.add_argument("--steps", type=int, default=100)
+    arguments.add_argument("--layers", type=int, default=LLAMA_3_8B.num_hidden_layers)
+    arguments.add_argument("--compile", action="store_true")
+    options = arguments.parse_args()
+
+    print_machine()
+    bandwidth = read_bandwidth()
+    torch.manual_seed(0)
+    LLAMA_3_8B.num_hidden_layers = options.layers
+    model = random_model(LLAMA_3_8B, torch.device("cuda"), torch.bfloat16)
+    weights = sum(parameter.nbytes for parameter in model.parameters())
+    weights -= model.get_input_embeddings().weight.nbytes  # type: ignore[union-attr]
+    per_token = 2 * LLAMA_3_8B.num_key_value_heads * 128 * 2 * options.layers
+    print(f"read bandwidth {bandwidth / 1e12:.2f} TB/s; weights {weights / 1e9:.2f} GB\n")
+
+    rows, results = [], {}
+    for batch in options.batch:
+        floor = (weights + batch * (options.prompt + options.steps // 2) * per_token) / bandwidth * 1e3
+        engine, _ = make_engine(model, batch, options.prompt, options.steps, False, False)
+        expected = tokens_of(engine, 8)
+        del engine
+        engine, runner = make_engine(model, batch, options.prompt, options.steps, True, options.compile)
+        tokens = tokens_of(engine, 8)
+        same = sum(a == b for a, b in zip(tokens, expected, strict=True)) / len(tokens)
+        if same < 0.99 and not options.compile:
+            refuse(f"batch {batch}: {same:.0%} of the graph's tokens are the eager path's")
+        times = []
+        for _ in range(options.steps):  # the last of them are compared with the replays right after them
+            start = time.perf_counter()
+            engine.step()
+            times.append((time.perf_counter() - start) * 1e3)
+        engine.check()
+        if engine.stats().num_running != batch:
+            refuse(f"batch {batch}: only {engine.stats().num_running} sequences lasted")
+        wall, replay = Spread.of(times[-20:]), replay_ms(runner, batch, 10)
+        parts = parts_of(runner, batch, 5)
+        ratio = wall.median / replay
+        rows.append(
+            [str(batch), f"{floor:.2f}", f"{replay:.3f}", wall.text(".3f"), f"{ratio:.3f}",
+             f"{(wall.median - replay) * 1e3:.0f}", f"{batch / wall.median * 1e3:,.0f}",
+             *(f"{part:.2f} ({part / replay:.0%})" for part in parts.values())]
+        )  # fmt: skip
+        results[str(batch)] = {
+            "floor_ms": floor,
+            "replay_ms": replay,
+            "wall_ms": wall._asdict(),
+            "ratio": ratio,
+            "parts_ms": parts,
+            "same_tokens_as_eager": same,
+            "tokens_per_s": batch / wall.median * 1e3,
+        }
+        del engine, runner
+        torch.cuda.empty_cache()
+    header = [
+        "batch",
+        "floor ms",
+        "replay ms",
+        "step wall ms",
+        "ratio",
+        "host µs",
+        "tokens/s",
+        *KERNELS,
+        "other",
+    ]
+    print_table(header, rows)
+    settings = {"prompt": options.prompt, "steps": options.steps, "layers": options.layers,
+                "compiled": options.compile, "read_TB_per_s": bandwidth / 1e12}  # fmt: skip
+    print_json("decode_step", {"settings": settings, "batches": results}, options.out)
+
+
+if __name__ == "__main__":
+    main()

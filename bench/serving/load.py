@@ -1,0 +1,505 @@
+"""A service under load: how soon the first token comes, how evenly the others, how many a second.
+
+    python -m bench.serving.load --concurrency 8 --in-process --rounds 5 --out bench/results/serving-cpu.json
+    python -m bench.serving.load --url http://127.0.0.1:8000 --rate 4 --trace AzureLLMInferenceTrace_conv.csv
+    python -m bench.serving.load --arrivals trace --rate 2 --trace FILE --requests 256
+    python -m bench.serving.load --model DIRECTORY --concurrency 1 32 256 --replay --transformers --plot FILE
+    python -m bench.serving.load --replot bench/results/serving-h200.json --plot serving-h200.svg
+
+Without --url it starts `lightkv serve` itself (what follows `--` goes to that command) and takes it down again;
+with --url it measures any server that knows OpenAI's completions, `ignore_eos` and `stream_options`. A closed
+loop has a number of clients, each of which asks again as soon as it is answered; an open loop has requests that
+come at random times, or at a trace's own, whatever is under way. Prompts are random ids, answers greedy and of
+a given length. All is measured at the client, from the moment it connects: the time to the first piece (TTFT),
+between one piece and the next, of a token after the first, and to the end. The time between pieces is told
+apart by whether another request waited for its first piece meanwhile: then its prefill shared the step. Goodput
+is the answers a second that were in time for --ttft-target and, in the mean, for --tpot-target.
+
+Of lightkv it also tells the router's own time in a step and the processor time of its processes, and it makes
+sure that no token is held at the end. With --replay it compares a decode step, seen from outside, with the
+replay of its CUDA graph: all clients of a closed loop start at once, and what counts is the time in which all
+of them decode (`stats.py` says which time that is, `replay.py` what a replay is). The graph is replayed
+after the service has ended, with the service's settings, over as many sequences of the same mean length. The
+router's own count of steps over the same time stands beside it. --rounds are taken of each.
+
+The peers get as many prompts at once as a closed loop has clients, the same ones as the service, which is
+measured so, too:
+
+    --in-process     `LLM.generate`, alternated with the service. On a GPU both have to fit: give
+                     --max-total-tokens.
+    --transformers   Hugging Face transformers' continuous batching, after the service has ended, so that it
+                     has the whole device; in several ways, of which the fastest at each size counts
+                     (`continuous_batching.py`). Its start and its first batch are not counted.
+
+The file of --out is written as soon as the service's figures are there, and again after each comparison. What
+raises in one of these has its error in its place, and the exit code is 1.
+"""
+
+import argparse
+import asyncio
+import json
+import random
+import signal
+import sys
+import time
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, fields
+from pathlib import Path
+from typing import Any, NamedTuple, get_args, get_type_hints
+
+import uvloop
+
+from bench.common.child import ChildFailed
+from bench.common.report import Spread, parser, print_json, print_machine, refuse, save_json
+from bench.serving.continuous_batching import DEFAULT_WAYS, WAYS
+from bench.serving.figures import load_pyplot, plot, print_levels, print_peers, print_steps
+from bench.serving.load_client import Answer, Endpoint, RequestFailed, closed_loop, open_loop
+from bench.serving.peers import InProcess, Rounds, run_batches, run_transformers
+from bench.serving.replay import Level, replays
+from bench.serving.served import Server, ServerFailed
+from bench.serving.stats import NotSteady, Steady, Targets, span, steady, step_rate_ms, summarise
+from bench.serving.workload import Ask, Lengths, Replayed, choose, fill, mixed, poisson, read_trace, scale
+from lightkv.errors import LightKVError
+from lightkv.router import EngineConfig
+from lightkv.router.model.loader import load_config
+from lightkv.router.model_files import resolve
+from lightkv.router.simulate.traces import open_trace
+
+Results = dict[str, Any]
+
+SETTLE_SECONDS = 0.7  # the API process hears of the router's counts four times a second
+WATCH_SECONDS = 0.05  # how often that is looked at, where it matters when it came
+REPLAY_SECONDS = 900.0  # to load the model, capture the graphs, and replay them
+
+
+class Traffic(NamedTuple):
+    """`level` clients, or with `is_open` as many requests a second."""
+
+    level: float
+    is_open: bool
+
+    @property
+    def name(self) -> str:
+        return f"{self.level:g} a second" if self.is_open else f"{self.level:g} clients"
+
+
+class Target(NamedTuple):
+    """A server, the name of its model, how many token ids that has, and the processes if they are ours."""
+
+    endpoint: Endpoint
+    model: str
+    vocab_size: int
+    server: Server | None
+
+    def run(self, traffic: Traffic, asks: Sequence[Ask], arrivals: list[float] | None = None) -> list[Answer]:
+        """Every request answered; `arrivals`: of an open loop. Raises RequestFailed."""
+        if traffic.is_open:
+            assert arrivals is not None
+            return uvloop.run(open_loop(self.endpoint, self.model, asks, arrivals))
+        return uvloop.run(closed_loop(self.endpoint, self.model, asks, int(traffic.level)))
+
+    def batch(self, asks: Sequence[Ask]) -> tuple[float, list[str]]:
+        """Seconds for requests that are sent all at once, and their texts, in order."""
+        answers = self.run(Traffic(len(asks), False), asks)
+        return span(answers), [answer.text for answer in answers]
+
+    def watch(self, asks: Sequence[Ask]) -> tuple[list[Answer], list[tuple[float, int]]]:
+        """Requests that are sent all at once, and meanwhile the router's count of steps, with the time."""
+        counts: list[tuple[float, int]] = []
+
+        async def count() -> None:
+            while True:
+                load = await self.endpoint.get("/load")
+                counts.append((time.perf_counter(), load["num_steps"]))
+                await asyncio.sleep(WATCH_SECONDS)
+
+        async def run() -> list[Answer]:
+            watching = asyncio.create_task(count())
+            try:
+                return await closed_loop(self.endpoint, self.model, asks, len(asks))
+            finally:
+                watching.cancel()
+
+        return uvloop.run(run()), counts
+
+    def counts(self) -> Results | None:
+        """lightkv's own, once they are told; None of another server."""
+        time.sleep(SETTLE_SECONDS)
+        try:
+            found: Results = uvloop.run(self.endpoint.get("/load"))
+        except RequestFailed:
+            return None
+        return found if "router_seconds" in found else None
+
+    def cpu_seconds(self) -> dict[str, float]:
+        """Of this process, the client's, and of ours that serve."""
+        return {"client": time.process_time()} | (self.server.cpu_seconds() if self.server else {})
+
+
+# --------------------------------------------------------------------------------
+# What is measured
+
+
+def measure(
+    target: Target,
+    traffic: Traffic,
+    asks: Sequence[Ask],
+    arrivals: list[float] | None = None,
+    targets: Targets = Targets(),  # noqa: B008
+) -> Results:
+    """One load, seen from outside and, where it is lightkv, by its own counts."""
+    before, cpu_before = target.counts(), target.cpu_seconds()
+    results = summarise(target.run(traffic, asks, arrivals), targets)
+    cpu_after, after = target.cpu_seconds(), target.counts()
+    cpu = {role: cpu_after[role] - used for role, used in cpu_before.items() if role in cpu_after}
+    results["cores"] = {role: used / results["seconds"] for role, used in cpu.items()}
+    if "router" in cpu and "api" in cpu:
+        # The share of a core that serving takes beside the model, were there 100 tokens a second.
+        results["host_core_at_100_tokens_per_s"] = (
+            (cpu["router"] + cpu["api"]) / results["output_tokens"] * 100
+        )
+    if before is not None and after is not None:
+        if after["held"] or after["free"] + after["cached"] != after["capacity"]:
+            refuse(f"{traffic.name}: {after['held']} tokens are held after all was answered: {after}")
+        steps = after["num_steps"] - before["num_steps"]
+        results["steps"] = steps
+        results["router_us_per_step"] = (after["router_seconds"] - before["router_seconds"]) / steps * 1e6
+    return results
+
+
+# --------------------------------------------------------------------------------
+# What is asked
+
+
+def lengths_of(options: argparse.Namespace, num: int, rng: random.Random) -> list[Lengths]:
+    """Of `num` requests: a trace's where there is one, else --prompt and --output."""
+    if options.trace is not None:
+        return choose(scale(read_trace(options.trace), options.max_prompt, options.max_output), num, rng)
+    shortest, longest = options.prompt
+    return mixed(shortest, longest, options.output, num, rng)
+
+
+def requests_of(
+    options: argparse.Namespace, traffic: Traffic, num: int, vocab_size: int, rng: random.Random
+) -> tuple[list[Ask], list[float] | None]:
+    """`num` requests, and when they come, where that is not when another has been answered."""
+    if traffic.is_open and options.arrivals == "trace":
+        trace = Replayed.of(open_trace(str(options.trace), num), options.max_prompt, options.max_output)
+        timed = trace.at_rate(traffic.level, options.seed)
+        prompts = timed.prompts(vocab_size, options.seed)
+        asks = [Ask(ids.tolist(), own.output) for ids, own in zip(prompts, timed, strict=True)]
+        return asks, [request.arrival or 0.0 for request in timed]
+    asks = fill(lengths_of(options, num, rng), vocab_size, rng)
+    return asks, poisson(traffic.level, num, random.Random(options.seed)) if traffic.is_open else None
+
+
+def batches(options: argparse.Namespace, vocab_size: int) -> dict[int, list[list[Ask]]]:
+    """By their size: a batch to warm up, and one a round. New prompts each, so that no cache has them."""
+    rng = random.Random(options.seed + 1)
+    return {
+        num: [fill(lengths_of(options, num, rng), vocab_size, rng) for _ in range(1 + options.rounds)]
+        for num in options.concurrency
+    }
+
+
+def warm_up(target: Target, options: argparse.Namespace, traffic: Traffic, rng: random.Random) -> None:
+    """Prompts as long as those that are measured, all at once, and a few tokens each."""
+    num = 8 if traffic.is_open else int(traffic.level)
+    lengths = [Lengths(prompt, min(output, 4)) for prompt, output in lengths_of(options, num, rng)]
+    target.batch(fill(lengths, target.vocab_size, rng))
+
+
+# --------------------------------------------------------------------------------
+# A step against its graph's replay
+
+
+class Steps(NamedTuple):
+    """The steady times of so many clients, a figure a round. `router_ms`: of a step, by the router's count."""
+
+    rounds: list[Steady]
+    router_ms: list[float]
+
+    @property
+    def context(self) -> float:
+        """Tokens of a sequence, in the mean."""
+        return sum(own.context for own in self.rounds) / len(self.rounds)
+
+    def results(self, replay_ms: float | None) -> Results:
+        mean = Spread.of([own.mean_ms for own in self.rounds])
+        median = Spread.of([own.median_ms for own in self.rounds])
+        found: Results = {
+            "rounds": len(self.rounds),
+            "context": self.context,
+            "step_ms": mean._asdict(),
+            "median_step_ms": median._asdict(),
+            "router_step_ms": Spread.of(self.router_ms)._asdict() if self.router_ms else None,
+        }
+        if replay_ms is not None:
+            found |= {
+                "replay_ms": replay_ms,
+                "ratio": mean.median / replay_ms,
+                "ratio_of_median": median.median / replay_ms,
+            }
+        return found
+
+
+def watch_steps(target: Target, options: argparse.Namespace, num: int, rng: random.Random) -> Steps:
+    """`num` clients at once, --rounds times. Raises RequestFailed, and NotSteady where no round was steady."""
+    steps = Steps([], [])
+    for round_idx in range(options.rounds):
+        answers, counts = target.watch(fill(lengths_of(options, num, rng), target.vocab_size, rng))
+        try:
+            steps.rounds.append(steady(answers))
+        except NotSteady:
+            if round_idx == options.rounds - 1 and not steps.rounds:
+                raise
+            continue
+        rate = step_rate_ms(counts, steps.rounds[-1].begin, steps.rounds[-1].end)
+        if rate is not None:
+            steps.router_ms.append(rate)
+    return steps
+
+
+def replay_steps(config: EngineConfig, steps: dict[int, Steps | str]) -> tuple[Results, str]:
+    """The steps of each number of clients beside their replay, or why there are none; and what went wrong."""
+    watched = {num: own for num, own in steps.items() if isinstance(own, Steps)}
+    failures = [f"{num} clients: {own}" for num, own in steps.items() if isinstance(own, str)]
+    found: dict[int, float] = {}
+    try:
+        levels = [Level(num, own.context) for num, own in watched.items()]
+        for level, milliseconds in replays(config, levels, REPLAY_SECONDS) if levels else ():
+            found[level.batch] = milliseconds
+            print(f"{level.batch} clients: replayed", flush=True)
+    except ChildFailed as error:
+        failures.append(str(error))
+    results: Results = {
+        str(num): own.results(found.get(num)) if isinstance(own, Steps) else {"error": own}
+        for num, own in steps.items()
+    }
+    return results, "; ".join(failures)
+
+
+# --------------------------------------------------------------------------------
+# The command line
+
+
+def span_of_lengths(text: str) -> tuple[int, int]:
+    """`128`, or `16:512` for any length between."""
+    shortest, _, longest = text.partition(":")
+    pair = int(shortest), int(longest or shortest)
+    if not 1 <= pair[0] <= pair[1]:
+        raise ValueError(text)
+    return pair
+
+
+def positive(text: str) -> float:
+    number = float(text)
+    if not 0 < number < float("inf"):
+        raise ValueError(text)
+    return number
+
+
+def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    """What was typed, checked. Ends where it contradicts itself."""
+    made = parser(__doc__)
+    made.add_argument("--url", help="root of a server that runs already; without it, one is started")
+    made.add_argument("--api-key", help="the key of the server at --url")
+    made.add_argument("--vocab-size", type=int, help="of the model at --url (default 32000)")
+    made.add_argument("--concurrency", type=int, nargs="+", default=[], help="closed loops (default 1 8 32)")
+    made.add_argument("--rate", type=positive, nargs="+", default=[], help="open loops, requests a second")
+    made.add_argument("--requests", type=int, help="of each load (default 4 a client, at least 16; open: 64)")
+    made.add_argument("--prompt", type=span_of_lengths, default=(128, 128), help="tokens, as 128 or 16:512")
+    made.add_argument("--output", type=int, default=64, help="tokens of every answer")
+    made.add_argument("--trace", type=Path, help="lengths from an Azure, ShareGPT or Mooncake trace instead")
+    made.add_argument(
+        "--max-prompt", type=int, help="scale the trace's prompts: the longest has so many tokens"
+    )
+    made.add_argument("--max-output", type=int, help="scale its answers likewise")
+    made.add_argument(
+        "--arrivals", choices=["poisson", "trace"], default="poisson",
+        help="of open loops; trace: its requests at its own times, stretched to the rate",
+    )  # fmt: skip
+    made.add_argument("--tpot-target", type=positive, default=0.1, help="seconds a token, for goodput")
+    made.add_argument("--seed", type=int, default=0)
+    made.add_argument("--timeout", type=positive, default=600.0, help="seconds for one answer")
+    made.add_argument("--in-process", action="store_true", help="compare with LLM.generate")
+    made.add_argument(
+        "--transformers", nargs="*", choices=WAYS, metavar="WAY",
+        help=f"compare with transformers in these ways (default {' '.join(DEFAULT_WAYS)}) of {' '.join(WAYS)}",
+    )  # fmt: skip
+    made.add_argument("--way-seconds", type=positive, default=600.0, help="that each of these may take")
+    made.add_argument("--replay", action="store_true", help="compare steps with their graphs' replay")
+    made.add_argument("--rounds", type=int, default=3, help="of these comparisons")
+    made.add_argument("--plot", type=Path, help="draw the figures into this file, a PNG or SVG")
+    made.add_argument("--replot", type=Path, help="measure nothing: draw and print the figures of this file")
+    engine = made.add_argument_group("the engine, where one is started")
+    kinds = get_type_hints(EngineConfig)
+    for field in fields(EngineConfig):
+        flag = "--" + field.name.replace("_", "-")
+        if kinds[field.name] is bool:
+            engine.add_argument(
+                flag, action=argparse.BooleanOptionalAction, help=EngineConfig.help(field.name)
+            )
+        else:
+            kind = next((k for k in get_args(kinds[field.name]) if k is not type(None)), kinds[field.name])
+            engine.add_argument(flag, type=kind, help=EngineConfig.help(field.name).replace("%", "%%"))
+    made.add_argument("serve", nargs="*", metavar="-- OPTION", help="further options of lightkv serve")
+    options = made.parse_args(argv)
+    if not options.concurrency and not options.rate:
+        options.concurrency = [1, 8, 32]
+    if options.transformers == []:
+        options.transformers = list(DEFAULT_WAYS)
+    if options.url and (options.in_process or options.transformers or options.replay):
+        made.error("--in-process, --transformers and --replay take a server of our own; leave out --url")
+    if options.transformers and options.trace:
+        made.error("--transformers takes answers of one length; leave out --trace")
+    if (options.in_process or options.transformers or options.replay) and not options.concurrency:
+        made.error("--in-process, --transformers and --replay compare closed loops; give a --concurrency")
+    if options.arrivals == "trace" and not (options.trace and options.rate):
+        made.error("--arrivals trace takes a --trace, and a --rate that its times are stretched to")
+    if options.rounds < 1:
+        made.error(f"--rounds is {options.rounds}; give at least 1")
+    return options
+
+
+def engine_config(options: argparse.Namespace) -> EngineConfig:
+    """Raises InvalidConfig."""
+    given = {field.name: getattr(options, field.name) for field in fields(EngineConfig)}
+    return EngineConfig(**{name: value for name, value in given.items() if value is not None})
+
+
+def settings_of(options: argparse.Namespace) -> Results:
+    """What was typed and bears on the figures; files by their names."""
+    hidden = {"api_key", "out", "plot", "replot", *(field.name for field in fields(EngineConfig))}
+    settings = {key: value for key, value in vars(options).items() if key not in hidden}
+    settings["trace"] = options.trace.name if options.trace else None
+    if options.url:
+        return settings
+    engine = asdict(engine_config(options))
+    if Path(engine["model"]).is_dir():
+        engine["model"] = Path(engine["model"]).name
+    return settings | {"engine": engine}
+
+
+def serve_arguments(config: EngineConfig, more: Sequence[str]) -> list[str]:
+    """What `lightkv serve` is to be told."""
+    given = [config.model]
+    for field in fields(EngineConfig):
+        value, flag = getattr(config, field.name), field.name.replace("_", "-")
+        if field.name == "model" or value == field.default:
+            continue
+        if isinstance(value, bool):
+            given.append(f"--{'' if value else 'no-'}{flag}")
+        else:
+            given += [f"--{flag}", str(value)]
+    return [*given, *more]
+
+
+def reach(options: argparse.Namespace, config: EngineConfig, stack: ExitStack) -> Target:
+    """The server at --url, or one that ends with `stack`."""
+    server = None
+    vocab_size = options.vocab_size or 32_000
+    if options.url is None:
+        vocab_size = load_config(resolve(config.model, print)).get_text_config().vocab_size
+        server = stack.enter_context(Server(serve_arguments(config, options.serve)))
+    endpoint = Endpoint(options.url or server.url, options.api_key, options.timeout)  # type: ignore[union-attr]
+    model = uvloop.run(endpoint.get("/v1/models"))["data"][0]["id"]
+    return Target(endpoint, model, vocab_size, server)
+
+
+def run(options: argparse.Namespace, save: Callable[[Results], object]) -> Results:
+    """Every load, then the comparisons. `save` gets the results as they grow, once the service has ended.
+
+    "failures" in them says what has no figures, by the option that asked for it.
+    """
+    config = engine_config(options)
+    levels: dict[str, Results] = {}
+    rounds: dict[int, Rounds] = {}
+    steps: dict[int, Steps | str] = {}
+    asked: dict[int, list[list[Ask]]] = {}
+    with ExitStack() as stack:
+        target = reach(options, config, stack)
+        traffics = [Traffic(num, False) for num in options.concurrency]
+        traffics += [Traffic(rate, True) for rate in options.rate]
+        rng = random.Random(options.seed)
+        targets = Targets(config.ttft_target, options.tpot_target)
+        for traffic in traffics:
+            num = options.requests or (64 if traffic.is_open else max(16, 4 * int(traffic.level)))
+            warm_up(target, options, traffic, rng)
+            asks, arrivals = requests_of(options, traffic, num, target.vocab_size, rng)
+            found = measure(target, traffic, asks, arrivals, targets)
+            levels[traffic.name] = {"level": traffic.level, "is_open": traffic.is_open, **found}
+            print(f"{traffic.name}: {num} requests in {found['seconds']:.1f} s", flush=True)
+        for num in options.concurrency if options.replay else []:
+            try:
+                steps[num] = watch_steps(target, options, num, rng)
+            except NotSteady as error:
+                steps[num] = str(error)
+        if options.in_process or options.transformers:
+            asked = batches(options, target.vocab_size)
+            in_process = InProcess(config) if options.in_process else None
+            for num, own in asked.items():
+                rounds[num] = run_batches(target.batch, in_process, own)
+                print(f"{num} at once: {len(own) - 1} rounds", flush=True)
+            if in_process is not None:
+                in_process.close()
+    results: Results = {"loads": levels}
+    failures: dict[str, str] = {}
+
+    def save_all(**more: Results) -> None:
+        results.update(more)
+        if rounds:
+            results["at_once"] = {num: found.results() for num, found in rounds.items()}
+        save(results)
+
+    save_all()
+    if options.replay:
+        results["steps"], failures["replay"] = replay_steps(config, steps)
+        save_all()
+    if options.transformers:
+        failures["transformers"] = run_transformers(
+            config, asked, rounds, options.transformers, options.way_seconds,
+            lambda found: save_all(transformers=found),
+        )  # fmt: skip
+    return results | {"failures": {name: reason for name, reason in failures.items() if reason}}
+
+
+def show(results: Results) -> None:
+    """The tables."""
+    print_levels(results["loads"])
+    if "steps" in results:
+        print_steps(results["steps"])
+    if "at_once" in results:
+        print_peers(results["at_once"])
+
+
+def main() -> None:
+    options = arguments()
+    pyplot = load_pyplot() if options.plot else None
+    if options.replot is not None:
+        results = json.loads(options.replot.read_text())["results"]
+        show(results)
+        if pyplot is not None:
+            plot(pyplot, results, options.plot)
+        return
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that the server ends with this process
+    print_machine()
+    settings = settings_of(options)
+    try:
+        results = run(
+            options, lambda found: save_json("serving", {"settings": settings, **found}, options.out)
+        )
+    except (RequestFailed, ServerFailed, LightKVError, ValueError, OSError) as error:
+        refuse(str(error))
+    results = {"settings": settings, **results}
+    show(results)
+    print_json("serving", results, options.out)
+    if pyplot is not None:
+        plot(pyplot, results, options.plot)
+    if results["failures"]:
+        sys.exit("\n".join(f"--{name} failed: {reason}" for name, reason in results["failures"].items()))
+
+
+if __name__ == "__main__":
+    main()

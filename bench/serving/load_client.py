@@ -1,0 +1,414 @@
+"""Streams completions from an OpenAI-compatible server, and notes when each piece arrived.
+
+Knows HTTP/1.1 as such servers speak it (a status, headers, a body in chunks, of a length or up to the end) and
+server-sent events; knows no statistics and starts no server. A connection a request: what it costs is in the
+time to the first token, as for a client that comes fresh. The parser takes bytes as they come, without a task
+or a stream between, so that one core follows some ten thousand pieces a second.
+"""
+
+import asyncio
+import json
+import ssl
+import time
+from collections.abc import Coroutine, Iterable, Iterator
+from typing import Any, NamedTuple, cast
+from urllib.parse import urlsplit
+
+import msgspec
+
+from bench.serving.workload import Ask
+
+MAX_HEAD_BYTES = 64 * 2**10
+
+
+class RequestFailed(Exception):
+    """A request without its whole answer: refused, cut off, or not what was asked for."""
+
+
+class ResponseParser:
+    """One HTTP response, fed as it arrives. Raises RequestFailed on what is no HTTP/1.1.
+
+    `status` is 0 and `headers` (lower-case names) empty until they came; `done`: the body is complete.
+    """
+
+    def __init__(self) -> None:
+        self.status = 0
+        self.headers: dict[str, str] = {}
+        self.done = False
+        self._buffer = b""
+        self._left: int | None = None  # of the chunk or the body; None: a body up to the end
+        self._chunked = False
+        self._in_trailer = False
+
+    def feed(self, data: bytes) -> bytes:
+        """The part of the body that `data` brings."""
+        self._buffer += data
+        if not self.status and not self._read_head():
+            return b""
+        return self._read_chunks() if self._chunked else self._read_plain()
+
+    def end(self) -> None:
+        """The connection has closed. Raises RequestFailed where more was to come."""
+        if self.status and not self._chunked and self._left is None:
+            self.done = True
+        if not self.done:
+            raise RequestFailed("the connection closed before the answer was complete")
+
+    def _read_head(self) -> bool:
+        head, found, rest = self._buffer.partition(b"\r\n\r\n")
+        if not found:
+            if len(self._buffer) > MAX_HEAD_BYTES:
+                raise RequestFailed(f"{len(self._buffer)} bytes without the end of a response's head")
+            return False
+        first, *lines = head.decode("latin-1").split("\r\n")
+        words = first.split(" ", 2)
+        if not words[0].startswith("HTTP/1.") or len(words) < 2 or not words[1].isdigit():
+            raise RequestFailed(f"no HTTP/1.1 response: {first[:80]!r}")
+        self._buffer = rest
+        if words[1].startswith("1"):  # "continue" and the like: the response is yet to come
+            return self._read_head()
+        self.status = int(words[1])
+        for line in lines:
+            name, _, value = line.partition(":")
+            self.headers[name.strip().lower()] = value.strip()
+        self._chunked = self.headers.get("transfer-encoding", "").lower().endswith("chunked")
+        length = self.headers.get("content-length", "")
+        self._left = 0 if self._chunked else int(length) if length.isdigit() else None
+        return True
+
+    def _read_plain(self) -> bytes:
+        body, self._buffer = self._buffer, b""
+        if self._left is not None:
+            body = body[: self._left]
+            self._left -= len(body)
+            self.done = not self._left
+        return body
+
+    def _read_chunks(self) -> bytes:
+        """`size CRLF data CRLF`, again and again, and a size of 0 and trailers at the end."""
+        parts = []
+        data, at, left = self._buffer, 0, self._left or 0
+        while not self.done:
+            if left > 2:
+                parts.append(data[at : min(at + left - 2, len(data))])
+            taken = min(left, len(data) - at)
+            left -= taken
+            at += taken
+            if left:
+                break
+            end = data.find(b"\r\n", at)
+            if end < 0:
+                break
+            line, at = data[at:end], end + 2
+            if self._in_trailer:
+                self.done = not line
+                continue
+            try:
+                size = int(line.split(b";", 1)[0], 16)
+            except ValueError as error:
+                raise RequestFailed(f"no chunk size: {line[:40]!r}") from error
+            self._in_trailer = size == 0
+            left = size + 2 if size else 0  # its CRLF with it
+        self._buffer, self._left = data[at:], left
+        return b"".join(parts)
+
+
+class EventParser:
+    """The `data` of server-sent events, fed as the body arrives."""
+
+    def __init__(self) -> None:
+        self._buffer = b""
+
+    def feed(self, body: bytes) -> Iterator[bytes]:
+        """The events that are complete now. One of several data lines has them joined by line feeds."""
+        self._buffer = (self._buffer + body).replace(b"\r\n", b"\n")
+        *events, self._buffer = self._buffer.split(b"\n\n")
+        for event in events:
+            lines = [line[5:].removeprefix(b" ") for line in event.split(b"\n") if line.startswith(b"data:")]
+            if lines:
+                yield b"\n".join(lines)
+
+
+class Reply(NamedTuple):
+    """What a server answered to one request. `events`: the data of server-sent events; a body that is no stream
+    of them is in `body`."""
+
+    status: int
+    body: bytes
+    events: list[bytes]
+
+
+class _Choice(msgspec.Struct):
+    text: str = ""
+    finish_reason: str | None = None
+
+
+class _Usage(msgspec.Struct):
+    prompt_tokens: int
+    completion_tokens: int
+
+
+class _Chunk(msgspec.Struct):
+    choices: list[_Choice] = []
+    usage: _Usage | None = None
+    error: Any = None
+
+
+_decode_chunk = msgspec.json.Decoder(_Chunk).decode
+
+
+class Answer(NamedTuple):
+    """A stream that came whole. Times in seconds of `time.perf_counter`.
+
+    `sent`: when the request was begun, the connection with it. `arrivals`: when each piece of the answer came;
+    a piece may be of several tokens, and a token without text comes with the next. `ended`: when the last byte
+    came. Counts of tokens are the server's.
+    """
+
+    sent: float
+    arrivals: list[float]
+    ended: float
+    num_prompt: int
+    num_output: int
+    text: str
+
+    @property
+    def ttft(self) -> float:
+        """Seconds to the first piece."""
+        return self.arrivals[0] - self.sent
+
+    @property
+    def gaps(self) -> list[float]:
+        """Seconds between one piece and the next."""
+        return [after - before for before, after in zip(self.arrivals, self.arrivals[1:], strict=False)]
+
+    @property
+    def per_token(self) -> list[float]:
+        """Seconds a token after the first, on average; nothing for an answer of one token."""
+        return [(self.arrivals[-1] - self.arrivals[0]) / (self.num_output - 1)] if self.num_output > 1 else []
+
+    @property
+    def latency(self) -> float:
+        """Seconds to the end."""
+        return self.ended - self.sent
+
+
+class _Stream(asyncio.Protocol):
+    """One request on its connection. `result` is the answer, or the reason why there is none."""
+
+    def __init__(self, request: bytes, num_output: int) -> None:
+        self.result: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
+        self._request = request
+        self._num_output = num_output
+        self._response = ResponseParser()
+        self._events = EventParser()
+        self._sent = time.perf_counter()
+        self._arrivals: list[float] = []
+        self._texts: list[str] = []
+        self._usage: _Usage | None = None
+        self._finish_reason: str | None = None
+        self._body = b""  # of a response that is no stream
+        self._transport: asyncio.Transport | None = None
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast(asyncio.Transport, transport)  # uvloop's own is none by name
+        self._transport.write(self._request)
+
+    def data_received(self, data: bytes) -> None:
+        now = time.perf_counter()
+        try:
+            body = self._response.feed(data)
+            if self._response.status == 200:
+                for event in self._events.feed(body):
+                    self._take(event, now)
+            else:
+                self._body += body
+            if self._response.done:
+                self._finish(now)
+        except RequestFailed as error:
+            self._fail(error)
+        except msgspec.MsgspecError as error:
+            self._fail(RequestFailed(f"an event that is no completion: {error}"))
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        if self.result.done():
+            return
+        try:
+            self._response.end()
+            self._finish(time.perf_counter())
+        except RequestFailed as error:
+            self._fail(RequestFailed(f"{error} ({exc})") if exc else error)
+
+    def close(self) -> None:
+        """Close the connection, whatever has come."""
+        if self._transport is not None:
+            self._transport.close()
+
+    def _take(self, event: bytes, now: float) -> None:
+        if event == b"[DONE]":
+            return
+        chunk = _decode_chunk(event)
+        if chunk.error is not None:
+            raise RequestFailed(f"an error in the stream: {chunk.error}")
+        if chunk.usage is not None:
+            self._usage = chunk.usage
+        for choice in chunk.choices:
+            if choice.text or choice.finish_reason:
+                self._arrivals.append(now)
+                self._texts.append(choice.text)
+            self._finish_reason = choice.finish_reason or self._finish_reason
+
+    def _finish(self, now: float) -> None:
+        """The response is complete: is it the answer?"""
+        usage = self._usage
+        if self._response.status != 200:
+            raise RequestFailed(
+                f"status {self._response.status}: {self._body[:400].decode(errors='replace')}"
+            )
+        if usage is None:
+            raise RequestFailed("no usage in the stream; the server has to know stream_options.include_usage")
+        if self._finish_reason != "length" or usage.completion_tokens != self._num_output:
+            raise RequestFailed(
+                f"{usage.completion_tokens} tokens that ended in {self._finish_reason!r}, where "
+                f"{self._num_output} were asked for; the server has to know ignore_eos"
+            )
+        text = "".join(self._texts)
+        answer = Answer(self._sent, self._arrivals, now, usage.prompt_tokens, usage.completion_tokens, text)
+        if not self.result.done():
+            self.result.set_result(answer)
+
+    def _fail(self, error: RequestFailed) -> None:
+        if not self.result.done():
+            self.result.set_exception(error)
+
+
+class Endpoint:
+    """A server. `url` is its root, as in http://127.0.0.1:8000. Raises ValueError for what is none."""
+
+    def __init__(self, url: str, api_key: str | None, timeout: float) -> None:
+        parts = urlsplit(url)
+        if parts.scheme not in ("http", "https") or parts.hostname is None:
+            raise ValueError(f"{url!r} is no address of a server; give one like http://127.0.0.1:8000")
+        self._host = parts.hostname
+        self._ssl = ssl.create_default_context() if parts.scheme == "https" else None
+        self._port = parts.port or (443 if self._ssl else 80)
+        self._prefix = parts.path.rstrip("/").removesuffix("/v1")
+        self._authority = parts.netloc.rpartition("@")[2]
+        self._key = f"Authorization: Bearer {api_key}\r\n" if api_key else ""
+        self._timeout = timeout
+
+    async def get(self, path: str) -> Any:
+        """The JSON at `path`. Raises RequestFailed."""
+        reply = await self.request("GET", path)
+        if reply.status != 200:
+            raise RequestFailed(f"{path}: status {reply.status}: {reply.body[:400].decode(errors='replace')}")
+        return json.loads(reply.body)
+
+    async def request(
+        self, method: str, path: str, body: bytes = b"", max_events: int | None = None
+    ) -> Reply:
+        """The answer to one request, whatever its status. `max_events`: the connection is closed once so many
+        events of a stream have come. Raises RequestFailed."""
+        head = self._head(method, path)
+        if body:
+            head += f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n"
+        try:
+            async with asyncio.timeout(self._timeout):
+                reader, writer = await asyncio.open_connection(self._host, self._port, ssl=self._ssl)
+                try:
+                    writer.write(head.encode() + b"\r\n" + body)
+                    return await _read_reply(reader, max_events)
+                finally:
+                    writer.close()
+        except TimeoutError as error:
+            raise RequestFailed(f"{path}: no whole answer within {self._timeout:g} s") from error
+        except OSError as error:
+            raise RequestFailed(f"{path}: no connection to {self._authority}: {error}") from error
+
+    async def complete(self, model: str, ask: Ask) -> Answer:
+        """Stream one greedy completion of exactly `ask.num_output` tokens. Raises RequestFailed."""
+        body = msgspec.json.encode(
+            {
+                "model": model,
+                "prompt": ask.prompt_ids,
+                "max_tokens": ask.num_output,
+                "temperature": 0,
+                "ignore_eos": True,
+                "stream": True,
+                "stream_options": {"include_usage": True},
+            }
+        )
+        head = self._head("POST", "/v1/completions")
+        head += f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
+        stream = _Stream(head.encode() + body, ask.num_output)
+        try:
+            async with asyncio.timeout(self._timeout):
+                loop = asyncio.get_running_loop()
+                await loop.create_connection(lambda: stream, self._host, self._port, ssl=self._ssl)
+                return await stream.result
+        except TimeoutError as error:
+            raise RequestFailed(f"no whole answer within {self._timeout:g} s") from error
+        except OSError as error:
+            raise RequestFailed(f"no connection to {self._authority}: {error}") from error
+        finally:
+            stream.close()
+
+    def _head(self, method: str, path: str) -> str:
+        lines = f"{method} {self._prefix}{path} HTTP/1.1\r\nHost: {self._authority}\r\n"
+        return f"{lines}Accept: */*\r\nConnection: close\r\n{self._key}"
+
+
+async def _read_reply(reader: asyncio.StreamReader, max_events: int | None) -> Reply:
+    response, parser = ResponseParser(), EventParser()
+    body, events = b"", []
+    while not response.done and (max_events is None or len(events) < max_events):
+        data = await reader.read(2**16)
+        if not data:
+            response.end()
+            break
+        part = response.feed(data)
+        if response.headers.get("content-type", "").startswith("text/event-stream"):
+            events += parser.feed(part)
+        else:
+            body += part
+    return Reply(response.status, body, events)
+
+
+async def closed_loop(endpoint: Endpoint, model: str, asks: Iterable[Ask], concurrency: int) -> list[Answer]:
+    """`concurrency` clients, each of which asks again as soon as it is answered. The answers are in the order
+    of `asks`. Raises RequestFailed."""
+    waiting = enumerate(asks)
+    answers: dict[int, Answer] = {}
+
+    async def client() -> None:
+        for idx, ask in waiting:  # one iterator for all
+            answers[idx] = await endpoint.complete(model, ask)
+
+    await _all(client() for _ in range(concurrency))
+    return [answers[idx] for idx in sorted(answers)]
+
+
+async def open_loop(
+    endpoint: Endpoint, model: str, asks: Iterable[Ask], arrivals: list[float]
+) -> list[Answer]:
+    """Each request at its time, seconds from the start, however many are under way. The answers are in the
+    order of `asks`. Raises RequestFailed."""
+    start = asyncio.get_running_loop().time()
+    answers: dict[int, Answer] = {}
+
+    async def client(idx: int, ask: Ask, at: float) -> None:
+        await asyncio.sleep(start + at - asyncio.get_running_loop().time())
+        answers[idx] = await endpoint.complete(model, ask)
+
+    await _all(client(idx, ask, at) for idx, (ask, at) in enumerate(zip(asks, arrivals, strict=True)))
+    return [answers[idx] for idx in sorted(answers)]
+
+
+async def _all(clients: Iterable[Coroutine[Any, Any, None]]) -> None:
+    """Every client to its end; the first that fails ends the others."""
+    try:
+        async with asyncio.TaskGroup() as group:
+            for client in clients:
+                group.create_task(client)
+    except ExceptionGroup as failures:
+        raise failures.exceptions[0] from None

@@ -1,0 +1,148 @@
+"""The replay time of a decode step's CUDA graph, at given batch sizes and lengths of context.
+
+What a service's own steps are compared with: the same settings, so the same graphs, on the same device, with
+nothing between one replay and the next. Runs in a process of its own (`child.py`), after the service has
+ended. Knows no service.
+"""
+
+import random
+from array import array
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
+from math import ceil
+from typing import Any, NamedTuple
+
+from bench.common.child import ask, serve
+from bench.serving.decode_step import REPLAY_ROUNDS, replay_ms
+from lightkv.errors import LightKVError
+from lightkv.ledger import TokenLedger
+from lightkv.router import EngineConfig, SamplingParams
+from lightkv.router.engine.request import Request
+from lightkv.router.engine.scheduler import Scheduler
+from lightkv.router.engine.step import RunnerInfo, StepPlan
+from lightkv.router.model.build import build_runner
+from lightkv.router.model.runner import ModelRunner
+
+REPLAYS = 10  # in a row, REPLAY_ROUNDS times
+NUM_REPLAYS = REPLAYS * REPLAY_ROUNDS
+SPARE_STEPS = 16
+
+
+class Level(NamedTuple):
+    """So many sequences that decode, of `context` tokens in the mean: over them, and over the replays."""
+
+    batch: int
+    context: float
+
+
+class NoReplay(LightKVError):
+    """Graphs that cannot be replayed here, or not so many sequences at once."""
+
+
+def replays(config: EngineConfig, levels: Sequence[Level], seconds: float) -> Iterator[tuple[Level, float]]:
+    """Milliseconds for each level, smallest batch first. Raises ChildFailed."""
+    ordered = sorted(levels)
+    request = {"config": asdict(config), "levels": ordered}
+    yield from zip(ordered, ask(__spec__.name, request, seconds), strict=True)
+
+
+# --------------------------------------------------------------------------------
+# In the child
+
+
+class Decoding:
+    """Sequences brought to a length on a runner, for each of `levels` once.
+
+    A replay takes slots that the ledger never hears of, and that are gone until the process ends. The ledger
+    has so many less from the start, so that they are there. Raises NoReplay where nothing else is.
+    """
+
+    def __init__(self, runner: ModelRunner, info: RunnerInfo, levels: Sequence[Level]) -> None:
+        self._runner = runner
+        self._limits = info.limits
+        self._num_spare = NUM_REPLAYS * sum(level.batch for level in levels)  # slots not taken by replays yet
+        if info.capacity <= self._num_spare:
+            raise NoReplay(
+                f"the replays take {self._num_spare} tokens, of {info.capacity}; give more --max-total-tokens"
+            )
+        capacity = info.capacity - self._num_spare
+        ledger = TokenLedger(capacity, info.limits.max_num_seqs, info.limits.max_model_len)
+        self._scheduler = Scheduler(ledger, info.limits)
+
+    def bring(self, level: Level) -> float:
+        """Prompts computed, and decoded until the next replays will have the level's context. Returns the mean
+        length then. Raises NoReplay."""
+        batch, context = level
+        target = context - (NUM_REPLAYS + 1) / 2  # a step has one token more than was computed before it
+        chunk = self._limits.prefill_chunk or ceil(batch * target)
+        prefill_steps = ceil(batch * target / chunk)  # the first to be computed decode meanwhile
+        prompt = int(target) - prefill_steps // 2 - SPARE_STEPS // 2
+        if prompt < 1:
+            raise NoReplay(
+                f"{batch} sequences cannot be brought to {context:.0f} tokens; take longer prompts"
+            )
+        max_tokens = prefill_steps + NUM_REPLAYS + SPARE_STEPS
+        rng = random.Random(batch)
+        for i in range(batch):
+            ids = array("i", [rng.randrange(self._limits.vocab_size) for _ in range(prompt)]).tobytes()
+            params = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True)
+            self._scheduler.add(Request(f"{batch}-{i}", ids, params, seed=i))
+        while self._scheduler.num_waiting or self._scheduler.num_prefilling or self._mean_length() < target:
+            plan = self._step()
+            if not self._scheduler.has_work:
+                break
+        if self._scheduler.num_running != batch:
+            raise NoReplay(
+                f"only {self._scheduler.num_running} of {batch} sequences of {context:.0f} tokens were there "
+                "at once; give more --max-total-tokens or --max-num-seqs"
+            )
+        reached = self._mean_length()
+        if plan.num_contexts or len(plan.rows) != batch or reached > target + 1:
+            raise NoReplay(
+                f"{batch} sequences came to {reached:.0f} tokens with their prompts, not {target:.0f}"
+            )
+        return reached
+
+    def replay_ms(self, batch: int) -> float:
+        """The graph of the sequences that are there, replayed."""
+        milliseconds = replay_ms(self._runner, batch, REPLAYS)
+        self._num_spare -= NUM_REPLAYS * batch
+        return milliseconds
+
+    def end(self, batch: int) -> None:
+        """Let the sequences go, and what is cached of them."""
+        for i in range(batch):
+            self._scheduler.abort(f"{batch}-{i}")
+        self._scheduler.ledger.evict(self._scheduler.ledger.num_cached)
+
+    def _step(self) -> StepPlan:
+        plan = self._scheduler.plan()
+        assert plan is not None
+        result = self._runner.execute(plan)
+        if result.num_free != plan.num_free + self._num_spare or result.flags:
+            raise NoReplay(
+                f"step {plan.step}: the device has {result.num_free} free slots, the ledger {plan.num_free} "
+                f"and {self._num_spare} spare; flags {result.flags}"
+            )
+        self._scheduler.consume(result)
+        return plan
+
+    def _mean_length(self) -> float:
+        lengths = [sequence.length for sequence in self._scheduler.ledger.sequences]
+        return sum(lengths) / max(len(lengths), 1)
+
+
+def _answer(request: dict[str, Any]) -> Iterator[float]:
+    runner, info = build_runner(EngineConfig(**request["config"]), lambda line: None)
+    if not info.cuda_graphs:
+        raise NoReplay("decode steps are no CUDA graphs here; it takes a GPU, and no --no-cuda-graphs")
+    levels = [Level(*own) for own in request["levels"]]
+    decoding = Decoding(runner, info, levels)
+    for level in levels:
+        decoding.bring(level)
+        yield decoding.replay_ms(level.batch)
+        decoding.end(level.batch)
+
+
+if __name__ == "__main__":
+    serve(_answer)

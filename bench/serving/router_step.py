@@ -1,0 +1,256 @@
+"""The router's own time in a step, at 1,000 running and 10,000 queued requests, without any device.
+
+    python -m bench.serving.router_step --out bench/results/router-step.json
+
+The worker is a stand-in that answers at once and counts slots as the ledger does. A step is what the router
+process does for one: plan it and encode the plan; decode the result, compare the counts and consume it; encode
+the events for the API process. Queueing a request is measured apart. Two loads, at one and at two steps under
+way, each with what is free promised to what runs:
+
+    steady   every request decodes; the head of the queue has been refused, and nothing ends
+    churn    in every step one request ends and one is admitted; then the next is refused, each by an exact
+             forecast over all that run
+
+and each of these with prompts of which none, and of which half share what families of them have in common; the
+latter also as though the least that is shared were worth reading together, which is the most that the choice of
+who reads what together can cost. The floor is one pass over the batch that makes nothing but its events' bytes.
+"""
+
+import argparse
+import cProfile
+import gc
+import itertools
+import pstats
+import random
+import time
+from array import array
+from collections import deque
+from collections.abc import Callable
+from typing import NamedTuple, TypeVar
+
+import msgspec
+import numpy as np
+
+from bench.common.report import parser, print_json, print_machine, print_table, refuse
+from lightkv.ledger import TokenLedger
+from lightkv.ledger.shared_prefixes import Grouping
+from lightkv.router import SamplingParams, Scheduler
+from lightkv.router.engine.request import Request
+from lightkv.router.engine.step import Limits, StepPlan, StepResult, TokenEvent
+from lightkv.router.service.messages import Events
+
+T = TypeVar("T")
+
+VOCAB_SIZE = 32_000
+NUM_FAMILIES = 50  # of prompts that share a prefix
+MAX_TOKENS = 2**30  # a pool and a step that nothing is too large for, until the load is set up
+TARGET_US = 1000.0
+PARTS = ("plan", "consume", "send")
+WORTH_IT = Grouping(max_members=16)
+ANY = Grouping(max_members=16, min_tokens=1, min_saved=1, min_mean=0)
+
+_encode = msgspec.msgpack.Encoder().encode
+_decode_result = msgspec.msgpack.Decoder(StepResult).decode
+
+
+class Load(NamedTuple):
+    """`num_running` requests in decode and `num_queued` behind them.
+
+    Each has a prompt of `prompt` tokens. With `shared` they come in families that have so many in common, a
+    quarter of a family all of these and the others three, two and one quarter of them, as in the turns of a
+    chat. `churn`: one ends a step, else none. `depth`: steps under way. `grouping`: which of what is shared is
+    read together.
+    """
+
+    num_running: int
+    num_queued: int
+    prompt: int
+    shared: int
+    churn: bool
+    depth: int
+    grouping: Grouping = WORTH_IT
+
+
+class Router:
+    """A scheduler under a load, and nanoseconds of each part of its steps."""
+
+    def __init__(self, load: Load, steps: int) -> None:
+        self.load = load
+        self.times: dict[str, list[int]] = {part: [] for part in PARTS}
+        self.queue_times: list[int] = []
+        self.profiler: cProfile.Profile | None = None
+        self.profiled = ""
+        self._rng = random.Random(0)
+        self._number = 0
+        self._flying: deque[tuple[StepPlan, bytes]] = deque()
+        # With churn a request lasts as many steps as there are requests, and each is one step older.
+        self._max_tokens = load.num_running if load.churn else 2 * steps
+        self.scheduler = self._running()
+        self._fill_queue()
+
+    def step(self) -> None:
+        """One step of the router: a plan out, the oldest result in."""
+        while self.scheduler.num_flying < self.load.depth:
+            plan, _ = self._timed("plan", self._plan)
+            result = StepResult(plan.step, [10] * len(plan.sample), plan.num_free, 0)
+            self._flying.append((plan, _encode(result)))
+        plan, data = self._flying.popleft()
+        events = self._timed("consume", lambda: self._consume(plan, data))
+        self._timed("send", lambda: _encode(Events(events)))
+        self._fill_queue()
+
+    def measure(self, steps: int) -> None:
+        """Forget what was measured before, and take `steps`."""
+        for times in self.times.values():
+            times.clear()
+        for _ in range(steps):
+            self.step()
+
+    def _running(self) -> Scheduler:
+        """Everything running; the pool then shrunk to what the forecast needs."""
+        load = self.load
+        limits = Limits(2 * load.num_running, MAX_TOKENS, MAX_TOKENS, VOCAB_SIZE, load.grouping)
+        ledger = TokenLedger(MAX_TOKENS, limits.max_num_seqs, limits.max_model_len)
+        scheduler = Scheduler(ledger, limits, load.depth)
+        for i in range(load.num_running):
+            age = i if load.churn else 0
+            scheduler.add(self._request(load.prompt + age, self._max_tokens - age))
+        plan = scheduler.plan()
+        assert plan is not None
+        scheduler.consume(StepResult(plan.step, [10] * len(plan.sample), plan.num_free, 0))
+        room = load.prompt + self._max_tokens if load.churn else 0
+        spare = ledger.capacity - scheduler.forecast_peak() - room
+        ledger.capacity -= spare
+        ledger._paths.num_free -= spare  # a pool cannot shrink; this one is to be full
+        scheduler.check()
+        return scheduler
+
+    def _fill_queue(self) -> None:
+        while self.scheduler.num_waiting < self.load.num_queued:
+            request = self._request(self.load.prompt, self._max_tokens)
+            begun = time.perf_counter_ns()
+            self.scheduler.add(request)
+            self.queue_times.append(time.perf_counter_ns() - begun)
+
+    def _request(self, prompt: int, max_tokens: int) -> Request:
+        self._number += 1
+        family, member = self._number % NUM_FAMILIES, self._number // NUM_FAMILIES
+        common = [family] * (self.load.shared * (1 + member % 4) // 4)
+        own = [self._rng.randrange(NUM_FAMILIES, VOCAB_SIZE) for _ in range(prompt - len(common))]
+        ids = array("i", common + own).tobytes()
+        params = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True)
+        return Request(f"{self._number:032x}", ids, params, seed=self._number)
+
+    def _plan(self) -> tuple[StepPlan, bytes]:
+        plan = self.scheduler.plan()
+        assert plan is not None
+        return plan, _encode(plan)
+
+    def _consume(self, plan: StepPlan, data: bytes) -> list[TokenEvent]:
+        result = _decode_result(data)
+        if result.num_free != plan.num_free or result.flags:
+            refuse(f"step {plan.step}: the counts part")
+        return self.scheduler.consume(result)
+
+    def _timed(self, part: str, function: Callable[[], T]) -> T:
+        if part == self.profiled and self.profiler is not None:
+            self.profiler.enable()
+        begun = time.perf_counter_ns()
+        made = function()
+        self.times[part].append(time.perf_counter_ns() - begun)
+        if part == self.profiled and self.profiler is not None:
+            self.profiler.disable()
+        return made
+
+
+def floor_us(num_running: int) -> float:
+    """Median µs to build and encode the events of one step."""
+    times = []
+    for _ in range(200):
+        begun = time.perf_counter_ns()
+        _encode(Events([TokenEvent("0" * 32, 10) for _ in range(num_running)]))
+        times.append(time.perf_counter_ns() - begun)
+    return float(np.median(times)) / 1e3
+
+
+def spread_us(times: list[int]) -> dict[str, float]:
+    """Median and 99th percentile, nanoseconds to µs."""
+    median, p99 = np.percentile(times, [50, 99]) / 1e3
+    return {"median": float(median), "p99": float(p99)}
+
+
+def measure(load: Load, steps: int, profile: bool) -> dict[str, dict[str, float]]:
+    """µs of each part and of the whole. Ends without a figure where the load was not what it claims to be."""
+    router = Router(load, 3 * steps)
+    router.measure(steps)  # until what ends is evicted as fast as it is cached
+    admitted = router.scheduler.num_prompt_tokens
+    router.measure(steps)
+    scheduler = router.scheduler
+    num_admitted = (scheduler.num_prompt_tokens - admitted) / load.prompt / steps
+    if abs(scheduler.num_running - load.num_running) > 0.02 * load.num_running:
+        refuse(f"{scheduler.num_running} requests ran, not {load.num_running}")
+    if abs(num_admitted - load.churn) > 0.02:
+        refuse(f"{num_admitted:.2f} requests were admitted a step, not {int(load.churn)}")
+    whole = [sum(parts) for parts in zip(*router.times.values(), strict=False)]
+    results = {part: spread_us(times) for part, times in router.times.items()}
+    results |= {"whole": spread_us(whole), "queue": spread_us(router.queue_times)}
+    if profile:
+        router.profiled = max(PARTS, key=lambda part: results[part]["median"])
+        router.profiler = cProfile.Profile()
+        router.measure(steps // 2)
+        print(f"\n{name_of(load)}: {steps // 2} times {router.profiled}, profiled")
+        pstats.Stats(router.profiler).sort_stats("tottime").print_stats(12)
+    for _ in range(load.depth):  # land what is under way, then recount every book
+        if router._flying:
+            plan, data = router._flying.popleft()
+            router._consume(plan, data)
+    scheduler.check()
+    return results
+
+
+def name_of(load: Load) -> str:
+    shared = ", shared" if load.shared else ""
+    grouped = ", grouped" if load.grouping == ANY else ""
+    return f"{'churn' if load.churn else 'steady'}, depth {load.depth}{shared}{grouped}"
+
+
+def arguments() -> argparse.Namespace:
+    made = parser(__doc__)
+    made.add_argument("--running", type=int, default=1000)
+    made.add_argument("--queued", type=int, default=10_000)
+    made.add_argument("--prompt", type=int, default=64, help="prompt tokens of a request")
+    made.add_argument("--steps", type=int, default=400)
+    made.add_argument("--profile", action="store_true", help="print where the slowest part's time goes")
+    return made.parse_args()
+
+
+def main() -> None:
+    options = arguments()
+    gc.freeze()  # the router process has no torch, whose objects would be gone through again and again here
+    print_machine()
+    floor = floor_us(options.running)
+    print(
+        f"floor, to encode the events of {options.running} tokens: {floor:.0f} µs; target {TARGET_US:.0f} µs\n"
+    )
+    rows, results = [], {}
+    half = options.prompt // 2
+    prompts = ((0, WORTH_IT), (half, WORTH_IT), (half, ANY))
+    for (shared, grouping), churn, depth in itertools.product(prompts, (False, True), (1, 2)):
+        load = Load(options.running, options.queued, options.prompt, shared, churn, depth, grouping)
+        found = measure(load, options.steps, options.profile)
+        cells = [f"{found[part]['median']:.0f}" for part in (*PARTS, "whole")]
+        rows.append(
+            [name_of(load), *cells, f"{found['whole']['p99']:.0f}", f"{found['queue']['median']:.1f}"]
+        )
+        results[name_of(load)] = found
+    print_table(["load", "plan µs", "consume µs", "send µs", "whole µs", "p99 µs", "queue one µs"], rows)
+    settings = {key: getattr(options, key) for key in ("running", "queued", "prompt", "steps")}
+    print_json(
+        "router_step",
+        {"settings": settings, "floor_us": floor, "target_us": TARGET_US, "loads": results},
+        options.out,
+    )
+
+
+if __name__ == "__main__":
+    main()

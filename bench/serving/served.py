@@ -1,0 +1,138 @@
+"""A `lightkv serve` of our own: started, watched from outside by /proc, and taken down.
+
+Knows processes and what the command prints; knows no request.
+"""
+
+import argparse
+import os
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+START_SECONDS = 1800.0  # for a large model, or graphs of many batch sizes
+STOP_SECONDS = 60.0
+ROLES = {
+    "lightkv.router.api.app": "api",
+    "lightkv.router.service.router_process": "router",
+    "lightkv.router.service.worker": "worker",
+}
+
+
+class Memory(NamedTuple):
+    """What a process holds in physical memory, in bytes. `proportional`: shared pages divided among all that
+    share them."""
+
+    resident: int
+    proportional: int
+
+
+class ServerFailed(Exception):
+    """The server did not start, or did not end as it should."""
+
+
+class Server:
+    """One `lightkv serve`, from its start to the end of a `with` block. `url`: its root.
+
+    `arguments`: of the command. Raises ServerFailed with the last of what the server said.
+    """
+
+    def __init__(self, arguments: Sequence[str]) -> None:
+        self._arguments = arguments
+        self.url = ""
+
+    def __enter__(self) -> "Server":
+        self._log = tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace")
+        command = [sys.executable, "-m", "lightkv.router.cli", "serve", "--port", "0", *self._arguments]
+        self._process = subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=self._log, text=True
+        )
+        killer = threading.Timer(START_SECONDS, self._process.kill)
+        killer.start()
+        try:
+            assert self._process.stdout is not None
+            for line in self._process.stdout:  # one line, once it is ready
+                if found := re.search(r"https?://\S+", line):
+                    self.url = found[0]
+                    return self
+            code = self._process.wait()
+            raise ServerFailed(f"lightkv serve ended with code {code} before it was ready:\n{self._said()}")
+        except BaseException:
+            self._process.kill()
+            self._process.wait()
+            self._log.close()
+            raise
+        finally:
+            killer.cancel()
+
+    def __exit__(self, *_: object) -> None:
+        try:
+            self._process.send_signal(signal.SIGTERM)
+            code = self._process.wait(STOP_SECONDS)
+            if code:
+                raise ServerFailed(f"lightkv serve ended with code {code}:\n{self._said()}")
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+            raise ServerFailed(
+                f"lightkv serve did not end within {STOP_SECONDS:g} s:\n{self._said()}"
+            ) from None
+        finally:
+            self._log.close()
+
+    def cpu_seconds(self) -> dict[str, float]:
+        """Processor time of each process since it started, by role: api, router, worker."""
+        return {role: _cpu_seconds(pid) for pid in _descendants(self._process.pid) if (role := _role(pid))}
+
+    def pids(self) -> dict[str, int]:
+        """The id of each process that lives now, by role: launcher, api, router, worker."""
+        found = {role: pid for pid in _descendants(self._process.pid) if (role := _role(pid))}
+        return {"launcher": self._process.pid, **found}
+
+    def memory(self) -> dict[str, Memory]:
+        """What each process holds now, by role."""
+        return {role: _memory(pid) for role, pid in self.pids().items()}
+
+    def _said(self) -> str:
+        self._log.seek(0)
+        return "".join(self._log.readlines()[-20:])
+
+
+def parse_with_serve(made: argparse.ArgumentParser, argv: Sequence[str] | None) -> argparse.Namespace:
+    """What was typed (None: of this process). `serve`: what follows `--`, for `lightkv serve`."""
+    given = list(sys.argv[1:] if argv is None else argv)
+    end = given.index("--") if "--" in given else len(given)
+    options = made.parse_args(given[:end])
+    options.serve = given[end + 1 :]
+    return options
+
+
+def _descendants(pid: int) -> list[int]:
+    found = []
+    for file in Path(f"/proc/{pid}/task").glob("*/children"):
+        for child in map(int, file.read_text().split()):
+            found += [child, *_descendants(child)]
+    return found
+
+
+def _role(pid: int) -> str | None:
+    command = Path(f"/proc/{pid}/cmdline").read_text().split("\0")
+    return next((role for module, role in ROLES.items() if module in command), None)
+
+
+def _cpu_seconds(pid: int) -> float:
+    """utime and stime of proc(5), the 14th and 15th fields; the 2nd, a name in brackets, may hold anything."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def _memory(pid: int) -> Memory:
+    """Rss and Pss of proc_pid_smaps_rollup(5), which are in KiB."""
+    lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()[1:]
+    sizes = {name: int(size.split()[0]) * 1024 for name, size in (line.split(":", 1) for line in lines)}
+    return Memory(sizes["Rss"], sizes["Pss"])

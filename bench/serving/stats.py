@@ -1,0 +1,159 @@
+"""What the times of answers say: throughput, percentiles, gaps beside prefills, and the steps of a steady time.
+
+Knows answers as the load client saw them; knows no server.
+
+The steady time of a batch of clients that start together is from the last one's first piece to the first one's
+end: all of them decode, and nothing else runs. Every step gives each of them a token, so the pieces count the
+steps. What is compared with the graph's replay is the mean of such a step: the time from piece to piece, over
+all that was between, whatever held one of them up. The median is given beside it; it forgives the hiccups.
+"""
+
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from bench.serving.load_client import Answer
+
+Results = dict[str, Any]
+
+MOST_TOKENS_A_PIECE = 1.01  # beyond it pieces do not count steps
+LEAST_STEPS = 16  # of a steady time
+
+
+class NotSteady(Exception):
+    """Answers from which the time of a step cannot be told."""
+
+
+class Targets(NamedTuple):
+    """Seconds to a first token, and between the others in the mean, at most: what is in time is goodput."""
+
+    ttft: float = 10.0
+    tpot: float = 0.1
+
+
+def span(answers: Sequence[Answer]) -> float:
+    """Seconds from the first request to the last answer's end."""
+    return max(answer.ended for answer in answers) - min(answer.sent for answer in answers)
+
+
+def summary(seconds: Sequence[float]) -> dict[str, float] | None:
+    """Mean and percentiles in milliseconds; None of nothing."""
+    if not len(seconds):
+        return None
+    values = np.asarray(seconds) * 1e3
+    p50, p90, p99 = np.percentile(values, [50, 90, 99])
+    return {"mean": float(values.mean()), "p50": float(p50), "p90": float(p90), "p99": float(p99)}
+
+
+def tokens_per_piece(answers: Sequence[Answer]) -> float:
+    return sum(answer.num_output for answer in answers) / sum(len(answer.arrivals) for answer in answers)
+
+
+def summarise(answers: Sequence[Answer], targets: Targets = Targets()) -> Results:  # noqa: B008
+    """What the clients of one load saw."""
+    seconds = span(answers)
+    in_time = [
+        answer.ttft <= targets.ttft and max(answer.per_token, default=0.0) <= targets.tpot
+        for answer in answers
+    ]
+    num_output = sum(answer.num_output for answer in answers)
+    num_prompt = sum(answer.num_prompt for answer in answers)
+    alone, beside = split_gaps(answers)
+    return {
+        "requests": len(answers),
+        "seconds": seconds,
+        "prompt_tokens": num_prompt,
+        "output_tokens": num_output,
+        "requests_per_s": len(answers) / seconds,
+        "goodput_per_s": sum(in_time) / seconds,
+        "met_share": sum(in_time) / len(answers),
+        "output_tokens_per_s": num_output / seconds,
+        "total_tokens_per_s": (num_output + num_prompt) / seconds,
+        "tokens_per_piece": tokens_per_piece(answers),
+        "ttft_ms": summary([answer.ttft for answer in answers]),
+        "between_pieces_ms": summary([gap for answer in answers for gap in answer.gaps]),
+        "between_pieces_alone_ms": summary(alone),
+        "between_pieces_beside_prefill_ms": summary(beside),
+        "share_beside_prefill": len(beside) / max(len(alone) + len(beside), 1),
+        "per_token_ms": summary([seconds for answer in answers for seconds in answer.per_token]),
+        "end_to_end_ms": summary([answer.latency for answer in answers]),
+    }
+
+
+def split_gaps(answers: Sequence[Answer]) -> tuple[list[float], list[float]]:
+    """The gaps between pieces, in seconds: those with nothing beside them, and those of which the greater part
+    passed while another request waited for its first piece, so that its prefill shared their steps."""
+    waits = sorted((answer.sent, answer.arrivals[0]) for answer in answers)
+    starts, ends = [waits[0][0]], [waits[0][1]]
+    for start, end in waits[1:]:
+        if start > ends[-1]:
+            starts.append(start)
+            ends.append(end)
+        else:
+            ends[-1] = max(ends[-1], end)
+    lengths = np.subtract(ends, starts)
+    # Somebody waited for `waited[i]` seconds up to the i-th start or end.
+    bounds = np.stack((starts, ends), axis=1).ravel()
+    waited = np.stack((np.cumsum(lengths) - lengths, np.cumsum(lengths)), axis=1).ravel()
+    alone: list[float] = []
+    beside: list[float] = []
+    for answer in answers:
+        at = np.asarray(answer.arrivals)
+        shares = np.diff(np.interp(at, bounds, waited))
+        for gap, share in zip(np.diff(at).tolist(), shares.tolist(), strict=True):
+            (beside if share > gap / 2 else alone).append(gap)
+    return alone, beside
+
+
+class Steady(NamedTuple):
+    """The steps of a steady time. `gaps`: seconds between two pieces of a client, of all of them.
+    `context`: tokens that a sequence had, in the mean over clients and steps. `begin` and `end` are times of
+    `time.perf_counter`."""
+
+    gaps: list[float]
+    context: float
+    begin: float
+    end: float
+
+    @property
+    def mean_ms(self) -> float:
+        return sum(self.gaps) / len(self.gaps) * 1e3
+
+    @property
+    def median_ms(self) -> float:
+        return float(np.median(self.gaps)) * 1e3
+
+
+def steady(answers: Sequence[Answer]) -> Steady:
+    """Of clients that started together and asked once each. Raises NotSteady."""
+    pieces = tokens_per_piece(answers)
+    if pieces > MOST_TOKENS_A_PIECE:
+        raise NotSteady(f"a piece has {pieces:.3f} tokens, and does not tell when each of them came")
+    begin = max(answer.arrivals[0] for answer in answers)
+    end = min(answer.arrivals[-1] for answer in answers)
+    gaps, contexts = [], []
+    for answer in answers:
+        within = [i for i, at in enumerate(answer.arrivals) if begin <= at <= end]
+        for before, after in pairwise(within):
+            gaps.append(answer.arrivals[after] - answer.arrivals[before])
+            contexts.append(answer.num_prompt + after)  # its piece `after` was computed over so many
+    if len(gaps) < LEAST_STEPS * len(answers):
+        raise NotSteady(
+            f"all {len(answers)} clients decoded together for {len(gaps) / len(answers):.0f} steps; "
+            f"{LEAST_STEPS} are needed: give a longer --output, or room for all of them at once"
+        )
+    return Steady(gaps, sum(contexts) / len(contexts), begin, end)
+
+
+def step_rate_ms(counts: Sequence[tuple[float, int]], begin: float, end: float) -> float | None:
+    """Milliseconds a step by the router's own count of steps, seen at times. The count is renewed now and then:
+    only when it was new is known how old it is. None where it was new but once from `begin` to `end`."""
+    renewed = [
+        (at, steps) for (_, before), (at, steps) in pairwise(counts) if steps != before and begin <= at <= end
+    ]
+    if len(renewed) < 2:
+        return None
+    (first, least), (last, most) = renewed[0], renewed[-1]
+    return (last - first) / (most - least) * 1e3

@@ -1,0 +1,1 @@
+"""Request traces: simulated, and in real time on one machine."""

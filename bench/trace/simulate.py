@@ -1,0 +1,162 @@
+"""What `lightkv simulate` finds, put side by side: last pages, policies, and goodput under load.
+
+    python -m bench.trace.simulate --traces DIRECTORY --out bench/results/simulate.json
+
+Three tables, each row of which is one simulation (`lightkv simulate` runs any of them by itself):
+
+    waste     of the slots in a request's pages, how many are empty, for pages of 16 to 256
+    policies  share of the memory used, and preemptions a request, by admission; all requests wait at the start
+    goodput   requests a second that meet both targets, by admission, at 0.7, 1.0 and 1.3 of saturation; the
+              last row is an oracle that lets the late wait as "timely" does, to tell estimate from order
+
+Without --traces the published ones are left out, and the generated workloads of their lengths stand in. The
+floor of the policies is `sum`, the ceiling the `oracle`.
+"""
+
+import argparse
+import math
+from collections.abc import Iterable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from bench.common.report import parser, print_json, print_machine, print_table, save_json
+from lightkv.router.engine.admission import ADMISSIONS, make_admission
+from lightkv.router.simulate.config import PAGE_SIZES, SimulationConfig
+from lightkv.router.simulate.result import Figures
+from lightkv.router.simulate.simulator import saturation, simulate
+
+FILES = {
+    "azure-conv": "AzureLLMInferenceTrace_conv.csv",
+    "azure-code": "AzureLLMInferenceTrace_code.csv",
+    "sharegpt": "sharegpt_8k_filtered_stats_llama2_tokenizer.csv",
+    "mooncake": "mooncake_conversation_trace.jsonl",
+}
+LOADS = (0.7, 1.0, 1.3)
+POLICY_WORKLOADS = ("decode-heavy", "prefill-heavy", "chat")
+GOODPUT_TRACES = ("azure-conv", "sharegpt")
+PATIENT_ORACLE = "oracle, timely's order"
+LARGE_POOL = 10_000_000  # that nobody waits for; whole prompts in a step: fewer steps, and the same pages
+
+
+def trace_of(name: str, directory: Path | None) -> str:
+    """The published trace, or the workload that has its lengths."""
+    return name if directory is None else str(directory / FILES[name])
+
+
+def waste(name: str, directory: Path | None, requests: int | None) -> list[float]:
+    """Shares for each size of a page."""
+    found = []
+    for page in PAGE_SIZES:
+        config = SimulationConfig(
+            allocation=f"paged:{page}",
+            admission="oracle",
+            capacity=LARGE_POOL,
+            max_num_seqs=1024,
+            prefill_chunk=0,
+            rate=math.inf,
+            requests=requests,
+        )
+        found.append(simulate(trace_of(name, directory), config).figures.last_page_waste_share)
+    return found
+
+
+def policies(name: str, requests: int, capacity: int) -> dict[str, Figures]:
+    """By admission; with everything there at the start."""
+    config = SimulationConfig(capacity=capacity, rate=math.inf, requests=requests)
+    return {
+        admission: simulate(name, replace(config, admission=admission)).figures
+        for admission in ADMISSIONS
+        if admission != "timely"  # all wait alike
+    }
+
+
+def goodput(
+    trace: str,
+    capacity: int,
+    requests: int | None,
+    load: float,
+    saturated: float,
+    admissions: Iterable[str] = ADMISSIONS,
+) -> dict[str, Figures]:
+    """By admission, at one load; and of an oracle in the order of "timely"."""
+    config = SimulationConfig(capacity=capacity, load=load, saturation=saturated, requests=requests)
+    found = {
+        admission: simulate(trace, replace(config, admission=admission)).figures for admission in admissions
+    }
+    patience = make_admission("timely", ttft_target=config.ttft_target).patience
+    patient = replace(config, admission="oracle", patience=patience)
+    return {**found, PATIENT_ORACLE: simulate(trace, patient).figures}
+
+
+def arguments() -> argparse.Namespace:
+    made = parser(__doc__)
+    made.add_argument("--traces", type=Path, help=f"where these are: {', '.join(FILES.values())}")
+    made.add_argument("--parts", nargs="+", default=["policies", "goodput", "waste"], metavar="PART",
+                      choices=["policies", "goodput", "waste"])  # fmt: skip
+    made.add_argument("--capacity", type=int, default=120_000)
+    made.add_argument("--requests", type=int, default=None, help="of each trace (default: all of a file)")
+    made.add_argument("--policy-requests", type=int, default=2000)
+    made.add_argument("--goodput-admissions", nargs="+", default=list(ADMISSIONS), choices=ADMISSIONS,
+                      metavar="NAME", help="the oracle is always among them")  # fmt: skip
+    return made.parse_args()
+
+
+def main() -> None:
+    options = arguments()
+    print_machine()
+    results: dict[str, Any] = {"settings": {
+        "capacity": options.capacity, "requests": options.requests, "published": options.traces is not None,
+        "policy_requests": options.policy_requests,
+    }}  # fmt: skip
+
+    def keep() -> None:
+        save_json("simulate", results, options.out)
+
+    if "policies" in options.parts:
+        found = {name: policies(name, options.policy_requests, options.capacity) for name in POLICY_WORKLOADS}
+        print("\nmemory used / preemptions a request, saturated")
+        rows = []
+        for admission in next(iter(found.values())):
+            cells = [found[name][admission] for name in POLICY_WORKLOADS]
+            shares = [f"{f.memory_used_share:.1%} / {f.num_preemptions / f.num_finished:.2%}" for f in cells]
+            rows.append([admission, *shares])
+        print_table(["admission", *POLICY_WORKLOADS], rows)
+        results["policies"] = {
+            name: {admission: vars(f) for admission, f in by.items()} for name, by in found.items()
+        }
+        keep()
+    if "goodput" in options.parts:
+        results["goodput"] = {}
+        admissions = dict.fromkeys([*options.goodput_admissions, "oracle"])
+        for name in GOODPUT_TRACES:
+            trace = trace_of(name, options.traces)
+            config = SimulationConfig(capacity=options.capacity, requests=options.requests)
+            saturated = saturation(trace, config)
+            results["goodput"][name] = {"saturation": saturated}
+            for load in LOADS:
+                by = goodput(trace, options.capacity, options.requests, load, saturated, admissions)
+                results["goodput"][name][str(load)] = {admission: vars(f) for admission, f in by.items()}
+                keep()
+                print(f"\n{name} at {load} of saturation ({saturated:.2f} requests a second)")
+                rows = [
+                    [admission, f"{f.goodput:.2f}", f"{f.goodput / by['oracle'].goodput:.1%}",
+                     f"{f.met_share:.1%}", f"{f.preempted_share:.2%}", f"{f.memory_used_share:.1%}",
+                     f"{f.ttft_p50:.2f}", f"{f.ttft_p99:.1f}", f"{f.tpot_p99 * 1e3:.0f}"]
+                    for admission, f in by.items()
+                ]  # fmt: skip
+                header = ["admission", "goodput", "of oracle's", "met", "preempted", "used", "TTFT p50 s",
+                          "p99 s", "TPOT p99 ms"]  # fmt: skip
+                print_table(header, rows)
+    if "waste" in options.parts:
+        print("\nempty slots in the pages of a request, mean of its decode life")
+        results["waste"] = {name: waste(name, options.traces, options.requests) for name in FILES}
+        print_table(
+            ["trace", *map(str, PAGE_SIZES)],
+            [[name, *(f"{share:.2%}" for share in shares)] for name, shares in results["waste"].items()],
+        )
+    print_json("simulate", results, options.out)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,242 @@
+"""Which slots are free, and how many. Nothing else: not who holds a slot, nor what is in it.
+
+Which: on the device, where the choice is made and stays. How many: a Python integer, since the size of
+every operation is known before it is launched. The device counts for itself too; `check()` compares.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from lightkv.counts import checked_count
+from lightkv.errors import CheckFailed, InvalidFree, OutOfTokens
+from lightkv.triton_kernels.slots.allocate import (
+    SlotFlag,
+    TableEntries,
+    give_slots,
+    give_slots_reference,
+    new_slot_state,
+    take_run,
+    take_run_reference,
+    take_slots,
+    take_slots_reference,
+)
+from lightkv.triton_kernels.slots.slot_flags import describe_flags
+
+
+class TokenAllocator:
+    """Hands out the slots 1..num_slots-1 of a pool. Slot 0 is padding: never handed out.
+
+    Args:
+        num_slots: slots of the pool, slot 0 included; at least 2.
+        device: where the slots are chosen. On a GPU no verb but `check` synchronises.
+
+    Attributes:
+        mem_state: int32 `[num_slots]` on the device, 1 = free.
+        counters: int32 `[2]` on the device: the device's own count of free slots, and `SlotFlag` bits for
+            `raise_for_flags`. Copy it back with a step's results to check that step for free.
+        device: the device that the slots are chosen on.
+    """
+
+    def __init__(self, num_slots: int, device: torch.device | str) -> None:
+        num_slots = checked_count("num_slots", num_slots, least=0)
+        if not 2 <= num_slots < 2**31:
+            raise ValueError(f"num_slots must be in 2..2**31-1 (slot 0 is padding), got {num_slots}")
+        if torch.device(device).type == "meta":
+            raise ValueError(
+                "the meta device stores nothing, so no slot can be chosen there; give cpu or cuda"
+            )
+        self._state = new_slot_state(num_slots, device)
+        self.mem_state = self._state.mem_state
+        self.counters = self._state.counters
+        self._num_free = self.capacity
+        self.device = self.mem_state.device
+        on_gpu = self.mem_state.is_cuda
+        self._take_slots = take_slots if on_gpu else take_slots_reference
+        self._take_run = take_run if on_gpu else take_run_reference
+        self._give_slots = give_slots if on_gpu else give_slots_reference
+
+    @property
+    def capacity(self) -> int:
+        """The slots that can be handed out: all but slot 0."""
+        return len(self.mem_state) - 1
+
+    @property
+    def num_free(self) -> int:
+        """Free slots by the host's count, which assumes that only slots in use are freed."""
+        return self._num_free
+
+    @property
+    def _mem_cum_sum(self) -> Tensor:
+        """int32 `[num_blocks]` on the device: the prefix sum over blocks that the last large take left."""
+        return self._state.mem_cum_sum
+
+    def alloc(self, n: int, contiguous: bool = False, entries: TableEntries | None = None) -> Tensor:
+        """Take the `n` lowest free slots, ascending; all or nothing.
+
+        Args:
+            n: how many; 0 gives an empty tensor.
+            contiguous: take the lowest run of n consecutive free slots where there is one. Searches a bit
+                a slot of the pool: meant for prompts.
+            entries: n distinct places of a table on the device that the slots are written to as well, in the
+                same kernel.
+
+        Returns:
+            int32 `[n]` on the device.
+
+        Raises:
+            OutOfTokens: fewer than n are free. Nothing has been taken.
+        """
+        self._check_can_take(n)
+        if entries is not None:
+            self._check_entries(entries, n)
+        out = torch.empty(n, dtype=torch.int32, device=self.device)
+        if n and contiguous:
+            self._take_run(self._state, out, entries)
+        elif n:
+            self._take_slots(self._state, out, entries=entries)
+        self._num_free -= n
+        return out
+
+    def free(self, slots: Tensor) -> None:
+        """Give slots back: int32 or int64 `[n]` on the device, in any order.
+
+        A slot that is free already, or is no slot of the pool, is left alone and flagged on the device, so
+        no slot gets two owners; the flag raises InvalidFree with the next `check()` or `raise_for_flags`.
+
+        Raises:
+            InvalidFree: more slots than are in use. Nothing has been freed.
+        """
+        if slots.dim() != 1 or slots.dtype not in (torch.int32, torch.int64) or slots.device != self.device:
+            raise ValueError(
+                f"slots must be int32 or int64 [n] on {self.device}, got {slots.dtype} {tuple(slots.shape)} "
+                f"on {slots.device}"
+            )
+        num_used = self.capacity - self._num_free
+        if len(slots) > num_used:
+            raise InvalidFree(
+                f"{len(slots)} slots given back while {num_used} are in use; free each slot once, and only "
+                "slots of this allocator"
+            )
+        if len(slots):
+            self._give_slots(self._state, slots.contiguous())
+            self._num_free += len(slots)
+
+    def alloc_into(self, out: Tensor, count: Tensor, entries: TableEntries | None = None) -> None:
+        """Take the lowest free slots, as many as the device says: the form to capture in a CUDA graph.
+
+        The host does not learn the count: `claim(n)` before each replay, or each eager call. Without
+        enough free slots out gets those there are, then slot 0, and a flag is set.
+
+        Args:
+            out: int32 `[max_n]` on the device, contiguous: the slots taken, then zeros.
+            count: int32 `[1]` on the device, at most max_n.
+            entries: max_n places of a table on the device that out is written to as well, in the same kernel:
+                a decode step's. Those of the first `count` are distinct; the others get slot 0.
+        """
+        self._check_vector("out", out)
+        self._check_vector("count", count)
+        if len(count) != 1:
+            raise ValueError(f"count must hold one number, got {len(count)}")
+        if entries is not None:
+            self._check_entries(entries, len(out))
+        self._take_slots(self._state, out, count, entries=entries)
+
+    def claim(self, n: int) -> None:
+        """Account on the host for `n` slots that an `alloc_into` about to run will take.
+
+        Raises:
+            OutOfTokens: fewer than n are free: do not run it.
+        """
+        self._check_can_take(n)
+        self._num_free -= n
+
+    def _check_can_take(self, n: int) -> None:
+        if n < 0:
+            raise ValueError(f"the number of slots must be 0 or more, got {n}")
+        if n > self._num_free:
+            raise OutOfTokens(needed=n, free=self._num_free, capacity=self.capacity)
+
+    def _check_vector(self, name: str, tensor: Tensor) -> None:
+        if tensor.dim() != 1 or tensor.dtype != torch.int32 or tensor.device != self.device:
+            raise ValueError(
+                f"{name} must be int32 [n] on {self.device}, got {tensor.dtype} {tuple(tensor.shape)} on "
+                f"{tensor.device}"
+            )
+        if not tensor.is_contiguous():
+            raise ValueError(f"{name} must be contiguous")
+
+    def _check_entries(self, entries: TableEntries, n: int) -> None:
+        table, positions, rows = entries
+        if table.dim() != 2 or table.dtype != torch.int32 or not table.is_contiguous():
+            raise ValueError(
+                f"a table must be contiguous int32 [rows, entries], got {table.dtype} {tuple(table.shape)}"
+            )
+        for name, tensor in (("positions", positions), ("rows", positions if rows is None else rows)):
+            if tensor.shape != (n,) or tensor.dtype != torch.int64 or not tensor.is_contiguous():
+                raise ValueError(
+                    f"{name} must be contiguous int64 [{n}], got {tensor.dtype} {tuple(tensor.shape)}"
+                )
+            if not tensor.device == table.device == self.device:
+                raise ValueError(
+                    f"{name} and their table must be on {self.device}, got {tensor.device}, {table.device}"
+                )
+
+    def check(self) -> None:
+        """Recount everything; synchronises.
+
+        Raises:
+            InvalidFree: a slot was freed that was not in use.
+            CheckFailed: an `alloc_into` fell short, or the counts disagree.
+        """
+        num_counted, flags = self.counters.tolist()
+        raise_for_flags(flags)
+        state = self._state
+        num_slots, num_blocks = len(state.mem_state), len(state.block_free)
+        padded = state.mem_state.new_zeros(num_blocks * state.block_slots)
+        padded[:num_slots] = state.mem_state
+        recounted = padded.view(num_blocks, state.block_slots).sum(dim=1)
+        total = int(recounted.sum())
+        if not total == num_counted == self._num_free:
+            raise CheckFailed(
+                f"{total} slots are free, the device counted {num_counted} and the host {self._num_free}; "
+                "claim() exactly what each alloc_into takes, and write to no tensor of the allocator"
+            )
+        states_valid = bool(((state.mem_state == 0) | (state.mem_state == 1)).all())
+        bits = 1 << torch.arange(state.word_slots, device=self.device)
+        words = (padded.view(-1, state.word_slots) * bits).sum(dim=1)
+        if (
+            not states_valid
+            or bool(state.mem_state[0])
+            or not torch.equal(recounted, state.block_free.long())
+            or not torch.equal(words, state.free_bits.long() & (2**32 - 1))
+            or bool(recounted[: int(state.first_block)].any())
+        ):
+            raise CheckFailed(
+                "mem_state and the free counts or bits of its blocks disagree, or slot 0 is free, or a free "
+                "slot lies before the first block that is searched; something else wrote to the allocator's "
+                "tensors"
+            )
+
+
+def raise_for_flags(flags: int) -> None:
+    """Raise what the flag bits in `counters[1]`, read back to the host, say; nothing if they are 0.
+
+    The flags stay set: the host's count is wrong from then on, and the allocator is to be replaced.
+
+    Raises:
+        InvalidFree: a slot was freed twice, or was none of the pool.
+        CheckFailed: an `alloc_into` found fewer free slots than its count.
+    """
+    bad_gifts = flags & (SlotFlag.DOUBLE_FREE | SlotFlag.OUT_OF_RANGE)
+    if bad_gifts:
+        raise InvalidFree(
+            f"{describe_flags(bad_gifts)}; free each slot once, and only what alloc returned (no other slot "
+            "changed hands, but the host's count is off: make a new allocator)"
+        )
+    if flags & SlotFlag.SHORT:
+        raise CheckFailed(
+            f"{describe_flags(SlotFlag.SHORT)}: an alloc_into wrote slot 0 for the rest; discard that step, "
+            "claim() its count before each run, and make a new allocator"
+        )

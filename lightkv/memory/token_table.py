@@ -1,0 +1,78 @@
+"""(row, position) → slot: the table that the kernels read.
+
+Knows neither who a row belongs to nor which slots are free. Row 0 is padding, all of it slot 0. What a row
+holds beyond its sequence's length is stale and names no slot of that sequence.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from lightkv.counts import checked_count
+
+from .staging import upload
+
+
+class KVIndices(NamedTuple):
+    """A batch's slots as FlashInfer takes them, at one token a page. All int32, on the table's device."""
+
+    kv_indptr: torch.Tensor  # [B + 1]
+    kv_indices: torch.Tensor  # [sum(lengths)]
+    kv_last_page_len: torch.Tensor  # [B], ones
+
+
+class TokenTable:
+    """`req_to_token`: int32 `[max_sequences + 1, max_entries]` on `device`."""
+
+    def __init__(self, max_sequences: int, max_entries: int, device: torch.device) -> None:
+        self.max_sequences = checked_count("max_sequences", max_sequences)
+        self.max_entries = checked_count("max_entries", max_entries)
+        self.device = device
+        shape = self.max_sequences + 1, self.max_entries
+        self.req_to_token = torch.zeros(shape, dtype=torch.int32, device=device)
+        self._flat = self.req_to_token.view(-1)
+
+    def entries(
+        self,
+        rows: Sequence[int] | np.ndarray,
+        starts: Sequence[int] | np.ndarray,
+        counts: Sequence[int] | np.ndarray,
+    ) -> np.ndarray:
+        """Where row `rows[i]`'s positions `starts[i] : starts[i] + counts[i]` are in the flattened table.
+
+        int64 `[sum(counts)]` on the host, packed in order. Raises IndexError for what lies outside the table.
+        """
+        numbers = np.array((rows, starts, counts), dtype=np.int64)
+        row, start, count = numbers
+        if row.size and (
+            numbers.min() < 0 or row.max() > self.max_sequences or (start + count).max() > self.max_entries
+        ):
+            raise IndexError(
+                f"rows {row.min()} to {row.max()} up to position {(start + count).max()}, in a table of "
+                f"{self.max_sequences + 1} rows of {self.max_entries} entries"
+            )
+        first = row * self.max_entries + start
+        if len(count) == 1:  # a prompt
+            return np.arange(first[0], first[0] + count[0])
+        ends = count.cumsum()
+        if ends.size and ends[-1] == len(count) and count.all():  # a decode step
+            return first
+        return np.repeat(first - ends + count, count) + np.arange(ends[-1] if ends.size else 0)
+
+    def read(self, entries: torch.Tensor) -> torch.Tensor:
+        """The slots at `entries` (int64 `[n]` on the table's device): int32 `[n]`."""
+        return self._flat.index_select(0, entries)
+
+    def slots(self, row: int, start: int, end: int) -> torch.Tensor:
+        """The slots of `row` at positions [start, end): int32, a view of the table."""
+        return self.req_to_token[row, start:end]
+
+    def kv_indices(self, rows: Sequence[int], lengths: Sequence[int]) -> KVIndices:
+        """The first `lengths[i]` slots of each of `rows`, packed. Host numbers in, one upload, no wait."""
+        entries = self.entries(rows, np.zeros(len(rows), dtype=np.int64), lengths)
+        indptr = np.zeros(len(rows) + 1, dtype=np.int32)
+        np.cumsum(lengths, out=indptr[1:])
+        kv_indptr, last, at = upload([indptr, np.ones(len(rows), dtype=np.int32), entries], self.device)
+        return KVIndices(kv_indptr, self.read(at), last)

@@ -1,0 +1,169 @@
+"""The service in Prometheus' text format: vLLM's names where it has one for the same thing, or else lightkv's.
+
+Counts of tokens and requests come from the router's latest status; times are observed here, in the API process,
+as its clients are served. While the router is silent, what it last said of the present is left out.
+"""
+
+import time
+from collections.abc import Callable, Iterator
+
+from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, InfoMetricFamily, Metric
+
+from lightkv.router.service.messages import Load
+from lightkv.router.service.router_client import Heard
+
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+
+_TTFT_BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 40, 80, 160)
+_INTER_TOKEN_BUCKETS = (0.002, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1, 2.5, 10)
+_E2E_BUCKETS = (0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 40, 80, 160, 320, 640, 1280)
+
+# Name, what it is, and how it is read off the router's counts.
+_GAUGES: tuple[tuple[str, str, Callable[[Load], float]], ...] = (
+    ("vllm:num_requests_running", "Requests admitted and not finished.", lambda load: load.num_running),
+    ("vllm:num_requests_waiting", "Requests not admitted yet.", lambda load: load.num_waiting),
+    (
+        "vllm:kv_cache_usage_perc",
+        "Share of the pool that running requests hold (1 is all of it).",
+        lambda load: load.held / load.capacity if load.capacity else 0.0,
+    ),
+    ("lightkv:capacity_tokens", "Tokens that the pool holds.", lambda load: load.capacity),
+    ("lightkv:free_tokens", "Tokens of the pool that nothing uses.", lambda load: load.free),
+    ("lightkv:held_tokens", "Tokens that running requests hold.", lambda load: load.held),
+    ("lightkv:cached_tokens", "Tokens kept for requests to come.", lambda load: load.cached),
+    (
+        "lightkv:forecast_peak_tokens",
+        "The most tokens that what runs now may come to hold.",
+        lambda load: load.forecast_peak,
+    ),
+    (
+        "lightkv:reached_peak_tokens",
+        "The most tokens held in any step so far.",
+        lambda load: load.reached_peak,
+    ),
+    ("lightkv:step_age_seconds", "Since the last step ended, while work waits.", lambda load: load.step_age),
+)
+_COUNTERS: tuple[tuple[str, str, Callable[[Load], float]], ...] = (
+    ("vllm:prompt_tokens", "Prompt tokens of admitted requests.", lambda load: load.prompt_tokens),
+    ("vllm:generation_tokens", "Tokens generated.", lambda load: load.generated_tokens),
+    ("vllm:num_preemptions", "Running requests paused to make room.", lambda load: load.num_pauses),
+    (
+        "lightkv:recomputed_tokens",
+        "Tokens computed again after pauses.",
+        lambda load: load.recomputed_tokens,
+    ),
+    ("vllm:prefix_cache_queries", "Prompt tokens looked up in the cache.", lambda load: load.prompt_tokens),
+    ("vllm:prefix_cache_hits", "Prompt tokens found in the cache.", lambda load: load.hit_tokens),
+    ("lightkv:steps", "Steps of the model.", lambda load: load.num_steps),
+    (
+        "lightkv:ledger_checks",
+        "Comparisons of the device's count of free tokens with the ledger's.",
+        lambda load: load.num_ledger_checks,
+    ),
+    (
+        "lightkv:worker_starts",
+        "Times that the model's process was started.",
+        lambda load: load.num_worker_starts,
+    ),
+    ("lightkv:router_seconds", "The router's own time in steps.", lambda load: load.router_seconds),
+)
+
+
+class ServiceMetrics:
+    """All series of one service. `heard` gives the router's latest word when it is asked for.
+
+    `ttft`, `inter_token`, `e2e` (seconds) and `finished` are what answers' clocks observe.
+    """
+
+    def __init__(self, model: str, heard: Callable[[], Heard]) -> None:
+        registry = CollectorRegistry()
+
+        def histogram(name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
+            family = Histogram(name, text, ["model_name"], buckets=buckets, registry=registry)
+            return family.labels(model)
+
+        self._registry = registry
+        self.ttft = histogram(
+            "vllm:time_to_first_token_seconds", "From a request to its first token.", _TTFT_BUCKETS
+        )
+        self.inter_token = histogram(
+            "vllm:inter_token_latency_seconds", "From one token to the next.", _INTER_TOKEN_BUCKETS
+        )
+        self.e2e = histogram("vllm:e2e_request_latency_seconds", "From a request to its end.", _E2E_BUCKETS)
+        self.finished = Counter(
+            "vllm:request_success",
+            "Answers that have ended, by how.",
+            ["model_name", "finished_reason"],
+            registry=registry,
+        )
+        self.model = model
+        registry.register(_RouterCollector(model, heard))
+
+    def begin(self) -> "AnswerClock":
+        """The clock of an answer that is asked for now."""
+        return AnswerClock(self)
+
+    def text(self) -> bytes:
+        """Every series, in Prometheus' text format (`CONTENT_TYPE`)."""
+        return generate_latest(self._registry)
+
+
+class AnswerClock:
+    """Times one answer; made by `ServiceMetrics.begin`. Once `finish` was called, nothing more is counted."""
+
+    def __init__(self, metrics: ServiceMetrics) -> None:
+        self._metrics = metrics
+        self._begun = time.monotonic()
+        self._last: float | None = None
+
+    def token(self) -> None:
+        """A token has come. Several that came together are one interval and then none: nobody waited."""
+        now = time.monotonic()
+        if self._last is None:
+            self._metrics.ttft.observe(now - self._begun)
+        else:
+            self._metrics.inter_token.observe(now - self._last)
+        self._last = now
+
+    def finish(self, reason: str) -> None:
+        """It has ended: "stop", "length", "abort", "error" or "lost"."""
+        self._metrics.e2e.observe(time.monotonic() - self._begun)
+        self._metrics.finished.labels(self._metrics.model, reason).inc()
+
+
+class _RouterCollector:
+    """The router's counts as they stand when they are asked for."""
+
+    def __init__(self, model: str, heard: Callable[[], Heard]) -> None:
+        self._model = model
+        self._heard = heard
+
+    def collect(self) -> Iterator[Metric]:
+        heard = self._heard()
+        load = heard.status.load
+        if not heard.is_silent:
+            for name, text, read in _GAUGES:
+                yield self._gauge(name, text, read(load))
+        for name, text, read in _COUNTERS:
+            counter = CounterMetricFamily(name, text, labels=["model_name"])
+            counter.add_metric([self._model], read(load))
+            yield counter
+        yield self._gauge("lightkv:ready", "Whether requests are taken.", float(heard.takes_requests))
+        yield self._gauge("lightkv:router_silence_seconds", "Since the router last reported.", heard.age)
+        info = heard.status.info
+        if info is not None:
+            family = InfoMetricFamily("vllm:cache_config", "The K/V pool.", labels=["model_name"])
+            config = {
+                "block_size": "1",
+                "num_gpu_blocks": str(info.capacity),
+                "cache_dtype": info.dtype,
+                "pool_bytes": str(info.pool_bytes),
+            }
+            family.add_metric([self._model], config)
+            yield family
+
+    def _gauge(self, name: str, text: str, value: float) -> GaugeMetricFamily:
+        gauge = GaugeMetricFamily(name, text, labels=["model_name"])
+        gauge.add_metric([self._model], value)
+        return gauge

@@ -1,0 +1,428 @@
+"""OpenAI's requests and responses as types: what clients send, checked, and what they are sent.
+
+Requests are pydantic models: types are checked exactly and null means the default. Fields that other servers
+carry out and this one does not are refused by name (`unsupported_fields.py`); names that no server has are
+ignored. Ranges are `SamplingParams`' own. Responses are typed dicts: pydantic documents them, msgspec writes
+them. Knows no HTTP, no router and no model.
+"""
+
+from typing import Annotated, Any, Literal, NotRequired
+
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+from typing_extensions import TypedDict
+
+from lightkv.router.api import unsupported_fields
+from lightkv.router.api.unsupported_fields import refuse_unsupported
+from lightkv.router.sampling_params import InvalidParams, SamplingParams
+
+DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's for plain completions
+MIN_JSON_LOGPROB = -9999.0  # JSON has no -inf: what vLLM writes in its place
+MAX_PRIORITY = 2**31 - 1
+
+
+def _mended(text: str) -> str:
+    """Half surrogate pairs, which JSON can carry and UTF-8 cannot, become U+FFFD (as in `Tokenizer.encode`)."""
+    return text if text.isascii() else text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+
+
+Text = Annotated[str, AfterValidator(_mended)]
+# A list of a million wrong items is one error, not a million.
+Ids = Annotated[list[int], Field(fail_fast=True)]
+Texts = Annotated[list[Text], Field(fail_fast=True)]
+
+
+class RequestBody(BaseModel):
+    """What all request bodies have in common."""
+
+    model_config = ConfigDict(strict=True, extra="ignore", hide_input_in_errors=True)
+
+    model: str | None = Field(None, description="One of /v1/models; the service's only one if left out.")
+
+
+class StreamOptions(BaseModel):
+    """What a stream carries besides text."""
+
+    model_config = ConfigDict(strict=True, extra="ignore")
+
+    include_usage: bool | None = Field(None, description="End with a chunk of counts and no choices.")
+    continuous_usage_stats: bool | None = Field(None, description="Counts so far in every chunk.")
+    include_obfuscation: Literal[False] | None = Field(None, description="Chunks are not padded.")
+
+
+class GenerationRequest(RequestBody):
+    """The fields that completions and chat share. Those after `user` are extensions, named as in vLLM."""
+
+    model_config = ConfigDict(
+        extra="allow"
+    )  # what stands in no type is looked up among the unsupported fields
+
+    n: int | None = Field(None, description="Answers to each prompt; 1 by default.")
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    max_tokens: int | None = None
+    max_completion_tokens: int | None = Field(None, description="As max_tokens, which it replaces.")
+    temperature: float | None = None
+    top_p: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    logit_bias: dict[str, Any] | None = Field(None, description="Token id, as a string, to a number.")
+    seed: int | None = None
+    stop: Text | Texts | None = None
+    user: Any = None
+
+    min_tokens: int | None = Field(
+        None,
+        description="No end token, stop token or stop string ends an answer before it has this many tokens.",
+    )
+    top_k: int | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    stop_token_ids: Ids | None = None
+    ignore_eos: bool | None = None
+    include_stop_str_in_output: bool | None = None
+    skip_special_tokens: bool | None = Field(
+        None, description="Leave special tokens out of the text; on by default."
+    )
+    add_special_tokens: bool | None = Field(
+        None,
+        description="Put the tokenizer's special tokens around a prompt: by default around a text, and not "
+        "around a chat, whose template writes them.",
+    )
+    truncate_prompt_tokens: int | None = Field(
+        None,
+        description="Keep this many of a prompt's last tokens; -1: as many as max_tokens leaves room for.",
+    )
+    priority: int | None = Field(
+        None,
+        ge=-MAX_PRIORITY,
+        le=MAX_PRIORITY,
+        description="Lower runs first; 0 by default. A unit is worth a minute of waiting. Below 0 needs "
+        "--allow-priority.",
+    )
+    cache_salt: Text | None = Field(
+        None, max_length=1024, description="Prefixes are shared only among requests of one salt."
+    )
+
+    @property
+    def includes_usage(self) -> bool:
+        """Does a stream end with its counts?"""
+        return self.stream_options is not None and bool(self.stream_options.include_usage)
+
+    @property
+    def has_running_usage(self) -> bool:
+        """Does every chunk of a stream carry the counts so far?"""
+        return self.stream_options is not None and bool(self.stream_options.continuous_usage_stats)
+
+    @property
+    def namespace(self) -> tuple[str, ...]:
+        """Within which prefixes are shared."""
+        return (self.cache_salt,) if self.cache_salt else ()
+
+    def given_max_tokens(self, default: int) -> int:
+        """How many tokens an answer may have, or `default` where the request does not say."""
+        given = (self.max_completion_tokens, self.max_tokens, default)
+        return next(value for value in given if value is not None)
+
+    def num_kept(self, max_tokens: int, max_model_len: int) -> int | None:
+        """How many of a prompt's last tokens are kept; None for all of them. Raises InvalidParams."""
+        kept = self.truncate_prompt_tokens
+        if kept is None:
+            return None
+        if kept != -1 and not 1 <= kept <= max_model_len:
+            allowed = f"-1, or 1 to {max_model_len}, which is the context's length"
+            raise InvalidParams("truncate_prompt_tokens", kept, allowed)
+        return max(max_model_len - max_tokens, 1) if kept == -1 else kept
+
+    def sampling_params(self, max_tokens: int, logprobs: int | None) -> SamplingParams:
+        """Of all n answers. Raises InvalidParams."""
+        if self.stream_options is not None and not self.stream:
+            raise InvalidParams("stream_options", "an object", "it only together with stream: true")
+        fields: dict[str, Any] = {
+            name: value for name in _SAMPLING_FIELDS if (value := getattr(self, name)) is not None
+        }
+        if self.logit_bias is not None:
+            fields["logit_bias"] = _by_token(self.logit_bias)
+        return SamplingParams(max_tokens=max_tokens, logprobs=logprobs, **fields)
+
+
+_SAMPLING_FIELDS = sorted(set(SamplingParams.__struct_fields__) & set(GenerationRequest.model_fields))
+_SAMPLING_FIELDS.remove("max_tokens")
+_SAMPLING_FIELDS.remove("logit_bias")
+
+
+class CompletionRequest(GenerationRequest):
+    """The body of POST /v1/completions."""
+
+    prompt: Text | Texts | Ids | Annotated[list[Ids], Field(fail_fast=True)] = Field(
+        description="A text, its token ids, or a list of either."
+    )
+    logprobs: int | None = Field(None, description="Likeliest alternatives with each token, 0 to 20.")
+    echo: bool | None = Field(None, description="Put the prompt before each answer; not with logprobs.")
+
+    @property
+    def prompts(self) -> list[str | list[int]]:
+        """One or several, each a text or its token ids."""
+        if isinstance(self.prompt, str):
+            return [self.prompt]
+        if self.prompt and isinstance(self.prompt[0], int):
+            return [self.prompt]
+        return self.prompt  # type: ignore[return-value]
+
+    def params(self) -> SamplingParams:
+        """Of all n answers to each prompt. Raises InvalidParams."""
+        refuse_unsupported(self.model_extra or {}, unsupported_fields.COMPLETIONS, self.n or 1)
+        if self.echo and self.logprobs is not None:
+            raise InvalidParams("echo", self.echo, "it without logprobs: a prompt's are not computed")
+        return self.sampling_params(self.given_max_tokens(DEFAULT_COMPLETION_TOKENS), self.logprobs)
+
+
+class TextPart(BaseModel):
+    """A piece of a message's content."""
+
+    model_config = ConfigDict(strict=True, extra="ignore")
+
+    type: Literal["text"]
+    text: Text
+
+
+class ChatMessage(BaseModel):
+    """One turn of a chat. Further fields (name, tool_calls …) go to the chat template as they are; those that
+    ask for more than a template can do are refused."""
+
+    model_config = ConfigDict(strict=True, extra="allow")
+
+    role: str
+    content: Text | Annotated[list[TextPart], Field(fail_fast=True)] | None = None
+
+    def plain(self) -> dict[str, Any]:
+        """As chat templates expect it: the content is one text. Raises InvalidParams."""
+        refuse_unsupported(self.model_extra or {}, unsupported_fields.MESSAGES)
+        content = self.content
+        if not isinstance(content, str):
+            content = "\n".join(part.text for part in content or ())
+        return {**(self.model_extra or {}), "role": self.role, "content": content}
+
+
+Messages = Annotated[list[ChatMessage], Field(fail_fast=True, min_length=1)]
+
+
+class ChatRequest(GenerationRequest):
+    """The body of POST /v1/chat/completions."""
+
+    messages: Messages
+    logprobs: bool | None = None
+    top_logprobs: int | None = Field(None, description="Likeliest alternatives, 0 to 20; with logprobs.")
+    add_generation_prompt: bool | None = Field(None, description="Begin an assistant's turn; on by default.")
+    chat_template_kwargs: dict[str, Any] | None = Field(
+        None, description="Further variables of the model's chat template, by name."
+    )
+
+    def params(self, max_tokens_left: int) -> SamplingParams:
+        """Of all n answers, of at most `max_tokens_left` tokens if it does not say. Raises InvalidParams."""
+        refuse_unsupported(self.model_extra or {}, unsupported_fields.CHAT, self.n or 1)
+        if self.top_logprobs and not self.logprobs:
+            raise InvalidParams("top_logprobs", self.top_logprobs, "it together with logprobs: true")
+        max_tokens = self.given_max_tokens(max_tokens_left)
+        return self.sampling_params(max_tokens, (self.top_logprobs or 0) if self.logprobs else None)
+
+
+class TokenizeRequest(RequestBody):
+    """The body of POST /tokenize: a prompt, or the messages of a chat."""
+
+    model_config = ConfigDict(extra="allow")
+
+    prompt: Text | None = None
+    messages: Messages | None = None
+    add_special_tokens: bool | None = Field(
+        None, description="On by default for a prompt, and off for a chat."
+    )
+    add_generation_prompt: bool | None = Field(None, description="Of a chat; on by default.")
+    chat_template_kwargs: dict[str, Any] | None = Field(
+        None, description="Of a chat, as in a chat completion."
+    )
+    return_token_strs: bool | None = None
+
+
+class DetokenizeRequest(RequestBody):
+    """The body of POST /detokenize."""
+
+    tokens: Annotated[list[Annotated[int, Field(ge=0, le=2**31 - 1)]], Field(fail_fast=True)]
+
+
+class PromptTokensDetails(TypedDict):
+    cached_tokens: int
+
+
+class Usage(TypedDict):
+    """Tokens. Each prompt counts once, however many answers it has. The details are null unless the service
+    reports them."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: PromptTokensDetails | None
+
+
+FinishReason = Literal["stop", "length"]
+
+
+class CompletionLogprobs(TypedDict):
+    """One entry a token; `text_offset` is where it begins in the choice's text."""
+
+    tokens: list[str]
+    token_logprobs: list[float]
+    top_logprobs: list[dict[str, float]]
+    text_offset: list[int]
+
+
+class CompletionChoice(TypedDict):
+    index: int
+    text: str
+    logprobs: CompletionLogprobs | None
+    finish_reason: FinishReason | None
+
+
+class CompletionBody(TypedDict):
+    """Of a whole answer, and of each chunk of a stream."""
+
+    id: str
+    object: Literal["text_completion"]
+    created: int
+    model: str
+    choices: list[CompletionChoice]
+    usage: NotRequired[Usage | None]
+
+
+class TopLogprob(TypedDict):
+    token: str
+    logprob: float
+    bytes: list[int]
+
+
+class ChatTokenLogprob(TopLogprob):
+    top_logprobs: list[TopLogprob]
+
+
+class ChatLogprobs(TypedDict):
+    content: list[ChatTokenLogprob]
+
+
+class AssistantMessage(TypedDict):
+    role: Literal["assistant"]
+    content: str
+
+
+class ChatChoice(TypedDict):
+    index: int
+    message: AssistantMessage
+    logprobs: ChatLogprobs | None
+    finish_reason: FinishReason | None
+
+
+class ChatBody(TypedDict):
+    id: str
+    object: Literal["chat.completion"]
+    created: int
+    model: str
+    choices: list[ChatChoice]
+    usage: Usage
+
+
+class Delta(TypedDict, total=False):
+    role: Literal["assistant"]
+    content: str
+
+
+class ChunkChoice(TypedDict):
+    index: int
+    delta: Delta
+    logprobs: ChatLogprobs | None
+    finish_reason: FinishReason | None
+
+
+class ChatChunk(TypedDict):
+    id: str
+    object: Literal["chat.completion.chunk"]
+    created: int
+    model: str
+    choices: list[ChunkChoice]
+    usage: NotRequired[Usage | None]
+
+
+class ErrorDetails(TypedDict):
+    """`param`: the field at fault, if one is. `code`: the HTTP status."""
+
+    message: str
+    type: str
+    param: str | None
+    code: int
+
+
+class ErrorBody(TypedDict):
+    error: ErrorDetails
+
+
+class Model(TypedDict):
+    id: str
+    object: Literal["model"]
+    created: int
+    owned_by: str
+    max_model_len: int
+
+
+class ModelList(TypedDict):
+    object: Literal["list"]
+    data: list[Model]
+
+
+class Tokenized(TypedDict):
+    count: int
+    max_model_len: int
+    tokens: list[int]
+    token_strs: list[str] | None
+
+
+class Detokenized(TypedDict):
+    prompt: str
+
+
+class Health(TypedDict):
+    """`step_age`: seconds since the last step ended, while work waits. `router_silence`: seconds since the
+    router last reported."""
+
+    healthy: bool
+    state: Literal["starting", "ready", "draining", "dead"]
+    step_age: float
+    router_silence: float
+
+
+class Ready(TypedDict):
+    ready: bool
+    state: Literal["starting", "ready", "draining", "dead"]
+    detail: str
+
+
+class Version(TypedDict):
+    version: str
+
+
+def error_body(status: int, message: str, param: str | None = None) -> ErrorBody:
+    """OpenAI's error object, whose `type` follows from the HTTP status."""
+    kinds = {
+        401: "authentication_error",
+        404: "not_found_error",
+        429: "rate_limit_error",
+        503: "service_unavailable_error",
+    }
+    kind = kinds.get(status, "invalid_request_error" if status < 500 else "internal_error")
+    return {"error": {"message": message, "type": kind, "param": param, "code": status}}
+
+
+def _by_token(logit_bias: dict[str, Any]) -> dict[int, Any]:
+    """JSON's keys are strings. Raises InvalidParams for one that is no token id."""
+    by_token = {}
+    for key, bias in logit_bias.items():
+        if not (key.isascii() and key.isdecimal() and len(key) <= 10):
+            raise InvalidParams("logit_bias", key, "token ids, as strings, to numbers")
+        by_token[int(key)] = bias
+    return by_token

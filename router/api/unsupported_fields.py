@@ -1,0 +1,148 @@
+"""The fields of a request that other servers carry out and this one does not, and the values of them that pass.
+
+A value passes if the answer is the same with and without it. Every other value is refused by the field's name,
+so that no client takes an answer for what it did not ask for. docs/clients.md has the same table, with
+examples.
+"""
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from lightkv.router.sampling_params import InvalidParams
+
+
+class Unsupported(NamedTuple):
+    """One field. `harmless`: the values that change nothing, besides null. `instead`: what a client can do."""
+
+    field: str
+    harmless: tuple[Any, ...] = ()
+    instead: str = "null: this service does not do it"
+
+
+_CONSTRAINED = "null: this service does not constrain the text"
+_TOOLS = "none: this service does not call tools"
+_REASONING = "null, or set what the model's chat template reads in chat_template_kwargs"
+_MEDIA = "null: this service reads and writes text alone"
+_LOGPROBS = "null: log-probabilities are computed of an answer's tokens, and of the likeliest at each"
+_SAMPLER = "a value that switches it off: this service has no such step in its sampler"
+_RESULT = "false: the answer's form is fixed"
+_TRANSFER = "null: this service computes its K/V itself"
+
+
+def _each(names: str, harmless: tuple[Any, ...], instead: str) -> tuple[Unsupported, ...]:
+    return tuple(Unsupported(name, harmless, instead) for name in names.split())
+
+
+UNSUPPORTED = (
+    # The form of the text
+    *_each("guided_json guided_regex guided_choice guided_grammar structural_tag", (), _CONSTRAINED),
+    *_each("regex ebnf json_schema grammar", (), _CONSTRAINED),
+    Unsupported("guided_json_object", (False,), _CONSTRAINED),
+    Unsupported("structured_outputs", ({},), _CONSTRAINED),
+    Unsupported("response_format", ({"type": "text"},), 'null, or {"type": "text"}'),
+    Unsupported("stop_regex", ([],), "null; stop takes strings"),
+    # Tools
+    Unsupported("tools", ([],), 'none, or tool_choice "none"'),
+    Unsupported("tool_choice", ("none", "auto"), '"none" or "auto": this service does not call tools'),
+    Unsupported("parallel_tool_calls", (True, False), _TOOLS),
+    Unsupported("functions", ([],), _TOOLS),
+    Unsupported("function_call", ("none", "auto"), '"none" or "auto": this service does not call tools'),
+    # The prompt
+    Unsupported("suffix", ("",), "none: text is only continued at its end"),
+    Unsupported("chat_template", (), "null: the template is the model's own"),
+    Unsupported("documents", ([],), "null, and put the documents into a message"),
+    Unsupported("continue_final_message", (False,), "false, or continue the text as a plain completion"),
+    Unsupported("truncation_side", ("left",), '"left": the last tokens of a prompt are kept'),
+    *_each("prompt_embeds input_embeds", (), "null, and the prompt as text or token ids"),
+    Unsupported("input_ids", (), "null, and the prompt as token ids to /v1/completions"),
+    Unsupported("safe_prompt", (False,), "false, and put the instruction into a message"),
+    Unsupported("task", (), "null, and put the instruction into a message"),
+    # Reasoning
+    *_each("reasoning_effort thinking_token_budget thinking_budget thinking enable_thinking", (), _REASONING),
+    Unsupported("reasoning", ({},), _REASONING),
+    Unsupported("include_reasoning", (True,), "true: reasoning stands in the text as the model wrote it"),
+    Unsupported("verbosity", ("medium",), '"medium", and put the wish into a message'),
+    # The choice of tokens
+    Unsupported("best_of", (), "none, or the same as n"),
+    Unsupported("use_beam_search", (False,), "false: this service samples"),
+    *_each("num_beams num_return_sequences", (1,), "1, or n for more answers"),
+    Unsupported("length_penalty", (1,), "1: it is for beam search, and this service samples"),
+    Unsupported("early_stopping", (False,), "false: it is for beam search, and this service samples"),
+    Unsupported("bad_words", ([],), "none, or a logit_bias of -100 for their tokens"),
+    Unsupported("allowed_token_ids", (), "null, or a logit_bias for them"),
+    *_each("logits_processors custom_logit_processor", ([],), "none: no code is taken from requests"),
+    *_each("custom_params vllm_xargs session_params", ({},), "none: this service has no extensions"),
+    Unsupported("repetition_detection", (), _SAMPLER),
+    Unsupported("watermarking", (False,), _SAMPLER),
+    *_each("typical_p tfs tfs_z encoder_repetition_penalty", (1,), _SAMPLER),
+    *_each("top_a mirostat mirostat_mode epsilon_cutoff eta_cutoff smoothing_factor", (0,), _SAMPLER),
+    *_each("dynatemp_range dynatemp_min dynatemp_max dry_multiplier xtc_probability", (0,), _SAMPLER),
+    Unsupported("no_repeat_ngram_size", (0,), _SAMPLER),
+    Unsupported("repeat_penalty", (1,), "1; the field is repetition_penalty here"),
+    Unsupported("random_seed", (), "null; the field is seed here"),
+    Unsupported("do_sample", (True,), "true; temperature 0 always takes the likeliest token"),
+    *_each("max_new_tokens max_length n_predict num_predict", (), "null; the field is max_tokens here"),
+    *_each("min_new_tokens min_length", (0,), "0; the field is min_tokens here"),
+    *_each("stop_sequences stop_words", ([],), "none; the field is stop here"),
+    Unsupported("no_stop_trim", (False,), "false; the field is include_stop_str_in_output here"),
+    Unsupported("options", ({},), "none: each option is a field of its own here"),
+    Unsupported("lora_path", (), "null: this service has one model, without adapters"),
+    # What is returned
+    Unsupported("prompt_logprobs", (), "null: a prompt's are not computed"),
+    Unsupported("logprob_token_ids", (), _LOGPROBS),
+    *_each("return_token_ids return_tokens_as_token_ids return_prompt_token_ids", (False,), _RESULT),
+    *_each("return_prompt_text return_token_offsets return_hidden_states", (False,), _RESULT),
+    *_each("return_routed_experts return_cached_tokens_details return_meta_info", (False,), _RESULT),
+    Unsupported("detokenize", (True,), "true: an answer is text"),
+    Unsupported("store", (False,), "false: answers are not kept"),
+    Unsupported("moderation", (), "null: answers are not judged"),
+    Unsupported("service_tier", ("auto", "default"), '"auto" or "default"; priority orders requests here'),
+    Unsupported("web_search_options", (), "null: this service reaches no network"),
+    # Sound and pictures
+    Unsupported("modalities", (["text"],), '["text"]: this service reads and writes text alone'),
+    Unsupported("audio", (), _MEDIA),
+    *_each("mm_processor_kwargs media_io_kwargs images_config", ({},), _MEDIA),
+    # The cache
+    *_each("kv_transfer_params ec_transfer_params", ({},), _TRANSFER),
+    *_each("bootstrap_host bootstrap_port bootstrap_room", (), _TRANSFER),
+    Unsupported("extra_key", (), "null; the field is cache_salt here"),
+)
+UNSUPPORTED_ON_CHAT = (Unsupported("echo", (False,), "false: an answer does not repeat the chat"),)
+UNSUPPORTED_ON_COMPLETIONS = (
+    Unsupported("top_logprobs", (0,), "null; logprobs is their number here"),
+    Unsupported("chat_template_kwargs", ({},), "null: a plain completion has no chat template"),
+)
+UNSUPPORTED_IN_MESSAGES = (
+    *_each("prefix partial", (False,), "false, or continue the text as a plain completion"),
+    Unsupported("audio", (), _MEDIA),
+    *_each("images videos audios", ([],), _MEDIA),
+)
+
+_BY_NAME = {one.field: one for one in UNSUPPORTED}
+CHAT = _BY_NAME | {one.field: one for one in UNSUPPORTED_ON_CHAT}
+COMPLETIONS = _BY_NAME | {one.field: one for one in UNSUPPORTED_ON_COMPLETIONS}
+MESSAGES = {one.field: one for one in UNSUPPORTED_IN_MESSAGES}
+
+
+def refuse_unsupported(given: Mapping[str, Any], unsupported: Mapping[str, Unsupported], n: int = 1) -> None:
+    """Raises InvalidParams for the first field of `given` whose value `unsupported` does not let pass.
+
+    `n`: the number of answers. `best_of` is harmless where it equals that, and `tools` are where none is to be
+    called. Fields that stand in no table are ignored.
+    """
+    for field, value in given.items():
+        known = unsupported.get(field)
+        if known is None or value is None or any(_same(value, one) for one in known.harmless):
+            continue
+        if field == "best_of" and _same(value, n):
+            continue
+        if field == "tools" and given.get("tool_choice") == "none":
+            continue
+        if field == "functions" and given.get("function_call") == "none":
+            continue
+        raise InvalidParams(field, value, known.instead)
+
+
+def _same(value: Any, other: Any) -> bool:
+    """Are they the same in JSON? There, unlike in Python, true is not 1."""
+    return isinstance(value, bool) == isinstance(other, bool) and bool(value == other)

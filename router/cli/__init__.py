@@ -1,0 +1,1 @@
+"""The command `lightkv`, and the demo."""

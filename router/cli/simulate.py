@@ -1,0 +1,191 @@
+"""The commands `lightkv simulate`, a trace through the engine's loop with a step-time model for a device, and
+`lightkv simulate-report`, which draws what that found.
+
+Knows typer and the terminal. Standard output has the figures, of which the last line is one JSON object with
+all; progress goes to standard error.
+"""
+
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from os.path import realpath
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import msgspec
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import Progress as Bars
+
+from lightkv.errors import LightKVError
+from lightkv.router.simulate.config import SimulationConfig
+from lightkv.router.simulate.output_file import UnwritableFile, check_writable, write_whole
+from lightkv.router.terminal import say
+
+if TYPE_CHECKING:
+    from lightkv.router.simulate.result import SimulationResult
+
+Takes = Callable[[Callable[..., None]], Callable[..., None]]
+
+_EXAMPLES = (
+    "lightkv simulate",
+    "lightkv simulate sharegpt --load 1.3 --admission quantile",
+    "lightkv simulate AzureLLMInferenceTrace_conv.csv --allocation paged:16 --admission watermark",
+    "lightkv simulate chat --rate inf --requests 20000 --out chat.json",
+    "lightkv simulate chat --load 1.3 --admission timely --report timely.html",
+    "lightkv simulate mooncake_conversation_trace.jsonl --capacity 1000000 | tail -1 | jq .goodput",
+)
+_REPORT_EXAMPLES = (
+    "lightkv simulate chat --load 1.3 --admission timely --out timely.json",
+    "lightkv simulate chat --load 1.3 --admission watermark --out watermark.json",
+    "lightkv simulate-report timely.json watermark.json --report policies.html",
+)
+
+
+class UnreadableResult(LightKVError, ValueError):
+    """A file that holds no result of a simulation."""
+
+
+def add_simulate_commands(app: typer.Typer, takes_simulation: Takes) -> None:
+    """Add them to `app`. `takes_simulation` turns settings into options (`app.py`)."""
+    app.command(epilog="\n\n".join(("[bold]Examples[/]", *_EXAMPLES)))(takes_simulation(simulate))
+    app.command(epilog="\n\n".join(("[bold]Examples[/]", *_REPORT_EXAMPLES)))(simulate_report)
+
+
+def simulate(
+    trace: Annotated[
+        str,
+        typer.Argument(
+            help="A trace: a file as Azure, Mooncake (.jsonl) or sarathi-serve (ShareGPT's lengths) publish "
+            "them; or a workload that is generated: azure-conv, azure-code, sharegpt, mooncake, decode-heavy, "
+            "prefill-heavy, chat.",
+        ),
+    ] = "azure-conv",
+    *,
+    out: Annotated[
+        Path | None, typer.Option(help="Write all of the result to this file: figures, series, curves.")
+    ] = None,
+    report: Annotated[
+        Path | None,
+        typer.Option(
+            help="Write a report to this file: one HTML page with charts, which needs nothing beside it."
+        ),
+    ] = None,
+    config: SimulationConfig,
+) -> None:
+    """Replay a trace through the real scheduler, admission and ledger, on a simulated device.
+
+    Nothing is downloaded and no GPU is needed. How long a step takes is a model fitted to measurements
+    (--step-time). The last line printed is one JSON object with every figure.
+    """
+    from lightkv.router.simulate.simulator import num_requests
+    from lightkv.router.simulate.simulator import simulate as run
+
+    notes = Console(stderr=True, highlight=False)
+    if out is not None and report is not None and realpath(out) == realpath(report):
+        raise UnwritableFile(f"--out and --report are both {out}; give two files")
+    for path, option in ((out, "--out"), (report, "--report")):
+        if path is not None:
+            check_writable(path, option)
+    begun = time.perf_counter()
+    try:
+        with _bar(notes, num_requests(trace, config)) as progress:
+            result = run(trace, config, progress)
+        if out is not None:
+            write_whole(out, result.to_json())
+        if report is not None:
+            _write_report(report, [result])
+    except OSError as error:
+        say(notes, f"lightkv: {error.filename}: {error.strerror}")
+        raise typer.Exit(2) from None
+    for line in summary(result):
+        typer.echo(line)
+    say(notes, f"{result.figures.num_finished:,} requests in {time.perf_counter() - begun:.1f} s")
+    typer.echo(result.line())
+
+
+def simulate_report(
+    results: Annotated[
+        list[Path],
+        typer.Argument(help="Files that lightkv simulate --out wrote.", metavar="RESULT", show_default=False),
+    ],
+    report: Annotated[
+        Path,
+        typer.Option(help="Write it to this file: one HTML page with charts, which needs nothing beside it."),
+    ],
+) -> None:
+    """Draw a report of simulations that were run before: of one, or of several to compare their policies."""
+    notes = Console(stderr=True, highlight=False)
+    check_writable(report, "--report")
+    if realpath(report) in map(realpath, results):
+        raise UnwritableFile(f"--report {report} is one of the results; give another file")
+    try:
+        _write_report(report, [_load(path) for path in results])
+    except OSError as error:
+        say(notes, f"lightkv: {error.filename}: {error.strerror}")
+        raise typer.Exit(2) from None
+    say(notes, f"{len(results)} result{'s' if len(results) != 1 else ''} drawn in {report}")
+
+
+def _load(path: Path) -> "SimulationResult":
+    from lightkv.router.simulate.result import SimulationResult
+
+    try:
+        return SimulationResult.load(path)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise UnreadableResult(f"{path}: {error}; give a file that lightkv simulate --out wrote") from None
+
+
+def _write_report(path: Path, results: "Sequence[SimulationResult]") -> None:
+    from lightkv.router.simulate.report.page import render
+
+    write_whole(path, render(results).encode())
+
+
+def summary(result: "SimulationResult") -> Iterator[str]:
+    """The figures that people look at first, a line each."""
+    f = result.figures
+    settings = result.settings
+    arriving = "all at the start" if not f.offered_rate else f"{f.offered_rate:.2f} a second"
+    load = f", {f.load:.2f} of saturation ({f.saturation_rate:.2f})" if f.load else ""
+    targets = f"first token in {settings['ttft_target']:g} s, then {settings['tpot_target'] * 1e3:g} ms each"
+    padding = f", {f.memory_padding_share:.2%} padding" if f.memory_padding_share else ""
+    waste = f"; of a request's slots {f.last_page_waste_share:.2%} empty" if f.last_page_waste_share else ""
+    rows = {
+        "policy": f"{settings['allocation']}, {settings['admission']}; {settings['capacity']:,} tokens",
+        "requests": f"{f.num_requests:,}, {arriving}{load}"
+        + (f"; {f.num_skipped:,} too large" if f.num_skipped else ""),
+        "served": f"{f.served_rate:.2f} requests a second while loaded, {f.output_rate:,.0f} tokens a second",
+        "goodput": f"{f.goodput:.2f} requests a second, {f.met_share:.1%} of them ({targets})",
+        "first token": f"p50 {f.ttft_p50:.2f} s, p90 {f.ttft_p90:.2f} s, p99 {f.ttft_p99:.2f} s",
+        "per token": f"p50 {f.tpot_p50 * 1e3:.1f} ms, p90 {f.tpot_p90 * 1e3:.1f} ms, "
+        f"p99 {f.tpot_p99 * 1e3:.1f} ms",
+        "memory": f"{f.memory_used_share:.1%} used{padding}, {f.memory_cached_share:.1%} cached{waste}",
+        "preempted": f"{f.num_preemptions:,} times, {f.preempted_share:.2%} of requests; "
+        f"{f.recomputed_tokens:,} tokens computed again",
+        "running": f"{f.mean_running:.0f} at once in the mean, {f.max_running} at most",
+    }  # fmt: skip
+    for name, value in rows.items():
+        yield f"{name:<14}{value}"
+
+
+@contextmanager
+def _bar(notes: Console, total: int) -> Iterator[Callable[[str, int], None]]:
+    """A progress bar on standard error; nothing where that is no terminal."""
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TimeRemainingColumn(),
+    )
+    with Bars(*columns, console=notes, transient=True, disable=not notes.is_terminal) as bars:
+        task = bars.add_task("simulating", total=total)
+
+        def report(what: str, done: int) -> None:
+            bars.update(task, description=what, completed=done)
+
+        yield report
+    sys.stderr.flush()

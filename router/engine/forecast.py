@@ -1,0 +1,198 @@
+"""The forecast: the most tokens that what runs will hold, kept up as that changes.
+
+The same number as `admission.peak_tokens`, which is its specification, without going through every request
+again for each question. A request that decodes takes one token a step, so two numbers of it stay as they are
+while it does: `end`, the step before which it takes its last, and `base`, the tokens that it alone holds less
+the number of the step. With the n requests that last at least as long as the i-th,
+
+    tokens when the i-th ends = Σ_{end_j ≥ end_i} base_j + n · end_i + what several of these share
+
+so a step changes nothing, and an arrival or an end moves one entry of an array. A segment that several hold
+counts once, until the last of them ends. It becomes one when a second sequence opens it, and its holder's own
+again when but one is left; both are seen on the path of the sequence that comes or goes.
+
+Knows a ledger's sequences, steps and segments; knows no queue, and decides nothing. It follows `open`,
+`extend`, `publish` and `close`.
+"""
+
+from array import array
+from bisect import bisect_left, bisect_right
+
+import numpy as np
+
+from lightkv.ledger import Match, Sequence, TokenLedger
+from lightkv.ledger.prefix_tree import Segment
+
+NEVER = 2**62  # the end of a prefill: it outlives whatever decodes
+
+
+class Forecast:
+    """Who holds tokens, and until when. An open sequence is in one of three states:
+
+    admitted   its prompt is being computed: counts with all that it may come to hold
+    decoding   takes one token in every step, until its end
+    resting    takes none any more, and is held until it is dropped; so is a decoding one after its end
+
+    `ledger.step` is the number of the next step. `lag`: 1 where tokens are released a step after the last was
+    taken; 0 at once.
+    """
+
+    def __init__(self, ledger: TokenLedger, lag: int = 0) -> None:
+        self._ledger = ledger
+        self._lag = lag
+        self._end: dict[int, int] = {}  # row → its end; NEVER while admitted
+        self._final: dict[int, int] = {}  # row → the most tokens that it will have, shared ones included
+        self._sum_final = 0
+        self._sum_admitted = 0  # Σ of what the admitted will hold alone
+        self._until: dict[Segment, int] = {}  # the last end of a shared segment's holders, where it is known
+        # Columns of the decoding and the resting, those that end soonest first:
+        self._ends = array("q")
+        self._bases = array("q")
+        self._rows = array("q")
+
+    def admit(self, sequence: Sequence, final: int) -> None:
+        """It has been opened, and its prefill begins; it will have up to `final` tokens, those it found
+        included."""
+        row = sequence.row
+        own = final
+        for segment in sequence.node.up():
+            num_holders = len(segment.holders)
+            if num_holders > 1:
+                own -= segment.length
+                self._until[segment] = NEVER
+                if num_holders == 2:
+                    (other,) = segment.holders - {row}
+                    self._give_own(other, -segment.length)
+        self._end[row] = NEVER
+        self._final[row] = final
+        self._sum_final += final
+        self._sum_admitted += own
+
+    def decode(self, sequence: Sequence, remaining: int) -> None:
+        """From the next step on it takes a token a step, `remaining` of them."""
+        row, length, step = sequence.row, sequence.length, self._ledger.step
+        shared = sum(segment.length for segment in sequence.node.up() if len(segment.holders) > 1)
+        self._remove(row, shared)
+        end = step + remaining
+        for segment in sequence.node.up():
+            known = self._until.get(segment)
+            if known == self._end[row]:
+                del self._until[segment]
+            elif known is not None and known < end:
+                self._until[segment] = end
+        at = bisect_right(self._ends, end)
+        self._ends.insert(at, end)
+        self._bases.insert(at, length - shared - step)
+        self._rows.insert(at, row)
+        self._end[row] = end
+        self._final[row] = length + remaining
+        self._sum_final += length + remaining
+
+    def rest(self, sequence: Sequence) -> None:
+        """It takes none any more."""
+        self.decode(sequence, 0)
+
+    def drop(self, sequence: Sequence) -> None:
+        """It is about to close."""
+        row, shared = sequence.row, 0
+        for segment in sequence.node.up():
+            num_holders = len(segment.holders)
+            if num_holders == 1:
+                continue
+            shared += segment.length
+            if num_holders == 2:
+                (other,) = segment.holders - {row}
+                self._give_own(other, segment.length)
+            if num_holders == 2 or self._until.get(segment) == self._end[row]:
+                self._until.pop(segment, None)
+        self._remove(row, shared)
+        del self._end[row]
+        del self._final[row]
+
+    @property
+    def total(self) -> int:
+        """The most tokens that each will have, all added up: what several share counts with each."""
+        return self._sum_final
+
+    def fits(self, final: int, match: Match, limit: int) -> bool:
+        """Would all stay within `limit` at all times if a prompt that hits `match` were admitted, to grow to
+        `final` tokens?"""
+        if self._sum_final + final <= limit:
+            return True  # even if nothing were shared, and all ended together
+        return self._evaluate(final, match) <= limit
+
+    def peak(self) -> int:
+        """The most tokens held at any time."""
+        return self._evaluate(0, None)
+
+    def _remove(self, row: int, shared: int) -> None:
+        """Take the row out of the sums; `shared`: of its tokens, those that others hold too."""
+        final, end = self._final[row], self._end[row]
+        self._sum_final -= final
+        if end == NEVER:
+            self._sum_admitted -= final - shared
+            return
+        at = self._place(row)
+        for column in (self._ends, self._bases, self._rows):
+            del column[at]
+
+    def _place(self, row: int) -> int:
+        end = self._end[row]
+        return self._rows.index(row, bisect_left(self._ends, end), bisect_right(self._ends, end))
+
+    def _give_own(self, row: int, count: int) -> None:
+        """So many tokens are the row's alone now; fewer than 0: are not any more."""
+        if self._end[row] == NEVER:
+            self._sum_admitted += count
+        else:
+            self._bases[self._place(row)] += count
+
+    def _last_end(self, segment: Segment) -> int:
+        """Of those that hold it."""
+        known = self._until.get(segment)
+        if known is None:
+            known = max(map(self._end.__getitem__, segment.holders))
+            if len(segment.holders) > 1:
+                self._until[segment] = known
+        return known
+
+    def _evaluate(self, final: int, match: Match | None) -> int:
+        constant = self._sum_admitted + final
+        shared = self._ledger.shared
+        counts = [segment.length for segment in shared]
+        for segment in shared - self._until.keys():
+            self._last_end(segment)
+        until = [self._until[segment] for segment in shared]
+        if match is not None:  # what it hits counts with it, so with nobody else
+            tip = match.tip
+            for segment in match.path:
+                if segment.holders:
+                    until.append(self._last_end(segment))
+                    counts.append(-(tip or segment.length))
+                tip = 0
+        num = len(self._ends)
+        if not num:
+            return constant + sum(counts)
+
+        ends = np.frombuffer(self._ends, np.int64)
+        tokens = np.array(self._bases, np.int64)
+        num_resting = bisect_right(self._ends, self._ledger.step)
+        tokens[:num_resting] += ends[:num_resting]
+        if counts:
+            # At the last of equal ends, so that all of these count it. NEVER falls on the very last, which is
+            # part of every sum.
+            np.add.at(tokens, np.searchsorted(ends, np.array(until), side="right") - 1, np.array(counts))
+        sums = tokens[::-1].cumsum()[::-1]
+        num_decoding = num - num_resting
+        peak = 0
+        if num_resting:  # now, when they are about to go
+            peak = int(sums[0]) + num_decoding * (self._ledger.step + self._lag)
+        if num_decoding:
+            ends, sums = ends[num_resting:], sums[num_resting:]
+            totals = sums + ends * np.arange(num_decoding, 0, -1)
+            if self._lag:
+                last = np.append(np.flatnonzero(ends[1:] != ends[:-1]), num_decoding - 1)  # of equal ends
+                num_later = np.repeat(num_decoding - 1 - last, np.diff(last, prepend=-1))
+                totals += self._lag * num_later
+            peak = max(peak, int(totals.max()))
+        return constant + peak

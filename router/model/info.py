@@ -1,0 +1,144 @@
+"""What an engine of these settings would come to, without loading the model's weights.
+
+Knows what `build.py` would do and in which order; takes no memory for weights or pool. The worker's side:
+imports torch.
+"""
+
+import platform
+from dataclasses import replace
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Literal, cast
+
+import msgspec
+import torch
+from transformers import PreTrainedModel
+
+import lightkv
+from lightkv.attention.select import pick_backend
+from lightkv.errors import OutOfMemory
+from lightkv.integrations.model.probe import NeedsNumbers, find_shape, probe
+from lightkv.memory.kv_pool import PoolPlan
+from lightkv.memory.kv_spec import KVSpec
+from lightkv.router.config import EngineConfig
+
+from .build import definite_limits, pick_device, size_pool
+from .loader import load_model, load_supported_config
+
+_PACKAGES = ("torch", "triton", "transformers", "tokenizers", "numpy")
+
+
+class MachineInfo(msgspec.Struct, frozen=True):
+    """Where the model would run, and on which versions. Bytes are of the device's memory, 0 on a CPU."""
+
+    device: str
+    device_name: str
+    total_bytes: int
+    free_bytes: int
+    versions: dict[str, str]
+
+
+class ModelInfo(msgspec.Struct, frozen=True):
+    """What a model is and what the pool beside it would hold. Lengths are in tokens."""
+
+    model: str
+    directory: str
+    architecture: str
+    dtype: str
+    num_parameters: int
+    weight_bytes: int
+    num_layers: int
+    num_kv_heads: int
+    k_dim: int
+    v_dim: int
+    bytes_per_token: int
+    attention_backend: str
+    max_num_seqs: int
+    max_model_len: int
+    prefill_chunk: int
+    pool_tokens: int
+    pool_bytes: int
+    pool_reason: str
+
+
+def machine_info(config: EngineConfig) -> MachineInfo:
+    """The device that `config` names, and the versions installed. Raises InvalidConfig."""
+    device = pick_device(config.device)
+    name, free, total = f"{torch.get_num_threads()} threads", 0, 0
+    if device.type == "cuda":
+        name = torch.cuda.get_device_name(device)
+        free, total = torch.cuda.mem_get_info(device)
+    versions = {"lightkv": lightkv.__version__, "python": platform.python_version()}
+    versions |= {package: _version(package) for package in _PACKAGES}
+    return MachineInfo(str(device), name, total, free, versions)
+
+
+def model_info(config: EngineConfig, directory: Path) -> ModelInfo:
+    """What the model in `directory` would be on its device. Takes seconds for billions of parameters.
+
+    Every file is checked as if it were loaded. Raises InvalidConfig, UnreadableWeights, UnsupportedModel,
+    OutOfMemory (as the engine would).
+    """
+    device = pick_device(config.device)
+    dtype: torch.dtype | Literal["auto"] = "auto"  # on the meta device, that is the one for a GPU
+    if config.dtype != "auto" or device.type == "cpu":
+        dtype = getattr(torch, "float32" if config.dtype == "auto" else config.dtype)
+    load_supported_config(directory)
+    model = load_model(directory, torch.device("meta"), dtype, lambda line: None)
+    parameters = list(model.parameters())
+    weight_bytes = sum(parameter.numel() * parameter.element_size() for parameter in parameters)
+    text = model.config.get_text_config()
+    limits = definite_limits(config, device, text)
+    spec = _spec(model)
+    pool = size_pool(config, spec, device, limits, text)
+    if device.type == "cuda" and config.max_total_tokens is None:
+        pool = _beside_weights(pool, weight_bytes, spec.bytes_per_token)
+    return ModelInfo(
+        model=config.model,
+        directory=str(directory),
+        architecture=type(model).__name__,
+        dtype=str(spec.dtype).removeprefix("torch."),
+        num_parameters=sum(parameter.numel() for parameter in parameters),
+        weight_bytes=weight_bytes,
+        num_layers=spec.num_layers,
+        num_kv_heads=spec.num_kv_heads,
+        k_dim=spec.k_dim,
+        v_dim=spec.v_dim,
+        bytes_per_token=spec.bytes_per_token,
+        attention_backend=pick_backend(config.attention_backend, device).__name__,
+        max_num_seqs=limits.max_num_seqs,
+        max_model_len=limits.max_model_len,
+        prefill_chunk=limits.prefill_chunk,
+        pool_tokens=pool.num_tokens,
+        pool_bytes=pool.num_bytes,
+        pool_reason=pool.why,
+    )
+
+
+def _spec(model: PreTrainedModel) -> KVSpec:
+    """What the K/V of a model on the meta device will be. Raises UnsupportedModel."""
+    dtype, module = model.dtype, cast(torch.nn.Module, model)
+    try:
+        # In 16 bits, the only type in which the meta device has every product of experts.
+        module.to(torch.bfloat16)
+        return replace(probe(model).spec, dtype=dtype)
+    except NeedsNumbers:
+        # Memory that is only ever read is never really taken, and what the numbers in it are does not matter.
+        module.to(dtype).to_empty(device="cpu")
+        return find_shape(model).spec
+
+
+def _beside_weights(pool: PoolPlan, weight_bytes: int, bytes_per_token: int) -> PoolPlan:
+    """The same pool once the weights are on the device too: what was measured was measured without them."""
+    num_tokens = pool.num_tokens - -(-weight_bytes // bytes_per_token)
+    if num_tokens < 1:
+        raise OutOfMemory(max(pool.num_bytes - weight_bytes, 0), bytes_per_token)
+    why = f"{pool.why}, less {weight_bytes / 2**30:.2f} GiB of weights still to load"
+    return PoolPlan(num_tokens, (num_tokens + 1) * bytes_per_token, why)
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "not installed"

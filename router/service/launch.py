@@ -1,0 +1,451 @@
+"""Starts the service's processes, watches over them, and takes them down in order.
+
+    launcher ─┬─ router ── worker     (the router starts its worker)
+              └─ api
+
+What can be wrong without a model (port, certificate, directory) is found before anything is loaded. The
+sockets between the processes lie in a directory that only this user may enter, and that one launcher at a time
+uses. The router ends with the launcher, the worker and the API end with the router, however each comes to its
+end. Signals are answered here alone: the others ignore them, and the router is told what to do. Knows
+processes, sockets and signals; knows no HTTP, no step and no torch.
+"""
+
+import asyncio
+import fcntl
+import ipaddress
+import os
+import signal
+import socket
+import ssl
+import stat
+import tempfile
+from asyncio.subprocess import DEVNULL, PIPE, Process
+from collections.abc import AsyncIterator, Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Literal, cast
+
+import msgspec
+from rich.console import Console
+
+from lightkv.errors import LightKVError
+from lightkv.router.config import API_KEY_VARIABLE, EngineConfig, InvalidConfig, ServiceConfig
+from lightkv.router.model_files import resolve
+from lightkv.router.terminal import progress, say
+
+from .api_settings import ApiSettings, ServeSettings
+from .child_process import SIGNALS, command, signals_held_back
+from .frames import FrameStream
+from .messages import Status, ToApi
+from .router_process import ABORT, ABORT_SECONDS, DRAIN, RouterSettings, remove
+
+_ROUTER_SOCKET = "router.sock"
+_MAX_PATH_BYTES = 107  # of a unix socket (Linux)
+_BACKLOG = 2048
+_MORE_CONNECTIONS = 4096  # than requests may wait: of what runs, of what watches, and of who is told to wait
+_FLUSH_SECONDS = 5  # for open responses to reach their clients, once the router has ended
+_POLL_SECONDS = 0.02
+_LAST_SECONDS = 1.0  # for the router to end, where the API has ended: it may be why
+_KILL_SECONDS = 5.0  # beyond its time, for a process to end by itself
+
+
+class CannotServe(LightKVError):
+    """Something that the service needs from this machine is taken, or cannot be read. Nothing was started."""
+
+
+@dataclass(frozen=True)
+class Site:
+    """What a service has taken before it starts. `leftovers`: what is to be removed when it has ended."""
+
+    listener: socket.socket
+    url: str
+    is_local: bool  # can only this machine reach it?
+    directory: Path
+    lock: int  # a descriptor; the lock lasts until every process that has it is gone
+    leftovers: list[str]
+
+    @property
+    def router_socket(self) -> str:
+        """Where the router listens."""
+        return str(self.directory / _ROUTER_SOCKET)
+
+
+def serve(engine: EngineConfig, service: ServiceConfig, notes: Console) -> int:
+    """Run a service until it is told to stop (SIGTERM, Ctrl-C) or fails. Returns the exit code.
+
+    The line with its URL goes to standard output, progress to `notes`. The first signal lets running requests
+    finish within the shutdown timeout, a second one aborts them; either way the code is 0. Has to be called in
+    the main thread, which signals reach.
+
+    Raises CannotServe, InvalidConfig, and what `model_files.resolve` does, before any process is started.
+    """
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C, until the processes run
+    try:
+        service = with_all_keys(service)
+        _check_certificate(service)
+        with _take_site(service) as site:
+            with progress(notes, f"looking for {engine.model}") as report:
+                directory = resolve(engine.model, report)
+            name = service.served_model_name or engine.model
+            running = _Service(replace(engine, model=str(directory)), service, site, name, notes)
+            return asyncio.run(running.run())
+    except KeyboardInterrupt:
+        return 0
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+# --------------------------------------------------------------------------------
+# What is taken before anything is loaded
+
+
+def with_all_keys(service: ServiceConfig) -> ServiceConfig:
+    """The same settings, with the keys of their file among the keys. Raises CannotServe, InvalidConfig."""
+    keys = service.api_key
+    if service.api_key_file is not None:
+        try:
+            lines = Path(service.api_key_file).read_text(encoding="utf-8").splitlines()
+        except (OSError, ValueError) as error:
+            raise CannotServe(f"--api-key-file {service.api_key_file} cannot be read ({error})") from error
+        found = tuple(line.strip() for line in lines if line.strip())
+        if not found:
+            raise InvalidConfig(
+                f"--api-key-file {service.api_key_file} holds no key; write one a line into it"
+            )
+        keys += found
+    if service.cache_namespace == "key" and not keys:
+        raise InvalidConfig(
+            "--cache-namespace is 'key', and there is no --api-key; give some, or another namespace"
+        )
+    return replace(service, api_key=keys, api_key_file=None)
+
+
+def _check_certificate(service: ServiceConfig) -> None:
+    if service.ssl_certfile is None:
+        return
+    try:
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        # An empty password, so that a key that needs one is refused rather than asked for.
+        context.load_cert_chain(service.ssl_certfile, service.ssl_keyfile, password="")
+    except (OSError, ValueError) as error:  # ssl.SSLError is an OSError
+        files = " and ".join(filter(None, (service.ssl_certfile, service.ssl_keyfile)))
+        raise CannotServe(
+            f"the certificate in {files} cannot be used ({error}); give PEM files, the key without a password"
+        ) from error
+
+
+@contextmanager
+def _take_site(service: ServiceConfig) -> Iterator[Site]:
+    """The address and the directory, until the block ends; nothing of them is left then."""
+    with ExitStack() as stack:
+        listener = stack.enter_context(_bind(service))
+        directory, lock, leftovers = stack.enter_context(_take_directory(service.socket_dir))
+        leftovers = [str(directory / _ROUTER_SOCKET), *leftovers]
+        if service.uds is not None:
+            leftovers.append(os.path.abspath(service.uds))
+        stack.callback(remove, leftovers)
+        yield Site(listener, _url(service, listener), _is_local(listener), directory, lock, leftovers)
+
+
+def _bind(service: ServiceConfig) -> socket.socket:
+    """A listening socket. It listens at once: two that are merely bound may share a port."""
+    try:
+        if service.uds is not None:
+            return _bind_unix(Path(service.uds))
+        family, kind, protocol, _, address = socket.getaddrinfo(
+            service.host, service.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+        listener = socket.socket(family, kind, protocol)
+        try:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listener.bind(address)
+            listener.listen(_BACKLOG)
+        except BaseException:
+            listener.close()
+            raise
+        return listener
+    except OSError as error:
+        where = f"{service.host} port {service.port}" if service.uds is None else service.uds
+        raise CannotServe(
+            f"cannot listen on {where} ({error.strerror or error}); stop what does, or give another --port, "
+            "--host or --uds"
+        ) from error
+
+
+def _bind_unix(path: Path) -> socket.socket:
+    """Raises OSError where a server listens; a socket file that none listens on any more is replaced."""
+    _check_length(path, "--uds")
+    listener = socket.socket(socket.AF_UNIX)
+    try:
+        with suppress(FileNotFoundError):
+            if stat.S_ISSOCK(path.stat().st_mode):
+                with socket.socket(socket.AF_UNIX) as probe:
+                    try:
+                        probe.connect(str(path))
+                    except ConnectionRefusedError:
+                        path.unlink()
+        previous = os.umask(0o177)  # for this user alone, from the start
+        try:
+            listener.bind(str(path))
+        finally:
+            os.umask(previous)
+        listener.listen(_BACKLOG)
+    except BaseException:
+        listener.close()
+        raise
+    return listener
+
+
+def _url(service: ServiceConfig, listener: socket.socket) -> str:
+    if service.uds is not None:
+        return f"unix:{os.path.abspath(service.uds)}"
+    port = listener.getsockname()[1]
+    host = f"[{service.host}]" if ":" in service.host else service.host
+    return f"{'http' if service.ssl_certfile is None else 'https'}://{host}:{port}"
+
+
+def _is_local(listener: socket.socket) -> bool:
+    if listener.family == socket.AF_UNIX:
+        return True
+    return ipaddress.ip_address(listener.getsockname()[0]).is_loopback
+
+
+@contextmanager
+def _take_directory(given: str | None) -> Iterator[tuple[Path, int, list[str]]]:
+    """A directory for this launcher alone, the descriptor that locks it, and what of it is to be removed."""
+    directory = Path(tempfile.mkdtemp(prefix="lightkv-") if given is None else given).absolute()
+    leftovers = [str(directory)] if given is None else []
+    try:
+        _check_length(directory / _ROUTER_SOCKET, "--socket-dir")
+        lock = _lock(directory)
+    except BaseException:
+        remove(leftovers)
+        raise
+    try:
+        yield directory, lock, leftovers
+    finally:
+        os.close(lock)
+
+
+def _lock(directory: Path) -> int:
+    try:
+        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        lock = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
+    except OSError as error:
+        raise CannotServe(
+            f"{directory} cannot hold the sockets ({error.strerror}); give another --socket-dir"
+        ) from error
+    try:
+        found = os.fstat(lock)
+        if found.st_uid != os.geteuid() or found.st_mode & 0o077:
+            raise CannotServe(
+                f"other users may enter {directory} (mode {found.st_mode & 0o777:o}, owner {found.st_uid}); "
+                "make it yours with mode 700, or give another --socket-dir"
+            )
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        os.close(lock)
+        raise CannotServe(
+            f"another service uses {directory}; stop that one, or give another --socket-dir"
+        ) from error
+    except BaseException:
+        os.close(lock)
+        raise
+    return lock
+
+
+def _check_length(path: Path, flag: str) -> None:
+    num_bytes = len(os.fsencode(path))
+    if num_bytes > _MAX_PATH_BYTES:
+        raise InvalidConfig(
+            f"{path} is {num_bytes} bytes long, and a socket's path at most {_MAX_PATH_BYTES}; give a shorter "
+            f"{flag}"
+        )
+
+
+# --------------------------------------------------------------------------------
+# The processes
+
+
+class _Service:
+    """The router and the API process, from their start to their end."""
+
+    def __init__(
+        self, engine: EngineConfig, service: ServiceConfig, site: Site, model: str, notes: Console
+    ) -> None:
+        self._engine = engine
+        self._service = service
+        self._site = site
+        self._model = model
+        self._notes = notes
+        self._router: Process | None = None
+        self._is_stopping = False
+
+    async def run(self) -> int:
+        """Start both, wait for the first to end, take down the other. Returns the exit code."""
+        loop = asyncio.get_running_loop()
+        with signals_held_back():
+            for number in SIGNALS:
+                loop.add_signal_handler(number, self._stop)
+            router = self._router = await self._start_router()
+        router_ended = asyncio.create_task(router.wait())
+        api: Process | None = None
+        telling: asyncio.Task[None] | None = None
+        try:
+            stream = await self._reach(router)
+            if stream is not None:
+                with signals_held_back():
+                    api = await self._start_api()
+                api_ended = asyncio.create_task(api.wait())
+                telling = asyncio.create_task(self._tell(stream, api))
+                await asyncio.wait((router_ended, api_ended), return_when=asyncio.FIRST_COMPLETED)
+                # The API may go first, since the router hangs up before it exits.
+                await asyncio.wait(
+                    (router_ended,), timeout=_KILL_SECONDS if self._is_stopping else _LAST_SECONDS
+                )
+                if not router_ended.done():
+                    say(self._notes, f"the API process {_how(api_ended.result())}")
+                    return 1
+            return self._code(await router_ended)
+        finally:
+            if telling is not None:
+                await asyncio.wait((telling,), timeout=1.0)  # for the router's last words
+                telling.cancel()
+            await _end(router)
+            if api is not None:
+                await _end(api)
+
+    def _stop(self) -> None:
+        """A signal: the router drains, and the API answers 503 meanwhile; at the second the router aborts."""
+        router = self._router
+        if router is None or router.returncode is not None:
+            return
+        assert router.stdin is not None
+        router.stdin.write(ABORT if self._is_stopping else DRAIN)
+        seconds = 0.0 if self._is_stopping else self._service.shutdown_timeout
+        again = "aborting what runs"
+        first = f"stopping: what runs has {seconds:g} s to finish (the same signal again aborts it)"
+        say(self._notes, again if self._is_stopping else first)
+        self._is_stopping = True
+        asyncio.get_running_loop().call_later(seconds + ABORT_SECONDS + _KILL_SECONDS, _kill, router)
+
+    def _code(self, router_code: int) -> int:
+        """The service's exit code, by the router's."""
+        if router_code == 0:
+            return 0
+        say(self._notes, f"the router process {_how(router_code)}")
+        return 1
+
+    async def _start_router(self) -> Process:
+        """Its standard input stays open: the router ends when this process does."""
+        settings = RouterSettings(
+            config=self._engine,
+            socket=self._site.router_socket,
+            max_queued_requests=self._service.max_queued_requests,
+            shutdown_timeout=self._service.shutdown_timeout,
+            step_timeout=self._service.step_timeout,
+            leftovers=self._site.leftovers,
+        )
+        return await _spawn("service.router_process", settings, self._site.lock, stdout=DEVNULL)
+
+    async def _start_api(self) -> Process:
+        listener = self._site.listener
+        settings = ServeSettings(
+            api=ApiSettings(
+                model_names=[self._model],
+                api_keys=list(self._service.api_key),
+                report_cached_tokens=self._service.report_cached_tokens,
+                cache_namespace=cast(Literal["key", "header"] | None, self._service.cache_namespace),
+                allow_priority=self._service.allow_priority,
+                max_queued_requests=self._service.max_queued_requests,
+                max_connections=self._service.max_queued_requests + _MORE_CONNECTIONS,
+            ),
+            model_directory=self._engine.model,
+            router_socket=self._site.router_socket,
+            listen_fd=listener.fileno(),
+            certfile=self._service.ssl_certfile,
+            keyfile=self._service.ssl_keyfile,
+            shutdown_timeout=_FLUSH_SECONDS,
+        )
+        api = await _spawn("api.app", settings, listener.fileno(), stdout=PIPE)
+        listener.close()  # only the API's, now: once it is gone, nobody waits to be let in
+        assert api.stdin is not None
+        api.stdin.close()
+        return api
+
+    async def _reach(self, router: Process) -> FrameStream[ToApi] | None:
+        """A stream to the router, once it listens; None if it ends before."""
+        while router.returncode is None:
+            try:
+                reader, writer = await asyncio.open_unix_connection(self._site.router_socket)
+                return FrameStream(reader, writer, ToApi)
+            except (FileNotFoundError, ConnectionRefusedError):
+                await asyncio.sleep(_POLL_SECONDS)
+        return None
+
+    async def _tell(self, stream: FrameStream[ToApi], api: Process) -> None:
+        """Show what the router says: progress until it is ready, then the URL, then every change."""
+        changes = _changes(stream)
+        with progress(self._notes, "starting the router") as report:
+            async for status in changes:
+                if status.state == "ready":
+                    break
+                report(status.detail)
+            else:
+                return
+            assert api.stdout is not None
+            if not await api.stdout.readline():
+                return
+        if not self._service.api_key and not self._site.is_local:
+            say(self._notes, "no --api-key: whoever reaches this address can use the service")
+        print(f"lightkv serves {self._model} at {self._site.url}", flush=True)
+        async for status in changes:
+            say(self._notes, status.detail)
+
+
+async def _changes(stream: FrameStream[ToApi]) -> AsyncIterator[Status]:
+    """The router's status whenever its state or detail is another, until it hangs up; not that it drains."""
+    last = None
+    while (message := await stream.receive()) is not None:
+        if isinstance(message, Status) and message.state != "draining":
+            if (message.state, message.detail) != last:
+                yield message
+            last = (message.state, message.detail)
+
+
+async def _spawn(module: str, settings: msgspec.Struct, fd: int, stdout: int) -> Process:
+    """Start one of router/'s processes, with its settings on standard input (argv is open to all users) and one
+    inherited descriptor. Signals are held back meanwhile, so that it begins without them."""
+    process = await asyncio.create_subprocess_exec(
+        *command(module),
+        stdin=PIPE,
+        stdout=stdout,
+        pass_fds=(fd,),
+        start_new_session=True,  # Ctrl-C in a terminal is not even sent to it
+        env={name: value for name, value in os.environ.items() if name != API_KEY_VARIABLE},
+    )
+    assert process.stdin is not None
+    process.stdin.write(msgspec.json.encode(settings) + b"\n")
+    return process
+
+
+async def _end(process: Process) -> None:
+    """Wait until a process has ended, and see to it that it does. The router ends with its standard input, the
+    API with the router."""
+    assert process.stdin is not None
+    process.stdin.close()
+    with suppress(TimeoutError):
+        await asyncio.wait_for(process.wait(), _FLUSH_SECONDS + _KILL_SECONDS)
+    _kill(process)
+    await process.wait()
+
+
+def _kill(process: Process) -> None:
+    if process.returncode is None:
+        process.kill()
+
+
+def _how(code: int) -> str:
+    """How a process ended."""
+    return f"was ended by {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"

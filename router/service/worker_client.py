@@ -1,0 +1,337 @@
+"""The router's end of a worker: starts the process, calls it without blocking the event loop, sees its death.
+
+A worker that does not answer a call in time is killed, which is a death like any other. The worker does not
+outlive this process, whose end of the socket pair is closed when it ends. This module loads no torch.
+"""
+
+import asyncio
+import os
+import signal
+import socket
+import subprocess
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+from functools import partial
+from typing import Any, TypeVar
+
+import msgspec
+import rpyc
+from rpyc.core.consts import HANDLE_PING
+
+from lightkv.errors import LightKVError
+from lightkv.router.config import EngineConfig
+from lightkv.router.engine.loop import Holding
+from lightkv.router.engine.step import (
+    Done,
+    Owners,
+    PoolMap,
+    RunnerInfo,
+    StepPlan,
+    StepResult,
+    WorkerError,
+    WorkerStart,
+)
+
+from .call_watch import COMPILE_SECONDS, CPU_STEP_SECONDS, GPU_STEP_SECONDS, CallWatch
+from .child_process import command
+from .loop_stream import LoopStream
+from .worker import RPYC_CONFIG, connect
+
+Report = Callable[[str], None]
+Result = TypeVar("Result")
+
+_REAP_SECONDS = 1.0  # a dead process that held a GPU can take longer to be gone; callers are told before
+_LOOK_UP_SECONDS = 10.0  # for the worker's methods, the only answers that the event loop waits for
+# This end calls, and can be called for nothing.
+_CLIENT_CONFIG = {
+    **RPYC_CONFIG,
+    "allow_getattr": False,
+    "allow_exposed_attrs": False,
+    "sync_request_timeout": _LOOK_UP_SECONDS,
+}
+_encode = msgspec.msgpack.encode
+
+
+class WorkerDied(LightKVError):
+    """The worker process has ended, and what it was asked is lost.
+
+    `returncode`: its exit code, or minus the signal; None while the kernel is still taking it down. `reason`:
+    why the router killed it, if it did.
+    """
+
+    def __init__(self, returncode: int | None, reason: str = "") -> None:
+        self.returncode = returncode
+        if reason:
+            super().__init__(f"the worker process was killed: {reason}; start another")
+            return
+        if returncode is None:
+            how = "closed its connection"
+        elif returncode < 0:
+            how = f"was ended by {signal.Signals(-returncode).name}"
+        else:
+            how = f"exited with code {returncode}"
+        hint = " (by the kernel, if memory ran out: see dmesg)" if returncode == -signal.SIGKILL else ""
+        super().__init__(f"the worker process {how}{hint}; what it printed last may say why; start another")
+
+
+class WorkerFailed(LightKVError):
+    """The worker lives, and answered with an error. The fields are those of `WorkerError`."""
+
+    def __init__(self, error: WorkerError) -> None:
+        self.kind = error.kind
+        self.fatal = error.fatal
+        self.step = error.step
+        where = "" if error.step is None else f"step {error.step}: "
+        super().__init__(f"{where}{error.kind}: {error.message}")
+
+
+class WorkerClient:
+    """One worker process: made with it, of no use after it. For one event loop, in which it is made.
+
+    Calls are made one at a time. Each raises WorkerDied once the process has ended, however that came, and
+    WorkerFailed for what the worker answers; after one that is `fatal`, `kill` it and make another. A call
+    that is cancelled kills the worker: its place in the plans would not be known.
+
+    `step_timeout`: seconds that a call may take once the model is loaded, before the worker is killed; None is
+    60 on a GPU and 600 on a CPU. It may take 600 where the worker says that it compiles or captures something.
+    """
+
+    def __init__(self, step_timeout: float | None = None) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._step_timeout = step_timeout
+        ours, theirs = socket.socketpair()
+        self._progress, progress_end = os.pipe()
+        try:
+            self._process = subprocess.Popen(
+                command("service.worker", "--fd", str(theirs.fileno()), "--progress-fd", str(progress_end)),
+                stdin=subprocess.DEVNULL,
+                pass_fds=(theirs.fileno(), progress_end),
+                start_new_session=True,  # Ctrl-C in a terminal is for the router, which takes it down
+            )
+        except BaseException:
+            ours.close()
+            os.close(self._progress)
+            raise
+        finally:
+            theirs.close()
+            os.close(progress_end)
+        self._stream = LoopStream(self._loop, ours, self._on_message, self._end)
+        self._connection = connect(rpyc.VoidService(), self._stream, _CLIENT_CONFIG)
+        self._remote: dict[str, Any] = {}
+        self._answer: asyncio.Future[Any] | None = None
+        self._lines = asyncio.StreamReader()  # its progress
+        self._ended: asyncio.Future[None] = self._loop.create_future()  # the stream
+        self._exited: asyncio.Future[None] = self._loop.create_future()  # the process
+        self._died: WorkerDied | None = None
+        self._kill_reason = ""
+        self._watch: CallWatch | None = None  # once the model is loaded
+        self._watchers: list[asyncio.Task[None]] = []
+        self._loop.add_reader(self._progress, self._on_progress)
+        self._burial = self._loop.create_task(self._bury())
+        threading.Thread(target=self._reap, daemon=True).start()
+
+    @property
+    def pid(self) -> int:
+        """The process's id."""
+        return self._process.pid
+
+    @property
+    def alive(self) -> bool:
+        """Can it still answer?"""
+        return not self._ended.done() and not self._exited.done()
+
+    async def start(self, config: EngineConfig, report: Report) -> RunnerInfo:
+        """Load the model, however long it takes; `report` gets progress, a line at a time.
+
+        Kills the worker if it fails. What `build_runner` raises comes as a WorkerFailed of that `kind`.
+        """
+        if self._remote:
+            raise RuntimeError("this worker has been started; make another client for another one")
+        relay = self._loop.create_task(self._relay(report))
+        try:
+            await self._wait_for(self._connection.async_request, HANDLE_PING, b"")
+            await self._look_up()
+            info = await self._call("start", _INFO, WorkerStart(config))
+            await relay  # the worker has said that it is done
+            self._begin_watch(info)
+            return info
+        except BaseException:
+            self.kill()
+            raise
+        finally:
+            relay.cancel()
+
+    async def step(self, plan: StepPlan) -> StepResult | None:
+        """Launch a plan. Returns the result of the plan before it, or None if that was returned already.
+
+        A WorkerFailed, too, is about the plan before it, `step`; the one given has been taken all the same.
+        """
+        return await self._call("step", _STEP, plan)
+
+    async def flush(self) -> StepResult | None:
+        """The result of the last plan, or None if that was returned already."""
+        return await self._call("flush", _STEP)
+
+    async def check(self, edits: bytes, holding: Holding) -> None:
+        """Apply the edits that no plan has carried yet and recount the memory. A WorkerFailed is fatal."""
+        await self._call("check", _CHECKED, (edits, holding))
+
+    async def map(self, edits: bytes, owners: Owners) -> PoolMap:
+        """Apply the edits that no plan has carried yet, and get what every slot is used for."""
+        return await self._call("map", _MAPPED, (edits, owners))
+
+    def kill(self, reason: str = "") -> None:
+        """End the process; it has nothing to save. `reason` is told by the WorkerDied that follows."""
+        self._kill_reason = self._kill_reason or reason
+        self._process.kill()
+
+    async def wait_dead(self) -> WorkerDied:
+        """How it ended, once the process is gone and its memory is free again."""
+        return await asyncio.shield(self._burial)
+
+    async def _look_up(self) -> None:
+        """Get hold of the remote methods once; each look-up costs as much as a call. The worker serves by now,
+        so this does not block for long."""
+        try:
+            root = self._connection.root
+            self._remote = {verb: rpyc.async_(getattr(root, verb)) for verb in _VERBS}
+        except TimeoutError:
+            self.kill(f"it did not say within {_LOOK_UP_SECONDS:g} s what can be called")
+            raise await self.wait_dead() from None
+        except (EOFError, OSError):
+            self.kill()
+            raise await self.wait_dead() from None
+
+    async def _call(
+        self, verb: str, decoder: "msgspec.msgpack.Decoder[Done[Result] | WorkerError]", *request: Any
+    ) -> Result:
+        """What the worker answers to `verb`, of which `request` is the one argument or none.
+
+        A worker that answers with anything else than a message is killed.
+        """
+        method = self._remote.get(verb)
+        if method is None and self.alive:
+            raise RuntimeError(f"{verb} before start")
+        answer = await self._wait_for(method, *map(_encode, request))
+        try:
+            # What is not exactly bytes may be a live reference to an object of the worker.
+            decoded = decoder.decode(answer if type(answer) is bytes else b"")
+        except (msgspec.DecodeError, ValueError):
+            self.kill(f"it answered {verb} with what is no answer")
+            raise await self.wait_dead() from None
+        if isinstance(decoded, WorkerError):
+            raise WorkerFailed(decoded)
+        return decoded.result
+
+    async def _wait_for(self, send: Any, *request: Any) -> Any:
+        """What comes back for `send(*request)`, an rpyc request that does not block."""
+        if self._answer is not None:
+            raise RuntimeError("a call is under way; await it first")
+        if self._died is not None:
+            raise self._died
+        answer = self._answer = self._loop.create_future()
+        try:
+            if self.alive:  # else it is being buried, and the answer is that
+                with suppress(EOFError):  # the stream tells of its end by itself
+                    send(*request).add_callback(partial(_resolve, answer))
+                if self._watch is not None:
+                    self._watch.begin()
+            return await answer
+        except asyncio.CancelledError:
+            self.kill()
+            raise
+        finally:
+            self._answer = None
+            if self._watch is not None:
+                self._watch.end()
+
+    def _begin_watch(self, info: RunnerInfo) -> None:
+        default = CPU_STEP_SECONDS if info.device == "cpu" else GPU_STEP_SECONDS
+        watch = self._watch = CallWatch(default if self._step_timeout is None else self._step_timeout)
+        self._watchers = [
+            self._loop.create_task(self._kill_when_overdue(watch)),
+            self._loop.create_task(self._postpone_while_busy(watch)),
+        ]
+
+    async def _kill_when_overdue(self, watch: CallWatch) -> None:
+        while not watch.look():
+            await asyncio.sleep(watch.tick_seconds)
+        self.kill(f"a call was not back after {watch.allowed:g} s (--step-timeout is {watch.limit:g})")
+
+    async def _postpone_while_busy(self, watch: CallWatch) -> None:
+        """What the worker compiles or captures may take longer than a step."""
+        async for line in self._lines:
+            watch.postpone(COMPILE_SECONDS if line.strip() else None)
+
+    def _on_message(self) -> None:
+        try:
+            self._connection.serve(0)
+        except Exception:  # what arrived is no message of rpyc
+            self.kill("it sent what is no answer")
+
+    def _on_progress(self) -> None:
+        if data := os.read(self._progress, 1 << 16):
+            self._lines.feed_data(data)
+        else:
+            self._loop.remove_reader(self._progress)
+            self._lines.feed_eof()
+
+    def _end(self) -> None:
+        """The stream is over; `_bury` goes on from here."""
+        if not self._ended.done():
+            self._ended.set_result(None)
+
+    async def _bury(self) -> WorkerDied:
+        """Wait for the end of the stream or the process, whichever shows first, and see to the rest."""
+        try:
+            await asyncio.wait((self._ended, self._exited), return_when=asyncio.FIRST_COMPLETED)
+            self.kill()  # without its stream it is of no use
+            await asyncio.wait((self._exited,), timeout=_REAP_SECONDS)
+        finally:
+            self.kill()  # also when the loop is taken down
+            self._end()
+            self._close()
+        await asyncio.wait((self._exited,))
+        self._died = WorkerDied(self._process.returncode, self._kill_reason)
+        return self._died
+
+    def _close(self) -> None:
+        self._died = WorkerDied(self._process.poll(), self._kill_reason)
+        if self._answer is not None and not self._answer.done():
+            self._answer.set_exception(self._died)
+        for task in self._watchers:
+            task.cancel()
+        self._stream.close()  # before the connection: rpyc would wait for a farewell
+        self._connection.close()
+        self._loop.remove_reader(self._progress)
+        os.close(self._progress)
+        self._lines.feed_eof()
+
+    def _reap(self) -> None:
+        """In a thread of its own: it works under every event loop."""
+        self._process.wait()
+        with suppress(RuntimeError):  # the loop may be closed
+            self._loop.call_soon_threadsafe(self._exited.set_result, None)
+
+    async def _relay(self, report: Report) -> None:
+        """Pass on progress until the worker says that it is done, or ends."""
+        async for line in self._lines:
+            text = line.decode().rstrip("\n")
+            if not text:
+                return
+            report(text)
+
+
+def _resolve(answer: "asyncio.Future[Any]", result: rpyc.AsyncResult) -> None:
+    if answer.done():  # cancelled
+        return
+    # An exception is one that rpyc carried. The worker itself raises none, so it is no answer.
+    answer.set_result(None if result.error else result.value)
+
+
+_VERBS = ("start", "step", "flush", "check", "map")
+_INFO = msgspec.msgpack.Decoder(Done[RunnerInfo] | WorkerError)
+_STEP = msgspec.msgpack.Decoder(Done[StepResult | None] | WorkerError)
+_CHECKED = msgspec.msgpack.Decoder(Done[None] | WorkerError)
+_MAPPED = msgspec.msgpack.Decoder(Done[PoolMap] | WorkerError)

@@ -1,0 +1,1 @@
+"""The report of simulations: one HTML page with its charts and tables."""

@@ -1,0 +1,208 @@
+"""The charts of simulations: memory and requests over time, and latencies by quantile.
+
+Knows results, and what is drawn of them. How lines are drawn `chart.py` knows, what a page says besides
+`page.py`.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from lightkv.router.simulate.result import Curve, SimulationResult
+
+from .chart import (
+    Chart,
+    Mark,
+    Scale,
+    Tick,
+    between,
+    log_scale,
+    nines,
+    nines_ticks,
+    polyline,
+    steps,
+    x_scale,
+    y_scale,
+)
+
+
+def over_time(result: SimulationResult) -> tuple[Chart, Chart]:
+    """Memory, and requests, with a moment at the last one's admission."""
+    f, series = result.figures, result.series
+    requests = counts(
+        "Requests", [("in flight", result, series.running), ("waiting", result, series.waiting)]
+    )
+    memory = _memory(result)
+    if memory.note or not 0 < f.loaded_seconds < f.seconds:
+        return memory, requests
+    admitted = (Tick(_clock([result]).at(f.loaded_seconds), "all admitted"),)
+    return replace(memory, moments=admitted), replace(requests, moments=admitted)
+
+
+def _memory(result: SimulationResult) -> Chart:
+    """What is held, with and without tokens, and what is cached, one on the other under the capacity."""
+    series, f = result.series, result.figures
+    title, edges = "Memory", _edges(result)
+    words = (
+        f"Tokens of the pool's {series.capacity:,} over {duration(f.seconds)}: in the mean "
+        f"while loaded {f.memory_used_share:.1%} used, {f.memory_padding_share:.2%} waste, "
+        f"{f.memory_cached_share:.1%} cached; at most {f.peak_held_share:.1%} held."
+    )
+    if not series.used:
+        return _nothing(title)
+    x, y = _clock([result]), y_scale([series.capacity])
+    nothing = [0.0] * len(series.used)
+    held = [used + empty for used, empty in zip(series.used, series.padding, strict=True)]
+    full = [a + b for a, b in zip(held, series.cached, strict=True)]
+    areas = [Mark("used", between((x, y), edges, nothing, series.used), 0)]
+    if any(series.padding):
+        reserved = result.settings["allocation"] == "contiguous"
+        waste = "waste: reserved, without a token" if reserved else "waste: ends of pages"
+        areas.append(Mark(waste, between((x, y), edges, series.used, held), 1))
+    if any(series.cached):
+        areas.append(Mark("cached", between((x, y), edges, held, full), 7))
+    lines = [Mark("held", steps((x, y), edges, held), 1 if any(series.padding) else 0)]
+    capacity = Tick(y.at(series.capacity), f"capacity {_short(series.capacity)}")
+    return Chart(
+        title, words, _clock_label([result]), "tokens",
+        _clock_ticks([result]), y.ticks(_short), areas, lines, (capacity,),
+    )  # fmt: skip
+
+
+def counts(title: str, lines: Sequence[tuple[str, SimulationResult, Sequence[float]]]) -> Chart:
+    """Numbers of requests."""
+    drawn = [(name, result, values) for name, result, values in lines if values]
+    if not drawn:
+        return _nothing(title)
+    results = [result for _, result, _ in drawn]
+    x, y = _clock(results), y_scale([max(values) for _, _, values in drawn])
+    words = "; ".join(f"{name}: {max(values):,.0f} at most" for name, _, values in drawn)
+    marks = [
+        Mark(name, steps((x, y), _edges(result), values), colour)
+        for colour, (name, result, values) in enumerate(drawn)
+    ]
+    return Chart(
+        title, f"Over time. {words}.", _clock_label(results), "requests",
+        _clock_ticks(results), y.ticks(_short), lines=marks,
+    )  # fmt: skip
+
+
+def shares(results: Sequence[SimulationResult], names: Sequence[str]) -> Chart:
+    """What each holds of its capacity."""
+    title = "Memory held"
+    drawn = [(number, r) for number, r in enumerate(results) if r.series.used]
+    if not drawn:
+        return _nothing(title)
+    shown = [result for _, result in drawn]
+    x, y = _clock(shown), y_scale([1.0])
+    marks = []
+    for number, result in drawn:
+        series = result.series
+        held = [(a + b) / series.capacity for a, b in zip(series.used, series.padding, strict=True)]
+        marks.append(Mark(names[number], steps((x, y), _edges(result), held), number))
+    words = "; ".join(
+        f"{names[i]}: {r.figures.memory_held_share:.1%} in the mean while loaded" for i, r in drawn
+    )
+    return Chart(
+        title, f"Share of the capacity over time. {words}.", _clock_label(shown), "of the capacity",
+        _clock_ticks(shown), y.ticks(lambda value: f"{value:.0%}"), lines=marks,
+        levels=(Tick(y.at(1.0), "capacity"),),
+    )  # fmt: skip
+
+
+def latencies(results: Sequence[SimulationResult], names: Sequence[str]) -> tuple[Chart, Chart]:
+    ttft = [
+        (r.ttft, r.figures.ttft_p50, r.figures.ttft_p99, float(r.settings["ttft_target"])) for r in results
+    ]
+    tpot = [
+        (r.tpot, r.figures.tpot_p50, r.figures.tpot_p99, float(r.settings["tpot_target"])) for r in results
+    ]
+    return (
+        _quantiles("Time to the first token (TTFT)", ttft, names),
+        _quantiles("Time per token after it (TPOT)", tpot, names),
+    )
+
+
+def _quantiles(
+    title: str, curves: Sequence[tuple[Curve, float, float, float]], names: Sequence[str]
+) -> Chart:
+    targets = sorted({target for _, _, _, target in curves})
+    y = log_scale([seconds for curve, *_ in curves for seconds in curve.seconds])
+    if y is None:
+        return _nothing(title)
+    y = log_scale([y.low * 1.3, y.high / 1.3, *targets])
+    assert y is not None
+    marks = [
+        Mark(
+            name, polyline([(nines(q), y.at(s)) for q, s in zip(c.quantiles, c.seconds, strict=True)]), number
+        )
+        for number, ((c, *_), name) in enumerate(zip(curves, names, strict=True))
+        if any(c.seconds)
+    ]
+    words = "; ".join(
+        f"{name + ': ' if name else ''}median {in_seconds(p50)}, p99 {in_seconds(p99)}"
+        for (_, p50, p99, _), name in zip(curves, names, strict=True)
+    )
+    levels = tuple(Tick(y.at(target), f"target {in_seconds(target)}") for target in targets)
+    goals = " and ".join(in_seconds(target) for target in targets)
+    return Chart(
+        title, f"Quantiles, by logarithm. {words}; target {goals}.", "per cent of requests", "logarithmic",
+        nines_ticks(), y.ticks(in_seconds), lines=marks, levels=levels,
+    )  # fmt: skip
+
+
+def _nothing(title: str) -> Chart:
+    return Chart(title, "There is nothing to draw.", "", "", note="nothing to draw: no request got that far")
+
+
+def _edges(result: SimulationResult) -> list[float]:
+    """Where the intervals of its series begin, and where the last one ends, which may be cut short."""
+    width, num = result.series.width, len(result.series.used)
+    last = min(max(result.figures.seconds, (num - 1) * width), num * width)
+    return [*(i * width for i in range(num)), last]
+
+
+_UNITS = ((7200.0, 3600.0, "hours"), (300.0, 60.0, "minutes"), (0.0, 1.0, "seconds"))
+
+
+def _unit(results: Sequence[SimulationResult]) -> tuple[float, float, str]:
+    """How long it all takes, a unit's seconds, and its name."""
+    longest = max(_edges(result)[-1] for result in results)
+    return longest, *next((seconds, name) for least, seconds, name in _UNITS if longest >= least)
+
+
+def _clock(results: Sequence[SimulationResult]) -> Scale:
+    return x_scale(_unit(results)[0])
+
+
+def _clock_ticks(results: Sequence[SimulationResult]) -> list[Tick]:
+    longest, seconds, _ = _unit(results)
+    return x_scale(longest / seconds).ticks(lambda value: f"{value:g}")
+
+
+def _clock_label(results: Sequence[SimulationResult]) -> str:
+    return f"{_unit(results)[2]} of the simulated clock"
+
+
+def in_seconds(value: float) -> str:
+    """A latency, in the unit that suits it."""
+    if value >= 100:
+        return f"{value:.0f} s"
+    if value >= 1 or value == 0:
+        return f"{value:.3g} s"
+    return f"{value * 1e3:.3g} ms" if value >= 1e-3 else f"{value * 1e6:.3g} µs"
+
+
+def duration(value: float) -> str:
+    """A span of time, in the unit that suits it."""
+    if value >= 7200:
+        return f"{value / 3600:.1f} h"
+    if value >= 300:
+        return f"{value / 60:.1f} min"
+    return f"{value:.1f} s" if value >= 1 else f"{value * 1e3:.3g} ms"
+
+
+def _short(value: float) -> str:
+    for size, letter in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if value >= size:
+            return f"{value / size:.4g}{letter}"
+    return f"{value:g}"

@@ -1,0 +1,286 @@
+"""The report of one simulation, or of several to compare: one HTML page that needs nothing beside it.
+
+Knows results (`result.py`) and says in words, tables and charts what they hold; knows no scheduler
+and no clock: the same results are the same bytes. How the page looks, and every tag of it, is in
+`simulation_report.html.jinja`, which escapes all that it is given. There is no script in it, and its
+Content-Security-Policy lets nothing be loaded.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import jinja2
+
+from lightkv import __version__
+from lightkv.router.simulate.result import SimulationResult
+
+from .chart import HEIGHT, LEFT, PLOT_BOTTOM, PLOT_RIGHT, TOP, WIDTH, Chart
+from .charts import counts, duration, in_seconds, latencies, over_time, shares
+from .tables import Table, all_figures, in_words, policies, settings, source_of, step_times, turned
+
+TEMPLATE_FILE = Path(__file__).with_name("page.html.jinja")
+
+# What results may differ in, and still be compared.
+POLICY = ("allocation", "admission", "patience", "reserve")
+
+
+@dataclass(frozen=True)
+class Part:
+    """A heading with what stands under it."""
+
+    title: str
+    paragraphs: Sequence[str] = ()
+    warning: str = ""
+    tiles: Sequence[tuple[str, str, str]] = ()  # what it is, the figure, a word on it
+    charts: Sequence[Chart] = ()
+    tables: Sequence[Table] = ()
+
+
+def render(results: Sequence[SimulationResult]) -> str:
+    """The page. Raises ValueError for no result at all."""
+    if not results:
+        raise ValueError("no result; give one at least")
+    names = labels(results)
+    environment = jinja2.Environment(
+        autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
+    )
+    template = environment.from_string(TEMPLATE_FILE.read_text(encoding="utf-8"))
+    if len(results) == 1:
+        title = f"{results[0].settings['trace']}: {names[0]}"
+        parts = _one(results[0])
+    else:
+        traces = sorted({str(result.settings["trace"]) for result in results})
+        title = f"{', '.join(traces)}: {len(results)} simulations"
+        parts = _several(results, names)
+    box = {
+        "width": WIDTH, "height": HEIGHT, "left": LEFT, "right": PLOT_RIGHT, "top": TOP, "bottom": PLOT_BOTTOM,
+    }  # fmt: skip
+    return template.render(title=title, parts=list(parts), box=box, version=__version__) + "\n"
+
+
+def labels(results: Sequence[SimulationResult]) -> list[str]:
+    """A name for each result: its policy, then what else they differ in where that is not enough, then a
+    number."""
+    names = [f"{result.settings['allocation']} · {result.settings['admission']}" for result in results]
+    for key in _differing(results):
+        if key not in POLICY[:2] and len(set(names)) < len(names):
+            names = [
+                f"{name}, {key} {in_words(result.settings.get(key))}"
+                for name, result in zip(names, results, strict=True)
+            ]
+    if len(set(names)) < len(names):
+        names = [f"{number}: {name}" for number, name in enumerate(names, start=1)]
+    return names
+
+
+def _differing(results: Sequence[SimulationResult]) -> list[str]:
+    """The settings that are not the same in all."""
+    keys = list(dict.fromkeys(key for result in results for key in result.settings))
+    return [key for key in keys if any(r.settings.get(key) != results[0].settings.get(key) for r in results)]
+
+
+# --------------------------------------------------------------------------------
+# The parts
+
+
+def _one(result: SimulationResult) -> Iterator[Part]:
+    yield Part("In short", tuple(_summary(result)), tiles=_tiles(result))
+    yield Part("Memory and requests over time", _means(result), charts=over_time(result))
+    yield Part("Latencies", (_QUANTILES,), charts=latencies([result], [""]))
+    both = policies([result], labels([result]), comparable=False)
+    yield Part("Policy", tables=tuple(map(turned, both)))
+    yield from _last_parts([result], ["value"])
+
+
+def _several(results: Sequence[SimulationResult], names: Sequence[str]) -> Iterator[Part]:
+    others = [key for key in _differing(results) if key not in POLICY]
+    if any(result.step_time != results[0].step_time for result in results) and "step_time" not in others:
+        others.append("step_time")
+    warning = ""
+    if others:
+        warning = (
+            f"These results differ in more than the policy: {', '.join(others)}. No best one is marked, for "
+            "differences may come from that."
+        )
+    yield Part(
+        "In short",
+        tuple(_comparison(results, names, comparable=not others)),
+        warning,
+        tables=policies(results, names, comparable=not others),
+    )
+    yield Part(
+        "Memory and requests over time",
+        ("Each point is the mean over an interval of the simulated clock." + _uncounted(results),),
+        charts=(
+            shares(results, names),
+            counts(
+                "Requests in flight", [(n, r, r.series.running) for n, r in zip(names, results, strict=True)]
+            ),
+            counts(
+                "Requests waiting", [(n, r, r.series.waiting) for n, r in zip(names, results, strict=True)]
+            ),
+        ),
+    )
+    yield Part("Latencies", (_QUANTILES,), charts=latencies(results, names))
+    for name, result in zip(names, results, strict=True):
+        yield Part(name, (*_summary(result), *_means(result)), charts=over_time(result))
+    yield from _last_parts(results, names)
+
+
+def _last_parts(results: Sequence[SimulationResult], columns: Sequence[str]) -> Iterator[Part]:
+    yield Part("Step-time model", _step_time_words(results), tables=(step_times(results, columns),))
+    yield Part("Settings", tables=(settings(results, columns),))
+    words = "As in the JSON line: seconds are of the simulated clock, shares are of 1."
+    yield Part("Every figure", (words,), tables=(all_figures(results, columns),))
+
+
+# --------------------------------------------------------------------------------
+# Words
+
+_QUANTILES = (
+    "A point says that so many per cent of the requests took no longer than this. Every nine takes the same "
+    "room across, so that the slowest requests can be seen. Dashed: the target."
+)
+
+
+def _summary(result: SimulationResult) -> Iterator[str]:
+    f = result.figures
+    came = f"at {f.offered_rate:.2f} a second" if f.offered_rate else "all there at the start"
+    came = f"{result.settings['trace']}: {_requests(f.num_requests)}, {came}"
+    if f.load:
+        came += f", {f.load:.2f} times what an oracle serves of it ({f.saturation_rate:.2f} a second)"
+    lost = f" {_requests(f.num_skipped)} more could never fit and were left out." if f.num_skipped else ""
+    if f.num_cut:
+        lost += f" {_were(f.num_cut, 'answer')} cut off at max_new."
+    yield (
+        f"{came}. The last of them ended after {duration(f.seconds)} of the simulated clock; while they "
+        f"came or waited, {f.served_rate:.2f} requests a second were served, and over all of it "
+        f"{f.output_rate:,.0f} tokens a second.{lost}"
+    )
+    ttft, tpot = _targets(result)
+    yield (
+        f"Goodput: {f.goodput:.2f} requests a second met both targets ({f.met_share:.1%} of the requests): "
+        f"{_goal(result)}. Of the requests, 99% had their first token within {in_seconds(f.ttft_p99)} "
+        f"({_within(f.ttft_p99, ttft)}), and 99% took {in_seconds(f.tpot_p99)} or less a token after it "
+        f"({_within(f.tpot_p99, tpot)})."
+    )
+    memory = f"Of the memory {f.memory_used_share:.1%} held tokens of running requests while there was work "
+    memory += "waiting or to come"
+    if f.memory_padding_share:
+        memory += f", {f.memory_padding_share:.2%} was {_empty(result)}"
+    memory += (
+        f", and {f.memory_cached_share:.1%} was kept because it may be used again. The most held at once was "
+        f"{f.peak_held_share:.1%}."
+    )
+    if f.hit_tokens:
+        memory += (
+            f" {f.hit_tokens:,} of {f.prompt_tokens:,} prompt tokens were found in the cache "
+            f"({f.hit_tokens / max(f.prompt_tokens, 1):.1%})."
+        )
+    yield memory
+    if not f.num_preemptions:
+        yield "No request was preempted."
+        return
+    yield (
+        f"{_were(f.num_preempted, 'request')} preempted ({f.preempted_share:.2%}), {_times(f.num_preemptions)} "
+        f"in all; {f.recomputed_tokens:,} tokens had to be computed again."
+    )
+
+
+def _tiles(result: SimulationResult) -> list[tuple[str, str, str]]:
+    f = result.figures
+    ttft, tpot = _targets(result)
+    return [
+        ("goodput", f"{f.goodput:.2f} /s", f"{f.met_share:.1%} in time"),
+        ("TTFT p99", in_seconds(f.ttft_p99), f"target {in_seconds(ttft)}"),
+        ("TPOT p99", in_seconds(f.tpot_p99), f"target {in_seconds(tpot)}"),
+        ("memory used", f"{f.memory_used_share:.1%}", f"{f.memory_padding_share:.2%} waste"),
+        ("preemptions", f"{f.num_preemptions:,}", f"{f.preempted_share:.2%} of requests"),
+    ]
+
+
+def _comparison(results: Sequence[SimulationResult], names: Sequence[str], comparable: bool) -> Iterator[str]:
+    if not comparable:
+        return
+    ordered = sorted(zip(results, names, strict=True), key=lambda pair: -pair[0].figures.goodput)
+    (first, name), (last, last_name) = ordered[0], ordered[-1]
+    f, goal = first.figures, _goal(first)
+    if f.goodput == last.figures.goodput:
+        yield f"All have the same goodput: {f.goodput:.2f} requests a second met both targets ({goal})."
+    else:
+        yield (
+            f"The most requests that met both targets ({goal}) were those of {name}: {f.goodput:.2f} a second. "
+            f"The fewest were those of {last_name}: {last.figures.goodput:.2f}, "
+            f"{last.figures.goodput / f.goodput:.0%} of it."
+        )
+    calm = [n for r, n in zip(results, names, strict=True) if not r.figures.num_preemptions]
+    if len(calm) == len(results):
+        yield "None of them preempted a request."
+    else:
+        worst, worst_name = max(zip(results, names, strict=True), key=lambda p: p[0].figures.num_preemptions)
+        yield (
+            f"Without a preemption: {'; '.join(calm) or 'none'}. The most had {worst_name}: "
+            f"{_times(worst.figures.num_preemptions)}, of {worst.figures.preempted_share:.2%} of the requests."
+        )
+    used = sorted(zip(results, names, strict=True), key=lambda p: -p[0].figures.memory_used_share)
+    yield (
+        f"Memory with tokens of running requests in it, in the mean while loaded: from "
+        f"{used[-1][0].figures.memory_used_share:.1%} ({used[-1][1]}) to "
+        f"{used[0][0].figures.memory_used_share:.1%} ({used[0][1]})."
+    )
+
+
+def _means(result: SimulationResult) -> tuple[str]:
+    words = (
+        f"Each point is the mean over an interval of the simulated clock ({duration(result.series.width)}). "
+        "Shares of memory are means until all are admitted."
+    )
+    return (words + _uncounted([result]),)
+
+
+def _uncounted(results: Sequence[SimulationResult]) -> str:
+    if all(result.figures.offered_rate for result in results):
+        return ""
+    return " Where all requests are there at the start, the next ones alone are counted as waiting, not all."
+
+
+def _step_time_words(results: Sequence[SimulationResult]) -> tuple[str, ...]:
+    words = "How long a step takes is computed from the following, not a measurement of this run."
+    if all(set(source_of(result)) == {"given"} for result in results):
+        words += " The parameters were given by hand: how well they fit a device is not known."
+    return (words,)
+
+
+def _targets(result: SimulationResult) -> tuple[float, float]:
+    return result.settings["ttft_target"], result.settings["tpot_target"]
+
+
+def _goal(result: SimulationResult) -> str:
+    ttft, tpot = _targets(result)
+    return (
+        f"the first token within {in_seconds(ttft)}, and then {in_seconds(tpot)} a token at most in the mean"
+    )
+
+
+def _empty(result: SimulationResult) -> str:
+    """What the slots are that are held without a token."""
+    if result.settings["allocation"] == "contiguous":
+        return "reserved for tokens to come"
+    return "lost at the ends of pages"
+
+
+def _within(value: float, target: float) -> str:
+    return "within the target" if value <= target else f"{value / target:.1f} times the target"
+
+
+def _requests(num: int) -> str:
+    return f"{num:,} request{'s' if num != 1 else ''}"
+
+
+def _were(num: int, what: str) -> str:
+    return f"{num:,} {what} was" if num == 1 else f"{num:,} {what}s were"
+
+
+def _times(num: int) -> str:
+    return "once" if num == 1 else f"{num:,} times"

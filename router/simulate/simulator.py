@@ -1,0 +1,466 @@
+"""The simulator: a trace through the engine's own loop, with a step-time model in place of a device.
+
+Scheduler, admission, forecast and ledger are the service's; only two things are made up. The executor computes
+nothing: it says how long the step would have taken, by which it moves the clock, and lets a request end where
+the trace says. And where memory goes by pages or by runs, the ledger counts so (`paged_ledger.py`). The
+scheduler is told what a service is told: a prompt, and the most tokens that may come. With the `oracle` alone
+that is the answer's true length.
+
+Token ids: a prompt of a trace without prefixes begins with a token of its own; where blocks of prefixes are
+known their ids fill them.
+"""
+
+import math
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import asdict, replace
+
+import numpy as np
+
+from lightkv.ledger import Sequence, TokenLedger
+from lightkv.router.engine.admission import make_admission
+from lightkv.router.engine.loop import Engine, Holding
+from lightkv.router.engine.request import Request
+from lightkv.router.engine.scheduler import Scheduler
+from lightkv.router.engine.step import Limits, StepPlan, StepResult, TokenEvent
+from lightkv.router.engine.step_time import StepTime, Work
+from lightkv.router.sampling_params import SamplingParams
+
+from .config import InvalidSimulation, SimulationConfig, page_of
+from .paged_ledger import ContiguousLedger, PagedLedger, make_ledger
+from .record import Distribution, Means, Timeline
+from .result import Figures, Series, SimulationResult
+from .traces import BLOCK, Trace, TraceRequest, at_once, faster, is_timed, open_trace, poisson, summarise
+
+VOCAB_SIZE = 2**31 - 1
+END, MORE = 2, 1  # sampled: the last token of an answer, any other
+QUEUE = 64  # requests given to the scheduler before their turn; the others wait as a few numbers each
+SATURATION_REQUESTS = 20_000
+PROGRESS_EVERY = 100
+
+Progress = Callable[[str, int], None]
+"""Takes what is being done, and how many requests of it have ended."""
+
+
+def simulate(
+    trace_name: str, config: SimulationConfig, progress: Progress | None = None, stepwise: bool = False
+) -> SimulationResult:
+    """Run a trace (`traces.open_trace`) to its end.
+
+    `stepwise`: each step by itself, also where several are alike: the same result, later. Raises
+    UnreadableTrace, InvalidStepTime, InvalidAllocation, OSError; InvalidSimulation for a request that could
+    never run.
+    """
+    trace = open_trace(trace_name, config.requests, config.seed)
+    if config.load is None and config.rate is None and not is_timed(trace):
+        config = replace(config, load=1.0)
+    if config.load is not None and config.saturation is None:
+        config = replace(config, saturation=saturation(trace_name, config, progress))
+    step_time = StepTime.parse(config.step_time)
+    return _Simulation(trace, config, step_time, progress or (lambda what, done: None), not stepwise).run()
+
+
+def num_requests(trace_name: str, config: SimulationConfig) -> int:
+    """How many requests there will be."""
+    return config.requests or summarise(open_trace(trace_name)).num
+
+
+def saturation(trace_name: str, config: SimulationConfig, progress: Progress | None = None) -> float:
+    """Requests a second that an oracle serves, by token, when all of them wait at the start."""
+    num = min(config.requests, SATURATION_REQUESTS) if config.requests else None
+    full = replace(
+        config,
+        allocation="token",
+        admission="oracle",
+        reserve=None,
+        rate=math.inf,
+        load=None,
+        saturation=None,
+        requests=num,
+    )
+    rate = simulate(trace_name, full, progress).figures.served_rate
+    if not rate:
+        raise InvalidSimulation(
+            f"no request of {trace_name} fits --capacity {config.capacity}; give a larger one"
+        )
+    return rate
+
+
+class _Arrivals:
+    """The requests of a trace in their order: those that have come, and those to come."""
+
+    def __init__(self, requests: Iterator[TraceRequest], all_at_start: bool) -> None:
+        self._requests = requests
+        self._all_at_start = all_at_start
+        self._come: deque[TraceRequest] = deque()
+        self._next = next(requests, None)
+
+    @property
+    def num_waiting(self) -> int:
+        """Of those that have come, as `look` saw. Where all are there at the start they are not counted: they
+        may be many."""
+        return len(self._come)
+
+    @property
+    def exhausted(self) -> bool:
+        return self._next is None and not self._come
+
+    @property
+    def next_time(self) -> float | None:
+        """When the next one comes; None: none does."""
+        return None if self._next is None else self._next.arrival
+
+    def look(self, now: float) -> None:
+        """See who has come by `now`."""
+        if self._all_at_start:
+            return
+        while self._next is not None and self._next.arrival <= now:  # type: ignore[operator]
+            self._come.append(self._next)
+            self._next = next(self._requests, None)
+
+    def take(self) -> TraceRequest | None:
+        """The first that has come."""
+        if self._all_at_start:
+            taken, self._next = self._next, next(self._requests, None)
+            return taken
+        return self._come.popleft() if self._come else None
+
+
+class _Device:
+    """An executor that computes nothing: it moves the clock, and ends answers where the trace does.
+
+    It writes down what the memory holds while a step runs.
+    """
+
+    fatal = False
+
+    def __init__(self, simulation: "_Simulation", step_time: StepTime, max_num_seqs: int) -> None:
+        self._simulation = simulation
+        self._step_time = step_time
+        self._left: list[list[int]] = [[0]] * (
+            max_num_seqs + 1
+        )  # by row: [tokens to come], its request's own
+        self.outputs: dict[int, list[int]] = {}  # request → the same, while it lives
+        self.empty_slots = 0  # over all steps and requests that got a token: of its pages, those without one
+        self.all_slots = 0
+
+    def execute(self, plan: StepPlan) -> StepResult:
+        """What would have been sampled, once it would have been."""
+        for new in plan.new_rows:
+            self._left[new.row] = self.outputs[new.seed]
+        rows, starts, left = plan.rows, plan.starts, self._left
+        tokens = []
+        for i in plan.sample:
+            own = left[rows[i]]
+            own[0] -= 1
+            tokens.append(MORE if own[0] else END)
+        if self._simulation.has_padding:
+            self._count_slots(
+                [rows[i] for i in plan.sample], [starts[i] + plan.counts[i] for i in plan.sample]
+            )
+        num = plan.num_contexts
+        decodes = len(rows) - num
+        prompt = pairs = 0
+        for start, count in zip(starts[:num], plan.counts, strict=False):
+            prompt += count
+            pairs += count * start + count * (count + 1) // 2
+        kv = sum(starts) - sum(starts[:num]) + decodes
+        self._simulation.pass_time(self._step_time.seconds(Work(decodes, kv, prompt, pairs)))
+        return StepResult(plan.step, tokens, plan.num_free, 0)
+
+    def check(self, edits: bytes, holding: Holding) -> None:
+        """There is no memory to recount."""
+
+    def steps_without_end(self, sequences: Iterable[Sequence]) -> int:
+        """Steps in which none of these samples its last token."""
+        return min([self._left[sequence.row][0] for sequence in sequences]) - 1
+
+    def repeat(self, sequences: list[Sequence], steps: int) -> None:
+        """So many steps of just these have been, in each of which they took a token; they are about to get
+        their slots."""
+        for sequence in sequences:
+            self._left[sequence.row][0] -= steps
+        if self._simulation.has_padding:
+            rows = [sequence.row for sequence in sequences]
+            self._count_slots(rows, [sequence.length + 1 for sequence in sequences], steps)
+
+    def _count_slots(self, rows: list[int], lengths: list[int], steps: int = 1) -> None:
+        ledger = self._simulation.ledger
+        assert isinstance(ledger, PagedLedger | ContiguousLedger)
+        slots = ledger.slots(rows, np.array(lengths, np.int64), steps)
+        tokens = steps * sum(lengths) + len(rows) * steps * (steps - 1) // 2
+        self.all_slots += slots
+        self.empty_slots += slots - tokens
+
+
+class _Live:
+    """A request that has been sent and has not ended."""
+
+    __slots__ = ("arrival", "first", "request")
+
+    def __init__(self, arrival: float, request: Request) -> None:
+        self.arrival = arrival
+        self.first = 0.0  # when its first token came
+        self.request = request
+
+
+class _Simulation:
+    """One run: the clock, the engine, and what is written down."""
+
+    def __init__(
+        self,
+        trace: Trace,
+        config: SimulationConfig,
+        step_time: StepTime,
+        progress: Progress,
+        at_once: bool,
+    ) -> None:
+        self.config = config
+        self._at_once = at_once
+        self.trace = trace
+        self.step_time = step_time
+        self._progress = progress
+        self._what = "simulating" if config.rate != math.inf else "measuring saturation"
+        self.clock = 0.0
+        page = page_of(config.allocation)
+        longest = config.capacity + 1
+        self.ledger: TokenLedger = make_ledger(
+            config.allocation, config.capacity, config.max_num_seqs, longest, config.max_new
+        )
+        slack = max(page - 1, 0)
+        admission = make_admission(config.counted, config.seed, slack, config.ttft_target)
+        if config.patience is not None:
+            admission = replace(admission, patience=config.patience)
+        if config.reserve is not None:
+            admission = replace(admission, reserve=config.reserve)
+        self._queue = math.inf if admission.patience else QUEUE
+        limits = Limits(config.max_num_seqs, longest, config.prefill_chunk, VOCAB_SIZE)
+        self.scheduler = Scheduler(self.ledger, limits, admission=admission, clock=lambda: self.clock)
+        self.has_padding = page != 1
+        self.device = _Device(self, step_time, config.max_num_seqs)
+        self.engine = Engine(self.scheduler, self.device)
+        self._live: dict[str, _Live] = {}
+        self._params = SamplingParams(temperature=0.0, max_tokens=config.max_new)
+
+        self._num_sent = self._num_finished = self._num_skipped = self._num_cut = 0
+        self._num_met = self._num_preempted = self._num_prompt = 0
+        self._ttft, self._tpot = Distribution(), Distribution()
+        self._timeline = Timeline(5)
+        self._means = Means(6)  # while loaded
+        self._loaded = True
+        self._loaded_output = 0
+        self._max_running = self._max_waiting = 0
+
+    def run(self) -> SimulationResult:
+        """All of it."""
+        self._arrivals, offered, saturated = self._arrange()
+        self._arrivals.look(self.clock)
+        while True:
+            self._send()
+            if self._at_once and self._repeat():
+                continue
+            if self.engine.has_work:
+                step = self.ledger.step
+                self._take(self.engine.step())
+                if self.ledger.step == step:
+                    raise InvalidSimulation(
+                        f"{self.scheduler.num_running} requests run and no step can be made: "
+                        f"{self.ledger.num_held} tokens are held of {self.ledger.capacity}; give a larger "
+                        "--capacity"
+                    )
+            elif (at := self._arrivals.next_time) is not None:
+                self.pass_time(max(at - self.clock, 0.0))
+            else:
+                break
+        self.engine.check()
+        return self._result(offered, saturated)
+
+    def pass_time(self, seconds: float) -> None:
+        """The clock moves on; what the ledger holds meanwhile is written down."""
+        ledger = self.ledger
+        padding = ledger.padding if isinstance(ledger, PagedLedger | ContiguousLedger) else 0
+        self._pass(seconds, ledger.num_held, padding, ledger.num_cached)
+
+    def _pass(self, seconds: float, held: int, padding: int, cached: int) -> None:
+        scheduler, arrivals = self.scheduler, self._arrivals
+        running, waiting = scheduler.num_running, scheduler.num_waiting + arrivals.num_waiting
+        if self._loaded and not waiting and arrivals.exhausted:
+            self._loaded = False
+            self._loaded_output = scheduler.num_output_tokens
+        if self._loaded:
+            self._means.add(seconds, (held, held - padding, cached, padding, running, waiting))
+        self._max_running = max(self._max_running, running)
+        self._max_waiting = max(self._max_waiting, waiting)
+        now, self.clock = self.clock, self.clock + seconds
+        self._timeline.add(now, self.clock, (held - padding, padding, cached, running, waiting))
+        arrivals.look(self.clock)
+
+    def _repeat(self) -> bool:
+        """Take the next steps at once where they are the same decodes again and again: as many as end no
+        answer, until somebody comes whom the scheduler has to see. Comes to exactly what one by one would (a
+        test compares them), for a part of the work. False where there are none such."""
+        scheduler, ledger = self.scheduler, self.ledger
+        steps = scheduler.steady_steps()
+        if steps < 2 or self.clock > scheduler.late_at:
+            return False
+        sequences = list(ledger.sequences)
+        steps = min(steps, self.device.steps_without_end(sequences))
+        if steps < 2:
+            return False
+        num = len(sequences)
+        cycle, padding = [num], 0
+        if isinstance(ledger, PagedLedger | ContiguousLedger):
+            cycle, padding = ledger.growth_cycle(sequences), ledger.padding
+        held, cached, free = ledger.num_held, ledger.num_cached, ledger.num_free
+        kv = sum([sequence.length for sequence in sequences])
+        taken = 0
+        while taken < steps:
+            growth = cycle[taken % len(cycle)]
+            held += growth
+            padding += growth - num
+            free -= growth
+            if free < 0:  # so many cached ones are evicted
+                cached, free = cached + free, 0
+            kv += num
+            taken += 1
+            self._pass(self.step_time.seconds(Work(num, kv, 0, 0)), held, padding, cached)
+            if self._arrivals.num_waiting and scheduler.num_waiting < self._queue:
+                break
+            if self.clock > scheduler.late_at:
+                break
+        self.device.repeat(sequences, taken)
+        scheduler.repeat(taken, MORE)
+        return True
+
+    def _arrange(self) -> tuple[_Arrivals, float, float]:
+        """The arrivals, how many a second, and what is saturation."""
+        config, trace = self.config, self.trace
+        if config.rate == math.inf:
+            return _Arrivals(at_once(trace), True), 0.0, config.saturation or 0.0
+        summary = summarise(trace)
+        rate, saturated = config.rate, config.saturation or 0.0
+        if config.load is not None:
+            rate = config.load * saturated
+        if not summary.span and rate is not None:
+            return _Arrivals(poisson(trace, rate, config.seed), False), rate, saturated
+        if not summary.span:  # all of them at one time
+            return _Arrivals(at_once(trace), True), 0.0, saturated
+        own = summary.num / summary.span
+        factor = 1.0 if rate is None else rate / own
+        return _Arrivals(faster(trace, factor), False), own * factor, saturated
+
+    def _send(self) -> None:
+        """Give the scheduler those that have come, as far as it has to see them."""
+        while self.scheduler.num_waiting < self._queue:
+            asked = self._arrivals.take()
+            if asked is None:
+                return
+            self._num_sent += 1
+            self._send_one(self._num_sent, asked)
+
+    def _send_one(self, number: int, asked: TraceRequest) -> None:
+        config = self.config
+        if asked.prompt + config.max_new - 1 > self.ledger.capacity:
+            if not config.skip_too_large:
+                raise InvalidSimulation(
+                    f"request {number} of {self.trace.name} has {asked.prompt} prompt tokens and up to "
+                    f"{config.max_new} new ones, of a pool of {self.ledger.capacity}; give a larger "
+                    "--capacity, a smaller --max-new, or --skip-too-large to leave such requests out"
+                )
+            self._num_skipped += 1
+            return
+        output = min(asked.output, config.max_new)
+        self._num_cut += output < asked.output
+        self._num_prompt += asked.prompt
+        if asked.blocks:
+            ids = np.repeat(np.array(asked.blocks, np.int32) + 1, BLOCK)[: asked.prompt].tobytes()
+            ids += bytes(4 * asked.prompt - len(ids))
+        else:
+            ids = number.to_bytes(4, "little") + bytes(4 * (asked.prompt - 1))
+        params = self._params
+        if config.admission == "oracle":
+            params = SamplingParams(temperature=0.0, max_tokens=output)
+        request = Request(str(number), ids, params, number, frozenset({END}))
+        self.device.outputs[number] = [output]
+        assert asked.arrival is not None
+        request.queued = asked.arrival
+        self._live[request.id] = _Live(asked.arrival, request)
+        self.engine.add(request)
+
+    def _take(self, events: list[TokenEvent]) -> None:
+        """What a step brought."""
+        now = self.clock
+        for event in events:
+            if event.num_cached is not None:
+                live = self._live[event.request_id]
+                live.first = now
+                self._ttft.add(now - live.arrival)
+            if event.finish_reason is not None:
+                live = self._live.pop(event.request_id)
+                del self.device.outputs[live.request.seed]
+                self._finish(live, len(live.request.output))
+                self._num_finished += 1
+                if not self._num_finished % PROGRESS_EVERY:
+                    self._progress(self._what, self._num_finished)
+
+    def _finish(self, live: _Live, num_output: int) -> None:
+        between = 0.0
+        if num_output > 1:
+            between = (self.clock - live.first) / (num_output - 1)
+            self._tpot.add(between)
+        in_time = live.first - live.arrival <= self.config.ttft_target
+        self._num_met += in_time and between <= self.config.tpot_target
+        self._num_preempted += live.request.num_pauses > 0
+
+    def _result(self, offered: float, saturated: float) -> SimulationResult:
+        config, scheduler, capacity = self.config, self.scheduler, self.ledger.capacity
+        means, ttft, tpot = self._means, self._ttft, self._tpot
+        num, seconds = self._num_finished, self.clock
+        mean_output = scheduler.num_output_tokens / num if num else 0.0
+        loaded_rate = self._loaded_output / means.seconds if means.seconds else 0.0
+        shares = [means.of(i) / capacity for i in range(4)]
+        ttft_p50, ttft_p90, ttft_p99 = ttft.quantiles((0.5, 0.9, 0.99))
+        tpot_p50, tpot_p90, tpot_p99 = tpot.quantiles((0.5, 0.9, 0.99))
+        figures = Figures(
+            num_requests=self._num_sent - self._num_skipped,
+            num_finished=num,
+            num_skipped=self._num_skipped,
+            num_cut=self._num_cut,
+            prompt_tokens=self._num_prompt,
+            hit_tokens=scheduler.num_hit_tokens,
+            output_tokens=scheduler.num_output_tokens,
+            offered_rate=offered,
+            saturation_rate=saturated,
+            load=config.load or (offered / saturated if saturated else 0.0),
+            seconds=seconds,
+            loaded_seconds=means.seconds,
+            served_rate=loaded_rate / mean_output if mean_output else 0.0,
+            output_rate=scheduler.num_output_tokens / seconds if seconds else 0.0,
+            goodput=self._num_met / seconds if seconds else 0.0,
+            met_share=self._num_met / num if num else 0.0,
+            ttft_mean=ttft.mean, ttft_p50=ttft_p50, ttft_p90=ttft_p90, ttft_p99=ttft_p99, ttft_max=ttft.high,
+            tpot_mean=tpot.mean, tpot_p50=tpot_p50, tpot_p90=tpot_p90, tpot_p99=tpot_p99, tpot_max=tpot.high,
+            memory_held_share=shares[0],
+            memory_used_share=shares[1],
+            memory_cached_share=shares[2],
+            memory_padding_share=shares[3],
+            peak_held_share=scheduler.peak_held / capacity,
+            last_page_waste_share=self.device.empty_slots / max(self.device.all_slots, 1),
+            num_preemptions=scheduler.num_pauses,
+            num_preempted=self._num_preempted,
+            preempted_share=self._num_preempted / num if num else 0.0,
+            recomputed_tokens=scheduler.num_recomputed_tokens,
+            num_steps=scheduler.step,
+            mean_running=means.of(4),
+            mean_waiting=means.of(5),
+            max_running=self._max_running,
+            max_waiting=self._max_waiting,
+        )  # fmt: skip
+        used, padding, cached, running, waiting = self._timeline.means()
+        series = Series(self._timeline.width, capacity, used, padding, cached, running, waiting)
+        settings = {"trace": self.trace.name, **asdict(config), "admission": config.counted}
+        if config.rate == math.inf:
+            settings["rate"] = "inf"  # JSON has no such number
+        return SimulationResult(
+            settings, self.step_time.as_dict(), figures, series, ttft.curve(), tpot.curve()
+        )

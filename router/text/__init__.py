@@ -1,0 +1,1 @@
+"""Text and token ids: the tokenizer, and an answer's text as it grows."""

@@ -1,0 +1,431 @@
+"""Text to token ids and back: the tokenizer of a model directory, its chat template, streams, stop strings.
+
+Knows tokenizer.json and the small files beside it, tokenizers and jinja2. Knows no torch and no transformers
+(their import takes seconds and hundreds of megabytes, which the API process spares), no request and no model.
+"""
+
+import codecs
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from datetime import datetime
+from functools import cached_property
+from pathlib import Path
+from typing import Any, NoReturn
+
+import jinja2
+import numpy as np
+import tokenizers
+from jinja2.ext import Extension, loopcontrols
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from lightkv.errors import LightKVError
+from lightkv.integrations.model.context import CONTEXT_NAMES
+from lightkv.router.model_files import one_line, read_json
+
+_SHORT = 4096  # characters or tokens that are converted at once; more, without holding Python's lock
+_MIN_LONGEST_TOKEN = 32  # characters
+REPLACEMENT = "\ufffd"  # what decoders write for bytes that are no UTF-8
+_SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+
+
+class UnreadableTokenizer(LightKVError):
+    """A file that describes the model's text is missing or damaged."""
+
+    def __init__(self, path: Path, reason: str) -> None:
+        self.path = path
+        self.reason = reason
+        super().__init__(f"{path}: {reason}; replace it with a whole copy")
+
+
+class ChatTemplateError(LightKVError):
+    """The model has no chat template, or its template refuses these messages."""
+
+
+class Tokenizer:
+    """The text side of one model.
+
+    Attributes:
+        eos_ids: the ids that end a generation: generation_config.json's, or else config.json's, and the
+            tokenizer's own.
+        bos: the id that begins a text, or None.
+        vocab_size: of the model, which may be larger than the tokenizer's.
+        max_model_len: positions that the model was made for, in tokens; 0 where config.json does not name them.
+        special_ids: ids that `decode` leaves out unless told otherwise.
+        is_byte_level: whether each token stands for the same bytes wherever it is (`token_bytes`).
+
+    Args:
+        directory: holds tokenizer.json and config.json, and may hold generation_config.json,
+            tokenizer_config.json, special_tokens_map.json and chat_template.jinja.
+
+    Raises:
+        UnreadableTokenizer: a file is missing or damaged.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        path = directory / "tokenizer.json"
+        try:
+            self._tokenizer = tokenizers.Tokenizer.from_file(str(path))
+        except (KeyboardInterrupt, SystemExit):
+            raise
+        except BaseException as error:  # tokenizers raises bare Exception, and a panic is no Exception
+            raise UnreadableTokenizer(path, f"is no tokenizer ({one_line(error)})") from error
+        self._tokenizer.no_truncation()  # the file may carry the settings of its training
+        self._tokenizer.no_padding()
+
+        config = _read_json(directory / "config.json")
+        generation_config = _read_json(directory / "generation_config.json", optional=True)
+        settings = _read_json(directory / "tokenizer_config.json", optional=True)
+        named = _read_json(directory / "special_tokens_map.json", optional=True) | settings
+        self._special_tokens = {
+            name: text for name in _SPECIAL_TOKENS if (text := _token_text(named.get(name))) is not None
+        }
+
+        self.bos: int | None = self._special_id("bos_token")
+        eos = generation_config.get("eos_token_id", config.get("eos_token_id"))
+        eos_ids = [*(eos if isinstance(eos, list) else [eos]), self._special_id("eos_token")]
+        if not all(token_id is None or _is_count(token_id) for token_id in eos_ids):
+            raise UnreadableTokenizer(directory, f"its eos_token_id is {str(eos)[:100]!r}, no token id")
+        self.eos_ids: frozenset[int] = frozenset(eos_ids) - {None}
+        self.vocab_size: int = config.get("vocab_size", self._tokenizer.get_vocab_size())
+        lengths = [config[name] for name in CONTEXT_NAMES if config.get(name) is not None]
+        self.max_model_len: int = lengths[0] if lengths else 0
+        if not _is_count(self.vocab_size) or not _is_count(self.max_model_len):
+            sizes = f"a vocabulary of {self.vocab_size!r} and a context of {self.max_model_len!r} tokens"
+            raise UnreadableTokenizer(directory / "config.json", f"names {sizes[:200]}")
+
+        self._template_source = _read_template(directory, settings)
+        added = self._tokenizer.get_added_tokens_decoder()
+        self.special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
+        self.is_byte_level = isinstance(self._tokenizer.decoder, tokenizers.decoders.ByteLevel)
+        self._bytes_of: dict[int, bytes] = {}
+        self._text_of: dict[int, str] = {}
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> np.ndarray:
+        """The ids of `text`, int32 [n]; with the special tokens that tokenizer.json puts around a text.
+
+        tokenizer_config.json's add_bos_token and add_eos_token are not heeded: transformers 5 heeds neither
+        where there is a tokenizer.json.
+        """
+        try:
+            encoding = self._encode(text, add_special_tokens)
+        except TypeError:  # a lone surrogate, which JSON can carry and UTF-8 cannot
+            text = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+            encoding = self._encode(text, add_special_tokens)
+        return np.asarray(encoding.ids, dtype=np.int32)
+
+    def encode_chat(
+        self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True
+    ) -> np.ndarray:
+        """The ids of `render_chat`, int32 [n]. The template writes the special tokens itself."""
+        return self.encode(self.render_chat(messages, add_generation_prompt), add_special_tokens=False)
+
+    def decode(self, token_ids: Sequence[int] | np.ndarray, skip_special_tokens: bool = True) -> str:
+        """The text of `token_ids`; bytes that are no UTF-8 become U+FFFD, ids that name no token nothing."""
+        ids = list(token_ids)
+        if len(ids) <= _SHORT:
+            return self._tokenizer.decode(ids, skip_special_tokens=skip_special_tokens)
+        return self._tokenizer.decode_batch([ids], skip_special_tokens=skip_special_tokens)[0]
+
+    def decode_each(self, token_ids: Sequence[int]) -> list[str]:
+        """The text of each token by itself, special tokens among them."""
+        return self._tokenizer.decode_batch([[token_id] for token_id in token_ids], skip_special_tokens=False)
+
+    def max_characters(self, num_tokens: int) -> int:
+        """The most characters that a text of so many tokens is taken to have.
+
+        It is a bound for every tokenizer that keeps all characters of a text, as those of byte-level BPE do.
+        One that drops some (BERT's drops spaces) could make fewer tokens of a longer text.
+        """
+        return num_tokens * self.longest_token
+
+    def render_chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        add_generation_prompt: bool = True,
+        variables: Mapping[str, Any] | None = None,
+    ) -> str:
+        """`messages` as the one text that the model's chat template makes of them.
+
+        Args:
+            messages: plain data such as {"role": "user", "content": "…"}.
+            add_generation_prompt: end with the words that begin an assistant's answer.
+            variables: further variables of the template, which stand before the special tokens' names.
+
+        Raises:
+            ChatTemplateError: there is no template, it is broken, it does what its sandbox forbids, or it
+                refuses the messages.
+        """
+        template = self._template
+        try:
+            return template.render(
+                {
+                    **self._special_tokens,
+                    **(variables or {}),
+                    "messages": messages,
+                    "tools": None,
+                    "documents": None,
+                    "add_generation_prompt": add_generation_prompt,
+                }
+            )
+        # A template is a program that came with the weights: it can raise whatever Python can.
+        except Exception as error:
+            reason = f"the model's chat template refuses these messages: {error}"
+            raise ChatTemplateError(reason) from error
+
+    def token_text(self, token_id: int) -> str:
+        """The text of one token by itself, also of a special one."""
+        known = self._text_of.get(token_id)
+        if known is None:
+            known = self._text_of[token_id] = self.decode([token_id], skip_special_tokens=False)
+        return known
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """What one token of a byte-level tokenizer stands for; nothing for special tokens and unknown ids."""
+        known = self._bytes_of.get(token_id)
+        if known is not None:
+            return known
+        token = None if token_id in self.special_ids else self._tokenizer.id_to_token(token_id)
+        if token is None:
+            piece = b""
+        elif all(char in _BYTE_OF_CHAR for char in token):
+            piece = bytes(_BYTE_OF_CHAR[char] for char in token)
+        else:
+            piece = token.encode()  # an added token stands for its own text
+        self._bytes_of[token_id] = piece
+        return piece
+
+    @cached_property
+    def longest_token(self) -> int:
+        """Characters of the longest token, at least 32: normalisers may join a few characters to one."""
+        return max(_MIN_LONGEST_TOKEN, *map(len, self._tokenizer.get_vocab()))
+
+    def _encode(self, text: str, add_special_tokens: bool) -> tokenizers.Encoding:
+        if len(text) <= _SHORT:
+            return self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
+        # `encode` holds Python's lock for all of its time, `encode_batch` for almost none of it.
+        return self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0]
+
+    @cached_property
+    def _template(self) -> jinja2.Template:
+        if self._template_source is None:
+            raise ChatTemplateError("this model has no chat template; use plain completions instead")
+        try:
+            return _sandbox().from_string(self._template_source)
+        except Exception as error:  # one that nests too deeply fails in Python's own compiler
+            reason = f"the model's chat template does not parse ({error}); use plain completions instead"
+            raise ChatTemplateError(reason) from error
+
+    def _special_id(self, name: str) -> int | None:
+        text = self._special_tokens.get(name)
+        return None if text is None else self._tokenizer.token_to_id(text)
+
+
+class Detokenizer:
+    """The text of one stream of tokens, as they come; without special tokens, unless told otherwise.
+
+    The pieces joined are `Tokenizer.decode` of all the tokens, and no piece ends within a character. A push
+    costs the same however long the stream is. (Where a decoder that is not byte-level writes a character
+    anew because of bytes that follow it and are no UTF-8, what was shown stays.)
+    """
+
+    # A decoder that is not byte-level looks at neighbours: it drops a text's first space, and turns byte
+    # tokens into characters only when they are complete. So each token is decoded together with those that
+    # wait for their character and those shown last, and the text that was shown is cut off.
+    _MAX_HELD = 16  # tokens without a certain text; a character has at most four bytes
+
+    def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool = True) -> None:
+        self._tokenizer = tokenizer
+        self._skips_special = skip_special_tokens
+        self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
+        self._context: list[int] = []
+        self._context_text = ""
+        self._held: list[int] = []
+
+    def push(self, token_ids: Iterable[int]) -> str:
+        """The text that is certain now that `token_ids` have come."""
+        if self._tokenizer.is_byte_level:
+            return self._utf8.decode(b"".join(map(self._bytes, token_ids)))
+        return "".join(map(self._push_one, token_ids))
+
+    def finish(self) -> str:
+        """The rest of the text: no token comes any more."""
+        if self._tokenizer.is_byte_level:
+            return self._utf8.decode(b"", final=True)
+        return self._show(self._decode(self._context + self._held))
+
+    def _push_one(self, token_id: int) -> str:
+        if self._skips_special and token_id in self._tokenizer.special_ids:
+            return ""
+        self._held.append(token_id)
+        text = self._decode(self._context + self._held)
+        is_certain = len(text) > len(self._context_text) and not text.endswith(REPLACEMENT)
+        return self._show(text) if is_certain or len(self._held) > self._MAX_HELD else ""
+
+    def _show(self, text: str) -> str:
+        held_text = self._decode(self._held)
+        # Bytes that are no UTF-8 may have undone the characters before them: then the new tokens stand alone.
+        is_longer = text.startswith(self._context_text)
+        shown = text[len(self._context_text) :] if is_longer else held_text
+        self._context, self._context_text, self._held = self._held, held_text, []
+        return shown
+
+    def _bytes(self, token_id: int) -> bytes:
+        if not self._skips_special and token_id in self._tokenizer.special_ids:
+            return self._tokenizer.decode([token_id], skip_special_tokens=False).encode()
+        return self._tokenizer.token_bytes(token_id)
+
+    def _decode(self, token_ids: list[int]) -> str:
+        return self._tokenizer.decode(token_ids, skip_special_tokens=self._skips_special)
+
+
+class StopChecker:
+    """Cuts a stream of text at the first stop string, and shows nothing that might be the beginning of one.
+
+    The first is the one whose last character comes first, for that is when a generation ends; of several that
+    end there the longest. So the result depends on the text alone, not on how it is cut into pieces.
+
+    Attributes:
+        hit: the stop string that was found, or None. After it everything pushed is dropped.
+
+    Args:
+        stops: the stop strings; none of them empty.
+        include_stop: whether the stop string itself is shown.
+    """
+
+    def __init__(self, stops: Sequence[str], include_stop: bool = False) -> None:
+        if not all(stops):
+            raise ValueError("an empty stop string would end every text at once; leave it out")
+        self._stops = tuple(stops)
+        self._include_stop = include_stop
+        self._held = ""
+        self.hit: str | None = None
+
+    def push(self, text: str) -> str:
+        """What can be shown now that `text` has come."""
+        if self.hit is not None:
+            return ""
+        num_searched = len(self._held)  # a stop string that ends there was passed over by `skip`
+        text = self._held + text
+        ends = [
+            (start + len(stop), start, stop)
+            for stop in self._stops
+            if (start := text.find(stop, max(num_searched - len(stop) + 1, 0))) >= 0
+        ]
+        if ends:
+            end, start, self.hit = min(ends)
+            self._held = ""
+            return text[: end if self._include_stop else start]
+        return self._hold_back(text)
+
+    def skip(self, text: str) -> str:
+        """As `push`, but no stop string ends in `text`; one may begin there."""
+        return "" if self.hit is not None else self._hold_back(self._held + text)
+
+    def finish(self) -> str:
+        """What was held back: the text ended before it became a stop string."""
+        text, self._held = self._held, ""
+        return text
+
+    def _hold_back(self, text: str) -> str:
+        num_held = max((self._num_begun(text, stop) for stop in self._stops), default=0)
+        shown = len(text) - num_held
+        self._held = text[shown:]
+        return text[:shown]
+
+    @staticmethod
+    def _num_begun(text: str, stop: str) -> int:
+        """Length of the longest end of `text` that is a beginning of `stop`."""
+        tail = text[-(len(stop) - 1) :] if len(stop) > 1 else ""
+        start = tail.find(stop[0])
+        while start >= 0:
+            if stop.startswith(tail[start:]):
+                return len(tail) - start
+            start = tail.find(stop[0], start + 1)
+        return 0
+
+
+class _GenerationBlock(Extension):
+    """`{% generation %}` marks what an assistant wrote, for training; here it is just its content."""
+
+    tags = {"generation"}  # noqa: RUF012 (jinja2 declares it so)
+
+    def parse(self, parser: jinja2.parser.Parser) -> jinja2.nodes.Node:
+        line = next(parser.stream).lineno
+        return jinja2.nodes.Scope(
+            parser.parse_statements(("name:endgeneration",), drop_needle=True), lineno=line
+        )
+
+
+def _sandbox() -> ImmutableSandboxedEnvironment:
+    """The environment that chat templates are written for: that of transformers' apply_chat_template."""
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, _GenerationBlock]
+    )
+
+    def raise_exception(message: str) -> NoReturn:
+        raise jinja2.TemplateError(message)
+
+    def strftime_now(form: str) -> str:
+        return datetime.now().strftime(form)
+
+    def tojson(
+        value: Any,
+        ensure_ascii: bool = False,
+        indent: int | None = None,
+        separators: tuple[str, str] | None = None,
+        sort_keys: bool = False,
+    ) -> str:
+        # jinja2's own escapes for HTML, which no model was trained on.
+        return json.dumps(
+            value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
+        )
+
+    environment.globals |= {"raise_exception": raise_exception, "strftime_now": strftime_now}
+    environment.filters["tojson"] = tojson
+    return environment
+
+
+def _read_json(path: Path, optional: bool = False) -> dict[str, Any]:
+    if optional and not path.is_file():
+        return {}
+    try:
+        return read_json(path)
+    except (OSError, ValueError) as error:
+        raise UnreadableTokenizer(path, f"cannot be read ({one_line(error)})") from error
+
+
+def _read_template(directory: Path, settings: Mapping[str, Any]) -> str | None:
+    path = directory / "chat_template.jinja"
+    try:
+        if path.is_file():
+            return path.read_text(encoding="utf-8")
+        path = directory / "tokenizer_config.json"
+        template = settings.get("chat_template")
+        if isinstance(template, list):  # several, each with a name
+            template = {entry["name"]: entry["template"] for entry in template}.get("default")
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        raise UnreadableTokenizer(path, f"holds no chat template ({one_line(error)})") from error
+    if template is not None and not isinstance(template, str):
+        raise UnreadableTokenizer(path, f"has a chat template of type {type(template).__name__}")
+    return template
+
+
+def _token_text(token: Any) -> str | None:
+    """A special token stands in the files as its text, or as an object that holds it."""
+    text = token.get("content") if isinstance(token, dict) else token
+    return text if isinstance(text, str) else None
+
+
+def _is_count(value: Any) -> bool:
+    """Whether `value` can be a token id, or a number of tokens."""
+    return type(value) is int and 0 <= value < 2**31
+
+
+def _byte_of_char() -> dict[str, int]:
+    """GPT-2's byte-level alphabet: printable Latin-1 stands for itself, other bytes for U+0100 onwards."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}
+
+
+_BYTE_OF_CHAR = _byte_of_char()

@@ -1,0 +1,381 @@
+"""The API's process over a router that does what a test says: how it begins and ends, and what its server
+bears: signals that are not its own, connections without end, and requests that never come whole."""
+
+import json
+import os
+import re
+import resource
+import select
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from lightkv.router.cli.http_client import UnixConnection
+from lightkv.router.config import EngineConfig
+from lightkv.router.model_files import resolve
+from lightkv.router.service.api_settings import ApiSettings, ServeSettings
+from lightkv.router.service.child_process import signals_held_back
+from tests.support.fake_router import COMPLETIONS, MODEL, ApiUnderTest, error_of, service, wait_until
+
+
+@pytest.fixture
+def fresh(tmp_path: Path) -> Iterator[ApiUnderTest]:
+    """Its router is the process's, too."""
+    with service(tmp_path).running() as under_test:
+        yield under_test
+
+
+def launched(
+    api: ApiUnderTest, listener: socket.socket, limits: dict[str, Any] | None = None, **more: Any
+) -> subprocess.Popen[bytes]:
+    os.set_inheritable(listener.fileno(), True)
+    given_to_it = ServeSettings(
+        api=ApiSettings(model_names=[MODEL], **(limits or {})),
+        model_directory=str(resolve(EngineConfig.model, report=lambda line: None)),
+        router_socket=str(api._path),
+        listen_fd=listener.fileno(),
+        **more,
+    )
+    process = subprocess.Popen(
+        [sys.executable, "-m", "lightkv.router.api.app"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        pass_fds=[listener.fileno()],
+    )
+    assert process.stdin is not None
+    process.stdin.write(msgspec.json.encode(given_to_it))
+    process.stdin.close()
+    return process
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_the_process_serves_an_inherited_socket_and_no_signal_ends_it(
+    fresh: ApiUnderTest, tmp_path: Path, number: signal.Signals
+) -> None:
+    """What stops a whole service signals each of its processes; this one ends with the router."""
+    fresh.router.delay = 0.02
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(str(tmp_path / "http"))
+        with signals_held_back():  # as the launcher starts it
+            process = launched(fresh, listener)
+        process.send_signal(number)
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"ready\n"
+    connection = UnixConnection(str(tmp_path / "http"))
+    asked = {"prompt": "a", "max_tokens": 25, "stream": True}
+    wait_until(lambda: fresh.client.status.state == "ready")
+    connection.request("POST", COMPLETIONS, json.dumps(asked), {"Content-Type": "application/json"})
+    response = connection.getresponse()
+    assert response.status == 200
+    process.send_signal(number)
+    process.send_signal(number)
+    assert response.read().endswith(b"data: [DONE]\n\n")
+    assert status_of_ready(tmp_path / "http") == 200
+    fresh.call(fresh.router.die)
+    assert process.wait(20) == 1
+
+
+def status_of_ready(path: Path) -> int:
+    connection = UnixConnection(str(path))
+    connection.request("GET", "/ready")
+    status = connection.getresponse().status
+    connection.close()
+    return status
+
+
+def test_the_process_is_not_ready_before_it_knows_that_the_router_is(
+    fresh: ApiUnderTest, tmp_path: Path
+) -> None:
+    """Whoever reads that line sends requests, and was answered 503 where the router's word came later."""
+    fresh.router.first_state = "starting"
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(str(tmp_path / "http"))
+        listener.listen()
+        process = launched(fresh, listener)
+        assert status_of_ready(tmp_path / "http") == 503
+    assert process.stdout is not None
+    assert select.select([process.stdout], [], [], 0.2)[0] == []
+    fresh.call(lambda: fresh.router.report("ready"))
+    assert process.stdout.readline() == b"ready\n"
+    assert status_of_ready(tmp_path / "http") == 200
+    fresh.call(fresh.router.die)
+    assert process.wait(20) == 1
+
+
+def test_the_process_ends_with_its_router(fresh: ApiUnderTest, tmp_path: Path) -> None:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        process = launched(fresh, listener)
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"ready\n"
+        fresh.call(fresh.router.die)
+        assert process.wait(20) == 1
+
+
+def test_what_keeps_the_process_from_starting_is_one_line(fresh: ApiUnderTest, tmp_path: Path) -> None:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        process = launched(fresh, listener, certfile=str(tmp_path / "none.pem"))
+        assert process.wait(20) == 1
+    assert process.stderr is not None
+    lines = process.stderr.read().decode().splitlines()
+    assert len(lines) == 1
+    assert lines[0].startswith("lightkv api: ")
+
+
+# What its server bears
+
+
+HEADER_SECONDS, BODY_SECONDS, MAX_CONNECTIONS = 0.6, 0.9, 6
+Connect = Callable[[], socket.socket]
+
+
+@pytest.fixture(scope="module")
+def router(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ApiUnderTest]:
+    with service(tmp_path_factory.mktemp("router")).running() as under_test:
+        yield under_test
+
+
+@pytest.fixture(scope="module")
+def narrow(router: ApiUnderTest) -> Iterator[tuple[int, int]]:
+    """The port and the process id of a server of narrow limits."""
+    limits = {
+        "header_seconds": HEADER_SECONDS,
+        "body_seconds": BODY_SECONDS,
+        "max_connections": MAX_CONNECTIONS,
+    }
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        process = launched(router, listener, limits)
+        port = listener.getsockname()[1]
+    try:
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"ready\n"
+        yield port, process.pid
+    finally:
+        process.kill()
+        process.wait()
+
+
+@pytest.fixture
+def connect(narrow: tuple[int, int]) -> Iterator[Connect]:
+    opened: list[socket.socket] = []
+
+    def to_it() -> socket.socket:
+        opened.append(socket.create_connection(("127.0.0.1", narrow[0]), timeout=10))
+        return opened[-1]
+
+    yield to_it
+    for connection in opened:
+        connection.close()
+
+
+def head(path: str, length: int, more: str = "") -> bytes:
+    method = "POST" if length else "GET"
+    lines = f"{method} {path} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n{more}"
+    return f"{lines}Content-Length: {length}\r\n\r\n".encode()
+
+
+def until_closed(connection: socket.socket) -> bytes:
+    received = b""
+    while data := connection.recv(65536):
+        received += data
+    return received
+
+
+def answer(connection: socket.socket) -> bytes:
+    """The body of an answer of known length, on a connection that stays open."""
+    received = b""
+    while b"\r\n\r\n" not in received:
+        received += connection.recv(65536)
+    lines, body = received.split(b"\r\n\r\n", 1)
+    length = re.search(rb"content-length: (\d+)", lines.lower())
+    assert length is not None
+    while len(body) < int(length[1]):
+        body += connection.recv(65536)
+    return body
+
+
+def check_too_slow(received: bytes, seconds: float) -> None:
+    lines, body = received.split(b"\r\n\r\n", 1)
+    assert lines.startswith(b"HTTP/1.1 408 Request Timeout\r\n")
+    assert b"connection: close" in lines.lower()
+    assert error_of(body)["code"] == 408
+    assert f"more than {seconds:g} seconds" in error_of(body)["message"]
+
+
+@pytest.mark.parametrize(
+    ("sent", "seconds"),
+    [
+        (head(COMPLETIONS, 30)[:20], HEADER_SECONDS),
+        (head(COMPLETIONS, 30)[:-2], HEADER_SECONDS),
+        (head(COMPLETIONS, 30), BODY_SECONDS),
+        (head(COMPLETIONS, 30) + b'{"prompt": "a', BODY_SECONDS),
+    ],
+    ids=["line", "headers", "no-body", "body"],
+)
+def test_a_request_that_stays_unfinished_is_a_408(connect: Connect, sent: bytes, seconds: float) -> None:
+    connection = connect()
+    connection.sendall(sent)
+    check_too_slow(until_closed(connection), seconds)
+
+
+def test_a_connection_on_which_nothing_is_asked_is_closed(connect: Connect) -> None:
+    assert until_closed(connect()) == b""
+
+
+@pytest.mark.parametrize("part", ["headers", "body", "chunks"])
+def test_a_drip_of_bytes_buys_no_time(connect: Connect, part: str) -> None:
+    connection = connect()
+    whole = head(COMPLETIONS, 1000)
+    chunked = whole.replace(b"Content-Length: 1000", b"Transfer-Encoding: chunked")
+    connection.sendall({"headers": whole[:-4], "body": whole, "chunks": chunked}[part])
+    begun = time.monotonic()
+    while not select.select([connection], [], [], 0.1)[0]:
+        connection.sendall(b"1\r\nx\r\n" if part == "chunks" else b"x")
+        assert time.monotonic() - begun < 10
+    assert connection.recv(12) == b"HTTP/1.1 408"
+
+
+def test_a_second_request_on_a_connection_has_its_time_too(connect: Connect) -> None:
+    connection = connect()
+    for _ in range(2):
+        connection.sendall(head("/ready", 0))
+        assert json.loads(answer(connection))["ready"] is True
+    connection.sendall(head("/ready", 0)[:10])
+    check_too_slow(until_closed(connection), HEADER_SECONDS)
+
+
+@pytest.mark.parametrize(
+    ("sent", "answered"),
+    [
+        (head("/ready", 0).replace(b"Content-Length: 0", b"Content-Length: 9000"), "ready"),
+        (head(COMPLETIONS, 2**40), "error"),  # which is too large
+        (head("/nothing", 9000), "error"),
+    ],
+    ids=["route", "guard", "no-route"],
+)
+def test_a_body_that_nobody_waits_for_is_not_waited_for(connect: Connect, sent: bytes, answered: str) -> None:
+    """The request was answered, and what goes on coming is of no use."""
+    connection = connect()
+    connection.sendall(sent)
+    assert answered in json.loads(answer(connection))
+    begun = time.monotonic()
+    while not select.select([connection], [], [], 0.1)[0]:
+        connection.sendall(b"x")
+        assert time.monotonic() - begun < 10
+    assert connection.recv(100) == b""
+
+
+def test_an_answer_may_take_longer_than_its_request(connect: Connect, router: ApiUnderTest) -> None:
+    router.router.delay = 0.1
+    try:
+        for stream in (False, True):
+            connection = connect()
+            asked = {"prompt": "a", "max_tokens": 20, "stream": stream}
+            body = json.dumps(asked).encode()
+            connection.sendall(head(COMPLETIONS, len(body), "Connection: close\r\n") + body)
+            received = until_closed(connection)
+            assert received.startswith(b"HTTP/1.1 200")
+            assert received.count(b'"finish_reason":"length"') == 1
+    finally:
+        router.router.delay = 0.0
+
+
+def test_a_connection_too_many_is_told_to_wait(connect: Connect, router: ApiUnderTest) -> None:
+    router.router.delay = 0.05
+    try:
+        asked = json.dumps({"prompt": "a", "max_tokens": 100, "stream": True}).encode()
+        streams = [connect() for _ in range(MAX_CONNECTIONS)]
+        for connection in streams:
+            connection.sendall(head(COMPLETIONS, len(asked), "Connection: close\r\n") + asked)
+            assert connection.recv(12) == b"HTTP/1.1 200"
+        further = connect()
+        further.sendall(head(COMPLETIONS, len(asked)) + asked)
+        lines, body = until_closed(further).split(b"\r\n\r\n", 1)
+        assert lines.startswith(b"HTTP/1.1 503")
+        assert b"retry-after: " in lines.lower()
+        assert error_of(body)["message"].startswith(f"{MAX_CONNECTIONS} connections are open")
+        health = connect()
+        health.sendall(head("/health", 0, "Connection: close\r\n"))
+        assert until_closed(health).startswith(b"HTTP/1.1 200")
+        streams[0].close()
+
+        def is_let_in() -> bool:
+            connection = connect()
+            connection.sendall(head("/ready", 0, "Connection: close\r\n"))
+            return until_closed(connection).startswith(b"HTTP/1.1 200")
+
+        wait_until(is_let_in)
+        for connection in streams[1:]:
+            assert until_closed(connection).endswith(b"data: [DONE]\n\n\r\n0\r\n\r\n")
+    finally:
+        router.router.delay = 0.0
+
+
+def test_it_may_open_as_many_descriptors_as_the_system_allows(narrow: tuple[int, int]) -> None:
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    found = re.search(r"Max open files +(\d+) +(\d+)", Path(f"/proc/{narrow[1]}/limits").read_text())
+    assert found is not None
+    assert (int(found[1]), int(found[2])) == (hard, hard)
+
+
+def test_few_descriptors_are_no_resets(fresh: ApiUnderTest) -> None:
+    """A hard limit below what is wanted: who is one too many is told so, and nobody is cut off."""
+    num_descriptors, num_clients = 256, 230
+    with socket.create_server(("127.0.0.1", 0), backlog=512) as listener:
+        process = launched(fresh, listener)
+        resource.prlimit(process.pid, resource.RLIMIT_NOFILE, (num_descriptors, num_descriptors))
+        port = listener.getsockname()[1]
+    clients: list[socket.socket] = []
+    try:
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"ready\n"
+        for _ in range(num_clients):
+            clients.append(socket.create_connection(("127.0.0.1", port), timeout=10))
+        statuses = []
+        for client in clients:
+            client.sendall(head("/ready", 0))
+        for client in clients:
+            statuses.append(client.recv(65536)[9:12])
+        assert set(statuses) == {b"200", b"503"}
+        assert statuses.count(b"200") == num_descriptors * 7 // 8
+    finally:
+        for client in clients:
+            client.close()
+        process.kill()
+        process.wait()
+
+
+# What it loads
+
+
+def test_the_api_process_loads_no_torch() -> None:
+    names = (
+        "api.app",
+        "api.server",
+        "api.generation",
+        "api.http_guard",
+        "api.metrics",
+        "api.openai.protocol",
+        "api.openai.writer",
+        "service.router_client",
+    )
+    program = f"""
+import sys
+from importlib import import_module
+for name in {names!r}:
+    import_module("lightkv.router." + name)
+    heavy = {{"torch", "triton", "transformers"}} & set(sys.modules)
+    assert not heavy, f"{{name}} imports {{heavy}}"
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr

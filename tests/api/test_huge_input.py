@@ -1,0 +1,353 @@
+"""Input that is far too large: it is refused before it is computed, and the API goes on answering meanwhile."""
+
+import asyncio
+import http.client
+import json
+import select
+import socket
+import subprocess
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+from test_api_process import launched, until_closed, wait_until
+
+from lightkv.router.api.prompt_reader import convert, num_characters
+from lightkv.router.api.request_body import (
+    FREE_BYTES,
+    MAX_CONTAINERS,
+    MAX_STRINGS,
+    MAX_VALUES,
+    SHORT_BODY,
+    BodyRoom,
+    parse,
+)
+from tests.support.fake_router import CHAT, COMPLETIONS, HELLO, LIMITS, ApiUnderTest, error_of, idle, service
+
+MIB = 2**20
+LATENCY = 1.5  # seconds; without the bounds it is 3 to 100, and with them some 0.1
+LONG = [4096, 5000, 60_000]  # characters around those that are converted in a thread
+
+
+@pytest.fixture(scope="module")
+def router(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ApiUnderTest]:
+    with service(tmp_path_factory.mktemp("router"), max_body_bytes=4 * MIB).running() as under_test:
+        yield under_test
+
+
+@pytest.fixture
+def api(router: ApiUnderTest) -> ApiUnderTest:
+    return idle(router)
+
+
+class Process:
+    """The API as a process of its own, so that its silence is not the test's."""
+
+    def __init__(self, process: "subprocess.Popen[bytes]", port: int) -> None:
+        self.pid = process.pid
+        self.port = port
+
+    def post(self, path: str, body: bytes) -> tuple[int, Any]:
+        with closing(http.client.HTTPConnection("127.0.0.1", self.port, timeout=60)) as connection:
+            connection.request("POST", path, body, {"Content-Type": "application/json"})
+            response = connection.getresponse()
+            return response.status, json.loads(response.read())
+
+    def seconds_of_health(self) -> float:
+        """How long an answer of /health takes, whatever it says."""
+        begun = time.monotonic()
+        with self._connect() as connection:
+            connection.sendall(b"GET /health HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
+            assert until_closed(connection).startswith(b"HTTP/1.1 ")
+        return time.monotonic() - begun
+
+    def memory(self) -> int:
+        """Bytes that are resident."""
+        return int(Path(f"/proc/{self.pid}/statm").read_text().split()[1]) * 4096
+
+    def begin(self, num_bytes: int) -> socket.socket:
+        """A request whose body lacks its last byte."""
+        connection = self._connect()
+        head = f"POST {COMPLETIONS} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+        body = b'{"prompt": "' + b"a" * num_bytes
+        connection.sendall(f"{head}Content-Length: {len(body) + 2}\r\n\r\n".encode() + body)
+        return connection
+
+    def _connect(self) -> socket.socket:
+        return socket.create_connection(("127.0.0.1", self.port), timeout=60)
+
+
+@pytest.fixture
+def process(router: ApiUnderTest) -> Iterator[Process]:
+    with socket.create_server(("127.0.0.1", 0), backlog=512) as listener:
+        started = launched(router, listener)
+        port = listener.getsockname()[1]
+    try:
+        assert started.stdout is not None
+        assert started.stdout.readline() == b"ready\n"
+        yield Process(started, port)
+    finally:
+        started.kill()
+        started.wait()
+
+
+def answered(connections: list[socket.socket]) -> list[socket.socket]:
+    waiting = select.poll()
+    for connection in connections:
+        waiting.register(connection, select.POLLIN)
+    ready = {number for number, _ in waiting.poll(0)}
+    return [connection for connection in connections if connection.fileno() in ready]
+
+
+def text_body(num_bytes: int) -> bytes:
+    return json.dumps({"prompt": ("hello world " * (num_bytes // 12 + 1))[:num_bytes]}).encode()
+
+
+def role_body(num_bytes: int) -> bytes:
+    return json.dumps({"messages": [{"role": "user " * (num_bytes // 5), "content": "a"}]}).encode()
+
+
+def list_body(item: bytes, num_bytes: int) -> bytes:
+    return b'{"prompt": [' + b",".join([item] * (num_bytes // (len(item) + 1))) + b"]}"
+
+
+HUGE = {
+    "prompt": (COMPLETIONS, lambda: text_body(12 * MIB)),
+    "prompts": (COMPLETIONS, lambda: b'{"prompt": [' + b",".join([b'"%s"' % (b"a b " * MIB)] * 3) + b"]}"),
+    "role": (CHAT, lambda: role_body(MIB)),
+    "nested-lists": (COMPLETIONS, lambda: list_body(b"[]", 16 * MIB)),
+    "lists-of-ids": (COMPLETIONS, lambda: list_body(b"[1,2,3]", 16 * MIB)),
+    "ids": (COMPLETIONS, lambda: list_body(b"7", 2 * MAX_VALUES - 100)),
+    "long-numbers": (COMPLETIONS, lambda: list_body(b"9" * 4000, 16 * MIB)),
+    "escapes": (COMPLETIONS, lambda: b'{"prompt": "' + b"\\\\" * 8 * MIB + b'"}'),
+    "messages": (CHAT, lambda: b'{"messages": ' + list_body(b'{"role":"user","content":""}', MIB)[11:]),
+    "tokenize": ("/tokenize", lambda: text_body(12 * MIB)),
+    "wrong": (CHAT, lambda: b'{"messages": ' + list_body(b"1", MIB)[11:]),
+}
+
+
+def test_the_api_answers_while_huge_input_comes(process: Process) -> None:
+    for name, (path, body) in HUGE.items():
+        data = body()
+        slowest = 0.0
+        with ThreadPoolExecutor(1) as sender:
+            sending = sender.submit(process.post, path, data)
+            while not sending.done():
+                slowest = max(slowest, process.seconds_of_health())
+                time.sleep(0.01)
+        assert slowest < LATENCY, (name, slowest)
+        status, content = sending.result()
+        assert status in (400, 413), (name, content)
+        assert len(content["error"]["message"]) < 400
+
+
+def test_the_loop_has_a_turn_between_short_texts() -> None:
+    """A request may have hundreds of them, each too short for a thread."""
+
+    async def work() -> None:
+        num_turns = 0
+
+        async def count() -> None:
+            nonlocal num_turns
+            while True:
+                num_turns += 1
+                await asyncio.sleep(0)
+
+        counting = asyncio.create_task(count())
+        for _ in range(50):
+            await convert(10, lambda: None)
+        counting.cancel()
+        assert num_turns >= 50
+
+    asyncio.run(work())
+
+
+def test_unfinished_bodies_share_one_bound(process: Process) -> None:
+    assert process.post("/tokenize", b'{"prompt": "a"}')[0] == 200
+    before = process.memory()
+    begun = [process.begin(MIB) for _ in range(300)]
+    try:
+        wait_until(lambda: len(answered(begun)) >= 300 - 70)  # 64 MiB are for the others
+        assert {connection.recv(12) for connection in answered(begun)} == {b"HTTP/1.1 503"}
+        assert process.memory() - before < 160 * MIB
+        # What is short is served all the same, and what is long is told when to try again.
+        assert process.post(COMPLETIONS, b'{"prompt": "a", "max_tokens": 1}')[0] == 200
+        status, content = process.post(COMPLETIONS, text_body(MIB))
+        assert (status, content["error"]["type"]) == (503, "service_unavailable_error")
+    finally:
+        for one in begun:
+            one.close()
+    wait_until(
+        lambda: process.post(COMPLETIONS, text_body(MIB))[0] == 400
+    )  # too long for the model, but read
+
+
+# What is too long
+
+
+def test_text_is_measured_before_it_is_tokenised(api: ApiUnderTest, monkeypatch: pytest.MonkeyPatch) -> None:
+    most = LIMITS.max_model_len * api.tokenizer.longest_token
+    tokenised: list[str] = []
+    monkeypatch.setattr(type(api.tokenizer), "encode", lambda self, text, special: tokenised.append(text))
+    long = "a" * (most + 1)
+    message = {"role": "user", "content": "a"}
+    for path, body in (
+        (COMPLETIONS, {"prompt": long}),
+        (COMPLETIONS, {"prompt": [long]}),
+        (COMPLETIONS, {"prompt": long, "truncate_prompt_tokens": 5}),
+        (CHAT, {"messages": [message | {"content": long}]}),
+        (CHAT, {"messages": [message | {"role": long}]}),
+        (CHAT, {"messages": [message | {"name": long}]}),
+        (CHAT, {"messages": [message | {"tool_calls": [{"function": {"arguments": long}}]}]}),
+        (CHAT, {"messages": [message | {long: 1}]}),
+        (CHAT, {"messages": [message], "chat_template_kwargs": {"x": [long]}}),
+        ("/tokenize", {"prompt": long}),
+        ("/tokenize", {"messages": [message | {"content": long}]}),
+    ):
+        error = api.post(path, body, 400)["error"]
+        assert f"more than {most} characters" in error["message"]
+    assert not tokenised
+    assert not api.router.submits
+
+
+def test_the_bound_on_characters_refuses_nothing_that_fits(api: ApiUnderTest) -> None:
+    longest = max(api.tokenizer._tokenizer.get_vocab(), key=len)
+    text = "\n" + " " * (len(longest) - 1)
+    count = api.tokenizer.encode(text).size
+    assert len(text) == api.tokenizer.longest_token * count
+    tokens = api.post("/tokenize", {"prompt": text * (LIMITS.max_model_len // count)})
+    assert tokens["count"] <= LIMITS.max_model_len
+
+
+def test_a_chat_that_its_template_makes_too_long_is_refused(tmp_path: Path) -> None:
+    under_test = service(tmp_path)
+    under_test.tokenizer._template_source = "{% for i in range(90000) %}{{ messages[0].content }}{% endfor %}"
+    with under_test.running() as api:
+        assert "the chat has more than" in api.post(CHAT, HELLO, 400)["error"]["message"]
+
+
+@pytest.mark.parametrize("length", LONG)
+def test_long_and_short_texts_are_converted_alike(api: ApiUnderTest, length: int) -> None:
+    text = ("Grüße 🙂 <|im_start|>\n  x" * length)[:length]
+    ids = api.tokenizer._tokenizer.encode(text).ids
+    assert api.tokenizer.encode(text).tolist() == ids
+    assert api.tokenizer.decode(ids, False) == api.tokenizer._tokenizer.decode(ids, skip_special_tokens=False)
+    assert api.tokenizer.decode(ids) == api.tokenizer._tokenizer.decode(ids)
+    broken = api.tokenizer.encode(text + "\ud83d").tolist()
+    assert broken == api.tokenizer._tokenizer.encode(text + "\ufffd").ids
+
+
+def test_ids_are_counted_before_they_are_converted(api: ApiUnderTest) -> None:
+    error = api.post(COMPLETIONS, {"prompt": [2**40] * 2000}, 400)["error"]
+    assert "2000 prompt tokens" in error["message"]
+
+
+def test_characters_are_counted_wherever_they_stand() -> None:
+    assert num_characters("abc", 10) == 3
+    assert num_characters([{"ab": ["c", 1, None]}, ("d",)], 100) == 4 + 6  # and one for each other value
+    assert num_characters(["a" * 50] * 10**6, 100) == 101
+
+
+# JSON of many values
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        {"a": [1, -2.5e3, True, None, "x"], "b\\": '"', 'c"[,': "\\"},
+        ["\\" * n + '",[{' for n in range(9)],
+        [[], {}, [[{}]], ["a,b"] * 5],
+        "é[🙂" * 100_000,
+        ["\\\\\"'" * 70_000, {"k": "v" * 300_000}],
+        list(range(100_000)),
+    ],
+    ids=["mixed", "escapes", "nested", "text", "long", "ids"],
+)
+def test_a_long_body_is_read_as_json(value: Any) -> None:
+    for ascii_only in (True, False):
+        body = json.dumps(value, ensure_ascii=ascii_only).encode() + b" " * SHORT_BODY
+        assert parse(body) == value
+
+
+@pytest.mark.parametrize(
+    ("body", "what"),
+    [
+        (list_body(b"1", 2 * MAX_VALUES + 10), "values"),
+        (list_body(b"[       ]", 10 * MAX_CONTAINERS + 50), "lists and objects"),
+        (list_body(b"{       }", 10 * MAX_CONTAINERS + 50), "lists and objects"),
+        (list_body(b'""', 3 * MAX_STRINGS + 10), "strings"),
+        (list_body(rb'"\\"', 5 * MAX_STRINGS + 10), "strings"),
+        (b"[" + rb'"\\\"",[],' * MAX_CONTAINERS + b"1]", "lists and objects"),
+    ],
+    ids=["values", "lists", "objects", "strings", "backslashes", "quotes"],
+)
+def test_json_of_too_many_values_is_refused_unparsed(api: ApiUnderTest, body: bytes, what: str) -> None:
+    status, _, content = api.send("POST", COMPLETIONS, body)
+    assert status == 413
+    assert error_of(content)["message"].startswith("the body holds more than ")
+    assert what in error_of(content)["message"]
+
+
+def test_what_is_in_strings_counts_for_nothing(api: ApiUnderTest) -> None:
+    code = 'x = [{"a": [1, 2]}, ["b", {}]]\n' * 10_000
+    message = {"role": "user", "content": code}
+    assert api.post(CHAT, {"messages": [message]}, 400)["error"]["message"].startswith("the chat has more")
+
+
+def test_half_surrogate_pairs_in_a_long_body_are_mended(api: ApiUnderTest) -> None:
+    ids = api.post("/tokenize", {"prompt": "a" * SHORT_BODY + "\ud83d"})["tokens"]
+    assert api.tokenizer.decode(ids) == "a" * SHORT_BODY + "\ufffd"
+
+
+# The bound over all bodies
+
+
+def test_room_is_claimed_and_given_back() -> None:
+    room = BodyRoom(max_body_bytes=10, max_unread_bytes=25)
+    room.claim(10)
+    room.claim(15)
+    with pytest.raises(Exception, match="25 bytes") as caught:
+        room.claim(1)
+    assert caught.value.status_code == 503  # type: ignore[attr-defined]
+    room.release(10)
+    room.claim(10)
+    assert room.num_claimed == 25
+    assert BodyRoom(100, 25).max_unread_bytes == 100  # one body always fits an empty room
+
+
+def test_room_is_given_back_however_a_request_ends(tmp_path: Path) -> None:
+    with service(tmp_path, max_body_bytes=MIB, max_unread_bytes=MIB).running() as api:
+        half = text_body(MIB // 2)
+
+        def fill(body: bytes, length: int) -> socket.socket:
+            connection = socket.create_connection(("127.0.0.1", api.port), timeout=10)
+            head = f"POST {COMPLETIONS} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+            connection.sendall(f"{head}Content-Length: {length}\r\n\r\n".encode() + body)
+            time.sleep(0.5)  # for it to be read
+            return connection
+
+        with closing(fill(half, len(half) + 1)), closing(fill(half, len(half) + 1)):
+            wait_until(lambda: api.send("POST", COMPLETIONS, half)[0] == 503)
+            assert api.send("POST", COMPLETIONS, text_body(FREE_BYTES // 2))[0] in (200, 400)
+        wait_until(lambda: api.send("POST", COMPLETIONS, half)[0] == 400)  # both have gone
+        for body in (half, half[:-1], b"\xff" * len(half), list_body(b"[]", len(half))):
+            assert api.send("POST", COMPLETIONS, body)[0] in (400, 413)
+        assert api.send("POST", COMPLETIONS, text_body(MIB - 20))[0] == 400
+
+
+def test_a_request_that_waits_for_its_answer_takes_no_room(tmp_path: Path) -> None:
+    with service(tmp_path, max_body_bytes=MIB, max_unread_bytes=MIB).running() as api:
+        api.router.hold = True
+        body = json.dumps(
+            {"messages": [{"role": "user", "content": "a"}], "metadata": "x" * (MIB // 2)}
+        ).encode()
+        waiting = [api.connect() for _ in range(4)]
+        for num_before, connection in enumerate(waiting):
+            connection.request("POST", CHAT, body, {"Content-Type": "application/json"})
+            wait_until(lambda: len(api.router.submits) == num_before + 1)  # noqa: B023 (it is called at once)
+        for connection in waiting:
+            connection.close()

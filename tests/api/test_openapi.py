@@ -1,0 +1,118 @@
+"""The OpenAPI document, held against the service: what it says of each route, and what routes really answer.
+
+schemathesis makes the requests: sound ones, and ones that are wrong in one place each.
+"""
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.served import API_KEY, COMPLETIONS, Served, save_tiny_model
+
+KEYED = {"Authorization": f"Bearer {API_KEY}"}
+# What is not checked: that whatever the types allow is accepted. Which fields go together, and what fits the
+# context, is said in words only.
+UNCHECKED = "positive_data_acceptance"
+# Each route's answers, besides 401 of all but /health.
+ALWAYS = {"200", "413", "500"}
+STATUSES = {
+    "/v1/completions": {"400", "404", "429", "503"},
+    "/v1/chat/completions": {"400", "404", "429", "503"},
+    "/v1/models": set(),
+    "/v1/models/{model}": {"404"},
+    "/tokenize": {"400", "404"},
+    "/detokenize": {"400", "404"},
+    "/health": {"503"},
+    "/ready": {"503"},
+    "/metrics": set(),
+    "/load": set(),
+    "/map": {"503"},
+    "/version": set(),
+}
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    """A context so short that answers of no given length, which take all of it, have a dozen tokens: an answer
+    is waited for 10 seconds."""
+    directory = tmp_path_factory.mktemp("openapi")
+    model = save_tiny_model(directory / "tiny")
+    served = Served(model, directory / "log", "--max-model-len", "48", api_key=API_KEY)
+    try:
+        yield served.wait_ready()
+    finally:
+        served.close()
+
+
+@pytest.fixture(scope="module")
+def document(served: Served) -> dict[str, Any]:
+    return served.request("/openapi.json")[1]
+
+
+def operations(document: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """The one operation of each path."""
+    found = {}
+    for path, methods in document["paths"].items():
+        (found[path],) = methods.values()
+    return found
+
+
+def test_no_case_of_schemathesis_finds_a_fault(served: Served, tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "schemathesis.cli", "run", f"{served.url}/openapi.json", "--no-color"]
+    bounds = ["--max-examples", "10", "--seed", "1", "--generation-database", "none"]
+    checks = ["--checks", "all", "--exclude-checks", UNCHECKED, "--continue-on-failure"]
+    headers = ["-H", f"Authorization: {KEYED['Authorization']}"]
+    done = subprocess.run(
+        [*command, *bounds, *checks, *headers], cwd=tmp_path, capture_output=True, text=True, timeout=100
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    for phase in ("Coverage", "Fuzzing", "Stateful"):
+        assert f"✅ {phase}" in done.stdout, done.stdout
+    assert served.at_rest()["generated_tokens"] > 0  # some of them were answered
+    assert "Traceback" not in served.log.read_text()
+
+
+def test_every_status_that_a_route_has_is_documented_and_no_other(document: dict[str, Any]) -> None:
+    found = {path: set(operation["responses"]) for path, operation in operations(document).items()}
+    guarded = {path: {"401"} if path != "/health" else set() for path in STATUSES}
+    assert found == {path: ALWAYS | statuses | guarded[path] for path, statuses in STATUSES.items()}
+
+
+def test_errors_are_documented_as_they_are_sent(document: dict[str, Any]) -> None:
+    for path, operation in operations(document).items():
+        for status, response in operation["responses"].items():
+            if status != "200":
+                schema = response["content"]["application/json"]["schema"]
+                state = path.removeprefix("/").capitalize() if status == "503" else ""
+                name = state if state in ("Health", "Ready") else "ErrorBody"
+                assert schema == {"$ref": f"#/components/schemas/{name}"}, (path, status)
+                waits = status in ("429", "503") and name == "ErrorBody"
+                assert ("Retry-After" in response.get("headers", {})) == waits, (path, status)
+    assert "ValidationError" not in json.dumps(document)
+    kinds = {"application/json", "text/event-stream"}
+    assert set(operations(document)[COMPLETIONS]["responses"]["200"]["content"]) == kinds
+
+
+def test_the_key_is_documented_where_it_is_asked_for(document: dict[str, Any], served: Served) -> None:
+    assert document["components"]["securitySchemes"]["key"]["scheme"] == "bearer"
+    for path, operation in operations(document).items():
+        needs_key = served.request(path.replace("{model}", "x"), headers={})[0] == 401
+        assert operation.get("security", []) == ([{"key": []}] if needs_key else []), path
+        assert needs_key == (path != "/health")
+
+
+def test_the_document_names_the_models(document: dict[str, Any], served: Served) -> None:
+    (parameter,) = operations(document)["/v1/models/{model}"]["parameters"]
+    assert parameter["schema"]["enum"] == [model["id"] for model in served.request("/v1/models")[1]["data"]]
+
+
+def test_every_count_is_documented(document: dict[str, Any], served: Served) -> None:
+    response = operations(document)["/load"]["responses"]["200"]
+    schema = response["content"]["application/json"]["schema"]
+    assert set(schema["properties"]) == set(served.request("/load")[1])
+    assert json.dumps(schema).count("$ref") == 0  # it stands on its own

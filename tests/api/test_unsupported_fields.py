@@ -1,0 +1,306 @@
+"""Every field that would change an answer: carried out, or refused by name, as docs/clients.md says."""
+
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from lightkv.router.api import unsupported_fields
+from lightkv.router.api.openai.protocol import ChatRequest, CompletionRequest
+from lightkv.router.api.unsupported_fields import Unsupported
+from tests.support.fake_router import (
+    CHAT,
+    COMPLETIONS,
+    HELLO,
+    LIMITS,
+    TEXT,
+    ApiUnderTest,
+    idle,
+    ids_of,
+    service,
+    stream_texts,
+)
+
+DOCUMENT = Path(__file__).parents[2] / "docs/clients.md"
+PATHS = (COMPLETIONS, CHAT)
+Row = tuple[str, list[Any], Any, str]
+
+
+def table(heading: str) -> list[list[str]]:
+    """The cells of the rows below a heading of the document."""
+    section = DOCUMENT.read_text(encoding="utf-8").split(f"### {heading}\n")[1].split("\n#")[0]
+    lines = [line for line in section.splitlines() if line.startswith("| `")]
+    return [[cell.strip() for cell in line.strip("|").split(" |")] for line in lines]
+
+
+def values(cell: str) -> list[Any]:
+    return [json.loads(code) for code in re.findall(r"`([^`]*)`", cell)]
+
+
+def refused(heading: str) -> list[Row]:
+    return [(f.strip("`"), values(p), values(r)[0], g) for f, p, r, g in table(heading)]
+
+
+EVERYWHERE = refused("Refused on completions and chat")
+ON_CHAT = refused("Refused on chat")
+ON_COMPLETIONS = refused("Refused on completions")
+IN_MESSAGES = refused("Refused in a message of a chat")
+IGNORED = [(field.strip("`"), values(example)[0]) for field, example, _ in table("Ignored")]
+
+
+@pytest.fixture(scope="module")
+def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ApiUnderTest]:
+    with service(tmp_path_factory.mktemp("api")).running() as under_test:
+        yield under_test
+
+
+@pytest.fixture
+def api(shared: ApiUnderTest) -> ApiUnderTest:
+    return idle(shared)
+
+
+def body(path: str, **fields: Any) -> dict[str, Any]:
+    prompt: dict[str, Any] = HELLO if path == CHAT else {"prompt": "a"}
+    return {**prompt, "max_tokens": 5, **fields}
+
+
+def text_of(api: ApiUnderTest, path: str, **fields: Any) -> str:
+    """The answer's text, which a stream has to say too."""
+    choice = api.post(path, body(path, **fields))["choices"][0]
+    text = choice["message"]["content"] if path == CHAT else choice["text"]
+    assert stream_texts(api.stream(path, body(path, **fields))) == {0: text}
+    return str(text)
+
+
+# What is refused
+
+
+@pytest.mark.parametrize(
+    ("rows", "known"),
+    [
+        (EVERYWHERE, unsupported_fields.UNSUPPORTED),
+        (ON_CHAT, unsupported_fields.UNSUPPORTED_ON_CHAT),
+        (ON_COMPLETIONS, unsupported_fields.UNSUPPORTED_ON_COMPLETIONS),
+        (IN_MESSAGES, unsupported_fields.UNSUPPORTED_IN_MESSAGES),
+    ],
+    ids=["everywhere", "chat", "completions", "messages"],
+)
+def test_the_document_has_every_field_of_the_code(rows: list[Row], known: tuple[Unsupported, ...]) -> None:
+    assert [(field, tuple(passes), give) for field, passes, _, give in rows] == [tuple(one) for one in known]
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_a_refused_field_is_named_and_nothing_is_computed(api: ApiUnderTest, path: str) -> None:
+    for field, _, example, give in EVERYWHERE + (ON_CHAT if path == CHAT else ON_COMPLETIONS):
+        error = api.post(path, body(path, **{field: example}), 400)["error"]
+        assert (error["param"], error["code"]) == (field, 400)
+        assert error["message"].startswith(f"{field} is ")
+        assert error["message"].endswith(f"; give {give}")
+    assert not api.router.submits
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_values_that_change_nothing_pass(api: ApiUnderTest, path: str) -> None:
+    rows = EVERYWHERE + (ON_CHAT if path == CHAT else ON_COMPLETIONS)
+    for field, passes, _, _ in rows:
+        for value in (None, *passes):
+            assert api.post(path, body(path, **{field: value}))["choices"], (field, value)
+    together = {field: passes[0] for field, passes, _, _ in rows if passes}
+    assert text_of(api, path, **together) == TEXT
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_ignored_fields_change_nothing(api: ApiUnderTest, path: str) -> None:
+    plain = body(path, seed=1)
+    api.post(path, plain)
+    api.post(path, plain | dict(IGNORED) | {"no_such_field": 1})
+    first, second = api.router.submits
+    assert second == msgspec.structs.replace(first, request_id=second.request_id)
+
+
+def test_no_field_is_both_carried_out_and_refused() -> None:
+    for carried, known in (
+        (ChatRequest, unsupported_fields.CHAT),
+        (CompletionRequest, unsupported_fields.COMPLETIONS),
+    ):
+        ignored = {field for field, _ in IGNORED} - {"user"}  # which has a type, and no effect
+        assert not set(carried.model_fields) & (set(known) | ignored)
+        assert not set(known) & ignored
+
+
+def test_what_passes_by_another_field(api: ApiUnderTest) -> None:
+    assert api.post(COMPLETIONS, body(COMPLETIONS, best_of=2, n=2))["choices"]
+    assert api.post(CHAT, body(CHAT, best_of=1))["choices"]
+    tools = [{"type": "function", "function": {"name": "f"}}]
+    assert api.post(CHAT, body(CHAT, tools=tools, tool_choice="none"))["choices"]
+    error = api.post(CHAT, body(CHAT, tools=tools, tool_choice="auto"), 400)["error"]
+    assert error["param"] == "tools"
+
+
+def test_true_is_not_one_and_zero_is_not_false(api: ApiUnderTest) -> None:
+    for field, value in (("length_penalty", True), ("use_beam_search", 0), ("best_of", True)):
+        assert api.post(CHAT, body(CHAT, **{field: value}), 400)["error"]["param"] == field
+    assert api.post(CHAT, body(CHAT, length_penalty=1.0))["choices"]
+
+
+def test_what_a_message_asks_for_is_refused_too(api: ApiUnderTest) -> None:
+    for field, passes, example, _ in IN_MESSAGES:
+        for value in (None, *passes):
+            message: dict[str, Any] = {"role": "user", "content": "Hi", field: value}
+            assert api.post(CHAT, {"messages": [message], "max_tokens": 1})
+        message[field] = example
+        for path in (CHAT, "/tokenize"):
+            assert api.post(path, {"messages": [message]}, 400)["error"]["param"] == field
+    for part in ({"type": "input_audio"}, {"type": "file"}, {"type": "refusal", "refusal": "a"}):
+        message = {"role": "user", "content": [part]}
+        assert api.post(CHAT, {"messages": [message]}, 400)["error"]["param"] == "messages"
+
+
+def test_a_streams_option_that_is_not_carried_out_is_refused(api: ApiUnderTest) -> None:
+    for value, status in ((True, 400), (False, 200), (None, 200)):
+        options = {"include_obfuscation": value}
+        assert api.send("POST", CHAT, body(CHAT, stream=True, stream_options=options))[0] == status
+
+
+def test_tokenizing_a_chat_refuses_what_the_chat_refuses(api: ApiUnderTest) -> None:
+    for field, example in (("chat_template", "{{ 1 }}"), ("continue_final_message", True)):
+        assert api.post("/tokenize", {**HELLO, field: example}, 400)["error"]["param"] == field
+
+
+# What is carried out
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_min_tokens_reach_the_router_and_are_bounded(api: ApiUnderTest, path: str) -> None:
+    api.post(path, body(path, min_tokens=3))
+    assert api.router.submits[0].params.min_tokens == 3
+    for value in (-1, 6, True):
+        assert api.post(path, body(path, min_tokens=value), 400)["error"]["param"] == "min_tokens"
+    too_many = {**HELLO, "min_tokens": LIMITS.max_model_len}  # what is left of the context bounds them
+    assert api.post(CHAT, too_many, 400)["error"]["param"] == "min_tokens"
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize(
+    ("min_tokens", "stop", "text"),
+    [
+        (0, " three", " one two"),
+        (2, " three", " one two"),  # the third token may end it
+        (3, " three", TEXT),
+        (3, "three f", " one two "),  # it begins before, and ends after
+        (2, ["two", "four"], " one two three "),
+        (2, ["two thr", "o"], " one "),  # the "o" of "two" comes too early
+    ],
+)
+def test_stop_strings_end_no_answer_before_min_tokens(
+    api: ApiUnderTest, path: str, min_tokens: int, stop: Any, text: str
+) -> None:
+    assert text_of(api, path, min_tokens=min_tokens, stop=stop) == text
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_special_tokens_can_be_shown(api: ApiUnderTest, path: str) -> None:
+    start = api.tokenizer.encode("<|im_start|>").tolist()
+    assert start[0] in api.tokenizer.special_ids
+    api.router.script = [*api.tokenizer.encode("né").tolist(), *start, *api.tokenizer.encode(" b").tolist()]
+    count = len(api.router.script)
+    assert text_of(api, path, max_tokens=count) == "né b"
+    assert text_of(api, path, max_tokens=count, skip_special_tokens=False) == "né<|im_start|> b"
+    api.router.script = [*api.tokenizer.encode("a").tolist(), *sorted(api.tokenizer.eos_ids)]
+    assert text_of(api, path, skip_special_tokens=False) == "a"  # what ends it is no part of it
+
+
+def test_special_tokens_around_a_prompt(tmp_path: Path) -> None:
+    """Of a tokenizer that puts one before each text."""
+    from tokenizers import Tokenizer as Tokens
+    from tokenizers import processors
+
+    from lightkv.router.model_files import DEFAULT_MODEL, resolve
+    from lightkv.router.text.tokenizer import Tokenizer
+
+    source = resolve(DEFAULT_MODEL, lambda line: None)
+    for name in ("config.json", "tokenizer_config.json", "chat_template.jinja"):
+        if (source / name).exists():
+            (tmp_path / name).write_bytes((source / name).read_bytes())
+    tokens = Tokens.from_file(str(source / "tokenizer.json"))
+    bos = tokens.token_to_id("<|im_start|>")
+    tokens.post_processor = processors.TemplateProcessing("<|im_start|> $0", None, [("<|im_start|>", bos)])
+    tokens.save(str(tmp_path / "tokenizer.json"))
+    under_test = service(tmp_path)
+    under_test.tokenizer = Tokenizer(tmp_path)
+    with under_test.running() as api:
+        for fields in ({}, {"add_special_tokens": True}, {"add_special_tokens": False}):
+            api.post(COMPLETIONS, {"prompt": "a", "max_tokens": 1, **fields})
+            api.post(CHAT, {**HELLO, "max_tokens": 1, **fields})
+        counts = [ids_of(submit)[:2].count(bos) for submit in api.router.submits]
+        assert counts == [1, 1, 1, 2, 0, 1]  # the template writes one itself
+        assert api.post("/tokenize", {**HELLO, "add_special_tokens": True})["tokens"][:2] == [bos, bos]
+
+
+@pytest.mark.parametrize(
+    "prompt", [list(range(100, 130)), "one two three four five six"], ids=["ids", "text"]
+)
+def test_the_last_tokens_of_a_prompt_are_kept(api: ApiUnderTest, prompt: Any) -> None:
+    ids = prompt if isinstance(prompt, list) else api.tokenizer.encode(prompt).tolist()
+    for kept in (1, 4, len(ids), len(ids) + 1, LIMITS.max_model_len - 1, -1):
+        done = api.post(COMPLETIONS, {"prompt": prompt, "max_tokens": 1, "truncate_prompt_tokens": kept})
+        wanted = ids if kept == -1 else ids[-kept:]
+        assert ids_of(api.router.submits.pop()) == wanted
+        assert done["usage"]["prompt_tokens"] == len(wanted)
+    shown = api.post(
+        COMPLETIONS, {"prompt": prompt, "max_tokens": 1, "truncate_prompt_tokens": 2, "echo": True}
+    )
+    assert shown["choices"][0]["text"] == api.tokenizer.decode(ids[-2:]) + " one"
+    for kept in (0, -2, LIMITS.max_model_len + 1):
+        error = api.post(COMPLETIONS, {"prompt": prompt, "truncate_prompt_tokens": kept}, 400)["error"]
+        assert error["param"] == "truncate_prompt_tokens"
+
+
+def test_a_prompt_can_be_cut_to_what_max_tokens_leaves(api: ApiUnderTest) -> None:
+    room = LIMITS.max_model_len
+    long = {"prompt": [5] * 3000, "max_tokens": 24, "truncate_prompt_tokens": -1}
+    assert api.post(COMPLETIONS, long)["usage"]["prompt_tokens"] == room - 24
+    chat = {"messages": [{"role": "user", "content": "a " * 3000}], "truncate_prompt_tokens": -1}
+    assert api.post(CHAT, chat | {"max_tokens": 24})["usage"]["prompt_tokens"] == room - 24
+    usage = api.post(CHAT, chat)["usage"]
+    assert (usage["prompt_tokens"], usage["completion_tokens"]) == (room - 1, 1)
+    assert api.post(COMPLETIONS, long | {"truncate_prompt_tokens": room}, 400)["error"]["param"] is None
+
+
+def test_the_chat_template_gets_its_variables(tmp_path: Path) -> None:
+    under_test = service(tmp_path)
+    under_test.tokenizer._template_source = (
+        "{{ messages[0].content }}|{{ enable_thinking is defined and enable_thinking }}|{{ bos_token }}"
+        "|{{ add_generation_prompt }}|{{ tools }}"
+    )
+    with under_test.running() as api:
+
+        def rendered(**kwargs: Any) -> str:
+            asked = {"messages": [{"role": "user", "content": "Hi"}], "chat_template_kwargs": kwargs or None}
+            api.post(CHAT, asked | {"max_tokens": 1})
+            text = api.tokenizer.decode(ids_of(api.router.submits[-1]), skip_special_tokens=False)
+            ids = api.post("/tokenize", asked)["tokens"]
+            assert api.tokenizer.decode(ids, skip_special_tokens=False) == text
+            return text
+
+        bos = api.tokenizer._special_tokens["bos_token"]
+        assert rendered() == f"Hi|False|{bos}|True|None"
+        assert rendered(enable_thinking=True, unused={"a": [1]}) == f"Hi|True|{bos}|True|None"
+        assert rendered(bos_token="B", self=1) == "Hi|False|B|True|None"
+        for name in ("messages", "add_generation_prompt", "tools", "chat_template"):
+            error = api.post(CHAT, {**HELLO, "chat_template_kwargs": {name: 1}}, 400)["error"]
+            assert error["param"] == "chat_template_kwargs"
+            assert name in error["message"]
+        for value in ([], "a", 1):
+            error = api.post(CHAT, {**HELLO, "chat_template_kwargs": value}, 400)["error"]
+            assert error["param"] == "chat_template_kwargs"
+
+
+def test_max_completion_tokens_replaces_max_tokens(api: ApiUnderTest) -> None:
+    for path in PATHS:
+        api.post(path, body(path, max_completion_tokens=2))
+        assert api.router.submits[-1].params.max_tokens == 2

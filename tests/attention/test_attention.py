@@ -1,0 +1,441 @@
+"""Both backends against attention in float64, over shuffled slots in a pool full of NaN."""
+
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+import torch
+
+from lightkv import KVSpec
+from lightkv.attention import (
+    AttentionBackend,
+    AttentionMetadata,
+    AttentionOptions,
+    LayerShape,
+    make_backends,
+    pick_backend,
+    torch_backend,
+)
+from lightkv.memory.kv_memory import KVMemory
+
+TOLERANCE = {torch.float32: 2e-5, torch.float16: 2e-3, torch.bfloat16: 2e-2}
+MAX_SEQUENCES = 8
+
+CASES = {
+    "mha": LayerShape(2, 16, 2),
+    "gqa-3": LayerShape(6, 16, 2),
+    "mqa": LayerShape(4, 16, 1),
+    "v-narrower": LayerShape(4, 24, 2, AttentionOptions(v_dim=16)),
+    "scale": LayerShape(2, 16, 1, AttentionOptions(scale=0.5)),
+    "window-1": LayerShape(2, 16, 1, AttentionOptions(window=1)),
+    "window-5": LayerShape(2, 16, 1, AttentionOptions(window=5)),
+    "softcap": LayerShape(2, 16, 1, AttentionOptions(scale=1.0, softcap=2.0)),
+    "softcap-window": LayerShape(4, 16, 2, AttentionOptions(scale=1.0, softcap=2.0, window=7)),
+}
+
+# (rows, counts, contexts among them) of each step: fresh prompts; a later chunk beside a fresh prompt, a
+# chunk of one token and generations; generations alone, of very unequal lengths; and more of both.
+STEPS = [
+    ([1, 2, 3], [9, 1, 5], 3),
+    ([1, 4, 3, 2], [23, 3, 1, 1], 3),
+    ([1, 2, 3, 4], [1, 1, 1, 1], 0),
+    ([5, 2, 4, 1], [11, 6, 1, 1], 2),
+    ([4, 1, 5, 3, 2], [1, 1, 1, 1, 1], 0),
+]
+
+
+class History:
+    """Every K and V there has been, by row: the cache as a dense tensor would hold it."""
+
+    def __init__(self, shape: LayerShape, dtype: torch.dtype, device: torch.device) -> None:
+        self.shape = shape
+        self.dtype = dtype
+        self.v_dim = shape.options.v_dim or shape.head_dim
+        spec = KVSpec(2, shape.num_kv_heads, shape.head_dim, self.v_dim, dtype)
+        self.memory = KVMemory(spec, 400, MAX_SEQUENCES, 64, device)
+        for layer_idx in range(2):
+            self.memory.pool.kv(layer_idx)[1:] = float("nan")
+        # Beyond a sequence's length its row is stale: here, a slot that nobody ever gets.
+        self.memory.table.req_to_token[1:] = 399
+        self._free = (1 + torch.randperm(398)).to(device, torch.int32)
+        self.k: dict[int, torch.Tensor] = {}
+        self.v: dict[int, torch.Tensor] = {}
+
+    def length(self, row: int) -> int:
+        return len(self.k[row]) if row in self.k else 0
+
+    def place(self, rows: list[int], counts: list[int]) -> list[int]:
+        """Give the step's tokens slots, at random. Returns where each row starts."""
+        starts = [self.length(row) for row in rows]
+        taken, self._free = self._free[: sum(counts)], self._free[sum(counts) :]
+        entries = self.memory.table.entries(rows, starts, counts)
+        self.memory.table.req_to_token.view(-1).index_copy_(
+            0, torch.from_numpy(entries).to(taken.device), taken
+        )
+        return starts
+
+    def append(self, rows: list[int], counts: list[int], k: torch.Tensor, v: torch.Tensor) -> None:
+        for row, new_k, new_v in zip(rows, k.split(counts), v.split(counts), strict=True):
+            self.k[row] = torch.cat([self.k[row], new_k]) if row in self.k else new_k
+            self.v[row] = torch.cat([self.v[row], new_v]) if row in self.v else new_v
+
+    def attend(self, row: int, q: torch.Tensor) -> torch.Tensor:
+        """The last `len(q)` tokens of `row`, by the definition, in float64: `[n, num_heads, v_dim]`."""
+        group = self.shape.num_heads // self.shape.num_kv_heads
+        v = self.v[row].double().repeat_interleave(group, dim=1)
+        return torch.einsum("hqk,khd->qhd", self.weights(row, q), v)
+
+    def weights(self, row: int, q: torch.Tensor) -> torch.Tensor:
+        """How much each of them attends to each entry: `[num_heads, n, entries]`."""
+        options = self.shape.options
+        group = self.shape.num_heads // self.shape.num_kv_heads
+        k = self.k[row].double().repeat_interleave(group, dim=1)
+        scale = self.shape.head_dim**-0.5 if options.scale is None else options.scale
+        scores = torch.einsum("qhd,khd->hqk", q.double(), k) * scale
+        if options.softcap:
+            scores = options.softcap * torch.tanh(scores / options.softcap)
+        key = torch.arange(len(k), device=k.device)
+        query = key[-len(q) :, None]
+        hidden = key > query
+        if options.window:
+            hidden |= query - key >= options.window
+        return scores.masked_fill(hidden, float("-inf")).softmax(-1)
+
+
+def run_steps(name: str, shape: LayerShape, dtype: torch.dtype, device: torch.device) -> None:
+    torch.manual_seed(0)
+    history = History(shape, dtype, device)
+    backend = make_backends(name, device, [shape, shape])[1]
+    metadata = AttentionMetadata(MAX_SEQUENCES, 64, history.memory)
+    for rows, counts, num_contexts in STEPS:
+        total = sum(counts)
+        starts = history.place(rows, counts)
+        metadata.prepare(rows, starts, counts, num_contexts)
+        q = torch.randn(total, shape.num_heads, shape.head_dim, device=device, dtype=dtype)
+        k = torch.randn(total, shape.num_kv_heads, shape.head_dim, device=device, dtype=dtype)
+        v = torch.randn(total, shape.num_kv_heads, history.v_dim, device=device, dtype=dtype)
+        history.append(rows, counts, k, v)
+        out = backend.forward(q.flatten(1), k.flatten(1), v.flatten(1), metadata)
+        assert out.shape == (total, shape.num_heads * history.v_dim)
+        expected = torch.cat(
+            [history.attend(row, part) for row, part in zip(rows, q.split(counts), strict=True)]
+        )
+        tolerance = TOLERANCE[dtype]
+        torch.testing.assert_close(out.double(), expected.flatten(1), rtol=tolerance, atol=tolerance)
+    untouched = history.memory.pool.kv(0)[1:]
+    assert untouched.isnan().all(), "another layer's K/V was written"
+    assert not history.memory.pool.kv(1)[0].any(), "slot 0 was written"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=["f32", "f16"])
+@pytest.mark.parametrize("case", CASES)
+def test_torch_backend(case: str, dtype: torch.dtype, device: torch.device) -> None:
+    run_steps("torch", CASES[case], dtype, device)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_torch_backend_in_several_groups(
+    case: str, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch_backend, "PADDING_TOKENS", 1)
+    run_steps("torch", CASES[case], torch.float32, device)
+
+
+@pytest.mark.parametrize("tile", [1, 4], ids=["tile-1", "tile-4"])
+@pytest.mark.parametrize("case", CASES)
+def test_torch_backend_in_several_tiles(
+    case: str, tile: int, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch_backend, "QUERY_TILE", tile)
+    run_steps("torch", CASES[case], torch.float32, device)
+
+
+@pytest.mark.parametrize("window", [0, 6], ids=["all", "window-6"])
+def test_prefill_tiles_read_only_keys_that_are_seen(
+    window: int, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch_backend, "QUERY_TILE", 4)
+    memory = KVMemory(KVSpec(1, 1, 16, 16, torch.float32), 100, MAX_SEQUENCES, 32, device)
+    slots = torch.arange(1, 65, dtype=torch.int32, device=device)
+    # Row 1: 1.., row 2: 33..
+    memory.table.req_to_token.view(-1).index_copy_(0, torch.arange(32, 96, device=device), slots)
+    metadata = AttentionMetadata(4, 32, memory)
+    metadata.prepare([1, 2, 3], [10, 0, 0], [9, 6, 3], 3)
+    plan = torch_backend.TorchPlan.of(metadata).prefill(metadata, window, torch.float32, fused=True)
+    found = [(t.start, t.end, None if t.slots is None else t.slots.tolist()) for t in plan.tiles]
+    firsts = [5, 9, 13] if window else [0, 0, 0]
+    keys = [list(range(1 + first, 1 + end)) for first, end in zip(firsts, [14, 18, 19], strict=True)]
+    assert found == [(0, 4, keys[0]), (4, 8, keys[1]), (8, 9, keys[2]), (9, 15, None), (15, 18, None)]
+    assert plan.bias is not None
+    assert plan.bias.shape == (4, max(len(keys[0]), len(keys[1])))
+    assert [plan.bias_of(tile) is None for tile in plan.tiles] == [False, False, True, True, True]
+
+
+@pytest.mark.parametrize("case", ["gqa-3", "v-narrower", "softcap-window"])
+def test_triton_backend(case: str, device: torch.device) -> None:
+    run_steps("triton", CASES[case], torch.float32, device)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=["f16", "bf16"])
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("name", ["torch", "triton"])
+def test_backends_on_gpu(name: str, case: str, dtype: torch.dtype, device: torch.device) -> None:
+    run_steps(name, CASES[case], dtype, device)
+
+
+@pytest.fixture
+def memory(device: torch.device) -> KVMemory:
+    return KVMemory(KVSpec(1, 1, 16, 16, torch.float32), 100, MAX_SEQUENCES, 32, device)
+
+
+def test_a_narrower_pool_is_read_back_by_prefill_too(device: torch.device) -> None:
+    """With K/V in float16 under a float32 model, a fresh prompt attends what later steps will read."""
+    memory = KVMemory(KVSpec(1, 1, 16, 16, torch.float16), 100, MAX_SEQUENCES, 32, device)
+    (backend,) = make_backends("torch", device, [LayerShape(1, 16, 1)])
+    slots = torch.arange(5, 10, dtype=torch.int32, device=device)
+    memory.table.req_to_token.view(-1).index_copy_(0, torch.arange(32, 37, device=device), slots)
+    metadata = AttentionMetadata(4, 8, memory)
+    q, k, v = (torch.randn(5, 16, device=device) for _ in range(3))
+    metadata.prepare([1], [0], [5], 1)
+    fresh = backend.forward(q, k, v, metadata)
+    metadata.prepare([1], [4], [1], 0)
+    decoded = backend.forward(q[4:], k[4:], v[4:], metadata)
+    assert fresh.dtype == torch.float32
+    torch.testing.assert_close(fresh[4:], decoded, rtol=1e-6, atol=1e-6)
+
+
+def test_metadata_fields_of_a_mixed_batch(memory: KVMemory) -> None:
+    slots = torch.arange(1, 1 + 32 * 3, dtype=torch.int32, device=memory.device)
+    # Row 1: 1.., row 2: 33..
+    memory.table.req_to_token.view(-1).index_copy_(0, torch.arange(32, 32 * 4, device=memory.device), slots)
+    metadata = AttentionMetadata(8, 16, memory)
+    metadata.prepare([2, 1, 3], [4, 0, 9], [3, 2, 1], 2, request_ids=[70, 71, 72], prompt_lens=[7, 2, 5])
+    assert (metadata.num_contexts, metadata.num_generations) == (2, 1)
+    assert (metadata.num_tokens, metadata.num_ctx_tokens) == (6, 5)
+    assert metadata.seq_lens.tolist() == metadata.seq_lens_cuda.tolist() == [3, 2, 1]
+    assert metadata.seq_lens.device.type == "cpu"
+    assert metadata.context_lens.tolist() == [3, 2]
+    assert metadata.position_ids.tolist() == [4, 5, 6, 0, 1, 9]
+    assert metadata.rows.tolist() == [2, 1, 3]
+    assert metadata.kv_lens.tolist() == [7, 2, 10]
+    assert metadata.q_starts.tolist() == [0, 3, 5, 6]
+    assert metadata.slot_mapping.tolist() == [37, 38, 39, 1, 2, 74]
+    assert (metadata.request_ids, metadata.prompt_lens) == ([70, 71, 72], [7, 2, 5])
+    assert metadata.kv_cache_params.num_cached_tokens_per_seq == [4, 0, 9]
+    dtypes = [metadata.rows.dtype, metadata.position_ids.dtype, metadata.slot_mapping.dtype]
+    assert dtypes == [torch.int64] * 3
+    assert {t.dtype for t in (metadata.kv_lens, metadata.q_starts, metadata.seq_lens)} == {torch.int32}
+
+
+def test_graph_metadata_pads_and_never_moves(memory: KVMemory) -> None:
+    memory.table.req_to_token.view(-1).index_copy_(
+        0,
+        torch.tensor([32 + 4, 96 + 9], device=memory.device),
+        torch.tensor([11, 12], dtype=torch.int32, device=memory.device),
+    )
+    metadata = AttentionMetadata(8, 16, memory).create_cuda_graph_metadata(4)
+
+    def addresses() -> list[int]:
+        names = ("rows", "kv_lens", "position_ids", "slot_mapping")
+        return [getattr(metadata, name).data_ptr() for name in names]
+
+    before = addresses()
+    assert metadata.is_cuda_graph
+    assert (metadata.num_tokens, metadata.num_generations) == (4, 4)
+    assert not metadata.rows.any()
+    metadata.prepare([1, 3], [4, 9], [1, 1], 0, request_ids=[5, 6])
+    assert metadata.rows.tolist() == [1, 3, 0, 0]
+    assert metadata.kv_lens.tolist() == [5, 10, 0, 0]
+    assert metadata.position_ids.tolist() == [4, 9, 0, 0]
+    assert metadata.slot_mapping.tolist() == [11, 12, 0, 0]
+    assert metadata.kv_cache_params.num_cached_tokens_per_seq == [4, 9]
+    metadata.prepare([3], [9], [1], 0)
+    assert metadata.rows.tolist() == [3, 0, 0, 0]
+    assert metadata.slot_mapping.tolist() == [12, 0, 0, 0]
+    assert addresses() == before
+
+
+@pytest.mark.parametrize(
+    ("batch", "message"),
+    [
+        (([1, 2], [0], [1, 1], 0), "one each a sequence"),
+        (([1] * 5, [0] * 5, [1] * 5, 0), "5 sequences of 5 tokens"),
+        (([1], [0], [9], 1), "1 sequences of 9 tokens"),
+        (([1], [0], [2], 0), "exactly one"),
+        (([1], [0], [0], 1), "at least one"),
+        (([1], [0], [1], 2), "2 contexts"),
+    ],
+)
+def test_metadata_refuses_a_batch_that_breaks_the_rules(
+    memory: KVMemory, batch: tuple[list[int], list[int], list[int], int], message: str
+) -> None:
+    metadata = AttentionMetadata(4, 8, memory)
+    with pytest.raises(ValueError, match=message):
+        metadata.prepare(*batch)
+
+
+def test_metadata_refuses_positions_outside_the_table(memory: KVMemory) -> None:
+    with pytest.raises(IndexError, match="32 entries"):
+        AttentionMetadata(4, 8, memory).prepare([1], [30], [3], 1)
+
+
+def test_graph_metadata_refuses_contexts(memory: KVMemory) -> None:
+    metadata = AttentionMetadata(4, 8, memory).create_cuda_graph_metadata(4)
+    with pytest.raises(ValueError, match="1 contexts; there can be 0 to 0"):
+        metadata.prepare([1], [0], [1], 1)
+
+
+def test_default_backends_and_an_unknown_name(device: torch.device) -> None:
+    assert pick_backend(None, torch.device("cpu")).__name__ == "TorchAttention"
+    assert pick_backend(None, torch.device("cuda")).__name__ == "TritonAttention"
+    with pytest.raises(ValueError, match="'cuda'; there are torch, triton"):
+        pick_backend("cuda", device)
+
+
+@pytest.mark.parametrize("name", ["torch", "triton"])
+@pytest.mark.parametrize("case", ["gqa-3", "v-narrower", "window-5", "softcap"])
+def test_scores_of_entries(name: str, case: str, device: torch.device) -> None:
+    """The queries' probabilities by entry, as their definition has them, also where tokens were dropped."""
+    torch.manual_seed(0)
+    shape = CASES[case]
+    history = History(shape, torch.float32, device)
+    backend = make_backends(name, device, [shape, shape])[1]
+    metadata = AttentionMetadata(MAX_SEQUENCES, 64, history.memory)
+    for rows, counts, num_contexts in STEPS[:3]:
+        starts = history.place(rows, counts)
+        metadata.prepare(rows, starts, counts, num_contexts, dropped=[3 * row for row in rows])
+        q, k, v = (
+            torch.randn(sum(counts), heads, dim, device=device)
+            for heads, dim in (
+                (shape.num_heads, shape.head_dim),
+                (shape.num_kv_heads, shape.head_dim),
+                (shape.num_kv_heads, history.v_dim),
+            )
+        )
+        history.append(rows, counts, k, v)
+        backend.forward(q, k, v, metadata)
+        scores = backend.entry_scores(q.flatten(1), metadata)
+        assert scores.shape == (len(rows), max(history.length(row) for row in rows))
+        for own, row, queries in zip(scores, rows, q.split(counts), strict=True):
+            expected = history.weights(row, queries).sum((0, 1))
+            torch.testing.assert_close(own[: len(expected)].double(), expected, rtol=1e-4, atol=1e-4)
+            assert not own[len(expected) :].any()
+
+
+def test_scores_of_a_step_with_sinks_are_refused(device: torch.device) -> None:
+    (backend,) = make_backends("torch", device, [LayerShape(1, 16, 1)])
+    memory = KVMemory(KVSpec(1, 1, 16, 16, torch.float32), 10, 4, 8, device)
+    metadata = AttentionMetadata(4, 8, memory)
+    metadata.prepare([1], [4], [1], 1, dropped=[2], num_sinks=2)
+    with pytest.raises(ValueError, match="a step with 2 sinks"):
+        backend.entry_scores(torch.zeros(1, 16, device=device), metadata)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"num_kv_heads": 3}, "4 heads do not share 3"),
+        ({"quant_config": object()}, "quant_config=None"),
+        ({"pos_embd_params": object()}, "pos_embd_params=None"),
+    ],
+)
+def test_backend_refuses(arguments: dict[str, object], message: str, device: torch.device) -> None:
+    with pytest.raises(ValueError, match=message):
+        pick_backend("torch", device)(0, 4, 16, **arguments)  # type: ignore[arg-type]
+
+
+def test_backend_refuses_a_mask(memory: KVMemory, device: torch.device) -> None:
+    (backend,) = make_backends("torch", device, [LayerShape(1, 16, 1)])
+    empty = torch.empty(0, 16, device=device)
+    with pytest.raises(ValueError, match="'full'"):
+        backend.forward(empty, empty, empty, AttentionMetadata(4, 8, memory), attention_mask="full")
+
+
+def random_lengths() -> Iterator[np.ndarray]:
+    rng = np.random.default_rng(0)
+    yield np.array([1])
+    yield np.full(7, 50)
+    for size in (2, 9, 40):
+        yield rng.integers(1, 4000, size)
+        yield np.maximum(rng.lognormal(5, 2, size).astype(np.int64), 1)
+
+
+@pytest.mark.parametrize(
+    "lengths", list(random_lengths()), ids=lambda lengths: f"{len(lengths)}-{lengths.max()}"
+)
+def test_buckets_bound_the_padding(lengths: np.ndarray) -> None:
+    buckets = torch_backend.bucket_lengths(lengths)
+    assert sorted(np.concatenate(buckets).tolist()) == list(range(len(lengths)))
+    for members in buckets:
+        total = lengths[members].sum()
+        padding = len(members) * lengths[members].max() - total
+        assert padding <= max(torch_backend.PADDING_FRACTION * total, torch_backend.PADDING_TOKENS)
+
+
+def triton_decode(memory: KVMemory) -> tuple[AttentionBackend, AttentionMetadata, list[torch.Tensor]]:
+    (backend,) = make_backends("triton", memory.device, [LayerShape(4, 16, 1)])
+    metadata = AttentionMetadata(8, 16, memory).create_cuda_graph_metadata(4)
+    qkv = [torch.randn(4, heads * 16, device=memory.device) for heads in (4, 1, 1)]
+    return backend, metadata, qkv
+
+
+@pytest.mark.gpu
+def test_a_decode_graph_follows_its_metadata(memory: KVMemory) -> None:
+    for row in (1, 2, 3):
+        slots = 1 + torch.randperm(32, device=memory.device) + 32 * (row - 1)
+        memory.table.req_to_token.view(-1).index_copy_(
+            0, torch.arange(32, device=memory.device) + 32 * row, slots.int()
+        )
+    memory.pool.kv(0).normal_()
+    backend, metadata, qkv = triton_decode(memory)
+    backend.forward(*qkv, metadata)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = backend.forward(*qkv, metadata)
+    for rows, starts in (([1, 2, 3], [3, 20, 7]), ([2], [21]), ([3, 1, 2], [8, 4, 31])):
+        metadata.prepare(rows, starts, [1] * len(rows), 0)
+        graph.replay()
+        got = out.clone()
+        torch.testing.assert_close(got, backend.forward(*qkv, metadata))
+        (reference,) = make_backends("torch", memory.device, [LayerShape(4, 16, 1)])
+        expected = reference.forward(*qkv, metadata)
+        torch.testing.assert_close(got[: len(rows)], expected[: len(rows)], rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["torch", "triton"])
+def test_a_step_never_synchronises(memory: KVMemory, name: str) -> None:
+    (backend,) = make_backends(name, memory.device, [LayerShape(4, 16, 1)])
+    metadata = AttentionMetadata(8, 16, memory)
+    graph_metadata = metadata.create_cuda_graph_metadata(4)
+    q, k, v = (torch.randn(6, heads * 16, device=memory.device) for heads in (4, 1, 1))
+
+    def step() -> None:
+        metadata.prepare([1, 2, 3], [3, 0, 20], [3, 2, 1], 2)
+        backend.forward(q, k, v, metadata)
+        graph_metadata.prepare([3], [21], [1], 0)
+
+    memory.pool.kv(0).zero_()
+    step()
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        step()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.parametrize("name", ["torch", "triton"])
+def test_a_table_of_one_entry_and_a_step_without_tokens(name: str, device: torch.device) -> None:
+    memory = KVMemory(KVSpec(1, 1, 16, 16, torch.float32), 3, 1, 1, device)
+    memory.table.req_to_token[1, 0] = 2
+    metadata = AttentionMetadata(1, 1, memory)
+    (layer,) = make_backends(name, device, [LayerShape(2, 16, 1)])
+    q, k, v = (torch.randn(1, heads * 16, device=device) for heads in (2, 1, 1))
+    for num_contexts in (1, 0):
+        metadata.prepare([1], [0], [1], num_contexts)
+        # One token attends itself alone.
+        torch.testing.assert_close(layer.forward(q.clone(), k, v, metadata), v.repeat(1, 2))
+    metadata.prepare([], [], [], 0)
+    assert layer.forward(q[:0], k[:0], v[:0], metadata).shape == (0, 32)

@@ -1,0 +1,254 @@
+"""What `bench/kernels/attention.py` measures is right:
+every side attends to the same keys; wrong ones are left out."""
+
+import json
+import sys
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
+
+import pytest
+import torch
+from torch.nn.attention import SDPBackend
+
+from bench.common import device_clock
+from bench.common.device_clock import captured
+from bench.kernels import attention as bench
+from bench.kernels import attention_batches as batches
+from bench.kernels import attention_figures as figures
+from bench.kernels import attention_peers as peers
+from bench.memory.allocator import capture
+from bench.serving.figures import load_pyplot
+from tests.support.fake_attention import EVEN, FRESH, MIXED, RAGGED, SHARING, UNEVEN, flashinfer_in_torch
+from tests.support.fake_clock import CountingClock, replayed
+
+MATH = {"math": SDPBackend.MATH}
+
+
+@pytest.fixture
+def clock(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> device_clock.Clock:
+    monkeypatch.setattr("bench.memory.allocator.DEVICE", device)
+    for module in (bench, device_clock):
+        monkeypatch.setattr(module, "DEVICE", device)
+        monkeypatch.setattr(module, "captured", replayed)
+        monkeypatch.setattr(module, "capture", lambda step: SimpleNamespace(replay=step))
+    monkeypatch.setattr(bench, "SDPA", MATH)
+    monkeypatch.setattr(bench, "LAYERS", 2)
+    monkeypatch.setattr(bench, "gather_us", partial(device_clock.gather_us, grids=(2,)))
+    return cast(device_clock.Clock, CountingClock())
+
+
+@pytest.fixture
+def tools(clock: device_clock.Clock) -> bench.Bench:
+    return bench.Bench(clock, device_clock.Ceiling(1.0, 1e4, 1e6), bench.PEERS, None)
+
+
+@pytest.fixture
+def flashinfer(device: torch.device, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> peers.FlashInfer:
+    return flashinfer_in_torch(device, tmp_path, monkeypatch)
+
+
+def test_a_missing_flashinfer_is_left_out(
+    clock: device_clock.Clock, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "flashinfer", None)
+    assert bench.load_flashinfer(None, {"decode"}) is None
+    assert "FlashInfer is left out" in capsys.readouterr().out
+
+
+def test_a_decode_row(tools: bench.Bench, flashinfer: peers.FlashInfer) -> None:
+    found = bench.measure_row(EVEN, bench.decode_sides, tools._replace(flashinfer=flashinfer))
+    assert found["failed"] == {}
+    of_pages = [f"{kind} p{page}" for page in (1, 16) for kind in ("lightkv", "FlashInfer", "FlashInfer tc")]
+    classic = ["v1 p16 one pass", "v1 p16 partitions"]
+    assert list(found["sides"]) == [*of_pages, *classic, "lightkv contiguous", "SDPA math"]
+    assert found["best_peer"] == "FlashInfer p1"  # the clock runs up
+    assert found["ratio"] == found["ratio_of_best_page"] == 3 / 4
+    assert found["floor_us"] == 1.0 + EVEN.bytes / 1e4
+    assert found["sides"]["lightkv p1"]["tb_per_s"] == EVEN.bytes / 3 / 1e6
+    assert found["sides"]["lightkv p1"]["plan_us"] == 1.0
+
+
+@pytest.mark.gpu
+def test_a_replayed_graph_is_what_is_checked(tools: bench.Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(device_clock, "capture", capture)
+    monkeypatch.setattr(bench, "captured", captured)
+    for row, sides in (
+        (EVEN, bench.decode_sides),
+        (FRESH, bench.prefill_sides),
+        (MIXED, bench.mixed_sides),
+        (SHARING, bench.group_sides),
+    ):
+        found = bench.measure_row(row, sides, tools)
+        assert found["failed"] == {}
+        assert list(found["sides"]) == list(sides(batches.make_batch(row, bench.DEVICE), tools))
+
+
+def test_a_prefill_row(tools: bench.Bench, flashinfer: peers.FlashInfer) -> None:
+    found = bench.measure_row(RAGGED, bench.prefill_sides, tools._replace(flashinfer=flashinfer))
+    assert found["failed"] == {}
+    kinds = ("lightkv", "FlashInfer fa2", "FlashInfer fa3")
+    of_pages = [f"{kind} p{page}" for page in (1, 16) for kind in kinds]
+    assert list(found["sides"]) == [*of_pages, "lightkv contiguous"]
+    assert found["sides"]["FlashInfer fa2 p1"]["tflop_per_s"] == RAGGED.flops / 4 / 1e6
+    fresh = bench.measure_row(FRESH, bench.prefill_sides, tools)
+    assert list(fresh["sides"]) == ["lightkv p1", "lightkv p16", "lightkv contiguous", "SDPA math"]
+
+
+def test_a_mixed_row(tools: bench.Bench, flashinfer: peers.FlashInfer) -> None:
+    found = bench.measure_mixed(MIXED, tools._replace(flashinfer=flashinfer))
+    assert found["failed"] == {}
+    assert list(found["sides"]) == ["lightkv p1", "FlashInfer fa2 p1", "FlashInfer fa3 p1"]
+    assert found["alone_us"] == {"prefills": 3.0, "decodes": 4.0}  # the clock runs up
+    assert found["ratio"] == found["ratio_of_best_page"] == 5 / 6
+    assert found["floor_us"] == 1.0 + max(MIXED.bytes / 1e4, MIXED.flops / 1e6)
+
+
+def test_a_row_of_a_group(tools: bench.Bench, flashinfer: peers.FlashInfer) -> None:
+    found = bench.measure_groups(SHARING, tools._replace(flashinfer=flashinfer))
+    assert found["failed"] == {}
+    cascades = ["FlashInfer cascade fa2 p1", "FlashInfer cascade fa3 p1"]
+    assert list(found["sides"]) == [bench.UNGROUPED, "lightkv p1", "FlashInfer tc p1", *cascades]
+    assert list(found["speedups"].values()) == [1.0, 3 / 4, 3 / 5, 3 / 6, 3 / 7]
+    assert found["floor_us"] == 1.0 + SHARING.bytes / 1e4
+
+
+def test_a_side_that_fails_or_is_wrong_is_left_out(
+    tools: bench.Bench, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def sides(batch: batches.Batch, _: bench.Bench) -> dict[str, bench.Make]:
+        def fails() -> peers.Side:
+            raise RuntimeError("no such kernel")
+
+        right = peers.ours_decode(batch, batches.scatter(batch, 0))
+        unwritten = torch.zeros_like(batch.q)
+        return {
+            "fails": fails,
+            "wrong": lambda: peers.Side(lambda: right.run() + 0.1),
+            "writes nothing": lambda: peers.Side(lambda: unwritten),
+            "lightkv p1": lambda: right,
+        }
+
+    found = bench.measure_row(UNEVEN, sides, tools)
+    assert list(found["sides"]) == ["lightkv p1"]
+    assert list(found["failed"]) == ["fails", "wrong", "writes nothing"]
+    assert found["failed"]["fails"] == "RuntimeError: no such kernel"
+    assert found["failed"]["wrong"].startswith("ArithmeticError: wrong by up to")
+    assert "uneven: fails is left out: RuntimeError: no such kernel" in capsys.readouterr().out
+    assert "ratio" not in found  # there is no peer
+
+
+def test_a_row_that_fails_is_left_out(tools: bench.Bench, capsys: pytest.CaptureFixture[str]) -> None:
+    def fails() -> bench.Results:
+        raise RuntimeError("out of memory")
+
+    assert bench.attempt("a row", fails) == {"failed": "RuntimeError: out of memory"}
+    assert "a row is left out" in capsys.readouterr().out
+
+
+def test_what_belongs_to_a_decode_row(tools: bench.Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bench, "SEVERAL_QUERIES", {"even": 3})
+    monkeypatch.setattr(bench, "WRITTEN", ("even",))
+    parts = ("decode", "reading", "plan", "queries", "write")
+    results: bench.Results = {part: {} for part in parts}
+    bench.measure_decode(EVEN, tools, results)
+    assert all("failed" not in results[part]["even"] for part in parts[1:])
+    assert results["decode"]["even"]["failed"] == {}
+    queries = results["queries"]["even"]
+    assert queries["ratio"] == queries["3"]["median"] / queries["1"]["median"]
+    write = results["write"]["even"]
+    assert write["us_per_layer"] == pytest.approx(-1 / 2)  # the clock runs up
+    assert write["pools"] == 2
+
+
+def test_a_write_that_is_not_seen_is_refused(
+    clock: device_clock.Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(bench, "write_kv", lambda *_: None)
+    with pytest.raises(ArithmeticError, match="wrong by up to inf"):
+        bench.measure_write(EVEN, clock)
+
+
+def test_rows_are_read_where_they_are(clock: device_clock.Clock, monkeypatch: pytest.MonkeyPatch) -> None:
+    batch = batches.make_batch(UNEVEN, bench.DEVICE)
+    paged = batches.scatter(batch, 0)
+    assert device_clock.gather_us(paged.pool, paged.slots, clock, grids=(2, 3)) == 3.0
+    monkeypatch.setattr(device_clock, "_gather_kernel", {(paged.pool.shape[1], 2): lambda *_, **__: None})
+    with pytest.raises(SystemExit, match="did not read them all"):
+        device_clock.gather_us(paged.pool, paged.slots, clock, grids=(2,))
+
+
+def test_the_ceiling_reads_every_word(clock: device_clock.Clock) -> None:
+    ceiling, found = device_clock.measure_ceiling(clock, num_words=2**14, side=16, grids=(1, 3))
+    assert ceiling.empty_us == 3.0
+    assert len(found["read_us"]) == 10
+    assert ceiling.bytes_per_us == 4 * 2**14 / (4.0 - 3.0)
+    assert ceiling.flops_per_us == 2 * 16**3 / 11
+
+
+@pytest.mark.parametrize(
+    ("named", "measured"),
+    [
+        ((), ["decode", "prefill", "mixed", "groups"]),
+        (("decode", "prefill"), ["decode", "prefill"]),
+        (("groups",), ["groups"]),
+    ],
+    ids=["all", "two_parts", "one_part"],
+)
+def test_a_run_measures_the_parts_that_are_named(
+    named: tuple[str, ...],
+    measured: list[str],
+    tools: bench.Bench,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    rows = {"decode": EVEN, "prefill": FRESH, "mixed": MIXED, "groups": SHARING}
+    monkeypatch.setattr(bench, "ROWS", {part: (row, RAGGED) for part, row in rows.items()})
+    monkeypatch.setattr(bench, "Clock", lambda _: tools.clock)
+    monkeypatch.setattr(bench, "measure_ceiling", lambda _: (tools.ceiling, {}))
+    monkeypatch.setattr(bench, "measure_row", lambda row, *_: {"row": row.name, "sides": {}})
+    needed: list[set[str]] = []
+    monkeypatch.setattr(bench, "load_flashinfer", lambda _, kernels: needed.append(kernels))
+    monkeypatch.setattr(
+        "bench.common.report.machine", lambda: {"device": "", "cores": 1, "threads": 1, "versions": {}}
+    )
+    monkeypatch.setattr(bench, "print_machine", lambda: None)
+    options = {part: part in named for part in rows} | {"rows": [rows[part].name for part in measured]}
+    options |= {"peers": ["flashinfer"], "flashinfer_cache": None, "repeats": 1, "out": tmp_path / "out.json"}
+    results = bench.measure(SimpleNamespace(**options))
+    for part, row in rows.items():
+        assert list(results[part]) == ([row.name] if part in measured else [])
+        assert all(found["row"] == row.name for found in results[part].values())
+    assert needed == [{kernel for part in measured for kernel in bench.FLASHINFER[part]}]
+    assert json.loads((tmp_path / "out.json").read_text())["results"] == results
+
+
+def test_a_file_is_drawn_again(
+    tools: bench.Bench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(bench, "SHIFTS", (0,))
+    results: bench.Results = {part: {} for part in ("plan", "queries", "write")}
+    results["decode"] = {
+        "even": bench.measure_row(EVEN, bench.decode_sides, tools),
+        "broken": {"failed": "so"},
+    }
+    results["prefill"] = {"ragged": bench.measure_row(RAGGED, bench.prefill_sides, tools)}
+    results["mixed"] = {
+        "mixed": results["prefill"]["ragged"] | {"alone_us": {"prefills": 2.0, "decodes": 1.5}}
+    }
+    results["groups"] = {"sharing": results["decode"]["even"] | {"speedups": {"FlashInfer p1": 2.0}}}
+    results["plan"]["even"] = bench.measure_plan(EVEN, tools.clock)
+    source, picture = tmp_path / "attention.json", tmp_path / "attention.png"
+    source.write_text(json.dumps({"results": results}))
+    monkeypatch.setattr(sys, "argv", ["attention", "--replot", str(source), "--plot", str(picture)])
+    bench.main()
+    printed = capsys.readouterr().out
+    assert "TB/s" in printed
+    assert "TFLOP/s" in printed
+    assert "mixed: alone prefills 2.0, decodes 1.5, together 3.5 µs; in one call" in printed
+    assert "sharing: FlashInfer p1 is 2.00 times as fast as lightkv ungrouped" in printed
+    assert "even: the plan of a step takes" in printed
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    assert load_pyplot().get_fignums() == []
+    assert figures.over_floor(results["prefill"]["ragged"]).keys() == {"lightkv p1", "lightkv contiguous"}

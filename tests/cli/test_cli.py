@@ -1,0 +1,376 @@
+"""The command `lightkv`: options, answers, information, and what it says to bad input."""
+
+import json
+import re
+import shutil
+import signal
+import subprocess
+import sys
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+import torch
+import typer
+from transformers import AutoModelForCausalLM, LlamaConfig
+from typer.testing import CliRunner
+
+from lightkv.router import LLM, EngineConfig, SamplingParams
+from lightkv.router.cli.app import app
+from lightkv.router.model.build import build_runner
+from lightkv.router.model.info import model_info
+from lightkv.router.model.loader import random_model
+from lightkv.router.model_files import resolve
+
+SMALL = ["--device", "cpu", "--max-total-tokens", "2048"]
+GREEDY = ["--temperature", "0", "--max-tokens", "6"]
+PARAMS = SamplingParams(temperature=0, max_tokens=6)
+QUESTION = "What is the capital of France?"
+
+
+def run(*args: str, stdin: str | bytes | None = None) -> tuple[int, str, str]:
+    """The command's exit code, standard output and standard error."""
+    result = CliRunner().invoke(app, list(args), input=stdin, prog_name="lightkv")
+    if result.exception is not None and not isinstance(result.exception, SystemExit):
+        raise result.exception
+    return result.exit_code, result.stdout, result.stderr
+
+
+def generate(*args: str, stdin: str | bytes | None = None) -> tuple[int, str, str]:
+    return run("generate", *SMALL, *GREEDY, *args, stdin=stdin)
+
+
+def flat(text: str) -> str:
+    """Text without the frames and line ends of a terminal's layout."""
+    return " ".join(re.sub(r"[│╭╮╰╯─]", " ", text).split())
+
+
+@pytest.fixture(scope="module")
+def llm() -> LLM:
+    return LLM(EngineConfig(device="cpu", max_total_tokens=2048))
+
+
+@pytest.fixture
+def templateless(tmp_path: Path) -> Path:
+    """The default model without its chat template."""
+    source = resolve(EngineConfig.model, lambda line: None)
+    target = tmp_path / "model"
+    target.mkdir()
+    for file in source.iterdir():
+        if file.suffix == ".safetensors":
+            (target / file.name).symlink_to(file)
+        elif file.name != "chat_template.jinja":
+            shutil.copy(file, target)
+    settings = target / "tokenizer_config.json"
+    values = json.loads(settings.read_text()) if settings.exists() else {}
+    settings.write_text(json.dumps({key: value for key, value in values.items() if key != "chat_template"}))
+    return target
+
+
+# --------------------------------------------------------------------------------
+# Help and options
+
+
+def test_help_version_and_bad_options_load_no_torch() -> None:
+    program = """
+import sys
+from lightkv.router.cli.app import app
+for args in (["--help"], ["generate", "--help"], ["info", "--help"], ["--version"], [],
+             ["generate", "--temperature", "nan", "hi"], ["generate", "--max-tokens", "x", "hi"]):
+    try:
+        app(args)
+    except SystemExit:
+        pass
+assert "torch" not in sys.modules, "torch was imported"
+assert "transformers" not in sys.modules, "transformers was imported"
+"""
+    subprocess.run([sys.executable, "-c", program], check=True, capture_output=True, timeout=60)
+
+
+def test_version() -> None:
+    assert run("--version") == (0, "lightkv 0.1.0\n", "")
+
+
+def test_no_arguments_show_the_commands() -> None:
+    _, out, err = run()
+    assert "generate" in out + err
+    assert "info" in out + err
+
+
+@pytest.mark.parametrize("command", ["generate", "info"])
+def test_every_engine_setting_is_an_option_with_its_default(command: str) -> None:
+    commands = typer.main.get_command(app).commands  # type: ignore[attr-defined]
+    options = {option.name: option for option in commands[command].params}
+    for field in fields(EngineConfig):
+        option = options[field.name]
+        assert "--" + field.name.replace("_", "-") in option.opts
+        assert option.default == field.default
+        assert option.help == EngineConfig.help(field.name)
+
+
+@pytest.mark.parametrize("command", ["generate", "info"])
+def test_help_has_examples(command: str) -> None:
+    code, out, _ = run(command, "--help")
+    assert code == 0
+    assert f"lightkv {command} " in out.split("Examples")[1]
+
+
+# --------------------------------------------------------------------------------
+# Bad input
+
+
+@pytest.mark.parametrize(
+    ("args", "words"),
+    [
+        (["--temperature", "nan", "hi"], "temperature is nan"),
+        (["--temperature", "-1", "hi"], "temperature is -1"),
+        (["--top-p", "2", "hi"], "top_p is 2"),
+        (["--max-tokens", "0", "hi"], "max_tokens is 0"),
+        (["--n", "0", "hi"], "n is 0"),
+        (["--stop", "", "hi"], "stop is ''"),
+        (["--dtype", "int3", "hi"], "--dtype is 'int3'"),
+        (["--device", "tpu", "hi"], "--device is 'tpu'"),
+        (["--attention-backend", "magic", "hi"], "give one of torch, triton"),
+        (["--mem-fraction", "nan", "hi"], "--mem-fraction is nan"),
+        (["--max-total-tokens", "0", "hi"], "--max-total-tokens is 0"),
+        (["--max-model-len", "9999999", "hi"], "--max-model-len is 9999999"),
+        (["--model", "./nowhere", "hi"], "model './nowhere' was not found"),
+        (["--device", "cpu", "--max-total-tokens", "16", "hi"], "do not fit the pool of 16 tokens"),
+        (["--device", "cpu", "--max-model-len", "64", "hi"], "do not fit the context of 64 tokens"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else None,
+)
+def test_bad_input_is_one_line_and_exit_code_2(args: list[str], words: str) -> None:
+    code, out, err = run("generate", *args)
+    assert code == 2
+    assert out == ""
+    last = err.splitlines()[-1]
+    assert last.startswith("lightkv: ")
+    assert words in last
+    assert "Traceback" not in err
+
+
+@pytest.mark.parametrize(
+    ("args", "stdin", "words"),
+    [
+        ([""], None, "prompt 1 is empty"),
+        (["a", ""], None, "prompt 2 is empty"),
+        ([], "", "standard input is empty"),
+        (["-"], "\n", "standard input is empty"),
+        (["-", "-"], "x", 'give "-" once'),
+        (["-"], b"\xff\xfe", "no UTF-8 text"),
+        (["--raw", "--system", "s", "hi"], None, "leave one of them out"),
+        (["--max-tokens", "many", "hi"], None, "--max-tokens"),
+        (["--no-such-option", "hi"], None, "--no-such-option"),
+    ],
+    ids=[
+        "empty",
+        "second-empty",
+        "empty-pipe",
+        "empty-dash",
+        "two-dashes",
+        "bytes",
+        "raw-system",
+        "word",
+        "name",
+    ],
+)
+def test_bad_usage_is_exit_code_2(args: list[str], stdin: str | bytes | None, words: str) -> None:
+    code, out, err = run("generate", *args, stdin=stdin)
+    assert code == 2
+    assert out == ""
+    assert words in flat(err)
+
+
+def test_a_pool_beyond_the_memory_is_exit_code_1() -> None:
+    code, out, err = run("generate", "--device", "cpu", "--max-total-tokens", "100000000000", "hi")
+    assert code == 1
+    assert out == ""
+    assert err.splitlines()[-1].startswith("lightkv: ")
+
+
+def test_chat_without_a_template_is_refused(templateless: Path) -> None:
+    code, out, err = generate("--model", str(templateless), "--chat", QUESTION)
+    assert code == 2
+    assert out == ""
+    assert err.splitlines()[-1].startswith("lightkv: this model has no chat template")
+
+
+# --------------------------------------------------------------------------------
+# Answers
+
+
+def test_standard_output_is_the_answer_alone(llm: LLM) -> None:
+    expected = llm.generate([{"role": "user", "content": QUESTION}], PARAMS)[0]
+    code, out, err = generate(QUESTION)
+    assert code == 0
+    assert out == expected.outputs[0].text + "\n"
+    last = err.splitlines()[-1]
+    assert last.startswith(f"{len(expected.prompt_token_ids)} prompt tokens (0 cached), 6 new in ")
+    assert last.endswith("1 of 1 cut off at --max-tokens 6")
+    assert "K/V pool: 2,048 tokens" in err
+
+
+def test_raw_continues_the_text_from_a_pipe(llm: LLM) -> None:
+    expected = llm.generate("The capital of France is", PARAMS)[0].outputs[0].text
+    for args in ([], ["-"]):
+        code, out, _ = generate("--raw", *args, stdin="The capital of France is\n")
+        assert (code, out) == (0, expected + "\n")
+
+
+def test_a_system_prompt_is_told(llm: LLM) -> None:
+    chat = [{"role": "system", "content": "You are a pirate."}, {"role": "user", "content": QUESTION}]
+    expected = llm.generate(chat, PARAMS)[0]
+    _, out, err = generate("--system", "You are a pirate.", QUESTION)
+    assert out == expected.outputs[0].text + "\n"
+    assert err.splitlines()[-1].startswith(f"{len(expected.prompt_token_ids)} prompt tokens")
+
+
+def test_several_prompts_are_answered_in_order_under_headings(llm: LLM) -> None:
+    prompts = ["The capital of France is", "Two plus two is", "The sun is"]
+    texts = [output.outputs[0].text for output in llm.generate(prompts, PARAMS)]
+    _, out, _ = generate("--raw", *prompts)
+    assert out == "\n".join(f"## {p}\n\n{t}\n" for p, t in zip(prompts, texts, strict=True))
+
+
+def test_n_answers_and_a_stop_string() -> None:
+    code, out, err = generate("--raw", "--n", "2", "--stop", "Paris", "The capital of France is")
+    assert code == 0
+    assert out == ("## The capital of France is (1 of 2)\n\n \n\n## The capital of France is (2 of 2)\n\n \n")
+    assert "cut off" not in err
+
+
+def test_a_seed_repeats_the_answer() -> None:
+    args = ("--raw", "--temperature", "1", "--seed", "5", "Once upon a time")
+    assert generate(*args)[1] == generate(*args)[1]
+
+
+def test_without_a_template_the_text_is_continued_and_that_is_said(templateless: Path, llm: LLM) -> None:
+    code, out, err = generate("--model", str(templateless), "The capital of France is")
+    assert code == 0
+    assert out == llm.generate("The capital of France is", PARAMS)[0].outputs[0].text + "\n"
+    assert "no chat template" in err
+
+
+# --------------------------------------------------------------------------------
+# Ends from outside
+
+
+def _long_answer() -> tuple[subprocess.Popen[bytes], bytes]:
+    """A command under way, and the first byte of its answer."""
+    args = ["generate", *SMALL, "--temperature", "0", "--max-tokens", "1500", "--raw", "1 2 3 4 5 6 7 8"]
+    program = [sys.executable, "-m", "lightkv.router.cli", *args]
+    process = subprocess.Popen(program, stdout=subprocess.PIPE, stderr=subprocess.PIPE, bufsize=0)
+    assert process.stdout is not None
+    return process, process.stdout.read(1)
+
+
+def test_ctrl_c_ends_it_cleanly() -> None:
+    process, first = _long_answer()
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=90)
+    assert process.returncode == 130
+    assert (first + out).endswith(b"\n")
+    assert err.endswith(b"interrupted\n")
+    assert b"Traceback" not in err
+
+
+def test_a_reader_that_goes_away_is_no_error_message() -> None:
+    process, _ = _long_answer()
+    assert process.stdout is not None
+    assert process.stderr is not None
+    process.stdout.close()
+    err = process.stderr.read()
+    process.wait(timeout=90)
+    process.stderr.close()
+    assert process.returncode == 1
+    assert b"Error" not in err
+    assert b"Traceback" not in err
+
+
+# --------------------------------------------------------------------------------
+# info
+
+
+def test_info_tells_what_the_engine_comes_to(llm: LLM) -> None:
+    code, out, _ = run(
+        "info", *SMALL, "--max-num-seqs", "3", "--max-model-len", "99", "--prefill-chunk", "7", "--json"
+    )
+    assert code == 0
+    told = json.loads(out)
+    model, engine = told["model"], llm.info
+    assert told["machine"]["versions"]["torch"].split("+")[0] == torch.__version__.split("+")[0]
+    assert told["machine"]["device"] == "cpu"
+    assert model["bytes_per_token"] == engine.bytes_per_token == 46_080
+    assert (model["num_layers"], model["num_kv_heads"], model["k_dim"], model["v_dim"]) == (30, 3, 64, 64)
+    assert (model["pool_tokens"], model["pool_bytes"]) == (2048, engine.pool_bytes)
+    assert (model["pool_reason"], model["architecture"]) == (engine.pool_reason, engine.architecture)
+    assert (model["max_num_seqs"], model["max_model_len"], model["prefill_chunk"]) == (3, 99, 7)
+    assert (model["dtype"], model["num_parameters"]) == ("float32", 134_515_008)
+
+
+def test_info_for_people_has_the_numbers_and_the_reason() -> None:
+    code, out, _ = run("info", "--device", "cpu", "--dtype", "float16")
+    assert code == 0
+    assert "23,040 bytes: 30 layers x 3 K/V heads x (64 + 64) in float16" in out
+    assert "32,768 tokens in 0.70 GiB" in out
+    assert "the default of a CPU" in out
+
+
+def test_info_refuses_what_the_engine_would() -> None:
+    code, out, err = run("info", "--model", "./nowhere")
+    assert (code, out) == (2, "")
+    assert "was not found" in err.splitlines()[-1]
+
+
+def test_info_takes_no_memory_for_the_weights(tmp_path: Path) -> None:
+    config = LlamaConfig(
+        hidden_size=4096, intermediate_size=14336, num_hidden_layers=8, num_attention_heads=32,
+        num_key_value_heads=8, vocab_size=1024, architectures=["LlamaForCausalLM"], dtype="bfloat16",
+    )  # fmt: skip
+    _write_hollow(config, tmp_path)
+    program = f"""
+import re
+from lightkv.router.config import EngineConfig
+from lightkv.router.model.info import model_info
+from pathlib import Path
+info = model_info(EngineConfig(device="cpu", dtype="bfloat16"), Path({str(tmp_path)!r}))
+assert info.weight_bytes > 3.4e9, info
+assert info.bytes_per_token == 2 * 8 * 8 * 128 * 2, info
+peak = int(re.search(r"VmHWM:\\s+(\\d+) kB", Path("/proc/self/status").read_text())[1]) * 1024
+assert peak < 1.2e9, peak
+"""
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=120)
+
+
+@pytest.mark.gpu
+def test_info_foretells_the_pool_beside_the_weights(tmp_path: Path) -> None:
+    config = LlamaConfig(
+        hidden_size=2048, intermediate_size=8192, num_hidden_layers=8, num_attention_heads=16,
+        num_key_value_heads=8, vocab_size=32000, max_position_embeddings=2048, tie_word_embeddings=False,
+    )  # fmt: skip
+    random_model(config, torch.device("cpu"), torch.bfloat16).save_pretrained(tmp_path)
+    (tmp_path / "tokenizer.json").write_text("{}")  # has to be there, and nothing here reads it
+    settings = EngineConfig(str(tmp_path), device="cuda", mem_fraction=0.2, max_num_seqs=4, cuda_graphs=False)
+    told = model_info(settings, tmp_path)
+    runner, engine = build_runner(settings, lambda line: None)
+    assert (told.dtype, told.bytes_per_token) == (engine.dtype, engine.bytes_per_token)
+    # The weights, 1.3 GB, are some 5 % of this pool: what they take has to be in the figure.
+    assert abs(told.pool_tokens - engine.capacity) < 0.01 * engine.capacity
+    del runner
+
+
+def _write_hollow(config: LlamaConfig, directory: Path) -> None:
+    """A checkpoint of `config` whose file is all hole: it takes no room on the disk."""
+    config.save_pretrained(directory)
+    (directory / "tokenizer.json").write_text("{}")  # has to be there, and nothing here reads it
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    header, end = {}, 0
+    for name, tensor in model.state_dict().items():
+        start, end = end, end + tensor.numel() * 2
+        header[name] = {"dtype": "BF16", "shape": list(tensor.shape), "data_offsets": [start, end]}
+    encoded = json.dumps(header).encode()
+    with (directory / "model.safetensors").open("wb") as file:
+        file.write(len(encoded).to_bytes(8, "little") + encoded)
+        file.truncate(8 + len(encoded) + end)

@@ -1,0 +1,226 @@
+"""Every admission through the engine, on a worker that reads what it wrote; estimates; and who is late."""
+
+import random
+from array import array
+
+import pytest
+
+from lightkv.ledger import TokenLedger
+from lightkv.router import EngineConfig, SamplingParams
+from lightkv.router.engine.admission import ADMISSIONS, AverageLength, OutputLengths, make_admission
+from lightkv.router.engine.loop import Engine
+from lightkv.router.engine.request import Request
+from lightkv.router.engine.scheduler import Scheduler
+from lightkv.router.engine.step import Limits, StepResult
+from tests.support.model_worker import STOP, ModelWorker, assert_idle
+
+VOCABULARY = 300
+
+
+def request(name: str, prompt: list[int], max_tokens: int) -> Request:
+    params = SamplingParams(max_tokens=max_tokens, temperature=0.0)
+    return Request(name, array("i", prompt).tobytes(), params, 1, frozenset({STOP}))
+
+
+def make(admission: str, capacity: int, max_num_seqs: int = 12, chunk: int = 0) -> tuple[Engine, ModelWorker]:
+    ledger = TokenLedger(capacity, max_num_seqs, 90)
+    worker = ModelWorker(capacity, random.Random(0), stop_chance=0.1)
+    limits = Limits(max_num_seqs, 90, chunk, VOCABULARY)
+    return Engine(Scheduler(ledger, limits, admission=make_admission(admission)), worker), worker
+
+
+@pytest.mark.parametrize("chunk", [0, 5])
+@pytest.mark.parametrize("admission", ADMISSIONS)
+def test_a_random_life(admission: str, chunk: int) -> None:
+    """Prompts that begin alike, in a pool that a few fill: the worker raises where a slot is missing."""
+    rng = random.Random(3)
+    engine, _ = make(admission, 110, chunk=chunk)
+    finished = number = 0
+    while number < 250 or engine.has_work:
+        if number < 250 and rng.random() < 0.5:
+            prompt = [20] * rng.randint(0, 12) + [rng.randrange(20, 24) for _ in range(rng.randint(1, 25))]
+            engine.add(request(str(number), prompt, rng.randint(1, 50)))
+            number += 1
+        events = engine.step()
+        assert all(event.error is None for event in events)
+        finished += sum(event.finish_reason in ("stop", "length") for event in events)
+        if number % 10 == 0:
+            engine.check()
+    assert finished == 250
+    assert_idle(engine)
+    pauses = engine.stats().num_pauses
+    if admission in ("sum", "exact", "oracle"):
+        assert pauses == 0
+    if admission in ("watermark", "past-future", "moving-average"):
+        assert pauses > 0
+
+
+@pytest.mark.parametrize("admission", ADMISSIONS)
+def test_each_is_a_setting_of_the_service(admission: str) -> None:
+    assert EngineConfig(admission=admission).admission == admission
+
+
+def running_at_first(admission: str, num: int, prompt: int, max_tokens: int, capacity: int) -> int:
+    engine, worker = make(admission, capacity)
+    worker.stop_chance = 0.0
+    for i in range(num):
+        engine.add(request(str(i), [30 + i] * prompt, max_tokens))
+    engine.step()
+    return engine.stats().num_running
+
+
+def test_what_each_admits_of_the_same() -> None:
+    """Ten prompts of 10 tokens that may get 21 more: 30 slots each, with the last one never written."""
+    assert running_at_first("sum", 10, 10, 21, 100) == 3
+    assert running_at_first("exact", 10, 10, 21, 100) == 3
+    assert running_at_first("watermark", 10, 10, 21, 100) == 9  # 99 tokens: 10 and one more of each
+
+
+def test_the_mean_of_late_outputs_and_a_tenth_more_of_one_that_outlived_it() -> None:
+    lengths = AverageLength()
+    for _ in range(OutputLengths.num_needed - 1):
+        lengths.observe(100)
+    assert lengths.estimate(0, 500) == 500  # too few to say anything
+    lengths.observe(100)
+    assert [lengths.estimate(n, 500) for n in (0, 99, 100, 200, 490)] == [100, 108, 110, 220, 500]
+    assert lengths.estimate(3, 4) == 4
+    for _ in range(OutputLengths.num_recent):
+        lengths.observe(7)
+    assert [lengths.estimate(n, 500) for n in (0, 7, 8)] == [7, 8, 9]
+
+
+def test_a_sample_is_drawn_of_those_that_were_longer() -> None:
+    lengths = OutputLengths(quantile=None, seed=1)
+    for i in range(1000):
+        lengths.observe(i + 1)
+    drawn = [lengths.estimate(500, 5000) for _ in range(4000)]
+    assert min(drawn) > 500
+    assert max(drawn) <= 1000
+    assert sum(drawn) / len(drawn) == pytest.approx(750, abs=10)
+    other = OutputLengths(quantile=None, seed=1)
+    for i in range(1000):
+        other.observe(i + 1)
+    assert [other.estimate(500, 5000) for _ in range(4000)] == drawn
+
+
+class Clock:
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def scheduler_of_one(clock: Clock) -> Scheduler:
+    """One runs at a time; who waits for more than 8 seconds is late."""
+    admission = make_admission("timely", ttft_target=10.0)
+    assert admission.patience == 8.0
+    return Scheduler(TokenLedger(100, 1, 90), Limits(1, 90, 0, VOCABULARY), admission=admission, clock=clock)
+
+
+def finish(scheduler: Scheduler) -> list[str]:
+    """Whoever ends next."""
+    while True:
+        plan = scheduler.plan()
+        assert plan is not None
+        events = scheduler.consume(StepResult(plan.step, [10] * len(plan.sample), plan.num_free, 0))
+        scheduler.check()
+        ended = [event.request_id for event in events if event.finish_reason]
+        if ended:
+            return ended
+
+
+def test_who_is_late_lets_others_go_first_and_has_its_turn() -> None:
+    clock = Clock()
+    scheduler = scheduler_of_one(clock)
+    scheduler.add(request("a", [1], 3))
+    scheduler.add(request("b", [2], 3))
+    assert finish(scheduler) == ["a"]
+    clock.now = 5.0
+    scheduler.add(request("c", [3], 3))
+    clock.now = 8.5  # b is late
+    assert finish(scheduler) == ["c"]
+    scheduler.add(request("d", [4], 3))
+    assert finish(scheduler) == ["d"]
+    assert finish(scheduler) == ["b"]
+    assert not scheduler.has_work
+    scheduler.check()
+
+
+def test_the_late_come_in_their_order_and_can_be_aborted() -> None:
+    clock = Clock()
+    scheduler = scheduler_of_one(clock)
+    for name in "abcd":
+        scheduler.add(request(name, [1], 3))
+    clock.now = 100.0
+    assert scheduler.abort("b")
+    assert [finish(scheduler)[0] for _ in range(3)] == ["a", "c", "d"]
+    assert scheduler.num_waiting == 0
+    scheduler.check()
+
+
+def test_a_unit_of_priority_is_worth_a_minute_of_waiting() -> None:
+    """A stream of more urgent requests overtakes one for as long, and not for ever."""
+    clock = Clock()
+    ledger = TokenLedger(100, 1, 90)
+    scheduler = Scheduler(ledger, Limits(1, 90, 0, VOCABULARY), clock=clock)
+    patient = request("patient", [1], 3)
+    patient.priority = 2
+    scheduler.add(patient)
+    served = []
+    for minute in range(4):
+        clock.now = 60.0 * minute + 1
+        scheduler.add(request(f"urgent {minute}", [1], 3))
+        served += finish(scheduler)
+    assert served == ["urgent 0", "urgent 1", "patient", "urgent 2"]
+    urgent = request("most urgent", [1], 3)
+    urgent.priority = -5
+    scheduler.add(urgent)
+    assert finish(scheduler) == ["most urgent"]
+    assert finish(scheduler) == ["urgent 3"]
+    scheduler.check()
+
+
+def test_priority_comes_before_time() -> None:
+    clock = Clock()
+    scheduler = scheduler_of_one(clock)
+    urgent = request("urgent", [1], 3)
+    urgent.priority = -1
+    scheduler.add(urgent)
+    clock.now = 9.0
+    scheduler.add(request("new", [2], 3))
+    assert [finish(scheduler)[0] for _ in range(2)] == ["urgent", "new"]
+
+
+@pytest.mark.parametrize("admission", ["exact", "watermark"])
+def test_steps_taken_at_once_leave_the_books_as_so_many_steps(admission: str) -> None:
+    pair = []
+    for at_once in (False, True):
+        scheduler = make(admission, 400)[0].scheduler
+        for i in range(5):
+            scheduler.add(request(str(i), [40 + i] * (3 + i), 40))
+
+        def step(scheduler: Scheduler = scheduler) -> None:
+            plan = scheduler.plan()
+            assert plan is not None
+            scheduler.consume(StepResult(plan.step, [10] * len(plan.sample), plan.num_free, 0))
+
+        assert scheduler.steady_steps() == 0  # nothing runs
+        step()
+        assert scheduler.steady_steps() == 39
+        if at_once:
+            scheduler.repeat(30, 10)
+        else:
+            for _ in range(30):
+                step()
+        scheduler.check()
+        ledger = scheduler.ledger
+        outputs = [r.output.tolist() for r in scheduler._decoding]
+        pair.append(
+            (scheduler.step, ledger.num_free, scheduler.peak_held, scheduler.num_output_tokens, outputs)
+        )
+        with pytest.raises(ValueError, match="9 are alike"):
+            scheduler.repeat(10, 10)
+        while scheduler.has_work:
+            step()
+        scheduler.check()
+    assert pair[0] == pair[1]

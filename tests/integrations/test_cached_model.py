@@ -1,0 +1,170 @@
+"""A model and its cache: what fails leaves nothing behind, and what dropped tokens goes on where it stood.
+
+The reference is the model's own forward pass over the whole text, under the mask that a drop amounts to.
+"""
+
+import pytest
+import torch
+from transformers import GPT2Config, GPT2LMHeadModel, MistralConfig, MistralForCausalLM, PreTrainedModel
+
+from lightkv.errors import UnknownBackend, UnsupportedModel
+from lightkv.integrations.cached_model import CachedModel
+from lightkv.ledger.sequence import Sequence
+from tests.support.tiny_models import VOCABULARY, tiny_llama
+
+
+def logits_of(model: PreTrainedModel, ids: list[int], seen: torch.Tensor | None = None) -> torch.Tensor:
+    """The model's own `[T, vocabulary]`, where token t sees those that `seen` bool `[T, T]` says."""
+    if seen is None:
+        seen = torch.ones(len(ids), len(ids), dtype=torch.bool, device=model.device).tril_()
+    mask = torch.zeros(seen.shape, device=model.device).masked_fill_(~seen, torch.finfo(torch.float32).min)
+    with torch.no_grad():
+        return model(torch.tensor([ids], device=model.device), attention_mask=mask[None, None]).logits[0]
+
+
+def random_ids(count: int, seed: int) -> list[int]:
+    return torch.randint(0, VOCABULARY, (count,), generator=torch.Generator().manual_seed(seed)).tolist()
+
+
+def fail(*_: object, **__: object) -> None:
+    raise RuntimeError("the device is gone")
+
+
+def test_a_chunk_that_failed_and_is_tried_again_poisons_nothing(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lm = CachedModel(tiny_llama(device), capacity=100)
+    own = tiny_llama(device)
+    prompt, out = [5, 6, 7, 8, 9, 10, 11, 12], [20, 21, 22, 23]
+    sequence = lm.cache.open(prompt)
+    lm.forward([sequence], [prompt[:4]])
+    with monkeypatch.context() as patch:
+        patch.setattr(lm.step.backends[1], "_write", fail)
+        with pytest.raises(RuntimeError, match="gone"):
+            lm.forward([sequence], [prompt[4:]])
+    assert (sequence.length, lm.cache.num_held) == (4, 4)
+    lm.forward([sequence], [prompt[4:]])
+    for token in out[:-1]:
+        lm.decode([sequence], [token])
+    lm.cache.close(sequence, out)
+    lm.cache.check()
+    # The four tokens after the first chunk are the prompt's, whatever the answer was.
+    other, logits = lm.prefill([*prompt[:4], *out])
+    assert other.num_hit == 4
+    torch.testing.assert_close(logits, logits_of(own, [*prompt[:4], *out])[-1], rtol=1e-4, atol=1e-4)
+    again, logits = lm.prefill([*prompt, *out])
+    assert again.num_hit == len(prompt) + len(out) - 1
+    torch.testing.assert_close(logits, logits_of(own, [*prompt, *out])[-1], rtol=1e-4, atol=1e-4)
+
+
+def test_sequences_that_dropped_tokens_go_on_beside_one_that_has_not(device: torch.device) -> None:
+    lm = CachedModel(tiny_llama(device), capacity=200)
+    own = tiny_llama(device, attention="eager")
+    texts = [random_ids(40, seed) for seed in range(3)]
+    seen = torch.ones(3, 40, 40, dtype=torch.bool, device=device).tril_()
+    sequences = [lm.cache.open(text[:1]) for text in texts]
+    lm.forward(sequences, [text[:20] for text in texts])
+
+    lm.cache.release(sequences[0], 7)
+    seen[0, 20:, :7] = False
+    lm.cache.keep(sequences[1], torch.tensor([0, 1, 9, 13, 18, 19], device=device))
+    seen[1, 20:, [2, 3, 4, 5, 6, 7, 8, 10, 11, 12, 14, 15, 16, 17]] = False
+    assert [one.length for one in sequences] == [13, 6, 20]
+    assert [one.position for one in sequences] == [20, 20, 20]
+
+    wanted = [logits_of(own, text, mask) for text, mask in zip(texts, seen, strict=True)]
+    logits = lm.forward(sequences, [text[20:29] for text in texts], all_logits=True)
+    expected = torch.cat([one[20:29] for one in wanted])
+    torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-4)
+    for at in range(29, 40):
+        logits = lm.decode(sequences, [text[at] for text in texts])
+        torch.testing.assert_close(logits, torch.stack([one[at] for one in wanted]), rtol=1e-4, atol=1e-4)
+    lm.cache.check()
+
+
+def with_sinks(lm: CachedModel, ids: list[int], num_sinks: int) -> Sequence:
+    """The first 30 of `ids`, less 10 after the sinks."""
+    sequence = lm.cache.open(ids[:1])
+    lm.forward([sequence], [ids[:30]])
+    lm.cache.release(sequence, 10, num_sinks)
+    return sequence
+
+
+def test_sequences_with_sinks_share_a_step(device: torch.device) -> None:
+    lm = CachedModel(tiny_llama(device), capacity=200, exact_positions=True)
+    texts = [random_ids(33, seed) for seed in range(2)]
+    alone = []
+    for text in texts:
+        one = with_sinks(lm, text, 4)
+        alone += [lm.forward([one], [text[30:]], all_logits=True), lm.decode([one], [1])]
+        lm.cache.close(one, cache=False)
+    both = [with_sinks(lm, text, 4) for text in texts]
+    together = lm.forward(both, [text[30:] for text in texts], all_logits=True)
+    torch.testing.assert_close(together, torch.cat(alone[::2]), rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(lm.decode(both, [1, 1]), torch.cat(alone[1::2]), rtol=1e-4, atol=1e-4)
+
+
+def test_what_would_not_be_computed_right_is_refused(device: torch.device) -> None:
+    lm = CachedModel(tiny_llama(device), capacity=200)
+    exact = CachedModel(tiny_llama(device), capacity=200, exact_positions=True)
+    windowed = CachedModel(
+        MistralForCausalLM(
+            MistralConfig(
+                vocab_size=VOCABULARY,
+                hidden_size=32,
+                intermediate_size=32,
+                num_hidden_layers=1,
+                num_attention_heads=2,
+                num_key_value_heads=1,
+                sliding_window=8,
+            )
+        )
+        .to(device)
+        .eval(),
+        capacity=200,
+    )
+    ids = random_ids(30, 0)
+    plain = exact.cache.open([1])
+    exact.forward([plain], [ids])
+    cases = [
+        (lm, [with_sinks(lm, ids, 4)], "exact_positions=True"),
+        (exact, [with_sinks(exact, ids, 4), with_sinks(exact, ids, 2)], r"\[2, 4\] sinks"),
+        (exact, [with_sinks(exact, ids, 4), plain], r"\[0, 4\] sinks"),
+        (windowed, [with_sinks(windowed, ids, 0)], "windows of their own"),
+    ]
+    for one, sequences, match in cases:
+        lengths, held = [sequence.length for sequence in sequences], one.cache.num_held
+        with pytest.raises(ValueError, match=match):
+            one.decode(sequences, [1] * len(sequences))
+        assert ([sequence.length for sequence in sequences], one.cache.num_held) == (lengths, held)
+        one.cache.check()
+
+
+def test_a_model_that_is_refused_stays_as_it_was(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    learned = GPT2LMHeadModel(GPT2Config(vocab_size=VOCABULARY, n_embd=32, n_layer=2, n_head=4))
+    learned = learned.to(device).eval()
+    rotary = tiny_llama(device)
+    before = [logits_of(model, [5, 6, 7]) for model in (learned, rotary)]
+    with pytest.raises(UnsupportedModel, match="0 rotary embeddings"):
+        CachedModel(learned, 40, exact_positions=True)
+    with pytest.raises(UnknownBackend):
+        CachedModel(rotary, 40, backend="none", exact_positions=True)
+    with pytest.raises(ValueError, match="-1"):
+        CachedModel(rotary, -1, exact_positions=True)
+    for model, logits in zip((learned, rotary), before, strict=True):
+        assert model.config._attn_implementation == "sdpa"
+        assert torch.equal(logits_of(model, [5, 6, 7]), logits)
+    assert not rotary.model.rotary_emb._forward_hooks
+
+
+def test_a_model_that_takes_no_attention_of_others_gets_its_own_back(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = tiny_llama(device)
+    asked: list[str] = []
+    monkeypatch.setattr(model, "set_attn_implementation", asked.append)
+    with pytest.raises(UnsupportedModel, match="AttentionInterface"):
+        CachedModel(model, 40)
+    assert asked == ["lightkv_probe", "sdpa"]

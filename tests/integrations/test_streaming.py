@@ -1,0 +1,404 @@
+"""Streams against attention computed anew: the right tokens, at the right positions, in constant memory.
+
+The reference keeps every K and V there ever was, undoes the rotation in complex numbers, and attends in float64
+to what a token at that position should see.
+"""
+
+import doctest
+import random
+from dataclasses import dataclass
+from pydoc_data.topics import topics
+from typing import Any
+
+import pytest
+import torch
+from transformers import (
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    PreTrainedModel,
+)
+from transformers.models.llama import modeling_llama
+
+from bench.features.streaming import token_losses
+from lightkv import KVSpec
+from lightkv.attention import (
+    AttentionMetadata,
+    AttentionOptions,
+    LayerShape,
+    Rotary,
+    make_backends,
+    torch_backend,
+)
+from lightkv.errors import UnsupportedModel
+from lightkv.integrations import streaming
+from lightkv.integrations.cached_model import CachedModel
+from lightkv.integrations.streaming import Stream, Window, stream
+from lightkv.memory.kv_memory import KVMemory
+from lightkv.router import EngineConfig
+from lightkv.router.model.loader import load_model
+from lightkv.router.model_files import resolve
+from lightkv.router.text.tokenizer import Tokenizer
+from tests.support.tiny_models import VOCABULARY, tiny_llama
+
+CONTEXT = 64
+CONFIG: dict[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 48,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": CONTEXT,
+}
+WINDOWS = {
+    "sinks": Window(size=20, sinks=4, stride=8),
+    "one-by-one": Window(size=13, sinks=3, stride=1),
+    "all-at-once": Window(size=16, sinks=1, stride=16),
+    "no-sinks": Window(size=20, sinks=0, stride=7),
+}
+
+
+def make_model(device: torch.device) -> PreTrainedModel:
+    return tiny_llama(device, context=CONTEXT, std=0.25)
+
+
+def streamer(
+    model: PreTrainedModel,
+    capacity: int,
+    max_sequences: int = 1,
+    max_entries: int | None = None,
+    backend: str | None = None,
+) -> CachedModel:
+    return CachedModel(model, capacity, max_sequences, max_entries, backend, exact_positions=True)
+
+
+@dataclass
+class Dense:
+    """Attention of a whole text at once, each token to what `window` leaves it, in float64."""
+
+    window: Window
+    inverse: torch.Tensor
+
+    def attend(
+        self,
+        module: torch.nn.Module,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        mask: Any,
+        arguments: dict[str, Any],
+    ) -> torch.Tensor:
+        length, half = q.shape[2], q.shape[3] // 2
+        position = torch.arange(length, device=q.device)
+        window = self.window
+        dropped = torch.tensor([window.dropped(t) for t in range(length)], device=q.device)
+        group = q.shape[1] // k.shape[1]
+        q, k, v = (x[0].double() for x in (q, k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)))
+        turn = torch.polar(torch.ones(length, half, dtype=torch.float64), -dropped[:, None] * self.inverse)
+        earlier = torch.complex(q[..., :half], q[..., half:]) * turn
+        earlier = torch.cat((earlier.real, earlier.imag), -1)
+        is_sink = position < window.sinks
+        scores = torch.where(is_sink, earlier @ k.mT, q @ k.mT) * q.shape[-1] ** -0.5
+        gone = ~is_sink & (position < window.sinks + dropped[:, None])
+        scores.masked_fill_(gone | (position > position[:, None]), float("-inf"))
+        return (scores.softmax(-1) @ v).transpose(0, 1)[None].to(torch.float32)
+
+
+def dense_logits(model: PreTrainedModel, ids: torch.Tensor, window: Window) -> torch.Tensor:
+    """Of a bound model: `[len(ids), vocabulary]`."""
+    inverse = 1e4 ** (-torch.arange(0, 16, 2, dtype=torch.float64) / 16)
+    positions = torch.arange(len(ids))[None]
+    with torch.no_grad():
+        return model(
+            ids[None], position_ids=positions, use_cache=False, lightkv=Dense(window, inverse)
+        ).logits[0]
+
+
+def fed(lm: CachedModel, ids: torch.Tensor, window: Window, counts: list[int]) -> torch.Tensor:
+    """The logits of `ids`, fed `counts` at a time, while the memory is watched."""
+    flow = Stream(lm, window, ids[:1].tolist())
+    outputs = []
+    for part in ids.split(counts):
+        for logits in flow.feed(part.tolist(), all_logits=True):
+            outputs.append(logits)
+            assert lm.cache.num_held == flow.sequence.length <= window.capacity
+        assert flow.sequence.dropped == window.dropped(flow.position - 1)
+    lm.cache.check()
+    flow.close()
+    assert lm.cache.num_free == lm.cache.capacity
+    return torch.cat(outputs)
+
+
+@pytest.mark.parametrize("name", WINDOWS)
+@pytest.mark.parametrize("feeding", ["token-by-token", "at-once", "in-chunks"])
+def test_equals_attention_computed_anew(name: str, feeding: str) -> None:
+    window, length = WINDOWS[name], 150  # more than twice the model's context
+    lm = streamer(make_model(torch.device("cpu")), capacity=window.capacity)
+    ids = torch.randint(0, VOCABULARY, (length,))
+    rng = random.Random(1)
+    counts = {"token-by-token": [1] * length, "at-once": [length], "in-chunks": []}[feeding]
+    while sum(counts) < length:
+        counts.append(min(rng.randint(1, 30), length - sum(counts)))
+    logits = fed(lm, ids, window, counts)
+    torch.testing.assert_close(logits, dense_logits(lm.model, ids, window), rtol=1e-4, atol=1e-4)
+
+
+def test_sinks_are_seen_from_within_the_cache() -> None:
+    """Would the reference notice? With sinks at their true distance, or none, the logits are others."""
+    lm = streamer(make_model(torch.device("cpu")), capacity=24)
+    ids = torch.randint(0, VOCABULARY, (150,))
+    right = fed(lm, ids, WINDOWS["sinks"], [150])
+    far = dense_logits(lm.model, ids, WINDOWS["sinks"])
+    true_distance = Dense(WINDOWS["sinks"], torch.zeros(8, dtype=torch.float64))
+    with torch.no_grad():
+        unturned = lm.model(
+            ids[None], position_ids=torch.arange(150)[None], use_cache=False, lightkv=true_distance
+        ).logits[0]
+    assert (right - far).abs().max() < 1e-3
+    assert (right - unturned)[30:].abs().max() > 0.1
+
+
+def test_a_window_over_everything_is_the_plain_model(device: torch.device) -> None:
+    model = make_model(device)
+    ids = torch.randint(0, VOCABULARY, (60,), device=device)
+    with torch.no_grad():
+        expected = model(ids[None]).logits[0]
+        generated = model.generate(
+            ids[None, :20], max_new_tokens=30, do_sample=False, eos_token_id=None, pad_token_id=0
+        )
+    lm = streamer(model, capacity=64, backend="torch")
+    window = Window(size=60, sinks=4, stride=10)
+    torch.testing.assert_close(fed(lm, ids, window, [7, 40, 13]), expected, rtol=1e-4, atol=1e-4)
+    assert list(stream(lm, ids[:20].tolist(), window, 30)) == generated[0, 20:].tolist()
+    losses = torch.nn.functional.cross_entropy(expected[:-1], ids[1:])
+    assert token_losses(lm, ids.tolist(), window).mean().item() == pytest.approx(losses.item(), rel=1e-4)
+
+
+def test_generation_far_past_the_context_in_constant_memory() -> None:
+    window = Window(size=28, sinks=4, stride=7)
+    lm = streamer(make_model(torch.device("cpu")), capacity=window.capacity)
+    held = []
+    prompt = list(range(5, 90))
+    generated = []
+    for token in stream(lm, prompt, window, 350):
+        held.append(lm.cache.num_held)
+        generated.append(token)
+    assert set(held[7:]) == set(range(window.capacity - window.stride + 1, window.capacity + 1))
+    ids = torch.tensor(prompt + generated)
+    again = dense_logits(lm.model, ids, window)[len(prompt) - 1 : -1]
+    best = again.max(1).values
+    assert (best - again.gather(1, ids[len(prompt) :, None])[:, 0]).max() < 1e-3  # each was a likeliest token
+    assert lm.cache.num_free == lm.cache.capacity
+
+
+def test_two_streams_share_their_sinks() -> None:
+    window = Window(size=20, sinks=4, stride=5)
+    lm = streamer(make_model(torch.device("cpu")), capacity=100, max_sequences=2, max_entries=24)
+    ids = torch.randint(0, VOCABULARY, (100,))
+    flow = Stream(lm, window, ids[:1].tolist())
+    *_, _ = flow.feed(ids[:40].tolist())
+    twin = Stream.__new__(Stream)
+    twin._lm, twin._window, twin.sequence = lm, window, lm.cache.fork(flow.sequence)
+    assert lm.cache.num_held == flow.sequence.length
+    outputs = [torch.cat(list(one.feed(ids[40:].tolist(), all_logits=True))) for one in (flow, twin)]
+    lm.cache.check()
+    torch.testing.assert_close(outputs[0], outputs[1], rtol=1e-5, atol=1e-5)
+    expected = dense_logits(lm.model, ids, window)[40:]
+    torch.testing.assert_close(outputs[0], expected, rtol=1e-4, atol=1e-4)
+    assert lm.cache.num_held == flow.sequence.length + twin.sequence.length - window.sinks
+
+
+def test_on_triton(device: torch.device) -> None:
+    window = Window(size=6, sinks=2, stride=3)
+    model = make_model(device)
+    ids = torch.randint(0, VOCABULARY, (11,), device=device)
+    reference = fed(streamer(model, window.capacity, backend="torch"), ids, window, [11])
+    logits = fed(streamer(model, window.capacity, backend="triton"), ids, window, [8, 1, 2])
+    torch.testing.assert_close(logits, reference, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=["f16", "bf16"])
+def test_backends_agree_in_16_bits(dtype: torch.dtype) -> None:
+    window = Window(size=300, sinks=4, stride=64)
+    model = (
+        LlamaForCausalLM(LlamaConfig(**{**CONFIG, "max_position_embeddings": 512})).to("cuda", dtype).eval()
+    )
+    ids = torch.randint(0, VOCABULARY, (1000,), device="cuda")
+    logits = [
+        fed(streamer(model, window.capacity, backend=name), ids, window, [1000])
+        for name in ("torch", "triton")
+    ]
+    torch.testing.assert_close(logits[0], logits[1], rtol=3e-2, atol=3e-2)
+
+
+def test_a_failed_step_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    window = Window(size=20, sinks=4, stride=8)
+    lm = streamer(make_model(torch.device("cpu")), capacity=window.capacity)
+    ids = torch.randint(0, VOCABULARY, (60,))
+    flow = Stream(lm, window, ids[:1].tolist())
+    *_, _ = flow.feed(ids[:40].tolist())
+
+    def fails(*_: Any) -> None:
+        raise RuntimeError("out of memory")
+
+    monkeypatch.setattr(lm.step.backends[1], "_write", fails)
+    with pytest.raises(RuntimeError, match="out of memory"):
+        list(flow.feed(ids[40:41].tolist()))
+    assert flow.position == 40  # the window has moved on to there, as it would have anyway
+    assert lm.cache.num_held == flow.sequence.length == 16
+    lm.cache.check()
+    monkeypatch.undo()
+    (logits,) = flow.feed(ids[40:41].tolist())
+    torch.testing.assert_close(logits, dense_logits(lm.model, ids[:41], window)[40:], rtol=1e-4, atol=1e-4)
+
+
+def test_refuses_what_it_would_not_compute_right() -> None:
+    for arguments in (
+        {"size": 4, "stride": 5},
+        {"size": 4, "stride": 0},
+        {"size": 4, "stride": 1, "sinks": -1},
+    ):
+        with pytest.raises(ValueError, match="the stride from 1 to the window's size"):
+            Window(**arguments)
+    lm = streamer(make_model(torch.device("cpu")), capacity=100)
+    with pytest.raises(ValueError, match="the model's context is 64"):
+        Stream(lm, Window(size=61, sinks=4, stride=8), [1])
+    plain = CachedModel(make_model(torch.device("cpu")), capacity=40)
+    with pytest.raises(ValueError, match="exact_positions=True"):
+        Stream(plain, WINDOWS["sinks"], [1])
+    windowed = MistralForCausalLM(MistralConfig(**{**CONFIG, "sliding_window": 16}))
+    with pytest.raises(UnsupportedModel, match="windows of their own"):
+        streamer(windowed, capacity=10)
+    learned = GPT2LMHeadModel(GPT2Config(vocab_size=VOCABULARY, n_embd=32, n_layer=2, n_head=4))
+    with pytest.raises(UnsupportedModel, match="0 rotary embeddings"):
+        streamer(learned, capacity=10)
+
+
+def interleaved(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> Any:
+    """GPT-J's layout: neighbouring dimensions are a pair."""
+    half = cos.shape[-1] // 2
+    turn = torch.complex(cos[..., :half], sin[..., :half])[:, None]
+    pairs = [torch.view_as_complex(x.unflatten(-1, (-1, 2)).contiguous()) for x in (q, k)]
+    return tuple(torch.view_as_real(pair * turn).flatten(-2) for pair in pairs)
+
+
+def test_a_rotation_of_another_kind_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = make_model(torch.device("cpu"))
+    with monkeypatch.context() as patch:
+        patch.setattr(modeling_llama, "apply_rotary_pos_emb", interleaved)
+        with pytest.raises(UnsupportedModel, match="layers \\[0, 1\\] do not turn q and k"):
+            streamer(model, capacity=10)
+    assert not model.model.rotary_emb._forward_hooks
+    streamer(model, capacity=10)
+    streamer(model, capacity=10)
+    assert len(model.model.rotary_emb._forward_hooks) == 1
+
+
+def test_metadata_and_backend_refuse_a_step_that_mixes(device: torch.device) -> None:
+    shape = LayerShape(2, 16, 1)
+    memory = KVMemory(KVSpec(1, 1, 16, 16, torch.float32), 40, 2, 20, device)
+    metadata = AttentionMetadata(2, 20, memory)
+    for match, arguments in [
+        ("one number a sequence", {"dropped": [1]}),
+        ("0 or more", {"dropped": [1, -1]}),
+        ("is a context", {"dropped": [3, 3], "num_sinks": 2, "num_contexts": 1}),
+        ("has dropped tokens", {"dropped": [3, 0], "num_sinks": 2}),
+        ("holds the sinks", {"dropped": [3, 3], "num_sinks": 5}),
+    ]:
+        with pytest.raises(ValueError, match=match):
+            metadata.prepare([1, 2], [4, 4], [1, 1], arguments.pop("num_contexts", 2), **arguments)
+    graph = metadata.create_cuda_graph_metadata(2)
+    with pytest.raises(ValueError, match="in a decode graph positions are entries"):
+        graph.prepare([1], [4], [1], 0, dropped=[2])
+    metadata.prepare([1, 2], [4, 4], [2, 1], 2, dropped=[3, 5], num_sinks=2)
+    assert metadata.position_ids.tolist() == [7, 8, 9]
+    assert metadata.dropped is not None
+    assert metadata.dropped.tolist() == [3, 3, 5]
+    q, k = torch.zeros(3, 32, device=device), torch.zeros(3, 16, device=device)
+    rotary = Rotary(torch.ones(8, dtype=torch.float64, device=device))
+    (plain,) = make_backends("torch", device, [shape])
+    (windowed,) = make_backends("torch", device, [LayerShape(2, 16, 1, AttentionOptions(window=4))], rotary)
+    for backend in (plain, windowed):
+        with pytest.raises(ValueError, match="a step with 2 sinks needs"):
+            backend.forward(q, k, k, metadata)
+
+
+@pytest.mark.parametrize("name", ["torch", "torch-tiles", "triton"])
+@pytest.mark.parametrize("softcap", [0.0, 3.0], ids="cap{}".format)
+def test_sequences_with_different_gaps_in_one_step(
+    name: str, softcap: float, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Backends against the definition in float64: slots shuffled, all others NaN, V narrower than K."""
+    torch.manual_seed(0)
+    monkeypatch.setattr(torch_backend, "QUERY_TILE", 3 if name == "torch-tiles" else 512)
+    heads, kv_heads, dim, v_dim, num_sinks = 6, 2, 24, 16, 3
+    shape = LayerShape(heads, dim, kv_heads, AttentionOptions(scale=0.5, softcap=softcap, v_dim=v_dim))
+    memory = KVMemory(KVSpec(1, kv_heads, dim, v_dim, torch.float32), 60, 3, 30, device)
+    memory.pool.kv(0)[1:] = torch.nan
+    rotary = Rotary(10.0 ** -torch.arange(8, dtype=torch.float64, device=device))  # 8 dimensions do not turn
+    rows, starts, counts, dropped = [3, 1], [20, 9], [5, 1], [40, 7]
+    slots = (1 + torch.randperm(59)).to(device, torch.int32).split([25, 34])
+    k, v = torch.randn(60, kv_heads, dim, device=device), torch.randn(60, kv_heads, v_dim, device=device)
+    q = torch.randn(6, heads, dim, device=device)
+    new_k, new_v, expected = [], [], []
+    for row, start, count, gap, own, queries in zip(
+        rows, starts, counts, dropped, slots, q.split(counts), strict=True
+    ):
+        own = own[: start + count]
+        memory.table.slots(row, 0, start + count).copy_(own)
+        old = own[:start].long()
+        memory.pool.k(0)[old], memory.pool.v(0)[old] = k[old], v[old]
+        new = own[start:].long()
+        new_k.append(k[new])
+        new_v.append(v[new])
+        by = torch.full((count,), gap, device=device)
+        turned = rotary.turn_back(queries.double(), by)
+        keys = k[own.long()].double().repeat_interleave(3, 1)
+        values = v[own.long()].double().repeat_interleave(3, 1)
+        entry = torch.arange(start + count, device=device)
+        scores = [torch.einsum("qhd,khd->hqk", one, keys) * 0.5 for one in (turned, queries.double())]
+        score = torch.where(entry < num_sinks, *scores)
+        if softcap:
+            score = softcap * torch.tanh(score / softcap)
+        score.masked_fill_(entry > entry[start:, None], float("-inf"))
+        expected.append(torch.einsum("hqk,khd->qhd", score.softmax(-1), values))
+    metadata = AttentionMetadata(3, 60, memory)
+    metadata.prepare(rows, starts, counts, 2, dropped=dropped, num_sinks=num_sinks)
+    (backend,) = make_backends(name.split("-")[0], device, [shape], rotary)
+    out = backend.forward(q, torch.cat(new_k), torch.cat(new_v), metadata)
+    torch.testing.assert_close(out.double(), torch.cat(expected).flatten(1), rtol=2e-5, atol=2e-5)
+
+
+def test_angles_far_out_keep_their_digits() -> None:
+    rotary = Rotary(torch.tensor([1.0, 0.1234567], dtype=torch.float64))
+    far = 10_000_000
+    x = torch.randn(1, 1, 4)
+    turned = rotary.turn_back(x, torch.tensor([far]))
+    pair = torch.complex(x[0, 0, :2].double(), x[0, 0, 2:].double())
+    expected = pair * torch.polar(torch.ones(2, dtype=torch.float64), -far * rotary.inverse)
+    torch.testing.assert_close(
+        turned[0, 0].double(), torch.cat((expected.real, expected.imag)), rtol=1e-6, atol=1e-6
+    )
+
+
+def test_the_docstring_runs() -> None:
+    failed, attempted = doctest.testmod(streaming)
+    assert attempted > 5
+    assert not failed
+
+
+@pytest.mark.slow
+def test_sinks_keep_a_real_model_fluent_past_its_window() -> None:
+    """SmolLM2 on Python's documentation: without the first tokens it loses the thread."""
+    directory = resolve(EngineConfig.model, print)
+    lm = streamer(load_model(directory, torch.device("cpu"), torch.float32, print), capacity=100)
+    ids = Tokenizer(directory).encode(topics["typesseq"])[:400].tolist()
+    with_sinks = token_losses(lm, ids, Window(size=96, sinks=4, stride=32))[150:].mean()
+    without = token_losses(lm, ids, Window(size=100, sinks=0, stride=32))[150:].mean()
+    assert with_sinks + 1.0 < without

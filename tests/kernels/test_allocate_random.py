@@ -1,0 +1,109 @@
+"""Random operations on the slot kernels and their twins against a model: a Python set of free slots.
+
+They run over pools of small blocks, so that one operation crosses many of them. After each, slots, books and
+flags are compared with the model's.
+"""
+
+import random
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from unittest import mock
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from lightkv.triton_kernels.slots import allocate
+from lightkv.triton_kernels.slots.allocate import new_slot_state
+from lightkv.triton_kernels.tuning import CountTiles
+from tests.support.slot_model import (
+    KERNELS,
+    TWINS,
+    Model,
+    Operations,
+    in_programs,
+    in_two_kernels,
+    number,
+    poisoned,
+)
+
+POOL = st.tuples(st.integers(1, 40), st.sampled_from([1, 4, 16, 64]))  # slots, and those of a block
+STEPS = st.lists(
+    st.one_of(
+        # The length of the output, and the count.
+        st.tuples(st.just("take"), st.integers(0, 20), st.integers(-1, 24)),
+        st.tuples(st.just("run"), st.integers(0, 42), st.just(0)),
+        # Slots in use, by their place among those, and anything at all.
+        st.tuples(st.just("give"), st.lists(st.integers(0, 60), max_size=12), st.booleans()),
+        st.tuples(st.just("give any"), st.lists(st.integers(-5, 45), max_size=6), st.booleans()),
+    ),
+    max_size=12,
+)
+
+
+def replay(
+    operations: Callable[[], Operations], device: torch.device, pool: tuple[int, int], steps: list
+) -> None:
+    num_slots, block_slots = pool
+    state, model = new_slot_state(num_slots, device, block_slots), Model(num_slots)
+    model.check(state)
+    for name, what, detail in steps:
+        take_slots, take_run, give_slots = operations()
+        if name == "take":
+            out = poisoned(what, device)
+            take_slots(state, out, number(detail, device))
+            assert out.tolist() == model.take(what, max(detail, 0))
+        elif name == "run":
+            out = poisoned(what, device)
+            take_run(state, out)
+            assert out.tolist() == model.take_run(what)
+        else:
+            used = sorted(set(range(1, num_slots)) - model.free)
+            if name == "give":
+                what = list(dict.fromkeys(used[i % len(used)] for i in what)) if used else []
+            dtype = torch.int64 if detail else torch.int32
+            give_slots(state, torch.tensor(what, dtype=dtype, device=device))
+            model.give(what)
+        model.check(state)
+
+
+@pytest.mark.parametrize(
+    ("operations", "launched", "max_examples"),
+    [
+        (TWINS, nullcontext, 100),
+        (KERNELS, nullcontext, 40),
+        pytest.param(KERNELS, lambda: in_programs(4, CountTiles(4, 8)), 40, marks=pytest.mark.slow),
+        (KERNELS, lambda: in_two_kernels(CountTiles(4, 8)), 40),
+    ],
+    ids=["twins", "kernels", "several programs", "two kernels"],
+)
+def test_takes_and_gives_behave_as_the_set(
+    device: torch.device,
+    operations: Operations,
+    launched: Callable[[], AbstractContextManager[object]],
+    max_examples: int,
+) -> None:
+    @given(pool=POOL, steps=STEPS)
+    @settings(max_examples=max_examples, deadline=None, derandomize=True)
+    def behaves(pool: tuple[int, int], steps: list) -> None:
+        replay(lambda: operations, device, pool, steps)
+
+    with launched():
+        behaves()
+
+
+@given(pool=POOL, steps=STEPS, seed=st.integers(0, 1000))
+@settings(
+    max_examples=40,
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
+    derandomize=True,
+)
+def test_kernels_and_twins_keep_the_same_books(
+    device: torch.device, pool: tuple[int, int], steps: list, seed: int
+) -> None:
+    """Either does the next operation on one pool: what one has left, the other goes on with."""
+    rng = random.Random(seed)
+    with mock.patch.object(allocate, "MAX_IN_ONE_KERNEL", 8):
+        replay(lambda: rng.choice([KERNELS, TWINS]), device, pool, steps)

@@ -1,0 +1,62 @@
+"""`combine_parts` against its twin, on plans of every form; slots of no part are NaN."""
+
+import random
+
+import pytest
+import torch
+
+from lightkv.triton_kernels.attention.decode_combine import combine_parts, combine_parts_reference
+from lightkv.triton_kernels.attention.decode_plan import DecodePlan
+
+NUM_HEADS, VALUE_DIM = 3, 80
+
+
+def random_plan(rng: random.Random, num_members: int, device: torch.device) -> DecodePlan:
+    """Some requests with parts in slots of their own, some with those of a group as well."""
+    num_workers, num_groups, own_slots = 5, 2, (2 + 5) * num_members if num_members > 1 else 0
+    parts, first_item = [], num_groups
+    for request in range(rng.choice([1, 2, 9])):
+        count = rng.choice([1, 1, 2, 3, 70])
+        of_group = rng.choice([0, 1, 2]) if num_members > 1 else 0
+        slot = request % num_members if of_group else 0
+        parts.append([own_slots + first_item, count, slot, of_group])
+        first_item += count
+    split = [request for request, (_, count, _, more) in enumerate(parts) if count + more > 1]
+    split += [-1] * (len(parts) + 1 - len(split))
+    items = torch.zeros(first_item, 4, dtype=torch.int32)
+    members = torch.zeros(num_groups, num_members, dtype=torch.int32) if num_members > 1 else None
+    numbers = items, torch.zeros(num_workers + 1, 8), torch.tensor(parts), torch.tensor(split)
+    plan = DecodePlan(*(tensor.int().to(device) for tensor in numbers), members)
+    assert plan.own_slots == own_slots
+    return plan
+
+
+@pytest.mark.parametrize("num_members", [1, 4], ids="members{}".format)
+@pytest.mark.parametrize("num_queries", [1, 2], ids="queries{}".format)
+@pytest.mark.parametrize("seed", range(5))
+def test_parts_are_combined(device: torch.device, seed: int, num_queries: int, num_members: int) -> None:
+    rng = random.Random(seed)
+    torch.manual_seed(seed)
+    plan = random_plan(rng, num_members, device)
+    shape = plan.num_slots, num_queries * NUM_HEADS
+    partial_out = torch.full((*shape, VALUE_DIM), torch.nan, device=device)
+    partial_lse = torch.full(shape, torch.nan, device=device)
+    for first, count, of_group, num in plan.parts.tolist():
+        slots = [*range(first, first + count), *(of_group + part * num_members for part in range(num))]
+        partial_out[slots] = torch.randn(len(slots), *partial_out.shape[1:], device=device)
+        partial_lse[slots] = torch.randn(len(slots), shape[1], device=device) * 20
+        unseen = slots[1:][:1]  # a part none of whose keys was seen
+        partial_out[unseen], partial_lse[unseen] = 0.0, -torch.inf
+    out = torch.full((len(plan.parts) * num_queries, NUM_HEADS, VALUE_DIM), torch.nan, device=device)
+    lse = torch.full(out.shape[:2], torch.nan, device=device)
+    combine_parts(partial_out, partial_lse, plan, out, lse, num_queries)
+    combined = combine_parts_reference(partial_out, partial_lse, plan, num_queries)
+    for request in range(len(plan.parts)):
+        queries = slice(request * num_queries, (request + 1) * num_queries)
+        if request in combined:
+            expected_out, expected_lse = combined[request]
+            torch.testing.assert_close(out[queries], expected_out, atol=1e-5, rtol=1e-5)
+            torch.testing.assert_close(lse[queries], expected_lse, atol=1e-4, rtol=1e-5)
+        else:
+            assert out[queries].isnan().all()
+            assert lse[queries].isnan().all()

@@ -1,0 +1,174 @@
+"""`decode_plan` against its twin, and that every key is in one item of one worker."""
+
+import random
+from itertools import pairwise
+
+import pytest
+import torch
+
+from lightkv.triton_kernels import tuning
+from lightkv.triton_kernels.attention.decode_plan import (
+    DecodeGroups,
+    DecodePlan,
+    decode_plan,
+    decode_plan_reference,
+)
+
+UNIT = tuning.DECODE_UNIT
+
+
+def assert_complete(plan: DecodePlan, runs: list[list[int]], num_groups: int) -> None:
+    """The keys of every run (owner, row, first key, end) are cut into its items, which lie side by side; every
+    item is one worker's; and what is known of a request's parts is where they are."""
+    items, starts = plan.items.tolist(), plan.shares[:, 0].tolist()
+    at, found = 0, []
+    for owner, row, first, last in runs:
+        begin = at
+        while at < starts[-1] and items[at][0] == owner:
+            assert items[at][:3] == [owner, row, first]
+            first = items[at][3]
+            at += 1
+        assert first == last
+        assert at - begin >= (owner >= 0 or last > 0)
+        assert at - begin == 1 or all(item[2] < item[3] for item in items[begin:at])
+        found.append((begin, at - begin))
+    assert starts[-1] == at
+    assert starts == sorted(starts)
+    assert starts[0] == 0
+    for begin, end, fields in zip(starts, starts[1:], plan.shares[:, 1:5].tolist(), strict=False):
+        assert begin == end or fields == items[begin]
+    own = [[plan.own_slots + begin, count] for begin, count in found[num_groups:]]
+    assert plan.parts[:, :2].tolist() == own
+    several = [request for request, (_, count, _, more) in enumerate(plan.parts.tolist()) if count + more > 1]
+    assert [request for request in plan.split.tolist() if request >= 0] == several
+
+
+def assert_equal(plan: DecodePlan, expected: DecodePlan) -> None:
+    used = len(expected.items)
+    assert used <= len(plan.items)
+    assert torch.equal(plan.items[:used], expected.items)
+    assert torch.equal(plan.shares[:, 0], expected.shares[:, 0])
+    assert torch.equal(plan.parts, expected.parts)
+    assert torch.equal(plan.split, expected.split)
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_any_batch(device: torch.device, monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
+    rng = random.Random(seed)
+    num_workers, window = rng.choice([1, 2, 5, 16, 70]), rng.choice([0, 0, 40, 500])
+    monkeypatch.setattr(tuning, "decode_workers", lambda *_: num_workers)
+    lengths = [rng.choice([0, 1, UNIT, UNIT + 1, rng.randint(0, 3000)]) for _ in range(rng.randint(1, 40))]
+    rows = rng.sample(range(100), len(lengths))
+    on_device = (
+        torch.tensor(rows, device=device),
+        torch.tensor(lengths, dtype=torch.int32, device=device),
+    )
+    plan = decode_plan(*on_device, num_kv_heads=1, window=window)
+    expected = decode_plan_reference(*on_device, num_workers=num_workers, unit=UNIT, window=window)
+    assert_equal(plan, expected)
+    assert plan.own_slots == expected.own_slots == 0
+    firsts = [max(length - window, 0) if window else 0 for length in lengths]
+    runs = [list(run) for run in zip(range(len(rows)), rows, firsts, lengths, strict=True)]
+    assert_complete(plan, runs, 0)
+    assert_complete(expected, runs, 0)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_any_groups(device: torch.device, monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
+    rng = random.Random(seed)
+    num_workers, num_members = rng.choice([1, 2, 7, 40]), rng.choice([2, 3, 16])
+    monkeypatch.setattr(tuning, "decode_workers", lambda *_: num_workers)
+    num_groups, num_requests = rng.randint(1, 5), rng.randint(1, 30)
+    members = [[-1] * num_members for _ in range(num_groups)]
+    keys, place, lengths = [0] * num_groups, [-1] * num_requests, []
+    for request in range(num_requests):
+        group = rng.randrange(num_groups + 1)
+        length = rng.choice([0, 1, UNIT, rng.randint(0, 2000)])
+        if group < num_groups and -1 in members[group]:
+            member = members[group].index(-1)
+            members[group][member], place[request] = request, group * num_members + member
+            keys[group] = keys[group] or rng.choice([1, UNIT, rng.randint(1, 1500)])
+            length += keys[group] + 1
+        lengths.append(length)
+    rows = rng.sample(range(100), num_requests)
+    on_device = (
+        torch.tensor(rows, device=device),
+        torch.tensor(lengths, dtype=torch.int32, device=device),
+    )
+    groups = DecodeGroups(
+        *(torch.tensor(numbers, dtype=torch.int32, device=device) for numbers in (members, keys, place))
+    )
+    plan = decode_plan(*on_device, num_kv_heads=1, groups=groups)
+    expected = decode_plan_reference(*on_device, num_workers=num_workers, unit=UNIT, groups=groups)
+    assert_equal(plan, expected)
+    assert plan.own_slots == expected.own_slots
+    runs = [[-1 - group, rows[members[group][0]], 0, count] for group, count in enumerate(keys) if count]
+    num_used = len(runs)
+    for request, (row, length) in enumerate(zip(rows, lengths, strict=True)):
+        shared = keys[place[request] // num_members] if place[request] >= 0 else 0
+        runs.append([request, row, shared, length])
+    assert_complete(plan, runs, num_used)
+
+    # A member's slots of its group are its own alone, and none is beyond those there are.
+    taken = [slot for first, count, *_ in plan.parts.tolist() for slot in range(first, first + count)]
+    for *_, first, count in plan.parts.tolist():
+        taken += [first + part * num_members for part in range(count)]
+    assert len(set(taken)) == len(taken)
+    assert max(taken) < plan.num_slots
+
+
+def test_workers_have_equal_shares(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tuning, "decode_workers", lambda *_: 10)
+    lengths = torch.tensor([40 * UNIT, 1, 7 * UNIT, 300 * UNIT, UNIT], dtype=torch.int32, device=device)
+    plan = decode_plan(torch.arange(5, device=device), lengths, num_kv_heads=1)
+    keys = (plan.items[:, 3] - plan.items[:, 2]).tolist()
+    starts = plan.shares[:, 0].tolist()
+    shares = [sum(keys[begin:end]) for begin, end in pairwise(starts)]
+    assert max(shares) <= 35 * UNIT  # 349 units for 10
+    assert sum(shares) == int(lengths.sum())
+    assert sum(share > 33 * UNIT for share in shares) >= 9
+
+
+def test_no_request_is_no_plan(device: torch.device) -> None:
+    nobody = torch.zeros(0, dtype=torch.int32, device=device)
+    plan = decode_plan(nobody, nobody, num_kv_heads=4)
+    assert (len(plan.parts), len(plan.split)) == (0, 0)
+
+
+def test_refuses_groups_that_do_not_fit(device: torch.device) -> None:
+    rows = torch.arange(3, dtype=torch.int32, device=device)
+    groups = DecodeGroups(rows.view(1, 3), rows[:1], rows)
+    with pytest.raises(ValueError, match="without a window"):
+        decode_plan(rows, rows + 5, num_kv_heads=1, window=4, groups=groups)
+    with pytest.raises(ValueError, match=r"places \(3,\) for 2 requests"):
+        decode_plan(rows[:2], rows[:2] + 5, num_kv_heads=1, groups=groups)
+    for match, wrong in [
+        (r"keys \[G\], got \(1, 3\) and \(3,\)", groups._replace(keys=rows)),
+        ("contiguous int32", groups._replace(place=rows.long())),
+    ]:
+        with pytest.raises(ValueError, match=match):
+            decode_plan(rows, rows + 5, num_kv_heads=1, groups=wrong)
+    with pytest.raises(ValueError, match="lengths must be contiguous int32"):
+        decode_plan(rows, rows.long(), num_kv_heads=1)
+
+
+def test_groups_of_one_are_none(device: torch.device) -> None:
+    rows = torch.arange(3, dtype=torch.int32, device=device)
+    alone = DecodeGroups(rows.view(3, 1), rows + 1, rows)
+    plan = decode_plan(rows, rows + 5, num_kv_heads=1, groups=alone)
+    assert plan.members is None
+    assert plan.own_slots == 0
+
+
+@pytest.mark.parametrize("shared_memory", [64 * 1024, 99 * 1024, 227 * 1024], ids="{}".format)
+@pytest.mark.parametrize("head_dim", [64, 128, 192, 256], ids="dim{}".format)
+def test_launches_fit_the_shared_memory(shared_memory: int, head_dim: int) -> None:
+    device = tuning.DeviceClass(40, shared_memory, 8)
+    for num_rows in (1, 4, 16, 64, 128):
+        for several in (False, True):
+            launch = tuning.decode_launch(device, num_rows, several, head_dim, head_dim, 2)
+            assert launch.block_m >= num_rows
+            dim = tuning.padded_dim(head_dim)
+            if launch.block_m <= 64:
+                tiles = launch.block_m + 2 * launch.num_stages * launch.block_n
+                assert 2 * dim * tiles <= shared_memory

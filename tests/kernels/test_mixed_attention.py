@@ -1,0 +1,271 @@
+"""`mixed_attention`, prefills and decodes in one call, against its twin; and the twin against dense attention.
+
+The caches are those of `test_decode_attention`: shuffled slots, NaN wherever no sequence is.
+"""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import pytest
+import torch
+from test_decode_attention import Cache, assert_close, assert_lse, poisoned_cache
+from test_prefill_attention import lse_reference, starts
+from torch import Tensor
+
+from lightkv.triton_kernels.attention import mixed_attention as module
+from lightkv.triton_kernels.attention.mixed_attention import (
+    MixedPlan,
+    mixed_attention,
+    mixed_attention_reference,
+    mixed_plan,
+)
+from lightkv.triton_kernels.attention.prefill_attention import prefill_attention_reference
+
+PREFILLS = [(33, 40), (0, 7), (65, 0), (1, 5), (0, 0)]  # queries of a request, and tokens before them
+DECODES = [130, 0, 1, 65]  # tokens of a request
+
+
+class Step(NamedTuple):
+    """The tensors of `mixed_attention`, in its order."""
+
+    q: Tensor
+    k_cache: Tensor
+    v_cache: Tensor
+    index: Tensor
+    rows: Tensor
+    q_starts: Tensor
+    lengths: Tensor
+
+    def plan(self, *, window: int = 0, num_queries: int = 1) -> MixedPlan:
+        return mixed_plan(
+            self.rows,
+            self.q_starts,
+            self.lengths,
+            num_tokens=len(self.q),
+            num_heads=self.q.shape[1],
+            num_kv_heads=self.k_cache.shape[1],
+            key_dim=self.q.shape[2],
+            value_dim=self.v_cache.shape[2],
+            dtype=self.q.dtype,
+            window=window,
+            num_queries=num_queries,
+        )
+
+
+def make_step(
+    prefills: list[tuple[int, int]],
+    decodes: list[int],
+    *,
+    device: torch.device | str,
+    dtype: torch.dtype = torch.float32,
+    group: int = 2,
+    num_kv_heads: int = 2,
+    key_dim: int = 64,
+    value_dim: int = 64,
+    shift: int = 0,
+    num_queries: int = 1,
+    surplus: int = 0,
+) -> Step:
+    """A step with `surplus` queries of nobody between its parts."""
+    lengths = [q_len + prefix for q_len, prefix in prefills] + decodes
+    cache = poisoned_cache(
+        lengths,
+        device=device,
+        dtype=dtype,
+        num_kv_heads=num_kv_heads,
+        key_dim=key_dim,
+        value_dim=value_dim,
+        shift=shift,
+    )
+    q_lens = [q_len for q_len, _ in prefills]
+    num_tokens = sum(q_lens) + surplus + len(decodes) * num_queries
+    q = torch.randn(num_tokens, group * num_kv_heads, key_dim).to(device, dtype)
+    return Step(q, *cache[:4], starts(q_lens, device), cache.lengths)
+
+
+def check(
+    step: Step,
+    *,
+    shift: int = 0,
+    window: int = 0,
+    softcap: float = 0.0,
+    num_queries: int = 1,
+    plan: MixedPlan | None = None,
+) -> None:
+    """Output and log-sum-exp of every query; what belongs to nobody stays as it was."""
+    q, num_prefills = step.q, len(step.q_starts) - 1
+    end, begin = int(step.q_starts[-1]), len(q) - (len(step.rows) - num_prefills) * num_queries
+    out = torch.full((*q.shape[:2], step.v_cache.shape[2]), torch.nan, dtype=q.dtype, device=q.device)
+    lse = torch.full(q.shape[:2], torch.nan, device=q.device)
+    settings = {"scale": q.shape[2] ** -0.5, "shift": shift, "window": window, "softcap": softcap}
+    result = mixed_attention(*step, **settings, num_queries=num_queries, plan=plan, out=out, lse=lse)
+    assert result is out
+    expected = mixed_attention_reference(*step, **settings, num_queries=num_queries)
+    assert_close(out[:end], expected[:end])
+    assert_close(out[begin:], expected[begin:])
+    assert out[end:begin].isnan().all()
+    assert lse[end:begin].isnan().all()
+
+    prefills = step._replace(q=q[:end], rows=step.rows[:num_prefills], lengths=step.lengths[:num_prefills])
+    assert_close(lse[:end], lse_reference(*prefills, **settings))
+    decodes = Cache(*step[1:4], step.rows[num_prefills:], step.lengths[num_prefills:])
+    assert_lse(lse[begin:], q[begin:], decodes, num_queries=num_queries, **settings)
+
+
+@pytest.mark.parametrize(
+    ("prefills", "decodes"),
+    [(PREFILLS, DECODES), (PREFILLS, []), ([], DECODES), ([(0, 0)], [0]), ([(0, 9)], [70])],
+    ids=["both", "only_prefills", "only_decodes", "empty_rows", "prefill_without_queries"],
+)
+@pytest.mark.parametrize("group", [1, 3, 8], ids="group{}".format)
+def test_parts(device: torch.device, prefills: list[tuple[int, int]], decodes: list[int], group: int) -> None:
+    torch.manual_seed(group)
+    check(make_step(prefills, decodes, device=device, group=group))
+
+
+def test_one_kv_head_for_all(device: torch.device) -> None:
+    torch.manual_seed(0)
+    check(make_step(PREFILLS, DECODES, device=device, group=8, num_kv_heads=1))
+
+
+@pytest.mark.parametrize("shift", [0, 4, 31], ids=["tokens", "pages_of_16", "one_run"])
+@pytest.mark.parametrize("window", [0, 1, 40], ids="window{}".format)
+@pytest.mark.parametrize("softcap", [0.0, 5.0], ids="cap{}".format)
+def test_index_window_and_softcap(device: torch.device, shift: int, window: int, softcap: float) -> None:
+    torch.manual_seed(window)
+    step = make_step(PREFILLS, DECODES, device=device, shift=shift)
+    check(step, shift=shift, window=window, softcap=softcap)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=["float32", "float16"])
+def test_values_of_another_dim(device: torch.device, dtype: torch.dtype) -> None:
+    torch.manual_seed(1)
+    check(make_step(PREFILLS, DECODES, device=device, dtype=dtype, key_dim=80, value_dim=64))
+
+
+@pytest.mark.parametrize("surplus", [0, 5], ids="surplus{}".format)
+@pytest.mark.parametrize("num_queries", [1, 3], ids="queries{}".format)
+def test_a_plan_serves_every_layer(device: torch.device, num_queries: int, surplus: int) -> None:
+    torch.manual_seed(2)
+    step = make_step(PREFILLS, DECODES, device=device, group=3, num_queries=num_queries, surplus=surplus)
+    plan = step.plan(window=20, num_queries=num_queries)
+    for _ in range(2):
+        check(step, window=20, num_queries=num_queries, plan=plan)
+
+
+def test_without_requests(device: torch.device) -> None:
+    step = make_step([(1, 0)], [], device=device)
+    nobody = Step(step.q[:0], *step[1:4], step.rows[:0], step.q_starts[:1], step.lengths[:0])
+    assert nobody.plan() == MixedPlan(None, None)
+    assert mixed_attention(*nobody, scale=1.0).shape == (0, 4, 64)
+
+
+def test_a_decode_is_a_prefill_of_its_newest_tokens(device: torch.device) -> None:
+    torch.manual_seed(3)
+    step = make_step([(20, 4)], [50, 9, 30], device=device, num_queries=2)
+    all_prefills = step._replace(q_starts=starts([20, 2, 2, 2], device))
+    assert_close(
+        mixed_attention(*step, scale=0.125, num_queries=2),
+        prefill_attention_reference(*all_prefills, scale=0.125),
+    )
+
+
+def test_refuses_what_does_not_fit(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    def launch(*_: object, **__: object) -> None:
+        raise AssertionError("half of it was launched")
+
+    monkeypatch.setattr(module, "prefill_attention", launch)
+    monkeypatch.setattr(module, "decode_attention", launch)
+    step = make_step([(5, 6), (2, 0)], [7, 8], device=device)
+    q_starts = step.q_starts
+    lse = torch.empty(len(step.q) + 1, 4, device=device)
+    cases: list[tuple[str, Step, dict[str, object]]] = [
+        ("rows and lengths must be", step._replace(lengths=step.lengths[:3]), {}),
+        ("q_starts must be contiguous int32", step._replace(q_starts=q_starts.long()), {}),
+        ("an entry more than there are prefills among 4", step._replace(q_starts=q_starts[:0]), {}),
+        (
+            "an entry more than there are prefills among 4",
+            step._replace(q_starts=starts([1] * 5, device)),
+            {},
+        ),
+        ("5 queries, at least one, for each of 2 decodes", step, {"num_queries": 5}),
+        ("0 queries, at least one", step, {"num_queries": 0}),
+        ("behind those of 0 prefills; got 9", step._replace(q_starts=q_starts[:1]), {}),
+        ("lse must be contiguous float32", step, {"lse": lse}),
+        ("out must have shape", step, {"out": step.q[:-1]}),
+    ]
+    for match, wrong, options in cases:
+        with pytest.raises(ValueError, match=match):
+            mixed_attention(*wrong, scale=1.0, **options)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("planned", [False, True], ids=["plans_itself", "planned"])
+def test_a_compiled_caller(device: torch.device, planned: bool) -> None:
+    torch.manual_seed(4)
+    step = make_step([(10, 20), (3, 0)], [40, 7], device=device)
+    plan = step.plan() if planned else None
+
+    def layer(step: Step, plan: MixedPlan | None) -> Tensor:
+        return mixed_attention(step.q * 2, *step[1:], scale=0.125, plan=plan) + 1
+
+    out = torch.compile(layer, fullgraph=True, backend="aot_eager")(step, plan)
+    assert_close(out, mixed_attention_reference(step.q * 2, *step[1:], scale=0.125) + 1)
+
+
+def bfloat16_step(num_queries: int = 1) -> Step:
+    return make_step(
+        [(900, 0), (37, 512), (1, 127), (333, 1300)],
+        [4000, 17, 1, 900, 0, 2500],
+        device="cuda",
+        dtype=torch.bfloat16,
+        group=4,
+        num_kv_heads=4,
+        key_dim=128,
+        value_dim=128,
+        num_queries=num_queries,
+    )
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("num_queries", [1, 5], ids="queries{}".format)
+def test_bfloat16(num_queries: int) -> None:
+    torch.manual_seed(5)
+    step = bfloat16_step(num_queries)
+    check(step, num_queries=num_queries)
+    check(step, num_queries=num_queries, window=100, softcap=20.0)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+def test_a_graph_follows_its_tensors(compiled: bool) -> None:
+    torch.manual_seed(6)
+    step, out = bfloat16_step(), torch.empty(0)
+
+    def layers() -> Tensor:
+        plan = step.plan()
+        return mixed_attention(*step, scale=0.1, plan=plan) + mixed_attention(*step, scale=0.1, plan=plan)
+
+    run: Callable[[], Tensor] = torch.compile(layers) if compiled else layers
+    run()  # compiles outside the capture
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = run()
+    step.q_starts.copy_(starts([100, 700, 371, 100], "cuda"))
+    step.rows[:4] = step.rows[:4].roll(1)
+    step.rows[4:] = step.rows[4:].flip(0)
+    lengths = [1500, 900, 512, 128, 2500, 0, 900, 1, 17, 3000]
+    step.lengths.copy_(torch.tensor(lengths, dtype=torch.int32, device="cuda"))
+    out.fill_(torch.nan)
+    graph.replay()
+    assert_close(out / 2, mixed_attention_reference(*step, scale=0.1))
+
+
+@pytest.mark.gpu
+def test_never_synchronises() -> None:
+    step = bfloat16_step()
+    mixed_attention(*step, scale=0.1)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        mixed_attention(*step, scale=0.1)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")

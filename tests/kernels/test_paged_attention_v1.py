@@ -1,0 +1,257 @@
+"""`paged_attention_v1` in both its forms against its twin, and the twin against attention over a pool of slots.
+
+Blocks are shuffled; every block that no sequence holds, and what follows a sequence in its last block, is NaN,
+and so is the output before each run.
+"""
+
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from test_decode_attention import assert_close, poisoned_cache
+from torch import Tensor
+
+from lightkv.triton_kernels.attention.decode_attention import decode_attention_reference
+from lightkv.triton_kernels.paged_attention_v1 import (
+    copy_to_blocks,
+    paged_attention_v1,
+    paged_attention_v1_reference,
+)
+
+MIXED = [130, 0, 1, 64, 63, 65, 16]
+
+
+class Blocks(NamedTuple):
+    """K/V in blocks, and what finds it; the operator's arguments after q, in order."""
+
+    k_cache: Tensor
+    v_cache: Tensor
+    block_tables: Tensor
+    context_lens: Tensor
+
+
+def poisoned_blocks(
+    lengths: list[int],
+    *,
+    device: torch.device | str,
+    dtype: torch.dtype = torch.float32,
+    num_kv_heads: int = 2,
+    head_dim: int = 64,
+    block_size: int = 16,
+) -> Blocks:
+    """Random K/V in shuffled blocks. Entries past a sequence name a block that is far outside."""
+    most = max(-(-length // block_size) for length in lengths) + 2
+    order = torch.randperm(len(lengths) * most + 1)
+    x = 16 // dtype.itemsize
+    k_cache = torch.full((len(order), num_kv_heads, head_dim // x, block_size, x), torch.nan)
+    v_cache = torch.full((len(order), num_kv_heads, head_dim, block_size), torch.nan)
+    tables = torch.full((len(lengths), most), 2**31 - 1, dtype=torch.int32)
+    for seq, length in enumerate(lengths):
+        for first in range(0, length, block_size):
+            block, filled = int(order[seq * most + first // block_size]), min(block_size, length - first)
+            tables[seq, first // block_size] = block
+            k_cache[block, :, :, :filled] = torch.randn(num_kv_heads, head_dim // x, filled, x)
+            v_cache[block, :, :, :filled] = torch.randn(num_kv_heads, head_dim, filled)
+    return Blocks(
+        k_cache.to(device, dtype),
+        v_cache.to(device, dtype),
+        tables.to(device),
+        torch.tensor(lengths, dtype=torch.int32, device=device),
+    )
+
+
+def check(
+    blocks: Blocks, *, group: int = 2, spread: float = 1.0, partition_sizes: tuple[int, ...] = (0, 64)
+) -> None:
+    """Random queries against the twin, in one pass and in partitions."""
+    num_kv_heads, head_dim = blocks.v_cache.shape[1:3]
+    dtype, device = blocks.v_cache.dtype, blocks.v_cache.device
+    q = (torch.randn(len(blocks.context_lens), group * num_kv_heads, head_dim) * spread).to(device, dtype)
+    scale = head_dim**-0.5
+    expected = paged_attention_v1_reference(q, *blocks, scale=scale)
+    assert not expected.isnan().any()
+    for partition_size in partition_sizes:
+        out = torch.full_like(q, torch.nan)
+        result = paged_attention_v1(q, *blocks, scale=scale, partition_size=partition_size, out=out)
+        assert result is out
+        assert_close(out, expected)
+        assert not out[blocks.context_lens == 0].any()
+
+
+@pytest.mark.parametrize("block_size", [1, 8, 16, 32, 128], ids="block{}".format)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=["float32", "float16"])
+def test_block_sizes(device: torch.device, block_size: int, dtype: torch.dtype) -> None:
+    torch.manual_seed(block_size)
+    blocks = poisoned_blocks(MIXED, device=device, dtype=dtype, block_size=block_size)
+    check(blocks, partition_sizes=(0, max(32, block_size)))
+
+
+@pytest.mark.parametrize("head_dim", [64, 80, 96, 112, 128, 192, 256], ids="dim{}".format)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=["float32", "float16"])
+def test_head_dims(device: torch.device, head_dim: int, dtype: torch.dtype) -> None:
+    torch.manual_seed(head_dim)
+    check(poisoned_blocks([70, 5, 0], device=device, dtype=dtype, head_dim=head_dim))
+
+
+@pytest.mark.parametrize("group", [1, 3, 4, 8], ids="group{}".format)
+def test_query_heads_per_kv_head(device: torch.device, group: int) -> None:
+    torch.manual_seed(group)
+    check(poisoned_blocks([33, 64], device=device), group=group)
+
+
+@pytest.mark.parametrize("length", [0, 1, 63, 64, 65, 127, 128, 129, 300], ids="len{}".format)
+def test_lengths_around_tiles_and_partitions(device: torch.device, length: int) -> None:
+    torch.manual_seed(length)
+    blocks = poisoned_blocks([length], device=device, num_kv_heads=1)
+    check(blocks, group=1, partition_sizes=(0, 16, 128, 512))
+
+
+def test_scores_far_apart(device: torch.device) -> None:
+    torch.manual_seed(1)
+    check(poisoned_blocks([200, 40], device=device), spread=30.0)
+
+
+def test_agrees_with_attention_over_a_pool_of_slots(device: torch.device) -> None:
+    torch.manual_seed(2)
+    lengths, block_size = [50, 16, 3, 0], 16
+    cache = poisoned_cache(lengths, device=device)
+    num_blocks = -(-max(lengths) // block_size)
+    # Each sequence's tokens fill its blocks in order; slot 0 follows them.
+    slots = torch.zeros(len(lengths), num_blocks * block_size, dtype=torch.int64, device=device)
+    for seq, length in enumerate(lengths):
+        slots[seq, :length] = cache.index[cache.rows[seq], :length]
+    tables = torch.arange(len(lengths) * num_blocks, dtype=torch.int32, device=device).view(len(lengths), -1)
+    k_cache, v_cache = copy_to_blocks(cache.k_cache, cache.v_cache, slots.view(-1, block_size))
+    assert k_cache.shape == (len(lengths) * num_blocks, 2, 64 // 4, block_size, 4)
+    assert v_cache.shape == (len(lengths) * num_blocks, 2, 64, block_size)
+    token = cache.k_cache[slots[0, 21]]
+    assert torch.equal(k_cache[1, :, :, 5].flatten(1), token)
+
+    q = torch.randn(len(lengths), 4, 64, device=device)
+    expected = decode_attention_reference(q, *cache, scale=0.125)
+    arguments = (q, k_cache, v_cache, tables, cache.lengths)
+    assert_close(paged_attention_v1_reference(*arguments, scale=0.125), expected)
+    assert_close(paged_attention_v1(*arguments, scale=0.125), expected)
+    assert_close(paged_attention_v1(*arguments, scale=0.125, partition_size=32), expected)
+
+
+def test_strides_and_a_bound_on_the_context(device: torch.device) -> None:
+    torch.manual_seed(3)
+    blocks = poisoned_blocks([70, 5], device=device)
+    wide = torch.stack((blocks.v_cache, torch.full_like(blocks.v_cache, torch.nan)), dim=1)
+    q = torch.randn(2, 2, 4, 64, device=device)[:, 1]
+    out = torch.full((2, 4, 96), torch.nan, device=device)
+    arguments = (q, blocks.k_cache, wide[:, 0], *blocks[2:])
+    expected = paged_attention_v1_reference(q, *blocks, scale=0.125)
+    settings = {"scale": 0.125, "partition_size": 32, "max_context_len": 70, "out": out[..., :64]}
+    assert_close(paged_attention_v1(*arguments, **settings), expected)
+    assert out[..., 64:].isnan().all()
+    assert_close(paged_attention_v1(*arguments, scale=0.125), expected)
+
+
+def test_no_sequences(device: torch.device) -> None:
+    blocks = poisoned_blocks([5], device=device)
+    empty = torch.zeros(0, 4, 64, device=device)
+    for partition_size in (0, 32):
+        out = paged_attention_v1(
+            empty, *blocks[:2], *(x[:0] for x in blocks[2:]), scale=1.0, partition_size=partition_size
+        )
+        assert out.shape == (0, 4, 64)
+
+
+def test_refuses_what_does_not_fit(device: torch.device) -> None:
+    blocks = poisoned_blocks([40, 3], device=device)
+    good: dict[str, Any] = blocks._asdict() | {"q": torch.zeros(2, 4, 64, device=device), "scale": 1.0}
+    q, k_cache, v_cache, tables, lens = (
+        good[name] for name in ("q", "k_cache", "v_cache", "block_tables", "context_lens")
+    )
+    for match, change in [
+        ("q must be", {"q": q[0]}),
+        ("q must be", {"k_cache": k_cache[0]}),
+        ("same blocks", {"v_cache": v_cache[1:]}),
+        ("same blocks", {"v_cache": v_cache[..., :8]}),
+        ("same blocks", {"q": q[..., :32]}),
+        ("evenly", {"q": q[:, :3]}),
+        ("powers of two", {"k_cache": k_cache[:, :, :, :12], "v_cache": v_cache[..., :12]}),
+        ("contiguous", {"k_cache": k_cache[:, :, :, :8], "v_cache": v_cache[..., :8]}),
+        ("block_tables must be", {"block_tables": tables.long()}),
+        ("block_tables must be", {"block_tables": tables[:, ::2]}),
+        ("context_lens must be", {"context_lens": lens.long()}),
+        ("2 sequences", {"context_lens": lens[:1]}),
+        ("2 sequences", {"block_tables": tables[:1]}),
+        ("out must have shape", {"out": q[:1]}),
+        ("last stride of q", {"q": q.mT.contiguous().mT}),
+        ("last stride of out", {"out": q.mT.contiguous().mT}),
+        ("scale must be positive", {"scale": 0.0}),
+        ("multiple of the 16 tokens", {"partition_size": 24}),
+        ("multiple of the 16 tokens", {"partition_size": -16}),
+        ("at most the 80 tokens", {"partition_size": 32, "max_context_len": 81}),
+    ]:
+        with pytest.raises(ValueError, match=match):
+            paged_attention_v1(**good | change)
+    slots = torch.zeros(1, 16, dtype=torch.int64, device=device)
+    with pytest.raises(ValueError, match="multiple of 4 dims"):
+        copy_to_blocks(torch.zeros(3, 2, 6, device=device), torch.zeros(3, 2, 6, device=device), slots)
+
+
+@pytest.mark.parametrize("partition_size", [0, 32], ids=["one_pass", "partitions"])
+def test_stays_one_operator_under_torch_compile(device: torch.device, partition_size: int) -> None:
+    torch.manual_seed(4)
+    blocks = poisoned_blocks([40, 3], device=device)
+    q = torch.randn(2, 4, 64, device=device)
+    if partition_size:
+        out, lse = torch.empty(2, 4, 3, 64, device=device), torch.empty(2, 4, 3, device=device)
+    else:
+        out, lse = torch.empty_like(q), None
+    whole = Blocks(
+        blocks.k_cache.nan_to_num(),
+        blocks.v_cache.nan_to_num(),
+        blocks.block_tables.clamp(max=0),
+        blocks.context_lens,
+    )
+    # Zeros, since opcheck compares all of it, also what no partition reaches.
+    arguments = (q, *whole, out.zero_(), lse, 0.125, partition_size)
+    torch.library.opcheck(torch.ops.lightkv.paged_attention_v1.default, arguments)
+
+    def step(q: Tensor) -> Tensor:
+        return paged_attention_v1(q * 2, *blocks, scale=0.125, partition_size=partition_size) + 1
+
+    compiled = torch.compile(step, fullgraph=True, backend="aot_eager")
+    assert torch.equal(compiled(q), step(q))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("partition_size", [0, 512], ids=["one_pass", "partitions"])
+def test_captured_follows_its_lengths(partition_size: int) -> None:
+    torch.manual_seed(5)
+    blocks = poisoned_blocks([700, 300, 0, 1025], device="cuda", dtype=torch.bfloat16, head_dim=128)
+    q = torch.randn(4, 8, 128, dtype=torch.bfloat16, device="cuda")
+    out = torch.full_like(q, torch.nan)
+    settings = {"scale": 128**-0.5, "partition_size": partition_size, "out": out}
+    paged_attention_v1(q, *blocks, **settings)  # compiles outside the capture
+    assert_close(out, paged_attention_v1_reference(q, *blocks, scale=128**-0.5))
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        paged_attention_v1(q, *blocks, **settings)
+    blocks.context_lens.copy_(torch.tensor([513, 0, 0, 1000], device="cuda"))
+    out.fill_(torch.nan)
+    graph.replay()
+    assert_close(out, paged_attention_v1_reference(q, *blocks, scale=128**-0.5))
+
+
+@pytest.mark.gpu
+def test_bfloat16_in_caches_past_2_to_the_31_elements() -> None:
+    torch.manual_seed(6)
+    num_blocks = 2**31 // (8 * 128 * 16) + 100
+    k_cache = torch.full((num_blocks, 8, 16, 16, 8), torch.nan, dtype=torch.bfloat16, device="cuda")
+    v_cache = torch.full((num_blocks, 8, 128, 16), torch.nan, dtype=torch.bfloat16, device="cuda")
+    tables = (num_blocks - 1 - torch.randperm(50, device="cuda")[:12]).int().view(2, 6)
+    k_cache[-50:], v_cache[-50:] = torch.randn_like(k_cache[-50:]), torch.randn_like(v_cache[-50:])
+    lens = torch.tensor([96, 81], dtype=torch.int32, device="cuda")
+    q = torch.randn(2, 32, 128, dtype=torch.bfloat16, device="cuda")
+    expected = paged_attention_v1_reference(q, k_cache, v_cache, tables, lens, scale=128**-0.5)
+    for partition_size in (0, 64):
+        out = paged_attention_v1(
+            q, k_cache, v_cache, tables, lens, scale=128**-0.5, partition_size=partition_size
+        )
+        assert_close(out, expected)

@@ -1,0 +1,333 @@
+"""`prefill_attention` against its twin, element by element, and the twin against dense causal attention.
+
+The caches are those of `test_decode_attention`: shuffled slots, NaN wherever no sequence is.
+"""
+
+import math
+from itertools import accumulate
+
+import pytest
+import torch
+from test_decode_attention import Cache, assert_close, poisoned_cache
+from torch import Tensor
+
+from lightkv.triton_kernels.attention.attend_keys import find_slots_reference
+from lightkv.triton_kernels.attention.decode_attention import decode_attention
+from lightkv.triton_kernels.attention.prefill_attention import prefill_attention, prefill_attention_reference
+from lightkv.triton_kernels.attention.prefill_plan import prefill_plan
+from lightkv.triton_kernels.write_kv import write_kv
+
+# (query length, tokens before it) of each sequence
+FRESH = [(65, 0), (1, 0), (64, 0)]
+CHUNKS = [(1, 63), (0, 40), (33, 64), (16, 1), (0, 0)]
+
+
+def starts(q_lens: list[int], device: torch.device | str) -> Tensor:
+    return torch.tensor([0, *accumulate(q_lens)], dtype=torch.int32, device=device)
+
+
+def lse_reference(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    index: Tensor,
+    rows: Tensor,
+    q_starts: Tensor,
+    lengths: Tensor,
+    *,
+    scale: float,
+    shift: int,
+    window: int,
+    softcap: float,
+) -> Tensor:
+    """The log-sum-exp of each query's scores in base 2; -inf where it sees no key."""
+    lse = torch.full(q.shape[:2], -torch.inf, device=q.device)
+    for request, row in enumerate(rows.tolist()):
+        begin, end, length = int(q_starts[request]), int(q_starts[request + 1]), int(lengths[request])
+        keys = torch.arange(length, device=q.device)
+        k = k_cache[find_slots_reference(index[row], keys, shift)].float()
+        k = k.repeat_interleave(q.shape[1] // k.shape[1], dim=1)
+        scores = torch.einsum("qhd,khd->qhk", q[begin:end].float(), k) * scale
+        if softcap:
+            scores = softcap * torch.tanh(scores / softcap)
+        positions = torch.arange(length - (end - begin), length, device=q.device)[:, None]
+        visible = (keys <= positions) & ((keys > positions - window) if window else (keys >= 0))
+        lse[begin:end] = scores.masked_fill(~visible[:, None], -torch.inf).logsumexp(2) / math.log(2)
+    return lse
+
+
+def check(
+    sequences: list[tuple[int, int]],
+    *,
+    device: torch.device | str,
+    dtype: torch.dtype = torch.float32,
+    group: int = 4,
+    num_kv_heads: int = 1,
+    key_dim: int = 64,
+    value_dim: int = 64,
+    shift: int = 0,
+    window: int = 0,
+    softcap: float = 0.0,
+    spread: float = 1.0,
+) -> None:
+    """Random queries against the twin, with a few queries behind the last sequence that belong to none."""
+    cache = poisoned_cache(
+        [q_len + prefix for q_len, prefix in sequences],
+        device=device,
+        dtype=dtype,
+        num_kv_heads=num_kv_heads,
+        key_dim=key_dim,
+        value_dim=value_dim,
+        shift=shift,
+    )
+    q_lens = [q_len for q_len, _ in sequences]
+    num_queries = sum(q_lens)
+    q = (torch.randn(num_queries + 3, group * num_kv_heads, key_dim) * spread).to(device, dtype)
+    out = torch.full((*q.shape[:2], value_dim), torch.nan, dtype=dtype, device=device)
+    args = (q, *cache[:4], starts(q_lens, device), cache.lengths)
+    settings = {"scale": key_dim**-0.5, "shift": shift, "window": window, "softcap": softcap}
+    lse = torch.full(q.shape[:2], torch.nan, device=device)
+    result = prefill_attention(*args, **settings, out=out, lse=lse)
+    assert result is out
+    assert_close(out[:num_queries], prefill_attention_reference(*args, **settings)[:num_queries])
+    assert out[num_queries:].isnan().all()
+    assert_close(lse[:num_queries], lse_reference(*args, **settings)[:num_queries])
+    assert lse[num_queries:].isnan().all()
+
+
+@pytest.mark.parametrize("sequences", [FRESH, CHUNKS], ids=["fresh", "chunks"])
+@pytest.mark.parametrize("group", [1, 3, 4, 8, 16], ids="group{}".format)
+def test_query_heads_per_kv_head(device: torch.device, sequences: list[tuple[int, int]], group: int) -> None:
+    torch.manual_seed(group)
+    check(sequences, device=device, group=group)
+
+
+@pytest.mark.parametrize(
+    ("key_dim", "value_dim"),
+    [(64, 64), (80, 80), (96, 96), (128, 128), (256, 256), (192, 128)],
+    ids=str,
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=["float32", "float16"])
+def test_head_dims(device: torch.device, key_dim: int, value_dim: int, dtype: torch.dtype) -> None:
+    torch.manual_seed(key_dim)
+    check(
+        [(20, 50), (3, 0)],
+        device=device,
+        dtype=dtype,
+        group=2,
+        num_kv_heads=2,
+        key_dim=key_dim,
+        value_dim=value_dim,
+    )
+
+
+@pytest.mark.parametrize("shift", [0, 4, 31], ids=["tokens", "pages_of_16", "one_run"])
+@pytest.mark.parametrize("window", [0, 1, 20, 64, 1000], ids="window{}".format)
+@pytest.mark.parametrize("softcap", [0.0, 5.0], ids="cap{}".format)
+def test_index_window_and_softcap(device: torch.device, shift: int, window: int, softcap: float) -> None:
+    torch.manual_seed(window)
+    sequences = [(40, 70), (0, 5), (65, 0)]
+    check(sequences, device=device, group=2, shift=shift, window=window, softcap=softcap, spread=3.0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=["float32", "float16"])
+def test_many_key_tiles_full_and_masked(device: torch.device, dtype: torch.dtype) -> None:
+    torch.manual_seed(1)
+    check([(70, 300), (130, 0)], device=device, dtype=dtype, group=1, key_dim=32, value_dim=32)
+
+
+def test_chunks_give_what_one_prefill_gives(device: torch.device) -> None:
+    torch.manual_seed(2)
+    num_tokens = 90
+    cache = poisoned_cache([num_tokens], device=device)
+    q = torch.randn(num_tokens, 4, 64, device=device)
+
+    def prefill(begin: int, end: int) -> Tensor:
+        lengths = torch.tensor([end], dtype=torch.int32, device=device)
+        q_starts = starts([end - begin], device)
+        return prefill_attention(q[begin:end], *cache[:4], q_starts, lengths, scale=0.125)
+
+    whole = prefill(0, num_tokens)
+    assert_close(torch.cat([prefill(0, 7), prefill(7, 71), prefill(71, 72), prefill(72, 90)]), whole)
+    last = decode_attention(q[-1:], *cache, scale=0.125)
+    assert_close(last, whole[-1:])
+
+
+def test_more_queries_than_tokens_gives_zeros_to_the_first(device: torch.device) -> None:
+    torch.manual_seed(3)
+    cache = poisoned_cache([2], device=device)
+    q = torch.randn(5, 4, 64, device=device)
+    args = (q, *cache[:4], starts([5], device), cache.lengths)
+    out = prefill_attention(*args, scale=0.125, out=torch.full_like(q, torch.nan))
+    assert not out[:3].any()
+    assert_close(out, prefill_attention_reference(*args, scale=0.125))
+
+
+def test_twin_is_dense_causal_attention() -> None:
+    torch.manual_seed(4)
+    num_tokens, q_len = 30, 12
+    k, v = torch.randn(2, num_tokens, 2, 64)
+    k_cache, v_cache = torch.full((2, 100, 2, 64), torch.nan)
+    slots = torch.randperm(99)[:num_tokens] + 1
+    k_cache[slots], v_cache[slots] = k, v
+    q = torch.randn(q_len, 6, 64)
+    out = prefill_attention_reference(
+        q,
+        k_cache,
+        v_cache,
+        slots[None].int(),
+        torch.tensor([0]),
+        starts([q_len], "cpu"),
+        torch.tensor([num_tokens], dtype=torch.int32),
+        scale=0.125,
+    )
+    mask = torch.ones(q_len, num_tokens, dtype=torch.bool).tril(num_tokens - q_len)
+    dense = torch.nn.functional.scaled_dot_product_attention(
+        q.transpose(0, 1)[None],
+        k.transpose(0, 1)[None],
+        v.transpose(0, 1)[None],
+        attn_mask=mask,
+        enable_gqa=True,
+    )
+    assert_close(out, dense[0].transpose(0, 1))
+
+
+def test_refuses_what_does_not_fit(device: torch.device) -> None:
+    cache = poisoned_cache([5, 6], device=device)
+    q = torch.zeros(11, 4, 64, device=device)
+    good = starts([5, 6], device)
+    for match, q_starts, lse in [
+        ("q_starts must be", good[:2], None),
+        ("q_starts must be", good.long(), None),
+        ("lse must be", good, torch.zeros(11, 3, device=device)),
+        ("lse must be", good, torch.zeros(11, 4, dtype=torch.float16, device=device)),
+    ]:
+        with pytest.raises(ValueError, match=match):
+            prefill_attention(q, *cache[:4], q_starts, cache.lengths, scale=1.0, lse=lse)
+
+
+def test_refuses_a_plan_of_something_else(device: torch.device) -> None:
+    cache = poisoned_cache([5, 6], device=device)
+    q, q_starts = torch.zeros(4, 4, 64, device=device), starts([2, 2], device)
+    shape = {"num_heads": 4, "num_kv_heads": 2, "key_dim": 64, "value_dim": 64, "dtype": q.dtype}
+    plan = prefill_plan(cache.rows, q_starts, cache.lengths, num_tokens=4, window=3, **shape)
+    with pytest.raises(ValueError, match="for 2 requests with a window of 3, the call for 2 with one of 0"):
+        prefill_attention(q, *cache[:4], q_starts, cache.lengths, scale=1.0, plan=plan)
+
+
+def test_stays_one_operator_under_torch_compile(device: torch.device) -> None:
+    torch.manual_seed(5)
+    cache = poisoned_cache([20, 5], device=device)
+    q = torch.randn(12, 4, 64, device=device)
+    q_starts = starts([10, 2], device)
+    plan = prefill_plan(
+        cache.rows,
+        q_starts,
+        cache.lengths,
+        num_tokens=12,
+        num_heads=4,
+        num_kv_heads=2,
+        key_dim=64,
+        value_dim=64,
+        dtype=q.dtype,
+    )
+    lse = torch.empty(12, 4, device=device)
+    op_args = (q, *cache[:3], plan.tiles, plan.taken, torch.empty_like(q), lse, *plan.launch)
+    settings = (0.125, 0, 0, 0.0)
+    torch.library.opcheck(torch.ops.lightkv.prefill_attention.default, (*op_args, *settings))
+    plan_args = (cache.rows, q_starts, cache.lengths, torch.empty_like(plan.tiles), plan.taken, 2, 32, 9)
+    torch.library.opcheck(torch.ops.lightkv.prefill_plan.default, plan_args)
+
+    def step(q: Tensor, k: Tensor, cache: Cache, slots: Tensor) -> Tensor:
+        write_kv(k, -k, cache.k_cache, cache.v_cache, slots)
+        return prefill_attention(q * 2, *cache[:4], q_starts, cache.lengths, scale=0.125) + 1
+
+    # The write has to stay before the read.
+    k = torch.randn(2, 2, 64, device=device)
+    slots = cache.index[cache.rows[0], :2].contiguous()
+    out = torch.compile(step, fullgraph=True, backend="aot_eager")(q, k, cache, slots)
+    assert torch.equal(cache.k_cache[slots.long()], k)
+    expected = prefill_attention_reference(q * 2, *cache[:4], q_starts, cache.lengths, scale=0.125)
+    assert_close(out, expected + 1)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("group", "head_dim", "shift"),
+    [(1, 64, 0), (3, 128, 0), (4, 80, 0), (1, 128, 4), (3, 80, 4), (8, 256, 4), (1, 80, 31), (8, 64, 31)],
+    ids=str,
+)
+def test_bfloat16(group: int, head_dim: int, shift: int) -> None:
+    torch.manual_seed(group)
+    sequences = [(900, 0), (37, 512), (64, 0), (333, 1300), (18, 3000), (1, 127), (0, 9), (128, 128)]
+    shape = {"group": group, "num_kv_heads": 2, "key_dim": head_dim, "value_dim": head_dim, "shift": shift}
+    check(sequences, device="cuda", dtype=torch.bfloat16, **shape)
+    check(sequences, device="cuda", dtype=torch.bfloat16, **shape, window=100, softcap=20.0)
+
+
+@pytest.mark.gpu
+def test_large_tiles_of_a_full_device() -> None:
+    torch.manual_seed(6)
+    check([(1100, 200)] * 4, device="cuda", dtype=torch.bfloat16, num_kv_heads=8, key_dim=128, value_dim=128)
+
+
+@pytest.mark.gpu
+def test_after_a_million_keys() -> None:
+    torch.manual_seed(9)
+    check([(40, 2**20), (3, 5)], device="cuda", dtype=torch.bfloat16, group=2, key_dim=128, value_dim=128)
+    check([(40, 2**20 - 9)], device="cuda", dtype=torch.bfloat16, group=2, key_dim=80, value_dim=80)
+
+
+@pytest.mark.gpu
+def test_pool_past_2_to_the_31_elements() -> None:
+    torch.manual_seed(7)
+    num_slots, length, q_len = 2**31 // (16 * 128) + 5000, 1500, 400
+    buffer = torch.full((num_slots, 16, 128), torch.nan, dtype=torch.bfloat16, device="cuda")
+    assert buffer.numel() > 2**31
+    slots = num_slots - 1 - torch.randperm(length + 500, device="cuda")[:length]
+    buffer[slots] = torch.randn(length, 16, 128, device="cuda").bfloat16()
+    q = torch.randn(q_len, 32, 128, dtype=torch.bfloat16, device="cuda")
+    args = (
+        q,
+        buffer[:, :8],
+        buffer[:, 8:],
+        slots[None].int(),
+        torch.zeros(1, dtype=torch.int32, device="cuda"),
+        starts([q_len], "cuda"),
+        torch.tensor([length], dtype=torch.int32, device="cuda"),
+    )
+    out = prefill_attention(*args, scale=128**-0.5)
+    assert_close(out, prefill_attention_reference(*args, scale=128**-0.5))
+
+
+@pytest.mark.gpu
+def test_captured_prefill_follows_lengths_rows_and_starts() -> None:
+    torch.manual_seed(8)
+    cache = poisoned_cache([300, 200, 100], device="cuda", dtype=torch.bfloat16)
+    q = torch.randn(150, 8, 64, dtype=torch.bfloat16, device="cuda")
+    q_starts = starts([50, 50, 50], "cuda")
+    out = torch.empty_like(q)
+    args = (q, *cache[:4], q_starts, cache.lengths)
+    prefill_attention(*args, scale=0.125, out=out)  # compiles outside the capture
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        prefill_attention(*args, scale=0.125, out=out)
+    q_starts.copy_(starts([100, 7, 43], "cuda"))
+    cache.rows.copy_(cache.rows.flip(0))
+    cache.lengths.copy_(torch.tensor([100, 150, 260], dtype=torch.int32, device="cuda"))
+    out.fill_(torch.nan)
+    graph.replay()
+    assert_close(out, prefill_attention_reference(*args, scale=0.125))
+
+
+@pytest.mark.gpu
+def test_never_synchronises() -> None:
+    cache = poisoned_cache([100, 7], device="cuda", dtype=torch.bfloat16)
+    q = torch.randn(27, 8, 64, dtype=torch.bfloat16, device="cuda")
+    args = (q, *cache[:4], starts([20, 7], "cuda"), cache.lengths)
+    prefill_attention(*args, scale=0.125)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        prefill_attention(*args, scale=0.125)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")

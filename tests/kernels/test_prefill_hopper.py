@@ -1,0 +1,280 @@
+"""`prefill_hopper`, and when it runs: against the twin, element by element, on a GPU that has it.
+
+The caches are those of `test_decode_attention`: shuffled slots, NaN wherever no sequence is.
+"""
+
+import pytest
+import torch
+from test_decode_attention import assert_close, poisoned_cache
+from test_prefill_attention import lse_reference, starts
+from torch import Tensor
+
+from lightkv.triton_kernels import tuning
+from lightkv.triton_kernels.attention.prefill_attention import (
+    _hopper,
+    _hopper_launch,
+    prefill_attention,
+    prefill_attention_reference,
+)
+from lightkv.triton_kernels.attention.prefill_plan import PrefillPlan, prefill_plan
+
+H200 = tuning.DeviceClass(num_multiprocessors=132, shared_memory=232448, major=9)
+A100 = H200._replace(major=8)
+SMALL_TILES = tuning.Launch(64, 64, 4, 3)
+
+# (query length, tokens before it) of each sequence
+RAGGED = [(300, 0), (37, 512), (0, 9), (64, 0), (333, 1300), (18, 3000), (1, 127), (0, 0), (128, 128)]
+
+
+class Case:
+    """Queries of some sequences after a cache, three of them behind the last that belong to none."""
+
+    def __init__(
+        self,
+        sequences: list[tuple[int, int]],
+        *,
+        group: int = 4,
+        num_kv_heads: int = 2,
+        head_dim: int = 128,
+        dtype: torch.dtype = torch.bfloat16,
+        out_dtype: torch.dtype | None = None,
+        **settings: float,
+    ) -> None:
+        self.settings = {"scale": head_dim**-0.5, "shift": 0, "window": 0, "softcap": 0.0, **settings}
+        self.cache = poisoned_cache(
+            [max(q_len + prefix, 0) for q_len, prefix in sequences],
+            device="cuda",
+            dtype=dtype,
+            num_kv_heads=num_kv_heads,
+            key_dim=head_dim,
+            value_dim=head_dim,
+            shift=int(self.settings["shift"]),
+        )
+        q_lens = [q_len for q_len, _ in sequences]
+        self.num_queries = sum(q_lens)
+        self.q = torch.randn(self.num_queries + 3, group * num_kv_heads, head_dim).to("cuda", dtype)
+        self.out = torch.empty_like(self.q, dtype=out_dtype)
+        self.lse = torch.empty(self.q.shape[:2], device="cuda")
+        self.q_starts = starts(q_lens, "cuda")
+
+    def plan(self, launch: tuning.Launch | None = None) -> PrefillPlan:
+        """Tiles as high as `launch`'s, by default those that `prefill_hopper` computes."""
+        launch = launch or tuning.hopper_prefill_launch(H200, self.q.shape[2], self.q.shape[2], 2)
+        return prefill_plan(
+            self.cache.rows,
+            self.q_starts,
+            self.cache.lengths,
+            num_tokens=len(self.q),
+            num_heads=self.q.shape[1],
+            num_kv_heads=self.cache.k_cache.shape[1],
+            key_dim=self.q.shape[2],
+            value_dim=self.q.shape[2],
+            dtype=self.q.dtype,
+            window=int(self.settings["window"]),
+            launch=launch,
+        )
+
+    @property
+    def args(self) -> tuple[Tensor, ...]:
+        return (self.q, *self.cache[:4], self.q_starts, self.cache.lengths)
+
+    def run(self, plan: PrefillPlan, *, lse: bool = True) -> None:
+        self.out.fill_(torch.nan)
+        self.lse.fill_(torch.nan)
+        prefill_attention(*self.args, **self.settings, plan=plan, out=self.out, lse=self.lse if lse else None)
+
+    def check(self, *, lse: bool = True) -> None:
+        n = self.num_queries
+        assert_close(
+            self.out[:n].to(self.q.dtype), prefill_attention_reference(*self.args, **self.settings)[:n]
+        )
+        assert self.out[n:].isnan().all()
+        if lse:
+            assert_close(self.lse[:n], lse_reference(*self.args, **self.settings)[:n])
+            assert self.lse[n:].isnan().all()
+
+
+def test_what_it_is_for() -> None:
+    for dim in (64, 128, 256):
+        launch = tuning.hopper_prefill_launch(H200, dim, dim, 2)
+        assert launch is not None
+        # A plan that the shapes alone decide has its tiles, wherever there is work for most multiprocessors.
+        for num_rows in (65536, 512 * 4):
+            assert tuning.prefill_launch(H200, 1, 8, num_rows, dim, dim, 2).block_m == launch.block_m
+    for device, key_dim, value_dim, size in [
+        (A100, 128, 128, 2),
+        (H200._replace(major=10), 128, 128, 2),
+        (H200, 192, 128, 2),
+        (H200, 80, 80, 2),
+        (H200, 128, 128, 4),
+    ]:
+        assert tuning.hopper_prefill_launch(device, key_dim, value_dim, size) is None
+    assert tuning.prefill_launch(A100, 1, 8, 512 * 4, 128, 128, 2).block_m < 128
+    assert tuning.prefill_launch(H200, 1, 8, 64 * 4, 128, 128, 2).block_m < 128
+
+
+def test_only_where_it_can_copy_16_bytes_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tuning, "device_class", lambda _: H200)
+    q, k, v, out = torch.empty(4, 5, 8, 128, dtype=torch.float16)
+    assert _hopper_launch(q, k, v, out) == tuning.hopper_prefill_launch(H200, 128, 128, 2)
+    assert _hopper_launch(q, k, v, out.float()) is not None
+    assert _hopper_launch(q, k.bfloat16(), v, out) is None
+    wide = torch.empty(5, 8, 136, dtype=torch.float16)
+    assert _hopper_launch(wide[..., :128], k, v, out) is None  # strides of 136
+    shifted = torch.empty(5 * 8 * 128 + 1, dtype=torch.float16)[1:].view(5, 8, 128)
+    assert _hopper_launch(q, k, shifted, out) is None
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="is about the interpreter")
+def test_never_in_the_interpreter() -> None:
+    assert _hopper() is None
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("group", "head_dim", "shift"),
+    [
+        (4, 128, 0),
+        (1, 64, 0),
+        (7, 64, 4),
+        (8, 128, 31),
+        (7, 128, 0),
+        (1, 128, 4),
+        (8, 64, 0),
+        (4, 64, 31),
+        (4, 256, 0),
+    ],
+    ids=str,
+)
+def test_ragged_batches(group: int, head_dim: int, shift: int) -> None:
+    torch.manual_seed(group)
+    case = Case(RAGGED, group=group, head_dim=head_dim, shift=shift)
+    plan = case.plan()
+    case.run(plan)
+    case.check()
+    case.run(plan)  # the plan is as it was
+    case.check()
+    assert not plan.taken.any()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("window", [1, 100, 1000], ids="window{}".format)
+@pytest.mark.parametrize("softcap", [0.0, 20.0], ids="cap{}".format)
+def test_window_and_softcap(window: int, softcap: float) -> None:
+    torch.manual_seed(window)
+    case = Case(RAGGED, window=window, softcap=softcap)
+    case.run(case.plan())
+    case.check()
+
+
+@pytest.mark.gpu
+def test_a_window_reads_nothing_before_it() -> None:
+    torch.manual_seed(1)
+    case = Case([(200, 700)], num_kv_heads=1, window=100)
+    k_cache, v_cache, index, rows, _ = case.cache
+    gone = index[rows[0], : 700 - 100 + 1].long()
+    expected = prefill_attention_reference(*case.args, **case.settings)
+    k_cache[gone] = torch.nan
+    v_cache[gone] = torch.nan
+    index[rows[0], : 700 - 100 + 1] = -(2**30)
+    case.run(case.plan(), lse=False)
+    assert_close(case.out[: case.num_queries], expected[: case.num_queries])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("out_dtype", [torch.float16, torch.float32], ids=str)
+def test_float16_and_what_is_written(out_dtype: torch.dtype) -> None:
+    torch.manual_seed(2)
+    case = Case(RAGGED, head_dim=64, dtype=torch.float16, out_dtype=out_dtype)
+    case.run(case.plan())
+    case.check()
+
+
+@pytest.mark.gpu
+def test_more_queries_than_tokens() -> None:
+    torch.manual_seed(3)
+    case = Case([(200, -100), (64, -64), (90, -1), (40, 300)])
+    case.run(case.plan())
+    case.check()
+    assert not case.out[:100].any()
+    assert (case.lse[:100] == -torch.inf).all()
+
+
+@pytest.mark.gpu
+def test_strides_of_their_own() -> None:
+    torch.manual_seed(4)
+    case = Case(RAGGED)
+    case.q = torch.stack((case.q, case.q.flip(0)), 1).flatten(1, 2)[:, :8]  # as in a fused QKV
+    case.out = torch.empty(len(case.q), 16, 128, dtype=torch.bfloat16, device="cuda")[:, ::2]
+    assert not case.q.is_contiguous()
+    case.run(case.plan())
+    case.check()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("launch", [None, SMALL_TILES], ids=["hopper", "general"])
+def test_captured_with_its_plan_and_the_same_bits_each_time(launch: tuning.Launch | None) -> None:
+    torch.manual_seed(5)
+    case = Case([(700, 0), (80, 900), (300, 400)], num_kv_heads=8)
+    case.run(case.plan(launch))  # compiles outside the capture
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        case.run(case.plan(launch))
+    case.q_starts.copy_(starts([400, 7, 600], "cuda"))
+    case.num_queries = 1007
+    case.cache.lengths.copy_(torch.tensor([500, 600, 700], dtype=torch.int32))
+    graph.replay()
+    case.check()
+    out, lse = case.out.clone(), case.lse.clone()
+    for _ in range(5):
+        graph.replay()
+        assert torch.equal(case.out.nan_to_num(), out.nan_to_num())
+        assert torch.equal(case.lse.nan_to_num(), lse.nan_to_num())
+
+
+@pytest.mark.gpu
+def test_many_more_items_than_programs_many_times() -> None:
+    torch.manual_seed(6)
+    case = Case([(900, 100 * i) for i in range(8)], num_kv_heads=8)
+    plan = case.plan()
+    case.run(plan)
+    case.check()
+    first = case.out[: case.num_queries].clone()
+    for _ in range(20):
+        case.run(plan, lse=False)
+        assert torch.equal(case.out[: case.num_queries], first)
+
+
+@pytest.mark.gpu
+def test_never_synchronises() -> None:
+    case = Case([(300, 20), (64, 7)])
+    plan = case.plan()
+    case.run(plan)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        case.run(plan)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.gpu
+def test_it_is_what_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    if tuning.device_class(torch.device("cuda")).major != 9:
+        assert _hopper_launch(*torch.empty(4, 5, 8, 128, dtype=torch.float16, device="cuda")) is None
+        return
+    hopper = _hopper()
+    assert hopper is not None
+    calls = []
+    launch_hopper_prefill = hopper.launch_hopper_prefill
+    monkeypatch.setattr(
+        hopper,
+        "launch_hopper_prefill",
+        lambda *args, **kw: (calls.append(1), launch_hopper_prefill(*args, **kw)),
+    )
+    case = Case(RAGGED)
+    case.run(case.plan())
+    assert len(calls) == 1
+    case.check()
+    case.run(case.plan(SMALL_TILES))
+    assert len(calls) == 1
+    case.check()

@@ -1,0 +1,338 @@
+"""The cache by itself, as docs/embedding.md and memory.md show it: they run, and what they promise holds."""
+
+import random
+import re
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, get_args
+
+import pytest
+import torch
+from torch.nn.functional import normalize, scaled_dot_product_attention
+
+from lightkv import KVCache, KVSpec, LightKVError, WrongThread
+from lightkv.edits import Edit, decode, encode
+from lightkv.kv_cache import ExportedKV
+from lightkv.ledger.sequence import Sequence
+from lightkv.memory.kv_memory import KVMemory
+from lightkv.memory.kv_pool import KVPool
+
+DOCS = Path(__file__).parents[2] / "docs"
+PAGE = DOCS / "embedding.md"
+SPEC = KVSpec(num_layers=2, num_kv_heads=2, k_dim=4, v_dim=3, dtype=torch.bfloat16)
+
+
+def make_cache(device: torch.device, capacity: int = 60, spec: KVSpec = SPEC) -> KVCache:
+    return KVCache(spec, capacity, max_sequences=4, max_entries=32, device=device)
+
+
+def fill(cache: KVCache, token_ids: list[int]) -> Sequence:
+    """Open, and write random K/V where it goes."""
+    sequence = cache.open(token_ids)
+    slots = cache.extend([sequence], [len(token_ids) - sequence.length])
+    for layer_idx in range(cache.memory.pool.spec.num_layers):
+        kv = cache.memory.pool.kv(layer_idx)
+        kv[slots] = torch.randn(len(slots), kv.shape[1], device=kv.device).to(kv.dtype)
+    return sequence
+
+
+def kv_bytes(cache: KVCache, sequence: Sequence) -> list[torch.Tensor]:
+    """Its K/V, layer by layer, as integers: NaN compares, too."""
+    slots, pool = cache.slots(sequence).long(), cache.memory.pool
+    return [pool.kv(layer_idx)[slots].view(torch.uint8).cpu() for layer_idx in range(pool.spec.num_layers)]
+
+
+# --------------------------------------------------------------------------------
+# The page
+
+
+def blocks(language: str) -> list[str]:
+    text = PAGE.read_text(encoding="utf-8")
+    return re.findall(rf"^```{language}\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
+
+
+@pytest.fixture
+def page(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> tuple[dict[str, Any], str]:
+    """What is defined once the first program has run, and what it has printed. Pools begin full of NaN."""
+    make_pool = KVPool.__init__
+
+    def poisoned(pool: KVPool, spec: KVSpec, num_slots: int, device: torch.device) -> None:
+        make_pool(pool, spec, num_slots, device)
+        for layer_idx in range(spec.num_layers):
+            pool.kv(layer_idx)[1:] = torch.nan  # slot 0 is padding, and is read
+
+    monkeypatch.setattr(KVPool, "__init__", poisoned)
+    names: dict[str, Any] = {}
+    exec(compile(blocks("python")[0], str(PAGE), "exec"), names)
+    return names, capsys.readouterr().out
+
+
+def assert_written(cache: KVCache) -> None:
+    """What is held or cached has its K/V: nobody can hit or take away what was never computed."""
+    used = cache.memory.allocator.mem_state[1:] == 0
+    for layer_idx in range(cache.memory.pool.spec.num_layers):
+        assert not cache.memory.pool.kv(layer_idx)[1:][used].isnan().any()
+
+
+def test_every_program_of_the_page_runs(page: tuple[dict[str, Any], str]) -> None:
+    names, _ = page
+    for program in blocks("python")[1:]:
+        exec(compile(program, str(PAGE), "exec"), names)
+        for name in ("cache", "other"):
+            if name in names:
+                assert_written(names[name])
+    assert not any(layer.isnan().any() for layer in names["kept"].layers)
+    names["cache"].check()
+    names["other"].check()
+    names["watched"].check()
+    assert len(names["events"]) == 3  # `open` found nothing to share
+
+
+def test_the_example_is_short_and_prints_what_the_page_says(page: tuple[dict[str, Any], str]) -> None:
+    assert len(blocks("python")[0].splitlines()) < 60
+    assert page[1] == blocks("text")[0]
+
+
+def test_the_example_answers_as_attention_without_a_cache(page: tuple[dict[str, Any], str]) -> None:
+    names, _ = page
+    embedding, dim = names["embedding"], names["DIM"]
+    assert [one.num_hit for one in names["sequences"]] == [0, 12]
+    for prompt, answer in zip(names["prompts"], names["answers"], strict=True):
+        ids = list(prompt)
+        for token in answer:
+            x = embedding[ids]
+            q, k, v = ((x @ names[w]).unflatten(1, (-1, dim)).transpose(0, 1) for w in ("w_q", "w_k", "w_v"))
+            attended = scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+            x = normalize(x + attended.transpose(0, 1).flatten(1) @ names["w_out"])
+            assert int((x[-1] @ names["head"].T).argmax()) == token
+            ids.append(token)
+    assert len(set(names["answers"][0])) > 2  # it does not say one thing for ever
+
+
+def test_every_life_in_memory_md_makes_the_edits_that_it_shows(capsys: pytest.CaptureFixture[str]) -> None:
+    text = (DOCS / "memory.md").read_text(encoding="utf-8")
+    programs = re.findall(
+        r"^```python\n(.*?)^```\n(?:\n```text\n(.*?)^```\n)?", text, re.MULTILINE | re.DOTALL
+    )
+    names: dict[str, Any] = {}
+    kinds = set()
+    for program, printed in programs:
+        exec(compile(program, "memory.md", "exec"), names)
+        assert capsys.readouterr().out == printed, program
+        kinds |= set(re.findall(r"^(\w+)\(", printed, re.MULTILINE))
+    assert {kind.__name__ for kind in get_args(Edit)} <= kinds
+
+
+# --------------------------------------------------------------------------------
+# Indices that others' kernels take
+
+
+def test_a_batch_as_flashinfer_wants_it(device: torch.device) -> None:
+    cache = make_cache(device)
+    first = fill(cache, [1, 2, 3, 4, 5])
+    cache.publish(first)
+    second = fill(cache, [1, 2, 3, 9])
+    cache.extend([first], [2])
+    batch = [second, first, cache.fork(second)]
+    indptr, indices, last_page_len = cache.kv_indices(batch)
+    for numbers in (indptr, indices, last_page_len):
+        assert (numbers.dtype, numbers.device) == (torch.int32, cache.memory.device)
+        assert numbers.is_contiguous()
+    assert indptr.tolist() == [0, 4, 11, 15]
+    assert last_page_len.tolist() == [1, 1, 1]
+    for idx, sequence in enumerate(batch):
+        own = indices[int(indptr[idx]) : int(indptr[idx + 1])]
+        assert torch.equal(own, cache.slots(sequence))
+        pages = cache.memory.pool.k(1)[:, None]  # [num_pages, page size, num_kv_heads, dim]
+        assert pages.shape == (61, 1, 2, 4)
+        read = pages[own.long()].flatten(0, 1)[: len(own) - 1 + int(last_page_len[idx])]
+        assert torch.equal(read.view(torch.uint8), cache.memory.pool.k(1)[own.long()].view(torch.uint8))
+    assert indices[:3].tolist() == indices[4:7].tolist()  # the prefix that they share
+    assert indices[:4].tolist() == indices[11:].tolist()  # and the fork, all of it
+
+
+def test_no_sequence_is_an_empty_batch(device: torch.device) -> None:
+    assert [numbers.tolist() for numbers in make_cache(device).kv_indices([])] == [[0], [], []]
+
+
+# --------------------------------------------------------------------------------
+# Export and import
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64], ids=str)
+def test_what_is_handed_to_another_cache_has_the_same_bytes(dtype: torch.dtype, device: torch.device) -> None:
+    spec = KVSpec(num_layers=3, num_kv_heads=2, k_dim=4, v_dim=3, dtype=dtype)
+    cache, other = make_cache(device, spec=spec), make_cache(device, capacity=25, spec=spec)
+    fill(other, [7, 8])  # so that slots differ
+    sequence = fill(cache, list(range(10, 20)))
+    cache.memory.pool.k(1)[cache.slots(sequence)[3].long()] = float("nan")
+    exported = cache.export(sequence)
+    copy = other.import_sequence(range(10, 22), exported)
+    assert copy.length == exported.length == 10
+    assert cache.slots(sequence).tolist() != other.slots(copy).tolist()
+    for ours, theirs in zip(kv_bytes(cache, sequence), kv_bytes(other, copy), strict=True):
+        assert torch.equal(ours, theirs)
+    assert all(layer.device.type == "cpu" for layer in exported.layers)
+    assert all(layer.is_pinned() == (device.type == "cuda") for layer in exported.layers)
+    cache.check()
+    other.check()
+
+
+def test_an_export_outlives_its_sequence_and_comes_back(device: torch.device) -> None:
+    cache = make_cache(device)
+    sequence = fill(cache, [1, 2, 3, 4, 5, 6])
+    before, exported = kv_bytes(cache, sequence), cache.export(sequence)
+    cache.close(sequence, cache=False)
+    fill(cache, [9] * 20)  # takes the same slots
+    back = cache.import_sequence([1, 2, 3, 4, 5, 6], exported)
+    assert all(torch.equal(a, b) for a, b in zip(before, kv_bytes(cache, back), strict=True))
+
+
+def test_what_the_other_cache_has_is_shared_and_not_copied(device: torch.device) -> None:
+    cache, other = make_cache(device), make_cache(device)
+    exported = cache.export(fill(cache, [1, 2, 3, 4, 5, 6]))
+    theirs = fill(other, [1, 2, 3, 4])
+    other.publish(theirs)
+    before = other.num_free
+    copy = other.import_sequence([1, 2, 3, 4, 5, 6], exported)
+    assert (copy.num_hit, before - other.num_free) == (4, 2)
+    assert other.slots(copy)[:4].tolist() == other.slots(theirs).tolist()
+    for layer, found in zip(exported.layers, kv_bytes(other, copy), strict=True):
+        assert torch.equal(found[4:], layer[4:].view(torch.uint8))
+        assert not torch.equal(found[:4], layer[:4].view(torch.uint8))  # theirs is other K/V, and stays
+    other.check()
+
+
+def test_what_cannot_be_imported_changes_nothing(device: torch.device) -> None:
+    cache = make_cache(device)
+    exported = cache.export(fill(cache, [1, 2, 3]))
+    other = make_cache(device, spec=KVSpec(2, 2, 4, 4, torch.bfloat16))
+    full = make_cache(device, capacity=2)
+    for target, ids in ((other, [1, 2, 3]), (cache, [1, 2]), (full, [1, 2, 3])):
+        before = target.num_free, target.num_cached, target.ledger.num_open
+        with pytest.raises((ValueError, LightKVError)):
+            target.import_sequence(ids, exported)
+        assert (target.num_free, target.num_cached, target.ledger.num_open) == before
+        target.check()
+
+
+# --------------------------------------------------------------------------------
+# The edits as a stream
+
+
+def random_verbs(cache: KVCache, rng: random.Random, num_verbs: int) -> set[str]:
+    """Any verb in any order. Returns those that were called."""
+    running: list[Sequence] = []
+    called = set()
+    verbs = ["open", "open", "extend", "extend", "publish", "fork", "truncate", "release", "keep"]
+    for _ in range(num_verbs):
+        verb = rng.choice(verbs) if running else "open"
+        one = rng.choice(running) if running else None
+        try:
+            match verb:
+                case "open":
+                    running.append(cache.open([rng.randrange(2) for _ in range(rng.randint(1, 12))]))
+                case "extend":
+                    cache.extend(running, [rng.randint(1, 3) for _ in running])
+                case "publish" if one:
+                    cache.publish(one)
+                case "fork" if one:
+                    running.append(cache.fork(one))
+                case "truncate" if one:
+                    cache.truncate(one, rng.randint(0, one.length))
+                case "release" if one:
+                    cache.release(one, rng.randint(0, one.length // 2), one.num_sinks)
+                case "keep" if one:
+                    entries = rng.sample(range(one.shared, one.length), rng.randint(0, one.num_private))
+                    cache.keep(one, torch.tensor(entries, dtype=torch.int64, device=cache.memory.device))
+            called.add(verb)
+        except LightKVError:  # full: one ends
+            gone = running.pop(rng.randrange(len(running)))
+            cache.close(gone, [rng.randrange(2) for _ in range(4)], cache=rng.random() < 0.7)
+            called.add("close")
+    return called
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_whoever_applies_the_edits_has_the_same_memory(seed: int, device: torch.device) -> None:
+    cache, mirror = make_cache(device), KVMemory(SPEC, 61, 4, 32, device)
+    events: list[tuple[bytes, list[torch.Tensor]]] = []
+    cache.on_edits = lambda edits, kept: events.append((encode(edits), kept))
+    called = random_verbs(cache, random.Random(seed), 1500)
+    assert called == {"open", "extend", "publish", "fork", "truncate", "release", "keep", "close"}
+    kinds = set()
+    for event, kept in events:
+        edits = decode(event)
+        kinds |= {type(edit).__name__ for edit in edits}
+        mirror.apply(edits, kept)
+    assert {kind.__name__ for kind in get_args(Edit)} == kinds
+    memory = cache.memory
+    assert torch.equal(mirror.table.req_to_token, memory.table.req_to_token)
+    assert torch.equal(mirror.allocator.mem_state, memory.allocator.mem_state)
+    assert mirror.num_free == memory.num_free
+    assert mirror._segments.keys() == memory._segments.keys()
+    assert all(torch.equal(mirror._segments[name], slots) for name, slots in memory._segments.items())
+    for sequence in cache.ledger.sequences:
+        length = sequence.length
+        assert torch.equal(mirror.positions(sequence.row, length), memory.positions(sequence.row, length))
+    cache.check()
+
+
+def test_a_verb_that_changes_nothing_is_no_event(device: torch.device) -> None:
+    cache = make_cache(device)
+    events: list[list[Edit]] = []
+    cache.on_edits = lambda edits, kept: events.append(edits)
+    sequence = cache.open([1, 2, 3])
+    cache.publish(sequence)
+    cache.evict(0)
+    assert events == []
+    cache.extend([sequence], [3])
+    assert len(events) == 1
+
+
+# --------------------------------------------------------------------------------
+# One owner
+
+ONE_TOKEN = ExportedKV(SPEC, 1, [torch.zeros(1, SPEC.width, dtype=SPEC.dtype)] * SPEC.num_layers)
+VERBS: dict[str, Callable[[KVCache, Sequence], object]] = {
+    "open": lambda cache, one: cache.open([5]),
+    "extend": lambda cache, one: cache.extend([one], [1]),
+    "publish": lambda cache, one: cache.publish(one),
+    "confirm": lambda cache, one: cache.confirm(),
+    "retract": lambda cache, one: cache.retract(),
+    "fork": lambda cache, one: cache.fork(one),
+    "truncate": lambda cache, one: cache.truncate(one, 1),
+    "release": lambda cache, one: cache.release(one, 1),
+    "keep": lambda cache, one: cache.keep(one, cache.positions(one)[:1]),
+    "close": lambda cache, one: cache.close(one),
+    "evict": lambda cache, one: cache.evict(0),
+    "export": lambda cache, one: cache.export(one),
+    "import": lambda cache, one: cache.import_sequence([1, 2, 3], ONE_TOKEN),
+}
+
+
+@pytest.mark.parametrize("verb", VERBS.values(), ids=VERBS)
+def test_a_verb_of_another_thread_raises_and_changes_nothing(
+    verb: Callable[[KVCache, Sequence], object], device: torch.device
+) -> None:
+    cache = make_cache(device)
+    sequence = fill(cache, [1, 2, 3])
+    before = cache.num_free, sequence.length, cache.memory.table.req_to_token.clone()
+    raised: list[BaseException] = []
+
+    def call() -> None:
+        try:
+            verb(cache, sequence)
+        except WrongThread as error:
+            raised.append(error)
+
+    thread = threading.Thread(target=call, name="stranger")
+    thread.start()
+    thread.join()
+    assert "stranger called it" in str(raised[0])
+    assert (cache.num_free, sequence.length) == before[:2]
+    assert torch.equal(cache.memory.table.req_to_token, before[2])
+    cache.check()
+    verb(cache, sequence)  # its owner may
+    cache.check()

@@ -1,0 +1,233 @@
+"""Damaged files of a model: each is refused in one line, or its wrong value does not matter."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from lightkv.errors import LightKVError
+from lightkv.router import LLM, EngineConfig
+from lightkv.router.model.build import definite_limits
+from lightkv.router.model.loader import load_model, load_supported_config
+from lightkv.router.model_files import UnreadableWeights, resolve
+from lightkv.router.text.tokenizer import Tokenizer, UnreadableTokenizer
+from tests.support.tiny_files import save_tiny
+
+META = torch.device("meta")
+DEEP = "[" * 100_000 + "]" * 100_000
+# Values, as JSON, that most fields must not have.
+WRONG = ["null", "true", "-1", "1e400", "NaN", str(2**70), '"text"', "[]", '[{"a": [null]}]', "{}", DEEP]
+WRONG += ["5", '[["a"]]', '[1, "x"]', '["a\\nb"]']
+# Fields that a llama's config.json does not have. lightkv or transformers reads them if they are there.
+OTHER_FIELDS = {
+    "config.json": [
+        "num_experts", "rope_scaling", "quantization_config", "auto_map", "is_encoder_decoder", "is_decoder",
+        "add_cross_attention", "use_bidirectional_attention", "kv_lora_rank", "num_kv_shared_layers",
+        "layer_types", "layers_block_type", "no_rope_layers", "attn_temperature_tuning", "is_heterogeneous",
+        "sub_configs", "text_config", "decoder", "text_encoder", "attribute_map", "transformers_weights",
+        "n_positions", "n_ctx", "max_seq_len",
+    ],
+}  # fmt: skip
+FILES: dict[str, Any] = {
+    "config.json": None,
+    "tokenizer_config.json": {"chat_template": "a", "bos_token": "a", "eos_token": {"content": "b"}},
+    "generation_config.json": {"eos_token_id": [2], "bos_token_id": 1, "pad_token_id": 0, "max_length": 20},
+    "special_tokens_map.json": {"eos_token": "b", "pad_token": {"content": "a"}},
+    "model.safetensors.index.json": {"metadata": {}, "weight_map": {"lm_head.weight": "model-1.safetensors"}},
+    "tokenizer.json": None,
+}
+# By file and field: the values in WRONG that are accepted. Every other one has to be refused.
+ACCEPTED: dict[str, dict[str, list[str]]] = {
+    "config.json": {
+        "hidden_size": [],
+        "vocab_size": ["5"],
+        "rope_parameters": ["null", "{}"],
+        "layers_block_type": ["null", "[]", "{}"],
+        "sub_configs": [],
+        "transformers_weights": ["null"],
+    },
+    "tokenizer_config.json": {"chat_template": ["null", '"text"', "[]"]},
+    "generation_config.json": {"eos_token_id": ["null", "[]", "5"]},
+    "special_tokens_map.json": {"eos_token": [wrong for wrong in WRONG if wrong is not DEEP]},
+    "model.safetensors.index.json": {"metadata": ["{}"], "weight_map": []},
+    "tokenizer.json": {"added_tokens": ["[]"], "padding": ["null"], "model": []},
+}
+GARBAGE = {
+    "empty": b"",
+    "invalid-utf8": b'{"a": "\xff\xfe"}',
+    "deep-lists": DEEP.encode(),
+    "deep-objects": b'{"a":' * 100_000,
+    "no-object": b"[]",
+    "long-number": b'{"a": ' + b"9" * 10_000 + b"}",
+    "zeros": bytes(1000),
+}
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = save_tiny(tmp_path_factory.mktemp("models") / "tiny")
+    (directory / "model.safetensors").rename(directory / "model-1.safetensors")
+    for name, content in FILES.items():
+        if content is not None:
+            (directory / name).write_text(json.dumps(content))
+    return directory
+
+
+@pytest.fixture
+def directory(whole: Path) -> Iterator[Path]:
+    """A whole model. Its files are restored after each test."""
+    before = {name: (whole / name).read_bytes() for name in FILES}
+    yield whole
+    for name, content in before.items():
+        (whole / name).write_bytes(content)
+
+
+OF_THE_WEIGHTS = ("generation_config.json", "model.safetensors.index.json")
+
+
+def read_all_that_reads(name: str, directory: Path) -> None:
+    """Calls every function that reads the file `name`. The weights go to the meta device."""
+    found = resolve(str(directory), lambda line: None)
+    if name == "config.json":
+        text = load_supported_config(found).get_text_config()
+        definite_limits(EngineConfig(), torch.device("cpu"), text)
+    Tokenizer(found)
+    if name in OF_THE_WEIGHTS:
+        load_model(found, META, "auto", lambda line: None)
+
+
+def refusal(name: str, directory: Path) -> str | None:
+    try:
+        read_all_that_reads(name, directory)
+    except LightKVError as error:
+        return str(error)
+    return None
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_any_value_of_a_wrong_type(directory: Path, name: str) -> None:
+    path = directory / name
+    content = json.loads(path.read_text())
+    accepted: dict[str, list[str]] = {}
+    for key in [*content, *OTHER_FIELDS.get(name, [])]:
+        for wrong in WRONG:
+            marked = json.dumps({**content, key: "the wrong value"})
+            path.write_text(marked.replace('"the wrong value"', wrong))
+            said = refusal(name, directory)
+            assert said is None or (said.isprintable() and len(said) < 1000), (key, wrong)
+            if said is None:
+                accepted.setdefault(key, []).append(wrong)
+    assert {key: accepted.get(key, []) for key in ACCEPTED[name]} == ACCEPTED[name]
+
+
+def rope(name: str, value: Any) -> dict[str, Any]:
+    """A configuration's field for the rotary embedding of one type of layer, in which `name` is `value`."""
+    whole = {
+        "rope_type": "longrope",
+        "rope_theta": 1e4,
+        "original_max_position_embeddings": 32,
+        "factor": 2.0,
+    }
+    return {"rope_parameters": {"full_attention": {**whole, name: value}}}
+
+
+FIELDS_TOGETHER: dict[str, dict[str, Any]] = {
+    **{
+        f"no-rope-{value}": {"attn_temperature_tuning": True, "no_rope_layers": value}
+        for value in (5, -1, True)
+    },
+    **{f"rope-type-{value}": rope("rope_type", value) for value in (None, 5, True, [], {})},
+    **{
+        f"rope-length-{value}": rope("original_max_position_embeddings", value)
+        for value in (None, 0, -1, 1.5, True, "32", [], {})
+    },
+    "texts": {"text_encoder": {}, "decoder": {}},
+}
+
+
+@pytest.mark.parametrize("fields", FIELDS_TOGETHER.values(), ids=FIELDS_TOGETHER.keys())
+def test_fields_that_are_read_together(directory: Path, fields: dict[str, Any]) -> None:
+    path = directory / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **fields}))
+    for read in (load_supported_config, lambda found: load_model(found, META, "auto", lambda line: None)):
+        with pytest.raises(UnreadableWeights, match=r"config\.json: ") as raised:
+            read(directory)
+        assert str(raised.value).isprintable()
+
+
+@pytest.mark.parametrize("garbage", GARBAGE.values(), ids=GARBAGE.keys())
+@pytest.mark.parametrize("name", FILES)
+def test_no_json(directory: Path, name: str, garbage: bytes) -> None:
+    (directory / name).write_bytes(garbage)
+    with pytest.raises((UnreadableWeights, UnreadableTokenizer)) as raised:
+        read_all_that_reads(name, directory)
+    assert name in str(raised.value)
+    assert "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize("count", ["0", "-4", "1.5", "true", str(10**9), str(10**30)])
+def test_number_of_layers(directory: Path, count: str) -> None:
+    path = directory / "config.json"
+    path.write_text(path.read_text().replace('"num_hidden_layers": 2', f'"num_hidden_layers": {count}'))
+    with pytest.raises(UnreadableWeights, match=r"num_hidden_layers is .*, and can be 1 to"):
+        load_supported_config(directory)
+
+
+TEMPLATES = {
+    "invalid-utf8": b"\xff",
+    "deep-expression": b"{{ " + b"(" * 10_000,
+    "no-loop": b"{% for %}",
+    "deep-blocks": b"{% if a %}" * 5000,
+}
+
+
+@pytest.mark.parametrize("template", TEMPLATES.values(), ids=TEMPLATES.keys())
+def test_chat_template(directory: Path, template: bytes) -> None:
+    path = directory / "chat_template.jinja"
+    path.write_bytes(template)
+    try:
+        with pytest.raises(LightKVError) as raised:
+            Tokenizer(directory).render_chat([{"role": "user", "content": "?"}])
+        assert "\n" not in str(raised.value)
+    finally:
+        path.unlink()
+
+
+def header(text: str, size: int | None = None) -> bytes:
+    """The beginning of a safetensors file. `size`: the header's size that the file gives, right by default."""
+    return (len(text) if size is None else size).to_bytes(8, "little") + text.encode()
+
+
+HEADERS = {
+    "2**63": header("{}", 2**63),
+    "1e9": header("{}" * 100, 10**9),
+    "deep": header(DEEP),
+    "fraction": header('{"a": {"dtype": "F32", "shape": [1], "data_offsets": [0, 4.5]}}'),
+    "backwards": header('{"a": {"dtype": "F32", "shape": [1], "data_offsets": [4, 0]}}'),
+    "dtype": header('{"a": {"dtype": ["F32"], "shape": [1], "data_offsets": [0, 0]}}'),
+    "shape": header('{"a": {"dtype": "F32", "shape": "?", "data_offsets": [0, 0]}}'),
+    "number": header('{"a": 5}'),
+    "no-object": header("[5]"),
+}
+
+
+@pytest.mark.parametrize("content", HEADERS.values(), ids=HEADERS.keys())
+def test_header_of_weights(tmp_path: Path, content: bytes) -> None:
+    save_tiny(tmp_path)
+    (tmp_path / "model.safetensors").write_bytes(content)
+    with pytest.raises(UnreadableWeights) as raised:
+        load_model(tmp_path, torch.device("cpu"), "auto", lambda line: None)
+    assert "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize("length", [2**31, 10**12, 2**70])
+def test_a_context_that_no_memory_holds(directory: Path, length: int) -> None:
+    path = directory / "config.json"
+    config = json.loads(path.read_text())
+    path.write_text(json.dumps({**config, "max_position_embeddings": length}))
+    with pytest.raises(LightKVError) as raised:
+        LLM(EngineConfig(str(directory), device="cpu", max_total_tokens=100))
+    assert "\n" not in str(raised.value)

@@ -1,0 +1,360 @@
+"""A real model through the whole of lightkv: equal to Hugging Face, and nothing held afterwards."""
+
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from lightkv.attention import BACKENDS
+from lightkv.errors import OutOfMemory
+from lightkv.router import (
+    LLM,
+    EngineConfig,
+    InvalidConfig,
+    InvalidParams,
+    InvalidPrompt,
+    NeverFits,
+    SamplingParams,
+)
+from lightkv.router.config import ATTENTION_BACKENDS
+from lightkv.router.llm import StepFailed
+from lightkv.router.model_files import DEFAULT_MODEL, ModelNotFound, resolve
+from lightkv.router.text.tokenizer import Tokenizer
+
+NEW_TOKENS = 24
+GREEDY = SamplingParams(temperature=0, max_tokens=NEW_TOKENS, ignore_eos=True)
+
+SYSTEM = (
+    "You are a careful assistant at a small museum of clocks. Answer in one short sentence, name the year "
+    "where you know it, and say so when you do not."
+)
+PROMPTS = [
+    "The capital of France is",
+    "1, 1, 2, 3, 5, 8, 13,",
+    "def fibonacci(n):\n    if n < 2:\n        return n\n",
+    "Il était une fois, dans un petit village,",
+    "東京は",
+    "The quick brown fox jumps over the lazy dog. " * 12,
+    "a",
+    "To be, or not to be, that is the question:",
+    "{'name': 'Ada', 'year': 1815, 'field':",
+    "Q: What do bees make?\nA:",
+    "Once upon a time there was a clockmaker who could not sleep, and so",
+    "\n\n\n",
+    "The first law of thermodynamics states that " + "energy is conserved, and " * 20,
+    "😀 😃 😄",
+    "SELECT name FROM users WHERE",
+]
+CHATS = [
+    "Who built the first clock?",
+    "What is a pendulum?",
+    "Tell me a joke.",
+    "And in 1656?",
+    "Who are you?",
+]
+
+
+@cache
+def model_dir() -> Path:
+    return Path(resolve(DEFAULT_MODEL, print))
+
+
+@cache
+def reference() -> PreTrainedModel:
+    return AutoModelForCausalLM.from_pretrained(model_dir(), dtype=torch.float32).eval()
+
+
+@cache
+def prompts() -> list[list[int]]:
+    """20 varied prompts; the last five share a system prompt."""
+    tokenizer = Tokenizer(model_dir())
+    ids = [tokenizer.encode(text).tolist() for text in PROMPTS]
+    for question in CHATS:
+        messages = [{"role": "system", "content": SYSTEM}, {"role": "user", "content": question}]
+        ids.append(tokenizer.encode_chat(messages).tolist())
+    return ids
+
+
+@cache
+def expected() -> list[list[int]]:
+    """Hugging Face's own greedy continuation of each; prompts of like lengths together, padded on the left. The
+    likeliest token of each step is so by more than 0.001, over ten times what a batch changes in a logit."""
+    outputs: dict[int, list[int]] = {}
+    order = sorted(range(len(prompts())), key=lambda i: len(prompts()[i]))
+    for batch in (order[:10], order[10:]):
+        width = len(prompts()[batch[-1]])
+        ids, mask = torch.zeros(2, len(batch), width, dtype=torch.int64)
+        for row, i in enumerate(batch):
+            ids[row, width - len(prompts()[i]) :] = torch.tensor(prompts()[i])
+            mask[row, width - len(prompts()[i]) :] = 1
+        found = reference().generate(
+            ids,
+            attention_mask=mask,
+            max_new_tokens=NEW_TOKENS,
+            do_sample=False,
+            eos_token_id=None,
+            pad_token_id=0,
+        )
+        outputs |= zip(batch, found[:, width:].tolist(), strict=True)
+    return [outputs[i] for i in range(len(prompts()))]
+
+
+def gap_where_they_part(prompt: list[int], ours: list[int], theirs: list[int]) -> float:
+    """How far apart the reference's logits of the two tokens are at the first difference."""
+    at = next(i for i, (a, b) in enumerate(zip(ours, theirs, strict=True)) if a != b)
+    with torch.no_grad():
+        logits = reference()(torch.tensor([prompt + theirs[:at]])).logits[0, -1]
+    return abs(float(logits[ours[at]] - logits[theirs[at]]))
+
+
+def shared(a: list[int], b: list[int]) -> int:
+    """Length of the common prefix."""
+    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
+
+
+def assert_idle(llm: LLM) -> None:
+    llm.check()
+    stats = llm.stats()
+    assert (stats.held, stats.num_running, stats.num_waiting) == (0, 0, 0)
+    assert stats.free + stats.cached == stats.capacity
+
+
+@pytest.fixture(scope="module")
+def llm() -> Iterator[LLM]:
+    llm = LLM(EngineConfig(device="cpu", max_total_tokens=4096, max_num_seqs=32))
+    yield llm
+    assert_idle(llm)
+
+
+@pytest.mark.parametrize(
+    "chunk",
+    [pytest.param(7, marks=pytest.mark.slow), 64, pytest.param(0, marks=pytest.mark.slow)],
+    ids=["chunks-of-7", "chunks-of-64", "unlimited"],
+)
+def test_greedy_output_is_hugging_faces(chunk: int) -> None:
+    config = EngineConfig(device="cpu", max_total_tokens=8192, max_num_seqs=32, prefill_chunk=chunk)
+    llm = LLM(config)
+    for run in ("first", "cached"):
+        before = llm.stats()
+        outputs = llm.generate(prompts(), GREEDY)
+        hits = llm.stats().hit_tokens - before.hit_tokens
+        if run == "cached":  # every prompt is cached but for its last token
+            assert hits == sum(len(ids) - 1 for ids in prompts())
+        parted = 0
+        for ids, output, theirs in zip(prompts(), outputs, expected(), strict=True):
+            ours = output.outputs[0].token_ids
+            if ours != theirs:
+                parted += 1
+                assert gap_where_they_part(ids, ours, theirs) < 1e-3
+        assert parted <= 1
+        assert_idle(llm)
+
+
+def test_chats_together_hit_their_common_prompt() -> None:
+    llm = LLM(EngineConfig(device="cpu", max_total_tokens=4096))
+    chats = prompts()[-len(CHATS) :]
+    outputs = llm.generate(chats, GREEDY)
+    hits = [max((shared(chat, before) for before in chats[:i]), default=0) for i, chat in enumerate(chats)]
+    assert min(hits[1:]) > 40
+    assert [output.num_cached_tokens for output in outputs] == hits
+    assert [output.outputs[0].token_ids for output in outputs] == expected()[-len(CHATS) :]
+    assert_idle(llm)
+
+
+def test_a_pool_too_small_for_all_runs_them_in_turn(llm: LLM) -> None:
+    small = LLM(EngineConfig(device="cpu", max_total_tokens=400, max_num_seqs=4))
+    outputs = small.generate(prompts()[:6], GREEDY)
+    assert [output.outputs[0].token_ids for output in outputs] == expected()[:6]
+    assert small.stats().reached_peak <= 400
+    assert_idle(small)
+
+
+def test_streaming_gives_the_same_text(llm: LLM) -> None:
+    texts = ["", ""]
+    ends = {}
+    for chunk in llm.stream([PROMPTS[4], PROMPTS[13]], GREEDY):
+        texts[chunk.prompt_idx] += chunk.text
+        if chunk.finish_reason:
+            ends[chunk.prompt_idx] = chunk.finish_reason
+    whole = llm.generate([PROMPTS[4], PROMPTS[13]], GREEDY)
+    assert texts == [output.outputs[0].text for output in whole]
+    assert ends == {0: "length", 1: "length"}
+
+
+def test_streams_may_be_interleaved(llm: LLM) -> None:
+    first, second = llm.stream(PROMPTS[0], GREEDY), llm.stream(PROMPTS[1], GREEDY)
+    texts = [
+        "".join(chunk.text for chunk in column)
+        for column in zip(*zip(first, second, strict=True), strict=True)
+    ]
+    stream = llm.stream(PROMPTS[2], GREEDY)
+    text = next(stream).text
+    between = llm.generate(PROMPTS[0], GREEDY)[0].outputs[0].text
+    text += "".join(chunk.text for chunk in stream)
+    whole = [output.outputs[0].text for output in llm.generate(PROMPTS[:3], GREEDY)]
+    assert [*texts, text] == whole
+    assert between == whole[0]
+
+
+def test_dropping_a_stream_ends_its_requests(llm: LLM) -> None:
+    stream = llm.stream([PROMPTS[0], PROMPTS[1]], GREEDY)
+    next(stream)
+    assert llm.stats().num_running == 2
+    stream.close()  # type: ignore[attr-defined]
+    assert_idle(llm)
+
+
+def test_a_stop_string_ends_the_text_and_the_request(llm: LLM) -> None:
+    plain = llm.generate(PROMPTS[7], GREEDY)[0].outputs[0]
+    stop = plain.text[11:15]
+    params = SamplingParams(temperature=0, max_tokens=NEW_TOKENS, ignore_eos=True, stop=stop)
+    stopped = llm.generate(PROMPTS[7], params)[0].outputs[0]
+    assert stopped.text == plain.text[: plain.text.index(stop)]
+    assert stopped.finish_reason == "stop"
+    assert len(stopped.token_ids) < NEW_TOKENS
+    assert_idle(llm)
+
+
+def test_a_stop_token_is_no_part_of_the_text(llm: LLM) -> None:
+    plain = llm.generate(PROMPTS[0], GREEDY)[0].outputs[0]
+    token = plain.token_ids[5]
+    first = plain.token_ids.index(token)
+    params = SamplingParams(temperature=0, max_tokens=NEW_TOKENS, stop_token_ids=[token])
+    stopped = llm.generate(PROMPTS[0], params)[0].outputs[0]
+    assert stopped.token_ids == plain.token_ids[: first + 1]
+    assert stopped.text == llm.tokenizer.decode(plain.token_ids[:first])
+
+
+def test_the_model_ends_its_own_answers(llm: LLM) -> None:
+    chat = [{"role": "user", "content": "What is the capital of France?"}]
+    answer = llm.generate(chat, SamplingParams(temperature=0))[0].outputs[0]
+    assert (answer.text, answer.finish_reason) == ("The capital of France is Paris.", "stop")
+
+
+def test_n_answers_share_their_prompt_and_differ(llm: LLM) -> None:
+    params = SamplingParams(n=4, temperature=1.2, seed=5, max_tokens=12)
+    output = llm.generate("A list of unusual instruments, with reasons:", params)[0]
+    assert [answer.index for answer in output.outputs] == [0, 1, 2, 3]
+    assert len({tuple(answer.token_ids) for answer in output.outputs}) == 4
+    again = llm.generate("A list of unusual instruments, with reasons:", params)[0]
+    assert [a.token_ids for a in again.outputs] == [a.token_ids for a in output.outputs]
+    assert again.num_cached_tokens == len(output.prompt_token_ids) - 1
+
+
+def test_a_seeded_answer_does_not_depend_on_the_batch(llm: LLM) -> None:
+    params = SamplingParams(temperature=0.8, top_p=0.95, seed=11, max_tokens=12)
+    alone = llm.generate(PROMPTS[10], params)[0].outputs[0].token_ids
+    mixed = llm.generate([PROMPTS[0], PROMPTS[10], PROMPTS[2]], [GREEDY, params, GREEDY])
+    assert mixed[1].outputs[0].token_ids == alone
+    assert mixed[0].outputs[0].token_ids == expected()[0]
+
+
+def test_logprobs_are_the_models_own(llm: LLM) -> None:
+    params = SamplingParams(temperature=0, max_tokens=3, logprobs=2, ignore_eos=True)
+    output = llm.generate(PROMPTS[0], params)[0]
+    answer = output.outputs[0]
+    assert answer.logprobs is not None
+    ids = output.prompt_token_ids
+    for token, logprobs in zip(answer.token_ids, answer.logprobs, strict=True):
+        with torch.no_grad():
+            row = reference()(torch.tensor([ids])).logits[0, -1].log_softmax(-1)
+        best = row.topk(2)
+        assert logprobs.top_ids == best.indices.tolist()
+        torch.testing.assert_close(
+            torch.tensor([logprobs.logprob, *logprobs.top_logprobs]),
+            torch.stack([row[token], *best.values]),
+            atol=1e-3,
+            rtol=0,
+        )
+        ids = [*ids, token]
+
+
+def test_penalties_reach_the_model(llm: LLM) -> None:
+    plain = llm.generate(PROMPTS[12], GREEDY)[0].outputs[0].token_ids
+    params = SamplingParams(temperature=0, max_tokens=NEW_TOKENS, ignore_eos=True, frequency_penalty=2.0)
+    penalised = llm.generate(PROMPTS[12], params)[0].outputs[0].token_ids
+    assert len(set(penalised)) > len(set(plain))
+    biased = SamplingParams(temperature=0, max_tokens=2, logit_bias={42: 100.0})
+    assert llm.generate(PROMPTS[0], biased)[0].outputs[0].token_ids == [42, 42]
+
+
+@pytest.mark.parametrize(
+    ("prompt", "params", "error", "match"),
+    [
+        (
+            [1] * 4000,
+            SamplingParams(max_tokens=200),
+            NeverFits,
+            "4000 prompt tokens and up to 200 .* pool of 4096",
+        ),
+        ([1] * 8000, SamplingParams(max_tokens=200), NeverFits, "the context of 8192"),
+        ([1, 49152], None, InvalidPrompt, "go from 0 to 49151"),
+        ("", None, InvalidPrompt, "empty"),
+        ([1.5], None, InvalidPrompt, "prompt 1 .*integers"),
+        ([2**40], None, InvalidPrompt, "prompt 1 .*fits 32 bits"),
+        (None, None, InvalidPrompt, "prompt 1 is no text"),
+        ([1], SamplingParams(logit_bias={50000: 1.0}), InvalidParams, "logit_bias"),
+    ],
+    ids=["pool", "context", "vocabulary", "empty", "floats", "huge", "none", "bias"],
+)
+def test_bad_requests_are_refused_before_anything_runs(
+    llm: LLM, prompt: object, params: SamplingParams | None, error: type[Exception], match: str
+) -> None:
+    steps = llm.stats().num_steps
+    with pytest.raises(error, match=match):
+        llm.generate(["good", prompt], params)  # type: ignore[list-item]
+    assert llm.stats().num_steps == steps
+    assert_idle(llm)
+
+
+def test_a_failing_model_loses_its_step_and_nothing_else(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise RuntimeError("no such luck")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("lightkv.router.model.runner.forward", fail)
+        with pytest.raises(StepFailed, match="no such luck"):
+            llm.generate(PROMPTS[:3], GREEDY)
+    assert_idle(llm)
+    assert llm.generate(PROMPTS[0], GREEDY)[0].outputs[0].token_ids == expected()[0]
+
+
+@pytest.mark.parametrize(
+    ("config", "error", "match"),
+    [
+        (EngineConfig(model="/nowhere/model"), ModelNotFound, "/nowhere/model"),
+        (EngineConfig(device="cuda:77"), InvalidConfig, "77"),
+        (EngineConfig(device="cpu", compile=True), InvalidConfig, "--compile"),
+        (EngineConfig(device="cpu", max_model_len=9000), InvalidConfig, "context is 8192"),
+        (EngineConfig(device="cpu", max_total_tokens=2**40), OutOfMemory, "46080 each"),
+    ],
+    ids=["model", "gpu", "compile", "context", "memory"],
+)
+def test_bad_settings_are_refused_with_the_remedy(
+    config: EngineConfig, error: type[Exception], match: str
+) -> None:
+    with pytest.raises(error, match=match):
+        LLM(config)
+
+
+@pytest.mark.parametrize(
+    ("setting", "value"),
+    [
+        ("mem_fraction", 0.0),
+        ("mem_fraction", float("nan")),
+        ("max_num_seqs", 0),
+        ("prefill_chunk", -1),
+        ("dtype", "int3"),
+        ("attention_backend", "abacus"),
+    ],
+)
+def test_settings_out_of_range_name_themselves(setting: str, value: object) -> None:
+    with pytest.raises(InvalidConfig, match="--" + setting.replace("_", "-")):
+        EngineConfig(**{setting: value})  # type: ignore[arg-type]
+
+
+def test_the_settings_know_the_backends_there_are() -> None:
+    assert set(ATTENTION_BACKENDS) == set(BACKENDS)

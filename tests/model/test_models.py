@@ -1,0 +1,153 @@
+"""Which of transformers' causal language models run, and why the others are refused: docs/models.md.
+
+`python tests/model/test_models.py` writes that page anew.
+"""
+
+import tempfile
+from collections import Counter, defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+from lightkv.errors import UnsupportedModel
+from lightkv.router import LLM, EngineConfig
+from lightkv.router.model.build import build_runner
+from lightkv.router.model.info import model_info
+from lightkv.router.model_files import resolve
+from tests.support.served import starting
+from tests.support.tiny_architectures import architecture, cases, outcome, tiny
+
+PAGE = Path(__file__).parents[2] / "docs" / "models.md"
+HEAD = f"""# Models
+
+Of the causal language models in transformers {transformers.__version__}, these run, and these are refused.
+`make test-all` checks this page: a tiny random model of each architecture has to give the same greedy answers
+on lightkv (prompts of several lengths side by side, in chunks, one of them sharing a prefix) as in
+transformers' own `generate`, or has to be refused for the reason given, before its weights and its tokenizer
+are read.
+`python tests/model/test_models.py` writes the page anew.
+
+What is in brackets is the field of the configuration that makes the difference. A model may run with one
+configuration and be refused with another: layer types, windows and shared layers are read from its config.json.
+"""
+
+
+def page(outcomes: dict[tuple[str, str], str | None]) -> str:
+    """docs/models.md, of every case's reason to be refused; None where it runs."""
+    refused: dict[str, list[str]] = defaultdict(list)
+    runs = []
+    shared = Counter(architecture(name) for name in {name for name, _ in outcomes})
+    for (name, variant), reason in outcomes.items():
+        shown = architecture(name)
+        own = variant or (f"model_type {name}" if shared[shown] > 1 else "")
+        shown = f"{shown} ({own})" if own else shown
+        (runs if reason is None else refused[reason]).append(shown)
+    lines = [HEAD, f"## {len(runs)} run", "", ", ".join(sorted(runs)), ""]
+    lines += [f"## {len(outcomes) - len(runs)} are refused", "", "| because | architectures |", "|---|---|"]
+    for reason, names in sorted(refused.items(), key=lambda item: (-len(item[1]), item[0])):
+        lines.append(f"| {reason} | {', '.join(sorted(names))} |")
+    return "\n".join(lines) + "\n"
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    """Several threads wait for each other longer than these models compute."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def outcomes(directory: Path) -> dict[tuple[str, str], str | None]:
+    return {case: outcome(*case, directory / "-".join(case)) for case in cases()}
+
+
+@pytest.mark.slow
+def test_the_page_tells_what_runs(tmp_path: Path) -> None:
+    assert PAGE.read_text(encoding="utf-8") == page(outcomes(tmp_path))
+
+
+@pytest.mark.parametrize("name", ["gemma3_text", "qwen3_moe", "opt"])
+def test_runs(name: str, tmp_path: Path) -> None:
+    assert outcome(name, "", tmp_path) is None
+
+
+REFUSED = {
+    ("bert", ""): "encoder",
+    ("bloom", ""): "AttentionInterface",
+    ("deepseek_v3", ""): "latent",
+    ("doge", ""): "changes its attention mask",
+    ("gemma3n_text", ""): "another layer's K/V",
+    ("gpt_oss", ""): "learned sinks",
+    ("llama4_text", ""): "chunked_attention",
+    ("llama4_text", "full attention only"): "attn_temperature_tuning",
+    ("mamba", ""): "recurrent state",
+    ("mpt", ""): "AttentionInterface",
+    ("musicgen", ""): "encoder-decoder",
+    ("nemotron", ""): "do not hand keyword arguments on",
+    ("roberta", "is_decoder"): "does not count a text's positions from 0",
+    ("rwkv", ""): "recurrent state",
+    ("xmod", "is_decoder"): "does not count a text's positions from 0",
+}
+
+
+@pytest.mark.parametrize(("case", "reason"), REFUSED.items(), ids=["-".join(case) for case in REFUSED])
+def test_is_refused_before_weights_and_tokenizer_are_read(
+    case: tuple[str, str], reason: str, tmp_path: Path
+) -> None:
+    config = tiny(*case)
+    config.save_pretrained(tmp_path)
+    refuses(tmp_path, config, reason)
+
+
+@pytest.mark.parametrize("name", ["mamba", "bloom", "nemotron"])
+def test_is_refused_for_its_architecture_before_its_files_are_missed(name: str, tmp_path: Path) -> None:
+    tiny(name).save_pretrained(tmp_path)
+    config = EngineConfig(str(tmp_path), device="cpu")
+    for read in (
+        lambda: LLM(config),
+        lambda: build_runner(config, lambda line: None),
+        lambda: model_info(config, resolve(config.model, lambda line: None)),
+    ):
+        with pytest.raises(UnsupportedModel, match=REFUSED[name, ""]):
+            read()
+
+
+def test_is_refused_without_being_a_causal_model(tmp_path: Path) -> None:
+    config = transformers.T5Config(architectures=["T5ForConditionalGeneration"])
+    config.save_pretrained(tmp_path)
+    refuses(tmp_path, config, "encoder-decoder")
+
+
+def refuses(directory: Path, config: Any, reason: str) -> None:
+    for name in ("model.safetensors", "tokenizer.json"):
+        (directory / name).write_text("neither weights nor a tokenizer")
+    with pytest.raises(UnsupportedModel, match=reason) as raised:
+        LLM(str(directory))
+    assert raised.value.architecture == config.architectures[0]
+    assert "\n" not in str(raised.value)
+    assert "Error" not in str(raised.value)
+
+
+@pytest.mark.slow
+def test_a_model_that_cannot_run_is_refused_before_its_tokenizer_is_complained_of(tmp_path: Path) -> None:
+    """The API process reads the tokenizer while the worker looks at the model."""
+    transformers.BloomConfig(architectures=["BloomForCausalLM"]).save_pretrained(tmp_path / "bloom")
+    for name in ("tokenizer.json", "model.safetensors"):
+        (tmp_path / "bloom" / name).write_text("neither a tokenizer nor weights")
+    with starting(tmp_path / "bloom", tmp_path / "log", tmp_path / "s") as begin:
+        served = begin()
+        assert served.wait(60) == 1
+        log = served.log.read_text()
+    assert "BloomForCausalLM cannot run on lightkv" in log
+    assert "tokenizer" not in log
+    assert "Traceback" not in log
+
+
+if __name__ == "__main__":
+    with tempfile.TemporaryDirectory() as scratch:
+        PAGE.write_text(page(outcomes(Path(scratch))), encoding="utf-8")

@@ -1,0 +1,178 @@
+"""Packed linear layers against nn.Linear, and what packing does to a model."""
+
+import subprocess
+import sys
+import weakref
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from lightkv.router.model.packed_linear import MAX_TOKENS, PackedLinear, pack_linears, padded_size
+
+torch.manual_seed(0)
+
+
+def quiet(line: str) -> None:
+    pass
+
+
+class Tied(nn.Module):
+    """An embedding whose weight is the head's too, two layers between, one of them in two places."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(50, 24)
+        self.layers = nn.ModuleList([nn.Linear(24, 24), nn.Linear(24, 24, bias=False)])
+        self.again = self.layers[0]
+        self.head = nn.Linear(24, 50, bias=False)
+        self.head.weight = self.embedding.weight
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x = self.embedding(ids)
+        for layer in (*self.layers, self.again):
+            x = x + layer(x).tanh()
+        y: torch.Tensor = self.head(x)
+        return y
+
+
+@pytest.mark.parametrize("bias", [True, False], ids=["bias", "no-bias"])
+@pytest.mark.parametrize("shape", [(64, 64), (37, 129), (1, 7), (1000, 33)], ids=str)
+def test_computes_what_the_plain_layer_does(shape: tuple[int, int], bias: bool) -> None:
+    out_features, in_features = shape
+    linear = nn.Linear(in_features, out_features, bias=bias)
+    packed = PackedLinear(linear)
+    with torch.inference_mode():
+        for num_tokens in (0, 1, 8, 17, 33, 512, 513, 1100):
+            x = torch.randn(1, num_tokens, in_features)
+            got = packed(x)
+            assert got.shape == (1, num_tokens, out_features)
+            torch.testing.assert_close(got, linear(x), rtol=1e-4, atol=2e-6)
+    assert torch.equal(packed.weight, linear.weight)
+
+
+def test_takes_any_strides_and_dimensions() -> None:
+    linear = nn.Linear(18, 11)
+    packed = PackedLinear(linear)
+    with torch.no_grad():
+        for x in (
+            torch.randn(18),
+            torch.randn(2, 3, 5, 18),
+            torch.randn(1, 18, 9).transpose(1, 2),
+            torch.randn(1, 9, 36)[..., ::2],
+            torch.randn(1, 9, 18)[:, -1:],
+        ):
+            torch.testing.assert_close(packed(x), linear(x), rtol=1e-4, atol=2e-6)
+
+
+def test_an_eighth_is_padding_at_most() -> None:
+    for num_tokens in range(1, MAX_TOKENS + 1):
+        assert num_tokens <= padded_size(num_tokens) <= min(num_tokens * 9 / 8, MAX_TOKENS)
+    assert [padded_size(num_tokens) for num_tokens in range(17)] == list(range(17))
+
+
+class Products(TorchDispatchMode):
+    """Notes how many tokens oneDNN is given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sizes: set[int] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.mkldnn._linear_pointwise.default:
+            self.sizes.add(args[0].numel() // args[0].shape[-1])
+        return func(*args, **(kwargs or {}))
+
+
+def test_onednn_is_given_few_numbers_of_tokens() -> None:
+    packed = PackedLinear(nn.Linear(4, 3))
+    with Products() as products, torch.no_grad():
+        for num_tokens in (*range(1, 70), *range(70, 1100, 23)):
+            packed(torch.randn(1, num_tokens, 4))
+    expected = {padded_size(num_tokens) for num_tokens in range(1, MAX_TOKENS + 1)}
+    assert len(expected) == 56
+    assert {1, 16, 18, 64, MAX_TOKENS} <= products.sizes <= expected
+
+
+GROWTH = """
+from pathlib import Path
+
+import torch
+
+from lightkv.router.model.packed_linear import PackedLinear
+
+
+def anonymous():
+    lines = Path("/proc/self/smaps_rollup").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith("Anonymous:")) / 1024
+
+
+torch.set_num_threads(1)
+layer = PackedLinear(torch.nn.Linear(64, 64))
+x = torch.randn(600, 64)
+with torch.inference_mode():
+    layer(x)
+    before = anonymous()
+    for num_tokens in range(1, 601):
+        layer(x[:num_tokens])
+print(anonymous() - before)
+"""
+
+
+def test_memory_does_not_grow_with_every_number_of_tokens() -> None:
+    child = subprocess.run([sys.executable, "-c", GROWTH], capture_output=True, text=True, check=True)
+    assert float(child.stdout) < 100  # MiB; it was 331 when every number of tokens was computed as it came
+
+
+def test_a_model_keeps_its_outputs_and_frees_its_weights() -> None:
+    model = Tied().eval()
+    ids = torch.arange(40)[None]
+    with torch.inference_mode():
+        expected = model(ids)
+    freed = [weakref.ref(layer.weight) for layer in model.layers]
+    tied = model.embedding.weight
+    lines: list[str] = []
+    assert pack_linears(model, lines.append) == 3
+    (line,) = lines
+    assert line.startswith("packed 3 linear layers for the CPU in ")
+    assert [weight() for weight in freed] == [None, None]
+    assert model.embedding.weight is tied
+    assert type(model.head) is PackedLinear
+    assert model.again is model.layers[0]
+    assert not any(module.training for module in model.modules())
+    with torch.inference_mode():
+        torch.testing.assert_close(model(ids), expected, rtol=1e-4, atol=2e-6)
+
+
+def test_packing_again_changes_and_reports_nothing() -> None:
+    model = Tied()
+    pack_linears(model, quiet)
+    before = list(model.modules())
+    lines: list[str] = []
+    assert pack_linears(model, lines.append) == 0
+    assert lines == []
+    assert list(model.modules()) == before
+
+
+def test_other_types_and_subclasses_stay() -> None:
+    class Doubling(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return 2 * super().forward(x)
+
+    half, double, own = nn.Linear(8, 8).half(), nn.Linear(8, 8).double(), Doubling(8, 8)
+    elsewhere = nn.Linear(8, 8, device="meta")
+    model = nn.Sequential(half, double, own, elsewhere)
+    assert pack_linears(model, quiet) == 0
+    assert list(model) == [half, double, own, elsewhere]
+
+
+def test_without_onednn_the_model_stays_and_the_report_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: False)
+    model = Tied()
+    lines: list[str] = []
+    assert pack_linears(model, lines.append) == 0
+    assert len(lines) == 1
+    assert "no oneDNN" in lines[0]
+    assert not any(isinstance(module, PackedLinear) for module in model.modules())

@@ -1,0 +1,90 @@
+"""The stream between API and router where the peer does not read: it is cut off, and a mere burst is not."""
+
+import asyncio
+import socket
+import time
+from collections.abc import Awaitable, Callable
+
+import pytest
+
+from lightkv.router.service import frames
+from lightkv.router.service.frames import FrameStream
+from lightkv.router.service.messages import Abort, ToRouter
+
+KIB = 1024
+STALL_SECONDS = 0.2
+
+
+def run(body: Callable[[FrameStream[ToRouter], FrameStream[ToRouter]], Awaitable[None]]) -> None:
+    """`body` with both ends of a stream."""
+
+    async def ends() -> None:
+        pair = socket.socketpair()
+        ours, theirs = [
+            FrameStream[ToRouter](*await asyncio.open_unix_connection(sock=end), ToRouter) for end in pair
+        ]
+        try:
+            await asyncio.wait_for(body(ours, theirs), 20)
+        finally:
+            ours.close()
+            theirs.close()
+
+    asyncio.run(ends())
+
+
+@pytest.fixture(autouse=True)
+def narrow(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(frames, "MAX_PENDING_BYTES", 512 * KIB)
+    monkeypatch.setattr(frames, "MAX_STALL_SECONDS", STALL_SECONDS)
+
+
+def test_a_peer_that_does_not_read_is_cut_off() -> None:
+    async def body(ours: FrameStream[ToRouter], theirs: FrameStream[ToRouter]) -> None:
+        sent, begun = 0, time.monotonic()
+        receiving = asyncio.create_task(ours.receive())
+        while not receiving.done():  # as the router hears of it, too
+            ours.send(Abort("a" * 64 * KIB))
+            sent += 1
+            await asyncio.sleep(0.005)
+        assert receiving.result() is None
+        assert time.monotonic() - begun > STALL_SECONDS
+        assert sent > 512 // 64
+        for _ in range(10):
+            ours.send(Abort("lost"))  # and no error
+        received = 0
+        while await theirs.receive() is not None:
+            received += 1
+        assert received < sent
+
+    run(body)
+
+
+def test_a_burst_that_is_taken_in_time_arrives_whole() -> None:
+    async def body(ours: FrameStream[ToRouter], theirs: FrameStream[ToRouter]) -> None:
+        for _ in range(3):
+            for i in range(64):  # 4 MiB in one turn of the loop
+                ours.send(Abort(f"{i} " + "a" * 64 * KIB))
+            for i in range(64):
+                message = await theirs.receive()
+                assert isinstance(message, Abort)
+                assert message.request_id.startswith(f"{i} ")
+            await asyncio.sleep(2 * STALL_SECONDS)
+
+    run(body)
+
+
+def test_a_slow_peer_that_catches_up_is_not_cut_off() -> None:
+    """Time counts from when it last had little to take, not from when it first had much."""
+
+    async def body(ours: FrameStream[ToRouter], theirs: FrameStream[ToRouter]) -> None:
+        for _ in range(4):
+            for _ in range(32):
+                ours.send(Abort("a" * 64 * KIB))
+            await asyncio.sleep(0.6 * STALL_SECONDS)
+            ours.send(Abort("still there"))
+            for _ in range(33):
+                assert await theirs.receive() is not None
+            ours.send(Abort("caught up"))
+            assert await theirs.receive() == Abort("caught up")
+
+    run(body)

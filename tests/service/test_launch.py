@@ -1,0 +1,387 @@
+"""The service as processes: how it starts, what stops it from starting, and every way it ends."""
+
+import fcntl
+import io
+import os
+import signal
+import socket
+import stat
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from lightkv.router.config import EngineConfig, InvalidConfig, ServiceConfig
+from lightkv.router.model_files import ModelNotFound
+from lightkv.router.service.child_process import command
+from lightkv.router.service.launch import CannotServe, serve
+from tests.support.served import API_KEY, COMPLETIONS, Served, save_tiny_model, starting, wait_until
+
+Start = Callable[..., Served]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tiny_model(tmp_path_factory.mktemp("served") / "tiny")
+
+
+@pytest.fixture
+def sockets(tmp_path: Path) -> Path:
+    """A directory for sockets, of a path short enough."""
+    directory = tmp_path / "s"
+    directory.mkdir(mode=0o700)
+    return directory
+
+
+@pytest.fixture
+def start(model: Path, tmp_path: Path, sockets: Path) -> Iterator[Start]:
+    """Starts a service, whose sockets are in `sockets`."""
+    with starting(model, tmp_path / "log", sockets) as begin:
+        yield begin
+
+
+@pytest.fixture(scope="module")
+def shared(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    """A service with a key, which the tests leave as they find it. SIGTERM has to end it with 0."""
+    directory = tmp_path_factory.mktemp("shared")
+    served = Served(model, directory / "log", "--served-model-name", "tiny", api_key=API_KEY).wait_ready()
+    try:
+        yield served
+        served.process.terminate()
+        assert served.wait() == 0, served.log.read_text()
+    finally:
+        served.close()
+
+
+# --------------------------------------------------------------------------------
+# What runs
+
+
+def test_a_request_is_answered_and_the_model_is_called_as_told(shared: Served) -> None:
+    prompt = "The sun is a star, and the moon is not."
+    assert shared.complete(prompt, 8) == shared.complete(prompt, 8)
+    models = shared.request("/v1/models")[1]["data"]
+    assert [model["id"] for model in models] == ["tiny"]
+    wait_until(lambda: shared.request("/load")[1]["hit_tokens"] > 0)
+
+
+def test_the_key_guards_it_and_no_process_shows_it(shared: Served) -> None:
+    assert shared.request(COMPLETIONS, {"prompt": "a"}, headers={})[0] == 401
+    assert shared.request("/load", headers={"Authorization": "Bearer wrong"})[0] == 401
+    assert shared.request("/health", headers={})[0] == 200
+    processes = shared.processes()
+    assert set(processes) == {"cli", "router_process", "api", "worker"}
+    for name, pid in processes.items():
+        assert API_KEY.encode() not in Path(f"/proc/{pid}/cmdline").read_bytes()
+        assert (API_KEY.encode() in Path(f"/proc/{pid}/environ").read_bytes()) == (name == "cli")
+
+
+def test_the_worker_alone_has_torch(shared: Served) -> None:
+    loaded = {
+        name: "libtorch" in Path(f"/proc/{pid}/maps").read_text() for name, pid in shared.processes().items()
+    }
+    assert loaded == {"cli": False, "router_process": False, "api": False, "worker": True}
+
+
+def test_a_killed_worker_is_replaced(shared: Served) -> None:
+    old = shared.processes()["worker"]
+    text = shared.complete()
+    with shared.stream(4000) as events:
+        os.kill(old, signal.SIGKILL)
+        last = list(events)[-1]
+    assert last["error"]["code"] == 503
+    wait_until(lambda: shared.request("/health")[0] == 503)
+    status, body, headers = shared.request(COMPLETIONS, {"prompt": "a"})
+    assert status == 503
+    assert body["error"]["type"] == "service_unavailable_error"
+    assert int(headers["Retry-After"]) > 0
+    wait_until(lambda: shared.request("/health")[0] == 200)
+    assert shared.complete() == text
+    assert shared.processes()["worker"] != old
+    assert "SIGKILL" in shared.log.read_text()
+    assert shared.at_rest()["num_worker_starts"] >= 2
+
+
+def test_the_launcher_loads_neither_torch_nor_a_web_server() -> None:
+    heavy = {"torch", "transformers", "fastapi", "starlette", "uvicorn", "pydantic"}
+    program = f"import sys, lightkv.router.service.launch; print(sorted({heavy!r} & set(sys.modules)))"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    assert (done.stdout, done.stderr) == ("[]\n", "")
+
+
+def test_no_file_of_the_working_directory_is_imported_unless_this_process_imports_from_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`python -m` puts the working directory first: a service started in a stranger's would run his code."""
+    (tmp_path / "msgspec.py").write_text("raise SystemExit(77)")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [entry for entry in sys.path if entry not in ("", str(tmp_path))])
+    safe = subprocess.run(command("api.app"), input=b"{", capture_output=True, timeout=60)
+    assert safe.returncode == 1
+    assert b"msgspec.DecodeError" in safe.stderr
+    monkeypatch.syspath_prepend(str(tmp_path))
+    assert subprocess.run(command("api.app"), input=b"{", timeout=60).returncode == 77
+
+
+# --------------------------------------------------------------------------------
+# How it ends
+
+
+def test_sigterm_lets_requests_finish_and_admits_no_more(start: Start, sockets: Path) -> None:
+    served = start("--shutdown-timeout", "60").wait_ready()
+    assert stat.S_IMODE((sockets / "router.sock").stat().st_mode) == 0o600
+    with served.stream(300) as events:
+        served.process.terminate()
+        wait_until(lambda: served.request("/ready")[0] == 503)
+        status, _, headers = served.request(COMPLETIONS, {"prompt": "a"})
+        assert (status, "Retry-After" in headers) == (503, True)
+        received = list(events)
+    assert received[-1] == "[DONE]"
+    assert received[-2]["choices"][0]["finish_reason"] == "length"
+    assert served.wait() == 0
+    assert list(sockets.iterdir()) == []
+
+
+def test_no_process_but_the_launcher_answers_a_signal(shared: Served) -> None:
+    processes = shared.processes()
+    with shared.stream(400) as events:
+        for name in ("worker", "router_process", "api"):
+            os.kill(processes[name], signal.SIGTERM)
+            os.kill(processes[name], signal.SIGINT)
+        assert list(events)[-1] == "[DONE]"
+    assert shared.request("/ready")[0] == 200
+    assert shared.complete()
+    assert shared.processes() == processes
+
+
+def test_a_second_ctrl_c_aborts_at_once(start: Start, sockets: Path) -> None:
+    served = start("--shutdown-timeout", "600").wait_ready()
+    with served.stream(7000) as events:
+        served.signal(signal.SIGINT)
+        wait_until(lambda: served.request("/ready")[0] == 503)
+        assert "choices" in next(events)  # it still runs
+        served.signal(signal.SIGINT)
+        assert "shutting down" in list(events)[-1]["error"]["message"]
+    assert served.wait() == 0
+    assert list(sockets.iterdir()) == []
+
+
+def test_what_does_not_finish_in_time_is_aborted(start: Start) -> None:
+    served = start("--shutdown-timeout", "0.3").wait_ready()
+    with served.stream(7000) as events:
+        served.process.terminate()
+        assert "shutting down" in list(events)[-1]["error"]["message"]
+    assert served.wait() == 0
+
+
+def test_sigterm_does_not_wait_for_the_weights(start: Start, sockets: Path) -> None:
+    served = start()
+    wait_until(lambda: "worker" in served.processes())
+    served.process.terminate()
+    assert served.wait(5.0) == 0
+    assert list(sockets.iterdir()) == []
+
+
+@pytest.mark.parametrize("name", ["router_process", "api"])
+def test_a_killed_process_takes_everything_down(start: Start, sockets: Path, name: str) -> None:
+    served = start().wait_ready()
+    with served.stream(7000) as events:
+        os.kill(served.processes()[name], signal.SIGKILL)
+        remaining = list(events)
+    assert served.wait() == 1
+    assert "was ended by SIGKILL" in served.log.read_text().splitlines()[-1]
+    if name == "router_process":
+        assert remaining[-1]["error"]["code"] == 503
+    assert list(sockets.iterdir()) == []
+
+
+def test_nothing_outlives_a_killed_launcher(model: Path, tmp_path: Path) -> None:
+    """No socket either: the public one is gone, and the private one with its temporary directory."""
+    public, temporary = tmp_path / "public.sock", tmp_path / "t"
+    temporary.mkdir()
+    served = Served(model, tmp_path / "log", "--uds", str(public), env={"TMPDIR": str(temporary)})
+    try:
+        served.wait_ready()
+        assert served.url == f"unix:{public}"
+        assert stat.S_IMODE(public.stat().st_mode) == 0o600
+        assert served.complete()
+        assert len(list(temporary.iterdir())) == 1
+        served.process.kill()
+        assert served.wait() == -signal.SIGKILL
+        assert not public.exists()
+        assert not list(temporary.iterdir())
+    finally:
+        served.close()
+
+
+def test_a_model_that_cannot_be_loaded_ends_it_with_the_reason(start: Start, sockets: Path) -> None:
+    served = start("--max-total-tokens", "100000000000000")
+    assert served.wait() == 1
+    log = served.log.read_text()
+    assert "a K/V pool of 100000000000000 tokens takes" in log
+    assert "Traceback" not in log
+    assert list(sockets.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("model_type", "reason"),
+    [("mamba", "some of its layers keep a recurrent state"), (None, "lacks tokenizer.json")],
+    ids=["architecture", "files"],
+)
+def test_the_architecture_is_refused_before_the_files(
+    model: Path, tmp_path: Path, sockets: Path, model_type: str | None, reason: str
+) -> None:
+    directory = tmp_path / "incomplete"
+    directory.mkdir()
+    config = (model / "config.json").read_text() if model_type is None else '{"model_type": "mamba"}'
+    (directory / "config.json").write_text(config)
+    with starting(directory, tmp_path / "log", sockets) as begin:
+        served = begin()
+        assert served.wait() == 1
+        log = served.log.read_text()
+    assert reason in " ".join(log.split())
+    assert "Traceback" not in log
+    assert ("lacks" in log) == (model_type is None)
+    assert "is no tokenizer" not in log
+
+
+# --------------------------------------------------------------------------------
+# What stops it from starting
+
+
+def refused(service: ServiceConfig, model: str = "./no-such-model") -> str:
+    """Why it does not start: found before the model is looked for, which there is none of."""
+    with pytest.raises((CannotServe, InvalidConfig)) as raised:
+        serve(EngineConfig(model), service, Console(file=io.StringIO()))
+    assert "\n" not in str(raised.value)
+    return str(raised.value)
+
+
+def test_a_port_in_use(sockets: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        text = refused(ServiceConfig(port=port, socket_dir=str(sockets)))
+    assert f"cannot listen on 127.0.0.1 port {port} (Address already in use)" in text
+
+
+def test_an_address_of_another_machine() -> None:
+    assert "cannot listen on 192.0.2.1 port 0" in refused(ServiceConfig(host="192.0.2.1", port=0))
+    assert "cannot listen on no.such.host.invalid" in refused(ServiceConfig(host="no.such.host.invalid"))
+
+
+def test_a_socket_in_use_is_left_alone(tmp_path: Path) -> None:
+    path = tmp_path / "public.sock"
+    with socket.socket(socket.AF_UNIX) as other:
+        other.bind(str(path))
+        other.listen()
+        assert "Address already in use" in refused(ServiceConfig(uds=str(path)))
+        assert path.is_socket()
+    path.unlink()
+    path.write_text("no socket")
+    assert "Address already in use" in refused(ServiceConfig(uds=str(path)))
+    assert path.read_text() == "no socket"
+
+
+def test_a_socket_that_nobody_listens_on_is_replaced(tmp_path: Path) -> None:
+    path = tmp_path / "public.sock"
+    with socket.socket(socket.AF_UNIX) as other:
+        other.bind(str(path))
+    with pytest.raises(ModelNotFound):
+        serve(EngineConfig("./no-such-model"), ServiceConfig(uds=str(path)), Console(file=io.StringIO()))
+    assert not path.exists()
+
+
+def test_a_second_service_on_one_directory(sockets: Path) -> None:
+    first = os.open(sockets, os.O_RDONLY)
+    fcntl.flock(first, fcntl.LOCK_EX)
+    text = refused(ServiceConfig(port=0, socket_dir=str(sockets)))
+    assert text == f"another service uses {sockets}; stop that one, or give another --socket-dir"
+    os.close(first)
+
+
+def test_the_lock_of_a_running_service_holds(start: Start, sockets: Path) -> None:
+    served = start()
+    wait_until(lambda: (sockets / "router.sock").exists())
+    assert "another service uses" in refused(ServiceConfig(port=0, socket_dir=str(sockets)))
+    served.process.kill()
+    served.process.wait()
+    wait_until(lambda: not served.processes(), 5.0)
+
+    def is_free() -> bool:
+        """The lock goes with the last process that held it; the kernel may take a moment over that."""
+        try:
+            serve(
+                EngineConfig("./no-such-model"),
+                ServiceConfig(port=0, socket_dir=str(sockets)),
+                Console(file=io.StringIO()),
+            )
+        except CannotServe:
+            return False
+        except ModelNotFound:
+            return True
+        return False
+
+    wait_until(is_free, 5.0)
+    assert list(sockets.iterdir()) == []
+
+
+@pytest.mark.parametrize("mode", [0o750, 0o701, 0o777])
+def test_a_directory_that_others_may_enter(sockets: Path, mode: int) -> None:
+    sockets.chmod(mode)
+    assert f"mode {mode:o}" in refused(ServiceConfig(port=0, socket_dir=str(sockets)))
+
+
+def test_a_directory_that_cannot_be_made_or_is_too_deep(tmp_path: Path) -> None:
+    file = tmp_path / "file"
+    file.touch()
+    assert "cannot hold the sockets" in refused(ServiceConfig(port=0, socket_dir=str(file)))
+    deep = tmp_path / ("d" * 120)
+    assert "at most 107" in refused(ServiceConfig(port=0, socket_dir=str(deep)))
+    assert not deep.exists()
+    assert "at most 107" in refused(ServiceConfig(uds=str(deep)))
+
+
+@pytest.mark.parametrize("content", [None, b"", b"no certificate", b"\xff\x00"])
+def test_a_certificate_that_cannot_be_read(tmp_path: Path, content: bytes | None) -> None:
+    path = tmp_path / "cert.pem"
+    if content is not None:
+        path.write_bytes(content)
+    text = refused(ServiceConfig(port=0, ssl_certfile=str(path)))
+    assert text.startswith(f"the certificate in {path} cannot be used (")
+
+
+def test_a_refusal_is_one_line_and_no_success() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = str(other.getsockname()[1])
+        argv = [sys.executable, "-m", "lightkv.router.cli", "serve", "--port", port]
+        done = subprocess.run(argv, capture_output=True, text=True, timeout=30)
+    assert (done.returncode, done.stdout) == (1, "")
+    (line,) = done.stderr.splitlines()
+    assert line.startswith(f"lightkv: cannot listen on 127.0.0.1 port {port}")
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"port": 65536}, "--port is 65536"),
+        ({"port": -1}, "--port is -1"),
+        ({"max_queued_requests": 0}, "--max-queued-requests is 0"),
+        ({"shutdown_timeout": -1.0}, "--shutdown-timeout is -1"),
+        ({"shutdown_timeout": float("nan")}, "--shutdown-timeout is nan"),
+        ({"api_key": ("k", "")}, "--api-key is empty"),
+        ({"api_key": (" key",)}, "--api-key"),
+        ({"api_key_file": ""}, "--api-key-file is empty"),
+        ({"cache_namespace": "tenant"}, "--cache-namespace is 'tenant'; give key or header"),
+        ({"ssl_keyfile": "key.pem"}, "without --ssl-certfile"),
+        ({"uds": ""}, "--uds is empty"),
+        ({"host": ""}, "--host is empty"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else None,
+)
+def test_settings_out_of_bounds(settings: dict[str, Any], words: str) -> None:
+    with pytest.raises(InvalidConfig, match=words):
+        ServiceConfig(**settings)

@@ -1,0 +1,62 @@
+"""A signal to every process of the service at once, as service managers stop what they started: it ends as by a
+signal to the launcher alone."""
+
+import signal
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.support.served import Served, save_tiny_model, starting, wait_until
+
+Start = Callable[..., Served]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tiny_model(tmp_path_factory.mktemp("signals") / "tiny")
+
+
+@pytest.fixture
+def sockets(tmp_path: Path) -> Path:
+    directory = tmp_path / "s"
+    directory.mkdir(mode=0o700)
+    return directory
+
+
+@pytest.fixture
+def start(model: Path, tmp_path: Path, sockets: Path) -> Iterator[Start]:
+    """Starts a service, whose sockets are in `sockets`."""
+    with starting(model, tmp_path / "log", sockets) as begin:
+        yield begin
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_to_each_process_ends_it_as_one_to_the_launcher(
+    start: Start, sockets: Path, number: signal.Signals
+) -> None:
+    served = start("--shutdown-timeout", "60").wait_ready()
+    with served.stream(300) as events:
+        assert set(served.processes()) == {"cli", "router_process", "api", "worker"}
+        served.signal_each(number)
+        wait_until(lambda: served.request("/ready")[0] == 503)
+        received = list(events)
+    assert received[-1] == "[DONE]"
+    assert received[-2]["choices"][0]["finish_reason"] == "length"
+    assert served.wait() == 0
+    assert list(sockets.iterdir()) == []
+    assert "Traceback" not in served.log.read_text()
+
+
+@pytest.mark.parametrize(
+    ("process", "number"), [("router_process", signal.SIGINT), ("worker", signal.SIGTERM)]
+)
+def test_a_signal_to_each_process_while_it_starts(
+    start: Start, sockets: Path, process: str, number: signal.Signals
+) -> None:
+    served = start()
+    wait_until(lambda: process in served.processes())
+    served.signal_each(number)
+    assert served.wait() == 0, served.log.read_text()
+    assert list(sockets.iterdir()) == []
+    assert "Traceback" not in served.log.read_text()

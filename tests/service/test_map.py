@@ -1,0 +1,289 @@
+"""The map of a running service: what the worker counts, that steps go on, and the whole of it."""
+
+import asyncio
+import random
+from array import array
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+from test_router import FakeWorker, Service
+from transformers import LlamaConfig
+
+from lightkv.edits import decode, encode
+from lightkv.ledger import TokenLedger
+from lightkv.memory_map import CACHED, OWN, SHARED, MemoryMap
+from lightkv.router import EngineConfig, SamplingParams
+from lightkv.router.engine.request import Request
+from lightkv.router.engine.scheduler import Scheduler
+from lightkv.router.engine.step import Owners, PoolMap, StepResult, WorkerError
+from lightkv.router.model import runner as model_runner
+from lightkv.router.model.build import build_runner
+from lightkv.router.model.loader import random_model
+from lightkv.router.service.messages import Abort, AskMap, Mapped
+from lightkv.router.service.worker_client import WorkerFailed
+from tests.support.fake_router import wait_until
+from tests.support.served import API_KEY, Served, save_tiny_model
+
+TINY = LlamaConfig(
+    vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2
+)  # fmt: skip
+
+
+def labels_of(pool: PoolMap) -> MemoryMap:
+    return MemoryMap(np.array(pool.cells, dtype=np.int32))
+
+
+# --------------------------------------------------------------------------------
+# The worker: what it counts
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory: pytest.TempPathFactory) -> EngineConfig:
+    directory = tmp_path_factory.mktemp("model")
+    torch.manual_seed(0)
+    random_model(TINY, torch.device("cpu"), torch.float32).save_pretrained(directory)
+    (directory / "tokenizer.json").write_text("{}")
+    return EngineConfig(
+        str(directory), device="cpu", dtype="float32", max_total_tokens=150, max_num_seqs=4, prefill_chunk=16
+    )
+
+
+def owners_of(ledger: TokenLedger) -> Owners:
+    """As the router says them, from each sequence's path."""
+    held: dict[int, list[int]] = {}
+    for sequence in ledger.sequences:
+        for segment in sequence.path():
+            held.setdefault(segment.id, []).append(sequence.row)
+    labels = {name: OWN + rows[0] if len(rows) == 1 else SHARED for name, rows in held.items()}
+    return Owners(labels, [(one.row, one.shared, one.length) for one in ledger.sequences])
+
+
+def run(config: EngineConfig, maps: list[tuple[PoolMap, tuple[int, int, int]]] | None) -> list[StepResult]:
+    """Every step's result; `maps` gets a map after each, with what the ledger counts then."""
+    runner, info = build_runner(config, lambda line: None)
+    ledger = TokenLedger(info.capacity, info.limits.max_num_seqs, info.limits.max_model_len)
+    scheduler = Scheduler(ledger, info.limits)
+    rng = random.Random(0)
+    for i in range(9):
+        ids = [*range(5, 25), *(rng.randrange(64) for _ in range(rng.randint(1, 12)))]
+        params = SamplingParams(temperature=0.8, max_tokens=rng.randint(2, 9))
+        scheduler.add(Request(str(i), array("i", ids).tobytes(), params, seed=i))
+    results = []
+    while (plan := scheduler.plan()) is not None:
+        results.append(runner.execute(plan))
+        scheduler.consume(results[-1])
+        if maps is not None:
+            owners = owners_of(ledger)
+            found = runner.map(encode(ledger.drain()), owners)
+            maps.append((found, (ledger.num_free, ledger.num_cached, ledger.num_held)))
+    return results
+
+
+def test_a_map_counts_as_the_ledger_and_changes_no_step(config: EngineConfig) -> None:
+    maps: list[tuple[PoolMap, tuple[int, int, int]]] = []
+    assert run(config, maps) == run(config, None)
+    shared = 0
+    for pool, (num_free, num_cached, num_held) in maps:
+        assert (pool.num_free, pool.num_cached) == (num_free, num_cached)
+        assert pool.num_shared + pool.num_own == num_held
+        assert (pool.capacity, pool.slots_per_cell, len(pool.cells)) == (150, 1, 150)
+        drawn = labels_of(pool).counts
+        assert drawn == tuple(getattr(pool, name) for name in drawn._fields)
+        assert set(pool.cells) <= {*range(3), *range(OWN + 1, OWN + 5)}
+        shared += pool.num_shared
+    assert shared  # the twenty tokens that all begin with
+    assert maps[-1][0].num_own == 0
+    assert maps[-1][0].num_cached > 0
+
+
+def test_a_large_pool_is_sampled_and_counted_whole(
+    config: EngineConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole: list[tuple[PoolMap, tuple[int, int, int]]] = []
+    run(config, whole)
+    monkeypatch.setattr(model_runner, "MAX_CELLS", 40)
+    sampled: list[tuple[PoolMap, tuple[int, int, int]]] = []
+    run(config, sampled)
+    for (full, _), (part, _) in zip(whole, sampled, strict=True):
+        assert part == msgspec.structs.replace(full, slots_per_cell=4, cells=full.cells[::4])
+        assert len(part.cells) == 38
+
+
+# --------------------------------------------------------------------------------
+# The router: between steps, for all who asked
+
+
+class MappingWorker(FakeWorker):
+    """A worker of integers that can tell its slots."""
+
+    num_maps = 0
+    error: WorkerError | None = None
+
+    async def map(self, edits: bytes, owners: Owners) -> PoolMap:
+        self._require_alive()
+        memory = self.model.memory
+        memory.apply(decode(edits))
+        self.num_maps += 1
+        if self.error is not None:
+            raise WorkerFailed(self.error)
+        labels = np.full(len(memory.free) + 200, -1, dtype=np.int32)
+        labels[list(memory.free)] = 0
+        for name, slots in memory.segments.items():
+            labels[slots] = owners.segments.get(name, CACHED)
+        for row, start, end in owners.private:
+            labels[[memory.rows[row][position] for position in range(start, end)]] = OWN + row
+        cells = labels[1:201].tolist()
+        assert -1 not in cells  # every slot has its use
+        return PoolMap(*MemoryMap(labels[1:201]).counts, 1, cells)
+
+
+class MappingService(Service):
+    def make_worker(self) -> FakeWorker:
+        self.workers.append(MappingWorker(self.pause))
+        return self.workers[-1]
+
+
+async def maps_of(client: Any, count: int) -> list[Mapped]:
+    """The next answers; what else comes is noted as ever."""
+    found: list[Mapped] = []
+    while len(found) < count:
+        answer = await client.take()
+        if isinstance(answer, Mapped):
+            found.append(answer)
+    return found
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_maps_are_taken_between_steps_while_requests_run(tmp_path: Path, depth: int) -> None:
+    async def scenario() -> None:
+        served = MappingService(tmp_path / "router", depth, pause=0.001)
+        client, other = await served.connect(), await served.connect()
+        client.stream.send(AskMap())
+        (empty,) = await maps_of(client, 1)  # while it is idle
+        assert empty.pool is not None
+        assert (empty.pool.num_free, empty.pool.longest_free_run) == (200, 200)
+        for name in ("a", "b", "c"):
+            await client.submit(name, [1, 2, 3, 4, 5, 6, 7, 8], max_tokens=40)
+        pools = []
+        for _ in range(12):
+            client.stream.send(AskMap())
+            other.stream.send(AskMap())
+            mine, theirs = await maps_of(client, 1), await maps_of(other, 1)
+            pools += [answer.pool for answer in (*mine, *theirs) if answer.pool is not None]
+            await asyncio.sleep(0.002)
+        ended = await client.until_ended("a", "b", "c")
+        assert {event.finish_reason for event in ended.values()} == {"length"}
+        assert len(pools) == 24
+        for pool in pools:
+            assert pool.num_free + pool.num_cached + pool.num_shared + pool.num_own == 200
+        assert max(pool.num_shared for pool in pools) == 7  # the prompt, less the token that each computes
+        assert max(len({cell for cell in pool.cells if cell >= OWN}) for pool in pools) == 3
+        assert served.workers[0].num_checks  # its books were recounted at the end
+        served.router.drain()
+        assert await served.exit_code == 0
+
+    asyncio.run(scenario())
+
+
+def test_a_map_says_which_request_holds_what(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        served = MappingService(tmp_path / "router", 1, pause=0.001)
+        client = await served.connect()
+        for name in ("a", "b", "c"):
+            await client.submit(name, [1, 2, 3, 4, 5, 6, 7, 8], max_tokens=60)
+        names: set[str] = set()
+        for _ in range(8):
+            client.stream.send(AskMap())
+            ((pool, _),) = [(answer.pool, answer.error) for answer in await maps_of(client, 1)]
+            assert pool is not None
+            own = {row: pool.cells.count(OWN + row) for row in range(1, 5)}
+            assert {one.row: one.num_tokens for one in pool.owners} == {r: n for r, n in own.items() if n}
+            counts = [one.num_tokens for one in pool.owners]
+            assert counts == sorted(counts, reverse=True)
+            assert len({one.request_id for one in pool.owners}) == len(pool.owners)
+            names |= {one.request_id for one in pool.owners}
+            await asyncio.sleep(0.002)
+        assert names == {"a", "b", "c"}
+        client.stream.send(Abort("b"))
+        while True:
+            client.stream.send(AskMap())
+            (answer,) = await maps_of(client, 1)
+            assert answer.pool is not None
+            if (now := {one.request_id for one in answer.pool.owners}) <= {"a", "c"}:
+                break
+            assert now <= {"a", "c", ""}  # a step may still have it
+        await client.until_ended("a", "c")
+        client.stream.send(AskMap())
+        (answer,) = await maps_of(client, 1)
+        assert answer.pool is not None
+        assert answer.pool.owners == []
+        served.router.drain()
+        assert await served.exit_code == 0
+
+    async def bounded() -> None:
+        await asyncio.wait_for(scenario(), 20)
+
+    asyncio.run(bounded())
+
+
+@pytest.mark.parametrize("fatal", [False, True])
+def test_a_map_that_fails_is_answered(tmp_path: Path, fatal: bool) -> None:
+    async def scenario() -> None:
+        served = MappingService(tmp_path / "router", 1)
+        client = await served.connect()
+        worker = served.workers[0]
+        assert isinstance(worker, MappingWorker)
+        worker.error = WorkerError("OutOfMemoryError", "no room", fatal)
+        client.stream.send(AskMap())
+        (answer,) = await maps_of(client, 1)
+        assert answer.pool is None
+        assert "no room" in answer.error
+        await client.until(lambda status: status.state == "ready")
+        assert len(served.workers) == 1 + fatal  # one that has lost its device is replaced
+        worker.error = None
+        await client.submit("after", [1, 2, 3])
+        assert (await client.until_ended("after"))["after"].finish_reason == "length"
+        served.router.drain()
+        assert await served.exit_code == 0
+
+    async def bounded() -> None:
+        await asyncio.wait_for(scenario(), 20)
+
+    asyncio.run(bounded())
+
+
+# --------------------------------------------------------------------------------
+# The whole service
+
+
+def test_the_map_of_a_service_that_answers(tmp_path: Path) -> None:
+    served = Served(save_tiny_model(tmp_path / "tiny"), tmp_path / "log", api_key=API_KEY)
+    try:
+        served.wait_ready()
+        status, empty, _ = served.request("/map")
+        assert (status, empty["num_free"], empty["slots_per_cell"]) == (200, 8192, 1)
+        with served.stream(4000) as events:
+            found: dict[str, Any] = {}
+
+            def maps_its_tokens() -> bool:
+                found.update(served.request("/map")[1])
+                return found["num_own"] > 8
+
+            wait_until(maps_its_tokens)
+            rows = {cell for cell in found["cells"] if cell >= OWN}
+            assert len(rows) == 1
+            assert found["cells"].count(rows.pop()) == found["num_own"]
+            num_own = found["num_own"]
+            wait_until(lambda: served.request("/map")[1]["num_own"] > num_own)  # it goes on
+            assert "choices" in next(events)
+        load = served.at_rest()
+        wait_until(lambda: served.request("/map")[1]["num_own"] == 0)
+        pool = served.request("/map")[1]
+        assert (pool["num_free"], pool["num_cached"]) == (load["free"], load["cached"])
+        assert "Traceback" not in served.log.read_text()
+    finally:
+        served.close()

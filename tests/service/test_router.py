@@ -1,0 +1,377 @@
+"""The router with a worker of integers: submissions, refusals, ends, crashes, draining. One process."""
+
+import asyncio
+import random
+import subprocess
+import sys
+from array import array
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+
+from lightkv.router.config import EngineConfig
+from lightkv.router.engine.admission import OutputLengths
+from lightkv.router.engine.loop import Holding
+from lightkv.router.engine.step import Limits, RunnerInfo, StepPlan, StepResult, TokenEvent, WorkerError
+from lightkv.router.sampling_params import SamplingParams
+from lightkv.router.service.frames import FrameStream
+from lightkv.router.service.messages import Abort, Accepted, Events, Refused, Status, Submit, ToApi
+from lightkv.router.service.router import MAX_CRASHES, Router
+from lightkv.router.service.worker_client import WorkerDied, WorkerFailed
+from tests.support.model_worker import ModelWorker
+
+CAPACITY = 200
+INFO = RunnerInfo(
+    "Model", "cpu", "float32", "Torch", False, CAPACITY, 8, 1608, "given", Limits(4, 100, 16, 300)
+)
+
+
+class FakeWorker:
+    """A worker whose steps are computed by the model of the memory; it can be killed, or made to fail."""
+
+    def __init__(self, pause: float = 0.0) -> None:
+        self.model = ModelWorker(CAPACITY, random.Random(0))
+        self.pause = pause
+        self.killed = asyncio.Event()
+        self.num_checks = 0
+
+    def kill(self) -> None:
+        self.killed.set()
+
+    async def start(self, config: EngineConfig, report: Callable[[str], None]) -> RunnerInfo:
+        report("loading")
+        return INFO
+
+    async def step(self, plan: StepPlan) -> StepResult | None:
+        self._require_alive()
+        pending = len(self.model.results)
+        self.model.send(plan)
+        return await self.flush() if pending else None
+
+    async def flush(self) -> StepResult | None:
+        await asyncio.sleep(self.pause)
+        self._require_alive()
+        result = self.model.results.popleft()
+        if isinstance(result, Exception):
+            raise WorkerFailed(WorkerError("RuntimeError", str(result), False))
+        return result
+
+    async def check(self, edits: bytes, holding: Holding) -> None:
+        self.model.check(edits, holding)
+        self.num_checks += 1
+
+    async def wait_dead(self) -> WorkerDied:
+        await self.killed.wait()
+        return WorkerDied(-9)
+
+    def _require_alive(self) -> None:
+        if self.killed.is_set():
+            raise WorkerDied(-9)
+
+
+class Client:
+    """An API process, as far as the router sees one."""
+
+    def __init__(self, stream: FrameStream[ToApi]) -> None:
+        self.stream = stream
+        self.status: Status | None = None
+        self.events: list[TokenEvent] = []
+
+    async def take(self) -> Accepted | Refused | None:
+        """Read one message; the answer to a submission, if it was one."""
+        message = await asyncio.wait_for(self.stream.receive(), 5)
+        assert message is not None, "the router hung up"
+        if isinstance(message, Status):
+            self.status = message
+        elif isinstance(message, Events):
+            self.events += message.events
+        else:
+            return message
+        return None
+
+    async def submit(self, name: str, prompt: list[int], max_tokens: int = 5) -> Accepted | Refused:
+        params = SamplingParams(max_tokens=max_tokens, temperature=0.0)
+        self.stream.send(Submit(name, array("i", prompt).tobytes(), params, 1, []))
+        while (answer := await self.take()) is None:
+            pass
+        return answer
+
+    async def until_ended(self, *names: str) -> dict[str, TokenEvent]:
+        while not set(names) <= {event.request_id for event in self.events if event.finish_reason}:
+            await self.take()
+        return {event.request_id: event for event in self.events if event.finish_reason}
+
+    async def until(self, what: Callable[[Status], bool]) -> Status:
+        while self.status is None or not what(self.status):
+            await self.take()
+        return self.status
+
+
+class Service:
+    """A router that serves in this event loop, and the workers that it has made."""
+
+    def __init__(
+        self, path: Path, depth: int, pause: float = 0.0, max_queued: int = 10, admission: str = "exact"
+    ) -> None:
+        self.path = path
+        self.pause = pause
+        self.workers: list[FakeWorker] = []
+        self.router = Router(EngineConfig(admission=admission), self.make_worker, max_queued, depth)
+        self.exit_code: asyncio.Task[int] = asyncio.create_task(self.router.serve(path))
+
+    def make_worker(self) -> FakeWorker:
+        self.workers.append(FakeWorker(self.pause))
+        return self.workers[-1]
+
+    async def connect(self) -> Client:
+        while not self.path.exists():
+            await asyncio.sleep(0.001)
+        reader, writer = await asyncio.open_unix_connection(self.path)
+        client = Client(FrameStream(reader, writer, ToApi))
+        await client.until(lambda status: status.state == "ready")
+        return client
+
+
+@asynccontextmanager
+async def service(
+    path: Path, depth: int = 1, pause: float = 0.0, max_queued: int = 10, admission: str = "exact"
+) -> AsyncIterator[Service]:
+    made = Service(path / "router.sock", depth, pause, max_queued, admission)
+    try:
+        yield made
+    finally:
+        made.router.drain()
+        made.router.abort_all()
+        await asyncio.wait_for(made.exit_code, 5)
+
+
+def assert_idle(status: Status) -> None:
+    load = status.load
+    assert (load.held, load.num_running, load.num_waiting) == (0, 0, 0)
+    assert load.free + load.cached == CAPACITY
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_requests_are_accepted_answered_and_leave_nothing(tmp_path: Path, depth: int) -> None:
+    async def scenario() -> None:
+        async with service(tmp_path, depth) as made:
+            client = await made.connect()
+            for i in range(9):
+                assert await client.submit(str(i), [7, 8, 9, *range(i)]) == Accepted(str(i))
+            ends = await client.until_ended(*map(str, range(9)))
+            assert {event.finish_reason for event in ends.values()} == {"length"}
+            tokens = [event.token for event in client.events if event.request_id == "3"]
+            assert len(tokens) == 5
+            firsts = {
+                event.request_id: event.num_cached for event in client.events if event.num_cached is not None
+            }
+            assert len(firsts) == 9
+            status = await client.until(lambda status: not status.load.held and status.load.num_steps > 0)
+            assert_idle(status)
+            assert status.load.generated_tokens == 45
+            assert status.load.num_ledger_checks == status.load.num_steps
+            await asyncio.sleep(0.05)
+            assert made.workers[0].num_checks
+
+    asyncio.run(scenario())
+
+
+def test_what_cannot_run_is_refused_with_its_kind(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with service(tmp_path, pause=0.02, max_queued=2) as made:
+            client = await made.connect()
+            refused = await client.submit("a", [1] * 90, 11)
+            assert isinstance(refused, Refused)
+            assert (refused.kind, "the context of 100" in refused.message) == ("never_fits", True)
+            for name, prompt in (("b", []), ("c", [300])):
+                refused = await client.submit(name, prompt)
+                assert isinstance(refused, Refused)
+                assert refused.kind == "invalid"
+            answers = [await client.submit(f"q{i}", [i], 40) for i in range(9)]
+            kinds = [answer.kind for answer in answers if isinstance(answer, Refused)]
+            assert kinds
+            assert set(kinds) == {"queue_full"}
+            made.router.drain()
+            refused = await client.submit("late", [1])
+            assert isinstance(refused, Refused)
+            assert refused.kind == "unavailable"
+
+    asyncio.run(scenario())
+
+
+def test_an_abort_frees_within_two_steps_and_so_does_a_vanished_client(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with service(tmp_path, pause=0.01) as made:
+            client, other = await made.connect(), await made.connect()
+            await client.submit("aborted", [1] * 20, 70)
+            await other.submit("vanished", [2] * 20, 70)
+            await client.until(lambda status: status.load.num_running == 2)
+            client.stream.send(Abort("aborted"))
+            other.stream.close()
+            before = made.router.load().num_steps
+            status = await client.until(lambda status: not status.load.held)
+            assert_idle(status)
+            assert made.workers[0].model.plans[-1].step <= before + 2
+            assert not [event for event in client.events if event.finish_reason]
+
+    asyncio.run(scenario())
+
+
+def test_a_failed_step_ends_its_requests_and_the_service_goes_on(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with service(tmp_path, pause=0.005) as made:
+            client = await made.connect()
+            await client.submit("a", [1, 2], 50)
+            made.workers[0].model.error = RuntimeError("no luck")
+            ends = await client.until_ended("a")
+            assert (ends["a"].finish_reason, ends["a"].error) == ("error", "RuntimeError: no luck")
+            await client.submit("b", [1, 2])
+            assert (await client.until_ended("b"))["b"].finish_reason == "length"
+            assert len(made.workers) == 1
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("while_idle", [True, False])
+def test_a_worker_that_dies_is_replaced(tmp_path: Path, while_idle: bool) -> None:
+    async def scenario() -> None:
+        async with service(tmp_path, pause=0.01) as made:
+            client = await made.connect()
+            if not while_idle:
+                await client.submit("a", [1, 2], 90)
+            await asyncio.sleep(0.05)
+            made.workers[0].kill()
+            if not while_idle:
+                ends = await client.until_ended("a")
+                assert ends["a"].finish_reason == "lost"
+                assert client.status is not None
+                assert client.status.state == "starting"
+            status = await client.until(lambda s: s.state == "ready" and s.load.num_worker_starts == 2)
+            assert_idle(status)
+            assert status.load.cached == 0
+            assert await client.submit("b", [1, 2]) == Accepted("b")
+            assert (await client.until_ended("b"))["b"].finish_reason == "length"
+
+    asyncio.run(scenario())
+
+
+def test_three_deaths_within_a_minute_end_the_service(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        made = Service(tmp_path / "router.sock", depth=1)
+        client = await made.connect()
+        for i in range(MAX_CRASHES):
+            await client.until(
+                lambda status, i=i: status.load.num_worker_starts == i + 1 and status.state == "ready"
+            )
+            made.workers[-1].kill()
+        assert await asyncio.wait_for(made.exit_code, 5) == 1
+
+    asyncio.run(scenario())
+
+
+def test_workers_that_never_do_a_step_end_the_service_however_long_they_load(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def scenario() -> None:
+        monkeypatch.setattr(
+            "lightkv.router.service.router.CRASH_SECONDS", 0.0
+        )  # no two crashes are within it
+        made = Service(tmp_path / "router.sock", depth=1)
+        client = await made.connect()
+        num_starts = 2 * MAX_CRASHES
+        for i in range(1, num_starts + 1):
+            await client.until(
+                lambda status, i=i: status.load.num_worker_starts == i and status.state == "ready"
+            )
+            if i <= num_starts - MAX_CRASHES + 1:  # with a step between them, crashes do not add up
+                await client.submit(str(i), [1, 2])
+                await client.until_ended(str(i))
+            made.workers[-1].kill()
+        assert await asyncio.wait_for(made.exit_code, 5) == 1
+        assert len(made.workers) == num_starts
+
+    asyncio.run(scenario())
+
+
+async def submit_more_than_fits(client: Client) -> list[str]:
+    """Short answers, to learn from, and then long ones: more than half of them would have to wait."""
+    for i in range(OutputLengths.num_needed):
+        await client.submit(f"short{i}", [i % 16], 2)
+        await client.until_ended(f"short{i}")
+    names = [f"long{i}" for i in range(4)]
+    for i, name in enumerate(names):
+        assert await client.submit(name, [i] * 30, 60) == Accepted(name)
+    return names
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_admission_by_estimates_pauses_and_finishes_all_also_while_draining(
+    tmp_path: Path, depth: int
+) -> None:
+    async def scenario() -> None:
+        async with service(tmp_path, depth, pause=0.005, admission="quantile") as made:
+            client = await made.connect()
+            names = await submit_more_than_fits(client)
+            await client.until(lambda status: status.load.num_pauses > 0)
+            made.router.drain()
+            ends = await client.until_ended(*names)
+            assert {ends[name].finish_reason for name in names} == {"length"}
+            for name in names:
+                assert sum(event.request_id == name for event in client.events) == 60
+            assert made.router.load().recomputed_tokens > 0
+            assert await asyncio.wait_for(made.exit_code, 5) == 0
+
+    asyncio.run(scenario())
+
+
+def test_a_worker_that_dies_takes_the_paused_along_and_what_was_learned_stays(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with service(tmp_path, 2, pause=0.005, admission="quantile") as made:
+            client = await made.connect()
+            names = await submit_more_than_fits(client)
+            while not made.router.load().num_pauses:  # a status would come when all is over
+                await asyncio.sleep(0.001)
+            made.workers[0].kill()
+            ends = await client.until_ended(*names)
+            assert {ends[name].finish_reason for name in names} == {"lost"}
+            await client.until(lambda status: status.state == "ready" and status.load.num_worker_starts == 2)
+            assert await client.submit("next", [1] * 30, 60) == Accepted("next")
+            assert (await client.until_ended("next"))["next"].finish_reason == "length"
+            status = await client.until(lambda status: not status.load.held)
+            assert_idle(status)
+            assert made.router._scheduler is not None
+            assert made.router._scheduler._admission is made.router._admission
+
+    asyncio.run(scenario())
+
+
+def test_books_that_differ_end_the_service(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        made = Service(tmp_path / "router.sock", depth=1, pause=0.01)
+        client = await made.connect()
+        await client.submit("a", [1, 2], 50)
+        made.workers[0].model.count_error = 1
+        ends = await client.until_ended("a")
+        assert "the device counts" in (ends["a"].error or "")
+        assert await asyncio.wait_for(made.exit_code, 5) == 1
+
+    asyncio.run(scenario())
+
+
+def test_draining_finishes_what_was_accepted(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        made = Service(tmp_path / "router.sock", depth=1, pause=0.005)
+        client = await made.connect()
+        await client.submit("a", [1, 2], 30)
+        made.router.drain()
+        assert (await client.until_ended("a"))["a"].finish_reason == "length"
+        assert await asyncio.wait_for(made.exit_code, 5) == 0
+
+    asyncio.run(scenario())
+
+
+def test_the_router_loads_no_torch() -> None:
+    code = "import sys, lightkv.router.service.router; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

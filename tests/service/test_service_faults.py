@@ -1,0 +1,90 @@
+"""A live service and what once ended or froze it: plans larger than a socket's buffer, a worker that hangs, a
+router that is stopped."""
+
+import os
+import signal
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from tests.support.served import COMPLETIONS, Served, save_tiny_model, starting, wait_until
+
+LONG_PROMPT = [(7 * i) % 9000 + 20 for i in range(8000)]
+STEP_TIMEOUT = 5
+
+
+@pytest.fixture(scope="module")
+def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    directory = tmp_path_factory.mktemp("service")
+    model = save_tiny_model(directory / "model")
+    with starting(model, directory / "log", directory) as begin:
+        served = begin("--step-timeout", str(STEP_TIMEOUT), "--prefill-chunk", "512")
+        yield served.wait_ready()
+
+
+def ask(service: Served, **fields: Any) -> list[str]:
+    status, body, _ = service.request(COMPLETIONS, {"temperature": 0, "ignore_eos": True, **fields})
+    assert status == 200, body
+    return [choice["text"] for choice in body["choices"]]
+
+
+def is_ready(service: Served) -> bool:
+    return service.request("/ready")[0] == 200
+
+
+def metric(service: Served, name: str) -> str:
+    """The lines of one series."""
+    connection = service.connect()
+    connection.request("GET", "/metrics")
+    text = connection.getresponse().read().decode()
+    connection.close()
+    return "\n".join(line for line in text.splitlines() if line.startswith(name))
+
+
+def test_many_answers_with_penalties_to_a_long_cached_prompt(service: Served) -> None:
+    """Each answer's row once carried the whole prompt, which is 32 kB here."""
+    ask(service, prompt=LONG_PROMPT, max_tokens=1)
+    (alone,) = ask(service, prompt=LONG_PROMPT, max_tokens=3, repetition_penalty=1.1)
+    for n in (8, 60):
+        assert ask(service, prompt=LONG_PROMPT, max_tokens=3, repetition_penalty=1.1, n=n) == [alone] * n
+    assert service.at_rest()["num_worker_starts"] == 1
+
+
+def test_a_worker_that_hangs_is_replaced(service: Served) -> None:
+    expected = service.complete()
+    starts = service.request("/load")[1]["num_worker_starts"]
+    worker = service.processes()["worker"]
+    with service.stream(max_tokens=8000) as events:
+        os.kill(worker, signal.SIGSTOP)
+        last = list(events)[-1]  # the stream ends, and not with [DONE]
+        assert last["error"]["code"] == 503
+        assert (
+            f"not back after {STEP_TIMEOUT} s (--step-timeout is {STEP_TIMEOUT})" in last["error"]["message"]
+        )
+    assert not is_ready(service)
+    assert service.request(COMPLETIONS, {"prompt": "a"})[0] == 503
+    wait_until(lambda: is_ready(service), 60)
+    assert service.processes()["worker"] != worker
+    assert service.complete() == expected
+    assert service.at_rest()["num_worker_starts"] == starts + 1
+    assert "--step-timeout" in service.log.read_text()
+
+
+def test_a_router_that_is_stopped_is_not_ready_and_loses_nothing(service: Served) -> None:
+    """Its own pause counts for nothing: the worker is not killed for it."""
+    service.complete()
+    starts = service.at_rest()["num_worker_starts"]
+    router, worker = service.processes()["router_process"], service.processes()["worker"]
+    with service.stream(max_tokens=200) as events:
+        os.kill(worker, signal.SIGSTOP)
+        os.kill(router, signal.SIGSTOP)
+        wait_until(lambda: not is_ready(service), 30)
+        assert metric(service, "lightkv:ready").endswith(" 0.0")
+        assert not metric(service, "vllm:num_requests_running")
+        os.kill(router, signal.SIGCONT)
+        os.kill(worker, signal.SIGCONT)
+        assert list(events)[-1] == "[DONE]"
+    wait_until(lambda: is_ready(service), 30)
+    assert metric(service, "vllm:num_requests_running")
+    assert service.at_rest()["num_worker_starts"] == starts

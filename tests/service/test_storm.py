@@ -1,0 +1,227 @@
+"""The whole service under a crowd of streams, and in a storm of clients that go away or send nonsense.
+
+Raw HTTP over asyncio: a client's library would not send what is sent here. Every count is the service's own,
+and what its processes hold is the kernel's.
+"""
+
+import asyncio
+import json
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import pytest
+
+from tests.support.served import COMPLETIONS, Served, save_tiny_model, wait_until
+
+NUM_STREAMS = 256
+NUM_CONNECTS = 500
+MAX_TOKENS = 24
+SECONDS = 100.0  # for all of a crowd
+# By how much a process may grow from one crowd to the next.
+STEADY_MIB = {"router_process": 2.0, "api": 2.0, "worker": 24.0}
+# What libraries keep for speed would hide it: malloc its free blocks, oneDNN the code it made for each shape.
+NOTHING_KEPT = {
+    "MALLOC_MMAP_THRESHOLD_": "262144",
+    "MALLOC_TRIM_THRESHOLD_": "262144",
+    "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "0",
+}
+
+STORY = "the old keeper climbs up to the lamp at dusk and counts every step on the way"
+WORDS = STORY.split()
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    directory = tmp_path_factory.mktemp("storm")
+    served = Served(save_tiny_model(directory / "tiny"), directory / "log", env=NOTHING_KEPT)
+    try:
+        yield served.wait_ready()
+        served.process.terminate()
+        assert served.wait() == 0, served.log.read_text()
+    finally:
+        served.close()
+
+
+@dataclass
+class Reply:
+    """What came back on one connection. `status`: 0 where nothing did. `events`: of a stream, less "data: "."""
+
+    status: int = 0
+    events: list[str] = field(default_factory=list)
+    body: bytes = b""
+
+
+def asked(i: int, max_tokens: int = MAX_TOKENS) -> dict[str, Any]:
+    """The i-th of many requests: prompts of many lengths, some of which begin alike."""
+    words = [WORDS[(i * i + j) % len(WORDS)] for j in range(i % 60)]
+    return {
+        "prompt": " ".join([*WORDS[: i % 7], *words, str(i)]),
+        "max_tokens": max_tokens,
+        "seed": i,
+        "ignore_eos": True,
+        "stream": True,
+        "stream_options": {"include_usage": True},
+    }
+
+
+def http_post(body: bytes, path: str = COMPLETIONS, length: int | None = None) -> bytes:
+    head = f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nConnection: close\r\n"
+    return f"{head}Content-Length: {len(body) if length is None else length}\r\n\r\n".encode() + body
+
+
+def sound(i: int) -> bytes:
+    return http_post(json.dumps(asked(i)).encode())
+
+
+MALFORMED = (
+    http_post(b'{"prompt": "a", "max_tokens": '),
+    http_post(b'{"prompt": {"a": 1}, "max_tokens": "many", "stream": 3}'),
+    http_post(b"\xff\xfe\x00"),
+    http_post(b"[" * 50_000),
+    http_post(b'{"prompt": [[-1]], "stream": true}'),
+    http_post(b'{"messages": [{"role": 7}]}', "/v1/chat/completions"),
+    b"BREW /coffee\r\n\r\n",
+    b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + bytes(100) + b"\r\n\r\n",  # as a client of HTTPS begins
+    http_post(b"{}", length=-5),
+    b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\nzz\r\n",
+)
+UNFINISHED = (  # after which the client is gone
+    b"POST /v1/completions HTT",
+    b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Le",
+    http_post(b'{"prompt": "a', length=5000),
+    b"",
+)
+
+
+async def send(url: str, data: bytes, num_events: int | None = None, *, is_rude: bool = False) -> Reply:
+    """What comes back for `data`: all of it, or the first `num_events` of a stream, after which the connection
+    is closed, or reset (`is_rude`)."""
+    parts = urlsplit(url)
+    reader, writer = await asyncio.open_connection(parts.hostname, parts.port)
+    reply = Reply()
+    try:
+        writer.write(data)
+        if num_events is None or num_events > 0:
+            await _read(reader, reply, num_events)
+        if is_rude:
+            writer.transport.abort()
+    except ConnectionError:  # the service need not hear out what is no HTTP
+        pass
+    finally:
+        writer.close()
+    return reply
+
+
+async def _read(reader: asyncio.StreamReader, reply: Reply, num_events: int | None) -> None:
+    head = b""
+    while (line := await reader.readline()).strip():
+        head += line.lower()
+    if not head:
+        return
+    reply.status = int(head.split()[1])
+    if b"text/event-stream" not in head:
+        reply.body = await reader.read()
+        return
+    while num_events is None or len(reply.events) < num_events:
+        line = await reader.readline()
+        if not line:
+            return
+        if line.startswith(b"data: "):
+            reply.events.append(line.removeprefix(b"data: ").strip().decode())
+
+
+async def crowd(url: str, num_streams: int) -> list[Reply]:
+    """All at once, each to its end."""
+    return await asyncio.gather(*(send(url, sound(i)) for i in range(num_streams)))
+
+
+async def storm(url: str, num_connects: int) -> dict[str, list[Reply]]:
+    """All at once: a tenth malformed, a third cut somewhere in their streams, the others to their end."""
+    sent: dict[str, list[Any]] = {"malformed": [], "unfinished": [], "cut": [], "whole": []}
+    for i in range(num_connects):
+        if i % 20 == 0:
+            sent["malformed"].append(send(url, MALFORMED[i // 20 % len(MALFORMED)]))
+        elif i % 20 == 10:
+            data = UNFINISHED[i // 20 % len(UNFINISHED)]
+            sent["unfinished"].append(send(url, data, 0, is_rude=i % 40 == 10))
+        elif i % 3 == 1:
+            sent["cut"].append(send(url, sound(i), i % 5, is_rude=i % 2 == 0))
+        else:
+            sent["whole"].append(send(url, sound(i)))
+    flat = await asyncio.gather(*(request for requests in sent.values() for request in requests))
+    replies = iter(flat)
+    return {kind: [next(replies) for _ in requests] for kind, requests in sent.items()}
+
+
+def check_whole(reply: Reply) -> None:
+    """A stream that has come to its end, with every token asked for."""
+    assert reply.status == 200, reply
+    *chunks, counts, done = reply.events
+    assert done == "[DONE]"
+    assert json.loads(counts)["usage"]["completion_tokens"] == MAX_TOKENS
+    ends = [json.loads(chunk)["choices"][0]["finish_reason"] for chunk in chunks]
+    assert ends[-1] == "length"
+    assert set(ends[:-1]) <= {None}
+
+
+def resident_mib(served: Served) -> dict[str, float]:
+    """Memory of each process."""
+    return {name: _resident(pid) for name, pid in served.processes().items() if name != "cli"}
+
+
+def _resident(pid: int) -> float:
+    found = re.search(r"VmRSS:\s+(\d+) kB", Path(f"/proc/{pid}/status").read_text())
+    assert found is not None
+    return int(found[1]) / 1024
+
+
+def num_descriptors(served: Served) -> int:
+    """What the API process has open."""
+    return len(list(Path(f"/proc/{served.processes()['api']}/fd").iterdir()))
+
+
+@pytest.mark.slow
+def test_a_crowd_of_streams_completes_in_steady_memory(served: Served) -> None:
+    def wave() -> tuple[dict[str, Any], dict[str, float]]:
+        replies = asyncio.run(asyncio.wait_for(crowd(served.url, NUM_STREAMS), SECONDS))
+        assert len(replies) == NUM_STREAMS
+        for reply in replies:
+            check_whole(reply)
+        return served.at_rest(), resident_mib(served)
+
+    first_load, first = wave()
+    second_load, second = wave()
+    assert set(first) == set(second) == set(STEADY_MIB)
+    assert second_load["generated_tokens"] - first_load["generated_tokens"] == NUM_STREAMS * MAX_TOKENS
+    for name, allowed in STEADY_MIB.items():
+        assert second[name] - first[name] < allowed, (name, first, second)
+
+
+def test_a_storm_loses_no_token_and_is_no_server_error(served: Served) -> None:
+    text = served.complete()
+    before = served.at_rest()["generated_tokens"]
+    pids, descriptors = served.processes(), num_descriptors(served)
+    replies = asyncio.run(asyncio.wait_for(storm(served.url, NUM_CONNECTS), SECONDS))
+    assert sum(map(len, replies.values())) == NUM_CONNECTS
+    assert len(replies["malformed"]) + len(replies["unfinished"]) == NUM_CONNECTS // 10
+    assert len(replies["cut"]) >= 0.3 * NUM_CONNECTS
+    for reply in replies["whole"]:
+        check_whole(reply)
+    for reply in replies["malformed"]:
+        assert reply.status == 400, reply
+    for reply in replies["cut"]:
+        assert reply.status in (0, 200), reply
+        assert not any("error" in json.loads(event) for event in reply.events)
+    load = served.at_rest()
+    generated = load["generated_tokens"] - before
+    assert generated < MAX_TOKENS * (
+        len(replies["whole"]) + len(replies["cut"]) / 2
+    )  # who went took theirs along
+    wait_until(lambda: num_descriptors(served) <= descriptors + 1)  # one that asks
+    assert served.complete() == text
+    assert served.processes() == pids
+    assert "Traceback" not in served.log.read_text()

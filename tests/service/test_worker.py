@@ -1,0 +1,363 @@
+"""What a worker does: overlap and its errors, the wire and what it refuses."""
+
+import dataclasses
+import io
+import socket
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import msgspec
+import pytest
+import rpyc
+import torch
+from rpyc.core import consts
+
+from lightkv.router import EngineConfig
+from lightkv.router.engine.step import Done, RunnerInfo, StepPlan, StepResult, WorkerError, WorkerStart
+from lightkv.router.model.build import build_runner
+from lightkv.router.model.runner import ModelRunner
+from lightkv.router.sampling_params import SamplerKind
+from lightkv.router.service.worker import RPYC_CONFIG, StepPipeline, Worker, connect
+from tests.support.recorded_steps import Recording, assert_same, saved, with_unknown_token
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory: pytest.TempPathFactory) -> EngineConfig:
+    return saved(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="module")
+def recording(config: EngineConfig) -> Recording:
+    return Recording(config)
+
+
+# The model runner: launched ahead
+
+
+def test_the_recording_has_every_kind_of_step(recording: Recording) -> None:
+    assert {SamplerKind.RANDOM, SamplerKind.FULL} <= {plan.kind for plan in recording.plans}
+    assert any(plan.num_contexts for plan in recording.plans)
+    assert any(not plan.num_contexts for plan in recording.plans)
+    assert any(plan.logprobs for plan in recording.plans)
+
+
+def overlapped(runner: ModelRunner, plans: list[StepPlan]) -> list[StepResult | None]:
+    results: list[StepResult | None] = []
+    runner.launch(plans[0])
+    for plan in plans[1:]:
+        runner.launch(plan)
+        results.append(runner.collect())
+    return [*results, runner.collect()]
+
+
+def test_steps_launched_ahead_give_the_same_results(config: EngineConfig, recording: Recording) -> None:
+    runner, _ = build_runner(config, lambda line: None)
+    assert_same(overlapped(runner, recording.plans), recording.results)
+    runner.check(recording.edits, recording.holding)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("graphs", [True, False], ids=["graphs", "eager"])
+def test_steps_launched_ahead_give_the_same_results_on_a_gpu(config: EngineConfig, graphs: bool) -> None:
+    gpu_config = dataclasses.replace(config, device="cuda", cuda_graphs=graphs)
+    expected = Recording(gpu_config)
+    runner, _ = build_runner(gpu_config, lambda line: None)
+    assert_same(overlapped(runner, expected.plans), expected.results)
+    runner.check(expected.edits, expected.holding)
+
+
+@pytest.mark.gpu
+def test_a_launch_does_not_wait(config: EngineConfig) -> None:
+    gpu_config = dataclasses.replace(config, device="cuda", cuda_graphs=False)
+    plans = Recording(gpu_config).plans
+    runner, _ = build_runner(gpu_config, lambda line: None)
+    for plan in plans[:-6]:
+        runner.execute(plan)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for plan in plans[-6:]:
+            runner.launch(plan)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert [runner.collect().step for _ in range(6)] == [plan.step for plan in plans[-6:]]
+
+
+def test_a_failed_launch_leaves_the_step_before_to_be_collected(
+    config: EngineConfig, recording: Recording
+) -> None:
+    runner, _ = build_runner(config, lambda line: None)
+    first, second = recording.plans[:2]
+    runner.launch(first)
+    with pytest.raises(IndexError):
+        runner.launch(with_unknown_token(second))
+    assert not runner.fatal
+    assert_same([runner.collect()], recording.results[:1])
+    for plan in recording.plans[2:]:
+        runner.skip(plan)  # the edits are applied, so the books stay the ledger's
+    runner.check(recording.edits, recording.holding)
+
+
+# The pipeline: each call answers for the step before
+
+
+class ScriptedRunner:
+    """Notes what is asked of it, and fails where it is told to."""
+
+    def __init__(self) -> None:
+        self.log: list[str] = []
+        self.fatal = False
+        self.launch_error: Exception | None = None
+        self.collect_error: Exception | None = None
+        self._steps: list[int] = []
+
+    def launch(self, plan: StepPlan) -> None:
+        self.log.append(f"launch {plan.step}")
+        if self.launch_error is not None:
+            error, self.launch_error = self.launch_error, None
+            raise error
+        self._steps.append(plan.step)
+
+    def collect(self) -> StepResult:
+        step = self._steps.pop(0)
+        self.log.append(f"collect {step}")
+        if self.collect_error is not None:
+            error, self.collect_error = self.collect_error, None
+            raise error
+        return StepResult(step, [], 0, 0)
+
+    def skip(self, plan: StepPlan) -> None:
+        self.log.append(f"skip {plan.step}")
+
+
+def bare_plan(step: int) -> StepPlan:
+    return StepPlan(step, b"", [], [], [], 0, b"", [], SamplerKind.GREEDY, {}, [], 0)
+
+
+def outcome(answer: Done[StepResult | None] | WorkerError) -> Any:
+    """A result's step, or an error's step, kind and whether it is fatal."""
+    if isinstance(answer, WorkerError):
+        return answer.step, answer.kind, answer.fatal
+    return None if answer.result is None else answer.result.step
+
+
+@pytest.fixture
+def scripted() -> ScriptedRunner:
+    return ScriptedRunner()
+
+
+@pytest.fixture
+def pipeline(scripted: ScriptedRunner) -> StepPipeline:
+    return StepPipeline(scripted)  # type: ignore[arg-type]
+
+
+def test_a_step_is_launched_before_the_one_before_it_is_waited_for(
+    pipeline: StepPipeline, scripted: ScriptedRunner
+) -> None:
+    answers = [pipeline.step(bare_plan(step)) for step in range(3)]
+    answers += [pipeline.flush(), pipeline.flush()]
+    assert [outcome(answer) for answer in answers] == [None, 0, 1, 2, None]
+    assert scripted.log == ["launch 0", "launch 1", "collect 0", "launch 2", "collect 1", "collect 2"]
+
+
+def test_a_failed_launch_is_answered_in_its_turn_and_fails_the_step_behind_it(
+    pipeline: StepPipeline, scripted: ScriptedRunner
+) -> None:
+    answers = [pipeline.step(bare_plan(0))]
+    scripted.launch_error = RuntimeError("out of luck")
+    answers += [pipeline.step(bare_plan(step)) for step in (1, 2)]
+    answers.append(pipeline.flush())
+    assert [outcome(answer) for answer in answers] == [
+        None,
+        0,
+        (1, "RuntimeError", False),
+        (2, "StepSkipped", False),
+    ]
+    assert scripted.log == ["launch 0", "launch 1", "collect 0", "skip 2"]
+    assert [outcome(pipeline.step(bare_plan(3))), outcome(pipeline.flush())] == [None, 3]
+
+
+def test_a_failure_that_shows_when_the_result_is_read_names_its_own_step(
+    pipeline: StepPipeline, scripted: ScriptedRunner
+) -> None:
+    pipeline.step(bare_plan(0))
+    scripted.collect_error = RuntimeError("late")
+    answers = [pipeline.step(bare_plan(1)), pipeline.flush()]
+    assert [outcome(answer) for answer in answers] == [(0, "RuntimeError", False), 1]
+
+
+def test_nothing_is_launched_after_a_fatal_failure(pipeline: StepPipeline, scripted: ScriptedRunner) -> None:
+    pipeline.step(bare_plan(0))
+    scripted.launch_error = RuntimeError("lost")
+    answers = [pipeline.step(bare_plan(1))]
+    scripted.fatal = True
+    answers += [pipeline.step(bare_plan(2)), pipeline.step(bare_plan(3)), pipeline.flush()]
+    assert [outcome(answer)[0] for answer in answers[1:]] == [1, 2, 3]
+    assert [outcome(answer)[2] for answer in answers[2:]] == [True, True]
+    assert scripted.log == ["launch 0", "launch 1", "collect 0"]
+
+
+# The wire
+
+
+@pytest.fixture
+def worker() -> Worker:
+    return Worker(io.StringIO())
+
+
+NO_PLANS: dict[str, Any] = {
+    "empty": b"",
+    "no msgpack": b"\xc1\xff",
+    "cut off": msgspec.msgpack.encode(bare_plan(0))[:-1],
+    "trailing": msgspec.msgpack.encode(bare_plan(0)) + b"\x00",
+    "other type": msgspec.msgpack.encode([1, 2]),
+    "a field's type": msgspec.msgpack.encode({**msgspec.structs.asdict(bare_plan(0)), "step": "one"}),
+    "pickle": b"\x80\x04N.",
+    "str": "text",
+    "bytearray": bytearray(b"\x80"),
+    "subclass": type("Bytes", (bytes,), {})(b"\x80"),
+    "none": None,
+    "list": [],
+}
+
+
+@pytest.mark.parametrize("request_bytes", NO_PLANS.values(), ids=NO_PLANS)
+@pytest.mark.parametrize("verb", ["start", "step", "check", "map"])
+def test_what_is_no_message_is_refused(worker: Worker, verb: str, request_bytes: Any) -> None:
+    answer = getattr(worker, f"exposed_{verb}")(request_bytes)
+    error = msgspec.msgpack.decode(answer, type=WorkerError)
+    assert (error.kind, error.fatal, error.step) == ("BadRequest", False, None)
+
+
+def test_a_step_before_the_model_is_refused(worker: Worker) -> None:
+    for answer in (worker.exposed_step(msgspec.msgpack.encode(bare_plan(0))), worker.exposed_flush()):
+        error = msgspec.msgpack.decode(answer, type=WorkerError)
+        assert (error.kind, error.message) == ("BadRequest", "no model yet; call start first")
+
+
+def test_the_model_is_loaded_once(config: EngineConfig) -> None:
+    worker = Worker(io.StringIO())
+    request = msgspec.msgpack.encode(WorkerStart(config))
+    info = msgspec.msgpack.decode(worker.exposed_start(request), type=Done[RunnerInfo]).result
+    assert info.capacity == 300
+    error = msgspec.msgpack.decode(worker.exposed_start(request), type=WorkerError)
+    assert (error.kind, error.fatal) == ("BadRequest", False)
+    assert msgspec.msgpack.decode(worker.exposed_flush(), type=Done[None]) == Done(None)
+
+
+def test_slow_work_is_announced_line_by_line_and_its_end_by_an_empty_line(
+    config: EngineConfig, recording: Recording
+) -> None:
+    told = io.StringIO()
+    worker = Worker(told)
+    worker.exposed_start(msgspec.msgpack.encode(WorkerStart(config)))
+    *lines, end, rest = told.getvalue().split("\n")
+    assert "K/V pool: 300 tokens" in "\n".join(lines)
+    assert all(lines)
+    assert (end, rest) == ("", "")
+    before = told.getvalue()
+    worker.exposed_step(msgspec.msgpack.encode(recording.plans[0]))
+    worker.exposed_flush()
+    assert told.getvalue() == before  # nothing was slow
+
+
+@pytest.mark.gpu
+def test_a_graph_or_a_kernel_that_a_step_is_the_first_to_need_is_announced(config: EngineConfig) -> None:
+    """Else the router would count the time for it as the step's."""
+    gpu_config = dataclasses.replace(config, device="cuda")
+    plans = Recording(gpu_config).plans
+    told = io.StringIO()
+    worker = Worker(told)
+    worker.exposed_start(msgspec.msgpack.encode(WorkerStart(gpu_config)))
+    loaded = len(told.getvalue())
+    for plan in plans:
+        worker.exposed_step(msgspec.msgpack.encode(plan))
+    worker.exposed_flush()
+    *announced, rest = told.getvalue()[loaded:].split("\n\n")
+    assert any("capturing a decode graph" in part for part in announced)
+    assert rest == ""
+
+
+@pytest.mark.parametrize(("rank", "world_size"), [(1, 2), (0, 2), (1, 1)])
+def test_another_rank_is_refused(worker: Worker, config: EngineConfig, rank: int, world_size: int) -> None:
+    answer = worker.exposed_start(msgspec.msgpack.encode(WorkerStart(config, rank, world_size)))
+    assert f"rank {rank} of {world_size}" in msgspec.msgpack.decode(answer, type=WorkerError).message
+
+
+def test_an_impossible_setting_is_refused(worker: Worker, config: EngineConfig) -> None:
+    request = msgspec.to_builtins(WorkerStart(config))
+    request["config"]["mem_fraction"] = 2.0
+    answer = worker.exposed_start(msgspec.msgpack.encode(request))
+    assert "--mem-fraction is 2.0" in msgspec.msgpack.decode(answer, type=WorkerError).message
+
+
+def test_rpyc_allows_calls_of_exposed_methods_and_nothing_else() -> None:
+    allowed = {name for name, value in RPYC_CONFIG.items() if name.startswith("allow_") and value}
+    assert allowed == {"allow_getattr", "allow_exposed_attrs"}
+    known = {
+        name for name in rpyc.core.protocol.DEFAULT_CONFIG if name.startswith(("allow_", "instantiate_"))
+    }
+    assert known <= RPYC_CONFIG.keys()
+    on = [
+        name for name, value in RPYC_CONFIG.items() if name.startswith(("import_", "instantiate_")) and value
+    ]
+    assert not on
+    assert not RPYC_CONFIG["safe_attrs"]
+
+
+@pytest.fixture
+def hostile(worker: Worker) -> Iterator[rpyc.Connection]:
+    """A client that may do all, against a worker served as it always is."""
+    theirs, ours = socket.socketpair()
+    served = connect(worker, rpyc.SocketStream(theirs), RPYC_CONFIG)
+    thread = threading.Thread(target=served.serve_all)
+    thread.start()
+    everything = {name: True for name in RPYC_CONFIG if name.startswith("allow_")}
+    config = {**everything, "sync_request_timeout": 10}
+    connection = connect(rpyc.VoidService(), rpyc.SocketStream(ours), config)
+    yield connection
+    connection.close()
+    thread.join(timeout=10)
+    assert not thread.is_alive()
+
+
+def test_a_hostile_client_reaches_the_exposed_methods_alone(hostile: rpyc.Connection) -> None:
+    root = hostile.root
+    names = {*dir(Worker), *dir(rpyc.Service), "_runner", "_pipeline", "_slow_work", "__globals__"}
+    reached = set()
+    for name in names:
+        try:
+            hostile.sync_request(consts.HANDLE_GETATTR, root, name)
+        except AttributeError:
+            continue
+        reached.add(name.removeprefix("exposed_"))
+    ours = {"start", "step", "flush", "check", "map"}
+    assert reached == ours | {"get_service_name", "get_service_aliases"}  # rpyc's own: a name
+    for name in dir(Worker.exposed_step):
+        with pytest.raises(AttributeError):
+            hostile.sync_request(consts.HANDLE_GETATTR, root.step, name)
+
+
+def test_a_hostile_client_can_neither_write_nor_pickle(hostile: rpyc.Connection, worker: Worker) -> None:
+    root = hostile.root
+    before = dict(vars(worker))
+    for handler, arguments in (
+        (consts.HANDLE_SETATTR, ("exposed_step", 1)),
+        (consts.HANDLE_SETATTR, ("_runner", 1)),
+        (consts.HANDLE_DELATTR, ("_runner",)),
+        (consts.HANDLE_PICKLE, (2,)),
+        (consts.HANDLE_CALL, ((),)),
+        (consts.HANDLE_CTXEXIT, (None,)),
+        (consts.HANDLE_CMP, (1, "__init__")),
+        (consts.HANDLE_BUFFITER, (1,)),
+        (consts.HANDLE_OLDSLICING, ("__getitem__", "__getslice__", 0, 1, ())),
+    ):
+        with pytest.raises((AttributeError, TypeError, ValueError)):
+            hostile.sync_request(handler, root, *arguments)
+    assert vars(worker) == before
+
+
+def test_live_objects_are_refused_as_requests(hostile: rpyc.Connection) -> None:
+    for live in ([1], {"a": 1}, bytearray(b"x"), open, object()):
+        error = msgspec.msgpack.decode(hostile.root.step(live), type=WorkerError)
+        assert error.kind == "BadRequest"

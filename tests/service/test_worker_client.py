@@ -1,0 +1,323 @@
+"""The worker as a process, and its client: the same results, failures in their turn, and every death."""
+
+import asyncio
+import dataclasses
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Coroutine
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import uvloop
+
+from lightkv.edits import Drop, encode
+from lightkv.router import EngineConfig
+from lightkv.router.engine.loop import Holding
+from lightkv.router.engine.step import StepPlan
+from lightkv.router.service.worker_client import WorkerClient, WorkerDied, WorkerFailed
+from tests.support.recorded_steps import Recording, assert_same, saved, with_unknown_token
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory: pytest.TempPathFactory) -> EngineConfig:
+    return saved(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="module")
+def recording(config: EngineConfig) -> Recording:
+    return Recording(config)
+
+
+def run(loop_factory: Callable[[], asyncio.AbstractEventLoop], work: Coroutine[Any, Any, None]) -> None:
+    with asyncio.Runner(loop_factory=loop_factory) as runner:
+        runner.run(work)
+
+
+@pytest.mark.parametrize("loop_factory", [uvloop.new_event_loop], ids=["uvloop"])
+def test_a_worker_gives_the_results_of_the_runner_in_process(
+    config: EngineConfig, recording: Recording, loop_factory: Callable[[], asyncio.AbstractEventLoop]
+) -> None:
+    async def work() -> None:
+        client = WorkerClient()
+        lines: list[str] = []
+        info = await client.start(config, lines.append)
+        assert info == recording.info
+        assert any(line.startswith("K/V pool: 300 tokens") for line in lines)
+        assert "\n" not in "".join(lines)
+
+        results = [await client.step(plan) for plan in recording.plans]
+        results += [await client.flush(), await client.flush()]
+        assert results[0] is None
+        assert results[-1] is None
+        assert_same(results[1:-1], recording.results)
+        await client.check(recording.edits, recording.holding)
+
+        with pytest.raises(RuntimeError, match="has been started"):
+            await client.start(config, lines.append)
+        flushing = asyncio.ensure_future(client.flush())
+        await asyncio.sleep(0)
+        with pytest.raises(RuntimeError, match="a call is under way"):
+            await client.flush()
+        assert await flushing is None
+        assert client.alive
+        client.kill()
+        assert (await client.wait_dead()).returncode == -signal.SIGKILL
+        assert not client.alive
+
+    run(loop_factory, work())
+
+
+def test_failures_come_in_their_turn_and_a_killed_worker_is_seen_at_once(
+    config: EngineConfig, recording: Recording
+) -> None:
+    async def work() -> None:
+        client = WorkerClient()
+        await client.start(config, lambda line: None)
+        first, second, third = recording.plans[:3]
+        assert await client.step(first) is None
+        assert_same([await client.step(with_unknown_token(second))], recording.results[:1])
+        with pytest.raises(WorkerFailed, match="step 1: IndexError") as failed:
+            await client.step(third)
+        assert (failed.value.step, failed.value.fatal) == (1, False)
+        with pytest.raises(WorkerFailed, match=r"step 2: StepSkipped.*step 1 failed"):
+            await client.flush()
+        assert await client.step(recording.plans[3]) is None
+        result = await client.flush()
+        assert result is not None
+        assert (result.step, result.num_free) == (3, recording.results[3].num_free)
+
+        lost = msgspec.structs.replace(recording.plans[4], edits=encode([Drop(99, 0)]))
+        assert await client.step(lost) is None
+        with pytest.raises(WorkerFailed, match="step 4: KeyError") as failed:
+            await client.flush()
+        assert failed.value.fatal
+
+        with pytest.raises(WorkerFailed, match="free slots") as failed:
+            await client.check(encode([]), Holding(7, []))
+        assert (failed.value.kind, failed.value.fatal) == ("CheckFailed", True)
+
+        os.kill(client.pid, signal.SIGSTOP)  # so that a call is under way
+        waiting = asyncio.ensure_future(client.flush())
+        await asyncio.sleep(0.05)
+        assert not waiting.done()
+        started = time.monotonic()
+        os.kill(client.pid, signal.SIGKILL)
+        with pytest.raises(WorkerDied, match="SIGKILL"):
+            await waiting
+        assert (await client.wait_dead()).returncode == -signal.SIGKILL
+        assert time.monotonic() - started < 2
+
+    run(asyncio.new_event_loop, work())
+
+
+LOOPS = pytest.mark.parametrize(
+    "loop_factory", [asyncio.new_event_loop, uvloop.new_event_loop], ids=["asyncio", "uvloop"]
+)
+
+
+@LOOPS
+def test_a_plan_of_megabytes_reaches_a_worker_that_reads_late_and_a_send_finds_a_dead_one(
+    config: EngineConfig, recording: Recording, loop_factory: Callable[[], asyncio.AbstractEventLoop]
+) -> None:
+    def large(plan: StepPlan) -> StepPlan:
+        return msgspec.structs.replace(plan, prompts=[bytes(4 << 20)])
+
+    async def work() -> None:
+        client = WorkerClient()
+        await client.start(config, lambda line: None)
+        plans = [large(plan) for plan in recording.plans[:4]]
+        results = [await client.step(plans[0])]  # idle
+
+        os.kill(client.pid, signal.SIGSTOP)  # stopped
+        waiting = asyncio.ensure_future(client.step(plans[1]))
+        for _ in range(10):  # the loop goes on
+            await asyncio.sleep(0.01)
+        assert not waiting.done()
+        os.kill(client.pid, signal.SIGCONT)
+        results.append(await waiting)
+
+        waiting = asyncio.ensure_future(client.step(plans[2]))
+        for _ in range(20):  # slow
+            os.kill(client.pid, signal.SIGSTOP)
+            await asyncio.sleep(0.01)
+            os.kill(client.pid, signal.SIGCONT)
+            await asyncio.sleep(0.002)
+        results += [await waiting, await client.flush()]
+        assert results[0] is None
+        assert_same(results[1:], recording.results[:3])
+
+        os.kill(client.pid, signal.SIGKILL)
+        while is_running(client.pid):  # the loop has no turn in which to see it
+            time.sleep(0.01)
+        for plan in (plans[3], recording.plans[3]):
+            with pytest.raises(WorkerDied, match="SIGKILL"):
+                await client.step(plan)
+        assert (await client.wait_dead()).returncode == -signal.SIGKILL
+
+    run(loop_factory, work())
+
+
+def test_a_worker_that_does_not_answer_in_time_is_killed(config: EngineConfig, recording: Recording) -> None:
+    async def work() -> None:
+        client = WorkerClient(step_timeout=2.0)
+        await client.start(config, lambda line: None)
+        await asyncio.sleep(2.2)  # nothing is under way: nothing is late
+        assert await client.step(recording.plans[0]) is None
+        os.kill(client.pid, signal.SIGSTOP)
+        started = time.monotonic()
+        with pytest.raises(WorkerDied, match=r"not back after 2 s \(--step-timeout is 2\)"):
+            await client.flush()
+        assert time.monotonic() - started >= 2
+        died = await client.wait_dead()
+        assert (died.returncode, client.alive) == (-signal.SIGKILL, False)
+        assert "--step-timeout" in str(died)
+        wait_gone(client.pid)
+
+    run(uvloop.new_event_loop, work())
+
+
+def test_an_unknown_model_is_named_as_such(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+
+    async def work() -> None:
+        client = WorkerClient()
+        with pytest.raises(WorkerFailed, match="nobody/nothing") as failed:
+            await client.start(EngineConfig("nobody/nothing"), lambda line: None)
+        assert (failed.value.kind, failed.value.fatal) == ("ModelNotFound", False)
+        assert (await client.wait_dead()).returncode is not None
+
+    run(asyncio.new_event_loop, work())
+
+
+def is_running(pid: int) -> bool:
+    """Not gone, and no zombie that nobody has reaped yet."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text(encoding="ascii")
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+    return stat.rpartition(")")[2].split()[0] != "Z"
+
+
+def wait_gone(pid: int, seconds: float = 2.0) -> None:
+    deadline = time.monotonic() + seconds
+    while is_running(pid):
+        assert time.monotonic() < deadline, f"process {pid} is still there"
+        time.sleep(0.01)
+
+
+@LOOPS
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGABRT], ids=["SIGKILL", "SIGABRT"])
+def test_a_worker_killed_while_it_loads(
+    config: EngineConfig, loop_factory: Callable[[], asyncio.AbstractEventLoop], number: signal.Signals
+) -> None:
+    async def work() -> None:
+        client = WorkerClient()
+        starting = asyncio.ensure_future(client.start(config, lambda line: None))
+        await asyncio.sleep(0.4)
+        started = time.monotonic()
+        os.kill(client.pid, number)
+        with pytest.raises(WorkerDied, match=number.name) as died:
+            await starting
+        assert died.value.returncode == -number
+        assert (await client.wait_dead()).returncode == -number
+        assert time.monotonic() - started < 2
+        with pytest.raises(WorkerDied):
+            await client.flush()
+
+    run(loop_factory, work())
+
+
+def test_a_worker_leaves_signals_to_the_launcher(config: EngineConfig) -> None:
+    """A whole group may be told to stop, and what runs is to finish: it ends when the router goes."""
+
+    async def work() -> None:
+        client = WorkerClient()
+        starting = asyncio.ensure_future(client.start(config, lambda line: None))
+        while not (ignored := ignored_signals(client.pid)):
+            await asyncio.sleep(0.01)
+        assert {signal.SIGTERM, signal.SIGINT} <= ignored
+        os.kill(client.pid, signal.SIGTERM)
+        os.kill(client.pid, signal.SIGINT)
+        assert (await starting).device == "cpu"
+        client.kill()
+        await client.wait_dead()
+
+    def ignored_signals(pid: int) -> set[int]:
+        status = Path(f"/proc/{pid}/status").read_text()
+        mask = int(status.split("SigIgn:")[1].split()[0], 16)
+        found = {number for number in range(1, 32) if mask >> (number - 1) & 1}
+        return found if signal.SIGTERM in found else set()
+
+    run(asyncio.new_event_loop, work())
+
+
+@pytest.mark.parametrize("num_turns", [1, 2, 3, 100])
+@LOOPS
+def test_a_cancelled_start_leaves_no_process(
+    config: EngineConfig, loop_factory: Callable[[], asyncio.AbstractEventLoop], num_turns: int
+) -> None:
+    async def work() -> None:
+        client = WorkerClient()
+        start = asyncio.create_task(client.start(config, lambda line: None))
+        for _ in range(num_turns):  # of the event loop
+            await asyncio.sleep(0)
+        start.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await start
+        await client.wait_dead()
+        assert not is_running(client.pid)
+
+    run(loop_factory, work())
+
+
+def test_an_event_loop_that_ends_takes_its_worker_down() -> None:
+    pids: list[int] = []
+
+    async def work() -> None:
+        client = WorkerClient()
+        pids.append(client.pid)
+        await asyncio.sleep(0)
+
+    run(asyncio.new_event_loop, work())
+    wait_gone(pids[0])
+
+
+@pytest.mark.parametrize(
+    "number", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT], ids=lambda number: number.name
+)
+def test_a_worker_ends_with_the_process_that_started_it(config: EngineConfig, number: signal.Signals) -> None:
+    """While it loads: its main thread is busy, and reads nothing from the socket."""
+    program = (
+        "import asyncio, json, sys\n"
+        "from lightkv.router import EngineConfig\n"
+        "from lightkv.router.service.worker_client import WorkerClient\n"
+        "async def work():\n"
+        "    client = WorkerClient()\n"
+        "    print(client.pid, flush=True)\n"
+        "    await client.start(EngineConfig(**json.loads(sys.argv[1])), lambda line: None)\n"
+        "asyncio.run(work())\n"
+    )
+    settings = json.dumps(dataclasses.asdict(config))
+    router = subprocess.Popen(
+        [sys.executable, "-c", program, settings], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
+    )
+    assert router.stdout is not None
+    with router, router.stdout as output:
+        pid = int(output.readline())
+        time.sleep(0.7)
+        assert is_running(pid)
+        router.send_signal(number)
+        router.wait(timeout=10)
+    wait_gone(pid)
+
+
+def test_the_client_and_the_workers_start_know_no_torch() -> None:
+    program = "import sys, lightkv.router.service.worker_client; assert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", program], check=True)

@@ -1,0 +1,357 @@
+"""The simulator: figures against brute force, admissions that keep their promises, and the same bytes twice."""
+
+import itertools
+import math
+import random
+from dataclasses import fields, replace
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import pytest
+from typer.testing import CliRunner
+
+from lightkv.router.cli.app import app
+from lightkv.router.engine.admission import ADMISSIONS
+from lightkv.router.engine.scheduler import Scheduler
+from lightkv.router.engine.step_time import StepTime, Work
+from lightkv.router.simulate import simulator
+from lightkv.router.simulate.config import ALLOCATIONS, PAGE_SIZES, InvalidSimulation, SimulationConfig
+from lightkv.router.simulate.record import Distribution, Timeline
+from lightkv.router.simulate.result import SERIES_POINTS, SimulationResult
+from lightkv.router.simulate.simulator import saturation, simulate
+
+STEP_TIME = "base=0.01,per_decode=1e-4,per_kv=1e-6,prefill=0.002,per_prompt=1e-4,per_pair=1e-7"
+SMALL = SimulationConfig(capacity=3000, max_new=200, prefill_chunk=64, max_num_seqs=24, step_time=STEP_TIME)
+PREFIXED = '{{"timestamp": {}, "input_length": {}, "output_length": {}, "hash_ids": {}}}\n'
+
+
+def write_trace(path: Path, seed: int, num: int = 150, gap: float = 0.05) -> str:
+    """A trace in Azure's format, of random lengths and times."""
+    rng = random.Random(seed)
+    lines, at = ["TIMESTAMP,ContextTokens,GeneratedTokens"], 0.0
+    for _ in range(num):
+        at += rng.expovariate(1 / gap)
+        prompt, output = rng.choice((rng.randint(1, 60), rng.randint(1, 600))), rng.randint(1, 150)
+        lines.append(f"2023-11-16 18:{int(at // 60):02}:{at % 60:09.6f},{prompt},{output}")
+    path.write_text("\n".join(lines) + "\n")
+    return str(path)
+
+
+@pytest.fixture
+def trace(tmp_path: Path) -> str:
+    return write_trace(tmp_path / "trace.csv", 0)
+
+
+def test_the_times_of_one_request_are_those_of_its_steps(tmp_path: Path) -> None:
+    path = tmp_path / "one.csv"
+    path.write_text("ContextTokens,GeneratedTokens\n100,4\n")
+    result = simulate(str(path), replace(SMALL, rate=math.inf))
+    model = StepTime.parse(STEP_TIME)
+    first = model.seconds(Work(0, 0, 64, 64 * 65 // 2))
+    second = model.seconds(Work(0, 0, 36, 36 * 64 + 36 * 37 // 2))
+    decodes = [model.seconds(Work(1, 101 + i, 0, 0)) for i in range(3)]
+    figures = result.figures
+    assert figures.ttft_max == pytest.approx(first + second)
+    assert figures.tpot_max == pytest.approx(sum(decodes) / 3)
+    assert figures.seconds == pytest.approx(first + second + sum(decodes))
+    assert (figures.num_steps, figures.output_tokens, figures.prompt_tokens) == (5, 4, 100)
+    assert figures.peak_held_share == 103 / 3000  # the last token is never written
+    assert figures.goodput == pytest.approx(1 / figures.seconds)
+
+
+@pytest.mark.parametrize("page", PAGE_SIZES)
+def test_last_pages_are_as_empty_as_by_brute_force(trace: str, page: int) -> None:
+    config = replace(SMALL, allocation=f"paged:{page}", admission="oracle", capacity=20_000)
+    empty = slots = 0
+    for request in simulator.open_trace(trace):
+        for length in range(request.prompt, request.prompt + request.output):
+            empty += -length % page
+            slots += length + -length % page
+    for stepwise in (False, True):
+        found = simulate(trace, config, stepwise=stepwise).figures
+        assert found.last_page_waste_share == pytest.approx(empty / slots, abs=1e-12)
+    assert simulate(trace, replace(config, allocation="token")).figures.last_page_waste_share == 0
+
+
+@pytest.mark.parametrize("allocation", ALLOCATIONS)
+@pytest.mark.parametrize("seed", range(3))
+def test_exact_never_preempts(tmp_path: Path, seed: int, allocation: str) -> None:
+    """`simulate` recounts every book at its end."""
+    name = write_trace(tmp_path / "trace.csv", seed, num=120, gap=0.01)
+    found = simulate(name, replace(SMALL, allocation=allocation)).figures
+    assert found.num_finished == 120
+    assert (found.num_preemptions, found.num_preempted, found.recomputed_tokens) == (0, 0, 0)
+    assert found.max_waiting > 50  # the pool was short
+    assert found.memory_used_share > (0.05 if allocation == "contiguous" else 0.15)
+
+
+@pytest.mark.parametrize("admission", ADMISSIONS)
+@pytest.mark.parametrize("allocation", ["token", "paged:32"])
+def test_steps_at_once_are_the_same_steps(tmp_path: Path, allocation: str, admission: str) -> None:
+    name = write_trace(tmp_path / "trace.csv", 5, num=120, gap=0.08)
+    config = replace(SMALL, allocation=allocation, admission=admission, ttft_target=4.0)
+    at_once = simulate(name, config)
+    assert at_once.to_json() == simulate(name, config, stepwise=True).to_json()
+    assert at_once.figures.num_steps > 500
+
+
+def test_steps_are_taken_at_once(trace: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Or the test before this one compares nothing."""
+    taken = []
+
+    class Watched(Scheduler):
+        def repeat(self, count: int, token: int) -> None:
+            taken.append(count)
+            super().repeat(count, token)
+
+    monkeypatch.setattr(simulator, "Scheduler", Watched)
+    found = simulate(trace, SMALL).figures
+    assert sum(taken) > found.num_steps / 4
+
+
+@pytest.mark.parametrize("admission", ADMISSIONS)
+def test_a_seed_gives_the_same_bytes(admission: str) -> None:
+    config = SimulationConfig(requests=60, load=1.2, admission=admission, capacity=10_000, seed=7)
+    first = simulate("chat", config).to_json()
+    assert first == simulate("chat", config).to_json()
+    assert first != simulate("chat", replace(config, seed=8)).to_json()
+
+
+def test_estimates_use_more_than_exact_and_the_oracle_pauses_none() -> None:
+    config = SimulationConfig(requests=250, rate=math.inf, capacity=20_000)
+    found = {name: simulate("chat", replace(config, admission=name)).figures for name in ADMISSIONS}
+    used = {name: figures.memory_used_share for name, figures in found.items()}
+    assert used["sum"] < used["exact"] < used["quantile"] < used["watermark"]
+    assert used["exact"] < used["moving-average"]
+    assert used["exact"] < used["past-future"]
+    for name in ("sum", "exact", "oracle"):
+        assert found[name].num_preemptions == 0
+    assert found["oracle"].served_rate > 1.5 * found["exact"].served_rate
+    assert found["watermark"].num_preemptions > found["quantile"].num_preemptions
+
+
+def test_what_admission_leaves_alone_saves_pauses() -> None:
+    config = SimulationConfig(requests=250, rate=math.inf, capacity=20_000, admission="watermark")
+    own, more = (simulate("chat", replace(config, reserve=reserve)).figures for reserve in (None, 0.2))
+    assert own == simulate("chat", replace(config, reserve=0.01)).figures
+    assert more.num_preemptions < own.num_preemptions
+    assert more.memory_used_share < own.memory_used_share
+    loaded = SimulationConfig(requests=50, load=1.0, capacity=8000)
+    rates = {
+        simulate("chat", replace(loaded, reserve=reserve)).figures.saturation_rate for reserve in (None, 0.4)
+    }
+    assert len(rates) == 1  # an oracle's, which leaves nothing alone
+
+
+def test_timely_lets_those_go_first_that_can_be_in_time() -> None:
+    config = SimulationConfig(requests=300, load=1.5, capacity=10_000, ttft_target=5.0)
+    first_come = simulate("chat", replace(config, admission="quantile")).figures
+    timely = simulate("chat", replace(config, admission="timely")).figures
+    assert timely.num_finished == first_come.num_finished == 300
+    assert timely.met_share > 1.3 * first_come.met_share
+    assert timely.ttft_max > first_come.ttft_p50
+
+
+@pytest.mark.parametrize(
+    ("allocation", "hits"), [("token", 1023), ("paged:64", 1024 - 64), ("paged:256", 768)]
+)
+def test_prefix_blocks_are_hit(tmp_path: Path, allocation: str, hits: int) -> None:
+    path = tmp_path / "m.jsonl"
+    lines = [PREFIXED.format(0, 1024, 3, [4, 5]), PREFIXED.format(9000, 1024, 3, [4, 5])]
+    path.write_text("".join([*lines, PREFIXED.format(20_000, 1024, 3, [5, 4])]))
+    config = replace(SMALL, allocation=allocation)
+    assert simulate(str(path), config).figures.hit_tokens == hits
+
+
+def test_what_never_fits_is_refused_or_left_out(trace: str) -> None:
+    small = replace(SMALL, capacity=400)
+    with pytest.raises(InvalidSimulation, match=r"pool of 400; give a larger --capacity, .*--skip-too-large"):
+        simulate(trace, small)
+    found = simulate(trace, replace(small, skip_too_large=True)).figures
+    fitting = sum(request.prompt + 199 <= 400 for request in simulator.open_trace(trace))
+    assert (found.num_finished, found.num_skipped) == (fitting, 150 - fitting)
+
+
+def test_answers_are_cut_at_max_new(trace: str) -> None:
+    found = simulate(trace, replace(SMALL, max_new=50)).figures
+    outputs = [request.output for request in simulator.open_trace(trace)]
+    assert found.output_tokens == sum(min(output, 50) for output in outputs)
+    assert found.num_cut == sum(output > 50 for output in outputs)
+
+
+def test_a_load_is_of_what_an_oracle_serves(trace: str) -> None:
+    saturated = saturation(trace, SMALL)
+    found = simulate(trace, replace(SMALL, load=0.5)).figures
+    assert found.saturation_rate == saturated
+    assert found.offered_rate == pytest.approx(saturated / 2)
+    given = simulate(trace, replace(SMALL, load=0.5, saturation=saturated))
+    assert given.figures == found
+
+
+def test_memory_over_time_adds_up(trace: str) -> None:
+    result = simulate(trace, replace(SMALL, allocation="paged:32", admission="quantile"))
+    series, figures = result.series, result.figures
+    assert 0 < len(series.used) <= SERIES_POINTS
+    for name in ("padding", "cached", "running", "waiting"):
+        assert len(getattr(series, name)) == len(series.used)
+    for held in zip(series.used, series.padding, series.cached, strict=True):
+        assert sum(held) <= series.capacity + 0.01  # they are rounded
+    assert (len(series.used) - 1) * series.width < figures.seconds <= len(series.used) * series.width
+    assert max(series.running) <= figures.max_running
+    loaded = int(figures.loaded_seconds / series.width)
+    mean = sum(series.used[:loaded]) / loaded / series.capacity
+    assert mean == pytest.approx(figures.memory_used_share, rel=0.02)
+
+
+def test_a_result_comes_back_from_its_json(trace: str, tmp_path: Path) -> None:
+    result = simulate(trace, SMALL)
+    (tmp_path / "r.json").write_bytes(result.to_json())
+    assert SimulationResult.load(tmp_path / "r.json") == result
+    assert list(result.ttft.seconds) == sorted(result.ttft.seconds)
+
+
+def test_few_requests_are_held_however_many_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    most = 0
+
+    class Watched(Scheduler):
+        def plan(self):  # type: ignore[no-untyped-def]
+            nonlocal most
+            most = max(most, self.num_waiting)
+            return super().plan()
+
+    monkeypatch.setattr(simulator, "Scheduler", Watched)
+    simulate("chat", SimulationConfig(requests=400, rate=math.inf, capacity=20_000))
+    assert most <= simulator.QUEUE
+
+
+# --------------------------------------------------------------------------------
+# What is written down
+
+
+def test_quantiles_are_within_half_a_per_cent() -> None:
+    rng = np.random.default_rng(0)
+    values = rng.lognormal(-3, 2, 20_000)
+    distribution = Distribution()
+    for value in values.tolist():
+        distribution.add(value)
+    wanted = (0.0, 0.01, 0.5, 0.9, 0.99, 0.999, 1.0)
+    expected = np.quantile(values, wanted, method="inverted_cdf")
+    assert np.allclose(distribution.quantiles(wanted), expected, rtol=0.0051)
+    assert distribution.quantiles((1.0,)) == [values.max()]
+    assert distribution.mean == pytest.approx(values.mean())
+    assert Distribution().quantiles((0.5, 1.0)) == [0.0, 0.0]
+
+
+@pytest.mark.parametrize("longest", [0.1, 30.0])
+def test_a_timeline_is_the_mean_of_every_interval(longest: float) -> None:
+    rng = random.Random(1)
+    timeline, parts, at = Timeline(1), [], 0.0
+    for _ in range(1000):
+        end = at + rng.random() * longest
+        parts.append((at, end, rng.random()))
+        timeline.add(at, end, (parts[-1][2],))
+        at = end
+    (means,) = timeline.means()
+    assert len(means) <= SERIES_POINTS
+    width = timeline.width
+    for i, mean in enumerate(means):
+        low, high = i * width, min((i + 1) * width, at)
+        total = sum(v * max(min(e, high) - max(s, low), 0.0) for s, e, v in parts)
+        assert mean == pytest.approx(total / (high - low), abs=2e-3)
+
+
+# --------------------------------------------------------------------------------
+# The command
+
+
+def run(*args: str) -> tuple[int, str, str]:
+    result = CliRunner().invoke(app, ["simulate", *args], prog_name="lightkv")
+    return result.exit_code, result.stdout, result.stderr
+
+
+def test_the_last_line_is_every_figure(tmp_path: Path) -> None:
+    out = tmp_path / "out.json"
+    code, printed, notes = run("chat", "--requests", "100", "--rate", "5", "--out", str(out))
+    assert code == 0
+    line = msgspec.json.decode(printed.splitlines()[-1])
+    result = SimulationResult.load(out)
+    assert line == {**result.settings, **msgspec.to_builtins(result.figures)}
+    assert {"last_page_waste_share", "memory_used_share", "num_preemptions", "goodput"} <= line.keys()
+    assert "100 requests in" in notes
+    again = run("chat", "--requests", "100", "--rate", "5")
+    assert again[1] == printed
+
+
+@pytest.mark.parametrize(
+    ("args", "words"),
+    [
+        (["nothing.csv"], "no file, and no workload"),
+        (["--allocation", "paged:10"], "token, contiguous, paged:16"),
+        (["--allocation", "contiguous", "--admission", "exact"], "leave --admission out"),
+        (["--admission", "best"], "exact, quantile"),
+        (["--load", "1", "--rate", "2"], "give one"),
+        (["--load", "0"], "more than 0"),
+        (["--capacity", "0"], "at least 1"),
+        (["--reserve", "1"], "less than 1"),
+        (["--step-time", "base=x"], "names being base"),
+        (["--step-time", "per_kv=1e-9"], "a base of 0 seconds"),
+        (["--step-time", "nothing.json"], "nothing.json"),
+        (["--capacity", "5000", "--rate", "inf"], "--skip-too-large"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_bad_input_says_what_to_do(args: list[str], words: str) -> None:
+    code, printed, notes = run(*args)
+    assert (code, printed) == (2, "")
+    assert words in " ".join(notes.split())
+
+
+def test_every_setting_is_an_option() -> None:
+    code, printed, _ = run("--help")
+    assert code == 0
+    for field in fields(SimulationConfig):
+        assert "--" + field.name.replace("_", "-") in printed
+
+
+@pytest.mark.slow
+def test_a_million_requests_take_bounded_memory() -> None:
+    import tracemalloc
+
+    peaks = []
+    for num in (5_000, 50_000):
+        tracemalloc.start()
+        simulate("azure-code", SimulationConfig(requests=num, rate=math.inf, admission="oracle"))
+        peaks.append(tracemalloc.get_traced_memory()[1])
+        tracemalloc.stop()
+    assert peaks[1] < 1.2 * peaks[0] + 2**20
+
+
+def test_every_pair_of_policies_runs() -> None:
+    config = SimulationConfig(requests=12, rate=math.inf, capacity=4096, max_new=1024)
+    for allocation, admission in itertools.product(ALLOCATIONS, ADMISSIONS):
+        if allocation != "contiguous" or admission == "sum":
+            chosen = replace(config, allocation=allocation, admission=admission)
+            assert simulate("chat", chosen).figures.num_finished == 12
+
+
+def test_a_run_that_was_reserved_is_filled_whatever_else_is_free(tmp_path: Path) -> None:
+    path = tmp_path / "trace.csv"
+    path.write_text("num_prefill_tokens,num_decode_tokens\n5000,5\n")
+    config = replace(SMALL, capacity=5009, max_new=10, allocation="contiguous", rate=math.inf)
+    figures = simulate(str(path), config).figures
+    assert figures.num_steps == math.ceil(5000 / SMALL.prefill_chunk) + 4
+
+
+def test_a_single_time_is_no_rate(tmp_path: Path) -> None:
+    path = tmp_path / "trace.csv"
+    path.write_text("TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:00:00.5,50,5\n")
+    assert simulate(str(path), replace(SMALL, load=None)).figures.num_finished == 1
+
+
+def test_a_pool_in_which_nothing_fits_is_refused() -> None:
+    config = replace(SMALL, capacity=20, max_new=10, skip_too_large=True, requests=50)
+    with pytest.raises(InvalidSimulation, match="no request of decode-heavy fits --capacity 20"):
+        saturation("decode-heavy", config)
+    with pytest.raises(InvalidSimulation, match="--ttft-target is inf"):
+        replace(SMALL, ttft_target=math.inf)

@@ -1,0 +1,1 @@
+"""What several tests use: models of the memory, tiny models, a whole service."""

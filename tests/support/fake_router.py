@@ -1,0 +1,306 @@
+"""A router for tests of the API process: it speaks the frames, and does what a test tells it.
+
+`ApiUnderTest` serves the real application over it, on a loopback port, in a thread of its own.
+"""
+
+import asyncio
+import http.client
+import json
+import threading
+import time
+from array import array
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import uvicorn
+
+from lightkv.router.api.app import create_app
+from lightkv.router.config import EngineConfig
+from lightkv.router.engine.step import Limits, PoolMap, RunnerInfo, TokenEvent, TokenLogprobs
+from lightkv.router.model_files import resolve
+from lightkv.router.service.api_settings import ApiSettings
+from lightkv.router.service.frames import FrameStream
+from lightkv.router.service.messages import (
+    Abort,
+    Accepted,
+    AskMap,
+    Events,
+    Load,
+    Mapped,
+    Refused,
+    State,
+    Status,
+    Submit,
+    ToRouter,
+)
+from lightkv.router.service.router import STATUS_SECONDS
+from lightkv.router.service.router_client import RouterClient
+from lightkv.router.text.tokenizer import Tokenizer
+
+MODEL = "smol"
+COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+HELLO = {"messages": [{"role": "user", "content": "Hello!"}]}
+TEXT = " one two three four five"
+CAPACITY = 4000
+LIMITS = Limits(max_num_seqs=8, max_model_len=1024, prefill_chunk=64, vocab_size=49152)
+INFO = RunnerInfo(
+    architecture="LlamaForCausalLM",
+    device="cpu",
+    dtype="float32",
+    attention_backend="torch",
+    cuda_graphs=False,
+    capacity=CAPACITY,
+    bytes_per_token=4,
+    pool_bytes=4 * CAPACITY,
+    pool_reason="given",
+    limits=LIMITS,
+)
+POOL = PoolMap(CAPACITY, 2500, 500, 400, 600, 2400, 2, [2] * 200 + [4] * 300 + [1] * 250 + [0] * 1250)
+IDLE = Load(capacity=CAPACITY, free=CAPACITY)
+
+
+class FakeRouter:
+    """Answers every request with `script` (over and over, up to max_tokens), a token each `delay` seconds.
+
+    `refuse(submit)`: a Refused in place of Accepted. `fail_after`: an end with `fail_reason` after so many
+    tokens.
+    `hold`: accept and never answer. `mute`: not even accept. `first_state`: what who connects is told.
+    `mapped`: the answer to AskMap; None is none. What came stands in `submits`, `aborts`, `num_map_asks`.
+    Its last report is said again four times a second, unless it `is_silent`.
+    """
+
+    def __init__(self) -> None:
+        self.num_running = 0
+        self._stream: FrameStream[Submit | Abort | AskMap] | None = None
+        self._answering: dict[str, asyncio.Task[None]] = {}
+        self._last = Status("ready", "for the test", IDLE, INFO)
+        self.reset([1])
+
+    def reset(self, script: list[int]) -> None:
+        """As new, but for what runs."""
+        self.script = script
+        self.delay = 0.0
+        self.refuse: Callable[[Submit], Refused | None] = lambda submit: None
+        self.fail_after: int | None = None
+        self.fail_reason = "error"
+        self.hold = False
+        self.mute = False
+        self.first_state: State = "ready"
+        self.num_cached = 0
+        self.submits: list[Submit] = []
+        self.aborts: list[Abort] = []
+        self.mapped: Mapped | None = Mapped(POOL)
+        self.num_map_asks = 0
+        self.is_silent = False
+
+    async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._stream = FrameStream(reader, writer, ToRouter)
+        self.report(self.first_state)
+        repeating = asyncio.create_task(self._repeat(self._stream))
+        try:
+            await self._take_messages(self._stream)
+        finally:
+            repeating.cancel()
+
+    async def _repeat(self, stream: FrameStream[Submit | Abort | AskMap]) -> None:
+        while True:
+            await asyncio.sleep(STATUS_SECONDS)
+            if not self.is_silent:
+                stream.send(self._last)
+
+    async def _take_messages(self, stream: FrameStream[Submit | Abort | AskMap]) -> None:
+        while (message := await stream.receive()) is not None:
+            if isinstance(message, Abort):
+                self.aborts.append(message)
+                if message.request_id in self._answering:
+                    self._answering.pop(message.request_id).cancel()
+                continue
+            if isinstance(message, AskMap):
+                self.num_map_asks += 1
+                if self.mapped is not None:
+                    stream.send(self.mapped)
+                continue
+            self.submits.append(message)
+            refused = self.refuse(message)
+            if refused is not None:
+                stream.send(refused)
+            elif not self.mute:
+                stream.send(Accepted(message.request_id))
+                self._answering[message.request_id] = asyncio.create_task(self._answer(message))
+
+    def report(self, state: State, load: Load | None = None) -> None:
+        assert self._stream is not None
+        info = None if state == "starting" else INFO
+        self._last = Status(state, "for the test", load or IDLE, info)
+        self._stream.send(self._last)
+
+    def die(self) -> None:
+        assert self._stream is not None
+        for task in self._answering.values():
+            task.cancel()
+        self._stream.close()
+
+    async def _answer(self, submit: Submit) -> None:
+        self.num_running += 1
+        try:
+            await self._send_tokens(submit)
+        finally:
+            self.num_running -= 1
+            self._answering.pop(submit.request_id, None)
+
+    async def _send_tokens(self, submit: Submit) -> None:
+        assert self._stream is not None
+        if self.hold:
+            await asyncio.Event().wait()
+        for i in range(submit.params.max_tokens):
+            await asyncio.sleep(self.delay)
+            if i == self.fail_after:
+                event = TokenEvent(submit.request_id, None, self.fail_reason, error="out of luck")
+                self._stream.send(Events([event]))
+                return
+            token = self.script[i % len(self.script)]
+            reason = "length" if i + 1 == submit.params.max_tokens else None
+            reason = "stop" if token in submit.stop_ids else reason
+            logprobs = None
+            if submit.params.logprobs is not None:
+                top = [token, 2, 3][: submit.params.logprobs]
+                logprobs = TokenLogprobs(-0.5, top, [-0.5, -1.5, float("-inf")][: len(top)])
+            cached = self.num_cached if i == 0 else None
+            self._stream.send(Events([TokenEvent(submit.request_id, token, reason, logprobs, None, cached)]))
+            if reason is not None:
+                return
+
+
+class ApiUnderTest:
+    """The application over a fake router. `router`'s attributes may be set from the test's thread."""
+
+    def __init__(self, tokenizer: Tokenizer, socket_path: Path, settings: ApiSettings) -> None:
+        self.tokenizer = tokenizer
+        self.router = FakeRouter()
+        self.router.reset(tokenizer.encode(TEXT).tolist())
+        self.port = 0
+        self._path = socket_path
+        self._settings = settings
+        self._loop = asyncio.new_event_loop()
+        self._started = threading.Event()
+        self._thread = threading.Thread(target=self._loop.run_until_complete, args=[self._run()])
+        self._server: uvicorn.Server | None = None
+
+    @contextmanager
+    def running(self) -> Iterator["ApiUnderTest"]:
+        self._thread.start()
+        assert self._started.wait(20), "the server did not start"
+        try:
+            yield self
+        finally:
+            assert self._server is not None
+            self._server.should_exit = True
+            self._thread.join(20)
+            assert not self._thread.is_alive(), "the server did not stop"
+            self._loop.close()
+
+    async def _run(self) -> None:
+        listener = await asyncio.start_unix_server(self.router.serve, self._path)
+        self.client = await RouterClient.connect(self._path)
+        while self.client.status.state != "ready":
+            await asyncio.sleep(0.001)
+        app = create_app(self.client, self.tokenizer, self._settings)
+        config = uvicorn.Config(
+            app, "127.0.0.1", 0, http="h11", lifespan="off", log_level="error", timeout_graceful_shutdown=1
+        )
+        self._server = uvicorn.Server(config)
+        serving = asyncio.create_task(self._server.serve())
+        while not self._server.started:
+            await asyncio.sleep(0.001)
+        self.port = self._server.servers[0].sockets[0].getsockname()[1]
+        self._started.set()
+        await serving
+        await self.client.close()
+        listener.close()
+
+    def call(self, function: Callable[[], None]) -> None:
+        """Run something in the service's loop, and wait until it has run."""
+        done = threading.Event()
+        self._loop.call_soon_threadsafe(lambda: (function(), done.set()))
+        assert done.wait(10)
+
+    def connect(self) -> http.client.HTTPConnection:
+        return http.client.HTTPConnection("127.0.0.1", self.port, timeout=20)
+
+    def send(
+        self, method: str, path: str, body: Any = None, headers: dict[str, str] | None = None
+    ) -> tuple[int, http.client.HTTPMessage, bytes]:
+        """One request; a `body` that is no bytes is sent as JSON."""
+        connection = self.connect()
+        data = body if isinstance(body, bytes | None) else json.dumps(body).encode()
+        connection.request(method, path, data, {"Content-Type": "application/json"} | (headers or {}))
+        response = connection.getresponse()
+        content = response.read()
+        connection.close()
+        return response.status, response.headers, content
+
+    def post(self, path: str, body: Any, status: int = 200) -> Any:
+        """The answer's JSON. It has to come with this status."""
+        found, _, content = self.send("POST", path, body)
+        assert found == status, (found, content)
+        return json.loads(content)
+
+    def stream(self, path: str, body: dict[str, Any]) -> list[Any]:
+        """Every event of a stream: JSON, and "[DONE]" as it stands."""
+        status, headers, content = self.send("POST", path, body | {"stream": True})
+        assert (status, headers["content-type"]) == (200, "text/event-stream; charset=utf-8"), content
+        lines = content.decode().split("\n\n")
+        assert lines.pop() == ""
+        assert all(line.startswith("data: ") for line in lines)
+        events = [line.removeprefix("data: ") for line in lines]
+        return [event if event == "[DONE]" else json.loads(event) for event in events]
+
+
+def ids_of(submit: Submit) -> list[int]:
+    return array("i", submit.prompt_ids).tolist()
+
+
+def wait_until(holds: Callable[[], bool], seconds: float = 10.0) -> None:
+    end = time.monotonic() + seconds
+    while not holds():
+        assert time.monotonic() < end, "it did not come to hold"
+        time.sleep(0.005)
+
+
+def stream_texts(events: list[Any]) -> dict[int, str]:
+    texts: dict[int, str] = {}
+    for event in events[:-1]:
+        for choice in event["choices"]:
+            piece = choice["text"] if "text" in choice else choice["delta"].get("content", "")
+            texts[choice["index"]] = texts.get(choice["index"], "") + piece
+    return texts
+
+
+def error_of(content: bytes) -> dict[str, Any]:
+    body = json.loads(content)
+    assert set(body) == {"error"}
+    assert set(body["error"]) == {"message", "type", "param", "code"}
+    return body["error"]
+
+
+def metrics_text(api: ApiUnderTest) -> str:
+    return api.send("GET", "/metrics")[2].decode()
+
+
+def service(directory: Path, **settings: Any) -> ApiUnderTest:
+    """With the default model's tokenizer; answers TEXT, over and over. `settings`: of ApiSettings."""
+    usual: dict[str, Any] = {"max_body_bytes": 200_000, "max_answers": 16}
+    limits = ApiSettings(model_names=[MODEL, "alias/of-it"], **usual | settings)
+    tokenizer = Tokenizer(resolve(EngineConfig.model, report=lambda line: None))
+    return ApiUnderTest(tokenizer, directory / "router", limits)
+
+
+def idle(api: ApiUnderTest) -> ApiUnderTest:
+    """The same service as if it had just started, but for its measurements."""
+    wait_until(lambda: api.client.num_open == 0 and api.router.num_running == 0)
+    api.call(lambda: api.router.report("ready"))
+    wait_until(lambda: api.client.status.load == IDLE and api.client.status.state == "ready")
+    api.router.reset(api.tokenizer.encode(TEXT).tolist())
+    return api

@@ -1,0 +1,106 @@
+"""A worker of integers: it executes plans on the model of the memory, and draws tokens at random.
+
+The tests of the scheduler, the engine and the router run on it. It reads and writes each row's K/V as a model
+would, so that a slot shared wrongly, missing or freed twice is an error at once.
+"""
+
+import random
+from array import array
+from collections import deque
+
+from lightkv.edits import Take, decode
+from lightkv.router.engine.loop import Engine, Holding
+from lightkv.router.engine.step import StepPlan, StepResult, TokenEvent
+from tests.support.memory_model import MemoryModel
+
+STOP = 7  # the token that it samples with `stop_chance`; the others are 10 to 12
+
+
+class ModelWorker:
+    """Executes plans on the memory model: reads and writes each row's K/V, and draws tokens at random."""
+
+    def __init__(self, capacity: int, rng: random.Random, stop_chance: float = 0.0) -> None:
+        self.memory = MemoryModel(capacity)
+        self.tokens: dict[int, list[int]] = {}
+        self.rng = rng
+        self.stop_chance = stop_chance
+        self.plans: list[StepPlan] = []
+        self.fatal = False
+        self.error: BaseException | None = None
+        self.count_error = 0
+        self.flags = 0
+        self.results: deque[StepResult | Exception] = deque()  # of the steps sent
+
+    def execute(self, plan: StepPlan) -> StepResult:
+        self.plans.append(plan)
+        edits = decode(plan.edits)
+        if not plan.num_contexts:  # a CUDA graph does this one itself
+            assert edits[-1] == Take(tuple(plan.rows), tuple(plan.starts), tuple(plan.counts))
+            assert not any(isinstance(edit, Take) for edit in edits[:-1])
+        self.memory.apply(edits)
+        for new in plan.new_rows:
+            self.tokens[new.row] = []
+        if self.error is not None:
+            error, self.error = self.error, None
+            raise error
+        chunks = array("i", plan.token_ids)
+        spans = list(zip(plan.rows, plan.starts, plan.counts, strict=True))
+        for row, start, count in spans[: plan.num_contexts]:  # who publishes comes before who hits it
+            if not self.tokens[row]:  # its first chunk: what comes before is in the cache
+                self.tokens[row] = self.memory.tokens_of(row, start)
+            assert len(self.tokens[row]) == start
+            self.tokens[row] += chunks[:count]
+            chunks = chunks[count:]
+            self.memory.write(row, start, self.tokens[row])
+        for row, start, _ in spans[plan.num_contexts :]:
+            self.memory.write(row, start, self.tokens[row])
+        for row, start, count in spans:
+            self.memory.read(row, self.tokens[row][: start + count])
+        self._check_prefixes(plan)
+        sampled = []
+        for index in plan.sample:
+            token = STOP if self.rng.random() < self.stop_chance else self.rng.randrange(10, 13)
+            self.tokens[plan.rows[index]].append(token)
+            sampled.append(token)
+        return StepResult(plan.step, sampled, len(self.memory.free) + self.count_error, self.flags)
+
+    def _check_prefixes(self, plan: StepPlan) -> None:
+        """What is read together is the same, and holds nobody's newest token."""
+        starts = dict(zip(plan.rows[plan.num_contexts :], plan.starts[plan.num_contexts :], strict=True))
+        together = [row for rows, _ in plan.prefixes for row in rows]
+        assert len(set(together)) == len(together)
+        for rows, num_tokens in plan.prefixes:
+            read = {tuple(self.memory.rows[row][i] for i in range(num_tokens)) for row in rows}
+            assert len(read) == 1
+            assert len(rows) > 1
+            assert 0 < num_tokens <= min(starts[row] for row in rows)
+
+    def send(self, plan: StepPlan) -> None:
+        """As a worker that runs ahead: a step after a failed one has its edits applied, and fails as well."""
+        if self.results and isinstance(self.results[-1], Exception):
+            self.error = RuntimeError("computed from a failed step")
+        try:
+            self.results.append(self.execute(plan))
+        except RuntimeError as error:
+            self.results.append(error)
+
+    def check(self, edits: bytes, holding: Holding) -> None:
+        self.memory.apply(decode(edits))
+        assert len(self.memory.free) == holding.num_free
+        self.memory.check_owned({row: range(start, end) for row, start, end in holding.private})
+
+
+def run(engine: Engine) -> list[TokenEvent]:
+    """Step until nothing is left to do."""
+    events = []
+    while engine.has_work:
+        events += engine.step()
+    return events
+
+
+def assert_idle(engine: Engine) -> None:
+    """Every count is right, nothing is held, and no token is lost."""
+    engine.check()
+    stats = engine.stats()
+    assert (stats.held, stats.num_running, stats.num_waiting) == (0, 0, 0)
+    assert stats.free + stats.cached == stats.capacity

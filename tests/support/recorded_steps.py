@@ -1,0 +1,90 @@
+"""A model whose steps are recorded: every plan with its result, for workers that have to give the same."""
+
+import random
+from array import array
+from pathlib import Path
+
+import msgspec
+import pytest
+import tokenizers
+import torch
+from transformers import LlamaConfig
+
+from lightkv.edits import encode
+from lightkv.ledger import TokenLedger
+from lightkv.router import EngineConfig, SamplingParams
+from lightkv.router.engine.loop import Holding
+from lightkv.router.engine.request import Request
+from lightkv.router.engine.scheduler import Scheduler
+from lightkv.router.engine.step import StepPlan, StepResult
+from lightkv.router.model.build import build_runner
+from lightkv.router.model.loader import random_model
+
+CONFIG = LlamaConfig(
+    vocab_size=64,
+    hidden_size=32,
+    intermediate_size=64,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    max_position_embeddings=128,
+)
+PARAMS = [
+    SamplingParams(temperature=0, max_tokens=12),
+    SamplingParams(temperature=0.9, max_tokens=9),
+    SamplingParams(temperature=0.8, top_k=20, frequency_penalty=0.5, logprobs=3, max_tokens=7),
+]
+
+
+def saved(directory: Path) -> EngineConfig:
+    """A whole model, saved: two random layers and a tokenizer."""
+    torch.manual_seed(0)
+    random_model(CONFIG, torch.device("cpu"), torch.float32).save_pretrained(directory)
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE({"a": 0, "b": 1}, []))
+    tokenizer.save(str(directory / "tokenizer.json"))
+    return EngineConfig(
+        str(directory), device="cpu", dtype="float32", max_total_tokens=300, max_num_seqs=4, prefill_chunk=16
+    )
+
+
+class Recording:
+    """What an in-process runner made of some requests: every plan with its result, and the books after."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        runner, self.info = build_runner(config, lambda line: None)
+        limits = self.info.limits
+        ledger = TokenLedger(self.info.capacity, limits.max_num_seqs, limits.max_model_len)
+        scheduler = Scheduler(ledger, limits)
+        rng = random.Random(0)
+        for i in range(8):
+            ids = [*range(5, 25), *(rng.randrange(64) for _ in range(rng.randint(1, 20)))]
+            scheduler.add(Request(str(i), array("i", ids).tobytes(), PARAMS[i % 3], seed=i))
+        self.plans: list[StepPlan] = []
+        self.results: list[StepResult] = []
+        while (plan := scheduler.plan()) is not None:
+            self.plans.append(plan)
+            self.results.append(runner.execute(plan))
+            scheduler.consume(self.results[-1])
+        self.edits = encode(ledger.drain())
+        self.holding = Holding(ledger.num_free, [])
+        runner.check(self.edits, self.holding)
+
+
+def assert_same(results: list[StepResult | None], expected: list[StepResult]) -> None:
+    assert len(results) == len(expected)
+    for got, wanted in zip(results, expected, strict=True):
+        assert got is not None
+        assert (got.step, got.tokens) == (wanted.step, wanted.tokens)
+        assert (got.num_free, got.flags) == (wanted.num_free, wanted.flags)
+        assert got.logprobs.keys() == wanted.logprobs.keys()
+        for i, entry in got.logprobs.items():
+            assert entry.top_ids == wanted.logprobs[i].top_ids
+            assert entry.logprob == pytest.approx(wanted.logprobs[i].logprob, abs=1e-5)
+            assert entry.top_logprobs == pytest.approx(wanted.logprobs[i].top_logprobs, abs=1e-5)
+
+
+def with_unknown_token(plan: StepPlan) -> StepPlan:
+    """A plan that fails once its edits are applied."""
+    assert plan.num_contexts
+    unknown = array("i", [1000]).tobytes()
+    return msgspec.structs.replace(plan, token_ids=unknown + plan.token_ids[len(unknown) :])

@@ -1,0 +1,205 @@
+"""A whole service for tests: real processes, a model of two random layers with the default model's text."""
+
+import http.client
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import torch
+from transformers import LlamaConfig
+
+from lightkv.router.cli.http_client import UnixConnection
+from lightkv.router.config import EngineConfig
+from lightkv.router.model.loader import random_model
+from lightkv.router.model_files import resolve
+
+PROCESSES = {
+    "lightkv.router.cli": "cli",
+    "lightkv.router.service.router_process": "router_process",
+    "lightkv.router.api.app": "api",
+    "lightkv.router.service.worker": "worker",
+}
+MARK = "LIGHTKV_TEST_SERVICE"  # in the environment of each process of a service: what it is found by
+API_KEY = "a-key-of-the-tests"
+COMPLETIONS = "/v1/completions"
+
+
+def save_tiny_model(directory: Path) -> Path:
+    """Two random layers that answer in the default model's tokens; a context of 8,192."""
+    source = resolve(EngineConfig.model, lambda line: None)
+    directory.mkdir()
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=json.loads((source / "config.json").read_text())["vocab_size"],
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=8192,
+    )
+    random_model(config, torch.device("cpu"), torch.float32).save_pretrained(directory)
+    for file in source.iterdir():
+        if file.name.startswith(("tokenizer", "special_tokens", "chat_template")):
+            shutil.copy(file, directory)
+    return directory
+
+
+class Served:
+    """`lightkv serve` as a process of its own, and requests to it."""
+
+    def __init__(
+        self, model: Path, log: Path, *args: str, api_key: str = "", env: dict[str, str] | None = None
+    ) -> None:
+        self.log = log
+        self.url = ""
+        self._mark = uuid.uuid4().hex
+        self._headers = {"Content-Type": "application/json"} | (
+            {"Authorization": f"Bearer {api_key}"} if api_key else {}
+        )
+        command = [sys.executable, "-m", "lightkv.router.cli", "serve", str(model), "--port", "0"]
+        with log.open("w") as stderr:
+            self.process = subprocess.Popen(
+                [*command, "--device", "cpu", "--max-total-tokens", "8192", *args],
+                stdout=subprocess.PIPE,
+                stderr=stderr,
+                text=True,
+                start_new_session=True,  # so that a signal to its group is what Ctrl-C is in a terminal
+                env=os.environ
+                | {MARK: self._mark, "OMP_NUM_THREADS": "1", "LIGHTKV_API_KEY": api_key}
+                | (env or {}),
+            )
+
+    def wait_ready(self) -> "Served":
+        assert self.process.stdout is not None
+        line = self.process.stdout.readline()
+        assert line.startswith("lightkv serves "), self.log.read_text()
+        self.url = line.split()[-1]
+        return self
+
+    def processes(self) -> dict[str, int]:
+        """Every process of this service that lives, by the name of its module. A child that has not yet become
+        a program bears its parent's name: the parent, which is older, is meant."""
+        found: dict[str, int] = {}
+        for directory in sorted(Path("/proc").glob("[0-9]*"), key=lambda path: int(path.name)):
+            with suppress(OSError):  # gone meanwhile, or another user's
+                if f"{MARK}={self._mark}".encode() in (directory / "environ").read_bytes().split(b"\0"):
+                    argv = (directory / "cmdline").read_bytes().decode().split("\0")
+                    name = next(word for word in argv if word.startswith("lightkv.router."))
+                    found.setdefault(PROCESSES[name], int(directory.name))
+        return found
+
+    def connect(self) -> http.client.HTTPConnection:
+        parts = urlsplit(self.url)
+        if parts.scheme == "unix":
+            return UnixConnection(parts.path)
+        return http.client.HTTPConnection(parts.hostname or "", parts.port, timeout=30)
+
+    def request(
+        self, path: str, body: dict[str, Any] | None = None, headers: dict[str, str] | None = None
+    ) -> tuple[int, dict[str, Any], http.client.HTTPMessage]:
+        """Status, JSON and headers of an answer."""
+        connection = self.connect()
+        data = None if body is None else json.dumps(body)
+        connection.request(
+            "GET" if body is None else "POST", path, data, self._headers if headers is None else headers
+        )
+        response = connection.getresponse()
+        content = json.loads(response.read())
+        connection.close()
+        return response.status, content, response.headers
+
+    def complete(self, prompt: str = "Once", max_tokens: int = 4) -> str:
+        body = {"prompt": prompt, "max_tokens": max_tokens, "temperature": 0, "ignore_eos": True}
+        status, content, _ = self.request(COMPLETIONS, body)
+        assert status == 200, content
+        return str(content["choices"][0]["text"])
+
+    def at_rest(self) -> dict[str, Any]:
+        """The counts once nothing runs, which reach the API a moment later. No token may be lost then."""
+        load: dict[str, Any] = {}
+
+        def rests() -> bool:
+            load.update(self.request("/load")[1])
+            return load["capacity"] > 0 and not (load["num_running"] or load["num_waiting"] or load["held"])
+
+        wait_until(rests)
+        assert load["free"] + load["cached"] == load["capacity"], load
+        return load
+
+    @contextmanager
+    def stream(self, max_tokens: int) -> Iterator[Iterator[Any]]:
+        """The events of an answer under way, of which one has come."""
+        body = {"prompt": "Once upon a time", "max_tokens": max_tokens, "ignore_eos": True, "stream": True}
+        connection = self.connect()
+        connection.request("POST", COMPLETIONS, json.dumps(body), self._headers)
+        response = connection.getresponse()
+        assert response.status == 200, response.read()
+        events = _events(response)
+        assert "choices" in next(events)
+        yield events
+        connection.close()
+
+    def signal(self, number: int) -> None:
+        """To the launcher's process group, as the terminal does."""
+        os.killpg(self.process.pid, number)
+
+    def signal_each(self, number: int) -> None:
+        """To one process after the other, as a service manager may; some may have ended by then."""
+        for pid in self.processes().values():
+            with suppress(ProcessLookupError):
+                os.kill(pid, number)
+
+    def wait(self, seconds: float = 20.0) -> int:
+        """Its exit code; then nothing of it may be left but for a moment."""
+        code = self.process.wait(seconds)
+        wait_until(lambda: not self.processes(), 5.0)
+        return code
+
+    def close(self) -> None:
+        """End whatever a failed test has left."""
+        for pid in self.processes().values():
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        self.process.wait(10)
+        assert self.process.stdout is not None
+        self.process.stdout.close()
+
+
+def _events(response: http.client.HTTPResponse) -> Iterator[Any]:
+    while line := response.readline():
+        if data := line.decode().removeprefix("data: ").strip():
+            yield data if data == "[DONE]" else json.loads(data)
+
+
+def wait_until(holds: Callable[[], bool], seconds: float = 20.0) -> None:
+    end = time.monotonic() + seconds
+    while not holds():
+        assert time.monotonic() < end, "it did not come to hold"
+        time.sleep(0.02)
+
+
+@contextmanager
+def starting(model: Path, log: Path, sockets: Path) -> Iterator[Callable[..., Served]]:
+    """What starts services with the arguments it is given; they end with the block."""
+    started: list[Served] = []
+
+    def begin(*args: str) -> Served:
+        started.append(Served(model, log, "--socket-dir", str(sockets), *args))
+        return started[-1]
+
+    try:
+        yield begin
+    finally:
+        for served in started:
+            served.close()

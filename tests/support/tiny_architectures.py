@@ -1,0 +1,209 @@
+"""A tiny configuration of every causal language model that transformers has, and what lightkv makes of it."""
+
+import random
+from array import array
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import (
+    CONFIG_MAPPING,
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    AutoModelForCausalLM,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
+
+from lightkv.errors import UnsupportedModel
+from lightkv.ledger import TokenLedger
+from lightkv.router import EngineConfig, SamplingParams
+from lightkv.router.engine.loop import Engine
+from lightkv.router.engine.request import Request
+from lightkv.router.engine.scheduler import Scheduler
+from lightkv.router.model.build import assemble
+from lightkv.router.model.loader import load_supported_config
+
+VOCABULARY = 96
+
+# By the names that configurations use; each takes those that it has.
+SIZES: dict[str, Any] = {
+    **dict.fromkeys(("vocab_size",), VOCABULARY),
+    **dict.fromkeys(("hidden_size", "n_embd", "d_model", "hidden_dim", "dim", "word_embed_proj_dim"), 32),
+    **dict.fromkeys(("intermediate_size", "n_inner", "ffn_dim", "dff", "ffn_hidden_size"), 48),
+    **dict.fromkeys(
+        ("intermediate_size_mlp", "moe_intermediate_size", "shared_expert_intermediate_size"), 16
+    ),
+    **dict.fromkeys(("num_hidden_layers", "n_layer", "n_layers", "num_layers"), 4),
+    **dict.fromkeys(("num_attention_heads", "n_head", "n_heads"), 4),
+    **dict.fromkeys(("num_key_value_heads",), 2),
+    **dict.fromkeys(("head_dim", "kv_channels", "v_head_dim"), 8),
+    **dict.fromkeys(("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len"), 128),
+    **dict.fromkeys(
+        ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts", "num_experts_per_layer"),
+        4,
+    ),
+    **dict.fromkeys(("num_experts_per_tok", "moe_k", "moe_topk", "top_k"), 2),
+    **dict.fromkeys(("n_shared_experts", "moe_num_shared_experts", "num_shared_experts"), 1),
+    **dict.fromkeys(("n_group", "topk_group", "first_k_dense_replace", "num_dense_layers"), 1),
+    "sliding_window": 8,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+
+
+# Where these sizes do not fit each other, or where the published models are something else than the defaults.
+MORE: dict[str, dict[str, Any]] = {
+    "bamba": {"mamba_n_heads": 8},
+    "cohere_compass_text": {
+        "rope_parameters": {
+            "full_attention": {"rope_type": "default", "rope_theta": 1e4},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+        }
+    },
+    "dbrx": {
+        "attn_config": {"kv_n_heads": 2, "rope_theta": 1e4, "clip_qkv": 8.0},
+        "ffn_config": {"ffn_hidden_size": 48, "hidden_size": 32, "moe_num_experts": 4, "moe_top_k": 2},
+    },
+    "gemma4_assistant": {
+        "text_config": {
+            "model_type": "gemma4_text",
+            "hidden_size_per_layer_input": 0,
+            "vocab_size_per_layer_input": 0,
+        }
+    },
+    "gpt_neo": {"attention_types": [[["global", "local"], 2]]},
+    "granitemoehybrid": {"mamba_n_heads": 8},
+    "lfm2": {"layer_types": ["conv", "full_attention"] * 2},
+    "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 2},
+    "llama4_text": {"attention_chunk_size": 8},
+    "mamba2": {"num_heads": 8},
+    "minimax_m3_vl_text": {"layer_types": ["full_attention", "minimax_m3_sparse"] * 2},
+    "phimoe": {"sliding_window": None},
+    "zaya": {"num_experts_per_tok": 1},
+}
+# Not small, since their parts check each other; none is built, as each is refused by its configuration.
+LARGE = {"dots3_note_text", "gemma4_assistant", "zamba2"}
+
+
+FULL = ["full_attention"] * 4
+# Models that a field of their configuration makes into others.
+VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
+    "llama4_text": {"full attention only": {"layer_types": FULL, "no_rope_layers": [1, 1, 1, 0]}},
+    "lfm2": {"full attention only": {"layer_types": FULL}},
+    "phimoe": {"sliding_window": {"sliding_window": 8}},
+}
+NUM_NEW = 8  # tokens of each answer
+
+
+def cases() -> list[tuple[str, str]]:
+    """The model type and the variant ("" for none) of all of them, in order."""
+    found = []
+    for name in sorted({config.model_type for config in MODEL_FOR_CAUSAL_LM_MAPPING}):
+        found += [(name, ""), *((name, variant) for variant in VARIANTS.get(name, {}))]
+        kind = CONFIG_MAPPING[name]
+        fields = getattr(kind, "__dataclass_fields__", {})
+        is_encoder = {"is_decoder", "add_cross_attention"} <= fields.keys() and not fields[
+            "is_decoder"
+        ].default
+        if is_encoder and not kind.is_encoder_decoder:
+            found.append((name, "is_decoder"))
+    return found
+
+
+def tiny(model_type: str, variant: str = "") -> PreTrainedConfig:
+    """A configuration of this type with four small layers."""
+    kind = CONFIG_MAPPING[model_type]
+    known = set(getattr(kind, "__dataclass_fields__", ()))
+    sizes = {name: value for name, value in SIZES.items() if name in known and model_type not in LARGE}
+    sizes |= MORE.get(model_type, {}) | VARIANTS.get(model_type, {}).get(variant, {})
+    if variant == "is_decoder":
+        sizes["is_decoder"] = True
+    config = kind(**sizes)
+    config.architectures = [architecture(model_type)]
+    return config
+
+
+def architecture(model_type: str) -> str:
+    """The class that transformers makes of a configuration."""
+    found = MODEL_FOR_CAUSAL_LM_MAPPING[CONFIG_MAPPING[model_type]]
+    return (found[0] if isinstance(found, tuple) else found).__name__
+
+
+def outcome(model_type: str, variant: str, directory: Path) -> str | None:
+    """Why lightkv refuses the model, or None where it answers as transformers does. Fails where it does not."""
+    config = tiny(model_type, variant)
+    config.save_pretrained(directory)
+    for name in ("model.safetensors", "tokenizer.json"):
+        (directory / name).touch()  # these have to exist, and are not read
+    try:
+        load_supported_config(directory)
+    except UnsupportedModel as error:
+        return error.reason
+    ours = answers(random_weights(config), prompts(), prefill_chunk=16)
+    assert ours == own_answers(random_weights(tiny(model_type, variant)), prompts()), (
+        f"{model_type} {variant}"
+    )
+    return None
+
+
+def random_weights(config: PreTrainedConfig) -> PreTrainedModel:
+    """A model with weights that are large enough for its answers to vary, the same for the same `config`."""
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    for parameter in model.parameters():
+        if parameter.dim() >= 2:
+            torch.nn.init.normal_(parameter, std=0.2)
+    return model.eval().requires_grad_(False)
+
+
+def prompts() -> list[list[int]]:
+    """Of several lengths; the last begins as another does."""
+    rng = random.Random(0)
+    found = [[rng.randrange(3, VOCABULARY) for _ in range(length)] for length in (3, 21, 40, 9)]
+    return [*found, found[2][:25] + found[0]]
+
+
+def own_answers(model: PreTrainedModel, prompts: list[list[int]]) -> list[list[int]]:
+    """What transformers generates, greedily and one prompt at a time."""
+    found = []
+    for prompt in prompts:
+        ids = torch.tensor([prompt])
+        output = model.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            max_new_tokens=NUM_NEW,
+            do_sample=False,
+            eos_token_id=None,
+            pad_token_id=0,
+        )
+        found.append(output[0, len(prompt) :].tolist())
+    return found
+
+
+def answers(model: PreTrainedModel, prompts: list[list[int]], prefill_chunk: int) -> list[list[int]]:
+    """What lightkv's engine generates, greedily and all prompts at once, in chunks of `prefill_chunk`."""
+    config = EngineConfig(
+        device="cpu",
+        dtype="float32",
+        max_total_tokens=400,
+        max_num_seqs=4,
+        max_model_len=100,
+        prefill_chunk=prefill_chunk,
+    )
+    runner, info = assemble(model, config, lambda line: None)
+    limits = info.limits
+    ledger = TokenLedger(info.capacity, limits.max_num_seqs, limits.max_model_len)
+    engine = Engine(Scheduler(ledger, limits), runner)
+    for idx, prompt in enumerate(prompts):
+        params = SamplingParams(temperature=0, max_tokens=NUM_NEW)
+        engine.add(Request(str(idx), array("i", prompt).tobytes(), params, seed=0))
+    found: list[list[int]] = [[] for _ in prompts]
+    num_growing = len(prompts)
+    while num_growing:
+        for event in engine.step():
+            if event.token is not None:
+                found[int(event.request_id)].append(event.token)
+            num_growing -= event.finish_reason is not None
+    engine.check()
+    return found

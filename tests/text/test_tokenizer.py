@@ -1,0 +1,385 @@
+"""router/text/tokenizer.py against tokenizers' own decode, transformers' templates and str.find."""
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tokenizers
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from tokenizers import decoders, models, normalizers, processors
+
+from lightkv.router.model_files import DEFAULT_MODEL, resolve
+from lightkv.router.text.tokenizer import (
+    ChatTemplateError,
+    Detokenizer,
+    StopChecker,
+    Tokenizer,
+    UnreadableTokenizer,
+)
+
+TEXTS = {
+    "plain": "Hello, world! It's 12 345 o'clock.",
+    "newlines": "a\n\n  1\r\n\tb \n",
+    "emoji": "😀👩‍👩‍👧‍👦🇫🇷 ok 👍🏽",
+    "cjk": "你好，世界。日本語のテキスト 한국어",
+    "combining": "e\u0301 a\u0308\u0323 ก็ नमस्ते",
+    "replacement": "a\ufffdb\ufffd",
+    "empty": "",
+}
+texts = pytest.mark.parametrize("text", TEXTS.values(), ids=TEXTS.keys())
+
+
+@pytest.fixture(scope="module")
+def default_dir() -> Path:
+    return resolve(DEFAULT_MODEL, print)
+
+
+@pytest.fixture(scope="module")
+def byte_level(default_dir: Path) -> Tokenizer:
+    return Tokenizer(default_dir)
+
+
+def write_model(directory: Path, **tokenizer_config: Any) -> Path:
+    """A directory with a tokenizer as sentencepiece models have it: spaces as ▁, bytes where letters lack."""
+    tokens = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256))]
+    tokens += ["▁", *"Helo,wrd!ab", "▁H", "▁w", "el", "lo", "▁Hel", "▁Hello", "日"]
+    merges = [("▁", "H"), ("▁", "w"), ("e", "l"), ("l", "o"), ("▁H", "el"), ("▁Hel", "lo")]
+    tokenizer = tokenizers.Tokenizer(
+        models.BPE(
+            {token: token_id for token_id, token in enumerate(tokens)},
+            merges,
+            unk_token="<unk>",
+            byte_fallback=True,
+            fuse_unk=True,
+        )
+    )
+    tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    tokenizer.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    tokenizer.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
+    tokenizer.add_special_tokens(["<unk>", "<s>", "</s>"])
+    tokenizer.enable_truncation(4)
+    tokenizer.enable_padding(length=4)
+    directory.mkdir(parents=True, exist_ok=True)
+    tokenizer.save(str(directory / "tokenizer.json"))
+    config = {
+        "vocab_size": 300,
+        "max_position_embeddings": 99,
+        "eos_token_id": 2,
+        "model_type": "llama",
+    }
+    (directory / "config.json").write_text(json.dumps(config))
+    (directory / "tokenizer_config.json").write_text(
+        json.dumps(
+            {"bos_token": "<s>", "eos_token": {"__type": "AddedToken", "content": "</s>"}, **tokenizer_config}
+        )
+    )
+    return directory
+
+
+@pytest.fixture(scope="module")
+def byte_fallback(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    return Tokenizer(write_model(tmp_path_factory.mktemp("byte_fallback")))
+
+
+@pytest.fixture(params=["byte_level", "byte_fallback"])
+def tokenizer(request: pytest.FixtureRequest) -> Tokenizer:
+    return request.getfixturevalue(request.param)
+
+
+def pieces_of(tokenizer: Tokenizer, token_ids: list[int], size: int = 1) -> list[str]:
+    detokenizer = Detokenizer(tokenizer)
+    pieces = [detokenizer.push(token_ids[i : i + size]) for i in range(0, len(token_ids), size)]
+    return [*pieces, detokenizer.finish()]
+
+
+# Encoding, decoding, templates
+
+
+def test_what_the_files_say(byte_level: Tokenizer, byte_fallback: Tokenizer) -> None:
+    assert (byte_level.eos_ids, byte_level.bos) == ({2}, 1)
+    assert (byte_level.vocab_size, byte_level.max_model_len) == (49152, 8192)
+    assert (byte_fallback.eos_ids, byte_fallback.bos) == ({2}, 1)
+    assert (byte_fallback.vocab_size, byte_fallback.max_model_len) == (300, 99)
+
+
+def test_generation_config_names_the_ends(tmp_path: Path) -> None:
+    directory = write_model(tmp_path)
+    (directory / "generation_config.json").write_text('{"eos_token_id": [7, 9]}')
+    assert Tokenizer(directory).eos_ids == {2, 7, 9}
+
+
+@texts
+def test_round_trip(tokenizer: Tokenizer, text: str) -> None:
+    token_ids = tokenizer.encode(text)
+    assert token_ids.dtype == "int32"
+    assert tokenizer.decode(token_ids) == text  # nothing truncated either, whatever tokenizer.json asks
+
+
+def test_same_ids_as_transformers(default_dir: Path, byte_level: Tokenizer) -> None:
+    from transformers import AutoTokenizer
+
+    reference = AutoTokenizer.from_pretrained(default_dir)
+    chat = [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": "What is 1 + 12?  3\n"},
+        {"role": "assistant", "content": "16 😀"},
+    ]
+    for text in TEXTS.values():
+        assert byte_level.encode(text).tolist() == reference.encode(text)
+    for messages in (chat, chat[1:], chat[:2]):
+        for prompt in (True, False):
+            expected = reference.apply_chat_template(
+                messages, add_generation_prompt=prompt, return_dict=False
+            )
+            assert byte_level.encode_chat(messages, prompt).tolist() == expected
+
+
+@pytest.mark.parametrize("added", [True, False, None], ids=["added", "not-added", "unsaid"])
+def test_special_tokens_around_a_text_as_in_transformers(tmp_path: Path, added: bool | None) -> None:
+    from transformers import AutoTokenizer
+
+    flags = {} if added is None else {"add_bos_token": added, "add_eos_token": added}
+    directory = write_model(tmp_path, tokenizer_class="LlamaTokenizer", **flags)
+    reference = AutoTokenizer.from_pretrained(directory)
+    tokenizer = Tokenizer(directory)
+    for special in (True, False):
+        expected = reference.encode("Hel wo", add_special_tokens=special, truncation=False, padding=False)
+        assert tokenizer.encode("Hel wo", add_special_tokens=special).tolist() == expected
+
+
+def test_lone_surrogates_become_replacements(byte_level: Tokenizer) -> None:
+    assert byte_level.decode(byte_level.encode("a\ud800b \ud83d\ude00")) == "a\ufffdb 😀"
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{% for m in messages %}{% if m.role == 'skip' %}{% break %}{% endif %}\n {{ m.role }}\n{% endfor %}",
+        "{% generation %}{{ messages[0].content | tojson }}{% endgeneration %}{{ bos_token, eos_token }}",
+        "{% set ns = namespace(n=0) %}{% for m in messages %}{% set ns.n = ns.n + 1 %}{% endfor %}{{ ns.n }}",
+    ],
+    ids=["loop-controls-and-blocks", "generation-and-tojson", "namespace"],
+)
+def test_template_renders_as_in_transformers(tmp_path: Path, template: str) -> None:
+    from transformers import PreTrainedTokenizerFast
+
+    directory = write_model(tmp_path)
+    (directory / "chat_template.jinja").write_text(template)
+    messages = [{"role": "user", "content": '<é> & "q"'}, {"role": "skip", "content": "x"}]
+    expected = PreTrainedTokenizerFast.from_pretrained(directory).apply_chat_template(
+        messages, tokenize=False
+    )
+    assert Tokenizer(directory).render_chat(messages, add_generation_prompt=False) == expected
+
+
+def test_named_templates(tmp_path: Path) -> None:
+    named = [{"name": "tool_use", "template": "tools"}, {"name": "default", "template": "chat"}]
+    assert Tokenizer(write_model(tmp_path, chat_template=named)).render_chat([]) == "chat"
+
+
+@pytest.mark.parametrize(
+    ("template", "says"),
+    [
+        (None, "no chat template; use plain completions"),
+        ("{% for %}", "does not parse"),
+        ("{{ raise_exception('roles must alternate') }}", "roles must alternate"),
+        ("{{ messages[0].content + 1 }}", "refuses"),
+        ("{{ nothing.at.all }}", "undefined"),
+        ("{{ ''.__class__.__mro__ }}", "unsafe"),
+        ("{{ messages.append(1) }}", "unsafe|immutable|not safely callable"),
+        ("{{ raise_exception.__globals__.os }}", "unsafe"),
+        ("{% for i in range(10**9) %}x{% endfor %}", "too big"),
+        ("{% include '/etc/passwd' %}", "refuses"),
+    ],
+    ids=[
+        "none",
+        "syntax",
+        "raised",
+        "type",
+        "undefined",
+        "class",
+        "mutation",
+        "globals",
+        "endless",
+        "include",
+    ],
+)
+def test_bad_templates_are_refused(tmp_path: Path, template: str | None, says: str) -> None:
+    tokenizer = Tokenizer(write_model(tmp_path, chat_template=template))
+    with pytest.raises(ChatTemplateError, match=says):
+        tokenizer.render_chat([{"role": "user", "content": "hi"}])
+    assert tokenizer.encode("Hello").size == 2  # completions still work
+
+
+@pytest.mark.parametrize("name", ["tokenizer.json", "config.json"])
+@pytest.mark.parametrize("content", [None, "{", "[]"], ids=["missing", "cut-off", "other-json"])
+def test_damaged_files(tmp_path: Path, name: str, content: str | None) -> None:
+    path = write_model(tmp_path) / name
+    if content is None:
+        path.unlink()
+    else:
+        path.write_text(content)
+    with pytest.raises(UnreadableTokenizer, match=name):
+        Tokenizer(tmp_path)
+
+
+def test_loads_neither_torch_nor_transformers(default_dir: Path) -> None:
+    code = (
+        "import sys; from pathlib import Path; from lightkv.router.text.tokenizer import Tokenizer;"
+        f"Tokenizer(Path({str(default_dir)!r})).encode('a');"
+        "sys.exit(' '.join({'torch', 'transformers'} & set(sys.modules)) or 0)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+# Streams
+
+
+@texts
+@pytest.mark.parametrize("size", [1, 2, 5])
+def test_stream_is_decode(tokenizer: Tokenizer, text: str, size: int) -> None:
+    pieces = pieces_of(tokenizer, tokenizer.encode(text).tolist(), size)
+    assert "".join(pieces) == text
+    if "\ufffd" not in text:
+        assert not any("\ufffd" in piece for piece in pieces)  # never half a character
+
+
+@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.data())
+def test_stream_of_any_ids_is_decode(byte_level: Tokenizer, data: st.DataObject) -> None:
+    # The first ids are special tokens and single bytes, most of them no UTF-8 alone; the last name nothing.
+    some_id = st.one_of(st.integers(0, 300), st.integers(0, 49151), st.integers(49152, 49160))
+    token_ids = data.draw(st.lists(some_id, max_size=40))
+    pieces = pieces_of(byte_level, token_ids, data.draw(st.integers(1, 4)))
+    assert "".join(pieces) == byte_level.decode(token_ids)
+
+
+@settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(text=st.text(max_size=30), size=st.integers(1, 4))
+def test_stream_of_any_text_is_decode(byte_fallback: Tokenizer, text: str, size: int) -> None:
+    token_ids = byte_fallback.encode(text).tolist()
+    assert "".join(pieces_of(byte_fallback, token_ids, size)) == byte_fallback.decode(token_ids)
+
+
+def test_text_comes_as_soon_as_it_is_certain(tokenizer: Tokenizer) -> None:
+    token_ids = tokenizer.encode("Hello world!", add_special_tokens=False).tolist()
+    detokenizer = Detokenizer(tokenizer)
+    shown = ""
+    for i, token_id in enumerate(token_ids):
+        shown += detokenizer.push([token_id])
+        assert shown == tokenizer.decode(token_ids[: i + 1])
+
+
+def test_push_costs_the_same_however_long_the_stream(
+    byte_fallback: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    decoded: list[int] = []
+    decode: Callable[..., str] = Tokenizer.decode
+
+    def counting(self: Tokenizer, token_ids: list[int], skip_special_tokens: bool) -> str:
+        decoded.append(len(token_ids))
+        return decode(self, token_ids, skip_special_tokens)
+
+    monkeypatch.setattr(Tokenizer, "decode", counting)
+    detokenizer = Detokenizer(byte_fallback)
+    for token_id in [*range(3, 259)] * 4:  # bytes in a row, for most of which no character ever completes
+        decoded.clear()
+        detokenizer.push([token_id])
+        assert sum(decoded) <= 51  # 17 shown last, 17 held; and those 17 once more when they are shown
+
+
+def test_byte_level_stream_decodes_nothing_twice(
+    byte_level: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    token_ids = byte_level.encode("one two three").tolist()
+    monkeypatch.setattr(Tokenizer, "decode", None)
+    assert "".join(pieces_of(byte_level, token_ids)) == "one two three"
+
+
+# Stop strings
+
+
+def first_stop(text: str, stops: list[str]) -> tuple[int, int, str] | None:
+    """(end, start, stop) of the first by definition: every end of every occurrence, the least."""
+    return min(
+        (
+            (start + len(stop), start, stop)
+            for stop in stops
+            for start in range(len(text))
+            if text.find(stop, start) == start
+        ),
+        default=None,
+    )
+
+
+@settings(max_examples=500, deadline=None)
+@given(
+    pieces=st.lists(st.text("ab\n", max_size=5), max_size=8),
+    stops=st.lists(st.text("ab\n", min_size=1, max_size=5), max_size=4),
+    include_stop=st.booleans(),
+)
+def test_stops_like_a_search_of_the_whole(pieces: list[str], stops: list[str], include_stop: bool) -> None:
+    text = "".join(pieces)
+    checker = StopChecker(stops, include_stop)
+    shown = ""
+    for i, piece in enumerate(pieces):
+        shown += checker.push(piece)
+        so_far = "".join(pieces[: i + 1])
+        if checker.hit is None:
+            # All but what might begin a stop string, and not a character less.
+            begun = [n for stop in stops for n in range(1, len(stop)) if so_far.endswith(stop[:n])]
+            assert shown == so_far[: len(so_far) - max(begun, default=0)]
+    shown += checker.finish()
+    found = first_stop(text, stops)
+    if found is None:
+        assert (shown, checker.hit) == (text, None)
+    else:
+        end, start, stop = found
+        assert (shown, checker.hit) == (text[: end if include_stop else start], stop)
+    assert checker.finish() == ""
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    skipped=st.lists(st.text("ab\n", max_size=4), max_size=4),
+    pieces=st.lists(st.text("ab\n", max_size=4), max_size=6),
+    stops=st.lists(st.text("ab\n", min_size=1, max_size=5), max_size=4),
+)
+def test_no_stop_ends_in_what_is_skipped(skipped: list[str], pieces: list[str], stops: list[str]) -> None:
+    checker = StopChecker(stops)
+    shown = "".join([*map(checker.skip, skipped), *map(checker.push, pieces)]) + checker.finish()
+    num_skipped, text = len("".join(skipped)), "".join(skipped + pieces)
+    ends = [
+        (start + len(stop), start, stop)
+        for stop in stops
+        for start in range(len(text))
+        if text.startswith(stop, start) and start + len(stop) > num_skipped
+    ]
+    _, start, stop = min(ends, default=(len(text), len(text), None))
+    assert (shown, checker.hit) == (text[:start], stop)
+
+
+def test_stop_across_pieces() -> None:
+    checker = StopChecker(["\n\nUser:"])
+    assert [checker.push(piece) for piece in ["Hi.", "\n", "\nUs", "e", "r: x", "more"]] == ["Hi.", *[""] * 5]
+    assert checker.hit == "\n\nUser:"
+    assert checker.finish() == ""
+
+
+def test_what_only_looked_like_a_stop_is_shown() -> None:
+    checker = StopChecker(["</s>"])
+    assert [checker.push(piece) for piece in ["a<", "/", "b", "</"]] == ["a", "", "</b", ""]
+    assert checker.finish() == "</"
+    assert checker.hit is None
+
+
+def test_empty_stop_string_is_refused() -> None:
+    with pytest.raises(ValueError, match="empty stop string"):
+        StopChecker(["a", ""])

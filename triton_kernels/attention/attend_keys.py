@@ -1,0 +1,202 @@
+"""A tile of queries against a sequence's keys: the loop that decode and prefill share, and its specification.
+
+One formula finds a token, `slot = index[row, pos >> shift] + (pos & (2**shift - 1))`, so a table of
+tokens, a table of pages and one contiguous run are the same kernel with another `shift`.
+
+Knows neither which keys a program attends to nor where its output goes.
+"""
+
+import math
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from lightkv.triton_kernels.strides import has_unit_stride
+
+LOG2_E = math.log2(math.e)
+
+
+@triton.jit
+def find_slots(index_row, positions, valid, SHIFT: tl.constexpr):
+    """The slots, int64, of the tokens at `positions`; a place that is not valid reads no index."""
+    entries = tl.load(index_row + (positions >> SHIFT), mask=valid, other=0)
+    return (entries + (positions & ((1 << SHIFT) - 1))).to(tl.int64)
+
+
+@triton.jit
+def _load_rows(
+    cache_head, slots, valid, stride_slot, D: tl.constexpr, BLOCK_D: tl.constexpr, MASKED: tl.constexpr
+):
+    """One head's K or V at `slots`, [BLOCK_N, BLOCK_D]; zeros where masked, so no free slot's NaN gets in."""
+    dims = tl.arange(0, BLOCK_D)
+    pointers = cache_head + slots[:, None] * stride_slot + dims[None, :]
+    if MASKED:
+        rows = tl.load(pointers, mask=valid[:, None] & (dims < D)[None, :], other=0.0)
+    elif D != BLOCK_D:
+        rows = tl.load(pointers, mask=(dims < D)[None, :], other=0.0)
+    else:
+        rows = tl.load(pointers)
+    return rows
+
+
+@triton.jit
+def attend_keys(
+    q,  # [BLOCK_M, BLOCK_DK]
+    acc,  # [BLOCK_M, BLOCK_DV] float32, un-normalised output
+    total,  # [BLOCK_M] float32, sum of the weights
+    peak,  # [BLOCK_M] float32, largest score so far in base 2
+    slots,  # [BLOCK_N] int64, slots of the tile at `begin`: carried, so that loads of K need not wait
+    k_head,
+    v_head,
+    index_row,
+    query_positions,  # [BLOCK_M]
+    begin,
+    end,  # the tiles start in [begin, end)
+    num_keys,  # no key at or beyond it is read
+    stride_k_slot,
+    stride_v_slot,
+    score_scale,
+    cap_scale,
+    DK: tl.constexpr,
+    DV: tl.constexpr,
+    BLOCK_DK: tl.constexpr,
+    BLOCK_DV: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    SHIFT: tl.constexpr,
+    WINDOW: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    MASKED: tl.constexpr,
+):
+    """Attend to the keys of the tiles in [begin, end) with a running softmax.
+
+    Unless MASKED, every key of every tile is visible to every query. Returns acc, total, peak, and the
+    slots of the tile that follows.
+    """
+    for start in range(begin, end, BLOCK_N):
+        positions = start + tl.arange(0, BLOCK_N)  # [BLOCK_N]
+        valid = positions < num_keys
+        k = _load_rows(k_head, slots, valid, stride_k_slot, DK, BLOCK_DK, MASKED)  # [BLOCK_N, BLOCK_DK]
+        v = _load_rows(v_head, slots, valid, stride_v_slot, DV, BLOCK_DV, MASKED)  # [BLOCK_N, BLOCK_DV]
+        slots = find_slots(index_row, positions + BLOCK_N, positions + BLOCK_N < num_keys, SHIFT)
+
+        scores = tl.dot(q, tl.trans(k.to(q.dtype)), input_precision="ieee")  # [BLOCK_M, BLOCK_N]
+        if SOFTCAP:
+            scores = 2.0 * tl.sigmoid(scores * cap_scale) - 1.0  # tanh
+        if MASKED:
+            visible = valid[None, :] & (positions[None, :] <= query_positions[:, None])
+            if WINDOW > 0:
+                visible = visible & (positions[None, :] > query_positions[:, None] - WINDOW)
+            scores = tl.where(visible, scores, float("-inf"))
+
+        new_peak = tl.maximum(peak, tl.max(scores, 1) * score_scale)
+        weights = tl.exp2(scores * score_scale - new_peak[:, None])
+        decay = tl.exp2(peak - new_peak)
+        total = total * decay + tl.sum(weights, 1)
+        acc = tl.dot(weights.to(q.dtype), v.to(q.dtype), acc * decay[:, None], input_precision="ieee")
+        peak = new_peak
+    return acc, total, peak, slots
+
+
+def score_scales(scale: float, softcap: float) -> tuple[float, float]:
+    """`(score_scale, cap_scale)`: a score in base 2 is `score_scale * s`, where s is the dot product or,
+    under a soft-cap, `tanh(x) = 2 * sigmoid(2 * x) - 1` with `2 * x = cap_scale * dot product`."""
+    if softcap:
+        return softcap * LOG2_E, 2.0 * scale / softcap
+    return scale * LOG2_E, 0.0
+
+
+def check_requests(rows: Tensor, lengths: Tensor) -> None:
+    """Raise ValueError unless these are `[B]` of their types. Reads no tensor's contents."""
+    if rows.dtype not in (torch.int32, torch.int64) or not rows.is_contiguous():
+        raise ValueError(f"rows must be contiguous int32 or int64, got {rows.dtype}")
+    if lengths.dtype != torch.int32 or not lengths.is_contiguous():
+        raise ValueError(f"lengths must be contiguous int32, got {lengths.dtype}")
+    if rows.dim() != 1 or rows.shape != lengths.shape:
+        raise ValueError(f"rows and lengths must be [B], got {tuple(rows.shape)} and {tuple(lengths.shape)}")
+
+
+def check_attention_inputs(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    index: Tensor,
+    rows: Tensor,
+    lengths: Tensor,
+    out: Tensor | None,
+    lse: Tensor | None,
+    *,
+    scale: float,
+    shift: int,
+    window: int,
+    softcap: float,
+) -> None:
+    """Raise ValueError where shapes, strides, dtypes or numbers do not fit. Reads no tensor's contents."""
+    if q.dim() != 3 or k_cache.dim() != 3 or v_cache.dim() != 3:
+        raise ValueError(
+            f"q must be [tokens, heads, dim] and the caches [slots, kv_heads, dim]; got {tuple(q.shape)}, "
+            f"{tuple(k_cache.shape)} and {tuple(v_cache.shape)}"
+        )
+    num_heads, key_dim = q.shape[1:]
+    num_kv_heads = k_cache.shape[1]
+    if k_cache.shape[2] != key_dim or v_cache.shape[:2] != k_cache.shape[:2] or num_heads % num_kv_heads:
+        raise ValueError(
+            f"q {tuple(q.shape)} must have the head dim of k_cache {tuple(k_cache.shape)} and a multiple of "
+            f"its heads, and v_cache {tuple(v_cache.shape)} as many slots and heads"
+        )
+    out_shape = (*q.shape[:2], v_cache.shape[2])
+    if out is not None and tuple(out.shape) != out_shape:
+        raise ValueError(f"out must have shape {out_shape}, got {tuple(out.shape)}")
+    for name, tensor in (
+        ("q", q),
+        ("k_cache", k_cache),
+        ("v_cache", v_cache),
+        ("index", index),
+        ("out", out),
+    ):
+        if tensor is not None and not has_unit_stride(tensor):
+            raise ValueError(
+                f"the last stride of {name} must be 1, got {tensor.stride()}; make it contiguous"
+            )
+    if lse is not None and (
+        lse.dtype != torch.float32 or lse.shape != q.shape[:2] or not lse.is_contiguous()
+    ):
+        raise ValueError(
+            f"lse must be contiguous float32 {tuple(q.shape[:2])}, got {lse.dtype} {tuple(lse.shape)}"
+        )
+    if index.dim() != 2 or index.dtype != torch.int32:
+        raise ValueError(f"index must be int32 [rows, entries], got {index.dtype} {tuple(index.shape)}")
+    check_requests(rows, lengths)
+    if not scale > 0 or not 0 <= shift <= 31 or window < 0 or softcap < 0:
+        raise ValueError(
+            f"scale must be positive, shift in 0..31, window and softcap 0 (off) or more; got scale {scale}, "
+            f"shift {shift}, window {window}, softcap {softcap}"
+        )
+
+
+def attend_reference(
+    q: Tensor, k: Tensor, v: Tensor, query_positions: Tensor, *, scale: float, window: int, softcap: float
+) -> Tensor:
+    """Causal attention of one sequence in float64: q `[n, H, Dk]`, k `[L, num_kv_heads, Dk]`, v `[L,
+    num_kv_heads, Dv]`, query_positions int `[n]` -> `[n, H, Dv]`. A query that sees no key gets zeros."""
+    group = q.shape[1] // k.shape[1]
+    k = k.double().repeat_interleave(group, dim=1)
+    v = v.double().repeat_interleave(group, dim=1)
+    scores = torch.einsum("qhd,khd->hqk", q.double(), k) * scale
+    if softcap:
+        scores = softcap * torch.tanh(scores / softcap)
+    key_positions = torch.arange(len(k), device=q.device)
+    visible = key_positions[None, :] <= query_positions[:, None]
+    if window:
+        visible &= key_positions[None, :] > query_positions[:, None] - window
+    scores = scores.masked_fill(~visible, float("-inf"))
+    blind = ~visible.any(dim=1)  # softmax would give NaN
+    weights = scores.softmax(dim=2).masked_fill(blind[:, None], 0.0)
+    return torch.einsum("hqk,khd->qhd", weights, v)
+
+
+def find_slots_reference(index_row: Tensor, positions: Tensor, shift: int) -> Tensor:
+    """The slots, int64, of the tokens at `positions` of one row of the index."""
+    positions = positions.long()
+    return index_row[positions >> shift].long() + (positions & ((1 << shift) - 1))

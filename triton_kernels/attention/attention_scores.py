@@ -1,0 +1,482 @@
+"""Attention probabilities on demand: how much chosen queries attend to each entry of a row.
+
+Attention kernels never write probabilities down. Where somebody wants them after all, say to rank tokens for
+eviction, they are computed again from q and the keys in the cache: first each query's log-sum-exp, then, key
+by key, the probabilities summed over heads and queries. A key's sum is one program's, in a fixed order, so the
+same call gives the same bits.
+
+Knows nothing of models, of values, or of what the scores are for.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from lightkv.triton_kernels import tuning
+
+from .attend_keys import LOG2_E, check_attention_inputs, find_slots, find_slots_reference, score_scales
+
+
+@triton.jit
+def _score_tile(
+    q,
+    query_positions,
+    q_begin,
+    num_rows,
+    first_row,
+    kv_head,
+    k,  # [BLOCK_N, BLOCK_DK]
+    positions,  # [BLOCK_N], entries of the keys
+    score_scale,
+    cap_scale,
+    stride_q_t,
+    stride_q_h,
+    GROUP: tl.constexpr,
+    DK: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_DK: tl.constexpr,
+    WINDOW: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+):
+    """The scores, in base 2, of a tile of query rows (queries times the heads of the group) with one of keys.
+
+    Returns scores [BLOCK_M, BLOCK_N], -inf where a key is not visible; int64 tokens and heads, and in_tile,
+    each [BLOCK_M].
+    """
+    rows = first_row + tl.arange(0, BLOCK_M)
+    in_tile = rows < num_rows
+    tokens = (q_begin + rows // GROUP).to(tl.int64)
+    heads = kv_head * GROUP + rows % GROUP
+    dims = tl.arange(0, BLOCK_DK)
+    q_tile = tl.load(
+        q + tokens[:, None] * stride_q_t + heads[:, None] * stride_q_h + dims[None, :],
+        mask=in_tile[:, None] & (dims < DK)[None, :],
+        other=0.0,
+    )  # [BLOCK_M, BLOCK_DK]
+    ends = tl.load(query_positions + tokens, mask=in_tile, other=-1)  # [BLOCK_M]
+    scores = tl.dot(q_tile, tl.trans(k.to(q_tile.dtype)), input_precision="ieee")
+    if SOFTCAP:
+        scores = 2.0 * tl.sigmoid(scores * cap_scale) - 1.0  # tanh
+    visible = positions[None, :] <= ends[:, None]
+    if WINDOW > 0:
+        visible = visible & (positions[None, :] > ends[:, None] - WINDOW)
+    return tl.where(visible, scores * score_scale, float("-inf")), tokens, heads, in_tile
+
+
+@triton.jit
+def _load_keys(
+    k_head, index_row, positions, valid, stride_k_slot, SHIFT: tl.constexpr, DK: tl.constexpr,
+    BLOCK_DK: tl.constexpr,
+):  # fmt: skip
+    """One head's keys at `positions`, [BLOCK_N, BLOCK_DK]; zeros where not valid, lest a NaN gets in."""
+    slots = find_slots(index_row, positions, valid, SHIFT)
+    dims = tl.arange(0, BLOCK_DK)
+    return tl.load(
+        k_head + slots[:, None] * stride_k_slot + dims[None, :],
+        mask=valid[:, None] & (dims < DK)[None, :],
+        other=0.0,
+    )
+
+
+@triton.jit(do_not_specialize_on_alignment=["index", "rows", "q_starts", "query_positions", "lengths"])
+def _lse_kernel(
+    q,
+    k_cache,
+    index,
+    rows,
+    q_starts,
+    query_positions,
+    lengths,
+    lse,  # [T, H] float32, base 2
+    score_scale,
+    cap_scale,
+    stride_q_t,
+    stride_q_h,
+    stride_k_slot,
+    stride_k_h,
+    stride_index,
+    GROUP: tl.constexpr,
+    DK: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_DK: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    SHIFT: tl.constexpr,
+    WINDOW: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+):
+    kv_head = tl.program_id(0).to(tl.int64)
+    first_row = tl.program_id(1) * BLOCK_M
+    request = tl.program_id(2).to(tl.int64)
+    q_begin = tl.load(q_starts + request)
+    num_rows = (tl.load(q_starts + request + 1) - q_begin) * GROUP
+    if first_row >= num_rows:
+        return
+    length = tl.load(lengths + request)
+    index_row = index + tl.load(rows + request).to(tl.int64) * stride_index
+    k_head = k_cache + kv_head * stride_k_h
+
+    # A finite floor in place of -inf: a query that sees no key stays at 0 and not at NaN.
+    peak = tl.full([BLOCK_M], -1.0e30, tl.float32)
+    total = tl.zeros([BLOCK_M], tl.float32)
+    for start in range(0, length, BLOCK_N):
+        positions = start + tl.arange(0, BLOCK_N)
+        valid = positions < length
+        k = _load_keys(k_head, index_row, positions, valid, stride_k_slot, SHIFT, DK, BLOCK_DK)
+        scores, _, _, _ = _score_tile(
+            q, query_positions, q_begin, num_rows, first_row, kv_head, k,
+            tl.where(valid, positions, 2147483647), score_scale, cap_scale, stride_q_t, stride_q_h,
+            GROUP, DK, BLOCK_M, BLOCK_DK, WINDOW, SOFTCAP,
+        )  # fmt: skip
+        new_peak = tl.maximum(peak, tl.max(scores, 1))
+        total = total * tl.exp2(peak - new_peak) + tl.sum(tl.exp2(scores - new_peak[:, None]), 1)
+        peak = new_peak
+
+    query_rows = first_row + tl.arange(0, BLOCK_M)
+    tokens = (q_begin + query_rows // GROUP).to(tl.int64)
+    heads = kv_head * GROUP + query_rows % GROUP
+    num_heads = tl.num_programs(0) * GROUP
+    tl.store(lse + tokens * num_heads + heads, peak + tl.log2(total), mask=query_rows < num_rows)
+
+
+@triton.jit(do_not_specialize_on_alignment=["index", "rows", "q_starts", "query_positions", "lengths"])
+def _scores_kernel(
+    q,
+    k_cache,
+    index,
+    rows,
+    q_starts,
+    query_positions,
+    lengths,
+    lse,  # [T, H] float32, base 2
+    out,  # [B, width] float32
+    num_kv_heads,
+    width,
+    score_scale,
+    cap_scale,
+    stride_q_t,
+    stride_q_h,
+    stride_k_slot,
+    stride_k_h,
+    stride_index,
+    stride_out,
+    GROUP: tl.constexpr,
+    DK: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_DK: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    SHIFT: tl.constexpr,
+    WINDOW: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+):
+    request = tl.program_id(1).to(tl.int64)
+    positions = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)  # [BLOCK_N]
+    q_begin = tl.load(q_starts + request)
+    num_rows = (tl.load(q_starts + request + 1) - q_begin) * GROUP
+    valid = positions < tl.load(lengths + request)
+    index_row = index + tl.load(rows + request).to(tl.int64) * stride_index
+    num_heads = num_kv_heads * GROUP
+
+    acc = tl.zeros([BLOCK_N], tl.float32)
+    for head in range(num_kv_heads):
+        kv_head = tl.zeros([], tl.int64) + head
+        k = _load_keys(
+            k_cache + kv_head * stride_k_h, index_row, positions, valid, stride_k_slot, SHIFT, DK, BLOCK_DK
+        )
+        for first_row in range(0, num_rows, BLOCK_M):
+            scores, tokens, heads, in_tile = _score_tile(
+                q, query_positions, q_begin, num_rows, first_row, kv_head, k,
+                tl.where(valid, positions, 2147483647), score_scale, cap_scale, stride_q_t, stride_q_h,
+                GROUP, DK, BLOCK_M, BLOCK_DK, WINDOW, SOFTCAP,
+            )  # fmt: skip
+            # +inf: the rows beyond the tile, and queries that see no key, attend to nothing.
+            row_lse = tl.load(lse + tokens * num_heads + heads, mask=in_tile, other=float("inf"))
+            row_lse = tl.where(row_lse > float("-inf"), row_lse, float("inf"))
+            acc += tl.sum(tl.exp2(scores - row_lse[:, None]), 0)
+    tl.store(out + request * stride_out + positions, acc, mask=positions < width)
+
+
+@torch.library.custom_op("lightkv::attention_lse", mutates_args=("lse",))
+def _attention_lse(
+    q: Tensor,
+    k_cache: Tensor,
+    index: Tensor,
+    rows: Tensor,
+    q_starts: Tensor,
+    query_positions: Tensor,
+    lengths: Tensor,
+    lse: Tensor,
+    max_q_len: int,
+    scale: float,
+    shift: int,
+    window: int,
+    softcap: float,
+) -> None:
+    num_requests, num_kv_heads = len(rows), k_cache.shape[1]
+    if num_requests == 0 or max_q_len == 0:
+        return
+    group = q.shape[1] // num_kv_heads
+    launch = tuning.scores_launch(q.shape[2], q.element_size())
+    score_scale, cap_scale = score_scales(scale, softcap)
+    _lse_kernel[(num_kv_heads, triton.cdiv(max_q_len * group, launch.block_m), num_requests)](
+        q,
+        k_cache,
+        index,
+        rows,
+        q_starts,
+        query_positions,
+        lengths,
+        lse,
+        score_scale,
+        cap_scale,
+        *q.stride()[:2],
+        *k_cache.stride()[:2],
+        index.stride(0),
+        GROUP=group,
+        DK=q.shape[2],
+        BLOCK_M=launch.block_m,
+        BLOCK_DK=tuning.padded_dim(q.shape[2]),
+        BLOCK_N=launch.block_n,
+        SHIFT=shift,
+        WINDOW=window,
+        SOFTCAP=softcap != 0.0,
+        num_warps=launch.num_warps,
+        num_stages=launch.num_stages,
+    )
+
+
+_attention_lse.register_fake(lambda *_: None)  # the output is an argument
+
+
+@torch.library.custom_op("lightkv::attention_scores", mutates_args=("out",))
+def _attention_scores(
+    q: Tensor,
+    k_cache: Tensor,
+    index: Tensor,
+    rows: Tensor,
+    q_starts: Tensor,
+    query_positions: Tensor,
+    lengths: Tensor,
+    lse: Tensor,
+    out: Tensor,
+    scale: float,
+    shift: int,
+    window: int,
+    softcap: float,
+) -> None:
+    num_requests, width = out.shape
+    if num_requests == 0 or width == 0:
+        return
+    launch = tuning.scores_launch(q.shape[2], q.element_size())
+    score_scale, cap_scale = score_scales(scale, softcap)
+    _scores_kernel[(triton.cdiv(width, launch.block_n), num_requests)](
+        q,
+        k_cache,
+        index,
+        rows,
+        q_starts,
+        query_positions,
+        lengths,
+        lse,
+        out,
+        k_cache.shape[1],
+        width,
+        score_scale,
+        cap_scale,
+        *q.stride()[:2],
+        *k_cache.stride()[:2],
+        index.stride(0),
+        out.stride(0),
+        GROUP=q.shape[1] // k_cache.shape[1],
+        DK=q.shape[2],
+        BLOCK_M=launch.block_m,
+        BLOCK_DK=tuning.padded_dim(q.shape[2]),
+        BLOCK_N=launch.block_n,
+        SHIFT=shift,
+        WINDOW=window,
+        SOFTCAP=softcap != 0.0,
+        num_warps=launch.num_warps,
+        num_stages=launch.num_stages,
+    )
+
+
+_attention_scores.register_fake(lambda *_: None)  # the output is an argument
+
+
+def attention_lse(
+    q: Tensor,
+    k_cache: Tensor,
+    index: Tensor,
+    rows: Tensor,
+    q_starts: Tensor,
+    query_positions: Tensor,
+    lengths: Tensor,
+    *,
+    max_q_len: int,
+    scale: float,
+    shift: int = 0,
+    window: int = 0,
+    softcap: float = 0.0,
+) -> Tensor:
+    """The log-sum-exp of each query's scores, in base 2: float32 `[T, H]`, -inf where a query sees no key.
+
+    Arguments and errors as for `attention_scores`. Queries that belong to no request get -inf.
+    """
+    _check(
+        q, k_cache, index, rows, q_starts, query_positions, lengths, scale, shift, window, softcap, max_q_len
+    )
+    lse = torch.full(q.shape[:2], float("-inf"), dtype=torch.float32, device=q.device)
+    _attention_lse(
+        q,
+        k_cache,
+        index,
+        rows,
+        q_starts,
+        query_positions,
+        lengths,
+        lse,
+        max_q_len,
+        scale,
+        shift,
+        window,
+        softcap,
+    )
+    return lse
+
+
+def attention_scores(
+    q: Tensor,
+    k_cache: Tensor,
+    index: Tensor,
+    rows: Tensor,
+    q_starts: Tensor,
+    query_positions: Tensor,
+    lengths: Tensor,
+    *,
+    max_q_len: int,
+    width: int,
+    scale: float,
+    shift: int = 0,
+    window: int = 0,
+    softcap: float = 0.0,
+) -> Tensor:
+    """How much the queries attend to each entry of their row: probabilities, summed over queries and heads.
+
+    Args:
+        q: `[T, H, Dk]`, the requests' queries one after the other; H a multiple of num_kv_heads.
+        k_cache: `[num_slots, num_kv_heads, Dk]`, any strides but a last one of 1. The dots run in the dtype
+            of q, accumulate in float32.
+        index: int32 `[num_rows, num_entries]`: first slot of each 2**shift tokens of a row.
+        rows: int32 or int64 `[B]`, each request's row of the index.
+        q_starts: int32 `[B + 1]`: the queries of request b are q[q_starts[b] : q_starts[b + 1]].
+        query_positions: int32 `[T]`, the entry that each query stands at: it attends to that and those before.
+        lengths: int32 `[B]`, the entries that a request's row has; at most num_entries * 2**shift, which is not
+            checked.
+        max_q_len: the most queries of any request, or more (it sizes a grid).
+        width: the entries to return scores for.
+        scale, shift, window, softcap: as in `decode_attention`.
+
+    Returns:
+        float32 `[B, width]`; zero beyond a request's length. A request's entries add up to its number of
+        queries times H, if `width` covers them.
+
+    Raises:
+        ValueError: shapes, strides, dtypes or numbers do not fit.
+    """
+    if width < 0:
+        raise ValueError(f"width must be 0 or more, got {width}")
+    settings = {"scale": scale, "shift": shift, "window": window, "softcap": softcap}
+    places = (index, rows, q_starts, query_positions, lengths)
+    lse = attention_lse(q, k_cache, *places, max_q_len=max_q_len, **settings)  # type: ignore[arg-type]
+    out = torch.empty(len(rows), width, dtype=torch.float32, device=q.device)
+    _attention_scores(q, k_cache, *places, lse, out, scale, shift, window, softcap)
+    return out
+
+
+def _check(
+    q: Tensor,
+    k_cache: Tensor,
+    index: Tensor,
+    rows: Tensor,
+    q_starts: Tensor,
+    query_positions: Tensor,
+    lengths: Tensor,
+    scale: float,
+    shift: int,
+    window: int,
+    softcap: float,
+    max_q_len: int,
+) -> None:
+    """Raise ValueError where shapes, strides, dtypes or numbers do not fit. Reads no tensor's contents."""
+    check_attention_inputs(
+        q,
+        k_cache,
+        k_cache,
+        index,
+        rows,
+        lengths,
+        None,
+        None,
+        scale=scale,
+        shift=shift,
+        window=window,
+        softcap=softcap,
+    )
+    for name, tensor, length in (
+        ("q_starts", q_starts, len(rows) + 1),
+        ("query_positions", query_positions, len(q)),
+    ):
+        if tensor.dtype != torch.int32 or tensor.shape != (length,) or not tensor.is_contiguous():
+            raise ValueError(
+                f"{name} must be contiguous int32 [{length}], got {tensor.dtype} {tuple(tensor.shape)}"
+            )
+    if max_q_len < 0:
+        raise ValueError(f"max_q_len must be 0 or more, got {max_q_len}")
+
+
+def attention_scores_reference(
+    q: Tensor,
+    k_cache: Tensor,
+    index: Tensor,
+    rows: Tensor,
+    q_starts: Tensor,
+    query_positions: Tensor,
+    lengths: Tensor,
+    *,
+    width: int,
+    scale: float,
+    shift: int = 0,
+    window: int = 0,
+    softcap: float = 0.0,
+) -> tuple[Tensor, Tensor]:
+    """The specification of `attention_scores` and `attention_lse`: plain torch, one request at a time.
+
+    Computes in float32, or in float64 where q is, and returns both, `[B, width]` and `[T, H]`. Reads rows,
+    q_starts and lengths on the host, so on a GPU it synchronises.
+    """
+    dtype = torch.promote_types(q.dtype, torch.float32)
+    num_heads, num_kv_heads = q.shape[1], k_cache.shape[1]
+    out = torch.zeros(len(rows), width, dtype=dtype, device=q.device)
+    lse = torch.full(q.shape[:2], float("-inf"), dtype=dtype, device=q.device)
+    starts = q_starts.tolist()
+    for request, (row, length) in enumerate(zip(rows.tolist(), lengths.tolist(), strict=True)):
+        queries = slice(starts[request], starts[request + 1])
+        entries = torch.arange(length, device=q.device)
+        k = k_cache[find_slots_reference(index[row], entries, shift)].to(dtype)  # [L, num_kv_heads, Dk]
+        # [num_kv_heads, group * n, Dk]: the heads of a group are rows of their KV head
+        q_rows = q[queries].to(dtype).unflatten(1, (num_kv_heads, -1)).permute(1, 2, 0, 3).flatten(1, 2)
+        scores = torch.matmul(q_rows, k.permute(1, 2, 0)) * scale
+        scores = scores.view(num_heads, queries.stop - queries.start, length)
+        if softcap:
+            scores = softcap * torch.tanh(scores / softcap)
+        ends = query_positions[queries].long()[:, None]
+        hidden = entries > ends
+        if window:
+            hidden |= entries <= ends - window
+        scores = scores.masked_fill_(hidden, float("-inf"))
+        row_lse = scores.logsumexp(2)  # [H, n], -inf where a query sees no key
+        lse[queries] = row_lse.T * LOG2_E
+        weights = scores.sub_(row_lse.clamp(min=-1e30)[..., None]).exp_()
+        shown = min(length, width)
+        out[request, :shown] = weights.sum((0, 1))[:shown]
+    return out, lse

@@ -1,0 +1,421 @@
+"""Decode attention: the newest tokens of each request, one or a few, against its K/V found through an index.
+
+A program attends to a share of all the batch's keys (`decode_plan.py`), item by item: some keys of one request,
+or of a group of requests that share them. Where a request is one item the output is written at once; else each
+item leaves a normalised partial result and the log-sum-exp of its scores (base 2), and a second kernel combines
+them (`decode_combine.py`).
+
+The rows of a tile are the query heads that share a K/V head, of all the queries of a request, of all the
+members of a group: the keys are read once for all of them.
+
+Knows nothing of models, of the allocator, or of how K/V came into the cache. `attend_keys.py` has the loop over
+keys, the checks and the specification.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from lightkv.triton_kernels import tuning
+
+from .attend_keys import (
+    attend_keys,
+    attend_reference,
+    check_attention_inputs,
+    find_slots,
+    find_slots_reference,
+    score_scales,
+)
+from .decode_combine import combine_parts
+from .decode_plan import ITEM_FIELDS, PART_FIELDS, SHARE_FIELDS, DecodePlan, decode_plan
+
+_ITEM_FIELDS = tl.constexpr(ITEM_FIELDS)
+_SHARE_FIELDS = tl.constexpr(SHARE_FIELDS)
+_PART_FIELDS = tl.constexpr(PART_FIELDS)
+
+
+@triton.jit
+def _load_item(item, is_item):
+    """Request (of a group, -1 - group), row, first key and end of the keys."""
+    request = tl.load(item, mask=is_item, other=0)
+    row = tl.load(item + 1, mask=is_item, other=0)
+    begin = tl.load(item + 2, mask=is_item, other=0)
+    end = tl.load(item + 3, mask=is_item, other=0)
+    return request, row, begin, end
+
+
+@triton.jit(
+    do_not_specialize=["own_slots"],
+    do_not_specialize_on_alignment=["index", "items", "shares", "parts", "members", "lengths"],
+)
+def _decode_kernel(
+    q,
+    k_cache,
+    v_cache,
+    index,
+    items,  # [capacity, 4]
+    shares,  # [workers + 1, 8]
+    parts,  # [B, 4]
+    members,  # [G, MEMBERS]
+    lengths,  # [B]
+    out,
+    lse,  # [B * num_queries, H] float32, base 2
+    partial_out,  # [slots, num_queries * H, DV] float32
+    partial_lse,  # [slots, num_queries * H] float32, base 2
+    own_slots,
+    score_scale,
+    cap_scale,
+    stride_q_b,
+    stride_q_h,
+    stride_k_slot,
+    stride_k_h,
+    stride_v_slot,
+    stride_v_h,
+    stride_index,
+    stride_out_b,
+    stride_out_h,
+    GROUP: tl.constexpr,
+    NUM_QUERIES: tl.constexpr,
+    MEMBERS: tl.constexpr,
+    DK: tl.constexpr,
+    DV: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_DK: tl.constexpr,
+    BLOCK_DV: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    SHIFT: tl.constexpr,
+    WINDOW: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    HAS_LSE: tl.constexpr,
+    EARLY: tl.constexpr,
+):
+    kv_head = tl.program_id(0).to(tl.int64)
+    worker = tl.program_id(1)
+    num_heads = tl.num_programs(0) * GROUP
+    tile_rows = tl.arange(0, BLOCK_M)
+    heads = kv_head * GROUP + tile_rows % GROUP  # [BLOCK_M]
+    queries = tile_rows // GROUP % NUM_QUERIES
+    member = tile_rows // (GROUP * NUM_QUERIES)
+    k_dims = tl.arange(0, BLOCK_DK)
+    v_dims = tl.arange(0, BLOCK_DV)
+    if EARLY:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+
+    share = shares + worker * _SHARE_FIELDS
+    first_item = tl.load(share)
+    end_item = tl.load(share + _SHARE_FIELDS)
+    next_request, next_row, next_begin, next_end = _load_item(share + 1, True)
+    for item in range(first_item, end_item):
+        request, begin, end = next_request.to(tl.int64), next_begin, next_end
+        index_row = index + next_row.to(tl.int64) * stride_index
+        following = items + (item + 1) * _ITEM_FIELDS
+        next_request, next_row, next_begin, next_end = _load_item(following, item + 1 < end_item)
+        positions = begin + tl.arange(0, BLOCK_N)
+        slots = find_slots(index_row, positions, positions < end, SHIFT)  # [BLOCK_N]
+        is_group = request < 0
+        of_request = parts + tl.maximum(request, 0) * _PART_FIELDS
+        num_parts = tl.load(of_request + 1)
+        slot = own_slots + item  # for the partial output
+        owner, in_tile = request, member < 1
+        if MEMBERS > 1:
+            num_parts = tl.where(is_group, 2, num_parts + tl.load(of_request + 3))
+            slot = tl.where(is_group, item * MEMBERS + member, slot)
+            listed = is_group & (member < MEMBERS)
+            of_group = tl.load(members + (-1 - request) * MEMBERS + member, mask=listed, other=-1)
+            owner = tl.where(is_group, of_group, tl.where(in_tile, request, -1))
+            in_tile = owner >= 0
+        tokens = owner * NUM_QUERIES + queries  # [BLOCK_M]
+        q_tile = tl.load(
+            q + tokens[:, None] * stride_q_b + heads[:, None] * stride_q_h + k_dims[None, :],
+            mask=in_tile[:, None] & (k_dims < DK)[None, :],
+            other=0.0,
+        )  # [BLOCK_M, BLOCK_DK]
+
+        # Keys in [begin, full_end) are visible to every query, those in [full_end, end) to some.
+        if NUM_QUERIES > 1:
+            length = tl.load(lengths + tl.maximum(request, 0))
+            if MEMBERS > 1:
+                length = tl.where(is_group, end + NUM_QUERIES, length)  # none of its keys is a query's own
+            query_positions = length - NUM_QUERIES + queries
+            visible_end = tl.minimum(end, length - NUM_QUERIES + 1)
+        else:
+            query_positions = tl.zeros([BLOCK_M], tl.int32) + (end - 1)
+            visible_end = end
+        full_end = begin
+        if NUM_QUERIES == 1 or WINDOW == 0:
+            full_end = begin + tl.maximum(visible_end - begin, 0) // BLOCK_N * BLOCK_N
+
+        # A finite floor in place of -inf: a row whose keys are all masked stays at weight 0 and not at NaN.
+        peak = tl.full([BLOCK_M], -1.0e30, tl.float32)
+        total = tl.zeros([BLOCK_M], tl.float32)
+        acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
+        for MASKED in tl.static_range(0, 2):
+            acc, total, peak, slots = attend_keys(
+                q_tile,
+                acc,
+                total,
+                peak,
+                slots,
+                k_cache + kv_head * stride_k_h,
+                v_cache + kv_head * stride_v_h,
+                index_row,
+                query_positions,
+                full_end if MASKED else begin,
+                end if MASKED else full_end,
+                end,
+                stride_k_slot,
+                stride_v_slot,
+                score_scale,
+                cap_scale,
+                DK,
+                DV,
+                BLOCK_DK,
+                BLOCK_DV,
+                BLOCK_N,
+                SHIFT,
+                WINDOW if NUM_QUERIES > 1 else 0,  # of one query, it is in `begin`
+                SOFTCAP,
+                MASKED == 1,
+            )
+        acc = acc / tl.where(total > 0.0, total, 1.0)[:, None]
+
+        out_mask = in_tile[:, None] & (v_dims < DV)[None, :]
+        if num_parts == 1:
+            pointers = out + tokens[:, None] * stride_out_b + heads[:, None] * stride_out_h + v_dims[None, :]
+            tl.store(pointers, acc.to(out.dtype.element_ty), mask=out_mask)
+            if HAS_LSE:
+                tl.store(lse + tokens * num_heads + heads, peak + tl.log2(total), mask=in_tile)
+        else:
+            partials = (slot * NUM_QUERIES + queries).to(tl.int64) * num_heads + heads  # [BLOCK_M]
+            tl.store(partial_out + partials[:, None] * DV + v_dims[None, :], acc, mask=out_mask)
+            tl.store(partial_lse + partials, peak + tl.log2(total), mask=in_tile)
+
+
+@torch.library.custom_op("lightkv::decode_attention", mutates_args=("out", "lse"))
+def _decode_attention(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    index: Tensor,
+    items: Tensor,
+    shares: Tensor,
+    parts: Tensor,
+    split: Tensor,
+    members: Tensor | None,
+    lengths: Tensor,
+    out: Tensor,
+    lse: Tensor | None,
+    num_queries: int,
+    scale: float,
+    shift: int,
+    window: int,
+    softcap: float,
+) -> None:
+    num_tokens, num_heads, key_dim = q.shape
+    num_kv_heads, value_dim = v_cache.shape[1:]
+    if num_tokens == 0:
+        return
+    plan = DecodePlan(items, shares, parts, split, members)
+    group, together = num_heads // num_kv_heads, plan.num_members * num_queries
+    device = tuning.device_class(q.device)
+    launch = tuning.decode_launch(
+        device, together * group, together > 1, key_dim, value_dim, q.element_size()
+    )
+    early = tuning.has_early_launch(device)
+    options = {"launch_pdl": True} if early else {}
+    partial_shape = plan.num_slots, num_queries * num_heads
+    partial_lse = torch.empty(partial_shape, dtype=torch.float32, device=q.device)
+    partial_out = torch.empty((*partial_shape, value_dim), dtype=torch.float32, device=q.device)
+    score_scale, cap_scale = score_scales(scale, softcap)
+    _decode_kernel[(num_kv_heads, shares.shape[0] - 1)](
+        q,
+        k_cache,
+        v_cache,
+        index,
+        items,
+        shares,
+        parts,
+        members,
+        lengths,
+        out,
+        lse,
+        partial_out,
+        partial_lse,
+        plan.own_slots,
+        score_scale,
+        cap_scale,
+        *q.stride()[:2],
+        *k_cache.stride()[:2],
+        *v_cache.stride()[:2],
+        index.stride(0),
+        *out.stride()[:2],
+        GROUP=group,
+        NUM_QUERIES=num_queries,
+        MEMBERS=plan.num_members,
+        DK=key_dim,
+        DV=value_dim,
+        BLOCK_M=launch.block_m,
+        BLOCK_DK=tuning.padded_dim(key_dim),
+        BLOCK_DV=tuning.padded_dim(value_dim),
+        BLOCK_N=launch.block_n,
+        SHIFT=shift,
+        WINDOW=window,
+        SOFTCAP=softcap != 0.0,
+        HAS_LSE=lse is not None,
+        EARLY=early,
+        num_warps=launch.num_warps,
+        num_stages=launch.num_stages,
+        **options,
+    )
+    combine_parts(partial_out, partial_lse, plan, out, lse, num_queries)
+
+
+_decode_attention.register_fake(lambda *_: None)  # the outputs are arguments
+
+
+def decode_attention(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    index: Tensor,
+    rows: Tensor,
+    lengths: Tensor,
+    *,
+    scale: float,
+    shift: int = 0,
+    window: int = 0,
+    softcap: float = 0.0,
+    num_queries: int = 1,
+    plan: DecodePlan | None = None,
+    out: Tensor | None = None,
+    lse: Tensor | None = None,
+) -> Tensor:
+    """Attention of each request's newest tokens to the tokens it has in the cache, themselves included.
+
+    Everything that varies from step to step (lengths, rows, the index) is read on the device: no
+    synchronisation, and a captured launch may be replayed with other values in the same tensors.
+
+    Args:
+        q: `[B * num_queries, H, Dk]`, the requests one after the other; H a multiple of num_kv_heads; query
+            head h reads K/V head h // (H / num_kv_heads).
+        k_cache: `[num_slots, num_kv_heads, Dk]`, any strides but a last one of 1. The dots run in the dtype
+            of q, accumulate in float32.
+        v_cache: `[num_slots, num_kv_heads, Dv]`, likewise.
+        index: int32 `[num_rows, num_entries]`: first slot of each 2**shift tokens of a row.
+        rows: int32 or int64 `[B]`, each request's row of the index.
+        lengths: int32 `[B]`, tokens to attend to, the newest included; at most num_entries * 2**shift, which
+            is not checked. A request of length 0 gets zeros.
+        scale: multiplies the scores; positive.
+        shift: 0 for a table of tokens, log2(page) for a table of pages, 31 for one contiguous run.
+        window: each query attends to the last `window` tokens up to its own only; 0 for all.
+        softcap: scores become softcap * tanh(score / softcap); 0 for none.
+        num_queries: of each request, at its last positions: 1, or as many tokens as are to be verified. A query
+            whose position would be negative gets zeros.
+        plan: what `decode_plan` has made of the same rows, lengths, window and num_queries, for all layers of a
+            step, with the groups of requests that share keys, if any; made here, without groups, if None.
+        out: `[B * num_queries, H, Dv]` to write to; allocated in the dtype of q if None.
+        lse: float32 `[B * num_queries, H]`, contiguous: the log-sum-exp of the scores, in base 2; -inf where a
+            query sees no key.
+
+    Returns:
+        `[B * num_queries, H, Dv]`, `out`.
+
+    Raises:
+        ValueError: shapes, strides, dtypes or numbers do not fit.
+    """
+    check_attention_inputs(
+        q,
+        k_cache,
+        v_cache,
+        index,
+        rows,
+        lengths,
+        out,
+        lse,
+        scale=scale,
+        shift=shift,
+        window=window,
+        softcap=softcap,
+    )
+    if num_queries < 1 or q.shape[0] != rows.shape[0] * num_queries:
+        raise ValueError(
+            f"q must hold {num_queries} queries for each of {rows.shape[0]} rows, at least one; "
+            f"got {q.shape[0]}"
+        )
+    group = q.shape[1] // k_cache.shape[1]
+    if group * num_queries > tuning.MOST_DECODE_ROWS:
+        raise ValueError(
+            f"{num_queries} queries of {group} heads to a K/V head are {group * num_queries} rows, and a tile "
+            f"holds {tuning.MOST_DECODE_ROWS}: prefill_attention takes any number"
+        )
+    if plan is not None and (plan.window, plan.num_queries, len(plan.parts)) != (
+        window,
+        num_queries,
+        len(rows),
+    ):
+        raise ValueError(
+            f"the plan is for {len(plan.parts)} requests of {plan.num_queries} queries with a window of "
+            f"{plan.window}, the call for {len(rows)} of {num_queries} with one of {window}"
+        )
+    if out is None:
+        out = q.new_empty((*q.shape[:2], v_cache.shape[2]))
+    if plan is None:
+        plan = decode_plan(
+            rows, lengths, num_kv_heads=k_cache.shape[1], window=window, num_queries=num_queries
+        )
+    _decode_attention(
+        q,
+        k_cache,
+        v_cache,
+        index,
+        plan.items,
+        plan.shares,
+        plan.parts,
+        plan.split,
+        plan.members,
+        lengths,
+        out,
+        lse,
+        num_queries,
+        scale,
+        shift,
+        window,
+        softcap,
+    )
+    return out
+
+
+def decode_attention_reference(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    index: Tensor,
+    rows: Tensor,
+    lengths: Tensor,
+    *,
+    scale: float,
+    shift: int = 0,
+    window: int = 0,
+    softcap: float = 0.0,
+    num_queries: int = 1,
+) -> Tensor:
+    """The specification of `decode_attention`: plain torch in float64, one request at a time.
+
+    Reads lengths and rows on the host, so on a GPU it synchronises.
+    """
+    out = q.new_zeros((*q.shape[:2], v_cache.shape[2]))
+    for request, (row, length) in enumerate(zip(rows.tolist(), lengths.tolist(), strict=True)):
+        queries = slice(request * num_queries, (request + 1) * num_queries)
+        slots = find_slots_reference(index[row], torch.arange(length, device=q.device), shift)
+        out[queries] = attend_reference(
+            q[queries],
+            k_cache[slots],
+            v_cache[slots],
+            torch.arange(length - num_queries, length, device=q.device),
+            scale=scale,
+            window=window,
+            softcap=softcap,
+        ).to(q.dtype)
+    return out

@@ -1,0 +1,143 @@
+"""The second half of decode: the partial outputs of a request that is in several parts, weighted and added.
+
+Each part's output is normalised, and has the log-sum-exp of its scores beside it (base 2); with the largest of
+them, m, a part's weight is 2**(lse - m). Parts are where the plan says (`decode_plan.py`): a request's own side
+by side, those of its group with the other members' in between. Knows no key.
+"""
+
+import math
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from lightkv.triton_kernels import tuning
+
+from .decode_plan import PART_FIELDS, DecodePlan
+
+_PART_FIELDS = tl.constexpr(PART_FIELDS)
+
+
+@triton.jit(do_not_specialize_on_alignment=["parts", "split"])
+def _combine_kernel(
+    partial_out,  # [slots, num_queries * H, DV] float32
+    partial_lse,  # [slots, num_queries * H] float32, base 2
+    parts,  # [B, 4]
+    split,  # [n]
+    out,
+    lse,  # [B * num_queries, H] float32, base 2
+    stride_out_b,
+    stride_out_h,
+    NUM_QUERIES: tl.constexpr,
+    MEMBERS: tl.constexpr,
+    DV: tl.constexpr,
+    BLOCK_DV: tl.constexpr,
+    BLOCK_P: tl.constexpr,
+    HAS_LSE: tl.constexpr,
+    EARLY: tl.constexpr,
+):
+    head = tl.program_id(0).to(tl.int64)
+    query = tl.program_id(1)
+    num_heads = tl.num_programs(0)
+    # The plan was there before the attention began; what that has left is waited for.
+    request = tl.load(split + tl.program_id(2)).to(tl.int64)
+    of_request = parts + request * _PART_FIELDS
+    first = tl.load(of_request, mask=request >= 0, other=0)
+    num_own = tl.load(of_request + 1, mask=request >= 0, other=0)
+    num_parts = num_own
+    if MEMBERS > 1:
+        first_of_group = tl.load(of_request + 2, mask=request >= 0, other=0)
+        num_parts += tl.load(of_request + 3, mask=request >= 0, other=0)
+    if EARLY:
+        tl.extra.cuda.gdc_wait()
+    if request < 0:
+        return
+    token = request * NUM_QUERIES + query
+
+    dims = tl.arange(0, BLOCK_DV)
+    peak = -1.0e30
+    total = 0.0
+    acc = tl.zeros([BLOCK_DV], tl.float32)
+    for start in range(0, num_parts, BLOCK_P):
+        part = start + tl.arange(0, BLOCK_P)  # [BLOCK_P]
+        is_part = part < num_parts
+        slot = first + part
+        if MEMBERS > 1:
+            slot = tl.where(part < num_own, slot, first_of_group + (part - num_own) * MEMBERS)
+        partials = (slot.to(tl.int64) * NUM_QUERIES + query) * num_heads + head
+        part_lse = tl.load(partial_lse + partials, mask=is_part, other=float("-inf"))
+        tile = tl.load(
+            partial_out + partials[:, None] * DV + dims[None, :],
+            mask=is_part[:, None] & (dims < DV)[None, :],
+            other=0.0,
+        )  # [BLOCK_P, BLOCK_DV]
+        new_peak = tl.maximum(peak, tl.max(part_lse, 0))
+        weights = tl.exp2(part_lse - new_peak)
+        decay = tl.exp2(peak - new_peak)
+        total = total * decay + tl.sum(weights, 0)
+        acc = acc * decay + tl.sum(weights[:, None] * tile, 0)
+        peak = new_peak
+    acc = acc / tl.where(total > 0.0, total, 1.0)
+    tl.store(
+        out + token * stride_out_b + head * stride_out_h + dims, acc.to(out.dtype.element_ty), mask=dims < DV
+    )
+    if HAS_LSE:
+        tl.store(lse + token * num_heads + head, peak + tl.log2(total))
+
+
+def combine_parts(
+    partial_out: Tensor,
+    partial_lse: Tensor,
+    plan: DecodePlan,
+    out: Tensor,
+    lse: Tensor | None,
+    num_queries: int,
+) -> None:
+    """Write the outputs of those requests whose plan has several parts.
+
+    Args:
+        partial_out: float32 `[plan.num_slots, num_queries * H, Dv]`, contiguous.
+        partial_lse: float32 `[plan.num_slots, num_queries * H]`, contiguous; -inf where no key was seen.
+        out: `[B * num_queries, H, Dv]`.
+        lse: float32 `[B * num_queries, H]`, contiguous, or None: the log-sum-exp of all parts, in base 2.
+    """
+    num_heads, value_dim = out.shape[1:]
+    launch = tuning.combine_launch(out.shape[0] // num_queries)
+    early = tuning.has_early_launch(tuning.device_class(out.device))
+    options = {"launch_pdl": True} if early else {}
+    _combine_kernel[(num_heads, num_queries, plan.split.shape[0])](
+        partial_out,
+        partial_lse,
+        plan.parts,
+        plan.split,
+        out,
+        lse,
+        *out.stride()[:2],
+        NUM_QUERIES=num_queries,
+        MEMBERS=plan.num_members,
+        DV=value_dim,
+        BLOCK_DV=tuning.padded_dim(value_dim),
+        BLOCK_P=launch.block_n,
+        HAS_LSE=lse is not None,
+        EARLY=early,
+        num_warps=launch.num_warps,
+        **options,
+    )
+
+
+def combine_parts_reference(
+    partial_out: Tensor, partial_lse: Tensor, plan: DecodePlan, num_queries: int
+) -> dict[int, tuple[Tensor, Tensor]]:
+    """The specification of `combine_parts`: for each request that has several parts, its output `[num_queries,
+    H, Dv]` and log-sum-exp `[num_queries, H]`, float32."""
+    combined = {}
+    for request, (first, count, first_of_group, of_group) in enumerate(plan.parts.tolist()):
+        if count + of_group > 1:
+            slots = [*range(first, first + count)]
+            slots += [first_of_group + part * plan.num_members for part in range(of_group)]
+            part_lse = partial_lse[slots].unflatten(1, (num_queries, -1))  # [parts, num_queries, H]
+            part_out = partial_out[slots].unflatten(1, (num_queries, -1))
+            lse = part_lse.mul(math.log(2)).logsumexp(dim=0)
+            weights = (part_lse * math.log(2) - lse).exp().nan_to_num(0.0)  # of parts without a key
+            combined[request] = (weights[..., None] * part_out).sum(dim=0), lse / math.log(2)
+    return combined

@@ -1,0 +1,155 @@
+"""Attention over parts of the keys, made into attention over all of them.
+
+A part's result is its normalised output and the log-sum-exp of its scores; weighing the outputs by those gives
+exactly what one softmax over all keys would. So the parts may be attended by different kernels, with different
+queries (sinks), or by several batches over keys that they share.
+
+Knows nothing of keys, of who computed a part, or of why there are several.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from lightkv.triton_kernels import tuning
+from lightkv.triton_kernels.strides import has_unit_stride
+
+
+@triton.jit(do_not_specialize=["num_parts"])
+def _merge_kernel(
+    partial_out,
+    partial_lse,
+    out,
+    lse,
+    num_parts,
+    stride_po_p,
+    stride_po_t,
+    stride_po_h,
+    stride_pl_p,
+    stride_pl_t,
+    stride_pl_h,
+    stride_out_t,
+    stride_out_h,
+    stride_lse_t,
+    stride_lse_h,
+    DV: tl.constexpr,
+    BLOCK_DV: tl.constexpr,
+    BLOCK_P: tl.constexpr,
+):
+    head = tl.program_id(0).to(tl.int64)
+    token = tl.program_id(1).to(tl.int64)
+    dims = tl.arange(0, BLOCK_DV)
+    out_head = partial_out + token * stride_po_t + head * stride_po_h
+    lse_head = partial_lse + token * stride_pl_t + head * stride_pl_h
+
+    # A finite floor in place of -inf: while every part so far is empty, weights are 0 and not NaN.
+    peak = -1.0e30
+    total = 0.0
+    acc = tl.zeros([BLOCK_DV], tl.float32)
+    for start in range(0, num_parts, BLOCK_P):
+        parts = (start + tl.arange(0, BLOCK_P)).to(tl.int64)  # [BLOCK_P]
+        part_lse = tl.load(lse_head + parts * stride_pl_p, mask=parts < num_parts, other=float("-inf"))
+        written = part_lse > float("-inf")  # what an empty part has as its output is not read
+        tile = tl.load(
+            out_head + parts[:, None] * stride_po_p + dims[None, :],
+            mask=written[:, None] & (dims < DV)[None, :],
+            other=0.0,
+        )  # [BLOCK_P, BLOCK_DV]
+        new_peak = tl.maximum(peak, tl.max(part_lse, 0))
+        weights = tl.exp2(part_lse - new_peak)
+        decay = tl.exp2(peak - new_peak)
+        total = total * decay + tl.sum(weights, 0)
+        acc = acc * decay + tl.sum(weights[:, None] * tile, 0)
+        peak = new_peak
+
+    acc = acc / tl.where(total > 0.0, total, 1.0)
+    pointers = out + token * stride_out_t + head * stride_out_h + dims
+    tl.store(pointers, acc.to(out.dtype.element_ty), mask=dims < DV)
+    tl.store(lse + token * stride_lse_t + head * stride_lse_h, peak + tl.log2(total))
+
+
+@torch.library.custom_op("lightkv::merge_states", mutates_args=("out", "lse"))
+def _merge_states(partial_out: Tensor, partial_lse: Tensor, out: Tensor, lse: Tensor) -> None:
+    num_parts, num_tokens, num_heads, value_dim = partial_out.shape
+    if num_tokens == 0:
+        return
+    launch = tuning.merge_launch(num_parts, value_dim)
+    _merge_kernel[(num_heads, num_tokens)](
+        partial_out,
+        partial_lse,
+        out,
+        lse,
+        num_parts,
+        *partial_out.stride()[:3],
+        *partial_lse.stride(),
+        *out.stride()[:2],
+        *lse.stride(),
+        DV=value_dim,
+        BLOCK_DV=tuning.padded_dim(value_dim),
+        BLOCK_P=launch.block_n,
+        num_warps=launch.num_warps,
+        num_stages=launch.num_stages,
+    )
+
+
+_merge_states.register_fake(lambda *_: None)  # the outputs are arguments
+
+
+def merge_states(
+    partial_out: Tensor, partial_lse: Tensor, *, out: Tensor | None = None, lse: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Combine the attention of the same queries to several parts of their keys.
+
+    Args:
+        partial_out: float32 `[P, T, H, Dv]`, each part's normalised output; any strides but a last one of 1. Of
+            a part that is empty for a query it is not read.
+        partial_lse: float32 `[P, T, H]`, the log-sum-exp of each part's scaled scores in base 2; -inf where the
+            part is empty. Any strides.
+        out: `[T, H, Dv]` of any floating type to write to; allocated in float32 if None.
+        lse: float32 `[T, H]` to write to; allocated if None.
+
+    Returns:
+        `out` and `lse`: output and log-sum-exp (base 2) over all the parts, so that results merge further. Zero
+        and -inf where every part is empty.
+
+    Raises:
+        ValueError: shapes, strides or dtypes do not fit.
+    """
+    _check(partial_out, partial_lse, out, lse)
+    if out is None:
+        out = torch.empty(partial_out.shape[1:], dtype=torch.float32, device=partial_out.device)
+    if lse is None:
+        lse = torch.empty(partial_lse.shape[1:], dtype=torch.float32, device=partial_lse.device)
+    _merge_states(partial_out, partial_lse, out, lse)
+    return out, lse
+
+
+def _check(partial_out: Tensor, partial_lse: Tensor, out: Tensor | None, lse: Tensor | None) -> None:
+    if partial_out.dim() != 4 or not len(partial_out) or partial_lse.shape != partial_out.shape[:3]:
+        raise ValueError(
+            "partial_out must be [parts, tokens, heads, dim], of at least one part, and partial_lse [parts, "
+            f"tokens, heads]; got {tuple(partial_out.shape)} and {tuple(partial_lse.shape)}"
+        )
+    for name, tensor in (("partial_out", partial_out), ("partial_lse", partial_lse), ("lse", lse)):
+        if tensor is not None and tensor.dtype != torch.float32:
+            raise ValueError(f"{name} must be float32, got {tensor.dtype}")
+    for name, tensor, shape in (("out", out, partial_out.shape[1:]), ("lse", lse, partial_lse.shape[1:])):
+        if tensor is not None and tensor.shape != shape:
+            raise ValueError(f"{name} must have shape {tuple(shape)}, got {tuple(tensor.shape)}")
+    for name, tensor in (("partial_out", partial_out), ("out", out)):
+        if tensor is not None and not has_unit_stride(tensor):
+            raise ValueError(
+                f"the last stride of {name} must be 1, got {tensor.stride()}; make it contiguous"
+            )
+
+
+def merge_states_reference(partial_out: Tensor, partial_lse: Tensor) -> tuple[Tensor, Tensor]:
+    """The specification of `merge_states`: plain torch, in the type of its arguments."""
+    peak = partial_lse.amax(0).clamp(min=-1e30)  # finite, so that empty parts weigh 0 and not NaN
+    weights = torch.exp2(partial_lse - peak)  # [P, T, H]
+    total = weights.sum(0)
+    weights = weights / total.clamp(min=torch.finfo(total.dtype).tiny)
+    # What an empty part has as its output may be NaN.
+    weighted = torch.where(weights[..., None] > 0, partial_out * weights[..., None], 0.0)
+    return weighted.sum(0), peak + total.log2()

@@ -1,0 +1,406 @@
+"""Prefill attention: many query tokens a request, causal, over cached prefix and fresh tokens alike.
+
+The fresh tokens' K/V is in the cache before the call, so prefill, a chunk of it, and the checking of
+drafted tokens are one thing: a sequence's last `n` tokens attend to all of it through the index
+(`attend_keys.py` has the formula).
+
+A tile's rows are queries times the query heads that share a K/V head: K and V are gathered once for all
+of them, and a short query still fills the tile. Which tiles there are is a work list (`prefill_plan.py`).
+
+No tile's keys are shared out among programs: a few queries after many keys belong to `decode_attention`.
+
+The kernel here runs wherever Triton does. On compute capability 9 `prefill_hopper.py` goes through the same
+work list, where types, head dim and strides allow.
+
+Knows nothing of models, of the allocator, or of how K/V came into the cache. `attend_keys.py` has the loop over
+keys, the checks and the specification.
+"""
+
+from functools import cache
+from types import ModuleType
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from lightkv.triton_kernels import tuning
+
+from .attend_keys import (
+    attend_keys,
+    attend_reference,
+    check_attention_inputs,
+    find_slots,
+    find_slots_reference,
+    score_scales,
+)
+from .prefill_plan import TILE_FIELDS, PrefillPlan, prefill_plan
+
+_TILE_FIELDS = tl.constexpr(TILE_FIELDS)
+
+
+@triton.jit(do_not_specialize_on_alignment=["index", "tiles"])
+def _prefill_kernel(
+    q,
+    k_cache,
+    v_cache,
+    index,
+    tiles,  # [capacity, 8]
+    out,
+    lse,  # [T, H] float32, base 2
+    num_kv_heads,
+    score_scale,
+    cap_scale,
+    stride_q_t,
+    stride_q_h,
+    stride_k_slot,
+    stride_k_h,
+    stride_v_slot,
+    stride_v_h,
+    stride_index,
+    stride_out_t,
+    stride_out_h,
+    GROUP: tl.constexpr,
+    DK: tl.constexpr,
+    DV: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_DK: tl.constexpr,
+    BLOCK_DV: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    SHIFT: tl.constexpr,
+    WINDOW: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    HAS_LSE: tl.constexpr,
+):
+    # Neighbouring programs read neighbouring heads of the same tokens.
+    kv_head = (tl.program_id(0) % num_kv_heads).to(tl.int64)
+    tile = tiles + tl.program_id(0) // num_kv_heads * _TILE_FIELDS
+    request = tl.load(tile)
+    row = tl.load(tile + 1).to(tl.int64)
+    first_row = tl.load(tile + 2)
+    num_rows = tl.load(tile + 3)
+    q_begin = tl.load(tile + 4)
+    prefix = tl.load(tile + 5)
+    if request < 0:
+        return
+
+    tile_rows = first_row + tl.arange(0, BLOCK_M)  # [BLOCK_M]
+    queries = tile_rows // GROUP
+    tokens = (q_begin + queries).to(tl.int64)
+    heads = kv_head * GROUP + tile_rows % GROUP
+    in_tile = tile_rows < num_rows
+    query_positions = prefix + queries
+    first_position = prefix + first_row // GROUP
+    last_position = prefix + (tl.minimum(first_row + BLOCK_M, num_rows) - 1) // GROUP
+
+    # Keys in [begin, full_end) are visible to every row, those in [full_end, num_keys) to some.
+    num_keys = tl.maximum(last_position + 1, 0)
+    if WINDOW > 0:
+        begin = tl.maximum(first_position - WINDOW + 1, 0)
+        full_end = begin
+    else:
+        begin = 0
+        full_end = tl.maximum(first_position + 1, 0) // BLOCK_N * BLOCK_N
+    # A window is a few tiles long: all of them are masked, and the first loop is left out.
+    FIRST_LOOP: tl.constexpr = 1 if WINDOW > 0 else 0
+
+    index_row = index + row * stride_index
+    positions = begin + tl.arange(0, BLOCK_N)
+    slots = find_slots(index_row, positions, positions < num_keys, SHIFT)  # [BLOCK_N]
+
+    k_dims = tl.arange(0, BLOCK_DK)
+    q_tile = tl.load(
+        q + tokens[:, None] * stride_q_t + heads[:, None] * stride_q_h + k_dims[None, :],
+        mask=in_tile[:, None] & (k_dims < DK)[None, :],
+        other=0.0,
+    )  # [BLOCK_M, BLOCK_DK]
+
+    # A finite floor in place of -inf: a row whose keys are all masked stays at weight 0 and not at NaN.
+    peak = tl.full([BLOCK_M], -1.0e30, tl.float32)
+    total = tl.zeros([BLOCK_M], tl.float32)
+    acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
+    k_head = k_cache + kv_head * stride_k_h
+    v_head = v_cache + kv_head * stride_v_h
+    for MASKED in tl.static_range(FIRST_LOOP, 2):
+        acc, total, peak, slots = attend_keys(
+            q_tile,
+            acc,
+            total,
+            peak,
+            slots,
+            k_head,
+            v_head,
+            index_row,
+            query_positions,
+            full_end if MASKED else begin,
+            num_keys if MASKED else full_end,
+            num_keys,
+            stride_k_slot,
+            stride_v_slot,
+            score_scale,
+            cap_scale,
+            DK,
+            DV,
+            BLOCK_DK,
+            BLOCK_DV,
+            BLOCK_N,
+            SHIFT,
+            WINDOW,
+            SOFTCAP,
+            MASKED == 1,
+        )
+    acc = acc / tl.where(total > 0.0, total, 1.0)[:, None]
+
+    v_dims = tl.arange(0, BLOCK_DV)
+    tl.store(
+        out + tokens[:, None] * stride_out_t + heads[:, None] * stride_out_h + v_dims[None, :],
+        acc.to(out.dtype.element_ty),
+        mask=in_tile[:, None] & (v_dims < DV)[None, :],
+    )
+    if HAS_LSE:
+        tl.store(lse + tokens * (num_kv_heads * GROUP) + heads, peak + tl.log2(total), mask=in_tile)
+
+
+@cache
+def _hopper() -> ModuleType | None:
+    """The kernel for compute capability 9; None in Triton's interpreter, or where this Triton has no Gluon."""
+    if not isinstance(_prefill_kernel, triton.JITFunction):
+        return None
+    try:
+        from . import prefill_hopper
+    except ImportError:
+        return None
+    return prefill_hopper
+
+
+def _hopper_launch(q: Tensor, k_cache: Tensor, v_cache: Tensor, out: Tensor) -> tuning.Launch | None:
+    """How `prefill_hopper` would run this; None if it cannot: it copies 16 bytes at a time, as they are."""
+    if not q.dtype == k_cache.dtype == v_cache.dtype:
+        return None
+    for tensor in (q, k_cache, v_cache, out):
+        if tensor.data_ptr() % 16 or any(stride % 16 for stride in tensor.stride()[:2]):
+            return None
+    device = tuning.device_class(q.device)
+    return tuning.hopper_prefill_launch(device, q.shape[2], v_cache.shape[2], q.element_size())
+
+
+@torch.library.custom_op("lightkv::prefill_attention", mutates_args=("taken", "out", "lse"))
+def _prefill_attention(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    index: Tensor,
+    tiles: Tensor,
+    taken: Tensor,
+    out: Tensor,
+    lse: Tensor | None,
+    block_m: int,
+    block_n: int,
+    num_warps: int,
+    num_stages: int,
+    scale: float,
+    shift: int,
+    window: int,
+    softcap: float,
+) -> None:
+    num_heads, key_dim = q.shape[1:]
+    num_kv_heads, value_dim = v_cache.shape[1:]
+    if tiles.shape[0] == 0:
+        return
+    score_scale, cap_scale = score_scales(scale, softcap)
+    hopper_launch = _hopper_launch(q, k_cache, v_cache, out)
+    if hopper_launch is not None and hopper_launch.block_m == block_m and (hopper := _hopper()) is not None:
+        hopper.launch_hopper_prefill(
+            q,
+            k_cache,
+            v_cache,
+            index,
+            tiles,
+            taken,
+            out,
+            lse,
+            hopper_launch,
+            score_scale=score_scale,
+            cap_scale=cap_scale,
+            shift=shift,
+            window=window,
+            softcap=softcap != 0.0,
+        )
+        return
+    _prefill_kernel[(num_kv_heads * tiles.shape[0],)](
+        q,
+        k_cache,
+        v_cache,
+        index,
+        tiles,
+        out,
+        lse,
+        num_kv_heads,
+        score_scale,
+        cap_scale,
+        *q.stride()[:2],
+        *k_cache.stride()[:2],
+        *v_cache.stride()[:2],
+        index.stride(0),
+        *out.stride()[:2],
+        GROUP=num_heads // num_kv_heads,
+        DK=key_dim,
+        DV=value_dim,
+        BLOCK_M=block_m,
+        BLOCK_DK=tuning.padded_dim(key_dim),
+        BLOCK_DV=tuning.padded_dim(value_dim),
+        BLOCK_N=block_n,
+        SHIFT=shift,
+        WINDOW=window,
+        SOFTCAP=softcap != 0.0,
+        HAS_LSE=lse is not None,
+        num_warps=num_warps,
+        num_stages=num_stages,
+    )
+
+
+_prefill_attention.register_fake(lambda *_: None)  # the outputs are arguments
+
+
+def prefill_attention(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    index: Tensor,
+    rows: Tensor,
+    q_starts: Tensor,
+    lengths: Tensor,
+    *,
+    scale: float,
+    shift: int = 0,
+    window: int = 0,
+    softcap: float = 0.0,
+    plan: PrefillPlan | None = None,
+    out: Tensor | None = None,
+    lse: Tensor | None = None,
+) -> Tensor:
+    """Causal attention of the last tokens of each sequence to all of it, K/V being in the cache already.
+
+    The n queries of a sequence stand at its last n positions; each attends to itself and to what precedes
+    it. A query whose position would be negative (more queries than tokens) gets zeros.
+
+    Args:
+        q: `[T, H, Dk]`, the sequences' queries one after the other; H a multiple of num_kv_heads.
+        k_cache: `[num_slots, num_kv_heads, Dk]`, any strides but a last one of 1. The dots run in the dtype
+            of q, accumulate in float32.
+        v_cache: `[num_slots, num_kv_heads, Dv]`, likewise.
+        index: int32 `[num_rows, num_entries]`: first slot of each 2**shift tokens of a row.
+        rows: int32 or int64 `[B]`, each sequence's row of the index.
+        q_starts: int32 `[B + 1]`: the queries of sequence b are q[q_starts[b] : q_starts[b + 1]]. Queries
+            from q_starts[B] on belong to none, and their part of the output is not written.
+        lengths: int32 `[B]`, the sequence's tokens in the cache, the queries' own included; at most
+            num_entries * 2**shift, which is not checked.
+        scale, shift, window, softcap: as in `decode_attention`.
+        plan: what `prefill_plan` has made of the same rows, q_starts, lengths, window and shapes, for all
+            layers of a step, one after the other; made here if None.
+        out: `[T, H, Dv]` to write to; allocated in the dtype of q if None.
+        lse: float32 `[T, H]`, contiguous: the log-sum-exp of the scores, in base 2; -inf where a query sees no
+            key.
+
+    Returns:
+        `[T, H, Dv]`, `out`.
+
+    Raises:
+        ValueError: shapes, strides, dtypes or numbers do not fit.
+    """
+    check_attention_inputs(
+        q,
+        k_cache,
+        v_cache,
+        index,
+        rows,
+        lengths,
+        out,
+        lse,
+        scale=scale,
+        shift=shift,
+        window=window,
+        softcap=softcap,
+    )
+    if (
+        q_starts.dtype != torch.int32
+        or q_starts.shape != (rows.shape[0] + 1,)
+        or not q_starts.is_contiguous()
+    ):
+        raise ValueError(
+            f"q_starts must be contiguous int32 [{rows.shape[0] + 1}], got {q_starts.dtype} "
+            f"{tuple(q_starts.shape)}"
+        )
+    if plan is not None and (plan.window, plan.num_requests) != (window, len(rows)):
+        raise ValueError(
+            f"the plan is for {plan.num_requests} requests with a window of {plan.window}, the call for "
+            f"{len(rows)} with one of {window}"
+        )
+    if out is None:
+        out = q.new_empty((*q.shape[:2], v_cache.shape[2]))
+    if plan is None:
+        plan = prefill_plan(
+            rows,
+            q_starts,
+            lengths,
+            num_tokens=q.shape[0],
+            num_heads=q.shape[1],
+            num_kv_heads=k_cache.shape[1],
+            key_dim=q.shape[2],
+            value_dim=v_cache.shape[2],
+            dtype=q.dtype,
+            window=window,
+        )
+    _prefill_attention(
+        q,
+        k_cache,
+        v_cache,
+        index,
+        plan.tiles,
+        plan.taken,
+        out,
+        lse,
+        *plan.launch,
+        scale,
+        shift,
+        window,
+        softcap,
+    )
+    return out
+
+
+def prefill_attention_reference(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    index: Tensor,
+    rows: Tensor,
+    q_starts: Tensor,
+    lengths: Tensor,
+    *,
+    scale: float,
+    shift: int = 0,
+    window: int = 0,
+    softcap: float = 0.0,
+) -> Tensor:
+    """The specification of `prefill_attention`: plain torch in float64, one sequence at a time.
+
+    Reads lengths, rows and q_starts on the host, so on a GPU it synchronises. What belongs to no sequence
+    is zero.
+    """
+    out = q.new_zeros((*q.shape[:2], v_cache.shape[2]))
+    starts = q_starts.tolist()
+    for request, (row, length) in enumerate(zip(rows.tolist(), lengths.tolist(), strict=True)):
+        queries = slice(starts[request], starts[request + 1])
+        q_len = queries.stop - queries.start
+        slots = find_slots_reference(index[row], torch.arange(length, device=q.device), shift)
+        out[queries] = attend_reference(
+            q[queries],
+            k_cache[slots],
+            v_cache[slots],
+            torch.arange(length - q_len, length, device=q.device),
+            scale=scale,
+            window=window,
+            softcap=softcap,
+        ).to(q.dtype)
+    return out

@@ -1,0 +1,470 @@
+"""Prefill on compute capability 9: some warps gather while others compute (Gluon).
+
+Three groups of four warps stay on a multiprocessor until the work list is done. One copies q, and K and V by
+index, to shared memory, as far ahead as there is room; each of the other two has half of a tile's rows. An item
+is a tile for one K/V head; its key tiles come from the last to the first, so those on the diagonal come first.
+
+    gathering       slots j-1 │ K j, V j │ slots j-2 │ K j-1, V j-1 │ …          next item: K, q, V │ …
+                                   │ full        ▲ empty
+    shared memory      K: a ring of 3 tiles    V: a ring of 3 tiles    q: one tile    (at head dim 128)
+                                   │ full        ▲ empty
+    computing (2)      scores j │ ─── output j+1 ───          │ scores j-1 │ ─── output j ───         (wgmma)
+                                │ ─── softmax j  ─── wait for │            │ ─── softmax j-1 ───
+
+The next item is taken off a counter and not shared out beforehand, since items differ much. The program that is
+done last sets the counter back, so a plan serves one run at a time.
+
+Knows the work list's fields, a prefill's tensors, wgmma, cp.async and mbarriers. Not which devices, shapes and
+strides these allow, nor how large tiles are: `prefill_attention.py` and `tuning.py` do. It computes what the
+kernel of `prefill_attention.py` computes; read that first.
+"""
+
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    async_copy,
+    fence_async_shared,
+    mbarrier,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from lightkv.triton_kernels import tuning
+
+from .prefill_plan import TILE_FIELDS
+
+_TILE_FIELDS = gl.constexpr(TILE_FIELDS)
+_WARPS = gl.constexpr(4)  # of each group: a wgmma is four warps'
+_COMPUTE_REGISTERS = gl.constexpr(200)  # of a thread; two such groups and the one that gathers share 504
+_GATHER_REGISTERS = gl.constexpr(104)
+
+
+@gluon.constexpr_function
+def _row_pieces(num_rows, head_dim, num_swaps):
+    """The layout of a wgmma's accumulator after so many swaps of columns among the four threads of a row: a
+    thread has 2 neighbours at first, 4 after one swap, 8 after two."""
+    columns = [[0, 1 << bit] for bit in range(int(head_dim).bit_length() - 1)]
+    lanes, registers = columns[1:3], [columns[0], *columns[3:]]
+    for swap in range(num_swaps):
+        lanes[swap], registers[1 + swap] = registers[1 + swap], lanes[swap]
+    lanes += [[1, 0], [2, 0], [4, 0]]
+    registers.append([8, 0])
+    return gl.DistributedLinearLayout(registers, lanes, [[16, 0], [32, 0]], [], [num_rows, head_dim])
+
+
+@gluon.jit
+def _tile_of(tiles, item, num_kv_heads):
+    """An item's kv_head, row of the index, first row, rows of the request, first query, keys before that."""
+    tile = tiles + item // num_kv_heads * _TILE_FIELDS
+    kv_head, row = (item % num_kv_heads).to(gl.int64), gl.load(tile + 1).to(gl.int64)
+    return kv_head, row, gl.load(tile + 2), gl.load(tile + 3), gl.load(tile + 4), gl.load(tile + 5)
+
+
+@gluon.jit
+def _keys_of(tile, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, GROUP: gl.constexpr, WINDOW: gl.constexpr):
+    """The keys [begin, end) that the tile's queries see, and the key tiles [first, last] that have them."""
+    _kv_head, _row, first_row, num_rows, _q_begin, prefix = tile
+    begin = 0
+    if WINDOW > 0:
+        begin = gl.maximum(prefix + first_row // GROUP - WINDOW + 1, 0)
+    end = prefix + (gl.minimum(first_row + BLOCK_M, num_rows) - 1) // GROUP + 1
+    return begin, end, begin // BLOCK_N, gl.cdiv(gl.maximum(end, 0), BLOCK_N) - 1
+
+
+@gluon.jit
+def _find_slots(
+    index_row, key_tile, begin, end, BLOCK_N: gl.constexpr, SHIFT: gl.constexpr, layout: gl.constexpr
+):
+    """The slots of a key tile; for a key outside [begin, end) that of the next inside: no free slot is read."""
+    positions = key_tile * BLOCK_N + gl.arange(0, BLOCK_N, layout)
+    positions = gl.minimum(gl.maximum(positions, begin), end - 1)
+    return gl.load(index_row + (positions >> SHIFT)) + (positions & ((1 << SHIFT) - 1))
+
+
+@gluon.jit
+def _copy_rows(head, slots, stride, tile_smem, full, layout: gl.constexpr):
+    """Ask for one head's K or V at `slots`; `full` hears of it when it is there."""
+    dims = gl.arange(0, tile_smem.shape[1], gl.SliceLayout(0, layout))
+    pointers = (head + slots.to(gl.int64) * stride)[:, None] + dims[None, :]
+    async_copy.async_copy_global_to_shared(tile_smem, pointers)
+    async_copy.mbarrier_arrive(full, increment_count=False)
+
+
+@gluon.jit
+def _tell(item, turn, shared):
+    """Tell the computing groups the item, once they are through with q of the one before."""
+    mbarrier.wait(shared[6], (turn & 1) ^ 1)
+    shared[0].store(gl.full([1], item, gl.int32, gl.BlockedLayout([1], [32], [_WARPS], [0])))
+    mbarrier.arrive(shared[4])
+
+
+@gluon.jit
+def _copy_q(q, q_strides, tile, q_smem, q_full, GROUP: gl.constexpr, layout: gl.constexpr):
+    """Ask for the queries of a tile; behind the request's last row stands that row again."""
+    ROWS: gl.constexpr = q_smem.shape[1]
+    D: gl.constexpr = q_smem.shape[2]
+    kv_head, _row, first_row, num_rows, q_begin, _prefix = tile
+    stride_q_t, stride_q_h = q_strides
+    dims = gl.arange(0, D, gl.SliceLayout(0, layout))
+    for half in gl.static_range(2):
+        rows = first_row + half * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, layout))
+        rows = gl.minimum(rows, num_rows - 1)
+        tokens = (q_begin + rows // GROUP).to(gl.int64)
+        heads = kv_head * GROUP + rows % GROUP
+        pointers = q + (tokens * stride_q_t + heads * stride_q_h)[:, None] + dims[None, :]
+        async_copy.async_copy_global_to_shared(q_smem.index(half), pointers)
+    async_copy.mbarrier_arrive(q_full, increment_count=False)
+
+
+@gluon.jit
+def _gather(
+    tensors,
+    num_items,
+    num_kv_heads,
+    strides,
+    shared,
+    GROUP: gl.constexpr,
+    SHIFT: gl.constexpr,
+    WINDOW: gl.constexpr,
+):
+    q, k_cache, v_cache, index, tiles, taken = tensors
+    q_strides, k_strides, v_strides, stride_index = strides
+    _item, q_smem, k_smem, v_smem, _item_full, q_full, _q_empty, k_full, k_empty, v_full, v_empty = shared
+    STAGES: gl.constexpr = k_smem.shape[0]
+    BLOCK_N: gl.constexpr = k_smem.shape[1]
+    D: gl.constexpr = k_smem.shape[2]
+    BLOCK_M: gl.constexpr = 2 * q_smem.shape[1]
+    # A thread copies 16 bytes of a row, its neighbours the rest of it.
+    layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D, D // 8], [_WARPS, 1], [1, 0])
+    keys: gl.constexpr = gl.SliceLayout(1, layout)
+    count = 0  # of key tiles, over all items
+    turn = 0  # of items
+    item = gl.program_id(0)
+    while item < num_items:
+        next_item = num_items
+        # A tile without a request: the list has ended.
+        if gl.load(tiles + item // num_kv_heads * _TILE_FIELDS) >= 0:
+            tile = _tile_of(tiles, item, num_kv_heads)
+            begin, end, first, last = _keys_of(tile, BLOCK_M, BLOCK_N, GROUP, WINDOW)
+            if end > 0:
+                index_row = index + tile[1] * stride_index
+                k_head = k_cache + tile[0] * k_strides[1]
+                v_head = v_cache + tile[0] * v_strides[1]
+                slots = _find_slots(index_row, last, begin, end, BLOCK_N, SHIFT, keys)
+                for j in range(last - first + 1):
+                    stage = count % STAGES
+                    phase = (count // STAGES & 1) ^ 1
+                    here = slots
+                    # The index a tile ahead: K cannot be asked for before it is there.
+                    slots = _find_slots(index_row, last - 1 - j, begin, end, BLOCK_N, SHIFT, keys)
+                    mbarrier.wait(k_empty.index(stage), phase)
+                    _copy_rows(k_head, here, k_strides[0], k_smem.index(stage), k_full.index(stage), layout)
+                    if j == 0:
+                        _tell(item, turn, shared)
+                        _copy_q(q, q_strides, tile, q_smem, q_full, GROUP, layout)
+                    mbarrier.wait(v_empty.index(stage), phase)
+                    _copy_rows(v_head, here, v_strides[0], v_smem.index(stage), v_full.index(stage), layout)
+                    count += 1
+            else:
+                _tell(item, turn, shared)
+                _copy_q(q, q_strides, tile, q_smem, q_full, GROUP, layout)
+            turn += 1
+            next_item = gl.num_programs(0) + gl.atomic_add(taken, 1, sem="relaxed")
+        item = next_item
+    _tell(-1, turn, shared)
+    if gl.atomic_add(taken + 1, 1) == gl.num_programs(0) - 1:
+        gl.store(taken, 0)
+        gl.store(taken + 1, 0)
+
+
+@gluon.jit
+def _softmax(
+    s,
+    peak,
+    total,
+    first_key,
+    positions,
+    scales,
+    WINDOW: gl.constexpr,
+    SOFTCAP: gl.constexpr,
+    MASKED: gl.constexpr,
+):
+    """The weights of a tile's scores, and what the sums before them shrink by; as in `attend_keys`."""
+    layout: gl.constexpr = s.type.layout
+    BLOCK_N: gl.constexpr = s.shape[1]
+    score_scale, cap_scale = scales
+    if SOFTCAP:
+        s = 2.0 / (1.0 + gl.exp(-s * cap_scale)) - 1.0  # tanh
+    if MASKED:
+        keys = first_key + gl.arange(0, BLOCK_N, gl.SliceLayout(0, layout))
+        visible = keys[None, :] <= positions[:, None]
+        if WINDOW > 0:
+            visible = visible & (keys[None, :] > positions[:, None] - WINDOW)
+        s = gl.where(visible, s, float("-inf"))
+    new_peak = gl.maximum(peak, gl.max(s, 1) * score_scale)
+    weights = gl.exp2(s * score_scale - new_peak[:, None])
+    decay = gl.exp2(peak - new_peak)
+    total = total * decay + gl.sum(weights, 1)
+    return weights, decay, new_peak, total
+
+
+@gluon.jit
+def _write(acc, peak, total, out, lse, num_heads, out_strides, tile, HALF: gl.constexpr, GROUP: gl.constexpr):
+    """Normalise a group's rows and write those that the request has."""
+    ROWS: gl.constexpr = acc.shape[0]
+    D: gl.constexpr = acc.shape[1]
+    acc_row: gl.constexpr = gl.SliceLayout(1, acc.type.layout)
+    # Swap by swap, which is a shuffle each; both at once would go through shared memory, and that is full.
+    swapped: gl.constexpr = _row_pieces(ROWS, D, 1)
+    layout: gl.constexpr = _row_pieces(ROWS, D, 2)
+    kv_head, _row, first_row, num_rows, q_begin, _prefix = tile
+    total = gl.convert_layout(total, acc_row)
+    acc = acc * (1.0 / gl.where(total > 0.0, total, 1.0))[:, None]
+    values = gl.convert_layout(gl.convert_layout(acc.to(out.dtype.element_ty), swapped), layout)
+    rows = first_row + HALF * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, layout))
+    tokens = (q_begin + rows // GROUP).to(gl.int64)
+    heads = kv_head * GROUP + rows % GROUP
+    dims = gl.arange(0, D, gl.SliceLayout(0, layout))
+    pointers = out + (tokens * out_strides[0] + heads * out_strides[1])[:, None] + dims[None, :]
+    gl.store(pointers, values, mask=(rows < num_rows)[:, None])
+    if lse is not None:
+        rows = first_row + HALF * ROWS + gl.arange(0, ROWS, acc_row)
+        tokens = (q_begin + rows // GROUP).to(gl.int64)
+        heads = kv_head * GROUP + rows % GROUP
+        values = gl.convert_layout(peak, acc_row) + gl.log2(total)
+        gl.store(lse + tokens * num_heads + heads, values, mask=rows < num_rows)
+
+
+@gluon.jit
+def _begin_scores(k_tile, q_half, layout: gl.constexpr):
+    """Have the tensor cores begin with a tile's scores."""
+    ROWS: gl.constexpr = q_half.shape[0]
+    BLOCK_N: gl.constexpr = k_tile.shape[0]
+    fence_async_shared()  # cp.async wrote it, and a wgmma reads otherwise
+    zeros = gl.zeros([ROWS, BLOCK_N], gl.float32, layout)
+    return warpgroup_mma(q_half, k_tile.permute((1, 0)), zeros, use_acc=False, is_async=True)
+
+
+@gluon.jit
+def _compute(
+    tensors,
+    num_kv_heads,
+    scales,
+    out_strides,
+    shared,
+    HALF: gl.constexpr,
+    GROUP: gl.constexpr,
+    WINDOW: gl.constexpr,
+    SOFTCAP: gl.constexpr,
+):
+    tiles, out, lse = tensors
+    item_smem, q_smem, k_smem, v_smem, item_full, q_full, q_empty, k_full, k_empty, v_full, v_empty = shared
+    STAGES: gl.constexpr = k_smem.shape[0]
+    BLOCK_N: gl.constexpr = k_smem.shape[1]
+    D: gl.constexpr = k_smem.shape[2]
+    ROWS: gl.constexpr = q_smem.shape[1]
+    dtype: gl.constexpr = q_smem.dtype
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [_WARPS, 1], [16, BLOCK_N, 16])
+    acc_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [_WARPS, 1], [16, D, 16])
+    p_layout: gl.constexpr = gl.DotOperandLayout(0, acc_layout, 2)
+    row: gl.constexpr = gl.SliceLayout(1, layout)
+    acc_row: gl.constexpr = gl.SliceLayout(1, acc_layout)
+    one: gl.constexpr = gl.BlockedLayout([1], [32], [_WARPS], [0])
+    q_half = q_smem.index(HALF)
+    count = 0
+    turn = 0
+    mbarrier.wait(item_full, 0)
+    item = gl.max(item_smem.load(one), 0)
+    while item >= 0:
+        tile = _tile_of(tiles, item, num_kv_heads)
+        _begin, end, first, last = _keys_of(tile, 2 * ROWS, BLOCK_N, GROUP, WINDOW)
+        # A finite floor in place of -inf: a row whose keys are all masked stays at weight 0 and not at NaN.
+        peak = gl.full([ROWS], -1.0e30, gl.float32, row)
+        total = gl.full([ROWS], 0.0, gl.float32, row)
+        acc = gl.zeros([ROWS, D], gl.float32, acc_layout)
+        mbarrier.wait(q_full, turn & 1)
+        if end > 0:
+            first_row, prefix = tile[2] + HALF * ROWS, tile[5]
+            positions = prefix + (first_row + gl.arange(0, ROWS, row)) // GROUP
+            # Every row sees all of the tiles before this one. A window is short: all of its tiles are masked.
+            full = first
+            if WINDOW == 0:
+                full = gl.minimum(gl.maximum(prefix + first_row // GROUP + 1, 0) // BLOCK_N, last)
+            stage = count % STAGES
+            mbarrier.wait(k_full.index(stage), count // STAGES & 1)
+            s = _begin_scores(k_smem.index(stage), q_half, layout)
+            s = warpgroup_mma_wait(0, deps=[s])
+            mbarrier.arrive(k_empty.index(stage))
+            weights, _decay, peak, total = _softmax(
+                s, peak, total, last * BLOCK_N, positions, scales, WINDOW, SOFTCAP, True
+            )
+            p = gl.convert_layout(weights.to(dtype), p_layout)
+            mbarrier.wait(v_full.index(stage), count // STAGES & 1)
+            count += 1
+            for FULL in gl.static_range(2 if WINDOW == 0 else 1):
+                num_steps = full - first if FULL else last - full
+                for j in range(num_steps):
+                    # The scores of a tile, while the weights of the one before go into the output.
+                    before = stage
+                    stage = count % STAGES
+                    mbarrier.wait(k_full.index(stage), count // STAGES & 1)
+                    s = _begin_scores(k_smem.index(stage), q_half, layout)
+                    acc = warpgroup_mma(p, v_smem.index(before), acc, is_async=True)
+                    s = warpgroup_mma_wait(1, deps=[s])
+                    mbarrier.arrive(k_empty.index(stage))
+                    first_key = ((full if FULL else last) - 1 - j) * BLOCK_N
+                    weights, decay, peak, total = _softmax(
+                        s, peak, total, first_key, positions, scales, WINDOW, SOFTCAP, FULL == 0
+                    )
+                    # This wait ends a basic block, too: else ptxas moves the next one up, above the softmax.
+                    mbarrier.wait(v_full.index(stage), count // STAGES & 1)
+                    acc, _p = warpgroup_mma_wait(0, deps=[acc, p])  # p is read until then
+                    mbarrier.arrive(v_empty.index(before))
+                    p = gl.convert_layout(weights.to(dtype), p_layout)
+                    acc = acc * gl.convert_layout(decay, acc_row)[:, None]
+                    count += 1
+            mbarrier.arrive(q_empty)
+            fence_async_shared()
+            acc = warpgroup_mma(p, v_smem.index(stage), acc, is_async=True)
+            acc = warpgroup_mma_wait(0, deps=[acc])
+            mbarrier.arrive(v_empty.index(stage))
+        else:
+            mbarrier.arrive(q_empty)
+        _write(acc, peak, total, out, lse, num_kv_heads * GROUP, out_strides, tile, HALF, GROUP)
+        turn += 1
+        mbarrier.wait(item_full, turn & 1)
+        item = gl.max(item_smem.load(one), 0)
+
+
+@gluon.jit(
+    do_not_specialize=["num_items", "num_kv_heads", "stride_index"],
+    do_not_specialize_on_alignment=["index", "tiles", "taken", "lse"],
+)
+def _hopper_kernel(
+    q,
+    k_cache,
+    v_cache,
+    index,
+    tiles,  # [capacity, 8]
+    taken,  # [2]: items taken off the list, programs that are done
+    out,
+    lse,  # [T, H] float32, base 2; or None
+    num_items,
+    num_kv_heads,
+    score_scale,
+    cap_scale,
+    stride_q_t,
+    stride_q_h,
+    stride_k_slot,
+    stride_k_h,
+    stride_v_slot,
+    stride_v_h,
+    stride_index,
+    stride_out_t,
+    stride_out_h,
+    GROUP: gl.constexpr,
+    D: gl.constexpr,
+    BLOCK_M: gl.constexpr,
+    BLOCK_N: gl.constexpr,
+    STAGES: gl.constexpr,
+    SHIFT: gl.constexpr,
+    WINDOW: gl.constexpr,
+    SOFTCAP: gl.constexpr,
+):
+    dtype: gl.constexpr = q.dtype.element_ty
+    tile_layout: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
+    barrier: gl.constexpr = mbarrier.MBarrierLayout()
+    item_smem = gl.allocate_shared_memory(gl.int32, [1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    q_smem = gl.allocate_shared_memory(dtype, [2, BLOCK_M // 2, D], tile_layout)
+    k_smem = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_N, D], tile_layout)
+    v_smem = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_N, D], tile_layout)
+    item_full = gl.allocate_shared_memory(gl.int64, [1], barrier)
+    q_full = gl.allocate_shared_memory(gl.int64, [1], barrier)
+    q_empty = gl.allocate_shared_memory(gl.int64, [1], barrier)
+    k_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], barrier)
+    k_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], barrier)
+    v_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], barrier)
+    v_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], barrier)
+    # Every thread that gathers arrives when its copies have landed, each computing group once.
+    mbarrier.init(item_full, count=1)
+    mbarrier.init(q_full, count=32 * _WARPS)
+    mbarrier.init(q_empty, count=2)
+    for stage in gl.static_range(STAGES):
+        mbarrier.init(k_full.index(stage), count=32 * _WARPS)
+        mbarrier.init(k_empty.index(stage), count=2)
+        mbarrier.init(v_full.index(stage), count=32 * _WARPS)
+        mbarrier.init(v_empty.index(stage), count=2)
+    fence_async_shared()
+    shared = (
+        item_smem, q_smem, k_smem, v_smem, item_full, q_full, q_empty, k_full, k_empty, v_full, v_empty
+    )  # fmt: skip
+    outputs, inputs = (tiles, out, lse), (q, k_cache, v_cache, index, tiles, taken)
+    scales, out_strides = (score_scale, cap_scale), (stride_out_t, stride_out_h)
+    k_strides, v_strides = (stride_k_slot, stride_k_h), (stride_v_slot, stride_v_h)
+    strides = ((stride_q_t, stride_q_h), k_strides, v_strides, stride_index)
+    gl.warp_specialize(
+        [
+            (_compute, (outputs, num_kv_heads, scales, out_strides, shared, 0, GROUP, WINDOW, SOFTCAP)),
+            (_compute, (outputs, num_kv_heads, scales, out_strides, shared, 1, GROUP, WINDOW, SOFTCAP)),
+            (_gather, (inputs, num_items, num_kv_heads, strides, shared, GROUP, SHIFT, WINDOW)),
+        ],
+        [_WARPS, _WARPS],
+        [_COMPUTE_REGISTERS, _GATHER_REGISTERS],
+    )
+
+
+def launch_hopper_prefill(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    index: Tensor,
+    tiles: Tensor,
+    taken: Tensor,
+    out: Tensor,
+    lse: Tensor | None,
+    launch: tuning.Launch,
+    *,
+    score_scale: float,
+    cap_scale: float,
+    shift: int,
+    window: int,
+    softcap: bool,
+) -> None:
+    """Go through a plan's tiles, which have to be as high as those of `launch`, of `hopper_prefill_launch`.
+
+    Tensors are as in `prefill_attention`; q and the caches of one type of 16 bits; the strides of q, the caches
+    and out, but for the last, are multiples of 16, and so are their addresses in bytes. Nothing is checked.
+    """
+    num_heads, head_dim = q.shape[1:]
+    num_kv_heads = k_cache.shape[1]
+    num_items = num_kv_heads * tiles.shape[0]
+    num_programs = min(num_items, tuning.device_class(q.device).num_multiprocessors)
+    _hopper_kernel[(num_programs,)](
+        q,
+        k_cache,
+        v_cache,
+        index,
+        tiles,
+        taken,
+        out,
+        lse,
+        num_items,
+        num_kv_heads,
+        score_scale,
+        cap_scale,
+        *q.stride()[:2],
+        *k_cache.stride()[:2],
+        *v_cache.stride()[:2],
+        index.stride(0),
+        *out.stride()[:2],
+        GROUP=num_heads // num_kv_heads,
+        D=head_dim,
+        BLOCK_M=launch.block_m,
+        BLOCK_N=launch.block_n,
+        STAGES=launch.num_stages,
+        SHIFT=shift,
+        WINDOW=window,
+        SOFTCAP=softcap,
+        num_warps=4,  # of the first group
+    )

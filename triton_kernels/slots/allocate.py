@@ -1,0 +1,445 @@
+"""Take and give slots on the device: which slots are free is decided, and stays, in device memory.
+
+The prefix sum of the blocks' free counts says which blocks hold the n lowest free slots, and a block's bits
+which slots of it they are. The sum begins with the first block that can have any, so a search reads some
+hundred counts and a line or two a slot, whether the pool is empty, full or in fragments, large or small.
+Nothing here synchronises, and no shape depends on data, so every operation can stand in a CUDA graph.
+
+- A few slots (a decode step) are taken in one kernel: each of its programs finds some of the slots for itself,
+  in two dependent reads, and the last to have read what it needs writes the books for all.
+- Many (a prompt) take two: the first plans, the second has a program for every few blocks to take from.
+- A run is looked for by programs of the first kernel, each over a part of the pool's bits, while another
+  plans what is to be taken should there be none. Whether there is one the programs of the second see for
+  themselves.
+
+Knows no sequence and keeps no host count. An operation that cannot be done raises no error: it does what
+can be done without giving a slot two owners, and sets a flag in device memory for whoever reads it next.
+"""
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from lightkv.triton_kernels.tuning import MAX_IN_ONE_KERNEL, few_tiles, take_launch
+
+from .alloc_many import take_many
+from .slot_flags import SlotFlag
+from .slot_search import entries_of, num_bits, place_of_bit
+from .slot_state import (
+    BLOCK_FREE,
+    FIRST_BLOCK,
+    FLAGS,
+    NUM_FREE,
+    TICKET,
+    SlotState,
+    TableEntries,
+    new_slot_state,
+    table_pointers,
+)
+
+__all__ = [
+    "SlotFlag",
+    "SlotState",
+    "TableEntries",
+    "give_slots",
+    "give_slots_reference",
+    "lowest_run",
+    "new_slot_state",
+    "take_run",
+    "take_run_reference",
+    "take_slots",
+    "take_slots_reference",
+]
+
+_SHORT = tl.constexpr(int(SlotFlag.SHORT))
+_DOUBLE_FREE = tl.constexpr(int(SlotFlag.DOUBLE_FREE))
+_OUT_OF_RANGE = tl.constexpr(int(SlotFlag.OUT_OF_RANGE))
+_NUM_FREE = tl.constexpr(NUM_FREE)
+_FLAGS = tl.constexpr(FLAGS)
+_FIRST_BLOCK = tl.constexpr(FIRST_BLOCK)
+_TICKET = tl.constexpr(TICKET)
+_BLOCK_FREE = tl.constexpr(BLOCK_FREE)
+_NEVER = tl.constexpr(2**31 - 1)  # more than any rank
+_NO_SLOT = tl.constexpr(-(2**30))  # in no word and no block
+
+_GIVE_BLOCK = 256
+
+
+@triton.jit
+def _pass_blocks(
+    books, start, total, ranks, NUM_BLOCKS: tl.constexpr, TILE: tl.constexpr, RANKS: tl.constexpr
+):
+    """How many of the blocks start .. start + TILE - 1 each rank is behind, the prefix sum up to there (0 if
+    none), and that up to the end. total: the sum before them."""
+    blocks = start + tl.arange(0, TILE)
+    within = blocks < NUM_BLOCKS
+    sums = total + tl.cumsum(tl.load(books + _BLOCK_FREE + blocks, mask=within, other=0), 0)
+    after = tl.where(within, sums, _NEVER)
+    # A block is passed by the ranks from its sum on: counted by that rank, and summed up over the ranks.
+    first_passing = tl.maximum(after - tl.min(ranks, 0), 0)
+    passed = tl.cumsum(tl.histogram(first_passing, RANKS, mask=first_passing < RANKS), 0)
+    before = tl.where(passed > 0, tl.gather(after, tl.maximum(passed - 1, 0), 0), 0)
+    return passed, before, tl.max(sums, 0)
+
+
+@triton.jit
+def _find_slots(
+    books, ranks, first_rank, first_block, num_taken, FREE_BITS: tl.constexpr, NUM_BLOCKS: tl.constexpr,
+    WORDS: tl.constexpr, WORD_SLOTS: tl.constexpr, TILE: tl.constexpr, LATER_TILE: tl.constexpr,
+    RANKS: tl.constexpr,
+):  # fmt: skip
+    """The slots of these ranks; 0 from num_taken on."""
+    passed, before, total = _pass_blocks(books, first_block, 0, ranks, NUM_BLOCKS, TILE, RANKS)
+    block = first_block + passed
+    if NUM_BLOCKS > TILE:
+        start = first_block + TILE
+        end_rank = tl.where(first_rank < num_taken, tl.minimum(first_rank + RANKS, num_taken), 0)
+        while (total < end_rank) & (start < NUM_BLOCKS):
+            passed, sum_passed, total = _pass_blocks(
+                books, start, total, ranks, NUM_BLOCKS, LATER_TILE, RANKS
+            )
+            block += passed
+            before = tl.maximum(before, sum_passed)
+            start += LATER_TILE
+    taken = ranks < num_taken
+    nth = ranks - before  # of the block's free slots
+
+    columns = tl.arange(0, WORDS)
+    words = (block * WORDS)[:, None] + columns[None, :]
+    bits = tl.load(books + FREE_BITS + words, mask=taken[:, None], other=0)
+    num_set = num_bits(bits.to(tl.uint32, bitcast=True))
+    passed_words = tl.cumsum(num_set, 1) <= nth[:, None]
+    column = tl.sum(passed_words.to(tl.int32), 1)
+    nth -= tl.sum(tl.where(passed_words, num_set, 0), 1)  # of the word's
+    word = tl.sum(tl.where(columns[None, :] == column[:, None], bits, 0), 1)
+    place = place_of_bit(word.to(tl.uint32, bitcast=True), nth)
+    return tl.where(taken, (block * WORDS + column) * WORD_SLOTS + place, 0)
+
+
+@triton.jit
+def _write_books(
+    books, out, num_taken, num_free, wanted, FREE_BITS: tl.constexpr, WORDS: tl.constexpr,
+    WORD_SLOTS: tl.constexpr, ALL_RANKS: tl.constexpr, CACHE: tl.constexpr,
+):  # fmt: skip
+    """The books after all slots of `out` have been taken, a word and a block by its first and last slot taken.
+
+    Lowest first: no slot up to the last one taken is free from now on. So of a word all bits up to its last
+    slot taken are cleared, and of a block the count falls by the ranks from its first to its last.
+    """
+    ranks = tl.arange(0, ALL_RANKS)
+    taken = ranks < num_taken
+    slots = tl.load(out + ranks, mask=taken, other=0, cache_modifier=CACHE)
+    lower = tl.load(out + ranks - 1, mask=taken & (ranks > 0), other=_NO_SLOT, cache_modifier=CACHE)
+    higher = tl.load(out + ranks + 1, mask=ranks + 1 < num_taken, other=_NO_SLOT, cache_modifier=CACHE)
+    words = slots // WORD_SLOTS
+    above = tl.full([ALL_RANKS], -2, tl.int32) << slots % WORD_SLOTS
+    ends_word = taken & (words != higher // WORD_SLOTS)
+    tl.atomic_and(books + FREE_BITS + words, above, mask=ends_word, sem="relaxed")
+    BLOCK_SLOTS: tl.constexpr = WORDS * WORD_SLOTS
+    blocks = slots // BLOCK_SLOTS
+    begins = taken & (blocks != lower // BLOCK_SLOTS)
+    ends = taken & (blocks != higher // BLOCK_SLOTS)
+    change = tl.where(begins, ranks, 0) - tl.where(ends, ranks + 1, 0)
+    tl.atomic_add(books + _BLOCK_FREE + blocks, change, mask=begins | ends, sem="relaxed")
+    tl.store(books + _FIRST_BLOCK + tl.zeros_like(blocks), blocks, mask=ranks == num_taken - 1)
+    tl.store(books + _NUM_FREE, num_free - num_taken)
+    if num_taken < wanted:
+        tl.atomic_or(books + _FLAGS, _SHORT, sem="relaxed")
+
+
+@triton.jit(
+    do_not_specialize=["table_stride", "max_n"],
+    do_not_specialize_on_alignment=["out", "count", "table", "positions", "rows"],
+)
+def _take_few_kernel(
+    mem_state,
+    books,
+    out,
+    count,
+    table,
+    positions,
+    rows,
+    table_stride,
+    max_n,
+    HAS_COUNT: tl.constexpr,
+    HAS_TABLE: tl.constexpr,
+    HAS_ROWS: tl.constexpr,
+    FREE_BITS: tl.constexpr,
+    NUM_BLOCKS: tl.constexpr,
+    WORDS: tl.constexpr,
+    WORD_SLOTS: tl.constexpr,
+    TILE: tl.constexpr,
+    LATER_TILE: tl.constexpr,
+    RANKS: tl.constexpr,
+    ALL_RANKS: tl.constexpr,
+):
+    """The free slots of rank 0 .. count - 1, RANKS of them a program, each found for itself."""
+    first_rank = tl.program_id(0) * RANKS
+    ranks = first_rank + tl.arange(0, RANKS)
+    within = ranks < max_n
+    # All that depends on nothing is read before anything waits.
+    num_free = tl.load(books + _NUM_FREE)
+    first_block = tl.load(books + _FIRST_BLOCK)
+    wanted = max_n
+    if HAS_COUNT:
+        wanted = tl.load(count)
+    if HAS_TABLE:
+        entries = entries_of(positions, rows, table_stride, ranks, within, HAS_ROWS)
+    num_taken = tl.maximum(tl.minimum(tl.minimum(wanted, max_n), num_free), 0)
+    slots = _find_slots(
+        books, ranks, first_rank, first_block, num_taken, FREE_BITS, NUM_BLOCKS, WORDS, WORD_SLOTS, TILE,
+        LATER_TILE, RANKS,
+    )  # fmt: skip
+    tl.store(out + ranks, slots, mask=within)
+    # Every thread has read what it needs of the books, and its part of `out` is there.
+    tl.debug_barrier()
+    is_last = True
+    # What other programs write the first cache does not see.
+    CACHE: tl.constexpr = ".cg" if ALL_RANKS > RANKS else ""
+    if ALL_RANKS > RANKS:
+        is_last = tl.atomic_add(books + _TICKET, 1, sem="acq_rel") == tl.num_programs(0) - 1
+    if HAS_TABLE:
+        tl.store(table + entries, slots, mask=within)
+    tl.store(mem_state + slots, tl.zeros([RANKS], tl.int32), mask=ranks < num_taken)
+    if is_last:
+        _write_books(
+            books, out, num_taken, num_free, wanted, FREE_BITS, WORDS, WORD_SLOTS, ALL_RANKS, CACHE
+        )  # fmt: skip
+        if ALL_RANKS > RANKS:
+            tl.store(books + _TICKET, 0)
+
+
+@triton.jit(do_not_specialize=["num_given"], do_not_specialize_on_alignment=["given"])
+def _give_slots_kernel(
+    mem_state,
+    books,
+    given,
+    num_given,
+    num_slots,
+    FREE_BITS: tl.constexpr,
+    BLOCK_SLOTS: tl.constexpr,
+    WORD_SLOTS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    places = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    valid = places < num_given
+    slots = tl.load(given + places, mask=valid, other=0)
+    in_range = valid & (slots >= 1) & (slots < num_slots)
+    # The exchange hands a slot's old state to exactly one of those who give it.
+    one = tl.full([BLOCK], 1, tl.int32)
+    was_free = tl.atomic_xchg(mem_state + slots, one, mask=in_range, sem="relaxed")
+    freed = in_range & (was_free == 0)
+    bit = one << (slots % WORD_SLOTS).to(tl.int32)
+    tl.atomic_or(books + FREE_BITS + slots // WORD_SLOTS, bit, mask=freed, sem="relaxed")
+    blocks = slots // BLOCK_SLOTS
+    tl.atomic_add(books + _BLOCK_FREE + blocks, one, mask=freed, sem="relaxed")
+    lowest = tl.min(tl.where(freed, blocks, _NEVER), 0).to(tl.int32)
+    tl.atomic_min(books + _FIRST_BLOCK, lowest, sem="relaxed")
+    tl.atomic_add(books + _NUM_FREE, tl.sum(freed.to(tl.int32), 0), sem="relaxed")
+    double_free = tl.max((in_range & (was_free == 1)).to(tl.int32), 0)
+    out_of_range = tl.max((valid & (in_range == 0)).to(tl.int32), 0)
+    if double_free + out_of_range > 0:
+        tl.atomic_or(books + _FLAGS, double_free * _DOUBLE_FREE + out_of_range * _OUT_OF_RANGE, sem="relaxed")
+
+
+def take_slots(
+    state: SlotState, out: Tensor, count: Tensor | None = None, entries: TableEntries | None = None
+) -> None:
+    """Take the `count` lowest free slots, ascending.
+
+    If fewer are free, or `out` is shorter, what fits is taken and the flag SHORT is set.
+
+    Args:
+        state: the pool; updated in place.
+        out: int32 `[max_n]`, contiguous: the slots taken, then zeros.
+        count: int32 `[1]` on the device; None for max_n.
+        entries: where in a table all of `out` is written too. What several of them name is one entry, and
+            has to get the same slot from each: only what the zeros go to may be named twice.
+    """
+    max_n = len(out)
+    if max_n > MAX_IN_ONE_KERNEL:
+        take_many(state, out, count, entries, find_run=False)
+        return
+    has_count, has_table = count is not None, entries is not None
+    has_rows = entries is not None and entries.rows is not None
+    table, positions, rows = table_pointers(state, entries)
+    all_ranks = 1 << (max_n - 1).bit_length() if max_n else 1
+    shape = take_launch(all_ranks)
+
+    def options() -> dict[str, Any]:
+        num_blocks = len(state.block_free)
+        tiles = few_tiles(num_blocks)
+        return {
+            "HAS_COUNT": has_count,
+            "HAS_TABLE": has_table,
+            "HAS_ROWS": has_rows,
+            "FREE_BITS": state.free_bits.storage_offset(),
+            "NUM_BLOCKS": num_blocks,
+            "WORDS": state.block_words,
+            "WORD_SLOTS": state.word_slots,
+            "TILE": tiles.first,
+            "LATER_TILE": tiles.later,
+            "RANKS": shape.ranks,
+            "ALL_RANKS": all_ranks,
+            "num_warps": shape.num_warps,
+        }
+
+    state.launches.launch(
+        _take_few_kernel,
+        ("take few", all_ranks, has_count, has_table, has_rows),
+        shape.num_programs,
+        (
+            state.mem_state,
+            state.books,
+            out,
+            state.books if count is None else count,
+            table,
+            positions,
+            rows,
+            table.stride(0),
+            max_n,
+        ),
+        options,
+    )
+
+
+def take_run(state: SlotState, out: Tensor, entries: TableEntries | None = None) -> None:
+    """Take the lowest `len(out)` consecutive free slots where there are such, else as `take_slots`.
+
+    `out`: int32 `[n]`, contiguous. `entries`: as for `take_slots`. Decided on the device.
+    """
+    if len(out):
+        take_many(state, out, None, entries, find_run=True)
+
+
+def give_slots(state: SlotState, slots: Tensor) -> None:
+    """Make slots free. `slots`: int32 or int64 `[n]`, contiguous, in any order.
+
+    A slot that is free already, or comes a second time, stays free once and sets the flag DOUBLE_FREE.
+    What is outside 1..num_slots-1 is left alone and sets OUT_OF_RANGE.
+    """
+    if slots.numel() == 0:
+        return
+
+    def options() -> dict[str, Any]:
+        return {
+            "FREE_BITS": state.free_bits.storage_offset(),
+            "BLOCK_SLOTS": state.block_slots,
+            "WORD_SLOTS": state.word_slots,
+            "BLOCK": _GIVE_BLOCK,
+        }
+
+    state.launches.launch(
+        _give_slots_kernel,
+        ("give", slots.dtype),
+        -(-len(slots) // _GIVE_BLOCK),
+        (state.mem_state, state.books, slots, len(slots), len(state.mem_state)),
+        options,
+    )
+
+
+def lowest_run(state: SlotState, n: int) -> Tensor:
+    """How many free slots come before the lowest `n` consecutive free ones; 0 if there are no such.
+
+    int32 `[1]` on the device. Plain torch over the whole pool (a window of n slots is free if its states sum
+    to n): a part of the specification.
+    """
+    num_slots = len(state.mem_state)
+    if n < 1 or n > num_slots:
+        return torch.zeros(1, dtype=torch.int32, device=state.mem_state.device)
+    cum_sum = torch.cumsum(state.mem_state, 0, dtype=torch.int32)  # [num_slots]
+    free_before = cum_sum - state.mem_state
+    is_run = cum_sum[n - 1 :] - free_before[: num_slots - n + 1] == n
+    start = is_run.int().argmax(dim=0, keepdim=True)  # of equals argmax gives the first
+    return free_before.gather(0, start) * is_run.gather(0, start)
+
+
+def take_slots_reference(
+    state: SlotState, out: Tensor, count: Tensor | None = None, entries: TableEntries | None = None
+) -> None:
+    """The specification of `take_slots`, in plain torch; also what runs on the CPU."""
+    _take_reference(state, out, count, None, entries)
+
+
+def take_run_reference(state: SlotState, out: Tensor, entries: TableEntries | None = None) -> None:
+    """The specification of `take_run`, in plain torch; also what runs on the CPU."""
+    if len(out):
+        _take_reference(state, out, None, lowest_run(state, len(out)), entries)
+
+
+def give_slots_reference(state: SlotState, slots: Tensor) -> None:
+    """The specification of `give_slots`, in plain torch; also what runs on the CPU."""
+    if slots.numel() == 0:
+        return
+    ordered = slots.long().sort().values
+    in_range = (ordered >= 1) & (ordered < len(state.mem_state))
+    safe = ordered.where(in_range, 0)  # slot 0 stands for what is no slot, and is put right below
+    repeated = torch.zeros_like(in_range)
+    repeated[1:] = ordered[1:] == ordered[:-1]
+    freed = in_range & ~repeated & (state.mem_state[safe] == 0)
+    state.mem_state.index_fill_(0, safe, 1)
+    state.mem_state[:1] = 0
+    state.free_bits.index_add_(0, safe // state.word_slots, _bit_of(state, safe).where(freed, 0))
+    blocks = safe // state.block_slots
+    state.block_free.index_add_(0, blocks, freed.int())
+    lowest = blocks.where(freed, len(state.block_free)).amin().int()
+    state.first_block.copy_(torch.minimum(state.first_block, lowest))
+    state.counters[0] += freed.sum(dtype=torch.int32)
+    double_free = (in_range & ~freed).any().int() * int(SlotFlag.DOUBLE_FREE)
+    out_of_range = (~in_range).any().int() * int(SlotFlag.OUT_OF_RANGE)
+    state.counters[1] |= double_free | out_of_range
+
+
+def _take_reference(
+    state: SlotState, out: Tensor, count: Tensor | None, skip: Tensor | None, entries: TableEntries | None
+) -> None:
+    """Take `count` free slots, those after the `skip` lowest (int32 `[1]` on the device; None for 0).
+
+    Reads the sum of every block, and the slots of no more blocks than there are slots to take. Does not raise
+    `first_block`: a lower bound it stays.
+    """
+    num_slots, num_blocks, max_n = len(state.mem_state), len(state.block_free), len(out)
+    if count is None:
+        count = torch.full((1,), max_n, dtype=torch.int32, device=out.device)
+    cum_sum = torch.cumsum(state.block_free, 0, dtype=torch.int32, out=state.mem_cum_sum)
+    first_rank = torch.zeros_like(count) if skip is None else skip
+    num_taken = torch.minimum(count.clamp(max=max_n), cum_sum[-1:] - first_rank).clamp(min=0)
+    places = torch.arange(max_n, dtype=torch.int32, device=out.device)
+    taken = places < num_taken
+
+    # Of the blocks with a rank from first_rank on, the first max_n: each holds one at least. Where there are
+    # fewer, and past the end of the last, the pool's last slot stands in: behind all others, so never reached.
+    passed = cum_sum <= first_rank
+    holding = (state.block_free > 0) & ~passed
+    nth = torch.arange(1, min(max_n, num_blocks) + 1, device=out.device)
+    blocks = torch.searchsorted(holding.cumsum(0), nth)
+    within = torch.arange(state.block_slots, device=out.device)
+    slots = (blocks[:, None] * state.block_slots + within).clamp_(max=num_slots - 1).view(-1)
+
+    # The slot of rank r is the first at which r + 1 free slots have been counted.
+    cum_free = state.mem_state[slots].cumsum(0, dtype=torch.int32)
+    num_before = state.block_free.where(passed, 0).sum(dtype=torch.int32)
+    found = torch.searchsorted(cum_free, first_rank - num_before + places + 1)
+    chosen = slots[found.where(taken, 0)].where(taken, 0)
+    out.copy_(chosen)
+    state.mem_state.index_fill_(0, chosen, 0)  # slot 0 is never free
+    state.free_bits.index_add_(0, chosen // state.word_slots, -_bit_of(state, chosen).where(taken, 0))
+    state.block_free.index_add_(0, chosen // state.block_slots, -taken.int())
+    state.counters[:1] -= num_taken
+    state.counters[1:] |= (num_taken < count).int() * int(SlotFlag.SHORT)
+    if entries is not None:
+        table, at_entries, rows = entries
+        if rows is not None:
+            at_entries = rows * table.stride(0) + at_entries
+        table.view(-1).index_copy_(0, at_entries, chosen.int())
+
+
+def _bit_of(state: SlotState, slots: Tensor) -> Tensor:
+    """The bit of each slot (int64) in its word of free_bits: int32, the 32nd the negative number of its kind.
+
+    Distinct bits of a word are set by adding them and cleared by taking them off.
+    """
+    return (1 << slots % state.word_slots).int()
