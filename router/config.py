@@ -8,12 +8,22 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 from lightkv.errors import LightKVError
-from lightkv.router.engine.admission import ADMISSIONS, TTFT_TARGET
-from lightkv.router.service.api_settings import NAMESPACE_HEADER
 
 DTYPES = ("auto", "float32", "float16", "bfloat16")
 ATTENTION_BACKENDS = ("torch", "triton")
+ADMISSIONS = (
+    "exact",
+    "quantile",
+    "timely",
+    "past-future",
+    "moving-average",
+    "watermark",
+    "sum",
+    "oracle",
+)
+TTFT_TARGET = 10.0  # seconds
 CACHE_NAMESPACES = ("key", "header")
+NAMESPACE_HEADER = "X-Cache-Namespace"
 MAX_SECONDS = 86_400.0
 API_KEY_VARIABLE = "LIGHTKV_API_KEY"  # of the environment: a machine's users see one another's command lines
 

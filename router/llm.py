@@ -4,11 +4,15 @@ The engine, its memory and the text around it, for programs that want no service
 """
 
 import secrets
+import signal
+import threading
 from array import array
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import groupby
+from types import FrameType
 from typing import Any, cast
 
 import numpy as np
@@ -16,7 +20,6 @@ import numpy as np
 from lightkv.errors import LightKVError
 from lightkv.ledger import TokenLedger
 from lightkv.router.engine.admission import make_admission
-from lightkv.router.engine.interrupts import interrupts_deferred
 from lightkv.router.engine.loop import Engine, Stats
 from lightkv.router.engine.request import InvalidPrompt, Request
 from lightkv.router.engine.scheduler import Scheduler
@@ -251,3 +254,25 @@ def _output(answer: _Answer) -> CompletionOutput:
     return CompletionOutput(
         answer.index, completion.text, completion.token_ids, completion.finish_reason, logprobs
     )
+
+
+@contextmanager
+def interrupts_deferred() -> Iterator[None]:
+    """SIGINT's handler runs at the end of the block, if the signal came within it: a KeyboardInterrupt within a
+    step would part the counts from the memory, and the engine would have to stop for good.
+
+    Only the main thread runs handlers, and only a handler that is a Python function can be deferred: elsewhere,
+    and where SIGINT is ignored or ends the process, the block runs as it is.
+    """
+    handler = signal.getsignal(signal.SIGINT)
+    if threading.current_thread() is not threading.main_thread() or not callable(handler):
+        yield
+        return
+    frames: list[FrameType | None] = []
+    try:
+        signal.signal(signal.SIGINT, lambda number, frame: frames.append(frame))
+        yield
+    finally:
+        signal.signal(signal.SIGINT, handler)
+        if frames:
+            handler(signal.SIGINT, frames[-1])

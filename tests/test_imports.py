@@ -5,6 +5,8 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator
+from functools import cache
+from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -15,66 +17,55 @@ PRODUCT = ("triton_kernels", "lightkv", "router")
 LAYERS = {"triton_kernels": 0, "lightkv": 1, "router": 2, "bench": 3, "tests": 3}
 PICKLES = {"pickle", "_pickle", "marshal", "shelve", "dill", "cloudpickle", "joblib"}
 
-# What runs in the API and router processes, where torch would cost seconds and hundreds of megabytes.
-WITHOUT_TORCH = (
-    "lightkv",
-    "lightkv.counts",
+# Each room imports itself and the rooms above it. A file's room is the longest name that begins its own.
+ROOMS = (
+    "lightkv.triton_kernels.tuning",
+    "lightkv.triton_kernels.strides",
+    "lightkv.triton_kernels.slots",
+    "lightkv.triton_kernels.attention",
+    "lightkv.triton_kernels",
     "lightkv.errors",
+    "lightkv.counts",
+    "lightkv.token_ids",
     "lightkv.edits",
-    "lightkv.integrations.model.context",
     "lightkv.ledger",
-    "lightkv.ledger.state",
-    "lightkv.ledger.prefix_tree",
-    "lightkv.router",
-    "lightkv.router.engine.admission",
-    "lightkv.router.simulate.paged_ledger",
-    "lightkv.router.api.app",
-    "lightkv.router.api.openai.document",
-    "lightkv.router.api.server",
-    "lightkv.router.service.api_settings",
-    "lightkv.router.service.child_process",
-    "lightkv.router.cli",
-    "lightkv.router.cli.__main__",
-    "lightkv.router.text.completion",
+    "lightkv.memory_map",
+    "lightkv.memory",
+    "lightkv.attention",
+    "lightkv.kv_cache",
+    "lightkv.integrations.model",
+    "lightkv.integrations.cached_model",
+    "lightkv.integrations",
+    "lightkv",
     "lightkv.router.config",
-    "lightkv.router.cli.demo",
-    "lightkv.router.engine.loop",
-    "lightkv.router.engine.forecast",
-    "lightkv.router.service.frames",
-    "lightkv.router.api.generation",
-    "lightkv.router.api.http_guard",
-    "lightkv.router.service.launch",
-    "lightkv.router.engine.step",
-    "lightkv.router.api.metrics",
-    "lightkv.router.model_files",
-    "lightkv.router.api.openai.protocol",
-    "lightkv.router.api.openai.writer",
-    "lightkv.router.api.prompt_reader",
-    "lightkv.router.api.request_body",
-    "lightkv.router.service.router",
-    "lightkv.router.service.router_client",
-    "lightkv.router.service.router_process",
     "lightkv.router.sampling_params",
-    "lightkv.router.cli.service",
-    "lightkv.router.cli.http_client",
-    "lightkv.router.service.messages",
-    "lightkv.router.engine.scheduler",
-    "lightkv.router.cli.simulate",
-    "lightkv.router.simulate.config",
-    "lightkv.router.simulate.record",
-    "lightkv.router.simulate.report.page",
-    "lightkv.router.simulate.result",
-    "lightkv.router.simulate.simulator",
-    "lightkv.router.engine.step_time",
     "lightkv.router.terminal",
-    "lightkv.router.text.tokenizer",
-    "lightkv.router.simulate.traces",
-    "lightkv.router.api.unsupported_fields",
-    "lightkv.router.engine.waiting",
-    "lightkv.router.model.loader",
-    "lightkv.router.service.worker",
-    "lightkv.router.service.worker_client",
+    "lightkv.router.model_files",
+    "lightkv.router.engine",
+    "lightkv.router.text",
+    "lightkv.router.model",
+    "lightkv.router.service",
+    "lightkv.router.api",
+    "lightkv.router.simulate",
+    "lightkv.router.llm",
+    "lightkv.router.cli",
+    "lightkv.router",
 )
+# Only these may load torch, which would cost the other processes seconds and hundreds of megabytes.
+WITH_TORCH = (
+    "lightkv.triton_kernels",
+    "lightkv.memory",
+    "lightkv.attention",
+    "lightkv.kv_cache",
+    "lightkv.integrations",
+    "lightkv.router.model",
+    "lightkv.router.llm",
+)
+WITHOUT_TORCH = (
+    "lightkv.triton_kernels.slots.slot_flags",
+    "lightkv.integrations.model.context",
+)  # but not these
+MAX_FILES, MAX_LINES = 14, 500
 
 
 def sources(*folders: str) -> list[Path]:
@@ -83,6 +74,7 @@ def sources(*folders: str) -> list[Path]:
     return [file for file in files if file.resolve() == file]
 
 
+@cache
 def parse(file: Path) -> ast.Module:
     return ast.parse(file.read_text(encoding="utf-8"), str(file))
 
@@ -130,13 +122,80 @@ def test_imports_go_one_way(folder: str) -> None:
     assert not wrong
 
 
-@pytest.mark.parametrize("folder", FOLDERS)
+def module_of(file: Path) -> str:
+    """The full name under which a file is imported."""
+    parts = file.relative_to(ROOT).with_suffix("").parts
+    name = ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+    return name if parts[0] in ("lightkv", "bench", "tests") else f"lightkv.{name}"
+
+
+def is_within(name: str, package: str) -> bool:
+    return f"{name}.".startswith(f"{package}.")
+
+
+def room_of(name: str) -> str:
+    return max((room for room in ROOMS if is_within(name, room)), key=len)
+
+
+def modules_imported(file: Path, modules: set[str]) -> set[str]:
+    """The modules of ours that a file imports. What stands under TYPE_CHECKING counts, too."""
+    found = set()
+    for name, _ in imported(file):
+        while name and name not in modules:
+            name = name.rpartition(".")[0]
+        if name and name != module_of(file):
+            found.add(name)
+    return found
+
+
+def test_rooms_import_one_way() -> None:
+    files = {module_of(file): file for file in sources(*PRODUCT)}
+    wrong = [
+        f"{name} imports {target}"
+        for name, file in files.items()
+        for target in modules_imported(file, set(files))
+        if target not in ("lightkv", "lightkv.router")  # packages, for their version and their lazy names
+        and ROOMS.index(room_of(target)) > ROOMS.index(room_of(name))
+    ]
+    assert not wrong
+
+
+def test_no_imports_in_a_circle() -> None:
+    files = {module_of(file): file for file in sources(*PRODUCT)}
+    graph = {name: modules_imported(file, set(files)) for name, file in files.items()}
+    for name, targets in graph.items():  # a package's own files, for which it stands, are no circle
+        graph[name] = {target for target in targets if not is_within(name, target)}
+    TopologicalSorter(graph).prepare()  # raises CycleError, which names them
+
+
+def test_each_room_is_small() -> None:
+    files = sources(*PRODUCT)
+    for folder in {file.parent for file in files}:
+        own = [file for file in files if file.parent == folder and file.name != "__init__.py"]
+        assert len(own) <= MAX_FILES, folder
+    assert len([file for file in files if file.parent == ROOT / "router"]) <= 5 + 1
+    long = {
+        str(file.relative_to(ROOT)): count
+        for file in files
+        if (count := len(file.read_text(encoding="utf-8").splitlines())) > MAX_LINES
+    }
+    assert not long
+
+
+@pytest.mark.parametrize("folder", PRODUCT)
 def test_imports_are_relative_within_a_folder_only(folder: str) -> None:
+    """`from .step import` for a file beside this one, else the full name."""
+    modules = {module_of(file) for file in sources(*PRODUCT)}
     wrong = []
     for file in sources(folder):
+        package = package_of(file)
         for name, is_relative in imported(file):
-            if is_relative and folder_of(name) != folder:
+            target = name if name in modules else name.rpartition(".")[0]
+            is_beside = target.rpartition(".")[0] == package and target in modules
+            if is_relative and not is_beside and name.rpartition(".")[0] != package:
                 wrong.append(f"{file.relative_to(ROOT)} imports {name} relatively, out of its folder")
+            if is_beside and not is_relative and target != package:
+                wrong.append(f"{file.relative_to(ROOT)} imports {name} by its full name, from beside it")
             if name.split(".")[0] in ("router", "triton_kernels"):
                 wrong.append(f"{file.relative_to(ROOT)} imports {name}: others' name, ours is lightkv.{name}")
     assert not wrong
@@ -158,10 +217,12 @@ def test_the_direction_is_recognised_when_it_is_wrong(
 
 
 def test_no_torch_outside_the_worker() -> None:
+    names = sorted(module_of(file) for file in sources(*PRODUCT) if file.stem != "__main__")
+    light = [name for name in names if not any(is_within(name, room) for room in WITH_TORCH)]
     program = f"""
 import sys
 from importlib import import_module
-for name in {WITHOUT_TORCH!r}:
+for name in {[*light, *WITHOUT_TORCH]!r}:
     import_module(name)
     heavy = {{"torch", "triton", "transformers"}} & set(sys.modules)
     assert not heavy, f"{{name}} imports {{heavy}}"

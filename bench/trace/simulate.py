@@ -21,7 +21,8 @@ from pathlib import Path
 from typing import Any
 
 from bench.common.report import parser, print_json, print_machine, print_table, save_json
-from lightkv.router.engine.admission import ADMISSIONS, make_admission
+from lightkv.router.config import ADMISSIONS
+from lightkv.router.engine.admission import make_admission
 from lightkv.router.simulate.config import PAGE_SIZES, SimulationConfig
 from lightkv.router.simulate.result import Figures
 from lightkv.router.simulate.simulator import saturation, simulate

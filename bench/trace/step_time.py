@@ -40,10 +40,10 @@ from bench.common.report import (
 from bench.serving.decode_step import LLAMA_3_8B
 from lightkv.ledger import TokenLedger
 from lightkv.router import EngineConfig, SamplingParams
-from lightkv.router.engine.loop import Engine, Holding
+from lightkv.router.engine.loop import Engine
 from lightkv.router.engine.request import Request
 from lightkv.router.engine.scheduler import Scheduler
-from lightkv.router.engine.step import StepPlan, StepResult
+from lightkv.router.engine.step import Holding, StepPlan, StepResult
 from lightkv.router.engine.step_time import PARAMETERS, StepTime, Work, fit
 from lightkv.router.model.build import assemble
 from lightkv.router.model.loader import random_model

@@ -18,10 +18,10 @@ from lightkv.errors import LightKVError
 from lightkv.ledger import TokenLedger
 from lightkv.router import SamplingParams
 from lightkv.router.engine.admission import make_admission
-from lightkv.router.engine.loop import Engine, Holding
+from lightkv.router.engine.loop import Engine
 from lightkv.router.engine.request import Request
 from lightkv.router.engine.scheduler import Scheduler
-from lightkv.router.engine.step import RunnerInfo, StepPlan, StepResult
+from lightkv.router.engine.step import Holding, RunnerInfo, StepPlan, StepResult
 from lightkv.router.engine.step_time import Work
 from lightkv.router.model.runner import ModelRunner
 from lightkv.router.simulate.config import page_of

@@ -59,7 +59,7 @@ from bench.trace.trace_machine import Machine
 from bench.trace.transformers_trace import replay_transformers
 from lightkv.errors import LightKVError
 from lightkv.router import EngineConfig
-from lightkv.router.engine.admission import ADMISSIONS
+from lightkv.router.config import ADMISSIONS
 from lightkv.router.engine.step import RunnerInfo
 from lightkv.router.engine.step_time import PARAMETERS, StepTime, fit
 from lightkv.router.model.build import assemble, build_runner

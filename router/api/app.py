@@ -41,9 +41,10 @@ from lightkv.router.api.openai.protocol import (
     error_body,
 )
 from lightkv.router.api.openai.writer import ChatWriter, CompletionWriter, usage_of
+from lightkv.router.config import NAMESPACE_HEADER
 from lightkv.router.engine.request import InvalidPrompt, NeverFits
 from lightkv.router.sampling_params import MAX_COUNT, MAX_LOGPROBS, InvalidParams
-from lightkv.router.service.api_settings import NAMESPACE_HEADER, ApiSettings, ServeSettings
+from lightkv.router.service.api_settings import ApiSettings, ServeSettings
 from lightkv.router.service.child_process import ignore_signals
 from lightkv.router.service.router_client import RequestRefused, RouterClient, RouterUnreachable
 from lightkv.router.text.tokenizer import ChatTemplateError, Tokenizer, UnreadableTokenizer

@@ -29,6 +29,8 @@ from enum import Enum
 from random import Random
 from typing import NamedTuple, Protocol
 
+from lightkv.router.config import TTFT_TARGET
+
 
 class SharedSegment(Protocol):
     """What admission needs to know of a shared run of tokens; told apart by identity."""
@@ -202,7 +204,6 @@ class Admission:
         return self.estimates.estimate(generated, max_tokens) if self.estimates else max_tokens
 
 
-TTFT_TARGET = 10.0
 _PATIENT_SHARE = 0.8  # of the target; the rest is for its prompt, and the prompts before it
 
 
@@ -224,4 +225,3 @@ _ADMISSIONS: dict[str, Callable[[int], Admission]] = {
     # All it takes to know the truth is that max_tokens is it; the simulator sees to that.
     "oracle": lambda seed: Admission(),
 }
-ADMISSIONS = tuple(_ADMISSIONS)

@@ -11,15 +11,7 @@ from lightkv.errors import LedgerMismatch, LightKVError
 
 from .request import Request
 from .scheduler import Scheduler
-from .step import StepPlan, StepResult, TokenEvent
-
-
-class Holding(NamedTuple):
-    """What the ledger says the memory holds: the free count, and the ranges (row, start, end) that one
-    sequence alone has."""
-
-    num_free: int
-    private: list[tuple[int, int, int]]
+from .step import Holding, StepPlan, StepResult, TokenEvent
 
 
 class Executor(Protocol):

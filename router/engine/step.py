@@ -4,15 +4,12 @@ data, no torch.
 In one process they are passed as they are; between processes msgspec encodes them to bytes.
 """
 
-from typing import Generic, TypeVar
+from typing import NamedTuple
 
 import msgspec
 
 from lightkv.ledger.shared_prefixes import Grouping, SharedPrefix
-from lightkv.router.config import EngineConfig
 from lightkv.router.sampling_params import SamplerKind, SamplingParams
-
-Result = TypeVar("Result")
 
 
 class Limits(msgspec.Struct, frozen=True):
@@ -126,6 +123,14 @@ class StepResult(msgspec.Struct, frozen=True):
     logprobs: dict[int, TokenLogprobs] = {}  # by index into `tokens`, where asked for
 
 
+class Holding(NamedTuple):
+    """What the ledger says the memory holds: the free count, and the ranges (row, start, end) that one
+    sequence alone has."""
+
+    num_free: int
+    private: list[tuple[int, int, int]]
+
+
 class Owners(msgspec.Struct, frozen=True):
     """Whose the slots are, which the ledger knows and the memory does not.
 
@@ -167,27 +172,3 @@ class RunnerInfo(msgspec.Struct, frozen=True):
     pool_bytes: int
     pool_reason: str
     limits: Limits
-
-
-class WorkerStart(msgspec.Struct, frozen=True):
-    """What a worker is to load, and which of how many it is. Rank 0 answers."""
-
-    config: EngineConfig
-    rank: int = 0
-    world_size: int = 1
-
-
-class Done(msgspec.Struct, Generic[Result], frozen=True, tag=True):
-    """A worker's answer to a request that it carried out."""
-
-    result: Result
-
-
-class WorkerError(msgspec.Struct, frozen=True, tag=True):
-    """A worker's answer in place of a result. `kind`: the error's class. `step`: the step that failed, if one
-    did. After a `fatal` one the worker's memory or device is not to be trusted: start another."""
-
-    kind: str
-    message: str
-    fatal: bool
-    step: int | None = None

@@ -21,8 +21,7 @@ from lightkv.integrations.model.hf_model import forward
 from lightkv.memory.kv_memory import KVMemory
 from lightkv.memory.staging import upload
 from lightkv.memory_map import CACHED, OWN, MemoryMap
-from lightkv.router.engine.loop import Holding
-from lightkv.router.engine.step import Limits, Owners, PoolMap, StepPlan, StepResult, TokenLogprobs
+from lightkv.router.engine.step import Holding, Limits, Owners, PoolMap, StepPlan, StepResult, TokenLogprobs
 
 from .cuda_graph import DecodeGraphs, Form, StepOutput
 from .sampler import Sampler

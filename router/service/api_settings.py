@@ -4,8 +4,6 @@ from typing import Literal
 
 import msgspec
 
-NAMESPACE_HEADER = "X-Cache-Namespace"
-
 
 class ApiSettings(msgspec.Struct, frozen=True, kw_only=True):
     """What clients find, and how much they may ask.

@@ -3,13 +3,15 @@
 Plain data; no torch. What crosses between the router and the worker is in `step.py`.
 """
 
-from typing import Literal
+from typing import Generic, Literal, TypeVar
 
 import msgspec
 
+from lightkv.router.config import EngineConfig
 from lightkv.router.engine.step import PoolMap, RunnerInfo, TokenEvent
 from lightkv.router.sampling_params import SamplingParams
 
+Result = TypeVar("Result")
 State = Literal["starting", "ready", "draining", "dead"]
 
 
@@ -117,6 +119,30 @@ class Status(msgspec.Struct, frozen=True, tag=True):
     detail: str
     load: Load
     info: RunnerInfo | None = None
+
+
+class WorkerStart(msgspec.Struct, frozen=True):
+    """What a worker is to load, and which of how many it is. Rank 0 answers."""
+
+    config: EngineConfig
+    rank: int = 0
+    world_size: int = 1
+
+
+class Done(msgspec.Struct, Generic[Result], frozen=True, tag=True):
+    """A worker's answer to a request that it carried out."""
+
+    result: Result
+
+
+class WorkerError(msgspec.Struct, frozen=True, tag=True):
+    """A worker's answer in place of a result. `kind`: the error's class. `step`: the step that failed, if one
+    did. After a `fatal` one the worker's memory or device is not to be trusted: start another."""
+
+    kind: str
+    message: str
+    fatal: bool
+    step: int | None = None
 
 
 ToRouter = Submit | Abort | AskMap

@@ -23,10 +23,9 @@ from lightkv.ledger import TokenLedger
 from lightkv.memory_map import owners, segment_labels
 from lightkv.router.config import EngineConfig
 from lightkv.router.engine.admission import make_admission
-from lightkv.router.engine.loop import Holding
 from lightkv.router.engine.request import InvalidPrompt, NeverFits, Request
 from lightkv.router.engine.scheduler import Scheduler
-from lightkv.router.engine.step import Owners, PoolMap, RunnerInfo, StepPlan, StepResult, TokenEvent
+from lightkv.router.engine.step import Holding, Owners, PoolMap, RunnerInfo, StepPlan, StepResult, TokenEvent
 from lightkv.router.sampling_params import InvalidParams
 
 from .frames import BadFrame, FrameStream, is_own

@@ -23,19 +23,10 @@ import rpyc
 from rpyc.core.stream import Stream
 
 from lightkv.errors import LightKVError
-from lightkv.router.engine.loop import Holding
-from lightkv.router.engine.step import (
-    Done,
-    Owners,
-    PoolMap,
-    RunnerInfo,
-    StepPlan,
-    StepResult,
-    WorkerError,
-    WorkerStart,
-)
+from lightkv.router.engine.step import Holding, Owners, PoolMap, RunnerInfo, StepPlan, StepResult
 
 from .child_process import ignore_signals
+from .messages import Done, WorkerError, WorkerStart
 
 if TYPE_CHECKING:
     from lightkv.router.model.runner import ModelRunner

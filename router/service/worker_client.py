@@ -21,21 +21,12 @@ from rpyc.core.consts import HANDLE_PING
 
 from lightkv.errors import LightKVError
 from lightkv.router.config import EngineConfig
-from lightkv.router.engine.loop import Holding
-from lightkv.router.engine.step import (
-    Done,
-    Owners,
-    PoolMap,
-    RunnerInfo,
-    StepPlan,
-    StepResult,
-    WorkerError,
-    WorkerStart,
-)
+from lightkv.router.engine.step import Holding, Owners, PoolMap, RunnerInfo, StepPlan, StepResult
 
 from .call_watch import COMPILE_SECONDS, CPU_STEP_SECONDS, GPU_STEP_SECONDS, CallWatch
 from .child_process import command
 from .loop_stream import LoopStream
+from .messages import Done, WorkerError, WorkerStart
 from .worker import RPYC_CONFIG, connect
 
 Report = Callable[[str], None]

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 from lightkv.errors import LightKVError
-from lightkv.router.engine.admission import ADMISSIONS
+from lightkv.router.config import ADMISSIONS
 
 PAGE_SIZES = (16, 32, 64, 128, 256)
 ALLOCATIONS = ("token", "contiguous", *(f"paged:{size}" for size in PAGE_SIZES))

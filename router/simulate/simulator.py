@@ -19,10 +19,10 @@ import numpy as np
 
 from lightkv.ledger import Sequence, TokenLedger
 from lightkv.router.engine.admission import make_admission
-from lightkv.router.engine.loop import Engine, Holding
+from lightkv.router.engine.loop import Engine
 from lightkv.router.engine.request import Request
 from lightkv.router.engine.scheduler import Scheduler
-from lightkv.router.engine.step import Limits, StepPlan, StepResult, TokenEvent
+from lightkv.router.engine.step import Holding, Limits, StepPlan, StepResult, TokenEvent
 from lightkv.router.engine.step_time import StepTime, Work
 from lightkv.router.sampling_params import SamplingParams
 

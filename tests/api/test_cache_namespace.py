@@ -6,9 +6,8 @@ from typing import Any
 
 import pytest
 
-from lightkv.router.config import InvalidConfig, ServiceConfig
+from lightkv.router.config import NAMESPACE_HEADER, InvalidConfig, ServiceConfig
 from lightkv.router.service import launch
-from lightkv.router.service.api_settings import NAMESPACE_HEADER
 from tests.support.fake_router import CHAT, COMPLETIONS, HELLO, ApiUnderTest, error_of, service
 
 PROMPT = {"prompt": "a", "max_tokens": 1}

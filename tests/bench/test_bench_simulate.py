@@ -9,7 +9,7 @@ import torch
 
 from bench.trace import simulate, step_time
 from lightkv.router import EngineConfig
-from lightkv.router.engine.admission import ADMISSIONS
+from lightkv.router.config import ADMISSIONS
 from lightkv.router.engine.step_time import StepTime, Work, fit
 from tests.support.tiny_models import tiny_llama
 

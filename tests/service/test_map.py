@@ -19,11 +19,11 @@ from lightkv.memory_map import CACHED, OWN, SHARED, MemoryMap
 from lightkv.router import EngineConfig, SamplingParams
 from lightkv.router.engine.request import Request
 from lightkv.router.engine.scheduler import Scheduler
-from lightkv.router.engine.step import Owners, PoolMap, StepResult, WorkerError
+from lightkv.router.engine.step import Owners, PoolMap, StepResult
 from lightkv.router.model import runner as model_runner
 from lightkv.router.model.build import build_runner
 from lightkv.router.model.loader import random_model
-from lightkv.router.service.messages import Abort, AskMap, Mapped
+from lightkv.router.service.messages import Abort, AskMap, Mapped, WorkerError
 from lightkv.router.service.worker_client import WorkerFailed
 from tests.support.fake_router import wait_until
 from tests.support.served import API_KEY, Served, save_tiny_model

@@ -13,11 +13,19 @@ import pytest
 
 from lightkv.router.config import EngineConfig
 from lightkv.router.engine.admission import OutputLengths
-from lightkv.router.engine.loop import Holding
-from lightkv.router.engine.step import Limits, RunnerInfo, StepPlan, StepResult, TokenEvent, WorkerError
+from lightkv.router.engine.step import Holding, Limits, RunnerInfo, StepPlan, StepResult, TokenEvent
 from lightkv.router.sampling_params import SamplingParams
 from lightkv.router.service.frames import FrameStream
-from lightkv.router.service.messages import Abort, Accepted, Events, Refused, Status, Submit, ToApi
+from lightkv.router.service.messages import (
+    Abort,
+    Accepted,
+    Events,
+    Refused,
+    Status,
+    Submit,
+    ToApi,
+    WorkerError,
+)
 from lightkv.router.service.router import MAX_CRASHES, Router
 from lightkv.router.service.worker_client import WorkerDied, WorkerFailed
 from tests.support.model_worker import ModelWorker

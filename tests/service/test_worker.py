@@ -14,10 +14,11 @@ import torch
 from rpyc.core import consts
 
 from lightkv.router import EngineConfig
-from lightkv.router.engine.step import Done, RunnerInfo, StepPlan, StepResult, WorkerError, WorkerStart
+from lightkv.router.engine.step import RunnerInfo, StepPlan, StepResult
 from lightkv.router.model.build import build_runner
 from lightkv.router.model.runner import ModelRunner
 from lightkv.router.sampling_params import SamplerKind
+from lightkv.router.service.messages import Done, WorkerError, WorkerStart
 from lightkv.router.service.worker import RPYC_CONFIG, StepPipeline, Worker, connect
 from tests.support.recorded_steps import Recording, assert_same, saved, with_unknown_token
 

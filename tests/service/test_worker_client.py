@@ -18,8 +18,7 @@ import uvloop
 
 from lightkv.edits import Drop, encode
 from lightkv.router import EngineConfig
-from lightkv.router.engine.loop import Holding
-from lightkv.router.engine.step import StepPlan
+from lightkv.router.engine.step import Holding, StepPlan
 from lightkv.router.service.worker_client import WorkerClient, WorkerDied, WorkerFailed
 from tests.support.recorded_steps import Recording, assert_same, saved, with_unknown_token
 

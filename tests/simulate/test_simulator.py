@@ -12,7 +12,7 @@ import pytest
 from typer.testing import CliRunner
 
 from lightkv.router.cli.app import app
-from lightkv.router.engine.admission import ADMISSIONS
+from lightkv.router.config import ADMISSIONS
 from lightkv.router.engine.scheduler import Scheduler
 from lightkv.router.engine.step_time import StepTime, Work
 from lightkv.router.simulate import simulator

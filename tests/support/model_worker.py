@@ -9,8 +9,8 @@ from array import array
 from collections import deque
 
 from lightkv.edits import Take, decode
-from lightkv.router.engine.loop import Engine, Holding
-from lightkv.router.engine.step import StepPlan, StepResult, TokenEvent
+from lightkv.router.engine.loop import Engine
+from lightkv.router.engine.step import Holding, StepPlan, StepResult, TokenEvent
 from tests.support.memory_model import MemoryModel
 
 STOP = 7  # the token that it samples with `stop_chance`; the others are 10 to 12

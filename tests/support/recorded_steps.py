@@ -13,10 +13,9 @@ from transformers import LlamaConfig
 from lightkv.edits import encode
 from lightkv.ledger import TokenLedger
 from lightkv.router import EngineConfig, SamplingParams
-from lightkv.router.engine.loop import Holding
 from lightkv.router.engine.request import Request
 from lightkv.router.engine.scheduler import Scheduler
-from lightkv.router.engine.step import StepPlan, StepResult
+from lightkv.router.engine.step import Holding, StepPlan, StepResult
 from lightkv.router.model.build import build_runner
 from lightkv.router.model.loader import random_model
 

@@ -11,7 +11,7 @@ from fastapi import FastAPI, Security
 from fastapi.params import Depends
 from fastapi.security import HTTPBearer
 
-from lightkv.router.service.api_settings import NAMESPACE_HEADER
+from lightkv.router.config import NAMESPACE_HEADER
 from lightkv.router.service.messages import Load, OwnedMap, State
 
 from .protocol import (

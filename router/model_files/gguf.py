@@ -16,7 +16,7 @@ from gguf import GGUFReader, dequantize
 from safetensors.numpy import save_file
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
-from lightkv.router.model_files import DEFAULT_MODEL_REMEDY, UnreadableWeights
+from .files import DEFAULT_MODEL_REMEDY, UnreadableWeights
 
 _LAYER_NAMES = {
     "attn_norm": "input_layernorm",

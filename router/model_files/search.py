@@ -1,0 +1,148 @@
+"""Finds a model in a directory, in a cache or on the Hugging Face hub, or converts the default model."""
+
+import os
+import re
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import TypeVar
+
+from . import convert
+from .files import (
+    DEFAULT_MODEL,
+    DIRECTORY_REMEDY,
+    ModelNotFound,
+    UnreadableWeights,
+    list_some,
+    missing_files,
+    names_a_file,
+    one_line,
+    require_whole,
+)
+
+Report = Callable[[str], None]
+T = TypeVar("T")
+
+HUB_TIMEOUT = 10.0  # seconds until the hub has to have answered the first question
+HUB_FILES = ["*.safetensors", "*.json", "*.jinja"]  # *.bin and *.pt are pickle
+HUB_IGNORED = ["*/*", "consolidated*"]  # other formats of the same weights
+HUB_ID = re.compile(r"(?=.{1,96}$)\w[\w.-]*(/[\w.-]+)?")
+
+
+def resolve(model: str, report: Report) -> Path:
+    """The directory that holds `model`.
+
+    A local directory has its config.json, and may lack other files: `require_whole` raises for these, once the
+    architecture is known to run. A directory from any other place has all its files.
+
+    Tried in order: a local directory, lightkv's converted copies, the default model's package (converted
+    once, about 5 s and 540 MB), the Hugging Face cache, the hub (unless HF_HUB_OFFLINE is set).
+
+    Args:
+        model: a directory, or an id of the Hugging Face hub such as "org/name".
+        report: takes progress, a line at a time.
+
+    Raises:
+        UnreadableWeights: the local directory has no config.json, `model` is a file, or the conversion failed.
+        ModelNotFound: nothing that was tried has it.
+    """
+    try:
+        directory = Path(model).expanduser()
+    except RuntimeError as error:
+        raise ModelNotFound(model, [f"{model}: no such home directory"]) from error
+    if os.path.isfile(directory):
+        raise UnreadableWeights(directory, "is a file, and not a model's directory", DIRECTORY_REMEDY)
+    if os.path.isdir(directory):  # unlike Path.is_dir, False for a name that the system refuses
+        if not (directory / "config.json").is_file():
+            require_whole(directory)
+        return directory
+    if names_a_file(model) or not HUB_ID.fullmatch(model):
+        raise ModelNotFound(model, [f"{directory}: no such directory, and no id of the Hugging Face hub"])
+    tried = [f"{directory}: no such directory"]
+
+    converted = _converted_dir(model)
+    if converted.is_dir() and not missing_files(converted):
+        return converted
+    tried.append(f"{converted}: no converted copy")
+
+    if model == DEFAULT_MODEL:
+        source = convert.packaged_gguf()
+        if source is not None:
+            return convert.convert(source, converted, report)
+        tried.append(f"package {convert.DEFAULT_MODEL_PACKAGE}: not installed")
+
+    cached = _from_hub_cache(model, tried)
+    return cached if cached is not None else _from_hub(model, tried, report)
+
+
+def _converted_dir(model: str) -> Path:
+    cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(cache) / "lightkv" / "models" / model.replace("/", "--")
+
+
+def _from_hub_cache(model: str, tried: list[str]) -> Path | None:
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
+
+    try:
+        directory = Path(snapshot_download(model, local_files_only=True))
+    except (LocalEntryNotFoundError, HFValidationError):
+        tried.append("Hugging Face cache: not there")
+        return None
+    if missing := missing_files(directory):
+        tried.append(f"Hugging Face cache: {directory} lacks {list_some(missing)}")
+        return None
+    return directory
+
+
+def _from_hub(model: str, tried: list[str], report: Report) -> Path:
+    if os.environ.get("HF_HUB_OFFLINE", "").upper() in {"1", "TRUE", "YES", "ON"}:
+        raise ModelNotFound(model, [*tried, "Hugging Face hub: not asked, HF_HUB_OFFLINE is set"])
+    from huggingface_hub import HfApi, snapshot_download
+
+    report(f"asking the Hugging Face hub for {model} (at most {HUB_TIMEOUT:.0f} s)")
+    api = HfApi()
+    # The client lets its HTTP library's own errors through, and which library that is differs by version.
+    try:
+        info = _within(HUB_TIMEOUT, lambda: api.model_info(model, timeout=HUB_TIMEOUT, files_metadata=True))
+    except Exception as error:
+        raise ModelNotFound(model, [*tried, f"Hugging Face hub: {one_line(error)}"]) from error
+    files = [file for file in info.siblings or [] if "/" not in file.rfilename]
+    weights = [file for file in files if re.fullmatch(r"model.*\.safetensors", file.rfilename)]
+    if not weights:
+        answer = "Hugging Face hub: has no safetensors of it, and lightkv loads no pickle"
+        raise ModelNotFound(model, [*tried, answer])
+    num_bytes = sum(file.size or 0 for file in weights)
+    report(f"downloading {model} from the Hugging Face hub ({num_bytes / 1e9:.2f} GB)")
+    try:
+        directory = Path(snapshot_download(model, allow_patterns=HUB_FILES, ignore_patterns=HUB_IGNORED))
+    except Exception as error:
+        answer = f"Hugging Face hub: the download broke off ({one_line(error)}), start again to resume it"
+        raise ModelNotFound(model, [*tried, answer]) from error
+    if missing := missing_files(directory):
+        raise ModelNotFound(model, [*tried, f"Hugging Face hub: has no {list_some(missing)} of it"])
+    return directory
+
+
+def _within(seconds: float, call: Callable[[], T]) -> T:
+    """The result of `call()`. Raises TimeoutError after `seconds`.
+
+    HTTP timeouts do not cover the time that a name server takes to answer; this one does.
+    """
+    results: list[T] = []
+    errors: list[BaseException] = []
+
+    def target() -> None:
+        try:
+            results.append(call())
+        except BaseException as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=target, daemon=True)
+    thread.start()
+    thread.join(seconds)
+    if errors:
+        raise errors[0]
+    if not results:
+        raise TimeoutError(f"no answer within {seconds:.0f} s")
+    return results[0]
