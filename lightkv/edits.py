@@ -14,7 +14,7 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 
-class Take(NamedTuple):
+class Alloc(NamedTuple):
     """Row `rows[i]` gets `counts[i]` fresh slots for its positions from `starts[i]` on."""
 
     rows: tuple[int, ...]
@@ -22,14 +22,14 @@ class Take(NamedTuple):
     counts: tuple[int, ...]
 
 
-class Map(NamedTuple):
+class MapSegments(NamedTuple):
     """The first positions of `row`, which begins with it, are the slots of `segments`, one after the other."""
 
     row: int
     segments: tuple[int, ...]
 
 
-class Stash(NamedTuple):
+class StoreSegment(NamedTuple):
     """`segment` is what `row` holds at [start, end) now; whatever it was before is a part of that."""
 
     row: int
@@ -38,7 +38,7 @@ class Stash(NamedTuple):
     segment: int
 
 
-class Split(NamedTuple):
+class SplitSegment(NamedTuple):
     """The first `at` slots of `segment` become the new segment `head`; `segment` keeps the rest."""
 
     segment: int
@@ -46,7 +46,7 @@ class Split(NamedTuple):
     head: int
 
 
-class Give(NamedTuple):
+class FreeRange(NamedTuple):
     """The slots of `row` at [start, end) are free again."""
 
     row: int
@@ -54,20 +54,20 @@ class Give(NamedTuple):
     end: int
 
 
-class Join(NamedTuple):
-    """`segment` begins with the slots of `head` now, which is no more: what `Split` does, undone."""
+class MergeSegments(NamedTuple):
+    """`segment` begins with the slots of `head` now, which is no more: what `SplitSegment` does, undone."""
 
     segment: int
     head: int
 
 
-class Unstash(NamedTuple):
+class ForgetSegment(NamedTuple):
     """`segment` is no more; its slots stay with the row that has them."""
 
     segment: int
 
 
-class Copy(NamedTuple):
+class CopyRow(NamedTuple):
     """The first `end` entries of `row` are those of `source` now: the same slots, at the same positions."""
 
     row: int
@@ -75,7 +75,7 @@ class Copy(NamedTuple):
     end: int
 
 
-class Cut(NamedTuple):
+class SetGap(NamedTuple):
     """The row's entries end at `end`, and `dropped` positions lie before the next: of a row that has dropped
     some. With 0 of them its positions are its entries again."""
 
@@ -84,7 +84,7 @@ class Cut(NamedTuple):
     dropped: int
 
 
-class Shift(NamedTuple):
+class MoveEntries(NamedTuple):
     """The entries of `row` at [start, end), which are its last, move down to begin at `to`; what was there has
     been given."""
 
@@ -94,7 +94,7 @@ class Shift(NamedTuple):
     to: int
 
 
-class Keep(NamedTuple):
+class KeepEntries(NamedTuple):
     """Of the entries of `row` at [start, end) `num_kept` stay, those that whoever holds the memory has been
     told; they move down to begin at `start`, and the slots of the others are free again."""
 
@@ -104,16 +104,42 @@ class Keep(NamedTuple):
     num_kept: int
 
 
-class Drop(NamedTuple):
+class FreeSegment(NamedTuple):
     """The slots of `segment` from `start` on are free again; with start 0 the segment is gone."""
 
     segment: int
     start: int
 
 
-Edit = Take | Map | Stash | Split | Join | Unstash | Give | Drop | Copy | Cut | Shift | Keep
+Edit = (
+    Alloc
+    | MapSegments
+    | StoreSegment
+    | SplitSegment
+    | MergeSegments
+    | ForgetSegment
+    | FreeRange
+    | FreeSegment
+    | CopyRow
+    | SetGap
+    | MoveEntries
+    | KeepEntries
+)
 
-_KINDS: tuple[type, ...] = (Take, Map, Stash, Split, Join, Unstash, Give, Drop, Copy, Cut, Shift, Keep)
+_KINDS: tuple[type, ...] = (
+    Alloc,
+    MapSegments,
+    StoreSegment,
+    SplitSegment,
+    MergeSegments,
+    ForgetSegment,
+    FreeRange,
+    FreeSegment,
+    CopyRow,
+    SetGap,
+    MoveEntries,
+    KeepEntries,
+)
 _CODES = {kind: code for code, kind in enumerate(_KINDS)}
 
 
@@ -121,15 +147,15 @@ def encode(edits: Iterable[Edit]) -> bytes:
     """The edits as little-endian int64: kind, number of integers, integers, for each."""
     words: list[int] = []
     for edit in edits:
-        if isinstance(edit, Take):
+        if isinstance(edit, Alloc):
             rows, starts, counts = edit
-            words += (_CODES[Take], 3 * len(rows))
+            words += (_CODES[Alloc], 3 * len(rows))
             words += rows
             words += starts
             words += counts
-        elif isinstance(edit, Map):
+        elif isinstance(edit, MapSegments):
             row, segments = edit
-            words += (_CODES[Map], 1 + len(segments), row)
+            words += (_CODES[MapSegments], 1 + len(segments), row)
             words += segments
         else:
             words += (_CODES[type(edit)], len(edit))
@@ -150,15 +176,15 @@ def decode(data: bytes) -> list[Edit]:
         if not 0 <= code < len(_KINDS) or count < 0 or len(values) != count:
             raise ValueError(f"no edit: kind {code} with {len(values)} of {count} integers")
         kind = _KINDS[code]
-        if kind is Take:
+        if kind is Alloc:
             third, rest = divmod(count, 3)
             if rest:
                 raise ValueError(f"no edit: a Take of {count} integers, not three equal parts")
-            edits.append(Take(values[:third], values[third : 2 * third], values[2 * third :]))
-        elif kind is Map:
+            edits.append(Alloc(values[:third], values[third : 2 * third], values[2 * third :]))
+        elif kind is MapSegments:
             if not values:
                 raise ValueError("no edit: a Map of no row")
-            edits.append(Map(values[0], values[1:]))
+            edits.append(MapSegments(values[0], values[1:]))
         else:
             if count != len(kind._fields):  # type: ignore[attr-defined]
                 raise ValueError(f"no edit: {kind.__name__} of {count} integers")

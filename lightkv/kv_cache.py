@@ -15,7 +15,7 @@ import torch
 
 from lightkv.ledger.prefix_tree import TOKEN_BYTES, Namespace
 from lightkv.ledger.sequence import Sequence
-from lightkv.ledger.shared_prefixes import Grouping, SharedPrefix, shared_prefixes
+from lightkv.ledger.shared_prefixes import PrefixSharing, SharedPrefix, shared_prefixes
 from lightkv.memory.kv_memory import KVMemory
 from lightkv.memory.kv_spec import KVSpec
 from lightkv.memory.token_table import KVIndices
@@ -282,12 +282,12 @@ class KVCache:
 
         Ask once the step's slots are taken (`extend`). It stays right as long as these sequences are open, and
         neither cut nor dropped from. `max_members`: as many as one reading serves (`metadata.group_members`).
-        What saves too little is left out (`shared_prefixes.Grouping`). Raises ValueError.
+        What saves too little is left out (`shared_prefixes.PrefixSharing`). Raises ValueError.
         """
         self._require_owner()
         for sequence in sequences:
             self.ledger.require_open(sequence)
-        return shared_prefixes(self.ledger.shared, sequences, Grouping(index(max_members)))
+        return shared_prefixes(self.ledger.shared, sequences, PrefixSharing(index(max_members)))
 
     def export(self, sequence: Sequence) -> ExportedKV:
         """Its K/V in host memory, to be kept elsewhere or handed over; it stays open. Waits for the device.

@@ -21,7 +21,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from bench.kernels.attention_batches import Batch, Paged, offsets, scatter
 from lightkv.triton_kernels import tuning
 from lightkv.triton_kernels.attention.decode_attention import decode_attention
-from lightkv.triton_kernels.attention.decode_plan import DecodeGroups, decode_plan
+from lightkv.triton_kernels.attention.decode_plan import SharedPrefixGroups, decode_plan
 from lightkv.triton_kernels.attention.mixed_attention import MixedPlan, mixed_attention, mixed_plan
 from lightkv.triton_kernels.attention.prefill_attention import prefill_attention
 from lightkv.triton_kernels.attention.prefill_plan import prefill_plan
@@ -59,7 +59,7 @@ def replaced(functions: Functions) -> Iterator[None]:
             setattr(tuning, name, function)
 
 
-def _one_group(batch: Batch, num_queries: int) -> DecodeGroups:
+def _one_group(batch: Batch, num_queries: int) -> SharedPrefixGroups:
     """All requests, with what they share; as many a group as a tile holds."""
     num_requests, device = len(batch.lengths), batch.q.device
     size = tuning.group_members(num_queries, batch.q.shape[1] // batch.num_kv_heads)
@@ -67,7 +67,7 @@ def _one_group(batch: Batch, num_queries: int) -> DecodeGroups:
     place = members[:num_requests].clone()
     members[num_requests:] = -1
     keys = torch.full((len(members) // size,), batch.shared, dtype=torch.int32, device=device)
-    return DecodeGroups(members.view(-1, size), keys, place)
+    return SharedPrefixGroups(members.view(-1, size), keys, place)
 
 
 def ours_decode(batch: Batch, paged: Paged, grouped: bool = False) -> Side:

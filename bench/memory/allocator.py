@@ -30,7 +30,7 @@ from torch import Tensor
 from bench.common.report import Spread, alternate, parser, print_json, print_machine, print_table, refuse
 from bench.memory.allocator_peers import DESIGNS, PAGE, SMALLEST, BlockQueue, Design, Ours
 from bench.serving.workload import Lengths, read_trace
-from lightkv.edits import Give, Take
+from lightkv.edits import Alloc, FreeRange
 from lightkv.memory.kv_memory import KVMemory
 from lightkv.triton_kernels.slots.allocate import TableEntries
 
@@ -340,13 +340,13 @@ def contiguous_share(trace: Sequence[Lengths], num_slots: int, device: torch.dev
         while following and rows and reserved + sum(following) <= allocator.capacity:
             reserved += sum(following)
             request = _Running(rows.pop(), following)
-            slots = memory.apply([Take((request.row,), (0,), (following.prompt,))])
+            slots = memory.apply([Alloc((request.row,), (0,), (following.prompt,))])
             assert slots is not None
             num_runs += slots[-1] - slots[0] == following.prompt - 1
             running.append(request)
             following = next(waiting, None)
         batch = tuple(request.row for request in running), tuple(request.held for request in running)
-        memory.apply([Take(*batch, (1,) * len(running))])
+        memory.apply([Alloc(*batch, (1,) * len(running))])
         most, steps = max(most, len(running)), steps + 1
         ended = []
         for request in running:
@@ -357,7 +357,7 @@ def contiguous_share(trace: Sequence[Lengths], num_slots: int, device: torch.dev
         for request in ended:
             rows.append(request.row)
             reserved -= sum(request.lengths)
-        memory.apply([Give(request.row, 0, request.held) for request in ended])
+        memory.apply([FreeRange(request.row, 0, request.held) for request in ended])
         if ended:
             running = [request for request in running if request.left]
     allocator.check()

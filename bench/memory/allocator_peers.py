@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from lightkv import KVSpec
-from lightkv.edits import Give, Take
+from lightkv.edits import Alloc, FreeRange
 from lightkv.memory.kv_memory import KVMemory
 
 PAGE = 16  # tokens of a block of vLLM's
@@ -70,7 +70,8 @@ class Ours:
 
     def load(self, rows: Sequence[int], lengths: Sequence[int]) -> None:
         self.takes = [
-            Take(tuple(rows), tuple(length - back for length in lengths), (1,) * len(rows)) for back in (1, 0)
+            Alloc(tuple(rows), tuple(length - back for length in lengths), (1,) * len(rows))
+            for back in (1, 0)
         ]
         self._step_before()
 
@@ -90,10 +91,10 @@ class Ours:
         self._step_before()
 
     def prompt(self, row: int, n: int) -> None:
-        self.memory.apply([Take((row,), (0,), (n,))])
+        self.memory.apply([Alloc((row,), (0,), (n,))])
 
     def release(self, row: int, n: int) -> None:
-        self.memory.apply([Give(row, 0, n)])
+        self.memory.apply([FreeRange(row, 0, n)])
 
     def slots(self, row: int, start: int, end: int) -> Tensor:
         return self.table[row, start:end]

@@ -31,19 +31,19 @@ import numpy as np
 
 from bench.common.report import parser, print_json, print_machine, print_table, refuse
 from lightkv.edits import (
-    Copy,
-    Cut,
-    Drop,
+    Alloc,
+    CopyRow,
     Edit,
-    Give,
-    Join,
-    Keep,
-    Map,
-    Shift,
-    Split,
-    Stash,
-    Take,
-    Unstash,
+    ForgetSegment,
+    FreeRange,
+    FreeSegment,
+    KeepEntries,
+    MapSegments,
+    MergeSegments,
+    MoveEntries,
+    SetGap,
+    SplitSegment,
+    StoreSegment,
     decode,
     encode,
 )
@@ -130,26 +130,26 @@ class Books:
     def apply(self, edits: list[Edit]) -> None:
         for edit in edits:
             match edit:
-                case Take(_, _, counts):
+                case Alloc(_, _, counts):
                     self.num_free -= sum(counts)
-                case Give(_, start, end):
+                case FreeRange(_, start, end):
                     self.num_free += end - start
-                case Keep(_, start, end, num_kept):
+                case KeepEntries(_, start, end, num_kept):
                     self.num_free += end - start - num_kept
-                case Stash(_, start, end, segment):
+                case StoreSegment(_, start, end, segment):
                     self.segments[segment] = end - start
-                case Split(segment, at, head):
+                case SplitSegment(segment, at, head):
                     self.segments[head] = at
                     self.segments[segment] -= at
-                case Drop(segment, start):
+                case FreeSegment(segment, start):
                     self.num_free += self.segments.pop(segment) - start
                     if start:
                         self.segments[segment] = start
-                case Join(segment, head):
+                case MergeSegments(segment, head):
                     self.segments[segment] += self.segments.pop(head)
-                case Unstash(segment):
+                case ForgetSegment(segment):
                     del self.segments[segment]
-                case Map() | Copy() | Cut() | Shift():
+                case MapSegments() | CopyRow() | SetGap() | MoveEntries():
                     pass
 
 

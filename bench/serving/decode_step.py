@@ -24,7 +24,7 @@ from lightkv.router.engine.loop import Engine
 from lightkv.router.engine.request import Request
 from lightkv.router.engine.scheduler import Scheduler
 from lightkv.router.model.build import assemble
-from lightkv.router.model.cuda_graph import Form
+from lightkv.router.model.cuda_graph import GraphKey
 from lightkv.router.model.loader import random_model
 from lightkv.router.model.runner import ModelRunner
 from lightkv.router.sampling_params import SamplerKind
@@ -83,7 +83,7 @@ def tokens_of(engine: Engine, steps: int) -> list[tuple[str, int | None]]:
 def graph_of(runner: ModelRunner, batch: int) -> torch.cuda.CUDAGraph:
     """Of the batch that runs. A replay takes slots that the ledger never hears of: an engine ends here."""
     assert runner._graphs is not None
-    form = Form(SamplerKind.GREEDY)
+    form = GraphKey(SamplerKind.GREEDY)
     graph = runner._graphs.get(batch, form)
     assert graph is not None
     replayed, _ = graph._graphs[form]

@@ -97,7 +97,7 @@ class Decoding:
                 "at once; give more --max-total-tokens or --max-num-seqs"
             )
         reached = self._mean_length()
-        if plan.num_contexts or len(plan.rows) != batch or reached > target + 1:
+        if plan.num_prefills or len(plan.rows) != batch or reached > target + 1:
             raise NoReplay(
                 f"{batch} sequences came to {reached:.0f} tokens with their prompts, not {target:.0f}"
             )

@@ -33,7 +33,7 @@ import numpy as np
 
 from bench.common.report import parser, print_json, print_machine, print_table, refuse
 from lightkv.ledger import TokenLedger
-from lightkv.ledger.shared_prefixes import Grouping
+from lightkv.ledger.shared_prefixes import PrefixSharing
 from lightkv.router import SamplingParams, Scheduler
 from lightkv.router.engine.request import Request
 from lightkv.router.engine.step import Limits, StepPlan, StepResult, TokenEvent
@@ -46,8 +46,8 @@ NUM_FAMILIES = 50  # of prompts that share a prefix
 MAX_TOKENS = 2**30  # a pool and a step that nothing is too large for, until the load is set up
 TARGET_US = 1000.0
 PARTS = ("plan", "consume", "send")
-WORTH_IT = Grouping(max_members=16)
-ANY = Grouping(max_members=16, min_tokens=1, min_saved=1, min_mean=0)
+WORTH_IT = PrefixSharing(max_members=16)
+ANY = PrefixSharing(max_members=16, min_tokens=1, min_saved=1, min_mean=0)
 
 _encode = msgspec.msgpack.Encoder().encode
 _decode_result = msgspec.msgpack.Decoder(StepResult).decode
@@ -68,7 +68,7 @@ class Load(NamedTuple):
     shared: int
     churn: bool
     depth: int
-    grouping: Grouping = WORTH_IT
+    grouping: PrefixSharing = WORTH_IT
 
 
 class Router:
@@ -90,7 +90,7 @@ class Router:
 
     def step(self) -> None:
         """One step of the router: a plan out, the oldest result in."""
-        while self.scheduler.num_flying < self.load.depth:
+        while self.scheduler.num_in_flight < self.load.depth:
             plan, _ = self._timed("plan", self._plan)
             result = StepResult(plan.step, [10] * len(plan.sample), plan.num_free, 0)
             self._flying.append((plan, _encode(result)))

@@ -146,7 +146,7 @@ def lost_tokens(before: Load, after: Load) -> list[str]:
 def idle_pool(before: Load, after: Load) -> list[str]:
     """Why the pool was not under pressure between two counts."""
     failures = []
-    if after["num_pauses"] == before["num_pauses"]:
+    if after["num_preemptions"] == before["num_preemptions"]:
         failures.append("no request was paused; give a smaller --max-total-tokens, or more --minutes")
     computed = _computed(after) - _computed(before)
     if computed <= after["capacity"]:
@@ -343,7 +343,7 @@ async def soak(
             held = ", ".join(f"{role} {own.resident / MIB:.0f}" for role, own in memory().items())
             print(
                 f"{(time.monotonic() - start) / 60:5.1f} min: {clients.counts.total()} requests, "
-                f"{rested['num_pauses']} pauses, {len(failures)} failures; MiB: {held}",
+                f"{rested['num_preemptions']} pauses, {len(failures)} failures; MiB: {held}",
                 flush=True,
             )
     finally:

@@ -43,7 +43,7 @@ from lightkv.router import EngineConfig, SamplingParams
 from lightkv.router.engine.loop import Engine
 from lightkv.router.engine.request import Request
 from lightkv.router.engine.scheduler import Scheduler
-from lightkv.router.engine.step import Holding, StepPlan, StepResult
+from lightkv.router.engine.step import ExpectedMemory, StepPlan, StepResult
 from lightkv.router.engine.step_time import PARAMETERS, StepTime, Work, fit
 from lightkv.router.model.build import assemble
 from lightkv.router.model.loader import random_model
@@ -80,7 +80,7 @@ class Point(NamedTuple):
 
 def work_of(plan: StepPlan) -> Work:
     """What a step computes."""
-    num = plan.num_contexts
+    num = plan.num_prefills
     chunks = list(zip(plan.starts[:num], plan.counts, strict=False))
     decodes = len(plan.rows) - num
     return Work(
@@ -108,7 +108,7 @@ class Watch:
         self.work = work_of(plan)
         return self._runner.execute(plan)
 
-    def check(self, edits: bytes, holding: Holding) -> None:
+    def check(self, edits: bytes, holding: ExpectedMemory) -> None:
         """The runner's."""
         self._runner.check(edits, holding)
 

@@ -21,7 +21,7 @@ from lightkv.router.engine.admission import make_admission
 from lightkv.router.engine.loop import Engine
 from lightkv.router.engine.request import Request
 from lightkv.router.engine.scheduler import Scheduler
-from lightkv.router.engine.step import Holding, RunnerInfo, StepPlan, StepResult
+from lightkv.router.engine.step import ExpectedMemory, RunnerInfo, StepPlan, StepResult
 from lightkv.router.engine.step_time import Work
 from lightkv.router.model.runner import ModelRunner
 from lightkv.router.simulate.config import page_of
@@ -74,7 +74,7 @@ class Executor:
                 tokens[i] = END
         return msgspec.structs.replace(result, tokens=tokens, num_free=result.num_free - hidden)
 
-    def check(self, edits: bytes, holding: Holding) -> None:
+    def check(self, edits: bytes, holding: ExpectedMemory) -> None:
         """The runner's."""
         hidden = padding_of(self._ledger) + self._left_out
         self._runner.check(edits, holding._replace(num_free=holding.num_free + hidden))
@@ -196,7 +196,7 @@ class Record:
     def results(self, engine: Engine, capacity: int) -> Results:
         """All of it."""
         scheduler, num, seconds = engine.scheduler, self._num_finished, self._last
-        num_preempted = sum(request.num_pauses > 0 for request in self._requests)
+        num_preempted = sum(request.num_preemptions > 0 for request in self._requests)
         ttft, tpot = (own.quantiles((0.5, 0.99)) for own in (self._ttft, self._tpot))
         held, padding = self._means.of(0), self._means.of(1)
         return {
@@ -210,7 +210,7 @@ class Record:
             "ttft_p99": ttft[1],
             "tpot_p50": tpot[0],
             "tpot_p99": tpot[1],
-            "num_preemptions": scheduler.num_pauses,
+            "num_preemptions": scheduler.num_preemptions,
             "num_preempted": num_preempted,
             "recomputed_tokens": scheduler.num_recomputed_tokens,
             "hit_tokens": scheduler.num_hit_tokens,

@@ -14,7 +14,7 @@ import torch
 from lightkv.ledger.shared_prefixes import SharedPrefix
 from lightkv.memory.kv_memory import KVMemory
 from lightkv.memory.staging import packed_size, upload
-from lightkv.triton_kernels.attention.decode_plan import DecodeGroups
+from lightkv.triton_kernels.attention.decode_plan import SharedPrefixGroups
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class KVCacheParams:
 class AttentionMetadata:
     """Filled by `prepare` once a step, read by every layer's backend. With B sequences of T tokens in all:
 
-    - host: `num_contexts`, `num_generations`, `num_tokens`, `num_ctx_tokens`,
+    - host: `num_prefills`, `num_generations`, `num_tokens`, `num_prefill_tokens`,
       `seq_lens` int32 `[B]` (this step's tokens of each sequence, on the CPU), `context_lens` (those of the
       contexts), `request_ids`, `prompt_lens`, `kv_cache_params`, `rows_host` and `kv_lens_host` int64 `[B]`,
       `num_sinks` (0 unless sequences that have dropped tokens still hold the first ones);
@@ -81,15 +81,15 @@ class AttentionMetadata:
 
     @property
     def context_lens(self) -> torch.Tensor:
-        """This step's tokens of each context, int32 `[num_contexts]` on the CPU."""
-        return self.seq_lens[: self.num_contexts]
+        """This step's tokens of each context, int32 `[num_prefills]` on the CPU."""
+        return self.seq_lens[: self.num_prefills]
 
     def prepare(
         self,
         rows: Sequence[int],
         starts: Sequence[int],
         counts: Sequence[int],
-        num_contexts: int,
+        num_prefills: int,
         *,
         request_ids: Sequence[int] = (),
         prompt_lens: Sequence[int] = (),
@@ -100,7 +100,7 @@ class AttentionMetadata:
         """Take in a step's batch, with one upload (two where tokens were dropped) and without synchronising.
 
         Sequence i sits in row `rows[i]`, has K/V in its first `starts[i]` entries, and computes `counts[i]`
-        more, whose slots the table has already. The first `num_contexts` are contexts. `request_ids` and
+        more, whose slots the table has already. The first `num_prefills` are contexts. `request_ids` and
         `prompt_lens` are only kept.
 
         `dropped`: the positions that each sequence has passed and holds no more; its next token's is that many
@@ -112,9 +112,9 @@ class AttentionMetadata:
         where there are none. Raises ValueError for a batch that breaks these rules or the maxima.
         """
         row, start, count = (np.array(numbers, dtype=np.int64) for numbers in (rows, starts, counts))
-        self._validate(row, start, count, num_contexts)
+        self._validate(row, start, count, num_prefills)
         gap = np.array(dropped, dtype=np.int64) if len(dropped) else np.zeros_like(row)
-        self._validate_dropped(start, gap, num_contexts, num_sinks)
+        self._validate_dropped(start, gap, num_prefills, num_sinks)
         cached = start.tolist()
         kv_len = start + count
         if self.is_cuda_graph:
@@ -125,20 +125,20 @@ class AttentionMetadata:
         np.cumsum(count, out=q_starts[1:])
         table = self.kv_cache_manager.table
         entries = table.entries(row, start, count)
-        may_group = self.group_members > 1 and len(row) - num_contexts > 1
+        may_group = self.group_members > 1 and len(row) - num_prefills > 1
         carries_groups = may_group and (self.is_cuda_graph or bool(prefixes))  # a graph's tensors always do
         grouped: list[np.ndarray] = []
         if carries_groups:
-            generations = row[num_contexts:], start[num_contexts:]
+            generations = row[num_prefills:], start[num_prefills:]
             grouped = _grouped(*generations, prefixes or (), self.group_members)
 
         self.step += 1
         self.kv_cache_params = KVCacheParams(True, cached)
         self.rows_host, self.kv_lens_host = row, kv_len
-        self.num_contexts = num_contexts
-        self.num_generations = len(row) - num_contexts
+        self.num_prefills = num_prefills
+        self.num_generations = len(row) - num_prefills
         self.num_tokens = len(entries)
-        self.num_ctx_tokens = int(q_starts[num_contexts])
+        self.num_prefill_tokens = int(q_starts[num_prefills])
         self.seq_lens = torch.from_numpy(count.astype(np.int32))
         self.request_ids = list(request_ids)
         self.prompt_lens = list(prompt_lens)
@@ -160,10 +160,10 @@ class AttentionMetadata:
         self.rows, on_device, self.position_ids, self.kv_lens, self.q_starts, self.seq_lens_cuda = uploaded[
             :6
         ]
-        self.groups: DecodeGroups | None = None
+        self.groups: SharedPrefixGroups | None = None
         if carries_groups and prefixes is not None:
             members, keys, place = uploaded[6:]
-            self.groups = DecodeGroups(members.view(-1, self.group_members), keys, place)
+            self.groups = SharedPrefixGroups(members.view(-1, self.group_members), keys, place)
         slots = table.read(on_device)
         if self.is_cuda_graph:
             self.slot_mapping.copy_(slots)
@@ -172,7 +172,7 @@ class AttentionMetadata:
         self.num_sinks = num_sinks
         self.dropped = upload([np.repeat(gap, count)], device)[0] if gap.any() else None
 
-    def _validate(self, row: np.ndarray, start: np.ndarray, count: np.ndarray, num_contexts: int) -> None:
+    def _validate(self, row: np.ndarray, start: np.ndarray, count: np.ndarray, num_prefills: int) -> None:
         if not len(row) == len(start) == len(count):
             raise ValueError(
                 f"{len(row)} rows, {len(start)} starts and {len(count)} counts: one each a sequence"
@@ -182,17 +182,17 @@ class AttentionMetadata:
                 f"{len(row)} sequences of {count.sum()} tokens; this metadata takes {self.max_num_requests} "
                 f"of {self.max_num_tokens}: split the step, or make it larger"
             )
-        if not 0 <= num_contexts <= len(row) or (self.is_cuda_graph and num_contexts):
+        if not 0 <= num_prefills <= len(row) or (self.is_cuda_graph and num_prefills):
             limit = 0 if self.is_cuda_graph else len(row)
-            raise ValueError(f"{num_contexts} contexts; there can be 0 to {limit} here")
-        if (count < 1).any() or (count[num_contexts:] != 1).any():
+            raise ValueError(f"{num_prefills} contexts; there can be 0 to {limit} here")
+        if (count < 1).any() or (count[num_prefills:] != 1).any():
             raise ValueError(
-                f"counts {count.tolist()} with {num_contexts} contexts: a context computes at least one "
+                f"counts {count.tolist()} with {num_prefills} contexts: a context computes at least one "
                 "token, a generation exactly one, and the contexts come first"
             )
 
     def _validate_dropped(
-        self, start: np.ndarray, gap: np.ndarray, num_contexts: int, num_sinks: int
+        self, start: np.ndarray, gap: np.ndarray, num_prefills: int, num_sinks: int
     ) -> None:
         if len(gap) != len(start) or (gap < 0).any() or num_sinks < 0:
             raise ValueError(
@@ -203,10 +203,10 @@ class AttentionMetadata:
             raise ValueError(
                 f"{gap.tolist()} tokens dropped: in a decode graph positions are entries; run this step eagerly"
             )
-        if num_sinks and (num_contexts < len(start) or not gap.all() or (start < num_sinks).any()):
+        if num_sinks and (num_prefills < len(start) or not gap.all() or (start < num_sinks).any()):
             raise ValueError(
                 f"{num_sinks} sinks: in such a step every sequence is a context, has dropped tokens and holds "
-                f"the sinks; here {num_contexts} of {len(start)} are contexts, they have dropped "
+                f"the sinks; here {num_prefills} of {len(start)} are contexts, they have dropped "
                 f"{gap.tolist()} and hold {start.tolist()}. Run the others in a step of their own"
             )
 
@@ -214,7 +214,7 @@ class AttentionMetadata:
 def _grouped(
     rows: np.ndarray, starts: np.ndarray, prefixes: Sequence[SharedPrefix], group_members: int
 ) -> list[np.ndarray]:
-    """`DecodeGroups` of generations in `rows`, flat: members, keys, place. Raises ValueError.
+    """`SharedPrefixGroups` of generations in `rows`, flat: members, keys, place. Raises ValueError.
 
     What has more members than a group takes is cut into several, of sizes as equal as they can be. Of two
     members at least, so that there are never more groups than half the batch.

@@ -105,7 +105,7 @@ class TorchPlan:
         """The generations of a step, in groups of similar length. `dtype`: of the queries."""
         groups = self._decode.get((window, dtype))
         if groups is None:
-            lengths = metadata.kv_lens_host[metadata.num_contexts :]
+            lengths = metadata.kv_lens_host[metadata.num_prefills :]
             if window:
                 lengths = np.minimum(lengths, window)
             # A padding row of a static batch has length 0, and attends slot 0 rather than nothing: no NaN.
@@ -153,8 +153,8 @@ def _decode_group(
     metadata: AttentionMetadata, lengths: np.ndarray, members: np.ndarray | None, dtype: torch.dtype
 ) -> DecodeGroup:
     table = metadata.kv_cache_manager.table
-    rows = metadata.rows_host[metadata.num_contexts :]
-    ends = np.maximum(metadata.kv_lens_host[metadata.num_contexts :], 1)
+    rows = metadata.rows_host[metadata.num_prefills :]
+    ends = np.maximum(metadata.kv_lens_host[metadata.num_prefills :], 1)
     if members is not None:
         rows, ends, lengths = rows[members], ends[members], lengths[members]
     width = int(lengths.max())
@@ -243,12 +243,12 @@ class TorchAttention(AttentionBackend):
         metadata: AttentionMetadata,
         out: torch.Tensor,
     ) -> None:
-        num_ctx_tokens = metadata.num_ctx_tokens
-        if metadata.num_contexts:
-            fresh = (k[:num_ctx_tokens], v[:num_ctx_tokens])
-            self._prefill(q[:num_ctx_tokens], *fresh, metadata, out[:num_ctx_tokens])
+        num_prefill_tokens = metadata.num_prefill_tokens
+        if metadata.num_prefills:
+            fresh = (k[:num_prefill_tokens], v[:num_prefill_tokens])
+            self._prefill(q[:num_prefill_tokens], *fresh, metadata, out[:num_prefill_tokens])
         if metadata.num_generations:
-            self._decode(q[num_ctx_tokens:], metadata, out[num_ctx_tokens:])
+            self._decode(q[num_prefill_tokens:], metadata, out[num_prefill_tokens:])
 
     def _prefill(
         self,

@@ -75,7 +75,7 @@ class TritonAttention(AttentionBackend):
         out: torch.Tensor,
     ) -> None:
         memory = metadata.kv_cache_manager
-        q_starts = metadata.q_starts[: metadata.num_contexts + 1]
+        q_starts = metadata.q_starts[: metadata.num_prefills + 1]
         mixed_attention(
             q,
             memory.pool.k(self.layer_idx),

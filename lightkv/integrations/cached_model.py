@@ -124,8 +124,8 @@ class CachedModel:
             metadata = self.step.metadata
             rows, dropped = [one.row for one in sequences], [one.dropped for one in sequences]
             # A step with sinks knows no generations.
-            num_contexts = len(rows) if num_sinks or max(counts) > 1 else 0
-            metadata.prepare(rows, starts, counts, num_contexts, dropped=dropped, num_sinks=num_sinks)
+            num_prefills = len(rows) if num_sinks or max(counts) > 1 else 0
+            metadata.prepare(rows, starts, counts, num_prefills, dropped=dropped, num_sinks=num_sinks)
             packed = np.concatenate(ids).astype(np.int64)
             last = np.cumsum(np.array(counts, dtype=np.int64)) - 1
             input_ids, wanted = upload([packed, last], self.model.device)

@@ -17,7 +17,17 @@ from operator import add
 from typing import NamedTuple
 
 from lightkv.counts import checked_count
-from lightkv.edits import Copy, Cut, Edit, Give, Keep, Map, Shift, Stash, Take
+from lightkv.edits import (
+    Alloc,
+    CopyRow,
+    Edit,
+    FreeRange,
+    KeepEntries,
+    MapSegments,
+    MoveEntries,
+    SetGap,
+    StoreSegment,
+)
 from lightkv.errors import CheckFailed, OutOfRows, OutOfTokens, SequenceTooLong
 
 from .prefix_tree import TOKEN_BYTES, Namespace, Segment
@@ -137,7 +147,7 @@ class TokenLedger:
                 path[-1] = node = paths.split(node, matched // TOKEN_BYTES)
             paths.num_cached -= tree.hold(path, row)
             shared = sum([len(segment.tokens) for segment in path]) // TOKEN_BYTES
-            paths.edits.append(Map(row, tuple([segment.id for segment in path])))
+            paths.edits.append(MapSegments(row, tuple([segment.id for segment in path])))
         sequence = paths.sequences[row] = Sequence(row, token_ids, root, node, shared)
         return sequence
 
@@ -184,7 +194,7 @@ class TokenLedger:
             if needed > self.num_available:
                 raise OutOfTokens(needed, self.num_available, self.capacity)
             self.evict(needed - self.num_free)
-        self._paths.edits.append(Take(self._batch_rows, tuple(starts), tuple(counts)))
+        self._paths.edits.append(Alloc(self._batch_rows, tuple(starts), tuple(counts)))
         self._paths.num_free -= needed
         if is_step:
             for sequence in sequences:
@@ -223,9 +233,9 @@ class TokenLedger:
                 end = sequence.length
                 sequence.length -= count
                 self._paths.num_free += count
-                self._paths.edits.append(Give(sequence.row, end - count, end))
+                self._paths.edits.append(FreeRange(sequence.row, end - count, end))
                 if sequence.dropped:
-                    self._paths.edits.append(Cut(sequence.row, end - count, sequence.dropped))
+                    self._paths.edits.append(SetGap(sequence.row, end - count, sequence.dropped))
 
     def publish(self, sequence: Sequence) -> None:
         """Let what has slots of the sequence's prompt be hit by others, while it still runs.
@@ -263,7 +273,7 @@ class TokenLedger:
             self._paths.unconfirmed.append(node)
         node.published = self.step
         sequence.shared = end
-        self._paths.edits.append(Stash(sequence.row, end - node.length, end, node.id))
+        self._paths.edits.append(StoreSegment(sequence.row, end - node.length, end, node.id))
 
     def confirm(self, step: int) -> None:
         """Every step up to this one has been computed: what it published stays."""
@@ -306,7 +316,7 @@ class TokenLedger:
         if cache and not sequence.dropped:
             start = self._paths.insert(sequence, sequence.prompt + output_ids)
         if end > start:
-            self._paths.edits.append(Give(row, start, end))
+            self._paths.edits.append(FreeRange(row, start, end))
             self._paths.num_free += end - start
         self._paths.leave(sequence, sequence.path())
         root = sequence.root
@@ -314,7 +324,7 @@ class TokenLedger:
         self._paths.tree.rest(root)
         self._paths.gapped.discard(row)
         if sequence.dropped:
-            self._paths.edits.append(Cut(row, 0, 0))
+            self._paths.edits.append(SetGap(row, 0, 0))
         del self._paths.sequences[row]
         self._free_rows.append(row)
         self._batch = []
@@ -343,7 +353,7 @@ class TokenLedger:
         if sequence.row in self._paths.gapped:
             self._paths.gapped.add(row)
         self._paths.sequences[row] = twin
-        self._paths.edits.append(Copy(row, sequence.row, sequence.length))
+        self._paths.edits.append(CopyRow(row, sequence.row, sequence.length))
         return twin
 
     def truncate(self, sequence: Sequence, length: int) -> None:
@@ -358,7 +368,7 @@ class TokenLedger:
             raise ValueError(f"cannot cut a sequence of {sequence.length} entries to {length}")
         start = max(length, sequence.shared)
         if start < sequence.length:
-            self._paths.edits.append(Give(sequence.row, start, sequence.length))
+            self._paths.edits.append(FreeRange(sequence.row, start, sequence.length))
             self._paths.num_free += sequence.length - start
         if length < sequence.shared:
             self._paths.drop(sequence, length, sequence.shared)
@@ -366,7 +376,7 @@ class TokenLedger:
         if sequence.dropped:
             if length <= sequence.num_sinks:  # what was dropped came after all that is left
                 sequence.dropped = sequence.num_sinks = 0
-            self._paths.edits.append(Cut(sequence.row, length, sequence.dropped))
+            self._paths.edits.append(SetGap(sequence.row, length, sequence.dropped))
         if not sequence.dropped:
             sequence.prompt = sequence.prompt[: length * TOKEN_BYTES]
 
@@ -393,9 +403,9 @@ class TokenLedger:
             self._paths.drop(sequence, start, min(end, shared))
         start = max(start, shared)
         if start < end:
-            self._paths.edits.append(Give(row, start, end))
+            self._paths.edits.append(FreeRange(row, start, end))
             self._paths.num_free += end - start
-        self._paths.edits.append(Shift(row, end, length, sinks))
+        self._paths.edits.append(MoveEntries(row, end, length, sinks))
         sequence.length -= count
         sequence.dropped += count
         sequence.num_sinks = sinks
@@ -413,7 +423,7 @@ class TokenLedger:
         if count < 0 or num_given < 0:
             raise ValueError(f"cannot keep {count} of {sequence.length - start} private tokens")
         if num_given:
-            self._paths.edits.append(Keep(sequence.row, start, sequence.length, count))
+            self._paths.edits.append(KeepEntries(sequence.row, start, sequence.length, count))
             self._paths.num_free += num_given
             sequence.length -= num_given
             sequence.dropped += num_given

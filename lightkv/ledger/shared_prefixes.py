@@ -25,7 +25,7 @@ class SharedPrefix(NamedTuple):
     num_tokens: int
 
 
-class Grouping(NamedTuple):
+class PrefixSharing(NamedTuple):
     """What is worth reading together.
 
     `max_members`: as many as one reading serves; for more it is read again. 1: nothing is read together.
@@ -64,7 +64,7 @@ _NOTHING = _Choice(0, [], set())
 
 
 def shared_prefixes(
-    shared: Iterable[Segment], sequences: Collection[Sequence], grouping: Grouping
+    shared: Iterable[Segment], sequences: Collection[Sequence], grouping: PrefixSharing
 ) -> list[SharedPrefix]:
     """Disjoint sets of `sequences` (open ones) and the prefix that each shares, so that little is read again.
 
@@ -79,7 +79,7 @@ def shared_prefixes(
 
 
 def _sets(
-    shared: Iterable[Segment], sequences: Collection[Sequence], grouping: Grouping
+    shared: Iterable[Segment], sequences: Collection[Sequence], grouping: PrefixSharing
 ) -> list[SharedPrefix]:
     if grouping.max_members < 2:
         return []
@@ -105,7 +105,7 @@ def _sets(
     )
 
 
-def _choose(holders: set[int], depth: int, below: Collection[_Choice], grouping: Grouping) -> _Choice:
+def _choose(holders: set[int], depth: int, below: Collection[_Choice], grouping: PrefixSharing) -> _Choice:
     """All `holders` together; or what was chosen below, all of it or where that saves more than to join here,
     and the rest together."""
     saved, kept, of_rest = 0, below, 0
@@ -160,7 +160,7 @@ class BatchPrefixes:
     the batch. So what two of them share is what they shared when the later one came.
     """
 
-    def __init__(self, ledger: TokenLedger, grouping: Grouping) -> None:
+    def __init__(self, ledger: TokenLedger, grouping: PrefixSharing) -> None:
         self._ledger = ledger
         self._grouping = grouping
         self._batch: list[Sequence] = []

@@ -6,7 +6,15 @@ verbs do (`ledger.py`).
 
 from collections.abc import Iterable
 
-from lightkv.edits import Drop, Edit, Give, Join, Split, Stash, Unstash
+from lightkv.edits import (
+    Edit,
+    ForgetSegment,
+    FreeRange,
+    FreeSegment,
+    MergeSegments,
+    SplitSegment,
+    StoreSegment,
+)
 from lightkv.errors import CheckFailed
 
 from .prefix_tree import TOKEN_BYTES, PrefixTree, Segment
@@ -47,7 +55,7 @@ class Paths:
         found = start
         if path:
             found += sum(segment.length for segment in path)
-            self.edits.append(Give(row, start, found))
+            self.edits.append(FreeRange(row, start, found))
             self.num_free += found - start
             now = tree.touch()
             for segment in path:  # those above it are left, and so used, in a moment
@@ -66,7 +74,7 @@ class Paths:
                 node.used = tree.touch()
                 self.num_cached += node.length
                 tree.rest(node)
-            self.edits.append(Stash(row, end - node.length, end, node.id))
+            self.edits.append(StoreSegment(row, end - node.length, end, node.id))
         return max(end, found)
 
     def name(self, sequence: Sequence, tokens: bytes) -> list[Segment]:
@@ -89,7 +97,7 @@ class Paths:
             return
         node = sequence.node = self.tree.attach(sequence.node, tail)
         node.holders.add(sequence.row)
-        self.edits.append(Stash(sequence.row, sequence.shared, length, node.id))
+        self.edits.append(StoreSegment(sequence.row, sequence.shared, length, node.id))
         sequence.shared = length
 
     def join(self, sequence: Sequence) -> None:
@@ -101,7 +109,7 @@ class Paths:
             assert head is not None
             if not head.named and head.holders == segment.holders:
                 self.tree.join(segment)
-                self.edits.append(Join(segment.id, head.id))
+                self.edits.append(MergeSegments(segment.id, head.id))
             else:
                 segment = head
 
@@ -110,7 +118,7 @@ class Paths:
         node = sequence.node
         while not node.named and node.holders == {sequence.row}:
             assert node.parent is not None
-            self.edits.append(Unstash(node.id))
+            self.edits.append(ForgetSegment(node.id))
             sequence.shared -= node.length
             node.holders.clear()
             node = node.parent
@@ -156,7 +164,7 @@ class Paths:
         for segment in unheld:
             length = len(segment.tokens) // TOKEN_BYTES
             if not segment.named:
-                self.edits.append(Drop(segment.id, 0))
+                self.edits.append(FreeSegment(segment.id, 0))
                 self.num_free += length
                 continue
             self.num_cached += length
@@ -180,7 +188,7 @@ class Paths:
         head = self.tree.split(segment, at)
         if head.named and head.confirmed < head.length:
             self.unconfirmed.append(head)
-        self.edits.append(Split(segment.id, at, head.id))
+        self.edits.append(SplitSegment(segment.id, at, head.id))
         return head
 
     def trim(self, segment: Segment, keep: int) -> None:
@@ -188,7 +196,7 @@ class Paths:
         freed = segment.length - keep
         if not freed:
             return
-        self.edits.append(Drop(segment.id, keep))
+        self.edits.append(FreeSegment(segment.id, keep))
         self.num_cached -= freed
         self.num_free += freed
         if keep:

@@ -14,13 +14,13 @@ from lightkv.errors import CheckFailed, InvalidFree, OutOfTokens
 from lightkv.triton_kernels.slots.allocate import (
     SlotFlag,
     TableEntries,
-    give_slots,
-    give_slots_reference,
+    alloc_run,
+    alloc_run_reference,
+    alloc_slots,
+    alloc_slots_reference,
+    free_slots,
+    free_slots_reference,
     new_slot_state,
-    take_run,
-    take_run_reference,
-    take_slots,
-    take_slots_reference,
 )
 from lightkv.triton_kernels.slots.slot_flags import describe_flags
 
@@ -53,9 +53,9 @@ class TokenAllocator:
         self._num_free = self.capacity
         self.device = self.mem_state.device
         on_gpu = self.mem_state.is_cuda
-        self._take_slots = take_slots if on_gpu else take_slots_reference
-        self._take_run = take_run if on_gpu else take_run_reference
-        self._give_slots = give_slots if on_gpu else give_slots_reference
+        self._take_slots = alloc_slots if on_gpu else alloc_slots_reference
+        self._take_run = alloc_run if on_gpu else alloc_run_reference
+        self._give_slots = free_slots if on_gpu else free_slots_reference
 
     @property
     def capacity(self) -> int:

@@ -10,7 +10,21 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from lightkv.edits import Copy, Cut, Drop, Edit, Give, Join, Keep, Map, Shift, Split, Stash, Take, Unstash
+from lightkv.edits import (
+    Alloc,
+    CopyRow,
+    Edit,
+    ForgetSegment,
+    FreeRange,
+    FreeSegment,
+    KeepEntries,
+    MapSegments,
+    MergeSegments,
+    MoveEntries,
+    SetGap,
+    SplitSegment,
+    StoreSegment,
+)
 from lightkv.errors import CheckFailed
 from lightkv.triton_kernels.slots.allocate import TableEntries
 
@@ -90,48 +104,48 @@ class KVMemory:
         segment nobody stashed), those before it are done and those after it are not: ledger and memory have
         parted for good, and neither is to be used again.
         """
-        num_keeps = sum(isinstance(edit, Keep) for edit in edits)
+        num_keeps = sum(isinstance(edit, KeepEntries) for edit in edits)
         if num_keeps != len(kept):
             raise ValueError(f"{num_keeps} Keep edits and entries for {len(kept)}; give a tensor for each")
         entries = iter(kept)
         taken: torch.Tensor | None = None
         freed: list[torch.Tensor] = []  # given back together; views, so before anything writes the table
         for edit in edits:
-            if isinstance(edit, Give):
+            if isinstance(edit, FreeRange):
                 freed.append(self.table.slots(edit.row, edit.start, edit.end))
                 continue
-            if isinstance(edit, Drop):
+            if isinstance(edit, FreeSegment):
                 freed.append(self._drop(edit))
                 continue
             self._free(freed)
             match edit:
-                case Take():
+                case Alloc():
                     taken = self._take(edit)
-                case Map(row, segments):
+                case MapSegments(row, segments):
                     slots = torch.cat([self._segments[segment] for segment in segments])
                     self.table.slots(row, 0, len(slots)).copy_(slots)
-                case Stash(row, start, end, segment):
+                case StoreSegment(row, start, end, segment):
                     self._segments[segment] = self.table.slots(row, start, end).clone()
-                case Split(segment, at, head):
+                case SplitSegment(segment, at, head):
                     slots = self._segments[segment]
                     self._segments[head], self._segments[segment] = slots[:at], slots[at:]
-                case Join(segment, head):
+                case MergeSegments(segment, head):
                     parts = self._segments.pop(head), self._segments[segment]
                     self._segments[segment] = torch.cat(parts)
-                case Unstash(segment):
+                case ForgetSegment(segment):
                     del self._segments[segment]
-                case Copy(row, source, end):
+                case CopyRow(row, source, end):
                     self.table.slots(row, 0, end).copy_(self.table.slots(source, 0, end))
                     self._dropped.pop(row, None)
                     if source in self._dropped:
                         self._dropped[row] = self._dropped[source]
-                case Cut(row, end, dropped):
+                case SetGap(row, end, dropped):
                     self._dropped[row] = self.positions(row, end), dropped
                     if not dropped:
                         del self._dropped[row]
-                case Shift(row, start, end, to):
+                case MoveEntries(row, start, end, to):
                     self._move(row, torch.arange(start, end, device=self.device), to, end)
-                case Keep():
+                case KeepEntries():
                     freed.append(self._keep(edit, next(entries)))
         self._free(freed)
         return taken
@@ -174,7 +188,7 @@ class KVMemory:
             labels.index_copy_(0, slots, values)
         return labels[1:].cpu().numpy()
 
-    def _take(self, take: Take) -> torch.Tensor:
+    def _take(self, take: Alloc) -> torch.Tensor:
         table = self.table
         if take.counts.count(1) == len(take.rows):
             return self.allocator.alloc(len(take.rows), entries=self._step_entries(take))
@@ -183,7 +197,7 @@ class KVMemory:
         # More than a token each means prompts, which are read best where they lie side by side.
         return self.allocator.alloc(sum(take.counts), contiguous=True, entries=where)
 
-    def _step_entries(self, take: Take) -> TableEntries:
+    def _step_entries(self, take: Alloc) -> TableEntries:
         """Where a decode step's slots go. Where it follows the one before, nothing is uploaded."""
         step = self._step
         if step is not None and step.rows == take.rows and step.next_starts == take.starts:
@@ -199,7 +213,7 @@ class KVMemory:
         step.next_starts = tuple(map((1).__add__, take.starts))
         return TableEntries(self.table.req_to_token, step.positions, step.rows_on_device)
 
-    def _keep(self, keep: Keep, entries: torch.Tensor) -> torch.Tensor:
+    def _keep(self, keep: KeepEntries, entries: torch.Tensor) -> torch.Tensor:
         """Returns the slots that are to be given."""
         row, start, end, num_kept = keep
         slots = self.table.slots(row, start, end)
@@ -222,7 +236,7 @@ class KVMemory:
         self._dropped[row] = torch.cat((positions[:to], positions[entries])), dropped
         self.table.slots(row, to, to + len(entries)).copy_(self.table.slots(row, 0, length)[entries])
 
-    def _drop(self, drop: Drop) -> torch.Tensor:
+    def _drop(self, drop: FreeSegment) -> torch.Tensor:
         slots = self._segments.pop(drop.segment)
         if drop.start:
             self._segments[drop.segment] = slots[: drop.start]

@@ -27,6 +27,7 @@ from starlette.types import Receive, Scope, Send
 
 from lightkv import __version__
 from lightkv.errors import LightKVError
+from lightkv.router.api.openai import document
 from lightkv.router.api.openai.protocol import (
     ChatRequest,
     CompletionRequest,
@@ -50,10 +51,9 @@ from lightkv.router.service.router_client import RequestRefused, RouterClient, R
 from lightkv.router.text.tokenizer import ChatTemplateError, Tokenizer, UnreadableTokenizer
 
 from . import unsupported_fields
-from .generation import Backend, Generation, GenerationFailed, GenerationLost, Question
+from .generation import Backend, Generation, GenerationFailed, GenerationLost, GenerationSpec
 from .http_guard import OPEN_PATHS, Guard, error_response
 from .metrics import CONTENT_TYPE, ServiceMetrics
-from .openai import document
 from .prompt_reader import Chat, PromptReader, PromptRoom, convert
 from .request_body import BodyRoom, body_route
 from .server import make_server
@@ -126,7 +126,7 @@ class _Api:
             for text, prompt_ids in zip(body.prompts, prompts, strict=True):
                 is_whole = isinstance(text, str) and room.num_kept is None
                 shown.append(str(text) if is_whole else await self._prompts.text_of(prompt_ids))
-        question = Question(
+        question = GenerationSpec(
             [prompt_ids.tobytes() for prompt_ids in prompts], params, self._priority(body), namespace
         )
         writer = CompletionWriter(model, self._tokenizer, shown)
@@ -147,7 +147,7 @@ class _Api:
         longest = min(context, info.capacity + 1)  # the last token takes no slot
         params = body.params(max(longest - prompt_ids.size, 1))
         _check_fits(prompt_ids.size, params.max_tokens, context)
-        question = Question([prompt_ids.tobytes()], params, self._priority(body), namespace)
+        question = GenerationSpec([prompt_ids.tobytes()], params, self._priority(body), namespace)
         return await self._answer(question, ChatWriter(model, self._tokenizer), body, request.receive)
 
     async def tokenize(self, body: TokenizeRequest) -> Response:
@@ -220,7 +220,7 @@ class _Api:
 
     async def _answer(
         self,
-        question: Question,
+        question: GenerationSpec,
         writer: CompletionWriter | ChatWriter,
         body: GenerationRequest,
         receive: Receive,

@@ -35,7 +35,7 @@ class GenerationLost(LightKVError):
 
 
 @dataclass(frozen=True)
-class Question:
+class GenerationSpec:
     """What one HTTP request asks: `params.n` answers to each prompt (int32 bytes)."""
 
     prompts: list[bytes]
@@ -62,7 +62,7 @@ class Answer:
 
 
 @dataclass
-class Piece:
+class TextDelta:
     """What one answer has gained; its last has a `finish_reason`."""
 
     answer: Answer
@@ -83,7 +83,7 @@ class Backend:
     metrics: ServiceMetrics
     reports_cached_tokens: bool = False
 
-    async def generate(self, question: Question) -> "Generation":
+    async def generate(self, question: GenerationSpec) -> "Generation":
         """Queue every answer, or none. Raises RequestRefused."""
         params = question.params
         stop_ids = set(params.stop_token_ids)
@@ -123,7 +123,7 @@ class Generation:
 
     def __init__(
         self,
-        question: Question,
+        question: GenerationSpec,
         answers: dict[str, Answer],
         events: AnswerStream,
         reports_cached_tokens: bool = False,
@@ -151,18 +151,18 @@ class Generation:
         """Of all answers so far."""
         return sum(len(answer.completion.token_ids) for answer in self.answers)
 
-    async def pieces(self) -> AsyncIterator[Piece]:
+    async def pieces(self) -> AsyncIterator[TextDelta]:
         """What the answers gain, as it comes; what came together is one piece an answer.
 
         Ends early when it is closed. Raises GenerationFailed and GenerationLost; nothing runs any more then.
         """
         async for events in self._events:
-            pieces: dict[str, Piece] = {}
+            pieces: dict[str, TextDelta] = {}
             for event in events:
                 if event.finish_reason in ("error", "lost", "abort"):
                     self._fail(event.finish_reason, event.error or "it was ended")
                 if (answer := self._growing.get(event.request_id)) is not None:
-                    self._take(event, pieces.setdefault(event.request_id, Piece(answer)))
+                    self._take(event, pieces.setdefault(event.request_id, TextDelta(answer)))
             for request_id, piece in pieces.items():
                 self._settle(request_id, piece)  # all of them first: who takes the pieces may be slow
             for piece in pieces.values():
@@ -175,7 +175,7 @@ class Generation:
         self._growing.clear()
         self._events.close()
 
-    def _take(self, event: TokenEvent, piece: Piece) -> None:
+    def _take(self, event: TokenEvent, piece: TextDelta) -> None:
         answer = piece.answer
         if answer.completion.finish_reason is not None:  # a stop string came first
             return
@@ -187,7 +187,7 @@ class Generation:
             answer.scored.append((event.token, event.logprobs))
             piece.scored.append(answer.scored[-1])
 
-    def _settle(self, request_id: str, piece: Piece) -> None:
+    def _settle(self, request_id: str, piece: TextDelta) -> None:
         completion = piece.answer.completion
         piece.finish_reason = completion.finish_reason
         if completion.finish_reason is None:

@@ -47,7 +47,7 @@ _GAUGES: tuple[tuple[str, str, Callable[[Load], float]], ...] = (
 _COUNTERS: tuple[tuple[str, str, Callable[[Load], float]], ...] = (
     ("vllm:prompt_tokens", "Prompt tokens of admitted requests.", lambda load: load.prompt_tokens),
     ("vllm:generation_tokens", "Tokens generated.", lambda load: load.generated_tokens),
-    ("vllm:num_preemptions", "Running requests paused to make room.", lambda load: load.num_pauses),
+    ("vllm:num_preemptions", "Running requests paused to make room.", lambda load: load.num_preemptions),
     (
         "lightkv:recomputed_tokens",
         "Tokens computed again after pauses.",

@@ -310,7 +310,7 @@ def frame(
         "cache": f"{report.hit_tokens:,} of {report.prompt_tokens:,} prompt tokens hit ({share:.0%})",
         "steps": f"{steps:,.1f}/s, {router_ms:.2f} ms of the router's own time each",
         "checks": f"{report.num_ledger_checks:,} of the device's books, all equal; "
-        f"{report.num_worker_starts:,} worker starts, {report.num_pauses:,} pauses",
+        f"{report.num_worker_starts:,} worker starts, {report.num_preemptions:,} pauses",
         "pauses": f"{report.recomputed_tokens:,} tokens computed again after them",
     }
     table = Table.grid(padding=(0, 2))

@@ -11,7 +11,7 @@ from lightkv.errors import LedgerMismatch, LightKVError
 
 from .request import Request
 from .scheduler import Scheduler
-from .step import Holding, StepPlan, StepResult, TokenEvent
+from .step import ExpectedMemory, StepPlan, StepResult, TokenEvent
 
 
 class Executor(Protocol):
@@ -22,7 +22,7 @@ class Executor(Protocol):
     def execute(self, plan: StepPlan) -> StepResult:
         """Run one step."""
 
-    def check(self, edits: bytes, holding: Holding) -> None:
+    def check(self, edits: bytes, holding: ExpectedMemory) -> None:
         """Apply the edits that no step has carried yet, and recount the memory. Raises CheckFailed."""
 
 
@@ -44,7 +44,7 @@ class Stats(NamedTuple):
     prompt_tokens: int
     hit_tokens: int
     num_steps: int
-    num_pauses: int
+    num_preemptions: int
 
 
 class Engine:
@@ -111,7 +111,7 @@ class Engine:
             prompt_tokens=scheduler.num_prompt_tokens,
             hit_tokens=scheduler.num_hit_tokens,
             num_steps=scheduler.step,
-            num_pauses=scheduler.num_pauses,
+            num_preemptions=scheduler.num_preemptions,
         )
 
     def check(self) -> None:
@@ -119,7 +119,7 @@ class Engine:
         self._require_alive()
         self.scheduler.check()
         ledger = self.scheduler.ledger
-        self.executor.check(encode(ledger.drain()), Holding(ledger.num_free, ledger.private_ranges()))
+        self.executor.check(encode(ledger.drain()), ExpectedMemory(ledger.num_free, ledger.private_ranges()))
 
     def _require_alive(self) -> None:
         if self._dead is not None:

@@ -43,7 +43,6 @@ class Request:
     __slots__ = (
         "arrival",
         "cached",
-        "context_ids",
         "expected",
         "finish_reason",
         "flying",
@@ -53,12 +52,13 @@ class Request:
         "max_tokens",
         "namespace",
         "num_computed",
-        "num_context",
         "num_hit",
-        "num_pauses",
+        "num_preemptions",
+        "num_prefill_tokens",
         "num_prompt",
         "output",
         "params",
+        "prefill_ids",
         "priority",
         "prompt_ids",
         "queued",
@@ -81,8 +81,8 @@ class Request:
         self.id = request_id
         self.prompt_ids = prompt_ids
         self.num_prompt = len(prompt_ids) // TOKEN_BYTES
-        self.context_ids = prompt_ids
-        self.num_context = self.num_prompt
+        self.prefill_ids = prompt_ids
+        self.num_prefill_tokens = self.num_prompt
         self.params = params
         self.kind = params.kind  # these two are asked for at every step
         self.max_tokens = params.max_tokens
@@ -98,7 +98,7 @@ class Request:
         self.output = array("i")
         self.sequence: Sequence | None = None
         self.num_hit = 0  # tokens of the prompt found in the cache
-        self.num_pauses = 0
+        self.num_preemptions = 0
         self.num_computed = 0  # tokens that it had when it was last paused
         self.finish_reason: str | None = None
         self.cached = True  # once it has ended: do its tokens stay in the cache?
@@ -127,13 +127,13 @@ class Request:
 
     def tail_ids(self) -> bytes:
         """What it has generated since its context was computed, int32 bytes."""
-        return self.output[self.num_context - self.num_prompt :].tobytes()
+        return self.output[self.num_prefill_tokens - self.num_prompt :].tobytes()
 
     def pause(self) -> None:
         """Its sequence has been closed: it will open another one, with what it has generated."""
         assert self.sequence is not None
         self.num_computed = self.sequence.length
         self.sequence = None
-        self.num_pauses += 1
-        self.context_ids = self.prompt_ids + self.output.tobytes()
-        self.num_context = self.num_prompt + len(self.output)
+        self.num_preemptions += 1
+        self.prefill_ids = self.prompt_ids + self.output.tobytes()
+        self.num_prefill_tokens = self.num_prompt + len(self.output)

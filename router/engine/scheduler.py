@@ -27,7 +27,7 @@ from typing import NamedTuple
 import numpy as np
 from msgspec.structs import replace
 
-from lightkv.edits import Take, encode
+from lightkv.edits import Alloc, encode
 from lightkv.errors import CheckFailed
 from lightkv.ledger import Sequence, TokenLedger
 from lightkv.ledger.prefix_tree import TOKEN_BYTES
@@ -74,7 +74,7 @@ class Scheduler:
         self.num_prompt_tokens = 0  # of the requests admitted so far
         self.num_hit_tokens = 0  # of those, found in the cache
         self.num_output_tokens = 0  # sampled for requests that had not ended
-        self.num_pauses = 0
+        self.num_preemptions = 0
         self.num_recomputed_tokens = 0  # computed before a pause, and again after it
         self._requests: dict[str, Request] = {}
         self._arrivals = 0
@@ -113,7 +113,7 @@ class Scheduler:
         return len(self._prefilling)
 
     @property
-    def num_flying(self) -> int:
+    def num_in_flight(self) -> int:
         """Steps planned whose result has not come."""
         return len(self._flying)
 
@@ -212,10 +212,10 @@ class Scheduler:
         ledger.extend(sequences, [1] * len(decoding))
         edits = ledger.drain()
         take = edits[-1] if decoding else None
-        assert take is None or isinstance(take, Take)
+        assert take is None or isinstance(take, Alloc)
 
         requests = [request for request, _, _ in contexts] + decoding
-        sample = [i for i, (r, start, count) in enumerate(contexts) if start + count == r.num_context]
+        sample = [i for i, (r, start, count) in enumerate(contexts) if start + count == r.num_prefill_tokens]
         done = [contexts[i][0] for i in sample]
         sample.extend(range(len(contexts), len(requests)))
         kind = max([requests[index].kind for index in sample], default=SamplerKind.GREEDY)
@@ -229,9 +229,9 @@ class Scheduler:
             rows=[*(request.sequence.row for request, _, _ in contexts), *(take.rows if take else ())],  # type: ignore[union-attr]
             starts=[*(start for _, start, _ in contexts), *(take.starts if take else ())],
             counts=[count for _, _, count in contexts] + [1] * len(decoding),
-            num_contexts=len(contexts),
+            num_prefills=len(contexts),
             token_ids=b"".join(
-                request.context_ids[start * TOKEN_BYTES : (start + count) * TOKEN_BYTES]
+                request.prefill_ids[start * TOKEN_BYTES : (start + count) * TOKEN_BYTES]
                 for request, start, count in contexts
             ),
             sample=sample,
@@ -245,7 +245,7 @@ class Scheduler:
         self._new_rows, self._seen_prompts = [], {}
         ledger.step += 1
         if done:  # from now on they are counted exactly
-            self._prefilling = [r for r in self._prefilling if r.sequence.length < r.num_context]  # type: ignore[union-attr]
+            self._prefilling = [r for r in self._prefilling if r.sequence.length < r.num_prefill_tokens]  # type: ignore[union-attr]
             self._decoding.extend(done)
             for request in done:
                 self._forecast.decode(request.sequence, request.remaining)  # type: ignore[arg-type]
@@ -407,7 +407,7 @@ class Scheduler:
         self._decoding = [r for r in self._decoding if r is not request]
         self._queue(request)
         self._blocked = False
-        self.num_pauses += 1
+        self.num_preemptions += 1
 
     def _plan_contexts(self, growth: int) -> list[tuple[Request, int, int]]:
         """The prompt tokens of the next step: request, start, count. The most urgent come first, be they
@@ -437,10 +437,10 @@ class Scheduler:
         if ledger.num_open and not self._fits(request):
             self._blocked = True
             return False
-        sequence = ledger.open(request.context_ids, request.namespace)
+        sequence = ledger.open(request.prefill_ids, request.namespace)
         request.sequence = sequence
         self._forecast.admit(sequence, request.final)
-        if request.num_pauses:
+        if request.num_preemptions:
             self.num_recomputed_tokens += max(request.num_computed - sequence.num_hit, 0)
         else:
             request.num_hit = sequence.num_hit
@@ -468,7 +468,7 @@ class Scheduler:
         limit = self._admission.limit(ledger.capacity, ledger.num_open + 1)
         if counting is Counting.SUM:
             return self._forecast.total + request.final <= limit
-        match = ledger.match(request.context_ids, request.namespace)
+        match = ledger.match(request.prefill_ids, request.namespace)
         if counting is Counting.PEAK:
             return self._forecast.fits(request.final, match, limit)
         shared, tip = 0, match.tip  # of what it hits, what others hold already
@@ -476,10 +476,10 @@ class Scheduler:
             if segment.holders:
                 shared += tip or segment.length
             tip = 0
-        held = ledger.num_held + request.num_context - shared
+        held = ledger.num_held + request.num_prefill_tokens - shared
         for other in self._prefilling:
             assert other.sequence is not None
-            held += other.num_context - other.sequence.length
+            held += other.num_prefill_tokens - other.sequence.length
         held += ledger.growth([other.sequence for other in self._decoding])  # type: ignore[misc]
         # What is held has its last pages counted; what is still to be computed has not.
         return held + 1 <= self._admission.limit(ledger.capacity, len(self._prefilling) + 1)
@@ -489,7 +489,7 @@ class Scheduler:
         sequence = request.sequence
         assert sequence is not None
         start = sequence.length
-        count = min(request.num_context - start, budget)
+        count = min(request.num_prefill_tokens - start, budget)
         self.ledger.extend([sequence], [count])
         self.ledger.publish(sequence)
         contexts.append((request, start, count))

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from lightkv.ledger.shared_prefixes import Grouping, SharedPrefix
+from lightkv.ledger.shared_prefixes import PrefixSharing, SharedPrefix
 from lightkv.router.sampling_params import SamplerKind, SamplingParams
 
 
@@ -21,7 +21,7 @@ class Limits(msgspec.Struct, frozen=True):
     max_model_len: int
     prefill_chunk: int
     vocab_size: int
-    grouping: Grouping = Grouping(max_members=1)
+    grouping: PrefixSharing = PrefixSharing(max_members=1)
 
     @property
     def prefill_budget(self) -> int:
@@ -55,7 +55,7 @@ class StepPlan(msgspec.Struct, frozen=True):
     """One step of the device: edits, then a forward pass over a packed batch, then sampling.
 
     The batch is `rows[i]`, positions `starts[i]` to `starts[i] + counts[i]`: prefill chunks first
-    (`num_contexts` of them, their ids packed in `token_ids`, int32 bytes), then the decodes, one token each,
+    (`num_prefills` of them, their ids packed in `token_ids`, int32 bytes), then the decodes, one token each,
     whose id is the token their row sampled last. `edits` (encoded, `lightkv.edits`) already give these
     positions their slots. In a step of decodes alone the last edit is exactly the Take of the batch, so that
     a CUDA graph may do it in place of the applier.
@@ -73,7 +73,7 @@ class StepPlan(msgspec.Struct, frozen=True):
     rows: list[int]
     starts: list[int]
     counts: list[int]
-    num_contexts: int
+    num_prefills: int
     token_ids: bytes
     sample: list[int]
     kind: SamplerKind
@@ -123,7 +123,7 @@ class StepResult(msgspec.Struct, frozen=True):
     logprobs: dict[int, TokenLogprobs] = {}  # by index into `tokens`, where asked for
 
 
-class Holding(NamedTuple):
+class ExpectedMemory(NamedTuple):
     """What the ledger says the memory holds: the free count, and the ranges (row, start, end) that one
     sequence alone has."""
 
@@ -131,7 +131,7 @@ class Holding(NamedTuple):
     private: list[tuple[int, int, int]]
 
 
-class Owners(msgspec.Struct, frozen=True):
+class SlotOwners(msgspec.Struct, frozen=True):
     """Whose the slots are, which the ledger knows and the memory does not.
 
     `segments`: of each that is held, by its id, the label (`lightkv.memory_map`). `private`: the ranges (row,

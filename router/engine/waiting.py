@@ -42,7 +42,7 @@ class WaitingQueue:
     def late_at(self) -> float:
         """After when another one is late; infinity where nobody will be."""
         in_time = self._in_time
-        while in_time and (in_time[0].sequence or in_time[0].finish_reason or in_time[0].num_pauses):
+        while in_time and (in_time[0].sequence or in_time[0].finish_reason or in_time[0].num_preemptions):
             in_time.popleft()
         if self._patience is None or not in_time:
             return math.inf
@@ -54,7 +54,7 @@ class WaitingQueue:
         """It waits, for the first time or again."""
         heapq.heappush(self._heap, (*request.order, request))
         self._num += 1
-        if self._patience is not None and not request.num_pauses:
+        if self._patience is not None and not request.num_preemptions:
             self._in_time.append(request)
 
     def pop(self) -> Request:

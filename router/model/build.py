@@ -13,11 +13,11 @@ from msgspec.structs import replace
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from lightkv.attention import AttentionMetadata, group_members, make_backends, pick_backend
-from lightkv.edits import Give, Take
+from lightkv.edits import Alloc, FreeRange
 from lightkv.integrations.model.context import context_length
 from lightkv.integrations.model.hf_model import bind
 from lightkv.integrations.model.probe import probe
-from lightkv.ledger.shared_prefixes import Grouping
+from lightkv.ledger.shared_prefixes import PrefixSharing
 from lightkv.memory.kv_memory import KVMemory
 from lightkv.memory.kv_pool import PoolPlan, plan_pool
 from lightkv.memory.kv_spec import KVSpec
@@ -29,7 +29,8 @@ from lightkv.router.sampling_params import SamplerKind
 from .cuda_graph import DecodeGraphs
 from .loader import load_model, load_supported_config, position_limit
 from .packed_linear import pack_linears
-from .runner import Device, ModelRunner
+from .parts import RunnerParts
+from .runner import ModelRunner
 from .sampler import Sampler
 
 Report = Callable[[str], None]
@@ -159,7 +160,7 @@ def assemble(model: PreTrainedModel, config: EngineConfig, report: Report) -> tu
     shape = probe(model)
     backends = make_backends(config.attention_backend, device, shape.layers)
     if config.group_prefixes:
-        limits = replace(limits, grouping=Grouping(group_members(backends)))
+        limits = replace(limits, grouping=PrefixSharing(group_members(backends)))
     if device.type == "cpu":
         pack_linears(model, report)
     pool = size_pool(config, shape.spec, device, limits, text)
@@ -167,7 +168,7 @@ def assemble(model: PreTrainedModel, config: EngineConfig, report: Report) -> tu
     memory = KVMemory(shape.spec, pool.num_slots, limits.max_num_seqs, limits.max_model_len, device)
     sampler = Sampler(limits.max_num_seqs + 1, limits.vocab_size, device)
     bind(model)
-    parts = Device(model, backends, memory, sampler)
+    parts = RunnerParts(model, backends, memory, sampler)
     if device.type == "cuda":
         report("compiling what takes slots, for every size of a step")
         _warm_up(memory, limits)
@@ -197,10 +198,10 @@ def _warm_up(memory: KVMemory, limits: Limits) -> None:
     and one that is compiled while requests run holds them up. Leaves the memory as it was."""
     most = min(limits.prefill_budget, limits.max_model_len, memory.capacity)
     for size in _powers_of_two(most):
-        memory.apply([Take((1,), (0,), (size,)), Give(1, 0, size)])
+        memory.apply([Alloc((1,), (0,), (size,)), FreeRange(1, 0, size)])
     for size in _powers_of_two(min(limits.max_num_seqs, memory.capacity)):
         rows = tuple(range(1, size + 1))
-        memory.apply([Take(rows, (0,) * size, (1,) * size), *(Give(row, 0, 1) for row in rows)])
+        memory.apply([Alloc(rows, (0,) * size, (1,) * size), *(FreeRange(row, 0, 1) for row in rows)])
 
 
 def _powers_of_two(most: int) -> list[int]:
@@ -208,7 +209,7 @@ def _powers_of_two(most: int) -> list[int]:
     return [*(1 << bits for bits in range(most.bit_length()) if 1 << bits < most), most]
 
 
-def _compiled(parts: Device, report: Report) -> Device:
+def _compiled(parts: RunnerParts, report: Report) -> RunnerParts:
     """For decode graphs alone: their shapes are few, while every prefill would be compiled anew."""
     report("compiling the model for each batch size of a decode step: about 20 s each")
     torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 1024)  # a shape each

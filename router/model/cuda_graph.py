@@ -7,7 +7,7 @@ whole of it. Batches are padded to the next size with row 0, whose slot is 0.
 """
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -19,10 +19,8 @@ from lightkv.router.engine.step import StepPlan
 from lightkv.router.sampling_params import SamplerKind
 from lightkv.triton_kernels.slots.allocate import TableEntries
 
+from .parts import RunnerParts
 from .sampler import Sampled
-
-if TYPE_CHECKING:
-    from .runner import Device
 
 
 def batch_sizes(most: int) -> list[int]:
@@ -59,7 +57,7 @@ def _pinned(tensor: torch.Tensor) -> torch.Tensor:
     return torch.empty_like(tensor, device="cpu", pin_memory=True).copy_(tensor, non_blocking=True)
 
 
-class Form(NamedTuple):
+class GraphKey(NamedTuple):
     """What a step is captured for, beside its size: how it samples, and whether some of its rows read a prefix
     together, which is another launch."""
 
@@ -67,7 +65,7 @@ class Form(NamedTuple):
     grouped: bool = False
 
     @classmethod
-    def of(cls, plan: StepPlan) -> "Form":
+    def of(cls, plan: StepPlan) -> "GraphKey":
         """That of a plan of decodes."""
         return cls(plan.kind, bool(plan.prefixes))
 
@@ -83,21 +81,21 @@ class _Loaded(NamedTuple):
 class DecodeGraph:
     """One batch size: its static tensors, and a graph for each form of step asked for so far."""
 
-    def __init__(self, device: "Device", size: int, metadata: AttentionMetadata) -> None:
-        memory = device.memory
+    def __init__(self, parts: RunnerParts, size: int, metadata: AttentionMetadata) -> None:
+        memory = parts.memory
         self.size = size
-        self._device = device
+        self._parts = parts
         self._metadata = metadata.create_cuda_graph_metadata(size)
         self._slots = torch.zeros(size, dtype=torch.int32, device=memory.device)
         self._count = torch.zeros(1, dtype=torch.int32, device=memory.device)
-        self._graphs: dict[Form, tuple[torch.cuda.CUDAGraph, StepOutput]] = {}
+        self._graphs: dict[GraphKey, tuple[torch.cuda.CUDAGraph, StepOutput]] = {}
         self._loaded: _Loaded | None = None
 
-    def has(self, form: Form) -> bool:
+    def has(self, form: GraphKey) -> bool:
         """Is the step captured in `form`?"""
         return form in self._graphs
 
-    def capture(self, form: Form, pool: Any) -> None:
+    def capture(self, form: GraphKey, pool: Any) -> None:
         """Capture the step once in `form`, in the memory of `pool` (torch's handle of one).
 
         The tensors hold padding meanwhile, so nothing is taken.
@@ -105,7 +103,7 @@ class DecodeGraph:
         if form in self._graphs:
             return
         if form.kind >= SamplerKind.EDITED:
-            self._device.sampler.enable_edits()
+            self._parts.sampler.enable_edits()
         self._loaded = None
         self._metadata.prepare([], [], [], 0, prefixes=[] if form.grouped else None)
         self._count.zero_()
@@ -125,14 +123,14 @@ class DecodeGraph:
         if self._loaded is None or (plan.step - 1, plan.rows, plan.prefixes) != self._loaded:
             self._metadata.prepare(plan.rows, plan.starts, plan.counts, 0, prefixes=plan.prefixes or None)
             self._count.fill_(count)
-        graph, output = self._graphs[Form.of(plan)]
-        self._device.memory.allocator.claim(count)
+        graph, output = self._graphs[GraphKey.of(plan)]
+        self._parts.memory.allocator.claim(count)
         graph.replay()
         self._loaded = _Loaded(plan.step, plan.rows, plan.prefixes)
         return output
 
     def _step(self, kind: SamplerKind) -> "StepOutput":
-        model, backends, memory, sampler = self._device
+        model, backends, memory, sampler = self._parts
         metadata = self._metadata
         rows = metadata.rows
         entries = TableEntries(memory.table.req_to_token, metadata.position_ids, rows)
@@ -153,13 +151,13 @@ class DecodeGraphs:
     `announce` is told of a graph that is captured while requests run.
     """
 
-    def __init__(self, device: "Device", metadata: AttentionMetadata) -> None:
+    def __init__(self, parts: RunnerParts, metadata: AttentionMetadata) -> None:
         self.announce: Callable[[str], None] = lambda line: None
         self._pool = torch.cuda.graph_pool_handle()
         self._sizes = batch_sizes(metadata.max_num_requests)
         self._may_group = metadata.group_members > 1
-        self._graphs = {size: DecodeGraph(device, size, metadata) for size in self._sizes}
-        self._refused: set[tuple[int, Form]] = set()  # no memory for these: they run eagerly
+        self._graphs = {size: DecodeGraph(parts, size, metadata) for size in self._sizes}
+        self._refused: set[tuple[int, GraphKey]] = set()  # no memory for these: they run eagerly
 
     @torch.inference_mode()
     def capture(self, kinds: Sequence[SamplerKind], report: Callable[[str], None]) -> None:
@@ -170,16 +168,16 @@ class DecodeGraphs:
         """
         powers = set()
         for done, size in enumerate(reversed(self._sizes), start=1):
-            forms = [Form(kind) for kind in kinds]
+            forms = [GraphKey(kind) for kind in kinds]
             power = (size - 1).bit_length()
             if self._may_group and size > 1 and power not in powers:
                 powers.add(power)
-                forms.append(Form(SamplerKind.GREEDY, grouped=True))
+                forms.append(GraphKey(SamplerKind.GREEDY, grouped=True))
             for form in forms:
                 self._graphs[size].capture(form, self._pool)
             report(f"capturing decode graphs: {done} of {len(self._sizes)} (batch {size})")
 
-    def get(self, batch_size: int, form: Form) -> DecodeGraph | None:
+    def get(self, batch_size: int, form: GraphKey) -> DecodeGraph | None:
         """The graph for such a batch, captured now if it is the first; None where memory is too short."""
         size = next((size for size in self._sizes if size >= batch_size), None)
         if size is None or (size, form) in self._refused:

@@ -7,37 +7,34 @@ collected, so that a GPU can have the next one queued behind it. Knows no reques
 """
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
 import torch
-from transformers import PreTrainedModel
 
-from lightkv.attention import AttentionBackend, AttentionMetadata
+from lightkv.attention import AttentionMetadata
 from lightkv.edits import decode
 from lightkv.errors import CheckFailed
 from lightkv.integrations.model.hf_model import forward
-from lightkv.memory.kv_memory import KVMemory
 from lightkv.memory.staging import upload
 from lightkv.memory_map import CACHED, OWN, MemoryMap
-from lightkv.router.engine.step import Holding, Limits, Owners, PoolMap, StepPlan, StepResult, TokenLogprobs
+from lightkv.router.engine.step import (
+    ExpectedMemory,
+    Limits,
+    PoolMap,
+    SlotOwners,
+    StepPlan,
+    StepResult,
+    TokenLogprobs,
+)
 
-from .cuda_graph import DecodeGraphs, Form, StepOutput
-from .sampler import Sampler
+from .cuda_graph import DecodeGraphs, GraphKey, StepOutput
+from .parts import RunnerParts
 
 Report = Callable[[str], None]
 
 MAX_CELLS = 65_536  # of a map, however many slots the pool has
-
-
-class Device(NamedTuple):
-    """What a step runs on: the model, its attention layer by layer, the memory and the sampler."""
-
-    model: PreTrainedModel
-    backends: Sequence[AttentionBackend]
-    memory: KVMemory
-    sampler: Sampler
 
 
 class _Launched(NamedTuple):
@@ -55,15 +52,15 @@ class ModelRunner:
     device is lost: make a new one.
     """
 
-    def __init__(self, device: Device, limits: Limits, graphs: DecodeGraphs | None) -> None:
+    def __init__(self, parts: RunnerParts, limits: Limits, graphs: DecodeGraphs | None) -> None:
         self.fatal = False
-        self._device = device
+        self._parts = parts
         self._graphs = graphs
         self._launched: deque[_Launched] = deque()
         self._metadata = AttentionMetadata(
             limits.max_num_seqs,
             limits.max_step_tokens,
-            device.memory,
+            parts.memory,
             group_members=limits.grouping.max_members,
         )
 
@@ -91,15 +88,15 @@ class ModelRunner:
         # Until its edits are applied an error parts memory and ledger: these edits come but once.
         self.fatal = True
         graph = None
-        if self._graphs is not None and not plan.num_contexts:
-            graph = self._graphs.get(len(plan.rows), Form.of(plan))
+        if self._graphs is not None and not plan.num_prefills:
+            graph = self._graphs.get(len(plan.rows), GraphKey.of(plan))
         edits = decode(plan.edits)
-        self._device.sampler.set_rows(plan.new_rows, plan.prompts)
+        self._parts.sampler.set_rows(plan.new_rows, plan.prompts)
         if graph is not None:
-            self._device.memory.apply(edits[:-1])  # the last takes the batch's slots, and so does the graph
+            self._parts.memory.apply(edits[:-1])  # the last takes the batch's slots, and so does the graph
             output = graph.replay(plan)
         else:
-            self._device.memory.apply(edits)
+            self._parts.memory.apply(edits)
         self.fatal = False
         try:
             if graph is None:
@@ -124,31 +121,31 @@ class ModelRunner:
     def skip(self, plan: StepPlan) -> None:
         """Apply a step's edits, and compute nothing of it: what it builds on has failed."""
         self.fatal = True
-        self._device.memory.apply(decode(plan.edits))
+        self._parts.memory.apply(decode(plan.edits))
         self.fatal = False
 
     @torch.inference_mode()
-    def check(self, edits: bytes, holding: Holding) -> None:
+    def check(self, edits: bytes, holding: ExpectedMemory) -> None:
         """Apply `edits`, then recount the memory and the sampler; synchronises.
 
         Raises CheckFailed where they are not what the ledger says, InvalidFree; any error here is fatal.
         """
         self.fatal = True
-        memory = self._device.memory
+        memory = self._parts.memory
         memory.apply(decode(edits))
         if memory.num_free != holding.num_free:
             raise CheckFailed(
                 f"the ledger counts {holding.num_free} free slots, the memory {memory.num_free}"
             )
         memory.check(holding.private)
-        self._device.sampler.check()
+        self._parts.sampler.check()
         self.fatal = False
 
     @torch.inference_mode()
-    def map(self, edits: bytes, owners: Owners) -> PoolMap:
+    def map(self, edits: bytes, owners: SlotOwners) -> PoolMap:
         """Apply `edits`, then tell what the slots are used for; synchronises. For errors see `fatal`."""
         self.fatal = True
-        memory = self._device.memory
+        memory = self._parts.memory
         memory.apply(decode(edits))
         self.fatal = False
         try:
@@ -162,21 +159,21 @@ class ModelRunner:
 
     def _loses_device(self, error: Exception) -> bool:
         """Out of memory leaves a GPU as it was; nothing else is known to."""
-        on_gpu = self._device.memory.device.type == "cuda"
+        on_gpu = self._parts.memory.device.type == "cuda"
         return on_gpu and not isinstance(error, torch.OutOfMemoryError)
 
     def _forward(self, plan: StepPlan) -> StepOutput:
-        model, backends, memory, sampler = self._device
+        model, backends, memory, sampler = self._parts
         metadata = self._metadata
-        metadata.prepare(plan.rows, plan.starts, plan.counts, plan.num_contexts, prefixes=plan.prefixes)
+        metadata.prepare(plan.rows, plan.starts, plan.counts, plan.num_prefills, prefixes=plan.prefixes)
         ends = np.cumsum(plan.counts)
         sample = np.array(plan.sample, dtype=np.int64)
-        context_ids, chosen, last_tokens = upload(
+        prefill_ids, chosen, last_tokens = upload(
             [np.frombuffer(plan.token_ids, dtype=np.int32).astype(np.int64), sample, ends[sample] - 1],
             memory.device,
         )
-        decode_rows = metadata.rows[plan.num_contexts :]
-        input_ids = torch.cat((context_ids, sampler.next_token.index_select(0, decode_rows)))
+        decode_rows = metadata.rows[plan.num_prefills :]
+        input_ids = torch.cat((prefill_ids, sampler.next_token.index_select(0, decode_rows)))
         logits = forward(model, input_ids, metadata, backends, last_tokens)
         rows = metadata.rows.index_select(0, chosen)
         positions = metadata.kv_lens.index_select(0, chosen).long()

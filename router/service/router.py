@@ -25,7 +25,15 @@ from lightkv.router.config import EngineConfig
 from lightkv.router.engine.admission import make_admission
 from lightkv.router.engine.request import InvalidPrompt, NeverFits, Request
 from lightkv.router.engine.scheduler import Scheduler
-from lightkv.router.engine.step import Holding, Owners, PoolMap, RunnerInfo, StepPlan, StepResult, TokenEvent
+from lightkv.router.engine.step import (
+    ExpectedMemory,
+    PoolMap,
+    RunnerInfo,
+    SlotOwners,
+    StepPlan,
+    StepResult,
+    TokenEvent,
+)
 from lightkv.router.sampling_params import InvalidParams
 
 from .frames import BadFrame, FrameStream, is_own
@@ -68,10 +76,10 @@ class Worker(Protocol):
     async def flush(self) -> StepResult | None:
         """The result of the oldest step under way, or its error."""
 
-    async def check(self, edits: bytes, holding: Holding) -> None:
+    async def check(self, edits: bytes, holding: ExpectedMemory) -> None:
         """Recount the memory, between steps."""
 
-    async def map(self, edits: bytes, owners: Owners) -> PoolMap:
+    async def map(self, edits: bytes, owners: SlotOwners) -> PoolMap:
         """What every slot is used for, between steps."""
 
     async def wait_dead(self) -> WorkerDied:
@@ -182,16 +190,16 @@ class Router:
             if self._map_askers:
                 await self._map(worker, scheduler.ledger)
             begun = time.perf_counter()
-            plan = scheduler.plan() if scheduler.num_flying < scheduler.depth else None
+            plan = scheduler.plan() if scheduler.num_in_flight < scheduler.depth else None
             self._router_seconds += time.perf_counter() - begun
             try:
                 if plan is not None:
                     result = await worker.step(plan)
                     if result is None:
-                        if scheduler.num_flying < scheduler.depth:
+                        if scheduler.num_in_flight < scheduler.depth:
                             continue
                         result = await worker.flush()
-                elif scheduler.num_flying:
+                elif scheduler.num_in_flight:
                     result = await worker.flush()
                 elif self._state == "draining" and not scheduler.has_work:
                     return
@@ -222,7 +230,7 @@ class Router:
 
     async def _map(self, worker: Worker, ledger: TokenLedger) -> None:
         """Have the pool mapped as it is now, for all who have asked."""
-        labels = Owners(segment_labels(ledger), ledger.private_ranges())
+        labels = SlotOwners(segment_labels(ledger), ledger.private_ranges())
         holders = self._holders(ledger)  # now: requests come and go while the worker counts
         try:
             found = await worker.map(encode(ledger.drain()), labels)
@@ -248,7 +256,7 @@ class Router:
             self._unchecked = False
             scheduler.check()
             ledger = scheduler.ledger
-            holding = Holding(ledger.num_free, ledger.private_ranges())
+            holding = ExpectedMemory(ledger.num_free, ledger.private_ranges())
             try:
                 await worker.check(encode(ledger.drain()), holding)
             except WorkerFailed as error:  # not a crash: the books are wrong
@@ -385,7 +393,7 @@ class Router:
             prompt_tokens=past.prompt_tokens + scheduler.num_prompt_tokens,
             hit_tokens=past.hit_tokens + scheduler.num_hit_tokens,
             generated_tokens=past.generated_tokens + scheduler.num_output_tokens,
-            num_pauses=past.num_pauses + scheduler.num_pauses,
+            num_preemptions=past.num_preemptions + scheduler.num_preemptions,
             recomputed_tokens=past.recomputed_tokens + scheduler.num_recomputed_tokens,
             num_ledger_checks=self._num_checks,
             num_worker_starts=self._num_starts,

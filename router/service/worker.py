@@ -23,7 +23,7 @@ import rpyc
 from rpyc.core.stream import Stream
 
 from lightkv.errors import LightKVError
-from lightkv.router.engine.step import Holding, Owners, PoolMap, RunnerInfo, StepPlan, StepResult
+from lightkv.router.engine.step import ExpectedMemory, PoolMap, RunnerInfo, SlotOwners, StepPlan, StepResult
 
 from .child_process import ignore_signals
 from .messages import Done, WorkerError, WorkerStart
@@ -170,11 +170,11 @@ class Worker(rpyc.Service):
         return self._answer(_NOTHING, b"\xc0", lambda _: self._started()[1].flush())
 
     def exposed_check(self, request: bytes) -> bytes:
-        """(edits, `Holding`) → None: apply the edits and recount. A failure is fatal."""
+        """(edits, `ExpectedMemory`) → None: apply the edits and recount. A failure is fatal."""
         return self._answer(_CHECK, request, self._check)
 
     def exposed_map(self, request: bytes) -> bytes:
-        """(edits, `Owners`) → `PoolMap`: apply the edits, and tell what every slot is used for."""
+        """(edits, `SlotOwners`) → `PoolMap`: apply the edits, and tell what every slot is used for."""
         return self._answer(_MAP, request, self._map)
 
     def _start(self, start: WorkerStart) -> Done[RunnerInfo]:
@@ -195,11 +195,11 @@ class Worker(rpyc.Service):
         self._runner, self._pipeline = runner, StepPipeline(runner, self._slow_work.finish)
         return Done(info)
 
-    def _check(self, request: tuple[bytes, Holding]) -> Done[None]:
+    def _check(self, request: tuple[bytes, ExpectedMemory]) -> Done[None]:
         self._started()[0].check(*request)
         return Done(None)
 
-    def _map(self, request: tuple[bytes, Owners]) -> Done[PoolMap]:
+    def _map(self, request: tuple[bytes, SlotOwners]) -> Done[PoolMap]:
         runner = self._started()[0]
         if runner.fatal:
             raise BadRequest(_LOST)
@@ -257,8 +257,8 @@ def failure(error: Exception, fatal: bool, step: int | None = None) -> WorkerErr
 
 _START = msgspec.msgpack.Decoder(WorkerStart)
 _PLAN = msgspec.msgpack.Decoder(StepPlan)
-_CHECK = msgspec.msgpack.Decoder(tuple[bytes, Holding])
-_MAP = msgspec.msgpack.Decoder(tuple[bytes, Owners])
+_CHECK = msgspec.msgpack.Decoder(tuple[bytes, ExpectedMemory])
+_MAP = msgspec.msgpack.Decoder(tuple[bytes, SlotOwners])
 _NOTHING = msgspec.msgpack.Decoder(None)
 
 

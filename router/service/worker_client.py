@@ -21,7 +21,7 @@ from rpyc.core.consts import HANDLE_PING
 
 from lightkv.errors import LightKVError
 from lightkv.router.config import EngineConfig
-from lightkv.router.engine.step import Holding, Owners, PoolMap, RunnerInfo, StepPlan, StepResult
+from lightkv.router.engine.step import ExpectedMemory, PoolMap, RunnerInfo, SlotOwners, StepPlan, StepResult
 
 from .call_watch import COMPILE_SECONDS, CPU_STEP_SECONDS, GPU_STEP_SECONDS, CallWatch
 from .child_process import command
@@ -164,11 +164,11 @@ class WorkerClient:
         """The result of the last plan, or None if that was returned already."""
         return await self._call("flush", _STEP)
 
-    async def check(self, edits: bytes, holding: Holding) -> None:
+    async def check(self, edits: bytes, holding: ExpectedMemory) -> None:
         """Apply the edits that no plan has carried yet and recount the memory. A WorkerFailed is fatal."""
         await self._call("check", _CHECKED, (edits, holding))
 
-    async def map(self, edits: bytes, owners: Owners) -> PoolMap:
+    async def map(self, edits: bytes, owners: SlotOwners) -> PoolMap:
         """Apply the edits that no plan has carried yet, and get what every slot is used for."""
         return await self._call("map", _MAPPED, (edits, owners))
 

@@ -22,7 +22,7 @@ from lightkv.router.engine.admission import make_admission
 from lightkv.router.engine.loop import Engine
 from lightkv.router.engine.request import Request
 from lightkv.router.engine.scheduler import Scheduler
-from lightkv.router.engine.step import Holding, Limits, StepPlan, StepResult, TokenEvent
+from lightkv.router.engine.step import ExpectedMemory, Limits, StepPlan, StepResult, TokenEvent
 from lightkv.router.engine.step_time import StepTime, Work
 from lightkv.router.sampling_params import SamplingParams
 
@@ -158,7 +158,7 @@ class _Device:
             self._count_slots(
                 [rows[i] for i in plan.sample], [starts[i] + plan.counts[i] for i in plan.sample]
             )
-        num = plan.num_contexts
+        num = plan.num_prefills
         decodes = len(rows) - num
         prompt = pairs = 0
         for start, count in zip(starts[:num], plan.counts, strict=False):
@@ -168,7 +168,7 @@ class _Device:
         self._simulation.pass_time(self._step_time.seconds(Work(decodes, kv, prompt, pairs)))
         return StepResult(plan.step, tokens, plan.num_free, 0)
 
-    def check(self, edits: bytes, holding: Holding) -> None:
+    def check(self, edits: bytes, holding: ExpectedMemory) -> None:
         """There is no memory to recount."""
 
     def steps_without_end(self, sequences: Iterable[Sequence]) -> int:
@@ -410,7 +410,7 @@ class _Simulation:
             self._tpot.add(between)
         in_time = live.first - live.arrival <= self.config.ttft_target
         self._num_met += in_time and between <= self.config.tpot_target
-        self._num_preempted += live.request.num_pauses > 0
+        self._num_preempted += live.request.num_preemptions > 0
 
     def _result(self, offered: float, saturated: float) -> SimulationResult:
         config, scheduler, capacity = self.config, self.scheduler, self.ledger.capacity
@@ -446,7 +446,7 @@ class _Simulation:
             memory_padding_share=shares[3],
             peak_held_share=scheduler.peak_held / capacity,
             last_page_waste_share=self.device.empty_slots / max(self.device.all_slots, 1),
-            num_preemptions=scheduler.num_pauses,
+            num_preemptions=scheduler.num_preemptions,
             num_preempted=self._num_preempted,
             preempted_share=self._num_preempted / num if num else 0.0,
             recomputed_tokens=scheduler.num_recomputed_tokens,

@@ -107,10 +107,10 @@ def run_steps(name: str, shape: LayerShape, dtype: torch.dtype, device: torch.de
     history = History(shape, dtype, device)
     backend = make_backends(name, device, [shape, shape])[1]
     metadata = AttentionMetadata(MAX_SEQUENCES, 64, history.memory)
-    for rows, counts, num_contexts in STEPS:
+    for rows, counts, num_prefills in STEPS:
         total = sum(counts)
         starts = history.place(rows, counts)
-        metadata.prepare(rows, starts, counts, num_contexts)
+        metadata.prepare(rows, starts, counts, num_prefills)
         q = torch.randn(total, shape.num_heads, shape.head_dim, device=device, dtype=dtype)
         k = torch.randn(total, shape.num_kv_heads, shape.head_dim, device=device, dtype=dtype)
         v = torch.randn(total, shape.num_kv_heads, history.v_dim, device=device, dtype=dtype)
@@ -211,8 +211,8 @@ def test_metadata_fields_of_a_mixed_batch(memory: KVMemory) -> None:
     memory.table.req_to_token.view(-1).index_copy_(0, torch.arange(32, 32 * 4, device=memory.device), slots)
     metadata = AttentionMetadata(8, 16, memory)
     metadata.prepare([2, 1, 3], [4, 0, 9], [3, 2, 1], 2, request_ids=[70, 71, 72], prompt_lens=[7, 2, 5])
-    assert (metadata.num_contexts, metadata.num_generations) == (2, 1)
-    assert (metadata.num_tokens, metadata.num_ctx_tokens) == (6, 5)
+    assert (metadata.num_prefills, metadata.num_generations) == (2, 1)
+    assert (metadata.num_tokens, metadata.num_prefill_tokens) == (6, 5)
     assert metadata.seq_lens.tolist() == metadata.seq_lens_cuda.tolist() == [3, 2, 1]
     assert metadata.seq_lens.device.type == "cpu"
     assert metadata.context_lens.tolist() == [3, 2]
@@ -302,9 +302,9 @@ def test_scores_of_entries(name: str, case: str, device: torch.device) -> None:
     history = History(shape, torch.float32, device)
     backend = make_backends(name, device, [shape, shape])[1]
     metadata = AttentionMetadata(MAX_SEQUENCES, 64, history.memory)
-    for rows, counts, num_contexts in STEPS[:3]:
+    for rows, counts, num_prefills in STEPS[:3]:
         starts = history.place(rows, counts)
-        metadata.prepare(rows, starts, counts, num_contexts, dropped=[3 * row for row in rows])
+        metadata.prepare(rows, starts, counts, num_prefills, dropped=[3 * row for row in rows])
         q, k, v = (
             torch.randn(sum(counts), heads, dim, device=device)
             for heads, dim in (
@@ -433,8 +433,8 @@ def test_a_table_of_one_entry_and_a_step_without_tokens(name: str, device: torch
     metadata = AttentionMetadata(1, 1, memory)
     (layer,) = make_backends(name, device, [LayerShape(2, 16, 1)])
     q, k, v = (torch.randn(1, heads * 16, device=device) for heads in (2, 1, 1))
-    for num_contexts in (1, 0):
-        metadata.prepare([1], [0], [1], num_contexts)
+    for num_prefills in (1, 0):
+        metadata.prepare([1], [0], [1], num_prefills)
         # One token attends itself alone.
         torch.testing.assert_close(layer.forward(q.clone(), k, v, metadata), v.repeat(1, 2))
     metadata.prepare([], [], [], 0)

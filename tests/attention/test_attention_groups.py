@@ -138,9 +138,9 @@ def test_what_is_read_together_is_what_each_would_read(
     (backend,) = make_backends(name, memory.device, [shape])
     (reference,) = make_backends("torch", memory.device, [shape])
     metadata = AttentionMetadata(7, 64, memory, group_members=4)
-    for num_contexts in (0, 1):
+    for num_prefills in (0, 1):
         counts = [1] * len(rows)
-        context = [7] if num_contexts and 7 not in rows else []
+        context = [7] if num_prefills and 7 not in rows else []
         batch_rows, batch_starts = context + rows, [0] * len(context) + starts
         batch_counts = [3] * len(context) + counts
         q, k, v = (torch.randn(sum(batch_counts), heads * 16, device=memory.device) for heads in (4, 1, 1))

@@ -255,7 +255,7 @@ def test_sequences_are_brought_to_the_length_of_a_replay(monkeypatch: pytest.Mon
 
     def replay_ms(runner: object, batch: int, times: int) -> float:
         """Takes slots as a graph does, and the ledger never hears of it."""
-        memory = cast(replay.ModelRunner, runner)._device.memory
+        memory = cast(replay.ModelRunner, runner)._parts.memory
         memory.allocator.alloc(batch * times * replay.REPLAY_ROUNDS)
         return 1.0
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from bench.memory import ledger as bench
-from lightkv.edits import Drop, Give, Keep, Split, Stash, Take
+from lightkv.edits import Alloc, FreeRange, FreeSegment, KeepEntries, SplitSegment, StoreSegment
 from lightkv.ledger import TokenLedger
 
 SMALL = bench.Load("small", 60, turn=16, turns=2, stems=24, siblings=6)
@@ -80,9 +80,16 @@ def test_too_little_cached_is_refused() -> None:
 
 def test_the_books_count_every_edit() -> None:
     books = bench.Books(100)
-    books.apply([Take((1, 2), (0, 0), (20, 10)), Give(2, 8, 10), Keep(2, 0, 8, 5), Stash(1, 4, 20, 7)])
+    books.apply(
+        [
+            Alloc((1, 2), (0, 0), (20, 10)),
+            FreeRange(2, 8, 10),
+            KeepEntries(2, 0, 8, 5),
+            StoreSegment(1, 4, 20, 7),
+        ]
+    )
     assert (books.num_free, books.segments) == (75, {7: 16})
-    books.apply([Split(7, 6, 8), Drop(7, 3), Drop(8, 0)])
+    books.apply([SplitSegment(7, 6, 8), FreeSegment(7, 3), FreeSegment(8, 0)])
     assert (books.num_free, books.segments) == (88, {7: 3})
 
 
@@ -96,7 +103,7 @@ def test_time_is_kept_of_what_is_measured_alone() -> None:
     with clock.paused():
         clock("extend", clock.ledger.extend, [sequence], [2])
     assert {name: len(times) for name, times in clock.times.items()} == {"open": 1, "encode": 1}
-    assert clock.edits() == [Take((sequence.row,), (0,), (2,))]
+    assert clock.edits() == [Alloc((sequence.row,), (0,), (2,))]
 
 
 def test_what_is_too_slow_is_named() -> None:

@@ -38,7 +38,11 @@ class FakeService:
         self._num_loads += 1
         self.is_loaded = True
         load = {"capacity": 100, "free": 40, "cached": 60, "held": 0, "num_running": 0, "num_waiting": 0}
-        load |= {"num_worker_starts": 1, "num_ledger_checks": self._num_steps, "num_pauses": self._num_loads}
+        load |= {
+            "num_worker_starts": 1,
+            "num_ledger_checks": self._num_steps,
+            "num_preemptions": self._num_loads,
+        }
         load |= {"prompt_tokens": 200 * self._num_loads, "hit_tokens": 0, "generated_tokens": self._num_steps}
         if self._num_loads > 1:
             load |= FAULTY_LOADS.get(self.fault, {})
@@ -90,7 +94,7 @@ FAULTY_LOADS: dict[str, dict[str, Any]] = {
     "has lost a token": {"free": 39},
     "compares no counts": {"num_ledger_checks": 0},
     "has another worker": {"num_worker_starts": 2},
-    "pauses nothing": {"num_pauses": 1},
+    "pauses nothing": {"num_preemptions": 1},
     "computes little": {"prompt_tokens": 0, "generated_tokens": 0},
 }
 REASONS = {
@@ -232,5 +236,5 @@ def test_a_whole_run_on_a_small_model(
     results = json.loads(out.read_text())["results"]
     assert json.loads(capsys.readouterr().out.splitlines()[-1])["results"] == results
     assert results["memory_mib"].keys() == {"launcher", "router", "worker", "api"}
-    assert results["load"]["num_pauses"] > 0
+    assert results["load"]["num_preemptions"] > 0
     assert sum(results["requests"].values()) > 20

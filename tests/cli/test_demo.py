@@ -70,6 +70,6 @@ def test_what_is_amiss_is_told(held: int, free: int, reached: int, words: str) -
         prompt_tokens=10,
         hit_tokens=5,
         num_steps=1,
-        num_pauses=0,
+        num_preemptions=0,
     )
     assert words in "\n".join(faults(stats, Run(8, 1.0, 0.1, forecast_peak=50)))

@@ -285,7 +285,8 @@ def test_a_frame_has_the_counts_and_the_rates() -> None:
     report = LoadReport(
         capacity=1000, free=500, held=300, cached=200, forecast_peak=700, reached_peak=650, num_running=3,
         num_waiting=12, num_steps=140, prompt_tokens=2050, hit_tokens=1025, generated_tokens=1100,
-        router_seconds=1.02, num_ledger_checks=139, num_worker_starts=2, num_pauses=1, recomputed_tokens=1037,
+        router_seconds=1.02, num_ledger_checks=139, num_worker_starts=2, num_preemptions=1,
+        recomputed_tokens=1037,
         state="ready", detail="ready",
     )  # fmt: skip
     text = shown(frame("http://host", report, before, 2.0))

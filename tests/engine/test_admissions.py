@@ -49,7 +49,7 @@ def test_a_random_life(admission: str, chunk: int) -> None:
             engine.check()
     assert finished == 250
     assert_idle(engine)
-    pauses = engine.stats().num_pauses
+    pauses = engine.stats().num_preemptions
     if admission in ("sum", "exact", "oracle"):
         assert pauses == 0
     if admission in ("watermark", "past-future", "moving-average"):

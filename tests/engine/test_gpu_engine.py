@@ -17,7 +17,7 @@ from lightkv.router.engine.request import Request
 from lightkv.router.engine.scheduler import Scheduler
 from lightkv.router.engine.step import TokenEvent
 from lightkv.router.model.build import assemble
-from lightkv.router.model.cuda_graph import Form
+from lightkv.router.model.cuda_graph import GraphKey
 from lightkv.router.model.loader import random_model
 from lightkv.router.model.runner import ModelRunner
 from tests.support.model_worker import assert_idle
@@ -157,11 +157,11 @@ def test_decode_steps_wait_once_and_allocate_nothing(model: PreTrainedModel) -> 
     engine.step()  # the batch is loaded
     plan = engine.scheduler.plan()
     assert plan is not None
-    assert not plan.num_contexts
+    assert not plan.num_prefills
     assert runner._graphs is not None
     before = torch.cuda.memory_stats()["allocation.all.allocated"]
     with no_waits(), torch.inference_mode():
-        graph = runner._graphs.get(len(plan.rows), Form.of(plan))
+        graph = runner._graphs.get(len(plan.rows), GraphKey.of(plan))
         assert graph is not None
         output = graph.replay(plan)
     assert torch.cuda.memory_stats()["allocation.all.allocated"] == before
@@ -179,8 +179,8 @@ def test_an_eager_step_waits_for_its_tokens_alone(model: PreTrainedModel) -> Non
         plan = engine.scheduler.plan()
         assert plan is not None
         with no_waits(), torch.inference_mode():
-            runner._device.sampler.set_rows(plan.new_rows)
-            runner._device.memory.apply(decode(plan.edits))
+            runner._parts.sampler.set_rows(plan.new_rows)
+            runner._parts.memory.apply(decode(plan.edits))
             output = runner._forward(plan)
         engine.scheduler.consume(runner._read(plan, output))
     run(engine)

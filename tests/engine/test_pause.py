@@ -93,7 +93,7 @@ def test_estimates_admit_more_than_the_exact_peak_and_pause_the_youngest() -> No
         ended += [event.request_id for event in events if event.finish_reason]
         engine.check()
     assert ended == ["0", "1", "2", "3"]
-    assert engine.stats().num_pauses >= 2
+    assert engine.stats().num_preemptions >= 2
     assert engine.stats().reached_peak == 60  # it was used to the last token
     assert_idle(engine)
 
@@ -117,7 +117,7 @@ def test_a_paused_request_finds_its_tokens_again() -> None:
     engine.add(request("old", [1] * 20, 12))
     engine.add(request("young", [2] * 20, 30))
     scheduler = engine.scheduler
-    while not scheduler.num_pauses:
+    while not scheduler.num_preemptions:
         assert engine.has_work
         engine.step()
     while engine.has_work:
@@ -136,7 +136,7 @@ def test_the_least_urgent_is_paused_first_and_an_abort_ends_it() -> None:
     for name, priority in (("urgent", 0), ("second", 1)):
         engine.add(request(name, [3 + priority] * 10, 30, priority))
     scheduler = engine.scheduler
-    while not scheduler.num_pauses:
+    while not scheduler.num_preemptions:
         engine.step()
     assert engine.stats().num_running == 2
     assert engine.abort("least")
@@ -191,10 +191,10 @@ def test_a_long_random_life_under_estimates(chunk: int, depth: int) -> None:
             del alive[name]
         if rng.random() < 0.002:
             worker.error = RuntimeError("a failed step")
-        plan = scheduler.plan() if scheduler.num_flying < depth else None
+        plan = scheduler.plan() if scheduler.num_in_flight < depth else None
         if plan is not None:
             worker.send(plan)
-        if worker.results and (plan is None or scheduler.num_flying == depth):
+        if worker.results and (plan is None or scheduler.num_in_flight == depth):
             take()
         worker.plans.clear()
         if step % 250 == 0:
@@ -202,14 +202,14 @@ def test_a_long_random_life_under_estimates(chunk: int, depth: int) -> None:
                 take()
             engine.check()
     while engine.has_work:
-        plan = scheduler.plan() if scheduler.num_flying < depth else None
+        plan = scheduler.plan() if scheduler.num_in_flight < depth else None
         if plan is not None:
             worker.send(plan)
-        if plan is None or scheduler.num_flying == depth:
+        if plan is None or scheduler.num_in_flight == depth:
             take()
     assert_idle(engine)
     assert not alive
-    assert scheduler.num_pauses > 20
+    assert scheduler.num_preemptions > 20
     assert scheduler.num_recomputed_tokens > 0
 
 
@@ -251,8 +251,8 @@ def paused_and_not(
 def test_nobody_can_tell_that_a_request_was_paused() -> None:
     """Greedy, drawn and penalised tokens are those of the same requests never paused, in float32."""
     ample, scarce, found = paused_and_not("cpu", torch.float32)
-    assert ample.stats().num_pauses == 0
-    assert scarce.stats().num_pauses > 3
+    assert ample.stats().num_preemptions == 0
+    assert scarce.stats().num_preemptions > 3
     for name, expected in found[0].items():
         own = found[1][name]
         assert [event.token for event in own] == [event.token for event in expected]
@@ -263,6 +263,6 @@ def test_nobody_can_tell_that_a_request_was_paused() -> None:
 @pytest.mark.gpu
 def test_nobody_can_tell_that_a_request_was_paused_on_a_gpu() -> None:
     _, scarce, found = paused_and_not("cuda", torch.float32)
-    assert scarce.stats().num_pauses > 3
+    assert scarce.stats().num_preemptions > 3
     same = sum([e.token for e in found[0][name]] == [e.token for e in found[1][name]] for name in found[0])
     assert same >= len(found[0]) - 1  # two orders of float32 sums may part once

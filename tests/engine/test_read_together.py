@@ -18,7 +18,7 @@ from lightkv.router.engine.request import Request
 from lightkv.router.engine.scheduler import Scheduler
 from lightkv.router.engine.step import StepPlan
 from lightkv.router.model.build import assemble
-from lightkv.router.model.cuda_graph import DecodeGraph, Form
+from lightkv.router.model.cuda_graph import DecodeGraph, GraphKey
 from lightkv.router.model.runner import ModelRunner
 from lightkv.router.sampling_params import SamplerKind
 from tests.support.model_worker import assert_idle
@@ -92,9 +92,9 @@ def test_a_graph_is_told_of_a_change_and_of_nothing_else(
     device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     _, runner, _ = make(device, cuda_graphs=False)
-    graph = DecodeGraph(runner._device, 4, runner._metadata)
-    replayed: list[Form] = []
-    for form in (Form(SamplerKind.GREEDY), Form(SamplerKind.GREEDY, grouped=True)):
+    graph = DecodeGraph(runner._parts, 4, runner._metadata)
+    replayed: list[GraphKey] = []
+    for form in (GraphKey(SamplerKind.GREEDY), GraphKey(SamplerKind.GREEDY, grouped=True)):
         stand_in = SimpleNamespace(replay=lambda form=form: replayed.append(form))
         graph._graphs[form] = (stand_in, None)  # type: ignore[assignment]
     told: list[object] = []
@@ -137,7 +137,7 @@ def test_many_come_and_go_and_read_together(graphs: bool) -> None:
         )
         add_requests(engine, 80, 60)
         results.append(run(engine))
-        changes = [plan.prefixes for plan in plans if not plan.num_contexts and plan.prefixes]
+        changes = [plan.prefixes for plan in plans if not plan.num_prefills and plan.prefixes]
         assert (len(changes) > 50) == grouped
         if graphs:
             assert runner._graphs is not None
@@ -156,12 +156,12 @@ def test_a_step_that_reads_together_waits_for_nothing_and_allocates_nothing() ->
     engine.step()  # the batch is loaded
     plan = engine.scheduler.plan()
     assert plan is not None
-    assert not plan.num_contexts
+    assert not plan.num_prefills
     assert plan.prefixes
     assert runner._graphs is not None
     before = torch.cuda.memory_stats()["allocation.all.allocated"]
     with no_waits(), torch.inference_mode():
-        graph = runner._graphs.get(len(plan.rows), Form.of(plan))
+        graph = runner._graphs.get(len(plan.rows), GraphKey.of(plan))
         assert graph is not None
         output = graph.replay(plan)
     assert torch.cuda.memory_stats()["allocation.all.allocated"] == before

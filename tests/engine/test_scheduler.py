@@ -10,7 +10,7 @@ import pytest
 from lightkv.edits import decode
 from lightkv.errors import LedgerMismatch
 from lightkv.ledger import TokenLedger
-from lightkv.ledger.shared_prefixes import Grouping, SharedPrefix, shared_prefixes
+from lightkv.ledger.shared_prefixes import PrefixSharing, SharedPrefix, shared_prefixes
 from lightkv.router.engine.loop import Engine, EngineDead
 from lightkv.router.engine.request import InvalidPrompt, NeverFits, Request
 from lightkv.router.engine.scheduler import Scheduler
@@ -19,7 +19,7 @@ from lightkv.router.sampling_params import InvalidParams, SamplingParams
 from tests.support.model_worker import STOP, ModelWorker, assert_idle, run
 
 VOCABULARY = 300
-GROUPING = Grouping(max_members=3, min_tokens=1, min_saved=1, min_mean=0)
+GROUPING = PrefixSharing(max_members=3, min_tokens=1, min_saved=1, min_mean=0)
 
 
 def ids(tokens: list[int]) -> bytes:
@@ -68,7 +68,7 @@ def test_prompts_are_cut_into_chunks_and_decodes_go_on_beside_them() -> None:
     engine.step()
     engine.add(request("b", list(range(20, 30)), 2))
     run(engine)
-    shapes = [(plan.num_contexts, plan.counts) for plan in worker.plans]
+    shapes = [(plan.num_prefills, plan.counts) for plan in worker.plans]
     assert shapes[:5] == [(1, [3]), (1, [4, 1]), (1, [4, 1]), (1, [2, 1]), (0, [1, 1])]
     assert_idle(engine)
 
@@ -272,10 +272,10 @@ def overlap(engine: Engine, worker: ModelWorker) -> Iterator[list[TokenEvent]]:
     """Steps at depth two: each is planned and sent before the result of the one before is taken."""
     scheduler = engine.scheduler
     while engine.has_work:
-        plan = scheduler.plan() if scheduler.num_flying < 2 else None
+        plan = scheduler.plan() if scheduler.num_in_flight < 2 else None
         if plan is not None:
             worker.send(plan)
-            if scheduler.num_flying < 2:
+            if scheduler.num_in_flight < 2:
                 continue
         result = worker.results.popleft()
         yield scheduler.fail(str(result)) if isinstance(result, Exception) else scheduler.consume(result)
@@ -402,11 +402,11 @@ def test_a_long_random_life_is_never_short_of_a_token(chunk: int, depth: int) ->
             worker.error = RuntimeError("a failed step")
         plan = scheduler.plan()
         if plan is not None:
-            batch = [request.sequence for request in scheduler._flying[-1].requests[plan.num_contexts :]]
+            batch = [request.sequence for request in scheduler._flying[-1].requests[plan.num_prefills :]]
             assert plan.prefixes == shared_prefixes(scheduler.ledger.shared, batch, GROUPING)
             together += len(plan.prefixes)
             worker.send(plan)
-        if worker.results and (plan is None or scheduler.num_flying == depth):
+        if worker.results and (plan is None or scheduler.num_in_flight == depth):
             take()
         worker.plans.clear()
         if step % 500 == 0:
@@ -414,7 +414,7 @@ def test_a_long_random_life_is_never_short_of_a_token(chunk: int, depth: int) ->
                 take()
             engine.check()
     while engine.has_work:
-        plan = scheduler.plan() if scheduler.num_flying < depth else None
+        plan = scheduler.plan() if scheduler.num_in_flight < depth else None
         if plan is not None:
             worker.send(plan)
         take()
@@ -422,6 +422,6 @@ def test_a_long_random_life_is_never_short_of_a_token(chunk: int, depth: int) ->
     assert finished == added
     assert failed
     assert together > 5_000
-    assert engine.stats().num_pauses == 0
+    assert engine.stats().num_preemptions == 0
     assert engine.stats().hit_tokens > 10_000
     assert engine.stats().reached_peak > 130

@@ -149,10 +149,10 @@ class Steps:
         metadata = AttentionMetadata(2, 32, memory)
         lengths = {1: 0, 2: 0}
         logits = []
-        for rows, counts, num_contexts in STEPS:
-            metadata.prepare(rows, [lengths[row] for row in rows], counts, num_contexts)
+        for rows, counts, num_prefills in STEPS:
+            metadata.prepare(rows, [lengths[row] for row in rows], counts, num_prefills)
             input_ids = torch.arange(3, 3 + sum(counts), device=device)
-            model = self.model if compiled is None or num_contexts else compiled
+            model = self.model if compiled is None or num_prefills else compiled
             logits.append(forward(model, input_ids, metadata, self.backends, None))
             for row, count in zip(rows, counts, strict=True):
                 lengths[row] += count

@@ -104,12 +104,12 @@ def assert_packed_equals_own_forward(
     metadata = AttentionMetadata(4, 64, memory)
     backends = make_backends(name, device, shape.layers)
     bind(model)
-    for rows, counts, num_contexts in steps:
+    for rows, counts, num_prefills in steps:
         starts = [lengths[row] for row in rows]
         entries = torch.from_numpy(memory.table.entries(rows, starts, counts)).to(device)
         memory.table.req_to_token.view(-1).index_copy_(0, entries, free[: len(entries)])
         free = free[len(entries) :]
-        metadata.prepare(rows, starts, counts, num_contexts)
+        metadata.prepare(rows, starts, counts, num_prefills)
         parts = [(row, start, start + n) for row, start, n in zip(rows, starts, counts, strict=True)]
         input_ids = torch.cat([tokens[row][start:end] for row, start, end in parts])
         wanted = torch.arange(len(input_ids), device=device).flip(0)  # in an order of its own

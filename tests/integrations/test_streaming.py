@@ -307,12 +307,12 @@ def test_metadata_and_backend_refuse_a_step_that_mixes(device: torch.device) -> 
     for match, arguments in [
         ("one number a sequence", {"dropped": [1]}),
         ("0 or more", {"dropped": [1, -1]}),
-        ("is a context", {"dropped": [3, 3], "num_sinks": 2, "num_contexts": 1}),
+        ("is a context", {"dropped": [3, 3], "num_sinks": 2, "num_prefills": 1}),
         ("has dropped tokens", {"dropped": [3, 0], "num_sinks": 2}),
         ("holds the sinks", {"dropped": [3, 3], "num_sinks": 5}),
     ]:
         with pytest.raises(ValueError, match=match):
-            metadata.prepare([1, 2], [4, 4], [1, 1], arguments.pop("num_contexts", 2), **arguments)
+            metadata.prepare([1, 2], [4, 4], [1, 1], arguments.pop("num_prefills", 2), **arguments)
     graph = metadata.create_cuda_graph_metadata(2)
     with pytest.raises(ValueError, match="in a decode graph positions are entries"):
         graph.prepare([1], [4], [1], 0, dropped=[2])

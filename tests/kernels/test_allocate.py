@@ -6,19 +6,19 @@ from unittest import mock
 import pytest
 import torch
 
-from lightkv.triton_kernels.slots import alloc_many as take_many
+from lightkv.triton_kernels.slots import alloc_many as alloc_many
 from lightkv.triton_kernels.slots import allocate
 from lightkv.triton_kernels.slots.allocate import (
     SlotFlag,
     TableEntries,
-    give_slots,
-    give_slots_reference,
+    alloc_run,
+    alloc_run_reference,
+    alloc_slots,
+    alloc_slots_reference,
+    free_slots,
+    free_slots_reference,
     lowest_run,
     new_slot_state,
-    take_run,
-    take_run_reference,
-    take_slots,
-    take_slots_reference,
 )
 from lightkv.triton_kernels.tuning import CountTiles
 from tests.support.slot_model import Model, Operations, both, in_programs, in_two_kernels, number, poisoned
@@ -38,19 +38,19 @@ def test_run_is_found_wherever_it_lies(
     num_slots = 3001
     for case in range(12):
         state, model = new_slot_state(num_slots, device, block_slots), Model(num_slots)
-        operations.take_slots(state, poisoned(num_slots - 1, device))
+        operations.alloc_slots(state, poisoned(num_slots - 1, device))
         model.take(num_slots - 1, num_slots - 1)
         start, gift = 1, []
         while start < num_slots:  # runs as long as windows, or a slot too short
             length = rng.choice(WINDOWS[: 4 + case % 9]) - rng.randrange(2)
             gift += range(start, min(start + length, num_slots))
             start += length + rng.choice([1, 1, 2, 31, 150])
-        operations.give_slots(state, torch.tensor(gift, device=device))
+        operations.free_slots(state, torch.tensor(gift, device=device))
         model.give(gift)
         for n in rng.sample(WINDOWS, 4):
             out = poisoned(n, device)
-            operations.take_run(state, out)
-            assert out.tolist() == model.take_run(n)
+            operations.alloc_run(state, out)
+            assert out.tolist() == model.alloc_run(n)
             model.check(state)
 
 
@@ -62,8 +62,8 @@ def test_slots_are_written_to_their_entries_too(
 ) -> None:
     state, model = new_slot_state(200, device, block_slots=32), Model(200)
     gift = [*range(3, 180, 7), *range(181, 192)]
-    operations.take_slots(state, poisoned(199, device))
-    operations.give_slots(state, torch.tensor(gift, device=device))
+    operations.alloc_slots(state, poisoned(199, device))
+    operations.free_slots(state, torch.tensor(gift, device=device))
     model.take(199, 199)
     model.give(gift)
     table, expected = (torch.full((9, 40), -7, dtype=torch.int32, device=device) for _ in range(2))
@@ -73,14 +73,14 @@ def test_slots_are_written_to_their_entries_too(
     with mock.patch.object(allocate, "MAX_IN_ONE_KERNEL", 512 if one_kernel else 0):
         for count in (5, 4, 0):  # the rest are padding, whose entry is row 0's first
             out = poisoned(8, device)
-            operations.take_slots(state, out, number(count, device), entries=entries)
+            operations.alloc_slots(state, out, number(count, device), entries=entries)
             assert out.tolist() == model.take(8, count)
             expected[rows, columns] = out
             assert torch.equal(table, expected)
     distinct = torch.arange(320, 309, -1, device=device)
     out = poisoned(11, device)
-    operations.take_run(state, out, TableEntries(table, distinct))
-    assert out.tolist() == model.take_run(11) == list(range(181, 192))
+    operations.alloc_run(state, out, TableEntries(table, distinct))
+    assert out.tolist() == model.alloc_run(11) == list(range(181, 192))
     expected.view(-1)[distinct] = out
     assert torch.equal(table, expected)
     model.check(state)
@@ -90,11 +90,11 @@ def test_long_outputs_are_taken_too(device: torch.device) -> None:
     state, twin = new_slot_state(9000, device), new_slot_state(9000, device)
     for n in (5000, 513, 512):
         out, expected = poisoned(n, device), poisoned(n, device)
-        take_slots(state, out)
-        take_slots_reference(twin, expected)
+        alloc_slots(state, out)
+        alloc_slots_reference(twin, expected)
         assert torch.equal(out, expected)
-        give_slots(state, out[::3].contiguous())
-        give_slots_reference(twin, expected[::3])
+        free_slots(state, out[::3].contiguous())
+        free_slots_reference(twin, expected[::3])
         for name in ("mem_state", "free_bits", "block_free", "counters"):
             assert torch.equal(getattr(state, name), getattr(twin, name)), name
 
@@ -116,16 +116,16 @@ def test_a_launch_is_right_for_tensors_of_any_alignment(device: torch.device) ->
                     for table in tables
                 )
                 if run and not with_rows:
-                    take_run(state, out, mine)
-                    take_run_reference(twin, expected, its)
+                    alloc_run(state, out, mine)
+                    alloc_run_reference(twin, expected, its)
                 else:
-                    take_slots(state, out, count, mine)
-                    take_slots_reference(twin, expected, count, its)
+                    alloc_slots(state, out, count, mine)
+                    alloc_slots_reference(twin, expected, count, its)
                 assert torch.equal(out, expected)
                 assert torch.equal(*tables)
                 gift = out[::2].contiguous() if with_rows else out.long()[1:]
-                give_slots(state, gift)
-                give_slots_reference(twin, gift)
+                free_slots(state, gift)
+                free_slots_reference(twin, gift)
     for name in ("mem_state", "free_bits", "block_free", "counters"):
         assert torch.equal(getattr(state, name), getattr(twin, name)), name
     assert int(state.counters[1]) == 0
@@ -135,10 +135,10 @@ def test_a_launch_is_right_for_tensors_of_any_alignment(device: torch.device) ->
 def test_takes_the_lowest_ascending_across_blocks(device: torch.device, operations: Operations) -> None:
     state = new_slot_state(40, device, block_slots=8)
     out = poisoned(30, device)
-    operations.take_slots(state, out, number(30, device))
+    operations.alloc_slots(state, out, number(30, device))
     assert out.tolist() == list(range(1, 31))
-    operations.give_slots(state, torch.tensor([17, 3, 25, 8], device=device))
-    operations.take_slots(state, out, number(6, device))
+    operations.free_slots(state, torch.tensor([17, 3, 25, 8], device=device))
+    operations.alloc_slots(state, out, number(6, device))
     assert out.tolist() == [3, 8, 17, 25, 31, 32] + [0] * 24
     assert state.counters.tolist() == [7, 0]
 
@@ -147,10 +147,10 @@ def test_takes_the_lowest_ascending_across_blocks(device: torch.device, operatio
 def test_shortage_takes_what_there_is_and_flags(device: torch.device, operations: Operations) -> None:
     state = new_slot_state(10, device, block_slots=4)
     out = poisoned(12, device)
-    operations.take_slots(state, out, number(11, device))
+    operations.alloc_slots(state, out, number(11, device))
     assert out.tolist() == [*range(1, 10), 0, 0, 0]
     assert state.counters.tolist() == [0, SlotFlag.SHORT]
-    operations.take_slots(state, out, number(1, device))
+    operations.alloc_slots(state, out, number(1, device))
     assert out.tolist() == [0] * 12
     assert state.counters.tolist() == [0, SlotFlag.SHORT]
 
@@ -158,13 +158,13 @@ def test_shortage_takes_what_there_is_and_flags(device: torch.device, operations
 @both
 def test_run_is_the_lowest_that_fits(device: torch.device, operations: Operations) -> None:
     state = new_slot_state(32, device, block_slots=8)
-    operations.take_slots(state, poisoned(31, device), number(31, device))
-    operations.give_slots(
+    operations.alloc_slots(state, poisoned(31, device), number(31, device))
+    operations.free_slots(
         state, torch.tensor([2, 3, 5, 6, 7, 8, 9, 20, 21, 22, 23, 24, 25, 26], device=device)
     )
     for n, expected in [(5, range(5, 10)), (6, range(20, 26)), (4, [2, 3, 26, 0])]:
         out = poisoned(n, device)
-        operations.take_run(state, out)
+        operations.alloc_run(state, out)
         assert out.tolist() == list(expected)
     assert state.counters.tolist() == [0, SlotFlag.SHORT]
 
@@ -181,12 +181,12 @@ def test_bad_gifts_are_flagged_and_give_no_slot_two_owners(
         ([3, 10, 3], 6, SlotFlag.DOUBLE_FREE | SlotFlag.OUT_OF_RANGE),
     ]:
         state = new_slot_state(10, device, block_slots=4)
-        operations.take_slots(state, poisoned(4, device), number(4, device))
-        operations.give_slots(state, torch.tensor(gift, dtype=torch.int32, device=device))
+        operations.alloc_slots(state, poisoned(4, device), number(4, device))
+        operations.free_slots(state, torch.tensor(gift, dtype=torch.int32, device=device))
         assert state.counters.tolist() == [num_free, flags]
         assert int(state.mem_state.sum()) == num_free
         out = poisoned(9, device)
-        operations.take_slots(state, out, number(num_free, device))
+        operations.alloc_slots(state, out, number(num_free, device))
         taken = out.tolist()[:num_free]
         assert len(set(taken)) == num_free
         assert not set(taken) & ({1, 2, 3, 4} - set(gift))
@@ -195,8 +195,8 @@ def test_bad_gifts_are_flagged_and_give_no_slot_two_owners(
 @both
 def test_int64_slots_beyond_int32_are_out_of_range(device: torch.device, operations: Operations) -> None:
     state = new_slot_state(10, device, block_slots=4)
-    operations.take_slots(state, poisoned(9, device), number(9, device))
-    operations.give_slots(state, torch.tensor([2**32 + 3, -(2**40) + 1], device=device))
+    operations.alloc_slots(state, poisoned(9, device), number(9, device))
+    operations.free_slots(state, torch.tensor([2**32 + 3, -(2**40) + 1], device=device))
     assert state.counters.tolist() == [0, SlotFlag.OUT_OF_RANGE]
 
 
@@ -204,7 +204,7 @@ def test_int64_slots_beyond_int32_are_out_of_range(device: torch.device, operati
 def test_scan_of_more_blocks_than_one_tile(device: torch.device, operations: Operations) -> None:
     state = new_slot_state(1100, device, block_slots=1)
     out = poisoned(1090, device)
-    operations.take_slots(state, out, number(1080, device))
+    operations.alloc_slots(state, out, number(1080, device))
     assert out.tolist() == [*range(1, 1081), *[0] * 10]
     assert state.mem_cum_sum[:1081].tolist() == [*range(1081)]
     assert state.counters.tolist() == [19, 0]
@@ -216,22 +216,22 @@ def test_blocks_of_many_tiles_are_scanned_in_turn(device: torch.device, one_kern
     state, model = new_slot_state(1200, device, block_slots=2), Model(1200)
     with (
         in_programs(16, CountTiles(32, 64)),
-        mock.patch.object(take_many, "many_tiles", return_value=CountTiles(32, 64)),
+        mock.patch.object(alloc_many, "many_tiles", return_value=CountTiles(32, 64)),
         mock.patch.object(allocate, "MAX_IN_ONE_KERNEL", 512 if one_kernel else 0),
     ):
         for n in (400, 500):
             out = poisoned(n, device)
-            take_slots(state, out)
+            alloc_slots(state, out)
             assert out.tolist() == model.take(n, n)
             model.check(state)
         assert int(state.first_block) == 450
         gift = [*range(5, 195, 13), 700]
-        give_slots(state, torch.tensor(gift, device=device))
+        free_slots(state, torch.tensor(gift, device=device))
         model.give(gift)
         assert int(state.first_block) == 2
         for count in (45, 3):
             out = poisoned(50, device)
-            take_slots(state, out, number(count, device))
+            alloc_slots(state, out, number(count, device))
             assert out.tolist() == model.take(50, count)
             model.check(state)
 
@@ -242,14 +242,14 @@ def test_a_take_in_two_kernels_looks_at_no_block_that_it_has_not_summed_up(devic
     with in_two_kernels(CountTiles(8, 8)):
         for n in (40, 17):
             out = poisoned(n, device)
-            take_slots(state, out)
+            alloc_slots(state, out)
             assert out.tolist() == model.take(n, n)
         gift = list(range(1, 58))
-        give_slots(state, torch.tensor(gift, device=device))
+        free_slots(state, torch.tensor(gift, device=device))
         model.give(gift)
         for n in (8, 7, 5):
             out = poisoned(n, device)
-            take_slots(state, out)
+            alloc_slots(state, out)
             assert out.tolist() == model.take(n, n)
             model.check(state)
 
@@ -257,8 +257,8 @@ def test_a_take_in_two_kernels_looks_at_no_block_that_it_has_not_summed_up(devic
 def test_lowest_run_counts_the_free_slots_before_it(device: torch.device) -> None:
     state = new_slot_state(16, device, block_slots=4)
     give = torch.tensor([1, 3, 4, 7, 8, 9], device=device)
-    take_slots(state, poisoned(15, device), number(15, device))
-    give_slots(state, give)
+    alloc_slots(state, poisoned(15, device), number(15, device))
+    free_slots(state, give)
     assert [lowest_run(state, n).item() for n in (1, 2, 3, 4, 17)] == [0, 1, 3, 0, 0]
 
 

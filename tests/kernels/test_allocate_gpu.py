@@ -8,13 +8,13 @@ import torch
 from lightkv.triton_kernels.slots.allocate import (
     SlotFlag,
     TableEntries,
-    give_slots,
-    give_slots_reference,
+    alloc_run,
+    alloc_run_reference,
+    alloc_slots,
+    alloc_slots_reference,
+    free_slots,
+    free_slots_reference,
     new_slot_state,
-    take_run,
-    take_run_reference,
-    take_slots,
-    take_slots_reference,
 )
 from tests.support.slot_model import Model, number, poisoned
 
@@ -27,14 +27,14 @@ def test_large_pool_of_full_blocks() -> None:
     held = torch.empty(0, dtype=torch.int32, device="cuda")
     for n in (2_000_000, 5000, 1, 300_000, 700_000):
         out, expected = poisoned(n, "cuda"), poisoned(n, "cuda")
-        take_slots(state, out, number(n, "cuda"))
-        take_slots_reference(twin, expected, number(n, "cuda"))
+        alloc_slots(state, out, number(n, "cuda"))
+        alloc_slots_reference(twin, expected, number(n, "cuda"))
         assert torch.equal(out, expected)
         held = torch.cat([held, out])
         held = held[torch.randperm(len(held), device="cuda")]
         gift, held = held[: len(held) // 2], held[len(held) // 2 :]
-        give_slots(state, gift)
-        give_slots_reference(twin, gift)
+        free_slots(state, gift)
+        free_slots_reference(twin, gift)
         for name in ("mem_state", "free_bits", "block_free", "counters"):
             assert torch.equal(getattr(state, name), getattr(twin, name)), name
     assert state.counters.tolist() == [num_slots - 1 - len(held), 0]
@@ -44,8 +44,8 @@ def test_large_pool_of_full_blocks() -> None:
 def test_one_slot_given_by_many_threads_is_freed_once() -> None:
     state = new_slot_state(5000, "cuda")
     out = poisoned(4999, "cuda")
-    take_slots(state, out, number(4999, "cuda"))
-    give_slots(state, torch.full((100_000,), 1234, device="cuda"))
+    alloc_slots(state, out, number(4999, "cuda"))
+    free_slots(state, torch.full((100_000,), 1234, device="cuda"))
     assert state.counters.tolist() == [1, SlotFlag.DOUBLE_FREE]
     assert state.block_free.tolist() == [0, 1, 0, 0, 0]
 
@@ -57,17 +57,17 @@ def test_captured_take_and_give_follow_their_count() -> None:
     count = number(1, "cuda")
 
     def step() -> None:
-        take_slots(state, out, count)
-        give_slots(state, gift)
-        take_run(state, run)
+        alloc_slots(state, out, count)
+        free_slots(state, gift)
+        alloc_run(state, run)
 
     gift.copy_(torch.arange(1, 17))
-    take_slots(state, poisoned(40, "cuda"), number(40, "cuda"))
+    alloc_slots(state, poisoned(40, "cuda"), number(40, "cuda"))
     model.take(40, 40)
     step()  # compiles outside the capture
     assert out.tolist() == model.take(64, 1)
     model.give(list(range(1, 17)))
-    assert run.tolist() == model.take_run(8)
+    assert run.tolist() == model.alloc_run(8)
     model.check(state)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
@@ -80,7 +80,7 @@ def test_captured_take_and_give_follow_their_count() -> None:
         graph.replay()
         assert out.tolist() == model.take(64, n)
         model.give(returned)
-        assert run.tolist() == model.take_run(8)
+        assert run.tolist() == model.alloc_run(8)
         model.check(state)
 
 
@@ -92,14 +92,14 @@ def test_never_synchronises() -> None:
     entries = TableEntries(table, torch.arange(64, device="cuda"), torch.ones_like(out, dtype=torch.int64))
 
     def step() -> None:
-        take_slots(state, out, count, entries=entries)
-        give_slots(state, out)
-        take_slots(state, long)
-        give_slots(state, long)
-        take_run(state, out)
-        give_slots(state, out)
-        take_slots_reference(state, out, count)
-        give_slots_reference(state, out)
+        alloc_slots(state, out, count, entries=entries)
+        free_slots(state, out)
+        alloc_slots(state, long)
+        free_slots(state, long)
+        alloc_run(state, out)
+        free_slots(state, out)
+        alloc_slots_reference(state, out, count)
+        free_slots_reference(state, out)
 
     step()
     torch.cuda.set_sync_debug_mode("error")
@@ -122,7 +122,7 @@ def test_replays_and_eager_calls_mix(num_slots: int) -> None:
     out, count = poisoned(256, "cuda"), number(0, "cuda")
 
     def decode() -> None:
-        take_slots(state, out, count, entries=TableEntries(tables[0], positions, rows))
+        alloc_slots(state, out, count, entries=TableEntries(tables[0], positions, rows))
 
     decode()
     graph = torch.cuda.CUDAGraph()
@@ -141,19 +141,19 @@ def test_replays_and_eager_calls_mix(num_slots: int) -> None:
             positions.fill_(step % 64)
             expected = poisoned(256, "cuda")
             graph.replay() if kind == "replay" else decode()
-            take_slots_reference(twin, expected, count, entries=TableEntries(tables[1], positions, rows))
+            alloc_slots_reference(twin, expected, count, entries=TableEntries(tables[1], positions, rows))
             assert torch.equal(out, expected)
             assert torch.equal(*tables)
             held = torch.cat((held, out[:n]))
         elif kind == "end":
             held = held[torch.randperm(len(held), device="cuda", generator=generator)]
             gift, held = held[: len(held) // 20], held[len(held) // 20 :]
-            give_slots(state, gift)
-            give_slots_reference(twin, gift)
+            free_slots(state, gift)
+            free_slots_reference(twin, gift)
         else:
             taken, expected = poisoned(n, "cuda"), poisoned(n, "cuda")
-            (take_slots if kind == "many" else take_run)(state, taken)
-            (take_slots_reference if kind == "many" else take_run_reference)(twin, expected)
+            (alloc_slots if kind == "many" else alloc_run)(state, taken)
+            (alloc_slots_reference if kind == "many" else alloc_run_reference)(twin, expected)
             assert torch.equal(taken, expected)
             held = torch.cat((held, taken))
         for name in ("mem_state", "free_bits", "block_free", "counters"):

@@ -49,21 +49,21 @@ def replay(
     state, model = new_slot_state(num_slots, device, block_slots), Model(num_slots)
     model.check(state)
     for name, what, detail in steps:
-        take_slots, take_run, give_slots = operations()
+        alloc_slots, alloc_run, free_slots = operations()
         if name == "take":
             out = poisoned(what, device)
-            take_slots(state, out, number(detail, device))
+            alloc_slots(state, out, number(detail, device))
             assert out.tolist() == model.take(what, max(detail, 0))
         elif name == "run":
             out = poisoned(what, device)
-            take_run(state, out)
-            assert out.tolist() == model.take_run(what)
+            alloc_run(state, out)
+            assert out.tolist() == model.alloc_run(what)
         else:
             used = sorted(set(range(1, num_slots)) - model.free)
             if name == "give":
                 what = list(dict.fromkeys(used[i % len(used)] for i in what)) if used else []
             dtype = torch.int64 if detail else torch.int32
-            give_slots(state, torch.tensor(what, dtype=dtype, device=device))
+            free_slots(state, torch.tensor(what, dtype=dtype, device=device))
             model.give(what)
         model.check(state)
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from lightkv.triton_kernels import tuning
 from lightkv.triton_kernels.attention.attend_keys import LOG2_E, find_slots_reference
 from lightkv.triton_kernels.attention.decode_attention import decode_attention, decode_attention_reference
-from lightkv.triton_kernels.attention.decode_plan import DecodeGroups, decode_plan
+from lightkv.triton_kernels.attention.decode_plan import SharedPrefixGroups, decode_plan
 
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
 MIXED = [130, 0, 1, 64, 63, 65]
@@ -173,7 +173,7 @@ def test_queries_of_a_request(device: torch.device, num_queries: int, group: int
 
 def share_first_keys(
     cache: Cache, sets: list[tuple[int, list[int]]], num_members: int, shift: int
-) -> DecodeGroups:
+) -> SharedPrefixGroups:
     """Have each set (keys, requests) share its first keys, in the slots of the first of them; what the others
     had there becomes NaN. More requests than `num_members` are several groups; one group is not used."""
     members, keys, place = [[-1] * num_members], [0], [-1] * len(cache.rows)
@@ -191,11 +191,17 @@ def share_first_keys(
             keys.append(count)
     device = cache.rows.device
     tensors = (torch.tensor(numbers, dtype=torch.int32, device=device) for numbers in (members, keys, place))
-    return DecodeGroups(*tensors)
+    return SharedPrefixGroups(*tensors)
 
 
 def check_groups(
-    cache: Cache, groups: DecodeGroups, *, group: int, shift: int, num_queries: int, softcap: float = 0.0
+    cache: Cache,
+    groups: SharedPrefixGroups,
+    *,
+    group: int,
+    shift: int,
+    num_queries: int,
+    softcap: float = 0.0,
 ) -> None:
     _, num_kv_heads, key_dim = cache.k_cache.shape
     shape = len(cache.rows) * num_queries, group * num_kv_heads

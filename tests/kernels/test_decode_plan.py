@@ -8,8 +8,8 @@ import torch
 
 from lightkv.triton_kernels import tuning
 from lightkv.triton_kernels.attention.decode_plan import (
-    DecodeGroups,
     DecodePlan,
+    SharedPrefixGroups,
     decode_plan,
     decode_plan_reference,
 )
@@ -95,7 +95,7 @@ def test_any_groups(device: torch.device, monkeypatch: pytest.MonkeyPatch, seed:
         torch.tensor(rows, device=device),
         torch.tensor(lengths, dtype=torch.int32, device=device),
     )
-    groups = DecodeGroups(
+    groups = SharedPrefixGroups(
         *(torch.tensor(numbers, dtype=torch.int32, device=device) for numbers in (members, keys, place))
     )
     plan = decode_plan(*on_device, num_kv_heads=1, groups=groups)
@@ -137,7 +137,7 @@ def test_no_request_is_no_plan(device: torch.device) -> None:
 
 def test_refuses_groups_that_do_not_fit(device: torch.device) -> None:
     rows = torch.arange(3, dtype=torch.int32, device=device)
-    groups = DecodeGroups(rows.view(1, 3), rows[:1], rows)
+    groups = SharedPrefixGroups(rows.view(1, 3), rows[:1], rows)
     with pytest.raises(ValueError, match="without a window"):
         decode_plan(rows, rows + 5, num_kv_heads=1, window=4, groups=groups)
     with pytest.raises(ValueError, match=r"places \(3,\) for 2 requests"):
@@ -154,7 +154,7 @@ def test_refuses_groups_that_do_not_fit(device: torch.device) -> None:
 
 def test_groups_of_one_are_none(device: torch.device) -> None:
     rows = torch.arange(3, dtype=torch.int32, device=device)
-    alone = DecodeGroups(rows.view(3, 1), rows + 1, rows)
+    alone = SharedPrefixGroups(rows.view(3, 1), rows + 1, rows)
     plan = decode_plan(rows, rows + 5, num_kv_heads=1, groups=alone)
     assert plan.members is None
     assert plan.own_slots == 0

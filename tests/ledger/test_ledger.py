@@ -7,7 +7,16 @@ from array import array
 
 import pytest
 
-from lightkv.edits import Drop, Give, Map, Split, Stash, Take, decode, encode
+from lightkv.edits import (
+    Alloc,
+    FreeRange,
+    FreeSegment,
+    MapSegments,
+    SplitSegment,
+    StoreSegment,
+    decode,
+    encode,
+)
 from lightkv.errors import OutOfRows, OutOfTokens, SequenceTooLong
 from lightkv.ledger import TokenLedger
 from tests.support.memory_model import MemoryModel
@@ -221,7 +230,7 @@ def test_shrink_undoes_an_extend_all_or_none_and_keeps_the_prompt() -> None:
         ledger.shrink([fresh, hit], [3, 3])
     assert ledger.drain() == []
     ledger.shrink([fresh, hit], [3, 2])
-    assert ledger.drain() == [Give(fresh.row, 0, 3), Give(hit.row, 3, 5)]
+    assert ledger.drain() == [FreeRange(fresh.row, 0, 3), FreeRange(hit.row, 3, 5)]
     assert counts(ledger) == before
     assert (hit.length, hit.prompt, fresh.prompt) == (3, ids(1, 2, 3, 4, 5), ids(7, 8, 9))
     ledger.check()
@@ -250,10 +259,10 @@ def test_beams_leave_a_short_path_and_a_sole_holder_has_its_tokens_back() -> Non
 
 
 def test_edits_encode_to_bytes_and_back() -> None:
-    edits = [Take((1, 2), (0, 9), (7, 1)), Map(1, (2**40, 3)), Stash(1, 0, 4, 9)]
-    edits += [Split(3, 2, 4), Give(2, 0, 4), Drop(3, 0), Take((), (), ())]
+    edits = [Alloc((1, 2), (0, 9), (7, 1)), MapSegments(1, (2**40, 3)), StoreSegment(1, 0, 4, 9)]
+    edits += [SplitSegment(3, 2, 4), FreeRange(2, 0, 4), FreeSegment(3, 0), Alloc((), (), ())]
     assert decode(encode(edits)) == edits
-    for bad in (encode(edits)[:-8], b"\xff" * 16, encode([Give(1, 2, 3)])[8:], b"abc"):
+    for bad in (encode(edits)[:-8], b"\xff" * 16, encode([FreeRange(1, 2, 3)])[8:], b"abc"):
         with pytest.raises(ValueError, match=r"no edit|bytes"):
             decode(bad)
 

@@ -10,10 +10,10 @@ import torch
 from lightkv import KVCache, KVSpec, TokenLedger
 from lightkv.ledger.prefix_tree import Segment
 from lightkv.ledger.sequence import Sequence
-from lightkv.ledger.shared_prefixes import BatchPrefixes, Grouping, SharedPrefix, shared_prefixes
+from lightkv.ledger.shared_prefixes import BatchPrefixes, PrefixSharing, SharedPrefix, shared_prefixes
 from tests.support.cache_life import Life
 
-ANY = Grouping(max_members=64, min_tokens=1, min_saved=1, min_mean=0)
+ANY = PrefixSharing(max_members=64, min_tokens=1, min_saved=1, min_mean=0)
 SPEC = KVSpec(num_layers=1, num_kv_heads=1, k_dim=1, v_dim=1, dtype=torch.float32)
 
 
@@ -27,12 +27,12 @@ def start(ledger: TokenLedger, *tokens: int) -> Sequence:
     return sequence
 
 
-def choose(ledger: TokenLedger, grouping: Grouping = ANY) -> list[tuple[set[int], int]]:
+def choose(ledger: TokenLedger, grouping: PrefixSharing = ANY) -> list[tuple[set[int], int]]:
     found = shared_prefixes(ledger.shared, ledger.sequences, grouping)
     return [(set(prefix.rows), prefix.num_tokens) for prefix in found]
 
 
-def saved(found: list[SharedPrefix], grouping: Grouping) -> int:
+def saved(found: list[SharedPrefix], grouping: PrefixSharing) -> int:
     return sum(grouping.saved(len(prefix.rows), prefix.num_tokens) for prefix in found)
 
 
@@ -87,7 +87,7 @@ def test_who_must_be_read_in_parts_anyway_is_read_in_families() -> None:
     [ANY._replace(min_tokens=21), ANY._replace(min_saved=41), ANY._replace(max_members=1)],
     ids=["short", "saves little", "off"],
 )
-def test_what_is_not_worth_it_is_left(grouping: Grouping) -> None:
+def test_what_is_not_worth_it_is_left(grouping: PrefixSharing) -> None:
     ledger = TokenLedger(200, 8, 50)
     for own in (100, 101, 102):
         start(ledger, *range(20), own, 5)
@@ -174,7 +174,7 @@ def grown(rng: random.Random, num_sequences: int) -> TokenLedger:
 def test_the_choice_against_brute_force(seed: int, max_members: int) -> None:
     """No less than the best choice among the nodes, no more than the best of all partitions."""
     rng = random.Random(seed)
-    grouping = Grouping(max_members, rng.choice([1, 8]), rng.choice([1, 20]), min_mean=0)
+    grouping = PrefixSharing(max_members, rng.choice([1, 8]), rng.choice([1, 20]), min_mean=0)
     ledger = grown(rng, rng.randint(2, 7))
     found = shared_prefixes(ledger.shared, ledger.sequences, grouping)
     rows = [row for prefix in found for row in prefix.rows]
@@ -260,7 +260,7 @@ def test_a_batch_that_changes_is_chosen_for_as_if_anew(
     """Arrivals, forks and ends, also of sequences outside of it; and looked for only where it may differ."""
     rng = random.Random(seed)
     ledger = TokenLedger(20_000, 12, 400)
-    grouping = Grouping(max_members, 20, rng.choice([1, 30]), rng.choice([0, 1, 3]))
+    grouping = PrefixSharing(max_members, 20, rng.choice([1, 30]), rng.choice([0, 1, 3]))
     prefixes = BatchPrefixes(ledger, grouping)
     looked: list[int] = []
     renew = prefixes._renew

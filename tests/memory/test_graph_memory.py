@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from lightkv import KVSpec, OutOfRows, OutOfTokens, SequenceTooLong, TokenLedger
-from lightkv.edits import Take
+from lightkv.edits import Alloc
 from lightkv.ledger.sequence import Sequence
 from lightkv.memory.kv_memory import KVMemory
 from lightkv.memory.staging import upload
@@ -39,7 +39,7 @@ class DecodeStep:
         self.positions = torch.zeros(BATCH, dtype=torch.int64, device=device)
         self.count = torch.zeros(1, dtype=torch.int32, device=device)
         self.slots = torch.zeros(BATCH, dtype=torch.int32, device=device)
-        self.next: Take | None = None  # what the tensors are ready for
+        self.next: Alloc | None = None  # what the tensors are ready for
         self.num_uploads = 0
         self._step()
         self.graph = torch.cuda.CUDAGraph()
@@ -51,7 +51,7 @@ class DecodeStep:
         self.memory.allocator.alloc_into(self.slots, self.count, entries)
         self.positions.add_(self.rows > 0)
 
-    def replay(self, take: Take) -> None:
+    def replay(self, take: Alloc) -> None:
         """Do what the edit says. Where it follows the one before, nothing is uploaded."""
         num = len(take.rows)
         if take != self.next:
@@ -143,7 +143,7 @@ def test_replays_and_eager_verbs_mix_freely() -> None:
         on_device = [upload([entries.numpy()], memory.device)[0] for entries in kept]
         kept.clear()
         if growing:
-            assert isinstance(edits[-1], Take)
+            assert isinstance(edits[-1], Alloc)
             memory.apply(edits[:-1], on_device)
             step.replay(edits[-1])
         else:

@@ -8,7 +8,18 @@ import pytest
 import torch
 
 from lightkv import KVSpec, OutOfTokens, TokenTable
-from lightkv.edits import Drop, Edit, Give, Keep, Map, Split, Stash, Take, decode, encode
+from lightkv.edits import (
+    Alloc,
+    Edit,
+    FreeRange,
+    FreeSegment,
+    KeepEntries,
+    MapSegments,
+    SplitSegment,
+    StoreSegment,
+    decode,
+    encode,
+)
 from lightkv.errors import CheckFailed
 from lightkv.memory.kv_memory import KVMemory, require_current
 from lightkv.memory.staging import packed_size, upload
@@ -75,8 +86,8 @@ def test_table_exports_kv_indices(device: torch.device) -> None:
 
 
 def test_take_fills_each_row_from_its_start(memory: KVMemory) -> None:
-    memory.apply([Take((1, 2), (0, 0), (3, 2))])
-    memory.apply([Take((2, 1), (2, 3), (1, 1))])
+    memory.apply([Alloc((1, 2), (0, 0), (3, 2))])
+    memory.apply([Alloc((2, 1), (2, 3), (1, 1))])
     assert row_slots(memory, 1, 4) == [1, 2, 3, 7]
     assert row_slots(memory, 2, 3) == [4, 5, 6]
     assert not memory.table.req_to_token[0].any()
@@ -85,10 +96,10 @@ def test_take_fills_each_row_from_its_start(memory: KVMemory) -> None:
 
 
 def test_a_prompt_gets_a_run_and_a_decode_step_the_lowest(memory: KVMemory) -> None:
-    memory.apply([Take((1,), (0,), (4,)), Take((2,), (0,), (2,)), Give(1, 1, 3)])
-    memory.apply([Take((3,), (0,), (3,))])  # 2 and 3 are free, but only from 7 on are three in a row
+    memory.apply([Alloc((1,), (0,), (4,)), Alloc((2,), (0,), (2,)), FreeRange(1, 1, 3)])
+    memory.apply([Alloc((3,), (0,), (3,))])  # 2 and 3 are free, but only from 7 on are three in a row
     assert row_slots(memory, 3, 3) == [7, 8, 9]
-    memory.apply([Take((1, 2, 3), (1, 2, 3), (1, 1, 1))])
+    memory.apply([Alloc((1, 2, 3), (1, 2, 3), (1, 1, 1))])
     assert [row_slots(memory, row, end)[-1] for row, end in ((1, 2), (2, 3), (3, 4))] == [2, 3, 10]
 
 
@@ -107,14 +118,14 @@ def test_a_step_that_follows_another_uploads_nothing(
     def step(*rows: int) -> int:
         before = len(uploads)
         starts = tuple(lengths[row] for row in rows)
-        taken = memory.apply([Take(rows, starts, (1,) * len(rows))])
+        taken = memory.apply([Alloc(rows, starts, (1,) * len(rows))])
         assert [row_slots(memory, row, lengths[row] + 1)[-1] for row in rows] == taken.tolist()
         for row in rows:
             lengths[row] += 1
         return len(uploads) - before
 
     assert [step(1, 2) for _ in range(4)] == [1, 0, 0, 0]
-    memory.apply([Give(2, 3, 4)])
+    memory.apply([FreeRange(2, 3, 4)])
     lengths[2] = 3
     assert [step(1, 2), step(1, 2), step(2, 1), step(2, 1), step(1, 2, 3), step(1, 2, 3)] == [
         1,
@@ -126,37 +137,45 @@ def test_a_step_that_follows_another_uploads_nothing(
     ]
     slots = [slot for row, length in lengths.items() for slot in row_slots(memory, row, length)]
     assert sorted(slots) == list(range(1, 1 + sum(lengths.values())))
-    memory.apply([Take((1,), (15,), (1,))])
+    memory.apply([Alloc((1,), (15,), (1,))])
     with pytest.raises(IndexError, match="position 16"):
-        memory.apply([Take((1,), (16,), (1,))])
+        memory.apply([Alloc((1,), (16,), (1,))])
     memory.check()
 
 
 def test_stash_map_split_drop(memory: KVMemory) -> None:
-    memory.apply([Take((1,), (0,), (6,)), Stash(1, 0, 4, segment=9)])
-    memory.apply([Map(2, (9,)), Take((2,), (4,), (2,))])
+    memory.apply([Alloc((1,), (0,), (6,)), StoreSegment(1, 0, 4, segment=9)])
+    memory.apply([MapSegments(2, (9,)), Alloc((2,), (4,), (2,))])
     assert row_slots(memory, 2, 6) == [1, 2, 3, 4, 7, 8]
     memory.check([(1, 4, 6), (2, 4, 6)])
-    memory.apply([Split(9, 1, head=10), Map(3, (10, 9))])
+    memory.apply([SplitSegment(9, 1, head=10), MapSegments(3, (10, 9))])
     assert row_slots(memory, 3, 4) == [1, 2, 3, 4]
-    memory.apply([Drop(9, 1)])
+    memory.apply([FreeSegment(9, 1)])
     assert memory.num_free == memory.capacity - 6
     memory.check([(1, 4, 6), (2, 4, 6)])
-    memory.apply([Drop(9, 0), Drop(10, 0), Give(1, 4, 6), Give(2, 4, 6)])
+    memory.apply([FreeSegment(9, 0), FreeSegment(10, 0), FreeRange(1, 4, 6), FreeRange(2, 4, 6)])
     memory.check([])
     assert memory.num_free == memory.capacity
 
 
 def test_a_stash_may_grow_a_segment(memory: KVMemory) -> None:
-    memory.apply([Take((1,), (0,), (5,)), Stash(1, 0, 2, 1), Stash(1, 0, 5, 1), Give(1, 5, 5), Map(2, (1,))])
+    memory.apply(
+        [
+            Alloc((1,), (0,), (5,)),
+            StoreSegment(1, 0, 2, 1),
+            StoreSegment(1, 0, 5, 1),
+            FreeRange(1, 5, 5),
+            MapSegments(2, (1,)),
+        ]
+    )
     assert row_slots(memory, 2, 5) == [1, 2, 3, 4, 5]
     memory.check([])
 
 
 def test_given_slots_are_read_before_the_row_is_mapped_anew(memory: KVMemory) -> None:
     """A row is closed and opened again within one list of edits: what it gives is what it held then."""
-    memory.apply([Take((1,), (0,), (3,)), Take((2,), (0,), (3,)), Stash(2, 0, 3, 5)])
-    memory.apply([Give(1, 0, 3), Map(1, (5,))])
+    memory.apply([Alloc((1,), (0,), (3,)), Alloc((2,), (0,), (3,)), StoreSegment(2, 0, 3, 5)])
+    memory.apply([FreeRange(1, 0, 3), MapSegments(1, (5,))])
     assert row_slots(memory, 1, 3) == [4, 5, 6]
     memory.check([])
     assert memory.num_free == memory.capacity - 3
@@ -164,18 +183,18 @@ def test_given_slots_are_read_before_the_row_is_mapped_anew(memory: KVMemory) ->
 
 def test_apply_returns_the_slots_of_the_last_take(memory: KVMemory) -> None:
     assert memory.apply([]) is None
-    slots = memory.apply([Take((1,), (0,), (3,)), Take((2, 1), (0, 3), (2, 1)), Give(1, 0, 1)])
+    slots = memory.apply([Alloc((1,), (0,), (3,)), Alloc((2, 1), (0, 3), (2, 1)), FreeRange(1, 0, 1)])
     assert slots is not None
     assert slots.dtype == torch.int32
     assert slots.tolist() == row_slots(memory, 2, 2) + row_slots(memory, 1, 4)[3:]
-    assert memory.apply([Give(2, 0, 2)]) is None
+    assert memory.apply([FreeRange(2, 0, 2)]) is None
 
 
 def test_each_keep_has_its_entries(memory: KVMemory) -> None:
-    memory.apply([Take((1, 2), (0, 0), (6, 4))])
+    memory.apply([Alloc((1, 2), (0, 0), (6, 4))])
     first, second = row_slots(memory, 1, 6), row_slots(memory, 2, 4)
     kept = [torch.tensor(entries, device=memory.device) for entries in ([1, 4], [5, 0, 2])]
-    memory.apply([Keep(2, 1, 4, 2), Keep(1, 0, 6, 3)], [kept[0], kept[1]])
+    memory.apply([KeepEntries(2, 1, 4, 2), KeepEntries(1, 0, 6, 3)], [kept[0], kept[1]])
     assert row_slots(memory, 1, 3) == [first[0], first[2], first[5]]
     # 4 is none of its range: of those not named the first makes room.
     assert row_slots(memory, 2, 3) == [second[0], second[1], second[3]]
@@ -186,33 +205,33 @@ def test_each_keep_has_its_entries(memory: KVMemory) -> None:
 def test_a_keep_without_its_entries_is_refused_before_anything_is_done(
     memory: KVMemory, num_entries: int
 ) -> None:
-    memory.apply([Take((1,), (0,), (4,))])
+    memory.apply([Alloc((1,), (0,), (4,))])
     before = memory.table.req_to_token.clone()
     entries = [torch.tensor([1], device=memory.device)] * num_entries
     with pytest.raises(ValueError, match=f"1 Keep edits and entries for {num_entries}"):
-        memory.apply([Take((2,), (0,), (3,)), Keep(1, 0, 4, 1)], entries)
+        memory.apply([Alloc((2,), (0,), (3,)), KeepEntries(1, 0, 4, 1)], entries)
     assert torch.equal(memory.table.req_to_token, before)
     memory.check([(1, 0, 4)])
 
 
 def test_a_shortage_raises_and_takes_nothing(memory: KVMemory) -> None:
-    memory.apply([Take((1,), (0,), (16,)), Take((2,), (0,), (16,))])
+    memory.apply([Alloc((1,), (0,), (16,)), Alloc((2,), (0,), (16,))])
     with pytest.raises(OutOfTokens, match="9 tokens needed, 8"):
-        memory.apply([Take((3,), (0,), (9,))])
+        memory.apply([Alloc((3,), (0,), (9,))])
     memory.check([(1, 0, 16), (2, 0, 16)])
 
 
 def test_check_finds_a_slot_with_two_owners(memory: KVMemory) -> None:
-    memory.apply([Take((1,), (0,), (3,)), Stash(1, 0, 3, 1)])
+    memory.apply([Alloc((1,), (0,), (3,)), StoreSegment(1, 0, 3, 1)])
     with pytest.raises(CheckFailed, match="slot 2 has 2 owners"):
         memory.check([(1, 1, 2)])
-    memory.apply([Give(1, 0, 1)])
+    memory.apply([FreeRange(1, 0, 1)])
     with pytest.raises(CheckFailed, match="slot 1 has 2 owners"):
         memory.check()
 
 
 def test_check_finds_a_lost_slot(memory: KVMemory) -> None:
-    memory.apply([Take((1,), (0,), (3,))])
+    memory.apply([Alloc((1,), (0,), (3,))])
     memory.check()
     with pytest.raises(CheckFailed, match="slot 3 is lost"):
         memory.check([(1, 0, 2)])
@@ -220,13 +239,13 @@ def test_check_finds_a_lost_slot(memory: KVMemory) -> None:
 
 def test_the_same_edits_make_the_same_memory(memory: KVMemory, device: torch.device) -> None:
     edits: list[Edit] = [
-        Take((1, 2, 3), (0, 0, 0), (5, 1, 7)),
-        Stash(1, 0, 4, 1),
-        Split(1, 2, 2),
-        Give(3, 2, 7),
-        Map(4, (2,)),
-        Take((4, 2), (2, 1), (1, 1)),
-        Drop(1, 1),
+        Alloc((1, 2, 3), (0, 0, 0), (5, 1, 7)),
+        StoreSegment(1, 0, 4, 1),
+        SplitSegment(1, 2, 2),
+        FreeRange(3, 2, 7),
+        MapSegments(4, (2,)),
+        Alloc((4, 2), (2, 1), (1, 1)),
+        FreeSegment(1, 1),
     ]
     memory.apply(edits)
     other = KVMemory(SPEC, num_slots=41, max_sequences=4, max_entries=16, device=device)
@@ -266,14 +285,14 @@ def test_the_workers_gpu_is_its_current_one_before_anything_is_built(
 @pytest.mark.gpu
 def test_apply_never_synchronises(memory: KVMemory) -> None:
     def edits(segment: int) -> list[Edit]:
-        take = Take((1, 2), (0, 0), (5, 3))
+        take = Alloc((1, 2), (0, 0), (5, 3))
         return [
             take,
-            Stash(1, 0, 4, segment),
-            Map(3, (segment,)),
-            Give(1, 4, 5),
-            Give(2, 0, 3),
-            Drop(segment, 0),
+            StoreSegment(1, 0, 4, segment),
+            MapSegments(3, (segment,)),
+            FreeRange(1, 4, 5),
+            FreeRange(2, 0, 3),
+            FreeSegment(segment, 0),
         ]
 
     memory.apply(edits(1))  # compiles the kernels

@@ -19,7 +19,7 @@ from lightkv.memory_map import CACHED, OWN, SHARED, MemoryMap
 from lightkv.router import EngineConfig, SamplingParams
 from lightkv.router.engine.request import Request
 from lightkv.router.engine.scheduler import Scheduler
-from lightkv.router.engine.step import Owners, PoolMap, StepResult
+from lightkv.router.engine.step import PoolMap, SlotOwners, StepResult
 from lightkv.router.model import runner as model_runner
 from lightkv.router.model.build import build_runner
 from lightkv.router.model.loader import random_model
@@ -52,14 +52,14 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> EngineConfig:
     )
 
 
-def owners_of(ledger: TokenLedger) -> Owners:
+def owners_of(ledger: TokenLedger) -> SlotOwners:
     """As the router says them, from each sequence's path."""
     held: dict[int, list[int]] = {}
     for sequence in ledger.sequences:
         for segment in sequence.path():
             held.setdefault(segment.id, []).append(sequence.row)
     labels = {name: OWN + rows[0] if len(rows) == 1 else SHARED for name, rows in held.items()}
-    return Owners(labels, [(one.row, one.shared, one.length) for one in ledger.sequences])
+    return SlotOwners(labels, [(one.row, one.shared, one.length) for one in ledger.sequences])
 
 
 def run(config: EngineConfig, maps: list[tuple[PoolMap, tuple[int, int, int]]] | None) -> list[StepResult]:
@@ -123,7 +123,7 @@ class MappingWorker(FakeWorker):
     num_maps = 0
     error: WorkerError | None = None
 
-    async def map(self, edits: bytes, owners: Owners) -> PoolMap:
+    async def map(self, edits: bytes, owners: SlotOwners) -> PoolMap:
         self._require_alive()
         memory = self.model.memory
         memory.apply(decode(edits))

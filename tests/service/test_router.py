@@ -13,7 +13,7 @@ import pytest
 
 from lightkv.router.config import EngineConfig
 from lightkv.router.engine.admission import OutputLengths
-from lightkv.router.engine.step import Holding, Limits, RunnerInfo, StepPlan, StepResult, TokenEvent
+from lightkv.router.engine.step import ExpectedMemory, Limits, RunnerInfo, StepPlan, StepResult, TokenEvent
 from lightkv.router.sampling_params import SamplingParams
 from lightkv.router.service.frames import FrameStream
 from lightkv.router.service.messages import (
@@ -66,7 +66,7 @@ class FakeWorker:
             raise WorkerFailed(WorkerError("RuntimeError", str(result), False))
         return result
 
-    async def check(self, edits: bytes, holding: Holding) -> None:
+    async def check(self, edits: bytes, holding: ExpectedMemory) -> None:
         self.model.check(edits, holding)
         self.num_checks += 1
 
@@ -322,7 +322,7 @@ def test_admission_by_estimates_pauses_and_finishes_all_also_while_draining(
         async with service(tmp_path, depth, pause=0.005, admission="quantile") as made:
             client = await made.connect()
             names = await submit_more_than_fits(client)
-            await client.until(lambda status: status.load.num_pauses > 0)
+            await client.until(lambda status: status.load.num_preemptions > 0)
             made.router.drain()
             ends = await client.until_ended(*names)
             assert {ends[name].finish_reason for name in names} == {"length"}
@@ -339,7 +339,7 @@ def test_a_worker_that_dies_takes_the_paused_along_and_what_was_learned_stays(tm
         async with service(tmp_path, 2, pause=0.005, admission="quantile") as made:
             client = await made.connect()
             names = await submit_more_than_fits(client)
-            while not made.router.load().num_pauses:  # a status would come when all is over
+            while not made.router.load().num_preemptions:  # a status would come when all is over
                 await asyncio.sleep(0.001)
             made.workers[0].kill()
             ends = await client.until_ended(*names)

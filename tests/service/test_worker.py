@@ -38,8 +38,8 @@ def recording(config: EngineConfig) -> Recording:
 
 def test_the_recording_has_every_kind_of_step(recording: Recording) -> None:
     assert {SamplerKind.RANDOM, SamplerKind.FULL} <= {plan.kind for plan in recording.plans}
-    assert any(plan.num_contexts for plan in recording.plans)
-    assert any(not plan.num_contexts for plan in recording.plans)
+    assert any(plan.num_prefills for plan in recording.plans)
+    assert any(not plan.num_prefills for plan in recording.plans)
     assert any(plan.logprobs for plan in recording.plans)
 
 

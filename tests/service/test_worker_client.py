@@ -16,9 +16,9 @@ import msgspec
 import pytest
 import uvloop
 
-from lightkv.edits import Drop, encode
+from lightkv.edits import FreeSegment, encode
 from lightkv.router import EngineConfig
-from lightkv.router.engine.step import Holding, StepPlan
+from lightkv.router.engine.step import ExpectedMemory, StepPlan
 from lightkv.router.service.worker_client import WorkerClient, WorkerDied, WorkerFailed
 from tests.support.recorded_steps import Recording, assert_same, saved, with_unknown_token
 
@@ -91,14 +91,14 @@ def test_failures_come_in_their_turn_and_a_killed_worker_is_seen_at_once(
         assert result is not None
         assert (result.step, result.num_free) == (3, recording.results[3].num_free)
 
-        lost = msgspec.structs.replace(recording.plans[4], edits=encode([Drop(99, 0)]))
+        lost = msgspec.structs.replace(recording.plans[4], edits=encode([FreeSegment(99, 0)]))
         assert await client.step(lost) is None
         with pytest.raises(WorkerFailed, match="step 4: KeyError") as failed:
             await client.flush()
         assert failed.value.fatal
 
         with pytest.raises(WorkerFailed, match="free slots") as failed:
-            await client.check(encode([]), Holding(7, []))
+            await client.check(encode([]), ExpectedMemory(7, []))
         assert (failed.value.kind, failed.value.fatal) == ("CheckFailed", True)
 
         os.kill(client.pid, signal.SIGSTOP)  # so that a call is under way

@@ -4,7 +4,17 @@ The tests of the ledger and the scheduler hold them to it. A slot's content is t
 and including its own, which is what its K/V depends on: a wrongly shared slot shows at once.
 """
 
-from lightkv.edits import Drop, Edit, Give, Map, Split, Stash, Take, decode, encode
+from lightkv.edits import (
+    Alloc,
+    Edit,
+    FreeRange,
+    FreeSegment,
+    MapSegments,
+    SplitSegment,
+    StoreSegment,
+    decode,
+    encode,
+)
 
 
 class MemoryModel:
@@ -19,26 +29,26 @@ class MemoryModel:
     def apply(self, edits: list[Edit]) -> None:
         for edit in decode(encode(edits)):
             match edit:
-                case Take(rows, starts, counts):
+                case Alloc(rows, starts, counts):
                     for row, start, count in zip(rows, starts, counts, strict=True):
                         for position in range(start, start + count):
                             self.rows.setdefault(row, {})[position] = self._take()
-                case Map(row, segments):
+                case MapSegments(row, segments):
                     slots = [slot for segment in segments for slot in self.segments[segment]]
                     self.rows[row] = dict(enumerate(slots))
-                case Stash(row, start, end, segment):
+                case StoreSegment(row, start, end, segment):
                     slots = [self.rows[row][position] for position in range(start, end)]
                     before = self.segments.get(segment, [])
                     assert slots[: len(before)] == before
                     self.segments[segment] = slots
-                case Split(segment, at, head):
+                case SplitSegment(segment, at, head):
                     slots = self.segments[segment]
                     assert 0 < at < len(slots)
                     self.segments[head], self.segments[segment] = slots[:at], slots[at:]
-                case Give(row, start, end):
+                case FreeRange(row, start, end):
                     for position in range(start, end):
                         self._give(self.rows[row][position])
-                case Drop(segment, start):
+                case FreeSegment(segment, start):
                     for slot in self.segments[segment][start:]:
                         self._give(slot)
                     self.segments[segment] = self.segments[segment][:start]

@@ -8,9 +8,9 @@ import random
 from array import array
 from collections import deque
 
-from lightkv.edits import Take, decode
+from lightkv.edits import Alloc, decode
 from lightkv.router.engine.loop import Engine
-from lightkv.router.engine.step import Holding, StepPlan, StepResult, TokenEvent
+from lightkv.router.engine.step import ExpectedMemory, StepPlan, StepResult, TokenEvent
 from tests.support.memory_model import MemoryModel
 
 STOP = 7  # the token that it samples with `stop_chance`; the others are 10 to 12
@@ -34,9 +34,9 @@ class ModelWorker:
     def execute(self, plan: StepPlan) -> StepResult:
         self.plans.append(plan)
         edits = decode(plan.edits)
-        if not plan.num_contexts:  # a CUDA graph does this one itself
-            assert edits[-1] == Take(tuple(plan.rows), tuple(plan.starts), tuple(plan.counts))
-            assert not any(isinstance(edit, Take) for edit in edits[:-1])
+        if not plan.num_prefills:  # a CUDA graph does this one itself
+            assert edits[-1] == Alloc(tuple(plan.rows), tuple(plan.starts), tuple(plan.counts))
+            assert not any(isinstance(edit, Alloc) for edit in edits[:-1])
         self.memory.apply(edits)
         for new in plan.new_rows:
             self.tokens[new.row] = []
@@ -45,14 +45,14 @@ class ModelWorker:
             raise error
         chunks = array("i", plan.token_ids)
         spans = list(zip(plan.rows, plan.starts, plan.counts, strict=True))
-        for row, start, count in spans[: plan.num_contexts]:  # who publishes comes before who hits it
+        for row, start, count in spans[: plan.num_prefills]:  # who publishes comes before who hits it
             if not self.tokens[row]:  # its first chunk: what comes before is in the cache
                 self.tokens[row] = self.memory.tokens_of(row, start)
             assert len(self.tokens[row]) == start
             self.tokens[row] += chunks[:count]
             chunks = chunks[count:]
             self.memory.write(row, start, self.tokens[row])
-        for row, start, _ in spans[plan.num_contexts :]:
+        for row, start, _ in spans[plan.num_prefills :]:
             self.memory.write(row, start, self.tokens[row])
         for row, start, count in spans:
             self.memory.read(row, self.tokens[row][: start + count])
@@ -66,7 +66,7 @@ class ModelWorker:
 
     def _check_prefixes(self, plan: StepPlan) -> None:
         """What is read together is the same, and holds nobody's newest token."""
-        starts = dict(zip(plan.rows[plan.num_contexts :], plan.starts[plan.num_contexts :], strict=True))
+        starts = dict(zip(plan.rows[plan.num_prefills :], plan.starts[plan.num_prefills :], strict=True))
         together = [row for rows, _ in plan.prefixes for row in rows]
         assert len(set(together)) == len(together)
         for rows, num_tokens in plan.prefixes:
@@ -84,7 +84,7 @@ class ModelWorker:
         except RuntimeError as error:
             self.results.append(error)
 
-    def check(self, edits: bytes, holding: Holding) -> None:
+    def check(self, edits: bytes, holding: ExpectedMemory) -> None:
         self.memory.apply(decode(edits))
         assert len(self.memory.free) == holding.num_free
         self.memory.check_owned({row: range(start, end) for row, start, end in holding.private})

@@ -15,7 +15,7 @@ from lightkv.ledger import TokenLedger
 from lightkv.router import EngineConfig, SamplingParams
 from lightkv.router.engine.request import Request
 from lightkv.router.engine.scheduler import Scheduler
-from lightkv.router.engine.step import Holding, StepPlan, StepResult
+from lightkv.router.engine.step import ExpectedMemory, StepPlan, StepResult
 from lightkv.router.model.build import build_runner
 from lightkv.router.model.loader import random_model
 
@@ -65,7 +65,7 @@ class Recording:
             self.results.append(runner.execute(plan))
             scheduler.consume(self.results[-1])
         self.edits = encode(ledger.drain())
-        self.holding = Holding(ledger.num_free, [])
+        self.holding = ExpectedMemory(ledger.num_free, [])
         runner.check(self.edits, self.holding)
 
 
@@ -84,6 +84,6 @@ def assert_same(results: list[StepResult | None], expected: list[StepResult]) ->
 
 def with_unknown_token(plan: StepPlan) -> StepPlan:
     """A plan that fails once its edits are applied."""
-    assert plan.num_contexts
+    assert plan.num_prefills
     unknown = array("i", [1000]).tobytes()
     return msgspec.structs.replace(plan, token_ids=unknown + plan.token_ids[len(unknown) :])

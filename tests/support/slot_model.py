@@ -10,30 +10,30 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightkv.triton_kernels.slots import alloc_many as take_many
+from lightkv.triton_kernels.slots import alloc_many as alloc_many
 from lightkv.triton_kernels.slots import allocate
 from lightkv.triton_kernels.slots.allocate import (
     SlotFlag,
     SlotState,
-    give_slots,
-    give_slots_reference,
-    take_run,
-    take_run_reference,
-    take_slots,
-    take_slots_reference,
+    alloc_run,
+    alloc_run_reference,
+    alloc_slots,
+    alloc_slots_reference,
+    free_slots,
+    free_slots_reference,
 )
 from lightkv.triton_kernels.slots.slot_state import TICKET
 from lightkv.triton_kernels.tuning import CountTiles, TakeLaunch
 
 
 class Operations(NamedTuple):
-    take_slots: Callable[..., None]
-    take_run: Callable[..., None]
-    give_slots: Callable[..., None]
+    alloc_slots: Callable[..., None]
+    alloc_run: Callable[..., None]
+    free_slots: Callable[..., None]
 
 
-KERNELS = Operations(take_slots, take_run, give_slots)
-TWINS = Operations(take_slots_reference, take_run_reference, give_slots_reference)
+KERNELS = Operations(alloc_slots, alloc_run, free_slots)
+TWINS = Operations(alloc_slots_reference, alloc_run_reference, free_slots_reference)
 both = pytest.mark.parametrize("operations", [KERNELS, TWINS], ids=["kernels", "twins"])
 
 
@@ -52,7 +52,7 @@ class Model:
         self.free -= set(taken)
         return taken + [0] * (max_n - len(taken))
 
-    def take_run(self, n: int) -> list[int]:
+    def alloc_run(self, n: int) -> list[int]:
         for start in range(1, self.num_slots - n + 1):
             run = range(start, start + n)
             if self.free.issuperset(run):
@@ -108,6 +108,6 @@ def in_two_kernels(tiles: CountTiles) -> Iterator[None]:
     """Takes in two kernels, however few the slots are, which read so many counts a turn."""
     with (
         mock.patch.object(allocate, "MAX_IN_ONE_KERNEL", 0),
-        mock.patch.object(take_many, "many_tiles", return_value=tiles),
+        mock.patch.object(alloc_many, "many_tiles", return_value=tiles),
     ):
         yield

@@ -37,7 +37,7 @@ _SHARE_FIELDS = tl.constexpr(SHARE_FIELDS)
 _PART_FIELDS = tl.constexpr(PART_FIELDS)
 
 
-class DecodeGroups(NamedTuple):
+class SharedPrefixGroups(NamedTuple):
     """Requests that share their first keys, which are read once for all of a group.
 
     `members`: int32 `[G, M]`: the requests of each group, -1 after the last; M is `tuning.group_members`.
@@ -243,7 +243,7 @@ def decode_plan(
     num_kv_heads: int,
     window: int = 0,
     num_queries: int = 1,
-    groups: DecodeGroups | None = None,
+    groups: SharedPrefixGroups | None = None,
 ) -> DecodePlan:
     """The work list of one decode step for layers of `num_kv_heads`, each of which goes through it.
 
@@ -285,7 +285,7 @@ def decode_plan(
     return DecodePlan(items, shares, parts, split, members, window, num_queries)
 
 
-def _check_groups(groups: DecodeGroups, num_requests: int, window: int) -> None:
+def _check_groups(groups: SharedPrefixGroups, num_requests: int, window: int) -> None:
     if window or groups.place.shape != (num_requests,):
         raise ValueError(
             f"groups are for layers without a window, and have a place for each request; got a window of "
@@ -308,7 +308,7 @@ def decode_plan_reference(
     num_workers: int,
     unit: int,
     window: int = 0,
-    groups: DecodeGroups | None = None,
+    groups: SharedPrefixGroups | None = None,
 ) -> DecodePlan:
     """The specification of `decode_plan`; `window` is the keys that a request's queries see together.
 

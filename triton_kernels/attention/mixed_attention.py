@@ -16,7 +16,7 @@ from torch import Tensor
 
 from .attend_keys import check_attention_inputs
 from .decode_attention import decode_attention, decode_attention_reference
-from .decode_plan import DecodeGroups, DecodePlan, decode_plan
+from .decode_plan import DecodePlan, SharedPrefixGroups, decode_plan
 from .prefill_attention import prefill_attention, prefill_attention_reference
 from .prefill_plan import PrefillPlan, prefill_plan
 
@@ -41,7 +41,7 @@ def mixed_plan(
     dtype: torch.dtype,
     window: int = 0,
     num_queries: int = 1,
-    groups: DecodeGroups | None = None,
+    groups: SharedPrefixGroups | None = None,
 ) -> MixedPlan:
     """The work lists of one step for layers of these heads, each of which goes through them.
 

@@ -2,7 +2,7 @@
 
 The first plans: one program finds which blocks the lowest slots are in, the others, where a run is wanted,
 look for one, each in a part of the pool's bits. The second has a program for every few blocks to take from; it
-sees for itself what the search has found. Twins: `take_slots_reference`, `take_run_reference`.
+sees for itself what the search has found. Twins: `alloc_slots_reference`, `alloc_run_reference`.
 """
 
 from typing import Any
@@ -233,13 +233,13 @@ def _take_kernel(
         tl.store(block_free + blocks, num_free - num_gone, mask=num_gone > 0)
 
 
-def take_many(
+def alloc_many(
     state: SlotState, out: Tensor, count: Tensor | None, entries: TableEntries | None, find_run: bool
 ) -> None:
     """Take many slots. Leaves in `mem_cum_sum` the inclusive prefix sum of `block_free` as it was before, for
     the blocks it looked at: from the first with a free slot to beyond the last that it would take ranks of.
 
-    Arguments as of `take_slots`; find_run: take the lowest run of `len(out)` where there is one (no `count`).
+    Arguments as of `alloc_slots`; find_run: take the lowest run of `len(out)` where there is one (no `count`).
     """
     max_n, num_blocks, block_words = len(out), len(state.block_free), state.block_words
     num_words = num_blocks * block_words

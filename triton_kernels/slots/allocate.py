@@ -25,7 +25,7 @@ from torch import Tensor
 
 from lightkv.triton_kernels.tuning import MAX_IN_ONE_KERNEL, few_tiles, take_launch
 
-from .alloc_many import take_many
+from .alloc_many import alloc_many
 from .slot_flags import SlotFlag
 from .slot_search import entries_of, num_bits, place_of_bit
 from .slot_state import (
@@ -44,14 +44,14 @@ __all__ = [
     "SlotFlag",
     "SlotState",
     "TableEntries",
-    "give_slots",
-    "give_slots_reference",
+    "alloc_run",
+    "alloc_run_reference",
+    "alloc_slots",
+    "alloc_slots_reference",
+    "free_slots",
+    "free_slots_reference",
     "lowest_run",
     "new_slot_state",
-    "take_run",
-    "take_run_reference",
-    "take_slots",
-    "take_slots_reference",
 ]
 
 _SHORT = tl.constexpr(int(SlotFlag.SHORT))
@@ -245,7 +245,7 @@ def _give_slots_kernel(
         tl.atomic_or(books + _FLAGS, double_free * _DOUBLE_FREE + out_of_range * _OUT_OF_RANGE, sem="relaxed")
 
 
-def take_slots(
+def alloc_slots(
     state: SlotState, out: Tensor, count: Tensor | None = None, entries: TableEntries | None = None
 ) -> None:
     """Take the `count` lowest free slots, ascending.
@@ -261,7 +261,7 @@ def take_slots(
     """
     max_n = len(out)
     if max_n > MAX_IN_ONE_KERNEL:
-        take_many(state, out, count, entries, find_run=False)
+        alloc_many(state, out, count, entries, find_run=False)
         return
     has_count, has_table = count is not None, entries is not None
     has_rows = entries is not None and entries.rows is not None
@@ -306,16 +306,16 @@ def take_slots(
     )
 
 
-def take_run(state: SlotState, out: Tensor, entries: TableEntries | None = None) -> None:
-    """Take the lowest `len(out)` consecutive free slots where there are such, else as `take_slots`.
+def alloc_run(state: SlotState, out: Tensor, entries: TableEntries | None = None) -> None:
+    """Take the lowest `len(out)` consecutive free slots where there are such, else as `alloc_slots`.
 
-    `out`: int32 `[n]`, contiguous. `entries`: as for `take_slots`. Decided on the device.
+    `out`: int32 `[n]`, contiguous. `entries`: as for `alloc_slots`. Decided on the device.
     """
     if len(out):
-        take_many(state, out, None, entries, find_run=True)
+        alloc_many(state, out, None, entries, find_run=True)
 
 
-def give_slots(state: SlotState, slots: Tensor) -> None:
+def free_slots(state: SlotState, slots: Tensor) -> None:
     """Make slots free. `slots`: int32 or int64 `[n]`, contiguous, in any order.
 
     A slot that is free already, or comes a second time, stays free once and sets the flag DOUBLE_FREE.
@@ -357,21 +357,21 @@ def lowest_run(state: SlotState, n: int) -> Tensor:
     return free_before.gather(0, start) * is_run.gather(0, start)
 
 
-def take_slots_reference(
+def alloc_slots_reference(
     state: SlotState, out: Tensor, count: Tensor | None = None, entries: TableEntries | None = None
 ) -> None:
-    """The specification of `take_slots`, in plain torch; also what runs on the CPU."""
+    """The specification of `alloc_slots`, in plain torch; also what runs on the CPU."""
     _take_reference(state, out, count, None, entries)
 
 
-def take_run_reference(state: SlotState, out: Tensor, entries: TableEntries | None = None) -> None:
-    """The specification of `take_run`, in plain torch; also what runs on the CPU."""
+def alloc_run_reference(state: SlotState, out: Tensor, entries: TableEntries | None = None) -> None:
+    """The specification of `alloc_run`, in plain torch; also what runs on the CPU."""
     if len(out):
         _take_reference(state, out, None, lowest_run(state, len(out)), entries)
 
 
-def give_slots_reference(state: SlotState, slots: Tensor) -> None:
-    """The specification of `give_slots`, in plain torch; also what runs on the CPU."""
+def free_slots_reference(state: SlotState, slots: Tensor) -> None:
+    """The specification of `free_slots`, in plain torch; also what runs on the CPU."""
     if slots.numel() == 0:
         return
     ordered = slots.long().sort().values

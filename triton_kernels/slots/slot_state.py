@@ -41,7 +41,7 @@ class SlotState(NamedTuple):
     mem_state: Tensor  # [num_slots], 1 = free
     free_bits: Tensor  # [num_blocks * block_words], the same: slot s is bit s % word_slots of s // word_slots
     block_free: Tensor  # [num_blocks], free slots of each block
-    mem_cum_sum: Tensor  # [num_blocks], scratch of a take in two kernels: see `take_many`
+    mem_cum_sum: Tensor  # [num_blocks], scratch of a take in two kernels: see `alloc_many`
     counters: Tensor  # [2]: free slots of the pool, SlotFlag bits
     first_block: Tensor  # [1]: no block before it has a free slot; a lower bound
     books: Tensor  # all but mem_state are views of this

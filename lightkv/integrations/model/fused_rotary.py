@@ -36,7 +36,7 @@ _CONTEXT = 2048  # for a model that names none
 
 
 @dataclass(frozen=True)
-class _Form:
+class AttentionLayout:
     """What a module computes beside its attention."""
 
     implementation: str  # of attention, under which this holds
@@ -48,7 +48,7 @@ class _Form:
     norms: tuple[str, str] | None  # of each head of q and k
     output: str
     interleaved: bool = False  # pairs, as RotaryEmbedding has it
-    angles_twice: bool = False  # the model's tables have each angle twice in a row; else in two halves
+    repeated_angles: bool = False  # the model's tables have each angle twice in a row; else in two halves
 
     def project(self, module: Any, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Of x `[1, T, C]`: q, k and v, `[1, heads, T, dim]`, without positions."""
@@ -69,7 +69,7 @@ class _Form:
 
     def rotary(self, tables: tuple[torch.Tensor, torch.Tensor]) -> RotaryEmbedding:
         """Of a model's cosines and sines `[1, T, 2n]`."""
-        if self.angles_twice:
+        if self.repeated_angles:
             cos, sin = (table[0, :, ::2].contiguous() for table in tables)
         else:
             cos, sin = (table[0, :, : table.shape[-1] // 2] for table in tables)
@@ -91,7 +91,7 @@ class TurningReceiver(Protocol):
         `[1, T, heads, v_dim]`."""
 
 
-def _forward(module: Any, form: _Form, *args: Any, **kwargs: Any) -> Any:
+def _forward(module: Any, form: AttentionLayout, *args: Any, **kwargs: Any) -> Any:
     """The forward pass of `module`; its own, unless this is a call of `compute` with a TurningReceiver."""
     tables: Any = kwargs.get("position_embeddings")
     receiver: Any = kwargs.get("lightkv")
@@ -158,7 +158,7 @@ def _is_fused(module: torch.nn.Module) -> bool:
 
 
 def _is_candidate(module: Any) -> bool:
-    """Has it what `_Form` knows, and no forward pass that somebody else put there?"""
+    """Has it what `AttentionLayout` knows, and no forward pass that somebody else put there?"""
     projections = (_SEPARATE, (_ONE_AFTER_THE_OTHER,), (_HEAD_BY_HEAD,))
     return (
         isinstance(getattr(module, "layer_idx", None), int)
@@ -231,7 +231,7 @@ class _Watch:
     """In the place of a module's forward pass while the model runs once: computes its own, and compares."""
 
     def __init__(self, module: Any, implementation: str) -> None:
-        self.form: _Form | None = None
+        self.form: AttentionLayout | None = None
         self._module = module
         self._implementation = implementation
 
@@ -243,7 +243,7 @@ class _Watch:
             self.form = None  # it is called, or calls, in a way that `_forward` does not
         return output
 
-    def _find(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Form | None:
+    def _find(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> AttentionLayout | None:
         """The form that computes the same for each of the inputs; None if none does."""
         tables = kwargs["position_embeddings"]
         x = args[0] if args else kwargs["hidden_states"]
@@ -265,7 +265,7 @@ class _Watch:
         for interleaved, twice in product((False, True), (False, True)):
             if not all(_repeats(table, twice) for table in tables):
                 continue
-            form = replace(plain, interleaved=interleaved, angles_twice=twice)
+            form = replace(plain, interleaved=interleaved, repeated_angles=twice)
             ours = self._ours(form, args, kwargs | {"position_embeddings": (stays, 1 - stays)})
             if all(map(_is_equal, ours, expected_exactly)):
                 ours = self._ours(form, args, kwargs)
@@ -278,18 +278,18 @@ class _Watch:
         output = type(self._module).forward(self._module, *args, **kwargs | {"lightkv": answers})
         return answers.call(output)
 
-    def _ours(self, form: _Form, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Call:
+    def _ours(self, form: AttentionLayout, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Call:
         answers = _Answers()
         return answers.call(_forward(self._module, form, *args, **kwargs | {"lightkv": answers}))
 
-    def _plain_form(self, call: _Call) -> _Form:
+    def _plain_form(self, call: _Call) -> AttentionLayout:
         """What the module's names and a call of it say, the tables aside."""
         module = self._module
         q, k, v, _ = call
         projection = None
         if not _has(module, *_SEPARATE):
             projection = _ONE_AFTER_THE_OTHER if _has(module, _ONE_AFTER_THE_OTHER) else _HEAD_BY_HEAD
-        return _Form(
+        return AttentionLayout(
             implementation=self._implementation,
             num_heads=q.shape[1],
             num_kv_heads=k.shape[1],

@@ -5,7 +5,7 @@ import time
 from collections.abc import Sequence
 from typing import cast
 
-from lightkv.router.api.generation import Answer, Generation, Piece
+from lightkv.router.api.generation import Answer, Generation, TextDelta
 from lightkv.router.engine.step import TokenLogprobs
 from lightkv.router.text.tokenizer import Tokenizer
 
@@ -43,7 +43,7 @@ class CompletionWriter:
         choices = [self._choice(_all_of(answer)) for answer in generation.answers]
         return self._body(choices) | {"usage": usage_of(generation)}
 
-    def chunks(self, piece: Piece) -> list[CompletionBody]:
+    def chunks(self, piece: TextDelta) -> list[CompletionBody]:
         """A piece of an answer, in a stream."""
         return [self._body([self._choice(piece)])]
 
@@ -60,7 +60,7 @@ class CompletionWriter:
             "choices": choices,
         }
 
-    def _choice(self, piece: Piece) -> CompletionChoice:
+    def _choice(self, piece: TextDelta) -> CompletionChoice:
         answer, text = piece.answer, piece.text
         if self._prompts and answer.index not in self._opened:
             text = self._prompts[answer.prompt_idx] + text
@@ -126,7 +126,7 @@ class ChatWriter:
             "usage": usage_of(generation),
         }
 
-    def chunks(self, piece: Piece) -> list[ChatChunk]:
+    def chunks(self, piece: TextDelta) -> list[ChatChunk]:
         """A piece of an answer, in a stream; before its first one that says who speaks."""
         answer, index = piece.answer, piece.answer.index
         chunks = []
@@ -184,8 +184,8 @@ def usage_of(generation: Generation) -> Usage:
     }
 
 
-def _all_of(answer: Answer) -> Piece:
-    return Piece(answer, answer.completion.text, answer.scored, answer.completion.finish_reason)
+def _all_of(answer: Answer) -> TextDelta:
+    return TextDelta(answer, answer.completion.text, answer.scored, answer.completion.finish_reason)
 
 
 def _finite(logprob: float) -> float:
