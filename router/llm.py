@@ -18,11 +18,9 @@ from typing import Any, cast
 import numpy as np
 
 from lightkv.errors import LightKVError
-from lightkv.ledger import TokenLedger
 from lightkv.router.engine.admission import make_admission
-from lightkv.router.engine.loop import Engine, Stats
+from lightkv.router.engine.loop import EngineStats, LocalEngine, make_scheduler
 from lightkv.router.engine.request import InvalidPrompt, Request
-from lightkv.router.engine.scheduler import Scheduler
 from lightkv.router.engine.step import TokenEvent, TokenLogprobs
 from lightkv.router.model.build import build_runner, find_model
 from lightkv.router.text.completion import Completion
@@ -114,12 +112,8 @@ class LLM:
         directory = find_model(config, report)
         self.tokenizer = Tokenizer(directory)
         runner, self.info = build_runner(config, report, directory)
-        limits = self.info.limits
-        ledger = TokenLedger(self.info.capacity, limits.max_num_seqs, limits.max_model_len)
-        scheduler = Scheduler(
-            ledger, limits, admission=make_admission(config.admission, ttft_target=config.ttft_target)
-        )
-        self.engine = Engine(scheduler, runner)
+        admission = make_admission(config.admission, ttft_target=config.ttft_target)
+        self.engine = LocalEngine(make_scheduler(self.info, admission), runner)
         self._runs: dict[str, _Run] = {}  # by request: calls may be interleaved, and each gets its own
 
     def generate(
@@ -154,12 +148,13 @@ class LLM:
         """As `generate`, in chunks as they come. Dropping the iterator ends what still runs."""
         return self._run(self._answers(_as_prompts(prompts), params))
 
-    def stats(self) -> Stats:
+    def stats(self) -> EngineStats:
         """What the memory holds now, in tokens."""
         return self.engine.stats()
 
     def check(self) -> None:
-        """Recount every book, the device's too. Raises CheckFailed."""
+        """Recounts everything, the device's memory included. Raises CheckFailed."""
+        self._deliver(self.engine.settle)
         self.engine.check()
 
     def _answers(
@@ -180,7 +175,7 @@ class LLM:
                 child = wanted.child(index)
                 seed = secrets.randbits(63) if child.seed is None else child.seed
                 request = Request(secrets.token_hex(8), prompt_ids, child, seed, stop_ids)
-                self.engine.scheduler.validate(request)
+                request.validate(self.info.limits, self.info.capacity)
                 answers.append(_Answer(prompt_idx, index, request, Completion(self.tokenizer, child)))
         return answers
 
@@ -205,22 +200,28 @@ class LLM:
                     self._runs[answer.request.id] = run
             while run.growing:
                 if not run.inbox:
-                    self._step()
+                    self._deliver(self.engine.step)
                 while run.inbox:
+                    event = run.inbox.popleft()
+                    if event.request_id not in run.growing:  # a stop string has ended the answer before
+                        continue
                     with interrupts_deferred():
-                        chunk = self._take(run, run.inbox.popleft())
+                        chunk = self._take(run, event)
                     yield chunk
         finally:
             with interrupts_deferred():
                 for request_id in run.growing:
                     self.engine.abort(request_id)
                     self._runs.pop(request_id, None)
+            if not self._runs:  # nothing of these answers is held once the call has returned
+                self._deliver(self.engine.settle)
 
-    def _step(self) -> None:
-        """One step of the engine; every call's events go to its own inbox. Ctrl-C waits for its end."""
+    def _deliver(self, advance: Callable[[], list[TokenEvent]]) -> None:
+        """Advances the engine and puts every event into the inbox of its own call. Ctrl-C waits for the end."""
         with interrupts_deferred():
-            for event in self.engine.step():
-                self._runs[event.request_id].inbox.append(event)
+            for event in advance():
+                if event.request_id in self._runs:
+                    self._runs[event.request_id].inbox.append(event)
 
     def _take(self, run: _Run, event: TokenEvent) -> StreamChunk:
         answer = run.growing[event.request_id]

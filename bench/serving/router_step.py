@@ -3,7 +3,7 @@
     python -m bench.serving.router_step --out bench/results/router-step.json
 
 The worker is a stand-in that answers at once and counts slots as the ledger does. A step is what the router
-process does for one: plan it and encode the plan; decode the result, compare the counts and consume it; encode
+process does for one: plan it and encode the plan; decode the result, compare the counts and complete the step; encode
 the events for the API process. Queueing a request is measured apart. Two loads, at one and at two steps under
 way, each with what is free promised to what runs:
 
@@ -35,6 +35,7 @@ from bench.common.report import parser, print_json, print_machine, print_table, 
 from lightkv.ledger import TokenLedger
 from lightkv.ledger.shared_prefixes import PrefixSharing
 from lightkv.router import SamplingParams, Scheduler
+from lightkv.router.engine.loop import Engine
 from lightkv.router.engine.request import Request
 from lightkv.router.engine.step import Limits, StepPlan, StepResult, TokenEvent
 from lightkv.router.service.messages import Events
@@ -45,7 +46,7 @@ VOCAB_SIZE = 32_000
 NUM_FAMILIES = 50  # of prompts that share a prefix
 MAX_TOKENS = 2**30  # a pool and a step that nothing is too large for, until the load is set up
 TARGET_US = 1000.0
-PARTS = ("plan", "consume", "send")
+PARTS = ("plan", "complete", "send")
 WORTH_IT = PrefixSharing(max_members=16)
 ANY = PrefixSharing(max_members=16, min_tokens=1, min_saved=1, min_mean=0)
 
@@ -82,10 +83,11 @@ class Router:
         self.profiled = ""
         self._rng = random.Random(0)
         self._number = 0
-        self._flying: deque[tuple[StepPlan, bytes]] = deque()
+        self._in_flight: deque[bytes] = deque()
         # With churn a request lasts as many steps as there are requests, and each is one step older.
         self._max_tokens = load.num_running if load.churn else 2 * steps
-        self.scheduler = self._running()
+        self.engine = Engine(self._running())
+        self.scheduler = self.engine.scheduler
         self._fill_queue()
 
     def step(self) -> None:
@@ -93,9 +95,9 @@ class Router:
         while self.scheduler.num_in_flight < self.load.depth:
             plan, _ = self._timed("plan", self._plan)
             result = StepResult(plan.step, [10] * len(plan.sample), plan.num_free, 0)
-            self._flying.append((plan, _encode(result)))
-        plan, data = self._flying.popleft()
-        events = self._timed("consume", lambda: self._consume(plan, data))
+            self._in_flight.append(_encode(result))
+        data = self._in_flight.popleft()
+        events = self._timed("complete", lambda: self.engine.complete(_decode_result(data)))
         self._timed("send", lambda: _encode(Events(events)))
         self._fill_queue()
 
@@ -117,7 +119,7 @@ class Router:
             scheduler.add(self._request(load.prompt + age, self._max_tokens - age))
         plan = scheduler.plan()
         assert plan is not None
-        scheduler.consume(StepResult(plan.step, [10] * len(plan.sample), plan.num_free, 0))
+        scheduler.complete(StepResult(plan.step, [10] * len(plan.sample), plan.num_free, 0))
         room = load.prompt + self._max_tokens if load.churn else 0
         spare = ledger.capacity - scheduler.forecast_peak() - room
         ledger.capacity -= spare
@@ -142,15 +144,9 @@ class Router:
         return Request(f"{self._number:032x}", ids, params, seed=self._number)
 
     def _plan(self) -> tuple[StepPlan, bytes]:
-        plan = self.scheduler.plan()
+        plan = self.engine.plan()
         assert plan is not None
         return plan, _encode(plan)
-
-    def _consume(self, plan: StepPlan, data: bytes) -> list[TokenEvent]:
-        result = _decode_result(data)
-        if result.num_free != plan.num_free or result.flags:
-            refuse(f"step {plan.step}: the counts part")
-        return self.scheduler.consume(result)
 
     def _timed(self, part: str, function: Callable[[], T]) -> T:
         if part == self.profiled and self.profiler is not None:
@@ -201,9 +197,8 @@ def measure(load: Load, steps: int, profile: bool) -> dict[str, dict[str, float]
         print(f"\n{name_of(load)}: {steps // 2} times {router.profiled}, profiled")
         pstats.Stats(router.profiler).sort_stats("tottime").print_stats(12)
     for _ in range(load.depth):  # land what is under way, then recount every book
-        if router._flying:
-            plan, data = router._flying.popleft()
-            router._consume(plan, data)
+        if router._in_flight:
+            router.engine.complete(_decode_result(router._in_flight.popleft()))
     scheduler.check()
     return results
 
@@ -243,7 +238,7 @@ def main() -> None:
             [name_of(load), *cells, f"{found['whole']['p99']:.0f}", f"{found['queue']['median']:.1f}"]
         )
         results[name_of(load)] = found
-    print_table(["load", "plan µs", "consume µs", "send µs", "whole µs", "p99 µs", "queue one µs"], rows)
+    print_table(["load", "plan µs", "complete µs", "send µs", "whole µs", "p99 µs", "queue one µs"], rows)
     settings = {key: getattr(options, key) for key in ("running", "queued", "prompt", "steps")}
     print_json(
         "router_step",

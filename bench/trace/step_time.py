@@ -40,7 +40,7 @@ from bench.common.report import (
 from bench.serving.decode_step import LLAMA_3_8B
 from lightkv.ledger import TokenLedger
 from lightkv.router import EngineConfig, SamplingParams
-from lightkv.router.engine.loop import Engine
+from lightkv.router.engine.loop import LocalEngine
 from lightkv.router.engine.request import Request
 from lightkv.router.engine.scheduler import Scheduler
 from lightkv.router.engine.step import ExpectedMemory, StepPlan, StepResult
@@ -103,10 +103,14 @@ class Watch:
         """The runner's."""
         return self._runner.fatal
 
-    def execute(self, plan: StepPlan) -> StepResult:
-        """The runner's step."""
+    def launch(self, plan: StepPlan) -> None:
+        """Launches the step, and notes what it computes."""
         self.work = work_of(plan)
-        return self._runner.execute(plan)
+        self._runner.launch(plan)
+
+    def collect(self) -> StepResult:
+        """Returns the result of the step."""
+        return self._runner.collect()
 
     def check(self, edits: bytes, holding: ExpectedMemory) -> None:
         """The runner's."""
@@ -121,7 +125,7 @@ class Meter:
         limits = self.info.limits
         self._watch = Watch(runner)
         self._ledger = TokenLedger(self.info.capacity, limits.max_num_seqs, limits.max_model_len)
-        self._engine = Engine(Scheduler(self._ledger, limits), self._watch)
+        self._engine = LocalEngine(Scheduler(self._ledger, limits), self._watch)
         self._rng = random.Random(0)
         self._number = 0
         self._open: list[str] = []

@@ -18,7 +18,7 @@ from lightkv.errors import LightKVError
 from lightkv.ledger import TokenLedger
 from lightkv.router import SamplingParams
 from lightkv.router.engine.admission import make_admission
-from lightkv.router.engine.loop import Engine
+from lightkv.router.engine.loop import LocalEngine
 from lightkv.router.engine.request import Request
 from lightkv.router.engine.scheduler import Scheduler
 from lightkv.router.engine.step import ExpectedMemory, RunnerInfo, StepPlan, StepResult
@@ -58,14 +58,19 @@ class Executor:
         """The runner's."""
         return self._runner.fatal
 
-    def execute(self, plan: StepPlan) -> StepResult:
-        """The runner's step."""
+    def launch(self, plan: StepPlan) -> None:
+        """Launches the step, and notes what it computes and what is held meanwhile."""
+        self._plan = plan
         self.work = work_of(plan)
         self.held, self.padding = self._ledger.num_held, padding_of(self._ledger)
         for new in plan.new_rows:
             self._row_left[new.row] = self.left[new.seed]
+        self._runner.launch(plan)
+
+    def collect(self) -> StepResult:
+        """Returns the step's result, in which answers end where the trace says."""
+        plan, result = self._plan, self._runner.collect()
         hidden = self.padding + self._left_out
-        result = self._runner.execute(plan)
         tokens = result.tokens
         for i, index in enumerate(plan.sample):
             left = self._row_left[plan.rows[index]]
@@ -109,7 +114,7 @@ class Machine:
         def now() -> float:
             return time.perf_counter() - begun
 
-        engine = Engine(Scheduler(ledger, limits, admission=counted, clock=now), executor)
+        engine = LocalEngine(Scheduler(ledger, limits, admission=counted, clock=now), executor)
         params = SamplingParams(temperature=0, max_tokens=self._max_new)
         requests = [
             Request(str(idx), ids.tobytes(), params, idx, frozenset({END}))
@@ -193,7 +198,7 @@ class Record:
         self._num_met += in_time and between <= self._targets.tpot
         self._num_finished += 1
 
-    def results(self, engine: Engine, capacity: int) -> Results:
+    def results(self, engine: LocalEngine, capacity: int) -> Results:
         """All of it."""
         scheduler, num, seconds = engine.scheduler, self._num_finished, self._last
         num_preempted = sum(request.num_preemptions > 0 for request in self._requests)

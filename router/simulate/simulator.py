@@ -19,9 +19,8 @@ import numpy as np
 
 from lightkv.ledger import Sequence, TokenLedger
 from lightkv.router.engine.admission import make_admission
-from lightkv.router.engine.loop import Engine
+from lightkv.router.engine.loop import LocalEngine
 from lightkv.router.engine.request import Request
-from lightkv.router.engine.scheduler import Scheduler
 from lightkv.router.engine.step import ExpectedMemory, Limits, StepPlan, StepResult, TokenEvent
 from lightkv.router.engine.step_time import StepTime, Work
 from lightkv.router.sampling_params import SamplingParams
@@ -30,6 +29,7 @@ from .config import InvalidSimulation, SimulationConfig, page_of
 from .paged_ledger import ContiguousLedger, PagedLedger, make_ledger
 from .record import Distribution, Means, Timeline
 from .result import Figures, Series, SimulationResult
+from .steady import SteadyScheduler
 from .traces import BLOCK, Trace, TraceRequest, at_once, faster, is_timed, open_trace, poisson, summarise
 
 VOCAB_SIZE = 2**31 - 1
@@ -144,8 +144,8 @@ class _Device:
         self.empty_slots = 0  # over all steps and requests that got a token: of its pages, those without one
         self.all_slots = 0
 
-    def execute(self, plan: StepPlan) -> StepResult:
-        """What would have been sampled, once it would have been."""
+    def launch(self, plan: StepPlan) -> None:
+        """Passes the time of the step, and notes what would have been sampled."""
         for new in plan.new_rows:
             self._left[new.row] = self.outputs[new.seed]
         rows, starts, left = plan.rows, plan.starts, self._left
@@ -166,7 +166,11 @@ class _Device:
             pairs += count * start + count * (count + 1) // 2
         kv = sum(starts) - sum(starts[:num]) + decodes
         self._simulation.pass_time(self._step_time.seconds(Work(decodes, kv, prompt, pairs)))
-        return StepResult(plan.step, tokens, plan.num_free, 0)
+        self._result = StepResult(plan.step, tokens, plan.num_free, 0)
+
+    def collect(self) -> StepResult:
+        """Returns the result of the step that was launched last."""
+        return self._result
 
     def check(self, edits: bytes, holding: ExpectedMemory) -> None:
         """There is no memory to recount."""
@@ -235,10 +239,10 @@ class _Simulation:
             admission = replace(admission, reserve=config.reserve)
         self._queue = math.inf if admission.patience else QUEUE
         limits = Limits(config.max_num_seqs, longest, config.prefill_chunk, VOCAB_SIZE)
-        self.scheduler = Scheduler(self.ledger, limits, admission=admission, clock=lambda: self.clock)
+        self.scheduler = SteadyScheduler(self.ledger, limits, admission=admission, clock=lambda: self.clock)
         self.has_padding = page != 1
         self.device = _Device(self, step_time, config.max_num_seqs)
-        self.engine = Engine(self.scheduler, self.device)
+        self.engine = LocalEngine(self.scheduler, self.device)
         self._live: dict[str, _Live] = {}
         self._params = SamplingParams(temperature=0.0, max_tokens=config.max_new)
 

@@ -9,7 +9,7 @@ from lightkv.ledger import TokenLedger
 from lightkv.router import EngineConfig, SamplingParams
 from lightkv.router.config import ADMISSIONS
 from lightkv.router.engine.admission import AverageLength, OutputLengths, make_admission
-from lightkv.router.engine.loop import Engine
+from lightkv.router.engine.loop import LocalEngine
 from lightkv.router.engine.request import Request
 from lightkv.router.engine.scheduler import Scheduler
 from lightkv.router.engine.step import Limits, StepResult
@@ -23,11 +23,13 @@ def request(name: str, prompt: list[int], max_tokens: int) -> Request:
     return Request(name, array("i", prompt).tobytes(), params, 1, frozenset({STOP}))
 
 
-def make(admission: str, capacity: int, max_num_seqs: int = 12, chunk: int = 0) -> tuple[Engine, ModelWorker]:
+def make(
+    admission: str, capacity: int, max_num_seqs: int = 12, chunk: int = 0
+) -> tuple[LocalEngine, ModelWorker]:
     ledger = TokenLedger(capacity, max_num_seqs, 90)
     worker = ModelWorker(capacity, random.Random(0), stop_chance=0.1)
     limits = Limits(max_num_seqs, 90, chunk, VOCABULARY)
-    return Engine(Scheduler(ledger, limits, admission=make_admission(admission)), worker), worker
+    return LocalEngine(Scheduler(ledger, limits, admission=make_admission(admission)), worker), worker
 
 
 @pytest.mark.parametrize("chunk", [0, 5])
@@ -123,7 +125,7 @@ def finish(scheduler: Scheduler) -> list[str]:
     while True:
         plan = scheduler.plan()
         assert plan is not None
-        events = scheduler.consume(StepResult(plan.step, [10] * len(plan.sample), plan.num_free, 0))
+        events = scheduler.complete(StepResult(plan.step, [10] * len(plan.sample), plan.num_free, 0))
         scheduler.check()
         ended = [event.request_id for event in events if event.finish_reason]
         if ended:
@@ -190,38 +192,3 @@ def test_priority_comes_before_time() -> None:
     clock.now = 9.0
     scheduler.add(request("new", [2], 3))
     assert [finish(scheduler)[0] for _ in range(2)] == ["urgent", "new"]
-
-
-@pytest.mark.parametrize("admission", ["exact", "watermark"])
-def test_steps_taken_at_once_leave_the_books_as_so_many_steps(admission: str) -> None:
-    pair = []
-    for at_once in (False, True):
-        scheduler = make(admission, 400)[0].scheduler
-        for i in range(5):
-            scheduler.add(request(str(i), [40 + i] * (3 + i), 40))
-
-        def step(scheduler: Scheduler = scheduler) -> None:
-            plan = scheduler.plan()
-            assert plan is not None
-            scheduler.consume(StepResult(plan.step, [10] * len(plan.sample), plan.num_free, 0))
-
-        assert scheduler.steady_steps() == 0  # nothing runs
-        step()
-        assert scheduler.steady_steps() == 39
-        if at_once:
-            scheduler.repeat(30, 10)
-        else:
-            for _ in range(30):
-                step()
-        scheduler.check()
-        ledger = scheduler.ledger
-        outputs = [r.output.tolist() for r in scheduler._decoding]
-        pair.append(
-            (scheduler.step, ledger.num_free, scheduler.peak_held, scheduler.num_output_tokens, outputs)
-        )
-        with pytest.raises(ValueError, match="9 are alike"):
-            scheduler.repeat(10, 10)
-        while scheduler.has_work:
-            step()
-        scheduler.check()
-    assert pair[0] == pair[1]

@@ -10,7 +10,7 @@ from transformers import LlamaConfig
 from lightkv.ledger import TokenLedger
 from lightkv.router import EngineConfig, SamplingParams
 from lightkv.router.engine.admission import Admission, OutputLengths
-from lightkv.router.engine.loop import Engine
+from lightkv.router.engine.loop import LocalEngine
 from lightkv.router.engine.request import Request
 from lightkv.router.engine.scheduler import Scheduler
 from lightkv.router.engine.step import Limits, TokenEvent
@@ -41,11 +41,11 @@ def request(name: str, prompt: list[int], max_tokens: int, priority: int = 0) ->
     return Request(name, array("i", prompt).tobytes(), params, 1, frozenset({STOP}), priority=priority)
 
 
-def make(capacity: int, lengths: OutputLengths | None, chunk: int = 0) -> tuple[Engine, ModelWorker]:
+def make(capacity: int, lengths: OutputLengths | None, chunk: int = 0) -> tuple[LocalEngine, ModelWorker]:
     ledger = TokenLedger(capacity, 12, 90)
     worker = ModelWorker(capacity, random.Random(0))
     scheduler = Scheduler(ledger, Limits(12, 90, chunk, VOCABULARY), admission=counted_by(lengths))
-    return Engine(scheduler, worker), worker
+    return LocalEngine(scheduler, worker), worker
 
 
 def counted_by(lengths: OutputLengths | None) -> Admission:
@@ -163,14 +163,14 @@ def test_a_long_random_life_under_estimates(chunk: int, depth: int) -> None:
     ledger = TokenLedger(150, 12, 90)
     worker = ModelWorker(150, rng, stop_chance=0.04)
     scheduler = Scheduler(ledger, Limits(12, 90, chunk, VOCABULARY), depth, counted_by(OutputLengths()))
-    engine = Engine(scheduler, worker)
+    engine = LocalEngine(scheduler, worker)
     families = [[rng.randrange(100, 103) for _ in range(60)] for _ in range(4)]
     alive: dict[str, int] = {}
     added = 0
 
     def take() -> None:
         result = worker.results.popleft()
-        events = scheduler.fail(str(result)) if isinstance(result, Exception) else scheduler.consume(result)
+        events = scheduler.fail(str(result)) if isinstance(result, Exception) else scheduler.complete(result)
         for event in events:
             alive[event.request_id] -= event.token is not None
             if event.finish_reason:
@@ -215,7 +215,7 @@ def test_a_long_random_life_under_estimates(chunk: int, depth: int) -> None:
 
 def paused_and_not(
     device: str, dtype: torch.dtype
-) -> tuple[Engine, Engine, list[dict[str, list[TokenEvent]]]]:
+) -> tuple[LocalEngine, LocalEngine, list[dict[str, list[TokenEvent]]]]:
     """The same requests to one model twice: in a pool for all, and in a small one, by estimates."""
     torch.manual_seed(0)
     config = LlamaConfig(
@@ -233,7 +233,7 @@ def paused_and_not(
         settings = EngineConfig(device=device, max_total_tokens=pool, max_num_seqs=8, prefill_chunk=32)
         runner, info = assemble(model, settings, lambda line: None)
         ledger = TokenLedger(info.capacity, info.limits.max_num_seqs, info.limits.max_model_len)
-        engine = Engine(Scheduler(ledger, info.limits, admission=counted_by(lengths)), runner)
+        engine = LocalEngine(Scheduler(ledger, info.limits, admission=counted_by(lengths)), runner)
         rng = random.Random(0)
         for i in range(12):
             ids = array("i", [rng.randrange(VOCABULARY) for _ in range(rng.randint(5, 60))])
