@@ -1,6 +1,6 @@
 """A language model in this process: prompts in, answers out, all at once or as they grow.
 
-The engine, its memory and the text around it, for programs that want no service. One thread steps it.
+It holds the engine, its memory and the tokenizer, for programs that need no service. One thread calls it.
 """
 
 import secrets
@@ -36,7 +36,7 @@ Report = Callable[[str], None]
 
 
 class StepFailed(LightKVError):
-    """The model failed on a step; the requests in it are lost."""
+    """The model failed on a step; the requests in the step are lost."""
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,8 @@ class CompletionOutput:
 
 @dataclass(frozen=True)
 class RequestOutput:
-    """A prompt and its n answers. `num_cached_tokens`: of its first answer's prompt, found in the cache."""
+    """A prompt and its n answers. `num_cached_tokens`: the tokens of the prompt that its first answer found
+    in the cache."""
 
     prompt: Prompt
     prompt_token_ids: list[int]
@@ -62,7 +63,7 @@ class RequestOutput:
 
 @dataclass(frozen=True)
 class StreamChunk:
-    """What one answer has gained. `text` and `token_ids` are new; the last has a `finish_reason`."""
+    """The new text and tokens of one answer; its last chunk has a `finish_reason`."""
 
     prompt_idx: int
     index: int
@@ -74,7 +75,7 @@ class StreamChunk:
 
 @dataclass
 class _Answer:
-    """An answer on its way: whose it is, its request and its text."""
+    """An answer that is being generated: its place, its request and its text."""
 
     prompt_idx: int
     index: int
@@ -83,7 +84,7 @@ class _Answer:
 
 
 class _Run:
-    """The answers of one call, and what the engine has brought them that the call has not taken yet."""
+    """The answers of one call, and the events that the call has not taken yet."""
 
     def __init__(self, answers: list[_Answer]) -> None:
         self.growing = {answer.request.id: answer for answer in answers}
@@ -99,33 +100,33 @@ class LLM:
     >>> llm.generate([{"role": "user", "content": "Hello!"}])          # a chat
     >>> for chunk in llm.stream("Once upon a time"): print(chunk.text, end="")
 
-    A prompt is a text, its token ids, or a chat (a list of messages). `report` takes progress while the model
-    loads, a line at a time. Raises InvalidConfig, ModelNotFound, UnreadableWeights, UnsupportedModel,
-    OutOfMemory; nothing is held then.
+    A prompt is a text, its token ids, or a chat (a list of messages). `report` takes lines of progress while
+    the model loads. Raises InvalidConfig, ModelNotFound, UnreadableWeights, UnsupportedModel, OutOfMemory; no
+    memory is held then.
     """
 
     def __init__(
         self, model: str | EngineConfig = EngineConfig.model, report: Report = lambda line: None
     ) -> None:
         config = EngineConfig(model=model) if isinstance(model, str) else model
-        # Why a model cannot run is told before what its tokenizer lacks.
+        # `find_model` comes first: that a model cannot run matters more than what its tokenizer lacks.
         directory = find_model(config, report)
         self.tokenizer = Tokenizer(directory)
         runner, self.info = build_runner(config, report, directory)
         admission = make_admission(config.admission, ttft_target=config.ttft_target)
         self.engine = LocalEngine(make_scheduler(self.info, admission), runner)
-        self._runs: dict[str, _Run] = {}  # by request: calls may be interleaved, and each gets its own
+        self._runs: dict[str, _Run] = {}  # by request id; calls may be interleaved
 
     def generate(
         self,
         prompts: Prompt | Sequence[Prompt],
         params: SamplingParams | Sequence[SamplingParams] | None = None,
     ) -> list[RequestOutput]:
-        """Answer every prompt; they run together as memory allows. One `RequestOutput` a prompt, in order.
+        """Answers every prompt, as many at once as memory allows. Returns one `RequestOutput` a prompt, in
+        order.
 
-        `params`: for all, or one each. Raises NeverFits, InvalidParams or InvalidPrompt before anything runs,
-        and StepFailed. Ctrl-C ends these answers, once the step under way is done, and nothing else: the next
-        call is answered as ever.
+        `params`: one for all prompts, or one for each. Raises NeverFits, InvalidParams or InvalidPrompt before
+        anything runs, and StepFailed. Ctrl-C ends these answers after the step in flight; other calls go on.
         """
         many = _as_prompts(prompts)
         answers = self._answers(many, params)
@@ -145,11 +146,12 @@ class LLM:
         prompts: Prompt | Sequence[Prompt],
         params: SamplingParams | Sequence[SamplingParams] | None = None,
     ) -> Iterator[StreamChunk]:
-        """As `generate`, in chunks as they come. Dropping the iterator ends what still runs."""
+        """Answers as `generate` does, in chunks as they come. Dropping the iterator ends the unfinished
+        answers."""
         return self._run(self._answers(_as_prompts(prompts), params))
 
     def stats(self) -> EngineStats:
-        """What the memory holds now, in tokens."""
+        """Returns the engine's counts."""
         return self.engine.stats()
 
     def check(self) -> None:
@@ -160,7 +162,7 @@ class LLM:
     def _answers(
         self, prompts: Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None
     ) -> list[_Answer]:
-        """What is to be answered, in order, all of it checked; nothing runs yet."""
+        """Returns the answers to generate, in order. Every request is checked before any runs."""
         if params is None or isinstance(params, SamplingParams):
             params = [params or SamplingParams()] * len(prompts)
         if len(params) != len(prompts):
@@ -188,7 +190,7 @@ class LLM:
             return int32_bytes(cast(Sequence[int], prompt))
         except (TypeError, ValueError) as error:
             raise InvalidPrompt(
-                f"prompt {prompt_idx} is no text, token ids or list of messages ({error})"
+                f"prompt {prompt_idx} is neither a text nor token ids nor a list of messages ({error})"
             ) from error
 
     def _run(self, answers: list[_Answer]) -> Iterator[StreamChunk]:
@@ -240,7 +242,7 @@ class LLM:
 
 
 def _as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    """One prompt or several: a text, a list of ids and a list of messages are one."""
+    """Returns a list of prompts. A text, a list of ids and a list of messages are one prompt each."""
     if isinstance(prompts, str) or not isinstance(prompts, Sequence | np.ndarray):
         return [cast(Prompt, prompts)]
     if len(prompts) and isinstance(prompts[0], int | np.integer | Mapping):
@@ -259,11 +261,11 @@ def _output(answer: _Answer) -> CompletionOutput:
 
 @contextmanager
 def interrupts_deferred() -> Iterator[None]:
-    """SIGINT's handler runs at the end of the block, if the signal came within it: a KeyboardInterrupt within a
-    step would part the counts from the memory, and the engine would have to stop for good.
+    """Runs SIGINT's handler at the end of the block, if the signal comes within it. A KeyboardInterrupt
+    within a step would leave counts and memory different, and the engine would have to stop for good.
 
-    Only the main thread runs handlers, and only a handler that is a Python function can be deferred: elsewhere,
-    and where SIGINT is ignored or ends the process, the block runs as it is.
+    Only the main thread runs handlers, and only a Python function can be deferred. In other threads, and where
+    SIGINT is ignored or ends the process, nothing is deferred.
     """
     handler = signal.getsignal(signal.SIGINT)
     if threading.current_thread() is not threading.main_thread() or not callable(handler):

@@ -3,9 +3,9 @@
     python -m bench.serving.router_step --out bench/results/router-step.json
 
 The worker is a stand-in that answers at once and counts slots as the ledger does. A step is what the router
-process does for one: plan it and encode the plan; decode the result, compare the counts and complete the step; encode
-the events for the API process. Queueing a request is measured apart. Two loads, at one and at two steps under
-way, each with what is free promised to what runs:
+process does for one: plan it and encode the plan; decode the result, compare the counts and complete the
+step; encode the events for the API process. Queueing a request is measured apart. Two loads, at one and at
+two steps under way, each with what is free promised to what runs:
 
     steady   every request decodes; the head of the queue has been refused, and nothing ends
     churn    in every step one request ends and one is admitted; then the next is refused, each by an exact
