@@ -1,8 +1,7 @@
-"""The replay time of a decode step's CUDA graph, at given batch sizes and lengths of context.
+"""Measures the replay of a decode step's CUDA graph at given batch sizes and lengths.
 
-What a service's own steps are compared with: the same settings, so the same graphs, on the same device, with
-nothing between one replay and the next. Runs in a process of its own (`child.py`), after the service has
-ended. Knows no service.
+The steps of a service are compared with it: the same settings give the same graphs, and nothing happens
+between one replay and the next. It runs in a process of its own (`child.py`) after the service has ended.
 """
 
 import random
@@ -32,25 +31,25 @@ SPARE_STEPS = 16
 
 
 class Level(NamedTuple):
-    """So many sequences that decode, of `context` tokens in the mean: over them, and over the replays."""
+    """`batch` sequences that decode, of `context` tokens in the mean over the sequences and the replays."""
 
     batch: int
     context: float
 
 
 class NoReplay(LightKVError):
-    """Graphs that cannot be replayed here, or not so many sequences at once."""
+    """There are no graphs to replay here, or the sequences do not fit."""
 
 
 def replays(config: EngineConfig, levels: Sequence[Level], seconds: float) -> Iterator[tuple[Level, float]]:
-    """Milliseconds for each level, smallest batch first. Raises ChildFailed."""
+    """Yields the milliseconds of each level, the smallest batch first. Raises ChildFailed."""
     ordered = sorted(levels)
     request = {"config": asdict(config), "levels": ordered}
     yield from zip(ordered, ask(__spec__.name, request, seconds), strict=True)
 
 
 # --------------------------------------------------------------------------------
-# In the child
+# In the child process
 
 
 class _SparingExecutor:
@@ -63,7 +62,7 @@ class _SparingExecutor:
 
     @property
     def fatal(self) -> bool:
-        """The runner's."""
+        """Says whether the runner has to be made anew."""
         return self._runner.fatal
 
     def launch(self, plan: StepPlan) -> None:
@@ -102,8 +101,8 @@ class Decoding:
         self._engine = LocalEngine(self._scheduler, self._executor)
 
     def bring(self, level: Level) -> float:
-        """Prompts computed, and decoded until the next replays will have the level's context. Returns the mean
-        length then. Raises NoReplay."""
+        """Computes prompts and decodes until the next replays will have the level's mean length. Returns the
+        mean length then. Raises NoReplay."""
         batch, context = level
         target = context - (NUM_REPLAYS + 1) / 2  # a step has one token more than was computed before it
         chunk = self._limits.prefill_chunk or ceil(batch * target)
@@ -139,13 +138,13 @@ class Decoding:
         return reached
 
     def replay_ms(self, batch: int) -> float:
-        """The graph of the sequences that are there, replayed."""
+        """Replays the graph of the open sequences."""
         milliseconds = replay_ms(self._runner, batch, REPLAYS)
         self._executor.num_spare -= NUM_REPLAYS * batch
         return milliseconds
 
     def end(self, batch: int) -> None:
-        """Let the sequences go, and what is cached of them."""
+        """Ends the sequences, and evicts what is cached of them."""
         for i in range(batch):
             self._engine.abort(f"{batch}-{i}")
         self._scheduler.ledger.evict(self._scheduler.ledger.num_cached)
