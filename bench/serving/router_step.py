@@ -2,17 +2,18 @@
 
     python -m bench.serving.router_step --out bench/results/router-step.json
 
-The worker is a stand-in that answers at once and counts slots as the ledger does. The time of a step is that of
-the router process: planning and encoding the plan; decoding the result, comparing the counts and completing the
-step; encoding the events for the API process. Queueing a request is measured by itself. There are two loads, each
-with one and with two steps in flight, and with all free tokens promised to the running requests:
+The worker is a stand-in that answers at once and counts slots as the ledger does. The time of a step is that
+of the router process: planning and encoding the plan; decoding the result, comparing the counts and
+completing the step; encoding the events for the API process. Queueing a request is measured by itself. There
+are two loads, each with one and with two steps in flight, and with all free tokens promised to the running
+requests:
 
     steady   every request decodes; the head of the queue has been refused, and no request ends
     churn    in every step one request ends, one is admitted, and the next is refused, by exact forecasts
 
-Each load runs with prompts that share nothing and with prompts half of which is shared in families; the latter
-also as if every shared prefix were worth reading together, which is the most that this choice can cost. The floor
-is one pass over the batch that makes nothing but the bytes of its events.
+Each load runs with prompts that share nothing and with prompts half of which is shared in families; the
+latter also as if every shared prefix were worth reading together, which is the most that this choice can
+cost. The floor is one pass over the batch that makes nothing but the bytes of its events.
 """
 
 import argparse

@@ -1,4 +1,4 @@
-"""Every admission through the engine, on a worker that reads what it wrote; estimates; and who is late."""
+"""Every admission in the engine, on a worker that reads what it wrote; estimates; and late requests."""
 
 import random
 from array import array
@@ -35,7 +35,8 @@ def make(
 @pytest.mark.parametrize("chunk", [0, 5])
 @pytest.mark.parametrize("admission", ADMISSIONS)
 def test_a_random_life(admission: str, chunk: int) -> None:
-    """Prompts that begin alike, in a pool that a few fill: the worker raises where a slot is missing."""
+    """Prompts with shared prefixes in a pool that a few requests fill: the worker raises where a slot is
+    missing."""
     rng = random.Random(3)
     engine, _ = make(admission, 110, chunk=chunk)
     finished = number = 0
@@ -51,11 +52,11 @@ def test_a_random_life(admission: str, chunk: int) -> None:
             engine.check()
     assert finished == 250
     assert_idle(engine)
-    pauses = engine.stats().num_preemptions
+    preemptions = engine.stats().num_preemptions
     if admission in ("sum", "exact", "oracle"):
-        assert pauses == 0
+        assert preemptions == 0
     if admission in ("watermark", "past-future", "moving-average"):
-        assert pauses > 0
+        assert preemptions > 0
 
 
 @pytest.mark.parametrize("admission", ADMISSIONS)
@@ -73,7 +74,7 @@ def running_at_first(admission: str, num: int, prompt: int, max_tokens: int, cap
 
 
 def test_what_each_admits_of_the_same() -> None:
-    """Ten prompts of 10 tokens that may get 21 more: 30 slots each, with the last one never written."""
+    """Ten prompts of 10 tokens with up to 21 new ones: 30 slots each, since the last token is never written."""
     assert running_at_first("sum", 10, 10, 21, 100) == 3
     assert running_at_first("exact", 10, 10, 21, 100) == 3
     assert running_at_first("watermark", 10, 10, 21, 100) == 9  # 99 tokens: 10 and one more of each
@@ -114,14 +115,14 @@ class Clock:
 
 
 def scheduler_of_one(clock: Clock) -> Scheduler:
-    """One runs at a time; who waits for more than 8 seconds is late."""
+    """One request runs at a time; a request that waits for more than 8 seconds is late."""
     admission = make_admission("timely", ttft_target=10.0)
     assert admission.patience == 8.0
     return Scheduler(TokenLedger(100, 1, 90), Limits(1, 90, 0, VOCABULARY), admission=admission, clock=clock)
 
 
 def finish(scheduler: Scheduler) -> list[str]:
-    """Whoever ends next."""
+    """Runs until the next request ends, and returns its id and reason."""
     while True:
         plan = scheduler.plan()
         assert plan is not None
@@ -162,7 +163,8 @@ def test_the_late_come_in_their_order_and_can_be_aborted() -> None:
 
 
 def test_a_unit_of_priority_is_worth_a_minute_of_waiting() -> None:
-    """A stream of more urgent requests overtakes one for as long, and not for ever."""
+    """A stream of more urgent requests overtakes a request for a time that their priority sets, and not for
+    ever."""
     clock = Clock()
     ledger = TokenLedger(100, 1, 90)
     scheduler = Scheduler(ledger, Limits(1, 90, 0, VOCABULARY), clock=clock)

@@ -1,4 +1,4 @@
-"""What a plan tells the sampler of new sequences: prompts once, and end tokens until they are allowed."""
+"""What a plan tells the sampler about new sequences: each prompt once, and end tokens until they are allowed."""
 
 import msgspec
 import pytest
@@ -28,7 +28,7 @@ def penalised(name: str, prompt: list[int]) -> Request:
 
 
 def test_answers_to_one_prompt_share_it_in_the_plan() -> None:
-    """And it travels as its distinct ids: a plan stays small however long the prompt is."""
+    """The prompt travels as its distinct ids, so that a plan stays small however long the prompt is."""
     plans = plans_of([penalised(str(i), LONG) for i in range(12)] + [penalised("other", [9, 2, 9])])
     rows = [(plan, row) for plan in plans for row in plan.new_rows]
     assert len(rows) == 13

@@ -1,5 +1,5 @@
-"""Requests that share a prefix and read it together: the engine gives the tokens that it gives without, and a
-decode graph is told of a change and of nothing else."""
+"""Requests that read a shared prefix together get the same tokens, and a decode graph is updated only when the
+shared prefixes change."""
 
 import random
 from array import array
@@ -26,7 +26,8 @@ from tests.support.tiny_models import VOCABULARY, tiny_llama
 
 
 def make(device: torch.device, **settings: object) -> tuple[LocalEngine, ModelRunner, list[StepPlan]]:
-    """An engine that groups whatever is shared, unless told not to; and its plans, as they come."""
+    """Returns an engine that reads every shared prefix together unless `settings` say otherwise, and its
+    plans."""
     defaults = {"max_num_seqs": 4, "max_total_tokens": 600, "prefill_chunk": 96}
     given = {"device": str(device), "attention_backend": "triton"} | defaults | settings
     config = EngineConfig(**given)  # type: ignore[arg-type]
@@ -42,7 +43,8 @@ def make(device: torch.device, **settings: object) -> tuple[LocalEngine, ModelRu
 
 
 def add_requests(engine: LocalEngine, count: int, max_tokens: int) -> None:
-    """Two families under one system prompt; they end at different times, and more wait than run."""
+    """Adds two families of requests with one system prompt. They end at different times, and more wait than
+    run."""
     rng = random.Random(0)
     system, *families = ([rng.randrange(VOCABULARY) for _ in range(n)] for n in (10, 15, 9))
     for i in range(count):

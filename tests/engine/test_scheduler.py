@@ -159,7 +159,7 @@ def test_abort_frees_at_once_wherever_the_request_is() -> None:
     assert_idle(engine)
 
 
-def test_an_abort_while_its_step_is_under_way_waits_for_the_step() -> None:
+def test_an_abort_while_its_step_is_in_flight_waits_for_the_step() -> None:
     engine, worker = make()
     engine.add(request("a", [1, 2], 5))
     plan = engine.scheduler.plan()
@@ -271,7 +271,7 @@ def test_an_error_flag_says_what_happened() -> None:
 
 
 def overlap(engine: LocalEngine, worker: ModelWorker) -> Iterator[list[TokenEvent]]:
-    """Steps at depth two: each is planned and sent before the result of the one before is taken."""
+    """Runs steps at depth two: each is planned and sent before the result of the one before is taken."""
     scheduler = engine.scheduler
     while engine.has_work:
         plan = scheduler.plan() if scheduler.num_in_flight < 2 else None

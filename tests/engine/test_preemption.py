@@ -1,4 +1,4 @@
-"""Admission by estimates: what is expected of an output, who is paused, and that nothing of it can be seen."""
+"""Admission by estimates: what is expected of an output, and preemptions, which change no answer."""
 
 import random
 from array import array
@@ -29,7 +29,7 @@ PARAMS = [
 
 
 def expecting(length: int) -> OutputLengths:
-    """Estimates after a good many outputs of this length."""
+    """Estimates after many outputs of this length."""
     lengths = OutputLengths()
     for _ in range(OutputLengths.num_recent):
         lengths.observe(length)
@@ -158,7 +158,7 @@ def test_prompts_that_run_short_of_each_other_still_end() -> None:
 @pytest.mark.parametrize("chunk", [0, 5])
 def test_a_long_random_life_under_estimates(chunk: int, depth: int) -> None:
     """As with exact admission (test_scheduler.py): the model of the memory raises when a slot is missing,
-    shared wrongly or freed twice, or holds other tokens than a resumed request goes on from."""
+    shared wrongly or freed twice, or holds other tokens than those that a resumed request continues."""
     rng = random.Random(chunk)
     ledger = TokenLedger(150, 12, 90)
     worker = ModelWorker(150, rng, stop_chance=0.04)
@@ -213,10 +213,11 @@ def test_a_long_random_life_under_estimates(chunk: int, depth: int) -> None:
     assert scheduler.num_recomputed_tokens > 0
 
 
-def paused_and_not(
+def preempted_and_not(
     device: str, dtype: torch.dtype
 ) -> tuple[LocalEngine, LocalEngine, list[dict[str, list[TokenEvent]]]]:
-    """The same requests to one model twice: in a pool for all, and in a small one, by estimates."""
+    """Runs the same requests on one model twice: in a pool with room for all, and in a small one, by
+    estimates."""
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=VOCABULARY,
@@ -249,8 +250,8 @@ def paused_and_not(
 
 
 def test_nobody_can_tell_that_a_request_was_paused() -> None:
-    """Greedy, drawn and penalised tokens are those of the same requests never paused, in float32."""
-    ample, scarce, found = paused_and_not("cpu", torch.float32)
+    """Greedy, random and penalised tokens are the same as without preemptions, in float32."""
+    ample, scarce, found = preempted_and_not("cpu", torch.float32)
     assert ample.stats().num_preemptions == 0
     assert scarce.stats().num_preemptions > 3
     for name, expected in found[0].items():
@@ -262,7 +263,7 @@ def test_nobody_can_tell_that_a_request_was_paused() -> None:
 
 @pytest.mark.gpu
 def test_nobody_can_tell_that_a_request_was_paused_on_a_gpu() -> None:
-    _, scarce, found = paused_and_not("cuda", torch.float32)
+    _, scarce, found = preempted_and_not("cuda", torch.float32)
     assert scarce.stats().num_preemptions > 3
     same = sum([e.token for e in found[0][name]] == [e.token for e in found[1][name]] for name in found[0])
     assert same >= len(found[0]) - 1  # two orders of float32 sums may part once
