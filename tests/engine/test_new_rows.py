@@ -1,4 +1,4 @@
-"""What a plan tells the sampler about new sequences: each prompt once, and end tokens until they are allowed."""
+"""What a plan tells the sampler about new sequences: each prompt once, end tokens until they are allowed."""
 
 import msgspec
 import pytest
