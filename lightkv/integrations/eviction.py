@@ -20,11 +20,11 @@ layers, and each of the others is a slot free at once. Keys stay as they were co
 """
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple, cast
+from typing import NamedTuple
 
 import torch
 
-from lightkv.attention import RotaryEmbedding
+from lightkv.integrations.model.attention_call import AttentionCall
 from lightkv.integrations.model.hf_model import PackedStep
 from lightkv.ledger.prefix_tree import TOKEN_BYTES
 from lightkv.ledger.sequence import Sequence
@@ -145,27 +145,9 @@ class _WatchedStep:
     step: PackedStep
     scores: torch.Tensor | None = None  # float32 [B, longest]
 
-    def attend(
-        self,
-        module: torch.nn.Module,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        mask: Any,
-        arguments: dict[str, Any],
-    ) -> torch.Tensor:
-        return self.turn_and_attend(module, q, k, v, None)
-
-    def turn_and_attend(
-        self,
-        module: torch.nn.Module,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        rotary: RotaryEmbedding | None,
-    ) -> torch.Tensor:
-        out = self.step.turn_and_attend(module, q, k, v, rotary)  # q has its positions after it
-        backend = self.step.backends[cast(int, module.layer_idx)]
-        scores = backend.entry_scores(q[0].transpose(0, 1), self.step.metadata)
+    def attend(self, call: AttentionCall) -> torch.Tensor:
+        out = self.step.attend(call)  # which applies positions to q
+        backend = self.step.backends[call.layer_idx]
+        scores = backend.entry_scores(call.q[0].transpose(0, 1), self.step.metadata)
         self.scores = scores if self.scores is None else self.scores + scores
         return out

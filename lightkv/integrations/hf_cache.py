@@ -30,7 +30,8 @@ import torch
 from transformers import Cache, PreTrainedModel
 from transformers.cache_utils import CacheLayerMixin
 
-from lightkv.integrations.model.hf_model import ATTENTION, PackedStep
+from lightkv.integrations.model.attention_call import ATTENTION
+from lightkv.integrations.model.hf_model import PackedStep
 from lightkv.integrations.model.probe import probe, require_plain_cache
 from lightkv.ledger.prefix_tree import TOKEN_BYTES
 from lightkv.ledger.sequence import Sequence

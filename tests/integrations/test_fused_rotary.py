@@ -35,8 +35,9 @@ from transformers.models.llama import modeling_llama
 from lightkv.attention import AttentionMetadata, RotaryEmbedding, make_backends
 from lightkv.integrations.cached_model import CachedModel
 from lightkv.integrations.eviction import HeavyHitters
+from lightkv.integrations.model.attention_call import AttentionCall, compute
 from lightkv.integrations.model.fused_rotary import fused_layers, set_fused_forwards
-from lightkv.integrations.model.hf_model import bind, bound, compute, forward
+from lightkv.integrations.model.hf_model import bind, bound, forward
 from lightkv.integrations.model.probe import probe
 from lightkv.integrations.streaming import Stream, Window
 from lightkv.memory.kv_memory import KVMemory
@@ -353,18 +354,22 @@ def test_a_failed_bind_leaves_the_model(device: torch.device, monkeypatch: pytes
 
 
 class Recorder:
-    """A receiver that knows nothing of rotary embeddings."""
+    """A handler that has the positions applied before it looks at the keys."""
 
     def __init__(self) -> None:
+        self.is_fused: list[bool] = []
         self.keys: list[torch.Tensor] = []
 
-    def attend(self, module: Any, q: Any, k: Any, v: Any, mask: Any, arguments: dict[str, Any]) -> Any:
-        self.keys.append(k)
-        return q.new_zeros(1, q.shape[2], q.shape[1], v.shape[-1])
+    def attend(self, call: AttentionCall) -> torch.Tensor:
+        self.is_fused.append(call.rotary is not None)
+        call = call.rotated()
+        assert call.rotary is None
+        self.keys.append(call.k)
+        return call.q.new_zeros(call.output_shape)
 
 
 @torch.no_grad()
-def test_other_receivers_get_q_and_k_with_their_positions(device: torch.device) -> None:
+def test_a_rotated_call_has_the_keys_of_the_unfused_model(device: torch.device) -> None:
     model = make_model(LLAMA, device)
     recorders = Recorder(), Recorder()
     positions = torch.tensor([0, 100], device=device)
@@ -372,6 +377,7 @@ def test_other_receivers_get_q_and_k_with_their_positions(device: torch.device) 
     compute(model, torch.zeros_like(positions), positions, recorders[0], None)
     set_fused_forwards(model, {})
     compute(model, torch.zeros_like(positions), positions, recorders[1], None)
+    assert [recorder.is_fused for recorder in recorders] == [[True, True], [False, False]]
     assert all(map(torch.equal, recorders[0].keys, recorders[1].keys))
     assert len(recorders[0].keys) == 2
     assert not torch.equal(recorders[0].keys[0][:, :, 0], recorders[0].keys[0][:, :, 1])
@@ -427,7 +433,7 @@ def test_turn_has_the_bits_of_the_twin(
     x = torch.randn(7, 3, 2 * 16, device=device).to(dtype)[..., 3:19]  # a view
     cos, sin = (torch.randn(7, num_pairs, device=device).to(dtype) for _ in range(2))
     expected = turn_reference(x, cos, sin, interleaved).to(dtype)
-    RotaryEmbedding(cos, sin, interleaved).turn(x)
+    RotaryEmbedding(cos, sin, interleaved).rotate(x)
     assert torch.equal(x, expected)
 
 

@@ -36,6 +36,8 @@ from lightkv.attention import (
 from lightkv.errors import UnsupportedModel
 from lightkv.integrations import streaming
 from lightkv.integrations.cached_model import CachedModel
+from lightkv.integrations.model.attention_call import AttentionCall, compute
+from lightkv.integrations.model.fused_rotary import fused_forwards, set_fused_forwards
 from lightkv.integrations.streaming import Stream, Window, stream
 from lightkv.memory.kv_memory import KVMemory
 from lightkv.router import EngineConfig
@@ -84,15 +86,9 @@ class Dense:
     window: Window
     inverse: torch.Tensor
 
-    def attend(
-        self,
-        module: torch.nn.Module,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        mask: Any,
-        arguments: dict[str, Any],
-    ) -> torch.Tensor:
+    def attend(self, call: AttentionCall) -> torch.Tensor:
+        assert call.rotary is None
+        q, k, v = call.q, call.k, call.v
         length, half = q.shape[2], q.shape[3] // 2
         position = torch.arange(length, device=q.device)
         window = self.window
@@ -109,14 +105,18 @@ class Dense:
         return (scores.softmax(-1) @ v).transpose(0, 1)[None].to(torch.float32)
 
 
-def dense_logits(model: PreTrainedModel, ids: torch.Tensor, window: Window) -> torch.Tensor:
-    """Of a bound model: `[len(ids), vocabulary]`."""
-    inverse = 1e4 ** (-torch.arange(0, 16, 2, dtype=torch.float64) / 16)
-    positions = torch.arange(len(ids))[None]
+def dense_logits(
+    model: PreTrainedModel, ids: torch.Tensor, window: Window, inverse: torch.Tensor | None = None
+) -> torch.Tensor:
+    """The logits `[len(ids), vocabulary]` of a bound model, whose own modules apply the positions."""
+    if inverse is None:
+        inverse = 1e4 ** (-torch.arange(0, 16, 2, dtype=torch.float64) / 16)
+    forwards = fused_forwards(model)
+    set_fused_forwards(model, {})
     with torch.no_grad():
-        return model(
-            ids[None], position_ids=positions, use_cache=False, lightkv=Dense(window, inverse)
-        ).logits[0]
+        logits = compute(model, ids, torch.arange(len(ids)), Dense(window, inverse), None)
+    set_fused_forwards(model, forwards)
+    return logits
 
 
 def fed(lm: CachedModel, ids: torch.Tensor, window: Window, counts: list[int]) -> torch.Tensor:
@@ -154,11 +154,8 @@ def test_sinks_are_seen_from_within_the_cache() -> None:
     ids = torch.randint(0, VOCABULARY, (150,))
     right = fed(lm, ids, WINDOWS["sinks"], [150])
     far = dense_logits(lm.model, ids, WINDOWS["sinks"])
-    true_distance = Dense(WINDOWS["sinks"], torch.zeros(8, dtype=torch.float64))
-    with torch.no_grad():
-        unturned = lm.model(
-            ids[None], position_ids=torch.arange(150)[None], use_cache=False, lightkv=true_distance
-        ).logits[0]
+    zeros = torch.zeros(8, dtype=torch.float64)
+    unturned = dense_logits(lm.model, ids, WINDOWS["sinks"], zeros)
     assert (right - far).abs().max() < 1e-3
     assert (right - unturned)[30:].abs().max() > 0.1
 
@@ -292,7 +289,7 @@ def test_a_rotation_of_another_kind_is_noticed(monkeypatch: pytest.MonkeyPatch) 
     model = make_model(torch.device("cpu"))
     with monkeypatch.context() as patch:
         patch.setattr(modeling_llama, "apply_rotary_pos_emb", interleaved)
-        with pytest.raises(UnsupportedModel, match="layers \\[0, 1\\] do not turn q and k"):
+        with pytest.raises(UnsupportedModel, match="layers \\[0, 1\\] do not rotate q and k"):
             streamer(model, capacity=10)
     assert not model.model.rotary_emb._forward_hooks
     streamer(model, capacity=10)
@@ -358,7 +355,7 @@ def test_sequences_with_different_gaps_in_one_step(
         new_k.append(k[new])
         new_v.append(v[new])
         by = torch.full((count,), gap, device=device)
-        turned = rotary.turn_back(queries.double(), by)
+        turned = rotary.rotate_back(queries.double(), by)
         keys = k[own.long()].double().repeat_interleave(3, 1)
         values = v[own.long()].double().repeat_interleave(3, 1)
         entry = torch.arange(start + count, device=device)
@@ -379,7 +376,7 @@ def test_angles_far_out_keep_their_digits() -> None:
     rotary = Rotary(torch.tensor([1.0, 0.1234567], dtype=torch.float64))
     far = 10_000_000
     x = torch.randn(1, 1, 4)
-    turned = rotary.turn_back(x, torch.tensor([far]))
+    turned = rotary.rotate_back(x, torch.tensor([far]))
     pair = torch.complex(x[0, 0, :2].double(), x[0, 0, 2:].double())
     expected = pair * torch.polar(torch.ones(2, dtype=torch.float64), -far * rotary.inverse)
     torch.testing.assert_close(
