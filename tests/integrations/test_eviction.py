@@ -179,7 +179,7 @@ def test_what_others_did_to_a_sequence_is_noticed(change: str) -> None:
         lambda: hitters.scores(sequence),
         lambda: hitters.keep(sequence, 5, 2),
     ):
-        with pytest.raises(ValueError, match=r"30 tokens and 0 dropped.*close and run anew"):
+        with pytest.raises(ValueError, match=r"30 tokens and 0 dropped.*close this sequence"):
             call()
     assert (sequence.length, lm.cache.num_free) == (length, num_free)
     lm.cache.close(sequence, cache=False)
