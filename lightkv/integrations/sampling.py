@@ -112,8 +112,8 @@ def beam_search(
         vocabulary = len(logits)
         if not 1 <= num_candidates <= vocabulary or max_new_tokens < 1:
             raise ValueError(
-                f"{num_beams} beams of {max_new_tokens} tokens compare {num_candidates} candidates a step, with "
-                f"a vocabulary of {vocabulary}: all have to be above 0, and the vocabulary large enough"
+                f"{num_beams} beams of {max_new_tokens} tokens compare {num_candidates} candidates a step, "
+                f"with a vocabulary of {vocabulary}: all have to be above 0, and the vocabulary large enough"
             )
         scores = logits.new_zeros(1, dtype=torch.float32)
         rows = logits[None]
