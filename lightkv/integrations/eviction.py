@@ -149,7 +149,7 @@ class _ScoredStep:
 
     def attend(self, call: AttentionCall) -> torch.Tensor:
         out = self.step.attend(call)  # which applies positions to q
-        backend = self.step.backends[call.layer_idx]
+        backend = self.step.backends[call.module.layer_idx]
         scores = backend.entry_scores(call.q[0].transpose(0, 1), self.step.metadata)
         self.scores = scores if self.scores is None else self.scores + scores
         return out

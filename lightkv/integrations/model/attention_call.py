@@ -25,18 +25,13 @@ class AttentionCall(NamedTuple):
     window; it is empty when the fused forward pass makes the call.
     """
 
-    module: torch.nn.Module
+    module: Any  # the attention module, a torch.nn.Module with a layer_idx
     q: torch.Tensor  # [1, heads, T, k_dim]
     k: torch.Tensor  # [1, kv_heads, T, k_dim]
     v: torch.Tensor  # [1, kv_heads, T, v_dim]
     mask: Any
     arguments: dict[str, Any]
     rotary: RotaryEmbedding | None  # still to be applied to q and k; None if they have their positions
-
-    @property
-    def layer_idx(self) -> int:
-        """The index of the layer that makes the call."""
-        return cast(int, self.module.layer_idx)
 
     @property
     def output_shape(self) -> tuple[int, int, int, int]:

@@ -26,9 +26,10 @@ class PackedStep:
 
     def attend(self, call: AttentionCall) -> torch.Tensor:
         """Writes K/V and attends. Afterwards `call.q` has its positions applied."""
-        backend = self.backends[call.layer_idx]
-        q, k, v = (heads[0].transpose(0, 1) for heads in (call.q, call.k, call.v))
-        out = backend.forward(q, k, v, self.metadata, rotary=call.rotary)
+        module, q, k, v, _, _, rotary = call
+        backend = self.backends[module.layer_idx]
+        q, k, v = (heads[0].transpose(0, 1) for heads in (q, k, v))
+        out = backend.forward(q, k, v, self.metadata, rotary=rotary)
         return out.unflatten(1, (backend.num_heads, backend.v_dim))[None]
 
 
