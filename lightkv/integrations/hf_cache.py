@@ -14,9 +14,9 @@
 (3, True)
 
 The model's own attention functions take K and V as one dense tensor. So K/V is gathered from the pool for every
-layer of every step, much as transformers' own cache copies K/V to grow. After `model.hf_model.bind(model)`
-lightkv's attention reads the pool instead. Padding and cached tokens are then not computed, and a prompt is
-computed once for all its beams; but such a model can be called with this cache only.
+layer of every step, much as transformers' own cache copies K/V to grow. After `bind(model)` (in
+`integrations/model/hf_model.py`) lightkv's attention reads the pool instead. Padding and cached tokens are then
+not computed, and a prompt is computed once for all its beams; but such a model works with this cache only.
 
 Padding is on the left and takes no slots. Positions do not count it, so a prompt is hit whatever its padding.
 """
@@ -300,8 +300,8 @@ class LightKVCache(Cache):
     def _open(self, texts: list[list[int]], num_logits: int) -> tuple[list[_Part], list[int]]:
         """Opens a sequence for every row, as a fork where an earlier row has the same text.
 
-        To be computed is what is not cached, and the last `num_logits` tokens in any case. Returns as
-        `_allocate`.
+        Tokens that are not cached have to be computed, and the last `num_logits` tokens in any case. Returns
+        the same as `_allocate`.
         """
         sequences: list[Sequence] = []
         parts = []

@@ -97,8 +97,8 @@ class Stream:
         lm, sequence, window = self._lm, self.sequence, self._window
         ids = np.frombuffer(int32_bytes(token_ids), dtype=np.int32)
         while len(ids):
-            if due := window.dropped(sequence.position) - sequence.dropped:
-                lm.cache.release(sequence, due, window.sinks)
+            if num_dropped := window.dropped(sequence.position) - sequence.dropped:
+                lm.cache.release(sequence, num_dropped, window.sinks)
             count = min(len(ids), window.capacity - sequence.length, STEP_TOKENS)
             yield lm.forward([sequence], [ids[:count]], all_logits)
             ids = ids[count:]

@@ -59,7 +59,7 @@ def probe(model: PreTrainedModel) -> ModelShape:
     be called as `compute` calls it.
     """
     architecture = type(model).__name__
-    # The signature tells: a **kwargs would accept the arguments that the model ignores.
+    # A call would not fail: the model may accept the arguments as **kwargs, and ignore them.
     if missing := _FORWARD_ARGUMENTS - inspect.signature(type(model).forward).parameters.keys():
         raise UnsupportedModel(architecture, f"its forward pass takes no {' and no '.join(sorted(missing))}")
     shape = find_shape(model)
@@ -295,7 +295,9 @@ def _require_packable(model: PreTrainedModel, shape: ModelShape) -> None:
     ids = _varied_ids(text.vocab_size, num_tokens, text.pad_token_id).to(model.device)
     positions = torch.arange(num_tokens, device=ids.device)
     order = torch.tensor([token for token in _ORDER if token < num_tokens], device=ids.device)
-    far = (context or num_tokens) - num_tokens  # the first position of as many tokens at the context's end
+    far = (
+        context or num_tokens
+    ) - num_tokens  # the first position of the tokens, if the last one ends the context
 
     def packed(positions: torch.Tensor) -> _Pass:
         """Computes the tokens in `order`, and returns the results in the order of `ids`."""
