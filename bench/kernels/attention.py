@@ -104,11 +104,11 @@ def decode_sides(batch: Batch, bench: Bench) -> dict[str, Make]:
         if bench.flashinfer is not None:
             made[f"FlashInfer {name}"] = partial(bench.flashinfer.decode, batch, paged, False)
             made[f"FlashInfer tc {name}"] = partial(bench.flashinfer.decode, batch, paged, True)
-        if "v1" in bench.serving.peers and shift == 4:
+        if "v1" in bench.peers and shift == 4:
             for form, size in PARTITIONS.items():
                 made[f"v1 {name} {form}"] = partial(classic_decode, batch, paged, size)
     made["lightkv contiguous"] = partial(ours_decode, batch, scatter(batch, CONTIGUOUS))
-    if "sdpa" in bench.serving.peers and batch.is_even():
+    if "sdpa" in bench.peers and batch.is_even():
         for name, backend in SDPA.items():
             made[f"SDPA {name}"] = partial(sdpa_decode, batch, backend)
     return made
@@ -125,7 +125,7 @@ def prefill_sides(batch: Batch, bench: Bench) -> dict[str, Make]:
                     bench.flashinfer.prefill, batch, paged, backend
                 )
     made["lightkv contiguous"] = partial(ours_prefill, batch, scatter(batch, CONTIGUOUS))
-    if "sdpa" in bench.serving.peers and batch.is_even() and batch.lengths == batch.q_lens:
+    if "sdpa" in bench.peers and batch.is_even() and batch.lengths == batch.q_lens:
         for name, backend in SDPA.items():
             made[f"SDPA {name}"] = partial(sdpa_prefill, batch, backend)
     return made
@@ -146,7 +146,7 @@ def group_sides(batch: Batch, bench: Bench) -> dict[str, Make]:
     paged = scatter(batch, 0)
     made: dict[str, Make] = {
         UNGROUPED: partial(ours_decode, batch, paged),
-        "lightkv p1": partial(ours_decode, batch, paged, grouped=True),
+        "lightkv p1": partial(ours_decode, batch, paged, share=True),
     }
     if bench.flashinfer is not None:
         made["FlashInfer tc p1"] = partial(bench.flashinfer.decode, batch, paged, True)

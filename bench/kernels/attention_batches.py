@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from lightkv.triton_kernels.attention.attend_keys import attend_reference
+from lightkv.triton_kernels.attention.paged_kv import PagedKV
 
 TOLERANCE = 2e-2  # of an element and of its head's root mean square, together
 REFERENCE_SCORES = 2**27  # that the reference holds at a time
@@ -196,9 +197,6 @@ def reference(batch: Batch) -> Tensor:
                 k[:visible],
                 v[:visible],
                 torch.arange(visible - (end - begin), visible, device=out.device),
-                scale=batch.scale,
-                window=0,
-                softcap=0.0,
             )
         q_begin, kv_begin = q_begin + q_len, kv_begin + length
     return out
@@ -242,6 +240,11 @@ class Paged(NamedTuple):
         """`[num_slots, num_kv_heads, D]` of K and of V: views of the pool."""
         k_cache, v_cache = self.pool.chunk(2, dim=1)
         return k_cache, v_cache
+
+    @property
+    def kv(self) -> PagedKV:
+        """The pool and the index, as lightkv's operators take them."""
+        return PagedKV(*self.caches, self.first_slots, self.shift)
 
     @property
     def pages(self) -> tuple[Tensor, Tensor]:

@@ -59,10 +59,10 @@ def replaced(functions: Functions) -> Iterator[None]:
             setattr(tuning, name, function)
 
 
-def _one_group(batch: Batch, num_queries: int) -> SharedPrefixGroups:
-    """All requests, with what they share; as many a group as a tile holds."""
+def _one_prefix(batch: Batch, num_queries: int) -> SharedPrefixGroups:
+    """Makes the shared prefix of all requests, cut into sets of as many members as a tile holds."""
     num_requests, device = len(batch.lengths), batch.q.device
-    size = tuning.group_members(num_queries, batch.q.shape[1] // batch.num_kv_heads)
+    size = tuning.prefix_members(num_queries, batch.q.shape[1] // batch.num_kv_heads)
     members = torch.arange(-(-num_requests // size) * size, dtype=torch.int32, device=device)
     place = members[:num_requests].clone()
     members[num_requests:] = -1
@@ -70,36 +70,28 @@ def _one_group(batch: Batch, num_queries: int) -> SharedPrefixGroups:
     return SharedPrefixGroups(members.view(-1, size), keys, place)
 
 
-def ours_decode(batch: Batch, paged: Paged, grouped: bool = False) -> Side:
-    """All requests with as many queries; `grouped`: what they share is read once."""
+def ours_decode(batch: Batch, paged: Paged, share: bool = False) -> Side:
+    """Attends with lightkv's decode kernels; every request has the same number of queries. With `share`, the
+    shared prefix is read once."""
     device, num_queries = batch.q.device, batch.q_lens[0]
     rows = torch.arange(len(batch.lengths), device=device)
     lengths = torch.tensor(batch.lengths, dtype=torch.int32, device=device)
-    index, out = paged.first_slots, torch.empty_like(batch.q)
-    k_cache, v_cache = paged.caches
-    groups = _one_group(batch, num_queries) if grouped else None
+    kv, out = paged.kv, torch.empty_like(batch.q)
+    prefixes = _one_prefix(batch, num_queries) if share else None
 
     def make_plan() -> Any:
         return decode_plan(
-            rows, lengths, num_kv_heads=batch.num_kv_heads, num_queries=num_queries, groups=groups
+            rows,
+            lengths,
+            num_kv_heads=batch.num_kv_heads,
+            num_queries=num_queries,
+            shared_prefixes=prefixes,
         )
 
     plan = make_plan()
 
     def run() -> Tensor:
-        return decode_attention(
-            batch.q,
-            k_cache,
-            v_cache,
-            index,
-            rows,
-            lengths,
-            scale=batch.scale,
-            shift=paged.shift,
-            num_queries=num_queries,
-            plan=plan,
-            out=out,
-        )
+        return decode_attention(batch.q, kv, rows, lengths, num_queries=num_queries, plan=plan, out=out)
 
     return Side(run, plan=make_plan)
 
@@ -108,8 +100,7 @@ def ours_prefill(batch: Batch, paged: Paged) -> Side:
     device = batch.q.device
     rows = torch.arange(len(batch.lengths), device=device)
     lengths = torch.tensor(batch.lengths, dtype=torch.int32, device=device)
-    index, q_starts, out = paged.first_slots, offsets(batch.q_lens).to(device), torch.empty_like(batch.q)
-    k_cache, v_cache = paged.caches
+    kv, q_starts, out = paged.kv, offsets(batch.q_lens).to(device), torch.empty_like(batch.q)
 
     def make_plan() -> Any:
         return prefill_plan(
@@ -127,19 +118,7 @@ def ours_prefill(batch: Batch, paged: Paged) -> Side:
     plan = make_plan()
 
     def run() -> Tensor:
-        return prefill_attention(
-            batch.q,
-            k_cache,
-            v_cache,
-            index,
-            rows,
-            q_starts,
-            lengths,
-            scale=batch.scale,
-            shift=paged.shift,
-            plan=plan,
-            out=out,
-        )
+        return prefill_attention(batch.q, kv, rows, q_starts, lengths, plan=plan, out=out)
 
     return Side(run, plan=make_plan)
 
@@ -174,13 +153,11 @@ class _Mixed(NamedTuple):
 
 def ours_mixed(batch: Batch, paged: Paged) -> Side:
     """In one call."""
-    step, cache, out = _Mixed.of(batch), (*paged.caches, paged.first_slots), torch.empty_like(batch.q)
+    step, kv, out = _Mixed.of(batch), paged.kv, torch.empty_like(batch.q)
     plan = step.plan(batch)
 
     def run() -> Tensor:
-        return mixed_attention(
-            batch.q, *cache, *step, scale=batch.scale, shift=paged.shift, plan=plan, out=out
-        )
+        return mixed_attention(batch.q, kv, *step, plan=plan, out=out)
 
     return Side(run, plan=partial(step.plan, batch))
 
@@ -204,7 +181,7 @@ def classic_decode(batch: Batch, paged: Paged, partition_size: int) -> Side:
             lengths,
             scale=batch.scale,
             partition_size=partition_size,
-            max_context_len=max(batch.lengths),
+            max_seq_len=max(batch.lengths),
             out=out,
         )
 

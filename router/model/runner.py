@@ -61,7 +61,7 @@ class ModelRunner:
             limits.max_num_seqs,
             limits.max_step_tokens,
             parts.memory,
-            group_members=limits.grouping.max_members,
+            prefix_members=limits.grouping.max_members,
         )
 
     def announce(self, report: Report) -> None:

@@ -25,7 +25,7 @@ CASES = {
     "mha": LayerShape(2, 16, 2),
     "gqa-3": LayerShape(6, 16, 2),
     "mqa": LayerShape(4, 16, 1),
-    "v-narrower": LayerShape(4, 24, 2, AttentionOptions(v_dim=16)),
+    "v-narrower": LayerShape(4, 24, 2, v_dim=16),
     "scale": LayerShape(2, 16, 1, AttentionOptions(scale=0.5)),
     "window-1": LayerShape(2, 16, 1, AttentionOptions(window=1)),
     "window-5": LayerShape(2, 16, 1, AttentionOptions(window=5)),
@@ -33,8 +33,8 @@ CASES = {
     "softcap-window": LayerShape(4, 16, 2, AttentionOptions(scale=1.0, softcap=2.0, window=7)),
 }
 
-# (rows, counts, contexts among them) of each step: fresh prompts; a later chunk beside a fresh prompt, a
-# chunk of one token and generations; generations alone, of very unequal lengths; and more of both.
+# (rows, counts, number of prefills) of each step: fresh prompts; a later chunk beside a fresh prompt, a chunk
+# of one token and decodes; decodes alone, of very unequal lengths; and more of both.
 STEPS = [
     ([1, 2, 3], [9, 1, 5], 3),
     ([1, 4, 3, 2], [23, 3, 1, 1], 3),
@@ -50,7 +50,7 @@ class History:
     def __init__(self, shape: LayerShape, dtype: torch.dtype, device: torch.device) -> None:
         self.shape = shape
         self.dtype = dtype
-        self.v_dim = shape.options.v_dim or shape.head_dim
+        self.v_dim = shape.v_dim or shape.head_dim
         spec = KVSpec(2, shape.num_kv_heads, shape.head_dim, self.v_dim, dtype)
         self.memory = KVMemory(spec, 400, MAX_SEQUENCES, 64, device)
         for layer_idx in range(2):
@@ -134,7 +134,7 @@ def test_torch_backend(case: str, dtype: torch.dtype, device: torch.device) -> N
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_torch_backend_in_several_groups(
+def test_torch_backend_in_several_buckets(
     case: str, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch_backend, "PADDING_TOKENS", 1)
@@ -210,22 +210,22 @@ def test_metadata_fields_of_a_mixed_batch(memory: KVMemory) -> None:
     # Row 1: 1.., row 2: 33..
     memory.table.req_to_token.view(-1).index_copy_(0, torch.arange(32, 32 * 4, device=memory.device), slots)
     metadata = AttentionMetadata(8, 16, memory)
-    metadata.prepare([2, 1, 3], [4, 0, 9], [3, 2, 1], 2, request_ids=[70, 71, 72], prompt_lens=[7, 2, 5])
-    assert (metadata.num_prefills, metadata.num_generations) == (2, 1)
+    metadata.prepare([2, 1, 3], [4, 0, 9], [3, 2, 1], 2)
+    assert (metadata.num_prefills, metadata.num_decodes) == (2, 1)
     assert (metadata.num_tokens, metadata.num_prefill_tokens) == (6, 5)
-    assert metadata.seq_lens.tolist() == metadata.seq_lens_cuda.tolist() == [3, 2, 1]
-    assert metadata.seq_lens.device.type == "cpu"
-    assert metadata.context_lens.tolist() == [3, 2]
+    assert metadata.q_lens.tolist() == metadata.q_lens_on_device.tolist() == [3, 2, 1]
+    assert metadata.q_lens.device.type == "cpu"
+    assert metadata.prefill_lens.tolist() == [3, 2]
     assert metadata.position_ids.tolist() == [4, 5, 6, 0, 1, 9]
     assert metadata.rows.tolist() == [2, 1, 3]
     assert metadata.kv_lens.tolist() == [7, 2, 10]
     assert metadata.q_starts.tolist() == [0, 3, 5, 6]
     assert metadata.slot_mapping.tolist() == [37, 38, 39, 1, 2, 74]
-    assert (metadata.request_ids, metadata.prompt_lens) == ([70, 71, 72], [7, 2, 5])
-    assert metadata.kv_cache_params.num_cached_tokens_per_seq == [4, 0, 9]
+    assert metadata.rows_host.tolist() == [2, 1, 3]
+    assert metadata.kv_lens_host.tolist() == [7, 2, 10]
     dtypes = [metadata.rows.dtype, metadata.position_ids.dtype, metadata.slot_mapping.dtype]
     assert dtypes == [torch.int64] * 3
-    assert {t.dtype for t in (metadata.kv_lens, metadata.q_starts, metadata.seq_lens)} == {torch.int32}
+    assert {t.dtype for t in (metadata.kv_lens, metadata.q_starts, metadata.q_lens)} == {torch.int32}
 
 
 def test_graph_metadata_pads_and_never_moves(memory: KVMemory) -> None:
@@ -242,14 +242,14 @@ def test_graph_metadata_pads_and_never_moves(memory: KVMemory) -> None:
 
     before = addresses()
     assert metadata.is_cuda_graph
-    assert (metadata.num_tokens, metadata.num_generations) == (4, 4)
+    assert (metadata.num_tokens, metadata.num_decodes) == (4, 4)
     assert not metadata.rows.any()
-    metadata.prepare([1, 3], [4, 9], [1, 1], 0, request_ids=[5, 6])
+    metadata.prepare([1, 3], [4, 9], [1, 1], 0)
     assert metadata.rows.tolist() == [1, 3, 0, 0]
     assert metadata.kv_lens.tolist() == [5, 10, 0, 0]
     assert metadata.position_ids.tolist() == [4, 9, 0, 0]
     assert metadata.slot_mapping.tolist() == [11, 12, 0, 0]
-    assert metadata.kv_cache_params.num_cached_tokens_per_seq == [4, 9]
+    assert metadata.kv_lens_host.tolist() == [5, 10, 0, 0]
     metadata.prepare([3], [9], [1], 0)
     assert metadata.rows.tolist() == [3, 0, 0, 0]
     assert metadata.slot_mapping.tolist() == [12, 0, 0, 0]
@@ -264,7 +264,7 @@ def test_graph_metadata_pads_and_never_moves(memory: KVMemory) -> None:
         (([1], [0], [9], 1), "1 sequences of 9 tokens"),
         (([1], [0], [2], 0), "exactly one"),
         (([1], [0], [0], 1), "at least one"),
-        (([1], [0], [1], 2), "2 contexts"),
+        (([1], [0], [1], 2), "2 prefills"),
     ],
 )
 def test_metadata_refuses_a_batch_that_breaks_the_rules(
@@ -280,9 +280,9 @@ def test_metadata_refuses_positions_outside_the_table(memory: KVMemory) -> None:
         AttentionMetadata(4, 8, memory).prepare([1], [30], [3], 1)
 
 
-def test_graph_metadata_refuses_contexts(memory: KVMemory) -> None:
+def test_graph_metadata_refuses_prefills(memory: KVMemory) -> None:
     metadata = AttentionMetadata(4, 8, memory).create_cuda_graph_metadata(4)
-    with pytest.raises(ValueError, match="1 contexts; there can be 0 to 0"):
+    with pytest.raises(ValueError, match="1 prefills; there can be 0 to 0"):
         metadata.prepare([1], [0], [1], 1)
 
 
@@ -333,23 +333,17 @@ def test_scores_of_a_step_with_sinks_are_refused(device: torch.device) -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "message"),
+    ("sizes", "message"),
     [
-        ({"num_kv_heads": 3}, "4 heads do not share 3"),
-        ({"quant_config": object()}, "quant_config=None"),
-        ({"pos_embd_params": object()}, "pos_embd_params=None"),
+        ((4, 16, 3), "4 heads do not share 3"),
+        ((4, 16, 0), "4 heads of 16 dims and 0 K/V heads"),
+        ((4, 0, 2), "4 heads of 0 dims"),
+        ((0, 16, 2), "must be positive; got 0 heads"),
     ],
 )
-def test_backend_refuses(arguments: dict[str, object], message: str, device: torch.device) -> None:
+def test_layer_shape_refuses(sizes: tuple[int, int, int], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        pick_backend("torch", device)(0, 4, 16, **arguments)  # type: ignore[arg-type]
-
-
-def test_backend_refuses_a_mask(memory: KVMemory, device: torch.device) -> None:
-    (backend,) = make_backends("torch", device, [LayerShape(1, 16, 1)])
-    empty = torch.empty(0, 16, device=device)
-    with pytest.raises(ValueError, match="'full'"):
-        backend.forward(empty, empty, empty, AttentionMetadata(4, 8, memory), attention_mask="full")
+        LayerShape(*sizes)
 
 
 def random_lengths() -> Iterator[np.ndarray]:

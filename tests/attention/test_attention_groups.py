@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from lightkv import KVSpec
-from lightkv.attention import AttentionMetadata, AttentionOptions, LayerShape, group_members, make_backends
+from lightkv.attention import AttentionMetadata, AttentionOptions, LayerShape, make_backends, prefix_members
 from lightkv.ledger.shared_prefixes import SharedPrefix
 from lightkv.memory.kv_memory import KVMemory
 
@@ -26,29 +26,29 @@ def memory(device: torch.device) -> KVMemory:
 
 def dense(metadata: AttentionMetadata) -> tuple[list[list[int]], list[int], list[int]]:
     """Members without the padding, keys, place."""
-    assert metadata.groups is not None
-    members, keys, place = (tensor.tolist() for tensor in metadata.groups)
-    assert {tensor.dtype for tensor in metadata.groups} == {torch.int32}
+    assert metadata.shared_prefixes is not None
+    members, keys, place = (tensor.tolist() for tensor in metadata.shared_prefixes)
+    assert {tensor.dtype for tensor in metadata.shared_prefixes} == {torch.int32}
     return [[member for member in group if member >= 0] for group in members], keys, place
 
 
 def test_prefixes_become_groups_of_the_generations(memory: KVMemory) -> None:
-    metadata = AttentionMetadata(7, 64, memory, group_members=3)
+    metadata = AttentionMetadata(7, 64, memory, prefix_members=3)
     prefixes = [SharedPrefix((2, 4), 90), SharedPrefix((3, 5), 120)]
     metadata.prepare(
         [7, 4, 3, 6, 5, 2], [0, 150, 150, 160, 120, 91], [9, 1, 1, 1, 1, 1], 1, prefixes=prefixes
     )
     assert dense(metadata) == ([[4, 0], [1, 3]], [90, 120], [1, 3, -1, 4, 0])
     metadata.prepare([7, 4], [150, 150], [1, 1], 0)
-    assert metadata.groups is None
+    assert metadata.shared_prefixes is None
     metadata.prepare([7, 4], [150, 150], [1, 1], 0, prefixes=[])
-    assert metadata.groups is None
+    assert metadata.shared_prefixes is None
     AttentionMetadata(7, 64, memory).prepare([2, 4], [99, 99], [1, 1], 0, prefixes=prefixes[:1])
 
 
 @pytest.mark.parametrize(("num_rows", "sizes"), [(2, [2]), (3, [3]), (4, [2, 2]), (5, [3, 2]), (6, [3, 3])])
 def test_what_a_group_cannot_hold_is_cut(memory: KVMemory, num_rows: int, sizes: list[int]) -> None:
-    metadata = AttentionMetadata(7, 64, memory, group_members=3)
+    metadata = AttentionMetadata(7, 64, memory, prefix_members=3)
     rows = list(range(1, num_rows + 1))
     metadata.prepare(rows, [150] * num_rows, [1] * num_rows, 0, prefixes=[SharedPrefix(tuple(rows), 140)])
     groups, keys, place = dense(metadata)
@@ -60,26 +60,26 @@ def test_what_a_group_cannot_hold_is_cut(memory: KVMemory, num_rows: int, sizes:
 
 
 def test_one_that_is_left_over_reads_alone(memory: KVMemory) -> None:
-    metadata = AttentionMetadata(7, 64, memory, group_members=2)
+    metadata = AttentionMetadata(7, 64, memory, prefix_members=2)
     metadata.prepare([1, 2, 3], [150] * 3, [1] * 3, 0, prefixes=[SharedPrefix((1, 2, 3), 140)])
     assert dense(metadata) == ([[0, 1]], [140], [0, 1, -1])
 
 
 def test_graph_metadata_has_room_for_groups_and_never_moves(memory: KVMemory) -> None:
-    metadata = AttentionMetadata(7, 64, memory, group_members=3).create_cuda_graph_metadata(5)
-    assert metadata.groups is None
+    metadata = AttentionMetadata(7, 64, memory, prefix_members=3).create_cuda_graph_metadata(5)
+    assert metadata.shared_prefixes is None
     metadata.prepare([], [], [], 0, prefixes=[])
     assert dense(metadata) == ([[], []], [0, 0], [-1] * 5)
-    assert metadata.groups is not None
-    before = [tensor.data_ptr() for tensor in metadata.groups]
+    assert metadata.shared_prefixes is not None
+    before = [tensor.data_ptr() for tensor in metadata.shared_prefixes]
     metadata.prepare([6, 2, 3], [151, 150, 160], [1] * 3, 0, prefixes=[SharedPrefix((3, 6), 150)])
     assert dense(metadata) == ([[2, 0], []], [150, 0], [1, -1, 0, -1, -1])
-    assert [tensor.data_ptr() for tensor in metadata.groups] == before
+    assert [tensor.data_ptr() for tensor in metadata.shared_prefixes] == before
     metadata.prepare([6, 2, 3], [152, 151, 161], [1] * 3, 0)
-    assert metadata.groups is None
+    assert metadata.shared_prefixes is None
     alone = metadata.create_cuda_graph_metadata(1)
     alone.prepare([1], [5], [1], 0, prefixes=[])
-    assert alone.groups is None
+    assert alone.shared_prefixes is None
 
 
 @pytest.mark.parametrize(
@@ -95,7 +95,7 @@ def test_graph_metadata_has_room_for_groups_and_never_moves(memory: KVMemory) ->
     ids=["not in the batch", "no row", "a context", "too long", "twice", "in two"],
 )
 def test_prefixes_that_break_the_rules_are_refused(memory: KVMemory, prefixes: list[SharedPrefix]) -> None:
-    metadata = AttentionMetadata(7, 64, memory, group_members=3)
+    metadata = AttentionMetadata(7, 64, memory, prefix_members=3)
     metadata.prepare([5], [9], [1], 0)
     step, rows = metadata.step, metadata.rows
     with pytest.raises(ValueError, match=r"rows \(.*\) are to read .* entries together"):
@@ -107,7 +107,7 @@ def test_members_are_as_many_as_every_layer_takes() -> None:
     cpu = torch.device("cpu")
 
     def members(name: str, *shapes: LayerShape) -> int:
-        return group_members(make_backends(name, cpu, shapes))
+        return prefix_members(make_backends(name, cpu, shapes))
 
     windowed = LayerShape(8, 64, 1, AttentionOptions(window=9))
     assert members("torch", SHAPE) == 1
@@ -137,7 +137,7 @@ def test_what_is_read_together_is_what_each_would_read(
     shape = LayerShape(4, 16, 1, AttentionOptions(window=window))
     (backend,) = make_backends(name, memory.device, [shape])
     (reference,) = make_backends("torch", memory.device, [shape])
-    metadata = AttentionMetadata(7, 64, memory, group_members=4)
+    metadata = AttentionMetadata(7, 64, memory, prefix_members=4)
     for num_prefills in (0, 1):
         counts = [1] * len(rows)
         context = [7] if num_prefills and 7 not in rows else []
@@ -148,7 +148,7 @@ def test_what_is_read_together_is_what_each_would_read(
         metadata.prepare(batch_rows, batch_starts, batch_counts, len(context))
         expected = reference.forward(q, k, v, metadata)
         metadata.prepare(batch_rows, batch_starts, batch_counts, len(context), prefixes=prefixes)
-        assert (metadata.groups is not None) == bool(found)
+        assert (metadata.shared_prefixes is not None) == bool(found)
         torch.testing.assert_close(backend.forward(q, k, v, metadata), expected, rtol=1e-4, atol=1e-5)
 
 
@@ -156,7 +156,7 @@ def test_what_is_read_together_is_what_each_would_read(
 def test_a_grouped_decode_graph_follows_its_metadata(memory: KVMemory) -> None:
     (backend,) = make_backends("triton", memory.device, [SHAPE])
     (reference,) = make_backends("torch", memory.device, [SHAPE])
-    metadata = AttentionMetadata(7, 64, memory, group_members=4).create_cuda_graph_metadata(7)
+    metadata = AttentionMetadata(7, 64, memory, prefix_members=4).create_cuda_graph_metadata(7)
     qkv = [torch.randn(7, heads * 16, device=memory.device) for heads in (4, 1, 1)]
     metadata.prepare([], [], [], 0, prefixes=[])
     backend.forward(*qkv, metadata)

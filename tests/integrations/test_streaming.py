@@ -338,7 +338,7 @@ def test_sequences_with_different_gaps_in_one_step(
     torch.manual_seed(0)
     monkeypatch.setattr(torch_backend, "QUERY_TILE", 3 if name == "torch-tiles" else 512)
     heads, kv_heads, dim, v_dim, num_sinks = 6, 2, 24, 16, 3
-    shape = LayerShape(heads, dim, kv_heads, AttentionOptions(scale=0.5, softcap=softcap, v_dim=v_dim))
+    shape = LayerShape(heads, dim, kv_heads, AttentionOptions(scale=0.5, softcap=softcap), v_dim)
     memory = KVMemory(KVSpec(1, kv_heads, dim, v_dim, torch.float32), 60, 3, 30, device)
     memory.pool.kv(0)[1:] = torch.nan
     rotary = Rotary(10.0 ** -torch.arange(8, dtype=torch.float64, device=device))  # 8 dimensions do not turn
@@ -358,7 +358,7 @@ def test_sequences_with_different_gaps_in_one_step(
         new_k.append(k[new])
         new_v.append(v[new])
         by = torch.full((count,), gap, device=device)
-        turned = rotary.turn_back(queries.double(), by)
+        turned = rotary.rotate_back(queries.double(), by)
         keys = k[own.long()].double().repeat_interleave(3, 1)
         values = v[own.long()].double().repeat_interleave(3, 1)
         entry = torch.arange(start + count, device=device)
@@ -379,7 +379,7 @@ def test_angles_far_out_keep_their_digits() -> None:
     rotary = Rotary(torch.tensor([1.0, 0.1234567], dtype=torch.float64))
     far = 10_000_000
     x = torch.randn(1, 1, 4)
-    turned = rotary.turn_back(x, torch.tensor([far]))
+    turned = rotary.rotate_back(x, torch.tensor([far]))
     pair = torch.complex(x[0, 0, :2].double(), x[0, 0, 2:].double())
     expected = pair * torch.polar(torch.ones(2, dtype=torch.float64), -far * rotary.inverse)
     torch.testing.assert_close(

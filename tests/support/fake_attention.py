@@ -13,6 +13,7 @@ from bench.kernels import attention_batches as batches
 from bench.kernels import attention_peers as peers
 from lightkv.triton_kernels.attention.attend_keys import LOG2_E
 from lightkv.triton_kernels.attention.merge_states import merge_states_reference
+from lightkv.triton_kernels.attention.paged_kv import AttentionOptions
 
 UNEVEN = batches.Row("uneven", (1, 40, 16), (1, 1, 1), 4, 2, 16, torch.float16)
 EVEN = UNEVEN._replace(name="even", lengths=(20, 20), q_lens=(1, 1), num_heads=2, num_kv_heads=1)
@@ -62,7 +63,7 @@ class PagedWrapper:
             if not self.causal:
                 positions = torch.full_like(positions, length - 1)
             out[queries] = batches.attend_reference(
-                q[queries], k, v, positions, scale=sm_scale, window=0, softcap=0.0
+                q[queries], k, v, positions, AttentionOptions(sm_scale)
             ).to(out.dtype)
             if return_lse:  # FlashInfer's, too, is in base 2
                 keys = k.float().repeat_interleave(q.shape[1] // k.shape[1], 1)

@@ -109,6 +109,6 @@ class _Turns:
 
 def _turns_back(rotary: Rotary, turned: torch.Tensor) -> bool:
     """Is the second of `[2, heads, D]` the first, `_PROBED` positions on?"""
-    back = rotary.turn_back(turned[1:], torch.tensor([_PROBED], device=turned.device))
+    back = rotary.rotate_back(turned[1:], torch.tensor([_PROBED], device=turned.device))
     tolerance = 1e-4 if turned.dtype == torch.float32 else 3e-2
     return bool((back - turned[:1]).abs().max() <= tolerance * turned.abs().max())

@@ -209,7 +209,7 @@ class _Answers:
     ) -> torch.Tensor:
         if rotary is not None:
             for x in (q, k):
-                rotary.turn(x[0].transpose(0, 1))
+                rotary.rotate(x[0].transpose(0, 1))
         self._calls.append((q, k, v))
         return _noise((q.shape[0], q.shape[2], q.shape[1], v.shape[-1]), q)
 

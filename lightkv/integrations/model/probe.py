@@ -113,15 +113,15 @@ class _Recorder:
             raise self._unsupported(f"{type(module).__name__} does not say which layer it is")
         if idx in self.layers:
             raise self._unsupported(f"layer {idx} attends more than once")
-        options = self._options(module, mask, dict(arguments), v.shape[-1], q.device)
+        options = self._options(module, mask, dict(arguments), q.device)
         if k.shape[:-1] != v.shape[:-1] or k.shape[2] != q.shape[2] or q.shape[1] % k.shape[1]:
             raise self._unsupported(f"layer {idx} attends q {q.shape}, k {k.shape}, v {v.shape}")
-        self.layers[idx] = LayerShape(q.shape[1], q.shape[-1], k.shape[1], options)
+        self.layers[idx] = LayerShape(q.shape[1], q.shape[-1], k.shape[1], options, v.shape[-1])
         self.dtypes |= {k.dtype, v.dtype}
         return q.new_zeros(q.shape[0], q.shape[2], q.shape[1], v.shape[-1])
 
     def _options(
-        self, module: torch.nn.Module, mask: Any, arguments: dict[str, Any], v_dim: int, device: torch.device
+        self, module: torch.nn.Module, mask: Any, arguments: dict[str, Any], device: torch.device
     ) -> AttentionOptions:
         scale = arguments.pop("scaling", None)
         window = arguments.pop("sliding_window", None) or 0
@@ -147,7 +147,7 @@ class _Recorder:
                 raise self._unsupported("its mask is neither causal nor the sliding window it names")
         elif mask is not None:
             raise self._unsupported("it makes an attention mask of its own")
-        return AttentionOptions(scale, int(window), float(softcap), v_dim)
+        return AttentionOptions(scale, int(window), float(softcap))
 
     def _unsupported(self, reason: str) -> UnsupportedModel:
         return UnsupportedModel(self.architecture, reason)
@@ -178,7 +178,7 @@ def find_shape(model: PreTrainedModel) -> ModelShape:
         reason = f"of {num_layers} layers, {len(recorder.layers)} call the attention interface"
         raise UnsupportedModel(architecture, reason)
     layers = tuple(recorder.layers[idx] for idx in range(num_layers))
-    shapes = {(layer.num_kv_heads, layer.head_dim, cast(int, layer.options.v_dim)) for layer in layers}
+    shapes = {(layer.num_kv_heads, layer.head_dim, cast(int, layer.v_dim)) for layer in layers}
     if len(shapes) > 1 or len(recorder.dtypes) > 1:
         reason = f"its layers' K/V differ: (KV heads, K dim, V dim) {sorted(shapes)}, {recorder.dtypes}"
         raise UnsupportedModel(architecture, reason)
