@@ -307,8 +307,7 @@ def write_kv(
             token.
         cos: `[num_positions, rotary_dim / 2]`, float32 or of k's type, any strides, except that the last one is
             1: the cosine of each position's angle for each pair of dims, times the scaling's attention factor.
-                Dims from
-            rotary_dim on are not rotated. None for no rotation.
+            Dims from rotary_dim on are not rotated. None for no rotation.
         sin: likewise.
         interleaved: pair dims 2i and 2i + 1 (GPT-J); otherwise dims i and i + rotary_dim / 2 (NeoX).
         q_bias: `[H, Dk]` of any floating type, any strides, except that the last one is 1; None for no bias.

@@ -17,20 +17,17 @@ from lightkv.triton_kernels.attention.decode_plan import SharedPrefixGroups
 
 class AttentionMetadata:
     """A step's metadata: `prepare` fills it once a step, and every layer's backend reads it. For B sequences
-    with T
-    tokens in all:
+    with T tokens in all:
 
     - on the host: `num_prefills`, `num_decodes`, `num_tokens`, `num_prefill_tokens`; `q_lens` int32 `[B]` on
-    the
-      CPU (this step's tokens of each sequence), `prefill_lens` (those of the prefills), `rows_host` and
+      the CPU (this step's tokens of each sequence), `prefill_lens` (those of the prefills), `rows_host` and
       `kv_lens_host` int64 `[B]`, `num_sinks` (0 unless sequences that have dropped tokens still hold the first
       ones);
     - on the device: `q_lens_on_device` int32 `[B]`, `position_ids` int64 `[T]`, `rows` int64 `[B]` (of the
-    token
-      table), `kv_lens` int32 `[B]` (tokens in the cache, this step's included), `q_starts` int32 `[B + 1]`,
-      `slot_mapping` int64 `[T]` (the slots that this step's K/V is written to), `dropped` int64 `[T]` (None if
-      no token was dropped), `shared_prefixes` (decodes whose first tokens are in the same slots; None if no
-      prefix is read for several of them).
+      token table), `kv_lens` int32 `[B]` (tokens in the cache, this step's included), `q_starts` int32
+      `[B + 1]`, `slot_mapping` int64 `[T]` (the slots that this step's K/V is written to), `dropped` int64 `[T]`
+      (None if no token was dropped), `shared_prefixes` (decodes whose first tokens are in the same slots; None
+      if no prefix is read for several of them).
 
         q         ├──── prefill 0 ────┼─ prefill 1 ─┼ decode 2 ┼ decode 3 ┤
         q_starts  0                   ┘             ┘          ┘          └ T
@@ -126,9 +123,8 @@ class AttentionMetadata:
         table = self.memory.table
         entries = table.entries(row, start, count)
         may_share = self.prefix_members > 1 and len(row) - num_prefills > 1
-        has_prefixes = may_share and (
-            self.is_cuda_graph or bool(prefixes)
-        )  # a graph's tensors always have them
+        # The tensors of a graph always have room for prefixes.
+        has_prefixes = may_share and (self.is_cuda_graph or bool(prefixes))
         shared: list[np.ndarray] = []
         if has_prefixes:
             decodes = row[num_prefills:], start[num_prefills:]

@@ -9,6 +9,7 @@ from lightkv.triton_kernels.attention.attention_scores import attention_scores
 from lightkv.triton_kernels.attention.decode_attention import decode_attention
 from lightkv.triton_kernels.attention.merge_states import merge_states
 from lightkv.triton_kernels.attention.mixed_attention import MixedPlan, mixed_attention, mixed_plan
+from lightkv.triton_kernels.attention.paged_kv import HeadShape
 from lightkv.triton_kernels.write_kv import write_kv
 
 from .backend import AttentionBackend
@@ -91,6 +92,7 @@ class TritonAttention(AttentionBackend):
     def _plan(
         self, q: torch.Tensor, q_starts: torch.Tensor, lengths: torch.Tensor, metadata: AttentionMetadata
     ) -> MixedPlan:
+        heads = HeadShape(self.num_heads, self.num_kv_heads, self.head_dim, self.v_dim)
         shared_prefixes = metadata.shared_prefixes if self.prefix_members > 1 else None
 
         def make() -> MixedPlan:
@@ -98,17 +100,13 @@ class TritonAttention(AttentionBackend):
                 metadata.rows,
                 q_starts,
                 lengths,
+                heads,
                 num_tokens=len(q),
-                num_heads=self.num_heads,
-                num_kv_heads=self.num_kv_heads,
-                key_dim=self.head_dim,
-                value_dim=self.v_dim,
                 dtype=q.dtype,
                 window=self.options.window,
                 shared_prefixes=shared_prefixes,
             )
 
-        heads = self.num_heads, self.num_kv_heads, self.head_dim, self.v_dim
         shape = *heads, self.options.window, q.dtype, shared_prefixes is not None
         return _StepPlans.of(metadata).get(shape, metadata.step, self.layer_idx, make)
 

@@ -1,4 +1,4 @@
-"""Both backends against attention in float64, over shuffled slots in a pool full of NaN."""
+"""Compares both backends with attention in float64, over shuffled slots in a pool full of NaN."""
 
 from collections.abc import Iterator
 
@@ -45,7 +45,7 @@ STEPS = [
 
 
 class History:
-    """Every K and V there has been, by row: the cache as a dense tensor would hold it."""
+    """Every K and V so far, by row, as a dense cache would hold them."""
 
     def __init__(self, shape: LayerShape, dtype: torch.dtype, device: torch.device) -> None:
         self.shape = shape
@@ -55,7 +55,7 @@ class History:
         self.memory = KVMemory(spec, 400, MAX_SEQUENCES, 64, device)
         for layer_idx in range(2):
             self.memory.pool.kv(layer_idx)[1:] = float("nan")
-        # Beyond a sequence's length its row is stale: here, a slot that nobody ever gets.
+        # Entries past a sequence's length are stale: here they name a slot that is never allocated.
         self.memory.table.req_to_token[1:] = 399
         self._free = (1 + torch.randperm(398)).to(device, torch.int32)
         self.k: dict[int, torch.Tensor] = {}
@@ -65,12 +65,12 @@ class History:
         return len(self.k[row]) if row in self.k else 0
 
     def place(self, rows: list[int], counts: list[int]) -> list[int]:
-        """Give the step's tokens slots, at random. Returns where each row starts."""
+        """Puts random slots for the step's tokens into the table. Returns where each row starts."""
         starts = [self.length(row) for row in rows]
-        taken, self._free = self._free[: sum(counts)], self._free[sum(counts) :]
+        slots, self._free = self._free[: sum(counts)], self._free[sum(counts) :]
         entries = self.memory.table.entries(rows, starts, counts)
         self.memory.table.req_to_token.view(-1).index_copy_(
-            0, torch.from_numpy(entries).to(taken.device), taken
+            0, torch.from_numpy(entries).to(slots.device), slots
         )
         return starts
 
@@ -80,13 +80,13 @@ class History:
             self.v[row] = torch.cat([self.v[row], new_v]) if row in self.v else new_v
 
     def attend(self, row: int, q: torch.Tensor) -> torch.Tensor:
-        """The last `len(q)` tokens of `row`, by the definition, in float64: `[n, num_heads, v_dim]`."""
+        """Computes attention of the last `len(q)` tokens of `row` in float64: `[n, num_heads, v_dim]`."""
         group = self.shape.num_heads // self.shape.num_kv_heads
         v = self.v[row].double().repeat_interleave(group, dim=1)
         return torch.einsum("hqk,khd->qhd", self.weights(row, q), v)
 
     def weights(self, row: int, q: torch.Tensor) -> torch.Tensor:
-        """How much each of them attends to each entry: `[num_heads, n, entries]`."""
+        """Computes how much each of these tokens attends to each entry: `[num_heads, n, entries]`."""
         options = self.shape.options
         group = self.shape.num_heads // self.shape.num_kv_heads
         k = self.k[row].double().repeat_interleave(group, dim=1)
@@ -190,7 +190,7 @@ def memory(device: torch.device) -> KVMemory:
 
 
 def test_a_narrower_pool_is_read_back_by_prefill_too(device: torch.device) -> None:
-    """With K/V in float16 under a float32 model, a fresh prompt attends what later steps will read."""
+    """With K/V in float16 and a float32 model, a fresh prompt attends to what later steps will read."""
     memory = KVMemory(KVSpec(1, 1, 16, 16, torch.float16), 100, MAX_SEQUENCES, 32, device)
     (backend,) = make_backends("torch", device, [LayerShape(1, 16, 1)])
     slots = torch.arange(5, 10, dtype=torch.int32, device=device)
@@ -296,7 +296,7 @@ def test_default_backends_and_an_unknown_name(device: torch.device) -> None:
 @pytest.mark.parametrize("name", ["torch", "triton"])
 @pytest.mark.parametrize("case", ["gqa-3", "v-narrower", "window-5", "softcap"])
 def test_scores_of_entries(name: str, case: str, device: torch.device) -> None:
-    """The queries' probabilities by entry, as their definition has them, also where tokens were dropped."""
+    """Scores are the queries' probabilities by entry, also where tokens were dropped."""
     torch.manual_seed(0)
     shape = CASES[case]
     history = History(shape, torch.float32, device)
@@ -429,7 +429,7 @@ def test_a_table_of_one_entry_and_a_step_without_tokens(name: str, device: torch
     q, k, v = (torch.randn(1, heads * 16, device=device) for heads in (2, 1, 1))
     for num_prefills in (1, 0):
         metadata.prepare([1], [0], [1], num_prefills)
-        # One token attends itself alone.
+        # A single token attends to itself alone.
         torch.testing.assert_close(layer.forward(q.clone(), k, v, metadata), v.repeat(1, 2))
     metadata.prepare([], [], [], 0)
     assert layer.forward(q[:0], k[:0], v[:0], metadata).shape == (0, 32)

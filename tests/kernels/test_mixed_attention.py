@@ -19,7 +19,7 @@ from lightkv.triton_kernels.attention.mixed_attention import (
     mixed_attention_reference,
     mixed_plan,
 )
-from lightkv.triton_kernels.attention.paged_kv import AttentionOptions, PagedKV
+from lightkv.triton_kernels.attention.paged_kv import AttentionOptions, HeadShape, PagedKV
 from lightkv.triton_kernels.attention.prefill_attention import prefill_attention_reference
 
 PREFILLS = [(33, 40), (0, 7), (65, 0), (1, 5), (0, 0)]  # queries of a request, and tokens before them
@@ -40,11 +40,8 @@ class Step(NamedTuple):
             self.rows,
             self.q_starts,
             self.lengths,
+            HeadShape.of(self.q, self.kv),
             num_tokens=len(self.q),
-            num_heads=self.q.shape[1],
-            num_kv_heads=self.kv.k.shape[1],
-            key_dim=self.q.shape[2],
-            value_dim=self.kv.v.shape[2],
             dtype=self.q.dtype,
             window=window,
             num_queries=num_queries,

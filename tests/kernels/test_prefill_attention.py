@@ -13,7 +13,7 @@ from torch import Tensor
 
 from lightkv.triton_kernels.attention.attend_keys import find_slots_reference
 from lightkv.triton_kernels.attention.decode_attention import decode_attention
-from lightkv.triton_kernels.attention.paged_kv import AttentionOptions, PagedKV
+from lightkv.triton_kernels.attention.paged_kv import AttentionOptions, HeadShape, PagedKV
 from lightkv.triton_kernels.attention.prefill_attention import prefill_attention, prefill_attention_reference
 from lightkv.triton_kernels.attention.prefill_plan import prefill_plan
 from lightkv.triton_kernels.write_kv import write_kv
@@ -197,8 +197,8 @@ def test_refuses_what_does_not_fit(device: torch.device) -> None:
 def test_refuses_a_plan_of_something_else(device: torch.device) -> None:
     cache = poisoned_cache([5, 6], device=device)
     q, q_starts = torch.zeros(4, 4, 64, device=device), starts([2, 2], device)
-    shape = {"num_heads": 4, "num_kv_heads": 2, "key_dim": 64, "value_dim": 64, "dtype": q.dtype}
-    plan = prefill_plan(cache.rows, q_starts, cache.lengths, num_tokens=4, window=3, **shape)
+    heads = HeadShape.of(q, cache.kv)
+    plan = prefill_plan(cache.rows, q_starts, cache.lengths, heads, num_tokens=4, dtype=q.dtype, window=3)
     with pytest.raises(ValueError, match="for 2 requests with a window of 3, the call for 2 with one of 0"):
         prefill_attention(q, cache.kv, cache.rows, q_starts, cache.lengths, plan=plan)
 
@@ -212,11 +212,8 @@ def test_stays_one_operator_under_torch_compile(device: torch.device) -> None:
         cache.rows,
         q_starts,
         cache.lengths,
+        HeadShape.of(q, cache.kv),
         num_tokens=12,
-        num_heads=4,
-        num_kv_heads=2,
-        key_dim=64,
-        value_dim=64,
         dtype=q.dtype,
     )
     lse = torch.empty(12, 4, device=device)

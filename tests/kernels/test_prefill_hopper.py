@@ -11,7 +11,7 @@ from test_prefill_attention import lse_reference, starts
 from torch import Tensor
 
 from lightkv.triton_kernels import tuning
-from lightkv.triton_kernels.attention.paged_kv import AttentionOptions, PagedKV
+from lightkv.triton_kernels.attention.paged_kv import AttentionOptions, HeadShape, PagedKV
 from lightkv.triton_kernels.attention.prefill_attention import (
     _hopper,
     _hopper_launch,
@@ -68,11 +68,8 @@ class Case:
             self.cache.rows,
             self.q_starts,
             self.cache.lengths,
+            HeadShape.of(self.q, self.cache.kv),
             num_tokens=len(self.q),
-            num_heads=self.q.shape[1],
-            num_kv_heads=self.cache.kv.k.shape[1],
-            key_dim=self.q.shape[2],
-            value_dim=self.q.shape[2],
             dtype=self.q.dtype,
             window=self.options.window,
             launch=launch,

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from lightkv.triton_kernels import tuning
+from lightkv.triton_kernels.attention.paged_kv import HeadShape
 from lightkv.triton_kernels.attention.prefill_plan import PrefillPlan, prefill_plan, prefill_plan_reference
 
-HEADS = {"num_kv_heads": 1, "key_dim": 64, "value_dim": 64, "dtype": torch.float16}
 RAGGED = [(37, 0), (900, 512), (0, 7), (64, 8000), (1200, 128), (333, 3000), (4, 2), (18, 16000), (5, -3)]
 
 
@@ -29,7 +29,12 @@ def check(
     *args, num_tokens = requests(sequences, device)
     launch = tuning.Launch(block_m, 32, 4, 2)
     plan = prefill_plan(
-        *args, num_tokens=num_tokens + 3, num_heads=group, **HEADS, window=window, launch=launch
+        *args,
+        HeadShape(group, 1, 64, 64),
+        num_tokens=num_tokens + 3,
+        dtype=torch.float16,
+        window=window,
+        launch=launch,
     )
     expected = prefill_plan_reference(*args, group=group, block_m=block_m, window=window)
     assert plan.launch == launch

@@ -1,4 +1,4 @@
-"""For tests of `bench/kernels/attention.py`: rows, and a FlashInfer in plain torch."""
+"""Rows and a FlashInfer in plain torch, for tests of `bench/kernels/attention.py`."""
 
 import sys
 from pathlib import Path
@@ -24,7 +24,7 @@ SHARING = UNEVEN._replace(name="sharing", lengths=(30, 27, 40), shared=21)
 
 
 class PagedWrapper:
-    """FlashInfer's paged wrappers, in plain torch: the arguments of theirs, and what they document of them."""
+    """FlashInfer's paged wrappers in plain torch; checks that arguments are as FlashInfer documents them."""
 
     causal = False
 
@@ -65,7 +65,7 @@ class PagedWrapper:
             out[queries] = batches.attend_reference(
                 q[queries], k, v, positions, AttentionOptions(sm_scale)
             ).to(out.dtype)
-            if return_lse:  # FlashInfer's, too, is in base 2
+            if return_lse:  # in base 2, as FlashInfer's is
                 keys = k.float().repeat_interleave(q.shape[1] // k.shape[1], 1)
                 scores = torch.einsum("qhd,khd->qhk", q[queries].float(), keys) * sm_scale
                 lse[queries] = scores.logsumexp(2) * LOG2_E
@@ -104,6 +104,6 @@ def flashinfer_in_torch(
         merge_state_in_place=merge_state_in_place,
     )
     monkeypatch.setitem(sys.modules, "flashinfer", cast(Any, module))
-    monkeypatch.setenv("FLASHINFER_WORKSPACE_BASE", "")  # so that it is set back
+    monkeypatch.setenv("FLASHINFER_WORKSPACE_BASE", "")  # monkeypatch restores it
     monkeypatch.setattr(peers.FlashInfer, "WORKSPACE", 1024)
     return peers.FlashInfer(device, cache)

@@ -1,8 +1,7 @@
 """Attention of one step that has prefills and decodes: the one call that a layer makes.
 
 The packed queries are first the prefills' tokens, any number per request, then the decodes' tokens, the same
-number
-for each:
+number for each:
 
     q        ├──── request 0 ────┼─ 1 ─┼────── 2 ──────┼ 3 ┼ 4 ┼ 5 ┼ 6 ┤
              └───────── prefills, by q_starts ─────────┘ └── decodes ──┘
@@ -19,7 +18,7 @@ from torch import Tensor
 from .attend_keys import check_attention_inputs
 from .decode_attention import decode_attention, decode_attention_reference
 from .decode_plan import DecodePlan, SharedPrefixGroups, decode_plan
-from .paged_kv import DEFAULT_OPTIONS, AttentionOptions, PagedKV
+from .paged_kv import DEFAULT_OPTIONS, AttentionOptions, HeadShape, PagedKV
 from .prefill_attention import prefill_attention, prefill_attention_reference
 from .prefill_plan import PrefillPlan, prefill_plan
 
@@ -35,12 +34,9 @@ def mixed_plan(
     rows: Tensor,
     q_starts: Tensor,
     lengths: Tensor,
+    heads: HeadShape,
     *,
     num_tokens: int,
-    num_heads: int,
-    num_kv_heads: int,
-    key_dim: int,
-    value_dim: int,
     dtype: torch.dtype,
     window: int = 0,
     num_queries: int = 1,
@@ -50,8 +46,9 @@ def mixed_plan(
 
     Args:
         rows, q_starts, lengths, num_queries: as in `mixed_attention`; read on the device.
+        heads: of the layers.
         num_tokens: T of q.
-        num_heads, num_kv_heads, key_dim, value_dim, dtype: of q and the caches.
+        dtype: of q.
         window: of each query, in keys; 0 for all keys.
         shared_prefixes: of the decodes, which are numbered from 0; as in `decode_plan`.
     """
@@ -62,11 +59,8 @@ def mixed_plan(
             rows[:num_prefills],
             q_starts,
             lengths[:num_prefills],
+            heads,
             num_tokens=num_tokens - (num_requests - num_prefills) * num_queries,
-            num_heads=num_heads,
-            num_kv_heads=num_kv_heads,
-            key_dim=key_dim,
-            value_dim=value_dim,
             dtype=dtype,
             window=window,
         )
@@ -74,7 +68,7 @@ def mixed_plan(
         decode = decode_plan(
             rows[num_prefills:],
             lengths[num_prefills:],
-            num_kv_heads=num_kv_heads,
+            num_kv_heads=heads.num_kv_heads,
             window=window,
             num_queries=num_queries,
             shared_prefixes=shared_prefixes,

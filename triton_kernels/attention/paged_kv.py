@@ -1,4 +1,4 @@
-"""What the attention operators share: where a layer's K/V is, and how the layer attends to it."""
+"""What the attention operators share: where a layer's K/V is, its heads, and how the layer attends."""
 
 from typing import NamedTuple
 
@@ -19,6 +19,20 @@ class PagedKV(NamedTuple):
     v: Tensor
     index: Tensor  # type: ignore[assignment]  # hides the method of tuples
     shift: int = 0
+
+
+class HeadShape(NamedTuple):
+    """The heads of a layer: their numbers, and the dims of a head of q and K, and of V."""
+
+    num_heads: int
+    num_kv_heads: int
+    key_dim: int
+    value_dim: int
+
+    @classmethod
+    def of(cls, q: Tensor, kv: PagedKV) -> "HeadShape":
+        """Returns the heads of q `[T, num_heads, key_dim]` and of `kv`."""
+        return cls(q.shape[1], kv.k.shape[1], q.shape[2], kv.v.shape[2])
 
 
 class AttentionOptions(NamedTuple):

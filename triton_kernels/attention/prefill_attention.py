@@ -34,7 +34,7 @@ from .attend_keys import (
     find_slots_reference,
     score_scales,
 )
-from .paged_kv import DEFAULT_OPTIONS, AttentionOptions, PagedKV
+from .paged_kv import DEFAULT_OPTIONS, AttentionOptions, HeadShape, PagedKV
 from .prefill_plan import TILE_FIELDS, PrefillPlan, prefill_plan
 
 _TILE_FIELDS = tl.constexpr(TILE_FIELDS)
@@ -330,11 +330,8 @@ def prefill_attention(
             rows,
             q_starts,
             lengths,
+            HeadShape.of(q, kv),
             num_tokens=q.shape[0],
-            num_heads=q.shape[1],
-            num_kv_heads=kv.k.shape[1],
-            key_dim=q.shape[2],
-            value_dim=kv.v.shape[2],
             dtype=q.dtype,
             window=window,
         )

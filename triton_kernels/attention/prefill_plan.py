@@ -24,6 +24,7 @@ from torch import Tensor
 from lightkv.triton_kernels import tuning
 
 from .attend_keys import check_requests
+from .paged_kv import HeadShape
 
 TILE_FIELDS = (
     8  # request, row, first of its rows, rows of the request, first query, keys before it, unused, unused
@@ -148,12 +149,9 @@ def prefill_plan(
     rows: Tensor,
     q_starts: Tensor,
     lengths: Tensor,
+    heads: HeadShape,
     *,
     num_tokens: int,
-    num_heads: int,
-    num_kv_heads: int,
-    key_dim: int,
-    value_dim: int,
     dtype: torch.dtype,
     window: int = 0,
     launch: tuning.Launch | None = None,
@@ -162,8 +160,9 @@ def prefill_plan(
 
     Args:
         rows, q_starts, lengths: as in `prefill_attention`; read on the device.
+        heads: of the layers.
         num_tokens: T of q.
-        num_heads, num_kv_heads, key_dim, value_dim, dtype: of q and the caches.
+        dtype: of q.
         window: of each query, in keys; 0 for all keys.
         launch: tile sizes and launch options; those of `tuning.prefill_launch` if None.
 
@@ -171,15 +170,15 @@ def prefill_plan(
         ValueError: rows or lengths do not fit.
     """
     check_requests(rows, lengths)
-    group = num_heads // num_kv_heads
+    group = heads.num_heads // heads.num_kv_heads
     if launch is None:
         launch = tuning.prefill_launch(
             tuning.device_class(rows.device),
             len(rows),
-            num_kv_heads,
+            heads.num_kv_heads,
             num_tokens * group,
-            key_dim,
-            value_dim,
+            heads.key_dim,
+            heads.value_dim,
             dtype.itemsize,
         )
     block_m = launch.block_m
