@@ -207,7 +207,7 @@ def many_tiles(num_blocks: int) -> CountTiles:
     return CountTiles(min(_MANY_FIRST, num), min(_MANY_LATER, num))
 
 
-class TakeLaunch(NamedTuple):
+class AllocLaunch(NamedTuple):
     """How an allocation in one kernel divides its slots among programs."""
 
     ranks: int  # slots per program
@@ -215,12 +215,12 @@ class TakeLaunch(NamedTuple):
     num_warps: int
 
 
-def take_launch(max_ranks: int) -> TakeLaunch:
+def alloc_launch(max_ranks: int) -> AllocLaunch:
     """Returns the launch for a power of two of slots: one program as long as that is faster, since it need not
     find out which program is last."""
     if max_ranks <= 64:
-        return TakeLaunch(max_ranks, 1, 4 if max_ranks <= 16 else 8)
-    return TakeLaunch(16, max_ranks // 16, 4)
+        return AllocLaunch(max_ranks, 1, 4 if max_ranks <= 16 else 8)
+    return AllocLaunch(16, max_ranks // 16, 4)
 
 
 class Search(NamedTuple):

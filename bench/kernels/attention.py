@@ -337,9 +337,8 @@ def load_flashinfer(cache: Path | None, kernels: set[str]) -> FlashInfer | None:
     start = time.perf_counter()
     batch = make_batch(Row("one token", (1,), (1,)), DEVICE)
     for kernel, why in flashinfer.compile(sorted(kernels), batch).items():
-        print(
-            f"FlashInfer's {kernel} is left out: {why[-2000:]}", flush=True
-        )  # a compiler's last lines say why
+        # A compiler's last lines say why.
+        print(f"FlashInfer's {kernel} is left out: {why[-2000:]}", flush=True)
     print(f"FlashInfer {flashinfer.version}, compiled in {time.perf_counter() - start:.0f} s", flush=True)
     return flashinfer
 

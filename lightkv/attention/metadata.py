@@ -24,10 +24,10 @@ class AttentionMetadata:
       `kv_lens_host` int64 `[B]`, `num_sinks` (0 unless sequences that have dropped tokens still hold the first
       ones);
     - on the device: `q_lens_on_device` int32 `[B]`, `position_ids` int64 `[T]`, `rows` int64 `[B]` (of the
-      token table), `kv_lens` int32 `[B]` (tokens in the cache, this step's included), `q_starts` int32
-      `[B + 1]`, `slot_mapping` int64 `[T]` (the slots that this step's K/V is written to), `dropped` int64 `[T]`
-      (None if no token was dropped), `shared_prefixes` (decodes whose first tokens are in the same slots; None
-      if no prefix is read for several of them).
+      token table), `kv_lens` int32 `[B]` (tokens in the cache, this step's included), `q_starts`
+      int32 `[B + 1]`, `slot_mapping` int64 `[T]` (the slots that this step's K/V is written to), `dropped`
+      int64 `[T]` (None if no token was dropped), `shared_prefixes` (decodes whose first tokens are in the same
+      slots; None if no prefix is read for several of them).
 
         q         ├──── prefill 0 ────┼─ prefill 1 ─┼ decode 2 ┼ decode 3 ┤
         q_starts  0                   ┘             ┘          ┘          └ T

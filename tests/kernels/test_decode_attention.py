@@ -39,7 +39,7 @@ def poisoned_cache(
     value_dim: int = 64,
     shift: int = 0,
 ) -> Cache:
-    """Random K/V in shuffled slots; NaN in all free slots, also in those that entries past a row's end name."""
+    """Makes random K/V in shuffled slots. All free slots hold NaN, also those that stale entries name."""
     longest = max(*lengths, 1) + 3
     page = longest if shift == 31 else 1 << shift
     pages_per_row = -(-longest // page) + 1 if shift < 31 else 1

@@ -209,7 +209,7 @@ def test_stays_one_operator_under_torch_compile(device: torch.device, partition_
         blocks.block_tables.clamp(max=0),
         blocks.seq_lens,
     )
-    # Zeros, since opcheck compares all of it, also what no partition reaches.
+    # Zeros, since opcheck compares all elements, also those that no partition writes.
     arguments = (q, *whole, out.zero_(), lse, 0.125, partition_size)
     torch.library.opcheck(torch.ops.lightkv.paged_attention_v1.default, arguments)
 

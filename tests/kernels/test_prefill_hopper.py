@@ -98,7 +98,7 @@ def test_what_it_is_for() -> None:
     for dim in (64, 128, 256):
         launch = tuning.hopper_prefill_launch(H200, dim, dim, 2)
         assert launch is not None
-        # A plan that the shapes alone decide has its tiles, wherever there is work for most multiprocessors.
+        # A plan has Hopper's tiles by default, wherever there is work for most multiprocessors.
         for num_rows in (65536, 512 * 4):
             assert tuning.prefill_launch(H200, 1, 8, num_rows, dim, dim, 2).block_m == launch.block_m
     for device, key_dim, value_dim, size in [
@@ -152,7 +152,7 @@ def test_ragged_batches(group: int, head_dim: int, shift: int) -> None:
     plan = case.plan()
     case.run(plan)
     case.check()
-    case.run(plan)  # the plan is as it was
+    case.run(plan)  # a run leaves the plan as it was
     case.check()
     assert not plan.taken.any()
 

@@ -392,7 +392,7 @@ def test_a_single_pair_whose_tables_have_any_stride(
     torch.manual_seed(0)
     columns = torch.randn(NUM_POSITIONS, 2, device=device)
     cos, sin = columns[:, :1].expand(-1, 1), columns[:, ::2].cos()
-    cos = cos.as_strided(cos.shape, (2, 2))  # as a slice of every other column has it
+    cos = cos.as_strided(cos.shape, (2, 2))  # the strides of a slice of every other column
     positions = torch.randint(NUM_POSITIONS, (num_tokens,), device=device)
     tables = {"cos": cos, "sin": sin, "positions": positions}
     if own_rows:

@@ -16,11 +16,10 @@ runs:
 
     runs       ├─ prefix 0 ─┼─ rest of request 0 ─┼─ rest of 1 ─┼─ rest of 2 ─┤ …
 
-Every item of a run that is cut writes a part, a partial output. Parts are numbered by item, those of prefixes
-first, as an item of a prefix writes one part for each of its M members:
+Every item of a run that is cut writes a part, a partial output; an item of a prefix writes a part for each of
+its M members. Item i of a prefix has the parts from i * M on, item i of a request has part own_parts + i:
 
-    parts      ├─ item 0: M parts ─┼─ item 1: M parts ─┼ … ┼ item 0 ┼ item 1 ┼ …
-               0          items of prefixes                ▲ own_parts: items of requests
+    parts  0 ├─ M parts of item 0 ─┼─ M of item 1 ─┼ … ┤ own_parts ├─ one part per item of a request …
 """
 
 from itertools import pairwise
