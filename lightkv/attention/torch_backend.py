@@ -42,20 +42,17 @@ class PrefillTile(NamedTuple):
 
     start: int  # the queries are the packed tokens [start, end)
     end: int
-    slots: (
-        torch.Tensor | None
-    )  # int64 [S], the last query's own slot last; None: the keys are the queries' own
+    slots: torch.Tensor | None  # int64 [S], up to the last query's own; None: the queries' own keys
 
 
 class TiledPrefill(NamedTuple):
     """The prefills of a step in tiles, and one bias for all tiles.
 
-    A tile's keys end with its last query's own, so the mask, counted from the last query and key, is the same
-    in
-    every tile: a tile's bias is the lower right corner of the largest one.
+    A tile's keys end with its last query's own key, so the mask, counted back from the last query and key, is
+    the same in every tile: a tile's bias is the lower right corner of the largest one.
 
-        keys       ├────────── seen by all ─────────┬ ╲ hidden ┤
-        queries    ├────────────────────────────────┴──╲───────┤  the last query's own key is the last key
+        first query  ├────────── seen ──────────┼ hidden ┤
+        last query   ├─────────────── seen ──────────────┤ its own key
     """
 
     tiles: list[PrefillTile]

@@ -7,8 +7,10 @@ once; otherwise each item writes a part, that is a normalised partial output and
 
 The keys of an item are read once for all rows of its tile:
 
-    tile rows   ├─ heads of query 0 ─┼─ heads of query 1 ─┼ … ┤ …        GROUP heads share a K/V head
-                ├──────────── member 0 ────────────────────┤─ member 1 ─  requests that share a prefix
+    tile rows   ├─ heads of query 0 ─┼─ heads of query 1 ─┼ … ┼─ heads of query 0 ─┼ …
+                ├─────────────────── member 0 ────────────────┼─────── member 1 ───── …
+
+The heads are those that share a K/V head, and the members are the requests that share the item's prefix.
 
 The loop over keys, the checks and the float64 attention of the reference are in `attend_keys.py`.
 """

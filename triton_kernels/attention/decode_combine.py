@@ -5,8 +5,8 @@ A part is a normalised output and the log-sum-exp of its scores (base 2). With m
 part's weight is 2**(lse - m). The plan says where a request's parts are (`decode_plan.py`); those of its shared
 prefix have the parts of the other members in between:
 
-    parts    │ p0 p1 p2 │ p0 p1 p2 │ …             │ own │ own │ own │
-               ▲          ▲  every M-th, M members      ▲     ▲  side by side
+    parts      │ m0 m1 m2 │ m0 m1 m2 │ …  │ own 0 │ own 0 │ own 1 │ …
+    request 0    ▲          ▲                ▲       ▲               with 3 members, of which it is the first
 """
 
 import math
