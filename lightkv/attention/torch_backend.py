@@ -112,8 +112,7 @@ class TorchPlan:
             lengths = metadata.kv_lens_host[metadata.num_prefills :]
             if window:
                 lengths = np.minimum(lengths, window)
-            # A padding row of a static batch has length 0. It attends to slot 0, since to no key would give
-            # NaN.
+            # A padding row of a static batch has length 0. Attention to no key is NaN, so it attends to slot 0.
             lengths = np.maximum(lengths, 1)
             buckets = bucket_lengths(lengths)
             padded = [
