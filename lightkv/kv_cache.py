@@ -281,7 +281,7 @@ class KVCache:
         """Of a batch that is to decode, who reads which first tokens together: for `AttentionMetadata.prepare`.
 
         Ask once the step's slots are taken (`extend`). It stays right as long as these sequences are open, and
-        neither cut nor dropped from. `max_members`: as many as one reading serves (`metadata.group_members`).
+        neither cut nor dropped from. `max_members`: as many as one reading serves (`metadata.prefix_members`).
         What saves too little is left out (`shared_prefixes.PrefixSharing`). Raises ValueError.
         """
         self._require_owner()

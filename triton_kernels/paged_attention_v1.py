@@ -1,17 +1,17 @@
-"""The classic paged attention: one query a sequence, K/V in blocks of a layout made for its loads. A baseline.
+"""The classic paged attention of vLLM (v1): one query per sequence, K/V in blocks of a layout made for its
+loads.
 
-A block holds some tokens of one sequence, head by head. Keys lie in vectors of x dims (16 bytes), the same
-vector of all the block's tokens side by side; values with the tokens of one dim side by side:
+It is a baseline; lightkv itself attends with `decode_attention.py`. A block holds some tokens of one sequence,
+head by head. Keys are cut into vectors of x dims (16 bytes), and the same vector of all tokens of a block is
+side by side; of values, all tokens of one dim are side by side:
 
     k_cache  [num_blocks, num_kv_heads, head_dim / x, block_size, x]
     v_cache  [num_blocks, num_kv_heads, head_dim, block_size]
 
-A program has one query head of one sequence and one partition of its tokens: all of them in the one-pass form,
-else so many at a time, and `merge_states` combines them. Sums run over lanes, without matrix instructions, and
-query heads that share a K/V head each read it. Unlike the original it keeps no scores: its softmax is a running
-one.
-
-Knows blocks and no slots but to copy from; `decode_attention.py` is what lightkv attends with.
+A program has one query head of one sequence and one partition of its tokens. In the one-pass form a partition
+is all of them; otherwise `merge_states` merges the partitions. Sums run over lanes, without matrix
+instructions, and every query head reads its K/V head again. Unlike the original, it stores no scores: its
+softmax is a running one.
 """
 
 import math
@@ -23,17 +23,18 @@ from torch import Tensor
 
 from lightkv.triton_kernels.attention.attend_keys import LOG2_E, attend_reference
 from lightkv.triton_kernels.attention.merge_states import merge_states
+from lightkv.triton_kernels.attention.paged_kv import AttentionOptions
 
 from . import tuning
 
 
-@triton.jit(do_not_specialize_on_alignment=["block_tables", "context_lens"])
+@triton.jit(do_not_specialize_on_alignment=["block_tables", "seq_lens"])
 def _paged_attention_kernel(
     q,
     k_cache,
     v_cache,
     block_tables,
-    context_lens,
+    seq_lens,
     out,  # [num_seqs, H, D], or in partitions float32 [num_seqs, H, num_partitions, D]
     lse,  # float32 [num_seqs, H, num_partitions], base 2; None in one pass
     score_scale,
@@ -58,7 +59,7 @@ def _paged_attention_kernel(
     seq = tl.program_id(1).to(tl.int64)
     partition = tl.program_id(2)
     begin = partition * PARTITION_SIZE
-    end = tl.load(context_lens + seq)
+    end = tl.load(seq_lens + seq)
     out += seq * stride_out_seq + head * stride_out_h
     if PARTITION_SIZE > 0:
         lse += (seq * tl.num_programs(0) + head) * tl.num_programs(2) + partition
@@ -79,7 +80,7 @@ def _paged_attention_kernel(
     q_vecs = tl.load(q + seq * stride_q_seq + head * stride_q_h + vecs * X + lanes, mask=in_head, other=0.0)
     q_vecs = q_vecs.to(tl.float32) * score_scale  # [BLOCK_D / X, 1, X]
 
-    # A finite floor in place of -inf: masked tokens of a first tile weigh 0 and not NaN.
+    # The peak starts at a finite number, not at -inf: weights of a masked first tile are 0, not NaN.
     peak = -1.0e30
     total = tl.zeros([BLOCK_N], tl.float32)
     acc = tl.zeros([BLOCK_D, BLOCK_N], tl.float32)  # summed over the tokens at the end
@@ -97,8 +98,8 @@ def _paged_attention_kernel(
                 block = tl.load(table + positions // BLOCK_SIZE).to(tl.int64)
                 k_mask = in_head
                 v_mask = (dims < D)[:, None]
-            k_places = (block * stride_k_block + offsets * X)[None, :, None]
-            k = tl.load(k_head + k_places, mask=k_mask, other=0.0)  # [BLOCK_D / X, BLOCK_N, X]
+            k_offsets = (block * stride_k_block + offsets * X)[None, :, None]
+            k = tl.load(k_head + k_offsets, mask=k_mask, other=0.0)  # [BLOCK_D / X, BLOCK_N, X]
             v = tl.load(v_head + (block * stride_v_block + offsets)[None, :], mask=v_mask, other=0.0)
 
             scores = tl.sum(tl.sum(q_vecs * k.to(tl.float32), 2), 0)  # [BLOCK_N]
@@ -124,7 +125,7 @@ def _paged_attention(
     k_cache: Tensor,
     v_cache: Tensor,
     block_tables: Tensor,
-    context_lens: Tensor,
+    seq_lens: Tensor,
     out: Tensor,
     lse: Tensor | None,
     scale: float,
@@ -142,7 +143,7 @@ def _paged_attention(
         k_cache,
         v_cache,
         block_tables,
-        context_lens,
+        seq_lens,
         out,
         lse,
         scale * LOG2_E,
@@ -171,30 +172,30 @@ def paged_attention_v1(
     k_cache: Tensor,
     v_cache: Tensor,
     block_tables: Tensor,
-    context_lens: Tensor,
+    seq_lens: Tensor,
     *,
     scale: float,
     partition_size: int = 0,
-    max_context_len: int | None = None,
+    max_seq_len: int | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
-    """Attention of each sequence's newest token to its context, that token included.
+    """Computes the attention of each sequence's newest token to all its tokens, itself included.
 
     Args:
-        q: `[num_seqs, H, D]`, any strides but a last one of 1; H a multiple of num_kv_heads, D of x; query
-            head h reads K/V head h // (H / num_kv_heads).
-        k_cache: `[num_blocks, num_kv_heads, D / x, block_size, x]`, a head's part of a block contiguous;
-            block_size and x powers of two (usual: 8, 16 or 32, and 16 bytes).
+        q: `[num_seqs, H, D]`, any strides, except that the last one is 1; H is a multiple of num_kv_heads and D
+            of x; query head h reads K/V head h // (H / num_kv_heads).
+        k_cache: `[num_blocks, num_kv_heads, D / x, block_size, x]`, with one head of a block contiguous;
+            block_size and x are powers of two (usually 8, 16 or 32, and 16 bytes).
         v_cache: `[num_blocks, num_kv_heads, D, block_size]`, likewise.
-        block_tables: int32 `[num_seqs, max_blocks]`, contiguous: of each sequence, the block of each block_size
-            tokens.
-        context_lens: int32 `[num_seqs]`; at most max_blocks * block_size and max_context_len, which is not
-            checked. A sequence of length 0 gets zeros.
+        block_tables: int32 `[num_seqs, max_blocks]`, contiguous: the block of each block_size tokens of a
+            sequence.
+        seq_lens: int32 `[num_seqs]`, tokens of each sequence; at most max_blocks * block_size and max_seq_len,
+            which is not checked. The output of a sequence of length 0 is zeros.
         scale: multiplies the scores; positive.
-        partition_size: tokens of a program, a multiple of block_size (usual: 512); 0 for all of them, in one
+        partition_size: tokens per program, a multiple of block_size (usually 512); 0 for all of them, in one
             pass.
-        max_context_len: bounds the partitions that are launched; what the tables have room for if None.
-        out: `[num_seqs, H, D]` to write to, a last stride of 1; allocated in the dtype of q if None.
+        max_seq_len: bounds the partitions that are launched; if None, the capacity of the tables does.
+        out: `[num_seqs, H, D]` to write to, with a last stride of 1; allocated in the dtype of q if None.
 
     Returns:
         `[num_seqs, H, D]`, `out`.
@@ -202,18 +203,18 @@ def paged_attention_v1(
     Raises:
         ValueError: shapes, strides, dtypes or numbers do not fit.
     """
-    _check(q, k_cache, v_cache, block_tables, context_lens, out, scale, partition_size)
+    _check(q, k_cache, v_cache, block_tables, seq_lens, out, scale, partition_size)
     block_size = k_cache.shape[3]
     if out is None:
         out = torch.empty_like(q, memory_format=torch.contiguous_format)
-    arguments = (q, k_cache, v_cache, block_tables, context_lens)
+    arguments = (q, k_cache, v_cache, block_tables, seq_lens)
     if partition_size == 0:
         _paged_attention(*arguments, out, None, scale, 0)
         return out
     room = block_tables.shape[1] * block_size
-    longest = room if max_context_len is None else max_context_len
+    longest = room if max_seq_len is None else max_seq_len
     if not 0 <= longest <= room:
-        raise ValueError(f"max_context_len must be at most the {room} tokens of a table, got {longest}")
+        raise ValueError(f"max_seq_len must be at most the {room} tokens of a table, got {longest}")
     num_partitions = max(1, triton.cdiv(longest, partition_size))
     shape = (*q.shape[:2], num_partitions)
     lse = torch.empty(shape, dtype=torch.float32, device=q.device)
@@ -228,7 +229,7 @@ def _check(
     k_cache: Tensor,
     v_cache: Tensor,
     block_tables: Tensor,
-    context_lens: Tensor,
+    seq_lens: Tensor,
     out: Tensor | None,
     scale: float,
     partition_size: int,
@@ -259,11 +260,11 @@ def _check(
         raise ValueError(
             f"block_tables must be contiguous int32 [num_seqs, blocks], got {block_tables.dtype}"
         )
-    if context_lens.dtype != torch.int32 or context_lens.dim() != 1 or not context_lens.is_contiguous():
-        raise ValueError(f"context_lens must be contiguous int32 [num_seqs], got {context_lens.dtype}")
-    if len(block_tables) != num_seqs or len(context_lens) != num_seqs:
+    if seq_lens.dtype != torch.int32 or seq_lens.dim() != 1 or not seq_lens.is_contiguous():
+        raise ValueError(f"seq_lens must be contiguous int32 [num_seqs], got {seq_lens.dtype}")
+    if len(block_tables) != num_seqs or len(seq_lens) != num_seqs:
         raise ValueError(
-            f"q has {num_seqs} sequences, block_tables {len(block_tables)}, context_lens {len(context_lens)}"
+            f"q has {num_seqs} sequences, block_tables {len(block_tables)}, seq_lens {len(seq_lens)}"
         )
     if out is not None and out.shape != q.shape:
         raise ValueError(f"out must have shape {tuple(q.shape)}, got {tuple(out.shape)}")
@@ -280,9 +281,10 @@ def _check(
 
 
 def copy_to_blocks(k_cache: Tensor, v_cache: Tensor, slots: Tensor) -> tuple[Tensor, Tensor]:
-    """K/V of a pool in this kernel's layout: k_cache and v_cache `[num_slots, num_kv_heads, D]`, slots an
-    integer `[num_blocks, block_size]`, where each place of each block takes its token from. Returns its k_cache
-    and v_cache, of as many blocks. Raises ValueError where D is no multiple of the x dims in 16 bytes."""
+    """Copies K/V of a pool to this kernel's layout. k_cache and v_cache are `[num_slots, num_kv_heads, D]`;
+    slots, an integer tensor `[num_blocks, block_size]`, names the slot to copy to each place of each block.
+    Returns k_cache and v_cache of num_blocks blocks. Raises ValueError if D is not a multiple of the x dims in
+    16 bytes."""
     x = 16 // k_cache.element_size()
     if k_cache.shape != v_cache.shape or k_cache.shape[2] % x:
         raise ValueError(
@@ -298,22 +300,20 @@ def paged_attention_v1_reference(
     k_cache: Tensor,
     v_cache: Tensor,
     block_tables: Tensor,
-    context_lens: Tensor,
+    seq_lens: Tensor,
     *,
     scale: float,
 ) -> Tensor:
-    """The specification of `paged_attention_v1` in either form: plain torch in float64, a sequence at a time.
-
-    Reads tables and lengths on the host, so on a GPU it synchronises.
-    """
+    """Computes `paged_attention_v1` in plain torch and float64, one sequence at a time. Reads tables and
+    lengths on the host, so on a GPU it synchronises."""
     out = torch.zeros_like(q, memory_format=torch.contiguous_format)
     block_size = k_cache.shape[3]
-    for seq, length in enumerate(context_lens.tolist()):
+    for seq, length in enumerate(seq_lens.tolist()):
         positions = torch.arange(length, device=q.device)
         blocks, offsets = block_tables[seq, positions // block_size].long(), positions % block_size
         k = k_cache[blocks, :, :, offsets].flatten(2)  # [length, num_kv_heads, D]
         v = v_cache[blocks, :, :, offsets]
         last = torch.tensor([length - 1], device=q.device)
-        result = attend_reference(q[seq : seq + 1], k, v, last, scale=scale, window=0, softcap=0.0)
+        result = attend_reference(q[seq : seq + 1], k, v, last, AttentionOptions(scale))
         out[seq] = result[0].to(q.dtype)
     return out

@@ -1,8 +1,8 @@
-"""How large the tiles are and how many splits a launch has: pure functions of the device and the shapes.
+"""Tile sizes, numbers of splits and launch options: pure functions of the device and the shapes.
 
-Knows no tensor's contents: every answer follows from numbers that the host has before the launch, so a
-launch captured in a CUDA graph stays right when lengths change between replays. Nothing here is searched
-for at run time.
+Every result follows from numbers that the host has before the launch, so a launch captured in a CUDA graph
+stays right when lengths change between replays. There is no search at run time; `bench.kernels.tune` finds the
+values.
 """
 
 import math
@@ -14,15 +14,16 @@ import triton
 
 
 class DeviceClass(NamedTuple):
-    """What of a device the choices depend on."""
+    """The properties of a device that the choices depend on."""
 
     num_multiprocessors: int
-    shared_memory: int  # bytes one program may use
-    major: int  # of its compute capability
+    shared_memory: int  # bytes that one program may use
+    major: int  # of the compute capability
 
 
 class Launch(NamedTuple):
-    """Tile sizes (query rows, keys) and launch options of one kernel; `block_m` is 0 where it has none."""
+    """Tile sizes (query rows, keys) and launch options of one kernel; `block_m` is 0 if it has no query
+    rows."""
 
     block_m: int
     block_n: int
@@ -30,11 +31,11 @@ class Launch(NamedTuple):
     num_stages: int
 
 
-# The interpreter poses as a small GPU, so that its tests see several tiles and several splits.
+# The interpreter counts as a small GPU, so that tests on a CPU have several tiles and several splits.
 _INTERPRETER = DeviceClass(num_multiprocessors=4, shared_memory=64 * 1024, major=8)
 
-DECODE_UNIT = 32  # keys: every part of a request but its last has a multiple of it
-MOST_DECODE_ROWS = 256  # of a tile: more would not stay in registers
+DECODE_UNIT = 32  # keys; every part of a request except its last has a multiple of it
+MOST_DECODE_ROWS = 256  # of a tile; more do not fit in registers
 
 # Largest first.
 _PREFILL_LAUNCHES = (
@@ -45,22 +46,21 @@ _PREFILL_LAUNCHES = (
     Launch(64, 32, 4, 3),
     Launch(64, 32, 4, 2),
 )
-# Of `prefill_hopper`, by head dim: 12 warps, and as many stages of K and V as fit beside q.
+# Launches of `prefill_hopper`, by head dim: 12 warps, and as many stages of K and V as fit beside q.
 _HOPPER_LAUNCHES = {64: Launch(128, 128, 12, 6), 128: Launch(128, 128, 12, 3), 256: Launch(128, 32, 12, 5)}
-_REDUCTION_BYTES = 2048  # shared memory that the softmax's reductions take beside the tiles
+_REDUCTION_BYTES = 2048  # of shared memory, for the softmax's reductions
 
-
-# Counts of blocks that a search reads at a time: few at first, as what is wanted lies close behind the first
-# block with a free slot in all but odd pools, then many, so that a march through used ones is short.
+# How many counts of blocks a search for free slots reads at a time: few at first, since enough free slots are
+# usually close behind the first block that has one, then many, so that passing used blocks takes few turns.
 _FEW_FIRST, _FEW_LATER = 256, 2048
 _MANY_FIRST, _MANY_LATER = 1024, 8192
 
-MAX_IN_ONE_KERNEL = 512  # slots: each costs a search through its block's words
+MAX_IN_ONE_KERNEL = 512  # slots; each costs a search through the words of its block
 
 
 @cache
 def device_class(device: torch.device) -> DeviceClass:
-    """The class of a CUDA device, or of Triton's interpreter for any other."""
+    """Returns the class of a CUDA device; for any other device, that of Triton's interpreter."""
     if device.type != "cuda":
         return _INTERPRETER
     properties = torch.cuda.get_device_properties(device)
@@ -69,23 +69,25 @@ def device_class(device: torch.device) -> DeviceClass:
 
 
 def padded_dim(head_dim: int) -> int:
-    """The tile width that holds a head of `head_dim`: a power of two, and at least the 16 of `tl.dot`."""
+    """Returns the tile width for heads of `head_dim`: a power of two, at least the 16 that `tl.dot` needs."""
     return max(16, triton.next_power_of_2(head_dim))
 
 
 def has_early_launch(device: DeviceClass) -> bool:
-    """Can a kernel be launched while the one before it still runs (programmatic dependent launch)?"""
+    """Returns whether a kernel can be launched while the one before it still runs (programmatic dependent
+    launch)."""
     return device.major >= 9
 
 
 def decode_launch(
     device: DeviceClass, num_rows: int, several: bool, key_dim: int, value_dim: int, element_size: int
 ) -> Launch:
-    """Tiles of decode, for `num_rows` that read the same keys: query heads of a K/V head, times queries, of
-    which there may be `several`.
+    """Returns the tiles of decode for `num_rows` query rows that read the same keys: query heads that share a
+    K/V head, times queries, times requests that share a prefix. `several`: there is more than one query or
+    request.
 
-    At most 32 KiB of K and V at a time, so that several programs share a processor (`decode_workers` says how
-    many: each reads an equal share, so all of them should run at once).
+    A tile has at most 32 KiB of K and V, so that several programs share a multiprocessor. `decode_workers` says
+    how many programs there are; each reads an equal share, so all of them should run at once.
     """
     rows = padded_dim(num_rows)
     if several and element_size < 4:
@@ -106,19 +108,22 @@ def decode_launch(
 
 
 def decode_workers(device: DeviceClass, num_queries: int, num_kv_heads: int) -> int:
-    """Into how many equal shares decode cuts all its keys, for each K/V head; `num_queries` read the same."""
+    """Returns the number of equal shares that decode cuts all keys into, for each K/V head. `num_queries` read
+    the same keys."""
     programs = (2 if num_queries > 1 else 4) * device.num_multiprocessors
     return max(1, programs // num_kv_heads)
 
 
-def group_members(num_queries: int, group: int) -> int:
-    """How many requests with common keys a tile of decode holds, of `num_queries` each; 1: no use to group."""
+def prefix_members(num_queries: int, group: int) -> int:
+    """Returns how many requests that share a prefix fit in a tile of decode, with `num_queries` each and
+    `group` query heads per K/V head; 1 if reading the prefix together saves nothing."""
     return max(1, 64 // (num_queries * group))
 
 
 def combine_launch(num_requests: int) -> Launch:
-    """Partial outputs that a program of `decode_combine` reads at a time, in `block_n`: of one or two requests,
-    which are cut into many, all; of more, the few that each has, by programs as small as they get."""
+    """Returns the launch of `decode_combine`, with the parts that a program reads at a time in `block_n`. One
+    or two requests are cut into many parts, which are read all at once; of more requests each has few parts, so
+    the programs are as small as possible."""
     if num_requests <= 2:
         return Launch(block_m=0, block_n=64, num_warps=4, num_stages=1)
     return Launch(block_m=0, block_n=8, num_warps=1, num_stages=1)
@@ -127,7 +132,7 @@ def combine_launch(num_requests: int) -> Launch:
 def hopper_prefill_launch(
     device: DeviceClass, key_dim: int, value_dim: int, element_size: int
 ) -> Launch | None:
-    """Tiles of `prefill_hopper`, and its stages of K and V; None where it does not run."""
+    """Returns the tiles of `prefill_hopper` and its stages of K and V; None where it cannot run."""
     if device.major != 9 or element_size != 2 or key_dim != value_dim:
         return None
     return _HOPPER_LAUNCHES.get(key_dim)
@@ -142,22 +147,24 @@ def prefill_launch(
     value_dim: int,
     element_size: int,
 ) -> Launch:
-    """Tiles of prefill: the largest that fit the shared memory and still give every multiprocessor work.
+    """Returns the tiles of prefill: the largest that fit in shared memory and still give every multiprocessor
+    work.
 
-    `num_rows` is the queries of all requests times the query heads that share a K/V head.
+    `num_rows` is the number of queries of all requests times the query heads that share a K/V head.
     """
-    # An exact float32 dot is unrolled into multiply-adds: large tiles of it take minutes to compile.
+    # An exact float32 dot is unrolled into multiply-adds, and large tiles would take minutes to compile.
     candidates = _PREFILL_LAUNCHES if element_size < 4 else (Launch(32, 32, 4, 2),)
     key_width, value_width = padded_dim(key_dim), padded_dim(value_dim)
     hopper = hopper_prefill_launch(device, key_dim, value_dim, element_size) is not None
-    # A multiprocessor that computes with such tiles is worth two with smaller ones.
+    # A multiprocessor with Hopper's tiles computes as much as two with smaller ones.
     least_programs = device.num_multiprocessors // 2 if hopper else device.num_multiprocessors
     for launch in candidates:
         block_m, block_n, num_warps, num_stages = launch
         tiles = block_m * key_width + num_stages * block_n * (key_width + value_width)
         programs = num_kv_heads * triton.cdiv(num_rows, block_m)
         fits = tiles * element_size + _REDUCTION_BYTES <= device.shared_memory
-        # Multiprocessors would idle or tiles be empty, or more than 128 accumulators a thread (a spill).
+        # Too few: multiprocessors would idle, or tiles would be empty. Too wide: with more than 128
+        # accumulators per thread, registers spill.
         too_few = block_m > 64 and (programs < least_programs or num_rows < block_m * num_requests)
         too_wide = block_m * value_width > 128 * 32 * num_warps
         if fits and not too_few and not too_wide:
@@ -168,8 +175,9 @@ def prefill_launch(
 def write_launch(
     device: DeviceClass, num_tokens: int, num_kv_heads: int, num_heads: int, num_pairs: int
 ) -> tuple[int, int]:
-    """Tokens and heads that a program of `write_kv` writes: several heads where positions are applied, whose
-    cosines and sines are more bytes than a head, while every multiprocessor has programs to choose from."""
+    """Returns how many tokens and how many heads a program of `write_kv` writes. With rotary positions it
+    writes several heads, since cosines and sines are more bytes than a head, as long as every multiprocessor
+    has several programs."""
     block_t, heads = 16, 1
     blocks = triton.cdiv(num_tokens, block_t)
     shared = math.gcd(num_kv_heads, num_heads)
@@ -181,67 +189,69 @@ def write_launch(
 
 
 class CountTiles(NamedTuple):
-    """How many counts of blocks a search for free slots reads in its first turn, and in each later one."""
+    """How many counts of blocks a search for free slots reads in its first turn, and in each later turn."""
 
     first: int
     later: int
 
 
 def few_tiles(num_blocks: int) -> CountTiles:
-    """Of a take in one kernel, where every program searches for itself."""
+    """Returns the tiles of an allocation in one kernel, where every program searches by itself."""
     num = max(32, triton.next_power_of_2(num_blocks))
     return CountTiles(min(_FEW_FIRST, num), min(_FEW_LATER, num))
 
 
 def many_tiles(num_blocks: int) -> CountTiles:
-    """Of a take in two, where one program searches for all."""
+    """Returns the tiles of an allocation in two kernels, where one program searches for all."""
     num = triton.next_power_of_2(num_blocks)
     return CountTiles(min(_MANY_FIRST, num), min(_MANY_LATER, num))
 
 
-class TakeLaunch(NamedTuple):
-    """How a take in one kernel shares out its slots."""
+class AllocLaunch(NamedTuple):
+    """How an allocation in one kernel divides its slots among programs."""
 
-    ranks: int  # of a program
+    ranks: int  # slots per program
     num_programs: int
     num_warps: int
 
 
-def take_launch(max_ranks: int) -> TakeLaunch:
-    """For a power of two of slots: one program, which need not find out who is last, while that is quicker."""
+def alloc_launch(max_ranks: int) -> AllocLaunch:
+    """Returns the launch for a power of two of slots: one program as long as that is faster, since it need not
+    find out which program is last."""
     if max_ranks <= 64:
-        return TakeLaunch(max_ranks, 1, 4 if max_ranks <= 16 else 8)
-    return TakeLaunch(16, max_ranks // 16, 4)
+        return AllocLaunch(max_ranks, 1, 4 if max_ranks <= 16 else 8)
+    return AllocLaunch(16, max_ranks // 16, 4)
 
 
 class Search(NamedTuple):
-    """How the programs of a search for a run share out the words of a pool's bits."""
+    """How the programs of a search for a run divide the words of a pool's bits."""
 
     num_programs: int
-    chunk: int  # words whose runs one program answers for
-    back: int  # words before them that it reads: a run may begin there
-    tile: int  # words it reads at a time
+    chunk: int  # words in which one program finds the runs that end there
+    back: int  # words before the chunk that it reads as well, since a run may begin there
+    tile: int  # words that it reads at a time
 
 
 def run_search(device: DeviceClass, num_words: int, word_slots: int, n: int, max_programs: int) -> Search:
-    """A search for n consecutive free slots by at most `max_programs`."""
-    tile = 32 if device is _INTERPRETER else 2048  # the interpreter's scans take a call an element
-    # Every prompt asks: triton.cdiv, made for kernels too, would take a microsecond each.
+    """Returns the search for n consecutive free slots by at most `max_programs` programs."""
+    tile = 32 if device is _INTERPRETER else 2048  # the interpreter's scans make a call per element
+    # This runs for every prompt, and a call of triton.cdiv takes a microsecond.
     back = -(-n // word_slots) + 2
     least = max(tile // 2, -(-num_words // max_programs))
-    chunk = -(-(least + back) // tile) * tile - back  # so that what is read is a whole number of tiles
+    chunk = -(-(least + back) // tile) * tile - back  # chunk + back is a whole number of tiles
     return Search(-(-num_words // chunk), chunk, back, tile)
 
 
 def merge_launch(num_parts: int, value_dim: int) -> Launch:
-    """Parts that a program of `merge_states` reads at a time, in `block_n`: a tile that stays in registers."""
+    """Returns the launch of `merge_states`, with the parts that a program reads at a time in `block_n`: a tile
+    that stays in registers."""
     block_parts = min(triton.next_power_of_2(num_parts), max(1, 4096 // padded_dim(value_dim)))
     return Launch(block_m=0, block_n=block_parts, num_warps=1 if num_parts <= 4 else 4, num_stages=2)
 
 
 def paged_attention_launch(device: DeviceClass, head_dim: int, num_programs: int) -> Launch:
-    """Tokens that a program of `paged_attention_v1` has in hand: few, or as many as leave its sums in registers
-    where it has a multiprocessor to itself."""
+    """Returns the launch of `paged_attention_v1`, with the tokens that a program reads at a time in `block_n`:
+    few, or, if it has a multiprocessor to itself, as many as leave its sums in registers."""
     if num_programs >= device.num_multiprocessors:
         return Launch(block_m=0, block_n=32, num_warps=4, num_stages=2)
     block_n = min(128, max(16, 16384 // padded_dim(head_dim)))
@@ -249,7 +259,7 @@ def paged_attention_launch(device: DeviceClass, head_dim: int, num_programs: int
 
 
 def scores_launch(key_dim: int, element_size: int) -> Launch:
-    """Tiles of `attention_scores`, query rows and keys; an exact float32 dot is unrolled: small ones."""
+    """Returns the tiles of `attention_scores`: small ones for float32, whose exact dot is unrolled."""
     if element_size >= 4:
         return Launch(block_m=16, block_n=32, num_warps=4, num_stages=2)
     wide = padded_dim(key_dim) > 128

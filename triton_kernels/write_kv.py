@@ -1,8 +1,5 @@
-"""Write new K/V into the cache, on the way from the projection: bias, rotary positions, scatter by slot.
-
-Knows slots, strides and tables of cosines and sines. Not which sequence a token belongs to, how its slot was
-found, nor which frequencies and which scaling made the tables: every one of them is just another table.
-"""
+"""Writes new K/V to the cache in one pass from the projection: adds biases, applies rotary positions, and
+scatters by slot. Any frequencies and any scaling of them are tables of cosines and sines here."""
 
 from itertools import accumulate, pairwise
 
@@ -17,7 +14,8 @@ from .strides import has_unit_stride
 
 @triton.jit
 def _load_dims(source, bias, dims, valid, END: tl.constexpr):
-    """`dims` of a head of each token, [BLOCK_T, dims]; in float32 with the bias added where there is one."""
+    """Loads `dims` of a head of each token, [BLOCK_T, dims]; in float32 with the bias added, if there is
+    one."""
     in_head = dims < END
     tile = tl.load(source + dims[None, :], mask=valid[:, None] & in_head[None, :], other=0.0)
     if bias is not None:
@@ -47,7 +45,8 @@ def _write_head(
     BLOCK_PAIRS: tl.constexpr,
     BLOCK_REST: tl.constexpr,
 ):
-    """A head of each token: bias, the first 2 * PAIRS dims turned, the rest as they are."""
+    """Writes a head of each token: adds the bias, rotates the first 2 * PAIRS dims, and copies the other
+    dims."""
     HAS_REST: tl.constexpr = 2 * PAIRS < D and not (IN_PLACE and bias is None)
     pairs = tl.arange(0, BLOCK_PAIRS)
     both = tl.arange(0, 2 * BLOCK_PAIRS)
@@ -62,30 +61,30 @@ def _write_head(
             first = _load_dims(source, bias, pairs, valid, PAIRS).to(tl.float32)
             second_bias = bias + PAIRS if bias is not None else None
             second = _load_dims(source + PAIRS, second_bias, pairs, valid, PAIRS).to(tl.float32)
-        turned_first = first * cos - second * sin
-        turned_second = second * cos + first * sin
+        rotated_first = first * cos - second * sin
+        rotated_second = second * cos + first * sin
     if IN_PLACE:
-        tl.debug_barrier()  # a tile smaller than the program is read by several threads and written by one
+        tl.debug_barrier()  # several threads read an element of a small tile, and one writes it
     if HAS_REST:
         _store_dims(target, rest, rest_dims, valid, D)
     if PAIRS > 0:
         if INTERLEAVED:
-            turned = tl.reshape(tl.join(turned_first, turned_second), [BLOCK_T, 2 * BLOCK_PAIRS])
-            _store_dims(target, turned, both, valid, 2 * PAIRS)
+            rotated = tl.reshape(tl.join(rotated_first, rotated_second), [BLOCK_T, 2 * BLOCK_PAIRS])
+            _store_dims(target, rotated, both, valid, 2 * PAIRS)
         else:
-            _store_dims(target, turned_first, pairs, valid, PAIRS)
-            _store_dims(target + PAIRS, turned_second, pairs, valid, PAIRS)
+            _store_dims(target, rotated_first, pairs, valid, PAIRS)
+            _store_dims(target + PAIRS, rotated_second, pairs, valid, PAIRS)
 
 
 @triton.jit(do_not_specialize=["num_tokens"], do_not_specialize_on_alignment=["slots", "positions"])
 def _write_kv_kernel(
-    q,  # None: q_out itself
+    q,  # None: q_out is rotated in place
     k,
     v,
     q_bias,  # each [heads, D], or None
     k_bias,
     v_bias,
-    q_out,  # None: K and V alone
+    q_out,  # None: there is no q
     k_cache,
     v_cache,
     slots,
@@ -112,7 +111,7 @@ def _write_kv_kernel(
     stride_sin,
     KV_PROGRAMS: tl.constexpr,
     Q_PROGRAMS: tl.constexpr,
-    HEADS: tl.constexpr,  # that a program writes
+    HEADS: tl.constexpr,  # per program
     DK: tl.constexpr,
     DV: tl.constexpr,
     PAIRS: tl.constexpr,
@@ -122,7 +121,7 @@ def _write_kv_kernel(
     BLOCK_K_REST: tl.constexpr,
     BLOCK_DV: tl.constexpr,
 ):
-    # Heads run fastest: programs side by side write side by side.
+    # Heads run fastest, so neighbouring programs write neighbouring heads.
     program = tl.program_id(0) % (KV_PROGRAMS + Q_PROGRAMS)
     block = tl.program_id(0) // (KV_PROGRAMS + Q_PROGRAMS)
     token = block.to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)  # [BLOCK_T]
@@ -192,7 +191,7 @@ def _write_kv_kernel(
             )
 
 
-# No defaults: torch 2.11 does not fill them in where it counts what an operator has written to.
+# No defaults: torch 2.11 does not fill them in where it records which tensors an operator wrote to.
 @torch.library.custom_op("lightkv::write_kv", mutates_args=("k_cache", "v_cache", "q_out"))
 def _write_kv(
     k: Tensor,
@@ -257,7 +256,7 @@ def _write_kv(
         BLOCK_PAIRS=triton.next_power_of_2(max(num_pairs, 1)),
         BLOCK_K_REST=tuning.padded_dim(key_dim - 2 * num_pairs),
         BLOCK_DV=tuning.padded_dim(value_dim),
-        enable_fp_fusion=False,  # a product is rounded before it is added, as in torch: the same bits
+        enable_fp_fusion=False,  # as in torch, a product is rounded before it is added, so the bits are equal
     )
 
 
@@ -285,36 +284,39 @@ def write_kv(
     k_bias: Tensor | None = None,
     v_bias: Tensor | None = None,
 ) -> None:
-    """Write each token's K and V to its slot, cast to the dtype of the cache; before, what is asked for: add a
-    bias to q, k and v, and turn q and k by their positions. k and v stay as they are.
+    """Writes each token's K and V to its slot, cast to the dtype of the cache. Biases are added to q, k and v
+    before, and q and k are rotated by their positions, where these are given. k and v themselves stay
+    unchanged.
 
-    Everything that varies from step to step is read on the device: no synchronisation, no allocation, and a
-    captured launch may be replayed. Sums and products are float32, rounded once at the end. Slots and positions
-    are not read on the host, so not checked.
+    Everything that varies from step to step is read on the device: nothing synchronises, nothing is allocated,
+    and a captured launch may be replayed. Sums and products are float32, rounded once at the end. The values of
+    slots and positions are not checked.
 
     Args:
-        k: `[T, num_kv_heads, Dk]`, any strides but a last one of 1. Parts of a fused projection are views of it
-            (`split_qkv`).
+        k: `[T, num_kv_heads, Dk]`, any strides, except that the last one is 1. `split_qkv` makes it, q and v as
+            views of a fused projection.
         v: `[T, num_kv_heads, Dv]`, likewise.
-        k_cache: `[num_slots, num_kv_heads, Dk]`, any strides but a last one of 1; written in place.
+        k_cache: `[num_slots, num_kv_heads, Dk]`, any strides, except that the last one is 1; written in place.
         v_cache: `[num_slots, num_kv_heads, Dv]`, likewise; both may be views of one buffer.
-        slots: int32 or int64 `[T]`. Distinct, but for slot 0, the padding, which may occur any number of
-            times and holds one of its writers' values after, whichever came last.
-        q: `[T, H, Dk]`, likewise, to be turned and to get its bias; left out if None.
-        q_out: `[T, H, Dk]` of any floating type, likewise, to write q to; q itself, in place, if None. It may
-            not overlap q otherwise.
-        positions: int32 or int64 `[T]`, rows of the tables; if None the tables are the tokens' own, a row each.
-        cos: `[num_positions, rotary_dim / 2]`, float32 or of k's type, any strides but a last one of 1: of each
-            position, the cosine of the angle of each pair of dims, times what the scaling asks for. Dims from
-            rotary_dim on are not turned; none are if None.
+        slots: int32 or int64 `[T]`, distinct, except that slot 0, the padding, may occur any number of times;
+            it holds the values of one of its tokens afterwards.
+        q: `[T, H, Dk]`, likewise; rotated, with its bias added. None if q needs neither.
+        q_out: `[T, H, Dk]` of any floating type, likewise, to write q to; it must not overlap q. If None, q is
+            written in place.
+        positions: int32 or int64 `[T]`, each token's row of the tables. If None, the tables have a row per
+            token.
+        cos: `[num_positions, rotary_dim / 2]`, float32 or of k's type, any strides, except that the last one is
+            1: the cosine of each position's angle for each pair of dims, times the scaling's attention factor.
+            Dims from rotary_dim on are not rotated. None for no rotation.
         sin: likewise.
-        interleaved: pair dims 2i and 2i + 1 (GPT-J); else i and i + rotary_dim / 2 (NeoX).
-        q_bias: `[H, Dk]` of any floating type, any strides but a last one of 1; none if None.
+        interleaved: pair dims 2i and 2i + 1 (GPT-J); otherwise dims i and i + rotary_dim / 2 (NeoX).
+        q_bias: `[H, Dk]` of any floating type, any strides, except that the last one is 1; None for no bias.
         k_bias: `[num_kv_heads, Dk]`, likewise.
         v_bias: `[num_kv_heads, Dv]`, likewise.
 
     Raises:
-        ValueError: shapes, strides or dtypes do not fit, or nothing is to be done to q. Nothing is written.
+        ValueError: shapes, strides or dtypes do not fit, or q is given without tables and without a bias.
+            Nothing is written then.
     """
     for name, new, cache in (("k", k, k_cache), ("v", v, v_cache)):
         if new.dim() != 3 or cache.dim() != 3 or new.shape[1:] != cache.shape[1:]:
@@ -332,7 +334,7 @@ def write_kv(
     if slots.dtype not in (torch.int32, torch.int64) or not slots.is_contiguous():
         raise ValueError(f"slots must be contiguous int32 or int64, got {slots.dtype}")
     if positions is None and cos is None and sin is None and q is None and q_out is None:
-        num_heads = 0  # the plain scatter, with little left to check
+        num_heads = 0  # a plain scatter, which decode steps call often: skip the checks of q and the tables
     else:
         num_heads = _check_rotary(k, q, q_out, positions, cos, sin, q_bias)
     for name, bias, shape in (
@@ -346,7 +348,7 @@ def write_kv(
                 f"{tuple(bias.shape)} with strides {bias.stride()}"
             )
     if q_out is None or q_out is q:
-        q, q_out = None, q  # to the operator an argument is read, or it is written
+        q, q_out = None, q  # the operator must not have the same tensor as an input and as an output
     _write_kv(
         k,
         v,
@@ -374,10 +376,10 @@ def _check_rotary(
     sin: Tensor | None,
     q_bias: Tensor | None,
 ) -> int:
-    """How many heads q has. Raises ValueError where q or the tables do not fit k or each other."""
+    """Returns the number of heads of q. Raises ValueError where q or the tables do not fit k or each other."""
     num_tokens, _, key_dim = k.shape
     if q is None and q_out is not None:
-        raise ValueError("q_out is where q goes; pass q as well")
+        raise ValueError("q_out is where q is written to; pass q as well")
     if q is not None:
         wanted = (num_tokens, q.shape[1] if q.dim() == 3 else 0, key_dim)
         for name, tensor in (("q", q), ("q_out", q if q_out is None else q_out)):
@@ -387,7 +389,7 @@ def _check_rotary(
                     f"those of k; got {tuple(tensor.shape)} with strides {tensor.stride()}"
                 )
         if cos is None and positions is None and q_bias is None:
-            raise ValueError("nothing is to be done to q: pass cos and sin, or q_bias, or no q")
+            raise ValueError("nothing is to be done to q: pass cos and sin, or q_bias, or leave q out")
     if cos is None or sin is None:
         if positions is not None or cos is not None or sin is not None:
             raise ValueError("cos and sin go together, and positions only with them; pass all or none")
@@ -395,8 +397,8 @@ def _check_rotary(
     if positions is None:
         if len(cos) != num_tokens:
             raise ValueError(
-                f"tables and positions go together where a table has not a row for each of the {num_tokens} "
-                f"tokens; cos has {len(cos)}, and there are no positions"
+                f"without positions, cos and sin need a row for each of the {num_tokens} tokens; cos has "
+                f"{len(cos)} rows"
             )
     elif positions.shape != (num_tokens,) or not positions.is_contiguous():
         raise ValueError(f"positions must be contiguous [{num_tokens}], as k; got {tuple(positions.shape)}")
@@ -419,9 +421,9 @@ def _check_rotary(
 def split_qkv(
     qkv: Tensor, num_heads: int, num_kv_heads: int, key_dim: int, value_dim: int | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The parts of a fused projection, or of its bias: `[..., H * Dk + num_kv_heads * (Dk + Dv)]` -> views
-    `[..., H, Dk]`, `[..., num_kv_heads, Dk]`, `[..., num_kv_heads, Dv]`. A `value_dim` of None is `key_dim`.
-    Raises ValueError where the last dim is another."""
+    """Splits a fused projection, or its bias, `[..., H * Dk + num_kv_heads * (Dk + Dv)]`, into views `[..., H,
+    Dk]`, `[..., num_kv_heads, Dk]` and `[..., num_kv_heads, Dv]`. A `value_dim` of None means `key_dim`. Raises
+    ValueError if the last dim does not fit."""
     value_dim = key_dim if value_dim is None else value_dim
     shapes = ((num_heads, key_dim), (num_kv_heads, key_dim), (num_kv_heads, value_dim))
     ends = list(accumulate((heads * dim for heads, dim in shapes), initial=0))
@@ -454,14 +456,14 @@ def write_kv_reference(
     k_bias: Tensor | None = None,
     v_bias: Tensor | None = None,
 ) -> None:
-    """The specification of `write_kv`, in plain torch."""
+    """Computes `write_kv` in plain torch."""
 
-    def prepared(x: Tensor, bias: Tensor | None, turned: bool) -> Tensor:
+    def prepared(x: Tensor, bias: Tensor | None, rotated: bool) -> Tensor:
         if bias is not None:
             x = x.float() + bias.float()
-        if turned and cos is not None and sin is not None:
+        if rotated and cos is not None and sin is not None:
             tables = (cos, sin) if positions is None else (cos[positions.long()], sin[positions.long()])
-            x = turn_reference(x, *tables, interleaved)
+            x = rotate_reference(x, *tables, interleaved)
         return x
 
     if q is not None:
@@ -470,12 +472,12 @@ def write_kv_reference(
     v_cache[slots.long()] = prepared(v, v_bias, False).to(v_cache.dtype)
 
 
-def turn_reference(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
-    """`x` `[T, H, D]` with its first 2n dims turned by the angles of cos and sin, `[T, n]`; float32."""
+def rotate_reference(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
+    """Rotates the first 2n dims of `x` `[T, H, D]` by the angles of cos and sin, `[T, n]`; returns float32."""
     num_pairs = cos.shape[1]
     cos, sin = cos.float()[:, None], sin.float()[:, None]  # [T, 1, n]
     rotary, rest = x.float().split((2 * num_pairs, x.shape[2] - 2 * num_pairs), dim=2)
     first, second = rotary.unflatten(2, (-1, 2)).unbind(3) if interleaved else rotary.chunk(2, dim=2)
-    turned = (first * cos - second * sin, second * cos + first * sin)
-    rotary = torch.stack(turned, dim=3).flatten(2) if interleaved else torch.cat(turned, dim=2)
+    rotated = (first * cos - second * sin, second * cos + first * sin)
+    rotary = torch.stack(rotated, dim=3).flatten(2) if interleaved else torch.cat(rotated, dim=2)
     return torch.cat((rotary, rest), dim=2)

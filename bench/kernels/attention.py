@@ -1,22 +1,23 @@
-"""Attention by page-size-one index against FlashInfer, torch's own and the classic kernel, on the same K/V.
+"""Times lightkv's attention with pages of one token against FlashInfer, torch and the classic paged attention.
 
     python -m bench.kernels.attention --out bench/results/attention-h200.json --plot attention-h200.png
     python -m bench.kernels.attention --mixed --groups --peers flashinfer --out FILE
     python -m bench.kernels.attention --replot bench/results/attention-h200.json --plot attention-h200.png
 
-Head dim 128, bfloat16, pages (of 1 and of 16 tokens) in random order; lightkv's kernels read contiguous runs,
-too, by their index. Every side is captured in a CUDA graph, its output checked element by element against
-float32, and its replay timed: the median of 20, the L2 cache emptied before each by reading 256 MiB (written,
-its lines would be written back inside the timed region). What a side plans for a step is planned before, and
-timed apart: from call to end, and lightkv's in a graph too. A side that fails or is wrong is left out with a
-line.
+All sides read the same K/V: head dim 128, bfloat16, pages of 1 and of 16 tokens in random order; lightkv's
+kernels also read contiguous runs through their index. Every side is captured in a CUDA graph, its output is
+compared element by element with float32, and its replay is timed: the median of 20, with the L2 cache flushed
+before each by reading 256 MiB (writing would leave dirty lines, which are written back inside the timed
+region). Plans are made before, and timed separately, from call to end, and lightkv's also in a graph. A side
+that fails or is wrong is left out, with a line that says why.
 
-Beside rows of decode and of prefill there are steps of both (mixed), where all decodes follow the chunks, and
-requests that begin alike (groups).
+Besides rows of decode and of prefill there are steps of both (mixed), where the decodes follow the chunks, and
+requests that share a prefix (groups).
 
-A row's floor is an empty kernel in a graph and the bytes (what is shared counts once) over the best of some
-kernels that only read; of a prefill, the operations over the rate of a large matrix product where that is
-longer. FlashInfer needs its package, nvcc and ninja. The file is written anew after every row.
+A row's floor is the time of an empty kernel in a graph plus its bytes (shared ones counted once) over the
+bandwidth of the fastest kernel that only reads. For a prefill it is its operations over the rate of a large
+matrix product, where that takes longer. FlashInfer needs its package, nvcc and ninja. The results file is
+rewritten after every row.
 """
 
 import json
@@ -67,15 +68,15 @@ from lightkv.triton_kernels.write_kv import write_kv
 SHIFTS = (0, 4)  # pages of 1 and of 16
 PEERS = ("flashinfer", "sdpa", "v1")
 ROWS = {"decode": DECODE, "prefill": PREFILL, "mixed": MIXED, "groups": GROUPS}
-FLASHINFER = {  # its kernels
+FLASHINFER = {  # the kernels that each part needs
     "decode": ("decode", "fa2"),
     "prefill": ("fa2", "fa3"),
     "mixed": ("fa2", "fa3"),
     "groups": ("fa2", "fa3"),
 }
 SDPA = {"flash": SDPBackend.FLASH_ATTENTION, "cuDNN": SDPBackend.CUDNN_ATTENTION}
-LAYERS = 32  # of a step whose writes are timed
-LAYER_BYTES = 16 * 2**30  # of K/V in all of them, at most: then some share a pool
+LAYERS = 32  # of the step in which writes are timed
+LAYER_BYTES = 16 * 2**30  # the most K/V of all layers; beyond that, some layers share a pool
 
 UNGROUPED = "lightkv p1 ungrouped"
 
@@ -88,7 +89,7 @@ Make = Callable[[], Side]
 
 
 class Bench(NamedTuple):
-    """What every row is measured with."""
+    """The tools that measure every row."""
 
     clock: Clock
     ceiling: Ceiling
@@ -104,11 +105,11 @@ def decode_sides(batch: Batch, bench: Bench) -> dict[str, Make]:
         if bench.flashinfer is not None:
             made[f"FlashInfer {name}"] = partial(bench.flashinfer.decode, batch, paged, False)
             made[f"FlashInfer tc {name}"] = partial(bench.flashinfer.decode, batch, paged, True)
-        if "v1" in bench.serving.peers and shift == 4:
+        if "v1" in bench.peers and shift == 4:
             for form, size in PARTITIONS.items():
                 made[f"v1 {name} {form}"] = partial(classic_decode, batch, paged, size)
     made["lightkv contiguous"] = partial(ours_decode, batch, scatter(batch, CONTIGUOUS))
-    if "sdpa" in bench.serving.peers and batch.is_even():
+    if "sdpa" in bench.peers and batch.is_even():
         for name, backend in SDPA.items():
             made[f"SDPA {name}"] = partial(sdpa_decode, batch, backend)
     return made
@@ -125,14 +126,15 @@ def prefill_sides(batch: Batch, bench: Bench) -> dict[str, Make]:
                     bench.flashinfer.prefill, batch, paged, backend
                 )
     made["lightkv contiguous"] = partial(ours_prefill, batch, scatter(batch, CONTIGUOUS))
-    if "sdpa" in bench.serving.peers and batch.is_even() and batch.lengths == batch.q_lens:
+    if "sdpa" in bench.peers and batch.is_even() and batch.lengths == batch.q_lens:
         for name, backend in SDPA.items():
             made[f"SDPA {name}"] = partial(sdpa_prefill, batch, backend)
     return made
 
 
 def mixed_sides(batch: Batch, bench: Bench) -> dict[str, Make]:
-    """Of page 1 alone; to FlashInfer a decode is a prefill of one token."""
+    """Returns the sides of a mixed step, with pages of 1 only; for FlashInfer a decode is a prefill of one
+    token."""
     paged = scatter(batch, 0)
     made: dict[str, Make] = {"lightkv p1": partial(ours_mixed, batch, paged)}
     if bench.flashinfer is not None:
@@ -142,11 +144,12 @@ def mixed_sides(batch: Batch, bench: Bench) -> dict[str, Make]:
 
 
 def group_sides(batch: Batch, bench: Bench) -> dict[str, Make]:
-    """Of page 1 alone: without regard to what is shared, and reading it once for all."""
+    """Returns the sides for a shared prefix, with pages of 1 only: each request reads it, or it is read
+    once."""
     paged = scatter(batch, 0)
     made: dict[str, Make] = {
         UNGROUPED: partial(ours_decode, batch, paged),
-        "lightkv p1": partial(ours_decode, batch, paged, grouped=True),
+        "lightkv p1": partial(ours_decode, batch, paged, share=True),
     }
     if bench.flashinfer is not None:
         made["FlashInfer tc p1"] = partial(bench.flashinfer.decode, batch, paged, True)
@@ -158,7 +161,8 @@ def group_sides(batch: Batch, bench: Bench) -> dict[str, Make]:
 
 
 def measure_side(make: Make, expected: Tensor, clock: Clock) -> Results:
-    """µs: of a replay, of its plan. Raises where it fails, ArithmeticError where its replay is wrong."""
+    """Times a replay and its plan, in µs. Raises what the side raises, and ArithmeticError if its replay is
+    wrong."""
     side = make()
     side.run()
     found: Results = {}
@@ -172,10 +176,10 @@ def measure_side(make: Make, expected: Tensor, clock: Clock) -> Results:
 
 
 def measure_sides(row: Row, sides: dict[str, Make], expected: Tensor, clock: Clock) -> Results:
-    """`sides`, and `failed`: why some are left out."""
+    """Returns `sides`, the times, and `failed`, the reasons why sides are left out."""
     found: Results = {"sides": {}, "failed": {}}
     for name in list(sides):
-        make = sides.pop(name)  # with it goes what it holds
+        make = sides.pop(name)  # so that its tensors are freed after it was timed
         try:
             found["sides"][name] = measure_side(make, expected, clock)
         except Exception as error:
@@ -186,7 +190,7 @@ def measure_sides(row: Row, sides: dict[str, Make], expected: Tensor, clock: Clo
 
 
 def measure_row(row: Row, make_sides: Callable[[Batch, Bench], dict[str, Make]], bench: Bench) -> Results:
-    """Every side of a row."""
+    """Measures every side of a row."""
     batch = make_batch(row, DEVICE)
     found = measure_sides(row, make_sides(batch, bench), reference(batch), bench.clock)
     floor = bench.ceiling.floor_us(row.bytes, row.flops if row.is_prefill else 0)
@@ -201,7 +205,8 @@ def measure_row(row: Row, make_sides: Callable[[Batch, Bench], dict[str, Make]],
 
 
 def beside_peers(sides: Results) -> Results:
-    """lightkv at page 1, and at its best page, over the peer that is fastest at any, or without pages."""
+    """Returns the time of lightkv at page 1, and at its best page, over that of the fastest peer at any page
+    size."""
     ours = [found["median"] for name, found in sides.items() if name.startswith("lightkv p")]
     peers = {name: found["median"] for name, found in sides.items() if not name.startswith("lightkv")}
     if "lightkv p1" not in sides or not peers:
@@ -212,7 +217,7 @@ def beside_peers(sides: Results) -> Results:
 
 
 def measure_mixed(row: Row, bench: Bench) -> Results:
-    """Every side of a row, and `alone_us` of each part by itself."""
+    """Measures every side of a row, and in `alone_us` its prefills and its decodes by themselves."""
     count = sum(q_len > 1 for q_len in row.q_lens)
     alone: dict[str, float] = {}
     for part, requests, make in (
@@ -230,7 +235,7 @@ def measure_mixed(row: Row, bench: Bench) -> Results:
 
 
 def measure_groups(row: Row, bench: Bench) -> Results:
-    """Every side of a row, and `speedups` over lightkv ungrouped."""
+    """Measures every side of a row, and `speedups` over lightkv without a shared prefix."""
     found = measure_row(row, group_sides, bench)
     if UNGROUPED in found["sides"]:
         ungrouped = found["sides"][UNGROUPED]["median"]
@@ -239,7 +244,8 @@ def measure_groups(row: Row, bench: Bench) -> Results:
 
 
 def measure_queries(row: Row, num_queries: int, clock: Clock) -> Results:
-    """lightkv alone, page 1: some queries a request beside one. The K/V is the same."""
+    """Measures lightkv at page 1 with one query and with `num_queries` queries per request, over the same
+    K/V."""
     found: Results = {}
     for count in (1, num_queries):
         one = row._replace(q_lens=(count,) * len(row.lengths))
@@ -253,7 +259,7 @@ def measure_queries(row: Row, num_queries: int, clock: Clock) -> Results:
 
 
 def measure_reading(row: Row, clock: Clock) -> Results:
-    """Of the K/V at page 1, and of that at page 16, in the order of the requests."""
+    """Times a kernel that only reads the K/V, at page 1 and at page 16, in the order of the requests."""
     batch = make_batch(row, DEVICE)
     found = {}
     for shift in SHIFTS:
@@ -263,7 +269,7 @@ def measure_reading(row: Row, clock: Clock) -> Results:
 
 
 def measure_plan(row: Row, clock: Clock) -> Results:
-    """lightkv's plan of a step, in a graph."""
+    """Times lightkv's plan of a step, in a graph."""
     batch = make_batch(row, DEVICE)
     plan = ours_decode(batch, scatter(batch, 0)).plan
     assert plan is not None
@@ -272,7 +278,8 @@ def measure_plan(row: Row, clock: Clock) -> Results:
 
 
 def measure_write(row: Row, clock: Clock) -> Results:
-    """What writing the newest token's K/V adds to a layer: LAYERS layers with it and without it, in a graph."""
+    """Measures what writing the newest token's K/V adds to a layer: LAYERS layers with and without, in a
+    graph."""
     batch = make_batch(row, DEVICE)
     expected = reference(batch)
     paged = scatter(batch, 0)
@@ -297,7 +304,7 @@ def measure_write(row: Row, clock: Clock) -> Results:
         graph, out = captured(partial(step, with_write))
         out.fill_(float("nan"))
         for one in pools if with_write else ():
-            one.pool[slots] = float("nan")  # what is not written in time is seen
+            one.pool[slots] = float("nan")  # the check finds K/V that is not written in time
         graph.replay()
         check(out, expected)
         took["write + attend" if with_write else "attend"] = clock.replay(graph)._asdict()
@@ -309,7 +316,7 @@ def measure_write(row: Row, clock: Clock) -> Results:
 
 
 def attempt(what: str, measure: Callable[[], Results]) -> Results:
-    """What is measured, or why not."""
+    """Returns the measurement, or the error that prevented it."""
     try:
         return measure()
     except Exception as error:
@@ -321,16 +328,17 @@ def attempt(what: str, measure: Callable[[], Results]) -> Results:
 
 
 def load_flashinfer(cache: Path | None, kernels: set[str]) -> FlashInfer | None:
-    """With these kernels compiled; None, and a line, where it is not there."""
+    """Returns FlashInfer with these kernels compiled; None, after printing why, if it is not available."""
     try:
         flashinfer = FlashInfer(DEVICE, cache)
-    except Exception as error:  # it looks at compilers and versions when it is imported
+    except Exception as error:  # its import may fail on compilers and versions, too
         print(f"FlashInfer is left out: {type(error).__name__}: {error}", flush=True)
         return None
     start = time.perf_counter()
     batch = make_batch(Row("one token", (1,), (1,)), DEVICE)
     for kernel, why in flashinfer.compile(sorted(kernels), batch).items():
-        print(f"FlashInfer's {kernel} is left out: {why[-2000:]}", flush=True)  # a compiler says why last
+        # A compiler's last lines say why.
+        print(f"FlashInfer's {kernel} is left out: {why[-2000:]}", flush=True)
     print(f"FlashInfer {flashinfer.version}, compiled in {time.perf_counter() - start:.0f} s", flush=True)
     return flashinfer
 
@@ -353,11 +361,15 @@ def measure_decode(row: Row, bench: Bench, results: Results) -> None:
 def main() -> None:
     arguments = parser(__doc__)
     for part in ROWS:
-        arguments.add_argument(f"--{part}", action="store_true", help="these rows, not those of every part")
-    arguments.add_argument("--rows", nargs="+", default=[], help="texts that stand in the names of rows")
+        arguments.add_argument(f"--{part}", action="store_true", help="measure only these rows")
+    arguments.add_argument(
+        "--rows", nargs="+", default=[], help="measure rows whose names contain one of these texts"
+    )
     arguments.add_argument("--peers", nargs="*", default=PEERS, choices=PEERS)
     arguments.add_argument("--repeats", type=int, default=20)
-    arguments.add_argument("--flashinfer-cache", type=Path, help="below it FlashInfer keeps what it compiles")
+    arguments.add_argument(
+        "--flashinfer-cache", type=Path, help="directory for the kernels that FlashInfer compiles"
+    )
     arguments.add_argument("--plot", type=Path, help="draw the figures into this file, a PNG or SVG")
     arguments.add_argument("--replot", type=Path, help="measure nothing: draw and print this file's figures")
     options = arguments.parse_args()

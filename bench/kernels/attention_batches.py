@@ -1,7 +1,8 @@
-"""What `attention.py` measures: the rows, their values, the layout lightkv and FlashInfer read, what is right.
+"""What `attention.py` measures: the rows, their values, the layout that lightkv and FlashInfer read, and the
+expected output.
 
-A row's K/V values are made once, request after request; each side lays them out as it reads them, and what is
-right is computed in float64 from no side's layout. Knows no kernel that is measured, and no clock.
+A row's K/V values are made once, request after request. Each side lays them out as it reads them, and the
+expected output is computed in float64 from the values themselves.
 """
 
 from collections.abc import Sequence
@@ -12,16 +13,17 @@ import torch
 from torch import Tensor
 
 from lightkv.triton_kernels.attention.attend_keys import attend_reference
+from lightkv.triton_kernels.attention.paged_kv import HeadShape, PagedKV
 
-TOLERANCE = 2e-2  # of an element and of its head's root mean square, together
-REFERENCE_SCORES = 2**27  # that the reference holds at a time
-CONTIGUOUS = 31  # the shift of one run a request
-GARBAGE = 8.0  # in slots of no token: finite, since a peer may read what it masks, and easily seen
+TOLERANCE = 2e-2  # relative to an element plus its head's root mean square
+REFERENCE_SCORES = 2**27  # the most scores that the reference holds at a time
+CONTIGUOUS = 31  # the shift of one run per request
+GARBAGE = 8.0  # in free slots: finite, since a peer may read what it masks, but large enough to be found
 
 
 class Row(NamedTuple):
-    """Requests with `lengths` tokens in the cache, the last `q_lens` of which are queries; the first `shared`
-    are the same tokens for all."""
+    """Requests with `lengths` tokens in the cache, the last `q_lens` of which are queries. All requests have
+    the first `shared` tokens in common."""
 
     name: str
     lengths: tuple[int, ...]
@@ -38,7 +40,7 @@ class Row(NamedTuple):
 
     @property
     def bytes(self) -> int:
-        """K/V once, and of a prefill the queries and the output too."""
+        """The bytes of K/V, read once, and for a prefill also those of the queries and the output."""
         num_tokens = sum(self.lengths) - (len(self.lengths) - 1) * self.shared
         rows = 2 * num_tokens * self.num_kv_heads
         if self.is_prefill:
@@ -47,7 +49,7 @@ class Row(NamedTuple):
 
     @property
     def flops(self) -> int:
-        """Of the visible pairs of a query and a key alone."""
+        """The operations for the visible pairs of a query and a key."""
         pairs = 0
         for length, q_len in zip(self.lengths, self.q_lens, strict=True):
             pairs += q_len * (length - q_len) + q_len * (q_len + 1) // 2
@@ -70,7 +72,7 @@ def chunks(name: str, fresh: Sequence[int], prefixes: Sequence[int]) -> Row:
 
 
 def mixed(name: str, fresh: Sequence[int], prefixes: Sequence[int], batch: int, length: int) -> Row:
-    """Chunks, and behind them the decodes of a batch."""
+    """Returns a row of chunks, followed by the decodes of a batch."""
     prefill = chunks(name, fresh, prefixes)
     return Row(name, prefill.lengths + (length,) * batch, prefill.q_lens + (1,) * batch)
 
@@ -112,18 +114,19 @@ GROUPS = (
     sharing("64 × 512 after the same 16k", 64, 16384, 512),
     sharing("32 × 1k after the same 2k", 32, 2048, 1024),
 )
-HEAD_DIMS = tuple(  # heads as Llama-3.2-1B and Gemma-2-9B have them
+HEAD_DIMS = tuple(  # the heads of Llama-3.2-1B and Gemma-2-9B
     row._replace(name=f"{num_heads}/8/{dim}, {row.name}", num_heads=num_heads, head_dim=dim)
     for num_heads, dim in ((32, 64), (16, 256))
     for row in (PREFILL[0], PREFILL[4])
 )
-# Rows of decode that are measured with several queries, too, and with the writing of K/V.
+# Rows of decode that are also measured with several queries, and with writing K/V.
 SEVERAL_QUERIES = dict.fromkeys(("B1 × 8k", "B32 × 1k", "B64 × 8k"), 8)
 WRITTEN = ("B1 × 1k", "B32 × 1k", "B256 × 2k")
 
 
 def chosen(rows: Sequence[Row], names: Sequence[str]) -> list[Row]:
-    """The rows in whose names one of the texts stands, × being x too; all without any."""
+    """Returns the rows whose names contain one of the texts, where x stands for ×; all rows if there are no
+    texts."""
     texts = [name.replace("×", "x").lower() for name in names]
     return [
         row for row in rows if not texts or any(text in row.name.replace("×", "x").lower() for text in texts)
@@ -131,39 +134,44 @@ def chosen(rows: Sequence[Row], names: Sequence[str]) -> list[Row]:
 
 
 # --------------------------------------------------------------------------------
-# Their values, and what is right
+# Values and expected output
 
 
 class Batch(NamedTuple):
-    """Requests one after the other: `q` `[T, H, D]`, their last q_lens tokens; `kv` `[sum(lengths), 2 *
+    """Values of a row, request after request: `q` `[T, H, D]`, the last q_lens tokens; `kv` `[sum(lengths), 2 *
     num_kv_heads, D]`, each token's K heads and then its V heads."""
 
     q: Tensor
     kv: Tensor
     lengths: list[int]
     q_lens: list[int]
-    shared: int = 0  # tokens with which all requests begin
+    shared: int = 0  # tokens of the common prefix
 
     @property
     def num_kv_heads(self) -> int:
         return self.kv.shape[1] // 2
 
     @property
+    def heads(self) -> HeadShape:
+        return HeadShape(self.q.shape[1], self.num_kv_heads, self.q.shape[2], self.q.shape[2])
+
+    @property
     def scale(self) -> float:
         return self.q.shape[2] ** -0.5
 
     def is_even(self) -> bool:
-        """Are all requests of one length, with as many queries? Then they are a dense tensor."""
+        """Returns whether all requests have the same length and number of queries, so that they fit a dense
+        tensor."""
         return len(set(self.lengths)) == len(set(self.q_lens)) == 1
 
     @property
     def num_prefills(self) -> int:
-        """Those with several queries, which come first."""
+        """The number of requests with several queries, which come first."""
         return sum(q_len > 1 for q_len in self.q_lens)
 
 
 def make_batch(row: Row, device: torch.device) -> Batch:
-    """Normal random values, the same each time; K/V does not depend on how many queries there are."""
+    """Makes normal random values, the same each time; K/V does not depend on the number of queries."""
     generator = torch.Generator(device).manual_seed(0)
     counts = (sum(row.lengths), 2 * row.num_kv_heads), (sum(row.q_lens), row.num_heads)
     kv, q = (
@@ -176,12 +184,12 @@ def make_batch(row: Row, device: torch.device) -> Batch:
 
 
 def offsets(counts: Sequence[int]) -> Tensor:
-    """int32 `[len(counts) + 1]` on the host: where each begins, and the end of the last."""
+    """Returns int32 `[len(counts) + 1]` on the host: where each begins, and the end of the last."""
     return torch.tensor([0, *counts]).cumsum(0).int()
 
 
 def reference(batch: Batch) -> Tensor:
-    """float32 `[T, H, D]`, from the K/V that no side has laid out, some queries at a time."""
+    """Computes the expected output, float32 `[T, H, D]`, from the values themselves, some queries at a time."""
     out = torch.empty(batch.q.shape, dtype=torch.float32, device=batch.q.device)
     num_heads = batch.q.shape[1]
     q_begin = kv_begin = 0
@@ -190,25 +198,22 @@ def reference(batch: Batch) -> Tensor:
         count = max(1, REFERENCE_SCORES // (num_heads * length))
         for begin in range(0, q_len, count):
             end = min(begin + count, q_len)
-            visible = length - q_len + end  # keys, to the last of them
+            visible = length - q_len + end  # keys that the last of these queries sees
             out[q_begin + begin : q_begin + end] = attend_reference(
                 batch.q[q_begin + begin : q_begin + end],
                 k[:visible],
                 v[:visible],
                 torch.arange(visible - (end - begin), visible, device=out.device),
-                scale=batch.scale,
-                window=0,
-                softcap=0.0,
             )
         q_begin, kv_begin = q_begin + q_len, kv_begin + length
     return out
 
 
 def check(got: Tensor, expected: Tensor) -> None:
-    """Raise ArithmeticError unless every element is near what is expected.
+    """Raises ArithmeticError unless every element is close to the expected one.
 
-    Near is relative to the element and its head: the mean of many values is small, and an absolute bound that
-    holds for short contexts would pass zeros for long ones.
+    The bound is relative to the element and its head: the mean of many values is small, so an absolute bound
+    that suits short requests would accept zeros for long ones.
     """
     size = expected.square().mean(dim=-1, keepdim=True).sqrt() + expected.abs()
     error = (got.float() - expected).abs() / size
@@ -222,13 +227,12 @@ def check(got: Tensor, expected: Tensor) -> None:
 
 
 class Paged(NamedTuple):
-    """A batch's K/V in pages of 2**shift tokens, or with shift 31 in one run a request, in random order; no
-    request holds slot 0 (or its page), and between runs there are slots of nobody. Whole pages of shared tokens
-    are the first request's."""
+    """A batch's K/V in pages of 2**shift tokens, or with shift 31 in one run per request, in random order. Slot
+    0 (or its page) and slots between runs are free. Requests share whole pages of common tokens."""
 
     pool: Tensor  # [num_slots, 2 * num_kv_heads, D]
-    first_slots: Tensor  # int32 [B, most pages of a request]: each page's first; 0 past a request's end
-    slots: Tensor  # int64 [sum(lengths)]: each token's
+    first_slots: Tensor  # int32 [B, most pages of a request]: each page's first slot; 0 past a request's end
+    slots: Tensor  # int64 [sum(lengths)]: each token's slot
     num_pages: list[int]  # of each request
     shift: int
 
@@ -244,6 +248,11 @@ class Paged(NamedTuple):
         return k_cache, v_cache
 
     @property
+    def kv(self) -> PagedKV:
+        """The pool and the index, as lightkv's operators take them."""
+        return PagedKV(*self.caches, self.first_slots, self.shift)
+
+    @property
     def pages(self) -> tuple[Tensor, Tensor]:
         """`[num_pages, 2**shift, num_kv_heads, D]` of K and of V: views, as FlashInfer reads them."""
         k_pages, v_pages = self.pool.unflatten(0, (-1, 1 << self.shift)).chunk(2, dim=2)
@@ -251,7 +260,7 @@ class Paged(NamedTuple):
 
 
 def scatter(batch: Batch, shift: int) -> Paged:
-    """Write the batch's K/V to the pages of a new pool, or to its runs."""
+    """Writes the batch's K/V to the pages, or runs, of a new pool."""
     device, page = batch.kv.device, 1 << shift
     generator = torch.Generator(device).manual_seed(shift + 1)
     lengths = torch.tensor(batch.lengths, device=device)

@@ -1,7 +1,4 @@
-"""The figures of `attention.py` for people: tables on the terminal, and a plot.
-
-Knows the shape of its results; measures nothing.
-"""
+"""Prints and plots the results of `attention.py`."""
 
 from pathlib import Path
 from typing import Any
@@ -16,7 +13,7 @@ PARTS = {"decode": READ, "prefill": COMPUTED, "mixed": COMPUTED, "groups": READ}
 
 
 def print_rows(rows: dict[str, Results], unit: str, rate: str) -> None:
-    """µs of every side; the other columns are of lightkv at page 1, but for the last."""
+    """Prints the µs of every side; the other columns are about lightkv at page 1, except the last."""
     rows = {row: found for row, found in rows.items() if "sides" in found}
     names = list(dict.fromkeys(name for found in rows.values() for name in found["sides"]))
     table = []
@@ -61,7 +58,7 @@ def print_figures(results: Results) -> None:
 
 
 def over_floor(found: Results) -> dict[str, float]:
-    """Of lightkv's sides, and of each peer at its best, the time over the floor."""
+    """Returns the time over the floor of lightkv's sides, and of each peer at its best."""
     best: dict[str, float] = {}
     for name, side in found["sides"].items():
         key = name if name.startswith("lightkv") else name.split()[0]
@@ -70,7 +67,7 @@ def over_floor(found: Results) -> dict[str, float]:
 
 
 def plot(pyplot: Any, results: Results, path: Path) -> None:
-    """Bars of the time over the floor, row by row; peers at their best."""
+    """Plots the time over the floor as bars, row by row; each peer at its best."""
     parts = [part for part in PARTS if results.get(part)]
     figure, axes = pyplot.subplots(
         len(parts), 1, figsize=(15, 5 * len(parts)), layout="constrained", squeeze=False

@@ -1,8 +1,9 @@
-"""The sides of `attention.py`: lightkv's kernels, the classic kernel, FlashInfer's, torch's own.
+"""The sides that `attention.py` compares: kernels of lightkv, of FlashInfer and of torch, and the classic
+kernel.
 
-All get the K/V values of one batch: scattered over the pages of a pool, as lightkv and FlashInfer read them
-(the one through an index of slots, the other through its lists of pages), or one contiguous copy a request. A
-side is a call that a CUDA graph can capture: what is planned has been planned before. Knows no clock.
+All get the K/V values of one batch: scattered over the pages of a pool, which lightkv reads through an index of
+slots and FlashInfer through lists of pages, or one contiguous copy per request. A side is a call that a CUDA
+graph can capture; its plan is made before.
 """
 
 import os
@@ -27,12 +28,13 @@ from lightkv.triton_kernels.attention.prefill_attention import prefill_attention
 from lightkv.triton_kernels.attention.prefill_plan import prefill_plan
 from lightkv.triton_kernels.paged_attention_v1 import copy_to_blocks, paged_attention_v1
 
-PARTITIONS = {"one pass": 0, "partitions": 512}  # of the classic kernel
+PARTITIONS = {"one pass": 0, "partitions": 512}  # forms of the classic kernel
 
 
 class Side(NamedTuple):
-    """`run()` writes the output, always to the same tensor where it is captured, and returns it; `tokens` makes
-    `[T, H, D]` of it; `plan()` is what a step does once for all layers before."""
+    """One implementation of attention. `run()` writes the output and returns it, always in the same tensor when
+    it is captured; `tokens` brings it into the form `[T, H, D]`; `plan()` is the work of a step that serves all
+    layers."""
 
     run: Callable[[], Tensor]
     tokens: Callable[[Tensor], Tensor] = lambda out: out
@@ -42,13 +44,13 @@ class Side(NamedTuple):
 # --------------------------------------------------------------------------------
 # lightkv
 
-# Functions of `tuning`, by name, and what stands in for them.
+# Functions of `tuning`, by name, and their replacements.
 Functions = Mapping[str, Callable[..., Any]]
 
 
 @contextmanager
 def replaced(functions: Functions) -> Iterator[None]:
-    """Within, kernels are launched as these functions say."""
+    """Replaces these functions of `tuning` within the context."""
     before = {name: getattr(tuning, name) for name in functions}
     for name, function in functions.items():
         setattr(tuning, name, function)
@@ -59,10 +61,10 @@ def replaced(functions: Functions) -> Iterator[None]:
             setattr(tuning, name, function)
 
 
-def _one_group(batch: Batch, num_queries: int) -> SharedPrefixGroups:
-    """All requests, with what they share; as many a group as a tile holds."""
+def _one_prefix(batch: Batch, num_queries: int) -> SharedPrefixGroups:
+    """Makes the shared prefix of all requests, cut into sets of as many members as a tile holds."""
     num_requests, device = len(batch.lengths), batch.q.device
-    size = tuning.group_members(num_queries, batch.q.shape[1] // batch.num_kv_heads)
+    size = tuning.prefix_members(num_queries, batch.q.shape[1] // batch.num_kv_heads)
     members = torch.arange(-(-num_requests // size) * size, dtype=torch.int32, device=device)
     place = members[:num_requests].clone()
     members[num_requests:] = -1
@@ -70,36 +72,28 @@ def _one_group(batch: Batch, num_queries: int) -> SharedPrefixGroups:
     return SharedPrefixGroups(members.view(-1, size), keys, place)
 
 
-def ours_decode(batch: Batch, paged: Paged, grouped: bool = False) -> Side:
-    """All requests with as many queries; `grouped`: what they share is read once."""
+def ours_decode(batch: Batch, paged: Paged, share: bool = False) -> Side:
+    """Attends with lightkv's decode kernels; every request has the same number of queries. With `share`, the
+    shared prefix is read once."""
     device, num_queries = batch.q.device, batch.q_lens[0]
     rows = torch.arange(len(batch.lengths), device=device)
     lengths = torch.tensor(batch.lengths, dtype=torch.int32, device=device)
-    index, out = paged.first_slots, torch.empty_like(batch.q)
-    k_cache, v_cache = paged.caches
-    groups = _one_group(batch, num_queries) if grouped else None
+    kv, out = paged.kv, torch.empty_like(batch.q)
+    prefixes = _one_prefix(batch, num_queries) if share else None
 
     def make_plan() -> Any:
         return decode_plan(
-            rows, lengths, num_kv_heads=batch.num_kv_heads, num_queries=num_queries, groups=groups
+            rows,
+            lengths,
+            num_kv_heads=batch.num_kv_heads,
+            num_queries=num_queries,
+            shared_prefixes=prefixes,
         )
 
     plan = make_plan()
 
     def run() -> Tensor:
-        return decode_attention(
-            batch.q,
-            k_cache,
-            v_cache,
-            index,
-            rows,
-            lengths,
-            scale=batch.scale,
-            shift=paged.shift,
-            num_queries=num_queries,
-            plan=plan,
-            out=out,
-        )
+        return decode_attention(batch.q, kv, rows, lengths, num_queries=num_queries, plan=plan, out=out)
 
     return Side(run, plan=make_plan)
 
@@ -108,44 +102,28 @@ def ours_prefill(batch: Batch, paged: Paged) -> Side:
     device = batch.q.device
     rows = torch.arange(len(batch.lengths), device=device)
     lengths = torch.tensor(batch.lengths, dtype=torch.int32, device=device)
-    index, q_starts, out = paged.first_slots, offsets(batch.q_lens).to(device), torch.empty_like(batch.q)
-    k_cache, v_cache = paged.caches
+    kv, q_starts, out = paged.kv, offsets(batch.q_lens).to(device), torch.empty_like(batch.q)
 
     def make_plan() -> Any:
         return prefill_plan(
             rows,
             q_starts,
             lengths,
+            batch.heads,
             num_tokens=len(batch.q),
-            num_heads=batch.q.shape[1],
-            num_kv_heads=batch.num_kv_heads,
-            key_dim=batch.q.shape[2],
-            value_dim=batch.q.shape[2],
             dtype=batch.q.dtype,
         )
 
     plan = make_plan()
 
     def run() -> Tensor:
-        return prefill_attention(
-            batch.q,
-            k_cache,
-            v_cache,
-            index,
-            rows,
-            q_starts,
-            lengths,
-            scale=batch.scale,
-            shift=paged.shift,
-            plan=plan,
-            out=out,
-        )
+        return prefill_attention(batch.q, kv, rows, q_starts, lengths, plan=plan, out=out)
 
     return Side(run, plan=make_plan)
 
 
 class _Mixed(NamedTuple):
-    """The tensors of a step whose first requests are prefills, all others decodes of one query."""
+    """The tensors of a step whose first requests are prefills, and all others decodes with one query."""
 
     rows: Tensor
     q_starts: Tensor
@@ -163,24 +141,19 @@ class _Mixed(NamedTuple):
     def plan(self, batch: Batch) -> MixedPlan:
         return mixed_plan(
             *self,
+            batch.heads,
             num_tokens=len(batch.q),
-            num_heads=batch.q.shape[1],
-            num_kv_heads=batch.num_kv_heads,
-            key_dim=batch.q.shape[2],
-            value_dim=batch.q.shape[2],
             dtype=batch.q.dtype,
         )
 
 
 def ours_mixed(batch: Batch, paged: Paged) -> Side:
-    """In one call."""
-    step, cache, out = _Mixed.of(batch), (*paged.caches, paged.first_slots), torch.empty_like(batch.q)
+    """Attends from prefills and decodes in one call of lightkv."""
+    step, kv, out = _Mixed.of(batch), paged.kv, torch.empty_like(batch.q)
     plan = step.plan(batch)
 
     def run() -> Tensor:
-        return mixed_attention(
-            batch.q, *cache, *step, scale=batch.scale, shift=paged.shift, plan=plan, out=out
-        )
+        return mixed_attention(batch.q, kv, *step, plan=plan, out=out)
 
     return Side(run, plan=partial(step.plan, batch))
 
@@ -190,7 +163,8 @@ def ours_mixed(batch: Batch, paged: Paged) -> Side:
 
 
 def classic_decode(batch: Batch, paged: Paged, partition_size: int) -> Side:
-    """`paged_attention_v1` on a copy of the pages in its own layout, in partitions or (0) in one pass."""
+    """Attends with `paged_attention_v1` on a copy of the pages in its layout, in partitions or (0) in one
+    pass."""
     slots = torch.arange(len(paged.pool), device=batch.q.device).view(-1, 1 << paged.shift)
     blocks = copy_to_blocks(*paged.caches, slots)
     lengths = torch.tensor(batch.lengths, dtype=torch.int32, device=batch.q.device)
@@ -204,7 +178,7 @@ def classic_decode(batch: Batch, paged: Paged, partition_size: int) -> Side:
             lengths,
             scale=batch.scale,
             partition_size=partition_size,
-            max_context_len=max(batch.lengths),
+            max_seq_len=max(batch.lengths),
             out=out,
         )
 
@@ -216,14 +190,15 @@ def classic_decode(batch: Batch, paged: Paged, partition_size: int) -> Side:
 
 
 def _dense(batch: Batch) -> tuple[Tensor, Tensor]:
-    """K and V as `[B, num_kv_heads, L, D]`, contiguous."""
+    """Returns K and V as `[B, num_kv_heads, L, D]`, contiguous."""
     kv = batch.kv.view(len(batch.lengths), -1, *batch.kv.shape[1:]).transpose(1, 2)
     k, v = (half.contiguous() for half in kv.chunk(2, dim=1))
     return k, v
 
 
 def sdpa_decode(batch: Batch, backend: SDPBackend) -> Side:
-    """Of an even batch. The query heads that share a K/V head are given as its queries: K/V is read once."""
+    """Decodes an even batch. Query heads that share a K/V head are passed as its queries, so K/V is read
+    once."""
     k, v = _dense(batch)
     q = batch.q.unflatten(1, (batch.num_kv_heads, -1))  # [B, num_kv_heads, group, D]
 
@@ -235,7 +210,7 @@ def sdpa_decode(batch: Batch, backend: SDPBackend) -> Side:
 
 
 def sdpa_prefill(batch: Batch, backend: SDPBackend) -> Side:
-    """Of an even batch without a prefix."""
+    """Prefills an even batch without cached prefixes."""
     k, v = _dense(batch)
     q = batch.q.unflatten(0, (len(batch.lengths), -1)).transpose(1, 2).contiguous()  # [B, H, L, D]
 
@@ -251,22 +226,20 @@ def sdpa_prefill(batch: Batch, backend: SDPBackend) -> Side:
 
 
 class FlashInfer:
-    """FlashInfer's wrappers over pages of K/V, layout NHD; K and V are views of lightkv's pool.
+    """FlashInfer's wrappers over pages of K/V in layout NHD; K and V are views of lightkv's pool.
 
-    Decode is planned for CUDA graphs, as an engine has to: with them its work may change between replays.
-    Prefill is not, and its graph is right for this batch only: its plans are better so.
+    Decode is planned for CUDA graphs, as an engine needs it, so its work may change between replays. Prefill is
+    not, because its plans are better without, so its graph is right for this batch only.
     """
 
     WORKSPACE = 512 * 2**20  # bytes; split prefills of 16 k tokens need more than the usual 128 MiB
 
     def __init__(self, device: torch.device, cache: Path | None = None) -> None:
-        """Its kernels are compiled at their first plan, with nvcc and ninja, to below `cache`, or to the home.
-
-        Raises:
-            ImportError: it, or what it needs, is not there.
-        """
+        """Imports FlashInfer, which compiles kernels at their first plan, with nvcc and ninja, and keeps them
+        in `cache` or in the home directory. Raises ImportError if it, or something it needs, is not
+        installed."""
         if cache is not None:
-            os.environ["FLASHINFER_WORKSPACE_BASE"] = str(cache.resolve())  # which it reads when imported
+            os.environ["FLASHINFER_WORKSPACE_BASE"] = str(cache.resolve())  # read at its import
         import flashinfer
 
         self._flashinfer: Any = flashinfer
@@ -275,10 +248,10 @@ class FlashInfer:
         self._workspace = torch.zeros(self.WORKSPACE, dtype=torch.uint8, device=device)
 
     def compile(self, kernels: Sequence[str], batch: Batch) -> dict[str, str]:
-        """Have some of `decode`, `fa2`, `fa3` compiled, side by side, for dtype and head dim of `batch`.
+        """Compiles some of `decode`, `fa2` and `fa3` in parallel, for the dtype and head dim of `batch`.
 
-        Returns those that do not compile, and why: what needs them is refused from now on, since trying again
-        takes as long again.
+        Returns those that do not compile, and why. Sides that need them are refused from then on, since
+        compiling them again would take as long again.
         """
         paged = scatter(batch, 0)
         with ThreadPoolExecutor() as threads:
@@ -296,7 +269,8 @@ class FlashInfer:
             raise RuntimeError(f"its kernel {kernel} did not compile")
 
     def decode(self, batch: Batch, paged: Paged, tensor_cores: bool) -> Side:
-        """One query a request; with tensor cores it is fa2, without: groups of 1 to 4, 6, 8 and 16 heads."""
+        """Decodes one query per request. With tensor cores its kernel is fa2; without, only 1 to 4, 6, 8 or 16
+        query heads may share a K/V head."""
         self._need("fa2" if tensor_cores else "decode")
         device, num_requests = batch.q.device, len(batch.lengths)
         indptr, indices, last_page_len = _page_lists(batch, paged)
@@ -329,7 +303,7 @@ class FlashInfer:
         return Side(lambda: wrapper.run(batch.q, pages, out=out), plan=plan)
 
     def prefill(self, batch: Batch, paged: Paged, backend: str) -> Side:
-        """`backend`: fa2, or fa3 (Hopper alone)."""
+        """Prefills with the backend fa2, or fa3 (on Hopper only)."""
         self._need(backend)
         indptr, indices, last_page_len = _page_lists(batch, paged)
         q_starts = offsets(batch.q_lens)
@@ -355,12 +329,12 @@ class FlashInfer:
 
         plan()
         pages, out = paged.pages, torch.empty_like(batch.q)
-        # Planned once: a plan after the capture could move the buffers that the graph reads.
+        # It is planned only once, since a plan after the capture could move buffers that the graph reads.
         return Side(lambda: wrapper.run(batch.q, pages, out=out))
 
     def cascade(self, batch: Batch, paged: Paged, backend: str) -> Side:
-        """One query a request, the shared tokens once for all and each request's own, merged: what FlashInfer's
-        multi-level wrapper does with the backend that it picks."""
+        """Decodes one query per request, over the shared tokens once for all requests and over each request's
+        own, and merges both, as FlashInfer's multi-level wrapper does with the backend that it picks."""
         self._need(backend)
         num_requests, num_shared = len(batch.lengths), batch.shared >> paged.shift
         shared = paged._replace(first_slots=paged.first_slots[:1, :num_shared], num_pages=[num_shared])
@@ -409,8 +383,8 @@ class FlashInfer:
 
 
 def _page_lists(batch: Batch, paged: Paged) -> tuple[Tensor, Tensor, Tensor]:
-    """int32: where each request's pages begin (on the host, where plans read it), the pages one request after
-    the other (on the device), and how many tokens each one's last page holds (host)."""
+    """Returns int32 tensors: where each request's pages begin (on the host, where plans read it), the pages,
+    request after request (on the device), and how many tokens each request's last page holds (on the host)."""
     counts = torch.tensor(paged.num_pages, device=paged.table.device)
     indices = paged.table[torch.arange(paged.table.shape[1], device=counts.device) < counts[:, None]]
     last_page_len = [(length - 1) % (1 << paged.shift) + 1 for length in batch.lengths]

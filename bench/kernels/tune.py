@@ -1,11 +1,12 @@
-"""Which launches are the fastest: every candidate, on the rows of `bench.kernels.attention`.
+"""Finds the fastest launches: times every candidate on the rows of `bench.kernels.attention`.
 
     python -m bench.kernels.tune --out bench/results/tune-h200.json  decode, also with --queries 8
     python -m bench.kernels.tune --prefill --out bench/results/tune-prefill-h200.json  more head dims, too
     python -m bench.kernels.tune --v1 --out bench/results/tune-v1-h200.json  the classic kernel
 
-What comes out on top, over all rows, is what `triton_kernels/tuning.py` holds; it stands beside the fastest.
-Each is checked before it is timed, as in `bench.kernels.attention`; those that do not fit are left out.
+`triton_kernels/tuning.py` has the candidates that are the fastest over all rows; the output shows them beside
+the fastest of each row. Each candidate is checked before it is timed, as in `bench.kernels.attention`;
+candidates that do not fit on the device are left out.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -52,7 +53,7 @@ PREFILL_TILES = (
     (64, 64, 4, 2),
     (64, 32, 4, 3),
 )
-# Keys and stages of `prefill_hopper`, by head dim: what fits beside q. Each takes seconds to compile.
+# Keys and stages of `prefill_hopper` that fit beside q, by head dim. Each takes seconds to compile.
 HOPPER_TILES = {
     64: ((128, 3), (128, 4), (128, 6)),
     128: ((128, 2), (128, 3), (64, 6)),
@@ -63,12 +64,12 @@ NUM_BEST = 5
 
 
 class Kernel(NamedTuple):
-    """What is tuned: a side of `bench.kernels.attention`, in one or several forms."""
+    """A kernel to tune: a side of `bench.kernels.attention`, in one or several forms."""
 
     rows: Sequence[Row]
     shift: int
     candidates: Callable[[Row], dict[str, Functions]]
-    forms: Mapping[str, Callable[[Batch, Paged], Side]]  # what is said of a row behind its name
+    forms: Mapping[str, Callable[[Batch, Paged], Side]]  # by a suffix of the row's name
 
 
 def text(launch: Sequence[int]) -> str:
@@ -76,8 +77,8 @@ def text(launch: Sequence[int]) -> str:
 
 
 def decode_candidates(row: Row) -> dict[str, Functions]:
-    """Tiles, and how many programs there are for each multiprocessor. For tiles of so many query rows: as they
-    are, and as wide as the matrix units of Hopper want them."""
+    """Returns tiles and numbers of programs per multiprocessor, for tiles with as many query rows as there are,
+    and with as many as Hopper's tensor cores need."""
     least = tuning.padded_dim(row.num_heads // row.num_kv_heads * row.q_lens[0])
     heights = [least] if least < 32 else sorted({least, max(64, least)})
     found: dict[str, Functions] = {}
@@ -101,7 +102,7 @@ def constant(value: Launch | None) -> Callable[..., Any]:
 
 
 def prefill_candidates(row: Row) -> dict[str, Functions]:
-    """Of the general kernel those that fit, and where it runs of the one for Hopper."""
+    """Returns the candidates of the general kernel that fit, and those of Hopper's kernel where it runs."""
     device, head_dim, size = tuning.device_class(DEVICE), row.head_dim, row.dtype.itemsize
     found: dict[str, Functions] = {}
     for launch in (Launch(*tile) for tile in PREFILL_TILES):
@@ -133,7 +134,7 @@ def time_us(side: Side, expected: torch.Tensor, clock: Clock) -> float:
 
 
 def measure(row: Row, kernel: Kernel, clock: Clock) -> dict[str, Any]:
-    """µs of every candidate and of what the table picks, by the row's name, in each form."""
+    """Times every candidate and the current choice, in µs, by the row's name, in each form."""
     batch = make_batch(row, DEVICE)
     expected, paged = reference(batch), scatter(batch, kernel.shift)
     results = {}
@@ -153,12 +154,12 @@ def measure(row: Row, kernel: Kernel, clock: Clock) -> dict[str, Any]:
 
 def print_row(name: str, found: dict[str, Any]) -> None:
     best = sorted(found["candidates"].items(), key=lambda item: item[1])[:NUM_BEST]
-    rows = [["the table's", f"{found['table']:.1f}"], *([launch, f"{took:.1f}"] for launch, took in best)]
+    rows = [["current", f"{found['table']:.1f}"], *([launch, f"{took:.1f}"] for launch, took in best)]
     print_table([name, "µs"], rows)
 
 
 def several_queries(rows: Sequence[Row], num_queries: int) -> list[Row]:
-    """The rows again, with so many queries a request."""
+    """Returns the rows with `num_queries` queries per request."""
     return [
         row._replace(name=f"{row.name}, {num_queries} queries", q_lens=(num_queries,) * len(row.lengths))
         for row in rows
@@ -166,7 +167,7 @@ def several_queries(rows: Sequence[Row], num_queries: int) -> list[Row]:
 
 
 def kernel_of(options: Any) -> Kernel:
-    """What the command line names, with the rows that it names."""
+    """Returns the kernel and the rows that the command line names."""
     if options.prefill:
         rows = chosen((*PREFILL, *HEAD_DIMS), options.rows)
         return Kernel(rows, 0, prefill_candidates, {"": ours_prefill})
@@ -186,8 +187,10 @@ def main() -> None:
     which = made.add_mutually_exclusive_group()
     which.add_argument("--prefill", action="store_true", help="prefill, not decode")
     which.add_argument("--v1", action="store_true", help="the classic kernel, not lightkv's decode")
-    made.add_argument("--rows", nargs="+", default=[], help="texts that stand in the names of rows")
-    made.add_argument("--queries", type=int, default=1, help="of each request of decode")
+    made.add_argument(
+        "--rows", nargs="+", default=[], help="tune on rows whose names contain one of these texts"
+    )
+    made.add_argument("--queries", type=int, default=1, help="queries of each request in decode")
     made.add_argument("--repeats", type=int, default=10)
     options = made.parse_args()
     if not torch.cuda.is_available():

@@ -1,20 +1,22 @@
-"""Attention over the pool: the numbers of a step, and the backends that compute it layer by layer."""
+"""Attention over the K/V pool: the metadata of a step, and the backends that compute it layer by layer."""
 
-from .backend import AttentionBackend, AttentionOptions, LayerShape
-from .metadata import AttentionMetadata, KVCacheParams
+from lightkv.triton_kernels.attention.paged_kv import AttentionOptions, PagedKV
+
+from .backend import AttentionBackend, LayerShape
+from .metadata import AttentionMetadata
 from .rotary import Rotary, RotaryEmbedding
-from .select import BACKENDS, group_members, make_backends, pick_backend
+from .select import BACKENDS, make_backends, pick_backend, prefix_members
 
 __all__ = [
     "BACKENDS",
     "AttentionBackend",
     "AttentionMetadata",
     "AttentionOptions",
-    "KVCacheParams",
     "LayerShape",
+    "PagedKV",
     "Rotary",
     "RotaryEmbedding",
-    "group_members",
     "make_backends",
     "pick_backend",
+    "prefix_members",
 ]

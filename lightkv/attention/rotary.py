@@ -1,6 +1,5 @@
-"""Rotary positions apart from the model: turning q and k by a step's cosines and sines, and turning q back by
-some positions, with angles in float64. Knows angles and no model. Dimensions beyond 2n do not turn.
-"""
+"""Rotary positions apart from any model: rotates q and k by a step's cosines and sines, and rotates q back by a
+number of positions with angles in float64."""
 
 from dataclasses import dataclass
 
@@ -9,11 +8,11 @@ import torch
 
 @dataclass(frozen=True)
 class RotaryEmbedding:
-    """What q and k of a step are to be turned by.
+    """The cosines and sines that q and k of a step are rotated by.
 
-    `cos`, `sin`: `[T, n]`, float32 or of the type of q and k: the cosines and sines of each token's angles,
-    times what a scaling asks for. `interleaved`: the dimensions 2i and 2i + 1 of a head are a pair (GPT-J);
-    else i and i + n (NeoX).
+    `cos`, `sin`: `[T, n]`, float32 or of the type of q and k, of each token's angles, times the attention
+    factor of a scaling. Dims from 2n on are not rotated. `interleaved`: dims 2i and 2i + 1 of a head are a pair
+    (GPT-J); otherwise dims i and i + n (NeoX).
     """
 
     cos: torch.Tensor
@@ -21,15 +20,15 @@ class RotaryEmbedding:
     interleaved: bool = False
 
     def rotate(self, x: torch.Tensor) -> None:
-        """Turn `x` `[T, H, D]` in place. Sums and products are float32, rounded once at the end."""
+        """Rotates `x` `[T, H, D]` in place. Sums and products are float32, rounded once at the end."""
         num_pairs = self.cos.shape[1]
         wide = x.to(torch.promote_types(x.dtype, torch.float32))  # x itself where it is wide
         cos, sin = (table.to(wide.dtype)[:, None] for table in (self.cos, self.sin))  # [T, 1, n]
-        turning = wide[..., : 2 * num_pairs]
+        rotated = wide[..., : 2 * num_pairs]
         if self.interleaved:
-            first, second = turning[..., ::2], turning[..., 1::2]
+            first, second = rotated[..., ::2], rotated[..., 1::2]
         else:
-            first, second = turning[..., :num_pairs], turning[..., num_pairs:]
+            first, second = rotated[..., :num_pairs], rotated[..., num_pairs:]
         from_second, from_first = second * sin, first * sin
         first.mul_(cos).sub_(from_second)
         second.mul_(cos).add_(from_first)
@@ -39,19 +38,20 @@ class RotaryEmbedding:
 
 @dataclass(frozen=True)
 class Rotary:
-    """The frequencies that q and k were turned by.
+    """The frequencies that q and k were rotated by.
 
-    `inverse`: float64 `[n]`, radians a position, of the pairs of dimensions i, i + n of a head (NeoX's layout).
+    `inverse`: float64 `[n]`, radians per position, of the pairs of dims i and i + n of a head (NeoX's layout).
     """
 
     inverse: torch.Tensor
 
     def angles(self, positions: torch.Tensor) -> torch.Tensor:
-        """Of integer `positions` `[...]`: float64 `[..., n]`, since far positions leave float32 no fraction."""
+        """Returns the angles at integer `positions` `[...]`, float64 `[..., n]`: float32 would leave far
+        positions no fraction."""
         return positions.double()[..., None] * self.inverse
 
     def rotate_back(self, x: torch.Tensor, by: torch.Tensor) -> torch.Tensor:
-        """`x` `[T, H, D]`, each token's heads as they would be `by[t]` positions earlier; of x's type."""
+        """Returns `x` `[T, H, D]` with each token's heads rotated to `by[t]` positions earlier; of x's type."""
         num_pairs = len(self.inverse)
         angles = self.angles(by)[:, None]  # [T, 1, n]
         dtype = torch.promote_types(x.dtype, torch.float32)

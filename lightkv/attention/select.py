@@ -1,4 +1,4 @@
-"""Which backend runs where. Imports a backend when it is picked; knows no kernel."""
+"""Picks the attention backend by name or device, and imports only the one that is picked."""
 
 from collections.abc import Sequence
 from importlib import import_module
@@ -14,7 +14,8 @@ BACKENDS = {"torch": "TorchAttention", "triton": "TritonAttention"}  # name → 
 
 
 def pick_backend(name: str | None, device: torch.device) -> type[AttentionBackend]:
-    """The backend called `name`; None picks "triton" on CUDA and "torch" elsewhere. Raises UnknownBackend."""
+    """Returns the backend called `name`; None picks "triton" on CUDA and "torch" elsewhere. Raises
+    UnknownBackend."""
     name = name or ("triton" if device.type == "cuda" else "torch")
     if name not in BACKENDS:
         raise UnknownBackend(name, sorted(BACKENDS))
@@ -22,25 +23,17 @@ def pick_backend(name: str | None, device: torch.device) -> type[AttentionBacken
     return backend
 
 
-def group_members(backends: Sequence[AttentionBackend]) -> int:
-    """How many members a group has at most, for the `AttentionMetadata` of a model of these layers: as many as
-    every layer takes that attends in groups; 1 where none does."""
-    return min((layer.group_members for layer in backends if layer.group_members > 1), default=1)
+def prefix_members(backends: Sequence[AttentionBackend]) -> int:
+    """Returns how many decodes may read one shared prefix together, for the `AttentionMetadata` of a model of
+    these
+    layers: the least of the layers that read prefixes together; 1 if none does."""
+    return min((layer.prefix_members for layer in backends if layer.prefix_members > 1), default=1)
 
 
 def make_backends(
     name: str | None, device: torch.device, layers: Sequence[LayerShape], rotary: Rotary | None = None
 ) -> list[AttentionBackend]:
-    """A backend for every layer of a model, in order; `name` as for `pick_backend`, `rotary` for sinks."""
+    """Makes a backend for every layer of a model, in order. `name` is as for `pick_backend`; steps with sinks
+    need `rotary`."""
     backend = pick_backend(name, device)
-    return [
-        backend(
-            layer_idx,
-            layer.num_heads,
-            layer.head_dim,
-            layer.num_kv_heads,
-            pos_embd_params=rotary,
-            options=layer.options,
-        )
-        for layer_idx, layer in enumerate(layers)
-    ]
+    return [backend(layer_idx, layer, rotary) for layer_idx, layer in enumerate(layers)]

@@ -12,7 +12,7 @@ import torch
 from msgspec.structs import replace
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from lightkv.attention import AttentionMetadata, group_members, make_backends, pick_backend
+from lightkv.attention import AttentionMetadata, make_backends, pick_backend, prefix_members
 from lightkv.edits import Alloc, FreeRange
 from lightkv.integrations.model.context import context_length
 from lightkv.integrations.model.hf_model import bind
@@ -160,7 +160,7 @@ def assemble(model: PreTrainedModel, config: EngineConfig, report: Report) -> tu
     shape = probe(model)
     backends = make_backends(config.attention_backend, device, shape.layers)
     if config.group_prefixes:
-        limits = replace(limits, prefix_sharing=PrefixSharing(group_members(backends)))
+        limits = replace(limits, prefix_sharing=PrefixSharing(prefix_members(backends)))
     if device.type == "cpu":
         pack_linears(model, report)
     pool = size_pool(config, shape.spec, device, limits, text)
@@ -175,7 +175,7 @@ def assemble(model: PreTrainedModel, config: EngineConfig, report: Report) -> tu
     graphs = None
     if with_graphs:
         members = limits.prefix_sharing.max_members
-        metadata = AttentionMetadata(limits.max_num_seqs, limits.max_num_seqs, memory, group_members=members)
+        metadata = AttentionMetadata(limits.max_num_seqs, limits.max_num_seqs, memory, prefix_members=members)
         graphs = DecodeGraphs(_compiled(parts, report) if config.compile else parts, metadata)
         graphs.capture([SamplerKind.GREEDY, SamplerKind.RANDOM], report)
     info = RunnerInfo(

@@ -155,7 +155,7 @@ class DecodeGraphs:
         self.announce: Callable[[str], None] = lambda line: None
         self._pool = torch.cuda.graph_pool_handle()
         self._sizes = batch_sizes(metadata.max_num_requests)
-        self._may_group = metadata.group_members > 1
+        self._may_group = metadata.prefix_members > 1
         self._graphs = {size: DecodeGraph(parts, size, metadata) for size in self._sizes}
         self._refused: set[tuple[int, GraphKey]] = set()  # no memory for these: they run eagerly
 

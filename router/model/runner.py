@@ -61,7 +61,7 @@ class ModelRunner:
             limits.max_num_seqs,
             limits.max_step_tokens,
             parts.memory,
-            group_members=limits.prefix_sharing.max_members,
+            prefix_members=limits.prefix_sharing.max_members,
         )
 
     def announce(self, report: Report) -> None:

@@ -1,4 +1,4 @@
-"""Both backends against attention in float64, over shuffled slots in a pool full of NaN."""
+"""Compares both backends with attention in float64, over shuffled slots in a pool full of NaN."""
 
 from collections.abc import Iterator
 
@@ -25,7 +25,7 @@ CASES = {
     "mha": LayerShape(2, 16, 2),
     "gqa-3": LayerShape(6, 16, 2),
     "mqa": LayerShape(4, 16, 1),
-    "v-narrower": LayerShape(4, 24, 2, AttentionOptions(v_dim=16)),
+    "v-narrower": LayerShape(4, 24, 2, v_dim=16),
     "scale": LayerShape(2, 16, 1, AttentionOptions(scale=0.5)),
     "window-1": LayerShape(2, 16, 1, AttentionOptions(window=1)),
     "window-5": LayerShape(2, 16, 1, AttentionOptions(window=5)),
@@ -33,8 +33,8 @@ CASES = {
     "softcap-window": LayerShape(4, 16, 2, AttentionOptions(scale=1.0, softcap=2.0, window=7)),
 }
 
-# (rows, counts, contexts among them) of each step: fresh prompts; a later chunk beside a fresh prompt, a
-# chunk of one token and generations; generations alone, of very unequal lengths; and more of both.
+# (rows, counts, number of prefills) of each step: fresh prompts; a later chunk beside a fresh prompt, a chunk
+# of one token and decodes; decodes alone, of very unequal lengths; and more of both.
 STEPS = [
     ([1, 2, 3], [9, 1, 5], 3),
     ([1, 4, 3, 2], [23, 3, 1, 1], 3),
@@ -45,17 +45,17 @@ STEPS = [
 
 
 class History:
-    """Every K and V there has been, by row: the cache as a dense tensor would hold it."""
+    """Every K and V so far, by row, as a dense cache would hold them."""
 
     def __init__(self, shape: LayerShape, dtype: torch.dtype, device: torch.device) -> None:
         self.shape = shape
         self.dtype = dtype
-        self.v_dim = shape.options.v_dim or shape.head_dim
+        self.v_dim = shape.v_dim or shape.head_dim
         spec = KVSpec(2, shape.num_kv_heads, shape.head_dim, self.v_dim, dtype)
         self.memory = KVMemory(spec, 400, MAX_SEQUENCES, 64, device)
         for layer_idx in range(2):
             self.memory.pool.kv(layer_idx)[1:] = float("nan")
-        # Beyond a sequence's length its row is stale: here, a slot that nobody ever gets.
+        # Entries past a sequence's length are stale: here they name a slot that is never allocated.
         self.memory.table.req_to_token[1:] = 399
         self._free = (1 + torch.randperm(398)).to(device, torch.int32)
         self.k: dict[int, torch.Tensor] = {}
@@ -65,12 +65,12 @@ class History:
         return len(self.k[row]) if row in self.k else 0
 
     def place(self, rows: list[int], counts: list[int]) -> list[int]:
-        """Give the step's tokens slots, at random. Returns where each row starts."""
+        """Puts random slots for the step's tokens into the table. Returns where each row starts."""
         starts = [self.length(row) for row in rows]
-        taken, self._free = self._free[: sum(counts)], self._free[sum(counts) :]
+        slots, self._free = self._free[: sum(counts)], self._free[sum(counts) :]
         entries = self.memory.table.entries(rows, starts, counts)
         self.memory.table.req_to_token.view(-1).index_copy_(
-            0, torch.from_numpy(entries).to(taken.device), taken
+            0, torch.from_numpy(entries).to(slots.device), slots
         )
         return starts
 
@@ -80,13 +80,13 @@ class History:
             self.v[row] = torch.cat([self.v[row], new_v]) if row in self.v else new_v
 
     def attend(self, row: int, q: torch.Tensor) -> torch.Tensor:
-        """The last `len(q)` tokens of `row`, by the definition, in float64: `[n, num_heads, v_dim]`."""
+        """Computes attention of the last `len(q)` tokens of `row` in float64: `[n, num_heads, v_dim]`."""
         group = self.shape.num_heads // self.shape.num_kv_heads
         v = self.v[row].double().repeat_interleave(group, dim=1)
         return torch.einsum("hqk,khd->qhd", self.weights(row, q), v)
 
     def weights(self, row: int, q: torch.Tensor) -> torch.Tensor:
-        """How much each of them attends to each entry: `[num_heads, n, entries]`."""
+        """Computes how much each of these tokens attends to each entry: `[num_heads, n, entries]`."""
         options = self.shape.options
         group = self.shape.num_heads // self.shape.num_kv_heads
         k = self.k[row].double().repeat_interleave(group, dim=1)
@@ -134,7 +134,7 @@ def test_torch_backend(case: str, dtype: torch.dtype, device: torch.device) -> N
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_torch_backend_in_several_groups(
+def test_torch_backend_in_several_buckets(
     case: str, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch_backend, "PADDING_TOKENS", 1)
@@ -190,7 +190,7 @@ def memory(device: torch.device) -> KVMemory:
 
 
 def test_a_narrower_pool_is_read_back_by_prefill_too(device: torch.device) -> None:
-    """With K/V in float16 under a float32 model, a fresh prompt attends what later steps will read."""
+    """With K/V in float16 and a float32 model, a fresh prompt attends to what later steps will read."""
     memory = KVMemory(KVSpec(1, 1, 16, 16, torch.float16), 100, MAX_SEQUENCES, 32, device)
     (backend,) = make_backends("torch", device, [LayerShape(1, 16, 1)])
     slots = torch.arange(5, 10, dtype=torch.int32, device=device)
@@ -210,22 +210,22 @@ def test_metadata_fields_of_a_mixed_batch(memory: KVMemory) -> None:
     # Row 1: 1.., row 2: 33..
     memory.table.req_to_token.view(-1).index_copy_(0, torch.arange(32, 32 * 4, device=memory.device), slots)
     metadata = AttentionMetadata(8, 16, memory)
-    metadata.prepare([2, 1, 3], [4, 0, 9], [3, 2, 1], 2, request_ids=[70, 71, 72], prompt_lens=[7, 2, 5])
-    assert (metadata.num_prefills, metadata.num_generations) == (2, 1)
+    metadata.prepare([2, 1, 3], [4, 0, 9], [3, 2, 1], 2)
+    assert (metadata.num_prefills, metadata.num_decodes) == (2, 1)
     assert (metadata.num_tokens, metadata.num_prefill_tokens) == (6, 5)
-    assert metadata.seq_lens.tolist() == metadata.seq_lens_cuda.tolist() == [3, 2, 1]
-    assert metadata.seq_lens.device.type == "cpu"
-    assert metadata.context_lens.tolist() == [3, 2]
+    assert metadata.q_lens.tolist() == metadata.q_lens_on_device.tolist() == [3, 2, 1]
+    assert metadata.q_lens.device.type == "cpu"
+    assert metadata.prefill_lens.tolist() == [3, 2]
     assert metadata.position_ids.tolist() == [4, 5, 6, 0, 1, 9]
     assert metadata.rows.tolist() == [2, 1, 3]
     assert metadata.kv_lens.tolist() == [7, 2, 10]
     assert metadata.q_starts.tolist() == [0, 3, 5, 6]
     assert metadata.slot_mapping.tolist() == [37, 38, 39, 1, 2, 74]
-    assert (metadata.request_ids, metadata.prompt_lens) == ([70, 71, 72], [7, 2, 5])
-    assert metadata.kv_cache_params.num_cached_tokens_per_seq == [4, 0, 9]
+    assert metadata.rows_host.tolist() == [2, 1, 3]
+    assert metadata.kv_lens_host.tolist() == [7, 2, 10]
     dtypes = [metadata.rows.dtype, metadata.position_ids.dtype, metadata.slot_mapping.dtype]
     assert dtypes == [torch.int64] * 3
-    assert {t.dtype for t in (metadata.kv_lens, metadata.q_starts, metadata.seq_lens)} == {torch.int32}
+    assert {t.dtype for t in (metadata.kv_lens, metadata.q_starts, metadata.q_lens)} == {torch.int32}
 
 
 def test_graph_metadata_pads_and_never_moves(memory: KVMemory) -> None:
@@ -242,14 +242,14 @@ def test_graph_metadata_pads_and_never_moves(memory: KVMemory) -> None:
 
     before = addresses()
     assert metadata.is_cuda_graph
-    assert (metadata.num_tokens, metadata.num_generations) == (4, 4)
+    assert (metadata.num_tokens, metadata.num_decodes) == (4, 4)
     assert not metadata.rows.any()
-    metadata.prepare([1, 3], [4, 9], [1, 1], 0, request_ids=[5, 6])
+    metadata.prepare([1, 3], [4, 9], [1, 1], 0)
     assert metadata.rows.tolist() == [1, 3, 0, 0]
     assert metadata.kv_lens.tolist() == [5, 10, 0, 0]
     assert metadata.position_ids.tolist() == [4, 9, 0, 0]
     assert metadata.slot_mapping.tolist() == [11, 12, 0, 0]
-    assert metadata.kv_cache_params.num_cached_tokens_per_seq == [4, 9]
+    assert metadata.kv_lens_host.tolist() == [5, 10, 0, 0]
     metadata.prepare([3], [9], [1], 0)
     assert metadata.rows.tolist() == [3, 0, 0, 0]
     assert metadata.slot_mapping.tolist() == [12, 0, 0, 0]
@@ -264,7 +264,7 @@ def test_graph_metadata_pads_and_never_moves(memory: KVMemory) -> None:
         (([1], [0], [9], 1), "1 sequences of 9 tokens"),
         (([1], [0], [2], 0), "exactly one"),
         (([1], [0], [0], 1), "at least one"),
-        (([1], [0], [1], 2), "2 contexts"),
+        (([1], [0], [1], 2), "2 prefills"),
     ],
 )
 def test_metadata_refuses_a_batch_that_breaks_the_rules(
@@ -280,9 +280,9 @@ def test_metadata_refuses_positions_outside_the_table(memory: KVMemory) -> None:
         AttentionMetadata(4, 8, memory).prepare([1], [30], [3], 1)
 
 
-def test_graph_metadata_refuses_contexts(memory: KVMemory) -> None:
+def test_graph_metadata_refuses_prefills(memory: KVMemory) -> None:
     metadata = AttentionMetadata(4, 8, memory).create_cuda_graph_metadata(4)
-    with pytest.raises(ValueError, match="1 contexts; there can be 0 to 0"):
+    with pytest.raises(ValueError, match="1 prefills; there can be 0 to 0"):
         metadata.prepare([1], [0], [1], 1)
 
 
@@ -296,7 +296,7 @@ def test_default_backends_and_an_unknown_name(device: torch.device) -> None:
 @pytest.mark.parametrize("name", ["torch", "triton"])
 @pytest.mark.parametrize("case", ["gqa-3", "v-narrower", "window-5", "softcap"])
 def test_scores_of_entries(name: str, case: str, device: torch.device) -> None:
-    """The queries' probabilities by entry, as their definition has them, also where tokens were dropped."""
+    """Scores are the queries' probabilities by entry, also where tokens were dropped."""
     torch.manual_seed(0)
     shape = CASES[case]
     history = History(shape, torch.float32, device)
@@ -333,23 +333,17 @@ def test_scores_of_a_step_with_sinks_are_refused(device: torch.device) -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "message"),
+    ("sizes", "message"),
     [
-        ({"num_kv_heads": 3}, "4 heads do not share 3"),
-        ({"quant_config": object()}, "quant_config=None"),
-        ({"pos_embd_params": object()}, "pos_embd_params=None"),
+        ((4, 16, 3), "4 heads do not share 3"),
+        ((4, 16, 0), "4 heads of 16 dims and 0 K/V heads"),
+        ((4, 0, 2), "4 heads of 0 dims"),
+        ((0, 16, 2), "must be positive; got 0 heads"),
     ],
 )
-def test_backend_refuses(arguments: dict[str, object], message: str, device: torch.device) -> None:
+def test_layer_shape_refuses(sizes: tuple[int, int, int], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        pick_backend("torch", device)(0, 4, 16, **arguments)  # type: ignore[arg-type]
-
-
-def test_backend_refuses_a_mask(memory: KVMemory, device: torch.device) -> None:
-    (backend,) = make_backends("torch", device, [LayerShape(1, 16, 1)])
-    empty = torch.empty(0, 16, device=device)
-    with pytest.raises(ValueError, match="'full'"):
-        backend.forward(empty, empty, empty, AttentionMetadata(4, 8, memory), attention_mask="full")
+        LayerShape(*sizes)
 
 
 def random_lengths() -> Iterator[np.ndarray]:
@@ -435,7 +429,7 @@ def test_a_table_of_one_entry_and_a_step_without_tokens(name: str, device: torch
     q, k, v = (torch.randn(1, heads * 16, device=device) for heads in (2, 1, 1))
     for num_prefills in (1, 0):
         metadata.prepare([1], [0], [1], num_prefills)
-        # One token attends itself alone.
+        # A single token attends to itself alone.
         torch.testing.assert_close(layer.forward(q.clone(), k, v, metadata), v.repeat(1, 2))
     metadata.prepare([], [], [], 0)
     assert layer.forward(q[:0], k[:0], v[:0], metadata).shape == (0, 32)

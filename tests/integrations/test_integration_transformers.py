@@ -169,8 +169,8 @@ def test_probe_finds_the_options_that_each_layer_passes(device: torch.device) ->
     scale = pytest.approx(24**-0.5)
     assert shape.spec == KVSpec(2, 2, 16, 16, torch.float32)
     assert shape.layers == (
-        LayerShape(4, 16, 2, AttentionOptions(scale, 6, 5.0, 16)),  # type: ignore[arg-type]
-        LayerShape(4, 16, 2, AttentionOptions(scale, 0, 5.0, 16)),  # type: ignore[arg-type]
+        LayerShape(4, 16, 2, AttentionOptions(scale, 6, 5.0), 16),  # type: ignore[arg-type]
+        LayerShape(4, 16, 2, AttentionOptions(scale, 0, 5.0), 16),  # type: ignore[arg-type]
     )
 
 

@@ -308,14 +308,14 @@ def test_metadata_and_backends_refuse_steps_with_inconsistent_sinks(device: torc
     for match, arguments in [
         ("one number a sequence", {"dropped": [1]}),
         ("0 or more", {"dropped": [1, -1]}),
-        ("is a context", {"dropped": [3, 3], "num_sinks": 2, "num_prefills": 1}),
+        ("is a prefill", {"dropped": [3, 3], "num_sinks": 2, "num_prefills": 1}),
         ("has dropped tokens", {"dropped": [3, 0], "num_sinks": 2}),
         ("holds the sinks", {"dropped": [3, 3], "num_sinks": 5}),
     ]:
         with pytest.raises(ValueError, match=match):
             metadata.prepare([1, 2], [4, 4], [1, 1], arguments.pop("num_prefills", 2), **arguments)
     graph = metadata.create_cuda_graph_metadata(2)
-    with pytest.raises(ValueError, match="in a decode graph positions are entries"):
+    with pytest.raises(ValueError, match="a decode graph takes entries for positions"):
         graph.prepare([1], [4], [1], 0, dropped=[2])
     metadata.prepare([1, 2], [4, 4], [2, 1], 2, dropped=[3, 5], num_sinks=2)
     assert metadata.position_ids.tolist() == [7, 8, 9]
@@ -339,7 +339,7 @@ def test_sequences_with_different_gaps_in_one_step(
     torch.manual_seed(0)
     monkeypatch.setattr(torch_backend, "QUERY_TILE", 3 if name == "torch-tiles" else 512)
     heads, kv_heads, dim, v_dim, num_sinks = 6, 2, 24, 16, 3
-    shape = LayerShape(heads, dim, kv_heads, AttentionOptions(scale=0.5, softcap=softcap, v_dim=v_dim))
+    shape = LayerShape(heads, dim, kv_heads, AttentionOptions(scale=0.5, softcap=softcap), v_dim)
     memory = KVMemory(KVSpec(1, kv_heads, dim, v_dim, torch.float32), 60, 3, 30, device)
     memory.pool.kv(0)[1:] = torch.nan
     rotary = Rotary(

@@ -1,7 +1,8 @@
-"""`attention_scores` and `attention_lse` against their twin in float64, and the twin against softmax.
+"""Compares `attention_scores` and `attention_lse` with their reference in float64, and the reference with
+softmax.
 
-Slots are shuffled, every slot that no sequence holds is NaN, and slot 0 holds large finite garbage: a wrong
-slot or a missing mask cannot pass.
+Slots are shuffled, every free slot holds NaN, and slot 0 holds large finite garbage: a wrong slot or a missing
+mask makes a test fail.
 """
 
 from typing import NamedTuple
@@ -15,21 +16,22 @@ from lightkv.triton_kernels.attention.attention_scores import (
     attention_scores,
     attention_scores_reference,
 )
+from lightkv.triton_kernels.attention.paged_kv import AttentionOptions, PagedKV
 
 
 class Case(NamedTuple):
     """The arguments of the operators, in order."""
 
     q: Tensor
-    k_cache: Tensor
-    index: Tensor
+    kv: PagedKV
     rows: Tensor
     q_starts: Tensor
     query_positions: Tensor
     lengths: Tensor
 
     def double(self) -> "Case":
-        return self._replace(q=self.q.double(), k_cache=self.k_cache.double())
+        k = self.kv.k.double()
+        return self._replace(q=self.q.double(), kv=self.kv._replace(k=k, v=k))
 
 
 def make_case(
@@ -44,7 +46,7 @@ def make_case(
     shift: int = 0,
     spread: float = 1.0,
 ) -> Case:
-    """Keys of rows of `lengths` in shuffled places, and `counts` queries of each, at places of their own."""
+    """Makes rows of `lengths` in shuffled slots, and `counts` queries of each, at random entries."""
     page = 1 << shift
     width = -(-(max(lengths) + 3) // page)
     places = 1 + torch.randperm(len(lengths) * width).view(-1, width)
@@ -58,28 +60,23 @@ def make_case(
     index[rows] = (places * page).int()
     ends = [torch.randint(0, max(length, 1), (n,)) for length, n in zip(lengths, counts, strict=True)]
     q_starts = torch.tensor([0, *counts]).cumsum(0)
-    case = Case(
-        (torch.randn(sum(counts), group * num_kv_heads, dim) * spread).to(dtype),
-        k_cache.to(dtype),
-        index,
-        rows,
-        q_starts.int(),
-        torch.cat(ends).int(),
-        torch.tensor(lengths, dtype=torch.int32),
-    )
-    return Case(*(tensor.to(device) for tensor in case))
+    q = (torch.randn(sum(counts), group * num_kv_heads, dim) * spread).to(device, dtype)
+    k_cache = k_cache.to(device, dtype)
+    numbers = rows, q_starts.int(), torch.cat(ends).int(), torch.tensor(lengths, dtype=torch.int32)
+    kv = PagedKV(k_cache, k_cache, index.to(device), shift)
+    return Case(q, kv, *(tensor.to(device) for tensor in numbers))
 
 
-def check(case: Case, *, shift: int = 0, window: int = 0, softcap: float = 0.0, width: int = 0) -> None:
-    settings = {"scale": case.q.shape[2] ** -0.5, "shift": shift, "window": window, "softcap": softcap}
+def check(case: Case, *, window: int = 0, softcap: float = 0.0, width: int = 0) -> None:
+    options = AttentionOptions(window=window, softcap=softcap)
     width = width or int(case.lengths.max()) + 2
     most = int(case.q_starts.diff().max())
-    expected, expected_lse = attention_scores_reference(*case.double(), width=width, **settings)
-    scores = attention_scores(*case, max_q_len=most, width=width, **settings)
+    expected, expected_lse = attention_scores_reference(*case.double(), options, width=width)
+    scores = attention_scores(*case, options, max_q_len=most, width=width)
     torch.testing.assert_close(scores.double(), expected, rtol=2e-5, atol=2e-5)
-    lse = attention_lse(*case, max_q_len=most, **settings)
+    lse = attention_lse(*case, options, max_q_len=most)
     torch.testing.assert_close(lse.double(), expected_lse, rtol=2e-5, atol=2e-5)
-    assert torch.equal(scores, attention_scores(*case, max_q_len=most, width=width, **settings))
+    assert torch.equal(scores, attention_scores(*case, options, max_q_len=most, width=width))
 
 
 @pytest.mark.parametrize("length", [1, 63, 64, 65], ids="len{}".format)
@@ -107,7 +104,7 @@ def test_head_dims(device: torch.device, dim: int, dtype: torch.dtype) -> None:
 def test_index_window_and_softcap(device: torch.device, shift: int, window: int, softcap: float) -> None:
     torch.manual_seed(window)
     case = make_case([70, 34], [4, 2], device, shift=shift, num_kv_heads=1, spread=3.0)
-    check(case, shift=shift, window=window, softcap=softcap)
+    check(case, window=window, softcap=softcap)
 
 
 def test_more_queries_than_a_tile_and_fewer_entries_than_a_row(device: torch.device) -> None:
@@ -122,18 +119,18 @@ def test_queries_of_no_request_are_left_out(device: torch.device) -> None:
     case = make_case([20], [4], device)
     shorter = case._replace(q_starts=torch.tensor([0, 2], dtype=torch.int32, device=device))
     check(shorter)
-    lse = attention_lse(*shorter, max_q_len=4, scale=1.0)
+    lse = attention_lse(*shorter, max_q_len=4)
     assert (lse[2:] == float("-inf")).all()
 
 
-def test_twin_is_softmax() -> None:
+def test_the_reference_is_softmax() -> None:
     torch.manual_seed(3)
     case = make_case([50], [3], "cpu", group=1, num_kv_heads=2)._replace(
         query_positions=torch.tensor([49, 20, 0], dtype=torch.int32)
     )
-    scores, lse = attention_scores_reference(*case.double(), width=50, scale=0.125)
-    slots = case.index[case.rows[0], :50].long()
-    k = case.k_cache[slots].double()
+    scores, lse = attention_scores_reference(*case.double(), width=50)
+    slots = case.kv.index[case.rows[0], :50].long()
+    k = case.kv.k[slots].double()
     expected = torch.zeros(50, dtype=torch.float64)
     for query, end in enumerate([49, 20, 0]):
         for head in range(2):
@@ -150,12 +147,12 @@ def test_refuses_what_does_not_fit(device: torch.device) -> None:
         ("a multiple of", case._replace(q=case.q[:, :5]), {}),
         ("q_starts must be contiguous int32", case._replace(q_starts=case.q_starts.long()), {}),
         ("query_positions must be contiguous", case._replace(query_positions=case.query_positions[:1]), {}),
-        ("scale must be positive", case, {"scale": 0.0}),
+        ("scale must be positive", case, {"options": AttentionOptions(scale=0.0)}),
         ("max_q_len", case, {"max_q_len": -1}),
         ("width", case, {"width": -1}),
     ]:
         with pytest.raises(ValueError, match=match):
-            attention_scores(*bad, **{"scale": 1.0, "max_q_len": 1, "width": 6, **settings})
+            attention_scores(*bad, **{"max_q_len": 1, "width": 6, **settings})
 
 
 def test_stay_operators_under_torch_compile(device: torch.device) -> None:
@@ -163,8 +160,9 @@ def test_stay_operators_under_torch_compile(device: torch.device) -> None:
     case = make_case([20, 5], [2, 1], device)
     lse, out = torch.full((3, 6), float("-inf"), device=device), torch.zeros(2, 20, device=device)
     settings = (0.125, 0, 0, 0.0)
-    torch.library.opcheck(torch.ops.lightkv.attention_lse.default, (*case, lse, 2, *settings))
-    torch.library.opcheck(torch.ops.lightkv.attention_scores.default, (*case, lse.zero_(), out, *settings))
+    tensors = (case.q, case.kv.k, case.kv.index, *case[2:])
+    torch.library.opcheck(torch.ops.lightkv.attention_lse.default, (*tensors, lse, 2, *settings))
+    torch.library.opcheck(torch.ops.lightkv.attention_scores.default, (*tensors, lse.zero_(), out, *settings))
 
 
 @pytest.mark.gpu
@@ -180,9 +178,9 @@ def test_bfloat16(group: int, dim: int) -> None:
 @pytest.mark.gpu
 def test_never_synchronises() -> None:
     case = make_case([100, 7], [10, 3], "cuda", dtype=torch.bfloat16)
-    attention_scores(*case, max_q_len=10, width=100, scale=0.125)
+    attention_scores(*case, max_q_len=10, width=100)
     torch.cuda.set_sync_debug_mode("error")
     try:
-        attention_scores(*case, max_q_len=10, width=100, scale=0.125)
+        attention_scores(*case, max_q_len=10, width=100)
     finally:
         torch.cuda.set_sync_debug_mode("default")

@@ -1,7 +1,8 @@
-"""`decode_attention` against its twin, element by element, and the twin against dense attention.
+"""Compares `decode_attention` with its reference, element by element, and the reference with dense attention.
 
-Slots are shuffled, every slot that no sequence holds is NaN, slot 0 holds large finite garbage, and the
-output is NaN before each run: a wrong slot, a missing mask or an unwritten element cannot pass.
+Slots are shuffled, every free slot holds NaN, slot 0 holds large finite garbage, and the output is NaN before
+each
+run: a wrong slot, a missing mask or an unwritten element makes a test fail.
 """
 
 from typing import NamedTuple
@@ -14,17 +15,16 @@ from lightkv.triton_kernels import tuning
 from lightkv.triton_kernels.attention.attend_keys import LOG2_E, find_slots_reference
 from lightkv.triton_kernels.attention.decode_attention import decode_attention, decode_attention_reference
 from lightkv.triton_kernels.attention.decode_plan import SharedPrefixGroups, decode_plan
+from lightkv.triton_kernels.attention.paged_kv import AttentionOptions, PagedKV
 
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
 MIXED = [130, 0, 1, 64, 63, 65]
 
 
 class Cache(NamedTuple):
-    """K/V of some sequences, and the index that finds it; the arguments of the operators, in order."""
+    """K/V of some requests, with their rows and lengths: the arguments of the operators, in order."""
 
-    k_cache: Tensor
-    v_cache: Tensor
-    index: Tensor
+    kv: PagedKV
     rows: Tensor
     lengths: Tensor
 
@@ -39,7 +39,7 @@ def poisoned_cache(
     value_dim: int = 64,
     shift: int = 0,
 ) -> Cache:
-    """Random K/V in shuffled places; NaN wherever no sequence is, also behind index entries past its end."""
+    """Makes random K/V in shuffled slots. All free slots hold NaN, also those that stale entries name."""
     longest = max(*lengths, 1) + 3
     page = longest if shift == 31 else 1 << shift
     pages_per_row = -(-longest // page) + 1 if shift < 31 else 1
@@ -67,9 +67,7 @@ def poisoned_cache(
     else:
         k_cache, v_cache = k_cache.to(device, dtype), v_cache.to(device, dtype)
     return Cache(
-        k_cache,
-        v_cache,
-        index.to(device),
+        PagedKV(k_cache, v_cache, index.to(device), shift),
         rows.to(device),
         torch.tensor(lengths, dtype=torch.int32, device=device),
     )
@@ -84,43 +82,33 @@ def check(
     cache: Cache,
     *,
     group: int = 4,
-    shift: int = 0,
     window: int = 0,
     softcap: float = 0.0,
     spread: float = 1.0,
     num_queries: int = 1,
 ) -> None:
-    """Random queries against the twin; `spread` widens the scores."""
-    _, num_kv_heads, key_dim = cache.k_cache.shape
-    dtype, device = cache.k_cache.dtype, cache.k_cache.device
+    """Compares random queries with the reference; `spread` widens the scores."""
+    _, num_kv_heads, key_dim = cache.kv.k.shape
+    dtype, device = cache.kv.k.dtype, cache.kv.k.device
     shape = len(cache.rows) * num_queries, group * num_kv_heads
     q = (torch.randn(*shape, key_dim) * spread).to(device, dtype)
-    out = torch.full((*shape, cache.v_cache.shape[2]), torch.nan, dtype=dtype, device=device)
+    out = torch.full((*shape, cache.kv.v.shape[2]), torch.nan, dtype=dtype, device=device)
     lse = torch.full(shape, torch.nan, device=device)
-    settings = {"scale": key_dim**-0.5, "shift": shift, "window": window, "softcap": softcap}
-    result = decode_attention(q, *cache, **settings, num_queries=num_queries, out=out, lse=lse)
+    options = AttentionOptions(window=window, softcap=softcap)
+    result = decode_attention(q, *cache, options, num_queries=num_queries, out=out, lse=lse)
     assert result is out
-    assert_close(out, decode_attention_reference(q, *cache, **settings, num_queries=num_queries))
+    assert_close(out, decode_attention_reference(q, *cache, options, num_queries=num_queries))
     assert not out.unflatten(0, (-1, num_queries))[cache.lengths == 0].any()
-    assert_lse(lse, q, cache, num_queries=num_queries, **settings)
+    assert_lse(lse, q, cache, options, num_queries=num_queries)
 
 
-def assert_lse(
-    lse: Tensor,
-    q: Tensor,
-    cache: Cache,
-    *,
-    num_queries: int,
-    scale: float,
-    shift: int,
-    window: int,
-    softcap: float,
-) -> None:
-    """The log-sum-exp of every query's scores, by float64."""
+def assert_lse(lse: Tensor, q: Tensor, cache: Cache, options: AttentionOptions, *, num_queries: int) -> None:
+    """Compares the log-sum-exp of every query's scores with float64."""
+    kv, scale, window, softcap = cache.kv, options.scale_for(q.shape[2]), options.window, options.softcap
     for request, length in enumerate(cache.lengths.tolist()):
         positions = torch.arange(length, device=q.device)
-        slots = find_slots_reference(cache.index[cache.rows[request]], positions, shift)
-        keys = cache.k_cache[slots].double().repeat_interleave(q.shape[1] // cache.k_cache.shape[1], 1)
+        slots = find_slots_reference(kv.index[cache.rows[request]], positions, kv.shift)
+        keys = kv.k[slots].double().repeat_interleave(q.shape[1] // kv.k.shape[1], 1)
         for query in range(num_queries):
             token, position = request * num_queries + query, length - num_queries + query
             scores = torch.einsum("hd,khd->hk", q[token].double(), keys) * scale
@@ -160,7 +148,7 @@ def test_head_dims(device: torch.device, key_dim: int, value_dim: int, dtype: to
 def test_index_window_and_softcap(device: torch.device, shift: int, window: int, softcap: float) -> None:
     torch.manual_seed(window)
     cache = poisoned_cache([130, 0, 1, 65], device=device, num_kv_heads=1, shift=shift)
-    check(cache, group=3, shift=shift, window=window, softcap=softcap, spread=3.0)
+    check(cache, group=3, window=window, softcap=softcap, spread=3.0)
 
 
 @pytest.mark.parametrize("num_queries", [2, 4, 8], ids="queries{}".format)
@@ -171,17 +159,17 @@ def test_queries_of_a_request(device: torch.device, num_queries: int, group: int
     check(cache, group=group, window=window, num_queries=num_queries)
 
 
-def share_first_keys(
-    cache: Cache, sets: list[tuple[int, list[int]]], num_members: int, shift: int
-) -> SharedPrefixGroups:
-    """Have each set (keys, requests) share its first keys, in the slots of the first of them; what the others
-    had there becomes NaN. More requests than `num_members` are several groups; one group is not used."""
+def share_first_keys(cache: Cache, sets: list[tuple[int, list[int]]], num_members: int) -> SharedPrefixGroups:
+    """Makes each set (keys, requests) share its first keys, in the slots of the first request; the slots that
+    the others had become NaN. More requests than `num_members` are several prefixes; one prefix is left
+    unused."""
+    kv, shift = cache.kv, cache.kv.shift
     members, keys, place = [[-1] * num_members], [0], [-1] * len(cache.rows)
     for count, requests in sets:
-        first, *others = (cache.index[row] for row in cache.rows[requests].tolist())
+        first, *others = (kv.index[row] for row in cache.rows[requests].tolist())
         for entries in others:
             slots = (entries[: count >> shift, None] + torch.arange(1 << shift, device=entries.device)).long()
-            cache.k_cache[slots] = cache.v_cache[slots] = torch.nan
+            kv.k[slots] = kv.v[slots] = torch.nan
             entries[: count >> shift] = first[: count >> shift]
         for begin in range(0, len(requests), num_members):
             some = requests[begin : begin + num_members]
@@ -194,33 +182,32 @@ def share_first_keys(
     return SharedPrefixGroups(*tensors)
 
 
-def check_groups(
-    cache: Cache,
-    groups: SharedPrefixGroups,
-    *,
-    group: int,
-    shift: int,
-    num_queries: int,
-    softcap: float = 0.0,
+def check_shared(
+    cache: Cache, prefixes: SharedPrefixGroups, *, group: int, num_queries: int, softcap: float = 0.0
 ) -> None:
-    _, num_kv_heads, key_dim = cache.k_cache.shape
+    """Compares random queries of requests that share prefixes with the reference."""
+    _, num_kv_heads, key_dim = cache.kv.k.shape
     shape = len(cache.rows) * num_queries, group * num_kv_heads
-    q = torch.randn(*shape, key_dim).to(cache.k_cache)
+    q = torch.randn(*shape, key_dim).to(cache.kv.k)
     out, lse = torch.full_like(q, torch.nan), torch.full(shape, torch.nan, device=q.device)
-    settings = {"scale": key_dim**-0.5, "shift": shift, "window": 0, "softcap": softcap}
+    options = AttentionOptions(softcap=softcap)
     plan = decode_plan(
-        cache.rows, cache.lengths, num_kv_heads=num_kv_heads, num_queries=num_queries, groups=groups
+        cache.rows,
+        cache.lengths,
+        num_kv_heads=num_kv_heads,
+        num_queries=num_queries,
+        shared_prefixes=prefixes,
     )
-    decode_attention(q, *cache, **settings, num_queries=num_queries, plan=plan, out=out, lse=lse)
-    assert_close(out, decode_attention_reference(q, *cache, **settings, num_queries=num_queries))
-    assert_lse(lse, q, cache, num_queries=num_queries, **settings)
+    decode_attention(q, *cache, options, num_queries=num_queries, plan=plan, out=out, lse=lse)
+    assert_close(out, decode_attention_reference(q, *cache, options, num_queries=num_queries))
+    assert_lse(lse, q, cache, options, num_queries=num_queries)
 
 
 @pytest.mark.parametrize("num_splits", [1, 3, 20], ids="splits{}".format)
 @pytest.mark.parametrize(
     ("group", "num_queries", "shift", "softcap"), [(4, 1, 0, 0.0), (1, 3, 0, 5.0), (3, 2, 4, 0.0)], ids=str
 )
-def test_groups_read_common_keys_once(
+def test_shared_prefixes_are_read_once(
     device: torch.device,
     monkeypatch: pytest.MonkeyPatch,
     num_splits: int,
@@ -235,8 +222,8 @@ def test_groups_read_common_keys_once(
         [140, 300, 132, 0, 131, 150, 40, 180, 260, 135, 67], device=device, shift=shift, num_kv_heads=1
     )
     sets = [(128, [1, 2, 4, 5, 7, 9]), (64, [8, 10])]
-    groups = share_first_keys(cache, sets, min(tuning.group_members(num_queries, group), 5), shift)
-    check_groups(cache, groups, group=group, shift=shift, num_queries=num_queries, softcap=softcap)
+    prefixes = share_first_keys(cache, sets, min(tuning.prefix_members(num_queries, group), 5))
+    check_shared(cache, prefixes, group=group, num_queries=num_queries, softcap=softcap)
 
 
 @pytest.mark.parametrize("num_splits", [1, 2, 5, 40], ids="splits{}".format)
@@ -257,8 +244,9 @@ def test_large_scores_neither_overflow_nor_lose_a_split(
     monkeypatch.setattr(tuning, "decode_workers", lambda *_: 3)
     cache = poisoned_cache([190], device=device, num_kv_heads=1)
     q = torch.randn(1, 2, 64, device=device) * 100  # scores of a few hundred: one key takes all
-    expected = decode_attention_reference(q, *cache, scale=1.0)
-    torch.testing.assert_close(decode_attention(q, *cache, scale=1.0), expected, atol=1e-3, rtol=1e-3)
+    options = AttentionOptions(scale=1.0)
+    expected = decode_attention_reference(q, *cache, options)
+    torch.testing.assert_close(decode_attention(q, *cache, options), expected, atol=1e-3, rtol=1e-3)
 
 
 def test_padded_requests_share_row_0(device: torch.device) -> None:
@@ -271,37 +259,40 @@ def test_padded_requests_share_row_0(device: torch.device) -> None:
     check(padded)
 
 
-def test_twin_is_dense_attention() -> None:
+def test_the_reference_is_dense_attention() -> None:
     torch.manual_seed(2)
     cache = poisoned_cache([50], device="cpu", shift=4)
     q = torch.randn(1, 6, 64)
-    row = cache.index[cache.rows[0]].long()
+    row = cache.kv.index[cache.rows[0]].long()
     slots = (row[:, None] + torch.arange(16)).flatten()[:50]
-    k, v = (c[slots].transpose(0, 1)[None] for c in (cache.k_cache, cache.v_cache))  # [1, heads, 50, 64]
+    k, v = (c[slots].transpose(0, 1)[None] for c in cache.kv[:2])  # [1, heads, 50, 64]
     dense = torch.nn.functional.scaled_dot_product_attention(q[:, :, None], k, v, enable_gqa=True)[:, :, 0]
-    assert_close(decode_attention_reference(q, *cache, scale=0.125, shift=4), dense)
+    assert_close(decode_attention_reference(q, *cache), dense)
     last = torch.nn.functional.scaled_dot_product_attention(
         q[:, :, None], k[:, :, -7:], v[:, :, -7:], enable_gqa=True
     )[:, :, 0]
-    assert_close(decode_attention_reference(q, *cache, scale=0.125, shift=4, window=7), last)
+    assert_close(decode_attention_reference(q, *cache, AttentionOptions(window=7)), last)
 
 
 def test_refuses_what_does_not_fit(device: torch.device) -> None:
     cache = poisoned_cache([5, 6], device=device)
     q = torch.zeros(2, 4, 64, device=device)
-    for match, bad_q, bad_cache, settings in [
-        ("a multiple of", q[:, :3], cache, {}),
-        ("head dim", q[:, :, :32], cache, {}),
-        ("last stride", q.mT.contiguous().mT, cache, {}),
-        ("index must be int32", q, cache._replace(index=cache.index.long()), {}),
-        ("lengths must be contiguous int32", q, cache._replace(lengths=cache.lengths.long()), {}),
-        ("1 queries for each of 2 rows", q[:1], cache, {}),
-        ("scale must be positive", q, cache, {"scale": 0.0}),
-        ("shift in 0..31", q, cache, {"shift": 32}),
-        ("out must have shape", q, cache, {"out": q[:, :2]}),
+    long_index = cache._replace(kv=cache.kv._replace(index=cache.kv.index.long()))
+    long_lengths = cache._replace(lengths=cache.lengths.long())
+    shifted = cache._replace(kv=cache.kv._replace(shift=32))
+    for match, bad_q, bad_cache, options, out in [
+        ("a multiple of", q[:, :3], cache, AttentionOptions(), None),
+        ("head dim", q[:, :, :32], cache, AttentionOptions(), None),
+        ("last stride", q.mT.contiguous().mT, cache, AttentionOptions(), None),
+        ("index must be int32", q, long_index, AttentionOptions(), None),
+        ("lengths must be contiguous int32", q, long_lengths, AttentionOptions(), None),
+        ("1 queries for each of 2 rows", q[:1], cache, AttentionOptions(), None),
+        ("scale must be positive", q, cache, AttentionOptions(scale=0.0), None),
+        ("shift in 0..31", q, shifted, AttentionOptions(), None),
+        ("out must have shape", q, cache, AttentionOptions(), q[:, :2]),
     ]:
         with pytest.raises(ValueError, match=match):
-            decode_attention(bad_q, *bad_cache, **{"scale": 1.0, **settings})
+            decode_attention(bad_q, *bad_cache, options, out=out)
 
 
 def test_refuses_a_plan_of_something_else(device: torch.device) -> None:
@@ -309,14 +300,14 @@ def test_refuses_a_plan_of_something_else(device: torch.device) -> None:
     q = torch.zeros(2, 4, 64, device=device)
     plan = decode_plan(cache.rows, cache.lengths, num_kv_heads=2, window=3)
     with pytest.raises(ValueError, match="with a window of 3, the call for 2 of 1 with one of 0"):
-        decode_attention(q, *cache, scale=1.0, plan=plan)
+        decode_attention(q, *cache, plan=plan)
     with pytest.raises(ValueError, match="the plan is for 2 requests of 1 queries"):
-        decode_attention(q.repeat(2, 1, 1), *cache, scale=1.0, window=3, num_queries=2, plan=plan)
+        decode_attention(q.repeat(2, 1, 1), *cache, AttentionOptions(window=3), num_queries=2, plan=plan)
     one = cache._replace(rows=cache.rows[:1], lengths=cache.lengths[:1])
     with pytest.raises(ValueError, match="the call for 1 of 1"):
-        decode_attention(q[:1], *one, scale=1.0, window=3, plan=plan)
+        decode_attention(q[:1], *one, AttentionOptions(window=3), plan=plan)
     with pytest.raises(ValueError, match="300 queries of 2 heads to a K/V head are 600 rows"):
-        decode_attention(q.repeat(300, 1, 1), *cache, scale=1.0, num_queries=300)
+        decode_attention(q.repeat(300, 1, 1), *cache, num_queries=300)
 
 
 def test_stays_one_operator_under_torch_compile(device: torch.device) -> None:
@@ -325,15 +316,14 @@ def test_stays_one_operator_under_torch_compile(device: torch.device) -> None:
     q = torch.randn(2, 4, 64, device=device)
     out = torch.empty_like(q)
     plan = decode_plan(cache.rows, cache.lengths, num_kv_heads=2)
-    places = (cache.k_cache, cache.v_cache, cache.index, *plan[:5], cache.lengths)
-    arguments = (q, *places, out, None, 1, 0.125, 0, 0, 0.0)
+    arguments = (q, *cache.kv[:3], *plan[:5], cache.lengths, out, None, 1, 0.125, 0, 0, 0.0)
     torch.library.opcheck(torch.ops.lightkv.decode_attention.default, arguments)
 
     def step(q: Tensor, cache: Cache) -> Tensor:
-        return decode_attention(q * 2, *cache, scale=0.125) + 1
+        return decode_attention(q * 2, *cache) + 1
 
     compiled = torch.compile(step, fullgraph=True, backend="aot_eager")
-    assert_close(compiled(q, cache), decode_attention_reference(q * 2, *cache, scale=0.125) + 1)
+    assert_close(compiled(q, cache), decode_attention_reference(q * 2, *cache) + 1)
 
 
 @pytest.mark.gpu
@@ -350,33 +340,33 @@ def test_bfloat16(group: int, head_dim: int, shift: int) -> None:
         value_dim=head_dim,
         shift=shift,
     )
-    check(cache, group=group, shift=shift)
-    check(cache, group=group, shift=shift, window=100, softcap=20.0)
+    check(cache, group=group)
+    check(cache, group=group, window=100, softcap=20.0)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(("group", "num_queries"), [(1, 1), (4, 1), (8, 1), (4, 5)], ids=str)
 @pytest.mark.parametrize("head_dim", [64, 128, 256], ids="dim{}".format)
-def test_groups_in_bfloat16(group: int, num_queries: int, head_dim: int) -> None:
+def test_shared_prefixes_in_bfloat16(group: int, num_queries: int, head_dim: int) -> None:
     torch.manual_seed(group)
     lengths = [2000 + 37 * request for request in range(40)]
     cache = poisoned_cache(lengths, device="cuda", dtype=torch.bfloat16, key_dim=head_dim, value_dim=head_dim)
     sets = [(1950, list(range(0, 40, 2))), (333, [1, 5, 9])]
-    groups = share_first_keys(cache, sets, tuning.group_members(num_queries, group), 0)
-    check_groups(cache, groups, group=group, shift=0, num_queries=num_queries)
+    prefixes = share_first_keys(cache, sets, tuning.prefix_members(num_queries, group))
+    check_shared(cache, prefixes, group=group, num_queries=num_queries)
 
 
 @pytest.mark.gpu
-def test_captured_decode_follows_its_groups() -> None:
+def test_captured_decode_follows_its_shared_prefixes() -> None:
     torch.manual_seed(6)
     cache = poisoned_cache([700] * 6, device="cuda", dtype=torch.bfloat16)
-    groups = share_first_keys(cache, [(512, [0, 1, 2, 3, 4, 5])], tuning.group_members(1, 4), 0)
+    prefixes = share_first_keys(cache, [(512, [0, 1, 2, 3, 4, 5])], tuning.prefix_members(1, 4))
     q = torch.randn(6, 8, 64, dtype=torch.bfloat16, device="cuda")
     out = torch.empty_like(q)
 
     def step() -> None:
-        plan = decode_plan(cache.rows, cache.lengths, num_kv_heads=2, groups=groups)
-        decode_attention(q, *cache, scale=0.125, plan=plan, out=out)
+        plan = decode_plan(cache.rows, cache.lengths, num_kv_heads=2, shared_prefixes=prefixes)
+        decode_attention(q, *cache, plan=plan, out=out)
 
     step()
     graph = torch.cuda.CUDAGraph()
@@ -384,16 +374,16 @@ def test_captured_decode_follows_its_groups() -> None:
         step()
     for keys, members in ((512, [5, 4, 2]), (100, [0, 1]), (0, [])):
         members = torch.tensor(members, dtype=torch.int32, device="cuda")
-        groups.keys.zero_()
-        groups.members.fill_(-1)
-        groups.place.fill_(-1)
-        groups.keys[0] = keys
-        groups.members[0, : len(members)] = members
-        groups.place[members] = torch.arange(len(members), dtype=torch.int32, device="cuda")
+        prefixes.keys.zero_()
+        prefixes.members.fill_(-1)
+        prefixes.place.fill_(-1)
+        prefixes.keys[0] = keys
+        prefixes.members[0, : len(members)] = members
+        prefixes.place[members] = torch.arange(len(members), dtype=torch.int32, device="cuda")
         cache.lengths.copy_(torch.randint(520, 700, (6,)))
         out.fill_(torch.nan)
         graph.replay()
-        assert_close(out, decode_attention_reference(q, *cache, scale=0.125))
+        assert_close(out, decode_attention_reference(q, *cache))
 
 
 @pytest.mark.gpu
@@ -405,9 +395,7 @@ def test_pool_past_2_to_the_31_elements() -> None:
     slots = num_slots - 1 - torch.randperm(length + 500, device="cuda")[:length]
     buffer[slots] = torch.randn(length, 16, 128, device="cuda").bfloat16()
     cache = Cache(
-        buffer[:, :8],
-        buffer[:, 8:],
-        slots[None].int(),
+        PagedKV(buffer[:, :8], buffer[:, 8:], slots[None].int()),
         torch.zeros(1, dtype=torch.int32, device="cuda"),
         torch.tensor([length], dtype=torch.int32, device="cuda"),
     )
@@ -428,33 +416,33 @@ def test_captured_decode_follows_lengths_and_rows(batch: int) -> None:
     torch.manual_seed(5)
     before = [int(n) for n in torch.randint(0, 300, (batch,))]
     after = [int(n) for n in torch.randint(0, 300, (batch,))]
-    # Every sequence's K/V is there for the longer of the two lengths.
+    # Every request has K/V for the longer of its two lengths.
     cache = poisoned_cache(
         [max(pair) for pair in zip(before, after, strict=True)], device="cuda", dtype=torch.bfloat16
     )
     cache.lengths.copy_(torch.tensor(before))
     q = torch.randn(batch, 8, 64, dtype=torch.bfloat16, device="cuda")
     out = torch.empty_like(q)
-    decode_attention(q, *cache, scale=0.125, out=out)  # compiles outside the capture
+    decode_attention(q, *cache, out=out)  # compiles outside the capture
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        decode_attention(q, *cache, scale=0.125, out=out)
+        decode_attention(q, *cache, out=out)
     order = torch.randperm(batch, device="cuda")
     cache.lengths.copy_(torch.tensor(after, device="cuda", dtype=torch.int32)[order])
     cache.rows.copy_(cache.rows[order])
     q.normal_()
     out.fill_(torch.nan)
     graph.replay()
-    assert_close(out, decode_attention_reference(q, *cache, scale=0.125))
+    assert_close(out, decode_attention_reference(q, *cache))
 
 
 @pytest.mark.gpu
 def test_never_synchronises() -> None:
     cache = poisoned_cache([100, 7], device="cuda", dtype=torch.bfloat16)
     q = torch.randn(2, 8, 64, dtype=torch.bfloat16, device="cuda")
-    decode_attention(q, *cache, scale=0.125)
+    decode_attention(q, *cache)
     torch.cuda.set_sync_debug_mode("error")
     try:
-        decode_attention(q, *cache, scale=0.125)
+        decode_attention(q, *cache)
     finally:
         torch.cuda.set_sync_debug_mode("default")

@@ -1,4 +1,4 @@
-"""`combine_parts` against its twin, on plans of every form; slots of no part are NaN."""
+"""Compares `combine_parts` with its reference, on plans of every form; parts of no request are NaN."""
 
 import random
 
@@ -12,22 +12,22 @@ NUM_HEADS, VALUE_DIM = 3, 80
 
 
 def random_plan(rng: random.Random, num_members: int, device: torch.device) -> DecodePlan:
-    """Some requests with parts in slots of their own, some with those of a group as well."""
-    num_workers, num_groups, own_slots = 5, 2, (2 + 5) * num_members if num_members > 1 else 0
-    parts, first_item = [], num_groups
+    """Makes a plan in which some requests have parts of a shared prefix as well as their own."""
+    num_workers, num_prefixes, own_parts = 5, 2, (2 + 5) * num_members if num_members > 1 else 0
+    parts, first_item = [], num_prefixes
     for request in range(rng.choice([1, 2, 9])):
         count = rng.choice([1, 1, 2, 3, 70])
-        of_group = rng.choice([0, 1, 2]) if num_members > 1 else 0
-        slot = request % num_members if of_group else 0
-        parts.append([own_slots + first_item, count, slot, of_group])
+        of_prefix = rng.choice([0, 1, 2]) if num_members > 1 else 0
+        first_of_prefix = request % num_members if of_prefix else 0
+        parts.append([own_parts + first_item, count, first_of_prefix, of_prefix])
         first_item += count
     split = [request for request, (_, count, _, more) in enumerate(parts) if count + more > 1]
     split += [-1] * (len(parts) + 1 - len(split))
     items = torch.zeros(first_item, 4, dtype=torch.int32)
-    members = torch.zeros(num_groups, num_members, dtype=torch.int32) if num_members > 1 else None
+    members = torch.zeros(num_prefixes, num_members, dtype=torch.int32) if num_members > 1 else None
     numbers = items, torch.zeros(num_workers + 1, 8), torch.tensor(parts), torch.tensor(split)
     plan = DecodePlan(*(tensor.int().to(device) for tensor in numbers), members)
-    assert plan.own_slots == own_slots
+    assert plan.own_parts == own_parts
     return plan
 
 
@@ -38,14 +38,14 @@ def test_parts_are_combined(device: torch.device, seed: int, num_queries: int, n
     rng = random.Random(seed)
     torch.manual_seed(seed)
     plan = random_plan(rng, num_members, device)
-    shape = plan.num_slots, num_queries * NUM_HEADS
+    shape = plan.num_parts, num_queries * NUM_HEADS
     partial_out = torch.full((*shape, VALUE_DIM), torch.nan, device=device)
     partial_lse = torch.full(shape, torch.nan, device=device)
-    for first, count, of_group, num in plan.parts.tolist():
-        slots = [*range(first, first + count), *(of_group + part * num_members for part in range(num))]
-        partial_out[slots] = torch.randn(len(slots), *partial_out.shape[1:], device=device)
-        partial_lse[slots] = torch.randn(len(slots), shape[1], device=device) * 20
-        unseen = slots[1:][:1]  # a part none of whose keys was seen
+    for first, count, of_prefix, num in plan.parts.tolist():
+        chosen = [*range(first, first + count), *(of_prefix + part * num_members for part in range(num))]
+        partial_out[chosen] = torch.randn(len(chosen), *partial_out.shape[1:], device=device)
+        partial_lse[chosen] = torch.randn(len(chosen), shape[1], device=device) * 20
+        unseen = chosen[1:][:1]  # a part whose queries saw no key
         partial_out[unseen], partial_lse[unseen] = 0.0, -torch.inf
     out = torch.full((len(plan.parts) * num_queries, NUM_HEADS, VALUE_DIM), torch.nan, device=device)
     lse = torch.full(out.shape[:2], torch.nan, device=device)

@@ -1,4 +1,4 @@
-"""`decode_plan` against its twin, and that every key is in one item of one worker."""
+"""Compares `decode_plan` with its reference, and checks that every key is in one item of one worker."""
 
 import random
 from itertools import pairwise
@@ -17,9 +17,9 @@ from lightkv.triton_kernels.attention.decode_plan import (
 UNIT = tuning.DECODE_UNIT
 
 
-def assert_complete(plan: DecodePlan, runs: list[list[int]], num_groups: int) -> None:
-    """The keys of every run (owner, row, first key, end) are cut into its items, which lie side by side; every
-    item is one worker's; and what is known of a request's parts is where they are."""
+def assert_complete(plan: DecodePlan, runs: list[list[int]], num_prefixes: int) -> None:
+    """Checks that the keys of every run (owner, row, first key, end) are cut into consecutive items, that every
+    item belongs to one worker, and that `parts` and `split` agree with the items."""
     items, starts = plan.items.tolist(), plan.shares[:, 0].tolist()
     at, found = 0, []
     for owner, row, first, last in runs:
@@ -37,7 +37,7 @@ def assert_complete(plan: DecodePlan, runs: list[list[int]], num_groups: int) ->
     assert starts[0] == 0
     for begin, end, fields in zip(starts, starts[1:], plan.shares[:, 1:5].tolist(), strict=False):
         assert begin == end or fields == items[begin]
-    own = [[plan.own_slots + begin, count] for begin, count in found[num_groups:]]
+    own = [[plan.own_parts + begin, count] for begin, count in found[num_prefixes:]]
     assert plan.parts[:, :2].tolist() == own
     several = [request for request, (_, count, _, more) in enumerate(plan.parts.tolist()) if count + more > 1]
     assert [request for request in plan.split.tolist() if request >= 0] == several
@@ -66,7 +66,7 @@ def test_any_batch(device: torch.device, monkeypatch: pytest.MonkeyPatch, seed: 
     plan = decode_plan(*on_device, num_kv_heads=1, window=window)
     expected = decode_plan_reference(*on_device, num_workers=num_workers, unit=UNIT, window=window)
     assert_equal(plan, expected)
-    assert plan.own_slots == expected.own_slots == 0
+    assert plan.own_parts == expected.own_parts == 0
     firsts = [max(length - window, 0) if window else 0 for length in lengths]
     runs = [list(run) for run in zip(range(len(rows)), rows, firsts, lengths, strict=True)]
     assert_complete(plan, runs, 0)
@@ -74,47 +74,47 @@ def test_any_batch(device: torch.device, monkeypatch: pytest.MonkeyPatch, seed: 
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_any_groups(device: torch.device, monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
+def test_any_prefixes(device: torch.device, monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
     rng = random.Random(seed)
     num_workers, num_members = rng.choice([1, 2, 7, 40]), rng.choice([2, 3, 16])
     monkeypatch.setattr(tuning, "decode_workers", lambda *_: num_workers)
-    num_groups, num_requests = rng.randint(1, 5), rng.randint(1, 30)
-    members = [[-1] * num_members for _ in range(num_groups)]
-    keys, place, lengths = [0] * num_groups, [-1] * num_requests, []
+    num_prefixes, num_requests = rng.randint(1, 5), rng.randint(1, 30)
+    members = [[-1] * num_members for _ in range(num_prefixes)]
+    keys, place, lengths = [0] * num_prefixes, [-1] * num_requests, []
     for request in range(num_requests):
-        group = rng.randrange(num_groups + 1)
+        prefix = rng.randrange(num_prefixes + 1)
         length = rng.choice([0, 1, UNIT, rng.randint(0, 2000)])
-        if group < num_groups and -1 in members[group]:
-            member = members[group].index(-1)
-            members[group][member], place[request] = request, group * num_members + member
-            keys[group] = keys[group] or rng.choice([1, UNIT, rng.randint(1, 1500)])
-            length += keys[group] + 1
+        if prefix < num_prefixes and -1 in members[prefix]:
+            member = members[prefix].index(-1)
+            members[prefix][member], place[request] = request, prefix * num_members + member
+            keys[prefix] = keys[prefix] or rng.choice([1, UNIT, rng.randint(1, 1500)])
+            length += keys[prefix] + 1
         lengths.append(length)
     rows = rng.sample(range(100), num_requests)
     on_device = (
         torch.tensor(rows, device=device),
         torch.tensor(lengths, dtype=torch.int32, device=device),
     )
-    groups = SharedPrefixGroups(
+    prefixes = SharedPrefixGroups(
         *(torch.tensor(numbers, dtype=torch.int32, device=device) for numbers in (members, keys, place))
     )
-    plan = decode_plan(*on_device, num_kv_heads=1, groups=groups)
-    expected = decode_plan_reference(*on_device, num_workers=num_workers, unit=UNIT, groups=groups)
+    plan = decode_plan(*on_device, num_kv_heads=1, shared_prefixes=prefixes)
+    expected = decode_plan_reference(*on_device, num_workers=num_workers, unit=UNIT, shared_prefixes=prefixes)
     assert_equal(plan, expected)
-    assert plan.own_slots == expected.own_slots
-    runs = [[-1 - group, rows[members[group][0]], 0, count] for group, count in enumerate(keys) if count]
+    assert plan.own_parts == expected.own_parts
+    runs = [[-1 - prefix, rows[members[prefix][0]], 0, count] for prefix, count in enumerate(keys) if count]
     num_used = len(runs)
     for request, (row, length) in enumerate(zip(rows, lengths, strict=True)):
         shared = keys[place[request] // num_members] if place[request] >= 0 else 0
         runs.append([request, row, shared, length])
     assert_complete(plan, runs, num_used)
 
-    # A member's slots of its group are its own alone, and none is beyond those there are.
-    taken = [slot for first, count, *_ in plan.parts.tolist() for slot in range(first, first + count)]
+    # No two requests have the same part, and every part exists.
+    taken = [part for first, count, *_ in plan.parts.tolist() for part in range(first, first + count)]
     for *_, first, count in plan.parts.tolist():
-        taken += [first + part * num_members for part in range(count)]
+        taken += [first + rank * num_members for rank in range(count)]
     assert len(set(taken)) == len(taken)
-    assert max(taken) < plan.num_slots
+    assert max(taken) < plan.num_parts
 
 
 def test_workers_have_equal_shares(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -130,34 +130,34 @@ def test_workers_have_equal_shares(device: torch.device, monkeypatch: pytest.Mon
 
 
 def test_no_request_is_no_plan(device: torch.device) -> None:
-    nobody = torch.zeros(0, dtype=torch.int32, device=device)
-    plan = decode_plan(nobody, nobody, num_kv_heads=4)
+    empty = torch.zeros(0, dtype=torch.int32, device=device)
+    plan = decode_plan(empty, empty, num_kv_heads=4)
     assert (len(plan.parts), len(plan.split)) == (0, 0)
 
 
-def test_refuses_groups_that_do_not_fit(device: torch.device) -> None:
+def test_refuses_prefixes_that_do_not_fit(device: torch.device) -> None:
     rows = torch.arange(3, dtype=torch.int32, device=device)
-    groups = SharedPrefixGroups(rows.view(1, 3), rows[:1], rows)
+    prefixes = SharedPrefixGroups(rows.view(1, 3), rows[:1], rows)
     with pytest.raises(ValueError, match="without a window"):
-        decode_plan(rows, rows + 5, num_kv_heads=1, window=4, groups=groups)
+        decode_plan(rows, rows + 5, num_kv_heads=1, window=4, shared_prefixes=prefixes)
     with pytest.raises(ValueError, match=r"places \(3,\) for 2 requests"):
-        decode_plan(rows[:2], rows[:2] + 5, num_kv_heads=1, groups=groups)
+        decode_plan(rows[:2], rows[:2] + 5, num_kv_heads=1, shared_prefixes=prefixes)
     for match, wrong in [
-        (r"keys \[G\], got \(1, 3\) and \(3,\)", groups._replace(keys=rows)),
-        ("contiguous int32", groups._replace(place=rows.long())),
+        (r"keys \[P\], got \(1, 3\) and \(3,\)", prefixes._replace(keys=rows)),
+        ("contiguous int32", prefixes._replace(place=rows.long())),
     ]:
         with pytest.raises(ValueError, match=match):
-            decode_plan(rows, rows + 5, num_kv_heads=1, groups=wrong)
+            decode_plan(rows, rows + 5, num_kv_heads=1, shared_prefixes=wrong)
     with pytest.raises(ValueError, match="lengths must be contiguous int32"):
         decode_plan(rows, rows.long(), num_kv_heads=1)
 
 
-def test_groups_of_one_are_none(device: torch.device) -> None:
+def test_prefixes_of_one_member_are_ignored(device: torch.device) -> None:
     rows = torch.arange(3, dtype=torch.int32, device=device)
     alone = SharedPrefixGroups(rows.view(3, 1), rows + 1, rows)
-    plan = decode_plan(rows, rows + 5, num_kv_heads=1, groups=alone)
+    plan = decode_plan(rows, rows + 5, num_kv_heads=1, shared_prefixes=alone)
     assert plan.members is None
-    assert plan.own_slots == 0
+    assert plan.own_parts == 0
 
 
 @pytest.mark.parametrize("shared_memory", [64 * 1024, 99 * 1024, 227 * 1024], ids="{}".format)

@@ -1,6 +1,6 @@
-"""`merge_states` against its twin in float64, and against attention over all keys at once.
+"""Compares `merge_states` with its reference in float64, and with attention over all keys at once.
 
-What an empty part has as its output is NaN, and so are the outputs before each run.
+The outputs of empty parts are NaN, and so are the outputs before each run.
 """
 
 import pytest
@@ -13,7 +13,8 @@ from lightkv.triton_kernels.attention.merge_states import merge_states, merge_st
 def make_parts(
     num_parts: int, num_tokens: int, heads: int, dim: int, device: torch.device
 ) -> tuple[Tensor, Tensor]:
-    """Partial outputs and log-sum-exps, each part empty for some queries, and one query without any part."""
+    """Makes partial outputs and log-sum-exps; each part is empty for some queries, and for one query all parts
+    are."""
     out = torch.randn(num_parts, num_tokens, heads, dim)
     lse = torch.randn(num_parts, num_tokens, heads) * 8
     lse[torch.rand(lse.shape) < 0.3] = float("-inf")
@@ -38,7 +39,8 @@ def test_any_number_of_parts(device: torch.device, num_parts: int, dim: int) -> 
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """q `[T, H, D]`, k and v `[S, H, D]` in float64; the output, and the log-sum-exp in base 2."""
+    """Attends from q `[T, H, D]` to k and v `[S, H, D]` in float64; returns output and log-sum-exp in base
+    2."""
     scores = torch.einsum("thd,shd->ths", q, k)
     out = torch.einsum("ths,shd->thd", scores.softmax(-1), v)
     return out, scores.logsumexp(-1) / torch.log(torch.tensor(2.0, dtype=torch.float64))

@@ -1,6 +1,6 @@
-"""`mixed_attention`, prefills and decodes in one call, against its twin; and the twin against dense attention.
+"""Compares `mixed_attention`, prefills and decodes in one call, with its reference.
 
-The caches are those of `test_decode_attention`: shuffled slots, NaN wherever no sequence is.
+The caches are those of `test_decode_attention`: shuffled slots, NaN in all free slots.
 """
 
 from collections.abc import Callable
@@ -19,6 +19,7 @@ from lightkv.triton_kernels.attention.mixed_attention import (
     mixed_attention_reference,
     mixed_plan,
 )
+from lightkv.triton_kernels.attention.paged_kv import AttentionOptions, HeadShape, PagedKV
 from lightkv.triton_kernels.attention.prefill_attention import prefill_attention_reference
 
 PREFILLS = [(33, 40), (0, 7), (65, 0), (1, 5), (0, 0)]  # queries of a request, and tokens before them
@@ -29,9 +30,7 @@ class Step(NamedTuple):
     """The tensors of `mixed_attention`, in its order."""
 
     q: Tensor
-    k_cache: Tensor
-    v_cache: Tensor
-    index: Tensor
+    kv: PagedKV
     rows: Tensor
     q_starts: Tensor
     lengths: Tensor
@@ -41,11 +40,8 @@ class Step(NamedTuple):
             self.rows,
             self.q_starts,
             self.lengths,
+            HeadShape.of(self.q, self.kv),
             num_tokens=len(self.q),
-            num_heads=self.q.shape[1],
-            num_kv_heads=self.k_cache.shape[1],
-            key_dim=self.q.shape[2],
-            value_dim=self.v_cache.shape[2],
             dtype=self.q.dtype,
             window=window,
             num_queries=num_queries,
@@ -66,7 +62,7 @@ def make_step(
     num_queries: int = 1,
     surplus: int = 0,
 ) -> Step:
-    """A step with `surplus` queries of nobody between its parts."""
+    """Makes a step with `surplus` queries between prefills and decodes that belong to no request."""
     lengths = [q_len + prefix for q_len, prefix in prefills] + decodes
     cache = poisoned_cache(
         lengths,
@@ -80,36 +76,35 @@ def make_step(
     q_lens = [q_len for q_len, _ in prefills]
     num_tokens = sum(q_lens) + surplus + len(decodes) * num_queries
     q = torch.randn(num_tokens, group * num_kv_heads, key_dim).to(device, dtype)
-    return Step(q, *cache[:4], starts(q_lens, device), cache.lengths)
+    return Step(q, cache.kv, cache.rows, starts(q_lens, device), cache.lengths)
 
 
 def check(
     step: Step,
     *,
-    shift: int = 0,
     window: int = 0,
     softcap: float = 0.0,
     num_queries: int = 1,
     plan: MixedPlan | None = None,
 ) -> None:
-    """Output and log-sum-exp of every query; what belongs to nobody stays as it was."""
+    """Checks the output and log-sum-exp of every query; those of queries without a request are not written."""
     q, num_prefills = step.q, len(step.q_starts) - 1
     end, begin = int(step.q_starts[-1]), len(q) - (len(step.rows) - num_prefills) * num_queries
-    out = torch.full((*q.shape[:2], step.v_cache.shape[2]), torch.nan, dtype=q.dtype, device=q.device)
+    out = torch.full((*q.shape[:2], step.kv.v.shape[2]), torch.nan, dtype=q.dtype, device=q.device)
     lse = torch.full(q.shape[:2], torch.nan, device=q.device)
-    settings = {"scale": q.shape[2] ** -0.5, "shift": shift, "window": window, "softcap": softcap}
-    result = mixed_attention(*step, **settings, num_queries=num_queries, plan=plan, out=out, lse=lse)
+    options = AttentionOptions(window=window, softcap=softcap)
+    result = mixed_attention(*step, options, num_queries=num_queries, plan=plan, out=out, lse=lse)
     assert result is out
-    expected = mixed_attention_reference(*step, **settings, num_queries=num_queries)
+    expected = mixed_attention_reference(*step, options, num_queries=num_queries)
     assert_close(out[:end], expected[:end])
     assert_close(out[begin:], expected[begin:])
     assert out[end:begin].isnan().all()
     assert lse[end:begin].isnan().all()
 
     prefills = step._replace(q=q[:end], rows=step.rows[:num_prefills], lengths=step.lengths[:num_prefills])
-    assert_close(lse[:end], lse_reference(*prefills, **settings))
-    decodes = Cache(*step[1:4], step.rows[num_prefills:], step.lengths[num_prefills:])
-    assert_lse(lse[begin:], q[begin:], decodes, num_queries=num_queries, **settings)
+    assert_close(lse[:end], lse_reference(*prefills, options))
+    decodes = Cache(step.kv, step.rows[num_prefills:], step.lengths[num_prefills:])
+    assert_lse(lse[begin:], q[begin:], decodes, options, num_queries=num_queries)
 
 
 @pytest.mark.parametrize(
@@ -134,7 +129,7 @@ def test_one_kv_head_for_all(device: torch.device) -> None:
 def test_index_window_and_softcap(device: torch.device, shift: int, window: int, softcap: float) -> None:
     torch.manual_seed(window)
     step = make_step(PREFILLS, DECODES, device=device, shift=shift)
-    check(step, shift=shift, window=window, softcap=softcap)
+    check(step, window=window, softcap=softcap)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=["float32", "float16"])
@@ -155,9 +150,9 @@ def test_a_plan_serves_every_layer(device: torch.device, num_queries: int, surpl
 
 def test_without_requests(device: torch.device) -> None:
     step = make_step([(1, 0)], [], device=device)
-    nobody = Step(step.q[:0], *step[1:4], step.rows[:0], step.q_starts[:1], step.lengths[:0])
-    assert nobody.plan() == MixedPlan(None, None)
-    assert mixed_attention(*nobody, scale=1.0).shape == (0, 4, 64)
+    empty = Step(step.q[:0], step.kv, step.rows[:0], step.q_starts[:1], step.lengths[:0])
+    assert empty.plan() == MixedPlan(None, None)
+    assert mixed_attention(*empty).shape == (0, 4, 64)
 
 
 def test_a_decode_is_a_prefill_of_its_newest_tokens(device: torch.device) -> None:
@@ -165,8 +160,8 @@ def test_a_decode_is_a_prefill_of_its_newest_tokens(device: torch.device) -> Non
     step = make_step([(20, 4)], [50, 9, 30], device=device, num_queries=2)
     all_prefills = step._replace(q_starts=starts([20, 2, 2, 2], device))
     assert_close(
-        mixed_attention(*step, scale=0.125, num_queries=2),
-        prefill_attention_reference(*all_prefills, scale=0.125),
+        mixed_attention(*step, num_queries=2),
+        prefill_attention_reference(*all_prefills),
     )
 
 
@@ -196,7 +191,7 @@ def test_refuses_what_does_not_fit(device: torch.device, monkeypatch: pytest.Mon
     ]
     for match, wrong, options in cases:
         with pytest.raises(ValueError, match=match):
-            mixed_attention(*wrong, scale=1.0, **options)  # type: ignore[arg-type]
+            mixed_attention(*wrong, **options)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("planned", [False, True], ids=["plans_itself", "planned"])
@@ -206,10 +201,10 @@ def test_a_compiled_caller(device: torch.device, planned: bool) -> None:
     plan = step.plan() if planned else None
 
     def layer(step: Step, plan: MixedPlan | None) -> Tensor:
-        return mixed_attention(step.q * 2, *step[1:], scale=0.125, plan=plan) + 1
+        return mixed_attention(step.q * 2, *step[1:], plan=plan) + 1
 
     out = torch.compile(layer, fullgraph=True, backend="aot_eager")(step, plan)
-    assert_close(out, mixed_attention_reference(step.q * 2, *step[1:], scale=0.125) + 1)
+    assert_close(out, mixed_attention_reference(step.q * 2, *step[1:]) + 1)
 
 
 def bfloat16_step(num_queries: int = 1) -> Step:
@@ -243,7 +238,7 @@ def test_a_graph_follows_its_tensors(compiled: bool) -> None:
 
     def layers() -> Tensor:
         plan = step.plan()
-        return mixed_attention(*step, scale=0.1, plan=plan) + mixed_attention(*step, scale=0.1, plan=plan)
+        return mixed_attention(*step, plan=plan) + mixed_attention(*step, plan=plan)
 
     run: Callable[[], Tensor] = torch.compile(layers) if compiled else layers
     run()  # compiles outside the capture
@@ -257,15 +252,15 @@ def test_a_graph_follows_its_tensors(compiled: bool) -> None:
     step.lengths.copy_(torch.tensor(lengths, dtype=torch.int32, device="cuda"))
     out.fill_(torch.nan)
     graph.replay()
-    assert_close(out / 2, mixed_attention_reference(*step, scale=0.1))
+    assert_close(out / 2, mixed_attention_reference(*step))
 
 
 @pytest.mark.gpu
 def test_never_synchronises() -> None:
     step = bfloat16_step()
-    mixed_attention(*step, scale=0.1)
+    mixed_attention(*step)
     torch.cuda.set_sync_debug_mode("error")
     try:
-        mixed_attention(*step, scale=0.1)
+        mixed_attention(*step)
     finally:
         torch.cuda.set_sync_debug_mode("default")

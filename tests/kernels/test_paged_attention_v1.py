@@ -1,7 +1,7 @@
-"""`paged_attention_v1` in both its forms against its twin, and the twin against attention over a pool of slots.
+"""Compares both forms of `paged_attention_v1` with their reference, and the reference with attention over
+slots.
 
-Blocks are shuffled; every block that no sequence holds, and what follows a sequence in its last block, is NaN,
-and so is the output before each run.
+Blocks are shuffled. Free blocks, the rest of a sequence's last block, and the output before each run hold NaN.
 """
 
 from typing import Any, NamedTuple
@@ -22,12 +22,12 @@ MIXED = [130, 0, 1, 64, 63, 65, 16]
 
 
 class Blocks(NamedTuple):
-    """K/V in blocks, and what finds it; the operator's arguments after q, in order."""
+    """K/V in blocks, with tables and lengths: the operator's arguments after q, in order."""
 
     k_cache: Tensor
     v_cache: Tensor
     block_tables: Tensor
-    context_lens: Tensor
+    seq_lens: Tensor
 
 
 def poisoned_blocks(
@@ -39,7 +39,7 @@ def poisoned_blocks(
     head_dim: int = 64,
     block_size: int = 16,
 ) -> Blocks:
-    """Random K/V in shuffled blocks. Entries past a sequence name a block that is far outside."""
+    """Makes random K/V in shuffled blocks. Table entries past a sequence's end name a block far outside."""
     most = max(-(-length // block_size) for length in lengths) + 2
     order = torch.randperm(len(lengths) * most + 1)
     x = 16 // dtype.itemsize
@@ -63,10 +63,10 @@ def poisoned_blocks(
 def check(
     blocks: Blocks, *, group: int = 2, spread: float = 1.0, partition_sizes: tuple[int, ...] = (0, 64)
 ) -> None:
-    """Random queries against the twin, in one pass and in partitions."""
+    """Compares random queries with the reference, in one pass and in partitions."""
     num_kv_heads, head_dim = blocks.v_cache.shape[1:3]
     dtype, device = blocks.v_cache.dtype, blocks.v_cache.device
-    q = (torch.randn(len(blocks.context_lens), group * num_kv_heads, head_dim) * spread).to(device, dtype)
+    q = (torch.randn(len(blocks.seq_lens), group * num_kv_heads, head_dim) * spread).to(device, dtype)
     scale = head_dim**-0.5
     expected = paged_attention_v1_reference(q, *blocks, scale=scale)
     assert not expected.isnan().any()
@@ -75,7 +75,7 @@ def check(
         result = paged_attention_v1(q, *blocks, scale=scale, partition_size=partition_size, out=out)
         assert result is out
         assert_close(out, expected)
-        assert not out[blocks.context_lens == 0].any()
+        assert not out[blocks.seq_lens == 0].any()
 
 
 @pytest.mark.parametrize("block_size", [1, 8, 16, 32, 128], ids="block{}".format)
@@ -119,23 +119,23 @@ def test_agrees_with_attention_over_a_pool_of_slots(device: torch.device) -> Non
     # Each sequence's tokens fill its blocks in order; slot 0 follows them.
     slots = torch.zeros(len(lengths), num_blocks * block_size, dtype=torch.int64, device=device)
     for seq, length in enumerate(lengths):
-        slots[seq, :length] = cache.index[cache.rows[seq], :length]
+        slots[seq, :length] = cache.kv.index[cache.rows[seq], :length]
     tables = torch.arange(len(lengths) * num_blocks, dtype=torch.int32, device=device).view(len(lengths), -1)
-    k_cache, v_cache = copy_to_blocks(cache.k_cache, cache.v_cache, slots.view(-1, block_size))
+    k_cache, v_cache = copy_to_blocks(*cache.kv[:2], slots.view(-1, block_size))
     assert k_cache.shape == (len(lengths) * num_blocks, 2, 64 // 4, block_size, 4)
     assert v_cache.shape == (len(lengths) * num_blocks, 2, 64, block_size)
-    token = cache.k_cache[slots[0, 21]]
+    token = cache.kv.k[slots[0, 21]]
     assert torch.equal(k_cache[1, :, :, 5].flatten(1), token)
 
     q = torch.randn(len(lengths), 4, 64, device=device)
-    expected = decode_attention_reference(q, *cache, scale=0.125)
+    expected = decode_attention_reference(q, *cache)
     arguments = (q, k_cache, v_cache, tables, cache.lengths)
     assert_close(paged_attention_v1_reference(*arguments, scale=0.125), expected)
     assert_close(paged_attention_v1(*arguments, scale=0.125), expected)
     assert_close(paged_attention_v1(*arguments, scale=0.125, partition_size=32), expected)
 
 
-def test_strides_and_a_bound_on_the_context(device: torch.device) -> None:
+def test_strides_and_a_bound_on_the_lengths(device: torch.device) -> None:
     torch.manual_seed(3)
     blocks = poisoned_blocks([70, 5], device=device)
     wide = torch.stack((blocks.v_cache, torch.full_like(blocks.v_cache, torch.nan)), dim=1)
@@ -143,7 +143,7 @@ def test_strides_and_a_bound_on_the_context(device: torch.device) -> None:
     out = torch.full((2, 4, 96), torch.nan, device=device)
     arguments = (q, blocks.k_cache, wide[:, 0], *blocks[2:])
     expected = paged_attention_v1_reference(q, *blocks, scale=0.125)
-    settings = {"scale": 0.125, "partition_size": 32, "max_context_len": 70, "out": out[..., :64]}
+    settings = {"scale": 0.125, "partition_size": 32, "max_seq_len": 70, "out": out[..., :64]}
     assert_close(paged_attention_v1(*arguments, **settings), expected)
     assert out[..., 64:].isnan().all()
     assert_close(paged_attention_v1(*arguments, scale=0.125), expected)
@@ -163,7 +163,7 @@ def test_refuses_what_does_not_fit(device: torch.device) -> None:
     blocks = poisoned_blocks([40, 3], device=device)
     good: dict[str, Any] = blocks._asdict() | {"q": torch.zeros(2, 4, 64, device=device), "scale": 1.0}
     q, k_cache, v_cache, tables, lens = (
-        good[name] for name in ("q", "k_cache", "v_cache", "block_tables", "context_lens")
+        good[name] for name in ("q", "k_cache", "v_cache", "block_tables", "seq_lens")
     )
     for match, change in [
         ("q must be", {"q": q[0]}),
@@ -176,8 +176,8 @@ def test_refuses_what_does_not_fit(device: torch.device) -> None:
         ("contiguous", {"k_cache": k_cache[:, :, :, :8], "v_cache": v_cache[..., :8]}),
         ("block_tables must be", {"block_tables": tables.long()}),
         ("block_tables must be", {"block_tables": tables[:, ::2]}),
-        ("context_lens must be", {"context_lens": lens.long()}),
-        ("2 sequences", {"context_lens": lens[:1]}),
+        ("seq_lens must be", {"seq_lens": lens.long()}),
+        ("2 sequences", {"seq_lens": lens[:1]}),
         ("2 sequences", {"block_tables": tables[:1]}),
         ("out must have shape", {"out": q[:1]}),
         ("last stride of q", {"q": q.mT.contiguous().mT}),
@@ -185,7 +185,7 @@ def test_refuses_what_does_not_fit(device: torch.device) -> None:
         ("scale must be positive", {"scale": 0.0}),
         ("multiple of the 16 tokens", {"partition_size": 24}),
         ("multiple of the 16 tokens", {"partition_size": -16}),
-        ("at most the 80 tokens", {"partition_size": 32, "max_context_len": 81}),
+        ("at most the 80 tokens", {"partition_size": 32, "max_seq_len": 81}),
     ]:
         with pytest.raises(ValueError, match=match):
             paged_attention_v1(**good | change)
@@ -207,9 +207,9 @@ def test_stays_one_operator_under_torch_compile(device: torch.device, partition_
         blocks.k_cache.nan_to_num(),
         blocks.v_cache.nan_to_num(),
         blocks.block_tables.clamp(max=0),
-        blocks.context_lens,
+        blocks.seq_lens,
     )
-    # Zeros, since opcheck compares all of it, also what no partition reaches.
+    # Zeros, since opcheck compares all elements, also those that no partition writes.
     arguments = (q, *whole, out.zero_(), lse, 0.125, partition_size)
     torch.library.opcheck(torch.ops.lightkv.paged_attention_v1.default, arguments)
 
@@ -233,7 +233,7 @@ def test_captured_follows_its_lengths(partition_size: int) -> None:
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         paged_attention_v1(q, *blocks, **settings)
-    blocks.context_lens.copy_(torch.tensor([513, 0, 0, 1000], device="cuda"))
+    blocks.seq_lens.copy_(torch.tensor([513, 0, 0, 1000], device="cuda"))
     out.fill_(torch.nan)
     graph.replay()
     assert_close(out, paged_attention_v1_reference(q, *blocks, scale=128**-0.5))

@@ -1,6 +1,6 @@
-"""`prefill_attention` against its twin, element by element, and the twin against dense causal attention.
+"""Compares `prefill_attention` with its reference, element by element, and the reference with dense attention.
 
-The caches are those of `test_decode_attention`: shuffled slots, NaN wherever no sequence is.
+The caches are those of `test_decode_attention`: shuffled slots, NaN in all free slots.
 """
 
 import math
@@ -13,11 +13,12 @@ from torch import Tensor
 
 from lightkv.triton_kernels.attention.attend_keys import find_slots_reference
 from lightkv.triton_kernels.attention.decode_attention import decode_attention
+from lightkv.triton_kernels.attention.paged_kv import AttentionOptions, HeadShape, PagedKV
 from lightkv.triton_kernels.attention.prefill_attention import prefill_attention, prefill_attention_reference
 from lightkv.triton_kernels.attention.prefill_plan import prefill_plan
 from lightkv.triton_kernels.write_kv import write_kv
 
-# (query length, tokens before it) of each sequence
+# (queries, tokens before them) of each request
 FRESH = [(65, 0), (1, 0), (64, 0)]
 CHUNKS = [(1, 63), (0, 40), (33, 64), (16, 1), (0, 0)]
 
@@ -27,25 +28,15 @@ def starts(q_lens: list[int], device: torch.device | str) -> Tensor:
 
 
 def lse_reference(
-    q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    index: Tensor,
-    rows: Tensor,
-    q_starts: Tensor,
-    lengths: Tensor,
-    *,
-    scale: float,
-    shift: int,
-    window: int,
-    softcap: float,
+    q: Tensor, kv: PagedKV, rows: Tensor, q_starts: Tensor, lengths: Tensor, options: AttentionOptions
 ) -> Tensor:
-    """The log-sum-exp of each query's scores in base 2; -inf where it sees no key."""
+    """Computes the log-sum-exp of each query's scores in base 2; -inf where it sees no key."""
+    scale, window, softcap = options.scale_for(q.shape[2]), options.window, options.softcap
     lse = torch.full(q.shape[:2], -torch.inf, device=q.device)
     for request, row in enumerate(rows.tolist()):
         begin, end, length = int(q_starts[request]), int(q_starts[request + 1]), int(lengths[request])
         keys = torch.arange(length, device=q.device)
-        k = k_cache[find_slots_reference(index[row], keys, shift)].float()
+        k = kv.k[find_slots_reference(kv.index[row], keys, kv.shift)].float()
         k = k.repeat_interleave(q.shape[1] // k.shape[1], dim=1)
         scores = torch.einsum("qhd,khd->qhk", q[begin:end].float(), k) * scale
         if softcap:
@@ -70,7 +61,7 @@ def check(
     softcap: float = 0.0,
     spread: float = 1.0,
 ) -> None:
-    """Random queries against the twin, with a few queries behind the last sequence that belong to none."""
+    """Compares random queries with the reference; a few queries after the last request belong to none."""
     cache = poisoned_cache(
         [q_len + prefix for q_len, prefix in sequences],
         device=device,
@@ -84,14 +75,14 @@ def check(
     num_queries = sum(q_lens)
     q = (torch.randn(num_queries + 3, group * num_kv_heads, key_dim) * spread).to(device, dtype)
     out = torch.full((*q.shape[:2], value_dim), torch.nan, dtype=dtype, device=device)
-    args = (q, *cache[:4], starts(q_lens, device), cache.lengths)
-    settings = {"scale": key_dim**-0.5, "shift": shift, "window": window, "softcap": softcap}
+    options = AttentionOptions(window=window, softcap=softcap)
+    args = (q, cache.kv, cache.rows, starts(q_lens, device), cache.lengths, options)
     lse = torch.full(q.shape[:2], torch.nan, device=device)
-    result = prefill_attention(*args, **settings, out=out, lse=lse)
+    result = prefill_attention(*args, out=out, lse=lse)
     assert result is out
-    assert_close(out[:num_queries], prefill_attention_reference(*args, **settings)[:num_queries])
+    assert_close(out[:num_queries], prefill_attention_reference(*args)[:num_queries])
     assert out[num_queries:].isnan().all()
-    assert_close(lse[:num_queries], lse_reference(*args, **settings)[:num_queries])
+    assert_close(lse[:num_queries], lse_reference(*args)[:num_queries])
     assert lse[num_queries:].isnan().all()
 
 
@@ -145,11 +136,11 @@ def test_chunks_give_what_one_prefill_gives(device: torch.device) -> None:
     def prefill(begin: int, end: int) -> Tensor:
         lengths = torch.tensor([end], dtype=torch.int32, device=device)
         q_starts = starts([end - begin], device)
-        return prefill_attention(q[begin:end], *cache[:4], q_starts, lengths, scale=0.125)
+        return prefill_attention(q[begin:end], cache.kv, cache.rows, q_starts, lengths)
 
     whole = prefill(0, num_tokens)
     assert_close(torch.cat([prefill(0, 7), prefill(7, 71), prefill(71, 72), prefill(72, 90)]), whole)
-    last = decode_attention(q[-1:], *cache, scale=0.125)
+    last = decode_attention(q[-1:], *cache)
     assert_close(last, whole[-1:])
 
 
@@ -157,13 +148,13 @@ def test_more_queries_than_tokens_gives_zeros_to_the_first(device: torch.device)
     torch.manual_seed(3)
     cache = poisoned_cache([2], device=device)
     q = torch.randn(5, 4, 64, device=device)
-    args = (q, *cache[:4], starts([5], device), cache.lengths)
-    out = prefill_attention(*args, scale=0.125, out=torch.full_like(q, torch.nan))
+    args = (q, cache.kv, cache.rows, starts([5], device), cache.lengths)
+    out = prefill_attention(*args, out=torch.full_like(q, torch.nan))
     assert not out[:3].any()
-    assert_close(out, prefill_attention_reference(*args, scale=0.125))
+    assert_close(out, prefill_attention_reference(*args))
 
 
-def test_twin_is_dense_causal_attention() -> None:
+def test_the_reference_is_dense_causal_attention() -> None:
     torch.manual_seed(4)
     num_tokens, q_len = 30, 12
     k, v = torch.randn(2, num_tokens, 2, 64)
@@ -173,13 +164,10 @@ def test_twin_is_dense_causal_attention() -> None:
     q = torch.randn(q_len, 6, 64)
     out = prefill_attention_reference(
         q,
-        k_cache,
-        v_cache,
-        slots[None].int(),
+        PagedKV(k_cache, v_cache, slots[None].int()),
         torch.tensor([0]),
         starts([q_len], "cpu"),
         torch.tensor([num_tokens], dtype=torch.int32),
-        scale=0.125,
     )
     mask = torch.ones(q_len, num_tokens, dtype=torch.bool).tril(num_tokens - q_len)
     dense = torch.nn.functional.scaled_dot_product_attention(
@@ -203,16 +191,16 @@ def test_refuses_what_does_not_fit(device: torch.device) -> None:
         ("lse must be", good, torch.zeros(11, 4, dtype=torch.float16, device=device)),
     ]:
         with pytest.raises(ValueError, match=match):
-            prefill_attention(q, *cache[:4], q_starts, cache.lengths, scale=1.0, lse=lse)
+            prefill_attention(q, cache.kv, cache.rows, q_starts, cache.lengths, lse=lse)
 
 
 def test_refuses_a_plan_of_something_else(device: torch.device) -> None:
     cache = poisoned_cache([5, 6], device=device)
     q, q_starts = torch.zeros(4, 4, 64, device=device), starts([2, 2], device)
-    shape = {"num_heads": 4, "num_kv_heads": 2, "key_dim": 64, "value_dim": 64, "dtype": q.dtype}
-    plan = prefill_plan(cache.rows, q_starts, cache.lengths, num_tokens=4, window=3, **shape)
+    heads = HeadShape.of(q, cache.kv)
+    plan = prefill_plan(cache.rows, q_starts, cache.lengths, heads, num_tokens=4, dtype=q.dtype, window=3)
     with pytest.raises(ValueError, match="for 2 requests with a window of 3, the call for 2 with one of 0"):
-        prefill_attention(q, *cache[:4], q_starts, cache.lengths, scale=1.0, plan=plan)
+        prefill_attention(q, cache.kv, cache.rows, q_starts, cache.lengths, plan=plan)
 
 
 def test_stays_one_operator_under_torch_compile(device: torch.device) -> None:
@@ -224,30 +212,27 @@ def test_stays_one_operator_under_torch_compile(device: torch.device) -> None:
         cache.rows,
         q_starts,
         cache.lengths,
+        HeadShape.of(q, cache.kv),
         num_tokens=12,
-        num_heads=4,
-        num_kv_heads=2,
-        key_dim=64,
-        value_dim=64,
         dtype=q.dtype,
     )
     lse = torch.empty(12, 4, device=device)
-    op_args = (q, *cache[:3], plan.tiles, plan.taken, torch.empty_like(q), lse, *plan.launch)
+    op_args = (q, *cache.kv[:3], plan.tiles, plan.taken, torch.empty_like(q), lse, *plan.launch)
     settings = (0.125, 0, 0, 0.0)
     torch.library.opcheck(torch.ops.lightkv.prefill_attention.default, (*op_args, *settings))
     plan_args = (cache.rows, q_starts, cache.lengths, torch.empty_like(plan.tiles), plan.taken, 2, 32, 9)
     torch.library.opcheck(torch.ops.lightkv.prefill_plan.default, plan_args)
 
     def step(q: Tensor, k: Tensor, cache: Cache, slots: Tensor) -> Tensor:
-        write_kv(k, -k, cache.k_cache, cache.v_cache, slots)
-        return prefill_attention(q * 2, *cache[:4], q_starts, cache.lengths, scale=0.125) + 1
+        write_kv(k, -k, cache.kv.k, cache.kv.v, slots)
+        return prefill_attention(q * 2, cache.kv, cache.rows, q_starts, cache.lengths) + 1
 
     # The write has to stay before the read.
     k = torch.randn(2, 2, 64, device=device)
-    slots = cache.index[cache.rows[0], :2].contiguous()
+    slots = cache.kv.index[cache.rows[0], :2].contiguous()
     out = torch.compile(step, fullgraph=True, backend="aot_eager")(q, k, cache, slots)
-    assert torch.equal(cache.k_cache[slots.long()], k)
-    expected = prefill_attention_reference(q * 2, *cache[:4], q_starts, cache.lengths, scale=0.125)
+    assert torch.equal(cache.kv.k[slots.long()], k)
+    expected = prefill_attention_reference(q * 2, cache.kv, cache.rows, q_starts, cache.lengths)
     assert_close(out, expected + 1)
 
 
@@ -289,15 +274,13 @@ def test_pool_past_2_to_the_31_elements() -> None:
     q = torch.randn(q_len, 32, 128, dtype=torch.bfloat16, device="cuda")
     args = (
         q,
-        buffer[:, :8],
-        buffer[:, 8:],
-        slots[None].int(),
+        PagedKV(buffer[:, :8], buffer[:, 8:], slots[None].int()),
         torch.zeros(1, dtype=torch.int32, device="cuda"),
         starts([q_len], "cuda"),
         torch.tensor([length], dtype=torch.int32, device="cuda"),
     )
-    out = prefill_attention(*args, scale=128**-0.5)
-    assert_close(out, prefill_attention_reference(*args, scale=128**-0.5))
+    out = prefill_attention(*args)
+    assert_close(out, prefill_attention_reference(*args))
 
 
 @pytest.mark.gpu
@@ -307,27 +290,27 @@ def test_captured_prefill_follows_lengths_rows_and_starts() -> None:
     q = torch.randn(150, 8, 64, dtype=torch.bfloat16, device="cuda")
     q_starts = starts([50, 50, 50], "cuda")
     out = torch.empty_like(q)
-    args = (q, *cache[:4], q_starts, cache.lengths)
-    prefill_attention(*args, scale=0.125, out=out)  # compiles outside the capture
+    args = (q, cache.kv, cache.rows, q_starts, cache.lengths)
+    prefill_attention(*args, out=out)  # compiles outside the capture
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        prefill_attention(*args, scale=0.125, out=out)
+        prefill_attention(*args, out=out)
     q_starts.copy_(starts([100, 7, 43], "cuda"))
     cache.rows.copy_(cache.rows.flip(0))
     cache.lengths.copy_(torch.tensor([100, 150, 260], dtype=torch.int32, device="cuda"))
     out.fill_(torch.nan)
     graph.replay()
-    assert_close(out, prefill_attention_reference(*args, scale=0.125))
+    assert_close(out, prefill_attention_reference(*args))
 
 
 @pytest.mark.gpu
 def test_never_synchronises() -> None:
     cache = poisoned_cache([100, 7], device="cuda", dtype=torch.bfloat16)
     q = torch.randn(27, 8, 64, dtype=torch.bfloat16, device="cuda")
-    args = (q, *cache[:4], starts([20, 7], "cuda"), cache.lengths)
-    prefill_attention(*args, scale=0.125)
+    args = (q, cache.kv, cache.rows, starts([20, 7], "cuda"), cache.lengths)
+    prefill_attention(*args)
     torch.cuda.set_sync_debug_mode("error")
     try:
-        prefill_attention(*args, scale=0.125)
+        prefill_attention(*args)
     finally:
         torch.cuda.set_sync_debug_mode("default")

@@ -1,6 +1,7 @@
-"""`prefill_hopper`, and when it runs: against the twin, element by element, on a GPU that has it.
+"""Compares `prefill_hopper` with the reference, element by element, on a GPU that has it, and checks when it
+runs.
 
-The caches are those of `test_decode_attention`: shuffled slots, NaN wherever no sequence is.
+The caches are those of `test_decode_attention`: shuffled slots, NaN in all free slots.
 """
 
 import pytest
@@ -10,6 +11,7 @@ from test_prefill_attention import lse_reference, starts
 from torch import Tensor
 
 from lightkv.triton_kernels import tuning
+from lightkv.triton_kernels.attention.paged_kv import AttentionOptions, HeadShape, PagedKV
 from lightkv.triton_kernels.attention.prefill_attention import (
     _hopper,
     _hopper_launch,
@@ -22,12 +24,12 @@ H200 = tuning.DeviceClass(num_multiprocessors=132, shared_memory=232448, major=9
 A100 = H200._replace(major=8)
 SMALL_TILES = tuning.Launch(64, 64, 4, 3)
 
-# (query length, tokens before it) of each sequence
+# (queries, tokens before them) of each request
 RAGGED = [(300, 0), (37, 512), (0, 9), (64, 0), (333, 1300), (18, 3000), (1, 127), (0, 0), (128, 128)]
 
 
 class Case:
-    """Queries of some sequences after a cache, three of them behind the last that belong to none."""
+    """Queries of some requests over a cache; three queries after the last request belong to none."""
 
     def __init__(
         self,
@@ -38,9 +40,11 @@ class Case:
         head_dim: int = 128,
         dtype: torch.dtype = torch.bfloat16,
         out_dtype: torch.dtype | None = None,
-        **settings: float,
+        shift: int = 0,
+        window: int = 0,
+        softcap: float = 0.0,
     ) -> None:
-        self.settings = {"scale": head_dim**-0.5, "shift": 0, "window": 0, "softcap": 0.0, **settings}
+        self.options = AttentionOptions(window=window, softcap=softcap)
         self.cache = poisoned_cache(
             [max(q_len + prefix, 0) for q_len, prefix in sequences],
             device="cuda",
@@ -48,7 +52,7 @@ class Case:
             num_kv_heads=num_kv_heads,
             key_dim=head_dim,
             value_dim=head_dim,
-            shift=int(self.settings["shift"]),
+            shift=shift,
         )
         q_lens = [q_len for q_len, _ in sequences]
         self.num_queries = sum(q_lens)
@@ -58,39 +62,35 @@ class Case:
         self.q_starts = starts(q_lens, "cuda")
 
     def plan(self, launch: tuning.Launch | None = None) -> PrefillPlan:
-        """Tiles as high as `launch`'s, by default those that `prefill_hopper` computes."""
+        """Makes a plan with tiles as high as those of `launch`, by default those of `prefill_hopper`."""
         launch = launch or tuning.hopper_prefill_launch(H200, self.q.shape[2], self.q.shape[2], 2)
         return prefill_plan(
             self.cache.rows,
             self.q_starts,
             self.cache.lengths,
+            HeadShape.of(self.q, self.cache.kv),
             num_tokens=len(self.q),
-            num_heads=self.q.shape[1],
-            num_kv_heads=self.cache.k_cache.shape[1],
-            key_dim=self.q.shape[2],
-            value_dim=self.q.shape[2],
             dtype=self.q.dtype,
-            window=int(self.settings["window"]),
+            window=self.options.window,
             launch=launch,
         )
 
     @property
-    def args(self) -> tuple[Tensor, ...]:
-        return (self.q, *self.cache[:4], self.q_starts, self.cache.lengths)
+    def args(self) -> tuple[Tensor, PagedKV, Tensor, Tensor, Tensor, AttentionOptions]:
+        cache = self.cache
+        return self.q, cache.kv, cache.rows, self.q_starts, cache.lengths, self.options
 
     def run(self, plan: PrefillPlan, *, lse: bool = True) -> None:
         self.out.fill_(torch.nan)
         self.lse.fill_(torch.nan)
-        prefill_attention(*self.args, **self.settings, plan=plan, out=self.out, lse=self.lse if lse else None)
+        prefill_attention(*self.args, plan=plan, out=self.out, lse=self.lse if lse else None)
 
     def check(self, *, lse: bool = True) -> None:
         n = self.num_queries
-        assert_close(
-            self.out[:n].to(self.q.dtype), prefill_attention_reference(*self.args, **self.settings)[:n]
-        )
+        assert_close(self.out[:n].to(self.q.dtype), prefill_attention_reference(*self.args)[:n])
         assert self.out[n:].isnan().all()
         if lse:
-            assert_close(self.lse[:n], lse_reference(*self.args, **self.settings)[:n])
+            assert_close(self.lse[:n], lse_reference(*self.args)[:n])
             assert self.lse[n:].isnan().all()
 
 
@@ -98,7 +98,7 @@ def test_what_it_is_for() -> None:
     for dim in (64, 128, 256):
         launch = tuning.hopper_prefill_launch(H200, dim, dim, 2)
         assert launch is not None
-        # A plan that the shapes alone decide has its tiles, wherever there is work for most multiprocessors.
+        # A plan has Hopper's tiles by default, wherever there is work for most multiprocessors.
         for num_rows in (65536, 512 * 4):
             assert tuning.prefill_launch(H200, 1, 8, num_rows, dim, dim, 2).block_m == launch.block_m
     for device, key_dim, value_dim, size in [
@@ -152,7 +152,7 @@ def test_ragged_batches(group: int, head_dim: int, shift: int) -> None:
     plan = case.plan()
     case.run(plan)
     case.check()
-    case.run(plan)  # the plan is as it was
+    case.run(plan)  # a run leaves the plan as it was
     case.check()
     assert not plan.taken.any()
 
@@ -171,9 +171,9 @@ def test_window_and_softcap(window: int, softcap: float) -> None:
 def test_a_window_reads_nothing_before_it() -> None:
     torch.manual_seed(1)
     case = Case([(200, 700)], num_kv_heads=1, window=100)
-    k_cache, v_cache, index, rows, _ = case.cache
+    (k_cache, v_cache, index, _), rows, _ = case.cache
     gone = index[rows[0], : 700 - 100 + 1].long()
-    expected = prefill_attention_reference(*case.args, **case.settings)
+    expected = prefill_attention_reference(*case.args)
     k_cache[gone] = torch.nan
     v_cache[gone] = torch.nan
     index[rows[0], : 700 - 100 + 1] = -(2**30)

@@ -1,4 +1,4 @@
-"""`prefill_plan` against its twin, tile by tile, and its order against a plain sort."""
+"""Compares `prefill_plan` with its reference, tile by tile, and checks the reference's order."""
 
 from itertools import accumulate
 from random import Random
@@ -8,14 +8,14 @@ import torch
 from torch import Tensor
 
 from lightkv.triton_kernels import tuning
+from lightkv.triton_kernels.attention.paged_kv import HeadShape
 from lightkv.triton_kernels.attention.prefill_plan import PrefillPlan, prefill_plan, prefill_plan_reference
 
-HEADS = {"num_kv_heads": 1, "key_dim": 64, "value_dim": 64, "dtype": torch.float16}
 RAGGED = [(37, 0), (900, 512), (0, 7), (64, 8000), (1200, 128), (333, 3000), (4, 2), (18, 16000), (5, -3)]
 
 
 def requests(sequences: list[tuple[int, int]], device: torch.device) -> tuple[Tensor, Tensor, Tensor, int]:
-    """rows, q_starts, lengths and the number of tokens of (queries, keys before them)."""
+    """Returns rows, q_starts, lengths and the number of tokens of requests (queries, keys before them)."""
     starts = [0, *accumulate(q_len for q_len, _ in sequences)]
     rows = torch.randperm(len(sequences)) + 5
     lengths = torch.tensor([q_len + prefix for q_len, prefix in sequences], dtype=torch.int32)
@@ -29,7 +29,12 @@ def check(
     *args, num_tokens = requests(sequences, device)
     launch = tuning.Launch(block_m, 32, 4, 2)
     plan = prefill_plan(
-        *args, num_tokens=num_tokens + 3, num_heads=group, **HEADS, window=window, launch=launch
+        *args,
+        HeadShape(group, 1, 64, 64),
+        num_tokens=num_tokens + 3,
+        dtype=torch.float16,
+        window=window,
+        launch=launch,
     )
     expected = prefill_plan_reference(*args, group=group, block_m=block_m, window=window)
     assert plan.launch == launch
@@ -68,7 +73,7 @@ def test_nothing_to_do(device: torch.device) -> None:
     assert (check([], device=device, group=4, block_m=16).tiles[:, 0] == -1).all()
 
 
-def test_the_twin_has_every_row_once_and_the_longest_first(device: torch.device) -> None:
+def test_the_reference_has_every_row_once_and_the_longest_first(device: torch.device) -> None:
     rows, q_starts, lengths, _ = requests(RAGGED, device)
     tiles = prefill_plan_reference(rows, q_starts, lengths, group=3, block_m=32).tolist()
     keys = []

@@ -1,4 +1,5 @@
-"""`write_kv` against its twin, bit by bit: scattered slots, strided inputs and caches, casts, padding."""
+"""Compares `write_kv` with its reference, bit by bit: scattered slots, strided inputs and caches, casts,
+padding."""
 
 import pytest
 import torch
@@ -9,7 +10,7 @@ NUM_SLOTS = 64
 
 
 def check(k: torch.Tensor, v: torch.Tensor, slots: torch.Tensor, cache_dtype: torch.dtype) -> None:
-    """Write to both caches, views of one buffer where the dims allow, and compare every slot but slot 0."""
+    """Writes to both caches, views of one buffer where the dims allow, and compares all slots except slot 0."""
     heads, key_dim, value_dim = k.shape[1], k.shape[2], v.shape[2]
     caches = []
     for write in (write_kv, write_kv_reference):

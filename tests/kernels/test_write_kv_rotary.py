@@ -1,5 +1,5 @@
-"""`write_kv` with biases and rotary positions, in every layout, against its twin, bit by bit; and the twin
-against transformers, over tables of the common scalings."""
+"""Compares `write_kv` with biases and rotary positions, in every layout, with its reference, bit by bit, and
+the reference with transformers, over tables of the common scalings."""
 
 from itertools import product
 from typing import Any
@@ -12,7 +12,7 @@ from transformers.models.glm import modeling_glm
 from transformers.models.gptj import modeling_gptj
 from transformers.models.llama import modeling_llama
 
-from lightkv.triton_kernels.write_kv import split_qkv, turn_reference, write_kv, write_kv_reference
+from lightkv.triton_kernels.write_kv import rotate_reference, split_qkv, write_kv, write_kv_reference
 
 NUM_SLOTS = 64
 NUM_POSITIONS = 40
@@ -21,7 +21,8 @@ NUM_POSITIONS = 40
 def tables(
     num_pairs: int, device: torch.device | str, num_positions: int = NUM_POSITIONS
 ) -> tuple[Tensor, Tensor]:
-    """Cosines and sines of the plain frequencies, as views of one buffer: their rows are apart."""
+    """Returns cosines and sines of the plain frequencies, as views of one buffer, so that their rows are
+    apart."""
     inverse = 10000.0 ** -(torch.arange(num_pairs, dtype=torch.float64) / num_pairs)
     angles = torch.arange(num_positions, dtype=torch.float64)[:, None] * inverse
     both = torch.stack((angles.cos(), angles.sin()), dim=1).float().to(device)
@@ -48,7 +49,7 @@ def check_rotary(
     own_rows: bool = False,
     table_dtype: torch.dtype = torch.float32,
 ) -> None:
-    """A fused projection and its bias against the twin; what is not to be written is seen to be as it was."""
+    """Compares a fused projection and its bias with the reference; other elements have to stay as they were."""
     sizes = (num_heads, num_kv_heads, key_dim, value_dim)
     width = num_heads * key_dim + num_kv_heads * (key_dim + value_dim)
     qkv = torch.randn(num_tokens, width).to(device, dtype)
@@ -94,7 +95,7 @@ def check_rotary(
 @pytest.mark.parametrize("interleaved", [False, True], ids=["neox", "gptj"])
 @pytest.mark.parametrize("in_place", [False, True], ids=["to_an_output", "in_place"])
 @pytest.mark.parametrize("num_tokens", [0, 1, 16, 33], ids="T{}".format)
-def test_turns_q_and_k(device: torch.device, num_tokens: int, in_place: bool, interleaved: bool) -> None:
+def test_rotates_q_and_k(device: torch.device, num_tokens: int, in_place: bool, interleaved: bool) -> None:
     torch.manual_seed(num_tokens)
     check_rotary(device=device, num_tokens=num_tokens, in_place=in_place, interleaved=interleaved)
 
@@ -124,7 +125,7 @@ def test_partial_rotary_dims(
         check_rotary(device=device, interleaved=interleaved, biases=biases, in_place=in_place, **dims)
 
 
-@pytest.mark.parametrize("num_pairs", [0, 32], ids=["unturned", "turned"])
+@pytest.mark.parametrize("num_pairs", [0, 32], ids=["unrotated", "rotated"])
 @pytest.mark.parametrize("biases", ["qkv", "q", "k", "v", "qk"])
 def test_biases(device: torch.device, biases: str, num_pairs: int) -> None:
     torch.manual_seed(len(biases))
@@ -134,7 +135,7 @@ def test_biases(device: torch.device, biases: str, num_pairs: int) -> None:
 @pytest.mark.parametrize(
     ("num_heads", "num_kv_heads"), [(1, 1), (3, 1), (6, 3), (8, 8), (16, 4), (20, 4), (4, 16)], ids=str
 )
-def test_heads_that_programs_share_out(device: torch.device, num_heads: int, num_kv_heads: int) -> None:
+def test_heads_are_divided_among_programs(device: torch.device, num_heads: int, num_kv_heads: int) -> None:
     torch.manual_seed(num_heads)
     heads = {"num_heads": num_heads, "num_kv_heads": num_kv_heads}
     check_rotary(device=device, key_dim=16, value_dim=16, num_pairs=8, num_tokens=60, **heads)
@@ -220,7 +221,7 @@ def test_every_scaling_of_transformers_is_a_table(device: torch.device, scaling:
 def test_interleaved_pairs_are_those_of_gptj_and_glm(device: torch.device) -> None:
     torch.manual_seed(8)
     q, k = torch.randn(10, 4, 64), torch.randn(10, 2, 64)
-    cos, sin = tables(16, "cpu")  # 32 of the 64 dims turn
+    cos, sin = tables(16, "cpu")  # 32 of the 64 dims are rotated
     positions = torch.randint(NUM_POSITIONS, (10,))
     per_token = cos[positions], sin[positions]
     glm = modeling_glm.apply_rotary_pos_emb(q, k, *(torch.cat((half, half), 1) for half in per_token))
@@ -228,9 +229,9 @@ def test_interleaved_pairs_are_those_of_gptj_and_glm(device: torch.device) -> No
         of_gptj = modeling_gptj.apply_rotary_pos_emb(
             x[None, ..., :32], per_token[1][None], per_token[0][None]
         )
-        twin = turn_reference(x, *per_token, interleaved=True)
-        torch.testing.assert_close(twin, of_glm, rtol=1e-6, atol=1e-6)
-        torch.testing.assert_close(twin, torch.cat((of_gptj[0], x[..., 32:]), 2), rtol=1e-6, atol=1e-6)
+        ours = rotate_reference(x, *per_token, interleaved=True)
+        torch.testing.assert_close(ours, of_glm, rtol=1e-6, atol=1e-6)
+        torch.testing.assert_close(ours, torch.cat((of_gptj[0], x[..., 32:]), 2), rtol=1e-6, atol=1e-6)
 
     out = torch.full_like(q, torch.nan, device=device)
     cache = torch.full((NUM_SLOTS, 4, 64), torch.nan, device=device)
@@ -278,14 +279,14 @@ def test_refuses_a_rotation_that_does_not_fit(device: torch.device) -> None:
     before = q.clone()
     for match, change in [
         ("go together", {"sin": None}),
-        ("go together", {"positions": None, "q": None}),
+        ("need a row for each", {"positions": None, "q": None}),
         ("nothing is to be done", {"positions": None, "cos": None, "sin": None}),
         ("pass q as well", {"q": None, "q_out": q}),
         ("q must be", {"q": q[:3]}),
         ("q must be", {"q": q[..., :8]}),
         ("q must be", {"q": q.mT.contiguous().mT}),
         ("q_out must be", {"q_out": q[:, :4]}),
-        ("not a row for each of the 4 tokens; cos has 40", {"positions": None}),
+        ("need a row for each of the 4 tokens; cos has 40", {"positions": None}),
         ("cos and sin go together", {"positions": None, "cos": None, "q": None}),
         ("positions must be contiguous", {"positions": positions[:3]}),
         ("int32 or int64", {"positions": positions.float()}),
@@ -332,12 +333,12 @@ def test_rotation_stays_one_operator_under_torch_compile(device: torch.device, i
     assert torch.equal(result, step(qkv, expected))
     assert torch.equal(buffer, expected)
     q, k, v = split_qkv(qkv * 2, 4, 2, 16)
-    assert torch.equal(buffer[slots, :2], turn_reference(k, cos[positions], sin[positions], False))
+    assert torch.equal(buffer[slots, :2], rotate_reference(k, cos[positions], sin[positions], False))
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("in_place", [False, True], ids=["to_an_output", "in_place"])
-def test_bfloat16_rotation_has_the_bits_of_the_twin(in_place: bool) -> None:
+def test_bfloat16_rotation_has_the_bits_of_the_reference(in_place: bool) -> None:
     torch.manual_seed(11)
     for num_tokens, key_dim, num_pairs in ((1, 128, 64), (60, 128, 32), (60, 80, 40), (60, 256, 128)):
         for interleaved, own_rows in product((False, True), (False, True)):
@@ -391,7 +392,7 @@ def test_a_single_pair_whose_tables_have_any_stride(
     torch.manual_seed(0)
     columns = torch.randn(NUM_POSITIONS, 2, device=device)
     cos, sin = columns[:, :1].expand(-1, 1), columns[:, ::2].cos()
-    cos = cos.as_strided(cos.shape, (2, 2))  # as a slice of every other column has it
+    cos = cos.as_strided(cos.shape, (2, 2))  # the strides of a slice of every other column
     positions = torch.randint(NUM_POSITIONS, (num_tokens,), device=device)
     tables = {"cos": cos, "sin": sin, "positions": positions}
     if own_rows:

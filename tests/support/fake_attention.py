@@ -1,4 +1,4 @@
-"""For tests of `bench/kernels/attention.py`: rows, and a FlashInfer in plain torch."""
+"""Rows and a FlashInfer in plain torch, for tests of `bench/kernels/attention.py`."""
 
 import sys
 from pathlib import Path
@@ -13,6 +13,7 @@ from bench.kernels import attention_batches as batches
 from bench.kernels import attention_peers as peers
 from lightkv.triton_kernels.attention.attend_keys import LOG2_E
 from lightkv.triton_kernels.attention.merge_states import merge_states_reference
+from lightkv.triton_kernels.attention.paged_kv import AttentionOptions
 
 UNEVEN = batches.Row("uneven", (1, 40, 16), (1, 1, 1), 4, 2, 16, torch.float16)
 EVEN = UNEVEN._replace(name="even", lengths=(20, 20), q_lens=(1, 1), num_heads=2, num_kv_heads=1)
@@ -23,7 +24,7 @@ SHARING = UNEVEN._replace(name="sharing", lengths=(30, 27, 40), shared=21)
 
 
 class PagedWrapper:
-    """FlashInfer's paged wrappers, in plain torch: the arguments of theirs, and what they document of them."""
+    """FlashInfer's paged wrappers in plain torch; checks that arguments are as FlashInfer documents them."""
 
     causal = False
 
@@ -62,9 +63,9 @@ class PagedWrapper:
             if not self.causal:
                 positions = torch.full_like(positions, length - 1)
             out[queries] = batches.attend_reference(
-                q[queries], k, v, positions, scale=sm_scale, window=0, softcap=0.0
+                q[queries], k, v, positions, AttentionOptions(sm_scale)
             ).to(out.dtype)
-            if return_lse:  # FlashInfer's, too, is in base 2
+            if return_lse:  # in base 2, as FlashInfer's is
                 keys = k.float().repeat_interleave(q.shape[1] // k.shape[1], 1)
                 scores = torch.einsum("qhd,khd->qhk", q[queries].float(), keys) * sm_scale
                 lse[queries] = scores.logsumexp(2) * LOG2_E
@@ -103,6 +104,6 @@ def flashinfer_in_torch(
         merge_state_in_place=merge_state_in_place,
     )
     monkeypatch.setitem(sys.modules, "flashinfer", cast(Any, module))
-    monkeypatch.setenv("FLASHINFER_WORKSPACE_BASE", "")  # so that it is set back
+    monkeypatch.setenv("FLASHINFER_WORKSPACE_BASE", "")  # monkeypatch restores it
     monkeypatch.setattr(peers.FlashInfer, "WORKSPACE", 1024)
     return peers.FlashInfer(device, cache)

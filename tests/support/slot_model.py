@@ -23,7 +23,7 @@ from lightkv.triton_kernels.slots.allocate import (
     free_slots_reference,
 )
 from lightkv.triton_kernels.slots.slot_state import TICKET
-from lightkv.triton_kernels.tuning import CountTiles, TakeLaunch
+from lightkv.triton_kernels.tuning import AllocLaunch, CountTiles
 
 
 class Operations(NamedTuple):
@@ -98,7 +98,7 @@ def in_programs(ranks: int, tiles: CountTiles) -> AbstractContextManager[object]
     """Takes in one kernel with so many slots a program, which reads so many counts a turn."""
     return mock.patch.multiple(
         allocate,
-        take_launch=lambda max_ranks: TakeLaunch(min(ranks, max_ranks), max(1, max_ranks // ranks), 4),
+        alloc_launch=lambda max_ranks: AllocLaunch(min(ranks, max_ranks), max(1, max_ranks // ranks), 4),
         few_tiles=lambda _: tiles,
     )
 

@@ -1,9 +1,8 @@
-"""A tile of queries against a sequence's keys: the loop that decode and prefill share, and its specification.
+"""Attention of a tile of queries to a range of keys: the loop that decode and prefill share, its checks and its
+reference.
 
-One formula finds a token, `slot = index[row, pos >> shift] + (pos & (2**shift - 1))`, so a table of
-tokens, a table of pages and one contiguous run are the same kernel with another `shift`.
-
-Knows neither which keys a program attends to nor where its output goes.
+One formula finds a token, `slot = index[row, pos >> shift] + (pos & (2**shift - 1))`, so a token table, a page
+table and one contiguous run are the same kernel with another `shift`.
 """
 
 import math
@@ -15,12 +14,15 @@ from torch import Tensor
 
 from lightkv.triton_kernels.strides import has_unit_stride
 
+from .paged_kv import DEFAULT_OPTIONS, AttentionOptions, PagedKV
+
 LOG2_E = math.log2(math.e)
 
 
 @triton.jit
 def find_slots(index_row, positions, valid, SHIFT: tl.constexpr):
-    """The slots, int64, of the tokens at `positions`; a place that is not valid reads no index."""
+    """Returns the slots, int64, of the tokens at `positions`. Positions that are not valid read no index
+    entry."""
     entries = tl.load(index_row + (positions >> SHIFT), mask=valid, other=0)
     return (entries + (positions & ((1 << SHIFT) - 1))).to(tl.int64)
 
@@ -29,7 +31,8 @@ def find_slots(index_row, positions, valid, SHIFT: tl.constexpr):
 def _load_rows(
     cache_head, slots, valid, stride_slot, D: tl.constexpr, BLOCK_D: tl.constexpr, MASKED: tl.constexpr
 ):
-    """One head's K or V at `slots`, [BLOCK_N, BLOCK_D]; zeros where masked, so no free slot's NaN gets in."""
+    """Loads one head's K or V at `slots`, [BLOCK_N, BLOCK_D]; zeros where not valid: a free slot may hold
+    NaN."""
     dims = tl.arange(0, BLOCK_D)
     pointers = cache_head + slots[:, None] * stride_slot + dims[None, :]
     if MASKED:
@@ -46,15 +49,15 @@ def attend_keys(
     q,  # [BLOCK_M, BLOCK_DK]
     acc,  # [BLOCK_M, BLOCK_DV] float32, un-normalised output
     total,  # [BLOCK_M] float32, sum of the weights
-    peak,  # [BLOCK_M] float32, largest score so far in base 2
-    slots,  # [BLOCK_N] int64, slots of the tile at `begin`: carried, so that loads of K need not wait
+    peak,  # [BLOCK_M] float32, largest score so far, in base 2
+    slots,  # [BLOCK_N] int64, slots of the tile at `begin`; loaded one tile ahead, so loads of K need not wait
     k_head,
     v_head,
     index_row,
     query_positions,  # [BLOCK_M]
     begin,
-    end,  # the tiles start in [begin, end)
-    num_keys,  # no key at or beyond it is read
+    end,  # tiles start in [begin, end)
+    num_keys,  # no key at num_keys or beyond is read
     stride_k_slot,
     stride_v_slot,
     score_scale,
@@ -69,10 +72,10 @@ def attend_keys(
     SOFTCAP: tl.constexpr,
     MASKED: tl.constexpr,
 ):
-    """Attend to the keys of the tiles in [begin, end) with a running softmax.
+    """Attends to the keys of the tiles in [begin, end) with a running softmax.
 
-    Unless MASKED, every key of every tile is visible to every query. Returns acc, total, peak, and the
-    slots of the tile that follows.
+    Unless MASKED, every key of every tile has to be visible to every query. Returns acc, total, peak, and the
+    slots of the next tile.
     """
     for start in range(begin, end, BLOCK_N):
         positions = start + tl.arange(0, BLOCK_N)  # [BLOCK_N]
@@ -100,15 +103,15 @@ def attend_keys(
 
 
 def score_scales(scale: float, softcap: float) -> tuple[float, float]:
-    """`(score_scale, cap_scale)`: a score in base 2 is `score_scale * s`, where s is the dot product or,
-    under a soft-cap, `tanh(x) = 2 * sigmoid(2 * x) - 1` with `2 * x = cap_scale * dot product`."""
+    """Returns `(score_scale, cap_scale)`. A score in base 2 is `score_scale * s`, where s is the dot product
+    or, with a soft-cap, `tanh(x) = 2 * sigmoid(2 * x) - 1` with `2 * x = cap_scale * dot product`."""
     if softcap:
         return softcap * LOG2_E, 2.0 * scale / softcap
     return scale * LOG2_E, 0.0
 
 
 def check_requests(rows: Tensor, lengths: Tensor) -> None:
-    """Raise ValueError unless these are `[B]` of their types. Reads no tensor's contents."""
+    """Raises ValueError unless these are `[B]` of their types. Reads no tensor's contents."""
     if rows.dtype not in (torch.int32, torch.int64) or not rows.is_contiguous():
         raise ValueError(f"rows must be contiguous int32 or int64, got {rows.dtype}")
     if lengths.dtype != torch.int32 or not lengths.is_contiguous():
@@ -119,20 +122,16 @@ def check_requests(rows: Tensor, lengths: Tensor) -> None:
 
 def check_attention_inputs(
     q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    index: Tensor,
+    kv: PagedKV,
     rows: Tensor,
     lengths: Tensor,
+    options: AttentionOptions,
     out: Tensor | None,
     lse: Tensor | None,
-    *,
-    scale: float,
-    shift: int,
-    window: int,
-    softcap: float,
-) -> None:
-    """Raise ValueError where shapes, strides, dtypes or numbers do not fit. Reads no tensor's contents."""
+) -> float:
+    """Returns the layer's scale. Raises ValueError where shapes, strides, dtypes or numbers do not fit; reads
+    no tensor's contents."""
+    k_cache, v_cache, index, shift = kv
     if q.dim() != 3 or k_cache.dim() != 3 or v_cache.dim() != 3:
         raise ValueError(
             f"q must be [tokens, heads, dim] and the caches [slots, kv_heads, dim]; got {tuple(q.shape)}, "
@@ -168,18 +167,22 @@ def check_attention_inputs(
     if index.dim() != 2 or index.dtype != torch.int32:
         raise ValueError(f"index must be int32 [rows, entries], got {index.dtype} {tuple(index.shape)}")
     check_requests(rows, lengths)
-    if not scale > 0 or not 0 <= shift <= 31 or window < 0 or softcap < 0:
+    scale = options.scale_for(key_dim)
+    if not scale > 0 or not 0 <= shift <= 31 or options.window < 0 or options.softcap < 0:
         raise ValueError(
             f"scale must be positive, shift in 0..31, window and softcap 0 (off) or more; got scale {scale}, "
-            f"shift {shift}, window {window}, softcap {softcap}"
+            f"shift {shift}, window {options.window}, softcap {options.softcap}"
         )
+    return scale
 
 
 def attend_reference(
-    q: Tensor, k: Tensor, v: Tensor, query_positions: Tensor, *, scale: float, window: int, softcap: float
+    q: Tensor, k: Tensor, v: Tensor, query_positions: Tensor, options: AttentionOptions = DEFAULT_OPTIONS
 ) -> Tensor:
-    """Causal attention of one sequence in float64: q `[n, H, Dk]`, k `[L, num_kv_heads, Dk]`, v `[L,
-    num_kv_heads, Dv]`, query_positions int `[n]` -> `[n, H, Dv]`. A query that sees no key gets zeros."""
+    """Computes causal attention of one request in float64: q `[n, H, Dk]`, k `[L, num_kv_heads, Dk]`, v `[L,
+    num_kv_heads, Dv]`, query_positions int `[n]` -> `[n, H, Dv]`. The output of a query that sees no key is
+    zeros."""
+    scale, window, softcap = options.scale_for(q.shape[2]), options.window, options.softcap
     group = q.shape[1] // k.shape[1]
     k = k.double().repeat_interleave(group, dim=1)
     v = v.double().repeat_interleave(group, dim=1)
@@ -191,12 +194,12 @@ def attend_reference(
     if window:
         visible &= key_positions[None, :] > query_positions[:, None] - window
     scores = scores.masked_fill(~visible, float("-inf"))
-    blind = ~visible.any(dim=1)  # softmax would give NaN
+    blind = ~visible.any(dim=1)  # their softmax is NaN
     weights = scores.softmax(dim=2).masked_fill(blind[:, None], 0.0)
     return torch.einsum("hqk,khd->qhd", weights, v)
 
 
 def find_slots_reference(index_row: Tensor, positions: Tensor, shift: int) -> Tensor:
-    """The slots, int64, of the tokens at `positions` of one row of the index."""
+    """Returns the slots, int64, of the tokens at `positions` of one row of the index."""
     positions = positions.long()
     return index_row[positions >> shift].long() + (positions & ((1 << shift) - 1))

@@ -1,11 +1,9 @@
-"""Attention probabilities on demand: how much chosen queries attend to each entry of a row.
+"""Attention probabilities: how much the queries of a step attend to each entry of their row.
 
-Attention kernels never write probabilities down. Where somebody wants them after all, say to rank tokens for
-eviction, they are computed again from q and the keys in the cache: first each query's log-sum-exp, then, key
-by key, the probabilities summed over heads and queries. A key's sum is one program's, in a fixed order, so the
-same call gives the same bits.
-
-Knows nothing of models, of values, or of what the scores are for.
+Attention kernels never store probabilities. Where they are needed, for example to rank tokens for eviction,
+they are computed again from q and the keys in the cache: first each query's log-sum-exp, then, key by key, the
+probabilities summed over heads and queries. One program sums up a key in a fixed order, so equal calls return
+equal bits.
 """
 
 import torch
@@ -16,6 +14,7 @@ from torch import Tensor
 from lightkv.triton_kernels import tuning
 
 from .attend_keys import LOG2_E, check_attention_inputs, find_slots, find_slots_reference, score_scales
+from .paged_kv import DEFAULT_OPTIONS, AttentionOptions, PagedKV
 
 
 @triton.jit
@@ -39,7 +38,7 @@ def _score_tile(
     WINDOW: tl.constexpr,
     SOFTCAP: tl.constexpr,
 ):
-    """The scores, in base 2, of a tile of query rows (queries times the heads of the group) with one of keys.
+    """Computes the scores, in base 2, of a tile of query rows (queries times GROUP heads) with a tile of keys.
 
     Returns scores [BLOCK_M, BLOCK_N], -inf where a key is not visible; int64 tokens and heads, and in_tile,
     each [BLOCK_M].
@@ -69,7 +68,8 @@ def _load_keys(
     k_head, index_row, positions, valid, stride_k_slot, SHIFT: tl.constexpr, DK: tl.constexpr,
     BLOCK_DK: tl.constexpr,
 ):  # fmt: skip
-    """One head's keys at `positions`, [BLOCK_N, BLOCK_DK]; zeros where not valid, lest a NaN gets in."""
+    """Loads one head's keys at `positions`, [BLOCK_N, BLOCK_DK]; zeros where not valid: a free slot may hold
+    NaN."""
     slots = find_slots(index_row, positions, valid, SHIFT)
     dims = tl.arange(0, BLOCK_DK)
     return tl.load(
@@ -116,7 +116,7 @@ def _lse_kernel(
     index_row = index + tl.load(rows + request).to(tl.int64) * stride_index
     k_head = k_cache + kv_head * stride_k_h
 
-    # A finite floor in place of -inf: a query that sees no key stays at 0 and not at NaN.
+    # The peak starts at a finite number, not at -inf: the total of a query that sees no key is 0, not NaN.
     peak = tl.full([BLOCK_M], -1.0e30, tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
     for start in range(0, length, BLOCK_N):
@@ -189,7 +189,7 @@ def _scores_kernel(
                 tl.where(valid, positions, 2147483647), score_scale, cap_scale, stride_q_t, stride_q_h,
                 GROUP, DK, BLOCK_M, BLOCK_DK, WINDOW, SOFTCAP,
             )  # fmt: skip
-            # +inf: the rows beyond the tile, and queries that see no key, attend to nothing.
+            # With +inf, rows beyond the tile and queries that see no key have probabilities of 0.
             row_lse = tl.load(lse + tokens * num_heads + heads, mask=in_tile, other=float("inf"))
             row_lse = tl.where(row_lse > float("-inf"), row_lse, float("inf"))
             acc += tl.sum(tl.exp2(scores - row_lse[:, None]), 0)
@@ -305,31 +305,26 @@ _attention_scores.register_fake(lambda *_: None)  # the output is an argument
 
 def attention_lse(
     q: Tensor,
-    k_cache: Tensor,
-    index: Tensor,
+    kv: PagedKV,
     rows: Tensor,
     q_starts: Tensor,
     query_positions: Tensor,
     lengths: Tensor,
+    options: AttentionOptions = DEFAULT_OPTIONS,
     *,
     max_q_len: int,
-    scale: float,
-    shift: int = 0,
-    window: int = 0,
-    softcap: float = 0.0,
 ) -> Tensor:
-    """The log-sum-exp of each query's scores, in base 2: float32 `[T, H]`, -inf where a query sees no key.
-
-    Arguments and errors as for `attention_scores`. Queries that belong to no request get -inf.
-    """
-    _check(
-        q, k_cache, index, rows, q_starts, query_positions, lengths, scale, shift, window, softcap, max_q_len
-    )
+    """Computes the log-sum-exp of each query's scores, in base 2: float32 `[T, H]`, -inf where a query sees no
+    key or belongs to no request. Arguments and errors are those of `attention_scores`."""
+    scale = check_attention_inputs(q, kv, rows, lengths, options, None, None)
+    _check_queries(q, rows, q_starts, query_positions)
+    if max_q_len < 0:
+        raise ValueError(f"max_q_len must be 0 or more, got {max_q_len}")
     lse = torch.full(q.shape[:2], float("-inf"), dtype=torch.float32, device=q.device)
     _attention_lse(
         q,
-        k_cache,
-        index,
+        kv.k,
+        kv.index,
         rows,
         q_starts,
         query_positions,
@@ -337,91 +332,72 @@ def attention_lse(
         lse,
         max_q_len,
         scale,
-        shift,
-        window,
-        softcap,
+        kv.shift,
+        options.window,
+        options.softcap,
     )
     return lse
 
 
 def attention_scores(
     q: Tensor,
-    k_cache: Tensor,
-    index: Tensor,
+    kv: PagedKV,
     rows: Tensor,
     q_starts: Tensor,
     query_positions: Tensor,
     lengths: Tensor,
+    options: AttentionOptions = DEFAULT_OPTIONS,
     *,
     max_q_len: int,
     width: int,
-    scale: float,
-    shift: int = 0,
-    window: int = 0,
-    softcap: float = 0.0,
 ) -> Tensor:
-    """How much the queries attend to each entry of their row: probabilities, summed over queries and heads.
+    """Computes how much the queries attend to each entry of their row: probabilities, summed over queries and
+    heads.
 
     Args:
-        q: `[T, H, Dk]`, the requests' queries one after the other; H a multiple of num_kv_heads.
-        k_cache: `[num_slots, num_kv_heads, Dk]`, any strides but a last one of 1. The dots run in the dtype
-            of q, accumulate in float32.
-        index: int32 `[num_rows, num_entries]`: first slot of each 2**shift tokens of a row.
+        q: `[T, H, Dk]`, request after request; H is a multiple of num_kv_heads.
+        kv: the layer's K/V and the index that finds it; V is not read. The dot products run in the dtype of q
+            and accumulate in float32.
         rows: int32 or int64 `[B]`, each request's row of the index.
         q_starts: int32 `[B + 1]`: the queries of request b are q[q_starts[b] : q_starts[b + 1]].
-        query_positions: int32 `[T]`, the entry that each query stands at: it attends to that and those before.
-        lengths: int32 `[B]`, the entries that a request's row has; at most num_entries * 2**shift, which is not
+        query_positions: int32 `[T]`, the entry of each query, which attends to it and to the entries before.
+        lengths: int32 `[B]`, how many entries a request's row has; at most num_entries * 2**shift, which is not
             checked.
-        max_q_len: the most queries of any request, or more (it sizes a grid).
-        width: the entries to return scores for.
-        scale, shift, window, softcap: as in `decode_attention`.
+        max_q_len: an upper bound on the queries of a request, which sizes the grid.
+        width: the number of entries to return scores for.
+        options: scale, window and soft-cap.
 
     Returns:
-        float32 `[B, width]`; zero beyond a request's length. A request's entries add up to its number of
-        queries times H, if `width` covers them.
+        float32 `[B, width]`, zero beyond a request's length. If `width` covers them, a request's entries add up
+        to its number of queries times H.
 
     Raises:
         ValueError: shapes, strides, dtypes or numbers do not fit.
     """
     if width < 0:
         raise ValueError(f"width must be 0 or more, got {width}")
-    settings = {"scale": scale, "shift": shift, "window": window, "softcap": softcap}
-    places = (index, rows, q_starts, query_positions, lengths)
-    lse = attention_lse(q, k_cache, *places, max_q_len=max_q_len, **settings)  # type: ignore[arg-type]
+    lse = attention_lse(q, kv, rows, q_starts, query_positions, lengths, options, max_q_len=max_q_len)
     out = torch.empty(len(rows), width, dtype=torch.float32, device=q.device)
-    _attention_scores(q, k_cache, *places, lse, out, scale, shift, window, softcap)
+    _attention_scores(
+        q,
+        kv.k,
+        kv.index,
+        rows,
+        q_starts,
+        query_positions,
+        lengths,
+        lse,
+        out,
+        options.scale_for(q.shape[2]),
+        kv.shift,
+        options.window,
+        options.softcap,
+    )
     return out
 
 
-def _check(
-    q: Tensor,
-    k_cache: Tensor,
-    index: Tensor,
-    rows: Tensor,
-    q_starts: Tensor,
-    query_positions: Tensor,
-    lengths: Tensor,
-    scale: float,
-    shift: int,
-    window: int,
-    softcap: float,
-    max_q_len: int,
-) -> None:
-    """Raise ValueError where shapes, strides, dtypes or numbers do not fit. Reads no tensor's contents."""
-    check_attention_inputs(
-        q,
-        k_cache,
-        k_cache,
-        index,
-        rows,
-        lengths,
-        None,
-        None,
-        scale=scale,
-        shift=shift,
-        window=window,
-        softcap=softcap,
-    )
+def _check_queries(q: Tensor, rows: Tensor, q_starts: Tensor, query_positions: Tensor) -> None:
+    """Raises ValueError where q_starts or query_positions do not fit. Reads no tensor's contents."""
     for name, tensor, length in (
         ("q_starts", q_starts, len(rows) + 1),
         ("query_positions", query_positions, len(q)),
@@ -430,40 +406,33 @@ def _check(
             raise ValueError(
                 f"{name} must be contiguous int32 [{length}], got {tensor.dtype} {tuple(tensor.shape)}"
             )
-    if max_q_len < 0:
-        raise ValueError(f"max_q_len must be 0 or more, got {max_q_len}")
 
 
 def attention_scores_reference(
     q: Tensor,
-    k_cache: Tensor,
-    index: Tensor,
+    kv: PagedKV,
     rows: Tensor,
     q_starts: Tensor,
     query_positions: Tensor,
     lengths: Tensor,
+    options: AttentionOptions = DEFAULT_OPTIONS,
     *,
     width: int,
-    scale: float,
-    shift: int = 0,
-    window: int = 0,
-    softcap: float = 0.0,
 ) -> tuple[Tensor, Tensor]:
-    """The specification of `attention_scores` and `attention_lse`: plain torch, one request at a time.
-
-    Computes in float32, or in float64 where q is, and returns both, `[B, width]` and `[T, H]`. Reads rows,
-    q_starts and lengths on the host, so on a GPU it synchronises.
-    """
+    """Computes `attention_scores` `[B, width]` and `attention_lse` `[T, H]` in plain torch, one request at a
+    time, in float32, or in float64 where q is. Reads rows, q_starts and lengths on the host, so on a GPU it
+    synchronises."""
     dtype = torch.promote_types(q.dtype, torch.float32)
-    num_heads, num_kv_heads = q.shape[1], k_cache.shape[1]
+    scale, window, softcap = options.scale_for(q.shape[2]), options.window, options.softcap
+    num_heads, num_kv_heads = q.shape[1], kv.k.shape[1]
     out = torch.zeros(len(rows), width, dtype=dtype, device=q.device)
     lse = torch.full(q.shape[:2], float("-inf"), dtype=dtype, device=q.device)
     starts = q_starts.tolist()
     for request, (row, length) in enumerate(zip(rows.tolist(), lengths.tolist(), strict=True)):
         queries = slice(starts[request], starts[request + 1])
         entries = torch.arange(length, device=q.device)
-        k = k_cache[find_slots_reference(index[row], entries, shift)].to(dtype)  # [L, num_kv_heads, Dk]
-        # [num_kv_heads, group * n, Dk]: the heads of a group are rows of their KV head
+        k = kv.k[find_slots_reference(kv.index[row], entries, kv.shift)].to(dtype)  # [L, num_kv_heads, Dk]
+        # [num_kv_heads, group * n, Dk]: query heads that share a K/V head are rows of one matrix
         q_rows = q[queries].to(dtype).unflatten(1, (num_kv_heads, -1)).permute(1, 2, 0, 3).flatten(1, 2)
         scores = torch.matmul(q_rows, k.permute(1, 2, 0)) * scale
         scores = scores.view(num_heads, queries.stop - queries.start, length)

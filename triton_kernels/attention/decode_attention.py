@@ -1,15 +1,18 @@
-"""Decode attention: the newest tokens of each request, one or a few, against its K/V found through an index.
+"""Decode attention: the newest tokens of each request, one or a few, attend to its K/V, which an index finds.
 
-A program attends to a share of all the batch's keys (`decode_plan.py`), item by item: some keys of one request,
-or of a group of requests that share them. Where a request is one item the output is written at once; else each
-item leaves a normalised partial result and the log-sum-exp of its scores (base 2), and a second kernel combines
-them (`decode_combine.py`).
+A program attends to a share of all the batch's keys (`decode_plan.py`), item by item. An item is some keys of
+one request, or of a prefix that several requests share. If a request is a single item, its output is written at
+once; otherwise each item writes a part, that is a normalised partial output and the log-sum-exp of its scores
+(base 2), and a second kernel combines the parts (`decode_combine.py`).
 
-The rows of a tile are the query heads that share a K/V head, of all the queries of a request, of all the
-members of a group: the keys are read once for all of them.
+The keys of an item are read once for all rows of its tile:
 
-Knows nothing of models, of the allocator, or of how K/V came into the cache. `attend_keys.py` has the loop over
-keys, the checks and the specification.
+    tile rows   ├─ heads of query 0 ─┼─ heads of query 1 ─┼ … ┼─ heads of query 0 ─┼ …
+                ├─────────────────── member 0 ────────────────┼─────── member 1 ───── …
+
+The heads are those that share a K/V head, and the members are the requests that share the item's prefix.
+
+The loop over keys, the checks and the float64 attention of the reference are in `attend_keys.py`.
 """
 
 import torch
@@ -29,6 +32,7 @@ from .attend_keys import (
 )
 from .decode_combine import combine_parts
 from .decode_plan import ITEM_FIELDS, PART_FIELDS, SHARE_FIELDS, DecodePlan, decode_plan
+from .paged_kv import DEFAULT_OPTIONS, AttentionOptions, PagedKV
 
 _ITEM_FIELDS = tl.constexpr(ITEM_FIELDS)
 _SHARE_FIELDS = tl.constexpr(SHARE_FIELDS)
@@ -37,7 +41,7 @@ _PART_FIELDS = tl.constexpr(PART_FIELDS)
 
 @triton.jit
 def _load_item(item, is_item):
-    """Request (of a group, -1 - group), row, first key and end of the keys."""
+    """Returns the request (-1 - prefix for a shared prefix), row, first key and end of the keys of an item."""
     request = tl.load(item, mask=is_item, other=0)
     row = tl.load(item + 1, mask=is_item, other=0)
     begin = tl.load(item + 2, mask=is_item, other=0)
@@ -46,7 +50,7 @@ def _load_item(item, is_item):
 
 
 @triton.jit(
-    do_not_specialize=["own_slots"],
+    do_not_specialize=["own_parts"],
     do_not_specialize_on_alignment=["index", "items", "shares", "parts", "members", "lengths"],
 )
 def _decode_kernel(
@@ -61,9 +65,9 @@ def _decode_kernel(
     lengths,  # [B]
     out,
     lse,  # [B * num_queries, H] float32, base 2
-    partial_out,  # [slots, num_queries * H, DV] float32
-    partial_lse,  # [slots, num_queries * H] float32, base 2
-    own_slots,
+    partial_out,  # [parts, num_queries * H, DV] float32
+    partial_lse,  # [parts, num_queries * H] float32, base 2
+    own_parts,
     score_scale,
     cap_scale,
     stride_q_b,
@@ -114,17 +118,17 @@ def _decode_kernel(
         next_request, next_row, next_begin, next_end = _load_item(following, item + 1 < end_item)
         positions = begin + tl.arange(0, BLOCK_N)
         slots = find_slots(index_row, positions, positions < end, SHIFT)  # [BLOCK_N]
-        is_group = request < 0
+        is_prefix = request < 0
         of_request = parts + tl.maximum(request, 0) * _PART_FIELDS
         num_parts = tl.load(of_request + 1)
-        slot = own_slots + item  # for the partial output
+        part = own_parts + item  # which partial output
         owner, in_tile = request, member < 1
         if MEMBERS > 1:
-            num_parts = tl.where(is_group, 2, num_parts + tl.load(of_request + 3))
-            slot = tl.where(is_group, item * MEMBERS + member, slot)
-            listed = is_group & (member < MEMBERS)
-            of_group = tl.load(members + (-1 - request) * MEMBERS + member, mask=listed, other=-1)
-            owner = tl.where(is_group, of_group, tl.where(in_tile, request, -1))
+            num_parts = tl.where(is_prefix, 2, num_parts + tl.load(of_request + 3))
+            part = tl.where(is_prefix, item * MEMBERS + member, part)
+            listed = is_prefix & (member < MEMBERS)
+            of_prefix = tl.load(members + (-1 - request) * MEMBERS + member, mask=listed, other=-1)
+            owner = tl.where(is_prefix, of_prefix, tl.where(in_tile, request, -1))
             in_tile = owner >= 0
         tokens = owner * NUM_QUERIES + queries  # [BLOCK_M]
         q_tile = tl.load(
@@ -133,11 +137,12 @@ def _decode_kernel(
             other=0.0,
         )  # [BLOCK_M, BLOCK_DK]
 
-        # Keys in [begin, full_end) are visible to every query, those in [full_end, end) to some.
+        # Keys in [begin, full_end) are visible to every query, keys in [full_end, end) to some of them:
+        #   begin ├──── not masked ────┤ full_end ├─ masked ─┤ end
         if NUM_QUERIES > 1:
             length = tl.load(lengths + tl.maximum(request, 0))
             if MEMBERS > 1:
-                length = tl.where(is_group, end + NUM_QUERIES, length)  # none of its keys is a query's own
+                length = tl.where(is_prefix, end + NUM_QUERIES, length)  # every query sees all of its keys
             query_positions = length - NUM_QUERIES + queries
             visible_end = tl.minimum(end, length - NUM_QUERIES + 1)
         else:
@@ -147,7 +152,8 @@ def _decode_kernel(
         if NUM_QUERIES == 1 or WINDOW == 0:
             full_end = begin + tl.maximum(visible_end - begin, 0) // BLOCK_N * BLOCK_N
 
-        # A finite floor in place of -inf: a row whose keys are all masked stays at weight 0 and not at NaN.
+        # The peak starts at a finite number, not at -inf: weights of a row whose keys are all masked are 0, not
+        # NaN.
         peak = tl.full([BLOCK_M], -1.0e30, tl.float32)
         total = tl.zeros([BLOCK_M], tl.float32)
         acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
@@ -175,7 +181,7 @@ def _decode_kernel(
                 BLOCK_DV,
                 BLOCK_N,
                 SHIFT,
-                WINDOW if NUM_QUERIES > 1 else 0,  # of one query, it is in `begin`
+                WINDOW if NUM_QUERIES > 1 else 0,  # with one query per request, `begin` applies the window
                 SOFTCAP,
                 MASKED == 1,
             )
@@ -188,7 +194,7 @@ def _decode_kernel(
             if HAS_LSE:
                 tl.store(lse + tokens * num_heads + heads, peak + tl.log2(total), mask=in_tile)
         else:
-            partials = (slot * NUM_QUERIES + queries).to(tl.int64) * num_heads + heads  # [BLOCK_M]
+            partials = (part * NUM_QUERIES + queries).to(tl.int64) * num_heads + heads  # [BLOCK_M]
             tl.store(partial_out + partials[:, None] * DV + v_dims[None, :], acc, mask=out_mask)
             tl.store(partial_lse + partials, peak + tl.log2(total), mask=in_tile)
 
@@ -225,7 +231,7 @@ def _decode_attention(
     )
     early = tuning.has_early_launch(device)
     options = {"launch_pdl": True} if early else {}
-    partial_shape = plan.num_slots, num_queries * num_heads
+    partial_shape = plan.num_parts, num_queries * num_heads
     partial_lse = torch.empty(partial_shape, dtype=torch.float32, device=q.device)
     partial_out = torch.empty((*partial_shape, value_dim), dtype=torch.float32, device=q.device)
     score_scale, cap_scale = score_scales(scale, softcap)
@@ -243,7 +249,7 @@ def _decode_attention(
         lse,
         partial_out,
         partial_lse,
-        plan.own_slots,
+        plan.own_parts,
         score_scale,
         cap_scale,
         *q.stride()[:2],
@@ -277,47 +283,38 @@ _decode_attention.register_fake(lambda *_: None)  # the outputs are arguments
 
 def decode_attention(
     q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    index: Tensor,
+    kv: PagedKV,
     rows: Tensor,
     lengths: Tensor,
+    options: AttentionOptions = DEFAULT_OPTIONS,
     *,
-    scale: float,
-    shift: int = 0,
-    window: int = 0,
-    softcap: float = 0.0,
     num_queries: int = 1,
     plan: DecodePlan | None = None,
     out: Tensor | None = None,
     lse: Tensor | None = None,
 ) -> Tensor:
-    """Attention of each request's newest tokens to the tokens it has in the cache, themselves included.
+    """Computes the attention of each request's newest tokens to its tokens in the cache, themselves included.
 
-    Everything that varies from step to step (lengths, rows, the index) is read on the device: no
-    synchronisation, and a captured launch may be replayed with other values in the same tensors.
+    Everything that varies from step to step (lengths, rows, the index) is read on the device: nothing
+    synchronises, and a captured launch may be replayed with other values in the same tensors.
 
     Args:
-        q: `[B * num_queries, H, Dk]`, the requests one after the other; H a multiple of num_kv_heads; query
-            head h reads K/V head h // (H / num_kv_heads).
-        k_cache: `[num_slots, num_kv_heads, Dk]`, any strides but a last one of 1. The dots run in the dtype
-            of q, accumulate in float32.
-        v_cache: `[num_slots, num_kv_heads, Dv]`, likewise.
-        index: int32 `[num_rows, num_entries]`: first slot of each 2**shift tokens of a row.
+        q: `[B * num_queries, H, Dk]`, request after request; H is a multiple of num_kv_heads, and query head h
+            reads K/V head h // (H / num_kv_heads).
+        kv: the layer's K/V and the index that finds it. The dot products run in the dtype of q and accumulate
+            in float32.
         rows: int32 or int64 `[B]`, each request's row of the index.
-        lengths: int32 `[B]`, tokens to attend to, the newest included; at most num_entries * 2**shift, which
-            is not checked. A request of length 0 gets zeros.
-        scale: multiplies the scores; positive.
-        shift: 0 for a table of tokens, log2(page) for a table of pages, 31 for one contiguous run.
-        window: each query attends to the last `window` tokens up to its own only; 0 for all.
-        softcap: scores become softcap * tanh(score / softcap); 0 for none.
-        num_queries: of each request, at its last positions: 1, or as many tokens as are to be verified. A query
-            whose position would be negative gets zeros.
-        plan: what `decode_plan` has made of the same rows, lengths, window and num_queries, for all layers of a
-            step, with the groups of requests that share keys, if any; made here, without groups, if None.
+        lengths: int32 `[B]`, the number of tokens to attend to, the newest included; at most num_entries *
+            2**shift, which is not checked. The output of a request of length 0 is zeros.
+        options: scale, window and soft-cap.
+        num_queries: queries of each request, at its last positions: 1, or the number of drafted tokens to
+            verify and one more. A query whose position would be negative gets zeros.
+        plan: the result of `decode_plan` for the same rows, lengths, window and num_queries; it serves all
+            layers of a step, and has the shared prefixes of the requests, if any. If None, a plan without
+            shared prefixes is made here.
         out: `[B * num_queries, H, Dv]` to write to; allocated in the dtype of q if None.
-        lse: float32 `[B * num_queries, H]`, contiguous: the log-sum-exp of the scores, in base 2; -inf where a
-            query sees no key.
+        lse: float32 `[B * num_queries, H]`, contiguous, to write the log-sum-exp of the scores to, in base 2;
+            -inf where a query sees no key. Not written if None.
 
     Returns:
         `[B * num_queries, H, Dv]`, `out`.
@@ -325,30 +322,18 @@ def decode_attention(
     Raises:
         ValueError: shapes, strides, dtypes or numbers do not fit.
     """
-    check_attention_inputs(
-        q,
-        k_cache,
-        v_cache,
-        index,
-        rows,
-        lengths,
-        out,
-        lse,
-        scale=scale,
-        shift=shift,
-        window=window,
-        softcap=softcap,
-    )
+    scale = check_attention_inputs(q, kv, rows, lengths, options, out, lse)
     if num_queries < 1 or q.shape[0] != rows.shape[0] * num_queries:
         raise ValueError(
             f"q must hold {num_queries} queries for each of {rows.shape[0]} rows, at least one; "
             f"got {q.shape[0]}"
         )
-    group = q.shape[1] // k_cache.shape[1]
+    window = options.window
+    group = q.shape[1] // kv.k.shape[1]
     if group * num_queries > tuning.MOST_DECODE_ROWS:
         raise ValueError(
             f"{num_queries} queries of {group} heads to a K/V head are {group * num_queries} rows, and a tile "
-            f"holds {tuning.MOST_DECODE_ROWS}: prefill_attention takes any number"
+            f"holds {tuning.MOST_DECODE_ROWS}: prefill_attention takes any number of queries"
         )
     if plan is not None and (plan.window, plan.num_queries, len(plan.parts)) != (
         window,
@@ -360,16 +345,14 @@ def decode_attention(
             f"{plan.window}, the call for {len(rows)} of {num_queries} with one of {window}"
         )
     if out is None:
-        out = q.new_empty((*q.shape[:2], v_cache.shape[2]))
+        out = q.new_empty((*q.shape[:2], kv.v.shape[2]))
     if plan is None:
-        plan = decode_plan(
-            rows, lengths, num_kv_heads=k_cache.shape[1], window=window, num_queries=num_queries
-        )
+        plan = decode_plan(rows, lengths, num_kv_heads=kv.k.shape[1], window=window, num_queries=num_queries)
     _decode_attention(
         q,
-        k_cache,
-        v_cache,
-        index,
+        kv.k,
+        kv.v,
+        kv.index,
         plan.items,
         plan.shares,
         plan.parts,
@@ -380,42 +363,33 @@ def decode_attention(
         lse,
         num_queries,
         scale,
-        shift,
+        kv.shift,
         window,
-        softcap,
+        options.softcap,
     )
     return out
 
 
 def decode_attention_reference(
     q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    index: Tensor,
+    kv: PagedKV,
     rows: Tensor,
     lengths: Tensor,
+    options: AttentionOptions = DEFAULT_OPTIONS,
     *,
-    scale: float,
-    shift: int = 0,
-    window: int = 0,
-    softcap: float = 0.0,
     num_queries: int = 1,
 ) -> Tensor:
-    """The specification of `decode_attention`: plain torch in float64, one request at a time.
-
-    Reads lengths and rows on the host, so on a GPU it synchronises.
-    """
-    out = q.new_zeros((*q.shape[:2], v_cache.shape[2]))
+    """Computes `decode_attention` in plain torch and float64, one request at a time. Reads lengths and rows on
+    the host, so on a GPU it synchronises."""
+    out = q.new_zeros((*q.shape[:2], kv.v.shape[2]))
     for request, (row, length) in enumerate(zip(rows.tolist(), lengths.tolist(), strict=True)):
         queries = slice(request * num_queries, (request + 1) * num_queries)
-        slots = find_slots_reference(index[row], torch.arange(length, device=q.device), shift)
+        slots = find_slots_reference(kv.index[row], torch.arange(length, device=q.device), kv.shift)
         out[queries] = attend_reference(
             q[queries],
-            k_cache[slots],
-            v_cache[slots],
+            kv.k[slots],
+            kv.v[slots],
             torch.arange(length - num_queries, length, device=q.device),
-            scale=scale,
-            window=window,
-            softcap=softcap,
+            options,
         ).to(q.dtype)
     return out

@@ -1,8 +1,12 @@
-"""The second half of decode: the partial outputs of a request that is in several parts, weighted and added.
+"""The second half of decode: adds up the partial outputs of each request that is in several parts, with
+weights.
 
-Each part's output is normalised, and has the log-sum-exp of its scores beside it (base 2); with the largest of
-them, m, a part's weight is 2**(lse - m). Parts are where the plan says (`decode_plan.py`): a request's own side
-by side, those of its group with the other members' in between. Knows no key.
+A part is a normalised output and the log-sum-exp of its scores (base 2). With m the largest log-sum-exp, a
+part's weight is 2**(lse - m). The plan says where a request's parts are (`decode_plan.py`); those of its shared
+prefix have the parts of the other members in between:
+
+    parts      │ m0 m1 m2 │ m0 m1 m2 │ …  │ own 0 │ own 0 │ own 1 │ …
+    request 0    ▲          ▲                ▲       ▲               with 3 members, of which it is the first
 """
 
 import math
@@ -20,8 +24,8 @@ _PART_FIELDS = tl.constexpr(PART_FIELDS)
 
 @triton.jit(do_not_specialize_on_alignment=["parts", "split"])
 def _combine_kernel(
-    partial_out,  # [slots, num_queries * H, DV] float32
-    partial_lse,  # [slots, num_queries * H] float32, base 2
+    partial_out,  # [num_parts, num_queries * H, DV] float32
+    partial_lse,  # [num_parts, num_queries * H] float32, base 2
     parts,  # [B, 4]
     split,  # [n]
     out,
@@ -39,14 +43,14 @@ def _combine_kernel(
     head = tl.program_id(0).to(tl.int64)
     query = tl.program_id(1)
     num_heads = tl.num_programs(0)
-    # The plan was there before the attention began; what that has left is waited for.
+    # The plan was complete before attention began, so only the parts have to be waited for.
     request = tl.load(split + tl.program_id(2)).to(tl.int64)
     of_request = parts + request * _PART_FIELDS
     first = tl.load(of_request, mask=request >= 0, other=0)
     num_own = tl.load(of_request + 1, mask=request >= 0, other=0)
     num_parts = num_own
     if MEMBERS > 1:
-        first_of_group = tl.load(of_request + 2, mask=request >= 0, other=0)
+        first_of_prefix = tl.load(of_request + 2, mask=request >= 0, other=0)
         num_parts += tl.load(of_request + 3, mask=request >= 0, other=0)
     if EARLY:
         tl.extra.cuda.gdc_wait()
@@ -59,12 +63,12 @@ def _combine_kernel(
     total = 0.0
     acc = tl.zeros([BLOCK_DV], tl.float32)
     for start in range(0, num_parts, BLOCK_P):
-        part = start + tl.arange(0, BLOCK_P)  # [BLOCK_P]
-        is_part = part < num_parts
-        slot = first + part
+        rank = start + tl.arange(0, BLOCK_P)  # [BLOCK_P], among the request's parts
+        is_part = rank < num_parts
+        part = first + rank
         if MEMBERS > 1:
-            slot = tl.where(part < num_own, slot, first_of_group + (part - num_own) * MEMBERS)
-        partials = (slot.to(tl.int64) * NUM_QUERIES + query) * num_heads + head
+            part = tl.where(rank < num_own, part, first_of_prefix + (rank - num_own) * MEMBERS)
+        partials = (part.to(tl.int64) * NUM_QUERIES + query) * num_heads + head
         part_lse = tl.load(partial_lse + partials, mask=is_part, other=float("-inf"))
         tile = tl.load(
             partial_out + partials[:, None] * DV + dims[None, :],
@@ -93,13 +97,16 @@ def combine_parts(
     lse: Tensor | None,
     num_queries: int,
 ) -> None:
-    """Write the outputs of those requests whose plan has several parts.
+    """Writes the outputs of the requests that have several parts in the plan.
 
     Args:
-        partial_out: float32 `[plan.num_slots, num_queries * H, Dv]`, contiguous.
-        partial_lse: float32 `[plan.num_slots, num_queries * H]`, contiguous; -inf where no key was seen.
-        out: `[B * num_queries, H, Dv]`.
-        lse: float32 `[B * num_queries, H]`, contiguous, or None: the log-sum-exp of all parts, in base 2.
+        partial_out: float32 `[plan.num_parts, num_queries * H, Dv]`, contiguous.
+        partial_lse: float32 `[plan.num_parts, num_queries * H]`, contiguous; -inf where a query saw no key.
+        plan: the plan of the step.
+        out: `[B * num_queries, H, Dv]`, to write to.
+        lse: float32 `[B * num_queries, H]`, contiguous, to write the log-sum-exp of all parts to, in base 2; or
+            None.
+        num_queries: queries of each request.
     """
     num_heads, value_dim = out.shape[1:]
     launch = tuning.combine_launch(out.shape[0] // num_queries)
@@ -128,16 +135,16 @@ def combine_parts(
 def combine_parts_reference(
     partial_out: Tensor, partial_lse: Tensor, plan: DecodePlan, num_queries: int
 ) -> dict[int, tuple[Tensor, Tensor]]:
-    """The specification of `combine_parts`: for each request that has several parts, its output `[num_queries,
-    H, Dv]` and log-sum-exp `[num_queries, H]`, float32."""
+    """Computes `combine_parts` in plain torch: for each request that has several parts, its output
+    `[num_queries, H, Dv]` and log-sum-exp `[num_queries, H]`, float32."""
     combined = {}
-    for request, (first, count, first_of_group, of_group) in enumerate(plan.parts.tolist()):
-        if count + of_group > 1:
-            slots = [*range(first, first + count)]
-            slots += [first_of_group + part * plan.num_members for part in range(of_group)]
-            part_lse = partial_lse[slots].unflatten(1, (num_queries, -1))  # [parts, num_queries, H]
-            part_out = partial_out[slots].unflatten(1, (num_queries, -1))
+    for request, (first, count, first_of_prefix, of_prefix) in enumerate(plan.parts.tolist()):
+        if count + of_prefix > 1:
+            chosen = [*range(first, first + count)]
+            chosen += [first_of_prefix + rank * plan.num_members for rank in range(of_prefix)]
+            part_lse = partial_lse[chosen].unflatten(1, (num_queries, -1))  # [parts, num_queries, H]
+            part_out = partial_out[chosen].unflatten(1, (num_queries, -1))
             lse = part_lse.mul(math.log(2)).logsumexp(dim=0)
-            weights = (part_lse * math.log(2) - lse).exp().nan_to_num(0.0)  # of parts without a key
+            weights = (part_lse * math.log(2) - lse).exp().nan_to_num(0.0)  # NaN: no part has a key
             combined[request] = (weights[..., None] * part_out).sum(dim=0), lse / math.log(2)
     return combined

@@ -1,20 +1,25 @@
 """The work list of a decode step: which keys of which request each program attends to.
 
-Computed on the device, by one program, once a step for all layers: launches that follow it depend on shapes
-alone, so a captured step stays right when lengths change. Knows lengths and rows; knows no key, no query and
-no head.
+One program computes it on the device, once a step for all layers. The launches that follow depend on shapes
+alone, so a captured step stays right when lengths change.
 
-All the keys, one after the other, are cut into equal shares, one a worker. So every program reads as much as
-every other, however the lengths differ; a share may hold the end of one request, several whole ones and the
-beginning of another:
+The keys of all requests are laid side by side and cut into equal shares, one for each worker, so every program
+reads the same amount, however much the lengths differ. A share may hold the end of one request, several whole
+requests and the beginning of another; each of these is an item:
 
     requests   ├──────── 0 ────────┼─ 1 ─┼──────────── 2 ───────────┼─ 3 ─┤
     workers    ├────── 0 ──────┼────── 1 ──────┼────── 2 ──────┼────── 3 ──────┤
     items      ├─────── 0 ─────┼ 1 ┼─ 2 ─┼─ 3 ─┼────── 4 ──────┼─ 5 ┼─ 6 ─┤
 
-Requests that share their first keys can have them read once, in runs that come before their own:
+A prefix that several requests share is read once for all of them. It is a run of its own, before the requests'
+runs:
 
-    runs       ├─ of group 0 ─┼─ own of request 0 ─┼─ own of 1 ─┼─ own of 2 ─┤ …
+    runs       ├─ prefix 0 ─┼─ rest of request 0 ─┼─ rest of 1 ─┼─ rest of 2 ─┤ …
+
+Every item of a run that is cut writes a part, a partial output; an item of a prefix writes a part for each of
+its M members. Item i of a prefix has the parts from i * M on, item i of a request has part own_parts + i:
+
+    parts  0 ├─ M parts of item 0 ─┼─ M of item 1 ─┼ … ┤ own_parts ├─ one part per item of a request …
 """
 
 from itertools import pairwise
@@ -29,21 +34,21 @@ from lightkv.triton_kernels import tuning
 
 from .attend_keys import check_requests
 
-ITEM_FIELDS = 4  # request (or -1 - group), row, first key, end of the keys
+ITEM_FIELDS = 4  # request (or -1 - prefix), row, first key, end of the keys
 SHARE_FIELDS = 8  # first item, and its fields
-PART_FIELDS = 4  # first slot, how many; of its group: the request's first slot, how many
+PART_FIELDS = 4  # first of the request's own parts, their number; the same of its shared prefix
 _ITEM_FIELDS = tl.constexpr(ITEM_FIELDS)
 _SHARE_FIELDS = tl.constexpr(SHARE_FIELDS)
 _PART_FIELDS = tl.constexpr(PART_FIELDS)
 
 
 class SharedPrefixGroups(NamedTuple):
-    """Requests that share their first keys, which are read once for all of a group.
+    """Sets of requests that share a prefix, which is read once for all members of a set.
 
-    `members`: int32 `[G, M]`: the requests of each group, -1 after the last; M is `tuning.group_members`.
-    `keys`: int32 `[G]`: how many first keys the members have in the same slots, none of them a query's own;
-    0 for a group that is not used.
-    `place`: int32 `[B]`: group * M + place among its members, of each request; -1 for one in no group.
+    `members`: int32 `[P, M]`, the requests that share each prefix, then -1; M is `tuning.prefix_members`.
+    `keys`: int32 `[P]`, how many first keys the members have in the same slots, all of them before any query; 0
+    for a prefix that is not used.
+    `place`: int32 `[B]`, each request's prefix * M + its place among the members; -1 for a request without one.
     """
 
     members: Tensor
@@ -52,15 +57,18 @@ class SharedPrefixGroups(NamedTuple):
 
 
 class DecodePlan(NamedTuple):
-    """`items`: int32 `[G + B + workers, 4]`: request (of a group, -1 - group), row of the index, first key, end
-    of the keys.
-    `shares`: int32 `[workers + 1, 8]`: worker w has the items from shares[w, 0] to shares[w + 1, 0]; then the
-    first of them, so that it is read at once.
-    `parts`: int32 `[B, 4]`: where partial outputs are: the first slot of a request's own, and how many; the
-    same of its group's, which lie M apart. One of its own alone is the whole output, and uses no slot.
-    `split`: int32: the requests that have several parts; then -1.
-    `members`: of the groups, `[G, M]`; None without.
-    `window`, `num_queries`: what the plan is for."""
+    """The work list of a decode step, of B requests with P shared prefixes.
+
+    `items`: int32 `[P + B + workers, 4]`: request (-1 - prefix for a shared prefix), row of the index, first
+    key, end of the keys.
+    `shares`: int32 `[workers + 1, 8]`: worker w has the items shares[w, 0] to shares[w + 1, 0]; then the fields
+    of the first of them, so that a program need not load them through `items`.
+    `parts`: int32 `[B, 4]`: the first of a request's own parts, and their number; the same of its shared
+    prefix, whose parts lie M apart. A request with a single part writes its output at once, and no part.
+    `split`: int32: the requests that have several parts, then -1.
+    `members`: `[P, M]`, the requests that share each prefix; None without shared prefixes.
+    `window`, `num_queries`: what the plan was made for.
+    """
 
     items: Tensor
     shares: Tensor
@@ -72,19 +80,20 @@ class DecodePlan(NamedTuple):
 
     @property
     def num_members(self) -> int:
-        """M: requests that an item of a group serves; 1 without groups."""
+        """M: how many requests an item of a shared prefix serves; 1 without shared prefixes."""
         return 1 if self.members is None else self.members.shape[1]
 
     @property
-    def own_slots(self) -> int:
-        """Item i has the slot `own_slots` + i; of a group, those from i * M on, one for each member."""
+    def own_parts(self) -> int:
+        """Where the parts of requests begin: item i of a request writes part `own_parts` + i; item i of a
+        prefix writes the M parts from i * M on."""
         num_workers = self.shares.shape[0] - 1
         return 0 if self.members is None else (self.members.shape[0] + num_workers) * self.num_members
 
     @property
-    def num_slots(self) -> int:
-        """How many slots for partial outputs there are."""
-        return self.own_slots + self.items.shape[0]
+    def num_parts(self) -> int:
+        """How many parts there can be."""
+        return self.own_parts + self.items.shape[0]
 
 
 @triton.jit
@@ -96,24 +105,24 @@ def _store_item(item, request, row, begin, end, is_item):
 
 
 @triton.jit(
-    do_not_specialize=["num_requests", "num_groups", "num_workers", "num_listed"],
+    do_not_specialize=["num_requests", "num_prefixes", "num_workers", "num_listed"],
     do_not_specialize_on_alignment=[
-        "rows", "lengths", "members", "keys", "place", "items", "shares", "parts", "split", "group_parts"
+        "rows", "lengths", "members", "keys", "place", "items", "shares", "parts", "split", "prefix_parts"
     ],
 )  # fmt: skip
 def _plan_kernel(
     rows,  # [B]
     lengths,  # [B]
-    members,  # [G, MEMBERS]
-    keys,  # [G]
+    members,  # [P, MEMBERS]
+    keys,  # [P]
     place,  # [B]
-    items,  # [G + B + num_workers, 4]
+    items,  # [P + B + num_workers, 4]
     shares,  # [num_workers + 1, 8]
     parts,  # [B, 4]
     split,  # [num_listed]
-    group_parts,  # [G, 2]
+    prefix_parts,  # [P, 2]: first item, number of parts
     num_requests,
-    num_groups,
+    num_prefixes,
     num_workers,
     num_listed,
     BLOCK_R: tl.constexpr,
@@ -122,8 +131,8 @@ def _plan_kernel(
     WINDOW: tl.constexpr,
     MEMBERS: tl.constexpr,
 ):
-    run = tl.arange(0, BLOCK_R)  # of a group, then of a request
-    request = run - num_groups
+    run = tl.arange(0, BLOCK_R)  # those of prefixes, then those of requests
+    request = run - num_prefixes
     is_request = (request >= 0) & (request < num_requests)
     end_key = tl.load(lengths + request, mask=is_request, other=0)
     row = tl.load(rows + request, mask=is_request, other=0).to(tl.int32)
@@ -132,40 +141,40 @@ def _plan_kernel(
     if MEMBERS > 1:
         own_place = tl.load(place + request, mask=is_request, other=-1)
         first_key = tl.load(keys + own_place // MEMBERS, mask=own_place >= 0, other=0)
-        is_group = run < num_groups
-        shared = tl.load(keys + run, mask=is_group, other=0)
-        leader = tl.load(members + run * MEMBERS, mask=is_group & (shared > 0), other=0)
-        row = tl.where(is_group, tl.load(rows + leader, mask=is_group, other=0).to(tl.int32), row)
-        end_key = tl.where(is_group, shared, end_key)
-    # In units of keys, of which a request without any still takes one: someone has to write its zeros.
+        is_prefix = run < num_prefixes
+        shared = tl.load(keys + run, mask=is_prefix, other=0)
+        leader = tl.load(members + run * MEMBERS, mask=is_prefix & (shared > 0), other=0)
+        row = tl.where(is_prefix, tl.load(rows + leader, mask=is_prefix, other=0).to(tl.int32), row)
+        end_key = tl.where(is_prefix, shared, end_key)
+    # Lengths of runs in units of keys. A request without keys has one unit: a program has to write its zeros.
     units = tl.maximum(tl.cdiv(end_key - first_key, UNIT), is_request.to(tl.int32))
     end = tl.cumsum(units, 0)
     begin = end - units
     total = tl.sum(units, 0)
 
     share = tl.cdiv(total, num_workers)
-    worker = begin // share  # that a run begins with
+    worker = begin // share  # the worker at which a run begins
     num_parts = tl.where(units > 0, (end - 1) // share - worker + 1, 0)
     first_item = tl.cumsum(num_parts, 0) - num_parts
-    first_slot = first_item
-    group_slot = tl.zeros_like(run)
-    num_group_parts = tl.zeros_like(run)
+    first_part = first_item
+    prefix_part = tl.zeros_like(run)
+    num_prefix_parts = tl.zeros_like(run)
     if MEMBERS > 1:
-        tl.store(group_parts + run * 2, first_item, mask=is_group)
-        tl.store(group_parts + run * 2 + 1, num_parts, mask=is_group)
-        tl.debug_barrier()  # what was stored is read by other threads
-        its_group = group_parts + own_place // MEMBERS * 2
-        group_item = tl.load(its_group, mask=own_place >= 0, other=0)
-        group_slot = tl.where(own_place >= 0, group_item * MEMBERS + own_place % MEMBERS, 0)
-        num_group_parts = tl.load(its_group + 1, mask=own_place >= 0, other=0)
-        first_slot += (num_groups + num_workers) * MEMBERS
+        tl.store(prefix_parts + run * 2, first_item, mask=is_prefix)
+        tl.store(prefix_parts + run * 2 + 1, num_parts, mask=is_prefix)
+        tl.debug_barrier()  # other threads read what was stored
+        its_prefix = prefix_parts + own_place // MEMBERS * 2
+        prefix_item = tl.load(its_prefix, mask=own_place >= 0, other=0)
+        prefix_part = tl.where(own_place >= 0, prefix_item * MEMBERS + own_place % MEMBERS, 0)
+        num_prefix_parts = tl.load(its_prefix + 1, mask=own_place >= 0, other=0)
+        first_part += (num_prefixes + num_workers) * MEMBERS
     fields = parts + request * _PART_FIELDS
-    tl.store(fields, first_slot, mask=is_request)
+    tl.store(fields, first_part, mask=is_request)
     tl.store(fields + 1, num_parts, mask=is_request)
-    tl.store(fields + 2, group_slot, mask=is_request)
-    tl.store(fields + 3, num_group_parts, mask=is_request)
+    tl.store(fields + 2, prefix_part, mask=is_request)
+    tl.store(fields + 3, num_prefix_parts, mask=is_request)
 
-    is_split = is_request & (num_parts + num_group_parts > 1)
+    is_split = is_request & (num_parts + num_prefix_parts > 1)
     rank = tl.cumsum(is_split.to(tl.int32), 0) - 1
     tl.store(split + rank, request, mask=is_split)
     for start in range(tl.sum(is_split.to(tl.int32), 0), num_listed, BLOCK_R):
@@ -189,7 +198,7 @@ def _plan_kernel(
 
 
 @torch.library.custom_op(
-    "lightkv::decode_plan", mutates_args=("items", "shares", "parts", "split", "group_parts")
+    "lightkv::decode_plan", mutates_args=("items", "shares", "parts", "split", "prefix_parts")
 )
 def _decode_plan(
     rows: Tensor,
@@ -201,14 +210,14 @@ def _decode_plan(
     shares: Tensor,
     parts: Tensor,
     split: Tensor,
-    group_parts: Tensor,
+    prefix_parts: Tensor,
     window: int,
 ) -> None:
     num_requests, num_workers = rows.shape[0], shares.shape[0] - 1
     if num_requests == 0:
         return
-    num_groups, num_members = (0, 1) if members is None else members.shape
-    block_r = max(16, triton.next_power_of_2(num_groups + num_requests))
+    num_prefixes, num_members = (0, 1) if members is None else members.shape
+    block_r = max(16, triton.next_power_of_2(num_prefixes + num_requests))
     _plan_kernel[(1,)](
         rows,
         lengths,
@@ -219,9 +228,9 @@ def _decode_plan(
         shares,
         parts,
         split,
-        group_parts,
+        prefix_parts,
         num_requests,
-        num_groups,
+        num_prefixes,
         num_workers,
         split.shape[0],
         BLOCK_R=block_r,
@@ -243,62 +252,64 @@ def decode_plan(
     num_kv_heads: int,
     window: int = 0,
     num_queries: int = 1,
-    groups: SharedPrefixGroups | None = None,
+    shared_prefixes: SharedPrefixGroups | None = None,
 ) -> DecodePlan:
-    """The work list of one decode step for layers of `num_kv_heads`, each of which goes through it.
+    """Makes the work list of a decode step, which serves all layers with `num_kv_heads` and this window.
 
     Args:
         rows, lengths: as in `decode_attention`; read on the device.
-        window: of each query; 0 for all keys.
-        num_queries: of each request, at its last positions.
-        groups: requests whose first keys are read together; read on the device, so a captured plan follows
-            them, too. What they say is not checked. Of one member each they are left out.
+        num_kv_heads: of the layers.
+        window: of each query, in keys; 0 for all keys.
+        num_queries: queries of each request, at its last positions.
+        shared_prefixes: the prefixes to read once for several requests. They are read on the device, so a
+            captured plan follows them, too; their values are not checked. With one member each they are
+            ignored.
 
     Raises:
-        ValueError: rows, lengths or groups that do not fit, or groups with a window.
+        ValueError: rows, lengths or prefixes do not fit, or there are prefixes and a window.
     """
     num_requests = len(rows)
     check_requests(rows, lengths)
-    if groups is not None:
-        _check_groups(groups, num_requests, window)
-        if groups.members.shape[1] < 2:
-            groups = None
-    num_groups, num_members = (0, 1) if groups is None else groups.members.shape
+    if shared_prefixes is not None:
+        _check_prefixes(shared_prefixes, num_requests, window)
+        if shared_prefixes.members.shape[1] < 2:
+            shared_prefixes = None
+    num_prefixes, num_members = (0, 1) if shared_prefixes is None else shared_prefixes.members.shape
     device = tuning.device_class(rows.device)
     num_workers = tuning.decode_workers(device, num_members * num_queries, num_kv_heads)
-    # Without groups every worker but the last ends in one request at most.
-    num_listed = min(num_requests, num_workers) if groups is None else num_requests
+    # Without prefixes, only a request in which a worker's share ends has several parts.
+    num_listed = min(num_requests, num_workers) if shared_prefixes is None else num_requests
     sizes = (
-        (num_groups + num_requests + num_workers) * ITEM_FIELDS,
+        (num_prefixes + num_requests + num_workers) * ITEM_FIELDS,
         (num_workers + 1) * SHARE_FIELDS,
         num_requests * PART_FIELDS,
         num_listed,
-        num_groups * 2,
+        num_prefixes * 2,
     )
     numbers = torch.empty(sum(sizes), dtype=torch.int32, device=rows.device).split(sizes)
-    items, shares, parts, split, group_parts = numbers
+    items, shares, parts, split, prefix_parts = numbers
     items, shares = items.view(-1, ITEM_FIELDS), shares.view(-1, SHARE_FIELDS)
     parts = parts.view(-1, PART_FIELDS)
-    members, keys, place = groups or (None, None, None)
+    members, keys, place = shared_prefixes or (None, None, None)
     seen = window + num_queries - 1 if window else 0
-    _decode_plan(rows, lengths, members, keys, place, items, shares, parts, split, group_parts, seen)
+    _decode_plan(rows, lengths, members, keys, place, items, shares, parts, split, prefix_parts, seen)
     return DecodePlan(items, shares, parts, split, members, window, num_queries)
 
 
-def _check_groups(groups: SharedPrefixGroups, num_requests: int, window: int) -> None:
-    if window or groups.place.shape != (num_requests,):
+def _check_prefixes(prefixes: SharedPrefixGroups, num_requests: int, window: int) -> None:
+    if window or prefixes.place.shape != (num_requests,):
         raise ValueError(
-            f"groups are for layers without a window, and have a place for each request; got a window of "
-            f"{window} and places {tuple(groups.place.shape)} for {num_requests} requests"
+            f"shared prefixes are for layers without a window, and have a place for each request; got a window "
+            f"of {window} and places {tuple(prefixes.place.shape)} for {num_requests} requests"
         )
-    if groups.members.dim() != 2 or groups.keys.shape != groups.members.shape[:1]:
+    if prefixes.members.dim() != 2 or prefixes.keys.shape != prefixes.members.shape[:1]:
         raise ValueError(
-            f"groups have members [G, M] and keys [G], got {tuple(groups.members.shape)} and "
-            f"{tuple(groups.keys.shape)}"
+            f"shared prefixes have members [P, M] and keys [P], got {tuple(prefixes.members.shape)} and "
+            f"{tuple(prefixes.keys.shape)}"
         )
-    if any(numbers.dtype != torch.int32 or not numbers.is_contiguous() for numbers in groups):
-        kinds = ", ".join(str(numbers.dtype) for numbers in groups)
-        raise ValueError(f"members, keys and places of groups must be contiguous int32, got {kinds}")
+    if any(numbers.dtype != torch.int32 or not numbers.is_contiguous() for numbers in prefixes):
+        kinds = ", ".join(str(numbers.dtype) for numbers in prefixes)
+        raise ValueError(f"members, keys and places of prefixes must be contiguous int32, got {kinds}")
 
 
 def decode_plan_reference(
@@ -308,22 +319,21 @@ def decode_plan_reference(
     num_workers: int,
     unit: int,
     window: int = 0,
-    groups: SharedPrefixGroups | None = None,
+    shared_prefixes: SharedPrefixGroups | None = None,
 ) -> DecodePlan:
-    """The specification of `decode_plan`; `window` is the keys that a request's queries see together.
+    """Computes `decode_plan` in plain Python; `window` is how many keys a request's queries see together.
 
-    Items that are not used are left out, and what is not written is 0.
+    Unused items are left out, and fields that the kernel does not write are 0.
     """
     rows_host, lengths_host = rows.tolist(), lengths.tolist()
-    runs: list[list[int]] = []  # request or -1 - group, row, first key, end
-    num_groups, num_members, places = 0, 1, [-1] * len(rows_host)
-    if groups is not None:
-        num_groups, num_members = groups.members.shape
-        places = groups.place.tolist()
-        for group, (leader, shared) in enumerate(
-            zip(groups.members[:, 0].tolist(), groups.keys.tolist(), strict=True)
-        ):
-            runs.append([-1 - group, rows_host[leader] if shared else 0, 0, shared])
+    runs: list[list[int]] = []  # request or -1 - prefix, row, first key, end
+    num_prefixes, num_members, places = 0, 1, [-1] * len(rows_host)
+    if shared_prefixes is not None:
+        num_prefixes, num_members = shared_prefixes.members.shape
+        places = shared_prefixes.place.tolist()
+        leaders, keys = shared_prefixes.members[:, 0].tolist(), shared_prefixes.keys.tolist()
+        for prefix, (leader, shared) in enumerate(zip(leaders, keys, strict=True)):
+            runs.append([-1 - prefix, rows_host[leader] if shared else 0, 0, shared])
     for request, (row, length) in enumerate(zip(rows_host, lengths_host, strict=True)):
         first = max(length - window, 0) if window else 0
         if places[request] >= 0:
@@ -351,17 +361,17 @@ def decode_plan_reference(
     for worker, cut in enumerate(cuts):
         if cut == cuts[-1]:
             shares[worker][0] = len(items)
-    own_slots = (num_groups + num_workers) * num_members if groups is not None else 0
+    own_parts = (num_prefixes + num_workers) * num_members if shared_prefixes is not None else 0
     parts = []
-    for request, (first_item, count) in enumerate(found[num_groups:]):
-        group, member = divmod(places[request], num_members)
-        group_item, group_count = found[group] if places[request] >= 0 else (0, 0)
-        slot = group_item * num_members + member if places[request] >= 0 else 0
-        parts.append([own_slots + first_item, count, slot, group_count])
+    for request, (first_item, count) in enumerate(found[num_prefixes:]):
+        prefix, member = divmod(places[request], num_members)
+        prefix_item, prefix_count = found[prefix] if places[request] >= 0 else (0, 0)
+        prefix_part = prefix_item * num_members + member if places[request] >= 0 else 0
+        parts.append([own_parts + first_item, count, prefix_part, prefix_count])
     split = [request for request, (_, count, _, more) in enumerate(parts) if count + more > 1]
-    num_listed = len(parts) if groups is not None else min(len(parts), num_workers)
+    num_listed = len(parts) if shared_prefixes is not None else min(len(parts), num_workers)
     split += [-1] * (num_listed - len(split))
-    members = None if groups is None else groups.members
+    members = None if shared_prefixes is None else shared_prefixes.members
     listed = (torch.tensor(numbers, dtype=torch.int32) for numbers in (items, shares, parts, split))
     on_device = [numbers.to(lengths.device) for numbers in listed]
     return DecodePlan._make([*on_device, members, window, 1])

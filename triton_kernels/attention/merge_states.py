@@ -1,10 +1,8 @@
-"""Attention over parts of the keys, made into attention over all of them.
+"""Merges attention over several parts of the keys into attention over all of them.
 
-A part's result is its normalised output and the log-sum-exp of its scores; weighing the outputs by those gives
-exactly what one softmax over all keys would. So the parts may be attended by different kernels, with different
-queries (sinks), or by several batches over keys that they share.
-
-Knows nothing of keys, of who computed a part, or of why there are several.
+A part's result is its normalised output and the log-sum-exp of its scores. The outputs, weighted by these, add
+up to what one softmax over all keys computes. So different kernels may attend to the parts, with different
+queries (StreamingLLM's sinks), or to parts that several batches share.
 """
 
 import torch
@@ -43,14 +41,14 @@ def _merge_kernel(
     out_head = partial_out + token * stride_po_t + head * stride_po_h
     lse_head = partial_lse + token * stride_pl_t + head * stride_pl_h
 
-    # A finite floor in place of -inf: while every part so far is empty, weights are 0 and not NaN.
+    # The peak starts at a finite number, not at -inf: while every part is empty, weights are 0, not NaN.
     peak = -1.0e30
     total = 0.0
     acc = tl.zeros([BLOCK_DV], tl.float32)
     for start in range(0, num_parts, BLOCK_P):
         parts = (start + tl.arange(0, BLOCK_P)).to(tl.int64)  # [BLOCK_P]
         part_lse = tl.load(lse_head + parts * stride_pl_p, mask=parts < num_parts, other=float("-inf"))
-        written = part_lse > float("-inf")  # what an empty part has as its output is not read
+        written = part_lse > float("-inf")  # the output of an empty part is not read
         tile = tl.load(
             out_head + parts[:, None] * stride_po_p + dims[None, :],
             mask=written[:, None] & (dims < DV)[None, :],
@@ -99,18 +97,18 @@ _merge_states.register_fake(lambda *_: None)  # the outputs are arguments
 def merge_states(
     partial_out: Tensor, partial_lse: Tensor, *, out: Tensor | None = None, lse: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Combine the attention of the same queries to several parts of their keys.
+    """Merges the attention of the same queries to several parts of their keys.
 
     Args:
-        partial_out: float32 `[P, T, H, Dv]`, each part's normalised output; any strides but a last one of 1. Of
-            a part that is empty for a query it is not read.
+        partial_out: float32 `[P, T, H, Dv]`, each part's normalised output; any strides, except that the last
+            one is 1. Not read where the part is empty.
         partial_lse: float32 `[P, T, H]`, the log-sum-exp of each part's scaled scores in base 2; -inf where the
             part is empty. Any strides.
         out: `[T, H, Dv]` of any floating type to write to; allocated in float32 if None.
         lse: float32 `[T, H]` to write to; allocated if None.
 
     Returns:
-        `out` and `lse`: output and log-sum-exp (base 2) over all the parts, so that results merge further. Zero
+        `out` and `lse`, the output and log-sum-exp (base 2) over all parts, which can be merged further; zero
         and -inf where every part is empty.
 
     Raises:
@@ -145,11 +143,11 @@ def _check(partial_out: Tensor, partial_lse: Tensor, out: Tensor | None, lse: Te
 
 
 def merge_states_reference(partial_out: Tensor, partial_lse: Tensor) -> tuple[Tensor, Tensor]:
-    """The specification of `merge_states`: plain torch, in the type of its arguments."""
+    """Computes `merge_states` in plain torch, in the type of its arguments."""
     peak = partial_lse.amax(0).clamp(min=-1e30)  # finite, so that empty parts weigh 0 and not NaN
     weights = torch.exp2(partial_lse - peak)  # [P, T, H]
     total = weights.sum(0)
     weights = weights / total.clamp(min=torch.finfo(total.dtype).tiny)
-    # What an empty part has as its output may be NaN.
+    # The output of an empty part may be NaN.
     weighted = torch.where(weights[..., None] > 0, partial_out * weights[..., None], 0.0)
     return weighted.sum(0), peak + total.log2()

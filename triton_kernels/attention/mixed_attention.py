@@ -1,12 +1,13 @@
 """Attention of one step that has prefills and decodes: the one call that a layer makes.
 
-The packed queries are the prefills' tokens, any number of each request, then the decodes', as many of each:
+The packed queries are first the prefills' tokens, any number per request, then the decodes' tokens, the same
+number for each:
 
     q        ├──── request 0 ────┼─ 1 ─┼────── 2 ──────┼ 3 ┼ 4 ┼ 5 ┼ 6 ┤
              └───────── prefills, by q_starts ─────────┘ └── decodes ──┘
 
-Each part has its work list and its kernels, launched one after the other. Knows how the parts divide the
-tensors; `prefill_attention.py` and `decode_attention.py` know all else.
+Prefills and decodes each have a work list and kernels of their own, which are launched one after the other
+(`prefill_attention.py`, `decode_attention.py`).
 """
 
 from typing import NamedTuple
@@ -17,12 +18,13 @@ from torch import Tensor
 from .attend_keys import check_attention_inputs
 from .decode_attention import decode_attention, decode_attention_reference
 from .decode_plan import DecodePlan, SharedPrefixGroups, decode_plan
+from .paged_kv import DEFAULT_OPTIONS, AttentionOptions, HeadShape, PagedKV
 from .prefill_attention import prefill_attention, prefill_attention_reference
 from .prefill_plan import PrefillPlan, prefill_plan
 
 
 class MixedPlan(NamedTuple):
-    """The work lists of a step's two parts; None where a part has no request."""
+    """The work lists of a step's prefills and of its decodes; None where there are none."""
 
     prefill: PrefillPlan | None
     decode: DecodePlan | None
@@ -32,24 +34,23 @@ def mixed_plan(
     rows: Tensor,
     q_starts: Tensor,
     lengths: Tensor,
+    heads: HeadShape,
     *,
     num_tokens: int,
-    num_heads: int,
-    num_kv_heads: int,
-    key_dim: int,
-    value_dim: int,
     dtype: torch.dtype,
     window: int = 0,
     num_queries: int = 1,
-    groups: SharedPrefixGroups | None = None,
+    shared_prefixes: SharedPrefixGroups | None = None,
 ) -> MixedPlan:
-    """The work lists of one step for layers of these heads, each of which goes through them.
+    """Makes the work lists of a step, which serve all layers with these heads and this window.
 
     Args:
         rows, q_starts, lengths, num_queries: as in `mixed_attention`; read on the device.
-        num_tokens: T of q; num_heads, num_kv_heads, key_dim, value_dim, dtype: of q and the caches.
-        window: of each query; 0 for all keys.
-        groups: of the decodes, numbered from the first of them; as in `decode_plan`.
+        heads: of the layers.
+        num_tokens: T of q.
+        dtype: of q.
+        window: of each query, in keys; 0 for all keys.
+        shared_prefixes: of the decodes, which are numbered from 0; as in `decode_plan`.
     """
     num_prefills, num_requests = q_starts.shape[0] - 1, rows.shape[0]
     prefill = decode = None
@@ -58,11 +59,8 @@ def mixed_plan(
             rows[:num_prefills],
             q_starts,
             lengths[:num_prefills],
+            heads,
             num_tokens=num_tokens - (num_requests - num_prefills) * num_queries,
-            num_heads=num_heads,
-            num_kv_heads=num_kv_heads,
-            key_dim=key_dim,
-            value_dim=value_dim,
             dtype=dtype,
             window=window,
         )
@@ -70,51 +68,46 @@ def mixed_plan(
         decode = decode_plan(
             rows[num_prefills:],
             lengths[num_prefills:],
-            num_kv_heads=num_kv_heads,
+            num_kv_heads=heads.num_kv_heads,
             window=window,
             num_queries=num_queries,
-            groups=groups,
+            shared_prefixes=shared_prefixes,
         )
     return MixedPlan(prefill, decode)
 
 
 def mixed_attention(
     q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    index: Tensor,
+    kv: PagedKV,
     rows: Tensor,
     q_starts: Tensor,
     lengths: Tensor,
+    options: AttentionOptions = DEFAULT_OPTIONS,
     *,
-    scale: float,
-    shift: int = 0,
-    window: int = 0,
-    softcap: float = 0.0,
     num_queries: int = 1,
     plan: MixedPlan | None = None,
     out: Tensor | None = None,
     lse: Tensor | None = None,
 ) -> Tensor:
-    """Causal attention of each request's last tokens to all of it, K/V being in the cache already.
+    """Computes causal attention of each request's last tokens to all its tokens. Their K/V is in the cache
+    before the call.
 
     Args:
-        q: `[T, H, Dk]`: the queries of P prefills, one after the other, then `num_queries` of each of the B - P
-            decodes; H a multiple of num_kv_heads.
-        k_cache, v_cache, index: as in `decode_attention`.
+        q: `[T, H, Dk]`: the queries of P prefills, request after request, then `num_queries` of each of the B -
+            P decodes; H is a multiple of num_kv_heads.
+        kv, options: as in `decode_attention`.
         rows: int32 or int64 `[B]`, each request's row of the index, the prefills first.
         q_starts: int32 `[P + 1]`: the queries of prefill p are q[q_starts[p] : q_starts[p + 1]]. The decodes'
-            are the last of q, wherever the prefills' end; queries between belong to none, and their part of the
-            output is not written.
+            queries are the last of q, wherever the prefills' end; queries in between belong to no request, and
+            their part of the output is not written.
         lengths: int32 `[B]`, tokens in the cache, the queries' own included; at most num_entries * 2**shift,
             which is not checked.
-        scale, shift, window, softcap: as in `decode_attention`.
-        num_queries: of each decode, at its last positions.
-        plan: what `mixed_plan` has made of the same rows, q_starts, lengths, window, num_queries and shapes,
-            for all layers of a step, one after the other; made here if None.
+        num_queries: queries of each decode, at its last positions.
+        plan: the result of `mixed_plan` for the same rows, q_starts, lengths, window, num_queries and shapes;
+            it serves all layers of a step, one after the other. If None, a plan is made here.
         out: `[T, H, Dv]` to write to; allocated in the dtype of q if None.
-        lse: float32 `[T, H]`, contiguous: the log-sum-exp of the scores, in base 2; -inf where a query sees no
-            key.
+        lse: float32 `[T, H]`, contiguous, to write the log-sum-exp of the scores to, in base 2; -inf where a
+            query sees no key. Not written if None.
 
     Returns:
         `[T, H, Dv]`, `out`.
@@ -122,20 +115,7 @@ def mixed_attention(
     Raises:
         ValueError: shapes, strides, dtypes or numbers do not fit; nothing has been launched.
     """
-    check_attention_inputs(
-        q,
-        k_cache,
-        v_cache,
-        index,
-        rows,
-        lengths,
-        out,
-        lse,
-        scale=scale,
-        shift=shift,
-        window=window,
-        softcap=softcap,
-    )
+    check_attention_inputs(q, kv, rows, lengths, options, out, lse)
     if q_starts.dtype != torch.int32 or q_starts.dim() != 1 or not q_starts.is_contiguous():
         raise ValueError(
             f"q_starts must be contiguous int32 [prefills + 1], got {q_starts.dtype} {tuple(q_starts.shape)}"
@@ -153,21 +133,16 @@ def mixed_attention(
             f"decodes behind those of {num_prefills} prefills; got {num_tokens}"
         )
     if out is None:
-        out = q.new_empty((*q.shape[:2], v_cache.shape[2]))
+        out = q.new_empty((*q.shape[:2], kv.v.shape[2]))
     prefill, decode = (None, None) if plan is None else plan
     if num_prefills:
         prefill_attention(
             q[:first_decode],
-            k_cache,
-            v_cache,
-            index,
+            kv,
             rows[:num_prefills],
             q_starts,
             lengths[:num_prefills],
-            scale=scale,
-            shift=shift,
-            window=window,
-            softcap=softcap,
+            options,
             plan=prefill,
             out=out[:first_decode],
             lse=None if lse is None else lse[:first_decode],
@@ -175,15 +150,10 @@ def mixed_attention(
     if num_requests > num_prefills:
         decode_attention(
             q[first_decode:],
-            k_cache,
-            v_cache,
-            index,
+            kv,
             rows[num_prefills:],
             lengths[num_prefills:],
-            scale=scale,
-            shift=shift,
-            window=window,
-            softcap=softcap,
+            options,
             num_queries=num_queries,
             plan=decode,
             out=out[first_decode:],
@@ -194,47 +164,22 @@ def mixed_attention(
 
 def mixed_attention_reference(
     q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    index: Tensor,
+    kv: PagedKV,
     rows: Tensor,
     q_starts: Tensor,
     lengths: Tensor,
+    options: AttentionOptions = DEFAULT_OPTIONS,
     *,
-    scale: float,
-    shift: int = 0,
-    window: int = 0,
-    softcap: float = 0.0,
     num_queries: int = 1,
 ) -> Tensor:
-    """The specification of `mixed_attention`: plain torch in float64, one request at a time.
-
-    Reads lengths, rows and q_starts on the host, so on a GPU it synchronises. What belongs to no request is
-    zero.
-    """
+    """Computes `mixed_attention` in plain torch and float64, one request at a time; the output of queries that
+    belong to no request is zero. Reads lengths, rows and q_starts on the host, so on a GPU it synchronises."""
     num_prefills = q_starts.shape[0] - 1
     first_decode = q.shape[0] - (rows.shape[0] - num_prefills) * num_queries
-    cache = k_cache, v_cache, index
     prefilled = prefill_attention_reference(
-        q[:first_decode],
-        *cache,
-        rows[:num_prefills],
-        q_starts,
-        lengths[:num_prefills],
-        scale=scale,
-        shift=shift,
-        window=window,
-        softcap=softcap,
+        q[:first_decode], kv, rows[:num_prefills], q_starts, lengths[:num_prefills], options
     )
     decoded = decode_attention_reference(
-        q[first_decode:],
-        *cache,
-        rows[num_prefills:],
-        lengths[num_prefills:],
-        scale=scale,
-        shift=shift,
-        window=window,
-        softcap=softcap,
-        num_queries=num_queries,
+        q[first_decode:], kv, rows[num_prefills:], lengths[num_prefills:], options, num_queries=num_queries
     )
     return torch.cat((prefilled, decoded))

@@ -1,19 +1,19 @@
-"""Prefill attention: many query tokens a request, causal, over cached prefix and fresh tokens alike.
+"""Prefill attention: many queries per request, causal, over a cached prefix and the new tokens alike.
 
-The fresh tokens' K/V is in the cache before the call, so prefill, a chunk of it, and the checking of
-drafted tokens are one thing: a sequence's last `n` tokens attend to all of it through the index
-(`attend_keys.py` has the formula).
+The new tokens' K/V is in the cache before the call, so a whole prefill, a chunk of one and the verification of
+drafted tokens are the same operation: a request's last n tokens attend to all its tokens, found through the
+index.
 
-A tile's rows are queries times the query heads that share a K/V head: K and V are gathered once for all
-of them, and a short query still fills the tile. Which tiles there are is a work list (`prefill_plan.py`).
+    keys      0 ├──────── prefix ────────┤──────── n queries' own ────────┤ length
+    query i     ├─────────── sees these ─────────────┤ prefix + i + 1
 
-No tile's keys are shared out among programs: a few queries after many keys belong to `decode_attention`.
+A tile's rows are queries times the query heads that share a K/V head: K and V are gathered once for all of
+them, and a few queries still fill the tile. The tiles are a work list (`prefill_plan.py`). One program reads
+all keys of a tile, so a few queries after many keys are better computed by `decode_attention`.
 
 The kernel here runs wherever Triton does. On compute capability 9 `prefill_hopper.py` goes through the same
-work list, where types, head dim and strides allow.
-
-Knows nothing of models, of the allocator, or of how K/V came into the cache. `attend_keys.py` has the loop over
-keys, the checks and the specification.
+work list, where types, head dim and strides allow. The loop over keys, the checks and the float64 attention of
+the reference are in `attend_keys.py`.
 """
 
 from functools import cache
@@ -34,6 +34,7 @@ from .attend_keys import (
     find_slots_reference,
     score_scales,
 )
+from .paged_kv import DEFAULT_OPTIONS, AttentionOptions, HeadShape, PagedKV
 from .prefill_plan import TILE_FIELDS, PrefillPlan, prefill_plan
 
 _TILE_FIELDS = tl.constexpr(TILE_FIELDS)
@@ -93,7 +94,8 @@ def _prefill_kernel(
     first_position = prefix + first_row // GROUP
     last_position = prefix + (tl.minimum(first_row + BLOCK_M, num_rows) - 1) // GROUP
 
-    # Keys in [begin, full_end) are visible to every row, those in [full_end, num_keys) to some.
+    # Keys in [begin, full_end) are visible to every row, keys in [full_end, num_keys) to some of them:
+    #   begin ├──── not masked ────┤ full_end ├─ masked ─┤ num_keys
     num_keys = tl.maximum(last_position + 1, 0)
     if WINDOW > 0:
         begin = tl.maximum(first_position - WINDOW + 1, 0)
@@ -101,7 +103,7 @@ def _prefill_kernel(
     else:
         begin = 0
         full_end = tl.maximum(first_position + 1, 0) // BLOCK_N * BLOCK_N
-    # A window is a few tiles long: all of them are masked, and the first loop is left out.
+    # A window is only a few tiles long: all of them are masked, and the loop without a mask is left out.
     FIRST_LOOP: tl.constexpr = 1 if WINDOW > 0 else 0
 
     index_row = index + row * stride_index
@@ -115,7 +117,8 @@ def _prefill_kernel(
         other=0.0,
     )  # [BLOCK_M, BLOCK_DK]
 
-    # A finite floor in place of -inf: a row whose keys are all masked stays at weight 0 and not at NaN.
+    # The peak starts at a finite number, not at -inf: weights of a row whose keys are all masked are 0, not
+    # NaN.
     peak = tl.full([BLOCK_M], -1.0e30, tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
@@ -163,7 +166,8 @@ def _prefill_kernel(
 
 @cache
 def _hopper() -> ModuleType | None:
-    """The kernel for compute capability 9; None in Triton's interpreter, or where this Triton has no Gluon."""
+    """Returns the module of the kernel for compute capability 9; None in Triton's interpreter, or where this
+    version of Triton has no Gluon."""
     if not isinstance(_prefill_kernel, triton.JITFunction):
         return None
     try:
@@ -174,7 +178,8 @@ def _hopper() -> ModuleType | None:
 
 
 def _hopper_launch(q: Tensor, k_cache: Tensor, v_cache: Tensor, out: Tensor) -> tuning.Launch | None:
-    """How `prefill_hopper` would run this; None if it cannot: it copies 16 bytes at a time, as they are."""
+    """Returns the tiles that `prefill_hopper` would use; None if it cannot run, as it copies 16 bytes at a time
+    and converts no types."""
     if not q.dtype == k_cache.dtype == v_cache.dtype:
         return None
     for tensor in (q, k_cache, v_cache, out):
@@ -264,43 +269,37 @@ _prefill_attention.register_fake(lambda *_: None)  # the outputs are arguments
 
 def prefill_attention(
     q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    index: Tensor,
+    kv: PagedKV,
     rows: Tensor,
     q_starts: Tensor,
     lengths: Tensor,
+    options: AttentionOptions = DEFAULT_OPTIONS,
     *,
-    scale: float,
-    shift: int = 0,
-    window: int = 0,
-    softcap: float = 0.0,
     plan: PrefillPlan | None = None,
     out: Tensor | None = None,
     lse: Tensor | None = None,
 ) -> Tensor:
-    """Causal attention of the last tokens of each sequence to all of it, K/V being in the cache already.
+    """Computes causal attention of each request's last tokens to all its tokens. Their K/V is in the cache
+    before the call.
 
-    The n queries of a sequence stand at its last n positions; each attends to itself and to what precedes
-    it. A query whose position would be negative (more queries than tokens) gets zeros.
+    The n queries of a request are at its last n positions; each attends to itself and to the tokens before it.
+    The output of a query whose position would be negative (more queries than tokens) is zeros.
 
     Args:
-        q: `[T, H, Dk]`, the sequences' queries one after the other; H a multiple of num_kv_heads.
-        k_cache: `[num_slots, num_kv_heads, Dk]`, any strides but a last one of 1. The dots run in the dtype
-            of q, accumulate in float32.
-        v_cache: `[num_slots, num_kv_heads, Dv]`, likewise.
-        index: int32 `[num_rows, num_entries]`: first slot of each 2**shift tokens of a row.
-        rows: int32 or int64 `[B]`, each sequence's row of the index.
-        q_starts: int32 `[B + 1]`: the queries of sequence b are q[q_starts[b] : q_starts[b + 1]]. Queries
-            from q_starts[B] on belong to none, and their part of the output is not written.
-        lengths: int32 `[B]`, the sequence's tokens in the cache, the queries' own included; at most
-            num_entries * 2**shift, which is not checked.
-        scale, shift, window, softcap: as in `decode_attention`.
-        plan: what `prefill_plan` has made of the same rows, q_starts, lengths, window and shapes, for all
-            layers of a step, one after the other; made here if None.
+        q: `[T, H, Dk]`, request after request; H is a multiple of num_kv_heads.
+        kv: the layer's K/V and the index that finds it. The dot products run in the dtype of q and accumulate
+            in float32.
+        rows: int32 or int64 `[B]`, each request's row of the index.
+        q_starts: int32 `[B + 1]`: the queries of request b are q[q_starts[b] : q_starts[b + 1]]. Queries from
+            q_starts[B] on belong to no request, and their part of the output is not written.
+        lengths: int32 `[B]`, the request's tokens in the cache, the queries' own included; at most num_entries
+            * 2**shift, which is not checked.
+        options: scale, window and soft-cap.
+        plan: the result of `prefill_plan` for the same rows, q_starts, lengths, window and shapes; it serves
+            all layers of a step, one after the other. If None, a plan is made here.
         out: `[T, H, Dv]` to write to; allocated in the dtype of q if None.
-        lse: float32 `[T, H]`, contiguous: the log-sum-exp of the scores, in base 2; -inf where a query sees no
-            key.
+        lse: float32 `[T, H]`, contiguous, to write the log-sum-exp of the scores to, in base 2; -inf where a
+            query sees no key. Not written if None.
 
     Returns:
         `[T, H, Dv]`, `out`.
@@ -308,20 +307,7 @@ def prefill_attention(
     Raises:
         ValueError: shapes, strides, dtypes or numbers do not fit.
     """
-    check_attention_inputs(
-        q,
-        k_cache,
-        v_cache,
-        index,
-        rows,
-        lengths,
-        out,
-        lse,
-        scale=scale,
-        shift=shift,
-        window=window,
-        softcap=softcap,
-    )
+    scale = check_attention_inputs(q, kv, rows, lengths, options, out, lse)
     if (
         q_starts.dtype != torch.int32
         or q_starts.shape != (rows.shape[0] + 1,)
@@ -331,76 +317,64 @@ def prefill_attention(
             f"q_starts must be contiguous int32 [{rows.shape[0] + 1}], got {q_starts.dtype} "
             f"{tuple(q_starts.shape)}"
         )
+    window = options.window
     if plan is not None and (plan.window, plan.num_requests) != (window, len(rows)):
         raise ValueError(
             f"the plan is for {plan.num_requests} requests with a window of {plan.window}, the call for "
             f"{len(rows)} with one of {window}"
         )
     if out is None:
-        out = q.new_empty((*q.shape[:2], v_cache.shape[2]))
+        out = q.new_empty((*q.shape[:2], kv.v.shape[2]))
     if plan is None:
         plan = prefill_plan(
             rows,
             q_starts,
             lengths,
+            HeadShape.of(q, kv),
             num_tokens=q.shape[0],
-            num_heads=q.shape[1],
-            num_kv_heads=k_cache.shape[1],
-            key_dim=q.shape[2],
-            value_dim=v_cache.shape[2],
             dtype=q.dtype,
             window=window,
         )
     _prefill_attention(
         q,
-        k_cache,
-        v_cache,
-        index,
+        kv.k,
+        kv.v,
+        kv.index,
         plan.tiles,
         plan.taken,
         out,
         lse,
         *plan.launch,
         scale,
-        shift,
+        kv.shift,
         window,
-        softcap,
+        options.softcap,
     )
     return out
 
 
 def prefill_attention_reference(
     q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    index: Tensor,
+    kv: PagedKV,
     rows: Tensor,
     q_starts: Tensor,
     lengths: Tensor,
-    *,
-    scale: float,
-    shift: int = 0,
-    window: int = 0,
-    softcap: float = 0.0,
+    options: AttentionOptions = DEFAULT_OPTIONS,
 ) -> Tensor:
-    """The specification of `prefill_attention`: plain torch in float64, one sequence at a time.
-
-    Reads lengths, rows and q_starts on the host, so on a GPU it synchronises. What belongs to no sequence
-    is zero.
-    """
-    out = q.new_zeros((*q.shape[:2], v_cache.shape[2]))
+    """Computes `prefill_attention` in plain torch and float64, one request at a time; the output of queries
+    that belong to no request is zero. Reads lengths, rows and q_starts on the host, so on a GPU it
+    synchronises."""
+    out = q.new_zeros((*q.shape[:2], kv.v.shape[2]))
     starts = q_starts.tolist()
     for request, (row, length) in enumerate(zip(rows.tolist(), lengths.tolist(), strict=True)):
         queries = slice(starts[request], starts[request + 1])
         q_len = queries.stop - queries.start
-        slots = find_slots_reference(index[row], torch.arange(length, device=q.device), shift)
+        slots = find_slots_reference(kv.index[row], torch.arange(length, device=q.device), kv.shift)
         out[queries] = attend_reference(
             q[queries],
-            k_cache[slots],
-            v_cache[slots],
+            kv.k[slots],
+            kv.v[slots],
             torch.arange(length - q_len, length, device=q.device),
-            scale=scale,
-            window=window,
-            softcap=softcap,
+            options,
         ).to(q.dtype)
     return out

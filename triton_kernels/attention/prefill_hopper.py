@@ -1,8 +1,9 @@
 """Prefill on compute capability 9: some warps gather while others compute (Gluon).
 
-Three groups of four warps stay on a multiprocessor until the work list is done. One copies q, and K and V by
-index, to shared memory, as far ahead as there is room; each of the other two has half of a tile's rows. An item
-is a tile for one K/V head; its key tiles come from the last to the first, so those on the diagonal come first.
+A program has three warpgroups of four warps, and stays on its multiprocessor until the work list is done. One
+warpgroup copies q, and K and V by index, to shared memory, as far ahead as there is room; the other two
+compute, each half of a tile's rows. An item is a tile for one K/V head; its key tiles are read from the last to
+the first, so the masked ones on the diagonal come first.
 
     gathering       slots j-1 │ K j, V j │ slots j-2 │ K j-1, V j-1 │ …          next item: K, q, V │ …
                                    │ full        ▲ empty
@@ -11,12 +12,11 @@ is a tile for one K/V head; its key tiles come from the last to the first, so th
     computing (2)      scores j │ ─── output j+1 ───          │ scores j-1 │ ─── output j ───         (wgmma)
                                 │ ─── softmax j  ─── wait for │            │ ─── softmax j-1 ───
 
-The next item is taken off a counter and not shared out beforehand, since items differ much. The program that is
-done last sets the counter back, so a plan serves one run at a time.
+Programs take the next item from a counter, because items differ too much to assign them beforehand. The program
+that finishes last resets the counter, so one run at a time may use a plan.
 
-Knows the work list's fields, a prefill's tensors, wgmma, cp.async and mbarriers. Not which devices, shapes and
-strides these allow, nor how large tiles are: `prefill_attention.py` and `tuning.py` do. It computes what the
-kernel of `prefill_attention.py` computes; read that first.
+It computes the same as the kernel of `prefill_attention.py`, which is easier to read. That file and `tuning.py`
+say on which devices, for which shapes and strides this kernel runs, and how large its tiles are.
 """
 
 from torch import Tensor
@@ -35,15 +35,15 @@ from lightkv.triton_kernels import tuning
 from .prefill_plan import TILE_FIELDS
 
 _TILE_FIELDS = gl.constexpr(TILE_FIELDS)
-_WARPS = gl.constexpr(4)  # of each group: a wgmma is four warps'
-_COMPUTE_REGISTERS = gl.constexpr(200)  # of a thread; two such groups and the one that gathers share 504
+_WARPS = gl.constexpr(4)  # of a warpgroup, which executes a wgmma together
+_COMPUTE_REGISTERS = gl.constexpr(200)  # per thread; three threads, one of each warpgroup, share 504
 _GATHER_REGISTERS = gl.constexpr(104)
 
 
 @gluon.constexpr_function
 def _row_pieces(num_rows, head_dim, num_swaps):
-    """The layout of a wgmma's accumulator after so many swaps of columns among the four threads of a row: a
-    thread has 2 neighbours at first, 4 after one swap, 8 after two."""
+    """Returns the layout of a wgmma's accumulator after `num_swaps` swaps of columns among the four threads of
+    a row. A thread has 2 neighbouring columns at first, 4 after one swap, 8 after two."""
     columns = [[0, 1 << bit] for bit in range(int(head_dim).bit_length() - 1)]
     lanes, registers = columns[1:3], [columns[0], *columns[3:]]
     for swap in range(num_swaps):
@@ -55,7 +55,8 @@ def _row_pieces(num_rows, head_dim, num_swaps):
 
 @gluon.jit
 def _tile_of(tiles, item, num_kv_heads):
-    """An item's kv_head, row of the index, first row, rows of the request, first query, keys before that."""
+    """Returns an item's kv_head, row of the index, first row, rows of the request, first query, keys before
+    it."""
     tile = tiles + item // num_kv_heads * _TILE_FIELDS
     kv_head, row = (item % num_kv_heads).to(gl.int64), gl.load(tile + 1).to(gl.int64)
     return kv_head, row, gl.load(tile + 2), gl.load(tile + 3), gl.load(tile + 4), gl.load(tile + 5)
@@ -63,7 +64,8 @@ def _tile_of(tiles, item, num_kv_heads):
 
 @gluon.jit
 def _keys_of(tile, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, GROUP: gl.constexpr, WINDOW: gl.constexpr):
-    """The keys [begin, end) that the tile's queries see, and the key tiles [first, last] that have them."""
+    """Returns the keys [begin, end) that the tile's queries see, and the key tiles [first, last] that hold
+    them."""
     _kv_head, _row, first_row, num_rows, _q_begin, prefix = tile
     begin = 0
     if WINDOW > 0:
@@ -76,7 +78,8 @@ def _keys_of(tile, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, GROUP: gl.const
 def _find_slots(
     index_row, key_tile, begin, end, BLOCK_N: gl.constexpr, SHIFT: gl.constexpr, layout: gl.constexpr
 ):
-    """The slots of a key tile; for a key outside [begin, end) that of the next inside: no free slot is read."""
+    """Returns the slots of a key tile; for a key outside [begin, end), the slot of the nearest key inside, so
+    that no free slot is read."""
     positions = key_tile * BLOCK_N + gl.arange(0, BLOCK_N, layout)
     positions = gl.minimum(gl.maximum(positions, begin), end - 1)
     return gl.load(index_row + (positions >> SHIFT)) + (positions & ((1 << SHIFT) - 1))
@@ -84,7 +87,7 @@ def _find_slots(
 
 @gluon.jit
 def _copy_rows(head, slots, stride, tile_smem, full, layout: gl.constexpr):
-    """Ask for one head's K or V at `slots`; `full` hears of it when it is there."""
+    """Starts the copy of one head's K or V at `slots`; the barrier `full` completes when it has arrived."""
     dims = gl.arange(0, tile_smem.shape[1], gl.SliceLayout(0, layout))
     pointers = (head + slots.to(gl.int64) * stride)[:, None] + dims[None, :]
     async_copy.async_copy_global_to_shared(tile_smem, pointers)
@@ -92,8 +95,8 @@ def _copy_rows(head, slots, stride, tile_smem, full, layout: gl.constexpr):
 
 
 @gluon.jit
-def _tell(item, turn, shared):
-    """Tell the computing groups the item, once they are through with q of the one before."""
+def _pass_item(item, turn, shared):
+    """Passes the item to the computing warpgroups, once they no longer read q of the one before."""
     mbarrier.wait(shared[6], (turn & 1) ^ 1)
     shared[0].store(gl.full([1], item, gl.int32, gl.BlockedLayout([1], [32], [_WARPS], [0])))
     mbarrier.arrive(shared[4])
@@ -101,7 +104,7 @@ def _tell(item, turn, shared):
 
 @gluon.jit
 def _copy_q(q, q_strides, tile, q_smem, q_full, GROUP: gl.constexpr, layout: gl.constexpr):
-    """Ask for the queries of a tile; behind the request's last row stands that row again."""
+    """Starts the copy of a tile's queries; rows after the request's last repeat that row."""
     ROWS: gl.constexpr = q_smem.shape[1]
     D: gl.constexpr = q_smem.shape[2]
     kv_head, _row, first_row, num_rows, q_begin, _prefix = tile
@@ -135,15 +138,15 @@ def _gather(
     BLOCK_N: gl.constexpr = k_smem.shape[1]
     D: gl.constexpr = k_smem.shape[2]
     BLOCK_M: gl.constexpr = 2 * q_smem.shape[1]
-    # A thread copies 16 bytes of a row, its neighbours the rest of it.
+    # A thread copies 16 bytes of a row, and its neighbours copy the rest of the row.
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D, D // 8], [_WARPS, 1], [1, 0])
     keys: gl.constexpr = gl.SliceLayout(1, layout)
-    count = 0  # of key tiles, over all items
-    turn = 0  # of items
+    count = 0  # key tiles so far, over all items
+    turn = 0  # items so far
     item = gl.program_id(0)
     while item < num_items:
         next_item = num_items
-        # A tile without a request: the list has ended.
+        # A tile without a request is the end of the list.
         if gl.load(tiles + item // num_kv_heads * _TILE_FIELDS) >= 0:
             tile = _tile_of(tiles, item, num_kv_heads)
             begin, end, first, last = _keys_of(tile, BLOCK_M, BLOCK_N, GROUP, WINDOW)
@@ -156,23 +159,23 @@ def _gather(
                     stage = count % STAGES
                     phase = (count // STAGES & 1) ^ 1
                     here = slots
-                    # The index a tile ahead: K cannot be asked for before it is there.
+                    # The index is loaded a tile ahead, since the copy of K needs its values.
                     slots = _find_slots(index_row, last - 1 - j, begin, end, BLOCK_N, SHIFT, keys)
                     mbarrier.wait(k_empty.index(stage), phase)
                     _copy_rows(k_head, here, k_strides[0], k_smem.index(stage), k_full.index(stage), layout)
                     if j == 0:
-                        _tell(item, turn, shared)
+                        _pass_item(item, turn, shared)
                         _copy_q(q, q_strides, tile, q_smem, q_full, GROUP, layout)
                     mbarrier.wait(v_empty.index(stage), phase)
                     _copy_rows(v_head, here, v_strides[0], v_smem.index(stage), v_full.index(stage), layout)
                     count += 1
             else:
-                _tell(item, turn, shared)
+                _pass_item(item, turn, shared)
                 _copy_q(q, q_strides, tile, q_smem, q_full, GROUP, layout)
             turn += 1
             next_item = gl.num_programs(0) + gl.atomic_add(taken, 1, sem="relaxed")
         item = next_item
-    _tell(-1, turn, shared)
+    _pass_item(-1, turn, shared)
     if gl.atomic_add(taken + 1, 1) == gl.num_programs(0) - 1:
         gl.store(taken, 0)
         gl.store(taken + 1, 0)
@@ -190,7 +193,8 @@ def _softmax(
     SOFTCAP: gl.constexpr,
     MASKED: gl.constexpr,
 ):
-    """The weights of a tile's scores, and what the sums before them shrink by; as in `attend_keys`."""
+    """Returns the weights of a tile's scores and the factor by which earlier sums decay; as in
+    `attend_keys`."""
     layout: gl.constexpr = s.type.layout
     BLOCK_N: gl.constexpr = s.shape[1]
     score_scale, cap_scale = scales
@@ -211,11 +215,11 @@ def _softmax(
 
 @gluon.jit
 def _write(acc, peak, total, out, lse, num_heads, out_strides, tile, HALF: gl.constexpr, GROUP: gl.constexpr):
-    """Normalise a group's rows and write those that the request has."""
+    """Normalises a warpgroup's rows and writes those that belong to the request."""
     ROWS: gl.constexpr = acc.shape[0]
     D: gl.constexpr = acc.shape[1]
     acc_row: gl.constexpr = gl.SliceLayout(1, acc.type.layout)
-    # Swap by swap, which is a shuffle each; both at once would go through shared memory, and that is full.
+    # Each swap is a shuffle. Both at once would go through shared memory, which is full.
     swapped: gl.constexpr = _row_pieces(ROWS, D, 1)
     layout: gl.constexpr = _row_pieces(ROWS, D, 2)
     kv_head, _row, first_row, num_rows, q_begin, _prefix = tile
@@ -238,10 +242,10 @@ def _write(acc, peak, total, out, lse, num_heads, out_strides, tile, HALF: gl.co
 
 @gluon.jit
 def _begin_scores(k_tile, q_half, layout: gl.constexpr):
-    """Have the tensor cores begin with a tile's scores."""
+    """Starts the computation of a tile's scores on the tensor cores."""
     ROWS: gl.constexpr = q_half.shape[0]
     BLOCK_N: gl.constexpr = k_tile.shape[0]
-    fence_async_shared()  # cp.async wrote it, and a wgmma reads otherwise
+    fence_async_shared()  # makes what cp.async wrote visible to the asynchronous proxy of wgmma
     zeros = gl.zeros([ROWS, BLOCK_N], gl.float32, layout)
     return warpgroup_mma(q_half, k_tile.permute((1, 0)), zeros, use_acc=False, is_async=True)
 
@@ -279,7 +283,8 @@ def _compute(
     while item >= 0:
         tile = _tile_of(tiles, item, num_kv_heads)
         _begin, end, first, last = _keys_of(tile, 2 * ROWS, BLOCK_N, GROUP, WINDOW)
-        # A finite floor in place of -inf: a row whose keys are all masked stays at weight 0 and not at NaN.
+        # The peak starts at a finite number, not at -inf: weights of a row whose keys are all masked are 0, not
+        # NaN.
         peak = gl.full([ROWS], -1.0e30, gl.float32, row)
         total = gl.full([ROWS], 0.0, gl.float32, row)
         acc = gl.zeros([ROWS, D], gl.float32, acc_layout)
@@ -287,7 +292,8 @@ def _compute(
         if end > 0:
             first_row, prefix = tile[2] + HALF * ROWS, tile[5]
             positions = prefix + (first_row + gl.arange(0, ROWS, row)) // GROUP
-            # Every row sees all of the tiles before this one. A window is short: all of its tiles are masked.
+            # Every row sees all keys of the tiles before `full`. A window is short, and all of its tiles are
+            # masked.
             full = first
             if WINDOW == 0:
                 full = gl.minimum(gl.maximum(prefix + first_row // GROUP + 1, 0) // BLOCK_N, last)
@@ -305,7 +311,8 @@ def _compute(
             for FULL in gl.static_range(2 if WINDOW == 0 else 1):
                 num_steps = full - first if FULL else last - full
                 for j in range(num_steps):
-                    # The scores of a tile, while the weights of the one before go into the output.
+                    # The scores of this tile are computed while the weights of the tile before go into the
+                    # output.
                     before = stage
                     stage = count % STAGES
                     mbarrier.wait(k_full.index(stage), count // STAGES & 1)
@@ -317,9 +324,9 @@ def _compute(
                     weights, decay, peak, total = _softmax(
                         s, peak, total, first_key, positions, scales, WINDOW, SOFTCAP, FULL == 0
                     )
-                    # This wait ends a basic block, too: else ptxas moves the next one up, above the softmax.
+                    # This wait also ends a basic block; without it ptxas moves the next wait above the softmax.
                     mbarrier.wait(v_full.index(stage), count // STAGES & 1)
-                    acc, _p = warpgroup_mma_wait(0, deps=[acc, p])  # p is read until then
+                    acc, _p = warpgroup_mma_wait(0, deps=[acc, p])  # wgmma reads p until then
                     mbarrier.arrive(v_empty.index(before))
                     p = gl.convert_layout(weights.to(dtype), p_layout)
                     acc = acc * gl.convert_layout(decay, acc_row)[:, None]
@@ -347,7 +354,7 @@ def _hopper_kernel(
     v_cache,
     index,
     tiles,  # [capacity, 8]
-    taken,  # [2]: items taken off the list, programs that are done
+    taken,  # [2]: items taken from the list, finished programs
     out,
     lse,  # [T, H] float32, base 2; or None
     num_items,
@@ -386,7 +393,7 @@ def _hopper_kernel(
     k_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], barrier)
     v_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], barrier)
     v_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], barrier)
-    # Every thread that gathers arrives when its copies have landed, each computing group once.
+    # Every gathering thread arrives when its copies have completed; each computing warpgroup arrives once.
     mbarrier.init(item_full, count=1)
     mbarrier.init(q_full, count=32 * _WARPS)
     mbarrier.init(q_empty, count=2)
@@ -431,10 +438,11 @@ def launch_hopper_prefill(
     window: int,
     softcap: bool,
 ) -> None:
-    """Go through a plan's tiles, which have to be as high as those of `launch`, of `hopper_prefill_launch`.
+    """Computes the tiles of a plan, whose height has to be that of `launch` (`tuning.hopper_prefill_launch`).
 
-    Tensors are as in `prefill_attention`; q and the caches of one type of 16 bits; the strides of q, the caches
-    and out, but for the last, are multiples of 16, and so are their addresses in bytes. Nothing is checked.
+    The tensors are as in `prefill_attention`, with q and the caches of one 16-bit type. The strides of q, the
+    caches and out, except the last ones, and their addresses in bytes have to be multiples of 16. Nothing is
+    checked.
     """
     num_heads, head_dim = q.shape[1:]
     num_kv_heads = k_cache.shape[1]
@@ -466,5 +474,5 @@ def launch_hopper_prefill(
         SHIFT=shift,
         WINDOW=window,
         SOFTCAP=softcap,
-        num_warps=4,  # of the first group
+        num_warps=4,  # of the first warpgroup
     )

@@ -1,12 +1,17 @@
 """The work list of a prefill step: which rows of which request's queries each program computes.
 
-Computed on the device once a step for all layers, from numbers that only the device has; how long the list can
-be follows from shapes alone, so a captured step stays right when lengths change. Knows lengths, rows and where
-queries begin; knows no key, no query and no head.
+It is computed on the device once a step for all layers, from lengths that only the device has. The capacity of
+the list follows from shapes alone, so a captured step stays right when lengths change.
 
-A request's rows (its queries times the query heads that share a K/V head) are cut into tiles. The list has
-the tiles of all requests, those with the most keys first, so that no long one is left for the end. Nothing is
-sorted: a request's tiles are in order as they are, so how many of them precede a given tile is a division.
+A request's rows (its queries times the query heads that share a K/V head) are cut into tiles:
+
+    rows     ├─ q_len * GROUP of request 0 ─┼─ of request 1 ─┼ …
+    tiles    ├── BLOCK_M ──┼── BLOCK_M ──┼──┼── BLOCK_M ──┼──┼ …       the last one of a request may be short
+
+The list has the tiles of all requests in descending order of their keys, so that no long tile starts last.
+Nothing
+is sorted: the tiles of one request are in order already, so the number of its tiles that precede a given tile
+is a division.
 """
 
 from typing import NamedTuple
@@ -19,18 +24,24 @@ from torch import Tensor
 from lightkv.triton_kernels import tuning
 
 from .attend_keys import check_requests
+from .paged_kv import HeadShape
 
-TILE_FIELDS = 8  # request, row, first of its rows, rows of the request, first query, keys before that, 0, 0
+TILE_FIELDS = (
+    8  # request, row, first of its rows, rows of the request, first query, keys before it, unused, unused
+)
 _TILE_FIELDS = tl.constexpr(TILE_FIELDS)
 
 
 class PrefillPlan(NamedTuple):
-    """`tiles`: int32 `[capacity, 8]`: request, row of the index, the tile's first row among the request's, how
-    many rows the request has, its first query, its keys before that (below 0 if it has more queries than keys);
-    then -1 in place of a request.
-    `taken`: int32 `[2]`, zeros: `prefill_hopper` counts there what its programs have taken off the list, and
-    leaves zeros, so a plan serves one run at a time.
-    `launch`, `window`, `num_requests`: what the tiles are made for."""
+    """The work list of a prefill step.
+
+    `tiles`: int32 `[capacity, 8]`: request (-1 after the last tile), row of the index, the tile's first row
+    among the request's rows, the number of the request's rows, its first query, its number of keys before that
+    query (negative if it has more queries than keys).
+    `taken`: int32 `[2]`, zeros: `prefill_hopper` counts there the tiles that its programs have taken, and
+    resets it to zeros, so one run at a time may use a plan.
+    `launch`, `window`, `num_requests`: what the tiles were made for.
+    """
 
     tiles: Tensor
     taken: Tensor
@@ -73,7 +84,7 @@ def _plan_kernel(
             other_len = tl.load(q_starts + other + 1, mask=is_other, other=0) - other_begin
             other_prefix = tl.load(lengths + other, mask=is_other, other=0) - other_len
             other_tiles = tl.cdiv(other_len * GROUP, BLOCK_M)
-            # Its tiles with more keys than this precede; of as many, those of the requests before.
+            # Tiles with more keys precede this one; of tiles with as many, those of earlier requests.
             least = num_keys[:, None] - (other < request).to(tl.int32)[None, :]
             rows_below = tl.maximum((least - other_prefix[None, :]) * GROUP, 0)
             preceding = tl.maximum(other_tiles[None, :] - rows_below // BLOCK_M, 0)
@@ -108,7 +119,7 @@ def _prefill_plan(
         taken.zero_()
         return
     block_t, block_b = 16, min(128, max(16, triton.next_power_of_2(num_requests)))
-    # A long request has many tiles, and then there are few requests to compare them with.
+    # Long requests have many tiles, so several programs share one request; but then the requests are few.
     programs = min(64, triton.cdiv(tiles.shape[0], block_t * num_requests))
     _plan_kernel[(num_requests, programs)](
         rows,
@@ -130,7 +141,7 @@ _prefill_plan.register_fake(lambda *_: None)  # the outputs are arguments
 
 
 def _most_keys(window: int, block_m: int, group: int) -> int:
-    """The keys that a tile's queries see together, or more."""
+    """Returns an upper bound on the keys that a tile's queries see together."""
     return window + triton.cdiv(block_m, group) if window else 2**31 - 1
 
 
@@ -138,41 +149,40 @@ def prefill_plan(
     rows: Tensor,
     q_starts: Tensor,
     lengths: Tensor,
+    heads: HeadShape,
     *,
     num_tokens: int,
-    num_heads: int,
-    num_kv_heads: int,
-    key_dim: int,
-    value_dim: int,
     dtype: torch.dtype,
     window: int = 0,
     launch: tuning.Launch | None = None,
 ) -> PrefillPlan:
-    """The work list of one prefill step for layers of these heads, each of which goes through it.
+    """Makes the work list of a prefill step, which serves all layers with these heads and this window.
 
     Args:
         rows, q_starts, lengths: as in `prefill_attention`; read on the device.
-        num_tokens: T of q; num_heads, num_kv_heads, key_dim, value_dim, dtype: of q and the caches.
-        window: of each query; 0 for all keys.
-        launch: tiles and launch options; those of `tuning.prefill_launch` if None.
+        heads: of the layers.
+        num_tokens: T of q.
+        dtype: of q.
+        window: of each query, in keys; 0 for all keys.
+        launch: tile sizes and launch options; those of `tuning.prefill_launch` if None.
 
     Raises:
-        ValueError: rows or lengths that do not fit.
+        ValueError: rows or lengths do not fit.
     """
     check_requests(rows, lengths)
-    group = num_heads // num_kv_heads
+    group = heads.num_heads // heads.num_kv_heads
     if launch is None:
         launch = tuning.prefill_launch(
             tuning.device_class(rows.device),
             len(rows),
-            num_kv_heads,
+            heads.num_kv_heads,
             num_tokens * group,
-            key_dim,
-            value_dim,
+            heads.key_dim,
+            heads.value_dim,
             dtype.itemsize,
         )
     block_m = launch.block_m
-    # Each request's last tile may be short of all rows but one.
+    # Each request's last tile may have a single row.
     capacity = (num_tokens * group + len(rows) * (block_m - 1)) // block_m
     tiles = torch.empty(capacity, TILE_FIELDS, dtype=torch.int32, device=rows.device)
     taken = torch.empty(2, dtype=torch.int32, device=rows.device)
@@ -183,7 +193,7 @@ def prefill_plan(
 def prefill_plan_reference(
     rows: Tensor, q_starts: Tensor, lengths: Tensor, *, group: int, block_m: int, window: int = 0
 ) -> Tensor:
-    """The specification of `prefill_plan`: the tiles that are used, int32 `[n, 8]`."""
+    """Computes `prefill_plan` in plain Python: the used tiles, int32 `[n, 8]`; unused fields are -1."""
     most_keys = _most_keys(window, block_m, group)
     starts, tiles = q_starts.tolist(), []
     for request, (row, length) in enumerate(zip(rows.tolist(), lengths.tolist(), strict=True)):

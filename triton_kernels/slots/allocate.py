@@ -23,7 +23,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from lightkv.triton_kernels.tuning import MAX_IN_ONE_KERNEL, few_tiles, take_launch
+from lightkv.triton_kernels.tuning import MAX_IN_ONE_KERNEL, alloc_launch, few_tiles
 
 from .alloc_many import alloc_many
 from .slot_flags import SlotFlag
@@ -267,7 +267,7 @@ def alloc_slots(
     has_rows = entries is not None and entries.rows is not None
     table, positions, rows = table_pointers(state, entries)
     all_ranks = 1 << (max_n - 1).bit_length() if max_n else 1
-    shape = take_launch(all_ranks)
+    shape = alloc_launch(all_ranks)
 
     def options() -> dict[str, Any]:
         num_blocks = len(state.block_free)

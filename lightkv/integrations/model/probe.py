@@ -109,7 +109,7 @@ class _ShapeRecorder:
         options = self._options(call)
         if k.shape[:-1] != v.shape[:-1] or k.shape[2] != q.shape[2] or q.shape[1] % k.shape[1]:
             raise self._unsupported(f"layer {idx} attends q {q.shape}, k {k.shape}, v {v.shape}")
-        self.layers[idx] = LayerShape(q.shape[1], q.shape[-1], k.shape[1], options)
+        self.layers[idx] = LayerShape(q.shape[1], q.shape[-1], k.shape[1], options, v.shape[-1])
         self.dtypes |= {k.dtype, v.dtype}
         return q.new_zeros(call.output_shape)
 
@@ -132,7 +132,7 @@ class _ShapeRecorder:
             self._require_causal(call.mask, window, call)
         elif call.mask is not None:
             raise self._unsupported("it makes an attention mask of its own")
-        return AttentionOptions(scale, int(window), float(softcap), call.v.shape[-1])
+        return AttentionOptions(scale, int(window), float(softcap))
 
     def _require_causal(self, mask: _MaskRule, window: int, call: AttentionCall) -> None:
         """Raises UnsupportedModel unless `mask` is causal, limited to the last `window` keys if not 0."""
@@ -176,7 +176,7 @@ def find_shape(model: PreTrainedModel) -> ModelShape:
         reason = f"of {num_layers} layers, {len(recorder.layers)} call the attention interface"
         raise UnsupportedModel(architecture, reason)
     layers = tuple(recorder.layers[idx] for idx in range(num_layers))
-    shapes = {(layer.num_kv_heads, layer.head_dim, cast(int, layer.options.v_dim)) for layer in layers}
+    shapes = {(layer.num_kv_heads, layer.head_dim, cast(int, layer.v_dim)) for layer in layers}
     if len(shapes) > 1 or len(recorder.dtypes) > 1:
         reason = f"its layers' K/V differ: (KV heads, K dim, V dim) {sorted(shapes)}, {recorder.dtypes}"
         raise UnsupportedModel(architecture, reason)

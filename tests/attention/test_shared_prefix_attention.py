@@ -1,10 +1,11 @@
-"""Generations that read their first tokens together: from prefixes to the kernels' tensors, and the outcome."""
+"""Decodes that read a shared prefix together: the tensors that the metadata makes for the kernels, and the
+output."""
 
 import pytest
 import torch
 
 from lightkv import KVSpec
-from lightkv.attention import AttentionMetadata, AttentionOptions, LayerShape, group_members, make_backends
+from lightkv.attention import AttentionMetadata, AttentionOptions, LayerShape, make_backends, prefix_members
 from lightkv.ledger.shared_prefixes import SharedPrefix
 from lightkv.memory.kv_memory import KVMemory
 
@@ -14,7 +15,8 @@ ENTRIES = 200
 
 @pytest.fixture
 def memory(device: torch.device) -> KVMemory:
-    """Rows 1 to 7 hold random K/V in random slots; all but 7 have their first 150 entries in row 1's slots."""
+    """Rows 1 to 7 have random K/V in random slots; rows 1 to 6 have their first 150 entries in the same
+    slots."""
     torch.manual_seed(0)
     memory = KVMemory(KVSpec(1, 1, 16, 16, torch.float32), 7 * ENTRIES + 1, 7, ENTRIES, device)
     memory.pool.kv(0).normal_()
@@ -25,61 +27,63 @@ def memory(device: torch.device) -> KVMemory:
 
 
 def dense(metadata: AttentionMetadata) -> tuple[list[list[int]], list[int], list[int]]:
-    """Members without the padding, keys, place."""
-    assert metadata.groups is not None
-    members, keys, place = (tensor.tolist() for tensor in metadata.groups)
-    assert {tensor.dtype for tensor in metadata.groups} == {torch.int32}
-    return [[member for member in group if member >= 0] for group in members], keys, place
+    """Returns members without the padding, keys, and place."""
+    assert metadata.shared_prefixes is not None
+    members, keys, place = (tensor.tolist() for tensor in metadata.shared_prefixes)
+    assert {tensor.dtype for tensor in metadata.shared_prefixes} == {torch.int32}
+    return [[member for member in some if member >= 0] for some in members], keys, place
 
 
-def test_prefixes_become_groups_of_the_generations(memory: KVMemory) -> None:
-    metadata = AttentionMetadata(7, 64, memory, group_members=3)
+def test_prefixes_name_the_decodes_that_share_them(memory: KVMemory) -> None:
+    metadata = AttentionMetadata(7, 64, memory, prefix_members=3)
     prefixes = [SharedPrefix((2, 4), 90), SharedPrefix((3, 5), 120)]
     metadata.prepare(
         [7, 4, 3, 6, 5, 2], [0, 150, 150, 160, 120, 91], [9, 1, 1, 1, 1, 1], 1, prefixes=prefixes
     )
     assert dense(metadata) == ([[4, 0], [1, 3]], [90, 120], [1, 3, -1, 4, 0])
     metadata.prepare([7, 4], [150, 150], [1, 1], 0)
-    assert metadata.groups is None
+    assert metadata.shared_prefixes is None
     metadata.prepare([7, 4], [150, 150], [1, 1], 0, prefixes=[])
-    assert metadata.groups is None
+    assert metadata.shared_prefixes is None
     AttentionMetadata(7, 64, memory).prepare([2, 4], [99, 99], [1, 1], 0, prefixes=prefixes[:1])
 
 
 @pytest.mark.parametrize(("num_rows", "sizes"), [(2, [2]), (3, [3]), (4, [2, 2]), (5, [3, 2]), (6, [3, 3])])
-def test_what_a_group_cannot_hold_is_cut(memory: KVMemory, num_rows: int, sizes: list[int]) -> None:
-    metadata = AttentionMetadata(7, 64, memory, group_members=3)
+def test_prefixes_with_too_many_members_are_divided(
+    memory: KVMemory, num_rows: int, sizes: list[int]
+) -> None:
+    metadata = AttentionMetadata(7, 64, memory, prefix_members=3)
     rows = list(range(1, num_rows + 1))
     metadata.prepare(rows, [150] * num_rows, [1] * num_rows, 0, prefixes=[SharedPrefix(tuple(rows), 140)])
-    groups, keys, place = dense(metadata)
-    assert [len(group) for group in groups if group] == sizes
-    assert len(groups) == num_rows // 2
-    assert keys == [140] * len(sizes) + [0] * (len(groups) - len(sizes))
-    assert [member for group in groups for member in group] == list(range(num_rows))
-    assert [groups[at // 3][at % 3] for at in place] == list(range(num_rows))
+    members, keys, place = dense(metadata)
+    assert [len(some) for some in members if some] == sizes
+    assert len(members) == num_rows // 2
+    assert keys == [140] * len(sizes) + [0] * (len(members) - len(sizes))
+    assert [member for some in members for member in some] == list(range(num_rows))
+    assert [members[at // 3][at % 3] for at in place] == list(range(num_rows))
 
 
-def test_one_that_is_left_over_reads_alone(memory: KVMemory) -> None:
-    metadata = AttentionMetadata(7, 64, memory, group_members=2)
+def test_a_member_that_is_left_over_reads_alone(memory: KVMemory) -> None:
+    metadata = AttentionMetadata(7, 64, memory, prefix_members=2)
     metadata.prepare([1, 2, 3], [150] * 3, [1] * 3, 0, prefixes=[SharedPrefix((1, 2, 3), 140)])
     assert dense(metadata) == ([[0, 1]], [140], [0, 1, -1])
 
 
-def test_graph_metadata_has_room_for_groups_and_never_moves(memory: KVMemory) -> None:
-    metadata = AttentionMetadata(7, 64, memory, group_members=3).create_cuda_graph_metadata(5)
-    assert metadata.groups is None
+def test_graph_metadata_has_room_for_prefixes_and_never_moves(memory: KVMemory) -> None:
+    metadata = AttentionMetadata(7, 64, memory, prefix_members=3).create_cuda_graph_metadata(5)
+    assert metadata.shared_prefixes is None
     metadata.prepare([], [], [], 0, prefixes=[])
     assert dense(metadata) == ([[], []], [0, 0], [-1] * 5)
-    assert metadata.groups is not None
-    before = [tensor.data_ptr() for tensor in metadata.groups]
+    assert metadata.shared_prefixes is not None
+    before = [tensor.data_ptr() for tensor in metadata.shared_prefixes]
     metadata.prepare([6, 2, 3], [151, 150, 160], [1] * 3, 0, prefixes=[SharedPrefix((3, 6), 150)])
     assert dense(metadata) == ([[2, 0], []], [150, 0], [1, -1, 0, -1, -1])
-    assert [tensor.data_ptr() for tensor in metadata.groups] == before
+    assert [tensor.data_ptr() for tensor in metadata.shared_prefixes] == before
     metadata.prepare([6, 2, 3], [152, 151, 161], [1] * 3, 0)
-    assert metadata.groups is None
+    assert metadata.shared_prefixes is None
     alone = metadata.create_cuda_graph_metadata(1)
     alone.prepare([1], [5], [1], 0, prefixes=[])
-    assert alone.groups is None
+    assert alone.shared_prefixes is None
 
 
 @pytest.mark.parametrize(
@@ -92,10 +96,10 @@ def test_graph_metadata_has_room_for_groups_and_never_moves(memory: KVMemory) ->
         [SharedPrefix((1, 1), 100)],
         [SharedPrefix((1, 2), 100), SharedPrefix((2, 6), 90)],
     ],
-    ids=["not in the batch", "no row", "a context", "too long", "twice", "in two"],
+    ids=["not in the batch", "no row", "a prefill", "too long", "twice", "in two"],
 )
 def test_prefixes_that_break_the_rules_are_refused(memory: KVMemory, prefixes: list[SharedPrefix]) -> None:
-    metadata = AttentionMetadata(7, 64, memory, group_members=3)
+    metadata = AttentionMetadata(7, 64, memory, prefix_members=3)
     metadata.prepare([5], [9], [1], 0)
     step, rows = metadata.step, metadata.rows
     with pytest.raises(ValueError, match=r"rows \(.*\) are to read .* entries together"):
@@ -107,7 +111,7 @@ def test_members_are_as_many_as_every_layer_takes() -> None:
     cpu = torch.device("cpu")
 
     def members(name: str, *shapes: LayerShape) -> int:
-        return group_members(make_backends(name, cpu, shapes))
+        return prefix_members(make_backends(name, cpu, shapes))
 
     windowed = LayerShape(8, 64, 1, AttentionOptions(window=9))
     assert members("torch", SHAPE) == 1
@@ -119,7 +123,11 @@ def test_members_are_as_many_as_every_layer_takes() -> None:
 
 
 BATCHES = {
-    "groups, and one alone": ([3, 1, 7, 4, 2], [160, 150, 190, 150, 155], [((1, 2), 150), ((3, 4), 100)]),
+    "two prefixes, and one alone": (
+        [3, 1, 7, 4, 2],
+        [160, 150, 190, 150, 155],
+        [((1, 2), 150), ((3, 4), 100)],
+    ),
     "all in one": ([1, 2, 3, 4, 5, 6], [150, 151, 152, 170, 199, 150], [((1, 2, 3, 4, 5, 6), 150)]),
     "a short one": ([1, 2, 4], [1, 9, 40], [((1, 2), 1)]),
     "none": ([1, 2, 4], [30, 9, 40], []),
@@ -129,34 +137,34 @@ BATCHES = {
 @pytest.mark.parametrize("name", ["torch", "triton"])
 @pytest.mark.parametrize("batch", BATCHES)
 @pytest.mark.parametrize("window", [0, 40])
-def test_what_is_read_together_is_what_each_would_read(
+def test_reading_together_gives_what_reading_alone_does(
     memory: KVMemory, name: str, batch: str, window: int
 ) -> None:
-    """With a context in front, too; layers with a window have no groups."""
+    """Also with a prefill before the decodes; layers with a window read nothing together."""
     rows, starts, found = BATCHES[batch]
     shape = LayerShape(4, 16, 1, AttentionOptions(window=window))
     (backend,) = make_backends(name, memory.device, [shape])
     (reference,) = make_backends("torch", memory.device, [shape])
-    metadata = AttentionMetadata(7, 64, memory, group_members=4)
+    metadata = AttentionMetadata(7, 64, memory, prefix_members=4)
     for num_prefills in (0, 1):
         counts = [1] * len(rows)
-        context = [7] if num_prefills and 7 not in rows else []
-        batch_rows, batch_starts = context + rows, [0] * len(context) + starts
-        batch_counts = [3] * len(context) + counts
+        prefill = [7] if num_prefills and 7 not in rows else []
+        batch_rows, batch_starts = prefill + rows, [0] * len(prefill) + starts
+        batch_counts = [3] * len(prefill) + counts
         q, k, v = (torch.randn(sum(batch_counts), heads * 16, device=memory.device) for heads in (4, 1, 1))
         prefixes = [SharedPrefix(*prefix) for prefix in found]
-        metadata.prepare(batch_rows, batch_starts, batch_counts, len(context))
+        metadata.prepare(batch_rows, batch_starts, batch_counts, len(prefill))
         expected = reference.forward(q, k, v, metadata)
-        metadata.prepare(batch_rows, batch_starts, batch_counts, len(context), prefixes=prefixes)
-        assert (metadata.groups is not None) == bool(found)
+        metadata.prepare(batch_rows, batch_starts, batch_counts, len(prefill), prefixes=prefixes)
+        assert (metadata.shared_prefixes is not None) == bool(found)
         torch.testing.assert_close(backend.forward(q, k, v, metadata), expected, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.gpu
-def test_a_grouped_decode_graph_follows_its_metadata(memory: KVMemory) -> None:
+def test_a_decode_graph_with_shared_prefixes_follows_its_metadata(memory: KVMemory) -> None:
     (backend,) = make_backends("triton", memory.device, [SHAPE])
     (reference,) = make_backends("torch", memory.device, [SHAPE])
-    metadata = AttentionMetadata(7, 64, memory, group_members=4).create_cuda_graph_metadata(7)
+    metadata = AttentionMetadata(7, 64, memory, prefix_members=4).create_cuda_graph_metadata(7)
     qkv = [torch.randn(7, heads * 16, device=memory.device) for heads in (4, 1, 1)]
     metadata.prepare([], [], [], 0, prefixes=[])
     backend.forward(*qkv, metadata)

@@ -1,0 +1,55 @@
+"""What the attention operators share: where a layer's K/V is, its heads, and how the layer attends."""
+
+from typing import NamedTuple
+
+from torch import Tensor
+
+
+class PagedKV(NamedTuple):
+    """K/V of one layer, and the index that finds a token in it: `index[row, pos >> shift] + (pos & mask)` is
+    the slot of the token at position `pos` of a row, where `mask` is `2**shift - 1`.
+
+    `k`: `[num_slots, num_kv_heads, Dk]`, `v`: `[num_slots, num_kv_heads, Dv]`, with any strides except that the
+    last one is 1; both may be views of one buffer.
+    `index`: int32 `[num_rows, num_entries]`, the first slot of each `2**shift` tokens of a row.
+    `shift`: 0 for a token table, log2(page) for a page table, 31 for one contiguous run per row.
+    """
+
+    k: Tensor
+    v: Tensor
+    index: Tensor  # type: ignore[assignment]  # hides the method of tuples
+    shift: int = 0
+
+
+class HeadShape(NamedTuple):
+    """The heads of a layer: their numbers, and the dims of a head of q and K, and of V."""
+
+    num_heads: int
+    num_kv_heads: int
+    key_dim: int
+    value_dim: int
+
+    @classmethod
+    def of(cls, q: Tensor, kv: PagedKV) -> "HeadShape":
+        """Returns the heads of q `[T, num_heads, key_dim]` and of `kv`."""
+        return cls(q.shape[1], kv.k.shape[1], q.shape[2], kv.v.shape[2])
+
+
+class AttentionOptions(NamedTuple):
+    """How a layer attends.
+
+    `scale`: multiplies q·k, positive; None stands for head_dim ** -0.5.
+    `window`: a query attends to itself and to the `window - 1` tokens before it; 0 for all tokens before it.
+    `softcap`: scores become softcap * tanh(score / softcap); 0 for no cap.
+    """
+
+    scale: float | None = None
+    window: int = 0
+    softcap: float = 0.0
+
+    def scale_for(self, head_dim: int) -> float:
+        """Returns `scale`, or its default for heads of `head_dim`."""
+        return head_dim**-0.5 if self.scale is None else self.scale
+
+
+DEFAULT_OPTIONS = AttentionOptions()
