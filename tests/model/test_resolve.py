@@ -342,7 +342,7 @@ def test_source_that_cannot_be_read(
 
 def test_only_the_systems_errors_are_errors_of_writing(tmp_path: Path) -> None:
     with pytest.raises(OSError, match="No such file or directory"), convert_gguf._write_errors():
-        gguf.save_file({}, tmp_path / "none" / "x")
+        convert_gguf.save_file({}, tmp_path / "none" / "x")
     with pytest.raises(OSError, match="No such file or directory"), convert_gguf._write_errors():
         Tokenizer(models.BPE()).save(str(tmp_path / "none" / "x"))
     with pytest.raises(ValueError, match="a mistake"), convert_gguf._write_errors():
