@@ -103,7 +103,7 @@ class DecodeGraph:
         if form in self._graphs:
             return
         if form.kind >= SamplerKind.EDITED:
-            self._parts.sampler.enable_edits()
+            self._parts.sampler.enable_logit_edits()
         self._loaded = None
         self._metadata.prepare([], [], [], 0, prefixes=[] if form.grouped else None)
         self._count.zero_()

@@ -53,7 +53,7 @@ def test_a_token_does_not_depend_on_the_batch_or_the_kind(dtype: torch.dtype, de
                 if kind < params.kind:
                     continue
                 alone = make_sampler(device, *MIXED, vocab_size=5003)
-                alone.enable_edits()
+                alone.enable_logit_edits()
                 assert draw(alone, logits[i : i + 1], [rows[i]], [position], kind) == [batch[i]]
         backwards = make_sampler(device, *MIXED, vocab_size=5003)
         assert draw(backwards, logits.flip(0), rows[::-1], [position] * len(rows), FULL) == batch[::-1]
@@ -77,14 +77,14 @@ def test_greedy_ties_go_to_the_lowest_id(kind: SamplerKind, device: torch.device
     logits[2] = -math.inf
     logits[2, [96, 95]] = -3.0
     sampler = make_sampler(device, *[SamplingParams(temperature=0)] * 3)
-    sampler.enable_edits()
+    sampler.enable_logit_edits()
     assert draw(sampler, logits, [1, 2, 3], [4, 4, 4], kind) == [7, 0, 95]
 
 
 @pytest.mark.parametrize("kind", list(SamplerKind), ids=lambda kind: kind.name)
 def test_next_token_is_written_for_the_batch_alone(kind: SamplerKind, device: torch.device) -> None:
     sampler = make_sampler(device, *[SamplingParams(temperature=0)] * 5)
-    sampler.enable_edits()
+    sampler.enable_logit_edits()
     logits = make_logits(4, 2)
     kept = logits.clone()
     tokens = draw(sampler, logits, [4, 0, 2, 0], [9, 0, 9, 0], kind)  # two entries of padding
@@ -248,7 +248,7 @@ def test_a_vocabulary_below_twenty_gives_what_it_has(device: torch.device) -> No
 def test_extreme_temperatures(kind: SamplerKind, device: torch.device) -> None:
     cold, hot, hottest = (SamplingParams(temperature=t) for t in (1e-4, 100.0, 3.4e38))
     sampler = make_sampler(device, cold, hot, hottest)
-    sampler.enable_edits()
+    sampler.enable_logit_edits()
     logits = make_logits(1, 6)
     logits[:, 10:] = -math.inf
     num_draws = 600
@@ -271,7 +271,7 @@ def test_the_only_finite_logit_is_taken(temperature: float, kind: SamplerKind, d
     for i, token in enumerate((0, 50, VOCAB_SIZE - 1)):
         logits[i, token] = -1e4
     sampler = make_sampler(device, params, params, params)
-    sampler.enable_edits()
+    sampler.enable_logit_edits()
     assert draw(sampler, logits, [1, 2, 3], [0, 1, 2], kind) == [0, 50, VOCAB_SIZE - 1]
 
 
@@ -287,7 +287,7 @@ def test_a_broken_row_gets_some_token_and_harms_no_other(
     logits[1] = bad
     logits[2, 3] = math.nan
     sampler = make_sampler(device, *[params] * 4)
-    sampler.enable_edits()
+    sampler.enable_logit_edits()
     tokens = draw(sampler, logits, [1, 2, 3, 4], [5] * 4, kind)
     assert [tokens[0], tokens[3]] == [expected[0], expected[3]]
     assert all(0 <= token < VOCAB_SIZE for token in tokens)
@@ -334,7 +334,7 @@ def test_shapes_that_disagree_are_refused(device: torch.device) -> None:
 @pytest.mark.parametrize("kind", [EDITED, FULL], ids=lambda kind: kind.name)
 def test_edits_before_their_buffers_are_refused(kind: SamplerKind, device: torch.device) -> None:
     sampler = make_sampler(device, SamplingParams())
-    with pytest.raises(LightKVError, match="enable_edits"):
+    with pytest.raises(LightKVError, match="enable_logit_edits"):
         draw(sampler, make_logits(1, 0), [1], [0], kind)
 
 
@@ -342,7 +342,7 @@ def test_bytes_are_those_of_the_buffers(device: torch.device) -> None:
     sampler = make_sampler(device, SamplingParams())
     announced, lean = Sampler.bytes_for(4, VOCAB_SIZE), sampler.num_bytes
     assert lean == 4 * (8 + 48)
-    sampler.enable_edits()
+    sampler.enable_logit_edits()
     assert sampler.num_bytes == announced == lean + 4 * (4 * VOCAB_SIZE + 512 * 8 + 160 * 8 + 8)
 
 
@@ -350,7 +350,7 @@ def test_check_finds_a_foreign_write(device: torch.device) -> None:
     for damage in ("next_token", "number", "padding", "bias", "count"):
         sampler = make_sampler(device, SamplingParams(logprobs=1))
         sampler.check()
-        assert sampler._edits is not None
+        assert sampler._logit_edits is not None
         if damage == "next_token":
             sampler.next_token[1] = VOCAB_SIZE
         elif damage == "number":
@@ -358,9 +358,9 @@ def test_check_finds_a_foreign_write(device: torch.device) -> None:
         elif damage == "padding":
             sampler._lines[0, 1] = 3
         elif damage == "bias":
-            sampler._edits._bias[0, 3] = 1.0
+            sampler._logit_edits._bias[0, 3] = 1.0
         else:
-            sampler._edits._counts[1, 3] = -1
+            sampler._logit_edits._counts[1, 3] = -1
         with pytest.raises(LightKVError):
             sampler.check()
 
@@ -401,8 +401,8 @@ def test_a_captured_sample_replays_with_new_inputs(
 ) -> None:
     num_rows = len(MIXED) + 1
     sampler, eager = Sampler(num_rows, vocab_size, device), Sampler(num_rows, vocab_size, device)
-    sampler.enable_edits()
-    eager.enable_edits()
+    sampler.enable_logit_edits()
+    eager.enable_logit_edits()
     logits = make_logits(num_rows, 0, vocab_size).to(device, torch.bfloat16)
     rows = torch.arange(num_rows, device=device)
     positions = torch.zeros_like(rows)

@@ -17,7 +17,8 @@ from transformers.generation.logits_process import (
 )
 
 from lightkv.router.engine.step import NewRow
-from lightkv.router.model.sampler import Sampler, pick, token_weights_, truncate_, uniforms
+from lightkv.router.model.draw import pick, token_weights_, truncate_, uniforms
+from lightkv.router.model.sampler import Sampler
 from lightkv.router.sampling_params import SamplerKind, SamplingParams
 from tests.support.sampler_rows import FULL, VOCAB_SIZE, draw, int32_bytes, make_logits, make_sampler
 
@@ -101,7 +102,7 @@ def test_a_temperature_too_low_for_float32_is_greedy_at_every_kind(device: torch
     logits = torch.zeros(50, VOCAB_SIZE)
     logits[:, 60] = 1e-7
     sampler = make_sampler(device, SamplingParams(temperature=1e-6))
-    sampler.enable_edits()
+    sampler.enable_logit_edits()
     for kind in SamplerKind:
         assert draw(sampler, logits, [1] * 50, list(range(50)), kind) == [60] * 50
 
