@@ -57,18 +57,18 @@ def pick(weights: Tensor, uniform: Tensor) -> Tensor:
 
 
 def uniforms(seeds: Tensor, positions: Tensor) -> Tensor:
-    """Returns one number in [0, 1) per row, float64 `[B]`, which depends on int64 `[B]` seed and position alone.
+    """Returns one number in [0, 1) per row, float64 `[B]`, that depends on seed and position alone.
 
     This is SplitMix64 (Steele, Lea, Flood, "Fast splittable pseudorandom number generators", OOPSLA 2014). Its
     state starts at the mixed seed, so that neighbouring seeds have unrelated streams, and is advanced by
-    `position` steps.
+    `position` steps. seeds, positions: int64 `[B]`.
     """
     state = _mix(_mix(seeds) + positions * -0x61C8864680B583EB)
     return _shift_right(state, 11).double() * 2.0**-53
 
 
 def _mix(state: Tensor) -> Tensor:
-    """SplitMix64's finaliser. int64 stands for uint64: products wrap, and the constants are written as signed."""
+    """SplitMix64's finaliser. int64 stands for uint64: products wrap, and constants are written as signed."""
     state = (state ^ _shift_right(state, 30)) * -0x40A7B892E31B1A47
     state = (state ^ _shift_right(state, 27)) * -0x6B2FB644ECCEEE15
     return state ^ _shift_right(state, 31)

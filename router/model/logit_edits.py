@@ -24,7 +24,9 @@ class RowEdits(NamedTuple):
 
     biases: np.ndarray  # float64 [3 * N]: place in the flattened bias buffers, token id, bias
     counts: np.ndarray  # int64 [2 * N]: place in the flattened counts, what to add there
-    ends: np.ndarray  # int64 [4 * N]: row, position from which it may end, place in the row's end ids, token id
+    ends: (
+        np.ndarray
+    )  # int64 [4 * N]: row, position from which it may end, place in the row's end ids, token id
 
     @classmethod
     def of(cls, new_rows: Sequence[NewRow], prompts: Sequence[bytes], vocab_size: int) -> "RowEdits":

@@ -1,8 +1,8 @@
 """Samples on the device: from a step's logits to its tokens, without a round trip to the host.
 
-The sampler holds the sampling parameters and the last token of every row of the token table. What changes logits
-first is in `logit_edits.py`, how a token is drawn is in `draw.py`. Everything runs on the current stream.
-`sample` neither synchronises nor has data-dependent shapes, so it can be captured in a CUDA graph.
+The sampler holds the sampling parameters and the last token of every row of the token table. Changes of logits
+are in `logit_edits.py`, the drawing of a token is in `draw.py`. Everything runs on the current stream. `sample`
+neither synchronises nor has data-dependent shapes, so it can be captured in a CUDA graph.
 """
 
 from collections.abc import Sequence
@@ -84,7 +84,7 @@ class Sampler:
         return num_rows * (8 + _LINE.itemsize + LogitEdits.bytes_per_row(vocab_size))
 
     def enable_logit_edits(self) -> None:
-        """Allocates once what the kinds from EDITED on need. Call it before capturing a graph of such a kind."""
+        """Allocates once what kinds from EDITED on need. Call it before capturing a graph of such a kind."""
         if self._logit_edits is None:
             with torch.inference_mode(False):
                 self._logit_edits = LogitEdits(self.num_rows, self.vocab_size, self.device)
@@ -93,8 +93,8 @@ class Sampler:
         """Sets the rows of sequences that open or resume, in one upload. `prompts`: as in StepPlan.
 
         Raises InvalidParams for parameters that do not fit the vocabulary, and ValueError for rows outside
-        1..num_rows-1 or given twice, seeds outside int64, token ids outside the vocabulary, or a missing prompt.
-        A call that raises has changed nothing.
+        1..num_rows-1 or given twice, seeds outside int64, token ids outside the vocabulary, or a missing
+        prompt. A call that raises has changed nothing.
         """
         if not new_rows:
             return

@@ -10,8 +10,9 @@ import torch
 
 from lightkv.errors import LightKVError
 from lightkv.router import LLM, EngineConfig
-from lightkv.router.model.build import definite_limits
-from lightkv.router.model.loader import load_model, load_supported_config
+from lightkv.router.model.build import EngineSizes
+from lightkv.router.model.loader import load_model
+from lightkv.router.model.model_config import load_supported_config
 from lightkv.router.model_files import UnreadableWeights, resolve
 from lightkv.router.text.tokenizer import Tokenizer, UnreadableTokenizer
 from tests.support.tiny_files import save_tiny
@@ -93,7 +94,7 @@ def read_all_that_reads(name: str, directory: Path) -> None:
     found = resolve(str(directory), lambda line: None)
     if name == "config.json":
         text = load_supported_config(found).get_text_config()
-        definite_limits(EngineConfig(), torch.device("cpu"), text)
+        assert EngineSizes(EngineConfig(), torch.device("cpu"), text).limits
     Tokenizer(found)
     if name in OF_THE_WEIGHTS:
         load_model(found, META, "auto", lambda line: None)

@@ -18,7 +18,8 @@ import torch
 from tokenizers import Tokenizer, models
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from lightkv.router.model.loader import load_model, load_supported_config
+from lightkv.router.model.loader import load_model
+from lightkv.router.model.model_config import load_supported_config
 from lightkv.router.model_files import (
     DEFAULT_MODEL,
     ModelNotFound,
@@ -171,7 +172,7 @@ def test_unknown_model(lines: list[str], model: str) -> None:
 )
 @pytest.mark.usefixtures("cache")
 def test_what_is_no_id_is_looked_for_nowhere_else(lines: list[str], model: str) -> None:
-    with pytest.raises(ModelNotFound, match="no such directory, and no id"):
+    with pytest.raises(ModelNotFound, match="no such directory, and not an id"):
         resolve(model, lines.append)
 
 

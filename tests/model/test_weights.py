@@ -1,6 +1,7 @@
 """router/model/loader.py: models are refused or loaded, and random models are made."""
 
 import json
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,15 +12,10 @@ import transformers
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from lightkv.router.model import loader as weights
-from lightkv.router.model.loader import (
-    ModelTooLarge,
-    UnsupportedModel,
-    check_supported,
-    load_model,
-    position_limit,
-    random_model,
-)
+from lightkv.errors import UnsupportedModel
+from lightkv.router.model import loader
+from lightkv.router.model.loader import ModelTooLarge, load_model, random_model
+from lightkv.router.model.model_config import check_supported, position_limit
 from lightkv.router.model_files import UnreadableWeights, resolve
 from tests.support.tiny_files import save_tiny, tiny_config
 
@@ -48,7 +44,7 @@ UNSUPPORTED = {
     "Bart": "encoder-decoder",
     "Bert": "encoder",
     "Roberta": "encoder",
-    "ViT": "no causal language model",
+    "ViT": "not a causal language model",
     "DeepseekV3": "latent",
     "Mamba": "recurrent state",
     "RecurrentGemma": "recurrent state",
@@ -83,7 +79,7 @@ def test_unsupported(name: str, reason: str) -> None:
         ({"layer_types": ["full_attention", "conv"]}, "layers of type conv"),
         ({"kv_lora_rank": 8}, "latent"),
         ({"use_bidirectional_attention": True}, "bidirectional"),
-        ({"architectures": ["LlamaForSequenceClassification"]}, "no causal language model"),
+        ({"architectures": ["LlamaForSequenceClassification"]}, "not a causal language model"),
     ],
     ids=["conv", "latent", "bidirectional", "classifier"],
 )
@@ -171,9 +167,9 @@ def test_too_large_is_refused_before_it_is_loaded(
 ) -> None:
     parameters = load_model(tiny_dir, CPU, dtype, lines.append).parameters()
     needed = sum(parameter.numel() * parameter.element_size() for parameter in parameters)
-    monkeypatch.setattr(weights, "_memory", lambda device: (needed, 10 * needed))
+    monkeypatch.setattr(loader, "_memory", lambda device: (needed, 10 * needed))
     load_model(tiny_dir, CPU, dtype, lines.append)  # just fits
-    monkeypatch.setattr(weights, "_memory", lambda device: (needed - 1, 10 * needed))
+    monkeypatch.setattr(loader, "_memory", lambda device: (needed - 1, 10 * needed))
     monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", lambda *_, **__: pytest.fail("was loaded"))
     with pytest.raises(ModelTooLarge, match=r"tiny: .* GB of weights do not fit"):
         load_model(tiny_dir, CPU, dtype, lines.append)
@@ -182,19 +178,19 @@ def test_too_large_is_refused_before_it_is_loaded(
 def test_the_meta_device_holds_any_model(
     tiny_dir: Path, lines: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(weights, "_memory", lambda device: (0, 0))
+    monkeypatch.setattr(loader, "_memory", lambda device: (0, 0))
     assert load_model(tiny_dir, torch.device("meta"), "auto", lines.append).device.type == "meta"
 
 
 def test_bytes_once_loaded() -> None:
-    stored = weights.Counter({"F64": 80, "BF16": 20, "I64": 8, "F8_E4M3": 3})
+    stored = Counter({"F64": 80, "BF16": 20, "I64": 8, "F8_E4M3": 3})
     assert (
-        weights._loaded_bytes(stored, 4) == 40 + 40 + 8 + 3
+        loader._loaded_bytes(stored, 4) == 40 + 40 + 8 + 3
     )  # types that loading does not cast keep their size
 
 
 def test_memory_of_the_cpu() -> None:
-    free, total = weights._memory(CPU)
+    free, total = loader._memory(CPU)
     assert 0 < free <= total
 
 
@@ -317,7 +313,7 @@ def test_a_configuration_cannot_name_the_file_of_weights(tiny_dir: Path, lines: 
 def test_auto_dtype(
     device: str, declared: torch.dtype | None, stored: set[str], expected: torch.dtype
 ) -> None:
-    assert weights._auto_dtype(torch.device(device), declared, stored) == expected
+    assert loader._auto_dtype(torch.device(device), declared, stored) == expected
 
 
 # Random weights

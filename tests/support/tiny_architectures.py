@@ -21,7 +21,7 @@ from lightkv.router.engine.loop import Engine
 from lightkv.router.engine.request import Request
 from lightkv.router.engine.scheduler import Scheduler
 from lightkv.router.model.build import assemble
-from lightkv.router.model.loader import load_supported_config
+from lightkv.router.model.model_config import load_supported_config
 
 VOCABULARY = 96
 
