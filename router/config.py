@@ -53,8 +53,8 @@ class EngineConfig:
     device: str = setting("auto", "Where the model runs: auto (a GPU if there is one), cpu, cuda, cuda:1 …")
     dtype: str = setting(
         "auto",
-        "float32, float16, bfloat16, or auto: float32 on a CPU; on a GPU the checkpoint's type if it has 16 bits, "
-        "else bfloat16.",
+        "float32, float16, bfloat16, or auto: float32 on a CPU; on a GPU the checkpoint's type if it has "
+        "16 bits, else bfloat16.",
     )
     attention_backend: str | None = setting(None, "torch (default on a CPU) or triton (default on a GPU).")
     max_total_tokens: int | None = setting(
