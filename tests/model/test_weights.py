@@ -1,4 +1,4 @@
-"""router/model/loader.py: models are refused or loaded, and random models are made."""
+"""Tests of router/model/model_config.py and loader.py: models are refused or loaded; random models are made."""
 
 import json
 from collections import Counter
@@ -32,7 +32,7 @@ def lines() -> list[str]:
     return []
 
 
-# What can run
+# Supported and refused models
 
 SUPPORTED = [
     "Llama", "Mistral", "Ministral", "Mixtral", "Qwen2", "Qwen3", "Qwen3Moe", "Gemma", "Gemma2", "Gemma3Text",
@@ -83,7 +83,7 @@ def test_unsupported(name: str, reason: str) -> None:
     ],
     ids=["conv", "latent", "bidirectional", "classifier"],
 )
-def test_what_makes_a_llama_unsupported(changes: dict[str, Any], reason: str) -> None:
+def test_fields_that_make_a_llama_unsupported(changes: dict[str, Any], reason: str) -> None:
     config = tiny_config()
     for name, value in changes.items():
         setattr(config, name, value)
@@ -154,7 +154,7 @@ def test_loads_what_was_saved(tiny_dir: Path, lines: list[str], capfd: pytest.Ca
     assert not model.training
     assert "loading 0.00 GB" in lines[0]
     assert "loaded LlamaForCausalLM" in lines[-1]
-    assert capfd.readouterr() == ("", "")  # transformers' bars and warnings stay quiet
+    assert capfd.readouterr() == ("", "")  # transformers shows neither progress bars nor warnings
 
 
 def test_loads_in_the_dtype_asked_for(tiny_dir: Path, lines: list[str]) -> None:
@@ -168,7 +168,7 @@ def test_too_large_is_refused_before_it_is_loaded(
     parameters = load_model(tiny_dir, CPU, dtype, lines.append).parameters()
     needed = sum(parameter.numel() * parameter.element_size() for parameter in parameters)
     monkeypatch.setattr(loader, "_memory", lambda device: (needed, 10 * needed))
-    load_model(tiny_dir, CPU, dtype, lines.append)  # just fits
+    load_model(tiny_dir, CPU, dtype, lines.append)  # fits exactly
     monkeypatch.setattr(loader, "_memory", lambda device: (needed - 1, 10 * needed))
     monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", lambda *_, **__: pytest.fail("was loaded"))
     with pytest.raises(ModelTooLarge, match=r"tiny: .* GB of weights do not fit"):
@@ -249,7 +249,7 @@ def test_tensor_of_another_shape(tiny_dir: Path, lines: list[str]) -> None:
         load_model(tiny_dir, CPU, "auto", lines.append)
 
 
-def test_tensor_too_many_is_told(tiny_dir: Path, lines: list[str]) -> None:
+def test_an_unknown_tensor_is_reported(tiny_dir: Path, lines: list[str]) -> None:
     path = tiny_dir / "model.safetensors"
     save_file(load_file(path) | {"extra": torch.ones(7)}, path, metadata={"format": "pt"})
     load_model(tiny_dir, CPU, "auto", lines.append)
@@ -359,7 +359,7 @@ def test_random_model_is_repeatable() -> None:
         assert torch.equal(one, other)
 
 
-def test_random_model_of_what_cannot_run() -> None:
+def test_random_model_of_an_unsupported_architecture() -> None:
     with pytest.raises(UnsupportedModel):
         random_model(transformers.T5Config(), CPU, torch.float32)
 
