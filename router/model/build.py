@@ -226,10 +226,9 @@ def _powers_of_two(most: int) -> list[int]:
 
 
 def _compiled(parts: RunnerParts, report: Report) -> RunnerParts:
-    """Compiles the model for decode graphs: their shapes are few, while each prefill would be compiled anew."""
+    """Compiles the model for decode graphs only: every prefill would be a new shape to compile."""
     report("compiling the model for each batch size of a decode step: about 20 s each")
-    torch._dynamo.config.recompile_limit = max(
-        torch._dynamo.config.recompile_limit, 1024
-    )  # one compilation per shape
+    # Each shape is a compilation of its own.
+    torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 1024)
     compiled = torch.compile(parts.model, dynamic=False)
     return parts._replace(model=compiled)  # type: ignore[arg-type]

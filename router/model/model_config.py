@@ -43,7 +43,7 @@ def load_config(directory: Path) -> PreTrainedConfig:
         if wrong := [name for name in _LAYER_COUNTS if name in raw and not _is_layer_count(raw[name])]:
             raise ValueError(f"{wrong[0]} is {raw[wrong[0]]!r}, and can be 1 to {_MAX_LAYERS}")
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise UnreadableWeights(path, f"is no model configuration ({one_line(error)})") from error
+        raise UnreadableWeights(path, f"is not a model configuration ({one_line(error)})") from error
     if model_type not in CONFIG_MAPPING:
         hint = " (code that comes with a model is never run)" if "auto_map" in raw else ""
         reason = f"transformers {__version__} does not know {model_type[:100]!r}{hint}"

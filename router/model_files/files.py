@@ -72,7 +72,7 @@ def weight_files(directory: Path) -> list[str]:
     try:
         shards = set(read_json(index)["weight_map"].values())
     except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
-        raise UnreadableWeights(index, f"is no index of shards ({one_line(error)})") from error
+        raise UnreadableWeights(index, f"is not an index of shards ({one_line(error)})") from error
     for name in shards:
         if not isinstance(name, str) or not _SHARD_NAME.fullmatch(name):
             raise UnreadableWeights(
@@ -109,7 +109,7 @@ def stored_bytes(path: Path) -> Counter[str]:
             num_bytes[str(entry["dtype"])] += end - begin
             expected = max(expected, 8 + header_size + end)
     except (OSError, ValueError, KeyError, IndexError, TypeError, AttributeError, RecursionError) as error:
-        raise UnreadableWeights(path, f"is no safetensors file ({one_line(error)})") from error
+        raise UnreadableWeights(path, f"is not a safetensors file ({one_line(error)})") from error
     if size != expected:
         raise UnreadableWeights(path, f"has {size} bytes and should have {expected}")
     return num_bytes

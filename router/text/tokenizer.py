@@ -69,7 +69,7 @@ class Tokenizer:
         except (
             BaseException
         ) as error:  # tokenizers raises bare Exception, and its panics are not even Exceptions
-            raise UnreadableTokenizer(path, f"is no tokenizer ({one_line(error)})") from error
+            raise UnreadableTokenizer(path, f"is not a tokenizer ({one_line(error)})") from error
         self._tokenizer.no_truncation()  # the file may hold settings from training
         self._tokenizer.no_padding()
 
@@ -85,7 +85,7 @@ class Tokenizer:
         eos = generation_config.get("eos_token_id", config.get("eos_token_id"))
         eos_ids = [*(eos if isinstance(eos, list) else [eos]), self._special_id("eos_token")]
         if not all(token_id is None or _is_count(token_id) for token_id in eos_ids):
-            raise UnreadableTokenizer(directory, f"its eos_token_id is {str(eos)[:100]!r}, no token id")
+            raise UnreadableTokenizer(directory, f"its eos_token_id is {str(eos)[:100]!r}, not a token id")
         self.eos_ids: frozenset[int] = frozenset(eos_ids) - {None}
         self.vocab_size: int = config.get("vocab_size", self._tokenizer.get_vocab_size())
         lengths = [config[name] for name in CONTEXT_NAMES if config.get(name) is not None]
