@@ -90,7 +90,7 @@ class EngineConfig:
     cuda_graphs: bool = setting(True, "Run decode steps as CUDA graphs.")
     group_prefixes: bool = setting(
         True,
-        "In decode steps, read a long prefix that several requests share only once (triton backend).",
+        "In decode steps, read a long prefix once for all the requests that share it (triton backend).",
     )
     compile: bool = setting(
         False,
@@ -136,7 +136,7 @@ class ServiceConfig:
     )
     api_key: tuple[str, ...] = setting(
         (),
-        f"A key that clients may authenticate with; can be given several times. The environment variable "
+        f"A key of which clients have to send one; can be given several times. The environment variable "
         f"{API_KEY_VARIABLE} or a file is safer: all users of a machine can see its command lines.",
     )
     api_key_file: str | None = setting(None, "File of further keys, one per line.")
@@ -170,8 +170,8 @@ class ServiceConfig:
     )
     allow_priority: bool = setting(
         False,
-        "Let requests go ahead of others with a priority below 0. A priority above 0, which lets others go "
-        "ahead, is always allowed. One unit of priority is worth one minute of waiting.",
+        "Let requests set a priority below 0, and so go ahead of others. A priority above 0, which lets others "
+        "go ahead, is always allowed. One unit of priority is worth one minute of waiting.",
     )
     socket_dir: str | None = setting(
         None, "Directory of the sockets between the service's processes. Default: a temporary directory."
