@@ -87,7 +87,6 @@ class DecodeGraph:
 
     def __init__(self, parts: RunnerParts, size: int, metadata: AttentionMetadata) -> None:
         memory = parts.memory
-        self.size = size
         self._parts = parts
         self._metadata = metadata.create_cuda_graph_metadata(size)
         self._slots = torch.zeros(size, dtype=torch.int32, device=memory.device)
