@@ -1,10 +1,9 @@
-"""What an engine and a service are started with: frozen dataclasses, from which the command line makes its
-options.
+"""The settings of an engine and of a service. The command line makes its options from their fields.
 
-Knows no torch: dtypes and devices are names here, and become objects on the worker's side.
+Dtypes and devices are names here, so that this file loads without torch; the worker makes objects of them.
 """
 
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from typing import Any
 
 from lightkv.errors import LightKVError
@@ -25,63 +24,82 @@ TTFT_TARGET = 10.0  # seconds
 CACHE_NAMESPACES = ("key", "header")
 NAMESPACE_HEADER = "X-Cache-Namespace"
 MAX_SECONDS = 86_400.0
-API_KEY_VARIABLE = "LIGHTKV_API_KEY"  # of the environment: a machine's users see one another's command lines
+# An environment variable, since the users of a machine can see one another's command lines.
+API_KEY_VARIABLE = "LIGHTKV_API_KEY"
 
 
 class InvalidConfig(LightKVError, ValueError):
-    """A setting outside what it can be."""
+    """A setting has a value that is not allowed."""
 
 
-def _setting(default: Any, text: str) -> Any:
+def setting(default: Any, text: str) -> Any:
+    """Makes a dataclass field. The command line shows `text` as the help of its option."""
     return field(default=default, metadata={"help": text})
+
+
+def flag(name: str) -> str:
+    """Returns the option of the setting `name`: "--max-num-seqs" for "max_num_seqs"."""
+    return "--" + name.replace("_", "-")
 
 
 @dataclass(frozen=True)
 class EngineConfig:
-    """Every setting of an engine. None and "auto" mean: chosen from the model and the device."""
+    """Every setting of an engine. None and "auto" stand for a value chosen from the model and the device."""
 
-    model: str = _setting(
-        "HuggingFaceTB/SmolLM2-135M-Instruct", "A directory with safetensors, or a Hugging Face hub id."
+    model: str = setting(
+        "HuggingFaceTB/SmolLM2-135M-Instruct",
+        "A directory with safetensors, or an id on the Hugging Face hub.",
     )
-    device: str = _setting("auto", "Where the model runs: auto (a GPU if there is one), cpu, cuda, cuda:1 …")
-    dtype: str = _setting("auto", "auto (the checkpoint's; float32 on a CPU), float32, float16 or bfloat16.")
-    attention_backend: str | None = _setting(None, "torch (default on a CPU) or triton (default on a GPU).")
-    max_total_tokens: int | None = _setting(
-        None, "Tokens that the K/V pool holds. Default: what --mem-fraction leaves; 32768 on a CPU."
+    device: str = setting("auto", "Where the model runs: auto (a GPU if there is one), cpu, cuda, cuda:1 …")
+    dtype: str = setting(
+        "auto",
+        "float32, float16, bfloat16, or auto: float32 on a CPU; on a GPU the checkpoint's type if it has "
+        "16 bits, else bfloat16.",
     )
-    mem_fraction: float = _setting(0.9, "Share of the GPU's memory for weights and K/V pool together.")
-    max_num_seqs: int | None = _setting(
-        None, "Requests that run at once. Default: 256 on a GPU, 64 on a CPU."
+    attention_backend: str | None = setting(None, "torch (default on a CPU) or triton (default on a GPU).")
+    max_total_tokens: int | None = setting(
+        None,
+        "Capacity of the K/V pool, in tokens. Default: what fits in --mem-fraction on a GPU; 32768 on a CPU.",
     )
-    max_model_len: int | None = _setting(
-        None, "Tokens of prompt and output that one request may have. Default: the model's context."
+    mem_fraction: float = setting(
+        0.9, "Share of the GPU's memory that the weights and the K/V pool may use together."
     )
-    prefill_chunk: int | None = _setting(
-        None, "Prompt tokens a step at most; 0: no limit. Default: 2048 on a GPU, 512 on a CPU."
+    max_num_seqs: int | None = setting(
+        None, "The most requests that run at once. Default: 256 on a GPU, 64 on a CPU."
     )
-    admission: str = _setting(
+    max_model_len: int | None = setting(
+        None, "The most tokens of one request, prompt and output together. Default: the model's context."
+    )
+    prefill_chunk: int | None = setting(
+        None, "The most prompt tokens per step; 0 is no limit. Default: 2048 on a GPU, 512 on a CPU."
+    )
+    admission: str = setting(
         "exact",
-        "exact: a request is admitted when it, and all that run, fit to their last token; nothing is ever "
-        "paused. quantile: by the lengths of recent outputs; fuller, and pauses the youngest where short. "
-        "timely: as quantile, and who has waited too long for --ttft-target lets others go first, without "
-        "end if more comes than can be served. To "
-        "compare with: moving-average and past-future (other estimates of the same), watermark (by prompts "
-        "alone, up to 99 % of the pool), sum (prompt + max_tokens added up), oracle (exact, for requests whose "
-        "max_tokens is how long they get, as with ignore_eos).",
+        "How the scheduler decides which waiting request may run. exact: a request is admitted when it and all "
+        "running requests fit in the pool up to their last token, so none is ever preempted. quantile: output "
+        "lengths are estimated from recent outputs; the pool is fuller, and the youngest request is preempted "
+        "when memory runs short. timely: like quantile, but a request that has waited too long to meet "
+        "--ttft-target lets others go first, as long as more requests arrive than can be served. For "
+        "comparison: moving-average and past-future (other estimates of output lengths), watermark (counts "
+        "prompts only, up to 99 % of the pool), sum (counts prompt + max_tokens of each request), oracle "
+        "(exact, for requests that generate exactly max_tokens, as with ignore_eos).",
     )
-    ttft_target: float = _setting(TTFT_TARGET, "Seconds to the first token that --admission timely is for.")
-    cuda_graphs: bool = _setting(True, "Run decode steps as CUDA graphs.")
-    group_prefixes: bool = _setting(
+    ttft_target: float = setting(
+        TTFT_TARGET, "For --admission timely: the target for the time to the first token, in seconds."
+    )
+    cuda_graphs: bool = setting(True, "Run decode steps as CUDA graphs.")
+    group_prefixes: bool = setting(
         True,
-        "In decode steps, read a long prefix that requests share once for all of them (triton backend).",
+        "In decode steps, read a long prefix once for all the requests that share it (triton backend).",
     )
-    compile: bool = _setting(
+    compile: bool = setting(
         False,
-        "Compile decode steps before they become graphs: faster, about 20 s more a batch size.",
+        "Compile decode steps before capturing them as CUDA graphs: steps are faster, and start-up takes about "
+        "20 s longer for each batch size.",
     )
 
     def __post_init__(self) -> None:
-        """Raises InvalidConfig, naming the setting, its value and what it can be."""
+        """Raises InvalidConfig, which names the setting, its value and the values allowed."""
         for name, least in (
             ("max_total_tokens", 1),
             ("max_num_seqs", 1),
@@ -90,7 +108,7 @@ class EngineConfig:
         ):
             value = getattr(self, name)
             if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < least):
-                raise InvalidConfig(f"{_flag(name)} is {value!r}; give a whole number of at least {least}")
+                raise InvalidConfig(f"{flag(name)} is {value!r}; give a whole number of at least {least}")
         if not 0.0 < self.mem_fraction <= 1.0:
             raise InvalidConfig(f"--mem-fraction is {self.mem_fraction}; give a share above 0 and up to 1")
         if not self.ttft_target > 0:
@@ -103,60 +121,64 @@ class EngineConfig:
         if self.admission not in ADMISSIONS:
             raise InvalidConfig(f"--admission is {self.admission!r}; give one of {', '.join(ADMISSIONS)}")
 
-    @classmethod
-    def help(cls, name: str) -> str:
-        """The text that explains a setting."""
-        return next(f.metadata["help"] for f in fields(cls) if f.name == name)
-
 
 @dataclass(frozen=True)
 class ServiceConfig:
-    """Every setting of the service around an engine: where it listens, who is let in, how it ends."""
+    """Every setting of the service around an engine: its address, its keys, its limits and its timeouts."""
 
-    host: str = _setting("127.0.0.1", "Address to listen on. Any but the default lets other machines in.")
-    port: int = _setting(8000, "Port to listen on; 0 takes a free one.")
-    uds: str | None = _setting(
-        None, "Path of a unix socket to listen on, in place of --host and --port; for this user alone."
+    host: str = setting(
+        "127.0.0.1",
+        "Address to listen on. Other machines can connect unless it is a loopback address, as the default is.",
     )
-    api_key: tuple[str, ...] = _setting(
+    port: int = setting(8000, "Port to listen on; 0 takes a free one.")
+    uds: str | None = setting(
+        None, "Path of a unix socket to listen on instead of --host and --port. Only this user can connect."
+    )
+    api_key: tuple[str, ...] = setting(
         (),
-        f"What clients have to send as their key; may be given several times. Better given in the environment, "
-        f"{API_KEY_VARIABLE}, or in a file: command lines are seen by all of a machine's users.",
+        f"A key of which clients have to send one; can be given several times. The environment variable "
+        f"{API_KEY_VARIABLE} or a file is safer: all users of a machine can see its command lines.",
     )
-    api_key_file: str | None = _setting(None, "File of further keys, one a line.")
-    report_cached_tokens: bool = _setting(
+    api_key_file: str | None = setting(None, "File of further keys, one per line.")
+    report_cached_tokens: bool = setting(
         False,
-        "Tell clients in usage how many tokens of a prompt were cached. It lets a client find out, token by "
-        "token, what others have asked.",
+        "Report in usage how many tokens of a prompt were cached. A client can use it to find out, token by "
+        "token, what other clients have sent.",
     )
-    cache_namespace: str | None = _setting(
+    cache_namespace: str | None = setting(
         None,
-        "Share cached prefixes only within one API key (key), or within one value of the header "
-        f"{NAMESPACE_HEADER} (header), which a proxy has to set. Default: within the whole service.",
+        "Share cached prefixes only among requests with the same API key (key), or with the same value of the "
+        f"header {NAMESPACE_HEADER} (header), which a proxy has to set. Default: among all requests.",
     )
-    ssl_certfile: str | None = _setting(None, "Certificate chain, PEM: makes it HTTPS.")
-    ssl_keyfile: str | None = _setting(None, "The certificate's key, PEM, if it is in a file of its own.")
-    served_model_name: str | None = _setting(
-        None, "Name that clients call the model by. Default: MODEL as given."
+    ssl_certfile: str | None = setting(None, "Certificate chain in PEM format; the service then uses HTTPS.")
+    ssl_keyfile: str | None = setting(
+        None, "The certificate's key in PEM format, if it is in a separate file."
     )
-    max_queued_requests: int = _setting(4096, "Requests that may wait; further ones are refused (429).")
-    shutdown_timeout: float = _setting(30.0, "Seconds that running requests get once it is told to stop.")
-    step_timeout: float | None = _setting(
+    served_model_name: str | None = setting(
+        None, "Name of the model in requests and answers. Default: MODEL as given."
+    )
+    max_queued_requests: int = setting(
+        4096, "The most requests that may wait; further requests are refused (429)."
+    )
+    shutdown_timeout: float = setting(
+        30.0, "Seconds that running requests may still take after the service is told to stop."
+    )
+    step_timeout: float | None = setting(
         None,
         "Seconds after which a worker that has not finished a step is killed and replaced. Default: 60 on a "
         "GPU, 600 on a CPU.",
     )
-    allow_priority: bool = _setting(
+    allow_priority: bool = setting(
         False,
-        "Let requests raise their own urgency, by a priority below 0. They may always lower it, by one above "
-        "0; a unit of priority is worth a minute of waiting.",
+        "Let requests set a priority below 0, and so go ahead of others. A priority above 0, which lets others "
+        "go ahead, is always allowed. One unit of priority is worth one minute of waiting.",
     )
-    socket_dir: str | None = _setting(
-        None, "Directory for the sockets between its processes. Default: a temporary one."
+    socket_dir: str | None = setting(
+        None, "Directory of the sockets between the service's processes. Default: a temporary directory."
     )
 
     def __post_init__(self) -> None:
-        """Raises InvalidConfig, naming the setting, its value and what it can be."""
+        """Raises InvalidConfig, which names the setting, its value and the values allowed."""
         if not 0 <= self.port <= 65535:
             raise InvalidConfig(f"--port is {self.port}; give one of 1 to 65535, or 0 for a free one")
         if self.max_queued_requests < 1:
@@ -168,7 +190,7 @@ class ServiceConfig:
             most = f"seconds above 0 and up to {MAX_SECONDS:.0f}"
             raise InvalidConfig(f"--step-timeout is {self.step_timeout}; give {most}")
         if any(not key or key != key.strip() for key in self.api_key):
-            raise InvalidConfig("--api-key is empty, or has spaces around it; give a key without")
+            raise InvalidConfig("--api-key is empty or has spaces around it; give a key without them")
         if self.cache_namespace not in (None, *CACHE_NAMESPACES):
             known = " or ".join(CACHE_NAMESPACES)
             raise InvalidConfig(f"--cache-namespace is {self.cache_namespace!r}; give {known}")
@@ -176,13 +198,4 @@ class ServiceConfig:
             raise InvalidConfig("--ssl-keyfile is given without --ssl-certfile; give both")
         for name in ("host", "uds", "served_model_name", "socket_dir", "api_key_file"):
             if getattr(self, name) == "":
-                raise InvalidConfig(f"{_flag(name)} is empty; give one, or leave it out")
-
-    @classmethod
-    def help(cls, name: str) -> str:
-        """The text that explains a setting."""
-        return next(f.metadata["help"] for f in fields(cls) if f.name == name)
-
-
-def _flag(name: str) -> str:
-    return "--" + name.replace("_", "-")
+                raise InvalidConfig(f"{flag(name)} is empty; give one, or leave it out")

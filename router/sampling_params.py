@@ -1,8 +1,4 @@
-"""What a user asks of one request, and the bounds within which it may be asked.
-
-Knows the fields, their defaults and their ranges. Knows no tensor (the API and router processes import it
-without torch), no tokenizer and no model; the size of the vocabulary is told to it.
-"""
+"""The sampling parameters of one request: the fields, their defaults and their allowed ranges."""
 
 import enum
 import reprlib
@@ -12,9 +8,9 @@ import msgspec
 
 from lightkv.errors import LightKVError
 
-MAX_COUNT = 2**31 - 1  # of tokens, and of top_k: both are int32 on the device
-MAX_TEMPERATURE = 3.4028234663852886e38  # the largest float32: any finite temperature is allowed
-MIN_TEMPERATURE = 1e-5  # below it a row is greedy: the logits' own rounding would decide
+MAX_COUNT = 2**31 - 1  # of tokens and of top_k, which are int32 on the device
+MAX_TEMPERATURE = 3.4028234663852886e38  # the largest float32, so that every finite temperature is allowed
+MIN_TEMPERATURE = 1e-5  # below this a row is greedy: the rounding of the logits would decide
 MIN_REPETITION_PENALTY, MAX_REPETITION_PENALTY = 0.01, 100.0  # beyond, logits overflow float32
 MAX_LOGIT_BIAS = 512
 MAX_LOGPROBS = 20
@@ -22,15 +18,15 @@ MAX_N = 128
 MAX_STOPS = 16
 MAX_STOP_CHARS = 1024
 MAX_STOP_TOKEN_IDS = 128
-# The tokens that min_tokens can hold back: stop tokens, and the model's own end tokens.
+# How many tokens min_tokens can hold back: the stop tokens, and the model's own end tokens.
 MAX_END_IDS = MAX_STOP_TOKEN_IDS + 32
 _MIN_INT64, _MAX_INT64 = -(2**63), 2**63 - 1
-# 2^64 divided by the golden ratio, odd: multiples of it are far apart, modulo 2^64.
+# 2^64 divided by the golden ratio, made odd: its multiples are far apart modulo 2^64.
 _CHILD_STRIDE = 0x9E3779B97F4A7C15
 
 
 class InvalidParams(LightKVError, ValueError):
-    """A sampling parameter outside its range. Nothing was queued."""
+    """A sampling parameter is outside its range. The request was not queued."""
 
     def __init__(self, field: str, value: object, allowed: str) -> None:
         self.field = field
@@ -40,39 +36,40 @@ class InvalidParams(LightKVError, ValueError):
 
 
 class SamplerKind(enum.IntEnum):
-    """How much of the sampler a row needs. A batch runs at the highest kind among its rows.
+    """How much of the sampler a row needs. A batch is sampled at the highest kind among its rows.
 
     A row's token is the same at its own kind and at every higher one.
     """
 
     GREEDY = 0  # the argmax of the model's logits
     RANDOM = 1  # temperature and min_p: one pass in vocabulary order
-    EDITED = 2  # and logit bias, penalties, log-probabilities, a least number of tokens
-    FULL = 3  # and top-k and top-p, which sort the vocabulary
+    EDITED = 2  # also logit bias, penalties, log-probabilities and min_tokens
+    FULL = 3  # also top-k and top-p, which sort the vocabulary
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
-    """What one request asks of the sampler and of the end of its text. Checked when it is made or decoded.
+    """How one request is sampled, and where its text ends. The fields are checked on creation and decoding.
 
-    max_tokens: most tokens to generate.
+    max_tokens: the most tokens to generate.
     min_tokens: no end token, stop token or stop string ends the answer before it has this many tokens.
-    temperature: logits are divided by it; 0 (or below 1e-5) is greedy.
-    top_k: only the k likeliest tokens, and those as likely as the k-th; 0 or -1 is all of them.
-    top_p: only the smallest set of likeliest tokens whose probabilities sum to at least top_p.
-    min_p: only tokens at least min_p times as likely as the likeliest.
-    repetition_penalty: divides positive logits (multiplies negative ones) of tokens that the prompt or the
-        output holds.
-    presence_penalty, frequency_penalty: taken from the logits of tokens that the output holds, once, or once
-        for each time it holds them.
-    logit_bias: token id to what is added to its logit.
-    logprobs: number of likeliest alternatives to return with each token, under the model's own distribution;
-        the token's own log-probability comes with them, also at 0. None returns neither.
-    seed: makes the random numbers, and so the tokens, repeatable; None draws one.
-    n: number of answers.
+    temperature: the logits are divided by it; 0 (or below 1e-5) is greedy.
+    top_k: sample from the k likeliest tokens, and those as likely as the k-th; 0 or -1 is all tokens.
+    top_p: sample from the smallest set of likeliest tokens whose probabilities sum to at least top_p.
+    min_p: sample from the tokens that are at least min_p times as likely as the likeliest.
+    repetition_penalty: divides the positive logits (and multiplies the negative ones) of tokens that occur in
+        the prompt or the output.
+    presence_penalty: subtracted once from the logits of tokens that occur in the output.
+    frequency_penalty: subtracted from the logits of tokens for each time that they occur in the output.
+    logit_bias: maps a token id to what is added to its logit.
+    logprobs: how many of the likeliest tokens are returned with each token, under the model's own distribution.
+        The token's own log-probability is returned with them, also at 0. None returns neither.
+    seed: makes the random numbers, and so the tokens, repeatable; None draws a seed.
+    n: the number of answers.
     stop: one string, or several, that end the text (see `stops`).
-    stop_token_ids: tokens that end it. ignore_eos: the model's own end tokens do not.
-    include_stop_str_in_output: whether the stop string that ended the text is part of it.
-    skip_special_tokens: whether special tokens are left out of the text.
+    stop_token_ids: tokens that end the text.
+    ignore_eos: the model's own end tokens do not end the text.
+    include_stop_str_in_output: the stop string that ended the text is part of it.
+    skip_special_tokens: special tokens are left out of the text.
     """
 
     max_tokens: int = 256
@@ -84,7 +81,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     repetition_penalty: float = 1.0
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
-    logit_bias: dict[int, float] = {}  # msgspec gives each its own
+    logit_bias: dict[int, float] = {}  # msgspec makes a new one for each object
     logprobs: int | None = None
     seed: int | None = None
     n: int = 1
@@ -96,18 +93,18 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
 
     def __post_init__(self) -> None:
         self.validate()
-        # Lists become tuples, so that two requests that ask the same are equal, also after a wire.
+        # Lists become tuples, so that equal parameters compare as equal, also after encoding and decoding.
         msgspec.structs.force_setattr(self, "stop", self.stops)
         msgspec.structs.force_setattr(self, "stop_token_ids", tuple(self.stop_token_ids))
 
     @property
     def stops(self) -> tuple[str, ...]:
-        """The stop strings, also where `stop` was given as one."""
+        """The stop strings, as a tuple also if `stop` is one string."""
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
 
     @property
     def greedy(self) -> bool:
-        """Whether the likeliest token is taken, and no random number."""
+        """Whether the likeliest token is taken, without a random number."""
         return self.temperature < MIN_TEMPERATURE
 
     @property
@@ -117,7 +114,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def kind(self) -> SamplerKind:
-        """The least kind that serves this request. top-k, top-p and min-p never change an argmax."""
+        """The lowest kind that can sample this request. top-k, top-p and min-p never change an argmax."""
         if not self.greedy and (self.top_k > 0 or self.top_p < 1):
             return SamplerKind.FULL
         if self.penalised or self.logit_bias or self.logprobs is not None or self.min_tokens:
@@ -125,9 +122,9 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
         return SamplerKind.GREEDY if self.greedy else SamplerKind.RANDOM
 
     def child(self, child_idx: int) -> "SamplingParams":
-        """The request for answer `child_idx` of n: one answer, and a seed of its own where one was given.
+        """Returns the parameters for answer `child_idx` of n. If a seed was given, each has a seed of its own.
 
-        The first child keeps the seed, so that it says what the same request with n = 1 would.
+        The first child keeps the seed, so that its answer is that of the same request with n = 1.
         """
         if not 0 <= child_idx < self.n:
             raise ValueError(f"child {child_idx} of a request with n = {self.n}; give 0 to {self.n - 1}")
@@ -137,7 +134,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
         return msgspec.structs.replace(self, n=1, seed=seed)
 
     def validate(self, vocab_size: int | None = None) -> None:
-        """Raises InvalidParams for the first field out of range; token ids are held against `vocab_size`."""
+        """Raises InvalidParams for the first field out of range. Token ids have to be below `vocab_size`."""
         _check_int("max_tokens", self.max_tokens, 1, MAX_COUNT)
         allowed = f"an integer from 0 to max_tokens, which is {self.max_tokens}"
         _check_int("min_tokens", self.min_tokens, 0, self.max_tokens, allowed)
@@ -156,7 +153,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
         if self.logprobs is not None:
             _check_int("logprobs", self.logprobs, 0, MAX_LOGPROBS, f"None, or 0 to {MAX_LOGPROBS}")
         if self.seed is not None:
-            _check_int("seed", self.seed, _MIN_INT64, _MAX_INT64, "None, or an integer of 64 bits, signed")
+            _check_int("seed", self.seed, _MIN_INT64, _MAX_INT64, "None, or a signed integer of 64 bits")
         _check_int("n", self.n, 1, MAX_N)
         self._validate_stops(vocab_size)
         for flag in ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens"):
@@ -187,8 +184,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
             _check_token("stop_token_ids", token, vocab_size)
 
 
-# Types are compared exactly: a bool is no count, and what is neither int nor float cannot cross a process.
-# Only comparisons, so that NaN and integers too large for a float fall out of range and not over an error.
+# Types are compared exactly: a bool is not a count, and other numeric types cannot be sent to another process.
+# Only comparisons are used, so that NaN and integers too large for a float are out of range and raise no error.
 
 
 def _check_int(field: str, value: object, low: int, high: int, allowed: str = "") -> None:

@@ -1,7 +1,4 @@
-"""What the command line shows: progress and usage on stderr, answers on stdout.
-
-Knows streams and rich; knows no model, no request and no torch.
-"""
+"""Writes what the command line shows: progress and usage on stderr, answers on stdout."""
 
 import textwrap
 from collections.abc import Iterator, Sequence
@@ -15,17 +12,17 @@ _HEADING_CHARS = 76
 
 
 class Report(Protocol):
-    """Takes what is being done, a line at a time."""
+    """Is called with each line of progress."""
 
     def __call__(self, line: str) -> None: ...
 
 
 @contextmanager
 def progress(console: Console, first: str) -> Iterator[Report]:
-    """Shows slow work: `first`, then each line reported. What the block does starts with the former.
+    """Shows the progress of slow work in the block: first the line `first`, then each line reported.
 
-    In a terminal, a spinner turns beside the line of what goes on, and the lines before it stay above.
-    Elsewhere (a pipe, a dumb terminal) each line is printed as it comes.
+    In a terminal, a spinner turns beside the current line, and the earlier lines stay above it. Elsewhere (a
+    pipe, a dumb terminal) each line is printed when it is reported.
     """
     if not console.is_terminal or console.is_dumb_terminal:
         say(console, first)
@@ -44,15 +41,15 @@ def progress(console: Console, first: str) -> Iterator[Report]:
 
 
 def say(console: Console, line: str) -> None:
-    """One line, as it is: no markup, no colours for numbers, no wrapping."""
+    """Prints one line without markup, colours for numbers or wrapping."""
     console.print(Text(line, style="dim"), soft_wrap=True)
 
 
 class OrderedAnswers:
-    """Answers that grow at once, written to `out` one after the other.
+    """Writes answers that grow at the same time to `out`, one after the other.
 
-    The first one unfinished is live; what comes of the others meanwhile is kept for their turn. `headings`:
-    one per answer, or a single empty one, which is left out.
+    The text of the first unfinished answer is written at once; that of later answers is kept for their turn.
+    `headings`: one per answer, or a single empty one, which is left out.
     """
 
     def __init__(self, out: TextIO, headings: Sequence[str]) -> None:
@@ -61,10 +58,10 @@ class OrderedAnswers:
         self._waiting = [""] * len(headings)
         self._ended = [False] * len(headings)
         self._live = 0
-        self._last_char = ""  # of the live answer; nothing before it has begun
+        self._last_char = ""  # of the live answer; empty until its text begins
 
     def add(self, answer_idx: int, text: str, ended: bool) -> None:
-        """Take what an answer gained, and whether that was its end."""
+        """Adds text to an answer. `ended`: the answer has no further text."""
         self._waiting[answer_idx] += text
         self._ended[answer_idx] |= ended
         while self._live < len(self._headings):
@@ -76,7 +73,7 @@ class OrderedAnswers:
         self._out.flush()
 
     def interrupt(self) -> None:
-        """No more will come: leave the terminal at the beginning of a line."""
+        """Ends the output before the answers are complete, at the beginning of a line."""
         if self._last_char:
             self._end_line()
         self._out.flush()
@@ -87,7 +84,7 @@ class OrderedAnswers:
             heading = self._headings[self._live]
             text = f"{'' if self._live == 0 else chr(10)}{heading}\n\n{text}" if heading else text
         if text:
-            self._last_char = text[-1]  # first: an interruption may come out of the very write
+            self._last_char = text[-1]  # set first, since Ctrl-C may interrupt the write itself
             self._out.write(text)
 
     def _end_line(self) -> None:
@@ -97,7 +94,7 @@ class OrderedAnswers:
 
 
 def headings(prompts: Sequence[str], num_answers: int) -> list[str]:
-    """A Markdown heading for each of the `num_answers` answers of each prompt; none for a single one."""
+    """Returns a Markdown heading for each answer to each prompt; a single answer has none."""
     if len(prompts) == num_answers == 1:
         return [""]
     lines = []
@@ -109,7 +106,7 @@ def headings(prompts: Sequence[str], num_answers: int) -> list[str]:
 
 
 def usage(num_prompt: int, num_cached: int | None, num_new: int, seconds: float) -> str:
-    """What an answer took, in one line. `num_cached`: None where it is not known."""
+    """Returns one line of token counts and speed. `num_cached`: None if it is not known."""
     rate = num_new / seconds if seconds > 0 else 0.0
     cached = "" if num_cached is None else f" ({num_cached:,} cached)"
     return f"{num_prompt:,} prompt tokens{cached}, {num_new:,} new in {seconds:.1f} s ({rate:.1f} tokens/s)"

@@ -62,7 +62,6 @@ from bench.serving.stats import NotSteady, Steady, Targets, span, steady, step_r
 from bench.serving.workload import Ask, Lengths, Replayed, choose, fill, mixed, poisson, read_trace, scale
 from lightkv.errors import LightKVError
 from lightkv.router import EngineConfig
-from lightkv.router.model.loader import load_config
 from lightkv.router.model_files import resolve
 from lightkv.router.simulate.traces import open_trace
 
@@ -401,6 +400,8 @@ def reach(options: argparse.Namespace, config: EngineConfig, stack: ExitStack) -
     server = None
     vocab_size = options.vocab_size or 32_000
     if options.url is None:
+        from lightkv.router.model.model_config import load_config
+
         vocab_size = load_config(resolve(config.model, print)).get_text_config().vocab_size
         server = stack.enter_context(Server(serve_arguments(config, options.serve)))
     endpoint = Endpoint(options.url or server.url, options.api_key, options.timeout)  # type: ignore[union-attr]

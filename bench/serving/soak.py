@@ -51,7 +51,6 @@ from bench.serving.soak_requests import (
     sampled_call,
 )
 from lightkv.router import EngineConfig
-from lightkv.router.model.loader import load_config
 from lightkv.router.model_files import resolve
 
 Load = Mapping[str, Any]
@@ -437,6 +436,8 @@ def main() -> None:
     options = arguments()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that the server is taken down
     print_machine()
+    from lightkv.router.model.model_config import load_config
+
     text = load_config(Path(resolve(options.model, print))).get_text_config()
     command = ["--model", options.model, "--device", options.device, "--admission", options.admission]
     command += ["--max-total-tokens", str(options.max_total_tokens), *options.serve]

@@ -70,7 +70,7 @@ def _config_options(
         kind, default = kinds[field.name], field.default
         if kind == tuple[str, ...]:  # an option that may be given several times
             kind, default = list[str], None
-        options.append(_option(field.name, kind, default, config.help(field.name), panel))
+        options.append(_option(field.name, kind, default, field.metadata["help"], panel))
     return options
 
 

@@ -1,1 +1,1 @@
-"""The model's side of a step: loading, sampling, CUDA graphs and the runner. What needs torch stands here."""
+"""The model's side of a step: loading, sampling, CUDA graphs and the runner. All of it needs torch."""

@@ -1,10 +1,11 @@
-"""From settings to a model runner: the device, the model, its memory and its graphs, in that order.
+"""Builds a model runner from an engine's configuration: device, model, memory, graphs, in this order.
 
-Knows what depends on what (the pool takes what the weights leave), and reports each slow part as it goes.
-The worker's side: imports torch.
+The order matters, since the pool takes the memory that the weights leave. Each slow part is reported.
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Literal
 
@@ -27,7 +28,8 @@ from lightkv.router.model_files import resolve
 from lightkv.router.sampling_params import SamplerKind
 
 from .cuda_graph import DecodeGraphs
-from .loader import load_model, load_supported_config, position_limit
+from .loader import load_model
+from .model_config import load_supported_config, position_limit
 from .packed_linear import pack_linears
 from .parts import RunnerParts
 from .runner import ModelRunner
@@ -35,13 +37,13 @@ from .sampler import Sampler
 
 Report = Callable[[str], None]
 
-# Activations of a step, as multiples of what its widest tensors take; measured shapes differ little.
+# The memory of a step's activations, in copies of its widest tensors; measured models differ little.
 _LOGITS_COPIES = 8
 _HIDDEN_COPIES = 6
 
 
 def pick_device(name: str) -> torch.device:
-    """The device called `name`; "auto" is the GPU where there is one. Raises InvalidConfig."""
+    """Returns the device called `name`; "auto" is the GPU if there is one. Raises InvalidConfig."""
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
     try:
@@ -52,49 +54,23 @@ def pick_device(name: str) -> torch.device:
         raise InvalidConfig(f"--device is {name!r}; lightkv runs on cpu and cuda")
     if device.type == "cuda":
         if not torch.cuda.is_available():
-            raise InvalidConfig(f"--device is {name!r}, and torch {torch.__version__} sees no GPU; give cpu")
+            raise InvalidConfig(f"--device is {name!r}, but torch {torch.__version__} sees no GPU; give cpu")
         if (device.index or 0) >= torch.cuda.device_count():
-            raise InvalidConfig(f"--device is {name!r}, and there are {torch.cuda.device_count()} GPUs")
+            raise InvalidConfig(f"--device is {name!r}, but there are {torch.cuda.device_count()} GPUs")
         device = torch.device("cuda", device.index or 0)
     return device
 
 
 def pick_dtype(name: str) -> torch.dtype | Literal["auto"]:
-    """The type called `name`, or "auto"."""
+    """Returns the dtype called `name`, or "auto"."""
     if name == "auto":
         return "auto"
     dtype: torch.dtype = getattr(torch, name)
     return dtype
 
 
-def definite_limits(config: EngineConfig, device: torch.device, text: PreTrainedConfig) -> Limits:
-    """What `config` leaves open, made definite from the device and the model's (text) configuration.
-
-    A context is the longest at which no sequence depends on its neighbours (`position_limit`). Raises
-    InvalidConfig, also for a context longer than that.
-    """
-    on_gpu = device.type == "cuda"
-    context = position_limit(text) or context_length(text)
-    max_model_len = config.max_model_len or context
-    if max_model_len is None:
-        raise InvalidConfig("the model names no context length; give one with --max-model-len")
-    if context is not None and max_model_len > context:
-        raise InvalidConfig(
-            f"--max-model-len is {max_model_len}; the model's context is {context} tokens here"
-        )
-    chunk = config.prefill_chunk
-    if chunk is None:
-        chunk = 2048 if on_gpu else 512
-    return Limits(
-        max_num_seqs=config.max_num_seqs or (256 if on_gpu else 64),
-        max_model_len=max_model_len,
-        prefill_chunk=chunk,
-        vocab_size=text.vocab_size,
-    )
-
-
 def use_graphs(config: EngineConfig, device: torch.device) -> bool:
-    """Do decode steps run as CUDA graphs? Raises InvalidConfig where `config` contradicts itself."""
+    """Returns whether decode steps run as CUDA graphs. Raises InvalidConfig if `config` contradicts itself."""
     backend = pick_backend(config.attention_backend, device)
     graphs = config.cuda_graphs and device.type == "cuda" and backend.supports_cuda_graph
     if config.compile and not graphs:
@@ -105,44 +81,82 @@ def use_graphs(config: EngineConfig, device: torch.device) -> bool:
     return graphs
 
 
-def size_pool(
-    config: EngineConfig, spec: KVSpec, device: torch.device, limits: Limits, text: PreTrainedConfig
-) -> PoolPlan:
-    """What the pool holds on `device`, beside the model and what its steps need. Raises OutOfMemory."""
-    inner = getattr(text, "intermediate_size", None) or 0  # of each layer, in some configurations
-    widest = max(text.hidden_size, *(inner if isinstance(inner, list | tuple) else [inner]))
-    rows = limits.max_num_seqs + 1
-    table = rows * limits.max_model_len * 4
-    sampling = Sampler.bytes_for(rows, limits.vocab_size)
-    logits = limits.max_num_seqs * limits.vocab_size * 4 * _LOGITS_COPIES
-    hidden = limits.max_step_tokens * widest * spec.dtype.itemsize * _HIDDEN_COPIES
-    return plan_pool(
-        spec,
-        device,
-        num_tokens=config.max_total_tokens,
-        fraction=config.mem_fraction,
-        reserve=table + sampling + logits + hidden,
-    )
+@dataclass(frozen=True)
+class EngineSizes:
+    """The sizes that `config` leaves open, computed from the device and the model's (text) configuration."""
+
+    config: EngineConfig
+    device: torch.device
+    text: PreTrainedConfig
+
+    @cached_property
+    def limits(self) -> Limits:
+        """The limits of a step and of a request.
+
+        The longest request is one for which no sequence depends on its neighbours (`position_limit`). Raises
+        InvalidConfig, also for a `max_model_len` above that.
+        """
+        config, on_gpu = self.config, self.device.type == "cuda"
+        context = position_limit(self.text) or context_length(self.text)
+        max_model_len = config.max_model_len or context
+        if max_model_len is None:
+            raise InvalidConfig("the model names no context length; give one with --max-model-len")
+        if context is not None and max_model_len > context:
+            raise InvalidConfig(
+                f"--max-model-len is {max_model_len}; the model's context is {context} tokens here"
+            )
+        chunk = config.prefill_chunk
+        if chunk is None:
+            chunk = 2048 if on_gpu else 512
+        return Limits(
+            max_num_seqs=config.max_num_seqs or (256 if on_gpu else 64),
+            max_model_len=max_model_len,
+            prefill_chunk=chunk,
+            vocab_size=self.text.vocab_size,
+        )
+
+    def pool(self, spec: KVSpec) -> PoolPlan:
+        """Returns the pool that fits beside what the device holds now and what steps need.
+
+        Raises OutOfMemory.
+        """
+        # Some configurations give the intermediate size of each layer.
+        inner = getattr(self.text, "intermediate_size", None) or 0
+        widest = max(self.text.hidden_size, *(inner if isinstance(inner, list | tuple) else [inner]))
+        limits = self.limits
+        rows = limits.max_num_seqs + 1
+        table = rows * limits.max_model_len * 4
+        sampling = Sampler.bytes_for(rows, limits.vocab_size)
+        logits = limits.max_num_seqs * limits.vocab_size * 4 * _LOGITS_COPIES
+        hidden = limits.max_step_tokens * widest * spec.dtype.itemsize * _HIDDEN_COPIES
+        return plan_pool(
+            spec,
+            self.device,
+            num_tokens=self.config.max_total_tokens,
+            fraction=self.config.mem_fraction,
+            reserve=table + sampling + logits + hidden,
+        )
 
 
 def find_model(config: EngineConfig, report: Report) -> Path:
-    """The directory of the model of `config`, which can run here as far as can be told without its weights.
+    """Finds the directory of `config`'s model and checks, without its weights, that the model can run here.
 
     Raises InvalidConfig, ModelNotFound, UnreadableWeights, UnsupportedModel.
     """
     device = pick_device(config.device)
     use_graphs(config, device)
     directory = resolve(config.model, report)
-    definite_limits(config, device, load_supported_config(directory).get_text_config())
+    text = load_supported_config(directory).get_text_config()
+    _ = EngineSizes(config, device, text).limits  # raises InvalidConfig
     return directory
 
 
 def build_runner(
     config: EngineConfig, report: Report, directory: Path | None = None
 ) -> tuple[ModelRunner, RunnerInfo]:
-    """Load the model of `config` and make everything its steps need.
+    """Loads the model of `config` and makes everything that its steps need.
 
-    `report` takes progress, a line at a time. `directory`: what `find_model` has returned; None asks it now.
+    `report` is called with each line of progress. `directory`: what `find_model` returned; None calls it here.
     Raises what `find_model` does, ModelTooLarge, and OutOfMemory.
     """
     device = pick_device(config.device)
@@ -152,10 +166,10 @@ def build_runner(
 
 
 def assemble(model: PreTrainedModel, config: EngineConfig, report: Report) -> tuple[ModelRunner, RunnerInfo]:
-    """A runner around a model that is loaded already, on the device that it is on."""
+    """Makes a runner around a loaded model, on the device that the model is on."""
     device = model.device
-    text = model.config.get_text_config()
-    limits = definite_limits(config, device, text)
+    sizes = EngineSizes(config, device, model.config.get_text_config())
+    limits = sizes.limits
     with_graphs = use_graphs(config, device)
     shape = probe(model)
     backends = make_backends(config.attention_backend, device, shape.layers)
@@ -163,14 +177,14 @@ def assemble(model: PreTrainedModel, config: EngineConfig, report: Report) -> tu
         limits = replace(limits, prefix_sharing=PrefixSharing(prefix_members(backends)))
     if device.type == "cpu":
         pack_linears(model, report)
-    pool = size_pool(config, shape.spec, device, limits, text)
+    pool = sizes.pool(shape.spec)
     report(f"K/V pool: {pool.num_tokens:,} tokens, {pool.num_bytes / 2**20:,.1f} MiB ({pool.why})")
     memory = KVMemory(shape.spec, pool.num_slots, limits.max_num_seqs, limits.max_model_len, device)
     sampler = Sampler(limits.max_num_seqs + 1, limits.vocab_size, device)
     bind(model)
     parts = RunnerParts(model, backends, memory, sampler)
     if device.type == "cuda":
-        report("compiling what takes slots, for every size of a step")
+        report("compiling the kernels that allocate slots, for every size of a step")
         _warm_up(memory, limits)
     graphs = None
     if with_graphs:
@@ -194,8 +208,10 @@ def assemble(model: PreTrainedModel, config: EngineConfig, report: Report) -> tu
 
 
 def _warm_up(memory: KVMemory, limits: Limits) -> None:
-    """Take and give back as many slots as a step's prompts or decodes may take: kernels are compiled by size,
-    and one that is compiled while requests run holds them up. Leaves the memory as it was."""
+    """Allocates and frees slots in every size that a step may need, and leaves the memory as it was.
+
+    The kernels are compiled by size, and a compilation while requests run would delay them.
+    """
     most = min(limits.prefill_budget, limits.max_model_len, memory.capacity)
     for size in _powers_of_two(most):
         memory.apply([Alloc((1,), (0,), (size,)), FreeRange(1, 0, size)])
@@ -205,13 +221,14 @@ def _warm_up(memory: KVMemory, limits: Limits) -> None:
 
 
 def _powers_of_two(most: int) -> list[int]:
-    """Up to `most`, which comes last."""
+    """Returns the powers of two below `most`, then `most`."""
     return [*(1 << bits for bits in range(most.bit_length()) if 1 << bits < most), most]
 
 
 def _compiled(parts: RunnerParts, report: Report) -> RunnerParts:
-    """For decode graphs alone: their shapes are few, while every prefill would be compiled anew."""
+    """Compiles the model for decode graphs only: every prefill would be a new shape to compile."""
     report("compiling the model for each batch size of a decode step: about 20 s each")
-    torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 1024)  # a shape each
+    # Each shape is a compilation of its own.
+    torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 1024)
     compiled = torch.compile(parts.model, dynamic=False)
     return parts._replace(model=compiled)  # type: ignore[arg-type]

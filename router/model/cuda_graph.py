@@ -1,9 +1,9 @@
-"""Decode steps as CUDA graphs: one graph a batch size and form of step, with no host in it.
+"""Decode steps as CUDA graphs: one graph for each batch size and `GraphKey`, which runs without the host.
 
-Captured in a graph: take a slot for every row, write the table, the forward pass (K/V written, attention over
-the table), sample, note the token as the row's next input, and move every row one position on. A step whose
-rows are those of the step before, and read the same prefixes together, needs no upload at all: a replay is the
-whole of it. Batches are padded to the next size with row 0, whose slot is 0.
+A graph allocates a slot for every row, writes the token table, runs the forward pass (which writes K/V and
+attends over the table), samples, stores the token as the row's next input, and moves every row one position on.
+A step with the rows and shared prefixes of the step before needs no upload: replaying the graph is all of it.
+Batches are padded to the next size with row 0, whose slot is 0.
 """
 
 from collections.abc import Callable, Sequence
@@ -24,26 +24,28 @@ from .sampler import Sampled
 
 
 def batch_sizes(most: int) -> list[int]:
-    """The sizes that graphs are captured for: padding is at most a batch again up to 8, then a quarter."""
+    """Returns the batch sizes to capture, in ascending order and ending with `most`."""
     sizes = [1, 2, 4, *range(8, 64, 8), *range(64, 128, 16), *range(128, 256, 32), *range(256, most + 64, 64)]
     kept = [size for size in sizes if size < most]
     return [*kept, most]
 
 
 class StepOutput(NamedTuple):
-    """What a step leaves on the device. `packed`: int64, the tokens sampled, then the two counters, so that
-    one copy brings them all."""
+    """The results of a step on the device.
+
+    `packed`: int64, the sampled tokens and then the memory's two counters, so that one copy brings them all.
+    """
 
     sampled: Sampled
     packed: torch.Tensor
 
     @classmethod
     def of(cls, sampled: Sampled, memory: KVMemory) -> "StepOutput":
-        """After everything else of the step."""
+        """Packs the results. Call it after all other work of the step has been launched."""
         return cls(sampled, torch.cat((sampled.tokens, memory.counters.long())))
 
     def to_host(self, with_logprobs: bool) -> "StepOutput":
-        """A copy in pinned memory, there once the stream has come to here; on the CPU, itself."""
+        """Returns a copy in pinned memory, complete once the stream has reached this; on the CPU, itself."""
         if self.packed.device.type == "cpu":
             return self
         sampled = self.sampled
@@ -53,25 +55,27 @@ class StepOutput(NamedTuple):
 
 
 def _pinned(tensor: torch.Tensor) -> torch.Tensor:
-    """A copy that nobody waits for, in pinned memory (from torch's cache of it after the first steps)."""
+    """Returns an asynchronous copy in pinned memory, which comes from torch's cache after the first steps."""
     return torch.empty_like(tensor, device="cpu", pin_memory=True).copy_(tensor, non_blocking=True)
 
 
 class GraphKey(NamedTuple):
-    """What a step is captured for, beside its size: how it samples, and whether some of its rows read a prefix
-    together, which is another launch."""
+    """What distinguishes graphs of one batch size: how they sample, and whether rows share prefixes.
+
+    Shared prefixes are read by launches of their own.
+    """
 
     kind: SamplerKind
-    grouped: bool = False
+    shares_prefixes: bool = False
 
     @classmethod
     def of(cls, plan: StepPlan) -> "GraphKey":
-        """That of a plan of decodes."""
+        """Returns the key of a plan that has decodes only."""
         return cls(plan.kind, bool(plan.prefixes))
 
 
 class _Loaded(NamedTuple):
-    """The batch whose rows and positions are in a graph's tensors, ready for the step after `step`."""
+    """The batch in a graph's static tensors, which are ready for the step after `step`."""
 
     step: int
     rows: list[int]
@@ -79,11 +83,10 @@ class _Loaded(NamedTuple):
 
 
 class DecodeGraph:
-    """One batch size: its static tensors, and a graph for each form of step asked for so far."""
+    """The static tensors of one batch size, and the graphs captured for it so far."""
 
     def __init__(self, parts: RunnerParts, size: int, metadata: AttentionMetadata) -> None:
         memory = parts.memory
-        self.size = size
         self._parts = parts
         self._metadata = metadata.create_cuda_graph_metadata(size)
         self._slots = torch.zeros(size, dtype=torch.int32, device=memory.device)
@@ -91,34 +94,32 @@ class DecodeGraph:
         self._graphs: dict[GraphKey, tuple[torch.cuda.CUDAGraph, StepOutput]] = {}
         self._loaded: _Loaded | None = None
 
-    def has(self, form: GraphKey) -> bool:
-        """Is the step captured in `form`?"""
-        return form in self._graphs
+    def has(self, key: GraphKey) -> bool:
+        """Returns whether the graph of `key` is captured."""
+        return key in self._graphs
 
-    def capture(self, form: GraphKey, pool: Any) -> None:
-        """Capture the step once in `form`, in the memory of `pool` (torch's handle of one).
+    def capture(self, key: GraphKey, pool: Any) -> None:
+        """Captures the graph of `key` in `pool`, torch's handle of a memory pool.
 
-        The tensors hold padding meanwhile, so nothing is taken.
+        Meanwhile the static tensors hold padding alone, so no slot is allocated.
         """
-        if form in self._graphs:
-            return
-        if form.kind >= SamplerKind.EDITED:
-            self._parts.sampler.enable_edits()
+        if key.kind >= SamplerKind.EDITED:
+            self._parts.sampler.enable_logit_edits()
         self._loaded = None
-        self._metadata.prepare([], [], [], 0, prefixes=[] if form.grouped else None)
+        self._metadata.prepare([], [], [], 0, prefixes=[] if key.shares_prefixes else None)
         self._count.zero_()
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
-            self._step(form.kind)  # compiles kernels and lets libraries set themselves up
+            self._step(key.kind)  # compiles kernels and lets libraries set themselves up
         torch.cuda.current_stream().wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=pool):
-            output = self._step(form.kind)
-        self._graphs[form] = (graph, output)
+            output = self._step(key.kind)
+        self._graphs[key] = (graph, output)
 
-    def replay(self, plan: StepPlan) -> "StepOutput":
-        """Run a plan of decodes. What it returns is overwritten by the next replay."""
+    def replay(self, plan: StepPlan) -> StepOutput:
+        """Runs a plan that has decodes only. The next replay overwrites what it returns."""
         count = len(plan.rows)
         if self._loaded is None or (plan.step - 1, plan.rows, plan.prefixes) != self._loaded:
             self._metadata.prepare(plan.rows, plan.starts, plan.counts, 0, prefixes=plan.prefixes or None)
@@ -129,7 +130,7 @@ class DecodeGraph:
         self._loaded = _Loaded(plan.step, plan.rows, plan.prefixes)
         return output
 
-    def _step(self, kind: SamplerKind) -> "StepOutput":
+    def _step(self, kind: SamplerKind) -> StepOutput:
         model, backends, memory, sampler = self._parts
         metadata = self._metadata
         rows = metadata.rows
@@ -146,57 +147,62 @@ class DecodeGraph:
 
 
 class DecodeGraphs:
-    """The graphs of a device, by batch size; they share one memory pool, since they never run together.
+    """The graphs of all batch sizes. They share one memory pool, since they never run at the same time.
 
-    `announce` is told of a graph that is captured while requests run.
+    `announce` is called with a line before a graph is captured while requests run.
     """
 
     def __init__(self, parts: RunnerParts, metadata: AttentionMetadata) -> None:
         self.announce: Callable[[str], None] = lambda line: None
         self._pool = torch.cuda.graph_pool_handle()
         self._sizes = batch_sizes(metadata.max_num_requests)
-        self._may_group = metadata.prefix_members > 1
+        self._may_share = metadata.prefix_members > 1
         self._graphs = {size: DecodeGraph(parts, size, metadata) for size in self._sizes}
-        self._refused: set[tuple[int, GraphKey]] = set()  # no memory for these: they run eagerly
+        # There was no memory for the graphs of these, so that their steps run eagerly.
+        self._refused: set[tuple[int, GraphKey]] = set()
 
     @torch.inference_mode()
     def capture(self, kinds: Sequence[SamplerKind], report: Callable[[str], None]) -> None:
-        """Capture every batch size ahead of time, the largest first, so that the others fit in its memory.
+        """Captures every batch size ahead of time, the largest first, so that the others fit in its memory.
 
-        With groups, one of each power of two: kernels are compiled for these, so that what is captured when it
-        is first needed does not hold requests up for long.
+        With shared prefixes one size of each power of two is captured. This compiles the kernels, so that a
+        graph captured later, when it is first needed, does not delay requests for long.
         """
         powers = set()
         for done, size in enumerate(reversed(self._sizes), start=1):
-            forms = [GraphKey(kind) for kind in kinds]
+            keys = [GraphKey(kind) for kind in kinds]
             power = (size - 1).bit_length()
-            if self._may_group and size > 1 and power not in powers:
+            if self._may_share and size > 1 and power not in powers:
                 powers.add(power)
-                forms.append(GraphKey(SamplerKind.GREEDY, grouped=True))
-            for form in forms:
-                self._graphs[size].capture(form, self._pool)
+                keys.append(GraphKey(SamplerKind.GREEDY, shares_prefixes=True))
+            for key in keys:
+                self._graphs[size].capture(key, self._pool)
             report(f"capturing decode graphs: {done} of {len(self._sizes)} (batch {size})")
 
-    def get(self, batch_size: int, form: GraphKey) -> DecodeGraph | None:
-        """The graph for such a batch, captured now if it is the first; None where memory is too short."""
+    def get(self, batch_size: int, key: GraphKey) -> DecodeGraph | None:
+        """Returns the graph for a batch of this size, and captures it if it is missing.
+
+        Returns None if the batch is larger than all graphs, or the device lacks the memory to capture it.
+        """
         size = next((size for size in self._sizes if size >= batch_size), None)
-        if size is None or (size, form) in self._refused:
+        if size is None or (size, key) in self._refused:
             return None
         graph = self._graphs[size]
-        if not graph.has(form):
-            self.announce(f"capturing a decode graph: batch {size}, {form.kind.name.lower()}")
+        if graph.has(key):
+            return graph
+        self.announce(f"capturing a decode graph: batch {size}, {key.kind.name.lower()}")
         try:
-            graph.capture(form, self._pool)
+            graph.capture(key, self._pool)
         except RuntimeError as error:
             if not _is_out_of_memory(error):
                 raise
-            self._refused.add((size, form))
+            self._refused.add((size, key))
             return None
         return graph
 
 
 def _is_out_of_memory(error: BaseException | None) -> bool:
-    """Was it that? Ending the broken capture may have raised another error over the first."""
+    """Returns whether `error`, or an error it replaced while the broken capture ended, is out of memory."""
     while error is not None:
         if isinstance(error, torch.OutOfMemoryError):
             return True

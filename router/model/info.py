@@ -1,14 +1,13 @@
-"""What an engine of these settings would come to, without loading the model's weights.
+"""Describes the machine and the model of an engine without loading weights, for `lightkv info`.
 
-Knows what `build.py` would do and in which order; takes no memory for weights or pool. The worker's side:
-imports torch.
+The sizes are those that `build.py` would choose. No memory is used for the weights or the pool.
 """
 
 import platform
 from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Literal, cast
+from typing import cast
 
 import msgspec
 import torch
@@ -22,14 +21,15 @@ from lightkv.memory.kv_pool import PoolPlan
 from lightkv.memory.kv_spec import KVSpec
 from lightkv.router.config import EngineConfig
 
-from .build import definite_limits, pick_device, size_pool
-from .loader import load_model, load_supported_config
+from .build import EngineSizes, pick_device, pick_dtype
+from .loader import load_model
+from .model_config import load_supported_config
 
 _PACKAGES = ("torch", "triton", "transformers", "tokenizers", "numpy")
 
 
 class MachineInfo(msgspec.Struct, frozen=True):
-    """Where the model would run, and on which versions. Bytes are of the device's memory, 0 on a CPU."""
+    """The device, and the installed versions. The bytes are those of the device's memory, and 0 on a CPU."""
 
     device: str
     device_name: str
@@ -39,7 +39,7 @@ class MachineInfo(msgspec.Struct, frozen=True):
 
 
 class ModelInfo(msgspec.Struct, frozen=True):
-    """What a model is and what the pool beside it would hold. Lengths are in tokens."""
+    """A model's shape, and the K/V pool that would fit beside it. Lengths are in tokens."""
 
     model: str
     directory: str
@@ -62,7 +62,7 @@ class ModelInfo(msgspec.Struct, frozen=True):
 
 
 def machine_info(config: EngineConfig) -> MachineInfo:
-    """The device that `config` names, and the versions installed. Raises InvalidConfig."""
+    """Returns the device that `config` names and the installed versions. Raises InvalidConfig."""
     device = pick_device(config.device)
     name, free, total = f"{torch.get_num_threads()} threads", 0, 0
     if device.type == "cuda":
@@ -74,23 +74,23 @@ def machine_info(config: EngineConfig) -> MachineInfo:
 
 
 def model_info(config: EngineConfig, directory: Path) -> ModelInfo:
-    """What the model in `directory` would be on its device. Takes seconds for billions of parameters.
+    """Returns the sizes of the model in `directory` on its device. Takes seconds for billions of parameters.
 
-    Every file is checked as if it were loaded. Raises InvalidConfig, UnreadableWeights, UnsupportedModel,
-    OutOfMemory (as the engine would).
+    Every file is checked as if it were loaded. Raises what the engine would: InvalidConfig, UnreadableWeights,
+    UnsupportedModel, OutOfMemory.
     """
     device = pick_device(config.device)
-    dtype: torch.dtype | Literal["auto"] = "auto"  # on the meta device, that is the one for a GPU
-    if config.dtype != "auto" or device.type == "cpu":
-        dtype = getattr(torch, "float32" if config.dtype == "auto" else config.dtype)
+    dtype = pick_dtype(config.dtype)
+    if dtype == "auto" and device.type == "cpu":
+        dtype = torch.float32  # on the meta device, "auto" is a GPU's type
     load_supported_config(directory)
     model = load_model(directory, torch.device("meta"), dtype, lambda line: None)
     parameters = list(model.parameters())
     weight_bytes = sum(parameter.numel() * parameter.element_size() for parameter in parameters)
-    text = model.config.get_text_config()
-    limits = definite_limits(config, device, text)
+    sizes = EngineSizes(config, device, model.config.get_text_config())
+    limits = sizes.limits
     spec = _spec(model)
-    pool = size_pool(config, spec, device, limits, text)
+    pool = sizes.pool(spec)
     if device.type == "cuda" and config.max_total_tokens is None:
         pool = _beside_weights(pool, weight_bytes, spec.bytes_per_token)
     return ModelInfo(
@@ -116,20 +116,20 @@ def model_info(config: EngineConfig, directory: Path) -> ModelInfo:
 
 
 def _spec(model: PreTrainedModel) -> KVSpec:
-    """What the K/V of a model on the meta device will be. Raises UnsupportedModel."""
+    """Returns the K/V format of a model on the meta device. Raises UnsupportedModel."""
     dtype, module = model.dtype, cast(torch.nn.Module, model)
     try:
-        # In 16 bits, the only type in which the meta device has every product of experts.
+        # In bfloat16: on the meta device, products over experts exist in 16 bits only.
         module.to(torch.bfloat16)
         return replace(probe(model).spec, dtype=dtype)
     except NeedsNumbers:
-        # Memory that is only ever read is never really taken, and what the numbers in it are does not matter.
+        # Untouched memory is only reserved, not used, and the values in it do not matter here.
         module.to(dtype).to_empty(device="cpu")
         return find_shape(model).spec
 
 
 def _beside_weights(pool: PoolPlan, weight_bytes: int, bytes_per_token: int) -> PoolPlan:
-    """The same pool once the weights are on the device too: what was measured was measured without them."""
+    """Returns `pool` without the memory of the weights, which were not on the device when it was measured."""
     num_tokens = pool.num_tokens - -(-weight_bytes // bytes_per_token)
     if num_tokens < 1:
         raise OutOfMemory(max(pool.num_bytes - weight_bytes, 0), bytes_per_token)

@@ -1,8 +1,8 @@
 """Linear layers of a float32 model on a CPU, with their weights in the layout that oneDNN computes from.
 
-A decode step multiplies a few tokens with every weight of the model. MKL reads a plain matrix for that at about
-half the speed at which oneDNN reads one that was packed beforehand. Knows torch's modules and no model; for
-inference alone, as a packed weight has no gradient.
+A decode step multiplies a few tokens with every weight of the model. For that, MKL reads a plain matrix at
+about half the speed at which oneDNN reads a packed one. Packed weights have no gradient: the layers are for
+inference only.
 """
 
 import time
@@ -14,26 +14,26 @@ from torch.nn.functional import pad
 
 Report = Callable[[str], None]
 
-# oneDNN generates code for each number of tokens that a layer is given, about 0.5 MiB each time. It and torch
-# each keep what they used for the last 1,024 of them. Steps have any number of tokens, so a worker grew by
-# hundreds of MiB. The layers therefore compute a few numbers of tokens only, and pad what they are given.
+# oneDNN generates about 0.5 MiB of code for each number of tokens that it computes. It and torch each keep the
+# code of the last 1,024 numbers. Steps have any number of tokens, so a worker grew by hundreds of MiB. The
+# layers therefore compute only some numbers of tokens, and pad their input to the next of them.
 MAX_TOKENS = 512  # of one product; a longer input is computed in pieces
 _SIZE_BITS = 4  # a padded size is a power of two times at most 2 ** 4
 
 
 def padded_size(num_tokens: int) -> int:
-    """How many tokens a layer computes where it is given `num_tokens`, of which at most an eighth is padding.
+    """Returns how many tokens a layer computes for `num_tokens`: at most an eighth more.
 
-    Every number up to 16 is computed as it is; above, there are eight sizes from each power of two to the next.
+    Up to 16 there is no padding; above, there are eight sizes from each power of two to the next.
     """
     step = 1 << max((num_tokens - 1).bit_length() - _SIZE_BITS, 0)
     return -(-num_tokens // step) * step
 
 
 class PackedLinear(nn.Module):
-    """`linear`, float32 on the CPU, computed from a packed copy of its weight. Shares its bias.
+    """Replaces `linear`, float32 on the CPU, by one with a packed copy of its weight. The bias is shared.
 
-    oneDNN computes 56 different numbers of tokens at most: each `padded_size` up to `MAX_TOKENS`.
+    oneDNN computes at most 56 different numbers of tokens: each `padded_size` up to `MAX_TOKENS`.
     """
 
     def __init__(self, linear: nn.Linear) -> None:
@@ -41,16 +41,16 @@ class PackedLinear(nn.Module):
         self.in_features = linear.in_features
         self.out_features = linear.out_features
         self.bias = linear.bias
-        # No buffer: a packed tensor has no storage that could be saved or moved.
+        # This is not a buffer, since a packed tensor has no storage that could be saved or moved.
         self._packed = torch.ops.mkldnn._reorder_linear_weight(linear.weight.detach())
 
     @property
     def weight(self) -> Tensor:
-        """The weight `[out_features, in_features]` as a plain copy, for a model that reads it itself."""
+        """A plain copy of the weight, `[out_features, in_features]`, for models that read it directly."""
         return self._packed.to_dense()
 
     def forward(self, x: Tensor) -> Tensor:
-        """`[..., in_features]`, float32 and of any strides, to `[..., out_features]`."""
+        """Maps `[..., in_features]`, float32 with any strides, to `[..., out_features]`."""
         num_tokens = x.numel() // self.in_features
         if num_tokens <= MAX_TOKENS and num_tokens == padded_size(num_tokens):
             return self._compute(x)
@@ -72,17 +72,17 @@ class PackedLinear(nn.Module):
 
 
 def pack_linears(model: nn.Module, report: Report) -> int:
-    """Replace the linear layers of `model` that are float32 and on the CPU, in place. Returns how many.
+    """Replaces the linear layers of `model` that are float32 and on the CPU, in place. Returns their number.
 
-    Only those of exactly the type nn.Linear: a subclass may compute something else. Each plain weight is freed
-    before the next is packed, unless something else holds it, as an embedding holds a tied head's. Does nothing
-    where torch lacks oneDNN, and says so.
+    Only layers of exactly the type nn.Linear are replaced: a subclass may compute something else. Each plain
+    weight is freed before the next is packed, unless something else holds it, as an embedding holds the weight
+    of a tied head. If torch lacks oneDNN, this reports so and changes nothing.
     """
     places = _places(model)
     if not places:
         return 0
     if not _has_onednn():
-        report("linear layers stay unpacked: this torch has no oneDNN, which would make decoding faster")
+        report("linear layers are not packed: this torch has no oneDNN, which would make decoding faster")
         return 0
     began = time.perf_counter()
     num_layers = len(places)
@@ -96,7 +96,7 @@ def pack_linears(model: nn.Module, report: Report) -> int:
 
 
 def _places(model: nn.Module) -> dict[nn.Linear, list[tuple[nn.Module, str]]]:
-    """What can be packed, and where it stands: a layer may have several parents."""
+    """Returns the layers that can be packed, each with its (parent, name) pairs: it may have several."""
     places: dict[nn.Linear, list[tuple[nn.Module, str]]] = {}
     for parent in model.modules():
         for name, child in parent._modules.items():

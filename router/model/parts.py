@@ -1,4 +1,4 @@
-"""What the parts of a model runner share."""
+"""The objects that the runner and its CUDA graphs share."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -12,7 +12,7 @@ from .sampler import Sampler
 
 
 class RunnerParts(NamedTuple):
-    """What a step runs on: the model, its attention layer by layer, the memory and the sampler."""
+    """The model, the attention backend of each layer, the memory and the sampler."""
 
     model: PreTrainedModel
     backends: Sequence[AttentionBackend]

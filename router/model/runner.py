@@ -1,9 +1,8 @@
-"""The model runner: carries out step plans on a device. Edits, forward pass, sampling, and the counts back.
+"""Executes step plans on a device: applies the edits, runs the model, samples, and returns tokens and counts.
 
-It holds a Hugging Face causal LM, the memory and the sampler, and decides nothing: which rows run, and over
-which positions, stands in the plan. Steps of decodes alone run as one CUDA graph on a GPU, in which the slots
-are taken as well (`cuda_graph.py`); all others run eagerly. A step is launched and then
-collected, so that a GPU can have the next one queued behind it. Knows no request, no tree and no text.
+The runner decides nothing: the plan says which rows run, and over which positions. On a GPU, steps that have
+decodes only run as one CUDA graph, which also allocates their slots (`cuda_graph.py`); all others run eagerly.
+A step is launched and later collected, so that the next step can be queued on the GPU in between.
 """
 
 from collections import deque
@@ -34,11 +33,14 @@ from .parts import RunnerParts
 
 Report = Callable[[str], None]
 
-MAX_CELLS = 65_536  # of a map, however many slots the pool has
+MAX_CELLS = 65_536  # of a map; in larger pools a cell stands for several slots
 
 
-class _Launched(NamedTuple):
-    """A step under way. `output` is in host memory, valid once `done` (on a GPU) has come."""
+class _StepInFlight(NamedTuple):
+    """A step that was launched and not collected yet.
+
+    `output` is in host memory; on a GPU it is complete once the event `done` has occurred.
+    """
 
     plan: StepPlan
     output: StepOutput
@@ -46,17 +48,17 @@ class _Launched(NamedTuple):
 
 
 class ModelRunner:
-    """Executes plans, in order, on one device. The executor of an engine in process.
+    """Executes plans on one device, in order. An engine in the same process uses it as its executor.
 
-    `limits`: of what is planned for it. After an error with `fatal` set, memory and ledger have parted, or the
-    device is lost: make a new one.
+    `limits`: the plans stay within them. If `fatal` is set after an error, memory and ledger no longer agree,
+    or the device is lost: make a new runner.
     """
 
     def __init__(self, parts: RunnerParts, limits: Limits, graphs: DecodeGraphs | None) -> None:
         self.fatal = False
         self._parts = parts
         self._graphs = graphs
-        self._launched: deque[_Launched] = deque()
+        self._in_flight: deque[_StepInFlight] = deque()
         self._metadata = AttentionMetadata(
             limits.max_num_seqs,
             limits.max_step_tokens,
@@ -65,27 +67,27 @@ class ModelRunner:
         )
 
     def announce(self, report: Report) -> None:
-        """From now on `report` is told, a line at a time, what a step is about to capture."""
+        """Calls `report` with a line before a step captures a graph, from now on."""
         if self._graphs is not None:
             self._graphs.announce = report
 
     def execute(self, plan: StepPlan) -> StepResult:
-        """Run one step; see `fatal` for what an error means."""
+        """Runs one step. See `fatal` for what an error means."""
         try:
             self.launch(plan)
             return self.collect()
-        except BaseException:  # Ctrl-C may come between the two
-            self._launched.clear()
+        except BaseException:  # also Ctrl-C between the two calls
+            self._in_flight.clear()
             raise
 
     @torch.inference_mode()
     def launch(self, plan: StepPlan) -> None:
-        """Start a step, behind those that are under way; `collect` brings its result.
+        """Starts a step behind those in flight; `collect` returns its result.
 
         The host does not wait for a GPU here; on a CPU the step is computed at once. See `fatal` for what an
-        error means; the steps before are collected as if there were none.
+        error means; earlier steps can still be collected after it.
         """
-        # Until its edits are applied an error parts memory and ledger: these edits come but once.
+        # An error before the edits are applied is fatal: they are sent only once.
         self.fatal = True
         graph = None
         if self._graphs is not None and not plan.num_prefills:
@@ -101,49 +103,49 @@ class ModelRunner:
         try:
             if graph is None:
                 output = self._forward(plan)
-            self._launched.append(self._land(plan, output))
+            self._in_flight.append(self._copy_to_host(plan, output))
         except Exception as error:
             self.fatal = self._loses_device(error)
             raise
 
     def collect(self) -> StepResult:
-        """The result of the oldest step under way; waits for it, and for nothing launched after it."""
-        launched = self._launched.popleft()
+        """Returns the result of the oldest step in flight. Waits for that step, and for no later one."""
+        step = self._in_flight.popleft()
         try:
-            if launched.done is not None:
-                launched.done.synchronize()
-            return self._read(launched.plan, launched.output)
+            if step.done is not None:
+                step.done.synchronize()
+            return self._read(step.plan, step.output)
         except Exception as error:
             self.fatal = self.fatal or self._loses_device(error)
             raise
 
     @torch.inference_mode()
     def skip(self, plan: StepPlan) -> None:
-        """Apply a step's edits, and compute nothing of it: what it builds on has failed."""
+        """Applies a step's edits without computing it, because an earlier step that it needs has failed."""
         self.fatal = True
         self._parts.memory.apply(plan.all_edits())
         self.fatal = False
 
     @torch.inference_mode()
-    def check(self, edits: bytes, holding: ExpectedMemory) -> None:
-        """Apply `edits`, then recount the memory and the sampler; synchronises.
+    def check(self, edits: bytes, expected: ExpectedMemory) -> None:
+        """Applies `edits`, then compares the memory with the ledger and checks the sampler; synchronises.
 
-        Raises CheckFailed where they are not what the ledger says, InvalidFree; any error here is fatal.
+        Raises CheckFailed if they disagree, and InvalidFree; any error here is fatal.
         """
         self.fatal = True
         memory = self._parts.memory
         memory.apply(decode(edits))
-        if memory.num_free != holding.num_free:
+        if memory.num_free != expected.num_free:
             raise CheckFailed(
-                f"the ledger counts {holding.num_free} free slots, the memory {memory.num_free}"
+                f"the ledger counts {expected.num_free} free slots, the memory {memory.num_free}"
             )
-        memory.check(holding.private)
+        memory.check(expected.private)
         self._parts.sampler.check()
         self.fatal = False
 
     @torch.inference_mode()
     def map(self, edits: bytes, owners: SlotOwners) -> PoolMap:
-        """Apply `edits`, then tell what the slots are used for; synchronises. For errors see `fatal`."""
+        """Applies `edits`, then returns what the slots are used for; synchronises. For errors see `fatal`."""
         self.fatal = True
         memory = self._parts.memory
         memory.apply(decode(edits))
@@ -158,7 +160,7 @@ class ModelRunner:
         return PoolMap(*pool.counts, slots_per_cell, pool.labels[::slots_per_cell].tolist())
 
     def _loses_device(self, error: Exception) -> bool:
-        """Out of memory leaves a GPU as it was; nothing else is known to."""
+        """Returns whether the device is unusable after `error`: on a GPU, after all but out of memory."""
         on_gpu = self._parts.memory.device.type == "cuda"
         return on_gpu and not isinstance(error, torch.OutOfMemoryError)
 
@@ -179,17 +181,17 @@ class ModelRunner:
         positions = metadata.kv_lens.index_select(0, chosen).long()
         return StepOutput.of(sampler.sample(logits, rows, positions, plan.kind), memory)
 
-    def _land(self, plan: StepPlan, output: StepOutput) -> _Launched:
-        """The step's output on its way to the host, out of the reach of the next replay."""
+    def _copy_to_host(self, plan: StepPlan, output: StepOutput) -> _StepInFlight:
+        """Starts copying the output to the host, before the next replay overwrites it."""
         on_host = output.to_host(bool(plan.logprobs))
         done = None
         if output.packed.is_cuda:
             done = torch.cuda.Event()
             done.record(torch.cuda.current_stream(output.packed.device))
-        return _Launched(plan, on_host, done)
+        return _StepInFlight(plan, on_host, done)
 
     def _read(self, plan: StepPlan, output: StepOutput) -> StepResult:
-        """The tokens and the device's own counts."""
+        """Makes the result of tokens, log-probabilities and the device's own counts."""
         *tokens, num_free, flags = output.packed.tolist()
         logprobs: dict[int, TokenLogprobs] = {}
         if plan.logprobs:

@@ -1,6 +1,6 @@
-"""A model's files: where they are found, whether they are whole, and the default model's conversion. No torch.
+"""Finds a model's files, checks that they are complete, and converts the default model. Loads no torch.
 
-A model's directory has the Hugging Face layout (config.json, model.safetensors or its shards, tokenizer.json).
+A model's directory has the Hugging Face layout: config.json, tokenizer.json, model.safetensors or its shards.
 `router/model/loader.py` makes a model of the files.
 """
 
@@ -13,6 +13,7 @@ from .files import (
     one_line,
     read_json,
     require_whole,
+    stored_bytes,
     weight_files,
 )
 from .search import resolve
@@ -27,5 +28,6 @@ __all__ = [
     "read_json",
     "require_whole",
     "resolve",
+    "stored_bytes",
     "weight_files",
 ]

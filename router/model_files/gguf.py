@@ -1,6 +1,6 @@
-"""The default model's GGUF file, written out again as Hugging Face files.
+"""Writes the default model's GGUF file as Hugging Face files.
 
-It handles the llama layout of GGUF with SmolLM's tokenizer, and does not load torch.
+Only the llama layout of GGUF with SmolLM's tokenizer is supported.
 """
 
 import json
@@ -30,7 +30,7 @@ _LAYER_NAMES = {
     "ffn_down": "mlp.down_proj",
 }
 _OTHER_NAMES = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
-_SYSTEM_ERROR = re.compile(r"\(os error (\d+)\)")  # as Rust's libraries write it
+_SYSTEM_ERROR = re.compile(r"\(os error (\d+)\)")  # in the messages of Rust's libraries
 _CONTROL_TOKEN = 3  # tokenizer.ggml.token_type of special tokens
 
 
@@ -38,11 +38,11 @@ def write_llama(source: Path, directory: Path) -> None:
     """Writes the llama GGUF at `source` as Hugging Face files into `directory`.
 
     The weights become float32: no 16-bit type holds every value of Q4_1 (float16 scale · 4 bits + float16
-    minimum) and Q8_0 (float16 scale · 8 bits). transformers reads GGUF too, but takes torch and 20 s, and
-    drops the "smollm" pre-tokenizer's rule that each digit is a piece of its own.
+    minimum) and Q8_0 (float16 scale · 8 bits). transformers reads GGUF too, but needs torch and 20 s, and
+    drops the "smollm" pre-tokenizer's rule that each digit is a token of its own.
 
-    Raises UnreadableWeights where `source` cannot be read, OSError where `directory` cannot be written, and
-    other errors where the file is not a GGUF, or not of this kind.
+    Raises UnreadableWeights if `source` cannot be read, OSError if `directory` cannot be written, and other
+    errors if the file is not a GGUF, or not of this kind.
     """
     try:
         reader = GGUFReader(source)
@@ -90,7 +90,7 @@ def write_llama(source: Path, directory: Path) -> None:
         "num_attention_heads": num_heads,
         "num_hidden_layers": value("llama.block_count"),
         "num_key_value_heads": num_kv_heads,
-        # The shortest decimal of the float32 that GGUF holds: 1e-05.
+        # GGUF holds a float32; this is its shortest decimal, 1e-05.
         "rms_norm_eps": float(str(np.float32(value("llama.attention.layer_norm_rms_epsilon")))),
         "rope_parameters": {"rope_theta": value("llama.rope.freq_base"), "rope_type": "default"},
         "tie_word_embeddings": "lm_head.weight" not in tensors,
@@ -120,10 +120,10 @@ def write_llama(source: Path, directory: Path) -> None:
 
 @contextmanager
 def _write_errors() -> Iterator[None]:
-    """Raises OSError where safetensors or tokenizers fail to write, for example on a full disk.
+    """Raises OSError if safetensors or tokenizers fail to write, for example on a full disk.
 
-    Both libraries raise their own types of error then, with the operating system's error number in the text.
-    Errors without such a number are not failed writes, and pass unchanged.
+    Both libraries raise errors of their own types then, with the operating system's error number in the text.
+    Errors without such a number have other causes, and pass unchanged.
     """
     try:
         yield
@@ -140,7 +140,7 @@ def _llama_weight(name: str, weight: np.ndarray, num_heads: int, num_kv_heads: i
         return f"{_OTHER_NAMES[part]}.weight", weight
     layer_idx, layer_name, _ = rest.split(".")
     if layer_name in ("attn_q", "attn_k"):
-        # GGUF keeps a head's rotary pairs side by side, Hugging Face in two halves.
+        # GGUF stores the two elements of a rotary pair side by side, Hugging Face in the two halves of a head.
         heads = num_heads if layer_name == "attn_q" else num_kv_heads
         weight = weight.reshape(heads, -1, 2, weight.shape[-1]).swapaxes(1, 2).reshape(weight.shape)
     return f"model.layers.{layer_idx}.{_LAYER_NAMES[layer_name]}.weight", weight

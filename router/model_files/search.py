@@ -1,4 +1,4 @@
-"""Finds a model in a directory, in a cache or on the Hugging Face hub, or converts the default model."""
+"""Finds a model in a directory, in a cache or on the Hugging Face hub, or has the default model converted."""
 
 import os
 import re
@@ -23,41 +23,41 @@ from .files import (
 Report = Callable[[str], None]
 T = TypeVar("T")
 
-HUB_TIMEOUT = 10.0  # seconds until the hub has to have answered the first question
+HUB_TIMEOUT = 10.0  # seconds in which the hub has to answer the first request
 HUB_FILES = ["*.safetensors", "*.json", "*.jinja"]  # *.bin and *.pt are pickle
 HUB_IGNORED = ["*/*", "consolidated*"]  # other formats of the same weights
 HUB_ID = re.compile(r"(?=.{1,96}$)\w[\w.-]*(/[\w.-]+)?")
 
 
 def resolve(model: str, report: Report) -> Path:
-    """The directory that holds `model`.
+    """Returns the directory that holds `model`.
 
-    A local directory has its config.json, and may lack other files: `require_whole` raises for these, once the
-    architecture is known to run. A directory from any other place has all its files.
+    A local directory has its config.json, but may lack other files: `require_whole` raises for those later,
+    once the architecture is known to run. A directory from any other place has all its files.
 
-    Tried in order: a local directory, lightkv's converted copies, the default model's package (converted
-    once, about 5 s and 540 MB), the Hugging Face cache, the hub (unless HF_HUB_OFFLINE is set).
+    These are tried in order: a local directory, lightkv's converted copies, the default model's package
+    (converted once, about 5 s and 540 MB), the Hugging Face cache, the hub (unless HF_HUB_OFFLINE is set).
 
     Args:
         model: a directory, or an id of the Hugging Face hub such as "org/name".
-        report: takes progress, a line at a time.
+        report: is called with each line of progress.
 
     Raises:
         UnreadableWeights: the local directory has no config.json, `model` is a file, or the conversion failed.
-        ModelNotFound: nothing that was tried has it.
+        ModelNotFound: none of these places has it.
     """
     try:
         directory = Path(model).expanduser()
     except RuntimeError as error:
         raise ModelNotFound(model, [f"{model}: no such home directory"]) from error
     if os.path.isfile(directory):
-        raise UnreadableWeights(directory, "is a file, and not a model's directory", DIRECTORY_REMEDY)
-    if os.path.isdir(directory):  # unlike Path.is_dir, False for a name that the system refuses
+        raise UnreadableWeights(directory, "is a file, not a model's directory", DIRECTORY_REMEDY)
+    if os.path.isdir(directory):  # unlike Path.is_dir, this is False for a name that the system refuses
         if not (directory / "config.json").is_file():
             require_whole(directory)
         return directory
     if names_a_file(model) or not HUB_ID.fullmatch(model):
-        raise ModelNotFound(model, [f"{directory}: no such directory, and no id of the Hugging Face hub"])
+        raise ModelNotFound(model, [f"{directory}: no such directory, and not an id of the Hugging Face hub"])
     tried = [f"{directory}: no such directory"]
 
     converted = _converted_dir(model)
@@ -87,7 +87,7 @@ def _from_hub_cache(model: str, tried: list[str]) -> Path | None:
     try:
         directory = Path(snapshot_download(model, local_files_only=True))
     except (LocalEntryNotFoundError, HFValidationError):
-        tried.append("Hugging Face cache: not there")
+        tried.append("Hugging Face cache: not present")
         return None
     if missing := missing_files(directory):
         tried.append(f"Hugging Face cache: {directory} lacks {list_some(missing)}")
@@ -97,12 +97,12 @@ def _from_hub_cache(model: str, tried: list[str]) -> Path | None:
 
 def _from_hub(model: str, tried: list[str], report: Report) -> Path:
     if os.environ.get("HF_HUB_OFFLINE", "").upper() in {"1", "TRUE", "YES", "ON"}:
-        raise ModelNotFound(model, [*tried, "Hugging Face hub: not asked, HF_HUB_OFFLINE is set"])
+        raise ModelNotFound(model, [*tried, "Hugging Face hub: not asked, since HF_HUB_OFFLINE is set"])
     from huggingface_hub import HfApi, snapshot_download
 
     report(f"asking the Hugging Face hub for {model} (at most {HUB_TIMEOUT:.0f} s)")
     api = HfApi()
-    # The client lets its HTTP library's own errors through, and which library that is differs by version.
+    # The client raises the errors of its HTTP library, which differs by the client's version.
     try:
         info = _within(HUB_TIMEOUT, lambda: api.model_info(model, timeout=HUB_TIMEOUT, files_metadata=True))
     except Exception as error:
@@ -110,22 +110,22 @@ def _from_hub(model: str, tried: list[str], report: Report) -> Path:
     files = [file for file in info.siblings or [] if "/" not in file.rfilename]
     weights = [file for file in files if re.fullmatch(r"model.*\.safetensors", file.rfilename)]
     if not weights:
-        answer = "Hugging Face hub: has no safetensors of it, and lightkv loads no pickle"
+        answer = "Hugging Face hub: has no safetensors of this model, and lightkv loads no pickle"
         raise ModelNotFound(model, [*tried, answer])
     num_bytes = sum(file.size or 0 for file in weights)
     report(f"downloading {model} from the Hugging Face hub ({num_bytes / 1e9:.2f} GB)")
     try:
         directory = Path(snapshot_download(model, allow_patterns=HUB_FILES, ignore_patterns=HUB_IGNORED))
     except Exception as error:
-        answer = f"Hugging Face hub: the download broke off ({one_line(error)}), start again to resume it"
+        answer = f"Hugging Face hub: the download failed ({one_line(error)}); start again to resume it"
         raise ModelNotFound(model, [*tried, answer]) from error
     if missing := missing_files(directory):
-        raise ModelNotFound(model, [*tried, f"Hugging Face hub: has no {list_some(missing)} of it"])
+        raise ModelNotFound(model, [*tried, f"Hugging Face hub: lacks {list_some(missing)} of this model"])
     return directory
 
 
 def _within(seconds: float, call: Callable[[], T]) -> T:
-    """The result of `call()`. Raises TimeoutError after `seconds`.
+    """Returns the result of `call()`. Raises TimeoutError after `seconds`.
 
     HTTP timeouts do not cover the time that a name server takes to answer; this one does.
     """

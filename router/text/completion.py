@@ -1,7 +1,6 @@
-"""From sampled tokens to one answer: its text so far, its stop strings, its end.
+"""Turns the tokens of one request into the text of its answer, and ends it at a stop string.
 
-Knows text and events; knows no engine and no torch. Whoever drives it ends the request in the engine once
-`stopped` is set: the engine itself knows stop tokens, not stop strings.
+The engine knows stop tokens, not stop strings. Once `stopped` is set, the caller has to end its request.
 """
 
 from lightkv.router.engine.step import TokenEvent, TokenLogprobs
@@ -13,9 +12,10 @@ from .tokenizer import Detokenizer, StopChecker, Tokenizer
 class Completion:
     """One answer as it grows.
 
-    `text` is what may be shown: never half a character, nor the beginning of what may become a stop string.
-    `finish_reason`: None while it grows; "stop", "length", "abort" or "error". `stopped`: it ended here, on a
-    stop string, and the engine is to be told.
+    Attributes:
+        text: what may be shown. It never ends in half a character, or in what may become a stop string.
+        finish_reason: None while the answer grows; then "stop", "length", "abort" or "error".
+        stopped: a stop string ended the answer, and the engine still runs the request.
     """
 
     def __init__(self, tokenizer: Tokenizer, params: SamplingParams) -> None:
@@ -30,11 +30,11 @@ class Completion:
 
     @property
     def text(self) -> str:
-        """All the text so far."""
+        """The text so far."""
         return "".join(self._pieces)
 
     def push(self, event: TokenEvent) -> str:
-        """Take one event of the request. Returns the text that it adds."""
+        """Adds one event of the request. Returns the text that this adds to the answer."""
         if self.finish_reason is not None:
             return ""
         added = ""
@@ -42,7 +42,7 @@ class Completion:
             self.token_ids.append(event.token)
             if event.logprobs is not None:
                 self.logprobs.append(event.logprobs)
-            if event.finish_reason != "stop":  # a stop token is no part of the text
+            if event.finish_reason != "stop":  # a stop token is not part of the text
                 added = self._check(self._detokenizer.push((event.token,)))
         if self._checker.hit is None and event.finish_reason is not None:
             added += self._check(self._detokenizer.finish())
@@ -57,6 +57,6 @@ class Completion:
         return added
 
     def _check(self, text: str) -> str:
-        """The part of `text` that may be shown. In the text of the first `min_tokens` no stop string ends."""
+        """Returns the text that may be shown now. No stop string ends within the first `min_tokens` tokens."""
         may_end = len(self.token_ids) > self._min_tokens
         return self._checker.push(text) if may_end else self._checker.skip(text)

@@ -1,7 +1,6 @@
 """Text to token ids and back: the tokenizer of a model directory, its chat template, streams, stop strings.
 
-Knows tokenizer.json and the small files beside it, tokenizers and jinja2. Knows no torch and no transformers
-(their import takes seconds and hundreds of megabytes, which the API process spares), no request and no model.
+transformers is not used, since importing it takes seconds and hundreds of megabytes in the API process.
 """
 
 import codecs
@@ -22,14 +21,14 @@ from lightkv.errors import LightKVError
 from lightkv.integrations.model.context import CONTEXT_NAMES
 from lightkv.router.model_files import one_line, read_json
 
-_SHORT = 4096  # characters or tokens that are converted at once; more, without holding Python's lock
+_SHORT = 4096  # longer texts (characters) and lists (tokens) are converted without holding Python's lock
 _MIN_LONGEST_TOKEN = 32  # characters
-REPLACEMENT = "\ufffd"  # what decoders write for bytes that are no UTF-8
+REPLACEMENT = "\ufffd"  # what decoders write for bytes that are not UTF-8
 _SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
 
 class UnreadableTokenizer(LightKVError):
-    """A file that describes the model's text is missing or damaged."""
+    """A file of the tokenizer, or one that it needs, is missing or damaged."""
 
     def __init__(self, path: Path, reason: str) -> None:
         self.path = path
@@ -42,16 +41,16 @@ class ChatTemplateError(LightKVError):
 
 
 class Tokenizer:
-    """The text side of one model.
+    """The tokenizer and chat template of one model.
 
     Attributes:
-        eos_ids: the ids that end a generation: generation_config.json's, or else config.json's, and the
+        eos_ids: the ids that end an answer: those of generation_config.json, or else of config.json, and the
             tokenizer's own.
         bos: the id that begins a text, or None.
-        vocab_size: of the model, which may be larger than the tokenizer's.
-        max_model_len: positions that the model was made for, in tokens; 0 where config.json does not name them.
-        special_ids: ids that `decode` leaves out unless told otherwise.
-        is_byte_level: whether each token stands for the same bytes wherever it is (`token_bytes`).
+        vocab_size: that of the model, which may be larger than the tokenizer's.
+        max_model_len: the model's context in tokens; 0 if config.json does not name it.
+        special_ids: the ids that `decode` leaves out by default.
+        is_byte_level: each token stands for the same bytes wherever it occurs (`token_bytes`).
 
     Args:
         directory: holds tokenizer.json and config.json, and may hold generation_config.json,
@@ -67,9 +66,11 @@ class Tokenizer:
             self._tokenizer = tokenizers.Tokenizer.from_file(str(path))
         except (KeyboardInterrupt, SystemExit):
             raise
-        except BaseException as error:  # tokenizers raises bare Exception, and a panic is no Exception
-            raise UnreadableTokenizer(path, f"is no tokenizer ({one_line(error)})") from error
-        self._tokenizer.no_truncation()  # the file may carry the settings of its training
+        except (
+            BaseException
+        ) as error:  # tokenizers raises bare Exception, and its panics are not even Exceptions
+            raise UnreadableTokenizer(path, f"is not a tokenizer ({one_line(error)})") from error
+        self._tokenizer.no_truncation()  # the file may hold settings from training
         self._tokenizer.no_padding()
 
         config = _read_json(directory / "config.json")
@@ -84,7 +85,7 @@ class Tokenizer:
         eos = generation_config.get("eos_token_id", config.get("eos_token_id"))
         eos_ids = [*(eos if isinstance(eos, list) else [eos]), self._special_id("eos_token")]
         if not all(token_id is None or _is_count(token_id) for token_id in eos_ids):
-            raise UnreadableTokenizer(directory, f"its eos_token_id is {str(eos)[:100]!r}, no token id")
+            raise UnreadableTokenizer(directory, f"its eos_token_id is {str(eos)[:100]!r}, not a token id")
         self.eos_ids: frozenset[int] = frozenset(eos_ids) - {None}
         self.vocab_size: int = config.get("vocab_size", self._tokenizer.get_vocab_size())
         lengths = [config[name] for name in CONTEXT_NAMES if config.get(name) is not None]
@@ -101,10 +102,10 @@ class Tokenizer:
         self._text_of: dict[int, str] = {}
 
     def encode(self, text: str, add_special_tokens: bool = True) -> np.ndarray:
-        """The ids of `text`, int32 [n]; with the special tokens that tokenizer.json puts around a text.
+        """Returns the ids of `text`, int32 [n], with the special tokens that tokenizer.json adds to a text.
 
-        tokenizer_config.json's add_bos_token and add_eos_token are not heeded: transformers 5 heeds neither
-        where there is a tokenizer.json.
+        add_bos_token and add_eos_token in tokenizer_config.json are ignored, as transformers 5 ignores them if
+        there is a tokenizer.json.
         """
         try:
             encoding = self._encode(text, add_special_tokens)
@@ -116,25 +117,25 @@ class Tokenizer:
     def encode_chat(
         self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True
     ) -> np.ndarray:
-        """The ids of `render_chat`, int32 [n]. The template writes the special tokens itself."""
+        """Returns the ids of `render_chat`, int32 [n]. The template writes the special tokens itself."""
         return self.encode(self.render_chat(messages, add_generation_prompt), add_special_tokens=False)
 
     def decode(self, token_ids: Sequence[int] | np.ndarray, skip_special_tokens: bool = True) -> str:
-        """The text of `token_ids`; bytes that are no UTF-8 become U+FFFD, ids that name no token nothing."""
+        """Returns the text of `token_ids`. Bytes that are not UTF-8 become U+FFFD; unknown ids have no text."""
         ids = list(token_ids)
         if len(ids) <= _SHORT:
             return self._tokenizer.decode(ids, skip_special_tokens=skip_special_tokens)
         return self._tokenizer.decode_batch([ids], skip_special_tokens=skip_special_tokens)[0]
 
     def decode_each(self, token_ids: Sequence[int]) -> list[str]:
-        """The text of each token by itself, special tokens among them."""
+        """Returns the text of each token by itself, also of special tokens."""
         return self._tokenizer.decode_batch([[token_id] for token_id in token_ids], skip_special_tokens=False)
 
     def max_characters(self, num_tokens: int) -> int:
-        """The most characters that a text of so many tokens is taken to have.
+        """Returns an upper bound of the characters in a text of `num_tokens` tokens.
 
-        It is a bound for every tokenizer that keeps all characters of a text, as those of byte-level BPE do.
-        One that drops some (BERT's drops spaces) could make fewer tokens of a longer text.
+        It holds for every tokenizer that keeps all characters of a text, as byte-level BPE does. A tokenizer
+        that drops some (BERT's drops spaces) could make this few tokens of a longer text.
         """
         return num_tokens * self.longest_token
 
@@ -144,12 +145,12 @@ class Tokenizer:
         add_generation_prompt: bool = True,
         variables: Mapping[str, Any] | None = None,
     ) -> str:
-        """`messages` as the one text that the model's chat template makes of them.
+        """Returns the text that the model's chat template makes of `messages`.
 
         Args:
             messages: plain data such as {"role": "user", "content": "…"}.
             add_generation_prompt: end with the words that begin an assistant's answer.
-            variables: further variables of the template, which stand before the special tokens' names.
+            variables: further variables of the template; they take precedence over the special tokens.
 
         Raises:
             ChatTemplateError: there is no template, it is broken, it does what its sandbox forbids, or it
@@ -167,20 +168,20 @@ class Tokenizer:
                     "add_generation_prompt": add_generation_prompt,
                 }
             )
-        # A template is a program that came with the weights: it can raise whatever Python can.
+        # A template is a program that comes with the weights: it can raise any error.
         except Exception as error:
             reason = f"the model's chat template refuses these messages: {error}"
             raise ChatTemplateError(reason) from error
 
     def token_text(self, token_id: int) -> str:
-        """The text of one token by itself, also of a special one."""
+        """Returns the text of one token by itself, also of a special token."""
         known = self._text_of.get(token_id)
         if known is None:
             known = self._text_of[token_id] = self.decode([token_id], skip_special_tokens=False)
         return known
 
     def token_bytes(self, token_id: int) -> bytes:
-        """What one token of a byte-level tokenizer stands for; nothing for special tokens and unknown ids."""
+        """Returns the bytes of one token of a byte-level tokenizer; none for special tokens and unknown ids."""
         known = self._bytes_of.get(token_id)
         if known is not None:
             return known
@@ -196,7 +197,7 @@ class Tokenizer:
 
     @cached_property
     def longest_token(self) -> int:
-        """Characters of the longest token, at least 32: normalisers may join a few characters to one."""
+        """The characters of the longest token, at least 32: normalisers may join a few characters to one."""
         return max(_MIN_LONGEST_TOKEN, *map(len, self._tokenizer.get_vocab()))
 
     def _encode(self, text: str, add_special_tokens: bool) -> tokenizers.Encoding:
@@ -211,7 +212,7 @@ class Tokenizer:
             raise ChatTemplateError("this model has no chat template; use plain completions instead")
         try:
             return _sandbox().from_string(self._template_source)
-        except Exception as error:  # one that nests too deeply fails in Python's own compiler
+        except Exception as error:  # too deep nesting fails in Python's own compiler
             reason = f"the model's chat template does not parse ({error}); use plain completions instead"
             raise ChatTemplateError(reason) from error
 
@@ -221,16 +222,16 @@ class Tokenizer:
 
 
 class Detokenizer:
-    """The text of one stream of tokens, as they come; without special tokens, unless told otherwise.
+    """Decodes a stream of tokens piece by piece, by default without special tokens.
 
-    The pieces joined are `Tokenizer.decode` of all the tokens, and no piece ends within a character. A push
-    costs the same however long the stream is. (Where a decoder that is not byte-level writes a character
-    anew because of bytes that follow it and are no UTF-8, what was shown stays.)
+    The pieces joined equal `Tokenizer.decode` of all the tokens, and no piece ends within a character. A push
+    costs the same however long the stream is. (A decoder that is not byte-level may rewrite a character because
+    of bytes after it that are not UTF-8; text that was returned already stays.)
     """
 
-    # A decoder that is not byte-level looks at neighbours: it drops a text's first space, and turns byte
-    # tokens into characters only when they are complete. So each token is decoded together with those that
-    # wait for their character and those shown last, and the text that was shown is cut off.
+    # A decoder that is not byte-level looks at neighbours: it drops the first space of a text, and turns byte
+    # tokens into characters only when these are complete. So each token is decoded together with the tokens
+    # that wait for their character and those shown last, and the text that was shown is cut off.
     _MAX_HELD = 16  # tokens without a certain text; a character has at most four bytes
 
     def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool = True) -> None:
@@ -242,13 +243,13 @@ class Detokenizer:
         self._held: list[int] = []
 
     def push(self, token_ids: Iterable[int]) -> str:
-        """The text that is certain now that `token_ids` have come."""
+        """Adds `token_ids`. Returns the text that is certain now and was not returned before."""
         if self._tokenizer.is_byte_level:
             return self._utf8.decode(b"".join(map(self._bytes, token_ids)))
         return "".join(map(self._push_one, token_ids))
 
     def finish(self) -> str:
-        """The rest of the text: no token comes any more."""
+        """Returns the rest of the text, after the last token."""
         if self._tokenizer.is_byte_level:
             return self._utf8.decode(b"", final=True)
         return self._show(self._decode(self._context + self._held))
@@ -263,7 +264,7 @@ class Detokenizer:
 
     def _show(self, text: str) -> str:
         held_text = self._decode(self._held)
-        # Bytes that are no UTF-8 may have undone the characters before them: then the new tokens stand alone.
+        # Bytes that are not UTF-8 may change the characters before them: then the new tokens stand alone.
         is_longer = text.startswith(self._context_text)
         shown = text[len(self._context_text) :] if is_longer else held_text
         self._context, self._context_text, self._held = self._held, held_text, []
@@ -279,17 +280,17 @@ class Detokenizer:
 
 
 class StopChecker:
-    """Cuts a stream of text at the first stop string, and shows nothing that might be the beginning of one.
+    """Cuts a stream of text at the first stop string, and holds back what might be the beginning of one.
 
-    The first is the one whose last character comes first, for that is when a generation ends; of several that
-    end there the longest. So the result depends on the text alone, not on how it is cut into pieces.
+    The first stop string is the one whose last character comes first, since the answer ends there; of several
+    that end there it is the longest. So the result depends on the text alone, not on how it is cut into pieces.
 
     Attributes:
-        hit: the stop string that was found, or None. After it everything pushed is dropped.
+        hit: the stop string that was found, or None. Everything pushed after it is dropped.
 
     Args:
-        stops: the stop strings; none of them empty.
-        include_stop: whether the stop string itself is shown.
+        stops: the stop strings; none may be empty.
+        include_stop: the stop string itself is shown.
     """
 
     def __init__(self, stops: Sequence[str], include_stop: bool = False) -> None:
@@ -301,10 +302,10 @@ class StopChecker:
         self.hit: str | None = None
 
     def push(self, text: str) -> str:
-        """What can be shown now that `text` has come."""
+        """Adds `text`. Returns what can be shown now."""
         if self.hit is not None:
             return ""
-        num_searched = len(self._held)  # a stop string that ends there was passed over by `skip`
+        num_searched = len(self._held)  # a stop string that ends there was skipped by `skip`
         text = self._held + text
         ends = [
             (start + len(stop), start, stop)
@@ -318,11 +319,11 @@ class StopChecker:
         return self._hold_back(text)
 
     def skip(self, text: str) -> str:
-        """As `push`, but no stop string ends in `text`; one may begin there."""
+        """Like `push`, but stop strings that end in `text` are ignored; one may begin there."""
         return "" if self.hit is not None else self._hold_back(self._held + text)
 
     def finish(self) -> str:
-        """What was held back: the text ended before it became a stop string."""
+        """Returns what was held back: the text ended before it became a stop string."""
         text, self._held = self._held, ""
         return text
 
@@ -334,7 +335,7 @@ class StopChecker:
 
     @staticmethod
     def _num_begun(text: str, stop: str) -> int:
-        """Length of the longest end of `text` that is a beginning of `stop`."""
+        """Returns the length of the longest end of `text` that is a beginning of `stop`."""
         tail = text[-(len(stop) - 1) :] if len(stop) > 1 else ""
         start = tail.find(stop[0])
         while start >= 0:
@@ -345,9 +346,9 @@ class StopChecker:
 
 
 class _GenerationBlock(Extension):
-    """`{% generation %}` marks what an assistant wrote, for training; here it is just its content."""
+    """`{% generation %}` marks an assistant's text for training; here only its content is rendered."""
 
-    tags = {"generation"}  # noqa: RUF012 (jinja2 declares it so)
+    tags = {"generation"}  # noqa: RUF012 (jinja2 declares it as a set)
 
     def parse(self, parser: jinja2.parser.Parser) -> jinja2.nodes.Node:
         line = next(parser.stream).lineno
@@ -357,7 +358,7 @@ class _GenerationBlock(Extension):
 
 
 def _sandbox() -> ImmutableSandboxedEnvironment:
-    """The environment that chat templates are written for: that of transformers' apply_chat_template."""
+    """Makes the environment that chat templates are written for: that of transformers' apply_chat_template."""
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, _GenerationBlock]
     )
@@ -375,7 +376,7 @@ def _sandbox() -> ImmutableSandboxedEnvironment:
         separators: tuple[str, str] | None = None,
         sort_keys: bool = False,
     ) -> str:
-        # jinja2's own escapes for HTML, which no model was trained on.
+        # jinja2's own tojson escapes for HTML, which models were not trained on.
         return json.dumps(
             value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
         )
@@ -401,7 +402,7 @@ def _read_template(directory: Path, settings: Mapping[str, Any]) -> str | None:
             return path.read_text(encoding="utf-8")
         path = directory / "tokenizer_config.json"
         template = settings.get("chat_template")
-        if isinstance(template, list):  # several, each with a name
+        if isinstance(template, list):  # several templates, each with a name
             template = {entry["name"]: entry["template"] for entry in template}.get("default")
     except (OSError, ValueError, TypeError, KeyError) as error:
         raise UnreadableTokenizer(path, f"holds no chat template ({one_line(error)})") from error
@@ -411,18 +412,18 @@ def _read_template(directory: Path, settings: Mapping[str, Any]) -> str | None:
 
 
 def _token_text(token: Any) -> str | None:
-    """A special token stands in the files as its text, or as an object that holds it."""
+    """Returns the text of a special token, which the files hold as a string or within an object."""
     text = token.get("content") if isinstance(token, dict) else token
     return text if isinstance(text, str) else None
 
 
 def _is_count(value: Any) -> bool:
-    """Whether `value` can be a token id, or a number of tokens."""
+    """Returns whether `value` can be a token id, or a number of tokens."""
     return type(value) is int and 0 <= value < 2**31
 
 
 def _byte_of_char() -> dict[str, int]:
-    """GPT-2's byte-level alphabet: printable Latin-1 stands for itself, other bytes for U+0100 onwards."""
+    """Returns GPT-2's byte-level alphabet: printable Latin-1 is itself, other bytes are U+0100 onwards."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printable]
     return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}

@@ -105,7 +105,7 @@ def test_every_engine_setting_is_an_option_with_its_default(command: str) -> Non
         option = options[field.name]
         assert "--" + field.name.replace("_", "-") in option.opts
         assert option.default == field.default
-        assert option.help == EngineConfig.help(field.name)
+        assert option.help == field.metadata["help"]
 
 
 @pytest.mark.parametrize("command", ["generate", "info"])

@@ -77,7 +77,7 @@ def test_every_setting_is_an_option_of_serve() -> None:
             option = options[field.name]
             assert "--" + field.name.replace("_", "-") in option.opts
             assert option.default == (None if field.default == () else field.default)  # () takes several
-            assert option.help == settings.help(field.name)
+            assert option.help == field.metadata["help"]
 
 
 @pytest.mark.parametrize("command", ["serve", "chat", "top"])

@@ -1,4 +1,4 @@
-"""What the command line writes, without a model: answers in order, progress with and without a terminal."""
+"""Tests of the command line's output: answers in order, progress with and without a terminal."""
 
 import io
 
@@ -18,7 +18,7 @@ def test_a_single_answer_is_written_as_it_comes_and_ends_its_line() -> None:
     assert out.getvalue() == "Hello\n"
 
 
-def test_a_line_end_of_the_answer_is_not_doubled() -> None:
+def test_a_newline_at_the_end_of_an_answer_is_not_doubled() -> None:
     out = io.StringIO()
     OrderedAnswers(out, [""]).add(0, "Hello\n", True)
     assert out.getvalue() == "Hello\n"
@@ -29,21 +29,21 @@ def test_answers_are_written_in_order_however_they_grow() -> None:
     answers = OrderedAnswers(out, ["## a", "## b", "## c"])
     answers.add(2, "three", True)
     answers.add(1, "tw", False)
-    assert out.getvalue() == "## a\n\n"  # nothing of the others before their turn
+    assert out.getvalue() == "## a\n\n"  # the others are not written before their turn
     answers.add(0, "one", True)
     assert out.getvalue() == "## a\n\none\n\n## b\n\ntw"
     answers.add(1, "o", True)
     assert out.getvalue() == "## a\n\none\n\n## b\n\ntwo\n\n## c\n\nthree\n"
 
 
-def test_an_answer_of_nothing_still_ends_its_line() -> None:
+def test_an_empty_answer_still_ends_its_line() -> None:
     out = io.StringIO()
     OrderedAnswers(out, [""]).add(0, "", True)
     assert out.getvalue() == "\n"
 
 
 @pytest.mark.parametrize(("text", "expected"), [("", ""), ("half", "half\n"), ("line\n", "line\n")])
-def test_an_interruption_leaves_a_whole_line(text: str, expected: str) -> None:
+def test_an_interruption_ends_the_line(text: str, expected: str) -> None:
     out = io.StringIO()
     answers = OrderedAnswers(out, [""])
     answers.add(0, text, False)
@@ -59,13 +59,13 @@ def test_headings_name_the_prompt_and_number_its_answers() -> None:
     assert short == "## x"
 
 
-def test_usage_has_the_numbers() -> None:
+def test_usage_line() -> None:
     assert usage(1234, None, 50, 2.0) == "1,234 prompt tokens, 50 new in 2.0 s (25.0 tokens/s)"
     assert usage(1234, 1000, 50, 2.0) == "1,234 prompt tokens (1,000 cached), 50 new in 2.0 s (25.0 tokens/s)"
     assert usage(1, 0, 0, 0.0).endswith("(0.0 tokens/s)")
 
 
-def test_without_a_terminal_progress_is_plain_lines_at_once() -> None:
+def test_without_a_terminal_progress_is_plain_lines() -> None:
     out = io.StringIO()
     with progress(Console(file=out, width=20), "first") as report:
         report("a line longer than [twenty] columns")

@@ -1,4 +1,4 @@
-"""The engine on a GPU: decode graphs against the eager path, the books on the device, and no hidden waits."""
+"""Tests of the engine on a GPU: graphs against eager steps, the counts on the device, and hidden waits."""
 
 import random
 from array import array
@@ -38,7 +38,7 @@ CONFIG = LlamaConfig(
 
 @pytest.fixture(scope="module")
 def model() -> PreTrainedModel:
-    """In float32, where two ways to the same logits differ by little."""
+    """A model in float32, in which two ways to compute the same logits differ by little."""
     torch.manual_seed(0)
     return random_model(CONFIG, torch.device("cuda"), torch.float32)
 
@@ -82,7 +82,7 @@ def take(tokens: dict[str, list[int]], event: TokenEvent) -> None:
 
 @contextmanager
 def no_waits() -> Iterator[None]:
-    """A synchronising call inside is an error."""
+    """Makes a synchronising call inside the block raise."""
     torch.cuda.set_sync_debug_mode("error")
     try:
         yield
@@ -107,20 +107,20 @@ def share_alike(first: dict[str, list[int]], second: dict[str, list[int]]) -> fl
 
 
 @pytest.mark.parametrize("kind", sorted(PARAMS))
-def test_graphs_give_the_eager_paths_tokens(model: PreTrainedModel, kind: str) -> None:
+def test_graphs_give_the_tokens_of_eager_steps(model: PreTrainedModel, kind: str) -> None:
     results = []
     for graphs in (False, True):
         engine, _ = make(model, cuda_graphs=graphs)
         add_requests(engine, 30, PARAMS[kind])
         results.append(run(engine))
         assert_idle(engine)
-    # A near-tie may fall the other way where a padded batch takes another matrix kernel.
+    # A near-tie may be decided differently when a padded batch uses another matrix kernel.
     assert share_alike(*results) >= 0.9
 
 
 @pytest.mark.parametrize("kind", sorted(PARAMS))
-def test_graphs_give_the_eager_paths_tokens_in_bf16(bf16_model: PreTrainedModel, kind: str) -> None:
-    """One at a time: nothing is padded, so even bf16 rounds alike."""
+def test_graphs_give_the_tokens_of_eager_steps_in_bf16(bf16_model: PreTrainedModel, kind: str) -> None:
+    """Requests run one at a time, so nothing is padded, and even bf16 rounds in the same way."""
     results = []
     for graphs in (False, True):
         engine, _ = make(bf16_model, cuda_graphs=graphs, max_num_seqs=1)
@@ -138,7 +138,7 @@ def test_a_backend_that_cannot_be_captured_runs_eagerly(model: PreTrainedModel) 
     assert_idle(engine)
 
 
-def test_the_triton_backend_is_the_torch_backend(model: PreTrainedModel) -> None:
+def test_the_triton_backend_gives_the_tokens_of_the_torch_backend(model: PreTrainedModel) -> None:
     results = []
     for backend in ("torch", "triton"):
         engine, _ = make(model, cuda_graphs=False, attention_backend=backend)
@@ -153,7 +153,7 @@ def test_decode_steps_wait_once_and_allocate_nothing(model: PreTrainedModel) -> 
     add_requests(engine, 8, PARAMS["greedy"])
     while engine.scheduler.num_waiting or engine.scheduler.num_prefilling:
         engine.step()
-    engine.step()  # the batch is loaded
+    engine.step()  # the batch is in the graph's tensors
     plan = engine.scheduler.plan()
     assert plan is not None
     assert not plan.num_prefills
@@ -169,10 +169,10 @@ def test_decode_steps_wait_once_and_allocate_nothing(model: PreTrainedModel) -> 
     assert_idle(engine)
 
 
-def test_an_eager_step_waits_for_its_tokens_alone(model: PreTrainedModel) -> None:
+def test_an_eager_step_waits_only_for_its_tokens(model: PreTrainedModel) -> None:
     engine, runner = make(model, cuda_graphs=False)
     add_requests(engine, 8, PARAMS["random"])
-    for _ in range(6):  # compiled by now, and in the midst of prefills and decodes
+    for _ in range(6):  # afterwards kernels are compiled, and both prefills and decodes run
         engine.step()
     for _ in range(4):
         plan = engine.scheduler.plan()
@@ -186,7 +186,7 @@ def test_an_eager_step_waits_for_its_tokens_alone(model: PreTrainedModel) -> Non
     assert_idle(engine)
 
 
-def test_a_small_pool_churns_and_every_count_stays_exact(model: PreTrainedModel) -> None:
+def test_counts_stay_exact_in_a_small_pool_under_churn(model: PreTrainedModel) -> None:
     engine, _ = make(model, max_total_tokens=400, prefill_chunk=33)
     add_requests(engine, 60, [*PARAMS["greedy"], *PARAMS["random"]])
     rng = random.Random(1)

@@ -96,7 +96,7 @@ def test_a_graph_is_told_of_a_change_and_of_nothing_else(
     _, runner, _ = make(device, cuda_graphs=False)
     graph = DecodeGraph(runner._parts, 4, runner._metadata)
     replayed: list[GraphKey] = []
-    for form in (GraphKey(SamplerKind.GREEDY), GraphKey(SamplerKind.GREEDY, grouped=True)):
+    for form in (GraphKey(SamplerKind.GREEDY), GraphKey(SamplerKind.GREEDY, shares_prefixes=True)):
         stand_in = SimpleNamespace(replay=lambda form=form: replayed.append(form))
         graph._graphs[form] = (stand_in, None)  # type: ignore[assignment]
     told: list[object] = []
@@ -122,7 +122,7 @@ def test_a_graph_is_told_of_a_change_and_of_nothing_else(
         told.clear()
         graph.replay(decodes(step, rows, prefixes))
         assert told == ([prefixes or None] if is_new else [])
-        assert replayed[-1].grouped == bool(prefixes)
+        assert replayed[-1].shares_prefixes == bool(prefixes)
 
 
 @pytest.mark.gpu
@@ -143,7 +143,9 @@ def test_many_come_and_go_and_read_together(graphs: bool) -> None:
         assert (len(changes) > 50) == grouped
         if graphs:
             assert runner._graphs is not None
-            forms = {form.grouped for graph in runner._graphs._graphs.values() for form in graph._graphs}
+            forms = {
+                form.shares_prefixes for graph in runner._graphs._graphs.values() for form in graph._graphs
+            }
             assert forms == {False, grouped}
     # A near-tie may fall the other way where keys are summed in another order.
     assert share_alike(*results) >= 0.9

@@ -1,4 +1,4 @@
-"""The bounds of each sampling parameter, the kinds, the children of one request, and the way over a wire."""
+"""Tests of sampling parameters: ranges, kinds, the children of one request, and encoding."""
 
 import math
 import subprocess
@@ -81,7 +81,7 @@ def test_out_of_range_is_refused_naming_the_field(field: str, value: Any) -> Non
 
 
 @pytest.mark.parametrize(("field", "value"), ALLOWED, ids=short_id)
-def test_bounds_themselves_are_allowed(field: str, value: Any) -> None:
+def test_bounds_are_allowed(field: str, value: Any) -> None:
     assert field in SamplingParams(**{field: value}).__struct_fields__
 
 
@@ -95,7 +95,7 @@ def test_invalid_params_is_an_error_of_lightkv_and_a_value_error() -> None:
     [SamplingParams(logit_bias={3: 1.0, 10: 1.0}), SamplingParams(stop_token_ids=(10,))],
     ids=["logit_bias", "stop_token_ids"],
 )
-def test_token_ids_are_held_against_the_vocabulary(params: SamplingParams) -> None:
+def test_token_ids_have_to_be_in_the_vocabulary(params: SamplingParams) -> None:
     params.validate(vocab_size=11)
     with pytest.raises(InvalidParams, match="from 0 to 9"):
         params.validate(vocab_size=10)
@@ -122,11 +122,11 @@ def test_token_ids_are_held_against_the_vocabulary(params: SamplingParams) -> No
     ],
     ids=str,
 )
-def test_kind_is_the_least_that_serves(fields: dict[str, Any], kind: SamplerKind) -> None:
+def test_kind_is_the_lowest_that_suffices(fields: dict[str, Any], kind: SamplerKind) -> None:
     assert SamplingParams(**fields).kind == kind
 
 
-def test_children_have_seeds_of_their_own_and_the_first_keeps_the_requests() -> None:
+def test_children_have_different_seeds_and_the_first_keeps_the_requests() -> None:
     for seed in (0, 1, 2**63 - 1, -(2**63)):
         params = SamplingParams(n=128, seed=seed, top_p=0.9)
         children = [params.child(i) for i in range(128)]
@@ -136,7 +136,7 @@ def test_children_have_seeds_of_their_own_and_the_first_keeps_the_requests() -> 
         assert children == [params.child(i) for i in range(128)]
 
 
-def test_children_of_neighbouring_seeds_share_none() -> None:
+def test_children_of_neighbouring_seeds_share_no_seed() -> None:
     seeds = [SamplingParams(n=128, seed=s).child(i).seed for s in range(50) for i in range(128)]
     assert len(set(seeds)) == len(seeds)
 
@@ -150,7 +150,7 @@ def test_a_child_without_seed_has_none_and_an_index_out_of_range_is_refused() ->
 
 
 @pytest.mark.parametrize("codec", [msgspec.msgpack, msgspec.json], ids=["msgpack", "json"])
-def test_a_wire_changes_nothing(codec: Any) -> None:
+def test_encoding_and_decoding_change_nothing(codec: Any) -> None:
     params = SamplingParams(
         max_tokens=7, temperature=0.3, logit_bias={5: -1.5}, seed=-3, stop=["a", "é"], stop_token_ids=[2], n=3
     )
@@ -159,7 +159,7 @@ def test_a_wire_changes_nothing(codec: Any) -> None:
     assert decoded.stops == ("a", "é")
 
 
-def test_a_wire_carries_no_nonsense_in() -> None:
+def test_decoding_refuses_wrong_values() -> None:
     with pytest.raises(msgspec.ValidationError, match="top_p is 0"):
         msgspec.json.decode(b'{"top_p": 0}', type=SamplingParams)
     with pytest.raises(msgspec.ValidationError):

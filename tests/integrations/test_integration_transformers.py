@@ -36,7 +36,7 @@ from lightkv.errors import UnsupportedModel
 from lightkv.integrations.model.hf_model import bind, forward
 from lightkv.integrations.model.probe import probe
 from lightkv.memory.kv_memory import KVMemory
-from lightkv.router.model.loader import position_limit
+from lightkv.router.model.model_config import position_limit
 
 VOCABULARY = 97
 SMALL = {

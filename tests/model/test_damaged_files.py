@@ -1,4 +1,4 @@
-"""Damaged files of a model: each is refused in one line, or its wrong value does not matter."""
+"""Tests of damaged model files: each is refused in one line, unless the wrong value does not matter."""
 
 import json
 from collections.abc import Iterator
@@ -10,18 +10,19 @@ import torch
 
 from lightkv.errors import LightKVError
 from lightkv.router import LLM, EngineConfig
-from lightkv.router.model.build import definite_limits
-from lightkv.router.model.loader import load_model, load_supported_config
+from lightkv.router.model.build import EngineSizes
+from lightkv.router.model.loader import load_model
+from lightkv.router.model.model_config import load_supported_config
 from lightkv.router.model_files import UnreadableWeights, resolve
 from lightkv.router.text.tokenizer import Tokenizer, UnreadableTokenizer
 from tests.support.tiny_files import save_tiny
 
 META = torch.device("meta")
 DEEP = "[" * 100_000 + "]" * 100_000
-# Values, as JSON, that most fields must not have.
+# Values, as JSON, that are wrong for most fields.
 WRONG = ["null", "true", "-1", "1e400", "NaN", str(2**70), '"text"', "[]", '[{"a": [null]}]', "{}", DEEP]
 WRONG += ["5", '[["a"]]', '[1, "x"]', '["a\\nb"]']
-# Fields that a llama's config.json does not have. lightkv or transformers reads them if they are there.
+# Fields that the config.json of a llama does not have, but that lightkv or transformers reads.
 OTHER_FIELDS = {
     "config.json": [
         "num_experts", "rope_scaling", "quantization_config", "auto_map", "is_encoder_decoder", "is_decoder",
@@ -39,7 +40,7 @@ FILES: dict[str, Any] = {
     "model.safetensors.index.json": {"metadata": {}, "weight_map": {"lm_head.weight": "model-1.safetensors"}},
     "tokenizer.json": None,
 }
-# By file and field: the values in WRONG that are accepted. Every other one has to be refused.
+# By file and field: the values in WRONG that are accepted. All others have to be refused.
 ACCEPTED: dict[str, dict[str, list[str]]] = {
     "config.json": {
         "hidden_size": [],
@@ -78,7 +79,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def directory(whole: Path) -> Iterator[Path]:
-    """A whole model. Its files are restored after each test."""
+    """A complete model, whose files are restored after each test."""
     before = {name: (whole / name).read_bytes() for name in FILES}
     yield whole
     for name, content in before.items():
@@ -88,12 +89,12 @@ def directory(whole: Path) -> Iterator[Path]:
 OF_THE_WEIGHTS = ("generation_config.json", "model.safetensors.index.json")
 
 
-def read_all_that_reads(name: str, directory: Path) -> None:
+def read_with_all_readers(name: str, directory: Path) -> None:
     """Calls every function that reads the file `name`. The weights go to the meta device."""
     found = resolve(str(directory), lambda line: None)
     if name == "config.json":
         text = load_supported_config(found).get_text_config()
-        definite_limits(EngineConfig(), torch.device("cpu"), text)
+        assert EngineSizes(EngineConfig(), torch.device("cpu"), text).limits
     Tokenizer(found)
     if name in OF_THE_WEIGHTS:
         load_model(found, META, "auto", lambda line: None)
@@ -101,7 +102,7 @@ def read_all_that_reads(name: str, directory: Path) -> None:
 
 def refusal(name: str, directory: Path) -> str | None:
     try:
-        read_all_that_reads(name, directory)
+        read_with_all_readers(name, directory)
     except LightKVError as error:
         return str(error)
     return None
@@ -124,7 +125,7 @@ def test_any_value_of_a_wrong_type(directory: Path, name: str) -> None:
 
 
 def rope(name: str, value: Any) -> dict[str, Any]:
-    """A configuration's field for the rotary embedding of one type of layer, in which `name` is `value`."""
+    """Returns the configuration of a rotary embedding for one type of layer, in which `name` is `value`."""
     whole = {
         "rope_type": "longrope",
         "rope_theta": 1e4,
@@ -160,10 +161,10 @@ def test_fields_that_are_read_together(directory: Path, fields: dict[str, Any]) 
 
 @pytest.mark.parametrize("garbage", GARBAGE.values(), ids=GARBAGE.keys())
 @pytest.mark.parametrize("name", FILES)
-def test_no_json(directory: Path, name: str, garbage: bytes) -> None:
+def test_garbage_is_refused(directory: Path, name: str, garbage: bytes) -> None:
     (directory / name).write_bytes(garbage)
     with pytest.raises((UnreadableWeights, UnreadableTokenizer)) as raised:
-        read_all_that_reads(name, directory)
+        read_with_all_readers(name, directory)
     assert name in str(raised.value)
     assert "\n" not in str(raised.value)
 
@@ -197,7 +198,7 @@ def test_chat_template(directory: Path, template: bytes) -> None:
 
 
 def header(text: str, size: int | None = None) -> bytes:
-    """The beginning of a safetensors file. `size`: the header's size that the file gives, right by default."""
+    """Returns the beginning of a safetensors file. `size`: the stated size of the header, if it is wrong."""
     return (len(text) if size is None else size).to_bytes(8, "little") + text.encode()
 
 
@@ -224,7 +225,7 @@ def test_header_of_weights(tmp_path: Path, content: bytes) -> None:
 
 
 @pytest.mark.parametrize("length", [2**31, 10**12, 2**70])
-def test_a_context_that_no_memory_holds(directory: Path, length: int) -> None:
+def test_a_context_too_long_for_any_memory(directory: Path, length: int) -> None:
     path = directory / "config.json"
     config = json.loads(path.read_text())
     path.write_text(json.dumps({**config, "max_position_embeddings": length}))

@@ -1,4 +1,4 @@
-"""A real model through the whole of lightkv: equal to Hugging Face, and nothing held afterwards."""
+"""Tests of LLM with a real model: its answers equal Hugging Face's, and it holds no memory afterwards."""
 
 from collections.abc import Iterator
 from functools import cache
@@ -69,7 +69,7 @@ def reference() -> PreTrainedModel:
 
 @cache
 def prompts() -> list[list[int]]:
-    """20 varied prompts; the last five share a system prompt."""
+    """Returns 20 varied prompts; the last five share a system prompt."""
     tokenizer = Tokenizer(model_dir())
     ids = [tokenizer.encode(text).tolist() for text in PROMPTS]
     for question in CHATS:
@@ -80,8 +80,11 @@ def prompts() -> list[list[int]]:
 
 @cache
 def expected() -> list[list[int]]:
-    """Hugging Face's own greedy continuation of each; prompts of like lengths together, padded on the left. The
-    likeliest token of each step is so by more than 0.001, over ten times what a batch changes in a logit."""
+    """Returns Hugging Face's greedy continuation of each prompt.
+
+    Prompts of similar length run together, padded on the left. At each step the likeliest token leads by more
+    than 0.001, which is over ten times as much as batching changes a logit.
+    """
     outputs: dict[int, list[int]] = {}
     order = sorted(range(len(prompts())), key=lambda i: len(prompts()[i]))
     for batch in (order[:10], order[10:]):
@@ -102,8 +105,8 @@ def expected() -> list[list[int]]:
     return [outputs[i] for i in range(len(prompts()))]
 
 
-def gap_where_they_part(prompt: list[int], ours: list[int], theirs: list[int]) -> float:
-    """How far apart the reference's logits of the two tokens are at the first difference."""
+def gap_at_first_difference(prompt: list[int], ours: list[int], theirs: list[int]) -> float:
+    """Returns the gap between the reference's logits of the two tokens at the first difference."""
     at = next(i for i, (a, b) in enumerate(zip(ours, theirs, strict=True)) if a != b)
     with torch.no_grad():
         logits = reference()(torch.tensor([prompt + theirs[:at]])).logits[0, -1]
@@ -111,7 +114,7 @@ def gap_where_they_part(prompt: list[int], ours: list[int], theirs: list[int]) -
 
 
 def shared(a: list[int], b: list[int]) -> int:
-    """Length of the common prefix."""
+    """Returns the length of the common prefix."""
     return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
 
 
@@ -141,19 +144,19 @@ def test_greedy_output_is_hugging_faces(chunk: int) -> None:
         before = llm.stats()
         outputs = llm.generate(prompts(), GREEDY)
         hits = llm.stats().hit_tokens - before.hit_tokens
-        if run == "cached":  # every prompt is cached but for its last token
+        if run == "cached":  # of every prompt all but the last token is cached
             assert hits == sum(len(ids) - 1 for ids in prompts())
-        parted = 0
+        num_different = 0
         for ids, output, theirs in zip(prompts(), outputs, expected(), strict=True):
             ours = output.outputs[0].token_ids
             if ours != theirs:
-                parted += 1
-                assert gap_where_they_part(ids, ours, theirs) < 1e-3
-        assert parted <= 1
+                num_different += 1
+                assert gap_at_first_difference(ids, ours, theirs) < 1e-3
+        assert num_different <= 1
         assert_idle(llm)
 
 
-def test_chats_together_hit_their_common_prompt() -> None:
+def test_chats_that_run_together_hit_their_common_prompt() -> None:
     llm = LLM(EngineConfig(device="cpu", max_total_tokens=4096))
     chats = prompts()[-len(CHATS) :]
     outputs = llm.generate(chats, GREEDY)
@@ -218,7 +221,7 @@ def test_a_stop_string_ends_the_text_and_the_request(llm: LLM) -> None:
     assert_idle(llm)
 
 
-def test_a_stop_token_is_no_part_of_the_text(llm: LLM) -> None:
+def test_a_stop_token_is_not_part_of_the_text(llm: LLM) -> None:
     plain = llm.generate(PROMPTS[0], GREEDY)[0].outputs[0]
     token = plain.token_ids[5]
     first = plain.token_ids.index(token)
@@ -252,7 +255,7 @@ def test_a_seeded_answer_does_not_depend_on_the_batch(llm: LLM) -> None:
     assert mixed[0].outputs[0].token_ids == expected()[0]
 
 
-def test_logprobs_are_the_models_own(llm: LLM) -> None:
+def test_logprobs_equal_the_models(llm: LLM) -> None:
     params = SamplingParams(temperature=0, max_tokens=3, logprobs=2, ignore_eos=True)
     output = llm.generate(PROMPTS[0], params)[0]
     answer = output.outputs[0]
@@ -310,7 +313,7 @@ def test_bad_requests_are_refused_before_anything_runs(
     assert_idle(llm)
 
 
-def test_a_failing_model_loses_its_step_and_nothing_else(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_step_loses_its_requests_and_nothing_else(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: object, **__: object) -> None:
         raise RuntimeError("no such luck")
 
@@ -351,10 +354,10 @@ def test_bad_settings_are_refused_with_the_remedy(
         ("attention_backend", "abacus"),
     ],
 )
-def test_settings_out_of_range_name_themselves(setting: str, value: object) -> None:
+def test_errors_of_settings_out_of_range_name_the_option(setting: str, value: object) -> None:
     with pytest.raises(InvalidConfig, match="--" + setting.replace("_", "-")):
         EngineConfig(**{setting: value})  # type: ignore[arg-type]
 
 
-def test_the_settings_know_the_backends_there_are() -> None:
+def test_the_settings_name_every_backend() -> None:
     assert set(ATTENTION_BACKENDS) == set(BACKENDS)

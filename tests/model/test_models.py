@@ -1,6 +1,6 @@
-"""Which of transformers' causal language models run, and why the others are refused: docs/models.md.
+"""Tests which of transformers' causal language models run, and why the others are refused (docs/models.md).
 
-`python tests/model/test_models.py` writes that page anew.
+`python tests/model/test_models.py` writes that page.
 """
 
 import tempfile
@@ -21,23 +21,23 @@ from lightkv.router.model_files import resolve
 from tests.support.served import starting
 from tests.support.tiny_architectures import architecture, cases, outcome, tiny
 
+VERSION = transformers.__version__
 PAGE = Path(__file__).parents[2] / "docs" / "models.md"
 HEAD = f"""# Models
 
-Of the causal language models in transformers {transformers.__version__}, these run, and these are refused.
-`make test-all` checks this page: a tiny random model of each architecture has to give the same greedy answers
-on lightkv (prompts of several lengths side by side, in chunks, one of them sharing a prefix) as in
-transformers' own `generate`, or has to be refused for the reason given, before its weights and its tokenizer
-are read.
-`python tests/model/test_models.py` writes the page anew.
+This page lists the causal language models of transformers {VERSION} that run on lightkv, and those that
+are refused. `make test-all` checks it. A tiny random model of each architecture either gives the same greedy
+answers on lightkv as with transformers' own `generate`, or is refused, for the reason given, before its weights
+and tokenizer are read. The prompts have several lengths, run side by side in chunks, and two share a prefix.
+`python tests/model/test_models.py` writes this page.
 
-What is in brackets is the field of the configuration that makes the difference. A model may run with one
-configuration and be refused with another: layer types, windows and shared layers are read from its config.json.
+Brackets name the field of the configuration that makes the difference. A model may run with one configuration
+and be refused with another: layer types, windows and shared layers are read from its config.json.
 """
 
 
 def page(outcomes: dict[tuple[str, str], str | None]) -> str:
-    """docs/models.md, of every case's reason to be refused; None where it runs."""
+    """Returns docs/models.md. `outcomes`: for each case why it is refused, or None if it runs."""
     refused: dict[str, list[str]] = defaultdict(list)
     runs = []
     shared = Counter(architecture(name) for name in {name for name, _ in outcomes})
@@ -47,7 +47,7 @@ def page(outcomes: dict[tuple[str, str], str | None]) -> str:
         shown = f"{shown} ({own})" if own else shown
         (runs if reason is None else refused[reason]).append(shown)
     lines = [HEAD, f"## {len(runs)} run", "", ", ".join(sorted(runs)), ""]
-    lines += [f"## {len(outcomes) - len(runs)} are refused", "", "| because | architectures |", "|---|---|"]
+    lines += [f"## {len(outcomes) - len(runs)} are refused", "", "| reason | architectures |", "|---|---|"]
     for reason, names in sorted(refused.items(), key=lambda item: (-len(item[1]), item[0])):
         lines.append(f"| {reason} | {', '.join(sorted(names))} |")
     return "\n".join(lines) + "\n"
@@ -55,7 +55,7 @@ def page(outcomes: dict[tuple[str, str], str | None]) -> str:
 
 @pytest.fixture(autouse=True)
 def _one_thread() -> Iterator[None]:
-    """Several threads wait for each other longer than these models compute."""
+    """Runs on one thread: for models this small, several threads would mostly wait for each other."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -67,7 +67,7 @@ def outcomes(directory: Path) -> dict[tuple[str, str], str | None]:
 
 
 @pytest.mark.slow
-def test_the_page_tells_what_runs(tmp_path: Path) -> None:
+def test_the_page_lists_what_runs(tmp_path: Path) -> None:
     assert PAGE.read_text(encoding="utf-8") == page(outcomes(tmp_path))
 
 
@@ -105,7 +105,7 @@ def test_is_refused_before_weights_and_tokenizer_are_read(
 
 
 @pytest.mark.parametrize("name", ["mamba", "bloom", "nemotron"])
-def test_is_refused_for_its_architecture_before_its_files_are_missed(name: str, tmp_path: Path) -> None:
+def test_is_refused_for_its_architecture_before_its_missing_files(name: str, tmp_path: Path) -> None:
     tiny(name).save_pretrained(tmp_path)
     config = EngineConfig(str(tmp_path), device="cpu")
     for read in (
@@ -117,7 +117,7 @@ def test_is_refused_for_its_architecture_before_its_files_are_missed(name: str, 
             read()
 
 
-def test_is_refused_without_being_a_causal_model(tmp_path: Path) -> None:
+def test_an_encoder_decoder_is_refused(tmp_path: Path) -> None:
     config = transformers.T5Config(architectures=["T5ForConditionalGeneration"])
     config.save_pretrained(tmp_path)
     refuses(tmp_path, config, "encoder-decoder")
@@ -134,8 +134,8 @@ def refuses(directory: Path, config: Any, reason: str) -> None:
 
 
 @pytest.mark.slow
-def test_a_model_that_cannot_run_is_refused_before_its_tokenizer_is_complained_of(tmp_path: Path) -> None:
-    """The API process reads the tokenizer while the worker looks at the model."""
+def test_a_model_that_cannot_run_is_refused_before_its_tokenizer(tmp_path: Path) -> None:
+    """The API process reads the tokenizer while the worker checks the model."""
     transformers.BloomConfig(architectures=["BloomForCausalLM"]).save_pretrained(tmp_path / "bloom")
     for name in ("tokenizer.json", "model.safetensors"):
         (tmp_path / "bloom" / name).write_text("neither a tokenizer nor weights")

@@ -1,4 +1,4 @@
-"""Packed linear layers against nn.Linear, and what packing does to a model."""
+"""Tests of packed linear layers against nn.Linear, and of packing a whole model."""
 
 import subprocess
 import sys
@@ -20,7 +20,7 @@ def quiet(line: str) -> None:
 
 
 class Tied(nn.Module):
-    """An embedding whose weight is the head's too, two layers between, one of them in two places."""
+    """An embedding tied to the head, and two layers in between, one of which occurs twice."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -40,7 +40,7 @@ class Tied(nn.Module):
 
 @pytest.mark.parametrize("bias", [True, False], ids=["bias", "no-bias"])
 @pytest.mark.parametrize("shape", [(64, 64), (37, 129), (1, 7), (1000, 33)], ids=str)
-def test_computes_what_the_plain_layer_does(shape: tuple[int, int], bias: bool) -> None:
+def test_computes_the_same_as_the_plain_layer(shape: tuple[int, int], bias: bool) -> None:
     out_features, in_features = shape
     linear = nn.Linear(in_features, out_features, bias=bias)
     packed = PackedLinear(linear)
@@ -67,14 +67,14 @@ def test_takes_any_strides_and_dimensions() -> None:
             torch.testing.assert_close(packed(x), linear(x), rtol=1e-4, atol=2e-6)
 
 
-def test_an_eighth_is_padding_at_most() -> None:
+def test_at_most_an_eighth_is_padding() -> None:
     for num_tokens in range(1, MAX_TOKENS + 1):
         assert num_tokens <= padded_size(num_tokens) <= min(num_tokens * 9 / 8, MAX_TOKENS)
     assert [padded_size(num_tokens) for num_tokens in range(17)] == list(range(17))
 
 
 class Products(TorchDispatchMode):
-    """Notes how many tokens oneDNN is given."""
+    """Records the numbers of tokens that oneDNN computes."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -86,7 +86,7 @@ class Products(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def test_onednn_is_given_few_numbers_of_tokens() -> None:
+def test_onednn_computes_few_different_numbers_of_tokens() -> None:
     packed = PackedLinear(nn.Linear(4, 3))
     with Products() as products, torch.no_grad():
         for num_tokens in (*range(1, 70), *range(70, 1100, 23)):
@@ -123,7 +123,7 @@ print(anonymous() - before)
 
 def test_memory_does_not_grow_with_every_number_of_tokens() -> None:
     child = subprocess.run([sys.executable, "-c", GROWTH], capture_output=True, text=True, check=True)
-    assert float(child.stdout) < 100  # MiB; it was 331 when every number of tokens was computed as it came
+    assert float(child.stdout) < 100  # MiB; without padding it was 331
 
 
 def test_a_model_keeps_its_outputs_and_frees_its_weights() -> None:
@@ -156,7 +156,7 @@ def test_packing_again_changes_and_reports_nothing() -> None:
     assert list(model.modules()) == before
 
 
-def test_other_types_and_subclasses_stay() -> None:
+def test_other_types_and_subclasses_are_left_alone() -> None:
     class Doubling(nn.Linear):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return 2 * super().forward(x)

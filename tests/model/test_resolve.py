@@ -1,4 +1,4 @@
-"""router/model_files: a model's files are found, and the default model is converted."""
+"""Tests of router/model_files: models are found, checked and, for the default model, converted."""
 
 import json
 import os
@@ -18,7 +18,8 @@ import torch
 from tokenizers import Tokenizer, models
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from lightkv.router.model.loader import load_model, load_supported_config
+from lightkv.router.model.loader import load_model
+from lightkv.router.model.model_config import load_supported_config
 from lightkv.router.model_files import (
     DEFAULT_MODEL,
     ModelNotFound,
@@ -47,7 +48,7 @@ def lines() -> list[str]:
 
 @pytest.fixture
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Empty caches, and the hub switched off. Returns the directory for converted models."""
+    """Makes the caches empty and switches the hub off. Returns the directory for converted models."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
@@ -90,7 +91,7 @@ def test_local_directory_that_lacks_a_shard(tiny_dir: Path) -> None:
 
 
 def test_an_index_beside_the_whole_model_is_not_read(tiny_dir: Path) -> None:
-    """lightkv checks the file that transformers reads, which is model.safetensors in this case."""
+    """lightkv checks the file that transformers reads, which here is model.safetensors."""
     (tiny_dir / "model.safetensors.index.json").write_text('{"weight_map": {"a": "other.safetensors"}}')
     assert weight_files(tiny_dir) == ["model.safetensors"]
     assert load_model(tiny_dir, CPU, "auto", lambda line: None).config.hidden_size == 32
@@ -119,14 +120,14 @@ SHARDS = [
 def test_shard_outside_the_directory(tiny_dir: Path, shard: Any) -> None:
     (tiny_dir / "model.safetensors").rename(tiny_dir.parent / "secret.safetensors")
     (tiny_dir / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": shard}}))
-    with pytest.raises(UnreadableWeights, match=r"index\.json: (names the shard|is no index)") as raised:
+    with pytest.raises(UnreadableWeights, match=r"index\.json: (names the shard|is not an index)") as raised:
         require_whole(tiny_dir)
     assert str(raised.value).isprintable()
     assert len(str(raised.value)) < 1000
 
 
 @pytest.mark.parametrize("shard", ["a" * 240 + ".safetensors", "model.int8+a=b @ 1_2-of-3.safetensors"])
-def test_odd_names_of_shards(tiny_dir: Path, shard: str) -> None:
+def test_unusual_names_of_shards(tiny_dir: Path, shard: str) -> None:
     (tiny_dir / "model.safetensors").rename(tiny_dir / shard)
     (tiny_dir / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": shard}}))
     require_whole(tiny_dir)
@@ -141,7 +142,7 @@ def test_shard_behind_a_link(tiny_dir: Path) -> None:
     require_whole(tiny_dir)
 
 
-def test_pickle_is_not_taken_for_weights(tiny_dir: Path) -> None:
+def test_pickle_is_refused(tiny_dir: Path) -> None:
     (tiny_dir / "model.safetensors").rename(tiny_dir / "pytorch_model.bin")
     with pytest.raises(UnreadableWeights, match="pickle, which lightkv never loads"):
         require_whole(tiny_dir)
@@ -170,12 +171,12 @@ def test_unknown_model(lines: list[str], model: str) -> None:
     "model", ["/no/such/directory", "~/none", "../none", "a/b/c", "a b", "a" * 97, "/" + "a" * 5000, "a\0b"]
 )
 @pytest.mark.usefixtures("cache")
-def test_what_is_no_id_is_looked_for_nowhere_else(lines: list[str], model: str) -> None:
-    with pytest.raises(ModelNotFound, match="no such directory, and no id"):
+def test_a_name_that_is_not_an_id_is_searched_for_nowhere_else(lines: list[str], model: str) -> None:
+    with pytest.raises(ModelNotFound, match="no such directory, and not an id"):
         resolve(model, lines.append)
 
 
-def test_home_of_nobody(lines: list[str]) -> None:
+def test_home_of_an_unknown_user(lines: list[str]) -> None:
     with pytest.raises(ModelNotFound, match="~nobody-here/x: no such home directory"):
         resolve("~nobody-here/x", lines.append)
 
@@ -217,7 +218,7 @@ def test_hugging_face_cache(
 
 
 class Hub:
-    """Replaces the hub. `answer` returns the names of its files, raises, or takes long."""
+    """Replaces the hub. `answer` returns the names of its files, raises an error, or takes long."""
 
     def __init__(self, answer: Callable[[], list[str]], directory: Path) -> None:
         self.answer = answer
@@ -257,7 +258,7 @@ def test_hub(cache: Path, tiny_dir: Path, lines: list[str], monkeypatch: pytest.
     assert "2.00 GB" in lines[-1]
 
 
-def test_hub_that_holds_pickle_only(
+def test_hub_that_has_only_pickle(
     cache: Path, tiny_dir: Path, lines: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     hub = Hub(lambda: ["config.json", "pytorch_model.bin"], tiny_dir)
@@ -284,7 +285,7 @@ def test_hub_that_does_not_answer(
 
 @pytest.fixture
 def gguf(monkeypatch: pytest.MonkeyPatch, tiny_dir: Path) -> list[Path]:
-    """Replaces the conversion by one of a small file. Returns a list of the directories written so far."""
+    """Replaces the conversion by a copy of small files. Returns the list of directories written so far."""
     written: list[Path] = []
 
     def write(source: Path, directory: Path) -> None:
@@ -307,7 +308,7 @@ def test_conversion_happens_once(cache: Path, gguf: list[Path], lines: list[str]
 
 
 @pytest.mark.parametrize("left", ["staging", "target"])
-def test_what_an_interrupted_conversion_left_is_no_model(
+def test_an_interrupted_conversion_is_repeated(
     cache: Path, gguf: list[Path], lines: list[str], left: str
 ) -> None:
     target = cache / DEFAULT_MODEL.replace("/", "--")
@@ -340,9 +341,9 @@ def test_source_that_cannot_be_read(
     assert [path for path in cache.iterdir() if path.is_dir()] == []
 
 
-def test_only_the_systems_errors_are_errors_of_writing(tmp_path: Path) -> None:
+def test_only_errors_of_the_operating_system_become_oserrors(tmp_path: Path) -> None:
     with pytest.raises(OSError, match="No such file or directory"), convert_gguf._write_errors():
-        gguf.save_file({}, tmp_path / "none" / "x")
+        convert_gguf.save_file({}, tmp_path / "none" / "x")
     with pytest.raises(OSError, match="No such file or directory"), convert_gguf._write_errors():
         Tokenizer(models.BPE()).save(str(tmp_path / "none" / "x"))
     with pytest.raises(ValueError, match="a mistake"), convert_gguf._write_errors():
@@ -356,7 +357,7 @@ def test_cache_that_cannot_be_written(cache: Path, gguf: list[Path], lines: list
         resolve(DEFAULT_MODEL, lines.append)
 
 
-def test_conversions_at_once(cache: Path, gguf: list[Path], lines: list[str]) -> None:
+def test_simultaneous_conversions(cache: Path, gguf: list[Path], lines: list[str]) -> None:
     found: list[Path] = []
     threads = [
         threading.Thread(target=lambda: found.append(resolve(DEFAULT_MODEL, lines.append))) for _ in range(4)
@@ -367,11 +368,11 @@ def test_conversions_at_once(cache: Path, gguf: list[Path], lines: list[str]) ->
         thread.join()
     assert len(set(found)) == 1
     assert len(found) == 4
-    assert len(gguf) == 1  # the others waited for the first, and took what it made
+    assert len(gguf) == 1  # the others waited for the first and used its result
 
 
-# Converts a small GGUF again and again, on a disk that takes more of each file every time (RLIMIT_FSIZE, whose
-# soft limit can be raised again). Prints how many files were left each time, and what was told.
+# Converts a small GGUF several times, with a larger limit on the size of a file each time (RLIMIT_FSIZE, whose
+# soft limit can be raised again). Prints how many files are left each time, and the error message.
 FULL_DISK = """
 import resource, sys
 from pathlib import Path
@@ -451,7 +452,7 @@ def test_conversion_of_the_default_model(cache: Path, lines: list[str], tmp_path
     )
     for text in ("Hello, world! It's me.\n\n\tdef f(x): return x", "日本語 😀 é"):
         assert ours.encode(text) == theirs.encode(text)
-    # transformers' own conversion loses that rule: " 1" is then one piece, and the spaces before it split.
+    # transformers' own conversion drops the rule for digits: there " 1" is one token, and the spaces split.
     assert ours.convert_ids_to_tokens(ours.encode("a  12")) == ["a", "ĠĠ", "1", "2"]
 
 

@@ -1,4 +1,4 @@
-"""The sampler's rows: kinds and batches, penalties, log-probabilities, extremes, misuse, and the GPU."""
+"""Tests of the sampler: kinds and batches, penalties, log-probabilities, extremes, misuse, and the GPU."""
 
 import math
 from collections import Counter
@@ -53,7 +53,7 @@ def test_a_token_does_not_depend_on_the_batch_or_the_kind(dtype: torch.dtype, de
                 if kind < params.kind:
                     continue
                 alone = make_sampler(device, *MIXED, vocab_size=5003)
-                alone.enable_edits()
+                alone.enable_logit_edits()
                 assert draw(alone, logits[i : i + 1], [rows[i]], [position], kind) == [batch[i]]
         backwards = make_sampler(device, *MIXED, vocab_size=5003)
         assert draw(backwards, logits.flip(0), rows[::-1], [position] * len(rows), FULL) == batch[::-1]
@@ -77,17 +77,17 @@ def test_greedy_ties_go_to_the_lowest_id(kind: SamplerKind, device: torch.device
     logits[2] = -math.inf
     logits[2, [96, 95]] = -3.0
     sampler = make_sampler(device, *[SamplingParams(temperature=0)] * 3)
-    sampler.enable_edits()
+    sampler.enable_logit_edits()
     assert draw(sampler, logits, [1, 2, 3], [4, 4, 4], kind) == [7, 0, 95]
 
 
 @pytest.mark.parametrize("kind", list(SamplerKind), ids=lambda kind: kind.name)
 def test_next_token_is_written_for_the_batch_alone(kind: SamplerKind, device: torch.device) -> None:
     sampler = make_sampler(device, *[SamplingParams(temperature=0)] * 5)
-    sampler.enable_edits()
+    sampler.enable_logit_edits()
     logits = make_logits(4, 2)
     kept = logits.clone()
-    tokens = draw(sampler, logits, [4, 0, 2, 0], [9, 0, 9, 0], kind)  # two entries of padding
+    tokens = draw(sampler, logits, [4, 0, 2, 0], [9, 0, 9, 0], kind)  # two entries are padding
     assert torch.equal(logits, kept)
     assert tokens == logits.argmax(-1).tolist()
     assert sampler.next_token[[4, 2]].tolist() == [tokens[0], tokens[2]]
@@ -98,8 +98,11 @@ def test_next_token_is_written_for_the_batch_alone(kind: SamplerKind, device: to
 # ---- Bias and penalties
 
 
-def test_penalties_follow_a_simulated_generation(device: torch.device) -> None:
-    """Every step against a recount in Python and Hugging Face's repetition penalty; the row has been used."""
+def test_penalties_of_each_step_equal_a_recount(device: torch.device) -> None:
+    """Compares each step with a recount in Python and with Hugging Face's repetition penalty.
+
+    The row was used by another sequence before.
+    """
     vocab_size, prompt = 13, [1, 2, 5]
     params = SamplingParams(
         temperature=0,
@@ -115,7 +118,7 @@ def test_penalties_follow_a_simulated_generation(device: torch.device) -> None:
     output: list[int] = []
     for step in range(60):
         logits = make_logits(1, 100 + step, vocab_size)
-        if step == 30:  # paused and resumed in another row
+        if step == 30:  # preempted and resumed in another row
             sampler.set_rows([NewRow(3, params, 1, 0, int32_bytes(output))], [int32_bytes(prompt)])
         row = 2 if step < 30 else 3
         expected = logits.clone()
@@ -132,7 +135,7 @@ def test_penalties_follow_a_simulated_generation(device: torch.device) -> None:
 
 
 def test_end_tokens_are_held_back_until_their_position(device: torch.device) -> None:
-    """For greedy and drawn tokens, by each row's own position; a row that is used again forgets them."""
+    """Checks greedy and drawn tokens at each row's own position. A reused row forgets its end tokens."""
     sampler = Sampler(4, VOCAB_SIZE, device)
     params = [SamplingParams(temperature=temperature, min_tokens=3) for temperature in (0.0, 1.0)]
     sampler.set_rows(
@@ -150,7 +153,7 @@ def test_end_tokens_are_held_back_until_their_position(device: torch.device) -> 
     assert draw(sampler, logits[:1], [1], [10], EDITED) == [40]
 
 
-def test_a_neutral_row_is_untouched_by_what_its_predecessor_left(device: torch.device) -> None:
+def test_a_neutral_row_keeps_nothing_of_its_predecessor(device: torch.device) -> None:
     sampler = Sampler(3, VOCAB_SIZE, device)
     heavy = SamplingParams(repetition_penalty=5.0, logit_bias={0: 100.0, 50: 100.0})
     sampler.set_rows([NewRow(1, heavy, 0, 0)], [int32_bytes(range(60))])
@@ -165,7 +168,9 @@ def test_a_neutral_row_is_untouched_by_what_its_predecessor_left(device: torch.d
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0], ids=["greedy", "random"])
-def test_bias_of_100_forces_and_bias_of_minus_100_forbids(temperature: float, device: torch.device) -> None:
+def test_a_bias_of_100_forces_a_token_and_minus_100_forbids_it(
+    temperature: float, device: torch.device
+) -> None:
     logits = make_logits(1, 4)
     best = int(logits.argmax())
     forced = (best + 1) % VOCAB_SIZE
@@ -180,7 +185,7 @@ def test_bias_of_100_forces_and_bias_of_minus_100_forbids(temperature: float, de
         assert tokens[1] != best
 
 
-def test_the_largest_number_of_biases_all_count(device: torch.device) -> None:
+def test_the_largest_number_of_biases_is_applied(device: torch.device) -> None:
     vocab_size = 700
     sampler = make_sampler(
         device,
@@ -233,7 +238,7 @@ def test_no_logprobs_below_edited(kind: SamplerKind, device: torch.device) -> No
     assert sampled[1:] == (None, None, None)
 
 
-def test_a_vocabulary_below_twenty_gives_what_it_has(device: torch.device) -> None:
+def test_a_vocabulary_below_twenty_returns_all_its_tokens(device: torch.device) -> None:
     sampler = make_sampler(device, SamplingParams(logprobs=20), vocab_size=6)
     one = torch.tensor([1], device=device)
     sampled = sampler.sample(make_logits(1, 0, 6).to(device), one, one, FULL)
@@ -248,7 +253,7 @@ def test_a_vocabulary_below_twenty_gives_what_it_has(device: torch.device) -> No
 def test_extreme_temperatures(kind: SamplerKind, device: torch.device) -> None:
     cold, hot, hottest = (SamplingParams(temperature=t) for t in (1e-4, 100.0, 3.4e38))
     sampler = make_sampler(device, cold, hot, hottest)
-    sampler.enable_edits()
+    sampler.enable_logit_edits()
     logits = make_logits(1, 6)
     logits[:, 10:] = -math.inf
     num_draws = 600
@@ -271,13 +276,13 @@ def test_the_only_finite_logit_is_taken(temperature: float, kind: SamplerKind, d
     for i, token in enumerate((0, 50, VOCAB_SIZE - 1)):
         logits[i, token] = -1e4
     sampler = make_sampler(device, params, params, params)
-    sampler.enable_edits()
+    sampler.enable_logit_edits()
     assert draw(sampler, logits, [1, 2, 3], [0, 1, 2], kind) == [0, 50, VOCAB_SIZE - 1]
 
 
 @pytest.mark.parametrize("kind", list(SamplerKind), ids=lambda kind: kind.name)
 @pytest.mark.parametrize("bad", [math.nan, -math.inf, math.inf], ids=str)
-def test_a_broken_row_gets_some_token_and_harms_no_other(
+def test_a_row_of_nan_or_inf_gets_some_token_and_changes_no_other(
     bad: float, kind: SamplerKind, device: torch.device
 ) -> None:
     params = SamplingParams(temperature=0 if kind == GREEDY else 1.0)
@@ -287,14 +292,14 @@ def test_a_broken_row_gets_some_token_and_harms_no_other(
     logits[1] = bad
     logits[2, 3] = math.nan
     sampler = make_sampler(device, *[params] * 4)
-    sampler.enable_edits()
+    sampler.enable_logit_edits()
     tokens = draw(sampler, logits, [1, 2, 3, 4], [5] * 4, kind)
     assert [tokens[0], tokens[3]] == [expected[0], expected[3]]
     assert all(0 <= token < VOCAB_SIZE for token in tokens)
     sampler.check()
 
 
-# ---- Misuse, memory, books
+# ---- Misuse, memory, checks
 
 
 def test_a_row_is_refused_before_anything_changes(device: torch.device) -> None:
@@ -304,7 +309,7 @@ def test_a_row_is_refused_before_anything_changes(device: torch.device) -> None:
     good = NewRow(1, SamplingParams(repetition_penalty=1.1), 3, 0)
     for bad in (
         NewRow(0, SamplingParams(), 1),
-        NewRow(1, SamplingParams(), 1),  # a row twice
+        NewRow(1, SamplingParams(), 1),  # a row given twice
         NewRow(5, SamplingParams(), 1),
         NewRow(2, SamplingParams(), 2**63),
         NewRow(2, SamplingParams(logit_bias={VOCAB_SIZE: 1.0}), 1),
@@ -332,25 +337,25 @@ def test_shapes_that_disagree_are_refused(device: torch.device) -> None:
 
 
 @pytest.mark.parametrize("kind", [EDITED, FULL], ids=lambda kind: kind.name)
-def test_edits_before_their_buffers_are_refused(kind: SamplerKind, device: torch.device) -> None:
+def test_sampling_edited_without_its_buffers_is_refused(kind: SamplerKind, device: torch.device) -> None:
     sampler = make_sampler(device, SamplingParams())
-    with pytest.raises(LightKVError, match="enable_edits"):
+    with pytest.raises(LightKVError, match="enable_logit_edits"):
         draw(sampler, make_logits(1, 0), [1], [0], kind)
 
 
-def test_bytes_are_those_of_the_buffers(device: torch.device) -> None:
+def test_bytes_for_equals_the_size_of_the_buffers(device: torch.device) -> None:
     sampler = make_sampler(device, SamplingParams())
     announced, lean = Sampler.bytes_for(4, VOCAB_SIZE), sampler.num_bytes
     assert lean == 4 * (8 + 48)
-    sampler.enable_edits()
+    sampler.enable_logit_edits()
     assert sampler.num_bytes == announced == lean + 4 * (4 * VOCAB_SIZE + 512 * 8 + 160 * 8 + 8)
 
 
-def test_check_finds_a_foreign_write(device: torch.device) -> None:
+def test_check_finds_damaged_state(device: torch.device) -> None:
     for damage in ("next_token", "number", "padding", "bias", "count"):
         sampler = make_sampler(device, SamplingParams(logprobs=1))
         sampler.check()
-        assert sampler._edits is not None
+        assert sampler._logit_edits is not None
         if damage == "next_token":
             sampler.next_token[1] = VOCAB_SIZE
         elif damage == "number":
@@ -358,14 +363,14 @@ def test_check_finds_a_foreign_write(device: torch.device) -> None:
         elif damage == "padding":
             sampler._lines[0, 1] = 3
         elif damage == "bias":
-            sampler._edits._bias[0, 3] = 1.0
+            sampler._logit_edits._bias[0, 3] = 1.0
         else:
-            sampler._edits._counts[1, 3] = -1
+            sampler._logit_edits._counts[1, 3] = -1
         with pytest.raises(LightKVError):
             sampler.check()
 
 
-def test_a_sampler_made_in_inference_mode_serves_outside_it(device: torch.device) -> None:
+def test_a_sampler_made_in_inference_mode_works_outside_it(device: torch.device) -> None:
     with torch.inference_mode():
         sampler = make_sampler(device, SamplingParams(logprobs=1))
         inside = draw(sampler, make_logits(1, 0), [1], [0], FULL)
@@ -387,7 +392,7 @@ def no_synchronisation() -> Iterator[None]:
 
 
 def mixed_settings(seed: int) -> tuple[list[NewRow], list[bytes]]:
-    """Rows, and the prompt that they share."""
+    """Returns rows, and the prompt that they share."""
     output = int32_bytes(range(seed, seed + 10))
     rows = [NewRow(i + 1, params, seed + i, 0, output) for i, params in enumerate(MIXED)]
     return rows, [int32_bytes(range(seed, seed + 40))]
@@ -396,13 +401,13 @@ def mixed_settings(seed: int) -> tuple[list[NewRow], list[bytes]]:
 @pytest.mark.gpu
 @pytest.mark.parametrize("vocab_size", [VOCAB_SIZE, 151_936], ids=["small", "large"])
 @pytest.mark.parametrize("kind", list(SamplerKind), ids=lambda kind: kind.name)
-def test_a_captured_sample_replays_with_new_inputs(
+def test_a_captured_sample_can_be_replayed_with_new_inputs(
     kind: SamplerKind, vocab_size: int, device: torch.device
 ) -> None:
     num_rows = len(MIXED) + 1
     sampler, eager = Sampler(num_rows, vocab_size, device), Sampler(num_rows, vocab_size, device)
-    sampler.enable_edits()
-    eager.enable_edits()
+    sampler.enable_logit_edits()
+    eager.enable_logit_edits()
     logits = make_logits(num_rows, 0, vocab_size).to(device, torch.bfloat16)
     rows = torch.arange(num_rows, device=device)
     positions = torch.zeros_like(rows)
@@ -452,7 +457,7 @@ def test_nothing_synchronises(kind: SamplerKind, device: torch.device) -> None:
 
 @pytest.mark.gpu
 def test_the_gpu_draws_what_the_cpu_draws(device: torch.device) -> None:
-    """exp differs by an ulp between the two, which moves one draw in millions; these seeds hit none."""
+    """exp differs by one ulp between the two, which changes one draw in millions, but none of these."""
     vocab_size = 50_000
     logits = make_logits(len(MIXED), 2, vocab_size).to(torch.bfloat16)
     rows = list(range(1, len(MIXED) + 1))

@@ -1,5 +1,5 @@
-"""What the sampler draws from and by which number, against independent references: Hugging Face's processors,
-numpy, Python integers."""
+"""Tests of the sampler's draws against independent references: Hugging Face's processors, numpy, and Python
+integers."""
 
 import math
 from collections import Counter
@@ -17,7 +17,8 @@ from transformers.generation.logits_process import (
 )
 
 from lightkv.router.engine.step import NewRow
-from lightkv.router.model.sampler import Sampler, pick, token_weights_, truncate_, uniforms
+from lightkv.router.model.draw import pick, token_weights_, truncate_, uniforms
+from lightkv.router.model.sampler import Sampler
 from lightkv.router.sampling_params import SamplerKind, SamplingParams
 from tests.support.sampler_rows import FULL, VOCAB_SIZE, draw, int32_bytes, make_logits, make_sampler
 
@@ -25,7 +26,7 @@ from tests.support.sampler_rows import FULL, VOCAB_SIZE, draw, int32_bytes, make
 
 
 def uniform_of(seed: int, position: int) -> float:
-    """SplitMix64 in Python's own integers."""
+    """SplitMix64 in Python integers."""
 
     def mix(z: int) -> int:
         z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) % 2**64
@@ -52,7 +53,7 @@ def test_uniforms_are_uniform_and_uncorrelated(varied: str, device: torch.device
     assert shares.max() < 1
     expected = num_draws / 64
     chi_square = ((np.histogram(shares, 64, (0, 1))[0] - expected) ** 2 / expected).sum()
-    assert chi_square < 103.4  # 63 degrees of freedom, one in a thousand
+    assert chi_square < 103.4  # 63 degrees of freedom: exceeded once in a thousand times
     for lag in (1, 2, 16):
         assert abs(np.corrcoef(shares[:-lag], shares[lag:])[0, 1]) < 4 / math.sqrt(num_draws)
 
@@ -68,7 +69,7 @@ def test_pick_takes_the_first_token_past_the_share(device: torch.device) -> None
 
 
 def test_pick_is_exact_over_a_large_vocabulary(device: torch.device) -> None:
-    """A float32 running sum would stop growing at 2^24 of these, and choose tokens of weight zero."""
+    """A float32 running sum would stop growing after 2^24 of these, and choose tokens of weight zero."""
     vocab_size = 200_000
     weights = torch.rand(3, vocab_size, generator=torch.Generator().manual_seed(0)) ** 4
     weights[:, ::3] = 0.0
@@ -82,8 +83,8 @@ def test_pick_is_exact_over_a_large_vocabulary(device: torch.device) -> None:
             assert sum(row[:token]) <= target < sum(row[: token + 1])
 
 
-def test_no_truncation_changes_no_weight(device: torch.device) -> None:
-    """The last token's weight is 1 of a total that float64 cannot hold."""
+def test_neutral_top_k_and_top_p_change_no_weight(device: torch.device) -> None:
+    """The weight of one token is 1 in a total that float64 cannot hold."""
     weights = torch.ones(1, 20_000, device=device)
     weights[0, 7] = 2.0**-40
     kept = weights.clone()
@@ -101,7 +102,7 @@ def test_a_temperature_too_low_for_float32_is_greedy_at_every_kind(device: torch
     logits = torch.zeros(50, VOCAB_SIZE)
     logits[:, 60] = 1e-7
     sampler = make_sampler(device, SamplingParams(temperature=1e-6))
-    sampler.enable_edits()
+    sampler.enable_logit_edits()
     for kind in SamplerKind:
         assert draw(sampler, logits, [1] * 50, list(range(50)), kind) == [60] * 50
 
@@ -134,7 +135,7 @@ def test_frequencies_follow_the_distribution(fields: dict[str, Any], device: tor
 
 
 def test_tokens_equal_a_brute_force_in_numpy(device: torch.device) -> None:
-    """Bias, penalties, temperature, min-p, top-k, top-p and the draw, all in float64 and by sorting pairs."""
+    """The reference applies every parameter and draws in float64, by sorting (probability, token) pairs."""
     rng = np.random.default_rng(3)
     num_rows = 24
     settings, prompts = [], []
@@ -248,7 +249,7 @@ def test_kept_tokens_and_weights_equal_hugging_face(
     fields: dict[str, Any], dtype: torch.dtype, device: torch.device
 ) -> None:
     params = SamplingParams(**fields)
-    # Distinct in float16 too: which of equals top-p keeps is a matter of taste.
+    # Distinct in float16 too, since implementations differ in which of equal tokens top-p keeps.
     logits = torch.stack(
         [
             torch.randperm(VOCAB_SIZE, generator=torch.Generator().manual_seed(i)) / 8 - 6 + i / 16
@@ -272,7 +273,7 @@ def test_ties_at_the_kth_token_all_stay_and_top_p_prefers_low_ids(device: torch.
     assert kept.tolist() == [[True] * 4 + [False] * 4]
 
 
-def test_top_p_is_of_what_top_k_left(device: torch.device) -> None:
+def test_top_p_is_a_share_of_the_tokens_that_top_k_kept(device: torch.device) -> None:
     logits = torch.tensor([[0.4, 0.3, 0.2, 0.1]]).log()
     kept = weights_of(logits, SamplingParams(top_k=2, top_p=0.55), device) > 0
     assert kept.tolist() == [[True, False, False, False]]  # 0.4 of 0.7 is 0.57

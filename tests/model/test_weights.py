@@ -1,6 +1,7 @@
-"""router/model/loader.py: models are refused or loaded, and random models are made."""
+"""Tests of router/model/model_config.py and loader.py: models are refused or loaded; random models are made."""
 
 import json
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,15 +12,10 @@ import transformers
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from lightkv.router.model import loader as weights
-from lightkv.router.model.loader import (
-    ModelTooLarge,
-    UnsupportedModel,
-    check_supported,
-    load_model,
-    position_limit,
-    random_model,
-)
+from lightkv.errors import UnsupportedModel
+from lightkv.router.model import loader
+from lightkv.router.model.loader import ModelTooLarge, load_model, random_model
+from lightkv.router.model.model_config import check_supported, position_limit
 from lightkv.router.model_files import UnreadableWeights, resolve
 from tests.support.tiny_files import save_tiny, tiny_config
 
@@ -36,7 +32,7 @@ def lines() -> list[str]:
     return []
 
 
-# What can run
+# Supported and refused models
 
 SUPPORTED = [
     "Llama", "Mistral", "Ministral", "Mixtral", "Qwen2", "Qwen3", "Qwen3Moe", "Gemma", "Gemma2", "Gemma3Text",
@@ -48,7 +44,7 @@ UNSUPPORTED = {
     "Bart": "encoder-decoder",
     "Bert": "encoder",
     "Roberta": "encoder",
-    "ViT": "no causal language model",
+    "ViT": "not a causal language model",
     "DeepseekV3": "latent",
     "Mamba": "recurrent state",
     "RecurrentGemma": "recurrent state",
@@ -83,11 +79,11 @@ def test_unsupported(name: str, reason: str) -> None:
         ({"layer_types": ["full_attention", "conv"]}, "layers of type conv"),
         ({"kv_lora_rank": 8}, "latent"),
         ({"use_bidirectional_attention": True}, "bidirectional"),
-        ({"architectures": ["LlamaForSequenceClassification"]}, "no causal language model"),
+        ({"architectures": ["LlamaForSequenceClassification"]}, "not a causal language model"),
     ],
     ids=["conv", "latent", "bidirectional", "classifier"],
 )
-def test_what_makes_a_llama_unsupported(changes: dict[str, Any], reason: str) -> None:
+def test_fields_that_make_a_llama_unsupported(changes: dict[str, Any], reason: str) -> None:
     config = tiny_config()
     for name, value in changes.items():
         setattr(config, name, value)
@@ -158,7 +154,7 @@ def test_loads_what_was_saved(tiny_dir: Path, lines: list[str], capfd: pytest.Ca
     assert not model.training
     assert "loading 0.00 GB" in lines[0]
     assert "loaded LlamaForCausalLM" in lines[-1]
-    assert capfd.readouterr() == ("", "")  # transformers' bars and warnings stay quiet
+    assert capfd.readouterr() == ("", "")  # transformers shows neither progress bars nor warnings
 
 
 def test_loads_in_the_dtype_asked_for(tiny_dir: Path, lines: list[str]) -> None:
@@ -171,9 +167,9 @@ def test_too_large_is_refused_before_it_is_loaded(
 ) -> None:
     parameters = load_model(tiny_dir, CPU, dtype, lines.append).parameters()
     needed = sum(parameter.numel() * parameter.element_size() for parameter in parameters)
-    monkeypatch.setattr(weights, "_memory", lambda device: (needed, 10 * needed))
-    load_model(tiny_dir, CPU, dtype, lines.append)  # just fits
-    monkeypatch.setattr(weights, "_memory", lambda device: (needed - 1, 10 * needed))
+    monkeypatch.setattr(loader, "_memory", lambda device: (needed, 10 * needed))
+    load_model(tiny_dir, CPU, dtype, lines.append)  # fits exactly
+    monkeypatch.setattr(loader, "_memory", lambda device: (needed - 1, 10 * needed))
     monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", lambda *_, **__: pytest.fail("was loaded"))
     with pytest.raises(ModelTooLarge, match=r"tiny: .* GB of weights do not fit"):
         load_model(tiny_dir, CPU, dtype, lines.append)
@@ -182,19 +178,19 @@ def test_too_large_is_refused_before_it_is_loaded(
 def test_the_meta_device_holds_any_model(
     tiny_dir: Path, lines: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(weights, "_memory", lambda device: (0, 0))
+    monkeypatch.setattr(loader, "_memory", lambda device: (0, 0))
     assert load_model(tiny_dir, torch.device("meta"), "auto", lines.append).device.type == "meta"
 
 
 def test_bytes_once_loaded() -> None:
-    stored = weights.Counter({"F64": 80, "BF16": 20, "I64": 8, "F8_E4M3": 3})
+    stored = Counter({"F64": 80, "BF16": 20, "I64": 8, "F8_E4M3": 3})
     assert (
-        weights._loaded_bytes(stored, 4) == 40 + 40 + 8 + 3
+        loader._loaded_bytes(stored, 4) == 40 + 40 + 8 + 3
     )  # types that loading does not cast keep their size
 
 
 def test_memory_of_the_cpu() -> None:
-    free, total = weights._memory(CPU)
+    free, total = loader._memory(CPU)
     assert 0 < free <= total
 
 
@@ -222,8 +218,8 @@ def test_tied_weights_are_not_missing(tmp_path: Path, lines: list[str]) -> None:
         (lambda data: data + b"x", r"has \d+ bytes and should have \d+"),
         (lambda data: data[:100], "cut off within its header"),
         (lambda data: b"", "cut off within its header"),
-        (lambda data: bytes(len(data)), "no safetensors file"),
-        (lambda data: data[:8] + b"[" + data[9:], "no safetensors file"),
+        (lambda data: bytes(len(data)), "not a safetensors file"),
+        (lambda data: data[:8] + b"[" + data[9:], "not a safetensors file"),
         (lambda data: b"version https://git-lfs.github.com/spec/v1\n", "cut off within its header"),
     ],
     ids=["a-byte-short", "a-byte-long", "no-tensors", "empty", "zeros", "broken-header", "lfs-pointer"],
@@ -253,7 +249,7 @@ def test_tensor_of_another_shape(tiny_dir: Path, lines: list[str]) -> None:
         load_model(tiny_dir, CPU, "auto", lines.append)
 
 
-def test_tensor_too_many_is_told(tiny_dir: Path, lines: list[str]) -> None:
+def test_an_unknown_tensor_is_reported(tiny_dir: Path, lines: list[str]) -> None:
     path = tiny_dir / "model.safetensors"
     save_file(load_file(path) | {"extra": torch.ones(7)}, path, metadata={"format": "pt"})
     load_model(tiny_dir, CPU, "auto", lines.append)
@@ -317,7 +313,7 @@ def test_a_configuration_cannot_name_the_file_of_weights(tiny_dir: Path, lines: 
 def test_auto_dtype(
     device: str, declared: torch.dtype | None, stored: set[str], expected: torch.dtype
 ) -> None:
-    assert weights._auto_dtype(torch.device(device), declared, stored) == expected
+    assert loader._auto_dtype(torch.device(device), declared, stored) == expected
 
 
 # Random weights
@@ -363,7 +359,7 @@ def test_random_model_is_repeatable() -> None:
         assert torch.equal(one, other)
 
 
-def test_random_model_of_what_cannot_run() -> None:
+def test_random_model_of_an_unsupported_architecture() -> None:
     with pytest.raises(UnsupportedModel):
         random_model(transformers.T5Config(), CPU, torch.float32)
 

@@ -246,7 +246,7 @@ def test_the_architecture_is_refused_before_the_files(
     assert reason in " ".join(log.split())
     assert "Traceback" not in log
     assert ("lacks" in log) == (model_type is None)
-    assert "is no tokenizer" not in log
+    assert "is not a tokenizer" not in log
 
 
 # --------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""A model whose steps are recorded: every plan with its result, for workers that have to give the same."""
+"""Records the steps of a model: every plan with its result, which a worker has to reproduce."""
 
 import random
 from array import array
@@ -36,7 +36,7 @@ PARAMS = [
 
 
 def saved(directory: Path) -> EngineConfig:
-    """A whole model, saved: two random layers and a tokenizer."""
+    """Saves a complete model of two random layers, and its tokenizer. Returns the settings that run it."""
     torch.manual_seed(0)
     random_model(CONFIG, torch.device("cpu"), torch.float32).save_pretrained(directory)
     tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE({"a": 0, "b": 1}, []))
@@ -47,7 +47,7 @@ def saved(directory: Path) -> EngineConfig:
 
 
 class Recording:
-    """What an in-process runner made of some requests: every plan with its result, and the books after."""
+    """The plans and results of an in-process runner for some requests, and the memory expected afterwards."""
 
     def __init__(self, config: EngineConfig) -> None:
         runner, self.info = build_runner(config, lambda line: None)
@@ -83,7 +83,7 @@ def assert_same(results: list[StepResult | None], expected: list[StepResult]) ->
 
 
 def with_unknown_token(plan: StepPlan) -> StepPlan:
-    """A plan that fails once its edits are applied."""
+    """Returns a plan that fails after its edits are applied."""
     assert plan.num_prefills
     unknown = array("i", [1000]).tobytes()
     return msgspec.structs.replace(plan, token_ids=unknown + plan.token_ids[len(unknown) :])

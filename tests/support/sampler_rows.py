@@ -1,4 +1,4 @@
-"""Samplers whose rows have given parameters, and what they draw."""
+"""Makes samplers whose rows have given parameters, and draws from them."""
 
 from typing import Any
 
@@ -24,7 +24,7 @@ def int32_bytes(ids: Any) -> bytes:
 def make_sampler(
     device: torch.device, *all_params: SamplingParams, vocab_size: int = VOCAB_SIZE, seed: int = 11
 ) -> Sampler:
-    """Rows 1, 2, … sample by the given parameters, with seeds `seed`, `seed` + 1, …"""
+    """Makes a sampler whose rows 1, 2, … have the given parameters, and the seeds `seed`, `seed` + 1, …"""
     sampler = Sampler(len(all_params) + 3, vocab_size, device)
     sampler.set_rows([NewRow(i + 1, params, seed + i) for i, params in enumerate(all_params)])
     return sampler

@@ -1,4 +1,4 @@
-"""A tiny configuration of every causal language model that transformers has, and what lightkv makes of it."""
+"""Makes a tiny configuration of every causal language model in transformers, and runs it on lightkv."""
 
 import random
 from array import array
@@ -21,11 +21,11 @@ from lightkv.router.engine.loop import LocalEngine
 from lightkv.router.engine.request import Request
 from lightkv.router.engine.scheduler import Scheduler
 from lightkv.router.model.build import assemble
-from lightkv.router.model.loader import load_supported_config
+from lightkv.router.model.model_config import load_supported_config
 
 VOCABULARY = 96
 
-# By the names that configurations use; each takes those that it has.
+# By the names that configurations use. Each configuration gets the fields that it has.
 SIZES: dict[str, Any] = {
     **dict.fromkeys(("vocab_size",), VOCABULARY),
     **dict.fromkeys(("hidden_size", "n_embd", "d_model", "hidden_dim", "dim", "word_embed_proj_dim"), 32),
@@ -52,7 +52,7 @@ SIZES: dict[str, Any] = {
 }
 
 
-# Where these sizes do not fit each other, or where the published models are something else than the defaults.
+# Fields for models for which these sizes do not fit together, or which differ from their published defaults.
 MORE: dict[str, dict[str, Any]] = {
     "bamba": {"mamba_n_heads": 8},
     "cohere_compass_text": {
@@ -82,12 +82,12 @@ MORE: dict[str, dict[str, Any]] = {
     "phimoe": {"sliding_window": None},
     "zaya": {"num_experts_per_tok": 1},
 }
-# Not small, since their parts check each other; none is built, as each is refused by its configuration.
+# These keep their own sizes, since their fields depend on each other. Each is refused before it is built.
 LARGE = {"dots3_note_text", "gemma4_assistant", "zamba2"}
 
 
 FULL = ["full_attention"] * 4
-# Models that a field of their configuration makes into others.
+# Models whose outcome depends on a field of their configuration.
 VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
     "llama4_text": {"full attention only": {"layer_types": FULL, "no_rope_layers": [1, 1, 1, 0]}},
     "lfm2": {"full attention only": {"layer_types": FULL}},
@@ -97,7 +97,7 @@ NUM_NEW = 8  # tokens of each answer
 
 
 def cases() -> list[tuple[str, str]]:
-    """The model type and the variant ("" for none) of all of them, in order."""
+    """Returns the model type and the variant ("" for none) of every case, in order."""
     found = []
     for name in sorted({config.model_type for config in MODEL_FOR_CAUSAL_LM_MAPPING}):
         found += [(name, ""), *((name, variant) for variant in VARIANTS.get(name, {}))]
@@ -112,7 +112,7 @@ def cases() -> list[tuple[str, str]]:
 
 
 def tiny(model_type: str, variant: str = "") -> PreTrainedConfig:
-    """A configuration of this type with four small layers."""
+    """Returns a configuration of this type with four small layers."""
     kind = CONFIG_MAPPING[model_type]
     known = set(getattr(kind, "__dataclass_fields__", ()))
     sizes = {name: value for name, value in SIZES.items() if name in known and model_type not in LARGE}
@@ -125,17 +125,17 @@ def tiny(model_type: str, variant: str = "") -> PreTrainedConfig:
 
 
 def architecture(model_type: str) -> str:
-    """The class that transformers makes of a configuration."""
+    """Returns the name of the class that transformers makes of a configuration."""
     found = MODEL_FOR_CAUSAL_LM_MAPPING[CONFIG_MAPPING[model_type]]
     return (found[0] if isinstance(found, tuple) else found).__name__
 
 
 def outcome(model_type: str, variant: str, directory: Path) -> str | None:
-    """Why lightkv refuses the model, or None where it answers as transformers does. Fails where it does not."""
+    """Returns why lightkv refuses the model, or None if it runs; its answers then have to be transformers'."""
     config = tiny(model_type, variant)
     config.save_pretrained(directory)
     for name in ("model.safetensors", "tokenizer.json"):
-        (directory / name).touch()  # these have to exist, and are not read
+        (directory / name).touch()  # these files have to exist, but are not read
     try:
         load_supported_config(directory)
     except UnsupportedModel as error:
@@ -148,7 +148,7 @@ def outcome(model_type: str, variant: str, directory: Path) -> str | None:
 
 
 def random_weights(config: PreTrainedConfig) -> PreTrainedModel:
-    """A model with weights that are large enough for its answers to vary, the same for the same `config`."""
+    """Makes a model whose weights are large enough for its answers to vary, and the same for equal `config`."""
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     for parameter in model.parameters():
@@ -158,14 +158,14 @@ def random_weights(config: PreTrainedConfig) -> PreTrainedModel:
 
 
 def prompts() -> list[list[int]]:
-    """Of several lengths; the last begins as another does."""
+    """Returns prompts of several lengths; the last shares a prefix with another one."""
     rng = random.Random(0)
     found = [[rng.randrange(3, VOCABULARY) for _ in range(length)] for length in (3, 21, 40, 9)]
     return [*found, found[2][:25] + found[0]]
 
 
 def own_answers(model: PreTrainedModel, prompts: list[list[int]]) -> list[list[int]]:
-    """What transformers generates, greedily and one prompt at a time."""
+    """Returns what transformers generates greedily, one prompt at a time."""
     found = []
     for prompt in prompts:
         ids = torch.tensor([prompt])
@@ -182,7 +182,7 @@ def own_answers(model: PreTrainedModel, prompts: list[list[int]]) -> list[list[i
 
 
 def answers(model: PreTrainedModel, prompts: list[list[int]], prefill_chunk: int) -> list[list[int]]:
-    """What lightkv's engine generates, greedily and all prompts at once, in chunks of `prefill_chunk`."""
+    """Returns what lightkv's engine generates greedily, all prompts at once, in chunks of `prefill_chunk`."""
     config = EngineConfig(
         device="cpu",
         dtype="float32",

@@ -1,4 +1,4 @@
-"""A tiny model's configuration, and its files."""
+"""Makes a tiny model's configuration, and its files."""
 
 from pathlib import Path
 from typing import Any
@@ -26,7 +26,7 @@ def tiny_config(**changes: Any) -> LlamaConfig:
 
 
 def save_tiny(directory: Path) -> Path:
-    """A whole model: two random layers and a tokenizer."""
+    """Saves a complete model of two random layers, and its tokenizer."""
     torch.manual_seed(0)
     random_model(tiny_config(), torch.device("cpu"), torch.float32).save_pretrained(directory)
     tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE({"a": 0, "b": 1}, []))

@@ -1,4 +1,4 @@
-"""router/text/tokenizer.py against tokenizers' own decode, transformers' templates and str.find."""
+"""Tests of router/text/tokenizer.py against tokenizers' own decode, transformers' templates and str.find."""
 
 import json
 import subprocess
@@ -45,7 +45,7 @@ def byte_level(default_dir: Path) -> Tokenizer:
 
 
 def write_model(directory: Path, **tokenizer_config: Any) -> Path:
-    """A directory with a tokenizer as sentencepiece models have it: spaces as ▁, bytes where letters lack."""
+    """Writes a tokenizer like that of sentencepiece models: spaces are ▁, and unknown letters become bytes."""
     tokens = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256))]
     tokens += ["▁", *"Helo,wrd!ab", "▁H", "▁w", "el", "lo", "▁Hel", "▁Hello", "日"]
     merges = [("▁", "H"), ("▁", "w"), ("e", "l"), ("l", "o"), ("▁H", "el"), ("▁Hel", "lo")]
@@ -102,14 +102,14 @@ def pieces_of(tokenizer: Tokenizer, token_ids: list[int], size: int = 1) -> list
 # Encoding, decoding, templates
 
 
-def test_what_the_files_say(byte_level: Tokenizer, byte_fallback: Tokenizer) -> None:
+def test_attributes_come_from_the_files(byte_level: Tokenizer, byte_fallback: Tokenizer) -> None:
     assert (byte_level.eos_ids, byte_level.bos) == ({2}, 1)
     assert (byte_level.vocab_size, byte_level.max_model_len) == (49152, 8192)
     assert (byte_fallback.eos_ids, byte_fallback.bos) == ({2}, 1)
     assert (byte_fallback.vocab_size, byte_fallback.max_model_len) == (300, 99)
 
 
-def test_generation_config_names_the_ends(tmp_path: Path) -> None:
+def test_generation_config_names_the_end_tokens(tmp_path: Path) -> None:
     directory = write_model(tmp_path)
     (directory / "generation_config.json").write_text('{"eos_token_id": [7, 9]}')
     assert Tokenizer(directory).eos_ids == {2, 7, 9}
@@ -119,7 +119,7 @@ def test_generation_config_names_the_ends(tmp_path: Path) -> None:
 def test_round_trip(tokenizer: Tokenizer, text: str) -> None:
     token_ids = tokenizer.encode(text)
     assert token_ids.dtype == "int32"
-    assert tokenizer.decode(token_ids) == text  # nothing truncated either, whatever tokenizer.json asks
+    assert tokenizer.decode(token_ids) == text  # also not truncated, although tokenizer.json asks for it
 
 
 def test_same_ids_as_transformers(default_dir: Path, byte_level: Tokenizer) -> None:
@@ -244,17 +244,17 @@ def test_loads_neither_torch_nor_transformers(default_dir: Path) -> None:
 
 @texts
 @pytest.mark.parametrize("size", [1, 2, 5])
-def test_stream_is_decode(tokenizer: Tokenizer, text: str, size: int) -> None:
+def test_stream_equals_decode(tokenizer: Tokenizer, text: str, size: int) -> None:
     pieces = pieces_of(tokenizer, tokenizer.encode(text).tolist(), size)
     assert "".join(pieces) == text
     if "\ufffd" not in text:
-        assert not any("\ufffd" in piece for piece in pieces)  # never half a character
+        assert not any("\ufffd" in piece for piece in pieces)  # no piece ends within a character
 
 
 @settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.data())
-def test_stream_of_any_ids_is_decode(byte_level: Tokenizer, data: st.DataObject) -> None:
-    # The first ids are special tokens and single bytes, most of them no UTF-8 alone; the last name nothing.
+def test_stream_of_any_ids_equals_decode(byte_level: Tokenizer, data: st.DataObject) -> None:
+    # The first ids are special tokens and single bytes, most of which are not UTF-8; the last are unknown.
     some_id = st.one_of(st.integers(0, 300), st.integers(0, 49151), st.integers(49152, 49160))
     token_ids = data.draw(st.lists(some_id, max_size=40))
     pieces = pieces_of(byte_level, token_ids, data.draw(st.integers(1, 4)))
@@ -263,7 +263,7 @@ def test_stream_of_any_ids_is_decode(byte_level: Tokenizer, data: st.DataObject)
 
 @settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(text=st.text(max_size=30), size=st.integers(1, 4))
-def test_stream_of_any_text_is_decode(byte_fallback: Tokenizer, text: str, size: int) -> None:
+def test_stream_of_any_text_equals_decode(byte_fallback: Tokenizer, text: str, size: int) -> None:
     token_ids = byte_fallback.encode(text).tolist()
     assert "".join(pieces_of(byte_fallback, token_ids, size)) == byte_fallback.decode(token_ids)
 
@@ -289,10 +289,10 @@ def test_push_costs_the_same_however_long_the_stream(
 
     monkeypatch.setattr(Tokenizer, "decode", counting)
     detokenizer = Detokenizer(byte_fallback)
-    for token_id in [*range(3, 259)] * 4:  # bytes in a row, for most of which no character ever completes
+    for token_id in [*range(3, 259)] * 4:  # a series of bytes, most of which never complete a character
         decoded.clear()
         detokenizer.push([token_id])
-        assert sum(decoded) <= 51  # 17 shown last, 17 held; and those 17 once more when they are shown
+        assert sum(decoded) <= 51  # 17 shown last, 17 held, and those 17 again when they are shown
 
 
 def test_byte_level_stream_decodes_nothing_twice(
@@ -307,7 +307,7 @@ def test_byte_level_stream_decodes_nothing_twice(
 
 
 def first_stop(text: str, stops: list[str]) -> tuple[int, int, str] | None:
-    """(end, start, stop) of the first by definition: every end of every occurrence, the least."""
+    """Returns (end, start, stop) of the first stop string, by comparing all occurrences."""
     return min(
         (
             (start + len(stop), start, stop)
@@ -325,7 +325,9 @@ def first_stop(text: str, stops: list[str]) -> tuple[int, int, str] | None:
     stops=st.lists(st.text("ab\n", min_size=1, max_size=5), max_size=4),
     include_stop=st.booleans(),
 )
-def test_stops_like_a_search_of_the_whole(pieces: list[str], stops: list[str], include_stop: bool) -> None:
+def test_stops_where_a_search_of_the_whole_text_does(
+    pieces: list[str], stops: list[str], include_stop: bool
+) -> None:
     text = "".join(pieces)
     checker = StopChecker(stops, include_stop)
     shown = ""
@@ -333,7 +335,7 @@ def test_stops_like_a_search_of_the_whole(pieces: list[str], stops: list[str], i
         shown += checker.push(piece)
         so_far = "".join(pieces[: i + 1])
         if checker.hit is None:
-            # All but what might begin a stop string, and not a character less.
+            # Everything is shown except what might begin a stop string.
             begun = [n for stop in stops for n in range(1, len(stop)) if so_far.endswith(stop[:n])]
             assert shown == so_far[: len(so_far) - max(begun, default=0)]
     shown += checker.finish()
@@ -352,7 +354,7 @@ def test_stops_like_a_search_of_the_whole(pieces: list[str], stops: list[str], i
     pieces=st.lists(st.text("ab\n", max_size=4), max_size=6),
     stops=st.lists(st.text("ab\n", min_size=1, max_size=5), max_size=4),
 )
-def test_no_stop_ends_in_what_is_skipped(skipped: list[str], pieces: list[str], stops: list[str]) -> None:
+def test_no_stop_string_ends_in_skipped_text(skipped: list[str], pieces: list[str], stops: list[str]) -> None:
     checker = StopChecker(stops)
     shown = "".join([*map(checker.skip, skipped), *map(checker.push, pieces)]) + checker.finish()
     num_skipped, text = len("".join(skipped)), "".join(skipped + pieces)
@@ -366,14 +368,14 @@ def test_no_stop_ends_in_what_is_skipped(skipped: list[str], pieces: list[str], 
     assert (shown, checker.hit) == (text[:start], stop)
 
 
-def test_stop_across_pieces() -> None:
+def test_stop_string_across_pieces() -> None:
     checker = StopChecker(["\n\nUser:"])
     assert [checker.push(piece) for piece in ["Hi.", "\n", "\nUs", "e", "r: x", "more"]] == ["Hi.", *[""] * 5]
     assert checker.hit == "\n\nUser:"
     assert checker.finish() == ""
 
 
-def test_what_only_looked_like_a_stop_is_shown() -> None:
+def test_text_that_only_began_like_a_stop_string_is_shown() -> None:
     checker = StopChecker(["</s>"])
     assert [checker.push(piece) for piece in ["a<", "/", "b", "</"]] == ["a", "", "</b", ""]
     assert checker.finish() == "</"

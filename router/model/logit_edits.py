@@ -1,0 +1,186 @@
+"""Changes logits before a token is drawn: logit bias, penalties, and end tokens held back by min_tokens.
+
+`LogitEdits` holds the state of every row on the device; `RowEdits` is what new rows bring, on the host.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from lightkv.errors import LightKVError
+from lightkv.router.engine.step import NewRow
+from lightkv.router.sampling_params import MAX_END_IDS, MAX_LOGIT_BIAS
+
+# A count has this bit if the prompt holds the token; the bits below count the token in the output.
+_PROMPT_BIT = 1 << 30
+_COUNT_MASK = _PROMPT_BIT - 1
+
+
+class RowEdits(NamedTuple):
+    """The logit edits of new rows, as one-dimensional arrays ready for upload: columns one after the other."""
+
+    biases: np.ndarray  # float64 [3 * N]: place in the flattened bias buffers, token id, bias
+    counts: np.ndarray  # int64 [2 * N]: place in the flattened counts, what to add there
+    ends: (
+        np.ndarray
+    )  # int64 [4 * N]: row, position from which it may end, place in the row's end ids, token id
+
+    @classmethod
+    def of(cls, new_rows: Sequence[NewRow], prompts: Sequence[bytes], vocab_size: int) -> "RowEdits":
+        """Collects the edits of `new_rows`. `prompts`: as in StepPlan.
+
+        Raises ValueError for a token id outside the vocabulary, a missing prompt, or too many end tokens.
+        """
+        return cls(
+            _bias_entries(new_rows),
+            _count_entries(new_rows, prompts, vocab_size),
+            _end_entries(new_rows, vocab_size),
+        )
+
+
+class Penalties(NamedTuple):
+    """The penalties of a batch's rows, float32 `[B, 1]` each."""
+
+    repetition: Tensor
+    presence: Tensor
+    frequency: Tensor
+
+
+class LogitEdits:
+    """Every row's logit bias, counts of the tokens seen, and end tokens that may not be sampled yet."""
+
+    def __init__(self, num_rows: int, vocab_size: int, device: torch.device) -> None:
+        self._counts = torch.zeros(num_rows, vocab_size, dtype=torch.int32, device=device)
+        self._bias = torch.zeros(num_rows, MAX_LOGIT_BIAS, dtype=torch.float32, device=device)
+        # Unused entries add 0 to different tokens: if all added to one token, they would queue at its address.
+        unused = torch.arange(MAX_LOGIT_BIAS, dtype=torch.int32, device=device).remainder_(vocab_size)
+        self._bias_ids = unused.repeat(num_rows, 1)
+        self._end_ids = self._bias_ids[:, :MAX_END_IDS].contiguous()
+        self._end_bias = torch.zeros(num_rows, MAX_END_IDS, dtype=torch.float32, device=device)
+        self._may_end_at = torch.zeros(num_rows, dtype=torch.int64, device=device)
+
+    @staticmethod
+    def bytes_per_row(vocab_size: int) -> int:
+        """Returns the bytes of device memory per row.
+
+        These are 4 for each token of the vocabulary (counts), 8 for each entry of the logit bias and of the end
+        tokens, and 8 for the position from which the row may end.
+        """
+        return 4 * vocab_size + 8 * MAX_LOGIT_BIAS + 8 * MAX_END_IDS + 8
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of device memory that the buffers hold."""
+        counts_and_bias = self._counts.nbytes + self._bias.nbytes + self._bias_ids.nbytes
+        return counts_and_bias + self._end_ids.nbytes + self._end_bias.nbytes + self._may_end_at.nbytes
+
+    def set_rows(self, rows: Tensor, biases: Tensor, counts: Tensor, ends: Tensor) -> None:
+        """Clears `rows`, int64 `[n]`, and sets what the uploaded fields of their `RowEdits` say."""
+        self._counts.index_fill_(0, rows, 0)
+        self._bias.index_fill_(0, rows, 0.0)
+        self._end_bias.index_fill_(0, rows, 0.0)
+        if biases.numel():
+            self._set_biases(biases.view(3, -1))
+        if counts.numel():
+            places, added = counts.view(2, -1)
+            self._counts.view(-1).scatter_add_(0, places, added.to(torch.int32))
+        if ends.numel():
+            self._set_ends(ends.view(4, -1))
+
+    def _set_biases(self, entries: Tensor) -> None:
+        places = entries[0].long()
+        self._bias_ids.view(-1).index_copy_(0, places, entries[1].to(torch.int32))
+        self._bias.view(-1).index_copy_(0, places, entries[2].to(torch.float32))
+
+    def _set_ends(self, entries: Tensor) -> None:
+        rows, positions, places, token_ids = entries
+        self._may_end_at.index_copy_(0, rows, positions)  # all entries of a row have the same position
+        places = rows * MAX_END_IDS + places
+        self._end_ids.view(-1).index_copy_(0, places, token_ids.to(torch.int32))
+        self._end_bias.view(-1).index_fill_(0, places, -torch.inf)
+
+    def count(self, rows: Tensor, tokens: Tensor) -> None:
+        """Counts one more output token per row. Row 0 counts the padding's tokens, which are never read."""
+        places = rows * self._counts.shape[1] + tokens
+        self._counts.view(-1).scatter_add_(0, places, torch.ones_like(places, dtype=torch.int32))
+
+    def apply_(self, scores: Tensor, rows: Tensor, positions: Tensor, penalties: Penalties) -> None:
+        """Changes scores, float32 `[B, V]`, in place.
+
+        The order is: bias, repetition penalty, presence and frequency penalties, then -inf for the tokens that
+        would end an answer too early. The repetition penalty is that of arXiv 1909.05858 section 4.1, for
+        negative scores as in Hugging Face's RepetitionPenaltyLogitsProcessor; the others are those of OpenAI's
+        API reference. Neutral parameters change no bit of a score, whatever the counts.
+        """
+        scores.scatter_add_(1, self._bias_ids.index_select(0, rows).long(), self._bias.index_select(0, rows))
+        counts = self._counts.index_select(0, rows)  # [B, V]
+        penalised = torch.where(scores < 0, scores * penalties.repetition, scores / penalties.repetition)
+        torch.where(counts != 0, penalised, scores, out=scores)
+        num_outputs = counts.bitwise_and_(_COUNT_MASK)
+        scores.sub_(num_outputs * penalties.frequency)
+        scores.sub_((num_outputs > 0) * penalties.presence)
+        is_early = (positions < self._may_end_at.index_select(0, rows))[:, None]
+        end_bias = self._end_bias.index_select(0, rows)
+        end_bias = torch.where(is_early, end_bias, torch.zeros_like(end_bias))
+        scores.scatter_add_(1, self._end_ids.index_select(0, rows).long(), end_bias)
+
+    def check(self) -> None:
+        """Checks the padding row and the counts; synchronises. Raises LightKVError."""
+        if bool((self._bias[0] != 0).any()) or bool((self._end_bias[0] != 0).any()):
+            raise LightKVError("the padding row 0 has a logit bias or end tokens held back; never set row 0")
+        if bool((self._counts[1:] < 0).any()):
+            raise LightKVError("a token count has overflowed; a row was not set when its sequence opened")
+
+
+def _bias_entries(new_rows: Sequence[NewRow]) -> np.ndarray:
+    """Returns `RowEdits.biases`. float64 holds places, ids and biases exactly, so one array is enough."""
+    entries = [
+        (new_row.row * MAX_LOGIT_BIAS + entry_idx, token, bias)
+        for new_row in new_rows
+        for entry_idx, (token, bias) in enumerate(new_row.params.logit_bias.items())
+    ]
+    return np.array(entries, dtype=np.float64).reshape(-1, 3).T.ravel()
+
+
+def _count_entries(new_rows: Sequence[NewRow], prompts: Sequence[bytes], vocab_size: int) -> np.ndarray:
+    """Returns `RowEdits.counts`, for the rows whose parameters look at counts."""
+    seen_in = [np.frombuffer(prompt, np.int32).astype(np.int64) for prompt in prompts]
+    entries = [np.zeros((2, 0), np.int64)]
+    for new_row in new_rows:
+        if not new_row.params.penalised:
+            continue
+        if new_row.prompt_idx is not None and not 0 <= new_row.prompt_idx < len(prompts):
+            raise ValueError(f"row {new_row.row} has prompt {new_row.prompt_idx} of {len(prompts)}; give it")
+        seen = seen_in[new_row.prompt_idx] if new_row.prompt_idx is not None else np.zeros(0, np.int64)
+        made, num_made = np.unique(np.frombuffer(new_row.output_ids, np.int32), return_counts=True)
+        tokens = np.concatenate([seen, made])
+        _check_vocabulary(new_row.row, tokens, vocab_size)
+        added = np.concatenate([np.full(seen.size, _PROMPT_BIT), num_made])
+        entries.append(np.stack([new_row.row * vocab_size + tokens, added]))
+    return np.concatenate(entries, axis=1).ravel()
+
+
+def _end_entries(new_rows: Sequence[NewRow], vocab_size: int) -> np.ndarray:
+    """Returns `RowEdits.ends`, for the rows that may not end yet."""
+    for new_row in new_rows:
+        if len(new_row.stop_ids) > MAX_END_IDS:
+            raise ValueError(
+                f"row {new_row.row} holds back {len(new_row.stop_ids)} tokens; give at most {MAX_END_IDS}"
+            )
+        _check_vocabulary(new_row.row, np.array(new_row.stop_ids, dtype=np.int64), vocab_size)
+    entries = [
+        (new_row.row, new_row.may_stop_at, place, token)
+        for new_row in new_rows
+        for place, token in enumerate(new_row.stop_ids)
+    ]
+    return np.array(entries, dtype=np.int64).reshape(-1, 4).T.ravel()
+
+
+def _check_vocabulary(row: int, tokens: np.ndarray, vocab_size: int) -> None:
+    if tokens.size and not (tokens.min() >= 0 and tokens.max() < vocab_size):
+        raise ValueError(
+            f"row {row} has token ids from {tokens.min()} to {tokens.max()}; the vocabulary has {vocab_size}"
+        )

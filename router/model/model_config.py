@@ -1,0 +1,202 @@
+"""Reads a model's config.json and decides, before any weight is read, whether lightkv can run the model."""
+
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch
+from transformers import (
+    CONFIG_MAPPING,
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    AutoConfig,
+    AutoModelForCausalLM,
+    PreTrainedConfig,
+    __version__,
+)
+from transformers.utils import logging
+
+from lightkv.errors import LightKVError, UnsupportedModel
+from lightkv.integrations.model.probe import NeedsNumbers, probe
+from lightkv.router.model_files import UnreadableWeights, in_line, one_line, read_json, require_whole
+
+_LAYER_COUNTS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")  # names used by configurations
+_MAX_LAYERS = 10_000
+
+
+def load_config(directory: Path) -> PreTrainedConfig:
+    """Returns the configuration in `directory`.
+
+    Raises:
+        UnreadableWeights: config.json is missing or damaged.
+        UnsupportedModel: the installed transformers does not know the architecture.
+    """
+    path = directory / "config.json"
+    try:
+        raw = read_json(path)
+        model_type = raw["model_type"]
+        architecture = (raw.get("architectures") or [model_type])[0]
+        if not isinstance(model_type, str) or not isinstance(architecture, str):
+            raise TypeError(f"model_type {model_type!r} and architectures {architecture!r} have to be names")
+        # transformers writes out some fields for every layer; a wrong number would use up all memory.
+        if wrong := [name for name in _LAYER_COUNTS if name in raw and not _is_layer_count(raw[name])]:
+            raise ValueError(f"{wrong[0]} is {raw[wrong[0]]!r}, and can be 1 to {_MAX_LAYERS}")
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise UnreadableWeights(path, f"is not a model configuration ({one_line(error)})") from error
+    if model_type not in CONFIG_MAPPING:
+        hint = " (code that comes with a model is never run)" if "auto_map" in raw else ""
+        reason = f"transformers {__version__} does not know {model_type[:100]!r}{hint}"
+        raise UnsupportedModel(in_line(architecture), reason)
+    try:
+        with quiet_transformers():
+            config = AutoConfig.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
+    # The hub's validators raise errors of their own for a field out of range.
+    except Exception as error:
+        raise UnreadableWeights(path, f"is refused by transformers ({one_line(error)})") from error
+    # transformers would load the file named here, even a pickle, instead of those that `weight_files` returns.
+    # The field is read from the configuration, as transformers does: an attribute_map can rename it.
+    if getattr(config, "transformers_weights", None) is not None:
+        raise UnreadableWeights(
+            path, "names a file of weights (transformers_weights), which lightkv never follows"
+        )
+    # Where peft is installed, transformers would load an adapter that nothing here checks.
+    if (directory / "adapter_config.json").is_file():
+        remedy = "merge the adapter into its base model and give that, or delete the file"
+        raise UnreadableWeights(directory, "holds an adapter_config.json", remedy)
+    return config
+
+
+def check_supported(config: PreTrainedConfig) -> None:
+    """Raises UnsupportedModel for an architecture that lightkv's attention cannot run. Reads no weights."""
+    named = getattr(config, "architectures", None) or []
+    known = type(config) in MODEL_FOR_CAUSAL_LM_MAPPING
+    model_class = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)] if known else None
+    architecture = named[0] if named else getattr(model_class, "__name__", config.model_type)
+
+    def refuse(reason: str) -> NoReturn:
+        raise UnsupportedModel(in_line(architecture), in_line(reason))
+
+    # This check comes first: transformers raises when a field that differs by layer is read.
+    if getattr(config, "is_heterogeneous", False):
+        refuse("its layers differ in shape")
+    if config.is_encoder_decoder:
+        refuse("it is an encoder-decoder")
+    sub_configs = getattr(config, "sub_configs", {})
+    if "text_config" in sub_configs or any("vision" in name or "audio" in name for name in sub_configs):
+        refuse("it wraps a text model together with other modalities")
+    if re.search(r"For(?!CausalLM)[A-Z]\w*$", architecture):
+        refuse("it is not a causal language model")
+    if model_class is None:
+        refuse("transformers has no causal language model of this type")
+    if getattr(config, "is_decoder", None) is False and hasattr(config, "add_cross_attention"):
+        refuse("it is an encoder")
+    if getattr(config, "use_bidirectional_attention", False):
+        refuse("its attention is bidirectional")
+    if getattr(config, "kv_lora_rank", None):
+        refuse("its attention is latent (kv_lora_rank)")
+    if getattr(config, "num_kv_shared_layers", 0):
+        refuse("some of its layers read another layer's K/V (num_kv_shared_layers)")
+    if getattr(model_class, "_is_stateful", False):
+        refuse("some of its layers keep a recurrent state")
+    # Chunked attention reaches a kernel through its mask alone, and a kernel over slots takes no mask.
+    layer_types = getattr(config, "layer_types", None) or getattr(config, "layers_block_type", None) or []
+    if other := set(layer_types) - {"full_attention", "sliding_attention"}:
+        refuse(f"it has layers of type {', '.join(sorted(other))}")
+    no_rope = getattr(config, "no_rope_layers", None) or []
+    if getattr(config, "attn_temperature_tuning", False) and not all(no_rope):
+        refuse("it scales queries by their place in the batch (attn_temperature_tuning)")
+    if not getattr(model_class, "_supports_attention_backend", False):
+        refuse("its transformers code does not support other attention functions (AttentionInterface)")
+
+
+def load_checked_config(directory: Path) -> PreTrainedConfig:
+    """Returns the configuration in `directory` once `check_supported` and `position_limit` have accepted it.
+
+    Raises UnsupportedModel, and UnreadableWeights for a damaged file or a field of a wrong type.
+    """
+    config = load_config(directory)
+    try:
+        check_supported(config)
+        if not isinstance(config.get_text_config(), PreTrainedConfig):
+            raise TypeError("the field of the text model's configuration holds something else")
+        position_limit(config)
+    except LightKVError:
+        raise
+    except Exception as error:
+        reason = f"has a field of a wrong type ({one_line(error)})"
+        raise UnreadableWeights(directory / "config.json", reason) from error
+    return config
+
+
+def load_supported_config(directory: Path) -> PreTrainedConfig:
+    """Returns the configuration in `directory` after every check that needs no weights.
+
+    The model is built on the meta device, which takes no memory, and probed there. A difference that shows only
+    in computed numbers is found when the loaded model is probed. The presence of the other files is checked
+    last, so that a model which cannot run is refused for its architecture first.
+
+    Raises:
+        UnsupportedModel: see `check_supported` and `probe`.
+        UnreadableWeights: config.json is damaged, or `directory` lacks a file.
+    """
+    config = load_checked_config(directory)
+    try:
+        # In bfloat16: on the meta device, products over experts exist in 16 bits only.
+        with quiet_transformers(), torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    # A field of a wrong type fails wherever the model's code first uses it.
+    except Exception as error:
+        reason = f"describes no model that can be made ({one_line(error)})"
+        raise UnreadableWeights(directory / "config.json", reason) from error
+    if any(hasattr(module, "create_position_ids_from_input_ids") for module in model.modules()):
+        raise UnsupportedModel(type(model).__name__, "it does not count a text's positions from 0")
+    with suppress(NeedsNumbers), quiet_transformers():
+        probe(model)
+    require_whole(directory)
+    return config
+
+
+def position_limit(config: PreTrainedConfig) -> int | None:
+    """Returns how many positions have a rotary embedding that depends on the token's own position alone.
+
+    None means that the embedding never depends on other tokens. `config`: as `load_config` returns it.
+
+    transformers' `dynamic` and `longrope` embeddings take their frequencies from the highest position of the
+    whole batch (modeling_rope_utils.dynamic_rope_update): a request that passes the limit would change what
+    is computed for every other request. `dynamic` does so from max_position_embeddings on, whatever the
+    original length is; `longrope` does so from original_max_position_embeddings on.
+    """
+    text = config.get_text_config()
+    parameters = getattr(text, "rope_parameters", None) or {}
+    limits: list[int] = []
+    # The parameters are those of all layers, or hold a dictionary for each type of layer.
+    for rope in (parameters, *(value for value in parameters.values() if isinstance(value, dict))):
+        rope_type = rope.get("rope_type", "default")
+        if not isinstance(rope_type, str):
+            raise TypeError(f"rope_type is {rope_type!r}, and has to be a name")
+        if "dynamic" in rope_type:
+            limits.append(text.max_position_embeddings)
+        elif rope_type == "longrope":
+            limits.append(rope["original_max_position_embeddings"])
+    if wrong := [limit for limit in limits if type(limit) is not int or limit < 1]:
+        raise ValueError(f"the rotary embedding is for {wrong[0]!r} positions")
+    return min(limits, default=None)
+
+
+@contextmanager
+def quiet_transformers() -> Iterator[None]:
+    """Silences transformers' warnings and progress bars: lightkv reports progress itself."""
+    verbosity, had_bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(verbosity)
+        if had_bars:
+            logging.enable_progress_bar()
+
+
+def _is_layer_count(value: Any) -> bool:
+    return value is None or (type(value) is int and 1 <= value <= _MAX_LAYERS)
