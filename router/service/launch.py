@@ -368,7 +368,7 @@ class _Service:
             keyfile=self._service.ssl_keyfile,
             shutdown_timeout=_FLUSH_SECONDS,
         )
-        api = await _spawn("api.app", settings, listener.fileno(), stdout=PIPE)
+        api = await _spawn("api.process", settings, listener.fileno(), stdout=PIPE)
         listener.close()  # only the API's, now: once it is gone, nobody waits to be let in
         assert api.stdin is not None
         api.stdin.close()

@@ -45,7 +45,7 @@ def launched(
         **more,
     )
     process = subprocess.Popen(
-        [sys.executable, "-m", "lightkv.router.api.app"],
+        [sys.executable, "-m", "lightkv.router.api.process"],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -360,7 +360,7 @@ def test_few_descriptors_are_no_resets(fresh: ApiUnderTest) -> None:
 
 def test_the_api_process_loads_no_torch() -> None:
     names = (
-        "api.app",
+        "api.process",
         "api.server",
         "api.generation",
         "api.http_guard",

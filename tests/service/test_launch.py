@@ -120,11 +120,11 @@ def test_no_file_of_the_working_directory_is_imported_unless_this_process_import
     (tmp_path / "msgspec.py").write_text("raise SystemExit(77)")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [entry for entry in sys.path if entry not in ("", str(tmp_path))])
-    safe = subprocess.run(command("api.app"), input=b"{", capture_output=True, timeout=60)
+    safe = subprocess.run(command("api.process"), input=b"{", capture_output=True, timeout=60)
     assert safe.returncode == 1
     assert b"msgspec.DecodeError" in safe.stderr
     monkeypatch.syspath_prepend(str(tmp_path))
-    assert subprocess.run(command("api.app"), input=b"{", timeout=60).returncode == 77
+    assert subprocess.run(command("api.process"), input=b"{", timeout=60).returncode == 77
 
 
 # --------------------------------------------------------------------------------

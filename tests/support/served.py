@@ -26,7 +26,7 @@ from lightkv.router.model_files import resolve
 PROCESSES = {
     "lightkv.router.cli": "cli",
     "lightkv.router.service.router_process": "router_process",
-    "lightkv.router.api.app": "api",
+    "lightkv.router.api.process": "api",
     "lightkv.router.service.worker": "worker",
 }
 MARK = "LIGHTKV_TEST_SERVICE"  # in the environment of each process of a service: what it is found by
