@@ -9,6 +9,7 @@ from typing import NamedTuple
 import msgspec
 
 from lightkv.ledger.shared_prefixes import PrefixSharing, SharedPrefix
+from lightkv.memory_map import Counts, Owner
 from lightkv.router.sampling_params import SamplerKind, SamplingParams
 
 
@@ -145,8 +146,9 @@ class SlotOwners(msgspec.Struct, frozen=True):
 class PoolMap(msgspec.Struct, frozen=True):
     """What the pool's slots were used for between two steps. The counts are of all slots, the cells a sample.
 
-    `cells`: of every `slots_per_cell`-th slot, from slot 1 on, 0 where it is free, 1 where it is cached (nobody
-    holds it), 2 where it is shared (more than one sequence holds it), else 3 + the row of the one that does.
+    `cells`: the label (`lightkv.memory_map`) of every `slots_per_cell`-th slot, from slot 1 on: 0 free, 1
+    cached, 2 shared by several sequences, or 3 + the row that alone holds it. `owners`: all rows that alone
+    hold tokens, the row with the most first; the worker leaves them out and the router adds them.
     """
 
     capacity: int
@@ -157,6 +159,19 @@ class PoolMap(msgspec.Struct, frozen=True):
     longest_free_run: int
     slots_per_cell: int
     cells: list[int]
+    owners: list[Owner] = []
+
+    @property
+    def counts(self) -> Counts:
+        """How many slots are used for what."""
+        return Counts(
+            capacity=self.capacity,
+            num_free=self.num_free,
+            num_cached=self.num_cached,
+            num_shared=self.num_shared,
+            num_own=self.num_own,
+            longest_free_run=self.longest_free_run,
+        )
 
 
 class RunnerInfo(msgspec.Struct, frozen=True):

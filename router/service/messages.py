@@ -7,7 +7,6 @@ from typing import Generic, Literal, TypeVar
 
 import msgspec
 
-from lightkv.router.config import EngineConfig
 from lightkv.router.engine.step import PoolMap, RunnerInfo, TokenEvent
 from lightkv.router.sampling_params import SamplingParams
 
@@ -63,26 +62,10 @@ class Events(msgspec.Struct, frozen=True, tag=True):
     events: list[TokenEvent]
 
 
-class RowOwner(msgspec.Struct, frozen=True):
-    """A row of the token table, and how many tokens it alone holds. `request_id`: whose it is; empty where
-    nobody waits for that request any more, and a step under way still has it."""
-
-    row: int
-    num_tokens: int
-    request_id: str
-
-
-class OwnedMap(PoolMap, frozen=True):
-    """The worker's map, and what the router adds. `owners`: all rows that alone hold tokens, the one with the
-    most first."""
-
-    owners: list[RowOwner] = msgspec.field(default_factory=list)
-
-
 class Mapped(msgspec.Struct, frozen=True, tag=True):
-    """The map that was asked for; None where there is none, and why."""
+    """The answer to AskMap: the map, or None and the reason."""
 
-    pool: OwnedMap | None
+    pool: PoolMap | None
     error: str = ""
 
 
@@ -119,14 +102,6 @@ class Status(msgspec.Struct, frozen=True, tag=True):
     detail: str
     load: Load
     info: RunnerInfo | None = None
-
-
-class WorkerStart(msgspec.Struct, frozen=True):
-    """What a worker is to load, and which of how many it is. Rank 0 answers."""
-
-    config: EngineConfig
-    rank: int = 0
-    world_size: int = 1
 
 
 class Done(msgspec.Struct, Generic[Result], frozen=True, tag=True):

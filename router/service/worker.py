@@ -23,10 +23,11 @@ import rpyc
 from rpyc.core.stream import Stream
 
 from lightkv.errors import LightKVError
+from lightkv.router.config import EngineConfig
 from lightkv.router.engine.step import ExpectedMemory, PoolMap, RunnerInfo, SlotOwners, StepPlan, StepResult
 
 from .child_process import ignore_signals
-from .messages import Done, WorkerError, WorkerStart
+from .messages import Done, WorkerError
 
 if TYPE_CHECKING:
     from lightkv.router.model.runner import ModelRunner
@@ -177,19 +178,18 @@ class Worker(rpyc.Service):
         """(edits, `SlotOwners`) → `PoolMap`: apply the edits, and tell what every slot is used for."""
         return self._answer(_MAP, request, self._map)
 
-    def _start(self, start: WorkerStart) -> Done[RunnerInfo]:
+    def _start(self, config: EngineConfig) -> Done[RunnerInfo]:
         if self._runner is not None:
             raise BadRequest("this worker has its model; start another for another one")
-        if (start.rank, start.world_size) != (0, 1):
-            raise BadRequest(f"rank {start.rank} of {start.world_size} asked for; a worker is rank 0 of 1")
+
         import torch
 
         from lightkv.router.model.build import build_runner, pick_device
 
-        device = pick_device(start.config.device)
+        device = pick_device(config.device)
         if device.type == "cuda":
             torch.cuda.set_device(device)  # kernels are launched there, wherever their tensors are
-        runner, info = build_runner(start.config, self._slow_work.announce)
+        runner, info = build_runner(config, self._slow_work.announce)
         runner.announce(self._slow_work.announce)
         _announce_compilation(self._slow_work.announce)
         self._runner, self._pipeline = runner, StepPipeline(runner, self._slow_work.finish)
@@ -255,7 +255,7 @@ def failure(error: Exception, fatal: bool, step: int | None = None) -> WorkerErr
     return WorkerError(type(error).__name__, message, fatal, step)
 
 
-_START = msgspec.msgpack.Decoder(WorkerStart)
+_START = msgspec.msgpack.Decoder(EngineConfig)
 _PLAN = msgspec.msgpack.Decoder(StepPlan)
 _CHECK = msgspec.msgpack.Decoder(tuple[bytes, ExpectedMemory])
 _MAP = msgspec.msgpack.Decoder(tuple[bytes, SlotOwners])

@@ -158,7 +158,7 @@ def test_bad_input_is_one_line_and_exit_code_2(args: list[str], words: str) -> N
         ([], "", "standard input is empty"),
         (["-"], "\n", "standard input is empty"),
         (["-", "-"], "x", 'give "-" once'),
-        (["-"], b"\xff\xfe", "no UTF-8 text"),
+        (["-"], b"\xff\xfe", "not UTF-8 text"),
         (["--raw", "--system", "s", "hi"], None, "leave one of them out"),
         (["--max-tokens", "many", "hi"], None, "--max-tokens"),
         (["--no-such-option", "hi"], None, "--no-such-option"),

@@ -14,11 +14,11 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
-from lightkv.memory_map import CACHED, FREE, OWN, SHARED, MemoryMap
+from lightkv.memory_map import CACHED, FREE, OWN, SHARED, MemoryMap, Owner
 from lightkv.router.cli.app import app
-from lightkv.router.cli.service import drawing, room
+from lightkv.router.cli.monitor import drawing, room
 from lightkv.router.engine.step import PoolMap
-from lightkv.router.service.messages import Mapped, OwnedMap, RowOwner
+from lightkv.router.service.messages import Mapped
 from lightkv.router.service.router_client import MAP_SECONDS
 from tests.support.fake_router import CAPACITY, POOL, ApiUnderTest, error_of, idle, service, wait_until
 from tests.support.served import API_KEY
@@ -103,8 +103,8 @@ def test_the_command_draws_the_pool(api: ApiUnderTest) -> None:
 
 
 def test_the_command_lists_the_owners(api: ApiUnderTest) -> None:
-    holders = [RowOwner(row, 700 - row, f"{row:032x}") for row in range(1, 13)]
-    api.router.mapped = Mapped(OwnedMap(**msgspec.structs.asdict(POOL), owners=holders))
+    owners = [Owner(row, 700 - row, f"{row:032x}") for row in range(1, 13)]
+    api.router.mapped = Mapped(msgspec.structs.replace(POOL, owners=owners))
     code, out, _ = lightkv(api)
     assert code == 0
     lines = out.splitlines()
@@ -180,10 +180,14 @@ assert not heavy, heavy
     assert "lightkv map --watch" in done.stdout.split("Examples")[1]
 
 
-def pool_of(labels: list[int], slots_per_cell: int = 1) -> OwnedMap:
+def pool_of(labels: list[int], slots_per_cell: int = 1) -> PoolMap:
     drawn = MemoryMap(np.array(labels))
-    holders = [RowOwner(one.row, one.num_tokens, f"request-{one.row}") for one in drawn.owners]
-    return OwnedMap(*drawn.counts, slots_per_cell, labels[::slots_per_cell], holders)
+    return PoolMap(
+        **drawn.counts._asdict(),
+        slots_per_cell=slots_per_cell,
+        cells=labels[::slots_per_cell],
+        owners=[Owner(one.row, one.num_tokens, f"request-{one.row}") for one in drawn.owners],
+    )
 
 
 def test_a_drawing_has_the_lines_that_it_may() -> None:
@@ -241,7 +245,7 @@ def test_a_map_counts_every_label_once() -> None:
     )
     drawn = MemoryMap(labels)
     assert drawn.counts == (11, 6, 1, 1, 3, 3)
-    assert drawn.owners == [(3, 2, ""), (1, 1, "")]
+    assert drawn.owners == [Owner(3, 2), Owner(1, 1)]
     assert MemoryMap(np.zeros(4, np.int32)).counts == (4, 4, 0, 0, 0, 4)
     assert MemoryMap(np.ones(4, np.int32)).owners == []
 

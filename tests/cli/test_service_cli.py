@@ -19,7 +19,7 @@ from typer.testing import CliRunner
 
 from lightkv.router.cli.app import app
 from lightkv.router.cli.http_client import ServiceClient, ServiceRefused, ServiceUnreachable, Usage
-from lightkv.router.cli.service import LoadReport, bar, frame
+from lightkv.router.cli.monitor import LoadReport, bar, frame
 from lightkv.router.config import EngineConfig, ServiceConfig
 from lightkv.router.service import launch
 from lightkv.router.service.messages import Load
@@ -298,9 +298,9 @@ def test_a_frame_has_the_counts_and_the_rates() -> None:
         "50.0 generated/s, 1,000.0 of prompts/s",
         "1,025 of 2,050 prompt tokens hit (50%)",
         "20.0/s, 0.50 ms of the router's own time each",
-        "139 of the device's books",
-        "2 worker starts, 1 pauses",
-        "1,037 tokens computed again",
+        "139 comparisons of the device's free count with the ledger's",
+        "1 requests; 1,037 tokens computed again",
+        "2 worker starts",
     ):
         assert words in text
     assert "state     ready \n" in re.sub(" +\n", " \n", text)

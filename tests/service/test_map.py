@@ -138,7 +138,7 @@ class MappingWorker(FakeWorker):
             labels[[memory.rows[row][position] for position in range(start, end)]] = OWN + row
         cells = labels[1:201].tolist()
         assert -1 not in cells  # every slot has its use
-        return PoolMap(*MemoryMap(labels[1:201]).counts, 1, cells)
+        return PoolMap(**MemoryMap(labels[1:201]).counts._asdict(), slots_per_cell=1, cells=cells)
 
 
 class MappingService(Service):

@@ -18,7 +18,7 @@ from lightkv.router.engine.step import RunnerInfo, StepPlan, StepResult
 from lightkv.router.model.build import build_runner
 from lightkv.router.model.runner import ModelRunner
 from lightkv.router.sampling_params import SamplerKind
-from lightkv.router.service.messages import Done, WorkerError, WorkerStart
+from lightkv.router.service.messages import Done, WorkerError
 from lightkv.router.service.worker import RPYC_CONFIG, StepPipeline, Worker, connect
 from tests.support.recorded_steps import Recording, assert_same, saved, with_unknown_token
 
@@ -238,7 +238,7 @@ def test_a_step_before_the_model_is_refused(worker: Worker) -> None:
 
 def test_the_model_is_loaded_once(config: EngineConfig) -> None:
     worker = Worker(io.StringIO())
-    request = msgspec.msgpack.encode(WorkerStart(config))
+    request = msgspec.msgpack.encode(config)
     info = msgspec.msgpack.decode(worker.exposed_start(request), type=Done[RunnerInfo]).result
     assert info.capacity == 300
     error = msgspec.msgpack.decode(worker.exposed_start(request), type=WorkerError)
@@ -251,7 +251,7 @@ def test_slow_work_is_announced_line_by_line_and_its_end_by_an_empty_line(
 ) -> None:
     told = io.StringIO()
     worker = Worker(told)
-    worker.exposed_start(msgspec.msgpack.encode(WorkerStart(config)))
+    worker.exposed_start(msgspec.msgpack.encode(config))
     *lines, end, rest = told.getvalue().split("\n")
     assert "K/V pool: 300 tokens" in "\n".join(lines)
     assert all(lines)
@@ -269,7 +269,7 @@ def test_a_graph_or_a_kernel_that_a_step_is_the_first_to_need_is_announced(confi
     plans = Recording(gpu_config).plans
     told = io.StringIO()
     worker = Worker(told)
-    worker.exposed_start(msgspec.msgpack.encode(WorkerStart(gpu_config)))
+    worker.exposed_start(msgspec.msgpack.encode(gpu_config))
     loaded = len(told.getvalue())
     for plan in plans:
         worker.exposed_step(msgspec.msgpack.encode(plan))
@@ -279,17 +279,22 @@ def test_a_graph_or_a_kernel_that_a_step_is_the_first_to_need_is_announced(confi
     assert rest == ""
 
 
-@pytest.mark.parametrize(("rank", "world_size"), [(1, 2), (0, 2), (1, 1)])
-def test_another_rank_is_refused(worker: Worker, config: EngineConfig, rank: int, world_size: int) -> None:
-    answer = worker.exposed_start(msgspec.msgpack.encode(WorkerStart(config, rank, world_size)))
-    assert f"rank {rank} of {world_size}" in msgspec.msgpack.decode(answer, type=WorkerError).message
-
-
-def test_an_impossible_setting_is_refused(worker: Worker, config: EngineConfig) -> None:
-    request = msgspec.to_builtins(WorkerStart(config))
-    request["config"]["mem_fraction"] = 2.0
+@pytest.mark.parametrize(
+    ("field", "value", "words"),
+    [
+        ("mem_fraction", 2.0, "--mem-fraction is 2.0"),
+        ("prefill_chunk", -1, "--prefill-chunk is -1"),
+        ("admission", "by-luck", "--admission is 'by-luck'"),
+        ("model", 7, "`$.model`"),
+    ],
+    ids=["share", "least", "choice", "type"],
+)
+def test_an_impossible_setting_is_refused(
+    worker: Worker, config: EngineConfig, field: str, value: Any, words: str
+) -> None:
+    request = msgspec.to_builtins(config) | {field: value}
     answer = worker.exposed_start(msgspec.msgpack.encode(request))
-    assert "--mem-fraction is 2.0" in msgspec.msgpack.decode(answer, type=WorkerError).message
+    assert words in msgspec.msgpack.decode(answer, type=WorkerError).message
 
 
 def test_rpyc_allows_calls_of_exposed_methods_and_nothing_else() -> None:

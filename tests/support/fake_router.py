@@ -57,7 +57,16 @@ INFO = RunnerInfo(
     pool_reason="given",
     limits=LIMITS,
 )
-POOL = PoolMap(CAPACITY, 2500, 500, 400, 600, 2400, 2, [2] * 200 + [4] * 300 + [1] * 250 + [0] * 1250)
+POOL = PoolMap(
+    capacity=CAPACITY,
+    num_free=2500,
+    num_cached=500,
+    num_shared=400,
+    num_own=600,
+    longest_free_run=2400,
+    slots_per_cell=2,
+    cells=[2] * 200 + [4] * 300 + [1] * 250 + [0] * 1250,
+)
 IDLE = Load(capacity=CAPACITY, free=CAPACITY)
 
 

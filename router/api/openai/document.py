@@ -12,7 +12,8 @@ from fastapi.params import Depends
 from fastapi.security import HTTPBearer
 
 from lightkv.router.config import NAMESPACE_HEADER
-from lightkv.router.service.messages import Load, OwnedMap, State
+from lightkv.router.engine.step import PoolMap
+from lightkv.router.service.messages import Load, State
 
 from .protocol import (
     ChatBody,
@@ -70,11 +71,9 @@ def _load_schema() -> dict[str, Any]:
 
 
 def _map_schema() -> dict[str, Any]:
-    found = msgspec.json.schema(OwnedMap)["$defs"]
-    schema: dict[str, Any] = found["OwnedMap"]
-    schema["properties"]["owners"]["items"] = found[
-        "RowOwner"
-    ]  # in place of a reference, which leads nowhere
+    found = msgspec.json.schema(PoolMap)["$defs"]
+    schema: dict[str, Any] = found["PoolMap"]
+    schema["properties"]["owners"]["items"] = found["Owner"]  # a reference would not resolve in the document
     return schema
 
 
