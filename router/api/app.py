@@ -27,7 +27,7 @@ _STATUS_OF_REFUSAL = {"invalid": 400, "never_fits": 400, "queue_full": 429, "una
 
 
 def create_app(client: RouterClient, tokenizer: Tokenizer, settings: ApiSettings) -> FastAPI:
-    """The HTTP application, over a connected client."""
+    """Returns the HTTP application over a connected client of the router."""
     metrics = ServiceMetrics(settings.model_names[0], lambda: client.heard)
     api = Routes(Backend(client, tokenizer, metrics, settings.report_cached_tokens), settings)
     app = document.DocumentedApp(title="lightkv", version=__version__, docs_url=None, redoc_url=None)
@@ -84,13 +84,12 @@ async def _on_invalid_body(request: Request, error: Exception) -> Response:
     assert isinstance(error, RequestValidationError)
     errors = error.errors()
     first = errors[0]
-    place = [
-        str(step) for step in first["loc"][1:] if "[" not in str(step)
-    ]  # and none of pydantic's own types
+    # The path of the field, without the names of pydantic's own types, which have brackets.
+    place = [str(step) for step in first["loc"][1:] if "[" not in str(step)]
     messages = dict.fromkeys(str(other["msg"]) for other in errors if other["loc"][:2] == first["loc"][:2])
     message = "; ".join(list(messages)[:4])
     if first["type"] == "json_invalid":
-        return error_response(400, f"the body is no JSON ({first['ctx']['error']}, at {place[0]})")
+        return error_response(400, f"the body is not JSON ({first['ctx']['error']}, at {place[0]})")
     return error_response(400, f"{'.'.join(place) or 'body'}: {message}", place[0] if place else None)
 
 
@@ -107,10 +106,10 @@ async def _on_refusal(request: Request, error: Exception) -> Response:
             status, param = 404, "model"
         case GenerationFailed() | GenerationLost():
             status = failure_status(error)
-        case _:  # none of this process's own: a defect, which the log is to show
+        case _:  # a bug of this process, which the log has to show
             raise error
     return error_response(status, str(error), param)
 
 
 async def _on_defect(request: Request, error: Exception) -> Response:
-    return error_response(500, "the service failed on this request; its log says why")
+    return error_response(500, "the service failed on this request; its log has the reason")

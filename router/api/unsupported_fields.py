@@ -1,8 +1,8 @@
-"""The fields of a request that other servers carry out and this one does not, and the values of them that pass.
+"""The request fields that other servers support and this one does not.
 
-A value passes if the answer is the same with and without it. Every other value is refused by the field's name,
-so that no client takes an answer for what it did not ask for. docs/clients.md has the same table, with
-examples.
+A value of such a field is accepted if the answer is the same without it. Every other value is refused by the
+field's name, so that no client gets an answer that silently ignores its request. docs/clients.md has the same
+table, with examples.
 """
 
 from collections.abc import Mapping
@@ -12,11 +12,11 @@ from lightkv.router.sampling_params import InvalidParams
 
 
 class Unsupported(NamedTuple):
-    """One field. `harmless`: the values that change nothing, besides null. `instead`: what a client can do."""
+    """One field. `harmless`: the values, besides null, that change nothing. `instead`: what to send instead."""
 
     field: str
-    harmless: tuple[Any, ...] = ()
-    instead: str = "null: this service does not do it"
+    harmless: tuple[Any, ...]
+    instead: str
 
 
 _CONSTRAINED = "null: this service does not constrain the text"
@@ -125,10 +125,10 @@ MESSAGES = {one.field: one for one in UNSUPPORTED_IN_MESSAGES}
 
 
 def refuse_unsupported(given: Mapping[str, Any], unsupported: Mapping[str, Unsupported], n: int = 1) -> None:
-    """Raises InvalidParams for the first field of `given` whose value `unsupported` does not let pass.
+    """Raises InvalidParams for the first field of `given` whose value is not harmless.
 
-    `n`: the number of answers. `best_of` is harmless where it equals that, and `tools` are where none is to be
-    called. Fields that stand in no table are ignored.
+    `n`: the number of answers; `best_of` is harmless if it equals `n`. `tools` and `functions` are harmless
+    if the request asks not to call any. Fields that are not in `unsupported` are ignored.
     """
     for field, value in given.items():
         known = unsupported.get(field)
@@ -144,5 +144,5 @@ def refuse_unsupported(given: Mapping[str, Any], unsupported: Mapping[str, Unsup
 
 
 def _same(value: Any, other: Any) -> bool:
-    """Are they the same in JSON? There, unlike in Python, true is not 1."""
+    """Returns whether two values are the same in JSON, where true is not 1 as it is in Python."""
     return isinstance(value, bool) == isinstance(other, bool) and bool(value == other)
