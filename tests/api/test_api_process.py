@@ -303,7 +303,7 @@ def test_a_connection_too_many_is_told_to_wait(connect: Connect, router: ApiUnde
         lines, body = until_closed(further).split(b"\r\n\r\n", 1)
         assert lines.startswith(b"HTTP/1.1 503")
         assert b"retry-after: " in lines.lower()
-        assert error_of(body)["message"].startswith(f"{MAX_CONNECTIONS} connections are open")
+        assert error_of(body)["message"].startswith(f"the service has {MAX_CONNECTIONS} open connections")
         health = connect()
         health.sendall(head("/health", 0, "Connection: close\r\n"))
         assert until_closed(health).startswith(b"HTTP/1.1 200")

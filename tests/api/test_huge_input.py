@@ -288,7 +288,7 @@ def test_a_long_body_is_read_as_json(value: Any) -> None:
 def test_json_of_too_many_values_is_refused_unparsed(api: ApiUnderTest, body: bytes, what: str) -> None:
     status, _, content = api.send("POST", COMPLETIONS, body)
     assert status == 413
-    assert error_of(content)["message"].startswith("the body holds more than ")
+    assert error_of(content)["message"].startswith("the body has more than ")
     assert what in error_of(content)["message"]
 
 

@@ -247,7 +247,7 @@ def test_never_fits_says_by_how_much(client: openai.OpenAI) -> None:
 
 
 def test_an_unknown_model_is_not_found(client: openai.OpenAI) -> None:
-    with pytest.raises(openai.NotFoundError, match="there is tiny"):
+    with pytest.raises(openai.NotFoundError, match="give one of tiny"):
         client.models.retrieve("gpt-5")
 
 

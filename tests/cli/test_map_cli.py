@@ -86,7 +86,7 @@ def test_a_router_that_goes_ends_the_wait(tmp_path: Path) -> None:
         under_test.call(under_test.router.die)
         response = connection.getresponse()
         assert response.status == 503
-        assert "router is gone" in error_of(response.read())["message"]
+        assert "router has ended" in error_of(response.read())["message"]
         connection.close()
 
 

@@ -60,7 +60,7 @@ def test_a_worker_that_hangs_is_replaced(service: Served) -> None:
         last = list(events)[-1]  # the stream ends, and not with [DONE]
         assert last["error"]["code"] == 503
         assert (
-            f"not back after {STEP_TIMEOUT} s (--step-timeout is {STEP_TIMEOUT})" in last["error"]["message"]
+            f"took more than {STEP_TIMEOUT} s (--step-timeout is {STEP_TIMEOUT})" in last["error"]["message"]
         )
     assert not is_ready(service)
     assert service.request(COMPLETIONS, {"prompt": "a"})[0] == 503

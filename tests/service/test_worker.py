@@ -233,7 +233,7 @@ def test_what_is_no_message_is_refused(worker: Worker, verb: str, request_bytes:
 def test_a_step_before_the_model_is_refused(worker: Worker) -> None:
     for answer in (worker.exposed_step(msgspec.msgpack.encode(bare_plan(0))), worker.exposed_flush()):
         error = msgspec.msgpack.decode(answer, type=WorkerError)
-        assert (error.kind, error.message) == ("BadRequest", "no model yet; call start first")
+        assert (error.kind, error.message) == ("BadRequest", "the model is not loaded; call start first")
 
 
 def test_the_model_is_loaded_once(config: EngineConfig) -> None:
