@@ -133,7 +133,7 @@ def frame(
         "steps": f"{steps:,.1f}/s, {router_ms:.2f} ms of the router's own time each",
         "checks": f"{report.num_ledger_checks:,} comparisons of the device's free count with the ledger's, "
         "all equal",
-        "preempted": f"{report.num_preemptions:,} requests; {report.recomputed_tokens:,} tokens computed again",
+        "preempted": f"{report.num_preemptions:,} times, {report.recomputed_tokens:,} tokens computed again",
         "worker": f"{report.num_worker_starts:,} worker starts",
     }
     table = Table.grid(padding=(0, 2))
@@ -178,9 +178,7 @@ def pool_map(
     client = ServiceClient(url, api_key)
     if as_json:
         if watch:
-            raise typer.BadParameter(
-                "--json prints one object and --watch draws repeatedly; leave one of them out"
-            )
+            raise typer.BadParameter("--json prints once and --watch repeatedly; leave one of them out")
         typer.echo(client.get("/map").decode())
         return
     console = Console(highlight=False)

@@ -1,4 +1,4 @@
-"""The series that the service reports: their names, their values, and when they change."""
+"""The service's metrics: their names, their values, and when they change."""
 
 import re
 
@@ -44,7 +44,7 @@ LOAD = Load(
 
 
 def values(metrics: ServiceMetrics) -> dict[str, float]:
-    """Every sample by its name, with its labels but the model's."""
+    """Returns all samples by name, with their labels except the model's."""
     samples = {}
     for line in metrics.text().decode().splitlines():
         if not line.startswith("#"):
@@ -98,8 +98,8 @@ def test_before_the_model_is_loaded_nothing_divides_by_zero() -> None:
     assert not [name for name in samples if name.startswith("vllm:cache_config_info")]
 
 
-def test_of_a_silent_router_no_present_count_is_reported() -> None:
-    """Neither ready nor any gauge: Prometheus takes a series that is missing for unknown. Totals stay."""
+def test_gauges_of_a_silent_router_are_not_reported() -> None:
+    """The service is not ready, and gauges are left out, which Prometheus treats as unknown. Counters stay."""
     quiet, silent = (
         values(ServiceMetrics("m", lambda age=age: Heard(Status("ready", "", LOAD, INFO), age)))
         for age in (1.0, 6.0)
@@ -119,13 +119,13 @@ def test_late_steps_are_not_ready() -> None:
     assert not late.takes_requests
 
 
-def test_the_latest_status_is_what_counts() -> None:
+def test_metrics_come_from_the_latest_status() -> None:
     statuses = [Status("ready", "", Load(num_running=1)), Status("ready", "", Load(num_running=5))]
     metrics = ServiceMetrics("m", lambda: Heard(statuses.pop(0), 0.0))
     assert [values(metrics)["vllm:num_requests_running"] for _ in range(2)] == [1, 5]
 
 
-def test_an_answer_is_timed_once_from_its_beginning_to_its_end() -> None:
+def test_an_answer_is_timed_from_its_beginning_to_its_end() -> None:
     metrics = ServiceMetrics("m", lambda: Heard(Status("ready", "", LOAD), 0.0))
     clock = metrics.begin()
     for _ in range(4):
