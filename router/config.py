@@ -32,34 +32,48 @@ class InvalidConfig(LightKVError, ValueError):
     """A setting outside what it can be."""
 
 
-def _setting(default: Any, text: str) -> Any:
+def setting(default: Any, text: str) -> Any:
+    """Returns a field of a settings class with a default and the help text of its option."""
     return field(default=default, metadata={"help": text})
 
 
+def flag(name: str) -> str:
+    """Returns the command line's option for the setting `name`."""
+    return "--" + name.replace("_", "-")
+
+
 @dataclass(frozen=True)
-class EngineConfig:
+class Settings:
+    """The base of frozen dataclasses of settings, from which the command line makes its options."""
+
+    @classmethod
+    def help(cls, name: str) -> str:
+        """Returns the help text of the setting `name`."""
+        return next(f.metadata["help"] for f in fields(cls) if f.name == name)
+
+
+@dataclass(frozen=True)
+class EngineConfig(Settings):
     """Every setting of an engine. None and "auto" mean: chosen from the model and the device."""
 
-    model: str = _setting(
+    model: str = setting(
         "HuggingFaceTB/SmolLM2-135M-Instruct", "A directory with safetensors, or a Hugging Face hub id."
     )
-    device: str = _setting("auto", "Where the model runs: auto (a GPU if there is one), cpu, cuda, cuda:1 …")
-    dtype: str = _setting("auto", "auto (the checkpoint's; float32 on a CPU), float32, float16 or bfloat16.")
-    attention_backend: str | None = _setting(None, "torch (default on a CPU) or triton (default on a GPU).")
-    max_total_tokens: int | None = _setting(
+    device: str = setting("auto", "Where the model runs: auto (a GPU if there is one), cpu, cuda, cuda:1 …")
+    dtype: str = setting("auto", "auto (the checkpoint's; float32 on a CPU), float32, float16 or bfloat16.")
+    attention_backend: str | None = setting(None, "torch (default on a CPU) or triton (default on a GPU).")
+    max_total_tokens: int | None = setting(
         None, "Tokens that the K/V pool holds. Default: what --mem-fraction leaves; 32768 on a CPU."
     )
-    mem_fraction: float = _setting(0.9, "Share of the GPU's memory for weights and K/V pool together.")
-    max_num_seqs: int | None = _setting(
-        None, "Requests that run at once. Default: 256 on a GPU, 64 on a CPU."
-    )
-    max_model_len: int | None = _setting(
+    mem_fraction: float = setting(0.9, "Share of the GPU's memory for weights and K/V pool together.")
+    max_num_seqs: int | None = setting(None, "Requests that run at once. Default: 256 on a GPU, 64 on a CPU.")
+    max_model_len: int | None = setting(
         None, "Tokens of prompt and output that one request may have. Default: the model's context."
     )
-    prefill_chunk: int | None = _setting(
+    prefill_chunk: int | None = setting(
         None, "Prompt tokens a step at most; 0: no limit. Default: 2048 on a GPU, 512 on a CPU."
     )
-    admission: str = _setting(
+    admission: str = setting(
         "exact",
         "exact: a request is admitted when it, and all that run, fit to their last token; nothing is ever "
         "paused. quantile: by the lengths of recent outputs; fuller, and pauses the youngest where short. "
@@ -69,13 +83,13 @@ class EngineConfig:
         "alone, up to 99 % of the pool), sum (prompt + max_tokens added up), oracle (exact, for requests whose "
         "max_tokens is how long they get, as with ignore_eos).",
     )
-    ttft_target: float = _setting(TTFT_TARGET, "Seconds to the first token that --admission timely is for.")
-    cuda_graphs: bool = _setting(True, "Run decode steps as CUDA graphs.")
-    group_prefixes: bool = _setting(
+    ttft_target: float = setting(TTFT_TARGET, "Seconds to the first token that --admission timely is for.")
+    cuda_graphs: bool = setting(True, "Run decode steps as CUDA graphs.")
+    group_prefixes: bool = setting(
         True,
         "In decode steps, read a long prefix that requests share once for all of them (triton backend).",
     )
-    compile: bool = _setting(
+    compile: bool = setting(
         False,
         "Compile decode steps before they become graphs: faster, about 20 s more a batch size.",
     )
@@ -90,7 +104,7 @@ class EngineConfig:
         ):
             value = getattr(self, name)
             if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < least):
-                raise InvalidConfig(f"{_flag(name)} is {value!r}; give a whole number of at least {least}")
+                raise InvalidConfig(f"{flag(name)} is {value!r}; give a whole number of at least {least}")
         if not 0.0 < self.mem_fraction <= 1.0:
             raise InvalidConfig(f"--mem-fraction is {self.mem_fraction}; give a share above 0 and up to 1")
         if not self.ttft_target > 0:
@@ -103,55 +117,50 @@ class EngineConfig:
         if self.admission not in ADMISSIONS:
             raise InvalidConfig(f"--admission is {self.admission!r}; give one of {', '.join(ADMISSIONS)}")
 
-    @classmethod
-    def help(cls, name: str) -> str:
-        """The text that explains a setting."""
-        return next(f.metadata["help"] for f in fields(cls) if f.name == name)
-
 
 @dataclass(frozen=True)
-class ServiceConfig:
+class ServiceConfig(Settings):
     """Every setting of the service around an engine: where it listens, who is let in, how it ends."""
 
-    host: str = _setting("127.0.0.1", "Address to listen on. Any but the default lets other machines in.")
-    port: int = _setting(8000, "Port to listen on; 0 takes a free one.")
-    uds: str | None = _setting(
+    host: str = setting("127.0.0.1", "Address to listen on. Any but the default lets other machines in.")
+    port: int = setting(8000, "Port to listen on; 0 takes a free one.")
+    uds: str | None = setting(
         None, "Path of a unix socket to listen on, in place of --host and --port; for this user alone."
     )
-    api_key: tuple[str, ...] = _setting(
+    api_key: tuple[str, ...] = setting(
         (),
         f"What clients have to send as their key; may be given several times. Better given in the environment, "
         f"{API_KEY_VARIABLE}, or in a file: command lines are seen by all of a machine's users.",
     )
-    api_key_file: str | None = _setting(None, "File of further keys, one a line.")
-    report_cached_tokens: bool = _setting(
+    api_key_file: str | None = setting(None, "File of further keys, one a line.")
+    report_cached_tokens: bool = setting(
         False,
         "Tell clients in usage how many tokens of a prompt were cached. It lets a client find out, token by "
         "token, what others have asked.",
     )
-    cache_namespace: str | None = _setting(
+    cache_namespace: str | None = setting(
         None,
         "Share cached prefixes only within one API key (key), or within one value of the header "
         f"{NAMESPACE_HEADER} (header), which a proxy has to set. Default: within the whole service.",
     )
-    ssl_certfile: str | None = _setting(None, "Certificate chain, PEM: makes it HTTPS.")
-    ssl_keyfile: str | None = _setting(None, "The certificate's key, PEM, if it is in a file of its own.")
-    served_model_name: str | None = _setting(
+    ssl_certfile: str | None = setting(None, "Certificate chain, PEM: makes it HTTPS.")
+    ssl_keyfile: str | None = setting(None, "The certificate's key, PEM, if it is in a file of its own.")
+    served_model_name: str | None = setting(
         None, "Name that clients call the model by. Default: MODEL as given."
     )
-    max_queued_requests: int = _setting(4096, "Requests that may wait; further ones are refused (429).")
-    shutdown_timeout: float = _setting(30.0, "Seconds that running requests get once it is told to stop.")
-    step_timeout: float | None = _setting(
+    max_queued_requests: int = setting(4096, "Requests that may wait; further ones are refused (429).")
+    shutdown_timeout: float = setting(30.0, "Seconds that running requests get once it is told to stop.")
+    step_timeout: float | None = setting(
         None,
         "Seconds after which a worker that has not finished a step is killed and replaced. Default: 60 on a "
         "GPU, 600 on a CPU.",
     )
-    allow_priority: bool = _setting(
+    allow_priority: bool = setting(
         False,
         "Let requests raise their own urgency, by a priority below 0. They may always lower it, by one above "
         "0; a unit of priority is worth a minute of waiting.",
     )
-    socket_dir: str | None = _setting(
+    socket_dir: str | None = setting(
         None, "Directory for the sockets between its processes. Default: a temporary one."
     )
 
@@ -176,13 +185,4 @@ class ServiceConfig:
             raise InvalidConfig("--ssl-keyfile is given without --ssl-certfile; give both")
         for name in ("host", "uds", "served_model_name", "socket_dir", "api_key_file"):
             if getattr(self, name) == "":
-                raise InvalidConfig(f"{_flag(name)} is empty; give one, or leave it out")
-
-    @classmethod
-    def help(cls, name: str) -> str:
-        """The text that explains a setting."""
-        return next(f.metadata["help"] for f in fields(cls) if f.name == name)
-
-
-def _flag(name: str) -> str:
-    return "--" + name.replace("_", "-")
+                raise InvalidConfig(f"{flag(name)} is empty; give one, or leave it out")

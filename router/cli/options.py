@@ -10,7 +10,7 @@ from typing import Annotated, Any, TypeVar, get_type_hints
 import msgspec
 import typer
 
-from lightkv.router.config import API_KEY_VARIABLE, EngineConfig, ServiceConfig
+from lightkv.router.config import API_KEY_VARIABLE, EngineConfig, ServiceConfig, Settings, flag
 from lightkv.router.sampling_params import SamplingParams
 from lightkv.router.simulate.config import SimulationConfig
 
@@ -40,24 +40,23 @@ def examples(*lines: str) -> str:
 
 def _option(name: str, kind: Any, default: Any, text: str, panel: str) -> inspect.Parameter:
     """Returns a command's parameter that typer reads as the option `--name`."""
-    flag = "--" + name.replace("_", "-")
-    names = [f"{flag}/--no-{flag[2:]}" if default else flag] if kind is bool else [flag]
-    option = typer.Option(*names, help=text, rich_help_panel=panel)
+    names = flag(name)
+    if kind is bool and default:
+        names += f"/--no-{names[2:]}"
+    option = typer.Option(names, help=text, rich_help_panel=panel)
     return inspect.Parameter(
         name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=Annotated[kind, option]
     )
 
 
-def _config_options(
-    config: type[EngineConfig] | type[ServiceConfig] | type[SimulationConfig], panel: str
-) -> list[inspect.Parameter]:
+def _config_options(config: type[Settings], panel: str) -> list[inspect.Parameter]:
     kinds = get_type_hints(config)
     options = []
     for field in fields(config):
         kind, default = kinds[field.name], field.default
         if kind == tuple[str, ...]:  # an option that may be given several times
             kind, default = list[str], None
-        options.append(_option(field.name, kind, default, field.metadata["help"], panel))
+        options.append(_option(field.name, kind, default, config.help(field.name), panel))
     return options
 
 
