@@ -294,14 +294,14 @@ class _Service:
             router = self._router = await self._start_router()
         router_ended = asyncio.create_task(router.wait())
         api: Process | None = None
-        telling: asyncio.Task[None] | None = None
+        reporting: asyncio.Task[None] | None = None
         try:
             stream = await self._reach(router)
             if stream is not None:
                 with signals_held_back():
                     api = await self._start_api()
                 api_ended = asyncio.create_task(api.wait())
-                telling = asyncio.create_task(self._tell(stream, api))
+                reporting = asyncio.create_task(self._report(stream, api))
                 await asyncio.wait((router_ended, api_ended), return_when=asyncio.FIRST_COMPLETED)
                 # The API may end first, because the router closes its stream before it exits.
                 await asyncio.wait(
@@ -312,9 +312,9 @@ class _Service:
                     return 1
             return self._code(await router_ended)
         finally:
-            if telling is not None:
-                await asyncio.wait((telling,), timeout=1.0)  # for the router's last status
-                telling.cancel()
+            if reporting is not None:
+                await asyncio.wait((reporting,), timeout=1.0)  # for the router's last status
+                reporting.cancel()
             await _end(router)
             if api is not None:
                 await _end(api)
@@ -388,7 +388,7 @@ class _Service:
                 await asyncio.sleep(_POLL_SECONDS)
         return None
 
-    async def _tell(self, stream: FrameStream[ToApi], api: Process) -> None:
+    async def _report(self, stream: FrameStream[ToApi], api: Process) -> None:
         """Shows the router's status: progress until it is ready, then the URL, then every change."""
         changes = _changes(stream)
         with progress(self._notes, "starting the router") as report:

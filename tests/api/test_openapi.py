@@ -1,6 +1,6 @@
-"""The OpenAPI document, held against the service: what it says of each route, and what routes really answer.
+"""The OpenAPI document, compared with the answers of the running service.
 
-schemathesis makes the requests: sound ones, and ones that are wrong in one place each.
+schemathesis generates the requests, valid ones and ones that are wrong in one place.
 """
 
 import json

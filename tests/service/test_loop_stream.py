@@ -90,11 +90,8 @@ def test_a_large_message_waits_for_its_peer_without_blocking_the_loop(
         async with echoing() as (end, echo, _):
             send = rpyc.async_(end.connection.root.echo)
             answers = []
-            for data in (
-                MESSAGE,
-                b"",
-                MESSAGE[::-1],
-            ):  # the peer answers the first message before it reads the second
+            # The peer answers the first message before it reads the second.
+            for data in (MESSAGE, b"", MESSAGE[::-1]):
                 answers.append(asyncio.get_running_loop().create_future())
                 send(data).add_callback(lambda result, to=answers[-1]: to.set_result(result.value))
             assert end.stream.num_unsent > len(MESSAGE)

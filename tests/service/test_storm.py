@@ -1,7 +1,7 @@
 """The whole service under a crowd of streams, and in a storm of clients that disconnect or send nonsense.
 
-Raw HTTP over asyncio: a client's library would not send what is sent here. Every count is the service's own,
-and what its processes hold is the kernel's.
+The clients write raw HTTP with asyncio, because no HTTP library would send these requests. Token counts come
+from the service, and the memory of its processes from the kernel.
 """
 
 import asyncio
@@ -23,8 +23,8 @@ MAX_TOKENS = 24
 SECONDS = 100.0  # for a whole crowd
 # How much a process may grow from one crowd to the next.
 STEADY_MIB = {"router_process": 2.0, "api": 2.0, "worker": 24.0}
-# What libraries keep for speed would hide it: malloc its free blocks, oneDNN the code it made for each shape.
-NOTHING_KEPT = {
+# Caches of libraries would hide growth: malloc keeps free blocks, oneDNN the code that it made for each shape.
+WITHOUT_CACHES = {
     "MALLOC_MMAP_THRESHOLD_": "262144",
     "MALLOC_TRIM_THRESHOLD_": "262144",
     "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "0",
@@ -37,7 +37,7 @@ WORDS = STORY.split()
 @pytest.fixture(scope="module")
 def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     directory = tmp_path_factory.mktemp("storm")
-    served = Served(save_tiny_model(directory / "tiny"), directory / "log", env=NOTHING_KEPT)
+    served = Served(save_tiny_model(directory / "tiny"), directory / "log", env=WITHOUT_CACHES)
     try:
         yield served.wait_ready()
         served.process.terminate()
