@@ -8,6 +8,7 @@ from typing import Generic, Literal, TypeVar
 
 import msgspec
 
+from lightkv.router.config import EngineConfig
 from lightkv.router.engine.step import PoolMap, RunnerInfo, TokenEvent
 from lightkv.router.sampling_params import SamplingParams
 
@@ -107,6 +108,13 @@ class Status(msgspec.Struct, frozen=True, tag=True):
     detail: str
     load: Load
     info: RunnerInfo | None = None
+
+
+class WorkerStart(msgspec.Struct, frozen=True):
+    """Asks a worker to load a model. The config is wrapped, because all of its fields have defaults: without
+    the required field any map would decode to a config."""
+
+    config: EngineConfig
 
 
 class Done(msgspec.Struct, Generic[Result], frozen=True, tag=True):

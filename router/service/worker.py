@@ -23,11 +23,10 @@ import rpyc
 from rpyc.core.stream import Stream
 
 from lightkv.errors import LightKVError
-from lightkv.router.config import EngineConfig
 from lightkv.router.engine.step import ExpectedMemory, PoolMap, RunnerInfo, SlotOwners, StepPlan, StepResult
 
 from .child_process import ignore_signals
-from .messages import Done, WorkerError
+from .messages import Done, WorkerError, WorkerStart
 
 if TYPE_CHECKING:
     from lightkv.router.model.runner import ModelRunner
@@ -160,7 +159,7 @@ class Worker(rpyc.Service):
         self._pipeline: StepPipeline | None = None
 
     def exposed_start(self, request: bytes) -> bytes:
-        """`EngineConfig` → `RunnerInfo`: loads the model, once."""
+        """`WorkerStart` → `RunnerInfo`: loads the model, once."""
         self._slow_work.announce("importing torch")
         return self._answer(_START, request, self._start)
 
@@ -180,7 +179,7 @@ class Worker(rpyc.Service):
         """(edits, `SlotOwners`) → `PoolMap`: applies the edits and finds what every slot is used for."""
         return self._answer(_MAP, request, self._map)
 
-    def _start(self, config: EngineConfig) -> Done[RunnerInfo]:
+    def _start(self, start: WorkerStart) -> Done[RunnerInfo]:
         if self._runner is not None:
             raise BadRequest("this worker has loaded its model; start another worker for another model")
 
@@ -188,10 +187,10 @@ class Worker(rpyc.Service):
 
         from lightkv.router.model.build import build_runner, pick_device
 
-        device = pick_device(config.device)
+        device = pick_device(start.config.device)
         if device.type == "cuda":
             torch.cuda.set_device(device)  # kernels are launched on the current device, not on their tensors'
-        runner, info = build_runner(config, self._slow_work.announce)
+        runner, info = build_runner(start.config, self._slow_work.announce)
         runner.announce(self._slow_work.announce)
         _announce_compilation(self._slow_work.announce)
         self._runner, self._pipeline = runner, StepPipeline(runner, self._slow_work.finish)
@@ -258,7 +257,7 @@ def failure(error: Exception, fatal: bool, step: int | None = None) -> WorkerErr
     return WorkerError(type(error).__name__, message, fatal, step)
 
 
-_START = msgspec.msgpack.Decoder(EngineConfig)
+_START = msgspec.msgpack.Decoder(WorkerStart)
 _PLAN = msgspec.msgpack.Decoder(StepPlan)
 _CHECK = msgspec.msgpack.Decoder(tuple[bytes, ExpectedMemory])
 _MAP = msgspec.msgpack.Decoder(tuple[bytes, SlotOwners])

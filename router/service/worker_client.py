@@ -27,7 +27,7 @@ from lightkv.router.engine.step import ExpectedMemory, PoolMap, RunnerInfo, Slot
 from .call_watch import COMPILE_SECONDS, CPU_STEP_SECONDS, GPU_STEP_SECONDS, CallWatch
 from .child_process import command
 from .loop_stream import LoopStream
-from .messages import Done, WorkerError
+from .messages import Done, WorkerError, WorkerStart
 from .worker import RPYC_CONFIG, connect
 
 Report = Callable[[str], None]
@@ -147,7 +147,7 @@ class WorkerClient:
         try:
             await self._wait_for(self._connection.async_request, HANDLE_PING, b"")
             await self._look_up()
-            info = await self._call("start", _INFO, config)
+            info = await self._call("start", _INFO, WorkerStart(config))
             await relay  # until the worker has reported the end of its slow work
             self._begin_watch(info)
             return info

@@ -25,6 +25,7 @@ from lightkv.memory.kv_memory import KVMemory, require_current
 from lightkv.memory.staging import packed_size, upload
 from lightkv.router.config import EngineConfig, InvalidConfig
 from lightkv.router.model import build as build_module
+from lightkv.router.service.messages import WorkerStart
 from lightkv.router.service.worker import Worker
 
 SPEC = KVSpec(num_layers=1, num_kv_heads=1, k_dim=2, v_dim=2, dtype=torch.float32)
@@ -276,7 +277,7 @@ def test_the_workers_gpu_is_its_current_one_before_anything_is_built(
     monkeypatch.setattr(build_module, "pick_device", torch.device)
     monkeypatch.setattr(build_module, "build_runner", build)
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: calls.append(str(device)))
-    start = msgspec.msgpack.encode(EngineConfig(device=device))
+    start = msgspec.msgpack.encode(WorkerStart(EngineConfig(device=device)))
     assert b"that is enough" in Worker(io.StringIO()).exposed_start(start)
     assert calls == [*made_current, "build"]
 

@@ -18,7 +18,7 @@ from lightkv.router.engine.step import RunnerInfo, StepPlan, StepResult
 from lightkv.router.model.build import build_runner
 from lightkv.router.model.runner import ModelRunner
 from lightkv.router.sampling_params import SamplerKind
-from lightkv.router.service.messages import Done, WorkerError
+from lightkv.router.service.messages import Done, WorkerError, WorkerStart
 from lightkv.router.service.worker import RPYC_CONFIG, StepPipeline, Worker, connect
 from tests.support.recorded_steps import Recording, assert_same, saved, with_unknown_token
 
@@ -238,7 +238,7 @@ def test_a_step_before_the_model_is_loaded_is_refused(worker: Worker) -> None:
 
 def test_the_model_is_loaded_once(config: EngineConfig) -> None:
     worker = Worker(io.StringIO())
-    request = msgspec.msgpack.encode(config)
+    request = msgspec.msgpack.encode(WorkerStart(config))
     info = msgspec.msgpack.decode(worker.exposed_start(request), type=Done[RunnerInfo]).result
     assert info.capacity == 300
     error = msgspec.msgpack.decode(worker.exposed_start(request), type=WorkerError)
@@ -251,7 +251,7 @@ def test_slow_work_is_announced_in_lines_and_its_end_by_an_empty_line(
 ) -> None:
     told = io.StringIO()
     worker = Worker(told)
-    worker.exposed_start(msgspec.msgpack.encode(config))
+    worker.exposed_start(msgspec.msgpack.encode(WorkerStart(config)))
     *lines, end, rest = told.getvalue().split("\n")
     assert "K/V pool: 300 tokens" in "\n".join(lines)
     assert all(lines)
@@ -269,7 +269,7 @@ def test_capturing_and_compiling_in_a_step_are_announced(config: EngineConfig) -
     plans = Recording(gpu_config).plans
     told = io.StringIO()
     worker = Worker(told)
-    worker.exposed_start(msgspec.msgpack.encode(gpu_config))
+    worker.exposed_start(msgspec.msgpack.encode(WorkerStart(gpu_config)))
     loaded = len(told.getvalue())
     for plan in plans:
         worker.exposed_step(msgspec.msgpack.encode(plan))
@@ -285,14 +285,14 @@ def test_capturing_and_compiling_in_a_step_are_announced(config: EngineConfig) -
         ("mem_fraction", 2.0, "--mem-fraction is 2.0"),
         ("prefill_chunk", -1, "--prefill-chunk is -1"),
         ("admission", "by-luck", "--admission is 'by-luck'"),
-        ("model", 7, "`$.model`"),
+        ("model", 7, "`$.config.model`"),
     ],
     ids=["share", "least", "choice", "type"],
 )
 def test_an_impossible_setting_is_refused(
     worker: Worker, config: EngineConfig, field: str, value: Any, words: str
 ) -> None:
-    request = msgspec.to_builtins(config) | {field: value}
+    request = {"config": msgspec.to_builtins(config) | {field: value}}
     answer = worker.exposed_start(msgspec.msgpack.encode(request))
     assert words in msgspec.msgpack.decode(answer, type=WorkerError).message
 
