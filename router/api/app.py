@@ -28,7 +28,7 @@ _STATUS_OF_REFUSAL = {"invalid": 400, "never_fits": 400, "queue_full": 429, "una
 
 def create_app(client: RouterClient, tokenizer: Tokenizer, settings: ApiSettings) -> FastAPI:
     """Returns the HTTP application over a connected client of the router."""
-    metrics = ServiceMetrics(settings.model_names[0], lambda: client.heard)
+    metrics = ServiceMetrics(settings.model_names[0], lambda: client.latest)
     api = Routes(Backend(client, tokenizer, metrics, settings.report_cached_tokens), settings)
     app = document.DocumentedApp(title="lightkv", version=__version__, docs_url=None, redoc_url=None)
     room = BodyRoom(settings.max_body_bytes, settings.max_unread_bytes, 2 * tokenizer.max_model_len)

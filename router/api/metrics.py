@@ -11,7 +11,7 @@ from prometheus_client import CollectorRegistry, Counter, Histogram, generate_la
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, InfoMetricFamily, Metric
 
 from lightkv.router.service.messages import Load
-from lightkv.router.service.router_client import Heard
+from lightkv.router.service.router_client import LatestStatus
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
@@ -79,12 +79,12 @@ _COUNTERS: tuple[tuple[str, str, Callable[[Load], float]], ...] = (
 
 
 class ServiceMetrics:
-    """All metrics of one service. `heard` returns the router's latest status.
+    """All metrics of one service. `latest` returns the router's latest status.
 
     `AnswerClock` updates the histograms `ttft`, `inter_token` and `e2e` (seconds) and the counter `finished`.
     """
 
-    def __init__(self, model: str, heard: Callable[[], Heard]) -> None:
+    def __init__(self, model: str, latest: Callable[[], LatestStatus]) -> None:
         registry = CollectorRegistry()
 
         def histogram(name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
@@ -108,7 +108,7 @@ class ServiceMetrics:
             registry=registry,
         )
         self.model = model
-        registry.register(_RouterCollector(model, heard))
+        registry.register(_RouterCollector(model, latest))
 
     def begin(self) -> "AnswerClock":
         """Starts the clock of an answer."""
@@ -146,25 +146,25 @@ class AnswerClock:
 class _RouterCollector:
     """Collects the router's counts at each scrape."""
 
-    def __init__(self, model: str, heard: Callable[[], Heard]) -> None:
+    def __init__(self, model: str, latest: Callable[[], LatestStatus]) -> None:
         self._model = model
-        self._heard = heard
+        self._latest = latest
 
     def collect(self) -> Iterator[Metric]:
-        heard = self._heard()
-        load = heard.status.load
-        if not heard.is_silent:
+        latest = self._latest()
+        load = latest.status.load
+        if not latest.is_silent:
             for name, text, read in _GAUGES:
                 yield self._gauge(name, text, read(load))
         for name, text, read in _COUNTERS:
             counter = CounterMetricFamily(name, text, labels=["model_name"])
             counter.add_metric([self._model], read(load))
             yield counter
-        yield self._gauge("lightkv:ready", "Whether requests are accepted.", float(heard.takes_requests))
+        yield self._gauge("lightkv:ready", "Whether requests are accepted.", float(latest.takes_requests))
         yield self._gauge(
-            "lightkv:router_silence_seconds", "Seconds since the router last reported.", heard.age
+            "lightkv:router_silence_seconds", "Seconds since the router last reported.", latest.age
         )
-        info = heard.status.info
+        info = latest.status.info
         if info is not None:
             family = InfoMetricFamily("vllm:cache_config", "The K/V pool.", labels=["model_name"])
             config = {

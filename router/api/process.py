@@ -19,7 +19,9 @@ from .app import create_app
 from .server import make_server
 
 NUM_TEXT_THREADS = 2
-VERDICT_SECONDS = 20.0  # how long the worker may take to report a better reason than a damaged tokenizer
+MODEL_CHECK_SECONDS = (
+    20.0  # time for the worker to refuse the model, with a better reason than the tokenizer's
+)
 
 
 async def serve(settings: ServeSettings) -> None:
@@ -37,7 +39,7 @@ async def serve(settings: ServeSettings) -> None:
         # If the model cannot run at all, the worker refuses it and gives a better reason.
         became_ready = asyncio.create_task(client.became_ready.wait())
         waiting = [became_ready, router_ended]
-        await asyncio.wait(waiting, timeout=VERDICT_SECONDS, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait(waiting, timeout=MODEL_CHECK_SECONDS, return_when=asyncio.FIRST_COMPLETED)
         became_ready.cancel()
         if router_ended.done():
             return

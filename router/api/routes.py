@@ -172,21 +172,21 @@ class Routes:
 
     async def health(self) -> Response:
         """GET /health: 200 while the service takes requests and completes steps when there is work."""
-        heard = self._client.heard
-        is_healthy = heard.is_healthy
+        latest = self._client.latest
+        is_healthy = latest.is_healthy
         body = {
             "healthy": is_healthy,
-            "state": heard.status.state,
-            "step_age": heard.status.load.step_age,
-            "router_silence": heard.age,
+            "state": latest.status.state,
+            "step_age": latest.status.load.step_age,
+            "router_silence": latest.age,
         }
         return _json(body, 200 if is_healthy else 503)
 
     async def ready(self) -> Response:
         """GET /ready: 200 while the service takes requests and steps are not late."""
-        heard = self._client.heard
-        is_ready = heard.takes_requests
-        body = {"ready": is_ready, "state": heard.status.state, "detail": heard.detail}
+        latest = self._client.latest
+        is_ready = latest.takes_requests
+        body = {"ready": is_ready, "state": latest.status.state, "detail": latest.detail}
         return _json(body, 200 if is_ready else 503)
 
     async def metrics(self) -> Response:
@@ -195,7 +195,7 @@ class Routes:
 
     async def load(self) -> Response:
         """GET /load: return the router's counts as JSON."""
-        status, age = self._client.heard
+        status, age = self._client.latest
         state = {"state": status.state, "detail": status.detail, "router_silence": age}
         return _json(state | msgspec.structs.asdict(status.load))
 

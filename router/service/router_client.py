@@ -23,7 +23,7 @@ MAX_STEP_AGE = 30.0  # seconds without a completed step while work waits, until 
 MAX_STATUS_AGE = 5.0  # seconds without a status of the router, which reports four times a second
 
 
-class Heard(NamedTuple):
+class LatestStatus(NamedTuple):
     """The router's latest status, and its age in seconds."""
 
     status: Status
@@ -111,9 +111,9 @@ class RouterClient:
         return cls(FrameStream(reader, writer, ToApi))
 
     @property
-    def heard(self) -> Heard:
+    def latest(self) -> LatestStatus:
         """The router's latest status, and its age."""
-        return Heard(self.status, time.monotonic() - self._status_time)
+        return LatestStatus(self.status, time.monotonic() - self._status_time)
 
     @property
     def num_open(self) -> int:
@@ -123,12 +123,12 @@ class RouterClient:
     def ready_info(self) -> RunnerInfo:
         """Returns the description of the model and its memory. Raises RequestRefused unless the service is
         ready."""
-        heard = self.heard
-        status, info = heard.status, heard.status.info
+        latest = self.latest
+        status, info = latest.status, latest.status.info
         if status.state != "ready" or info is None:
             raise RequestRefused("unavailable", f"the service is {status.state} ({status.detail}); try again")
-        if heard.is_silent:
-            raise RequestRefused("unavailable", f"{heard.detail}; try again")
+        if latest.is_silent:
+            raise RequestRefused("unavailable", f"{latest.detail}; try again")
         return info
 
     async def submit(self, submits: Sequence[Submit]) -> "AnswerStream":

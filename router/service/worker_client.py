@@ -123,7 +123,7 @@ class WorkerClient:
         self._watch: CallWatch | None = None  # once the model is loaded
         self._watchers: list[asyncio.Task[None]] = []
         self._loop.add_reader(self._progress, self._on_progress)
-        self._burial = self._loop.create_task(self._bury())
+        self._cleanup = self._loop.create_task(self._clean_up())
         threading.Thread(target=self._reap, daemon=True).start()
 
     @property
@@ -183,7 +183,7 @@ class WorkerClient:
 
     async def wait_dead(self) -> WorkerDied:
         """Waits until the process has exited and its memory is free. Returns how it ended."""
-        return await asyncio.shield(self._burial)
+        return await asyncio.shield(self._cleanup)
 
     async def _look_up(self) -> None:
         """Looks up the remote methods once, because each look-up takes as long as a call. The worker is
@@ -227,7 +227,7 @@ class WorkerClient:
             raise self._died
         answer = self._answer = self._loop.create_future()
         try:
-            if self.alive:  # otherwise `_bury` sets the answer to WorkerDied
+            if self.alive:  # otherwise `_clean_up` sets the answer to WorkerDied
                 with suppress(EOFError):  # the stream reports its end by itself
                     send(*request).add_callback(partial(_resolve, answer))
                 if self._watch is not None:
@@ -273,11 +273,11 @@ class WorkerClient:
             self._lines.feed_eof()
 
     def _end(self) -> None:
-        """Notes the end of the stream; `_bury` does the rest."""
+        """Notes the end of the stream; `_clean_up` does the rest."""
         if not self._ended.done():
             self._ended.set_result(None)
 
-    async def _bury(self) -> WorkerDied:
+    async def _clean_up(self) -> WorkerDied:
         """Waits until the stream or the process has ended, ends the other, and closes everything."""
         try:
             await asyncio.wait((self._ended, self._exited), return_when=asyncio.FIRST_COMPLETED)

@@ -340,7 +340,7 @@ def test_a_silent_router_is_not_ready_and_requests_are_refused(
     assert api.send("GET", "/health")[0] == api.send("GET", "/ready")[0] == 200
     monkeypatch.setattr("lightkv.router.service.router_client.MAX_STATUS_AGE", 1.0)
     api.router.is_silent = True
-    wait_until(lambda: api.client.heard.age > 1.0)
+    wait_until(lambda: api.client.latest.age > 1.0)
     assert api.send("GET", "/ready")[0] == 503
     assert api.send("GET", "/health")[0] == 200  # a short silence is healthy
     monkeypatch.setattr("lightkv.router.service.router_client.MAX_STEP_AGE", 1.0)

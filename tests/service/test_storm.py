@@ -219,9 +219,8 @@ def test_a_storm_loses_no_token_and_causes_no_server_error(served: Served) -> No
         assert not any("error" in json.loads(event) for event in reply.events)
     load = served.at_rest()
     generated = load["generated_tokens"] - before
-    assert generated < MAX_TOKENS * (
-        len(replies["whole"]) + len(replies["cut"]) / 2
-    )  # the requests of clients that disconnected were aborted
+    # The requests of clients that disconnected were aborted.
+    assert generated < MAX_TOKENS * (len(replies["whole"]) + len(replies["cut"]) / 2)
     wait_until(lambda: num_descriptors(served) <= descriptors + 1)  # plus the connection of this test
     assert served.complete() == text
     assert served.processes() == pids
