@@ -7,7 +7,7 @@ from rich.console import Console
 
 from lightkv.router import LLM, EngineConfig
 from lightkv.router.cli.demo import QUESTIONS, Run, answer, faults, summary
-from lightkv.router.engine.loop import Stats
+from lightkv.router.engine.loop import EngineStats
 
 
 @pytest.fixture(scope="module")
@@ -58,7 +58,7 @@ def test_a_terminal_shows_all_eight_answers_at_once(llm: LLM) -> None:
     ids=["held", "lost", "above-forecast"],
 )
 def test_wrong_counts_are_reported(held: int, free: int, reached: int, words: str) -> None:
-    stats = Stats(
+    stats = EngineStats(
         capacity=100,
         free=free,
         held=held,
