@@ -30,8 +30,10 @@ class Counts(NamedTuple):
     longest_free_run: int  # the most free slots in a row
 
 
-class Owner(NamedTuple):
-    """A row that alone holds tokens, how many, and the request that has it where that is known."""
+@dataclass(frozen=True)
+class Owner:
+    """A row that alone holds `num_tokens` tokens. `request_id`: its request; empty if that is not known, or if
+    the request has ended and a step in flight still uses the row."""
 
     row: int
     num_tokens: int
@@ -126,8 +128,9 @@ def owner_lines(owners: Sequence[Owner], most: int) -> list[str]:
     if not owners or not most:
         return []
     lines = [f"mark{'row':>6}{'its own':>12}{'   request' if any(one.request_id for one in owners) else ''}"]
-    for row, num_tokens, request_id in owners[:most]:
-        lines.append(f"{_mark(OWN + row):>4}{row:>6}{num_tokens:>12,}   {request_id}".rstrip())
+    for one in owners[:most]:
+        line = f"{_mark(OWN + one.row):>4}{one.row:>6}{one.num_tokens:>12,}   {one.request_id}"
+        lines.append(line.rstrip())
     if len(owners) > most:
         lines.append(f"… and {len(owners) - most:,} more")
     return lines

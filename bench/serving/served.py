@@ -18,7 +18,7 @@ from typing import NamedTuple
 START_SECONDS = 1800.0  # for a large model, or graphs of many batch sizes
 STOP_SECONDS = 60.0
 ROLES = {
-    "lightkv.router.api.app": "api",
+    "lightkv.router.api.process": "api",
     "lightkv.router.service.router_process": "router",
     "lightkv.router.service.worker": "worker",
 }

@@ -1,1 +1,1 @@
-"""The HTTP side of the service: routes, requests, answers and metrics."""
+"""The API process: HTTP routes, requests, answers and metrics."""

@@ -1,308 +1,35 @@
-"""The API process: HTTP as OpenAI speaks it, on one side; the router's stream, on the other.
+"""The HTTP application: which path leads to which route, and which error becomes which HTTP status."""
 
-Knows routes, statuses and server-sent events, and which error is whose fault. Text is `tokenizer.py`'s, answers
-are `generation.py`'s, JSON shapes `openai/protocol.py`'s. Loads no torch.
-"""
-
-import asyncio
-import hashlib
-import socket
-import sys
-import time
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import asynccontextmanager
-from pathlib import Path
+from collections.abc import Callable, Sequence
 from typing import Any
 
-import msgspec
-import numpy as np
-import uvicorn
-import uvloop
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
-from starlette.responses import Response, StreamingResponse
-from starlette.types import Receive, Scope, Send
+from starlette.responses import Response
 
 from lightkv import __version__
 from lightkv.errors import LightKVError
 from lightkv.router.api.openai import document
-from lightkv.router.api.openai.protocol import (
-    ChatRequest,
-    CompletionRequest,
-    Detokenized,
-    DetokenizeRequest,
-    GenerationRequest,
-    Model,
-    ModelList,
-    Tokenized,
-    TokenizeRequest,
-    Version,
-    error_body,
-)
-from lightkv.router.api.openai.writer import ChatWriter, CompletionWriter, usage_of
-from lightkv.router.config import NAMESPACE_HEADER
 from lightkv.router.engine.request import InvalidPrompt, NeverFits
-from lightkv.router.sampling_params import MAX_COUNT, MAX_LOGPROBS, InvalidParams
-from lightkv.router.service.api_settings import ApiSettings, ServeSettings
-from lightkv.router.service.child_process import ignore_signals
-from lightkv.router.service.router_client import RequestRefused, RouterClient, RouterUnreachable
-from lightkv.router.text.tokenizer import ChatTemplateError, Tokenizer, UnreadableTokenizer
+from lightkv.router.sampling_params import InvalidParams
+from lightkv.router.service.api_settings import ApiSettings
+from lightkv.router.service.router_client import RequestRefused, RouterClient
+from lightkv.router.text.tokenizer import ChatTemplateError, Tokenizer
 
-from . import unsupported_fields
-from .generation import Backend, Generation, GenerationFailed, GenerationLost, GenerationSpec
+from .generation import Backend, GenerationFailed, GenerationLost
 from .http_guard import OPEN_PATHS, Guard, error_response
-from .metrics import CONTENT_TYPE, ServiceMetrics
-from .prompt_reader import Chat, PromptReader, PromptRoom, convert
+from .metrics import ServiceMetrics
 from .request_body import BodyRoom, body_route
-from .server import make_server
-from .unsupported_fields import refuse_unsupported
+from .routes import InvalidHeader, Routes, UnknownModel, failure_status
 
-NUM_TEXT_THREADS = 2
-VERDICT_SECONDS = 20.0  # for the worker to say whether it can run the model, where its tokenizer is damaged
 _STATUS_OF_REFUSAL = {"invalid": 400, "never_fits": 400, "queue_full": 429, "unavailable": 503}
-_STREAM_HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}  # proxies pass it on at once
-
-
-class UnknownModel(LightKVError):
-    """A request for a model that this service does not serve."""
-
-    def __init__(self, model: str, known: list[str]) -> None:
-        super().__init__(f"the model {model!r} does not exist here; there is {', '.join(known)}")
-
-
-class InvalidHeader(LightKVError):
-    """A header that the service needs is missing, empty or there several times."""
-
-    def __init__(self, name: str, num_given: int) -> None:
-        super().__init__(
-            f"{num_given} headers {name} were sent, or an empty one; send one, which names the cache namespace"
-        )
-
-
-class _EventStream(StreamingResponse):
-    """Server-sent events that end with their client, and their generation with them."""
-
-    def __init__(self, generation: Generation, events: AsyncIterator[bytes]) -> None:
-        super().__init__(events, headers=_STREAM_HEADERS, media_type="text/event-stream")
-        self._generation = generation
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        async with _ended_with_client(receive, self._generation):
-            await self.stream_response(send)
-
-
-class _Api:
-    """The routes. Each raises what is wrong; `create_app` says which status that is."""
-
-    def __init__(self, backend: Backend, settings: ApiSettings) -> None:
-        self._backend = backend
-        self._client = backend.client
-        self._tokenizer = backend.tokenizer
-        self._prompts = PromptReader(backend.tokenizer)
-        self._settings = settings
-        self._created = int(time.time())
-
-    async def complete(self, body: CompletionRequest, request: Request) -> Response:
-        """Continue one or several prompts."""
-        model = self._model(body.model)
-        params = body.params()
-        info = self._client.ready_info()
-        if not 1 <= len(body.prompts) * params.n <= self._settings.max_answers:
-            most = f"1 to {self._settings.max_answers} of them, times n"
-            raise InvalidParams("prompt", f"{len(body.prompts)} prompts", most)
-        self._check_queue(len(body.prompts), params.n)
-        namespace = self._namespace(request, body)
-        context = info.limits.max_model_len
-        room = PromptRoom(context, body.num_kept(params.max_tokens, context))
-        prompts = []
-        for prompt in body.prompts:  # each is refused before the next is converted
-            prompt_ids = await self._prompt_ids(prompt, body.add_special_tokens is not False, room)
-            _check_fits(prompt_ids.size, params.max_tokens, context)
-            prompts.append(prompt_ids)
-        shown = []
-        if body.echo:
-            for text, prompt_ids in zip(body.prompts, prompts, strict=True):
-                is_whole = isinstance(text, str) and room.num_kept is None
-                shown.append(str(text) if is_whole else await self._prompts.text_of(prompt_ids))
-        question = GenerationSpec(
-            [prompt_ids.tobytes() for prompt_ids in prompts], params, self._priority(body), namespace
-        )
-        writer = CompletionWriter(model, self._tokenizer, shown)
-        return await self._answer(question, writer, body, request.receive)
-
-    async def chat(self, body: ChatRequest, request: Request) -> Response:
-        """Answer a chat."""
-        model = self._model(body.model)
-        params = body.params(MAX_COUNT)  # what is out of bounds is told before anything is computed
-        info = self._client.ready_info()
-        if params.n > self._settings.max_answers:
-            raise InvalidParams("n", params.n, f"1 to {self._settings.max_answers}")
-        self._check_queue(1, params.n)
-        namespace = self._namespace(request, body)
-        context = info.limits.max_model_len
-        room = PromptRoom(context, body.num_kept(body.given_max_tokens(1), context))
-        prompt_ids = await self._prompts.ids_of_chat(_chat(body), room)
-        longest = min(context, info.capacity + 1)  # the last token takes no slot
-        params = body.params(max(longest - prompt_ids.size, 1))
-        _check_fits(prompt_ids.size, params.max_tokens, context)
-        question = GenerationSpec([prompt_ids.tobytes()], params, self._priority(body), namespace)
-        return await self._answer(question, ChatWriter(model, self._tokenizer), body, request.receive)
-
-    async def tokenize(self, body: TokenizeRequest) -> Response:
-        """The tokens of a prompt, or of a chat: of no more characters than a context could hold."""
-        self._model(body.model)
-        refuse_unsupported(body.model_extra or {}, unsupported_fields.CHAT)
-        room = PromptRoom(self._max_model_len)
-        if body.prompt is not None and body.messages is None:
-            ids = await self._prompts.ids_of_text(body.prompt, body.add_special_tokens is not False, room)
-        elif body.messages is not None and body.prompt is None:
-            ids = await self._prompts.ids_of_chat(_chat(body), room)
-        else:
-            raise InvalidPrompt("there is no prompt and no chat, or both; give either prompt or messages")
-        tokens = ids.tolist()
-        strings = await self._prompts.texts_of_each(tokens) if body.return_token_strs else None
-        return _json(
-            Tokenized(count=len(tokens), max_model_len=self._max_model_len, tokens=tokens, token_strs=strings)
-        )
-
-    async def detokenize(self, body: DetokenizeRequest) -> Response:
-        """The text of tokens."""
-        self._model(body.model)
-        return _json(Detokenized(prompt=await self._prompts.text_of(body.tokens)))
-
-    async def models(self) -> Response:
-        """The names that requests may call the model by."""
-        models = [self._described(name) for name in self._settings.model_names]
-        return _json(ModelList(object="list", data=models))
-
-    async def one_model(self, request: Request) -> Response:
-        """One of them."""
-        return _json(self._described(self._model(request.path_params["model"])))
-
-    async def health(self) -> Response:
-        """200 while the service does what it is for: it takes requests, and steps are made where work waits."""
-        heard = self._client.heard
-        is_healthy = heard.is_healthy
-        body = {
-            "healthy": is_healthy,
-            "state": heard.status.state,
-            "step_age": heard.status.load.step_age,
-            "router_silence": heard.age,
-        }
-        return _json(body, 200 if is_healthy else 503)
-
-    async def ready(self) -> Response:
-        """200 while requests are taken, and steps are not late."""
-        heard = self._client.heard
-        is_ready = heard.takes_requests
-        body = {"ready": is_ready, "state": heard.status.state, "detail": heard.detail}
-        return _json(body, 200 if is_ready else 503)
-
-    async def metrics(self) -> Response:
-        """Every series, in Prometheus' text format."""
-        return Response(self._backend.metrics.text(), media_type=CONTENT_TYPE)
-
-    async def load(self) -> Response:
-        """The router's counts, as JSON."""
-        status, age = self._client.heard
-        told = {"state": status.state, "detail": status.detail, "router_silence": age}
-        return _json(told | msgspec.structs.asdict(status.load))
-
-    async def pool_map(self) -> Response:
-        """What every slot is used for, as JSON."""
-        return _json(await self._client.pool_map())
-
-    async def version(self) -> Response:
-        """Of lightkv."""
-        return _json(Version(version=__version__))
-
-    async def _answer(
-        self,
-        question: GenerationSpec,
-        writer: CompletionWriter | ChatWriter,
-        body: GenerationRequest,
-        receive: Receive,
-    ) -> Response:
-        """The whole answer, or its stream. Whether it is taken at all is decided before a stream begins."""
-        generation = await self._backend.generate(question)
-        if body.stream:
-            return _EventStream(generation, _events(generation, writer, body))
-        async with _ended_with_client(receive, generation):
-            async for _ in generation.pieces():
-                pass
-            num_scored = sum(len(answer.scored) for answer in generation.answers)
-            content = await convert(
-                num_scored * (1 + MAX_LOGPROBS), lambda: msgspec.json.encode(writer.whole(generation))
-            )
-            return Response(content, media_type="application/json")
-
-    async def _prompt_ids(
-        self, prompt: str | list[int], add_special_tokens: bool, room: PromptRoom
-    ) -> np.ndarray:
-        if isinstance(prompt, str):
-            return await self._prompts.ids_of_text(prompt, add_special_tokens, room)
-        return await self._prompts.ids_of_ids(prompt, room)
-
-    def _namespace(self, request: Request, body: GenerationRequest) -> tuple[str, ...]:
-        """Within which prefixes are shared. Raises InvalidHeader."""
-        match self._settings.cache_namespace:
-            case "key":
-                tenant: bytes = request.state.api_key
-            case "header":
-                values = request.headers.getlist(NAMESPACE_HEADER)
-                if len(values) != 1 or not values[0]:
-                    raise InvalidHeader(NAMESPACE_HEADER, len(values))
-                tenant = values[0].encode("latin-1")
-            case _:
-                return body.namespace
-        # The router keeps the names of its prefix trees; it need not have anyone's key.
-        return (hashlib.sha256(tenant).hexdigest(), *body.namespace)
-
-    def _check_queue(self, num_prompts: int, n: int) -> None:
-        """Raises InvalidParams for more answers than could ever wait at once: they are queued all or none."""
-        most = self._settings.max_queued_requests
-        if num_prompts * n > most:
-            allowed = f"no more than {most} answers at once, or start with a larger --max-queued-requests"
-            raise InvalidParams("n", f"{n} for each of {num_prompts} prompts", allowed)
-
-    def _priority(self, body: GenerationRequest) -> int:
-        """The request's own priority, 0 by default. Raises InvalidParams for more urgency than it may take."""
-        priority = body.priority or 0
-        if priority < 0 and not self._settings.allow_priority:
-            allowed = "0, or more to be less urgent; below 0 only where it was started with --allow-priority"
-            raise InvalidParams("priority", priority, allowed)
-        return priority
-
-    def _model(self, name: str | None) -> str:
-        """The model that a request means. Raises UnknownModel."""
-        known = self._settings.model_names
-        if name is None:
-            return known[0]
-        if name not in known:
-            raise UnknownModel(name, known)
-        return name
-
-    @property
-    def _max_model_len(self) -> int:
-        info = self._client.status.info
-        return self._tokenizer.max_model_len if info is None else info.limits.max_model_len
-
-    def _described(self, name: str) -> Model:
-        return {
-            "id": name,
-            "object": "model",
-            "created": self._created,
-            "owned_by": "lightkv",
-            "max_model_len": self._max_model_len,
-        }
 
 
 def create_app(client: RouterClient, tokenizer: Tokenizer, settings: ApiSettings) -> FastAPI:
-    """The HTTP application, over a connected client."""
-    metrics = ServiceMetrics(settings.model_names[0], lambda: client.heard)
-    api = _Api(Backend(client, tokenizer, metrics, settings.report_cached_tokens), settings)
+    """Returns the HTTP application over a connected client of the router."""
+    metrics = ServiceMetrics(settings.model_names[0], lambda: client.latest)
+    api = Routes(Backend(client, tokenizer, metrics, settings.report_cached_tokens), settings)
     app = document.DocumentedApp(title="lightkv", version=__version__, docs_url=None, redoc_url=None)
     room = BodyRoom(settings.max_body_bytes, settings.max_unread_bytes, 2 * tokenizer.max_model_len)
     app.router.route_class = body_route(room)
@@ -348,127 +75,6 @@ def create_app(client: RouterClient, tokenizer: Tokenizer, settings: ApiSettings
     return app
 
 
-async def serve(settings: ServeSettings) -> None:
-    """Serve until the router is gone, and open responses have ended. Says "ready" on stdout once it listens and
-    takes requests.
-
-    Raises RouterUnreachable, UnreadableTokenizer, OSError (a certificate that cannot be read).
-    """
-    asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(NUM_TEXT_THREADS, "text"))
-    client = await RouterClient.connect(Path(settings.router_socket))
-    router_gone = asyncio.create_task(client.closed())
-    try:
-        tokenizer = Tokenizer(Path(settings.model_directory))
-    except UnreadableTokenizer:
-        # A model that cannot run at all is refused by the worker, with a better reason.
-        became_ready = asyncio.create_task(client.became_ready.wait())
-        waiting = [became_ready, router_gone]
-        await asyncio.wait(waiting, timeout=VERDICT_SECONDS, return_when=asyncio.FIRST_COMPLETED)
-        became_ready.cancel()
-        if router_gone.done():
-            return
-        raise
-    server = make_server(create_app(client, tokenizer, settings.api), settings)
-    serving = asyncio.create_task(server.serve([socket.socket(fileno=settings.listen_fd)]))
-    announcing = asyncio.create_task(_announce(server, client))
-    await asyncio.wait([serving, router_gone], return_when=asyncio.FIRST_COMPLETED)
-    announcing.cancel()
-    server.should_exit = True  # open responses end first: each with an error, where it was not whole
-    await serving
-    await client.close()
-
-
-async def _announce(server: uvicorn.Server, client: RouterClient) -> None:
-    """Whoever waits for this line may send requests: what the launcher hears of the router may be news here."""
-    while not server.started:
-        await asyncio.sleep(0.01)
-    await client.became_ready.wait()
-    print("ready", flush=True)
-
-
-def main() -> int:
-    """`python -m lightkv.router.api.app`: `ServeSettings` as JSON on stdin (the key is in no process list).
-
-    Signals are the launcher's. Returns 1: this ends because the router did, or never began.
-    """
-    ignore_signals()
-    sys.set_int_max_str_digits(640)  # the least that Python allows: longer numbers take long to parse
-    settings = msgspec.json.decode(sys.stdin.buffer.read(), type=ServeSettings)
-    try:
-        uvloop.run(serve(settings))
-    except (RouterUnreachable, UnreadableTokenizer, OSError) as error:
-        print(f"lightkv api: {error}", file=sys.stderr)
-    return 1
-
-
-async def _events(
-    generation: Generation, writer: CompletionWriter | ChatWriter, body: GenerationRequest
-) -> AsyncIterator[bytes]:
-    """The server-sent events of a stream; one that fails ends with the error, and without [DONE]."""
-    try:
-        async for piece in generation.pieces():
-            if not (piece.text or piece.scored or piece.finish_reason):
-                continue
-            for chunk in writer.chunks(piece):
-                if body.has_running_usage:
-                    chunk["usage"] = usage_of(generation)
-                elif body.includes_usage:
-                    chunk["usage"] = None
-                yield _event(chunk)
-        if body.includes_usage:
-            yield _event(writer.counts(usage_of(generation)))
-        yield b"data: [DONE]\n\n"
-    except (GenerationFailed, GenerationLost) as error:
-        yield _event(error_body(_status_of(error), str(error)))
-
-
-def _status_of(error: GenerationFailed | GenerationLost) -> int:
-    return 503 if isinstance(error, GenerationLost) else 500
-
-
-def _event(content: Mapping[str, Any]) -> bytes:
-    return b"data: " + msgspec.json.encode(content) + b"\n\n"
-
-
-def _json(content: Any, status: int = 200) -> Response:
-    return Response(msgspec.json.encode(content), status, media_type="application/json")
-
-
-@asynccontextmanager
-async def _ended_with_client(receive: Receive, generation: Generation) -> AsyncIterator[None]:
-    """Ends the generation as soon as its client has gone, and at the latest at the end of the block."""
-
-    async def watch() -> None:
-        while (await receive())["type"] != "http.disconnect":
-            pass
-        generation.close()
-
-    watching = asyncio.create_task(watch())
-    try:
-        yield
-    finally:
-        watching.cancel()
-        generation.close()
-
-
-def _chat(body: ChatRequest | TokenizeRequest) -> Chat:
-    """Raises InvalidParams."""
-    return Chat(
-        [message.plain() for message in body.messages or ()],
-        body.add_generation_prompt is not False,
-        body.add_special_tokens is True,
-        body.chat_template_kwargs or {},
-    )
-
-
-def _check_fits(num_prompt: int, max_tokens: int, max_model_len: int) -> None:
-    """Raises NeverFits before a prompt travels that the router could only refuse."""
-    if num_prompt + max_tokens > max_model_len:
-        raise NeverFits(
-            num_prompt, max_tokens, max_model_len, "the context", "start with a longer --max-model-len"
-        )
-
-
 async def _on_http_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     return error_response(error.status_code, str(error.detail), headers=error.headers)
@@ -478,13 +84,12 @@ async def _on_invalid_body(request: Request, error: Exception) -> Response:
     assert isinstance(error, RequestValidationError)
     errors = error.errors()
     first = errors[0]
-    place = [
-        str(step) for step in first["loc"][1:] if "[" not in str(step)
-    ]  # and none of pydantic's own types
+    # The path of the field, without the names of pydantic's own types, which have brackets.
+    place = [str(step) for step in first["loc"][1:] if "[" not in str(step)]
     messages = dict.fromkeys(str(other["msg"]) for other in errors if other["loc"][:2] == first["loc"][:2])
     message = "; ".join(list(messages)[:4])
     if first["type"] == "json_invalid":
-        return error_response(400, f"the body is no JSON ({first['ctx']['error']}, at {place[0]})")
+        return error_response(400, f"the body is not JSON ({first['ctx']['error']}, at {place[0]})")
     return error_response(400, f"{'.'.join(place) or 'body'}: {message}", place[0] if place else None)
 
 
@@ -500,15 +105,11 @@ async def _on_refusal(request: Request, error: Exception) -> Response:
         case UnknownModel():
             status, param = 404, "model"
         case GenerationFailed() | GenerationLost():
-            status = _status_of(error)
-        case _:  # none of this process's own: a defect, which the log is to show
+            status = failure_status(error)
+        case _:  # a bug of this process, which the log has to show
             raise error
     return error_response(status, str(error), param)
 
 
 async def _on_defect(request: Request, error: Exception) -> Response:
-    return error_response(500, "the service failed on this request; its log says why")
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+    return error_response(500, "the service failed on this request; its log has the reason")

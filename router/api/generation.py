@@ -1,7 +1,5 @@
-"""One HTTP request's answers: submitted together, grown from the router's events, ended together.
-
-Knows text, events and the client's stream; knows no HTTP and nothing of how an answer is written down.
-"""
+"""The answers to one HTTP request: they are submitted to the router together, grow with its events, and are
+closed together."""
 
 import secrets
 import uuid
@@ -21,14 +19,14 @@ from .metrics import AnswerClock, ServiceMetrics
 
 
 class GenerationFailed(LightKVError):
-    """A step failed in the model. The service goes on; the same request may well fail again."""
+    """A step of this answer failed in the model. The service continues; the same request may fail again."""
 
     def __init__(self, reason: str) -> None:
         super().__init__(f"the model failed in this answer ({reason}); the same request may fail again")
 
 
 class GenerationLost(LightKVError):
-    """The service lost an answer on its way: a process of it died, or it shuts down."""
+    """The service lost an unfinished answer, because one of its processes died or it is shutting down."""
 
     def __init__(self, reason: str) -> None:
         super().__init__(f"the answer was lost ({reason}); try again")
@@ -36,7 +34,7 @@ class GenerationLost(LightKVError):
 
 @dataclass(frozen=True)
 class GenerationSpec:
-    """What one HTTP request asks: `params.n` answers to each prompt (int32 bytes)."""
+    """The generation that one HTTP request asks for: `params.n` answers to each of `prompts` (int32 bytes)."""
 
     prompts: list[bytes]
     params: SamplingParams
@@ -46,10 +44,11 @@ class GenerationSpec:
 
 @dataclass
 class Answer:
-    """One answer as it grows.
+    """One answer while it grows.
 
-    `index`: among all of the HTTP request. `scored`: the tokens of its text with their log-probabilities,
-    if it `has_logprobs` (a stop token is no part of the text). `num_cached`: prompt tokens found in the cache.
+    `index`: its number among the answers of the HTTP request. `scored`: the tokens of its text with their
+    log-probabilities, if it `has_logprobs` (a stop token does not belong to the text). `num_cached`: prompt
+    tokens found in the cache.
     """
 
     index: int
@@ -63,7 +62,7 @@ class Answer:
 
 @dataclass
 class TextDelta:
-    """What one answer has gained; its last has a `finish_reason`."""
+    """The text and tokens that an answer has gained. The last delta of an answer has a `finish_reason`."""
 
     answer: Answer
     text: str = ""
@@ -73,9 +72,9 @@ class TextDelta:
 
 @dataclass(frozen=True)
 class Backend:
-    """What answers are made with: the way to the router, the model's text, and the measurements.
+    """The client of the router, the tokenizer and the metrics, from which answers are made.
 
-    `reports_cached_tokens`: whether clients are told how much of a prompt was cached.
+    `reports_cached_tokens`: whether answers report how many prompt tokens were cached.
     """
 
     client: RouterClient
@@ -83,16 +82,16 @@ class Backend:
     metrics: ServiceMetrics
     reports_cached_tokens: bool = False
 
-    async def generate(self, question: GenerationSpec) -> "Generation":
-        """Queue every answer, or none. Raises RequestRefused."""
-        params = question.params
+    async def generate(self, spec: GenerationSpec) -> "Generation":
+        """Queues every answer, or none. Raises RequestRefused."""
+        params = spec.params
         stop_ids = set(params.stop_token_ids)
         if not params.ignore_eos:
             stop_ids |= self.tokenizer.eos_ids
         children = [params.child(child_idx) for child_idx in range(params.n)]
         answers: dict[str, Answer] = {}
         submits = []
-        for prompt_idx, prompt_ids in enumerate(question.prompts):
+        for prompt_idx, prompt_ids in enumerate(spec.prompts):
             for child in children:
                 request_id = uuid.uuid4().hex
                 completion = Completion(self.tokenizer, child)
@@ -105,99 +104,104 @@ class Backend:
                 )
                 submits.append(
                     Submit(
-                        request_id,
-                        prompt_ids,
-                        child,
-                        secrets.randbits(63) if child.seed is None else child.seed,
-                        sorted(stop_ids),
-                        question.priority,
-                        question.namespace,
+                        request_id=request_id,
+                        prompt_ids=prompt_ids,
+                        params=child,
+                        seed=secrets.randbits(63) if child.seed is None else child.seed,
+                        stop_ids=sorted(stop_ids),
+                        priority=spec.priority,
+                        namespace=spec.namespace,
                     )
                 )
         events = await self.client.submit(submits)
-        return Generation(question, answers, events, self.reports_cached_tokens)
+        return Generation(spec, answers, events, self.reports_cached_tokens)
 
 
 class Generation:
-    """All answers of one HTTP request, which are on their way. `close` ends what still grows."""
+    """The answers to one HTTP request while they are generated. `close` aborts the unfinished ones."""
 
     def __init__(
         self,
-        question: GenerationSpec,
+        spec: GenerationSpec,
         answers: dict[str, Answer],
         events: AnswerStream,
         reports_cached_tokens: bool = False,
     ) -> None:
         self._reports_cached_tokens = reports_cached_tokens
         self.answers = list(answers.values())
-        self._question = question
+        self._spec = spec
         self._growing = answers
         self._events = events
 
     @property
     def num_prompt_tokens(self) -> int:
-        """Each prompt counts once, however many answers it has."""
-        return sum(map(len, self._question.prompts)) // TOKEN_BYTES
+        """The tokens of all prompts. A prompt counts once, however many answers it has."""
+        return sum(map(len, self._spec.prompts)) // TOKEN_BYTES
 
     @property
     def num_cached_tokens(self) -> int | None:
-        """Prompt tokens found in the cache: of each prompt's first answer. None where clients are not told."""
+        """Prompt tokens found in the cache, counted for the first answer to each prompt; None if the service
+        does not report them."""
         if not self._reports_cached_tokens:
             return None
-        return sum(answer.num_cached for answer in self.answers[:: self._question.params.n])
+        return sum(answer.num_cached for answer in self.answers[:: self._spec.params.n])
 
     @property
     def num_completion_tokens(self) -> int:
-        """Of all answers so far."""
+        """The tokens of all answers so far."""
         return sum(len(answer.completion.token_ids) for answer in self.answers)
 
-    async def pieces(self) -> AsyncIterator[TextDelta]:
-        """What the answers gain, as it comes; what came together is one piece an answer.
+    async def deltas(self) -> AsyncIterator[TextDelta]:
+        """Yields what the answers gain, as one delta for the events of an answer that arrived together.
 
-        Ends early when it is closed. Raises GenerationFailed and GenerationLost; nothing runs any more then.
+        Ends early if the generation is closed. Raises GenerationFailed and GenerationLost, after which no
+        answer runs any more.
         """
         async for events in self._events:
-            pieces: dict[str, TextDelta] = {}
+            deltas: dict[str, TextDelta] = {}
             for event in events:
                 if event.finish_reason in ("error", "lost", "abort"):
-                    self._fail(event.finish_reason, event.error or "it was ended")
+                    self._fail(event.finish_reason, event.error or "it was aborted")
                 if (answer := self._growing.get(event.request_id)) is not None:
-                    self._take(event, pieces.setdefault(event.request_id, TextDelta(answer)))
-            for request_id, piece in pieces.items():
-                self._settle(request_id, piece)  # all of them first: who takes the pieces may be slow
-            for piece in pieces.values():
-                yield piece
+                    self._add(event, deltas.setdefault(event.request_id, TextDelta(answer)))
+            for request_id, delta in deltas.items():
+                self._finish(request_id, delta)  # before any is yielded, because the consumer may be slow
+            for delta in deltas.values():
+                yield delta
 
     def close(self) -> None:
-        """End what still grows: nobody waits for it."""
+        """Aborts the answers that are unfinished."""
         for answer in self._growing.values():
             answer.clock.finish("abort")
         self._growing.clear()
         self._events.close()
 
-    def _take(self, event: TokenEvent, piece: TextDelta) -> None:
-        answer = piece.answer
-        if answer.completion.finish_reason is not None:  # a stop string came first
+    def _add(self, event: TokenEvent, delta: TextDelta) -> None:
+        """Adds an event to its answer and to the answer's delta."""
+        answer = delta.answer
+        if answer.completion.finish_reason is not None:  # a stop string ended the answer before
             return
         if event.num_cached is not None:
             answer.num_cached = event.num_cached
-        piece.text += answer.completion.push(event)
+        delta.text += answer.completion.push(event)
         answer.clock.token()
         if event.logprobs is not None and event.token is not None and event.finish_reason != "stop":
             answer.scored.append((event.token, event.logprobs))
-            piece.scored.append(answer.scored[-1])
+            delta.scored.append(answer.scored[-1])
 
-    def _settle(self, request_id: str, piece: TextDelta) -> None:
-        completion = piece.answer.completion
-        piece.finish_reason = completion.finish_reason
+    def _finish(self, request_id: str, delta: TextDelta) -> None:
+        """If the answer has ended, notes why, and aborts its request if a stop string ended it."""
+        completion = delta.answer.completion
+        delta.finish_reason = completion.finish_reason
         if completion.finish_reason is None:
             return
         del self._growing[request_id]
-        piece.answer.clock.finish(completion.finish_reason)
+        delta.answer.clock.finish(completion.finish_reason)
         if completion.stopped:
             self._events.end(request_id, "stop")
 
     def _fail(self, finish_reason: str, error: str) -> None:
+        """Aborts the unfinished answers and raises GenerationFailed or GenerationLost."""
         for answer in self._growing.values():
             answer.clock.finish(finish_reason)
         self._growing.clear()

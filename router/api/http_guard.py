@@ -1,7 +1,5 @@
-"""What is turned away before it reaches a route: requests without a key, and bodies announced as too large.
-
-Knows HTTP and OpenAI's error body; knows no route.
-"""
+"""Refuses requests before they reach a route: those without an API key, and those that announce a body which
+is too large."""
 
 import hmac
 import json
@@ -13,13 +11,15 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from lightkv.router.api.openai.protocol import error_body
 
-OPEN_PATHS = frozenset({"/health"})  # what asks whether the service lives has no key
+OPEN_PATHS = frozenset({"/health"})  # liveness probes have no API key
 RETRY_AFTER = {429: "1", 503: "5"}  # seconds
 
 
 class Guard:
-    """Lets a request through to `app`, or answers it: 401 without one of `api_keys` (if there are any), 413
-    where its headers announce more than `max_body_bytes`. Puts the key that was given into the request's state.
+    """Passes requests on to `app`, with the API key in the request's state.
+
+    Answers 401 to a request without one of `api_keys` (if there are any), and 413 to one whose headers announce
+    more than `max_body_bytes`.
     """
 
     def __init__(self, app: ASGIApp, api_keys: Sequence[str], max_body_bytes: int) -> None:
@@ -36,7 +36,7 @@ class Guard:
         key = self._key(headers.get("authorization", ""))
         scope.setdefault("state", {})["api_key"] = key
         if self._keys and key is None and scope["path"] not in OPEN_PATHS:
-            response = error_response(401, "give the service's key: Authorization: Bearer KEY")
+            response = error_response(401, "the API key is missing or wrong; send Authorization: Bearer KEY")
             await response(scope, receive, send)
         elif length.isdecimal() and int(length) > self._max_body_bytes:
             await error_response(413, self._too_large)(scope, receive, send)
@@ -45,14 +45,15 @@ class Guard:
 
     @property
     def _too_large(self) -> str:
-        return f"the body has more than {self._max_body_bytes} bytes; send less at once"
+        return f"the body has more than {self._max_body_bytes} bytes; send a smaller one"
 
     def _key(self, authorization: str) -> bytes | None:
-        """The key that a request gave, if it is one of the service's."""
+        """Returns the API key that a request sent, or None if it is not one of the service's."""
         scheme, _, given = authorization.partition(" ")
         if scheme.lower() != "bearer":
             return None
-        # Headers are latin-1: the bytes that were sent. Each whole key is compared, whatever differs first.
+        # Headers are decoded as latin-1, so this restores the bytes that were sent. Every key is compared, and
+        # in constant time, so that the time of an answer tells nothing about the keys.
         equal = [key for key in self._keys if hmac.compare_digest(given.strip().encode("latin-1"), key)]
         return equal[0] if equal else None
 
@@ -60,12 +61,12 @@ class Guard:
 def error_response(
     status: int, message: str, param: str | None = None, headers: Mapping[str, str] | None = None
 ) -> Response:
-    """An error as OpenAI writes it; with the time to wait, if waiting helps."""
+    """Returns a response with OpenAI's error body, and with Retry-After if trying again may help."""
     headers = dict(headers or {})
     if status in RETRY_AFTER:
         headers["Retry-After"] = RETRY_AFTER[status]
     if status == 401:
         headers["WWW-Authenticate"] = "Bearer"
-    # json, not msgspec: a message may quote half a surrogate pair, which only escapes can carry.
+    # json rather than msgspec: a message may quote half a surrogate pair, which json writes as an escape.
     body = json.dumps(error_body(status, message, param))
     return Response(body, status, headers, "application/json")

@@ -1,7 +1,7 @@
-"""The service in Prometheus' text format: vLLM's names where it has one for the same thing, or else lightkv's.
+"""The service's metrics in Prometheus' text format, under vLLM's names where vLLM has the same metric.
 
-Counts of tokens and requests come from the router's latest status; times are observed here, in the API process,
-as its clients are served. While the router is silent, what it last said of the present is left out.
+Counts of tokens and requests come from the router's latest status. Times are observed here, in the API process.
+While the router is silent, its gauges are left out, because they describe the present.
 """
 
 import time
@@ -11,7 +11,7 @@ from prometheus_client import CollectorRegistry, Counter, Histogram, generate_la
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, InfoMetricFamily, Metric
 
 from lightkv.router.service.messages import Load
-from lightkv.router.service.router_client import Heard
+from lightkv.router.service.router_client import LatestStatus
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
@@ -19,22 +19,22 @@ _TTFT_BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 40
 _INTER_TOKEN_BUCKETS = (0.002, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1, 2.5, 10)
 _E2E_BUCKETS = (0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 40, 80, 160, 320, 640, 1280)
 
-# Name, what it is, and how it is read off the router's counts.
+# Name, description, and how the value is computed from the router's counts.
 _GAUGES: tuple[tuple[str, str, Callable[[Load], float]], ...] = (
     ("vllm:num_requests_running", "Requests admitted and not finished.", lambda load: load.num_running),
     ("vllm:num_requests_waiting", "Requests not admitted yet.", lambda load: load.num_waiting),
     (
         "vllm:kv_cache_usage_perc",
-        "Share of the pool that running requests hold (1 is all of it).",
+        "Share of the pool that running requests hold (1 means all of it).",
         lambda load: load.held / load.capacity if load.capacity else 0.0,
     ),
-    ("lightkv:capacity_tokens", "Tokens that the pool holds.", lambda load: load.capacity),
-    ("lightkv:free_tokens", "Tokens of the pool that nothing uses.", lambda load: load.free),
+    ("lightkv:capacity_tokens", "Capacity of the pool in tokens.", lambda load: load.capacity),
+    ("lightkv:free_tokens", "Free tokens of the pool.", lambda load: load.free),
     ("lightkv:held_tokens", "Tokens that running requests hold.", lambda load: load.held),
-    ("lightkv:cached_tokens", "Tokens kept for requests to come.", lambda load: load.cached),
+    ("lightkv:cached_tokens", "Tokens cached for later requests.", lambda load: load.cached),
     (
         "lightkv:forecast_peak_tokens",
-        "The most tokens that what runs now may come to hold.",
+        "The most tokens that the running requests may come to hold.",
         lambda load: load.forecast_peak,
     ),
     (
@@ -42,15 +42,19 @@ _GAUGES: tuple[tuple[str, str, Callable[[Load], float]], ...] = (
         "The most tokens held in any step so far.",
         lambda load: load.reached_peak,
     ),
-    ("lightkv:step_age_seconds", "Since the last step ended, while work waits.", lambda load: load.step_age),
+    (
+        "lightkv:step_age_seconds",
+        "Seconds since the last step completed, while work waits.",
+        lambda load: load.step_age,
+    ),
 )
 _COUNTERS: tuple[tuple[str, str, Callable[[Load], float]], ...] = (
     ("vllm:prompt_tokens", "Prompt tokens of admitted requests.", lambda load: load.prompt_tokens),
     ("vllm:generation_tokens", "Tokens generated.", lambda load: load.generated_tokens),
-    ("vllm:num_preemptions", "Running requests paused to make room.", lambda load: load.num_preemptions),
+    ("vllm:num_preemptions", "Preemptions of running requests.", lambda load: load.num_preemptions),
     (
         "lightkv:recomputed_tokens",
-        "Tokens computed again after pauses.",
+        "Tokens computed again after preemptions.",
         lambda load: load.recomputed_tokens,
     ),
     ("vllm:prefix_cache_queries", "Prompt tokens looked up in the cache.", lambda load: load.prompt_tokens),
@@ -63,20 +67,24 @@ _COUNTERS: tuple[tuple[str, str, Callable[[Load], float]], ...] = (
     ),
     (
         "lightkv:worker_starts",
-        "Times that the model's process was started.",
+        "Starts of the worker process.",
         lambda load: load.num_worker_starts,
     ),
-    ("lightkv:router_seconds", "The router's own time in steps.", lambda load: load.router_seconds),
+    (
+        "lightkv:router_seconds",
+        "Time that the router itself spent in steps.",
+        lambda load: load.router_seconds,
+    ),
 )
 
 
 class ServiceMetrics:
-    """All series of one service. `heard` gives the router's latest word when it is asked for.
+    """All metrics of one service. `latest` returns the router's latest status.
 
-    `ttft`, `inter_token`, `e2e` (seconds) and `finished` are what answers' clocks observe.
+    `AnswerClock` updates the histograms `ttft`, `inter_token` and `e2e` (seconds) and the counter `finished`.
     """
 
-    def __init__(self, model: str, heard: Callable[[], Heard]) -> None:
+    def __init__(self, model: str, latest: Callable[[], LatestStatus]) -> None:
         registry = CollectorRegistry()
 
         def histogram(name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
@@ -85,32 +93,34 @@ class ServiceMetrics:
 
         self._registry = registry
         self.ttft = histogram(
-            "vllm:time_to_first_token_seconds", "From a request to its first token.", _TTFT_BUCKETS
+            "vllm:time_to_first_token_seconds", "Time from a request to its first token.", _TTFT_BUCKETS
         )
         self.inter_token = histogram(
-            "vllm:inter_token_latency_seconds", "From one token to the next.", _INTER_TOKEN_BUCKETS
+            "vllm:inter_token_latency_seconds", "Time from one token to the next.", _INTER_TOKEN_BUCKETS
         )
-        self.e2e = histogram("vllm:e2e_request_latency_seconds", "From a request to its end.", _E2E_BUCKETS)
+        self.e2e = histogram(
+            "vllm:e2e_request_latency_seconds", "Time from a request to its end.", _E2E_BUCKETS
+        )
         self.finished = Counter(
             "vllm:request_success",
-            "Answers that have ended, by how.",
+            "Answers that have ended, by the reason.",
             ["model_name", "finished_reason"],
             registry=registry,
         )
         self.model = model
-        registry.register(_RouterCollector(model, heard))
+        registry.register(_RouterCollector(model, latest))
 
     def begin(self) -> "AnswerClock":
-        """The clock of an answer that is asked for now."""
+        """Starts the clock of an answer."""
         return AnswerClock(self)
 
     def text(self) -> bytes:
-        """Every series, in Prometheus' text format (`CONTENT_TYPE`)."""
+        """Returns all metrics in Prometheus' text format (`CONTENT_TYPE`)."""
         return generate_latest(self._registry)
 
 
 class AnswerClock:
-    """Times one answer; made by `ServiceMetrics.begin`. Once `finish` was called, nothing more is counted."""
+    """Measures the times of one answer, from `ServiceMetrics.begin` to `finish`."""
 
     def __init__(self, metrics: ServiceMetrics) -> None:
         self._metrics = metrics
@@ -118,7 +128,8 @@ class AnswerClock:
         self._last: float | None = None
 
     def token(self) -> None:
-        """A token has come. Several that came together are one interval and then none: nobody waited."""
+        """Notes the arrival of a token. Of tokens that arrive together, the first ends an interval and the
+        others have intervals of nearly 0."""
         now = time.monotonic()
         if self._last is None:
             self._metrics.ttft.observe(now - self._begun)
@@ -127,31 +138,33 @@ class AnswerClock:
         self._last = now
 
     def finish(self, reason: str) -> None:
-        """It has ended: "stop", "length", "abort", "error" or "lost"."""
+        """Notes the end of the answer. `reason`: "stop", "length", "abort", "error" or "lost"."""
         self._metrics.e2e.observe(time.monotonic() - self._begun)
         self._metrics.finished.labels(self._metrics.model, reason).inc()
 
 
 class _RouterCollector:
-    """The router's counts as they stand when they are asked for."""
+    """Collects the router's counts at each scrape."""
 
-    def __init__(self, model: str, heard: Callable[[], Heard]) -> None:
+    def __init__(self, model: str, latest: Callable[[], LatestStatus]) -> None:
         self._model = model
-        self._heard = heard
+        self._latest = latest
 
     def collect(self) -> Iterator[Metric]:
-        heard = self._heard()
-        load = heard.status.load
-        if not heard.is_silent:
+        latest = self._latest()
+        load = latest.status.load
+        if not latest.is_silent:
             for name, text, read in _GAUGES:
                 yield self._gauge(name, text, read(load))
         for name, text, read in _COUNTERS:
             counter = CounterMetricFamily(name, text, labels=["model_name"])
             counter.add_metric([self._model], read(load))
             yield counter
-        yield self._gauge("lightkv:ready", "Whether requests are taken.", float(heard.takes_requests))
-        yield self._gauge("lightkv:router_silence_seconds", "Since the router last reported.", heard.age)
-        info = heard.status.info
+        yield self._gauge("lightkv:ready", "Whether requests are accepted.", float(latest.takes_requests))
+        yield self._gauge(
+            "lightkv:router_silence_seconds", "Seconds since the router last reported.", latest.age
+        )
+        info = latest.status.info
         if info is not None:
             family = InfoMetricFamily("vllm:cache_config", "The K/V pool.", labels=["model_name"])
             config = {

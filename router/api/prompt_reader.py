@@ -1,7 +1,7 @@
-"""From what a request holds to token ids, and back: long texts in a thread, without holding Python's lock, and
-no text that is too long for the model.
+"""Converts the texts, chats and token ids of requests to token ids, and back.
 
-A text is measured before it is tokenised. Tokenising takes about a second for each million characters.
+Tokenising takes about a second for a million characters. So the length of a text is checked first, and long
+texts are tokenised in a thread, where the tokenizer releases Python's lock.
 """
 
 import asyncio
@@ -18,9 +18,8 @@ from lightkv.token_ids import int32_bytes
 
 T = TypeVar("T")
 
-INLINE_ITEMS = 4096  # characters or tokens whose conversion takes about a millisecond: not worth a thread
-# The arguments of transformers' apply_chat_template: they are no variables, or are set by fields of the
-# request.
+INLINE_ITEMS = 4096  # so many characters or tokens are converted in about a millisecond, without a thread
+# The arguments of transformers' apply_chat_template. Requests set them by other fields, or not at all.
 RESERVED_VARIABLES = (
     "messages",
     "conversation",
@@ -35,7 +34,7 @@ RESERVED_VARIABLES = (
 
 @dataclass(frozen=True)
 class Chat:
-    """What a chat template makes a text of. `variables`: the template's own, by name."""
+    """The input of a chat template. `variables`: further variables of the template, by name."""
 
     messages: list[dict[str, Any]]
     add_generation_prompt: bool = True
@@ -43,38 +42,37 @@ class Chat:
     variables: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        """Raises InvalidParams for a variable that is not the template's."""
+        """Raises InvalidParams for a variable with a reserved name."""
         for name in RESERVED_VARIABLES:
             if name in self.variables:
-                allowed = f"no {name} among them, for it is not a variable of the template's own"
+                allowed = f"it without {name}, which cannot be set as a variable of the template"
                 raise InvalidParams("chat_template_kwargs", self.variables, allowed)
 
 
 @dataclass(frozen=True)
 class PromptRoom:
-    """How long a prompt may be, in tokens: no longer than the context, of which `num_kept` at the end are kept,
-    or all of them (None)."""
+    """The room for a prompt: `max_model_len` tokens. `num_kept`: how many of its last tokens are kept; None
+    keeps all."""
 
     max_model_len: int
     num_kept: int | None = None
 
 
 class PromptReader:
-    """Converts texts, chats and token ids of requests. Raises InvalidPrompt for what is too long."""
+    """Converts texts, chats and token ids of requests. Raises InvalidPrompt for a prompt that is too long."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
 
     async def ids_of_text(self, text: str, add_special_tokens: bool, room: PromptRoom) -> np.ndarray:
-        """The token ids of a text, int32 [n]."""
+        """Returns the token ids of a text, int32 [n]."""
         self._check_length("prompt", len(text), room)
         ids = await convert(len(text), lambda: self._tokenizer.encode(text, add_special_tokens))
         return _last(ids, room)
 
     async def ids_of_ids(self, token_ids: list[int], room: PromptRoom) -> np.ndarray:
-        """The same ids as int32 [n]. Raises NeverFits where there are more than the context holds."""
-        if room.num_kept is None and len(token_ids) > room.max_model_len:
-            # They are counted before they are converted.
+        """Returns the ids as int32 [n]. Raises NeverFits if the context cannot hold them."""
+        if room.num_kept is None and len(token_ids) > room.max_model_len:  # checked before the conversion
             raise NeverFits(
                 len(token_ids), 1, room.max_model_len, "the context", "start with a longer --max-model-len"
             )
@@ -85,17 +83,17 @@ class PromptReader:
             raise InvalidPrompt(str(error)) from error
 
     async def ids_of_chat(self, chat: Chat, room: PromptRoom) -> np.ndarray:
-        """The token ids of what the model's chat template writes, int32 [n]. Raises ChatTemplateError."""
-        given = [chat.messages, chat.variables]
-        num_chars = num_characters(given, INLINE_ITEMS + 1)
+        """Returns the token ids of the text that the chat template renders, int32 [n]. Raises
+        ChatTemplateError."""
+        num_chars = num_characters([chat.messages, chat.variables], INLINE_ITEMS + 1)
         return _last(await convert(num_chars, lambda: self._encode_chat(chat, room)), room)
 
     async def text_of(self, token_ids: Sequence[int] | np.ndarray) -> str:
-        """The text of token ids, special tokens among them."""
+        """Returns the text of token ids, including special tokens."""
         return await convert(len(token_ids), lambda: self._tokenizer.decode(token_ids, False))
 
     async def texts_of_each(self, token_ids: list[int]) -> list[str]:
-        """The text of each token by itself."""
+        """Returns the text of each token by itself."""
         return await convert(len(token_ids), lambda: self._tokenizer.decode_each(token_ids))
 
     def _encode_chat(self, chat: Chat, room: PromptRoom) -> np.ndarray:
@@ -110,13 +108,14 @@ class PromptReader:
         if num_chars > most:
             fit = "is not read" if room.num_kept is not None else "cannot fit the context"
             raise InvalidPrompt(
-                f"the {what} has more than {most} characters, and {fit}: {room.max_model_len} tokens of at "
-                f"most {self._tokenizer.longest_token} characters; send less"
+                f"the {what} has more than {most} characters, and {fit} of {room.max_model_len} tokens with at "
+                f"most {self._tokenizer.longest_token} characters each; send a shorter one"
             )
 
 
 def num_characters(value: Any, most: int) -> int:
-    """The characters of all strings in plain data, and one for each value. It stops counting beyond `most`."""
+    """Returns the number of characters of all strings in plain data, plus one for each other value. Counting
+    stops beyond `most`."""
     total = 0
     waiting = [value]
     while waiting and total <= most:
@@ -138,9 +137,10 @@ def _last(ids: Any, room: PromptRoom) -> Any:
 
 
 async def convert(num_items: int, function: Callable[[], T]) -> T:
-    """What `function` returns; in a thread if it is long, so that nothing else waits for it."""
+    """Returns the result of `function`, which runs in a thread if there are many items, so that other
+    requests do not wait for it."""
     if num_items > INLINE_ITEMS:
         return await asyncio.to_thread(function)
     result = function()
-    await asyncio.sleep(0)  # a request may have hundreds of short texts: the loop gets a turn after each
+    await asyncio.sleep(0)  # a request may have hundreds of short texts: other tasks run between them
     return result

@@ -1,7 +1,8 @@
-"""How the bodies of requests are read: within bounds of bytes, one by one and all together, and of JSON values.
+"""Reads the bodies of requests within limits: bytes of one body, bytes of all bodies together, and JSON values.
 
-Parsing JSON holds Python's lock from its first value to its last, in whatever thread it runs. So a long body
-is counted first, which is quick, and refused where its parsing would silence the whole process.
+Parsing JSON holds Python's lock from the first value to the last, in whatever thread it runs. So the values
+of a long body are counted first, which is fast, and a body whose parsing would block the whole process is
+refused.
 """
 
 import asyncio
@@ -15,22 +16,25 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 
-SHORT_BODY = 2**16  # bytes that are parsed at once: it takes a few milliseconds at most
-# The first bytes of each body are not counted: where no room is left, short requests are still served.
+SHORT_BODY = (
+    2**16
+)  # bytes; parsing them takes a few milliseconds at most, so they are parsed without a thread
+# The first bytes of each body are not counted, so that short requests are served even if no room is left.
 FREE_BYTES = 2**14
-MAX_VALUES, MAX_STRINGS, MAX_CONTAINERS = 2**19, 2**15, 2**13  # of one body; keys are strings, too
-# What Python's own parser, which takes all that clients send for JSON, gets through in a few milliseconds.
+MAX_VALUES, MAX_STRINGS, MAX_CONTAINERS = 2**19, 2**15, 2**13  # of one body; keys count as strings
+# Up to this size Python's own parser, which accepts more than strict JSON, takes a few milliseconds.
 _LENIENT_BODY, _LENIENT_STRUCTURE = 2**22, 2**17  # bytes in all, and bytes outside of strings
-_PIECE = 2**18  # bytes that are counted in one go
+_PIECE = 2**18  # bytes that are counted at a time
 
 
 class BodyRoom:
-    """What the bodies that are being read may take, all together.
+    """The memory for bodies that are being read, shared by all requests.
 
     Args:
-        max_body_bytes: of one body.
-        max_unread_bytes: of all bodies that are not parsed yet, less the first FREE_BYTES of each.
-        num_ids: token ids that one body may need to hold; MAX_VALUES are let through in any case.
+        max_body_bytes: the most bytes of one body.
+        max_unread_bytes: the most bytes of all bodies that are not parsed yet, without the first FREE_BYTES of
+            each.
+        num_ids: how many token ids one body may need to hold; MAX_VALUES are accepted in any case.
     """
 
     def __init__(self, max_body_bytes: int, max_unread_bytes: int, num_ids: int = 0) -> None:
@@ -38,30 +42,30 @@ class BodyRoom:
         self.max_unread_bytes = max(max_unread_bytes, max_body_bytes)
         self.max_values = max(num_ids, MAX_VALUES)
         self.num_claimed = 0
-        self.parsing = asyncio.Semaphore(1)  # long bodies are parsed one after the other
+        self.parsing = asyncio.Semaphore(1)  # long bodies are parsed one at a time
 
     @property
     def too_large(self) -> HTTPException:
-        """The answer to a body that can never be read."""
-        return HTTPException(413, f"the body has more than {self.max_body_bytes} bytes; send less at once")
+        """The error for a body that is larger than the limit."""
+        return HTTPException(413, f"the body has more than {self.max_body_bytes} bytes; send a smaller one")
 
     def claim(self, num_bytes: int) -> None:
-        """Take room for bytes that have come. Raises HTTPException (503) where there is not enough."""
+        """Reserves room for bytes that have arrived. Raises HTTPException (503) if there is not enough."""
         if self.num_claimed + num_bytes > self.max_unread_bytes:
             raise HTTPException(
                 503,
-                f"the bodies of other requests fill the {self.max_unread_bytes} bytes that there are for "
-                "unfinished ones; try again in a moment",
+                f"the bodies of other requests fill the {self.max_unread_bytes} bytes for bodies that are not "
+                "read yet; try again in a moment",
             )
         self.num_claimed += num_bytes
 
     def release(self, num_bytes: int) -> None:
-        """Give back room that was claimed."""
+        """Returns room that was reserved."""
         self.num_claimed -= num_bytes
 
 
 class _BodyRequest(Request):
-    """A request whose body is read within the bounds of `BodyRoom`."""
+    """A request whose body is read within the limits of `BodyRoom`."""
 
     def __init__(self, request: Request, room: BodyRoom) -> None:
         super().__init__(request.scope, request.receive, request._send)
@@ -70,7 +74,7 @@ class _BodyRequest(Request):
         self._received: bytearray | None = None
 
     async def body(self) -> Any:
-        """The whole body, a bytearray; empty once it is parsed. Raises HTTPException (413, 503)."""
+        """Returns the whole body as a bytearray; empty once it is parsed. Raises HTTPException (413, 503)."""
         if self._received is None:
             received = bytearray()
             async for chunk in self.stream():
@@ -84,7 +88,7 @@ class _BodyRequest(Request):
         return self._received
 
     async def json(self) -> Any:
-        """The body's value. Raises HTTPException (413, 503), ValueError for what is no JSON."""
+        """Returns the parsed body. Raises HTTPException (413, 503), and ValueError if it is not JSON."""
         body = await self.body()
         try:
             if len(body) <= SHORT_BODY:
@@ -92,17 +96,17 @@ class _BodyRequest(Request):
             async with self._room.parsing:
                 return await asyncio.to_thread(parse, body, self._room.max_values)
         finally:
-            body.clear()  # FastAPI holds it as long as the request lasts
+            body.clear()  # FastAPI would keep it until the request ends
             self.release()
 
     def release(self) -> None:
-        """Give back the body's room: it was parsed, or never will be."""
+        """Returns the body's room, once it was parsed or never will be."""
         self._room.release(self._num_claimed)
         self._num_claimed = 0
 
 
 def body_route(room: BodyRoom) -> type[APIRoute]:
-    """The class of routes that read their bodies within `room`."""
+    """Returns a class of routes that read their bodies within `room`."""
 
     class BodyRoute(APIRoute):
         def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
@@ -121,11 +125,10 @@ def body_route(room: BodyRoom) -> type[APIRoute]:
 
 
 def parse(body: bytes | bytearray, max_values: int = MAX_VALUES) -> Any:
-    """The value of a long body. Python's lock is held for some tens of milliseconds at a time.
+    """Parses a long body, holding Python's lock for some tens of milliseconds at a time.
 
-    Raises HTTPException (413) for more values than that allows, ValueError for what is no JSON. In a body of
-    very many values or bytes NaN and half surrogate pairs, which are no JSON, are refused; in others they are
-    read.
+    Raises HTTPException (413) if it has too many values for that, and ValueError if it is not JSON. NaN and
+    half surrogate pairs, which strict JSON does not allow, are accepted except in very large bodies.
     """
     num_structure = _check_values(body, max_values)
     if len(body) <= _LENIENT_BODY and num_structure <= _LENIENT_STRUCTURE:
@@ -137,10 +140,10 @@ def parse(body: bytes | bytearray, max_values: int = MAX_VALUES) -> Any:
 
 
 def _check_values(body: bytes | bytearray, max_values: int) -> int:
-    """Count the values of JSON without parsing it. Returns the bytes outside of strings.
+    """Counts the values of JSON without parsing it. Returns the number of bytes outside of strings.
 
-    Once escapes are gone, quotes stand at the ends of strings alone. Outside of strings each value but the
-    first of a list or an object follows a comma.
+    Without escapes, quotes stand only at the ends of strings. Outside of strings, each value of a list or an
+    object follows a comma, except the first. Raises HTTPException (413) for too many values.
     """
     num_strings = num_containers = num_commas = num_structure = 0
     is_inside = False
@@ -165,5 +168,5 @@ def _check_values(body: bytes | bytearray, max_values: int) -> int:
 
 def _check(what: str, count: int, most: int) -> None:
     if count > most:
-        message = f"the body holds more than {most} {what}, which is more than is read at once; send fewer"
+        message = f"the body has more than {most} {what}, the limit for one request; send fewer"
         raise HTTPException(413, message)

@@ -1,8 +1,5 @@
-"""The HTTP server of the API process: uvicorn, with bounds on connections and on how slowly a request may come.
-
-Knows connections, descriptors and the bytes of HTTP; knows no route and no router. Signals are left alone: the
-process ends with its router.
-"""
+"""The HTTP server of the API process: uvicorn with limits on the number of connections and on the time in
+which a request has to arrive. It handles no signals, because the process ends with its router."""
 
 import asyncio
 import json
@@ -25,7 +22,7 @@ from .http_guard import OPEN_PATHS, error_response
 
 
 class _Server(uvicorn.Server):
-    """Ends when `should_exit` is set, and not by signals."""
+    """A server which ends when `should_exit` is set, and not by signals."""
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -33,9 +30,10 @@ class _Server(uvicorn.Server):
 
 
 def make_server(app: ASGIApp, settings: ServeSettings) -> uvicorn.Server:
-    """A server of `app`, to be given its socket. Raises OSError for a certificate that cannot be read."""
+    """Returns a server of `app`, which needs a listening socket. Raises OSError for an unreadable
+    certificate."""
     limits = settings.api
-    # The eighth left over is for who is told that there are too many, for handshakes, and for this process.
+    # An eighth of the descriptors is left for connections that are refused, TLS handshakes and this process.
     max_connections = min(limits.max_connections, raise_descriptor_limit() * 7 // 8)
     config = uvicorn.Config(
         app,
@@ -55,18 +53,18 @@ def make_server(app: ASGIApp, settings: ServeSettings) -> uvicorn.Server:
 
 
 def raise_descriptor_limit() -> int:
-    """Let this process open as many descriptors as the system allows it. Returns how many."""
+    """Raises this process's limit of open descriptors to the hard limit. Returns that limit."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     return hard
 
 
 class _Connection(H11Protocol):
-    """One client's connection. Closes it where headers or a body do not arrive in their time: with a 408,
-    unless nothing was sent or the answer has begun. One beyond `max_connections` is answered 503.
+    """One client's connection, with time limits for headers and body. Beyond `max_connections` it answers 503.
 
-    Time runs from the connection, or from the first byte of a later request, to the end of the headers, and
-    from there to the end of the body. Between requests it is uvicorn's (timeout_keep_alive).
+    The time for headers begins with the connection, or with the first byte of a later request; the time for the
+    body begins at the end of the headers. When a limit has passed, the connection is closed, with a 408 unless
+    nothing was sent or the answer has begun. Between requests uvicorn's timeout_keep_alive applies.
     """
 
     def __init__(
@@ -81,13 +79,13 @@ class _Connection(H11Protocol):
         super().__init__(config, server_state, app_state, _loop)
         self._seconds = {"headers": limits.header_seconds, "body": limits.body_seconds}
         self._max_connections = max_connections
-        self._awaited: str | None = None  # what has its time now: "headers", "body" or nothing
+        self._awaited: str | None = None  # what the timer runs for: "headers", "body" or nothing
         self._timer: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         if len(self.connections) > self._max_connections:
-            self.app = _TooMany(self.app, self._max_connections)
+            self.app = _TooManyConnections(self.app, self._max_connections)
         self._await("headers")
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -106,6 +104,7 @@ class _Connection(H11Protocol):
             self._await(None)
 
     def _await(self, awaited: str | None) -> None:
+        """Restarts the timer if another part of a request is awaited now."""
         if awaited == self._awaited:
             return
         self._awaited = awaited
@@ -116,11 +115,12 @@ class _Connection(H11Protocol):
             self._timer = self.loop.call_later(self._seconds[awaited], self._give_up, awaited)
 
     def _give_up(self, awaited: str) -> None:
+        """Closes the connection, because the awaited part did not arrive in time."""
         if self.transport.is_closing():
             return
         is_silent = self.conn.their_state is h11.IDLE and not self.conn.trailing_data[0]
         if not is_silent and self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
-            text = f"the {awaited} took more than {self._seconds[awaited]:g} seconds to arrive; send it again"
+            text = f"the {awaited} took more than {self._seconds[awaited]:g} seconds to arrive; try again"
             body = json.dumps(error_body(408, text)).encode()
             headers = [
                 ("Content-Type", "application/json"),
@@ -134,12 +134,12 @@ class _Connection(H11Protocol):
             ):
                 self.transport.write(self.conn.send(event) or b"")
             if self.cycle is not None:
-                self.cycle.disconnected = True  # it is answered: whoever reads the body need not be
+                self.cycle.disconnected = True  # stops the route, which may still wait for the body
         self.transport.close()
 
 
-class _TooMany:
-    """The application of a connection too many: whether the service lives is answered, all else has to wait."""
+class _TooManyConnections:
+    """The application of connections beyond the limit: it answers /health, and 503 to all other requests."""
 
     def __init__(self, app: Any, max_connections: int) -> None:
         self._app = app
@@ -149,5 +149,5 @@ class _TooMany:
         if scope["path"] in OPEN_PATHS:
             await self._app(scope, receive, send)
             return
-        text = f"{self._max_connections} connections are open, as many as may; try again in a moment"
+        text = f"the service has {self._max_connections} open connections, its limit; try again in a moment"
         await error_response(503, text, headers={"Connection": "close"})(scope, receive, send)

@@ -1,8 +1,8 @@
-"""The fields of a request that other servers carry out and this one does not, and the values of them that pass.
+"""The request fields that other servers support and this one does not.
 
-A value passes if the answer is the same with and without it. Every other value is refused by the field's name,
-so that no client takes an answer for what it did not ask for. docs/clients.md has the same table, with
-examples.
+A value of such a field is accepted if the answer is the same without it. Every other value is refused by the
+field's name, so that no client gets an answer that silently ignores its request. docs/clients.md has the same
+table, with examples.
 """
 
 from collections.abc import Mapping
@@ -12,20 +12,20 @@ from lightkv.router.sampling_params import InvalidParams
 
 
 class Unsupported(NamedTuple):
-    """One field. `harmless`: the values that change nothing, besides null. `instead`: what a client can do."""
+    """One field. `harmless`: the values, besides null, that change nothing. `instead`: what to send instead."""
 
     field: str
-    harmless: tuple[Any, ...] = ()
-    instead: str = "null: this service does not do it"
+    harmless: tuple[Any, ...]
+    instead: str
 
 
-_CONSTRAINED = "null: this service does not constrain the text"
+_CONSTRAINED = "null: this service does not support constrained output"
 _TOOLS = "none: this service does not call tools"
-_REASONING = "null, or set what the model's chat template reads in chat_template_kwargs"
-_MEDIA = "null: this service reads and writes text alone"
-_LOGPROBS = "null: log-probabilities are computed of an answer's tokens, and of the likeliest at each"
-_SAMPLER = "a value that switches it off: this service has no such step in its sampler"
-_RESULT = "false: the answer's form is fixed"
+_REASONING = "null, or set a variable of the model's chat template in chat_template_kwargs"
+_MEDIA = "null: this service supports only text"
+_LOGPROBS = "null: log-probabilities are computed only for sampled and likeliest tokens"
+_SAMPLER = "a value that switches it off: this service's sampler does not support it"
+_RESULT = "false: the form of answers cannot be changed"
 _TRANSFER = "null: this service computes its K/V itself"
 
 
@@ -48,7 +48,7 @@ UNSUPPORTED = (
     Unsupported("functions", ([],), _TOOLS),
     Unsupported("function_call", ("none", "auto"), '"none" or "auto": this service does not call tools'),
     # The prompt
-    Unsupported("suffix", ("",), "none: text is only continued at its end"),
+    Unsupported("suffix", ("",), "none: text can only be continued at its end"),
     Unsupported("chat_template", (), "null: the template is the model's own"),
     Unsupported("documents", ([],), "null, and put the documents into a message"),
     Unsupported("continue_final_message", (False,), "false, or continue the text as a plain completion"),
@@ -60,8 +60,8 @@ UNSUPPORTED = (
     # Reasoning
     *_each("reasoning_effort thinking_token_budget thinking_budget thinking enable_thinking", (), _REASONING),
     Unsupported("reasoning", ({},), _REASONING),
-    Unsupported("include_reasoning", (True,), "true: reasoning stands in the text as the model wrote it"),
-    Unsupported("verbosity", ("medium",), '"medium", and put the wish into a message'),
+    Unsupported("include_reasoning", (True,), "true: the text includes reasoning as the model wrote it"),
+    Unsupported("verbosity", ("medium",), '"medium", and ask for it in a message'),
     # The choice of tokens
     Unsupported("best_of", (), "none, or the same as n"),
     Unsupported("use_beam_search", (False,), "false: this service samples"),
@@ -70,7 +70,9 @@ UNSUPPORTED = (
     Unsupported("early_stopping", (False,), "false: it is for beam search, and this service samples"),
     Unsupported("bad_words", ([],), "none, or a logit_bias of -100 for their tokens"),
     Unsupported("allowed_token_ids", (), "null, or a logit_bias for them"),
-    *_each("logits_processors custom_logit_processor", ([],), "none: no code is taken from requests"),
+    *_each(
+        "logits_processors custom_logit_processor", ([],), "none: this service runs no code from requests"
+    ),
     *_each("custom_params vllm_xargs session_params", ({},), "none: this service has no extensions"),
     Unsupported("repetition_detection", (), _SAMPLER),
     Unsupported("watermarking", (False,), _SAMPLER),
@@ -78,38 +80,38 @@ UNSUPPORTED = (
     *_each("top_a mirostat mirostat_mode epsilon_cutoff eta_cutoff smoothing_factor", (0,), _SAMPLER),
     *_each("dynatemp_range dynatemp_min dynatemp_max dry_multiplier xtc_probability", (0,), _SAMPLER),
     Unsupported("no_repeat_ngram_size", (0,), _SAMPLER),
-    Unsupported("repeat_penalty", (1,), "1; the field is repetition_penalty here"),
-    Unsupported("random_seed", (), "null; the field is seed here"),
+    Unsupported("repeat_penalty", (1,), "1, and use repetition_penalty"),
+    Unsupported("random_seed", (), "null, and use seed"),
     Unsupported("do_sample", (True,), "true; temperature 0 always takes the likeliest token"),
-    *_each("max_new_tokens max_length n_predict num_predict", (), "null; the field is max_tokens here"),
-    *_each("min_new_tokens min_length", (0,), "0; the field is min_tokens here"),
-    *_each("stop_sequences stop_words", ([],), "none; the field is stop here"),
-    Unsupported("no_stop_trim", (False,), "false; the field is include_stop_str_in_output here"),
-    Unsupported("options", ({},), "none: each option is a field of its own here"),
+    *_each("max_new_tokens max_length n_predict num_predict", (), "null, and use max_tokens"),
+    *_each("min_new_tokens min_length", (0,), "0, and use min_tokens"),
+    *_each("stop_sequences stop_words", ([],), "none, and use stop"),
+    Unsupported("no_stop_trim", (False,), "false, and use include_stop_str_in_output"),
+    Unsupported("options", ({},), "none: each option is a separate field here"),
     Unsupported("lora_path", (), "null: this service has one model, without adapters"),
     # What is returned
-    Unsupported("prompt_logprobs", (), "null: a prompt's are not computed"),
+    Unsupported("prompt_logprobs", (), "null: log-probabilities of prompts are not computed"),
     Unsupported("logprob_token_ids", (), _LOGPROBS),
     *_each("return_token_ids return_tokens_as_token_ids return_prompt_token_ids", (False,), _RESULT),
     *_each("return_prompt_text return_token_offsets return_hidden_states", (False,), _RESULT),
     *_each("return_routed_experts return_cached_tokens_details return_meta_info", (False,), _RESULT),
     Unsupported("detokenize", (True,), "true: an answer is text"),
     Unsupported("store", (False,), "false: answers are not kept"),
-    Unsupported("moderation", (), "null: answers are not judged"),
+    Unsupported("moderation", (), "null: answers are not moderated"),
     Unsupported("service_tier", ("auto", "default"), '"auto" or "default"; priority orders requests here'),
-    Unsupported("web_search_options", (), "null: this service reaches no network"),
+    Unsupported("web_search_options", (), "null: this service does not search the web"),
     # Sound and pictures
-    Unsupported("modalities", (["text"],), '["text"]: this service reads and writes text alone'),
+    Unsupported("modalities", (["text"],), '["text"]: this service supports only text'),
     Unsupported("audio", (), _MEDIA),
     *_each("mm_processor_kwargs media_io_kwargs images_config", ({},), _MEDIA),
     # The cache
     *_each("kv_transfer_params ec_transfer_params", ({},), _TRANSFER),
     *_each("bootstrap_host bootstrap_port bootstrap_room", (), _TRANSFER),
-    Unsupported("extra_key", (), "null; the field is cache_salt here"),
+    Unsupported("extra_key", (), "null, and use cache_salt"),
 )
-UNSUPPORTED_ON_CHAT = (Unsupported("echo", (False,), "false: an answer does not repeat the chat"),)
+UNSUPPORTED_ON_CHAT = (Unsupported("echo", (False,), "false: an answer never repeats the chat"),)
 UNSUPPORTED_ON_COMPLETIONS = (
-    Unsupported("top_logprobs", (0,), "null; logprobs is their number here"),
+    Unsupported("top_logprobs", (0,), "null, and use logprobs for their number"),
     Unsupported("chat_template_kwargs", ({},), "null: a plain completion has no chat template"),
 )
 UNSUPPORTED_IN_MESSAGES = (
@@ -125,10 +127,10 @@ MESSAGES = {one.field: one for one in UNSUPPORTED_IN_MESSAGES}
 
 
 def refuse_unsupported(given: Mapping[str, Any], unsupported: Mapping[str, Unsupported], n: int = 1) -> None:
-    """Raises InvalidParams for the first field of `given` whose value `unsupported` does not let pass.
+    """Raises InvalidParams for the first field of `given` whose value is not harmless.
 
-    `n`: the number of answers. `best_of` is harmless where it equals that, and `tools` are where none is to be
-    called. Fields that stand in no table are ignored.
+    `n`: the number of answers; `best_of` is harmless if it equals `n`. `tools` and `functions` are harmless
+    if the request asks not to call any. Fields that are not in `unsupported` are ignored.
     """
     for field, value in given.items():
         known = unsupported.get(field)
@@ -144,5 +146,5 @@ def refuse_unsupported(given: Mapping[str, Any], unsupported: Mapping[str, Unsup
 
 
 def _same(value: Any, other: Any) -> bool:
-    """Are they the same in JSON? There, unlike in Python, true is not 1."""
+    """Returns whether two values are the same in JSON, where true is not 1 as it is in Python."""
     return isinstance(value, bool) == isinstance(other, bool) and bool(value == other)

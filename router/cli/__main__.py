@@ -1,4 +1,5 @@
-"""The entry point of `lightkv`. Imports nothing of its own, so that it can tell which packages are missing."""
+"""The entry point of `lightkv`. It imports the command line only when it runs, so that it can say which
+packages are missing."""
 
 import sys
 
@@ -6,7 +7,7 @@ from lightkv.errors import MissingExtra
 
 
 def main() -> None:
-    """Run the command; without the packages that it needs, end with a line that says how to install them."""
+    """Runs the command line. If packages are missing, exits with a line that says how to install them."""
     try:
         from .app import main as run
     except ModuleNotFoundError as error:

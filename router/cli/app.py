@@ -1,18 +1,14 @@
-"""The command `lightkv`: what was typed, made into settings, sampling parameters and prompts.
+"""The command `lightkv`, with its subcommands `generate` and `info`; the other subcommands are added from
+their files.
 
-Knows typer and the names and texts of options; every default and every check is the settings' own. What
-needs torch is imported inside the commands, so that help and bad options answer at once.
-
-Exit codes: 0 done, 1 failed, 2 bad input, 130 interrupted.
+Modules that need torch are imported inside the commands, so that help and wrong options answer at once. Exit
+codes: 0 success, 1 failure, 2 wrong input, 130 interrupted.
 """
 
-import functools
-import inspect
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import fields
-from typing import TYPE_CHECKING, Annotated, Any, TypeVar, cast, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import msgspec
 import typer
@@ -21,113 +17,24 @@ from typer.core import TyperGroup
 
 from lightkv import __version__
 from lightkv.errors import LightKVError, UnknownBackend, UnsupportedModel
-from lightkv.router.config import EngineConfig, InvalidConfig, ServiceConfig
+from lightkv.router.config import EngineConfig, InvalidConfig
 from lightkv.router.sampling_params import InvalidParams, SamplingParams
-from lightkv.router.simulate.config import InvalidAllocation, InvalidSimulation, SimulationConfig
+from lightkv.router.simulate.config import InvalidAllocation, InvalidSimulation
 from lightkv.router.simulate.output_file import UnwritableFile
 from lightkv.router.terminal import OrderedAnswers, headings, progress, say, usage
 
-from .service import add_service_commands
+from .chat import add_chat_command
+from .monitor import add_monitor_commands
+from .options import examples, takes_engine, takes_sampling
+from .service import add_serve_command
 from .simulate import UnreadableResult, add_simulate_commands
 
 if TYPE_CHECKING:
     from lightkv.router.text.tokenizer import Tokenizer
 
-T = TypeVar("T")
-
-_SAMPLING_HELP = {
-    "max_tokens": "Tokens to generate at most.",
-    "temperature": "What logits are divided by: 0 always takes the likeliest token, 1 samples as trained.",
-    "top_p": "Sample among the likeliest tokens that together have this probability; 1: among all.",
-    "top_k": "Sample among this many likeliest tokens; 0: among all.",
-    "min_p": "Leave out tokens less likely than this share of the likeliest one.",
-    "seed": "Makes the same answer come again. Default: another one each time.",
-    "stop": "End the answer before this text; may be given several times.",
-    "n": "Answers to each prompt.",
-}
-
-
-# --------------------------------------------------------------------------------
-# From fields to options
-
-
-def _option(name: str, kind: Any, default: Any, text: str, panel: str) -> inspect.Parameter:
-    """A command's parameter that typer reads as the option `--name`."""
-    flag = "--" + name.replace("_", "-")
-    names = [f"{flag}/--no-{flag[2:]}" if default else flag] if kind is bool else [flag]
-    option = typer.Option(*names, help=text, rich_help_panel=panel)
-    return inspect.Parameter(
-        name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=Annotated[kind, option]
-    )
-
-
-def _config_options(
-    config: type[EngineConfig] | type[ServiceConfig] | type[SimulationConfig], panel: str
-) -> list[inspect.Parameter]:
-    kinds = get_type_hints(config)
-    options = []
-    for field in fields(config):
-        kind, default = kinds[field.name], field.default
-        if kind == tuple[str, ...]:  # an option that may be given several times
-            kind, default = list[str], None
-        options.append(_option(field.name, kind, default, field.metadata["help"], panel))
-    return options
-
-
-def _sampling_options() -> list[inspect.Parameter]:
-    known = {field.name: field for field in msgspec.structs.fields(SamplingParams)}
-    options = []
-    for name, text in _SAMPLING_HELP.items():
-        kind = list[str] if name == "stop" else known[name].type
-        default = None if name == "stop" else known[name].default
-        options.append(_option(name, kind, default, text, "Sampling"))
-    return options
-
-
-def _with_options(
-    argument: str, options: Sequence[inspect.Parameter], make: Callable[[dict[str, Any]], object]
-) -> Callable[[Callable[..., T]], Callable[..., T]]:
-    """Puts `options` in the place of a command's `argument`, which becomes what `make` makes of them."""
-
-    def decorate(command: Callable[..., T]) -> Callable[..., T]:
-        signature = inspect.signature(command)
-        own = [parameter for parameter in signature.parameters.values() if parameter.name != argument]
-
-        @functools.wraps(command)
-        def run(**values: Any) -> T:
-            made = make({option.name: values.pop(option.name) for option in options})
-            return command(**values, **{argument: made})
-
-        parameters = [*own, *options]
-        run.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
-        run.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
-        return run
-
-    return decorate
-
-
-_takes_engine = _with_options(
-    "config", _config_options(EngineConfig, "Engine"), lambda values: EngineConfig(**values)
-)
-_takes_service = _with_options(
-    "service",
-    _config_options(ServiceConfig, "Service"),
-    lambda values: ServiceConfig(**values | {"api_key": tuple(values["api_key"] or ())}),
-)
-_takes_simulation = _with_options(
-    "config", _config_options(SimulationConfig, "Simulation"), lambda values: SimulationConfig(**values)
-)
-_takes_sampling = _with_options(
-    "params", _sampling_options(), lambda values: SamplingParams(**values | {"stop": values["stop"] or ()})
-)
-
-
-# --------------------------------------------------------------------------------
-# The commands
-
 
 class _Commands(TyperGroup):
-    """Ends what lightkv raises on purpose in one line and an exit code, whichever the command."""
+    """Ends every command that raises a LightKVError with one line on standard error and an exit code."""
 
     def invoke(self, ctx: Any) -> Any:
         try:
@@ -144,15 +51,15 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode="rich",
     context_settings={"help_option_names": ["-h", "--help"]},
-    help="Run a language model on token-level KV memory: a request is admitted by an exact count of tokens, "
-    "and what prompts have in common is computed and held once.",
+    help="Run a language model with a KV cache managed token by token: requests are admitted by an exact count "
+    "of tokens, and common prefixes of prompts are computed and stored once.",
     epilog="\n\n".join(
         [
-            '[bold]lightkv generate "What is the capital of France?"[/]   answer, streamed',
-            "[bold]lightkv serve[/]   the same over HTTP, as OpenAI speaks it",
-            "[bold]lightkv info[/]   the device, and how many tokens fit beside the model",
-            "[bold]lightkv simulate[/]   a trace of requests through the scheduler, on a simulated device",
-            "[bold]lightkv generate --help[/]   all options, with examples",
+            '[bold]lightkv generate "What is the capital of France?"[/]   stream an answer',
+            "[bold]lightkv serve[/]   serve the model over HTTP with OpenAI's API",
+            "[bold]lightkv info[/]   show the device, and how many tokens fit beside the model",
+            "[bold]lightkv simulate[/]   run a trace of requests through the scheduler on a simulated device",
+            "[bold]lightkv generate --help[/]   show all options, with examples",
         ]
     ),
 )
@@ -171,30 +78,28 @@ def _lightkv(
     ] = False,
 ) -> None:
     for stream in (sys.stdout, sys.stderr):
-        if hasattr(stream, "reconfigure"):  # a terminal that cannot show a character shows "?" instead
+        if hasattr(stream, "reconfigure"):  # characters that the terminal cannot show become "?"
             stream.reconfigure(errors="replace")
 
 
 @app.command(
-    epilog="\n\n".join(
-        [
-            "[bold]Examples[/]",
-            'lightkv generate "Name three rivers."',
-            'lightkv generate --temperature 0 --max-tokens 40 --raw "The capital of France is"',
-            'lightkv generate --system "Answer in one sentence." "What is a token?" "What is a cache?"',
-            "git diff | lightkv generate --system 'Summarise this change.' - > summary.txt",
-            "lightkv generate --model ./my-model --seed 7 --n 3 'Once upon a time'",
-        ]
+    epilog=examples(
+        'lightkv generate "Name three rivers."',
+        'lightkv generate --temperature 0 --max-tokens 40 --raw "The capital of France is"',
+        'lightkv generate --system "Answer in one sentence." "What is a token?" "What is a cache?"',
+        "git diff | lightkv generate --system 'Summarise this change.' - > summary.txt",
+        "lightkv generate --model ./my-model --seed 7 --n 3 'Once upon a time'",
     )
 )
-@_takes_engine
-@_takes_sampling
+@takes_engine
+@takes_sampling
 def generate(
     prompts: Annotated[
         list[str] | None,
         typer.Argument(
-            help='What to answer; "-" reads standard input (less its last line end), as does no prompt at the '
-            "end of a pipe. Several are answered together and printed in order, under headings.",
+            help='The prompt; "-" reads it from standard input (without its last line end), and so does '
+            "leaving it out in a pipe. Several prompts are answered together and printed in order, under "
+            "headings.",
             show_default=False,
             metavar="PROMPT",
         ),
@@ -204,22 +109,22 @@ def generate(
         bool | None,
         typer.Option(
             "--chat/--raw",
-            help="--chat: ask it as a user, in the model's chat template. --raw: let the model continue the "
-            "text as it is. Default: chat where the model has a template.",
+            help="--chat: send the prompt as a user's message, in the model's chat template. --raw: let the "
+            "model continue the text as it is. Default: --chat if the model has a template.",
         ),
     ] = None,
     system: Annotated[
-        str | None, typer.Option(help="What the model is told before each prompt; needs --chat.")
+        str | None, typer.Option(help="System message before each prompt; needs --chat.")
     ] = None,
     config: EngineConfig,
     params: SamplingParams,
 ) -> None:
     """Answer prompts, streamed to standard output.
 
-    Standard output carries the answers alone; progress and what they took go to standard error.
+    Standard output carries the answers alone; progress, token counts and times go to standard error.
     """
     if system is not None and chat is False:
-        raise typer.BadParameter("--system is a chat's, and --raw asks for none; leave one of them out")
+        raise typer.BadParameter("--system needs a chat and --raw makes none; leave one of them out")
     texts = _read_prompts(prompts)
     notes = Console(stderr=True)
     with progress(notes, f"looking for {config.model}") as report:
@@ -228,16 +133,16 @@ def generate(
 
         llm = LLM(config, report)
         if chat is None:
-            chat = _takes_chat(llm.tokenizer)
+            chat = _has_chat_template(llm.tokenizer)
             report("answering as a chat" if chat else "continuing the text (this model has no chat template)")
     before = [] if system is None else [{"role": "system", "content": system}]
-    wanted = [[*before, {"role": "user", "content": text}] if chat else text for text in texts]
+    inputs = [[*before, {"role": "user", "content": text}] if chat else text for text in texts]
 
     answers = OrderedAnswers(sys.stdout, headings(texts, params.n))
     num_new = num_cut = 0
     started = time.perf_counter()
     try:
-        for chunk in llm.stream(wanted, params):
+        for chunk in llm.stream(inputs, params):
             num_new += len(chunk.token_ids)
             num_cut += chunk.finish_reason == "length"
             answers.add(
@@ -254,25 +159,22 @@ def generate(
 
 
 @app.command(
-    epilog="\n\n".join(
-        [
-            "[bold]Examples[/]",
-            "lightkv info",
-            "lightkv info --model ./my-model --device cuda:1 --mem-fraction 0.8",
-            "lightkv info --json | jq .model.pool_tokens",
-        ]
+    epilog=examples(
+        "lightkv info",
+        "lightkv info --model ./my-model --device cuda:1 --mem-fraction 0.8",
+        "lightkv info --json | jq .model.pool_tokens",
     )
 )
-@_takes_engine
+@takes_engine
 def info(
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON object, for programs.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object, for programs.")] = False,
     *,
     config: EngineConfig,
 ) -> None:
-    """Tell the device, the versions, and what the pool would hold and why.
+    """Show the device, the versions, the size of the K/V pool and the reason for it.
 
-    The weights are not loaded: the model is checked and sized from its files' headers. On a GPU the figures
-    are for what is free now.
+    The weights are not loaded: the model is checked and its size read from the headers of its files. On a GPU
+    the figures hold for the memory that is free now.
     """
     notes = Console(stderr=True)
     with progress(notes, f"looking for {config.model}") as report:
@@ -309,18 +211,21 @@ def info(
         typer.echo(f"{name:<14}{value}")
 
 
-add_service_commands(app, _takes_engine, _takes_service)
-add_simulate_commands(app, _takes_simulation)
+add_serve_command(app)
+add_chat_command(app)
+add_monitor_commands(app)
+add_simulate_commands(app)
 
 
 def _read_prompts(prompts: Sequence[str] | None) -> list[str]:
-    """The prompts given, "-" replaced by standard input. Raises BadParameter for none or an empty one."""
+    """Returns the prompts, with "-" replaced by standard input. Raises BadParameter if there is none or one is
+    empty."""
     if not prompts:
         if sys.stdin is None or sys.stdin.isatty():
-            raise typer.BadParameter('no prompt; give one in quotes, or "-" and a text on standard input')
+            raise typer.BadParameter('there is no prompt; give one in quotes, or "-" to read standard input')
         prompts = ["-"]
     if prompts.count("-") > 1:
-        raise typer.BadParameter('standard input can be read once; give "-" once')
+        raise typer.BadParameter('standard input can be read only once; give "-" once')
     texts = [_read_stdin() if prompt == "-" else prompt for prompt in prompts]
     for idx, (prompt, text) in enumerate(zip(prompts, texts, strict=True), start=1):
         if not text:
@@ -333,11 +238,11 @@ def _read_stdin() -> str:
     try:
         return sys.stdin.buffer.read().decode().removesuffix("\n").removesuffix("\r")
     except UnicodeDecodeError as error:
-        raise typer.BadParameter(f"standard input is no UTF-8 text ({error}); convert it first") from None
+        raise typer.BadParameter(f"standard input is not UTF-8 text ({error}); convert it first") from None
 
 
-def _takes_chat(tokenizer: "Tokenizer") -> bool:
-    """Whether the model has a chat template that a plain question fits."""
+def _has_chat_template(tokenizer: "Tokenizer") -> bool:
+    """Returns whether the model has a chat template that can render a single user message."""
     from lightkv.router.text.tokenizer import ChatTemplateError
 
     try:
@@ -348,7 +253,7 @@ def _takes_chat(tokenizer: "Tokenizer") -> bool:
 
 
 def _is_bad_input(error: LightKVError) -> bool:
-    """Whether the remedy is another command line, rather than a machine with more room or a mended bug."""
+    """Returns whether another command line would help, rather than more memory or a bug fix."""
     from lightkv.router.engine.request import NeverFits
     from lightkv.router.engine.step_time import InvalidStepTime
     from lightkv.router.model_files import ModelNotFound, UnreadableWeights
@@ -367,7 +272,7 @@ def _gib(num_bytes: int) -> str:
 
 
 def main() -> None:
-    """The entry point of the command."""
+    """Runs the command line; the entry point."""
     cast(Callable[[], None], app)()
 
 

@@ -1,7 +1,7 @@
-"""`make demo`: eight chats at once on one model, and what the memory did meanwhile.
+"""`make demo`: eight chats at once on one model, and the counts of the KV cache.
 
-Knows `LLM` and the terminal. Greedy, so that it says the same every time; it ends by recounting the books,
-and fails when anything is still held or amiss.
+Sampling is greedy, so that the answers are the same every time. At the end the demo recounts the memory, and
+fails if tokens are still held or a count is wrong.
 """
 
 import sys
@@ -57,7 +57,7 @@ QUESTIONS = (
     "Where does the ferry leave from?",
     "How many steps are there?",
 )
-SENTENCE_ENDS = (". ", ".\n")  # where the answer stops: a model this small knows the fact, then makes up more
+SENTENCE_ENDS = (". ", ".\n")  # stop after a sentence: a model this small knows the fact, then makes up more
 
 
 @dataclass
@@ -70,7 +70,7 @@ class _Chat:
 
 @dataclass(frozen=True)
 class Run:
-    """What the eight answers took. `forecast_peak`: the most tokens that any step expected to be held."""
+    """The figures of one run. `forecast_peak`: the most tokens that the forecast of any step expected."""
 
     num_tokens: int
     seconds: float
@@ -79,7 +79,7 @@ class Run:
 
 
 def main() -> int:
-    """Load the default model, answer, tell. Returns the exit code."""
+    """Loads the default model, answers the questions and prints the figures. Returns the exit code."""
     console = Console(highlight=False)
     try:
         with progress(console, "importing torch") as report:
@@ -98,12 +98,12 @@ def main() -> int:
     for fault in wrong:
         console.print(f"demo: {fault}", markup=False, soft_wrap=True)
     if not wrong:
-        console.print("every count checked: nothing is held, and free + cached = capacity")
+        console.print("all counts are checked: no tokens are held, and free + cached = capacity")
     return 1 if wrong else 0
 
 
 def answer(llm: "LLM", console: Console, max_tokens: int = 48) -> Run:
-    """Ask all the questions at once; show the answers as they grow, or without a terminal as they end."""
+    """Asks all questions at once. Shows the answers while they grow, or without a terminal when they end."""
     chats = [_Chat(question) for question in QUESTIONS]
     prompts = [
         [{"role": "system", "content": SYSTEM}, {"role": "user", "content": chat.question}] for chat in chats
@@ -133,7 +133,7 @@ def answer(llm: "LLM", console: Console, max_tokens: int = 48) -> Run:
 
 
 def summary(stats: "EngineStats", run: Run, pool_bytes: int) -> dict[str, str]:
-    """What the memory did and how fast it went, by name."""
+    """Returns the counts of the memory and the speed, by name."""
     share = stats.hit_tokens / max(stats.prompt_tokens, 1)
     return {
         "capacity": f"{stats.capacity:,} tokens ({pool_bytes / 2**20:,.1f} MiB)",
@@ -141,7 +141,7 @@ def summary(stats: "EngineStats", run: Run, pool_bytes: int) -> dict[str, str]:
         "cached": f"{stats.cached:,} tokens",
         "free": f"{stats.free:,} tokens",
         "prefix tokens hit": f"{stats.hit_tokens:,} of {stats.prompt_tokens:,} prompt tokens ({share:.0%})",
-        "forecast peak": f"{run.forecast_peak:,} tokens, were every answer as long as it may be",
+        "forecast peak": f"{run.forecast_peak:,} tokens, if every answer were as long as it may be",
         "reached peak": f"{stats.reached_peak:,} tokens",
         "speed": f"{run.num_tokens / run.seconds:.1f} tokens/s: {run.num_tokens:,} in {run.seconds:.1f} s",
         "steps": f"{stats.num_steps:,}",
@@ -150,15 +150,15 @@ def summary(stats: "EngineStats", run: Run, pool_bytes: int) -> dict[str, str]:
 
 
 def faults(stats: "EngineStats", run: Run) -> list[str]:
-    """What the counts should not say once every answer has ended; empty when all is well."""
+    """Returns what is wrong with the counts after all answers have ended; empty if nothing is."""
     found = []
     if stats.held:
-        found.append(f"{stats.held} tokens are still held, and no request is left")
+        found.append(f"{stats.held} tokens are still held, although no request is left")
     if stats.free + stats.cached != stats.capacity:
         found.append(f"{stats.free} free + {stats.cached} cached is not the capacity of {stats.capacity}")
     if not stats.reached_peak <= run.forecast_peak <= stats.capacity:
         found.append(
-            f"peaks out of order: {stats.reached_peak} reached, {run.forecast_peak} forecast, "
+            f"the peaks are out of order: {stats.reached_peak} reached, {run.forecast_peak} forecast, "
             f"{stats.capacity} in the pool"
         )
     return found

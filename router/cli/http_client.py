@@ -1,7 +1,4 @@
-"""A small client of the service over HTTP, for the terminal: JSON, and the stream of a chat's answer.
-
-Knows http.client and OpenAI's shapes; knows no terminal, no router and no model.
-"""
+"""A small HTTP client of the service for the commands of the terminal: JSON answers, and streamed chats."""
 
 import http.client
 import json
@@ -17,18 +14,19 @@ from lightkv.errors import LightKVError
 from lightkv.router.config import InvalidConfig
 
 DEFAULT_URL = "http://127.0.0.1:8000"
-TIMEOUT_SECONDS = 600.0  # without a byte: a long prompt may wait for its turn
+TIMEOUT_SECONDS = 600.0  # without a byte, because a request may wait long in the queue
 
 
 class ServiceUnreachable(LightKVError):
-    """Nothing answers there, or the answer broke off."""
+    """No service answers at the address, or its answer broke off."""
 
     def __init__(self, url: str, reason: object) -> None:
-        super().__init__(f"{url}: {reason}; is it running? lightkv serve starts one")
+        super().__init__(f"{url}: {reason}; is the service running? lightkv serve starts one")
 
 
 class ServiceRefused(LightKVError):
-    """The service answered with an error. `status`: HTTP's; that of the stream's error where one broke off."""
+    """The service answered with an error. `status`: the HTTP status, or the code of an error inside a
+    stream."""
 
     def __init__(self, status: int, message: str) -> None:
         self.status = status
@@ -36,8 +34,8 @@ class ServiceRefused(LightKVError):
 
 
 class Usage(msgspec.Struct, frozen=True):
-    """Tokens of one answer: of the prompt, how many of those were cached (None: the service does not say), and
-    new ones."""
+    """Token counts of one answer: of the prompt, of its cached tokens (None if the service does not report
+    them), and of new tokens."""
 
     num_prompt: int
     num_cached: int | None
@@ -45,9 +43,10 @@ class Usage(msgspec.Struct, frozen=True):
 
 
 class ServiceClient:
-    """One service. A connection a request. `url`: http, https, or unix: and the path of a socket.
+    """A client of one service, which opens a connection for each request.
 
-    Raises InvalidConfig for another `url`. Every call raises ServiceUnreachable and ServiceRefused.
+    `url`: an http or https URL, or unix: and the path of a socket; raises InvalidConfig for another one. Every
+    call may raise ServiceUnreachable and ServiceRefused.
     """
 
     def __init__(self, url: str, api_key: str | None = None) -> None:
@@ -60,13 +59,13 @@ class ServiceClient:
             is_tcp = self._parts.scheme in ("http", "https") and bool(self._parts.hostname)
             is_known = is_tcp or (self._parts.scheme == "unix" and bool(self._parts.path))
             self._port = self._parts.port
-        except ValueError:  # a port that is none
+        except ValueError:  # the port is not a number
             is_known = False
         if not is_known:
             raise InvalidConfig(f"--url is {url!r}; give http://HOST:PORT, https://HOST:PORT or unix:PATH")
 
     def get(self, path: str) -> bytes:
-        """The body of an answer."""
+        """Sends GET and returns the body of the answer."""
         with closing(self._connect()) as connection:
             try:
                 return self._send(connection, "GET", path, None).read()
@@ -76,9 +75,10 @@ class ServiceClient:
     def chat(
         self, messages: list[dict[str, str]], options: dict[str, Any]
     ) -> Generator[str | Usage, None, None]:
-        """The answer to a chat: its text, a piece at a time, then what it took.
+        """Yields the answer to a chat in pieces of text, then its token counts.
 
-        `options`: further fields of the request. Closing the iterator early ends the answer on the service too.
+        `options`: further fields of the request. Closing the iterator early aborts the answer in the service,
+        too.
         """
         body = {"messages": messages, "stream": True, "stream_options": {"include_usage": True}, **options}
         with closing(self._connect()) as connection:
@@ -112,7 +112,7 @@ class ServiceClient:
 
 
 class UnixConnection(http.client.HTTPConnection):
-    """HTTP over a unix socket."""
+    """An HTTP connection over a unix socket."""
 
     def __init__(self, path: str) -> None:
         super().__init__("localhost", timeout=TIMEOUT_SECONDS)
@@ -136,7 +136,7 @@ def _pieces(chunk: dict[str, Any]) -> Iterator[str | Usage]:
 
 
 def _error_text(body: bytes) -> str:
-    """The message of OpenAI's error object; the beginning of the body where it is another's."""
+    """Returns the message of OpenAI's error object, or the beginning of any other body."""
     try:
         return str(json.loads(body)["error"]["message"])
     except (ValueError, KeyError, TypeError):

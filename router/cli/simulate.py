@@ -1,8 +1,8 @@
-"""The commands `lightkv simulate`, a trace through the engine's loop with a step-time model for a device, and
-`lightkv simulate-report`, which draws what that found.
+"""The command `lightkv simulate`, which runs a trace through the engine with a model of the device's step
+times, and `lightkv simulate-report`, which draws the results.
 
-Knows typer and the terminal. Standard output has the figures, of which the last line is one JSON object with
-all; progress goes to standard error.
+Figures go to standard output, and its last line is one JSON object with all of them; progress goes to standard
+error.
 """
 
 import sys
@@ -24,10 +24,10 @@ from lightkv.router.simulate.config import SimulationConfig
 from lightkv.router.simulate.output_file import UnwritableFile, check_writable, write_whole
 from lightkv.router.terminal import say
 
+from .options import examples, takes_simulation
+
 if TYPE_CHECKING:
     from lightkv.router.simulate.result import SimulationResult
-
-Takes = Callable[[Callable[..., None]], Callable[..., None]]
 
 _EXAMPLES = (
     "lightkv simulate",
@@ -45,39 +45,37 @@ _REPORT_EXAMPLES = (
 
 
 class UnreadableResult(LightKVError, ValueError):
-    """A file that holds no result of a simulation."""
+    """The file does not hold the result of a simulation."""
 
 
-def add_simulate_commands(app: typer.Typer, takes_simulation: Takes) -> None:
-    """Add them to `app`. `takes_simulation` turns settings into options (`app.py`)."""
-    app.command(epilog="\n\n".join(("[bold]Examples[/]", *_EXAMPLES)))(takes_simulation(simulate))
-    app.command(epilog="\n\n".join(("[bold]Examples[/]", *_REPORT_EXAMPLES)))(simulate_report)
+def add_simulate_commands(app: typer.Typer) -> None:
+    """Adds the commands to `app`."""
+    app.command(epilog=examples(*_EXAMPLES))(takes_simulation(simulate))
+    app.command(epilog=examples(*_REPORT_EXAMPLES))(simulate_report)
 
 
 def simulate(
     trace: Annotated[
         str,
         typer.Argument(
-            help="A trace: a file as Azure, Mooncake (.jsonl) or sarathi-serve (ShareGPT's lengths) publish "
-            "them; or a workload that is generated: azure-conv, azure-code, sharegpt, mooncake, decode-heavy, "
+            help="A trace file as published by Azure, Mooncake (.jsonl) or sarathi-serve (ShareGPT's lengths), "
+            "or the name of a generated workload: azure-conv, azure-code, sharegpt, mooncake, decode-heavy, "
             "prefill-heavy, chat.",
         ),
     ] = "azure-conv",
     *,
     out: Annotated[
-        Path | None, typer.Option(help="Write all of the result to this file: figures, series, curves.")
+        Path | None, typer.Option(help="Write the whole result to this file: figures, series, curves.")
     ] = None,
     report: Annotated[
         Path | None,
-        typer.Option(
-            help="Write a report to this file: one HTML page with charts, which needs nothing beside it."
-        ),
+        typer.Option(help="Write a report to this file: one self-contained HTML page with charts."),
     ] = None,
     config: SimulationConfig,
 ) -> None:
-    """Replay a trace through the real scheduler, admission and ledger, on a simulated device.
+    """Run a trace through the real scheduler, admission and ledger, on a simulated device.
 
-    Nothing is downloaded and no GPU is needed. How long a step takes is a model fitted to measurements
+    Nothing is downloaded and no GPU is needed. The time of a step comes from a model fitted to measurements
     (--step-time). The last line printed is one JSON object with every figure.
     """
     from lightkv.router.simulate.simulator import num_requests
@@ -109,14 +107,14 @@ def simulate(
 def simulate_report(
     results: Annotated[
         list[Path],
-        typer.Argument(help="Files that lightkv simulate --out wrote.", metavar="RESULT", show_default=False),
+        typer.Argument(help="Files written by lightkv simulate --out.", metavar="RESULT", show_default=False),
     ],
     report: Annotated[
         Path,
-        typer.Option(help="Write it to this file: one HTML page with charts, which needs nothing beside it."),
+        typer.Option(help="Write the report to this file: one self-contained HTML page with charts."),
     ],
 ) -> None:
-    """Draw a report of simulations that were run before: of one, or of several to compare their policies."""
+    """Draw a report of earlier simulations: of one, or of several to compare their policies."""
     notes = Console(stderr=True, highlight=False)
     check_writable(report, "--report")
     if realpath(report) in map(realpath, results):
@@ -145,7 +143,7 @@ def _write_report(path: Path, results: "Sequence[SimulationResult]") -> None:
 
 
 def summary(result: "SimulationResult") -> Iterator[str]:
-    """The figures that people look at first, a line each."""
+    """Yields the most important figures, one line each."""
     f = result.figures
     settings = result.settings
     arriving = "all at the start" if not f.offered_rate else f"{f.offered_rate:.2f} a second"
@@ -173,7 +171,7 @@ def summary(result: "SimulationResult") -> Iterator[str]:
 
 @contextmanager
 def _bar(notes: Console, total: int) -> Iterator[Callable[[str, int], None]]:
-    """A progress bar on standard error; nothing where that is no terminal."""
+    """Shows a progress bar on standard error, if that is a terminal."""
     columns = (
         TextColumn("{task.description}"),
         BarColumn(),

@@ -9,6 +9,7 @@ import msgspec
 
 from lightkv.edits import Alloc, Edit, decode
 from lightkv.ledger.shared_prefixes import PrefixSharing, SharedPrefix
+from lightkv.memory_map import Counts, Owner
 from lightkv.router.sampling_params import SamplerKind, SamplingParams
 
 
@@ -182,9 +183,9 @@ class SlotOwners(msgspec.Struct, frozen=True):
 class PoolMap(msgspec.Struct, frozen=True):
     """What the pool's slots were used for between two steps. The counts are of all slots, the cells a sample.
 
-    `cells` describes every `slots_per_cell`-th slot, from slot 1 on: 0 is a free slot, 1 a cached one that no
-    sequence holds, 2 one that several sequences hold, and 3 + row one that the sequence in that row alone
-    holds.
+    `cells`: the label (`lightkv.memory_map`) of every `slots_per_cell`-th slot, from slot 1 on: 0 free, 1
+    cached, 2 shared by several sequences, or 3 + the row that alone holds it. `owners`: all rows that alone
+    hold tokens, the row with the most first; the worker leaves them out and the router adds them.
     """
 
     capacity: int
@@ -195,6 +196,19 @@ class PoolMap(msgspec.Struct, frozen=True):
     longest_free_run: int
     slots_per_cell: int
     cells: list[int]
+    owners: list[Owner] = []
+
+    @property
+    def counts(self) -> Counts:
+        """How many slots are used for what."""
+        return Counts(
+            capacity=self.capacity,
+            num_free=self.num_free,
+            num_cached=self.num_cached,
+            num_shared=self.num_shared,
+            num_own=self.num_own,
+            longest_free_run=self.longest_free_run,
+        )
 
 
 class RunnerInfo(msgspec.Struct, frozen=True):

@@ -157,7 +157,8 @@ class ModelRunner:
             self.fatal = self._loses_device(error)
             raise
         slots_per_cell = -(-len(pool.labels) // MAX_CELLS)
-        return PoolMap(*pool.counts, slots_per_cell, pool.labels[::slots_per_cell].tolist())
+        cells = pool.labels[::slots_per_cell].tolist()
+        return PoolMap(**pool.counts._asdict(), slots_per_cell=slots_per_cell, cells=cells)
 
     def _loses_device(self, error: Exception) -> bool:
         """Returns whether the device is unusable after `error`: on a GPU, after all but out of memory."""

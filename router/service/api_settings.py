@@ -1,4 +1,4 @@
-"""What the API process is started with: the launcher writes it, `app.py` reads it. Knows no HTTP library."""
+"""The settings with which the launcher starts the API process."""
 
 from typing import Literal
 
@@ -6,20 +6,22 @@ import msgspec
 
 
 class ApiSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """What clients find, and how much they may ask.
+    """The settings of the HTTP application, and its limits for clients.
 
-    model_names: names that requests may call the model by; the first is the one it is reported under.
-    api_keys: without one of them every route but /health answers 401; none at all asks for no key.
-    report_cached_tokens: whether usage says how many of a prompt's tokens were cached.
-    cache_namespace: what prefixes are shared within: "key", one API key; "header", one value of the header
-        NAMESPACE_HEADER, which every request then needs; None, the whole service.
-    max_body_bytes, max_header_bytes: of one HTTP request.
-    max_unread_bytes: of all bodies that have come and are not parsed yet; further bytes are answered 503.
-    max_answers: of one HTTP request: n times its prompts.
-    allow_priority: whether a request may give itself a priority below 0.
-    max_queued_requests: answers that the router lets wait; no request for more of them can ever be taken.
-    max_connections: open at once; further ones are answered 503. Fewer where descriptors do not suffice.
-    header_seconds, body_seconds: for each to arrive whole.
+    model_names: the names that requests may use for the model; answers report the first.
+    api_keys: every route but /health answers 401 to a request without one of them; an empty list lets every
+        request in.
+    report_cached_tokens: whether usage reports how many tokens of a prompt were cached.
+    cache_namespace: the scope in which prefixes are shared: "key", one API key; "header", one value of the
+        header NAMESPACE_HEADER, which every request then has to send; None, the whole service.
+    max_body_bytes, max_header_bytes: the most bytes of one HTTP request.
+    max_unread_bytes: the most bytes of all bodies that are not parsed yet; further bytes are answered 503.
+    max_answers: the most answers to one HTTP request, which are n times its prompts.
+    allow_priority: whether requests may have a priority below 0.
+    max_queued_requests: how many answers the router keeps waiting; a request for more answers is refused.
+    max_connections: the most open connections; further ones are answered 503. Less if the limit of descriptors
+        is too low.
+    header_seconds, body_seconds: the time in which headers and body have to arrive.
     """
 
     model_names: list[str]
@@ -38,11 +40,12 @@ class ApiSettings(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ServeSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """Where the API process runs.
+    """All settings of the API process.
 
-    model_directory: of the tokenizer. router_socket: path of the router's unix socket.
+    model_directory: the directory of the tokenizer. router_socket: path of the router's unix socket.
     listen_fd: a bound socket (TCP or unix) that this process inherits.
-    certfile, keyfile: PEM, for HTTPS. shutdown_timeout: seconds for open responses once the router is gone.
+    certfile, keyfile: PEM files, for HTTPS. shutdown_timeout: seconds that open responses have to finish once
+        the router has ended.
     """
 
     api: ApiSettings

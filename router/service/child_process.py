@@ -1,8 +1,8 @@
-"""How router/'s processes are started and left alone: the command line, and signals that are not theirs.
+"""The command line of the service's processes, and their handling of signals.
 
-A signal to the whole service (a terminal's Ctrl-C, a service manager that stops each of its processes) is the
-launcher's to answer: the others ignore it from their first instruction on, and end with their peers or when
-they are told. Knows no process.
+A signal may reach every process of the service: Ctrl-C in a terminal, or a service manager that stops each of
+them. The launcher alone handles it. The other processes ignore it from their first instruction on, and end
+with their peers or when the launcher tells them to.
 """
 
 import os
@@ -15,16 +15,22 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 def command(module: str, *args: str) -> list[str]:
-    """What runs a module of router/ in this interpreter. `-m` alone would import from the working directory
-    before all else: only where this process does so too."""
+    """Returns the command that runs a module of router/ in this interpreter.
+
+    `-m` alone would put the working directory first on the import path. `-P` prevents that, unless this process
+    imports from there, too.
+    """
     safe_path = [] if {"", os.getcwd()} & set(sys.path) else ["-P"]
     return [sys.executable, *safe_path, "-m", f"lightkv.router.{module}", *args]
 
 
 @contextmanager
 def signals_held_back() -> Iterator[None]:
-    """SIGINT and SIGTERM reach this thread at the end of the block. A process that is started in it begins with
-    them held back: none can end it before it calls `ignore_signals`."""
+    """Blocks SIGINT and SIGTERM in this thread until the end of the block.
+
+    A process that is started in the block inherits this, so that no signal can end it before it calls
+    `ignore_signals`.
+    """
     before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
     try:
         yield
@@ -33,7 +39,7 @@ def signals_held_back() -> Iterator[None]:
 
 
 def ignore_signals() -> None:
-    """Ignore SIGINT and SIGTERM from now on, those that were held back too; so do processes started later."""
+    """Ignores SIGINT and SIGTERM from now on, including blocked ones. Processes started later inherit this."""
     for number in SIGNALS:
         signal.signal(number, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)

@@ -1,8 +1,7 @@
-"""Frames: typed messages over a local stream, each after its length in four bytes.
+"""Frames: typed messages over a unix socket, each preceded by its length in four bytes.
 
-Knows msgspec and asyncio; knows no message. A peer that sends more than it may, or what is no message, is cut
-off, and so is one that does not take what is sent to it. Sockets are unix sockets, and only processes of the
-same user are let in.
+A peer is disconnected if it sends a frame that is too long or is not a message, or if it does not read what
+is sent to it. Only processes of the same user are accepted.
 """
 
 import asyncio
@@ -19,18 +18,18 @@ from lightkv.errors import LightKVError
 Received = TypeVar("Received")
 
 MAX_FRAME_BYTES = 64 * 2**20
-MAX_PENDING_BYTES = 16 * 2**20  # that a peer has yet to take, for longer than this:
-MAX_STALL_SECONDS = 10.0
+# A peer that has not read more than so many bytes for so many seconds is disconnected.
+MAX_PENDING_BYTES, MAX_STALL_SECONDS = 16 * 2**20, 10.0
 _LENGTH = struct.Struct("<I")
 _PEER = struct.Struct("3i")  # pid, uid, gid (SO_PEERCRED)
 
 
 class BadFrame(LightKVError):
-    """What arrived is no message; the stream is of no use any more."""
+    """A frame is not a message. The stream cannot be used any more."""
 
 
 class FrameStream(Generic[Received]):
-    """Both directions of one stream. `types`: what may arrive."""
+    """Both directions of one stream. `types`: the types of messages that may arrive."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, types: Any) -> None:
         self._reader = reader
@@ -40,10 +39,10 @@ class FrameStream(Generic[Received]):
         self._behind_since: float | None = None
 
     def send(self, message: msgspec.Struct) -> None:
-        """Queue a message; `drain` waits until the peer has taken enough of what is queued.
+        """Queues a message; `drain` waits until the peer has read enough of what is queued.
 
-        A peer that has had more than MAX_PENDING_BYTES to take for MAX_STALL_SECONDS is dead, and is cut off:
-        what waits for it is dropped, `receive` returns None, and what is sent from then on is lost.
+        A peer with more than MAX_PENDING_BYTES unread for MAX_STALL_SECONDS is disconnected: queued messages
+        are dropped, `receive` returns None, and later messages are lost.
         """
         transport = self._writer.transport
         if transport.is_closing():
@@ -55,7 +54,7 @@ class FrameStream(Generic[Received]):
         self._writer.write(_LENGTH.pack(len(data)) + data)
 
     def _is_stalled(self, num_pending: int) -> bool:
-        # By time as well: what one turn of the loop sends, however much, nobody could have taken yet.
+        # Bytes alone prove nothing: the peer had no chance to read what one turn of the event loop sends.
         if num_pending <= MAX_PENDING_BYTES:
             self._behind_since = None
             return False
@@ -68,27 +67,27 @@ class FrameStream(Generic[Received]):
         await self._writer.drain()
 
     async def receive(self) -> Received | None:
-        """The next message; None when the peer has closed. Raises BadFrame."""
+        """Returns the next message, or None once the peer has closed the stream. Raises BadFrame."""
         try:
             (length,) = _LENGTH.unpack(await self._reader.readexactly(_LENGTH.size))
             if length > MAX_FRAME_BYTES:
-                raise BadFrame(f"a frame of {length} bytes; {MAX_FRAME_BYTES} are allowed")
+                raise BadFrame(f"a frame of {length} bytes; at most {MAX_FRAME_BYTES} are allowed")
             return self._decoder.decode(await self._reader.readexactly(length))
         except (asyncio.IncompleteReadError, ConnectionError):
             return None
         except (msgspec.DecodeError, ValueError) as error:
-            raise BadFrame(f"a frame that is no message: {error}") from error
+            raise BadFrame(f"a frame that is not a message: {error}") from error
 
     def close(self) -> None:
         self._writer.close()
 
 
 def peer_uid(connection: socket.socket) -> int:
-    """The user that the process at the other end of a unix socket runs as (Linux)."""
+    """Returns the user id of the process at the other end of a unix socket (Linux)."""
     _, uid, _ = _PEER.unpack(connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER.size))
     return int(uid)
 
 
 def is_own(writer: asyncio.StreamWriter) -> bool:
-    """Does the peer run as the same user as this process?"""
+    """Returns whether the peer runs as the same user as this process."""
     return peer_uid(writer.get_extra_info("socket")) == os.geteuid()

@@ -1,13 +1,12 @@
-"""Starts the service's processes, watches over them, and takes them down in order.
+"""Starts the service's processes, watches them, and ends them in order.
 
     launcher ─┬─ router ── worker     (the router starts its worker)
               └─ api
 
-What can be wrong without a model (port, certificate, directory) is found before anything is loaded. The
-sockets between the processes lie in a directory that only this user may enter, and that one launcher at a time
-uses. The router ends with the launcher, the worker and the API end with the router, however each comes to its
-end. Signals are answered here alone: the others ignore them, and the router is told what to do. Knows
-processes, sockets and signals; knows no HTTP, no step and no torch.
+Problems that need no model (port, certificate, directory) are found before anything is loaded. The sockets
+between the processes lie in a directory that only this user may enter, and that one launcher at a time uses.
+The router ends with the launcher, and the worker and the API end with the router. Signals are handled here
+alone: the other processes ignore them, and the launcher tells the router what to do.
 """
 
 import asyncio
@@ -43,44 +42,45 @@ from .router_process import ABORT, ABORT_SECONDS, DRAIN, RouterSettings, remove
 _ROUTER_SOCKET = "router.sock"
 _MAX_PATH_BYTES = 107  # of a unix socket (Linux)
 _BACKLOG = 2048
-_MORE_CONNECTIONS = 4096  # than requests may wait: of what runs, of what watches, and of who is told to wait
+# Connections beyond the queued requests: for running requests, for monitoring, and for answers of 429.
+_MORE_CONNECTIONS = 4096
 _FLUSH_SECONDS = 5  # for open responses to reach their clients, once the router has ended
 _POLL_SECONDS = 0.02
-_LAST_SECONDS = 1.0  # for the router to end, where the API has ended: it may be why
-_KILL_SECONDS = 5.0  # beyond its time, for a process to end by itself
+_LAST_SECONDS = 1.0  # for the router to end after the API has, because its end may be the reason
+_KILL_SECONDS = 5.0  # for a process to end by itself, beyond its time limit
 
 
 class CannotServe(LightKVError):
-    """Something that the service needs from this machine is taken, or cannot be read. Nothing was started."""
+    """The service cannot use something that it needs from this machine. Nothing was started."""
 
 
 @dataclass(frozen=True)
 class Site:
-    """What a service has taken before it starts. `leftovers`: what is to be removed when it has ended."""
+    """The address and the directory that a service uses. `leftovers`: paths to remove when it has ended."""
 
     listener: socket.socket
     url: str
-    is_local: bool  # can only this machine reach it?
+    is_local: bool  # whether only this machine can reach it
     directory: Path
-    lock: int  # a descriptor; the lock lasts until every process that has it is gone
+    lock: int  # a descriptor; the lock lasts until every process that has it open has ended
     leftovers: list[str]
 
     @property
     def router_socket(self) -> str:
-        """Where the router listens."""
+        """The path of the socket on which the router listens."""
         return str(self.directory / _ROUTER_SOCKET)
 
 
 def serve(engine: EngineConfig, service: ServiceConfig, notes: Console) -> int:
-    """Run a service until it is told to stop (SIGTERM, Ctrl-C) or fails. Returns the exit code.
+    """Runs a service until a signal (SIGTERM, Ctrl-C) stops it or it fails. Returns the exit code.
 
-    The line with its URL goes to standard output, progress to `notes`. The first signal lets running requests
-    finish within the shutdown timeout, a second one aborts them; either way the code is 0. Has to be called in
-    the main thread, which signals reach.
+    A line with the URL goes to standard output, progress to `notes`. The first signal lets running requests
+    finish within the shutdown timeout, a second one aborts them; the code is 0 in both cases. This function
+    has to be called in the main thread, which receives the signals.
 
-    Raises CannotServe, InvalidConfig, and what `model_files.resolve` does, before any process is started.
+    Raises CannotServe, InvalidConfig, and the errors of `model_files.resolve`, before any process is started.
     """
-    before = signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C, until the processes run
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)  # like Ctrl-C, until processes run
     try:
         service = with_all_keys(service)
         _check_certificate(service)
@@ -97,11 +97,12 @@ def serve(engine: EngineConfig, service: ServiceConfig, notes: Console) -> int:
 
 
 # --------------------------------------------------------------------------------
-# What is taken before anything is loaded
+# Before anything is loaded
 
 
 def with_all_keys(service: ServiceConfig) -> ServiceConfig:
-    """The same settings, with the keys of their file among the keys. Raises CannotServe, InvalidConfig."""
+    """Returns the settings with the keys of the key file added to the API keys. Raises CannotServe,
+    InvalidConfig."""
     keys = service.api_key
     if service.api_key_file is not None:
         try:
@@ -111,12 +112,12 @@ def with_all_keys(service: ServiceConfig) -> ServiceConfig:
         found = tuple(line.strip() for line in lines if line.strip())
         if not found:
             raise InvalidConfig(
-                f"--api-key-file {service.api_key_file} holds no key; write one a line into it"
+                f"--api-key-file {service.api_key_file} holds no key; write one key on each line"
             )
         keys += found
     if service.cache_namespace == "key" and not keys:
         raise InvalidConfig(
-            "--cache-namespace is 'key', and there is no --api-key; give some, or another namespace"
+            "--cache-namespace is 'key', and there is no --api-key; give API keys, or another namespace"
         )
     return replace(service, api_key=keys, api_key_file=None)
 
@@ -126,7 +127,7 @@ def _check_certificate(service: ServiceConfig) -> None:
         return
     try:
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-        # An empty password, so that a key that needs one is refused rather than asked for.
+        # With an empty password, a key that needs one is refused; otherwise OpenSSL would ask for it.
         context.load_cert_chain(service.ssl_certfile, service.ssl_keyfile, password="")
     except (OSError, ValueError) as error:  # ssl.SSLError is an OSError
         files = " and ".join(filter(None, (service.ssl_certfile, service.ssl_keyfile)))
@@ -137,7 +138,7 @@ def _check_certificate(service: ServiceConfig) -> None:
 
 @contextmanager
 def _take_site(service: ServiceConfig) -> Iterator[Site]:
-    """The address and the directory, until the block ends; nothing of them is left then."""
+    """Takes the address and the directory for the block, and removes what is left of them at its end."""
     with ExitStack() as stack:
         listener = stack.enter_context(_bind(service))
         directory, lock, leftovers = stack.enter_context(_take_directory(service.socket_dir))
@@ -149,7 +150,8 @@ def _take_site(service: ServiceConfig) -> Iterator[Site]:
 
 
 def _bind(service: ServiceConfig) -> socket.socket:
-    """A listening socket. It listens at once: two that are merely bound may share a port."""
+    """Returns a listening socket. It listens at once, because two sockets that are only bound may share a
+    port."""
     try:
         if service.uds is not None:
             return _bind_unix(Path(service.uds))
@@ -168,13 +170,14 @@ def _bind(service: ServiceConfig) -> socket.socket:
     except OSError as error:
         where = f"{service.host} port {service.port}" if service.uds is None else service.uds
         raise CannotServe(
-            f"cannot listen on {where} ({error.strerror or error}); stop what does, or give another --port, "
-            "--host or --uds"
+            f"cannot listen on {where} ({error.strerror or error}); stop the process that does, or give "
+            "another --port, --host or --uds"
         ) from error
 
 
 def _bind_unix(path: Path) -> socket.socket:
-    """Raises OSError where a server listens; a socket file that none listens on any more is replaced."""
+    """Returns a listening unix socket. A socket file on which no process listens is replaced. Raises OSError
+    if a server listens there."""
     _check_length(path, "--uds")
     listener = socket.socket(socket.AF_UNIX)
     try:
@@ -185,7 +188,7 @@ def _bind_unix(path: Path) -> socket.socket:
                         probe.connect(str(path))
                     except ConnectionRefusedError:
                         path.unlink()
-        previous = os.umask(0o177)  # for this user alone, from the start
+        previous = os.umask(0o177)  # only this user may connect, from the start
         try:
             listener.bind(str(path))
         finally:
@@ -213,7 +216,7 @@ def _is_local(listener: socket.socket) -> bool:
 
 @contextmanager
 def _take_directory(given: str | None) -> Iterator[tuple[Path, int, list[str]]]:
-    """A directory for this launcher alone, the descriptor that locks it, and what of it is to be removed."""
+    """Takes a directory for this launcher alone. Yields it, the descriptor that locks it, and its leftovers."""
     directory = Path(tempfile.mkdtemp(prefix="lightkv-") if given is None else given).absolute()
     leftovers = [str(directory)] if given is None else []
     try:
@@ -259,8 +262,8 @@ def _check_length(path: Path, flag: str) -> None:
     num_bytes = len(os.fsencode(path))
     if num_bytes > _MAX_PATH_BYTES:
         raise InvalidConfig(
-            f"{path} is {num_bytes} bytes long, and a socket's path at most {_MAX_PATH_BYTES}; give a shorter "
-            f"{flag}"
+            f"{path} is {num_bytes} bytes long, and a socket's path may have at most {_MAX_PATH_BYTES}; give a "
+            f"shorter {flag}"
         )
 
 
@@ -283,7 +286,7 @@ class _Service:
         self._is_stopping = False
 
     async def run(self) -> int:
-        """Start both, wait for the first to end, take down the other. Returns the exit code."""
+        """Starts both processes, waits until one ends, and ends the other. Returns the exit code."""
         loop = asyncio.get_running_loop()
         with signals_held_back():
             for number in SIGNALS:
@@ -291,16 +294,16 @@ class _Service:
             router = self._router = await self._start_router()
         router_ended = asyncio.create_task(router.wait())
         api: Process | None = None
-        telling: asyncio.Task[None] | None = None
+        reporting: asyncio.Task[None] | None = None
         try:
             stream = await self._reach(router)
             if stream is not None:
                 with signals_held_back():
                     api = await self._start_api()
                 api_ended = asyncio.create_task(api.wait())
-                telling = asyncio.create_task(self._tell(stream, api))
+                reporting = asyncio.create_task(self._report(stream, api))
                 await asyncio.wait((router_ended, api_ended), return_when=asyncio.FIRST_COMPLETED)
-                # The API may go first, since the router hangs up before it exits.
+                # The API may end first, because the router closes its stream before it exits.
                 await asyncio.wait(
                     (router_ended,), timeout=_KILL_SECONDS if self._is_stopping else _LAST_SECONDS
                 )
@@ -309,36 +312,37 @@ class _Service:
                     return 1
             return self._code(await router_ended)
         finally:
-            if telling is not None:
-                await asyncio.wait((telling,), timeout=1.0)  # for the router's last words
-                telling.cancel()
+            if reporting is not None:
+                await asyncio.wait((reporting,), timeout=1.0)  # for the router's last status
+                reporting.cancel()
             await _end(router)
             if api is not None:
                 await _end(api)
 
     def _stop(self) -> None:
-        """A signal: the router drains, and the API answers 503 meanwhile; at the second the router aborts."""
+        """Handles a signal. At the first, the router drains, while the API answers 503; at the second, it
+        aborts."""
         router = self._router
         if router is None or router.returncode is not None:
             return
         assert router.stdin is not None
         router.stdin.write(ABORT if self._is_stopping else DRAIN)
         seconds = 0.0 if self._is_stopping else self._service.shutdown_timeout
-        again = "aborting what runs"
-        first = f"stopping: what runs has {seconds:g} s to finish (the same signal again aborts it)"
+        again = "aborting the running requests"
+        first = f"stopping: running requests have {seconds:g} s to finish (the same signal again aborts them)"
         say(self._notes, again if self._is_stopping else first)
         self._is_stopping = True
         asyncio.get_running_loop().call_later(seconds + ABORT_SECONDS + _KILL_SECONDS, _kill, router)
 
     def _code(self, router_code: int) -> int:
-        """The service's exit code, by the router's."""
+        """Returns the service's exit code for the router's."""
         if router_code == 0:
             return 0
         say(self._notes, f"the router process {_how(router_code)}")
         return 1
 
     async def _start_router(self) -> Process:
-        """Its standard input stays open: the router ends when this process does."""
+        """Starts the router. Its standard input stays open, so that it ends when this process does."""
         settings = RouterSettings(
             config=self._engine,
             socket=self._site.router_socket,
@@ -368,14 +372,14 @@ class _Service:
             keyfile=self._service.ssl_keyfile,
             shutdown_timeout=_FLUSH_SECONDS,
         )
-        api = await _spawn("api.app", settings, listener.fileno(), stdout=PIPE)
-        listener.close()  # only the API's, now: once it is gone, nobody waits to be let in
+        api = await _spawn("api.process", settings, listener.fileno(), stdout=PIPE)
+        listener.close()  # the API has it alone now, so that its end refuses new connections
         assert api.stdin is not None
         api.stdin.close()
         return api
 
     async def _reach(self, router: Process) -> FrameStream[ToApi] | None:
-        """A stream to the router, once it listens; None if it ends before."""
+        """Returns a stream to the router once it listens, or None if it ends before that."""
         while router.returncode is None:
             try:
                 reader, writer = await asyncio.open_unix_connection(self._site.router_socket)
@@ -384,8 +388,8 @@ class _Service:
                 await asyncio.sleep(_POLL_SECONDS)
         return None
 
-    async def _tell(self, stream: FrameStream[ToApi], api: Process) -> None:
-        """Show what the router says: progress until it is ready, then the URL, then every change."""
+    async def _report(self, stream: FrameStream[ToApi], api: Process) -> None:
+        """Shows the router's status: progress until it is ready, then the URL, then every change."""
         changes = _changes(stream)
         with progress(self._notes, "starting the router") as report:
             async for status in changes:
@@ -398,14 +402,15 @@ class _Service:
             if not await api.stdout.readline():
                 return
         if not self._service.api_key and not self._site.is_local:
-            say(self._notes, "no --api-key: whoever reaches this address can use the service")
+            say(self._notes, "no --api-key: every machine that reaches this address can use the service")
         print(f"lightkv serves {self._model} at {self._site.url}", flush=True)
         async for status in changes:
             say(self._notes, status.detail)
 
 
 async def _changes(stream: FrameStream[ToApi]) -> AsyncIterator[Status]:
-    """The router's status whenever its state or detail is another, until it hangs up; not that it drains."""
+    """Yields the router's status whenever its state or detail changes, except to draining, until the stream
+    ends."""
     last = None
     while (message := await stream.receive()) is not None:
         if isinstance(message, Status) and message.state != "draining":
@@ -415,14 +420,14 @@ async def _changes(stream: FrameStream[ToApi]) -> AsyncIterator[Status]:
 
 
 async def _spawn(module: str, settings: msgspec.Struct, fd: int, stdout: int) -> Process:
-    """Start one of router/'s processes, with its settings on standard input (argv is open to all users) and one
-    inherited descriptor. Signals are held back meanwhile, so that it begins without them."""
+    """Starts one of router/'s processes with one inherited descriptor. Its settings go to standard input,
+    because all users can read a command line. The caller holds back signals meanwhile."""
     process = await asyncio.create_subprocess_exec(
         *command(module),
         stdin=PIPE,
         stdout=stdout,
         pass_fds=(fd,),
-        start_new_session=True,  # Ctrl-C in a terminal is not even sent to it
+        start_new_session=True,  # Ctrl-C in a terminal is not sent to it
         env={name: value for name, value in os.environ.items() if name != API_KEY_VARIABLE},
     )
     assert process.stdin is not None
@@ -431,8 +436,8 @@ async def _spawn(module: str, settings: msgspec.Struct, fd: int, stdout: int) ->
 
 
 async def _end(process: Process) -> None:
-    """Wait until a process has ended, and see to it that it does. The router ends with its standard input, the
-    API with the router."""
+    """Waits until a process has ended, and kills it if it takes too long. The router ends with its standard
+    input, the API with the router."""
     assert process.stdin is not None
     process.stdin.close()
     with suppress(TimeoutError):
@@ -447,5 +452,5 @@ def _kill(process: Process) -> None:
 
 
 def _how(code: int) -> str:
-    """How a process ended."""
+    """Returns how a process ended, for a message."""
     return f"was ended by {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"

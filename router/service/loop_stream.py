@@ -1,9 +1,10 @@
-"""rpyc over a socket that an event loop watches: neither sending nor receiving ever blocks the loop.
+"""A stream for rpyc on a socket that an event loop watches, so that neither sending nor receiving blocks the
+loop.
 
-rpyc's own stream blocks. On a non-blocking socket (uvloop makes every socket that it watches one) it takes a
+rpyc's own stream blocks. On a non-blocking socket, such as every socket that uvloop watches, it mistakes a
 full send buffer for the end of the connection, and it spins while a message arrives in pieces. This stream
-sends what the socket takes at once and leaves the rest to the loop; it hands over a message once all of it is
-there.
+sends at once what the socket accepts, and the rest from the event loop. It reports a message once all of it
+has arrived.
 """
 
 import asyncio
@@ -16,14 +17,14 @@ from rpyc.core.consts import STREAM_CHUNK
 from rpyc.core.stream import Stream
 from rpyc.lib import Timeout
 
-_RECEIVE_BYTES = 1 << 18  # that one call of the system brings at most
+_RECEIVE_BYTES = 1 << 18  # read by one system call at most
 
 
 class LoopStream(Stream):
-    """One end of a connected socket, for one rpyc channel without compression. It owns the socket.
+    """One end of a connected socket, for one rpyc channel without compression. The stream owns the socket.
 
-    `on_message` is called when a whole message waits to be read, `on_end` once, when the peer has closed its
-    end or the socket fails; both are called by the loop. `read` and `write` raise EOFError from then on.
+    The event loop calls `on_message` when a whole message can be read, and `on_end` once, when the peer has
+    closed its end or the socket has failed. From then on `read` and `write` raise EOFError.
     """
 
     MAX_IO_CHUNK = STREAM_CHUNK  # rpyc sends a longer message in three parts
@@ -61,7 +62,7 @@ class LoopStream(Stream):
 
     @property
     def num_unsent(self) -> int:
-        """Bytes that the peer has yet to take."""
+        """Bytes that the socket has not accepted yet."""
         return len(self._unsent)
 
     @property
@@ -72,14 +73,14 @@ class LoopStream(Stream):
         return self._socket.fileno()
 
     def close(self) -> None:
-        """Stop watching and close the socket; what is unsent is dropped."""
+        """Closes the socket and drops unsent bytes."""
         self._unwatch()
         self._is_over = True
         self._unsent.clear()
         self._socket.close()
 
     def poll(self, timeout: float | Timeout) -> bool:
-        """Is a whole message there? Waits for one for up to `timeout` seconds (None: without end).
+        """Returns whether a whole message can be read, after waiting up to `timeout` seconds (None: no limit).
 
         Only rpyc's own synchronous requests wait here. Raises EOFError once the stream has ended.
         """
@@ -96,15 +97,15 @@ class LoopStream(Stream):
         return True
 
     def read(self, count: int) -> bytes:
-        """`count` bytes of a message that `poll` has found."""
+        """Returns `count` bytes of a message that `poll` has found."""
         if len(self._received) < count:
-            raise EOFError(f"{count} bytes asked for, {len(self._received)} are there")
+            raise EOFError(f"cannot read {count} bytes; only {len(self._received)} have arrived")
         data = bytes(self._received[:count])
         del self._received[:count]
         return data
 
     def write(self, data: bytes) -> None:
-        """Send `data`, or what the socket takes of it, and the rest when it takes more. Raises EOFError."""
+        """Sends `data`; what the socket does not accept at once is sent by the event loop. Raises EOFError."""
         if self._is_over:
             raise EOFError("the stream has ended")
         if self._unsent:
@@ -116,7 +117,7 @@ class LoopStream(Stream):
             self._loop.add_writer(self._fd, self._on_writable)
 
     def _send(self, data: bytes | bytearray) -> int:
-        """Returns how many bytes the socket took. Raises EOFError where the peer is gone."""
+        """Returns how many bytes the socket accepted. Raises EOFError if the peer has closed its end."""
         try:
             return self._socket.send(data)
         except (BlockingIOError, InterruptedError):
@@ -126,7 +127,7 @@ class LoopStream(Stream):
             raise EOFError(str(error)) from error
 
     def _receive(self) -> None:
-        """Take what has come; note the end of the stream."""
+        """Reads what has arrived, and notes the end of the stream."""
         try:
             data = self._socket.recv(_RECEIVE_BYTES)
         except (BlockingIOError, InterruptedError):
@@ -150,7 +151,7 @@ class LoopStream(Stream):
         while self._has_message():
             before = len(self._received)
             self._on_message()
-            if len(self._received) == before:  # the reader has given up on the stream
+            if len(self._received) == before:  # the reader does not read from this stream any more
                 return
 
     def _on_writable(self) -> None:

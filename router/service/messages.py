@@ -1,6 +1,7 @@
-"""Every message between the API process and the router: typed, encoded by msgspec, framed by `frames.py`.
+"""The messages between the API process and the router, and a worker's answers.
 
-Plain data; no torch. What crosses between the router and the worker is in `step.py`.
+They are plain data, which msgspec encodes and `frames.py` frames. Plans and results of steps are in
+`lightkv.router.engine.step`.
 """
 
 from typing import Generic, Literal, TypeVar
@@ -17,10 +18,11 @@ State = Literal["starting", "ready", "draining", "dead"]
 
 
 class Submit(msgspec.Struct, frozen=True, tag=True):
-    """Run this. Answered by Accepted or Refused, and then by events, all under `request_id`.
+    """Asks for one answer. The router replies with Accepted or Refused, and then with events, all with the same
+    `request_id`.
 
-    `prompt_ids`: int32 bytes. `params`: of one answer (n = 1). `stop_ids`: sampling one of them ends it.
-    `priority`: lower runs first. `namespace`: prefixes are shared within it alone.
+    `prompt_ids`: int32 bytes. `params`: of one answer (n = 1). `stop_ids`: token ids that end the answer.
+    `priority`: requests with a lower one run first. `namespace`: prefixes are shared only within it.
     """
 
     request_id: str
@@ -33,25 +35,28 @@ class Submit(msgspec.Struct, frozen=True, tag=True):
 
 
 class Abort(msgspec.Struct, frozen=True, tag=True):
-    """Nobody waits for it any more; `reason` "stop" where its text met a stop string. Nothing follows."""
+    """Ends a request early. `reason`: "stop" if its text reached a stop string. The router does not reply."""
 
     request_id: str
     reason: str = "abort"
 
 
 class AskMap(msgspec.Struct, frozen=True, tag=True):
-    """What is each slot of the pool used for? Answered by Mapped, between two steps."""
+    """Asks what each slot of the pool is used for. The router replies with Mapped, between two steps."""
 
 
 class Accepted(msgspec.Struct, frozen=True, tag=True):
-    """It is queued, and will be answered by events."""
+    """The request is queued; events will follow."""
 
     request_id: str
 
 
 class Refused(msgspec.Struct, frozen=True, tag=True):
-    """It is not. `kind` says whose fault: "invalid" and "never_fits" the request's, "queue_full" and
-    "unavailable" (starting, draining, dead) the moment's."""
+    """The request is not queued.
+
+    `kind`: "invalid" and "never_fits" are the request's fault; "queue_full" and "unavailable" (the router is
+    starting, draining or dead) may pass.
+    """
 
     request_id: str
     kind: Literal["invalid", "never_fits", "queue_full", "unavailable"]
@@ -59,31 +64,15 @@ class Refused(msgspec.Struct, frozen=True, tag=True):
 
 
 class Events(msgspec.Struct, frozen=True, tag=True):
-    """All that one step brought."""
+    """The events of one step."""
 
     events: list[TokenEvent]
 
 
-class RowOwner(msgspec.Struct, frozen=True):
-    """A row of the token table, and how many tokens it alone holds. `request_id`: whose it is; empty where
-    nobody waits for that request any more, and a step under way still has it."""
-
-    row: int
-    num_tokens: int
-    request_id: str
-
-
-class OwnedMap(PoolMap, frozen=True):
-    """The worker's map, and what the router adds. `owners`: all rows that alone hold tokens, the one with the
-    most first."""
-
-    owners: list[RowOwner] = msgspec.field(default_factory=list)
-
-
 class Mapped(msgspec.Struct, frozen=True, tag=True):
-    """The map that was asked for; None where there is none, and why."""
+    """The answer to AskMap: the map, or None and the reason."""
 
-    pool: OwnedMap | None
+    pool: PoolMap | None
     error: str = ""
 
 
@@ -113,22 +102,24 @@ class Status(msgspec.Struct, frozen=True, tag=True):
 
 
 class WorkerStart(msgspec.Struct, frozen=True):
-    """What a worker is to load, and which of how many it is. Rank 0 answers."""
+    """Asks a worker to load a model. The config is wrapped, because all of its fields have defaults: without
+    the required field any map would decode to a config."""
 
     config: EngineConfig
-    rank: int = 0
-    world_size: int = 1
 
 
 class Done(msgspec.Struct, Generic[Result], frozen=True, tag=True):
-    """A worker's answer to a request that it carried out."""
+    """A worker's answer to a call that succeeded."""
 
     result: Result
 
 
 class WorkerError(msgspec.Struct, frozen=True, tag=True):
-    """A worker's answer in place of a result. `kind`: the error's class. `step`: the step that failed, if one
-    did. After a `fatal` one the worker's memory or device is not to be trusted: start another."""
+    """A worker's answer to a call that failed.
+
+    `kind`: name of the error's class. `step`: number of the failed step, if a step failed. After a `fatal`
+    error the worker's memory or device cannot be trusted, and another worker has to be started.
+    """
 
     kind: str
     message: str

@@ -18,7 +18,7 @@ import msgspec
 
 from lightkv.errors import LightKVError
 from lightkv.ledger import TokenLedger
-from lightkv.memory_map import owners, segment_labels
+from lightkv.memory_map import Owner, owners, segment_labels
 from lightkv.router.config import EngineConfig
 from lightkv.router.engine.admission import make_admission
 from lightkv.router.engine.loop import Engine, make_scheduler
@@ -42,9 +42,7 @@ from .messages import (
     Events,
     Load,
     Mapped,
-    OwnedMap,
     Refused,
-    RowOwner,
     State,
     Status,
     Submit,
@@ -243,16 +241,16 @@ class Router:
                 raise
             self._send_map(Mapped(None, str(error)))
         else:
-            self._send_map(Mapped(OwnedMap(**msgspec.structs.asdict(found), owners=holders)))
+            self._send_map(Mapped(msgspec.structs.replace(found, owners=holders)))
 
-    def _holders(self, ledger: TokenLedger) -> list[RowOwner]:
+    def _holders(self, ledger: TokenLedger) -> list[Owner]:
         """Returns the rows that alone hold tokens, with the ids of their requests."""
         names = {
             request.sequence.row: name
             for name, (_, request) in self._submitted.items()
             if request.sequence is not None
         }
-        return [RowOwner(one.row, one.num_tokens, names.get(one.row, "")) for one in owners(ledger)]
+        return [Owner(one.row, one.num_tokens, names.get(one.row, "")) for one in owners(ledger)]
 
     async def _idle(self, worker: Worker, engine: Engine) -> None:
         """Recounts everything, then waits for a request, for the end, or for the worker's death."""

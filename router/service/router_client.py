@@ -1,7 +1,7 @@
-"""The API process's end of the stream to the router: requests out, their events in.
+"""The API process's end of the stream to the router, which sends requests and receives their events.
 
-Knows frames and messages; knows no HTTP and no text. One task reads, and never waits for whoever takes what it
-brings: a slow taker finds all that has come since. What is kept for it is bounded by its requests' max_tokens.
+One task reads the stream and never waits for the consumers of events: a slow consumer finds all events that
+have arrived in the meantime. Their number is bounded by the max_tokens of its requests.
 """
 
 import asyncio
@@ -18,59 +18,57 @@ from lightkv.router.engine.step import PoolMap, RunnerInfo, TokenEvent
 from .frames import BadFrame, FrameStream, is_own
 from .messages import Abort, Accepted, AskMap, Events, Load, Mapped, Refused, Status, Submit, ToApi
 
-MAP_SECONDS = 0.25  # a map this young is given again, so that whoever asks often does not slow the steps down
+MAP_SECONDS = 0.25  # a map this young is returned again, so that frequent calls do not slow the steps down
+MAX_STEP_AGE = 30.0  # seconds without a completed step while work waits, until the service is unhealthy
+MAX_STATUS_AGE = 5.0  # seconds without a status of the router, which reports four times a second
 
 
-MAX_STEP_AGE = 30.0  # seconds without a step while work waits, after which steps are late and health is bad
-MAX_STATUS_AGE = 5.0  # seconds without a word of the router, which reports four times a second
-
-
-class Heard(NamedTuple):
-    """What the router said last, and how many seconds ago."""
+class LatestStatus(NamedTuple):
+    """The router's latest status, and its age in seconds."""
 
     status: Status
     age: float
 
     @property
     def is_silent(self) -> bool:
-        """Has the router not reported for so long that its counts say nothing any more?"""
+        """Whether the latest status is so old that its counts mean nothing any more."""
         return self.age > MAX_STATUS_AGE
 
     @property
     def is_late(self) -> bool:
-        """Has no step ended for too long, though work waits, as far as is known?"""
+        """Whether no step has completed for too long although work waits, or the router is silent."""
         return self.is_silent or self.status.load.step_age > MAX_STEP_AGE
 
     @property
     def is_healthy(self) -> bool:
-        """Does the service do what it is for? A short silence does not count against it."""
+        """Whether the service is ready and completes steps. A short silence of the router does not count."""
         return self.status.state == "ready" and max(self.age, self.status.load.step_age) <= MAX_STEP_AGE
 
     @property
     def detail(self) -> str:
-        """In a line, why requests are taken or not."""
+        """One line that says why requests are taken or not."""
         if self.is_silent:
             return f"the router has not reported for {self.age:.0f} s"
         if self.is_late:
-            return f"no step has ended for {self.status.load.step_age:.0f} s, though work waits"
+            return f"no step has completed for {self.status.load.step_age:.0f} s although work waits"
         return self.status.detail
 
     @property
     def takes_requests(self) -> bool:
-        """Is a request taken now, and can it be answered in time?"""
+        """Whether a request is accepted now and can be answered in time."""
         return self.status.state == "ready" and not self.is_late
 
 
 class RouterUnreachable(LightKVError):
-    """No router answers on the socket, or another user's process does."""
+    """No router listens on the socket, or a process of another user does."""
 
     def __init__(self, path: Path, reason: str) -> None:
         self.path = path
-        super().__init__(f"no router on {path} ({reason}); start the service again: lightkv serve")
+        super().__init__(f"no router listens on {path} ({reason}); start the service again: lightkv serve")
 
 
 class RequestRefused(LightKVError):
-    """The router does not take a request. `kind`: as in `Refused`."""
+    """The router refuses a request. `kind`: as in `Refused`."""
 
     def __init__(self, kind: str, message: str) -> None:
         self.kind = kind
@@ -81,11 +79,11 @@ class RouterClient:
     """One stream to the router, shared by all requests of this process.
 
     Attributes:
-        status: the router's latest word. Before its first the state is "starting", and once the stream has
-            closed "dead".
+        status: the router's latest status. The state is "starting" before the first status, and "dead" once the
+            stream has closed.
         became_ready: set once the state has been "ready".
 
-    Made by `connect`, inside a running event loop.
+    `connect` creates a client, inside a running event loop.
     """
 
     def __init__(self, stream: FrameStream[ToApi]) -> None:
@@ -93,14 +91,16 @@ class RouterClient:
         self.became_ready = asyncio.Event()
         self._frames = stream
         self._status_time = time.monotonic()
-        self._map: asyncio.Future[Mapped] | None = None  # the last that was asked for
-        self._map_time = 0.0  # when it came
-        self._answers: dict[str, AnswerStream] = {}  # by request, while the router may send it events
+        self._map: asyncio.Future[Mapped] | None = None  # the last map that was asked for
+        self._map_time = 0.0  # when that map arrived
+        self._answers: dict[
+            str, AnswerStream
+        ] = {}  # by request, as long as the router may send events for it
         self._reader = asyncio.create_task(self._read())
 
     @classmethod
     async def connect(cls, path: Path) -> "RouterClient":
-        """Raises RouterUnreachable."""
+        """Connects to the router's socket at `path`. Raises RouterUnreachable."""
         try:
             reader, writer = await asyncio.open_unix_connection(path)
         except OSError as error:
@@ -111,29 +111,30 @@ class RouterClient:
         return cls(FrameStream(reader, writer, ToApi))
 
     @property
-    def heard(self) -> Heard:
-        """The router's latest word, and its age."""
-        return Heard(self.status, time.monotonic() - self._status_time)
+    def latest(self) -> LatestStatus:
+        """The router's latest status, and its age."""
+        return LatestStatus(self.status, time.monotonic() - self._status_time)
 
     @property
     def num_open(self) -> int:
-        """Requests whose end has not come yet."""
+        """The number of requests that have not ended."""
         return len(self._answers)
 
     def ready_info(self) -> RunnerInfo:
-        """What runs behind the router. Raises RequestRefused unless it takes requests now."""
-        heard = self.heard
-        status, info = heard.status, heard.status.info
+        """Returns the description of the model and its memory. Raises RequestRefused unless the service is
+        ready."""
+        latest = self.latest
+        status, info = latest.status, latest.status.info
         if status.state != "ready" or info is None:
             raise RequestRefused("unavailable", f"the service is {status.state} ({status.detail}); try again")
-        if heard.is_silent:
-            raise RequestRefused("unavailable", f"{heard.detail}; try again")
+        if latest.is_silent:
+            raise RequestRefused("unavailable", f"{latest.detail}; try again")
         return info
 
     async def submit(self, submits: Sequence[Submit]) -> "AnswerStream":
-        """Queue requests, all or none: one refusal takes the others back. Returns their events to come.
+        """Queues all of the requests, or none: if one is refused, the others are aborted. Returns their events.
 
-        Raises RequestRefused, also when the router is gone or not ready.
+        Raises RequestRefused, also if the router has ended or is not ready.
         """
         self.ready_info()
         answers = AnswerStream(self, [submit.request_id for submit in submits])
@@ -145,14 +146,14 @@ class RouterClient:
             await answers.accepted()
         except ConnectionError as error:
             answers.close()
-            raise RequestRefused("unavailable", "the router is gone; try again") from error
+            raise RequestRefused("unavailable", "the router has ended; try again") from error
         except BaseException:
             answers.close()
             raise
         return answers
 
     async def pool_map(self) -> PoolMap:
-        """What every slot is used for; at most MAP_SECONDS old. Raises RequestRefused."""
+        """Returns what every slot is used for, at most MAP_SECONDS old. Raises RequestRefused."""
         self.ready_info()
         if self._map is None or (self._map.done() and time.monotonic() - self._map_time > MAP_SECONDS):
             self._map = asyncio.get_running_loop().create_future()
@@ -163,21 +164,21 @@ class RouterClient:
         return mapped.pool
 
     def abort(self, request_id: str, reason: str = "abort") -> None:
-        """End a request early; nothing more comes of it. One that has ended is left alone."""
+        """Ends a request early; it gets no further events. Does nothing if the request has ended."""
         if self._answers.pop(request_id, None) is not None and self.status.state != "dead":
             self._frames.send(Abort(request_id, reason))
 
     async def closed(self) -> None:
-        """Return once the stream has ended: the router is gone, or `close` was called."""
+        """Returns once the stream has ended, because the router ended or `close` was called."""
         await asyncio.wait([self._reader])
 
     async def close(self) -> None:
-        """End the stream; what is open is lost."""
+        """Closes the stream; unfinished requests are lost."""
         self._frames.close()
         await self.closed()
 
     async def _read(self) -> None:
-        detail = "the router is gone"
+        detail = "the router has ended"
         try:
             while (message := await self._frames.receive()) is not None:
                 self._take(message)
@@ -196,7 +197,7 @@ class RouterClient:
             case Events(events):
                 for event in events:
                     answers = self._answers.get(event.request_id)
-                    if answers is None:  # aborted meanwhile
+                    if answers is None:  # the request was aborted in the meantime
                         continue
                     if event.finish_reason is not None:
                         del self._answers[event.request_id]
@@ -223,10 +224,11 @@ class RouterClient:
 
 
 class AnswerStream:
-    """The events of requests that were submitted together: an iterator over all that came since last time.
+    """The events of requests that were submitted together. Each iteration returns all events since the last
+    one.
 
-    It ends when each of them has ended, or when it was closed. `close` aborts those that live. The client's
-    reader feeds it through `push`, `accept` and `refuse`.
+    The iterator ends when every request has ended. `close` aborts the requests that have not. The client's
+    reader calls `push`, `accept` and `refuse`.
     """
 
     def __init__(self, client: RouterClient, request_ids: Sequence[str]) -> None:
@@ -250,7 +252,7 @@ class AnswerStream:
         return events
 
     async def accepted(self) -> None:
-        """Wait until every request is queued (or closed). Raises RequestRefused for the first that is not."""
+        """Waits until every request is queued or closed. Raises RequestRefused if one is refused."""
         while self._num_unanswered and self._living and self._refused is None:
             self._woken.clear()
             await self._woken.wait()
@@ -258,32 +260,33 @@ class AnswerStream:
             raise self._refused
 
     def end(self, request_id: str, reason: str = "abort") -> None:
-        """No more is wanted of one request."""
+        """Ends one request early."""
         self._living.discard(request_id)
         self._client.abort(request_id, reason)
         self._woken.set()
 
     def close(self) -> None:
-        """No more is wanted at all; what was not taken yet is dropped."""
+        """Aborts all unfinished requests and drops the events that were not consumed."""
         for request_id in list(self._living):
             self.end(request_id)
         self._pending = []
 
     def push(self, event: TokenEvent) -> None:
-        """An event of one of the requests has come."""
+        """Adds an event of one of the requests."""
         if event.finish_reason is not None:
             self._living.discard(event.request_id)
-            if event.finish_reason in ("lost", "abort") and self._num_unanswered:  # may never be answered
-                self.refuse(RequestRefused("unavailable", event.error or "it was ended"))
+            if event.finish_reason in ("lost", "abort") and self._num_unanswered:
+                # The router may never accept or refuse the others, for which `accepted` waits.
+                self.refuse(RequestRefused("unavailable", event.error or "the request was aborted"))
         self._pending.append(event)
         self._woken.set()
 
     def accept(self) -> None:
-        """One of the requests is queued."""
+        """Notes that one of the requests is queued."""
         self._num_unanswered -= 1
         self._woken.set()
 
     def refuse(self, error: RequestRefused) -> None:
-        """One of the requests is not."""
+        """Notes that one of the requests was refused."""
         self._refused = self._refused or error
         self._woken.set()

@@ -1,8 +1,8 @@
-"""The router's process: a `Router` over a worker process, what it is told, and its end.
+"""The router process, which runs a `Router` over a worker process until the launcher ends it.
 
-Started by `launch.py` alone, with its settings as a line of JSON on stdin. Standard input stays open behind
-that line for as long as the launcher lives: DRAIN and ABORT come there, and at its end this process ends too,
-and with it the worker and the API. Signals are the launcher's. Knows no HTTP and no torch.
+`launch.py` starts it with its settings as a line of JSON on standard input, and keeps standard input open.
+DRAIN and ABORT come there. When standard input ends, this process ends too, and with it the worker and the
+API.
 """
 
 import asyncio
@@ -21,17 +21,17 @@ from .child_process import ignore_signals
 from .router import Router
 from .worker_client import WorkerClient
 
-DRAIN = b"drain\n"  # finish what runs, within the time for it
-ABORT = b"abort\n"  # end what runs now
-ABORT_SECONDS = 2.0  # for the step under way, once every request is aborted; then the worker is killed in it
+DRAIN = b"drain\n"  # finish running requests, within the shutdown timeout
+ABORT = b"abort\n"  # abort running requests now
+ABORT_SECONDS = 2.0  # for the steps in flight, once every request is aborted; then the worker is killed
 
 
 class RouterSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """What the router's process is started with.
+    """The settings of the router process.
 
-    socket: path to listen at. step_timeout: as in `WorkerClient`. leftovers: paths of sockets, and a directory
-    after what it holds, that the launcher removes at the end; this process does so where the launcher was
-    killed.
+    socket: path to listen at. step_timeout: as in `WorkerClient`. leftovers: paths of sockets, and of a
+    directory after the files in it, which the launcher removes at the end, or this process if the launcher
+    was killed.
     """
 
     config: EngineConfig
@@ -43,7 +43,7 @@ class RouterSettings(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class _Process:
-    """One router, from its start to its exit code."""
+    """Runs one router, from its start to its exit code."""
 
     def __init__(self, settings: RouterSettings) -> None:
         self._settings = settings
@@ -65,7 +65,7 @@ class _Process:
 
     def _drain(self) -> None:
         if self._router.status().state == "starting":
-            self._serving.cancel()  # nothing runs, and the weights are not waited for
+            self._serving.cancel()  # no request runs, and loading the weights may take long
         else:
             self._router.drain()
             self._loop.call_later(self._settings.shutdown_timeout, self._abort)
@@ -75,20 +75,20 @@ class _Process:
         self._loop.call_later(ABORT_SECONDS, self._serving.cancel)
 
     def _on_stdin(self) -> None:
-        told = os.read(sys.stdin.fileno(), 4096)
-        for line in told.splitlines(keepends=True):  # never cut: what is this short is written at once
+        received = os.read(sys.stdin.fileno(), 4096)
+        for line in received.splitlines(keepends=True):  # lines this short are written in one piece
             if line == DRAIN:
                 self._drain()
             elif line == ABORT:
                 self._abort()
-        if not told:  # the launcher is gone, or wants this process to be
+        if not received:  # the launcher has ended, or wants this process to end
             self._loop.remove_reader(sys.stdin.fileno())
             self._is_orphan = True
             self._serving.cancel()
 
 
 def remove(leftovers: list[str]) -> None:
-    """Remove sockets, and directories that are empty then; what is gone already is none."""
+    """Removes sockets, and directories if they are empty then. Paths that do not exist are no error."""
     for path in leftovers:
         with suppress(OSError):
             os.rmdir(path) if os.path.isdir(path) else os.unlink(path)
@@ -99,9 +99,9 @@ async def _run(settings: RouterSettings) -> int:
 
 
 def main() -> int:
-    """Run a router; stdin brings `RouterSettings` as a line of JSON, and stays open."""
+    """Runs a router, with `RouterSettings` as a line of JSON on standard input, which stays open."""
     ignore_signals()
-    with open(sys.stdin.fileno(), "rb", buffering=0, closefd=False) as stdin:  # takes nothing behind the line
+    with open(sys.stdin.fileno(), "rb", buffering=0, closefd=False) as stdin:  # reads nothing beyond the line
         settings = msgspec.json.decode(stdin.readline(), type=RouterSettings)
     return uvloop.run(_run(settings))
 

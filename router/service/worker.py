@@ -1,12 +1,12 @@
-"""The worker: the process that holds the device. Carries out step plans that come as bytes, answers in bytes.
+"""The worker process, which owns the device and runs the steps that the router plans.
 
-Started by `worker_client.py` alone, which hands it one end of a socket pair: there is no file and no port to
-find it by, and the end of the one process is seen by the other as the end of the stream. It serves rpyc there,
-with nothing of rpyc but calls of five methods that take bytes and return bytes (msgspec's; nothing is
-pickled). Knows no request and no text. Steps overlap by one: a plan is launched before the result of the plan
-before it is waited for, so a GPU always has its next step queued.
+`worker_client.py` starts it with one end of a socket pair, so there is no file and no port to connect to, and
+each process sees the end of the other as the end of the stream. rpyc serves calls of five methods there,
+which take bytes and return bytes, encoded by msgspec; nothing is pickled. Steps overlap by one: a plan is
+launched before the worker waits for the result of the plan before it, so a GPU always has its next step
+queued.
 
-torch is imported when the model is asked for, so that a worker whose router has died ends at once before, too.
+torch is imported when the model is loaded, so that a worker whose router dies before that ends at once.
 """
 
 import argparse
@@ -33,8 +33,8 @@ if TYPE_CHECKING:
 
 Request = TypeVar("Request")
 
-# Attributes: exposed methods by name, and nothing else. A default that rpyc takes from the environment
-# (bind_threads) or that may change is written out, so that this is all of it.
+# rpyc may look up exposed methods by name, and nothing else. Defaults that rpyc reads from the environment
+# (bind_threads) or may change are written out, so that the configuration is complete.
 RPYC_CONFIG: dict[str, Any] = {
     "allow_getattr": True,
     "allow_exposed_attrs": True,
@@ -54,45 +54,46 @@ RPYC_CONFIG: dict[str, Any] = {
     "propagate_SystemExit_locally": True,
     "close_catchall": True,
     "bind_threads": False,
-    "sync_request_timeout": None,  # weights may take minutes; the process is watched instead
+    "sync_request_timeout": None,  # loading weights may take minutes; the process is watched instead
 }
 
-_LOST = "the worker has lost its memory or its device; start another"
+_LOST = "the worker has lost its memory or its device; start another worker"
 _logger = logging.getLogger("lightkv.worker")
 _encode = msgspec.msgpack.encode
 
 
 class BadRequest(LightKVError):
-    """A request that is no message, or that comes at the wrong time. Nothing was done."""
+    """A call whose argument is not a valid message, or which comes at the wrong time. Nothing was done."""
 
 
 class StepSkipped(LightKVError):
-    """A step that was not computed, since the one before it had failed."""
+    """A step that was not computed, because the step before it had failed."""
 
     def __init__(self, failed: WorkerError) -> None:
-        super().__init__(f"not computed, since step {failed.step} failed: {failed.kind}: {failed.message}")
+        super().__init__(f"not computed, because step {failed.step} failed: {failed.kind}: {failed.message}")
 
 
 def connect(root: rpyc.Service, stream: Stream, config: dict[str, Any]) -> rpyc.Connection:
-    """rpyc over one end of a socket pair. Compression, on by default, costs ten times the copy."""
+    """Returns an rpyc connection over one end of a socket pair, without compression, which is on by default and
+    takes ten times as long as the copy."""
     return rpyc.Connection(root, rpyc.Channel(stream, compress=False), config)
 
 
 class StepPipeline:
-    """Runs plans in order, one behind the other: each call answers for the step before.
+    """Runs plans in order. Each call launches a plan and returns the result of the plan before it.
 
-    A step that fails is answered for in its turn. The step behind it, planned in ignorance, is not computed:
-    its edits are applied, unless the failure was fatal, and it fails too. `launched` is called when a plan has
-    been launched, before the result of another is waited for.
+    A failed step is reported in place of its result. The next step was planned before the failure was known, so
+    it is not computed and fails, too; its edits are applied, unless the failure was fatal. `launched` is called
+    after a plan was launched, before the pipeline waits for the result of another.
     """
 
     def __init__(self, runner: "ModelRunner", launched: Callable[[], None] = lambda: None) -> None:
         self._runner = runner
         self._launched = launched
-        self._last: int | WorkerError | None = None  # the step not answered for: its number, or its failure
+        self._last: int | WorkerError | None = None  # the step in flight: its number, or its failure
 
     def step(self, plan: StepPlan) -> Done[StepResult | None] | WorkerError:
-        """Launch a plan, then answer for the step before; None where there is none."""
+        """Launches a plan, then returns the result of the step before it; None if there is none."""
         launched = self._launch(plan)
         self._launched()
         answer = self.flush()
@@ -100,7 +101,7 @@ class StepPipeline:
         return answer
 
     def flush(self) -> Done[StepResult | None] | WorkerError:
-        """Answer for the last step; None where that was done."""
+        """Returns the result of the last step; None if it was returned already."""
         last, self._last = self._last, None
         if last is None:
             return Done(None)
@@ -126,28 +127,29 @@ class StepPipeline:
 
 
 class SlowWork:
-    """Tells the router what keeps this process: a line for each slow part of a call, then an empty one."""
+    """Reports slow work to the router: a line for each slow part of a call, then an empty line."""
 
     def __init__(self, out: TextIO) -> None:
         self._out = out
         self._is_announced = False
 
     def announce(self, line: str) -> None:
-        """Something begins that may take long."""
+        """Reports the begin of work that may take long."""
         self._is_announced = True
         print(line, file=self._out)
 
     def finish(self) -> None:
-        """What was announced is over."""
+        """Reports the end of the announced work."""
         if self._is_announced:
             self._is_announced = False
             print(file=self._out)
 
 
 class Worker(rpyc.Service):
-    """What the router can call: bytes in, and the bytes of a `Done` or a `WorkerError` out, never an exception.
+    """The methods that the router can call. They return the bytes of a `Done` or a `WorkerError`, and never
+    raise.
 
-    `progress` takes lines of text while the model loads, and whenever a step has to compile or capture
+    `progress` gets lines of text while the model loads, and whenever a step has to compile or capture
     something; an empty line ends them.
     """
 
@@ -157,12 +159,12 @@ class Worker(rpyc.Service):
         self._pipeline: StepPipeline | None = None
 
     def exposed_start(self, request: bytes) -> bytes:
-        """`WorkerStart` → `RunnerInfo`: load the model, once."""
+        """`WorkerStart` → `RunnerInfo`: loads the model, once."""
         self._slow_work.announce("importing torch")
         return self._answer(_START, request, self._start)
 
     def exposed_step(self, request: bytes) -> bytes:
-        """`StepPlan` → the `StepResult` of the plan before it; None for the first, and after a flush."""
+        """`StepPlan` → the `StepResult` of the plan before it; None for the first plan and after a flush."""
         return self._answer(_PLAN, request, lambda plan: self._started()[1].step(plan))
 
     def exposed_flush(self) -> bytes:
@@ -170,25 +172,24 @@ class Worker(rpyc.Service):
         return self._answer(_NOTHING, b"\xc0", lambda _: self._started()[1].flush())
 
     def exposed_check(self, request: bytes) -> bytes:
-        """(edits, `ExpectedMemory`) → None: apply the edits and recount. A failure is fatal."""
+        """(edits, `ExpectedMemory`) → None: applies the edits and recounts the memory. A failure is fatal."""
         return self._answer(_CHECK, request, self._check)
 
     def exposed_map(self, request: bytes) -> bytes:
-        """(edits, `SlotOwners`) → `PoolMap`: apply the edits, and tell what every slot is used for."""
+        """(edits, `SlotOwners`) → `PoolMap`: applies the edits and finds what every slot is used for."""
         return self._answer(_MAP, request, self._map)
 
     def _start(self, start: WorkerStart) -> Done[RunnerInfo]:
         if self._runner is not None:
-            raise BadRequest("this worker has its model; start another for another one")
-        if (start.rank, start.world_size) != (0, 1):
-            raise BadRequest(f"rank {start.rank} of {start.world_size} asked for; a worker is rank 0 of 1")
+            raise BadRequest("this worker has loaded its model; start another worker for another model")
+
         import torch
 
         from lightkv.router.model.build import build_runner, pick_device
 
         device = pick_device(start.config.device)
         if device.type == "cuda":
-            torch.cuda.set_device(device)  # kernels are launched there, wherever their tensors are
+            torch.cuda.set_device(device)  # kernels are launched on the current device, not on their tensors'
         runner, info = build_runner(start.config, self._slow_work.announce)
         runner.announce(self._slow_work.announce)
         _announce_compilation(self._slow_work.announce)
@@ -207,7 +208,7 @@ class Worker(rpyc.Service):
 
     def _started(self) -> "tuple[ModelRunner, StepPipeline]":
         if self._runner is None or self._pipeline is None:
-            raise BadRequest("no model yet; call start first")
+            raise BadRequest("the model is not loaded; call start first")
         return self._runner, self._pipeline
 
     def _answer(
@@ -225,10 +226,11 @@ class Worker(rpyc.Service):
 
 
 def _announce_compilation(announce: Callable[[str], None]) -> None:
-    """Have Triton tell when it compiles a kernel that no cache holds, unless something else listens there."""
+    """Makes Triton report when it compiles a kernel that is not in its cache, unless its hook is in use
+    already."""
     try:
         from triton import knobs
-    except ImportError:  # torch runs without it on a CPU
+    except ImportError:  # torch runs without Triton on a CPU
         return
 
     def hook(*, fn: Any, **_: Any) -> None:
@@ -239,16 +241,16 @@ def _announce_compilation(announce: Callable[[str], None]) -> None:
 
 
 def _decode(decoder: "msgspec.msgpack.Decoder[Request]", request: bytes) -> Request:
-    if type(request) is not bytes:  # what else rpyc passes may be a live reference to the caller's objects
-        raise BadRequest(f"a request of {type(request).__name__}; give bytes")
+    if type(request) is not bytes:  # anything else from rpyc may be a live reference to the caller's objects
+        raise BadRequest(f"a request of type {type(request).__name__}; give bytes")
     try:
         return decoder.decode(request)
     except (msgspec.DecodeError, ValueError) as error:
-        raise BadRequest(f"a request of {len(request)} bytes that is no such message: {error}") from error
+        raise BadRequest(f"a request of {len(request)} bytes is not a valid message: {error}") from error
 
 
 def failure(error: Exception, fatal: bool, step: int | None = None) -> WorkerError:
-    """The error as the router is told it; one that nobody raised on purpose is logged with its traceback."""
+    """Returns the error as a message for the router. Unexpected errors are logged with their traceback."""
     if not isinstance(error, LightKVError):
         _logger.error("step %s failed", step, exc_info=error)
     message = str(error).encode("utf-8", "replace").decode()  # half a surrogate pair cannot be encoded
@@ -263,27 +265,28 @@ _NOTHING = msgspec.msgpack.Decoder(None)
 
 
 def exit_with_peer(connection: socket.socket) -> None:
-    """Wait until the other end is closed, by its process's death if not otherwise; then end this process."""
+    """Waits until the other end is closed, which also happens when its process dies, and then ends this
+    process."""
     poll = select.poll()
-    poll.register(connection, select.POLLRDHUP)  # and POLLHUP, which is always told; never data
+    poll.register(connection, select.POLLRDHUP)  # POLLHUP is always reported, too; data is not
     poll.poll()
-    os._exit(0)  # whatever the main thread is computing: nobody is left to want it
+    os._exit(0)  # even if the main thread is computing, because the router cannot use the result any more
 
 
 def main() -> None:
-    """Serve the router at the other end of an inherited socket until it goes."""
-    parser = argparse.ArgumentParser(description="The process that holds the device. Started by the router.")
+    """Serves the router at the other end of an inherited socket until the router ends."""
+    parser = argparse.ArgumentParser(description="The process that owns the device. The router starts it.")
     parser.add_argument("--fd", type=int, required=True, help="the inherited end of a socket pair")
-    parser.add_argument("--progress-fd", type=int, required=True, help="a pipe, for lines of progress")
+    parser.add_argument("--progress-fd", type=int, required=True, help="a pipe for lines of progress")
     args = parser.parse_args()
-    ignore_signals()  # it ends with the router
+    ignore_signals()  # this process ends with the router
     for fd in (args.fd, args.progress_fd):
-        os.set_inheritable(fd, False)  # a child of this process must not keep them open after it
+        os.set_inheritable(fd, False)  # a child of this process must not keep them open
     connection = socket.socket(fileno=args.fd)
     threading.Thread(target=exit_with_peer, args=(connection,), daemon=True).start()
     worker = Worker(os.fdopen(args.progress_fd, "w", buffering=1, encoding="utf-8"))
     connect(worker, rpyc.SocketStream(connection), RPYC_CONFIG).serve_all()
-    os._exit(0)  # torch's threads and libraries are not waited for
+    os._exit(0)  # without waiting for torch's threads and libraries
 
 
 if __name__ == "__main__":

@@ -1,7 +1,8 @@
-"""The router's end of a worker: starts the process, calls it without blocking the event loop, sees its death.
+"""The router's client of a worker: starts the process, calls it without blocking the event loop, and notices
+its end.
 
-A worker that does not answer a call in time is killed, which is a death like any other. The worker does not
-outlive this process, whose end of the socket pair is closed when it ends. This module loads no torch.
+A worker that does not answer a call in time is killed, and this is reported like any other end of the
+process. The worker does not outlive this process, because it ends when its socket is closed.
 """
 
 import asyncio
@@ -32,9 +33,11 @@ from .worker import RPYC_CONFIG, connect
 Report = Callable[[str], None]
 Result = TypeVar("Result")
 
-_REAP_SECONDS = 1.0  # a dead process that held a GPU can take longer to be gone; callers are told before
-_LOOK_UP_SECONDS = 10.0  # for the worker's methods, the only answers that the event loop waits for
-# This end calls, and can be called for nothing.
+_REAP_SECONDS = (
+    1.0  # callers wait no longer for the exit code: a process that used a GPU can take long to exit
+)
+_LOOK_UP_SECONDS = 10.0  # for looking up the worker's methods, the only calls that block the event loop
+# This end makes calls and accepts none.
 _CLIENT_CONFIG = {
     **RPYC_CONFIG,
     "allow_getattr": False,
@@ -45,16 +48,16 @@ _encode = msgspec.msgpack.encode
 
 
 class WorkerDied(LightKVError):
-    """The worker process has ended, and what it was asked is lost.
+    """The worker process has ended, and the call is lost.
 
-    `returncode`: its exit code, or minus the signal; None while the kernel is still taking it down. `reason`:
-    why the router killed it, if it did.
+    `returncode`: its exit code, or minus the number of the signal; None while the process is still exiting.
+    `reason`: why the router killed it, if it did.
     """
 
     def __init__(self, returncode: int | None, reason: str = "") -> None:
         self.returncode = returncode
         if reason:
-            super().__init__(f"the worker process was killed: {reason}; start another")
+            super().__init__(f"the worker process was killed: {reason}; start another worker")
             return
         if returncode is None:
             how = "closed its connection"
@@ -63,11 +66,11 @@ class WorkerDied(LightKVError):
         else:
             how = f"exited with code {returncode}"
         hint = " (by the kernel, if memory ran out: see dmesg)" if returncode == -signal.SIGKILL else ""
-        super().__init__(f"the worker process {how}{hint}; what it printed last may say why; start another")
+        super().__init__(f"the worker process {how}{hint}; its last output may say why; start another worker")
 
 
 class WorkerFailed(LightKVError):
-    """The worker lives, and answered with an error. The fields are those of `WorkerError`."""
+    """The worker answered with an error and is still running. The fields are those of `WorkerError`."""
 
     def __init__(self, error: WorkerError) -> None:
         self.kind = error.kind
@@ -78,14 +81,15 @@ class WorkerFailed(LightKVError):
 
 
 class WorkerClient:
-    """One worker process: made with it, of no use after it. For one event loop, in which it is made.
+    """One worker process, which starts with the client. A client belongs to the event loop in which it is made.
 
-    Calls are made one at a time. Each raises WorkerDied once the process has ended, however that came, and
-    WorkerFailed for what the worker answers; after one that is `fatal`, `kill` it and make another. A call
-    that is cancelled kills the worker: its place in the plans would not be known.
+    Calls are made one at a time. Each raises WorkerDied once the process has ended, and WorkerFailed if the
+    worker answers with an error; after a `fatal` one, `kill` the worker and make another client. Cancelling a
+    call kills the worker, because it would be unknown which plans it has run.
 
-    `step_timeout`: seconds that a call may take once the model is loaded, before the worker is killed; None is
-    60 on a GPU and 600 on a CPU. It may take 600 where the worker says that it compiles or captures something.
+    `step_timeout`: seconds that a call may take once the model is loaded, before the worker is killed; None
+    means 60 on a GPU and 600 on a CPU. While the worker reports that it compiles or captures something, a
+    call may take 600 seconds.
     """
 
     def __init__(self, step_timeout: float | None = None) -> None:
@@ -98,7 +102,7 @@ class WorkerClient:
                 command("service.worker", "--fd", str(theirs.fileno()), "--progress-fd", str(progress_end)),
                 stdin=subprocess.DEVNULL,
                 pass_fds=(theirs.fileno(), progress_end),
-                start_new_session=True,  # Ctrl-C in a terminal is for the router, which takes it down
+                start_new_session=True,  # Ctrl-C in a terminal does not reach it; it ends with the router
             )
         except BaseException:
             ours.close()
@@ -119,32 +123,32 @@ class WorkerClient:
         self._watch: CallWatch | None = None  # once the model is loaded
         self._watchers: list[asyncio.Task[None]] = []
         self._loop.add_reader(self._progress, self._on_progress)
-        self._burial = self._loop.create_task(self._bury())
+        self._cleanup = self._loop.create_task(self._clean_up())
         threading.Thread(target=self._reap, daemon=True).start()
 
     @property
     def pid(self) -> int:
-        """The process's id."""
+        """The process id."""
         return self._process.pid
 
     @property
     def alive(self) -> bool:
-        """Can it still answer?"""
+        """Whether the worker can still answer."""
         return not self._ended.done() and not self._exited.done()
 
     async def start(self, config: EngineConfig, report: Report) -> RunnerInfo:
-        """Load the model, however long it takes; `report` gets progress, a line at a time.
+        """Loads the model, without a time limit. `report` gets progress, a line at a time.
 
-        Kills the worker if it fails. What `build_runner` raises comes as a WorkerFailed of that `kind`.
+        Kills the worker on failure. An error that `build_runner` raises becomes a WorkerFailed of that `kind`.
         """
         if self._remote:
-            raise RuntimeError("this worker has been started; make another client for another one")
+            raise RuntimeError("this worker was started already; make another client for another worker")
         relay = self._loop.create_task(self._relay(report))
         try:
             await self._wait_for(self._connection.async_request, HANDLE_PING, b"")
             await self._look_up()
             info = await self._call("start", _INFO, WorkerStart(config))
-            await relay  # the worker has said that it is done
+            await relay  # until the worker has reported the end of its slow work
             self._begin_watch(info)
             return info
         except BaseException:
@@ -154,41 +158,41 @@ class WorkerClient:
             relay.cancel()
 
     async def step(self, plan: StepPlan) -> StepResult | None:
-        """Launch a plan. Returns the result of the plan before it, or None if that was returned already.
+        """Launches a plan. Returns the result of the plan before it, or None if that was returned already.
 
-        A WorkerFailed, too, is about the plan before it, `step`; the one given has been taken all the same.
+        A WorkerFailed is about the plan before it, too (its `step`); the given plan is in flight all the same.
         """
         return await self._call("step", _STEP, plan)
 
     async def flush(self) -> StepResult | None:
-        """The result of the last plan, or None if that was returned already."""
+        """Returns the result of the last plan, or None if that was returned already."""
         return await self._call("flush", _STEP)
 
-    async def check(self, edits: bytes, holding: ExpectedMemory) -> None:
-        """Apply the edits that no plan has carried yet and recount the memory. A WorkerFailed is fatal."""
-        await self._call("check", _CHECKED, (edits, holding))
+    async def check(self, edits: bytes, expected: ExpectedMemory) -> None:
+        """Applies edits that no plan has carried yet, and recounts the memory. A WorkerFailed is fatal."""
+        await self._call("check", _CHECKED, (edits, expected))
 
     async def map(self, edits: bytes, owners: SlotOwners) -> PoolMap:
-        """Apply the edits that no plan has carried yet, and get what every slot is used for."""
+        """Applies edits that no plan has carried yet, and returns what every slot is used for."""
         return await self._call("map", _MAPPED, (edits, owners))
 
     def kill(self, reason: str = "") -> None:
-        """End the process; it has nothing to save. `reason` is told by the WorkerDied that follows."""
+        """Kills the process, which has nothing to save. The WorkerDied that follows has the `reason`."""
         self._kill_reason = self._kill_reason or reason
         self._process.kill()
 
     async def wait_dead(self) -> WorkerDied:
-        """How it ended, once the process is gone and its memory is free again."""
-        return await asyncio.shield(self._burial)
+        """Waits until the process has exited and its memory is free. Returns how it ended."""
+        return await asyncio.shield(self._cleanup)
 
     async def _look_up(self) -> None:
-        """Get hold of the remote methods once; each look-up costs as much as a call. The worker serves by now,
-        so this does not block for long."""
+        """Looks up the remote methods once, because each look-up takes as long as a call. The worker is
+        serving by now, so this blocks the event loop only briefly."""
         try:
             root = self._connection.root
             self._remote = {verb: rpyc.async_(getattr(root, verb)) for verb in _VERBS}
         except TimeoutError:
-            self.kill(f"it did not say within {_LOOK_UP_SECONDS:g} s what can be called")
+            self.kill(f"it did not list its methods within {_LOOK_UP_SECONDS:g} s")
             raise await self.wait_dead() from None
         except (EOFError, OSError):
             self.kill()
@@ -197,34 +201,34 @@ class WorkerClient:
     async def _call(
         self, verb: str, decoder: "msgspec.msgpack.Decoder[Done[Result] | WorkerError]", *request: Any
     ) -> Result:
-        """What the worker answers to `verb`, of which `request` is the one argument or none.
+        """Returns the worker's answer to the method `verb`. `request`: its argument, or nothing.
 
-        A worker that answers with anything else than a message is killed.
+        A worker whose answer is not a valid message is killed.
         """
         method = self._remote.get(verb)
         if method is None and self.alive:
             raise RuntimeError(f"{verb} before start")
         answer = await self._wait_for(method, *map(_encode, request))
         try:
-            # What is not exactly bytes may be a live reference to an object of the worker.
+            # Anything but exactly bytes may be a live reference to an object of the worker.
             decoded = decoder.decode(answer if type(answer) is bytes else b"")
         except (msgspec.DecodeError, ValueError):
-            self.kill(f"it answered {verb} with what is no answer")
+            self.kill(f"its answer to {verb} is not a valid message")
             raise await self.wait_dead() from None
         if isinstance(decoded, WorkerError):
             raise WorkerFailed(decoded)
         return decoded.result
 
     async def _wait_for(self, send: Any, *request: Any) -> Any:
-        """What comes back for `send(*request)`, an rpyc request that does not block."""
+        """Returns the result of `send(*request)`, an rpyc request that does not block."""
         if self._answer is not None:
-            raise RuntimeError("a call is under way; await it first")
+            raise RuntimeError("another call is in flight; await it first")
         if self._died is not None:
             raise self._died
         answer = self._answer = self._loop.create_future()
         try:
-            if self.alive:  # else it is being buried, and the answer is that
-                with suppress(EOFError):  # the stream tells of its end by itself
+            if self.alive:  # otherwise `_clean_up` sets the answer to WorkerDied
+                with suppress(EOFError):  # the stream reports its end by itself
                     send(*request).add_callback(partial(_resolve, answer))
                 if self._watch is not None:
                     self._watch.begin()
@@ -248,18 +252,18 @@ class WorkerClient:
     async def _kill_when_overdue(self, watch: CallWatch) -> None:
         while not watch.look():
             await asyncio.sleep(watch.tick_seconds)
-        self.kill(f"a call was not back after {watch.allowed:g} s (--step-timeout is {watch.limit:g})")
+        self.kill(f"a call took more than {watch.allowed:g} s (--step-timeout is {watch.limit:g})")
 
     async def _postpone_while_busy(self, watch: CallWatch) -> None:
-        """What the worker compiles or captures may take longer than a step."""
+        """Allows calls more time while the worker reports that it compiles or captures something."""
         async for line in self._lines:
             watch.postpone(COMPILE_SECONDS if line.strip() else None)
 
     def _on_message(self) -> None:
         try:
             self._connection.serve(0)
-        except Exception:  # what arrived is no message of rpyc
-            self.kill("it sent what is no answer")
+        except Exception:  # the bytes are not a message of rpyc
+            self.kill("it sent bytes that are not an rpyc message")
 
     def _on_progress(self) -> None:
         if data := os.read(self._progress, 1 << 16):
@@ -269,18 +273,18 @@ class WorkerClient:
             self._lines.feed_eof()
 
     def _end(self) -> None:
-        """The stream is over; `_bury` goes on from here."""
+        """Notes the end of the stream; `_clean_up` does the rest."""
         if not self._ended.done():
             self._ended.set_result(None)
 
-    async def _bury(self) -> WorkerDied:
-        """Wait for the end of the stream or the process, whichever shows first, and see to the rest."""
+    async def _clean_up(self) -> WorkerDied:
+        """Waits until the stream or the process has ended, ends the other, and closes everything."""
         try:
             await asyncio.wait((self._ended, self._exited), return_when=asyncio.FIRST_COMPLETED)
-            self.kill()  # without its stream it is of no use
+            self.kill()  # without its stream the worker cannot be used
             await asyncio.wait((self._exited,), timeout=_REAP_SECONDS)
         finally:
-            self.kill()  # also when the loop is taken down
+            self.kill()  # also if the event loop is closed
             self._end()
             self._close()
         await asyncio.wait((self._exited,))
@@ -293,20 +297,20 @@ class WorkerClient:
             self._answer.set_exception(self._died)
         for task in self._watchers:
             task.cancel()
-        self._stream.close()  # before the connection: rpyc would wait for a farewell
+        self._stream.close()  # before the connection, which would wait for the peer's goodbye
         self._connection.close()
         self._loop.remove_reader(self._progress)
         os.close(self._progress)
         self._lines.feed_eof()
 
     def _reap(self) -> None:
-        """In a thread of its own: it works under every event loop."""
+        """Waits for the process to exit, in its own thread, which works with every event loop."""
         self._process.wait()
-        with suppress(RuntimeError):  # the loop may be closed
+        with suppress(RuntimeError):  # the event loop may be closed
             self._loop.call_soon_threadsafe(self._exited.set_result, None)
 
     async def _relay(self, report: Report) -> None:
-        """Pass on progress until the worker says that it is done, or ends."""
+        """Passes on lines of progress until an empty line or the end of the worker."""
         async for line in self._lines:
             text = line.decode().rstrip("\n")
             if not text:
@@ -317,7 +321,7 @@ class WorkerClient:
 def _resolve(answer: "asyncio.Future[Any]", result: rpyc.AsyncResult) -> None:
     if answer.done():  # cancelled
         return
-    # An exception is one that rpyc carried. The worker itself raises none, so it is no answer.
+    # The worker's methods never raise, so an exception that rpyc carried is not a valid answer.
     answer.set_result(None if result.error else result.value)
 
 

@@ -4,11 +4,10 @@ Knows the names of allocations and admissions; imports neither a scheduler nor n
 """
 
 import math
-from dataclasses import dataclass, field, fields
-from typing import Any
+from dataclasses import dataclass
 
 from lightkv.errors import LightKVError
-from lightkv.router.config import ADMISSIONS
+from lightkv.router.config import ADMISSIONS, flag, setting
 
 PAGE_SIZES = (16, 32, 64, 128, 256)
 ALLOCATIONS = ("token", "contiguous", *(f"paged:{size}" for size in PAGE_SIZES))
@@ -22,59 +21,55 @@ class InvalidSimulation(LightKVError, ValueError):
     """A setting outside what it can be, or a request of the trace that could never run."""
 
 
-def _setting(default: Any, text: str) -> Any:
-    return field(default=default, metadata={"help": text})
-
-
 @dataclass(frozen=True)
 class SimulationConfig:
     """Every setting of a simulation, from which the command line makes its options."""
 
-    allocation: str = _setting(
+    allocation: str = setting(
         "token",
         "token; paged:16, paged:32, paged:64, paged:128 or paged:256; contiguous (prompt and --max-new "
         "reserved in one run).",
     )
-    admission: str | None = _setting(
+    admission: str | None = setting(
         None,
         f"Who is admitted by what: {', '.join(ADMISSIONS)}. Default: exact; sum for contiguous, which can do "
         "no other.",
     )
-    capacity: int = _setting(120_000, "Tokens that the K/V pool holds.")
-    max_num_seqs: int = _setting(256, "Requests that run at once.")
-    prefill_chunk: int = _setting(2048, "Prompt tokens a step at most; 0: no limit.")
-    max_new: int = _setting(4096, "The most output tokens of a request, which no trace tells.")
-    requests: int | None = _setting(
+    capacity: int = setting(120_000, "Tokens that the K/V pool holds.")
+    max_num_seqs: int = setting(256, "Requests that run at once.")
+    prefill_chunk: int = setting(2048, "Prompt tokens a step at most; 0: no limit.")
+    max_new: int = setting(4096, "The most output tokens of a request, which no trace tells.")
+    requests: int | None = setting(
         None, "Requests of the trace; a file begins again after its last. Default: all of a file, 2000 else."
     )
-    load: float | None = _setting(
+    load: float | None = setting(
         None,
         "Arrivals at so many times what an oracle serves of this trace when all requests wait at the start, "
         "which is simulated first. Default: the trace's own times; 1.0 where it has none.",
     )
-    rate: float | None = _setting(None, "Arrivals at so many requests a second; inf: all at the start.")
-    saturation: float | None = _setting(
+    rate: float | None = setting(None, "Arrivals at so many requests a second; inf: all at the start.")
+    saturation: float | None = setting(
         None, "For --load: the requests a second that an oracle serves, where it is known already."
     )
-    ttft_target: float = _setting(10.0, "Seconds to the first token at most, for goodput.")
-    tpot_target: float = _setting(0.1, "Seconds between tokens at most (a request's mean), for goodput.")
-    patience: float | None = _setting(
+    ttft_target: float = setting(10.0, "Seconds to the first token at most, for goodput.")
+    tpot_target: float = setting(0.1, "Seconds between tokens at most (a request's mean), for goodput.")
+    patience: float | None = setting(
         None,
         "Seconds after which a request that waits lets those go first that have waited less. Default: first "
         "come, first served; 0.8 of --ttft-target for timely.",
     )
-    reserve: float | None = _setting(
+    reserve: float | None = setting(
         None,
         "Share of the pool that admission leaves alone. Default: the admission's own, 0.03 for quantile and "
         "timely, 0.01 for watermark, 0 for the others.",
     )
-    step_time: str = _setting(
+    step_time: str = setting(
         "",
         "A JSON file of a step-time model, or its parameters (base=0.007,per_kv=4e-8 …). Default: Llama-3-8B "
         "on an H200.",
     )
-    skip_too_large: bool = _setting(False, "Leave out requests that could never fit, rather than stop.")
-    seed: int = _setting(0, "Decides all that is drawn: arrivals, a workload's lengths, estimates.")
+    skip_too_large: bool = setting(False, "Leave out requests that could never fit, rather than stop.")
+    seed: int = setting(0, "Decides all that is drawn: arrivals, a workload's lengths, estimates.")
 
     def __post_init__(self) -> None:
         """Raises InvalidSimulation, InvalidAllocation."""
@@ -89,15 +84,15 @@ class SimulationConfig:
             )
         for name, least in (("capacity", 1), ("max_num_seqs", 1), ("prefill_chunk", 0), ("max_new", 1)):
             if getattr(self, name) < least:
-                raise InvalidSimulation(f"{_flag(name)} is {getattr(self, name)}; give at least {least}")
+                raise InvalidSimulation(f"{flag(name)} is {getattr(self, name)}; give at least {least}")
         if self.requests is not None and self.requests < 1:
             raise InvalidSimulation(f"--requests is {self.requests}; give at least 1")
         for name in ("load", "rate", "saturation", "ttft_target", "tpot_target", "patience"):
             value = getattr(self, name)
             if value is not None and not value > 0:
-                raise InvalidSimulation(f"{_flag(name)} is {value}; give more than 0")
+                raise InvalidSimulation(f"{flag(name)} is {value}; give more than 0")
             if value == math.inf and name != "rate":
-                raise InvalidSimulation(f"{_flag(name)} is {value}; give a number")
+                raise InvalidSimulation(f"{flag(name)} is {value}; give a number")
         if self.reserve is not None and not 0 <= self.reserve < 1:
             raise InvalidSimulation(f"--reserve is {self.reserve}; give a share, 0 or more and less than 1")
         if self.load is not None and self.rate is not None:
@@ -107,11 +102,6 @@ class SimulationConfig:
     def counted(self) -> str:
         """The admission, named."""
         return self.admission or ("exact" if page_of(self.allocation) else "sum")
-
-    @classmethod
-    def help(cls, name: str) -> str:
-        """The text that explains a setting."""
-        return next(f.metadata["help"] for f in fields(cls) if f.name == name)
 
 
 def page_of(allocation: str) -> int:
@@ -123,7 +113,3 @@ def page_of(allocation: str) -> int:
         known = ", ".join(ALLOCATIONS)
         raise InvalidAllocation(f"--allocation is {allocation!r}; give one of {known}")
     return int(size)
-
-
-def _flag(name: str) -> str:
-    return "--" + name.replace("_", "-")

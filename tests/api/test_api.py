@@ -1,4 +1,4 @@
-"""The HTTP side: every route and its answers, whole and streamed, over a router that does what a test says."""
+"""The HTTP application over a fake router: every route and its answers, whole and streamed."""
 
 import asyncio
 import json
@@ -47,7 +47,7 @@ def api(shared: ApiUnderTest) -> ApiUnderTest:
 
 @pytest.fixture
 def fresh(tmp_path: Path) -> Iterator[ApiUnderTest]:
-    """For a test that counts from nothing, or kills the router."""
+    """A service of its own, for tests that count from zero or kill the router."""
     with service(tmp_path).running() as under_test:
         yield under_test
 
@@ -59,7 +59,7 @@ def num_tokens(api: ApiUnderTest, text: str) -> int:
 # Completions
 
 
-def test_a_completion_is_openais(api: ApiUnderTest) -> None:
+def test_a_completion_has_openais_form(api: ApiUnderTest) -> None:
     api.router.num_cached = 2
     body = api.post(COMPLETIONS, {"model": MODEL, "prompt": "The capital of France", "max_tokens": 5})
     assert body.pop("id").startswith("cmpl-")
@@ -72,7 +72,7 @@ def test_a_completion_is_openais(api: ApiUnderTest) -> None:
             "prompt_tokens": num_tokens(api, "The capital of France"),
             "completion_tokens": 5,
             "total_tokens": num_tokens(api, "The capital of France") + 5,
-            "prompt_tokens_details": None,  # it would tell what others have asked
+            "prompt_tokens_details": None,  # they would reveal the prompts of other clients
         },
     }
 
@@ -140,7 +140,7 @@ def test_null_means_the_default(api: ApiUnderTest) -> None:
     assert set(api.router.submits[0].stop_ids) == api.tokenizer.eos_ids
 
 
-def test_n_answers_to_each_prompt_have_seeds_of_their_own(api: ApiUnderTest) -> None:
+def test_each_of_n_answers_has_its_own_seed(api: ApiUnderTest) -> None:
     body = api.post(COMPLETIONS, {"prompt": ["a", "b"], "n": 3, "seed": 1, "max_tokens": 2})
     assert [choice["index"] for choice in body["choices"]] == [0, 1, 2, 3, 4, 5]
     seeds = [submit.seed for submit in api.router.submits]
@@ -161,7 +161,7 @@ def test_echo_puts_the_prompt_first(api: ApiUnderTest, prompt: Any) -> None:
 
 
 @pytest.mark.parametrize(("include", "text"), [(False, " one two"), (True, " one two three")])
-def test_a_stop_string_ends_the_answer_and_the_router_is_told(
+def test_a_stop_string_ends_the_answer_and_aborts_the_request(
     api: ApiUnderTest, include: bool, text: str
 ) -> None:
     api.router.delay = 0.01
@@ -198,7 +198,7 @@ def test_a_stop_token_is_counted_but_has_no_text_and_no_logprobs(api: ApiUnderTe
     assert body["usage"]["completion_tokens"] == 2
 
 
-def test_a_stream_says_the_same_in_pieces(api: ApiUnderTest) -> None:
+def test_a_stream_has_the_same_text_in_chunks(api: ApiUnderTest) -> None:
     api.router.delay = 0.005
     events = api.stream(COMPLETIONS, {"prompt": ["a", "b"], "n": 2, "max_tokens": 5})
     assert events[-1] == "[DONE]"
@@ -211,7 +211,7 @@ def test_a_stream_says_the_same_in_pieces(api: ApiUnderTest) -> None:
 
 
 @pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
-def test_a_streams_counts_come_last_and_without_choices(api: ApiUnderTest, path: str) -> None:
+def test_the_token_counts_are_the_last_chunk_of_a_stream(api: ApiUnderTest, path: str) -> None:
     asked = {**HELLO, "prompt": "a", "max_tokens": 5, "stream_options": {"include_usage": True}}
     *pieces, counts, done = api.stream(path, asked)
     assert done == "[DONE]"
@@ -220,7 +220,7 @@ def test_a_streams_counts_come_last_and_without_choices(api: ApiUnderTest, path:
     assert all(event["usage"] is None for event in pieces)
 
 
-def test_counts_can_come_with_every_chunk(api: ApiUnderTest) -> None:
+def test_every_chunk_can_have_token_counts(api: ApiUnderTest) -> None:
     api.router.delay = 0.005
     options = {"include_usage": True, "continuous_usage_stats": True}
     events = api.stream(COMPLETIONS, {"prompt": "a", "max_tokens": 5, "stream_options": options})
@@ -229,7 +229,7 @@ def test_counts_can_come_with_every_chunk(api: ApiUnderTest) -> None:
     assert (counts[0], counts[-1]) == (1, 5)
 
 
-def test_streams_pass_through_proxies(api: ApiUnderTest) -> None:
+def test_streams_forbid_proxies_to_buffer(api: ApiUnderTest) -> None:
     _, headers, _ = api.send("POST", COMPLETIONS, {"prompt": "a", "stream": True})
     assert headers["cache-control"] == "no-cache"
     assert headers["x-accel-buffering"] == "no"
@@ -239,7 +239,7 @@ def test_streams_pass_through_proxies(api: ApiUnderTest) -> None:
 # Chat
 
 
-def test_a_chat_is_openais(api: ApiUnderTest) -> None:
+def test_a_chat_has_openais_form(api: ApiUnderTest) -> None:
     body = api.post(CHAT, {"model": "alias/of-it", **HELLO, "max_completion_tokens": 5, "max_tokens": 9})
     assert body.pop("id").startswith("chatcmpl-")
     body.pop("created")
@@ -259,14 +259,14 @@ def test_a_chat_is_openais(api: ApiUnderTest) -> None:
     }
 
 
-def test_a_chat_gets_what_is_left_of_the_context(api: ApiUnderTest) -> None:
+def test_a_chat_may_use_the_rest_of_the_context(api: ApiUnderTest) -> None:
     api.router.script = [*api.router.script, *api.tokenizer.eos_ids]
     assert api.post(CHAT, HELLO)["choices"][0]["finish_reason"] == "stop"
     (submit,) = api.router.submits
     assert submit.params.max_tokens == LIMITS.max_model_len - len(ids_of(submit))
 
 
-def test_parts_of_a_message_are_one_text_and_other_fields_reach_the_template(api: ApiUnderTest) -> None:
+def test_parts_of_a_message_are_joined_and_other_fields_reach_the_template(api: ApiUnderTest) -> None:
     parts = [{"type": "text", "text": "Hel"}, {"type": "text", "text": "lo"}]
     message = {"role": "user", "content": parts, "name": "x"}
     api.post(CHAT, {"messages": [message], "max_tokens": 1, "add_generation_prompt": False})
@@ -323,7 +323,9 @@ def test_models(api: ApiUnderTest) -> None:
 
 
 @pytest.mark.parametrize(("age", "status"), [(0.0, 200), (29.0, 200), (31.0, 503)])
-def test_health_and_readiness_are_truthful_about_steps(api: ApiUnderTest, age: float, status: int) -> None:
+def test_health_and_readiness_depend_on_the_age_of_the_last_step(
+    api: ApiUnderTest, age: float, status: int
+) -> None:
     api.call(lambda: api.router.report("ready", Load(num_running=1, step_age=age)))
     wait_until(lambda: api.client.status.load.step_age == age)
     for path, field in (("/health", "healthy"), ("/ready", "ready")):
@@ -332,15 +334,15 @@ def test_health_and_readiness_are_truthful_about_steps(api: ApiUnderTest, age: f
     assert f'lightkv:ready{{model_name="smol"}} {float(status == 200)}' in metrics_text(api)
 
 
-def test_a_router_that_falls_silent_is_not_ready_and_takes_nothing(
+def test_a_silent_router_is_not_ready_and_requests_are_refused(
     api: ApiUnderTest, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert api.send("GET", "/health")[0] == api.send("GET", "/ready")[0] == 200
     monkeypatch.setattr("lightkv.router.service.router_client.MAX_STATUS_AGE", 1.0)
     api.router.is_silent = True
-    wait_until(lambda: api.client.heard.age > 1.0)
+    wait_until(lambda: api.client.latest.age > 1.0)
     assert api.send("GET", "/ready")[0] == 503
-    assert api.send("GET", "/health")[0] == 200  # for so long it may be
+    assert api.send("GET", "/health")[0] == 200  # a short silence is healthy
     monkeypatch.setattr("lightkv.router.service.router_client.MAX_STEP_AGE", 1.0)
     assert api.send("GET", "/health")[0] == 503
     assert 'lightkv:ready{model_name="smol"} 0.0' in metrics_text(api)
@@ -357,7 +359,7 @@ def test_a_router_that_falls_silent_is_not_ready_and_takes_nothing(
     api.post(COMPLETIONS, {"prompt": "a"})
 
 
-def test_urgency_may_be_lowered_and_is_not_raised_without_leave(api: ApiUnderTest, tmp_path: Path) -> None:
+def test_a_priority_below_0_needs_permission(api: ApiUnderTest, tmp_path: Path) -> None:
     api.post(COMPLETIONS, {"prompt": "a", "priority": 7})
     for path, body in ((COMPLETIONS, {"prompt": "a"}), (CHAT, HELLO)):
         error = api.post(path, body | {"priority": -1}, 400)["error"]
@@ -370,7 +372,7 @@ def test_urgency_may_be_lowered_and_is_not_raised_without_leave(api: ApiUnderTes
         assert [submit.priority for submit in allowing.router.submits] == [-3]
 
 
-def test_load_and_metrics_say_the_same(api: ApiUnderTest) -> None:
+def test_load_and_metrics_report_the_same_counts(api: ApiUnderTest) -> None:
     load = Load(capacity=CAPACITY, free=1500, held=2000, cached=500, forecast_peak=3000, num_ledger_checks=9)
     api.call(lambda: api.router.report("ready", load))
     wait_until(lambda: api.client.status.load == load)
@@ -383,7 +385,7 @@ def test_load_and_metrics_say_the_same(api: ApiUnderTest) -> None:
     assert 'lightkv:ledger_checks_total{model_name="smol"} 9.0' in metrics_text(api)
 
 
-def test_answers_are_measured(fresh: ApiUnderTest) -> None:
+def test_metrics_measure_answers(fresh: ApiUnderTest) -> None:
     fresh.post(COMPLETIONS, {"prompt": "a", "n": 2, "max_tokens": 5})
     lines = metrics_text(fresh).splitlines()
     assert 'vllm:time_to_first_token_seconds_count{model_name="smol"} 2.0' in lines
@@ -396,7 +398,7 @@ def test_version(api: ApiUnderTest) -> None:
 
 
 @pytest.mark.parametrize("text", ["Grüße, 🙂!", "", "long " * 5000], ids=["short", "empty", "in-a-thread"])
-def test_tokenize_and_back(api: ApiUnderTest, text: str) -> None:
+def test_tokenize_and_detokenize(api: ApiUnderTest, text: str) -> None:
     body = api.post("/tokenize", {"prompt": text})
     assert body["tokens"] == api.tokenizer.encode(text).tolist()
     assert (body["count"], body["max_model_len"]) == (len(body["tokens"]), LIMITS.max_model_len)
@@ -413,7 +415,7 @@ def test_tokenize_a_chat_and_show_its_tokens(api: ApiUnderTest) -> None:
 
 
 @pytest.mark.parametrize("tokens", [[-1], [2**31], [2**70], ["a"], 5], ids=str)
-def test_detokenize_refuses_what_are_no_ids(api: ApiUnderTest, tokens: Any) -> None:
+def test_detokenize_refuses_invalid_ids(api: ApiUnderTest, tokens: Any) -> None:
     assert api.post("/detokenize", {"tokens": tokens}, 400)["error"]["param"] == "tokens"
     assert api.post("/detokenize", {"tokens": [2**31 - 1]}) == {"prompt": ""}
 
@@ -428,8 +430,9 @@ def test_a_service_without_a_key_documents_none(api: ApiUnderTest) -> None:
 
 
 @pytest.mark.parametrize(("reason", "is_refused"), [("error", False), ("lost", True), ("abort", True)])
-def test_one_that_ends_while_another_is_not_queued_yet(reason: str, is_refused: bool) -> None:
-    """A step that failed is no refusal: the others are queued all the same, and the answer says what failed."""
+def test_a_request_that_ends_before_another_is_queued(reason: str, is_refused: bool) -> None:
+    """A failed step is not a refusal: the other requests are queued all the same, and the answer has the
+    error."""
     unused: Any = None
 
     async def submitted() -> list[TokenEvent]:

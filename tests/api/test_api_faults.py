@@ -1,4 +1,5 @@
-"""The HTTP side when things go wrong: refusals, lost answers, clients that go or crawl, keys, limits."""
+"""The HTTP application when something goes wrong: refusals, lost answers, slow clients and clients that
+disconnect, keys, limits."""
 
 import json
 import socket
@@ -46,7 +47,7 @@ def api(shared: ApiUnderTest) -> ApiUnderTest:
 
 @pytest.fixture
 def fresh(tmp_path: Path) -> Iterator[ApiUnderTest]:
-    """For a test that counts from nothing, or kills the router."""
+    """A service of its own, for tests that count from zero or kill the router."""
     with service(tmp_path).running() as under_test:
         yield under_test
 
@@ -104,7 +105,7 @@ def fresh(tmp_path: Path) -> Iterator[ApiUnderTest]:
     ],
     ids=lambda value: json.dumps(value)[:50] if isinstance(value, dict) else None,
 )
-def test_what_is_out_of_bounds_is_refused_by_name(
+def test_a_value_out_of_bounds_is_refused_by_name(
     api: ApiUnderTest, path: str, fields: dict[str, Any], param: str | None
 ) -> None:
     status, _, content = api.send("POST", path, {**HELLO, "prompt": "a", **fields})
@@ -115,7 +116,7 @@ def test_what_is_out_of_bounds_is_refused_by_name(
     assert len(content) < 1000
 
 
-def test_what_can_never_fit_is_told_with_the_numbers(api: ApiUnderTest) -> None:
+def test_a_request_that_never_fits_is_refused_with_the_numbers(api: ApiUnderTest) -> None:
     error = api.post(COMPLETIONS, {"prompt": [5] * 1000, "max_tokens": 100}, 400)["error"]
     for number in ("1000 prompt tokens", "100 new ones", "1024 tokens"):
         assert number in error["message"]
@@ -126,7 +127,7 @@ def test_what_can_never_fit_is_told_with_the_numbers(api: ApiUnderTest) -> None:
     [(COMPLETIONS, {"n": 5}), (COMPLETIONS, {"prompt": ["a", "b", "c"], "n": 2}), (CHAT, {"n": 5})],
     ids=["n", "prompts", "chat"],
 )
-def test_more_answers_than_may_ever_wait_are_refused_with_the_numbers(
+def test_more_answers_than_the_queue_holds_are_refused_with_the_numbers(
     tmp_path: Path, path: str, fields: dict[str, Any]
 ) -> None:
     narrow = ApiSettings(model_names=[MODEL], max_queued_requests=4)
@@ -134,7 +135,7 @@ def test_more_answers_than_may_ever_wait_are_refused_with_the_numbers(
     with ApiUnderTest(tokenizer, tmp_path / "router", narrow).running() as api:
         error = api.post(path, {**HELLO, "prompt": "a", **fields}, 400)["error"]
         assert error["param"] == "n"
-        for words in (f"{fields['n']} for each of", "no more than 4", "--max-queued-requests"):
+        for words in (f"{fields['n']} for each of", "at most 4", "--max-queued-requests"):
             assert words in error["message"]
         assert not api.router.submits
         assert len(api.post(path, {**HELLO, "prompt": "a", "n": 4, "max_tokens": 1})["choices"]) == 4
@@ -152,7 +153,7 @@ MESSAGES = st.lists(st.fixed_dictionaries({"role": st.text(), "content": st.text
 @pytest.mark.parametrize("path", [COMPLETIONS, CHAT, "/tokenize", "/detokenize"])
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(fields=st.dictionaries(st.sampled_from(FIELDS), JSON, max_size=3), messages=MESSAGES | JSON)
-def test_no_body_is_a_server_error(api: ApiUnderTest, path: str, fields: Any, messages: Any) -> None:
+def test_no_body_causes_a_server_error(api: ApiUnderTest, path: str, fields: Any, messages: Any) -> None:
     api.router.refuse = lambda submit: Refused(submit.request_id, "queue_full", "enough")
     sound = {"prompt": "a"} if path in (COMPLETIONS, "/tokenize") else {"messages": messages, "tokens": [1]}
     status, _, content = api.send("POST", path, sound | fields)
@@ -161,7 +162,7 @@ def test_no_body_is_a_server_error(api: ApiUnderTest, path: str, fields: Any, me
         error_of(content)
 
 
-def test_half_a_surrogate_pair_is_mended_wherever_it_stands(api: ApiUnderTest) -> None:
+def test_half_a_surrogate_pair_is_replaced_in_every_text(api: ApiUnderTest) -> None:
     asked = {"prompt": "a\ud800b", "echo": True, "max_tokens": 1, "stop": ["\udc00"], "cache_salt": "\ud800"}
     body = api.post(COMPLETIONS, {**asked, "user": "\ud800"})
     assert body["choices"][0]["text"] == "a\ufffdb one"
@@ -177,7 +178,7 @@ def test_half_a_surrogate_pair_is_mended_wherever_it_stands(api: ApiUnderTest) -
     [b"", b"{", b"[]", b"3", b"null", b"\xff\xfe", b"[" * 16_000, b'{"prompt": 1' + b"0" * 5000 + b"}"],
     ids=["empty", "cut", "list", "number", "null", "no-utf8", "deep", "long-number"],
 )
-def test_a_body_that_is_no_json_object_is_refused(api: ApiUnderTest, body: bytes) -> None:
+def test_a_body_that_is_not_a_json_object_is_refused(api: ApiUnderTest, body: bytes) -> None:
     for path in (COMPLETIONS, CHAT, "/tokenize", "/detokenize"):
         status, _, content = api.send("POST", path, body)
         assert status == 400, content
@@ -195,7 +196,7 @@ def test_a_body_that_is_no_json_object_is_refused(api: ApiUnderTest, body: bytes
         ("GET", "/v1/models/gpt-5", None, 404, "not_found_error"),
     ],
 )
-def test_what_is_not_there(
+def test_unknown_paths_methods_and_models(
     api: ApiUnderTest, method: str, path: str, body: Any, status: int, kind: str
 ) -> None:
     found, _, content = api.send(method, path, body)
@@ -208,7 +209,7 @@ def test_what_is_not_there(
     ("kind", "status", "retry"),
     [("invalid", 400, None), ("never_fits", 400, None), ("queue_full", 429, "1"), ("unavailable", 503, "5")],
 )
-def test_the_routers_refusal_has_its_status_before_a_stream_begins(
+def test_a_refusal_of_the_router_has_its_status_before_a_stream_begins(
     api: ApiUnderTest, kind: Any, status: int, retry: str | None, stream: bool
 ) -> None:
     api.router.refuse = lambda submit: Refused(submit.request_id, kind, "because")
@@ -218,7 +219,7 @@ def test_the_routers_refusal_has_its_status_before_a_stream_begins(
     assert api.client.num_open == 0
 
 
-def test_one_refusal_of_several_takes_the_others_back(api: ApiUnderTest) -> None:
+def test_one_refusal_aborts_the_other_requests(api: ApiUnderTest) -> None:
     api.router.hold = True
     api.router.refuse = lambda submit: (
         Refused(submit.request_id, "queue_full", "no") if len(api.router.submits) == 3 else None
@@ -233,7 +234,7 @@ def test_one_refusal_of_several_takes_the_others_back(api: ApiUnderTest) -> None
 
 
 @pytest.mark.parametrize("state", ["starting", "draining"])
-def test_nothing_is_taken_while_it_is_not_ready(api: ApiUnderTest, state: Any) -> None:
+def test_requests_are_refused_while_the_service_is_not_ready(api: ApiUnderTest, state: Any) -> None:
     api.call(lambda: api.router.report(state))
     wait_until(lambda: api.client.status.state == state)
     status, headers, content = api.send("POST", CHAT, HELLO)
@@ -251,13 +252,13 @@ def test_nothing_is_taken_while_it_is_not_ready(api: ApiUnderTest, state: Any) -
 @pytest.mark.parametrize(
     ("reason", "code", "kind", "retry", "words"),
     [
-        ("error", 500, "internal_error", None, "may fail again"),  # a step failed: trying again need not help
-        ("lost", 503, "service_unavailable_error", "5", "try again"),  # its process died
-        ("abort", 503, "service_unavailable_error", "5", "try again"),  # the service shuts down
+        ("error", 500, "internal_error", None, "may fail again"),  # a step failed: trying again may not help
+        ("lost", 503, "service_unavailable_error", "5", "try again"),  # a process died
+        ("abort", 503, "service_unavailable_error", "5", "try again"),  # the service is shutting down
     ],
     ids=["failed", "lost", "aborted"],
 )
-def test_whether_trying_again_helps_is_told_in_streams_too(
+def test_errors_say_whether_trying_again_may_help_also_in_streams(
     api: ApiUnderTest, reason: str, code: int, kind: str, retry: str | None, words: str
 ) -> None:
     api.router.fail_after, api.router.fail_reason = 2, reason
@@ -273,14 +274,14 @@ def test_whether_trying_again_helps_is_told_in_streams_too(
     assert f'finished_reason="{reason}",model_name="smol"}} ' in metrics_text(api)
 
 
-def test_a_failed_answer_takes_those_beside_it_along(api: ApiUnderTest) -> None:
+def test_a_failed_answer_aborts_the_other_answers(api: ApiUnderTest) -> None:
     api.router.fail_after, api.router.delay = 2, 0.01
     api.post(COMPLETIONS, {"prompt": ["a", "b"], "max_tokens": 100}, 500)
     wait_until(lambda: api.router.num_running == 0)
     assert api.client.num_open == 0
 
 
-def test_when_the_router_dies_streams_end_and_nothing_more_is_taken(fresh: ApiUnderTest) -> None:
+def test_streams_end_when_the_router_dies_and_requests_are_refused(fresh: ApiUnderTest) -> None:
     fresh.router.delay = 0.01
     connection = fresh.connect()
     asked = {"prompt": "a", "stream": True, "max_tokens": 900}
@@ -296,7 +297,7 @@ def test_when_the_router_dies_streams_end_and_nothing_more_is_taken(fresh: ApiUn
     assert fresh.send("GET", "/health")[0] == 503
 
 
-def test_when_the_router_dies_before_it_has_answered_it_is_a_503(fresh: ApiUnderTest) -> None:
+def test_a_router_that_dies_before_it_answers_is_a_503(fresh: ApiUnderTest) -> None:
     fresh.router.mute = True
     connection = fresh.connect()
     connection.request("POST", COMPLETIONS, b'{"prompt": "a"}', {"Content-Type": "application/json"})
@@ -305,12 +306,12 @@ def test_when_the_router_dies_before_it_has_answered_it_is_a_503(fresh: ApiUnder
     assert connection.getresponse().status == 503
 
 
-# Clients that go, and clients that are slow
+# Clients that disconnect, and slow clients
 
 
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
 @pytest.mark.parametrize("hold", [False, True], ids=["running", "waiting"])
-def test_a_client_that_goes_takes_its_answers_along(fresh: ApiUnderTest, stream: bool, hold: bool) -> None:
+def test_a_client_that_disconnects_aborts_its_answers(fresh: ApiUnderTest, stream: bool, hold: bool) -> None:
     fresh.router.delay, fresh.router.hold = 0.01, hold
     connection = fresh.connect()
     asked = {"prompt": "a", "n": 3, "stream": stream, "max_tokens": 900}
@@ -326,8 +327,8 @@ def test_a_client_that_goes_takes_its_answers_along(fresh: ApiUnderTest, stream:
     assert 'finished_reason="abort",model_name="smol"} 3.0' in metrics_text(fresh)
 
 
-def test_a_slow_reader_stalls_nobody(api: ApiUnderTest) -> None:
-    api.router.delay = 0.002  # each event by itself, as long as somebody reads
+def test_a_slow_reader_does_not_stall_others(api: ApiUnderTest) -> None:
+    api.router.delay = 0.002  # each event arrives by itself while the client reads
     slow = socket.create_connection(("127.0.0.1", api.port))
     slow.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2**17)
     asked = {"prompt": "a", "n": 16, "stream": True, "max_tokens": 1000, "logprobs": 3}
@@ -336,16 +337,16 @@ def test_a_slow_reader_stalls_nobody(api: ApiUnderTest) -> None:
     slow.sendall(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
     wait_until(lambda: len(api.router.submits) == 16)
     assert api.post(COMPLETIONS, {"prompt": "a", "max_tokens": 5})["choices"][0]["text"] == TEXT
-    wait_until(lambda: api.client.num_open == 0, 20)  # the router was drained although nobody reads
+    wait_until(lambda: api.client.num_open == 0, 20)  # the API reads all events although the client does not
     received = b""
     while b"[DONE]" not in received[-100:]:
         received += slow.recv(65536)
     slow.close()
     assert received.count(b'"finish_reason":"length"') == 16
-    assert received.count(b"data: ") < 16_000  # what came while nobody read came together
+    assert received.count(b"data: ") < 16_000  # events that arrived while the client did not read are joined
 
 
-# Who may ask, and how much
+# Keys and limits
 
 
 @pytest.fixture
@@ -390,7 +391,7 @@ def test_the_key_guards_every_route_but_health(guarded: ApiUnderTest) -> None:
     assert {path.replace("{model}", MODEL) for path in documented} - {"/health"} <= {p for _, p in ROUTES}
 
 
-def test_a_body_too_large_is_refused_however_it_comes(guarded: ApiUnderTest) -> None:
+def test_a_body_too_large_is_refused_with_and_without_a_length(guarded: ApiUnderTest) -> None:
     headers: Any = {"Authorization": "Bearer sesame é".encode(), "Content-Type": "application/json"}
     body = json.dumps({"prompt": "a" * 1000}).encode()
     status, _, content = guarded.send("POST", COMPLETIONS, body, headers)

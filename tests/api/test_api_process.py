@@ -1,8 +1,7 @@
-"""The API's process over a router that does what a test says: how it begins and ends, and what its server
-bears: signals that are not its own, connections without end, and requests that never come whole."""
+"""The API process over a fake router: its start and its end, signals, many connections, and requests that never
+arrive completely."""
 
 import json
-import os
 import re
 import resource
 import select
@@ -13,60 +12,32 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
-import msgspec
 import pytest
 
 from lightkv.router.cli.http_client import UnixConnection
-from lightkv.router.config import EngineConfig
-from lightkv.router.model_files import resolve
-from lightkv.router.service.api_settings import ApiSettings, ServeSettings
 from lightkv.router.service.child_process import signals_held_back
-from tests.support.fake_router import COMPLETIONS, MODEL, ApiUnderTest, error_of, service, wait_until
+from tests.support.api_process import start_api_process, until_closed
+from tests.support.fake_router import COMPLETIONS, ApiUnderTest, error_of, service, wait_until
 
 
 @pytest.fixture
 def fresh(tmp_path: Path) -> Iterator[ApiUnderTest]:
-    """Its router is the process's, too."""
+    """A service whose fake router the process uses, too."""
     with service(tmp_path).running() as under_test:
         yield under_test
-
-
-def launched(
-    api: ApiUnderTest, listener: socket.socket, limits: dict[str, Any] | None = None, **more: Any
-) -> subprocess.Popen[bytes]:
-    os.set_inheritable(listener.fileno(), True)
-    given_to_it = ServeSettings(
-        api=ApiSettings(model_names=[MODEL], **(limits or {})),
-        model_directory=str(resolve(EngineConfig.model, report=lambda line: None)),
-        router_socket=str(api._path),
-        listen_fd=listener.fileno(),
-        **more,
-    )
-    process = subprocess.Popen(
-        [sys.executable, "-m", "lightkv.router.api.app"],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        pass_fds=[listener.fileno()],
-    )
-    assert process.stdin is not None
-    process.stdin.write(msgspec.json.encode(given_to_it))
-    process.stdin.close()
-    return process
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_the_process_serves_an_inherited_socket_and_no_signal_ends_it(
     fresh: ApiUnderTest, tmp_path: Path, number: signal.Signals
 ) -> None:
-    """What stops a whole service signals each of its processes; this one ends with the router."""
+    """A service manager may signal every process of the service; the API process ends only with the router."""
     fresh.router.delay = 0.02
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind(str(tmp_path / "http"))
         with signals_held_back():  # as the launcher starts it
-            process = launched(fresh, listener)
+            process = start_api_process(fresh, listener)
         process.send_signal(number)
         assert process.stdout is not None
         assert process.stdout.readline() == b"ready\n"
@@ -95,12 +66,12 @@ def status_of_ready(path: Path) -> int:
 def test_the_process_is_not_ready_before_it_knows_that_the_router_is(
     fresh: ApiUnderTest, tmp_path: Path
 ) -> None:
-    """Whoever reads that line sends requests, and was answered 503 where the router's word came later."""
+    """The reader of "ready" sends requests, which were answered 503 if the router's status arrived later."""
     fresh.router.first_state = "starting"
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind(str(tmp_path / "http"))
         listener.listen()
-        process = launched(fresh, listener)
+        process = start_api_process(fresh, listener)
         assert status_of_ready(tmp_path / "http") == 503
     assert process.stdout is not None
     assert select.select([process.stdout], [], [], 0.2)[0] == []
@@ -114,17 +85,17 @@ def test_the_process_is_not_ready_before_it_knows_that_the_router_is(
 def test_the_process_ends_with_its_router(fresh: ApiUnderTest, tmp_path: Path) -> None:
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
-        process = launched(fresh, listener)
+        process = start_api_process(fresh, listener)
         assert process.stdout is not None
         assert process.stdout.readline() == b"ready\n"
         fresh.call(fresh.router.die)
         assert process.wait(20) == 1
 
 
-def test_what_keeps_the_process_from_starting_is_one_line(fresh: ApiUnderTest, tmp_path: Path) -> None:
+def test_an_error_at_the_start_of_the_process_is_one_line(fresh: ApiUnderTest, tmp_path: Path) -> None:
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
-        process = launched(fresh, listener, certfile=str(tmp_path / "none.pem"))
+        process = start_api_process(fresh, listener, certfile=str(tmp_path / "none.pem"))
         assert process.wait(20) == 1
     assert process.stderr is not None
     lines = process.stderr.read().decode().splitlines()
@@ -132,7 +103,7 @@ def test_what_keeps_the_process_from_starting_is_one_line(fresh: ApiUnderTest, t
     assert lines[0].startswith("lightkv api: ")
 
 
-# What its server bears
+# Limits of the server
 
 
 HEADER_SECONDS, BODY_SECONDS, MAX_CONNECTIONS = 0.6, 0.9, 6
@@ -147,14 +118,14 @@ def router(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ApiUnderTest]:
 
 @pytest.fixture(scope="module")
 def narrow(router: ApiUnderTest) -> Iterator[tuple[int, int]]:
-    """The port and the process id of a server of narrow limits."""
+    """The port and the process id of a server with narrow limits."""
     limits = {
         "header_seconds": HEADER_SECONDS,
         "body_seconds": BODY_SECONDS,
         "max_connections": MAX_CONNECTIONS,
     }
     with socket.create_server(("127.0.0.1", 0)) as listener:
-        process = launched(router, listener, limits)
+        process = start_api_process(router, listener, limits)
         port = listener.getsockname()[1]
     try:
         assert process.stdout is not None
@@ -184,15 +155,8 @@ def head(path: str, length: int, more: str = "") -> bytes:
     return f"{lines}Content-Length: {length}\r\n\r\n".encode()
 
 
-def until_closed(connection: socket.socket) -> bytes:
-    received = b""
-    while data := connection.recv(65536):
-        received += data
-    return received
-
-
 def answer(connection: socket.socket) -> bytes:
-    """The body of an answer of known length, on a connection that stays open."""
+    """Returns the body of an answer with a known length, on a connection that stays open."""
     received = b""
     while b"\r\n\r\n" not in received:
         received += connection.recv(65536)
@@ -222,18 +186,18 @@ def check_too_slow(received: bytes, seconds: float) -> None:
     ],
     ids=["line", "headers", "no-body", "body"],
 )
-def test_a_request_that_stays_unfinished_is_a_408(connect: Connect, sent: bytes, seconds: float) -> None:
+def test_an_unfinished_request_is_a_408(connect: Connect, sent: bytes, seconds: float) -> None:
     connection = connect()
     connection.sendall(sent)
     check_too_slow(until_closed(connection), seconds)
 
 
-def test_a_connection_on_which_nothing_is_asked_is_closed(connect: Connect) -> None:
+def test_a_connection_without_a_request_is_closed(connect: Connect) -> None:
     assert until_closed(connect()) == b""
 
 
 @pytest.mark.parametrize("part", ["headers", "body", "chunks"])
-def test_a_drip_of_bytes_buys_no_time(connect: Connect, part: str) -> None:
+def test_trickling_bytes_do_not_extend_the_time_limit(connect: Connect, part: str) -> None:
     connection = connect()
     whole = head(COMPLETIONS, 1000)
     chunked = whole.replace(b"Content-Length: 1000", b"Transfer-Encoding: chunked")
@@ -245,7 +209,7 @@ def test_a_drip_of_bytes_buys_no_time(connect: Connect, part: str) -> None:
     assert connection.recv(12) == b"HTTP/1.1 408"
 
 
-def test_a_second_request_on_a_connection_has_its_time_too(connect: Connect) -> None:
+def test_a_second_request_on_a_connection_has_a_time_limit_too(connect: Connect) -> None:
     connection = connect()
     for _ in range(2):
         connection.sendall(head("/ready", 0))
@@ -258,13 +222,15 @@ def test_a_second_request_on_a_connection_has_its_time_too(connect: Connect) -> 
     ("sent", "answered"),
     [
         (head("/ready", 0).replace(b"Content-Length: 0", b"Content-Length: 9000"), "ready"),
-        (head(COMPLETIONS, 2**40), "error"),  # which is too large
+        (head(COMPLETIONS, 2**40), "error"),  # the body is too large
         (head("/nothing", 9000), "error"),
     ],
     ids=["route", "guard", "no-route"],
 )
-def test_a_body_that_nobody_waits_for_is_not_waited_for(connect: Connect, sent: bytes, answered: str) -> None:
-    """The request was answered, and what goes on coming is of no use."""
+def test_the_rest_of_a_body_is_not_awaited_after_the_answer(
+    connect: Connect, sent: bytes, answered: str
+) -> None:
+    """The request is answered before its body has arrived completely."""
     connection = connect()
     connection.sendall(sent)
     assert answered in json.loads(answer(connection))
@@ -275,7 +241,7 @@ def test_a_body_that_nobody_waits_for_is_not_waited_for(connect: Connect, sent: 
     assert connection.recv(100) == b""
 
 
-def test_an_answer_may_take_longer_than_its_request(connect: Connect, router: ApiUnderTest) -> None:
+def test_an_answer_may_take_longer_than_the_time_limits(connect: Connect, router: ApiUnderTest) -> None:
     router.router.delay = 0.1
     try:
         for stream in (False, True):
@@ -290,7 +256,7 @@ def test_an_answer_may_take_longer_than_its_request(connect: Connect, router: Ap
         router.router.delay = 0.0
 
 
-def test_a_connection_too_many_is_told_to_wait(connect: Connect, router: ApiUnderTest) -> None:
+def test_a_connection_beyond_the_limit_is_a_503(connect: Connect, router: ApiUnderTest) -> None:
     router.router.delay = 0.05
     try:
         asked = json.dumps({"prompt": "a", "max_tokens": 100, "stream": True}).encode()
@@ -303,7 +269,7 @@ def test_a_connection_too_many_is_told_to_wait(connect: Connect, router: ApiUnde
         lines, body = until_closed(further).split(b"\r\n\r\n", 1)
         assert lines.startswith(b"HTTP/1.1 503")
         assert b"retry-after: " in lines.lower()
-        assert error_of(body)["message"].startswith(f"{MAX_CONNECTIONS} connections are open")
+        assert error_of(body)["message"].startswith(f"the service has {MAX_CONNECTIONS} open connections")
         health = connect()
         health.sendall(head("/health", 0, "Connection: close\r\n"))
         assert until_closed(health).startswith(b"HTTP/1.1 200")
@@ -321,18 +287,18 @@ def test_a_connection_too_many_is_told_to_wait(connect: Connect, router: ApiUnde
         router.router.delay = 0.0
 
 
-def test_it_may_open_as_many_descriptors_as_the_system_allows(narrow: tuple[int, int]) -> None:
+def test_the_process_raises_its_limit_of_descriptors(narrow: tuple[int, int]) -> None:
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     found = re.search(r"Max open files +(\d+) +(\d+)", Path(f"/proc/{narrow[1]}/limits").read_text())
     assert found is not None
     assert (int(found[1]), int(found[2])) == (hard, hard)
 
 
-def test_few_descriptors_are_no_resets(fresh: ApiUnderTest) -> None:
-    """A hard limit below what is wanted: who is one too many is told so, and nobody is cut off."""
+def test_few_descriptors_cause_no_connection_resets(fresh: ApiUnderTest) -> None:
+    """With a low hard limit, connections beyond it are answered 503, and no connection is reset."""
     num_descriptors, num_clients = 256, 230
     with socket.create_server(("127.0.0.1", 0), backlog=512) as listener:
-        process = launched(fresh, listener)
+        process = start_api_process(fresh, listener)
         resource.prlimit(process.pid, resource.RLIMIT_NOFILE, (num_descriptors, num_descriptors))
         port = listener.getsockname()[1]
     clients: list[socket.socket] = []
@@ -355,12 +321,12 @@ def test_few_descriptors_are_no_resets(fresh: ApiUnderTest) -> None:
         process.wait()
 
 
-# What it loads
+# Imports
 
 
 def test_the_api_process_loads_no_torch() -> None:
     names = (
-        "api.app",
+        "api.process",
         "api.server",
         "api.generation",
         "api.http_guard",

@@ -1,4 +1,4 @@
-"""What one tenant can learn of another from the cache: nothing, unless the service is started to tell it."""
+"""Tenants learn nothing about each other from the cache, unless the service is started to report it."""
 
 import json
 from pathlib import Path
@@ -14,7 +14,7 @@ PROMPT = {"prompt": "a", "max_tokens": 1}
 
 
 def namespaces(api: ApiUnderTest, headers: list[dict[str, str]], **fields: Any) -> list[tuple[str, ...]]:
-    """Of a completion and a chat with each of `headers`; the two have to be the same."""
+    """Returns the namespace for each of `headers`, which has to be the same for a completion and a chat."""
     found = []
     for header in headers:
         for path in (COMPLETIONS, CHAT):
@@ -31,7 +31,9 @@ def bearer(key: str) -> dict[str, str]:
 
 @pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
 @pytest.mark.parametrize("reported", [False, True])
-def test_cached_tokens_are_told_only_where_asked_for(tmp_path: Path, path: str, reported: bool) -> None:
+def test_cached_tokens_are_reported_only_if_the_service_is_started_so(
+    tmp_path: Path, path: str, reported: bool
+) -> None:
     with service(tmp_path, report_cached_tokens=reported).running() as api:
         api.router.num_cached = 3
         details = {"cached_tokens": 3} if reported else None
@@ -49,7 +51,7 @@ def test_each_key_has_its_own_namespace(tmp_path: Path) -> None:
         headers = [bearer(key) for key in (*keys, keys[0])]
         first, second, again = namespaces(api, headers)
         assert first == again != second
-        assert not any("secret" in name for name in first + second)  # the router keeps no key
+        assert not any("secret" in name for name in first + second)  # the router never gets an API key
         salted, other = namespaces(api, headers[:2], cache_salt="s")
         assert len({first, second, salted, other}) == 4
 
@@ -68,9 +70,9 @@ def test_each_value_of_the_header_has_its_own_namespace(tmp_path: Path) -> None:
             connection.putheader(name, value)
         connection.putheader("Content-Type", "application/json")
         connection.endheaders(b'{"prompt": "a"}')
-        assert connection.getresponse().status == 400  # one of them is not the proxy's
+        assert connection.getresponse().status == 400  # the proxy did not set both
         connection.close()
-        assert api.send("POST", "/tokenize", {"prompt": "a"})[0] == 200  # it reads no cache
+        assert api.send("POST", "/tokenize", {"prompt": "a"})[0] == 200  # needs no namespace
         paths = json.loads(api.send("GET", "/openapi.json")[2])["paths"]
         for path in (COMPLETIONS, CHAT):
             assert [parameter["name"] for parameter in paths[path]["post"]["parameters"]] == [

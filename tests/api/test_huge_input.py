@@ -1,4 +1,4 @@
-"""Input that is far too large: it is refused before it is computed, and the API goes on answering meanwhile."""
+"""Huge input is refused before anything is computed, and the API answers other requests meanwhile."""
 
 import asyncio
 import http.client
@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from test_api_process import launched, until_closed, wait_until
 
 from lightkv.router.api.prompt_reader import convert, num_characters
 from lightkv.router.api.request_body import (
@@ -26,11 +25,22 @@ from lightkv.router.api.request_body import (
     BodyRoom,
     parse,
 )
-from tests.support.fake_router import CHAT, COMPLETIONS, HELLO, LIMITS, ApiUnderTest, error_of, idle, service
+from tests.support.api_process import start_api_process, until_closed
+from tests.support.fake_router import (
+    CHAT,
+    COMPLETIONS,
+    HELLO,
+    LIMITS,
+    ApiUnderTest,
+    error_of,
+    idle,
+    service,
+    wait_until,
+)
 
 MIB = 2**20
-LATENCY = 1.5  # seconds; without the bounds it is 3 to 100, and with them some 0.1
-LONG = [4096, 5000, 60_000]  # characters around those that are converted in a thread
+LATENCY = 1.5  # seconds; without the limits it is 3 to 100, and with them about 0.1
+LONG = [4096, 5000, 60_000]  # characters: around the length from which a thread converts them, and more
 
 
 @pytest.fixture(scope="module")
@@ -45,7 +55,7 @@ def api(router: ApiUnderTest) -> ApiUnderTest:
 
 
 class Process:
-    """The API as a process of its own, so that its silence is not the test's."""
+    """The API in its own process, so that the test measures its silence and not that of the test."""
 
     def __init__(self, process: "subprocess.Popen[bytes]", port: int) -> None:
         self.pid = process.pid
@@ -58,7 +68,7 @@ class Process:
             return response.status, json.loads(response.read())
 
     def seconds_of_health(self) -> float:
-        """How long an answer of /health takes, whatever it says."""
+        """Returns the seconds that an answer of /health takes, with any status."""
         begun = time.monotonic()
         with self._connect() as connection:
             connection.sendall(b"GET /health HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
@@ -66,11 +76,11 @@ class Process:
         return time.monotonic() - begun
 
     def memory(self) -> int:
-        """Bytes that are resident."""
+        """Returns the resident bytes of the process."""
         return int(Path(f"/proc/{self.pid}/statm").read_text().split()[1]) * 4096
 
     def begin(self, num_bytes: int) -> socket.socket:
-        """A request whose body lacks its last byte."""
+        """Sends a request whose body lacks its last byte."""
         connection = self._connect()
         head = f"POST {COMPLETIONS} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
         body = b'{"prompt": "' + b"a" * num_bytes
@@ -84,7 +94,7 @@ class Process:
 @pytest.fixture
 def process(router: ApiUnderTest) -> Iterator[Process]:
     with socket.create_server(("127.0.0.1", 0), backlog=512) as listener:
-        started = launched(router, listener)
+        started = start_api_process(router, listener)
         port = listener.getsockname()[1]
     try:
         assert started.stdout is not None
@@ -130,7 +140,7 @@ HUGE = {
 }
 
 
-def test_the_api_answers_while_huge_input_comes(process: Process) -> None:
+def test_the_api_answers_while_huge_input_arrives(process: Process) -> None:
     for name, (path, body) in HUGE.items():
         data = body()
         slowest = 0.0
@@ -145,8 +155,8 @@ def test_the_api_answers_while_huge_input_comes(process: Process) -> None:
         assert len(content["error"]["message"]) < 400
 
 
-def test_the_loop_has_a_turn_between_short_texts() -> None:
-    """A request may have hundreds of them, each too short for a thread."""
+def test_other_tasks_run_between_short_texts() -> None:
+    """A request may have hundreds of texts that are too short for a thread."""
 
     async def work() -> None:
         num_turns = 0
@@ -166,15 +176,15 @@ def test_the_loop_has_a_turn_between_short_texts() -> None:
     asyncio.run(work())
 
 
-def test_unfinished_bodies_share_one_bound(process: Process) -> None:
+def test_unfinished_bodies_share_one_limit(process: Process) -> None:
     assert process.post("/tokenize", b'{"prompt": "a"}')[0] == 200
     before = process.memory()
     begun = [process.begin(MIB) for _ in range(300)]
     try:
-        wait_until(lambda: len(answered(begun)) >= 300 - 70)  # 64 MiB are for the others
+        wait_until(lambda: len(answered(begun)) >= 300 - 70)  # 64 MiB hold the other bodies
         assert {connection.recv(12) for connection in answered(begun)} == {b"HTTP/1.1 503"}
         assert process.memory() - before < 160 * MIB
-        # What is short is served all the same, and what is long is told when to try again.
+        # Short requests are served all the same, and long ones get a Retry-After.
         assert process.post(COMPLETIONS, b'{"prompt": "a", "max_tokens": 1}')[0] == 200
         status, content = process.post(COMPLETIONS, text_body(MIB))
         assert (status, content["error"]["type"]) == (503, "service_unavailable_error")
@@ -183,13 +193,15 @@ def test_unfinished_bodies_share_one_bound(process: Process) -> None:
             one.close()
     wait_until(
         lambda: process.post(COMPLETIONS, text_body(MIB))[0] == 400
-    )  # too long for the model, but read
+    )  # too long for the model, but short enough to be tokenised
 
 
-# What is too long
+# Texts that are too long
 
 
-def test_text_is_measured_before_it_is_tokenised(api: ApiUnderTest, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_length_of_a_text_is_checked_before_it_is_tokenised(
+    api: ApiUnderTest, monkeypatch: pytest.MonkeyPatch
+) -> None:
     most = LIMITS.max_model_len * api.tokenizer.longest_token
     tokenised: list[str] = []
     monkeypatch.setattr(type(api.tokenizer), "encode", lambda self, text, special: tokenised.append(text))
@@ -214,7 +226,7 @@ def test_text_is_measured_before_it_is_tokenised(api: ApiUnderTest, monkeypatch:
     assert not api.router.submits
 
 
-def test_the_bound_on_characters_refuses_nothing_that_fits(api: ApiUnderTest) -> None:
+def test_the_limit_on_characters_refuses_no_text_that_fits(api: ApiUnderTest) -> None:
     longest = max(api.tokenizer._tokenizer.get_vocab(), key=len)
     text = "\n" + " " * (len(longest) - 1)
     count = api.tokenizer.encode(text).size
@@ -223,7 +235,7 @@ def test_the_bound_on_characters_refuses_nothing_that_fits(api: ApiUnderTest) ->
     assert tokens["count"] <= LIMITS.max_model_len
 
 
-def test_a_chat_that_its_template_makes_too_long_is_refused(tmp_path: Path) -> None:
+def test_a_chat_that_the_template_makes_too_long_is_refused(tmp_path: Path) -> None:
     under_test = service(tmp_path)
     under_test.tokenizer._template_source = "{% for i in range(90000) %}{{ messages[0].content }}{% endfor %}"
     with under_test.running() as api:
@@ -246,13 +258,13 @@ def test_ids_are_counted_before_they_are_converted(api: ApiUnderTest) -> None:
     assert "2000 prompt tokens" in error["message"]
 
 
-def test_characters_are_counted_wherever_they_stand() -> None:
+def test_characters_are_counted_in_nested_values() -> None:
     assert num_characters("abc", 10) == 3
-    assert num_characters([{"ab": ["c", 1, None]}, ("d",)], 100) == 4 + 6  # and one for each other value
+    assert num_characters([{"ab": ["c", 1, None]}, ("d",)], 100) == 4 + 6  # plus one for each other value
     assert num_characters(["a" * 50] * 10**6, 100) == 101
 
 
-# JSON of many values
+# JSON with many values
 
 
 @pytest.mark.parametrize(
@@ -285,28 +297,30 @@ def test_a_long_body_is_read_as_json(value: Any) -> None:
     ],
     ids=["values", "lists", "objects", "strings", "backslashes", "quotes"],
 )
-def test_json_of_too_many_values_is_refused_unparsed(api: ApiUnderTest, body: bytes, what: str) -> None:
+def test_json_of_too_many_values_is_refused_before_it_is_parsed(
+    api: ApiUnderTest, body: bytes, what: str
+) -> None:
     status, _, content = api.send("POST", COMPLETIONS, body)
     assert status == 413
-    assert error_of(content)["message"].startswith("the body holds more than ")
+    assert error_of(content)["message"].startswith("the body has more than ")
     assert what in error_of(content)["message"]
 
 
-def test_what_is_in_strings_counts_for_nothing(api: ApiUnderTest) -> None:
+def test_brackets_and_commas_in_strings_are_not_counted(api: ApiUnderTest) -> None:
     code = 'x = [{"a": [1, 2]}, ["b", {}]]\n' * 10_000
     message = {"role": "user", "content": code}
     assert api.post(CHAT, {"messages": [message]}, 400)["error"]["message"].startswith("the chat has more")
 
 
-def test_half_surrogate_pairs_in_a_long_body_are_mended(api: ApiUnderTest) -> None:
+def test_half_surrogate_pairs_in_a_long_body_are_replaced(api: ApiUnderTest) -> None:
     ids = api.post("/tokenize", {"prompt": "a" * SHORT_BODY + "\ud83d"})["tokens"]
     assert api.tokenizer.decode(ids) == "a" * SHORT_BODY + "\ufffd"
 
 
-# The bound over all bodies
+# The limit on all bodies together
 
 
-def test_room_is_claimed_and_given_back() -> None:
+def test_room_is_reserved_and_returned() -> None:
     room = BodyRoom(max_body_bytes=10, max_unread_bytes=25)
     room.claim(10)
     room.claim(15)
@@ -319,7 +333,7 @@ def test_room_is_claimed_and_given_back() -> None:
     assert BodyRoom(100, 25).max_unread_bytes == 100  # one body always fits an empty room
 
 
-def test_room_is_given_back_however_a_request_ends(tmp_path: Path) -> None:
+def test_room_is_returned_after_every_end_of_a_request(tmp_path: Path) -> None:
     with service(tmp_path, max_body_bytes=MIB, max_unread_bytes=MIB).running() as api:
         half = text_body(MIB // 2)
 
@@ -327,19 +341,19 @@ def test_room_is_given_back_however_a_request_ends(tmp_path: Path) -> None:
             connection = socket.create_connection(("127.0.0.1", api.port), timeout=10)
             head = f"POST {COMPLETIONS} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
             connection.sendall(f"{head}Content-Length: {length}\r\n\r\n".encode() + body)
-            time.sleep(0.5)  # for it to be read
+            time.sleep(0.5)  # until the service has read it
             return connection
 
         with closing(fill(half, len(half) + 1)), closing(fill(half, len(half) + 1)):
             wait_until(lambda: api.send("POST", COMPLETIONS, half)[0] == 503)
             assert api.send("POST", COMPLETIONS, text_body(FREE_BYTES // 2))[0] in (200, 400)
-        wait_until(lambda: api.send("POST", COMPLETIONS, half)[0] == 400)  # both have gone
+        wait_until(lambda: api.send("POST", COMPLETIONS, half)[0] == 400)  # the room of both was returned
         for body in (half, half[:-1], b"\xff" * len(half), list_body(b"[]", len(half))):
             assert api.send("POST", COMPLETIONS, body)[0] in (400, 413)
         assert api.send("POST", COMPLETIONS, text_body(MIB - 20))[0] == 400
 
 
-def test_a_request_that_waits_for_its_answer_takes_no_room(tmp_path: Path) -> None:
+def test_a_request_that_waits_for_its_answer_needs_no_room(tmp_path: Path) -> None:
     with service(tmp_path, max_body_bytes=MIB, max_unread_bytes=MIB).running() as api:
         api.router.hold = True
         body = json.dumps(

@@ -1,4 +1,4 @@
-"""The series that the service reports: their names, their values, and when they change."""
+"""The service's metrics: their names, their values, and when they change."""
 
 import re
 
@@ -7,7 +7,7 @@ import pytest
 from lightkv.router.api.metrics import ServiceMetrics
 from lightkv.router.engine.step import Limits, RunnerInfo
 from lightkv.router.service.messages import Load, Status
-from lightkv.router.service.router_client import Heard
+from lightkv.router.service.router_client import LatestStatus
 
 INFO = RunnerInfo(
     architecture="LlamaForCausalLM",
@@ -44,7 +44,7 @@ LOAD = Load(
 
 
 def values(metrics: ServiceMetrics) -> dict[str, float]:
-    """Every sample by its name, with its labels but the model's."""
+    """Returns all samples by name, with their labels except the model's."""
     samples = {}
     for line in metrics.text().decode().splitlines():
         if not line.startswith("#"):
@@ -81,27 +81,29 @@ def values(metrics: ServiceMetrics) -> dict[str, float]:
     ],
 )
 def test_the_routers_counts_are_reported(name: str, value: float) -> None:
-    assert values(ServiceMetrics("m", lambda: Heard(Status("ready", "", LOAD, INFO), 0.0)))[name] == value
+    assert (
+        values(ServiceMetrics("m", lambda: LatestStatus(Status("ready", "", LOAD, INFO), 0.0)))[name] == value
+    )
 
 
 def test_the_pool_is_described() -> None:
-    text = ServiceMetrics("m", lambda: Heard(Status("ready", "", LOAD, INFO), 0.0)).text().decode()
+    text = ServiceMetrics("m", lambda: LatestStatus(Status("ready", "", LOAD, INFO), 0.0)).text().decode()
     line = next(line for line in text.splitlines() if line.startswith("vllm:cache_config_info"))
     assert 'block_size="1"' in line
     assert 'num_gpu_blocks="1000"' in line
 
 
 def test_before_the_model_is_loaded_nothing_divides_by_zero() -> None:
-    samples = values(ServiceMetrics("m", lambda: Heard(Status("starting", "", Load()), 0.0)))
+    samples = values(ServiceMetrics("m", lambda: LatestStatus(Status("starting", "", Load()), 0.0)))
     assert samples["vllm:kv_cache_usage_perc"] == 0
     assert samples["lightkv:ready"] == 0
     assert not [name for name in samples if name.startswith("vllm:cache_config_info")]
 
 
-def test_of_a_silent_router_no_present_count_is_reported() -> None:
-    """Neither ready nor any gauge: Prometheus takes a series that is missing for unknown. Totals stay."""
+def test_gauges_of_a_silent_router_are_not_reported() -> None:
+    """The service is not ready, and gauges are left out, which Prometheus treats as unknown. Counters stay."""
     quiet, silent = (
-        values(ServiceMetrics("m", lambda age=age: Heard(Status("ready", "", LOAD, INFO), age)))
+        values(ServiceMetrics("m", lambda age=age: LatestStatus(Status("ready", "", LOAD, INFO), age)))
         for age in (1.0, 6.0)
     )
     assert quiet["lightkv:ready"] == 1
@@ -114,19 +116,19 @@ def test_of_a_silent_router_no_present_count_is_reported() -> None:
 
 
 def test_late_steps_are_not_ready() -> None:
-    late = Heard(Status("ready", "", Load(step_age=31.0), INFO), 0.1)
+    late = LatestStatus(Status("ready", "", Load(step_age=31.0), INFO), 0.1)
     assert values(ServiceMetrics("m", lambda: late))["lightkv:ready"] == 0
     assert not late.takes_requests
 
 
-def test_the_latest_status_is_what_counts() -> None:
+def test_metrics_come_from_the_latest_status() -> None:
     statuses = [Status("ready", "", Load(num_running=1)), Status("ready", "", Load(num_running=5))]
-    metrics = ServiceMetrics("m", lambda: Heard(statuses.pop(0), 0.0))
+    metrics = ServiceMetrics("m", lambda: LatestStatus(statuses.pop(0), 0.0))
     assert [values(metrics)["vllm:num_requests_running"] for _ in range(2)] == [1, 5]
 
 
-def test_an_answer_is_timed_once_from_its_beginning_to_its_end() -> None:
-    metrics = ServiceMetrics("m", lambda: Heard(Status("ready", "", LOAD), 0.0))
+def test_an_answer_is_timed_from_its_beginning_to_its_end() -> None:
+    metrics = ServiceMetrics("m", lambda: LatestStatus(Status("ready", "", LOAD), 0.0))
     clock = metrics.begin()
     for _ in range(4):
         clock.token()
@@ -141,7 +143,9 @@ def test_an_answer_is_timed_once_from_its_beginning_to_its_end() -> None:
 
 
 def test_two_services_in_one_process_share_nothing() -> None:
-    first, second = (ServiceMetrics("m", lambda: Heard(Status("ready", "", LOAD), 0.0)) for _ in range(2))
+    first, second = (
+        ServiceMetrics("m", lambda: LatestStatus(Status("ready", "", LOAD), 0.0)) for _ in range(2)
+    )
     first.begin().finish("stop")
     assert 'vllm:request_success_total{finished_reason="stop"}' in values(first)
     assert 'vllm:request_success_total{finished_reason="stop"}' not in values(second)

@@ -1,5 +1,5 @@
-"""OpenAI's own client against the real service: every call that programs make, and every error as the exception
-that they expect."""
+"""OpenAI's client against the real service: the calls that programs make, and the exceptions that they
+expect."""
 
 import asyncio
 import math
@@ -41,7 +41,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
 
 
 def connect(served: Served, **options: Any) -> openai.OpenAI:
-    """A client that takes the first answer, whatever it is."""
+    """Returns a client that does not retry."""
     fixed: dict[str, Any] = {"api_key": API_KEY, "max_retries": 0, "timeout": 60.0}
     return openai.OpenAI(base_url=f"{served.url}/v1", **(fixed | options))
 
@@ -64,7 +64,7 @@ def greedy(client: openai.OpenAI, max_tokens: int = 12, **options: Any) -> Any:
 
 
 # --------------------------------------------------------------------------------
-# What is answered
+# Answers
 
 
 def test_models(client: openai.OpenAI) -> None:
@@ -84,7 +84,7 @@ def test_a_completion_and_its_usage(client: openai.OpenAI) -> None:
     assert greedy(client).usage.prompt_tokens_details.cached_tokens == done.usage.prompt_tokens - 1
 
 
-def test_a_stream_of_a_completion_says_the_same(client: openai.OpenAI) -> None:
+def test_a_streamed_completion_has_the_same_text(client: openai.OpenAI) -> None:
     chunks = list(greedy(client, stream=True, stream_options={"include_usage": True}))
     whole = greedy(client)
     assert "".join(choice.text for chunk in chunks for choice in chunk.choices) == whole.choices[0].text
@@ -93,7 +93,7 @@ def test_a_stream_of_a_completion_says_the_same(client: openai.OpenAI) -> None:
     assert {chunk.id for chunk in chunks} == {chunks[0].id}
 
 
-def test_prompts_as_texts_as_ids_and_several(client: openai.OpenAI) -> None:
+def test_one_or_several_prompts_as_texts_or_ids(client: openai.OpenAI) -> None:
     options: dict[str, Any] = {"model": MODEL, "max_tokens": 3, "temperature": 0, "extra_body": ALL}
     one = client.completions.create(prompt="Hi", **options).choices[0].text
     several = client.completions.create(prompt=["Hi", "Hi"], **options)
@@ -120,7 +120,7 @@ def test_a_chat(client: openai.OpenAI) -> None:
     assert done.usage.completion_tokens == 8
 
 
-def test_a_stream_of_a_chat_says_the_same(client: openai.OpenAI) -> None:
+def test_a_streamed_chat_has_the_same_text(client: openai.OpenAI) -> None:
     options: dict[str, Any] = {"model": MODEL, "messages": HELLO, "max_tokens": 12, "temperature": 0}
     whole = client.chat.completions.create(**options, extra_body=ALL).choices[0].message.content
     chunks = list(client.chat.completions.create(**options, stream=True, extra_body=ALL))
@@ -130,7 +130,7 @@ def test_a_stream_of_a_chat_says_the_same(client: openai.OpenAI) -> None:
     assert whole is not None
     stop = whole[6:9]
     with client.chat.completions.stream(**options, stop=stop, extra_body=ALL) as stream:
-        choice = stream.get_final_completion().choices[0]  # the client's own assembly
+        choice = stream.get_final_completion().choices[0]  # assembled by the client
     assert (choice.message.content, choice.finish_reason) == (whole[: whole.index(stop)], "stop")
 
 
@@ -154,7 +154,7 @@ def test_a_stop_string(client: openai.OpenAI) -> None:
     assert (choice.text, choice.finish_reason) == (text[: text.index(stop)], "stop")
 
 
-def test_a_seed_makes_the_same_answer_come_again(client: openai.OpenAI) -> None:
+def test_a_seed_makes_an_answer_repeatable(client: openai.OpenAI) -> None:
     def sampled(seed: int) -> str:
         done = client.completions.create(model=MODEL, prompt="A", max_tokens=12, seed=seed, extra_body=ALL)
         return done.choices[0].text
@@ -206,11 +206,11 @@ def test_the_asynchronous_client(served: Served) -> None:
 
 
 # --------------------------------------------------------------------------------
-# What is refused, or goes wrong
+# Errors
 
 
 def error_of(error: openai.APIStatusError) -> tuple[Any, Any, Any]:
-    """OpenAI's fields, as the client reads them."""
+    """Returns the fields of OpenAI's error object, as the client reads them."""
     return error.status_code, error.type, error.param
 
 
@@ -227,7 +227,7 @@ def error_of(error: openai.APIStatusError) -> tuple[Any, Any, Any]:
     ids=["max_tokens", "temperature", "n", "messages", "never-fits", "model"],
 )
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
-def test_refusals_are_the_clients_exceptions(
+def test_refusals_raise_the_clients_exceptions(
     client: openai.OpenAI,
     options: dict[str, Any],
     kind: type[openai.APIStatusError],
@@ -239,7 +239,7 @@ def test_refusals_are_the_clients_exceptions(
     assert error_of(raised.value) == fields
 
 
-def test_never_fits_says_by_how_much(client: openai.OpenAI) -> None:
+def test_a_request_that_never_fits_is_refused_with_the_numbers(client: openai.OpenAI) -> None:
     with pytest.raises(
         openai.BadRequestError, match=r"5 prompt tokens and up to 8188 new ones .* 8192 tokens"
     ):
@@ -247,7 +247,7 @@ def test_never_fits_says_by_how_much(client: openai.OpenAI) -> None:
 
 
 def test_an_unknown_model_is_not_found(client: openai.OpenAI) -> None:
-    with pytest.raises(openai.NotFoundError, match="there is tiny"):
+    with pytest.raises(openai.NotFoundError, match="give one of tiny"):
         client.models.retrieve("gpt-5")
 
 
@@ -261,9 +261,7 @@ def test_a_wrong_key(served: Served, key: str) -> None:
             client.chat.completions.create(model=MODEL, messages=HELLO, stream=True)
 
 
-def test_a_full_queue_is_a_rate_limit_and_the_client_comes_again(
-    served: Served, client: openai.OpenAI
-) -> None:
+def test_a_full_queue_is_a_rate_limit_and_the_client_retries(served: Served, client: openai.OpenAI) -> None:
     def begin(streams: ExitStack) -> None:
         stream = client.completions.create(
             model=MODEL, prompt="A", max_tokens=1000, stream=True, extra_body=ALL
@@ -282,7 +280,7 @@ def test_a_full_queue_is_a_rate_limit_and_the_client_comes_again(
         assert raised.value.response.headers["retry-after"] == "1"
         release = threading.Timer(0.5, streams.pop_all().close)
         release.start()
-        with connect(served, max_retries=10) as patient:  # as clients are unless told otherwise
+        with connect(served, max_retries=10) as patient:  # clients retry by default
             assert greedy(patient).choices[0].text
         release.join()
     served.at_rest()

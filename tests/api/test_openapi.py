@@ -1,6 +1,6 @@
-"""The OpenAPI document, held against the service: what it says of each route, and what routes really answer.
+"""The OpenAPI document, compared with the answers of the running service.
 
-schemathesis makes the requests: sound ones, and ones that are wrong in one place each.
+schemathesis generates the requests, valid ones and ones that are wrong in one place.
 """
 
 import json
@@ -15,10 +15,10 @@ import pytest
 from tests.support.served import API_KEY, COMPLETIONS, Served, save_tiny_model
 
 KEYED = {"Authorization": f"Bearer {API_KEY}"}
-# What is not checked: that whatever the types allow is accepted. Which fields go together, and what fits the
-# context, is said in words only.
+# This check of schemathesis is left out. It expects every request that the types allow to be accepted, but only
+# the descriptions say which fields go together and what fits the context.
 UNCHECKED = "positive_data_acceptance"
-# Each route's answers, besides 401 of all but /health.
+# The statuses of each route, without 401, which all routes but /health have.
 ALWAYS = {"200", "413", "500"}
 STATUSES = {
     "/v1/completions": {"400", "404", "429", "503"},
@@ -38,8 +38,8 @@ STATUSES = {
 
 @pytest.fixture(scope="module")
 def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    """A context so short that answers of no given length, which take all of it, have a dozen tokens: an answer
-    is waited for 10 seconds."""
+    """A service with a short context, so that answers without max_tokens, which may use all of it, end within
+    schemathesis' timeout of 10 seconds."""
     directory = tmp_path_factory.mktemp("openapi")
     model = save_tiny_model(directory / "tiny")
     served = Served(model, directory / "log", "--max-model-len", "48", api_key=API_KEY)
@@ -55,14 +55,14 @@ def document(served: Served) -> dict[str, Any]:
 
 
 def operations(document: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    """The one operation of each path."""
+    """Returns the only operation of each path."""
     found = {}
     for path, methods in document["paths"].items():
         (found[path],) = methods.values()
     return found
 
 
-def test_no_case_of_schemathesis_finds_a_fault(served: Served, tmp_path: Path) -> None:
+def test_schemathesis_finds_no_fault(served: Served, tmp_path: Path) -> None:
     command = [sys.executable, "-m", "schemathesis.cli", "run", f"{served.url}/openapi.json", "--no-color"]
     bounds = ["--max-examples", "10", "--seed", "1", "--generation-database", "none"]
     checks = ["--checks", "all", "--exclude-checks", UNCHECKED, "--continue-on-failure"]
@@ -98,7 +98,7 @@ def test_errors_are_documented_as_they_are_sent(document: dict[str, Any]) -> Non
     assert set(operations(document)[COMPLETIONS]["responses"]["200"]["content"]) == kinds
 
 
-def test_the_key_is_documented_where_it_is_asked_for(document: dict[str, Any], served: Served) -> None:
+def test_the_key_is_documented_for_the_routes_that_need_it(document: dict[str, Any], served: Served) -> None:
     assert document["components"]["securitySchemes"]["key"]["scheme"] == "bearer"
     for path, operation in operations(document).items():
         needs_key = served.request(path.replace("{model}", "x"), headers={})[0] == 401
@@ -115,4 +115,4 @@ def test_every_count_is_documented(document: dict[str, Any], served: Served) -> 
     response = operations(document)["/load"]["responses"]["200"]
     schema = response["content"]["application/json"]["schema"]
     assert set(schema["properties"]) == set(served.request("/load")[1])
-    assert json.dumps(schema).count("$ref") == 0  # it stands on its own
+    assert json.dumps(schema).count("$ref") == 0  # references would not resolve

@@ -1,4 +1,4 @@
-"""Every field that would change an answer: carried out, or refused by name, as docs/clients.md says."""
+"""Every field that would change an answer is supported or refused by name, as docs/clients.md says."""
 
 import json
 import re
@@ -31,7 +31,7 @@ Row = tuple[str, list[Any], Any, str]
 
 
 def table(heading: str) -> list[list[str]]:
-    """The cells of the rows below a heading of the document."""
+    """Returns the cells of the rows below a heading of the document."""
     section = DOCUMENT.read_text(encoding="utf-8").split(f"### {heading}\n")[1].split("\n#")[0]
     lines = [line for line in section.splitlines() if line.startswith("| `")]
     return [[cell.strip() for cell in line.strip("|").split(" |")] for line in lines]
@@ -69,14 +69,14 @@ def body(path: str, **fields: Any) -> dict[str, Any]:
 
 
 def text_of(api: ApiUnderTest, path: str, **fields: Any) -> str:
-    """The answer's text, which a stream has to say too."""
+    """Returns the answer's text, which has to be the same in a stream."""
     choice = api.post(path, body(path, **fields))["choices"][0]
     text = choice["message"]["content"] if path == CHAT else choice["text"]
     assert stream_texts(api.stream(path, body(path, **fields))) == {0: text}
     return str(text)
 
 
-# What is refused
+# Refused fields
 
 
 @pytest.mark.parametrize(
@@ -104,7 +104,7 @@ def test_a_refused_field_is_named_and_nothing_is_computed(api: ApiUnderTest, pat
 
 
 @pytest.mark.parametrize("path", PATHS)
-def test_values_that_change_nothing_pass(api: ApiUnderTest, path: str) -> None:
+def test_harmless_values_are_accepted(api: ApiUnderTest, path: str) -> None:
     rows = EVERYWHERE + (ON_CHAT if path == CHAT else ON_COMPLETIONS)
     for field, passes, _, _ in rows:
         for value in (None, *passes):
@@ -122,7 +122,7 @@ def test_ignored_fields_change_nothing(api: ApiUnderTest, path: str) -> None:
     assert second == msgspec.structs.replace(first, request_id=second.request_id)
 
 
-def test_no_field_is_both_carried_out_and_refused() -> None:
+def test_no_field_is_both_supported_and_refused() -> None:
     for carried, known in (
         (ChatRequest, unsupported_fields.CHAT),
         (CompletionRequest, unsupported_fields.COMPLETIONS),
@@ -132,7 +132,7 @@ def test_no_field_is_both_carried_out_and_refused() -> None:
         assert not set(known) & ignored
 
 
-def test_what_passes_by_another_field(api: ApiUnderTest) -> None:
+def test_values_that_another_field_makes_harmless(api: ApiUnderTest) -> None:
     assert api.post(COMPLETIONS, body(COMPLETIONS, best_of=2, n=2))["choices"]
     assert api.post(CHAT, body(CHAT, best_of=1))["choices"]
     tools = [{"type": "function", "function": {"name": "f"}}]
@@ -147,7 +147,7 @@ def test_true_is_not_one_and_zero_is_not_false(api: ApiUnderTest) -> None:
     assert api.post(CHAT, body(CHAT, length_penalty=1.0))["choices"]
 
 
-def test_what_a_message_asks_for_is_refused_too(api: ApiUnderTest) -> None:
+def test_unsupported_fields_of_messages_are_refused(api: ApiUnderTest) -> None:
     for field, passes, example, _ in IN_MESSAGES:
         for value in (None, *passes):
             message: dict[str, Any] = {"role": "user", "content": "Hi", field: value}
@@ -160,18 +160,18 @@ def test_what_a_message_asks_for_is_refused_too(api: ApiUnderTest) -> None:
         assert api.post(CHAT, {"messages": [message]}, 400)["error"]["param"] == "messages"
 
 
-def test_a_streams_option_that_is_not_carried_out_is_refused(api: ApiUnderTest) -> None:
+def test_an_unsupported_stream_option_is_refused(api: ApiUnderTest) -> None:
     for value, status in ((True, 400), (False, 200), (None, 200)):
         options = {"include_obfuscation": value}
         assert api.send("POST", CHAT, body(CHAT, stream=True, stream_options=options))[0] == status
 
 
-def test_tokenizing_a_chat_refuses_what_the_chat_refuses(api: ApiUnderTest) -> None:
+def test_tokenize_refuses_the_fields_that_a_chat_refuses(api: ApiUnderTest) -> None:
     for field, example in (("chat_template", "{{ 1 }}"), ("continue_final_message", True)):
         assert api.post("/tokenize", {**HELLO, field: example}, 400)["error"]["param"] == field
 
 
-# What is carried out
+# Supported fields
 
 
 @pytest.mark.parametrize("path", PATHS)
@@ -180,7 +180,7 @@ def test_min_tokens_reach_the_router_and_are_bounded(api: ApiUnderTest, path: st
     assert api.router.submits[0].params.min_tokens == 3
     for value in (-1, 6, True):
         assert api.post(path, body(path, min_tokens=value), 400)["error"]["param"] == "min_tokens"
-    too_many = {**HELLO, "min_tokens": LIMITS.max_model_len}  # what is left of the context bounds them
+    too_many = {**HELLO, "min_tokens": LIMITS.max_model_len}  # more than the rest of the context
     assert api.post(CHAT, too_many, 400)["error"]["param"] == "min_tokens"
 
 
@@ -191,12 +191,12 @@ def test_min_tokens_reach_the_router_and_are_bounded(api: ApiUnderTest, path: st
         (0, " three", " one two"),
         (2, " three", " one two"),  # the third token may end it
         (3, " three", TEXT),
-        (3, "three f", " one two "),  # it begins before, and ends after
+        (3, "three f", " one two "),  # the stop string begins before min_tokens and ends after
         (2, ["two", "four"], " one two three "),
-        (2, ["two thr", "o"], " one "),  # the "o" of "two" comes too early
+        (2, ["two thr", "o"], " one "),  # the "o" of "two" comes before min_tokens
     ],
 )
-def test_stop_strings_end_no_answer_before_min_tokens(
+def test_stop_strings_do_not_end_an_answer_before_min_tokens(
     api: ApiUnderTest, path: str, min_tokens: int, stop: Any, text: str
 ) -> None:
     assert text_of(api, path, min_tokens=min_tokens, stop=stop) == text
@@ -211,11 +211,11 @@ def test_special_tokens_can_be_shown(api: ApiUnderTest, path: str) -> None:
     assert text_of(api, path, max_tokens=count) == "né b"
     assert text_of(api, path, max_tokens=count, skip_special_tokens=False) == "né<|im_start|> b"
     api.router.script = [*api.tokenizer.encode("a").tolist(), *sorted(api.tokenizer.eos_ids)]
-    assert text_of(api, path, skip_special_tokens=False) == "a"  # what ends it is no part of it
+    assert text_of(api, path, skip_special_tokens=False) == "a"  # the token that ends it is not shown
 
 
 def test_special_tokens_around_a_prompt(tmp_path: Path) -> None:
-    """Of a tokenizer that puts one before each text."""
+    """The tokenizer puts one special token before each text."""
     from tokenizers import Tokenizer as Tokens
     from tokenizers import processors
 
@@ -237,7 +237,7 @@ def test_special_tokens_around_a_prompt(tmp_path: Path) -> None:
             api.post(COMPLETIONS, {"prompt": "a", "max_tokens": 1, **fields})
             api.post(CHAT, {**HELLO, "max_tokens": 1, **fields})
         counts = [ids_of(submit)[:2].count(bos) for submit in api.router.submits]
-        assert counts == [1, 1, 1, 2, 0, 1]  # the template writes one itself
+        assert counts == [1, 1, 1, 2, 0, 1]  # the template writes one, too
         assert api.post("/tokenize", {**HELLO, "add_special_tokens": True})["tokens"][:2] == [bos, bos]
 
 
@@ -260,7 +260,7 @@ def test_the_last_tokens_of_a_prompt_are_kept(api: ApiUnderTest, prompt: Any) ->
         assert error["param"] == "truncate_prompt_tokens"
 
 
-def test_a_prompt_can_be_cut_to_what_max_tokens_leaves(api: ApiUnderTest) -> None:
+def test_a_prompt_can_be_cut_to_the_room_that_max_tokens_leaves(api: ApiUnderTest) -> None:
     room = LIMITS.max_model_len
     long = {"prompt": [5] * 3000, "max_tokens": 24, "truncate_prompt_tokens": -1}
     assert api.post(COMPLETIONS, long)["usage"]["prompt_tokens"] == room - 24

@@ -1,4 +1,4 @@
-"""The command `lightkv`: options, answers, information, and what it says to bad input."""
+"""The commands `lightkv generate` and `info`: options, answers, and errors for wrong input."""
 
 import json
 import re
@@ -29,7 +29,7 @@ QUESTION = "What is the capital of France?"
 
 
 def run(*args: str, stdin: str | bytes | None = None) -> tuple[int, str, str]:
-    """The command's exit code, standard output and standard error."""
+    """Returns the command's exit code, standard output and standard error."""
     result = CliRunner().invoke(app, list(args), input=stdin, prog_name="lightkv")
     if result.exception is not None and not isinstance(result.exception, SystemExit):
         raise result.exception
@@ -41,7 +41,7 @@ def generate(*args: str, stdin: str | bytes | None = None) -> tuple[int, str, st
 
 
 def flat(text: str) -> str:
-    """Text without the frames and line ends of a terminal's layout."""
+    """Returns text without the frames and line ends of a terminal's layout."""
     return " ".join(re.sub(r"[│╭╮╰╯─]", " ", text).split())
 
 
@@ -116,7 +116,7 @@ def test_help_has_examples(command: str) -> None:
 
 
 # --------------------------------------------------------------------------------
-# Bad input
+# Wrong input
 
 
 @pytest.mark.parametrize(
@@ -158,7 +158,7 @@ def test_bad_input_is_one_line_and_exit_code_2(args: list[str], words: str) -> N
         ([], "", "standard input is empty"),
         (["-"], "\n", "standard input is empty"),
         (["-", "-"], "x", 'give "-" once'),
-        (["-"], b"\xff\xfe", "no UTF-8 text"),
+        (["-"], b"\xff\xfe", "not UTF-8 text"),
         (["--raw", "--system", "s", "hi"], None, "leave one of them out"),
         (["--max-tokens", "many", "hi"], None, "--max-tokens"),
         (["--no-such-option", "hi"], None, "--no-such-option"),
@@ -218,7 +218,7 @@ def test_raw_continues_the_text_from_a_pipe(llm: LLM) -> None:
         assert (code, out) == (0, expected + "\n")
 
 
-def test_a_system_prompt_is_told(llm: LLM) -> None:
+def test_a_system_prompt_comes_before_the_prompt(llm: LLM) -> None:
     chat = [{"role": "system", "content": "You are a pirate."}, {"role": "user", "content": QUESTION}]
     expected = llm.generate(chat, PARAMS)[0]
     _, out, err = generate("--system", "You are a pirate.", QUESTION)
@@ -245,7 +245,7 @@ def test_a_seed_repeats_the_answer() -> None:
     assert generate(*args)[1] == generate(*args)[1]
 
 
-def test_without_a_template_the_text_is_continued_and_that_is_said(templateless: Path, llm: LLM) -> None:
+def test_without_a_template_the_text_is_continued_with_a_note(templateless: Path, llm: LLM) -> None:
     code, out, err = generate("--model", str(templateless), "The capital of France is")
     assert code == 0
     assert out == llm.generate("The capital of France is", PARAMS)[0].outputs[0].text + "\n"
@@ -253,11 +253,11 @@ def test_without_a_template_the_text_is_continued_and_that_is_said(templateless:
 
 
 # --------------------------------------------------------------------------------
-# Ends from outside
+# Interruptions
 
 
 def _long_answer() -> tuple[subprocess.Popen[bytes], bytes]:
-    """A command under way, and the first byte of its answer."""
+    """Starts a command with a long answer. Returns its process and the first byte of the answer."""
     args = ["generate", *SMALL, "--temperature", "0", "--max-tokens", "1500", "--raw", "1 2 3 4 5 6 7 8"]
     program = [sys.executable, "-m", "lightkv.router.cli", *args]
     process = subprocess.Popen(program, stdout=subprocess.PIPE, stderr=subprocess.PIPE, bufsize=0)
@@ -265,7 +265,7 @@ def _long_answer() -> tuple[subprocess.Popen[bytes], bytes]:
     return process, process.stdout.read(1)
 
 
-def test_ctrl_c_ends_it_cleanly() -> None:
+def test_ctrl_c_ends_the_command_cleanly() -> None:
     process, first = _long_answer()
     process.send_signal(signal.SIGINT)
     out, err = process.communicate(timeout=90)
@@ -275,7 +275,7 @@ def test_ctrl_c_ends_it_cleanly() -> None:
     assert b"Traceback" not in err
 
 
-def test_a_reader_that_goes_away_is_no_error_message() -> None:
+def test_a_reader_that_closes_the_pipe_causes_no_error_message() -> None:
     process, _ = _long_answer()
     assert process.stdout is not None
     assert process.stderr is not None
@@ -292,7 +292,7 @@ def test_a_reader_that_goes_away_is_no_error_message() -> None:
 # info
 
 
-def test_info_tells_what_the_engine_comes_to(llm: LLM) -> None:
+def test_info_agrees_with_the_engine(llm: LLM) -> None:
     code, out, _ = run(
         "info", *SMALL, "--max-num-seqs", "3", "--max-model-len", "99", "--prefill-chunk", "7", "--json"
     )
@@ -309,7 +309,7 @@ def test_info_tells_what_the_engine_comes_to(llm: LLM) -> None:
     assert (model["dtype"], model["num_parameters"]) == ("float32", 134_515_008)
 
 
-def test_info_for_people_has_the_numbers_and_the_reason() -> None:
+def test_the_text_of_info_has_the_numbers_and_the_reason() -> None:
     code, out, _ = run("info", "--device", "cpu", "--dtype", "float16")
     assert code == 0
     assert "23,040 bytes: 30 layers x 3 K/V heads x (64 + 64) in float16" in out
@@ -317,13 +317,13 @@ def test_info_for_people_has_the_numbers_and_the_reason() -> None:
     assert "the default of a CPU" in out
 
 
-def test_info_refuses_what_the_engine_would() -> None:
+def test_info_refuses_an_unknown_model_like_the_engine() -> None:
     code, out, err = run("info", "--model", "./nowhere")
     assert (code, out) == (2, "")
     assert "was not found" in err.splitlines()[-1]
 
 
-def test_info_takes_no_memory_for_the_weights(tmp_path: Path) -> None:
+def test_info_needs_no_memory_for_the_weights(tmp_path: Path) -> None:
     config = LlamaConfig(
         hidden_size=4096, intermediate_size=14336, num_hidden_layers=8, num_attention_heads=32,
         num_key_value_heads=8, vocab_size=1024, architectures=["LlamaForCausalLM"], dtype="bfloat16",
@@ -344,26 +344,26 @@ assert peak < 1.2e9, peak
 
 
 @pytest.mark.gpu
-def test_info_foretells_the_pool_beside_the_weights(tmp_path: Path) -> None:
+def test_info_predicts_the_pool_beside_the_weights(tmp_path: Path) -> None:
     config = LlamaConfig(
         hidden_size=2048, intermediate_size=8192, num_hidden_layers=8, num_attention_heads=16,
         num_key_value_heads=8, vocab_size=32000, max_position_embeddings=2048, tie_word_embeddings=False,
     )  # fmt: skip
     random_model(config, torch.device("cpu"), torch.bfloat16).save_pretrained(tmp_path)
-    (tmp_path / "tokenizer.json").write_text("{}")  # has to be there, and nothing here reads it
+    (tmp_path / "tokenizer.json").write_text("{}")  # has to exist; nothing in this test reads it
     settings = EngineConfig(str(tmp_path), device="cuda", mem_fraction=0.2, max_num_seqs=4, cuda_graphs=False)
     told = model_info(settings, tmp_path)
     runner, engine = build_runner(settings, lambda line: None)
     assert (told.dtype, told.bytes_per_token) == (engine.dtype, engine.bytes_per_token)
-    # The weights, 1.3 GB, are some 5 % of this pool: what they take has to be in the figure.
+    # The weights have 1.3 GB, about 5 % of this pool, which the predicted figure has to leave out.
     assert abs(told.pool_tokens - engine.capacity) < 0.01 * engine.capacity
     del runner
 
 
 def _write_hollow(config: LlamaConfig, directory: Path) -> None:
-    """A checkpoint of `config` whose file is all hole: it takes no room on the disk."""
+    """Writes a checkpoint of `config` whose weights are a sparse file, which takes no room on the disk."""
     config.save_pretrained(directory)
-    (directory / "tokenizer.json").write_text("{}")  # has to be there, and nothing here reads it
+    (directory / "tokenizer.json").write_text("{}")  # has to exist; nothing in this test reads it
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     header, end = {}, 0

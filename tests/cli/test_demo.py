@@ -1,4 +1,4 @@
-"""The demo: its answers with and without a terminal, its figures, and that it notices what is amiss."""
+"""The demo: its answers with and without a terminal, its figures, and its report of wrong counts."""
 
 import io
 
@@ -15,7 +15,7 @@ def llm() -> LLM:
     return LLM(EngineConfig(device="cpu", max_total_tokens=2048))
 
 
-def test_the_answers_are_lines_without_a_terminal_and_the_books_balance(llm: LLM) -> None:
+def test_the_answers_are_lines_without_a_terminal_and_the_counts_agree(llm: LLM) -> None:
     out = io.StringIO()
     run = answer(llm, Console(file=out, width=40), max_tokens=5)
     lines = out.getvalue().splitlines()
@@ -39,13 +39,13 @@ def test_the_answers_are_lines_without_a_terminal_and_the_books_balance(llm: LLM
     assert f"{stats.hit_tokens:,} of {stats.prompt_tokens:,}" in told["prefix tokens hit"]
 
 
-def test_a_terminal_shows_all_eight_at_once_and_the_whole_at_the_end(llm: LLM) -> None:
+def test_a_terminal_shows_all_eight_answers_at_once(llm: LLM) -> None:
     out = io.StringIO()
     console = Console(file=out, force_terminal=True, color_system=None, width=120, _environ={"TERM": "xterm"})
     answer(llm, console, max_tokens=3)
     last = out.getvalue().rpartition("\x1b[2K")[2]
     assert all(question in last for question in QUESTIONS)
-    assert "\x1b[?25h" in last  # the cursor is back
+    assert "\x1b[?25h" in last  # the cursor is visible again
 
 
 @pytest.mark.parametrize(
@@ -57,7 +57,7 @@ def test_a_terminal_shows_all_eight_at_once_and_the_whole_at_the_end(llm: LLM) -
     ],
     ids=["held", "lost", "above-forecast"],
 )
-def test_what_is_amiss_is_told(held: int, free: int, reached: int, words: str) -> None:
+def test_wrong_counts_are_reported(held: int, free: int, reached: int, words: str) -> None:
     stats = EngineStats(
         capacity=100,
         free=free,

@@ -1,7 +1,8 @@
-"""The map of a service over HTTP and in the terminal, where it is drawn."""
+"""The map of a service's pool, over HTTP and drawn in the terminal."""
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -14,11 +15,11 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
-from lightkv.memory_map import CACHED, FREE, OWN, SHARED, MemoryMap
+from lightkv.memory_map import CACHED, FREE, OWN, SHARED, MemoryMap, Owner
 from lightkv.router.cli.app import app
-from lightkv.router.cli.service import drawing, room
+from lightkv.router.cli.monitor import drawing, room
 from lightkv.router.engine.step import PoolMap
-from lightkv.router.service.messages import Mapped, OwnedMap, RowOwner
+from lightkv.router.service.messages import Mapped
 from lightkv.router.service.router_client import MAP_SECONDS
 from tests.support.fake_router import CAPACITY, POOL, ApiUnderTest, error_of, idle, service, wait_until
 from tests.support.served import API_KEY
@@ -33,7 +34,7 @@ def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ApiUnderTest]:
 @pytest.fixture
 def api(shared: ApiUnderTest) -> ApiUnderTest:
     under_test = idle(shared)
-    under_test.call(lambda: setattr(under_test.client, "_map", None))  # none is remembered
+    under_test.call(lambda: setattr(under_test.client, "_map", None))  # forget the last map
     return under_test
 
 
@@ -42,7 +43,7 @@ def get(api: ApiUnderTest, key: str = API_KEY) -> tuple[int, Any, bytes]:
 
 
 def lightkv(api: ApiUnderTest, *args: str) -> tuple[int, str, str]:
-    """The command's exit code, standard output and standard error."""
+    """Returns the command's exit code, standard output and standard error."""
     url = f"http://127.0.0.1:{api.port}"
     command = ["map", "--url", url, "--api-key", API_KEY, *args]
     result = CliRunner().invoke(app, command, prog_name="lightkv", env={"COLUMNS": "90"})
@@ -58,14 +59,14 @@ def test_the_route_answers_with_the_routers_map(api: ApiUnderTest) -> None:
     assert get(api, "wrong")[0] == 401
 
 
-def test_who_asks_often_is_given_the_same_map(api: ApiUnderTest) -> None:
+def test_frequent_calls_return_the_same_map(api: ApiUnderTest) -> None:
     for _ in range(5):
         assert get(api)[0] == 200
     assert api.router.num_map_asks == 1
     wait_until(lambda: get(api)[0] == 200 and api.router.num_map_asks == 2, seconds=MAP_SECONDS + 5)
 
 
-def test_no_map_is_an_error_that_says_why(api: ApiUnderTest) -> None:
+def test_an_error_says_why_there_is_no_map(api: ApiUnderTest) -> None:
     api.router.mapped = Mapped(None, "starting: loading")
     status, headers, content = get(api)
     assert (status, int(headers["Retry-After"]) > 0) == (503, True)
@@ -74,10 +75,10 @@ def test_no_map_is_an_error_that_says_why(api: ApiUnderTest) -> None:
     wait_until(lambda: api.client.status.state == "draining")
     api.call(lambda: setattr(api.client, "_map", None))
     assert get(api)[0] == 503
-    assert api.router.num_map_asks == 1  # the router is not asked when it is known to take nothing
+    assert api.router.num_map_asks == 1  # a router that is known to be draining is not asked
 
 
-def test_a_router_that_goes_ends_the_wait(tmp_path: Path) -> None:
+def test_the_end_of_the_router_ends_the_wait(tmp_path: Path) -> None:
     with service(tmp_path).running() as under_test:
         under_test.router.mapped = None
         connection = under_test.connect()
@@ -86,7 +87,7 @@ def test_a_router_that_goes_ends_the_wait(tmp_path: Path) -> None:
         under_test.call(under_test.router.die)
         response = connection.getresponse()
         assert response.status == 503
-        assert "router is gone" in error_of(response.read())["message"]
+        assert "router has ended" in error_of(response.read())["message"]
         connection.close()
 
 
@@ -103,8 +104,8 @@ def test_the_command_draws_the_pool(api: ApiUnderTest) -> None:
 
 
 def test_the_command_lists_the_owners(api: ApiUnderTest) -> None:
-    holders = [RowOwner(row, 700 - row, f"{row:032x}") for row in range(1, 13)]
-    api.router.mapped = Mapped(OwnedMap(**msgspec.structs.asdict(POOL), owners=holders))
+    owners = [Owner(row, 700 - row, f"{row:032x}") for row in range(1, 13)]
+    api.router.mapped = Mapped(msgspec.structs.replace(POOL, owners=owners))
     code, out, _ = lightkv(api)
     assert code == 0
     lines = out.splitlines()
@@ -116,13 +117,13 @@ def test_the_command_lists_the_owners(api: ApiUnderTest) -> None:
     assert len(found) == 12
 
 
-def test_the_command_gives_json(api: ApiUnderTest) -> None:
+def test_the_command_prints_json(api: ApiUnderTest) -> None:
     code, out, _ = lightkv(api, "--json")
     assert code == 0
     assert json.loads(out) == json.loads(get(api)[2])
     code, _, err = lightkv(api, "--json", "--watch")
     assert code == 2
-    assert "leave one of them out" in " ".join(err.split())
+    assert "leave one of them out" in " ".join(re.sub(r"[│╭╮╰╯─]", " ", err).split())
 
 
 def test_the_command_without_a_map_fails(api: ApiUnderTest) -> None:
@@ -132,7 +133,7 @@ def test_the_command_without_a_map_fails(api: ApiUnderTest) -> None:
     assert err.startswith("lightkv: the service answers 503: starting: loading")
 
 
-def test_watching_draws_again_and_outlasts_an_error(api: ApiUnderTest) -> None:
+def test_watching_redraws_and_continues_after_an_error(api: ApiUnderTest) -> None:
     url = f"http://127.0.0.1:{api.port}"
     command = [
         sys.executable,
@@ -180,13 +181,17 @@ assert not heavy, heavy
     assert "lightkv map --watch" in done.stdout.split("Examples")[1]
 
 
-def pool_of(labels: list[int], slots_per_cell: int = 1) -> OwnedMap:
+def pool_of(labels: list[int], slots_per_cell: int = 1) -> PoolMap:
     drawn = MemoryMap(np.array(labels))
-    holders = [RowOwner(one.row, one.num_tokens, f"request-{one.row}") for one in drawn.owners]
-    return OwnedMap(*drawn.counts, slots_per_cell, labels[::slots_per_cell], holders)
+    return PoolMap(
+        **drawn.counts._asdict(),
+        slots_per_cell=slots_per_cell,
+        cells=labels[::slots_per_cell],
+        owners=[Owner(one.row, one.num_tokens, f"request-{one.row}") for one in drawn.owners],
+    )
 
 
-def test_a_drawing_has_the_lines_that_it_may() -> None:
+def test_a_drawing_has_at_most_the_given_lines() -> None:
     labels = [2, 2, 1, 1, 0, 0, OWN + 1, OWN + 12, 0, 0]
     assert drawing(pool_of(labels), 5, 4).splitlines()[:3] == ["██░░·", "·1c··", "a mark is one slot, of 10"]
     assert drawing(pool_of(labels), 5, 1).splitlines()[:2] == ["█░·1·", "a mark is 2 slots, of 10"]
@@ -195,11 +200,11 @@ def test_a_drawing_has_the_lines_that_it_may() -> None:
 
 
 def many_owners(count: int) -> list[int]:
-    """Labels by which row 1 holds one slot, row 2 two, and so on."""
+    """Returns labels by which row 1 holds one slot, row 2 two, and so on."""
     return [OWN + row for row in range(1, count + 1) for _ in range(row)]
 
 
-def test_owners_stand_below_the_drawing_the_biggest_first() -> None:
+def test_owners_are_listed_below_the_drawing_the_largest_first() -> None:
     labels = [SHARED, OWN + 1, OWN + 12, 0, OWN + 12, CACHED, OWN + 70, 0]
     shown = drawing(pool_of(labels), 8, 4).splitlines()
     assert shown[0] == "█1c·c░8·"
@@ -218,7 +223,7 @@ def test_owners_stand_below_the_drawing_the_biggest_first() -> None:
     assert len(drawing(pool_of([FREE, SHARED, CACHED]), 8, 4).splitlines()) == 4
 
 
-def test_as_many_owners_are_listed_as_fit() -> None:
+def test_the_number_of_listed_owners_depends_on_the_room() -> None:
     labels = many_owners(22)
     for text in (MemoryMap(np.array(labels)).draw(), drawing(pool_of(labels), 80, 16)):
         *_, tenth, rest = text.splitlines()
@@ -241,12 +246,12 @@ def test_a_map_counts_every_label_once() -> None:
     )
     drawn = MemoryMap(labels)
     assert drawn.counts == (11, 6, 1, 1, 3, 3)
-    assert drawn.owners == [(3, 2, ""), (1, 1, "")]
+    assert drawn.owners == [Owner(3, 2), Owner(1, 1)]
     assert MemoryMap(np.zeros(4, np.int32)).counts == (4, 4, 0, 0, 0, 4)
     assert MemoryMap(np.ones(4, np.int32)).owners == []
 
 
-def test_a_pool_of_one_sort_is_drawn() -> None:
+def test_a_pool_of_one_label_is_drawn() -> None:
     assert (
         drawing(pool_of([0] * 4), 4, 1).splitlines()[-1] == "longest free run 4; 0% of the free are not in it"
     )

@@ -1,4 +1,4 @@
-"""The commands `lightkv serve`, `chat` and `top`: their options, and the two clients over a router of tests."""
+"""The commands `lightkv serve`, `chat` and `top`: their options, and the two clients over a fake router."""
 
 import os
 import pty
@@ -19,7 +19,7 @@ from typer.testing import CliRunner
 
 from lightkv.router.cli.app import app
 from lightkv.router.cli.http_client import ServiceClient, ServiceRefused, ServiceUnreachable, Usage
-from lightkv.router.cli.service import LoadReport, bar, frame
+from lightkv.router.cli.monitor import LoadReport, bar, frame
 from lightkv.router.config import EngineConfig, ServiceConfig
 from lightkv.router.service import launch
 from lightkv.router.service.messages import Load
@@ -30,7 +30,7 @@ from tests.support.served import API_KEY
 def run(
     *args: str, stdin: str | bytes | None = None, env: dict[str, str] | None = None
 ) -> tuple[int, str, str]:
-    """The command's exit code, standard output and standard error."""
+    """Returns the command's exit code, standard output and standard error."""
     result = CliRunner().invoke(app, list(args), input=stdin, prog_name="lightkv", env=env)
     if result.exception is not None and not isinstance(result.exception, SystemExit):
         raise result.exception
@@ -47,7 +47,7 @@ def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ApiUnderTest]:
 
 @pytest.fixture
 def api(shared: ApiUnderTest) -> ApiUnderTest:
-    """A service with a key, which answers TEXT over and over."""
+    """A service with an API key, which answers TEXT repeatedly."""
     return idle(shared)
 
 
@@ -61,7 +61,7 @@ def chat(url: str, *args: str, stdin: str) -> tuple[int, str, str]:
 
 
 def prompt_text(api: ApiUnderTest, request_idx: int) -> str:
-    """What the model was asked, in its chat template."""
+    """Returns the prompt that reached the router, as text in the chat template."""
     return api.tokenizer.decode(ids_of(api.router.submits[request_idx]), skip_special_tokens=False)
 
 
@@ -87,7 +87,7 @@ def test_help_has_examples(command: str) -> None:
     assert f"lightkv {command}" in out.split("Examples")[1]
 
 
-def test_serve_starts_what_it_was_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_serve_starts_a_service_with_the_given_options(monkeypatch: pytest.MonkeyPatch) -> None:
     started: list[tuple[EngineConfig, ServiceConfig]] = []
 
     def serve(engine: EngineConfig, settings: ServiceConfig, notes: Console) -> int:
@@ -129,7 +129,7 @@ def test_bad_settings_are_exit_code_2(args: list[str], words: str) -> None:
 # chat
 
 
-def test_a_piped_chat_answers_each_line_and_remembers(api: ApiUnderTest, url: str) -> None:
+def test_a_piped_chat_answers_each_line_and_keeps_the_conversation(api: ApiUnderTest, url: str) -> None:
     api.router.num_cached = 3
     code, out, err = chat(url, "--system", "Be brief.", "--temperature", "0", stdin="Hello\n\n  Again  \n")
     assert (code, out) == (0, f"{TEXT}\n{TEXT}\n")
@@ -191,7 +191,7 @@ def test_the_key_comes_from_the_environment_too(url: str) -> None:
 
 
 class Terminal:
-    """A command in a terminal of its own."""
+    """A command in its own terminal."""
 
     def __init__(self, *args: str) -> None:
         pid, self._fd = pty.fork()
@@ -199,13 +199,13 @@ class Terminal:
             os.environ.update(TERM="xterm", COLUMNS="100", LINES="40")
             os.execv(sys.executable, [sys.executable, "-m", "lightkv.router.cli", *args])
         self._pid = pid
-        self._shown = ""  # less what was waited for
+        self._shown = ""  # the output after the last awaited text
 
     def type(self, text: str) -> None:
         os.write(self._fd, text.encode())
 
     def until(self, text: str) -> None:
-        """Read until `text` has come, after all that was waited for before."""
+        """Reads until `text` appears after the last awaited text."""
         end = time.monotonic() + 15
         while text not in self._shown:
             assert select.select([self._fd], [], [], max(end - time.monotonic(), 0.0))[0], self._shown
@@ -213,7 +213,7 @@ class Terminal:
         self._shown = self._shown.split(text, 1)[1]
 
     def wait(self) -> int:
-        while True:  # what it still shows, or else it would wait to show it
+        while True:  # read the rest, because the command would block on a full terminal
             try:
                 if not os.read(self._fd, 4096):
                     break
@@ -229,7 +229,7 @@ def test_a_chat_in_a_terminal(api: ApiUnderTest, url: str) -> None:
     api.router.delay = 0.02
     terminal.type("Count\n")
     terminal.until("three")
-    terminal.type("\x03")  # Ctrl-C ends the answer, here and there
+    terminal.type("\x03")  # Ctrl-C ends the answer, also in the service
     terminal.until("interrupted")
     terminal.until("> ")
     wait_until(lambda: api.router.num_running == 0)
@@ -242,7 +242,7 @@ def test_a_chat_in_a_terminal(api: ApiUnderTest, url: str) -> None:
     terminal.until("tokens/s")
     terminal.until("> ")
     asked = prompt_text(api, 2)
-    assert "Count" in asked  # with as much of the answer as had come
+    assert "Count" in asked  # with the part of the answer that had arrived
     assert "one two three" in asked
     assert "Fail" not in asked
     terminal.type("\x04")  # Ctrl-D
@@ -253,14 +253,14 @@ def test_a_chat_in_a_terminal(api: ApiUnderTest, url: str) -> None:
 # The client
 
 
-def test_what_a_chat_yields(url: str) -> None:
-    client = ServiceClient(f"{url}/v1/", API_KEY)  # as OpenAI's clients are given it
+def test_a_chat_yields_text_and_then_token_counts(url: str) -> None:
+    client = ServiceClient(f"{url}/v1/", API_KEY)  # the form that OpenAI's clients need
     pieces = list(client.chat([{"role": "user", "content": "Hi"}], {"max_tokens": 5}))
     assert "".join(piece for piece in pieces if isinstance(piece, str)) == TEXT
     assert [piece.num_new for piece in pieces if isinstance(piece, Usage)] == [5]
 
 
-def test_what_the_client_raises(api: ApiUnderTest, url: str) -> None:
+def test_the_clients_exceptions(api: ApiUnderTest, url: str) -> None:
     with pytest.raises(ServiceRefused) as raised:
         ServiceClient(url).get("/load")
     assert raised.value.status == 401
@@ -298,12 +298,12 @@ def test_a_frame_has_the_counts_and_the_rates() -> None:
         "50.0 generated/s, 1,000.0 of prompts/s",
         "1,025 of 2,050 prompt tokens hit (50%)",
         "20.0/s, 0.50 ms of the router's own time each",
-        "139 of the device's books",
-        "2 worker starts, 1 pauses",
-        "1,037 tokens computed again",
+        "139 comparisons of the device's free count with the ledger's",
+        "1 times, 1,037 tokens computed again",
+        "2 worker starts",
     ):
         assert words in text
-    assert "state     ready \n" in re.sub(" +\n", " \n", text)
+    assert "state      ready \n" in re.sub(" +\n", " \n", text)
 
 
 def test_a_frame_after_a_restart_has_no_negative_rates() -> None:
@@ -330,7 +330,7 @@ def test_the_bar(load: Load, drawn: str) -> None:
     assert bar(load, "#=.").plain == drawn
 
 
-def test_top_prints_frames_where_there_is_no_terminal(api: ApiUnderTest, url: str) -> None:
+def test_top_prints_frames_without_a_terminal(api: ApiUnderTest, url: str) -> None:
     command = [sys.executable, "-m", "lightkv.router.cli", "top", "--url", url, "--interval", "0.1"]
     environment = os.environ | {"LIGHTKV_API_KEY": API_KEY}
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as process:
@@ -348,7 +348,7 @@ def test_top_prints_frames_where_there_is_no_terminal(api: ApiUnderTest, url: st
 def test_top_stays_in_place_in_a_terminal(url: str) -> None:
     terminal = Terminal("top", "--url", url, "--api-key", API_KEY, "--interval", "0.1")
     terminal.until("worker starts")
-    terminal.until("\x1b[1A")  # the cursor goes back up
+    terminal.until("\x1b[1A")  # the cursor moves up
     terminal.type("\x03")
     assert terminal.wait() == 0
 

@@ -1,4 +1,4 @@
-"""The stream between API and router where the peer does not read: it is cut off, and a mere burst is not."""
+"""The stream between API and router disconnects a peer that does not read, but not after a burst."""
 
 import asyncio
 import socket
@@ -16,7 +16,7 @@ STALL_SECONDS = 0.2
 
 
 def run(body: Callable[[FrameStream[ToRouter], FrameStream[ToRouter]], Awaitable[None]]) -> None:
-    """`body` with both ends of a stream."""
+    """Runs `body` with both ends of a stream."""
 
     async def ends() -> None:
         pair = socket.socketpair()
@@ -38,11 +38,11 @@ def narrow(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(frames, "MAX_STALL_SECONDS", STALL_SECONDS)
 
 
-def test_a_peer_that_does_not_read_is_cut_off() -> None:
+def test_a_peer_that_does_not_read_is_disconnected() -> None:
     async def body(ours: FrameStream[ToRouter], theirs: FrameStream[ToRouter]) -> None:
         sent, begun = 0, time.monotonic()
         receiving = asyncio.create_task(ours.receive())
-        while not receiving.done():  # as the router hears of it, too
+        while not receiving.done():  # the router notices the end in the same way
             ours.send(Abort("a" * 64 * KIB))
             sent += 1
             await asyncio.sleep(0.005)
@@ -50,7 +50,7 @@ def test_a_peer_that_does_not_read_is_cut_off() -> None:
         assert time.monotonic() - begun > STALL_SECONDS
         assert sent > 512 // 64
         for _ in range(10):
-            ours.send(Abort("lost"))  # and no error
+            ours.send(Abort("lost"))  # raises no error
         received = 0
         while await theirs.receive() is not None:
             received += 1
@@ -59,10 +59,10 @@ def test_a_peer_that_does_not_read_is_cut_off() -> None:
     run(body)
 
 
-def test_a_burst_that_is_taken_in_time_arrives_whole() -> None:
+def test_a_burst_that_is_read_in_time_arrives_whole() -> None:
     async def body(ours: FrameStream[ToRouter], theirs: FrameStream[ToRouter]) -> None:
         for _ in range(3):
-            for i in range(64):  # 4 MiB in one turn of the loop
+            for i in range(64):  # 4 MiB in one turn of the event loop
                 ours.send(Abort(f"{i} " + "a" * 64 * KIB))
             for i in range(64):
                 message = await theirs.receive()
@@ -73,8 +73,8 @@ def test_a_burst_that_is_taken_in_time_arrives_whole() -> None:
     run(body)
 
 
-def test_a_slow_peer_that_catches_up_is_not_cut_off() -> None:
-    """Time counts from when it last had little to take, not from when it first had much."""
+def test_a_slow_peer_that_catches_up_is_not_disconnected() -> None:
+    """The time counts from when the peer last had few unread bytes, not from when it first had many."""
 
     async def body(ours: FrameStream[ToRouter], theirs: FrameStream[ToRouter]) -> None:
         for _ in range(4):

@@ -1,10 +1,10 @@
-"""When a call is overdue: by its own time alone, not by the time in which this process did not run."""
+"""A call is overdue after its own time, without the time in which this process did not run."""
 
 from lightkv.router.service.call_watch import STOPPED_SECONDS, CallWatch
 
 
 class Clock:
-    """Seconds, which pass when a test says so."""
+    """A clock in seconds, which the test advances."""
 
     def __init__(self) -> None:
         self.now = 100.0
@@ -14,7 +14,7 @@ class Clock:
 
 
 def passed(watch: CallWatch, clock: Clock, seconds: float) -> bool:
-    """Look again and again for so long. Was a call overdue at the end?"""
+    """Calls `look` at every tick for `seconds`. Returns whether a call is overdue at the end."""
     end = clock.now + seconds
     overdue = False
     while clock.now < end:
@@ -23,7 +23,7 @@ def passed(watch: CallWatch, clock: Clock, seconds: float) -> bool:
     return overdue
 
 
-def test_a_call_is_overdue_after_its_limit_and_none_when_none_waits() -> None:
+def test_only_a_waiting_call_is_overdue_after_its_limit() -> None:
     clock = Clock()
     watch = CallWatch(10.0, clock)
     assert not passed(watch, clock, 30)
@@ -32,14 +32,14 @@ def test_a_call_is_overdue_after_its_limit_and_none_when_none_waits() -> None:
     assert passed(watch, clock, 0.5)
     watch.end()
     assert not passed(watch, clock, 30)
-    watch.begin()  # each has the limit for itself
+    watch.begin()  # each call has the whole limit
     assert not passed(watch, clock, 10)
 
 
-def test_what_the_worker_announces_postpones_it() -> None:
+def test_announced_work_extends_the_limit() -> None:
     clock = Clock()
     watch = CallWatch(10.0, clock)
-    watch.postpone(600.0)  # no call waits: nothing to postpone
+    watch.postpone(600.0)  # without a waiting call this has no effect
     watch.begin()
     assert not passed(watch, clock, 9)
     watch.postpone(600.0)
@@ -51,7 +51,7 @@ def test_what_the_worker_announces_postpones_it() -> None:
     assert watch.allowed == 10
 
 
-def test_a_limit_that_is_longer_than_what_is_announced_stands() -> None:
+def test_announced_work_does_not_shorten_a_longer_limit() -> None:
     clock = Clock()
     watch = CallWatch(1800.0, clock)
     watch.begin()
@@ -60,7 +60,7 @@ def test_a_limit_that_is_longer_than_what_is_announced_stands() -> None:
     assert passed(watch, clock, 1)
 
 
-def test_the_time_in_which_this_process_was_stopped_does_not_count() -> None:
+def test_time_in_which_this_process_was_stopped_does_not_count() -> None:
     clock = Clock()
     watch = CallWatch(10.0, clock)
     watch.begin()

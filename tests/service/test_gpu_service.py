@@ -1,4 +1,4 @@
-"""On a GPU: a worker with CUDA graphs that is lost under 64 streams is replaced into the same memory."""
+"""On a GPU, a worker with CUDA graphs that dies under 64 streams is replaced in the same memory."""
 
 import os
 import signal
@@ -29,7 +29,7 @@ def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
 
 
 def used_bytes() -> int:
-    """Of the device, by all processes."""
+    """Returns the memory of the device that all processes use."""
     free, total = torch.cuda.mem_get_info()
     return total - free
 
@@ -40,7 +40,7 @@ def info(service: Served) -> dict[str, Any]:
 
 
 class Stream(threading.Thread):
-    """One client: reads its stream to the end. `last` is the event that came last."""
+    """A client that reads its stream to the end. `last`: the last event."""
 
     def __init__(self, service: Served) -> None:
         super().__init__()
@@ -56,7 +56,7 @@ class Stream(threading.Thread):
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=lambda number: number.name)
-def test_a_worker_lost_under_64_streams_is_replaced_into_the_same_memory(
+def test_a_worker_lost_under_64_streams_is_replaced_in_the_same_memory(
     service: Served, number: signal.Signals
 ) -> None:
     expected = service.complete(max_tokens=32)

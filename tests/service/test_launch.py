@@ -1,4 +1,4 @@
-"""The service as processes: how it starts, what stops it from starting, and every way it ends."""
+"""The service as processes: how it starts, what keeps it from starting, and every way in which it ends."""
 
 import fcntl
 import io
@@ -31,7 +31,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def sockets(tmp_path: Path) -> Path:
-    """A directory for sockets, of a path short enough."""
+    """A directory for sockets, whose path is short enough."""
     directory = tmp_path / "s"
     directory.mkdir(mode=0o700)
     return directory
@@ -39,14 +39,14 @@ def sockets(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def start(model: Path, tmp_path: Path, sockets: Path) -> Iterator[Start]:
-    """Starts a service, whose sockets are in `sockets`."""
+    """A function that starts a service with its sockets in `sockets`."""
     with starting(model, tmp_path / "log", sockets) as begin:
         yield begin
 
 
 @pytest.fixture(scope="module")
 def shared(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    """A service with a key, which the tests leave as they find it. SIGTERM has to end it with 0."""
+    """A service with an API key, which the tests leave unchanged. SIGTERM has to end it with code 0."""
     directory = tmp_path_factory.mktemp("shared")
     served = Served(model, directory / "log", "--served-model-name", "tiny", api_key=API_KEY).wait_ready()
     try:
@@ -58,10 +58,10 @@ def shared(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Se
 
 
 # --------------------------------------------------------------------------------
-# What runs
+# The running service
 
 
-def test_a_request_is_answered_and_the_model_is_called_as_told(shared: Served) -> None:
+def test_a_request_is_answered_under_the_served_model_name(shared: Served) -> None:
     prompt = "The sun is a star, and the moon is not."
     assert shared.complete(prompt, 8) == shared.complete(prompt, 8)
     models = shared.request("/v1/models")[1]["data"]
@@ -69,7 +69,7 @@ def test_a_request_is_answered_and_the_model_is_called_as_told(shared: Served) -
     wait_until(lambda: shared.request("/load")[1]["hit_tokens"] > 0)
 
 
-def test_the_key_guards_it_and_no_process_shows_it(shared: Served) -> None:
+def test_the_key_guards_the_service_and_no_process_shows_it(shared: Served) -> None:
     assert shared.request(COMPLETIONS, {"prompt": "a"}, headers={})[0] == 401
     assert shared.request("/load", headers={"Authorization": "Bearer wrong"})[0] == 401
     assert shared.request("/health", headers={})[0] == 200
@@ -116,19 +116,20 @@ def test_the_launcher_loads_neither_torch_nor_a_web_server() -> None:
 def test_no_file_of_the_working_directory_is_imported_unless_this_process_imports_from_there(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """`python -m` puts the working directory first: a service started in a stranger's would run his code."""
+    """`python -m` puts the working directory first on the path, and so would run code of a foreign
+    directory."""
     (tmp_path / "msgspec.py").write_text("raise SystemExit(77)")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [entry for entry in sys.path if entry not in ("", str(tmp_path))])
-    safe = subprocess.run(command("api.app"), input=b"{", capture_output=True, timeout=60)
+    safe = subprocess.run(command("api.process"), input=b"{", capture_output=True, timeout=60)
     assert safe.returncode == 1
     assert b"msgspec.DecodeError" in safe.stderr
     monkeypatch.syspath_prepend(str(tmp_path))
-    assert subprocess.run(command("api.app"), input=b"{", timeout=60).returncode == 77
+    assert subprocess.run(command("api.process"), input=b"{", timeout=60).returncode == 77
 
 
 # --------------------------------------------------------------------------------
-# How it ends
+# The end of the service
 
 
 def test_sigterm_lets_requests_finish_and_admits_no_more(start: Start, sockets: Path) -> None:
@@ -146,7 +147,7 @@ def test_sigterm_lets_requests_finish_and_admits_no_more(start: Start, sockets: 
     assert list(sockets.iterdir()) == []
 
 
-def test_no_process_but_the_launcher_answers_a_signal(shared: Served) -> None:
+def test_only_the_launcher_handles_signals(shared: Served) -> None:
     processes = shared.processes()
     with shared.stream(400) as events:
         for name in ("worker", "router_process", "api"):
@@ -163,14 +164,14 @@ def test_a_second_ctrl_c_aborts_at_once(start: Start, sockets: Path) -> None:
     with served.stream(7000) as events:
         served.signal(signal.SIGINT)
         wait_until(lambda: served.request("/ready")[0] == 503)
-        assert "choices" in next(events)  # it still runs
+        assert "choices" in next(events)  # the request still runs
         served.signal(signal.SIGINT)
         assert "shutting down" in list(events)[-1]["error"]["message"]
     assert served.wait() == 0
     assert list(sockets.iterdir()) == []
 
 
-def test_what_does_not_finish_in_time_is_aborted(start: Start) -> None:
+def test_requests_that_do_not_finish_in_time_are_aborted(start: Start) -> None:
     served = start("--shutdown-timeout", "0.3").wait_ready()
     with served.stream(7000) as events:
         served.process.terminate()
@@ -187,7 +188,7 @@ def test_sigterm_does_not_wait_for_the_weights(start: Start, sockets: Path) -> N
 
 
 @pytest.mark.parametrize("name", ["router_process", "api"])
-def test_a_killed_process_takes_everything_down(start: Start, sockets: Path, name: str) -> None:
+def test_the_service_ends_when_one_of_its_processes_is_killed(start: Start, sockets: Path, name: str) -> None:
     served = start().wait_ready()
     with served.stream(7000) as events:
         os.kill(served.processes()[name], signal.SIGKILL)
@@ -199,8 +200,8 @@ def test_a_killed_process_takes_everything_down(start: Start, sockets: Path, nam
     assert list(sockets.iterdir()) == []
 
 
-def test_nothing_outlives_a_killed_launcher(model: Path, tmp_path: Path) -> None:
-    """No socket either: the public one is gone, and the private one with its temporary directory."""
+def test_no_process_or_file_outlives_a_killed_launcher(model: Path, tmp_path: Path) -> None:
+    """The public socket is removed, and the private one together with its temporary directory."""
     public, temporary = tmp_path / "public.sock", tmp_path / "t"
     temporary.mkdir()
     served = Served(model, tmp_path / "log", "--uds", str(public), env={"TMPDIR": str(temporary)})
@@ -218,7 +219,7 @@ def test_nothing_outlives_a_killed_launcher(model: Path, tmp_path: Path) -> None
         served.close()
 
 
-def test_a_model_that_cannot_be_loaded_ends_it_with_the_reason(start: Start, sockets: Path) -> None:
+def test_a_model_that_cannot_be_loaded_ends_the_service_with_the_reason(start: Start, sockets: Path) -> None:
     served = start("--max-total-tokens", "100000000000000")
     assert served.wait() == 1
     log = served.log.read_text()
@@ -250,11 +251,11 @@ def test_the_architecture_is_refused_before_the_files(
 
 
 # --------------------------------------------------------------------------------
-# What stops it from starting
+# Failures at the start
 
 
 def refused(service: ServiceConfig, model: str = "./no-such-model") -> str:
-    """Why it does not start: found before the model is looked for, which there is none of."""
+    """Returns why the service does not start. The reason is found before the model, which does not exist."""
     with pytest.raises((CannotServe, InvalidConfig)) as raised:
         serve(EngineConfig(model), service, Console(file=io.StringIO()))
     assert "\n" not in str(raised.value)
@@ -286,7 +287,7 @@ def test_a_socket_in_use_is_left_alone(tmp_path: Path) -> None:
     assert path.read_text() == "no socket"
 
 
-def test_a_socket_that_nobody_listens_on_is_replaced(tmp_path: Path) -> None:
+def test_a_socket_without_a_listener_is_replaced(tmp_path: Path) -> None:
     path = tmp_path / "public.sock"
     with socket.socket(socket.AF_UNIX) as other:
         other.bind(str(path))
@@ -312,7 +313,7 @@ def test_the_lock_of_a_running_service_holds(start: Start, sockets: Path) -> Non
     wait_until(lambda: not served.processes(), 5.0)
 
     def is_free() -> bool:
-        """The lock goes with the last process that held it; the kernel may take a moment over that."""
+        """Returns whether the lock is free, shortly after the last process that held it has ended."""
         try:
             serve(
                 EngineConfig("./no-such-model"),
@@ -354,7 +355,7 @@ def test_a_certificate_that_cannot_be_read(tmp_path: Path, content: bytes | None
     assert text.startswith(f"the certificate in {path} cannot be used (")
 
 
-def test_a_refusal_is_one_line_and_no_success() -> None:
+def test_a_failed_start_is_one_line_and_exit_code_1() -> None:
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = str(other.getsockname()[1])
         argv = [sys.executable, "-m", "lightkv.router.cli", "serve", "--port", port]

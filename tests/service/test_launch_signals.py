@@ -1,5 +1,5 @@
-"""A signal to every process of the service at once, as service managers stop what they started: it ends as by a
-signal to the launcher alone."""
+"""A signal to every process of the service, as service managers send it, ends the service in the same way as
+a signal to the launcher alone."""
 
 import signal
 from collections.abc import Callable, Iterator
@@ -26,13 +26,13 @@ def sockets(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def start(model: Path, tmp_path: Path, sockets: Path) -> Iterator[Start]:
-    """Starts a service, whose sockets are in `sockets`."""
+    """A function that starts a service with its sockets in `sockets`."""
     with starting(model, tmp_path / "log", sockets) as begin:
         yield begin
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_to_each_process_ends_it_as_one_to_the_launcher(
+def test_signals_to_all_processes_end_the_service_like_one_to_the_launcher(
     start: Start, sockets: Path, number: signal.Signals
 ) -> None:
     served = start("--shutdown-timeout", "60").wait_ready()
@@ -51,7 +51,7 @@ def test_a_signal_to_each_process_ends_it_as_one_to_the_launcher(
 @pytest.mark.parametrize(
     ("process", "number"), [("router_process", signal.SIGINT), ("worker", signal.SIGTERM)]
 )
-def test_a_signal_to_each_process_while_it_starts(
+def test_signals_to_all_processes_while_the_service_starts(
     start: Start, sockets: Path, process: str, number: signal.Signals
 ) -> None:
     served = start()

@@ -1,4 +1,5 @@
-"""rpyc over a watched socket: large messages both ways, a peer that does not read, and every kind of end."""
+"""rpyc over a watched socket: large messages in both directions, a peer that does not read, every kind of
+end."""
 
 import asyncio
 import socket
@@ -21,7 +22,7 @@ MESSAGE = bytes(range(256)) * 20_000  # 5 MB, far more than a socket's buffer
 
 
 class Echo(rpyc.Service):
-    """Sends back what it gets, once it may."""
+    """Sends back what it receives, once the test allows it."""
 
     def __init__(self) -> None:
         self.may_answer = threading.Event()
@@ -32,7 +33,7 @@ class Echo(rpyc.Service):
 
 
 class End:
-    """The loop's end of a pair: a connection over a LoopStream, and what it has told."""
+    """The event loop's end of a socket pair: a connection over a LoopStream, and what the stream reported."""
 
     def __init__(self, ours: socket.socket) -> None:
         self.num_ends = 0
@@ -72,8 +73,8 @@ async def echoing() -> AsyncIterator[tuple[End, Echo, socket.socket]]:
         assert not thread.is_alive()
 
 
-async def longest_pause(until: "asyncio.Future[object]") -> float:
-    """The longest time for which the loop did nothing else, in seconds."""
+async def longest_block(until: "asyncio.Future[object]") -> float:
+    """Returns the longest time in seconds for which the event loop was blocked."""
     longest, last = 0.0, time.monotonic()
     while not until.done():
         await asyncio.sleep(0.005)
@@ -82,27 +83,24 @@ async def longest_pause(until: "asyncio.Future[object]") -> float:
 
 
 @LOOPS
-def test_a_large_message_waits_for_its_peer_and_the_loop_does_not(
+def test_a_large_message_waits_for_its_peer_without_blocking_the_loop(
     loop_factory: Callable[[], asyncio.AbstractEventLoop],
 ) -> None:
     async def work() -> None:
         async with echoing() as (end, echo, _):
             send = rpyc.async_(end.connection.root.echo)
             answers = []
-            for data in (
-                MESSAGE,
-                b"",
-                MESSAGE[::-1],
-            ):  # the peer answers the first before it reads the second
+            # The peer answers the first message before it reads the second.
+            for data in (MESSAGE, b"", MESSAGE[::-1]):
                 answers.append(asyncio.get_running_loop().create_future())
                 send(data).add_callback(lambda result, to=answers[-1]: to.set_result(result.value))
             assert end.stream.num_unsent > len(MESSAGE)
-            pause = asyncio.create_task(longest_pause(answers[-1]))
+            blocked = asyncio.create_task(longest_block(answers[-1]))
             await asyncio.sleep(0.1)
             assert not answers[0].done()
             echo.may_answer.set()
             assert await asyncio.wait_for(asyncio.gather(*answers), 10) == [MESSAGE, b"", MESSAGE[::-1]]
-            assert await pause < 2  # and not the ten seconds that the peer may take
+            assert await blocked < 2  # and not the ten seconds that the peer may take
             assert end.stream.num_unsent == 0
 
     with asyncio.Runner(loop_factory=loop_factory) as runner:
@@ -133,14 +131,14 @@ def test_a_peer_that_ends_within_a_message_ends_the_stream_once(
 
 
 @LOOPS
-def test_a_send_that_finds_its_peer_gone_raises_and_tells_of_the_end(
+def test_a_send_to_a_closed_peer_raises_and_reports_the_end(
     loop_factory: Callable[[], asyncio.AbstractEventLoop],
 ) -> None:
     async def work() -> None:
         theirs, ours = socket.socketpair()
         end = End(ours)
         theirs.close()
-        with pytest.raises(EOFError):  # the loop has had no turn in which to see it
+        with pytest.raises(EOFError):  # the event loop had no turn in which to notice the end
             end.connection.async_request(1, b"")
         await asyncio.wait_for(end.has_ended(), 10)
         end.close()

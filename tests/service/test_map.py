@@ -1,4 +1,4 @@
-"""The map of a running service: what the worker counts, that steps go on, and the whole of it."""
+"""The map of a running service: the worker's counts, the steps around it, and the whole service."""
 
 import asyncio
 import random
@@ -38,7 +38,7 @@ def labels_of(pool: PoolMap) -> MemoryMap:
 
 
 # --------------------------------------------------------------------------------
-# The worker: what it counts
+# The worker's counts
 
 
 @pytest.fixture(scope="module")
@@ -53,7 +53,7 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> EngineConfig:
 
 
 def owners_of(ledger: TokenLedger) -> SlotOwners:
-    """As the router says them, from each sequence's path."""
+    """Returns the owners that the router would send, found from each sequence's path."""
     held: dict[int, list[int]] = {}
     for sequence in ledger.sequences:
         for segment in sequence.path():
@@ -63,7 +63,7 @@ def owners_of(ledger: TokenLedger) -> SlotOwners:
 
 
 def run(config: EngineConfig, maps: list[tuple[PoolMap, tuple[int, int, int]]] | None) -> list[StepResult]:
-    """Every step's result; `maps` gets a map after each, with what the ledger counts then."""
+    """Returns the result of every step. Appends to `maps` a map after each step, with the ledger's counts."""
     runner, info = build_runner(config, lambda line: None)
     ledger = TokenLedger(info.capacity, info.limits.max_num_seqs, info.limits.max_model_len)
     scheduler = Scheduler(ledger, info.limits)
@@ -83,7 +83,7 @@ def run(config: EngineConfig, maps: list[tuple[PoolMap, tuple[int, int, int]]] |
     return results
 
 
-def test_a_map_counts_as_the_ledger_and_changes_no_step(config: EngineConfig) -> None:
+def test_a_map_agrees_with_the_ledger_and_changes_no_step(config: EngineConfig) -> None:
     maps: list[tuple[PoolMap, tuple[int, int, int]]] = []
     assert run(config, maps) == run(config, None)
     shared = 0
@@ -91,16 +91,15 @@ def test_a_map_counts_as_the_ledger_and_changes_no_step(config: EngineConfig) ->
         assert (pool.num_free, pool.num_cached) == (num_free, num_cached)
         assert pool.num_shared + pool.num_own == num_held
         assert (pool.capacity, pool.slots_per_cell, len(pool.cells)) == (150, 1, 150)
-        drawn = labels_of(pool).counts
-        assert drawn == tuple(getattr(pool, name) for name in drawn._fields)
+        assert labels_of(pool).counts == pool.counts
         assert set(pool.cells) <= {*range(3), *range(OWN + 1, OWN + 5)}
         shared += pool.num_shared
-    assert shared  # the twenty tokens that all begin with
+    assert shared  # the first twenty tokens of all prompts
     assert maps[-1][0].num_own == 0
     assert maps[-1][0].num_cached > 0
 
 
-def test_a_large_pool_is_sampled_and_counted_whole(
+def test_cells_of_a_large_pool_are_a_sample_and_counts_are_complete(
     config: EngineConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     whole: list[tuple[PoolMap, tuple[int, int, int]]] = []
@@ -114,11 +113,11 @@ def test_a_large_pool_is_sampled_and_counted_whole(
 
 
 # --------------------------------------------------------------------------------
-# The router: between steps, for all who asked
+# The router, which makes maps between steps for all clients that asked
 
 
 class MappingWorker(FakeWorker):
-    """A worker of integers that can tell its slots."""
+    """A worker of integers which knows what its slots are used for."""
 
     num_maps = 0
     error: WorkerError | None = None
@@ -137,8 +136,8 @@ class MappingWorker(FakeWorker):
         for row, start, end in owners.private:
             labels[[memory.rows[row][position] for position in range(start, end)]] = OWN + row
         cells = labels[1:201].tolist()
-        assert -1 not in cells  # every slot has its use
-        return PoolMap(*MemoryMap(labels[1:201]).counts, 1, cells)
+        assert -1 not in cells  # every slot has a label
+        return PoolMap(**MemoryMap(labels[1:201]).counts._asdict(), slots_per_cell=1, cells=cells)
 
 
 class MappingService(Service):
@@ -148,7 +147,7 @@ class MappingService(Service):
 
 
 async def maps_of(client: Any, count: int) -> list[Mapped]:
-    """The next answers; what else comes is noted as ever."""
+    """Returns the next `count` maps. Other messages are noted as usual."""
     found: list[Mapped] = []
     while len(found) < count:
         answer = await client.take()
@@ -158,12 +157,12 @@ async def maps_of(client: Any, count: int) -> list[Mapped]:
 
 
 @pytest.mark.parametrize("depth", [1, 2])
-def test_maps_are_taken_between_steps_while_requests_run(tmp_path: Path, depth: int) -> None:
+def test_maps_are_made_between_steps_while_requests_run(tmp_path: Path, depth: int) -> None:
     async def scenario() -> None:
         served = MappingService(tmp_path / "router", depth, pause=0.001)
         client, other = await served.connect(), await served.connect()
         client.stream.send(AskMap())
-        (empty,) = await maps_of(client, 1)  # while it is idle
+        (empty,) = await maps_of(client, 1)  # while the router is idle
         assert empty.pool is not None
         assert (empty.pool.num_free, empty.pool.longest_free_run) == (200, 200)
         for name in ("a", "b", "c"):
@@ -180,16 +179,18 @@ def test_maps_are_taken_between_steps_while_requests_run(tmp_path: Path, depth: 
         assert len(pools) == 24
         for pool in pools:
             assert pool.num_free + pool.num_cached + pool.num_shared + pool.num_own == 200
-        assert max(pool.num_shared for pool in pools) == 7  # the prompt, less the token that each computes
+        assert (
+            max(pool.num_shared for pool in pools) == 7
+        )  # the prompt, less the token that each one computes
         assert max(len({cell for cell in pool.cells if cell >= OWN}) for pool in pools) == 3
-        assert served.workers[0].num_checks  # its books were recounted at the end
+        assert served.workers[0].num_checks  # the memory was recounted at the end
         served.router.drain()
         assert await served.exit_code == 0
 
     asyncio.run(scenario())
 
 
-def test_a_map_says_which_request_holds_what(tmp_path: Path) -> None:
+def test_a_map_names_the_requests_that_hold_slots(tmp_path: Path) -> None:
     async def scenario() -> None:
         served = MappingService(tmp_path / "router", 1, pause=0.001)
         client = await served.connect()
@@ -215,7 +216,7 @@ def test_a_map_says_which_request_holds_what(tmp_path: Path) -> None:
             assert answer.pool is not None
             if (now := {one.request_id for one in answer.pool.owners}) <= {"a", "c"}:
                 break
-            assert now <= {"a", "c", ""}  # a step may still have it
+            assert now <= {"a", "c", ""}  # a step in flight may still use the row of an ended request
         await client.until_ended("a", "c")
         client.stream.send(AskMap())
         (answer,) = await maps_of(client, 1)
@@ -231,7 +232,7 @@ def test_a_map_says_which_request_holds_what(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("fatal", [False, True])
-def test_a_map_that_fails_is_answered(tmp_path: Path, fatal: bool) -> None:
+def test_a_failed_map_is_answered_with_the_error(tmp_path: Path, fatal: bool) -> None:
     async def scenario() -> None:
         served = MappingService(tmp_path / "router", 1)
         client = await served.connect()
@@ -243,7 +244,7 @@ def test_a_map_that_fails_is_answered(tmp_path: Path, fatal: bool) -> None:
         assert answer.pool is None
         assert "no room" in answer.error
         await client.until(lambda status: status.state == "ready")
-        assert len(served.workers) == 1 + fatal  # one that has lost its device is replaced
+        assert len(served.workers) == 1 + fatal  # a worker that has lost its device is replaced
         worker.error = None
         await client.submit("after", [1, 2, 3])
         assert (await client.until_ended("after"))["after"].finish_reason == "length"
@@ -260,7 +261,7 @@ def test_a_map_that_fails_is_answered(tmp_path: Path, fatal: bool) -> None:
 # The whole service
 
 
-def test_the_map_of_a_service_that_answers(tmp_path: Path) -> None:
+def test_the_map_of_a_running_service(tmp_path: Path) -> None:
     served = Served(save_tiny_model(tmp_path / "tiny"), tmp_path / "log", api_key=API_KEY)
     try:
         served.wait_ready()
@@ -278,7 +279,7 @@ def test_the_map_of_a_service_that_answers(tmp_path: Path) -> None:
             assert len(rows) == 1
             assert found["cells"].count(rows.pop()) == found["num_own"]
             num_own = found["num_own"]
-            wait_until(lambda: served.request("/map")[1]["num_own"] > num_own)  # it goes on
+            wait_until(lambda: served.request("/map")[1]["num_own"] > num_own)  # the request continues
             assert "choices" in next(events)
         load = served.at_rest()
         wait_until(lambda: served.request("/map")[1]["num_own"] == 0)

@@ -1,5 +1,5 @@
-"""A live service and what once ended or froze it: plans larger than a socket's buffer, a worker that hangs, a
-router that is stopped."""
+"""Faults that once ended or froze a running service: plans larger than a socket's buffer, a worker that
+hangs, a router that is stopped."""
 
 import os
 import signal
@@ -34,7 +34,7 @@ def is_ready(service: Served) -> bool:
 
 
 def metric(service: Served, name: str) -> str:
-    """The lines of one series."""
+    """Returns the lines of one metric."""
     connection = service.connect()
     connection.request("GET", "/metrics")
     text = connection.getresponse().read().decode()
@@ -43,7 +43,7 @@ def metric(service: Served, name: str) -> str:
 
 
 def test_many_answers_with_penalties_to_a_long_cached_prompt(service: Served) -> None:
-    """Each answer's row once carried the whole prompt, which is 32 kB here."""
+    """The plan once carried the whole prompt for each answer, which is 32 kB here."""
     ask(service, prompt=LONG_PROMPT, max_tokens=1)
     (alone,) = ask(service, prompt=LONG_PROMPT, max_tokens=3, repetition_penalty=1.1)
     for n in (8, 60):
@@ -57,10 +57,10 @@ def test_a_worker_that_hangs_is_replaced(service: Served) -> None:
     worker = service.processes()["worker"]
     with service.stream(max_tokens=8000) as events:
         os.kill(worker, signal.SIGSTOP)
-        last = list(events)[-1]  # the stream ends, and not with [DONE]
+        last = list(events)[-1]  # the stream ends, but not with [DONE]
         assert last["error"]["code"] == 503
         assert (
-            f"not back after {STEP_TIMEOUT} s (--step-timeout is {STEP_TIMEOUT})" in last["error"]["message"]
+            f"took more than {STEP_TIMEOUT} s (--step-timeout is {STEP_TIMEOUT})" in last["error"]["message"]
         )
     assert not is_ready(service)
     assert service.request(COMPLETIONS, {"prompt": "a"})[0] == 503
@@ -71,8 +71,8 @@ def test_a_worker_that_hangs_is_replaced(service: Served) -> None:
     assert "--step-timeout" in service.log.read_text()
 
 
-def test_a_router_that_is_stopped_is_not_ready_and_loses_nothing(service: Served) -> None:
-    """Its own pause counts for nothing: the worker is not killed for it."""
+def test_a_stopped_router_is_not_ready_and_loses_no_request(service: Served) -> None:
+    """The time in which the router itself was stopped does not count: it does not kill the worker."""
     service.complete()
     starts = service.at_rest()["num_worker_starts"]
     router, worker = service.processes()["router_process"], service.processes()["worker"]

@@ -1,7 +1,7 @@
-"""The whole service under a crowd of streams, and in a storm of clients that go away or send nonsense.
+"""The whole service under a crowd of streams, and in a storm of clients that disconnect or send nonsense.
 
-Raw HTTP over asyncio: a client's library would not send what is sent here. Every count is the service's own,
-and what its processes hold is the kernel's.
+The clients write raw HTTP with asyncio, because no HTTP library would send these requests. Token counts come
+from the service, and the memory of its processes from the kernel.
 """
 
 import asyncio
@@ -20,11 +20,11 @@ from tests.support.served import COMPLETIONS, Served, save_tiny_model, wait_unti
 NUM_STREAMS = 256
 NUM_CONNECTS = 500
 MAX_TOKENS = 24
-SECONDS = 100.0  # for all of a crowd
-# By how much a process may grow from one crowd to the next.
+SECONDS = 100.0  # for a whole crowd
+# How much a process may grow from one crowd to the next.
 STEADY_MIB = {"router_process": 2.0, "api": 2.0, "worker": 24.0}
-# What libraries keep for speed would hide it: malloc its free blocks, oneDNN the code it made for each shape.
-NOTHING_KEPT = {
+# Caches of libraries would hide growth: malloc keeps free blocks, oneDNN the code that it made for each shape.
+WITHOUT_CACHES = {
     "MALLOC_MMAP_THRESHOLD_": "262144",
     "MALLOC_TRIM_THRESHOLD_": "262144",
     "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "0",
@@ -37,7 +37,7 @@ WORDS = STORY.split()
 @pytest.fixture(scope="module")
 def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     directory = tmp_path_factory.mktemp("storm")
-    served = Served(save_tiny_model(directory / "tiny"), directory / "log", env=NOTHING_KEPT)
+    served = Served(save_tiny_model(directory / "tiny"), directory / "log", env=WITHOUT_CACHES)
     try:
         yield served.wait_ready()
         served.process.terminate()
@@ -48,7 +48,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
 
 @dataclass
 class Reply:
-    """What came back on one connection. `status`: 0 where nothing did. `events`: of a stream, less "data: "."""
+    """The answer on one connection. `status`: 0 if there was none. `events`: of a stream, without "data: "."""
 
     status: int = 0
     events: list[str] = field(default_factory=list)
@@ -56,7 +56,7 @@ class Reply:
 
 
 def asked(i: int, max_tokens: int = MAX_TOKENS) -> dict[str, Any]:
-    """The i-th of many requests: prompts of many lengths, some of which begin alike."""
+    """Returns the i-th of many requests, with prompts of many lengths, some of which share prefixes."""
     words = [WORDS[(i * i + j) % len(WORDS)] for j in range(i % 60)]
     return {
         "prompt": " ".join([*WORDS[: i % 7], *words, str(i)]),
@@ -85,11 +85,11 @@ MALFORMED = (
     http_post(b'{"prompt": [[-1]], "stream": true}'),
     http_post(b'{"messages": [{"role": 7}]}', "/v1/chat/completions"),
     b"BREW /coffee\r\n\r\n",
-    b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + bytes(100) + b"\r\n\r\n",  # as a client of HTTPS begins
+    b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + bytes(100) + b"\r\n\r\n",  # an HTTPS client
     http_post(b"{}", length=-5),
     b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\nzz\r\n",
 )
-UNFINISHED = (  # after which the client is gone
+UNFINISHED = (  # the client disconnects after these bytes
     b"POST /v1/completions HTT",
     b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Le",
     http_post(b'{"prompt": "a', length=5000),
@@ -98,8 +98,8 @@ UNFINISHED = (  # after which the client is gone
 
 
 async def send(url: str, data: bytes, num_events: int | None = None, *, is_rude: bool = False) -> Reply:
-    """What comes back for `data`: all of it, or the first `num_events` of a stream, after which the connection
-    is closed, or reset (`is_rude`)."""
+    """Sends `data` and returns the answer, or the first `num_events` of a stream, after which the connection is
+    closed, or reset if the client `is_rude`."""
     parts = urlsplit(url)
     reader, writer = await asyncio.open_connection(parts.hostname, parts.port)
     reply = Reply()
@@ -109,7 +109,7 @@ async def send(url: str, data: bytes, num_events: int | None = None, *, is_rude:
             await _read(reader, reply, num_events)
         if is_rude:
             writer.transport.abort()
-    except ConnectionError:  # the service need not hear out what is no HTTP
+    except ConnectionError:  # the service may close a connection whose bytes are not HTTP
         pass
     finally:
         writer.close()
@@ -135,12 +135,13 @@ async def _read(reader: asyncio.StreamReader, reply: Reply, num_events: int | No
 
 
 async def crowd(url: str, num_streams: int) -> list[Reply]:
-    """All at once, each to its end."""
+    """Sends all requests at once and reads each answer to its end."""
     return await asyncio.gather(*(send(url, sound(i)) for i in range(num_streams)))
 
 
 async def storm(url: str, num_connects: int) -> dict[str, list[Reply]]:
-    """All at once: a tenth malformed, a third cut somewhere in their streams, the others to their end."""
+    """Sends all requests at once: a tenth is malformed, a third disconnects within its stream, the others read
+    to the end."""
     sent: dict[str, list[Any]] = {"malformed": [], "unfinished": [], "cut": [], "whole": []}
     for i in range(num_connects):
         if i % 20 == 0:
@@ -158,7 +159,7 @@ async def storm(url: str, num_connects: int) -> dict[str, list[Reply]]:
 
 
 def check_whole(reply: Reply) -> None:
-    """A stream that has come to its end, with every token asked for."""
+    """Asserts that a stream has reached its end, with all requested tokens."""
     assert reply.status == 200, reply
     *chunks, counts, done = reply.events
     assert done == "[DONE]"
@@ -169,7 +170,7 @@ def check_whole(reply: Reply) -> None:
 
 
 def resident_mib(served: Served) -> dict[str, float]:
-    """Memory of each process."""
+    """Returns the memory of each process."""
     return {name: _resident(pid) for name, pid in served.processes().items() if name != "cli"}
 
 
@@ -180,7 +181,7 @@ def _resident(pid: int) -> float:
 
 
 def num_descriptors(served: Served) -> int:
-    """What the API process has open."""
+    """Returns the number of descriptors that the API process has open."""
     return len(list(Path(f"/proc/{served.processes()['api']}/fd").iterdir()))
 
 
@@ -201,7 +202,7 @@ def test_a_crowd_of_streams_completes_in_steady_memory(served: Served) -> None:
         assert second[name] - first[name] < allowed, (name, first, second)
 
 
-def test_a_storm_loses_no_token_and_is_no_server_error(served: Served) -> None:
+def test_a_storm_loses_no_token_and_causes_no_server_error(served: Served) -> None:
     text = served.complete()
     before = served.at_rest()["generated_tokens"]
     pids, descriptors = served.processes(), num_descriptors(served)
@@ -218,10 +219,9 @@ def test_a_storm_loses_no_token_and_is_no_server_error(served: Served) -> None:
         assert not any("error" in json.loads(event) for event in reply.events)
     load = served.at_rest()
     generated = load["generated_tokens"] - before
-    assert generated < MAX_TOKENS * (
-        len(replies["whole"]) + len(replies["cut"]) / 2
-    )  # who went took theirs along
-    wait_until(lambda: num_descriptors(served) <= descriptors + 1)  # one that asks
+    # The requests of clients that disconnected were aborted.
+    assert generated < MAX_TOKENS * (len(replies["whole"]) + len(replies["cut"]) / 2)
+    wait_until(lambda: num_descriptors(served) <= descriptors + 1)  # plus the connection of this test
     assert served.complete() == text
     assert served.processes() == pids
     assert "Traceback" not in served.log.read_text()

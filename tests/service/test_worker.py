@@ -1,4 +1,4 @@
-"""What a worker does: overlap and its errors, the wire and what it refuses."""
+"""The worker: overlapping steps and their errors, the wire and what it refuses."""
 
 import dataclasses
 import io
@@ -95,15 +95,15 @@ def test_a_failed_launch_leaves_the_step_before_to_be_collected(
     assert not runner.fatal
     assert_same([runner.collect()], recording.results[:1])
     for plan in recording.plans[2:]:
-        runner.skip(plan)  # the edits are applied, so the books stay the ledger's
+        runner.skip(plan)  # the edits are applied, so the counts agree with the ledger's
     runner.check(recording.edits, recording.holding)
 
 
-# The pipeline: each call answers for the step before
+# The pipeline, where each call returns the result of the step before
 
 
 class ScriptedRunner:
-    """Notes what is asked of it, and fails where it is told to."""
+    """Notes its calls, and fails at the given ones."""
 
     def __init__(self) -> None:
         self.log: list[str] = []
@@ -136,7 +136,7 @@ def bare_plan(step: int) -> StepPlan:
 
 
 def outcome(answer: Done[StepResult | None] | WorkerError) -> Any:
-    """A result's step, or an error's step, kind and whether it is fatal."""
+    """Returns the step of a result, or the step and the kind of an error, and whether it is fatal."""
     if isinstance(answer, WorkerError):
         return answer.step, answer.kind, answer.fatal
     return None if answer.result is None else answer.result.step
@@ -152,7 +152,7 @@ def pipeline(scripted: ScriptedRunner) -> StepPipeline:
     return StepPipeline(scripted)  # type: ignore[arg-type]
 
 
-def test_a_step_is_launched_before_the_one_before_it_is_waited_for(
+def test_a_step_is_launched_before_the_pipeline_waits_for_the_one_before(
     pipeline: StepPipeline, scripted: ScriptedRunner
 ) -> None:
     answers = [pipeline.step(bare_plan(step)) for step in range(3)]
@@ -161,7 +161,7 @@ def test_a_step_is_launched_before_the_one_before_it_is_waited_for(
     assert scripted.log == ["launch 0", "launch 1", "collect 0", "launch 2", "collect 1", "collect 2"]
 
 
-def test_a_failed_launch_is_answered_in_its_turn_and_fails_the_step_behind_it(
+def test_a_failed_launch_is_reported_in_its_turn_and_fails_the_next_step(
     pipeline: StepPipeline, scripted: ScriptedRunner
 ) -> None:
     answers = [pipeline.step(bare_plan(0))]
@@ -178,7 +178,7 @@ def test_a_failed_launch_is_answered_in_its_turn_and_fails_the_step_behind_it(
     assert [outcome(pipeline.step(bare_plan(3))), outcome(pipeline.flush())] == [None, 3]
 
 
-def test_a_failure_that_shows_when_the_result_is_read_names_its_own_step(
+def test_a_failure_while_the_result_is_read_names_its_own_step(
     pipeline: StepPipeline, scripted: ScriptedRunner
 ) -> None:
     pipeline.step(bare_plan(0))
@@ -224,16 +224,16 @@ NO_PLANS: dict[str, Any] = {
 
 @pytest.mark.parametrize("request_bytes", NO_PLANS.values(), ids=NO_PLANS)
 @pytest.mark.parametrize("verb", ["start", "step", "check", "map"])
-def test_what_is_no_message_is_refused(worker: Worker, verb: str, request_bytes: Any) -> None:
+def test_invalid_messages_are_refused(worker: Worker, verb: str, request_bytes: Any) -> None:
     answer = getattr(worker, f"exposed_{verb}")(request_bytes)
     error = msgspec.msgpack.decode(answer, type=WorkerError)
     assert (error.kind, error.fatal, error.step) == ("BadRequest", False, None)
 
 
-def test_a_step_before_the_model_is_refused(worker: Worker) -> None:
+def test_a_step_before_the_model_is_loaded_is_refused(worker: Worker) -> None:
     for answer in (worker.exposed_step(msgspec.msgpack.encode(bare_plan(0))), worker.exposed_flush()):
         error = msgspec.msgpack.decode(answer, type=WorkerError)
-        assert (error.kind, error.message) == ("BadRequest", "no model yet; call start first")
+        assert (error.kind, error.message) == ("BadRequest", "the model is not loaded; call start first")
 
 
 def test_the_model_is_loaded_once(config: EngineConfig) -> None:
@@ -246,7 +246,7 @@ def test_the_model_is_loaded_once(config: EngineConfig) -> None:
     assert msgspec.msgpack.decode(worker.exposed_flush(), type=Done[None]) == Done(None)
 
 
-def test_slow_work_is_announced_line_by_line_and_its_end_by_an_empty_line(
+def test_slow_work_is_announced_in_lines_and_its_end_by_an_empty_line(
     config: EngineConfig, recording: Recording
 ) -> None:
     told = io.StringIO()
@@ -259,12 +259,12 @@ def test_slow_work_is_announced_line_by_line_and_its_end_by_an_empty_line(
     before = told.getvalue()
     worker.exposed_step(msgspec.msgpack.encode(recording.plans[0]))
     worker.exposed_flush()
-    assert told.getvalue() == before  # nothing was slow
+    assert told.getvalue() == before  # no work was slow
 
 
 @pytest.mark.gpu
-def test_a_graph_or_a_kernel_that_a_step_is_the_first_to_need_is_announced(config: EngineConfig) -> None:
-    """Else the router would count the time for it as the step's."""
+def test_capturing_and_compiling_in_a_step_are_announced(config: EngineConfig) -> None:
+    """Otherwise the router would count the time for it as the time of the step."""
     gpu_config = dataclasses.replace(config, device="cuda")
     plans = Recording(gpu_config).plans
     told = io.StringIO()
@@ -279,17 +279,22 @@ def test_a_graph_or_a_kernel_that_a_step_is_the_first_to_need_is_announced(confi
     assert rest == ""
 
 
-@pytest.mark.parametrize(("rank", "world_size"), [(1, 2), (0, 2), (1, 1)])
-def test_another_rank_is_refused(worker: Worker, config: EngineConfig, rank: int, world_size: int) -> None:
-    answer = worker.exposed_start(msgspec.msgpack.encode(WorkerStart(config, rank, world_size)))
-    assert f"rank {rank} of {world_size}" in msgspec.msgpack.decode(answer, type=WorkerError).message
-
-
-def test_an_impossible_setting_is_refused(worker: Worker, config: EngineConfig) -> None:
-    request = msgspec.to_builtins(WorkerStart(config))
-    request["config"]["mem_fraction"] = 2.0
+@pytest.mark.parametrize(
+    ("field", "value", "words"),
+    [
+        ("mem_fraction", 2.0, "--mem-fraction is 2.0"),
+        ("prefill_chunk", -1, "--prefill-chunk is -1"),
+        ("admission", "by-luck", "--admission is 'by-luck'"),
+        ("model", 7, "`$.config.model`"),
+    ],
+    ids=["share", "least", "choice", "type"],
+)
+def test_an_impossible_setting_is_refused(
+    worker: Worker, config: EngineConfig, field: str, value: Any, words: str
+) -> None:
+    request = {"config": msgspec.to_builtins(config) | {field: value}}
     answer = worker.exposed_start(msgspec.msgpack.encode(request))
-    assert "--mem-fraction is 2.0" in msgspec.msgpack.decode(answer, type=WorkerError).message
+    assert words in msgspec.msgpack.decode(answer, type=WorkerError).message
 
 
 def test_rpyc_allows_calls_of_exposed_methods_and_nothing_else() -> None:
@@ -308,7 +313,7 @@ def test_rpyc_allows_calls_of_exposed_methods_and_nothing_else() -> None:
 
 @pytest.fixture
 def hostile(worker: Worker) -> Iterator[rpyc.Connection]:
-    """A client that may do all, against a worker served as it always is."""
+    """A client that is allowed everything, connected to a worker with its usual configuration."""
     theirs, ours = socket.socketpair()
     served = connect(worker, rpyc.SocketStream(theirs), RPYC_CONFIG)
     thread = threading.Thread(target=served.serve_all)
@@ -322,7 +327,7 @@ def hostile(worker: Worker) -> Iterator[rpyc.Connection]:
     assert not thread.is_alive()
 
 
-def test_a_hostile_client_reaches_the_exposed_methods_alone(hostile: rpyc.Connection) -> None:
+def test_a_hostile_client_reaches_only_the_exposed_methods(hostile: rpyc.Connection) -> None:
     root = hostile.root
     names = {*dir(Worker), *dir(rpyc.Service), "_runner", "_pipeline", "_slow_work", "__globals__"}
     reached = set()
@@ -333,7 +338,7 @@ def test_a_hostile_client_reaches_the_exposed_methods_alone(hostile: rpyc.Connec
             continue
         reached.add(name.removeprefix("exposed_"))
     ours = {"start", "step", "flush", "check", "map"}
-    assert reached == ours | {"get_service_name", "get_service_aliases"}  # rpyc's own: a name
+    assert reached == ours | {"get_service_name", "get_service_aliases"}  # rpyc's own, which return names
     for name in dir(Worker.exposed_step):
         with pytest.raises(AttributeError):
             hostile.sync_request(consts.HANDLE_GETATTR, root.step, name)
@@ -358,7 +363,7 @@ def test_a_hostile_client_can_neither_write_nor_pickle(hostile: rpyc.Connection,
     assert vars(worker) == before
 
 
-def test_live_objects_are_refused_as_requests(hostile: rpyc.Connection) -> None:
+def test_live_objects_are_refused(hostile: rpyc.Connection) -> None:
     for live in ([1], {"a": 1}, bytearray(b"x"), open, object()):
         error = msgspec.msgpack.decode(hostile.root.step(live), type=WorkerError)
         assert error.kind == "BadRequest"

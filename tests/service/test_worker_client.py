@@ -1,4 +1,4 @@
-"""The worker as a process, and its client: the same results, failures in their turn, and every death."""
+"""The worker as a process, and its client: the same results, failures in their turn, and every kind of end."""
 
 import asyncio
 import dataclasses
@@ -39,7 +39,7 @@ def run(loop_factory: Callable[[], asyncio.AbstractEventLoop], work: Coroutine[A
 
 
 @pytest.mark.parametrize("loop_factory", [uvloop.new_event_loop], ids=["uvloop"])
-def test_a_worker_gives_the_results_of_the_runner_in_process(
+def test_a_worker_has_the_same_results_as_a_runner_in_process(
     config: EngineConfig, recording: Recording, loop_factory: Callable[[], asyncio.AbstractEventLoop]
 ) -> None:
     async def work() -> None:
@@ -57,11 +57,11 @@ def test_a_worker_gives_the_results_of_the_runner_in_process(
         assert_same(results[1:-1], recording.results)
         await client.check(recording.edits, recording.holding)
 
-        with pytest.raises(RuntimeError, match="has been started"):
+        with pytest.raises(RuntimeError, match="was started already"):
             await client.start(config, lines.append)
         flushing = asyncio.ensure_future(client.flush())
         await asyncio.sleep(0)
-        with pytest.raises(RuntimeError, match="a call is under way"):
+        with pytest.raises(RuntimeError, match="another call is in flight"):
             await client.flush()
         assert await flushing is None
         assert client.alive
@@ -72,7 +72,7 @@ def test_a_worker_gives_the_results_of_the_runner_in_process(
     run(loop_factory, work())
 
 
-def test_failures_come_in_their_turn_and_a_killed_worker_is_seen_at_once(
+def test_failures_are_reported_in_their_turn_and_a_killed_worker_at_once(
     config: EngineConfig, recording: Recording
 ) -> None:
     async def work() -> None:
@@ -101,7 +101,7 @@ def test_failures_come_in_their_turn_and_a_killed_worker_is_seen_at_once(
             await client.check(encode([]), ExpectedMemory(7, []))
         assert (failed.value.kind, failed.value.fatal) == ("CheckFailed", True)
 
-        os.kill(client.pid, signal.SIGSTOP)  # so that a call is under way
+        os.kill(client.pid, signal.SIGSTOP)  # so that a call is in flight
         waiting = asyncio.ensure_future(client.flush())
         await asyncio.sleep(0.05)
         assert not waiting.done()
@@ -121,7 +121,7 @@ LOOPS = pytest.mark.parametrize(
 
 
 @LOOPS
-def test_a_plan_of_megabytes_reaches_a_worker_that_reads_late_and_a_send_finds_a_dead_one(
+def test_a_large_plan_reaches_a_slow_worker_and_a_send_to_a_dead_one_raises(
     config: EngineConfig, recording: Recording, loop_factory: Callable[[], asyncio.AbstractEventLoop]
 ) -> None:
     def large(plan: StepPlan) -> StepPlan:
@@ -131,18 +131,18 @@ def test_a_plan_of_megabytes_reaches_a_worker_that_reads_late_and_a_send_finds_a
         client = WorkerClient()
         await client.start(config, lambda line: None)
         plans = [large(plan) for plan in recording.plans[:4]]
-        results = [await client.step(plans[0])]  # idle
+        results = [await client.step(plans[0])]  # the worker is idle
 
-        os.kill(client.pid, signal.SIGSTOP)  # stopped
+        os.kill(client.pid, signal.SIGSTOP)  # the worker is stopped
         waiting = asyncio.ensure_future(client.step(plans[1]))
-        for _ in range(10):  # the loop goes on
+        for _ in range(10):  # the event loop is not blocked
             await asyncio.sleep(0.01)
         assert not waiting.done()
         os.kill(client.pid, signal.SIGCONT)
         results.append(await waiting)
 
         waiting = asyncio.ensure_future(client.step(plans[2]))
-        for _ in range(20):  # slow
+        for _ in range(20):  # the worker is slow
             os.kill(client.pid, signal.SIGSTOP)
             await asyncio.sleep(0.01)
             os.kill(client.pid, signal.SIGCONT)
@@ -152,7 +152,7 @@ def test_a_plan_of_megabytes_reaches_a_worker_that_reads_late_and_a_send_finds_a
         assert_same(results[1:], recording.results[:3])
 
         os.kill(client.pid, signal.SIGKILL)
-        while is_running(client.pid):  # the loop has no turn in which to see it
+        while is_running(client.pid):  # the event loop has no turn in which to notice the end
             time.sleep(0.01)
         for plan in (plans[3], recording.plans[3]):
             with pytest.raises(WorkerDied, match="SIGKILL"):
@@ -166,11 +166,11 @@ def test_a_worker_that_does_not_answer_in_time_is_killed(config: EngineConfig, r
     async def work() -> None:
         client = WorkerClient(step_timeout=2.0)
         await client.start(config, lambda line: None)
-        await asyncio.sleep(2.2)  # nothing is under way: nothing is late
+        await asyncio.sleep(2.2)  # no call is in flight, so none is overdue
         assert await client.step(recording.plans[0]) is None
         os.kill(client.pid, signal.SIGSTOP)
         started = time.monotonic()
-        with pytest.raises(WorkerDied, match=r"not back after 2 s \(--step-timeout is 2\)"):
+        with pytest.raises(WorkerDied, match=r"took more than 2 s \(--step-timeout is 2\)"):
             await client.flush()
         assert time.monotonic() - started >= 2
         died = await client.wait_dead()
@@ -181,7 +181,7 @@ def test_a_worker_that_does_not_answer_in_time_is_killed(config: EngineConfig, r
     run(uvloop.new_event_loop, work())
 
 
-def test_an_unknown_model_is_named_as_such(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_an_unknown_model_is_reported_as_such(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
 
@@ -196,7 +196,7 @@ def test_an_unknown_model_is_named_as_such(monkeypatch: pytest.MonkeyPatch, tmp_
 
 
 def is_running(pid: int) -> bool:
-    """Not gone, and no zombie that nobody has reaped yet."""
+    """Returns whether a process exists and is not a zombie."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_text(encoding="ascii")
     except (FileNotFoundError, ProcessLookupError):
@@ -234,7 +234,8 @@ def test_a_worker_killed_while_it_loads(
 
 
 def test_a_worker_leaves_signals_to_the_launcher(config: EngineConfig) -> None:
-    """A whole group may be told to stop, and what runs is to finish: it ends when the router goes."""
+    """A signal may reach the whole process group, but running requests have to finish: the worker ends with the
+    router."""
 
     async def work() -> None:
         client = WorkerClient()
@@ -265,7 +266,7 @@ def test_a_cancelled_start_leaves_no_process(
     async def work() -> None:
         client = WorkerClient()
         start = asyncio.create_task(client.start(config, lambda line: None))
-        for _ in range(num_turns):  # of the event loop
+        for _ in range(num_turns):  # turns of the event loop
             await asyncio.sleep(0)
         start.cancel()
         with pytest.raises(asyncio.CancelledError):
@@ -276,7 +277,7 @@ def test_a_cancelled_start_leaves_no_process(
     run(loop_factory, work())
 
 
-def test_an_event_loop_that_ends_takes_its_worker_down() -> None:
+def test_a_worker_ends_with_the_event_loop_of_its_client() -> None:
     pids: list[int] = []
 
     async def work() -> None:
@@ -292,7 +293,7 @@ def test_an_event_loop_that_ends_takes_its_worker_down() -> None:
     "number", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT], ids=lambda number: number.name
 )
 def test_a_worker_ends_with_the_process_that_started_it(config: EngineConfig, number: signal.Signals) -> None:
-    """While it loads: its main thread is busy, and reads nothing from the socket."""
+    """Its main thread is loading the model, and reads nothing from the socket."""
     program = (
         "import asyncio, json, sys\n"
         "from lightkv.router import EngineConfig\n"
@@ -317,6 +318,6 @@ def test_a_worker_ends_with_the_process_that_started_it(config: EngineConfig, nu
     wait_gone(pid)
 
 
-def test_the_client_and_the_workers_start_know_no_torch() -> None:
+def test_the_client_and_the_start_of_the_worker_load_no_torch() -> None:
     program = "import sys, lightkv.router.service.worker_client; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", program], check=True)

@@ -1,4 +1,4 @@
-"""A router for tests of the API process: it speaks the frames, and does what a test tells it.
+"""A fake router for tests of the API process, which answers frames as the test tells it to.
 
 `ApiUnderTest` serves the real application over it, on a loopback port, in a thread of its own.
 """
@@ -57,18 +57,27 @@ INFO = RunnerInfo(
     pool_reason="given",
     limits=LIMITS,
 )
-POOL = PoolMap(CAPACITY, 2500, 500, 400, 600, 2400, 2, [2] * 200 + [4] * 300 + [1] * 250 + [0] * 1250)
+POOL = PoolMap(
+    capacity=CAPACITY,
+    num_free=2500,
+    num_cached=500,
+    num_shared=400,
+    num_own=600,
+    longest_free_run=2400,
+    slots_per_cell=2,
+    cells=[2] * 200 + [4] * 300 + [1] * 250 + [0] * 1250,
+)
 IDLE = Load(capacity=CAPACITY, free=CAPACITY)
 
 
 class FakeRouter:
-    """Answers every request with `script` (over and over, up to max_tokens), a token each `delay` seconds.
+    """Answers every request with `script`, repeated up to max_tokens, one token every `delay` seconds.
 
-    `refuse(submit)`: a Refused in place of Accepted. `fail_after`: an end with `fail_reason` after so many
-    tokens.
-    `hold`: accept and never answer. `mute`: not even accept. `first_state`: what who connects is told.
-    `mapped`: the answer to AskMap; None is none. What came stands in `submits`, `aborts`, `num_map_asks`.
-    Its last report is said again four times a second, unless it `is_silent`.
+    `refuse(submit)`: returns a Refused to send in place of Accepted, or None. `fail_after`: after so many
+    tokens an answer ends with `fail_reason`. `hold`: accept requests and never answer them. `mute`: do not
+    even accept them. `first_state`: the state that a new client is sent. `mapped`: the answer to AskMap; None
+    sends no answer. `submits`, `aborts`, `num_map_asks`: what was received. The last status is repeated four
+    times a second, unless the router `is_silent`.
     """
 
     def __init__(self) -> None:
@@ -79,7 +88,7 @@ class FakeRouter:
         self.reset([1])
 
     def reset(self, script: list[int]) -> None:
-        """As new, but for what runs."""
+        """Resets everything except running answers."""
         self.script = script
         self.delay = 0.0
         self.refuse: Callable[[Submit], Refused | None] = lambda submit: None
@@ -181,7 +190,7 @@ class ApiUnderTest:
         self.router = FakeRouter()
         self.router.reset(tokenizer.encode(TEXT).tolist())
         self.port = 0
-        self._path = socket_path
+        self.router_socket = socket_path
         self._settings = settings
         self._loop = asyncio.new_event_loop()
         self._started = threading.Event()
@@ -202,8 +211,8 @@ class ApiUnderTest:
             self._loop.close()
 
     async def _run(self) -> None:
-        listener = await asyncio.start_unix_server(self.router.serve, self._path)
-        self.client = await RouterClient.connect(self._path)
+        listener = await asyncio.start_unix_server(self.router.serve, self.router_socket)
+        self.client = await RouterClient.connect(self.router_socket)
         while self.client.status.state != "ready":
             await asyncio.sleep(0.001)
         app = create_app(self.client, self.tokenizer, self._settings)
@@ -221,7 +230,7 @@ class ApiUnderTest:
         listener.close()
 
     def call(self, function: Callable[[], None]) -> None:
-        """Run something in the service's loop, and wait until it has run."""
+        """Runs a function in the service's event loop, and waits for it."""
         done = threading.Event()
         self._loop.call_soon_threadsafe(lambda: (function(), done.set()))
         assert done.wait(10)
@@ -232,7 +241,7 @@ class ApiUnderTest:
     def send(
         self, method: str, path: str, body: Any = None, headers: dict[str, str] | None = None
     ) -> tuple[int, http.client.HTTPMessage, bytes]:
-        """One request; a `body` that is no bytes is sent as JSON."""
+        """Sends one request; a `body` other than bytes is sent as JSON. Returns status, headers and content."""
         connection = self.connect()
         data = body if isinstance(body, bytes | None) else json.dumps(body).encode()
         connection.request(method, path, data, {"Content-Type": "application/json"} | (headers or {}))
@@ -242,13 +251,13 @@ class ApiUnderTest:
         return response.status, response.headers, content
 
     def post(self, path: str, body: Any, status: int = 200) -> Any:
-        """The answer's JSON. It has to come with this status."""
+        """Returns the answer's JSON, which has to have this status."""
         found, _, content = self.send("POST", path, body)
         assert found == status, (found, content)
         return json.loads(content)
 
     def stream(self, path: str, body: dict[str, Any]) -> list[Any]:
-        """Every event of a stream: JSON, and "[DONE]" as it stands."""
+        """Returns all events of a stream, decoded except for "[DONE]"."""
         status, headers, content = self.send("POST", path, body | {"stream": True})
         assert (status, headers["content-type"]) == (200, "text/event-stream; charset=utf-8"), content
         lines = content.decode().split("\n\n")
@@ -290,7 +299,8 @@ def metrics_text(api: ApiUnderTest) -> str:
 
 
 def service(directory: Path, **settings: Any) -> ApiUnderTest:
-    """With the default model's tokenizer; answers TEXT, over and over. `settings`: of ApiSettings."""
+    """Returns a service with the default model's tokenizer which answers TEXT repeatedly. `settings`: fields of
+    ApiSettings."""
     usual: dict[str, Any] = {"max_body_bytes": 200_000, "max_answers": 16}
     limits = ApiSettings(model_names=[MODEL, "alias/of-it"], **usual | settings)
     tokenizer = Tokenizer(resolve(EngineConfig.model, report=lambda line: None))
@@ -298,7 +308,7 @@ def service(directory: Path, **settings: Any) -> ApiUnderTest:
 
 
 def idle(api: ApiUnderTest) -> ApiUnderTest:
-    """The same service as if it had just started, but for its measurements."""
+    """Returns the same service as if it had just started, except for its metrics."""
     wait_until(lambda: api.client.num_open == 0 and api.router.num_running == 0)
     api.call(lambda: api.router.report("ready"))
     wait_until(lambda: api.client.status.load == IDLE and api.client.status.state == "ready")

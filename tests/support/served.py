@@ -1,4 +1,5 @@
-"""A whole service for tests: real processes, a model of two random layers with the default model's text."""
+"""A whole service for tests, with real processes and a model of two random layers with the default
+tokenizer."""
 
 import http.client
 import json
@@ -26,16 +27,16 @@ from lightkv.router.model_files import resolve
 PROCESSES = {
     "lightkv.router.cli": "cli",
     "lightkv.router.service.router_process": "router_process",
-    "lightkv.router.api.app": "api",
+    "lightkv.router.api.process": "api",
     "lightkv.router.service.worker": "worker",
 }
-MARK = "LIGHTKV_TEST_SERVICE"  # in the environment of each process of a service: what it is found by
+MARK = "LIGHTKV_TEST_SERVICE"  # set in the environment of a service's processes, to find them
 API_KEY = "a-key-of-the-tests"
 COMPLETIONS = "/v1/completions"
 
 
 def save_tiny_model(directory: Path) -> Path:
-    """Two random layers that answer in the default model's tokens; a context of 8,192."""
+    """Saves a model of two random layers with the default model's tokenizer and a context of 8,192 tokens."""
     source = resolve(EngineConfig.model, lambda line: None)
     directory.mkdir()
     torch.manual_seed(0)
@@ -56,7 +57,7 @@ def save_tiny_model(directory: Path) -> Path:
 
 
 class Served:
-    """`lightkv serve` as a process of its own, and requests to it."""
+    """Runs `lightkv serve` in its own process, and sends requests to it."""
 
     def __init__(
         self, model: Path, log: Path, *args: str, api_key: str = "", env: dict[str, str] | None = None
@@ -74,7 +75,7 @@ class Served:
                 stdout=subprocess.PIPE,
                 stderr=stderr,
                 text=True,
-                start_new_session=True,  # so that a signal to its group is what Ctrl-C is in a terminal
+                start_new_session=True,  # a signal to its group has the effect of Ctrl-C in a terminal
                 env=os.environ
                 | {MARK: self._mark, "OMP_NUM_THREADS": "1", "LIGHTKV_API_KEY": api_key}
                 | (env or {}),
@@ -88,11 +89,11 @@ class Served:
         return self
 
     def processes(self) -> dict[str, int]:
-        """Every process of this service that lives, by the name of its module. A child that has not yet become
-        a program bears its parent's name: the parent, which is older, is meant."""
+        """Returns the running processes of this service, by the name of their module. A child that has not
+        called exec yet has its parent's name; the parent, which is older, is returned."""
         found: dict[str, int] = {}
         for directory in sorted(Path("/proc").glob("[0-9]*"), key=lambda path: int(path.name)):
-            with suppress(OSError):  # gone meanwhile, or another user's
+            with suppress(OSError):  # the process has ended, or belongs to another user
                 if f"{MARK}={self._mark}".encode() in (directory / "environ").read_bytes().split(b"\0"):
                     argv = (directory / "cmdline").read_bytes().decode().split("\0")
                     name = next(word for word in argv if word.startswith("lightkv.router."))
@@ -108,7 +109,7 @@ class Served:
     def request(
         self, path: str, body: dict[str, Any] | None = None, headers: dict[str, str] | None = None
     ) -> tuple[int, dict[str, Any], http.client.HTTPMessage]:
-        """Status, JSON and headers of an answer."""
+        """Returns the status, the JSON and the headers of an answer."""
         connection = self.connect()
         data = None if body is None else json.dumps(body)
         connection.request(
@@ -126,7 +127,7 @@ class Served:
         return str(content["choices"][0]["text"])
 
     def at_rest(self) -> dict[str, Any]:
-        """The counts once nothing runs, which reach the API a moment later. No token may be lost then."""
+        """Returns the counts of /load once no request runs, when no token may be held."""
         load: dict[str, Any] = {}
 
         def rests() -> bool:
@@ -139,7 +140,7 @@ class Served:
 
     @contextmanager
     def stream(self, max_tokens: int) -> Iterator[Iterator[Any]]:
-        """The events of an answer under way, of which one has come."""
+        """Starts an answer and yields its events, after the first of them has arrived."""
         body = {"prompt": "Once upon a time", "max_tokens": max_tokens, "ignore_eos": True, "stream": True}
         connection = self.connect()
         connection.request("POST", COMPLETIONS, json.dumps(body), self._headers)
@@ -151,23 +152,23 @@ class Served:
         connection.close()
 
     def signal(self, number: int) -> None:
-        """To the launcher's process group, as the terminal does."""
+        """Sends a signal to the launcher's process group, as a terminal does."""
         os.killpg(self.process.pid, number)
 
     def signal_each(self, number: int) -> None:
-        """To one process after the other, as a service manager may; some may have ended by then."""
+        """Sends a signal to each process, as a service manager may. Some processes may have ended by then."""
         for pid in self.processes().values():
             with suppress(ProcessLookupError):
                 os.kill(pid, number)
 
     def wait(self, seconds: float = 20.0) -> int:
-        """Its exit code; then nothing of it may be left but for a moment."""
+        """Waits for the end of the service and of all its processes. Returns the exit code."""
         code = self.process.wait(seconds)
         wait_until(lambda: not self.processes(), 5.0)
         return code
 
     def close(self) -> None:
-        """End whatever a failed test has left."""
+        """Kills the processes that a failed test has left."""
         for pid in self.processes().values():
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
@@ -191,7 +192,7 @@ def wait_until(holds: Callable[[], bool], seconds: float = 20.0) -> None:
 
 @contextmanager
 def starting(model: Path, log: Path, sockets: Path) -> Iterator[Callable[..., Served]]:
-    """What starts services with the arguments it is given; they end with the block."""
+    """Yields a function that starts services with the given arguments. They end with the block."""
     started: list[Served] = []
 
     def begin(*args: str) -> Served:

@@ -1,1 +1,1 @@
-"""OpenAI's protocol: its requests, its answers, and the document that describes them."""
+"""OpenAI's protocol: its requests, its answers, and the OpenAPI document that describes them."""

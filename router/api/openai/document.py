@@ -1,7 +1,5 @@
-"""What the OpenAPI document says of a route's answers: each status that it really has, and what comes with it.
-
-FastAPI describes requests by their types; this is the rest. Knows no route.
-"""
+"""The answers in the OpenAPI document: the statuses that each route has, their headers and their bodies.
+FastAPI describes the requests from their types."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -12,7 +10,8 @@ from fastapi.params import Depends
 from fastapi.security import HTTPBearer
 
 from lightkv.router.config import NAMESPACE_HEADER
-from lightkv.router.service.messages import Load, OwnedMap, State
+from lightkv.router.engine.step import PoolMap
+from lightkv.router.service.messages import Load, State
 
 from .protocol import (
     ChatBody,
@@ -34,20 +33,25 @@ def _header(name: str, text: str, kind: str) -> dict[str, Any]:
     return {name: {"description": text, "required": True, "schema": {"type": kind}}}
 
 
-_WAIT = _header("Retry-After", "Seconds to wait before the next try.", "integer")
+_WAIT = _header("Retry-After", "Seconds to wait before trying again.", "integer")
 _ERRORS: Answers = {
-    400: {"description": "The request is malformed, out of bounds, or can never fit."},
+    400: {
+        "description": "The request is malformed, out of bounds, or too large for the pool or the context."
+    },
     401: {
-        "description": "The key is missing or wrong.",
+        "description": "The API key is missing or wrong.",
         "headers": _header("WWW-Authenticate", "Bearer.", "string"),
     },
-    404: {"description": "There is no such model."},
+    404: {"description": "The model does not exist."},
     413: {"description": "The body is too large."},
     429: {"description": "The queue is full; try again.", "headers": _WAIT},
-    500: {"description": "The model, or the service, failed on this request."},
-    503: {"description": "The service starts, drains, or lost the answer; try again.", "headers": _WAIT},
+    500: {"description": "The model or the service failed on this request."},
+    503: {
+        "description": "The service is starting, shutting down or overloaded, or lost the answer; try again.",
+        "headers": _WAIT,
+    },
 }
-ALWAYS = (413, 500)  # of every route; and 401 of every one that asks for the key
+ALWAYS = (413, 500)  # statuses of every route; routes that need an API key have 401, too
 NAMES_MODEL = (404,)
 CONVERTS_TEXT = (400, 404)
 GENERATES = (400, 404, 429, 503)
@@ -64,17 +68,15 @@ def _load_schema() -> dict[str, Any]:
             "description": "Seconds since the router reported these counts.",
         },
     }
-    schema["description"] = "The router's counts, and its state."
+    schema["description"] = "The router's counts and its state."
     schema["required"] = [*schema.get("required", ()), "state", "detail", "router_silence"]
     return schema
 
 
 def _map_schema() -> dict[str, Any]:
-    found = msgspec.json.schema(OwnedMap)["$defs"]
-    schema: dict[str, Any] = found["OwnedMap"]
-    schema["properties"]["owners"]["items"] = found[
-        "RowOwner"
-    ]  # in place of a reference, which leads nowhere
+    found = msgspec.json.schema(PoolMap)["$defs"]
+    schema: dict[str, Any] = found["PoolMap"]
+    schema["properties"]["owners"]["items"] = found["Owner"]  # a reference would not resolve in the document
     return schema
 
 
@@ -89,35 +91,35 @@ _EVENT = {
     "properties": {
         "data": {
             "type": "string",
-            "description": 'A chunk as JSON; at the end "[DONE]", or an ErrorBody where the answer broke off.',
+            "description": 'A chunk as JSON. The last event is "[DONE]", or an ErrorBody if the answer failed.',
         }
     },
 }
 _STREAM = _of_kind("text/event-stream", _EVENT)
 COMPLETION: Answers = {
-    200: {"model": CompletionBody, "description": "The answers, or their stream.", **_STREAM}
+    200: {"model": CompletionBody, "description": "The answers or their stream.", **_STREAM}
 }
-CHAT: Answers = {200: {"model": ChatBody, "description": "The answers, or their stream.", **_STREAM}}
-MODELS: Answers = {200: {"model": ModelList, "description": "Every name."}}
+CHAT: Answers = {200: {"model": ChatBody, "description": "The answers or their stream.", **_STREAM}}
+MODELS: Answers = {200: {"model": ModelList, "description": "All names of the model."}}
 ONE_MODEL: Answers = {200: {"model": Model, "description": "The model."}}
 TOKENIZED: Answers = {200: {"model": Tokenized, "description": "The tokens."}}
 DETOKENIZED: Answers = {200: {"model": Detokenized, "description": "The text."}}
 HEALTH: Answers = {
-    200: {"model": Health, "description": "It does what it is for."},
-    503: {"model": Health, "description": "It does not."},
+    200: {"model": Health, "description": "The service is healthy."},
+    503: {"model": Health, "description": "The service is not healthy."},
 }
 READY: Answers = {
-    200: {"model": Ready, "description": "Requests are taken."},
-    503: {"model": Ready, "description": "They are not."},
+    200: {"model": Ready, "description": "The service takes requests."},
+    503: {"model": Ready, "description": "The service does not take requests."},
 }
-METRICS: Answers = {200: {"description": "Every series.", **_of_kind("text/plain", {"type": "string"})}}
+METRICS: Answers = {200: {"description": "All metrics.", **_of_kind("text/plain", {"type": "string"})}}
 LOAD: Answers = {200: {"description": "The counts.", **_of_kind("application/json", _load_schema())}}
 MAP: Answers = {200: {"description": "The pool.", **_of_kind("application/json", _map_schema())}}
 VERSION: Answers = {200: {"model": Version, "description": "The version."}}
 
 
 class DocumentedApp(FastAPI):
-    """An application that documents the statuses it is given, and not FastAPI's own of invalid bodies."""
+    """An application whose document leaves out FastAPI's status 422, which this service does not use."""
 
     def openapi(self) -> dict[str, Any]:
         document = super().openapi()
@@ -130,19 +132,19 @@ class DocumentedApp(FastAPI):
 
 
 def responses(answers: Answers, errors: Iterable[int], needs_key: bool) -> Answers:
-    """What is documented of a route that answers with `answers`, or with `errors` in OpenAI's form."""
+    """Returns the documented responses of a route: `answers`, and `errors` with OpenAI's error body."""
     statuses = sorted({*errors, *ALWAYS, *((401,) if needs_key else ())})
     return {status: {"model": ErrorBody, **_ERRORS[status]} for status in statuses} | answers
 
 
 def needs_bearer() -> Depends:
-    """Names the key's scheme in the document. It lets everybody in: `Guard` has turned away who may not."""
-    return Security(HTTPBearer(auto_error=False, scheme_name="key", description="The service's key."))
+    """Returns the dependency that documents the API key. It checks nothing, because `Guard` checks the key."""
+    return Security(HTTPBearer(auto_error=False, scheme_name="key", description="The service's API key."))
 
 
 def namespace_parameter() -> dict[str, Any]:
-    """The header that names a request's cache namespace, where the service asks for it."""
-    text = "Cached prefixes are shared only among requests of one value."
+    """Returns the documentation of the header that names a request's cache namespace."""
+    text = "Requests share cached prefixes only with requests that send the same value."
     schema = {"type": "string", "minLength": 1}
     header = {
         "name": NAMESPACE_HEADER,
@@ -155,6 +157,6 @@ def namespace_parameter() -> dict[str, Any]:
 
 
 def model_parameter(names: list[str]) -> dict[str, Any]:
-    """The name in /v1/models/{model}, of which slashes may be a part."""
+    """Returns the documentation of the name in /v1/models/{model}, which may have slashes."""
     schema = {"type": "string", "enum": names}
     return {"parameters": [{"name": "model", "in": "path", "required": True, "schema": schema}]}

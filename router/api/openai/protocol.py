@@ -1,9 +1,8 @@
-"""OpenAI's requests and responses as types: what clients send, checked, and what they are sent.
+"""OpenAI's requests and responses as types.
 
-Requests are pydantic models: types are checked exactly and null means the default. Fields that other servers
-carry out and this one does not are refused by name (`unsupported_fields.py`); names that no server has are
-ignored. Ranges are `SamplingParams`' own. Responses are typed dicts: pydantic documents them, msgspec writes
-them. Knows no HTTP, no router and no model.
+Requests are pydantic models: types are checked strictly, and null means the default. Fields that other servers
+support and this one does not are refused by name (`unsupported_fields.py`); unknown fields are ignored.
+`SamplingParams` checks the ranges. Responses are typed dicts, which pydantic documents and msgspec encodes.
 """
 
 from typing import Annotated, Any, Literal, NotRequired
@@ -16,56 +15,61 @@ from lightkv.router.api.unsupported_fields import refuse_unsupported
 from lightkv.router.sampling_params import InvalidParams, SamplingParams
 
 DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's for plain completions
-MIN_JSON_LOGPROB = -9999.0  # JSON has no -inf: what vLLM writes in its place
+MIN_JSON_LOGPROB = -9999.0  # written for -inf, which JSON does not have, as in vLLM
 MAX_PRIORITY = 2**31 - 1
 
 
 def _mended(text: str) -> str:
-    """Half surrogate pairs, which JSON can carry and UTF-8 cannot, become U+FFFD (as in `Tokenizer.encode`)."""
+    """Replaces half surrogate pairs, which JSON can carry and UTF-8 cannot, by U+FFFD (as
+    `Tokenizer.encode`)."""
     return text if text.isascii() else text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
 
 Text = Annotated[str, AfterValidator(_mended)]
-# A list of a million wrong items is one error, not a million.
+# fail_fast: a list of a million wrong items is one error, not a million.
 Ids = Annotated[list[int], Field(fail_fast=True)]
 Texts = Annotated[list[Text], Field(fail_fast=True)]
 
 
 class RequestBody(BaseModel):
-    """What all request bodies have in common."""
+    """The common fields of all request bodies."""
 
     model_config = ConfigDict(strict=True, extra="ignore", hide_input_in_errors=True)
 
-    model: str | None = Field(None, description="One of /v1/models; the service's only one if left out.")
+    model: str | None = Field(None, description="One of /v1/models; by default the first of them.")
 
 
 class StreamOptions(BaseModel):
-    """What a stream carries besides text."""
+    """Options of a stream."""
 
     model_config = ConfigDict(strict=True, extra="ignore")
 
-    include_usage: bool | None = Field(None, description="End with a chunk of counts and no choices.")
-    continuous_usage_stats: bool | None = Field(None, description="Counts so far in every chunk.")
-    include_obfuscation: Literal[False] | None = Field(None, description="Chunks are not padded.")
+    include_usage: bool | None = Field(
+        None, description="End the stream with a chunk that has token counts and no choices."
+    )
+    continuous_usage_stats: bool | None = Field(
+        None, description="Add the token counts so far to every chunk."
+    )
+    include_obfuscation: Literal[False] | None = Field(None, description="Chunks are never padded.")
 
 
 class GenerationRequest(RequestBody):
-    """The fields that completions and chat share. Those after `user` are extensions, named as in vLLM."""
+    """The common fields of completions and chats. Those after `user` are extensions, named as in vLLM."""
 
-    model_config = ConfigDict(
-        extra="allow"
-    )  # what stands in no type is looked up among the unsupported fields
+    model_config = ConfigDict(extra="allow")  # further fields are looked up among the unsupported ones
 
-    n: int | None = Field(None, description="Answers to each prompt; 1 by default.")
+    n: int | None = Field(None, description="Number of answers to each prompt; 1 by default.")
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     max_tokens: int | None = None
-    max_completion_tokens: int | None = Field(None, description="As max_tokens, which it replaces.")
+    max_completion_tokens: int | None = Field(None, description="Replaces max_tokens.")
     temperature: float | None = None
     top_p: float | None = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
-    logit_bias: dict[str, Any] | None = Field(None, description="Token id, as a string, to a number.")
+    logit_bias: dict[str, Any] | None = Field(
+        None, description="A number for each token id; the ids are strings."
+    )
     seed: int | None = None
     stop: Text | Texts | None = None
     user: Any = None
@@ -85,56 +89,59 @@ class GenerationRequest(RequestBody):
     )
     add_special_tokens: bool | None = Field(
         None,
-        description="Put the tokenizer's special tokens around a prompt: by default around a text, and not "
-        "around a chat, whose template writes them.",
+        description="Add the tokenizer's special tokens to the prompt. By default they are added to a text, "
+        "and not to a chat, whose template writes them.",
     )
     truncate_prompt_tokens: int | None = Field(
         None,
-        description="Keep this many of a prompt's last tokens; -1: as many as max_tokens leaves room for.",
+        description="Keep this many of the prompt's last tokens; -1 keeps as many as max_tokens leaves room "
+        "for.",
     )
     priority: int | None = Field(
         None,
         ge=-MAX_PRIORITY,
         le=MAX_PRIORITY,
-        description="Lower runs first; 0 by default. A unit is worth a minute of waiting. Below 0 needs "
-        "--allow-priority.",
+        description="Requests with a lower value run first; 0 by default. One unit counts as much as a minute "
+        "of waiting. Values below 0 need --allow-priority.",
     )
     cache_salt: Text | None = Field(
-        None, max_length=1024, description="Prefixes are shared only among requests of one salt."
+        None,
+        max_length=1024,
+        description="Requests share cached prefixes only with requests of the same salt.",
     )
 
     @property
     def includes_usage(self) -> bool:
-        """Does a stream end with its counts?"""
+        """Whether a stream ends with its token counts."""
         return self.stream_options is not None and bool(self.stream_options.include_usage)
 
     @property
     def has_running_usage(self) -> bool:
-        """Does every chunk of a stream carry the counts so far?"""
+        """Whether every chunk of a stream has the token counts so far."""
         return self.stream_options is not None and bool(self.stream_options.continuous_usage_stats)
 
     @property
     def namespace(self) -> tuple[str, ...]:
-        """Within which prefixes are shared."""
+        """The namespace within which cached prefixes are shared."""
         return (self.cache_salt,) if self.cache_salt else ()
 
     def given_max_tokens(self, default: int) -> int:
-        """How many tokens an answer may have, or `default` where the request does not say."""
+        """Returns the most tokens of an answer, or `default` if the request does not say."""
         given = (self.max_completion_tokens, self.max_tokens, default)
         return next(value for value in given if value is not None)
 
     def num_kept(self, max_tokens: int, max_model_len: int) -> int | None:
-        """How many of a prompt's last tokens are kept; None for all of them. Raises InvalidParams."""
+        """Returns how many of a prompt's last tokens are kept; None keeps all. Raises InvalidParams."""
         kept = self.truncate_prompt_tokens
         if kept is None:
             return None
         if kept != -1 and not 1 <= kept <= max_model_len:
-            allowed = f"-1, or 1 to {max_model_len}, which is the context's length"
+            allowed = f"-1, or 1 to {max_model_len}, the length of the context"
             raise InvalidParams("truncate_prompt_tokens", kept, allowed)
         return max(max_model_len - max_tokens, 1) if kept == -1 else kept
 
     def sampling_params(self, max_tokens: int, logprobs: int | None) -> SamplingParams:
-        """Of all n answers. Raises InvalidParams."""
+        """Returns the sampling parameters of all n answers. Raises InvalidParams."""
         if self.stream_options is not None and not self.stream:
             raise InvalidParams("stream_options", "an object", "it only together with stream: true")
         fields: dict[str, Any] = {
@@ -156,12 +163,16 @@ class CompletionRequest(GenerationRequest):
     prompt: Text | Texts | Ids | Annotated[list[Ids], Field(fail_fast=True)] = Field(
         description="A text, its token ids, or a list of either."
     )
-    logprobs: int | None = Field(None, description="Likeliest alternatives with each token, 0 to 20.")
-    echo: bool | None = Field(None, description="Put the prompt before each answer; not with logprobs.")
+    logprobs: int | None = Field(
+        None, description="How many of the likeliest tokens to return with each token, 0 to 20."
+    )
+    echo: bool | None = Field(
+        None, description="Repeat the prompt before each answer; not allowed with logprobs."
+    )
 
     @property
     def prompts(self) -> list[str | list[int]]:
-        """One or several, each a text or its token ids."""
+        """The prompts, each a text or its token ids."""
         if isinstance(self.prompt, str):
             return [self.prompt]
         if self.prompt and isinstance(self.prompt[0], int):
@@ -169,15 +180,15 @@ class CompletionRequest(GenerationRequest):
         return self.prompt  # type: ignore[return-value]
 
     def params(self) -> SamplingParams:
-        """Of all n answers to each prompt. Raises InvalidParams."""
+        """Returns the sampling parameters of all n answers to each prompt. Raises InvalidParams."""
         refuse_unsupported(self.model_extra or {}, unsupported_fields.COMPLETIONS, self.n or 1)
         if self.echo and self.logprobs is not None:
-            raise InvalidParams("echo", self.echo, "it without logprobs: a prompt's are not computed")
+            raise InvalidParams("echo", self.echo, "it without logprobs, which are not computed for prompts")
         return self.sampling_params(self.given_max_tokens(DEFAULT_COMPLETION_TOKENS), self.logprobs)
 
 
 class TextPart(BaseModel):
-    """A piece of a message's content."""
+    """A part of a message's content."""
 
     model_config = ConfigDict(strict=True, extra="ignore")
 
@@ -186,8 +197,8 @@ class TextPart(BaseModel):
 
 
 class ChatMessage(BaseModel):
-    """One turn of a chat. Further fields (name, tool_calls …) go to the chat template as they are; those that
-    ask for more than a template can do are refused."""
+    """One message of a chat. Further fields (name, tool_calls …) go to the chat template as they are, except
+    those that no template can carry out, which are refused."""
 
     model_config = ConfigDict(strict=True, extra="allow")
 
@@ -195,7 +206,8 @@ class ChatMessage(BaseModel):
     content: Text | Annotated[list[TextPart], Field(fail_fast=True)] | None = None
 
     def plain(self) -> dict[str, Any]:
-        """As chat templates expect it: the content is one text. Raises InvalidParams."""
+        """Returns the message as chat templates expect it, with one text as its content. Raises
+        InvalidParams."""
         refuse_unsupported(self.model_extra or {}, unsupported_fields.MESSAGES)
         content = self.content
         if not isinstance(content, str):
@@ -211,14 +223,22 @@ class ChatRequest(GenerationRequest):
 
     messages: Messages
     logprobs: bool | None = None
-    top_logprobs: int | None = Field(None, description="Likeliest alternatives, 0 to 20; with logprobs.")
-    add_generation_prompt: bool | None = Field(None, description="Begin an assistant's turn; on by default.")
+    top_logprobs: int | None = Field(
+        None,
+        description="How many of the likeliest tokens to return with each token, 0 to 20; needs logprobs.",
+    )
+    add_generation_prompt: bool | None = Field(
+        None, description="Begin an assistant's message; on by default."
+    )
     chat_template_kwargs: dict[str, Any] | None = Field(
         None, description="Further variables of the model's chat template, by name."
     )
 
     def params(self, max_tokens_left: int) -> SamplingParams:
-        """Of all n answers, of at most `max_tokens_left` tokens if it does not say. Raises InvalidParams."""
+        """Returns the sampling parameters of all n answers. Raises InvalidParams.
+
+        `max_tokens_left`: the most tokens of an answer if the request does not say.
+        """
         refuse_unsupported(self.model_extra or {}, unsupported_fields.CHAT, self.n or 1)
         if self.top_logprobs and not self.logprobs:
             raise InvalidParams("top_logprobs", self.top_logprobs, "it together with logprobs: true")
@@ -227,7 +247,7 @@ class ChatRequest(GenerationRequest):
 
 
 class TokenizeRequest(RequestBody):
-    """The body of POST /tokenize: a prompt, or the messages of a chat."""
+    """The body of POST /tokenize, with either a prompt or the messages of a chat."""
 
     model_config = ConfigDict(extra="allow")
 
@@ -236,9 +256,11 @@ class TokenizeRequest(RequestBody):
     add_special_tokens: bool | None = Field(
         None, description="On by default for a prompt, and off for a chat."
     )
-    add_generation_prompt: bool | None = Field(None, description="Of a chat; on by default.")
+    add_generation_prompt: bool | None = Field(
+        None, description="Begin an assistant's message after a chat; on by default."
+    )
     chat_template_kwargs: dict[str, Any] | None = Field(
-        None, description="Of a chat, as in a chat completion."
+        None, description="Further variables of the chat template, as in a chat completion."
     )
     return_token_strs: bool | None = None
 
@@ -254,8 +276,8 @@ class PromptTokensDetails(TypedDict):
 
 
 class Usage(TypedDict):
-    """Tokens. Each prompt counts once, however many answers it has. The details are null unless the service
-    reports them."""
+    """Token counts. A prompt counts once, however many answers it has. The details are null unless the service
+    reports cached tokens."""
 
     prompt_tokens: int
     completion_tokens: int
@@ -267,7 +289,7 @@ FinishReason = Literal["stop", "length"]
 
 
 class CompletionLogprobs(TypedDict):
-    """One entry a token; `text_offset` is where it begins in the choice's text."""
+    """Lists with one entry for each token. `text_offset`: where the token begins in the choice's text."""
 
     tokens: list[str]
     token_logprobs: list[float]
@@ -283,7 +305,7 @@ class CompletionChoice(TypedDict):
 
 
 class CompletionBody(TypedDict):
-    """Of a whole answer, and of each chunk of a stream."""
+    """The body of a whole answer, and of each chunk of a stream."""
 
     id: str
     object: Literal["text_completion"]
@@ -350,7 +372,7 @@ class ChatChunk(TypedDict):
 
 
 class ErrorDetails(TypedDict):
-    """`param`: the field at fault, if one is. `code`: the HTTP status."""
+    """An error. `param`: the request field that caused it, if one did. `code`: the HTTP status."""
 
     message: str
     type: str
@@ -387,8 +409,8 @@ class Detokenized(TypedDict):
 
 
 class Health(TypedDict):
-    """`step_age`: seconds since the last step ended, while work waits. `router_silence`: seconds since the
-    router last reported."""
+    """The answer of /health. `step_age`: seconds since the last step completed, while work waits.
+    `router_silence`: seconds since the router last reported."""
 
     healthy: bool
     state: Literal["starting", "ready", "draining", "dead"]
@@ -407,7 +429,7 @@ class Version(TypedDict):
 
 
 def error_body(status: int, message: str, param: str | None = None) -> ErrorBody:
-    """OpenAI's error object, whose `type` follows from the HTTP status."""
+    """Returns OpenAI's error object, whose `type` follows from the HTTP status."""
     kinds = {
         401: "authentication_error",
         404: "not_found_error",
@@ -419,7 +441,7 @@ def error_body(status: int, message: str, param: str | None = None) -> ErrorBody
 
 
 def _by_token(logit_bias: dict[str, Any]) -> dict[int, Any]:
-    """JSON's keys are strings. Raises InvalidParams for one that is no token id."""
+    """Converts the keys, which are strings in JSON, to token ids. Raises InvalidParams for other keys."""
     by_token = {}
     for key, bias in logit_bias.items():
         if not (key.isascii() and key.isdecimal() and len(key) <= 10):

@@ -1,4 +1,4 @@
-"""Answers as OpenAI's JSON: whole, and in the chunks of a stream. Knows text and tokens; knows no HTTP."""
+"""Writes answers as OpenAI's JSON objects: whole answers, and the chunks of a stream."""
 
 import secrets
 import time
@@ -27,7 +27,8 @@ Scored = Sequence[tuple[int, TokenLogprobs]]
 
 
 class CompletionWriter:
-    """The bodies of one plain completion. `prompts`: texts to put before the answers (`echo`), or none."""
+    """Writes the bodies of one plain completion. `prompts`: texts to put before the answers (`echo`), or
+    none."""
 
     def __init__(self, model: str, tokenizer: Tokenizer, prompts: Sequence[str] = ()) -> None:
         self._model = model
@@ -35,20 +36,20 @@ class CompletionWriter:
         self._prompts = prompts
         self._id = f"cmpl-{secrets.token_hex(16)}"
         self._created = int(time.time())
-        self._num_chars: dict[int, int] = {}  # by answer, what its log-probabilities have covered
+        self._num_chars: dict[int, int] = {}  # by answer: characters whose log-probabilities were written
         self._opened: set[int] = set()
 
     def whole(self, generation: Generation) -> CompletionBody:
-        """The answer to a request that does not stream."""
+        """Returns the body of an answer that is not streamed."""
         choices = [self._choice(_all_of(answer)) for answer in generation.answers]
         return self._body(choices) | {"usage": usage_of(generation)}
 
-    def chunks(self, piece: TextDelta) -> list[CompletionBody]:
-        """A piece of an answer, in a stream."""
-        return [self._body([self._choice(piece)])]
+    def chunks(self, delta: TextDelta) -> list[CompletionBody]:
+        """Returns the chunks of a stream for a delta."""
+        return [self._body([self._choice(delta)])]
 
-    def counts(self, usage: Usage) -> CompletionBody:
-        """A stream's last chunk."""
+    def usage_chunk(self, usage: Usage) -> CompletionBody:
+        """Returns the last chunk of a stream, which has the token counts."""
         return self._body([]) | {"usage": usage}
 
     def _body(self, choices: list[CompletionChoice]) -> CompletionBody:
@@ -60,16 +61,16 @@ class CompletionWriter:
             "choices": choices,
         }
 
-    def _choice(self, piece: TextDelta) -> CompletionChoice:
-        answer, text = piece.answer, piece.text
+    def _choice(self, delta: TextDelta) -> CompletionChoice:
+        answer, text = delta.answer, delta.text
         if self._prompts and answer.index not in self._opened:
             text = self._prompts[answer.prompt_idx] + text
         self._opened.add(answer.index)
         return {
             "index": answer.index,
             "text": text,
-            "logprobs": self._logprobs(answer, piece.scored) if answer.has_logprobs else None,
-            "finish_reason": cast(FinishReason | None, piece.finish_reason),
+            "logprobs": self._logprobs(answer, delta.scored) if answer.has_logprobs else None,
+            "finish_reason": cast(FinishReason | None, delta.finish_reason),
         }
 
     def _logprobs(self, answer: Answer, scored: Scored) -> CompletionLogprobs:
@@ -98,7 +99,7 @@ class CompletionWriter:
 
 
 class ChatWriter:
-    """The bodies of one chat completion."""
+    """Writes the bodies of one chat completion."""
 
     def __init__(self, model: str, tokenizer: Tokenizer) -> None:
         self._model = model
@@ -108,7 +109,7 @@ class ChatWriter:
         self._opened: set[int] = set()
 
     def whole(self, generation: Generation) -> ChatBody:
-        """The answer to a request that does not stream."""
+        """Returns the body of an answer that is not streamed."""
         return {
             "id": self._id,
             "object": "chat.completion",
@@ -126,20 +127,20 @@ class ChatWriter:
             "usage": usage_of(generation),
         }
 
-    def chunks(self, piece: TextDelta) -> list[ChatChunk]:
-        """A piece of an answer, in a stream; before its first one that says who speaks."""
-        answer, index = piece.answer, piece.answer.index
+    def chunks(self, delta: TextDelta) -> list[ChatChunk]:
+        """Returns the chunks of a stream for a delta. The first chunk of each answer has its role."""
+        answer, index = delta.answer, delta.answer.index
         chunks = []
         if index not in self._opened:
             self._opened.add(index)
             chunks.append(self._chunk(index, {"role": "assistant", "content": ""}))
-        chunk = self._chunk(index, {"content": piece.text} if piece.text or piece.scored else {})
-        chunk["choices"][0]["logprobs"] = self._logprobs(piece.scored) if answer.has_logprobs else None
-        chunk["choices"][0]["finish_reason"] = cast(FinishReason | None, piece.finish_reason)
+        chunk = self._chunk(index, {"content": delta.text} if delta.text or delta.scored else {})
+        chunk["choices"][0]["logprobs"] = self._logprobs(delta.scored) if answer.has_logprobs else None
+        chunk["choices"][0]["finish_reason"] = cast(FinishReason | None, delta.finish_reason)
         return [*chunks, chunk]
 
-    def counts(self, usage: Usage) -> ChatChunk:
-        """A stream's last chunk."""
+    def usage_chunk(self, usage: Usage) -> ChatChunk:
+        """Returns the last chunk of a stream, which has the token counts."""
         chunk = self._chunk(0, {})
         return chunk | {"choices": [], "usage": usage}
 
@@ -173,7 +174,7 @@ class ChatWriter:
 
 
 def usage_of(generation: Generation) -> Usage:
-    """The counts so far."""
+    """Returns the token counts so far."""
     prompt, completion = generation.num_prompt_tokens, generation.num_completion_tokens
     cached = generation.num_cached_tokens
     return {

@@ -1,0 +1,84 @@
+"""The API process: it reads its settings, serves the application of `app.py`, and ends when its router does."""
+
+import asyncio
+import socket
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import msgspec
+import uvicorn
+import uvloop
+
+from lightkv.router.service.api_settings import ServeSettings
+from lightkv.router.service.child_process import ignore_signals
+from lightkv.router.service.router_client import RouterClient, RouterUnreachable
+from lightkv.router.text.tokenizer import Tokenizer, UnreadableTokenizer
+
+from .app import create_app
+from .server import make_server
+
+NUM_TEXT_THREADS = 2
+MODEL_CHECK_SECONDS = (
+    20.0  # time for the worker to refuse the model, with a better reason than the tokenizer's
+)
+
+
+async def serve(settings: ServeSettings) -> None:
+    """Serves until the router has ended and open responses are finished.
+
+    Prints "ready" to standard output once the server listens and takes requests. Raises RouterUnreachable,
+    UnreadableTokenizer, and OSError for a certificate that cannot be read.
+    """
+    asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(NUM_TEXT_THREADS, "text"))
+    client = await RouterClient.connect(Path(settings.router_socket))
+    router_ended = asyncio.create_task(client.closed())
+    try:
+        tokenizer = Tokenizer(Path(settings.model_directory))
+    except UnreadableTokenizer:
+        # If the model cannot run at all, the worker refuses it and gives a better reason.
+        became_ready = asyncio.create_task(client.became_ready.wait())
+        waiting = [became_ready, router_ended]
+        await asyncio.wait(waiting, timeout=MODEL_CHECK_SECONDS, return_when=asyncio.FIRST_COMPLETED)
+        became_ready.cancel()
+        if router_ended.done():
+            return
+        raise
+    server = make_server(create_app(client, tokenizer, settings.api), settings)
+    serving = asyncio.create_task(server.serve([socket.socket(fileno=settings.listen_fd)]))
+    announcing = asyncio.create_task(_announce_ready(server, client))
+    await asyncio.wait([serving, router_ended], return_when=asyncio.FIRST_COMPLETED)
+    announcing.cancel()
+    server.should_exit = True  # open responses end first, the incomplete ones with an error
+    await serving
+    await client.close()
+
+
+async def _announce_ready(server: uvicorn.Server, client: RouterClient) -> None:
+    """Prints "ready" once requests can be sent. The launcher waits for this line, because it may hear from the
+    router earlier than this process does."""
+    while not server.started:
+        await asyncio.sleep(0.01)
+    await client.became_ready.wait()
+    print("ready", flush=True)
+
+
+def main() -> int:
+    """Runs `python -m lightkv.router.api.process`, with `ServeSettings` as JSON on standard input.
+
+    Settings come over standard input so that the API keys do not appear in the list of processes. Signals are
+    left to the launcher. Returns 1, because this process ends only after its router has ended, or if it could
+    not start.
+    """
+    ignore_signals()
+    sys.set_int_max_str_digits(640)  # the least that Python allows: parsing longer numbers takes long
+    settings = msgspec.json.decode(sys.stdin.buffer.read(), type=ServeSettings)
+    try:
+        uvloop.run(serve(settings))
+    except (RouterUnreachable, UnreadableTokenizer, OSError) as error:
+        print(f"lightkv api: {error}", file=sys.stderr)
+    return 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,361 @@
+"""The routes of the HTTP application. Each returns a response or raises an error, which `app.py` turns into an
+HTTP status."""
+
+import asyncio
+import hashlib
+import time
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+from typing import Any
+
+import msgspec
+import numpy as np
+from fastapi import Request
+from starlette.responses import Response, StreamingResponse
+from starlette.types import Receive, Scope, Send
+
+from lightkv import __version__
+from lightkv.errors import LightKVError
+from lightkv.router.api.openai.protocol import (
+    ChatRequest,
+    CompletionRequest,
+    Detokenized,
+    DetokenizeRequest,
+    GenerationRequest,
+    Model,
+    ModelList,
+    Tokenized,
+    TokenizeRequest,
+    Version,
+    error_body,
+)
+from lightkv.router.api.openai.writer import ChatWriter, CompletionWriter, usage_of
+from lightkv.router.config import NAMESPACE_HEADER
+from lightkv.router.engine.request import InvalidPrompt, NeverFits
+from lightkv.router.sampling_params import MAX_COUNT, MAX_LOGPROBS, InvalidParams
+from lightkv.router.service.api_settings import ApiSettings
+
+from . import unsupported_fields
+from .generation import Backend, Generation, GenerationFailed, GenerationLost, GenerationSpec
+from .metrics import CONTENT_TYPE
+from .prompt_reader import Chat, PromptReader, PromptRoom, convert
+from .unsupported_fields import refuse_unsupported
+
+_STREAM_HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}  # no proxy may hold events back
+
+
+class UnknownModel(LightKVError):
+    """The request names a model that this service does not serve."""
+
+    def __init__(self, model: str, known: list[str]) -> None:
+        super().__init__(f"the model {model!r} does not exist here; give one of {', '.join(known)}")
+
+
+class InvalidHeader(LightKVError):
+    """A header that the service requires is missing, empty or given several times."""
+
+    def __init__(self, name: str, num_given: int) -> None:
+        super().__init__(
+            f"the request has {num_given} headers {name}, or an empty one; send one that names the cache "
+            "namespace"
+        )
+
+
+class _EventStream(StreamingResponse):
+    """Server-sent events. If the client disconnects, the generation is aborted."""
+
+    def __init__(self, generation: Generation, events: AsyncIterator[bytes]) -> None:
+        super().__init__(events, headers=_STREAM_HEADERS, media_type="text/event-stream")
+        self._generation = generation
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async with _closed_with_client(receive, self._generation):
+            await self.stream_response(send)
+
+
+class Routes:
+    """The endpoints, as methods. What is wrong with a request is raised."""
+
+    def __init__(self, backend: Backend, settings: ApiSettings) -> None:
+        self._backend = backend
+        self._client = backend.client
+        self._tokenizer = backend.tokenizer
+        self._prompts = PromptReader(backend.tokenizer)
+        self._settings = settings
+        self._created = int(time.time())
+
+    async def complete(self, body: CompletionRequest, request: Request) -> Response:
+        """POST /v1/completions: continue one or several prompts."""
+        model = self._model(body.model)
+        params = body.params()
+        info = self._client.ready_info()
+        if not 1 <= len(body.prompts) * params.n <= self._settings.max_answers:
+            most = f"1 to {self._settings.max_answers} prompts, counted n times each"
+            raise InvalidParams("prompt", f"{len(body.prompts)} prompts", most)
+        self._check_queue(len(body.prompts), params.n)
+        namespace = self._namespace(request, body)
+        context = info.limits.max_model_len
+        room = PromptRoom(context, body.num_kept(params.max_tokens, context))
+        prompts = []
+        for prompt in body.prompts:  # a prompt that is too long is refused before the next one is tokenised
+            prompt_ids = await self._prompt_ids(prompt, body.add_special_tokens is not False, room)
+            _check_fits(prompt_ids.size, params.max_tokens, context)
+            prompts.append(prompt_ids)
+        echoed = []
+        if body.echo:
+            for text, prompt_ids in zip(body.prompts, prompts, strict=True):
+                is_whole = isinstance(text, str) and room.num_kept is None
+                echoed.append(str(text) if is_whole else await self._prompts.text_of(prompt_ids))
+        spec = GenerationSpec(
+            prompts=[prompt_ids.tobytes() for prompt_ids in prompts],
+            params=params,
+            priority=self._priority(body),
+            namespace=namespace,
+        )
+        writer = CompletionWriter(model, self._tokenizer, echoed)
+        return await self._answer(spec, writer, body, request.receive)
+
+    async def chat(self, body: ChatRequest, request: Request) -> Response:
+        """POST /v1/chat/completions: answer a chat."""
+        model = self._model(body.model)
+        params = body.params(MAX_COUNT)  # raises for wrong parameters before anything is computed
+        info = self._client.ready_info()
+        if params.n > self._settings.max_answers:
+            raise InvalidParams("n", params.n, f"1 to {self._settings.max_answers}")
+        self._check_queue(1, params.n)
+        namespace = self._namespace(request, body)
+        context = info.limits.max_model_len
+        room = PromptRoom(context, body.num_kept(body.given_max_tokens(1), context))
+        prompt_ids = await self._prompts.ids_of_chat(_chat(body), room)
+        longest = min(context, info.capacity + 1)  # the last token needs no slot
+        params = body.params(max(longest - prompt_ids.size, 1))
+        _check_fits(prompt_ids.size, params.max_tokens, context)
+        spec = GenerationSpec(
+            prompts=[prompt_ids.tobytes()],
+            params=params,
+            priority=self._priority(body),
+            namespace=namespace,
+        )
+        return await self._answer(spec, ChatWriter(model, self._tokenizer), body, request.receive)
+
+    async def tokenize(self, body: TokenizeRequest) -> Response:
+        """POST /tokenize: return the tokens of a prompt or of a chat, which may have at most as many characters
+        as the context could hold."""
+        self._model(body.model)
+        refuse_unsupported(body.model_extra or {}, unsupported_fields.CHAT)
+        room = PromptRoom(self._max_model_len)
+        if body.prompt is not None and body.messages is None:
+            ids = await self._prompts.ids_of_text(body.prompt, body.add_special_tokens is not False, room)
+        elif body.messages is not None and body.prompt is None:
+            ids = await self._prompts.ids_of_chat(_chat(body), room)
+        else:
+            raise InvalidPrompt("the request has neither prompt nor messages, or both; give one of them")
+        tokens = ids.tolist()
+        strings = await self._prompts.texts_of_each(tokens) if body.return_token_strs else None
+        return _json(
+            Tokenized(count=len(tokens), max_model_len=self._max_model_len, tokens=tokens, token_strs=strings)
+        )
+
+    async def detokenize(self, body: DetokenizeRequest) -> Response:
+        """POST /detokenize: return the text of tokens."""
+        self._model(body.model)
+        return _json(Detokenized(prompt=await self._prompts.text_of(body.tokens)))
+
+    async def models(self) -> Response:
+        """GET /v1/models: return the names that requests may use for the model."""
+        models = [self._described(name) for name in self._settings.model_names]
+        return _json(ModelList(object="list", data=models))
+
+    async def one_model(self, request: Request) -> Response:
+        """GET /v1/models/{model}: describe one name."""
+        return _json(self._described(self._model(request.path_params["model"])))
+
+    async def health(self) -> Response:
+        """GET /health: 200 while the service takes requests and completes steps when there is work."""
+        latest = self._client.latest
+        is_healthy = latest.is_healthy
+        body = {
+            "healthy": is_healthy,
+            "state": latest.status.state,
+            "step_age": latest.status.load.step_age,
+            "router_silence": latest.age,
+        }
+        return _json(body, 200 if is_healthy else 503)
+
+    async def ready(self) -> Response:
+        """GET /ready: 200 while the service takes requests and steps are not late."""
+        latest = self._client.latest
+        is_ready = latest.takes_requests
+        body = {"ready": is_ready, "state": latest.status.state, "detail": latest.detail}
+        return _json(body, 200 if is_ready else 503)
+
+    async def metrics(self) -> Response:
+        """GET /metrics: return all series in Prometheus' text format."""
+        return Response(self._backend.metrics.text(), media_type=CONTENT_TYPE)
+
+    async def load(self) -> Response:
+        """GET /load: return the router's counts as JSON."""
+        status, age = self._client.latest
+        state = {"state": status.state, "detail": status.detail, "router_silence": age}
+        return _json(state | msgspec.structs.asdict(status.load))
+
+    async def pool_map(self) -> Response:
+        """GET /map: return as JSON what every slot of the pool is used for."""
+        return _json(await self._client.pool_map())
+
+    async def version(self) -> Response:
+        """GET /version: return lightkv's version."""
+        return _json(Version(version=__version__))
+
+    async def _answer(
+        self,
+        spec: GenerationSpec,
+        writer: CompletionWriter | ChatWriter,
+        body: GenerationRequest,
+        receive: Receive,
+    ) -> Response:
+        """Returns the whole answer or its stream. The router has accepted the request before a stream
+        begins."""
+        generation = await self._backend.generate(spec)
+        if body.stream:
+            return _EventStream(generation, _events(generation, writer, body))
+        async with _closed_with_client(receive, generation):
+            async for _ in generation.deltas():
+                pass
+            num_scored = sum(len(answer.scored) for answer in generation.answers)
+            content = await convert(
+                num_scored * (1 + MAX_LOGPROBS), lambda: msgspec.json.encode(writer.whole(generation))
+            )
+            return Response(content, media_type="application/json")
+
+    async def _prompt_ids(
+        self, prompt: str | list[int], add_special_tokens: bool, room: PromptRoom
+    ) -> np.ndarray:
+        if isinstance(prompt, str):
+            return await self._prompts.ids_of_text(prompt, add_special_tokens, room)
+        return await self._prompts.ids_of_ids(prompt, room)
+
+    def _namespace(self, request: Request, body: GenerationRequest) -> tuple[str, ...]:
+        """Returns the namespace within which the request shares cached prefixes. Raises InvalidHeader."""
+        match self._settings.cache_namespace:
+            case "key":
+                tenant: bytes = request.state.api_key
+            case "header":
+                values = request.headers.getlist(NAMESPACE_HEADER)
+                if len(values) != 1 or not values[0]:
+                    raise InvalidHeader(NAMESPACE_HEADER, len(values))
+                tenant = values[0].encode("latin-1")
+            case _:
+                return body.namespace
+        # The router stores the names of its prefix trees, so it gets a hash and never an API key.
+        return (hashlib.sha256(tenant).hexdigest(), *body.namespace)
+
+    def _check_queue(self, num_prompts: int, n: int) -> None:
+        """Raises InvalidParams if the queue could never hold all answers at once: they are queued all or
+        none."""
+        most = self._settings.max_queued_requests
+        if num_prompts * n > most:
+            allowed = f"at most {most} answers at once, or start with a larger --max-queued-requests"
+            raise InvalidParams("n", f"{n} for each of {num_prompts} prompts", allowed)
+
+    def _priority(self, body: GenerationRequest) -> int:
+        """Returns the request's priority, 0 by default. Raises InvalidParams for one below 0 without
+        --allow-priority."""
+        priority = body.priority or 0
+        if priority < 0 and not self._settings.allow_priority:
+            allowed = "0, or more for less urgency; less than 0 needs a service started with --allow-priority"
+            raise InvalidParams("priority", priority, allowed)
+        return priority
+
+    def _model(self, name: str | None) -> str:
+        """Returns the name of the requested model, by default the first. Raises UnknownModel."""
+        known = self._settings.model_names
+        if name is None:
+            return known[0]
+        if name not in known:
+            raise UnknownModel(name, known)
+        return name
+
+    @property
+    def _max_model_len(self) -> int:
+        info = self._client.status.info
+        return self._tokenizer.max_model_len if info is None else info.limits.max_model_len
+
+    def _described(self, name: str) -> Model:
+        return {
+            "id": name,
+            "object": "model",
+            "created": self._created,
+            "owned_by": "lightkv",
+            "max_model_len": self._max_model_len,
+        }
+
+
+async def _events(
+    generation: Generation, writer: CompletionWriter | ChatWriter, body: GenerationRequest
+) -> AsyncIterator[bytes]:
+    """Yields the server-sent events of a stream. If the generation fails, the last event is the error, and
+    there is no [DONE]."""
+    try:
+        async for delta in generation.deltas():
+            if not (delta.text or delta.scored or delta.finish_reason):
+                continue
+            for chunk in writer.chunks(delta):
+                if body.has_running_usage:
+                    chunk["usage"] = usage_of(generation)
+                elif body.includes_usage:
+                    chunk["usage"] = None
+                yield _event(chunk)
+        if body.includes_usage:
+            yield _event(writer.usage_chunk(usage_of(generation)))
+        yield b"data: [DONE]\n\n"
+    except (GenerationFailed, GenerationLost) as error:
+        yield _event(error_body(failure_status(error), str(error)))
+
+
+def failure_status(error: GenerationFailed | GenerationLost) -> int:
+    """Returns the HTTP status of an answer that could not be completed."""
+    return 503 if isinstance(error, GenerationLost) else 500
+
+
+def _event(content: Mapping[str, Any]) -> bytes:
+    return b"data: " + msgspec.json.encode(content) + b"\n\n"
+
+
+def _json(content: Any, status: int = 200) -> Response:
+    return Response(msgspec.json.encode(content), status, media_type="application/json")
+
+
+@asynccontextmanager
+async def _closed_with_client(receive: Receive, generation: Generation) -> AsyncIterator[None]:
+    """Closes the generation as soon as its client disconnects, at the latest at the end of the block."""
+
+    async def watch() -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+        generation.close()
+
+    watching = asyncio.create_task(watch())
+    try:
+        yield
+    finally:
+        watching.cancel()
+        generation.close()
+
+
+def _chat(body: ChatRequest | TokenizeRequest) -> Chat:
+    """Raises InvalidParams."""
+    return Chat(
+        [message.plain() for message in body.messages or ()],
+        body.add_generation_prompt is not False,
+        body.add_special_tokens is True,
+        body.chat_template_kwargs or {},
+    )
+
+
+def _check_fits(num_prompt: int, max_tokens: int, max_model_len: int) -> None:
+    """Raises NeverFits here, so that no prompt is sent which the router could only refuse."""
+    if num_prompt + max_tokens > max_model_len:
+        raise NeverFits(
+            num_prompt, max_tokens, max_model_len, "the context", "start with a longer --max-model-len"
+        )

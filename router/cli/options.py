@@ -1,0 +1,111 @@
+"""The options of commands. They are made from the fields of the settings and of the sampling parameters, so
+that defaults, types and checks stand in one place."""
+
+import functools
+import inspect
+from collections.abc import Callable, Sequence
+from dataclasses import fields
+from typing import Annotated, Any, TypeVar, get_type_hints
+
+import msgspec
+import typer
+
+from lightkv.router.config import API_KEY_VARIABLE, EngineConfig, ServiceConfig, flag
+from lightkv.router.sampling_params import SamplingParams
+from lightkv.router.simulate.config import SimulationConfig
+
+T = TypeVar("T")
+
+Url = Annotated[str, typer.Option(help="Address of the service; unix:PATH for a unix socket.")]
+ApiKey = Annotated[
+    str | None, typer.Option(help="The service's API key, if it has one.", envvar=API_KEY_VARIABLE)
+]
+
+_SAMPLING_HELP = {
+    "max_tokens": "The most tokens to generate.",
+    "temperature": "Divides the logits: 0 always takes the likeliest token, 1 samples as trained.",
+    "top_p": "Sample among the likeliest tokens that together have this probability; 1: among all.",
+    "top_k": "Sample among this many likeliest tokens; 0: among all.",
+    "min_p": "Leave out tokens that are less likely than this share of the likeliest token.",
+    "seed": "Makes an answer repeatable. Default: a different answer each time.",
+    "stop": "End the answer before this text; may be given several times.",
+    "n": "Number of answers to each prompt.",
+}
+
+
+def examples(*lines: str) -> str:
+    """Returns the epilog of a command's help: a heading, then one example a line."""
+    return "\n\n".join(("[bold]Examples[/]", *lines))
+
+
+def _option(name: str, kind: Any, default: Any, text: str, panel: str) -> inspect.Parameter:
+    """Returns a command's parameter that typer reads as the option `--name`."""
+    names = flag(name)
+    if kind is bool and default:
+        names += f"/--no-{names[2:]}"
+    option = typer.Option(names, help=text, rich_help_panel=panel)
+    return inspect.Parameter(
+        name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=Annotated[kind, option]
+    )
+
+
+def _config_options(
+    config: type[EngineConfig | ServiceConfig | SimulationConfig], panel: str
+) -> list[inspect.Parameter]:
+    kinds = get_type_hints(config)
+    options = []
+    for field in fields(config):
+        kind, default = kinds[field.name], field.default
+        if kind == tuple[str, ...]:  # an option that may be given several times
+            kind, default = list[str], None
+        options.append(_option(field.name, kind, default, field.metadata["help"], panel))
+    return options
+
+
+def _sampling_options() -> list[inspect.Parameter]:
+    known = {field.name: field for field in msgspec.structs.fields(SamplingParams)}
+    options = []
+    for name, text in _SAMPLING_HELP.items():
+        kind = list[str] if name == "stop" else known[name].type
+        default = None if name == "stop" else known[name].default
+        options.append(_option(name, kind, default, text, "Sampling"))
+    return options
+
+
+def _with_options(
+    argument: str, options: Sequence[inspect.Parameter], make: Callable[[dict[str, Any]], object]
+) -> Callable[[Callable[..., T]], Callable[..., T]]:
+    """Returns a decorator that replaces a command's `argument` by `options`. The command is called with what
+    `make` returns for their values."""
+
+    def decorate(command: Callable[..., T]) -> Callable[..., T]:
+        signature = inspect.signature(command)
+        own = [parameter for parameter in signature.parameters.values() if parameter.name != argument]
+
+        @functools.wraps(command)
+        def run(**values: Any) -> T:
+            made = make({option.name: values.pop(option.name) for option in options})
+            return command(**values, **{argument: made})
+
+        parameters = [*own, *options]
+        run.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
+        run.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+        return run
+
+    return decorate
+
+
+takes_engine = _with_options(
+    "config", _config_options(EngineConfig, "Engine"), lambda values: EngineConfig(**values)
+)
+takes_service = _with_options(
+    "service",
+    _config_options(ServiceConfig, "Service"),
+    lambda values: ServiceConfig(**values | {"api_key": tuple(values["api_key"] or ())}),
+)
+takes_simulation = _with_options(
+    "config", _config_options(SimulationConfig, "Simulation"), lambda values: SimulationConfig(**values)
+)
+takes_sampling = _with_options(
+    "params", _sampling_options(), lambda values: SamplingParams(**values | {"stop": values["stop"] or ()})
+)
