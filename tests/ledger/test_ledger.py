@@ -111,7 +111,7 @@ def test_namespaces_share_nothing_and_leave_nothing() -> None:
     assert hit.num_hit == 2
     ledger.close(hit, cache=False)
     ledger.evict(ledger.num_cached)
-    assert ("salt", 1) not in ledger._paths.tree.roots
+    assert ("salt", 1) not in ledger._state.tree.roots
 
 
 def test_evict_takes_the_least_recently_used_and_trims_to_the_token() -> None:
