@@ -1,9 +1,9 @@
 """The ledger's verbs that fork a sequence or drop some of its tokens. `TokenLedger` documents each.
 
-    fork       both sequences hold the same segments; the private tail becomes an unindexed segment first
-    truncate   drops the last entries
-    release    drops the oldest entries after the sinks: the path then has a gap
-    keep       drops private entries anywhere; only the device memory knows which ones
+fork       both sequences hold the same segments; the private tail becomes an unindexed segment first
+truncate   drops the last entries
+release    drops the oldest entries after the sinks: the path then has a gap
+keep       drops private entries anywhere; only the device memory knows which ones
 """
 
 from lightkv.errors import OutOfRows

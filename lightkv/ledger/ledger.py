@@ -1,12 +1,12 @@
 """The ledger: exact counts of which sequence holds how many tokens, what is shared, and what can be evicted.
 
-It is pure Python arithmetic without torch, slots or a clock. Each verb changes the counts and the prefix tree at
-once and emits *edits* (`lightkv/edits.py`), which whoever owns the device memory applies; `drain` returns them. A
-verb that raises has changed nothing and emitted no edit.
+It is pure Python arithmetic without torch, slots or a clock. Each verb changes the counts and the prefix tree
+at once and emits *edits* (`lightkv/edits.py`), which whoever owns the device memory applies; `drain` returns
+them. A verb that raises has changed nothing and emitted no edit.
 
 A sequence is a path of shared segments and a private tail (`sequence.py` draws it). Indexed segments without a
-holder are cached, and freed by eviction. Unindexed segments exist while several sequences hold them; the last one
-gets the tokens back as private. A private tail is freed when its sequence closes.
+holder are cached, and freed by eviction. Unindexed segments exist while several sequences hold them; the last
+one gets the tokens back as private. A private tail is freed when its sequence closes.
 
 After every verb `num_free + num_cached + num_held == capacity`.
 """
@@ -27,8 +27,8 @@ from .state import LedgerState
 
 
 class Match(NamedTuple):
-    """What the cache has of a prompt: a path of segments, the deepest first. The first of them matches for `tip`
-    tokens, the others whole."""
+    """What the cache has of a prompt: a path of segments, the deepest first. The first of them matches for
+    `tip` tokens, the others whole."""
 
     path: tuple[Segment, ...]
     tip: int
@@ -197,7 +197,8 @@ class TokenLedger:
                 sequence.length += count
 
     def _set_batch(self, sequences: Seq[Sequence]) -> None:
-        """Checks the sequences of a batch, once for as long as the same ones are extended. Raises ValueError."""
+        """Checks the sequences of a batch, once for as long as the same ones are extended. Raises
+        ValueError."""
         rows = tuple([sequence.row for sequence in sequences])
         batch = list(sequences)
         if list(map(self._state.sequences.get, rows)) != batch:
@@ -210,8 +211,9 @@ class TokenLedger:
         self._batch_end = self.max_entries  # so that the next `extend` looks it up
 
     def shrink(self, sequences: Seq[Sequence], counts: Seq[int]) -> None:
-        """Undoes an `extend` whose tokens were not computed: frees the last `counts[i]` slots of `sequences[i]`,
-        all or none. The prompts stay as they are. Raises ValueError for slots that other sequences may hold.
+        """Undoes an `extend` whose tokens were not computed: frees the last `counts[i]` slots of
+        `sequences[i]`, all or none. The prompts stay as they are. Raises ValueError for slots that other
+        sequences may hold.
         """
         if len(sequences) != len(counts):
             raise ValueError(f"{len(sequences)} sequences and {len(counts)} counts")
@@ -322,7 +324,8 @@ class TokenLedger:
         return branching.keep(self._state, sequence, count)
 
     def evict(self, count: int) -> None:
-        """Frees exactly `count` cached tokens, the least recently used first. Raises OutOfTokens, ValueError."""
+        """Frees exactly `count` cached tokens, the least recently used first. Raises OutOfTokens,
+        ValueError."""
         if count < 0:
             raise ValueError(f"asked to evict {count} tokens")
         if count > self.num_cached:

@@ -1,7 +1,7 @@
 """The tree of shared segments: which token sequences are in the cache, who holds them, and what can be evicted.
 
-A segment is a run of tokens that are held together; the path from a root to a segment spells a prefix. Token ids
-are int32 bytes throughout, so that a thousand of them are compared by one memcmp.
+A segment is a run of tokens that are held together; the path from a root to a segment spells a prefix. Token
+ids are int32 bytes throughout, so that a thousand of them are compared by one memcmp.
 
     root ── "You are a helpful assistant" ──┬── "What is a slot?"      held by sequence A
     (one per namespace)   held by A and B   └── "Who wrote Faust?"     held by sequence B
@@ -11,8 +11,8 @@ leaves. There is one exception: a sequence that has dropped the upper part of it
 holds that part, the segments below it that are still held are taken out of the index.
 
 A segment that was split off a running sequence (a fork) is *unindexed*: the tree does not know its tokens. It
-hangs below its parent, but no look-up finds it, and it is freed when no sequence holds it. It is indexed once its
-tokens are known.
+hangs below its parent, but no look-up finds it, and it is freed when no sequence holds it. It is indexed once
+its tokens are known.
 """
 
 import heapq
@@ -221,8 +221,8 @@ class PrefixTree:
         segment.indexed = False
 
     def split(self, segment: Segment, at: int) -> Segment:
-        """Splits `segment` after `at` tokens and returns the new head. `segment` keeps the rest and its holders,
-        so a sequence whose path ends with `segment` still ends with it."""
+        """Splits `segment` after `at` tokens and returns the new head. `segment` keeps the rest and its
+        holders, so a sequence whose path ends with `segment` still ends with it."""
         assert segment.parent is not None
         cut = at * TOKEN_BYTES
         if segment.indexed:
@@ -243,8 +243,8 @@ class PrefixTree:
         return head
 
     def merge(self, segment: Segment) -> None:
-        """Merges the parent of `segment` into it: `segment` then begins with the parent's tokens, and the parent
-        is gone. Both have to be unindexed and to have the same holders."""
+        """Merges the parent of `segment` into it: `segment` then begins with the parent's tokens, and the
+        parent is gone. Both have to be unindexed and to have the same holders."""
         head = segment.parent
         assert head is not None
         segment.tokens = head.tokens + segment.tokens

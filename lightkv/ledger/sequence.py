@@ -1,5 +1,5 @@
-"""One open sequence: its row of the token table, what it shares, and how many slots it has. Only the ledger changes
-one."""
+"""One open sequence: its row of the token table, what it shares, and how many slots it has. Only the ledger
+changes one."""
 
 from collections.abc import Iterator
 
@@ -14,15 +14,15 @@ class Sequence:
         held as    segments of the tree   its own
 
     An entry is a position less the positions that were dropped before it (`release`, `keep`). Entries and
-    positions are the same while nothing was dropped. Once something was dropped out of the path, the path has two
-    parts:
+    positions are the same while nothing was dropped. Once something was dropped out of the path, the path has
+    two parts:
 
         position   0         num_sinks       num_sinks + dropped
                    ├─ sink_node ─┤   dropped, no entries   ├─ node ──┼─ private tail ─┤
 
     row: 1 and up; 0 once closed. prompt: int32 bytes. node: the last segment of the path, or the root. shared:
-    entries that are in segments. length: entries that have a slot. num_hit: tokens found in the cache by `open`.
-    dropped: positions that the sequence has passed and no longer holds; the next token's position is
+    entries that are in segments. length: entries that have a slot. num_hit: tokens found in the cache by
+    `open`. dropped: positions that the sequence has passed and no longer holds; the next token's position is
     `length + dropped`. num_sinks: the first entries, which stay when others are dropped, as given to `release`.
     """
 

@@ -180,8 +180,8 @@ class LedgerState:
     def cache_tail(self, sequence: Sequence, tokens: bytes) -> int:
         """Caches the private tail of a sequence that is about to close. `tokens`: all its known token ids.
 
-        Returns the entry up to which its tokens are in the tree; the caller frees the rest. Slots of tokens that
-        the tree has from another sequence are freed here.
+        Returns the entry up to which its tokens are in the tree; the caller frees the rest. Slots of tokens
+        that the tree has from another sequence are freed here.
         """
         tree, row = self.tree, sequence.row
         end = min(sequence.length, len(tokens) // TOKEN_BYTES)

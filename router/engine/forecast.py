@@ -20,8 +20,10 @@ from bisect import bisect_left, bisect_right
 
 import numpy as np
 
-from lightkv.ledger import Match, Sequence, TokenLedger
+from lightkv.ledger import Match, Sequence
 from lightkv.ledger.prefix_tree import Segment
+
+from .ledger import Ledger
 
 NEVER = 2**62  # the end of a prefill: it outlives whatever decodes
 
@@ -37,7 +39,7 @@ class Forecast:
     taken; 0 at once.
     """
 
-    def __init__(self, ledger: TokenLedger, lag: int = 0) -> None:
+    def __init__(self, ledger: Ledger, lag: int = 0) -> None:
         self._ledger = ledger
         self._lag = lag
         self._end: dict[int, int] = {}  # row → its end; NEVER while admitted

@@ -29,13 +29,14 @@ from msgspec.structs import replace
 
 from lightkv.edits import Alloc, encode
 from lightkv.errors import CheckFailed
-from lightkv.ledger import Sequence, TokenLedger
+from lightkv.ledger import Sequence
 from lightkv.ledger.prefix_tree import TOKEN_BYTES
 from lightkv.ledger.shared_prefixes import BatchPrefixes
 from lightkv.router.sampling_params import MAX_END_IDS, InvalidParams, SamplerKind
 
 from .admission import Admission, Counting, Demand, peak_tokens
 from .forecast import Forecast
+from .ledger import Ledger
 from .request import InvalidPrompt, NeverFits, Request
 from .step import Limits, NewRow, StepPlan, StepResult, TokenEvent
 from .waiting import WaitingQueue
@@ -59,7 +60,7 @@ class Scheduler:
 
     def __init__(
         self,
-        ledger: TokenLedger,
+        ledger: Ledger,
         limits: Limits,
         depth: int = 1,
         admission: Admission | None = None,

@@ -23,6 +23,7 @@ from lightkv.ledger import TokenLedger
 from lightkv.memory_map import owners, segment_labels
 from lightkv.router.config import EngineConfig
 from lightkv.router.engine.admission import make_admission
+from lightkv.router.engine.ledger import Ledger
 from lightkv.router.engine.request import InvalidPrompt, NeverFits, Request
 from lightkv.router.engine.scheduler import Scheduler
 from lightkv.router.engine.step import (
@@ -228,7 +229,7 @@ class Router:
         self._unchecked = True
         self._router_seconds += time.perf_counter() - begun
 
-    async def _map(self, worker: Worker, ledger: TokenLedger) -> None:
+    async def _map(self, worker: Worker, ledger: Ledger) -> None:
         """Have the pool mapped as it is now, for all who have asked."""
         labels = SlotOwners(segment_labels(ledger), ledger.private_ranges())
         holders = self._holders(ledger)  # now: requests come and go while the worker counts
@@ -241,7 +242,7 @@ class Router:
         else:
             self._send_map(Mapped(OwnedMap(**msgspec.structs.asdict(found), owners=holders)))
 
-    def _holders(self, ledger: TokenLedger) -> list[RowOwner]:
+    def _holders(self, ledger: Ledger) -> list[RowOwner]:
         """Whose the tokens are that one row alone holds, by request."""
         names = {
             request.sequence.row: name

@@ -47,7 +47,10 @@ def test_a_long_life_without_eviction_is_that_of_pages(seed: int, page: int) -> 
     rng = random.Random(seed)
     ledger = PagedLedger(200_000, 20, 200, page)
     model = Pages(ledger)
-    open_now: list[tuple[Sequence, list[int]]] = []  # with what it is to hold, which it may not have yet
+    open_now: list[
+        tuple[Sequence, list[int]]
+    ] = []  # with the token ids of its entries and those still to come
+    prompt_lengths: dict[Sequence, int] = {}
     num_hits, past = 0, [[rng.randrange(2) for _ in range(8 * page)]]
     for _ in range(600):
         if rng.random() < 0.5 and len(open_now) < 20:
@@ -63,6 +66,7 @@ def test_a_long_life_without_eviction_is_that_of_pages(seed: int, page: int) -> 
             assert sequence.num_hit == expected
             num_hits += expected > 0
             open_now.append((sequence, prompt))
+            prompt_lengths[sequence] = len(prompt)
         elif open_now and rng.random() < 0.6:
             sequence, ids = rng.choice(open_now)
             if sequence.length < len(ids):
@@ -82,9 +86,8 @@ def test_a_long_life_without_eviction_is_that_of_pages(seed: int, page: int) -> 
                 assert free - ledger.num_free == grown
         elif open_now:
             sequence, ids = open_now.pop(rng.randrange(len(open_now)))
-            prompt = len(sequence.prompt) // 4
             model.known.update(model.prefixes(ids[: sequence.length]))
-            ledger.close(sequence, tokens(ids[prompt:]))
+            ledger.close(sequence, tokens(ids[prompt_lengths[sequence] :]))
         ledger.confirm(ledger.step)
         ledger.drain()
         assert ledger.padding == sum(-sequence.length % page for sequence, _ in open_now)
