@@ -263,7 +263,7 @@ def test_edits_encode_to_bytes_and_back() -> None:
     edits += [SplitSegment(3, 2, 4), FreeRange(2, 0, 4), FreeSegment(3, 0), Alloc((), (), ())]
     assert decode(encode(edits)) == edits
     for bad in (encode(edits)[:-8], b"\xff" * 16, encode([FreeRange(1, 2, 3)])[8:], b"abc"):
-        with pytest.raises(ValueError, match=r"no edit|bytes"):
+        with pytest.raises(ValueError, match=r"not an edit|bytes"):
             decode(bad)
 
 

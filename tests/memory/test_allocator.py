@@ -49,7 +49,7 @@ def test_refusal_carries_the_numbers_and_changes_nothing(device: torch.device, c
     allocator = TokenAllocator(10, device)
     allocator.alloc(4)
     before = allocator.mem_state.clone()
-    with pytest.raises(OutOfTokens, match="6 tokens needed, 5 can be had, of 9") as refusal:
+    with pytest.raises(OutOfTokens, match="6 tokens needed, 5 available, of 9") as refusal:
         allocator.alloc(6, contiguous=contiguous)
     assert (refusal.value.needed, refusal.value.free, refusal.value.capacity) == (6, 5, 9)
     assert torch.equal(allocator.mem_state, before)
@@ -73,7 +73,7 @@ def test_free_of_what_is_no_slot_is_found(device: torch.device, slot: int) -> No
     allocator = TokenAllocator(10, device)
     allocator.alloc(5)
     allocator.free(torch.tensor([slot], device=device))
-    with pytest.raises(InvalidFree, match="no slot of the pool"):
+    with pytest.raises(InvalidFree, match="not a slot of the pool"):
         allocator.check()
     assert allocator.counters.tolist() == [4, SlotFlag.OUT_OF_RANGE]
 
@@ -81,7 +81,7 @@ def test_free_of_what_is_no_slot_is_found(device: torch.device, slot: int) -> No
 def test_freeing_more_than_is_in_use_is_refused_on_the_host(device: torch.device) -> None:
     allocator = TokenAllocator(10, device)
     slots = allocator.alloc(2)
-    with pytest.raises(InvalidFree, match="3 slots given back while 2 are in use"):
+    with pytest.raises(InvalidFree, match="3 slots to free while 2 are in use"):
         allocator.free(torch.cat([slots, slots[:1]]))
     allocator.check()
     assert allocator.num_free == 7
@@ -106,7 +106,7 @@ def test_alloc_into_that_falls_short_is_found(device: torch.device) -> None:
     allocator.claim(3)
     allocator.alloc_into(out, torch.tensor([5], dtype=torch.int32, device=device))
     assert out.tolist() == [1, 2, 3, 0, 0, 0]
-    with pytest.raises(CheckFailed, match="fewer slots were free than were taken"):
+    with pytest.raises(CheckFailed, match="fewer slots were free than an allocation asked for"):
         allocator.check()
 
 
@@ -184,7 +184,7 @@ def test_check_finds_a_free_slot_that_no_search_would_come_to(device: torch.devi
 
 def test_flags_raise_by_kind() -> None:
     raise_for_flags(0)
-    with pytest.raises(InvalidFree, match="free already; a number was given back that is no slot"):
+    with pytest.raises(InvalidFree, match="free already; a number was freed that is not a slot"):
         raise_for_flags(SlotFlag.DOUBLE_FREE | SlotFlag.OUT_OF_RANGE | SlotFlag.SHORT)
     with pytest.raises(CheckFailed, match="alloc_into"):
         raise_for_flags(int(SlotFlag.SHORT))
