@@ -221,7 +221,7 @@ class TokenLedger:
             self._set_batch(sequences)
         for sequence, count in zip(sequences, counts, strict=True):
             if not 0 <= count <= sequence.num_private:
-                raise ValueError(f"{sequence} cannot give back {count} of {sequence.num_private} own tokens")
+                raise ValueError(f"{sequence} cannot free {count} of {sequence.num_private} private tokens")
         for sequence, count in zip(sequences, counts, strict=True):
             if count:
                 end = sequence.length

@@ -114,7 +114,7 @@ def test_namespaces_share_nothing_and_leave_nothing() -> None:
     assert ("salt", 1) not in ledger._state.tree.roots
 
 
-def test_evict_takes_the_least_recently_used_and_trims_to_the_token() -> None:
+def test_evict_frees_the_least_recently_used_and_trims_to_the_token() -> None:
     ledger = TokenLedger(100, 4, 50)
     run_prompt(ledger, ids(1, 1, 1, 1))
     run_prompt(ledger, ids(2, 2, 2, 2))
@@ -226,7 +226,7 @@ def test_shrink_undoes_an_extend_all_or_none_and_keeps_the_prompt() -> None:
     before = counts(ledger)
     ledger.extend([hit, fresh], [2, 3])
     ledger.drain()
-    with pytest.raises(ValueError, match="cannot give back 3 of 2 own tokens"):
+    with pytest.raises(ValueError, match="cannot free 3 of 2 private tokens"):
         ledger.shrink([fresh, hit], [3, 3])
     assert ledger.drain() == []
     ledger.shrink([fresh, hit], [3, 2])
@@ -273,7 +273,7 @@ def test_the_ledger_needs_no_torch() -> None:
 
 
 @pytest.mark.parametrize("seed", range(60))
-def test_any_mix_of_verbs_keeps_the_books_and_the_contents(seed: int) -> None:
+def test_any_mix_of_verbs_keeps_the_counts_and_the_contents(seed: int) -> None:
     rng = random.Random(seed)
     capacity, rows, entries = rng.choice([(30, 3, 40), (80, 6, 60), (400, 12, 90)])
     ledger, model = TokenLedger(capacity, rows, entries), MemoryModel(capacity)

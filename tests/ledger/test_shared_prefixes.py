@@ -36,7 +36,7 @@ def saved(found: list[SharedPrefix], grouping: PrefixSharing) -> int:
     return sum(grouping.saved(len(prefix.rows), prefix.num_tokens) for prefix in found)
 
 
-def test_nobody_shares_nothing() -> None:
+def test_without_sharing_there_are_no_sets() -> None:
     ledger = TokenLedger(100, 4, 50)
     assert choose(ledger) == []
     start(ledger, 1, 2, 3)
@@ -159,8 +159,8 @@ def grown(rng: random.Random, num_sequences: int) -> TokenLedger:
     family = [rng.randrange(2) for _ in range(40)]
     for i in range(num_sequences):
         if i and rng.random() < 0.3:
-            twin = ledger.fork(rng.choice(list(ledger.sequences)))
-            ledger.truncate(twin, rng.randint(1, twin.length))
+            fork = ledger.fork(rng.choice(list(ledger.sequences)))
+            ledger.truncate(fork, rng.randint(1, fork.length))
         else:
             prompt = [*family[: rng.randint(0, 40)], *(rng.randrange(2) for _ in range(rng.randint(1, 12)))]
             start(ledger, *prompt)

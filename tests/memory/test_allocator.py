@@ -25,7 +25,7 @@ def test_hands_out_the_lowest_slots_and_counts_them(device: torch.device) -> Non
     allocator.check()
 
 
-def test_contiguous_takes_a_run_or_else_the_lowest(device: torch.device) -> None:
+def test_contiguous_allocates_a_run_or_else_the_lowest(device: torch.device) -> None:
     allocator = TokenAllocator(20, device)
     slots = allocator.alloc(19)
     allocator.free(slots[[0, 2, 3, 9, 10, 11]])  # slots 1, 3, 4, 10, 11, 12
@@ -57,7 +57,7 @@ def test_refusal_carries_the_numbers_and_changes_nothing(device: torch.device, c
     assert allocator.alloc(5).tolist() == [5, 6, 7, 8, 9]
 
 
-def test_double_free_is_found_and_gives_no_slot_two_owners(device: torch.device) -> None:
+def test_double_free_is_found_and_no_slot_gets_two_owners(device: torch.device) -> None:
     allocator = TokenAllocator(10, device)
     slots = allocator.alloc(5)
     allocator.free(slots[:1])
@@ -87,7 +87,7 @@ def test_freeing_more_than_is_in_use_is_refused_on_the_host(device: torch.device
     assert allocator.num_free == 7
 
 
-def test_alloc_into_takes_what_the_device_says(device: torch.device) -> None:
+def test_alloc_into_allocates_what_the_device_says(device: torch.device) -> None:
     allocator = TokenAllocator(10, device)
     out = torch.full((6,), -7, dtype=torch.int32, device=device)
     allocator.claim(4)
@@ -150,7 +150,7 @@ def test_refuses_places_that_do_not_fit(device: torch.device) -> None:
     allocator.check()
 
 
-def test_check_finds_a_take_that_nobody_claimed(device: torch.device) -> None:
+def test_check_finds_an_allocation_that_was_not_claimed(device: torch.device) -> None:
     allocator = TokenAllocator(10, device)
     out = torch.zeros(2, dtype=torch.int32, device=device)
     allocator.alloc_into(out, torch.tensor([2], dtype=torch.int32, device=device))
@@ -229,9 +229,9 @@ def test_any_legal_use_behaves_as_a_set(
     for verb, n in steps:
         if verb == "free":
             # Every third of those held, from anywhere.
-            gift, held = held[:n:3], held[n:] + [slot for i, slot in enumerate(held[:n]) if i % 3]
-            allocator.free(torch.tensor(gift, dtype=torch.int32, device=device))
-            free |= set(gift)
+            freed, held = held[:n:3], held[n:] + [slot for i, slot in enumerate(held[:n]) if i % 3]
+            allocator.free(torch.tensor(freed, dtype=torch.int32, device=device))
+            free |= set(freed)
         elif n > len(free):
             with pytest.raises(OutOfTokens):
                 allocator.alloc(n, contiguous=verb == "run")
@@ -250,7 +250,7 @@ def test_captured_alloc_follows_its_count() -> None:
     allocator = TokenAllocator(5000, "cuda")
     out = torch.zeros(8, dtype=torch.int32, device="cuda")
     count = torch.zeros(1, dtype=torch.int32, device="cuda")
-    allocator.alloc_into(out, count)  # compiles outside the capture, takes nothing
+    allocator.alloc_into(out, count)  # compiles outside the capture, allocates nothing
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         allocator.alloc_into(out, count)

@@ -125,7 +125,7 @@ def test_every_life_in_memory_md_makes_the_edits_that_it_shows(capsys: pytest.Ca
 
 
 # --------------------------------------------------------------------------------
-# Indices that others' kernels take
+# Indices for the kernels of other libraries
 
 
 def test_a_batch_as_flashinfer_wants_it(device: torch.device) -> None:
@@ -255,7 +255,7 @@ def random_verbs(cache: KVCache, rng: random.Random, num_verbs: int) -> set[str]
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_whoever_applies_the_edits_has_the_same_memory(seed: int, device: torch.device) -> None:
+def test_a_memory_with_the_same_edits_is_the_same(seed: int, device: torch.device) -> None:
     cache, mirror = make_cache(device), KVMemory(SPEC, 61, 4, 32, device)
     events: list[tuple[bytes, list[torch.Tensor]]] = []
     cache.on_edits = lambda edits, kept: events.append((encode(edits), kept))

@@ -51,12 +51,12 @@ class DecodeStep:
         self.memory.allocator.alloc_into(self.slots, self.count, entries)
         self.positions.add_(self.rows > 0)
 
-    def replay(self, take: Alloc) -> None:
+    def replay(self, alloc: Alloc) -> None:
         """Do what the edit says. Where it follows the one before, nothing is uploaded."""
-        num = len(take.rows)
-        if take != self.next:
+        num = len(alloc.rows)
+        if alloc != self.next:
             numbers = np.zeros((2, BATCH), dtype=np.int64)
-            numbers[0, :num], numbers[1, :num] = take.rows, take.starts
+            numbers[0, :num], numbers[1, :num] = alloc.rows, alloc.starts
             rows, positions = upload([numbers[0], numbers[1]], self.memory.device)
             self.rows.copy_(rows)
             self.positions.copy_(positions)
@@ -64,7 +64,7 @@ class DecodeStep:
             self.num_uploads += 1
         self.memory.allocator.claim(num)
         self.graph.replay()
-        self.next = take._replace(starts=tuple(start + 1 for start in take.starts))
+        self.next = alloc._replace(starts=tuple(start + 1 for start in alloc.starts))
 
 
 def test_replays_and_eager_verbs_mix_freely() -> None:
@@ -74,7 +74,7 @@ def test_replays_and_eager_verbs_mix_freely() -> None:
     mirror = KVMemory(SPEC, CAPACITY + 1, ROWS, ENTRIES, torch.device("cpu"))
     step = DecodeStep(memory)
     open_now: list[Sequence] = []
-    kept: list[torch.Tensor] = []  # of each Keep that is not applied yet
+    kept: list[torch.Tensor] = []  # of each KeepEntries that is not applied yet
     families = [[rng.randrange(4) for _ in range(120)] for _ in range(4)]
     num_verbs = num_released_again = 0
 

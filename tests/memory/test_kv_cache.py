@@ -136,7 +136,7 @@ def test_shrink_undoes_an_extend_and_leaves_the_prompt(device: torch.device) -> 
     cache.extend([first, second], [2, 1])
     before = cache.num_free, cache.slots(first).tolist(), cache.slots(second).tolist()
     cache.extend([first, second], [2, 1])  # a pass that is to fail
-    with pytest.raises(ValueError, match="cannot give back 3 of 2"):
+    with pytest.raises(ValueError, match="cannot free 3 of 2"):
         cache.shrink([first, second], [2, 3])
     assert (first.length, second.length) == (4, 2)
     cache.shrink([first, second], [2, 1])
@@ -296,7 +296,7 @@ def test_the_meta_device_is_refused() -> None:
 
 
 @pytest.mark.parametrize("entries", [[0, 1], np.array([0, 1])], ids=["list", "numpy"])
-def test_keep_takes_a_tensor_alone(entries: Any, device: torch.device) -> None:
+def test_keep_accepts_only_a_tensor(entries: Any, device: torch.device) -> None:
     cache = make_cache(device)
     sequence = cache.open([1, 2, 3])
     cache.extend([sequence], [3])

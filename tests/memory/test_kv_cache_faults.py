@@ -150,10 +150,10 @@ def test_one_stranger_refuses_the_whole_batch(name: str, device: torch.device) -
 
 
 # --------------------------------------------------------------------------------
-# Those who are told
+# Callbacks
 
 
-def test_a_callback_that_fails_takes_nothing_from_the_caller(
+def test_a_callback_that_fails_does_not_change_what_the_caller_gets(
     device: torch.device, caplog: pytest.LogCaptureFixture
 ) -> None:
     cache, calm = make_cache(device), make_cache(device)
@@ -168,7 +168,7 @@ def test_a_callback_that_fails_takes_nothing_from_the_caller(
     cache.on_edits = fail
     with caplog.at_level(logging.ERROR, "lightkv"):
         for one in (cache, calm):
-            sequence = one.open([*IDS, 5])  # a Map
+            sequence = one.open([*IDS, 5])  # a MapSegments
             assert sequence.length == 4
             assert len(one.extend([sequence], [2])) == 2
             assert one.fork(sequence).length == 6

@@ -85,7 +85,7 @@ def test_table_exports_kv_indices(device: torch.device) -> None:
     assert {tensor.dtype for tensor in exported} == {torch.int32}
 
 
-def test_take_fills_each_row_from_its_start(memory: KVMemory) -> None:
+def test_alloc_fills_each_row_from_its_start(memory: KVMemory) -> None:
     memory.apply([Alloc((1, 2), (0, 0), (3, 2))])
     memory.apply([Alloc((2, 1), (2, 3), (1, 1))])
     assert row_slots(memory, 1, 4) == [1, 2, 3, 7]
@@ -172,7 +172,7 @@ def test_a_stash_may_grow_a_segment(memory: KVMemory) -> None:
     memory.check([])
 
 
-def test_given_slots_are_read_before_the_row_is_mapped_anew(memory: KVMemory) -> None:
+def test_freed_slots_are_read_before_the_row_is_mapped_again(memory: KVMemory) -> None:
     """A row is closed and opened again within one list of edits: what it gives is what it held then."""
     memory.apply([Alloc((1,), (0,), (3,)), Alloc((2,), (0,), (3,)), StoreSegment(2, 0, 3, 5)])
     memory.apply([FreeRange(1, 0, 3), MapSegments(1, (5,))])
@@ -181,7 +181,7 @@ def test_given_slots_are_read_before_the_row_is_mapped_anew(memory: KVMemory) ->
     assert memory.num_free == memory.capacity - 3
 
 
-def test_apply_returns_the_slots_of_the_last_take(memory: KVMemory) -> None:
+def test_apply_returns_the_slots_of_the_last_alloc(memory: KVMemory) -> None:
     assert memory.apply([]) is None
     slots = memory.apply([Alloc((1,), (0,), (3,)), Alloc((2, 1), (0, 3), (2, 1)), FreeRange(1, 0, 1)])
     assert slots is not None
@@ -208,13 +208,13 @@ def test_a_keep_without_its_entries_is_refused_before_anything_is_done(
     memory.apply([Alloc((1,), (0,), (4,))])
     before = memory.table.req_to_token.clone()
     entries = [torch.tensor([1], device=memory.device)] * num_entries
-    with pytest.raises(ValueError, match=f"1 Keep edits and entries for {num_entries}"):
+    with pytest.raises(ValueError, match=f"1 KeepEntries edits and entries for {num_entries}"):
         memory.apply([Alloc((2,), (0,), (3,)), KeepEntries(1, 0, 4, 1)], entries)
     assert torch.equal(memory.table.req_to_token, before)
     memory.check([(1, 0, 4)])
 
 
-def test_a_shortage_raises_and_takes_nothing(memory: KVMemory) -> None:
+def test_a_shortage_raises_and_allocates_nothing(memory: KVMemory) -> None:
     memory.apply([Alloc((1,), (0,), (16,)), Alloc((2,), (0,), (16,))])
     with pytest.raises(OutOfTokens, match="9 tokens needed, 8"):
         memory.apply([Alloc((3,), (0,), (9,))])
@@ -285,9 +285,9 @@ def test_the_workers_gpu_is_its_current_one_before_anything_is_built(
 @pytest.mark.gpu
 def test_apply_never_synchronises(memory: KVMemory) -> None:
     def edits(segment: int) -> list[Edit]:
-        take = Alloc((1, 2), (0, 0), (5, 3))
+        alloc = Alloc((1, 2), (0, 0), (5, 3))
         return [
-            take,
+            alloc,
             StoreSegment(1, 0, 4, segment),
             MapSegments(3, (segment,)),
             FreeRange(1, 4, 5),

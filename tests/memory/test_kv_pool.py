@@ -90,7 +90,7 @@ def test_refused_allocation_carries_the_numbers(device: torch.device) -> None:
     assert raised.value.available > 0
 
 
-def test_plan_takes_the_number_given() -> None:
+def test_plan_uses_the_given_number() -> None:
     plan = plan_pool(SPEC, CPU, num_tokens=100)
     assert (plan.num_tokens, plan.num_slots) == (100, 101)
     assert plan.num_bytes == 101 * SPEC.bytes_per_token
@@ -104,7 +104,7 @@ def test_plan_on_a_cpu_is_the_default(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "default" in plan.why
 
 
-def test_plan_on_a_cpu_takes_a_quarter_of_scarce_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_plan_on_a_cpu_uses_a_quarter_of_scarce_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("lightkv.memory.kv_pool._free_bytes", lambda device: 100 * 4096)
     plan = plan_pool(SPEC, CPU, reserve=1000)
     assert plan.num_slots == (100 * 4096 // 4 - 1000) // SPEC.bytes_per_token
