@@ -8,7 +8,7 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 
-from .ledger.prefix_tree import Segment
+from lightkv.ledger.prefix_tree import Segment
 
 FREE, CACHED, SHARED, OWN = range(4)  # a slot's label; OWN + row: only that row holds it
 
