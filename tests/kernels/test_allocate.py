@@ -31,10 +31,11 @@ WINDOWS = [1, 2, 5, 31, 32, 33, 63, 64, 65, 100, 300, 700]
 @pytest.mark.parametrize(
     "block_slots", [*(pytest.param(slots, marks=pytest.mark.slow) for slots in (32, 64)), 256]
 )
-def test_run_is_found_wherever_it_lies(
+def test_a_run_is_found_wherever_it_is(
     device: torch.device, operations: Operations, block_slots: int
 ) -> None:
-    """Across words, blocks and the parts that programs search, at the pool's ends; and where there is none."""
+    """Runs across words, blocks and the parts that programs search, runs at the pool's ends, and no run at
+    all."""
     rng = random.Random(block_slots)
     num_slots = 3001
     for case in range(12):
@@ -42,7 +43,7 @@ def test_run_is_found_wherever_it_lies(
         operations.alloc_slots(state, poisoned(num_slots - 1, device))
         model.alloc(num_slots - 1, num_slots - 1)
         start, freed = 1, []
-        while start < num_slots:  # runs as long as windows, or a slot too short
+        while start < num_slots:  # free ranges as long as the wanted run, or one slot shorter
             length = rng.choice(WINDOWS[: 4 + case % 9]) - rng.randrange(2)
             freed += range(start, min(start + length, num_slots))
             start += length + rng.choice([1, 1, 2, 31, 150])
@@ -72,7 +73,7 @@ def test_slots_are_written_to_their_entries_too(
     columns = torch.tensor([5, 39, 0, 11, 12, 0, 0, 0], device=device)
     entries = TableEntries(table, columns, rows) if with_rows else TableEntries(table, rows * 40 + columns)
     with mock.patch.object(allocate, "MAX_IN_ONE_KERNEL", 512 if one_kernel else 0):
-        for count in (5, 4, 0):  # the rest are padding, whose entry is row 0's first
+        for count in (5, 4, 0):  # the rest are padding, which goes to the first entry of row 0
             out = poisoned(8, device)
             operations.alloc_slots(state, out, number(count, device), entries=entries)
             assert out.tolist() == model.alloc(8, count)
@@ -87,7 +88,7 @@ def test_slots_are_written_to_their_entries_too(
     model.check(state)
 
 
-def test_long_outputs_are_taken_too(device: torch.device) -> None:
+def test_long_outputs_are_allocated_too(device: torch.device) -> None:
     state, expected_state = new_slot_state(9000, device), new_slot_state(9000, device)
     for n in (5000, 513, 512):
         out, expected = poisoned(n, device), poisoned(n, device)
@@ -101,7 +102,7 @@ def test_long_outputs_are_taken_too(device: torch.device) -> None:
 
 
 def test_a_launch_is_right_for_tensors_of_any_alignment(device: torch.device) -> None:
-    """What was compiled for one call serves the others: none of it may follow from addresses or numbers."""
+    """A kernel compiled for one call serves the others, so it must not depend on addresses or values."""
     state, expected_state = new_slot_state(9000, device), new_slot_state(9000, device)
     for offset, width in ((0, 704), (1, 701), (3, 16), (4, 704)):
         for n in (16, 13, 200, 256, 1, 600, 590):
@@ -213,7 +214,7 @@ def test_scan_of_more_blocks_than_one_tile(device: torch.device, operations: Ope
 
 @pytest.mark.parametrize("one_kernel", [True, False], ids=["one kernel", "two"])
 def test_blocks_of_many_tiles_are_scanned_in_turn(device: torch.device, one_kernel: bool) -> None:
-    """Low holes and far blocks: a search goes on over hundreds of used blocks, in tiles of both sizes."""
+    """Low free slots and distant blocks: a search passes hundreds of used blocks, in tiles of both sizes."""
     state, model = new_slot_state(1200, device, block_slots=2), Model(1200)
     with (
         in_programs(16, CountTiles(32, 64)),
@@ -263,7 +264,7 @@ def test_lowest_run_counts_the_free_slots_before_it(device: torch.device) -> Non
     assert [lowest_run(state, n).item() for n in (1, 2, 3, 4, 17)] == [0, 1, 3, 0, 0]
 
 
-def test_refuses_a_pool_that_cannot_be() -> None:
+def test_refuses_an_invalid_pool() -> None:
     with pytest.raises(ValueError, match="power of two"):
         new_slot_state(10, "cpu", block_slots=6)
     with pytest.raises(ValueError, match="positive"):

@@ -34,7 +34,7 @@ STEPS = st.lists(
         # The length of the output, and the count.
         st.tuples(st.just("alloc"), st.integers(0, 20), st.integers(-1, 24)),
         st.tuples(st.just("run"), st.integers(0, 42), st.just(0)),
-        # Slots in use, by their place among those, and anything at all.
+        # Slots in use, by their place among these, and any numbers.
         st.tuples(st.just("free"), st.lists(st.integers(0, 60), max_size=12), st.booleans()),
         st.tuples(st.just("free any"), st.lists(st.integers(-5, 45), max_size=6), st.booleans()),
     ),
@@ -103,7 +103,7 @@ def test_allocations_and_frees_match_the_set(
 def test_kernels_and_references_keep_the_same_metadata(
     device: torch.device, pool: tuple[int, int], steps: list, seed: int
 ) -> None:
-    """Either does the next operation on one pool: what one has left, the other goes on with."""
+    """Kernels and references take turns on one pool, each on the state that the other has left."""
     rng = random.Random(seed)
     with mock.patch.object(allocate, "MAX_IN_ONE_KERNEL", 8):
         replay(lambda: rng.choice([KERNELS, REFERENCES]), device, pool, steps)

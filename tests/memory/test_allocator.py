@@ -10,7 +10,7 @@ from lightkv.memory.allocator import TokenAllocator, raise_for_flags
 from lightkv.triton_kernels.slots.allocate import SlotFlag, TableEntries
 
 
-def test_hands_out_the_lowest_slots_and_counts_them(device: torch.device) -> None:
+def test_allocates_the_lowest_slots_and_counts_them(device: torch.device) -> None:
     allocator = TokenAllocator(3000, device)
     assert (allocator.capacity, allocator.num_free) == (2999, 2999)
     first = allocator.alloc(1500)
@@ -34,7 +34,7 @@ def test_contiguous_allocates_a_run_or_else_the_lowest(device: torch.device) -> 
     allocator.check()
 
 
-def test_nothing_asked_is_nothing_taken(device: torch.device) -> None:
+def test_zero_slots_change_nothing(device: torch.device) -> None:
     allocator = TokenAllocator(5, device)
     for contiguous in (False, True):
         empty = allocator.alloc(0, contiguous=contiguous)
@@ -69,7 +69,7 @@ def test_double_free_is_found_and_no_slot_gets_two_owners(device: torch.device) 
 
 
 @pytest.mark.parametrize("slot", [0, -1, 10, 1 << 40])
-def test_free_of_what_is_no_slot_is_found(device: torch.device, slot: int) -> None:
+def test_a_freed_number_that_is_not_a_slot_is_found(device: torch.device, slot: int) -> None:
     allocator = TokenAllocator(10, device)
     allocator.alloc(5)
     allocator.free(torch.tensor([slot], device=device))
@@ -100,7 +100,7 @@ def test_alloc_into_allocates_what_the_device_says(device: torch.device) -> None
     assert allocator.num_free == 5
 
 
-def test_alloc_into_that_falls_short_is_found(device: torch.device) -> None:
+def test_alloc_into_with_too_few_free_slots_is_found(device: torch.device) -> None:
     allocator = TokenAllocator(4, device)
     out = torch.full((6,), -7, dtype=torch.int32, device=device)
     allocator.claim(3)
@@ -110,7 +110,7 @@ def test_alloc_into_that_falls_short_is_found(device: torch.device) -> None:
         allocator.check()
 
 
-def test_slots_go_where_they_are_wanted(device: torch.device) -> None:
+def test_slots_are_written_to_their_entries(device: torch.device) -> None:
     allocator = TokenAllocator(50, device)
     table = torch.zeros(4, 10, dtype=torch.int32, device=device)
     entries = TableEntries(table, torch.arange(21, 29, device=device))
@@ -131,7 +131,7 @@ def test_slots_go_where_they_are_wanted(device: torch.device) -> None:
     assert allocator.num_free == 49 - 3
 
 
-def test_refuses_places_that_do_not_fit(device: torch.device) -> None:
+def test_refuses_entries_of_another_shape(device: torch.device) -> None:
     allocator = TokenAllocator(50, device)
     table = torch.zeros(4, 10, dtype=torch.int32, device=device)
     two, three = torch.arange(2, device=device), torch.arange(3, device=device)
@@ -168,14 +168,14 @@ def test_check_finds_stray_writes(device: torch.device) -> None:
         allocator.check()
 
 
-def test_check_finds_bits_that_went_astray(device: torch.device) -> None:
+def test_check_finds_wrong_bits(device: torch.device) -> None:
     allocator = TokenAllocator(3000, device)
     allocator._state.free_bits[50] ^= 1 << 7
     with pytest.raises(CheckFailed, match="bits of its blocks disagree"):
         allocator.check()
 
 
-def test_check_finds_a_free_slot_that_no_search_would_come_to(device: torch.device) -> None:
+def test_check_finds_a_free_slot_that_searches_would_skip(device: torch.device) -> None:
     allocator = TokenAllocator(3000, device)
     allocator._state.first_block.fill_(1)
     with pytest.raises(CheckFailed, match="before the first block that is searched"):
@@ -221,14 +221,14 @@ def test_refuses_bad_arguments(device: torch.device) -> None:
     suppress_health_check=[HealthCheck.function_scoped_fixture],
     derandomize=True,
 )
-def test_any_legal_use_behaves_as_a_set(
+def test_any_valid_use_matches_a_set(
     device: torch.device, num_slots: int, steps: list[tuple[str, int]]
 ) -> None:
     allocator = TokenAllocator(num_slots, device)
     free, held = set(range(1, num_slots)), []
     for verb, n in steps:
         if verb == "free":
-            # Every third of those held, from anywhere.
+            # Every third of the first slots held.
             freed, held = held[:n:3], held[n:] + [slot for i, slot in enumerate(held[:n]) if i % 3]
             allocator.free(torch.tensor(freed, dtype=torch.int32, device=device))
             free |= set(freed)

@@ -1,9 +1,9 @@
-"""Thousands of replays of a decode step's memory work in a CUDA graph, with every verb in between, eagerly.
+"""Thousands of replays of a decode step's memory work in a CUDA graph, with eager verbs in between.
 
-The graph is what `router/model/cuda_graph.py` captures of it: slots taken and written into the table in one
-kernel, and the positions moved on. The same edits are applied to a second memory on the CPU, one by one and
-without any graph: which slots are free, who has which, and in what order, has to be the same in both. Nothing
-waits for the device but the comparisons.
+The graph is the one that `router/model/cuda_graph.py` captures: a kernel that allocates slots and writes them
+into the table, and an increment of the positions. The same edits are applied one by one, without a graph, to a
+second memory on the CPU. Free slots, tables and the order of slots have to be equal in both. Only the
+comparisons synchronise.
 """
 
 import random
@@ -29,8 +29,8 @@ pytestmark = pytest.mark.gpu
 
 
 class DecodeStep:
-    """A slot for each row of a batch, and its place in the table: one graph, which reads what it needs on the
-    device and moves every row on by one."""
+    """One graph that allocates a slot for each row of a batch, writes it into the table, and increments every
+    row's position. It reads only device memory."""
 
     def __init__(self, memory: KVMemory) -> None:
         self.memory = memory
@@ -39,7 +39,7 @@ class DecodeStep:
         self.positions = torch.zeros(BATCH, dtype=torch.int64, device=device)
         self.count = torch.zeros(1, dtype=torch.int32, device=device)
         self.slots = torch.zeros(BATCH, dtype=torch.int32, device=device)
-        self.next: Alloc | None = None  # what the tensors are ready for
+        self.next: Alloc | None = None  # the edit that the tensors are ready for
         self.num_uploads = 0
         self._step()
         self.graph = torch.cuda.CUDAGraph()
@@ -52,7 +52,7 @@ class DecodeStep:
         self.positions.add_(self.rows > 0)
 
     def replay(self, alloc: Alloc) -> None:
-        """Do what the edit says. Where it follows the one before, nothing is uploaded."""
+        """Applies the edit. Uploads nothing if it follows the one before."""
         num = len(alloc.rows)
         if alloc != self.next:
             numbers = np.zeros((2, BATCH), dtype=np.int64)

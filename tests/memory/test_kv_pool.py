@@ -1,4 +1,4 @@
-"""What a token's K/V takes, how the pool lays it out, and how many tokens fit."""
+"""The size of a token's K/V, its layout in the pool, and how many tokens fit."""
 
 import dataclasses
 
@@ -24,8 +24,8 @@ def test_spec_refuses_a_dimension_of_zero(name: str) -> None:
         dataclasses.replace(SPEC, **{name: 0})
 
 
-def test_spec_counts_in_pythons_integers() -> None:
-    """numpy's would overflow in a product with the number of tokens."""
+def test_spec_keeps_python_integers() -> None:
+    """numpy's integers would overflow in a product with the number of tokens."""
     spec = KVSpec(np.int32(60), np.int32(8), np.int32(128), np.int32(128), torch.float32)
     assert spec.bytes_per_token * 1_000_000 == 491_520_000_000
     for wrong in (1.5, True, "4"):
