@@ -96,7 +96,7 @@ class MoveEntries(NamedTuple):
 
 class KeepEntries(NamedTuple):
     """Keeps `num_kept` of the last entries of `row`, [start, end), and frees the slots of the others. Which
-    ones stay is told to the memory beside the edit (`KVMemory.apply`); they move down to begin at `start`."""
+    ones stay is passed to the memory beside the edit (`KVMemory.apply`); they move down to begin at `start`."""
 
     row: int
     start: int

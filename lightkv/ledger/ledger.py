@@ -1,7 +1,7 @@
 """The ledger: exact counts of which sequence holds how many tokens, what is shared, and what can be evicted.
 
 It is pure Python arithmetic without torch, slots or a clock. Each verb changes the counts and the prefix tree
-at once and emits *edits* (`lightkv/edits.py`), which whoever owns the device memory applies; `drain` returns
+at once and emits *edits* (`lightkv/edits.py`), which the device memory's owner applies; `drain` returns
 them. A verb that raises has changed nothing and emitted no edit.
 
 A sequence is a path of shared segments and a private tail (`sequence.py` draws it). Indexed segments without a
@@ -155,7 +155,7 @@ class TokenLedger:
         return Match(tuple(path[::-1]), tip, tip + sum(segment.length for segment in path[:-1]))
 
     def growth(self, sequences: Seq[Sequence], count: int = 1) -> int:
-        """Returns how many available slots it takes to extend each of these by `count` tokens."""
+        """Returns how many available slots are needed to extend each of these by `count` tokens."""
         return count * len(sequences)
 
     def extend(self, sequences: Seq[Sequence], counts: Seq[int]) -> None:
@@ -205,7 +205,7 @@ class TokenLedger:
             for sequence in batch:
                 self.require_open(sequence)
         if len(rows) > 1 and len(set(rows)) < len(rows):
-            raise ValueError("a sequence is named twice; give it one count")
+            raise ValueError("a sequence occurs twice; give it one count")
         self._batch = batch
         self._batch_rows = rows
         self._batch_end = self.max_entries  # so that the next `extend` looks it up
@@ -316,7 +316,8 @@ class TokenLedger:
         return branching.release(self._state, sequence, count, sinks)
 
     def keep(self, sequence: Sequence, count: int) -> int:
-        """Keeps only `count` of the private tokens behind its sinks; the device memory is told which.
+        """Keeps only `count` of the private tokens after its sinks. Which ones stay is passed to the device
+        memory.
 
         Returns how many slots this frees at once. The remaining entries move down in their order; nothing that
         the sequence computes is cached from now on. Raises ValueError.

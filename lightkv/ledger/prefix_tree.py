@@ -1,4 +1,4 @@
-"""The tree of shared segments: which token sequences are in the cache, who holds them, and what can be evicted.
+"""The tree of shared segments: which token ids are cached, which sequences hold them, and what can be evicted.
 
 A segment is a run of tokens that are held together; the path from a root to a segment spells a prefix. Token
 ids are int32 bytes throughout, so that a thousand of them are compared by one memcmp.

@@ -67,7 +67,7 @@ class Ledger(Protocol):
         """Opens a sequence that holds the longest cached prefix of its prompt."""
 
     def growth(self, sequences: Seq[Sequence], count: int = 1) -> int:
-        """Returns how many available slots it takes to extend each of these by `count` tokens."""
+        """Returns how many available slots are needed to extend each of these by `count` tokens."""
 
     def extend(self, sequences: Seq[Sequence], counts: Seq[int]) -> None:
         """Allocates `counts[i]` more slots for `sequences[i]`, all or none; evicts cached tokens as needed."""

@@ -144,7 +144,7 @@ class PagedLedger(_PaddedLedger):
         return self.page * int((pages_up_to(lengths + steps - 1) - pages_up_to(lengths - 1)).sum())
 
     def growth(self, sequences: Seq[Sequence], count: int = 1) -> int:
-        """Returns the slots of the pages that it takes to extend each of these by `count` tokens."""
+        """Returns the slots of the pages that are needed to extend each of these by `count` tokens."""
         page = self.page
         if count == 1:
             return page * [sequence.length % page for sequence in sequences].count(0)

@@ -29,14 +29,12 @@ class Launches:
         """Runs `grid` programs of the kernel.
 
         Args:
-            key: names the kernel and everything that its compilation depends on and the owner of this object
-            does
-                not decide. The kernel must not specialize on the value or alignment of an argument that differs
-                between launches with the same key.
+            key: names the kernel and everything that its compilation depends on, except what the owner of this
+                object decides. The kernel must not specialize on the value or alignment of an argument that
+                differs between launches with the same key.
             arguments: the kernel's first arguments.
             options: returns its other arguments by name, constants in their order and then Triton's own
-            options.
-                It is called at the first launch with a key.
+                options. It is called at the first launch with a key.
         """
         known = self._compiled.get(key)
         if known is not None:
