@@ -1,13 +1,13 @@
-"""Counts as the memory manager takes them: integers, Python's or numpy's. Loads no torch."""
+"""The check of counts that callers pass: integers of Python or numpy."""
 
 from operator import index
 from typing import SupportsIndex
 
 
 def checked_count(name: str, value: SupportsIndex, least: int = 1) -> int:
-    """`value` as an integer.
+    """Returns `value` as an integer.
 
-    Raises TypeError where it is not an integer, or is True or False, and ValueError below `least`.
+    Raises TypeError if it is not an integer, or is True or False; ValueError if it is below `least`.
     """
     try:
         number = index(value)

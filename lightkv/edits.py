@@ -1,11 +1,10 @@
-"""Edits: what the device has to do about a change in the ledger. Plain integers, which encode to bytes.
+"""Edits: what the device memory has to do after a change in the ledger, as plain integers that encode to bytes.
 
-The ledger decides and emits edits; whoever holds the device memory (`kv_memory.KVMemory`) applies them in
-order. An edit names rows, positions and segments, never slots: which slots those are is known on the device
-alone. The same list is the record of what happened, so replaying it rebuilds the memory's state.
+The ledger emits edits, and `KVMemory` applies them in order. An edit names rows, entries and segments but no
+slots, which only the device knows. Replaying all edits rebuilds the memory's state.
 
-Every range is half open. Positions are entries of a row of the token table: while a sequence has dropped none
-of its tokens, the two are the same.
+Every range is half open. Entries are places in a row of the token table; as long as a sequence has dropped no
+token, they are its positions.
 """
 
 import struct
@@ -15,7 +14,7 @@ from typing import NamedTuple
 
 
 class Alloc(NamedTuple):
-    """Row `rows[i]` gets `counts[i]` fresh slots for its positions from `starts[i]` on."""
+    """Allocates `counts[i]` slots for the entries of row `rows[i]` from `starts[i]` on."""
 
     rows: tuple[int, ...]
     starts: tuple[int, ...]
@@ -23,14 +22,15 @@ class Alloc(NamedTuple):
 
 
 class MapSegments(NamedTuple):
-    """The first positions of `row`, which begins with it, are the slots of `segments`, one after the other."""
+    """Fills a new `row` with the slots of `segments`, one after the other, from entry 0 on."""
 
     row: int
     segments: tuple[int, ...]
 
 
 class StoreSegment(NamedTuple):
-    """`segment` is what `row` holds at [start, end) now; whatever it was before is a part of that."""
+    """Makes the slots of entries [start, end) of `row` the segment `segment`. If the segment exists already,
+    its old slots are among them."""
 
     row: int
     start: int
@@ -39,7 +39,7 @@ class StoreSegment(NamedTuple):
 
 
 class SplitSegment(NamedTuple):
-    """The first `at` slots of `segment` become the new segment `head`; `segment` keeps the rest."""
+    """Moves the first `at` slots of `segment` to a new segment `head`; `segment` keeps the rest."""
 
     segment: int
     at: int
@@ -47,7 +47,7 @@ class SplitSegment(NamedTuple):
 
 
 class FreeRange(NamedTuple):
-    """The slots of `row` at [start, end) are free again."""
+    """Frees the slots of entries [start, end) of `row`."""
 
     row: int
     start: int
@@ -55,20 +55,20 @@ class FreeRange(NamedTuple):
 
 
 class MergeSegments(NamedTuple):
-    """`segment` begins with the slots of `head` now, which is no more: what `SplitSegment` does, undone."""
+    """Moves the slots of `head` to the front of `segment` and removes `head`: the inverse of `SplitSegment`."""
 
     segment: int
     head: int
 
 
 class ForgetSegment(NamedTuple):
-    """`segment` is no more; its slots stay with the row that has them."""
+    """Removes `segment`; its slots stay with the one row that has them."""
 
     segment: int
 
 
 class CopyRow(NamedTuple):
-    """The first `end` entries of `row` are those of `source` now: the same slots, at the same positions."""
+    """Copies the first `end` entries of `source` to `row`: the same slots at the same positions."""
 
     row: int
     source: int
@@ -76,8 +76,8 @@ class CopyRow(NamedTuple):
 
 
 class SetGap(NamedTuple):
-    """The row's entries end at `end`, and `dropped` positions lie before the next: of a row that has dropped
-    some. With 0 of them its positions are its entries again."""
+    """Cuts a `row` that has dropped tokens to `end` entries. Its next entry's position is `end + dropped`; with
+    `dropped` 0 its positions are its entries again."""
 
     row: int
     end: int
@@ -85,8 +85,8 @@ class SetGap(NamedTuple):
 
 
 class MoveEntries(NamedTuple):
-    """The entries of `row` at [start, end), which are its last, move down to begin at `to`; what was there has
-    been given."""
+    """Moves the last entries of `row`, [start, end), down to begin at `to`. The entries that were there have
+    been freed or left."""
 
     row: int
     start: int
@@ -95,8 +95,8 @@ class MoveEntries(NamedTuple):
 
 
 class KeepEntries(NamedTuple):
-    """Of the entries of `row` at [start, end) `num_kept` stay, those that whoever holds the memory has been
-    told; they move down to begin at `start`, and the slots of the others are free again."""
+    """Keeps `num_kept` of the last entries of `row`, [start, end), and frees the slots of the others. Which
+    ones stay is passed to the memory beside the edit (`KVMemory.apply`); they move down to begin at `start`."""
 
     row: int
     start: int
@@ -105,7 +105,7 @@ class KeepEntries(NamedTuple):
 
 
 class FreeSegment(NamedTuple):
-    """The slots of `segment` from `start` on are free again; with start 0 the segment is gone."""
+    """Frees the slots of `segment` from `start` on; with `start` 0 the segment is removed."""
 
     segment: int
     start: int
@@ -144,7 +144,7 @@ _CODES = {kind: code for code, kind in enumerate(_KINDS)}
 
 
 def encode(edits: Iterable[Edit]) -> bytes:
-    """The edits as little-endian int64: kind, number of integers, integers, for each."""
+    """Encodes each edit as little-endian int64: its kind, its number of integers, and the integers."""
     words: list[int] = []
     for edit in edits:
         if isinstance(edit, Alloc):
@@ -164,7 +164,7 @@ def encode(edits: Iterable[Edit]) -> bytes:
 
 
 def decode(data: bytes) -> list[Edit]:
-    """What `encode` was given. Raises ValueError on bytes that are no edits."""
+    """Decodes the bytes of `encode`. Raises ValueError for bytes that are not edits."""
     words = array("q")
     words.frombytes(data)
     edits: list[Edit] = []
@@ -174,19 +174,19 @@ def decode(data: bytes) -> list[Edit]:
         values = tuple(words[at + 2 : at + 2 + count])
         at += 2 + count
         if not 0 <= code < len(_KINDS) or count < 0 or len(values) != count:
-            raise ValueError(f"no edit: kind {code} with {len(values)} of {count} integers")
+            raise ValueError(f"not an edit: kind {code} with {len(values)} of {count} integers")
         kind = _KINDS[code]
         if kind is Alloc:
             third, rest = divmod(count, 3)
             if rest:
-                raise ValueError(f"no edit: a Take of {count} integers, not three equal parts")
+                raise ValueError(f"not an edit: an Alloc of {count} integers, not three equal parts")
             edits.append(Alloc(values[:third], values[third : 2 * third], values[2 * third :]))
         elif kind is MapSegments:
             if not values:
-                raise ValueError("no edit: a Map of no row")
+                raise ValueError("not an edit: a MapSegments without a row")
             edits.append(MapSegments(values[0], values[1:]))
         else:
             if count != len(kind._fields):  # type: ignore[attr-defined]
-                raise ValueError(f"no edit: {kind.__name__} of {count} integers")
+                raise ValueError(f"not an edit: {kind.__name__} of {count} integers")
             edits.append(kind(*values))
     return edits

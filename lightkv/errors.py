@@ -1,6 +1,6 @@
 """The errors of the memory manager. Each carries the numbers that explain it and says what to do.
 
-Knows no tensor and no process. A verb that raises one of these has changed nothing.
+A verb that raises one of these has changed nothing.
 """
 
 from lightkv.triton_kernels.slots.slot_flags import describe_flags
@@ -11,7 +11,7 @@ class LightKVError(Exception):
 
 
 class MissingExtra(LightKVError, ModuleNotFoundError):
-    """A package is not installed that a part of lightkv needs beyond the memory manager."""
+    """A package is not installed that a part of lightkv beyond the memory manager needs."""
 
     def __init__(self, package: str) -> None:
         super().__init__(f'the package {package} is not installed; pip install "lightkv[router]" brings it')
@@ -19,7 +19,7 @@ class MissingExtra(LightKVError, ModuleNotFoundError):
 
 
 class OutOfTokens(LightKVError):
-    """More tokens were asked for than can be had, now that all that could be evicted is counted."""
+    """More tokens were asked for than are free or can be evicted."""
 
     def __init__(self, needed: int, free: int, capacity: int) -> None:
         self.needed = needed
@@ -30,7 +30,7 @@ class OutOfTokens(LightKVError):
             if needed > capacity
             else "wait for running sequences to close, or admit fewer at once"
         )
-        super().__init__(f"{needed} tokens needed, {free} can be had, of {capacity} in the pool; {remedy}")
+        super().__init__(f"{needed} tokens needed, {free} available, of {capacity} in the pool; {remedy}")
 
 
 class OutOfRows(LightKVError):
@@ -45,7 +45,7 @@ class OutOfRows(LightKVError):
 
 
 class SequenceTooLong(LightKVError):
-    """A sequence would outgrow its row of the token table."""
+    """A sequence would become longer than a row of the token table."""
 
     def __init__(self, length: int, max_entries: int) -> None:
         self.length = length
@@ -57,7 +57,7 @@ class SequenceTooLong(LightKVError):
 
 
 class WrongThread(LightKVError):
-    """A verb was called by another thread than the one that made the cache."""
+    """A verb was called from another thread than the one that made the cache."""
 
     def __init__(self, owner: str, caller: str) -> None:
         super().__init__(
@@ -67,13 +67,14 @@ class WrongThread(LightKVError):
 
 
 class InvalidFree(LightKVError):
-    """A slot was given back that nobody held, or that is no slot of this pool."""
+    """A slot was freed that was free already, or that is not a slot of this pool."""
 
 
 class LedgerMismatch(LightKVError):
-    """The device's own books differ from the ledger's: nothing after is safe.
+    """The device's own count of free slots differs from the ledger's: neither can be used any further.
 
-    `flags`: the allocator's error bits (`SlotFlag`). `edits`: the step's, cut off in the message.
+    `flags`: the allocator's error bits (`SlotFlag`). `edits`: those of the step; the message shows the first of
+    them.
     """
 
     def __init__(self, step: int, device: int, ledger: int, flags: int = 0, edits: str = "") -> None:
@@ -93,7 +94,7 @@ class LedgerMismatch(LightKVError):
 
 
 class OutOfMemory(LightKVError):
-    """The device has no room for the pool that was asked for, or for one of even one token."""
+    """The device has no room for the pool that was asked for, or for a pool of a single token."""
 
     def __init__(self, available: int, bytes_per_token: int, num_tokens: int = 1) -> None:
         self.available = available
@@ -107,11 +108,11 @@ class OutOfMemory(LightKVError):
 
 
 class CheckFailed(LightKVError):
-    """A resource recounted itself and found its books wrong: a bug in lightkv, or a caller's stray write."""
+    """A recount differs from the counts kept so far, by a bug in lightkv or by a caller's stray write."""
 
 
 class UnsupportedModel(LightKVError):
-    """A model whose attention is not what lightkv computes."""
+    """A model with an attention that lightkv does not compute."""
 
     def __init__(self, architecture: str, reason: str) -> None:
         self.architecture = architecture
@@ -120,7 +121,7 @@ class UnsupportedModel(LightKVError):
 
 
 class UnknownBackend(LightKVError, ValueError):
-    """An attention backend of a name that there is none of."""
+    """No attention backend has this name."""
 
     def __init__(self, name: str, known: list[str]) -> None:
         self.name = name

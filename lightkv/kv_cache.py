@@ -1,7 +1,7 @@
-"""The cache that an engine embeds: a ledger, and the device memory that follows it.
+"""The cache that an engine embeds: a ledger, and the device memory that its edits are applied to.
 
-Knows no model and no request. Every verb is the ledger's, with its edits applied before it returns; an
-engine whose ledger and memory live in different processes uses `TokenLedger` and `KVMemory` themselves.
+Every verb calls the ledger's verb of that name and applies its edits before it returns. An engine whose ledger
+and memory live in different processes uses `TokenLedger` and `KVMemory` directly.
 """
 
 import logging
@@ -30,7 +30,8 @@ _logger = logging.getLogger("lightkv")
 
 
 class ExportedKV(NamedTuple):
-    """A sequence's K/V in host memory (pinned where the cache is on a GPU): of each layer `[length, width]`."""
+    """A sequence's K/V in host memory (pinned if the cache is on a GPU): one tensor `[length, width]` per
+    layer."""
 
     spec: KVSpec
     length: int
@@ -40,14 +41,14 @@ class ExportedKV(NamedTuple):
 class KVCache:
     """K/V of up to `capacity` tokens, shared by prefix, one token at a time.
 
-    It belongs to the thread that makes it; a verb called from another raises WrongThread. A GPU has to be that
-    thread's current device (`torch.cuda.set_device`); making a cache on another one raises ValueError. Counts
-    are integers, Python's or numpy's; others raise TypeError.
+    A cache belongs to the thread that makes it; a verb called from another thread raises WrongThread. A GPU has
+    to be that thread's current device (`torch.cuda.set_device`); making a cache on another one raises
+    ValueError. Counts are integers of Python or numpy; others raise TypeError.
 
-    `on_edits(edits, kept)` is called with the edits of every verb that changes something, after they are
-    applied, and with the entries that each Keep among them was given: what `KVMemory.apply` takes. The verb has
-    happened by then, so an exception of the callback is logged (logger "lightkv") and goes no further. From
-    within it the cache may be read; a verb that would change it raises LightKVError.
+    `on_edits(edits, kept)` is called after every verb that changes something, with the edits that were applied
+    and the entries of each KeepEntries among them: the arguments of `KVMemory.apply`. The verb is complete by
+    then, so an exception of the callback is logged (logger "lightkv") and not raised. The callback may read the
+    cache; a verb that would change it raises LightKVError.
 
     >>> import torch
     >>> from lightkv import KVCache, KVSpec
@@ -79,7 +80,7 @@ class KVCache:
         )
         self.on_edits: Callable[[list[Edit], list[torch.Tensor]], None] | None = None
         self._owner = threading.current_thread()
-        self._is_telling = False  # is `on_edits` running?
+        self._in_callback = False  # whether `on_edits` is running
 
     @property
     def capacity(self) -> int:
@@ -88,27 +89,27 @@ class KVCache:
 
     @property
     def num_free(self) -> int:
-        """Tokens that nobody holds and nothing is cached in."""
+        """Tokens that no sequence holds and the cache does not keep."""
         return self.ledger.num_free
 
     @property
     def num_cached(self) -> int:
-        """Tokens kept only because they may be hit: `extend` evicts them as needed."""
+        """Tokens that no sequence holds, kept because a prompt may hit them: `extend` evicts them as needed."""
         return self.ledger.num_cached
 
     @property
     def num_held(self) -> int:
-        """Tokens that some open sequence holds, shared ones once."""
+        """Tokens that open sequences hold; shared tokens count once."""
         return self.ledger.num_held
 
     @property
     def num_available(self) -> int:
-        """Tokens that `extend` could give: the free and, by eviction, the cached."""
+        """Tokens that `extend` can allocate: the free ones and, by eviction, the cached ones."""
         return self.ledger.num_available
 
     @property
     def num_open(self) -> int:
-        """Sequences that are open."""
+        """Open sequences."""
         return self.ledger.num_open
 
     @property
@@ -117,110 +118,111 @@ class KVCache:
         return self.ledger.max_sequences
 
     def match(self, token_ids: TokenIds, namespace: Namespace = ()) -> int:
-        """How many tokens of this prompt `open` would find cached. Changes nothing. Raises ValueError."""
+        """Returns how many tokens of this prompt `open` would hit. Changes nothing. Raises ValueError."""
         self._require_owner()
         return self.ledger.match(int32_bytes(token_ids), namespace).num_tokens
 
     def open(self, token_ids: TokenIds, namespace: Namespace = ()) -> Sequence:
-        """A new sequence that holds the longest cached prefix of its prompt: its first `length` tokens.
+        """Opens a sequence that holds the longest cached prefix of its prompt: its first `length` tokens.
 
         At least one token is always left to compute. Sequences of different `namespace` share nothing. Raises
         OutOfRows, SequenceTooLong, ValueError.
         """
-        self._require_turn()
+        self._require_no_callback()
         sequence = self.ledger.open(int32_bytes(token_ids), namespace)
         self._apply()
         return sequence
 
     def extend(self, sequences: Seq[Sequence], counts: Seq[int]) -> torch.Tensor:
-        """`counts[i]` more tokens for `sequences[i]`, all or none; evicts cached tokens as needed.
+        """Allocates `counts[i]` more slots for `sequences[i]`, all or none; evicts cached tokens as needed.
 
         Returns the slots to write their K/V to: int64 `[sum(counts)]` on the device, packed in the order of
         `sequences`. Raises OutOfTokens only when free and cached tokens together are too few,
         SequenceTooLong, ValueError.
         """
-        self._require_turn()
+        self._require_no_callback()
         self.ledger.extend(sequences, [index(count) for count in counts])
-        taken = self._apply()
-        if taken is None:  # nobody was to be extended
+        slots = self._apply()
+        if slots is None:  # no sequence was given
             return torch.empty(0, dtype=torch.int64, device=self.memory.device)
-        return taken.long()
+        return slots.long()
 
     def shrink(self, sequences: Seq[Sequence], counts: Seq[int]) -> None:
-        """Undo an `extend`, all or none: the last `counts[i]` slots of `sequences[i]` go back, for what was
-        to be computed was not. Their prompts stay what they are. Raises ValueError for slots that others may
-        hold.
+        """Undoes an `extend` whose tokens were not computed: frees the last `counts[i]` slots of
+        `sequences[i]`, all or none. The prompts stay as they are. Raises ValueError for slots that other
+        sequences may hold.
         """
-        self._require_turn()
+        self._require_no_callback()
         self.ledger.shrink(sequences, [index(count) for count in counts])
         self._apply()
 
     def publish(self, sequence: Sequence) -> None:
-        """Let what has slots of the sequence's prompt be hit by others, while it still runs.
+        """Lets other sequences hit those tokens of the sequence's prompt that have slots, while it runs.
 
-        It may be published before its K/V is written, if that is done before anyone reads it; `confirm` once it
-        is, or `retract` should it fail.
+        It may be called before their K/V is written, as long as that happens before any sequence reads it. Call
+        `confirm` once it is written, or `retract` if that fails.
         """
-        self._require_turn()
+        self._require_no_callback()
         self.ledger.publish(sequence)
         self._apply()
 
     def confirm(self) -> None:
-        """All that was published has its K/V: it stays."""
-        self._require_turn()
+        """Keeps what was published, whose K/V is written now."""
+        self._require_no_callback()
         self.ledger.confirm(self.ledger.step)
 
     def retract(self) -> None:
-        """What was published since the last `confirm` never got its K/V: drop it from the cache.
+        """Drops what was published since the last `confirm`, because its K/V was not written.
 
         Close its sequences first, with `cache=False`. Raises ValueError while one still holds such tokens.
         """
-        self._require_turn()
+        self._require_no_callback()
         self.ledger.retract()
         self._apply()
 
     def fork(self, sequence: Sequence) -> Sequence:
-        """Another sequence with the same tokens, in the same slots: K/V is shared, never copied.
+        """Opens another sequence with the same tokens in the same slots: K/V is shared and never copied.
 
-        What each adds from here on is its own. Raises OutOfRows, ValueError.
+        Tokens that either of them adds from now on are its own. Raises OutOfRows, ValueError.
         """
-        self._require_turn()
-        twin = self.ledger.fork(sequence)
+        self._require_no_callback()
+        fork = self.ledger.fork(sequence)
         self._apply()
-        return twin
+        return fork
 
     def truncate(self, sequence: Sequence, length: int) -> None:
-        """Let go of all but its first `length` entries: say, of tokens that were guessed wrong.
+        """Drops all but the first `length` entries of a sequence, such as after tokens that were guessed wrong.
 
-        What it shared stays with the others, or cached; what is cut off of its prompt is its prompt no more.
-        The position of its next token is `length + sequence.dropped` then. Raises ValueError.
+        Shared tokens stay with the other holders, or cached. The prompt is cut to `length` too. The position of
+        the next token is then `length + sequence.dropped`. Raises ValueError.
         """
-        self._require_turn()
+        self._require_no_callback()
         self.ledger.truncate(sequence, index(length))
         self._apply()
 
     def release(self, sequence: Sequence, count: int, sinks: int = 0) -> int:
-        """Drop the `count` oldest tokens after its first `sinks`: the window has moved on.
+        """Drops the `count` oldest tokens after the first `sinks`, as a sliding window does.
 
-        The entries that remain move down in its row; their K/V stays where and as it is. Returns how many slots
-        are free at once. Nothing that the sequence computes is cached from now on. Raises ValueError.
+        The remaining entries move down in the row; their K/V stays in its slots, unchanged. Returns how many
+        slots this frees at once. Nothing that the sequence computes is cached from now on. Raises ValueError.
         """
-        self._require_turn()
+        self._require_no_callback()
         num_freed = self.ledger.release(sequence, index(count), index(sinks))
         self._apply()
         return num_freed
 
     def keep(self, sequence: Sequence, entries: torch.Tensor) -> int:
-        """Of the tokens that it alone holds, only those at `entries` stay: the others are free at once.
+        """Keeps only the private tokens at `entries`, and frees the others at once.
 
-        What it has published counts as shared, even while nobody else holds it: do not publish what is to be
-        evicted by token.
-        `entries`: int64 `[n]` on the device, each once, in any order, of `shared` (or `num_sinks`, if that is
-        more: sinks stay) to `length`. They move down in the row, in the order that they had. The host does not
-        look at them: for what is named twice, or is out of range, another entry of the range stays. Returns how
-        many slots are free at once. Raises ValueError, and TypeError for what is no tensor.
+        Published tokens count as shared even while no other sequence holds them: do not publish tokens that are
+        to be dropped one by one.
+
+        `entries`: int64 `[n]` on the device, distinct, in any order, from `sequence.shared` (or `num_sinks` if
+        that is more, because sinks stay) to `sequence.length`. They move down in the row in their old order.
+        The host does not read them: for an entry that is repeated or out of range another entry of the range
+        stays. Returns how many slots this frees. Raises ValueError, and TypeError if `entries` is not a tensor.
         """
-        self._require_turn()
+        self._require_no_callback()
         if not isinstance(entries, torch.Tensor):
             raise TypeError(
                 f"entries is a {type(entries).__name__}; give a tensor, int64 [n] on {self.memory.device}"
@@ -235,24 +237,25 @@ class KVCache:
         return num_freed
 
     def close(self, sequence: Sequence, output_ids: TokenIds = b"", cache: bool = True) -> None:
-        """End a sequence. With `cache` its tokens stay to be hit, those beyond the prompt as far as
-        `output_ids` (the generated ids) names them; the rest is freed. Without, its private tokens are freed.
+        """Closes a sequence. With `cache` its tokens stay to be hit: the prompt's, and those whose ids are in
+        `output_ids` (the generated ids). The other private tokens are freed; without `cache`, all of them.
 
-        Every token that is named has to have its K/V written: whoever hits it reads what is there. The token
-        that was sampled last has none yet, unless a slot was taken for it and filled. Raises ValueError.
+        The K/V of every cached token has to be written, because a later hit reads it. The token that was
+        sampled last has no K/V unless a slot was allocated and filled for it; tokens without a slot are not
+        cached. Raises ValueError.
         """
-        self._require_turn()
+        self._require_no_callback()
         self.ledger.close(sequence, int32_bytes(output_ids), cache)
         self._apply()
 
     def evict(self, count: int) -> None:
-        """Free exactly `count` cached tokens, those used longest ago first. Raises OutOfTokens."""
-        self._require_turn()
+        """Frees `count` cached tokens, the least recently used first. Raises OutOfTokens, ValueError."""
+        self._require_no_callback()
         self.ledger.evict(index(count))
         self._apply()
 
     def slots(self, sequence: Sequence) -> torch.Tensor:
-        """Where its tokens are: int32 `[length]` on the device, a view of its row of the table.
+        """Returns the slots of its tokens: int32 `[length]` on the device, a view of its row of the table.
 
         Raises ValueError.
         """
@@ -261,7 +264,8 @@ class KVCache:
         return self.memory.table.slots(sequence.row, 0, sequence.length)
 
     def positions(self, sequence: Sequence) -> torch.Tensor:
-        """The positions of its tokens: int64 `[length]` on the device, with gaps where some were dropped.
+        """Returns the positions of its tokens: int64 `[length]` on the device, with gaps where some were
+        dropped.
 
         Raises ValueError.
         """
@@ -270,7 +274,7 @@ class KVCache:
         return self.memory.positions(sequence.row, sequence.length)
 
     def kv_indices(self, sequences: Seq[Sequence]) -> KVIndices:
-        """The batch as FlashInfer takes it, at a page size of one. Raises ValueError."""
+        """Returns the batch's slots in FlashInfer's form with a page size of one. Raises ValueError."""
         self._require_owner()
         for sequence in sequences:
             self.ledger.require_open(sequence)
@@ -278,11 +282,12 @@ class KVCache:
         return self.memory.table.kv_indices(rows, [sequence.length for sequence in sequences])
 
     def shared_prefixes(self, sequences: Seq[Sequence], max_members: int) -> list[SharedPrefix]:
-        """Of a batch that is to decode, who reads which first tokens together: for `AttentionMetadata.prepare`.
+        """Returns which sequences of a decode batch share a prefix that is worth reading once for all of them:
+        for `AttentionMetadata.prepare`.
 
-        Ask once the step's slots are taken (`extend`). It stays right as long as these sequences are open, and
-        neither cut nor dropped from. `max_members`: as many as one reading serves (`metadata.prefix_members`).
-        What saves too little is left out (`shared_prefixes.PrefixSharing`). Raises ValueError.
+        Call it once the step's slots are allocated (`extend`). The answer stays right while these sequences are
+        open and drop no tokens. `max_members`: sequences that one read serves (`metadata.prefix_members`).
+        Prefixes that save too little are left out (`shared_prefixes.PrefixSharing`). Raises ValueError.
         """
         self._require_owner()
         for sequence in sequences:
@@ -290,10 +295,10 @@ class KVCache:
         return shared_prefixes(self.ledger.shared, sequences, PrefixSharing(index(max_members)))
 
     def export(self, sequence: Sequence) -> ExportedKV:
-        """Its K/V in host memory, to be kept elsewhere or handed over; it stays open. Waits for the device.
+        """Copies the K/V of a sequence, which stays open, to host memory. Waits for the device.
 
-        Of every entry that has a slot: call it after the pass that writes them.
-        Raises ValueError, also for one that has dropped tokens.
+        It copies every entry that has a slot, so call it after the forward pass that writes them. Raises
+        ValueError, also for a sequence that has dropped tokens.
         """
         self._require_owner()
         self.ledger.require_open(sequence)
@@ -315,12 +320,12 @@ class KVCache:
     def import_sequence(
         self, token_ids: TokenIds, exported: ExportedKV, namespace: Namespace = ()
     ) -> Sequence:
-        """A new sequence with this K/V, which is that of the first tokens of `token_ids`.
+        """Opens a sequence with this K/V, which is that of the first tokens of `token_ids`.
 
-        What the cache has of them is shared, and only the rest copied. Raises as `open` and `extend`, and
-        ValueError for K/V of another shape or type; whatever it raises, nothing is held then.
+        Tokens that the cache has already are shared, and only the others are copied. Raises what `open` and
+        `extend` raise, and ValueError for K/V of another shape or type; it then holds nothing.
         """
-        self._require_turn()
+        self._require_no_callback()
         ids, pool = int32_bytes(token_ids), self.memory.pool
         num_ids = len(ids) // TOKEN_BYTES
         if exported.spec != pool.spec or not 1 <= exported.length <= num_ids:
@@ -349,13 +354,13 @@ class KVCache:
         return sequence
 
     def memory_map(self) -> MemoryMap:
-        """What every slot is used for now. Waits for the device."""
+        """Returns what every slot is used for now. Waits for the device."""
         self._require_owner()
         own = {where: OWN + where[0] for where in self.ledger.private_ranges()}
         return MemoryMap(self.memory.labels(segment_labels(self.ledger), own, CACHED))
 
     def check(self) -> None:
-        """Recount everything, on the device too, which synchronises. Raises CheckFailed, InvalidFree."""
+        """Recounts everything, on the device too, which synchronises. Raises CheckFailed, InvalidFree."""
         self._require_owner()
         self.ledger.check()
         if self.num_free != self.memory.num_free:
@@ -369,24 +374,25 @@ class KVCache:
         if caller is not self._owner:
             raise WrongThread(self._owner.name, caller.name)
 
-    def _require_turn(self) -> None:
+    def _require_no_callback(self) -> None:
         self._require_owner()
-        if self._is_telling:
+        if self._in_callback:
             raise LightKVError(
                 "on_edits called a verb that changes the cache, in the middle of another; note it there, and "
                 "call it once that one has returned"
             )
 
     def _apply(self, kept: Seq[torch.Tensor] = ()) -> torch.Tensor | None:
-        """Returns the slots that were taken, int32; None where none were."""
+        """Applies the ledger's edits. Returns the slots that the last Alloc took, int32; None if there is
+        none."""
         edits = self.ledger.drain()
-        taken = self.memory.apply(edits, kept)
+        slots = self.memory.apply(edits, kept)
         if edits and self.on_edits is not None:
-            self._is_telling = True
+            self._in_callback = True
             try:
                 self.on_edits(edits, list(kept))
-            except Exception:  # it was told of what is done; whoever called the verb must get what it returns
+            except Exception:  # the verb is complete, and its caller needs what it returns
                 _logger.exception("on_edits failed on %d edits, which have been applied", len(edits))
             finally:
-                self._is_telling = False
-        return taken
+                self._in_callback = False
+        return slots

@@ -1,32 +1,29 @@
-"""The map of the pool: what every slot is used for, as a drawing and in numbers.
-
-Knows labels of slots, and what a ledger says of its segments; knows no tensor.
-"""
+"""The map of the pool: what every slot is used for, as a drawing and in numbers, from an array of labels."""
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence, Set
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
-from .ledger import TokenLedger
+from lightkv.ledger.prefix_tree import Segment
 
-FREE, CACHED, SHARED, OWN = range(4)  # labels of a slot; from OWN on they name the row that alone holds it
+FREE, CACHED, SHARED, OWN = range(4)  # a slot's label; OWN + row: only that row holds it
 
 _MARKS = "·░█"  # free, cached, shared
 _OWNERS = "0123456789abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ"
 
 
 class Counts(NamedTuple):
-    """How many slots of a pool are used for what."""
+    """How many slots of a pool are free, cached, shared and private."""
 
     capacity: int
     num_free: int
-    num_cached: int  # nobody holds them, and they may be hit
-    num_shared: int  # more than one sequence holds them
-    num_own: int  # one sequence alone holds them
+    num_cached: int  # held by no sequence, kept because a prompt may hit them
+    num_shared: int  # held by several sequences
+    num_own: int  # held by one sequence
     longest_free_run: int  # the most free slots in a row
 
 
@@ -42,14 +39,17 @@ class Owner:
 
 @dataclass(frozen=True)
 class MemoryMap:
-    """`labels`: int32 `[capacity]`, of slots 1 and up: FREE, CACHED (held by nobody, may be hit), SHARED (held
-    by more than one sequence), or OWN + row."""
+    """What each slot of a pool is used for.
+
+    labels: int32 `[capacity]`, of slots 1 and up: FREE, CACHED (held by no sequence, may be hit), SHARED (held
+    by several sequences), or OWN + row (held by one).
+    """
 
     labels: np.ndarray
 
     @cached_property
     def counts(self) -> Counts:
-        """How many slots are used for what."""
+        """How many slots have each label."""
         free, cached, shared = (int(count) for count in self._label_counts[:OWN])
         own = len(self.labels) - free - cached - shared
         edges = np.flatnonzero(np.diff(self.labels == FREE, prepend=False, append=False))
@@ -58,13 +58,13 @@ class MemoryMap:
 
     @cached_property
     def owners(self) -> list[Owner]:
-        """The rows that alone hold slots, the one with the most first."""
+        """The rows that hold slots alone, the one with the most first."""
         own = self._label_counts[OWN:]
         return in_order([Owner(int(row), int(own[row])) for row in np.flatnonzero(own)])
 
     def draw(self, width: int = 80, height: int = 16, max_owners: int = 10) -> str:
-        """The pool in at most `height` lines of `width` marks, then a legend of three, then the `max_owners`
-        rows that alone hold the most, a line each."""
+        """Draws the pool in at most `height` lines of `width` marks, followed by a legend of three lines and a
+        line for each of the `max_owners` rows that hold the most slots alone."""
         slots_per_mark, lines = marks(self.labels, width, height)
         return "\n".join(
             [*lines, *legend(self.counts, slots_per_mark), *owner_lines(self.owners, max_owners)]
@@ -75,14 +75,28 @@ class MemoryMap:
         return np.bincount(self.labels, minlength=OWN)
 
 
-def segment_labels(ledger: TokenLedger) -> dict[int, int]:
-    """By the id of a segment, for all that some sequence holds: SHARED, or OWN + row."""
+class _Holdings(Protocol):
+    """The part of a ledger that the map reads."""
+
+    @property
+    def shared(self) -> Set[Segment]:
+        """The segments that more than one open sequence holds."""
+
+    def sole_segments(self) -> Iterator[tuple[int, Segment]]:
+        """Yields (row, segment) for each segment that exactly one open sequence holds."""
+
+    def private_ranges(self) -> list[tuple[int, int, int]]:
+        """Returns the private tail of each open sequence as (row, first entry, end)."""
+
+
+def segment_labels(ledger: _Holdings) -> dict[int, int]:
+    """Returns the label of every held segment by its id: SHARED, or OWN + row."""
     labels = {segment.id: OWN + row for row, segment in ledger.sole_segments()}
     return labels | dict.fromkeys((segment.id for segment in ledger.shared), SHARED)
 
 
-def owners(ledger: TokenLedger) -> list[Owner]:
-    """The rows that alone hold tokens, the one with the most first."""
+def owners(ledger: _Holdings) -> list[Owner]:
+    """Returns the rows that hold tokens alone, the one with the most first."""
     own: Counter[int] = Counter()
     for row, start, end in ledger.private_ranges():
         own[row] += end - start
@@ -92,13 +106,15 @@ def owners(ledger: TokenLedger) -> list[Owner]:
 
 
 def in_order(owners: list[Owner]) -> list[Owner]:
-    """The one with the most tokens first; of equals, the lowest row."""
+    """Returns `owners` by their number of tokens, the most first; of equals, the lowest row first."""
     return sorted(owners, key=lambda owner: (-owner.num_tokens, owner.row))
 
 
 def marks(labels: np.ndarray, width: int, height: int) -> tuple[int, list[str]]:
-    """Labels, int32 `[n]`, as at most `height` lines of `width` marks; before them, how many labels a mark
-    stands for. It shows what most of them are."""
+    """Draws labels, int32 `[n]`, as at most `height` lines of `width` marks.
+
+    Returns how many labels a mark stands for (it shows the most frequent of them), and the lines.
+    """
     per_mark = -(-len(labels) // (width * height))
     drawn = []
     for start in range(0, len(labels), per_mark):
@@ -109,7 +125,8 @@ def marks(labels: np.ndarray, width: int, height: int) -> tuple[int, list[str]]:
 
 
 def legend(counts: Counts, slots_per_mark: int) -> list[str]:
-    """What the marks of a drawing mean, and how many slots are of each kind: three lines."""
+    """Returns three lines that tell what the marks of a drawing mean and how many slots there are of each
+    kind."""
     slots = "one slot" if slots_per_mark == 1 else f"{slots_per_mark:,} slots"
     scattered = 1 - counts.longest_free_run / counts.num_free if counts.num_free else 0.0
     return [
@@ -121,9 +138,9 @@ def legend(counts: Counts, slots_per_mark: int) -> list[str]:
 
 
 def owner_lines(owners: Sequence[Owner], most: int) -> list[str]:
-    """Whose the marks are: a heading, a line for each of the first `most` owners, and how many more there are.
+    """Returns a heading, a line for each of the first `most` owners, and a line with the number of the others.
 
-    No line where there is no owner, or `most` is 0.
+    Returns no line if there is no owner or `most` is 0.
     """
     if not owners or not most:
         return []

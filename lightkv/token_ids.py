@@ -1,17 +1,17 @@
-"""Token ids at the edge: what people have them in, made into the int32 bytes that the ledger compares."""
+"""Conversion of token ids from what callers have them in to the int32 bytes that the ledger compares."""
 
 from collections.abc import Sequence
 
 import numpy as np
 
 TokenIds = Sequence[int] | np.ndarray | bytes
-"""Any sequence of integers, or int32 bytes, which are taken as they are: their caller has checked them."""
+"""Any sequence of integers, or int32 bytes, which are used as they are without a check."""
 
 
 def int32_bytes(token_ids: TokenIds) -> bytes:
-    """`token_ids` as int32 bytes.
+    """Returns `token_ids` as int32 bytes.
 
-    Raises ValueError where they are not integers from 0 to 2**31 - 1, in one dimension.
+    Raises ValueError unless they are integers from 0 to 2**31 - 1 in one dimension.
     """
     if isinstance(token_ids, bytes):
         return token_ids

@@ -44,7 +44,7 @@ COMPARED = 8  # tokens of each sequence, by graphs and without
 # Pieces of the names of kernels, by what they are for.
 KERNELS = {
     "attention": ("_decode_kernel", "_combine_kernel", "_plan_kernel"),
-    "memory": ("_write_kv_kernel", "_take_few_kernel", "_take_kernel"),
+    "memory": ("_write_kv_kernel", "_alloc_few_kernel", "_alloc_many_kernel"),
     "products": ("gemm", "gemv", "nvjet", "cutlass", "cublas", "splitK"),
 }
 

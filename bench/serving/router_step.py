@@ -121,8 +121,7 @@ class Router:
         scheduler.complete(StepResult(plan.step, [10] * len(plan.sample), plan.num_free, 0))
         room = load.prompt + self._max_tokens if load.churn else 0
         spare = ledger.capacity - scheduler.forecast_peak() - room
-        ledger.capacity -= spare
-        ledger._paths.num_free -= spare  # a pool cannot shrink; this one is to be full
+        ledger.reduce_capacity(spare)  # so that the pool is full
         scheduler.check()
         return scheduler
 

@@ -15,9 +15,9 @@ from bench.serving.stats import Targets
 from bench.serving.workload import Replayed
 from bench.trace.step_time import Point, work_of
 from lightkv.errors import LightKVError
-from lightkv.ledger import TokenLedger
 from lightkv.router import SamplingParams
 from lightkv.router.engine.admission import make_admission
+from lightkv.router.engine.ledger import Ledger
 from lightkv.router.engine.loop import LocalEngine
 from lightkv.router.engine.request import Request
 from lightkv.router.engine.scheduler import Scheduler
@@ -45,7 +45,7 @@ class Executor:
     capacity is a number of whole pages: these slots are free on the device and not in the plan.
     """
 
-    def __init__(self, runner: ModelRunner, ledger: TokenLedger, capacity: int) -> None:
+    def __init__(self, runner: ModelRunner, ledger: Ledger, capacity: int) -> None:
         self._runner = runner
         self._ledger = ledger
         self._left_out = capacity - ledger.capacity
@@ -86,7 +86,7 @@ class Executor:
         self._runner.check(edits, holding._replace(num_free=holding.num_free + hidden))
 
 
-def padding_of(ledger: TokenLedger) -> int:
+def padding_of(ledger: Ledger) -> int:
     """Returns the slots that the ledger counts as held and that hold no token."""
     return ledger.padding if isinstance(ledger, PagedLedger | ContiguousLedger) else 0
 

@@ -1,4 +1,4 @@
-"""The ledger: who holds how many tokens, and what is shared. Integers alone; loads no torch."""
+"""The ledger: which sequence holds how many tokens, and what is shared. Pure Python integers, without torch."""
 
 from .ledger import Match, TokenLedger
 from .sequence import Sequence

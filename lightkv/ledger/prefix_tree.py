@@ -1,20 +1,18 @@
-"""The tree of shared segments: which token sequences are in the cache, who holds them, what can go.
+"""The tree of shared segments: which token ids are cached, which sequences hold them, and what can be evicted.
 
-Knows token ids, lengths and who holds what (by row); knows no slots, and counts no free tokens (`ledger.py`
-does).
-A segment is a run of tokens held together; the path from a root to it spells a prefix. Token ids are bytes
-of int32 throughout, so that comparing a thousand of them is one memcmp.
+A segment is a run of tokens that are held together; the path from a root to a segment spells a prefix. Token
+ids are int32 bytes throughout, so that a thousand of them are compared by one memcmp.
 
     root ── "You are a helpful assistant" ──┬── "What is a slot?"      held by sequence A
     (one per namespace)   held by A and B   └── "Who wrote Faust?"     held by sequence B
 
-A holder of a segment holds its ancestors too, so a parent has at least its children's holders, and what
-nobody holds (what is cached) always hangs at the leaves. The exception is a sequence that has dropped the
-upper part of its path: as soon as nobody holds that part, it is cut off from what is still held below.
+A sequence that holds a segment holds the segment's ancestors too, so unheld (cached) segments are always at the
+leaves. There is one exception: a sequence that has dropped the upper part of its path. As soon as no sequence
+holds that part, the segments below it that are still held are taken out of the index.
 
-A segment that was split off a running sequence (a fork) is *anonymous*: which tokens it holds is not known
-here, so it hangs below its parent without being found there, and is freed when nobody holds it. Once its
-tokens are told it gets its name.
+A segment that was split off a running sequence (a fork) is *unindexed*: the tree does not know its tokens. It
+hangs below its parent, but no look-up finds it, and it is freed when no sequence holds it. It is indexed once
+its tokens are known.
 """
 
 import heapq
@@ -28,15 +26,18 @@ Namespace = tuple[object, ...]
 
 
 class Segment:
-    """One node: `tokens` int32 bytes that follow its parent's, `holders` the rows of the sequences on whose
-    path it is. `named`: the tree finds it by its tokens; an anonymous one's are zeros."""
+    """One node of the tree.
+
+    tokens: int32 bytes that follow the parent's; zeros while the segment is unindexed. holders: the rows of the
+    sequences on whose path the segment is. indexed: whether look-ups find it by its tokens.
+    """
 
     __slots__ = (
         "children",
         "confirmed",
         "holders",
         "id",
-        "named",
+        "indexed",
         "namespace",
         "parent",
         "published",
@@ -49,15 +50,15 @@ class Segment:
         self, segment_id: int, tokens: bytes, parent: "Segment | None", namespace: Namespace = ()
     ) -> None:
         self.id = segment_id
-        self.namespace = namespace  # of a root
+        self.namespace = namespace  # meaningful for a root
         self.tokens = tokens
         self.parent = parent
         self.children: dict[bytes, Segment] = {}
         self.holders: set[int] = set()
-        self.named = True
+        self.indexed = True
         self.used = 0
-        self.queued = False  # is it among the idle leaves, perhaps with an older `used`?
-        # The first `confirmed` tokens are known to be computed; the rest was published by step `published`.
+        self.queued = False  # whether it is in the heap of idle leaves, perhaps with an older `used`
+        # The first `confirmed` tokens have been computed for certain; step `published` computes the others.
         self.confirmed = len(tokens) // TOKEN_BYTES
         self.published = -1
 
@@ -67,18 +68,18 @@ class Segment:
         return len(self.tokens) // TOKEN_BYTES
 
     def __repr__(self) -> str:
-        kind = "" if self.named else ", anonymous"
+        kind = "" if self.indexed else ", unindexed"
         return f"Segment({self.id}, length={self.length}, holders={len(self.holders)}{kind})"
 
     def up(self) -> Iterator["Segment"]:
-        """This segment and its ancestors up to the root, the root left out."""
+        """Yields this segment and its ancestors, without the root."""
         node: Segment = self
         while node.parent is not None:
             yield node
             node = node.parent
 
     def below(self) -> "list[Segment]":
-        """Every segment under this one, children before their parents."""
+        """Returns every segment under this one, children before their parents."""
         found: list[Segment] = []
         stack = list(self.children.values())
         while stack:
@@ -89,7 +90,7 @@ class Segment:
 
 
 def common_prefix(segment: bytes, tokens: bytes, at: int, end: int) -> int:
-    """How many bytes of `segment` equal `tokens[at:end]` from their starts on, in whole tokens."""
+    """Returns how many bytes at the start of `segment` equal `tokens[at:end]`, in whole tokens."""
     low, high = 0, min(len(segment), end - at) // TOKEN_BYTES
     while low < high:
         middle = (low + high + 1) // 2
@@ -102,9 +103,9 @@ def common_prefix(segment: bytes, tokens: bytes, at: int, end: int) -> int:
 
 
 class PrefixTree:
-    """Roots by namespace, and the unheld leaves in the order of their last use.
+    """The roots by namespace, and a heap of the unheld leaves in the order of their last use.
 
-    `shared`: the segments that two sequences or more hold.
+    `shared`: the segments that two or more sequences hold.
     """
 
     def __init__(self) -> None:
@@ -115,32 +116,37 @@ class PrefixTree:
         self._idle: list[tuple[int, int, Segment]] = []  # a heap; see `oldest`
 
     def root(self, namespace: Namespace) -> Segment:
-        """The namespace's root, made when it is new. Held like any segment; gone when unheld and empty."""
+        """Returns the namespace's root, and makes it if there is none. An unheld root without children is
+        removed (`note_unheld`)."""
         root = self.roots.get(namespace)
         if root is None:
             root = self.roots[namespace] = Segment(0, b"", None, namespace)
         return root
 
     def touch(self) -> int:
-        """The next number in the order of use: by event, never by clock, so that a replay evicts alike."""
+        """Returns the next number in the order of use. It counts events and reads no clock, so that a replay
+        evicts the same segments."""
         self._use += 1
         return self._use
 
-    def hold(self, path: Iterable[Segment], row: int) -> int:
-        """`row` holds `path` too. Returns how many tokens nobody held before."""
-        taken = 0
+    def add_holder(self, path: Iterable[Segment], row: int) -> int:
+        """Makes `row` a holder of `path`. Returns how many tokens of it no sequence held before."""
+        num_bytes = 0
         for segment in path:
             holders = segment.holders
             if not holders:
-                taken += len(segment.tokens)
+                num_bytes += len(segment.tokens)
             elif len(holders) == 1:
                 self.shared.add(segment)
             holders.add(row)
-        return taken // TOKEN_BYTES
+        return num_bytes // TOKEN_BYTES
 
-    def leave(self, path: Iterable[Segment], row: int) -> tuple[list[Segment], list[Segment]]:
-        """`row` holds `path` no more. Returns, in its order, what of it nobody does, and what of the anonymous
-        one sequence alone does."""
+    def remove_holder(self, path: Iterable[Segment], row: int) -> tuple[list[Segment], list[Segment]]:
+        """Removes `row` from the holders of `path`, and marks the segments as used now.
+
+        Returns, each in the order of `path`: the segments that no sequence holds any more, and the unindexed
+        segments that one sequence alone still holds.
+        """
         self._use = now = self._use + 1
         unheld: list[Segment] = []
         sole: list[Segment] = []
@@ -152,15 +158,15 @@ class PrefixTree:
                 unheld.append(segment)
             elif len(holders) == 1:
                 self.shared.discard(segment)
-                if not segment.named:
+                if not segment.indexed:
                     sole.append(segment)
         return unheld, sole
 
     def find(self, node: Segment, tokens: bytes, at: int, end: int) -> tuple[list[Segment], int]:
-        """Walk from `node` as far as `tokens[at:end]` goes. Changes nothing.
+        """Walks from `node` down along `tokens[at:end]` as far as they match. Changes nothing.
 
-        Returns the segments reached, from `node` (left out) on, and how many bytes of *the last* match (all of
-        it but at the end; 0 where none is reached).
+        Returns the segments reached below `node`, and how many bytes of *the last one* match: all of them,
+        unless the walk ends within it; 0 where no segment is reached.
         """
         path: list[Segment] = []
         matched = 0
@@ -178,50 +184,51 @@ class PrefixTree:
         return path, matched
 
     def add(self, parent: Segment, tokens: bytes) -> Segment:
-        """A new segment under `parent`, held by nobody yet."""
+        """Adds an indexed segment without holders under `parent`."""
         child = Segment(self._next_id, tokens, parent)
         self._next_id += 1
         parent.children[tokens[:TOKEN_BYTES]] = child
         return child
 
-    def attach(self, parent: Segment, length: int) -> Segment:
-        """A new anonymous segment of `length` tokens under `parent`, held by nobody yet."""
+    def add_unindexed(self, parent: Segment, length: int) -> Segment:
+        """Adds an unindexed segment of `length` tokens without holders under `parent`."""
         child = Segment(self._next_id, bytes(length * TOKEN_BYTES), parent)
         self._next_id += 1
-        child.named = False
+        child.indexed = False
         return child
 
-    def name(self, segment: Segment, tokens: bytes) -> bool:
-        """Have an anonymous segment found by its tokens, now that they are known. False, and nothing is
-        changed, where its parent is not found itself or has another child that begins alike."""
+    def index(self, segment: Segment, tokens: bytes) -> bool:
+        """Gives an unindexed segment its tokens, by which look-ups find it from now on.
+
+        Returns False, and changes nothing, if the parent is unindexed or already has a child that begins with
+        the same token.
+        """
         parent, key = segment.parent, tokens[:TOKEN_BYTES]
         assert parent is not None
-        if not parent.named or key in parent.children:
+        if not parent.indexed or key in parent.children:
             return False
         segment.tokens = tokens
-        segment.named = True
+        segment.indexed = True
         segment.confirmed = segment.length
         parent.children[key] = segment
         return True
 
-    def cut_off(self, segment: Segment) -> None:
-        """A named segment becomes anonymous: what is above it may go."""
+    def unindex(self, segment: Segment) -> None:
+        """Makes an indexed segment unindexed, so that its ancestors can be removed."""
         assert segment.parent is not None
         del segment.parent.children[segment.tokens[:TOKEN_BYTES]]
         segment.tokens = bytes(len(segment.tokens))
-        segment.named = False
+        segment.indexed = False
 
     def split(self, segment: Segment, at: int) -> Segment:
-        """Cut `segment` after `at` tokens. Returns the new head; `segment` keeps the rest and its holders.
-
-        Whoever points at `segment` still points at the end of its path.
-        """
+        """Splits `segment` after `at` tokens and returns the new head. `segment` keeps the rest and its
+        holders, so a sequence whose path ends with `segment` still ends with it."""
         assert segment.parent is not None
         cut = at * TOKEN_BYTES
-        if segment.named:
+        if segment.indexed:
             head = self.add(segment.parent, segment.tokens[:cut])
         else:
-            head = self.attach(segment.parent, at)
+            head = self.add_unindexed(segment.parent, at)
         head.holders = segment.holders.copy()
         if len(head.holders) > 1:
             self.shared.add(head)
@@ -231,13 +238,13 @@ class PrefixTree:
         segment.confirmed = max(segment.confirmed - at, 0)
         segment.tokens = segment.tokens[cut:]
         segment.parent = head
-        if segment.named:
+        if segment.indexed:
             head.children[segment.tokens[:TOKEN_BYTES]] = segment
         return head
 
-    def join(self, segment: Segment) -> None:
-        """`segment` begins with the tokens of its parent, which is no more: both are anonymous, and the same
-        rows hold them."""
+    def merge(self, segment: Segment) -> None:
+        """Merges the parent of `segment` into it: `segment` then begins with the parent's tokens, and the
+        parent is gone. Both have to be unindexed and to have the same holders."""
         head = segment.parent
         assert head is not None
         segment.tokens = head.tokens + segment.tokens
@@ -246,18 +253,18 @@ class PrefixTree:
         self.shared.discard(head)
 
     def remove(self, segment: Segment) -> None:
-        """Take an unheld leaf out of the tree; its parent may have become one."""
+        """Removes an unheld leaf from the tree; its parent may become an unheld leaf."""
         parent = segment.parent
         assert parent is not None
         assert not segment.holders
         assert not segment.children
         del parent.children[segment.tokens[:TOKEN_BYTES]]
         segment.parent = None
-        self.rest(parent)
+        self.note_unheld(parent)
 
-    def rest(self, segment: Segment) -> None:
-        """Note a segment that may now be evictable; drop a root that nothing hangs from."""
-        if segment.holders or segment.children or not segment.named:
+    def note_unheld(self, segment: Segment) -> None:
+        """Puts `segment` among the idle leaves if it has no holder and no child. Such a root is removed."""
+        if segment.holders or segment.children or not segment.indexed:
             return
         if segment.parent is not None:
             if not segment.queued:
@@ -267,11 +274,14 @@ class PrefixTree:
             del self.roots[segment.namespace]
 
     def oldest(self) -> Segment | None:
-        """The unheld leaf that was used longest ago, or None when everything is held."""
+        """Returns the unheld leaf with the oldest last use, or None if every segment is held.
+
+        Entries of the heap may be out of date; they are removed or moved only here, when they reach its top.
+        """
         idle = self._idle
         while idle:
             used, _, segment = idle[0]
-            if segment.holders or segment.children or segment.parent is None or not segment.named:
+            if segment.holders or segment.children or segment.parent is None or not segment.indexed:
                 heapq.heappop(idle)
                 segment.queued = False
             elif used != segment.used:
@@ -281,7 +291,7 @@ class PrefixTree:
         return None
 
     def __iter__(self) -> Iterator[Segment]:
-        """Every named segment, parents before children."""
+        """Yields every indexed segment, parents before children."""
         stack = [child for root in self.roots.values() for child in root.children.values()]
         while stack:
             segment = stack.pop()
@@ -289,8 +299,11 @@ class PrefixTree:
             stack.extend(segment.children.values())
 
     def check(self, gapped: Collection[int] = ()) -> None:
-        """Recount the links, the keys and the idle leaves. `gapped`: the rows that have dropped a part of their
-        path, which alone may hold a segment and not its parent. Raises CheckFailed."""
+        """Recounts the links, the keys and the idle leaves. Raises CheckFailed.
+
+        `gapped`: the rows that have dropped a part of their path. Only these may hold a segment without holding
+        its parent.
+        """
         idle = {segment.id for _, _, segment in self._idle}
         for segment in self:
             parent = segment.parent
@@ -303,11 +316,11 @@ class PrefixTree:
                 raise CheckFailed(f"{segment} is held by {segment.holders}, its children by {below}")
             if (len(segment.holders) > 1) != (segment in self.shared):
                 raise CheckFailed(f"{segment} is {'' if segment in self.shared else 'not '}among the shared")
-            if not segment.named:
+            if not segment.indexed:
                 raise CheckFailed(f"{segment} is found in the tree")
             if not segment.holders and below:
-                raise CheckFailed(f"{segment} is held by nobody, and what is below it by {below}")
+                raise CheckFailed(f"{segment} has no holder, but the segments below it have {below}")
             if not segment.holders and not segment.children and segment.id not in idle:
-                raise CheckFailed(f"{segment} is held by nobody and cannot be evicted")
+                raise CheckFailed(f"{segment} has no holder and cannot be evicted")
         if any(len(segment.holders) < 2 for segment in self.shared):
             raise CheckFailed("a segment of fewer than two holders is among the shared")

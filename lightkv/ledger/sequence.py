@@ -1,7 +1,5 @@
-"""One open sequence: its row of the token table, what it shares, and how many slots it has.
-
-Knows no token id beyond its prompt's, no slot and no count of the pool. Only the ledger changes one.
-"""
+"""One open sequence: its row of the token table, what it shares, and how many slots it has. Only the ledger
+changes one."""
 
 from collections.abc import Iterator
 
@@ -9,22 +7,23 @@ from .prefix_tree import Segment
 
 
 class Sequence:
-    """A row, whose entries 0 to `length` have slots: first those that it shares, then its own.
+    """A row whose first `length` entries have slots: shared entries first, then private ones.
 
         entry      0                    shared               length          len(prompt) + outputs
                    ├──── shared path ────┼──── private tail ───┼─── no slots yet ───┤
         held as    segments of the tree   its own
 
-    An entry is a position less what has been dropped (`release`, `keep`): as long as nothing has, the two are
-    the same. Once something is dropped out of the path, the path is in two parts:
+    An entry is a position less the positions that were dropped before it (`release`, `keep`). Entries and
+    positions are the same while nothing was dropped. Once something was dropped out of the path, the path has
+    two parts:
 
         position   0         num_sinks       num_sinks + dropped
                    ├─ sink_node ─┤   dropped, no entries   ├─ node ──┼─ private tail ─┤
 
-    row: 1 and up; 0 once closed. prompt: int32 bytes. shared: entries that are in segments. length: entries
-    that have a slot. num_hit: tokens found in the cache when it was opened. dropped: positions that it has
-    passed and holds no more; the next token's position is `length + dropped`. num_sinks: its first entries that
-    stay whatever is dropped, as `release` was told.
+    row: 1 and up; 0 once closed. prompt: int32 bytes. node: the last segment of the path, or the root. shared:
+    entries that are in segments. length: entries that have a slot. num_hit: tokens found in the cache by
+    `open`. dropped: positions that the sequence has passed and no longer holds; the next token's position is
+    `length + dropped`. num_sinks: the first entries, which stay when others are dropped, as given to `release`.
     """
 
     __slots__ = (
@@ -45,7 +44,7 @@ class Sequence:
         self.prompt = prompt
         self.root = root
         self.node = node
-        # The root where nothing is held above the gap; None: the path has no gap.
+        # The last segment before the gap, or the root where none is held there; None: the path has no gap.
         self.sink_node: Segment | None = None
         self.shared = shared
         self.length = shared
@@ -55,7 +54,7 @@ class Sequence:
 
     @property
     def num_private(self) -> int:
-        """Tokens that this sequence alone holds."""
+        """Tokens of the private tail."""
         return self.length - self.shared
 
     @property
@@ -64,7 +63,7 @@ class Sequence:
         return self.length + self.dropped
 
     def path(self) -> Iterator[Segment]:
-        """The segments that it holds, the deepest first."""
+        """Yields the segments that it holds, the deepest first."""
         row = self.row
         for end in (self.node, self.sink_node):
             node = end

@@ -1,19 +1,15 @@
-"""Which sequences of a decode batch read their first tokens together: those that hold them in the same slots.
+"""Which sequences of a decode batch share a prefix that attention should read once for all of them.
 
-Attention can read such a prefix once for a set of sequences. A sequence is in one set at most, and a set has
-one length, so where prefixes are nested someone has to choose:
+A sequence is in one set at most, and a set reads one length, so where prefixes are nested there is a choice:
 
-    3 sequences   ├──── 1000 ────┤                          together:            2 · 1000 not read again
-    2 of these    ├──── 1000 ────┼────── 3000 ──────┤       these two apart:     1 · 4000
-
-Knows the paths of a ledger's sequences, no slot and no device. No torch.
+    3 sequences   ├──── 1000 ────┤                          as one set of 3:          saves 2 · 1000 tokens
+    2 of these    ├──── 1000 ────┼────── 3000 ──────┤       as a set of these 2:      saves 1 · 4000 tokens
 """
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Iterator, Set
 from itertools import islice
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
-from .ledger import TokenLedger
 from .prefix_tree import Segment
 from .sequence import Sequence
 
@@ -26,12 +22,12 @@ class SharedPrefix(NamedTuple):
 
 
 class PrefixSharing(NamedTuple):
-    """What is worth reading together.
+    """Which shared prefixes are worth reading once for a set of sequences.
 
-    `max_members`: as many as one reading serves; for more it is read again. 1: nothing is read together.
-    `min_tokens`: of the prefix. `min_saved`: tokens that a set does not read again, in every layer and step.
-    `min_mean`: these of all sets over all sequences of the batch, for who reads alone is the slower for it (by
-    5 % of 8k tokens on an H200).
+    max_members: sequences that one read serves; for a larger set the prefix is read several times. 1: no
+    prefix is shared. min_tokens: least length of the prefix. min_saved: least number of tokens that a set need
+    not read again, per layer and step. min_mean: least number of such tokens of all sets together, divided by
+    the batch size, because sharing slows down the sequences outside the sets (by 5 % of 8k tokens on an H200).
     """
 
     max_members: int
@@ -40,61 +36,75 @@ class PrefixSharing(NamedTuple):
     min_mean: int = 512
 
     def saved(self, members: int, num_tokens: int) -> int:
-        """Tokens that so many sequences do not read again if they read so many together; 0: not worth it."""
+        """Returns how many tokens a set of `members` sequences need not read again if its prefix has
+        `num_tokens`; 0 if that is not worth it."""
         if members < 2 or num_tokens < self.min_tokens:
             return 0
         saved = (members - -(-members // self.max_members)) * num_tokens
         return saved if saved >= self.min_saved else 0
 
     def worthwhile(self, prefixes: list[SharedPrefix], batch_size: int) -> list[SharedPrefix]:
-        """All of them, or none."""
+        """Returns all of `prefixes`, or none if they save too little for a batch of this size."""
         saved = sum(self.saved(len(prefix.rows), prefix.num_tokens) for prefix in prefixes)
         return prefixes if saved >= self.min_mean * batch_size else []
 
 
+class SegmentHolders(Protocol):
+    """The part of a ledger that `BatchPrefixes` reads."""
+
+    @property
+    def shared(self) -> Set[Segment]:
+        """The segments that more than one open sequence holds."""
+
+    def holders(self, segment: Segment) -> Iterator[Sequence]:
+        """Yields the open sequences that hold `segment`."""
+
+
 class _Choice(NamedTuple):
-    """Sets of rows, each with its number of tokens; who is in one of them; what they save."""
+    """Sets of rows, each with its prefix's length; the rows that are in any of them; the tokens they save."""
 
     saved: int
     sets: list[tuple[int, set[int]]]
-    taken: set[int]
+    members: set[int]
 
 
 _NOTHING = _Choice(0, [], set())
 
 
 def shared_prefixes(
-    shared: Iterable[Segment], sequences: Collection[Sequence], grouping: PrefixSharing
+    shared: Iterable[Segment], sequences: Collection[Sequence], sharing: PrefixSharing
 ) -> list[SharedPrefix]:
-    """Disjoint sets of `sequences` (open ones) and the prefix that each shares, so that little is read again.
+    """Returns disjoint sets of `sequences` (open ones) with their shared prefixes, so that few tokens are read
+    more than once.
 
-    `shared`: the segments that several of the ledger's sequences hold (`TokenLedger.shared`). From the leaves
-    up, a segment's holders read up to its end together, all of them or those for whom the segments below it
-    have nothing better.
+    `shared`: the segments that several of the ledger's sequences hold (`TokenLedger.shared`). The segments are
+    visited from the leaves up. At each one, either all its holders read up to its end together, or the better
+    of the sets chosen below it stay and the other holders read together.
 
-    A sequence that has dropped tokens is left out, for its entries are not the others'; so is one that shares
-    its very last token. Within what it shares, every other sequence's query sees all.
+    A sequence that has dropped tokens is left out, because its entries differ from the others'; so is a
+    sequence whose very last token is shared. Within its shared prefix, the query of every other sequence sees
+    all tokens.
     """
-    return grouping.worthwhile(_sets(shared, sequences, grouping), len(sequences))
+    return sharing.worthwhile(_sets(shared, sequences, sharing), len(sequences))
 
 
 def _sets(
-    shared: Iterable[Segment], sequences: Collection[Sequence], grouping: PrefixSharing
+    shared: Iterable[Segment], sequences: Collection[Sequence], sharing: PrefixSharing
 ) -> list[SharedPrefix]:
-    if grouping.max_members < 2:
+    if sharing.max_members < 2:
         return []
     rows = {s.row for s in sequences if not s.dropped and s.length > s.shared}
     depths: dict[Segment, int] = {}
     members: dict[Segment, set[int]] = {}
     for segment in shared:
-        if _depth(segment, depths) >= grouping.min_tokens:
+        if _depth(segment, depths) >= sharing.min_tokens:
             holders = segment.holders & rows
             if len(holders) > 1:
                 members[segment] = holders
     below: dict[Segment, list[_Choice]] = {}
     chosen: list[_Choice] = []
     for segment in sorted(members, key=depths.__getitem__, reverse=True):  # children before their parents
-        choice = _choose(members[segment], depths[segment], below.pop(segment, ()), grouping)
+        choice = _choose(members[segment], depths[segment], below.pop(segment, ()), sharing)
         if choice.saved:
             above = segment.parent
             while above is not None and above not in members:
@@ -105,29 +115,29 @@ def _sets(
     )
 
 
-def _choose(holders: set[int], depth: int, below: Collection[_Choice], grouping: PrefixSharing) -> _Choice:
-    """All `holders` together; or what was chosen below, all of it or where that saves more than to join here,
-    and the rest together."""
-    saved, kept, of_rest = 0, below, 0
-    better = [choice for choice in below if choice.saved > len(choice.taken) * depth]
+def _choose(holders: set[int], depth: int, below: Collection[_Choice], sharing: PrefixSharing) -> _Choice:
+    """Returns the best of three: all `holders` in one set; all the choices made below, with the other holders
+    in one set; or only those choices below that save more than joining here, with the others in one set."""
+    saved, kept, saved_by_rest = 0, below, 0
+    better = [choice for choice in below if choice.saved > len(choice.members) * depth]
     for option in ((), better, below) if below else ((),):
-        num_rest = len(holders) - sum(len(choice.taken) for choice in option)
-        save_rest = grouping.saved(num_rest, depth)
+        num_rest = len(holders) - sum(len(choice.members) for choice in option)
+        save_rest = sharing.saved(num_rest, depth)
         total = save_rest + sum(choice.saved for choice in option)
         if total > saved:
-            saved, kept, of_rest = total, option, save_rest
+            saved, kept, saved_by_rest = total, option, save_rest
     if not saved:
         return _NOTHING
     sets = [found for choice in kept for found in choice.sets]
-    taken = set().union(*(choice.taken for choice in kept))
-    if of_rest:
-        sets.append((depth, holders - taken))
-        taken = holders
-    return _Choice(saved, sets, taken)
+    members = set().union(*(choice.members for choice in kept))
+    if saved_by_rest:
+        sets.append((depth, holders - members))
+        members = holders
+    return _Choice(saved, sets, members)
 
 
 def _depth(segment: Segment, known: dict[Segment, int]) -> int:
-    """The tokens from the root to the end of `segment`; `known` is added to."""
+    """Returns the tokens from the root to the end of `segment`, and adds to `known` what it computes."""
     path = []
     node = segment
     while node not in known and node.parent is not None:
@@ -145,7 +155,8 @@ def _first_row(prefix: SharedPrefix) -> int:
 
 
 class _Family:
-    """Those of a batch who share a prefix long enough, each with each, and what was chosen for them."""
+    """The sequences of a batch that hold one segment whose prefix is long enough, and the sets chosen for
+    them."""
 
     def __init__(self, members: set[Sequence], prefixes: list[SharedPrefix]) -> None:
         self.members = members
@@ -153,26 +164,29 @@ class _Family:
 
 
 class BatchPrefixes:
-    """`shared_prefixes` of a batch that changes little from step to step: found anew for the families of those
-    who come and go, and for nobody in a step where nobody does.
+    """`shared_prefixes` of a batch that changes little from step to step.
 
-    For sequences that begin by `open` or `fork` and end by `close`: none drops tokens or is cut while it is in
-    the batch. So what two of them share is what they shared when the later one came.
+    Only the families of sequences that join or leave the batch are computed again; a step in which none does
+    costs one comparison.
+
+    Its sequences begin by `open` or `fork` and end by `close`; none is truncated or drops tokens while it is in
+    the batch. So what two of them share is settled when the later one joins.
     """
 
-    def __init__(self, ledger: TokenLedger, grouping: PrefixSharing) -> None:
+    def __init__(self, ledger: SegmentHolders, sharing: PrefixSharing) -> None:
         self._ledger = ledger
-        self._grouping = grouping
+        self._sharing = sharing
         self._batch: list[Sequence] = []
-        self._members: set[Sequence] = set()  # of the batch
-        self._family: dict[Sequence, _Family] = {}  # of who has one
+        self._members: set[Sequence] = set()  # the batch's sequences
+        self._family: dict[Sequence, _Family] = {}  # the family of each sequence that has one
         self._families: set[_Family] = set()
-        self._sets: list[SharedPrefix] = []  # of all families
+        self._sets: list[SharedPrefix] = []  # those of all families
         self._found: list[SharedPrefix] = []
 
     def of(self, batch: list[Sequence]) -> list[SharedPrefix]:
-        """The sets in this batch, the same list as long as they are the same. Its newest tokens have slots."""
-        if self._grouping.max_members < 2 or batch == self._batch:
+        """Returns the sets in this batch: the same list object for as long as they do not change. The newest
+        tokens of the batch already have slots."""
+        if self._sharing.max_members < 2 or batch == self._batch:
             return self._found
         members = set(batch)
         gone = self._members - members
@@ -180,39 +194,38 @@ class BatchPrefixes:
         left = {self._family.pop(sequence) for sequence in gone & self._family.keys()}
         self._families -= left
         for family in left:
-            changed.update(islice(family.members - gone, 1))  # one of those who stay speaks for all
+            changed.update(islice(family.members - gone, 1))  # one remaining member leads to all the others
         self._batch, self._members = batch, members
         if changed or left:
             self._renew(changed)
             prefixes = [prefix for family in self._families for prefix in family.prefixes]
-            self._sets = sorted(
-                prefixes, key=_first_row
-            )  # so that the same batch is summed in the same order
-        found = self._grouping.worthwhile(self._sets, len(batch))
+            self._sets = sorted(prefixes, key=_first_row)  # so that sums over the batch keep their order
+        found = self._sharing.worthwhile(self._sets, len(batch))
         if found != self._found:
             self._found = found
         return self._found
 
     def _renew(self, changed: set[Sequence]) -> None:
-        """Choose for the families of these."""
+        """Computes the families of these sequences again."""
         while changed:
             sequence = changed.pop()
             top = self._top(sequence)
             if top is None:
-                self._family.pop(sequence, None)  # nobody is left who shares with it
+                self._family.pop(sequence, None)  # no sequence is left that shares with it
                 continue
             members = self._members.intersection(self._ledger.holders(top))
             changed -= members
             self._families.difference_update(map(self._family.get, members))
-            prefixes = _sets(self._segments(members), members, self._grouping)
+            prefixes = _sets(self._segments(members), members, self._sharing)
             family = _Family(members, prefixes)
             self._families.add(family)
             self._family.update(dict.fromkeys(members, family))
 
     def _top(self, sequence: Sequence) -> Segment | None:
-        """The first segment at whose end the prefix is long enough, if others hold it, too."""
+        """Returns the first segment of its path at whose end the prefix is long enough and which other
+        sequences hold too, or None."""
         node, depth, top = sequence.node, sequence.shared, None
-        while node.parent is not None and depth >= self._grouping.min_tokens and not sequence.dropped:
+        while node.parent is not None and depth >= self._sharing.min_tokens and not sequence.dropped:
             if len(node.holders) > 1:
                 top = node
             depth -= node.length
@@ -220,7 +233,7 @@ class BatchPrefixes:
         return top
 
     def _segments(self, family: set[Sequence]) -> Collection[Segment]:
-        """Those that several hold, on their paths at least."""
+        """Returns the shared segments on the family's paths, and perhaps others."""
         if len(family) > len(self._ledger.shared):
             return self._ledger.shared
         found: set[Segment] = set()

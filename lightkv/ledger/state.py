@@ -1,50 +1,194 @@
-"""The paths of the open sequences through the tree: how they are shared, cut, named and left.
+"""The ledger's state: the prefix tree, the open sequences, the counts of free and cached tokens, and the edits.
 
-Keeps the counts that this changes, and leaves the edits. Checks nothing that a caller asks for: the ledger's
-verbs do (`ledger.py`).
+A verb here changes tree, counts and edits together, and trusts its arguments: the public verbs (`ledger.py`,
+`branching.py`) check what a caller asks for before they call it. No other file writes the counts or the edits.
 """
 
 from collections.abc import Iterable
 
 from lightkv.edits import (
+    Alloc,
+    CopyRow,
     Edit,
     ForgetSegment,
     FreeRange,
     FreeSegment,
+    KeepEntries,
+    MapSegments,
     MergeSegments,
+    MoveEntries,
+    SetGap,
     SplitSegment,
     StoreSegment,
 )
 from lightkv.errors import CheckFailed
 
-from .prefix_tree import TOKEN_BYTES, PrefixTree, Segment
+from .prefix_tree import TOKEN_BYTES, Namespace, PrefixTree, Segment
 from .sequence import Sequence
 
 
-class Paths:
-    """The tree, who is on which path of it, and how many of the pool's tokens are free and cached.
+class LedgerState:
+    """Counts for a pool of `capacity` tokens and a table of `max_sequences` rows.
 
-    sequences: the open ones, by row. gapped: the rows that have dropped the upper part of a path they still
-    hold. unconfirmed: what steps have published that may yet fail. edits: those not drained.
+    Other files may read num_free, num_cached (tokens), sequences (the open ones, by row) and tree.
     """
 
-    def __init__(self, capacity: int) -> None:
+    def __init__(self, capacity: int, max_sequences: int) -> None:
+        self.capacity = capacity
+        self.max_sequences = max_sequences
         self.num_free = capacity
         self.num_cached = 0
         self.tree = PrefixTree()
         self.sequences: dict[int, Sequence] = {}
-        self.gapped: set[int] = set()
-        self.unconfirmed: list[Segment] = []
-        self.edits: list[Edit] = []
+        self._free_rows = list(range(max_sequences, 0, -1))
+        self._gapped: set[int] = set()  # rows whose path has a gap: what was dropped lies above what is held
+        self._unconfirmed: list[Segment] = []  # segments that steps have published and that may still fail
+        self._edits: list[Edit] = []
 
-    def insert(self, sequence: Sequence, tokens: bytes) -> int:
-        """Put a closing sequence's tail into the tree. Returns the position up to which it is cached."""
+    @property
+    def has_free_row(self) -> bool:
+        """Whether another sequence can be opened."""
+        return bool(self._free_rows)
+
+    def require_open(self, sequence: Sequence) -> None:
+        """Raises ValueError for a sequence that is closed or belongs to another ledger."""
+        if self.sequences.get(sequence.row) is not sequence:
+            raise ValueError("the sequence is closed, or another ledger's; open one here")
+
+    def drain(self) -> list[Edit]:
+        """Returns the edits since the last call, in order, and forgets them."""
+        edits, self._edits = self._edits, []
+        return edits
+
+    def reduce_capacity(self, count: int) -> None:
+        """Removes `count` free tokens from the pool for good."""
+        self.capacity -= count
+        self.num_free -= count
+
+    # Sequences
+
+    def open(self, prompt: bytes, namespace: Namespace) -> Sequence:
+        """Opens a sequence in a free row; it holds the longest cached prefix of its prompt."""
+        tree = self.tree
+        root = tree.root(namespace)
+        path, matched = tree.find(root, prompt, 0, len(prompt) - TOKEN_BYTES)
+        row = self._free_rows.pop()
+        root.holders.add(row)
+        node, shared = root, 0
+        if path:
+            node = path[-1]
+            if matched < len(node.tokens):
+                path[-1] = node = self.split(node, matched // TOKEN_BYTES)
+            self.num_cached -= tree.add_holder(path, row)
+            shared = sum([len(segment.tokens) for segment in path]) // TOKEN_BYTES
+            self._edits.append(MapSegments(row, tuple([segment.id for segment in path])))
+        sequence = self.sequences[row] = Sequence(row, prompt, root, node, shared)
+        return sequence
+
+    def fork(self, sequence: Sequence) -> Sequence:
+        """Opens a sequence in a free row that holds the same path as `sequence`, which has no private tail
+        (`share_tail`)."""
+        row = self._free_rows.pop()
+        self.tree.add_holder(sequence.path(), row)
+        self._merge_unindexed(sequence)
+        sequence.root.holders.add(row)
+        fork = Sequence(row, sequence.prompt, sequence.root, sequence.node, sequence.shared)
+        fork.num_hit = sequence.num_hit
+        fork.sink_node, fork.num_sinks, fork.dropped = (
+            sequence.sink_node,
+            sequence.num_sinks,
+            sequence.dropped,
+        )
+        if sequence.row in self._gapped:
+            self._gapped.add(row)
+        self.sequences[row] = fork
+        self._edits.append(CopyRow(row, sequence.row, sequence.length))
+        return fork
+
+    def close(self, sequence: Sequence) -> None:
+        """Closes a sequence whose private tail is cached or freed: it leaves its path, and its row is free."""
+        row, root = sequence.row, sequence.root
+        self.leave(sequence, sequence.path())
+        root.holders.remove(row)
+        self.tree.note_unheld(root)
+        self._gapped.discard(row)
+        if sequence.dropped:
+            self._edits.append(SetGap(row, 0, 0))
+        del self.sequences[row]
+        self._free_rows.append(row)
+        sequence.row = 0
+
+    # Entries of rows
+
+    def alloc(self, edit: Alloc, count: int) -> None:
+        """Allocates `count` free slots, as `edit` spreads them over rows."""
+        self._edits.append(edit)
+        self.num_free -= count
+
+    def free_range(self, row: int, start: int, end: int) -> None:
+        """Frees the slots of the private entries [start, end) of `row`; there is at least one."""
+        self._edits.append(FreeRange(row, start, end))
+        self.num_free += end - start
+
+    def keep_entries(self, row: int, start: int, end: int, count: int) -> None:
+        """Keeps `count` of the private entries [start, end) of `row`, and frees the slots of the others."""
+        self._edits.append(KeepEntries(row, start, end, count))
+        self.num_free += end - start - count
+
+    def move_entries(self, row: int, start: int, end: int, to: int) -> None:
+        """Moves the last entries of `row`, [start, end), down to `to`."""
+        self._edits.append(MoveEntries(row, start, end, to))
+
+    def set_gap(self, row: int, end: int, dropped: int) -> None:
+        """Sets where the entries of `row` end and how many positions it has dropped before its next token."""
+        self._edits.append(SetGap(row, end, dropped))
+
+    # Private tails that become segments
+
+    def publish_path(self, sequence: Sequence, step: int) -> None:
+        """Indexes the unindexed segments of its path, as far as its prompt goes; `step` computes them."""
+        for segment in self._index_path(sequence, sequence.prompt):
+            segment.confirmed = 0
+            segment.published = step
+            self._unconfirmed.append(segment)
+
+    def publish_tail(self, sequence: Sequence, tokens: bytes, step: int) -> None:
+        """Stores the first tokens of its private tail as a segment that others can hit; `step` computes them.
+
+        They stay private if another segment that begins with the same token is in their place.
+        """
+        node = sequence.node
+        if tokens[:TOKEN_BYTES] in node.children:
+            return
+        if node.parent is not None and len(node.holders) == 1 and not node.children:
+            # The sequence's own newest segment (that of the chunk before) grows, so that there is one segment
+            # and not a chain of chunks.
+            if node.confirmed == node.length:
+                self._unconfirmed.append(node)
+            node.tokens += tokens
+        else:
+            node = self.tree.add(node, tokens)
+            node.holders.add(sequence.row)
+            node.used = self.tree.touch()
+            node.confirmed = 0
+            sequence.node = node
+            self._unconfirmed.append(node)
+        node.published = step
+        end = sequence.shared = sequence.shared + len(tokens) // TOKEN_BYTES
+        self._edits.append(StoreSegment(sequence.row, end - node.length, end, node.id))
+
+    def cache_tail(self, sequence: Sequence, tokens: bytes) -> int:
+        """Caches the private tail of a sequence that is about to close. `tokens`: all its known token ids.
+
+        Returns the entry up to which its tokens are in the tree; the caller frees the rest. Slots of tokens
+        that the tree has from another sequence are freed here.
+        """
         tree, row = self.tree, sequence.row
         end = min(sequence.length, len(tokens) // TOKEN_BYTES)
         start = sequence.shared
-        if not sequence.node.named:
-            self.name(sequence, tokens[: end * TOKEN_BYTES])
-        if end <= start or not sequence.node.named:
+        if not sequence.node.indexed:
+            self._index_path(sequence, tokens[: end * TOKEN_BYTES])
+        if end <= start or not sequence.node.indexed:
             return start
         path, matched = tree.find(sequence.node, tokens, start * TOKEN_BYTES, end * TOKEN_BYTES)
         if path and matched < len(path[-1].tokens):
@@ -55,13 +199,12 @@ class Paths:
         found = start
         if path:
             found += sum(segment.length for segment in path)
-            self.edits.append(FreeRange(row, start, found))
-            self.num_free += found - start
+            self.free_range(row, start, found)
             now = tree.touch()
-            for segment in path:  # those above it are left, and so used, in a moment
+            for segment in path:  # those above are marked as used when the sequence leaves them
                 segment.used = now
             if not node.holders:
-                tree.rest(node)
+                tree.note_unheld(node)
         if end > found:
             fresh = tokens[found * TOKEN_BYTES : end * TOKEN_BYTES]
             own = node is sequence.node and node.parent is not None and len(node.holders) == 1
@@ -73,62 +216,37 @@ class Paths:
                 node = tree.add(node, fresh)
                 node.used = tree.touch()
                 self.num_cached += node.length
-                tree.rest(node)
-            self.edits.append(StoreSegment(row, end - node.length, end, node.id))
+                tree.note_unheld(node)
+            self._edits.append(StoreSegment(row, end - node.length, end, node.id))
         return max(end, found)
 
-    def name(self, sequence: Sequence, tokens: bytes) -> list[Segment]:
-        """Name the anonymous segments of its path, as far as `tokens` go. Returns those that were."""
-        named: list[Segment] = []
-        begin = 0
-        for segment in reversed(list(sequence.path())):
-            end = begin + len(segment.tokens)
-            if not segment.named:
-                if end > len(tokens) or not self.tree.name(segment, tokens[begin:end]):
-                    break
-                named.append(segment)
-            begin = end
-        return named
-
     def share_tail(self, sequence: Sequence) -> None:
-        """Make a segment of its private tail, so that others may hold it too."""
+        """Makes an unindexed segment of its private tail, so that other sequences can hold it too."""
         length, tail = sequence.length, sequence.num_private
         if not tail:
             return
-        node = sequence.node = self.tree.attach(sequence.node, tail)
+        node = sequence.node = self.tree.add_unindexed(sequence.node, tail)
         node.holders.add(sequence.row)
-        self.edits.append(StoreSegment(sequence.row, sequence.shared, length, node.id))
+        self._edits.append(StoreSegment(sequence.row, sequence.shared, length, node.id))
         sequence.shared = length
 
-    def join(self, sequence: Sequence) -> None:
-        """One anonymous segment for each part of its path that the same sequences hold: where many forks have
-        come and gone, the path stays as short as there are sequences."""
-        segment = sequence.node
-        while sequence.row in segment.holders and not segment.named:
-            head = segment.parent
-            assert head is not None
-            if not head.named and head.holders == segment.holders:
-                self.tree.join(segment)
-                self.edits.append(MergeSegments(segment.id, head.id))
-            else:
-                segment = head
+    def _index_path(self, sequence: Sequence, tokens: bytes) -> list[Segment]:
+        """Indexes the unindexed segments of its path as far as `tokens` go. Returns these segments."""
+        found: list[Segment] = []
+        begin = 0
+        for segment in reversed(list(sequence.path())):
+            end = begin + len(segment.tokens)
+            if not segment.indexed:
+                if end > len(tokens) or not self.tree.index(segment, tokens[begin:end]):
+                    break
+                found.append(segment)
+            begin = end
+        return found
 
-    def _reclaim(self, sequence: Sequence) -> None:
-        """What it alone holds at the end of its path, and no token id is known of, is its own again."""
-        node = sequence.node
-        while not node.named and node.holders == {sequence.row}:
-            assert node.parent is not None
-            self.edits.append(ForgetSegment(node.id))
-            sequence.shared -= node.length
-            node.holders.clear()
-            node = node.parent
-        if sequence.sink_node is not None and sequence.row not in node.holders:
-            node, sequence.sink_node = sequence.sink_node, None
-            self.gapped.discard(sequence.row)
-        sequence.node = node
+    # Segments
 
-    def drop(self, sequence: Sequence, start: int, end: int) -> None:
-        """Leave its segments between entries `start` and `end`, which are cut there."""
+    def leave_range(self, sequence: Sequence, start: int, end: int) -> None:
+        """Leaves the segments of its shared entries [start, end), which are split at both ends."""
         for at in (end, start):
             last = sequence.shared
             for segment in sequence.path():
@@ -138,7 +256,7 @@ class Paths:
                     break
                 last = first
         path = list(sequence.path())
-        firsts = []  # of each, its first entry
+        firsts = []  # the first entry of each segment
         last = sequence.shared
         for segment in path:
             last -= segment.length
@@ -148,55 +266,94 @@ class Paths:
         above = path[num_kept_or_left] if num_kept_or_left < len(path) else sequence.root
         if num_below:
             sequence.sink_node = above
-            self.gapped.add(sequence.row)
+            self._gapped.add(sequence.row)
         else:
             sequence.node = above
             if sequence.sink_node is not None and start <= sequence.num_sinks:
-                # nothing is left below the gap
+                # no segment is left below the gap
                 sequence.sink_node = None
-                self.gapped.discard(sequence.row)
+                self._gapped.discard(sequence.row)
         sequence.shared -= end - start
         self.leave(sequence, path[num_below:num_kept_or_left])
 
     def leave(self, sequence: Sequence, path: Iterable[Segment]) -> None:
-        """It holds these no more, the deepest first. What nobody holds is cached if it is named, else freed."""
-        unheld, sole = self.tree.leave(path, sequence.row)
+        """Removes `sequence` from the holders of `path` (the deepest first). A segment without holders becomes
+        cached if it is indexed, and is freed if not."""
+        unheld, sole = self.tree.remove_holder(path, sequence.row)
         for segment in unheld:
             length = len(segment.tokens) // TOKEN_BYTES
-            if not segment.named:
-                self.edits.append(FreeSegment(segment.id, 0))
+            if not segment.indexed:
+                self._edits.append(FreeSegment(segment.id, 0))
                 self.num_free += length
                 continue
             self.num_cached += length
-            if self.gapped:
+            if self._gapped:
                 for child in [child for child in segment.children.values() if child.holders]:
-                    self._cut_off(child)
+                    self._unindex_below(child)
             if not segment.children:
-                self.tree.rest(segment)
+                self.tree.note_unheld(segment)
         for row in dict.fromkeys(row for segment in sole for row in segment.holders):
-            self._reclaim(self.sequences[row])
+            self._make_private(self.sequences[row])
 
-    def _cut_off(self, segment: Segment) -> None:
-        """What is above a held segment may go: nobody can hit it, or anything below it, any more."""
+    def _make_private(self, sequence: Sequence) -> None:
+        """Makes private again the unindexed segments at the end of its path that no other sequence holds."""
+        node = sequence.node
+        while not node.indexed and node.holders == {sequence.row}:
+            assert node.parent is not None
+            self._edits.append(ForgetSegment(node.id))
+            sequence.shared -= node.length
+            node.holders.clear()
+            node = node.parent
+        if sequence.sink_node is not None and sequence.row not in node.holders:
+            node, sequence.sink_node = sequence.sink_node, None
+            self._gapped.discard(sequence.row)
+        sequence.node = node
+
+    def _merge_unindexed(self, sequence: Sequence) -> None:
+        """Merges neighbouring unindexed segments of its path that have the same holders. So a path stays short
+        where many forks have come and gone."""
+        segment = sequence.node
+        while sequence.row in segment.holders and not segment.indexed:
+            head = segment.parent
+            assert head is not None
+            if not head.indexed and head.holders == segment.holders:
+                self.tree.merge(segment)
+                self._edits.append(MergeSegments(segment.id, head.id))
+            else:
+                segment = head
+
+    def _unindex_below(self, segment: Segment) -> None:
+        """Takes `segment` and what is below it out of the index, since its unheld ancestors may be evicted and
+        no look-up would reach it then. What has no holder is freed."""
         for below in [*segment.below(), segment]:
             if below.holders:
-                self.tree.cut_off(below)
+                self.tree.unindex(below)
             else:
-                self.trim(below, 0)
+                self._trim(below, 0)
 
     def split(self, segment: Segment, at: int) -> Segment:
+        """Splits `segment` after `at` tokens. Returns the new head."""
         head = self.tree.split(segment, at)
-        if head.named and head.confirmed < head.length:
-            self.unconfirmed.append(head)
-        self.edits.append(SplitSegment(segment.id, at, head.id))
+        if head.indexed and head.confirmed < head.length:
+            self._unconfirmed.append(head)
+        self._edits.append(SplitSegment(segment.id, at, head.id))
         return head
 
-    def trim(self, segment: Segment, keep: int) -> None:
-        """Free all but the first `keep` tokens of an unheld leaf."""
+    def evict(self, count: int) -> None:
+        """Frees `count` of the cached tokens, those with the oldest last use first."""
+        while count:
+            segment = self.tree.oldest()
+            assert segment is not None  # num_cached counts exactly what `oldest` can reach
+            keep = max(segment.length - count, 0)
+            count -= segment.length - keep
+            self._trim(segment, keep)
+
+    def _trim(self, segment: Segment, keep: int) -> None:
+        """Frees all but the first `keep` tokens of an unheld leaf."""
         freed = segment.length - keep
         if not freed:
             return
-        self.edits.append(FreeSegment(segment.id, keep))
+        self._edits.append(FreeSegment(segment.id, keep))
         self.num_cached -= freed
         self.num_free += freed
         if keep:
@@ -204,3 +361,70 @@ class Paths:
             segment.confirmed = min(segment.confirmed, keep)
         else:
             self.tree.remove(segment)
+
+    # Steps
+
+    def confirm(self, step: int) -> None:
+        """Marks as computed what was published up to and including `step`."""
+        waiting = []
+        for segment in self._unconfirmed:
+            if segment.published <= step:
+                segment.confirmed = segment.length
+            else:
+                waiting.append(segment)
+        self._unconfirmed = waiting
+
+    def unconfirmed_rows(self) -> list[int]:
+        """Returns the rows, ascending, that hold a segment with unconfirmed tokens."""
+        return sorted({row for segment in self._unconfirmed_segments() for row in segment.holders})
+
+    def retract(self) -> None:
+        """Frees the tokens that are not confirmed. No sequence holds them (`unconfirmed_rows`)."""
+        for segment in self._unconfirmed_segments():
+            if segment.parent is None:
+                continue  # was removed with an unconfirmed segment above it
+            for below in segment.below():
+                self._trim(below, 0)
+            self._trim(segment, segment.confirmed)
+        self._unconfirmed = []
+
+    def _unconfirmed_segments(self) -> list[Segment]:
+        return [segment for segment in self._unconfirmed if segment.parent is not None and segment.indexed]
+
+    def check(self) -> None:
+        """Recounts everything from the sequences and the tree. Raises CheckFailed."""
+        self.tree.check(self._gapped)
+        holders: dict[Segment, set[int]] = {}
+        private = 0
+        for row, sequence in self.sequences.items():
+            path = list(sequence.path())
+            if sequence.row != row or sequence.shared != sum(segment.length for segment in path):
+                raise CheckFailed(f"{sequence} in row {row} has a path of {path}")
+            if sequence.length < sequence.shared:
+                raise CheckFailed(f"{sequence} is shorter than its path")
+            private += sequence.num_private
+            for segment in path:
+                holders.setdefault(segment, set()).add(row)
+            has_gap = sequence.sink_node is not None
+            if (row in self._gapped) != has_gap or row not in sequence.root.holders:
+                raise CheckFailed(f"{sequence} has a path of {path}, and its gap or its root does not say so")
+        cached = shared = 0
+        for segment in {*self.tree, *holders}:
+            if segment.holders != holders.get(segment, set()):
+                rows = sorted(holders.get(segment, ()))
+                raise CheckFailed(f"{segment} lists {sorted(segment.holders)}; it is on the paths of {rows}")
+            if segment.holders:
+                shared += segment.length
+            else:
+                cached += segment.length
+        held = self.capacity - self.num_free - self.num_cached
+        for name, (counted, recounted) in {
+            "cached": (self.num_cached, cached),
+            "held": (held, shared + private),
+        }.items():
+            if counted != recounted:
+                raise CheckFailed(f"{counted} tokens {name} by the ledger's count, {recounted} by recount")
+        if self.num_free < 0:
+            raise CheckFailed(f"{self.num_free} tokens free")
+        if sorted([*self._free_rows, *self.sequences]) != list(range(1, self.max_sequences + 1)):
+            raise CheckFailed(f"rows free {sorted(self._free_rows)}, open {sorted(self.sequences)}")

@@ -1,1 +1,1 @@
-"""The memory on the device: the allocator, the token table and the K/V pool."""
+"""The device's half of the memory manager: the allocator, the token table and the K/V pool."""

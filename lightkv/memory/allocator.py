@@ -1,7 +1,7 @@
-"""Which slots are free, and how many. Nothing else: not who holds a slot, nor what is in it.
+"""The slots of a pool: which are free is known on the device alone, how many are free on the host too.
 
-Which: on the device, where the choice is made and stays. How many: a Python integer, since the size of
-every operation is known before it is launched. The device counts for itself too; `check()` compares.
+The host's count is exact, because the size of every operation is known before it is launched. The device keeps
+its own count, and `check()` compares the two.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ from lightkv.triton_kernels.slots.slot_flags import describe_flags
 
 
 class TokenAllocator:
-    """Hands out the slots 1..num_slots-1 of a pool. Slot 0 is padding: never handed out.
+    """Allocates the slots 1..num_slots-1 of a pool. Slot 0 is padding and never allocated.
 
     Args:
         num_slots: slots of the pool, slot 0 included; at least 2.
-        device: where the slots are chosen. On a GPU no verb but `check` synchronises.
+        device: where the slots are chosen. On a GPU only `check` synchronises.
 
     Attributes:
         mem_state: int32 `[num_slots]` on the device, 1 = free.
         counters: int32 `[2]` on the device: the device's own count of free slots, and `SlotFlag` bits for
-            `raise_for_flags`. Copy it back with a step's results to check that step for free.
+            `raise_for_flags`. Copied back with a step's results, it checks that step at no cost.
         device: the device that the slots are chosen on.
     """
 
@@ -53,57 +53,58 @@ class TokenAllocator:
         self._num_free = self.capacity
         self.device = self.mem_state.device
         on_gpu = self.mem_state.is_cuda
-        self._take_slots = alloc_slots if on_gpu else alloc_slots_reference
-        self._take_run = alloc_run if on_gpu else alloc_run_reference
-        self._give_slots = free_slots if on_gpu else free_slots_reference
+        self._alloc_slots = alloc_slots if on_gpu else alloc_slots_reference
+        self._alloc_run = alloc_run if on_gpu else alloc_run_reference
+        self._free_slots = free_slots if on_gpu else free_slots_reference
 
     @property
     def capacity(self) -> int:
-        """The slots that can be handed out: all but slot 0."""
+        """The slots that can be allocated: all but slot 0."""
         return len(self.mem_state) - 1
 
     @property
     def num_free(self) -> int:
-        """Free slots by the host's count, which assumes that only slots in use are freed."""
+        """Free slots by the host's count, which trusts that only slots in use are freed."""
         return self._num_free
 
     @property
     def _mem_cum_sum(self) -> Tensor:
-        """int32 `[num_blocks]` on the device: the prefix sum over blocks that the last large take left."""
+        """int32 `[num_blocks]` on the device: the prefix sum over blocks that the last large allocation
+        left."""
         return self._state.mem_cum_sum
 
     def alloc(self, n: int, contiguous: bool = False, entries: TableEntries | None = None) -> Tensor:
-        """Take the `n` lowest free slots, ascending; all or nothing.
+        """Allocates the `n` lowest free slots, ascending, all or none.
 
         Args:
             n: how many; 0 gives an empty tensor.
-            contiguous: take the lowest run of n consecutive free slots where there is one. Searches a bit
-                a slot of the pool: meant for prompts.
-            entries: n distinct places of a table on the device that the slots are written to as well, in the
-                same kernel.
+            contiguous: allocate the lowest run of n consecutive free slots if there is one. This searches one
+                bit per slot of the pool, so it is meant for prompts.
+            entries: n distinct places of a table on the device, which the same kernel writes the slots to.
 
         Returns:
             int32 `[n]` on the device.
 
         Raises:
-            OutOfTokens: fewer than n are free. Nothing has been taken.
+            OutOfTokens: fewer than n are free. Nothing has been allocated.
         """
-        self._check_can_take(n)
+        self._require_free(n)
         if entries is not None:
             self._check_entries(entries, n)
         out = torch.empty(n, dtype=torch.int32, device=self.device)
         if n and contiguous:
-            self._take_run(self._state, out, entries)
+            self._alloc_run(self._state, out, entries)
         elif n:
-            self._take_slots(self._state, out, entries=entries)
+            self._alloc_slots(self._state, out, entries=entries)
         self._num_free -= n
         return out
 
     def free(self, slots: Tensor) -> None:
-        """Give slots back: int32 or int64 `[n]` on the device, in any order.
+        """Frees slots: int32 or int64 `[n]` on the device, in any order.
 
-        A slot that is free already, or is no slot of the pool, is left alone and flagged on the device, so
-        no slot gets two owners; the flag raises InvalidFree with the next `check()` or `raise_for_flags`.
+        A slot that is free already, or a number that is not a slot of the pool, is left alone and flagged on
+        the device, so that no slot gets two owners. The next `check()` or `raise_for_flags` then raises
+        InvalidFree.
 
         Raises:
             InvalidFree: more slots than are in use. Nothing has been freed.
@@ -116,24 +117,25 @@ class TokenAllocator:
         num_used = self.capacity - self._num_free
         if len(slots) > num_used:
             raise InvalidFree(
-                f"{len(slots)} slots given back while {num_used} are in use; free each slot once, and only "
+                f"{len(slots)} slots to free while {num_used} are in use; free each slot once, and only "
                 "slots of this allocator"
             )
         if len(slots):
-            self._give_slots(self._state, slots.contiguous())
+            self._free_slots(self._state, slots.contiguous())
             self._num_free += len(slots)
 
     def alloc_into(self, out: Tensor, count: Tensor, entries: TableEntries | None = None) -> None:
-        """Take the lowest free slots, as many as the device says: the form to capture in a CUDA graph.
+        """Allocates the lowest free slots, as many as `count` on the device says: the form to capture in a CUDA
+        graph.
 
-        The host does not learn the count: `claim(n)` before each replay, or each eager call. Without
-        enough free slots out gets those there are, then slot 0, and a flag is set.
+        The host does not read the count: call `claim(n)` before each replay or eager call. If too few slots are
+        free, `out` gets those, then slot 0, and a flag is set.
 
         Args:
-            out: int32 `[max_n]` on the device, contiguous: the slots taken, then zeros.
+            out: int32 `[max_n]` on the device, contiguous: receives the allocated slots, then zeros.
             count: int32 `[1]` on the device, at most max_n.
-            entries: max_n places of a table on the device that out is written to as well, in the same kernel:
-                a decode step's. Those of the first `count` are distinct; the others get slot 0.
+            entries: max_n places of a table on the device, which the same kernel writes `out` to (a decode
+                step's entries). The first `count` places are distinct; the others get slot 0.
         """
         self._check_vector("out", out)
         self._check_vector("count", count)
@@ -141,18 +143,18 @@ class TokenAllocator:
             raise ValueError(f"count must hold one number, got {len(count)}")
         if entries is not None:
             self._check_entries(entries, len(out))
-        self._take_slots(self._state, out, count, entries=entries)
+        self._alloc_slots(self._state, out, count, entries=entries)
 
     def claim(self, n: int) -> None:
-        """Account on the host for `n` slots that an `alloc_into` about to run will take.
+        """Subtracts `n` from the host's count, for an `alloc_into` that is about to run.
 
         Raises:
-            OutOfTokens: fewer than n are free: do not run it.
+            OutOfTokens: fewer than n are free, so it must not run.
         """
-        self._check_can_take(n)
+        self._require_free(n)
         self._num_free -= n
 
-    def _check_can_take(self, n: int) -> None:
+    def _require_free(self, n: int) -> None:
         if n < 0:
             raise ValueError(f"the number of slots must be 0 or more, got {n}")
         if n > self._num_free:
@@ -184,11 +186,11 @@ class TokenAllocator:
                 )
 
     def check(self) -> None:
-        """Recount everything; synchronises.
+        """Recounts everything on the device, which synchronises.
 
         Raises:
             InvalidFree: a slot was freed that was not in use.
-            CheckFailed: an `alloc_into` fell short, or the counts disagree.
+            CheckFailed: an `alloc_into` found too few free slots, or the counts disagree.
         """
         num_counted, flags = self.counters.tolist()
         raise_for_flags(flags)
@@ -201,7 +203,7 @@ class TokenAllocator:
         if not total == num_counted == self._num_free:
             raise CheckFailed(
                 f"{total} slots are free, the device counted {num_counted} and the host {self._num_free}; "
-                "claim() exactly what each alloc_into takes, and write to no tensor of the allocator"
+                "claim() exactly what each alloc_into allocates, and write to no tensor of the allocator"
             )
         states_valid = bool(((state.mem_state == 0) | (state.mem_state == 1)).all())
         bits = 1 << torch.arange(state.word_slots, device=self.device)
@@ -221,19 +223,19 @@ class TokenAllocator:
 
 
 def raise_for_flags(flags: int) -> None:
-    """Raise what the flag bits in `counters[1]`, read back to the host, say; nothing if they are 0.
+    """Raises the error for the flag bits of `counters[1]`, read back to the host, unless they are 0.
 
-    The flags stay set: the host's count is wrong from then on, and the allocator is to be replaced.
+    The flags stay set: the host's count is wrong from then on, and the allocator has to be replaced.
 
     Raises:
-        InvalidFree: a slot was freed twice, or was none of the pool.
+        InvalidFree: a slot was freed twice, or was not a slot of the pool.
         CheckFailed: an `alloc_into` found fewer free slots than its count.
     """
-    bad_gifts = flags & (SlotFlag.DOUBLE_FREE | SlotFlag.OUT_OF_RANGE)
-    if bad_gifts:
+    invalid_frees = flags & (SlotFlag.DOUBLE_FREE | SlotFlag.OUT_OF_RANGE)
+    if invalid_frees:
         raise InvalidFree(
-            f"{describe_flags(bad_gifts)}; free each slot once, and only what alloc returned (no other slot "
-            "changed hands, but the host's count is off: make a new allocator)"
+            f"{describe_flags(invalid_frees)}; free each slot once, and only what alloc returned (no other "
+            "slot is affected, but the host's count is wrong: make a new allocator)"
         )
     if flags & SlotFlag.SHORT:
         raise CheckFailed(

@@ -1,7 +1,7 @@
-"""The device memory of a cache: which slots are free, whose they are, and the bytes; changed by edits alone.
+"""The device memory of a cache: free slots, table, segments and K/V. Only edits change it.
 
-Knows no token id, no tree and makes no decision: what is to be done was decided by the ledger, and comes as
-edits. Whoever applies the same edits in the same order has the same memory.
+The ledger decides and emits the edits; this side needs no token id and no tree. Two memories to which the same
+edits were applied in the same order are equal.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -37,8 +37,8 @@ from .token_table import TokenTable
 
 @dataclass
 class _Step:
-    """A decode step: its rows, int64 `[n]` on the device as well, and the positions that it wrote, int64 `[n]`;
-    `next_starts`: where the step after it begins, if it is the same rows'."""
+    """The last decode step: its rows and, on the device, int64 `[n]` each, the rows and the positions that it
+    wrote. next_starts: the positions of the next step if it has the same rows."""
 
     rows: tuple[int, ...]
     next_starts: tuple[int, ...]
@@ -49,7 +49,7 @@ class _Step:
 class KVMemory:
     """An allocator, a token table, a pool, and the slots of every shared segment, on one device.
 
-    A GPU has to be the calling thread's current device, here (else ValueError) and for every verb.
+    A GPU has to be the calling thread's current device, here (else ValueError is raised) and for every verb.
     """
 
     def __init__(
@@ -58,12 +58,12 @@ class KVMemory:
         if device.type == "cuda":
             require_current(device, torch.cuda.current_device())
         self.allocator = TokenAllocator(num_slots, device)
-        self.device = device = self.allocator.device  # with its number: "cuda" is another one to torch
+        self.device = device = self.allocator.device  # with its index: to torch, "cuda" is another one
         self.table = TokenTable(max_sequences, max_entries, device)
         self.pool = KVPool(spec, num_slots, device)
         self._segments: dict[int, torch.Tensor] = {}  # id → int32 slots, in the order of the tokens
-        self._step: _Step | None = None  # the last
-        # Of rows that have dropped tokens: the positions of the entries they had then, and how many it was.
+        self._step: _Step | None = None
+        # Rows that have dropped tokens → the positions of their entries then, and how many they dropped.
         self._dropped: dict[int, tuple[torch.Tensor, int]] = {}
 
     @property
@@ -82,7 +82,7 @@ class KVMemory:
         return self.allocator.counters
 
     def positions(self, row: int, length: int) -> torch.Tensor:
-        """The positions of the first `length` entries of `row`: int64 `[length]` on the device."""
+        """Returns the positions of the first `length` entries of `row`: int64 `[length]` on the device."""
         if row not in self._dropped:
             return torch.arange(length, device=self.device)
         known, dropped = self._dropped[row]
@@ -91,36 +91,38 @@ class KVMemory:
         return torch.cat((known[:num_known], later))
 
     def apply(self, edits: Sequence[Edit], kept: Sequence[torch.Tensor] = ()) -> torch.Tensor | None:
-        """Do what the edits say, in order, without synchronising.
+        """Applies the edits in order, without synchronising.
 
-        `kept`: for each Keep among them, in order, the entries of its row that stay: int64 `[num_kept]` on the
-        device, in any order. The host does not see them: what is named twice, or is none of the range, makes
-        place for another entry of the range; there are always as many kept as the ledger counts.
+        `kept`: for each KeepEntries among them, in order, the entries of its row that stay: int64 `[num_kept]`
+        on the device, in any order. The host does not read them. For an entry that is repeated or out of range
+        another entry of the range stays, so that as many stay as the ledger counts.
 
-        Returns the slots of the last Take, int32 `[sum(counts)]`; None where there is none. Raises ValueError,
-        with nothing done, for another number of `kept` than of Keep edits.
+        Returns the slots of the last Alloc, int32 `[sum(counts)]`; None if there is none. Raises ValueError,
+        with nothing done, if there are more or fewer `kept` than KeepEntries edits.
 
         Edits that a ledger emitted for this memory cannot fail. If one does (OutOfTokens, KeyError for a
-        segment nobody stashed), those before it are done and those after it are not: ledger and memory have
-        parted for good, and neither is to be used again.
+        segment that was not stored), the edits before it are done and those after it are not: ledger and memory
+        differ for good, and neither may be used again.
         """
         num_keeps = sum(isinstance(edit, KeepEntries) for edit in edits)
         if num_keeps != len(kept):
-            raise ValueError(f"{num_keeps} Keep edits and entries for {len(kept)}; give a tensor for each")
+            raise ValueError(
+                f"{num_keeps} KeepEntries edits and entries for {len(kept)}; give a tensor for each"
+            )
         entries = iter(kept)
-        taken: torch.Tensor | None = None
-        freed: list[torch.Tensor] = []  # given back together; views, so before anything writes the table
+        allocated: torch.Tensor | None = None
+        freed: list[torch.Tensor] = []  # freed together; views of the table, so before anything writes it
         for edit in edits:
             if isinstance(edit, FreeRange):
                 freed.append(self.table.slots(edit.row, edit.start, edit.end))
                 continue
             if isinstance(edit, FreeSegment):
-                freed.append(self._drop(edit))
+                freed.append(self._cut_segment(edit))
                 continue
             self._free(freed)
             match edit:
                 case Alloc():
-                    taken = self._take(edit)
+                    allocated = self._alloc(edit)
                 case MapSegments(row, segments):
                     slots = torch.cat([self._segments[segment] for segment in segments])
                     self.table.slots(row, 0, len(slots)).copy_(slots)
@@ -148,13 +150,13 @@ class KVMemory:
                 case KeepEntries():
                     freed.append(self._keep(edit, next(entries)))
         self._free(freed)
-        return taken
+        return allocated
 
     def check(self, private: Iterable[tuple[int, int, int]] | None = None) -> None:
-        """Recount on the device, which synchronises: the allocator's books, and that no slot has two owners.
+        """Recounts on the device, which synchronises: the allocator's counts, and that no slot has two owners.
 
-        `private`: (row, start, end) of every range that a sequence alone holds; given, every slot that is
-        neither free nor in a segment has to be in one of them. Raises CheckFailed, InvalidFree.
+        `private`: (row, start, end) of every private range; if given, every slot that is neither free nor in a
+        segment has to be in one of them. Raises CheckFailed, InvalidFree.
         """
         self.allocator.check()
         owners = self.allocator.mem_state.cpu().numpy().astype(np.int64)  # 1 where free
@@ -167,14 +169,17 @@ class KVMemory:
         if most > 1:
             raise CheckFailed(f"slot {int(owners.argmax())} has {most} owners, free counted as one")
         if private is not None and least < 1:
-            raise CheckFailed(f"slot {int(owners.argmin())} is lost: not free, and nobody holds it")
+            raise CheckFailed(
+                f"slot {int(owners.argmin())} is lost: it is not free, and no sequence holds it"
+            )
 
     def labels(
         self, segments: Mapping[int, int], own: Mapping[tuple[int, int, int], int], other: int
     ) -> np.ndarray:
-        """A label for each slot from 1 on, int32 `[capacity]`; synchronises. 0 is a free slot.
+        """Returns a label for each slot from 1 on, int32 `[capacity]`, and 0 for free slots. Synchronises.
 
-        `segments`: by segment; `other` for those that are not named. `own`: by (row, start, end).
+        `segments`: labels by segment; segments that are missing there get `other`. `own`: labels by (row,
+        start, end).
         """
         labels = torch.zeros(self.capacity + 1, dtype=torch.int32, device=self.device)
         held = [(slots, segments.get(segment, other)) for segment, slots in self._segments.items()]
@@ -188,47 +193,47 @@ class KVMemory:
             labels.index_copy_(0, slots, values)
         return labels[1:].cpu().numpy()
 
-    def _take(self, take: Alloc) -> torch.Tensor:
+    def _alloc(self, edit: Alloc) -> torch.Tensor:
         table = self.table
-        if take.counts.count(1) == len(take.rows):
-            return self.allocator.alloc(len(take.rows), entries=self._step_entries(take))
-        (entries,) = upload([table.entries(take.rows, take.starts, take.counts)], self.device)
+        if edit.counts.count(1) == len(edit.rows):
+            return self.allocator.alloc(len(edit.rows), entries=self._step_entries(edit))
+        (entries,) = upload([table.entries(edit.rows, edit.starts, edit.counts)], self.device)
         where = TableEntries(table.req_to_token, entries)
-        # More than a token each means prompts, which are read best where they lie side by side.
-        return self.allocator.alloc(sum(take.counts), contiguous=True, entries=where)
+        # More than one token each means prompts, which are read fastest from adjacent slots.
+        return self.allocator.alloc(sum(edit.counts), contiguous=True, entries=where)
 
-    def _step_entries(self, take: Alloc) -> TableEntries:
-        """Where a decode step's slots go. Where it follows the one before, nothing is uploaded."""
+    def _step_entries(self, edit: Alloc) -> TableEntries:
+        """Returns where a decode step's slots go. Uploads nothing if the step follows the one before."""
         step = self._step
-        if step is not None and step.rows == take.rows and step.next_starts == take.starts:
-            if max(take.starts) >= self.table.max_entries:
-                raise IndexError(f"position {max(take.starts)}, in rows of {self.table.max_entries} entries")
+        if step is not None and step.rows == edit.rows and step.next_starts == edit.starts:
+            if max(edit.starts) >= self.table.max_entries:
+                raise IndexError(f"position {max(edit.starts)}, in rows of {self.table.max_entries} entries")
             step.positions.add_(1)
         else:
-            self.table.entries(take.rows, take.starts, take.counts)  # refuses what lies outside
+            self.table.entries(edit.rows, edit.starts, edit.counts)  # raises for places outside the table
             rows, positions = upload(
-                [np.array(take.rows, dtype=np.int64), np.array(take.starts, dtype=np.int64)], self.device
+                [np.array(edit.rows, dtype=np.int64), np.array(edit.starts, dtype=np.int64)], self.device
             )
-            step = self._step = _Step(take.rows, take.starts, rows, positions)
-        step.next_starts = tuple(map((1).__add__, take.starts))
+            step = self._step = _Step(edit.rows, edit.starts, rows, positions)
+        step.next_starts = tuple(map((1).__add__, edit.starts))
         return TableEntries(self.table.req_to_token, step.positions, step.rows_on_device)
 
-    def _keep(self, keep: KeepEntries, entries: torch.Tensor) -> torch.Tensor:
-        """Returns the slots that are to be given."""
-        row, start, end, num_kept = keep
+    def _keep(self, edit: KeepEntries, entries: torch.Tensor) -> torch.Tensor:
+        """Keeps `entries` of the range and returns the slots of the others, which are to be freed."""
+        row, start, end, num_kept = edit
         slots = self.table.slots(row, start, end)
-        # One flag an entry of the range, and one that takes whatever is none of it.
+        # One flag per entry of the range, and a last one for entries out of range.
         flags = torch.zeros(end - start + 1, dtype=torch.int32, device=self.device)
         place = torch.where((entries >= start) & (entries < end), entries - start, end - start)
         flags.index_fill_(0, place, 1)
         order = flags[:-1].argsort(stable=True)
-        num_given = end - start - num_kept
-        given = slots[order[:num_given]]
-        self._move(row, order[num_given:].sort().values + start, start, end)
-        return given
+        num_freed = end - start - num_kept
+        freed = slots[order[:num_freed]]
+        self._move(row, order[num_freed:].sort().values + start, start, end)
+        return freed
 
     def _move(self, row: int, entries: torch.Tensor, to: int, length: int) -> None:
-        """Of the row's `length` entries, those from `to` on are now `entries` (ascending) and no others."""
+        """Replaces the row's entries [to, length) by its `entries` (ascending), moved down to begin at `to`."""
         positions = self.positions(row, length)
         dropped = length - to - len(entries)
         if row in self._dropped:
@@ -236,11 +241,12 @@ class KVMemory:
         self._dropped[row] = torch.cat((positions[:to], positions[entries])), dropped
         self.table.slots(row, to, to + len(entries)).copy_(self.table.slots(row, 0, length)[entries])
 
-    def _drop(self, drop: FreeSegment) -> torch.Tensor:
-        slots = self._segments.pop(drop.segment)
-        if drop.start:
-            self._segments[drop.segment] = slots[: drop.start]
-        return slots[drop.start :]
+    def _cut_segment(self, edit: FreeSegment) -> torch.Tensor:
+        """Removes the slots from `start` on from the segment and returns them, which are to be freed."""
+        slots = self._segments.pop(edit.segment)
+        if edit.start:
+            self._segments[edit.segment] = slots[: edit.start]
+        return slots[edit.start :]
 
     def _free(self, freed: list[torch.Tensor]) -> None:
         if freed:
@@ -249,8 +255,8 @@ class KVMemory:
 
 
 def require_current(device: torch.device, current: int) -> None:
-    """Raises ValueError for a GPU that is not the `current` one, on which kernels are launched wherever their
-    tensors are."""
+    """Raises ValueError for a GPU that is not the `current` one, because kernels are launched there wherever
+    their tensors are."""
     if device.index not in (None, current):
         raise ValueError(
             f"memory on {device} while cuda:{current} is the current device, where kernels run; call "

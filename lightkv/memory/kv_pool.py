@@ -1,6 +1,6 @@
-"""The bytes: one buffer per layer, a slot for every token. And how many slots there is room for.
+"""The K/V of every slot, in one buffer per layer, and the plan of how many slots fit a device.
 
-Knows no owner of a slot. Slot 0 is padding: zero from the start, safe to read and to write.
+Slot 0 is padding: it is zero at first, and safe to read and to write.
 """
 
 import os
@@ -15,7 +15,7 @@ from lightkv.errors import OutOfMemory
 
 from .kv_spec import KVSpec
 
-# What a container may use, and does: cgroup version 2, then 1.
+# A container's limit and its use: cgroup version 2, then 1.
 _CGROUP_FILES = (
     ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
     ("/sys/fs/cgroup/memory/memory.limit_in_bytes", "/sys/fs/cgroup/memory/memory.usage_in_bytes"),
@@ -26,7 +26,7 @@ CPU_TOKENS = 32_768  # the default on a CPU, where a pool that fills the memory 
 
 @dataclass(frozen=True)
 class PoolPlan:
-    """How many tokens a pool would hold, the bytes that takes, and the reckoning behind it in words."""
+    """How many tokens a pool will hold, its size in bytes, and the calculation in words."""
 
     num_tokens: int
     num_bytes: int
@@ -34,7 +34,7 @@ class PoolPlan:
 
     @property
     def num_slots(self) -> int:
-        """Slots to make: one a token, and slot 0."""
+        """Slots to make: one per token, and slot 0."""
         return self.num_tokens + 1
 
 
@@ -46,7 +46,7 @@ def plan_pool(
     fraction: float = 0.9,
     reserve: int = 0,
 ) -> PoolPlan:
-    """The pool for `device`, with the weights loaded already: `num_tokens` where given, else what fits.
+    """Plans the pool for `device` once the weights are loaded: `num_tokens` if given, else as many as fit.
 
     On CUDA: `fraction` of the device's memory, less what is in use now and `reserve` bytes (activations,
     graphs, buffers made later). On a CPU: `CPU_TOKENS`, in at most a quarter of the free memory. Raises
@@ -56,7 +56,7 @@ def plan_pool(
     if num_tokens is not None:
         if num_tokens < 1:
             raise ValueError(f"a pool of {num_tokens} tokens; ask for at least one")
-        # Asked before it is tried: a CPU promises memory that it does not have, and kills who uses it.
+        # Checked first, because a CPU's allocation succeeds without memory, and the process is killed later.
         free = _free_bytes(device)
         if (num_tokens + 1) * per_token > free:
             raise OutOfMemory(free, per_token, num_tokens)
@@ -65,7 +65,7 @@ def plan_pool(
         raise ValueError(f"a memory fraction of {fraction}; it lies above 0 and at most at 1")
 
     if device.type == "cuda":
-        torch.cuda.empty_cache()  # what torch caches and does not use is room as well
+        torch.cuda.empty_cache()  # memory that torch caches without using it counts as free
         free, total = torch.cuda.mem_get_info(device)
         available = int(total * fraction) - (total - free) - reserve
         why = (
@@ -83,7 +83,7 @@ def plan_pool(
             else f"a quarter of {_gib(free)} free memory"
         )
     num_slots = limit // per_token
-    if num_slots < 2:  # slot 0 holds nobody's token
+    if num_slots < 2:  # slot 0 holds no token
         raise OutOfMemory(max(available, 0), per_token)
     return PoolPlan(num_slots - 1, num_slots * per_token, f"{why}, at {per_token} bytes a token")
 
@@ -92,7 +92,7 @@ class KVPool:
     """`num_slots` slots of `spec` on `device`.
 
     Layer `i` is one buffer `[num_slots, num_kv_heads * (k_dim + v_dim)]`: a slot's K heads, then its V heads,
-    so that one read brings both. Raises OutOfMemory, with nothing held, when the device refuses.
+    so that they are adjacent in memory. Raises OutOfMemory, with nothing allocated, if the device has no room.
     """
 
     def __init__(self, spec: KVSpec, num_slots: int, device: torch.device) -> None:
@@ -119,15 +119,15 @@ class KVPool:
         return self.num_slots * self.spec.bytes_per_token
 
     def kv(self, layer_idx: int) -> torch.Tensor:
-        """K and V of a layer together, `[num_slots, num_kv_heads * (k_dim + v_dim)]`, contiguous."""
+        """Returns K and V of a layer together, `[num_slots, num_kv_heads * (k_dim + v_dim)]`, contiguous."""
         return self._buffers[layer_idx]
 
     def k(self, layer_idx: int) -> torch.Tensor:
-        """K of a layer, `[num_slots, num_kv_heads, k_dim]`, a strided view."""
+        """Returns K of a layer, `[num_slots, num_kv_heads, k_dim]`, a strided view."""
         return self._k[layer_idx]
 
     def v(self, layer_idx: int) -> torch.Tensor:
-        """V of a layer, `[num_slots, num_kv_heads, v_dim]`, a strided view."""
+        """Returns V of a layer, `[num_slots, num_kv_heads, v_dim]`, a strided view."""
         return self._v[layer_idx]
 
 
@@ -136,7 +136,7 @@ def _free_bytes(device: torch.device) -> int:
         return torch.cuda.mem_get_info(device)[0]
     free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     with suppress(OSError, StopIteration), open("/proc/meminfo", encoding="ascii") as lines:
-        # Free, and what caches would give back at once.
+        # Free memory, and caches that can be dropped at once.
         free = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
     for limit, used in _CGROUP_FILES:
         with suppress(OSError, ValueError):  # no such group, or "max"

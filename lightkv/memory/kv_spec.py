@@ -1,7 +1,4 @@
-"""What the K/V of one token is: how many numbers, of what type, in how many layers.
-
-Knows no slot and no device.
-"""
+"""The shape and element type of one token's K/V."""
 
 from dataclasses import dataclass
 
@@ -39,7 +36,8 @@ class KVSpec:
         return self.num_layers * self.width * self.dtype.itemsize
 
     def split(self, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """K `[..., num_kv_heads, k_dim]` and V `[..., num_kv_heads, v_dim]`: views of `rows` `[..., width]`."""
+        """Splits `rows` `[..., width]` into views: K `[..., num_kv_heads, k_dim]`, V `[..., num_kv_heads,
+        v_dim]`."""
         heads = self.num_kv_heads
         k, v = rows.split([heads * self.k_dim, heads * self.v_dim], dim=-1)
         return k.unflatten(-1, (heads, self.k_dim)), v.unflatten(-1, (heads, self.v_dim))

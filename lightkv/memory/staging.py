@@ -1,8 +1,7 @@
-"""Host to device: several small arrays in one copy that nobody waits for.
+"""Copies several small arrays from host to device in one asynchronous copy.
 
-Knows nothing of what the arrays mean. On CUDA the pinned memory comes from torch's caching host allocator,
-which hands a block out again only after the copies that read it are done; so a step may stage its numbers
-while the copy of the step before is still under way.
+On CUDA the pinned memory comes from torch's caching host allocator, which reuses a block only after the copies
+that read it are done. So a step may stage its numbers while the copy of the step before is still in flight.
 """
 
 from collections.abc import Sequence
@@ -14,17 +13,17 @@ ALIGNMENT = 16  # bytes; Triton compiles a second kernel for pointers that have 
 
 
 def packed_size(arrays: Sequence[np.ndarray]) -> int:
-    """Bytes that `upload` needs for these arrays."""
+    """Returns the bytes that `upload` needs for these arrays."""
     return sum(_padded(array.nbytes) for array in arrays)
 
 
 def upload(
     arrays: Sequence[np.ndarray], device: torch.device, out: torch.Tensor | None = None
 ) -> list[torch.Tensor]:
-    """The one-dimensional `arrays` as tensors on `device`, in one copy, without synchronising.
+    """Returns the one-dimensional `arrays` as tensors on `device`, by one copy and without synchronising.
 
     `out`: uint8 `[packed_size(arrays)]` or longer, on `device`; the tensors are then views of it, at the same
-    addresses whenever the sizes are the same. Without it they share fresh memory.
+    addresses whenever the sizes are the same. Without it they share newly allocated memory.
     """
     host = torch.empty(packed_size(arrays), dtype=torch.uint8, pin_memory=device.type == "cuda")
     staged = host.numpy()

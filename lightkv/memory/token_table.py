@@ -1,7 +1,7 @@
-"""(row, position) → slot: the table that the kernels read.
+"""The table that the kernels read: (row, position) → slot.
 
-Knows neither who a row belongs to nor which slots are free. Row 0 is padding, all of it slot 0. What a row
-holds beyond its sequence's length is stale and names no slot of that sequence.
+Row 0 is padding, and all its entries are slot 0. Entries of a row beyond its sequence's length are stale; those
+slots may belong to other sequences.
 """
 
 from collections.abc import Sequence
@@ -16,7 +16,7 @@ from .staging import upload
 
 
 class KVIndices(NamedTuple):
-    """A batch's slots as FlashInfer takes them, at one token a page. All int32, on the table's device."""
+    """A batch's slots in FlashInfer's form with a page size of one. All int32, on the table's device."""
 
     kv_indptr: torch.Tensor  # [B + 1]
     kv_indices: torch.Tensor  # [sum(lengths)]
@@ -40,9 +40,10 @@ class TokenTable:
         starts: Sequence[int] | np.ndarray,
         counts: Sequence[int] | np.ndarray,
     ) -> np.ndarray:
-        """Where row `rows[i]`'s positions `starts[i] : starts[i] + counts[i]` are in the flattened table.
+        """Returns where positions `starts[i] : starts[i] + counts[i]` of row `rows[i]` are in the flattened
+        table.
 
-        int64 `[sum(counts)]` on the host, packed in order. Raises IndexError for what lies outside the table.
+        int64 `[sum(counts)]` on the host, packed in order. Raises IndexError for places outside the table.
         """
         numbers = np.array((rows, starts, counts), dtype=np.int64)
         row, start, count = numbers
@@ -62,15 +63,16 @@ class TokenTable:
         return np.repeat(first - ends + count, count) + np.arange(ends[-1] if ends.size else 0)
 
     def read(self, entries: torch.Tensor) -> torch.Tensor:
-        """The slots at `entries` (int64 `[n]` on the table's device): int32 `[n]`."""
+        """Returns the slots at `entries` (int64 `[n]` on the table's device): int32 `[n]`."""
         return self._flat.index_select(0, entries)
 
     def slots(self, row: int, start: int, end: int) -> torch.Tensor:
-        """The slots of `row` at positions [start, end): int32, a view of the table."""
+        """Returns the slots of `row` at positions [start, end): int32, a view of the table."""
         return self.req_to_token[row, start:end]
 
     def kv_indices(self, rows: Sequence[int], lengths: Sequence[int]) -> KVIndices:
-        """The first `lengths[i]` slots of each of `rows`, packed. Host numbers in, one upload, no wait."""
+        """Returns the first `lengths[i]` slots of each of `rows`, packed. Uploads once, without
+        synchronising."""
         entries = self.entries(rows, np.zeros(len(rows), dtype=np.int64), lengths)
         indptr = np.zeros(len(rows) + 1, dtype=np.int32)
         np.cumsum(lengths, out=indptr[1:])

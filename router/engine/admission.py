@@ -28,10 +28,10 @@ from enum import Enum
 from random import Random
 from typing import NamedTuple, Protocol
 
-from lightkv.ledger import TokenLedger
 from lightkv.router.config import TTFT_TARGET
 
 from .forecast import Forecast
+from .ledger import Ledger
 from .request import Request
 
 
@@ -185,7 +185,7 @@ class Running(NamedTuple):
     """What runs now, as admission looks at it: the ledger, the forecast, and the requests in prefill and
     decode."""
 
-    ledger: TokenLedger
+    ledger: Ledger
     forecast: Forecast
     prefilling: Sequence[Request]
     decoding: Sequence[Request]

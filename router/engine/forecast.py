@@ -17,8 +17,10 @@ from bisect import bisect_left, bisect_right
 
 import numpy as np
 
-from lightkv.ledger import Match, Sequence, TokenLedger
+from lightkv.ledger import Match, Sequence
 from lightkv.ledger.prefix_tree import Segment
+
+from .ledger import Ledger
 
 NEVER = 2**62  # the end of a prefill, which outlives all decodes
 
@@ -35,7 +37,7 @@ class Forecast:
     0.
     """
 
-    def __init__(self, ledger: TokenLedger, lag: int = 0) -> None:
+    def __init__(self, ledger: Ledger, lag: int = 0) -> None:
         self._ledger = ledger
         self._lag = lag
         self._end: dict[int, int] = {}  # row → its end; NEVER while admitted

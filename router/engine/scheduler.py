@@ -24,13 +24,14 @@ from typing import NamedTuple
 
 from lightkv.edits import Alloc, encode
 from lightkv.errors import CheckFailed
-from lightkv.ledger import Sequence, TokenLedger
+from lightkv.ledger import Sequence
 from lightkv.ledger.prefix_tree import TOKEN_BYTES
 from lightkv.ledger.shared_prefixes import BatchPrefixes
 from lightkv.router.sampling_params import SamplerKind
 
 from .admission import Admission, Demand, Running, peak_tokens
 from .forecast import Forecast
+from .ledger import Ledger
 from .new_rows import NewRows
 from .request import Request
 from .step import Limits, StepPlan, StepResult, TokenEvent
@@ -63,7 +64,7 @@ class Scheduler:
 
     def __init__(
         self,
-        ledger: TokenLedger,
+        ledger: Ledger,
         limits: Limits,
         depth: int = 1,
         admission: Admission | None = None,

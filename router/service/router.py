@@ -17,10 +17,10 @@ from typing import NamedTuple, Protocol
 import msgspec
 
 from lightkv.errors import LightKVError
-from lightkv.ledger import TokenLedger
 from lightkv.memory_map import Owner, owners, segment_labels
 from lightkv.router.config import EngineConfig
 from lightkv.router.engine.admission import make_admission
+from lightkv.router.engine.ledger import Ledger
 from lightkv.router.engine.loop import Engine, make_scheduler
 from lightkv.router.engine.request import InvalidPrompt, NeverFits, Request
 from lightkv.router.engine.step import (
@@ -243,7 +243,7 @@ class Router:
         else:
             self._send_map(Mapped(msgspec.structs.replace(found, owners=holders)))
 
-    def _holders(self, ledger: TokenLedger) -> list[Owner]:
+    def _holders(self, ledger: Ledger) -> list[Owner]:
         """Returns the rows that alone hold tokens, with the ids of their requests."""
         names = {
             request.sequence.row: name

@@ -1,34 +1,122 @@
-"""Other allocations to compare with: the ledger, where memory goes by pages, or by one run a request.
+"""Ledgers for other ways to allocate, to compare with: by pages, or one run of slots per request.
 
-For the simulator alone: these count what a paged or a contiguous allocator would take, and drive no device.
-The ledger underneath stays what it is, and counts tokens; beside it the *padding* is counted, slots that a
-request keeps from others and has no token in. Capacity is `num_free + num_cached + num_held` as ever, and what
-is held includes the padding.
+They are for the simulator and the benchmarks: they count what a paged or a contiguous allocator would hold, and
+drive no device memory. Each holds a `TokenLedger`, which counts tokens, and counts beside it the *padding*:
+slots that a request keeps from others without a token in them. `num_free + num_cached + num_held == capacity`
+as ever, and `num_held` includes the padding.
 """
 
-from collections.abc import Callable
+from collections.abc import Iterable, Iterator, Set
 from collections.abc import Sequence as Seq
 
 import numpy as np
 
-from lightkv.errors import CheckFailed, SequenceTooLong
+from lightkv.edits import Edit
+from lightkv.errors import CheckFailed, OutOfTokens, SequenceTooLong
 from lightkv.ledger import Match, Sequence, TokenLedger
-from lightkv.ledger.prefix_tree import TOKEN_BYTES, Namespace
+from lightkv.ledger.prefix_tree import TOKEN_BYTES, Namespace, Segment
+from lightkv.router.engine.ledger import Ledger
 
 from .config import InvalidAllocation, page_of
 
 
-class PagedLedger(TokenLedger):
-    """A ledger in pages of `page` slots, as vLLM's: a page has one owner, and is shared, cached and evicted as
-    a whole. Capacity is rounded down to whole pages.
+class _PaddedLedger:
+    """A token ledger and a count of padding. The verbs here are those that change no padding."""
+
+    def __init__(self, capacity: int, max_sequences: int, max_entries: int) -> None:
+        self.padding = 0
+        self._tokens = TokenLedger(capacity, max_sequences, max_entries)
+
+    @property
+    def step(self) -> int:
+        """The number of the next step to plan."""
+        return self._tokens.step
+
+    @step.setter
+    def step(self, step: int) -> None:
+        self._tokens.step = step
+
+    @property
+    def capacity(self) -> int:
+        """Slots of the pool."""
+        return self._tokens.capacity
+
+    @property
+    def num_free(self) -> int:
+        """Slots that no sequence holds and the cache does not keep."""
+        return self._tokens.num_free - self.padding
+
+    @property
+    def num_cached(self) -> int:
+        """Slots that no sequence holds, kept because a prompt may hit them."""
+        return self._tokens.num_cached
+
+    @property
+    def num_held(self) -> int:
+        """Slots that open sequences hold, padding included; shared slots count once."""
+        return self.capacity - self.num_free - self.num_cached
+
+    @property
+    def num_available(self) -> int:
+        """Slots that are free or can be evicted."""
+        return self.num_free + self.num_cached
+
+    @property
+    def num_open(self) -> int:
+        """Open sequences."""
+        return self._tokens.num_open
+
+    @property
+    def sequences(self) -> Iterable[Sequence]:
+        """The open sequences."""
+        return self._tokens.sequences
+
+    @property
+    def shared(self) -> Set[Segment]:
+        """The segments that more than one open sequence holds."""
+        return self._tokens.shared
+
+    def holders(self, segment: Segment) -> Iterator[Sequence]:
+        """Yields the open sequences that hold `segment`."""
+        return self._tokens.holders(segment)
+
+    def sole_segments(self) -> Iterator[tuple[int, Segment]]:
+        """Yields (row, segment) for each segment that exactly one open sequence holds."""
+        return self._tokens.sole_segments()
+
+    def private_ranges(self) -> list[tuple[int, int, int]]:
+        """Returns the private tail of each open sequence as (row, first entry, end)."""
+        return self._tokens.private_ranges()
+
+    def confirm(self, step: int) -> None:
+        """Keeps what was published up to and including `step`."""
+        self._tokens.confirm(step)
+
+    def retract(self) -> None:
+        """Drops what the unconfirmed steps have published."""
+        self._tokens.retract()
+
+    def evict(self, count: int) -> None:
+        """Frees `count` cached slots, the least recently used first."""
+        self._tokens.evict(count)
+
+    def drain(self) -> list[Edit]:
+        """Returns the edits since the last call, in order."""
+        return self._tokens.drain()
+
+
+class PagedLedger(_PaddedLedger):
+    """A ledger in pages of `page` slots, like vLLM's: a page has one owner, and is shared, cached and evicted
+    as a whole. Capacity is rounded down to whole pages.
 
         page       |      0        |      1        |      2        |
         entries    ├── shared, or computed ────────┼── last ──┤ padding
                    0                                        length
 
-    A prefix is found by whole pages alone, and one page at least is left to compute where the prompt ends with
-    one. In the tree a page is written as its number, which pages of the same ids have in common, and zeros: so
-    two pages are equal or differ from their first token on, and no segment begins or ends within a page.
+    Only whole pages of a prefix are hit, and where a prompt ends with a whole page, that page at least is left
+    to compute. In the token ledger the token ids of a page are written as a number, the same for pages with the
+    same ids, followed by zeros. So two pages are equal or differ from their first token on, and no segment
+    begins or ends within a page. A sequence's `prompt` is in this code.
     """
 
     def __init__(self, capacity: int, max_sequences: int, max_entries: int, page: int) -> None:
@@ -38,31 +126,25 @@ class PagedLedger(TokenLedger):
             )
         super().__init__(capacity // page * page, max_sequences, max_entries)
         self.page = page
-        self.padding = 0
-        self._prompts: dict[int, bytes] = {}  # row → its prompt as it was given
-        self._coded: dict[int, bytes] = {}  # row → the whole pages of it, as the tree has them
-        self._numbers: dict[bytes, int] = {}  # ids of a page → its number
+        self._prompts: dict[int, bytes] = {}  # row → its prompt's token ids
+        self._coded: dict[int, bytes] = {}  # row → the code of the whole pages of its prompt
+        self._numbers: dict[bytes, int] = {}  # token ids of a page → its number
         self._next_number = 1
         self._last = (b"", b"")  # the prompt looked up last, and its code
 
-    @property
-    def num_free(self) -> int:
-        """Slots of pages that nobody holds and nothing is cached in."""
-        return self._paths.num_free - self.padding
-
     def slots(self, rows: Seq[int], lengths: np.ndarray, steps: int = 1) -> int:
-        """Slots of the pages of sequences of these lengths; summed over `steps`, a token more in each."""
+        """Returns the slots in the pages of sequences of these lengths, added up over `steps` steps, in each of
+        which every sequence grows by one token."""
 
-        def pages_up_to(
-            length: np.ndarray,
-        ) -> np.ndarray:  # of sequences of 1, 2 … length tokens, all together
+        def pages_up_to(length: np.ndarray) -> np.ndarray:
+            """The pages of sequences of 1, 2 … length tokens, all together."""
             full, rest = np.divmod(length, self.page)
             return self.page * full * (full + 1) // 2 + rest * (full + 1)
 
         return self.page * int((pages_up_to(lengths + steps - 1) - pages_up_to(lengths - 1)).sum())
 
     def growth(self, sequences: Seq[Sequence], count: int = 1) -> int:
-        """Slots that `count` tokens more for each of these take: where a last page is full, another one."""
+        """Returns the slots of the pages that are needed to extend each of these by `count` tokens."""
         page = self.page
         if count == 1:
             return page * [sequence.length % page for sequence in sequences].count(0)
@@ -71,30 +153,31 @@ class PagedLedger(TokenLedger):
         )
 
     def growth_cycle(self, sequences: Seq[Sequence]) -> list[int]:
-        """Slots that a token more for each takes in the next step and those after it; then it begins again."""
+        """Returns the slots that one more token each takes in the next step, the step after it, and so on;
+        after the last entry the list repeats."""
         lengths = np.array([sequence.length for sequence in sequences])
         at_end = np.bincount(-lengths % self.page, minlength=self.page)
         return (self.page * at_end).tolist()
 
     def match(self, token_ids: bytes, namespace: Namespace = ()) -> Match:
-        """What `open` would hit: whole pages."""
-        found = super().match(self._findable(self._code_prompt(token_ids), token_ids), namespace)
+        """Returns the whole pages that `open` would hit."""
+        found = self._tokens.match(self._findable(self._code_prompt(token_ids), token_ids), namespace)
         assert found.num_tokens % self.page == 0
         return found
 
     def open(self, token_ids: bytes, namespace: Namespace = ()) -> Sequence:
-        """A new sequence that holds the longest run of cached pages of its prompt."""
-        if len(token_ids) > self.max_entries * TOKEN_BYTES:
-            raise SequenceTooLong(len(token_ids) // TOKEN_BYTES, self.max_entries)
+        """Opens a sequence that holds the longest run of cached pages of its prompt."""
+        max_entries = self._tokens.max_entries
+        if len(token_ids) > max_entries * TOKEN_BYTES:
+            raise SequenceTooLong(len(token_ids) // TOKEN_BYTES, max_entries)
         coded = self._code_prompt(token_ids)
-        sequence = super().open(self._findable(coded, token_ids), namespace)
-        sequence.prompt = token_ids
+        sequence = self._tokens.open(self._findable(coded, token_ids), namespace)
         self._prompts[sequence.row] = token_ids
         self._coded[sequence.row] = coded
         return sequence
 
     def extend(self, sequences: Seq[Sequence], counts: Seq[int]) -> None:
-        """`counts[i]` more tokens for `sequences[i]`, and the pages that takes; evicts cached pages."""
+        """Allocates the pages for `counts[i]` more tokens of `sequences[i]`; evicts cached pages."""
         page = self.page
         if len(set(counts)) <= 1:
             slots = self.growth(sequences, counts[0]) if counts else 0
@@ -103,28 +186,34 @@ class PagedLedger(TokenLedger):
                 -(-(sequence.length + count) // page) + -sequence.length // page
                 for sequence, count in zip(sequences, counts, strict=True)
             )
-        before = self.padding
-        # The tokens that are asked for less what they find in last pages: so that the pool is asked for pages.
+        if slots > self.num_free:
+            self._make_room(slots, sequences, counts)
+        self._tokens.extend(sequences, counts)
         self.padding += slots - sum(counts)
-        try:
-            super().extend(sequences, counts)
-        except BaseException:
-            self.padding = before
-            raise
+
+    def _make_room(self, slots: int, sequences: Seq[Sequence], counts: Seq[int]) -> None:
+        """Evicts pages until `slots` are free. Raises OutOfTokens, and what `extend` would raise after it."""
+        longest = max(one.length + count for one, count in zip(sequences, counts, strict=True))
+        if longest > self._tokens.max_entries:
+            raise SequenceTooLong(longest, self._tokens.max_entries)
+        for sequence in sequences:
+            self._tokens.require_open(sequence)
+        if slots > self.num_available:
+            raise OutOfTokens(slots, self.num_available, self.capacity)
+        self.evict(slots - self.num_free)
 
     def publish(self, sequence: Sequence) -> None:
-        """Let the whole pages that the sequence has of its prompt be hit by others."""
+        """Lets other sequences hit the whole pages that the sequence has of its prompt."""
         size = self.page * TOKEN_BYTES
         coded = self._coded[sequence.row]
         end = min(sequence.length * TOKEN_BYTES // size * size, len(coded))
         if end > sequence.shared * TOKEN_BYTES:
-            prompt, sequence.prompt = sequence.prompt, coded[:end]
-            super().publish(sequence)
-            sequence.prompt = prompt
+            self._tokens.set_prompt(sequence, coded[:end])
+            self._tokens.publish(sequence)
 
     def close(self, sequence: Sequence, output_ids: bytes = b"", cache: bool = True) -> None:
-        """End a sequence; its whole pages stay to be hit."""
-        self.require_open(sequence)
+        """Closes a sequence; with `cache` its whole pages stay to be hit."""
+        self._tokens.require_open(sequence)
         prompt, coded = self._prompts.pop(sequence.row), self._coded.pop(sequence.row)
         self.padding -= -sequence.length % self.page
         if cache:
@@ -132,42 +221,42 @@ class PagedLedger(TokenLedger):
             end = sequence.length * TOKEN_BYTES // size * size
             if end > len(coded):
                 coded += self._code((prompt + output_ids)[len(coded) : end])
-            sequence.prompt = coded[:end]
-        super().close(sequence, b"", cache)
+            self._tokens.set_prompt(sequence, coded[:end])
+        self._tokens.close(sequence, b"", cache)
 
     def evict(self, count: int) -> None:
-        """Free `count` cached tokens, and what else is in their pages."""
+        """Frees at least `count` cached slots, by whole pages."""
         super().evict(-(-count // self.page) * self.page)
 
     def shrink(self, sequences: Seq[Sequence], counts: Seq[int]) -> None:
-        """Undo an `extend`, and give back the pages that hold nothing then."""
+        """Undoes an `extend`, and frees the pages that have no token then."""
         before = sum(-sequence.length % self.page for sequence in sequences)
-        super().shrink(sequences, counts)
+        self._tokens.shrink(sequences, counts)
         self.padding += sum(-sequence.length % self.page for sequence in sequences) - before
 
     def check(self) -> None:
-        """Recount everything. Raises CheckFailed."""
-        _check_tokens(self, super().check)
+        """Recounts everything. Raises CheckFailed."""
+        self._tokens.check()
         padding = sum(-sequence.length % self.page for sequence in self.sequences)
         if padding != self.padding:
-            raise CheckFailed(f"{self.padding} slots of padding in the books, {padding} by recount")
+            raise CheckFailed(f"{self.padding} slots of padding by the ledger's count, {padding} by recount")
         if self.num_free < 0 or self.num_free % self.page or self.num_cached % self.page:
             raise CheckFailed(
                 f"{self.num_free} slots free, {self.num_cached} cached, in pages of {self.page}"
             )
 
     def _findable(self, coded: bytes, token_ids: bytes) -> bytes:
-        """What of a prompt may be found, and one token, which is left to compute."""
+        """Returns the code of the pages that may be hit, and one more token, which is left to compute."""
         size = self.page * TOKEN_BYTES
         return coded[: (len(token_ids) - TOKEN_BYTES) // size * size] + token_ids[:TOKEN_BYTES]
 
     def _code_prompt(self, token_ids: bytes) -> bytes:
-        if self._last[0] is not token_ids:  # a prompt that waits is looked up again and again
+        if self._last[0] is not token_ids:  # a waiting prompt is looked up in every step
             self._last = token_ids, self._code(token_ids)
         return self._last[1]
 
     def _code(self, token_ids: bytes) -> bytes:
-        """The whole pages of these ids, as the tree has them."""
+        """Returns the code of the whole pages of these token ids."""
         size = self.page * TOKEN_BYTES
         numbers = self._numbers
         if len(numbers) > 2 * self.capacity // self.page + 1024:
@@ -183,8 +272,8 @@ class PagedLedger(TokenLedger):
         return coded.tobytes()
 
     def _forget(self) -> None:
-        """Forget the numbers of pages that are nowhere any more."""
-        known = [segment.tokens for segment in self._paths.tree]
+        """Forgets the numbers of pages that neither the tree nor an open sequence has."""
+        known = [segment.tokens for segment in self._tokens.indexed_segments()]
         known += [*self._coded.values(), self._last[1]]
         size = self.page
         used = {number for tokens in known for number in np.frombuffer(tokens, np.int32)[::size].tolist()}
@@ -192,49 +281,44 @@ class PagedLedger(TokenLedger):
             del self._numbers[ids]
 
 
-class ContiguousLedger(TokenLedger):
-    """One run of slots a request, as long as it may get: its prompt and `max_new` tokens. Nothing is shared.
+class ContiguousLedger(_PaddedLedger):
+    """One run of slots per request, as long as the request may get: its prompt and `max_new` tokens. No token
+    is shared or cached.
 
-    No room is lost between runs, as though they could be moved: a pool of equal runs, or one that compacts
-    itself. A real one holds less.
+    No room is lost between runs, as if they could be moved or were all equally long. A real allocator holds
+    fewer requests.
     """
 
     def __init__(self, capacity: int, max_sequences: int, max_entries: int, max_new: int) -> None:
         super().__init__(capacity, max_sequences, max_entries)
-        self.padding = 0
         self._max_new = max_new
         self._runs: dict[int, int] = {}  # row → slots of its run
 
     @property
-    def num_free(self) -> int:
-        """Slots that are in nobody's run."""
-        return self._paths.num_free - self.padding
-
-    @property
     def num_available(self) -> int:
-        """Tokens that `extend` could give: runs have been reserved, so those that are in none yet, too."""
-        return self._paths.num_free
+        """Tokens that `extend` can allocate: the slots in no run, and those of runs that have no token yet."""
+        return self._tokens.num_free
 
     def slots(self, rows: Seq[int], lengths: np.ndarray, steps: int = 1) -> int:
-        """Slots of the runs of these rows; summed over `steps`."""
+        """Returns the slots of the runs of these rows, added up over `steps` steps."""
         return steps * sum([self._runs[row] for row in rows])
 
     def growth(self, sequences: Seq[Sequence], count: int = 1) -> int:
-        """Tokens take slots of the run: nothing of the pool."""
+        """Returns 0: tokens use the slots of their run."""
         return 0
 
     def growth_cycle(self, sequences: Seq[Sequence]) -> list[int]:
-        """The same."""
+        """Returns [0]: a step takes no slot of the pool."""
         return [0]
 
     def match(self, token_ids: bytes, namespace: Namespace = ()) -> Match:
-        """Nothing is shared."""
+        """Returns an empty match."""
         return Match((), 0, 0)
 
     def open(self, token_ids: bytes, namespace: Namespace = ()) -> Sequence:
-        """A new sequence with a run of its own."""
-        sequence = super().open(token_ids, namespace)
-        run = len(token_ids) // TOKEN_BYTES + self._max_new - 1  # the last token is never written
+        """Opens a sequence with a run of its own."""
+        sequence = self._tokens.open(token_ids, namespace)
+        run = len(token_ids) // TOKEN_BYTES + self._max_new - 1  # the last token's K/V is never written
         self._runs[sequence.row] = run
         self.padding += run
         if self.num_free < 0:
@@ -242,53 +326,41 @@ class ContiguousLedger(TokenLedger):
         return sequence
 
     def extend(self, sequences: Seq[Sequence], counts: Seq[int]) -> None:
-        """`counts[i]` more slots of its run for `sequences[i]`."""
-        total = sum(counts)
-        self.padding -= total
-        try:
-            super().extend(sequences, counts)
-        except BaseException:
-            self.padding += total
-            raise
+        """Uses `counts[i]` more slots of the run of `sequences[i]`."""
+        self._tokens.extend(sequences, counts)
+        self.padding -= sum(counts)
 
     def shrink(self, sequences: Seq[Sequence], counts: Seq[int]) -> None:
-        """Undo an `extend`: the run keeps its slots."""
-        super().shrink(sequences, counts)
+        """Undoes an `extend`; the run keeps its slots."""
+        self._tokens.shrink(sequences, counts)
         self.padding += sum(counts)
 
     def publish(self, sequence: Sequence) -> None:
-        """Nothing is shared."""
+        """Does nothing, because no token is shared."""
 
     def close(self, sequence: Sequence, output_ids: bytes = b"", cache: bool = True) -> None:
-        """End a sequence; nothing of it stays."""
-        self.require_open(sequence)
+        """Closes a sequence and frees its run."""
+        self._tokens.require_open(sequence)
         self.padding -= self._runs.pop(sequence.row) - sequence.length
-        super().close(sequence, b"", cache=False)
+        self._tokens.close(sequence, b"", cache=False)
 
     def check(self) -> None:
-        """Recount everything. Raises CheckFailed."""
-        _check_tokens(self, super().check)
+        """Recounts everything. Raises CheckFailed."""
+        self._tokens.check()
         padding = sum(self._runs[sequence.row] - sequence.length for sequence in self.sequences)
         if padding != self.padding or self.num_free < 0:
-            raise CheckFailed(f"{self.padding} slots of padding in the books, {padding} by recount")
+            raise CheckFailed(
+                f"{self.padding} slots of padding by the ledger's count, {padding} by recount, "
+                f"{self.num_free} slots free"
+            )
 
 
-def make_ledger(
-    allocation: str, capacity: int, max_sequences: int, max_entries: int, max_new: int
-) -> TokenLedger:
-    """The ledger of an allocation's name. `max_new`: tokens that a contiguous one reserves behind a prompt."""
+def make_ledger(allocation: str, capacity: int, max_sequences: int, max_entries: int, max_new: int) -> Ledger:
+    """Returns the ledger for the name of an allocation. `max_new`: tokens that a contiguous one reserves after
+    each prompt."""
     page = page_of(allocation)
     if page == 1:
         return TokenLedger(capacity, max_sequences, max_entries)
     if not page:
         return ContiguousLedger(capacity, max_sequences, max_entries, max_new)
     return PagedLedger(capacity, max_sequences, max_entries, page)
-
-
-def _check_tokens(ledger: PagedLedger | ContiguousLedger, check: Callable[[], None]) -> None:
-    """The ledger's own recount, which is of tokens."""
-    padding, ledger.padding = ledger.padding, 0
-    try:
-        check()
-    finally:
-        ledger.padding = padding

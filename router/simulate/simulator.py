@@ -17,8 +17,9 @@ from dataclasses import asdict, replace
 
 import numpy as np
 
-from lightkv.ledger import Sequence, TokenLedger
+from lightkv.ledger import Sequence
 from lightkv.router.engine.admission import make_admission
+from lightkv.router.engine.ledger import Ledger
 from lightkv.router.engine.loop import LocalEngine
 from lightkv.router.engine.request import Request
 from lightkv.router.engine.step import ExpectedMemory, Limits, StepPlan, StepResult, TokenEvent
@@ -226,7 +227,7 @@ class _Simulation:
         self.clock = 0.0
         page = page_of(config.allocation)
         longest = config.capacity + 1
-        self.ledger: TokenLedger = make_ledger(
+        self.ledger: Ledger = make_ledger(
             config.allocation, config.capacity, config.max_num_seqs, longest, config.max_new
         )
         slack = max(page - 1, 0)

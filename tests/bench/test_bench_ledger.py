@@ -58,7 +58,7 @@ def test_a_service_has_as_much_cached_as_was_asked_for_whatever_is_done() -> Non
 
 def test_a_wrong_count_is_refused() -> None:
     service = make()
-    service.ledger._paths.num_free -= 1
+    service.ledger._state.num_free -= 1
     with pytest.raises(SystemExit, match="no figures"):
         service.check()
 

@@ -266,7 +266,7 @@ def test_an_error_flag_says_what_happened() -> None:
     engine, worker = make()
     engine.add(request("a", [1], 5))
     worker.flags = 2
-    with pytest.raises(LedgerMismatch, match="on the device a slot was given back that was free already"):
+    with pytest.raises(LedgerMismatch, match="on the device a slot was freed that was free already"):
         engine.step()
 
 

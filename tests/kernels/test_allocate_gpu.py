@@ -23,25 +23,25 @@ from tests.support.slot_model import Model, number, poisoned
 def test_large_pool_of_full_blocks() -> None:
     torch.manual_seed(0)
     num_slots = 3_000_000
-    state, twin = new_slot_state(num_slots, "cuda"), new_slot_state(num_slots, "cuda")
+    state, expected_state = new_slot_state(num_slots, "cuda"), new_slot_state(num_slots, "cuda")
     held = torch.empty(0, dtype=torch.int32, device="cuda")
     for n in (2_000_000, 5000, 1, 300_000, 700_000):
         out, expected = poisoned(n, "cuda"), poisoned(n, "cuda")
         alloc_slots(state, out, number(n, "cuda"))
-        alloc_slots_reference(twin, expected, number(n, "cuda"))
+        alloc_slots_reference(expected_state, expected, number(n, "cuda"))
         assert torch.equal(out, expected)
         held = torch.cat([held, out])
         held = held[torch.randperm(len(held), device="cuda")]
-        gift, held = held[: len(held) // 2], held[len(held) // 2 :]
-        free_slots(state, gift)
-        free_slots_reference(twin, gift)
+        freed, held = held[: len(held) // 2], held[len(held) // 2 :]
+        free_slots(state, freed)
+        free_slots_reference(expected_state, freed)
         for name in ("mem_state", "free_bits", "block_free", "counters"):
-            assert torch.equal(getattr(state, name), getattr(twin, name)), name
+            assert torch.equal(getattr(state, name), getattr(expected_state, name)), name
     assert state.counters.tolist() == [num_slots - 1 - len(held), 0]
 
 
 @pytest.mark.gpu
-def test_one_slot_given_by_many_threads_is_freed_once() -> None:
+def test_one_slot_freed_by_many_threads_is_freed_once() -> None:
     state = new_slot_state(5000, "cuda")
     out = poisoned(4999, "cuda")
     alloc_slots(state, out, number(4999, "cuda"))
@@ -51,22 +51,22 @@ def test_one_slot_given_by_many_threads_is_freed_once() -> None:
 
 
 @pytest.mark.gpu
-def test_captured_take_and_give_follow_their_count() -> None:
+def test_captured_allocations_and_frees_follow_their_count() -> None:
     state, model = new_slot_state(5000, "cuda"), Model(5000)
-    out, gift, run = poisoned(64, "cuda"), poisoned(16, "cuda"), poisoned(8, "cuda")
+    out, freed, run = poisoned(64, "cuda"), poisoned(16, "cuda"), poisoned(8, "cuda")
     count = number(1, "cuda")
 
     def step() -> None:
         alloc_slots(state, out, count)
-        free_slots(state, gift)
+        free_slots(state, freed)
         alloc_run(state, run)
 
-    gift.copy_(torch.arange(1, 17))
+    freed.copy_(torch.arange(1, 17))
     alloc_slots(state, poisoned(40, "cuda"), number(40, "cuda"))
-    model.take(40, 40)
+    model.alloc(40, 40)
     step()  # compiles outside the capture
-    assert out.tolist() == model.take(64, 1)
-    model.give(list(range(1, 17)))
+    assert out.tolist() == model.alloc(64, 1)
+    model.free_slots(list(range(1, 17)))
     assert run.tolist() == model.alloc_run(8)
     model.check(state)
     graph = torch.cuda.CUDAGraph()
@@ -76,10 +76,10 @@ def test_captured_take_and_give_follow_their_count() -> None:
     for n in (64, 0, 40):
         returned = sorted(set(range(1, 5000)) - model.free)[-16:]
         count.fill_(n)
-        gift.copy_(torch.tensor(returned))
+        freed.copy_(torch.tensor(returned))
         graph.replay()
-        assert out.tolist() == model.take(64, n)
-        model.give(returned)
+        assert out.tolist() == model.alloc(64, n)
+        model.free_slots(returned)
         assert run.tolist() == model.alloc_run(8)
         model.check(state)
 
@@ -113,10 +113,10 @@ def test_never_synchronises() -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("num_slots", [65_536, 1_000_000, 10_000_000])
 def test_replays_and_eager_calls_mix(num_slots: int) -> None:
-    """Decode steps in a graph, eager steps, prompts and ends at random, beside the twins on the same device."""
+    """Decode steps in a graph, eager steps, prompts and ends at random, compared with the references."""
     rng = random.Random(num_slots)
     generator = torch.Generator("cuda").manual_seed(num_slots)
-    state, twin = new_slot_state(num_slots, "cuda"), new_slot_state(num_slots, "cuda")
+    state, expected_state = new_slot_state(num_slots, "cuda"), new_slot_state(num_slots, "cuda")
     tables = [torch.zeros(257, 64, dtype=torch.int32, device="cuda") for _ in range(2)]
     rows, positions = torch.arange(1, 257, device="cuda"), torch.zeros(256, dtype=torch.int64, device="cuda")
     out, count = poisoned(256, "cuda"), number(0, "cuda")
@@ -141,22 +141,24 @@ def test_replays_and_eager_calls_mix(num_slots: int) -> None:
             positions.fill_(step % 64)
             expected = poisoned(256, "cuda")
             graph.replay() if kind == "replay" else decode()
-            alloc_slots_reference(twin, expected, count, entries=TableEntries(tables[1], positions, rows))
+            alloc_slots_reference(
+                expected_state, expected, count, entries=TableEntries(tables[1], positions, rows)
+            )
             assert torch.equal(out, expected)
             assert torch.equal(*tables)
             held = torch.cat((held, out[:n]))
         elif kind == "end":
             held = held[torch.randperm(len(held), device="cuda", generator=generator)]
-            gift, held = held[: len(held) // 20], held[len(held) // 20 :]
-            free_slots(state, gift)
-            free_slots_reference(twin, gift)
+            freed, held = held[: len(held) // 20], held[len(held) // 20 :]
+            free_slots(state, freed)
+            free_slots_reference(expected_state, freed)
         else:
             taken, expected = poisoned(n, "cuda"), poisoned(n, "cuda")
             (alloc_slots if kind == "many" else alloc_run)(state, taken)
-            (alloc_slots_reference if kind == "many" else alloc_run_reference)(twin, expected)
+            (alloc_slots_reference if kind == "many" else alloc_run_reference)(expected_state, expected)
             assert torch.equal(taken, expected)
             held = torch.cat((held, taken))
         for name in ("mem_state", "free_bits", "block_free", "counters"):
-            assert torch.equal(getattr(state, name), getattr(twin, name)), (step, kind, n, name)
+            assert torch.equal(getattr(state, name), getattr(expected_state, name)), (step, kind, n, name)
     assert int(state.counters[0]) == num_slots - 1 - len(held)
     assert int(state.counters[1]) == 0

@@ -1,6 +1,6 @@
-"""Random operations on the slot kernels and their twins against a model: a Python set of free slots.
+"""Random operations on the slot kernels and their references against a model: a Python set of free slots.
 
-They run over pools of small blocks, so that one operation crosses many of them. After each, slots, books and
+They run over pools of small blocks, so that one operation crosses many of them. After each, slots, metadata and
 flags are compared with the model's.
 """
 
@@ -19,7 +19,7 @@ from lightkv.triton_kernels.slots.allocate import new_slot_state
 from lightkv.triton_kernels.tuning import CountTiles
 from tests.support.slot_model import (
     KERNELS,
-    TWINS,
+    REFERENCES,
     Model,
     Operations,
     in_programs,
@@ -32,11 +32,11 @@ POOL = st.tuples(st.integers(1, 40), st.sampled_from([1, 4, 16, 64]))  # slots, 
 STEPS = st.lists(
     st.one_of(
         # The length of the output, and the count.
-        st.tuples(st.just("take"), st.integers(0, 20), st.integers(-1, 24)),
+        st.tuples(st.just("alloc"), st.integers(0, 20), st.integers(-1, 24)),
         st.tuples(st.just("run"), st.integers(0, 42), st.just(0)),
-        # Slots in use, by their place among those, and anything at all.
-        st.tuples(st.just("give"), st.lists(st.integers(0, 60), max_size=12), st.booleans()),
-        st.tuples(st.just("give any"), st.lists(st.integers(-5, 45), max_size=6), st.booleans()),
+        # Slots in use, by their place among these, and any numbers.
+        st.tuples(st.just("free"), st.lists(st.integers(0, 60), max_size=12), st.booleans()),
+        st.tuples(st.just("free any"), st.lists(st.integers(-5, 45), max_size=6), st.booleans()),
     ),
     max_size=12,
 )
@@ -50,35 +50,35 @@ def replay(
     model.check(state)
     for name, what, detail in steps:
         alloc_slots, alloc_run, free_slots = operations()
-        if name == "take":
+        if name == "alloc":
             out = poisoned(what, device)
             alloc_slots(state, out, number(detail, device))
-            assert out.tolist() == model.take(what, max(detail, 0))
+            assert out.tolist() == model.alloc(what, max(detail, 0))
         elif name == "run":
             out = poisoned(what, device)
             alloc_run(state, out)
             assert out.tolist() == model.alloc_run(what)
         else:
             used = sorted(set(range(1, num_slots)) - model.free)
-            if name == "give":
+            if name == "free":
                 what = list(dict.fromkeys(used[i % len(used)] for i in what)) if used else []
             dtype = torch.int64 if detail else torch.int32
             free_slots(state, torch.tensor(what, dtype=dtype, device=device))
-            model.give(what)
+            model.free_slots(what)
         model.check(state)
 
 
 @pytest.mark.parametrize(
     ("operations", "launched", "max_examples"),
     [
-        (TWINS, nullcontext, 100),
+        (REFERENCES, nullcontext, 100),
         (KERNELS, nullcontext, 40),
         pytest.param(KERNELS, lambda: in_programs(4, CountTiles(4, 8)), 40, marks=pytest.mark.slow),
         (KERNELS, lambda: in_two_kernels(CountTiles(4, 8)), 40),
     ],
-    ids=["twins", "kernels", "several programs", "two kernels"],
+    ids=["references", "kernels", "several programs", "two kernels"],
 )
-def test_takes_and_gives_behave_as_the_set(
+def test_allocations_and_frees_match_the_set(
     device: torch.device,
     operations: Operations,
     launched: Callable[[], AbstractContextManager[object]],
@@ -100,10 +100,10 @@ def test_takes_and_gives_behave_as_the_set(
     suppress_health_check=[HealthCheck.function_scoped_fixture],
     derandomize=True,
 )
-def test_kernels_and_twins_keep_the_same_books(
+def test_kernels_and_references_keep_the_same_metadata(
     device: torch.device, pool: tuple[int, int], steps: list, seed: int
 ) -> None:
-    """Either does the next operation on one pool: what one has left, the other goes on with."""
+    """Kernels and references take turns on one pool, each on the state that the other has left."""
     rng = random.Random(seed)
     with mock.patch.object(allocate, "MAX_IN_ONE_KERNEL", 8):
-        replay(lambda: rng.choice([KERNELS, TWINS]), device, pool, steps)
+        replay(lambda: rng.choice([KERNELS, REFERENCES]), device, pool, steps)

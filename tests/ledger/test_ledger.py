@@ -1,9 +1,11 @@
-"""The ledger against a model of the memory that knows what every slot contains."""
+"""The ledger, compared with a model of the memory that knows what every slot contains."""
 
+import ast
 import random
 import subprocess
 import sys
 from array import array
+from pathlib import Path
 
 import pytest
 
@@ -72,7 +74,7 @@ def test_a_tail_without_ids_is_freed() -> None:
     assert counts(ledger) == (98, 2, 0)
 
 
-def test_publish_lets_a_neighbour_hit_what_still_runs() -> None:
+def test_publish_lets_others_hit_a_running_sequence() -> None:
     ledger = TokenLedger(100, 4, 50)
     first = ledger.open(ids(1, 2, 3, 4))
     ledger.extend([first], [3])
@@ -101,7 +103,7 @@ def test_chunks_grow_one_segment() -> None:
     ledger.check()
 
 
-def test_namespaces_share_nothing_and_leave_nothing() -> None:
+def test_namespaces_share_nothing_and_their_roots_are_removed() -> None:
     ledger = TokenLedger(100, 4, 50)
     sequence = ledger.open(ids(1, 2, 3), namespace=("salt", 1))
     ledger.extend([sequence], [3])
@@ -111,10 +113,10 @@ def test_namespaces_share_nothing_and_leave_nothing() -> None:
     assert hit.num_hit == 2
     ledger.close(hit, cache=False)
     ledger.evict(ledger.num_cached)
-    assert ("salt", 1) not in ledger._paths.tree.roots
+    assert ("salt", 1) not in ledger._state.tree.roots
 
 
-def test_evict_takes_the_least_recently_used_and_trims_to_the_token() -> None:
+def test_evict_frees_the_least_recently_used_and_trims_to_the_token() -> None:
     ledger = TokenLedger(100, 4, 50)
     run_prompt(ledger, ids(1, 1, 1, 1))
     run_prompt(ledger, ids(2, 2, 2, 2))
@@ -126,7 +128,7 @@ def test_evict_takes_the_least_recently_used_and_trims_to_the_token() -> None:
     ledger.check()
 
 
-def test_extend_evicts_only_what_it_lacks() -> None:
+def test_extend_evicts_only_as_many_tokens_as_it_needs() -> None:
     ledger = TokenLedger(10, 4, 10)
     run_prompt(ledger, ids(1, 2, 3, 4, 5, 6))
     sequence = ledger.open(ids(9))
@@ -226,7 +228,7 @@ def test_shrink_undoes_an_extend_all_or_none_and_keeps_the_prompt() -> None:
     before = counts(ledger)
     ledger.extend([hit, fresh], [2, 3])
     ledger.drain()
-    with pytest.raises(ValueError, match="cannot give back 3 of 2 own tokens"):
+    with pytest.raises(ValueError, match="cannot free 3 of 2 private tokens"):
         ledger.shrink([fresh, hit], [3, 3])
     assert ledger.drain() == []
     ledger.shrink([fresh, hit], [3, 2])
@@ -236,7 +238,7 @@ def test_shrink_undoes_an_extend_all_or_none_and_keeps_the_prompt() -> None:
     ledger.check()
 
 
-def test_beams_leave_a_short_path_and_a_sole_holder_has_its_tokens_back() -> None:
+def test_beams_keep_paths_short_and_a_sole_holder_gets_private_tokens() -> None:
     rng = random.Random(0)
     ledger = TokenLedger(2000, 8, 500)
     beams = [ledger.open(ids(1, 2, 3))]
@@ -263,7 +265,7 @@ def test_edits_encode_to_bytes_and_back() -> None:
     edits += [SplitSegment(3, 2, 4), FreeRange(2, 0, 4), FreeSegment(3, 0), Alloc((), (), ())]
     assert decode(encode(edits)) == edits
     for bad in (encode(edits)[:-8], b"\xff" * 16, encode([FreeRange(1, 2, 3)])[8:], b"abc"):
-        with pytest.raises(ValueError, match=r"no edit|bytes"):
+        with pytest.raises(ValueError, match=r"not an edit|bytes"):
             decode(bad)
 
 
@@ -273,7 +275,7 @@ def test_the_ledger_needs_no_torch() -> None:
 
 
 @pytest.mark.parametrize("seed", range(60))
-def test_any_mix_of_verbs_keeps_the_books_and_the_contents(seed: int) -> None:
+def test_any_mix_of_verbs_keeps_the_counts_and_the_contents(seed: int) -> None:
     rng = random.Random(seed)
     capacity, rows, entries = rng.choice([(30, 3, 40), (80, 6, 60), (400, 12, 90)])
     ledger, model = TokenLedger(capacity, rows, entries), MemoryModel(capacity)
@@ -346,3 +348,17 @@ def test_any_mix_of_verbs_keeps_the_books_and_the_contents(seed: int) -> None:
     ledger.evict(ledger.num_cached)
     settle()
     assert model.free == set(range(1, capacity + 1))
+
+
+def test_only_the_state_writes_counts_and_edits() -> None:
+    folder = Path(__file__).parents[2] / "lightkv"
+    private = ("num_free", "num_cached", "_edits", "_free_rows", "_gapped", "_unconfirmed")
+    wrong = []
+    for file in [*folder.glob("*.py"), *(folder / "ledger").glob("*.py")]:
+        if file.name == "state.py":
+            continue
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+            is_state = isinstance(node, ast.Attribute) and node.attr in private
+            if is_state and (node.attr.startswith("_") or isinstance(node.ctx, ast.Store)):
+                wrong.append(f"{file.name}:{node.lineno} {ast.unparse(node)}")
+    assert not wrong

@@ -1,4 +1,5 @@
-"""Who reads a prefix together: the choice against brute force, and that the slots are the same in any life."""
+"""Shared prefixes: the choice compared with brute force, and that the members' slots are the same in any
+life."""
 
 import random
 from array import array
@@ -18,7 +19,7 @@ SPEC = KVSpec(num_layers=1, num_kv_heads=1, k_dim=1, v_dim=1, dtype=torch.float3
 
 
 def start(ledger: TokenLedger, *tokens: int) -> Sequence:
-    """A sequence whose prompt is computed and published, and that has decoded one token."""
+    """Opens a sequence, publishes its prompt and decodes one token."""
     sequence = ledger.open(array("i", tokens).tobytes())
     ledger.extend([sequence], [len(tokens) - sequence.length])
     ledger.publish(sequence)
@@ -36,7 +37,7 @@ def saved(found: list[SharedPrefix], grouping: PrefixSharing) -> int:
     return sum(grouping.saved(len(prefix.rows), prefix.num_tokens) for prefix in found)
 
 
-def test_nobody_shares_nothing() -> None:
+def test_without_sharing_there_are_no_sets() -> None:
     ledger = TokenLedger(100, 4, 50)
     assert choose(ledger) == []
     start(ledger, 1, 2, 3)
@@ -55,7 +56,7 @@ def test_a_system_prompt_is_read_once() -> None:
     ("deep", "expected"), [(4, [({1, 2, 3, 4}, 10)]), (30, [({1, 2}, 40), ({3, 4}, 10)])]
 )
 def test_of_nested_prefixes_the_one_that_saves_more_is_read(deep: int, expected: list[object]) -> None:
-    """30 together, or 14 of two; 30 together, or 40 of two and then 10 of who is left."""
+    """First a set of all saves more than a set of two; then a set of two, and one of the others."""
     ledger = TokenLedger(500, 8, 90)
     system = list(range(10))
     for own in ([*range(100, 100 + deep), 7], [*range(100, 100 + deep), 8], [5], [6]):
@@ -63,8 +64,8 @@ def test_of_nested_prefixes_the_one_that_saves_more_is_read(deep: int, expected:
     assert choose(ledger) == expected
 
 
-def test_who_has_little_more_in_common_joins_the_others() -> None:
-    """The example in docs/memory.md, a hundredth of it."""
+def test_sequences_with_little_more_in_common_join_the_others() -> None:
+    """The example in docs/memory.md, at a hundredth of its lengths."""
     ledger = TokenLedger(500, 8, 120)
     system, chats = list(range(30)), [list(range(100, 160)), [200, 201, 202]]
     for own in ([*chats[0], 1], [*chats[0], 2], [*chats[1], 1], [*chats[1], 2], [300]):
@@ -72,7 +73,7 @@ def test_who_has_little_more_in_common_joins_the_others() -> None:
     assert choose(ledger) == [({1, 2}, 90), ({3, 4, 5}, 30)]
 
 
-def test_who_must_be_read_in_parts_anyway_is_read_in_families() -> None:
+def test_a_set_of_more_than_max_members_is_divided_by_families() -> None:
     ledger = TokenLedger(900, 16, 90)
     families = []
     for family in range(4):
@@ -87,7 +88,7 @@ def test_who_must_be_read_in_parts_anyway_is_read_in_families() -> None:
     [ANY._replace(min_tokens=21), ANY._replace(min_saved=41), ANY._replace(max_members=1)],
     ids=["short", "saves little", "off"],
 )
-def test_what_is_not_worth_it_is_left(grouping: PrefixSharing) -> None:
+def test_prefixes_that_save_too_little_are_left_out(grouping: PrefixSharing) -> None:
     ledger = TokenLedger(200, 8, 50)
     for own in (100, 101, 102):
         start(ledger, *range(20), own, 5)
@@ -95,7 +96,7 @@ def test_what_is_not_worth_it_is_left(grouping: PrefixSharing) -> None:
     assert choose(ledger, grouping) == []
 
 
-def test_who_has_dropped_tokens_is_left_out() -> None:
+def test_sequences_that_have_dropped_tokens_are_left_out() -> None:
     ledger = TokenLedger(300, 8, 90)
     one, two, three, four = (start(ledger, *range(20), 100 + i, 5) for i in range(4))
     ledger.release(three, 5, sinks=4)
@@ -107,11 +108,11 @@ def test_who_has_dropped_tokens_is_left_out() -> None:
     assert choose(ledger) == [({one.row, two.row}, 20)]
 
 
-def test_a_fork_is_read_with_the_others_once_it_has_a_token_of_its_own() -> None:
+def test_a_fork_joins_a_set_once_it_has_a_token_of_its_own() -> None:
     ledger = TokenLedger(300, 8, 90)
     one = start(ledger, *range(20))
     two, three = ledger.fork(one), ledger.fork(one)
-    assert choose(ledger) == []  # the newest token is shared: another query sees it than theirs
+    assert choose(ledger) == []  # the newest token is shared, and not every query sees it
     ledger.extend([one, two], [1, 1])
     assert choose(ledger) == [({one.row, two.row}, 21)]
     ledger.extend([three], [1])
@@ -132,7 +133,7 @@ def test_namespaces_share_nothing() -> None:
 
 
 def antichains(segments: list[Segment]) -> Iterator[list[Segment]]:
-    """Every set of segments of which none is on another's path."""
+    """Yields every set of segments none of which is on the path of another."""
     if not segments:
         yield []
         return
@@ -154,13 +155,13 @@ def partitions(rows: list[int]) -> Iterator[list[list[int]]]:
 
 
 def grown(rng: random.Random, num_sequences: int) -> TokenLedger:
-    """A ledger of sequences whose prompts begin alike, some of them forked and cut."""
+    """Returns a ledger of sequences whose prompts share prefixes, some of them forked and truncated."""
     ledger = TokenLedger(5000, 16, 200)
     family = [rng.randrange(2) for _ in range(40)]
     for i in range(num_sequences):
         if i and rng.random() < 0.3:
-            twin = ledger.fork(rng.choice(list(ledger.sequences)))
-            ledger.truncate(twin, rng.randint(1, twin.length))
+            fork = ledger.fork(rng.choice(list(ledger.sequences)))
+            ledger.truncate(fork, rng.randint(1, fork.length))
         else:
             prompt = [*family[: rng.randint(0, 40)], *(rng.randrange(2) for _ in range(rng.randint(1, 12)))]
             start(ledger, *prompt)
@@ -171,8 +172,8 @@ def grown(rng: random.Random, num_sequences: int) -> TokenLedger:
 
 @pytest.mark.parametrize("max_members", [2, 3, 64])
 @pytest.mark.parametrize("seed", range(25))
-def test_the_choice_against_brute_force(seed: int, max_members: int) -> None:
-    """No less than the best choice among the nodes, no more than the best of all partitions."""
+def test_the_choice_compared_with_brute_force(seed: int, max_members: int) -> None:
+    """It saves at least as much as the best choice of segments, and at most as much as the best partition."""
     rng = random.Random(seed)
     grouping = PrefixSharing(max_members, rng.choice([1, 8]), rng.choice([1, 20]), min_mean=0)
     ledger = grown(rng, rng.randint(2, 7))
@@ -199,7 +200,7 @@ def test_the_choice_against_brute_force(seed: int, max_members: int) -> None:
     assert best_nodes <= saved(found, grouping) <= best
 
 
-def test_in_any_life_the_members_slots_are_the_same() -> None:
+def test_in_any_life_the_members_have_the_same_slots() -> None:
     num_sets = num_drops = 0
     for seed in range(4):
         life = Life(seed, torch.device("cpu"))
@@ -254,10 +255,11 @@ def test_a_few_that_share_do_not_slow_all_others() -> None:
 
 @pytest.mark.parametrize("max_members", [2, 64])
 @pytest.mark.parametrize("seed", range(8))
-def test_a_batch_that_changes_is_chosen_for_as_if_anew(
+def test_a_batch_that_changes_gets_the_same_sets_as_a_new_one(
     seed: int, max_members: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Arrivals, forks and ends, also of sequences outside of it; and looked for only where it may differ."""
+    """Through arrivals, forks and ends, also of sequences outside the batch; computed only where it may
+    differ."""
     rng = random.Random(seed)
     ledger = TokenLedger(20_000, 12, 400)
     grouping = PrefixSharing(max_members, 20, rng.choice([1, 30]), rng.choice([0, 1, 3]))

@@ -10,7 +10,7 @@ from lightkv.memory.allocator import TokenAllocator, raise_for_flags
 from lightkv.triton_kernels.slots.allocate import SlotFlag, TableEntries
 
 
-def test_hands_out_the_lowest_slots_and_counts_them(device: torch.device) -> None:
+def test_allocates_the_lowest_slots_and_counts_them(device: torch.device) -> None:
     allocator = TokenAllocator(3000, device)
     assert (allocator.capacity, allocator.num_free) == (2999, 2999)
     first = allocator.alloc(1500)
@@ -25,7 +25,7 @@ def test_hands_out_the_lowest_slots_and_counts_them(device: torch.device) -> Non
     allocator.check()
 
 
-def test_contiguous_takes_a_run_or_else_the_lowest(device: torch.device) -> None:
+def test_contiguous_allocates_a_run_or_else_the_lowest(device: torch.device) -> None:
     allocator = TokenAllocator(20, device)
     slots = allocator.alloc(19)
     allocator.free(slots[[0, 2, 3, 9, 10, 11]])  # slots 1, 3, 4, 10, 11, 12
@@ -34,7 +34,7 @@ def test_contiguous_takes_a_run_or_else_the_lowest(device: torch.device) -> None
     allocator.check()
 
 
-def test_nothing_asked_is_nothing_taken(device: torch.device) -> None:
+def test_zero_slots_change_nothing(device: torch.device) -> None:
     allocator = TokenAllocator(5, device)
     for contiguous in (False, True):
         empty = allocator.alloc(0, contiguous=contiguous)
@@ -49,7 +49,7 @@ def test_refusal_carries_the_numbers_and_changes_nothing(device: torch.device, c
     allocator = TokenAllocator(10, device)
     allocator.alloc(4)
     before = allocator.mem_state.clone()
-    with pytest.raises(OutOfTokens, match="6 tokens needed, 5 can be had, of 9") as refusal:
+    with pytest.raises(OutOfTokens, match="6 tokens needed, 5 available, of 9") as refusal:
         allocator.alloc(6, contiguous=contiguous)
     assert (refusal.value.needed, refusal.value.free, refusal.value.capacity) == (6, 5, 9)
     assert torch.equal(allocator.mem_state, before)
@@ -57,7 +57,7 @@ def test_refusal_carries_the_numbers_and_changes_nothing(device: torch.device, c
     assert allocator.alloc(5).tolist() == [5, 6, 7, 8, 9]
 
 
-def test_double_free_is_found_and_gives_no_slot_two_owners(device: torch.device) -> None:
+def test_double_free_is_found_and_no_slot_gets_two_owners(device: torch.device) -> None:
     allocator = TokenAllocator(10, device)
     slots = allocator.alloc(5)
     allocator.free(slots[:1])
@@ -69,11 +69,11 @@ def test_double_free_is_found_and_gives_no_slot_two_owners(device: torch.device)
 
 
 @pytest.mark.parametrize("slot", [0, -1, 10, 1 << 40])
-def test_free_of_what_is_no_slot_is_found(device: torch.device, slot: int) -> None:
+def test_a_freed_number_that_is_not_a_slot_is_found(device: torch.device, slot: int) -> None:
     allocator = TokenAllocator(10, device)
     allocator.alloc(5)
     allocator.free(torch.tensor([slot], device=device))
-    with pytest.raises(InvalidFree, match="no slot of the pool"):
+    with pytest.raises(InvalidFree, match="not a slot of the pool"):
         allocator.check()
     assert allocator.counters.tolist() == [4, SlotFlag.OUT_OF_RANGE]
 
@@ -81,13 +81,13 @@ def test_free_of_what_is_no_slot_is_found(device: torch.device, slot: int) -> No
 def test_freeing_more_than_is_in_use_is_refused_on_the_host(device: torch.device) -> None:
     allocator = TokenAllocator(10, device)
     slots = allocator.alloc(2)
-    with pytest.raises(InvalidFree, match="3 slots given back while 2 are in use"):
+    with pytest.raises(InvalidFree, match="3 slots to free while 2 are in use"):
         allocator.free(torch.cat([slots, slots[:1]]))
     allocator.check()
     assert allocator.num_free == 7
 
 
-def test_alloc_into_takes_what_the_device_says(device: torch.device) -> None:
+def test_alloc_into_allocates_what_the_device_says(device: torch.device) -> None:
     allocator = TokenAllocator(10, device)
     out = torch.full((6,), -7, dtype=torch.int32, device=device)
     allocator.claim(4)
@@ -100,17 +100,17 @@ def test_alloc_into_takes_what_the_device_says(device: torch.device) -> None:
     assert allocator.num_free == 5
 
 
-def test_alloc_into_that_falls_short_is_found(device: torch.device) -> None:
+def test_alloc_into_with_too_few_free_slots_is_found(device: torch.device) -> None:
     allocator = TokenAllocator(4, device)
     out = torch.full((6,), -7, dtype=torch.int32, device=device)
     allocator.claim(3)
     allocator.alloc_into(out, torch.tensor([5], dtype=torch.int32, device=device))
     assert out.tolist() == [1, 2, 3, 0, 0, 0]
-    with pytest.raises(CheckFailed, match="fewer slots were free than were taken"):
+    with pytest.raises(CheckFailed, match="fewer slots were free than an allocation asked for"):
         allocator.check()
 
 
-def test_slots_go_where_they_are_wanted(device: torch.device) -> None:
+def test_slots_are_written_to_their_entries(device: torch.device) -> None:
     allocator = TokenAllocator(50, device)
     table = torch.zeros(4, 10, dtype=torch.int32, device=device)
     entries = TableEntries(table, torch.arange(21, 29, device=device))
@@ -131,7 +131,7 @@ def test_slots_go_where_they_are_wanted(device: torch.device) -> None:
     assert allocator.num_free == 49 - 3
 
 
-def test_refuses_places_that_do_not_fit(device: torch.device) -> None:
+def test_refuses_entries_of_another_shape(device: torch.device) -> None:
     allocator = TokenAllocator(50, device)
     table = torch.zeros(4, 10, dtype=torch.int32, device=device)
     two, three = torch.arange(2, device=device), torch.arange(3, device=device)
@@ -150,7 +150,7 @@ def test_refuses_places_that_do_not_fit(device: torch.device) -> None:
     allocator.check()
 
 
-def test_check_finds_a_take_that_nobody_claimed(device: torch.device) -> None:
+def test_check_finds_an_allocation_that_was_not_claimed(device: torch.device) -> None:
     allocator = TokenAllocator(10, device)
     out = torch.zeros(2, dtype=torch.int32, device=device)
     allocator.alloc_into(out, torch.tensor([2], dtype=torch.int32, device=device))
@@ -168,14 +168,14 @@ def test_check_finds_stray_writes(device: torch.device) -> None:
         allocator.check()
 
 
-def test_check_finds_bits_that_went_astray(device: torch.device) -> None:
+def test_check_finds_wrong_bits(device: torch.device) -> None:
     allocator = TokenAllocator(3000, device)
     allocator._state.free_bits[50] ^= 1 << 7
     with pytest.raises(CheckFailed, match="bits of its blocks disagree"):
         allocator.check()
 
 
-def test_check_finds_a_free_slot_that_no_search_would_come_to(device: torch.device) -> None:
+def test_check_finds_a_free_slot_that_searches_would_skip(device: torch.device) -> None:
     allocator = TokenAllocator(3000, device)
     allocator._state.first_block.fill_(1)
     with pytest.raises(CheckFailed, match="before the first block that is searched"):
@@ -184,7 +184,7 @@ def test_check_finds_a_free_slot_that_no_search_would_come_to(device: torch.devi
 
 def test_flags_raise_by_kind() -> None:
     raise_for_flags(0)
-    with pytest.raises(InvalidFree, match="free already; a number was given back that is no slot"):
+    with pytest.raises(InvalidFree, match="free already; a number was freed that is not a slot"):
         raise_for_flags(SlotFlag.DOUBLE_FREE | SlotFlag.OUT_OF_RANGE | SlotFlag.SHORT)
     with pytest.raises(CheckFailed, match="alloc_into"):
         raise_for_flags(int(SlotFlag.SHORT))
@@ -221,17 +221,17 @@ def test_refuses_bad_arguments(device: torch.device) -> None:
     suppress_health_check=[HealthCheck.function_scoped_fixture],
     derandomize=True,
 )
-def test_any_legal_use_behaves_as_a_set(
+def test_any_valid_use_matches_a_set(
     device: torch.device, num_slots: int, steps: list[tuple[str, int]]
 ) -> None:
     allocator = TokenAllocator(num_slots, device)
     free, held = set(range(1, num_slots)), []
     for verb, n in steps:
         if verb == "free":
-            # Every third of those held, from anywhere.
-            gift, held = held[:n:3], held[n:] + [slot for i, slot in enumerate(held[:n]) if i % 3]
-            allocator.free(torch.tensor(gift, dtype=torch.int32, device=device))
-            free |= set(gift)
+            # Every third of the first slots held.
+            freed, held = held[:n:3], held[n:] + [slot for i, slot in enumerate(held[:n]) if i % 3]
+            allocator.free(torch.tensor(freed, dtype=torch.int32, device=device))
+            free |= set(freed)
         elif n > len(free):
             with pytest.raises(OutOfTokens):
                 allocator.alloc(n, contiguous=verb == "run")
@@ -250,7 +250,7 @@ def test_captured_alloc_follows_its_count() -> None:
     allocator = TokenAllocator(5000, "cuda")
     out = torch.zeros(8, dtype=torch.int32, device="cuda")
     count = torch.zeros(1, dtype=torch.int32, device="cuda")
-    allocator.alloc_into(out, count)  # compiles outside the capture, takes nothing
+    allocator.alloc_into(out, count)  # compiles outside the capture, allocates nothing
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         allocator.alloc_into(out, count)

@@ -1,4 +1,5 @@
-"""The cache by itself, as docs/embedding.md and memory.md show it: they run, and what they promise holds."""
+"""The programs of docs/embedding.md and memory.md run and print what the pages show, and their promises
+hold."""
 
 import random
 import re
@@ -28,7 +29,7 @@ def make_cache(device: torch.device, capacity: int = 60, spec: KVSpec = SPEC) ->
 
 
 def fill(cache: KVCache, token_ids: list[int]) -> Sequence:
-    """Open, and write random K/V where it goes."""
+    """Opens a sequence and writes random K/V to its slots."""
     sequence = cache.open(token_ids)
     slots = cache.extend([sequence], [len(token_ids) - sequence.length])
     for layer_idx in range(cache.memory.pool.spec.num_layers):
@@ -38,7 +39,7 @@ def fill(cache: KVCache, token_ids: list[int]) -> Sequence:
 
 
 def kv_bytes(cache: KVCache, sequence: Sequence) -> list[torch.Tensor]:
-    """Its K/V, layer by layer, as integers: NaN compares, too."""
+    """Returns its K/V, layer by layer, as integers, so that NaN compares as well."""
     slots, pool = cache.slots(sequence).long(), cache.memory.pool
     return [pool.kv(layer_idx)[slots].view(torch.uint8).cpu() for layer_idx in range(pool.spec.num_layers)]
 
@@ -54,7 +55,7 @@ def blocks(language: str) -> list[str]:
 
 @pytest.fixture
 def page(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> tuple[dict[str, Any], str]:
-    """What is defined once the first program has run, and what it has printed. Pools begin full of NaN."""
+    """Runs the page's first program. Returns its names and its output. Pools are filled with NaN first."""
     make_pool = KVPool.__init__
 
     def poisoned(pool: KVPool, spec: KVSpec, num_slots: int, device: torch.device) -> None:
@@ -69,7 +70,8 @@ def page(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) ->
 
 
 def assert_written(cache: KVCache) -> None:
-    """What is held or cached has its K/V: nobody can hit or take away what was never computed."""
+    """Checks that every held or cached token has its K/V, so that no hit or export reads what was not
+    computed."""
     used = cache.memory.allocator.mem_state[1:] == 0
     for layer_idx in range(cache.memory.pool.spec.num_layers):
         assert not cache.memory.pool.kv(layer_idx)[1:][used].isnan().any()
@@ -107,7 +109,7 @@ def test_the_example_answers_as_attention_without_a_cache(page: tuple[dict[str, 
             x = normalize(x + attended.transpose(0, 1).flatten(1) @ names["w_out"])
             assert int((x[-1] @ names["head"].T).argmax()) == token
             ids.append(token)
-    assert len(set(names["answers"][0])) > 2  # it does not say one thing for ever
+    assert len(set(names["answers"][0])) > 2  # the answer does not repeat one token
 
 
 def test_every_life_in_memory_md_makes_the_edits_that_it_shows(capsys: pytest.CaptureFixture[str]) -> None:
@@ -125,7 +127,7 @@ def test_every_life_in_memory_md_makes_the_edits_that_it_shows(capsys: pytest.Ca
 
 
 # --------------------------------------------------------------------------------
-# Indices that others' kernels take
+# Indices for the kernels of other libraries
 
 
 def test_a_batch_as_flashinfer_wants_it(device: torch.device) -> None:
@@ -161,10 +163,10 @@ def test_no_sequence_is_an_empty_batch(device: torch.device) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64], ids=str)
-def test_what_is_handed_to_another_cache_has_the_same_bytes(dtype: torch.dtype, device: torch.device) -> None:
+def test_an_import_into_another_cache_has_the_same_bytes(dtype: torch.dtype, device: torch.device) -> None:
     spec = KVSpec(num_layers=3, num_kv_heads=2, k_dim=4, v_dim=3, dtype=dtype)
     cache, other = make_cache(device, spec=spec), make_cache(device, capacity=25, spec=spec)
-    fill(other, [7, 8])  # so that slots differ
+    fill(other, [7, 8])  # so that the slots differ
     sequence = fill(cache, list(range(10, 20)))
     cache.memory.pool.k(1)[cache.slots(sequence)[3].long()] = float("nan")
     exported = cache.export(sequence)
@@ -179,17 +181,17 @@ def test_what_is_handed_to_another_cache_has_the_same_bytes(dtype: torch.dtype, 
     other.check()
 
 
-def test_an_export_outlives_its_sequence_and_comes_back(device: torch.device) -> None:
+def test_an_export_outlives_its_sequence_and_is_imported_again(device: torch.device) -> None:
     cache = make_cache(device)
     sequence = fill(cache, [1, 2, 3, 4, 5, 6])
     before, exported = kv_bytes(cache, sequence), cache.export(sequence)
     cache.close(sequence, cache=False)
-    fill(cache, [9] * 20)  # takes the same slots
+    fill(cache, [9] * 20)  # gets the same slots
     back = cache.import_sequence([1, 2, 3, 4, 5, 6], exported)
     assert all(torch.equal(a, b) for a, b in zip(before, kv_bytes(cache, back), strict=True))
 
 
-def test_what_the_other_cache_has_is_shared_and_not_copied(device: torch.device) -> None:
+def test_tokens_that_the_other_cache_has_are_shared_and_not_copied(device: torch.device) -> None:
     cache, other = make_cache(device), make_cache(device)
     exported = cache.export(fill(cache, [1, 2, 3, 4, 5, 6]))
     theirs = fill(other, [1, 2, 3, 4])
@@ -200,11 +202,11 @@ def test_what_the_other_cache_has_is_shared_and_not_copied(device: torch.device)
     assert other.slots(copy)[:4].tolist() == other.slots(theirs).tolist()
     for layer, found in zip(exported.layers, kv_bytes(other, copy), strict=True):
         assert torch.equal(found[4:], layer[4:].view(torch.uint8))
-        assert not torch.equal(found[:4], layer[:4].view(torch.uint8))  # theirs is other K/V, and stays
+        assert not torch.equal(found[:4], layer[:4].view(torch.uint8))  # the other cache's own K/V stays
     other.check()
 
 
-def test_what_cannot_be_imported_changes_nothing(device: torch.device) -> None:
+def test_a_refused_import_changes_nothing(device: torch.device) -> None:
     cache = make_cache(device)
     exported = cache.export(fill(cache, [1, 2, 3]))
     other = make_cache(device, spec=KVSpec(2, 2, 4, 4, torch.bfloat16))
@@ -222,7 +224,7 @@ def test_what_cannot_be_imported_changes_nothing(device: torch.device) -> None:
 
 
 def random_verbs(cache: KVCache, rng: random.Random, num_verbs: int) -> set[str]:
-    """Any verb in any order. Returns those that were called."""
+    """Calls random verbs. Returns the names of those that were called."""
     running: list[Sequence] = []
     called = set()
     verbs = ["open", "open", "extend", "extend", "publish", "fork", "truncate", "release", "keep"]
@@ -255,7 +257,7 @@ def random_verbs(cache: KVCache, rng: random.Random, num_verbs: int) -> set[str]
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_whoever_applies_the_edits_has_the_same_memory(seed: int, device: torch.device) -> None:
+def test_a_memory_with_the_same_edits_is_the_same(seed: int, device: torch.device) -> None:
     cache, mirror = make_cache(device), KVMemory(SPEC, 61, 4, 32, device)
     events: list[tuple[bytes, list[torch.Tensor]]] = []
     cache.on_edits = lambda edits, kept: events.append((encode(edits), kept))
@@ -279,7 +281,7 @@ def test_whoever_applies_the_edits_has_the_same_memory(seed: int, device: torch.
     cache.check()
 
 
-def test_a_verb_that_changes_nothing_is_no_event(device: torch.device) -> None:
+def test_a_verb_that_changes_nothing_calls_no_callback(device: torch.device) -> None:
     cache = make_cache(device)
     events: list[list[Edit]] = []
     cache.on_edits = lambda edits, kept: events.append(edits)
@@ -334,5 +336,5 @@ def test_a_verb_of_another_thread_raises_and_changes_nothing(
     assert (cache.num_free, sequence.length) == before[:2]
     assert torch.equal(cache.memory.table.req_to_token, before[2])
     cache.check()
-    verb(cache, sequence)  # its owner may
+    verb(cache, sequence)  # the owner may
     cache.check()

@@ -1,9 +1,9 @@
-"""Thousands of replays of a decode step's memory work in a CUDA graph, with every verb in between, eagerly.
+"""Thousands of replays of a decode step's memory work in a CUDA graph, with eager verbs in between.
 
-The graph is what `router/model/cuda_graph.py` captures of it: slots taken and written into the table in one
-kernel, and the positions moved on. The same edits are applied to a second memory on the CPU, one by one and
-without any graph: which slots are free, who has which, and in what order, has to be the same in both. Nothing
-waits for the device but the comparisons.
+The graph is the one that `router/model/cuda_graph.py` captures: a kernel that allocates slots and writes them
+into the table, and an increment of the positions. The same edits are applied one by one, without a graph, to a
+second memory on the CPU. Free slots, tables and the order of slots have to be equal in both. Only the
+comparisons synchronise.
 """
 
 import random
@@ -29,8 +29,8 @@ pytestmark = pytest.mark.gpu
 
 
 class DecodeStep:
-    """A slot for each row of a batch, and its place in the table: one graph, which reads what it needs on the
-    device and moves every row on by one."""
+    """One graph that allocates a slot for each row of a batch, writes it into the table, and increments every
+    row's position. It reads only device memory."""
 
     def __init__(self, memory: KVMemory) -> None:
         self.memory = memory
@@ -39,7 +39,7 @@ class DecodeStep:
         self.positions = torch.zeros(BATCH, dtype=torch.int64, device=device)
         self.count = torch.zeros(1, dtype=torch.int32, device=device)
         self.slots = torch.zeros(BATCH, dtype=torch.int32, device=device)
-        self.next: Alloc | None = None  # what the tensors are ready for
+        self.next: Alloc | None = None  # the edit that the tensors are ready for
         self.num_uploads = 0
         self._step()
         self.graph = torch.cuda.CUDAGraph()
@@ -51,12 +51,12 @@ class DecodeStep:
         self.memory.allocator.alloc_into(self.slots, self.count, entries)
         self.positions.add_(self.rows > 0)
 
-    def replay(self, take: Alloc) -> None:
-        """Do what the edit says. Where it follows the one before, nothing is uploaded."""
-        num = len(take.rows)
-        if take != self.next:
+    def replay(self, alloc: Alloc) -> None:
+        """Applies the edit. Uploads nothing if it follows the one before."""
+        num = len(alloc.rows)
+        if alloc != self.next:
             numbers = np.zeros((2, BATCH), dtype=np.int64)
-            numbers[0, :num], numbers[1, :num] = take.rows, take.starts
+            numbers[0, :num], numbers[1, :num] = alloc.rows, alloc.starts
             rows, positions = upload([numbers[0], numbers[1]], self.memory.device)
             self.rows.copy_(rows)
             self.positions.copy_(positions)
@@ -64,7 +64,7 @@ class DecodeStep:
             self.num_uploads += 1
         self.memory.allocator.claim(num)
         self.graph.replay()
-        self.next = take._replace(starts=tuple(start + 1 for start in take.starts))
+        self.next = alloc._replace(starts=tuple(start + 1 for start in alloc.starts))
 
 
 def test_replays_and_eager_verbs_mix_freely() -> None:
@@ -74,7 +74,7 @@ def test_replays_and_eager_verbs_mix_freely() -> None:
     mirror = KVMemory(SPEC, CAPACITY + 1, ROWS, ENTRIES, torch.device("cpu"))
     step = DecodeStep(memory)
     open_now: list[Sequence] = []
-    kept: list[torch.Tensor] = []  # of each Keep that is not applied yet
+    kept: list[torch.Tensor] = []  # of each KeepEntries that is not applied yet
     families = [[rng.randrange(4) for _ in range(120)] for _ in range(4)]
     num_verbs = num_released_again = 0
 

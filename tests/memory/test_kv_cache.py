@@ -1,4 +1,4 @@
-"""The façade: what it hands out, whose K/V a hit finds, and that its books balance after every verb."""
+"""`KVCache`: the slots it returns, the K/V that a hit finds, and that its counts agree after every verb."""
 
 import doctest
 import random
@@ -41,7 +41,7 @@ def test_token_ids_in_any_form_are_the_same(token_ids: kv_cache.TokenIds, device
 
 
 @pytest.mark.parametrize("wrong", [[1.5], [[1, 2]], [2**31], [3, -1], b"abc", []])
-def test_what_is_no_prompt_is_refused(wrong: kv_cache.TokenIds, device: torch.device) -> None:
+def test_an_invalid_prompt_is_refused(wrong: kv_cache.TokenIds, device: torch.device) -> None:
     cache = make_cache(device)
     with pytest.raises(ValueError, match=r"token ids"):
         cache.open(wrong)
@@ -71,7 +71,8 @@ def test_extend_looks_its_entries_up_once(device: torch.device, monkeypatch: pyt
 
 
 def test_keep_looks_at_no_entry_and_keeps_as_many(device: torch.device) -> None:
-    """What is named twice, or is out of range, makes place for another entry: of those not named the last."""
+    """For an entry that is repeated or out of range another one stays: the last of those that were not
+    listed."""
     for entries, kept in (([1, 4], [1, 4]), ([4, 4], [4, 5]), ([-7, 900], [4, 5]), ([], [])):
         cache = make_cache(device)
         sequence = cache.open([1, 2, 3, 4, 5, 6])
@@ -82,7 +83,7 @@ def test_keep_looks_at_no_entry_and_keeps_as_many(device: torch.device) -> None:
         cache.check()
 
 
-def test_who_is_told_can_replay_a_keep(device: torch.device) -> None:
+def test_a_callback_can_replay_a_keep(device: torch.device) -> None:
     cache = make_cache(device)
     mirror = KVMemory(SPEC, 41, 4, 24, cache.memory.device)
     events: list[int] = []
@@ -95,7 +96,7 @@ def test_who_is_told_can_replay_a_keep(device: torch.device) -> None:
     sequence = cache.open([1, 2, 3, 4, 5, 6])
     cache.extend([sequence], [6])
     cache.keep(sequence, torch.tensor([5, 0, 2], device=device))
-    cache.keep(sequence, torch.tensor([0, 1, 2], device=device))  # all that there are: nothing changes
+    cache.keep(sequence, torch.tensor([0, 1, 2], device=device))  # all entries stay: nothing changes
     cache.extend([sequence], [2])
     assert events == [0, 1, 0]
     assert torch.equal(mirror.table.req_to_token, cache.memory.table.req_to_token)
@@ -135,8 +136,8 @@ def test_shrink_undoes_an_extend_and_leaves_the_prompt(device: torch.device) -> 
     first, second = cache.open([1, 2, 3, 4]), cache.open([5, 6])
     cache.extend([first, second], [2, 1])
     before = cache.num_free, cache.slots(first).tolist(), cache.slots(second).tolist()
-    cache.extend([first, second], [2, 1])  # a pass that is to fail
-    with pytest.raises(ValueError, match="cannot give back 3 of 2"):
+    cache.extend([first, second], [2, 1])  # for a forward pass that fails
+    with pytest.raises(ValueError, match="cannot free 3 of 2"):
         cache.shrink([first, second], [2, 3])
     assert (first.length, second.length) == (4, 2)
     cache.shrink([first, second], [2, 1])
@@ -144,7 +145,7 @@ def test_shrink_undoes_an_extend_and_leaves_the_prompt(device: torch.device) -> 
     cache.check()
     cache.extend([first, second], [2, 1])
     cache.close(first)
-    assert cache.match([1, 2, 3, 4, 5]) == 4  # of a sequence that was truncated two would be left
+    assert cache.match([1, 2, 3, 4, 5]) == 4  # two entries would be left of the truncated sequence
     cache.check()
 
 
@@ -162,7 +163,9 @@ def test_match_says_what_open_would_hit_and_changes_nothing(device: torch.device
         assert found == sequence.num_hit
         cache.close(sequence)
     cache.close(cache.open([5, 6, 7], ("a",)))
-    assert cache.match([1, 2, 3, 4, 5], ("a",)) == 4  # and does not count as use: it goes first
+    assert (
+        cache.match([1, 2, 3, 4, 5], ("a",)) == 4
+    )  # a match does not count as use: this one is evicted first
     cache.evict(4)
     assert (cache.match([1, 2], ("a",)), cache.match([5, 6, 7], ("a",))) == (0, 2)
     with pytest.raises(ValueError, match="token ids"):
@@ -185,7 +188,7 @@ def test_the_counts_are_the_ledgers(device: torch.device) -> None:
 
 @dataclass
 class Running:
-    """A sequence of the walk, and every token id it has, generated ones included."""
+    """A sequence of the walk with all its token ids, generated ones included."""
 
     sequence: Sequence
     namespace: tuple[int, ...]
@@ -194,12 +197,13 @@ class Running:
 
 
 def signature(namespace: tuple[int, ...], token_ids: list[int], end: int) -> float:
-    """A number that stands for the K of the last of `token_ids[:end]`, which depends on all before it."""
+    """Returns a number in place of the K of the last of `token_ids[:end]`, which depends on all tokens before
+    it."""
     return float(hash((namespace, tuple(token_ids[:end]))) % (1 << 22))
 
 
 def write(cache: KVCache, group: list[Running], counts: list[int]) -> None:
-    """Extend, and write each new token's signature where its K belongs."""
+    """Extends the sequences and writes each new token's signature to its slot."""
     starts = [one.sequence.length for one in group]
     slots = cache.extend([one.sequence for one in group], counts)
     values = [
@@ -211,7 +215,7 @@ def write(cache: KVCache, group: list[Running], counts: list[int]) -> None:
 
 
 def assert_reads_its_own(cache: KVCache, one: Running) -> None:
-    """All that the sequence's row names is the K of its own tokens."""
+    """Checks that the slots of the sequence's row hold the K of its own tokens."""
     slots = cache.memory.table.slots(one.sequence.row, 0, one.sequence.length)
     expected = [signature(one.namespace, one.token_ids, end + 1) for end in range(one.sequence.length)]
     assert cache.memory.pool.k(0)[slots.long()].flatten().tolist() == expected
@@ -219,7 +223,7 @@ def assert_reads_its_own(cache: KVCache, one: Running) -> None:
 
 @pytest.mark.parametrize("seed", range(6))
 def test_random_walk_of_verbs(seed: int, device: torch.device) -> None:
-    """After every verb the books balance, and every open sequence reads the K of exactly its own tokens."""
+    """After every verb the counts agree, and every open sequence reads the K of exactly its own tokens."""
     rng = random.Random(seed)
     cache = make_cache(device, capacity=32)
     running: list[Running] = []
@@ -268,14 +272,14 @@ def test_random_walk_of_verbs(seed: int, device: torch.device) -> None:
 
 @pytest.mark.parametrize("name", ["capacity", "max_sequences", "max_entries"])
 @pytest.mark.parametrize("wrong", [1.5, True, "4", None, 0, -1], ids=str)
-def test_what_is_no_count_is_refused(name: str, wrong: Any) -> None:
+def test_an_invalid_count_is_refused(name: str, wrong: Any) -> None:
     sizes = {"capacity": 40, "max_sequences": 4, "max_entries": 24, name: wrong}
     error = ValueError if type(wrong) is int else TypeError
     with pytest.raises(error, match=f"{name} is {wrong!r}"):
         KVCache(SPEC, **sizes, device="cpu")
 
 
-def test_counts_may_be_numpys(device: torch.device) -> None:
+def test_counts_may_be_numpy_integers(device: torch.device) -> None:
     cache = KVCache(SPEC, np.int64(40), np.int32(4), np.int64(24), device)  # type: ignore[arg-type]
     assert type(cache.capacity) is int
     cache.check()
@@ -284,7 +288,7 @@ def test_counts_may_be_numpys(device: torch.device) -> None:
 @pytest.mark.parametrize(
     "changes", [{"num_layers": 1.5}, {"k_dim": True}, {"dtype": "float32"}, {"dtype": None}]
 )
-def test_what_is_no_spec_is_refused(changes: dict[str, Any]) -> None:
+def test_an_invalid_spec_is_refused(changes: dict[str, Any]) -> None:
     ((name, wrong),) = changes.items()
     with pytest.raises(TypeError, match=f"{name} is {wrong!r}.*give"):
         replace(SPEC, **changes)
@@ -296,7 +300,7 @@ def test_the_meta_device_is_refused() -> None:
 
 
 @pytest.mark.parametrize("entries", [[0, 1], np.array([0, 1])], ids=["list", "numpy"])
-def test_keep_takes_a_tensor_alone(entries: Any, device: torch.device) -> None:
+def test_keep_accepts_only_a_tensor(entries: Any, device: torch.device) -> None:
     cache = make_cache(device)
     sequence = cache.open([1, 2, 3])
     cache.extend([sequence], [3])

@@ -1,4 +1,4 @@
-"""What a cache refuses, and what fails around it: nothing is changed then, and nothing stays held."""
+"""Calls that a cache refuses and failures around it: nothing is changed then, and no token stays held."""
 
 import logging
 import threading
@@ -21,7 +21,7 @@ def make_cache(device: torch.device) -> KVCache:
 
 
 def fill(cache: KVCache, token_ids: list[int]) -> Sequence:
-    """Open, and write K/V where it goes: of each token its id."""
+    """Opens a sequence and writes each token's id as its K/V."""
     sequence = cache.open(token_ids)
     new = token_ids[sequence.length :]
     slots = cache.extend([sequence], [len(new)])
@@ -36,7 +36,7 @@ def exported(length: int = 3) -> ExportedKV:
 
 
 def state(cache: KVCache) -> tuple[object, ...]:
-    """All that a refused call leaves as it is."""
+    """Returns everything that a refused call must not change."""
     cache.check()
     memory = cache.memory
     return (
@@ -49,7 +49,7 @@ def state(cache: KVCache) -> tuple[object, ...]:
     )
 
 
-# By name, on a cache and a sequence of it that alone holds the K/V of IDS.
+# Verbs by name, called on a cache and a sequence that holds the K/V of IDS alone.
 CHANGING: dict[str, Callable[[KVCache, Sequence], object]] = {
     "open": lambda cache, one: cache.open([5]),
     "extend": lambda cache, one: cache.extend([one], [1]),
@@ -103,7 +103,7 @@ def test_a_verb_of_another_thread_is_refused(name: str, device: torch.device) ->
         "and stranger called it; have MainThread make the call"
     ]
     assert state(cache) == before
-    VERBS[name](cache, sequence)  # its owner may
+    VERBS[name](cache, sequence)  # the owner may
     cache.check()
 
 
@@ -120,7 +120,7 @@ def test_a_closed_sequence_is_refused(name: str, device: torch.device) -> None:
     cache = make_cache(device)
     sequence = fill(cache, IDS)
     cache.close(sequence)
-    fill(cache, [9, 8])  # has its row
+    fill(cache, [9, 8])  # has the closed sequence's row
     before = state(cache)
     with pytest.raises(ValueError, match="closed, or another"):
         VERBS[name](cache, sequence)
@@ -139,7 +139,7 @@ def test_another_caches_sequence_is_refused(name: str, device: torch.device) -> 
 
 
 @pytest.mark.parametrize("name", ["extend", "shrink", "kv_indices", "shared_prefixes"])
-def test_one_stranger_refuses_the_whole_batch(name: str, device: torch.device) -> None:
+def test_one_sequence_of_another_cache_refuses_the_whole_batch(name: str, device: torch.device) -> None:
     cache, other = make_cache(device), make_cache(device)
     batch = [fill(cache, IDS), fill(other, IDS)]
     before = state(cache), state(other)
@@ -150,10 +150,10 @@ def test_one_stranger_refuses_the_whole_batch(name: str, device: torch.device) -
 
 
 # --------------------------------------------------------------------------------
-# Those who are told
+# Callbacks
 
 
-def test_a_callback_that_fails_takes_nothing_from_the_caller(
+def test_a_callback_that_fails_does_not_change_what_the_caller_gets(
     device: torch.device, caplog: pytest.LogCaptureFixture
 ) -> None:
     cache, calm = make_cache(device), make_cache(device)
@@ -168,7 +168,7 @@ def test_a_callback_that_fails_takes_nothing_from_the_caller(
     cache.on_edits = fail
     with caplog.at_level(logging.ERROR, "lightkv"):
         for one in (cache, calm):
-            sequence = one.open([*IDS, 5])  # a Map
+            sequence = one.open([*IDS, 5])  # a MapSegments
             assert sequence.length == 4
             assert len(one.extend([sequence], [2])) == 2
             assert one.fork(sequence).length == 6
@@ -179,7 +179,7 @@ def test_a_callback_that_fails_takes_nothing_from_the_caller(
 
 
 @pytest.mark.parametrize("name", VERBS)
-def test_a_callback_may_read_and_not_change(name: str, device: torch.device) -> None:
+def test_a_callback_may_read_but_not_change(name: str, device: torch.device) -> None:
     cache = make_cache(device)
     sequence = fill(cache, IDS)
     refused: list[LightKVError] = []
@@ -220,7 +220,7 @@ NO_KV: dict[str, list[torch.Tensor]] = {
 
 
 @pytest.mark.parametrize("layers", NO_KV.values(), ids=NO_KV)
-def test_layers_that_are_not_the_caches_are_refused(layers: list[torch.Tensor], device: torch.device) -> None:
+def test_layers_of_another_shape_are_refused(layers: list[torch.Tensor], device: torch.device) -> None:
     cache = make_cache(device)
     events: list[object] = []
     cache.on_edits = lambda *told: events.append(told)
@@ -280,7 +280,7 @@ COUNTED: dict[str, Callable[[KVCache, Sequence, object], object]] = {
 
 @pytest.mark.parametrize("name", COUNTED)
 @pytest.mark.parametrize("count", [1.0, np.float64(1), "1", None], ids=repr)
-def test_a_count_that_is_no_integer_is_refused(name: str, count: object, device: torch.device) -> None:
+def test_a_count_that_is_not_an_integer_is_refused(name: str, count: object, device: torch.device) -> None:
     cache = make_cache(device)
     cache.close(fill(cache, [7, 8]))
     sequence = fill(cache, IDS)
@@ -292,7 +292,7 @@ def test_a_count_that_is_no_integer_is_refused(name: str, count: object, device:
 
 @pytest.mark.parametrize("name", COUNTED)
 @pytest.mark.parametrize("kind", [np.int32, np.int64, np.uint8])
-def test_numpys_integers_count_as_pythons(name: str, kind: type, device: torch.device) -> None:
+def test_numpy_integers_are_accepted_as_counts(name: str, kind: type, device: torch.device) -> None:
     states = []
     for count in (1, kind(1)):
         cache = make_cache(device)

@@ -1,4 +1,4 @@
-"""The device memory under edits: tables, segments and free slots, against the edits' own words."""
+"""The device memory: what each edit does to the table, the segments and the free slots."""
 
 import io
 
@@ -65,7 +65,7 @@ def test_table_entries_are_packed_ranges(device: torch.device) -> None:
 
 
 @pytest.mark.parametrize("where", [(4, 0, 1), (1, 8, 3), (-1, 0, 1), (1, -1, 1)])
-def test_table_refuses_what_lies_outside(where: tuple[int, int, int]) -> None:
+def test_table_refuses_places_outside(where: tuple[int, int, int]) -> None:
     with pytest.raises(IndexError, match="4 rows of 10 entries"):
         TokenTable(3, 10, torch.device("cpu")).entries(*([number] for number in where))
 
@@ -85,7 +85,7 @@ def test_table_exports_kv_indices(device: torch.device) -> None:
     assert {tensor.dtype for tensor in exported} == {torch.int32}
 
 
-def test_take_fills_each_row_from_its_start(memory: KVMemory) -> None:
+def test_alloc_fills_each_row_from_its_start(memory: KVMemory) -> None:
     memory.apply([Alloc((1, 2), (0, 0), (3, 2))])
     memory.apply([Alloc((2, 1), (2, 3), (1, 1))])
     assert row_slots(memory, 1, 4) == [1, 2, 3, 7]
@@ -97,7 +97,7 @@ def test_take_fills_each_row_from_its_start(memory: KVMemory) -> None:
 
 def test_a_prompt_gets_a_run_and_a_decode_step_the_lowest(memory: KVMemory) -> None:
     memory.apply([Alloc((1,), (0,), (4,)), Alloc((2,), (0,), (2,)), FreeRange(1, 1, 3)])
-    memory.apply([Alloc((3,), (0,), (3,))])  # 2 and 3 are free, but only from 7 on are three in a row
+    memory.apply([Alloc((3,), (0,), (3,))])  # 2 and 3 are free, but the lowest run of three begins at 7
     assert row_slots(memory, 3, 3) == [7, 8, 9]
     memory.apply([Alloc((1, 2, 3), (1, 2, 3), (1, 1, 1))])
     assert [row_slots(memory, row, end)[-1] for row, end in ((1, 2), (2, 3), (3, 4))] == [2, 3, 10]
@@ -143,7 +143,7 @@ def test_a_step_that_follows_another_uploads_nothing(
     memory.check()
 
 
-def test_stash_map_split_drop(memory: KVMemory) -> None:
+def test_store_map_split_and_free_segments(memory: KVMemory) -> None:
     memory.apply([Alloc((1,), (0,), (6,)), StoreSegment(1, 0, 4, segment=9)])
     memory.apply([MapSegments(2, (9,)), Alloc((2,), (4,), (2,))])
     assert row_slots(memory, 2, 6) == [1, 2, 3, 4, 7, 8]
@@ -158,7 +158,7 @@ def test_stash_map_split_drop(memory: KVMemory) -> None:
     assert memory.num_free == memory.capacity
 
 
-def test_a_stash_may_grow_a_segment(memory: KVMemory) -> None:
+def test_store_segment_may_grow_a_segment(memory: KVMemory) -> None:
     memory.apply(
         [
             Alloc((1,), (0,), (5,)),
@@ -172,8 +172,8 @@ def test_a_stash_may_grow_a_segment(memory: KVMemory) -> None:
     memory.check([])
 
 
-def test_given_slots_are_read_before_the_row_is_mapped_anew(memory: KVMemory) -> None:
-    """A row is closed and opened again within one list of edits: what it gives is what it held then."""
+def test_freed_slots_are_read_before_the_row_is_mapped_again(memory: KVMemory) -> None:
+    """A row is closed and opened again within one list of edits: the slots that it held first are freed."""
     memory.apply([Alloc((1,), (0,), (3,)), Alloc((2,), (0,), (3,)), StoreSegment(2, 0, 3, 5)])
     memory.apply([FreeRange(1, 0, 3), MapSegments(1, (5,))])
     assert row_slots(memory, 1, 3) == [4, 5, 6]
@@ -181,7 +181,7 @@ def test_given_slots_are_read_before_the_row_is_mapped_anew(memory: KVMemory) ->
     assert memory.num_free == memory.capacity - 3
 
 
-def test_apply_returns_the_slots_of_the_last_take(memory: KVMemory) -> None:
+def test_apply_returns_the_slots_of_the_last_alloc(memory: KVMemory) -> None:
     assert memory.apply([]) is None
     slots = memory.apply([Alloc((1,), (0,), (3,)), Alloc((2, 1), (0, 3), (2, 1)), FreeRange(1, 0, 1)])
     assert slots is not None
@@ -196,7 +196,7 @@ def test_each_keep_has_its_entries(memory: KVMemory) -> None:
     kept = [torch.tensor(entries, device=memory.device) for entries in ([1, 4], [5, 0, 2])]
     memory.apply([KeepEntries(2, 1, 4, 2), KeepEntries(1, 0, 6, 3)], [kept[0], kept[1]])
     assert row_slots(memory, 1, 3) == [first[0], first[2], first[5]]
-    # 4 is none of its range: of those not named the first makes room.
+    # 4 is out of range: the first entry that was not listed is freed.
     assert row_slots(memory, 2, 3) == [second[0], second[1], second[3]]
     memory.check([(1, 0, 3), (2, 0, 3)])
 
@@ -208,13 +208,13 @@ def test_a_keep_without_its_entries_is_refused_before_anything_is_done(
     memory.apply([Alloc((1,), (0,), (4,))])
     before = memory.table.req_to_token.clone()
     entries = [torch.tensor([1], device=memory.device)] * num_entries
-    with pytest.raises(ValueError, match=f"1 Keep edits and entries for {num_entries}"):
+    with pytest.raises(ValueError, match=f"1 KeepEntries edits and entries for {num_entries}"):
         memory.apply([Alloc((2,), (0,), (3,)), KeepEntries(1, 0, 4, 1)], entries)
     assert torch.equal(memory.table.req_to_token, before)
     memory.check([(1, 0, 4)])
 
 
-def test_a_shortage_raises_and_takes_nothing(memory: KVMemory) -> None:
+def test_a_shortage_raises_and_allocates_nothing(memory: KVMemory) -> None:
     memory.apply([Alloc((1,), (0,), (16,)), Alloc((2,), (0,), (16,))])
     with pytest.raises(OutOfTokens, match="9 tokens needed, 8"):
         memory.apply([Alloc((3,), (0,), (9,))])
@@ -285,9 +285,9 @@ def test_the_workers_gpu_is_its_current_one_before_anything_is_built(
 @pytest.mark.gpu
 def test_apply_never_synchronises(memory: KVMemory) -> None:
     def edits(segment: int) -> list[Edit]:
-        take = Alloc((1, 2), (0, 0), (5, 3))
+        alloc = Alloc((1, 2), (0, 0), (5, 3))
         return [
-            take,
+            alloc,
             StoreSegment(1, 0, 4, segment),
             MapSegments(3, (segment,)),
             FreeRange(1, 4, 5),

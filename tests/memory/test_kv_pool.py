@@ -1,4 +1,4 @@
-"""What a token's K/V takes, how the pool lays it out, and how many tokens fit."""
+"""The size of a token's K/V, its layout in the pool, and how many tokens fit."""
 
 import dataclasses
 
@@ -24,8 +24,8 @@ def test_spec_refuses_a_dimension_of_zero(name: str) -> None:
         dataclasses.replace(SPEC, **{name: 0})
 
 
-def test_spec_counts_in_pythons_integers() -> None:
-    """numpy's would overflow in a product with the number of tokens."""
+def test_spec_keeps_python_integers() -> None:
+    """numpy's integers would overflow in a product with the number of tokens."""
     spec = KVSpec(np.int32(60), np.int32(8), np.int32(128), np.int32(128), torch.float32)
     assert spec.bytes_per_token * 1_000_000 == 491_520_000_000
     for wrong in (1.5, True, "4"):
@@ -90,7 +90,7 @@ def test_refused_allocation_carries_the_numbers(device: torch.device) -> None:
     assert raised.value.available > 0
 
 
-def test_plan_takes_the_number_given() -> None:
+def test_plan_uses_the_given_number() -> None:
     plan = plan_pool(SPEC, CPU, num_tokens=100)
     assert (plan.num_tokens, plan.num_slots) == (100, 101)
     assert plan.num_bytes == 101 * SPEC.bytes_per_token
@@ -104,7 +104,7 @@ def test_plan_on_a_cpu_is_the_default(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "default" in plan.why
 
 
-def test_plan_on_a_cpu_takes_a_quarter_of_scarce_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_plan_on_a_cpu_uses_a_quarter_of_scarce_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("lightkv.memory.kv_pool._free_bytes", lambda device: 100 * 4096)
     plan = plan_pool(SPEC, CPU, reserve=1000)
     assert plan.num_slots == (100 * 4096 // 4 - 1000) // SPEC.bytes_per_token

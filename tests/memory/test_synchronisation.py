@@ -13,7 +13,7 @@ SPEC = KVSpec(num_layers=1, num_kv_heads=1, k_dim=1, v_dim=1, dtype=torch.float3
 
 
 def every_verb(cache: KVCache) -> None:
-    """Each verb, such that together they emit every kind of edit; nothing is left of it."""
+    """Calls every verb, so that they emit every kind of edit, and leaves the cache empty."""
     prompt = list(range(20))
     first = cache.open(prompt)
     cache.extend([first], [20])

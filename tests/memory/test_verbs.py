@@ -15,7 +15,7 @@ def test_all_verbs_in_any_order(seed: int) -> None:
 @pytest.mark.timeout(7200)
 @pytest.mark.parametrize("seed", range(100, 110))
 def test_all_verbs_in_any_order_for_long(seed: int) -> None:
-    """A million steps together."""
+    """A million steps in all."""
     live(seed, 100_000, torch.device("cpu"))
 
 

@@ -1,4 +1,4 @@
-"""Ledgers by pages and by runs against brute force: pages that are objects with an owner each."""
+"""Ledgers by pages and by runs, compared with brute force over sets of pages."""
 
 import random
 from array import array
@@ -12,7 +12,7 @@ from lightkv.router.simulate.paged_ledger import ContiguousLedger, PagedLedger, 
 
 
 class Pages:
-    """What a paged allocator can find, page by page: a page is its ids and all before it."""
+    """The pages that a paged allocator can hit; a page is identified by its ids and all ids before it."""
 
     def __init__(self, ledger: PagedLedger) -> None:
         self.page = ledger.page
@@ -22,7 +22,7 @@ class Pages:
         return [tuple(ids[:end]) for end in range(self.page, len(ids) + 1, self.page)]
 
     def find(self, prompt: list[int]) -> int:
-        """Tokens of whole pages that are known, one token left to compute."""
+        """Returns the tokens of the known whole pages, with at least one token left to compute."""
         found = 0
         for prefix in self.prefixes(prompt[:-1]):
             if prefix not in self.known:
@@ -31,7 +31,8 @@ class Pages:
         return found
 
     def publish(self, sequence: Sequence, ids: list[int]) -> None:
-        """Its pages are known from now on; where another's page is known already its own stay private."""
+        """Its pages are known from now on; they stay private if another sequence's page is known in their
+        place."""
         if tuple(ids[: sequence.shared + self.page]) not in self.known:
             self.known.update(self.prefixes(ids[: sequence.length]))
 
@@ -42,12 +43,15 @@ def tokens(ids: list[int]) -> bytes:
 
 @pytest.mark.parametrize("page", [2, 3, 16])
 @pytest.mark.parametrize("seed", range(3))
-def test_a_long_life_without_eviction_is_that_of_pages(seed: int, page: int) -> None:
-    """Few distinct ids, so that prompts part within pages and at their ends."""
+def test_a_long_life_without_eviction_matches_pages(seed: int, page: int) -> None:
+    """Few distinct ids, so that prompts differ within pages and at their ends."""
     rng = random.Random(seed)
     ledger = PagedLedger(200_000, 20, 200, page)
     model = Pages(ledger)
-    open_now: list[tuple[Sequence, list[int]]] = []  # with what it is to hold, which it may not have yet
+    open_now: list[
+        tuple[Sequence, list[int]]
+    ] = []  # with the token ids of its entries and those still to come
+    prompt_lengths: dict[Sequence, int] = {}
     num_hits, past = 0, [[rng.randrange(2) for _ in range(8 * page)]]
     for _ in range(600):
         if rng.random() < 0.5 and len(open_now) < 20:
@@ -63,6 +67,7 @@ def test_a_long_life_without_eviction_is_that_of_pages(seed: int, page: int) -> 
             assert sequence.num_hit == expected
             num_hits += expected > 0
             open_now.append((sequence, prompt))
+            prompt_lengths[sequence] = len(prompt)
         elif open_now and rng.random() < 0.6:
             sequence, ids = rng.choice(open_now)
             if sequence.length < len(ids):
@@ -82,13 +87,12 @@ def test_a_long_life_without_eviction_is_that_of_pages(seed: int, page: int) -> 
                 assert free - ledger.num_free == grown
         elif open_now:
             sequence, ids = open_now.pop(rng.randrange(len(open_now)))
-            prompt = len(sequence.prompt) // 4
             model.known.update(model.prefixes(ids[: sequence.length]))
-            ledger.close(sequence, tokens(ids[prompt:]))
+            ledger.close(sequence, tokens(ids[prompt_lengths[sequence] :]))
         ledger.confirm(ledger.step)
         ledger.drain()
         assert ledger.padding == sum(-sequence.length % page for sequence, _ in open_now)
-        # Every known prefix is one page; what is not known is a page of the one sequence that has it.
+        # Every known prefix is one page; every other page is private to a sequence.
         private = 0
         for sequence, _ in open_now:
             private += -(-(sequence.length - sequence.shared) // page) * page
@@ -98,7 +102,7 @@ def test_a_long_life_without_eviction_is_that_of_pages(seed: int, page: int) -> 
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_eviction_gives_whole_pages_and_never_more_than_it_must(seed: int) -> None:
+def test_eviction_frees_whole_pages_and_no_more_than_needed(seed: int) -> None:
     rng = random.Random(seed)
     page, ledger = 4, PagedLedger(103, 8, 60, 4)
     assert ledger.capacity == 100
@@ -143,7 +147,7 @@ def test_numbers_of_pages_that_are_gone_are_forgotten() -> None:
     ledger.check()
 
 
-def test_many_tokens_at_once_grow_by_the_pages_of_as_many_steps() -> None:
+def test_growth_by_many_tokens_equals_that_of_as_many_steps() -> None:
     lengths = [1, 2, 3, 4, 7, 8, 9]
     one, many = PagedLedger(1000, 8, 100, 4), PagedLedger(1000, 8, 100, 4)
     pairs = []
@@ -160,7 +164,7 @@ def test_many_tokens_at_once_grow_by_the_pages_of_as_many_steps() -> None:
     assert (many.num_free, many.padding) == (one.num_free, one.padding)
 
 
-def test_a_run_is_there_from_the_start_to_the_end() -> None:
+def test_a_run_is_held_from_open_to_close() -> None:
     ledger = ContiguousLedger(100, 4, 100, max_new=10)
     sequence = ledger.open(tokens([1, 2, 3]))
     assert (ledger.num_free, ledger.num_held, ledger.padding) == (88, 12, 12)

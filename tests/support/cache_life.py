@@ -1,8 +1,8 @@
 """A life of a `KVCache`: every verb in random order, beside an independent model of what each slot contains.
 
-A token's K/V is a number that depends on its sequence's tokens up to it, as K/V does; it is written where the
-cache says, and read back from every open sequence. So a slot with two owners, a lost one, and a wrongly shared,
-moved or dropped one all show at once.
+A token's K/V is a number that depends on all its sequence's tokens up to it. It is written to the slot that the
+cache returns, and read back from every open sequence. So a slot with two owners, a lost slot, and one that is
+wrongly shared, moved or dropped all show at once.
 """
 
 import random
@@ -22,13 +22,13 @@ VOCABULARY = 3
 
 
 def content(before: int, token: int, position: int) -> int:
-    """The K/V of a token, whose predecessor's is `before`: a number that float64 holds."""
+    """Returns the K/V of a token after one with K/V `before`: an integer that float64 represents exactly."""
     return hash((before, token, position)) % 2**52
 
 
 @dataclass
 class Shadow:
-    """What a sequence is, by all that was done to it."""
+    """What a sequence should be after everything that was done to it."""
 
     sequence: Sequence
     root: int  # content before the first token: that of its namespace
@@ -113,7 +113,7 @@ class Life:
         self.shadows.append(shadow)
 
     def extend(self) -> None:
-        """A step: prompts take a chunk, others a token or a few."""
+        """A step: a chunk of each prompt, one or a few tokens of every other sequence."""
         rng = self.rng
         batch = rng.sample(self.shadows, rng.randint(0, len(self.shadows)))
         tokens = []
@@ -127,7 +127,7 @@ class Life:
         self.cache.memory.pool.kv(0)[slots] = values[:, None]
 
     def shrink(self) -> None:
-        """A step that gets its slots and is not computed, or only in part."""
+        """A step whose slots are allocated and which is then not computed, or only in part."""
         rng = self.rng
         batch = rng.sample(self.shadows, rng.randint(0, len(self.shadows)))
         sequences = [shadow.sequence for shadow in batch]
@@ -146,10 +146,10 @@ class Life:
 
     def fork(self) -> None:
         if (shadow := self.pick()) is not None:
-            twin = self.cache.fork(shadow.sequence)
+            fork = self.cache.fork(shadow.sequence)
             names = ("tokens", "contents", "positions", "prompt")
             lists = {name: list(getattr(shadow, name)) for name in names}
-            self.shadows.append(replace(shadow, sequence=twin, **lists))
+            self.shadows.append(replace(shadow, sequence=fork, **lists))
 
     def truncate(self) -> None:
         if (shadow := self.pick()) is None:
@@ -158,12 +158,12 @@ class Life:
         length = min(length, len(shadow.contents))
         self.cache.truncate(shadow.sequence, length)
         cut = len(shadow.contents) - length
-        if length <= shadow.num_sinks:  # nothing is missing before its end
+        if length <= shadow.num_sinks:  # nothing before its end was dropped
             shadow.tokens, shadow.num_sinks = shadow.tokens[:length], 0
             shadow.last = shadow.contents[length - 1] if length else shadow.root
         elif cut:
             shadow.tokens = shadow.tokens[: len(shadow.tokens) - cut]
-            # What it computes from here is new, unless nothing is missing before it.
+            # Its next tokens have new contents, unless nothing before them was dropped.
             whole = len(shadow.tokens) == length
             shadow.last = shadow.contents[length - 1] if whole else self.rng.randrange(2**52)
         del shadow.contents[length:], shadow.positions[length:]
@@ -214,7 +214,7 @@ class Life:
         assert self.cache.num_free == free + count
 
     def fail(self) -> None:
-        """The steps since the last `confirm` have failed: whoever holds what they published is closed."""
+        """The steps since the last `confirm` fail: the sequences that hold what they published are closed."""
         before = self.cache.num_free, self.cache.num_cached
         try:
             self.cache.retract()
@@ -230,21 +230,21 @@ class Life:
             self.cache.retract()
 
     def hand_over(self) -> None:
-        """A sequence's K/V leaves for host memory and comes back."""
+        """A sequence's K/V is exported to host memory and imported again."""
         if (shadow := self.pick()) is None or not shadow.contents or shadow.dropped:
             return
         exported = self.cache.export(shadow.sequence)
         namespace = () if shadow.root == hash(()) % 2**52 else ("salt",)
         ids = [*shadow.tokens, *shadow.prompt[len(shadow.tokens) :]]
-        twin = self.cache.import_sequence(ids, exported, namespace)
-        copy = Shadow(twin, shadow.root, ids)
+        imported = self.cache.import_sequence(ids, exported, namespace)
+        copy = Shadow(imported, shadow.root, ids)
         copy.last = copy.root
-        for token in ids[: twin.length]:
+        for token in ids[: imported.length]:
             copy.add(token)
         self.shadows.append(copy)
 
     def check(self) -> None:
-        """Read everything back."""
+        """Reads everything back."""
         cache = self.cache
         cache.check()
         kv = cache.memory.pool.kv(0).cpu()

@@ -1,5 +1,5 @@
-"""The slot kernels and their twins by one name each, how takes are launched, and the model that all are held
-to: a Python set."""
+"""The slot kernels and their references under one set of names, ways to launch allocations, and a model of
+both: a Python set."""
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -33,19 +33,19 @@ class Operations(NamedTuple):
 
 
 KERNELS = Operations(alloc_slots, alloc_run, free_slots)
-TWINS = Operations(alloc_slots_reference, alloc_run_reference, free_slots_reference)
-both = pytest.mark.parametrize("operations", [KERNELS, TWINS], ids=["kernels", "twins"])
+REFERENCES = Operations(alloc_slots_reference, alloc_run_reference, free_slots_reference)
+both = pytest.mark.parametrize("operations", [KERNELS, REFERENCES], ids=["kernels", "references"])
 
 
 class Model:
-    """What the pool should do, with a set."""
+    """What the pool should do, by a set of free slots."""
 
     def __init__(self, num_slots: int) -> None:
         self.num_slots = num_slots
         self.free = set(range(1, num_slots))
         self.flags = SlotFlag(0)
 
-    def take(self, max_n: int, count: int) -> list[int]:
+    def alloc(self, max_n: int, count: int) -> list[int]:
         taken = sorted(self.free)[: min(count, max_n)]
         if len(taken) < count:
             self.flags |= SlotFlag.SHORT
@@ -58,9 +58,9 @@ class Model:
             if self.free.issuperset(run):
                 self.free -= set(run)
                 return list(run)
-        return self.take(n, n)
+        return self.alloc(n, n)
 
-    def give(self, slots: list[int]) -> None:
+    def free_slots(self, slots: list[int]) -> None:
         for slot in slots:
             if not 1 <= slot < self.num_slots:
                 self.flags |= SlotFlag.OUT_OF_RANGE
@@ -78,7 +78,7 @@ class Model:
         ]
         first_block = int(state.first_block)
         assert 0 <= first_block <= min(self.free, default=self.num_slots) // state.block_slots
-        assert int(state.books[TICKET]) == 0
+        assert int(state.metadata[TICKET]) == 0
         words = [0] * len(state.free_bits)
         for slot in self.free:
             words[slot // state.word_slots] |= 1 << slot % state.word_slots
@@ -90,12 +90,12 @@ def number(value: int, device: torch.device | str) -> Tensor:
 
 
 def poisoned(n: int, device: torch.device | str) -> Tensor:
-    """An output whose every element has to be written."""
+    """An output tensor of which a kernel has to write every element."""
     return torch.full((n,), -7, dtype=torch.int32, device=device)
 
 
 def in_programs(ranks: int, tiles: CountTiles) -> AbstractContextManager[object]:
-    """Takes in one kernel with so many slots a program, which reads so many counts a turn."""
+    """Allocates in one kernel with `ranks` slots per program; `tiles`: counts that a program reads at once."""
     return mock.patch.multiple(
         allocate,
         alloc_launch=lambda max_ranks: AllocLaunch(min(ranks, max_ranks), max(1, max_ranks // ranks), 4),
@@ -105,7 +105,7 @@ def in_programs(ranks: int, tiles: CountTiles) -> AbstractContextManager[object]
 
 @contextmanager
 def in_two_kernels(tiles: CountTiles) -> Iterator[None]:
-    """Takes in two kernels, however few the slots are, which read so many counts a turn."""
+    """Allocates in two kernels, however few the slots are; `tiles`: counts that a program reads at once."""
     with (
         mock.patch.object(allocate, "MAX_IN_ONE_KERNEL", 0),
         mock.patch.object(alloc_many, "many_tiles", return_value=tiles),

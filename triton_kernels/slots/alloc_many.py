@@ -1,8 +1,9 @@
-"""Take many slots, in two kernels, with or without a search for a run of them.
+"""Allocates many slots in two kernels, with or without a search for a run of consecutive slots.
 
-The first plans: one program finds which blocks the lowest slots are in, the others, where a run is wanted,
-look for one, each in a part of the pool's bits. The second has a program for every few blocks to take from; it
-sees for itself what the search has found. Twins: `alloc_slots_reference`, `alloc_run_reference`.
+The first kernel plans: one program finds the blocks that hold the lowest free slots; if a run is wanted, the
+other programs search for one, each in a part of the pool's bits. The second kernel allocates: each of its
+programs handles a few blocks, and reads the result of the search by itself. References:
+`alloc_slots_reference`, `alloc_run_reference`.
 """
 
 from typing import Any
@@ -38,21 +39,22 @@ _MAX_FOUND = tl.constexpr(MAX_FOUND)
 _BLOCK_FREE = tl.constexpr(BLOCK_FREE)
 _NO_RUN = tl.constexpr(2**31 - 1)
 
-_TILE_SLOTS = 2048  # slots that a program of the second kernel looks at together
-_TAKE_PROGRAMS = 264
+_TILE_SLOTS = 2048  # slots that a program of the second kernel handles at once
+_ALLOC_PROGRAMS = 264
 
 
 @triton.jit
 def _find_run(
-    books, n, part, chunk, back, FREE_BITS: tl.constexpr, NUM_WORDS: tl.constexpr,
+    metadata, n, part, chunk, back, FREE_BITS: tl.constexpr, NUM_WORDS: tl.constexpr,
     WORD_SLOTS: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """The start of the lowest n consecutive free slots that one part of the words can tell of, or _NO_RUN.
+    """Returns the start of the lowest n consecutive free slots that this part of the words contains, or
+    _NO_RUN.
 
-    What lies before the words it reads counts as used; they begin so early that the lowest run of all is
-    told of by one part at least.
+    Slots before the words it reads count as used. The parts overlap by so many words (`back`) that at least one
+    of them contains the lowest run of the pool.
     """
-    free_bits = books + FREE_BITS
+    free_bits = metadata + FREE_BITS
     first = tl.maximum(part * chunk - back, 0)
     end = tl.minimum(part * chunk + chunk, NUM_WORDS)
     last_used = first * WORD_SLOTS - 1
@@ -63,14 +65,14 @@ def _find_run(
         bits = tl.load(free_bits + words, mask=valid, other=0).to(tl.uint32, bitcast=True)
         follows = valid & (words + 1 < NUM_WORDS)
         next_bits = tl.load(free_bits + words + 1, mask=follows, other=0).to(tl.uint32, bitcast=True)
-        # A run that reaches a word's end begins behind the last slot used, and goes on into the next word.
+        # A run that reaches the end of a word begins after the last used slot and continues in the next word.
         used = bits ^ ((1 << WORD_SLOTS) - 1)
         last = tl.where(used != 0, words * WORD_SLOTS + highest_bit(used), -1)
         last = tl.maximum(tl.associative_scan(last, 0, larger), last_used)
         num_next = num_bits(((next_bits ^ 0xFFFFFFFF) & (next_bits + 1)) - 1)
         length = words * WORD_SLOTS - last + (WORD_SLOTS - 1) + num_next
         found = tl.minimum(found, tl.min(tl.where(valid & (length >= n), last + 1, _NO_RUN), 0))
-        if n <= WORD_SLOTS:  # or it lies within a word: keep the bits that begin n free ones
+        if n <= WORD_SLOTS:  # the run may lie within a word: keep the bits at which n free slots begin
             size = 1
             for _ in tl.static_range(5):
                 step = tl.minimum(size, n - size)
@@ -84,18 +86,18 @@ def _find_run(
 
 @triton.jit
 def _scan_blocks(
-    books, start, total, num_taken, CUM_SUM: tl.constexpr, NUM_BLOCKS: tl.constexpr, TILE: tl.constexpr
+    metadata, start, total, num_alloc, CUM_SUM: tl.constexpr, NUM_BLOCKS: tl.constexpr, TILE: tl.constexpr
 ):
-    """The prefix sum over the blocks start .. start + TILE - 1, written; total is the sum before them.
+    """Writes the prefix sum over the blocks start .. start + TILE - 1; `total` is the sum before them.
 
-    Returns the first and the end of those of them that have ranks below num_taken, and the sum.
+    Returns the first block and the end of the blocks with ranks below num_alloc, and the sum after the last.
     """
     blocks = start + tl.arange(0, TILE)
     within = blocks < NUM_BLOCKS
-    free = tl.load(books + _BLOCK_FREE + blocks, mask=within, other=0)
+    free = tl.load(metadata + _BLOCK_FREE + blocks, mask=within, other=0)
     rank_after = total + tl.cumsum(free, 0)
-    tl.store(books + CUM_SUM + blocks, rank_after, mask=within)
-    holds = (free > 0) & (rank_after - free < num_taken)
+    tl.store(metadata + CUM_SUM + blocks, rank_after, mask=within)
+    holds = (free > 0) & (rank_after - free < num_alloc)
     first_block = tl.min(tl.where(holds, blocks, NUM_BLOCKS), 0)
     end_block = tl.max(tl.where(holds, blocks + 1, 0), 0)
     return first_block, end_block, tl.max(rank_after, 0)
@@ -106,7 +108,7 @@ def _scan_blocks(
     do_not_specialize_on_alignment=["out", "count", "table", "positions", "rows"],
 )
 def _plan_kernel(
-    books,
+    metadata,
     out,
     count,
     table,
@@ -129,32 +131,35 @@ def _plan_kernel(
     TILE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Program 0: the counters, and which ranks of which blocks are to be taken. The others look for a run."""
+    """Program 0 updates the counters and plans which blocks to allocate from. The other programs search for a
+    run."""
     part = tl.program_id(0) - 1
     if part >= 0:
-        found = _find_run(books, max_n, part, chunk, back, FREE_BITS, NUM_WORDS, WORD_SLOTS, TILE)
-        tl.store(books + _FOUND + part, found)
+        found = _find_run(metadata, max_n, part, chunk, back, FREE_BITS, NUM_WORDS, WORD_SLOTS, TILE)
+        tl.store(metadata + _FOUND + part, found)
     else:
-        num_free = tl.load(books + _NUM_FREE)
-        start = tl.load(books + _FIRST_BLOCK)
+        num_free = tl.load(metadata + _NUM_FREE)
+        start = tl.load(metadata + _FIRST_BLOCK)
         wanted = max_n
         if HAS_COUNT:
             wanted = tl.load(count)
-        num_taken = tl.maximum(tl.minimum(tl.minimum(wanted, max_n), num_free), 0)
-        first_block, end_block, total = _scan_blocks(books, start, 0, num_taken, CUM_SUM, NUM_BLOCKS, SCAN)
+        num_alloc = tl.maximum(tl.minimum(tl.minimum(wanted, max_n), num_free), 0)
+        first_block, end_block, total = _scan_blocks(metadata, start, 0, num_alloc, CUM_SUM, NUM_BLOCKS, SCAN)
         start += SCAN
-        while (total < num_taken) & (start < NUM_BLOCKS):
-            first, end, total = _scan_blocks(books, start, total, num_taken, CUM_SUM, NUM_BLOCKS, LATER_SCAN)
+        while (total < num_alloc) & (start < NUM_BLOCKS):
+            first, end, total = _scan_blocks(
+                metadata, start, total, num_alloc, CUM_SUM, NUM_BLOCKS, LATER_SCAN
+            )
             first_block = tl.minimum(first_block, first)
             end_block = tl.maximum(end_block, end)
             start += LATER_SCAN
-        tl.store(books + _NUM_FREE, num_free - num_taken)
-        if num_taken < wanted:
-            tl.atomic_or(books + _FLAGS, _SHORT, sem="relaxed")
-        tl.store(books + _SPAN, first_block)
-        tl.store(books + _SPAN + 1, end_block)
-        tl.store(books + _SPAN + 2, num_taken)
-        for start in range(num_taken, max_n, BLOCK):
+        tl.store(metadata + _NUM_FREE, num_free - num_alloc)
+        if num_alloc < wanted:
+            tl.atomic_or(metadata + _FLAGS, _SHORT, sem="relaxed")
+        tl.store(metadata + _SPAN, first_block)
+        tl.store(metadata + _SPAN + 1, end_block)
+        tl.store(metadata + _SPAN + 2, num_alloc)
+        for start in range(num_alloc, max_n, BLOCK):
             places = start + tl.arange(0, BLOCK)
             within = places < max_n
             tl.store(out + places, tl.zeros([BLOCK], tl.int32), mask=within)
@@ -167,9 +172,9 @@ def _plan_kernel(
     do_not_specialize=["table_stride", "n", "num_found"],
     do_not_specialize_on_alignment=["out", "table", "positions", "rows"],
 )
-def _take_kernel(
+def _alloc_many_kernel(
     mem_state,
-    books,
+    metadata,
     out,
     table,
     positions,
@@ -185,29 +190,30 @@ def _take_kernel(
     WORD_SLOTS: tl.constexpr,
     BLOCKS: tl.constexpr,
 ):
-    """Take the run that was found, or else the ranks that were planned; no two programs look at one block."""
+    """Allocates the run that was found, or else the ranks that were planned. Each block belongs to one
+    program."""
     parts = tl.arange(0, _MAX_FOUND)
-    found = tl.load(books + _FOUND + parts, mask=parts < num_found, other=_NO_RUN)
-    first_block = tl.load(books + _SPAN)
-    end_block = tl.load(books + _SPAN + 1)
-    num_taken = tl.load(books + _SPAN + 2)
+    found = tl.load(metadata + _FOUND + parts, mask=parts < num_found, other=_NO_RUN)
+    first_block = tl.load(metadata + _SPAN)
+    end_block = tl.load(metadata + _SPAN + 1)
+    num_alloc = tl.load(metadata + _SPAN + 2)
     run = tl.min(found, 0)
     is_run = run != _NO_RUN
-    if (tl.program_id(0) == 0) & (run == _NO_RUN) & (num_taken > 0):  # a run may leave free slots below it
-        tl.store(books + _FIRST_BLOCK, end_block - 1)
-    num_taken = tl.where(is_run, n, num_taken)
+    if (tl.program_id(0) == 0) & (run == _NO_RUN) & (num_alloc > 0):  # a run may leave free slots below
+        tl.store(metadata + _FIRST_BLOCK, end_block - 1)
+    num_alloc = tl.where(is_run, n, num_alloc)
     first_block = tl.where(is_run, run // (WORDS * WORD_SLOTS), first_block)
     end_block = tl.where(is_run, (run + (n - 1)) // (WORDS * WORD_SLOTS) + 1, end_block)
 
-    block_free = books + _BLOCK_FREE
-    mem_cum_sum = books + CUM_SUM
-    free_bits = books + FREE_BITS
+    block_free = metadata + _BLOCK_FREE
+    mem_cum_sum = metadata + CUM_SUM
+    free_bits = metadata + FREE_BITS
     bit = tl.arange(0, WORD_SLOTS)
     for tile in range(
         first_block // BLOCKS + tl.program_id(0), tl.cdiv(end_block, BLOCKS), tl.num_programs(0)
     ):
         blocks = tile * BLOCKS + tl.arange(0, BLOCKS)
-        valid = (blocks >= first_block) & (blocks < end_block)  # of others the sum may be an older take's
+        valid = (blocks >= first_block) & (blocks < end_block)  # sums of other blocks may be out of date
         num_free = tl.load(block_free + blocks, mask=valid, other=0)
         rank_after = tl.load(mem_cum_sum + blocks, mask=valid, other=0)
         words = blocks[:, None] * WORDS + tl.arange(0, WORDS)[None, :]  # [BLOCKS, WORDS]
@@ -219,7 +225,7 @@ def _take_kernel(
         slots = words[:, :, None] * WORD_SLOTS + bit[None, None, :]  # [BLOCKS, WORDS, WORD_SLOTS]
         places = ranks[:, :, None] + num_bits(bits[:, :, None] & (one - 1))
         places = tl.where(is_run, slots - run, places)
-        taken = ((bits[:, :, None] & one) != 0) & (places >= 0) & (places < num_taken)
+        taken = ((bits[:, :, None] & one) != 0) & (places >= 0) & (places < num_alloc)
         zeros = tl.zeros([BLOCKS, WORDS, WORD_SLOTS], tl.int32)
         tl.store(out + places, slots, mask=taken)
         tl.store(mem_state + slots, zeros, mask=taken)
@@ -236,10 +242,11 @@ def _take_kernel(
 def alloc_many(
     state: SlotState, out: Tensor, count: Tensor | None, entries: TableEntries | None, find_run: bool
 ) -> None:
-    """Take many slots. Leaves in `mem_cum_sum` the inclusive prefix sum of `block_free` as it was before, for
-    the blocks it looked at: from the first with a free slot to beyond the last that it would take ranks of.
+    """Allocates many slots; the arguments are those of `alloc_slots`.
 
-    Arguments as of `alloc_slots`; find_run: take the lowest run of `len(out)` where there is one (no `count`).
+    find_run: allocate the lowest run of `len(out)` free slots if there is one; `count` is None then. Leaves in
+    `mem_cum_sum` the inclusive prefix sum of `block_free` from before the call, for the blocks that were
+    scanned: from the first one with a free slot to beyond the last one of the plan.
     """
     max_n, num_blocks, block_words = len(out), len(state.block_free), state.block_words
     num_words = num_blocks * block_words
@@ -269,7 +276,7 @@ def alloc_many(
             "num_warps": 8,
         }
 
-    def take_options() -> dict[str, Any]:
+    def alloc_options() -> dict[str, Any]:
         return {
             "HAS_TABLE": has_table,
             "HAS_ROWS": has_rows,
@@ -283,12 +290,12 @@ def alloc_many(
 
     state.launches.launch(
         _plan_kernel,
-        ("plan many", has_count, has_table, has_rows),
+        ("plan", has_count, has_table, has_rows),
         1 + num_parts,
         (
-            state.books,
+            state.metadata,
             out,
-            state.books if count is None else count,
+            state.metadata if count is None else count,
             table,
             positions,
             rows,
@@ -300,12 +307,12 @@ def alloc_many(
         plan_options,
     )
     state.launches.launch(
-        _take_kernel,
-        ("take many", has_table, has_rows),
-        min(-(-num_blocks // blocks), _TAKE_PROGRAMS),
+        _alloc_many_kernel,
+        ("alloc many", has_table, has_rows),
+        min(-(-num_blocks // blocks), _ALLOC_PROGRAMS),
         (
             state.mem_state,
-            state.books,
+            state.metadata,
             out,
             table,
             positions,
@@ -314,5 +321,5 @@ def alloc_many(
             max_n,
             num_parts,
         ),
-        take_options,
+        alloc_options,
     )

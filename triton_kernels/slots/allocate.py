@@ -1,19 +1,22 @@
-"""Take and give slots on the device: which slots are free is decided, and stays, in device memory.
+"""Allocates and frees slots on the device: the list of free slots is read and written in device memory only.
 
-The prefix sum of the blocks' free counts says which blocks hold the n lowest free slots, and a block's bits
-which slots of it they are. The sum begins with the first block that can have any, so a search reads some
-hundred counts and a line or two a slot, whether the pool is empty, full or in fragments, large or small.
-Nothing here synchronises, and no shape depends on data, so every operation can stand in a CUDA graph.
+The prefix sum of the blocks' free counts tells which blocks hold the n lowest free slots, and a block's bits
+tell which of its slots these are. The sum begins at the first block that can have a free slot. So a search
+reads some hundred counts and one or two cache lines per slot, however large or fragmented the pool is. No
+operation synchronises, and no shape depends on data, so all of them can be captured in a CUDA graph.
 
-- A few slots (a decode step) are taken in one kernel: each of its programs finds some of the slots for itself,
-  in two dependent reads, and the last to have read what it needs writes the books for all.
-- Many (a prompt) take two: the first plans, the second has a program for every few blocks to take from.
-- A run is looked for by programs of the first kernel, each over a part of the pool's bits, while another
-  plans what is to be taken should there be none. Whether there is one the programs of the second see for
-  themselves.
+- A few slots (a decode step) are allocated by one kernel. Each of its programs finds its own slots in two
+dependent
+  reads; the last program to finish reading writes the metadata for all of them.
+- Many slots (a prompt) are allocated by two kernels (`alloc_many.py`): the first plans, the second has a
+program
+  for every few blocks.
+- To allocate a run, programs of the first kernel search the pool's bits while another program plans for the
+case
+  that there is no run.
 
-Knows no sequence and keeps no host count. An operation that cannot be done raises no error: it does what
-can be done without giving a slot two owners, and sets a flag in device memory for whoever reads it next.
+An operation that cannot be done raises no error: it does as much as it can without giving a slot two owners,
+and sets a flag in device memory (`SlotFlag`).
 """
 
 from typing import Any
@@ -62,23 +65,23 @@ _FLAGS = tl.constexpr(FLAGS)
 _FIRST_BLOCK = tl.constexpr(FIRST_BLOCK)
 _TICKET = tl.constexpr(TICKET)
 _BLOCK_FREE = tl.constexpr(BLOCK_FREE)
-_NEVER = tl.constexpr(2**31 - 1)  # more than any rank
+_NEVER = tl.constexpr(2**31 - 1)  # larger than any rank
 _NO_SLOT = tl.constexpr(-(2**30))  # in no word and no block
 
-_GIVE_BLOCK = 256
+_FREE_BLOCK = 256
 
 
 @triton.jit
 def _pass_blocks(
-    books, start, total, ranks, NUM_BLOCKS: tl.constexpr, TILE: tl.constexpr, RANKS: tl.constexpr
+    metadata, start, total, ranks, NUM_BLOCKS: tl.constexpr, TILE: tl.constexpr, RANKS: tl.constexpr
 ):
-    """How many of the blocks start .. start + TILE - 1 each rank is behind, the prefix sum up to there (0 if
-    none), and that up to the end. total: the sum before them."""
+    """Returns for each rank how many of the blocks start .. start + TILE - 1 end before it and their prefix sum
+    (0 if there are none), and the sum over all these blocks. `total`: the sum before `start`."""
     blocks = start + tl.arange(0, TILE)
     within = blocks < NUM_BLOCKS
-    sums = total + tl.cumsum(tl.load(books + _BLOCK_FREE + blocks, mask=within, other=0), 0)
+    sums = total + tl.cumsum(tl.load(metadata + _BLOCK_FREE + blocks, mask=within, other=0), 0)
     after = tl.where(within, sums, _NEVER)
-    # A block is passed by the ranks from its sum on: counted by that rank, and summed up over the ranks.
+    # The ranks from a block's prefix sum on pass the block. It is counted at the first of them, then summed.
     first_passing = tl.maximum(after - tl.min(ranks, 0), 0)
     passed = tl.cumsum(tl.histogram(first_passing, RANKS, mask=first_passing < RANKS), 0)
     before = tl.where(passed > 0, tl.gather(after, tl.maximum(passed - 1, 0), 0), 0)
@@ -87,76 +90,78 @@ def _pass_blocks(
 
 @triton.jit
 def _find_slots(
-    books, ranks, first_rank, first_block, num_taken, FREE_BITS: tl.constexpr, NUM_BLOCKS: tl.constexpr,
+    metadata, ranks, first_rank, first_block, num_alloc, FREE_BITS: tl.constexpr, NUM_BLOCKS: tl.constexpr,
     WORDS: tl.constexpr, WORD_SLOTS: tl.constexpr, TILE: tl.constexpr, LATER_TILE: tl.constexpr,
     RANKS: tl.constexpr,
 ):  # fmt: skip
-    """The slots of these ranks; 0 from num_taken on."""
-    passed, before, total = _pass_blocks(books, first_block, 0, ranks, NUM_BLOCKS, TILE, RANKS)
+    """Returns the slots of these ranks; 0 for ranks from num_alloc on."""
+    passed, before, total = _pass_blocks(metadata, first_block, 0, ranks, NUM_BLOCKS, TILE, RANKS)
     block = first_block + passed
     if NUM_BLOCKS > TILE:
         start = first_block + TILE
-        end_rank = tl.where(first_rank < num_taken, tl.minimum(first_rank + RANKS, num_taken), 0)
+        end_rank = tl.where(first_rank < num_alloc, tl.minimum(first_rank + RANKS, num_alloc), 0)
         while (total < end_rank) & (start < NUM_BLOCKS):
             passed, sum_passed, total = _pass_blocks(
-                books, start, total, ranks, NUM_BLOCKS, LATER_TILE, RANKS
+                metadata, start, total, ranks, NUM_BLOCKS, LATER_TILE, RANKS
             )
             block += passed
             before = tl.maximum(before, sum_passed)
             start += LATER_TILE
-    taken = ranks < num_taken
-    nth = ranks - before  # of the block's free slots
+    taken = ranks < num_alloc
+    nth = ranks - before  # which of the block's free slots
 
     columns = tl.arange(0, WORDS)
     words = (block * WORDS)[:, None] + columns[None, :]
-    bits = tl.load(books + FREE_BITS + words, mask=taken[:, None], other=0)
+    bits = tl.load(metadata + FREE_BITS + words, mask=taken[:, None], other=0)
     num_set = num_bits(bits.to(tl.uint32, bitcast=True))
     passed_words = tl.cumsum(num_set, 1) <= nth[:, None]
     column = tl.sum(passed_words.to(tl.int32), 1)
-    nth -= tl.sum(tl.where(passed_words, num_set, 0), 1)  # of the word's
+    nth -= tl.sum(tl.where(passed_words, num_set, 0), 1)  # which of the word's
     word = tl.sum(tl.where(columns[None, :] == column[:, None], bits, 0), 1)
     place = place_of_bit(word.to(tl.uint32, bitcast=True), nth)
     return tl.where(taken, (block * WORDS + column) * WORD_SLOTS + place, 0)
 
 
 @triton.jit
-def _write_books(
-    books, out, num_taken, num_free, wanted, FREE_BITS: tl.constexpr, WORDS: tl.constexpr,
+def _write_metadata(
+    metadata, out, num_alloc, num_free, wanted, FREE_BITS: tl.constexpr, WORDS: tl.constexpr,
     WORD_SLOTS: tl.constexpr, ALL_RANKS: tl.constexpr, CACHE: tl.constexpr,
 ):  # fmt: skip
-    """The books after all slots of `out` have been taken, a word and a block by its first and last slot taken.
+    """Updates the metadata once all slots of `out` are allocated, from the first and last slot of each word and
+    block.
 
-    Lowest first: no slot up to the last one taken is free from now on. So of a word all bits up to its last
-    slot taken are cleared, and of a block the count falls by the ranks from its first to its last.
+    The lowest slots are allocated first, so no slot up to the last one is free afterwards: in each word all
+    bits up to its last allocated slot are cleared, and each block's count falls by the ranks from its first to
+    its last.
     """
     ranks = tl.arange(0, ALL_RANKS)
-    taken = ranks < num_taken
+    taken = ranks < num_alloc
     slots = tl.load(out + ranks, mask=taken, other=0, cache_modifier=CACHE)
     lower = tl.load(out + ranks - 1, mask=taken & (ranks > 0), other=_NO_SLOT, cache_modifier=CACHE)
-    higher = tl.load(out + ranks + 1, mask=ranks + 1 < num_taken, other=_NO_SLOT, cache_modifier=CACHE)
+    higher = tl.load(out + ranks + 1, mask=ranks + 1 < num_alloc, other=_NO_SLOT, cache_modifier=CACHE)
     words = slots // WORD_SLOTS
     above = tl.full([ALL_RANKS], -2, tl.int32) << slots % WORD_SLOTS
     ends_word = taken & (words != higher // WORD_SLOTS)
-    tl.atomic_and(books + FREE_BITS + words, above, mask=ends_word, sem="relaxed")
+    tl.atomic_and(metadata + FREE_BITS + words, above, mask=ends_word, sem="relaxed")
     BLOCK_SLOTS: tl.constexpr = WORDS * WORD_SLOTS
     blocks = slots // BLOCK_SLOTS
     begins = taken & (blocks != lower // BLOCK_SLOTS)
     ends = taken & (blocks != higher // BLOCK_SLOTS)
     change = tl.where(begins, ranks, 0) - tl.where(ends, ranks + 1, 0)
-    tl.atomic_add(books + _BLOCK_FREE + blocks, change, mask=begins | ends, sem="relaxed")
-    tl.store(books + _FIRST_BLOCK + tl.zeros_like(blocks), blocks, mask=ranks == num_taken - 1)
-    tl.store(books + _NUM_FREE, num_free - num_taken)
-    if num_taken < wanted:
-        tl.atomic_or(books + _FLAGS, _SHORT, sem="relaxed")
+    tl.atomic_add(metadata + _BLOCK_FREE + blocks, change, mask=begins | ends, sem="relaxed")
+    tl.store(metadata + _FIRST_BLOCK + tl.zeros_like(blocks), blocks, mask=ranks == num_alloc - 1)
+    tl.store(metadata + _NUM_FREE, num_free - num_alloc)
+    if num_alloc < wanted:
+        tl.atomic_or(metadata + _FLAGS, _SHORT, sem="relaxed")
 
 
 @triton.jit(
     do_not_specialize=["table_stride", "max_n"],
     do_not_specialize_on_alignment=["out", "count", "table", "positions", "rows"],
 )
-def _take_few_kernel(
+def _alloc_few_kernel(
     mem_state,
-    books,
+    metadata,
     out,
     count,
     table,
@@ -176,48 +181,48 @@ def _take_few_kernel(
     RANKS: tl.constexpr,
     ALL_RANKS: tl.constexpr,
 ):
-    """The free slots of rank 0 .. count - 1, RANKS of them a program, each found for itself."""
+    """Allocates the free slots of ranks 0 .. count - 1. Each program finds RANKS of them by itself."""
     first_rank = tl.program_id(0) * RANKS
     ranks = first_rank + tl.arange(0, RANKS)
     within = ranks < max_n
-    # All that depends on nothing is read before anything waits.
-    num_free = tl.load(books + _NUM_FREE)
-    first_block = tl.load(books + _FIRST_BLOCK)
+    # Independent loads are issued first, so that they overlap.
+    num_free = tl.load(metadata + _NUM_FREE)
+    first_block = tl.load(metadata + _FIRST_BLOCK)
     wanted = max_n
     if HAS_COUNT:
         wanted = tl.load(count)
     if HAS_TABLE:
         entries = entries_of(positions, rows, table_stride, ranks, within, HAS_ROWS)
-    num_taken = tl.maximum(tl.minimum(tl.minimum(wanted, max_n), num_free), 0)
+    num_alloc = tl.maximum(tl.minimum(tl.minimum(wanted, max_n), num_free), 0)
     slots = _find_slots(
-        books, ranks, first_rank, first_block, num_taken, FREE_BITS, NUM_BLOCKS, WORDS, WORD_SLOTS, TILE,
+        metadata, ranks, first_rank, first_block, num_alloc, FREE_BITS, NUM_BLOCKS, WORDS, WORD_SLOTS, TILE,
         LATER_TILE, RANKS,
     )  # fmt: skip
     tl.store(out + ranks, slots, mask=within)
-    # Every thread has read what it needs of the books, and its part of `out` is there.
+    # Every thread has read what it needs of the metadata and written its part of `out`.
     tl.debug_barrier()
     is_last = True
-    # What other programs write the first cache does not see.
+    # The first-level cache does not see what other programs write.
     CACHE: tl.constexpr = ".cg" if ALL_RANKS > RANKS else ""
     if ALL_RANKS > RANKS:
-        is_last = tl.atomic_add(books + _TICKET, 1, sem="acq_rel") == tl.num_programs(0) - 1
+        is_last = tl.atomic_add(metadata + _TICKET, 1, sem="acq_rel") == tl.num_programs(0) - 1
     if HAS_TABLE:
         tl.store(table + entries, slots, mask=within)
-    tl.store(mem_state + slots, tl.zeros([RANKS], tl.int32), mask=ranks < num_taken)
+    tl.store(mem_state + slots, tl.zeros([RANKS], tl.int32), mask=ranks < num_alloc)
     if is_last:
-        _write_books(
-            books, out, num_taken, num_free, wanted, FREE_BITS, WORDS, WORD_SLOTS, ALL_RANKS, CACHE
+        _write_metadata(
+            metadata, out, num_alloc, num_free, wanted, FREE_BITS, WORDS, WORD_SLOTS, ALL_RANKS, CACHE
         )  # fmt: skip
         if ALL_RANKS > RANKS:
-            tl.store(books + _TICKET, 0)
+            tl.store(metadata + _TICKET, 0)
 
 
-@triton.jit(do_not_specialize=["num_given"], do_not_specialize_on_alignment=["given"])
-def _give_slots_kernel(
+@triton.jit(do_not_specialize=["num_to_free"], do_not_specialize_on_alignment=["to_free"])
+def _free_slots_kernel(
     mem_state,
-    books,
-    given,
-    num_given,
+    metadata,
+    to_free,
+    num_to_free,
     num_slots,
     FREE_BITS: tl.constexpr,
     BLOCK_SLOTS: tl.constexpr,
@@ -225,39 +230,42 @@ def _give_slots_kernel(
     BLOCK: tl.constexpr,
 ):
     places = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    valid = places < num_given
-    slots = tl.load(given + places, mask=valid, other=0)
+    valid = places < num_to_free
+    slots = tl.load(to_free + places, mask=valid, other=0)
     in_range = valid & (slots >= 1) & (slots < num_slots)
-    # The exchange hands a slot's old state to exactly one of those who give it.
+    # The exchange returns a slot's old state to exactly one of the threads that free it.
     one = tl.full([BLOCK], 1, tl.int32)
     was_free = tl.atomic_xchg(mem_state + slots, one, mask=in_range, sem="relaxed")
     freed = in_range & (was_free == 0)
     bit = one << (slots % WORD_SLOTS).to(tl.int32)
-    tl.atomic_or(books + FREE_BITS + slots // WORD_SLOTS, bit, mask=freed, sem="relaxed")
+    tl.atomic_or(metadata + FREE_BITS + slots // WORD_SLOTS, bit, mask=freed, sem="relaxed")
     blocks = slots // BLOCK_SLOTS
-    tl.atomic_add(books + _BLOCK_FREE + blocks, one, mask=freed, sem="relaxed")
+    tl.atomic_add(metadata + _BLOCK_FREE + blocks, one, mask=freed, sem="relaxed")
     lowest = tl.min(tl.where(freed, blocks, _NEVER), 0).to(tl.int32)
-    tl.atomic_min(books + _FIRST_BLOCK, lowest, sem="relaxed")
-    tl.atomic_add(books + _NUM_FREE, tl.sum(freed.to(tl.int32), 0), sem="relaxed")
+    tl.atomic_min(metadata + _FIRST_BLOCK, lowest, sem="relaxed")
+    tl.atomic_add(metadata + _NUM_FREE, tl.sum(freed.to(tl.int32), 0), sem="relaxed")
     double_free = tl.max((in_range & (was_free == 1)).to(tl.int32), 0)
     out_of_range = tl.max((valid & (in_range == 0)).to(tl.int32), 0)
     if double_free + out_of_range > 0:
-        tl.atomic_or(books + _FLAGS, double_free * _DOUBLE_FREE + out_of_range * _OUT_OF_RANGE, sem="relaxed")
+        tl.atomic_or(
+            metadata + _FLAGS, double_free * _DOUBLE_FREE + out_of_range * _OUT_OF_RANGE, sem="relaxed"
+        )
 
 
 def alloc_slots(
     state: SlotState, out: Tensor, count: Tensor | None = None, entries: TableEntries | None = None
 ) -> None:
-    """Take the `count` lowest free slots, ascending.
+    """Allocates the `count` lowest free slots, ascending.
 
-    If fewer are free, or `out` is shorter, what fits is taken and the flag SHORT is set.
+    If fewer are free, or `out` is shorter, it allocates as many as it can and sets the flag SHORT.
 
     Args:
         state: the pool; updated in place.
-        out: int32 `[max_n]`, contiguous: the slots taken, then zeros.
+        out: int32 `[max_n]`, contiguous: receives the allocated slots, then zeros.
         count: int32 `[1]` on the device; None for max_n.
-        entries: where in a table all of `out` is written too. What several of them name is one entry, and
-            has to get the same slot from each: only what the zeros go to may be named twice.
+        entries: places in a table that `out` is written to as well. They have to be distinct, except for those
+        that
+            zeros are written to.
     """
     max_n = len(out)
     if max_n > MAX_IN_ONE_KERNEL:
@@ -288,14 +296,14 @@ def alloc_slots(
         }
 
     state.launches.launch(
-        _take_few_kernel,
-        ("take few", all_ranks, has_count, has_table, has_rows),
+        _alloc_few_kernel,
+        ("alloc few", all_ranks, has_count, has_table, has_rows),
         shape.num_programs,
         (
             state.mem_state,
-            state.books,
+            state.metadata,
             out,
-            state.books if count is None else count,
+            state.metadata if count is None else count,
             table,
             positions,
             rows,
@@ -307,19 +315,19 @@ def alloc_slots(
 
 
 def alloc_run(state: SlotState, out: Tensor, entries: TableEntries | None = None) -> None:
-    """Take the lowest `len(out)` consecutive free slots where there are such, else as `alloc_slots`.
+    """Allocates the lowest `len(out)` consecutive free slots if there are any, else as `alloc_slots`.
 
-    `out`: int32 `[n]`, contiguous. `entries`: as for `alloc_slots`. Decided on the device.
+    `out`: int32 `[n]`, contiguous. `entries`: as for `alloc_slots`. The device decides which case it is.
     """
     if len(out):
         alloc_many(state, out, None, entries, find_run=True)
 
 
 def free_slots(state: SlotState, slots: Tensor) -> None:
-    """Make slots free. `slots`: int32 or int64 `[n]`, contiguous, in any order.
+    """Frees slots. `slots`: int32 or int64 `[n]`, contiguous, in any order.
 
-    A slot that is free already, or comes a second time, stays free once and sets the flag DOUBLE_FREE.
-    What is outside 1..num_slots-1 is left alone and sets OUT_OF_RANGE.
+    A slot that is free already, or occurs twice, is free once and sets the flag DOUBLE_FREE. A number outside
+    1..num_slots-1 changes nothing and sets OUT_OF_RANGE.
     """
     if slots.numel() == 0:
         return
@@ -329,23 +337,24 @@ def free_slots(state: SlotState, slots: Tensor) -> None:
             "FREE_BITS": state.free_bits.storage_offset(),
             "BLOCK_SLOTS": state.block_slots,
             "WORD_SLOTS": state.word_slots,
-            "BLOCK": _GIVE_BLOCK,
+            "BLOCK": _FREE_BLOCK,
         }
 
     state.launches.launch(
-        _give_slots_kernel,
-        ("give", slots.dtype),
-        -(-len(slots) // _GIVE_BLOCK),
-        (state.mem_state, state.books, slots, len(slots), len(state.mem_state)),
+        _free_slots_kernel,
+        ("free", slots.dtype),
+        -(-len(slots) // _FREE_BLOCK),
+        (state.mem_state, state.metadata, slots, len(slots), len(state.mem_state)),
         options,
     )
 
 
 def lowest_run(state: SlotState, n: int) -> Tensor:
-    """How many free slots come before the lowest `n` consecutive free ones; 0 if there are no such.
+    """Returns how many free slots come before the lowest `n` consecutive free slots: int32 `[1]` on the device;
+    0 if there is no such run.
 
-    int32 `[1]` on the device. Plain torch over the whole pool (a window of n slots is free if its states sum
-    to n): a part of the specification.
+    Plain torch over the whole pool (a window of n slots is free if its states sum to n): a part of the
+    reference.
     """
     num_slots = len(state.mem_state)
     if n < 1 or n > num_slots:
@@ -353,30 +362,30 @@ def lowest_run(state: SlotState, n: int) -> Tensor:
     cum_sum = torch.cumsum(state.mem_state, 0, dtype=torch.int32)  # [num_slots]
     free_before = cum_sum - state.mem_state
     is_run = cum_sum[n - 1 :] - free_before[: num_slots - n + 1] == n
-    start = is_run.int().argmax(dim=0, keepdim=True)  # of equals argmax gives the first
+    start = is_run.int().argmax(dim=0, keepdim=True)  # argmax returns the first of equals
     return free_before.gather(0, start) * is_run.gather(0, start)
 
 
 def alloc_slots_reference(
     state: SlotState, out: Tensor, count: Tensor | None = None, entries: TableEntries | None = None
 ) -> None:
-    """The specification of `alloc_slots`, in plain torch; also what runs on the CPU."""
-    _take_reference(state, out, count, None, entries)
+    """The reference of `alloc_slots`, in plain torch; it also runs on the CPU."""
+    _alloc_reference(state, out, count, None, entries)
 
 
 def alloc_run_reference(state: SlotState, out: Tensor, entries: TableEntries | None = None) -> None:
-    """The specification of `alloc_run`, in plain torch; also what runs on the CPU."""
+    """The reference of `alloc_run`, in plain torch; it also runs on the CPU."""
     if len(out):
-        _take_reference(state, out, None, lowest_run(state, len(out)), entries)
+        _alloc_reference(state, out, None, lowest_run(state, len(out)), entries)
 
 
 def free_slots_reference(state: SlotState, slots: Tensor) -> None:
-    """The specification of `free_slots`, in plain torch; also what runs on the CPU."""
+    """The reference of `free_slots`, in plain torch; it also runs on the CPU."""
     if slots.numel() == 0:
         return
     ordered = slots.long().sort().values
     in_range = (ordered >= 1) & (ordered < len(state.mem_state))
-    safe = ordered.where(in_range, 0)  # slot 0 stands for what is no slot, and is put right below
+    safe = ordered.where(in_range, 0)  # slot 0 stands for numbers out of range; it is repaired below
     repeated = torch.zeros_like(in_range)
     repeated[1:] = ordered[1:] == ordered[:-1]
     freed = in_range & ~repeated & (state.mem_state[safe] == 0)
@@ -393,25 +402,26 @@ def free_slots_reference(state: SlotState, slots: Tensor) -> None:
     state.counters[1] |= double_free | out_of_range
 
 
-def _take_reference(
+def _alloc_reference(
     state: SlotState, out: Tensor, count: Tensor | None, skip: Tensor | None, entries: TableEntries | None
 ) -> None:
-    """Take `count` free slots, those after the `skip` lowest (int32 `[1]` on the device; None for 0).
+    """Allocates the `count` free slots after the `skip` lowest (int32 `[1]` on the device; None for 0).
 
-    Reads the sum of every block, and the slots of no more blocks than there are slots to take. Does not raise
-    `first_block`: a lower bound it stays.
+    Reads the count of every block, and the slots of at most as many blocks as there are slots to allocate. It
+    does not raise `first_block`, which stays a lower bound.
     """
     num_slots, num_blocks, max_n = len(state.mem_state), len(state.block_free), len(out)
     if count is None:
         count = torch.full((1,), max_n, dtype=torch.int32, device=out.device)
     cum_sum = torch.cumsum(state.block_free, 0, dtype=torch.int32, out=state.mem_cum_sum)
     first_rank = torch.zeros_like(count) if skip is None else skip
-    num_taken = torch.minimum(count.clamp(max=max_n), cum_sum[-1:] - first_rank).clamp(min=0)
+    num_alloc = torch.minimum(count.clamp(max=max_n), cum_sum[-1:] - first_rank).clamp(min=0)
     places = torch.arange(max_n, dtype=torch.int32, device=out.device)
-    taken = places < num_taken
+    taken = places < num_alloc
 
-    # Of the blocks with a rank from first_rank on, the first max_n: each holds one at least. Where there are
-    # fewer, and past the end of the last, the pool's last slot stands in: behind all others, so never reached.
+    # The first max_n blocks with a rank from first_rank on; each has at least one free slot. Where there are
+    # fewer blocks, and past the end of the last one, the pool's last slot stands in: it comes last, so it is
+    # not reached.
     passed = cum_sum <= first_rank
     holding = (state.block_free > 0) & ~passed
     nth = torch.arange(1, min(max_n, num_blocks) + 1, device=out.device)
@@ -428,8 +438,8 @@ def _take_reference(
     state.mem_state.index_fill_(0, chosen, 0)  # slot 0 is never free
     state.free_bits.index_add_(0, chosen // state.word_slots, -_bit_of(state, chosen).where(taken, 0))
     state.block_free.index_add_(0, chosen // state.block_slots, -taken.int())
-    state.counters[:1] -= num_taken
-    state.counters[1:] |= (num_taken < count).int() * int(SlotFlag.SHORT)
+    state.counters[:1] -= num_alloc
+    state.counters[1:] |= (num_alloc < count).int() * int(SlotFlag.SHORT)
     if entries is not None:
         table, at_entries, rows = entries
         if rows is not None:
@@ -438,8 +448,8 @@ def _take_reference(
 
 
 def _bit_of(state: SlotState, slots: Tensor) -> Tensor:
-    """The bit of each slot (int64) in its word of free_bits: int32, the 32nd the negative number of its kind.
+    """Returns each slot's (int64) bit in its word of free_bits: int32, so the highest bit is a negative number.
 
-    Distinct bits of a word are set by adding them and cleared by taking them off.
+    Distinct bits of a word are set by adding them and cleared by subtracting them.
     """
     return (1 << slots % state.word_slots).int()

@@ -1,6 +1,6 @@
-"""Launches without the search that a launch begins with: which compiled kernel is for these arguments.
+"""Launches kernels again without Triton's search for the compiled kernel that fits the arguments.
 
-Knows no kernel and no tensor: whoever launches says by a key what a compilation depends on.
+The caller's key names everything that the compilation depends on.
 """
 
 from collections.abc import Callable, Hashable
@@ -9,11 +9,11 @@ from typing import Any
 import triton
 from triton.compiler import CompiledKernel
 
-_TRITONS = ("num_warps", "num_stages")  # options of a launch that are no arguments of the kernel
+_TRITONS = ("num_warps", "num_stages")  # options of a launch that are not arguments of the kernel
 
 
 class Launches:
-    """What kernels were compiled to, by key; held by whatever the rest of a compilation follows from."""
+    """Compiled kernels by key, kept by the object that decides the rest of their compilation (`SlotState`)."""
 
     def __init__(self) -> None:
         self._compiled: dict[Hashable, tuple[CompiledKernel, tuple[object, ...]]] = {}
@@ -26,14 +26,15 @@ class Launches:
         arguments: tuple[object, ...],
         options: Callable[[], dict[str, Any]],
     ) -> None:
-        """Run `grid` programs of the kernel with these arguments, its first.
+        """Runs `grid` programs of the kernel.
 
         Args:
-            key: names the kernel and all that its compilation depends on and the holder does not decide. Of
-                the arguments no value and no alignment may be such: the kernel is to be told not to
-                specialize on what differs between launches.
-            options: the other arguments by name, constants in their order and then Triton's own options;
-                asked for at the first launch with a key.
+            key: names the kernel and everything that its compilation depends on, except what the owner of this
+                object decides. The kernel must not specialize on the value or alignment of an argument that
+                differs between launches with the same key.
+            arguments: the kernel's first arguments.
+            options: returns its other arguments by name, constants in their order and then Triton's own
+                options. It is called at the first launch with a key.
         """
         known = self._compiled.get(key)
         if known is not None:
@@ -42,6 +43,6 @@ class Launches:
             return
         named = options()
         compiled = kernel[(grid,)](*arguments, **named)
-        if isinstance(compiled, CompiledKernel):  # the interpreter compiles none
+        if isinstance(compiled, CompiledKernel):  # the interpreter compiles nothing
             constants = tuple(value for name, value in named.items() if name not in _TRITONS)
             self._compiled[key] = compiled, constants

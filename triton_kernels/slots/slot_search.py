@@ -1,7 +1,4 @@
-"""What the allocator's kernels have in common: bits of words, and where in a table slots go.
-
-Knows no books and launches nothing.
-"""
+"""Device functions that the allocator's kernels share: bits of a word, and places in a table."""
 
 import triton
 import triton.language as tl
@@ -13,12 +10,12 @@ def larger(a, b):
     return tl.maximum(a, b)
 
 
-_COMPILED = tl.constexpr(isinstance(larger, triton.JITFunction))  # the interpreter knows no libdevice
+_COMPILED = tl.constexpr(isinstance(larger, triton.JITFunction))  # the interpreter has no libdevice
 
 
 @triton.jit
 def num_bits(x):
-    """How many bits of a uint32 are set."""
+    """Returns how many bits of a uint32 are set."""
     if _COMPILED:
         return libdevice.popc(x.to(tl.int32, bitcast=True))
     else:
@@ -30,10 +27,10 @@ def num_bits(x):
 
 @triton.jit
 def place_of_bit(x, n):
-    """Where the n-th set bit of a uint32 is, n from 0."""
+    """Returns the place of the n-th set bit of a uint32, n from 0."""
     place = tl.zeros_like(n)
     for step in tl.static_range(5):
-        low = x & ((1 << (16 >> step)) - 1)  # of 32, 16, 8, 4 and 2 bits the lower half
+        low = x & ((1 << (16 >> step)) - 1)  # the lower half of 32, 16, 8, 4 and 2 bits
         num_low = num_bits(low)
         above = n >= num_low
         n -= tl.where(above, num_low, 0)
@@ -44,7 +41,7 @@ def place_of_bit(x, n):
 
 @triton.jit
 def highest_bit(x):
-    """Where the highest set bit of a uint32 is; -1 of 0."""
+    """Returns the place of the highest set bit of a uint32; -1 for 0."""
     x = x | (x >> 1)
     x = x | (x >> 2)
     x = x | (x >> 4)
@@ -55,7 +52,7 @@ def highest_bit(x):
 
 @triton.jit
 def entries_of(positions, rows, stride, places, mask, HAS_ROWS: tl.constexpr):
-    """Where in the flattened table the slots of `places` go: int64."""
+    """Returns where in the flattened table the slots of `places` go: int64."""
     entries = tl.load(positions + places, mask=mask, other=0).to(tl.int64)
     if HAS_ROWS:
         entries += tl.load(rows + places, mask=mask, other=0).to(tl.int64) * stride
