@@ -101,15 +101,15 @@ def _write(document: dict[str, Any], out: Path | None) -> None:
 
 
 def read_json(name: str, path: Path) -> dict[str, Any]:
-    """The document of a file that `print_json` has written for this benchmark. Ends where it is none."""
-    wanted = f"give a file that --out of bench.{name} has written"
+    """Reads the document that `print_json` wrote for the benchmark `name`. Exits if `path` holds another."""
+    wanted = f"give a file written by --out of the benchmark {name!r}"
     try:
         document: dict[str, Any] = json.loads(path.read_text())
         written = document["benchmark"]
     except (OSError, ValueError, KeyError, TypeError) as error:
         refuse(f"{path} is no result of a benchmark ({type(error).__name__}: {error}); {wanted}")
     if written != name:
-        refuse(f"{path} is of bench.{written}; {wanted}")
+        refuse(f"{path} is a result of the benchmark {written!r}; {wanted}")
     return document
 
 
