@@ -13,8 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from bench.common.report import Spread, refuse
-from bench.memory.allocator import capture, empty_kernel
+from .report import Spread, refuse
 
 DEVICE = torch.device("cuda")
 
@@ -50,6 +49,24 @@ class Clock:
             torch.cuda.synchronize()
             times.append((time.perf_counter_ns() - start) / 1e3)
         return statistics.median(times[2:])
+
+
+def capture(step: Callable[[], object]) -> torch.cuda.CUDAGraph:
+    """Captures a graph of `step`, whose kernels have to be compiled already."""
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step()
+    return graph
+
+
+@triton.jit
+def _empty_kernel(_out):
+    pass
+
+
+def empty_kernel() -> None:
+    """Launches a kernel that does nothing."""
+    _empty_kernel[(1,)](torch.empty(1, device=DEVICE))
 
 
 def captured(run: Callable[[], Tensor]) -> tuple[torch.cuda.CUDAGraph, Tensor]:

@@ -12,6 +12,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from types import ModuleType
 from typing import Any, NamedTuple, NoReturn, TypeVar
 
 import torch
@@ -122,6 +123,18 @@ def print_again(document: dict[str, Any], out: Path | None) -> None:
 def refuse(reason: str) -> NoReturn:
     """End without a figure: what was measured was not right."""
     sys.exit(f"no figures: {reason}")
+
+
+def load_pyplot() -> ModuleType:
+    """Imports matplotlib.pyplot, set up to draw into files. Exits if it is not installed."""
+    try:
+        import matplotlib
+    except ImportError:
+        sys.exit("--plot needs matplotlib: pip install matplotlib, or leave --plot out")
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    return pyplot
 
 
 def parser(description: str | None) -> argparse.ArgumentParser:

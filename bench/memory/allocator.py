@@ -24,9 +24,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-import triton
 from torch import Tensor
 
+from bench.common.device_clock import DEVICE, capture, empty_kernel
 from bench.common.report import Spread, alternate, parser, print_json, print_machine, print_table, refuse
 from bench.memory.allocator_peers import DESIGNS, PAGE, SMALLEST, BlockQueue, Design, Ours
 from bench.serving.workload import Lengths, read_trace
@@ -37,7 +37,6 @@ from lightkv.triton_kernels.slots.allocate import TableEntries
 MAX_ENTRIES = 16384  # of a row of the table
 BEFORE = 1008  # tokens that a sequence has when its steps are measured: whole pages
 FORMS = ("fresh", "fragmented", "spread")
-DEVICE = torch.device("cuda")
 
 
 # What the table shows: a design, a heading, and the key of the time.
@@ -107,24 +106,6 @@ class Clock:
             times.append(time.perf_counter_ns() - start)
             undo()
         return float(np.median(times[3:]) / 1e3)
-
-
-def capture(step: Callable[[], object]) -> torch.cuda.CUDAGraph:
-    """A graph of `step`, whose kernels have been compiled."""
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        step()
-    return graph
-
-
-@triton.jit
-def _empty_kernel(_out):
-    pass
-
-
-def empty_kernel() -> None:
-    """Launch a kernel that does nothing."""
-    _empty_kernel[(1,)](torch.empty(1, device=DEVICE))
 
 
 # --------------------------------------------------------------------------------

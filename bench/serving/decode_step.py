@@ -15,8 +15,9 @@ import time
 from array import array
 
 import torch
-from transformers import LlamaConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
+from bench.common.llama_3_8b import LLAMA_3_8B, with_layers
 from bench.common.report import Spread, parser, print_json, print_machine, print_table, refuse
 from lightkv.ledger import TokenLedger
 from lightkv.router import EngineConfig, SamplingParams
@@ -29,18 +30,6 @@ from lightkv.router.model.loader import random_model
 from lightkv.router.model.runner import ModelRunner
 from lightkv.router.sampling_params import SamplerKind
 
-LLAMA_3_8B = LlamaConfig(
-    vocab_size=128256,
-    hidden_size=4096,
-    intermediate_size=14336,
-    num_hidden_layers=32,
-    num_attention_heads=32,
-    num_key_value_heads=8,
-    head_dim=128,
-    max_position_embeddings=8192,
-    rope_theta=500000.0,
-    tie_word_embeddings=False,
-)
 REPLAY_ROUNDS = 3
 # Pieces of the names of kernels, by what they are for.
 KERNELS = {
@@ -152,8 +141,7 @@ def main() -> None:
     print_machine()
     bandwidth = read_bandwidth()
     torch.manual_seed(0)
-    LLAMA_3_8B.num_hidden_layers = options.layers
-    model = random_model(LLAMA_3_8B, torch.device("cuda"), torch.bfloat16)
+    model = random_model(with_layers(LLAMA_3_8B, options.layers), torch.device("cuda"), torch.bfloat16)
     weights = sum(parameter.nbytes for parameter in model.parameters())
     weights -= model.get_input_embeddings().weight.nbytes  # type: ignore[union-attr]
     per_token = 2 * LLAMA_3_8B.num_key_value_heads * 128 * 2 * options.layers

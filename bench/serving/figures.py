@@ -3,7 +3,6 @@
 Knows the shape of its results; measures nothing. matplotlib is imported only when something is to be drawn.
 """
 
-import sys
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -99,18 +98,6 @@ def print_peers(peers: dict[int, Results]) -> None:
     print("\ntokens a second, median (lowest to highest)")
     header = ["batch", "service", "LLM.generate", "transformers", "over LLM.generate", "over transformers"]
     print_table(header, rows)
-
-
-def load_pyplot() -> ModuleType:
-    """matplotlib.pyplot, drawing into files. Ends where it is not installed."""
-    try:
-        import matplotlib
-    except ImportError:
-        sys.exit("--plot needs matplotlib: pip install matplotlib, or leave it out")
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    return pyplot
 
 
 def plot(pyplot: ModuleType, results: Results, path: Path) -> None:

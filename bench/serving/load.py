@@ -51,9 +51,17 @@ from typing import Any, NamedTuple, get_args, get_type_hints
 import uvloop
 
 from bench.common.child import ChildFailed
-from bench.common.report import Spread, parser, print_json, print_machine, refuse, save_json
+from bench.common.report import (
+    Spread,
+    load_pyplot,
+    parser,
+    print_json,
+    print_machine,
+    refuse,
+    save_json,
+)
 from bench.serving.continuous_batching import DEFAULT_WAYS, WAYS
-from bench.serving.figures import load_pyplot, plot, print_levels, print_peers, print_steps
+from bench.serving.figures import plot, print_levels, print_peers, print_steps
 from bench.serving.load_client import Answer, Endpoint, RequestFailed, closed_loop, open_loop
 from bench.serving.peers import InProcess, Rounds, run_batches, run_transformers
 from bench.serving.replay import Level, replays

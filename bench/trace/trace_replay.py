@@ -41,6 +41,7 @@ from typing import Any
 import torch
 
 from bench.common.child import ChildFailed
+from bench.common.llama_3_8b import LLAMA_3_8B, with_layers
 from bench.common.report import (
     machine,
     parser,
@@ -52,7 +53,6 @@ from bench.common.report import (
     refuse,
     save_json,
 )
-from bench.serving.decode_step import LLAMA_3_8B
 from bench.serving.stats import Targets
 from bench.serving.workload import Replayed
 from bench.trace.trace_machine import Machine
@@ -179,11 +179,10 @@ def build(options: argparse.Namespace) -> tuple[ModelRunner, RunnerInfo]:
 
     if not options.llama_3_8b:
         return build_runner(config, report)
-    LLAMA_3_8B.num_hidden_layers = options.layers
     torch.manual_seed(0)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    return assemble(random_model(LLAMA_3_8B, device, dtype), config, report)
+    return assemble(random_model(with_layers(LLAMA_3_8B, options.layers), device, dtype), config, report)
 
 
 def traces_of(options: argparse.Namespace, engine: Results) -> tuple[Replayed, Replayed, Replayed]:

@@ -15,8 +15,8 @@ import torch
 from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 
 from bench.common.child import ask, serve
+from bench.common.llama_3_8b import LLAMA_3_8B, with_layers
 from bench.serving.continuous_batching import BLOCK_TOKENS, WAYS, batching_config
-from bench.serving.decode_step import LLAMA_3_8B
 from lightkv.router.model.loader import random_model
 from lightkv.router.model_files import resolve
 from lightkv.router.simulate.record import Distribution
@@ -48,9 +48,8 @@ def load(request: Results) -> PreTrainedModel:
     device = torch.device(request["device"])
     dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
     if request["model"] is None:
-        LLAMA_3_8B.num_hidden_layers = request["layers"]
         torch.manual_seed(0)
-        model = random_model(LLAMA_3_8B, device, dtype)
+        model = random_model(with_layers(LLAMA_3_8B, request["layers"]), device, dtype)
         model.set_attn_implementation(attention)
         return model
     directory = resolve(request["model"], lambda line: None)

@@ -11,7 +11,7 @@ from typing import cast
 
 import pytest
 
-from bench.serving import figures as serving_figures
+from bench.common.report import load_pyplot
 from bench.serving import load as serving
 from bench.serving.stats import NotSteady
 from bench.serving.workload import Replayed
@@ -91,7 +91,7 @@ def test_a_whole_run_keeps_its_figures_where_a_part_fails(
     argv += ["--transformers", "flash-2", "sdpa-64", "--plot", drawn, "--out", out]
     monkeypatch.setattr(sys, "argv", ["serving", *map(str, argv)])
     monkeypatch.setattr(signal, "signal", lambda *_: None)
-    pyplot = serving_figures.load_pyplot()
+    pyplot = load_pyplot()
     monkeypatch.setitem(pyplot.rcParams, "svg.fonttype", "none")  # so that words are words
     with pytest.raises(SystemExit, match=r"--replay failed: .*CUDA graphs") as ended:
         serving.main()
@@ -128,4 +128,4 @@ def test_figures_are_drawn_again_from_their_file(
 def test_a_plot_without_matplotlib_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     with pytest.raises(SystemExit, match="pip install matplotlib"):
-        serving_figures.load_pyplot()
+        load_pyplot()
