@@ -118,11 +118,11 @@ def decode_sides(batch: Batch, bench: Bench) -> dict[str, Make]:
         if bench.flashinfer is not None:
             made[f"FlashInfer {name}"] = partial(bench.flashinfer.decode, batch, paged, False)
             made[f"FlashInfer tc {name}"] = partial(bench.flashinfer.decode, batch, paged, True)
-        if "v1" in bench.serving.peers and shift == 4:
+        if "v1" in bench.peers and shift == 4:
             for form, size in PARTITIONS.items():
                 made[f"v1 {name} {form}"] = partial(classic_decode, batch, paged, size)
     made["lightkv contiguous"] = partial(ours_decode, batch, scatter(batch, CONTIGUOUS))
-    if "sdpa" in bench.serving.peers and batch.is_even():
+    if "sdpa" in bench.peers and batch.is_even():
         for name, backend in SDPA.items():
             made[f"SDPA {name}"] = partial(sdpa_decode, batch, backend)
     return made
@@ -139,7 +139,7 @@ def prefill_sides(batch: Batch, bench: Bench) -> dict[str, Make]:
                     bench.flashinfer.prefill, batch, paged, backend
                 )
     made["lightkv contiguous"] = partial(ours_prefill, batch, scatter(batch, CONTIGUOUS))
-    if "sdpa" in bench.serving.peers and batch.is_even() and batch.lengths == batch.q_lens:
+    if "sdpa" in bench.peers and batch.is_even() and batch.lengths == batch.q_lens:
         for name, backend in SDPA.items():
             made[f"SDPA {name}"] = partial(sdpa_prefill, batch, backend)
     return made

@@ -27,7 +27,6 @@ MATH = {"math": SDPBackend.MATH}
 
 @pytest.fixture
 def clock(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> device_clock.Clock:
-    monkeypatch.setattr("bench.memory.allocator.DEVICE", device)
     for module in (bench, device_clock):
         monkeypatch.setattr(module, "DEVICE", device)
         monkeypatch.setattr(module, "captured", replayed)
