@@ -1,4 +1,4 @@
-"""The report of a benchmark: the machine, the versions, medians with their spread, a table, one line of JSON."""
+"""A benchmark's report: the machine, the versions, medians with their spread, a table, one line of JSON."""
 
 import argparse
 import json

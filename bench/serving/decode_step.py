@@ -1,12 +1,12 @@
-"""A decode step's wall time against the replay of its CUDA graph, on a model of Llama-3-8B's shape.
+"""Compares a decode step's wall time with the replay of its CUDA graph, on a model of Llama-3-8B's shape.
 
     python -m bench.serving.decode_step --out bench/results/decode-step-h200.json
 
-What the host adds to a step (planning, bookkeeping, the copy of the tokens) is the difference. Random
-weights, greedy, every sequence with a prompt of the same length. The floor is what a step has to read: every
-weight but the embedding's, and the K/V of every token, over the read bandwidth measured in this run. What the
-replay spends its time on is told apart by the names of its kernels: lightkv's that attend or keep the memory,
-matrix products, and the rest (norms, activations, sampling); what is missing is between kernels.
+The difference is what the host adds to a step: planning, counting, copying the tokens. The weights are random,
+sampling is greedy, and all prompts have one length. The floor is what a step has to read (every weight but the
+embedding's, and the K/V of every token) over the read bandwidth measured in this run. The time of the replay is
+divided by the names of its kernels: attention, memory management, matrix products, and the rest (norms,
+activations, sampling). What is missing from the sum is the time between kernels.
 """
 
 import random
@@ -31,7 +31,7 @@ from lightkv.router.model.runner import ModelRunner
 from lightkv.router.sampling_params import SamplerKind
 
 REPLAY_ROUNDS = 3
-# Pieces of the names of kernels, by what they are for.
+# Parts of the names of kernels, by purpose.
 KERNELS = {
     "attention": ("_decode_kernel", "_combine_kernel", "_plan_kernel"),
     "memory": ("_write_kv_kernel", "_take_few_kernel", "_take_kernel"),
@@ -42,7 +42,10 @@ KERNELS = {
 def make_engine(
     model: PreTrainedModel, batch: int, prompt: int, steps: int, graphs: bool, compiled: bool
 ) -> tuple[Engine, ModelRunner]:
-    """An engine with room for `batch` sequences of `prompt` tokens and `steps` more, several times over."""
+    """Returns an engine in which `batch` sequences of `prompt` tokens have begun to decode.
+
+    Each has room for `4 * steps` new tokens.
+    """
     config = EngineConfig(
         device="cuda",
         max_num_seqs=batch,
@@ -70,17 +73,20 @@ def tokens_of(engine: Engine, steps: int) -> list[tuple[str, int | None]]:
 
 
 def graph_of(runner: ModelRunner, batch: int) -> torch.cuda.CUDAGraph:
-    """Of the batch that runs. A replay takes slots that the ledger never hears of: an engine ends here."""
+    """Returns the graph of the running batch.
+
+    A replay allocates slots that the ledger does not count, so the engine cannot be used any more.
+    """
     assert runner._graphs is not None
-    form = GraphKey(SamplerKind.GREEDY)
-    graph = runner._graphs.get(batch, form)
+    key = GraphKey(SamplerKind.GREEDY)
+    graph = runner._graphs.get(batch, key)
     assert graph is not None
-    replayed, _ = graph._graphs[form]
+    replayed, _ = graph._graphs[key]
     return replayed
 
 
 def replay_ms(runner: ModelRunner, batch: int, times: int) -> float:
-    """The graph alone: `times` replays back to back, the median of REPLAY_ROUNDS."""
+    """Measures the milliseconds of a replay: `times` replays back to back, the median of REPLAY_ROUNDS."""
     replayed, medians = graph_of(runner, batch), []
     for _ in range(REPLAY_ROUNDS):
         torch.cuda.synchronize()
@@ -95,7 +101,7 @@ def replay_ms(runner: ModelRunner, batch: int, times: int) -> float:
 
 
 def parts_of(runner: ModelRunner, batch: int, times: int) -> dict[str, float]:
-    """Milliseconds of a replay's kernels, by what they are for."""
+    """Measures the milliseconds of a replay's kernels, by purpose."""
     replayed = graph_of(runner, batch)
     replayed.replay()
     torch.cuda.synchronize()
@@ -108,7 +114,7 @@ def parts_of(runner: ModelRunner, batch: int, times: int) -> dict[str, float]:
     at = 0.0
     for event in sorted(kernels, key=lambda event: event.time_range.start):
         kind = next((kind for kind, names in KERNELS.items() if any(n in event.name for n in names)), "other")
-        # One that was launched while another still ran waits for it: that time is the other's.
+        # A kernel that starts while another one still runs waits for it: that time belongs to the other.
         took = event.time_range.end - max(event.time_range.start, at)
         parts[kind] += max(took, 0.0) / 1e3 / times
         at = max(at, event.time_range.end)
@@ -116,7 +122,7 @@ def parts_of(runner: ModelRunner, batch: int, times: int) -> dict[str, float]:
 
 
 def read_bandwidth() -> float:
-    """Bytes a second that a reduction over 8 GiB reads, the median of twenty."""
+    """Measures the bytes per second that a reduction over 8 GiB reads, as the median of twenty."""
     data = torch.ones(2**31, dtype=torch.float32, device="cuda")
     times = []
     for _ in range(23):
@@ -159,7 +165,7 @@ def main() -> None:
         if same < 0.99 and not options.compile:
             refuse(f"batch {batch}: {same:.0%} of the graph's tokens are the eager path's")
         times = []
-        for _ in range(options.steps):  # the last of them are compared with the replays right after them
+        for _ in range(options.steps):  # the last 20 are compared with the replays that follow
             start = time.perf_counter()
             engine.step()
             times.append((time.perf_counter() - start) * 1e3)

@@ -94,7 +94,7 @@ FAULTY_LOADS: dict[str, dict[str, Any]] = {
     "has lost a token": {"free": 39},
     "compares no counts": {"num_ledger_checks": 0},
     "has another worker": {"num_worker_starts": 2},
-    "pauses nothing": {"num_preemptions": 1},
+    "preempts nothing": {"num_preemptions": 1},
     "computes little": {"prompt_tokens": 0, "generated_tokens": 0},
 }
 REASONS = {
@@ -106,10 +106,10 @@ REASONS = {
     "fails": "RequestFailed: status 500: it failed",
     "accepts anything": "status 200 where 40",
     "holds a token": "1 tokens are held",
-    "has lost a token": "39 free, 60 cached and 0 held tokens do not make up 100",
+    "has lost a token": "39 free, 60 cached and 0 held tokens do not add up to 100",
     "compares no counts": "still 0 comparisons",
     "has another worker": "the worker was started 2 times",
-    "pauses nothing": "no request was paused",
+    "preempts nothing": "no request was preempted",
     "computes little": "only -?[0-9]+ tokens were computed",
 }
 
@@ -178,7 +178,7 @@ def samples(*mib: float) -> list[Sample]:
     ("mib", "is_flat"),
     [
         ([*range(500, 600), *[600] * 100], True),  # it grew in the first half
-        ([1000.0 + 0.1 * idx for idx in range(200)], True),  # by 7.5 MiB in the last half
+        ([1000.0 + 0.1 * idx for idx in range(200)], True),  # by 7.5 MiB in the second half
         ([1000.0 + 0.4 * idx for idx in range(200)], False),  # by 30 MiB of 1,040
         ([40.0 + 0.2 * idx for idx in range(200)], False),  # by 15 MiB, a quarter
         ([600.0, 600.0, 600.0, 900.0] * 50, True),  # peaks that come and go
