@@ -79,8 +79,8 @@ def test_too_little_cached_is_refused() -> None:
 
 
 def test_the_books_count_every_edit() -> None:
-    books = bench.Books(100)
-    books.apply(
+    count = bench.EditCount(100)
+    count.apply(
         [
             Alloc((1, 2), (0, 0), (20, 10)),
             FreeRange(2, 8, 10),
@@ -88,9 +88,9 @@ def test_the_books_count_every_edit() -> None:
             StoreSegment(1, 4, 20, 7),
         ]
     )
-    assert (books.num_free, books.segments) == (75, {7: 16})
-    books.apply([SplitSegment(7, 6, 8), FreeSegment(7, 3), FreeSegment(8, 0)])
-    assert (books.num_free, books.segments) == (88, {7: 3})
+    assert (count.num_free, count.segments) == (75, {7: 16})
+    count.apply([SplitSegment(7, 6, 8), FreeSegment(7, 3), FreeSegment(8, 0)])
+    assert (count.num_free, count.segments) == (88, {7: 3})
 
 
 def test_time_is_kept_of_what_is_measured_alone() -> None:

@@ -147,5 +147,5 @@ def test_a_page_that_others_hold_is_copied_before_a_write() -> None:
 def test_what_nobody_closes_is_found_out() -> None:
     memory = ByToken()
     memory.open(5)
-    with pytest.raises(CheckFailed, match="5 slots are held by nobody"):
+    with pytest.raises(CheckFailed, match="5 slots are held without a sequence"):
         branches.Steps(memory).end()

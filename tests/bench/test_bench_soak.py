@@ -100,7 +100,7 @@ FAULTY_LOADS: dict[str, dict[str, Any]] = {
 REASONS = {
     "": None,
     "says something else": "is expected",
-    "is less sure": "log-probability of choice 0 is 0.25",
+    "is less sure": "log-probability of choice 0 differs by 0.25",
     "ends early": "a stream ends in",
     "stops": "a sampled answer of .* ended in {0: 'stop'",
     "fails": "RequestFailed: status 500: it failed",
