@@ -79,7 +79,7 @@ def test_names_say_what_differs(one: SimulationResult) -> None:
 
 
 def test_that_not_all_who_wait_from_the_start_are_counted_is_said(one: SimulationResult) -> None:
-    words = "the next ones alone are counted as waiting"
+    words = "only the next ones are counted as waiting"
     at_once = simulate("chat", replace(SMALL, load=None, rate=math.inf))
     assert words in Parsed(render([at_once])).all_text()
     assert words in Parsed(render([one, at_once])).all_text()
