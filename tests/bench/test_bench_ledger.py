@@ -1,5 +1,4 @@
-"""What `bench/memory/ledger.py` measures is right:
-its loads are what they claim, and books that part are refused."""
+"""The loads of `bench/memory/ledger.py` are as described, and counts that differ are refused."""
 
 import json
 import sys
@@ -78,7 +77,7 @@ def test_too_little_cached_is_refused() -> None:
         service.check()
 
 
-def test_the_books_count_every_edit() -> None:
+def test_every_edit_is_counted() -> None:
     count = bench.EditCount(100)
     count.apply(
         [

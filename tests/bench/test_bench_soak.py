@@ -1,4 +1,4 @@
-"""The soak: what its clients send, and that each of its checks fails on a service that is wrong."""
+"""The requests of the soak benchmark, and its checks, each of which fails on a faulty service."""
 
 import asyncio
 import json
@@ -21,7 +21,7 @@ MIB = 2**20
 
 
 class FakeService:
-    """Answers as a service should, but for what `fault` names."""
+    """A service that answers correctly except for `fault`."""
 
     def __init__(self, fault: str = "") -> None:
         self.fault = fault
@@ -120,7 +120,7 @@ KINDS = {
 
 
 def run(fault: str, monkeypatch: pytest.MonkeyPatch) -> Outcome:
-    """A soak of a second."""
+    """Runs the soak for a second."""
     for name in ("SETTLE_SECONDS", "SAMPLE_SECONDS", "REST_SECONDS"):
         monkeypatch.setattr(soak, name, 0.01)
     options = soak.arguments(["--minutes", "0.016", "--rest-every", "0.006", "--prompts", "9"])
@@ -157,7 +157,7 @@ def test_requests_with_a_near_tie_are_not_compared() -> None:
 
 
 class NoChats(random.Random):
-    """Draws completions without anything beside."""
+    """Draws completions without further fields."""
 
     def random(self) -> float:
         return 0.0
@@ -167,7 +167,7 @@ class NoChats(random.Random):
 
 
 def samples(*mib: float) -> list[Sample]:
-    """Of a worker with so many MiB, beside a router that stays as it is."""
+    """Returns samples of a worker with these MiB, and of a router whose memory stays the same."""
     return [
         Sample(5.0 * idx, {"worker": Memory(round(own * MIB), 0), "router": Memory(40 * MIB, 0)})
         for idx, own in enumerate(mib)

@@ -90,7 +90,7 @@ def test_it_is_printed_dark_on_light_and_within_the_paper(
 
 @pytest.mark.browser
 def test_the_browser_tells_of_requests_and_faults(page: Page, tmp_path: Path) -> None:
-    """Or the tests before this one look at nothing."""
+    """Without this the other tests would prove nothing."""
     file = tmp_path / "bad.html"
     picture = "http://127.0.0.1:9/picture.png"
     file.write_text(f"<!DOCTYPE html><img src='{picture}'><script>nowhere()</script>")
@@ -105,7 +105,7 @@ def test_the_browser_tells_of_requests_and_faults(page: Page, tmp_path: Path) ->
 def test_the_policy_of_the_page_lets_nothing_be_loaded(
     page: Page, one: SimulationResult, tmp_path: Path
 ) -> None:
-    """Even where something had got into it unescaped."""
+    """The policy holds even if something got into the page unescaped."""
     file = tmp_path / "report.html"
     bad = "<img src='http://127.0.0.1:9/x.png'><script>document.title = 'broken into'</script></main>"
     file.write_text(render([one]).replace("</main>", bad))

@@ -1,7 +1,6 @@
-"""A Chromium without a window, driven through a pipe by the Chrome DevTools protocol.
+"""Drives a headless Chromium through a pipe with the Chrome DevTools protocol.
 
-Tells what a page asked the network for and what went wrong in it, and answers questions about what is shown.
-Needs nothing installed but the browser.
+It records the network requests and the errors of a page, and evaluates expressions in it. It needs no package.
 """
 
 import base64
@@ -20,7 +19,7 @@ from typing import Any
 
 NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
 TIMEOUT = 60.0
-# The browser reads at 3 and writes at 4. The two given are neither, so that none is overwritten.
+# The browser reads from descriptor 3 and writes to 4. The two given ones are higher, so neither is overwritten.
 START = """
 import os, sys
 os.dup2(int(sys.argv[1]), 3)
@@ -30,13 +29,13 @@ os.execv(sys.argv[3], sys.argv[3:])
 
 
 def find_browser() -> str | None:
-    """Where one is; None: nowhere on the PATH."""
+    """Returns the path of a browser, or None if there is none on the PATH."""
     return next(filter(None, map(shutil.which, NAMES)), None)
 
 
 @contextmanager
 def browser(profile: Path) -> Iterator["Page"]:
-    """A page of a browser of its own, whose files are in the directory `profile`; it is closed in the end."""
+    """Starts a browser with its files in the directory `profile`, yields a page, and closes the browser."""
     program = find_browser()
     assert program is not None
     flags = [
@@ -74,7 +73,7 @@ def browser(profile: Path) -> Iterator["Page"]:
 
 
 class Page:
-    """One page. `requests`: the addresses asked for since `open`; `faults`: what went wrong since then."""
+    """One page. `requests`: the addresses requested since `open`. `faults`: the errors since then."""
 
     def __init__(self, asks: int, told: int, log: Path) -> None:
         self.requests: list[str] = []
@@ -83,7 +82,7 @@ class Page:
         self._buffer = b""
         self._number = 0
         self._session: str | None = None
-        self._idle: set[str] = set()  # loads that ask for nothing any more
+        self._idle: set[str] = set()  # page loads without open network requests
         target = self.call("Target.createTarget", url="about:blank")["targetId"]
         self._session = self.call("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
         for domain in ("Page", "Network", "Runtime", "Log"):
@@ -91,7 +90,7 @@ class Page:
         self.call("Page.setLifecycleEventsEnabled", enabled=True)
 
     def open(self, url: str) -> None:
-        """Go there, and wait until nothing is asked for any more."""
+        """Opens `url`, and waits until the network is idle."""
         self.requests.clear()
         self.faults.clear()
         load = self.call("Page.navigate", url=url)
@@ -101,13 +100,13 @@ class Page:
             self._note(self._read(deadline))
 
     def ask(self, expression: str) -> Any:
-        """What an expression is in the page; its value has to go into JSON."""
+        """Evaluates an expression in the page. Its value has to be JSON."""
         answer = self.call("Runtime.evaluate", expression=expression, returnByValue=True)
         assert "exceptionDetails" not in answer, answer
         return answer["result"].get("value")
 
     def show(self, width: int, height: int, scheme: str = "light", media: str = "") -> None:
-        """In a window of that size, in that colour scheme; `media`: print."""
+        """Sets the size of the window, the colour scheme, and the medium (`print`, or the screen)."""
         self.call(
             "Emulation.setDeviceMetricsOverride",
             width=width, height=height, deviceScaleFactor=1, mobile=width < 600,
@@ -119,12 +118,12 @@ class Page:
         )
 
     def picture(self) -> bytes:
-        """All of the page, as PNG."""
+        """Returns a picture of the whole page, as PNG."""
         answer = self.call("Page.captureScreenshot", format="png", captureBeyondViewport=True)
         return base64.b64decode(answer["data"])
 
     def call(self, method: str, **params: Any) -> dict[str, Any]:
-        """A method of the protocol, and its result."""
+        """Calls a method of the protocol, and returns its result."""
         self._number += 1
         message: dict[str, Any] = {"id": self._number, "method": method, "params": params}
         if self._session is not None:

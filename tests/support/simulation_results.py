@@ -13,7 +13,7 @@ HOSTILE = (
 
 
 def nothing() -> SimulationResult:
-    """A simulation in which nothing ever happened."""
+    """Returns the result of a simulation without requests."""
     figures = {field.name: 0 if field.type is int else 0.0 for field in fields(Figures)}
     settings = {**asdict(SMALL), "trace": "nothing", "admission": "exact"}
     empty = Curve(list(CURVE_QUANTILES), [0.0] * len(CURVE_QUANTILES))
@@ -22,7 +22,7 @@ def nothing() -> SimulationResult:
 
 
 def hostile(one: SimulationResult) -> list[SimulationResult]:
-    """Names that would break out of the page where they could."""
+    """Returns two results whose names are markup."""
     settings = {**one.settings, "trace": HOSTILE, "admission": HOSTILE, HOSTILE: HOSTILE}
     source = {HOSTILE: HOSTILE, "model": [HOSTILE], "median_relative_error": HOSTILE}
     bad = replace(one, settings=settings, step_time={"base": HOSTILE, "source": source})
@@ -30,7 +30,7 @@ def hostile(one: SimulationResult) -> list[SimulationResult]:
 
 
 class Parsed(HTMLParser):
-    """A page's tags with their attributes, and its text by the tag that it stands in."""
+    """The tags of a page with their attributes, and its text by the enclosing tag."""
 
     VOID = ("meta", "link", "br", "img")
 
