@@ -50,7 +50,7 @@ def test_a_service_has_as_much_cached_as_was_asked_for_whatever_is_done() -> Non
     assert len(times["extend"]) == 80
     assert len(times["release 1"]) == 40 * bench.WINDOW_STEPS
     assert len(times[bench.STEP]) == 40
-    assert len(times["truncate"]) == 40  # those that make room for the next step are not measured
+    assert len(times["truncate"]) == 40  # the truncations after each step are not measured
     assert all(time > 0 for found in times.values() for time in found)
     assert 16 < sum(service.hits) / len(service.hits) < 60
 

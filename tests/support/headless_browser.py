@@ -45,8 +45,8 @@ def browser(profile: Path) -> Iterator["Page"]:
     if os.geteuid() == 0:
         flags.append("--no-sandbox")
     log = profile / "stderr"
-    asks, told = os.pipe(), os.pipe()
-    high = [fcntl.fcntl(fd, fcntl.F_DUPFD, 5) for fd in (asks[0], told[1])]
+    commands, events = os.pipe(), os.pipe()
+    high = [fcntl.fcntl(fd, fcntl.F_DUPFD, 5) for fd in (commands[0], events[1])]
     try:
         with log.open("wb") as stderr:
             process = subprocess.Popen(
@@ -57,10 +57,10 @@ def browser(profile: Path) -> Iterator["Page"]:
                 stderr=stderr,
             )
     finally:
-        for fd in (asks[0], told[1], *high):
+        for fd in (commands[0], events[1], *high):
             os.close(fd)
     try:
-        yield Page(asks[1], told[0], log)
+        yield Page(commands[1], events[0], log)
     finally:
         process.terminate()
         try:
@@ -68,17 +68,17 @@ def browser(profile: Path) -> Iterator["Page"]:
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()
-        os.close(asks[1])
-        os.close(told[0])
+        os.close(commands[1])
+        os.close(events[0])
 
 
 class Page:
     """One page. `requests`: the addresses requested since `open`. `faults`: the errors since then."""
 
-    def __init__(self, asks: int, told: int, log: Path) -> None:
+    def __init__(self, commands: int, events: int, log: Path) -> None:
         self.requests: list[str] = []
         self.faults: list[str] = []
-        self._asks, self._told, self._log = asks, told, log
+        self._commands, self._events, self._log = commands, events, log
         self._buffer = b""
         self._number = 0
         self._session: str | None = None
@@ -128,7 +128,7 @@ class Page:
         message: dict[str, Any] = {"id": self._number, "method": method, "params": params}
         if self._session is not None:
             message["sessionId"] = self._session
-        os.write(self._asks, json.dumps(message).encode() + b"\0")
+        os.write(self._commands, json.dumps(message).encode() + b"\0")
         deadline = time.monotonic() + TIMEOUT
         while True:
             answer = self._read(deadline)
@@ -139,9 +139,9 @@ class Page:
 
     def _read(self, deadline: float) -> dict[str, Any]:
         while b"\0" not in self._buffer:
-            ready, _, _ = select.select([self._told], [], [], max(deadline - time.monotonic(), 0.0))
+            ready, _, _ = select.select([self._events], [], [], max(deadline - time.monotonic(), 0.0))
             assert ready, f"the browser said nothing for {TIMEOUT:.0f} s: {self._log.read_text()}"
-            data = os.read(self._told, 2**20)
+            data = os.read(self._events, 2**20)
             assert data, f"the browser has ended: {self._log.read_text()}"
             self._buffer += data
         message, self._buffer = self._buffer.split(b"\0", 1)
