@@ -1,6 +1,6 @@
 """A language model in this process: prompts in, answers out, all at once or as they grow.
 
-The engine, its memory and the text around it, for programs that want no service. One thread steps it.
+It holds the engine, its memory and the tokenizer, for programs that need no service. One thread calls it.
 """
 
 import secrets
@@ -18,11 +18,9 @@ from typing import Any, cast
 import numpy as np
 
 from lightkv.errors import LightKVError
-from lightkv.ledger import TokenLedger
 from lightkv.router.engine.admission import make_admission
-from lightkv.router.engine.loop import Engine, Stats
+from lightkv.router.engine.loop import EngineStats, LocalEngine, make_scheduler
 from lightkv.router.engine.request import InvalidPrompt, Request
-from lightkv.router.engine.scheduler import Scheduler
 from lightkv.router.engine.step import TokenEvent, TokenLogprobs
 from lightkv.router.model.build import build_runner, find_model
 from lightkv.router.text.completion import Completion
@@ -38,7 +36,7 @@ Report = Callable[[str], None]
 
 
 class StepFailed(LightKVError):
-    """The model failed on a step; the requests in it are lost."""
+    """The model failed on a step; the requests in the step are lost."""
 
 
 @dataclass(frozen=True)
@@ -54,7 +52,8 @@ class CompletionOutput:
 
 @dataclass(frozen=True)
 class RequestOutput:
-    """A prompt and its n answers. `num_cached_tokens`: of its first answer's prompt, found in the cache."""
+    """A prompt and its n answers. `num_cached_tokens`: the tokens of the prompt that its first answer found
+    in the cache."""
 
     prompt: Prompt
     prompt_token_ids: list[int]
@@ -64,7 +63,7 @@ class RequestOutput:
 
 @dataclass(frozen=True)
 class StreamChunk:
-    """What one answer has gained. `text` and `token_ids` are new; the last has a `finish_reason`."""
+    """The new text and tokens of one answer; its last chunk has a `finish_reason`."""
 
     prompt_idx: int
     index: int
@@ -76,7 +75,7 @@ class StreamChunk:
 
 @dataclass
 class _Answer:
-    """An answer on its way: whose it is, its request and its text."""
+    """An answer that is being generated: its place, its request and its text."""
 
     prompt_idx: int
     index: int
@@ -85,7 +84,7 @@ class _Answer:
 
 
 class _Run:
-    """The answers of one call, and what the engine has brought them that the call has not taken yet."""
+    """The answers of one call, and the events that the call has not taken yet."""
 
     def __init__(self, answers: list[_Answer]) -> None:
         self.growing = {answer.request.id: answer for answer in answers}
@@ -101,37 +100,33 @@ class LLM:
     >>> llm.generate([{"role": "user", "content": "Hello!"}])          # a chat
     >>> for chunk in llm.stream("Once upon a time"): print(chunk.text, end="")
 
-    A prompt is a text, its token ids, or a chat (a list of messages). `report` takes progress while the model
-    loads, a line at a time. Raises InvalidConfig, ModelNotFound, UnreadableWeights, UnsupportedModel,
-    OutOfMemory; nothing is held then.
+    A prompt is a text, its token ids, or a chat (a list of messages). `report` takes lines of progress while
+    the model loads. Raises InvalidConfig, ModelNotFound, UnreadableWeights, UnsupportedModel, OutOfMemory; no
+    memory is held then.
     """
 
     def __init__(
         self, model: str | EngineConfig = EngineConfig.model, report: Report = lambda line: None
     ) -> None:
         config = EngineConfig(model=model) if isinstance(model, str) else model
-        # Why a model cannot run is told before what its tokenizer lacks.
+        # `find_model` comes first: that a model cannot run matters more than what its tokenizer lacks.
         directory = find_model(config, report)
         self.tokenizer = Tokenizer(directory)
         runner, self.info = build_runner(config, report, directory)
-        limits = self.info.limits
-        ledger = TokenLedger(self.info.capacity, limits.max_num_seqs, limits.max_model_len)
-        scheduler = Scheduler(
-            ledger, limits, admission=make_admission(config.admission, ttft_target=config.ttft_target)
-        )
-        self.engine = Engine(scheduler, runner)
-        self._runs: dict[str, _Run] = {}  # by request: calls may be interleaved, and each gets its own
+        admission = make_admission(config.admission, ttft_target=config.ttft_target)
+        self.engine = LocalEngine(make_scheduler(self.info, admission), runner)
+        self._runs: dict[str, _Run] = {}  # by request id; calls may be interleaved
 
     def generate(
         self,
         prompts: Prompt | Sequence[Prompt],
         params: SamplingParams | Sequence[SamplingParams] | None = None,
     ) -> list[RequestOutput]:
-        """Answer every prompt; they run together as memory allows. One `RequestOutput` a prompt, in order.
+        """Answers every prompt, as many at once as memory allows. Returns one `RequestOutput` a prompt, in
+        order.
 
-        `params`: for all, or one each. Raises NeverFits, InvalidParams or InvalidPrompt before anything runs,
-        and StepFailed. Ctrl-C ends these answers, once the step under way is done, and nothing else: the next
-        call is answered as ever.
+        `params`: one for all prompts, or one for each. Raises NeverFits, InvalidParams or InvalidPrompt before
+        anything runs, and StepFailed. Ctrl-C ends these answers after the step in flight; other calls go on.
         """
         many = _as_prompts(prompts)
         answers = self._answers(many, params)
@@ -151,21 +146,23 @@ class LLM:
         prompts: Prompt | Sequence[Prompt],
         params: SamplingParams | Sequence[SamplingParams] | None = None,
     ) -> Iterator[StreamChunk]:
-        """As `generate`, in chunks as they come. Dropping the iterator ends what still runs."""
+        """Answers as `generate` does, in chunks as they come. Dropping the iterator ends the unfinished
+        answers."""
         return self._run(self._answers(_as_prompts(prompts), params))
 
-    def stats(self) -> Stats:
-        """What the memory holds now, in tokens."""
+    def stats(self) -> EngineStats:
+        """Returns the engine's counts."""
         return self.engine.stats()
 
     def check(self) -> None:
-        """Recount every book, the device's too. Raises CheckFailed."""
+        """Recounts everything, the device's memory included. Raises CheckFailed."""
+        self._deliver(self.engine.settle)
         self.engine.check()
 
     def _answers(
         self, prompts: Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None
     ) -> list[_Answer]:
-        """What is to be answered, in order, all of it checked; nothing runs yet."""
+        """Returns the answers to generate, in order. Every request is checked before any runs."""
         if params is None or isinstance(params, SamplingParams):
             params = [params or SamplingParams()] * len(prompts)
         if len(params) != len(prompts):
@@ -180,7 +177,7 @@ class LLM:
                 child = wanted.child(index)
                 seed = secrets.randbits(63) if child.seed is None else child.seed
                 request = Request(secrets.token_hex(8), prompt_ids, child, seed, stop_ids)
-                self.engine.scheduler.validate(request)
+                request.validate(self.info.limits, self.info.capacity)
                 answers.append(_Answer(prompt_idx, index, request, Completion(self.tokenizer, child)))
         return answers
 
@@ -193,7 +190,7 @@ class LLM:
             return int32_bytes(cast(Sequence[int], prompt))
         except (TypeError, ValueError) as error:
             raise InvalidPrompt(
-                f"prompt {prompt_idx} is no text, token ids or list of messages ({error})"
+                f"prompt {prompt_idx} is neither a text nor token ids nor a list of messages ({error})"
             ) from error
 
     def _run(self, answers: list[_Answer]) -> Iterator[StreamChunk]:
@@ -205,22 +202,28 @@ class LLM:
                     self._runs[answer.request.id] = run
             while run.growing:
                 if not run.inbox:
-                    self._step()
+                    self._deliver(self.engine.step)
                 while run.inbox:
+                    event = run.inbox.popleft()
+                    if event.request_id not in run.growing:  # a stop string has ended the answer before
+                        continue
                     with interrupts_deferred():
-                        chunk = self._take(run, run.inbox.popleft())
+                        chunk = self._take(run, event)
                     yield chunk
         finally:
             with interrupts_deferred():
                 for request_id in run.growing:
                     self.engine.abort(request_id)
                     self._runs.pop(request_id, None)
+            if not self._runs:  # nothing of these answers is held once the call has returned
+                self._deliver(self.engine.settle)
 
-    def _step(self) -> None:
-        """One step of the engine; every call's events go to its own inbox. Ctrl-C waits for its end."""
+    def _deliver(self, advance: Callable[[], list[TokenEvent]]) -> None:
+        """Advances the engine and puts every event into the inbox of its own call. Ctrl-C waits for the end."""
         with interrupts_deferred():
-            for event in self.engine.step():
-                self._runs[event.request_id].inbox.append(event)
+            for event in advance():
+                if event.request_id in self._runs:
+                    self._runs[event.request_id].inbox.append(event)
 
     def _take(self, run: _Run, event: TokenEvent) -> StreamChunk:
         answer = run.growing[event.request_id]
@@ -239,7 +242,7 @@ class LLM:
 
 
 def _as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    """One prompt or several: a text, a list of ids and a list of messages are one."""
+    """Returns a list of prompts. A text, a list of ids and a list of messages are one prompt each."""
     if isinstance(prompts, str) or not isinstance(prompts, Sequence | np.ndarray):
         return [cast(Prompt, prompts)]
     if len(prompts) and isinstance(prompts[0], int | np.integer | Mapping):
@@ -258,11 +261,11 @@ def _output(answer: _Answer) -> CompletionOutput:
 
 @contextmanager
 def interrupts_deferred() -> Iterator[None]:
-    """SIGINT's handler runs at the end of the block, if the signal came within it: a KeyboardInterrupt within a
-    step would part the counts from the memory, and the engine would have to stop for good.
+    """Runs SIGINT's handler at the end of the block, if the signal comes within it. A KeyboardInterrupt
+    within a step would leave counts and memory different, and the engine would have to stop for good.
 
-    Only the main thread runs handlers, and only a handler that is a Python function can be deferred: elsewhere,
-    and where SIGINT is ignored or ends the process, the block runs as it is.
+    Only the main thread runs handlers, and only a Python function can be deferred. In other threads, and where
+    SIGINT is ignored or ends the process, nothing is deferred.
     """
     handler = signal.getsignal(signal.SIGINT)
     if threading.current_thread() is not threading.main_thread() or not callable(handler):

@@ -1,1 +1,1 @@
-"""Benchmarks of what stands on the cache: generate, speculation, streaming, eviction."""
+"""Benchmarks of the features on the cache: generate, LightKVCache, speculation, streaming, eviction."""

@@ -2,12 +2,12 @@
 
     python -m bench.features.embedding --out bench/results/embedding-cpu.json
 
-The same `model.generate(...)` three times: with DynamicCache; with LightKVCache and the model's own
-attention, for which K/V is gathered; and with LightKVCache and lightkv's attention, which computes no
-padding and one prompt for all beams. Greedy for one prompt and for a padded batch, four beams, assisted by
-prompt look-up, and a prompt that lightkv has seen before. Sides alternate in every round, lightkv's cache
-emptied before each run but those of the last case; all have to give the same tokens, else there are no
-figures. Tokens held: the most at any time, of DynamicCache every column of every row.
+The same `model.generate(...)` runs three times: with DynamicCache; with LightKVCache and the model's own
+attention, for which K/V is gathered; and with LightKVCache and lightkv's attention, which computes no padding
+and one prompt for all beams. The cases are greedy decoding of one prompt and of a padded batch, four beams,
+prompt look-up, and a prompt that lightkv has seen before. The sides alternate in every round. lightkv's cache
+is emptied before each run, except in the last case. All sides have to generate the same tokens, else no figures
+are reported. "Tokens held" is the most at any time; for DynamicCache it counts every column of every row.
 """
 
 import time
@@ -27,7 +27,7 @@ DYNAMIC, GATHERED, IN_PLACE = "DynamicCache", "lightkv, own attention", "lightkv
 
 
 class Case(NamedTuple):
-    """Texts, what `generate` is told, and whether lightkv has computed their prompts before."""
+    """Texts, the options of `generate`, and whether lightkv has computed the prompts before."""
 
     texts: list[str]
     options: dict[str, Any]
@@ -44,7 +44,7 @@ CASES = {
 
 
 class Side:
-    """A model with one kind of cache, and the most tokens that it has held since `run`."""
+    """A model with one kind of cache, and the most tokens that it held during the last `run`."""
 
     def __init__(self, model: PreTrainedModel, cache: LightKVCache | None) -> None:
         self.model = model
@@ -58,7 +58,7 @@ class Side:
             cache.kv.on_edits = lambda edits, kept: self._count(cache.kv.num_held)
 
     def run(self, inputs: dict[str, torch.Tensor], seen: bool, options: dict[str, Any]) -> tuple[float, Any]:
-        """Seconds, and the tokens."""
+        """Returns the seconds, and the tokens."""
         cache: Any = DynamicCache() if self.cache is None else self.cache
         if self.cache is not None:
             self.cache.reset()
@@ -109,14 +109,14 @@ def main() -> None:
         seconds: dict[str, list[float]] = {side: [] for side in sides}
         for side in sides.values():
             side.run(inputs, False, {**case.options, "max_new_tokens": 2})
-        told = {**case.options, "max_new_tokens": options.new_tokens}
-        runs = {key: partial(side.run, inputs, case.seen, told) for key, side in sides.items()}
+        settings = {**case.options, "max_new_tokens": options.new_tokens}
+        runs = {key: partial(side.run, inputs, case.seen, settings) for key, side in sides.items()}
         for round_idx, found in enumerate(alternate(options.rounds, runs)):
             for key, (taken, _) in found.items():
                 seconds[key].append(taken)
             for side in (GATHERED, IN_PLACE):
                 if found[side][1] != found[DYNAMIC][1]:
-                    refuse(f"{name}: {side} gives other tokens than {DYNAMIC}")
+                    refuse(f"{name}: {side} generates other tokens than {DYNAMIC}")
             shown = ", ".join(f"{seconds[side][-1]:.2f} s" for side in sides)
             print(f"{name}, round {round_idx + 1}: {shown}", flush=True)
         results[name] = {}

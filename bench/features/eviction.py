@@ -1,12 +1,12 @@
-"""Perplexity of a text's continuation when only some of the tokens before it stay: which ones should?
+"""Perplexity of a text's continuation, when all but some of the tokens before it are evicted.
 
     python -m bench.features.eviction --out bench/results/eviction-cpu.json
 
-SmolLM2 reads the beginning of several topics of the language reference that every CPython carries
-(`pydoc_data.topics`); then all but a budget of tokens are evicted, and what follows is predicted from those, in
-chunks, each of which is evicted down to the budget again. Heavy hitters: the tokens that have been attended to
-most, and the latest; against the latest alone (the oldest dropped), the first four and the latest, and as many
-at random. No figure unless the memory is right after every step.
+SmolLM2 reads the beginning of several topics of the language reference that CPython includes
+(`pydoc_data.topics`). Then all but a budget of tokens are evicted, and the continuation is predicted in chunks,
+before each of which tokens are evicted down to the budget again. Heavy hitters keeps the tokens that were
+attended to most, and the latest. It is compared with keeping the latest alone, the first four and the latest,
+and as many at random. No figures are reported unless the memory is right after every step.
 """
 
 import math
@@ -25,16 +25,16 @@ from lightkv.router.model.loader import load_model
 from lightkv.router.model_files import DEFAULT_MODEL, resolve
 from lightkv.router.text.tokenizer import Tokenizer
 
-FIRST = 4  # tokens that every text keeps from its beginning, where that is the policy
+FIRST = 4  # tokens that the policy of the first and the latest keeps from the beginning
 HEAVY = "heavy hitters"
 
-Evict = Callable[[Sequence], int]  # returns how many tokens are free
+Evict = Callable[[Sequence], int]  # returns how many slots it freed
 
 
 def evictions(
     hitters: HeavyHitters, lm: CachedModel, budget: int, recent: int, seed: int
 ) -> dict[str, Evict]:
-    """By name, what brings a sequence down to `budget` tokens."""
+    """Returns, by the name of the policy, a function that evicts all but `budget` tokens of a sequence."""
     generator = torch.Generator().manual_seed(seed)
 
     def oldest(sequence: Sequence) -> int:
@@ -58,7 +58,7 @@ def evictions(
 
 
 class Text:
-    """A beginning that has been read, and what follows it."""
+    """A text whose first `prompt` tokens are computed, and the tokens that follow."""
 
     def __init__(self, hitters: HeavyHitters, lm: CachedModel, ids: torch.Tensor, prompt: int) -> None:
         self._hitters = hitters
@@ -72,9 +72,10 @@ class Text:
         lm.cache.close(sequence, cache=False)
 
     def continuation(self, evict: Evict | None, budget: int, chunk: int, scored: bool = False) -> list[float]:
-        """Losses of what follows, in nats; with `evict`, of at most `budget` tokens before each chunk of it.
+        """Returns the losses of the continuation, in nats.
 
-        scored: is its attention counted, as `evict` needs it? Then nobody else may drop its tokens.
+        With `evict`, at most `budget` tokens are left before each chunk. `scored` counts the attention, which
+        eviction by heavy hitters needs; no other call may drop tokens of the sequence then.
         """
         lm, hitters = self._lm, self._hitters
         sequence = lm.cache.import_sequence(self._prompt, self._kv)
@@ -87,7 +88,7 @@ class Text:
                 freed = evict(sequence)
                 if not lm.cache.num_free - free == freed == length - budget == length - sequence.length:
                     refuse(
-                        f"{freed} tokens freed of {length} for a budget of {budget}, {sequence.length} left"
+                        f"{freed} of {length} tokens freed for a budget of {budget}, {sequence.length} left"
                     )
             targets = self._rest[start + 1 : start + chunk + 1]
             chunk_ids = self._rest[start : start + len(targets)].tolist()
@@ -127,7 +128,7 @@ def main() -> None:
     for seed, name in enumerate(names):
         ids = torch.from_numpy(tokenizer.encode(topics[name])[:length]).long()
         if len(ids) < length:
-            refuse(f"topic {name!r} has {len(ids)} tokens, {length} are to be read: ask for fewer texts")
+            refuse(f"topic {name!r} has {len(ids)} tokens, and {length} are needed: lower --texts")
         text = Text(hitters, lm, ids, options.prompt)
         losses.setdefault("all", []).extend(text.continuation(None, 0, options.chunk))
         for budget in options.budgets:

@@ -1,11 +1,12 @@
-"""lightkv against Hugging Face `generate`: the same prompts, model, type and threads, alternated in one run.
+"""lightkv compared with Hugging Face `generate`: the same prompts, model, dtype and threads, in one run.
 
     python -m bench.features.generate --out bench/results/generate-cpu.json
 
-Three cases: 8 short prompts and 8 of middle length as one batch, and 32 of mixed lengths. The output length
-is fixed on both sides, the end token ignored. Hugging Face gets one padded batch, which is how `generate`
-serves several prompts; lightkv runs with its defaults, its cache emptied before each run. The floor is what a
-decode step has to read: every weight once, over the bandwidth measured here.
+The cases are a batch of 8 short prompts, one of 8 medium prompts, and one of 32 prompts of mixed lengths. The
+sides alternate. Both generate a fixed number of tokens and ignore the end token. Hugging Face gets one padded
+batch, which is how `generate` serves several prompts; lightkv runs with its defaults, and its cache is emptied
+before each run. The floor is what a decode step has to read: every weight once, over the bandwidth measured in
+the same run.
 """
 
 import random
@@ -23,7 +24,7 @@ PAD = 0
 
 
 def cases(vocab_size: int) -> dict[str, list[list[int]]]:
-    """Prompts of random ids, so that no two share a prefix."""
+    """Returns prompts of random ids, by case; no two share a prefix."""
     rng = random.Random(0)
     lengths = {
         "8 x 40": [rng.randint(36, 44) for _ in range(8)],
@@ -37,7 +38,7 @@ def cases(vocab_size: int) -> dict[str, list[list[int]]]:
 
 
 def run_lightkv(llm: LLM, prompts: list[list[int]], new_tokens: int) -> tuple[float, list[list[int]]]:
-    """Seconds, and the ids."""
+    """Returns the seconds, and the generated ids."""
     ledger = llm.engine.scheduler.ledger
     ledger.evict(ledger.num_cached)
     params = SamplingParams(temperature=0, max_tokens=new_tokens, ignore_eos=True)
@@ -49,7 +50,7 @@ def run_lightkv(llm: LLM, prompts: list[list[int]], new_tokens: int) -> tuple[fl
 def run_reference(
     model: PreTrainedModel, prompts: list[list[int]], new_tokens: int
 ) -> tuple[float, list[list[int]]]:
-    """Seconds, and the ids; padded on the left, as generation wants it."""
+    """Returns the seconds, and the generated ids. The batch is padded on the left, as `generate` needs it."""
     width = max(map(len, prompts))
     start = time.perf_counter()
     ids = torch.tensor([[PAD] * (width - len(prompt)) + prompt for prompt in prompts])
@@ -67,7 +68,7 @@ def run_reference(
 
 
 def read_bandwidth() -> float:
-    """Bytes a second that a sum over memory reads, the best of ten."""
+    """Returns the bytes a second that a sum over memory reads, the best of ten measurements."""
     data = torch.ones(64 * 2**20)
     best = float("inf")
     for _ in range(10):
@@ -78,7 +79,7 @@ def read_bandwidth() -> float:
 
 
 def agreement(ours: list[list[int]], theirs: list[list[int]]) -> float:
-    """The share of prompts with the same text; the others part where two logits are nearly equal."""
+    """Returns the share of prompts with the same text. Texts differ where two logits are nearly equal."""
     return sum(a == b for a, b in zip(ours, theirs, strict=True)) / len(ours)
 
 
@@ -118,7 +119,7 @@ def main() -> None:
             print(f"{name}, round {round_idx + 1}: {ours[-1]:.1f} s, {theirs[-1]:.1f} s", flush=True)
             agreed = min(agreed, agreement(our_ids, their_ids))
         if agreed < 0.9:
-            refuse(f"{name}: only {agreed:.0%} of the texts equal Hugging Face's")
+            refuse(f"{name}: only {agreed:.0%} of the texts are equal to Hugging Face's")
         llm.check()
         num_tokens = len(prompts) * options.new_tokens
         speed = [Spread.of([num_tokens / seconds for seconds in side]) for side in (ours, theirs)]

@@ -1,11 +1,11 @@
-"""Speculative decoding by prompt look-up against plain greedy decoding: the same loop, model, type and threads.
+"""Speculative decoding by prompt look-up, compared with plain greedy decoding by the same loop and model.
 
     python -m bench.features.speculation --out bench/results/speculation-cpu.json
 
-Prompts whose answers repeat what they were given (a letter to be rewritten with one change, or to be said
-again) and prompts whose answers do not. Sides alternate in every round, the cache emptied before each run;
-both have to give the same tokens, else there are no figures. The floor of a pass is what it has to read:
-every weight once, over the bandwidth measured here.
+Some prompts have answers that repeat the prompt (a letter to be rewritten with one change, or to be repeated),
+others have not. The sides alternate in every round, and the cache is emptied before each run. Both have to
+generate the same tokens, else no figures are reported. The floor of a pass is what it has to read: every weight
+once, over the bandwidth measured in the same run.
 """
 
 import time
@@ -37,7 +37,7 @@ PROMPTS = {
 def run(
     lm: CachedModel, prompt: list[int], max_new_tokens: int, num_proposed: int
 ) -> tuple[float, Generated]:
-    """Seconds, and what came of it; from an empty cache."""
+    """Generates from an empty cache. Returns the seconds, and the result."""
     lm.cache.evict(lm.cache.num_cached)
     start = time.perf_counter()
     found = generate(lm, prompt, max_new_tokens, num_proposed=num_proposed)
@@ -79,7 +79,7 @@ def main() -> None:
         message = [{"role": "user", "content": text}]
         prompt = tokenizer.apply_chat_template(message, add_generation_prompt=True, return_dict=False)
         run(lm, prompt, 8, options.proposed)
-        plain, guessed, ratios = [], [], []
+        plain, looked_up, ratios = [], [], []
         sides = {
             "plain": partial(run, lm, prompt, options.new_tokens, 0),
             "look-up": partial(run, lm, prompt, options.new_tokens, options.proposed),
@@ -87,16 +87,16 @@ def main() -> None:
         for round_idx, both in enumerate(alternate(options.rounds, sides)):
             (plain_seconds, greedy), (seconds, found) = both.values()
             plain.append(plain_seconds)
-            guessed.append(seconds)
+            looked_up.append(seconds)
             if found.token_ids != greedy.token_ids:
-                refuse(f"{name}: speculation gives other tokens than greedy decoding")
-            ratios.append(plain[-1] / guessed[-1])
-            print(f"{name}, round {round_idx + 1}: {plain[-1]:.2f} s, {guessed[-1]:.2f} s", flush=True)
+                refuse(f"{name}: speculation generates other tokens than greedy decoding")
+            ratios.append(plain[-1] / looked_up[-1])
+            print(f"{name}, round {round_idx + 1}: {plain[-1]:.2f} s, {looked_up[-1]:.2f} s", flush=True)
         lm.cache.check()
-        speed = [Spread.of([options.new_tokens / seconds for seconds in side]) for side in (plain, guessed)]
+        speed = [Spread.of([options.new_tokens / seconds for seconds in side]) for side in (plain, looked_up)]
         ratio = Spread.of(ratios)
         share = found.num_accepted / max(found.num_proposed, 1)
-        of_floor = Spread.of(guessed).median / (found.num_forwards * floor)
+        of_floor = Spread.of(looked_up).median / (found.num_forwards * floor)
         rows.append(
             [
                 name,

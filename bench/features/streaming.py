@@ -1,16 +1,17 @@
-"""Perplexity of a long text in constant memory: with sinks, the window alone, and full attention.
+"""Perplexity of a long text in constant memory: with sinks, with the window alone, and with full attention.
 
     python -m bench.features.streaming --out bench/results/streaming-cpu.json
 
-SmolLM2 reads the language reference that every CPython carries (`pydoc_data.topics`, its topics in order of
-their names), each token predicted from what is held. Full attention ends where the model's context does.
-"Window alone" is plain truncation of the oldest tokens; it holds as many as window and sinks together.
+SmolLM2 reads the language reference that CPython includes (`pydoc_data.topics`, its topics in order of their
+names), and each token is predicted from the tokens held. Full attention ends at the model's context. "Window
+alone" truncates the oldest tokens, and holds as many tokens as window and sinks together.
 
-The control tells a hard passage from a stream that drifts: in a part of the text's strides, evenly spread,
-the last tokens up to the window are computed anew, as a text of their own. It stands beside the stream on the
-same tokens. After the text the stream generates on, the likeliest token each time.
+A control tells a hard passage from a stream that drifts. In some of the text's strides, evenly spread, the last
+tokens up to the window's size are computed again, as a text of their own. Its losses stand beside the stream's
+for the same tokens. After the text the stream continues to generate, always the likeliest token.
 
-No figure unless all agree on the tokens before the window first moves, and the memory is right in the end.
+No figures are reported unless all readings agree on the tokens before the window first moves, and the memory is
+right at the end.
 """
 
 import hashlib
@@ -28,11 +29,11 @@ from lightkv.router.model.loader import load_model
 from lightkv.router.model_files import DEFAULT_MODEL, resolve
 from lightkv.router.text.tokenizer import Tokenizer
 
-AGREEMENT = 1e-3  # most that two losses of one token may differ, in nats
+AGREEMENT = 1e-3  # the most that two losses of one token may differ, in nats
 
 
 class Reading(NamedTuple):
-    """A text read once. `losses`: of every token but the first, in nats; NaN where it was not asked for."""
+    """The losses of one text, in nats: one for each token but the first, NaN for tokens that were skipped."""
 
     losses: torch.Tensor
     seconds: float
@@ -40,7 +41,7 @@ class Reading(NamedTuple):
 
 
 class Generation(NamedTuple):
-    """What was generated after a text: how many tokens, up to which position, and what was held all along."""
+    """Tokens generated after a text: their number, their last position, and how many tokens were held."""
 
     num_tokens: int
     last_position: int
@@ -50,12 +51,12 @@ class Generation(NamedTuple):
 
 
 def long_text() -> str:
-    """The language reference's topics, one after the other."""
+    """Returns the topics of the language reference, one after the other."""
     return "\n\n".join(topics[name] for name in sorted(topics))
 
 
 def token_losses(lm: CachedModel, ids: list[int], window: Window) -> torch.Tensor:
-    """The negative log likelihood of every token but the first, as a stream sees it: float32 `[n - 1]`."""
+    """Returns the negative log likelihood of every token but the first, in a stream: float32 `[n - 1]`."""
     flow = Stream(lm, window, ids[:1])
     try:
         return read_on(flow, ids, lm.model.device)
@@ -64,19 +65,19 @@ def token_losses(lm: CachedModel, ids: list[int], window: Window) -> torch.Tenso
 
 
 def read_on(flow: Stream, ids: list[int], device: torch.device) -> torch.Tensor:
-    """`token_losses` of a stream that has just begun; it has read all but the last token then."""
+    """Returns `token_losses` of a new stream, which has read all but the last token afterwards."""
     targets = torch.tensor(ids[1:], device=device)
     losses = []
-    at = 0
+    start = 0
     for logits in flow.feed(ids[:-1], all_logits=True):
-        due = targets[at : at + len(logits)]
-        losses.append(torch.nn.functional.cross_entropy(logits.float(), due, reduction="none"))
-        at += len(logits)
+        expected = targets[start : start + len(logits)]
+        losses.append(torch.nn.functional.cross_entropy(logits.float(), expected, reduction="none"))
+        start += len(logits)
     return torch.cat(losses)
 
 
 def generate_on(lm: CachedModel, flow: Stream, token: int, count: int) -> Generation:
-    """The likeliest `count` tokens after `token`, one a step, and what is held after each."""
+    """Generates the likeliest `count` tokens after `token`, one in each step."""
     held = []
     start = time.perf_counter()
     for _ in range(count):
@@ -90,7 +91,7 @@ def generate_on(lm: CachedModel, flow: Stream, token: int, count: int) -> Genera
 def read(
     model: Any, ids: list[int], window: Window, num_generated: int = 0
 ) -> tuple[Reading, Generation | None]:
-    """In a pool that holds the window and no token more; then, if asked for, what comes after the text."""
+    """Reads `ids` in a pool of exactly the window's capacity, then generates `num_generated` tokens."""
     lm = CachedModel(model, window.capacity, max_sequences=1, exact_positions=True)
     flow = Stream(lm, window, ids[:1])
     start = time.perf_counter()
@@ -105,9 +106,9 @@ def read(
 
 
 def recompute(model: Any, ids: list[int], num_held: int, stride: int, every: int) -> Reading:
-    """Every `every`-th stride, from what a window of `num_held` tokens has of it at its end, computed anew."""
+    """Computes every `every`-th stride again, as a text of the `num_held` tokens up to the stride's end."""
     lm = CachedModel(model, num_held, max_sequences=1, exact_positions=True)
-    window = Window(num_held, 0, num_held)  # which never moves: no text is longer
+    window = Window(num_held, 0, num_held)  # never moves, since no text is longer
     losses = torch.full((len(ids) - 1,), torch.nan)
     start = time.perf_counter()
     for end in range(stride * every, len(ids), stride * every):
@@ -118,9 +119,9 @@ def recompute(model: Any, ids: list[int], num_held: int, stride: int, every: int
 
 
 def perplexity(losses: torch.Tensor) -> float | None:
-    """Of those that are there; None if none is."""
-    there = losses[~losses.isnan()].double()
-    return math.exp(there.mean()) if len(there) else None
+    """Returns the perplexity of the losses that are not NaN, None if all are."""
+    known = losses[~losses.isnan()].double()
+    return math.exp(known.mean()) if len(known) else None
 
 
 def shown(value: float | None) -> str:
@@ -134,10 +135,8 @@ def main() -> None:
     arguments.add_argument("--window", type=int, default=1024, help="tokens held, sinks included")
     arguments.add_argument("--sinks", type=int, default=4)
     arguments.add_argument("--stride", type=int, default=256)
-    arguments.add_argument("--block", type=int, default=2048, help="tokens a line of the table")
-    arguments.add_argument(
-        "--control", type=int, default=4, help="every how many strides one is computed anew"
-    )
+    arguments.add_argument("--block", type=int, default=2048, help="tokens in each line of the table")
+    arguments.add_argument("--control", type=int, default=4, help="one of as many strides is computed again")
     arguments.add_argument(
         "--generate", type=int, default=256, help="tokens after the text; 16384 is twice SmolLM2's context"
     )
@@ -150,7 +149,7 @@ def main() -> None:
     text = long_text()
     ids = Tokenizer(directory).encode(text)[: options.tokens].tolist()
     if len(ids) < options.tokens:
-        refuse(f"the text has {len(ids)} tokens, and {options.tokens} are to be read")
+        refuse(f"the text has only {len(ids)} tokens, and --tokens asks for {options.tokens}")
     digest = hashlib.sha256(text.encode()).hexdigest()
     print(f"{len(ids):,} tokens of a text of {len(text):,} characters, SHA-256 {digest[:16]}\n", flush=True)
 

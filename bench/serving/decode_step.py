@@ -19,11 +19,9 @@ from transformers import PreTrainedModel
 
 from bench.common.llama_3_8b import LLAMA_3_8B, with_layers
 from bench.common.report import Spread, parser, print_json, print_machine, print_table, refuse
-from lightkv.ledger import TokenLedger
 from lightkv.router import EngineConfig, SamplingParams
-from lightkv.router.engine.loop import Engine
+from lightkv.router.engine.loop import LocalEngine, make_scheduler
 from lightkv.router.engine.request import Request
-from lightkv.router.engine.scheduler import Scheduler
 from lightkv.router.model.build import assemble
 from lightkv.router.model.cuda_graph import GraphKey
 from lightkv.router.model.loader import random_model
@@ -31,6 +29,7 @@ from lightkv.router.model.runner import ModelRunner
 from lightkv.router.sampling_params import SamplerKind
 
 REPLAY_ROUNDS = 3
+COMPARED = 8  # tokens of each sequence, with graphs and without
 # Parts of the names of kernels, by purpose.
 KERNELS = {
     "attention": ("_decode_kernel", "_combine_kernel", "_plan_kernel"),
@@ -41,10 +40,11 @@ KERNELS = {
 
 def make_engine(
     model: PreTrainedModel, batch: int, prompt: int, steps: int, graphs: bool, compiled: bool
-) -> tuple[Engine, ModelRunner]:
-    """Returns an engine in which `batch` sequences of `prompt` tokens have begun to decode.
+) -> tuple[LocalEngine, ModelRunner, list[int]]:
+    """Returns an engine in which `batch` sequences of `prompt` tokens decode, and the first COMPARED tokens
+    of each.
 
-    Each has room for `4 * steps` new tokens.
+    It has steps in flight as `LLM` has, and room for `steps` more tokens of each sequence, several times over.
     """
     config = EngineConfig(
         device="cuda",
@@ -56,20 +56,17 @@ def make_engine(
         compile=compiled,
     )
     runner, info = assemble(model, config, lambda line: None)
-    ledger = TokenLedger(info.capacity, info.limits.max_num_seqs, info.limits.max_model_len)
-    engine = Engine(Scheduler(ledger, info.limits), runner)
+    engine = LocalEngine(make_scheduler(info), runner)
     rng = random.Random(batch)
+    requests = []
     for i in range(batch):
         ids = array("i", [rng.randrange(info.limits.vocab_size) for _ in range(prompt)]).tobytes()
         params = SamplingParams(temperature=0, max_tokens=2 * steps, ignore_eos=True)
-        engine.add(Request(str(i), ids, params, seed=i))
-    while engine.stats().num_waiting or engine.scheduler.num_prefilling:
+        requests.append(Request(str(i), ids, params, seed=i))
+        engine.add(requests[-1])
+    while min(len(request.output) for request in requests) < COMPARED:
         engine.step()
-    return engine, runner
-
-
-def tokens_of(engine: Engine, steps: int) -> list[tuple[str, int | None]]:
-    return [(event.request_id, event.token) for _ in range(steps) for event in engine.step()]
+    return engine, runner, [token for request in requests for token in request.output[:COMPARED]]
 
 
 def graph_of(runner: ModelRunner, batch: int) -> torch.cuda.CUDAGraph:
@@ -156,11 +153,11 @@ def main() -> None:
     rows, results = [], {}
     for batch in options.batch:
         floor = (weights + batch * (options.prompt + options.steps // 2) * per_token) / bandwidth * 1e3
-        engine, _ = make_engine(model, batch, options.prompt, options.steps, False, False)
-        expected = tokens_of(engine, 8)
-        del engine
-        engine, runner = make_engine(model, batch, options.prompt, options.steps, True, options.compile)
-        tokens = tokens_of(engine, 8)
+        engine, runner, expected = make_engine(model, batch, options.prompt, options.steps, False, False)
+        del engine, runner
+        engine, runner, tokens = make_engine(
+            model, batch, options.prompt, options.steps, True, options.compile
+        )
         same = sum(a == b for a, b in zip(tokens, expected, strict=True)) / len(tokens)
         if same < 0.99 and not options.compile:
             refuse(f"batch {batch}: {same:.0%} of the graph's tokens are the eager path's")
@@ -169,6 +166,7 @@ def main() -> None:
             start = time.perf_counter()
             engine.step()
             times.append((time.perf_counter() - start) * 1e3)
+        engine.settle()
         engine.check()
         if engine.stats().num_running != batch:
             refuse(f"batch {batch}: only {engine.stats().num_running} sequences lasted")

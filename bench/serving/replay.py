@@ -1,8 +1,7 @@
-"""The replay time of a decode step's CUDA graph, at given batch sizes and lengths of context.
+"""Measures the replay of a decode step's CUDA graph at given batch sizes and lengths.
 
-What a service's own steps are compared with: the same settings, so the same graphs, on the same device, with
-nothing between one replay and the next. Runs in a process of its own (`child.py`), after the service has
-ended. Knows no service.
+The steps of a service are compared with it: the same settings give the same graphs, and nothing happens
+between one replay and the next. It runs in a process of its own (`child.py`) after the service has ended.
 """
 
 import random
@@ -12,14 +11,17 @@ from dataclasses import asdict
 from math import ceil
 from typing import Any, NamedTuple
 
+from msgspec.structs import replace
+
 from bench.common.child import ask, serve
 from bench.serving.decode_step import REPLAY_ROUNDS, replay_ms
 from lightkv.errors import LightKVError
 from lightkv.ledger import TokenLedger
 from lightkv.router import EngineConfig, SamplingParams
+from lightkv.router.engine.loop import LocalEngine
 from lightkv.router.engine.request import Request
 from lightkv.router.engine.scheduler import Scheduler
-from lightkv.router.engine.step import RunnerInfo, StepPlan
+from lightkv.router.engine.step import ExpectedMemory, RunnerInfo, StepPlan, StepResult
 from lightkv.router.model.build import build_runner
 from lightkv.router.model.runner import ModelRunner
 
@@ -29,49 +31,78 @@ SPARE_STEPS = 16
 
 
 class Level(NamedTuple):
-    """So many sequences that decode, of `context` tokens in the mean: over them, and over the replays."""
+    """`batch` sequences that decode, of `context` tokens in the mean over the sequences and the replays."""
 
     batch: int
     context: float
 
 
 class NoReplay(LightKVError):
-    """Graphs that cannot be replayed here, or not so many sequences at once."""
+    """There are no graphs to replay here, or the sequences do not fit."""
 
 
 def replays(config: EngineConfig, levels: Sequence[Level], seconds: float) -> Iterator[tuple[Level, float]]:
-    """Milliseconds for each level, smallest batch first. Raises ChildFailed."""
+    """Yields the milliseconds of each level, the smallest batch first. Raises ChildFailed."""
     ordered = sorted(levels)
     request = {"config": asdict(config), "levels": ordered}
     yield from zip(ordered, ask(__spec__.name, request, seconds), strict=True)
 
 
 # --------------------------------------------------------------------------------
-# In the child
+# In the child process
+
+
+class _SparingExecutor:
+    """A runner whose `num_spare` free slots, which replays will take, are not counted."""
+
+    def __init__(self, runner: ModelRunner, num_spare: int) -> None:
+        self._runner = runner
+        self.num_spare = num_spare
+        self.last_plan: StepPlan | None = None
+
+    @property
+    def fatal(self) -> bool:
+        """Says whether the runner has to be made anew."""
+        return self._runner.fatal
+
+    def launch(self, plan: StepPlan) -> None:
+        """Launches the step."""
+        self.last_plan = plan
+        self._runner.launch(plan)
+
+    def collect(self) -> StepResult:
+        """Returns the step's result without the spare slots."""
+        result = self._runner.collect()
+        return replace(result, num_free=result.num_free - self.num_spare)
+
+    def check(self, edits: bytes, expected: ExpectedMemory) -> None:
+        """Recounts the memory with the spare slots."""
+        self._runner.check(edits, expected._replace(num_free=expected.num_free + self.num_spare))
 
 
 class Decoding:
     """Sequences brought to a length on a runner, for each of `levels` once.
 
-    A replay takes slots that the ledger never hears of, and that are gone until the process ends. The ledger
-    has so many less from the start, so that they are there. Raises NoReplay where nothing else is.
+    A replay allocates slots that the ledger does not count, and that stay taken until the process ends. The
+    ledger's capacity is smaller by that number. Raises NoReplay where no capacity is left.
     """
 
     def __init__(self, runner: ModelRunner, info: RunnerInfo, levels: Sequence[Level]) -> None:
         self._runner = runner
         self._limits = info.limits
-        self._num_spare = NUM_REPLAYS * sum(level.batch for level in levels)  # slots not taken by replays yet
-        if info.capacity <= self._num_spare:
+        num_spare = NUM_REPLAYS * sum(level.batch for level in levels)
+        if info.capacity <= num_spare:
             raise NoReplay(
-                f"the replays take {self._num_spare} tokens, of {info.capacity}; give more --max-total-tokens"
+                f"the replays take {num_spare} tokens, of {info.capacity}; give more --max-total-tokens"
             )
-        capacity = info.capacity - self._num_spare
-        ledger = TokenLedger(capacity, info.limits.max_num_seqs, info.limits.max_model_len)
+        ledger = TokenLedger(info.capacity - num_spare, info.limits.max_num_seqs, info.limits.max_model_len)
         self._scheduler = Scheduler(ledger, info.limits)
+        self._executor = _SparingExecutor(runner, num_spare)
+        self._engine = LocalEngine(self._scheduler, self._executor)
 
     def bring(self, level: Level) -> float:
-        """Prompts computed, and decoded until the next replays will have the level's context. Returns the mean
-        length then. Raises NoReplay."""
+        """Computes prompts and decodes until the next replays will have the level's mean length. Returns the
+        mean length then. Raises NoReplay."""
         batch, context = level
         target = context - (NUM_REPLAYS + 1) / 2  # a step has one token more than was computed before it
         chunk = self._limits.prefill_chunk or ceil(batch * target)
@@ -86,10 +117,12 @@ class Decoding:
         for i in range(batch):
             ids = array("i", [rng.randrange(self._limits.vocab_size) for _ in range(prompt)]).tobytes()
             params = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True)
-            self._scheduler.add(Request(f"{batch}-{i}", ids, params, seed=i))
+            self._engine.add(Request(f"{batch}-{i}", ids, params, seed=i))
         while self._scheduler.num_waiting or self._scheduler.num_prefilling or self._mean_length() < target:
-            plan = self._step()
-            if not self._scheduler.has_work:
+            for event in self._engine.step():
+                if event.error is not None:
+                    raise NoReplay(event.error)
+            if not self._engine.has_work:
                 break
         if self._scheduler.num_running != batch:
             raise NoReplay(
@@ -97,35 +130,24 @@ class Decoding:
                 "at once; give more --max-total-tokens or --max-num-seqs"
             )
         reached = self._mean_length()
-        if plan.num_prefills or len(plan.rows) != batch or reached > target + 1:
+        plan = self._executor.last_plan
+        if plan is None or plan.num_prefills or len(plan.rows) != batch or reached > target + 1:
             raise NoReplay(
                 f"{batch} sequences came to {reached:.0f} tokens with their prompts, not {target:.0f}"
             )
         return reached
 
     def replay_ms(self, batch: int) -> float:
-        """The graph of the sequences that are there, replayed."""
+        """Replays the graph of the open sequences."""
         milliseconds = replay_ms(self._runner, batch, REPLAYS)
-        self._num_spare -= NUM_REPLAYS * batch
+        self._executor.num_spare -= NUM_REPLAYS * batch
         return milliseconds
 
     def end(self, batch: int) -> None:
-        """Let the sequences go, and what is cached of them."""
+        """Ends the sequences, and evicts what is cached of them."""
         for i in range(batch):
-            self._scheduler.abort(f"{batch}-{i}")
+            self._engine.abort(f"{batch}-{i}")
         self._scheduler.ledger.evict(self._scheduler.ledger.num_cached)
-
-    def _step(self) -> StepPlan:
-        plan = self._scheduler.plan()
-        assert plan is not None
-        result = self._runner.execute(plan)
-        if result.num_free != plan.num_free + self._num_spare or result.flags:
-            raise NoReplay(
-                f"step {plan.step}: the device has {result.num_free} free slots, the ledger {plan.num_free} "
-                f"and {self._num_spare} spare; flags {result.flags}"
-            )
-        self._scheduler.consume(result)
-        return plan
 
     def _mean_length(self) -> float:
         lengths = [sequence.length for sequence in self._scheduler.ledger.sequences]

@@ -1,19 +1,19 @@
-"""The router's own time in a step, at 1,000 running and 10,000 queued requests, without any device.
+"""Measures the router's own time in a step, with 1,000 running and 10,000 queued requests and no device.
 
     python -m bench.serving.router_step --out bench/results/router-step.json
 
-The worker is a stand-in that answers at once and counts slots as the ledger does. A step is what the router
-process does for one: plan it and encode the plan; decode the result, compare the counts and consume it; encode
-the events for the API process. Queueing a request is measured apart. Two loads, at one and at two steps under
-way, each with what is free promised to what runs:
+The worker is a stand-in that answers at once and counts slots as the ledger does. The time of a step is that
+of the router process: planning and encoding the plan; decoding the result, comparing the counts and
+completing the step; encoding the events for the API process. Queueing a request is measured by itself. There
+are two loads, each with one and with two steps in flight, and with all free tokens promised to the running
+requests:
 
-    steady   every request decodes; the head of the queue has been refused, and nothing ends
-    churn    in every step one request ends and one is admitted; then the next is refused, each by an exact
-             forecast over all that run
+    steady   every request decodes; the head of the queue has been refused, and no request ends
+    churn    in every step one request ends, one is admitted, and the next is refused, by exact forecasts
 
-and each of these with prompts of which none, and of which half share what families of them have in common; the
-latter also as though the least that is shared were worth reading together, which is the most that the choice of
-who reads what together can cost. The floor is one pass over the batch that makes nothing but its events' bytes.
+Each load runs with prompts that share nothing and with prompts half of which is shared in families; the
+latter also as if every shared prefix were worth reading together, which is the most that this choice can
+cost. The floor is one pass over the batch that makes nothing but the bytes of its events.
 """
 
 import argparse
@@ -35,6 +35,7 @@ from bench.common.report import parser, print_json, print_machine, print_table, 
 from lightkv.ledger import TokenLedger
 from lightkv.ledger.shared_prefixes import PrefixSharing
 from lightkv.router import SamplingParams, Scheduler
+from lightkv.router.engine.loop import Engine
 from lightkv.router.engine.request import Request
 from lightkv.router.engine.step import Limits, StepPlan, StepResult, TokenEvent
 from lightkv.router.service.messages import Events
@@ -43,9 +44,9 @@ T = TypeVar("T")
 
 VOCAB_SIZE = 32_000
 NUM_FAMILIES = 50  # of prompts that share a prefix
-MAX_TOKENS = 2**30  # a pool and a step that nothing is too large for, until the load is set up
+MAX_TOKENS = 2**30  # of the pool and of a step, until the load is set up
 TARGET_US = 1000.0
-PARTS = ("plan", "consume", "send")
+PARTS = ("plan", "complete", "send")
 WORTH_IT = PrefixSharing(max_members=16)
 ANY = PrefixSharing(max_members=16, min_tokens=1, min_saved=1, min_mean=0)
 
@@ -54,12 +55,11 @@ _decode_result = msgspec.msgpack.Decoder(StepResult).decode
 
 
 class Load(NamedTuple):
-    """`num_running` requests in decode and `num_queued` behind them.
+    """`num_running` requests that decode and `num_queued` that wait, each with a prompt of `prompt` tokens.
 
-    Each has a prompt of `prompt` tokens. With `shared` they come in families that have so many in common, a
-    quarter of a family all of these and the others three, two and one quarter of them, as in the turns of a
-    chat. `churn`: one ends a step, else none. `depth`: steps under way. `grouping`: which of what is shared is
-    read together.
+    With `shared`, families of requests have that many tokens in common: a quarter of a family all of them,
+    and the others three, two and one quarters of them, as in the turns of a chat. `churn`: one request ends
+    in each step. `depth`: steps in flight. `sharing`: which shared prefixes are read together.
     """
 
     num_running: int
@@ -68,11 +68,11 @@ class Load(NamedTuple):
     shared: int
     churn: bool
     depth: int
-    grouping: PrefixSharing = WORTH_IT
+    sharing: PrefixSharing = WORTH_IT
 
 
 class Router:
-    """A scheduler under a load, and nanoseconds of each part of its steps."""
+    """An engine under a load, and the nanoseconds of each part of its steps."""
 
     def __init__(self, load: Load, steps: int) -> None:
         self.load = load
@@ -82,34 +82,35 @@ class Router:
         self.profiled = ""
         self._rng = random.Random(0)
         self._number = 0
-        self._flying: deque[tuple[StepPlan, bytes]] = deque()
+        self._in_flight: deque[bytes] = deque()
         # With churn a request lasts as many steps as there are requests, and each is one step older.
         self._max_tokens = load.num_running if load.churn else 2 * steps
-        self.scheduler = self._running()
+        self.engine = Engine(self._running())
+        self.scheduler = self.engine.scheduler
         self._fill_queue()
 
     def step(self) -> None:
-        """One step of the router: a plan out, the oldest result in."""
+        """Takes one step of the router: sends plans, and completes the oldest step."""
         while self.scheduler.num_in_flight < self.load.depth:
             plan, _ = self._timed("plan", self._plan)
             result = StepResult(plan.step, [10] * len(plan.sample), plan.num_free, 0)
-            self._flying.append((plan, _encode(result)))
-        plan, data = self._flying.popleft()
-        events = self._timed("consume", lambda: self._consume(plan, data))
+            self._in_flight.append(_encode(result))
+        data = self._in_flight.popleft()
+        events = self._timed("complete", lambda: self.engine.complete(_decode_result(data)))
         self._timed("send", lambda: _encode(Events(events)))
         self._fill_queue()
 
     def measure(self, steps: int) -> None:
-        """Forget what was measured before, and take `steps`."""
+        """Forgets earlier measurements, and takes `steps`."""
         for times in self.times.values():
             times.clear()
         for _ in range(steps):
             self.step()
 
     def _running(self) -> Scheduler:
-        """Everything running; the pool then shrunk to what the forecast needs."""
+        """Returns a scheduler in which all requests run, in a pool of just the size that the forecast needs."""
         load = self.load
-        limits = Limits(2 * load.num_running, MAX_TOKENS, MAX_TOKENS, VOCAB_SIZE, load.grouping)
+        limits = Limits(2 * load.num_running, MAX_TOKENS, MAX_TOKENS, VOCAB_SIZE, load.sharing)
         ledger = TokenLedger(MAX_TOKENS, limits.max_num_seqs, limits.max_model_len)
         scheduler = Scheduler(ledger, limits, load.depth)
         for i in range(load.num_running):
@@ -117,7 +118,7 @@ class Router:
             scheduler.add(self._request(load.prompt + age, self._max_tokens - age))
         plan = scheduler.plan()
         assert plan is not None
-        scheduler.consume(StepResult(plan.step, [10] * len(plan.sample), plan.num_free, 0))
+        scheduler.complete(StepResult(plan.step, [10] * len(plan.sample), plan.num_free, 0))
         room = load.prompt + self._max_tokens if load.churn else 0
         spare = ledger.capacity - scheduler.forecast_peak() - room
         ledger.capacity -= spare
@@ -142,15 +143,9 @@ class Router:
         return Request(f"{self._number:032x}", ids, params, seed=self._number)
 
     def _plan(self) -> tuple[StepPlan, bytes]:
-        plan = self.scheduler.plan()
+        plan = self.engine.plan()
         assert plan is not None
         return plan, _encode(plan)
-
-    def _consume(self, plan: StepPlan, data: bytes) -> list[TokenEvent]:
-        result = _decode_result(data)
-        if result.num_free != plan.num_free or result.flags:
-            refuse(f"step {plan.step}: the counts part")
-        return self.scheduler.consume(result)
 
     def _timed(self, part: str, function: Callable[[], T]) -> T:
         if part == self.profiled and self.profiler is not None:
@@ -201,16 +196,15 @@ def measure(load: Load, steps: int, profile: bool) -> dict[str, dict[str, float]
         print(f"\n{name_of(load)}: {steps // 2} times {router.profiled}, profiled")
         pstats.Stats(router.profiler).sort_stats("tottime").print_stats(12)
     for _ in range(load.depth):  # land what is under way, then recount every book
-        if router._flying:
-            plan, data = router._flying.popleft()
-            router._consume(plan, data)
+        if router._in_flight:
+            router.engine.complete(_decode_result(router._in_flight.popleft()))
     scheduler.check()
     return results
 
 
 def name_of(load: Load) -> str:
     shared = ", shared" if load.shared else ""
-    grouped = ", grouped" if load.grouping == ANY else ""
+    grouped = ", grouped" if load.sharing == ANY else ""
     return f"{'churn' if load.churn else 'steady'}, depth {load.depth}{shared}{grouped}"
 
 
@@ -235,15 +229,15 @@ def main() -> None:
     rows, results = [], {}
     half = options.prompt // 2
     prompts = ((0, WORTH_IT), (half, WORTH_IT), (half, ANY))
-    for (shared, grouping), churn, depth in itertools.product(prompts, (False, True), (1, 2)):
-        load = Load(options.running, options.queued, options.prompt, shared, churn, depth, grouping)
+    for (shared, sharing), churn, depth in itertools.product(prompts, (False, True), (1, 2)):
+        load = Load(options.running, options.queued, options.prompt, shared, churn, depth, sharing)
         found = measure(load, options.steps, options.profile)
         cells = [f"{found[part]['median']:.0f}" for part in (*PARTS, "whole")]
         rows.append(
             [name_of(load), *cells, f"{found['whole']['p99']:.0f}", f"{found['queue']['median']:.1f}"]
         )
         results[name_of(load)] = found
-    print_table(["load", "plan µs", "consume µs", "send µs", "whole µs", "p99 µs", "queue one µs"], rows)
+    print_table(["load", "plan µs", "complete µs", "send µs", "whole µs", "p99 µs", "queue one µs"], rows)
     settings = {key: getattr(options, key) for key in ("running", "queued", "prompt", "steps")}
     print_json(
         "router_step",

@@ -1,15 +1,16 @@
-"""What a step takes, by what is in it, and the step-time model that fits it: what `lightkv simulate` goes by.
+"""Measures what steps take, and fits the step-time model that `lightkv simulate` uses.
 
     python -m bench.trace.step_time --parameters FILE --out bench/results/step-time-h200.json
     python -m bench.trace.step_time --refit FILE --parameters router/engine/step_time.json --out FILE
 
-A model of Llama-3-8B's shape, random weights, through the real engine and runner: requests are brought to a
-context in chunks, beside what decodes already, and then decode in CUDA graphs; then single prompts of several
-lengths are added beside them. Every step is timed from plan to tokens. A step with prompt tokens is a point of
-the fit, and so is the median of a level's steps of decodes alone. Ends without parameters where the median
-relative error is above a tenth. --refit measures nothing, and fits the steps that the file has again.
+A model of Llama-3-8B's shape with random weights runs through the real engine and runner. At each level,
+prompts are computed in chunks beside the requests that decode already, and then all decode in CUDA graphs;
+then single prompts of several lengths are added. Every step is timed from plan to tokens. Each step with
+prompt tokens is a point of the fit, and so is the median of a level's steps of decodes alone. The benchmark
+refuses to report where the median relative error is above a tenth. --refit measures nothing, and fits the
+steps of the file again.
 
-What the parameters mean stands in `router/engine/step_time.py`.
+`router/engine/step_time.py` says what the parameters mean.
 """
 
 import argparse
@@ -40,7 +41,7 @@ from bench.common.report import (
 from bench.serving.decode_step import LLAMA_3_8B
 from lightkv.ledger import TokenLedger
 from lightkv.router import EngineConfig, SamplingParams
-from lightkv.router.engine.loop import Engine
+from lightkv.router.engine.loop import LocalEngine
 from lightkv.router.engine.request import Request
 from lightkv.router.engine.scheduler import Scheduler
 from lightkv.router.engine.step import ExpectedMemory, StepPlan, StepResult
@@ -49,13 +50,13 @@ from lightkv.router.model.build import assemble
 from lightkv.router.model.loader import random_model
 from lightkv.router.model.runner import ModelRunner
 
-DECODE_STEPS = 12  # of a level, alone
+DECODE_STEPS = 12  # of a level, without prompts
 SPARE_STEPS = 4
 MAX_ERROR = 0.1
 
 
 class Level(NamedTuple):
-    """So many requests that decode, of about `context` tokens each."""
+    """`batch` requests that decode, of about `context` tokens each."""
 
     batch: int
     context: int
@@ -72,14 +73,14 @@ ADDED = (32, 128, 300, 700, 1500)  # prompt tokens of a request beside a level
 
 
 class Point(NamedTuple):
-    """A step, or the median of steps that are alike, and its seconds."""
+    """A step, or the median of like steps, and its seconds."""
 
     work: Work
     seconds: float
 
 
 def work_of(plan: StepPlan) -> Work:
-    """What a step computes."""
+    """Returns what a step computes."""
     num = plan.num_prefills
     chunks = list(zip(plan.starts[:num], plan.counts, strict=False))
     decodes = len(plan.rows) - num
@@ -100,16 +101,20 @@ class Watch:
 
     @property
     def fatal(self) -> bool:
-        """The runner's."""
+        """Says whether the runner has to be made anew."""
         return self._runner.fatal
 
-    def execute(self, plan: StepPlan) -> StepResult:
-        """The runner's step."""
+    def launch(self, plan: StepPlan) -> None:
+        """Launches the step, and notes what it computes."""
         self.work = work_of(plan)
-        return self._runner.execute(plan)
+        self._runner.launch(plan)
+
+    def collect(self) -> StepResult:
+        """Returns the result of the step."""
+        return self._runner.collect()
 
     def check(self, edits: bytes, holding: ExpectedMemory) -> None:
-        """The runner's."""
+        """Recounts the runner's memory."""
         self._runner.check(edits, holding)
 
 
@@ -121,16 +126,16 @@ class Meter:
         limits = self.info.limits
         self._watch = Watch(runner)
         self._ledger = TokenLedger(self.info.capacity, limits.max_num_seqs, limits.max_model_len)
-        self._engine = Engine(Scheduler(self._ledger, limits), self._watch)
+        self._engine = LocalEngine(Scheduler(self._ledger, limits), self._watch)
         self._rng = random.Random(0)
         self._number = 0
         self._open: list[str] = []
 
     def level(self, level: Level, added: Sequence[int]) -> list[Point]:
-        """Bring the level about, and time the steps on the way, on the spot, and beside prompts `added`."""
+        """Reaches the level, and times the steps on the way, at the level, and beside the prompts `added`."""
         points = []
         prompts = [max(round(level.context * self._rng.uniform(0.7, 1.3)), 1) for _ in range(level.batch)]
-        # The first of them decode until the last step of the level.
+        # The first requests decode until the last step of the level.
         chunk = self.info.limits.prefill_budget
         steps = sum(prompts) // chunk + sum(added) // chunk + len(added) + DECODE_STEPS + SPARE_STEPS
         for prompt in prompts:
@@ -174,8 +179,8 @@ class Meter:
 def measure(
     meter: Meter, levels: Sequence[Level], added: Sequence[int], seconds: float
 ) -> tuple[list[Point], int]:
-    """The points of the levels, until the time is up. Returns how many levels there were."""
-    meter.level(Level(2, 300), [*added, *added])  # kernels are compiled by kinds of shapes
+    """Returns the points of the levels measured until the time is up, and the number of these levels."""
+    meter.level(Level(2, 300), [*added, *added])  # compiles the kernels for these shapes
     meter.level(Level(min(40, meter.info.limits.max_num_seqs - 1), 100), added)
     points: list[Point] = []
     begun = time.perf_counter()
@@ -199,8 +204,8 @@ def arguments() -> argparse.Namespace:
 def fit_and_report(
     points: Sequence[Point], source: dict[str, Any], parameters: Path | None
 ) -> dict[str, Any]:
-    """The model of these steps, printed, written to the file `parameters`, and to write down; `source` says
-    where they come from. Ends where it does not fit."""
+    """Fits the model, prints it, writes it to the file `parameters`, and returns it for the results. `source`
+    says where the steps come from. Refuses to report a bad fit."""
     model = fit([point.work for point in points], [point.seconds for point in points])
     model = replace(model, source=source | model.source)
     found = report(points, model)
@@ -212,7 +217,7 @@ def fit_and_report(
 
 
 def report(points: Sequence[Point], model: StepTime) -> dict[str, Any]:
-    """Print the parameters, and the steps that fit worst; the same to write down."""
+    """Prints the parameters and the steps that fit worst. Returns them for the results."""
     print_table(["parameter", "seconds"], [[name, f"{getattr(model, name):.4g}"] for name in PARAMETERS])
     ordered = sorted(points, key=lambda p: abs(model.seconds(p.work) / p.seconds - 1), reverse=True)
     print("\nthe steps that fit worst")

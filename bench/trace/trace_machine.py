@@ -1,7 +1,7 @@
 """Requests in real time through the service's scheduler, a ledger of any allocation, and one model runner.
 
-The model computes every token; an answer ends where the trace says, which the scheduler does not know. What the
-requests got is told in the simulator's terms. Knows no command line and no simulator.
+The model computes every token, and an answer ends where the trace says, which the scheduler does not know. The
+results are in the simulator's terms.
 """
 
 import gc
@@ -18,7 +18,7 @@ from lightkv.errors import LightKVError
 from lightkv.ledger import TokenLedger
 from lightkv.router import SamplingParams
 from lightkv.router.engine.admission import make_admission
-from lightkv.router.engine.loop import Engine
+from lightkv.router.engine.loop import LocalEngine
 from lightkv.router.engine.request import Request
 from lightkv.router.engine.scheduler import Scheduler
 from lightkv.router.engine.step import ExpectedMemory, RunnerInfo, StepPlan, StepResult
@@ -30,18 +30,19 @@ from lightkv.router.simulate.record import Distribution, Means
 
 Results = dict[str, Any]
 
-END = -1  # the last token of an answer: no model's
+END = -1  # stands for the last token of an answer; no model samples it
 
 
 class ReplayFailed(LightKVError):
-    """A step that the model could not compute."""
+    """The model could not compute a step."""
 
 
 class Executor:
-    """The runner, with answers that end where the trace says, and a free count as the ledger has it.
+    """A runner whose answers end where the trace says, and whose free count is that of the ledger.
 
-    The device takes a slot a token. A ledger by pages has those of its pages that hold none besides, and its
-    capacity is whole pages: so many are free on the device, and in no plan.
+    The device allocates a slot for each token. A ledger by pages also counts the empty slots of its pages,
+    and its
+    capacity is a number of whole pages: these slots are free on the device and not in the plan.
     """
 
     def __init__(self, runner: ModelRunner, ledger: TokenLedger, capacity: int) -> None:
@@ -51,21 +52,26 @@ class Executor:
         self._row_left: dict[int, list[int]] = {}
         self.left: dict[int, list[int]] = {}  # request → [tokens to come], while it lives
         self.work = Work(0, 0, 0, 0)
-        self.held = self.padding = 0  # while the last step ran
+        self.held = self.padding = 0  # during the last step
 
     @property
     def fatal(self) -> bool:
-        """The runner's."""
+        """Says whether the runner has to be made anew."""
         return self._runner.fatal
 
-    def execute(self, plan: StepPlan) -> StepResult:
-        """The runner's step."""
+    def launch(self, plan: StepPlan) -> None:
+        """Launches the step, and notes what it computes and what is held meanwhile."""
+        self._plan = plan
         self.work = work_of(plan)
         self.held, self.padding = self._ledger.num_held, padding_of(self._ledger)
         for new in plan.new_rows:
             self._row_left[new.row] = self.left[new.seed]
+        self._runner.launch(plan)
+
+    def collect(self) -> StepResult:
+        """Returns the step's result, in which answers end where the trace says."""
+        plan, result = self._plan, self._runner.collect()
         hidden = self.padding + self._left_out
-        result = self._runner.execute(plan)
         tokens = result.tokens
         for i, index in enumerate(plan.sample):
             left = self._row_left[plan.rows[index]]
@@ -75,18 +81,18 @@ class Executor:
         return msgspec.structs.replace(result, tokens=tokens, num_free=result.num_free - hidden)
 
     def check(self, edits: bytes, holding: ExpectedMemory) -> None:
-        """The runner's."""
+        """Recounts the runner's memory."""
         hidden = padding_of(self._ledger) + self._left_out
         self._runner.check(edits, holding._replace(num_free=holding.num_free + hidden))
 
 
 def padding_of(ledger: TokenLedger) -> int:
-    """Slots that the ledger counts as held, and no token is in."""
+    """Returns the slots that the ledger counts as held and that hold no token."""
     return ledger.padding if isinstance(ledger, PagedLedger | ContiguousLedger) else 0
 
 
 class Machine:
-    """One runner, through which traces are replayed one after another. Its memory is empty between them."""
+    """One runner that replays traces, one after another. Its memory is empty between them."""
 
     def __init__(self, runner: ModelRunner, info: RunnerInfo, max_new: int, targets: Targets) -> None:
         self.info = info
@@ -94,10 +100,10 @@ class Machine:
         self._runner = runner
         self._max_new = max_new
         self._targets = targets
-        self._step = 0  # never the same twice: the graphs know by it what is loaded
+        self._step = 0  # goes on from replay to replay, since the graphs know by it what is loaded
 
     def replay(self, trace: Replayed, allocation: str, admission: str, seed: int) -> Results:
-        """Every request at its time, to its end. Raises ReplayFailed, LedgerMismatch, CheckFailed."""
+        """Runs every request from its arrival to its end. Raises ReplayFailed, LedgerMismatch, CheckFailed."""
         limits, capacity = self.info.limits, self.info.capacity
         ledger = make_ledger(allocation, capacity, limits.max_num_seqs, limits.max_model_len, self._max_new)
         ledger.step = self._step
@@ -109,7 +115,7 @@ class Machine:
         def now() -> float:
             return time.perf_counter() - begun
 
-        engine = Engine(Scheduler(ledger, limits, admission=counted, clock=now), executor)
+        engine = LocalEngine(Scheduler(ledger, limits, admission=counted, clock=now), executor)
         params = SamplingParams(temperature=0, max_tokens=self._max_new)
         requests = [
             Request(str(idx), ids.tobytes(), params, idx, frozenset({END}))
@@ -166,25 +172,25 @@ class Record:
         self._targets = targets
         self._first = [0.0] * len(requests)
         self._ttft, self._tpot = Distribution(), Distribution()
-        self._means = Means(3)  # while loaded: held, padding, running
+        self._means = Means(3)  # held, padding and running, while requests wait
         self._num_met = self._num_finished = 0
         self._num_steps = 0
         self._last = 0.0
 
     def pass_time(self, now: float, executor: Executor, running: int, loaded: bool | int) -> None:
-        """A step has ended."""
+        """Notes the end of a step."""
         if loaded:
             self._means.add(now - self._last, (executor.held, executor.padding, running))
         self._num_steps += 1
         self._last = now
 
     def first(self, idx: int, now: float) -> None:
-        """A request's first token."""
+        """Notes a request's first token."""
         self._first[idx] = now
         self._ttft.add(now - self._arrivals[idx])
 
     def finish(self, idx: int, now: float) -> None:
-        """Its last one."""
+        """Notes a request's last token."""
         first, num_output = self._first[idx], len(self._requests[idx].output)
         between = (now - first) / (num_output - 1) if num_output > 1 else 0.0
         if num_output > 1:
@@ -193,8 +199,8 @@ class Record:
         self._num_met += in_time and between <= self._targets.tpot
         self._num_finished += 1
 
-    def results(self, engine: Engine, capacity: int) -> Results:
-        """All of it."""
+    def results(self, engine: LocalEngine, capacity: int) -> Results:
+        """Returns the figures."""
         scheduler, num, seconds = engine.scheduler, self._num_finished, self._last
         num_preempted = sum(request.num_preemptions > 0 for request in self._requests)
         ttft, tpot = (own.quantiles((0.5, 0.99)) for own in (self._ttft, self._tpot))

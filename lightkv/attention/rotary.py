@@ -20,7 +20,7 @@ class RotaryEmbedding:
     sin: torch.Tensor
     interleaved: bool = False
 
-    def turn(self, x: torch.Tensor) -> None:
+    def rotate(self, x: torch.Tensor) -> None:
         """Turn `x` `[T, H, D]` in place. Sums and products are float32, rounded once at the end."""
         num_pairs = self.cos.shape[1]
         wide = x.to(torch.promote_types(x.dtype, torch.float32))  # x itself where it is wide
@@ -50,7 +50,7 @@ class Rotary:
         """Of integer `positions` `[...]`: float64 `[..., n]`, since far positions leave float32 no fraction."""
         return positions.double()[..., None] * self.inverse
 
-    def turn_back(self, x: torch.Tensor, by: torch.Tensor) -> torch.Tensor:
+    def rotate_back(self, x: torch.Tensor, by: torch.Tensor) -> torch.Tensor:
         """`x` `[T, H, D]`, each token's heads as they would be `by[t]` positions earlier; of x's type."""
         num_pairs = len(self.inverse)
         angles = self.angles(by)[:, None]  # [T, 1, n]

@@ -229,8 +229,8 @@ class TorchAttention(AttentionBackend):
         rotary: RotaryEmbedding | None,
     ) -> None:
         if rotary is not None:
-            rotary.turn(q)
-            rotary.turn(k)
+            rotary.rotate(q)
+            rotary.rotate(k)
         pool = metadata.kv_cache_manager.pool
         pool.k(self.layer_idx).index_copy_(0, metadata.slot_mapping, k.to(pool.spec.dtype))
         pool.v(self.layer_idx).index_copy_(0, metadata.slot_mapping, v.to(pool.spec.dtype))
@@ -286,7 +286,7 @@ class TorchAttention(AttentionBackend):
         plan = step.prefill(metadata, self.window, q.dtype, fused=False)
         assert self.rotary is not None
         assert metadata.dropped is not None
-        turned = self.rotary.turn_back(q, metadata.dropped)
+        turned = self.rotary.rotate_back(q, metadata.dropped)
         for tile, sinks in zip(plan.tiles, plan.sinks, strict=True):
             assert tile.slots is not None
             parts = ((q, tile.slots, plan.bias_of(tile)), (turned, sinks, None))

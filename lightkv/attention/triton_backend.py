@@ -144,7 +144,7 @@ class TritonAttention(AttentionBackend):
         )
 
         # Every query sees all the sinks: to the kernels, a request of its own.
-        turned = self.rotary.turn_back(q, dropped)
+        turned = self.rotary.rotate_back(q, dropped)
         rows = metadata.rows.repeat_interleave(metadata.seq_lens_cuda, output_size=num_tokens)
         lengths = torch.full((num_tokens,), num_sinks, dtype=torch.int32, device=q.device)
         decode_attention(

@@ -1,4 +1,4 @@
-"""Adapters to Hugging Face models. Importing one raises MissingExtra where transformers is not installed."""
+"""Adapters to Hugging Face models. Importing one raises MissingExtra if transformers is not installed."""
 
 from importlib.util import find_spec
 

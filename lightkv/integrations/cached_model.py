@@ -1,7 +1,6 @@
-"""A Hugging Face model and the cache of its K/V: sequences in, logits out.
+"""A Hugging Face model and the cache of its K/V: token ids of sequences go in, logits come out.
 
-Knows no sampling and no text. The decoding loops beside it (`sampling`, `prompt_lookup`) are written on it, and
-it is as much as a loop of your own needs:
+The decoding loops beside this file (`sampling`, `prompt_lookup`) use it, and a loop of your own needs no more:
 
 >>> import torch
 >>> from transformers import LlamaConfig, LlamaForCausalLM
@@ -28,9 +27,10 @@ from transformers import PreTrainedModel
 from lightkv.attention import AttentionMetadata, Rotary, make_backends
 from lightkv.counts import checked_count
 from lightkv.errors import OutOfRows, UnsupportedModel
+from lightkv.integrations.model.attention_call import AttentionHandler, compute
 from lightkv.integrations.model.context import context_length
 from lightkv.integrations.model.exact_rotary import find_rotary, make_exact
-from lightkv.integrations.model.hf_model import PackedStep, Receiver, bind, compute
+from lightkv.integrations.model.hf_model import PackedStep, bind
 from lightkv.integrations.model.probe import ModelShape, probe
 from lightkv.kv_cache import KVCache
 from lightkv.ledger.prefix_tree import TOKEN_BYTES
@@ -40,16 +40,16 @@ from lightkv.token_ids import TokenIds, int32_bytes
 
 
 class CachedModel:
-    """A model, bound to lightkv's attention, and a `KVCache` of `capacity` tokens that it alone writes.
+    """A model bound to lightkv's attention, and a `KVCache` of `capacity` tokens that only this model writes.
 
-    max_sequences: how many may be open at once. max_entries: the most tokens that one may hold; by default the
-    model's context, or the pool if that is smaller. backend: of the attention; by default the device's own.
-    exact_positions: rotary angles in float64 from now on, as texts past the model's context need them, and
-    sinks. Tokens may be dropped (`cache.release`, `cache.keep`): those that stay keep their positions, and what
-    comes next has the positions after all there were.
+    `max_sequences` limits how many sequences may be open at once, `max_entries` how many tokens each may hold;
+    the default is the model's context, or the capacity if that is smaller. `backend` names the attention
+    backend; the default depends on the device. `exact_positions` makes the model compute rotary angles in
+    float64 from now on, which sinks and texts past the model's context need. Tokens may be dropped
+    (`cache.release`, `cache.keep`): the others keep their positions, and new tokens count on from the last one.
 
-    Raises UnsupportedModel, with exact_positions also for positions that are not rotary in the usual layout and
-    for layers with windows of their own; UnknownBackend, OutOfMemory. The model is then as it was.
+    Raises UnsupportedModel, with `exact_positions` also for positions that are not rotary in NeoX's layout and
+    for layers with sliding windows; UnknownBackend and OutOfMemory. The model is then as it was.
     """
 
     def __init__(
@@ -79,10 +79,10 @@ class CachedModel:
 
     @torch.no_grad()
     def prefill(self, prompt: TokenIds) -> tuple[Sequence, torch.Tensor]:
-        """Open a sequence, and compute what the cache has not of its prompt, which others can hit from now on.
+        """Opens a sequence, and computes the part of its prompt that is not cached, for others to hit.
 
-        Returns the sequence and the logits of the next token, `[vocabulary]`. Raises as `KVCache.open` and
-        `extend`, with nothing opened then.
+        Returns the sequence and the logits of the next token, `[vocabulary]`. Raises the errors of
+        `KVCache.open` and `extend`; no sequence is open then.
         """
         ids = int32_bytes(prompt)
         sequence = self.cache.open(ids)
@@ -97,7 +97,7 @@ class CachedModel:
 
     @torch.no_grad()
     def decode(self, sequences: Seq[Sequence], token_ids: Seq[int]) -> torch.Tensor:
-        """One token more of each sequence. Returns the logits of the next, `[len(sequences), vocabulary]`."""
+        """Computes one more token of each sequence. Returns the next logits, `[len(sequences), vocabulary]`."""
         return self.forward(sequences, [[token] for token in token_ids])
 
     @torch.no_grad()
@@ -106,14 +106,15 @@ class CachedModel:
         sequences: Seq[Sequence],
         token_ids: Seq[TokenIds],
         all_logits: bool = False,
-        receiver: Receiver | None = None,
+        handler: AttentionHandler | None = None,
     ) -> torch.Tensor:
-        """Compute `token_ids[i]` at the end of `sequences[i]`, all in one call of the model.
+        """Computes `token_ids[i]` at the end of `sequences[i]`, for all sequences in one call of the model.
 
-        Returns the logits after the last token of each, `[len(sequences), vocabulary]`, or with `all_logits`
-        after every one, packed in order. `receiver`: of the attention calls in place of `step`, which it passes
-        them on to. Raises as `KVCache.extend`, and ValueError for dropped tokens where this model or these
-        sequences beside each other would not be computed right. If it fails the sequences are as before.
+        Returns the logits after the last token of each sequence, `[len(sequences), vocabulary]`, or with
+        `all_logits` those after every token, packed in order. `handler` gets the attention calls instead of
+        `step`, and has to pass them on to it. Raises the errors of `KVCache.extend`, and ValueError where
+        tokens were dropped and this model, or these sequences together, would not be computed right. After an
+        error the sequences are as before.
         """
         ids = [np.frombuffer(int32_bytes(one), dtype=np.int32) for one in token_ids]
         counts = [len(one) for one in ids]
@@ -123,34 +124,39 @@ class CachedModel:
         try:
             metadata = self.step.metadata
             rows, dropped = [one.row for one in sequences], [one.dropped for one in sequences]
-            # A step with sinks knows no generations.
+            # A step with sinks consists of prefills only.
             num_prefills = len(rows) if num_sinks or max(counts) > 1 else 0
             metadata.prepare(rows, starts, counts, num_prefills, dropped=dropped, num_sinks=num_sinks)
             packed = np.concatenate(ids).astype(np.int64)
             last = np.cumsum(np.array(counts, dtype=np.int64)) - 1
             input_ids, wanted = upload([packed, last], self.model.device)
             index = None if all_logits else wanted
-            return compute(self.model, input_ids, metadata.position_ids, receiver or self.step, index)
+            return compute(self.model, input_ids, metadata.position_ids, handler or self.step, index)
         except BaseException:
             self.cache.shrink(sequences, counts)
             raise
 
     def _num_sinks(self, sequences: Seq[Sequence]) -> int:
-        """Of a step of these. Raises ValueError where they cannot be computed together, or by this model."""
+        """Returns the number of sinks of a step, 0 where no sequence has a gap.
+
+        Raises ValueError if these sequences cannot be computed together, or not by this model.
+        """
         gapped = [one for one in sequences if one.dropped]
         if gapped and self.windows:
             raise ValueError(
-                f"{gapped[0]}: this model's layers have windows of their own ({self.windows}), which count "
-                "positions, not entries; close it, and run its text anew"
+                f"{gapped[0]} has dropped tokens, but this model's layers have windows of their own "
+                f"({self.windows}), which count positions, not entries: close it, and run its text again"
             )
         found = {one.num_sinks if one.dropped else 0 for one in sequences} or {0}
         if len(found) > 1:
-            raise ValueError(f"sequences with {sorted(found)} sinks: run each kind in a step of its own")
+            raise ValueError(
+                f"sequences with {sorted(found)} sinks cannot share a step: run each kind in a step of its own"
+            )
         (num_sinks,) = found
         if num_sinks and not self.exact_positions:
             raise ValueError(
-                f"{num_sinks} sinks are attended from positions that they are turned to: make the CachedModel "
-                "with exact_positions=True"
+                f"{num_sinks} sinks need queries rotated to other positions: make the CachedModel with "
+                "exact_positions=True"
             )
         return num_sinks
 
@@ -164,9 +170,9 @@ def assemble(
     backend: str | None,
     rotary: Rotary | None = None,
 ) -> tuple[KVCache, PackedStep]:
-    """A cache for the K/V of `model`, as `probe` found it to be, and what attends over it.
+    """Returns a cache for the K/V of `model`, of the shape that `probe` found, and a step that attends over it.
 
-    The arguments are those of `CachedModel`. The model is left alone. Raises UnknownBackend, OutOfMemory.
+    The arguments are those of `CachedModel`. The model does not change. Raises UnknownBackend and OutOfMemory.
     """
     capacity = checked_count("capacity", capacity)
     context = context_length(model.config.get_text_config()) or capacity
@@ -178,18 +184,19 @@ def assemble(
 
 
 def select(cache: KVCache, sequences: Seq[Sequence], order: Seq[int]) -> list[Sequence]:
-    """The sequences at `order`, forked where one is named again, and those that are not named closed.
+    """Returns the sequences at the places in `order`; the others are closed.
 
-    Indices are copied, never K/V. Raises OutOfRows, with nothing changed.
+    A place that appears again gets a fork, which copies indices and no K/V. Raises OutOfRows, with nothing
+    changed.
     """
     num_forks, num_closed = len(order) - len(set(order)), len(sequences) - len(set(order))
     if cache.ledger.num_open + num_forks - num_closed > cache.ledger.max_sequences:
         raise OutOfRows(cache.ledger.max_sequences)
     for idx in set(range(len(sequences))).difference(order):
         cache.close(sequences[idx], cache=False)
-    taken: set[int] = set()
+    used: set[int] = set()
     selected = []
     for idx in order:
-        selected.append(cache.fork(sequences[idx]) if idx in taken else sequences[idx])
-        taken.add(idx)
+        selected.append(cache.fork(sequences[idx]) if idx in used else sequences[idx])
+        used.add(idx)
     return selected

@@ -1,7 +1,7 @@
-"""Token eviction: of a sequence's tokens those stay that were attended to most (heavy hitters), and the latest.
+"""Token eviction: a sequence keeps its latest tokens, and those that were attended to most (heavy hitters).
 
-Knows no text. Attention is summed per token over queries, heads and layers, so one set of tokens stays for all
-layers, and each of the others is a slot free at once. Keys stay as they were computed, at their true positions.
+Attention is summed for each token over queries, heads and layers, so all layers keep the same tokens, and the
+slot of every other token is free at once. Keys stay as they were computed, at their true positions.
 
 >>> import torch
 >>> from transformers import LlamaConfig, LlamaForCausalLM
@@ -20,11 +20,11 @@ layers, and each of the others is a slot free at once. Keys stay as they were co
 """
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple, cast
+from typing import NamedTuple
 
 import torch
 
-from lightkv.attention import RotaryEmbedding
+from lightkv.integrations.model.attention_call import AttentionCall
 from lightkv.integrations.model.hf_model import PackedStep
 from lightkv.ledger.prefix_tree import TOKEN_BYTES
 from lightkv.ledger.sequence import Sequence
@@ -34,9 +34,9 @@ from .cached_model import CachedModel
 
 
 def highest(scores: torch.Tensor, num_kept: int, recent: int) -> torch.Tensor:
-    """Which of the tokens with `scores` `[n]` to keep: the last `recent`, and of the others the highest.
+    """Selects tokens by `scores` `[n]`: the last `recent`, and of the others those with the highest scores.
 
-    Returns their places, int64 `[num_kept]`, ascending. Raises ValueError for more than there are.
+    Returns their `num_kept` indices, int64, ascending. Raises ValueError if there are not as many tokens.
     """
     if not 0 <= recent <= num_kept <= len(scores):
         raise ValueError(f"cannot keep {num_kept} of {len(scores)} tokens, the latest {recent} among them")
@@ -45,8 +45,8 @@ def highest(scores: torch.Tensor, num_kept: int, recent: int) -> torch.Tensor:
     return torch.cat((best, torch.arange(older, len(scores), device=scores.device)))
 
 
-class _Scored(NamedTuple):
-    """Whose scores a row has, and how much of it there was when they were last right."""
+class _Counted(NamedTuple):
+    """The sequence whose scores a row holds, and its counts when the scores were last complete."""
 
     sequence: Sequence
     length: int
@@ -54,59 +54,61 @@ class _Scored(NamedTuple):
 
 
 class HeavyHitters:
-    """The attention that each token of the open sequences of `lm` has had so far, and eviction by it.
+    """Sums up the attention that each token of the open sequences of `lm` gets, and evicts tokens by it.
 
-    Do not publish what is to be evicted: what is shared never is, and after `publish` (`CachedModel.prefill`
-    publishes) the prompt counts as shared even if nobody else holds it. Open the sequence, and run its prompt
-    through `forward`.
+    Do not publish a sequence from which you want to evict. Published tokens are shared, and shared tokens are
+    never evicted, even if no other sequence holds them. `CachedModel.prefill` publishes, so open the sequence
+    yourself, and run its prompt through `forward`.
 
-    It knows of the steps that go through `forward`, and drops tokens by `keep`. A sequence that it has not seen
-    begins at zero, a fork too. One that it has seen may be truncated; if it was computed or dropped from by
-    others, its scores would be other tokens', and every call of it raises ValueError. (A truncation that others
-    have made up for, token by token, is not noticed.) Raises ValueError for a model whose layers have windows.
+    Only steps through `forward` are counted, and only `keep` may drop tokens. A new sequence starts at zero,
+    and so does a fork. A known sequence may be truncated. If other calls computed or dropped tokens of it, its
+    scores would belong to other tokens, so every call for it raises ValueError. (A truncation followed by as
+    many tokens, computed elsewhere, is not noticed.) Raises ValueError for a model whose layers have windows.
     """
 
     def __init__(self, lm: CachedModel) -> None:
         if lm.windows:
-            raise ValueError(f"layers with windows of their own ({lm.windows}) evict by those alone")
+            raise ValueError(
+                f"the model's layers have windows of their own ({lm.windows}), which decide what they attend to"
+            )
         self._lm = lm
         table = lm.cache.memory.table
         self._scores = torch.zeros(table.req_to_token.shape, dtype=torch.float32, device=table.device)
-        self._scored: dict[int, _Scored] = {}  # by row
+        self._counted: dict[int, _Counted] = {}  # by row
 
     def forward(self, sequence: Sequence, token_ids: TokenIds, *, all_logits: bool = False) -> torch.Tensor:
-        """`CachedModel.forward`, with the attention of these tokens added to what each has had.
+        """Runs `CachedModel.forward` for one sequence, and adds the attention of these tokens to the scores.
 
-        Raises ValueError past the model's context, too: evicted or not, tokens stand where they stood.
+        Raises ValueError also past the model's context: eviction does not change a token's position.
         """
         ids = int32_bytes(token_ids)
         end = sequence.position + len(ids) // TOKEN_BYTES
         if end > self._lm.context:
             raise ValueError(
-                f"position {end - 1} is past the model's context of {self._lm.context}; to go on, take a Stream"
+                f"position {end - 1} is past the model's context of {self._lm.context}; use a Stream instead"
             )
         self._follow(sequence)
         start = sequence.length
-        watched = _WatchedStep(self._lm.step)
-        logits = self._lm.forward([sequence], [ids], all_logits, watched)
-        assert watched.scores is not None
+        scored_step = _ScoredStep(self._lm.step)
+        logits = self._lm.forward([sequence], [ids], all_logits, scored_step)
+        assert scored_step.scores is not None
         own = self._scores[sequence.row, : sequence.length]
-        own[start:] = 0.0  # what stood there was of others, gone by now
-        own += watched.scores[0]
+        own[start:] = 0.0  # these are scores of tokens that the row held before
+        own += scored_step.scores[0]
         self._note(sequence)
         return logits
 
     def scores(self, sequence: Sequence) -> torch.Tensor:
-        """What each token has had: float32 `[length]`, a view."""
+        """Returns the attention that each token has got so far: float32 `[length]`, a view."""
         self._follow(sequence)
         return self._scores[sequence.row, : sequence.length]
 
     def keep(self, sequence: Sequence, budget: int, recent: int) -> int:
-        """Evict all but `budget` tokens: the latest `recent` stay, what it shares, and the heaviest hitters.
+        """Evicts all but `budget` tokens: shared tokens stay, the latest `recent`, and the heaviest hitters.
 
-        What was published is shared, so all of it stays. Returns how many slots are free at once; none where it
-        holds no more than that. Nothing is waited for. Raises ValueError for a budget that what it shares and
-        the latest exceed.
+        Published tokens are shared, so all of them stay. Returns how many slots are free at once, which is 0 if
+        the sequence holds no more than `budget` tokens. Does not synchronise. Raises ValueError if the shared
+        and the latest tokens exceed the budget.
         """
         shared = sequence.shared
         own = self.scores(sequence)[shared:]
@@ -119,53 +121,35 @@ class HeavyHitters:
         return num_freed
 
     def _note(self, sequence: Sequence) -> None:
-        self._scored[sequence.row] = _Scored(sequence, sequence.length, sequence.dropped)
+        self._counted[sequence.row] = _Counted(sequence, sequence.length, sequence.dropped)
 
     def _follow(self, sequence: Sequence) -> None:
-        """Make sure that its row has its scores."""
+        """Makes sure that the row of `sequence` holds its scores. Raises ValueError if it cannot."""
         if sequence.dropped and sequence.num_sinks:
-            raise ValueError("a stream evicts by its window alone: run its steps by CachedModel.forward")
+            raise ValueError("a stream evicts by its window alone: run its steps with CachedModel.forward")
         self._lm.cache.ledger.require_open(sequence)
-        scored = self._scored.get(sequence.row)
-        if scored is None or scored.sequence is not sequence or not sequence.length:
+        counted = self._counted.get(sequence.row)
+        if counted is None or counted.sequence is not sequence or not sequence.length:
             self._scores[sequence.row, : sequence.length] = 0.0
-        elif sequence.dropped != scored.dropped or sequence.length > scored.length:
+        elif sequence.dropped != counted.dropped or sequence.length > counted.length:
             raise ValueError(
-                f"{sequence} had {scored.length} tokens and {scored.dropped} dropped when its attention was "
-                "counted last, so the scores are other tokens'. Run its steps by HeavyHitters.forward, drop by "
-                "its keep; this one, close and run anew"
+                f"{sequence} had {counted.length} tokens and {counted.dropped} dropped when its attention was "
+                "counted last, so the scores belong to other tokens. Run its steps with HeavyHitters.forward, "
+                "and drop tokens with HeavyHitters.keep; close this sequence, and run its text again"
             )
         self._note(sequence)
 
 
 @dataclass
-class _WatchedStep:
-    """A step, and how much its queries attend to each entry, added up over the layers."""
+class _ScoredStep:
+    """The AttentionHandler of a step that also sums up, over the layers, the attention to each entry."""
 
     step: PackedStep
     scores: torch.Tensor | None = None  # float32 [B, longest]
 
-    def attend(
-        self,
-        module: torch.nn.Module,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        mask: Any,
-        arguments: dict[str, Any],
-    ) -> torch.Tensor:
-        return self.turn_and_attend(module, q, k, v, None)
-
-    def turn_and_attend(
-        self,
-        module: torch.nn.Module,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        rotary: RotaryEmbedding | None,
-    ) -> torch.Tensor:
-        out = self.step.turn_and_attend(module, q, k, v, rotary)  # q has its positions after it
-        backend = self.step.backends[cast(int, module.layer_idx)]
-        scores = backend.entry_scores(q[0].transpose(0, 1), self.step.metadata)
+    def attend(self, call: AttentionCall) -> torch.Tensor:
+        out = self.step.attend(call)  # which applies positions to q
+        backend = self.step.backends[call.module.layer_idx]
+        scores = backend.entry_scores(call.q[0].transpose(0, 1), self.step.metadata)
         self.scores = scores if self.scores is None else self.scores + scores
         return out

@@ -1,8 +1,8 @@
-"""Speculative decoding without a second model: what follows now has often followed the same words before.
+"""Speculative decoding without a second model: tokens that followed the same words before are proposed again.
 
-The last few tokens are looked up in the prompt and the output so far; what came after them is proposed, and one
-forward pass verifies it all. What proves wrong is truncated: its slots are free in the same step. The output is
-that of greedy decoding, in fewer forward passes. Knows no text and no sampling but the likeliest token.
+The last few tokens are looked up in the prompt and the output so far. The tokens that came after them are
+proposed, and one forward pass verifies them all. Wrong ones are truncated, so their slots are free in the same
+step. The output is that of greedy decoding, in fewer forward passes.
 
 >>> import torch
 >>> from transformers import LlamaConfig, LlamaForCausalLM
@@ -29,10 +29,10 @@ from .cached_model import CachedModel
 
 
 class Generated(NamedTuple):
-    """The generated ids, the end token included, and what they took.
+    """The generated ids, the end token included, and the work that they took.
 
-    num_forwards: calls of the model, the prompt's among them. num_proposed, num_accepted: guessed tokens
-    that were verified, and those of them that were right.
+    `num_forwards` counts calls of the model, the prompt's among them; `num_proposed` the proposed tokens that
+    were verified, and `num_accepted` those of them that were right.
     """
 
     token_ids: list[int]
@@ -42,21 +42,21 @@ class Generated(NamedTuple):
 
     @property
     def tokens_per_forward(self) -> float:
-        """Generated tokens per call of the model."""
+        """The number of generated tokens per call of the model."""
         return len(self.token_ids) / self.num_forwards
 
 
 class PromptLookup:
-    """The tokens so far, and where each short run of them was last followed by something."""
+    """The tokens so far, and for each short run of them the place of the token that followed it last."""
 
     def __init__(self, token_ids: list[int], shortest: int, longest: int) -> None:
         self._tokens: list[int] = []
         self._sizes = range(longest, shortest - 1, -1)
-        self._after: dict[tuple[int, ...], int] = {}  # a run → the place of the token that followed it last
+        self._after: dict[tuple[int, ...], int] = {}  # run → place of the token after it
         self.extend(token_ids)
 
     def extend(self, token_ids: list[int]) -> None:
-        """These come next."""
+        """Appends tokens."""
         for token in token_ids:
             end = len(self._tokens)
             for size in self._sizes:
@@ -65,7 +65,7 @@ class PromptLookup:
             self._tokens.append(token)
 
     def propose(self, count: int) -> list[int]:
-        """Up to `count` tokens that followed the longest run that the text ends with, where it was last met."""
+        """Returns up to `count` tokens that followed the latest earlier match of the longest run at the end."""
         for size in self._sizes:
             start = self._after.get(tuple(self._tokens[-size:]))
             if start is not None:
@@ -84,16 +84,16 @@ def generate(
     longest_run: int = 3,
     eos_token_ids: Collection[int] = (),
 ) -> Generated:
-    """Greedy decoding, with up to `num_proposed` tokens verified beside the one that is due; 0 is plain greedy.
+    """Decodes greedily, verifying up to `num_proposed` proposed tokens in each step; 0 is plain decoding.
 
-    Where the last guesses were wrong fewer are made: twice as many as were right, and two. longest_run: how
-    many of the last tokens are looked up; where they are not found, fewer are, down to shortest_run. Raises
-    as `CachedModel.prefill` and `forward`, ValueError.
+    After wrong proposals the next step proposes fewer: two more than twice the number that was right. The last
+    `longest_run` tokens are looked up first, then shorter runs down to `shortest_run`. Raises the errors of
+    `CachedModel.prefill` and `forward`, and ValueError.
     """
     if max_new_tokens < 1 or num_proposed < 0 or not 1 <= shortest_run <= longest_run:
         raise ValueError(
             f"{max_new_tokens} new tokens with {num_proposed} proposed after runs of {shortest_run} to "
-            f"{longest_run}: only the second can be 0, and the third is the smaller of two"
+            f"{longest_run}: only the number proposed may be 0, and the longest run must not be the shorter one"
         )
     known = np.frombuffer(int32_bytes(prompt), dtype=np.int32).tolist()
     sequence, logits = lm.prefill(prompt)
@@ -105,7 +105,9 @@ def generate(
         lookup = PromptLookup(known, shortest_run, longest_run)
         rows = logits[None]
         while True:
-            chosen = rows.argmax(-1).tolist()  # after the token that was due, and after each proposed one
+            chosen = rows.argmax(
+                -1
+            ).tolist()  # the next token after the last one, and after each proposed one
             num_right = 0
             while num_right < len(proposed) and proposed[num_right] == chosen[num_right]:
                 num_right += 1
@@ -122,7 +124,7 @@ def generate(
             if ends or len(output) == max_new_tokens:
                 return Generated(output, num_forwards, num_verified, num_accepted)
             lookup.extend(fresh)
-            # One less than may still come: the pass yields a token of its own.
+            # One less than may still be generated, because the pass yields a token of its own.
             proposed = lookup.propose(min(budget, max_new_tokens - len(output) - 1))
             rows = lm.forward([sequence], [[output[-1], *proposed]], all_logits=True)
             num_forwards += 1

@@ -1,7 +1,7 @@
-"""Several answers to one prompt: sampled side by side, or searched for with beams.
+"""Several answers to one prompt: samples side by side, and beam search.
 
-Knows no text. A prompt is computed once. What sequences have in common they share, slot by slot: a fork copies
-indices, never K/V, and what only a dropped beam held is free in the same step.
+The prompt is computed once. Sequences share the slots of the tokens that they have in common: a fork copies
+indices and no K/V, and the slots that only a dropped beam held are free in the same step.
 
 >>> import torch
 >>> from transformers import LlamaConfig, LlamaForCausalLM
@@ -29,8 +29,10 @@ from .cached_model import CachedModel, select
 
 
 class Beam(NamedTuple):
-    """What a beam search found: the generated ids, its end token included, and its score: the sum of their log
-    probabilities over length ** length_penalty."""
+    """A result of beam search: the generated ids, the end token included, and their score.
+
+    The score is the sum of their log probabilities over length ** length_penalty.
+    """
 
     token_ids: list[int]
     score: float
@@ -47,19 +49,20 @@ def sample_parallel(
     eos_token_ids: Collection[int] = (),
     generator: torch.Generator | None = None,
 ) -> list[list[int]]:
-    """`num_samples` independent answers, each the generated ids up to an end token or `max_new_tokens`.
+    """Returns `num_samples` independent answers: the generated ids, up to an end token or `max_new_tokens`.
 
-    generator: on the model's device. Raises as `CachedModel.prefill` and `forward`, OutOfRows, ValueError.
+    `generator` is on the model's device. Raises the errors of `CachedModel.prefill` and `forward`, OutOfRows
+    and ValueError.
     """
     if num_samples < 1 or max_new_tokens < 1 or temperature <= 0:
         raise ValueError(
-            f"{num_samples} samples of {max_new_tokens} tokens at temperature {temperature}: all have to be "
-            "above 0"
+            f"{num_samples} samples of {max_new_tokens} tokens at temperature {temperature}: all three have to "
+            "be above 0"
         )
     first, logits = lm.prefill(prompt)
     sequences = [first]
     answers: list[list[int]] = [[] for _ in range(num_samples)]
-    running = list(range(num_samples))  # whose answer each of the sequences is
+    running = list(range(num_samples))  # the index of the answer that each sequence belongs to
     try:
         sequences = select(lm.cache, sequences, [0] * num_samples)
         rows = logits.expand(num_samples, -1)
@@ -68,12 +71,12 @@ def sample_parallel(
             drawn = torch.multinomial(probabilities, 1, generator=generator).flatten().tolist()
             for idx, token in zip(running, drawn, strict=True):
                 answers[idx].append(token)
-            over = [
+            is_finished = [
                 token in eos_token_ids or len(answers[idx]) == max_new_tokens
                 for idx, token in zip(running, drawn, strict=True)
             ]
-            for place in reversed(range(len(over))):
-                if over[place]:
+            for place in reversed(range(len(is_finished))):
+                if is_finished[place]:
                     lm.cache.close(sequences.pop(place), answers[running.pop(place)])
             if not running:
                 return answers
@@ -94,23 +97,23 @@ def beam_search(
     length_penalty: float = 1.0,
     early_stopping: bool | Literal["never"] = False,
 ) -> list[Beam]:
-    """The `num_beams` best continuations found, the best first: those of transformers' beam search.
+    """Returns the `num_beams` best continuations, the best first, as transformers' beam search does.
 
-    It ends with `num_beams` finished beams when early_stopping is True; when False, once no running beam would
-    beat the worst of them, taken at its present length; and when "never", at the length that would do best.
-    Raises as `CachedModel.prefill` and `forward`, OutOfRows, ValueError.
+    With early_stopping True the search ends with `num_beams` finished beams. With False it ends once no running
+    beam would beat the worst of them at its present length; with "never", at the length that would score best.
+    Raises the errors of `CachedModel.prefill` and `forward`, OutOfRows and ValueError.
     """
-    # So many that `num_beams` of them go on, even if every beam's best continuations end.
+    # Enough that `num_beams` candidates continue, even if the best continuations of every beam end.
     num_candidates = max(2, 1 + len(eos_token_ids)) * num_beams
     first, logits = lm.prefill(prompt)
     sequences = [first]
-    generated: list[list[int]] = [[]]  # by each of the sequences
+    generated: list[list[int]] = [[]]  # of each sequence
     try:
         vocabulary = len(logits)
         if not 1 <= num_candidates <= vocabulary or max_new_tokens < 1:
             raise ValueError(
-                f"{num_beams} beams of {max_new_tokens} tokens look at {num_candidates} of {vocabulary} tokens "
-                "a step; both have to be above 0, and the tokens enough"
+                f"{num_beams} beams of {max_new_tokens} tokens compare {num_candidates} candidates a step, "
+                f"with a vocabulary of {vocabulary}: all have to be above 0, and the vocabulary large enough"
             )
         scores = logits.new_zeros(1, dtype=torch.float32)
         rows = logits[None]
@@ -120,24 +123,27 @@ def beam_search(
             best, where = totals.flatten().topk(num_candidates)
             final = (best / length**length_penalty).tolist()
             parents, tokens = (where // vocabulary).tolist(), (where % vocabulary).tolist()
-            over = [token in eos_token_ids or length == max_new_tokens for token in tokens]
-            # One that ends counts only among the best `num_beams`: the others are there to go on.
+            ends = [token in eos_token_ids or length == max_new_tokens for token in tokens]
+            # A candidate that ends counts only if it is among the best `num_beams`; the others may continue.
             finished += [
                 Beam([*generated[parents[rank]], tokens[rank]], final[rank])
                 for rank in range(num_beams)
-                if over[rank]
+                if ends[rank]
             ]
             finished = sorted(finished, key=lambda beam: -beam.score)[:num_beams]
-            going = [rank for rank in range(num_candidates) if not over[rank]][:num_beams]
-            if not going:
+            kept = [rank for rank in range(num_candidates) if not ends[rank]][:num_beams]
+            if not kept:
                 break
             if len(finished) == num_beams:
-                hope = max_new_tokens if early_stopping == "never" and length_penalty > 0 else length
-                if early_stopping is True or best[going[0]] / hope**length_penalty <= finished[-1].score:
+                best_length = max_new_tokens if early_stopping == "never" and length_penalty > 0 else length
+                if (
+                    early_stopping is True
+                    or best[kept[0]] / best_length**length_penalty <= finished[-1].score
+                ):
                     break
-            sequences = select(lm.cache, sequences, [parents[rank] for rank in going])
-            generated = [[*generated[parents[rank]], tokens[rank]] for rank in going]
-            scores = best[going]
+            sequences = select(lm.cache, sequences, [parents[rank] for rank in kept])
+            generated = [[*generated[parents[rank]], tokens[rank]] for rank in kept]
+            scores = best[kept]
             rows = lm.decode(sequences, [ids[-1] for ids in generated])
         return finished
     finally:

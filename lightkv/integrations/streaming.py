@@ -1,9 +1,12 @@
-"""Text without end in memory that stays the same: a sliding window, and StreamingLLM's sinks.
+"""Endless text in constant memory: a sliding window, and StreamingLLM's sink tokens.
 
-Knows no text and no batch. A stream holds the first `sinks` tokens and the latest ones; what falls out of the
-window is free in the same step. Keys stay as they were computed, at their true positions. The window is
-attended from the query's true position, the sinks from the position that it has among the tokens held; the two
-results are merged, which is exact. Distances so stay within the window however far the stream goes.
+    position   0      sinks        sinks + dropped             now
+               ├─ sinks ─┤   dropped, no slots   ├── window ──┤
+
+A stream holds its first `sinks` tokens and the latest ones; a token that leaves the window frees its slot in
+the same step. Keys stay as they were computed, at their true positions. Queries attend to the window from their
+true position, and to the sinks from the position that they have among the tokens held. The two results are
+merged, which is exact. So distances stay within the window, however long the stream is.
 
 >>> import torch
 >>> from transformers import LlamaConfig, LlamaForCausalLM
@@ -29,16 +32,16 @@ from lightkv.token_ids import TokenIds, int32_bytes
 
 from .cached_model import CachedModel
 
-STEP_TOKENS = 256  # most that a stream computes at once, for the memory that activations and logits take
+STEP_TOKENS = 256  # the most that a stream computes at once, which limits memory for activations and logits
 
 
 @dataclass(frozen=True)
 class Window:
-    """What a stream holds: its first `sinks` tokens, and at most `size` others, the latest.
+    """What a stream holds: its first `sinks` tokens, and at most the `size` latest of the others.
 
-    Once it is full the oldest `stride` of them go at a time, so a token attends to the sinks and to between
-    `size - stride + 1` and `size` tokens up to itself. Which it does depends on its position alone, not on
-    how the tokens came in.
+    Once the window is full, its oldest `stride` tokens are dropped together. So a token attends to the sinks
+    and to the last `size - stride + 1` to `size` tokens up to itself. Their number depends on the token's
+    position alone, and not on how the tokens came in.
     """
 
     size: int
@@ -48,33 +51,34 @@ class Window:
     def __post_init__(self) -> None:
         if self.sinks < 0 or not 1 <= self.stride <= self.size:
             raise ValueError(
-                f"{self}: sinks are 0 or more, and the stride from 1 to the window's size; choose them so"
+                f"{self}: sinks have to be 0 or more, and the stride from 1 to the window's size"
             )
 
     @property
     def capacity(self) -> int:
-        """The most tokens held, ever."""
+        """The most tokens that are ever held."""
         return self.sinks + self.size
 
     def dropped(self, position: int) -> int:
-        """How many tokens are gone once the token at `position` is computed."""
+        """Returns how many tokens are dropped by the time the token at `position` is computed."""
         beyond = position - self.capacity
         return 0 if beyond < 0 else self.stride * (1 + beyond // self.stride)
 
 
 class Stream:
-    """One sequence that goes on for ever. `start`: the tokens that it will begin with, of which what the cache
-    has need not be computed (`position` says how many). Raises ValueError for a window that passes the model's
-    context, and for a model without exact positions.
+    """One endless sequence.
+
+    `start` has the tokens that it will begin with. Cached ones need not be computed: `position` says how many.
+    Raises ValueError for a window that exceeds the model's context, and for a model without exact positions.
     """
 
     def __init__(self, lm: CachedModel, window: Window, start: TokenIds) -> None:
         if window.capacity > lm.context:
             raise ValueError(
-                f"{window} holds {window.capacity} tokens, the model's context is {lm.context}; make it smaller"
+                f"{window} holds {window.capacity} tokens: make it smaller, the model's context is {lm.context}"
             )
         if not lm.exact_positions:
-            raise ValueError("a stream goes past the context: make its CachedModel with exact_positions=True")
+            raise ValueError("a stream exceeds the context: make its CachedModel with exact_positions=True")
         self._lm = lm
         self._window = window
         self.sequence = lm.cache.open(int32_bytes(start)[: TOKEN_BYTES * window.capacity])
@@ -85,22 +89,22 @@ class Stream:
         return self.sequence.position
 
     def feed(self, token_ids: TokenIds, all_logits: bool = False) -> Iterator[torch.Tensor]:
-        """Compute `token_ids` in as many steps as it takes.
+        """Computes `token_ids` in as many steps as needed.
 
-        Yields every step's logits, `[1, vocabulary]` or with `all_logits` a line a token. Raises OutOfTokens if
-        the pool has no room for the window.
+        Yields the logits of every step, `[1, vocabulary]`, or with `all_logits` one row for each token. Raises
+        OutOfTokens if the pool has no room for the window.
         """
         lm, sequence, window = self._lm, self.sequence, self._window
         ids = np.frombuffer(int32_bytes(token_ids), dtype=np.int32)
         while len(ids):
-            if due := window.dropped(sequence.position) - sequence.dropped:
-                lm.cache.release(sequence, due, window.sinks)
+            if num_dropped := window.dropped(sequence.position) - sequence.dropped:
+                lm.cache.release(sequence, num_dropped, window.sinks)
             count = min(len(ids), window.capacity - sequence.length, STEP_TOKENS)
             yield lm.forward([sequence], [ids[:count]], all_logits)
             ids = ids[count:]
 
     def close(self) -> None:
-        """End it. Nothing of it is cached."""
+        """Closes the sequence. None of it stays cached."""
         self._lm.cache.close(self.sequence, cache=False)
 
 
@@ -115,9 +119,9 @@ def stream(
     max_new_tokens: int,
     pick: Callable[[torch.Tensor], int] = _argmax,
 ) -> Iterator[int]:
-    """Continue a prompt of any length, one token at a time, for as long as one likes.
+    """Continues a prompt of any length by up to `max_new_tokens` tokens, and yields each.
 
-    pick: the next token, from its logits `[vocabulary]`. Raises as `Stream`.
+    `pick` chooses the next token from its logits, `[vocabulary]`. Raises the errors of `Stream`.
     """
     flow = Stream(lm, window, prompt)
     try:

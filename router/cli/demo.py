@@ -21,7 +21,7 @@ from lightkv.router.sampling_params import SamplingParams
 from lightkv.router.terminal import progress
 
 if TYPE_CHECKING:
-    from lightkv.router.engine.loop import Stats
+    from lightkv.router.engine.loop import EngineStats
     from lightkv.router.llm import LLM
 
 SYSTEM = """You are the guide of the lighthouse at Skerry Point. Answer visitors in one short sentence, \
@@ -132,7 +132,7 @@ def answer(llm: "LLM", console: Console, max_tokens: int = 48) -> Run:
     return Run(num_tokens, seconds, seconds_to_first, forecast_peak)
 
 
-def summary(stats: "Stats", run: Run, pool_bytes: int) -> dict[str, str]:
+def summary(stats: "EngineStats", run: Run, pool_bytes: int) -> dict[str, str]:
     """What the memory did and how fast it went, by name."""
     share = stats.hit_tokens / max(stats.prompt_tokens, 1)
     return {
@@ -149,7 +149,7 @@ def summary(stats: "Stats", run: Run, pool_bytes: int) -> dict[str, str]:
     }
 
 
-def faults(stats: "Stats", run: Run) -> list[str]:
+def faults(stats: "EngineStats", run: Run) -> list[str]:
     """What the counts should not say once every answer has ended; empty when all is well."""
     found = []
     if stats.held:

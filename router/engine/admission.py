@@ -1,23 +1,22 @@
-"""How many tokens the running requests will hold at most: the arithmetic of admission.
+"""Admission: the arithmetic of what running requests will hold at most, and the ways to count it.
 
-Pure functions of integers, and what is known of output lengths; nothing of queues, steps or devices.
-`peak_tokens` is the specification of `forecast.Forecast`, which the scheduler asks. An `Admission` is a way to
-estimate what is still to come, and to count it.
+`peak_tokens` is the specification of `forecast.Forecast`, which the scheduler asks. An `Admission` says how
+long an output is expected to be, and whether a request that waits fits beside those that run.
 
-A request that decodes holds `held` tokens of its own now and takes one more a step for `remaining` steps;
-then it ends and lets go of all. The total rises by one a request a step and falls only at an end, so it
-peaks just before some request ends. With the requests sorted by `remaining` (b), the longest first, when
-the i-th ends the i with the largest b are still there, each grown by b_i:
+A request that decodes holds `held` tokens of its own now and takes one more in each of `remaining` steps;
+then it ends and frees them all. The total rises by one a request in every step and falls only at an end, so
+that it peaks just before some request ends. With the requests sorted by `remaining` (b), the longest first,
+the i requests with the largest b are still there when the i-th ends, and each has grown by b_i:
 
     peak = max_i ( Σ_{j≤i} a_j + i · b_i )
 
-Where what ends is released one step late (`lag`), those with a larger b have taken one token more by then:
+Where an ended request is freed one step late (`lag`), the requests with a larger b have taken one more token:
 
     peak = max_i ( Σ_{j≤i} a_j + i · b_i + |{j : b_j > b_i}| )
 
-A request still in prefill starts to grow at a step nobody knows yet, which makes the formula too low; it
+The step in which a prefill begins to decode is not known, which would make the formula too low, so a prefill
 counts in full, held plus remaining, at every point. A shared segment is held until its last holder ends, so
-it counts once, with its longest-lived holder (a prefill outlives all).
+it counts once, with its longest-lived holder; a prefill outlives all decodes.
 """
 
 from array import array
@@ -29,11 +28,15 @@ from enum import Enum
 from random import Random
 from typing import NamedTuple, Protocol
 
+from lightkv.ledger import TokenLedger
 from lightkv.router.config import TTFT_TARGET
+
+from .forecast import Forecast
+from .request import Request
 
 
 class SharedSegment(Protocol):
-    """What admission needs to know of a shared run of tokens; told apart by identity."""
+    """A run of tokens that several requests hold. Segments are compared by identity."""
 
     @property
     def length(self) -> int: ...
@@ -42,10 +45,13 @@ class SharedSegment(Protocol):
 class Demand(NamedTuple):
     """What one request holds and will take, in tokens.
 
-    `held`: of its own, now. `remaining`: still to come. `path`: the shared segments it holds, the deepest
-    first; who holds a segment holds the ones after it in every path that names it. `decoding`: it takes one
-    token in every step from now on; a prefill does not. `tip`: how many tokens of the deepest segment it holds;
-    None is all.
+    Attributes:
+        held: tokens that the request alone holds now.
+        remaining: tokens that it will still take.
+        path: the shared segments that it holds, the deepest first. A request that holds a segment also holds
+            the segments after it in every path that contains it.
+        decoding: whether it takes one token in every step from now on; a prefill does not.
+        tip: how many tokens of the deepest segment it holds; None is all.
     """
 
     held: int
@@ -56,11 +62,12 @@ class Demand(NamedTuple):
 
 
 def peak_tokens(demands: Sequence[Demand], lag: int = 0) -> int:
-    """The most tokens that these requests can hold together at any time. Never too low.
+    """Returns the most tokens that these requests can hold together at any time: exactly, where all of them
+    decode, and else never too few.
 
-    `lag`: 1 where a request's tokens are released a step after it has taken its last; 0 at once. Exact where
-    all decode. The last sampled token of a request is never written, so `remaining` is the
-    tokens still to be generated less one.
+    `lag`: 1 where a request's tokens are freed a step after it has taken its last one, 0 where they are freed
+    at once. The K/V of a request's last token is never written, so `remaining` is one less than the tokens
+    that are still to be generated.
     """
     counted: dict[int, int] = {}  # id of a segment → tokens of it that a longer-lived holder has counted
 
@@ -72,7 +79,7 @@ def peak_tokens(demands: Sequence[Demand], lag: int = 0) -> int:
             counted[id(segment)] = max(length, before or 0)
             total += max(length - (before or 0), 0)
             if before is not None:
-                break  # everything above it is counted, too
+                break  # every segment above this one is counted, too
             tip = None
         return total
 
@@ -98,27 +105,26 @@ def _by_remaining(demand: Demand) -> int:
 
 
 class Estimates(Protocol):
-    """What is known of output lengths, and so expected of an output that goes on."""
+    """Expects the length of an output from the lengths of earlier ones."""
 
     def observe(self, length: int) -> None:
-        """An output of `length` tokens has ended, by itself or at its limit."""
+        """Notes that an output has ended with `length` tokens, by itself or at its limit."""
 
     def estimate(self, generated: int, max_tokens: int) -> int:
-        """Tokens of an output that has `generated` so far, and more to come: above that, up to `max_tokens`."""
+        """Returns the expected length of an output that goes on: over `generated`, up to `max_tokens`."""
 
 
 class OutputLengths:
-    """Of the outputs that ended of late, those that were longer: an estimate is a quantile of them.
+    """Estimates by a quantile of the recent outputs that were longer than this one is so far.
 
-    An estimate that proves too short may cost a pause, one that is too long leaves slots idle: a lower
-    `quantile` fills the pool more, and pauses more. None draws one at random for each estimate: a sample of
-    the length, given what was generated. The Past-Future scheduler (ASPLOS '25) draws all of them anew for
-    every admission; a sample that stands until it is outlived is as good, for as long as the output has not
-    passed it, it is distributed like a new one.
+    An estimate that is too short may cost a preemption, and one that is too long leaves slots idle: a lower
+    `quantile` fills the pool more and preempts more. With None each estimate is drawn at random from the longer
+    outputs. The Past-Future scheduler (ASPLOS '25) draws all estimates anew for every admission; here one
+    stands until the output passes it, and until then it is distributed like a new one.
     """
 
     num_recent = 1000
-    num_needed = 32  # fewer say nothing: as long as it may be, until then
+    num_needed = 32  # with fewer, `max_tokens` is expected
 
     def __init__(self, quantile: float | None = 0.3, seed: int = 0) -> None:
         self.quantile = quantile
@@ -127,14 +133,14 @@ class OutputLengths:
         self._sorted = array("q")
 
     def observe(self, length: int) -> None:
-        """An output of `length` tokens has ended, by itself or at its limit."""
+        """Notes that an output has ended with `length` tokens, by itself or at its limit."""
         self._recent.append(length)
         insort(self._sorted, length)
         if len(self._recent) > self.num_recent:
             del self._sorted[bisect_left(self._sorted, self._recent.popleft())]
 
     def estimate(self, generated: int, max_tokens: int) -> int:
-        """Tokens of an output that has `generated` so far, and more to come: above that, up to `max_tokens`."""
+        """Returns the expected length of an output that goes on: over `generated`, up to `max_tokens`."""
         shorter = bisect_right(self._sorted, generated)
         longer = len(self._sorted) - shorter
         if len(self._sorted) < self.num_needed or not longer:
@@ -144,22 +150,22 @@ class OutputLengths:
 
 
 class AverageLength:
-    """The mean of the outputs that ended of late; of one that has outlived it, a tenth more than it has. So
-    LightLLM counts, with an exponential mean."""
+    """Estimates by the mean of recent outputs; for an output that has passed it, by a tenth more than it has.
+    LightLLM does so with an exponential mean."""
 
     def __init__(self) -> None:
         self._recent: deque[int] = deque()
         self._sum = 0
 
     def observe(self, length: int) -> None:
-        """An output of `length` tokens has ended, by itself or at its limit."""
+        """Notes that an output has ended with `length` tokens, by itself or at its limit."""
         self._recent.append(length)
         self._sum += length
         if len(self._recent) > OutputLengths.num_recent:
             self._sum -= self._recent.popleft()
 
     def estimate(self, generated: int, max_tokens: int) -> int:
-        """Tokens of an output that has `generated` so far, and more to come: above that, up to `max_tokens`."""
+        """Returns the expected length of an output that goes on: over `generated`, up to `max_tokens`."""
         if len(self._recent) < OutputLengths.num_needed:
             return max_tokens
         mean = self._sum // len(self._recent)
@@ -167,21 +173,36 @@ class AverageLength:
 
 
 class Counting(Enum):
-    """Of running requests, and one that would join them, what has to fit."""
+    """Which count of the running requests, and of the one that would join them, has to fit the pool."""
 
-    PEAK = "peak"  # the most that they hold together at any time
-    SUM = "sum"  # the most that each ever holds, all added up
-    CONTEXT = "context"  # what they hold once their prompts are computed: nothing of what they generate
+    PEAK = "peak"  # the most tokens that they hold together at any time
+    SUM = "sum"  # the sum of the most tokens that each ever holds
+    # The tokens that they hold once their prefills are computed, and none that they generate.
+    PREFILL = "prefill"
+
+
+class Running(NamedTuple):
+    """What runs now, as admission looks at it: the ledger, the forecast, and the requests in prefill and
+    decode."""
+
+    ledger: TokenLedger
+    forecast: Forecast
+    prefilling: Sequence[Request]
+    decoding: Sequence[Request]
 
 
 @dataclass(frozen=True)
 class Admission:
-    """By what a request is admitted: how long its output is expected to be, and what is counted of that.
+    """How long outputs are expected to be, and whether a request fits beside those that run.
 
-    `estimates`: None expects all that a request may have. `reserve`: share of the pool that admission leaves
-    alone. `slack`: tokens a request that an allocator may take beyond those counted: 0, or, where memory goes
-    by pages, a page less one. `patience`: seconds after which one that waits lets those of its priority go
-    first that have waited less; None: first come, first served, however late.
+    Attributes:
+        estimates: expects the lengths of outputs; None expects `max_tokens` of each.
+        counting: which count has to fit.
+        reserve: the share of the pool that admission leaves free.
+        slack: tokens a request that the allocator may take beyond those counted: page - 1 where it allocates
+            pages, else 0.
+        patience: seconds after which a waiting request lets the requests of its priority that have waited
+            less go first; None is first come, first served.
     """
 
     estimates: Estimates | None = None
@@ -192,24 +213,48 @@ class Admission:
 
     @property
     def may_run_short(self) -> bool:
-        """Can what was admitted outgrow the pool, so that some of it has to be paused?"""
-        return self.estimates is not None or self.counting is Counting.CONTEXT
+        """Can the admitted requests outgrow the pool, so that some have to be preempted?"""
+        return self.estimates is not None or self.counting is Counting.PREFILL
 
     def limit(self, capacity: int, num_requests: int) -> int:
-        """Tokens that `num_requests` may be counted with."""
+        """Returns the most tokens that `num_requests` may be counted with."""
         return capacity - int(capacity * self.reserve) - self.slack * num_requests
 
     def expected(self, generated: int, max_tokens: int) -> int:
-        """Tokens of an output that has `generated` so far."""
+        """Returns the expected length of an output that has `generated` tokens so far."""
         return self.estimates.estimate(generated, max_tokens) if self.estimates else max_tokens
 
+    def admits(self, running: Running, request: Request) -> bool:
+        """Would the running requests and this one fit the pool, by what is counted?"""
+        ledger = running.ledger
+        limit = self.limit(ledger.capacity, ledger.num_open + 1)
+        if self.counting is Counting.SUM:
+            return running.forecast.total + request.final <= limit
+        match = ledger.match(request.prefill_ids, request.namespace)
+        if self.counting is Counting.PEAK:
+            return running.forecast.fits(request.final, match, limit)
+        shared, tip = 0, match.tip  # the tokens that it hits and that others hold already
+        for segment in match.path:
+            if segment.holders:
+                shared += tip or segment.length
+            tip = 0
+        held = ledger.num_held + request.num_prefill_tokens - shared
+        for other in running.prefilling:
+            assert other.sequence is not None
+            held += other.num_prefill_tokens - other.sequence.length
+        held += ledger.growth([other.sequence for other in running.decoding])  # type: ignore[misc]
+        # The last pages of what is held are counted; those of what is still to be computed are not.
+        return held + 1 <= self.limit(ledger.capacity, len(running.prefilling) + 1)
 
-_PATIENT_SHARE = 0.8  # of the target; the rest is for its prompt, and the prompts before it
+
+_PATIENT_SHARE = 0.8  # of the target; the rest is for computing the prompt, and the prompts before it
 
 
 def make_admission(name: str, seed: int = 0, slack: int = 0, ttft_target: float = TTFT_TARGET) -> Admission:
-    """The admission of this name, which knows nothing of outputs yet. `seed`: of what it draws, if it does.
-    `ttft_target`: seconds until a first token that "timely" works for."""
+    """Returns the admission of this name (`config.ADMISSIONS`), which has seen no outputs yet.
+
+    `seed`: of its random draws. `ttft_target`: the seconds to a first token that "timely" aims at.
+    """
     made = replace(_ADMISSIONS[name](seed), slack=slack)
     return replace(made, patience=ttft_target * _PATIENT_SHARE) if name == "timely" else made
 
@@ -220,8 +265,8 @@ _ADMISSIONS: dict[str, Callable[[int], Admission]] = {
     "timely": lambda seed: Admission(OutputLengths(), reserve=0.03),
     "past-future": lambda seed: Admission(OutputLengths(quantile=None, seed=seed)),
     "moving-average": lambda seed: Admission(AverageLength()),
-    "watermark": lambda seed: Admission(counting=Counting.CONTEXT, reserve=0.01),
+    "watermark": lambda seed: Admission(counting=Counting.PREFILL, reserve=0.01),
     "sum": lambda seed: Admission(counting=Counting.SUM),
-    # All it takes to know the truth is that max_tokens is it; the simulator sees to that.
+    # The simulator gives the true length of each answer as its max_tokens.
     "oracle": lambda seed: Admission(),
 }

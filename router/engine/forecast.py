@@ -1,18 +1,15 @@
-"""The forecast: the most tokens that what runs will hold, kept up as that changes.
+"""The forecast: the most tokens that the running requests will hold, kept up to date as requests come and go.
 
-The same number as `admission.peak_tokens`, which is its specification, without going through every request
-again for each question. A request that decodes takes one token a step, so two numbers of it stay as they are
-while it does: `end`, the step before which it takes its last, and `base`, the tokens that it alone holds less
-the number of the step. With the n requests that last at least as long as the i-th,
+It is the same number as `admission.peak_tokens`, its specification, without a pass over all requests for each
+question. A request that decodes takes one token a step, so two numbers stay as they are while it does: `end`,
+the step before which it takes its last token, and `base`, the tokens that it alone holds less the number of
+the step. With the n requests that last at least as long as the i-th,
 
-    tokens when the i-th ends = Σ_{end_j ≥ end_i} base_j + n · end_i + what several of these share
+    tokens when the i-th ends = Σ_{end_j ≥ end_i} base_j + n · end_i + the tokens that several of these share
 
-so a step changes nothing, and an arrival or an end moves one entry of an array. A segment that several hold
-counts once, until the last of them ends. It becomes one when a second sequence opens it, and its holder's own
-again when but one is left; both are seen on the path of the sequence that comes or goes.
-
-Knows a ledger's sequences, steps and segments; knows no queue, and decides nothing. It follows `open`,
-`extend`, `publish` and `close`.
+so a step changes nothing, and an arrival or an end moves one entry of an array. A segment with several holders
+counts once, until the last of them ends. A segment becomes shared when a second sequence opens it, and its
+holder's own again when one holder is left; both are seen on the path of the sequence that opens or closes.
 """
 
 from array import array
@@ -23,35 +20,37 @@ import numpy as np
 from lightkv.ledger import Match, Sequence, TokenLedger
 from lightkv.ledger.prefix_tree import Segment
 
-NEVER = 2**62  # the end of a prefill: it outlives whatever decodes
+NEVER = 2**62  # the end of a prefill, which outlives all decodes
 
 
 class Forecast:
-    """Who holds tokens, and until when. An open sequence is in one of three states:
+    """Which sequences hold tokens, and until when. An open sequence is in one of three states:
 
-    admitted   its prompt is being computed: counts with all that it may come to hold
-    decoding   takes one token in every step, until its end
-    resting    takes none any more, and is held until it is dropped; so is a decoding one after its end
+    admitted   its prefill is being computed: it counts with all the tokens that it may come to hold
+    decoding   it takes one token in every step, until its end
+    resting    it takes no more tokens, and holds those it has until it is dropped (also after its end)
 
-    `ledger.step` is the number of the next step. `lag`: 1 where tokens are released a step after the last was
-    taken; 0 at once.
+    The forecast follows the ledger's `open`, `extend`, `publish` and `close`; `ledger.step` is the number of
+    the next step. `lag`: 1 where a sequence's tokens are freed a step after it has taken its last one, else
+    0.
     """
 
     def __init__(self, ledger: TokenLedger, lag: int = 0) -> None:
         self._ledger = ledger
         self._lag = lag
         self._end: dict[int, int] = {}  # row → its end; NEVER while admitted
-        self._final: dict[int, int] = {}  # row → the most tokens that it will have, shared ones included
+        # Row → the most tokens that its sequence will have, shared ones included.
+        self._final: dict[int, int] = {}
         self._sum_final = 0
-        self._sum_admitted = 0  # Σ of what the admitted will hold alone
-        self._until: dict[Segment, int] = {}  # the last end of a shared segment's holders, where it is known
-        # Columns of the decoding and the resting, those that end soonest first:
+        self._sum_admitted = 0  # Σ of the tokens that each admitted sequence will hold alone
+        self._until: dict[Segment, int] = {}  # shared segment → the last end of its holders, where known
+        # Columns of the decoding and resting sequences, in the order of their ends:
         self._ends = array("q")
         self._bases = array("q")
         self._rows = array("q")
 
     def admit(self, sequence: Sequence, final: int) -> None:
-        """It has been opened, and its prefill begins; it will have up to `final` tokens, those it found
+        """Notes that a sequence was opened. It will have up to `final` tokens, those found in the cache
         included."""
         row = sequence.row
         own = final
@@ -62,14 +61,14 @@ class Forecast:
                 self._until[segment] = NEVER
                 if num_holders == 2:
                     (other,) = segment.holders - {row}
-                    self._give_own(other, -segment.length)
+                    self._change_own(other, -segment.length)
         self._end[row] = NEVER
         self._final[row] = final
         self._sum_final += final
         self._sum_admitted += own
 
     def decode(self, sequence: Sequence, remaining: int) -> None:
-        """From the next step on it takes a token a step, `remaining` of them."""
+        """Notes that the sequence takes one token in each of the next `remaining` steps."""
         row, length, step = sequence.row, sequence.length, self._ledger.step
         shared = sum(segment.length for segment in sequence.node.up() if len(segment.holders) > 1)
         self._remove(row, shared)
@@ -89,11 +88,11 @@ class Forecast:
         self._sum_final += length + remaining
 
     def rest(self, sequence: Sequence) -> None:
-        """It takes none any more."""
+        """Notes that the sequence takes no more tokens."""
         self.decode(sequence, 0)
 
     def drop(self, sequence: Sequence) -> None:
-        """It is about to close."""
+        """Forgets a sequence that is about to close."""
         row, shared = sequence.row, 0
         for segment in sequence.node.up():
             num_holders = len(segment.holders)
@@ -102,7 +101,7 @@ class Forecast:
             shared += segment.length
             if num_holders == 2:
                 (other,) = segment.holders - {row}
-                self._give_own(other, segment.length)
+                self._change_own(other, segment.length)
             if num_holders == 2 or self._until.get(segment) == self._end[row]:
                 self._until.pop(segment, None)
         self._remove(row, shared)
@@ -111,22 +110,22 @@ class Forecast:
 
     @property
     def total(self) -> int:
-        """The most tokens that each will have, all added up: what several share counts with each."""
+        """The sum of the most tokens that each sequence will have. Shared tokens count with each holder."""
         return self._sum_final
 
     def fits(self, final: int, match: Match, limit: int) -> bool:
-        """Would all stay within `limit` at all times if a prompt that hits `match` were admitted, to grow to
-        `final` tokens?"""
+        """Would the peak stay within `limit` if a prompt that hits `match` were admitted, to grow to `final`
+        tokens?"""
         if self._sum_final + final <= limit:
-            return True  # even if nothing were shared, and all ended together
+            return True  # it fits even if nothing were shared and all ended together
         return self._evaluate(final, match) <= limit
 
     def peak(self) -> int:
-        """The most tokens held at any time."""
+        """Returns the most tokens held at any time."""
         return self._evaluate(0, None)
 
     def _remove(self, row: int, shared: int) -> None:
-        """Take the row out of the sums; `shared`: of its tokens, those that others hold too."""
+        """Takes the row out of the sums. `shared`: the tokens of it that other sequences hold, too."""
         final, end = self._final[row], self._end[row]
         self._sum_final -= final
         if end == NEVER:
@@ -140,15 +139,15 @@ class Forecast:
         end = self._end[row]
         return self._rows.index(row, bisect_left(self._ends, end), bisect_right(self._ends, end))
 
-    def _give_own(self, row: int, count: int) -> None:
-        """So many tokens are the row's alone now; fewer than 0: are not any more."""
+    def _change_own(self, row: int, count: int) -> None:
+        """Notes that `count` more tokens are the row's alone; a negative count says that they no longer are."""
         if self._end[row] == NEVER:
             self._sum_admitted += count
         else:
             self._bases[self._place(row)] += count
 
     def _last_end(self, segment: Segment) -> int:
-        """Of those that hold it."""
+        """Returns the last end of the segment's holders."""
         known = self._until.get(segment)
         if known is None:
             known = max(map(self._end.__getitem__, segment.holders))
@@ -163,7 +162,7 @@ class Forecast:
         for segment in shared - self._until.keys():
             self._last_end(segment)
         until = [self._until[segment] for segment in shared]
-        if match is not None:  # what it hits counts with it, so with nobody else
+        if match is not None:  # the tokens that the prompt hits count with it, so with no other holder
             tip = match.tip
             for segment in match.path:
                 if segment.holders:
@@ -179,13 +178,13 @@ class Forecast:
         num_resting = bisect_right(self._ends, self._ledger.step)
         tokens[:num_resting] += ends[:num_resting]
         if counts:
-            # At the last of equal ends, so that all of these count it. NEVER falls on the very last, which is
-            # part of every sum.
+            # A segment is added at the last of equal ends, so that all of these count it. One that ends at
+            # NEVER is added at the very last entry, which is part of every sum.
             np.add.at(tokens, np.searchsorted(ends, np.array(until), side="right") - 1, np.array(counts))
         sums = tokens[::-1].cumsum()[::-1]
         num_decoding = num - num_resting
         peak = 0
-        if num_resting:  # now, when they are about to go
+        if num_resting:  # the total now, before they are freed
             peak = int(sums[0]) + num_decoding * (self._ledger.step + self._lag)
         if num_decoding:
             ends, sums = ends[num_resting:], sums[num_resting:]

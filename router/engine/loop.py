@@ -1,126 +1,226 @@
-"""The engine: a scheduler and an executor, one step at a time.
+"""The engine: plans steps, compares the device's counts with the ledger's, and says what each request got.
 
-Both `LLM` (in process) and the router process run this loop. It knows no text, no device and no process: an
-executor is whatever turns a `StepPlan` into a `StepResult`.
+    plan ──► StepPlan ──► (a device carries it out) ──► StepResult ──► complete ──► TokenEvents
+                                     └── error ──► fail ──► TokenEvents
+
+`Engine` does no I/O: the router's process drives it over a worker, and `LocalEngine` over an executor in this
+process, which is what `LLM`, the simulator and the benchmarks use.
 """
 
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
-from lightkv.edits import decode, encode
+import msgspec
+
+from lightkv.edits import encode
 from lightkv.errors import LedgerMismatch, LightKVError
+from lightkv.ledger import TokenLedger
 
+from .admission import Admission
 from .request import Request
 from .scheduler import Scheduler
-from .step import ExpectedMemory, StepPlan, StepResult, TokenEvent
-
-
-class Executor(Protocol):
-    """Carries out plans, in order. When `fatal` is set after an error, it has lost track: make a new one."""
-
-    fatal: bool
-
-    def execute(self, plan: StepPlan) -> StepResult:
-        """Run one step."""
-
-    def check(self, edits: bytes, holding: ExpectedMemory) -> None:
-        """Apply the edits that no step has carried yet, and recount the memory. Raises CheckFailed."""
+from .step import ExpectedMemory, RunnerInfo, StepPlan, StepResult, TokenEvent
 
 
 class EngineDead(LightKVError):
-    """The engine met an error after which its books or its device cannot be trusted."""
+    """The engine has met an error after which its counts or its device cannot be trusted."""
 
 
-class Stats(NamedTuple):
-    """What the memory holds, in tokens, and what it has been good for."""
+class EngineStats(msgspec.Struct, frozen=True):
+    """The counts of an engine.
 
-    capacity: int
-    free: int
-    held: int
-    cached: int
-    num_running: int
-    num_waiting: int
-    forecast_peak: int
-    reached_peak: int
-    prompt_tokens: int
-    hit_tokens: int
-    num_steps: int
-    num_preemptions: int
+    Tokens: capacity, free, held, cached, forecast_peak (the most that the running requests may come to hold)
+    and reached_peak (the most that were held so far). The numbers of requests are those of now. All others
+    are
+    totals: steps, prompt tokens and those of them found in the cache, generated tokens, preemptions, and the
+    tokens that were computed again after preemptions.
+    """
+
+    capacity: int = 0
+    free: int = 0
+    held: int = 0
+    cached: int = 0
+    forecast_peak: int = 0
+    reached_peak: int = 0
+    num_running: int = 0
+    num_waiting: int = 0
+    num_steps: int = 0
+    prompt_tokens: int = 0
+    hit_tokens: int = 0
+    generated_tokens: int = 0
+    num_preemptions: int = 0
+    recomputed_tokens: int = 0
 
 
 class Engine:
-    """Runs requests to their ends. Not thread-safe: one thread steps it."""
+    """Runs requests to their ends, with up to `scheduler.depth` steps in flight, whose results come in order.
 
-    def __init__(self, scheduler: Scheduler, executor: Executor) -> None:
+    It is not thread-safe: one thread calls it.
+    """
+
+    def __init__(self, scheduler: Scheduler) -> None:
         self.scheduler = scheduler
-        self.executor = executor
         self._dead: str | None = None
 
     @property
     def has_work(self) -> bool:
-        """Is any request unfinished?"""
+        """Is any request unfinished, or any step in flight?"""
         return self.scheduler.has_work
 
+    @property
+    def num_in_flight(self) -> int:
+        """The steps planned whose result has not come."""
+        return self.scheduler.num_in_flight
+
+    @property
+    def can_plan(self) -> bool:
+        """Are fewer steps in flight than may be?"""
+        return self.scheduler.num_in_flight < self.scheduler.depth
+
     def add(self, request: Request) -> None:
-        """Queue a request. Raises NeverFits, InvalidPrompt, InvalidParams, EngineDead."""
+        """Queues a request. Raises NeverFits, InvalidPrompt, InvalidParams, EngineDead."""
         self._require_alive()
         self.scheduler.add(request)
 
     def abort(self, request_id: str, reason: str = "abort") -> bool:
-        """End a request early; False when it has ended already."""
+        """Ends a request early. Returns False where it has ended already."""
         return self.scheduler.abort(request_id, reason)
 
-    def step(self) -> list[TokenEvent]:
-        """Run one step. Returns what each request got; a failed step ends its requests in "error".
-
-        Raises LedgerMismatch when the device's books are not the ledger's, and EngineDead ever after.
-        """
+    def plan(self) -> StepPlan | None:
+        """Returns the next step, or None where none can be planned before another completes. Raises
+        EngineDead."""
         self._require_alive()
-        plan = self.scheduler.plan()
-        if plan is None:
-            return []
-        try:
-            result = self.executor.execute(plan)
-        except BaseException as error:  # Ctrl-C as well: the step is lost, and the books have to say so
-            message = f"{type(error).__name__}: {error}"
-            if self.executor.fatal:
-                self._dead = message
-            events = self.scheduler.fail(message)
-            if not isinstance(error, Exception):
-                raise
-            return events
+        return self.scheduler.plan()
+
+    def complete(self, result: StepResult) -> list[TokenEvent]:
+        """Takes the result of the oldest step in flight. Returns what each request got.
+
+        Raises LedgerMismatch where the device's counts are not the ledger's; the engine is dead then.
+        """
+        plan = self.scheduler.oldest
         if result.num_free != plan.num_free or result.flags:
-            edits = str(decode(plan.edits))
+            edits = str(plan.all_edits())
             mismatch = LedgerMismatch(plan.step, result.num_free, plan.num_free, result.flags, edits)
             self._dead = str(mismatch)
             self.scheduler.fail(self._dead)
             raise mismatch
-        return self.scheduler.consume(result)
+        return self.scheduler.complete(result)
 
-    def stats(self) -> Stats:
-        """The counts as they stand."""
+    def fail(self, error: str, fatal: bool = False) -> list[TokenEvent]:
+        """Notes that the oldest step in flight was not computed: its requests, and those of the steps behind
+        it, end in "error". After a `fatal` error the engine is dead."""
+        if fatal:
+            self._dead = error
+        return self.scheduler.fail(error)
+
+    def check(self) -> None:
+        """Recounts the ledger, the forecast and the queues. Raises CheckFailed, EngineDead."""
+        self._require_alive()
+        self.scheduler.check()
+
+    def sync_memory(self) -> tuple[bytes, ExpectedMemory]:
+        """Returns the edits that no step has carried yet, and what the memory holds once they are applied."""
+        ledger = self.scheduler.ledger
+        return encode(ledger.drain()), ExpectedMemory(ledger.num_free, ledger.private_ranges())
+
+    def stats(self) -> EngineStats:
+        """Returns the counts as they stand."""
         scheduler, ledger = self.scheduler, self.scheduler.ledger
-        return Stats(
+        return EngineStats(
             capacity=ledger.capacity,
             free=ledger.num_free,
             held=ledger.num_held,
             cached=ledger.num_cached,
-            num_running=scheduler.num_running,
-            num_waiting=scheduler.num_waiting,
             forecast_peak=scheduler.forecast_peak(),
             reached_peak=scheduler.peak_held,
+            num_running=scheduler.num_running,
+            num_waiting=scheduler.num_waiting,
+            num_steps=scheduler.step,
             prompt_tokens=scheduler.num_prompt_tokens,
             hit_tokens=scheduler.num_hit_tokens,
-            num_steps=scheduler.step,
+            generated_tokens=scheduler.num_output_tokens,
             num_preemptions=scheduler.num_preemptions,
+            recomputed_tokens=scheduler.num_recomputed_tokens,
         )
-
-    def check(self) -> None:
-        """Recount every book, those of the executor's memory too. Between steps. Raises CheckFailed."""
-        self._require_alive()
-        self.scheduler.check()
-        ledger = self.scheduler.ledger
-        self.executor.check(encode(ledger.drain()), ExpectedMemory(ledger.num_free, ledger.private_ranges()))
 
     def _require_alive(self) -> None:
         if self._dead is not None:
             raise EngineDead(f"the engine has stopped: {self._dead}; make a new one")
+
+
+class Executor(Protocol):
+    """Carries out plans in order. When `fatal` is set after an error, the executor has to be made anew."""
+
+    fatal: bool
+
+    def launch(self, plan: StepPlan) -> None:
+        """Starts a step behind those in flight. After an error the step is not in flight."""
+
+    def collect(self) -> StepResult:
+        """Waits for the oldest step in flight and returns its result. After an error that step is gone."""
+
+    def check(self, edits: bytes, expected: ExpectedMemory) -> None:
+        """Applies the edits that no step has carried, and recounts the memory. Raises CheckFailed."""
+
+
+class LocalEngine(Engine):
+    """An engine that drives an executor in this process."""
+
+    def __init__(self, scheduler: Scheduler, executor: Executor) -> None:
+        super().__init__(scheduler)
+        self.executor = executor
+
+    def step(self) -> list[TokenEvent]:
+        """Launches the steps that can be planned, and completes the oldest one in flight.
+
+        Returns what each request got. The requests of a step that fails end in "error". Raises LedgerMismatch
+        where the device's counts are not the ledger's, and EngineDead ever after.
+        """
+        refused: BaseException | None = None
+        while refused is None and (plan := self.plan()) is not None:
+            try:
+                self.executor.launch(plan)
+            # Also KeyboardInterrupt: the counts have to say that the step is lost.
+            except BaseException as error:
+                refused = error
+        events: list[TokenEvent] = []
+        if self.num_in_flight > (refused is not None):  # a step that was refused is the newest
+            try:
+                result = self.executor.collect()
+            except BaseException as error:
+                events += self._fail(error)
+            else:
+                events += self.complete(result)
+        return events if refused is None else events + self._fail(refused)
+
+    def settle(self) -> list[TokenEvent]:
+        """Completes every step in flight without planning another. Returns what each request got."""
+        events: list[TokenEvent] = []
+        while self.num_in_flight and self._dead is None:
+            try:
+                result = self.executor.collect()
+            except BaseException as error:
+                events += self._fail(error)
+            else:
+                events += self.complete(result)
+        return events
+
+    def check(self) -> None:
+        """Recounts everything, the executor's memory included. For between steps. Raises CheckFailed,
+        EngineDead."""
+        super().check()
+        self.executor.check(*self.sync_memory())
+
+    def _fail(self, error: BaseException) -> list[TokenEvent]:
+        events = self.fail(f"{type(error).__name__}: {error}", self.executor.fatal)
+        if not isinstance(error, Exception):
+            raise error
+        return events
+
+
+def make_scheduler(
+    info: RunnerInfo, admission: Admission | None = None, max_in_flight: int | None = None
+) -> Scheduler:
+    """Returns a scheduler over an empty ledger. `max_in_flight`: None is what suits the runner."""
+    limits = info.limits
+    ledger = TokenLedger(info.capacity, limits.max_num_seqs, limits.max_model_len)
+    return Scheduler(ledger, limits, max_in_flight or info.max_in_flight, admission)

@@ -1,18 +1,19 @@
-"""A request: one prompt on its way to one completion, and why one may be refused. Integers only, no torch.
-
-Knows what was asked and what has come of it; when it runs is the scheduler's matter.
-"""
+"""A request: one prompt, its completion so far, and where it stands in the scheduler's queues."""
 
 from array import array
+
+import numpy as np
 
 from lightkv.errors import LightKVError
 from lightkv.ledger import Sequence
 from lightkv.ledger.prefix_tree import TOKEN_BYTES, Namespace
-from lightkv.router.sampling_params import SamplingParams
+from lightkv.router.sampling_params import MAX_END_IDS, InvalidParams, SamplingParams
+
+from .step import Limits
 
 
 class NeverFits(LightKVError):
-    """A request that could not run even alone."""
+    """The request could not run even if it were alone."""
 
     def __init__(self, prompt: int, max_tokens: int, limit: int, what: str, remedy: str) -> None:
         self.prompt = prompt
@@ -25,19 +26,23 @@ class NeverFits(LightKVError):
 
 
 class InvalidPrompt(LightKVError, ValueError):
-    """A prompt that is no line of this model's tokens."""
+    """The prompt is empty, or has token ids that the model does not have."""
 
 
 class Request:
     """One prompt on its way to one completion.
 
-    `prompt_ids`: int32 bytes. `stop_ids`: sampling one of these ends it. `seed`: with the position, all that
-    its random numbers depend on. `priority`: the lower, the sooner it is admitted. `rank`: its place in the
-    queue, which the scheduler gives it by priority and time. `expected`: the output
-    tokens that admission counts it with, up to `max_tokens`. `finish_reason`: None while it lives, then "stop",
-    "length", "abort" or "error". `flying`: steps under way that it is in.
+    Before it decodes, a request computes its prefill: the prompt and, after a preemption, the output so far.
 
-    What is computed before it decodes is its context: the prompt, and after a pause the output so far.
+    Attributes:
+        prompt_ids, prefill_ids: int32 bytes.
+        stop_ids: sampling one of these tokens ends the request.
+        seed: with the position, all that the request's random numbers depend on.
+        priority: requests with a lower one are admitted sooner.
+        rank: the place in the queue by priority and time, which the scheduler sets.
+        expected: the output tokens that admission counts the request with, up to `max_tokens`.
+        num_in_flight: the steps in flight that the request is in.
+        finish_reason: None while the request lives, then "stop", "length", "abort" or "error".
     """
 
     __slots__ = (
@@ -45,7 +50,6 @@ class Request:
         "cached",
         "expected",
         "finish_reason",
-        "flying",
         "id",
         "is_late",
         "kind",
@@ -53,6 +57,7 @@ class Request:
         "namespace",
         "num_computed",
         "num_hit",
+        "num_in_flight",
         "num_preemptions",
         "num_prefill_tokens",
         "num_prompt",
@@ -84,53 +89,80 @@ class Request:
         self.prefill_ids = prompt_ids
         self.num_prefill_tokens = self.num_prompt
         self.params = params
-        self.kind = params.kind  # these two are asked for at every step
+        self.kind = params.kind  # `kind` and `max_tokens` are read in every step
         self.max_tokens = params.max_tokens
         self.expected = params.max_tokens
         self.seed = seed
         self.stop_ids = stop_ids
         self.namespace = namespace
         self.priority = priority
-        self.arrival = 0  # its number in the order of arrival; set when it is queued
+        self.arrival = 0  # the request's number in the order of arrival; the scheduler sets it
         self.rank: float = priority
-        self.queued: float | None = None  # when it came, in seconds; else set when it is queued
-        self.is_late = False  # has it waited for so long that others go first?
+        # When the request came, in seconds; the scheduler sets it where it is None.
+        self.queued: float | None = None
+        self.is_late = False  # has the request waited for so long that others go first?
         self.output = array("i")
         self.sequence: Sequence | None = None
         self.num_hit = 0  # tokens of the prompt found in the cache
         self.num_preemptions = 0
-        self.num_computed = 0  # tokens that it had when it was last paused
+        self.num_computed = 0  # tokens that had been computed when the request was last preempted
         self.finish_reason: str | None = None
-        self.cached = True  # once it has ended: do its tokens stay in the cache?
-        self.flying = 0
+        self.cached = True  # do the request's tokens stay in the cache once it has ended?
+        self.num_in_flight = 0
+
+    def validate(self, limits: Limits, capacity: int) -> None:
+        """Checks that the request can run in a pool of `capacity` tokens.
+
+        Raises NeverFits, InvalidPrompt, InvalidParams.
+        """
+        self.params.validate(limits.vocab_size)
+        if self.params.min_tokens and len(self.stop_ids) > MAX_END_IDS:
+            allowed = f"0 where {len(self.stop_ids)} tokens end the answer; {MAX_END_IDS} can be held back"
+            raise InvalidParams("min_tokens", self.params.min_tokens, allowed)
+        ids = np.frombuffer(self.prompt_ids, np.int32)
+        if not len(ids):
+            raise InvalidPrompt("the prompt is empty; give at least one token")
+        low, high = int(ids.min()), int(ids.max())
+        if low < 0 or high >= limits.vocab_size:
+            raise InvalidPrompt(
+                f"the prompt has token ids from {low} to {high}; "
+                f"the model's go from 0 to {limits.vocab_size - 1}"
+            )
+        prompt, new = self.num_prompt, self.max_tokens
+        if prompt + new > limits.max_model_len:
+            raise NeverFits(
+                prompt, new, limits.max_model_len, "the context", "start with a longer --max-model-len"
+            )
+        if self.max_slots > capacity:
+            raise NeverFits(prompt, new, capacity, "the pool", "start with a larger --max-total-tokens")
 
     @property
     def max_slots(self) -> int:
-        """Slots that it takes at most: the last token sampled is never written."""
+        """The most slots that the request takes. The K/V of its last token is never written."""
         return self.num_prompt + self.max_tokens - 1
 
     @property
     def final(self) -> int:
-        """Slots that it is expected to come to."""
+        """The slots that the request is expected to take in the end."""
         return self.num_prompt + self.expected - 1
 
     @property
     def remaining(self) -> int:
-        """Slots expected still to come, while it runs."""
+        """The slots that a running request is expected to take from now on."""
         assert self.sequence is not None
         return self.final - self.sequence.length
 
     @property
     def order(self) -> tuple[float, bool, int]:
-        """Its place: the lower is admitted first, the highest is paused first."""
+        """The request's place: the lowest is admitted first, and the highest is preempted first."""
         return self.rank, self.is_late, self.arrival
 
     def tail_ids(self) -> bytes:
-        """What it has generated since its context was computed, int32 bytes."""
+        """Returns what was generated since the prefill, int32 bytes."""
         return self.output[self.num_prefill_tokens - self.num_prompt :].tobytes()
 
-    def pause(self) -> None:
-        """Its sequence has been closed: it will open another one, with what it has generated."""
+    def preempt(self) -> None:
+        """Notes that the request's sequence was closed: its next one begins with what was generated so far."""
         assert self.sequence is not None
         self.num_computed = self.sequence.length
         self.sequence = None

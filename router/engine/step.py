@@ -1,45 +1,52 @@
-"""Every typed message that crosses from scheduling to the device and back, and on to whoever asked: plain
-data, no torch.
+"""What a step is: the plan that the scheduler makes, the result that the device returns, and what they carry.
 
-In one process they are passed as they are; between processes msgspec encodes them to bytes.
+Plain data without torch. In one process it is passed as it is; between processes msgspec encodes it to bytes.
 """
 
 from typing import NamedTuple
 
 import msgspec
 
+from lightkv.edits import Alloc, Edit, decode
 from lightkv.ledger.shared_prefixes import PrefixSharing, SharedPrefix
 from lightkv.router.sampling_params import SamplerKind, SamplingParams
 
 
 class Limits(msgspec.Struct, frozen=True):
-    """How much may run at once: `max_num_seqs` requests, of `max_model_len` tokens each (prompt and output),
-    and `prefill_chunk` prompt tokens a step (0: no prompt is ever cut). Token ids are below `vocab_size`.
-    `grouping`: which prefixes that decodes share are worth reading together."""
+    """How much may run at once.
+
+    Attributes:
+        max_num_seqs: requests.
+        max_model_len: tokens of one request, prompt and output together.
+        prefill_chunk: prompt tokens a step; with 0 no prompt is ever cut.
+        vocab_size: token ids are below it.
+        prefix_sharing: which prefixes that decodes share are worth reading together.
+    """
 
     max_num_seqs: int
     max_model_len: int
     prefill_chunk: int
     vocab_size: int
-    grouping: PrefixSharing = PrefixSharing(max_members=1)
+    prefix_sharing: PrefixSharing = PrefixSharing(max_members=1)
 
     @property
     def prefill_budget(self) -> int:
-        """Prompt tokens that one step computes at most."""
+        """The most prompt tokens that one step computes."""
         return self.prefill_chunk or self.max_model_len
 
     @property
     def max_step_tokens(self) -> int:
-        """Tokens that one step computes at most."""
+        """The most tokens that one step computes."""
         return self.prefill_budget + self.max_num_seqs
 
 
 class NewRow(msgspec.Struct, frozen=True):
-    """A sequence begins in `row`: what its sampling needs, once.
+    """What sampling needs of a sequence that begins in `row`; it is sent once.
 
-    Only parameters that penalise repetition need the next two. `prompt_idx`: which of the plan's `prompts` is
-    its own. `output_ids`: what a resumed sequence has generated, int32 bytes. Until the position `may_stop_at`
-    none of `stop_ids` is sampled (`SamplingParams.min_tokens`).
+    Attributes:
+        prompt_idx: the index of the sequence's prompt in the plan's `prompts`, where a penalty looks at it.
+        output_ids: what a preempted sequence had generated, int32 bytes, where a penalty looks at it.
+        may_stop_at: none of `stop_ids` is sampled before this position (`SamplingParams.min_tokens`).
     """
 
     row: int
@@ -52,20 +59,26 @@ class NewRow(msgspec.Struct, frozen=True):
 
 
 class StepPlan(msgspec.Struct, frozen=True):
-    """One step of the device: edits, then a forward pass over a packed batch, then sampling.
+    """One step of the device: edits of the memory, a forward pass over a packed batch, and sampling.
 
-    The batch is `rows[i]`, positions `starts[i]` to `starts[i] + counts[i]`: prefill chunks first
-    (`num_prefills` of them, their ids packed in `token_ids`, int32 bytes), then the decodes, one token each,
-    whose id is the token their row sampled last. `edits` (encoded, `lightkv.edits`) already give these
-    positions their slots. In a step of decodes alone the last edit is exactly the Take of the batch, so that
-    a CUDA graph may do it in place of the applier.
+        batch      prefill chunks       | decodes
+        index      0 ... num_prefills-1 | num_prefills ... len(rows)-1
+        tokens     counts[i] each       | one each
+        their ids  token_ids, packed    | what their rows sampled last
+        slots      by `edits`           | by `decode_alloc`, after the edits
 
-    `new_rows`: the sequences that begin. `prompts`: of each prompt that their penalties look at, the distinct
-    token ids, ascending, int32 bytes; answers to one prompt share an entry.
-
-    `sample`: indices into the batch whose last token's logits are sampled. `logprobs`: index into `sample` →
-    how many of the likeliest tokens are wanted with it. `num_free`: what the ledger counts once the edits are
-    applied. `prefixes`: which decodes have their first tokens in the same slots, so that these are read once.
+    Attributes:
+        edits: encoded (`lightkv.edits`).
+        rows, starts, counts: the batch's i-th part computes positions [starts[i], starts[i] + counts[i]) of
+            rows[i].
+        token_ids: int32 bytes.
+        sample: the indices into the batch whose last token's logits are sampled.
+        logprobs: index into `sample` → how many of the likeliest tokens are returned with it.
+        new_rows: the sequences that begin.
+        prompts: for each prompt that a penalty looks at, its distinct token ids, ascending, int32 bytes. The
+            answers to one prompt share an entry.
+        num_free: the ledger's count of free slots once the step's slots are allocated.
+        prefixes: which decodes have their first tokens in the same slots, so that they are read once.
     """
 
     step: int
@@ -85,12 +98,26 @@ class StepPlan(msgspec.Struct, frozen=True):
 
     @property
     def num_tokens(self) -> int:
-        """Tokens in the batch."""
+        """The tokens in the batch."""
         return sum(self.counts)
+
+    @property
+    def decode_alloc(self) -> Alloc | None:
+        """The allocation of the decodes' slots; None where there are no decodes. A CUDA graph allocates
+        itself."""
+        first = self.num_prefills
+        if first == len(self.rows):
+            return None
+        return Alloc(tuple(self.rows[first:]), tuple(self.starts[first:]), tuple(self.counts[first:]))
+
+    def all_edits(self) -> list[Edit]:
+        """Returns every edit of the step, that of the decodes included."""
+        edits, alloc = decode(self.edits), self.decode_alloc
+        return edits if alloc is None else [*edits, alloc]
 
 
 class TokenLogprobs(msgspec.Struct, frozen=True, gc=False):
-    """The sampled token's log-probability, and the likeliest ids with theirs, the likeliest first."""
+    """The log-probability of a sampled token, and the likeliest ids with theirs, the likeliest first."""
 
     logprob: float
     top_ids: list[int]
@@ -98,11 +125,12 @@ class TokenLogprobs(msgspec.Struct, frozen=True, gc=False):
 
 
 class TokenEvent(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """What a step brought one request: a token, and its end if that was the last.
+    """What a step brought to one request: a token and, with its last token, its end.
 
-    `finish_reason`: "stop", "length", "error" (its step failed), "lost" (its worker died) or "abort"; the
-    latter three have no token, and say why in `error`. `num_cached`: with the first token, tokens of the
-    prompt found in the cache.
+    Attributes:
+        finish_reason: "stop", "length", "error" (the step failed), "lost" (the worker died) or "abort". The
+            last three come without a token, and `error` says why.
+        num_cached: comes with the first token: how many of the prompt's tokens were found in the cache.
     """
 
     request_id: str
@@ -114,28 +142,37 @@ class TokenEvent(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class StepResult(msgspec.Struct, frozen=True):
-    """What came of a plan: `tokens[i]` was sampled for the batch's `sample[i]`; the device's own counts."""
+    """What a step sampled, and the device's own counts after it.
+
+    Attributes:
+        tokens: `tokens[i]` was sampled for `StepPlan.sample[i]`.
+        num_free, flags: the allocator's free slots and error flags (`lightkv.triton_kernels.slots.slot_flags`).
+        logprobs: by index into `tokens`, where the plan asked for them.
+    """
 
     step: int
     tokens: list[int]
     num_free: int
     flags: int
-    logprobs: dict[int, TokenLogprobs] = {}  # by index into `tokens`, where asked for
+    logprobs: dict[int, TokenLogprobs] = {}
 
 
 class ExpectedMemory(NamedTuple):
-    """What the ledger says the memory holds: the free count, and the ranges (row, start, end) that one
-    sequence alone has."""
+    """What the memory holds by the ledger's account.
+
+    `private`: the ranges (row, start, end) of table entries whose slots one sequence alone holds.
+    """
 
     num_free: int
     private: list[tuple[int, int, int]]
 
 
 class SlotOwners(msgspec.Struct, frozen=True):
-    """Whose the slots are, which the ledger knows and the memory does not.
+    """What each slot is used for, as far as only the ledger knows it.
 
-    `segments`: of each that is held, by its id, the label (`lightkv.memory_map`). `private`: the ranges (row,
-    start, end) that one sequence alone has.
+    Attributes:
+        segments: id of a held segment → its label (`lightkv.memory_map`).
+        private: as in `ExpectedMemory`.
     """
 
     segments: dict[int, int]
@@ -145,8 +182,9 @@ class SlotOwners(msgspec.Struct, frozen=True):
 class PoolMap(msgspec.Struct, frozen=True):
     """What the pool's slots were used for between two steps. The counts are of all slots, the cells a sample.
 
-    `cells`: of every `slots_per_cell`-th slot, from slot 1 on, 0 where it is free, 1 where it is cached (nobody
-    holds it), 2 where it is shared (more than one sequence holds it), else 3 + the row of the one that does.
+    `cells` describes every `slots_per_cell`-th slot, from slot 1 on: 0 is a free slot, 1 a cached one that no
+    sequence holds, 2 one that several sequences hold, and 3 + row one that the sequence in that row alone
+    holds.
     """
 
     capacity: int
@@ -160,7 +198,7 @@ class PoolMap(msgspec.Struct, frozen=True):
 
 
 class RunnerInfo(msgspec.Struct, frozen=True):
-    """What a model runner came to, once it is ready: what the scheduler needs, and what people are told."""
+    """What a model runner has come to once it is ready: for the scheduler, and for people."""
 
     architecture: str
     device: str
@@ -172,3 +210,8 @@ class RunnerInfo(msgspec.Struct, frozen=True):
     pool_bytes: int
     pool_reason: str
     limits: Limits
+
+    @property
+    def max_in_flight(self) -> int:
+        """The steps to have in flight: with two, a GPU has its next step queued while it runs one."""
+        return 2 if self.cuda_graphs else 1

@@ -1,18 +1,18 @@
-"""How long a step takes: a model of it with a few parameters, and their fit to measured steps.
+"""A model of how long a step takes, and its fit to measured steps.
 
-A step reads all weights once, and the K/V of every request that decodes. Where only decodes are in it, the
-products wait for the weights, and what a request adds is less than its token costs elsewhere:
+A step reads all weights once, and the K/V of every request that decodes. In a step of decodes alone, the matrix
+products wait for the weights, and a token adds little to them:
 
-    seconds = base + per_decode · requests that decode + per_kv · tokens that these attend
+    seconds = base + per_decode · decodes + per_kv · tokens that the decodes attend
 
-With prompt tokens in it, every token costs its share of the products, a request's newest as much as a prompt's;
-and the step runs outside CUDA graphs, so it takes at least as long as the host needs to launch it:
+In a step with prompt tokens every token, a decode's too, adds its share of the products. Such a step runs
+outside CUDA graphs, so it takes at least as long as the host needs to launch it:
 
-    seconds = base + per_prompt · (prompt tokens + requests that decode) + per_kv · tokens that these attend
+    seconds = base + per_prompt · (prompt tokens + decodes) + per_kv · tokens that the decodes attend
               + per_pair · (prompt tokens × tokens each attends), and not less than `prefill`, nor than the
               same step without its prompt tokens
 
-Knows no device and no model: `step_time.json`, beside this file, has what was measured of one.
+`step_time.json`, beside this file, has the parameters measured on one device.
 """
 
 from collections.abc import Sequence
@@ -26,16 +26,16 @@ import numpy as np
 from lightkv.errors import LightKVError
 
 DEFAULT_FILE = Path(__file__).with_name("step_time.json")
-MAX_TURNS = 20  # of a fit
+MAX_ITERATIONS = 20  # of a fit
 
 
 class InvalidStepTime(LightKVError, ValueError):
-    """Parameters that are no step-time model's."""
+    """The parameters are not those of a step-time model."""
 
 
 class Work(NamedTuple):
-    """What a step computes. `kv`: tokens that its decodes attend, all together. `pairs`: over its prompt
-    tokens, the tokens that each attends."""
+    """What a step computes. `kv`: the tokens that its decodes attend, summed. `pairs`: the tokens that each
+    of its prompt tokens attends, summed."""
 
     decodes: int
     kv: int
@@ -62,10 +62,10 @@ class StepTime:
             if not isinstance(value, int | float) or not 0 <= value < float("inf"):
                 raise InvalidStepTime(f"{name} is {value!r}; give seconds, 0 or more")
         if not self.base:
-            raise InvalidStepTime("a base of 0 seconds; give what a step takes that computes hardly anything")
+            raise InvalidStepTime("base is 0 seconds; give the time of a step that computes hardly anything")
 
     def seconds(self, work: Work) -> float:
-        """What a step takes."""
+        """Returns the seconds that a step takes."""
         decodes, kv, prompt, pairs = work
         seconds = self.base + self.per_kv * kv
         alone = seconds + self.per_decode * decodes
@@ -75,12 +75,12 @@ class StepTime:
         return max(seconds + products, self.prefill, alone)
 
     def as_dict(self) -> dict[str, Any]:
-        """To write to a file, from which `read` has it again."""
+        """Returns what `read` takes from a file."""
         return asdict(self)
 
     @classmethod
     def read(cls, path: Path) -> "StepTime":
-        """From a JSON file. Raises InvalidStepTime, OSError."""
+        """Reads parameters from a JSON file. Raises InvalidStepTime, OSError."""
         try:
             return msgspec.json.decode(path.read_bytes(), type=cls, strict=True)
         except (msgspec.ValidationError, msgspec.DecodeError) as error:
@@ -89,8 +89,8 @@ class StepTime:
 
     @classmethod
     def parse(cls, text: str) -> "StepTime":
-        """`name=seconds` with commas between, what is left out being 0; or a file's path; empty: the one that
-        comes with lightkv. Raises InvalidStepTime, OSError."""
+        """Reads parameters from `name=seconds,…` (others are 0), from the file of that path, or, if `text` is
+        empty, from lightkv's own file. Raises InvalidStepTime, OSError."""
         if not text:
             return cls.read(DEFAULT_FILE)
         if "=" not in text:
@@ -112,11 +112,11 @@ PARAMETERS = tuple(f.name for f in fields(StepTime) if f.name != "source")
 
 
 def fit(work: Sequence[Work], seconds: Sequence[float]) -> StepTime:
-    """The parameters that have the least squares of relative errors, none negative; `prefill` is the median of
-    the steps that are taken to wait for the host, or 0 where that fits as well. `source` has the errors.
+    """Fits the parameters by least squares of the relative errors; none is negative. `source` gets the errors.
 
-    Which steps those are follows from the parameters, and these from the other steps: found in turns, from the
-    half of the steps with prompt tokens that have the most on. Raises ValueError for fewer steps than there are
+    `prefill` is the median of the steps that wait for the host, or 0 where that fits as well. Which steps wait
+    depends on the parameters, and these are fitted to the other steps: the two are found in turns, beginning
+    with the half of the steps that have the most prompt tokens. Raises ValueError for fewer steps than
     parameters.
     """
     if len(work) < len(PARAMETERS) or len(work) != len(seconds):
@@ -142,15 +142,15 @@ def fit(work: Sequence[Work], seconds: Sequence[float]) -> StepTime:
             "max_relative_error": float(errors.max()),
         }
         found.append((float(np.square(errors).sum()), replace(model, source=source)))
-    # Where both fit alike but for the last digits, no step need be taken to wait.
+    # Where both fit alike but for the last digits, the model in which no step waits is taken.
     return min(found, key=lambda one: (round(one[0], 12), one[1].prefill))[1]
 
 
 def _fit(rows: np.ndarray, measured: np.ndarray, on_device: np.ndarray) -> StepTime:
-    """From a first guess of the steps that do not wait for the host."""
+    """Fits the parameters. `on_device`: a first guess of the steps that do not wait for the host."""
     has_prompt = rows[:, 3] > 0
-    least = float(measured.min()) / 100  # a step takes time, whatever a fit to few says
-    for _ in range(MAX_TURNS):
+    least = float(measured.min()) / 100  # a step takes some time, even if a fit to few steps says otherwise
+    for _ in range(MAX_ITERATIONS):
         values = _least_squares(rows[on_device] / measured[on_device, None], least)
         waits = has_prompt & ~on_device
         prefill = float(np.median(measured[waits])) if waits.any() else 0.0
@@ -162,12 +162,13 @@ def _fit(rows: np.ndarray, measured: np.ndarray, on_device: np.ndarray) -> StepT
 
 
 def _least_squares(rows: np.ndarray, least: float) -> np.ndarray:
-    """Of `rows` times what is returned to 1, none being negative, and the first not less than `least`."""
+    """Returns values, none negative and the first at least `least`, for which `rows` times them is nearest to
+    1."""
     scale = rows.max(axis=0)
     scale[scale == 0] = 1.0
     rest = 1.0 - least * rows[:, 0]
     chosen = list(range(rows.shape[1]))
-    while True:  # without the one that would be the most negative, until none is
+    while True:  # leaves out the most negative value until none is negative
         values = np.zeros(rows.shape[1])
         values[chosen] = np.linalg.lstsq((rows / scale)[:, chosen], rest, rcond=None)[0]
         if values.min() >= 0:

@@ -1,7 +1,4 @@
-"""The queue: who waits to be admitted, and in what order.
-
-Knows requests and when they came; knows no ledger, and admits nobody.
-"""
+"""The queue of requests that wait to be admitted, and their order."""
 
 import heapq
 import math
@@ -15,17 +12,17 @@ _Entry = tuple[float, bool, int, Request]
 
 
 class WaitingQueue:
-    """Requests by rank; of one rank first those in time, then the late; of these as they came.
+    """Requests by rank. Those of one rank are ordered by lateness (late ones last), then by arrival.
 
-    `patience`: seconds after which one that has never run is late; None: nobody ever is.
+    `patience`: the seconds after which a request that has never run is late; None: no request is ever late.
     """
 
     def __init__(self, patience: float | None = None) -> None:
         self._patience = patience
-        self._heap: list[
-            _Entry
-        ] = []  # stale entries, of the ended and of those that are late now, are skipped
-        self._in_time: deque[Request] = deque()  # where there is patience: as they came, not looked at since
+        # Entries of requests that have ended, or that got another place since, are stale and skipped.
+        self._heap: list[_Entry] = []
+        # With patience: requests in their order of arrival, not late yet.
+        self._in_time: deque[Request] = deque()
         self._num = 0
 
     def __len__(self) -> int:
@@ -33,14 +30,14 @@ class WaitingQueue:
 
     @property
     def head(self) -> Request | None:
-        """Who is to be admitted next."""
+        """The request that is admitted next."""
         while self._heap and not _is_waiting(self._heap[0]):
             heapq.heappop(self._heap)
         return self._heap[0][3] if self._heap else None
 
     @property
     def late_at(self) -> float:
-        """After when another one is late; infinity where nobody will be."""
+        """The time at which the next request becomes late; infinity where none will."""
         in_time = self._in_time
         while in_time and (in_time[0].sequence or in_time[0].finish_reason or in_time[0].num_preemptions):
             in_time.popleft()
@@ -51,32 +48,32 @@ class WaitingQueue:
         return queued + self._patience
 
     def push(self, request: Request) -> None:
-        """It waits, for the first time or again."""
+        """Adds a request, be it new or preempted."""
         heapq.heappush(self._heap, (*request.order, request))
         self._num += 1
         if self._patience is not None and not request.num_preemptions:
             self._in_time.append(request)
 
     def pop(self) -> Request:
-        """The head waits no more. Raises IndexError where nobody waits."""
+        """Removes the head and returns it. Raises IndexError where the queue is empty."""
         request = self.head
         if request is None:
-            raise IndexError("nobody waits")
+            raise IndexError("no request waits")
         heapq.heappop(self._heap)
         self._num -= 1
         return request
 
     def forget(self) -> None:
-        """One of them has ended."""
+        """Notes that one of the waiting requests has ended."""
         self._num -= 1
         if len(self._heap) > 2 * self._num + 64:
             self._heap = [entry for entry in self._heap if _is_waiting(entry)]
             heapq.heapify(self._heap)
 
     def defer(self, now: float) -> bool:
-        """Those that are late by now let the others go first. Is anybody?
+        """Places the requests that are late by `now` behind the others. Returns whether there were any.
 
-        Their first token would be late in any case; those who have waited less may still have theirs in time.
+        Their first token comes too late in any case; that of the others may still come in time.
         """
         deferred = False
         while now > self.late_at:
@@ -86,12 +83,12 @@ class WaitingQueue:
         return deferred
 
     def check(self) -> None:
-        """Recount. Raises CheckFailed."""
+        """Recounts the queue. Raises CheckFailed."""
         waiting = sum(_is_waiting(entry) for entry in self._heap)
         if waiting != self._num:
-            raise CheckFailed(f"{self._num} requests wait in the books, {waiting} by recount")
+            raise CheckFailed(f"{self._num} requests are counted as waiting, {waiting} are in the queue")
 
 
 def _is_waiting(entry: _Entry) -> bool:
-    """Or has it ended, or got another place since?"""
+    """Is the entry's request still alive, and still in this place?"""
     return entry[3].finish_reason is None and entry[:3] == entry[3].order

@@ -160,7 +160,7 @@ def assemble(model: PreTrainedModel, config: EngineConfig, report: Report) -> tu
     shape = probe(model)
     backends = make_backends(config.attention_backend, device, shape.layers)
     if config.group_prefixes:
-        limits = replace(limits, grouping=PrefixSharing(group_members(backends)))
+        limits = replace(limits, prefix_sharing=PrefixSharing(group_members(backends)))
     if device.type == "cpu":
         pack_linears(model, report)
     pool = size_pool(config, shape.spec, device, limits, text)
@@ -174,7 +174,7 @@ def assemble(model: PreTrainedModel, config: EngineConfig, report: Report) -> tu
         _warm_up(memory, limits)
     graphs = None
     if with_graphs:
-        members = limits.grouping.max_members
+        members = limits.prefix_sharing.max_members
         metadata = AttentionMetadata(limits.max_num_seqs, limits.max_num_seqs, memory, group_members=members)
         graphs = DecodeGraphs(_compiled(parts, report) if config.compile else parts, metadata)
         graphs.capture([SamplerKind.GREEDY, SamplerKind.RANDOM], report)

@@ -61,7 +61,7 @@ class ModelRunner:
             limits.max_num_seqs,
             limits.max_step_tokens,
             parts.memory,
-            group_members=limits.grouping.max_members,
+            group_members=limits.prefix_sharing.max_members,
         )
 
     def announce(self, report: Report) -> None:
@@ -90,10 +90,10 @@ class ModelRunner:
         graph = None
         if self._graphs is not None and not plan.num_prefills:
             graph = self._graphs.get(len(plan.rows), GraphKey.of(plan))
-        edits = decode(plan.edits)
+        edits = decode(plan.edits) if graph is not None else plan.all_edits()
         self._parts.sampler.set_rows(plan.new_rows, plan.prompts)
         if graph is not None:
-            self._parts.memory.apply(edits[:-1])  # the last takes the batch's slots, and so does the graph
+            self._parts.memory.apply(edits)  # the graph allocates the decodes' slots
             output = graph.replay(plan)
         else:
             self._parts.memory.apply(edits)
@@ -121,7 +121,7 @@ class ModelRunner:
     def skip(self, plan: StepPlan) -> None:
         """Apply a step's edits, and compute nothing of it: what it builds on has failed."""
         self.fatal = True
-        self._parts.memory.apply(decode(plan.edits))
+        self._parts.memory.apply(plan.all_edits())
         self.fatal = False
 
     @torch.inference_mode()

@@ -8,6 +8,7 @@ from typing import Generic, Literal, TypeVar
 import msgspec
 
 from lightkv.router.config import EngineConfig
+from lightkv.router.engine.loop import EngineStats
 from lightkv.router.engine.step import PoolMap, RunnerInfo, TokenEvent
 from lightkv.router.sampling_params import SamplingParams
 
@@ -86,30 +87,20 @@ class Mapped(msgspec.Struct, frozen=True, tag=True):
     error: str = ""
 
 
-class Load(msgspec.Struct, frozen=True):
-    """Counts as they stand. Tokens: capacity, free, held, cached, forecast_peak (what all that runs may come to
-    hold), reached_peak. Totals since the start: steps, prompt and hit tokens, generated tokens, pauses and the
-    tokens computed again after them, ledger checks (device count against ledger's; a mismatch ends the
-    service)."""
+class Load(EngineStats, frozen=True):
+    """The engine's counts and the service's. Totals are those since the start, over all workers.
 
-    capacity: int = 0
-    free: int = 0
-    held: int = 0
-    cached: int = 0
-    forecast_peak: int = 0
-    reached_peak: int = 0
-    num_running: int = 0
-    num_waiting: int = 0
-    num_steps: int = 0
-    prompt_tokens: int = 0
-    hit_tokens: int = 0
-    generated_tokens: int = 0
-    num_preemptions: int = 0
-    recomputed_tokens: int = 0
+    Attributes:
+        num_ledger_checks: how often the device's count was compared with the ledger's; a mismatch ends the
+            service.
+        step_age: seconds since the last step completed, or since work began to wait; 0 when idle.
+        router_seconds: the router's own time in steps.
+    """
+
     num_ledger_checks: int = 0
     num_worker_starts: int = 0
-    step_age: float = 0.0  # seconds since the last step ended, or since work began to wait; 0 when idle
-    router_seconds: float = 0.0  # the router's own time in steps so far
+    step_age: float = 0.0
+    router_seconds: float = 0.0
 
 
 class Status(msgspec.Struct, frozen=True, tag=True):

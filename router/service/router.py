@@ -1,10 +1,9 @@
-"""The router process: one ledger, one scheduler, one worker, and whoever submits requests.
+"""The router process: one engine, one worker, and the API processes that submit requests.
 
-It lets API processes in on a unix socket, admits by exact counts, plans each step and sends it to the worker
-(`worker_client.py`), and sends back what came of it. On a GPU the next step is planned while one runs. It
-knows no torch, no text and no HTTP. When its worker dies, every request ends in "lost", and another worker is
-started; after `MAX_CRASHES` within a minute the process gives up. It does so at once when the books of ledger
-and device differ.
+It listens on a unix socket, admits requests by exact token counts, plans each step and sends it to the worker
+(`worker_client.py`), and sends back what each request got. On a GPU the next step is planned while one is in
+flight. When its worker dies, every request ends in "lost" and another worker is started; after `MAX_CRASHES`
+within a minute the process gives up. It gives up at once when the counts of ledger and device differ.
 """
 
 import asyncio
@@ -17,14 +16,13 @@ from typing import NamedTuple, Protocol
 
 import msgspec
 
-from lightkv.edits import decode, encode
-from lightkv.errors import LedgerMismatch, LightKVError
+from lightkv.errors import LightKVError
 from lightkv.ledger import TokenLedger
 from lightkv.memory_map import owners, segment_labels
 from lightkv.router.config import EngineConfig
 from lightkv.router.engine.admission import make_admission
+from lightkv.router.engine.loop import Engine, make_scheduler
 from lightkv.router.engine.request import InvalidPrompt, NeverFits, Request
-from lightkv.router.engine.scheduler import Scheduler
 from lightkv.router.engine.step import (
     ExpectedMemory,
     PoolMap,
@@ -54,87 +52,96 @@ from .messages import (
 )
 from .worker_client import WorkerDied, WorkerFailed
 
-MAX_CRASHES = 3  # within CRASH_SECONDS, or with no step between: another worker would only die as well
+MAX_CRASHES = 3  # within CRASH_SECONDS, or without a step between them: another worker would die, too
 CRASH_SECONDS = 60.0
 STATUS_SECONDS = 0.25
+_TOTALS = (
+    "num_steps",
+    "prompt_tokens",
+    "hit_tokens",
+    "generated_tokens",
+    "num_preemptions",
+    "recomputed_tokens",
+)
+_SERVICE_TOTALS = ("num_ledger_checks", "num_worker_starts", "router_seconds")
 
 
 class Worker(Protocol):
-    """The far end of the steps, as `WorkerClient` is.
+    """A worker as the router sees it, which `WorkerClient` is.
 
-    Every call raises WorkerDied once the process is gone, and WorkerFailed for an error that it answers.
+    Every call raises WorkerDied once the process is gone, and WorkerFailed where the worker answers an error.
     """
 
     async def start(self, config: EngineConfig, report: Callable[[str], None]) -> RunnerInfo: ...
 
     async def step(self, plan: StepPlan) -> StepResult | None:
-        """Send a step. Returns the result of the one before, if it was still under way; None if none was.
+        """Sends a step. Returns the result of the step before it, or None where that was not in flight.
 
-        An error is about the one before; this one is under way all the same.
+        An error is that of the step before; this one is in flight all the same.
         """
 
     async def flush(self) -> StepResult | None:
-        """The result of the oldest step under way, or its error."""
+        """Returns the result of the oldest step in flight, or raises its error."""
 
     async def check(self, edits: bytes, holding: ExpectedMemory) -> None:
-        """Recount the memory, between steps."""
+        """Applies the edits and recounts the memory, between steps."""
 
     async def map(self, edits: bytes, owners: SlotOwners) -> PoolMap:
-        """What every slot is used for, between steps."""
+        """Applies the edits and returns what every slot is used for, between steps."""
 
     async def wait_dead(self) -> WorkerDied:
-        """Returns when the process is gone."""
+        """Returns once the process is gone."""
 
     def kill(self) -> None: ...
 
 
 class _Submitted(NamedTuple):
-    """A request that has been accepted, and who gets its events."""
+    """A request that was accepted, and the client that gets its events."""
 
     client: FrameStream[ToRouter]
     request: Request
 
 
 class Router:
-    """Requests in, events out. `depth`: steps under way at once; None is two on a GPU, else one."""
+    """Takes requests and sends their events. `max_in_flight`: None is two steps on a GPU, else one."""
 
     def __init__(
         self,
         config: EngineConfig,
         make_worker: Callable[[], Worker],
         max_queued_requests: int,
-        depth: int | None = None,
+        max_in_flight: int | None = None,
     ) -> None:
         self._config = config
         self._make_worker = make_worker
         self._max_queued = max_queued_requests
-        self._depth = depth
+        self._max_in_flight = max_in_flight
         self._state: State = "starting"
         self._detail = "starting the worker"
         self._info: RunnerInfo | None = None
-        self._scheduler: Scheduler | None = None
-        self._submitted: dict[str, _Submitted] = {}  # by request id, until it has ended
+        self._engine: Engine | None = None  # of the worker that runs
+        self._submitted: dict[str, _Submitted] = {}  # by request id, until the request has ended
         self._clients: set[FrameStream[ToRouter]] = set()
         self._map_askers: list[FrameStream[ToRouter]] = []
         self._wake = asyncio.Event()
-        # What it has learned outlives a worker.
+        # What the admission has learned of output lengths outlives a worker.
         self._admission = make_admission(config.admission, ttft_target=config.ttft_target)
         self._crashes: deque[float] = deque(maxlen=MAX_CRASHES)
-        self._num_barren = 0  # crashes in a row without a step between them
+        self._crashes_without_step = 0  # in a row
         self._num_starts = 0
         self._num_checks = 0
         self._router_seconds = 0.0
-        self._worked = time.monotonic()  # when a step last ended, or work began to wait
-        self._unchecked = False  # has anything changed since the books were recounted?
-        self._past = Load()  # totals of the workers before this one
+        self._worked = time.monotonic()  # when a step last completed, or work began to wait
+        self._is_checked = True  # has nothing changed since the counts were checked?
+        self._past = Load()  # the totals of earlier workers
 
     # ------------------------------------------------------------------ what the process does
 
     async def serve(self, path: Path) -> int:
-        """Listen at `path` and work until drained or dead. Returns the exit code."""
-        server = await asyncio.start_unix_server(self._talk, path)
+        """Listens at `path` and works until it is drained or dead. Returns the exit code."""
+        server = await asyncio.start_unix_server(self._serve_client, path)
         path.chmod(0o600)
-        ticker = asyncio.create_task(self._tell())
+        ticker = asyncio.create_task(self._report_status())
         try:
             return await self._work()
         finally:
@@ -144,18 +151,18 @@ class Router:
                 client.close()
 
     def drain(self) -> None:
-        """Admit nothing more; `serve` returns once what was accepted has ended."""
+        """Refuses new requests; `serve` returns once the accepted ones have ended."""
         if self._state != "dead":
-            self._turn("draining", "shutting down; try another replica")
+            self._change_state("draining", "shutting down; try another replica")
         self._wake.set()
 
     def abort_all(self) -> None:
-        """End every request now."""
+        """Ends every request now."""
         names = list(self._submitted)
         self._end_all("abort", "the service is shutting down")
         for name in names:
-            if self._scheduler is not None:
-                self._scheduler.abort(name)
+            if self._engine is not None:
+                self._engine.abort(name)
         self._wake.set()
 
     async def _work(self) -> int:
@@ -164,12 +171,12 @@ class Router:
             self._num_starts += 1
             try:
                 self._info = await worker.start(self._config, self._report)
-                scheduler = self._open_books(self._info)
+                engine = self._start_engine(self._info)
                 gc.collect()
-                gc.freeze()  # what is there now stays: the collector need not go through it in a step
+                gc.freeze()  # the collector skips these objects, which live as long as the process
                 if self._state == "starting":
-                    self._turn("ready", "ready")
-                await self._steps(worker, scheduler)
+                    self._change_state("ready", "ready")
+                await self._steps(worker, engine)
                 return 0
             except (WorkerDied, WorkerFailed) as error:
                 self._lose_worker(error)
@@ -177,63 +184,60 @@ class Router:
                     return 1
                 if self._state == "draining":
                     return 0
-            except LightKVError as error:  # the books are wrong
-                self._close_books("dead", str(error), str(error))
+            except LightKVError as error:  # the counts are wrong
+                self._end_engine("dead", str(error), str(error))
                 return 1
             finally:
                 worker.kill()
                 await worker.wait_dead()
 
-    async def _steps(self, worker: Worker, scheduler: Scheduler) -> None:
-        """Plan, send, take, until drained."""
+    async def _steps(self, worker: Worker, engine: Engine) -> None:
+        """Drives the engine until it is drained: plans a step, sends it, and completes the oldest in flight."""
         while True:
             if self._map_askers:
-                await self._map(worker, scheduler.ledger)
+                await self._map(worker, engine)
             begun = time.perf_counter()
-            plan = scheduler.plan() if scheduler.num_in_flight < scheduler.depth else None
+            plan = engine.plan()
             self._router_seconds += time.perf_counter() - begun
             try:
                 if plan is not None:
                     result = await worker.step(plan)
                     if result is None:
-                        if scheduler.num_in_flight < scheduler.depth:
+                        if engine.can_plan:
                             continue
                         result = await worker.flush()
-                elif scheduler.num_in_flight:
+                elif engine.num_in_flight:
                     result = await worker.flush()
-                elif self._state == "draining" and not scheduler.has_work:
+                elif self._state == "draining" and not engine.has_work:
                     return
                 else:
-                    await self._idle(worker, scheduler)
+                    await self._idle(worker, engine)
                     continue
             except WorkerFailed as error:
-                self._send(scheduler.fail(str(error)))
+                self._send(engine.fail(str(error), error.fatal))
                 if error.fatal:
                     raise
                 continue
             if result is None:
-                raise LightKVError(f"the worker knows no step {scheduler.landing.step}; report this")
-            self._take(scheduler, result)
+                raise LightKVError("the worker does not know the oldest step in flight; report this")
+            self._complete(engine, result)
 
-    def _take(self, scheduler: Scheduler, result: StepResult) -> None:
+    def _complete(self, engine: Engine, result: StepResult) -> None:
         begun = time.perf_counter()
-        plan = scheduler.landing
         self._num_checks += 1
-        if result.num_free != plan.num_free or result.flags:
-            edits = str(decode(plan.edits))
-            raise LedgerMismatch(plan.step, result.num_free, plan.num_free, result.flags, edits)
-        self._send(scheduler.consume(result))
+        self._send(engine.complete(result))
         self._worked = time.monotonic()
-        self._num_barren = 0
-        self._unchecked = True
+        self._crashes_without_step = 0
+        self._is_checked = False
         self._router_seconds += time.perf_counter() - begun
 
-    async def _map(self, worker: Worker, ledger: TokenLedger) -> None:
-        """Have the pool mapped as it is now, for all who have asked."""
+    async def _map(self, worker: Worker, engine: Engine) -> None:
+        """Sends the map of the pool, as it is now, to all clients that asked for it."""
+        ledger = engine.scheduler.ledger
         labels = SlotOwners(segment_labels(ledger), ledger.private_ranges())
-        holders = self._holders(ledger)  # now: requests come and go while the worker counts
+        holders = self._holders(ledger)  # now, since requests come and go while the worker counts
         try:
-            found = await worker.map(encode(ledger.drain()), labels)
+            found = await worker.map(engine.sync_memory()[0], labels)
         except WorkerFailed as error:
             if error.fatal:
                 raise
@@ -242,7 +246,7 @@ class Router:
             self._send_map(Mapped(OwnedMap(**msgspec.structs.asdict(found), owners=holders)))
 
     def _holders(self, ledger: TokenLedger) -> list[RowOwner]:
-        """Whose the tokens are that one row alone holds, by request."""
+        """Returns the rows that alone hold tokens, with the ids of their requests."""
         names = {
             request.sequence.row: name
             for name, (_, request) in self._submitted.items()
@@ -250,18 +254,16 @@ class Router:
         }
         return [RowOwner(one.row, one.num_tokens, names.get(one.row, "")) for one in owners(ledger)]
 
-    async def _idle(self, worker: Worker, scheduler: Scheduler) -> None:
-        """Nothing to do: recount every book, then wait for a request, for the end, or for the worker's."""
-        if self._unchecked:
-            self._unchecked = False
-            scheduler.check()
-            ledger = scheduler.ledger
-            holding = ExpectedMemory(ledger.num_free, ledger.private_ranges())
+    async def _idle(self, worker: Worker, engine: Engine) -> None:
+        """Recounts everything, then waits for a request, for the end, or for the worker's death."""
+        if not self._is_checked:
+            self._is_checked = True
+            engine.check()
             try:
-                await worker.check(encode(ledger.drain()), holding)
-            except WorkerFailed as error:  # not a crash: the books are wrong
+                await worker.check(*engine.sync_memory())
+            except WorkerFailed as error:  # the counts are wrong, which is worse than a crash
                 raise LightKVError(f"a recount of the memory failed: {error}") from error
-            return  # something may have come meanwhile
+            return  # a request may have come meanwhile
         self._wake.clear()
         woken, died = asyncio.create_task(self._wake.wait()), asyncio.create_task(worker.wait_dead())
         try:
@@ -273,10 +275,10 @@ class Router:
             died.cancel()
         self._worked = time.monotonic()
 
-    # ------------------------------------------------------------------ who submits
+    # ------------------------------------------------------------------ clients
 
-    async def _talk(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """One API process, until it goes; what it waited for is aborted then."""
+    async def _serve_client(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """Serves one API process until it disconnects; its requests are aborted then."""
         client: FrameStream[ToRouter] = FrameStream(reader, writer, ToRouter)
         if not is_own(writer):
             client.close()
@@ -292,7 +294,7 @@ class Router:
                 else:
                     self._abort(message)
         except BadFrame:
-            pass  # it is cut off
+            pass  # the client is disconnected
         finally:
             self._clients.discard(client)
             self._map_askers = [asker for asker in self._map_askers if asker is not client]
@@ -301,11 +303,12 @@ class Router:
             client.close()
 
     def _submit(self, client: FrameStream[ToRouter], message: Submit) -> Accepted | Refused:
-        name, scheduler = message.request_id, self._scheduler
-        if self._state != "ready" or scheduler is None:
+        name, engine = message.request_id, self._engine
+        if self._state != "ready" or engine is None:
             return Refused(name, "unavailable", f"{self._state}: {self._detail}")
-        if scheduler.num_waiting >= self._max_queued:
-            text = f"{scheduler.num_waiting} requests wait already, as many as may; try again in a moment"
+        num_waiting = engine.scheduler.num_waiting
+        if num_waiting >= self._max_queued:
+            text = f"{num_waiting} requests wait already, which is the limit; try again in a moment"
             return Refused(name, "queue_full", text)
         request = Request(
             name,
@@ -316,10 +319,10 @@ class Router:
             message.namespace,
             message.priority,
         )
-        if not scheduler.has_work:
+        if not engine.has_work:
             self._worked = time.monotonic()
         try:
-            scheduler.add(request)
+            engine.add(request)
         except NeverFits as error:
             return Refused(name, "never_fits", str(error))
         except (InvalidParams, InvalidPrompt, ValueError) as error:
@@ -329,26 +332,26 @@ class Router:
         return Accepted(name)
 
     def _abort(self, message: Abort) -> None:
-        if self._submitted.pop(message.request_id, None) is not None and self._scheduler is not None:
-            self._scheduler.abort(message.request_id, message.reason)
+        if self._submitted.pop(message.request_id, None) is not None and self._engine is not None:
+            self._engine.abort(message.request_id, message.reason)
 
     def _ask_map(self, client: FrameStream[ToRouter]) -> None:
-        if self._scheduler is None:
+        if self._engine is None:
             client.send(Mapped(None, f"{self._state}: {self._detail}"))
         else:
             self._map_askers.append(client)
             self._wake.set()
 
     def _send_map(self, answer: Mapped) -> None:
-        """To all who have asked."""
+        """Answers all clients that asked for the map."""
         askers, self._map_askers = self._map_askers, []
         for client in askers:
             client.send(answer)
 
     def _send(self, events: list[TokenEvent]) -> None:
-        """Each event to whoever submitted its request, one message a client."""
+        """Sends each event to the client of its request, in one message a client."""
         submitted = self._submitted
-        if len(self._clients) == 1:  # most often
+        if len(self._clients) == 1:  # the usual case
             own = [event for event in events if event.request_id in submitted]
             if own:
                 next(iter(self._clients)).send(Events(own))
@@ -365,44 +368,35 @@ class Router:
                 submitted.pop(event.request_id, None)
 
     def _end_all(self, reason: str, error: str) -> None:
-        """Tell every request that it ends, whatever the scheduler holds of it."""
+        """Tells the clients that every request ends, whatever the engine holds of it."""
         self._send([TokenEvent(name, None, reason, error=error) for name in list(self._submitted)])
 
     # ------------------------------------------------------------------ states and counts
 
     def status(self) -> Status:
-        """As it stands."""
+        """Returns the state and the counts as they stand."""
         return Status(self._state, self._detail, self.load(), self._info)
 
     def load(self) -> Load:
-        """The counts."""
-        past, scheduler = self._past, self._scheduler
-        if scheduler is None:
+        """Returns the counts; totals include those of earlier workers."""
+        past, engine = self._past, self._engine
+        if engine is None:
             return past
-        ledger = scheduler.ledger
+        stats = engine.stats()
+        counts = msgspec.structs.asdict(stats) | {
+            name: getattr(past, name) + getattr(stats, name) for name in _TOTALS
+        }
+        counts["reached_peak"] = max(past.reached_peak, stats.reached_peak)
         return Load(
-            capacity=ledger.capacity,
-            free=ledger.num_free,
-            held=ledger.num_held,
-            cached=ledger.num_cached,
-            forecast_peak=scheduler.forecast_peak(),
-            reached_peak=max(past.reached_peak, scheduler.peak_held),
-            num_running=scheduler.num_running,
-            num_waiting=scheduler.num_waiting,
-            num_steps=past.num_steps + scheduler.step,
-            prompt_tokens=past.prompt_tokens + scheduler.num_prompt_tokens,
-            hit_tokens=past.hit_tokens + scheduler.num_hit_tokens,
-            generated_tokens=past.generated_tokens + scheduler.num_output_tokens,
-            num_preemptions=past.num_preemptions + scheduler.num_preemptions,
-            recomputed_tokens=past.recomputed_tokens + scheduler.num_recomputed_tokens,
+            **counts,
             num_ledger_checks=self._num_checks,
             num_worker_starts=self._num_starts,
-            step_age=time.monotonic() - self._worked if scheduler.has_work else 0.0,
+            step_age=time.monotonic() - self._worked if engine.has_work else 0.0,
             router_seconds=self._router_seconds,
         )
 
-    async def _tell(self) -> None:
-        """The status, again and again, to whoever listens."""
+    async def _report_status(self) -> None:
+        """Sends the status to all clients every `STATUS_SECONDS`."""
         while True:
             await asyncio.sleep(STATUS_SECONDS)
             self._broadcast()
@@ -412,54 +406,45 @@ class Router:
         for client in self._clients:
             client.send(status)
 
-    def _turn(self, state: State, detail: str) -> None:
+    def _change_state(self, state: State, detail: str) -> None:
         self._state, self._detail = state, detail
         self._broadcast()
 
     def _report(self, line: str) -> None:
-        """Progress of the worker while it loads."""
+        """Takes the worker's progress while it loads."""
         if self._state == "starting":
-            self._turn("starting", line)
+            self._change_state("starting", line)
 
-    def _open_books(self, info: RunnerInfo) -> Scheduler:
-        ledger = TokenLedger(info.capacity, info.limits.max_num_seqs, info.limits.max_model_len)
-        depth = self._depth or (2 if info.cuda_graphs else 1)
-        self._scheduler = Scheduler(ledger, info.limits, depth, self._admission)
-        self._unchecked = False
-        return self._scheduler
+    def _start_engine(self, info: RunnerInfo) -> Engine:
+        self._engine = Engine(make_scheduler(info, self._admission, self._max_in_flight))
+        self._is_checked = True
+        return self._engine
 
     def _lose_worker(self, error: WorkerDied | WorkerFailed) -> None:
-        """End every request, and say whether another worker is started."""
-        state, detail = self._state, self._detail  # draining stays draining
+        """Ends every request, and decides whether another worker is started."""
+        state, detail = self._state, self._detail  # a draining router stays draining
         self._crashes.append(time.monotonic())
-        self._num_barren += 1
+        self._crashes_without_step += 1
         quick = self._crashes[-1] - self._crashes[0] < CRASH_SECONDS
         if self._info is None and isinstance(error, WorkerFailed):
-            state, detail = "dead", str(error)  # the model cannot be loaded, and never will be
-        elif self._num_barren == MAX_CRASHES or (len(self._crashes) == MAX_CRASHES and quick):
+            state, detail = "dead", str(error)  # the model can never be loaded
+        elif self._crashes_without_step == MAX_CRASHES or (len(self._crashes) == MAX_CRASHES and quick):
             when = "within a minute" if quick else "before a step was done"
             state, detail = "dead", f"{MAX_CRASHES} workers died {when}, the last: {error}"
         elif state != "draining":
             state, detail = "starting", f"starting another worker: {error}"
-        self._close_books(state, detail, str(error))
+        self._end_engine(state, detail, str(error))
 
-    def _close_books(self, state: State, detail: str, error: str) -> None:
-        """The worker's memory is gone: so is every request. The totals stay.
+    def _end_engine(self, state: State, detail: str, error: str) -> None:
+        """Ends every request, since the worker's memory is gone. The totals stay.
 
-        The state is sent before the ends: who has read that its request is lost finds the service not ready.
+        The state is sent before the ends: a client that reads that its request is lost finds the service not
+            ready.
         """
-        self._past = msgspec.structs.replace(
-            self.load(),
-            capacity=0,
-            free=0,
-            held=0,
-            cached=0,
-            forecast_peak=0,
-            num_running=0,
-            num_waiting=0,
-            step_age=0.0,
-        )
-        self._scheduler = None
-        self._turn(state, detail)
+        load = self.load()
+        totals = {name: getattr(load, name) for name in (*_TOTALS, *_SERVICE_TOTALS)}
+        self._past = Load(reached_peak=load.reached_peak, **totals)
+        self._engine = None
+        self._change_state(state, detail)
         self._end_all("lost", error)
         self._send_map(Mapped(None, error))

@@ -1,13 +1,13 @@
-"""The simulator: a trace through the engine's own loop, with a step-time model in place of a device.
+"""The simulator: runs a trace through the service's engine, with a step-time model in place of a device.
 
-Scheduler, admission, forecast and ledger are the service's; only two things are made up. The executor computes
-nothing: it says how long the step would have taken, by which it moves the clock, and lets a request end where
-the trace says. And where memory goes by pages or by runs, the ledger counts so (`paged_ledger.py`). The
-scheduler is told what a service is told: a prompt, and the most tokens that may come. With the `oracle` alone
-that is the answer's true length.
+Engine, scheduler, admission, forecast and ledger are the service's. Two parts are replaced: the executor
+computes nothing, moves the clock by the time that the step would take, and ends each answer where the trace
+says; and the ledger may count pages or contiguous runs (`paged_ledger.py`). The scheduler knows what a
+service knows: a prompt and the most tokens that may come. Only with the `oracle` admission is that the
+answer's true length.
 
-Token ids: a prompt of a trace without prefixes begins with a token of its own; where blocks of prefixes are
-known their ids fill them.
+Token ids: in a trace without prefixes each prompt begins with a token of its own; where the blocks of
+prefixes are known, their ids fill the prompt.
 """
 
 import math
@@ -19,9 +19,8 @@ import numpy as np
 
 from lightkv.ledger import Sequence, TokenLedger
 from lightkv.router.engine.admission import make_admission
-from lightkv.router.engine.loop import Engine
+from lightkv.router.engine.loop import LocalEngine
 from lightkv.router.engine.request import Request
-from lightkv.router.engine.scheduler import Scheduler
 from lightkv.router.engine.step import ExpectedMemory, Limits, StepPlan, StepResult, TokenEvent
 from lightkv.router.engine.step_time import StepTime, Work
 from lightkv.router.sampling_params import SamplingParams
@@ -30,25 +29,26 @@ from .config import InvalidSimulation, SimulationConfig, page_of
 from .paged_ledger import ContiguousLedger, PagedLedger, make_ledger
 from .record import Distribution, Means, Timeline
 from .result import Figures, Series, SimulationResult
+from .steady import SteadyScheduler
 from .traces import BLOCK, Trace, TraceRequest, at_once, faster, is_timed, open_trace, poisson, summarise
 
 VOCAB_SIZE = 2**31 - 1
 END, MORE = 2, 1  # sampled: the last token of an answer, any other
-QUEUE = 64  # requests given to the scheduler before their turn; the others wait as a few numbers each
+QUEUE = 64  # requests in the scheduler's queue; further ones wait outside, as a few numbers each
 SATURATION_REQUESTS = 20_000
 PROGRESS_EVERY = 100
 
 Progress = Callable[[str, int], None]
-"""Takes what is being done, and how many requests of it have ended."""
+"""Takes the name of the current phase, and how many of its requests have ended."""
 
 
 def simulate(
     trace_name: str, config: SimulationConfig, progress: Progress | None = None, stepwise: bool = False
 ) -> SimulationResult:
-    """Run a trace (`traces.open_trace`) to its end.
+    """Runs a trace (`traces.open_trace`) to its end.
 
-    `stepwise`: each step by itself, also where several are alike: the same result, later. Raises
-    UnreadableTrace, InvalidStepTime, InvalidAllocation, OSError; InvalidSimulation for a request that could
+    `stepwise`: takes each step by itself, also where many are alike; the result is the same. Raises
+    UnreadableTrace, InvalidStepTime, InvalidAllocation, OSError, and InvalidSimulation for a request that can
     never run.
     """
     trace = open_trace(trace_name, config.requests, config.seed)
@@ -61,12 +61,12 @@ def simulate(
 
 
 def num_requests(trace_name: str, config: SimulationConfig) -> int:
-    """How many requests there will be."""
+    """Returns how many requests the simulation will run."""
     return config.requests or summarise(open_trace(trace_name)).num
 
 
 def saturation(trace_name: str, config: SimulationConfig, progress: Progress | None = None) -> float:
-    """Requests a second that an oracle serves, by token, when all of them wait at the start."""
+    """Returns the requests a second that are served if all wait at the start, by token and with an oracle."""
     num = min(config.requests, SATURATION_REQUESTS) if config.requests else None
     full = replace(
         config,
@@ -87,7 +87,7 @@ def saturation(trace_name: str, config: SimulationConfig, progress: Progress | N
 
 
 class _Arrivals:
-    """The requests of a trace in their order: those that have come, and those to come."""
+    """The requests of a trace in order: those that have arrived, and those that will."""
 
     def __init__(self, requests: Iterator[TraceRequest], all_at_start: bool) -> None:
         self._requests = requests
@@ -97,8 +97,8 @@ class _Arrivals:
 
     @property
     def num_waiting(self) -> int:
-        """Of those that have come, as `look` saw. Where all are there at the start they are not counted: they
-        may be many."""
+        """The requests that had arrived by the last `look` and were not taken. Requests that all arrive at the
+        start are not counted."""
         return len(self._come)
 
     @property
@@ -107,11 +107,11 @@ class _Arrivals:
 
     @property
     def next_time(self) -> float | None:
-        """When the next one comes; None: none does."""
+        """When the next request arrives; None after the last."""
         return None if self._next is None else self._next.arrival
 
     def look(self, now: float) -> None:
-        """See who has come by `now`."""
+        """Notes the requests that have arrived by `now`."""
         if self._all_at_start:
             return
         while self._next is not None and self._next.arrival <= now:  # type: ignore[operator]
@@ -119,7 +119,7 @@ class _Arrivals:
             self._next = next(self._requests, None)
 
     def take(self) -> TraceRequest | None:
-        """The first that has come."""
+        """Removes the first request that has arrived and returns it; None where there is none."""
         if self._all_at_start:
             taken, self._next = self._next, next(self._requests, None)
             return taken
@@ -127,25 +127,23 @@ class _Arrivals:
 
 
 class _Device:
-    """An executor that computes nothing: it moves the clock, and ends answers where the trace does.
-
-    It writes down what the memory holds while a step runs.
-    """
+    """An executor that computes nothing: it moves the clock, and ends answers where the trace does. It also
+    counts the slots of each step, for the share of the last pages that is empty."""
 
     fatal = False
 
     def __init__(self, simulation: "_Simulation", step_time: StepTime, max_num_seqs: int) -> None:
         self._simulation = simulation
         self._step_time = step_time
-        self._left: list[list[int]] = [[0]] * (
-            max_num_seqs + 1
-        )  # by row: [tokens to come], its request's own
-        self.outputs: dict[int, list[int]] = {}  # request → the same, while it lives
-        self.empty_slots = 0  # over all steps and requests that got a token: of its pages, those without one
-        self.all_slots = 0
+        # By row: a list of one number, the tokens to come, which is also in `outputs`.
+        self._left: list[list[int]] = [[0]] * (max_num_seqs + 1)
+        self.outputs: dict[int, list[int]] = {}  # number of a living request → its list
+        # Summed over all steps and the requests that got a token: slots of their pages, and those without a
+        # token.
+        self.all_slots = self.empty_slots = 0
 
-    def execute(self, plan: StepPlan) -> StepResult:
-        """What would have been sampled, once it would have been."""
+    def launch(self, plan: StepPlan) -> None:
+        """Passes the time of the step, and notes what would have been sampled."""
         for new in plan.new_rows:
             self._left[new.row] = self.outputs[new.seed]
         rows, starts, left = plan.rows, plan.starts, self._left
@@ -166,18 +164,22 @@ class _Device:
             pairs += count * start + count * (count + 1) // 2
         kv = sum(starts) - sum(starts[:num]) + decodes
         self._simulation.pass_time(self._step_time.seconds(Work(decodes, kv, prompt, pairs)))
-        return StepResult(plan.step, tokens, plan.num_free, 0)
+        self._result = StepResult(plan.step, tokens, plan.num_free, 0)
+
+    def collect(self) -> StepResult:
+        """Returns the result of the step that was launched last."""
+        return self._result
 
     def check(self, edits: bytes, holding: ExpectedMemory) -> None:
-        """There is no memory to recount."""
+        """Does nothing: there is no memory."""
 
     def steps_without_end(self, sequences: Iterable[Sequence]) -> int:
-        """Steps in which none of these samples its last token."""
+        """Returns the number of steps in which none of these sequences gets its last token."""
         return min([self._left[sequence.row][0] for sequence in sequences]) - 1
 
     def repeat(self, sequences: list[Sequence], steps: int) -> None:
-        """So many steps of just these have been, in each of which they took a token; they are about to get
-        their slots."""
+        """Notes `steps` steps in each of which these sequences, and no others, got a token. Call it before
+        their slots are allocated."""
         for sequence in sequences:
             self._left[sequence.row][0] -= steps
         if self._simulation.has_padding:
@@ -194,18 +196,18 @@ class _Device:
 
 
 class _Live:
-    """A request that has been sent and has not ended."""
+    """A request that was sent and has not ended."""
 
     __slots__ = ("arrival", "first", "request")
 
     def __init__(self, arrival: float, request: Request) -> None:
         self.arrival = arrival
-        self.first = 0.0  # when its first token came
+        self.first = 0.0  # the time of its first token
         self.request = request
 
 
 class _Simulation:
-    """One run: the clock, the engine, and what is written down."""
+    """One run: the clock, the engine, and the statistics."""
 
     def __init__(
         self,
@@ -235,10 +237,10 @@ class _Simulation:
             admission = replace(admission, reserve=config.reserve)
         self._queue = math.inf if admission.patience else QUEUE
         limits = Limits(config.max_num_seqs, longest, config.prefill_chunk, VOCAB_SIZE)
-        self.scheduler = Scheduler(self.ledger, limits, admission=admission, clock=lambda: self.clock)
+        self.scheduler = SteadyScheduler(self.ledger, limits, admission=admission, clock=lambda: self.clock)
         self.has_padding = page != 1
         self.device = _Device(self, step_time, config.max_num_seqs)
-        self.engine = Engine(self.scheduler, self.device)
+        self.engine = LocalEngine(self.scheduler, self.device)
         self._live: dict[str, _Live] = {}
         self._params = SamplingParams(temperature=0.0, max_tokens=config.max_new)
 
@@ -246,13 +248,13 @@ class _Simulation:
         self._num_met = self._num_preempted = self._num_prompt = 0
         self._ttft, self._tpot = Distribution(), Distribution()
         self._timeline = Timeline(5)
-        self._means = Means(6)  # while loaded
+        self._means = Means(6)  # over the time in which requests waited
         self._loaded = True
         self._loaded_output = 0
         self._max_running = self._max_waiting = 0
 
     def run(self) -> SimulationResult:
-        """All of it."""
+        """Runs all requests."""
         self._arrivals, offered, saturated = self._arrange()
         self._arrivals.look(self.clock)
         while True:
@@ -276,7 +278,7 @@ class _Simulation:
         return self._result(offered, saturated)
 
     def pass_time(self, seconds: float) -> None:
-        """The clock moves on; what the ledger holds meanwhile is written down."""
+        """Moves the clock on, and notes what the ledger holds meanwhile."""
         ledger = self.ledger
         padding = ledger.padding if isinstance(ledger, PagedLedger | ContiguousLedger) else 0
         self._pass(seconds, ledger.num_held, padding, ledger.num_cached)
@@ -296,9 +298,9 @@ class _Simulation:
         arrivals.look(self.clock)
 
     def _repeat(self) -> bool:
-        """Take the next steps at once where they are the same decodes again and again: as many as end no
-        answer, until somebody comes whom the scheduler has to see. Comes to exactly what one by one would (a
-        test compares them), for a part of the work. False where there are none such."""
+        """Takes the next steps at once where they are the same decodes again and again: until an answer ends,
+        or a request arrives that the scheduler has to see. The result is exactly that of single steps, which
+        a test checks. Returns False where fewer than two steps are alike."""
         scheduler, ledger = self.scheduler, self.ledger
         steps = scheduler.steady_steps()
         if steps < 2 or self.clock > scheduler.late_at:
@@ -319,7 +321,7 @@ class _Simulation:
             held += growth
             padding += growth - num
             free -= growth
-            if free < 0:  # so many cached ones are evicted
+            if free < 0:  # cached tokens are evicted
                 cached, free = cached + free, 0
             kv += num
             taken += 1
@@ -333,7 +335,7 @@ class _Simulation:
         return True
 
     def _arrange(self) -> tuple[_Arrivals, float, float]:
-        """The arrivals, how many a second, and what is saturation."""
+        """Returns the arrivals, the requests offered a second, and the rate of saturation."""
         config, trace = self.config, self.trace
         if config.rate == math.inf:
             return _Arrivals(at_once(trace), True), 0.0, config.saturation or 0.0
@@ -343,14 +345,14 @@ class _Simulation:
             rate = config.load * saturated
         if not summary.span and rate is not None:
             return _Arrivals(poisson(trace, rate, config.seed), False), rate, saturated
-        if not summary.span:  # all of them at one time
+        if not summary.span:  # all requests arrive at one time
             return _Arrivals(at_once(trace), True), 0.0, saturated
         own = summary.num / summary.span
         factor = 1.0 if rate is None else rate / own
         return _Arrivals(faster(trace, factor), False), own * factor, saturated
 
     def _send(self) -> None:
-        """Give the scheduler those that have come, as far as it has to see them."""
+        """Adds the requests that have arrived, as many as the scheduler has to see."""
         while self.scheduler.num_waiting < self._queue:
             asked = self._arrivals.take()
             if asked is None:
@@ -388,7 +390,7 @@ class _Simulation:
         self.engine.add(request)
 
     def _take(self, events: list[TokenEvent]) -> None:
-        """What a step brought."""
+        """Takes the events of a step."""
         now = self.clock
         for event in events:
             if event.num_cached is not None:

@@ -7,7 +7,7 @@ from rich.console import Console
 
 from lightkv.router import LLM, EngineConfig
 from lightkv.router.cli.demo import QUESTIONS, Run, answer, faults, summary
-from lightkv.router.engine.loop import Stats
+from lightkv.router.engine.loop import EngineStats
 
 
 @pytest.fixture(scope="module")
@@ -58,7 +58,7 @@ def test_a_terminal_shows_all_eight_at_once_and_the_whole_at_the_end(llm: LLM) -
     ids=["held", "lost", "above-forecast"],
 )
 def test_what_is_amiss_is_told(held: int, free: int, reached: int, words: str) -> None:
-    stats = Stats(
+    stats = EngineStats(
         capacity=100,
         free=free,
         held=held,

@@ -9,7 +9,7 @@ from lightkv.router.engine.admission import Demand, peak_tokens
 
 
 class Run(NamedTuple):
-    """A shared run of tokens; `Run` is told apart by identity, so equal lengths do not confuse it."""
+    """A shared run of tokens, compared by identity, so that equal lengths do not matter."""
 
     length: int
     name: object
@@ -26,7 +26,7 @@ def random_batch(rng: random.Random, all_decode: bool) -> list[Demand]:
 
 
 def reached(batch: list[Demand], rng: random.Random, lag: int = 0) -> int:
-    """The most tokens held in one random life of the batch.
+    """Returns the most tokens held in one random life of the batch.
 
     A decode takes one token a step. A prefill waits, takes chunks, pauses between them and then decodes. Each
     holds what it has for `lag` steps after its last.

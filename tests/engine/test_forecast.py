@@ -13,7 +13,7 @@ CAPACITY = 100_000
 
 
 class Life:
-    """Sequences that prefill, decode, rest and close, and what the forecast should say of them."""
+    """Sequences that prefill, decode, rest and close, and what the forecast should say about them."""
 
     def __init__(self, rng: random.Random, lag: int) -> None:
         self.rng = rng
@@ -34,7 +34,8 @@ class Life:
         return demands
 
     def step(self) -> None:
-        """Prefills take a chunk, and decodes a token; some begin, change their state or end."""
+        """Gives each prefill a chunk and each decode a token; some sequences begin, change their state or
+        end."""
         rng, ledger = self.rng, self.ledger
         for sequence in list(self.prefilling):
             left = len(sequence.prompt) // 4 - sequence.length
@@ -68,7 +69,7 @@ class Life:
         ledger.drain()
 
     def arrive(self) -> None:
-        """One asks; the answer is right whatever the limit, and it is admitted or not."""
+        """Asks for admission: the answer is right for every limit, and the request is admitted or not."""
         rng, ledger = self.rng, self.ledger
         prompt = array("i", [rng.randrange(2) for _ in range(rng.randint(1, 10))]).tobytes()
         final = len(prompt) // 4 + rng.randint(0, 15)

@@ -9,10 +9,9 @@ import pytest
 import torch
 from transformers import LlamaConfig, PreTrainedModel
 
-from lightkv.edits import decode
 from lightkv.ledger import TokenLedger
 from lightkv.router import EngineConfig, SamplingParams
-from lightkv.router.engine.loop import Engine
+from lightkv.router.engine.loop import LocalEngine
 from lightkv.router.engine.request import Request
 from lightkv.router.engine.scheduler import Scheduler
 from lightkv.router.engine.step import TokenEvent
@@ -50,15 +49,15 @@ def bf16_model() -> PreTrainedModel:
     return random_model(CONFIG, torch.device("cuda"), torch.bfloat16)
 
 
-def make(model: PreTrainedModel, **settings: object) -> tuple[Engine, ModelRunner]:
+def make(model: PreTrainedModel, **settings: object) -> tuple[LocalEngine, ModelRunner]:
     defaults = {"device": "cuda", "max_num_seqs": 12, "max_total_tokens": 3000, "prefill_chunk": 64}
     config = EngineConfig(**(defaults | settings))  # type: ignore[arg-type]
     runner, info = assemble(model, config, lambda line: None)
     ledger = TokenLedger(info.capacity, info.limits.max_num_seqs, info.limits.max_model_len)
-    return Engine(Scheduler(ledger, info.limits), runner), runner
+    return LocalEngine(Scheduler(ledger, info.limits), runner), runner
 
 
-def add_requests(engine: Engine, count: int, params: list[SamplingParams]) -> None:
+def add_requests(engine: LocalEngine, count: int, params: list[SamplingParams]) -> None:
     rng = random.Random(0)
     system = [rng.randrange(1000) for _ in range(70)]
     for i in range(count):
@@ -67,7 +66,7 @@ def add_requests(engine: Engine, count: int, params: list[SamplingParams]) -> No
         engine.add(Request(str(i), array("i", ids).tobytes(), chosen, seed=i))
 
 
-def run(engine: Engine) -> dict[str, list[int]]:
+def run(engine: LocalEngine) -> dict[str, list[int]]:
     tokens: dict[str, list[int]] = {}
     while engine.has_work:
         for event in engine.step():
@@ -165,7 +164,7 @@ def test_decode_steps_wait_once_and_allocate_nothing(model: PreTrainedModel) -> 
         assert graph is not None
         output = graph.replay(plan)
     assert torch.cuda.memory_stats()["allocation.all.allocated"] == before
-    engine.scheduler.consume(runner._read(plan, output))
+    engine.scheduler.complete(runner._read(plan, output))
     run(engine)
     assert_idle(engine)
 
@@ -180,9 +179,9 @@ def test_an_eager_step_waits_for_its_tokens_alone(model: PreTrainedModel) -> Non
         assert plan is not None
         with no_waits(), torch.inference_mode():
             runner._parts.sampler.set_rows(plan.new_rows)
-            runner._parts.memory.apply(decode(plan.edits))
+            runner._parts.memory.apply(plan.all_edits())
             output = runner._forward(plan)
-        engine.scheduler.consume(runner._read(plan, output))
+        engine.scheduler.complete(runner._read(plan, output))
     run(engine)
     assert_idle(engine)
 

@@ -1,10 +1,11 @@
-"""What a plan tells the sampler of new sequences: prompts once, and end tokens until they are allowed."""
+"""What a plan tells the sampler about new sequences: each prompt once, end tokens until they are allowed."""
 
 import msgspec
 import pytest
 from test_scheduler import VOCABULARY, ids, make
 
 from lightkv.router import LLM, SamplingParams
+from lightkv.router.engine.new_rows import NewRows
 from lightkv.router.engine.request import Request
 from lightkv.router.engine.step import StepPlan
 from lightkv.router.sampling_params import MAX_END_IDS, InvalidParams
@@ -27,7 +28,7 @@ def penalised(name: str, prompt: list[int]) -> Request:
 
 
 def test_answers_to_one_prompt_share_it_in_the_plan() -> None:
-    """And it travels as its distinct ids: a plan stays small however long the prompt is."""
+    """The prompt travels as its distinct ids, so that a plan stays small however long the prompt is."""
     plans = plans_of([penalised(str(i), LONG) for i in range(12)] + [penalised("other", [9, 2, 9])])
     rows = [(plan, row) for plan in plans for row in plan.new_rows]
     assert len(rows) == 13
@@ -52,11 +53,13 @@ def test_end_tokens_travel_until_the_answer_may_end() -> None:
     asked = Request("a", ids([1, 2, 3]), params, seed=1, stop_ids=frozenset({7, 5, VOCABULARY + 1}))
     (row,) = plans_of([asked])[0].new_rows
     assert (row.may_stop_at, row.stop_ids) == (3 + 4, [5, 7])  # one that is not in the vocabulary never comes
-    engine, _ = make()
     for num_output, expected in ((2, 7), (4, 0)):  # a request that was preempted and runs again
         again = Request("b", ids([1, 2, 3]), params, seed=1, stop_ids=frozenset({7}))
         again.output.extend([10] * num_output)
-        assert engine.scheduler.new_row(again, row=1).may_stop_at == expected
+        new_rows = NewRows(VOCABULARY)
+        new_rows.add(again, row=1)
+        ((row,), prompts) = new_rows.drain()
+        assert (row.may_stop_at, prompts) == (expected, [])
 
 
 def test_more_end_tokens_than_can_be_held_back_are_refused() -> None:

@@ -1,5 +1,5 @@
-"""Requests that share a prefix and read it together: the engine gives the tokens that it gives without, and a
-decode graph is told of a change and of nothing else."""
+"""Requests that read a shared prefix together get the same tokens, and a decode graph is updated only when the
+shared prefixes change."""
 
 import random
 from array import array
@@ -13,7 +13,7 @@ from test_gpu_engine import no_waits, share_alike, take
 from lightkv.ledger import TokenLedger
 from lightkv.ledger.shared_prefixes import SharedPrefix
 from lightkv.router import EngineConfig, SamplingParams
-from lightkv.router.engine.loop import Engine
+from lightkv.router.engine.loop import LocalEngine
 from lightkv.router.engine.request import Request
 from lightkv.router.engine.scheduler import Scheduler
 from lightkv.router.engine.step import StepPlan
@@ -25,24 +25,26 @@ from tests.support.model_worker import assert_idle
 from tests.support.tiny_models import VOCABULARY, tiny_llama
 
 
-def make(device: torch.device, **settings: object) -> tuple[Engine, ModelRunner, list[StepPlan]]:
-    """An engine that groups whatever is shared, unless told not to; and its plans, as they come."""
+def make(device: torch.device, **settings: object) -> tuple[LocalEngine, ModelRunner, list[StepPlan]]:
+    """Returns an engine that reads every shared prefix together unless `settings` say otherwise, and its
+    plans."""
     defaults = {"max_num_seqs": 4, "max_total_tokens": 600, "prefill_chunk": 96}
     given = {"device": str(device), "attention_backend": "triton"} | defaults | settings
     config = EngineConfig(**given)  # type: ignore[arg-type]
     runner, info = assemble(tiny_llama(device), config, lambda line: None)
     limits = replace(
-        info.limits, grouping=info.limits.grouping._replace(min_tokens=8, min_saved=1, min_mean=0)
+        info.limits, prefix_sharing=info.limits.prefix_sharing._replace(min_tokens=8, min_saved=1, min_mean=0)
     )
     ledger = TokenLedger(info.capacity, limits.max_num_seqs, limits.max_model_len)
     plans: list[StepPlan] = []
-    execute = runner.execute
-    runner.execute = lambda plan: plans.append(plan) or execute(plan)  # type: ignore[method-assign, func-returns-value]
-    return Engine(Scheduler(ledger, limits), runner), runner, plans
+    launch = runner.launch
+    runner.launch = lambda plan: plans.append(plan) or launch(plan)  # type: ignore[method-assign, func-returns-value]
+    return LocalEngine(Scheduler(ledger, limits), runner), runner, plans
 
 
-def add_requests(engine: Engine, count: int, max_tokens: int) -> None:
-    """Two families under one system prompt; they end at different times, and more wait than run."""
+def add_requests(engine: LocalEngine, count: int, max_tokens: int) -> None:
+    """Adds two families of requests with one system prompt. They end at different times, and more wait than
+    run."""
     rng = random.Random(0)
     system, *families = ([rng.randrange(VOCABULARY) for _ in range(n)] for n in (10, 15, 9))
     for i in range(count):
@@ -52,7 +54,7 @@ def add_requests(engine: Engine, count: int, max_tokens: int) -> None:
         engine.add(Request(str(i), array("i", ids).tobytes(), params, seed=i))
 
 
-def run(engine: Engine) -> dict[str, list[int]]:
+def run(engine: LocalEngine) -> dict[str, list[int]]:
     tokens: dict[str, list[int]] = {}
     while engine.has_work:
         for event in engine.step():
@@ -165,13 +167,12 @@ def test_a_step_that_reads_together_waits_for_nothing_and_allocates_nothing() ->
         assert graph is not None
         output = graph.replay(plan)
     assert torch.cuda.memory_stats()["allocation.all.allocated"] == before
-    engine.scheduler.consume(runner._read(plan, output))
+    engine.scheduler.complete(runner._read(plan, output))
     while engine.has_work:
         with no_waits(), torch.inference_mode():
             plan = engine.scheduler.plan()
             assert plan is not None
-            plans.append(plan)
             runner.launch(plan)
-        engine.scheduler.consume(runner.collect())
+        engine.scheduler.complete(runner.collect())
     assert len({tuple(plan.prefixes) for plan in plans}) > 1
     assert_idle(engine)

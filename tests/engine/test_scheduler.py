@@ -11,7 +11,7 @@ from lightkv.edits import decode
 from lightkv.errors import LedgerMismatch
 from lightkv.ledger import TokenLedger
 from lightkv.ledger.shared_prefixes import PrefixSharing, SharedPrefix, shared_prefixes
-from lightkv.router.engine.loop import Engine, EngineDead
+from lightkv.router.engine.loop import EngineDead, LocalEngine
 from lightkv.router.engine.request import InvalidPrompt, NeverFits, Request
 from lightkv.router.engine.scheduler import Scheduler
 from lightkv.router.engine.step import Limits, StepPlan, TokenEvent
@@ -33,11 +33,11 @@ def make(
     prefill_chunk: int = 0,
     stop_chance: float = 0.0,
     depth: int = 1,
-) -> tuple[Engine, ModelWorker]:
+) -> tuple[LocalEngine, ModelWorker]:
     ledger = TokenLedger(capacity, max_num_seqs, max_model_len)
     worker = ModelWorker(capacity, random.Random(0), stop_chance)
     limits = Limits(max_num_seqs, max_model_len, prefill_chunk, VOCABULARY, GROUPING)
-    return Engine(Scheduler(ledger, limits, depth), worker), worker
+    return LocalEngine(Scheduler(ledger, limits, depth), worker), worker
 
 
 def request(name: str, prompt: list[int], max_tokens: int) -> Request:
@@ -159,14 +159,14 @@ def test_abort_frees_at_once_wherever_the_request_is() -> None:
     assert_idle(engine)
 
 
-def test_an_abort_while_its_step_is_under_way_waits_for_the_step() -> None:
+def test_an_abort_while_its_step_is_in_flight_waits_for_the_step() -> None:
     engine, worker = make()
     engine.add(request("a", [1, 2], 5))
     plan = engine.scheduler.plan()
     assert plan is not None
     assert engine.abort("a")
     assert engine.stats().held == 2
-    assert engine.scheduler.consume(worker.execute(plan)) == []
+    assert engine.scheduler.complete(worker.execute(plan)) == []
     assert_idle(engine)
 
 
@@ -202,7 +202,9 @@ def test_a_device_that_counts_otherwise_is_found_out() -> None:
     engine.add(request("a", [1], 5))
     engine.step()
     worker.count_error = -1
-    with pytest.raises(LedgerMismatch, match=r"step 1: the device counts 97 free slots, the ledger 98.*Take"):
+    with pytest.raises(
+        LedgerMismatch, match=r"step 1: the device counts 97 free slots, the ledger 98.*Alloc"
+    ):
         engine.step()
     with pytest.raises(EngineDead):
         engine.add(request("b", [1], 5))
@@ -268,8 +270,8 @@ def test_an_error_flag_says_what_happened() -> None:
         engine.step()
 
 
-def overlap(engine: Engine, worker: ModelWorker) -> Iterator[list[TokenEvent]]:
-    """Steps at depth two: each is planned and sent before the result of the one before is taken."""
+def overlap(engine: LocalEngine, worker: ModelWorker) -> Iterator[list[TokenEvent]]:
+    """Runs steps at depth two: each is planned and sent before the result of the one before is taken."""
     scheduler = engine.scheduler
     while engine.has_work:
         plan = scheduler.plan() if scheduler.num_in_flight < 2 else None
@@ -278,7 +280,7 @@ def overlap(engine: Engine, worker: ModelWorker) -> Iterator[list[TokenEvent]]:
             if scheduler.num_in_flight < 2:
                 continue
         result = worker.results.popleft()
-        yield scheduler.fail(str(result)) if isinstance(result, Exception) else scheduler.consume(result)
+        yield scheduler.fail(str(result)) if isinstance(result, Exception) else scheduler.complete(result)
 
 
 def test_overlapped_steps_give_each_request_its_length() -> None:
@@ -297,7 +299,7 @@ def test_overlap_drops_the_token_after_an_end_and_caches_the_rest() -> None:
     engine.add(request("a", [1, 2, 3], 9))
     events = [event for step in overlap(engine, worker) for event in step]
     assert events == [TokenEvent("a", STOP, "stop", num_cached=0)]
-    assert len(worker.plans) == 2  # the second was under way already, and wrote the stop token's K/V
+    assert len(worker.plans) == 2  # the second was in flight already, and wrote the stop token's K/V
     assert engine.stats().cached == 4
     assert_idle(engine)
 
@@ -327,7 +329,7 @@ def test_the_urgent_is_admitted_first(depth: int) -> None:
         if name == "running":
             plan = engine.scheduler.plan()
             assert plan is not None
-    events = engine.scheduler.consume(worker.execute(plan))
+    events = engine.scheduler.complete(worker.execute(plan))
     events += [event for step in overlap(engine, worker) for event in step] if depth == 2 else run(engine)
     ended = [event.request_id for event in events if event.finish_reason]
     assert ended == ["running", "soon", "late", "later"]
@@ -376,7 +378,7 @@ def test_a_long_random_life_is_never_short_of_a_token(chunk: int, depth: int) ->
     def take() -> None:
         nonlocal finished, failed
         result = worker.results.popleft()
-        events = scheduler.fail(str(result)) if isinstance(result, Exception) else scheduler.consume(result)
+        events = scheduler.fail(str(result)) if isinstance(result, Exception) else scheduler.complete(result)
         for event in events:
             failed += event.finish_reason == "error"
             if event.finish_reason:
@@ -402,7 +404,7 @@ def test_a_long_random_life_is_never_short_of_a_token(chunk: int, depth: int) ->
             worker.error = RuntimeError("a failed step")
         plan = scheduler.plan()
         if plan is not None:
-            batch = [request.sequence for request in scheduler._flying[-1].requests[plan.num_prefills :]]
+            batch = [request.sequence for request in scheduler._in_flight[-1].requests[plan.num_prefills :]]
             assert plan.prefixes == shared_prefixes(scheduler.ledger.shared, batch, GROUPING)
             together += len(plan.prefixes)
             worker.send(plan)

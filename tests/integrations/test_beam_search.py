@@ -22,7 +22,7 @@ PROMPTS = [[5], [5, 6, 7, 8], [11, 40, 3, 90, 22, 61, 17, 4, 33, 8, 70], list(ra
 def reference_beams(
     model: PreTrainedModel, prompt: list[int], num_beams: int, **options: object
 ) -> list[Beam]:
-    """Hugging Face's own, with every finished beam cut after its end token."""
+    """Returns Hugging Face's beams, each cut after its end token."""
     ids = torch.tensor([prompt], device=model.device)
     eos = options.pop("eos_token_ids", None) or None
     out = model.generate(  # type: ignore[operator]
@@ -80,7 +80,7 @@ def test_beams_equal_hugging_faces(
             lm.cache.check()
             assert lm.cache.num_held == 0
     if length_penalty < 2:  # which favours the longest
-        assert num_early > 3, "no beam ended before its time: the test shows nothing of how they end"
+        assert num_early > 3, "no beam ended early, so the test does not show how beams end"
 
 
 @pytest.mark.parametrize("num_beams", [1, 2, 7])
@@ -100,10 +100,10 @@ def test_any_number_of_beams(num_beams: int, device: torch.device) -> None:
 
 
 class Counted:
-    """What a `CachedModel` computes, takes and writes from now on."""
+    """Counts what a `CachedModel` computes, allocates and writes from now on."""
 
     def __init__(self, lm: CachedModel, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.num_computed = self.num_taken = self.num_bytes = 0
+        self.num_computed = self.num_allocated = self.num_bytes = 0
         self.most_held = 0
         self.pool = lm.cache.memory.pool
         self.before = self.snapshot()
@@ -117,7 +117,7 @@ class Counted:
         monkeypatch.setattr(metadata, "prepare", counted)
 
         def count_edits(edits: list[Any], kept: list[torch.Tensor]) -> None:
-            self.num_taken += sum(sum(edit.counts) for edit in edits if hasattr(edit, "counts"))
+            self.num_allocated += sum(sum(edit.counts) for edit in edits if hasattr(edit, "counts"))
             self.most_held = max(self.most_held, lm.cache.num_held)
 
         lm.cache.on_edits = count_edits
@@ -140,7 +140,7 @@ class Counted:
 
 
 def blank_model(device: torch.device, capacity: int = 400) -> CachedModel:
-    """With zeros in the pool, which equal themselves, as what it has by chance may not."""
+    """Returns a model with zeros in its pool, since uninitialised memory may hold NaN, which equals nothing."""
     lm = CachedModel(tiny_llama(device), capacity)
     for layer_idx in range(2):
         lm.cache.memory.pool.kv(layer_idx).zero_()
@@ -152,18 +152,18 @@ def test_beams_copy_no_kv(device: torch.device, monkeypatch: pytest.MonkeyPatch)
     counted = Counted(lm, monkeypatch)
     prompt = PROMPTS[3]
     beam_search(lm, prompt, 4, 12)
-    assert counted.num_computed == counted.num_taken == len(prompt) + 4 * 11
+    assert counted.num_computed == counted.num_allocated == len(prompt) + 4 * 11
     assert counted.num_bytes == counted.num_computed * lm.cache.memory.pool.spec.bytes_per_token
     assert counted.same()
-    # Four beams never hold four prompts: at most one, and what each has of its own.
+    # Four beams hold the prompt once, and each its own tokens.
     assert counted.most_held <= len(prompt) + 4 * 11
-    # What was computed is found by who asks for it again, to the token.
+    # A second search finds the cached prompt, all but its last token.
     again = counted.num_computed
     beam_search(lm, prompt, 4, 12)
     assert counted.num_computed == again + 1 + 4 * 11
 
 
-def test_forks_share_their_slots_and_the_dropped_are_free(device: torch.device) -> None:
+def test_forks_share_their_slots_and_dropped_forks_free_theirs(device: torch.device) -> None:
     lm = CachedModel(tiny_llama(device), 60)
     sequence, _ = lm.prefill(PROMPTS[2])
     forks = select(lm.cache, [sequence], [0, 0, 0])
@@ -212,7 +212,7 @@ def test_parallel_samples_equal_hugging_faces(device: torch.device, monkeypatch:
     found = sample_parallel(lm, prompt, 5, 9, temperature=0.7)
     assert found == out[:, len(prompt) :].tolist()
     assert len({tuple(answer) for answer in found}) > 1
-    assert counted.num_computed == counted.num_taken == len(prompt) + 5 * 8
+    assert counted.num_computed == counted.num_allocated == len(prompt) + 5 * 8
     assert lm.cache.num_held == 0
     lm.cache.check()
 
@@ -243,7 +243,7 @@ def test_a_pool_too_small_leaves_nothing_open(capacity: int, device: torch.devic
     lm.cache.check()
 
 
-def test_a_failed_pass_caches_nothing_that_was_not_written(
+def test_a_failed_pass_caches_only_what_was_written(
     device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     lm = CachedModel(tiny_llama(device), 200)
@@ -265,7 +265,7 @@ def test_a_failed_pass_caches_nothing_that_was_not_written(
     assert_same(beam_search(lm, PROMPTS[1], 3, 8), expected)
 
 
-def test_sequences_have_as_much_as_before_when_a_pass_fails(
+def test_sequences_are_as_long_as_before_when_a_pass_fails(
     device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     lm = CachedModel(tiny_llama(device), 200)
@@ -300,7 +300,10 @@ def test_wrong_numbers_are_named(num_beams: int, max_new_tokens: int, device: to
 
 
 def same_beams_on_smollm2(max_new_tokens: int, ends: str, capacity: int, device: torch.device) -> int:
-    """`ends`: a text of one token that ends a beam, beside the model's own. Returns the most tokens of any."""
+    """Compares beams with Hugging Face's. Returns the length of the longest.
+
+    `ends` is a text of one token that ends a beam, in addition to the model's own end token.
+    """
     directory = resolve(EngineConfig.model, print)
     tokenizer = AutoTokenizer.from_pretrained(directory)
     model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).to(device).eval()

@@ -1,6 +1,6 @@
-"""A model and its cache: what fails leaves nothing behind, and what dropped tokens goes on where it stood.
+"""CachedModel: a failed call leaves nothing behind, and sequences that dropped tokens are computed right.
 
-The reference is the model's own forward pass over the whole text, under the mask that a drop amounts to.
+The reference is the model's own forward pass over the whole text, with a mask that hides the dropped tokens.
 """
 
 import pytest
@@ -14,7 +14,7 @@ from tests.support.tiny_models import VOCABULARY, tiny_llama
 
 
 def logits_of(model: PreTrainedModel, ids: list[int], seen: torch.Tensor | None = None) -> torch.Tensor:
-    """The model's own `[T, vocabulary]`, where token t sees those that `seen` bool `[T, T]` says."""
+    """Returns the model's own logits `[T, vocabulary]`. `seen`, bool `[T, T]`: what each token attends to."""
     if seen is None:
         seen = torch.ones(len(ids), len(ids), dtype=torch.bool, device=model.device).tril_()
     mask = torch.zeros(seen.shape, device=model.device).masked_fill_(~seen, torch.finfo(torch.float32).min)
@@ -30,7 +30,7 @@ def fail(*_: object, **__: object) -> None:
     raise RuntimeError("the device is gone")
 
 
-def test_a_chunk_that_failed_and_is_tried_again_poisons_nothing(
+def test_a_chunk_that_fails_and_is_computed_again_leaves_no_wrong_kv(
     device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     lm = CachedModel(tiny_llama(device), capacity=100)
@@ -48,7 +48,7 @@ def test_a_chunk_that_failed_and_is_tried_again_poisons_nothing(
         lm.decode([sequence], [token])
     lm.cache.close(sequence, out)
     lm.cache.check()
-    # The four tokens after the first chunk are the prompt's, whatever the answer was.
+    # The four tokens after the first chunk are the prompt's; the answer's tokens are not cached in their place.
     other, logits = lm.prefill([*prompt[:4], *out])
     assert other.num_hit == 4
     torch.testing.assert_close(logits, logits_of(own, [*prompt[:4], *out])[-1], rtol=1e-4, atol=1e-4)
@@ -57,7 +57,7 @@ def test_a_chunk_that_failed_and_is_tried_again_poisons_nothing(
     torch.testing.assert_close(logits, logits_of(own, [*prompt, *out])[-1], rtol=1e-4, atol=1e-4)
 
 
-def test_sequences_that_dropped_tokens_go_on_beside_one_that_has_not(device: torch.device) -> None:
+def test_sequences_with_and_without_dropped_tokens_share_a_step(device: torch.device) -> None:
     lm = CachedModel(tiny_llama(device), capacity=200)
     own = tiny_llama(device, attention="eager")
     texts = [random_ids(40, seed) for seed in range(3)]
@@ -83,7 +83,7 @@ def test_sequences_that_dropped_tokens_go_on_beside_one_that_has_not(device: tor
 
 
 def with_sinks(lm: CachedModel, ids: list[int], num_sinks: int) -> Sequence:
-    """The first 30 of `ids`, less 10 after the sinks."""
+    """Computes the first 30 of `ids`, and drops 10 of them after the sinks."""
     sequence = lm.cache.open(ids[:1])
     lm.forward([sequence], [ids[:30]])
     lm.cache.release(sequence, 10, num_sinks)
@@ -104,7 +104,7 @@ def test_sequences_with_sinks_share_a_step(device: torch.device) -> None:
     torch.testing.assert_close(lm.decode(both, [1, 1]), torch.cat(alone[1::2]), rtol=1e-4, atol=1e-4)
 
 
-def test_what_would_not_be_computed_right_is_refused(device: torch.device) -> None:
+def test_a_step_that_would_not_be_computed_right_is_refused(device: torch.device) -> None:
     lm = CachedModel(tiny_llama(device), capacity=200)
     exact = CachedModel(tiny_llama(device), capacity=200, exact_positions=True)
     windowed = CachedModel(
@@ -159,7 +159,7 @@ def test_a_model_that_is_refused_stays_as_it_was(
     assert not rotary.model.rotary_emb._forward_hooks
 
 
-def test_a_model_that_takes_no_attention_of_others_gets_its_own_back(
+def test_a_model_without_the_attention_interface_keeps_its_attention(
     device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = tiny_llama(device)

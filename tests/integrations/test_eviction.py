@@ -1,4 +1,4 @@
-"""Eviction by accumulated attention, against Hugging Face's attention weights under the mask that it makes."""
+"""Eviction by accumulated attention, compared with Hugging Face's attention weights under the same mask."""
 
 import doctest
 from pydoc_data.topics import topics
@@ -28,16 +28,18 @@ def make_model(device: torch.device) -> PreTrainedModel:
 def expected(
     model: PreTrainedModel, ids: torch.Tensor, seen: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Hugging Face's logits `[T, vocabulary]`, and its weights summed over layers and heads `[T, T]`, where
-    token t sees those that `seen` `[T, T]` says."""
+    """Returns Hugging Face's logits `[T, vocabulary]`, and its weights, summed over layers and heads, `[T, T]`.
+
+    Token t attends to the tokens in `seen[t]`, bool `[T, T]`.
+    """
     mask = torch.zeros(seen.shape, device=ids.device).masked_fill_(~seen, torch.finfo(torch.float32).min)
     with torch.no_grad():
         output = model(ids[None], attention_mask=mask[None, None], output_attentions=True)
     return output.logits[0], sum(weights[0].sum(0) for weights in output.attentions)
 
 
-def test_keeps_what_was_attended_to_most(device: torch.device) -> None:
-    """Prompt, eviction, more tokens, another eviction, and more again, in chunks."""
+def test_keep_keeps_the_tokens_attended_to_most(device: torch.device) -> None:
+    """Alternates chunks of tokens with evictions."""
     model = make_model(device)
     ids = torch.randint(0, VOCABULARY, (70,), device=device)
     reference = make_model(device)
@@ -70,7 +72,7 @@ def test_keeps_what_was_attended_to_most(device: torch.device) -> None:
     assert lm.cache.num_free == 64
 
 
-def test_half_of_the_tokens_are_another_requests_in_the_same_step() -> None:
+def test_evicted_slots_serve_another_sequence_in_the_same_step() -> None:
     lm = CachedModel(make_model(torch.device("cpu")), capacity=40, max_sequences=2)
     ids = torch.randint(0, VOCABULARY, (60,))
     hitters = HeavyHitters(lm)
@@ -95,7 +97,7 @@ def test_half_of_the_tokens_are_another_requests_in_the_same_step() -> None:
     torch.testing.assert_close(hitters.forward(second, ids[59:].tolist())[0], alone[-1], rtol=1e-4, atol=1e-4)
 
 
-def test_what_is_shared_stays() -> None:
+def test_shared_tokens_stay() -> None:
     lm = CachedModel(make_model(torch.device("cpu")), capacity=100, max_sequences=2)
     hitters = HeavyHitters(lm)
     prompt = list(range(30))
@@ -113,7 +115,7 @@ def test_what_is_shared_stays() -> None:
     assert hitters.keep(second, budget=36, recent=0) == 0
 
 
-def test_a_row_that_is_used_again_begins_at_zero() -> None:
+def test_a_reused_row_starts_at_zero() -> None:
     lm = CachedModel(make_model(torch.device("cpu")), capacity=30)
     hitters = HeavyHitters(lm)
     ids = torch.randint(0, VOCABULARY, (30,))
@@ -127,7 +129,7 @@ def test_a_row_that_is_used_again_begins_at_zero() -> None:
 
 
 def watched(capacity: int = 60, backend: str | None = None) -> tuple[CachedModel, HeavyHitters, Sequence]:
-    """After 30 tokens of a sequence."""
+    """Returns a model and its heavy hitters, after 30 tokens of a sequence."""
     lm = CachedModel(make_model(torch.device("cpu")), capacity, max_sequences=3, backend=backend)
     hitters = HeavyHitters(lm)
     sequence = lm.cache.open([1])
@@ -135,7 +137,7 @@ def watched(capacity: int = 60, backend: str | None = None) -> tuple[CachedModel
     return lm, hitters, sequence
 
 
-def test_a_truncated_sequence_keeps_the_scores_of_what_is_left() -> None:
+def test_a_truncated_sequence_keeps_the_scores_of_its_tokens() -> None:
     lm, hitters, sequence = watched()
     before = hitters.scores(sequence).clone()
     lm.cache.truncate(sequence, 20)
@@ -148,10 +150,10 @@ def test_a_truncated_sequence_keeps_the_scores_of_what_is_left() -> None:
     torch.testing.assert_close(hitters.scores(sequence), before)
 
 
-def test_a_fork_begins_at_zero() -> None:
+def test_a_fork_starts_at_zero() -> None:
     lm, hitters, sequence = watched()
     before = hitters.scores(sequence).clone()
-    former = lm.cache.open([1])  # whose row the fork gets
+    former = lm.cache.open([1])  # the fork gets its row
     hitters.forward(former, range(30))
     lm.cache.close(former, cache=False)
     fork = lm.cache.fork(sequence)
@@ -163,7 +165,7 @@ def test_a_fork_begins_at_zero() -> None:
 
 
 @pytest.mark.parametrize("change", ["release", "keep", "forward", "truncate-forward"])
-def test_what_others_did_to_a_sequence_is_noticed(change: str) -> None:
+def test_changes_by_other_calls_are_noticed(change: str) -> None:
     lm, hitters, sequence = watched()
     if change == "release":
         lm.cache.release(sequence, 5)
@@ -179,7 +181,7 @@ def test_what_others_did_to_a_sequence_is_noticed(change: str) -> None:
         lambda: hitters.scores(sequence),
         lambda: hitters.keep(sequence, 5, 2),
     ):
-        with pytest.raises(ValueError, match=r"30 tokens and 0 dropped.*close and run anew"):
+        with pytest.raises(ValueError, match=r"30 tokens and 0 dropped.*close this sequence"):
             call()
     assert (sequence.length, lm.cache.num_free) == (length, num_free)
     lm.cache.close(sequence, cache=False)
@@ -218,7 +220,7 @@ def test_a_step_that_fails_leaves_the_scores(monkeypatch: pytest.MonkeyPatch) ->
     assert torch.equal(hitters.scores(sequence), before)
 
 
-def test_nothing_can_be_kept_of_what_is_published() -> None:
+def test_published_tokens_are_never_evicted() -> None:
     lm, hitters, sequence = watched()
     lm.cache.publish(sequence)  # its prompt, one token
     lm.cache.confirm()
@@ -232,12 +234,12 @@ def test_nothing_can_be_kept_of_what_is_published() -> None:
         hitters.keep(published, 10, 2)
 
 
-def test_the_scores_are_the_chosen_backends(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_scores_are_those_of_the_chosen_backend(monkeypatch: pytest.MonkeyPatch) -> None:
     _, hitters, sequence = watched(backend="torch")
     expected = hitters.scores(sequence)
 
     def fail(*_: object, **__: object) -> None:
-        raise AssertionError("the twin, where the kernel was chosen")
+        raise AssertionError("the reference was called, where the kernel was chosen")
 
     monkeypatch.setattr(torch_backend, "attention_scores_reference", fail)
     _, hitters, sequence = watched(backend="triton")
@@ -258,7 +260,7 @@ def test_refuses_layers_with_windows() -> None:
         HeavyHitters(CachedModel(MistralForCausalLM(config).eval(), capacity=40))
 
 
-def test_the_latest_and_the_highest() -> None:
+def test_highest_selects_the_latest_and_the_highest() -> None:
     scores = torch.tensor([5.0, 1.0, 4.0, 2.0, 3.0, 0.0])
     assert highest(scores, 4, 2).tolist() == [0, 2, 4, 5]
     assert highest(scores, 3, 0).tolist() == [0, 2, 4]
@@ -317,7 +319,7 @@ def test_keeping_never_synchronises() -> None:
 
 
 def test_heavy_hitters_serve_a_real_model_better_than_the_latest() -> None:
-    """SmolLM2 on Python's documentation: of 400 tokens a quarter stays, from which 60 are predicted."""
+    """SmolLM2 on Python's documentation: of 400 tokens 100 stay, and 60 are predicted from these."""
     directory = resolve(EngineConfig.model, print)
     lm = CachedModel(load_model(directory, torch.device("cpu"), torch.float32, print), capacity=500)
     hitters = HeavyHitters(lm)

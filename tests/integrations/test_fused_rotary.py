@@ -1,7 +1,7 @@
-"""Attention modules whose positions `write_kv` applies: which these are, and that the logits stay as they were.
+"""Which attention modules get the fused forward pass, and that it leaves the logits as they were.
 
-The reference is the same bound model with transformers' own modules; that these equal the plain model is tested
-in test_integration_transformers.py, where every model now runs as it is found to.
+The reference is the same bound model with transformers' own modules. That these equal the plain model is tested
+in test_integration_transformers.py, where every model runs with the modules that `bind` fuses.
 """
 
 from collections.abc import Callable
@@ -35,8 +35,9 @@ from transformers.models.llama import modeling_llama
 from lightkv.attention import AttentionMetadata, RotaryEmbedding, make_backends
 from lightkv.integrations.cached_model import CachedModel
 from lightkv.integrations.eviction import HeavyHitters
+from lightkv.integrations.model.attention_call import AttentionCall, compute
 from lightkv.integrations.model.fused_rotary import fused_layers, set_fused_forwards
-from lightkv.integrations.model.hf_model import bind, bound, compute, forward
+from lightkv.integrations.model.hf_model import bind, bound, forward
 from lightkv.integrations.model.probe import probe
 from lightkv.integrations.streaming import Stream, Window
 from lightkv.memory.kv_memory import KVMemory
@@ -44,9 +45,8 @@ from lightkv.router.model.packed_linear import pack_linears
 from lightkv.triton_kernels.write_kv import turn_reference
 
 BOTH = [0, 1]
-SPLIT_HEADS = {
-    name: value for name, value in SMALL.items() if name != "head_dim"
-}  # these have 32 / 4 = 8 dims
+# Without head_dim, a head has 32 / 4 = 8 dimensions.
+SPLIT_HEADS = {name: value for name, value in SMALL.items() if name != "head_dim"}
 LLAMA = LlamaConfig(**SMALL)
 
 
@@ -81,10 +81,8 @@ MODELS: dict[str, tuple[PreTrainedConfig, list[int]]] = {
     "qwen2": (Qwen2Config(**SMALL), BOTH),
     "qwen3": (Qwen3Config(**SMALL), BOTH),
     "gemma": (GemmaConfig(**SMALL), BOTH),
-    "gemma3": (
-        Gemma3TextConfig(
-            **SMALL, sliding_window=6, layer_types=["sliding_attention", "full_attention"]
-        ),  # frequencies by type of layer
+    "gemma3": (  # each type of layer has its own frequencies
+        Gemma3TextConfig(**SMALL, sliding_window=6, layer_types=["sliding_attention", "full_attention"]),
         BOTH,
     ),
     "phi": (PhiConfig(**SPLIT_HEADS, partial_rotary_factor=0.5), BOTH),
@@ -130,7 +128,7 @@ STEPS = [([1, 2], [5, 2], 2), ([2, 1], [3, 1], 1), ([2, 1], [1, 1], 0)]
 
 
 class Steps:
-    """`STEPS` of a bound model, from an empty pool each time: the logits of every token."""
+    """Runs `STEPS` on a bound model, from an empty pool each time."""
 
     def __init__(self, model: PreTrainedModel, backend: str) -> None:
         self.model = model
@@ -142,7 +140,7 @@ class Steps:
 
     @torch.no_grad()
     def run(self, compiled: Any = None) -> list[torch.Tensor]:
-        """`compiled`: in the place of the model in the step of decodes alone."""
+        """Returns the logits of every token, step by step. `compiled` replaces the model in the decode step."""
         memory, device = self.memory, self.memory.device
         for layer_idx in range(memory.pool.spec.num_layers):
             memory.pool.kv(layer_idx).fill_(float("nan"))[0] = 0.0
@@ -169,7 +167,7 @@ def assert_unfused_agrees(model: PreTrainedModel, backend: str, tolerance: float
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_which_modules_are_fused_and_that_the_logits_stay(name: str, device: torch.device) -> None:
+def test_the_right_modules_are_fused_and_the_logits_stay(name: str, device: torch.device) -> None:
     config, fused = MODELS[name]
     model = make_model(config, device)
     bind(model)
@@ -178,7 +176,7 @@ def test_which_modules_are_fused_and_that_the_logits_stay(name: str, device: tor
 
 
 @pytest.mark.parametrize("name", ["phi3", "cohere"])
-def test_write_kv_turns_as_the_modules_do(name: str, device: torch.device) -> None:
+def test_write_kv_rotates_as_the_modules_do(name: str, device: torch.device) -> None:
     model = make_model(MODELS[name][0], device)
     bind(model)
     assert fused_layers(model) == BOTH
@@ -187,7 +185,7 @@ def test_write_kv_turns_as_the_modules_do(name: str, device: torch.device) -> No
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=["f16", "bf16"])
 @pytest.mark.parametrize("name", ["qwen3", "phi3", "clipped"])
-def test_the_same_are_fused_in_16_bits(name: str, dtype: torch.dtype, device: torch.device) -> None:
+def test_the_same_modules_are_fused_in_16_bits(name: str, dtype: torch.dtype, device: torch.device) -> None:
     config, fused = MODELS[name]
     model = make_model(config, device).to(dtype)
     bind(model)
@@ -216,7 +214,7 @@ def a_little_longer(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: to
     return q * 1.004, k
 
 
-def k_turns_alone(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> Any:
+def k_is_rotated_alone(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> Any:
     return q, OWN_ROTATION(q, k, cos, sin)[1]
 
 
@@ -227,11 +225,11 @@ def k_turns_alone(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torc
         pytest.param(neighbours, BOTH, id="neighbours"),
         pytest.param(backwards, [], id="backwards"),
         pytest.param(a_little_longer, [], id="a-little-longer"),
-        pytest.param(k_turns_alone, [], id="k-alone"),
+        pytest.param(k_is_rotated_alone, [], id="k-alone"),
     ],
 )
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["f32", "bf16"])
-def test_a_module_that_turns_in_another_way_keeps_its_own(
+def test_a_module_that_rotates_in_another_way_keeps_its_forward_pass(
     rotation: Callable[..., Any],
     fused: list[int],
     dtype: torch.dtype,
@@ -254,7 +252,7 @@ def without_positions(self: Any, *args: Any, position_embeddings: Any, **kwargs:
 
 
 @pytest.mark.parametrize("own", [with_a_gate, without_positions])
-def test_a_module_that_computes_more_or_less_keeps_its_own(
+def test_a_module_that_computes_more_or_less_keeps_its_forward_pass(
     own: Callable[..., Any], device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if own is without_positions:
@@ -266,7 +264,7 @@ def test_a_module_that_computes_more_or_less_keeps_its_own(
     assert not fused_layers(model)
 
 
-def test_a_forward_pass_that_somebody_put_there_stays(device: torch.device) -> None:
+def test_a_forward_pass_that_was_replaced_before_stays(device: torch.device) -> None:
     model = make_model(LLAMA, device)
     hooked = model.model.layers[0].self_attn
     calls = []
@@ -285,7 +283,7 @@ def test_a_forward_pass_that_somebody_put_there_stays(device: torch.device) -> N
 
 
 class LowRank(torch.nn.Module):
-    """A linear layer as adapters replace it."""
+    """A linear layer with a low-rank adapter."""
 
     def __init__(self, base: torch.nn.Module, sizes: tuple[int, int]) -> None:
         super().__init__()
@@ -321,7 +319,7 @@ def test_projections_may_be_replaced(when: str) -> None:
 
 
 @torch.no_grad()
-def test_bound_gives_back_what_there_was(device: torch.device) -> None:
+def test_bound_restores_the_model(device: torch.device) -> None:
     model = make_model(MODELS["dynamic"][0], device)
     tokens = torch.arange(3, 40, device=device)[None]
     before = model(tokens).logits
@@ -333,7 +331,7 @@ def test_bound_gives_back_what_there_was(device: torch.device) -> None:
     assert not any("forward" in vars(module) for module in model.modules())
     assert torch.equal(model(tokens).logits, before)
     bind(model)
-    model.set_attn_implementation("eager")  # no context manager: the modules see it by themselves
+    model.set_attn_implementation("eager")  # without `bound`: the modules notice it themselves
     assert torch.equal(model(tokens).logits, before)
     model.generate(tokens, max_new_tokens=2, do_sample=False)
 
@@ -353,18 +351,22 @@ def test_a_failed_bind_leaves_the_model(device: torch.device, monkeypatch: pytes
 
 
 class Recorder:
-    """A receiver that knows nothing of rotary embeddings."""
+    """A handler that has the positions applied before it looks at the keys."""
 
     def __init__(self) -> None:
+        self.is_fused: list[bool] = []
         self.keys: list[torch.Tensor] = []
 
-    def attend(self, module: Any, q: Any, k: Any, v: Any, mask: Any, arguments: dict[str, Any]) -> Any:
-        self.keys.append(k)
-        return q.new_zeros(1, q.shape[2], q.shape[1], v.shape[-1])
+    def attend(self, call: AttentionCall) -> torch.Tensor:
+        self.is_fused.append(call.rotary is not None)
+        call = call.rotated()
+        assert call.rotary is None
+        self.keys.append(call.k)
+        return call.q.new_zeros(call.output_shape)
 
 
 @torch.no_grad()
-def test_other_receivers_get_q_and_k_with_their_positions(device: torch.device) -> None:
+def test_a_rotated_call_has_the_keys_of_the_unfused_model(device: torch.device) -> None:
     model = make_model(LLAMA, device)
     recorders = Recorder(), Recorder()
     positions = torch.tensor([0, 100], device=device)
@@ -372,13 +374,14 @@ def test_other_receivers_get_q_and_k_with_their_positions(device: torch.device) 
     compute(model, torch.zeros_like(positions), positions, recorders[0], None)
     set_fused_forwards(model, {})
     compute(model, torch.zeros_like(positions), positions, recorders[1], None)
+    assert [recorder.is_fused for recorder in recorders] == [[True, True], [False, False]]
     assert all(map(torch.equal, recorders[0].keys, recorders[1].keys))
     assert len(recorders[0].keys) == 2
     assert not torch.equal(recorders[0].keys[0][:, :, 0], recorders[0].keys[0][:, :, 1])
 
 
 @pytest.mark.parametrize("backend", ["torch", "triton"])
-def test_sinks_turn_q_back_from_where_it_was_turned_to(backend: str, device: torch.device) -> None:
+def test_sinks_rotate_q_back_from_its_own_position(backend: str, device: torch.device) -> None:
     logits = []
     for fused in (True, False):
         lm = CachedModel(make_model(LLAMA, device), 40, 1, backend=backend, exact_positions=True)
@@ -391,7 +394,7 @@ def test_sinks_turn_q_back_from_where_it_was_turned_to(backend: str, device: tor
 
 
 @pytest.mark.parametrize("backend", ["torch", "triton"])
-def test_scores_are_those_of_turned_queries(backend: str, device: torch.device) -> None:
+def test_scores_are_those_of_rotated_queries(backend: str, device: torch.device) -> None:
     scores = []
     for fused in (True, False):
         lm = CachedModel(make_model(LLAMA, device), 40, 1, backend=backend)
@@ -411,7 +414,7 @@ def test_a_compiled_decode_step_is_one_graph(device: torch.device) -> None:
     steps = Steps(model, "triton")
     expected = steps.run()
     torch._dynamo.reset()
-    # aot_eager: what can go wrong with an operator that writes to its arguments, without a compiler.
+    # aot_eager handles operators that write to their arguments as a compiler does, but compiles nothing.
     compiled = torch.compile(model, dynamic=False, fullgraph=True, backend="aot_eager")
     for i, (logits, own) in enumerate(zip(steps.run(compiled), expected, strict=True)):
         torch.testing.assert_close(logits, own, rtol=1e-5, atol=1e-5, msg=f"step {i}")
@@ -420,14 +423,14 @@ def test_a_compiled_decode_step_is_one_graph(device: torch.device) -> None:
 @pytest.mark.parametrize("interleaved", [False, True], ids=["neox", "gptj"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=["f32", "f16", "bf16"])
 @pytest.mark.parametrize("num_pairs", [1, 5, 8])
-def test_turn_has_the_bits_of_the_twin(
+def test_rotate_has_the_bits_of_the_reference(
     num_pairs: int, dtype: torch.dtype, interleaved: bool, device: torch.device
 ) -> None:
     torch.manual_seed(num_pairs)
     x = torch.randn(7, 3, 2 * 16, device=device).to(dtype)[..., 3:19]  # a view
     cos, sin = (torch.randn(7, num_pairs, device=device).to(dtype) for _ in range(2))
     expected = turn_reference(x, cos, sin, interleaved).to(dtype)
-    RotaryEmbedding(cos, sin, interleaved).turn(x)
+    RotaryEmbedding(cos, sin, interleaved).rotate(x)
     assert torch.equal(x, expected)
 
 
@@ -479,7 +482,7 @@ def test_a_captured_bf16_step_is_the_unfused_one(name: str, how: str) -> None:
         set_fused_forwards(model, {})
         own = step(model)
         own_keys = [memory.pool.k(layer_idx)[[6, 63]] for layer_idx in range(2)]
-    # bf16 keeps 8 bits; what it rounds away in the first layer goes through the second.
+    # bf16 keeps 8 bits, and the rounding of the first layer goes through the second.
     bound_to = 0.04 * own.abs().max().item()
     for ours in (captured, eager):
         torch.testing.assert_close(ours[:2], own[:2], rtol=0.02, atol=bound_to)

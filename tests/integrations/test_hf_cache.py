@@ -1,4 +1,4 @@
-"""Hugging Face's generate with lightkv as its cache: the results of its own, with less held and computed."""
+"""Hugging Face's generate with lightkv as its cache: the same results as with its own, for less memory."""
 
 import doctest
 import gc
@@ -70,7 +70,7 @@ CALLS: dict[str, tuple[list[list[int]], dict[str, Any]]] = {
 def make_model(config: PreTrainedConfig, device: torch.device, attention: str = "sdpa") -> PreTrainedModel:
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config, attn_implementation=attention, dtype=torch.float32)
-    for parameter in model.parameters():  # so that some tokens are much likelier than others
+    for parameter in model.parameters():  # large, so that some tokens are much likelier than others
         torch.nn.init.normal_(parameter, std=0.2)
     return model.to(device).eval()
 
@@ -116,25 +116,26 @@ def test_the_example_in_the_docstring_runs() -> None:
 
 @pytest.mark.parametrize("attention", [OWN, OURS])
 @pytest.mark.parametrize("call", CALLS)
-def test_results_are_those_of_its_own_cache(call: str, attention: str, device: torch.device) -> None:
+def test_results_are_those_of_transformers_own_cache(call: str, attention: str, device: torch.device) -> None:
     prompts, options = CALLS[call]
     model = make_model(CONFIGS["llama"], device)
     expected = generate(model, None, prompts, **options)
     cache = LightKVCache(model, 1000)
     if attention == OURS:
         bind(model)
-    for turn in range(3):  # first computed, then hit; then padded differently, which is no other text
-        found = generate(model, cache, prompts, **options, extra=turn // 2 * 3)
-        if turn == 2:
+    # The prompts are computed, then hit; then they are padded differently, which changes no text.
+    for repeat in range(3):
+        found = generate(model, cache, prompts, **options, extra=repeat // 2 * 3)
+        if repeat == 2:
             found.sequences = found.sequences[:, 3:]
         assert_same(found, expected)
         assert found.past_key_values is cache
         cache.kv.check()
         num_hit = cache.num_hit
         if call != "chunked":
-            # All but the last token: of every row, or of those alone that are the first with their text.
-            assert num_hit == 0 or turn or call in ("batch", "end", "sampled", "beams", "beams-end")
-            assert turn == 0 or num_hit >= sum(len(prompt) - 1 for prompt in prompts) - 4
+            # All but the last token of each row, or of the first row with each text, is hit.
+            assert num_hit == 0 or repeat or call in ("batch", "end", "sampled", "beams", "beams-end")
+            assert repeat == 0 or num_hit >= sum(len(prompt) - 1 for prompt in prompts) - 4
         cache.reset()
         assert (cache.kv.num_held, cache.kv.ledger.num_open, cache.get_seq_length()) == (0, 0, 0)
         cache.kv.check()
@@ -145,9 +146,9 @@ def test_results_are_those_of_its_own_cache(call: str, attention: str, device: t
 @pytest.mark.parametrize("name", [name for name in CONFIGS if name != "llama"])
 def test_other_models(name: str, call: str, attention: str, device: torch.device) -> None:
     prompts, options = CALLS[call]
-    # sdpa knows no softcap
+    # sdpa has no softcap.
     model = make_model(CONFIGS[name], device, "eager" if name == "gemma2" else "sdpa")
-    # A windowed cache of transformers' cannot be cut back, so the reference keeps everything.
+    # transformers cannot crop a windowed cache, so the reference keeps everything.
     expected = generate(model, DynamicCache(), prompts, **options)
     cache = LightKVCache(model, 1000)
     if attention == OURS:
@@ -159,7 +160,7 @@ def test_other_models(name: str, call: str, attention: str, device: torch.device
 
 
 def computed_by(model: PreTrainedModel, cache: LightKVCache) -> list[int]:
-    """Filled with the tokens that each call of the model computes."""
+    """Returns a list to which every call of the model appends the number of tokens it computes."""
     computed: list[int] = []
     inner = model.model  # type: ignore[attr-defined]
     inner.register_forward_pre_hook(
@@ -175,17 +176,17 @@ def test_beams_hold_what_they_share_once(attention: str, device: torch.device) -
     cache = LightKVCache(model, 400)
     if attention == OURS:
         bind(model)
-    taken, held = [], []
+    allocated, held = [], []
 
     def watch(edits: list[Any], kept: list[torch.Tensor]) -> None:
-        taken.extend(sum(edit.counts) for edit in edits if hasattr(edit, "counts"))
+        allocated.extend(sum(edit.counts) for edit in edits if hasattr(edit, "counts"))
         held.append(cache.kv.num_held)
 
     cache.kv.on_edits = watch
     computed = computed_by(model, cache)
     generate(model, cache, [prompt], **{**GREEDY, "num_beams": 4, "max_new_tokens": 9})
-    # Every step writes a token a beam, and the prompt is written once.
-    assert taken == [40] + [4] * 8
+    # The prompt is written once, then every step writes one token for each beam.
+    assert allocated == [40] + [4] * 8
     assert max(held) <= 40 + 4 * 8
     assert computed == [40 if attention == OURS else 4 * 40] + [4] * 8
     cache.reset()
@@ -212,14 +213,14 @@ def test_rows_share_a_common_start_in_the_step_that_computes_it(attention: str, 
 
 
 def first_of(output: Any) -> Any:
-    """Of what a longer call returned, that of a call for one token."""
+    """Returns what a call for one token would have returned, given the output of a longer call."""
     width = output.sequences.shape[1] - len(output.logits) + 1
     return type(output)(sequences=output.sequences[:, :width], logits=output.logits[:1])
 
 
 @pytest.mark.parametrize("attention", [OWN, OURS])
 @pytest.mark.parametrize("call", ["greedy", "batch", "assisted"])
-def test_a_conversation_goes_on(call: str, attention: str, device: torch.device) -> None:
+def test_a_conversation_hits_what_came_before(call: str, attention: str, device: torch.device) -> None:
     prompts, options = CALLS[call]
     model = make_model(CONFIGS["llama"], device)
     output = generate(model, None, prompts, **options).sequences.tolist()
@@ -232,7 +233,7 @@ def test_a_conversation_goes_on(call: str, attention: str, device: torch.device)
         bind(model)
     generate(model, cache, prompts, **options)
     assert_same(generate(model, cache, longer, **GREEDY), expected)
-    # All but the last token of the answer, which was never computed, and what was said then.
+    # All is hit but the answer's last token, which was never computed, and the three new tokens.
     assert cache.num_hit >= sum(len(text) - 4 for text in longer)
     generate(model, cache, longer, **GREEDY)
     assert cache.num_hit == sum(len(text) - 1 for text in longer)
@@ -267,7 +268,7 @@ def test_calls_of_the_model_itself(attention: str, device: torch.device) -> None
 
 
 def generate_free_forward(model: PreTrainedModel, ids: torch.Tensor, mask: torch.Tensor) -> dict[str, Any]:
-    """Four columns more, and the logits of a pass without any cache."""
+    """Appends four columns to `ids` and `mask`, and computes the logits in a pass without any cache."""
     more = torch.arange(20, 36, device=ids.device).view(4, 4)
     ids, mask = torch.cat((ids, more), 1), torch.cat((mask, torch.ones_like(more)), 1)
     positions = (mask.cumsum(1) - 1).clamp(min=0)
@@ -298,7 +299,7 @@ def test_the_model_is_as_before_for_every_other_call(device: torch.device) -> No
         ({"capacity": 400, "max_entries": 20}, SequenceTooLong),
     ],
 )
-def test_too_little_room_is_said_and_leaves_the_cache_whole(
+def test_too_little_room_raises_and_leaves_the_cache_intact(
     sizes: dict[str, int], error: type[Exception], device: torch.device
 ) -> None:
     model = make_model(CONFIGS["llama"], device)
@@ -353,7 +354,7 @@ def test_every_generate_is_a_text_of_its_own(attention: str, device: torch.devic
     assert cache.num_hit == len(PROMPTS[0]) - 1
 
 
-def test_a_call_that_does_not_go_on_with_the_batch_is_refused(device: torch.device) -> None:
+def test_a_call_that_does_not_continue_the_batch_is_refused(device: torch.device) -> None:
     model = make_model(CONFIGS["llama"], device)
     cache = LightKVCache(model, 400)
     first = padded(PROMPTS[:2], device)
@@ -368,7 +369,7 @@ def test_a_call_that_does_not_go_on_with_the_batch_is_refused(device: torch.devi
     assert cache.kv.num_held == 1
 
 
-def test_what_cannot_be_cached_is_refused(device: torch.device) -> None:
+def test_arguments_that_cannot_be_cached_are_refused(device: torch.device) -> None:
     model = make_model(CONFIGS["llama"], device)
     cache = LightKVCache(model, 400)
     ids = torch.tensor([[5, 6, 7]], device=device)
@@ -387,13 +388,13 @@ def test_what_cannot_be_cached_is_refused(device: torch.device) -> None:
     assert (cache.kv.num_held, cache.kv.ledger.num_open) == (0, 0)
 
 
-def test_a_crop_that_one_row_has_not_changes_nothing(device: torch.device) -> None:
+def test_a_crop_longer_than_a_row_changes_nothing(device: torch.device) -> None:
     model = make_model(CONFIGS["llama"], device)
     cache = LightKVCache(model, 400)
     batch = padded(PROMPTS[1:3], device)  # of 12 tokens and of 1
     model(**batch, past_key_values=cache)
     lengths = [sequence.length for sequence in cache._sequences]
-    with pytest.raises(ValueError, match=r"crop\(-2\).*of the 1 that the shortest row has"):
+    with pytest.raises(ValueError, match=r"crop\(-2\).*the shortest row has 1 tokens"):
         cache.crop(-2)
     assert [sequence.length for sequence in cache._sequences] == lengths == [12, 1]
     assert (cache.get_seq_length(), cache.kv.num_held) == (12, 13)
@@ -431,7 +432,7 @@ def test_a_mask_or_positions_that_would_be_ignored_are_refused(attention: str, d
     for mask in (hole, unpadded, last_hidden):
         with pytest.raises(ValueError, match=r"is not that of the \[6, 0\] columns of padding"):
             model(more, attention_mask=mask, past_key_values=cache)
-    with pytest.raises(ValueError, match="go on without a mask"):
+    with pytest.raises(ValueError, match="continue without a mask"):
         model(more, past_key_values=cache)
     for wrong in (positions[:, -1:] + 1, positions[:1, -1:], positions, positions[0, -1:]):
         with pytest.raises(ValueError, match="leave them out"):

@@ -1,4 +1,4 @@
-"""Hugging Face models on lightkv's attention, against their own forward pass."""
+"""Hugging Face models on lightkv's attention, compared with their own forward pass."""
 
 from collections.abc import Callable
 from typing import Any
@@ -76,9 +76,9 @@ CONFIGS = {
 
 def make_model(config: PreTrainedConfig, device: torch.device) -> PreTrainedModel:
     torch.manual_seed(0)
-    # Eager is the reference: what transformers computes with the model's mask, softcap and all.
+    # Eager attention is the reference, since it applies the model's mask and softcap.
     model = AutoModelForCausalLM.from_config(config, attn_implementation="eager", dtype=torch.float32)
-    for parameter in model.parameters():  # large enough that attention is far from uniform, and biases count
+    for parameter in model.parameters():  # large, so that attention is far from uniform and biases matter
         torch.nn.init.normal_(parameter, std=0.2)
     return model.to(device).eval()
 
@@ -87,7 +87,7 @@ def make_model(config: PreTrainedConfig, device: torch.device) -> PreTrainedMode
 def assert_packed_equals_own_forward(
     config: PreTrainedConfig, name: str, steps: list[tuple[list[int], list[int], int]], device: torch.device
 ) -> None:
-    """Run `steps` (rows, counts, contexts) packed, and compare every token's logits with the model's own."""
+    """Runs `steps` (rows, counts, num_prefills) packed, and compares every token's logits with the model's."""
     model = make_model(config, device)
     shape = probe(model)
     total: dict[int, int] = {}
@@ -112,7 +112,7 @@ def assert_packed_equals_own_forward(
         metadata.prepare(rows, starts, counts, num_prefills)
         parts = [(row, start, start + n) for row, start, n in zip(rows, starts, counts, strict=True)]
         input_ids = torch.cat([tokens[row][start:end] for row, start, end in parts])
-        wanted = torch.arange(len(input_ids), device=device).flip(0)  # in an order of its own
+        wanted = torch.arange(len(input_ids), device=device).flip(0)  # in another order than the tokens
         logits = forward(model, input_ids, metadata, backends, wanted).flip(0)
         own = torch.cat([expected[row][start:end] for row, start, end in parts])
         torch.testing.assert_close(logits, own, rtol=1e-4, atol=1e-4)
@@ -145,7 +145,7 @@ def test_packed_forward_on_gpu(name: str, device: torch.device) -> None:
     assert_packed_equals_own_forward(CONFIGS[name], "triton", STEPS, device)
 
 
-def test_only_the_wanted_tokens_get_logits(device: torch.device) -> None:
+def test_only_the_selected_tokens_get_logits(device: torch.device) -> None:
     model = make_model(CONFIGS["llama"], device)
     shape = probe(model)
     memory = KVMemory(shape.spec, 20, 2, 16, device)
@@ -164,7 +164,7 @@ def test_only_the_wanted_tokens_get_logits(device: torch.device) -> None:
     torch.testing.assert_close(all_logits, everything, rtol=1e-4, atol=1e-4)
 
 
-def test_probe_sees_each_layer_as_the_model_calls_it(device: torch.device) -> None:
+def test_probe_finds_the_options_that_each_layer_passes(device: torch.device) -> None:
     shape = probe(make_model(CONFIGS["gemma2"], device))
     scale = pytest.approx(24**-0.5)
     assert shape.spec == KVSpec(2, 2, 16, 16, torch.float32)
@@ -227,7 +227,7 @@ def test_probe_takes_the_dtype_from_k_and_v(dtype: torch.dtype, device: torch.de
         pytest.param(DogeConfig(**SMALL), "changes its attention mask", id="own-mask"),
     ],
 )
-def test_probe_refuses_attention_that_is_not_ours(
+def test_probe_refuses_attention_that_lightkv_does_not_compute(
     config: PreTrainedConfig, reason: str, device: torch.device
 ) -> None:
     model = make_model(config, device)
@@ -239,7 +239,7 @@ def test_probe_refuses_attention_that_is_not_ours(
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=["f32", "f16", "bf16"])
 def test_probe_finds_a_small_difference_in_every_type(dtype: torch.dtype, device: torch.device) -> None:
-    """Llama-4's tuning changes q by 7 % at 10,000 tokens: less than the root of bfloat16's rounding."""
+    """Llama-4's tuning changes q by 7 % at 10,000 tokens, which is less than the root of bfloat16's epsilon."""
     config = Llama4TextConfig(
         **{**SMALL, "max_position_embeddings": 10_000},
         layer_types=["full_attention", "full_attention"],
@@ -251,7 +251,7 @@ def test_probe_finds_a_small_difference_in_every_type(dtype: torch.dtype, device
         probe(make_model(config, device).to(dtype))
 
 
-def test_probe_takes_a_model_in_training_mode_and_leaves_it_so(device: torch.device) -> None:
+def test_probe_accepts_a_model_in_training_mode_and_leaves_it_so(device: torch.device) -> None:
     model = make_model(CONFIGS["llama"], device)
     model.model.layers[0].mlp.act_fn = torch.nn.Sequential(
         model.model.layers[0].mlp.act_fn, torch.nn.Dropout(0.5)
@@ -265,7 +265,9 @@ def test_probe_takes_a_model_in_training_mode_and_leaves_it_so(device: torch.dev
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=["f32", "f16"])
 @pytest.mark.parametrize("name", ["mistral", "gemma3", "mixtral", "dynamic"])
-def test_probe_takes_packed_tokens_for_the_same(name: str, dtype: torch.dtype, device: torch.device) -> None:
+def test_probe_accepts_models_whose_packed_tokens_are_the_same(
+    name: str, dtype: torch.dtype, device: torch.device
+) -> None:
     dynamic = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0}
     others = {
         "mixtral": MixtralConfig(**SMALL, num_local_experts=4),
@@ -275,7 +277,7 @@ def test_probe_takes_packed_tokens_for_the_same(name: str, dtype: torch.dtype, d
     assert probe(model).spec.dtype == dtype
 
 
-def test_probe_refuses_what_mixes_tokens_outside_attention(
+def test_probe_refuses_a_model_that_mixes_tokens_outside_attention(
     device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     own = LlamaMLP.forward
@@ -322,7 +324,7 @@ def without_logits_to_keep(
     )
 
 
-def that_ignores_logits_to_keep(self: Any, logits_to_keep: Any, position_ids: Any, **arguments: Any) -> Any:
+def ignoring_logits_to_keep(self: Any, logits_to_keep: Any, position_ids: Any, **arguments: Any) -> Any:
     return LLAMA_FORWARD(self, position_ids=position_ids, **arguments)
 
 
@@ -337,11 +339,11 @@ def with_a_count_to_keep(self: Any, logits_to_keep: Any, position_ids: Any, **ar
     [
         (without_positions, "takes no position_ids"),
         (without_logits_to_keep, "takes no logits_to_keep"),
-        (that_ignores_logits_to_keep, r"logits of 2 tokens of 97, it returns them as \(1, 3, 97\)"),
+        (ignoring_logits_to_keep, r"logits of 2 tokens of 97, it returns them as \(1, 3, 97\)"),
         (with_a_count_to_keep, "fails when probed"),
     ],
 )
-def test_probe_refuses_what_forward_could_not_call(
+def test_probe_refuses_a_model_that_forward_could_not_call(
     model_forward: Callable[..., Any], reason: str, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = make_model(CONFIGS["llama"], device)
@@ -371,7 +373,7 @@ BATCH_WIDE_ROPE = {
 
 
 @pytest.mark.parametrize("name", BATCH_WIDE_ROPE)
-def test_requests_are_apart_up_to_the_position_limit(name: str, device: torch.device) -> None:
+def test_requests_are_independent_up_to_the_position_limit(name: str, device: torch.device) -> None:
     config = BATCH_WIDE_ROPE[name]
     assert position_limit(config) == LIMIT
     assert_packed_equals_own_forward(config, "torch", STEPS, device)

@@ -1,4 +1,4 @@
-"""Speculation by prompt look-up: the output of greedy decoding, in fewer passes, with nothing left behind."""
+"""Speculation by prompt look-up: the output of greedy decoding, in fewer passes, and no slots left held."""
 
 import doctest
 from typing import Any
@@ -44,25 +44,25 @@ def test_the_example_in_the_docstring_runs() -> None:
     assert not result.failed
 
 
-def test_the_longest_run_is_looked_up_where_it_was_last_met() -> None:
+def test_the_latest_match_of_the_longest_run_is_proposed() -> None:
     lookup = PromptLookup([1, 2, 3, 4, 9, 2, 3, 5, 1, 2, 3], 1, 3)
-    assert lookup.propose(2) == [4, 9]  # after 1 2 3, although 2 3 was met later
+    assert lookup.propose(2) == [4, 9]  # after 1 2 3, although 2 3 occurred later
     assert lookup.propose(0) == []
     assert lookup.propose(99) == [4, 9, 2, 3, 5, 1, 2, 3]
     lookup.extend([7])
     assert lookup.propose(3) == []
     lookup.extend([2, 3])
-    assert lookup.propose(3) == [7, 2, 3]  # after 2 3, the latest of three
+    assert lookup.propose(3) == [7, 2, 3]  # after 2 3, the last of three matches
     shorter = PromptLookup([1, 2, 3, 4, 9, 2, 3, 5, 1, 2, 3], 1, 2)
     assert shorter.propose(2) == [5, 1]
     shorter = PromptLookup([1, 2, 3, 4, 2], 2, 3)
-    assert shorter.propose(2) == []  # after 2 alone
+    assert shorter.propose(2) == []  # only 2 occurred before, which is too short
     assert PromptLookup([7], 1, 3).propose(2) == []
     assert PromptLookup([7, 7], 1, 3).propose(2) == [7]
 
 
 @pytest.mark.parametrize("num_proposed", [0, 1, 4, 10, 100])
-def test_the_text_is_that_of_greedy_decoding(num_proposed: int, device: torch.device) -> None:
+def test_the_output_is_that_of_greedy_decoding(num_proposed: int, device: torch.device) -> None:
     num_right = num_wrong = 0
     for seed, prompt in enumerate(PROMPTS):
         for eos in (None, [seed + 7, 3]):
@@ -76,7 +76,7 @@ def test_the_text_is_that_of_greedy_decoding(num_proposed: int, device: torch.de
             num_right += found.num_accepted
             num_wrong += found.num_proposed - found.num_accepted
             lm.cache.check()
-            # Nothing of a wrong guess remains, nor of what comes after the end.
+            # Neither wrong proposals nor tokens after the end stay cached.
             assert lm.cache.num_held == 0
             assert len(prompt) + len(expected) - 1 <= lm.cache.num_cached <= len(prompt) + len(expected)
     if num_proposed:
@@ -103,14 +103,16 @@ def test_passes_and_tokens_are_counted(device: torch.device, monkeypatch: pytest
     assert sum(computed) == len(PROMPTS[1]) + found.num_forwards - 1 + found.num_proposed
     assert len(found.token_ids) == found.num_forwards + found.num_accepted
     assert found.tokens_per_forward == 30 / found.num_forwards > 1.5
-    # The prompt, and with it the output, is in the cache now: one token of it is left to compute.
+    # Prompt and output are cached now: only the last token has to be computed.
     computed.clear()
     again = generate(lm, PROMPTS[1] + found.token_ids[:20], 10, num_proposed=0)
     assert again.token_ids == found.token_ids[20:]
     assert computed[0] == 1
 
 
-def test_wrong_guesses_make_fewer(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wrong_proposals_make_the_next_ones_fewer(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
     asked: list[int] = []
     expected = reference(tiny_model(device), PROMPTS[2], 12, None)
     never = next(token for token in range(VOCABULARY) if token not in expected)
@@ -128,9 +130,9 @@ def test_wrong_guesses_make_fewer(device: torch.device, monkeypatch: pytest.Monk
     lm.cache.check()
 
 
-def test_slots_of_wrong_guesses_are_free_at_once(device: torch.device) -> None:
+def test_slots_of_wrong_proposals_are_free_at_once(device: torch.device) -> None:
     prompt = PROMPTS[3]
-    # Room for what plain greedy decoding takes, and nothing to spare.
+    # The capacity is exactly what plain greedy decoding needs.
     lm = CachedModel(tiny_model(device), len(prompt) + 9, max_entries=200)
     found = generate(lm, prompt, 10, num_proposed=4, shortest_run=1)
     assert found.num_proposed > found.num_accepted

@@ -1,7 +1,7 @@
-"""Streams against attention computed anew: the right tokens, at the right positions, in constant memory.
+"""Streams, compared with attention over the whole text: tokens, positions, and constant memory.
 
-The reference keeps every K and V there ever was, undoes the rotation in complex numbers, and attends in float64
-to what a token at that position should see.
+The reference keeps all K and V, undoes the rotation in complex numbers, and attends in float64 to the tokens
+that each position should see.
 """
 
 import doctest
@@ -36,6 +36,8 @@ from lightkv.attention import (
 from lightkv.errors import UnsupportedModel
 from lightkv.integrations import streaming
 from lightkv.integrations.cached_model import CachedModel
+from lightkv.integrations.model.attention_call import AttentionCall, compute
+from lightkv.integrations.model.fused_rotary import fused_forwards, set_fused_forwards
 from lightkv.integrations.streaming import Stream, Window, stream
 from lightkv.memory.kv_memory import KVMemory
 from lightkv.router import EngineConfig
@@ -79,28 +81,24 @@ def streamer(
 
 @dataclass
 class Dense:
-    """Attention of a whole text at once, each token to what `window` leaves it, in float64."""
+    """The reference, an AttentionHandler: each token attends to what `window` leaves it, in float64."""
 
     window: Window
     inverse: torch.Tensor
 
-    def attend(
-        self,
-        module: torch.nn.Module,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        mask: Any,
-        arguments: dict[str, Any],
-    ) -> torch.Tensor:
+    def attend(self, call: AttentionCall) -> torch.Tensor:
+        assert call.rotary is None
+        q, k, v = call.q, call.k, call.v
         length, half = q.shape[2], q.shape[3] // 2
         position = torch.arange(length, device=q.device)
         window = self.window
         dropped = torch.tensor([window.dropped(t) for t in range(length)], device=q.device)
         group = q.shape[1] // k.shape[1]
         q, k, v = (x[0].double() for x in (q, k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)))
-        turn = torch.polar(torch.ones(length, half, dtype=torch.float64), -dropped[:, None] * self.inverse)
-        earlier = torch.complex(q[..., :half], q[..., half:]) * turn
+        rotation = torch.polar(
+            torch.ones(length, half, dtype=torch.float64), -dropped[:, None] * self.inverse
+        )
+        earlier = torch.complex(q[..., :half], q[..., half:]) * rotation
         earlier = torch.cat((earlier.real, earlier.imag), -1)
         is_sink = position < window.sinks
         scores = torch.where(is_sink, earlier @ k.mT, q @ k.mT) * q.shape[-1] ** -0.5
@@ -109,18 +107,22 @@ class Dense:
         return (scores.softmax(-1) @ v).transpose(0, 1)[None].to(torch.float32)
 
 
-def dense_logits(model: PreTrainedModel, ids: torch.Tensor, window: Window) -> torch.Tensor:
-    """Of a bound model: `[len(ids), vocabulary]`."""
-    inverse = 1e4 ** (-torch.arange(0, 16, 2, dtype=torch.float64) / 16)
-    positions = torch.arange(len(ids))[None]
+def dense_logits(
+    model: PreTrainedModel, ids: torch.Tensor, window: Window, inverse: torch.Tensor | None = None
+) -> torch.Tensor:
+    """The logits `[len(ids), vocabulary]` of a bound model, whose own modules apply the positions."""
+    if inverse is None:
+        inverse = 1e4 ** (-torch.arange(0, 16, 2, dtype=torch.float64) / 16)
+    forwards = fused_forwards(model)
+    set_fused_forwards(model, {})
     with torch.no_grad():
-        return model(
-            ids[None], position_ids=positions, use_cache=False, lightkv=Dense(window, inverse)
-        ).logits[0]
+        logits = compute(model, ids, torch.arange(len(ids)), Dense(window, inverse), None)
+    set_fused_forwards(model, forwards)
+    return logits
 
 
 def fed(lm: CachedModel, ids: torch.Tensor, window: Window, counts: list[int]) -> torch.Tensor:
-    """The logits of `ids`, fed `counts` at a time, while the memory is watched."""
+    """Feeds `ids` to a stream, `counts` at a time, checks the memory, and returns the logits."""
     flow = Stream(lm, window, ids[:1].tolist())
     outputs = []
     for part in ids.split(counts):
@@ -136,7 +138,7 @@ def fed(lm: CachedModel, ids: torch.Tensor, window: Window, counts: list[int]) -
 
 @pytest.mark.parametrize("name", WINDOWS)
 @pytest.mark.parametrize("feeding", ["token-by-token", "at-once", "in-chunks"])
-def test_equals_attention_computed_anew(name: str, feeding: str) -> None:
+def test_logits_equal_those_of_the_reference(name: str, feeding: str) -> None:
     window, length = WINDOWS[name], 150  # more than twice the model's context
     lm = streamer(make_model(torch.device("cpu")), capacity=window.capacity)
     ids = torch.randint(0, VOCABULARY, (length,))
@@ -148,19 +150,16 @@ def test_equals_attention_computed_anew(name: str, feeding: str) -> None:
     torch.testing.assert_close(logits, dense_logits(lm.model, ids, window), rtol=1e-4, atol=1e-4)
 
 
-def test_sinks_are_seen_from_within_the_cache() -> None:
-    """Would the reference notice? With sinks at their true distance, or none, the logits are others."""
+def test_sinks_are_attended_from_positions_within_the_cache() -> None:
+    """The reference would notice if sinks were attended at their true distance: the logits differ."""
     lm = streamer(make_model(torch.device("cpu")), capacity=24)
     ids = torch.randint(0, VOCABULARY, (150,))
     right = fed(lm, ids, WINDOWS["sinks"], [150])
     far = dense_logits(lm.model, ids, WINDOWS["sinks"])
-    true_distance = Dense(WINDOWS["sinks"], torch.zeros(8, dtype=torch.float64))
-    with torch.no_grad():
-        unturned = lm.model(
-            ids[None], position_ids=torch.arange(150)[None], use_cache=False, lightkv=true_distance
-        ).logits[0]
+    zeros = torch.zeros(8, dtype=torch.float64)
+    not_rotated = dense_logits(lm.model, ids, WINDOWS["sinks"], zeros)
     assert (right - far).abs().max() < 1e-3
-    assert (right - unturned)[30:].abs().max() > 0.1
+    assert (right - not_rotated)[30:].abs().max() > 0.1
 
 
 def test_a_window_over_everything_is_the_plain_model(device: torch.device) -> None:
@@ -192,7 +191,9 @@ def test_generation_far_past_the_context_in_constant_memory() -> None:
     ids = torch.tensor(prompt + generated)
     again = dense_logits(lm.model, ids, window)[len(prompt) - 1 : -1]
     best = again.max(1).values
-    assert (best - again.gather(1, ids[len(prompt) :, None])[:, 0]).max() < 1e-3  # each was a likeliest token
+    assert (
+        best - again.gather(1, ids[len(prompt) :, None])[:, 0]
+    ).max() < 1e-3  # each was a token of the highest logit
     assert lm.cache.num_free == lm.cache.capacity
 
 
@@ -202,15 +203,15 @@ def test_two_streams_share_their_sinks() -> None:
     ids = torch.randint(0, VOCABULARY, (100,))
     flow = Stream(lm, window, ids[:1].tolist())
     *_, _ = flow.feed(ids[:40].tolist())
-    twin = Stream.__new__(Stream)
-    twin._lm, twin._window, twin.sequence = lm, window, lm.cache.fork(flow.sequence)
+    fork = Stream.__new__(Stream)
+    fork._lm, fork._window, fork.sequence = lm, window, lm.cache.fork(flow.sequence)
     assert lm.cache.num_held == flow.sequence.length
-    outputs = [torch.cat(list(one.feed(ids[40:].tolist(), all_logits=True))) for one in (flow, twin)]
+    outputs = [torch.cat(list(one.feed(ids[40:].tolist(), all_logits=True))) for one in (flow, fork)]
     lm.cache.check()
     torch.testing.assert_close(outputs[0], outputs[1], rtol=1e-5, atol=1e-5)
     expected = dense_logits(lm.model, ids, window)[40:]
     torch.testing.assert_close(outputs[0], expected, rtol=1e-4, atol=1e-4)
-    assert lm.cache.num_held == flow.sequence.length + twin.sequence.length - window.sinks
+    assert lm.cache.num_held == flow.sequence.length + fork.sequence.length - window.sinks
 
 
 def test_on_triton(device: torch.device) -> None:
@@ -250,7 +251,7 @@ def test_a_failed_step_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lm.step.backends[1], "_write", fails)
     with pytest.raises(RuntimeError, match="out of memory"):
         list(flow.feed(ids[40:41].tolist()))
-    assert flow.position == 40  # the window has moved on to there, as it would have anyway
+    assert flow.position == 40  # the window has moved already, as it would have to in any case
     assert lm.cache.num_held == flow.sequence.length == 16
     lm.cache.check()
     monkeypatch.undo()
@@ -258,7 +259,7 @@ def test_a_failed_step_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.testing.assert_close(logits, dense_logits(lm.model, ids[:41], window)[40:], rtol=1e-4, atol=1e-4)
 
 
-def test_refuses_what_it_would_not_compute_right() -> None:
+def test_wrong_windows_and_models_are_refused() -> None:
     for arguments in (
         {"size": 4, "stride": 5},
         {"size": 4, "stride": 0},
@@ -283,16 +284,16 @@ def test_refuses_what_it_would_not_compute_right() -> None:
 def interleaved(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> Any:
     """GPT-J's layout: neighbouring dimensions are a pair."""
     half = cos.shape[-1] // 2
-    turn = torch.complex(cos[..., :half], sin[..., :half])[:, None]
+    rotation = torch.complex(cos[..., :half], sin[..., :half])[:, None]
     pairs = [torch.view_as_complex(x.unflatten(-1, (-1, 2)).contiguous()) for x in (q, k)]
-    return tuple(torch.view_as_real(pair * turn).flatten(-2) for pair in pairs)
+    return tuple(torch.view_as_real(pair * rotation).flatten(-2) for pair in pairs)
 
 
-def test_a_rotation_of_another_kind_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rotation_of_another_kind_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     model = make_model(torch.device("cpu"))
     with monkeypatch.context() as patch:
         patch.setattr(modeling_llama, "apply_rotary_pos_emb", interleaved)
-        with pytest.raises(UnsupportedModel, match="layers \\[0, 1\\] do not turn q and k"):
+        with pytest.raises(UnsupportedModel, match="layers \\[0, 1\\] do not rotate q and k"):
             streamer(model, capacity=10)
     assert not model.model.rotary_emb._forward_hooks
     streamer(model, capacity=10)
@@ -300,7 +301,7 @@ def test_a_rotation_of_another_kind_is_noticed(monkeypatch: pytest.MonkeyPatch) 
     assert len(model.model.rotary_emb._forward_hooks) == 1
 
 
-def test_metadata_and_backend_refuse_a_step_that_mixes(device: torch.device) -> None:
+def test_metadata_and_backends_refuse_steps_with_inconsistent_sinks(device: torch.device) -> None:
     shape = LayerShape(2, 16, 1)
     memory = KVMemory(KVSpec(1, 1, 16, 16, torch.float32), 40, 2, 20, device)
     metadata = AttentionMetadata(2, 20, memory)
@@ -334,14 +335,16 @@ def test_metadata_and_backend_refuse_a_step_that_mixes(device: torch.device) -> 
 def test_sequences_with_different_gaps_in_one_step(
     name: str, softcap: float, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Backends against the definition in float64: slots shuffled, all others NaN, V narrower than K."""
+    """Compares backends with the definition in float64: slots shuffled, free ones NaN, V narrower than K."""
     torch.manual_seed(0)
     monkeypatch.setattr(torch_backend, "QUERY_TILE", 3 if name == "torch-tiles" else 512)
     heads, kv_heads, dim, v_dim, num_sinks = 6, 2, 24, 16, 3
     shape = LayerShape(heads, dim, kv_heads, AttentionOptions(scale=0.5, softcap=softcap, v_dim=v_dim))
     memory = KVMemory(KVSpec(1, kv_heads, dim, v_dim, torch.float32), 60, 3, 30, device)
     memory.pool.kv(0)[1:] = torch.nan
-    rotary = Rotary(10.0 ** -torch.arange(8, dtype=torch.float64, device=device))  # 8 dimensions do not turn
+    rotary = Rotary(
+        10.0 ** -torch.arange(8, dtype=torch.float64, device=device)
+    )  # 8 dimensions are not rotated
     rows, starts, counts, dropped = [3, 1], [20, 9], [5, 1], [40, 7]
     slots = (1 + torch.randperm(59)).to(device, torch.int32).split([25, 34])
     k, v = torch.randn(60, kv_heads, dim, device=device), torch.randn(60, kv_heads, v_dim, device=device)
@@ -358,11 +361,11 @@ def test_sequences_with_different_gaps_in_one_step(
         new_k.append(k[new])
         new_v.append(v[new])
         by = torch.full((count,), gap, device=device)
-        turned = rotary.turn_back(queries.double(), by)
+        rotated = rotary.rotate_back(queries.double(), by)
         keys = k[own.long()].double().repeat_interleave(3, 1)
         values = v[own.long()].double().repeat_interleave(3, 1)
         entry = torch.arange(start + count, device=device)
-        scores = [torch.einsum("qhd,khd->hqk", one, keys) * 0.5 for one in (turned, queries.double())]
+        scores = [torch.einsum("qhd,khd->hqk", one, keys) * 0.5 for one in (rotated, queries.double())]
         score = torch.where(entry < num_sinks, *scores)
         if softcap:
             score = softcap * torch.tanh(score / softcap)
@@ -379,11 +382,11 @@ def test_angles_far_out_keep_their_digits() -> None:
     rotary = Rotary(torch.tensor([1.0, 0.1234567], dtype=torch.float64))
     far = 10_000_000
     x = torch.randn(1, 1, 4)
-    turned = rotary.turn_back(x, torch.tensor([far]))
+    rotated = rotary.rotate_back(x, torch.tensor([far]))
     pair = torch.complex(x[0, 0, :2].double(), x[0, 0, 2:].double())
     expected = pair * torch.polar(torch.ones(2, dtype=torch.float64), -far * rotary.inverse)
     torch.testing.assert_close(
-        turned[0, 0].double(), torch.cat((expected.real, expected.imag)), rtol=1e-6, atol=1e-6
+        rotated[0, 0].double(), torch.cat((expected.real, expected.imag)), rtol=1e-6, atol=1e-6
     )
 
 
@@ -395,7 +398,7 @@ def test_the_docstring_runs() -> None:
 
 @pytest.mark.slow
 def test_sinks_keep_a_real_model_fluent_past_its_window() -> None:
-    """SmolLM2 on Python's documentation: without the first tokens it loses the thread."""
+    """SmolLM2 on Python's documentation: without the first tokens its loss is much higher."""
     directory = resolve(EngineConfig.model, print)
     lm = streamer(load_model(directory, torch.device("cpu"), torch.float32, print), capacity=100)
     ids = Tokenizer(directory).encode(topics["typesseq"])[:400].tolist()

@@ -75,7 +75,7 @@ def run(config: EngineConfig, maps: list[tuple[PoolMap, tuple[int, int, int]]] |
     results = []
     while (plan := scheduler.plan()) is not None:
         results.append(runner.execute(plan))
-        scheduler.consume(results[-1])
+        scheduler.complete(results[-1])
         if maps is not None:
             owners = owners_of(ledger)
             found = runner.map(encode(ledger.drain()), owners)

@@ -349,8 +349,8 @@ def test_a_worker_that_dies_takes_the_paused_along_and_what_was_learned_stays(tm
             assert (await client.until_ended("next"))["next"].finish_reason == "length"
             status = await client.until(lambda status: not status.load.held)
             assert_idle(status)
-            assert made.router._scheduler is not None
-            assert made.router._scheduler._admission is made.router._admission
+            assert made.router._engine is not None
+            assert made.router._engine.scheduler._admission is made.router._admission
 
     asyncio.run(scenario())
 

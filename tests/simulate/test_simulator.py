@@ -13,13 +13,13 @@ from typer.testing import CliRunner
 
 from lightkv.router.cli.app import app
 from lightkv.router.config import ADMISSIONS
-from lightkv.router.engine.scheduler import Scheduler
 from lightkv.router.engine.step_time import StepTime, Work
 from lightkv.router.simulate import simulator
 from lightkv.router.simulate.config import ALLOCATIONS, PAGE_SIZES, InvalidSimulation, SimulationConfig
 from lightkv.router.simulate.record import Distribution, Timeline
 from lightkv.router.simulate.result import SERIES_POINTS, SimulationResult
 from lightkv.router.simulate.simulator import saturation, simulate
+from lightkv.router.simulate.steady import SteadyScheduler
 
 STEP_TIME = "base=0.01,per_decode=1e-4,per_kv=1e-6,prefill=0.002,per_prompt=1e-4,per_pair=1e-7"
 SMALL = SimulationConfig(capacity=3000, max_new=200, prefill_chunk=64, max_num_seqs=24, step_time=STEP_TIME)
@@ -100,12 +100,12 @@ def test_steps_are_taken_at_once(trace: str, monkeypatch: pytest.MonkeyPatch) ->
     """Or the test before this one compares nothing."""
     taken = []
 
-    class Watched(Scheduler):
+    class Watched(SteadyScheduler):
         def repeat(self, count: int, token: int) -> None:
             taken.append(count)
             super().repeat(count, token)
 
-    monkeypatch.setattr(simulator, "Scheduler", Watched)
+    monkeypatch.setattr(simulator, "SteadyScheduler", Watched)
     found = simulate(trace, SMALL).figures
     assert sum(taken) > found.num_steps / 4
 
@@ -214,13 +214,13 @@ def test_a_result_comes_back_from_its_json(trace: str, tmp_path: Path) -> None:
 def test_few_requests_are_held_however_many_wait(monkeypatch: pytest.MonkeyPatch) -> None:
     most = 0
 
-    class Watched(Scheduler):
+    class Watched(SteadyScheduler):
         def plan(self):  # type: ignore[no-untyped-def]
             nonlocal most
             most = max(most, self.num_waiting)
             return super().plan()
 
-    monkeypatch.setattr(simulator, "Scheduler", Watched)
+    monkeypatch.setattr(simulator, "SteadyScheduler", Watched)
     simulate("chat", SimulationConfig(requests=400, rate=math.inf, capacity=20_000))
     assert most <= simulator.QUEUE
 

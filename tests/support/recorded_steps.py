@@ -63,7 +63,7 @@ class Recording:
         while (plan := scheduler.plan()) is not None:
             self.plans.append(plan)
             self.results.append(runner.execute(plan))
-            scheduler.consume(self.results[-1])
+            scheduler.complete(self.results[-1])
         self.edits = encode(ledger.drain())
         self.holding = ExpectedMemory(ledger.num_free, [])
         runner.check(self.edits, self.holding)

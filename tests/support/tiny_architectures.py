@@ -17,7 +17,7 @@ from transformers import (
 from lightkv.errors import UnsupportedModel
 from lightkv.ledger import TokenLedger
 from lightkv.router import EngineConfig, SamplingParams
-from lightkv.router.engine.loop import Engine
+from lightkv.router.engine.loop import LocalEngine
 from lightkv.router.engine.request import Request
 from lightkv.router.engine.scheduler import Scheduler
 from lightkv.router.model.build import assemble
@@ -194,7 +194,7 @@ def answers(model: PreTrainedModel, prompts: list[list[int]], prefill_chunk: int
     runner, info = assemble(model, config, lambda line: None)
     limits = info.limits
     ledger = TokenLedger(info.capacity, limits.max_num_seqs, limits.max_model_len)
-    engine = Engine(Scheduler(ledger, limits), runner)
+    engine = LocalEngine(Scheduler(ledger, limits), runner)
     for idx, prompt in enumerate(prompts):
         params = SamplingParams(temperature=0, max_tokens=NUM_NEW)
         engine.add(Request(str(idx), array("i", prompt).tobytes(), params, seed=0))

@@ -15,9 +15,10 @@ def tiny_llama(
     attention: str = "sdpa",
     std: float = 0.2,
 ) -> PreTrainedModel:
-    """Two layers, three heads to a KV head; float32, the same for the same `seed`.
+    """Returns a float32 model of two layers, with three heads for each KV head; `seed` determines its weights.
 
-    std: of every weight; large, so that attention is not uniform and some tokens are much likelier.
+    `std` is that of every weight. It is large, so that attention is not uniform and some tokens are much
+    likelier than others.
     """
     torch.manual_seed(seed)
     config = LlamaConfig(

@@ -1,1 +1,1 @@
-"""A Hugging Face causal LM on lightkv's attention: what a layer computes, and the fused forms of it."""
+"""A Hugging Face causal LM on lightkv's attention: probing it, binding it, and its fused forward passes."""

@@ -1,8 +1,8 @@
-"""How long a sequence a model was made for, as its configuration says. Loads no torch."""
+"""The context length of a model, as its configuration states it. Loads no torch."""
 
 from typing import Any
 
-# What configurations call it.
+# The names that configurations give to the longest sequence.
 CONTEXT_NAMES = (
     "max_position_embeddings",
     "n_positions",
@@ -14,9 +14,9 @@ CONTEXT_NAMES = (
 
 
 def context_length(config: Any) -> int | None:
-    """The longest sequence, in tokens, that a model of this (text) configuration was made for.
+    """Returns the longest sequence, in tokens, that a model of this (text) configuration was made for.
 
-    None if the configuration does not say.
+    Returns None if the configuration does not state it.
     """
     for name in CONTEXT_NAMES:
         length = getattr(config, name, None)

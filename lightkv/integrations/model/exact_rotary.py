@@ -1,7 +1,7 @@
-"""A model's rotary positions with angles in float64, for texts that go far past its context, and for sinks.
+"""Rotary positions with angles in float64, for attention sinks and for texts far past a model's context.
 
-Knows transformers' rotary embeddings by their frequencies, and no model by name: that a model turns q and k as
-these say is taken from the calls that it makes. Knows no sequence and no cache.
+No model is known by name: its frequencies are read from its rotary embedding, and that the model rotates q and
+k by them is checked on the attention calls that it makes.
 """
 
 from dataclasses import dataclass, field
@@ -13,15 +13,17 @@ from transformers import PreTrainedModel
 from lightkv.attention import Rotary
 from lightkv.errors import UnsupportedModel
 
-from .hf_model import bound, compute
+from .attention_call import AttentionCall, compute
+from .fused_rotary import set_fused_forwards
+from .hf_model import bound
 
 _PROBED = 1000  # the position at which a model's own rotation is compared with ours
 
 
 def find_rotary(model: PreTrainedModel) -> Rotary:
-    """How `model` turns q and k by their positions; the model stays as it was.
+    """Returns the rotary frequencies of `model`, which stays as it was.
 
-    Raises UnsupportedModel where that is not one rotary embedding in NeoX's layout.
+    Raises UnsupportedModel unless the model has one rotary embedding, in NeoX's layout.
     """
     architecture = type(model).__name__
     embedding = _embedding(model)
@@ -29,27 +31,28 @@ def find_rotary(model: PreTrainedModel) -> Rotary:
         return hook.rotary
     inverse: Any = embedding.inv_freq
     rotary = Rotary(inverse.double())
-    turns = _Turns()
-    handle = embedding.register_forward_hook(_InFloat64(rotary), with_kwargs=True)
+    recorder = _Recorder()
+    handle = embedding.register_forward_hook(_ExactAngles(rotary), with_kwargs=True)
     try:
         with torch.no_grad(), bound(model):
+            set_fused_forwards(model, {})  # the model's own rotation is to be seen
             positions = torch.tensor([0, _PROBED], device=model.device)
-            compute(model, torch.zeros_like(positions), positions, turns, None)
-        wrong = [idx for idx, turned in enumerate(turns.calls) if not _turns_back(rotary, turned)]
+            compute(model, torch.zeros_like(positions), positions, recorder, None)
+        wrong = [idx for idx, heads in enumerate(recorder.heads) if not _is_rotated_by(rotary, heads)]
     except (TypeError, ValueError, KeyError, RuntimeError) as error:
         raise UnsupportedModel(architecture, f"its rotary embedding is another kind ({error})") from error
     finally:
         handle.remove()
     if wrong:
-        raise UnsupportedModel(architecture, f"layers {wrong} do not turn q and k as its frequencies say")
+        raise UnsupportedModel(architecture, f"layers {wrong} do not rotate q and k as its frequencies say")
     return rotary
 
 
 def make_exact(model: PreTrainedModel, rotary: Rotary) -> None:
-    """From now on `model` turns q and k by angles in float64; `rotary`: what `find_rotary` found of it."""
+    """Makes `model` compute its angles in float64 from now on. `rotary` is the result of `find_rotary`."""
     embedding = _embedding(model)
     if _hook_of(embedding) is None:
-        embedding.register_forward_hook(_InFloat64(rotary), with_kwargs=True)
+        embedding.register_forward_hook(_ExactAngles(rotary), with_kwargs=True)
 
 
 def _embedding(model: PreTrainedModel) -> torch.nn.Module:
@@ -62,14 +65,14 @@ def _embedding(model: PreTrainedModel) -> torch.nn.Module:
     return found[0]
 
 
-def _hook_of(embedding: torch.nn.Module) -> "_InFloat64 | None":
-    hooks = [hook for hook in embedding._forward_hooks.values() if isinstance(hook, _InFloat64)]
+def _hook_of(embedding: torch.nn.Module) -> "_ExactAngles | None":
+    hooks = [hook for hook in embedding._forward_hooks.values() if isinstance(hook, _ExactAngles)]
     return hooks[0] if hooks else None
 
 
 @dataclass(frozen=True)
-class _InFloat64:
-    """A hook of a rotary embedding: the cosines and sines that it returns, computed from exact angles."""
+class _ExactAngles:
+    """A hook of a rotary embedding that replaces its cosines and sines by those of exact angles."""
 
     rotary: Rotary
 
@@ -88,27 +91,22 @@ class _InFloat64:
 
 
 @dataclass
-class _Turns:
-    """Takes a forward pass's attention calls, and answers with zeros: so every layer sees the same token at
-    each position, and q and k differ by their rotation alone."""
+class _Recorder:
+    """An AttentionHandler that records q and k of every layer, and returns zeros.
 
-    calls: list[torch.Tensor] = field(default_factory=list)  # of each layer, q and k: [2, heads, D]
+    Since attention adds nothing, every layer sees the same token at each position, and q and k of two positions
+    differ by their rotation alone.
+    """
 
-    def attend(
-        self,
-        module: torch.nn.Module,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        mask: Any,
-        arguments: dict[str, Any],
-    ) -> torch.Tensor:
-        self.calls.append(torch.cat((q[0], k[0])).transpose(0, 1))
-        return q.new_zeros(q.shape[0], q.shape[2], q.shape[1], v.shape[-1])
+    heads: list[torch.Tensor] = field(default_factory=list)  # of each layer, q and k together: [T, heads, D]
+
+    def attend(self, call: AttentionCall) -> torch.Tensor:
+        self.heads.append(torch.cat((call.q[0], call.k[0])).transpose(0, 1))
+        return call.q.new_zeros(call.output_shape)
 
 
-def _turns_back(rotary: Rotary, turned: torch.Tensor) -> bool:
-    """Is the second of `[2, heads, D]` the first, `_PROBED` positions on?"""
-    back = rotary.turn_back(turned[1:], torch.tensor([_PROBED], device=turned.device))
-    tolerance = 1e-4 if turned.dtype == torch.float32 else 3e-2
-    return bool((back - turned[:1]).abs().max() <= tolerance * turned.abs().max())
+def _is_rotated_by(rotary: Rotary, heads: torch.Tensor) -> bool:
+    """Returns whether the second token of `[2, heads, D]` is the first one, rotated by `_PROBED` positions."""
+    back = rotary.rotate_back(heads[1:], torch.tensor([_PROBED], device=heads.device))
+    tolerance = 1e-4 if heads.dtype == torch.float32 else 3e-2
+    return bool((back - heads[:1]).abs().max() <= tolerance * heads.abs().max())

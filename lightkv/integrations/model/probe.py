@@ -1,8 +1,8 @@
-"""What a Hugging Face model computes as attention, found by running it a few times over a few tokens.
+"""Finds out what a Hugging Face model computes as attention, by running it a few times over a few tokens.
 
-A model is refused here, with the reason, where lightkv would not compute exactly what the model computes by
-itself: because of what its attention takes, or because what it computes of a token depends on where the token
-stands in the batch. Knows transformers' interfaces and no model by name.
+A model is refused, with the reason, where lightkv would not compute exactly what the model computes itself:
+because of how it calls its attention, or because what it computes for a token depends on the token's place in
+the batch.
 """
 
 import inspect
@@ -19,47 +19,47 @@ from lightkv.attention import AttentionOptions, LayerShape
 from lightkv.errors import LightKVError, UnsupportedModel
 from lightkv.memory.kv_spec import KVSpec
 
+from .attention_call import AttentionCall, compute, switch_attention
 from .context import context_length
-from .hf_model import compute, fix_rotary, switch_attention, undo_binding
+from .hf_model import fix_rotary, undo_binding
 
-PROBE = (
-    "lightkv_probe"  # lightkv's attention function, with a mask that says what the model would have masked
-)
+# The name under which lightkv's attention function gets a mask, which holds the model's own rule (_MaskRule).
+PROBE = "lightkv_probe"
 
-# Arguments of an attention call that change nothing here: dropout is off, positions are applied to q and k.
+# Arguments of attention that change nothing here: dropout is off, and positions are applied to q and k already.
 _HARMLESS = frozenset({"dropout", "position_ids", "cache_position", "use_cache"})
 _FORWARD_ARGUMENTS = frozenset({"position_ids", "logits_to_keep"})  # of a model, beside input_ids
-_FAR = 1 << 20  # a query position past any window or chunk, from which the probe looks at a mask
-_NUM_TOKENS = 8  # in each pass that is compared
-_MIN_TOLERANCE = 2.0**-11  # of numbers whose type has less rounding: a deep model adds up many sums
-# The order of these tokens in the packed pass: none has the neighbours, or the place, of its own pass.
+_FAR = 1 << 20  # the query position at which masks are examined, which is past any window or chunk
+_NUM_TOKENS = 8  # in each of the passes that are compared
+_MIN_TOLERANCE = 2.0**-11  # for dtypes with less rounding: a deep model adds up many sums
+# The order of the tokens in the packed pass: each has other neighbours and another place than in its text.
 _ORDER = (5, 2, 7, 0, 3, 6, 1, 4)
 
 
 @dataclass(frozen=True)
 class ModelShape:
-    """What `probe` found: the K/V of one token, and every layer's attention."""
+    """The result of `probe`: the K/V of one token, and the attention of every layer."""
 
     spec: KVSpec
     layers: tuple[LayerShape, ...]
 
 
 class NeedsNumbers(UnsupportedModel):
-    """A model cannot be run on the meta device; with its weights it may be supported."""
+    """The model cannot be run on the meta device. With its weights it may be supported."""
 
 
 def probe(model: PreTrainedModel) -> ModelShape:
-    """What `model` computes as attention; the model stays as it was.
+    """Returns what `model` computes as attention; the model stays as it was.
 
-    The model runs once over three tokens, to see how it calls its attention, and five times over eight, to see
-    whether tokens that are packed in any order have the q, k, v and logits that they have in a pass of their
-    own. A model on the meta device, which has no numbers, runs once, and is not compared.
+    The model runs once over three tokens, to record how it calls its attention, and five times over eight, to
+    compare q, k, v and logits of packed tokens in any order with those of a pass of their own. A model on the
+    meta device, which has no numbers, runs once and is not compared.
 
-    Raises UnsupportedModel for whatever lightkv would not compute exactly, and for a model that cannot be
-    called as `compute` calls it.
+    Raises UnsupportedModel for everything that lightkv would not compute exactly, and for a model that cannot
+    be called as `compute` calls it.
     """
     architecture = type(model).__name__
-    # By its signature: a **kwargs would swallow what the model does not know.
+    # A call would not fail: the model may accept the arguments as **kwargs, and ignore them.
     if missing := _FORWARD_ARGUMENTS - inspect.signature(type(model).forward).parameters.keys():
         raise UnsupportedModel(architecture, f"its forward pass takes no {' and no '.join(sorted(missing))}")
     shape = find_shape(model)
@@ -74,61 +74,53 @@ def probe(model: PreTrainedModel) -> ModelShape:
 
 @dataclass(frozen=True)
 class _MaskRule:
-    """What a layer gets as its mask under the probe: the rule itself, to be asked at any position."""
+    """The mask that layers get under the probe: the rule itself, which can be evaluated at any position."""
 
     visible: Any  # (batch, head, query position, key position) → bool tensor
 
     def __getattr__(self, name: str) -> Any:
-        # Of a tensor: the model computes with its mask.
+        # The attribute of a tensor was meant: the model computes with its mask.
         raise LightKVError(f"it changes its attention mask (by the mask's {name})")
 
     def __getitem__(self, index: Any) -> Any:
         raise LightKVError("it changes its attention mask (by taking a part of it)")
 
     def sees(self, query: int, keys: list[int], device: torch.device) -> list[bool]:
-        """Which `keys` a query at position `query` may attend."""
+        """Returns, for each position in `keys`, whether a query at position `query` may attend to it."""
         zero = torch.zeros((), dtype=torch.int64, device="cpu" if device.type == "meta" else device)
         return [bool(self.visible(zero, zero, zero + query, zero + key)) for key in keys]
 
 
-class _Recorder:
-    """Takes the calls of a forward pass, and answers with zeros: only their form matters."""
+class _ShapeRecorder:
+    """An AttentionHandler that records the shape and the options of every call, and returns zeros."""
 
     def __init__(self, architecture: str) -> None:
         self.architecture = architecture
         self.layers: dict[int, LayerShape] = {}
         self.dtypes: set[torch.dtype] = set()
 
-    def attend(
-        self,
-        module: torch.nn.Module,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        mask: Any,
-        arguments: dict[str, Any],
-    ) -> torch.Tensor:
-        idx = getattr(module, "layer_idx", None)
+    def attend(self, call: AttentionCall) -> torch.Tensor:
+        q, k, v = call.q, call.k, call.v
+        idx = getattr(call.module, "layer_idx", None)
         if not isinstance(idx, int):
-            raise self._unsupported(f"{type(module).__name__} does not say which layer it is")
+            raise self._unsupported(f"{type(call.module).__name__} does not say which layer it is")
         if idx in self.layers:
             raise self._unsupported(f"layer {idx} attends more than once")
-        options = self._options(module, mask, dict(arguments), v.shape[-1], q.device)
+        options = self._options(call)
         if k.shape[:-1] != v.shape[:-1] or k.shape[2] != q.shape[2] or q.shape[1] % k.shape[1]:
             raise self._unsupported(f"layer {idx} attends q {q.shape}, k {k.shape}, v {v.shape}")
         self.layers[idx] = LayerShape(q.shape[1], q.shape[-1], k.shape[1], options)
         self.dtypes |= {k.dtype, v.dtype}
-        return q.new_zeros(q.shape[0], q.shape[2], q.shape[1], v.shape[-1])
+        return q.new_zeros(call.output_shape)
 
-    def _options(
-        self, module: torch.nn.Module, mask: Any, arguments: dict[str, Any], v_dim: int, device: torch.device
-    ) -> AttentionOptions:
+    def _options(self, call: AttentionCall) -> AttentionOptions:
+        arguments = dict(call.arguments)
         scale = arguments.pop("scaling", None)
         window = arguments.pop("sliding_window", None) or 0
         softcap = arguments.pop("softcap", None) or 0.0
         causal = arguments.pop("is_causal", None)
         if causal is None:
-            causal = getattr(module, "is_causal", True)
+            causal = getattr(call.module, "is_causal", True)
         if not causal:
             raise self._unsupported("its attention is not causal")
         given = {name for name, value in arguments.items() if not isinstance(value, bool | None)}
@@ -136,37 +128,43 @@ class _Recorder:
             raise self._unsupported("its attention has learned sinks (s_aux)")
         if unknown := given - _HARMLESS:
             raise self._unsupported(f"its attention takes {', '.join(sorted(unknown))}, unknown here")
-        if isinstance(mask, _MaskRule):
-            first = _FAR - window + 1 if window else 0
-            keys = [*([first - 1] if window else []), first, (first + _FAR) // 2, _FAR, _FAR + 1]
-            expected = [*([False] if window else []), True, True, True, False]
-            if mask.sees(_FAR, keys, device) != expected:
-                chunk = getattr(module.config, "attention_chunk_size", None)
-                if chunk and not mask.sees(_FAR // chunk * chunk, [_FAR // chunk * chunk - 1], device)[0]:
-                    raise self._unsupported(f"its attention is chunked (attention_chunk_size {chunk})")
-                raise self._unsupported("its mask is neither causal nor the sliding window it names")
-        elif mask is not None:
+        if isinstance(call.mask, _MaskRule):
+            self._require_causal(call.mask, window, call)
+        elif call.mask is not None:
             raise self._unsupported("it makes an attention mask of its own")
-        return AttentionOptions(scale, int(window), float(softcap), v_dim)
+        return AttentionOptions(scale, int(window), float(softcap), call.v.shape[-1])
+
+    def _require_causal(self, mask: _MaskRule, window: int, call: AttentionCall) -> None:
+        """Raises UnsupportedModel unless `mask` is causal, limited to the last `window` keys if not 0."""
+        device = call.q.device
+        first = _FAR - window + 1 if window else 0
+        keys = [*([first - 1] if window else []), first, (first + _FAR) // 2, _FAR, _FAR + 1]
+        expected = [*([False] if window else []), True, True, True, False]
+        if mask.sees(_FAR, keys, device) == expected:
+            return
+        chunk = getattr(call.module.config, "attention_chunk_size", None)
+        if chunk and not mask.sees(_FAR // chunk * chunk, [_FAR // chunk * chunk - 1], device)[0]:
+            raise self._unsupported(f"its attention is chunked (attention_chunk_size {chunk})")
+        raise self._unsupported("its mask is neither causal nor the sliding window it names")
 
     def _unsupported(self, reason: str) -> UnsupportedModel:
         return UnsupportedModel(self.architecture, reason)
 
 
 def find_shape(model: PreTrainedModel) -> ModelShape:
-    """What `probe` returns, from one pass, in which the numbers do not matter. Raises UnsupportedModel."""
+    """Returns what `probe` returns, from one pass whose numbers do not matter. Raises UnsupportedModel."""
     architecture = type(model).__name__
-    recorder = _Recorder(architecture)
+    recorder = _ShapeRecorder(architecture)
     text = model.config.get_text_config()
     positions = torch.arange(3, device=model.device)
     with _probed(model):
         output = model(
             input_ids=torch.zeros_like(positions)[None],
             position_ids=positions[None],
-            # Without one, transformers looks for packed texts in the positions, which the meta device has not.
+            # Without a cache transformers reads the positions, to find packed texts; on meta there are none.
             past_key_values=_Past(text.num_hidden_layers, 0) if model.device.type == "meta" else None,
             use_cache=False,
-            logits_to_keep=positions[::2],  # neither all nor one: a model that knows only a count fails
+            logits_to_keep=positions[::2],  # neither all nor the last: a model that only takes a count fails
             lightkv=recorder,
         )
         logits_shape = tuple(output.logits.shape)
@@ -188,14 +186,13 @@ def find_shape(model: PreTrainedModel) -> ModelShape:
 
 @contextmanager
 def _probed(model: PreTrainedModel) -> Iterator[None]:
-    """`model` on the probe's attention and in evaluation mode, for as long as the block runs.
+    """Puts `model` on the probe's attention and into evaluation mode while the block runs.
 
-    Raises UnsupportedModel, also in place of what the model itself raises, which can be anything.
+    Raises UnsupportedModel, also in place of any error that the model itself raises.
     """
     undo = undo_binding(model)
-    training = [
-        module for module in model.modules() if module.training
-    ]  # dropout would differ between passes
+    # Dropout would differ between passes.
+    training = [module for module in model.modules() if module.training]
     AttentionMaskInterface.register(PROBE, _mask_rule)
     switch_attention(model, PROBE)
     try:
@@ -205,7 +202,7 @@ def _probed(model: PreTrainedModel) -> Iterator[None]:
             yield
     except (UnsupportedModel, torch.OutOfMemoryError):
         raise
-    except LightKVError as error:  # from where the architecture is not known
+    except LightKVError as error:  # raised where the architecture is not known
         raise UnsupportedModel(type(model).__name__, str(error)) from error
     except Exception as error:
         said = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
@@ -219,7 +216,7 @@ def _probed(model: PreTrainedModel) -> Iterator[None]:
 
 
 def _mask_rule(*, mask_function: Any, **_: Any) -> _MaskRule:
-    """transformers' mask function."""
+    """The mask function that transformers calls."""
     return _MaskRule(mask_function)
 
 
@@ -228,7 +225,7 @@ def _mask_rule(*, mask_function: Any, **_: Any) -> _MaskRule:
 
 
 class _PastLayer(CacheLayerMixin):
-    """A layer of `_Past`. `cached`: the shapes of what it was last given."""
+    """A layer of `_Past`. `cached` holds the shapes of the K and V that it was given last."""
 
     def __init__(self, length: int) -> None:
         super().__init__()
@@ -236,7 +233,7 @@ class _PastLayer(CacheLayerMixin):
         self._length = length
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
-        """Nothing is kept."""
+        """Does nothing: nothing is kept."""
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
@@ -255,70 +252,64 @@ class _PastLayer(CacheLayerMixin):
 
 
 class _Past(Cache):
-    """Says that `length` tokens are cached, and gives the K/V of new ones back as they came."""
+    """A cache that claims to hold `length` tokens, and returns only the K/V of new ones."""
 
     def __init__(self, num_layers: int, length: int) -> None:
         super().__init__(layers=[_PastLayer(length) for _ in range(num_layers)])
 
 
 class _Projections:
-    """Keeps q, k and v of every layer, and answers with each token's own v.
+    """An AttentionHandler that keeps q, k and v of every layer, and returns each token's own v.
 
-    So what a layer computes of a token shows in the layers after it, and no token depends on another.
+    So the layers after it depend on what a layer computes for a token, and no token depends on another.
     """
 
     def __init__(self) -> None:
-        self.found: list[torch.Tensor] = []  # of each layer q, k and v, each [T, heads * dim]
+        self.found: list[torch.Tensor] = []  # q, k and v of each layer, each [T, heads * dim]
 
-    def attend(
-        self,
-        module: torch.nn.Module,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        mask: Any,
-        arguments: dict[str, Any],
-    ) -> torch.Tensor:
-        self.found += [heads[0].transpose(0, 1).flatten(1) for heads in (q, k, v)]
+    def attend(self, call: AttentionCall) -> torch.Tensor:
+        q, v = call.q, call.v
+        self.found += [heads[0].transpose(0, 1).flatten(1) for heads in (q, call.k, v)]
         return v.repeat_interleave(q.shape[1] // v.shape[1], dim=1).transpose(1, 2).contiguous()
 
 
 def require_plain_cache(model: PreTrainedModel, shape: ModelShape) -> None:
-    """Raises UnsupportedModel where the model's layers cache something else than the K and V they attend."""
+    """Raises UnsupportedModel if a layer of the model caches anything but the K and V that it attends to."""
     spec, ids = shape.spec, torch.zeros(1, 1, dtype=torch.int64, device=model.device)
     past = _Past(spec.num_layers, 0)
     with _probed(model):
         model(input_ids=ids, past_key_values=past, use_cache=True, lightkv=_Projections())
     expected = [(1, spec.num_kv_heads, 1, dim) for dim in (spec.k_dim, spec.v_dim)]
     for idx, layer in enumerate(past.layers):
-        if cast(_PastLayer, layer).cached != expected:
-            found = cast(_PastLayer, layer).cached
-            reason = (
-                f"of a token, layer {idx} caches {found}, where its attention takes K and V as {expected}"
-            )
+        found = cast(_PastLayer, layer).cached
+        if found != expected:
+            reason = f"layer {idx} caches {found} a token, where its attention takes K and V as {expected}"
             raise UnsupportedModel(type(model).__name__, reason)
 
 
 def _require_packable(model: PreTrainedModel, shape: ModelShape) -> None:
-    """Raises UnsupportedModel where a token's q, k, v or logits depend on its place among those packed."""
+    """Raises UnsupportedModel if q, k, v or logits of a token depend on its place in the packed batch."""
     text = model.config.get_text_config()
     context = context_length(text)
     num_tokens = _NUM_TOKENS if context is None else min(_NUM_TOKENS, context)
     ids = _varied_ids(text.vocab_size, num_tokens, text.pad_token_id).to(model.device)
     positions = torch.arange(num_tokens, device=ids.device)
     order = torch.tensor([token for token in _ORDER if token < num_tokens], device=ids.device)
-    far = (context or num_tokens) - num_tokens  # as far into a text as the model goes
+    far = (
+        context or num_tokens
+    ) - num_tokens  # the first position of the tokens, if the last one ends the context
 
     def packed(positions: torch.Tensor) -> _Pass:
-        """In `order`; given back as if it had been none."""
-        receiver = _Projections()
-        logits = compute(model, ids[order], positions[order], receiver, None)
-        return _Pass([part[order.argsort()] for part in (*receiver.found, logits)])
+        """Computes the tokens in `order`, and returns the results in the order of `ids`."""
+        projections = _Projections()
+        logits = compute(model, ids[order], positions[order], projections, None)
+        return _Pass([part[order.argsort()] for part in (*projections.found, logits)])
 
     def own(**arguments: Any) -> _Pass:
-        receiver = _Projections()
-        output = model(input_ids=ids[None], lightkv=receiver, **arguments)
-        return _Pass([*receiver.found, output.logits[0]])
+        """Computes the tokens as one text, in the way in which the model is usually called."""
+        projections = _Projections()
+        output = model(input_ids=ids[None], lightkv=projections, **arguments)
+        return _Pass([*projections.found, output.logits[0]])
 
     def refuse(difference: str, what: str) -> NoReturn:
         raise UnsupportedModel(type(model).__name__, f"{what} ({difference})")
@@ -339,12 +330,12 @@ def _require_packable(model: PreTrainedModel, shape: ModelShape) -> None:
 
 @dataclass(frozen=True)
 class _Pass:
-    """What a forward pass computed of each token: q, k and v of each layer, then the logits, each `[T, n]`."""
+    """What a forward pass computed for each token: q, k and v of each layer, then the logits, each `[T, n]`."""
 
     found: list[torch.Tensor]
 
     def difference(self, other: "_Pass") -> str | None:
-        """The first difference that is more than rounding, in words; None if there is none."""
+        """Describes the first difference that is more than rounding. Returns None if there is none."""
         if len(self.found) != len(other.found):
             return f"{len(self.found)} and {len(other.found)} tensors"
         for idx, (ours, theirs) in enumerate(zip(self.found, other.found, strict=True)):
@@ -356,10 +347,11 @@ class _Pass:
 
 
 def _relative_error(ours: torch.Tensor, theirs: torch.Tensor) -> float:
-    """The median, over tokens, of a token's largest difference in proportion to its largest number.
+    """Returns the median, over tokens, of a token's largest difference relative to its largest number.
 
-    A matrix product may round otherwise for other rows beside it, which can send a token to another expert; so
-    one token decides nothing. What the order changes, it changes for more than half of them.
+    A matrix product may round differently when other rows are computed with it, which can route a token to
+    another expert; the median ignores single tokens. A real dependence on the order changes more than half of
+    them.
     """
     ours, theirs = (torch.nan_to_num(x.float()) for x in (ours, theirs))
     largest = theirs.abs().amax(1).clamp(min=1e-30)
@@ -367,6 +359,6 @@ def _relative_error(ours: torch.Tensor, theirs: torch.Tensor) -> float:
 
 
 def _varied_ids(vocab_size: int, count: int, padding: int | None) -> torch.Tensor:
-    """`count` token ids, int64, spread over the vocabulary; none is the padding, which some models skip."""
+    """Returns `count` ids, int64, spread over the vocabulary, without `padding`, which some models skip."""
     ids = [(idx + 1) * vocab_size // (count + 1) for idx in range(count)]
     return torch.tensor([token - 1 if token == padding and token else token for token in ids])

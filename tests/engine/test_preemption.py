@@ -1,4 +1,4 @@
-"""Admission by estimates: what is expected of an output, who is paused, and that nothing of it can be seen."""
+"""Admission by estimates: what is expected of an output, and preemptions, which change no answer."""
 
 import random
 from array import array
@@ -10,7 +10,7 @@ from transformers import LlamaConfig
 from lightkv.ledger import TokenLedger
 from lightkv.router import EngineConfig, SamplingParams
 from lightkv.router.engine.admission import Admission, OutputLengths
-from lightkv.router.engine.loop import Engine
+from lightkv.router.engine.loop import LocalEngine
 from lightkv.router.engine.request import Request
 from lightkv.router.engine.scheduler import Scheduler
 from lightkv.router.engine.step import Limits, TokenEvent
@@ -29,7 +29,7 @@ PARAMS = [
 
 
 def expecting(length: int) -> OutputLengths:
-    """Estimates after a good many outputs of this length."""
+    """Estimates after many outputs of this length."""
     lengths = OutputLengths()
     for _ in range(OutputLengths.num_recent):
         lengths.observe(length)
@@ -41,11 +41,11 @@ def request(name: str, prompt: list[int], max_tokens: int, priority: int = 0) ->
     return Request(name, array("i", prompt).tobytes(), params, 1, frozenset({STOP}), priority=priority)
 
 
-def make(capacity: int, lengths: OutputLengths | None, chunk: int = 0) -> tuple[Engine, ModelWorker]:
+def make(capacity: int, lengths: OutputLengths | None, chunk: int = 0) -> tuple[LocalEngine, ModelWorker]:
     ledger = TokenLedger(capacity, 12, 90)
     worker = ModelWorker(capacity, random.Random(0))
     scheduler = Scheduler(ledger, Limits(12, 90, chunk, VOCABULARY), admission=counted_by(lengths))
-    return Engine(scheduler, worker), worker
+    return LocalEngine(scheduler, worker), worker
 
 
 def counted_by(lengths: OutputLengths | None) -> Admission:
@@ -158,19 +158,19 @@ def test_prompts_that_run_short_of_each_other_still_end() -> None:
 @pytest.mark.parametrize("chunk", [0, 5])
 def test_a_long_random_life_under_estimates(chunk: int, depth: int) -> None:
     """As with exact admission (test_scheduler.py): the model of the memory raises when a slot is missing,
-    shared wrongly or freed twice, or holds other tokens than a resumed request goes on from."""
+    shared wrongly or freed twice, or holds other tokens than those that a resumed request continues."""
     rng = random.Random(chunk)
     ledger = TokenLedger(150, 12, 90)
     worker = ModelWorker(150, rng, stop_chance=0.04)
     scheduler = Scheduler(ledger, Limits(12, 90, chunk, VOCABULARY), depth, counted_by(OutputLengths()))
-    engine = Engine(scheduler, worker)
+    engine = LocalEngine(scheduler, worker)
     families = [[rng.randrange(100, 103) for _ in range(60)] for _ in range(4)]
     alive: dict[str, int] = {}
     added = 0
 
     def take() -> None:
         result = worker.results.popleft()
-        events = scheduler.fail(str(result)) if isinstance(result, Exception) else scheduler.consume(result)
+        events = scheduler.fail(str(result)) if isinstance(result, Exception) else scheduler.complete(result)
         for event in events:
             alive[event.request_id] -= event.token is not None
             if event.finish_reason:
@@ -213,10 +213,11 @@ def test_a_long_random_life_under_estimates(chunk: int, depth: int) -> None:
     assert scheduler.num_recomputed_tokens > 0
 
 
-def paused_and_not(
+def preempted_and_not(
     device: str, dtype: torch.dtype
-) -> tuple[Engine, Engine, list[dict[str, list[TokenEvent]]]]:
-    """The same requests to one model twice: in a pool for all, and in a small one, by estimates."""
+) -> tuple[LocalEngine, LocalEngine, list[dict[str, list[TokenEvent]]]]:
+    """Runs the same requests on one model twice: in a pool with room for all, and in a small one, by
+    estimates."""
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=VOCABULARY,
@@ -233,7 +234,7 @@ def paused_and_not(
         settings = EngineConfig(device=device, max_total_tokens=pool, max_num_seqs=8, prefill_chunk=32)
         runner, info = assemble(model, settings, lambda line: None)
         ledger = TokenLedger(info.capacity, info.limits.max_num_seqs, info.limits.max_model_len)
-        engine = Engine(Scheduler(ledger, info.limits, admission=counted_by(lengths)), runner)
+        engine = LocalEngine(Scheduler(ledger, info.limits, admission=counted_by(lengths)), runner)
         rng = random.Random(0)
         for i in range(12):
             ids = array("i", [rng.randrange(VOCABULARY) for _ in range(rng.randint(5, 60))])
@@ -249,8 +250,8 @@ def paused_and_not(
 
 
 def test_nobody_can_tell_that_a_request_was_paused() -> None:
-    """Greedy, drawn and penalised tokens are those of the same requests never paused, in float32."""
-    ample, scarce, found = paused_and_not("cpu", torch.float32)
+    """Greedy, random and penalised tokens are the same as without preemptions, in float32."""
+    ample, scarce, found = preempted_and_not("cpu", torch.float32)
     assert ample.stats().num_preemptions == 0
     assert scarce.stats().num_preemptions > 3
     for name, expected in found[0].items():
@@ -262,7 +263,7 @@ def test_nobody_can_tell_that_a_request_was_paused() -> None:
 
 @pytest.mark.gpu
 def test_nobody_can_tell_that_a_request_was_paused_on_a_gpu() -> None:
-    _, scarce, found = paused_and_not("cuda", torch.float32)
+    _, scarce, found = preempted_and_not("cuda", torch.float32)
     assert scarce.stats().num_preemptions > 3
     same = sum([e.token for e in found[0][name]] == [e.token for e in found[1][name]] for name in found[0])
     assert same >= len(found[0]) - 1  # two orders of float32 sums may part once
