@@ -1,1 +1,1 @@
-"""Measurements: each prints its floor first, then a table, then one line of JSON, and checks itself."""
+"""Benchmarks: each prints its floor first, then a table, then one line of JSON. README.md lists them all."""

@@ -1,1 +1,1 @@
-"""What several benchmarks use: reports, clocks and child processes."""
+"""Helpers of several benchmarks: reports, clocks, child processes, random models."""

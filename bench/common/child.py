@@ -1,7 +1,7 @@
-"""A part of a benchmark in a process of its own: its memory goes with it, and it can be given up.
+"""Runs a part of a benchmark in a process of its own, so that its memory is freed and a time limit can end it.
 
-The parent asks by `ask`, a line of JSON; the child is a module that ends in `serve`, and answers in lines of
-JSON. What else it prints is kept from them. Knows nothing of what is asked.
+The parent calls `ask`, which sends one line of JSON. The child is a module that ends with a call of `serve`; it
+answers in lines of JSON. Whatever else the child prints does not mix with its answers.
 """
 
 import json
@@ -14,16 +14,18 @@ import threading
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NoReturn
 
-LOG_LINES = 5  # of a child that died, in the error
+LOG_LINES = 5  # the last lines of a dead child's stderr that go into the error
 
 
 class ChildFailed(Exception):
-    """A child that raised, died, or was not done in time. What it answered before stands."""
+    """Raised when a child raised, died or ran out of time. Its earlier answers stay valid."""
 
 
 def ask(module: str, request: Any, seconds: float) -> Iterator[Any]:
-    """The answers of `python -m module` to `request`, as they come. It is killed after `seconds`, or when the
-    iterator is dropped. Raises ChildFailed."""
+    """Yields the answers of `python -m module` to `request` as they arrive.
+
+    Kills the child after `seconds`, or when the iterator is dropped. Raises ChildFailed.
+    """
     with tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as log:
         child = subprocess.Popen(
             [sys.executable, "-m", module],
@@ -65,8 +67,8 @@ def ask(module: str, request: Any, seconds: float) -> Iterator[Any]:
 
 
 def serve(handle: Callable[[Any], Iterable[Any]]) -> NoReturn:
-    """Answer the parent's request by what `handle` yields, and end this process: whatever threads it has."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's, who ends this
+    """Answers the parent's request with what `handle` yields, then ends this process and all its threads."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C, and kills this process
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
 
@@ -77,7 +79,7 @@ def serve(handle: Callable[[Any], Iterable[Any]]) -> NoReturn:
     try:
         for answer in handle(json.load(sys.stdin)):
             send({"answer": answer})
-    except Exception as error:  # the parent is told, whatever it is
+    except Exception as error:  # any error goes to the parent
         send({"error": f"{type(error).__name__}: {error}"})
         code = 1
     sys.stderr.flush()

@@ -1,6 +1,6 @@
-"""A device's time, and what it can do at best: an empty kernel, reading, a matrix product.
+"""Times work on the device, and measures its ceiling: an empty kernel, reading memory, a matrix product.
 
-Knows no attention. Graphs are timed with the L2 cache emptied before each replay.
+The L2 cache is emptied before each replay of a graph.
 """
 
 import statistics
@@ -13,25 +13,24 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from bench.common.report import Spread, refuse
-from bench.memory.allocator import capture, empty_kernel
+from .report import Spread, refuse
 
 DEVICE = torch.device("cuda")
 
 
 class Clock:
-    """Times in microseconds."""
+    """Measures times in microseconds. `repeats`: replays of a graph; half as many calls."""
 
     def __init__(self, repeats: int) -> None:
         self.repeats = repeats
         self._fill = torch.ones(2**26, dtype=torch.float32, device=DEVICE)  # 256 MiB
 
     def replay(self, graph: torch.cuda.CUDAGraph) -> Spread:
-        """A graph's replays on the device, each with the L2 cache emptied, queued before it begins."""
+        """Measures replays on the device. The L2 cache is empty, and each replay is queued before it begins."""
         pairs = []
         for _ in range(self.repeats + 3):
             self._fill.sum()
-            torch.cuda._sleep(1_000_000)  # half a millisecond
+            torch.cuda._sleep(1_000_000)  # half a millisecond, so that the host gets ahead of the device
             start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             start.record()
             graph.replay()
@@ -41,7 +40,7 @@ class Clock:
         return Spread.of([start.elapsed_time(end) * 1e3 for start, end in pairs[3:]])
 
     def call(self, work: Callable[[], object]) -> float:
-        """From the call until the device has done it, nothing being queued before it."""
+        """Measures the median from the call until the device has finished, with nothing queued before."""
         times = []
         for _ in range(self.repeats // 2 + 2):
             torch.cuda.synchronize()
@@ -52,14 +51,32 @@ class Clock:
         return statistics.median(times[2:])
 
 
+def capture(step: Callable[[], object]) -> torch.cuda.CUDAGraph:
+    """Captures a graph of `step`, whose kernels have to be compiled already."""
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step()
+    return graph
+
+
+@triton.jit
+def _empty_kernel(_out):
+    pass
+
+
+def empty_kernel() -> None:
+    """Launches a kernel that does nothing."""
+    _empty_kernel[(1,)](torch.empty(1, device=DEVICE))
+
+
 def captured(run: Callable[[], Tensor]) -> tuple[torch.cuda.CUDAGraph, Tensor]:
-    """A graph of `run`, which has run once before, and the tensor that its replays write to."""
+    """Captures `run`, which has to have run once. Returns the graph and the tensor that its replays write."""
     outputs: list[Tensor] = []
     return capture(lambda: outputs.append(run())), outputs[0]
 
 
 @triton.jit
-def _read_kernel(source, sums, num_blocks, BLOCK: tl.constexpr):  # fewer than 2**31 words
+def _read_kernel(source, sums, num_blocks, BLOCK: tl.constexpr):  # source: fewer than 2**31 words
     total = tl.zeros([BLOCK], tl.int32)
     for block in range(tl.program_id(0), num_blocks, tl.num_programs(0)):
         total += tl.load(source + block * BLOCK + tl.arange(0, BLOCK))
@@ -76,7 +93,7 @@ def _gather_kernel(
     WORDS: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """Each program reads one head of every so many tokens, the index a tile ahead, as attention does."""
+    """Sums the rows of a program's tokens for one head. Loads the slots one tile ahead, as attention does."""
     words = tl.arange(0, WORDS)
     total = tl.zeros([BLOCK_N, WORDS], tl.int32)
     first = tl.program_id(1) * BLOCK_N
@@ -95,8 +112,10 @@ def _gather_kernel(
 def gather_us(
     pool: Tensor, slots: Tensor, clock: Clock, grids: Sequence[int] = (66, 132, 264, 1056)
 ) -> float:
-    """The quickest of some kernels that only read the rows of `pool` `[num_slots, heads, dims]` at `slots`, in
-    their order: what the memory gives when asked for rows in odd places. `grids`: programs a head, to try.
+    """Measures how fast scattered rows can be read: the microseconds of the fastest of several kernels.
+
+    They read the rows of `pool` `[num_slots, heads, dims]` at `slots`, in that order, and do nothing else.
+    `grids`: numbers of programs per head to try.
     """
     words = pool.view(torch.int32)
     slots = slots.int()
@@ -126,22 +145,25 @@ def gather_us(
 
 
 class Ceiling(NamedTuple):
-    """What this device does at best, measured in this run."""
+    """The best that this device does, measured in this run."""
 
-    empty_us: float  # a kernel that does nothing, in a graph
+    empty_us: float  # a graph of one kernel that does nothing
     bytes_per_us: float
     flops_per_us: float
 
     def floor_us(self, num_bytes: int, num_flops: int = 0) -> float:
-        """The least that work takes which reads and computes so much."""
+        """Returns the least microseconds of work that reads `num_bytes` and computes `num_flops`."""
         return self.empty_us + max(num_bytes / self.bytes_per_us, num_flops / self.flops_per_us)
 
 
 def measure_ceiling(
     clock: Clock, num_words: int = 2**29, side: int = 8192, grids: Sequence[int] = (1024, 2048)
 ) -> tuple[Ceiling, dict[str, Any]]:
-    """By reading `num_words` int32, with `grids` and one program a block, and by a bfloat16 product of square
-    matrices; and what each kernel took."""
+    """Measures the ceiling by reading `num_words` int32 and by a product of square bfloat16 matrices.
+
+    Reads with each number of programs in `grids`, and with one program per block. Returns the ceiling, and the
+    same for a report with the time of each kernel.
+    """
     empty_kernel()
     empty = clock.replay(capture(empty_kernel))
     source = torch.ones(num_words, dtype=torch.int32, device=DEVICE)

@@ -1,23 +1,26 @@
-"""Writes a model of Llama-3-8B's shape with random weights, and a tokenizer that has a text for every id.
+"""Writes a checkpoint of Llama-3-8B's shape with random weights, and a tokenizer that has a text for every id.
 
     python -m bench.common.random_checkpoint /var/tmp/llama-3-8b
 
-For benchmarks of what starts from a directory: `lightkv serve`, and others. Some 16 GB; with --layers less.
+It is for benchmarks that start from a directory, such as those of `lightkv serve`. The checkpoint takes 16 GB,
+and less with fewer --layers.
 """
 
 import argparse
+import json
 from pathlib import Path
 
 import tokenizers
 import torch
 from tokenizers import decoders, models, pre_tokenizers
 
-from bench.serving.decode_step import LLAMA_3_8B
 from lightkv.router.model.loader import random_model
+
+from .llama_3_8b import LLAMA_3_8B, with_layers
 
 
 def save_tokenizer(directory: Path, vocab_size: int) -> None:
-    """A byte-level tokenizer: the 256 bytes, and then the words " 256", " 257" …"""
+    """Writes a byte-level tokenizer: the 256 single bytes, then the words " 256", " 257" and so on."""
     words = [
         *sorted(pre_tokenizers.ByteLevel.alphabet()),
         *(f"Ġ{number}" for number in range(256, vocab_size)),
@@ -26,20 +29,25 @@ def save_tokenizer(directory: Path, vocab_size: int) -> None:
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.save(str(directory / "tokenizer.json"))
+    # vLLM does not load a tokenizer without the name of its class.
+    config = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
+    (directory / "tokenizer_config.json").write_text(json.dumps(config) + "\n")
 
 
 def main() -> None:
     made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     made.add_argument("directory", type=Path)
     made.add_argument("--layers", type=int, default=LLAMA_3_8B.num_hidden_layers)
+    made.add_argument("--max-length", type=int, default=LLAMA_3_8B.max_position_embeddings,
+                      help="most tokens of a sequence")  # fmt: skip
     options = made.parse_args()
     options.directory.mkdir(parents=True)
-    LLAMA_3_8B.num_hidden_layers = options.layers
+    config = with_layers(LLAMA_3_8B, options.layers)
+    config.max_position_embeddings = options.max_length
     torch.manual_seed(0)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    model = random_model(LLAMA_3_8B, device, torch.bfloat16)
-    model.save_pretrained(options.directory)
-    save_tokenizer(options.directory, LLAMA_3_8B.vocab_size)
+    random_model(config, device, torch.bfloat16).save_pretrained(options.directory)
+    save_tokenizer(options.directory, config.vocab_size)
     num_bytes = sum(file.stat().st_size for file in options.directory.iterdir())
     print(f"{options.directory}: {num_bytes / 1e9:.1f} GB, {options.layers} layers")
 

@@ -1,7 +1,4 @@
-"""What every benchmark reports alike: the machine, the versions, medians with their spread, a table, one JSON.
-
-Knows nothing of what is measured.
-"""
+"""A benchmark's report: the machine, the versions, medians with their spread, a table, one line of JSON."""
 
 import argparse
 import json
@@ -12,6 +9,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from types import ModuleType
 from typing import Any, NamedTuple, NoReturn, TypeVar
 
 import torch
@@ -20,7 +18,7 @@ T = TypeVar("T")
 
 
 class Spread(NamedTuple):
-    """A median with the lowest and the highest of what it was taken of."""
+    """The median, the lowest and the highest of some values."""
 
     median: float
     low: float
@@ -31,12 +29,12 @@ class Spread(NamedTuple):
         return cls(statistics.median(values), min(values), max(values))
 
     def text(self, form: str = ".2f") -> str:
-        """`median (low to high)`."""
+        """Formats as `median (low to high)`."""
         return f"{self.median:{form}} ({self.low:{form}} to {self.high:{form}})"
 
 
 def machine() -> dict[str, Any]:
-    """The device and the versions that a figure belongs to."""
+    """Returns the device and the versions of the libraries, which are stored beside the figures."""
     on_gpu = torch.cuda.is_available()
     versions: dict[str, str] = {"python": platform.python_version()}
     for name in ("lightkv", "torch", "triton", "transformers", "numpy"):
@@ -54,9 +52,9 @@ def machine() -> dict[str, Any]:
 
 
 def alternate(rounds: int, sides: Mapping[str, Callable[[], T]]) -> Iterator[dict[str, T]]:
-    """What every side returns, round by round; in every other round the last side goes first.
+    """Yields what each side returns, round by round. Every other round runs the sides in reverse.
 
-    So none always runs after the same one, and what slows the machine for a while slows them all.
+    So no side always runs after the same one, and a machine that is slow for a while slows all sides.
     """
     for round_idx in range(rounds):
         order = list(sides) if round_idx % 2 == 0 else list(reversed(sides))
@@ -65,14 +63,14 @@ def alternate(rounds: int, sides: Mapping[str, Callable[[], T]]) -> Iterator[dic
 
 
 def print_machine() -> None:
-    """One line that says where this runs."""
+    """Prints one line with the device and the versions."""
     where = machine()
     versions = ", ".join(f"{name} {number}" for name, number in where["versions"].items())
     print(f"{where['device']}, {where['cores']} cores, {where['threads']} threads; {versions}\n")
 
 
 def print_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """Columns as wide as they need; the first to the left, the others to the right."""
+    """Prints columns as wide as their cells. The first is aligned left, the others right."""
     widths = [max(len(row[i]) for row in [header, *rows]) for i in range(len(header))]
     for row in [header, *rows]:
         cells = [
@@ -83,12 +81,12 @@ def print_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
 
 
 def print_json(name: str, results: Any, out: Path | None) -> None:
-    """The last line; with `out`, also a file of it."""
+    """Prints the results as one line of JSON, the last line of a benchmark, and writes them to `out`."""
     print(json.dumps(save_json(name, results, out)), flush=True)
 
 
 def save_json(name: str, results: Any, out: Path | None) -> dict[str, Any]:
-    """What `print_json` prints, in the file alone: so that what is measured so far is kept."""
+    """Writes what `print_json` prints to `out` alone, so that a run that fails keeps its figures."""
     document = {"benchmark": name, **machine(), "results": results}
     _write(document, out)
     return document
@@ -101,31 +99,43 @@ def _write(document: dict[str, Any], out: Path | None) -> None:
 
 
 def read_json(name: str, path: Path) -> dict[str, Any]:
-    """The document of a file that `print_json` has written for this benchmark. Ends where it is none."""
-    wanted = f"give a file that --out of bench.{name} has written"
+    """Reads the document that `print_json` wrote for the benchmark `name`. Exits if `path` holds another."""
+    wanted = f"give a file written by --out of the benchmark {name!r}"
     try:
         document: dict[str, Any] = json.loads(path.read_text())
         written = document["benchmark"]
     except (OSError, ValueError, KeyError, TypeError) as error:
         refuse(f"{path} is no result of a benchmark ({type(error).__name__}: {error}); {wanted}")
     if written != name:
-        refuse(f"{path} is of bench.{written}; {wanted}")
+        refuse(f"{path} is a result of the benchmark {written!r}; {wanted}")
     return document
 
 
 def print_again(document: dict[str, Any], out: Path | None) -> None:
-    """As `print_json`, of a document that says where it was measured."""
+    """Prints and writes a stored document. The device and the versions stay those of its measurement."""
     _write(document, out)
     print(json.dumps(document), flush=True)
 
 
 def refuse(reason: str) -> NoReturn:
-    """End without a figure: what was measured was not right."""
+    """Exits without figures, because the benchmark's own check failed."""
     sys.exit(f"no figures: {reason}")
 
 
+def load_pyplot() -> ModuleType:
+    """Imports matplotlib.pyplot, set up to draw into files. Exits if it is not installed."""
+    try:
+        import matplotlib
+    except ImportError:
+        sys.exit("--plot needs matplotlib: pip install matplotlib, or leave --plot out")
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    return pyplot
+
+
 def parser(description: str | None) -> argparse.ArgumentParser:
-    """An argument parser that knows `--out`."""
+    """Returns an argument parser with the option `--out`."""
     made = argparse.ArgumentParser(
         description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -31,8 +31,24 @@ import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend
 
-from bench.common.device_clock import DEVICE, Ceiling, Clock, captured, gather_us, measure_ceiling
-from bench.common.report import Spread, parser, print_json, print_machine, refuse, save_json
+from bench.common.device_clock import (
+    DEVICE,
+    Ceiling,
+    Clock,
+    capture,
+    captured,
+    gather_us,
+    measure_ceiling,
+)
+from bench.common.report import (
+    Spread,
+    load_pyplot,
+    parser,
+    print_json,
+    print_machine,
+    refuse,
+    save_json,
+)
 from bench.kernels.attention_batches import (
     CONTIGUOUS,
     DECODE,
@@ -61,8 +77,6 @@ from bench.kernels.attention_peers import (
     sdpa_decode,
     sdpa_prefill,
 )
-from bench.memory.allocator import capture
-from bench.serving.figures import load_pyplot
 from lightkv.triton_kernels.write_kv import write_kv
 
 SHIFTS = (0, 4)  # pages of 1 and of 16

@@ -1,1 +1,1 @@
-"""Benchmarks of the allocator and the ledger, and of what pages cost."""
+"""Benchmarks of the allocator and the ledger, and of token granularity against pages."""

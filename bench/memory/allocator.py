@@ -1,19 +1,20 @@
-"""What keeping the slots costs: a decode step's and a prompt's memory work, beside three re-made designs.
+"""Measures the cost of slot management in a decode step and for a prompt, beside three re-implemented designs.
 
     python -m bench.memory.allocator --trace AzureLLMInferenceTrace_conv.csv --out FILE
 
-A step takes a slot for every sequence, writes the token table, and sends what the host has to send. Pools of
-several sizes, each filled to several shares: `fresh` is one run in use and one free; `fragmented` frees slots
-at random; `spread` is what lowest-first comes to under long use: one slot free in every 1,024, and the rest
-above. Three times are taken: the host's, from call to return; the device's, by events around the step, behind
-a kernel long enough that the host is ahead; and, for lightkv, that of the same step in a CUDA graph, with a
-cold L2 cache and with a hot one. Cold, as the device's time outside a graph is too: before each step the cache
-is emptied by reading, as a model's weights do between two steps. The floor is an empty kernel in a graph.
+A step allocates a slot for every sequence, writes the token table, and uploads what the host has to send.
+Pools of several sizes are filled to several shares in three forms: `fresh` has one run in use and one free;
+`fragmented` has its free slots at random; `spread` is the state that lowest-first allocation reaches in long
+use, with one free slot in every 1,024 and the rest above. Three times are measured: on the host, from call to
+return; on the device, by events around the step, behind a kernel that is long enough for the host to get
+ahead; and, for lightkv, the same step in a CUDA graph, with a cold and with a hot L2 cache. The device's time
+outside a graph is with a cold cache too: before each step the cache is emptied by reading, as a model's
+weights empty it between two steps. The floor is an empty kernel in a graph.
 
-The designs take turns, round by round; a time is the median over the rounds of each round's median.
+The designs run in turn, round by round. A time is the median over the rounds of each round's median.
 
-With `--trace`, its requests are then run through lightkv's allocator first come, first served, as many at once
-as the pool holds to their ends, and the prompts that came out as one run are counted.
+With `--trace`, its requests then run through lightkv's allocator first come, first served, as many at once as
+fit the pool to their ends, and the prompts whose slots are one run are counted.
 """
 
 import time
@@ -24,9 +25,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-import triton
 from torch import Tensor
 
+from bench.common.device_clock import DEVICE, capture, empty_kernel
 from bench.common.report import Spread, alternate, parser, print_json, print_machine, print_table, refuse
 from bench.memory.allocator_peers import DESIGNS, PAGE, SMALLEST, BlockQueue, Design, Ours
 from bench.serving.workload import Lengths, read_trace
@@ -35,12 +36,11 @@ from lightkv.memory.kv_memory import KVMemory
 from lightkv.triton_kernels.slots.allocate import TableEntries
 
 MAX_ENTRIES = 16384  # of a row of the table
-BEFORE = 1008  # tokens that a sequence has when its steps are measured: whole pages
+BEFORE = 1008  # tokens of a sequence before the measured step: whole pages
 FORMS = ("fresh", "fragmented", "spread")
-DEVICE = torch.device("cuda")
 
 
-# What the table shows: a design, a heading, and the key of the time.
+# The columns of the table: a design, a heading, and the key of the time.
 COLUMNS = [("lightkv", "graph, cold L2", "graph_cold_l2"), ("lightkv", "graph, hot L2", "graph_hot_l2")]
 COLUMNS += [(make.name, key, key) for make in DESIGNS for key in ("device", "host")]
 
@@ -49,10 +49,10 @@ PEERS = [make.name for make in DESIGNS if make is not Ours]
 
 
 class Cell(NamedTuple):
-    """A pool and its filling."""
+    """A pool and how it is filled."""
 
     num_slots: int
-    share: float  # in use
+    share: float  # of the slots in use
     form: str
 
     @property
@@ -61,7 +61,7 @@ class Cell(NamedTuple):
 
 
 def free_slots(cell: Cell, rng: np.random.Generator) -> np.ndarray:
-    """The slots that are free, int64, in the order in which they were given back."""
+    """Returns the free slots, int64, in the order in which they were freed."""
     num_free = round((cell.num_slots - 1) * (1 - cell.share))
     slots = np.arange(1, cell.num_slots)
     if cell.form == "fresh":
@@ -74,7 +74,7 @@ def free_slots(cell: Cell, rng: np.random.Generator) -> np.ndarray:
 
 
 class Clock:
-    """Times on the device and on the host, in microseconds, each the median of so many repeats."""
+    """Measures times on the device and on the host, in microseconds, as the median of some repeats."""
 
     def __init__(self, repeats: int, host_repeats: int) -> None:
         self.repeats = repeats
@@ -82,7 +82,7 @@ class Clock:
         self._fill = torch.ones(2**28, dtype=torch.uint8, device=DEVICE).view(torch.float32)
 
     def device(self, step: Callable[[], object], undo: Callable[[], object], cold: bool = True) -> float:
-        """Between events around `step`, which has been queued before the first of them runs."""
+        """Measures `step` by events around it. All of it is queued before the first event runs."""
         pairs = []
         for _ in range(self.repeats + 3):
             if cold:
@@ -98,7 +98,7 @@ class Clock:
         return float(np.median([start.elapsed_time(end) for start, end in pairs[3:]]) * 1e3)
 
     def host(self, step: Callable[[], object], undo: Callable[[], object]) -> float:
-        """From call to return, with nothing queued before it."""
+        """Measures `step` from call to return, with nothing queued before it."""
         times = []
         for _ in range(self.host_repeats + 3):
             torch.cuda.synchronize()
@@ -109,26 +109,8 @@ class Clock:
         return float(np.median(times[3:]) / 1e3)
 
 
-def capture(step: Callable[[], object]) -> torch.cuda.CUDAGraph:
-    """A graph of `step`, whose kernels have been compiled."""
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        step()
-    return graph
-
-
-@triton.jit
-def _empty_kernel(_out):
-    pass
-
-
-def empty_kernel() -> None:
-    """Launch a kernel that does nothing."""
-    _empty_kernel[(1,)](torch.empty(1, device=DEVICE))
-
-
 # --------------------------------------------------------------------------------
-# Right before fast
+# Correctness
 
 
 def expect(condition: bool, what: str) -> None:
@@ -137,33 +119,35 @@ def expect(condition: bool, what: str) -> None:
 
 
 def check_design(design: Design, name: str, free: np.ndarray, batch: int, prompt: int) -> None:
-    """A step and a prompt: slots that were free, none twice, counts right; and all of it given back."""
+    """Runs a step and a prompt, and exits unless the slots were free and distinct and all counts are right."""
     before, of_pages = design.num_free(), isinstance(design, BlockQueue)
     rows = list(range(1, batch + 1))
     design.load(rows, [BEFORE] * batch)
-    for _ in range(2):  # what is given back can be taken again
+    for _ in range(2):  # freed slots can be allocated again
         design.decode()
         held = [design.slots(row, BEFORE, BEFORE + 1) for row in rows]
         design.prompt(batch + 1, prompt)
         slots = torch.cat((*held, design.slots(batch + 1, 0, prompt))).cpu().numpy()
         expect(len(np.unique(slots)) == len(slots) and slots.min() > 0, f"{name}: a slot has two owners")
-        if of_pages:  # a page is free where one of its slots is
-            expect(bool(np.isin(slots // PAGE, free // PAGE).all()), f"{name}: a page in use was handed out")
+        if of_pages:  # a page counts as free if one of its slots is
+            expect(bool(np.isin(slots // PAGE, free // PAGE).all()), f"{name}: a page in use was allocated")
             num_taken = (batch + -(-prompt // PAGE)) * PAGE
         else:
-            expect(bool(np.isin(slots, free).all()), f"{name}: a slot in use was handed out")
+            expect(bool(np.isin(slots, free).all()), f"{name}: a slot in use was allocated")
             num_taken = batch + prompt
-        expect(design.num_free() == before - num_taken, f"{name}: {before - design.num_free()} slots taken")
+        num_allocated = before - design.num_free()
+        expect(num_allocated == num_taken, f"{name}: {num_allocated} slots were allocated, not {num_taken}")
         design.release(batch + 1, prompt)
         design.undo_decode()
         expect(design.num_free() == before, f"{name}: {before - design.num_free()} slots were lost")
 
 
 def check_choice(ours: Ours, name: str, lowest: np.ndarray, batch: int, prompt: int) -> None:
-    """lightkv's alone: the lowest of the free slots, and the lowest window, which numpy finds by itself."""
+    """Exits unless lightkv allocates the lowest free slots and the lowest run, which numpy finds too."""
     ours.load(list(range(1, batch + 1)), [BEFORE] * batch)
     ours.decode()
-    expect(bool((ours.taken.cpu().numpy() == lowest[:batch]).all()), f"{name}: not the {batch} lowest slots")
+    is_lowest = bool((ours.slots_of_step.cpu().numpy() == lowest[:batch]).all())
+    expect(is_lowest, f"{name}: not the {batch} lowest slots")
     ours.undo_decode()
     ours.prompt(1, prompt)
     runs = np.flatnonzero(lowest[prompt - 1 :] - lowest[: len(lowest) - prompt + 1] == prompt - 1)
@@ -175,11 +159,11 @@ def check_choice(ours: Ours, name: str, lowest: np.ndarray, batch: int, prompt: 
 
 
 # --------------------------------------------------------------------------------
-# What is measured
+# Measurements
 
 
 def measure_graphs(ours: Ours, clock: Clock, batch: int) -> dict[str, float]:
-    """The fused take of a decode step in a graph, and giving it back in another."""
+    """Measures the fused allocation of a decode step in a graph. The slots are freed outside it."""
     allocator, table = ours.allocator, ours.table
     device = table.device
     rows = torch.arange(1, batch + 1, device=device)
@@ -187,17 +171,17 @@ def measure_graphs(ours: Ours, clock: Clock, batch: int) -> dict[str, float]:
     out = torch.zeros(batch, dtype=torch.int32, device=device)
     count = torch.full((1,), batch, dtype=torch.int32, device=device)
 
-    def take() -> None:
+    def alloc() -> None:
         allocator.alloc_into(out, count, entries)
 
     allocator.claim(batch)
-    take()
+    alloc()
     allocator.free(out)
-    take_graph = capture(take)
+    alloc_graph = capture(alloc)
 
     def step() -> None:
         allocator.claim(batch)
-        take_graph.replay()
+        alloc_graph.replay()
 
     def undo() -> None:
         allocator.free(out)
@@ -208,39 +192,39 @@ def measure_graphs(ours: Ours, clock: Clock, batch: int) -> dict[str, float]:
         "graph_host": clock.host(step, undo),
     }
     allocator.check()
-    expect(torch.equal(table[rows, BEFORE], out), "the table holds other slots than were taken")
+    expect(torch.equal(table[rows, BEFORE], out), "the table holds other slots than were allocated")
     return found
 
 
 def measure_prompt_graph(ours: Ours, clock: Clock, n: int) -> dict[str, float]:
-    """A prompt's window found and taken, in a graph; and given back."""
+    """Measures a graph that finds and allocates a run for a prompt, and the call that frees it."""
     allocator, table = ours.allocator, ours.table
     entries = TableEntries(table, torch.arange(MAX_ENTRIES, MAX_ENTRIES + n, device=table.device))  # row 1
 
-    def take() -> Tensor:
+    def alloc() -> Tensor:
         return allocator.alloc(n, contiguous=True, entries=entries)
 
-    allocator.free(take())
+    allocator.free(alloc())
     out: list[Tensor] = []
-    graph = capture(lambda: out.append(take()))  # the host counts a take that has not run yet
+    graph = capture(lambda: out.append(alloc()))  # the host counts an allocation that has not run yet
     graph.replay()
 
-    def give() -> None:
+    def free() -> None:
         allocator.free(out[0])
 
-    give()
+    free()
 
     def step() -> None:
         allocator.claim(n)
         graph.replay()
 
     found = {
-        "graph_cold_l2": clock.device(step, give),
-        "graph_hot_l2": clock.device(step, give, cold=False),
+        "graph_cold_l2": clock.device(step, free),
+        "graph_hot_l2": clock.device(step, free, cold=False),
     }
     step()
-    found["give"] = clock.device(give, step)
-    give()
+    found["free"] = clock.device(free, step)
+    free()
     allocator.check()
     return found
 
@@ -256,11 +240,11 @@ def measure_decode(design: Design, clock: Clock, n: int) -> dict[str, float]:
 
 
 def measure_prompt(design: Design, clock: Clock, row: int, n: int) -> dict[str, float]:
-    take, give = partial(design.prompt, row, n), partial(design.release, row, n)
-    times = {"host": clock.host(take, give), "device": clock.device(take, give)}
-    take()
-    times["give_host"] = clock.host(give, take)
-    give()
+    alloc, free = partial(design.prompt, row, n), partial(design.release, row, n)
+    times = {"host": clock.host(alloc, free), "device": clock.device(alloc, free)}
+    alloc()
+    times["free_host"] = clock.host(free, alloc)
+    free()
     if isinstance(design, Ours):
         times |= measure_prompt_graph(design, clock, n)
     return times
@@ -269,7 +253,7 @@ def measure_prompt(design: Design, clock: Clock, row: int, n: int) -> dict[str, 
 def in_turns(
     designs: Sequence[Design], rounds: int, measure: Callable[[Design], dict[str, float]]
 ) -> dict[str, dict[str, float]]:
-    """Of each design, by name, the medians over the rounds."""
+    """Measures the designs in turn. Returns the medians over the rounds, by design."""
     found = list(alternate(rounds, {design.name: partial(measure, design) for design in designs}))
     return {
         design.name: {
@@ -282,10 +266,10 @@ def in_turns(
 def measure_cell(
     cell: Cell, clock: Clock, rounds: int, batches: Sequence[int], prompts: Sequence[int]
 ) -> dict[str, Any]:
-    """Times in µs: `{what: {design: {host, device, …}}}`."""
+    """Measures one pool. Returns µs: `{what: {design: {host, device, …}}}`."""
     free = free_slots(cell, np.random.default_rng(cell.num_slots))
     lowest = np.sort(free)
-    batch = min(max(batches), len(free) // (4 * PAGE))  # that many sequences at the end of a page
+    batch = min(max(batches), len(free) // (4 * PAGE))  # sequences that all need a new page
     row = max(batches) + 1
     designs: list[Design] = []
     for make in DESIGNS:
@@ -310,11 +294,11 @@ def measure_cell(
 
 
 # --------------------------------------------------------------------------------
-# How many prompts lie in one run
+# The share of prompts in one run
 
 
 class _Running:
-    """A request that holds a row: it ends when `left` more tokens are there."""
+    """A request that holds a row, and ends after `left` more tokens."""
 
     def __init__(self, row: int, lengths: Lengths) -> None:
         self.row, self.lengths = row, lengths
@@ -322,9 +306,9 @@ class _Running:
 
 
 def contiguous_share(trace: Sequence[Lengths], num_slots: int, device: torch.device) -> dict[str, float]:
-    """Run the trace through an allocator, and count the prompts whose slots are one run.
+    """Runs the trace through an allocator, and counts the prompts whose slots are one run.
 
-    First come, first served; a request starts when it and those running fit the pool to their ends.
+    First come, first served. A request starts when it and all running ones fit the pool to their ends.
     """
     num_rows = 1024
     memory = KVMemory(SMALLEST, num_slots, num_rows, MAX_ENTRIES, device)
@@ -361,7 +345,7 @@ def contiguous_share(trace: Sequence[Lengths], num_slots: int, device: torch.dev
         if ended:
             running = [request for request in running if request.left]
     allocator.check()
-    expect(allocator.num_free == allocator.capacity, "the trace left slots behind")
+    expect(allocator.num_free == allocator.capacity, "slots are still held after the trace")
     return {
         "requests": len(trace),
         "steps": steps,
@@ -371,7 +355,7 @@ def contiguous_share(trace: Sequence[Lengths], num_slots: int, device: torch.dev
 
 
 def ratios_of(fillings: Sequence[dict[str, dict[str, float]]]) -> list[str]:
-    """lightkv's host time by each other design's: the median over the fillings, the least and the most."""
+    """Formats lightkv's host time over each other design's: median, lowest and highest over the fillings."""
     cells = []
     for peer in PEERS:
         ratios = [filling[Ours.name]["host"] / filling[peer]["host"] for filling in fillings]
@@ -380,7 +364,7 @@ def ratios_of(fillings: Sequence[dict[str, dict[str, float]]]) -> list[str]:
 
 
 def cells_of(fillings: Sequence[dict[str, dict[str, float]]]) -> list[str]:
-    """Of each column the least and the most over the fillings."""
+    """Formats the lowest and the highest time of each column over the fillings."""
     cells = []
     for name, _, key in COLUMNS:
         times = [filling[name][key] for filling in fillings]
@@ -395,10 +379,10 @@ def main() -> None:
     arguments.add_argument("--forms", nargs="+", default=FORMS, choices=FORMS)
     arguments.add_argument("--batches", type=int, nargs="+", default=[1, 64, 256])
     arguments.add_argument("--prompts", type=int, nargs="+", default=[512, 8192])
-    arguments.add_argument("--rounds", type=int, default=3, help="in each of which every design has its turn")
+    arguments.add_argument("--rounds", type=int, default=3, help="each round measures every design")
     arguments.add_argument("--repeats", type=int, default=20, help="of a time on the device, in a round")
     arguments.add_argument("--host-repeats", type=int, default=100, help="of a time on the host, in a round")
-    arguments.add_argument("--trace", type=Path, help="requests to run, say the Azure conversation hour")
+    arguments.add_argument("--trace", type=Path, help="requests to run, such as the Azure conversation hour")
     arguments.add_argument("--trace-slots", type=int, nargs="+", default=[131_072, 1_000_000])
     options = arguments.parse_args()
     if not torch.cuda.is_available():
@@ -432,12 +416,12 @@ def main() -> None:
         rows += [[f"{num_slots:,}, {what}", *cells_of(times)] for what, times in found.items()]
         ratios += [[f"{num_slots:,}, {what}", *ratios_of(times)] for what, times in found.items()]
     print(
-        "\nµs, least to most over the fillings; host is from call to return, device between events, both of "
-        "the step outside a graph"
+        "\nµs, lowest to highest over the fillings; host: from call to return; device: between events; both "
+        "outside a graph"
     )
     print_table(["pool, step", *(f"{name} {what}" for name, what, _ in COLUMNS)], rows)
 
-    print("\nlightkv's host time by the others': the median over the fillings (least to most)")
+    print("\nlightkv's host time over each other design's: median (lowest to highest) over the fillings")
     print_table(["pool, step", *PEERS], ratios)
 
     replays = {}
@@ -448,7 +432,7 @@ def main() -> None:
             replays[str(num_slots)] = found
             print(
                 f"\n{found['requests']:,} requests of {options.trace.name} through {num_slots:,} slots, at "
-                f"most {found['most_at_once']:,} at once: {found['contiguous']:.1%} of the prompts are one run"
+                f"most {found['most_at_once']:,} at once: {found['contiguous']:.1%} of prompts lie in one run"
             )
     settings = {
         "rounds": options.rounds,

@@ -1,8 +1,8 @@
-"""Four ways to keep a pool's slots, with the same verbs: lightkv's, and those of three engines, re-made.
+"""Four designs of slot management with one interface: lightkv's, and those of three engines, re-implemented.
 
-The other three were written from descriptions of LightLLM, SGLang and vLLM of 2025, not from their code; each
-is the plainest form of its idea. What a decode step has to know besides its slots (which rows, how long they
-are) stays on the device where the design allows it. Knows no clock.
+The other three were written from descriptions of LightLLM, SGLang and vLLM of 2025, not from their code. Each
+is the simplest form of its idea. The rows and lengths of a decode step stay on the device if the design
+allows it.
 """
 
 from collections.abc import Sequence
@@ -21,31 +21,31 @@ SMALLEST = KVSpec(num_layers=1, num_kv_heads=1, k_dim=1, v_dim=1, dtype=torch.fl
 
 
 class Design(Protocol):
-    """A pool of slots 1..num_slots-1, and a table (row, position) → slot on the device."""
+    """A pool of slots 1..num_slots-1, and a table on the device from (row, position) to slot."""
 
     name: str
     table: Tensor
 
     def load(self, rows: Sequence[int], lengths: Sequence[int]) -> None:
-        """The batch that `decode` goes on with: rows of these lengths, whose slots are not looked at."""
+        """Sets the batch of `decode`: rows and their lengths. Their slots are not used."""
 
     def decode(self) -> None:
-        """A slot for the next token of every row of the batch, written to the table; lengths grow by one."""
+        """Allocates a slot for the next token of every row of the batch. Lengths grow by one."""
 
     def undo_decode(self) -> None:
-        """Give back what the last `decode` took; lengths as before it."""
+        """Frees the slots of the last `decode`, and restores the lengths."""
 
     def prompt(self, row: int, n: int) -> None:
-        """n slots for positions 0..n-1 of `row`, written to the table."""
+        """Allocates n slots for positions 0..n-1 of `row`."""
 
     def release(self, row: int, n: int) -> None:
-        """Give back what `prompt` took."""
+        """Frees the slots that `prompt` allocated."""
 
     def slots(self, row: int, start: int, end: int) -> Tensor:
-        """The slots of `row` at these positions, for checks."""
+        """Returns the slots of `row` at positions [start, end), for checks."""
 
     def num_free(self) -> int:
-        """Free slots, for checks; may synchronise."""
+        """Counts the free slots, for checks. May synchronise with the device."""
 
 
 def _pinned(numbers: np.ndarray, device: torch.device) -> Tensor:
@@ -54,13 +54,15 @@ def _pinned(numbers: np.ndarray, device: torch.device) -> Tensor:
 
 
 class Ours:
-    """lightkv's eager step: the edits that a ledger would emit, applied. Which slots they are the device
-    chooses, in the kernel that writes them into the table."""
+    """lightkv's eager step: applies the edits that a ledger would emit.
+
+    The kernel that writes the table also chooses the slots.
+    """
 
     name = "lightkv"
 
     def __init__(self, num_slots: int, free: np.ndarray, table: Tensor) -> None:
-        """`free`: the slots that are free, in the order in which they were given back."""
+        """`free`: the free slots, in the order in which they were freed."""
         num_rows, max_entries = table.shape
         self.memory = KVMemory(SMALLEST, num_slots, num_rows - 1, max_entries, table.device)
         self.table = self.memory.table.req_to_token
@@ -69,25 +71,25 @@ class Ours:
         self.allocator.free(torch.from_numpy(free).to(table.device, torch.int32))
 
     def load(self, rows: Sequence[int], lengths: Sequence[int]) -> None:
-        self.takes = [
+        self.allocs = [
             Alloc(tuple(rows), tuple(length - back for length in lengths), (1,) * len(rows))
             for back in (1, 0)
         ]
         self._step_before()
 
     def _step_before(self) -> None:
-        """The step to be measured follows another, as steps do: its lengths are on the device by then."""
-        taken = self.memory.apply(self.takes[:1])
-        assert taken is not None
-        self.allocator.free(taken)
+        """Runs the step before the measured one, which leaves its lengths on the device."""
+        allocated = self.memory.apply(self.allocs[:1])
+        assert allocated is not None
+        self.allocator.free(allocated)
 
     def decode(self) -> None:
-        taken = self.memory.apply(self.takes[1:])
-        assert taken is not None
-        self.taken = taken
+        allocated = self.memory.apply(self.allocs[1:])
+        assert allocated is not None
+        self.slots_of_step = allocated
 
     def undo_decode(self) -> None:
-        self.allocator.free(self.taken)
+        self.allocator.free(self.slots_of_step)
         self._step_before()
 
     def prompt(self, row: int, n: int) -> None:
@@ -105,8 +107,10 @@ class Ours:
 
 
 class PinnedStack:
-    """LightLLM: a stack of slots in pinned memory. Taking copies its top into a ring and uploads that; giving
-    back what the device holds downloads it first."""
+    """LightLLM: a stack of slots in pinned memory.
+
+    An allocation copies the top of the stack into a ring and uploads it. Freeing slots downloads them first.
+    """
 
     name = "pinned stack"
 
@@ -143,7 +147,7 @@ class PinnedStack:
         self.lengths.add_(1)
 
     def undo_decode(self) -> None:
-        self.top -= len(self.rows)  # the top is as it was
+        self.top -= len(self.rows)  # the stack still holds these slots
         self.lengths.sub_(1)
 
     def prompt(self, row: int, n: int) -> None:
@@ -160,7 +164,7 @@ class PinnedStack:
 
 
 class FreeList:
-    """SGLang: a tensor of the free slots on the device; taking slices it, giving back concatenates."""
+    """SGLang: a tensor of the free slots on the device. Allocation slices it, freeing concatenates."""
 
     name = "free list"
 
@@ -215,7 +219,7 @@ class _Block:
 
 
 class _Queue:
-    """A doubly linked list, so that a block can leave its middle when it is hit in the cache."""
+    """A doubly linked list, so that a block which is hit in the cache can be removed from its middle."""
 
     def __init__(self) -> None:
         self.head, self.tail = _Block(-1), _Block(-1)
@@ -225,7 +229,7 @@ class _Queue:
     def pop(self) -> _Block:
         block = self.head.following
         if block is None or block is self.tail:
-            raise RuntimeError("a block needed, none free")
+            raise RuntimeError("a block is needed, and none is free")
         following = block.following
         assert following is not None
         self.head.following, following.previous = following, self.head
@@ -241,13 +245,15 @@ class _Queue:
 
 
 class BlockQueue:
-    """vLLM: a Python queue of free blocks of 16. A step uploads the batch's lines of the block table, which the
-    attention reads, and where its tokens go."""
+    """vLLM: a Python queue of free blocks of 16 tokens.
+
+    A step uploads the batch's lines of the block table, which attention reads, and the slots of its tokens.
+    """
 
     name = "block queue"
 
     def __init__(self, num_slots: int, free: np.ndarray, table: Tensor) -> None:
-        """A block is free if its first slot is; every 16th of the free slots' number is, in their order."""
+        """Makes `len(free) // PAGE` blocks free: those of the free slots, in their order."""
         self.device = table.device
         self.queue = _Queue()
         wanted = len(free) // PAGE
@@ -279,7 +285,7 @@ class BlockQueue:
     def load(self, rows: Sequence[int], lengths: Sequence[int]) -> None:
         self.rows = np.array(rows)
         self.lengths = np.array(lengths)
-        for row, length in zip(rows, lengths, strict=True):  # what they hold; not in the queue
+        for row, length in zip(rows, lengths, strict=True):  # placeholders that are not from the queue
             while len(self.blocks[row]) * PAGE < length:
                 self.blocks[row].append(_Block(0))
 

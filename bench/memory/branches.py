@@ -1,21 +1,21 @@
-"""Slots that branching requests hold, by token and by pages: parallel samples, beams, speculation, short chats.
+"""Compares the slots that branching requests hold by token and by pages.
 
     python -m bench.memory.branches --out bench/results/branches.json
 
-By token it is the real ledger with its verbs: a branch is `fork`, what was guessed wrong goes back by
-`truncate`, a branch that loses is closed. By pages it is a table of pages with counts of their holders: a fork
-shares them, and who writes into a page that others hold copies it first. Both get the same branches, step by
-step. `slots` is the mean of what is held over the steps, while each runs, and `copied` the tokens whose K/V is
-moved when a page is copied (by token none: a branch begins anywhere). Nothing is computed but the beams'
-parents, and no time is measured.
+By token it is the real ledger: a branch is a `fork`, wrong guesses are truncated, and a branch that loses is
+closed. By pages it is a table of pages with reference counts: a fork shares pages, and a write into a shared
+page copies it first. Both run the same branches, step by step. `slots` is the mean number of held slots over
+the steps. `copied` is the number of tokens whose K/V moves when pages are copied; by token it is 0, because a
+branch can begin at any token. Only the parents of the beams are computed by a model, and no time is measured.
 
-    samples      n answers to one prompt, lengths of the generated chat workload
-    beams        each step's parents as a beam search of the model has them (SmolLM2 by default), after a short
-                 prompt, and after one of --beam-prompt tokens more
-    speculation  a step takes a token and k guesses, each right with --right until one is wrong; the rest
-                 goes back
-    tree         the same with 4 branches of 4 guesses, of which one is kept as far as it is right
-    short        chats of 8 to 64 tokens with answers of 8 to 64, each somewhere on its way: how many fit
+    samples      n answers to one prompt, with the lengths of the generated chat workload beams        the
+    parents of each step in a beam search of the model (SmolLM2 by default), after a short prompt,
+                 and after one with --beam-prompt more tokens
+    speculation  a step extends by a token and k guesses. Each guess is right with probability --right until the
+                 first wrong one; the wrong ones are truncated
+    tree         the same with 4 branches of 4 guesses, of which one branch is kept short        the number of
+    chats of 8 to 64 tokens, with answers of 8 to 64, that fit when each is at a random
+                 point of its answer
 """
 
 import argparse
@@ -37,7 +37,7 @@ from lightkv.router.simulate.traces import GeneratedTrace
 from lightkv.token_ids import int32_bytes
 
 PAGES = (16, 64, 256)
-POOL = 120_064  # whole pages of 256
+POOL = 120_064  # slots; whole pages of 256
 ROWS = 8192
 LONGEST = 16_384
 TREE = 4  # branches, and guesses in each
@@ -49,7 +49,7 @@ PROMPTS = (
 
 
 class Memory(Protocol):
-    """Sequences of tokens, known by numbers, and the slots that they hold."""
+    """Sequences, identified by numbers, and the slots that they hold. `copied`: tokens copied with pages."""
 
     copied: int
 
@@ -79,7 +79,7 @@ class ByToken:
 
     def open(self, length: int) -> int:
         number = next(self._numbers)
-        sequence = self._ledger.open(int32_bytes([number, *[0] * (length - 1)]))  # like no other
+        sequence = self._ledger.open(int32_bytes([number, *[0] * (length - 1)]))  # shares no prefix
         self._ledger.extend([sequence], [length])
         return self._add(number, sequence)
 
@@ -108,8 +108,7 @@ class ByToken:
 
 
 class ByPages:
-    """Tables of pages of `page` slots, each page with a count of those who hold it; copied before a write where
-    that is more than one."""
+    """Tables of pages of `page` slots with reference counts. A shared page is copied before a write."""
 
     def __init__(self, page: int) -> None:
         self.copied = 0
@@ -117,7 +116,7 @@ class ByPages:
         self._numbers = itertools.count()
         self._tables: dict[int, list[int]] = {}
         self._lengths: dict[int, int] = {}
-        self._holders: dict[int, int] = {}  # page → how many tables it is in
+        self._holders: dict[int, int] = {}  # page → number of tables that it is in
 
     @property
     def num_held(self) -> int:
@@ -168,7 +167,7 @@ class ByPages:
         for page in itertools.chain(*self._tables.values()):
             counted[page] = counted.get(page, 0) + 1
         if counted != self._holders:
-            raise CheckFailed(f"{len(self._holders)} pages in the books, {len(counted)} by recount")
+            raise CheckFailed(f"{len(self._holders)} pages are held, {len(counted)} by recount")
         for number, table in self._tables.items():
             if len(table) != -(-self._lengths[number] // self._page):
                 raise CheckFailed(f"{self._lengths[number]} tokens in {len(table)} pages")
@@ -185,7 +184,7 @@ class ByPages:
 
 
 class Held(NamedTuple):
-    """`slots`: mean over the steps. `copied`: tokens moved, of `tokens` that were added to the prompts."""
+    """`slots`: mean number held over the steps. `copied`: tokens copied. `tokens`: tokens generated."""
 
     slots: float
     copied: int
@@ -193,7 +192,7 @@ class Held(NamedTuple):
 
 
 class Steps:
-    """What a memory holds, step by step."""
+    """Records the slots that a memory holds, step by step."""
 
     def __init__(self, memory: Memory) -> None:
         self._memory = memory
@@ -201,24 +200,24 @@ class Steps:
         self._tokens = 0
 
     def add(self, tokens: int) -> None:
-        """A step that keeps so many."""
+        """Records a step that generates `tokens` tokens."""
         self._held.append(self._memory.num_held)
         self._tokens += tokens
 
     def end(self) -> Held:
-        """All sequences have been closed. Raises CheckFailed."""
+        """Returns the figures, after all sequences are closed. Raises CheckFailed if slots are still held."""
         self._memory.check()
         if self._memory.num_held:
-            raise CheckFailed(f"{self._memory.num_held} slots are held by nobody")
+            raise CheckFailed(f"{self._memory.num_held} slots are held without a sequence")
         return Held(sum(self._held) / len(self._held), self._memory.copied, self._tokens)
 
 
 # --------------------------------------------------------------------------------
-# What branches
+# The loads
 
 
 def samples(memory: Memory, num: int, prompts: int, seed: int) -> Held:
-    """`num` answers to each of some prompts, one prompt after another."""
+    """Generates `num` answers to each of some prompts, one prompt after another."""
     steps = Steps(memory)
     lengths = list(GeneratedTrace("chat", prompts * num, seed))
     for i in range(prompts):
@@ -236,7 +235,7 @@ def samples(memory: Memory, num: int, prompts: int, seed: int) -> Held:
 
 
 def beams(memory: Memory, searches: Sequence[tuple[int, list[list[int]]]], more: int) -> Held:
-    """Of each search the length of its prompt, and the parents of each step; with `more` tokens of prompt."""
+    """Replays beam searches: each has the length of its prompt, plus `more`, and the parents of each step."""
     steps = Steps(memory)
     for prompt, parents in searches:
         first = memory.open(prompt + more)
@@ -256,7 +255,7 @@ def beams(memory: Memory, searches: Sequence[tuple[int, list[list[int]]]], more:
 
 
 def speculation(memory: Memory, guesses: int, right: float, requests: int, seed: int) -> Held:
-    """Chats that take a token and so many guesses a step."""
+    """Runs chats that extend by one token and `guesses` guesses per step."""
     steps, rng = Steps(memory), random.Random(seed)
     for request in GeneratedTrace("chat", requests, seed):
         sequence, end = memory.open(request.prompt), request.prompt + request.output
@@ -270,7 +269,7 @@ def speculation(memory: Memory, guesses: int, right: float, requests: int, seed:
 
 
 def tree(memory: Memory, right: float, requests: int, seed: int) -> Held:
-    """Chats that take a token a step, and TREE branches of as many guesses after it."""
+    """Runs chats that extend by one token per step, and by TREE branches of TREE guesses after it."""
     steps, rng = Steps(memory), random.Random(seed)
     for request in GeneratedTrace("chat", requests, seed):
         sequence, end = memory.open(request.prompt), request.prompt + request.output
@@ -289,7 +288,7 @@ def tree(memory: Memory, right: float, requests: int, seed: int) -> Held:
 
 
 def short(memory: Memory, seed: int) -> int:
-    """How many short chats POOL slots take."""
+    """Returns how many short chats fit into POOL slots."""
     rng = random.Random(seed)
     for num in itertools.count():
         prompt, output = rng.randint(8, 64), rng.randint(8, 64)
@@ -305,7 +304,7 @@ def _accepted(guesses: int, right: float, rng: random.Random) -> int:
 
 
 class Parents(DynamicCache):
-    """A cache that writes down whose beams go on."""
+    """A cache that records the parents of the beams."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -317,7 +316,7 @@ class Parents(DynamicCache):
 
 
 def searches(model_name: str, num_beams: int, new_tokens: int) -> list[tuple[int, list[list[int]]]]:
-    """Beam searches of a model: the length of each prompt, and the parents of each step."""
+    """Runs beam searches of a model. Returns the length of each prompt and the parents of each step."""
     directory = resolve(model_name, print)
     tokenizer = AutoTokenizer.from_pretrained(directory)
     model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
@@ -337,14 +336,14 @@ def searches(model_name: str, num_beams: int, new_tokens: int) -> list[tuple[int
 
 
 def sides() -> Iterator[tuple[str, Callable[[], Memory]]]:
-    """By token, and by pages of every size."""
+    """Yields the name and the constructor of each memory: by token, and by pages of every size."""
     yield "token", ByToken
     for page in PAGES:
         yield f"paged:{page}", partial(ByPages, page)
 
 
 def compare(run: Callable[[Memory], Held]) -> dict[str, Any]:
-    """The same branches on every side."""
+    """Runs the same branches on every memory."""
     by = {name: run(make()) for name, make in sides()}
     least = by["token"].slots
     return {name: {**own._asdict(), "more": own.slots / least - 1} for name, own in by.items()}
@@ -359,7 +358,7 @@ def arguments() -> argparse.Namespace:
     made.add_argument("--beam-tokens", type=int, default=96)
     made.add_argument("--beam-prompt", type=int, default=512)
     made.add_argument("--guesses", type=int, nargs="+", default=[4, 8])
-    made.add_argument("--right", type=float, default=0.7, help="the chance of a guess")
+    made.add_argument("--right", type=float, default=0.7, help="the probability that a guess is right")
     made.add_argument("--seed", type=int, default=0)
     return made.parse_args()
 

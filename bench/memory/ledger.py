@@ -1,21 +1,22 @@
-"""What counting the tokens costs: each verb of the ledger, with its edits, beside a million cached tokens.
+"""Measures each verb of the ledger, with its edits, beside a million cached tokens.
 
     python -m bench.memory.ledger --out bench/results/ledger.json
 
-No device and no tensor: the ledger is host arithmetic. A verb's time is from its call until its edits are
-drained. The service encodes them for the wire, once a step for all verbs; what that takes for one verb's is a
-row of its own. Two loads, of 1,000-token prompts:
+It uses no device and no tensor, because the ledger is host arithmetic. A verb's time is from its call until
+its edits are drained. The service encodes the edits of all verbs once per step; the time to encode one verb's
+edits is a row of its own. There are two loads of prompts of 1,000 tokens:
 
-    documents   256 tokens that sixteen documents begin with, 256 of the document, and a question of its own
-    chats       a system prompt that all have, eight turns of 100 tokens, and another last turn each time
+    documents   256 tokens that sixteen documents share, 256 tokens of one document, and a new question
+    chats       a system prompt that all chats share, eight turns of 100 tokens, and a new last turn
 
 One prompt in eight leaves its document or chat at a random token after the first turn, so that segments are
-split. What a prompt finds cached is what eviction has left of those before it: as much is evicted as each
-leaves behind. Meanwhile 256 sequences are open; they decode, some are forked, four beams fork at every token.
+split. After each request as many tokens are evicted as it left in the cache, so a prompt finds what eviction
+has left of earlier ones. Meanwhile 256 sequences are open: they decode, some are forked, and four beams fork
+at every token.
 
-The floor of `open` is one look-up in a dict and one comparison of a thousand tokens. Lists of ids are made into
-bytes once, at the edge; that is reported apart. Before a figure is printed the ledger has recounted itself, and
-the edits, decoded, have come to the same free count.
+The floor of `open` is one look-up in a dict and one comparison of a thousand tokens. Lists of ids are
+converted to bytes once, where they enter; this is reported apart. Before a figure is printed, the ledger
+recounts itself, and the decoded edits have to give the same free count.
 """
 
 import argparse
@@ -58,11 +59,11 @@ T = TypeVar("T")
 
 VOCAB_SIZE = 32_000
 OUTPUT = 24  # tokens that a request generates
-SINKS = 4
+SINK_TOKENS = 4
 WINDOW_STEPS = 4
 NUM_BEAMS = 4
 BEAM_TOKENS = 200
-BRANCH = 4  # tokens that a fork adds, all but one of which are cut off again
+BRANCH = 4  # tokens that a fork adds; all but one are then truncated
 TARGET_US = {"mean": 5.0, "p99": 20.0}
 STEP_TARGET_US = 20.0
 TARGETED = ("open", "extend", "close", "evict")
@@ -70,9 +71,9 @@ STEP = "extend, a step of all"
 
 
 class Load(NamedTuple):
-    """Prompts of `prompt` tokens: `turns` of `turn` tokens that others have too, and what is their own.
+    """Prompts of `prompt` tokens: a stem of `turns` turns of `turn` tokens, which others share, and a new rest.
 
-    There are `stems` of these turns; each first turn begins `siblings` of them.
+    There are `stems` stems. Every `siblings` of them have the same first turn.
     """
 
     name: str
@@ -90,7 +91,7 @@ LOADS = (
 
 
 class Prompts:
-    """The prompts of a load, as int32 bytes."""
+    """Draws the prompts of a load, as int32 bytes."""
 
     def __init__(self, load: Load, seed: int = 0) -> None:
         self.load = load
@@ -103,16 +104,16 @@ class Prompts:
             self._stems.append(first + self.tokens(load.turn * (load.turns - 1)))
 
     def tokens(self, count: int) -> bytes:
-        """Random ones."""
+        """Draws random tokens."""
         return self._numbers.integers(1, VOCAB_SIZE, count, dtype=np.int32).tobytes()
 
     def stems(self) -> list[bytes]:
-        """Every turn of every stem, after the turns before it."""
+        """Returns each stem up to each of its turns."""
         size = self.load.turn * TOKEN_BYTES
         return [stem[: size * turn] for stem in self._stems for turn in range(1, self.load.turns + 1)]
 
     def next(self) -> bytes:
-        """A stem, one time in eight cut off after its first turn, and then what no other prompt has."""
+        """Draws a prompt: a stem, cut after its first turn one time in eight, and then new tokens."""
         stem = self._rng.choice(self._stems)
         if self._rng.random() < 1 / 8:
             end = self._rng.randrange(self.load.turn, len(stem) // TOKEN_BYTES)
@@ -120,8 +121,8 @@ class Prompts:
         return stem + self.tokens(self.load.prompt - len(stem) // TOKEN_BYTES)
 
 
-class Books:
-    """The free count by the edits alone, which name no count."""
+class EditCount:
+    """Counts free slots by the edits alone, to check the ledger's own count."""
 
     def __init__(self, capacity: int) -> None:
         self.num_free = capacity
@@ -154,7 +155,7 @@ class Books:
 
 
 class Clock:
-    """Calls verbs of a ledger, and keeps the nanoseconds that they take with their edits."""
+    """Calls verbs of a ledger, and records their nanoseconds and edits."""
 
     def __init__(self, ledger: TokenLedger) -> None:
         self.ledger = ledger
@@ -178,23 +179,23 @@ class Clock:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Within, verbs leave edits and no time."""
+        """Within this context the edits of verbs are recorded, but not their times."""
         was_running, self.is_running = self.is_running, False
         yield
         self.is_running = was_running
 
     def edits(self) -> list[Edit]:
-        """All of them, in order, decoded."""
+        """Decodes all recorded edits, in order."""
         return [edit for data in self._edits for edit in decode(data)]
 
 
 class Service:
-    """A ledger under a load: as many cached tokens as were asked for, and `running` sequences that decode."""
+    """A ledger under a load, with `cached` cached tokens and `running` sequences that decode."""
 
     def __init__(self, load: Load, cached: int, running: int) -> None:
         self.load = load
         self.cached = cached
-        room = load.prompt + 256  # of a sequence that decodes, branches and grows
+        room = load.prompt + 256  # for a sequence that decodes, branches and grows
         others = 2 * NUM_BEAMS
         self.ledger = TokenLedger(cached + (running + others) * room, running + others, 2 * load.prompt)
         self.clock = Clock(self.ledger)
@@ -211,23 +212,23 @@ class Service:
         self.clock.is_running = True
 
     def request(self) -> None:
-        """One prompt from its arrival to its end, and the eviction of as much as it has left cached."""
+        """Runs one request from its arrival to its end, and evicts as many tokens as it left in the cache."""
         sequence = self._prefill(self.prompts.next())
         self.clock("extend", self.ledger.extend, [sequence], [OUTPUT])
         self.clock("close", self.ledger.close, sequence, self.prompts.tokens(OUTPUT))
         self.clock("evict", self.ledger.evict, self.ledger.num_cached - self.cached)
 
     def branch(self) -> None:
-        """A running sequence is forked; each goes on, and the twin's guesses are cut off."""
+        """Forks a running sequence, extends both, truncates the fork and closes it."""
         ledger, clock = self.ledger, self.clock
         sequence = self._rng.choice(self.running)
-        twin = clock("fork", ledger.fork, sequence)
-        clock("extend, two", ledger.extend, [sequence, twin], [1, BRANCH])
-        clock("truncate", ledger.truncate, twin, twin.length - BRANCH + 1)
-        clock("close, a fork", ledger.close, twin, cache=False)
+        fork = clock("fork", ledger.fork, sequence)
+        clock("extend, two", ledger.extend, [sequence, fork], [1, BRANCH])
+        clock("truncate", ledger.truncate, fork, fork.length - BRANCH + 1)
+        clock("close, a fork", ledger.close, fork, cache=False)
 
     def beam_search(self, num_tokens: int) -> None:
-        """Four beams of a new prompt, each of which goes on from a random one at every token."""
+        """Runs four beams of a new prompt. At every token each continues a random one of them."""
         ledger, clock, rng = self.ledger, self.clock, self._rng
         with clock.paused():
             beams = [self._prefill(self.prompts.next())]
@@ -244,15 +245,15 @@ class Service:
         self.level()
 
     def window(self) -> None:
-        """A sequence whose window moves on over its prompt: by a quarter at first, then by a token a step."""
+        """Moves the window of a sequence over its prompt: first by a quarter, then by one token per step."""
         ledger, clock = self.ledger, self.clock
         with clock.paused():
             sequence = self._prefill(self.prompts.next())
-        clock("release a quarter", ledger.release, sequence, self.load.prompt // 4, SINKS)
+        clock("release a quarter", ledger.release, sequence, self.load.prompt // 4, SINK_TOKENS)
         for _ in range(WINDOW_STEPS):
             with clock.paused():
                 clock("extend", ledger.extend, [sequence], [1])
-            clock("release 1", ledger.release, sequence, 1, SINKS)
+            clock("release 1", ledger.release, sequence, 1, SINK_TOKENS)
         with clock.paused():
             clock("extend", ledger.extend, [sequence], [64 - sequence.num_private])
         clock("keep 32 of 64", ledger.keep, sequence, 32)
@@ -260,7 +261,7 @@ class Service:
         self.level()
 
     def step(self) -> None:
-        """A decode step of all that run; what each has generated is then cut off, so that none ends."""
+        """Extends all running sequences by a token. They are truncated again, so that none of them ends."""
         ledger = self.ledger
         self.clock(STEP, ledger.extend, self.running, [1] * len(self.running))
         with self.clock.paused():
@@ -268,21 +269,21 @@ class Service:
                 self.clock("truncate", ledger.truncate, sequence, sequence.length - 1)
 
     def check(self) -> int:
-        """Recount; ends without a figure where anything is amiss. Returns how many segments there are."""
-        ledger, books = self.ledger, Books(self.ledger.capacity)
+        """Recounts everything, and exits if a count is wrong. Returns the number of segments."""
+        ledger, count = self.ledger, EditCount(self.ledger.capacity)
         try:
             ledger.check()
         except LightKVError as error:
             refuse(str(error))
         if abs(ledger.num_cached - self.cached) > 2 * self.load.prompt:
             refuse(f"{ledger.num_cached} tokens are cached, not {self.cached}")
-        books.apply(self.clock.edits())
-        if books.num_free != ledger.num_free:
-            refuse(f"by the edits {books.num_free} tokens are free, by the ledger {ledger.num_free}")
-        return len(books.segments)
+        count.apply(self.clock.edits())
+        if count.num_free != ledger.num_free:
+            refuse(f"by the edits {count.num_free} tokens are free, by the ledger {ledger.num_free}")
+        return len(count.segments)
 
     def level(self) -> None:
-        """As many tokens cached as were asked for, whatever that takes; not measured."""
+        """Fills or evicts the cache to the given number of cached tokens. It is not measured."""
         ledger, clock = self.ledger, self.clock
         with clock.paused():
             while ledger.num_cached < self.cached:
@@ -290,7 +291,7 @@ class Service:
             clock("evict", ledger.evict, ledger.num_cached - self.cached)
 
     def _prefill(self, prompt: bytes) -> Sequence:
-        """Open, take slots for all of it and publish."""
+        """Opens a sequence for the prompt, extends it to the end and publishes it."""
         ledger, clock = self.ledger, self.clock
         sequence = clock("open", ledger.open, prompt)
         self.hits.append(sequence.num_hit)
@@ -301,21 +302,21 @@ class Service:
 
 
 def floor_ns(service: Service, repeats: int) -> list[int]:
-    """A look-up in a dict and a comparison of as many tokens as a prompt has, each time of another prompt."""
+    """Measures a look-up in a dict and a comparison of a prompt's tokens, each time of another prompt."""
     prompts = [service.prompts.tokens(service.load.prompt) for _ in range(repeats)]
-    known = {prompt[: 2 * TOKEN_BYTES]: bytes(bytearray(prompt)) for prompt in prompts}  # other objects
+    known = {prompt[: 2 * TOKEN_BYTES]: bytes(bytearray(prompt)) for prompt in prompts}  # equal, not the same
     times = []
     for prompt in prompts:
         begun = time.perf_counter_ns()
         is_same = prompt.startswith(known[prompt[: 2 * TOKEN_BYTES]], 0)
         times.append(time.perf_counter_ns() - begun)
         if not is_same:
-            refuse("a prompt is not itself")
+            refuse("a prompt does not equal its copy")
     return times
 
 
 def conversions_ns(prompt: bytes, repeats: int) -> dict[str, list[int]]:
-    """Ids as people have them, made into bytes."""
+    """Measures the conversions of token ids to bytes."""
     ids = array("i", prompt).tolist()
     numbers = np.array(ids)
     ways: dict[str, Callable[[], bytes]] = {
@@ -326,7 +327,7 @@ def conversions_ns(prompt: bytes, repeats: int) -> dict[str, list[int]]:
     found: dict[str, list[int]] = {}
     for name, way in ways.items():
         if way() != prompt:
-            refuse(f"{name}: other bytes")
+            refuse(f"{name}: wrong bytes")
         times = found.setdefault(name, [])
         for _ in range(repeats):
             begun = time.perf_counter_ns()
@@ -336,14 +337,14 @@ def conversions_ns(prompt: bytes, repeats: int) -> dict[str, list[int]]:
 
 
 def spread_us(times: list[int]) -> dict[str, float]:
-    """Nanoseconds to µs: mean, median, 99th percentile, and how many there are."""
+    """Summarises nanoseconds as µs: mean, median and 99th percentile, with the number of calls."""
     median, p99 = np.percentile(times, [50, 99]) / 1e3
     mean = float(np.mean(times) / 1e3)
     return {"mean": mean, "median": float(median), "p99": float(p99), "calls": len(times)}
 
 
 def measure(load: Load, options: argparse.Namespace) -> dict[str, Any]:
-    """µs of each verb, with what the ledger held."""
+    """Measures the µs of each verb under one load."""
     service = Service(load, options.cached, options.running)
     service.check()
     for work in (service.request, service.branch, service.window):
@@ -368,7 +369,7 @@ def measure(load: Load, options: argparse.Namespace) -> dict[str, Any]:
 
 
 def missed(verbs: dict[str, dict[str, float]]) -> list[str]:
-    """The verbs that are slower than they should be, with their figures."""
+    """Lists the verbs that miss their targets, with their figures."""
     slow = [
         f"{name} {part} {verbs[name][part]:.1f} µs, over {limit:.0f}"
         for name in TARGETED
@@ -381,8 +382,8 @@ def missed(verbs: dict[str, dict[str, float]]) -> list[str]:
 
 def arguments() -> argparse.Namespace:
     made = parser(__doc__)
-    made.add_argument("--cached", type=int, default=1_000_000, help="cached tokens meanwhile")
-    made.add_argument("--running", type=int, default=256, help="sequences that decode meanwhile")
+    made.add_argument("--cached", type=int, default=1_000_000, help="cached tokens")
+    made.add_argument("--running", type=int, default=256, help="sequences that decode")
     made.add_argument("--requests", type=int, default=3000, help="of each load")
     made.add_argument("--steps", type=int, default=1000, help="decode steps of each load")
     return made.parse_args()
@@ -390,7 +391,7 @@ def arguments() -> argparse.Namespace:
 
 def main() -> None:
     options = arguments()
-    gc.freeze()  # the router process has no torch, whose objects would be gone through again and again here
+    gc.freeze()  # the router process has no torch; here the garbage collector would scan torch's objects too
     print_machine()
     results: dict[str, Any] = {}
     for load in LOADS:

@@ -1,16 +1,16 @@
-"""Prompt tokens found in the cache, to the token and by whole pages, on chats of real token ids.
+"""Compares the prompt tokens found in the cache by token and by whole pages, on chats of real token ids.
 
     python -m bench.memory.prefix_pages --out bench/results/prefix-pages.json
 
-Chats are made of sentences by a seed and rendered by the model's own chat template and tokenizer (SmolLM2's by
-default, from the cache directory that `make demo` fills). Each has one of several system prompts, among them
-variants of one with examples, which part in the middle; a few turns, each of which brings the whole history
-again; and answers, which stay in the cache. Some are open at once, and their turns come one after another in an
-order that a seed decides. The same opens and closes go to the real ledger and to its twin by pages
-(`router/simulate/paged_ledger.py`), at equal capacity: one in which nothing is ever evicted, and one of little
-more than what is open. Counted is what `open` found.
+The chats are made of random sentences and rendered by the model's own chat template and tokenizer (SmolLM2's
+by default, from the cache directory that `make demo` fills). Each has one of several system prompts, among
+them variants of one with examples, which differ from the middle on. Each has a few turns, which repeat the
+whole history, and answers, which stay in the cache. Several chats run at once, and their turns follow each
+other in random order. The same opens and closes go to the real ledger and to PagedLedger
+(`router/simulate/paged_ledger.py`) at equal capacity: once so large that nothing is evicted, and once with
+little more room than the open sequences need. The tokens that `open` found in the cache are counted.
 
-No model runs and no time is measured: what is not found has to be computed again, which is what it costs.
+No model runs and no time is measured: tokens that are not found have to be computed again, which is the cost.
 """
 
 import argparse
@@ -55,20 +55,20 @@ ENDINGS = (
 
 
 class Turn(NamedTuple):
-    """A prompt that is sent, and the answer that it gets: int32 token ids."""
+    """A prompt and its answer: int32 token ids."""
 
     prompt: np.ndarray
     answer: np.ndarray
 
 
 class Writer:
-    """Sentences, by a seed."""
+    """Writes random sentences."""
 
     def __init__(self, rng: random.Random) -> None:
         self._rng = rng
 
     def text(self, sentences: int) -> str:
-        """So many of them."""
+        """Writes a number of sentences."""
         return " ".join(self._sentence() for _ in range(sentences))
 
     def _sentence(self) -> str:
@@ -78,8 +78,10 @@ class Writer:
 
 
 def system_prompts(writer: Writer) -> list[str]:
-    """Five of different lengths, and six variants of one with examples: three of these are common to all, and
-    in the others they part."""
+    """Writes five system prompts of different lengths, and six variants of one with examples.
+
+    The variants share their first three examples, and differ in the others.
+    """
     plain = [f"You are a helpful assistant. {writer.text(num)}" for num in (2, 6, 12, 25, 45)]
     task = f"Sort the message into one of five classes. {writer.text(8)}"
 
@@ -91,7 +93,7 @@ def system_prompts(writer: Writer) -> list[str]:
 
 
 def chats(tokenizer: Tokenizer, num: int, rng: random.Random) -> list[list[Turn]]:
-    """Conversations, as the turns that a service sees."""
+    """Writes conversations, as the turns that a service gets."""
     writer = Writer(rng)
     systems = system_prompts(writer)
     weights = [1 / (rank + 1) for rank in range(len(systems))]
@@ -105,16 +107,16 @@ def chats(tokenizer: Tokenizer, num: int, rng: random.Random) -> list[list[Turn]
             prompt = tokenizer.encode_chat(messages)
             messages.append({"role": "assistant", "content": writer.text(rng.randint(1, 12))})
             whole = tokenizer.encode_chat(messages, add_generation_prompt=False)
-            # A service generates what follows the prompt; the template's line end after it comes with the next.
+            # The answer is what follows the prompt; the line end after it belongs to the next turn.
             same = np.array_equal(whole[: len(prompt)], prompt)
-            assert same, "the chat template writes a prompt anew once it is answered"
+            assert same, "the chat template changes a prompt after its answer"
             turns.append(Turn(prompt, whole[len(prompt) :]))
         found.append(turns)
     return found
 
 
 def interleaved(conversations: Sequence[Sequence[Turn]], at_once: int, rng: random.Random) -> Iterator[Turn]:
-    """Their turns: of `at_once` conversations at a time, one chosen at random goes on."""
+    """Yields the turns of `at_once` conversations at a time, each time of a random one."""
     waiting = deque(deque(turns) for turns in conversations)
     talking: list[deque[Turn]] = []
     while waiting or talking:
@@ -127,8 +129,10 @@ def interleaved(conversations: Sequence[Sequence[Turn]], at_once: int, rng: rand
 
 
 def replay(ledger: Ledger, turns: Sequence[Turn], running: int) -> dict[str, int]:
-    """Open and close them in their order, `running` at a time. Returns the tokens of the prompts, those found,
-    and those evicted."""
+    """Opens and closes the turns in their order, `running` at a time.
+
+    Returns the numbers of prompt tokens, of those found in the cache and those computed, and of cached tokens.
+    """
     open_now: deque[tuple[Any, bytes]] = deque()
     prompt = found = 0
 
@@ -157,7 +161,7 @@ def replay(ledger: Ledger, turns: Sequence[Turn], running: int) -> dict[str, int
 
 
 def least_capacity(turns: Sequence[Turn], running: int) -> int:
-    """Slots in which any `running` of these fit, whatever is shared, in pages of any size."""
+    """Returns the slots in which any `running` turns fit, in pages of any size, even if they share nothing."""
     most = sorted(len(turn.prompt) + len(turn.answer) for turn in turns)[-running:]
     return -(-(sum(most) + running * max(PAGES)) // max(PAGES)) * max(PAGES)
 

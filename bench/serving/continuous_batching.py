@@ -1,14 +1,14 @@
-"""Hugging Face transformers' continuous batching (`generate_batch`), as the peer of the service.
+"""Runs Hugging Face transformers' continuous batching (`generate_batch`) as a peer of the service.
 
-Runs in a process of its own (`child.py`), one for each way of setting it up, so that every one has the whole
-device and none can take the others down. Knows no service.
+Each way of setting it up runs in a process of its own (`bench/common/child.py`), so that it has the whole
+device and a crash leaves the other ways alone.
 
-The attention is named outright, with its prefix "paged|": a name without one is switched for the run and back
-at its end, and a run that is broken off then goes on for a moment in the plain kind, whose complaint about the
-width of a mask hides why it was broken off. SDPA and eager attend densely: every query of a step is multiplied
-with all that the step reads, and masked. Their cost a step grows with the square of the requests in it, which
-is why some ways take fewer at once. flash attention needs a package of its own; where that is missing, the way
-is recorded as failed, with the error.
+The name of the attention has its prefix "paged|". transformers changes a name without the prefix for the run
+and restores it at the end; a run that fails then goes on for a moment with the plain attention, whose error
+about the width of a mask hides the real one. SDPA and eager attention are dense: each query of a step is
+multiplied with every key that the step reads, and masked. The cost of a step grows with the square of its
+requests, so some ways limit the number of requests. Flash attention needs a package of its own; without it
+the way is recorded as failed, with the error.
 """
 
 import gc
@@ -30,13 +30,15 @@ from lightkv.router.model_files import resolve
 Batches = dict[int, list[list[Ask]]]
 
 BLOCK_TOKENS = 256  # transformers' own default
-SPARE = 1.5  # times the blocks that all requests need: below 15 % free it admits one at a time
+SPARE = 1.5  # times the blocks that all requests need: with less than 15 % free it admits one at a time
 
 
 class Way(NamedTuple):
-    """An attention of transformers, and settings of its `ContinuousBatchingConfig`; the others are its own, but
-    for the number of blocks, which is made for the batch: a mask is as wide as the cache. 8,192 tokens a batch
-    is what it takes by itself."""
+    """An attention of transformers, and the settings that differ from `ContinuousBatchingConfig`'s defaults.
+
+    The number of blocks is set for each batch, because a mask is as wide as the cache. 8,192 tokens per batch
+    is what transformers would choose itself.
+    """
 
     attention: str
     settings: dict[str, Any]
@@ -63,21 +65,21 @@ DEFAULT_WAYS = ("flash-3", "flash-2", "sdpa-128", "sdpa-64", "sdpa")
 
 
 class Answered(NamedTuple):
-    """One batch: seconds, and the token ids of every answer, in order."""
+    """The result of one batch: seconds, and the token ids of each answer, in order."""
 
     seconds: float
     tokens: list[list[int]]
 
 
 class Run(NamedTuple):
-    """What one way did: the batches of each size, the first of them to warm up; and why it went no further."""
+    """The results of one way: the batches of each size (the first one warms up), and the error if it failed."""
 
     batches: dict[int, list[Answered]]
     error: str | None
 
 
 def run_way(name: str, config: EngineConfig, batches: Batches, seconds: float) -> Run:
-    """Answer every batch by the way of that name, for `seconds` at most."""
+    """Runs every batch in a child process with the way `name`, for at most `seconds`."""
     request = {
         "directory": str(resolve(config.model, print)),
         "device": str(pick_device(config.device)),
@@ -100,8 +102,10 @@ def run_way(name: str, config: EngineConfig, batches: Batches, seconds: float) -
 
 
 def batching_config(way: Way, num_blocks: int) -> ContinuousBatchingConfig:
-    """The settings of a way, with so many blocks. The attention stays the way's: releases that would take flash
-    attention in its place, where they find it, are told not to."""
+    """Returns the settings of a way for `num_blocks` blocks.
+
+    Newer releases replace the attention by flash attention if they find it; this is switched off.
+    """
     settings = {"num_blocks": num_blocks, **way.settings}
     if any(field.name == "auto_switch_to_flash" for field in fields(ContinuousBatchingConfig)):
         settings["auto_switch_to_flash"] = False
@@ -109,13 +113,13 @@ def batching_config(way: Way, num_blocks: int) -> ContinuousBatchingConfig:
 
 
 class Incomplete(Exception):
-    """Not every answer came in full."""
+    """Raised when an answer is not complete."""
 
 
 class ContinuousBatching:
-    """`generate_batch` over one model, on its device, greedily and to the full lengths.
+    """Runs `generate_batch` of one model, greedily and to the full lengths.
 
-    It sizes its memory by the first batch after its making or a `reset`.
+    transformers sizes its memory by the first batch after the start or a `reset`.
     """
 
     def __init__(self, directory: str, device: str, dtype: str, way: Way) -> None:
@@ -127,7 +131,7 @@ class ContinuousBatching:
         ).eval()
 
     def run(self, asks: Sequence[Ask]) -> Answered:
-        """Requests with answers of one length. Raises Incomplete, and what transformers does."""
+        """Answers requests whose answers have one length. Raises Incomplete, and what transformers raises."""
         (num_output,) = {ask.num_output for ask in asks}
         longest = max(len(ask.prompt_ids) for ask in asks) + num_output
         blocks = (ceil(longest / BLOCK_TOKENS) + 1) * len(asks)
@@ -144,12 +148,12 @@ class ContinuousBatching:
         if [len(own) for own in tokens] != [num_output] * len(asks):
             errors = {str(output.error) for output in outputs.values() if output.error is not None}
             came = sum(map(len, tokens))
-            reason = "; ".join(sorted(errors)) or "it gives no reason"
-            raise Incomplete(f"{came} of {num_output * len(asks)} tokens came: {reason}")
+            reason = "; ".join(sorted(errors)) or "no reason is given"
+            raise Incomplete(f"{came} of {num_output * len(asks)} tokens were generated: {reason}")
         return Answered(seconds, tokens)
 
     def reset(self) -> None:
-        """Let go of the memory."""
+        """Frees the memory."""
         self._model.destroy_cached_continuous_batching_manager()
         gc.collect()
         if torch.cuda.is_available():

@@ -1,12 +1,12 @@
-"""A decode step's wall time against the replay of its CUDA graph, on a model of Llama-3-8B's shape.
+"""Compares a decode step's wall time with the replay of its CUDA graph, on a model of Llama-3-8B's shape.
 
     python -m bench.serving.decode_step --out bench/results/decode-step-h200.json
 
-What the host adds to a step (planning, bookkeeping, the copy of the tokens) is the difference. Random
-weights, greedy, every sequence with a prompt of the same length. The floor is what a step has to read: every
-weight but the embedding's, and the K/V of every token, over the read bandwidth measured in this run. What the
-replay spends its time on is told apart by the names of its kernels: lightkv's that attend or keep the memory,
-matrix products, and the rest (norms, activations, sampling); what is missing is between kernels.
+The difference is what the host adds to a step: planning, counting, copying the tokens. The weights are random,
+sampling is greedy, and all prompts have one length. The floor is what a step has to read (every weight but the
+embedding's, and the K/V of every token) over the read bandwidth measured in this run. The time of the replay is
+divided by the names of its kernels: attention, memory management, matrix products, and the rest (norms,
+activations, sampling). What is missing from the sum is the time between kernels.
 """
 
 import random
@@ -15,8 +15,9 @@ import time
 from array import array
 
 import torch
-from transformers import LlamaConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
+from bench.common.llama_3_8b import LLAMA_3_8B, with_layers
 from bench.common.report import Spread, parser, print_json, print_machine, print_table, refuse
 from lightkv.router import EngineConfig, SamplingParams
 from lightkv.router.engine.loop import LocalEngine, make_scheduler
@@ -27,21 +28,9 @@ from lightkv.router.model.loader import random_model
 from lightkv.router.model.runner import ModelRunner
 from lightkv.router.sampling_params import SamplerKind
 
-LLAMA_3_8B = LlamaConfig(
-    vocab_size=128256,
-    hidden_size=4096,
-    intermediate_size=14336,
-    num_hidden_layers=32,
-    num_attention_heads=32,
-    num_key_value_heads=8,
-    head_dim=128,
-    max_position_embeddings=8192,
-    rope_theta=500000.0,
-    tie_word_embeddings=False,
-)
 REPLAY_ROUNDS = 3
-COMPARED = 8  # tokens of each sequence, by graphs and without
-# Pieces of the names of kernels, by what they are for.
+COMPARED = 8  # tokens of each sequence, with graphs and without
+# Parts of the names of kernels, by purpose.
 KERNELS = {
     "attention": ("_decode_kernel", "_combine_kernel", "_plan_kernel"),
     "memory": ("_write_kv_kernel", "_alloc_few_kernel", "_alloc_many_kernel"),
@@ -81,17 +70,20 @@ def make_engine(
 
 
 def graph_of(runner: ModelRunner, batch: int) -> torch.cuda.CUDAGraph:
-    """Of the batch that runs. A replay takes slots that the ledger never hears of: an engine ends here."""
+    """Returns the graph of the running batch.
+
+    A replay allocates slots that the ledger does not count, so the engine cannot be used any more.
+    """
     assert runner._graphs is not None
-    form = GraphKey(SamplerKind.GREEDY)
-    graph = runner._graphs.get(batch, form)
+    key = GraphKey(SamplerKind.GREEDY)
+    graph = runner._graphs.get(batch, key)
     assert graph is not None
-    replayed, _ = graph._graphs[form]
+    replayed, _ = graph._graphs[key]
     return replayed
 
 
 def replay_ms(runner: ModelRunner, batch: int, times: int) -> float:
-    """The graph alone: `times` replays back to back, the median of REPLAY_ROUNDS."""
+    """Measures the milliseconds of a replay: `times` replays back to back, the median of REPLAY_ROUNDS."""
     replayed, medians = graph_of(runner, batch), []
     for _ in range(REPLAY_ROUNDS):
         torch.cuda.synchronize()
@@ -106,7 +98,7 @@ def replay_ms(runner: ModelRunner, batch: int, times: int) -> float:
 
 
 def parts_of(runner: ModelRunner, batch: int, times: int) -> dict[str, float]:
-    """Milliseconds of a replay's kernels, by what they are for."""
+    """Measures the milliseconds of a replay's kernels, by purpose."""
     replayed = graph_of(runner, batch)
     replayed.replay()
     torch.cuda.synchronize()
@@ -119,7 +111,7 @@ def parts_of(runner: ModelRunner, batch: int, times: int) -> dict[str, float]:
     at = 0.0
     for event in sorted(kernels, key=lambda event: event.time_range.start):
         kind = next((kind for kind, names in KERNELS.items() if any(n in event.name for n in names)), "other")
-        # One that was launched while another still ran waits for it: that time is the other's.
+        # A kernel that starts while another one still runs waits for it: that time belongs to the other.
         took = event.time_range.end - max(event.time_range.start, at)
         parts[kind] += max(took, 0.0) / 1e3 / times
         at = max(at, event.time_range.end)
@@ -127,7 +119,7 @@ def parts_of(runner: ModelRunner, batch: int, times: int) -> dict[str, float]:
 
 
 def read_bandwidth() -> float:
-    """Bytes a second that a reduction over 8 GiB reads, the median of twenty."""
+    """Measures the bytes per second that a reduction over 8 GiB reads, as the median of twenty."""
     data = torch.ones(2**31, dtype=torch.float32, device="cuda")
     times = []
     for _ in range(23):
@@ -152,8 +144,7 @@ def main() -> None:
     print_machine()
     bandwidth = read_bandwidth()
     torch.manual_seed(0)
-    LLAMA_3_8B.num_hidden_layers = options.layers
-    model = random_model(LLAMA_3_8B, torch.device("cuda"), torch.bfloat16)
+    model = random_model(with_layers(LLAMA_3_8B, options.layers), torch.device("cuda"), torch.bfloat16)
     weights = sum(parameter.nbytes for parameter in model.parameters())
     weights -= model.get_input_embeddings().weight.nbytes  # type: ignore[union-attr]
     per_token = 2 * LLAMA_3_8B.num_key_value_heads * 128 * 2 * options.layers
@@ -171,7 +162,7 @@ def main() -> None:
         if same < 0.99 and not options.compile:
             refuse(f"batch {batch}: {same:.0%} of the graph's tokens are the eager path's")
         times = []
-        for _ in range(options.steps):  # the last of them are compared with the replays right after them
+        for _ in range(options.steps):  # the last 20 are compared with the replays that follow
             start = time.perf_counter()
             engine.step()
             times.append((time.perf_counter() - start) * 1e3)

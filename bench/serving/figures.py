@@ -1,9 +1,5 @@
-"""The figures of `load.py` for people: tables on the terminal, and a plot.
+"""Prints the results of `load.py` as tables, and draws them with matplotlib."""
 
-Knows the shape of its results; measures nothing. matplotlib is imported only when something is to be drawn.
-"""
-
-import sys
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -12,12 +8,14 @@ from bench.common.report import Spread, print_table
 
 Results = dict[str, Any]
 
-BUSY_CLIENT = 0.8  # of a core: beyond it the client may be what is measured
+BUSY_CLIENT = 0.8  # of a core: above it the client itself may limit the throughput
 PERCENTILES = ("p50", "p90", "p99")
 PEERS = {"http": "the service", "in_process": "LLM.generate", "transformers": "transformers"}
 
 
 def print_levels(levels: dict[str, Results]) -> None:
+    """Prints throughput and latencies of each load."""
+
     def cell(figures: dict[str, float] | None) -> str:
         return "" if figures is None else f"{figures['p50']:.1f} / {figures['p99']:.1f}"
 
@@ -48,12 +46,12 @@ def print_levels(levels: dict[str, Results]) -> None:
             share = found["host_core_at_100_tokens_per_s"]
             line += f"; router and API at 100 tokens/s: {share:.1%} of a core"
         if found["cores"]["client"] > BUSY_CLIENT:
-            line += "; THE CLIENT ITSELF IS BUSY, and may be what is measured"
+            line += "; THE CLIENT ITSELF IS BUSY and may limit these figures"
         print(line)
 
 
 def print_steps(steps: dict[int, Results]) -> None:
-    """Steps in which all clients decode, beside the replay of their graph."""
+    """Prints the steps in which all clients decode, beside the replay of their graph."""
 
     def cell(found: Results, key: str, form: str) -> str:
         figure = found.get(key)
@@ -86,6 +84,8 @@ def print_steps(steps: dict[int, Results]) -> None:
 
 
 def print_peers(peers: dict[int, Results]) -> None:
+    """Prints tokens per second of the service and of its peers."""
+
     def cell(figures: dict[str, float] | None, form: str) -> str:
         return "" if figures is None else Spread(**figures).text(form)
 
@@ -101,20 +101,8 @@ def print_peers(peers: dict[int, Results]) -> None:
     print_table(header, rows)
 
 
-def load_pyplot() -> ModuleType:
-    """matplotlib.pyplot, drawing into files. Ends where it is not installed."""
-    try:
-        import matplotlib
-    except ImportError:
-        sys.exit("--plot needs matplotlib: pip install matplotlib, or leave it out")
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    return pyplot
-
-
 def plot(pyplot: ModuleType, results: Results, path: Path) -> None:
-    """Throughput, that of the peers too, and latencies over the load; closed and open loops apart."""
+    """Draws throughput (the peers' too) and latencies over the load into the file at `path`."""
     figure, axes = pyplot.subplots(1, 3, figsize=(16, 4.8), layout="constrained")
     levels = results["loads"].values()
     for is_open, style in ((False, "o-"), (True, "s--")):

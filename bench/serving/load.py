@@ -1,4 +1,4 @@
-"""A service under load: how soon the first token comes, how evenly the others, how many a second.
+"""Measures a service under load: time to the first token, time between tokens, tokens per second.
 
     python -m bench.serving.load --concurrency 8 --in-process --rounds 5 --out bench/results/serving-cpu.json
     python -m bench.serving.load --url http://127.0.0.1:8000 --rate 4 --trace AzureLLMInferenceTrace_conv.csv
@@ -6,33 +6,34 @@
     python -m bench.serving.load --model DIRECTORY --concurrency 1 32 256 --replay --transformers --plot FILE
     python -m bench.serving.load --replot bench/results/serving-h200.json --plot serving-h200.svg
 
-Without --url it starts `lightkv serve` itself (what follows `--` goes to that command) and takes it down again;
-with --url it measures any server that knows OpenAI's completions, `ignore_eos` and `stream_options`. A closed
-loop has a number of clients, each of which asks again as soon as it is answered; an open loop has requests that
-come at random times, or at a trace's own, whatever is under way. Prompts are random ids, answers greedy and of
-a given length. All is measured at the client, from the moment it connects: the time to the first piece (TTFT),
-between one piece and the next, of a token after the first, and to the end. The time between pieces is told
-apart by whether another request waited for its first piece meanwhile: then its prefill shared the step. Goodput
-is the answers a second that were in time for --ttft-target and, in the mean, for --tpot-target.
+Without --url it starts `lightkv serve` and stops it at the end; options after `--` go to that command. With
+--url it measures any server that supports OpenAI's completions, `ignore_eos` and `stream_options`. In a
+closed loop, each of a number of clients sends its next request when the last one is answered. In an open
+loop, requests arrive at random times, or at those of a trace, however many are in flight. Prompts are random
+ids; answers are greedy and have a given length. All times are measured at the client, from the moment it
+connects: to the first piece (TTFT), between pieces, per token after the first, and to the end. The times
+between pieces are also reported apart for those during which another request waited for its first piece,
+because its prefill then shared the step. Goodput counts the answers per second that met --ttft-target and, in
+the mean, --tpot-target.
 
-Of lightkv it also tells the router's own time in a step and the processor time of its processes, and it makes
-sure that no token is held at the end. With --replay it compares a decode step, seen from outside, with the
-replay of its CUDA graph: all clients of a closed loop start at once, and what counts is the time in which all
-of them decode (`stats.py` says which time that is, `replay.py` what a replay is). The graph is replayed
-after the service has ended, with the service's settings, over as many sequences of the same mean length. The
-router's own count of steps over the same time stands beside it. --rounds are taken of each.
+For lightkv it also reports the router's own time per step and the processor time of each process, and it
+checks that no token is held at the end. With --replay it compares a decode step with the replay of its CUDA
+graph. All clients of a closed loop start at once, and the time counts in which all of them decode (see
+`stats.py`). After the service has ended, the graph is replayed with the same settings, over as many sequences
+of the same mean length (see `replay.py`). The router's own count of steps over the same time is reported too.
+Each is done --rounds times.
 
-The peers get as many prompts at once as a closed loop has clients, the same ones as the service, which is
-measured so, too:
+The peers get the same prompts as the service, as many at once as a closed loop has clients. The service is
+measured in this way too:
 
     --in-process     `LLM.generate`, alternated with the service. On a GPU both have to fit: give
                      --max-total-tokens.
     --transformers   Hugging Face transformers' continuous batching, after the service has ended, so that it
-                     has the whole device; in several ways, of which the fastest at each size counts
+                     has the whole device. It runs in several ways, and the fastest at each size counts
                      (`continuous_batching.py`). Its start and its first batch are not counted.
 
-The file of --out is written as soon as the service's figures are there, and again after each comparison. What
-raises in one of these has its error in its place, and the exit code is 1.
+The file of --out is written as soon as the service's figures are known, and again after each comparison. A
+comparison that fails leaves its error in the file, and the exit code is 1.
 """
 
 import argparse
@@ -51,9 +52,17 @@ from typing import Any, NamedTuple, get_args, get_type_hints
 import uvloop
 
 from bench.common.child import ChildFailed
-from bench.common.report import Spread, parser, print_json, print_machine, refuse, save_json
+from bench.common.report import (
+    Spread,
+    load_pyplot,
+    parser,
+    print_json,
+    print_machine,
+    refuse,
+    save_json,
+)
 from bench.serving.continuous_batching import DEFAULT_WAYS, WAYS
-from bench.serving.figures import load_pyplot, plot, print_levels, print_peers, print_steps
+from bench.serving.figures import plot, print_levels, print_peers, print_steps
 from bench.serving.load_client import Answer, Endpoint, RequestFailed, closed_loop, open_loop
 from bench.serving.peers import InProcess, Rounds, run_batches, run_transformers
 from bench.serving.replay import Level, replays
@@ -67,13 +76,13 @@ from lightkv.router.simulate.traces import open_trace
 
 Results = dict[str, Any]
 
-SETTLE_SECONDS = 0.7  # the API process hears of the router's counts four times a second
-WATCH_SECONDS = 0.05  # how often that is looked at, where it matters when it came
+SETTLE_SECONDS = 0.7  # the API process gets the router's counts four times a second
+WATCH_SECONDS = 0.05  # between two looks at these counts, where their time matters
 REPLAY_SECONDS = 900.0  # to load the model, capture the graphs, and replay them
 
 
 class Traffic(NamedTuple):
-    """`level` clients, or with `is_open` as many requests a second."""
+    """A load. `level`: the number of clients, or with `is_open` the requests per second."""
 
     level: float
     is_open: bool
@@ -84,7 +93,7 @@ class Traffic(NamedTuple):
 
 
 class Target(NamedTuple):
-    """A server, the name of its model, how many token ids that has, and the processes if they are ours."""
+    """A server that is measured. `server`: its processes, if this benchmark started it."""
 
     endpoint: Endpoint
     model: str
@@ -92,19 +101,19 @@ class Target(NamedTuple):
     server: Server | None
 
     def run(self, traffic: Traffic, asks: Sequence[Ask], arrivals: list[float] | None = None) -> list[Answer]:
-        """Every request answered; `arrivals`: of an open loop. Raises RequestFailed."""
+        """Sends every request. `arrivals`: seconds from the start, for an open loop. Raises RequestFailed."""
         if traffic.is_open:
             assert arrivals is not None
             return uvloop.run(open_loop(self.endpoint, self.model, asks, arrivals))
         return uvloop.run(closed_loop(self.endpoint, self.model, asks, int(traffic.level)))
 
     def batch(self, asks: Sequence[Ask]) -> tuple[float, list[str]]:
-        """Seconds for requests that are sent all at once, and their texts, in order."""
+        """Sends all requests at once. Returns the seconds, and the texts in order."""
         answers = self.run(Traffic(len(asks), False), asks)
         return span(answers), [answer.text for answer in answers]
 
     def watch(self, asks: Sequence[Ask]) -> tuple[list[Answer], list[tuple[float, int]]]:
-        """Requests that are sent all at once, and meanwhile the router's count of steps, with the time."""
+        """Sends all requests at once. Returns the answers, and the router's count of steps at several times."""
         counts: list[tuple[float, int]] = []
 
         async def count() -> None:
@@ -123,7 +132,7 @@ class Target(NamedTuple):
         return uvloop.run(run()), counts
 
     def counts(self) -> Results | None:
-        """lightkv's own, once they are told; None of another server."""
+        """Returns lightkv's own counts, after they are up to date; None for another server."""
         time.sleep(SETTLE_SECONDS)
         try:
             found: Results = uvloop.run(self.endpoint.get("/load"))
@@ -132,7 +141,7 @@ class Target(NamedTuple):
         return found if "router_seconds" in found else None
 
     def cpu_seconds(self) -> dict[str, float]:
-        """Of this process, the client's, and of ours that serve."""
+        """Returns the processor time of this process, which is the client, and of the service's processes."""
         return {"client": time.process_time()} | (self.server.cpu_seconds() if self.server else {})
 
 
@@ -147,20 +156,20 @@ def measure(
     arrivals: list[float] | None = None,
     targets: Targets = Targets(),  # noqa: B008
 ) -> Results:
-    """One load, seen from outside and, where it is lightkv, by its own counts."""
+    """Measures one load at the client, and for lightkv by its own counts. Exits if tokens are still held."""
     before, cpu_before = target.counts(), target.cpu_seconds()
     results = summarise(target.run(traffic, asks, arrivals), targets)
     cpu_after, after = target.cpu_seconds(), target.counts()
     cpu = {role: cpu_after[role] - used for role, used in cpu_before.items() if role in cpu_after}
     results["cores"] = {role: used / results["seconds"] for role, used in cpu.items()}
     if "router" in cpu and "api" in cpu:
-        # The share of a core that serving takes beside the model, were there 100 tokens a second.
+        # The share of a core that serving would take besides the model at 100 tokens per second.
         results["host_core_at_100_tokens_per_s"] = (
             (cpu["router"] + cpu["api"]) / results["output_tokens"] * 100
         )
     if before is not None and after is not None:
         if after["held"] or after["free"] + after["cached"] != after["capacity"]:
-            refuse(f"{traffic.name}: {after['held']} tokens are held after all was answered: {after}")
+            refuse(f"{traffic.name}: {after['held']} tokens are held after the last answer: {after}")
         steps = after["num_steps"] - before["num_steps"]
         results["steps"] = steps
         results["router_us_per_step"] = (after["router_seconds"] - before["router_seconds"]) / steps * 1e6
@@ -168,11 +177,11 @@ def measure(
 
 
 # --------------------------------------------------------------------------------
-# What is asked
+# The requests
 
 
 def lengths_of(options: argparse.Namespace, num: int, rng: random.Random) -> list[Lengths]:
-    """Of `num` requests: a trace's where there is one, else --prompt and --output."""
+    """Returns the lengths of `num` requests, from the trace if there is one, else by --prompt and --output."""
     if options.trace is not None:
         return choose(scale(read_trace(options.trace), options.max_prompt, options.max_output), num, rng)
     shortest, longest = options.prompt
@@ -182,7 +191,7 @@ def lengths_of(options: argparse.Namespace, num: int, rng: random.Random) -> lis
 def requests_of(
     options: argparse.Namespace, traffic: Traffic, num: int, vocab_size: int, rng: random.Random
 ) -> tuple[list[Ask], list[float] | None]:
-    """`num` requests, and when they come, where that is not when another has been answered."""
+    """Returns `num` requests, and for an open loop the seconds at which they arrive."""
     if traffic.is_open and options.arrivals == "trace":
         trace = Replayed.of(open_trace(str(options.trace), num), options.max_prompt, options.max_output)
         timed = trace.at_rate(traffic.level, options.seed)
@@ -194,7 +203,7 @@ def requests_of(
 
 
 def batches(options: argparse.Namespace, vocab_size: int) -> dict[int, list[list[Ask]]]:
-    """By their size: a batch to warm up, and one a round. New prompts each, so that no cache has them."""
+    """Returns by size one batch to warm up and one for each round. Prompts are new, so that none is cached."""
     rng = random.Random(options.seed + 1)
     return {
         num: [fill(lengths_of(options, num, rng), vocab_size, rng) for _ in range(1 + options.rounds)]
@@ -203,25 +212,25 @@ def batches(options: argparse.Namespace, vocab_size: int) -> dict[int, list[list
 
 
 def warm_up(target: Target, options: argparse.Namespace, traffic: Traffic, rng: random.Random) -> None:
-    """Prompts as long as those that are measured, all at once, and a few tokens each."""
+    """Sends prompts as long as those that are measured, all at once, with short answers."""
     num = 8 if traffic.is_open else int(traffic.level)
     lengths = [Lengths(prompt, min(output, 4)) for prompt, output in lengths_of(options, num, rng)]
     target.batch(fill(lengths, target.vocab_size, rng))
 
 
 # --------------------------------------------------------------------------------
-# A step against its graph's replay
+# A step compared with the replay of its graph
 
 
 class Steps(NamedTuple):
-    """The steady times of so many clients, a figure a round. `router_ms`: of a step, by the router's count."""
+    """Steady times of a number of clients, one for each round. `router_ms`: a step by the router's count."""
 
     rounds: list[Steady]
     router_ms: list[float]
 
     @property
     def context(self) -> float:
-        """Tokens of a sequence, in the mean."""
+        """Mean number of tokens of a sequence."""
         return sum(own.context for own in self.rounds) / len(self.rounds)
 
     def results(self, replay_ms: float | None) -> Results:
@@ -244,7 +253,7 @@ class Steps(NamedTuple):
 
 
 def watch_steps(target: Target, options: argparse.Namespace, num: int, rng: random.Random) -> Steps:
-    """`num` clients at once, --rounds times. Raises RequestFailed, and NotSteady where no round was steady."""
+    """Runs `num` clients at once, --rounds times. Raises RequestFailed; NotSteady if no round was steady."""
     steps = Steps([], [])
     for round_idx in range(options.rounds):
         answers, counts = target.watch(fill(lengths_of(options, num, rng), target.vocab_size, rng))
@@ -261,7 +270,7 @@ def watch_steps(target: Target, options: argparse.Namespace, num: int, rng: rand
 
 
 def replay_steps(config: EngineConfig, steps: dict[int, Steps | str]) -> tuple[Results, str]:
-    """The steps of each number of clients beside their replay, or why there are none; and what went wrong."""
+    """Replays the steps of each number of clients. Returns the results, or an error each, and all failures."""
     watched = {num: own for num, own in steps.items() if isinstance(own, Steps)}
     failures = [f"{num} clients: {own}" for num, own in steps.items() if isinstance(own, str)]
     found: dict[int, float] = {}
@@ -284,7 +293,7 @@ def replay_steps(config: EngineConfig, steps: dict[int, Steps | str]) -> tuple[R
 
 
 def span_of_lengths(text: str) -> tuple[int, int]:
-    """`128`, or `16:512` for any length between."""
+    """Parses `128`, or `16:512` for any length between the two."""
     shortest, _, longest = text.partition(":")
     pair = int(shortest), int(longest or shortest)
     if not 1 <= pair[0] <= pair[1]:
@@ -300,7 +309,7 @@ def positive(text: str) -> float:
 
 
 def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    """What was typed, checked. Ends where it contradicts itself."""
+    """Parses the command line. Exits if options contradict each other."""
     made = parser(__doc__)
     made.add_argument("--url", help="root of a server that runs already; without it, one is started")
     made.add_argument("--api-key", help="the key of the server at --url")
@@ -369,7 +378,7 @@ def engine_config(options: argparse.Namespace) -> EngineConfig:
 
 
 def settings_of(options: argparse.Namespace) -> Results:
-    """What was typed and bears on the figures; files by their names."""
+    """Returns the options that affect the figures, with files by their names."""
     hidden = {"api_key", "out", "plot", "replot", *(field.name for field in fields(EngineConfig))}
     settings = {key: value for key, value in vars(options).items() if key not in hidden}
     settings["trace"] = options.trace.name if options.trace else None
@@ -382,7 +391,7 @@ def settings_of(options: argparse.Namespace) -> Results:
 
 
 def serve_arguments(config: EngineConfig, more: Sequence[str]) -> list[str]:
-    """What `lightkv serve` is to be told."""
+    """Returns the arguments of `lightkv serve` for this configuration."""
     given = [config.model]
     for field in fields(EngineConfig):
         value, flag = getattr(config, field.name), field.name.replace("_", "-")
@@ -396,7 +405,7 @@ def serve_arguments(config: EngineConfig, more: Sequence[str]) -> list[str]:
 
 
 def reach(options: argparse.Namespace, config: EngineConfig, stack: ExitStack) -> Target:
-    """The server at --url, or one that ends with `stack`."""
+    """Returns the server at --url, or starts one that stops when `stack` is closed."""
     server = None
     vocab_size = options.vocab_size or 32_000
     if options.url is None:
@@ -410,9 +419,10 @@ def reach(options: argparse.Namespace, config: EngineConfig, stack: ExitStack) -
 
 
 def run(options: argparse.Namespace, save: Callable[[Results], object]) -> Results:
-    """Every load, then the comparisons. `save` gets the results as they grow, once the service has ended.
+    """Measures every load, then runs the comparisons. `save` gets the results after the service has ended, and
+    again after each comparison.
 
-    "failures" in them says what has no figures, by the option that asked for it.
+    Their "failures" say which comparisons have no figures, by the option that asked for them.
     """
     config = engine_config(options)
     levels: dict[str, Results] = {}
@@ -467,7 +477,7 @@ def run(options: argparse.Namespace, save: Callable[[Results], object]) -> Resul
 
 
 def show(results: Results) -> None:
-    """The tables."""
+    """Prints the tables."""
     print_levels(results["loads"])
     if "steps" in results:
         print_steps(results["steps"])
@@ -484,7 +494,7 @@ def main() -> None:
         if pyplot is not None:
             plot(pyplot, results, options.plot)
         return
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that the server ends with this process
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that the server stops with this process
     print_machine()
     settings = settings_of(options)
     try:

@@ -1,9 +1,9 @@
-"""Streams completions from an OpenAI-compatible server, and notes when each piece arrived.
+"""Streams completions from an OpenAI-compatible server, and records when each piece arrived.
 
-Knows HTTP/1.1 as such servers speak it (a status, headers, a body in chunks, of a length or up to the end) and
-server-sent events; knows no statistics and starts no server. A connection a request: what it costs is in the
-time to the first token, as for a client that comes fresh. The parser takes bytes as they come, without a task
-or a stream between, so that one core follows some ten thousand pieces a second.
+Each request opens a connection of its own, so the time to the first token includes it, as for a new client.
+The parser handles HTTP/1.1 (a body in chunks, of a given length, or up to the end) and server-sent events. It
+is fed from `asyncio.Protocol` directly, without a task per request, so that one core handles ten thousand
+pieces a second.
 """
 
 import asyncio
@@ -22,13 +22,14 @@ MAX_HEAD_BYTES = 64 * 2**10
 
 
 class RequestFailed(Exception):
-    """A request without its whole answer: refused, cut off, or not what was asked for."""
+    """Raised when a request is refused, cut off, or answered with something else than it asked for."""
 
 
 class ResponseParser:
-    """One HTTP response, fed as it arrives. Raises RequestFailed on what is no HTTP/1.1.
+    """Parses one HTTP/1.1 response as it arrives. Raises RequestFailed for anything else.
 
-    `status` is 0 and `headers` (lower-case names) empty until they came; `done`: the body is complete.
+    `status` is 0 and `headers` (names in lower case) is empty until the head has arrived. `done`: the body is
+    complete.
     """
 
     def __init__(self) -> None:
@@ -36,19 +37,21 @@ class ResponseParser:
         self.headers: dict[str, str] = {}
         self.done = False
         self._buffer = b""
-        self._left: int | None = None  # of the chunk or the body; None: a body up to the end
+        self._left: int | None = (
+            None  # bytes of the chunk or the body; None: the body ends with the connection
+        )
         self._chunked = False
         self._in_trailer = False
 
     def feed(self, data: bytes) -> bytes:
-        """The part of the body that `data` brings."""
+        """Parses `data`, and returns the bytes of the body in it."""
         self._buffer += data
         if not self.status and not self._read_head():
             return b""
         return self._read_chunks() if self._chunked else self._read_plain()
 
     def end(self) -> None:
-        """The connection has closed. Raises RequestFailed where more was to come."""
+        """Ends the response, after the connection closed. Raises RequestFailed if the body is not complete."""
         if self.status and not self._chunked and self._left is None:
             self.done = True
         if not self.done:
@@ -65,7 +68,7 @@ class ResponseParser:
         if not words[0].startswith("HTTP/1.") or len(words) < 2 or not words[1].isdigit():
             raise RequestFailed(f"no HTTP/1.1 response: {first[:80]!r}")
         self._buffer = rest
-        if words[1].startswith("1"):  # "continue" and the like: the response is yet to come
+        if words[1].startswith("1"):  # an interim status such as "100 Continue": the response follows
             return self._read_head()
         self.status = int(words[1])
         for line in lines:
@@ -85,7 +88,7 @@ class ResponseParser:
         return body
 
     def _read_chunks(self) -> bytes:
-        """`size CRLF data CRLF`, again and again, and a size of 0 and trailers at the end."""
+        """Parses chunks of `size CRLF data CRLF`, then a size of 0 and trailers."""
         parts = []
         data, at, left = self._buffer, 0, self._left or 0
         while not self.done:
@@ -108,19 +111,19 @@ class ResponseParser:
             except ValueError as error:
                 raise RequestFailed(f"no chunk size: {line[:40]!r}") from error
             self._in_trailer = size == 0
-            left = size + 2 if size else 0  # its CRLF with it
+            left = size + 2 if size else 0  # with the CRLF after the data
         self._buffer, self._left = data[at:], left
         return b"".join(parts)
 
 
 class EventParser:
-    """The `data` of server-sent events, fed as the body arrives."""
+    """Parses server-sent events as the body arrives."""
 
     def __init__(self) -> None:
         self._buffer = b""
 
     def feed(self, body: bytes) -> Iterator[bytes]:
-        """The events that are complete now. One of several data lines has them joined by line feeds."""
+        """Yields the `data` of each event that is complete now; several data lines are joined by line feeds."""
         self._buffer = (self._buffer + body).replace(b"\r\n", b"\n")
         *events, self._buffer = self._buffer.split(b"\n\n")
         for event in events:
@@ -130,8 +133,7 @@ class EventParser:
 
 
 class Reply(NamedTuple):
-    """What a server answered to one request. `events`: the data of server-sent events; a body that is no stream
-    of them is in `body`."""
+    """A server's answer to one request. `events`: the data of server-sent events. `body`: any other body."""
 
     status: int
     body: bytes
@@ -158,11 +160,11 @@ _decode_chunk = msgspec.json.Decoder(_Chunk).decode
 
 
 class Answer(NamedTuple):
-    """A stream that came whole. Times in seconds of `time.perf_counter`.
+    """A complete streamed answer. Times are seconds of `time.perf_counter`.
 
-    `sent`: when the request was begun, the connection with it. `arrivals`: when each piece of the answer came;
-    a piece may be of several tokens, and a token without text comes with the next. `ended`: when the last byte
-    came. Counts of tokens are the server's.
+    `sent`: when the connection was begun. `arrivals`: when each piece of the answer arrived; a piece may have
+    several tokens, and a token without text arrives with the next one. `ended`: when the last byte arrived. The
+    counts of tokens are the server's.
     """
 
     sent: float
@@ -179,22 +181,22 @@ class Answer(NamedTuple):
 
     @property
     def gaps(self) -> list[float]:
-        """Seconds between one piece and the next."""
+        """Seconds between successive pieces."""
         return [after - before for before, after in zip(self.arrivals, self.arrivals[1:], strict=False)]
 
     @property
     def per_token(self) -> list[float]:
-        """Seconds a token after the first, on average; nothing for an answer of one token."""
+        """Mean seconds per token after the first, in a list; the list is empty for an answer of one token."""
         return [(self.arrivals[-1] - self.arrivals[0]) / (self.num_output - 1)] if self.num_output > 1 else []
 
     @property
     def latency(self) -> float:
-        """Seconds to the end."""
+        """Seconds to the end of the answer."""
         return self.ended - self.sent
 
 
 class _Stream(asyncio.Protocol):
-    """One request on its connection. `result` is the answer, or the reason why there is none."""
+    """One request on its connection. `result`: the answer, or the error."""
 
     def __init__(self, request: bytes, num_output: int) -> None:
         self.result: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
@@ -207,11 +209,11 @@ class _Stream(asyncio.Protocol):
         self._texts: list[str] = []
         self._usage: _Usage | None = None
         self._finish_reason: str | None = None
-        self._body = b""  # of a response that is no stream
+        self._body = b""  # of a response that is not a stream
         self._transport: asyncio.Transport | None = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport = cast(asyncio.Transport, transport)  # uvloop's own is none by name
+        self._transport = cast(asyncio.Transport, transport)  # uvloop's transport is no subclass
         self._transport.write(self._request)
 
     def data_received(self, data: bytes) -> None:
@@ -240,7 +242,7 @@ class _Stream(asyncio.Protocol):
             self._fail(RequestFailed(f"{error} ({exc})") if exc else error)
 
     def close(self) -> None:
-        """Close the connection, whatever has come."""
+        """Closes the connection."""
         if self._transport is not None:
             self._transport.close()
 
@@ -259,18 +261,20 @@ class _Stream(asyncio.Protocol):
             self._finish_reason = choice.finish_reason or self._finish_reason
 
     def _finish(self, now: float) -> None:
-        """The response is complete: is it the answer?"""
+        """Sets the result of a complete response. Raises RequestFailed if the answer is not as requested."""
         usage = self._usage
         if self._response.status != 200:
             raise RequestFailed(
                 f"status {self._response.status}: {self._body[:400].decode(errors='replace')}"
             )
         if usage is None:
-            raise RequestFailed("no usage in the stream; the server has to know stream_options.include_usage")
+            raise RequestFailed(
+                "no usage in the stream; the server has to support stream_options.include_usage"
+            )
         if self._finish_reason != "length" or usage.completion_tokens != self._num_output:
             raise RequestFailed(
                 f"{usage.completion_tokens} tokens that ended in {self._finish_reason!r}, where "
-                f"{self._num_output} were asked for; the server has to know ignore_eos"
+                f"{self._num_output} were asked for; the server has to support ignore_eos"
             )
         text = "".join(self._texts)
         answer = Answer(self._sent, self._arrivals, now, usage.prompt_tokens, usage.completion_tokens, text)
@@ -283,12 +287,12 @@ class _Stream(asyncio.Protocol):
 
 
 class Endpoint:
-    """A server. `url` is its root, as in http://127.0.0.1:8000. Raises ValueError for what is none."""
+    """A server. `url`: its root, such as http://127.0.0.1:8000. Raises ValueError for any other text."""
 
     def __init__(self, url: str, api_key: str | None, timeout: float) -> None:
         parts = urlsplit(url)
         if parts.scheme not in ("http", "https") or parts.hostname is None:
-            raise ValueError(f"{url!r} is no address of a server; give one like http://127.0.0.1:8000")
+            raise ValueError(f"{url!r} is not the address of a server; give one like http://127.0.0.1:8000")
         self._host = parts.hostname
         self._ssl = ssl.create_default_context() if parts.scheme == "https" else None
         self._port = parts.port or (443 if self._ssl else 80)
@@ -298,7 +302,7 @@ class Endpoint:
         self._timeout = timeout
 
     async def get(self, path: str) -> Any:
-        """The JSON at `path`. Raises RequestFailed."""
+        """Gets the JSON at `path`. Raises RequestFailed."""
         reply = await self.request("GET", path)
         if reply.status != 200:
             raise RequestFailed(f"{path}: status {reply.status}: {reply.body[:400].decode(errors='replace')}")
@@ -307,8 +311,10 @@ class Endpoint:
     async def request(
         self, method: str, path: str, body: bytes = b"", max_events: int | None = None
     ) -> Reply:
-        """The answer to one request, whatever its status. `max_events`: the connection is closed once so many
-        events of a stream have come. Raises RequestFailed."""
+        """Sends one request and returns its answer with any status. Raises RequestFailed.
+
+        `max_events`: closes the connection after this many events of a stream.
+        """
         head = self._head(method, path)
         if body:
             head += f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n"
@@ -321,12 +327,12 @@ class Endpoint:
                 finally:
                     writer.close()
         except TimeoutError as error:
-            raise RequestFailed(f"{path}: no whole answer within {self._timeout:g} s") from error
+            raise RequestFailed(f"{path}: no complete answer within {self._timeout:g} s") from error
         except OSError as error:
             raise RequestFailed(f"{path}: no connection to {self._authority}: {error}") from error
 
     async def complete(self, model: str, ask: Ask) -> Answer:
-        """Stream one greedy completion of exactly `ask.num_output` tokens. Raises RequestFailed."""
+        """Streams one greedy completion of exactly `ask.num_output` tokens. Raises RequestFailed."""
         body = msgspec.json.encode(
             {
                 "model": model,
@@ -347,7 +353,7 @@ class Endpoint:
                 await loop.create_connection(lambda: stream, self._host, self._port, ssl=self._ssl)
                 return await stream.result
         except TimeoutError as error:
-            raise RequestFailed(f"no whole answer within {self._timeout:g} s") from error
+            raise RequestFailed(f"no complete answer within {self._timeout:g} s") from error
         except OSError as error:
             raise RequestFailed(f"no connection to {self._authority}: {error}") from error
         finally:
@@ -375,13 +381,15 @@ async def _read_reply(reader: asyncio.StreamReader, max_events: int | None) -> R
 
 
 async def closed_loop(endpoint: Endpoint, model: str, asks: Iterable[Ask], concurrency: int) -> list[Answer]:
-    """`concurrency` clients, each of which asks again as soon as it is answered. The answers are in the order
-    of `asks`. Raises RequestFailed."""
+    """Runs `concurrency` clients, each of which sends its next request when the last one is answered.
+
+    Returns the answers in the order of `asks`. Raises RequestFailed.
+    """
     waiting = enumerate(asks)
     answers: dict[int, Answer] = {}
 
     async def client() -> None:
-        for idx, ask in waiting:  # one iterator for all
+        for idx, ask in waiting:  # all clients share this iterator
             answers[idx] = await endpoint.complete(model, ask)
 
     await _all(client() for _ in range(concurrency))
@@ -391,8 +399,10 @@ async def closed_loop(endpoint: Endpoint, model: str, asks: Iterable[Ask], concu
 async def open_loop(
     endpoint: Endpoint, model: str, asks: Iterable[Ask], arrivals: list[float]
 ) -> list[Answer]:
-    """Each request at its time, seconds from the start, however many are under way. The answers are in the
-    order of `asks`. Raises RequestFailed."""
+    """Sends each request at its time in seconds from the start, however many are in flight.
+
+    Returns the answers in the order of `asks`. Raises RequestFailed.
+    """
     start = asyncio.get_running_loop().time()
     answers: dict[int, Answer] = {}
 
@@ -405,7 +415,7 @@ async def open_loop(
 
 
 async def _all(clients: Iterable[Coroutine[Any, Any, None]]) -> None:
-    """Every client to its end; the first that fails ends the others."""
+    """Runs every client to its end. The first failure cancels the others."""
     try:
         async with asyncio.TaskGroup() as group:
             for client in clients:

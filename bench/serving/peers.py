@@ -1,8 +1,7 @@
-"""Those whom the service is measured against: the same model by `LLM.generate` in this process, and by
-transformers' continuous batching in one of its own.
+"""Compares the service with `LLM.generate` in this process and transformers' continuous batching in a child.
 
-Each gets the service's batches, all requests of one at once, and answers greedily and to their full lengths.
-Knows no HTTP: the service is a function here.
+Each runs the same model on the service's batches, with all requests of a batch at once, and decodes greedily to
+the full lengths.
 """
 
 import gc
@@ -23,20 +22,20 @@ from lightkv.router.model_files import resolve
 from lightkv.router.text.tokenizer import Tokenizer
 
 Results = dict[str, Any]
-Serve = Callable[[Sequence[Ask]], tuple[float, list[str]]]  # seconds, and the texts in order
+Serve = Callable[[Sequence[Ask]], tuple[float, list[str]]]  # returns seconds, and the texts in order
 
-LAST_WAY = "eager"  # tried where no other has figures
-LEAST_SAME = 0.9  # of the texts, in float32: a near tie of two logits may fall either way
+LAST_WAY = "eager"  # tried if no other way has figures
+LEAST_SAME = 0.9  # the share of equal texts in float32: a near tie of two logits may be resolved either way
 
 
 class InProcess:
-    """`LLM.generate`. Raises what `LLM` does."""
+    """Runs `LLM.generate`. Raises what `LLM` raises."""
 
     def __init__(self, config: EngineConfig) -> None:
         self.llm = LLM(config)
 
     def run(self, asks: Sequence[Ask]) -> tuple[float, list[str]]:
-        """Seconds, and the texts."""
+        """Returns the seconds and the texts."""
         params = [SamplingParams(temperature=0, max_tokens=ask.num_output, ignore_eos=True) for ask in asks]
         begun = time.perf_counter()
         outputs = self.llm.generate([ask.prompt_ids for ask in asks], params)
@@ -45,7 +44,7 @@ class InProcess:
         return seconds, [output.outputs[0].text for output in outputs]
 
     def close(self) -> None:
-        """Give its memory back, the device's too."""
+        """Frees its memory, on the device too."""
         del self.llm
         gc.collect()
         if torch.cuda.is_available():
@@ -54,8 +53,12 @@ class InProcess:
 
 @dataclass
 class Rounds:
-    """Tokens a second of each side, a figure a round, for batches of one size; the share of texts that the
-    service and `LLM.generate` have in common; the service's texts; and which way transformers was fastest."""
+    """The figures of each round for batches of one size.
+
+    `http`, `in_process`, `transformers`: tokens per second of each side. `same_text`: the share of texts that
+    the service and `LLM.generate` have in common. `texts`: the service's. `way`: the fastest way of
+    transformers.
+    """
 
     http: list[float]
     in_process: list[float]
@@ -67,7 +70,7 @@ class Rounds:
     def results(self) -> Results:
         found: Results = {"http_tokens_per_s": Spread.of(self.http)._asdict()}
         for name, peer in (("in_process", self.in_process), ("transformers", self.transformers)):
-            if peer:  # of which the last rounds may be missing
+            if peer:  # its last rounds may be missing
                 ratios = [ours / theirs for ours, theirs in zip(self.http, peer, strict=False)]
                 found[f"{name}_tokens_per_s"] = Spread.of(peer)._asdict()
                 found[f"http_over_{name}"] = Spread.of(ratios)._asdict()
@@ -79,7 +82,7 @@ class Rounds:
 
 
 def run_batches(serve: Serve, in_process: InProcess | None, asked: Sequence[Sequence[Ask]]) -> Rounds:
-    """The service and, alternated with it, `LLM.generate`; the first batch is to warm up."""
+    """Runs the service, alternated with `LLM.generate`. The first batch warms up and does not count."""
     rounds = Rounds([], [], [], [], [])
     for round_idx, asks in enumerate(asked):
         num_tokens = sum(ask.num_output for ask in asks)
@@ -110,10 +113,10 @@ def run_transformers(
     seconds: float,
     save: Callable[[Results], None],
 ) -> str:
-    """Every way in turn, for `seconds` each; the fastest at each size of batch goes into `rounds`.
+    """Runs every way, for `seconds` each, and puts the fastest at each size of batch into `rounds`.
 
-    `save` gets what the ways did so far, with an error where one raised, after each of them. Returns for which
-    sizes there are no figures, or nothing.
+    After each way `save` gets the results so far, with the error of a way that failed. Returns a message that
+    names the sizes without figures; it is empty if there are none.
     """
     decode = Tokenizer(Path(resolve(config.model, print))).decode
     is_exact = config.dtype == "float32" or (
@@ -132,7 +135,7 @@ def run_transformers(
         missing = [num for num, own in rounds.items() if not own.transformers]
     if not missing:
         return ""
-    return f"no figures for {', '.join(map(str, missing))} at once; the errors stand in their place"
+    return f"no figures for {', '.join(map(str, missing))} at once; the results hold the errors"
 
 
 def _way_results(
@@ -144,7 +147,7 @@ def _way_results(
     is_exact: bool,
 ) -> Results:
     results: Results = {**WAYS[name]._asdict(), "error": run.error, "batches": {}}
-    for num, (_, *answered) in run.batches.items():  # the first was to warm up
+    for num, (_, *answered) in run.batches.items():  # the first batch warmed up
         if not answered:
             continue
         speeds = [_speed(asks, own) for asks, own in zip(asked[num][1:], answered, strict=False)]
@@ -174,13 +177,15 @@ def _speed(asks: Sequence[Ask], answered: Answered) -> float:
 
 
 def _same_text(ours: Sequence[str], theirs: Sequence[str]) -> float:
-    """The share of requests with the same text."""
+    """Returns the share of requests with the same text."""
     return sum(a == b for a, b in zip(ours, theirs, strict=True)) / len(ours)
 
 
 def _same_beginning(ours: Sequence[str], theirs: Sequence[str]) -> float:
-    """The share of a text before the first difference, in the mean: in 16 bits two ways to the same logits part
-    sooner or later, and from there on nothing is the same."""
+    """Returns the mean share of a text before the first difference.
+
+    In 16 bits two ways to compute the same logits differ sooner or later, and then the texts differ to the end.
+    """
     shares = []
     for pair in zip(ours, theirs, strict=True):
         length = max(map(len, pair))

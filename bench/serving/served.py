@@ -1,7 +1,4 @@
-"""A `lightkv serve` of our own: started, watched from outside by /proc, and taken down.
-
-Knows processes and what the command prints; knows no request.
-"""
+"""Starts and stops `lightkv serve`, and reads the processor time and memory of its processes from /proc."""
 
 import argparse
 import os
@@ -15,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-START_SECONDS = 1800.0  # for a large model, or graphs of many batch sizes
+START_SECONDS = 1800.0  # enough for a large model, or graphs of many batch sizes
 STOP_SECONDS = 60.0
 ROLES = {
     "lightkv.router.api.process": "api",
@@ -25,21 +22,20 @@ ROLES = {
 
 
 class Memory(NamedTuple):
-    """What a process holds in physical memory, in bytes. `proportional`: shared pages divided among all that
-    share them."""
+    """Physical memory of a process, in bytes. `proportional`: shared pages are divided by their sharers."""
 
     resident: int
     proportional: int
 
 
 class ServerFailed(Exception):
-    """The server did not start, or did not end as it should."""
+    """Raised when the server does not start, or does not stop as it should."""
 
 
 class Server:
-    """One `lightkv serve`, from its start to the end of a `with` block. `url`: its root.
+    """Runs `lightkv serve` with `arguments` for the length of a `with` block. `url`: its root.
 
-    `arguments`: of the command. Raises ServerFailed with the last of what the server said.
+    Raises ServerFailed with the last lines that the server wrote.
     """
 
     def __init__(self, arguments: Sequence[str]) -> None:
@@ -56,7 +52,7 @@ class Server:
         killer.start()
         try:
             assert self._process.stdout is not None
-            for line in self._process.stdout:  # one line, once it is ready
+            for line in self._process.stdout:  # the server writes one line, when it is ready
                 if found := re.search(r"https?://\S+", line):
                     self.url = found[0]
                     return self
@@ -86,16 +82,16 @@ class Server:
             self._log.close()
 
     def cpu_seconds(self) -> dict[str, float]:
-        """Processor time of each process since it started, by role: api, router, worker."""
+        """Returns the processor time of each process since its start, by role: api, router, worker."""
         return {role: _cpu_seconds(pid) for pid in _descendants(self._process.pid) if (role := _role(pid))}
 
     def pids(self) -> dict[str, int]:
-        """The id of each process that lives now, by role: launcher, api, router, worker."""
+        """Returns the id of each live process, by role: launcher, api, router, worker."""
         found = {role: pid for pid in _descendants(self._process.pid) if (role := _role(pid))}
         return {"launcher": self._process.pid, **found}
 
     def memory(self) -> dict[str, Memory]:
-        """What each process holds now, by role."""
+        """Returns the memory of each process, by role."""
         return {role: _memory(pid) for role, pid in self.pids().items()}
 
     def _said(self) -> str:
@@ -104,7 +100,7 @@ class Server:
 
 
 def parse_with_serve(made: argparse.ArgumentParser, argv: Sequence[str] | None) -> argparse.Namespace:
-    """What was typed (None: of this process). `serve`: what follows `--`, for `lightkv serve`."""
+    """Parses a command line (None: this process's). `serve` gets what follows `--`, for `lightkv serve`."""
     given = list(sys.argv[1:] if argv is None else argv)
     end = given.index("--") if "--" in given else len(given)
     options = made.parse_args(given[:end])
@@ -126,13 +122,13 @@ def _role(pid: int) -> str | None:
 
 
 def _cpu_seconds(pid: int) -> float:
-    """utime and stime of proc(5), the 14th and 15th fields; the 2nd, a name in brackets, may hold anything."""
+    """Reads utime and stime, fields 14 and 15 of proc(5). Field 2 is a name in brackets with any characters."""
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 def _memory(pid: int) -> Memory:
-    """Rss and Pss of proc_pid_smaps_rollup(5), which are in KiB."""
+    """Reads Rss and Pss of proc_pid_smaps_rollup(5), which are in KiB."""
     lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()[1:]
     sizes = {name: int(size.split()[0]) * 1024 for name, size in (line.split(":", 1) for line in lines)}
     return Memory(sizes["Rss"], sizes["Pss"])

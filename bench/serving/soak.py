@@ -1,27 +1,29 @@
-"""A service under everything at once, for half an hour: are answers right, is no token lost, is memory flat?
+"""Runs a service under a mixed load for half an hour: are answers right, are tokens lost, does memory grow?
 
     python -m bench.serving.soak --minutes 30 --out bench/results/soak-cpu.json
     python -m bench.serving.soak --minutes 3 -- --max-num-seqs 8
 
-It starts `lightkv serve` (what follows `--` goes to that command) with quantile admission and a pool so small
-that requests are paused and cached prefixes evicted. First it asks a number of greedy requests one after the
-other; their answers are what is expected later. Then --clients clients send, at random: these requests again,
-whole and as streams, some with log-probabilities; the same with the connection closed in the middle; sampled
-requests of fresh random ids; and invalid requests (`soak_requests.py` says what each of them is). Every few
-minutes the clients stop until nothing runs.
+It starts `lightkv serve` (options after `--` go to that command) with quantile admission and a pool so small
+that requests are preempted and cached prefixes evicted. First it sends a number of greedy requests one after
+the other; their answers are the expected ones. Then --clients clients send, at random: these requests again,
+as one answer or as a stream, some with log-probabilities; the same with the connection closed in the middle;
+sampled requests of new random ids; and invalid requests (see `soak_requests.py`). Every few minutes the
+clients stop until no request is running.
 
-It ends without figures, and says why, unless
+It exits without figures, and with the reason, unless
 
-- every greedy answer is the expected one, and what came of an answer before its connection was closed is the
-  beginning of the expected one. A request whose two likeliest tokens are once closer than 0.001 in the expected
-  answer is not used: in another batch the sums are rounded otherwise, and such a tie may fall the other way;
-- every sampled answer is complete, and every invalid request is refused with the status that it has to have;
-- whenever nothing runs, no token is held, free and cached tokens make up the pool, the device's count has been
-  compared with the ledger's, and the worker is the one that was started;
-- requests were paused, and more tokens were computed than the pool holds;
-- over the last half of the time the memory of every process is flat: the median of that half's last quarter is
-  at most 2 % or 10 MiB above the median of its first quarter. A run of less than 20 minutes is not judged by
-  this.
+- every greedy answer is the expected one, and the part of an answer that arrived before its connection was
+closed
+  is the beginning of the expected one. A request is not used if the two likeliest tokens of the expected
+  answer are closer than 0.001 anywhere: in another batch the sums are rounded differently, so such a tie may
+  change;
+- every sampled answer is complete, and every invalid request is refused with the right status; - whenever no
+request is running, no token is held, free and cached tokens make up the pool, the device's count has
+  been compared with the ledger's, and the worker has not been restarted;
+- requests were preempted, and more tokens were computed than the pool holds; - over the second half of the
+time the memory of every process is flat: the median of that half's last quarter is
+  at most 2 % or 10 MiB above the median of its first quarter. This is not checked in a run of less than 20
+  minutes.
 """
 
 import argparse
@@ -55,22 +57,22 @@ from lightkv.router.model_files import resolve
 
 Load = Mapping[str, Any]
 
-LEAST_MARGIN = 1e-3  # between the logarithms of two probabilities
+LEAST_MARGIN = 1e-3  # between the log-probabilities of the two likeliest tokens
 LOGPROB_TOLERANCE = 1e-2
-TRIES = 4  # requests drawn for each that is used
+TRIES = 4  # requests drawn for each request that is used
 ANSWER_SECONDS = 600.0
 REST_SECONDS = 60.0
-SETTLE_SECONDS = 0.7  # the API process hears of the router's counts four times a second
+SETTLE_SECONDS = 0.7  # the API process gets the router's counts four times a second
 SAMPLE_SECONDS = 5.0
-MAX_FAILURES = 20  # after so many there is no point in going on
-JUDGED_MINUTES = 20.0  # of a run whose memory has to be flat: before, new sizes of steps still come
+MAX_FAILURES = 20  # the run stops after this many
+JUDGED_MINUTES = 20.0  # of a run whose memory has to be flat: earlier, steps of new sizes still occur
 FLAT_SHARE = 0.02
 FLAT_BYTES = 10 * 2**20
 MIB = 2**20
 
 
 class Service(Protocol):
-    """What the clients talk to: an `Endpoint`."""
+    """The service that the clients use: an `Endpoint`, or a fake one in tests."""
 
     async def get(self, path: str) -> Any: ...
 
@@ -80,21 +82,21 @@ class Service(Protocol):
 
 
 class Expected(NamedTuple):
-    """A greedy request, and its answer by the idle service."""
+    """A greedy request, and the answer of the idle service."""
 
     call: Call
     answer: Answer
 
 
 class Sample(NamedTuple):
-    """What every process held, so many seconds after the clients began."""
+    """The memory of every process, `seconds` after the clients began."""
 
     seconds: float
     memory: dict[str, Memory]
 
 
 class Growth(NamedTuple):
-    """Resident bytes of a process: medians of the first and of the last quarter of a time."""
+    """Resident bytes of a process: the medians of the first and of the last quarter of a time span."""
 
     first: float
     last: float
@@ -105,11 +107,11 @@ class Growth(NamedTuple):
 
 
 # --------------------------------------------------------------------------------
-# What is checked
+# Checks
 
 
 def difference(expected: Answer, got: Answer, is_whole: bool) -> str | None:
-    """How an answer differs from the expected one, or, if it is not whole, from its beginning."""
+    """Describes how an answer differs from the expected one, or from its beginning; None if it does not."""
     if is_whole and (got.texts, got.reasons) != (expected.texts, expected.reasons):
         return f"{got.texts} {got.reasons} where {expected.texts} {expected.reasons} is expected"
     for idx, text in got.texts.items():
@@ -118,12 +120,12 @@ def difference(expected: Answer, got: Answer, is_whole: bool) -> str | None:
     for idx, logprobs in got.logprobs.items():
         pairs = zip(logprobs, expected.logprobs.get(idx, logprobs), strict=False)
         if (error := max((abs(own - other) for own, other in pairs), default=0.0)) > LOGPROB_TOLERANCE:
-            return f"a log-probability of choice {idx} is {error:.3g} from the expected one"
+            return f"a log-probability of choice {idx} differs by {error:.3g} from the expected one"
     return None
 
 
 def lost_tokens(before: Load, after: Load) -> list[str]:
-    """What is wrong with the counts of a service in which nothing runs, `before` being earlier counts."""
+    """Lists what is wrong with the counts of an idle service. `before`: its earlier counts."""
     failures = []
     if after["num_running"] or after["num_waiting"] or after["held"]:
         failures.append(
@@ -132,7 +134,7 @@ def lost_tokens(before: Load, after: Load) -> list[str]:
         )
     if after["free"] + after["cached"] + after["held"] != after["capacity"]:
         failures.append(
-            f"{after['free']} free, {after['cached']} cached and {after['held']} held tokens do not make up "
+            f"{after['free']} free, {after['cached']} cached and {after['held']} held tokens do not add up to "
             f"{after['capacity']}"
         )
     if after["num_ledger_checks"] <= before["num_ledger_checks"]:
@@ -143,10 +145,10 @@ def lost_tokens(before: Load, after: Load) -> list[str]:
 
 
 def idle_pool(before: Load, after: Load) -> list[str]:
-    """Why the pool was not under pressure between two counts."""
+    """Lists the reasons why the pool was not under pressure between two counts."""
     failures = []
     if after["num_preemptions"] == before["num_preemptions"]:
-        failures.append("no request was paused; give a smaller --max-total-tokens, or more --minutes")
+        failures.append("no request was preempted; give a smaller --max-total-tokens, or more --minutes")
     computed = _computed(after) - _computed(before)
     if computed <= after["capacity"]:
         failures.append(f"only {computed} tokens were computed, and the pool holds {after['capacity']}")
@@ -158,7 +160,7 @@ def _computed(load: Load) -> int:
 
 
 def growth(samples: Sequence[Sample]) -> dict[str, Growth]:
-    """Of each process over the last half of the samples."""
+    """Returns the growth of each process over the second half of the samples."""
     half = samples[len(samples) // 2 :]
     quarter = max(len(half) // 4, 1)
 
@@ -175,7 +177,7 @@ def growth(samples: Sequence[Sample]) -> dict[str, Growth]:
 
 
 async def expect(service: Service, model: str, num: int, rng: random.Random) -> list[Expected]:
-    """`num` greedy requests and the answers of a service that does nothing else. Raises RequestFailed."""
+    """Draws `num` greedy requests and gets their answers from the idle service. Raises RequestFailed."""
     found: list[Expected] = []
     for _ in range(TRIES * num):
         call = greedy_call(rng, model)
@@ -189,8 +191,10 @@ async def expect(service: Service, model: str, num: int, rng: random.Random) -> 
 
 
 class Clients:
-    """Clients that each send one request after the other. `counts`: requests by kind; `failures`: what was
-    wrong, the first MAX_FAILURES of it."""
+    """Clients that each send one request after the other.
+
+    `counts`: the number of requests by kind. `failures`: the first MAX_FAILURES failures.
+    """
 
     def __init__(
         self, service: Service, model: str, vocab_size: int, expected: list[Expected], invalid: list[Invalid]
@@ -202,7 +206,7 @@ class Clients:
         self._vocab_size = vocab_size
         self._expected = expected
         self._invalid = invalid
-        # What a client does, and how often.
+        # What a client does, and its weight in the draw.
         self._kinds: dict[Callable[[random.Random], Any], int] = {
             self._whole: 30,
             self._stream: 30,
@@ -213,7 +217,7 @@ class Clients:
         }
 
     async def run(self, num: int, seconds: float, seed: int) -> None:
-        """`num` clients, none of which begins a request after `seconds`."""
+        """Runs `num` clients, which begin no request after `seconds`."""
         end = time.monotonic() + seconds
         await asyncio.gather(*(self._client(random.Random(f"{seed} {idx}"), end) for idx in range(num)))
 
@@ -222,7 +226,11 @@ class Clients:
             (send,) = rng.choices(list(self._kinds), list(self._kinds.values()))
             try:
                 await send(rng)
-            except (RequestFailed, ValueError, KeyError) as error:  # the last two: no answer of this API
+            except (
+                RequestFailed,
+                ValueError,
+                KeyError,
+            ) as error:  # the last two: the answer has another form
                 self._fail(f"{send.__name__[1:]}: {type(error).__name__}: {error}")
 
     async def _whole(self, rng: random.Random) -> None:
@@ -287,7 +295,7 @@ class Clients:
 
 
 async def at_rest(service: Service) -> Load:
-    """The counts once nothing runs, or after REST_SECONDS as they are. Raises RequestFailed."""
+    """Waits until no request is running, at most REST_SECONDS, and returns the counts. Raises RequestFailed."""
     end = time.monotonic() + REST_SECONDS
     while True:
         await asyncio.sleep(SETTLE_SECONDS)
@@ -301,7 +309,7 @@ async def at_rest(service: Service) -> Load:
 
 
 class Outcome(NamedTuple):
-    """What a run found. `ended`: the service's counts after it; `failures`: what was wrong."""
+    """The results of a run. `ended`: the service's counts at its end. `failures`: what was wrong."""
 
     counts: Counter[str]
     ended: Load
@@ -313,7 +321,7 @@ class Outcome(NamedTuple):
 async def soak(
     service: Service, options: argparse.Namespace, vocab_size: int, memory: Callable[[], dict[str, Memory]]
 ) -> Outcome:
-    """Everything at once for `options.minutes`, with rests in between. Raises RequestFailed."""
+    """Runs the clients for `options.minutes`, with rests in between. Raises RequestFailed."""
     served = (await service.get("/v1/models"))["data"][0]
     rng = random.Random(options.seed)
     expected = await expect(service, served["id"], options.prompts, rng)
@@ -342,7 +350,7 @@ async def soak(
             held = ", ".join(f"{role} {own.resident / MIB:.0f}" for role, own in memory().items())
             print(
                 f"{(time.monotonic() - start) / 60:5.1f} min: {clients.counts.total()} requests, "
-                f"{rested['num_preemptions']} pauses, {len(failures)} failures; MiB: {held}",
+                f"{rested['num_preemptions']} preemptions, {len(failures)} failures; MiB: {held}",
                 flush=True,
             )
     finally:
@@ -352,7 +360,7 @@ async def soak(
         failures += idle_pool(begun, earlier)
     if options.minutes >= JUDGED_MINUTES:
         failures += [
-            f"the {role}'s memory grew from {own.first / MIB:.1f} to {own.last / MIB:.1f} MiB in the last half"
+            f"{role}: memory grew from {own.first / MIB:.1f} to {own.last / MIB:.1f} MiB in the second half"
             for role, own in growth(samples).items()
             if not own.is_flat
         ]
@@ -360,12 +368,15 @@ async def soak(
 
 
 # --------------------------------------------------------------------------------
-# What is reported
+# The report
 
 
 def memory_results(samples: Sequence[Sample]) -> dict[str, Any]:
-    """MiB of each process: resident at the beginning, at half-time, at the end and at most, the two medians of
-    the last half, and what it held in proportion at the end."""
+    """Returns the MiB of each process.
+
+    Resident memory at the beginning, in the middle, at the end and at its highest; the two medians of the
+    second half; and the proportional share at the end.
+    """
     grown = growth(samples)
     begin, middle, end = samples[0], samples[len(samples) // 2], samples[-1]
     return {
@@ -383,7 +394,7 @@ def memory_results(samples: Sequence[Sample]) -> dict[str, Any]:
 
 
 def results_of(outcome: Outcome, options: argparse.Namespace) -> dict[str, Any]:
-    """All figures, with a line of the memory every half minute or so."""
+    """Returns all figures, with the memory about every half minute."""
     thinned = outcome.samples[:: max(round(30 / SAMPLE_SECONDS), 1)]
     return {
         "settings": {name: value for name, value in vars(options).items() if name != "out"},
@@ -404,7 +415,7 @@ def results_of(outcome: Outcome, options: argparse.Namespace) -> dict[str, Any]:
 
 
 def print_tables(results: Mapping[str, Any]) -> None:
-    """Requests by kind, and the memory of each process."""
+    """Prints the requests by kind, and the memory of each process."""
     print_table(["requests", ""], [[kind, str(num)] for kind, num in results["requests"].items()])
     print()
     columns = list(next(iter(results["memory_mib"].values())))
@@ -416,7 +427,7 @@ def print_tables(results: Mapping[str, Any]) -> None:
 
 
 def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    """What was typed."""
+    """Parses the command line."""
     made = parser(__doc__)
     made.add_argument("--model", default=EngineConfig.model)
     made.add_argument("--device", default="cpu")
@@ -425,7 +436,7 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     made.add_argument("--prompts", type=int, default=40, help="greedy requests whose answers are compared")
     made.add_argument("--rest-every", type=float, default=3.0, help="minutes")
     made.add_argument(
-        "--max-total-tokens", type=int, default=1536, help="of the pool; few, so that it is full"
+        "--max-total-tokens", type=int, default=1536, help="tokens of the pool; small, so that it gets full"
     )
     made.add_argument("--admission", default="quantile")
     made.add_argument("--seed", type=int, default=0)
@@ -434,7 +445,7 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 def main() -> None:
     options = arguments()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that the server is taken down
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that the server is stopped too
     print_machine()
     from lightkv.router.model.model_config import load_config
 

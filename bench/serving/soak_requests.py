@@ -1,8 +1,7 @@
-"""What the clients of a soak ask for: greedy requests whose answers are compared, sampled ones that are not,
-and invalid ones with the status that they are refused with.
+"""Draws the requests of a soak run, and reads their answers.
 
-Knows OpenAI's requests and answers as JSON, and no connection. Everything is drawn from the generator that it
-is given.
+Greedy requests have answers that are compared, sampled requests do not, and invalid requests have the status
+with which they have to be refused.
 """
 
 import json
@@ -15,7 +14,7 @@ from bench.serving.load_client import Reply, RequestFailed
 COMPLETIONS = "/v1/completions"
 CHATS = "/v1/chat/completions"
 
-# Prompts are beginnings of it, so that they share prefixes of any length.
+# Prompts are beginnings of this passage, so that they share prefixes of any length.
 PASSAGE = (
     "The harbour town of Maren had two clocks, and they had never agreed. The older one hung in the tower "
     "of the customs house and was wound every Sunday by the harbour master, who set it by the tide. The "
@@ -40,7 +39,7 @@ QUESTIONS = (
     "Summarise the story in a few words.",
     "What happened in the spring?",
 )
-# What a greedy request may have beside its prompt. Each is as likely as the others.
+# Further fields of a greedy request, all equally likely.
 EXTRAS: tuple[dict[str, Any], ...] = (
     {},
     {"n": 3},
@@ -55,13 +54,13 @@ MAX_SAMPLED_PROMPT = 240  # tokens
 
 
 class Call(NamedTuple):
-    """One request: where it goes, and its JSON."""
+    """One request: its path and its JSON body."""
 
     path: str
     body: dict[str, Any]
 
     def encode(self, **more: Any) -> bytes:
-        """The body, with `more` fields."""
+        """Encodes the body, with `more` fields."""
         return json.dumps(self.body | more).encode()
 
     @property
@@ -71,12 +70,12 @@ class Call(NamedTuple):
 
     @property
     def is_penalised(self) -> bool:
-        """Is the next token another than the likeliest by the model's own distribution?"""
+        """Whether penalties change which token is the likeliest."""
         return any(name.endswith("_penalty") for name in self.body)
 
 
 class Invalid(NamedTuple):
-    """A request that has to be refused. `body`: as it is sent, JSON or not."""
+    """A request that has to be refused with `status`. `body`: the bytes sent, which may be invalid JSON."""
 
     name: str
     path: str
@@ -85,9 +84,11 @@ class Invalid(NamedTuple):
 
 
 class Answer(NamedTuple):
-    """What came back, by the index of the choice: its text, why it ended, and its tokens' log-probabilities.
-    `margins`: by how much each token was likelier than the next likeliest. Both are empty where
-    log-probabilities were not asked for."""
+    """An answer by the index of its choice: the text, the finish reason, the tokens' log-probabilities.
+
+    `margins`: for each token the difference between its log-probability and the next likeliest one's. Both
+    are empty if no log-probabilities were requested.
+    """
 
     texts: dict[int, str]
     reasons: dict[int, str | None]
@@ -96,7 +97,7 @@ class Answer(NamedTuple):
 
 
 def greedy_call(rng: random.Random, model: str) -> Call:
-    """A completion or a chat at temperature 0."""
+    """Draws a completion or a chat at temperature 0."""
     words = PASSAGE.split(" ")
     beginning = " ".join(words[: rng.randint(4, len(words))])
     body: dict[str, Any] = {"model": model, "temperature": 0, "max_tokens": rng.randint(4, 48)}
@@ -111,7 +112,7 @@ def greedy_call(rng: random.Random, model: str) -> Call:
 
 
 def sampled_call(rng: random.Random, model: str, vocab_size: int) -> Call:
-    """A completion of random ids, which no other request has, by a temperature, at times with a seed."""
+    """Draws a sampled completion of random ids, which no other request has; some have a seed."""
     ids = range(min(LOWEST_SAMPLED_ID, vocab_size - 1), vocab_size)
     body: dict[str, Any] = {
         "model": model,
@@ -125,7 +126,7 @@ def sampled_call(rng: random.Random, model: str, vocab_size: int) -> Call:
 
 
 def invalid_calls(model: str, vocab_size: int, max_model_len: int) -> list[Invalid]:
-    """One of each, for a service whose pool holds fewer tokens than the longest context, `max_model_len`."""
+    """Returns invalid requests of each kind, for a service whose pool has less than `max_model_len` tokens."""
 
     def completion(name: str, status: int = 400, **fields: Any) -> Invalid:
         return Invalid(
@@ -160,7 +161,7 @@ def invalid_calls(model: str, vocab_size: int, max_model_len: int) -> list[Inval
 
 
 def read_answer(reply: Reply) -> Answer:
-    """The answer in a reply, be it whole or the part of a stream that has come. Raises RequestFailed."""
+    """Reads the answer in a reply, which may be the first part of a stream. Raises RequestFailed."""
     if reply.status != 200:
         raise RequestFailed(f"status {reply.status}: {reply.body[:400].decode(errors='replace')}")
     documents = [json.loads(data) for data in reply.events or [reply.body] if data != b"[DONE]"]
@@ -188,7 +189,7 @@ def _text(choice: dict[str, Any]) -> str:
 
 
 def _scored(logprobs: dict[str, Any]) -> Sequence[tuple[float, list[float]]]:
-    """Of each token: its own log-probability, and those of its two likeliest alternatives."""
+    """Returns each token's log-probability, and those of its two likeliest alternatives."""
     if "content" in logprobs:
         return [
             (token["logprob"], [other["logprob"] for other in token["top_logprobs"]])

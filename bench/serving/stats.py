@@ -1,11 +1,10 @@
-"""What the times of answers say: throughput, percentiles, gaps beside prefills, and the steps of a steady time.
+"""Computes throughput, percentiles, gaps beside prefills and the time of a step from the load client's answers.
 
-Knows answers as the load client saw them; knows no server.
-
-The steady time of a batch of clients that start together is from the last one's first piece to the first one's
-end: all of them decode, and nothing else runs. Every step gives each of them a token, so the pieces count the
-steps. What is compared with the graph's replay is the mean of such a step: the time from piece to piece, over
-all that was between, whatever held one of them up. The median is given beside it; it forgives the hiccups.
+Clients that start together have a steady time: from the moment when the last of them gets its first piece to
+the moment when the first of them ends. All of them decode during it, and nothing else runs. Each step
+generates one token for each of them, so the pieces count the steps. The mean time between pieces is what is
+compared with the replay of the graph, because it includes every delay. The median, which ignores rare delays,
+is reported too.
 """
 
 from collections.abc import Sequence
@@ -18,28 +17,28 @@ from bench.serving.load_client import Answer
 
 Results = dict[str, Any]
 
-MOST_TOKENS_A_PIECE = 1.01  # beyond it pieces do not count steps
-LEAST_STEPS = 16  # of a steady time
+MOST_TOKENS_A_PIECE = 1.01  # above it pieces do not count steps
+LEAST_STEPS = 16  # in a steady time
 
 
 class NotSteady(Exception):
-    """Answers from which the time of a step cannot be told."""
+    """Raised when the time of a step cannot be computed from the answers."""
 
 
 class Targets(NamedTuple):
-    """Seconds to a first token, and between the others in the mean, at most: what is in time is goodput."""
+    """The targets of goodput: most seconds to the first token, and most mean seconds between the others."""
 
     ttft: float = 10.0
     tpot: float = 0.1
 
 
 def span(answers: Sequence[Answer]) -> float:
-    """Seconds from the first request to the last answer's end."""
+    """Returns the seconds from the first request to the end of the last answer."""
     return max(answer.ended for answer in answers) - min(answer.sent for answer in answers)
 
 
 def summary(seconds: Sequence[float]) -> dict[str, float] | None:
-    """Mean and percentiles in milliseconds; None of nothing."""
+    """Returns the mean and percentiles in milliseconds; None without values."""
     if not len(seconds):
         return None
     values = np.asarray(seconds) * 1e3
@@ -52,7 +51,7 @@ def tokens_per_piece(answers: Sequence[Answer]) -> float:
 
 
 def summarise(answers: Sequence[Answer], targets: Targets = Targets()) -> Results:  # noqa: B008
-    """What the clients of one load saw."""
+    """Summarises the answers of one load."""
     seconds = span(answers)
     in_time = [
         answer.ttft <= targets.ttft and max(answer.per_token, default=0.0) <= targets.tpot
@@ -83,8 +82,10 @@ def summarise(answers: Sequence[Answer], targets: Targets = Targets()) -> Result
 
 
 def split_gaps(answers: Sequence[Answer]) -> tuple[list[float], list[float]]:
-    """The gaps between pieces, in seconds: those with nothing beside them, and those of which the greater part
-    passed while another request waited for its first piece, so that its prefill shared their steps."""
+    """Returns the gaps between pieces in seconds, in two lists: decode alone, and beside a prefill.
+
+    A gap is beside a prefill if another request waited for its first piece during most of it.
+    """
     waits = sorted((answer.sent, answer.arrivals[0]) for answer in answers)
     starts, ends = [waits[0][0]], [waits[0][1]]
     for start, end in waits[1:]:
@@ -94,7 +95,7 @@ def split_gaps(answers: Sequence[Answer]) -> tuple[list[float], list[float]]:
         else:
             ends[-1] = max(ends[-1], end)
     lengths = np.subtract(ends, starts)
-    # Somebody waited for `waited[i]` seconds up to the i-th start or end.
+    # Up to the i-th start or end, at least one request waited during `waited[i]` seconds in all.
     bounds = np.stack((starts, ends), axis=1).ravel()
     waited = np.stack((np.cumsum(lengths) - lengths, np.cumsum(lengths)), axis=1).ravel()
     alone: list[float] = []
@@ -108,9 +109,8 @@ def split_gaps(answers: Sequence[Answer]) -> tuple[list[float], list[float]]:
 
 
 class Steady(NamedTuple):
-    """The steps of a steady time. `gaps`: seconds between two pieces of a client, of all of them.
-    `context`: tokens that a sequence had, in the mean over clients and steps. `begin` and `end` are times of
-    `time.perf_counter`."""
+    """The steps of a steady time. `gaps`: seconds between successive pieces, of all clients. `context`: mean
+    number of tokens of a sequence over clients and steps. `begin`, `end`: times of `time.perf_counter`."""
 
     gaps: list[float]
     context: float
@@ -127,10 +127,10 @@ class Steady(NamedTuple):
 
 
 def steady(answers: Sequence[Answer]) -> Steady:
-    """Of clients that started together and asked once each. Raises NotSteady."""
+    """Finds the steady time of clients that started together with one request each. Raises NotSteady."""
     pieces = tokens_per_piece(answers)
     if pieces > MOST_TOKENS_A_PIECE:
-        raise NotSteady(f"a piece has {pieces:.3f} tokens, and does not tell when each of them came")
+        raise NotSteady(f"a piece has {pieces:.3f} tokens, so the time of each token is unknown")
     begin = max(answer.arrivals[0] for answer in answers)
     end = min(answer.arrivals[-1] for answer in answers)
     gaps, contexts = [], []
@@ -138,7 +138,7 @@ def steady(answers: Sequence[Answer]) -> Steady:
         within = [i for i, at in enumerate(answer.arrivals) if begin <= at <= end]
         for before, after in pairwise(within):
             gaps.append(answer.arrivals[after] - answer.arrivals[before])
-            contexts.append(answer.num_prompt + after)  # its piece `after` was computed over so many
+            contexts.append(answer.num_prompt + after)  # the tokens over which piece `after` was computed
     if len(gaps) < LEAST_STEPS * len(answers):
         raise NotSteady(
             f"all {len(answers)} clients decoded together for {len(gaps) / len(answers):.0f} steps; "
@@ -148,8 +148,11 @@ def steady(answers: Sequence[Answer]) -> Steady:
 
 
 def step_rate_ms(counts: Sequence[tuple[float, int]], begin: float, end: float) -> float | None:
-    """Milliseconds a step by the router's own count of steps, seen at times. The count is renewed now and then:
-    only when it was new is known how old it is. None where it was new but once from `begin` to `end`."""
+    """Returns the milliseconds of a step by the router's own count of steps, as seen at several times.
+
+    The count is updated now and then, and its age is known only when it has just changed. Returns None if it
+    changed fewer than two times from `begin` to `end`.
+    """
     renewed = [
         (at, steps) for (_, before), (at, steps) in pairwise(counts) if steps != before and begin <= at <= end
     ]

@@ -1,15 +1,15 @@
-"""A worker is lost under load: how soon is it noticed, and how soon does the service answer again?
+"""Measures how soon a lost worker is noticed under load, and how soon the service answers again.
 
     python -m bench.serving.worker_loss --device cuda --out bench/results/worker-loss-h200.json
 
-It starts `lightkv serve` with a pool of a given size (what follows `--` goes to that command), and lets
---streams streams run. Then it kills the worker (SIGKILL), or stops it so that a step never ends (SIGSTOP),
-several times each. The floor of the way back is the start of a worker, which is measured when the service
+It starts `lightkv serve` with a pool of a given size (options after `--` go to that command), and runs
+--streams streams. Then it kills the worker (SIGKILL), or stops it so that a step never ends (SIGSTOP),
+several times each. The floor of the recovery is the start of a worker, which is measured when the service
 starts.
 
-It ends without figures unless, each time, every stream ends with an error, one new worker has been started, its
+It exits without figures unless, each time, every stream ends with an error, one new worker was started, its
 pool has the same size, a greedy answer is the same as before, and no token is held afterwards. On a GPU the
-memory in use by all processes has to come back to within 64 MiB too, so nothing else may run on that GPU.
+memory in use by all processes also has to return to within 64 MiB, so nothing else may run on that GPU.
 """
 
 import argparse
@@ -33,30 +33,30 @@ from lightkv.router import EngineConfig
 COMPLETIONS = "/v1/completions"
 ANSWER_SECONDS = 300.0
 POLL_SECONDS = 0.02
-RUN_SECONDS = 2.0  # that the streams have been running for when the worker is lost
-APART_SECONDS = 32.0  # between two losses: the service gives up after three within a minute
+RUN_SECONDS = 2.0  # for which the streams run before the worker is lost
+APART_SECONDS = 32.0  # between two losses, because the service gives up after three within a minute
 MEMORY_SLACK = 64 * 2**20
 SIGNALS = (signal.SIGKILL, signal.SIGSTOP)
 
 
 class Loss(NamedTuple):
-    """One worker's loss: seconds until the last stream had ended, and until requests were taken again."""
+    """The loss of a worker: seconds until the last stream ended, and until requests were accepted again."""
 
     noticed: float
     ready: float
 
 
 async def until(holds: Callable[[], Any], what: str) -> None:
-    """Wait until `holds()` is true. Raises RequestFailed."""
+    """Waits until `holds()` is true. Raises RequestFailed, which names `what`, after ANSWER_SECONDS."""
     end = time.monotonic() + ANSWER_SECONDS
     while not await holds():
         if time.monotonic() > end:
-            raise RequestFailed(f"{what} did not come within {ANSWER_SECONDS:g} s")
+            raise RequestFailed(f"no {what} within {ANSWER_SECONDS:g} s")
         await asyncio.sleep(POLL_SECONDS)
 
 
 def used_bytes(device: str) -> int:
-    """Of a GPU, by all processes; 0 on a CPU."""
+    """Returns the bytes of the GPU's memory that all processes use; 0 on a CPU."""
     if device == "cpu":
         return 0
     free, total = torch.cuda.mem_get_info()
@@ -64,7 +64,7 @@ def used_bytes(device: str) -> int:
 
 
 class Losses:
-    """Loses workers of one service. `failures`: what was wrong."""
+    """Ends workers of one service. `failures`: what was wrong."""
 
     def __init__(self, server: Server, options: argparse.Namespace) -> None:
         self.failures: list[str] = []
@@ -73,7 +73,7 @@ class Losses:
         self._endpoint = Endpoint(server.url, None, ANSWER_SECONDS)
 
     async def lose(self, number: signal.Signals) -> Loss:
-        """Raises RequestFailed."""
+        """Sends a signal to the worker under load and measures the recovery. Raises RequestFailed."""
         expected, before = await self._greedy(), await self._at_rest()
         used = used_bytes(self._options.device)
         body = {"prompt": "Once upon a time", "max_tokens": self._options.tokens, "ignore_eos": True}
@@ -101,7 +101,7 @@ class Losses:
     def compare(
         self, number: signal.Signals, before: dict[str, Any], after: dict[str, Any], replies: list[Reply]
     ) -> None:
-        """Note what differs from a service that has lost its worker and nothing else."""
+        """Records every difference from a service that has lost its worker and nothing else."""
         whole = [reply for reply in replies if b'"error"' not in reply.events[-1]]
         if whole:
             self.failures.append(
@@ -112,7 +112,7 @@ class Losses:
                 f"{number.name}: a pool of {after['capacity']}, not {before['capacity']} tokens"
             )
         if after["num_worker_starts"] != before["num_worker_starts"] + 1:
-            self.failures.append(f"{number.name}: {after['num_worker_starts']} starts of a worker in all")
+            self.failures.append(f"{number.name}: the worker was started {after['num_worker_starts']} times")
         before = before | {"num_worker_starts": after["num_worker_starts"]}
         self.failures += [f"{number.name}: {failure}" for failure in lost_tokens(before, after)]
 
@@ -137,14 +137,14 @@ class Losses:
             load = await self._endpoint.get("/load")
             return not (load["num_running"] or load["num_waiting"] or load["held"])
 
-        await asyncio.sleep(1.0)  # the API process hears of the router's counts four times a second
-        await until(rests, "rest")
+        await asyncio.sleep(1.0)  # the API process gets the router's counts four times a second
+        await until(rests, "idle service")
         load: dict[str, Any] = await self._endpoint.get("/load")
         return load
 
 
 async def measure(server: Server, options: argparse.Namespace) -> tuple[dict[str, list[Loss]], list[str]]:
-    """Every loss by signal, and what was wrong."""
+    """Ends workers with each signal in turn. Returns the losses by signal, and the failures."""
     losses = Losses(server, options)
     found: dict[str, list[Loss]] = {number.name: [] for number in SIGNALS}
     for _ in range(options.rounds):
@@ -156,7 +156,7 @@ async def measure(server: Server, options: argparse.Namespace) -> tuple[dict[str
 
 
 def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    """What was typed."""
+    """Parses the command line."""
     made = parser(__doc__)
     made.add_argument("--model", default=EngineConfig.model)
     made.add_argument("--device", default="cpu")

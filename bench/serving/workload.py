@@ -1,7 +1,7 @@
-"""What a load client asks for: prompts of random ids, lengths of prompts and answers, and when they come.
+"""The requests of a load client: prompts of random ids, lengths of prompts and answers, arrival times.
 
-Of a published trace it takes lengths alone (`read_trace`), or its requests in their order and at their times
-(`Replayed`). Knows no server and no clock. Everything is drawn from the generator that it is given.
+From a published trace it uses the lengths alone (`read_trace`), or the requests in their order and at their
+times (`Replayed`). All random numbers come from the generator or the seed that a function is given.
 """
 
 import json
@@ -20,34 +20,36 @@ __all__ = [
     "choose", "fill", "mixed", "poisson", "read_trace", "scale",
 ]  # fmt: skip
 
-LOWEST_ID = 100  # below it many vocabularies keep special tokens
+LOWEST_ID = 100  # many vocabularies keep special tokens below it
 
 
 class Lengths(NamedTuple):
-    """Tokens of one request: of its prompt and of its answer."""
+    """The numbers of tokens of a prompt and of its answer."""
 
     prompt: int
     output: int
 
 
 class Ask(NamedTuple):
-    """One request: its token ids, and how many tokens are to come back."""
+    """One request: the token ids of its prompt, and the number of tokens to generate."""
 
     prompt_ids: list[int]
     num_output: int
 
 
 def read_trace(path: Path) -> list[Lengths]:
-    """The lengths of every request of a trace, in its order; those with an empty prompt or answer left out.
+    """Reads the lengths of a trace's requests in order, without those whose prompt or answer is empty.
 
-    A CSV or, where the name ends in .jsonl, JSON lines. Raises UnreadableTrace, OSError.
+    The file is a CSV, or JSON lines if its name ends in .jsonl. Raises UnreadableTrace, OSError.
     """
     return [Lengths(request.prompt, request.output) for request in FileTrace(path)]
 
 
 def scale(trace: Sequence[Lengths], max_prompt: int | None, max_output: int | None) -> list[Lengths]:
-    """The trace with its prompts shrunk alike until the longest has `max_prompt` tokens, and its answers so for
-    `max_output`. None, or a longest that is shorter, leaves them. No length falls below 1."""
+    """Scales all prompts down so that the longest has `max_prompt` tokens, and all answers for `max_output`.
+
+    None, or a longest one that is shorter, leaves them as they are. No length becomes less than 1.
+    """
     prompt, output = (
         1.0 if most is None else min(1.0, most / max(lengths))
         for most, lengths in zip((max_prompt, max_output), zip(*trace, strict=True), strict=True)
@@ -56,13 +58,13 @@ def scale(trace: Sequence[Lengths], max_prompt: int | None, max_output: int | No
 
 
 def mixed(shortest: int, longest: int, output: int, num: int, rng: random.Random) -> list[Lengths]:
-    """Prompts from `shortest` to `longest` tokens, each octave alike likely; answers of `output` tokens."""
+    """Draws prompts of `shortest` to `longest` tokens, with their logarithm uniform; answers have `output`."""
     spread = longest / shortest
     return [Lengths(round(shortest * spread ** rng.random()), output) for _ in range(num)]
 
 
 def choose(trace: Sequence[Lengths], num: int, rng: random.Random) -> list[Lengths]:
-    """`num` requests of a trace: none twice until each was there once."""
+    """Draws `num` requests of a trace. None is drawn twice before each was drawn once."""
     chosen: list[Lengths] = []
     while len(chosen) < num:
         chosen += rng.sample(trace, min(num - len(chosen), len(trace)))
@@ -70,13 +72,13 @@ def choose(trace: Sequence[Lengths], num: int, rng: random.Random) -> list[Lengt
 
 
 def fill(lengths: Iterable[Lengths], vocab_size: int, rng: random.Random) -> list[Ask]:
-    """Prompts of random ids: two share a prefix by chance alone."""
+    """Makes prompts of random ids, which share a prefix only by chance."""
     ids = range(min(LOWEST_ID, vocab_size - 1), vocab_size)
     return [Ask(rng.choices(ids, k=prompt), output) for prompt, output in lengths]
 
 
 def poisson(rate: float, num: int, rng: random.Random) -> list[float]:
-    """When `num` requests arrive, in seconds from the start, at `rate` a second: independent of one another."""
+    """Draws arrival times in seconds from the start: `num` requests of a Poisson process, `rate` a second."""
     at = 0.0
     arrivals = []
     for _ in range(num):
@@ -86,9 +88,9 @@ def poisson(rate: float, num: int, rng: random.Random) -> list[float]:
 
 
 class Replayed:
-    """Requests of a trace in their order, with what it says of times and which prompts begin alike; a `Trace`.
+    """A `Trace` of requests in their order, with their times and the blocks that prompts share.
 
-    Where lengths were scaled nothing is known of blocks any more.
+    Scaled lengths have no blocks.
     """
 
     def __init__(self, name: str, requests: Sequence[TraceRequest]) -> None:
@@ -97,7 +99,7 @@ class Replayed:
 
     @classmethod
     def of(cls, trace: Trace, max_prompt: int | None = None, max_output: int | None = None) -> "Replayed":
-        """All of a trace, its lengths scaled so far (`scale`)."""
+        """Reads a whole trace, and scales its lengths as `scale` does."""
         requests = list(trace)
         if max_prompt is None and max_output is None:
             return cls(trace.name, requests)
@@ -108,8 +110,10 @@ class Replayed:
         )
 
     def fitting(self, longest: int, max_new: int) -> "Replayed":
-        """Those that fit into a context of `longest` tokens with `max_new` new ones, where answers are cut.
-        Raises UnreadableTrace where there is none."""
+        """Returns the requests whose prompt and `max_new` new tokens fit into `longest` tokens.
+
+        Cuts answers at `max_new`. Raises UnreadableTrace if no request fits.
+        """
         found = [r._replace(output=min(r.output, max_new)) for r in self if r.prompt + max_new <= longest]
         if not found:
             raise UnreadableTrace(f"{self.name}: no prompt leaves room for {max_new} of {longest} tokens")
@@ -122,7 +126,7 @@ class Replayed:
         return len(self.requests)
 
     def at_rate(self, rate: float, seed: int) -> "Replayed":
-        """These at `rate` a second: their own times, stretched; Poisson arrivals where there are none."""
+        """Stretches the times to `rate` requests a second. Without times, draws a Poisson process."""
         span = (self.requests[-1].arrival or 0.0) - (first := self.requests[0].arrival or 0.0)
         if not span:
             return Replayed(self.name, list(traces.poisson(self, rate, seed)))
@@ -133,11 +137,11 @@ class Replayed:
         )
 
     def at_once(self) -> "Replayed":
-        """All of them there at the start."""
+        """Returns the requests with an arrival time of 0."""
         return Replayed(self.name, list(traces.at_once(self)))
 
     def write(self, path: Path) -> None:
-        """A file that `lightkv simulate` reads, in Mooncake's format."""
+        """Writes a file in Mooncake's format, which `lightkv simulate` reads."""
         with path.open("w") as file:
             for request in self.requests:
                 line = {"timestamp": (request.arrival or 0.0) * 1e3, "input_length": request.prompt,
@@ -145,7 +149,7 @@ class Replayed:
                 print(json.dumps(line), file=file)
 
     def prompts(self, vocab_size: int, seed: int) -> list[np.ndarray]:
-        """Random ids, int32; the same where the trace says that prompts begin alike."""
+        """Makes prompts of random int32 ids. Prompts share those blocks that the trace says they share."""
         low = min(LOWEST_ID, vocab_size - 1)
 
         def ids(num: int, *seeds: int) -> np.ndarray:

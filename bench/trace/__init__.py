@@ -1,1 +1,1 @@
-"""Request traces: simulated, and in real time on one machine."""
+"""Benchmarks that run request traces, in the simulator and in real time on one machine."""

@@ -1,16 +1,17 @@
-"""What `lightkv simulate` finds, put side by side: last pages, policies, and goodput under load.
+"""Compares simulations: empty slots in pages, memory used by admission policy, and goodput under load.
 
     python -m bench.trace.simulate --traces DIRECTORY --out bench/results/simulate.json
 
-Three tables, each row of which is one simulation (`lightkv simulate` runs any of them by itself):
+It prints three tables. Each row is one simulation, which `lightkv simulate` can also run by itself:
 
-    waste     of the slots in a request's pages, how many are empty, for pages of 16 to 256
-    policies  share of the memory used, and preemptions a request, by admission; all requests wait at the start
-    goodput   requests a second that meet both targets, by admission, at 0.7, 1.0 and 1.3 of saturation; the
-              last row is an oracle that lets the late wait as "timely" does, to tell estimate from order
+    waste     share of the slots in a request's pages that are empty, for pages of 16 to 256 policies  share
+    of the memory used, and preemptions per request, by admission; all requests wait at the start goodput
+    requests per second that meet both targets, by admission, at 0.7, 1.0 and 1.3 of saturation. The
+              last row is an oracle that orders requests as "timely" does: it separates the effect of the
+              estimate from that of the order
 
-Without --traces the published ones are left out, and the generated workloads of their lengths stand in. The
-floor of the policies is `sum`, the ceiling the `oracle`.
+Without --traces, generated workloads with the lengths of the published traces are used. Among the policies
+`sum` is the floor and `oracle` the ceiling.
 """
 
 import argparse
@@ -37,16 +38,16 @@ LOADS = (0.7, 1.0, 1.3)
 POLICY_WORKLOADS = ("decode-heavy", "prefill-heavy", "chat")
 GOODPUT_TRACES = ("azure-conv", "sharegpt")
 PATIENT_ORACLE = "oracle, timely's order"
-LARGE_POOL = 10_000_000  # that nobody waits for; whole prompts in a step: fewer steps, and the same pages
+LARGE_POOL = 10_000_000  # no request waits for memory, so whole prompts fit a step; the pages stay the same
 
 
 def trace_of(name: str, directory: Path | None) -> str:
-    """The published trace, or the workload that has its lengths."""
+    """Returns the path of the published trace, or the name of the workload with its lengths."""
     return name if directory is None else str(directory / FILES[name])
 
 
 def waste(name: str, directory: Path | None, requests: int | None) -> list[float]:
-    """Shares for each size of a page."""
+    """Returns the share of empty slots for each page size."""
     found = []
     for page in PAGE_SIZES:
         config = SimulationConfig(
@@ -63,12 +64,12 @@ def waste(name: str, directory: Path | None, requests: int | None) -> list[float
 
 
 def policies(name: str, requests: int, capacity: int) -> dict[str, Figures]:
-    """By admission; with everything there at the start."""
+    """Simulates each admission, with all requests waiting at the start."""
     config = SimulationConfig(capacity=capacity, rate=math.inf, requests=requests)
     return {
         admission: simulate(name, replace(config, admission=admission)).figures
         for admission in ADMISSIONS
-        if admission != "timely"  # all wait alike
+        if admission != "timely"  # it differs only in the order, and all wait equally long
     }
 
 
@@ -80,7 +81,7 @@ def goodput(
     saturated: float,
     admissions: Iterable[str] = ADMISSIONS,
 ) -> dict[str, Figures]:
-    """By admission, at one load; and of an oracle in the order of "timely"."""
+    """Simulates each admission at one load, and an oracle in the order of "timely"."""
     config = SimulationConfig(capacity=capacity, load=load, saturation=saturated, requests=requests)
     found = {
         admission: simulate(trace, replace(config, admission=admission)).figures for admission in admissions

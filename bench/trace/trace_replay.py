@@ -1,31 +1,31 @@
-"""A trace in real time through one engine, by token and by pages, beside the simulator's figures of the same.
+"""Replays a trace in real time through one engine, by token and by pages, beside simulations of the same.
 
     python -m bench.trace.trace_replay TRACE --llama-3-8b --transformers --out FILE
     python -m bench.trace.trace_replay TRACE --capacity 6144 --requests 64 --max-prompt 384 --max-output 64 \\
         --max-new 64 --out bench/results/serving-trace-cpu.json
     python -m bench.trace.trace_replay TRACE --again FILE --out FILE
 
-In this process, without HTTP (`bench.serving.load --arrivals trace` is the service itself): scheduler, ledger
-and runner are the service's, one step after the other as the simulator has them, where the service has the next
-step queued behind the one under way. Requests come when the trace says, stretched to `--load` times what the
-simulator's oracle serves of them. The model computes every token; an answer ends where the trace says, which
-nobody knows before: the scheduler is told --max-new.
+Scheduler, ledger and runner are those of the service, but in this process and without HTTP (use
+`bench.serving.load --arrivals trace` for the service itself). One step follows the other, as in the
+simulator; the service instead queues the next step behind the one in flight. Requests arrive at the trace's
+times, stretched to `--load` times the rate that the simulator's oracle serves. The model computes every
+token. An answer ends at the length that the trace gives, which the scheduler does not know: it gets
+--max-new.
 
-What differs between the allocations is the ledger alone (`router/simulate/paged_ledger.py`): by pages it
-counts the slots that pages leave empty as taken, so that fewer requests run at once. The device's slots are
-tokens for both, and so is its attention: what a page table saves there or costs is
-`bench.kernels.attention`'s to tell. The device's free count is compared with the ledger's after every step,
-and all memory recounted after every replay.
+The allocations differ only in the ledger (`router/simulate/paged_ledger.py`): by pages it counts the empty
+slots of a page as held, so that fewer requests run at once. On the device both use single slots and the same
+attention; `bench.kernels.attention` measures what a page table changes there. The device's free count is
+compared with the ledger's after every step, and all memory is recounted after every replay.
 
-Simulated is the same requests at the same times (`lightkv simulate`), once with the step-time model that comes
-with lightkv (on a GPU, or with --step-time), and once with one fitted here, to the steps of other requests of
-the trace that are replayed first; `ratio` is simulated over measured. --again does the first of these anew for
-what the file has measured, with the simulator and the model (or --step-time) of today: what a change is worth.
-With --transformers, the same requests at the same times, at the first load, by transformers' continuous
-batching, which is told each answer's length.
+The simulations run the same requests at the same times (`lightkv simulate`): once with the step-time model
+that comes with lightkv (on a GPU, or with --step-time), and once with a model fitted here to the steps of
+other requests of the trace, which are replayed first. `ratio` is simulated over measured. --again repeats the
+simulations with the first model for a file of measured results, with today's simulator and model (or
+--step-time), to see the effect of a change. With --transformers, transformers' continuous batching runs the
+same requests at the same times and at the first load; it is given the length of each answer.
 
-Goodput is the requests a second that had their first token within --ttft-target and the others at --tpot-target
-in the mean, over the whole run.
+Goodput counts the requests per second, over the whole run, that got their first token within --ttft-target
+and the others within --tpot-target in the mean.
 """
 
 import argparse
@@ -41,6 +41,7 @@ from typing import Any
 import torch
 
 from bench.common.child import ChildFailed
+from bench.common.llama_3_8b import LLAMA_3_8B, with_layers
 from bench.common.report import (
     machine,
     parser,
@@ -52,7 +53,6 @@ from bench.common.report import (
     refuse,
     save_json,
 )
-from bench.serving.decode_step import LLAMA_3_8B
 from bench.serving.stats import Targets
 from bench.serving.workload import Replayed
 from bench.trace.trace_machine import Machine
@@ -72,7 +72,7 @@ from lightkv.router.simulate.traces import open_trace
 
 Results = dict[str, Any]
 
-WARM_UP = 24  # requests, before the steps that the model is fitted to
+WARM_UP = 24  # requests before those that the step-time model is fitted to
 SATURATION_REQUESTS = 2000
 COMPARED = (
     "output_rate", "goodput", "ttft_p50", "ttft_p99", "tpot_p50", "tpot_p99", "mean_running", "seconds",
@@ -80,17 +80,17 @@ COMPARED = (
 
 
 # --------------------------------------------------------------------------------
-# Simulated
+# Simulations
 
 
 def simulated(trace: Replayed, config: SimulationConfig, step_time: StepTime) -> Figures:
-    """The same requests at the same times."""
+    """Simulates the same requests at the same times."""
     with tempfile.TemporaryDirectory() as directory:
         return simulate(_write(trace, step_time, Path(directory)), _with_model(config, directory)).figures
 
 
 def saturation_of(trace: Replayed, config: SimulationConfig, step_time: StepTime) -> float:
-    """Requests a second that an oracle serves of these, again and again."""
+    """Simulates the requests per second that an oracle serves, with the trace repeated."""
     config = replace(config, requests=SATURATION_REQUESTS)
     with tempfile.TemporaryDirectory() as directory:
         return saturation(_write(trace, step_time, Path(directory)), _with_model(config, directory))
@@ -108,7 +108,7 @@ def _with_model(config: SimulationConfig, directory: str) -> SimulationConfig:
 
 
 def compared(measured: Results, figures: Figures) -> Results:
-    """What the simulator says, and its ratio to what was measured."""
+    """Returns the simulated figures and their ratios to the measured ones."""
     own = vars(figures)
     ratio = {name: own[name] / measured[name] if measured[name] else None for name in COMPARED}
     return {"figures": {name: own[name] for name in measured}, "ratio": ratio}
@@ -136,20 +136,20 @@ def arguments() -> argparse.Namespace:
     made.add_argument("--max-num-seqs", type=int, default=None, help=EngineConfig.help("max_num_seqs"))
     made.add_argument("--max-model-len", type=int, default=None, help=EngineConfig.help("max_model_len"))
     made.add_argument("--prefill-chunk", type=int, default=None, help=EngineConfig.help("prefill_chunk"))
-    made.add_argument("--max-new", type=int, default=1024, help="the most output tokens, as a client says it")
+    made.add_argument("--max-new", type=int, default=1024, help="max_tokens of every request")
     made.add_argument("--max-prompt", type=int, help="scale the prompts: the longest has so many tokens")
     made.add_argument("--max-output", type=int, help="scale the answers likewise")
     made.add_argument("--ttft-target", type=float, default=10.0)
     made.add_argument("--tpot-target", type=float, default=0.1)
     made.add_argument("--step-time", default=None, help="as lightkv simulate has it")
-    made.add_argument("--fit-requests", type=int, default=96, help="that the fitted model is made of")
-    made.add_argument("--seconds", type=float, default=1e9, help="no replay is begun after so many")
+    made.add_argument("--fit-requests", type=int, default=96, help="requests that the model is fitted to")
+    made.add_argument("--seconds", type=float, default=1e9, help="begin no replay after this time")
     made.add_argument("--transformers", action="store_true", help="its continuous batching as well")
     made.add_argument(
         "--way", default="sdpa-128", help="of transformers (bench/serving/continuous_batching.py)"
     )
     made.add_argument(
-        "--way-seconds", type=float, default=60.0, help="for its replay; what is open then is cut"
+        "--way-seconds", type=float, default=60.0, help="time of its replay; unfinished requests are cut"
     )
     made.add_argument("--again", type=Path, help="measure nothing: simulate this file's replays anew, by its "
                       "options and --step-time")  # fmt: skip
@@ -170,7 +170,7 @@ def engine_config(options: argparse.Namespace) -> EngineConfig:
 
 
 def build(options: argparse.Namespace) -> tuple[ModelRunner, RunnerInfo]:
-    """The model and its memory."""
+    """Builds the runner: the model and its memory."""
     config = engine_config(options)
 
     def report(line: str) -> None:
@@ -179,15 +179,14 @@ def build(options: argparse.Namespace) -> tuple[ModelRunner, RunnerInfo]:
 
     if not options.llama_3_8b:
         return build_runner(config, report)
-    LLAMA_3_8B.num_hidden_layers = options.layers
     torch.manual_seed(0)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    return assemble(random_model(LLAMA_3_8B, device, dtype), config, report)
+    return assemble(random_model(with_layers(LLAMA_3_8B, options.layers), device, dtype), config, report)
 
 
 def traces_of(options: argparse.Namespace, engine: Results) -> tuple[Replayed, Replayed, Replayed]:
-    """The requests that are measured, those that warm up, and those that the model is fitted to: others."""
+    """Returns disjoint requests: to measure, to warm up, and to fit the step-time model to."""
     num = options.requests + WARM_UP + options.fit_requests
     longest = min(engine["max_model_len"], engine["capacity"] // 256 * 256)
     trace = open_trace(options.trace, 2 * num)  # some may not fit
@@ -202,7 +201,7 @@ def traces_of(options: argparse.Namespace, engine: Results) -> tuple[Replayed, R
 
 
 def simulation_config(options: argparse.Namespace, engine: Results) -> SimulationConfig:
-    """What is simulated beside the replays of that engine, by token."""
+    """Returns the configuration of the simulations beside the replays of `engine`, by token."""
     return SimulationConfig(
         admission=options.admission,
         capacity=engine["capacity"],
@@ -218,8 +217,12 @@ def simulation_config(options: argparse.Namespace, engine: Results) -> Simulatio
 def fitted_model(
     place: Machine, trace: Replayed, to_fit: Replayed, config: SimulationConfig, load: float
 ) -> tuple[StepTime, float]:
-    """A model of the steps of `to_fit`: half of it all at once, which fills the steps, the other half at the
-    `load` of what the first says of `trace`. And the requests a second that an oracle serves of that."""
+    """Fits a step-time model to the steps of `to_fit`.
+
+    The first half of the requests starts at once, which fills the steps. A first fit gives the rate at which an
+    oracle serves `trace`, and the second half arrives at `load` times this rate. Returns the model, and the
+    requests per second that an oracle serves of `trace` with it.
+    """
     half = len(to_fit) // 2
     at_once, timed = (
         Replayed(trace.name, to_fit.requests[:half]),
@@ -228,7 +231,7 @@ def fitted_model(
     place.replay(at_once.at_once(), "token", config.counted, config.seed + 2)
     points = place.points
     if len(points) < len(PARAMETERS):
-        refuse(f"{half} requests were {len(points)} steps, too few for a model; give more --fit-requests")
+        refuse(f"{half} requests took {len(points)} steps, too few for a model; give more --fit-requests")
     model = fit([point.work for point in points], [point.seconds for point in points])
     rate = load * saturation_of(trace, config, model)
     place.replay(timed.at_rate(rate, config.seed), "token", config.counted, config.seed + 3)
@@ -239,7 +242,7 @@ def fitted_model(
 
 
 def run(options: argparse.Namespace, save: Callable[[Results], object]) -> Results:
-    """Every load by every allocation. `save` gets the results as they grow."""
+    """Replays every load with every allocation. `save` gets the results after each replay."""
     begun = time.perf_counter()
     runner, info = build(options)
     limits, targets = info.limits, Targets(options.ttft_target, options.tpot_target)
@@ -307,13 +310,13 @@ def run(options: argparse.Namespace, save: Callable[[Results], object]) -> Resul
 
 
 def simulate_again(results: Results, trace_path: str, given: str | None) -> None:
-    """Put what is simulated by the model "given" of what was measured in place of what stands there. Ends where
-    that is another trace, or none is given."""
+    """Replaces the simulations with the model "given" in stored results. Exits for another trace,
+    and if no model is given."""
     settings = results["settings"]
     if Path(trace_path).name != settings["trace"]:
         refuse(f"{trace_path} is not what was replayed; give {settings['trace']}")
     if given is None and "given" not in results["step_times"]:
-        refuse("no model was given when this was measured, not on a GPU; give a --step-time")
+        refuse("this was measured without a given model; give a --step-time")
     step_time = StepTime.parse(given or settings["step_time"] or "")
     if given is not None:
         settings["step_time"] = named(given)
@@ -332,19 +335,19 @@ def simulate_again(results: Results, trace_path: str, given: str | None) -> None
 
 
 def named(setting: str) -> str:
-    """As it goes into results: a file by its name, not by where it is here."""
+    """Returns a setting as it is stored in results: a file by its name, without its folder."""
     return Path(setting).name if Path(setting).exists() else setting
 
 
 def show_row(load: float, allocation: str, found: Results) -> None:
-    """A line as soon as it is there."""
+    """Prints the line of one replay."""
     own = found["measured"]
     text = ", ".join(f"{name} {own[name]:.4g}" for name in ("output_rate", "ttft_p99", "tpot_p99"))
     print(f"load {load:g}, {allocation}: {own['seconds']:.1f} s, {text}", flush=True)
 
 
 def show(results: Results) -> None:
-    """The tables."""
+    """Prints the tables."""
     rows, ratios = [], []
     for load, own in results["loads"].items():
         for allocation, found in own["allocations"].items():

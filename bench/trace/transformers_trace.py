@@ -1,10 +1,10 @@
-"""Hugging Face transformers' continuous batching on a trace in real time: the peer of `trace_replay.py`.
+"""Replays a trace in real time with Hugging Face transformers' continuous batching, for `trace_replay.py`.
 
-Requests are handed to its manager when they come, each with the length of its answer, which it is told; it has
-as many blocks as the pool of its peer has tokens for. When a token came is what the manager itself notes. A
-request that it preempts loses these notes: it is counted, and its latencies are of what came after. What is
-still open when the time is up is cut, and counts as late; its tokens count nothing. Runs in a process of its
-own (`child.py`). Its warm-up is not counted.
+Each request goes to the generation manager at its arrival time, with the length of its answer. The manager
+has blocks for as many tokens as lightkv's pool, and records when each token was generated. A request that it
+preempts loses these records: it is counted, and its latencies are those of the tokens after. A request that
+is unfinished when the time is up is cut and counts as late; its tokens do not count. It runs in a process of
+its own (`bench/common/child.py`), and its warm-up does not count.
 """
 
 import time
@@ -15,8 +15,8 @@ import torch
 from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 
 from bench.common.child import ask, serve
+from bench.common.llama_3_8b import LLAMA_3_8B, with_layers
 from bench.serving.continuous_batching import BLOCK_TOKENS, WAYS, batching_config
-from bench.serving.decode_step import LLAMA_3_8B
 from lightkv.router.model.loader import random_model
 from lightkv.router.model_files import resolve
 from lightkv.router.simulate.record import Distribution
@@ -28,11 +28,11 @@ WARM_UP = 4  # requests
 
 
 class ManagerStopped(Exception):
-    """The manager's thread has ended."""
+    """Raised when the manager's thread has ended, or a request has failed."""
 
 
 def replay_transformers(request: Results) -> Results:
-    """What `request` (`trace_replay.run` makes it) got. Raises ChildFailed."""
+    """Replays `request`, which `trace_replay.run` makes, in a child process. Raises ChildFailed."""
     (found,) = ask(__spec__.name, request, request["seconds"] + START_SECONDS)
     own: Results = found
     return own
@@ -43,14 +43,13 @@ def replay_transformers(request: Results) -> Results:
 
 
 def load(request: Results) -> PreTrainedModel:
-    """The model, with the way's attention."""
+    """Loads the model with the way's attention."""
     attention = WAYS[request["way"]].attention
     device = torch.device(request["device"])
     dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
     if request["model"] is None:
-        LLAMA_3_8B.num_hidden_layers = request["layers"]
         torch.manual_seed(0)
-        model = random_model(LLAMA_3_8B, device, dtype)
+        model = random_model(with_layers(LLAMA_3_8B, request["layers"]), device, dtype)
         model.set_attn_implementation(attention)
         return model
     directory = resolve(request["model"], lambda line: None)
@@ -59,7 +58,7 @@ def load(request: Results) -> PreTrainedModel:
 
 
 class Manager:
-    """A generation manager of transformers over one model; requests are numbers."""
+    """The generation manager of transformers for one model. Requests are identified by numbers."""
 
     def __init__(self, model: PreTrainedModel, way: str, capacity: int) -> None:
         wanted = GenerationConfig(max_new_tokens=1, do_sample=False, eos_token_id=-1, pad_token_id=0)
@@ -75,8 +74,10 @@ class Manager:
         )
 
     def get(self, seconds: float) -> tuple[int, list[float]] | None:
-        """One that has ended, and when its tokens came; None where there is none in time. Raises
-        ManagerStopped, also for a request that failed."""
+        """Waits for a request to end. Returns its number and the times of its tokens, or None after `seconds`.
+
+        Raises ManagerStopped, also if a request failed.
+        """
         result = self._manager.get_result(timeout=max(seconds, 1e-3))
         if result is None:
             if not self._manager.is_running():
@@ -88,7 +89,7 @@ class Manager:
 
 
 def replay(manager: Manager, request: Results) -> Results:
-    """Every request at its time, for so many seconds."""
+    """Sends every request at its arrival time, and measures for `request["seconds"]` at most."""
     prompts, outputs, arrivals = request["prompts"], request["outputs"], request["arrivals"]
     ttft_target, tpot_target = request["targets"]
     ttft, tpot = Distribution(), Distribution()

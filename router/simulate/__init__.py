@@ -1,1 +1,1 @@
-"""The simulator: traces through the engine, with a step-time model in place of a device."""
+"""The simulator: runs traces through the real engine, with a step-time model in place of a device."""

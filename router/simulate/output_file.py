@@ -1,7 +1,4 @@
-"""Files that a command writes: refused before the work that they are to hold, and written whole or not at all.
-
-Knows paths; knows nothing of what is in a file.
-"""
+"""Output files of commands: unwritable paths are refused before the work; files are written whole or not."""
 
 import os
 from pathlib import Path
@@ -10,19 +7,21 @@ from lightkv.errors import LightKVError
 
 
 class UnwritableFile(LightKVError):
-    """A path where no file can be written."""
+    """Raised for a path where no file can be written."""
 
 
 def check_writable(path: Path, option: str) -> None:
-    """Raises UnwritableFile where `write_whole` would fail, as far as can be told before; `option` is what the
-    message calls the path. Leaves nothing behind."""
+    """Raises UnwritableFile if `write_whole` would fail, as far as this is known in advance.
+
+    `option` names the path in the message. Leaves no file behind.
+    """
     target, staging = _places(path)
     reason = ""
     try:
         if target.is_dir():
             reason = "it is a directory"
         elif target.exists() and not os.access(target, os.W_OK):
-            reason = "what is there may not be written"
+            reason = "the file is not writable"
         elif _is_replaced(target):
             staging.touch()
             staging.unlink()
@@ -33,8 +32,10 @@ def check_writable(path: Path, option: str) -> None:
 
 
 def write_whole(path: Path, data: bytes) -> None:
-    """The file at `path` has `data` afterwards; when that fails, or is interrupted, what it had before. A
-    device or a pipe is written to as it is. Raises OSError."""
+    """Writes `data` to `path`. If this fails or is interrupted, the file keeps its old content.
+
+    A device or a pipe is written to directly. Raises OSError.
+    """
     target, staging = _places(path)
     if not _is_replaced(target):
         target.write_bytes(data)
@@ -49,7 +50,7 @@ def write_whole(path: Path, data: bytes) -> None:
 
 
 def _places(path: Path) -> tuple[Path, Path]:
-    """The file itself, links followed, and one beside it, so that the last step is a renaming."""
+    """Returns the file itself, with links followed, and a temporary one beside it, which replaces it."""
     target = Path(os.path.realpath(path))
     return target, target.with_name(f".lightkv-{os.getpid()}.part")
 

@@ -1,19 +1,16 @@
-"""What is written down while a simulation runs, in bounded memory: means over time, and distributions.
-
-Knows numbers and the simulated clock; knows no scheduler and no request.
-"""
+"""Records means over time and distributions while a simulation runs, in bounded memory."""
 
 import math
 from collections.abc import Sequence
 
 from .result import CURVE_QUANTILES, SERIES_POINTS, Curve
 
-_BUCKET = math.log(1.01)  # a bucket's width: what is told of it is within half a per cent
-_LEAST = 1e-6  # seconds; what is shorter is told as this
+_BUCKET = math.log(1.01)  # the width of a bucket, so that a quantile is within half a per cent
+_LEAST = 1e-6  # seconds; shorter latencies count as this
 
 
 class Distribution:
-    """Latencies, counted in buckets of a per cent: their number, sum and quantiles."""
+    """Counts latencies in buckets of one per cent: their number, mean and quantiles."""
 
     def __init__(self) -> None:
         self.num = 0
@@ -23,7 +20,7 @@ class Distribution:
         self._buckets: dict[int, int] = {}
 
     def add(self, seconds: float) -> None:
-        """One more."""
+        """Adds a latency."""
         self.num += 1
         self._sum += seconds
         self._low = min(self._low, seconds)
@@ -33,11 +30,11 @@ class Distribution:
 
     @property
     def mean(self) -> float:
-        """0 of none."""
+        """The mean; 0 without latencies."""
         return self._sum / self.num if self.num else 0.0
 
     def quantiles(self, wanted: Sequence[float]) -> list[float]:
-        """The least values that at least these shares do not exceed, `wanted` ascending; 0 of none."""
+        """Returns the quantiles for the shares `wanted`, which are ascending; 0 without latencies."""
         if not self.num:
             return [0.0] * len(wanted)
         found: list[float] = []
@@ -52,22 +49,24 @@ class Distribution:
         return found
 
     def curve(self) -> Curve:
-        """To draw."""
+        """Returns the curve that the report draws."""
         return Curve(list(CURVE_QUANTILES), self.quantiles(CURVE_QUANTILES))
 
 
 class Timeline:
-    """Several numbers over time, as means over intervals. Where there are too many intervals they double: their
-    width is a power of two, so that where they begin is exact."""
+    """Means of several numbers over intervals of time.
+
+    When there are too many intervals, their width doubles. It is a power of two, so their starts are exact.
+    """
 
     def __init__(self, num: int) -> None:
         self.width = 2.0**-7
         self._num = num
-        self._sums: list[list[float]] = []  # of each interval: Σ number · seconds
+        self._sums: list[list[float]] = []  # for each interval: Σ number · seconds
         self._end = 0.0
 
     def add(self, start: float, end: float, values: Sequence[float]) -> None:
-        """They were `values` from `start` to `end`, which follows on what was added before."""
+        """Adds that the numbers were `values` from `start`, which is the last end, to `end`."""
         self._end = end
         while end >= self.width * SERIES_POINTS:
             pairs = zip(self._sums[::2], [*self._sums[1::2], [0.0] * self._num], strict=False)
@@ -84,12 +83,12 @@ class Timeline:
             start = until
 
     def means(self) -> list[list[float]]:
-        """Of each number, its mean over every interval."""
+        """Returns for each number its mean over every interval."""
         found = []
         for i in range(self._num):
             column = [sums[i] / self.width for sums in self._sums]
             if column:
-                last = self._end - (len(column) - 1) * self.width  # the last one is cut short
+                last = self._end - (len(column) - 1) * self.width  # the last interval may be shorter
                 column[-1] *= self.width / last if last > 0 else 0.0
             found.append([round(mean, 3) for mean in column])
         return found
@@ -103,11 +102,11 @@ class Means:
         self._sums = [0.0] * num
 
     def add(self, seconds: float, values: Sequence[float]) -> None:
-        """They were `values` for so long."""
+        """Adds that the numbers were `values` for `seconds`."""
         self.seconds += seconds
         for i, value in enumerate(values):
             self._sums[i] += value * seconds
 
     def of(self, idx: int) -> float:
-        """The mean of one; 0 over no time."""
+        """Returns the mean of one number; 0 over no time."""
         return self._sums[idx] / self.seconds if self.seconds else 0.0

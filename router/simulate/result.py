@@ -1,8 +1,7 @@
-"""What a simulation found: its figures, its memory over time, and its latencies. Plain data, to and from JSON.
+"""The result of a simulation: figures, memory over time and latencies, as plain data to and from JSON.
 
-Of bounded size, however long the trace: a series has at most `SERIES_POINTS` points, a curve `CURVE_QUANTILES`.
-Knows nothing of how any of it came about. Holds no wall-clock time, so that two runs of a seed are the same
-bytes.
+Its size is bounded for traces of any length: a series has at most `SERIES_POINTS` points, a curve has
+`CURVE_QUANTILES`. It holds no wall-clock time, so two runs with the same seed give the same bytes.
 """
 
 from dataclasses import asdict, dataclass
@@ -21,27 +20,27 @@ CURVE_QUANTILES = (
 class Figures:
     """Every number of the JSON line. Seconds are of the simulated clock, shares are of 1.
 
-    "While loaded" is from the first arrival until the last request is admitted: what comes after it is a pool
-    that runs empty, and says nothing of a policy. Shares of memory and means over time are while loaded,
-    and of the pool's capacity.
+    "While loaded" is from the first arrival until the last request is admitted. After that the pool only runs
+    empty, which says nothing about a policy. Means over time and shares of memory are while loaded, and
+    shares of memory are of the pool's capacity.
     """
 
     num_requests: int  # that were sent
     num_finished: int
-    num_skipped: int  # left out, as they could never fit
-    num_cut: int  # whose answer was cut off at max_new
+    num_skipped: int  # left out, because they could never fit
+    num_cut: int  # whose answer was cut at max_new
     prompt_tokens: int
-    hit_tokens: int  # of these, found in the cache
+    hit_tokens: int  # prompt tokens that were found in the cache
     output_tokens: int
-    offered_rate: float  # requests a second; 0 where all are there at the start
-    saturation_rate: float  # requests a second that an oracle finishes, all being there; 0: not asked for
-    load: float  # the one by the other; 0: unknown
+    offered_rate: float  # arrivals per second; 0 if all requests wait at the start
+    saturation_rate: float  # requests per second of an oracle when all wait at the start; 0: not simulated
+    load: float  # offered_rate / saturation_rate; 0: unknown
     seconds: float  # until the last request ended
     loaded_seconds: float
-    served_rate: float  # requests a second while loaded: output tokens over the mean of an answer
-    output_rate: float  # output tokens a second, over all of it
-    goodput: float  # requests a second that met both targets, over all of it
-    met_share: float  # of the requests, those that met both targets
+    served_rate: float  # requests per second while loaded: output tokens over the mean length of an answer
+    output_rate: float  # output tokens per second, over the whole time
+    goodput: float  # requests per second that met both targets, over the whole time
+    met_share: float  # the share of requests that met both targets
     ttft_mean: float
     ttft_p50: float
     ttft_p90: float
@@ -52,14 +51,14 @@ class Figures:
     tpot_p90: float
     tpot_p99: float
     tpot_max: float
-    memory_held_share: float  # slots that running requests keep from others: used, padding included
-    memory_used_share: float  # of these, slots with a token in them
-    memory_cached_share: float  # held by nobody, kept because they may be hit
-    memory_padding_share: float  # in pages or runs of a request, without a token
+    memory_held_share: float  # slots that running requests hold: used and padding
+    memory_used_share: float  # held slots with a token
+    memory_cached_share: float  # slots of the prefix cache, which no running request holds
+    memory_padding_share: float  # held slots without a token, in pages or runs
     peak_held_share: float
-    last_page_waste_share: float  # of the slots of a request's pages (or run), empty; mean of its decode life
+    last_page_waste_share: float  # share of empty slots in a request's pages or run, mean over its decode
     num_preemptions: int
-    num_preempted: int  # requests that were paused at least once
+    num_preempted: int  # requests that were preempted at least once
     preempted_share: float
     recomputed_tokens: int
     num_steps: int
@@ -71,10 +70,10 @@ class Figures:
 
 @dataclass(frozen=True)
 class Series:
-    """What the memory held, in tokens, and how many requests there were: means over intervals of one width.
+    """Memory in tokens and numbers of requests over time, as means over intervals of one width.
 
-    Point i is the mean over [i · width, (i + 1) · width) of the simulated clock; the last interval may be cut
-    short. used + padding is what is held; the rest of the capacity is cached or free.
+    Point i is the mean over [i · width, (i + 1) · width) of the simulated clock; the last interval may be
+    shorter. `used + padding` slots are held; the rest of the capacity is cached or free.
     """
 
     width: float
@@ -86,7 +85,7 @@ class Series:
     waiting: list[float]
 
     def __post_init__(self) -> None:
-        """Raises ValueError for what is no series."""
+        """Raises ValueError for lists of different lengths, and for no width or capacity."""
         lengths = [
             len(values) for values in (self.used, self.padding, self.cached, self.running, self.waiting)
         ]
@@ -104,7 +103,7 @@ class Curve:
     seconds: list[float]
 
     def __post_init__(self) -> None:
-        """Raises ValueError for what is no curve."""
+        """Raises ValueError for lists of different lengths, and for quantiles outside [0, 1]."""
         if len(self.quantiles) != len(self.seconds):
             raise ValueError(f"{len(self.quantiles)} quantiles and {len(self.seconds)} values of them")
         if not all(0 <= quantile <= 1 for quantile in self.quantiles):
@@ -113,17 +112,17 @@ class Curve:
 
 @dataclass(frozen=True)
 class SimulationResult:
-    """One simulation. `settings`: what it was run with, by name. `step_time`: the model's parameters."""
+    """The result of one simulation. `settings`: by name. `step_time`: the parameters of the step-time model."""
 
     settings: dict[str, Any]
     step_time: dict[str, Any]
     figures: Figures
     series: Series
-    ttft: Curve  # from arrival to the first token
-    tpot: Curve  # between tokens: per request, its mean over all but the first
+    ttft: Curve  # seconds from arrival to the first token
+    tpot: Curve  # seconds per token after the first, a request's mean
 
     def __post_init__(self) -> None:
-        """Raises ValueError where a setting is missing without which nothing can be said of it."""
+        """Raises ValueError if a setting that the report needs is missing or is no number of seconds."""
         for name in ("trace", "allocation", "admission", "ttft_target", "tpot_target"):
             if name not in self.settings:
                 raise ValueError(f"the settings have no {name}")
@@ -133,19 +132,19 @@ class SimulationResult:
                 raise ValueError(f"the setting {name} is {value!r}; give seconds, more than 0")
 
     def line(self) -> str:
-        """One JSON object, flat, with every figure and what it was run with: the last line printed."""
+        """Returns one flat JSON object with every setting and figure: the last line that is printed."""
         return msgspec.json.encode({**self.settings, **asdict(self.figures)}).decode()
 
     def to_json(self) -> bytes:
-        """All of it."""
+        """Encodes the whole result."""
         return msgspec.json.encode(self)
 
     @classmethod
     def from_json(cls, data: bytes) -> "SimulationResult":
-        """What `to_json` made. Raises msgspec.DecodeError, of which msgspec.ValidationError is one."""
+        """Decodes what `to_json` encoded. Raises msgspec.DecodeError (msgspec.ValidationError is one)."""
         return msgspec.json.decode(data, type=cls)
 
     @classmethod
     def load(cls, path: Path) -> "SimulationResult":
-        """From a file that `lightkv simulate --out` wrote. Raises OSError, msgspec.DecodeError."""
+        """Reads a file that `lightkv simulate --out` wrote. Raises OSError, msgspec.DecodeError."""
         return cls.from_json(path.read_bytes())

@@ -1,7 +1,7 @@
-"""Traces of requests: the published formats, read a line at a time, and a generator for where there is none.
+"""Traces of requests: reads the published formats line by line, and generates workloads without a file.
 
-Knows lengths, arrival times and which prompts begin alike; knows no scheduler and no clock. A trace can be gone
-through again and again, and is the same each time.
+A trace has lengths, arrival times and the blocks that prompts share. It can be iterated several times, and is
+the same each time.
 """
 
 import csv
@@ -21,13 +21,14 @@ BLOCK = 512  # tokens of a prefix block in Mooncake's traces
 
 
 class UnreadableTrace(LightKVError, ValueError):
-    """A file in none of the formats, or without a request; a name that is neither a file's nor a workload's."""
+    """Raised for a file of an unknown format or without requests, and for an unknown name."""
 
 
 class TraceRequest(NamedTuple):
-    """`arrival`: seconds from the first one, None where the trace has no times. `prompt`, `output`: tokens.
-    `blocks`: ids of the prompt's blocks of `BLOCK` tokens, the same for the same prefix; empty: unlike all
-    others."""
+    """A request. `arrival`: seconds from the first one, None if the trace has no times. `prompt`, `output`:
+    numbers of tokens. `blocks`: ids of the prompt's blocks of `BLOCK` tokens, which are equal for equal
+    prefixes;
+    empty: the prompt shares no prefix."""
 
     arrival: float | None
     prompt: int
@@ -36,17 +37,17 @@ class TraceRequest(NamedTuple):
 
 
 class Trace(Protocol):
-    """Requests in the order of their arrival, as often as they are asked for."""
+    """Requests in the order of their arrival. It can be iterated several times."""
 
     @property
     def name(self) -> str:
-        """What people call it."""
+        """The name that reports show."""
 
     def __iter__(self) -> Iterator[TraceRequest]: ...
 
 
 class _Format(NamedTuple):
-    """The fields of a published format. `unit`: seconds in one of its times; 0 for a date."""
+    """The fields of a published format. `unit`: seconds per unit of its times; 0: the times are dates."""
 
     prompt: str
     output: str
@@ -68,7 +69,7 @@ _FORMATS = {
 class FileTrace:
     """A trace in one of the published formats: Azure and ShareGPT as CSV, Mooncake as JSON lines (.jsonl).
 
-    Requests with an empty prompt or answer are left out. Times that go back are taken as the last one.
+    Requests with an empty prompt or answer are left out. A time before the last one counts as the last one.
     """
 
     def __init__(self, path: Path) -> None:
@@ -79,7 +80,7 @@ class FileTrace:
         return self.path.name
 
     def __iter__(self) -> Iterator[TraceRequest]:
-        """Raises UnreadableTrace, also for a file with no request in it; OSError."""
+        """Yields the requests. Raises UnreadableTrace, also for a file without requests, and OSError."""
         empty = True
         last = 0.0
         first: float | None = None
@@ -102,7 +103,7 @@ class FileTrace:
                     blocks = _blocks(record, known)
                     yield TraceRequest(at, prompt, output, blocks)
             except UnicodeDecodeError as error:
-                raise UnreadableTrace(f"{self.path} is no text; unpack it if it is packed") from error
+                raise UnreadableTrace(f"{self.path} is not text; unpack it if it is compressed") from error
             except (ValueError, TypeError, csv.Error) as error:
                 reason = f"no JSON, {error.msg}" if isinstance(error, json.JSONDecodeError) else str(error)
                 raise UnreadableTrace(
@@ -113,7 +114,7 @@ class FileTrace:
 
 
 class _Lines:
-    """Lines, and the `number` of the one that was read last, from 1."""
+    """Iterates lines. `number`: that of the last line read, from 1."""
 
     def __init__(self, lines: Iterable[str]) -> None:
         self._lines = lines
@@ -153,8 +154,7 @@ def _seconds(record: Mapping[str, Any], known: _Format) -> float | None:
 
 
 def _blocks(record: Mapping[str, Any], known: _Format) -> tuple[int, ...]:
-    """The numbers of a prompt's blocks, cut to what a token id can be: equal ones stay equal, and others hardly
-    ever meet."""
+    """Returns the ids of a prompt's blocks, reduced to the range of token ids. Collisions are very rare."""
     if not known.blocks:
         return ()
     blocks = record.get(known.blocks, ())
@@ -164,7 +164,7 @@ def _blocks(record: Mapping[str, Any], known: _Format) -> tuple[int, ...]:
 
 
 class Repeated:
-    """The first `num` requests of a trace; where it has fewer, it begins again right after its last."""
+    """The first `num` requests of a trace. A trace with fewer is repeated right after its end."""
 
     def __init__(self, trace: Trace, num: int) -> None:
         self._trace = trace
@@ -191,11 +191,11 @@ class Repeated:
 
 
 # --------------------------------------------------------------------------------
-# Generated
+# Generated workloads
 
 
 class Quantiles(NamedTuple):
-    """A distribution of lengths: tokens at each of `SHARES`; between them the logarithm goes linearly."""
+    """A distribution of lengths by its quantiles at `SHARES`, with the logarithm interpolated linearly."""
 
     tokens: tuple[int, ...]
 
@@ -209,7 +209,7 @@ class Quantiles(NamedTuple):
 
 
 class Even(NamedTuple):
-    """Every length from `low` to `high` alike."""
+    """A uniform distribution of the lengths from `low` to `high`."""
 
     low: int
     high: int
@@ -220,7 +220,7 @@ class Even(NamedTuple):
 
 
 class LogNormal(NamedTuple):
-    """A length whose logarithm is normal; `mean` is the length's own. At least 1, at most `most`."""
+    """A log-normal distribution of lengths, clipped to 1 to `most`. `mean`: of the length itself."""
 
     mean: float
     sigma: float
@@ -235,13 +235,13 @@ class LogNormal(NamedTuple):
 Lengths = Quantiles | Even | LogNormal
 SHARES = (0.0, 0.01, 0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.99, 1.0)
 
-# The first four have the quantiles of the published traces, taken from the files themselves: Azure's of
-# November 2023 (AzurePublicDataset, CC-BY 4.0; Patel et al., Splitwise, ISCA 2024; their medians are those of
-# the paper, 1,020 and 129 for conversations, about 1,500 and 13 for code), ShareGPT's of sarathi-serve
-# (Agrawal et al., OSDI 2024) and Mooncake's conversations (Qin et al., FAST 2025), without the prefixes that
-# these share. Prompts and answers are drawn apart: the ranks of theirs correlate by 0.08 at most.
-# decode-heavy and prefill-heavy have the shapes of Past-Future's (Gong et al., ASPLOS 2025): what is long
-# is 2,048 to 4,096 tokens, the other 32 to 4,096. In chat answers are short and may be long.
+# The first four have the quantiles of the published traces, computed from the files: Azure's of November 2023
+# (AzurePublicDataset, CC-BY 4.0; Patel et al., Splitwise, ISCA 2024; their medians equal those of the paper,
+# 1,020 and 129 for conversations, about 1,500 and 13 for code), ShareGPT's of sarathi-serve (Agrawal et al.,
+# OSDI 2024) and Mooncake's conversations (Qin et al., FAST 2025), without their shared prefixes. Prompts and
+# answers are drawn independently, because their ranks correlate by 0.08 at most. decode-heavy and prefill-heavy
+# have the shapes of Past-Future's (Gong et al., ASPLOS 2025): the long part has 2,048 to 4,096 tokens, the
+# other 32 to 4,096. In chat most answers are short, and some are long.
 WORKLOADS: dict[str, tuple[Lengths, Lengths]] = {
     "azure-conv": (
         Quantiles((2, 29, 181, 207, 387, 403, 703, 1020, 1071, 1130, 1315, 2734, 4083, 4142, 14050)),
@@ -266,7 +266,7 @@ WORKLOADS: dict[str, tuple[Lengths, Lengths]] = {
 
 
 class GeneratedTrace:
-    """`num` requests of a workload's lengths, without arrival times. The seed decides all of it."""
+    """`num` requests with a workload's lengths and without arrival times, drawn with `seed`."""
 
     def __init__(self, name: str, num: int, seed: int = 0) -> None:
         self.name = name
@@ -284,8 +284,10 @@ DEFAULT_REQUESTS = 2000  # of a workload
 
 
 def open_trace(name: str, num: int | None = None, seed: int = 0) -> Trace:
-    """The trace that `name` says: a workload's name, or a file's path. `num`: requests of it; None: all that
-    the file has, `DEFAULT_REQUESTS` of a workload. Raises UnreadableTrace."""
+    """Opens the trace `name`, a workload's name or a file's path. Raises UnreadableTrace.
+
+    `num`: the number of requests; None: all of a file, `DEFAULT_REQUESTS` of a workload.
+    """
     if name in WORKLOADS:
         return GeneratedTrace(name, num or DEFAULT_REQUESTS, seed)
     path = Path(name)
@@ -303,15 +305,14 @@ def open_trace(name: str, num: int | None = None, seed: int = 0) -> Trace:
 
 
 class Summary(NamedTuple):
-    """What one pass over a trace tells: its requests, and the seconds between its first and its last; None
-    where it has no times."""
+    """The number of requests of a trace, and the seconds from the first to the last, None without times."""
 
     num: int
     span: float | None
 
 
 def summarise(trace: Trace) -> Summary:
-    """Go through the trace once."""
+    """Reads the trace once and summarises it."""
     num, last = 0, None
     for request in trace:
         num += 1
@@ -320,25 +321,25 @@ def summarise(trace: Trace) -> Summary:
 
 
 def is_timed(trace: Trace) -> bool:
-    """Does it say when its requests come?"""
+    """Whether the trace has arrival times."""
     return next(iter(trace)).arrival is not None
 
 
 def at_once(trace: Trace) -> Iterator[TraceRequest]:
-    """All of them there at the start."""
+    """Yields the requests with an arrival time of 0."""
     for request in trace:
         yield request._replace(arrival=0.0)
 
 
 def faster(trace: Trace, factor: float) -> Iterator[TraceRequest]:
-    """The trace's own times, `factor` times as fast."""
+    """Yields the requests with the trace's own times divided by `factor`."""
     for request in trace:
         assert request.arrival is not None
         yield request._replace(arrival=request.arrival / factor)
 
 
 def poisson(trace: Trace, rate: float, seed: int) -> Iterator[TraceRequest]:
-    """Arrivals independent of one another, `rate` a second."""
+    """Yields the requests with the arrival times of a Poisson process, `rate` a second."""
     rng = random.Random(f"arrivals {seed}")
     at = 0.0
     for request in trace:

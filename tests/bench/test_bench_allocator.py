@@ -1,5 +1,4 @@
-"""What `bench/memory/allocator.py` measures is right:
-each design hands out slots as it should, and the trace ends."""
+"""Each design of `bench/memory/allocator.py` allocates the right slots, and its trace runs to the end."""
 
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -40,7 +39,7 @@ def test_every_design_passes_its_check(form: str, design: type, device: torch.de
 
 
 @pytest.mark.parametrize("design", [PinnedStack, FreeList], ids=lambda design: design.name)
-def test_a_design_that_gives_a_slot_to_two_is_refused(design: type, device: torch.device) -> None:
+def test_a_design_that_allocates_a_slot_twice_is_refused(design: type, device: torch.device) -> None:
     cell = bench.Cell(SLOTS, 0.5, "fresh")
     free = bench.free_slots(cell, np.random.default_rng(0))
     twice = np.repeat(free[: len(free) // 2], 2)
@@ -56,7 +55,7 @@ def test_a_choice_that_is_not_the_lowest_is_refused(device: torch.device) -> Non
 
 
 class Counting:
-    """A clock that only takes the steps."""
+    """A clock that only counts the steps."""
 
     steps = 0
 

@@ -13,13 +13,12 @@ import torch
 from torch.nn.attention import SDPBackend
 
 from bench.common import device_clock
-from bench.common.device_clock import captured
+from bench.common.device_clock import capture, captured
+from bench.common.report import load_pyplot
 from bench.kernels import attention as bench
 from bench.kernels import attention_batches as batches
 from bench.kernels import attention_figures as figures
 from bench.kernels import attention_peers as peers
-from bench.memory.allocator import capture
-from bench.serving.figures import load_pyplot
 from tests.support.fake_attention import EVEN, FRESH, MIXED, RAGGED, SHARING, UNEVEN, flashinfer_in_torch
 from tests.support.fake_clock import CountingClock, replayed
 
@@ -28,7 +27,6 @@ MATH = {"math": SDPBackend.MATH}
 
 @pytest.fixture
 def clock(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> device_clock.Clock:
-    monkeypatch.setattr("bench.memory.allocator.DEVICE", device)
     for module in (bench, device_clock):
         monkeypatch.setattr(module, "DEVICE", device)
         monkeypatch.setattr(module, "captured", replayed)

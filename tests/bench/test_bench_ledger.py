@@ -1,5 +1,4 @@
-"""What `bench/memory/ledger.py` measures is right:
-its loads are what they claim, and books that part are refused."""
+"""The loads of `bench/memory/ledger.py` are as described, and counts that differ are refused."""
 
 import json
 import sys
@@ -51,7 +50,7 @@ def test_a_service_has_as_much_cached_as_was_asked_for_whatever_is_done() -> Non
     assert len(times["extend"]) == 80
     assert len(times["release 1"]) == 40 * bench.WINDOW_STEPS
     assert len(times[bench.STEP]) == 40
-    assert len(times["truncate"]) == 40  # those that make room for the next step are not measured
+    assert len(times["truncate"]) == 40  # the truncations after each step are not measured
     assert all(time > 0 for found in times.values() for time in found)
     assert 16 < sum(service.hits) / len(service.hits) < 60
 
@@ -78,9 +77,9 @@ def test_too_little_cached_is_refused() -> None:
         service.check()
 
 
-def test_the_books_count_every_edit() -> None:
-    books = bench.Books(100)
-    books.apply(
+def test_every_edit_is_counted() -> None:
+    count = bench.EditCount(100)
+    count.apply(
         [
             Alloc((1, 2), (0, 0), (20, 10)),
             FreeRange(2, 8, 10),
@@ -88,9 +87,9 @@ def test_the_books_count_every_edit() -> None:
             StoreSegment(1, 4, 20, 7),
         ]
     )
-    assert (books.num_free, books.segments) == (75, {7: 16})
-    books.apply([SplitSegment(7, 6, 8), FreeSegment(7, 3), FreeSegment(8, 0)])
-    assert (books.num_free, books.segments) == (88, {7: 3})
+    assert (count.num_free, count.segments) == (75, {7: 16})
+    count.apply([SplitSegment(7, 6, 8), FreeSegment(7, 3), FreeSegment(8, 0)])
+    assert (count.num_free, count.segments) == (88, {7: 3})
 
 
 def test_time_is_kept_of_what_is_measured_alone() -> None:

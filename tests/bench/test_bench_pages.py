@@ -1,4 +1,4 @@
-"""What pages cost prefixes and branches: the benchmarks end to end, and their page table against the ledger."""
+"""The benchmarks of prefixes and branches by pages, end to end, and their page table against the ledger."""
 
 import json
 import random
@@ -144,8 +144,8 @@ def test_a_page_that_others_hold_is_copied_before_a_write() -> None:
         memory.check()
 
 
-def test_what_nobody_closes_is_found_out() -> None:
+def test_slots_that_are_never_freed_are_an_error() -> None:
     memory = ByToken()
     memory.open(5)
-    with pytest.raises(CheckFailed, match="5 slots are held by nobody"):
+    with pytest.raises(CheckFailed, match="5 slots are held without a sequence"):
         branches.Steps(memory).end()

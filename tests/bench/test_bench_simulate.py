@@ -95,7 +95,7 @@ def test_a_refit_is_the_fit_of_the_same_steps(tmp_path: Path, monkeypatch: pytes
         ("{}", "KeyError"),
         (
             '{"benchmark": "serving"}',
-            "is of bench.serving.load; give a file that --out of bench.trace.step_time",
+            "is a result of the benchmark 'serving'; give a file written by --out of the benchmark 'step_time'",
         ),
     ],
     ids=["nothing", "no JSON", "no benchmark", "another's"],

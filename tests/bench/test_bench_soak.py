@@ -1,4 +1,4 @@
-"""The soak: what its clients send, and that each of its checks fails on a service that is wrong."""
+"""The requests of the soak benchmark, and its checks, each of which fails on a faulty service."""
 
 import asyncio
 import json
@@ -21,7 +21,7 @@ MIB = 2**20
 
 
 class FakeService:
-    """Answers as a service should, but for what `fault` names."""
+    """A service that answers correctly except for `fault`."""
 
     def __init__(self, fault: str = "") -> None:
         self.fault = fault
@@ -94,22 +94,22 @@ FAULTY_LOADS: dict[str, dict[str, Any]] = {
     "has lost a token": {"free": 39},
     "compares no counts": {"num_ledger_checks": 0},
     "has another worker": {"num_worker_starts": 2},
-    "pauses nothing": {"num_preemptions": 1},
+    "preempts nothing": {"num_preemptions": 1},
     "computes little": {"prompt_tokens": 0, "generated_tokens": 0},
 }
 REASONS = {
     "": None,
     "says something else": "is expected",
-    "is less sure": "log-probability of choice 0 is 0.25",
+    "is less sure": "log-probability of choice 0 differs by 0.25",
     "ends early": "a stream ends in",
     "stops": "a sampled answer of .* ended in {0: 'stop'",
     "fails": "RequestFailed: status 500: it failed",
     "accepts anything": "status 200 where 40",
     "holds a token": "1 tokens are held",
-    "has lost a token": "39 free, 60 cached and 0 held tokens do not make up 100",
+    "has lost a token": "39 free, 60 cached and 0 held tokens do not add up to 100",
     "compares no counts": "still 0 comparisons",
     "has another worker": "the worker was started 2 times",
-    "pauses nothing": "no request was paused",
+    "preempts nothing": "no request was preempted",
     "computes little": "only -?[0-9]+ tokens were computed",
 }
 
@@ -120,7 +120,7 @@ KINDS = {
 
 
 def run(fault: str, monkeypatch: pytest.MonkeyPatch) -> Outcome:
-    """A soak of a second."""
+    """Runs the soak for a second."""
     for name in ("SETTLE_SECONDS", "SAMPLE_SECONDS", "REST_SECONDS"):
         monkeypatch.setattr(soak, name, 0.01)
     options = soak.arguments(["--minutes", "0.016", "--rest-every", "0.006", "--prompts", "9"])
@@ -157,7 +157,7 @@ def test_requests_with_a_near_tie_are_not_compared() -> None:
 
 
 class NoChats(random.Random):
-    """Draws completions without anything beside."""
+    """Draws completions without further fields."""
 
     def random(self) -> float:
         return 0.0
@@ -167,7 +167,7 @@ class NoChats(random.Random):
 
 
 def samples(*mib: float) -> list[Sample]:
-    """Of a worker with so many MiB, beside a router that stays as it is."""
+    """Returns samples of a worker with these MiB, and of a router whose memory stays the same."""
     return [
         Sample(5.0 * idx, {"worker": Memory(round(own * MIB), 0), "router": Memory(40 * MIB, 0)})
         for idx, own in enumerate(mib)
@@ -178,7 +178,7 @@ def samples(*mib: float) -> list[Sample]:
     ("mib", "is_flat"),
     [
         ([*range(500, 600), *[600] * 100], True),  # it grew in the first half
-        ([1000.0 + 0.1 * idx for idx in range(200)], True),  # by 7.5 MiB in the last half
+        ([1000.0 + 0.1 * idx for idx in range(200)], True),  # by 7.5 MiB in the second half
         ([1000.0 + 0.4 * idx for idx in range(200)], False),  # by 30 MiB of 1,040
         ([40.0 + 0.2 * idx for idx in range(200)], False),  # by 15 MiB, a quarter
         ([600.0, 600.0, 600.0, 900.0] * 50, True),  # peaks that come and go

@@ -27,9 +27,9 @@ def losses() -> Losses:
     [
         ({}, b"[DONE]", "1 of 1 streams ended without an error"),
         ({"capacity": 90, "free": 30}, b'{"error": {}}', "a pool of 90, not 100 tokens"),
-        ({"num_worker_starts": 3}, b'{"error": {}}', "3 starts"),
+        ({"num_worker_starts": 3}, b'{"error": {}}', "started 3 times"),
         ({"held": 5}, b'{"error": {}}', "5 tokens are held"),
-        ({"free": 41}, b'{"error": {}}', "do not make up"),
+        ({"free": 41}, b'{"error": {}}', "do not add up to"),
     ],
 )
 def test_what_is_wrong_is_named(changed: dict[str, int], last: bytes, complaint: str) -> None:

@@ -356,5 +356,5 @@ def test_no_server_is_a_failure_that_says_so() -> None:
 
 
 def test_an_address_that_is_none_is_refused() -> None:
-    with pytest.raises(ValueError, match="no address of a server"):
+    with pytest.raises(ValueError, match="not the address of a server"):
         Endpoint("127.0.0.1:8000", None, 5.0)

@@ -1,4 +1,4 @@
-"""For tests of the benchmarks of kernels: a clock and graphs that need no device."""
+"""A clock and graphs without a device, for tests of the benchmarks of kernels."""
 
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -10,7 +10,7 @@ from bench.common.report import Spread
 
 
 class CountingClock:
-    """A clock that only replays: each takes one µs more than the one before."""
+    """A clock that only counts replays. Each takes one µs more than the one before."""
 
     def __init__(self) -> None:
         self.replays = 0
@@ -26,6 +26,6 @@ class CountingClock:
 
 
 def replayed(run: Callable[[], Tensor]) -> tuple[Any, Tensor]:
-    """Instead of a graph: a replay runs `run` again, into the tensor it wrote first."""
+    """Stands in for `captured`: a replay calls `run` again, and copies its result into the first tensor."""
     out = run()
     return SimpleNamespace(replay=lambda: out.copy_(run())), out

@@ -1,7 +1,6 @@
-"""A Chromium without a window, driven through a pipe by the Chrome DevTools protocol.
+"""Drives a headless Chromium through a pipe with the Chrome DevTools protocol.
 
-Tells what a page asked the network for and what went wrong in it, and answers questions about what is shown.
-Needs nothing installed but the browser.
+It records the network requests and the errors of a page, and evaluates expressions in it. It needs no package.
 """
 
 import base64
@@ -20,7 +19,7 @@ from typing import Any
 
 NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
 TIMEOUT = 60.0
-# The browser reads at 3 and writes at 4. The two given are neither, so that none is overwritten.
+# The browser reads from descriptor 3 and writes to 4. The two given ones are higher, so neither is overwritten.
 START = """
 import os, sys
 os.dup2(int(sys.argv[1]), 3)
@@ -30,13 +29,13 @@ os.execv(sys.argv[3], sys.argv[3:])
 
 
 def find_browser() -> str | None:
-    """Where one is; None: nowhere on the PATH."""
+    """Returns the path of a browser, or None if there is none on the PATH."""
     return next(filter(None, map(shutil.which, NAMES)), None)
 
 
 @contextmanager
 def browser(profile: Path) -> Iterator["Page"]:
-    """A page of a browser of its own, whose files are in the directory `profile`; it is closed in the end."""
+    """Starts a browser with its files in the directory `profile`, yields a page, and closes the browser."""
     program = find_browser()
     assert program is not None
     flags = [
@@ -46,8 +45,8 @@ def browser(profile: Path) -> Iterator["Page"]:
     if os.geteuid() == 0:
         flags.append("--no-sandbox")
     log = profile / "stderr"
-    asks, told = os.pipe(), os.pipe()
-    high = [fcntl.fcntl(fd, fcntl.F_DUPFD, 5) for fd in (asks[0], told[1])]
+    commands, events = os.pipe(), os.pipe()
+    high = [fcntl.fcntl(fd, fcntl.F_DUPFD, 5) for fd in (commands[0], events[1])]
     try:
         with log.open("wb") as stderr:
             process = subprocess.Popen(
@@ -58,10 +57,10 @@ def browser(profile: Path) -> Iterator["Page"]:
                 stderr=stderr,
             )
     finally:
-        for fd in (asks[0], told[1], *high):
+        for fd in (commands[0], events[1], *high):
             os.close(fd)
     try:
-        yield Page(asks[1], told[0], log)
+        yield Page(commands[1], events[0], log)
     finally:
         process.terminate()
         try:
@@ -69,21 +68,21 @@ def browser(profile: Path) -> Iterator["Page"]:
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()
-        os.close(asks[1])
-        os.close(told[0])
+        os.close(commands[1])
+        os.close(events[0])
 
 
 class Page:
-    """One page. `requests`: the addresses asked for since `open`; `faults`: what went wrong since then."""
+    """One page. `requests`: the addresses requested since `open`. `faults`: the errors since then."""
 
-    def __init__(self, asks: int, told: int, log: Path) -> None:
+    def __init__(self, commands: int, events: int, log: Path) -> None:
         self.requests: list[str] = []
         self.faults: list[str] = []
-        self._asks, self._told, self._log = asks, told, log
+        self._commands, self._events, self._log = commands, events, log
         self._buffer = b""
         self._number = 0
         self._session: str | None = None
-        self._idle: set[str] = set()  # loads that ask for nothing any more
+        self._idle: set[str] = set()  # page loads without open network requests
         target = self.call("Target.createTarget", url="about:blank")["targetId"]
         self._session = self.call("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
         for domain in ("Page", "Network", "Runtime", "Log"):
@@ -91,7 +90,7 @@ class Page:
         self.call("Page.setLifecycleEventsEnabled", enabled=True)
 
     def open(self, url: str) -> None:
-        """Go there, and wait until nothing is asked for any more."""
+        """Opens `url`, and waits until the network is idle."""
         self.requests.clear()
         self.faults.clear()
         load = self.call("Page.navigate", url=url)
@@ -101,13 +100,13 @@ class Page:
             self._note(self._read(deadline))
 
     def ask(self, expression: str) -> Any:
-        """What an expression is in the page; its value has to go into JSON."""
+        """Evaluates an expression in the page. Its value has to be JSON."""
         answer = self.call("Runtime.evaluate", expression=expression, returnByValue=True)
         assert "exceptionDetails" not in answer, answer
         return answer["result"].get("value")
 
     def show(self, width: int, height: int, scheme: str = "light", media: str = "") -> None:
-        """In a window of that size, in that colour scheme; `media`: print."""
+        """Sets the size of the window, the colour scheme, and the medium (`print`, or the screen)."""
         self.call(
             "Emulation.setDeviceMetricsOverride",
             width=width, height=height, deviceScaleFactor=1, mobile=width < 600,
@@ -119,17 +118,17 @@ class Page:
         )
 
     def picture(self) -> bytes:
-        """All of the page, as PNG."""
+        """Returns a picture of the whole page, as PNG."""
         answer = self.call("Page.captureScreenshot", format="png", captureBeyondViewport=True)
         return base64.b64decode(answer["data"])
 
     def call(self, method: str, **params: Any) -> dict[str, Any]:
-        """A method of the protocol, and its result."""
+        """Calls a method of the protocol, and returns its result."""
         self._number += 1
         message: dict[str, Any] = {"id": self._number, "method": method, "params": params}
         if self._session is not None:
             message["sessionId"] = self._session
-        os.write(self._asks, json.dumps(message).encode() + b"\0")
+        os.write(self._commands, json.dumps(message).encode() + b"\0")
         deadline = time.monotonic() + TIMEOUT
         while True:
             answer = self._read(deadline)
@@ -140,9 +139,9 @@ class Page:
 
     def _read(self, deadline: float) -> dict[str, Any]:
         while b"\0" not in self._buffer:
-            ready, _, _ = select.select([self._told], [], [], max(deadline - time.monotonic(), 0.0))
+            ready, _, _ = select.select([self._events], [], [], max(deadline - time.monotonic(), 0.0))
             assert ready, f"the browser said nothing for {TIMEOUT:.0f} s: {self._log.read_text()}"
-            data = os.read(self._told, 2**20)
+            data = os.read(self._events, 2**20)
             assert data, f"the browser has ended: {self._log.read_text()}"
             self._buffer += data
         message, self._buffer = self._buffer.split(b"\0", 1)

@@ -1,7 +1,6 @@
-"""Charts as geometry: scales, ticks and paths in a box of fixed size, for a template to draw as SVG.
+"""The geometry of charts: scales, ticks and paths in a box of fixed size, which a template draws as SVG.
 
-Knows numbers, and texts that it carries as they are; knows no simulation and writes no markup, so that whoever
-draws it escapes everything. Lengths are units of the box, from its left upper corner:
+It writes no markup: the template escapes every text. Lengths are units of the box, from its upper left corner:
 
     (0, 0) ┬ y label
            │ TOP
@@ -18,12 +17,12 @@ WIDTH, HEIGHT = 480, 270
 LEFT, RIGHT, TOP, BOTTOM = 68, 20, 28, 46
 PLOT_RIGHT, PLOT_BOTTOM = WIDTH - RIGHT, HEIGHT - BOTTOM
 
-_NINES_END = 3.6  # where the nines' axis has its maximum: beyond 0.999, which is at 3
+_NINES_END = 3.6  # the place of the maximum on the axis of nines, where 0.999 is at 3
 
 
 @dataclass(frozen=True)
 class Tick:
-    """A place on an axis, and what is written there."""
+    """A place on an axis, and its label."""
 
     at: float
     label: str
@@ -31,7 +30,7 @@ class Tick:
 
 @dataclass(frozen=True)
 class Mark:
-    """A path, what the legend calls it, and the number of its colour."""
+    """A path, its label in the legend, and the number of its colour."""
 
     label: str
     path: str
@@ -40,7 +39,7 @@ class Mark:
 
 @dataclass(frozen=True)
 class Chart:
-    """All that is drawn. `note`: what stands in the plot's place where there is nothing to draw."""
+    """Everything that is drawn. `note`: the text in place of a plot without data."""
 
     title: str
     description: str
@@ -50,8 +49,8 @@ class Chart:
     y_ticks: Sequence[Tick] = ()
     areas: Sequence[Mark] = ()
     lines: Sequence[Mark] = ()
-    levels: Sequence[Tick] = ()  # across the plot: targets, the capacity
-    moments: Sequence[Tick] = ()  # from its top to its bottom
+    levels: Sequence[Tick] = ()  # horizontal lines: targets, the capacity
+    moments: Sequence[Tick] = ()  # vertical lines
     note: str = ""
 
 
@@ -61,8 +60,10 @@ class Chart:
 
 @dataclass(frozen=True)
 class Scale:
-    """Numbers from `low` to `high`, between two places; by their logarithm where `log`. Others are drawn at
-    the nearer end."""
+    """Maps numbers from `low` to `high` to places from `start` to `end`, by their logarithm if `log`.
+
+    Other numbers are clipped.
+    """
 
     low: float
     high: float
@@ -71,14 +72,14 @@ class Scale:
     log: bool = False
 
     def at(self, value: float) -> float:
-        """Where a number is."""
+        """Returns the place of a number."""
         low, high, value = self.low, self.high, min(max(value, self.low), self.high)
         if self.log:
             low, high, value = math.log(low), math.log(high), math.log(value)
         return self.start + (self.end - self.start) * (value - low) / (high - low)
 
     def ticks(self, write: Callable[[float], str]) -> list[Tick]:
-        """At round numbers."""
+        """Returns ticks at round numbers."""
         numbers = (
             _round_numbers_by_log(self.low, self.high) if self.log else _round_numbers(self.low, self.high)
         )
@@ -86,18 +87,18 @@ class Scale:
 
 
 def x_scale(high: float) -> Scale:
-    """From 0 at the left."""
+    """Returns a scale from 0 at the left."""
     return Scale(0.0, high if high > 0 else 1.0, LEFT, PLOT_RIGHT)
 
 
 def y_scale(values: Sequence[float]) -> Scale:
-    """From 0 at the bottom, with a little room above the highest."""
+    """Returns a scale from 0 at the bottom, with a little room above the highest value."""
     high = max(values, default=0.0)
     return Scale(0.0, 1.05 * high if high > 0 else 1.0, PLOT_BOTTOM, TOP)
 
 
 def log_scale(values: Sequence[float]) -> Scale | None:
-    """By logarithm, with a little room around those of the values that are more than 0; None: none is."""
+    """Returns a logarithmic scale with a little room around the positive values; None without any."""
     found = [value for value in values if value > 0]
     if not found:
         return None
@@ -105,19 +106,19 @@ def log_scale(values: Sequence[float]) -> Scale | None:
 
 
 def nines(quantile: float) -> float:
-    """Where a quantile is on an axis on which every nine of it takes the same room; 1 is at its end."""
+    """Returns the place of a quantile on an axis on which each nine has the same width; 1 is at the end."""
     place = -math.log10(1 - quantile) if quantile < 1 else _NINES_END
     return x_scale(_NINES_END).at(place)
 
 
 def nines_ticks() -> list[Tick]:
-    """In per cent."""
+    """Returns the ticks of the axis of nines, in per cent."""
     labels = {0.0: "0", 0.5: "50", 0.9: "90", 0.99: "99", 0.999: "99.9", 1.0: "max"}
     return [Tick(nines(quantile), label) for quantile, label in labels.items()]
 
 
 def _round_numbers(low: float, high: float, most: int = 6) -> list[float]:
-    """Multiples of 1, 2 or 5 times a power of ten, at most so many."""
+    """Returns at most `most` multiples of 1, 2 or 5 times a power of ten."""
     least = (high - low) / most
     power = 10.0 ** math.floor(math.log10(least))
     step = next(factor * power for factor in (1, 2, 5, 10) if factor * power >= least * (1 - 1e-9))
@@ -126,7 +127,7 @@ def _round_numbers(low: float, high: float, most: int = 6) -> list[float]:
 
 
 def _round_numbers_by_log(low: float, high: float) -> list[float]:
-    """Powers of ten, with 2 and 5 times these where there are few."""
+    """Returns powers of ten, with 2 and 5 times these if there are few."""
     decades = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
     factors: tuple[int, ...] = (1, 2, 5) if high / low < 1e3 else (1,)
     if high / low >= 1e6:
@@ -141,7 +142,7 @@ def _round_numbers_by_log(low: float, high: float) -> list[float]:
 
 
 def steps(scales: tuple[Scale, Scale], edges: Sequence[float], values: Sequence[float]) -> str:
-    """`values[i]` from `edges[i]` to `edges[i + 1]`: means over intervals, drawn as such."""
+    """Returns a path of steps, with `values[i]` from `edges[i]` to `edges[i + 1]`."""
     x, y = scales
     parts = [f"M{_n(x.at(edges[0]))} {_n(y.at(values[0]))}"]
     for edge, value in zip(edges[1:], [*values[1:], None], strict=True):
@@ -154,13 +155,13 @@ def steps(scales: tuple[Scale, Scale], edges: Sequence[float], values: Sequence[
 def between(
     scales: tuple[Scale, Scale], edges: Sequence[float], low: Sequence[float], high: Sequence[float]
 ) -> str:
-    """The area between two of these."""
+    """Returns the path of the area between two lines of steps."""
     back = steps(scales, edges[::-1], low[::-1])
     return steps(scales, edges, high) + "L" + back[1:] + "Z"
 
 
 def polyline(points: Sequence[tuple[float, float]]) -> str:
-    """Through places in the box."""
+    """Returns a path through places in the box."""
     return "M" + "L".join(f"{_n(x)} {_n(y)}" for x, y in points)
 
 

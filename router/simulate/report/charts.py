@@ -1,8 +1,4 @@
-"""The charts of simulations: memory and requests over time, and latencies by quantile.
-
-Knows results, and what is drawn of them. How lines are drawn `chart.py` knows, what a page says besides
-`page.py`.
-"""
+"""The charts of simulations: memory and requests over time, and latencies by quantile."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -26,7 +22,7 @@ from .chart import (
 
 
 def over_time(result: SimulationResult) -> tuple[Chart, Chart]:
-    """Memory, and requests, with a moment at the last one's admission."""
+    """Draws memory and requests over time, with a line at the last admission."""
     f, series = result.figures, result.series
     requests = counts(
         "Requests", [("in flight", result, series.running), ("waiting", result, series.waiting)]
@@ -39,12 +35,12 @@ def over_time(result: SimulationResult) -> tuple[Chart, Chart]:
 
 
 def _memory(result: SimulationResult) -> Chart:
-    """What is held, with and without tokens, and what is cached, one on the other under the capacity."""
+    """Draws used, wasted and cached slots, stacked under the capacity."""
     series, f = result.series, result.figures
     title, edges = "Memory", _edges(result)
     words = (
-        f"Tokens of the pool's {series.capacity:,} over {duration(f.seconds)}: in the mean "
-        f"while loaded {f.memory_used_share:.1%} used, {f.memory_padding_share:.2%} waste, "
+        f"Tokens of the pool's {series.capacity:,} over {duration(f.seconds)}. Means while loaded: "
+        f"{f.memory_used_share:.1%} used, {f.memory_padding_share:.2%} waste, "
         f"{f.memory_cached_share:.1%} cached; at most {f.peak_held_share:.1%} held."
     )
     if not series.used:
@@ -69,7 +65,7 @@ def _memory(result: SimulationResult) -> Chart:
 
 
 def counts(title: str, lines: Sequence[tuple[str, SimulationResult, Sequence[float]]]) -> Chart:
-    """Numbers of requests."""
+    """Draws numbers of requests over time."""
     drawn = [(name, result, values) for name, result, values in lines if values]
     if not drawn:
         return _nothing(title)
@@ -87,7 +83,7 @@ def counts(title: str, lines: Sequence[tuple[str, SimulationResult, Sequence[flo
 
 
 def shares(results: Sequence[SimulationResult], names: Sequence[str]) -> Chart:
-    """What each holds of its capacity."""
+    """Draws the share of the capacity that each simulation holds."""
     title = "Memory held"
     drawn = [(number, r) for number, r in enumerate(results) if r.series.used]
     if not drawn:
@@ -100,7 +96,7 @@ def shares(results: Sequence[SimulationResult], names: Sequence[str]) -> Chart:
         held = [(a + b) / series.capacity for a, b in zip(series.used, series.padding, strict=True)]
         marks.append(Mark(names[number], steps((x, y), _edges(result), held), number))
     words = "; ".join(
-        f"{names[i]}: {r.figures.memory_held_share:.1%} in the mean while loaded" for i, r in drawn
+        f"{names[i]}: {r.figures.memory_held_share:.1%} on average while loaded" for i, r in drawn
     )
     return Chart(
         title, f"Share of the capacity over time. {words}.", _clock_label(shown), "of the capacity",
@@ -110,6 +106,7 @@ def shares(results: Sequence[SimulationResult], names: Sequence[str]) -> Chart:
 
 
 def latencies(results: Sequence[SimulationResult], names: Sequence[str]) -> tuple[Chart, Chart]:
+    """Draws the quantiles of TTFT and of TPOT, with their targets."""
     ttft = [
         (r.ttft, r.figures.ttft_p50, r.figures.ttft_p99, float(r.settings["ttft_target"])) for r in results
     ]
@@ -145,7 +142,7 @@ def _quantiles(
     levels = tuple(Tick(y.at(target), f"target {in_seconds(target)}") for target in targets)
     goals = " and ".join(in_seconds(target) for target in targets)
     return Chart(
-        title, f"Quantiles, by logarithm. {words}; target {goals}.", "per cent of requests", "logarithmic",
+        title, f"Quantiles, logarithmic. {words}; target {goals}.", "per cent of requests", "logarithmic",
         nines_ticks(), y.ticks(in_seconds), lines=marks, levels=levels,
     )  # fmt: skip
 
@@ -155,7 +152,7 @@ def _nothing(title: str) -> Chart:
 
 
 def _edges(result: SimulationResult) -> list[float]:
-    """Where the intervals of its series begin, and where the last one ends, which may be cut short."""
+    """Returns the starts of the intervals of a series, and the end of the last one, which may be shorter."""
     width, num = result.series.width, len(result.series.used)
     last = min(max(result.figures.seconds, (num - 1) * width), num * width)
     return [*(i * width for i in range(num)), last]
@@ -165,7 +162,7 @@ _UNITS = ((7200.0, 3600.0, "hours"), (300.0, 60.0, "minutes"), (0.0, 1.0, "secon
 
 
 def _unit(results: Sequence[SimulationResult]) -> tuple[float, float, str]:
-    """How long it all takes, a unit's seconds, and its name."""
+    """Returns the longest time, the seconds of its unit, and the unit's name."""
     longest = max(_edges(result)[-1] for result in results)
     return longest, *next((seconds, name) for least, seconds, name in _UNITS if longest >= least)
 
@@ -184,7 +181,7 @@ def _clock_label(results: Sequence[SimulationResult]) -> str:
 
 
 def in_seconds(value: float) -> str:
-    """A latency, in the unit that suits it."""
+    """Formats a latency in a suitable unit."""
     if value >= 100:
         return f"{value:.0f} s"
     if value >= 1 or value == 0:
@@ -193,7 +190,7 @@ def in_seconds(value: float) -> str:
 
 
 def duration(value: float) -> str:
-    """A span of time, in the unit that suits it."""
+    """Formats a span of time in a suitable unit."""
     if value >= 7200:
         return f"{value / 3600:.1f} h"
     if value >= 300:

@@ -1,9 +1,7 @@
-"""The report of one simulation, or of several to compare: one HTML page that needs nothing beside it.
+"""The report of one simulation, or of several to compare: one HTML page that loads no other file.
 
-Knows results (`result.py`) and says in words, tables and charts what they hold; knows no scheduler
-and no clock: the same results are the same bytes. How the page looks, and every tag of it, is in
-`simulation_report.html.jinja`, which escapes all that it is given. There is no script in it, and its
-Content-Security-Policy lets nothing be loaded.
+The same results give the same bytes. `page.html.jinja` has every tag of the page, and escapes all texts. The
+page has no script, and its Content-Security-Policy lets it load nothing.
 """
 
 from collections.abc import Iterator, Sequence
@@ -21,26 +19,26 @@ from .tables import Table, all_figures, in_words, policies, settings, source_of,
 
 TEMPLATE_FILE = Path(__file__).with_name("page.html.jinja")
 
-# What results may differ in, and still be compared.
+# Results that differ only in these settings are compared.
 POLICY = ("allocation", "admission", "patience", "reserve")
 
 
 @dataclass(frozen=True)
 class Part:
-    """A heading with what stands under it."""
+    """A section of the page."""
 
     title: str
     paragraphs: Sequence[str] = ()
     warning: str = ""
-    tiles: Sequence[tuple[str, str, str]] = ()  # what it is, the figure, a word on it
+    tiles: Sequence[tuple[str, str, str]] = ()  # name, figure, comment
     charts: Sequence[Chart] = ()
     tables: Sequence[Table] = ()
 
 
 def render(results: Sequence[SimulationResult]) -> str:
-    """The page. Raises ValueError for no result at all."""
+    """Renders the page. Raises ValueError without a result."""
     if not results:
-        raise ValueError("no result; give one at least")
+        raise ValueError("no result; give at least one")
     names = labels(results)
     environment = jinja2.Environment(
         autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
@@ -60,8 +58,8 @@ def render(results: Sequence[SimulationResult]) -> str:
 
 
 def labels(results: Sequence[SimulationResult]) -> list[str]:
-    """A name for each result: its policy, then what else they differ in where that is not enough, then a
-    number."""
+    """Names each result: by its policy, then by other settings that differ, then by a number, until all names
+    are different."""
     names = [f"{result.settings['allocation']} · {result.settings['admission']}" for result in results]
     for key in _differing(results):
         if key not in POLICY[:2] and len(set(names)) < len(names):
@@ -75,7 +73,7 @@ def labels(results: Sequence[SimulationResult]) -> list[str]:
 
 
 def _differing(results: Sequence[SimulationResult]) -> list[str]:
-    """The settings that are not the same in all."""
+    """Returns the settings that are not equal in all results."""
     keys = list(dict.fromkeys(key for result in results for key in result.settings))
     return [key for key in keys if any(r.settings.get(key) != results[0].settings.get(key) for r in results)]
 
@@ -100,8 +98,8 @@ def _several(results: Sequence[SimulationResult], names: Sequence[str]) -> Itera
     warning = ""
     if others:
         warning = (
-            f"These results differ in more than the policy: {', '.join(others)}. No best one is marked, for "
-            "differences may come from that."
+            f"These results differ in more than the policy: {', '.join(others)}. The best one is not marked, "
+            "because these settings may cause the differences."
         )
     yield Part(
         "In short",
@@ -139,39 +137,40 @@ def _last_parts(results: Sequence[SimulationResult], columns: Sequence[str]) -> 
 # Words
 
 _QUANTILES = (
-    "A point says that so many per cent of the requests took no longer than this. Every nine takes the same "
-    "room across, so that the slowest requests can be seen. Dashed: the target."
+    "A point gives the per cent of the requests that took at most this time. The horizontal axis gives each "
+    "nine (90, 99, 99.9) the same width, to show the slowest requests. The target is dashed."
 )
 
 
 def _summary(result: SimulationResult) -> Iterator[str]:
     f = result.figures
-    came = f"at {f.offered_rate:.2f} a second" if f.offered_rate else "all there at the start"
+    came = f"at {f.offered_rate:.2f} a second" if f.offered_rate else "all waiting at the start"
     came = f"{result.settings['trace']}: {_requests(f.num_requests)}, {came}"
     if f.load:
-        came += f", {f.load:.2f} times what an oracle serves of it ({f.saturation_rate:.2f} a second)"
+        came += f", {f.load:.2f} times the rate that an oracle serves ({f.saturation_rate:.2f} a second)"
     lost = f" {_requests(f.num_skipped)} more could never fit and were left out." if f.num_skipped else ""
     if f.num_cut:
-        lost += f" {_were(f.num_cut, 'answer')} cut off at max_new."
+        lost += f" {_were(f.num_cut, 'answer')} cut at max_new."
     yield (
-        f"{came}. The last of them ended after {duration(f.seconds)} of the simulated clock; while they "
-        f"came or waited, {f.served_rate:.2f} requests a second were served, and over all of it "
-        f"{f.output_rate:,.0f} tokens a second.{lost}"
+        f"{came}. The last request ended after {duration(f.seconds)} of the simulated clock. Until the last "
+        f"admission {f.served_rate:.2f} requests a second were served; over the whole time "
+        f"{f.output_rate:,.0f} tokens a second were generated.{lost}"
     )
     ttft, tpot = _targets(result)
     yield (
         f"Goodput: {f.goodput:.2f} requests a second met both targets ({f.met_share:.1%} of the requests): "
-        f"{_goal(result)}. Of the requests, 99% had their first token within {in_seconds(f.ttft_p99)} "
-        f"({_within(f.ttft_p99, ttft)}), and 99% took {in_seconds(f.tpot_p99)} or less a token after it "
+        f"{_goal(result)}. 99% of the requests got their first token within {in_seconds(f.ttft_p99)} "
+        f"({_within(f.ttft_p99, ttft)}), and 99% took at most {in_seconds(f.tpot_p99)} per token after it "
         f"({_within(f.tpot_p99, tpot)})."
     )
-    memory = f"Of the memory {f.memory_used_share:.1%} held tokens of running requests while there was work "
-    memory += "waiting or to come"
+    memory = (
+        f"Until the last admission {f.memory_used_share:.1%} of the memory held tokens of running requests"
+    )
     if f.memory_padding_share:
         memory += f", {f.memory_padding_share:.2%} was {_empty(result)}"
     memory += (
-        f", and {f.memory_cached_share:.1%} was kept because it may be used again. The most held at once was "
-        f"{f.peak_held_share:.1%}."
+        f", and {f.memory_cached_share:.1%} held cached prefixes. At most {f.peak_held_share:.1%} was held at "
+        "once."
     )
     if f.hit_tokens:
         memory += (
@@ -184,7 +183,7 @@ def _summary(result: SimulationResult) -> Iterator[str]:
         return
     yield (
         f"{_were(f.num_preempted, 'request')} preempted ({f.preempted_share:.2%}), {_times(f.num_preemptions)} "
-        f"in all; {f.recomputed_tokens:,} tokens had to be computed again."
+        f"in total; {f.recomputed_tokens:,} tokens had to be computed again."
     )
 
 
@@ -210,9 +209,9 @@ def _comparison(results: Sequence[SimulationResult], names: Sequence[str], compa
         yield f"All have the same goodput: {f.goodput:.2f} requests a second met both targets ({goal})."
     else:
         yield (
-            f"The most requests that met both targets ({goal}) were those of {name}: {f.goodput:.2f} a second. "
-            f"The fewest were those of {last_name}: {last.figures.goodput:.2f}, "
-            f"{last.figures.goodput / f.goodput:.0%} of it."
+            f"{name} has the highest goodput: {f.goodput:.2f} requests a second met both targets ({goal}). "
+            f"{last_name} has the lowest: {last.figures.goodput:.2f}, which is "
+            f"{last.figures.goodput / f.goodput:.0%} of that."
         )
     calm = [n for r, n in zip(results, names, strict=True) if not r.figures.num_preemptions]
     if len(calm) == len(results):
@@ -220,13 +219,13 @@ def _comparison(results: Sequence[SimulationResult], names: Sequence[str], compa
     else:
         worst, worst_name = max(zip(results, names, strict=True), key=lambda p: p[0].figures.num_preemptions)
         yield (
-            f"Without a preemption: {'; '.join(calm) or 'none'}. The most had {worst_name}: "
-            f"{_times(worst.figures.num_preemptions)}, of {worst.figures.preempted_share:.2%} of the requests."
+            f"No preemptions: {'; '.join(calm) or 'none of them'}. {worst_name} preempted most often: "
+            f"{_times(worst.figures.num_preemptions)}, {worst.figures.preempted_share:.2%} of the requests."
         )
     used = sorted(zip(results, names, strict=True), key=lambda p: -p[0].figures.memory_used_share)
     yield (
-        f"Memory with tokens of running requests in it, in the mean while loaded: from "
-        f"{used[-1][0].figures.memory_used_share:.1%} ({used[-1][1]}) to "
+        f"On average until the last admission, tokens of running requests filled from "
+        f"{used[-1][0].figures.memory_used_share:.1%} of the memory ({used[-1][1]}) to "
         f"{used[0][0].figures.memory_used_share:.1%} ({used[0][1]})."
     )
 
@@ -234,7 +233,7 @@ def _comparison(results: Sequence[SimulationResult], names: Sequence[str], compa
 def _means(result: SimulationResult) -> tuple[str]:
     words = (
         f"Each point is the mean over an interval of the simulated clock ({duration(result.series.width)}). "
-        "Shares of memory are means until all are admitted."
+        "Shares of memory are means until the last admission."
     )
     return (words + _uncounted([result]),)
 
@@ -242,13 +241,13 @@ def _means(result: SimulationResult) -> tuple[str]:
 def _uncounted(results: Sequence[SimulationResult]) -> str:
     if all(result.figures.offered_rate for result in results):
         return ""
-    return " Where all requests are there at the start, the next ones alone are counted as waiting, not all."
+    return " If all requests wait from the start, only the next ones are counted as waiting."
 
 
 def _step_time_words(results: Sequence[SimulationResult]) -> tuple[str, ...]:
-    words = "How long a step takes is computed from the following, not a measurement of this run."
+    words = "The time of a step is computed from these parameters; it was not measured in this run."
     if all(set(source_of(result)) == {"given"} for result in results):
-        words += " The parameters were given by hand: how well they fit a device is not known."
+        words += " The parameters were given by hand, so how well they fit a device is not known."
     return (words,)
 
 
@@ -259,12 +258,12 @@ def _targets(result: SimulationResult) -> tuple[float, float]:
 def _goal(result: SimulationResult) -> str:
     ttft, tpot = _targets(result)
     return (
-        f"the first token within {in_seconds(ttft)}, and then {in_seconds(tpot)} a token at most in the mean"
+        f"the first token within {in_seconds(ttft)}, and then on average at most {in_seconds(tpot)} per token"
     )
 
 
 def _empty(result: SimulationResult) -> str:
-    """What the slots are that are held without a token."""
+    """Describes the slots that are held without a token."""
     if result.settings["allocation"] == "contiguous":
         return "reserved for tokens to come"
     return "lost at the ends of pages"

@@ -1,7 +1,4 @@
-"""The tables of simulations: policies side by side, settings, step-time models and every figure.
-
-Knows results, and makes texts of their numbers; knows no page.
-"""
+"""The tables of simulations: policies side by side, settings, step-time models and every figure."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
@@ -11,22 +8,22 @@ from lightkv.router.simulate.result import Figures, SimulationResult
 
 PARAMETERS = {
     "base": "every step",
-    "per_decode": "for each request that decodes, without prompt tokens beside it",
-    "per_kv": "for each token that these attend",
+    "per_decode": "for each decoding request, in a step without prompt tokens",
+    "per_kv": "for each token that decoding requests attend to",
     "prefill": "a step with prompt tokens, at least",
     "per_prompt": "for each token of a step with prompt tokens",
-    "per_pair": "for each prompt token and each token that it attends",
+    "per_pair": "for each prompt token and each token that it attends to",
 }
 _ERRORS = {
     "steps": "steps measured",
     "median_relative_error": "fit error, median",
-    "max_relative_error": "fit error, at most",
+    "max_relative_error": "fit error, highest",
 }
 
 
 @dataclass(frozen=True)
 class Cell:
-    """Of a table. `best`: of its column."""
+    """A cell of a table. `best`: it is the best of its column."""
 
     text: str
     best: bool = False
@@ -34,7 +31,7 @@ class Cell:
 
 @dataclass(frozen=True)
 class Table:
-    """Rows of a heading and cells. `numeric`: the cells are numbers, and stand at the right."""
+    """A table. A row has a heading and cells. `numeric`: the cells are numbers, aligned right."""
 
     caption: str
     columns: Sequence[str]
@@ -44,7 +41,7 @@ class Table:
 
 @dataclass(frozen=True)
 class _Column:
-    """Of a policy table. `better`: 1 for the highest, -1 for the lowest, 0 where neither is."""
+    """A column of a policy table. `better`: 1 for higher values, -1 for lower ones, 0 for neither."""
 
     heading: str
     value: Callable[[Figures], float]
@@ -78,12 +75,13 @@ _MEMORY = (
 def policies(
     results: Sequence[SimulationResult], names: Sequence[str], comparable: bool
 ) -> tuple[Table, Table]:
-    """A row for each: how it served, and what it did with the memory. `comparable`: mark the best."""
-    bold = " In bold: the best of its column." if comparable else ""
-    service = "Service. In time: both targets met; served: while there was work waiting or to come."
+    """Returns the tables of service and of memory, with a row per result. `comparable`: marks the best."""
+    bold = " The best of each column is bold." if comparable else ""
+    service = "Service. In time: requests that met both targets. Served: until the last admission."
     memory = (
-        "Memory, in the mean while loaded, of the pool's capacity. Waste: held without a token, and how much "
-        "of a request's own slots that is; recomputed: tokens, after preemptions."
+        "Memory: means while loaded, as shares of the pool's capacity. Waste: slots held without a token. "
+        "Waste in a request: its share of the request's own slots. Recomputed: tokens computed again after "
+        "preemptions."
     )
     return (
         _policies(service + bold, _SERVICE, results, names, comparable),
@@ -112,21 +110,21 @@ def _policies(
 
 
 def turned(table: Table) -> Table:
-    """One of a single row, which becomes its column."""
+    """Transposes a table of one row."""
     ((name, cells),) = table.rows
     rows = [(column, [cell]) for column, cell in zip(table.columns[1:], cells, strict=True)]
     return Table(table.caption, ["", name], rows)
 
 
 def all_figures(results: Sequence[SimulationResult], columns: Sequence[str]) -> Table:
-    """By their names in the JSON line."""
+    """Returns every figure by its name in the JSON line."""
     values = [asdict(result.figures) for result in results]
     rows = [(name, [Cell(_number(each[name])) for each in values]) for name in values[0]]
     return Table("Figures by name", ["figure", *columns], rows)
 
 
 def step_times(results: Sequence[SimulationResult], columns: Sequence[str]) -> Table:
-    """The models' parameters, and what they were fitted to; one column where they are the same."""
+    """Returns the parameters of the models and their sources; one column if all models are equal."""
     models = [result.step_time for result in results]
     names = list(columns)
     if all(model == models[0] for model in models):
@@ -142,7 +140,7 @@ def step_times(results: Sequence[SimulationResult], columns: Sequence[str]) -> T
         )
     if not any("median_relative_error" in source for source in sources):
         rows.append(("fit error", [Cell("not known") for _ in models]))
-    return Table("Seconds of a step, and where they come from", ["", *names], rows, numeric=False)
+    return Table("The time of a step, and the source of the model", ["", *names], rows, numeric=False)
 
 
 def _source_value(key: str, value: Any) -> str:
@@ -160,20 +158,20 @@ def _number(value: float) -> str:
 
 
 def settings(results: Sequence[SimulationResult], columns: Sequence[str]) -> Table:
-    """What they were run with."""
+    """Returns the settings of each result."""
     keys = list(dict.fromkeys(key for result in results for key in result.settings))
     rows = [(key, [Cell(in_words(result.settings.get(key))) for result in results]) for key in keys]
-    return Table("What it was run with.", ["setting", *columns], rows, numeric=False)
+    return Table("The settings of each simulation.", ["setting", *columns], rows, numeric=False)
 
 
 def source_of(result: SimulationResult) -> dict[str, Any]:
-    """Where a step-time model comes from; empty where that is not told."""
+    """Returns the source of a step-time model; empty if it is unknown."""
     source = result.step_time.get("source")
     return source if isinstance(source, dict) else {}
 
 
 def in_words(value: Any) -> str:
-    """A setting."""
+    """Formats a setting."""
     if value is None or value == "":
         return "—"
     if isinstance(value, bool):

@@ -1,0 +1,183 @@
+"""Runs one offline load on vLLM or on lightkv, with the engine's own default settings.
+
+    python peer_bench.py vllm MODEL --out FILE
+    python peer_bench.py lightkv MODEL --out FILE --set prefill_chunk=16384
+
+It measures tokens per second, the time of a decode step and the time to the first token. The time of a step is
+the difference between two runs, of 256 and of 128 new tokens, divided by 128. Both engines get the same random
+prompts and decode greedily to the full length.
+
+This script is run by itself and imports nothing of `bench`: vLLM must not see the top folder of the project,
+because it would take lightkv's `triton_kernels` for the package of that name that it looks for.
+"""
+
+import argparse
+import ast
+import json
+import random
+import statistics
+import time
+from pathlib import Path
+from typing import Any, Protocol
+
+FIRST_ID = 100  # many vocabularies keep special tokens below it
+OUTPUTS = (128, 256)  # new tokens of the two runs from which the time of a step follows
+FIRST_TOKEN_RUNS = 7  # for each length of prompt, of which the first two warm up
+WARM_UP_RUNS = 2
+
+Prompts = list[list[int]]
+
+
+class Engine(Protocol):
+    """An engine with a loaded model. `version`: the release that runs."""
+
+    version: str
+
+    def generate(self, prompts: Prompts, num_output: int) -> tuple[float, list[list[int]]]:
+        """Decodes `num_output` tokens after each prompt. Returns the seconds and the new token ids."""
+
+
+class Vllm:
+    """`vllm.LLM`."""
+
+    def __init__(self, model: str, settings: dict[str, Any]) -> None:
+        import vllm
+
+        self.version = vllm.__version__
+        self._sampling_params = vllm.SamplingParams
+        self._llm = vllm.LLM(model=model, skip_tokenizer_init=True, gpu_memory_utilization=0.9, **settings)
+
+    def generate(self, prompts: Prompts, num_output: int) -> tuple[float, list[list[int]]]:
+        inputs = [{"prompt_token_ids": ids} for ids in prompts]
+        params = self._sampling_params(
+            temperature=0, max_tokens=num_output, ignore_eos=True, detokenize=False
+        )
+        start = time.perf_counter()
+        outputs = self._llm.generate(inputs, params, use_tqdm=False)
+        seconds = time.perf_counter() - start
+        return seconds, [list(output.outputs[0].token_ids) for output in outputs]
+
+
+class Lightkv:
+    """`lightkv.router.LLM`."""
+
+    def __init__(self, model: str, settings: dict[str, Any]) -> None:
+        import lightkv
+        from lightkv.router import LLM, EngineConfig, SamplingParams
+
+        self.version = lightkv.__version__
+        self._sampling_params = SamplingParams
+        config = EngineConfig(model=model, **settings)
+        self._llm = LLM(config, report=lambda line: print("   ", line, flush=True))
+
+    def generate(self, prompts: Prompts, num_output: int) -> tuple[float, list[list[int]]]:
+        params = self._sampling_params(temperature=0, max_tokens=num_output, ignore_eos=True)
+        start = time.perf_counter()
+        outputs = self._llm.generate(prompts, params)
+        seconds = time.perf_counter() - start
+        return seconds, [output.outputs[0].token_ids for output in outputs]
+
+
+ENGINES = {"vllm": Vllm, "lightkv": Lightkv}
+
+
+class Load:
+    """Random prompts. Each call uses another seed, so that no prompt is found in a prefix cache."""
+
+    def __init__(self, vocab_size: int) -> None:
+        self._vocab_size = vocab_size
+        self._seed = 0
+
+    def prompts(self, batch: int, length: int) -> Prompts:
+        """Returns `batch` prompts of `length` token ids, which no earlier call has returned."""
+        self._seed += 1
+        rng = random.Random(self._seed)
+        return [[rng.randrange(FIRST_ID, self._vocab_size) for _ in range(length)] for _ in range(batch)]
+
+
+def measure_batch(engine: Engine, load: Load, batch: int, length: int, rounds: int) -> dict[str, Any]:
+    """Measures seconds, milliseconds of a step and tokens per second. Exits if an answer has a wrong length."""
+    _, texts = engine.generate(load.prompts(batch, length), 32)  # warms up
+    few, many = OUTPUTS
+    seconds: dict[int, list[float]] = {few: [], many: []}
+    for _ in range(rounds):
+        for num_output, found in seconds.items():
+            took, tokens = engine.generate(load.prompts(batch, length), num_output)
+            if [len(ids) for ids in tokens] != [num_output] * batch:
+                raise SystemExit(f"no figures: an answer does not have {num_output} tokens")
+            found.append(took)
+    pairs = zip(seconds[few], seconds[many], strict=True)
+    steps = [(longer - shorter) / (many - few) * 1e3 for shorter, longer in pairs]
+    return {
+        "seconds": seconds,
+        "step_ms": steps,
+        "tokens_per_s": batch * few / statistics.median(seconds[few]),
+        "first_tokens": texts[:32],
+    }
+
+
+def measure_first_token(engine: Engine, load: Load, length: int) -> list[float]:
+    """Measures the milliseconds to the one new token of a prompt of `length` tokens."""
+    times = [engine.generate(load.prompts(1, length), 1)[0] * 1e3 for _ in range(FIRST_TOKEN_RUNS)]
+    return times[WARM_UP_RUNS:]
+
+
+def parse_settings(pairs: list[str]) -> dict[str, Any]:
+    """Parses NAME=VALUE pairs. A value that is no Python literal is a string."""
+    settings: dict[str, Any] = {}
+    for pair in pairs:
+        name, _, value = pair.partition("=")
+        try:
+            settings[name] = ast.literal_eval(value)
+        except (ValueError, SyntaxError):
+            settings[name] = value
+    return settings
+
+
+def main() -> None:
+    made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    made.add_argument("engine", choices=ENGINES)
+    made.add_argument("model", help="directory of a checkpoint")
+    made.add_argument("--out", type=Path, help="write the results to this file, as JSON")
+    made.add_argument("--set", nargs="*", default=[], metavar="NAME=VALUE", help="settings of the engine")
+    made.add_argument("--batches", type=int, nargs="*", default=[1, 32, 256])
+    made.add_argument("--prompt", type=int, default=512, help="tokens of each prompt of a batch")
+    made.add_argument("--first-token", type=int, nargs="*", default=[512, 2048, 8192], metavar="PROMPT",
+                      help="lengths of the prompts whose time to the first token is measured")  # fmt: skip
+    made.add_argument("--rounds", type=int, default=3)
+    made.add_argument("--vocab-size", type=int, default=128256)
+    options = made.parse_args()
+    settings = parse_settings(options.set)
+    start = time.perf_counter()
+    engine: Engine = ENGINES[options.engine](options.model, settings)
+    results: dict[str, Any] = {
+        "engine": options.engine,
+        "version": engine.version,
+        "settings": settings,
+        "start_seconds": time.perf_counter() - start,
+        "batches": {},
+        "first_token_ms": {},
+    }
+    print(f"== {options.engine} {engine.version} {settings}: started in {results['start_seconds']:.1f} s")
+    load = Load(options.vocab_size)
+
+    def save() -> None:
+        if options.out:
+            options.out.write_text(json.dumps(results) + "\n")
+
+    for batch in options.batches:
+        found = measure_batch(engine, load, batch, options.prompt, options.rounds)
+        results["batches"][batch] = found
+        steps = [round(milliseconds, 3) for milliseconds in found["step_ms"]]
+        print(f"batch {batch:4d}: {found['tokens_per_s']:9.1f} tokens/s, "
+              f"step {statistics.median(steps):.3f} ms {steps}", flush=True)  # fmt: skip
+        save()
+    for length in options.first_token:
+        times = results["first_token_ms"][length] = measure_first_token(engine, load, length)
+        print(f"prompt {length:5d}: first token in {statistics.median(times):.2f} ms "
+              f"{[round(milliseconds, 2) for milliseconds in times]}", flush=True)  # fmt: skip
+        save()
+
+
+if __name__ == "__main__":
+    main()
