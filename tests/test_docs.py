@@ -1,0 +1,218 @@
+"""Checks what the docs say: links, files and names exist, commands are understood, and Python blocks run."""
+
+import ast
+import json
+import re
+import shlex
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from typer.main import get_command
+
+from lightkv.router import LLM
+from lightkv.router.cli.app import app
+from tests.support.served import save_tiny_model, starting
+from tests.support.tiny_models import VOCABULARY, tiny_llama
+
+ROOT = Path(__file__).parents[1]
+PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"), *(ROOT / "bench").rglob("*.md")])
+# The pages that name files by their path from the root, with the names that are defined there in parentheses.
+MAPS = [
+    ROOT / "README.md",
+    ROOT / "CONTRIBUTING.md",
+    *(ROOT / "docs" / f"{name}.md" for name in ("architecture", "decisions", "measured", "using")),
+]
+ARCHITECTURE, README, USING = MAPS[2], MAPS[0], MAPS[5]
+MAX_STATIONS, MAX_README_LINES = 15, 110
+
+FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+FILE = re.compile(r"`([\w./-]+\.(?:py|md|json|txt|toml|jinja))`(?:\s+\(([^)]*)\))?")
+FOLDER = re.compile(r"`((?:[\w-]+/){2,})`")
+MODULE = re.compile(r"\bbench(?:\.\w+)+")
+NAME = re.compile(r"`([A-Za-z_][\w.]*)`")
+NUMBER = re.compile(r"\d[\d,.]*\d|\d")
+
+
+def label(page: Path) -> str:
+    return str(page.relative_to(ROOT))
+
+
+@cache
+def text_of(page: Path) -> str:
+    return page.read_text(encoding="utf-8")
+
+
+def prose_of(page: Path) -> str:
+    """The page without its fenced blocks."""
+    return FENCE.sub("", text_of(page))
+
+
+def blocks_of(page: Path, *languages: str) -> list[str]:
+    return [block for language, block in FENCE.findall(text_of(page)) if language in languages]
+
+
+# --------------------------------------------------------------------------------
+# Links, files and names
+
+
+def anchors_of(page: Path) -> set[str]:
+    """The anchors of a page's headings, as GitHub makes them."""
+    headings = re.findall(r"^#+ (.*)$", prose_of(page), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=label)
+def test_every_relative_link_leads_somewhere(page: Path) -> None:
+    broken = []
+    for target in re.findall(r"\]\(([^)\s]+)\)", prose_of(page)):
+        if target.startswith(("http://", "https://", "mailto:")):
+            continue
+        name, _, anchor = target.partition("#")
+        file = (page.parent / name).resolve() if name else page
+        if not file.exists() or (anchor and anchor not in anchors_of(file)):
+            broken.append(target)
+    assert not broken
+
+
+@cache
+def names_in(file: Path) -> frozenset[str]:
+    """The functions, classes and constants of a Python file, with `Class.member` for those of a class."""
+    found = set()
+    for node in ast.parse(text_of(file), str(file)).body:
+        for name in _defined_by(node):
+            found.add(name)
+            if isinstance(node, ast.ClassDef):
+                found |= {f"{name}.{member}" for inner in node.body for member in _defined_by(inner)}
+    return frozenset(found)
+
+
+def _defined_by(node: ast.stmt) -> list[str]:
+    if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+        return [node.name]
+    targets = node.targets if isinstance(node, ast.Assign) else []
+    if isinstance(node, ast.AnnAssign):
+        targets = [node.target]
+    return [target.id for target in targets if isinstance(target, ast.Name)]
+
+
+@pytest.mark.parametrize("page", MAPS, ids=label)
+def test_every_named_file_exists_and_defines_the_names_beside_it(page: Path) -> None:
+    wrong = []
+    for name, beside in FILE.findall(prose_of(page)):
+        file = ROOT / name
+        if not file.is_file():
+            wrong.append(name)
+        elif file.suffix == ".py":
+            wrong += [f"{name}: {one}" for one in NAME.findall(beside) if one not in names_in(file)]
+    wrong += [folder for folder in FOLDER.findall(prose_of(page)) if not (ROOT / folder).is_dir()]
+    for module in MODULE.findall(text_of(page)):
+        path = ROOT.joinpath(*module.split("."))
+        if not path.is_dir() and not path.with_suffix(".py").is_file():
+            wrong.append(module)
+    assert not wrong
+
+
+def test_names_that_a_file_lacks_are_found(tmp_path: Path) -> None:
+    file = tmp_path / "one.py"
+    file.write_text(
+        "A = 1\nB: int = 2\n\nclass C:\n    field: int\n\n    def verb(self): ...\n\ndef f(): ...\n"
+    )
+    assert names_in(file) == {"A", "B", "C", "C.field", "C.verb", "f"}
+    [(name, beside)] = FILE.findall("in `a/one.py`\n(`C.verb`, `g`: twice) and `not.this`")
+    assert (name, NAME.findall(beside)) == ("a/one.py", ["C.verb", "g"])
+
+
+def test_one_request_passes_through_few_files() -> None:
+    way = text_of(ARCHITECTURE).split("## One request's way\n")[1].split("\nThen ")[0]
+    stations = re.findall(r"^\| (\d+) \| `([\w/.]+)`", way, re.MULTILINE)
+    assert [int(number) for number, _ in stations] == list(range(1, len(stations) + 1))
+    assert 10 <= len({file for _, file in stations}) == len(stations) <= MAX_STATIONS
+
+
+# --------------------------------------------------------------------------------
+# The README
+
+
+def test_the_readme_is_short() -> None:
+    assert len(text_of(README).splitlines()) <= MAX_README_LINES
+
+
+def test_every_result_in_the_readme_stands_in_measured_md() -> None:
+    table = re.findall(r"^\| .*\|$", text_of(README).split("## Results")[1], re.MULTILINE)
+    assert len(table) > 5
+    measured = set(NUMBER.findall(text_of(ROOT / "docs" / "measured.md")))
+    measured |= set(NUMBER.findall(text_of(ROOT / "docs" / "token-vs-paged.md")))
+    unknown = {number for row in table for number in NUMBER.findall(row)} - measured
+    assert not unknown
+
+
+# --------------------------------------------------------------------------------
+# Commands
+
+
+def commands_of(page: Path) -> list[list[str]]:
+    """The commands in a page's fenced blocks, one a line, with or without a prompt."""
+    lines = [line for block in blocks_of(page, "", "bash") for line in block.splitlines()]
+    found = [line.removeprefix("$ ") for line in lines if re.match(r"(\$ )?(lightkv|make|python) ", line)]
+    return [shlex.split(line, comments=True) for line in found]
+
+
+@pytest.mark.parametrize("page", [README, USING, ROOT / "CONTRIBUTING.md"], ids=label)
+def test_every_command_is_understood(page: Path) -> None:
+    group: Any = get_command(app)
+    targets = set(re.findall(r"^([a-z-]+):", text_of(ROOT / "Makefile"), re.MULTILINE))
+    for program, *args in commands_of(page):
+        if program == "make":
+            assert args[0] in targets
+        elif program == "lightkv":
+            name, command, rest = group.resolve_command(group.make_context("lightkv", [args[0]]), args)
+            command.make_context(name, rest)  # raises for an option that there is not
+
+
+@pytest.fixture(scope="module")
+def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tiny_model(tmp_path_factory.mktemp("models") / "tiny")
+
+
+def test_the_readmes_service_answers_the_readmes_request(tiny_model: Path, tmp_path: Path) -> None:
+    (block,) = blocks_of(README, "bash")
+    serve, curl = (shlex.split(line) for line in block.splitlines())
+    assert serve[:2] == ["lightkv", "serve"]
+    assert curl[:3] + curl[4:5] == ["curl", "localhost:8000/v1/chat/completions", "-H", "-d"]
+    header, _, value = curl[3].partition(": ")
+    path = curl[1].removeprefix("localhost:8000")
+    with starting(tiny_model, tmp_path / "log", tmp_path) as start:
+        status, answer, _ = start().wait_ready().request(path, json.loads(curl[5]), {header: value})
+    assert (status, answer["choices"][0]["message"]["role"]) == (200, "assistant")
+
+
+# --------------------------------------------------------------------------------
+# Python
+
+
+@pytest.fixture
+def small_llm(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Makes `LLM()` load a tiny model, onto the CPU: it would take nearly all of a GPU."""
+    monkeypatch.setattr(LLM.__init__, "__defaults__", (str(tiny_model), lambda line: None))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+
+
+@pytest.mark.parametrize("page", [README, USING], ids=label)
+def test_every_python_block_runs(page: Path, small_llm: None, capsys: pytest.CaptureFixture[str]) -> None:
+    model = tiny_llama(torch.device("cpu"))
+    inputs = {"input_ids": torch.arange(1, 9)[None] % VOCABULARY, "max_new_tokens": 4}
+    programs = blocks_of(page, "python")
+    assert len(programs) == 2 + (page == USING)
+    for program in programs:
+        exec(compile(program, str(page), "exec"), {"model": model, "inputs": inputs})
+    assert capsys.readouterr().out.strip()
+
+
+def test_the_readmes_examples_stay_short() -> None:
+    blocks = [*blocks_of(README, "python"), *blocks_of(README, "bash")]
+    llm, cache, serve = (len([line for line in block.splitlines() if line]) for block in blocks)
+    assert (llm, serve) == (4, 2)
+    assert cache <= 6
