@@ -16,6 +16,7 @@ _EXPORTS = {
     "InvalidConfig": ".config",
     "InvalidParams": ".sampling_params",
     "InvalidPrompt": ".engine.request",
+    "LocalEngine": ".engine.loop",
     "NeverFits": ".engine.request",
     "Request": ".engine.request",
     "RequestOutput": ".llm",
