@@ -85,8 +85,8 @@ class Sampler:
         return num_rows * (8 + _LINE.itemsize + LogitEdits.bytes_per_row(vocab_size))
 
     def enable_logit_edits(self) -> None:
-        """Allocates the buffers of the kinds EDITED and FULL, unless they exist. Call it before a graph of such a
-        kind is captured."""
+        """Allocates the buffers of the kinds EDITED and FULL, unless they exist. Call it before a graph of
+        one of these kinds is captured."""
         if self._logit_edits is None:
             with torch.inference_mode(False):
                 self._logit_edits = LogitEdits(self.num_rows, self.vocab_size, self.device)

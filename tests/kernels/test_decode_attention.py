@@ -300,7 +300,7 @@ def test_refuses_a_plan_of_something_else(device: torch.device) -> None:
     q = torch.zeros(2, 4, 64, device=device)
     plan = decode_plan(cache.rows, cache.lengths, num_kv_heads=2, window=3)
     with pytest.raises(
-        ValueError, match="with a window of 3, but the call has 2 requests of 1 queries with a window of 0"
+        ValueError, match="a window of 3, but the call has 2 requests of 1 queries with a window of 0"
     ):
         decode_attention(q, *cache, plan=plan)
     with pytest.raises(ValueError, match="the plan is for 2 requests of 1 queries"):
