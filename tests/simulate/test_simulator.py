@@ -295,7 +295,7 @@ def test_the_last_line_is_every_figure(tmp_path: Path) -> None:
         (["--capacity", "0"], "at least 1"),
         (["--reserve", "1"], "less than 1"),
         (["--step-time", "base=x"], "names being base"),
-        (["--step-time", "per_kv=1e-9"], "a base of 0 seconds"),
+        (["--step-time", "per_kv=1e-9"], "base is 0 seconds"),
         (["--step-time", "nothing.json"], "nothing.json"),
         (["--capacity", "5000", "--rate", "inf"], "--skip-too-large"),
     ],
