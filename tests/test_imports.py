@@ -61,10 +61,8 @@ WITH_TORCH = (
     "lightkv.router.model",
     "lightkv.router.llm",
 )
-WITHOUT_TORCH = (
-    "lightkv.triton_kernels.slots.slot_flags",
-    "lightkv.integrations.model.context",
-)  # but not these
+# These stand in such a room and must not load torch.
+WITHOUT_TORCH = ("lightkv.triton_kernels.slots.slot_flags", "lightkv.integrations.model.context")
 MAX_FILES, MAX_LINES = 14, 500
 
 

@@ -7,12 +7,15 @@ import platform
 import statistics
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import fields
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple, NoReturn, TypeVar
 
 import torch
+
+from lightkv.router.config import EngineConfig
 
 T = TypeVar("T")
 
@@ -141,3 +144,9 @@ def parser(description: str | None) -> argparse.ArgumentParser:
     )
     made.add_argument("--out", type=Path, help="also write the JSON to this file, say in bench/results/")
     return made
+
+
+def engine_help(name: str) -> str:
+    """Returns the text that explains the engine's setting `name`, for an option of a benchmark."""
+    text: str = next(field.metadata["help"] for field in fields(EngineConfig) if field.name == name)
+    return text.replace("%", "%%")

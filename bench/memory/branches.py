@@ -28,7 +28,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
 
-from bench.common.report import parser, print_json, print_machine, print_table
+from bench.common.report import engine_help, parser, print_json, print_machine, print_table
 from lightkv.errors import CheckFailed
 from lightkv.ledger import ledger
 from lightkv.router import EngineConfig
@@ -351,7 +351,7 @@ def compare(run: Callable[[Memory], Held]) -> dict[str, Any]:
 
 def arguments() -> argparse.Namespace:
     made = parser(__doc__)
-    made.add_argument("--model", default=EngineConfig.model, help=EngineConfig.help("model"))
+    made.add_argument("--model", default=EngineConfig.model, help=engine_help("model"))
     made.add_argument("--prompts", type=int, default=40, help="of the chat workload")
     made.add_argument("--samples", type=int, nargs="+", default=[1, 4, 16])
     made.add_argument("--beams", type=int, nargs="+", default=[4, 8])

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from bench.common.report import parser, print_json, print_machine, print_table
+from bench.common.report import engine_help, parser, print_json, print_machine, print_table
 from lightkv.router import EngineConfig
 from lightkv.router.engine.ledger import Ledger
 from lightkv.router.model_files import resolve
@@ -168,7 +168,7 @@ def least_capacity(turns: Sequence[Turn], running: int) -> int:
 
 def arguments() -> argparse.Namespace:
     made = parser(__doc__)
-    made.add_argument("--model", default=EngineConfig.model, help=EngineConfig.help("model"))
+    made.add_argument("--model", default=EngineConfig.model, help=engine_help("model"))
     made.add_argument("--chats", type=int, default=600)
     made.add_argument("--at-once", type=int, default=64, help="conversations whose turns are interleaved")
     made.add_argument("--running", type=int, default=16, help="requests that are open at once")

@@ -54,6 +54,7 @@ import uvloop
 from bench.common.child import ChildFailed
 from bench.common.report import (
     Spread,
+    engine_help,
     load_pyplot,
     parser,
     print_json,
@@ -346,12 +347,10 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     for field in fields(EngineConfig):
         flag = "--" + field.name.replace("_", "-")
         if kinds[field.name] is bool:
-            engine.add_argument(
-                flag, action=argparse.BooleanOptionalAction, help=EngineConfig.help(field.name)
-            )
+            engine.add_argument(flag, action=argparse.BooleanOptionalAction, help=engine_help(field.name))
         else:
             kind = next((k for k in get_args(kinds[field.name]) if k is not type(None)), kinds[field.name])
-            engine.add_argument(flag, type=kind, help=EngineConfig.help(field.name).replace("%", "%%"))
+            engine.add_argument(flag, type=kind, help=engine_help(field.name))
     made.add_argument("serve", nargs="*", metavar="-- OPTION", help="further options of lightkv serve")
     options = made.parse_args(argv)
     if not options.concurrency and not options.rate:

@@ -41,8 +41,7 @@ class Executor:
     """A runner whose answers end where the trace says, and whose free count is that of the ledger.
 
     The device allocates a slot for each token. A ledger by pages also counts the empty slots of its pages,
-    and its
-    capacity is a number of whole pages: these slots are free on the device and not in the plan.
+    and its capacity is a number of whole pages: these slots are free on the device and not in the plan.
     """
 
     def __init__(self, runner: ModelRunner, ledger: Ledger, capacity: int) -> None:

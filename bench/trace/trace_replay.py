@@ -43,6 +43,7 @@ import torch
 from bench.common.child import ChildFailed
 from bench.common.llama_3_8b import LLAMA_3_8B, with_layers
 from bench.common.report import (
+    engine_help,
     machine,
     parser,
     print_again,
@@ -121,21 +122,21 @@ def compared(measured: Results, figures: Figures) -> Results:
 def arguments() -> argparse.Namespace:
     made = parser(__doc__)
     made.add_argument("trace", help="a file (Azure, ShareGPT, Mooncake), or a workload's name")
-    made.add_argument("--model", default=EngineConfig.model, help=EngineConfig.help("model"))
+    made.add_argument("--model", default=EngineConfig.model, help=engine_help("model"))
     made.add_argument(
         "--llama-3-8b", action="store_true", help="a model of its shape, random weights, instead"
     )
     made.add_argument("--layers", type=int, default=LLAMA_3_8B.num_hidden_layers, help="of that shape")
-    made.add_argument("--device", default="auto", help=EngineConfig.help("device"))
+    made.add_argument("--device", default="auto", help=engine_help("device"))
     made.add_argument("--requests", type=int, default=256, help="of the trace, from its first")
     made.add_argument("--load", type=float, nargs="+", default=[0.7, 1.3], help="times the oracle's rate")
     made.add_argument("--allocation", nargs="+", default=["token", "paged:16", "paged:256"], metavar="NAME",
                       choices=ALLOCATIONS, help=", ".join(ALLOCATIONS))  # fmt: skip
     made.add_argument("--admission", default="quantile", choices=ADMISSIONS)
     made.add_argument("--capacity", type=int, default=120_000, help="tokens of the pool")
-    made.add_argument("--max-num-seqs", type=int, default=None, help=EngineConfig.help("max_num_seqs"))
-    made.add_argument("--max-model-len", type=int, default=None, help=EngineConfig.help("max_model_len"))
-    made.add_argument("--prefill-chunk", type=int, default=None, help=EngineConfig.help("prefill_chunk"))
+    made.add_argument("--max-num-seqs", type=int, default=None, help=engine_help("max_num_seqs"))
+    made.add_argument("--max-model-len", type=int, default=None, help=engine_help("max_model_len"))
+    made.add_argument("--prefill-chunk", type=int, default=None, help=engine_help("prefill_chunk"))
     made.add_argument("--max-new", type=int, default=1024, help="max_tokens of every request")
     made.add_argument("--max-prompt", type=int, help="scale the prompts: the longest has so many tokens")
     made.add_argument("--max-output", type=int, help="scale the answers likewise")

@@ -16,9 +16,8 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 
-SHORT_BODY = (
-    2**16
-)  # bytes; parsing them takes a few milliseconds at most, so they are parsed without a thread
+# Bytes. A body of this size is parsed within a few milliseconds, so it is parsed without a thread.
+SHORT_BODY = 2**16
 # The first bytes of each body are not counted, so that short requests are served even if no room is left.
 FREE_BYTES = 2**14
 MAX_VALUES, MAX_STRINGS, MAX_CONTAINERS = 2**19, 2**15, 2**13  # of one body; keys count as strings

@@ -30,9 +30,8 @@ class EngineStats(msgspec.Struct, frozen=True):
 
     Tokens: capacity, free, held, cached, forecast_peak (the most that the running requests may come to hold)
     and reached_peak (the most that were held so far). The numbers of requests are those of now. All others
-    are
-    totals: steps, prompt tokens and those of them found in the cache, generated tokens, preemptions, and the
-    tokens that were computed again after preemptions.
+    are totals: steps, prompt tokens and those of them found in the cache, generated tokens, preemptions, and
+    the tokens that were computed again after preemptions.
     """
 
     capacity: int = 0

@@ -8,8 +8,7 @@ A waiting request is admitted when the most tokens that it and all running reque
 the pool (`forecast.py`), so that an admitted request never runs short of a token. Requests are ordered by
 priority and waiting time. An `Admission` may estimate outputs instead; the pool can run short then, and the
 least urgent request is preempted: what it has computed stays cached while there is room, and it keeps its
-place in the
-    queue.
+place in the queue.
 
 With a depth of two, the next step is planned while one is in flight, so that the device need not wait for the
 host. Such a plan assumes that a request continues unless it reaches its length. If the step in flight

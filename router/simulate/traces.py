@@ -27,8 +27,7 @@ class UnreadableTrace(LightKVError, ValueError):
 class TraceRequest(NamedTuple):
     """A request. `arrival`: seconds from the first one, None if the trace has no times. `prompt`, `output`:
     numbers of tokens. `blocks`: ids of the prompt's blocks of `BLOCK` tokens, which are equal for equal
-    prefixes;
-    empty: the prompt shares no prefix."""
+    prefixes; empty: the prompt shares no prefix."""
 
     arrival: float | None
     prompt: int

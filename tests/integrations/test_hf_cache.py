@@ -444,7 +444,7 @@ def test_a_mask_or_positions_that_would_be_ignored_are_refused(attention: str, d
     cache.kv.check()
 
 
-@pytest.mark.parametrize("attention", [OWN, OURS])
+@pytest.mark.parametrize("attention", [pytest.param(OWN, marks=pytest.mark.slow), OURS])
 def test_smollm2(attention: str, device: torch.device) -> None:
     directory = resolve(EngineConfig.model, print)
     tokenizer = AutoTokenizer.from_pretrained(directory)

@@ -134,7 +134,7 @@ def test_packed_forward_on_torch(name: str, device: torch.device) -> None:
     assert_packed_equals_own_forward(CONFIGS[name], "torch", STEPS, device)
 
 
-@pytest.mark.parametrize("name", ["llama", "gemma2"])
+@pytest.mark.parametrize("name", ["llama", pytest.param("gemma2", marks=pytest.mark.slow)])
 def test_packed_forward_on_triton(name: str, device: torch.device) -> None:
     assert_packed_equals_own_forward(CONFIGS[name], "triton", STEPS, device)
 

@@ -101,6 +101,7 @@ def test_long_outputs_are_allocated_too(device: torch.device) -> None:
             assert torch.equal(getattr(state, name), getattr(expected_state, name)), name
 
 
+@pytest.mark.slow
 def test_a_launch_is_right_for_tensors_of_any_alignment(device: torch.device) -> None:
     """A kernel compiled for one call serves the others, so it must not depend on addresses or values."""
     state, expected_state = new_slot_state(9000, device), new_slot_state(9000, device)

@@ -1,8 +1,7 @@
 """Compares `decode_attention` with its reference, element by element, and the reference with dense attention.
 
 Slots are shuffled, every free slot holds NaN, slot 0 holds large finite garbage, and the output is NaN before
-each
-run: a wrong slot, a missing mask or an unwritten element makes a test fail.
+each run: a wrong slot, a missing mask or an unwritten element makes a test fail.
 """
 
 from typing import NamedTuple

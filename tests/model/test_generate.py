@@ -298,7 +298,7 @@ def test_penalties_reach_the_model(llm: LLM) -> None:
         ("", None, InvalidPrompt, "empty"),
         ([1.5], None, InvalidPrompt, "prompt 1 .*integers"),
         ([2**40], None, InvalidPrompt, "prompt 1 .*fits 32 bits"),
-        (None, None, InvalidPrompt, "prompt 1 is no text"),
+        (None, None, InvalidPrompt, "prompt 1 is neither"),
         ([1], SamplingParams(logit_bias={50000: 1.0}), InvalidParams, "logit_bias"),
     ],
     ids=["pool", "context", "vocabulary", "empty", "floats", "huge", "none", "bias"],

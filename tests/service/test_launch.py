@@ -230,7 +230,10 @@ def test_a_model_that_cannot_be_loaded_ends_the_service_with_the_reason(start: S
 
 @pytest.mark.parametrize(
     ("model_type", "reason"),
-    [("mamba", "some of its layers keep a recurrent state"), (None, "lacks tokenizer.json")],
+    [
+        ("mamba", "some of its layers keep a recurrent state"),
+        pytest.param(None, "lacks tokenizer.json", marks=pytest.mark.slow),
+    ],
     ids=["architecture", "files"],
 )
 def test_the_architecture_is_refused_before_the_files(

@@ -31,7 +31,7 @@ def start(model: Path, tmp_path: Path, sockets: Path) -> Iterator[Start]:
         yield begin
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.slow)])
 def test_signals_to_all_processes_end_the_service_like_one_to_the_launcher(
     start: Start, sockets: Path, number: signal.Signals
 ) -> None:

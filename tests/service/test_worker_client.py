@@ -116,7 +116,9 @@ def test_failures_are_reported_in_their_turn_and_a_killed_worker_at_once(
 
 
 LOOPS = pytest.mark.parametrize(
-    "loop_factory", [asyncio.new_event_loop, uvloop.new_event_loop], ids=["asyncio", "uvloop"]
+    "loop_factory",
+    [pytest.param(asyncio.new_event_loop, marks=pytest.mark.slow), uvloop.new_event_loop],
+    ids=["asyncio", "uvloop"],
 )
 
 

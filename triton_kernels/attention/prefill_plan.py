@@ -9,9 +9,8 @@ A request's rows (its queries times the query heads that share a K/V head) are c
     tiles    ├── BLOCK_M ──┼── BLOCK_M ──┼──┼── BLOCK_M ──┼──┼ …       the last one of a request may be short
 
 The list has the tiles of all requests in descending order of their keys, so that no long tile starts last.
-Nothing
-is sorted: the tiles of one request are in order already, so the number of its tiles that precede a given tile
-is a division.
+Nothing is sorted: the tiles of one request are in order already, so the number of its tiles that precede a
+given tile is a division.
 """
 
 from typing import NamedTuple
