@@ -65,14 +65,12 @@ def run(engine: LocalEngine) -> dict[str, list[int]]:
 
 def test_the_tokens_are_those_of_reading_alone(device: torch.device) -> None:
     results = []
-    for grouped in (False, True):
-        engine, _, plans = make(device, group_prefixes=grouped, cuda_graphs=False)
+    for shared in (False, True):
+        engine, _, plans = make(device, group_prefixes=shared, cuda_graphs=False)
         add_requests(engine, 6, 5)
         results.append(run(engine))
         kinds = {tuple(prefix.num_tokens for prefix in plan.prefixes) for plan in plans}
-        assert (
-            len(kinds) > 2
-        ) == grouped  # the requests that share a prefix change as requests start and end
+        assert (len(kinds) > 2) == shared  # the requests that share a prefix change as requests start and end
     assert share_alike(*results) == 1.0
 
 
@@ -131,10 +129,10 @@ def test_a_graph_is_updated_only_when_the_shared_prefixes_change(
 @pytest.mark.parametrize("graphs", [False, True], ids=["eager", "graphs"])
 def test_many_requests_start_and_end_while_they_read_together(graphs: bool) -> None:
     results = []
-    for grouped in (False, True):
+    for shared in (False, True):
         engine, runner, plans = make(
             torch.device("cuda"),
-            group_prefixes=grouped,
+            group_prefixes=shared,
             cuda_graphs=graphs,
             max_num_seqs=24,
             max_total_tokens=4000,
@@ -142,13 +140,13 @@ def test_many_requests_start_and_end_while_they_read_together(graphs: bool) -> N
         add_requests(engine, 80, 60)
         results.append(run(engine))
         changes = [plan.prefixes for plan in plans if not plan.num_prefills and plan.prefixes]
-        assert (len(changes) > 50) == grouped
+        assert (len(changes) > 50) == shared
         if graphs:
             assert runner._graphs is not None
             forms = {
                 form.shares_prefixes for graph in runner._graphs._graphs.values() for form in graph._graphs
             }
-            assert forms == {False, grouped}
+            assert forms == {False, shared}
     # A near-tie may be decided differently if keys are summed in another order.
     assert share_alike(*results) >= 0.9
 

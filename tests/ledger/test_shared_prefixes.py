@@ -28,13 +28,13 @@ def start(ledger: TokenLedger, *tokens: int) -> Sequence:
     return sequence
 
 
-def choose(ledger: TokenLedger, grouping: PrefixSharing = ANY) -> list[tuple[set[int], int]]:
-    found = shared_prefixes(ledger.shared, ledger.sequences, grouping)
+def choose(ledger: TokenLedger, sharing: PrefixSharing = ANY) -> list[tuple[set[int], int]]:
+    found = shared_prefixes(ledger.shared, ledger.sequences, sharing)
     return [(set(prefix.rows), prefix.num_tokens) for prefix in found]
 
 
-def saved(found: list[SharedPrefix], grouping: PrefixSharing) -> int:
-    return sum(grouping.saved(len(prefix.rows), prefix.num_tokens) for prefix in found)
+def saved(found: list[SharedPrefix], sharing: PrefixSharing) -> int:
+    return sum(sharing.saved(len(prefix.rows), prefix.num_tokens) for prefix in found)
 
 
 def test_without_sharing_there_are_no_sets() -> None:
@@ -84,16 +84,16 @@ def test_a_set_of_more_than_max_members_is_divided_by_families() -> None:
 
 
 @pytest.mark.parametrize(
-    "grouping",
+    "sharing",
     [ANY._replace(min_tokens=21), ANY._replace(min_saved=41), ANY._replace(max_members=1)],
     ids=["short", "saves little", "off"],
 )
-def test_prefixes_that_save_too_little_are_left_out(grouping: PrefixSharing) -> None:
+def test_prefixes_that_save_too_little_are_left_out(sharing: PrefixSharing) -> None:
     ledger = TokenLedger(200, 8, 50)
     for own in (100, 101, 102):
         start(ledger, *range(20), own, 5)
     assert choose(ledger, ANY._replace(min_tokens=20, min_saved=40)) == [({1, 2, 3}, 20)]
-    assert choose(ledger, grouping) == []
+    assert choose(ledger, sharing) == []
 
 
 def test_sequences_that_have_dropped_tokens_are_left_out() -> None:
@@ -175,9 +175,9 @@ def grown(rng: random.Random, num_sequences: int) -> TokenLedger:
 def test_the_choice_compared_with_brute_force(seed: int, max_members: int) -> None:
     """It saves at least as much as the best choice of segments, and at most as much as the best partition."""
     rng = random.Random(seed)
-    grouping = PrefixSharing(max_members, rng.choice([1, 8]), rng.choice([1, 20]), min_mean=0)
+    sharing = PrefixSharing(max_members, rng.choice([1, 8]), rng.choice([1, 20]), min_mean=0)
     ledger = grown(rng, rng.randint(2, 7))
-    found = shared_prefixes(ledger.shared, ledger.sequences, grouping)
+    found = shared_prefixes(ledger.shared, ledger.sequences, sharing)
     rows = [row for prefix in found for row in prefix.rows]
     assert len(set(rows)) == len(rows)
 
@@ -189,15 +189,15 @@ def test_the_choice_compared_with_brute_force(seed: int, max_members: int) -> No
 
     for prefix in found:
         assert prefix.num_tokens <= common(list(prefix.rows))
-        assert grouping.saved(len(prefix.rows), prefix.num_tokens)
+        assert sharing.saved(len(prefix.rows), prefix.num_tokens)
     best_nodes = max(
-        sum(grouping.saved(len(s.holders), sum(above.length for above in s.up())) for s in chosen)
+        sum(sharing.saved(len(s.holders), sum(above.length for above in s.up())) for s in chosen)
         for chosen in antichains(list(ledger.shared))
     )
     best = max(
-        sum(grouping.saved(len(part), common(part)) for part in parts) for parts in partitions(sorted(paths))
+        sum(sharing.saved(len(part), common(part)) for part in parts) for parts in partitions(sorted(paths))
     )
-    assert best_nodes <= saved(found, grouping) <= best
+    assert best_nodes <= saved(found, sharing) <= best
 
 
 def test_in_any_life_the_members_have_the_same_slots() -> None:
@@ -243,13 +243,13 @@ def test_a_few_that_share_do_not_slow_all_others() -> None:
     ledger = TokenLedger(1000, 8, 100)
     for last in (7, 8):
         start(ledger, *range(1, 41), last)
-    grouping = ANY._replace(min_mean=10)
-    assert choose(ledger, grouping) == [({1, 2}, 40)]
+    sharing = ANY._replace(min_mean=10)
+    assert choose(ledger, sharing) == [({1, 2}, 40)]
     start(ledger, 90, 91)
     start(ledger, 92, 93)
-    assert choose(ledger, grouping) == [({1, 2}, 40)]  # 40 tokens, 10 each
+    assert choose(ledger, sharing) == [({1, 2}, 40)]  # 40 tokens, 10 each
     start(ledger, 94, 95)
-    assert choose(ledger, grouping) == []
+    assert choose(ledger, sharing) == []
     assert choose(ledger) == [({1, 2}, 40)]
 
 
@@ -262,8 +262,8 @@ def test_a_batch_that_changes_gets_the_same_sets_as_a_new_one(
     differ."""
     rng = random.Random(seed)
     ledger = TokenLedger(20_000, 12, 400)
-    grouping = PrefixSharing(max_members, 20, rng.choice([1, 30]), rng.choice([0, 1, 3]))
-    prefixes = BatchPrefixes(ledger, grouping)
+    sharing = PrefixSharing(max_members, 20, rng.choice([1, 30]), rng.choice([0, 1, 3]))
+    prefixes = BatchPrefixes(ledger, sharing)
     looked: list[int] = []
     renew = prefixes._renew
     monkeypatch.setattr(prefixes, "_renew", lambda changed: looked.append(1) or renew(changed))
@@ -289,7 +289,7 @@ def test_a_batch_that_changes_gets_the_same_sets_as_a_new_one(
         before = len(looked)
         ledger.extend(batch, [1] * len(batch))
         found = prefixes.of(list(batch))
-        assert found == shared_prefixes(ledger.shared, batch, grouping)
+        assert found == shared_prefixes(ledger.shared, batch, sharing)
         assert prefixes.of(list(batch)) is found
         num_sets += len(found)
         num_alone += len(looked) == before
