@@ -84,7 +84,7 @@ class _Answer:
 
 
 class _Run:
-    """The answers of one call, and the events that the call has not taken yet."""
+    """The answers of one call, and the events that the call has not handled yet."""
 
     def __init__(self, answers: list[_Answer]) -> None:
         self.growing = {answer.request.id: answer for answer in answers}
@@ -126,7 +126,7 @@ class LLM:
         order.
 
         `params`: one for all prompts, or one for each. Raises NeverFits, InvalidParams or InvalidPrompt before
-        anything runs, and StepFailed. Ctrl-C ends these answers after the step in flight; other calls go on.
+        anything runs, and StepFailed. Ctrl-C ends these answers after the step in flight; other calls continue.
         """
         many = _as_prompts(prompts)
         answers = self._answers(many, params)

@@ -104,7 +104,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def greedy(self) -> bool:
-        """Whether the likeliest token is taken, without a random number."""
+        """Whether the likeliest token is chosen, without a random number."""
         return self.temperature < MIN_TEMPERATURE
 
     @property

@@ -1,4 +1,4 @@
-"""What every test shares: the interpreter on machines without a GPU, how many processes run the tests, the
+"""Settings of all tests: the interpreter on machines without a GPU, how many processes run the tests, the
 `gpu` and `browser` markers, a file's time budget."""
 
 import os

@@ -1,4 +1,4 @@
-"""Who imports whom, and what no file may contain. Reads the sources; runs almost nothing."""
+"""Checks which rooms import which, and what no file may contain, by reading the sources."""
 
 import ast
 import re

@@ -2,10 +2,10 @@
 
     python -m bench.features.speculation --out bench/results/speculation-cpu.json
 
-Some prompts have answers that repeat the prompt (a letter to be rewritten with one change, or to be repeated),
-others have not. The sides alternate in every round, and the cache is emptied before each run. Both have to
-generate the same tokens, else no figures are reported. The floor of a pass is what it has to read: every weight
-once, over the bandwidth measured in the same run.
+The answers of some prompts repeat the prompt (a letter to be rewritten with one change, or to be repeated), the
+answers of others do not. The two sides alternate in every round, and the cache is emptied before each run. If
+they generate different tokens, no figures are reported. The floor of a pass is the time to read every weight
+once at the bandwidth measured in the same run.
 """
 
 import time

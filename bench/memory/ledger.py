@@ -1,22 +1,22 @@
-"""Measures each verb of the ledger, with its edits, beside a million cached tokens.
+"""Measures each verb of the ledger, with its edits, while a million tokens are cached.
 
     python -m bench.memory.ledger --out bench/results/ledger.json
 
 It uses no device and no tensor, because the ledger is host arithmetic. A verb's time is from its call until
 its edits are drained. The service encodes the edits of all verbs once per step; the time to encode one verb's
-edits is a row of its own. There are two loads of prompts of 1,000 tokens:
+edits is reported in a separate row. The prompts of both loads have 1,000 tokens:
 
     documents   256 tokens that sixteen documents share, 256 tokens of one document, and a new question
     chats       a system prompt that all chats share, eight turns of 100 tokens, and a new last turn
 
-One prompt in eight leaves its document or chat at a random token after the first turn, so that segments are
-split. After each request as many tokens are evicted as it left in the cache, so a prompt finds what eviction
-has left of earlier ones. Meanwhile 256 sequences are open: they decode, some are forked, and four beams fork
-at every token.
+One prompt in eight diverges from its document or chat at a random token after the first turn, so that segments
+are split. After each request, as many tokens are evicted as the request added to the cache, so a prompt hits
+only the part of earlier prompts that has not been evicted. Meanwhile 256 sequences are open: they decode, some
+are forked, and four beams fork at every token.
 
 The floor of `open` is one look-up in a dict and one comparison of a thousand tokens. Lists of ids are
-converted to bytes once, where they enter; this is reported apart. Before a figure is printed, the ledger
-recounts itself, and the decoded edits have to give the same free count.
+converted to bytes once, before they reach the ledger; this is reported separately. Before a figure is printed,
+the ledger recounts itself, and the decoded edits have to give the same free count.
 """
 
 import argparse
@@ -71,9 +71,10 @@ STEP = "extend, a step of all"
 
 
 class Load(NamedTuple):
-    """Prompts of `prompt` tokens: a stem of `turns` turns of `turn` tokens, which others share, and a new rest.
+    """A load of prompts of `prompt` tokens, each a stem that other prompts share, and then new tokens.
 
-    There are `stems` stems. Every `siblings` of them have the same first turn.
+    There are `stems` stems of `turns` turns of `turn` tokens. Every run of `siblings` stems has the same first
+    turn.
     """
 
     name: str
@@ -179,7 +180,7 @@ class Clock:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Within this context the edits of verbs are recorded, but not their times."""
+        """Within the block, the edits of verbs are recorded, but not their times."""
         was_running, self.is_running = self.is_running, False
         yield
         self.is_running = was_running
@@ -228,7 +229,7 @@ class Service:
         clock("close, a fork", ledger.close, fork, cache=False)
 
     def beam_search(self, num_tokens: int) -> None:
-        """Runs four beams of a new prompt. At every token each continues a random one of them."""
+        """Runs four beams of a new prompt. After every token, a fork of a random beam replaces each."""
         ledger, clock, rng = self.ledger, self.clock, self._rng
         with clock.paused():
             beams = [self._prefill(self.prompts.next())]
@@ -261,7 +262,7 @@ class Service:
         self.level()
 
     def step(self) -> None:
-        """Extends all running sequences by a token. They are truncated again, so that none of them ends."""
+        """Extends all running sequences by a token, and truncates them again so that they never grow."""
         ledger = self.ledger
         self.clock(STEP, ledger.extend, self.running, [1] * len(self.running))
         with self.clock.paused():
@@ -279,11 +280,11 @@ class Service:
             refuse(f"{ledger.num_cached} tokens are cached, not {self.cached}")
         count.apply(self.clock.edits())
         if count.num_free != ledger.num_free:
-            refuse(f"by the edits {count.num_free} tokens are free, by the ledger {ledger.num_free}")
+            refuse(f"the edits leave {count.num_free} tokens free, but the ledger counts {ledger.num_free}")
         return len(count.segments)
 
     def level(self) -> None:
-        """Fills or evicts the cache to the given number of cached tokens. It is not measured."""
+        """Fills or evicts the cache to the given number of cached tokens, without measuring it."""
         ledger, clock = self.ledger, self.clock
         with clock.paused():
             while ledger.num_cached < self.cached:
@@ -302,7 +303,7 @@ class Service:
 
 
 def floor_ns(service: Service, repeats: int) -> list[int]:
-    """Measures a look-up in a dict and a comparison of a prompt's tokens, each time of another prompt."""
+    """Measures a look-up in a dict and a comparison of a prompt's tokens, with a new prompt each time."""
     prompts = [service.prompts.tokens(service.load.prompt) for _ in range(repeats)]
     known = {prompt[: 2 * TOKEN_BYTES]: bytes(bytearray(prompt)) for prompt in prompts}  # equal, not the same
     times = []
@@ -384,7 +385,7 @@ def arguments() -> argparse.Namespace:
     made = parser(__doc__)
     made.add_argument("--cached", type=int, default=1_000_000, help="cached tokens")
     made.add_argument("--running", type=int, default=256, help="sequences that decode")
-    made.add_argument("--requests", type=int, default=3000, help="of each load")
+    made.add_argument("--requests", type=int, default=3000, help="requests of each load")
     made.add_argument("--steps", type=int, default=1000, help="decode steps of each load")
     return made.parse_args()
 

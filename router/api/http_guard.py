@@ -1,5 +1,4 @@
-"""Refuses requests before they reach a route: those without an API key, and those that announce a body which
-is too large."""
+"""Refuses requests without an API key or with too large a body before they reach a route."""
 
 import hmac
 import json

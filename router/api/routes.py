@@ -62,7 +62,7 @@ class InvalidHeader(LightKVError):
 
 
 class _EventStream(StreamingResponse):
-    """Server-sent events. If the client disconnects, the generation is aborted."""
+    """Server-sent events. If the client disconnects, its requests are aborted."""
 
     def __init__(self, generation: Generation, events: AsyncIterator[bytes]) -> None:
         super().__init__(events, headers=_STREAM_HEADERS, media_type="text/event-stream")
@@ -74,7 +74,7 @@ class _EventStream(StreamingResponse):
 
 
 class Routes:
-    """The endpoints, as methods. What is wrong with a request is raised."""
+    """The endpoints, as methods. For an invalid request they raise an error."""
 
     def __init__(self, backend: Backend, settings: ApiSettings) -> None:
         self._backend = backend
@@ -171,7 +171,7 @@ class Routes:
         return _json(self._described(self._model(request.path_params["model"])))
 
     async def health(self) -> Response:
-        """GET /health: 200 while the service takes requests and completes steps when there is work."""
+        """GET /health: return 200 while the service takes requests and completes steps when there is work."""
         latest = self._client.latest
         is_healthy = latest.is_healthy
         body = {
@@ -183,7 +183,7 @@ class Routes:
         return _json(body, 200 if is_healthy else 503)
 
     async def ready(self) -> Response:
-        """GET /ready: 200 while the service takes requests and steps are not late."""
+        """GET /ready: return 200 while the service takes requests and steps are not late."""
         latest = self._client.latest
         is_ready = latest.takes_requests
         body = {"ready": is_ready, "state": latest.status.state, "detail": latest.detail}
@@ -251,8 +251,8 @@ class Routes:
         return (hashlib.sha256(tenant).hexdigest(), *body.namespace)
 
     def _check_queue(self, num_prompts: int, n: int) -> None:
-        """Raises InvalidParams if the queue could never hold all answers at once: they are queued all or
-        none."""
+        """Raises InvalidParams if the queue could never hold all answers, which have to be queued
+        together."""
         most = self._settings.max_queued_requests
         if num_prompts * n > most:
             allowed = f"at most {most} answers at once, or start with a larger --max-queued-requests"
@@ -354,7 +354,7 @@ def _chat(body: ChatRequest | TokenizeRequest) -> Chat:
 
 
 def _check_fits(num_prompt: int, max_tokens: int, max_model_len: int) -> None:
-    """Raises NeverFits here, so that no prompt is sent which the router could only refuse."""
+    """Raises NeverFits for a request longer than the context, before its prompt is sent to the router."""
     if num_prompt + max_tokens > max_model_len:
         raise NeverFits(
             num_prompt, max_tokens, max_model_len, "the context", "start with a longer --max-model-len"

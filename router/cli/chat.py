@@ -80,7 +80,7 @@ def chat(
 class Conversation:
     """The messages of a chat so far.
 
-    `options`: further fields of every request; those that are None are left out.
+    `options`: further fields of every request; fields that are None are left out.
     """
 
     def __init__(self, client: ServiceClient, system: str | None, options: dict[str, Any]) -> None:

@@ -141,7 +141,7 @@ def summary(stats: "EngineStats", run: Run, pool_bytes: int) -> dict[str, str]:
         "cached": f"{stats.cached:,} tokens",
         "free": f"{stats.free:,} tokens",
         "prefix tokens hit": f"{stats.hit_tokens:,} of {stats.prompt_tokens:,} prompt tokens ({share:.0%})",
-        "forecast peak": f"{run.forecast_peak:,} tokens, if every answer were as long as it may be",
+        "forecast peak": f"{run.forecast_peak:,} tokens, if every answer reached its maximum length",
         "reached peak": f"{stats.reached_peak:,} tokens",
         "speed": f"{run.num_tokens / run.seconds:.1f} tokens/s: {run.num_tokens:,} in {run.seconds:.1f} s",
         "steps": f"{stats.num_steps:,}",

@@ -1,16 +1,16 @@
-"""Admission: the arithmetic of what running requests will hold at most, and the ways to count it.
+"""Admission: computes the most tokens that running requests will hold, and decides which request may join them.
 
-`peak_tokens` is the specification of `forecast.Forecast`, which the scheduler asks. An `Admission` says how
-long an output is expected to be, and whether a request that waits fits beside those that run.
+`peak_tokens` is the specification of `forecast.Forecast`, which the scheduler uses. An `Admission` estimates
+how long outputs will be, and decides whether a waiting request fits in addition to the running ones.
 
-A request that decodes holds `held` tokens of its own now and takes one more in each of `remaining` steps;
-then it ends and frees them all. The total rises by one a request in every step and falls only at an end, so
-that it peaks just before some request ends. With the requests sorted by `remaining` (b), the longest first,
-the i requests with the largest b are still there when the i-th ends, and each has grown by b_i:
+A request in decode holds `held` tokens (a) alone now and one more after each of `remaining` steps (b); then it
+ends and frees them all. The total rises by one a request in every step and falls only at an end, so that it
+peaks just before some request ends. With the requests sorted by b, the longest first, the i requests with the
+largest b still run when the i-th ends, and each has grown by b_i:
 
     peak = max_i ( Σ_{j≤i} a_j + i · b_i )
 
-Where an ended request is freed one step late (`lag`), the requests with a larger b have taken one more token:
+If an ended request is freed one step late (`lag`), the requests with a larger b have grown by one more token:
 
     peak = max_i ( Σ_{j≤i} a_j + i · b_i + |{j : b_j > b_i}| )
 
@@ -43,7 +43,7 @@ class SharedSegment(Protocol):
 
 
 class Demand(NamedTuple):
-    """What one request holds and will take, in tokens.
+    """What one request holds now and will hold later, in tokens.
 
     Attributes:
         held: tokens that the request alone holds now.
@@ -105,13 +105,13 @@ def _by_remaining(demand: Demand) -> int:
 
 
 class Estimates(Protocol):
-    """Expects the length of an output from the lengths of earlier ones."""
+    """Estimates the length of an output from the lengths of earlier ones."""
 
     def observe(self, length: int) -> None:
         """Notes that an output has ended with `length` tokens, by itself or at its limit."""
 
     def estimate(self, generated: int, max_tokens: int) -> int:
-        """Returns the expected length of an output that goes on: over `generated`, up to `max_tokens`."""
+        """Returns the expected final length of an output: more than `generated`, at most `max_tokens`."""
 
 
 class OutputLengths:
@@ -140,7 +140,7 @@ class OutputLengths:
             del self._sorted[bisect_left(self._sorted, self._recent.popleft())]
 
     def estimate(self, generated: int, max_tokens: int) -> int:
-        """Returns the expected length of an output that goes on: over `generated`, up to `max_tokens`."""
+        """Returns the expected final length of an output: more than `generated`, at most `max_tokens`."""
         shorter = bisect_right(self._sorted, generated)
         longer = len(self._sorted) - shorter
         if len(self._sorted) < self.num_needed or not longer:
@@ -150,8 +150,8 @@ class OutputLengths:
 
 
 class AverageLength:
-    """Estimates by the mean of recent outputs; for an output that has passed it, by a tenth more than it has.
-    LightLLM does so with an exponential mean."""
+    """Estimates by the mean of recent outputs. An output longer than the mean is estimated to become a tenth
+    longer than it is. LightLLM does the same with an exponential mean."""
 
     def __init__(self) -> None:
         self._recent: deque[int] = deque()
@@ -165,7 +165,7 @@ class AverageLength:
             self._sum -= self._recent.popleft()
 
     def estimate(self, generated: int, max_tokens: int) -> int:
-        """Returns the expected length of an output that goes on: over `generated`, up to `max_tokens`."""
+        """Returns the expected final length of an output: more than `generated`, at most `max_tokens`."""
         if len(self._recent) < OutputLengths.num_needed:
             return max_tokens
         mean = self._sum // len(self._recent)
@@ -182,8 +182,8 @@ class Counting(Enum):
 
 
 class Running(NamedTuple):
-    """What runs now, as admission looks at it: the ledger, the forecast, and the requests in prefill and
-    decode."""
+    """What admission reads of the running requests: the ledger, the forecast, and the requests in prefill and
+    in decode."""
 
     ledger: Ledger
     forecast: Forecast
@@ -193,10 +193,10 @@ class Running(NamedTuple):
 
 @dataclass(frozen=True)
 class Admission:
-    """How long outputs are expected to be, and whether a request fits beside those that run.
+    """Estimates the lengths of outputs, and decides whether a request fits in addition to the running ones.
 
     Attributes:
-        estimates: expects the lengths of outputs; None expects `max_tokens` of each.
+        estimates: estimates the lengths of outputs; with None each counts with its `max_tokens`.
         counting: which count has to fit.
         reserve: the share of the pool that admission leaves free.
         slack: tokens a request that the allocator may take beyond those counted: page - 1 where it allocates
@@ -213,7 +213,7 @@ class Admission:
 
     @property
     def may_run_short(self) -> bool:
-        """Can the admitted requests outgrow the pool, so that some have to be preempted?"""
+        """Whether the admitted requests can outgrow the pool, so that some have to be preempted."""
         return self.estimates is not None or self.counting is Counting.PREFILL
 
     def limit(self, capacity: int, num_requests: int) -> int:
@@ -225,7 +225,7 @@ class Admission:
         return self.estimates.estimate(generated, max_tokens) if self.estimates else max_tokens
 
     def admits(self, running: Running, request: Request) -> bool:
-        """Would the running requests and this one fit the pool, by what is counted?"""
+        """Returns whether the pool has room for the running requests and this one, by `counting`."""
         ledger = running.ledger
         limit = self.limit(ledger.capacity, ledger.num_open + 1)
         if self.counting is Counting.SUM:
@@ -233,7 +233,7 @@ class Admission:
         match = ledger.match(request.prefill_ids, request.namespace)
         if self.counting is Counting.PEAK:
             return running.forecast.fits(request.final, match, limit)
-        shared, tip = 0, match.tip  # the tokens that it hits and that others hold already
+        shared, tip = 0, match.tip  # the tokens that it would hit and that other requests hold already
         for segment in match.path:
             if segment.holders:
                 shared += tip or segment.length

@@ -116,10 +116,10 @@ class Forecast:
         return self._sum_final
 
     def fits(self, final: int, match: Match, limit: int) -> bool:
-        """Would the peak stay within `limit` if a prompt that hits `match` were admitted, to grow to `final`
-        tokens?"""
+        """Returns whether the peak stays within `limit` if a prompt that hits `match` is admitted and grows to
+        `final` tokens."""
         if self._sum_final + final <= limit:
-            return True  # it fits even if nothing were shared and all ended together
+            return True  # the peak is at most the sum of all
         return self._evaluate(final, match) <= limit
 
     def peak(self) -> int:

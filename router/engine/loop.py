@@ -1,4 +1,4 @@
-"""The engine: plans steps, compares the device's counts with the ledger's, and says what each request got.
+"""The engine: plans steps, compares the device's counts with the ledger's, and returns each request's tokens.
 
     plan ──► StepPlan ──► (a device carries it out) ──► StepResult ──► complete ──► TokenEvents
                                      └── error ──► fail ──► TokenEvents
@@ -62,17 +62,17 @@ class Engine:
 
     @property
     def has_work(self) -> bool:
-        """Is any request unfinished, or any step in flight?"""
+        """Whether any request is unfinished or any step is in flight."""
         return self.scheduler.has_work
 
     @property
     def num_in_flight(self) -> int:
-        """The steps planned whose result has not come."""
+        """The number of steps that are planned and not completed."""
         return self.scheduler.num_in_flight
 
     @property
     def can_plan(self) -> bool:
-        """Are fewer steps in flight than may be?"""
+        """Whether another step may be planned before the oldest one completes."""
         return self.scheduler.num_in_flight < self.scheduler.depth
 
     def add(self, request: Request) -> None:
@@ -81,7 +81,7 @@ class Engine:
         self.scheduler.add(request)
 
     def abort(self, request_id: str, reason: str = "abort") -> bool:
-        """Ends a request early. Returns False where it has ended already."""
+        """Ends a request early. Returns False if it has ended already."""
         return self.scheduler.abort(request_id, reason)
 
     def plan(self) -> StepPlan | None:
@@ -91,10 +91,14 @@ class Engine:
         return self.scheduler.plan()
 
     def complete(self, result: StepResult) -> list[TokenEvent]:
-        """Takes the result of the oldest step in flight. Returns what each request got.
+        """Completes the oldest step in flight with its result. Returns the events of each request.
 
-        Raises LedgerMismatch where the device's counts are not the ledger's; the engine is dead then. Raises
-        ValueError for the result of another step.
+        <<<<<<< HEAD
+                Raises LedgerMismatch where the device's counts are not the ledger's; the engine is dead then. Raises
+                ValueError for the result of another step.
+        =======
+                Raises LedgerMismatch if the device's counts differ from the ledger's; the engine is dead then.
+        >>>>>>> r2
         """
         plan = self.scheduler.oldest
         if result.step != plan.step:
@@ -181,9 +185,14 @@ class LocalEngine(Engine):
     def step(self) -> list[TokenEvent]:
         """Launches the steps that can be planned, and completes the oldest one in flight.
 
-        Returns what each request got. The requests of a step that fails end in "error". A KeyboardInterrupt
-        fails the step that it interrupts and is raised once the counts are right; the next call returns the
-        events. Raises LedgerMismatch where the device's counts are not the ledger's, and EngineDead ever after.
+        <<<<<<< HEAD
+                Returns what each request got. The requests of a step that fails end in "error". A KeyboardInterrupt
+                fails the step that it interrupts and is raised once the counts are right; the next call returns the
+                events. Raises LedgerMismatch where the device's counts are not the ledger's, and EngineDead ever after.
+        =======
+                Returns what each request got. The requests of a step that fails end in "error". Raises LedgerMismatch
+                if the device's counts differ from the ledger's, and EngineDead in every later call.
+        >>>>>>> r2
         """
         events = self._take_undelivered()
         refused: BaseException | None = None

@@ -1,4 +1,4 @@
-"""What the sampler is told of sequences that begin: collected at admission, sent with the next plan."""
+"""Collects at admission what the sampler needs of new sequences, to send it with the next plan."""
 
 import numpy as np
 from msgspec.structs import replace
@@ -19,7 +19,7 @@ class NewRows:
         self._prompts: dict[bytes, int] = {}  # prompt → its index in the next plan's `prompts`
 
     def add(self, request: Request, row: int) -> None:
-        """Introduces `request` in `row`. Token ids travel only where the request's sampling looks at them."""
+        """Introduces `request` in `row`. Token ids are sent only if the request's sampling reads them."""
         params = request.params
         new = NewRow(row, params, request.seed)
         if params.penalised:

@@ -11,7 +11,7 @@ least urgent request is preempted: what it has computed stays cached while there
 place in the queue.
 
 With a depth of two, the next step is planned while one is in flight, so that the device need not wait for the
-host. Such a plan goes by what is certain: a request goes on unless it reaches its length. If the step in flight
+host. Such a plan assumes that a request continues unless it reaches its length. If the step in flight
 ends it by a stop token, the token of the next step is dropped, and the request's slots are freed when that step
 completes. Admission counts this additional step.
 """
@@ -117,7 +117,7 @@ class Scheduler:
 
     @property
     def num_in_flight(self) -> int:
-        """The steps planned whose result has not come."""
+        """The number of steps that are planned and not completed."""
         return len(self._in_flight)
 
     @property
@@ -129,7 +129,7 @@ class Scheduler:
 
     @property
     def has_work(self) -> bool:
-        """Is any request unfinished, or any step in flight?"""
+        """Whether any request is unfinished or any step is in flight."""
         return bool(self._requests or self._in_flight)
 
     def add(self, request: Request) -> None:
@@ -188,7 +188,7 @@ class Scheduler:
         return plan
 
     def complete(self, result: StepResult) -> list[TokenEvent]:
-        """Takes the tokens of the oldest step in flight. Returns what each request got."""
+        """Completes the oldest step in flight with its tokens. Returns the events of each request."""
         batch = self._pop_oldest(result.step)
         events = []
         if not self._failed:
@@ -232,7 +232,7 @@ class Scheduler:
         return events
 
     def demands(self) -> list[Demand]:
-        """Returns what each request that holds tokens holds, and will take."""
+        """Returns the demand of each request that holds tokens."""
         demands = []
         for decoding, requests in (
             (False, self._prefilling),
@@ -276,7 +276,7 @@ class Scheduler:
         """Returns a request's place among the others; the lowest is admitted first.
 
         One unit of priority is worth `SECONDS_PER_PRIORITY` of waiting, so that a stream of more urgent
-        requests cannot hold a request up for ever. Where admission has patience, priority alone counts: there
+        requests cannot delay a request for ever. If admission has patience, only priority counts: there
         the requests that have waited too long are the ones that give way.
         """
         if self._admission.patience is not None:
@@ -290,7 +290,7 @@ class Scheduler:
         self._waiting.push(request)
 
     def _admit(self, request: Request) -> bool:
-        """Opens the request's sequence if admission allows it. A request that would run alone always fits."""
+        """Opens the request's sequence if admission allows it, as it always does if no other request runs."""
         ledger = self.ledger
         if self._blocked or ledger.num_open >= self.limits.max_num_seqs:
             return False
@@ -335,7 +335,7 @@ class Scheduler:
                 self._forecast.decode(request.sequence, request.remaining)
 
     def _is_short(self, growth: int, decodes: bool) -> bool:
-        """Is there too little room for the `growth` of the decodes or, without decodes, for any prefill?"""
+        """Returns whether slots are too few for the decodes' `growth` or, without decodes, for any prefill."""
         room = self.ledger.num_available - growth
         return room < 0 or (not room and not decodes and bool(self._prefilling))
 
@@ -385,7 +385,7 @@ class Scheduler:
     def _make_plan(
         self, chunks: list[_Chunk], decoding: list[Request], sequences: list[Sequence], decode_alloc: Alloc
     ) -> StepPlan:
-        """Returns the plan of these chunks and decodes, whose slots the ledger has given out."""
+        """Returns the plan of these chunks and decodes, whose slots the ledger has allocated."""
         ledger = self.ledger
         # The allocation of the decodes' slots travels as the batch itself (`StepPlan.decode_alloc`).
         edits = [edit for edit in ledger.drain() if edit is not decode_alloc]

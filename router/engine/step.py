@@ -1,4 +1,4 @@
-"""What a step is: the plan that the scheduler makes, the result that the device returns, and what they carry.
+"""A step: the plan that the scheduler makes, the result that the device returns, and their contents.
 
 Plain data without torch. In one process it is passed as it is; between processes msgspec encodes it to bytes.
 """
@@ -212,7 +212,7 @@ class PoolMap(msgspec.Struct, frozen=True):
 
 
 class RunnerInfo(msgspec.Struct, frozen=True):
-    """What a model runner has come to once it is ready: for the scheduler, and for people."""
+    """The properties of a model runner that is ready, for the scheduler and for display."""
 
     architecture: str
     device: str

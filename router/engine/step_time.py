@@ -142,7 +142,7 @@ def fit(work: Sequence[Work], seconds: Sequence[float]) -> StepTime:
             "max_relative_error": float(errors.max()),
         }
         found.append((float(np.square(errors).sum()), replace(model, source=source)))
-    # Where both fit alike but for the last digits, the model in which no step waits is taken.
+    # If both fit equally but for the last digits, the model in which no step waits is used.
     return min(found, key=lambda one: (round(one[0], 12), one[1].prefill))[1]
 
 

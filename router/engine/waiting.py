@@ -90,5 +90,5 @@ class WaitingQueue:
 
 
 def _is_waiting(entry: _Entry) -> bool:
-    """Is the entry's request still alive, and still in this place?"""
+    """Returns whether the entry's request has not ended and still has this place."""
     return entry[3].finish_reason is None and entry[:3] == entry[3].order

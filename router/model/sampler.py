@@ -1,7 +1,7 @@
-"""Samples on the device: from a step's logits to its tokens, without a round trip to the host.
+"""Samples a step's tokens from its logits on the device, without a round trip to the host.
 
-The sampler holds the sampling parameters and the last token of every row of the token table. Changes of logits
-are in `logit_edits.py`, the drawing of a token is in `draw.py`. Everything runs on the current stream. `sample`
+The sampler holds the sampling parameters and the last token of every row of the token table. `logit_edits.py`
+changes logits, and `draw.py` draws tokens. Everything runs on the current stream. `sample`
 neither synchronises nor has data-dependent shapes, so it can be captured in a CUDA graph.
 """
 
@@ -38,7 +38,8 @@ _LINE = np.dtype(
 
 
 class Sampled(NamedTuple):
-    """The tokens of one step. Inside a CUDA graph this is the graph's memory; its next replay overwrites it.
+    """The tokens of one step. Inside a CUDA graph they are in the graph's memory, and its next replay
+    overwrites them.
 
     Log-probabilities are of the model's own distribution, before bias, penalties and temperature; -inf is
     possible. They are None below SamplerKind.EDITED.
@@ -74,17 +75,18 @@ class Sampler:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of device memory that the buffers hold now."""
+        """The bytes of device memory that the buffers use now."""
         edits = self._logit_edits.num_bytes if self._logit_edits else 0
         return self.next_token.nbytes + self._lines.nbytes + edits
 
     @staticmethod
     def bytes_for(num_rows: int, vocab_size: int) -> int:
-        """Returns the bytes of device memory of such a sampler once `enable_logit_edits` has run."""
+        """Returns the bytes of device memory that such a sampler uses once `enable_logit_edits` has run."""
         return num_rows * (8 + _LINE.itemsize + LogitEdits.bytes_per_row(vocab_size))
 
     def enable_logit_edits(self) -> None:
-        """Allocates once what kinds from EDITED on need. Call it before capturing a graph of such a kind."""
+        """Allocates the buffers of the kinds EDITED and FULL, unless they exist. Call it before a graph of
+        one of these kinds is captured."""
         if self._logit_edits is None:
             with torch.inference_mode(False):
                 self._logit_edits = LogitEdits(self.num_rows, self.vocab_size, self.device)
@@ -94,7 +96,7 @@ class Sampler:
 
         Raises InvalidParams for parameters that do not fit the vocabulary, and ValueError for rows outside
         1..num_rows-1 or given twice, seeds outside int64, token ids outside the vocabulary, or a missing
-        prompt. A call that raises has changed nothing.
+        prompt. A call that raises changes nothing.
         """
         if not new_rows:
             return
@@ -141,7 +143,7 @@ class Sampler:
         return sampled
 
     def check(self) -> None:
-        """Checks what must hold between steps; synchronises. Raises LightKVError for what does not hold."""
+        """Checks the state between steps; synchronises. Raises LightKVError if a part of it is wrong."""
         lines = self._lines.cpu().numpy().view(_LINE)[:, 0]
         if not np.array_equal(lines["row"], np.arange(self.num_rows)):
             wrong = np.flatnonzero(lines["row"] != np.arange(self.num_rows))
@@ -192,7 +194,7 @@ def _draw(scores: Tensor, lines: Tensor, positions: Tensor, truncated: bool = Fa
     `truncated`: top-k and top-p are applied.
     """
     temperature = _real(lines, "temperature")
-    best_score, best = scores.max(dim=-1, keepdim=True)  # the first of equals
+    best_score, best = scores.max(dim=-1, keepdim=True)  # the lowest id among equals
     weights = token_weights_(scores, best_score, temperature, _real(lines, "min_p"))
     if truncated:
         truncate_(weights, _integer(lines, "top_k"), _real(lines, "top_p"))

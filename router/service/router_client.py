@@ -46,7 +46,7 @@ class LatestStatus(NamedTuple):
 
     @property
     def detail(self) -> str:
-        """One line that says why requests are taken or not."""
+        """One line that says why the service accepts requests or not."""
         if self.is_silent:
             return f"the router has not reported for {self.age:.0f} s"
         if self.is_late:

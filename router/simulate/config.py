@@ -54,7 +54,7 @@ class SimulationConfig:
     tpot_target: float = setting(0.1, "For goodput: the most seconds between tokens, a request's mean.")
     patience: float | None = setting(
         None,
-        "Seconds of waiting after which a request goes behind those that have waited less. Default: first "
+        "Seconds of waiting after which a request goes behind requests that have waited less. Default: first "
         "come, first served; for timely, 0.8 of --ttft-target.",
     )
     reserve: float | None = setting(

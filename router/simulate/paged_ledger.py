@@ -1,9 +1,9 @@
-"""Ledgers for other ways to allocate, to compare with: by pages, or one run of slots per request.
+"""Ledgers for other ways to allocate, for comparison: by pages, or one run of slots per request.
 
 They are for the simulator and the benchmarks: they count what a paged or a contiguous allocator would hold, and
 drive no device memory. Each holds a `TokenLedger`, which counts tokens, and counts beside it the *padding*:
 slots that a request keeps from others without a token in them. `num_free + num_cached + num_held == capacity`
-as ever, and `num_held` includes the padding.
+holds here, too; `num_held` includes the padding.
 """
 
 from collections.abc import Iterable, Iterator, Set
@@ -21,7 +21,7 @@ from .config import InvalidAllocation, page_of
 
 
 class _PaddedLedger:
-    """A token ledger and a count of padding. The verbs here are those that change no padding."""
+    """A token ledger and a count of padding. Its verbs do not change the padding; subclasses add the others."""
 
     def __init__(self, capacity: int, max_sequences: int, max_entries: int) -> None:
         self.padding = 0

@@ -88,7 +88,7 @@ def saturation(trace_name: str, config: SimulationConfig, progress: Progress | N
 
 
 class _Arrivals:
-    """The requests of a trace in order: those that have arrived, and those that will."""
+    """The requests of a trace in order, divided into arrived and future ones."""
 
     def __init__(self, requests: Iterator[TraceRequest], all_at_start: bool) -> None:
         self._requests = requests
@@ -98,8 +98,8 @@ class _Arrivals:
 
     @property
     def num_waiting(self) -> int:
-        """The requests that had arrived by the last `look` and were not taken. Requests that all arrive at the
-        start are not counted."""
+        """The number of requests that had arrived by the last `look` and that `take` has not removed. If all
+        requests arrive at the start, they are not counted."""
         return len(self._come)
 
     @property
@@ -120,7 +120,7 @@ class _Arrivals:
             self._next = next(self._requests, None)
 
     def take(self) -> TraceRequest | None:
-        """Removes the first request that has arrived and returns it; None where there is none."""
+        """Removes the first request that has arrived and returns it; None if there is none."""
         if self._all_at_start:
             taken, self._next = self._next, next(self._requests, None)
             return taken

@@ -66,7 +66,7 @@ def test_an_edit_that_is_lost_is_refused() -> None:
     service = make()
     service.ledger.evict(10)
     service.ledger.drain()
-    with pytest.raises(SystemExit, match="by the edits"):
+    with pytest.raises(SystemExit, match="the edits leave"):
         service.check()
 
 

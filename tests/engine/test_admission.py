@@ -1,4 +1,4 @@
-"""`peak_tokens` against brute force: every moment of every batch, computed one by one."""
+"""Compares `peak_tokens` with brute force, which computes every moment of every batch."""
 
 import random
 from typing import NamedTuple
@@ -9,7 +9,7 @@ from lightkv.router.engine.admission import Demand, peak_tokens
 
 
 class Run(NamedTuple):
-    """A shared run of tokens, compared by identity, so that equal lengths do not matter."""
+    """A shared run of tokens. Runs are compared by identity, so two runs may have the same length."""
 
     length: int
     name: object
@@ -28,10 +28,10 @@ def random_batch(rng: random.Random, all_decode: bool) -> list[Demand]:
 def reached(batch: list[Demand], rng: random.Random, lag: int = 0) -> int:
     """Returns the most tokens held in one random life of the batch.
 
-    A decode takes one token a step. A prefill waits, takes chunks, pauses between them and then decodes. Each
-    holds what it has for `lag` steps after its last.
+    A decode grows by one token a step. A prefill waits, grows by chunks with idle steps between them, and then
+    decodes. Each holds its tokens for `lag` steps after its last one.
     """
-    grown: list[list[int]] = []  # what each has taken by each step; it ends after the last
+    grown: list[list[int]] = []  # each request's growth by each step; it ends after the last
     for demand in batch:
         taken, history = 0, []
         if not demand.decoding:

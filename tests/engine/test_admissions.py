@@ -1,4 +1,4 @@
-"""Every admission in the engine, on a worker that reads what it wrote; estimates; and late requests."""
+"""Tests every admission in the engine, on a worker that checks its K/V; the estimates; and late requests."""
 
 import random
 from array import array
@@ -34,8 +34,8 @@ def make(
 
 @pytest.mark.parametrize("chunk", [0, 5])
 @pytest.mark.parametrize("admission", ADMISSIONS)
-def test_a_random_life(admission: str, chunk: int) -> None:
-    """Prompts with shared prefixes in a pool that a few requests fill: the worker raises where a slot is
+def test_random_requests_under_each_admission(admission: str, chunk: int) -> None:
+    """Prompts with shared prefixes run in a pool that a few requests fill. The worker raises if a slot is
     missing."""
     rng = random.Random(3)
     engine, _ = make(admission, 110, chunk=chunk)
@@ -60,7 +60,7 @@ def test_a_random_life(admission: str, chunk: int) -> None:
 
 
 @pytest.mark.parametrize("admission", ADMISSIONS)
-def test_each_is_a_setting_of_the_service(admission: str) -> None:
+def test_each_admission_is_a_setting_of_the_service(admission: str) -> None:
     assert EngineConfig(admission=admission).admission == admission
 
 
@@ -73,18 +73,18 @@ def running_at_first(admission: str, num: int, prompt: int, max_tokens: int, cap
     return engine.stats().num_running
 
 
-def test_what_each_admits_of_the_same() -> None:
+def test_each_admission_admits_another_number_of_equal_requests() -> None:
     """Ten prompts of 10 tokens with up to 21 new ones: 30 slots each, since the last token is never written."""
     assert running_at_first("sum", 10, 10, 21, 100) == 3
     assert running_at_first("exact", 10, 10, 21, 100) == 3
     assert running_at_first("watermark", 10, 10, 21, 100) == 9  # 99 tokens: 10 and one more of each
 
 
-def test_the_mean_of_late_outputs_and_a_tenth_more_of_one_that_outlived_it() -> None:
+def test_an_estimate_is_the_mean_or_a_tenth_more_than_a_longer_output() -> None:
     lengths = AverageLength()
     for _ in range(OutputLengths.num_needed - 1):
         lengths.observe(100)
-    assert lengths.estimate(0, 500) == 500  # too few to say anything
+    assert lengths.estimate(0, 500) == 500  # too few outputs for an estimate
     lengths.observe(100)
     assert [lengths.estimate(n, 500) for n in (0, 99, 100, 200, 490)] == [100, 108, 110, 220, 500]
     assert lengths.estimate(3, 4) == 4
@@ -93,7 +93,7 @@ def test_the_mean_of_late_outputs_and_a_tenth_more_of_one_that_outlived_it() -> 
     assert [lengths.estimate(n, 500) for n in (0, 7, 8)] == [7, 8, 9]
 
 
-def test_a_sample_is_drawn_of_those_that_were_longer() -> None:
+def test_an_estimate_is_drawn_from_longer_outputs() -> None:
     lengths = OutputLengths(quantile=None, seed=1)
     for i in range(1000):
         lengths.observe(i + 1)
@@ -115,14 +115,14 @@ class Clock:
 
 
 def scheduler_of_one(clock: Clock) -> Scheduler:
-    """One request runs at a time; a request that waits for more than 8 seconds is late."""
+    """Returns a scheduler that runs one request at a time. A request is late when it has waited 8 seconds."""
     admission = make_admission("timely", ttft_target=10.0)
     assert admission.patience == 8.0
     return Scheduler(TokenLedger(100, 1, 90), Limits(1, 90, 0, VOCABULARY), admission=admission, clock=clock)
 
 
 def finish(scheduler: Scheduler) -> list[str]:
-    """Runs until the next request ends, and returns its id and reason."""
+    """Runs until a request ends. Returns the ids of the requests that ended."""
     while True:
         plan = scheduler.plan()
         assert plan is not None
@@ -133,7 +133,7 @@ def finish(scheduler: Scheduler) -> list[str]:
             return ended
 
 
-def test_who_is_late_lets_others_go_first_and_has_its_turn() -> None:
+def test_a_late_request_runs_after_punctual_ones() -> None:
     clock = Clock()
     scheduler = scheduler_of_one(clock)
     scheduler.add(request("a", [1], 3))
@@ -150,7 +150,7 @@ def test_who_is_late_lets_others_go_first_and_has_its_turn() -> None:
     scheduler.check()
 
 
-def test_the_late_come_in_their_order_and_can_be_aborted() -> None:
+def test_late_requests_keep_their_order_and_can_be_aborted() -> None:
     clock = Clock()
     scheduler = scheduler_of_one(clock)
     for name in "abcd":
@@ -163,8 +163,7 @@ def test_the_late_come_in_their_order_and_can_be_aborted() -> None:
 
 
 def test_a_unit_of_priority_is_worth_a_minute_of_waiting() -> None:
-    """A stream of more urgent requests overtakes a request for a time that their priority sets, and not for
-    ever."""
+    """A stream of more urgent requests delays a request for a time that depends on their priority."""
     clock = Clock()
     ledger = TokenLedger(100, 1, 90)
     scheduler = Scheduler(ledger, Limits(1, 90, 0, VOCABULARY), clock=clock)
@@ -185,7 +184,7 @@ def test_a_unit_of_priority_is_worth_a_minute_of_waiting() -> None:
     scheduler.check()
 
 
-def test_priority_comes_before_time() -> None:
+def test_priority_counts_more_than_waiting_time() -> None:
     clock = Clock()
     scheduler = scheduler_of_one(clock)
     urgent = request("urgent", [1], 3)

@@ -1,4 +1,4 @@
-"""The forecast against its specification, `peak_tokens`, in random lives of a ledger."""
+"""Compares the forecast with its specification, `peak_tokens`, under random verbs of a ledger."""
 
 import random
 from array import array
@@ -13,7 +13,7 @@ CAPACITY = 100_000
 
 
 class Life:
-    """Sequences that prefill, decode, rest and close, and what the forecast should say about them."""
+    """Sequences that prefill, decode, rest and close, and the expected forecast of them."""
 
     def __init__(self, rng: random.Random, lag: int) -> None:
         self.rng = rng
@@ -34,8 +34,7 @@ class Life:
         return demands
 
     def step(self) -> None:
-        """Gives each prefill a chunk and each decode a token; some sequences begin, change their state or
-        end."""
+        """Extends prefills by a chunk and decodes by a token; some sequences change their state or end."""
         rng, ledger = self.rng, self.ledger
         for sequence in list(self.prefilling):
             left = len(sequence.prompt) // 4 - sequence.length
@@ -49,7 +48,7 @@ class Life:
             if sequence.length == len(sequence.prompt) // 4:
                 self.prefilling.remove(sequence)
                 self.decoding.append(sequence)
-                if rng.random() < 0.5:  # the rest of it turns out shorter or longer
+                if rng.random() < 0.5:  # the output becomes shorter or longer
                     self.final[sequence.row] = sequence.length + rng.randint(0, 12)
                 self.forecast.decode(sequence, self.final[sequence.row] - sequence.length)
         for states in (self.prefilling, self.decoding):
@@ -69,14 +68,14 @@ class Life:
         ledger.drain()
 
     def arrive(self) -> None:
-        """Asks for admission: the answer is right for every limit, and the request is admitted or not."""
+        """Checks `fits` for every limit, and then admits the request or not."""
         rng, ledger = self.rng, self.ledger
         prompt = array("i", [rng.randrange(2) for _ in range(rng.randint(1, 10))]).tobytes()
         final = len(prompt) // 4 + rng.randint(0, 15)
         match = ledger.match(prompt)
         candidate = Demand(0, final - match.num_tokens, match.path, False, match.tip)
         peak = peak_tokens([*self.demands(), candidate], self.lag)
-        for limit in (peak + 1, peak - 1, peak):  # the last decides: it fits
+        for limit in (peak + 1, peak - 1, peak):  # with the last limit it fits
             assert self.forecast.fits(final, match, limit) == (peak <= limit)
         if ledger.num_open < ledger.max_sequences and rng.random() < 0.8:
             sequence = ledger.open(prompt)

@@ -1,4 +1,4 @@
-"""Ctrl-C while answers are generated: it ends them and nothing else, whenever it comes."""
+"""Sends Ctrl-C at random times while answers are generated: it aborts these answers and nothing else."""
 
 import os
 import random
@@ -23,7 +23,7 @@ def llm(tmp_path_factory: pytest.TempPathFactory) -> LLM:
 
 
 def interrupted(llm: LLM, seconds: float) -> bool:
-    """Generate, and send this process Ctrl-C after `seconds`. Did it come while answers were on their way?"""
+    """Generates answers, and sends this process Ctrl-C after `seconds`. Returns whether it interrupted them."""
     over = threading.Event()
 
     def press() -> None:
@@ -36,7 +36,7 @@ def interrupted(llm: LLM, seconds: float) -> bool:
         llm.generate(PROMPTS, PARAMS)
         over.set()
         thread.join()
-        time.sleep(0.001)  # for one that came at the last moment
+        time.sleep(0.001)  # a Ctrl-C sent at the last moment is raised here
     except KeyboardInterrupt:
         return True
     finally:
@@ -44,7 +44,7 @@ def interrupted(llm: LLM, seconds: float) -> bool:
     return False
 
 
-def test_an_engine_goes_on_after_any_interrupt(llm: LLM) -> None:
+def test_an_engine_continues_after_any_interrupt(llm: LLM) -> None:
     expected = llm.generate(PROMPTS, PARAMS)
     started = time.monotonic()
     llm.generate(PROMPTS, PARAMS)
@@ -60,7 +60,7 @@ def test_an_engine_goes_on_after_any_interrupt(llm: LLM) -> None:
     assert [one.outputs for one in llm.generate(PROMPTS, PARAMS)] == [one.outputs for one in expected]
 
 
-def test_an_interrupt_is_answered_at_the_end_of_the_block_by_the_handler_that_was_there() -> None:
+def test_an_interrupt_is_passed_to_the_previous_handler_at_the_end_of_the_block() -> None:
     seen: list[str] = []
 
     def work() -> None:
@@ -86,7 +86,7 @@ def test_an_interrupt_is_answered_at_the_end_of_the_block_by_the_handler_that_wa
         signal.signal(signal.SIGINT, before)
 
 
-def test_a_thread_leaves_the_handler_alone() -> None:
+def test_in_another_thread_the_handler_is_not_replaced() -> None:
     handlers = []
 
     def work() -> None:

@@ -1,4 +1,4 @@
-"""What a plan tells the sampler about new sequences: each prompt once, end tokens until they are allowed."""
+"""Tests what a plan contains for the sampler: each prompt once, and end tokens until they are allowed."""
 
 import msgspec
 import pytest
@@ -28,7 +28,7 @@ def penalised(name: str, prompt: list[int]) -> Request:
 
 
 def test_answers_to_one_prompt_share_it_in_the_plan() -> None:
-    """The prompt travels as its distinct ids, so that a plan stays small however long the prompt is."""
+    """The plan contains the prompt's distinct ids, so that a plan stays small however long the prompt is."""
     plans = plans_of([penalised(str(i), LONG) for i in range(12)] + [penalised("other", [9, 2, 9])])
     rows = [(plan, row) for plan in plans for row in plan.new_rows]
     assert len(rows) == 13
@@ -41,14 +41,14 @@ def test_answers_to_one_prompt_share_it_in_the_plan() -> None:
     assert max(len(msgspec.msgpack.encode(plan)) for plan in plans) < 4 * len(LONG) * 12 // 4
 
 
-def test_prompts_travel_for_penalties_alone() -> None:
+def test_prompts_are_sent_only_for_penalties() -> None:
     plain = Request("a", ids(LONG[:50]), SamplingParams(max_tokens=3), seed=1)
     plans = plans_of([plain])
     assert [row.prompt_idx for plan in plans for row in plan.new_rows] == [None]
     assert not any(plan.prompts for plan in plans)
 
 
-def test_end_tokens_travel_until_the_answer_may_end() -> None:
+def test_end_tokens_are_sent_until_the_answer_may_end() -> None:
     params = SamplingParams(max_tokens=9, min_tokens=4)
     asked = Request("a", ids([1, 2, 3]), params, seed=1, stop_ids=frozenset({7, 5, VOCABULARY + 1}))
     (row,) = plans_of([asked])[0].new_rows

@@ -1,4 +1,4 @@
-"""Admission by estimates: what is expected of an output, and preemptions, which change no answer."""
+"""Tests admission by estimates: the estimates of output lengths, and preemptions, which change no answer."""
 
 import random
 from array import array
@@ -29,7 +29,7 @@ PARAMS = [
 
 
 def expecting(length: int) -> OutputLengths:
-    """Estimates after many outputs of this length."""
+    """Returns the estimates after many outputs of this length."""
     lengths = OutputLengths()
     for _ in range(OutputLengths.num_recent):
         lengths.observe(length)
@@ -52,11 +52,11 @@ def counted_by(lengths: OutputLengths | None) -> Admission:
     return Admission(lengths, reserve=0.03 if lengths else 0.0)
 
 
-def test_an_estimate_is_a_quantile_of_the_longer_outputs_of_late() -> None:
+def test_an_estimate_is_a_quantile_of_the_recent_longer_outputs() -> None:
     lengths = OutputLengths()
     for length in range(1, lengths.num_needed):
         lengths.observe(length)
-        assert lengths.estimate(0, 5000) == 5000  # too few to say anything
+        assert lengths.estimate(0, 5000) == 5000  # too few outputs for an estimate
     for _ in range(lengths.num_recent):
         lengths.observe(1)
     for length in range(1, 101):
@@ -71,7 +71,7 @@ def test_an_estimate_is_a_quantile_of_the_longer_outputs_of_late() -> None:
     assert lengths.estimate(1000, 5000) == 5000  # none was longer
 
 
-def test_an_estimate_is_always_more_than_there_is() -> None:
+def test_an_estimate_is_always_longer_than_the_output_so_far() -> None:
     rng = random.Random(0)
     lengths = OutputLengths()
     for _ in range(3000):
@@ -81,12 +81,12 @@ def test_an_estimate_is_always_more_than_there_is() -> None:
         assert generated < lengths.estimate(generated, limit) <= limit
 
 
-def test_estimates_admit_more_than_the_exact_peak_and_pause_the_youngest() -> None:
+def test_estimates_admit_more_than_the_exact_peak_and_preempt_the_youngest() -> None:
     engine, _ = make(60, expecting(2))
     for i in range(4):
         engine.add(request(str(i), [10 + i] * 10, 30))
     engine.step()
-    assert engine.stats().num_running == 4  # exactly counted, it would be one
+    assert engine.stats().num_running == 4  # the exact count would admit one
     ended = []
     while engine.has_work:
         events = engine.step()
@@ -94,17 +94,17 @@ def test_estimates_admit_more_than_the_exact_peak_and_pause_the_youngest() -> No
         engine.check()
     assert ended == ["0", "1", "2", "3"]
     assert engine.stats().num_preemptions >= 2
-    assert engine.stats().reached_peak == 60  # it was used to the last token
+    assert engine.stats().reached_peak == 60  # the pool was used to the last token
     assert_idle(engine)
 
 
-def test_answers_that_end_on_a_stop_string_are_learned_from() -> None:
+def test_estimates_learn_from_answers_that_end_on_a_stop_string() -> None:
     engine, _ = make(60, lengths := OutputLengths())
     for i in range(lengths.num_needed):
         engine.add(request(str(i), [10] * 5, 30))
         engine.step()
         engine.step()
-        assert engine.abort(str(i), "stop")  # its text met a stop string, after two tokens
+        assert engine.abort(str(i), "stop")  # as after a stop string in its text, after two tokens
     engine.add(request("abandoned", [10] * 5, 30))
     engine.step()
     assert engine.abort("abandoned")
@@ -112,7 +112,7 @@ def test_answers_that_end_on_a_stop_string_are_learned_from() -> None:
     assert len(lengths._recent) == lengths.num_needed
 
 
-def test_a_paused_request_finds_its_tokens_again() -> None:
+def test_a_preempted_request_hits_its_own_tokens_when_it_resumes() -> None:
     engine, _ = make(60, expecting(2))
     engine.add(request("old", [1] * 20, 12))
     engine.add(request("young", [2] * 20, 30))
@@ -122,14 +122,14 @@ def test_a_paused_request_finds_its_tokens_again() -> None:
         engine.step()
     while engine.has_work:
         engine.step()
-    # Only what the old one's last tokens evicted was computed again.
+    # Only the tokens that the old request evicted near its end were computed again.
     assert 0 < scheduler.num_recomputed_tokens < 20
-    assert scheduler.num_prompt_tokens == 40  # a resumed prompt is not another one
+    assert scheduler.num_prompt_tokens == 40  # a resumed prompt is not counted again
     assert scheduler.num_hit_tokens == 0
     assert_idle(engine)
 
 
-def test_the_least_urgent_is_paused_first_and_an_abort_ends_it() -> None:
+def test_the_least_urgent_request_is_preempted_first_and_can_be_aborted_then() -> None:
     engine, _ = make(60, expecting(2))
     engine.add(request("least", [1] * 10, 30, priority=2))
     engine.step()
@@ -145,7 +145,7 @@ def test_the_least_urgent_is_paused_first_and_an_abort_ends_it() -> None:
     assert_idle(engine)
 
 
-def test_prompts_that_run_short_of_each_other_still_end() -> None:
+def test_prompts_that_compete_for_the_pool_all_finish() -> None:
     engine, _ = make(60, expecting(1), chunk=4)
     for i in range(6):
         engine.add(request(str(i), [10 + i] * 50, 11))  # each as large as the pool
@@ -156,9 +156,9 @@ def test_prompts_that_run_short_of_each_other_still_end() -> None:
 
 @pytest.mark.parametrize("depth", [1, 2])
 @pytest.mark.parametrize("chunk", [0, 5])
-def test_a_long_random_life_under_estimates(chunk: int, depth: int) -> None:
-    """As with exact admission (test_scheduler.py): the model of the memory raises when a slot is missing,
-    shared wrongly or freed twice, or holds other tokens than those that a resumed request continues."""
+def test_random_requests_admitted_by_estimates(chunk: int, depth: int) -> None:
+    """The model of the memory raises when a slot is missing, shared wrongly or freed twice, or when it does not
+    hold the tokens that a resumed request continues. test_scheduler.py does the same with exact admission."""
     rng = random.Random(chunk)
     ledger = TokenLedger(150, 12, 90)
     worker = ModelWorker(150, rng, stop_chance=0.04)
@@ -216,8 +216,8 @@ def test_a_long_random_life_under_estimates(chunk: int, depth: int) -> None:
 def preempted_and_not(
     device: str, dtype: torch.dtype
 ) -> tuple[LocalEngine, LocalEngine, list[dict[str, list[TokenEvent]]]]:
-    """Runs the same requests on one model twice: in a pool with room for all, and in a small one, by
-    estimates."""
+    """Runs the same requests on one model twice: in a pool with room for all, and admitted by estimates into a
+    small pool."""
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=VOCABULARY,
@@ -249,8 +249,8 @@ def preempted_and_not(
     return engines[0], engines[1], found
 
 
-def test_nobody_can_tell_that_a_request_was_paused() -> None:
-    """Greedy, random and penalised tokens are the same as without preemptions, in float32."""
+def test_a_preemption_does_not_change_the_answer() -> None:
+    """In float32, greedy, random and penalised tokens are the same as without preemptions."""
     ample, scarce, found = preempted_and_not("cpu", torch.float32)
     assert ample.stats().num_preemptions == 0
     assert scarce.stats().num_preemptions > 3
@@ -262,8 +262,8 @@ def test_nobody_can_tell_that_a_request_was_paused() -> None:
 
 
 @pytest.mark.gpu
-def test_nobody_can_tell_that_a_request_was_paused_on_a_gpu() -> None:
+def test_a_preemption_does_not_change_the_answer_on_a_gpu() -> None:
     _, scarce, found = preempted_and_not("cuda", torch.float32)
     assert scarce.stats().num_preemptions > 3
     same = sum([e.token for e in found[0][name]] == [e.token for e in found[1][name]] for name in found[0])
-    assert same >= len(found[0]) - 1  # two orders of float32 sums may part once
+    assert same >= len(found[0]) - 1  # one answer may differ, as float32 sums depend on their order

@@ -43,8 +43,8 @@ def make(device: torch.device, **settings: object) -> tuple[LocalEngine, ModelRu
 
 
 def add_requests(engine: LocalEngine, count: int, max_tokens: int) -> None:
-    """Adds two families of requests with one system prompt. They end at different times, and more wait than
-    run."""
+    """Adds two families of requests with one system prompt. They end at different times, and more requests wait
+    than run."""
     rng = random.Random(0)
     system, *families = ([rng.randrange(VOCABULARY) for _ in range(n)] for n in (10, 15, 9))
     for i in range(count):
@@ -70,11 +70,13 @@ def test_the_tokens_are_those_of_reading_alone(device: torch.device) -> None:
         add_requests(engine, 6, 5)
         results.append(run(engine))
         kinds = {tuple(prefix.num_tokens for prefix in plan.prefixes) for plan in plans}
-        assert (len(kinds) > 2) == grouped  # who reads what together changes as they come and go
+        assert (
+            len(kinds) > 2
+        ) == grouped  # the requests that share a prefix change as requests start and end
     assert share_alike(*results) == 1.0
 
 
-def test_a_backend_that_cannot_group_is_planned_no_groups() -> None:
+def test_no_shared_prefix_is_planned_for_a_backend_that_cannot_read_one() -> None:
     engine, _, plans = make(torch.device("cpu"), attention_backend="torch")
     add_requests(engine, 5, 6)
     run(engine)
@@ -90,7 +92,7 @@ def decodes(step: int, rows: list[int], prefixes: list[SharedPrefix]) -> StepPla
     return StepPlan(step, b"", rows, starts, [1] * count, 0, b"", sample, kind, {}, [], 0, prefixes)
 
 
-def test_a_graph_is_told_of_a_change_and_of_nothing_else(
+def test_a_graph_is_updated_only_when_the_shared_prefixes_change(
     device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     _, runner, _ = make(device, cuda_graphs=False)
@@ -127,7 +129,7 @@ def test_a_graph_is_told_of_a_change_and_of_nothing_else(
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("graphs", [False, True], ids=["eager", "graphs"])
-def test_many_come_and_go_and_read_together(graphs: bool) -> None:
+def test_many_requests_start_and_end_while_they_read_together(graphs: bool) -> None:
     results = []
     for grouped in (False, True):
         engine, runner, plans = make(
@@ -147,7 +149,7 @@ def test_many_come_and_go_and_read_together(graphs: bool) -> None:
                 form.shares_prefixes for graph in runner._graphs._graphs.values() for form in graph._graphs
             }
             assert forms == {False, grouped}
-    # A near-tie may fall the other way where keys are summed in another order.
+    # A near-tie may be decided differently if keys are summed in another order.
     assert share_alike(*results) >= 0.9
 
 

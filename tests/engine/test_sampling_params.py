@@ -68,7 +68,7 @@ def short_id(value: Any) -> str:
 
 
 @pytest.mark.parametrize(("field", "value"), REFUSED, ids=short_id)
-def test_out_of_range_is_refused_naming_the_field(field: str, value: Any) -> None:
+def test_a_value_out_of_range_is_refused_with_its_field(field: str, value: Any) -> None:
     with pytest.raises(InvalidParams) as caught:
         SamplingParams(**{field.split("[")[0]: value})
     assert caught.value.field == field
@@ -122,7 +122,7 @@ def test_token_ids_have_to_be_in_the_vocabulary(params: SamplingParams) -> None:
     ],
     ids=str,
 )
-def test_kind_is_the_lowest_that_suffices(fields: dict[str, Any], kind: SamplerKind) -> None:
+def test_kind_is_the_lowest_sufficient_one(fields: dict[str, Any], kind: SamplerKind) -> None:
     assert SamplingParams(**fields).kind == kind
 
 

@@ -27,7 +27,7 @@ def test_a_step_is_the_sum_of_its_parts() -> None:
     assert alone.seconds(Work(256, 0, 1, 1)) == alone.seconds(Work(256, 0, 0, 0))
 
 
-def test_a_fit_finds_what_it_was_made_of() -> None:
+def test_a_fit_finds_the_parameters_of_its_data() -> None:
     rng = random.Random(0)
     work = [random_work(rng) for _ in range(60)]
     found = fit(work, [MODEL.seconds(w) for w in work])

@@ -1,4 +1,4 @@
-"""Which attention modules get the fused forward pass, and that it leaves the logits as they were.
+"""Tests which attention modules get the fused forward pass, and that it does not change the logits.
 
 The reference is the same bound model with transformers' own modules. That these equal the plain model is tested
 in test_integration_transformers.py, where every model runs with the modules that `bind` fuses.

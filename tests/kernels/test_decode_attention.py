@@ -298,12 +298,14 @@ def test_refuses_a_plan_of_something_else(device: torch.device) -> None:
     cache = poisoned_cache([5, 6], device=device)
     q = torch.zeros(2, 4, 64, device=device)
     plan = decode_plan(cache.rows, cache.lengths, num_kv_heads=2, window=3)
-    with pytest.raises(ValueError, match="with a window of 3, the call for 2 of 1 with one of 0"):
+    with pytest.raises(
+        ValueError, match="a window of 3, but the call has 2 requests of 1 queries with a window of 0"
+    ):
         decode_attention(q, *cache, plan=plan)
     with pytest.raises(ValueError, match="the plan is for 2 requests of 1 queries"):
         decode_attention(q.repeat(2, 1, 1), *cache, AttentionOptions(window=3), num_queries=2, plan=plan)
     one = cache._replace(rows=cache.rows[:1], lengths=cache.lengths[:1])
-    with pytest.raises(ValueError, match="the call for 1 of 1"):
+    with pytest.raises(ValueError, match="the call has 1 requests of 1"):
         decode_attention(q[:1], *one, AttentionOptions(window=3), plan=plan)
     with pytest.raises(ValueError, match="300 queries of 2 heads to a K/V head are 600 rows"):
         decode_attention(q.repeat(300, 1, 1), *cache, num_queries=300)

@@ -199,7 +199,7 @@ def test_refuses_a_plan_of_something_else(device: torch.device) -> None:
     q, q_starts = torch.zeros(4, 4, 64, device=device), starts([2, 2], device)
     heads = HeadShape.of(q, cache.kv)
     plan = prefill_plan(cache.rows, q_starts, cache.lengths, heads, num_tokens=4, dtype=q.dtype, window=3)
-    with pytest.raises(ValueError, match="for 2 requests with a window of 3, the call for 2 with one of 0"):
+    with pytest.raises(ValueError, match="a window of 3, but the call has 2 requests with a window of 0"):
         prefill_attention(q, cache.kv, cache.rows, q_starts, cache.lengths, plan=plan)
 
 

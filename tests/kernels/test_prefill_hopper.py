@@ -94,7 +94,7 @@ class Case:
             assert self.lse[n:].isnan().all()
 
 
-def test_what_it_is_for() -> None:
+def test_devices_and_shapes_it_is_used_for() -> None:
     for dim in (64, 128, 256):
         launch = tuning.hopper_prefill_launch(H200, dim, dim, 2)
         assert launch is not None
@@ -258,7 +258,7 @@ def test_never_synchronises() -> None:
 
 
 @pytest.mark.gpu
-def test_it_is_what_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_prefill_attention_runs_it(monkeypatch: pytest.MonkeyPatch) -> None:
     if tuning.device_class(torch.device("cuda")).major != 9:
         assert _hopper_launch(*torch.empty(4, 5, 8, 128, dtype=torch.float16, device="cuda")) is None
         return

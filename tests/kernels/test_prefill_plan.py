@@ -58,22 +58,22 @@ def test_more_requests_than_are_compared_at_a_time(device: torch.device) -> None
     check(sequences, device=device, group=2, block_m=16)
 
 
-def test_equal_requests_and_one_alone(device: torch.device) -> None:
+def test_equal_requests_and_a_single_request(device: torch.device) -> None:
     check([(64, 0)] * 20, device=device, group=4, block_m=64)
     check([(1000, 5)], device=device, group=1, block_m=16)
 
 
-def test_all_tiles_fit_where_each_request_has_a_row_over(device: torch.device) -> None:
+def test_the_list_has_room_when_every_last_tile_has_one_row(device: torch.device) -> None:
     plan = check([(17, 3)] * 5, device=device, group=1, block_m=16)
     assert len(plan.tiles) >= 10
 
 
-def test_nothing_to_do(device: torch.device) -> None:
+def test_requests_without_queries_and_an_empty_batch(device: torch.device) -> None:
     check([(0, 4), (0, 0)], device=device, group=4, block_m=16)
     assert (check([], device=device, group=4, block_m=16).tiles[:, 0] == -1).all()
 
 
-def test_the_reference_has_every_row_once_and_the_longest_first(device: torch.device) -> None:
+def test_the_reference_lists_every_row_once_and_tiles_with_more_keys_first(device: torch.device) -> None:
     rows, q_starts, lengths, _ = requests(RAGGED, device)
     tiles = prefill_plan_reference(rows, q_starts, lengths, group=3, block_m=32).tolist()
     keys = []

@@ -70,9 +70,8 @@ def test_extend_looks_its_entries_up_once(device: torch.device, monkeypatch: pyt
     assert (nothing.tolist(), nothing.dtype, nothing.device) == ([], torch.int64, cache.memory.device)
 
 
-def test_keep_looks_at_no_entry_and_keeps_as_many(device: torch.device) -> None:
-    """For an entry that is repeated or out of range another one stays: the last of those that were not
-    listed."""
+def test_keep_keeps_the_right_number_for_any_entries(device: torch.device) -> None:
+    """In place of an entry that is repeated or out of range, the last entry that was not listed is kept."""
     for entries, kept in (([1, 4], [1, 4]), ([4, 4], [4, 5]), ([-7, 900], [4, 5]), ([], [])):
         cache = make_cache(device)
         sequence = cache.open([1, 2, 3, 4, 5, 6])

@@ -1,4 +1,4 @@
-"""No verb of a cache waits for the device, except those that say so (`export`, `memory_map`, `check`)."""
+"""No verb of a cache waits for the device, except the documented ones (`export`, `memory_map`, `check`)."""
 
 from typing import get_args
 

@@ -88,7 +88,7 @@ class Client:
         self.events: list[TokenEvent] = []
 
     async def take(self) -> Accepted | Refused | None:
-        """Read one message; the answer to a submission, if it was one."""
+        """Reads one message. Returns it if it answers a submission."""
         message = await asyncio.wait_for(self.stream.receive(), 5)
         assert message is not None, "the router hung up"
         if isinstance(message, Status):
@@ -186,7 +186,7 @@ def test_requests_are_accepted_answered_and_leave_nothing(tmp_path: Path, depth:
     asyncio.run(scenario())
 
 
-def test_what_cannot_run_is_refused_with_its_kind(tmp_path: Path) -> None:
+def test_a_refusal_names_its_kind(tmp_path: Path) -> None:
     async def scenario() -> None:
         async with service(tmp_path, pause=0.02, max_queued=2) as made:
             client = await made.connect()
@@ -209,7 +209,7 @@ def test_what_cannot_run_is_refused_with_its_kind(tmp_path: Path) -> None:
     asyncio.run(scenario())
 
 
-def test_an_abort_frees_within_two_steps_and_so_does_a_vanished_client(tmp_path: Path) -> None:
+def test_an_abort_or_a_disconnect_frees_within_two_steps(tmp_path: Path) -> None:
     async def scenario() -> None:
         async with service(tmp_path, pause=0.01) as made:
             client, other = await made.connect(), await made.connect()
@@ -279,7 +279,7 @@ def test_three_deaths_within_a_minute_end_the_service(tmp_path: Path) -> None:
     asyncio.run(scenario())
 
 
-def test_workers_that_never_do_a_step_end_the_service_however_long_they_load(
+def test_workers_that_die_before_a_step_end_the_service_however_long_they_load(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def scenario() -> None:
@@ -304,7 +304,7 @@ def test_workers_that_never_do_a_step_end_the_service_however_long_they_load(
 
 
 async def submit_more_than_fits(client: Client) -> list[str]:
-    """Short answers, to learn from, and then long ones: more than half of them would have to wait."""
+    """Submits short answers, which set the estimates, and then long ones; most would have to wait."""
     for i in range(OutputLengths.num_needed):
         await client.submit(f"short{i}", [i % 16], 2)
         await client.until_ended(f"short{i}")
@@ -315,9 +315,7 @@ async def submit_more_than_fits(client: Client) -> list[str]:
 
 
 @pytest.mark.parametrize("depth", [1, 2])
-def test_admission_by_estimates_pauses_and_finishes_all_also_while_draining(
-    tmp_path: Path, depth: int
-) -> None:
+def test_preempted_requests_finish_while_the_service_drains(tmp_path: Path, depth: int) -> None:
     async def scenario() -> None:
         async with service(tmp_path, depth, pause=0.005, admission="quantile") as made:
             client = await made.connect()
@@ -334,12 +332,12 @@ def test_admission_by_estimates_pauses_and_finishes_all_also_while_draining(
     asyncio.run(scenario())
 
 
-def test_a_worker_that_dies_takes_the_paused_along_and_what_was_learned_stays(tmp_path: Path) -> None:
+def test_a_worker_that_dies_ends_preempted_requests_and_keeps_the_estimates(tmp_path: Path) -> None:
     async def scenario() -> None:
         async with service(tmp_path, 2, pause=0.005, admission="quantile") as made:
             client = await made.connect()
             names = await submit_more_than_fits(client)
-            while not made.router.load().num_preemptions:  # a status would come when all is over
+            while not made.router.load().num_preemptions:  # a status would arrive too late
                 await asyncio.sleep(0.001)
             made.workers[0].kill()
             ends = await client.until_ended(*names)
@@ -355,7 +353,7 @@ def test_a_worker_that_dies_takes_the_paused_along_and_what_was_learned_stays(tm
     asyncio.run(scenario())
 
 
-def test_books_that_differ_end_the_service(tmp_path: Path) -> None:
+def test_counts_that_differ_end_the_service(tmp_path: Path) -> None:
     async def scenario() -> None:
         made = Service(tmp_path / "router.sock", depth=1, pause=0.01)
         client = await made.connect()
@@ -368,7 +366,7 @@ def test_books_that_differ_end_the_service(tmp_path: Path) -> None:
     asyncio.run(scenario())
 
 
-def test_draining_finishes_what_was_accepted(tmp_path: Path) -> None:
+def test_draining_finishes_accepted_requests(tmp_path: Path) -> None:
     async def scenario() -> None:
         made = Service(tmp_path / "router.sock", depth=1, pause=0.005)
         client = await made.connect()

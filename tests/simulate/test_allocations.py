@@ -1,4 +1,4 @@
-"""Ledgers by pages and by runs, compared with brute force over sets of pages."""
+"""Compares PagedLedger with brute force over sets of pages, and checks ContiguousLedger."""
 
 import random
 from array import array
@@ -22,7 +22,7 @@ class Pages:
         return [tuple(ids[:end]) for end in range(self.page, len(ids) + 1, self.page)]
 
     def find(self, prompt: list[int]) -> int:
-        """Returns the tokens of the known whole pages, with at least one token left to compute."""
+        """Returns the number of tokens in known whole pages; at least one token is left to compute."""
         found = 0
         for prefix in self.prefixes(prompt[:-1]):
             if prefix not in self.known:
@@ -31,8 +31,8 @@ class Pages:
         return found
 
     def publish(self, sequence: Sequence, ids: list[int]) -> None:
-        """Its pages are known from now on; they stay private if another sequence's page is known in their
-        place."""
+        """Adds the sequence's pages, unless another sequence's page is known in their place: then they stay
+        private."""
         if tuple(ids[: sequence.shared + self.page]) not in self.known:
             self.known.update(self.prefixes(ids[: sequence.length]))
 
@@ -44,13 +44,13 @@ def tokens(ids: list[int]) -> bytes:
 @pytest.mark.parametrize("page", [2, 3, 16])
 @pytest.mark.parametrize("seed", range(3))
 def test_a_long_life_without_eviction_matches_pages(seed: int, page: int) -> None:
-    """Few distinct ids, so that prompts differ within pages and at their ends."""
+    """The prompts have few distinct ids, so that they differ within pages and at their ends."""
     rng = random.Random(seed)
     ledger = PagedLedger(200_000, 20, 200, page)
     model = Pages(ledger)
     open_now: list[
         tuple[Sequence, list[int]]
-    ] = []  # with the token ids of its entries and those still to come
+    ] = []  # each with the token ids of its entries and of the entries to come
     prompt_lengths: dict[Sequence, int] = {}
     num_hits, past = 0, [[rng.randrange(2) for _ in range(8 * page)]]
     for _ in range(600):
@@ -133,7 +133,7 @@ def test_eviction_frees_whole_pages_and_no_more_than_needed(seed: int) -> None:
         assert len(ledger._numbers) < 5000
 
 
-def test_numbers_of_pages_that_are_gone_are_forgotten() -> None:
+def test_the_numbers_of_evicted_pages_are_removed() -> None:
     ledger = PagedLedger(64, 2, 64, 2)
     for i in range(4000):
         sequence = ledger.open(tokens([i, i, i, i]))
@@ -147,7 +147,7 @@ def test_numbers_of_pages_that_are_gone_are_forgotten() -> None:
     ledger.check()
 
 
-def test_growth_by_many_tokens_equals_that_of_as_many_steps() -> None:
+def test_growth_by_many_tokens_equals_the_growth_of_as_many_steps() -> None:
     lengths = [1, 2, 3, 4, 7, 8, 9]
     one, many = PagedLedger(1000, 8, 100, 4), PagedLedger(1000, 8, 100, 4)
     pairs = []
@@ -190,7 +190,7 @@ def test_each_allocation_has_its_ledger(allocation: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["pages", "paged", "paged:7", "paged:x", "paged:016x"])
-def test_an_unknown_allocation_is_told_the_known_ones(name: str) -> None:
+def test_the_error_for_an_unknown_allocation_lists_the_known_ones(name: str) -> None:
     with pytest.raises(InvalidAllocation, match=r"token, contiguous, paged:16"):
         page_of(name)
 
@@ -201,7 +201,7 @@ def test_a_pool_smaller_than_a_page_is_refused() -> None:
 
 
 @pytest.mark.parametrize("allocation", ALLOCATIONS)
-def test_a_step_that_is_undone_leaves_the_counts_as_they_were(allocation: str) -> None:
+def test_an_undone_step_leaves_the_counts_unchanged(allocation: str) -> None:
     rng = random.Random(0)
     ledger = make_ledger(allocation, 4096, 4, 600, 100)
     sequences = [ledger.open(tokens([seed] * 400)) for seed in range(4)]

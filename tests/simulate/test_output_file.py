@@ -8,7 +8,7 @@ import pytest
 from lightkv.router.simulate.output_file import UnwritableFile, check_writable, write_whole
 
 
-def test_a_file_is_there_whole_or_as_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_is_written_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "x"
     path.write_bytes(b"before")
     path.chmod(0o640)
@@ -29,7 +29,7 @@ def test_a_file_is_there_whole_or_as_it_was(tmp_path: Path, monkeypatch: pytest.
     assert path.stat().st_mode & 0o777 == 0o640
 
 
-def test_a_link_stays_one_and_a_pipe_is_written_to(tmp_path: Path) -> None:
+def test_a_link_stays_a_link_and_a_pipe_is_written_to(tmp_path: Path) -> None:
     link, target, pipe = tmp_path / "link", tmp_path / "target", tmp_path / "pipe"
     link.symlink_to(target)
     check_writable(link, "--x")

@@ -29,7 +29,7 @@ def test_ticks_are_round(low: float, high: float, log: bool, labels: str) -> Non
     assert all(0 <= tick.at <= 100 for tick in ticks)
 
 
-def test_scales_have_their_ends_where_they_should() -> None:
+def test_scales_map_their_ends_to_the_ends_of_the_axis() -> None:
     log = chart.Scale(0.01, 100, 200, 0, log=True)
     assert [log.at(value) for value in (0.0, 0.01, 1, 100, 1e9)] == pytest.approx([200, 200, 100, 0, 0])
     places = [chart.nines(quantile) for quantile in CURVE_QUANTILES]
@@ -63,7 +63,7 @@ def test_the_series_is_drawn_to_its_end(one: SimulationResult) -> None:
         (1234.0, "1234 s"),
     ],
 )
-def test_latencies_have_the_unit_that_suits(seconds: float, text: str) -> None:
+def test_latencies_have_a_suitable_unit(seconds: float, text: str) -> None:
     assert in_seconds(seconds) == text
 
 

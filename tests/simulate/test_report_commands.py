@@ -38,7 +38,7 @@ def test_a_simulation_writes_its_report_and_prints_what_it_did(tmp_path: Path) -
     [("none/x", "No such file"), ("", "it is a directory"), ("file/x", "Not a directory")],
     ids=["no-directory", "a-directory", "under-a-file"],
 )
-def test_what_cannot_be_written_is_refused_before_the_simulation(
+def test_an_unwritable_path_is_refused_before_the_simulation(
     tmp_path: Path, option: str, place: str, words: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(simulate_cli, "_bar", None)  # the simulation's beginning
@@ -73,7 +73,7 @@ BROKEN = {
 
 
 @pytest.mark.parametrize("name", BROKEN)
-def test_what_is_no_result_is_said(name: str, tmp_path: Path) -> None:
+def test_a_file_that_is_no_result_is_refused_with_the_reason(name: str, tmp_path: Path) -> None:
     changes = {
         "series-of-two-lengths": '"used":[],', "no-admission": '"admission"',
         "a-target-of-words": '"ttft_target":10.0', "no-width": '"width":1.0',

@@ -40,7 +40,7 @@ BOXES = """[...document.querySelectorAll("svg.chart")].map(svg => {
     ("width", "scheme"), [(1200, "light"), (360, "dark")], ids=["wide-light", "phone-dark"]
 )
 @pytest.mark.parametrize("kind", ["one", "several", "hostile"])
-def test_it_opens_without_an_error_and_without_a_request(
+def test_the_page_opens_without_an_error_or_a_request(
     page: Page, found: dict[str, SimulationResult], kind: str, width: int, scheme: str, tmp_path: Path
 ) -> None:
     results = {
@@ -76,7 +76,7 @@ def test_it_opens_without_an_error_and_without_a_request(
 
 
 @pytest.mark.browser
-def test_it_is_printed_dark_on_light_and_within_the_paper(
+def test_the_page_is_printed_dark_on_light_and_within_the_paper(
     page: Page, found: dict[str, SimulationResult], tmp_path: Path
 ) -> None:
     file = tmp_path / "report.html"
@@ -89,7 +89,7 @@ def test_it_is_printed_dark_on_light_and_within_the_paper(
 
 
 @pytest.mark.browser
-def test_the_browser_tells_of_requests_and_faults(page: Page, tmp_path: Path) -> None:
+def test_the_browser_reports_requests_and_errors(page: Page, tmp_path: Path) -> None:
     """Without this the other tests would prove nothing."""
     file = tmp_path / "bad.html"
     picture = "http://127.0.0.1:9/picture.png"

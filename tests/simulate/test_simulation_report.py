@@ -1,4 +1,4 @@
-"""The report of simulations: what it says, and that hostile names stay text in its page."""
+"""Tests the report of simulations: its contents, and that hostile names stay text in its page."""
 
 import math
 import re
@@ -44,7 +44,7 @@ def test_one_result_has_its_figures_charts_and_settings(one: SimulationResult) -
         assert name in page.text["th"], name
 
 
-def test_several_are_compared(found: dict[str, SimulationResult]) -> None:
+def test_several_results_are_compared(found: dict[str, SimulationResult]) -> None:
     page = Parsed(render(list(found.values())))
     names = ["token · timely", "paged:64 · watermark", "contiguous · sum", "token · past-future"]
     assert labels(list(found.values())) == names
@@ -57,7 +57,7 @@ def test_several_are_compared(found: dict[str, SimulationResult]) -> None:
     assert "waste: reserved, without a token" in page.all_text()
 
 
-def test_what_differs_in_more_than_the_policy_has_no_best(found: dict[str, SimulationResult]) -> None:
+def test_results_that_differ_in_more_than_the_policy_have_no_best(found: dict[str, SimulationResult]) -> None:
     one, other = list(found.values())[:2]
     page = Parsed(render([one, replace(other, settings={**other.settings, "capacity": 5000})]))
     assert "differ in more than the policy: capacity" in page.all_text()
@@ -68,7 +68,7 @@ def test_what_differs_in_more_than_the_policy_has_no_best(found: dict[str, Simul
     assert "differ in more than the policy: step_time" in page.all_text()
 
 
-def test_names_say_what_differs(one: SimulationResult) -> None:
+def test_names_contain_the_settings_that_differ(one: SimulationResult) -> None:
     def varied(**values: Any) -> SimulationResult:
         return replace(one, settings={**one.settings, **values})
 
@@ -78,7 +78,7 @@ def test_names_say_what_differs(one: SimulationResult) -> None:
     assert labels([one, one]) == ["1: paged:64 · watermark", "2: paged:64 · watermark"]
 
 
-def test_that_not_all_who_wait_from_the_start_are_counted_is_said(one: SimulationResult) -> None:
+def test_the_report_says_which_waiting_requests_are_not_counted(one: SimulationResult) -> None:
     words = "only the next ones are counted as waiting"
     at_once = simulate("chat", replace(SMALL, load=None, rate=math.inf))
     assert words in Parsed(render([at_once])).all_text()
@@ -98,7 +98,7 @@ def test_the_same_results_are_the_same_bytes(found: dict[str, SimulationResult])
 
 
 @pytest.mark.parametrize("num", [1, 2, 12])
-def test_nothing_to_draw_is_said(num: int, one: SimulationResult) -> None:
+def test_the_report_says_that_there_is_nothing_to_draw(num: int, one: SimulationResult) -> None:
     page = Parsed(render([nothing()] * num))
     assert "nothing to draw" in page.all_text()
     assert not [svg for svg in page.of("svg") if svg.get("role") == "img"]

@@ -1,4 +1,4 @@
-"""The simulator: figures against brute force, admissions that keep their promises, and the same bytes twice."""
+"""Tests the simulator: its figures against brute force, its admissions, and the same bytes for a seed."""
 
 import itertools
 import math
@@ -27,7 +27,7 @@ PREFIXED = '{{"timestamp": {}, "input_length": {}, "output_length": {}, "hash_id
 
 
 def write_trace(path: Path, seed: int, num: int = 150, gap: float = 0.05) -> str:
-    """A trace in Azure's format, of random lengths and times."""
+    """Writes a trace in Azure's format, with random lengths and times. Returns its path."""
     rng = random.Random(seed)
     lines, at = ["TIMESTAMP,ContextTokens,GeneratedTokens"], 0.0
     for _ in range(num):
@@ -43,7 +43,7 @@ def trace(tmp_path: Path) -> str:
     return write_trace(tmp_path / "trace.csv", 0)
 
 
-def test_the_times_of_one_request_are_those_of_its_steps(tmp_path: Path) -> None:
+def test_the_times_of_one_request_are_the_sums_of_its_steps(tmp_path: Path) -> None:
     path = tmp_path / "one.csv"
     path.write_text("ContextTokens,GeneratedTokens\n100,4\n")
     result = simulate(str(path), replace(SMALL, rate=math.inf))
@@ -77,7 +77,7 @@ def test_last_pages_are_as_empty_as_by_brute_force(trace: str, page: int) -> Non
 @pytest.mark.parametrize("allocation", ALLOCATIONS)
 @pytest.mark.parametrize("seed", range(3))
 def test_exact_never_preempts(tmp_path: Path, seed: int, allocation: str) -> None:
-    """`simulate` recounts every book at its end."""
+    """`simulate` recounts everything at its end."""
     name = write_trace(tmp_path / "trace.csv", seed, num=120, gap=0.01)
     found = simulate(name, replace(SMALL, allocation=allocation)).figures
     assert found.num_finished == 120
@@ -97,7 +97,7 @@ def test_steps_at_once_are_the_same_steps(tmp_path: Path, allocation: str, admis
 
 
 def test_steps_are_taken_at_once(trace: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Or the test before this one compares nothing."""
+    """Without this the test before would compare nothing."""
     taken = []
 
     class Watched(SteadyScheduler):
@@ -118,7 +118,7 @@ def test_a_seed_gives_the_same_bytes(admission: str) -> None:
     assert first != simulate("chat", replace(config, seed=8)).to_json()
 
 
-def test_estimates_use_more_than_exact_and_the_oracle_pauses_none() -> None:
+def test_estimates_use_more_memory_than_exact_and_the_oracle_preempts_none() -> None:
     config = SimulationConfig(requests=250, rate=math.inf, capacity=20_000)
     found = {name: simulate("chat", replace(config, admission=name)).figures for name in ADMISSIONS}
     used = {name: figures.memory_used_share for name, figures in found.items()}
@@ -131,7 +131,7 @@ def test_estimates_use_more_than_exact_and_the_oracle_pauses_none() -> None:
     assert found["watermark"].num_preemptions > found["quantile"].num_preemptions
 
 
-def test_what_admission_leaves_alone_saves_pauses() -> None:
+def test_a_reserve_lowers_preemptions() -> None:
     config = SimulationConfig(requests=250, rate=math.inf, capacity=20_000, admission="watermark")
     own, more = (simulate("chat", replace(config, reserve=reserve)).figures for reserve in (None, 0.2))
     assert own == simulate("chat", replace(config, reserve=0.01)).figures
@@ -141,10 +141,10 @@ def test_what_admission_leaves_alone_saves_pauses() -> None:
     rates = {
         simulate("chat", replace(loaded, reserve=reserve)).figures.saturation_rate for reserve in (None, 0.4)
     }
-    assert len(rates) == 1  # an oracle's, which leaves nothing alone
+    assert len(rates) == 1  # the rate of an oracle, which has no reserve
 
 
-def test_timely_lets_those_go_first_that_can_be_in_time() -> None:
+def test_timely_admits_requests_first_that_can_meet_the_target() -> None:
     config = SimulationConfig(requests=300, load=1.5, capacity=10_000, ttft_target=5.0)
     first_come = simulate("chat", replace(config, admission="quantile")).figures
     timely = simulate("chat", replace(config, admission="timely")).figures
@@ -164,7 +164,7 @@ def test_prefix_blocks_are_hit(tmp_path: Path, allocation: str, hits: int) -> No
     assert simulate(str(path), config).figures.hit_tokens == hits
 
 
-def test_what_never_fits_is_refused_or_left_out(trace: str) -> None:
+def test_requests_that_never_fit_are_refused_or_left_out(trace: str) -> None:
     small = replace(SMALL, capacity=400)
     with pytest.raises(InvalidSimulation, match=r"pool of 400; give a larger --capacity, .*--skip-too-large"):
         simulate(trace, small)
@@ -180,7 +180,7 @@ def test_answers_are_cut_at_max_new(trace: str) -> None:
     assert found.num_cut == sum(output > 50 for output in outputs)
 
 
-def test_a_load_is_of_what_an_oracle_serves(trace: str) -> None:
+def test_a_load_is_a_share_of_the_rate_that_an_oracle_serves(trace: str) -> None:
     saturated = saturation(trace, SMALL)
     found = simulate(trace, replace(SMALL, load=0.5)).figures
     assert found.saturation_rate == saturated
@@ -226,7 +226,7 @@ def test_few_requests_are_held_however_many_wait(monkeypatch: pytest.MonkeyPatch
 
 
 # --------------------------------------------------------------------------------
-# What is written down
+# Recorded figures
 
 
 def test_quantiles_are_within_half_a_per_cent() -> None:
@@ -270,7 +270,7 @@ def run(*args: str) -> tuple[int, str, str]:
     return result.exit_code, result.stdout, result.stderr
 
 
-def test_the_last_line_is_every_figure(tmp_path: Path) -> None:
+def test_the_last_line_has_every_figure(tmp_path: Path) -> None:
     out = tmp_path / "out.json"
     code, printed, notes = run("chat", "--requests", "100", "--rate", "5", "--out", str(out))
     assert code == 0
@@ -335,7 +335,7 @@ def test_every_pair_of_policies_runs() -> None:
             assert simulate("chat", chosen).figures.num_finished == 12
 
 
-def test_a_run_that_was_reserved_is_filled_whatever_else_is_free(tmp_path: Path) -> None:
+def test_a_reserved_run_is_filled_even_if_no_other_slot_is_free(tmp_path: Path) -> None:
     path = tmp_path / "trace.csv"
     path.write_text("num_prefill_tokens,num_decode_tokens\n5000,5\n")
     config = replace(SMALL, capacity=5009, max_new=10, allocation="contiguous", rate=math.inf)
@@ -343,7 +343,7 @@ def test_a_run_that_was_reserved_is_filled_whatever_else_is_free(tmp_path: Path)
     assert figures.num_steps == math.ceil(5000 / SMALL.prefill_chunk) + 4
 
 
-def test_a_single_time_is_no_rate(tmp_path: Path) -> None:
+def test_a_trace_with_a_single_time_has_no_rate(tmp_path: Path) -> None:
     path = tmp_path / "trace.csv"
     path.write_text("TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:00:00.5,50,5\n")
     assert simulate(str(path), replace(SMALL, load=None)).figures.num_finished == 1

@@ -1,4 +1,4 @@
-"""Many alike steps taken at once leave the state of as many single steps."""
+"""Compares many equal steps taken at once with as many single steps."""
 
 from array import array
 
@@ -13,7 +13,7 @@ from lightkv.router.simulate.steady import SteadyScheduler
 
 
 @pytest.mark.parametrize("admission", ["exact", "watermark"])
-def test_steps_taken_at_once_leave_the_counts_as_so_many_steps(admission: str) -> None:
+def test_steps_taken_at_once_leave_the_counts_of_as_many_single_steps(admission: str) -> None:
     pair = []
     for at_once in (False, True):
         limits = Limits(12, 90, 0, vocab_size=300)

@@ -47,24 +47,24 @@ def test_sharegpt_has_no_times(tmp_path: Path) -> None:
     assert not traces.is_timed(trace)
 
 
-def test_an_unknown_format_is_told_the_known_ones(tmp_path: Path) -> None:
+def test_the_error_for_an_unknown_format_lists_the_known_ones(tmp_path: Path) -> None:
     with pytest.raises(UnreadableTrace, match=r"prompt, answer; known are .*Azure.*ShareGPT.*Mooncake"):
         list(write(tmp_path / "x.csv", "prompt,answer\n1,2\n"))
 
 
-def test_a_name_that_is_nothing_is_told_the_workloads() -> None:
+def test_the_error_for_an_unknown_name_lists_the_workloads() -> None:
     with pytest.raises(UnreadableTrace, match="azure-conv, azure-code, sharegpt"):
         traces.open_trace("nothing.csv")
 
 
-def test_a_repeated_file_begins_again_after_its_last(tmp_path: Path) -> None:
+def test_a_repeated_file_begins_again_after_its_last_request(tmp_path: Path) -> None:
     found = list(Repeated(write(tmp_path / "m.jsonl", MOONCAKE), 5))
     assert [r.prompt for r in found] == [700, 512, 700, 512, 700]
     assert [r.arrival for r in found] == pytest.approx([0.0, 3.5, 5.25, 8.75, 10.5])
 
 
 @pytest.mark.parametrize("name", list(traces.WORKLOADS))
-def test_a_workload_is_the_same_each_time_and_another_with_another_seed(name: str) -> None:
+def test_a_workload_depends_only_on_its_seed(name: str) -> None:
     trace = GeneratedTrace(name, 50, seed=3)
     assert list(trace) == list(trace)
     assert len(list(trace)) == 50
@@ -72,7 +72,7 @@ def test_a_workload_is_the_same_each_time_and_another_with_another_seed(name: st
 
 
 @pytest.mark.parametrize("name", ["azure-conv", "azure-code", "sharegpt", "mooncake"])
-def test_a_workload_has_the_quantiles_that_are_written_down(name: str) -> None:
+def test_a_workload_has_the_published_quantiles(name: str) -> None:
     lengths = [(r.prompt, r.output) for r in GeneratedTrace(name, 20_000)]
     for column, distribution in zip(zip(*lengths, strict=True), traces.WORKLOADS[name], strict=True):
         assert isinstance(distribution, traces.Quantiles)
@@ -115,7 +115,7 @@ def test_a_trace_is_made_faster(tmp_path: Path) -> None:
     ],
     ids=["time", "length", "blocks", "json"],
 )
-def test_a_line_that_says_nothing_is_named(tmp_path: Path, line: str, match: str) -> None:
+def test_the_error_for_an_invalid_json_line_names_it(tmp_path: Path, line: str, match: str) -> None:
     trace = write(tmp_path / "m.jsonl", MOONCAKE.splitlines()[0] + "\n" + line + "\n")
     with pytest.raises(UnreadableTrace, match=match):
         list(trace)
@@ -126,7 +126,7 @@ def test_a_line_that_says_nothing_is_named(tmp_path: Path, line: str, match: str
     [("soon,7,5", "Invalid isoformat"), ("2023-11-16 18:15:47,7", "GeneratedTokens is None")],
     ids=["time", "short"],
 )
-def test_a_line_of_a_table_is_named(tmp_path: Path, line: str, match: str) -> None:
+def test_the_error_for_an_invalid_line_of_a_table_names_it(tmp_path: Path, line: str, match: str) -> None:
     first = "TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:15:46,7,5\n"
     with pytest.raises(UnreadableTrace, match=f"line 3: {match}"):
         list(write(tmp_path / "a.csv", first + line + "\n"))
@@ -138,7 +138,7 @@ def test_a_packed_file_is_refused(tmp_path: Path) -> None:
         list(FileTrace(tmp_path / "a.csv.gz"))
 
 
-def test_any_number_names_a_block(tmp_path: Path) -> None:
+def test_any_number_can_be_the_id_of_a_block(tmp_path: Path) -> None:
     line = '{{"input_length": 1024, "output_length": 5, "hash_ids": [{}, 3]}}\n'
     found = list(
         write(tmp_path / "m.jsonl", line.format(2**63) + line.format(2**63) + line.format(2**63 + 1))
@@ -147,9 +147,7 @@ def test_any_number_names_a_block(tmp_path: Path) -> None:
     assert all(0 <= block < 2**31 - 2 for request in found for block in request.blocks)
 
 
-def test_times_do_not_depend_on_where_the_machine_stands(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_times_do_not_depend_on_the_time_zone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TZ", "America/Los_Angeles")
     time.tzset()
     try:

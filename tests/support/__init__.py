@@ -1,1 +1,1 @@
-"""What several tests use: models of the memory, tiny models, a whole service."""
+"""Helpers of several tests: models of the memory, tiny models, a whole service."""

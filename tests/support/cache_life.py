@@ -28,7 +28,7 @@ def content(before: int, token: int, position: int) -> int:
 
 @dataclass
 class Shadow:
-    """What a sequence should be after everything that was done to it."""
+    """The expected state of a sequence after all verbs called on it."""
 
     sequence: Sequence
     root: int  # content before the first token: that of its namespace
@@ -113,7 +113,7 @@ class Life:
         self.shadows.append(shadow)
 
     def extend(self) -> None:
-        """A step: a chunk of each prompt, one or a few tokens of every other sequence."""
+        """Extends each prompt by a chunk, and every other sequence by one or a few tokens, as a step does."""
         rng = self.rng
         batch = rng.sample(self.shadows, rng.randint(0, len(self.shadows)))
         tokens = []
@@ -127,7 +127,7 @@ class Life:
         self.cache.memory.pool.kv(0)[slots] = values[:, None]
 
     def shrink(self) -> None:
-        """A step whose slots are allocated and which is then not computed, or only in part."""
+        """Allocates the slots of a step that is then not computed, or only in part."""
         rng = self.rng
         batch = rng.sample(self.shadows, rng.randint(0, len(self.shadows)))
         sequences = [shadow.sequence for shadow in batch]

@@ -50,8 +50,8 @@ class ModelWorker:
             raise error
         chunks = array("i", plan.token_ids)
         spans = list(zip(plan.rows, plan.starts, plan.counts, strict=True))
-        for row, start, count in spans[: plan.num_prefills]:  # who publishes comes before who hits it
-            if not self.tokens[row]:  # its first chunk: what comes before is in the cache
+        for row, start, count in spans[: plan.num_prefills]:  # a prefill comes after those that it hits
+            if not self.tokens[row]:  # its first chunk; the tokens before it are cached
                 self.tokens[row] = self.memory.tokens_of(row, start)
             assert len(self.tokens[row]) == start
             self.tokens[row] += chunks[:count]
@@ -70,7 +70,7 @@ class ModelWorker:
         return StepResult(plan.step, sampled, len(self.memory.free) + self.count_error, self.flags)
 
     def _check_prefixes(self, plan: StepPlan) -> None:
-        """What is read together is the same, and holds nobody's newest token."""
+        """Checks that rows that are read together share these slots, without any row's newest token."""
         starts = dict(zip(plan.rows[plan.num_prefills :], plan.starts[plan.num_prefills :], strict=True))
         together = [row for rows, _ in plan.prefixes for row in rows]
         assert len(set(together)) == len(together)
@@ -81,7 +81,7 @@ class ModelWorker:
             assert 0 < num_tokens <= min(starts[row] for row in rows)
 
     def send(self, plan: StepPlan) -> None:
-        """As a worker that runs ahead: a step after a failed one has its edits applied, and fails as well."""
+        """Executes a step like a worker that runs ahead: after a failed step, applies the edits and fails."""
         if self.results and isinstance(self.results[-1], Exception):
             self.error = RuntimeError("computed from a failed step")
         try:
@@ -96,7 +96,7 @@ class ModelWorker:
 
 
 def run(engine: LocalEngine) -> list[TokenEvent]:
-    """Step until nothing is left to do."""
+    """Steps until all requests have ended. Returns their events."""
     events = []
     while engine.has_work:
         events += engine.step()
@@ -104,7 +104,7 @@ def run(engine: LocalEngine) -> list[TokenEvent]:
 
 
 def assert_idle(engine: LocalEngine) -> None:
-    """Every count is right, nothing is held, and no token is lost."""
+    """Checks that every count is right, no token is held, and none is lost."""
     engine.check()
     stats = engine.stats()
     assert (stats.held, stats.num_running, stats.num_waiting) == (0, 0, 0)

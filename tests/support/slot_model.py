@@ -38,7 +38,7 @@ both = pytest.mark.parametrize("operations", [KERNELS, REFERENCES], ids=["kernel
 
 
 class Model:
-    """What the pool should do, by a set of free slots."""
+    """A model of the pool: a set of free slots."""
 
     def __init__(self, num_slots: int) -> None:
         self.num_slots = num_slots

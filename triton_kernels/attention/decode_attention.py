@@ -1,16 +1,16 @@
-"""Decode attention: the newest tokens of each request, one or a few, attend to its K/V, which an index finds.
+"""Decode attention: each request's newest tokens (one or a few) attend to its K/V, which is found by an index.
 
 A program attends to a share of all the batch's keys (`decode_plan.py`), item by item. An item is some keys of
 one request, or of a prefix that several requests share. If a request is a single item, its output is written at
-once; otherwise each item writes a part, that is a normalised partial output and the log-sum-exp of its scores
-(base 2), and a second kernel combines the parts (`decode_combine.py`).
+once. Otherwise each item writes a part (a normalised partial output and the log-sum-exp of its scores, base 2),
+and a second kernel combines the parts (`decode_combine.py`).
 
 The keys of an item are read once for all rows of its tile:
 
     tile rows   ├─ heads of query 0 ─┼─ heads of query 1 ─┼ … ┼─ heads of query 0 ─┼ …
                 ├─────────────────── member 0 ────────────────┼─────── member 1 ───── …
 
-The heads are those that share a K/V head, and the members are the requests that share the item's prefix.
+The heads share a K/V head; the members are the requests that share the item's prefix.
 
 The loop over keys, the checks and the float64 attention of the reference are in `attend_keys.py`.
 """
@@ -121,7 +121,7 @@ def _decode_kernel(
         is_prefix = request < 0
         of_request = parts + tl.maximum(request, 0) * _PART_FIELDS
         num_parts = tl.load(of_request + 1)
-        part = own_parts + item  # which partial output
+        part = own_parts + item  # the number of the partial output
         owner, in_tile = request, member < 1
         if MEMBERS > 1:
             num_parts = tl.where(is_prefix, 2, num_parts + tl.load(of_request + 3))
@@ -137,7 +137,7 @@ def _decode_kernel(
             other=0.0,
         )  # [BLOCK_M, BLOCK_DK]
 
-        # Keys in [begin, full_end) are visible to every query, keys in [full_end, end) to some of them:
+        # Every query sees the keys in [begin, full_end); only some queries see those in [full_end, end):
         #   begin ├──── not masked ────┤ full_end ├─ masked ─┤ end
         if NUM_QUERIES > 1:
             length = tl.load(lengths + tl.maximum(request, 0))
@@ -152,8 +152,8 @@ def _decode_kernel(
         if NUM_QUERIES == 1 or WINDOW == 0:
             full_end = begin + tl.maximum(visible_end - begin, 0) // BLOCK_N * BLOCK_N
 
-        # The peak starts at a finite number, not at -inf: weights of a row whose keys are all masked are 0, not
-        # NaN.
+        # The peak starts at a finite number and not at -inf, so that a row whose keys are all masked has
+        # weights of 0 instead of NaN.
         peak = tl.full([BLOCK_M], -1.0e30, tl.float32)
         total = tl.zeros([BLOCK_M], tl.float32)
         acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
@@ -309,9 +309,9 @@ def decode_attention(
         options: scale, window and soft-cap.
         num_queries: queries of each request, at its last positions: 1, or the number of drafted tokens to
             verify and one more. A query whose position would be negative gets zeros.
-        plan: the result of `decode_plan` for the same rows, lengths, window and num_queries; it serves all
-            layers of a step, and has the shared prefixes of the requests, if any. If None, a plan without
-            shared prefixes is made here.
+        plan: the result of `decode_plan` for the same rows, lengths, window and num_queries. One plan serves
+            all layers of a step, and contains the requests' shared prefixes, if there are any. If None, a plan
+            without shared prefixes is made.
         out: `[B * num_queries, H, Dv]` to write to; allocated in the dtype of q if None.
         lse: float32 `[B * num_queries, H]`, contiguous, to write the log-sum-exp of the scores to, in base 2;
             -inf where a query sees no key. Not written if None.
@@ -333,7 +333,7 @@ def decode_attention(
     if group * num_queries > tuning.MOST_DECODE_ROWS:
         raise ValueError(
             f"{num_queries} queries of {group} heads to a K/V head are {group * num_queries} rows, and a tile "
-            f"holds {tuning.MOST_DECODE_ROWS}: prefill_attention takes any number of queries"
+            f"holds {tuning.MOST_DECODE_ROWS}; use prefill_attention, which takes any number of queries"
         )
     if plan is not None and (plan.window, plan.num_queries, len(plan.parts)) != (
         window,
@@ -342,7 +342,8 @@ def decode_attention(
     ):
         raise ValueError(
             f"the plan is for {len(plan.parts)} requests of {plan.num_queries} queries with a window of "
-            f"{plan.window}, the call for {len(rows)} of {num_queries} with one of {window}"
+            f"{plan.window}, but the call has {len(rows)} requests of {num_queries} queries with a window of "
+            f"{window}; make a plan for this call"
         )
     if out is None:
         out = q.new_empty((*q.shape[:2], kv.v.shape[2]))

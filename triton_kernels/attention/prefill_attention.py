@@ -320,8 +320,8 @@ def prefill_attention(
     window = options.window
     if plan is not None and (plan.window, plan.num_requests) != (window, len(rows)):
         raise ValueError(
-            f"the plan is for {plan.num_requests} requests with a window of {plan.window}, the call for "
-            f"{len(rows)} with one of {window}"
+            f"the plan is for {plan.num_requests} requests with a window of {plan.window}, but the call has "
+            f"{len(rows)} requests with a window of {window}; make a plan for this call"
         )
     if out is None:
         out = q.new_empty((*q.shape[:2], kv.v.shape[2]))

@@ -197,8 +197,8 @@ class TextPart(BaseModel):
 
 
 class ChatMessage(BaseModel):
-    """One message of a chat. Further fields (name, tool_calls …) go to the chat template as they are, except
-    those that no template can carry out, which are refused."""
+    """One message of a chat. Further fields (name, tool_calls …) go unchanged to the chat template, but fields
+    that no template supports are refused."""
 
     model_config = ConfigDict(strict=True, extra="allow")
 
