@@ -93,12 +93,8 @@ class Engine:
     def complete(self, result: StepResult) -> list[TokenEvent]:
         """Completes the oldest step in flight with its result. Returns the events of each request.
 
-        <<<<<<< HEAD
-                Raises LedgerMismatch where the device's counts are not the ledger's; the engine is dead then. Raises
-                ValueError for the result of another step.
-        =======
-                Raises LedgerMismatch if the device's counts differ from the ledger's; the engine is dead then.
-        >>>>>>> r2
+        Raises LedgerMismatch if the device's counts differ from the ledger's; the engine is dead then. Raises
+        ValueError for the result of another step.
         """
         plan = self.scheduler.oldest
         if result.step != plan.step:
@@ -185,14 +181,10 @@ class LocalEngine(Engine):
     def step(self) -> list[TokenEvent]:
         """Launches the steps that can be planned, and completes the oldest one in flight.
 
-        <<<<<<< HEAD
-                Returns what each request got. The requests of a step that fails end in "error". A KeyboardInterrupt
-                fails the step that it interrupts and is raised once the counts are right; the next call returns the
-                events. Raises LedgerMismatch where the device's counts are not the ledger's, and EngineDead ever after.
-        =======
-                Returns what each request got. The requests of a step that fails end in "error". Raises LedgerMismatch
-                if the device's counts differ from the ledger's, and EngineDead in every later call.
-        >>>>>>> r2
+        Returns what each request got. The requests of a step that fails end in "error". A KeyboardInterrupt
+        fails the step that it interrupts and is raised once the counts are right; the next call returns the
+        events. Raises LedgerMismatch if the device's counts differ from the ledger's, and EngineDead in every
+        later call.
         """
         events = self._take_undelivered()
         refused: BaseException | None = None
