@@ -156,8 +156,9 @@ class LLM:
 
     def check(self) -> None:
         """Recounts everything, the device's memory included. Raises CheckFailed."""
-        self._deliver(self.engine.settle)
-        self.engine.check()
+        with interrupts_deferred():
+            self._deliver(self.engine.settle())
+            self.engine.check()
 
     def _answers(
         self, prompts: Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None
@@ -201,31 +202,35 @@ class LLM:
                     self.engine.add(answer.request)
                     self._runs[answer.request.id] = run
             while run.growing:
-                if not run.inbox:
-                    self._deliver(self.engine.step)
-                while run.inbox:
-                    event = run.inbox.popleft()
-                    if event.request_id not in run.growing:  # a stop string has ended the answer before
-                        continue
-                    with interrupts_deferred():
-                        chunk = self._take(run, event)
-                    yield chunk
+                with interrupts_deferred():
+                    if not run.inbox:
+                        self._deliver(self.engine.step())
+                    chunks = self._take(run)
+                yield from chunks
         finally:
             with interrupts_deferred():
                 for request_id in run.growing:
                     self.engine.abort(request_id)
                     self._runs.pop(request_id, None)
-            if not self._runs:  # nothing of these answers is held once the call has returned
-                self._deliver(self.engine.settle)
+                if not self._runs:  # nothing of these answers is held once the call has returned
+                    self._deliver(self.engine.settle())
 
-    def _deliver(self, advance: Callable[[], list[TokenEvent]]) -> None:
-        """Advances the engine and puts every event into the inbox of its own call. Ctrl-C waits for the end."""
-        with interrupts_deferred():
-            for event in advance():
-                if event.request_id in self._runs:
-                    self._runs[event.request_id].inbox.append(event)
+    def _deliver(self, events: list[TokenEvent]) -> None:
+        """Puts every event into the inbox of its own call."""
+        for event in events:
+            if event.request_id in self._runs:
+                self._runs[event.request_id].inbox.append(event)
 
-    def _take(self, run: _Run, event: TokenEvent) -> StreamChunk:
+    def _take(self, run: _Run) -> list[StreamChunk]:
+        """Returns the chunks of the call's events. Raises StepFailed, once the events before are taken."""
+        chunks: list[StreamChunk] = []
+        while run.inbox and not (chunks and run.inbox[0].finish_reason == "error"):
+            event = run.inbox.popleft()
+            if event.request_id in run.growing:  # else a stop string has ended the answer before
+                chunks.append(self._chunk(run, event))
+        return chunks
+
+    def _chunk(self, run: _Run, event: TokenEvent) -> StreamChunk:
         answer = run.growing[event.request_id]
         if event.finish_reason == "error":
             raise StepFailed(f"a step failed: {event.error}; its requests are lost, try again")

@@ -85,7 +85,7 @@ class Router:
         self._in_flight: deque[bytes] = deque()
         # With churn a request lasts as many steps as there are requests, and each is one step older.
         self._max_tokens = load.num_running if load.churn else 2 * steps
-        self.engine = Engine(self._running())
+        self.engine = self._running()
         self.scheduler = self.engine.scheduler
         self._fill_queue()
 
@@ -107,8 +107,8 @@ class Router:
         for _ in range(steps):
             self.step()
 
-    def _running(self) -> Scheduler:
-        """Returns a scheduler in which all requests run, in a pool of just the size that the forecast needs."""
+    def _running(self) -> Engine:
+        """Returns an engine in which all requests run, in a pool of just the size that the forecast needs."""
         load = self.load
         limits = Limits(2 * load.num_running, MAX_TOKENS, MAX_TOKENS, VOCAB_SIZE, load.sharing)
         ledger = TokenLedger(MAX_TOKENS, limits.max_num_seqs, limits.max_model_len)
@@ -116,14 +116,15 @@ class Router:
         for i in range(load.num_running):
             age = i if load.churn else 0
             scheduler.add(self._request(load.prompt + age, self._max_tokens - age))
-        plan = scheduler.plan()
+        engine = Engine(scheduler)
+        plan = engine.plan()
         assert plan is not None
-        scheduler.complete(StepResult(plan.step, [10] * len(plan.sample), plan.num_free, 0))
+        engine.complete(StepResult(plan.step, [10] * len(plan.sample), plan.num_free, 0))
         room = load.prompt + self._max_tokens if load.churn else 0
         spare = ledger.capacity - scheduler.forecast_peak() - room
         ledger.reduce_capacity(spare)  # so that the pool is full
         scheduler.check()
-        return scheduler
+        return engine
 
     def _fill_queue(self) -> None:
         while self.scheduler.num_waiting < self.load.num_queued:
@@ -194,7 +195,7 @@ def measure(load: Load, steps: int, profile: bool) -> dict[str, dict[str, float]
         router.measure(steps // 2)
         print(f"\n{name_of(load)}: {steps // 2} times {router.profiled}, profiled")
         pstats.Stats(router.profiler).sort_stats("tottime").print_stats(12)
-    for _ in range(load.depth):  # land what is under way, then recount every book
+    for _ in range(load.depth):  # completes what is in flight, then recounts everything
         if router._in_flight:
             router.engine.complete(_decode_result(router._in_flight.popleft()))
     scheduler.check()

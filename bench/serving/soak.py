@@ -13,16 +13,15 @@ clients stop until no request is running.
 It exits without figures, and with the reason, unless
 
 - every greedy answer is the expected one, and the part of an answer that arrived before its connection was
-closed
-  is the beginning of the expected one. A request is not used if the two likeliest tokens of the expected
-  answer are closer than 0.001 anywhere: in another batch the sums are rounded differently, so such a tie may
-  change;
-- every sampled answer is complete, and every invalid request is refused with the right status; - whenever no
-request is running, no token is held, free and cached tokens make up the pool, the device's count has
-  been compared with the ledger's, and the worker has not been restarted;
-- requests were preempted, and more tokens were computed than the pool holds; - over the second half of the
-time the memory of every process is flat: the median of that half's last quarter is
-  at most 2 % or 10 MiB above the median of its first quarter. This is not checked in a run of less than 20
+  closed is the beginning of the expected one. A request is not used if the two likeliest tokens of the
+  expected answer are closer than 0.001 anywhere: in another batch the sums are rounded differently, so such a
+  tie may change;
+- every sampled answer is complete, and every invalid request is refused with the right status;
+- whenever no request is running, no token is held, free and cached tokens make up the pool, the device's
+  count has been compared with the ledger's, and the worker has not been restarted;
+- requests were preempted, and more tokens were computed than the pool holds;
+- over the second half of the time the memory of every process is flat: the median of that half's last quarter
+  is at most 2 % or 10 MiB above the median of its first quarter. This is not checked in a run of less than 20
   minutes.
 """
 

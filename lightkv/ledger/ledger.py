@@ -158,15 +158,17 @@ class TokenLedger:
         """Returns how many available slots are needed to extend each of these by `count` tokens."""
         return count * len(sequences)
 
-    def extend(self, sequences: Seq[Sequence], counts: Seq[int]) -> None:
+    def extend(self, sequences: Seq[Sequence], counts: Seq[int]) -> Alloc:
         """Allocates `counts[i]` more slots for `sequences[i]`, all or none; evicts cached tokens as needed.
+
+        Returns the edit of the allocation, which `drain` hands out, too, unless there are no sequences.
 
         Raises OutOfTokens only when free and cached tokens together are too few; SequenceTooLong, ValueError.
         """
         if len(sequences) != len(counts):
             raise ValueError(f"{len(sequences)} sequences and {len(counts)} counts")
         if not sequences:
-            return
+            return Alloc((), (), ())
         if sequences != self._batch:
             self._set_batch(sequences)
         starts = [sequence.length for sequence in sequences]
@@ -188,13 +190,15 @@ class TokenLedger:
             if needed > self.num_available:
                 raise OutOfTokens(needed, self.num_available, self.capacity)
             state.evict(needed - state.num_free)
-        state.alloc(Alloc(self._batch_rows, tuple(starts), tuple(counts)), needed)
+        edit = Alloc(self._batch_rows, tuple(starts), tuple(counts))
+        state.alloc(edit, needed)
         if is_decode:
             for sequence in sequences:
                 sequence.length += 1
         else:
             for sequence, count in zip(sequences, counts, strict=True):
                 sequence.length += count
+        return edit
 
     def _set_batch(self, sequences: Seq[Sequence]) -> None:
         """Checks the sequences of a batch, once for as long as the same ones are extended. Raises

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Iterator, Set
 from collections.abc import Sequence as Seq
 from typing import Protocol
 
-from lightkv.edits import Edit
+from lightkv.edits import Alloc, Edit
 from lightkv.ledger import Match, Sequence
 from lightkv.ledger.prefix_tree import Namespace, Segment
 
@@ -69,8 +69,9 @@ class Ledger(Protocol):
     def growth(self, sequences: Seq[Sequence], count: int = 1) -> int:
         """Returns how many available slots are needed to extend each of these by `count` tokens."""
 
-    def extend(self, sequences: Seq[Sequence], counts: Seq[int]) -> None:
-        """Allocates `counts[i]` more slots for `sequences[i]`, all or none; evicts cached tokens as needed."""
+    def extend(self, sequences: Seq[Sequence], counts: Seq[int]) -> Alloc:
+        """Allocates `counts[i]` more slots for `sequences[i]`, all or none; evicts cached tokens as needed.
+        Returns the edit of the allocation, which `drain` hands out, too."""
 
     def shrink(self, sequences: Seq[Sequence], counts: Seq[int]) -> None:
         """Undoes an `extend` whose tokens were not computed."""

@@ -93,9 +93,12 @@ class Engine:
     def complete(self, result: StepResult) -> list[TokenEvent]:
         """Completes the oldest step in flight with its result. Returns the events of each request.
 
-        Raises LedgerMismatch if the device's counts differ from the ledger's; the engine is dead then.
+        Raises LedgerMismatch if the device's counts differ from the ledger's; the engine is dead then. Raises
+        ValueError for the result of another step.
         """
         plan = self.scheduler.oldest
+        if result.step != plan.step:
+            raise ValueError(f"a result for step {result.step}; the oldest step in flight is {plan.step}")
         if result.num_free != plan.num_free or result.flags:
             edits = str(plan.all_edits())
             mismatch = LedgerMismatch(plan.step, result.num_free, plan.num_free, result.flags, edits)
@@ -167,41 +170,41 @@ class LocalEngine(Engine):
     def __init__(self, scheduler: Scheduler, executor: Executor) -> None:
         super().__init__(scheduler)
         self.executor = executor
+        self._undelivered: list[TokenEvent] = []  # of a call that was interrupted
+        self._interrupt: BaseException | None = None
+
+    @property
+    def has_work(self) -> bool:
+        """Is any request unfinished, any step in flight, or any event to be returned?"""
+        return super().has_work or bool(self._undelivered)
 
     def step(self) -> list[TokenEvent]:
         """Launches the steps that can be planned, and completes the oldest one in flight.
 
-        Returns what each request got. The requests of a step that fails end in "error". Raises LedgerMismatch
-        if the device's counts differ from the ledger's, and EngineDead in every later call.
+        Returns what each request got. The requests of a step that fails end in "error". A KeyboardInterrupt
+        fails the step that it interrupts and is raised once the counts are right; the next call returns the
+        events. Raises LedgerMismatch if the device's counts differ from the ledger's, and EngineDead in every
+        later call.
         """
+        events = self._take_undelivered()
         refused: BaseException | None = None
         while refused is None and (plan := self.plan()) is not None:
             try:
                 self.executor.launch(plan)
-            # Also KeyboardInterrupt: the counts have to say that the step is lost.
             except BaseException as error:
                 refused = error
-        events: list[TokenEvent] = []
         if self.num_in_flight > (refused is not None):  # a step that was refused is the newest
-            try:
-                result = self.executor.collect()
-            except BaseException as error:
-                events += self._fail(error)
-            else:
-                events += self.complete(result)
-        return events if refused is None else events + self._fail(refused)
+            events += self._collect()
+        if refused is not None:
+            events += self._fail(refused)
+        return self._deliver(events)
 
     def settle(self) -> list[TokenEvent]:
         """Completes every step in flight without planning another. Returns what each request got."""
-        events: list[TokenEvent] = []
+        events = self._take_undelivered()
         while self.num_in_flight and self._dead is None:
-            try:
-                result = self.executor.collect()
-            except BaseException as error:
-                events += self._fail(error)
-            else:
-                events += self.complete(result)
-        return events
+            events += self._collect()
+        return self._deliver(events)
 
     def check(self) -> None:
         """Recounts everything, the executor's memory included. For between steps. Raises CheckFailed,
@@ -209,10 +212,30 @@ class LocalEngine(Engine):
         super().check()
         self.executor.check(*self.sync_memory())
 
+    def _collect(self) -> list[TokenEvent]:
+        """Completes the oldest step in flight, or fails it."""
+        try:
+            result = self.executor.collect()
+        except BaseException as error:
+            return self._fail(error)
+        return self.complete(result)
+
     def _fail(self, error: BaseException) -> list[TokenEvent]:
-        events = self.fail(f"{type(error).__name__}: {error}", self.executor.fatal)
+        """Fails the oldest step in flight. `_deliver` raises what is not an Exception."""
         if not isinstance(error, Exception):
-            raise error
+            self._interrupt = error
+        return self.fail(f"{type(error).__name__}: {error}", self.executor.fatal)
+
+    def _take_undelivered(self) -> list[TokenEvent]:
+        events, self._undelivered = self._undelivered, []
+        return events
+
+    def _deliver(self, events: list[TokenEvent]) -> list[TokenEvent]:
+        """Returns the events, or keeps them and raises the interrupt that came meanwhile."""
+        interrupt, self._interrupt = self._interrupt, None
+        if interrupt is not None:
+            self._undelivered = events
+            raise interrupt
         return events
 
 

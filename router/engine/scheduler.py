@@ -122,7 +122,9 @@ class Scheduler:
 
     @property
     def oldest(self) -> StepPlan:
-        """The oldest step in flight, whose result comes next."""
+        """The oldest step in flight, whose result comes next. Raises ValueError where none is."""
+        if not self._in_flight:
+            raise ValueError("no step is in flight")
         return self._in_flight[0].plan
 
     @property
@@ -175,8 +177,8 @@ class Scheduler:
             return None
         # The decodes' slots are allocated last, so that no prefix found by `_plan_prefills` is evicted for
         # them.
-        ledger.extend(sequences, [1] * len(decoding))
-        plan = self._make_plan(chunks, decoding, sequences)
+        decode_alloc = ledger.extend(sequences, [1] * len(decoding))
+        plan = self._make_plan(chunks, decoding, sequences, decode_alloc)
         requests = [chunk.request for chunk in chunks] + decoding
         self._start_decoding([requests[i] for i in plan.sample if i < len(chunks)])
         for request in requests:
@@ -218,8 +220,8 @@ class Scheduler:
         Nothing that these steps computed stays in the cache, and the results of the later ones are dropped.
         """
         requests = {request.id: request for batch in self._in_flight for request in batch.requests}
-        self._failed = True
         self._pop_oldest(None)
+        self._failed = True
         events = []
         for request in requests.values():
             if request.finish_reason is None:
@@ -381,16 +383,12 @@ class Scheduler:
         return _Chunk(request, start, count)
 
     def _make_plan(
-        self, chunks: list[_Chunk], decoding: list[Request], sequences: list[Sequence]
+        self, chunks: list[_Chunk], decoding: list[Request], sequences: list[Sequence], decode_alloc: Alloc
     ) -> StepPlan:
         """Returns the plan of these chunks and decodes, whose slots the ledger has allocated."""
         ledger = self.ledger
-        edits = ledger.drain()
-        decode_alloc = Alloc((), (), ())
-        if decoding:  # its allocation is the ledger's last edit, and travels as the batch itself
-            last = edits.pop()
-            assert isinstance(last, Alloc)
-            decode_alloc = last
+        # The allocation of the decodes' slots travels as the batch itself (`StepPlan.decode_alloc`).
+        edits = [edit for edit in ledger.drain() if edit is not decode_alloc]
         requests = [chunk.request for chunk in chunks] + decoding
         sample = [i for i, (r, start, count) in enumerate(chunks) if start + count == r.num_prefill_tokens]
         sample.extend(range(len(chunks), len(requests)))

@@ -436,8 +436,8 @@ class Router:
     def _end_engine(self, state: State, detail: str, error: str) -> None:
         """Ends every request, since the worker's memory is gone. The totals stay.
 
-        The state is sent before the ends: a client that reads that its request is lost finds the service not
-            ready.
+        The state is sent before the ends: a client that reads that its request is lost finds the service
+        not ready.
         """
         load = self.load()
         totals = {name: getattr(load, name) for name in (*_TOTALS, *_SERVICE_TOTALS)}

@@ -11,7 +11,7 @@ from collections.abc import Sequence as Seq
 
 import numpy as np
 
-from lightkv.edits import Edit
+from lightkv.edits import Alloc, Edit
 from lightkv.errors import CheckFailed, OutOfTokens, SequenceTooLong
 from lightkv.ledger import Match, Sequence, TokenLedger
 from lightkv.ledger.prefix_tree import TOKEN_BYTES, Namespace, Segment
@@ -176,7 +176,7 @@ class PagedLedger(_PaddedLedger):
         self._coded[sequence.row] = coded
         return sequence
 
-    def extend(self, sequences: Seq[Sequence], counts: Seq[int]) -> None:
+    def extend(self, sequences: Seq[Sequence], counts: Seq[int]) -> Alloc:
         """Allocates the pages for `counts[i]` more tokens of `sequences[i]`; evicts cached pages."""
         page = self.page
         if len(set(counts)) <= 1:
@@ -188,8 +188,9 @@ class PagedLedger(_PaddedLedger):
             )
         if slots > self.num_free:
             self._make_room(slots, sequences, counts)
-        self._tokens.extend(sequences, counts)
+        alloc = self._tokens.extend(sequences, counts)
         self.padding += slots - sum(counts)
+        return alloc
 
     def _make_room(self, slots: int, sequences: Seq[Sequence], counts: Seq[int]) -> None:
         """Evicts pages until `slots` are free. Raises OutOfTokens, and what `extend` would raise after it."""
@@ -325,10 +326,11 @@ class ContiguousLedger(_PaddedLedger):
             raise CheckFailed(f"a run of {run} slots was admitted, and {self.num_free + run} are free")
         return sequence
 
-    def extend(self, sequences: Seq[Sequence], counts: Seq[int]) -> None:
+    def extend(self, sequences: Seq[Sequence], counts: Seq[int]) -> Alloc:
         """Uses `counts[i]` more slots of the run of `sequences[i]`."""
-        self._tokens.extend(sequences, counts)
+        alloc = self._tokens.extend(sequences, counts)
         self.padding -= sum(counts)
+        return alloc
 
     def shrink(self, sequences: Seq[Sequence], counts: Seq[int]) -> None:
         """Undoes an `extend`; the run keeps its slots."""

@@ -6,14 +6,11 @@ reads some hundred counts and one or two cache lines per slot, however large or 
 operation synchronises, and no shape depends on data, so all of them can be captured in a CUDA graph.
 
 - A few slots (a decode step) are allocated by one kernel. Each of its programs finds its own slots in two
-dependent
-  reads; the last program to finish reading writes the metadata for all of them.
+  dependent reads; the last program to finish reading writes the metadata for all of them.
 - Many slots (a prompt) are allocated by two kernels (`alloc_many.py`): the first plans, the second has a
-program
-  for every few blocks.
+  program for every few blocks.
 - To allocate a run, programs of the first kernel search the pool's bits while another program plans for the
-case
-  that there is no run.
+  case that there is no run.
 
 An operation that cannot be done raises no error: it does as much as it can without giving a slot two owners,
 and sets a flag in device memory (`SlotFlag`).
@@ -263,9 +260,8 @@ def alloc_slots(
         state: the pool; updated in place.
         out: int32 `[max_n]`, contiguous: receives the allocated slots, then zeros.
         count: int32 `[1]` on the device; None for max_n.
-        entries: places in a table that `out` is written to as well. They have to be distinct, except for those
-        that
-            zeros are written to.
+        entries: places in a table that `out` is written to as well. They have to be distinct, except
+            for those that zeros are written to.
     """
     max_n = len(out)
     if max_n > MAX_IN_ONE_KERNEL:
