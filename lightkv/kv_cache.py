@@ -200,14 +200,14 @@ class KVCache:
         self.ledger.truncate(sequence, index(length))
         self._apply()
 
-    def release(self, sequence: Sequence, count: int, sinks: int = 0) -> int:
-        """Drops the `count` oldest tokens after the first `sinks`, as a sliding window does.
+    def release(self, sequence: Sequence, count: int, sink_tokens: int = 0) -> int:
+        """Drops the `count` oldest tokens after the first `sink_tokens`, as a sliding window does.
 
         The remaining entries move down in the row; their K/V stays in its slots, unchanged. Returns how many
         slots this frees at once. Nothing that the sequence computes is cached from now on. Raises ValueError.
         """
         self._require_no_callback()
-        num_freed = self.ledger.release(sequence, index(count), index(sinks))
+        num_freed = self.ledger.release(sequence, index(count), index(sink_tokens))
         self._apply()
         return num_freed
 
@@ -217,10 +217,11 @@ class KVCache:
         Published tokens count as shared even while no other sequence holds them: do not publish tokens that are
         to be dropped one by one.
 
-        `entries`: int64 `[n]` on the device, distinct, in any order, from `sequence.shared` (or `num_sinks` if
-        that is more, because sinks stay) to `sequence.length`. They move down in the row in their old order.
-        The host does not read them: for an entry that is repeated or out of range another entry of the range
-        stays. Returns how many slots this frees. Raises ValueError, and TypeError if `entries` is not a tensor.
+        `entries`: int64 `[n]` on the device, distinct, in any order, from `sequence.shared` (or
+        `num_sink_tokens` if that is more, because sinks stay) to `sequence.length`. They move down in the row
+        in their old order. The host does not read them: for an entry that is repeated or out of range another
+        entry of the range stays. Returns how many slots this frees. Raises ValueError, and TypeError if
+        `entries` is not a tensor.
         """
         self._require_no_callback()
         if not isinstance(entries, torch.Tensor):

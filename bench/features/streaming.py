@@ -133,7 +133,7 @@ def main() -> None:
     arguments.add_argument("--model", default=DEFAULT_MODEL)
     arguments.add_argument("--tokens", type=int, default=16384)
     arguments.add_argument("--window", type=int, default=1024, help="tokens held, sinks included")
-    arguments.add_argument("--sinks", type=int, default=4)
+    arguments.add_argument("--sink-tokens", type=int, default=4)
     arguments.add_argument("--stride", type=int, default=256)
     arguments.add_argument("--block", type=int, default=2048, help="tokens in each line of the table")
     arguments.add_argument("--control", type=int, default=4, help="one of as many strides is computed again")
@@ -154,8 +154,8 @@ def main() -> None:
     print(f"{len(ids):,} tokens of a text of {len(text):,} characters, SHA-256 {digest[:16]}\n", flush=True)
 
     full = min(context, len(ids))
-    sinks = Window(options.window - options.sinks, options.sinks, options.stride)
-    streamed, generation = read(model, ids, sinks, options.generate)
+    streaming = Window(options.window - options.sink_tokens, options.sink_tokens, options.stride)
+    streamed, generation = read(model, ids, streaming, options.generate)
     recomputed = recompute(model, ids, options.window, options.stride, options.control)
     readings = {
         "sinks + window": streamed,
@@ -172,8 +172,8 @@ def main() -> None:
         apart = float((reading.losses[:before] - reference).abs().nan_to_num(0.0).max())
         if not apart <= AGREEMENT:
             refuse(f"{name}: {apart:.2g} nats from full attention before its window moves")
-    if generation is not None and generation.most_held > sinks.capacity:
-        refuse(f"{generation.most_held} tokens held while generating, in a window of {sinks.capacity}")
+    if generation is not None and generation.most_held > streaming.capacity:
+        refuse(f"{generation.most_held} tokens held while generating, in a window of {streaming.capacity}")
 
     rows, blocks = [], {name: [] for name in readings}  # type: ignore[var-annotated]
     for start in range(0, len(ids), options.block):
@@ -195,7 +195,7 @@ def main() -> None:
             f"{generation.least_held:,} to {generation.most_held:,} held, {generation.seconds:.0f} s"
         )
 
-    names = ("tokens", "window", "sinks", "stride", "block", "control")
+    names = ("tokens", "window", "sink_tokens", "stride", "block", "control")
     settings = {name: getattr(options, name) for name in names}
     results = {
         name: {

@@ -89,10 +89,10 @@ class AttentionBackend(ABC):
         Raises:
             ValueError: the step has sinks, and the layer has a window or was made without `rotary`.
         """
-        if metadata.num_sinks and (self.rotary is None or self.options.window):
+        if metadata.num_sink_tokens and (self.rotary is None or self.options.window):
             raise ValueError(
-                f"a step with {metadata.num_sinks} sinks needs the rotary frequencies (rotary) and a layer "
-                f"without a window; layer {self.layer_idx} has a window of {self.options.window}"
+                f"a step with {metadata.num_sink_tokens} sinks needs the rotary frequencies (rotary) and a "
+                f"layer without a window; layer {self.layer_idx} has a window of {self.options.window}"
             )
         num_tokens = metadata.num_tokens
         q = q.view(num_tokens, self.num_heads, self.head_dim)
@@ -100,7 +100,7 @@ class AttentionBackend(ABC):
         v = v.view(num_tokens, self.num_kv_heads, self.v_dim)
         out = q.new_empty(num_tokens, self.num_heads, self.v_dim)
         self._write(q, k, v, metadata, rotary)
-        if metadata.num_sinks:
+        if metadata.num_sink_tokens:
             self._attend_with_sinks(q, metadata, out)
         else:
             self._attend(q, k, v, metadata, out)
@@ -113,10 +113,10 @@ class AttentionBackend(ABC):
         q is as for `forward`, which has to run first because it writes the keys. Returns float32 `[B,
         longest]`, zero past a sequence's entries. Raises ValueError for a step with sinks.
         """
-        if metadata.num_sinks:
+        if metadata.num_sink_tokens:
             raise ValueError(
-                f"a step with {metadata.num_sinks} sinks attends to them from other positions, which are not "
-                "scored; evict by the window alone"
+                f"a step with {metadata.num_sink_tokens} sinks attends to them from other positions, which are "
+                "not scored; evict by the window alone"
             )
         entries = metadata.position_ids
         if metadata.dropped is not None:

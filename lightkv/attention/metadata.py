@@ -21,8 +21,8 @@ class AttentionMetadata:
 
     - on the host: `num_prefills`, `num_decodes`, `num_tokens`, `num_prefill_tokens`; `q_lens` int32 `[B]` on
       the CPU (this step's tokens of each sequence), `prefill_lens` (those of the prefills), `rows_host` and
-      `kv_lens_host` int64 `[B]`, `num_sinks` (0 unless sequences that have dropped tokens still hold the first
-      ones);
+      `kv_lens_host` int64 `[B]`, `num_sink_tokens` (0 unless sequences that have dropped tokens still hold
+      the first ones);
     - on the device: `q_lens_on_device` int32 `[B]`, `position_ids` int64 `[T]`, `rows` int64 `[B]` (of the
       token table), `kv_lens` int32 `[B]` (tokens in the cache, this step's included), `q_starts`
       int32 `[B + 1]`, `slot_mapping` int64 `[T]` (the slots that this step's K/V is written to), `dropped`
@@ -32,8 +32,8 @@ class AttentionMetadata:
         q         ├──── prefill 0 ────┼─ prefill 1 ─┼ decode 2 ┼ decode 3 ┤
         q_starts  0                   ┘             ┘          ┘          └ T
 
-    With sinks, a query attends to the first `num_sinks` entries as if the dropped tokens had never been there,
-    and to all other entries at their true positions.
+    With sinks, a query attends to the first `num_sink_tokens` entries as if the dropped tokens had never been
+    there, and to all other entries at their true positions.
 
     With `is_cuda_graph` it holds a decode batch of exactly `max_num_requests` sequences, in tensors that never
     move. A smaller batch is padded with sequences in row 0, with length 0, position 0 and slot 0.
@@ -88,7 +88,7 @@ class AttentionMetadata:
         num_prefills: int,
         *,
         dropped: Sequence[int] = (),
-        num_sinks: int = 0,
+        num_sink_tokens: int = 0,
         prefixes: Sequence[SharedPrefix] | None = None,
     ) -> None:
         """Loads a step's batch, with one upload (two where tokens were dropped) and without synchronising.
@@ -112,7 +112,7 @@ class AttentionMetadata:
         row, start, count = (np.array(numbers, dtype=np.int64) for numbers in (rows, starts, counts))
         self._validate(row, start, count, num_prefills)
         gap = np.array(dropped, dtype=np.int64) if len(dropped) else np.zeros_like(row)
-        self._validate_dropped(start, gap, num_prefills, num_sinks)
+        self._validate_dropped(start, gap, num_prefills, num_sink_tokens)
         kv_len = start + count
         if self.is_cuda_graph:
             padding = self.max_num_requests - len(row)
@@ -164,7 +164,7 @@ class AttentionMetadata:
             self.slot_mapping.copy_(slots)
         else:
             self.slot_mapping = slots.long()
-        self.num_sinks = num_sinks
+        self.num_sink_tokens = num_sink_tokens
         self.dropped = upload([np.repeat(gap, count)], device)[0] if gap.any() else None
 
     def _validate(self, row: np.ndarray, start: np.ndarray, count: np.ndarray, num_prefills: int) -> None:
@@ -187,22 +187,24 @@ class AttentionMetadata:
             )
 
     def _validate_dropped(
-        self, start: np.ndarray, gap: np.ndarray, num_prefills: int, num_sinks: int
+        self, start: np.ndarray, gap: np.ndarray, num_prefills: int, num_sink_tokens: int
     ) -> None:
-        if len(gap) != len(start) or (gap < 0).any() or num_sinks < 0:
+        if len(gap) != len(start) or (gap < 0).any() or num_sink_tokens < 0:
             raise ValueError(
-                f"{gap.tolist()} tokens dropped by {len(start)} sequences with {num_sinks} sinks: give 0 or "
-                "more, one number a sequence"
+                f"{gap.tolist()} tokens dropped by {len(start)} sequences with {num_sink_tokens} sinks: give "
+                "0 or more, one number a sequence"
             )
         if self.is_cuda_graph and gap.any():
             raise ValueError(
                 f"{gap.tolist()} tokens dropped: a decode graph takes entries for positions; run this step "
                 "eagerly"
             )
-        if num_sinks and (num_prefills < len(start) or not gap.all() or (start < num_sinks).any()):
+        if num_sink_tokens and (
+            num_prefills < len(start) or not gap.all() or (start < num_sink_tokens).any()
+        ):
             raise ValueError(
-                f"{num_sinks} sinks: in such a step every sequence is a prefill, has dropped tokens and holds "
-                f"the sinks; here {num_prefills} of {len(start)} are prefills, they have dropped "
+                f"{num_sink_tokens} sinks: in such a step every sequence is a prefill, has dropped tokens "
+                f"and holds the sinks; here {num_prefills} of {len(start)} are prefills, they have dropped "
                 f"{gap.tolist()} and hold {start.tolist()}. Run the others in a step of their own"
             )
 

@@ -56,7 +56,7 @@ class TiledPrefill(NamedTuple):
     """
 
     tiles: list[PrefillTile]
-    sinks: list[torch.Tensor]  # int64 [num_sinks] for each tile; empty in a step without sinks
+    sink_tokens: list[torch.Tensor]  # int64 [num_sink_tokens] for each tile; empty in a step without sinks
     bias: torch.Tensor | None  # [at most QUERY_TILE, S of the longest tile], 0 and -inf
 
     def bias_of(self, tile: PrefillTile) -> torch.Tensor | None:
@@ -129,8 +129,8 @@ class TorchPlan:
         stores no scores, so a prefill without a prefix is one tile, whatever its length."""
         plan = self._prefill.get((window, dtype, fused))
         if plan is None:
-            tiles, sinks = _prefill_tiles(metadata, window, fused)
-            plan = TiledPrefill(tiles, sinks, _tile_bias(tiles, window, dtype))
+            tiles, sink_tokens = _prefill_tiles(metadata, window, fused)
+            plan = TiledPrefill(tiles, sink_tokens, _tile_bias(tiles, window, dtype))
             self._prefill[window, dtype, fused] = plan
         return plan
 
@@ -180,9 +180,9 @@ def _prefill_tiles(
     metadata: AttentionMetadata, window: int, fused: bool
 ) -> tuple[list[PrefillTile], list[torch.Tensor]]:
     """Returns the prefills in tiles, and the slots of each tile's sinks."""
-    table, num_sinks = metadata.memory.table, metadata.num_sinks
+    table, num_sink_tokens = metadata.memory.table, metadata.num_sink_tokens
     tiles = []
-    sinks = []
+    sink_tokens = []
     packed_end = 0
     for idx, num_tokens in enumerate(metadata.prefill_lens.tolist()):
         packed_end += num_tokens
@@ -193,16 +193,16 @@ def _prefill_tiles(
             tiles.append(PrefillTile(packed_end - num_tokens, packed_end, None))
             continue
         # The first keys are seen by no query (a window), or only by queries rotated back (sinks).
-        skipped = max(0, prefix - window + 1) if window else num_sinks
+        skipped = max(0, prefix - window + 1) if window else num_sink_tokens
         slots = table.slots(row, skipped, kv_len).long()
         for start in range(prefix, kv_len, QUERY_TILE):
             end = min(start + QUERY_TILE, kv_len)
-            first = max(0, start - window + 1) if window else num_sinks
+            first = max(0, start - window + 1) if window else num_sink_tokens
             shift = packed_end - kv_len  # from entries to packed tokens
             tiles.append(PrefillTile(start + shift, end + shift, slots[first - skipped : end - skipped]))
-            if num_sinks:
-                sinks.append(table.slots(row, 0, num_sinks).long())
-    return tiles, sinks
+            if num_sink_tokens:
+                sink_tokens.append(table.slots(row, 0, num_sink_tokens).long())
+    return tiles, sink_tokens
 
 
 def _tile_bias(tiles: list[PrefillTile], window: int, dtype: torch.dtype) -> torch.Tensor | None:
@@ -290,9 +290,9 @@ class TorchAttention(AttentionBackend):
         assert self.rotary is not None
         assert metadata.dropped is not None
         rotated = self.rotary.rotate_back(q, metadata.dropped)
-        for tile, sinks in zip(plan.tiles, plan.sinks, strict=True):
+        for tile, sink_tokens in zip(plan.tiles, plan.sink_tokens, strict=True):
             assert tile.slots is not None
-            parts = ((q, tile.slots, plan.bias_of(tile)), (rotated, sinks, None))
+            parts = ((q, tile.slots, plan.bias_of(tile)), (rotated, sink_tokens, None))
             states = []
             for queries, slots, bias in parts:
                 keys, values = pool.spec.split(step.gather(pool.kv(self.layer_idx), slots))

@@ -111,18 +111,18 @@ class TritonAttention(AttentionBackend):
         return _StepPlans.of(metadata).get(shape, metadata.step, self.layer_idx, make)
 
     def _attend_with_sinks(self, q: torch.Tensor, metadata: AttentionMetadata, out: torch.Tensor) -> None:
-        num_sinks, dropped = metadata.num_sinks, metadata.dropped
+        num_sink_tokens, dropped = metadata.num_sink_tokens, metadata.dropped
         assert self.rotary is not None
         assert dropped is not None
         kv, num_tokens = self.paged_kv(metadata), len(q)
         partial_out = torch.empty((2, *out.shape), dtype=torch.float32, device=out.device)
 
         # The index without its first columns: a row without its sinks.
-        q_starts, lengths = metadata.q_starts, metadata.kv_lens - num_sinks
+        q_starts, lengths = metadata.q_starts, metadata.kv_lens - num_sink_tokens
         lse = torch.empty((2, *q.shape[:2]), dtype=torch.float32, device=q.device)
         mixed_attention(
             q,
-            kv._replace(index=kv.index[:, num_sinks:]),
+            kv._replace(index=kv.index[:, num_sink_tokens:]),
             metadata.rows,
             q_starts,
             lengths,
@@ -135,7 +135,7 @@ class TritonAttention(AttentionBackend):
         # Every query sees all sinks, so to the decode kernels it is a request of its own.
         rotated = self.rotary.rotate_back(q, dropped)
         rows = metadata.rows.repeat_interleave(metadata.q_lens_on_device, output_size=num_tokens)
-        lengths = torch.full((num_tokens,), num_sinks, dtype=torch.int32, device=q.device)
+        lengths = torch.full((num_tokens,), num_sink_tokens, dtype=torch.int32, device=q.device)
         decode_attention(rotated, kv, rows, lengths, self.options, out=partial_out[1], lse=lse[1])
         merge_states(partial_out, lse, out=out)
 

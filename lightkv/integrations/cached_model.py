@@ -119,14 +119,16 @@ class CachedModel:
         ids = [np.frombuffer(int32_bytes(one), dtype=np.int32) for one in token_ids]
         counts = [len(one) for one in ids]
         starts = [sequence.length for sequence in sequences]
-        num_sinks = self._num_sinks(sequences)
+        num_sink_tokens = self._num_sinks(sequences)
         self.cache.extend(sequences, counts)
         try:
             metadata = self.step.metadata
             rows, dropped = [one.row for one in sequences], [one.dropped for one in sequences]
             # A step with sinks consists of prefills only.
-            num_prefills = len(rows) if num_sinks or max(counts) > 1 else 0
-            metadata.prepare(rows, starts, counts, num_prefills, dropped=dropped, num_sinks=num_sinks)
+            num_prefills = len(rows) if num_sink_tokens or max(counts) > 1 else 0
+            metadata.prepare(
+                rows, starts, counts, num_prefills, dropped=dropped, num_sink_tokens=num_sink_tokens
+            )
             packed = np.concatenate(ids).astype(np.int64)
             last = np.cumsum(np.array(counts, dtype=np.int64)) - 1
             input_ids, wanted = upload([packed, last], self.model.device)
@@ -147,18 +149,18 @@ class CachedModel:
                 f"{gapped[0]} has dropped tokens, but this model's layers have windows of their own "
                 f"({self.windows}), which count positions, not entries: close it, and run its text again"
             )
-        found = {one.num_sinks if one.dropped else 0 for one in sequences} or {0}
+        found = {one.num_sink_tokens if one.dropped else 0 for one in sequences} or {0}
         if len(found) > 1:
             raise ValueError(
                 f"sequences with {sorted(found)} sinks cannot share a step: run each kind in a step of its own"
             )
-        (num_sinks,) = found
-        if num_sinks and not self.exact_positions:
+        (num_sink_tokens,) = found
+        if num_sink_tokens and not self.exact_positions:
             raise ValueError(
-                f"{num_sinks} sinks need queries rotated to other positions: make the CachedModel with "
+                f"{num_sink_tokens} sinks need queries rotated to other positions: make the CachedModel with "
                 "exact_positions=True"
             )
-        return num_sinks
+        return num_sink_tokens
 
 
 def assemble(

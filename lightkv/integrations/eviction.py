@@ -125,7 +125,7 @@ class HeavyHitters:
 
     def _follow(self, sequence: Sequence) -> None:
         """Makes sure that the row of `sequence` holds its scores. Raises ValueError if it cannot."""
-        if sequence.dropped and sequence.num_sinks:
+        if sequence.dropped and sequence.num_sink_tokens:
             raise ValueError("a stream evicts by its window alone: run its steps with CachedModel.forward")
         self._lm.cache.ledger.require_open(sequence)
         counted = self._counted.get(sequence.row)

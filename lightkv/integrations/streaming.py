@@ -3,10 +3,10 @@
     position   0      sinks        sinks + dropped             now
                ├─ sinks ─┤   dropped, no slots   ├── window ──┤
 
-A stream holds its first `sinks` tokens and the latest ones; a token that leaves the window frees its slot in
-the same step. Keys stay as they were computed, at their true positions. Queries attend to the window from their
-true position, and to the sinks from the position that they have among the tokens held. The two results are
-merged, which is exact. So distances stay within the window, however long the stream is.
+A stream holds its first `sink_tokens` tokens and the latest ones; a token that leaves the window frees its
+slot in the same step. Keys stay as they were computed, at their true positions. Queries attend to the window
+from their true position, and to the sinks from the position that they have among the tokens held. The two
+results are merged, which is exact. So distances stay within the window, however long the stream is.
 
 >>> import torch
 >>> from transformers import LlamaConfig, LlamaForCausalLM
@@ -14,7 +14,7 @@ merged, which is exact. So distances stay within the window, however long the st
 >>> from lightkv.integrations.streaming import Window, stream
 >>> config = LlamaConfig(vocab_size=50, hidden_size=32, intermediate_size=32, num_hidden_layers=2,
 ...                      num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=32)
->>> window = Window(size=28, sinks=4, stride=7)
+>>> window = Window(size=28, sink_tokens=4, stride=7)
 >>> lm = CachedModel(LlamaForCausalLM(config).eval(), capacity=window.capacity, exact_positions=True)
 >>> ids = list(stream(lm, [5, 6, 7, 8], window, max_new_tokens=200))
 >>> len(ids), lm.cache.capacity, lm.cache.num_held
@@ -37,7 +37,7 @@ STEP_TOKENS = 256  # the most that a stream computes at once, which limits memor
 
 @dataclass(frozen=True)
 class Window:
-    """What a stream holds: its first `sinks` tokens, and at most the `size` latest of the others.
+    """What a stream holds: its first `sink_tokens` tokens, and at most the `size` latest of the others.
 
     Once the window is full, its oldest `stride` tokens are dropped together. So a token attends to the sinks
     and to the last `size - stride + 1` to `size` tokens up to itself. Their number depends on the token's
@@ -45,11 +45,11 @@ class Window:
     """
 
     size: int
-    sinks: int = 4
+    sink_tokens: int = 4
     stride: int = 64
 
     def __post_init__(self) -> None:
-        if self.sinks < 0 or not 1 <= self.stride <= self.size:
+        if self.sink_tokens < 0 or not 1 <= self.stride <= self.size:
             raise ValueError(
                 f"{self}: sinks have to be 0 or more, and the stride from 1 to the window's size"
             )
@@ -57,7 +57,7 @@ class Window:
     @property
     def capacity(self) -> int:
         """The most tokens that are ever held."""
-        return self.sinks + self.size
+        return self.sink_tokens + self.size
 
     def dropped(self, position: int) -> int:
         """Returns how many tokens are dropped by the time the token at `position` is computed."""
@@ -98,7 +98,7 @@ class Stream:
         ids = np.frombuffer(int32_bytes(token_ids), dtype=np.int32)
         while len(ids):
             if num_dropped := window.dropped(sequence.position) - sequence.dropped:
-                lm.cache.release(sequence, num_dropped, window.sinks)
+                lm.cache.release(sequence, num_dropped, window.sink_tokens)
             count = min(len(ids), window.capacity - sequence.length, STEP_TOKENS)
             yield lm.forward([sequence], [ids[:count]], all_logits)
             ids = ids[count:]

@@ -32,22 +32,24 @@ def truncate(state: LedgerState, sequence: Sequence, length: int) -> None:
         state.leave_range(sequence, length, sequence.shared)
     sequence.length = length
     if sequence.dropped:
-        if length <= sequence.num_sinks:  # what was dropped came after all that is left
-            sequence.dropped = sequence.num_sinks = 0
+        if length <= sequence.num_sink_tokens:  # what was dropped came after all that is left
+            sequence.dropped = sequence.num_sink_tokens = 0
         state.set_gap(sequence.row, length, sequence.dropped)
     if not sequence.dropped:
         sequence.prompt = sequence.prompt[: length * TOKEN_BYTES]
 
 
-def release(state: LedgerState, sequence: Sequence, count: int, sinks: int) -> int:
+def release(state: LedgerState, sequence: Sequence, count: int, sink_tokens: int) -> int:
     state.require_open(sequence)
     length, shared = sequence.length, sequence.shared
-    start, end = sinks, sinks + count
-    if count < 0 or sinks < 0 or end > length:
-        raise ValueError(f"cannot drop {count} tokens after {sinks}, of {length}")
-    num_sinks = sequence.num_sinks
-    if sequence.dropped and (sinks > num_sinks or (sinks < num_sinks and sequence.sink_node is not None)):
-        raise ValueError(f"{num_sinks} sinks were kept so far; {sinks} cannot be from now on")
+    start, end = sink_tokens, sink_tokens + count
+    if count < 0 or sink_tokens < 0 or end > length:
+        raise ValueError(f"cannot drop {count} tokens after {sink_tokens}, of {length}")
+    num_sink_tokens = sequence.num_sink_tokens
+    if sequence.dropped and (
+        sink_tokens > num_sink_tokens or (sink_tokens < num_sink_tokens and sequence.sink_node is not None)
+    ):
+        raise ValueError(f"{num_sink_tokens} sinks were kept so far; {sink_tokens} cannot be from now on")
     if not count:
         return 0
     before = state.num_free
@@ -56,16 +58,16 @@ def release(state: LedgerState, sequence: Sequence, count: int, sinks: int) -> i
     start = max(start, shared)
     if start < end:
         state.free_range(sequence.row, start, end)
-    state.move_entries(sequence.row, end, length, sinks)
+    state.move_entries(sequence.row, end, length, sink_tokens)
     sequence.length -= count
     sequence.dropped += count
-    sequence.num_sinks = sinks
+    sequence.num_sink_tokens = sink_tokens
     return state.num_free - before
 
 
 def keep(state: LedgerState, sequence: Sequence, count: int) -> int:
     state.require_open(sequence)
-    start = max(sequence.shared, sequence.num_sinks)
+    start = max(sequence.shared, sequence.num_sink_tokens)
     num_freed = sequence.length - start - count
     if count < 0 or num_freed < 0:
         raise ValueError(f"cannot keep {count} of {sequence.length - start} private tokens")

@@ -309,15 +309,15 @@ class TokenLedger:
         """
         branching.truncate(self._state, sequence, length)
 
-    def release(self, sequence: Sequence, count: int, sinks: int = 0) -> int:
-        """Drops the `count` oldest tokens after the first `sinks`, as a sliding window does.
+    def release(self, sequence: Sequence, count: int, sink_tokens: int = 0) -> int:
+        """Drops the `count` oldest tokens after the first `sink_tokens`, as a sliding window does.
 
         Returns how many slots this frees at once: tokens that others hold stay with them, and tokens that the
         tree has indexed stay cached. The remaining entries move down; nothing that the sequence computes is
         cached from now on. Raises ValueError: for more tokens than it has; once it has dropped some, for more
-        `sinks` than before, and for fewer while it still shares segments on both sides of the gap.
+        `sink_tokens` than before, and for fewer while it still shares segments on both sides of the gap.
         """
-        return branching.release(self._state, sequence, count, sinks)
+        return branching.release(self._state, sequence, count, sink_tokens)
 
     def keep(self, sequence: Sequence, count: int) -> int:
         """Keeps only `count` of the private tokens after its sinks. Which ones stay is passed to the device

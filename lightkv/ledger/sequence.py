@@ -31,7 +31,7 @@ class Sequence:
         "length",
         "node",
         "num_hit",
-        "num_sinks",
+        "num_sink_tokens",
         "prompt",
         "root",
         "row",
@@ -50,7 +50,7 @@ class Sequence:
         self.length = shared
         self.num_hit = shared
         self.dropped = 0
-        self.num_sinks = 0
+        self.num_sink_tokens = 0
 
     @property
     def num_private(self) -> int:

@@ -94,9 +94,9 @@ class LedgerState:
         sequence.root.holders.add(row)
         fork = Sequence(row, sequence.prompt, sequence.root, sequence.node, sequence.shared)
         fork.num_hit = sequence.num_hit
-        fork.sink_node, fork.num_sinks, fork.dropped = (
+        fork.sink_node, fork.num_sink_tokens, fork.dropped = (
             sequence.sink_node,
-            sequence.num_sinks,
+            sequence.num_sink_tokens,
             sequence.dropped,
         )
         if sequence.row in self._gapped:
@@ -269,7 +269,7 @@ class LedgerState:
             self._gapped.add(sequence.row)
         else:
             sequence.node = above
-            if sequence.sink_node is not None and start <= sequence.num_sinks:
+            if sequence.sink_node is not None and start <= sequence.num_sink_tokens:
                 # no segment is left below the gap
                 sequence.sink_node = None
                 self._gapped.discard(sequence.row)

@@ -327,7 +327,7 @@ def test_scores_of_a_step_with_sinks_are_refused(device: torch.device) -> None:
     (backend,) = make_backends("torch", device, [LayerShape(1, 16, 1)])
     memory = KVMemory(KVSpec(1, 1, 16, 16, torch.float32), 10, 4, 8, device)
     metadata = AttentionMetadata(4, 8, memory)
-    metadata.prepare([1], [4], [1], 1, dropped=[2], num_sinks=2)
+    metadata.prepare([1], [4], [1], 1, dropped=[2], num_sink_tokens=2)
     with pytest.raises(ValueError, match="a step with 2 sinks"):
         backend.entry_scores(torch.zeros(1, 16, device=device), metadata)
 

@@ -82,11 +82,11 @@ def test_sequences_with_and_without_dropped_tokens_share_a_step(device: torch.de
     lm.cache.check()
 
 
-def with_sinks(lm: CachedModel, ids: list[int], num_sinks: int) -> Sequence:
+def with_sinks(lm: CachedModel, ids: list[int], num_sink_tokens: int) -> Sequence:
     """Computes the first 30 of `ids`, and drops 10 of them after the sinks."""
     sequence = lm.cache.open(ids[:1])
     lm.forward([sequence], [ids[:30]])
-    lm.cache.release(sequence, 10, num_sinks)
+    lm.cache.release(sequence, 10, num_sink_tokens)
     return sequence
 
 

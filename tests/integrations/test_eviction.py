@@ -286,7 +286,7 @@ def test_refuses_to_go_past_the_context() -> None:
 
 
 def test_refuses_a_stream() -> None:
-    window = Window(size=10, sinks=2, stride=5)
+    window = Window(size=10, sink_tokens=2, stride=5)
     model = make_model(torch.device("cpu"))
     lm = CachedModel(model, capacity=window.capacity, exact_positions=True)
     flow = Stream(lm, window, [1])

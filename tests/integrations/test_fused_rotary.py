@@ -388,7 +388,7 @@ def test_sinks_rotate_q_back_from_its_own_position(backend: str, device: torch.d
         assert fused_layers(lm.model) == BOTH
         if not fused:
             set_fused_forwards(lm.model, {})
-        flow = Stream(lm, Window(size=6, sinks=2, stride=3), [5, 6, 7])
+        flow = Stream(lm, Window(size=6, sink_tokens=2, stride=3), [5, 6, 7])
         logits.append(torch.cat([*flow.feed(range(10, 19))]))
     torch.testing.assert_close(*logits, rtol=1e-5, atol=1e-5)
 

@@ -58,10 +58,10 @@ CONFIG: dict[str, Any] = {
     "max_position_embeddings": CONTEXT,
 }
 WINDOWS = {
-    "sinks": Window(size=20, sinks=4, stride=8),
-    "one-by-one": Window(size=13, sinks=3, stride=1),
-    "all-at-once": Window(size=16, sinks=1, stride=16),
-    "no-sinks": Window(size=20, sinks=0, stride=7),
+    "sinks": Window(size=20, sink_tokens=4, stride=8),
+    "one-by-one": Window(size=13, sink_tokens=3, stride=1),
+    "all-at-once": Window(size=16, sink_tokens=1, stride=16),
+    "no-sinks": Window(size=20, sink_tokens=0, stride=7),
 }
 
 
@@ -100,9 +100,9 @@ class Dense:
         )
         earlier = torch.complex(q[..., :half], q[..., half:]) * rotation
         earlier = torch.cat((earlier.real, earlier.imag), -1)
-        is_sink = position < window.sinks
+        is_sink = position < window.sink_tokens
         scores = torch.where(is_sink, earlier @ k.mT, q @ k.mT) * q.shape[-1] ** -0.5
-        gone = ~is_sink & (position < window.sinks + dropped[:, None])
+        gone = ~is_sink & (position < window.sink_tokens + dropped[:, None])
         scores.masked_fill_(gone | (position > position[:, None]), float("-inf"))
         return (scores.softmax(-1) @ v).transpose(0, 1)[None].to(torch.float32)
 
@@ -171,7 +171,7 @@ def test_a_window_over_everything_is_the_plain_model(device: torch.device) -> No
             ids[None, :20], max_new_tokens=30, do_sample=False, eos_token_id=None, pad_token_id=0
         )
     lm = streamer(model, capacity=64, backend="torch")
-    window = Window(size=60, sinks=4, stride=10)
+    window = Window(size=60, sink_tokens=4, stride=10)
     torch.testing.assert_close(fed(lm, ids, window, [7, 40, 13]), expected, rtol=1e-4, atol=1e-4)
     assert list(stream(lm, ids[:20].tolist(), window, 30)) == generated[0, 20:].tolist()
     losses = torch.nn.functional.cross_entropy(expected[:-1], ids[1:])
@@ -179,7 +179,7 @@ def test_a_window_over_everything_is_the_plain_model(device: torch.device) -> No
 
 
 def test_generation_far_past_the_context_in_constant_memory() -> None:
-    window = Window(size=28, sinks=4, stride=7)
+    window = Window(size=28, sink_tokens=4, stride=7)
     lm = streamer(make_model(torch.device("cpu")), capacity=window.capacity)
     held = []
     prompt = list(range(5, 90))
@@ -198,7 +198,7 @@ def test_generation_far_past_the_context_in_constant_memory() -> None:
 
 
 def test_two_streams_share_their_sinks() -> None:
-    window = Window(size=20, sinks=4, stride=5)
+    window = Window(size=20, sink_tokens=4, stride=5)
     lm = streamer(make_model(torch.device("cpu")), capacity=100, max_sequences=2, max_entries=24)
     ids = torch.randint(0, VOCABULARY, (100,))
     flow = Stream(lm, window, ids[:1].tolist())
@@ -211,11 +211,11 @@ def test_two_streams_share_their_sinks() -> None:
     torch.testing.assert_close(outputs[0], outputs[1], rtol=1e-5, atol=1e-5)
     expected = dense_logits(lm.model, ids, window)[40:]
     torch.testing.assert_close(outputs[0], expected, rtol=1e-4, atol=1e-4)
-    assert lm.cache.num_held == flow.sequence.length + fork.sequence.length - window.sinks
+    assert lm.cache.num_held == flow.sequence.length + fork.sequence.length - window.sink_tokens
 
 
 def test_on_triton(device: torch.device) -> None:
-    window = Window(size=6, sinks=2, stride=3)
+    window = Window(size=6, sink_tokens=2, stride=3)
     model = make_model(device)
     ids = torch.randint(0, VOCABULARY, (11,), device=device)
     reference = fed(streamer(model, window.capacity, backend="torch"), ids, window, [11])
@@ -226,7 +226,7 @@ def test_on_triton(device: torch.device) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=["f16", "bf16"])
 def test_backends_agree_in_16_bits(dtype: torch.dtype) -> None:
-    window = Window(size=300, sinks=4, stride=64)
+    window = Window(size=300, sink_tokens=4, stride=64)
     model = (
         LlamaForCausalLM(LlamaConfig(**{**CONFIG, "max_position_embeddings": 512})).to("cuda", dtype).eval()
     )
@@ -239,7 +239,7 @@ def test_backends_agree_in_16_bits(dtype: torch.dtype) -> None:
 
 
 def test_a_failed_step_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    window = Window(size=20, sinks=4, stride=8)
+    window = Window(size=20, sink_tokens=4, stride=8)
     lm = streamer(make_model(torch.device("cpu")), capacity=window.capacity)
     ids = torch.randint(0, VOCABULARY, (60,))
     flow = Stream(lm, window, ids[:1].tolist())
@@ -263,13 +263,13 @@ def test_wrong_windows_and_models_are_refused() -> None:
     for arguments in (
         {"size": 4, "stride": 5},
         {"size": 4, "stride": 0},
-        {"size": 4, "stride": 1, "sinks": -1},
+        {"size": 4, "stride": 1, "sink_tokens": -1},
     ):
         with pytest.raises(ValueError, match="the stride from 1 to the window's size"):
             Window(**arguments)
     lm = streamer(make_model(torch.device("cpu")), capacity=100)
     with pytest.raises(ValueError, match="the model's context is 64"):
-        Stream(lm, Window(size=61, sinks=4, stride=8), [1])
+        Stream(lm, Window(size=61, sink_tokens=4, stride=8), [1])
     plain = CachedModel(make_model(torch.device("cpu")), capacity=40)
     with pytest.raises(ValueError, match="exact_positions=True"):
         Stream(plain, WINDOWS["sinks"], [1])
@@ -308,16 +308,16 @@ def test_metadata_and_backends_refuse_steps_with_inconsistent_sinks(device: torc
     for match, arguments in [
         ("one number a sequence", {"dropped": [1]}),
         ("0 or more", {"dropped": [1, -1]}),
-        ("is a prefill", {"dropped": [3, 3], "num_sinks": 2, "num_prefills": 1}),
-        ("has dropped tokens", {"dropped": [3, 0], "num_sinks": 2}),
-        ("holds the sinks", {"dropped": [3, 3], "num_sinks": 5}),
+        ("is a prefill", {"dropped": [3, 3], "num_sink_tokens": 2, "num_prefills": 1}),
+        ("has dropped tokens", {"dropped": [3, 0], "num_sink_tokens": 2}),
+        ("holds the sinks", {"dropped": [3, 3], "num_sink_tokens": 5}),
     ]:
         with pytest.raises(ValueError, match=match):
             metadata.prepare([1, 2], [4, 4], [1, 1], arguments.pop("num_prefills", 2), **arguments)
     graph = metadata.create_cuda_graph_metadata(2)
     with pytest.raises(ValueError, match="a decode graph takes entries for positions"):
         graph.prepare([1], [4], [1], 0, dropped=[2])
-    metadata.prepare([1, 2], [4, 4], [2, 1], 2, dropped=[3, 5], num_sinks=2)
+    metadata.prepare([1, 2], [4, 4], [2, 1], 2, dropped=[3, 5], num_sink_tokens=2)
     assert metadata.position_ids.tolist() == [7, 8, 9]
     assert metadata.dropped is not None
     assert metadata.dropped.tolist() == [3, 3, 5]
@@ -338,7 +338,7 @@ def test_sequences_with_different_gaps_in_one_step(
     """Compares backends with the definition in float64: slots shuffled, free ones NaN, V narrower than K."""
     torch.manual_seed(0)
     monkeypatch.setattr(torch_backend, "QUERY_TILE", 3 if name == "torch-tiles" else 512)
-    heads, kv_heads, dim, v_dim, num_sinks = 6, 2, 24, 16, 3
+    heads, kv_heads, dim, v_dim, num_sink_tokens = 6, 2, 24, 16, 3
     shape = LayerShape(heads, dim, kv_heads, AttentionOptions(scale=0.5, softcap=softcap), v_dim)
     memory = KVMemory(KVSpec(1, kv_heads, dim, v_dim, torch.float32), 60, 3, 30, device)
     memory.pool.kv(0)[1:] = torch.nan
@@ -366,13 +366,13 @@ def test_sequences_with_different_gaps_in_one_step(
         values = v[own.long()].double().repeat_interleave(3, 1)
         entry = torch.arange(start + count, device=device)
         scores = [torch.einsum("qhd,khd->hqk", one, keys) * 0.5 for one in (rotated, queries.double())]
-        score = torch.where(entry < num_sinks, *scores)
+        score = torch.where(entry < num_sink_tokens, *scores)
         if softcap:
             score = softcap * torch.tanh(score / softcap)
         score.masked_fill_(entry > entry[start:, None], float("-inf"))
         expected.append(torch.einsum("hqk,khd->qhd", score.softmax(-1), values))
     metadata = AttentionMetadata(3, 60, memory)
-    metadata.prepare(rows, starts, counts, 2, dropped=dropped, num_sinks=num_sinks)
+    metadata.prepare(rows, starts, counts, 2, dropped=dropped, num_sink_tokens=num_sink_tokens)
     (backend,) = make_backends(name.split("-")[0], device, [shape], rotary)
     out = backend.forward(q, torch.cat(new_k), torch.cat(new_v), metadata)
     torch.testing.assert_close(out.double(), torch.cat(expected).flatten(1), rtol=2e-5, atol=2e-5)
@@ -402,6 +402,6 @@ def test_sinks_keep_a_real_model_fluent_past_its_window() -> None:
     directory = resolve(EngineConfig.model, print)
     lm = streamer(load_model(directory, torch.device("cpu"), torch.float32, print), capacity=100)
     ids = Tokenizer(directory).encode(topics["typesseq"])[:400].tolist()
-    with_sinks = token_losses(lm, ids, Window(size=96, sinks=4, stride=32))[150:].mean()
-    without = token_losses(lm, ids, Window(size=100, sinks=0, stride=32))[150:].mean()
+    with_sinks = token_losses(lm, ids, Window(size=96, sink_tokens=4, stride=32))[150:].mean()
+    without = token_losses(lm, ids, Window(size=100, sink_tokens=0, stride=32))[150:].mean()
     assert with_sinks + 1.0 < without

@@ -99,7 +99,7 @@ def test_prefixes_that_save_too_little_are_left_out(sharing: PrefixSharing) -> N
 def test_sequences_that_have_dropped_tokens_are_left_out() -> None:
     ledger = TokenLedger(300, 8, 90)
     one, two, three, four = (start(ledger, *range(20), 100 + i, 5) for i in range(4))
-    ledger.release(three, 5, sinks=4)
+    ledger.release(three, 5, sink_tokens=4)
     ledger.keep(four, 0)
     assert choose(ledger) == [({one.row, two.row}, 20)]
     ledger.truncate(three, 4)  # no more than its sinks: its entries are positions again

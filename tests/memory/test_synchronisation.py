@@ -35,8 +35,8 @@ def every_verb(cache: KVCache) -> None:
     cache.extend([fifth], [2])
     cache.close(second)
     cache.extend([fifth], [9])
-    cache.release(fifth, 6, sinks=2)
-    cache.release(fifth, 2, sinks=2)
+    cache.release(fifth, 6, sink_tokens=2)
+    cache.release(fifth, 2, sink_tokens=2)
     (kept,) = upload([torch.tensor([18, 15, 16]).numpy()], cache.memory.device)
     assert cache.keep(fifth, kept) > 0
     cache.positions(fifth)

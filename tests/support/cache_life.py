@@ -37,7 +37,7 @@ class Shadow:
     last: int = 0  # content of the latest position, dropped or not
     contents: list[int] = field(default_factory=list)  # of its entries
     positions: list[int] = field(default_factory=list)  # of its entries
-    num_sinks: int = 0
+    num_sink_tokens: int = 0
 
     @property
     def dropped(self) -> int:
@@ -158,8 +158,8 @@ class Life:
         length = min(length, len(shadow.contents))
         self.cache.truncate(shadow.sequence, length)
         cut = len(shadow.contents) - length
-        if length <= shadow.num_sinks:  # nothing before its end was dropped
-            shadow.tokens, shadow.num_sinks = shadow.tokens[:length], 0
+        if length <= shadow.num_sink_tokens:  # nothing before its end was dropped
+            shadow.tokens, shadow.num_sink_tokens = shadow.tokens[:length], 0
             shadow.last = shadow.contents[length - 1] if length else shadow.root
         elif cut:
             shadow.tokens = shadow.tokens[: len(shadow.tokens) - cut]
@@ -173,25 +173,30 @@ class Life:
         if (shadow := self.pick()) is None or not shadow.contents:
             return
         length = len(shadow.contents)
-        sinks = self.rng.choice([0, 0, 2, 4, shadow.num_sinks, shadow.num_sinks])
-        if sinks >= length:
+        sink_tokens = self.rng.choice([0, 0, 2, 4, shadow.num_sink_tokens, shadow.num_sink_tokens])
+        if sink_tokens >= length:
             return
-        count = self.rng.randint(1, length - sinks)
+        count = self.rng.randint(1, length - sink_tokens)
         free = self.cache.num_free
         has_both = shadow.sequence.sink_node is not None
-        if shadow.dropped and (sinks > shadow.num_sinks or (sinks < shadow.num_sinks and has_both)):
+        if shadow.dropped and (
+            sink_tokens > shadow.num_sink_tokens or (sink_tokens < shadow.num_sink_tokens and has_both)
+        ):
             with pytest.raises(ValueError, match="sinks were kept so far"):
-                self.cache.release(shadow.sequence, count, sinks)
+                self.cache.release(shadow.sequence, count, sink_tokens)
             return
-        assert self.cache.release(shadow.sequence, count, sinks) == self.cache.num_free - free
-        del shadow.contents[sinks : sinks + count], shadow.positions[sinks : sinks + count]
-        shadow.num_sinks = sinks
+        assert self.cache.release(shadow.sequence, count, sink_tokens) == self.cache.num_free - free
+        del (
+            shadow.contents[sink_tokens : sink_tokens + count],
+            shadow.positions[sink_tokens : sink_tokens + count],
+        )
+        shadow.num_sink_tokens = sink_tokens
 
     def keep(self) -> None:
         if (shadow := self.pick()) is None:
             return
         end = len(shadow.contents)
-        start = min(max(shadow.sequence.shared, shadow.num_sinks), end)
+        start = min(max(shadow.sequence.shared, shadow.num_sink_tokens), end)
         chosen = self.rng.sample(range(start, end), self.rng.randint(0, end - start))
         free = self.cache.num_free
         entries = torch.tensor(chosen, dtype=torch.int64, device=self.cache.memory.device)
