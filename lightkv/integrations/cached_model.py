@@ -119,7 +119,7 @@ class CachedModel:
         ids = [np.frombuffer(int32_bytes(one), dtype=np.int32) for one in token_ids]
         counts = [len(one) for one in ids]
         starts = [sequence.length for sequence in sequences]
-        num_sink_tokens = self._num_sinks(sequences)
+        num_sink_tokens = self._num_sink_tokens(sequences)
         self.cache.extend(sequences, counts)
         try:
             metadata = self.step.metadata
@@ -138,7 +138,7 @@ class CachedModel:
             self.cache.shrink(sequences, counts)
             raise
 
-    def _num_sinks(self, sequences: Seq[Sequence]) -> int:
+    def _num_sink_tokens(self, sequences: Seq[Sequence]) -> int:
         """Returns the number of sinks of a step, 0 where no sequence has a gap.
 
         Raises ValueError if these sequences cannot be computed together, or not by this model.

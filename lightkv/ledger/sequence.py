@@ -17,13 +17,13 @@ class Sequence:
     positions are the same while nothing was dropped. Once something was dropped out of the path, the path has
     two parts:
 
-        position   0         num_sinks       num_sinks + dropped
+        position   0       num_sink_tokens         num_sink_tokens + dropped
                    ├─ sink_node ─┤   dropped, no entries   ├─ node ──┼─ private tail ─┤
 
     row: 1 and up; 0 once closed. prompt: int32 bytes. node: the last segment of the path, or the root. shared:
     entries that are in segments. length: entries that have a slot. num_hit: tokens found in the cache by
     `open`. dropped: positions that the sequence has passed and no longer holds; the next token's position is
-    `length + dropped`. num_sinks: the first entries, which stay when others are dropped, as given to `release`.
+    `length + dropped`. num_sink_tokens: the first entries, which stay when others are dropped, as given to `release`.
     """
 
     __slots__ = (
