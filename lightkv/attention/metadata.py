@@ -100,8 +100,8 @@ class AttentionMetadata:
             num_prefills: the first so many sequences are prefills, all others decodes.
             dropped: how many tokens each sequence has dropped so far; the position of an entry is the entry
                 plus that number. Empty if no sequence has dropped tokens.
-            num_sink_tokens: how many first entries every sequence still holds after dropping (see the class). Every
-                sequence must then have dropped tokens, and be a prefill, even if of one token.
+            num_sink_tokens: how many first entries every sequence still holds after dropping (see the class).
+                Every sequence must then have dropped tokens, and be a prefill, even if of one token.
             prefixes: decodes whose first entries are in the same slots, which are then read once
                 (`KVCache.shared_prefixes`); no row twice. A graph that is captured with shared prefixes needs a
                 list in every step, even an empty one.

@@ -23,7 +23,7 @@ class Sequence:
     row: 1 and up; 0 once closed. prompt: int32 bytes. node: the last segment of the path, or the root. shared:
     entries that are in segments. length: entries that have a slot. num_hit: tokens found in the cache by
     `open`. dropped: positions that the sequence has passed and no longer holds; the next token's position is
-    `length + dropped`. num_sink_tokens: the first entries, which stay when others are dropped, as given to `release`.
+    `length + dropped`. num_sink_tokens: the first entries, which stay when others are dropped (`release`).
     """
 
     __slots__ = (
