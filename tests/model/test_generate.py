@@ -202,6 +202,21 @@ def test_streams_may_be_interleaved(llm: LLM) -> None:
     assert between == whole[0]
 
 
+def test_a_stop_string_ends_an_answer_that_another_call_has_stepped(llm: LLM) -> None:
+    """The steps of the other call bring tokens behind the stop string, which are dropped."""
+    (whole,) = llm.generate(PROMPTS[1], GREEDY)
+    stop = whole.outputs[0].text.strip().split()[1]
+    params = SamplingParams(temperature=0, max_tokens=GREEDY.max_tokens, stop=(stop,))
+    stream = llm.stream(PROMPTS[1], params)
+    chunks = [next(stream)]
+    llm.generate(PROMPTS[0], GREEDY)
+    chunks += stream
+    (alone,) = llm.generate(PROMPTS[1], params)
+    assert "".join(chunk.text for chunk in chunks) == alone.outputs[0].text
+    assert [chunk.finish_reason for chunk in chunks if chunk.finish_reason] == ["stop"]
+    assert_idle(llm)
+
+
 def test_dropping_a_stream_ends_its_requests(llm: LLM) -> None:
     stream = llm.stream([PROMPTS[0], PROMPTS[1]], GREEDY)
     next(stream)
