@@ -63,6 +63,7 @@ def run(engine: LocalEngine) -> dict[str, list[int]]:
     return tokens
 
 
+@pytest.mark.slow
 def test_the_tokens_are_those_of_reading_alone(device: torch.device) -> None:
     results = []
     for shared in (False, True):

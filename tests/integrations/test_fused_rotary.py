@@ -408,6 +408,7 @@ def test_scores_are_those_of_rotated_queries(backend: str, device: torch.device)
 
 
 @pytest.mark.filterwarnings("ignore:Dynamo detected a call to a `functools.lru_cache`")
+@pytest.mark.slow
 def test_a_compiled_decode_step_is_one_graph(device: torch.device) -> None:
     model = make_model(LLAMA, device)
     bind(model)

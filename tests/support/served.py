@@ -204,3 +204,6 @@ def starting(model: Path, log: Path, sockets: Path) -> Iterator[Callable[..., Se
     finally:
         for served in started:
             served.close()
+
+
+Start = Callable[..., Served]  # starts a service with its sockets in a directory of the test

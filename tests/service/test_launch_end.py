@@ -1,0 +1,119 @@
+"""How the service ends: signals, time limits, lost processes, and a model that cannot be loaded."""
+
+import os
+import signal
+import stat
+from pathlib import Path
+
+import pytest
+
+from tests.support.served import COMPLETIONS, Served, Start, starting, wait_until
+
+
+def test_sigterm_lets_requests_finish_and_admits_no_more(start: Start, sockets: Path) -> None:
+    served = start("--shutdown-timeout", "60").wait_ready()
+    assert stat.S_IMODE((sockets / "router.sock").stat().st_mode) == 0o600
+    with served.stream(300) as events:
+        served.process.terminate()
+        wait_until(lambda: served.request("/ready")[0] == 503)
+        status, _, headers = served.request(COMPLETIONS, {"prompt": "a"})
+        assert (status, "Retry-After" in headers) == (503, True)
+        received = list(events)
+    assert received[-1] == "[DONE]"
+    assert received[-2]["choices"][0]["finish_reason"] == "length"
+    assert served.wait() == 0
+    assert list(sockets.iterdir()) == []
+
+
+def test_a_second_ctrl_c_aborts_at_once(start: Start, sockets: Path) -> None:
+    served = start("--shutdown-timeout", "600").wait_ready()
+    with served.stream(7000) as events:
+        served.signal(signal.SIGINT)
+        wait_until(lambda: served.request("/ready")[0] == 503)
+        assert "choices" in next(events)  # the request still runs
+        served.signal(signal.SIGINT)
+        assert "shutting down" in list(events)[-1]["error"]["message"]
+    assert served.wait() == 0
+    assert list(sockets.iterdir()) == []
+
+
+def test_requests_that_do_not_finish_in_time_are_aborted(start: Start) -> None:
+    served = start("--shutdown-timeout", "0.3").wait_ready()
+    with served.stream(7000) as events:
+        served.process.terminate()
+        assert "shutting down" in list(events)[-1]["error"]["message"]
+    assert served.wait() == 0
+
+
+def test_sigterm_does_not_wait_for_the_weights(start: Start, sockets: Path) -> None:
+    served = start()
+    wait_until(lambda: "worker" in served.processes())
+    served.process.terminate()
+    assert served.wait(5.0) == 0
+    assert list(sockets.iterdir()) == []
+
+
+@pytest.mark.parametrize("name", ["router_process", "api"])
+def test_the_service_ends_when_one_of_its_processes_is_killed(start: Start, sockets: Path, name: str) -> None:
+    served = start().wait_ready()
+    with served.stream(7000) as events:
+        os.kill(served.processes()[name], signal.SIGKILL)
+        remaining = list(events)
+    assert served.wait() == 1
+    assert "was ended by SIGKILL" in served.log.read_text().splitlines()[-1]
+    if name == "router_process":
+        assert remaining[-1]["error"]["code"] == 503
+    assert list(sockets.iterdir()) == []
+
+
+def test_no_process_or_file_outlives_a_killed_launcher(model: Path, tmp_path: Path) -> None:
+    """The public socket is removed, and the private one together with its temporary directory."""
+    public, temporary = tmp_path / "public.sock", tmp_path / "t"
+    temporary.mkdir()
+    served = Served(model, tmp_path / "log", "--uds", str(public), env={"TMPDIR": str(temporary)})
+    try:
+        served.wait_ready()
+        assert served.url == f"unix:{public}"
+        assert stat.S_IMODE(public.stat().st_mode) == 0o600
+        assert served.complete()
+        assert len(list(temporary.iterdir())) == 1
+        served.process.kill()
+        assert served.wait() == -signal.SIGKILL
+        assert not public.exists()
+        assert not list(temporary.iterdir())
+    finally:
+        served.close()
+
+
+def test_a_model_that_cannot_be_loaded_ends_the_service_with_the_reason(start: Start, sockets: Path) -> None:
+    served = start("--max-total-tokens", "100000000000000")
+    assert served.wait() == 1
+    log = served.log.read_text()
+    assert "a K/V pool of 100000000000000 tokens takes" in log
+    assert "Traceback" not in log
+    assert list(sockets.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("model_type", "reason"),
+    [
+        ("mamba", "some of its layers keep a recurrent state"),
+        pytest.param(None, "lacks tokenizer.json", marks=pytest.mark.slow),
+    ],
+    ids=["architecture", "files"],
+)
+def test_the_architecture_is_refused_before_the_files(
+    model: Path, tmp_path: Path, sockets: Path, model_type: str | None, reason: str
+) -> None:
+    directory = tmp_path / "incomplete"
+    directory.mkdir()
+    config = (model / "config.json").read_text() if model_type is None else '{"model_type": "mamba"}'
+    (directory / "config.json").write_text(config)
+    with starting(directory, tmp_path / "log", sockets) as begin:
+        served = begin()
+        assert served.wait() == 1
+        log = served.log.read_text()
+    assert reason in " ".join(log.split())
+    assert "Traceback" not in log
+    assert ("lacks" in log) == (model_type is None)
+    assert "is not a tokenizer" not in log
