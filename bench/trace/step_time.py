@@ -113,9 +113,9 @@ class Watch:
         """Returns the result of the step."""
         return self._runner.collect()
 
-    def check(self, edits: bytes, holding: ExpectedMemory) -> None:
+    def check(self, edits: bytes, expected: ExpectedMemory) -> None:
         """Recounts the runner's memory."""
-        self._runner.check(edits, holding)
+        self._runner.check(edits, expected)
 
 
 class Meter:

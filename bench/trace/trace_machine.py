@@ -79,10 +79,10 @@ class Executor:
                 tokens[i] = END
         return msgspec.structs.replace(result, tokens=tokens, num_free=result.num_free - hidden)
 
-    def check(self, edits: bytes, holding: ExpectedMemory) -> None:
+    def check(self, edits: bytes, expected: ExpectedMemory) -> None:
         """Recounts the runner's memory."""
         hidden = padding_of(self._ledger) + self._left_out
-        self._runner.check(edits, holding._replace(num_free=holding.num_free + hidden))
+        self._runner.check(edits, expected._replace(num_free=expected.num_free + hidden))
 
 
 def padding_of(ledger: Ledger) -> int:

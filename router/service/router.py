@@ -81,7 +81,7 @@ class Worker(Protocol):
     async def flush(self) -> StepResult | None:
         """Returns the result of the oldest step in flight, or raises its error."""
 
-    async def check(self, edits: bytes, holding: ExpectedMemory) -> None:
+    async def check(self, edits: bytes, expected: ExpectedMemory) -> None:
         """Applies the edits and recounts the memory, between steps."""
 
     async def map(self, edits: bytes, owners: SlotOwners) -> PoolMap:

@@ -171,7 +171,7 @@ class _Device:
         """Returns the result of the step that was launched last."""
         return self._result
 
-    def check(self, edits: bytes, holding: ExpectedMemory) -> None:
+    def check(self, edits: bytes, expected: ExpectedMemory) -> None:
         """Does nothing: there is no memory."""
 
     def steps_without_end(self, sequences: Iterable[Sequence]) -> int:

@@ -21,7 +21,7 @@ def test_sequences_are_brought_to_the_length_of_a_replay(monkeypatch: pytest.Mon
     runner, info = assemble(model, config, lambda line: None)
 
     def replay_ms(runner: object, batch: int, times: int) -> float:
-        """Takes slots as a graph does, and the ledger never hears of it."""
+        """Allocates slots as the replay of a graph does, without the ledger counting them."""
         memory = cast(replay.ModelRunner, runner)._parts.memory
         memory.allocator.alloc(batch * times * replay.REPLAY_ROUNDS)
         return 1.0

@@ -66,8 +66,8 @@ class FakeWorker:
             raise WorkerFailed(WorkerError("RuntimeError", str(result), False))
         return result
 
-    async def check(self, edits: bytes, holding: ExpectedMemory) -> None:
-        self.model.check(edits, holding)
+    async def check(self, edits: bytes, expected: ExpectedMemory) -> None:
+        self.model.check(edits, expected)
         self.num_checks += 1
 
     async def wait_dead(self) -> WorkerDied:

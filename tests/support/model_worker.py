@@ -89,10 +89,10 @@ class ModelWorker:
         except RuntimeError as error:
             self.results.append(error)
 
-    def check(self, edits: bytes, holding: ExpectedMemory) -> None:
+    def check(self, edits: bytes, expected: ExpectedMemory) -> None:
         self.memory.apply(decode(edits))
-        assert len(self.memory.free) == holding.num_free
-        self.memory.check_owned({row: range(start, end) for row, start, end in holding.private})
+        assert len(self.memory.free) == expected.num_free
+        self.memory.check_owned({row: range(start, end) for row, start, end in expected.private})
 
 
 def run(engine: LocalEngine) -> list[TokenEvent]:
