@@ -108,7 +108,9 @@ def fuse_layers(model: PreTrainedModel, report: Report) -> FusedLayers:
     mlps = {
         module: layout
         for module in _module(model).modules()
-        if not has_hooks(module) and (layout := find_mlp(module, like)) is not None
+        if not has_hooks(module)
+        and module not in calls.attending
+        and (layout := find_mlp(module, like)) is not None
     }
     runs = {layer: run for layer, call in calls.layers.items() if (run := _run(layer, call)) is not None}
     plans = {layer: plan for layer, run in runs.items() if (plan := run.plan(norms)) is not None}
@@ -135,7 +137,7 @@ def fuse_layers(model: PreTrainedModel, report: Report) -> FusedLayers:
                 attention.forward = attentions[attention]
     carry.clear()
 
-    fused = _summary(list(calls.layers), plans, norms, joined, attentions)
+    fused = _summary(model, calls, plans, norms, joined, attentions)
     for line in fused.lines():
         report(line)
     return fused
@@ -151,7 +153,8 @@ def _module(model: PreTrainedModel) -> nn.Module:
 class _ModelCalls:
     """A run of a model over eight tokens: how it calls its layers, and what its norms are given.
 
-    `next_norms`: by layer, the norm that gets the layer's very output.
+    `attending`: the modules that call attention. `attentions`: by layer, which of its parts does.
+    `next_norms`: by layer, the norm that gets its very output.
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
@@ -162,16 +165,21 @@ class _ModelCalls:
             *(
                 module.register_forward_hook(self._note_layer, with_kwargs=True)
                 for module in modules
-                if attention_of(module) is not None
+                if any(hasattr(child, "layer_idx") for child in module.children())
             ),
             *(module.register_forward_pre_hook(self._note_norm) for module in modules if may_be_norm(module)),
         ]
-        positions = spread_positions(model)
+        positions, handler = spread_positions(model), NoiseHandler()
         try:
-            compute(model, torch.zeros_like(positions), positions, NoiseHandler(), positions[:1])
+            compute(model, torch.zeros_like(positions), positions, handler, positions[:1])
         finally:
             for handle in handles:
                 handle.remove()
+        self.attending = {call.module for call in handler.calls}
+        self.attentions = {
+            layer: child for layer in self.layers for child in layer.children() if child in self.attending
+        }
+        self.layers = {layer: self.layers[layer] for layer in self.attentions}
         self.next_norms = {
             layer: norm
             for layer, call in self.layers.items()
@@ -188,14 +196,6 @@ class _ModelCalls:
     def _note_norm(self, module: nn.Module, args: tuple[Any, ...]) -> None:
         if len(args) == 1 and isinstance(args[0], Tensor) and args[0].is_floating_point():
             self.norms.setdefault(module, args[0])
-
-
-def attention_of(module: nn.Module) -> nn.Module | None:
-    """Returns the attention module among the direct parts of `module`, by its `layer_idx`; None without one."""
-    for child in module.children():
-        if isinstance(getattr(child, "layer_idx", None), int) and hasattr(child, "config"):
-            return child
-    return None
 
 
 def _run(layer: nn.Module, call: LayerCall) -> LayerRun | None:
@@ -251,15 +251,17 @@ def _move(weight: Any, shared: set[nn.Parameter]) -> None:
 
 
 def _summary(
-    layers: list[nn.Module],
+    model: PreTrainedModel,
+    calls: _ModelCalls,
     plans: dict[nn.Module, LayerPlan],
     norms: dict[nn.Module, Norm],
     joined: dict[nn.Module, JoinedLinear],
     attentions: dict[nn.Module, Callable[..., Any]],
 ) -> FusedLayers:
-    fused = FusedLayers(len(layers), joined=list(joined.values()), num_norms=len(norms))
-    for layer in layers:
-        attention = attention_of(layer)
+    fused = FusedLayers(
+        model.config.get_text_config().num_hidden_layers, joined=list(joined.values()), num_norms=len(norms)
+    )
+    for layer, attention in calls.attentions.items():
         if _runs(layer, layer_forward):
             fused.num_fused += 1
         else:
