@@ -2,8 +2,8 @@
 
     python -m bench.kernels.linear --out bench/results/linear-h200.json
 
-Every weight of a shape is another tensor, so none is found in the cache. A row's floor is the bytes of its weight
-over the bandwidth that a reduction reaches in this run. The sides run alternately, each as one CUDA graph.
+Every weight of a shape is another tensor, so none is found in the cache. A row's floor is the bytes of its
+weight over the bandwidth that a reduction reaches in this run. The sides run alternately, each as one CUDA graph.
 """
 
 from collections.abc import Callable
@@ -17,7 +17,7 @@ from bench.common.report import Spread, alternate, parser, print_json, print_mac
 from lightkv.triton_kernels import tuning
 from lightkv.triton_kernels.layers.linear import linear, tickets_for
 
-# Rows and columns of the weights: joined q, k and v; the output of attention; joined gate and up; down; the head.
+# Rows and columns of the weights: joined q, k and v; attention's output; joined gate and up; down; the head.
 SHAPES = {
     "llama-3-8b": [(6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336), (128256, 4096)],
     "llama-3.2-3b": [(5120, 3072), (3072, 3072), (16384, 3072), (3072, 8192), (128256, 3072)],
@@ -119,7 +119,7 @@ def main() -> None:
                     }
                 )
     print_table(["weight", "tokens", "floor us", "lightkv us", "cuBLAS us", "ratio"], rows)
-    print_json({"bandwidth": peak, "rows": records}, options.out)
+    print_json("linear", {"bandwidth": peak, "rows": records}, options.out)
 
 
 if __name__ == "__main__":

@@ -7,9 +7,9 @@ these units take tiles of 64 rows:
 
     out^T [N, T]  =  weight [N, K]  ·  x^T [K, T]         a program: 64 rows of the weight, one part of K
 
-Both are launched while the kernel before them still runs (programmatic dependent launch), and wait for it before
-they read x; the first one loads weights before it waits. Where N is small, several programs share 64 rows, each
-with a part of K. The last of them to finish adds up the parts, in their order, so results do not vary.
+Both are launched while the kernel before them still runs (programmatic dependent launch), and wait for it
+before they read x; the first one loads weights before it waits. Where N is small, several programs share 64
+rows, each with a part of K. The last of them to finish adds up the parts, in their order, so results do not vary.
 """
 
 import torch
