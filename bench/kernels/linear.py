@@ -3,7 +3,7 @@
     python -m bench.kernels.linear --out bench/results/linear-h200.json
 
 Every weight of a shape is another tensor, so none is found in the cache. A row's floor is the bytes of its
-weight over the bandwidth that a reduction reaches in this run. The sides run alternately, each as one CUDA graph.
+weight over the bandwidth that a reduction reaches in this run. The sides run alternately, each as a CUDA graph.
 """
 
 from collections.abc import Callable

@@ -9,7 +9,7 @@ these units take tiles of 64 rows:
 
 Both are launched while the kernel before them still runs (programmatic dependent launch), and wait for it
 before they read x; the first one loads weights before it waits. Where N is small, several programs share 64
-rows, each with a part of K. The last of them to finish adds up the parts, in their order, so results do not vary.
+rows, each with a part of K. The last one of them adds up the parts, in their order, so results do not vary.
 """
 
 import torch
