@@ -218,16 +218,12 @@ def linear_launch(
     splits = 1
     while blocks * splits < 0.7 * device.num_multiprocessors and num_columns > 8 * block_k * splits:
         splits *= 2
-    if (
-        num_tokens > 32
-        and blocks > 2 * device.num_multiprocessors
-        and num_rows % 128 == 0
-        and not interpreted
-    ):
-        return LinearLaunch(128, block_k, 8, 4, 1)
-    # With one program on a multiprocessor, more of the weight has to be on its way.
-    num_stages = 6 if blocks * splits <= device.num_multiprocessors else 4
-    return LinearLaunch(block_n, block_k, 4, num_stages, splits)
+    if interpreted or blocks * splits <= 2 * device.num_multiprocessors:
+        # With one or two programs on a multiprocessor, more of the weight has to be on its way.
+        return LinearLaunch(block_n, block_k, 4, 4 if num_tokens > 32 else 6, splits)
+    if num_tokens <= 16 or num_rows % 128:
+        return LinearLaunch(block_n, block_k, 4, 4, 1)
+    return LinearLaunch(128, 128, 8, 4, 1) if num_tokens <= 32 else LinearLaunch(128, 64, 8, 6, 1)
 
 
 def norm_warps(dim: int) -> int:

@@ -120,9 +120,9 @@ def test_products_of_few_tokens(device: torch.device, num_tokens: int) -> None:
     torch.manual_seed(num_tokens)
     shapes = [(32, 256), (48, 272), (20, 40)]
     if device.type == "cuda":
-        shapes = [(64, 4096), (6144, 4096), (4096, 1536), (128256, 256), (1000, 72), (2048, 2048), (576, 576)]
+        shapes = [(64, 4096), (6144, 4096), (128256, 256), (1000, 72), (576, 576)]
     for num_rows, dim in shapes:
-        for dtype in dtypes(device)[1:]:
+        for dtype in dtypes(device)[-1:]:
             x = torch.randn(num_tokens, dim, device=device).to(dtype)
             weight = (torch.randn(num_rows, dim, device=device) * dim**-0.5).to(dtype)
             bias = torch.randn(num_rows, device=device).to(dtype)

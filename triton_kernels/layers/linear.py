@@ -7,9 +7,9 @@ these units take tiles of 64 rows:
 
     out^T [N, T]  =  weight [N, K]  ·  x^T [K, T]         a program: 64 rows of the weight, one part of K
 
-Both start to load weights while the kernel before them still runs (programmatic dependent launch), and wait for
-it before they read x. Where N is small, several programs share 64 rows, each with a part of K; the last one of
-them to finish adds up the parts, in their order, so results do not vary.
+Both are launched while the kernel before them still runs (programmatic dependent launch), and wait for it
+before they read x; the first one loads weights before it waits. Where N is small, several programs share 64
+rows, each with a part of K. The last one of them adds up the parts, in their order, so results do not vary.
 """
 
 import torch
@@ -104,11 +104,9 @@ def _few_tokens_kernel(
     vectors = x + tokens[None, :] * stride_x + columns[:, None]
     if EARLY:
         tl.extra.cuda.gdc_launch_dependents()
-    w = tl.load(source + first, eviction_policy="evict_first")  # [BLOCK_N, BLOCK_K]
-    if EARLY:
         tl.extra.cuda.gdc_wait()
-    total = tl.dot(w, tl.load(vectors + first, mask=in_tokens[None, :], other=0.0))  # [BLOCK_N, BLOCK_T]
-    for k in tl.range(first + BLOCK_K, end, BLOCK_K, num_stages=STAGES):
+    total = tl.zeros([BLOCK_N, BLOCK_T], tl.float32)
+    for k in tl.range(first, end, BLOCK_K, num_stages=STAGES):
         w = tl.load(source + k, eviction_policy="evict_first")
         total = tl.dot(w, tl.load(vectors + k, mask=in_tokens[None, :], other=0.0), total)
     if SPLITS == 1:
