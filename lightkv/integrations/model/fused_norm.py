@@ -7,7 +7,7 @@ next layer, or the model. The `Carry` holds the result until that norm is called
 from collections.abc import Iterator
 from functools import partial
 from itertools import product
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -115,7 +115,7 @@ def find_norm(module: Any, x: Tensor) -> Norm | None:
 
 def _forms(module: Any, x: Tensor) -> Iterator[Norm]:
     own = [value for value in vars(module).values() if isinstance(value, float) and 0 < value < 1e-2]
-    weight, bias = (cast(Tensor | None, getattr(module, name, None)) for name in ("weight", "bias"))
+    weight, bias = (module._parameters.get(name) for name in ("weight", "bias"))
     forms = list(product((False, True), (False, True) if weight is not None else (False,), (True, False)))
     for eps in dict.fromkeys((*own, *_EPSILONS, torch.finfo(x.dtype).eps)):
         for centred, plus_one, rounded_before in forms:
