@@ -164,9 +164,9 @@ class AttentionMetadata:
 
     def prepare(
         self,
-        rows: Sequence[int],
-        starts: Sequence[int],
-        counts: Sequence[int],
+        rows: Sequence[int] | np.ndarray,
+        starts: Sequence[int] | np.ndarray,
+        counts: Sequence[int] | np.ndarray,
         num_prefills: int,
         *,
         dropped: Sequence[int] = (),

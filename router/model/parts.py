@@ -83,8 +83,10 @@ class StepInputs(NamedTuple):
         num_samples: how many there are in a static batch; the plan's own number if None.
         shares_prefixes: the static batch is of a graph with shared prefixes, even if the plan has none.
         """
-        num_prefills, count = plan.num_prefills, np.array(plan.counts, dtype=np.int64)
-        rows = np.array(plan.rows, dtype=np.int64)
+        num_prefills = plan.num_prefills
+        rows, starts, count = (
+            np.array(numbers, dtype=np.int64) for numbers in (plan.rows, plan.starts, plan.counts)
+        )
         prompt_ids = np.frombuffer(plan.token_ids, dtype=np.int32).astype(np.int64)
         num_prompt, num_decodes = len(prompt_ids), len(rows) - num_prefills
         shape = metadata.shape
@@ -98,11 +100,11 @@ class StepInputs(NamedTuple):
         sampled = np.zeros((3, len(sample) if num_samples is None else num_samples), dtype=np.int64)
         sampled[0, : len(sample)] = ends[sample] - 1
         sampled[1, : len(sample)] = rows[sample]
-        sampled[2, : len(sample)] = np.array(plan.starts, dtype=np.int64)[sample] + count[sample]
+        sampled[2, : len(sample)] = starts[sample] + count[sample]
         uploaded = metadata.prepare(
-            plan.rows,
-            plan.starts,
-            plan.counts,
+            rows,
+            starts,
+            count,
             num_prefills,
             prefixes=plan.prefixes if plan.prefixes or shares_prefixes else None,
             also=[ids, next_of, *sampled],
