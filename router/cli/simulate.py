@@ -149,8 +149,9 @@ def summary(result: "SimulationResult") -> Iterator[str]:
     arriving = "all at the start" if not f.offered_rate else f"{f.offered_rate:.2f} a second"
     load = f", {f.load:.2f} of saturation ({f.saturation_rate:.2f})" if f.load else ""
     targets = f"first token in {settings['ttft_target']:g} s, then {settings['tpot_target'] * 1e3:g} ms each"
-    itl_target = settings.get("itl_target")  # results from before the setting have none
-    within = f"; {itl_target * 1e3:g} ms for a step with prompts beside decodes" if itl_target else ""
+    within = ""
+    if settings["itl_target"]:
+        within = f"; steps of at most {settings['itl_target'] * 1e3:g} ms beside decodes"
     padding = f", {f.memory_padding_share:.2%} padding" if f.memory_padding_share else ""
     waste = f"; of a request's slots {f.last_page_waste_share:.2%} empty" if f.last_page_waste_share else ""
     rows = {

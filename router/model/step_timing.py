@@ -26,6 +26,7 @@ IN_FLIGHT = 2  # the engine has as many on a GPU
 # A step is timed 5 times; 3 times, if they add up to 50 ms; or until they add up to half a second.
 MOST_TIMES, ENOUGH_TIMES, ENOUGH_SECONDS, MOST_SECONDS = 5, 3, 0.05, 0.5
 MOST_STEPS = MOST_TIMES + IN_FLIGHT  # of one shape
+LONGEST_CONTEXT, LONGEST_CHUNK, LATEST_START = 2048, 2048, 8192
 FIRST_STEP = -(2**31)  # no step of an engine follows one of these: graphs know by the number what is loaded
 
 
@@ -40,33 +41,32 @@ class Shape(NamedTuple):
 
 
 def shapes(info: RunnerInfo) -> list[Shape]:
-    """Returns the steps to measure, each once, cut to what the pool and the limits allow."""
-    most = info.limits.max_num_seqs
-    wanted = [Shape(num, context, 0, 0) for num in (1, min(32, most), most) for context in (256, 2048)]
-    wanted += [Shape(0, 0, start, chunk) for chunk in (128, 512, 2048) for start in (0, 8192)]
-    beside = most - 1  # a prompt takes a row, too
-    wanted += [
-        Shape(min(32, beside), 256, 0, 64),
-        Shape(min(32, beside), 2048, 0, 512),
-        Shape(beside, 256, 0, 512),
-        Shape(beside, 2048, 0, 64),
+    """Returns the steps to measure: decodes alone, prompts alone, and both; the largest of each that the limits
+    and half of the pool have room for."""
+    limits, room = info.limits, info.capacity // 2
+    most = limits.max_num_seqs
+    chunk = min(LONGEST_CHUNK, limits.prefill_budget, limits.max_model_len, room)
+    start = min(LATEST_START, limits.max_model_len - chunk, room - chunk)
+
+    def long(decodes: int) -> int:
+        return min(LONGEST_CONTEXT, limits.max_model_len - MOST_STEPS, room // max(decodes, 1) - MOST_STEPS)
+
+    alone = [
+        Shape(num, context, 0, 0)
+        for num in (1, min(32, most), most)
+        for context in (long(num) // 8, long(num))
+        if context > 0
     ]
-    return list(dict.fromkeys(fitted for shape in wanted if (fitted := _fitted(shape, info)) is not None))
-
-
-def _fitted(shape: Shape, info: RunnerInfo) -> Shape | None:
-    """Returns the shape with fewer tokens where the pool or the limits are too small for it; None where they
-    are too small for any."""
-    decodes, context, start, chunk = shape
-    limits, capacity = info.limits, info.capacity
-    chunk = min(chunk, limits.prefill_budget, limits.max_model_len, capacity // 2)
-    start = min(start, limits.max_model_len - chunk, capacity // 2 - chunk)
-    if decodes:
-        room = (capacity - start - chunk) // decodes
-        context = min(context, limits.max_model_len - MOST_STEPS, room - MOST_STEPS)
-        if context < 1:
-            return None
-    return Shape(decodes, context, start, chunk) if decodes or chunk else None
+    prompts = [Shape(0, 0, at, num) for num in (chunk // 16, chunk // 4, chunk) for at in (0, start) if num]
+    few, many = min(32, most - 1), most - 1  # a prompt takes a row, too
+    both = [
+        Shape(few, long(few) // 8, 0, chunk // 16),
+        Shape(few, long(few), 0, chunk // 4),
+        Shape(many, long(many) // 8, 0, chunk // 4),
+        Shape(many, long(many), 0, chunk // 16),
+    ]
+    both = [shape for shape in both if shape.decodes and shape.context > 0 and shape.chunk]
+    return list(dict.fromkeys([*alone, *prompts, *both]))
 
 
 def _is_enough(times: list[float]) -> bool:
@@ -90,7 +90,8 @@ class StepTimer:
     def measure(self, report: Report) -> StepTime | None:
         """Measures each of `shapes`, and returns the fit; None where the pool is too small for enough of them.
 
-        It takes two seconds with a model of 8B parameters on an H200, besides the kernels that are compiled.
+        The shapes and times are chosen to take two seconds with a model of 8B parameters on an H200, besides
+        the kernels that are compiled.
         """
         chosen = shapes(self._info)
         if len(chosen) < len(PARAMETERS):
