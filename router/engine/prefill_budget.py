@@ -61,7 +61,8 @@ class StepBudget:
         """Returns how many of the `num_left` tokens of a prompt from position `start` on the step may compute.
 
         A prompt that fits to its end is not cut. Else the step's tokens, the decodes among them, are rounded
-        down to a multiple of 64, or of 16 up to 256 of them, as suits CUDA graphs of as many tokens.
+        down to a multiple of 128, or of 16 up to 256 of them: CUDA graphs are of such sizes, and a step that is
+        padded to the next graph would take longer than the model says.
         """
         work = self.work
         count = min(num_left, self._most - work.prompt)
@@ -72,7 +73,7 @@ class StepBudget:
             return count
         before = work.decodes + work.prompt
         total = before + fits
-        fits = total - total % (64 if total > 256 else 16) - before
+        fits = total - total % (128 if total > 256 else 16) - before
         return max(fits, min(count, LEAST - work.prompt), 0)
 
     def can_begin(self, num_tokens: int) -> bool:

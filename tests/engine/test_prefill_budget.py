@@ -102,10 +102,10 @@ def test_a_cut_chunk_fills_a_bucket_and_a_prompt_that_fits_is_not_cut() -> None:
     for decodes in (1, 7, 64, 100):
         step = PrefillBudget(limits, model).of_step(decodes, decodes * 2000)
         cut = step.tokens(0, 5000)
-        assert (decodes + cut) % 64 == 0
+        assert (decodes + cut) % 128 == 0
         fits = model.most_prompt_tokens(0.040, step.work, 0)
         assert fits is not None
-        assert cut <= fits < cut + 64
+        assert cut <= fits < cut + 128
         assert step.tokens(0, fits) == fits
         assert step.tokens(0, fits + 1) == cut
         step.add(0, cut)
