@@ -34,6 +34,7 @@ from .packed_linear import pack_linears
 from .parts import RunnerParts
 from .runner import ModelRunner
 from .sampler import Sampler
+from .step_timing import StepTimer
 
 Report = Callable[[str], None]
 
@@ -113,6 +114,7 @@ class EngineSizes:
             max_model_len=max_model_len,
             prefill_chunk=chunk,
             vocab_size=self.text.vocab_size,
+            itl_target=config.itl_target,
         )
 
     def pool(self, spec: KVSpec) -> PoolPlan:
@@ -215,6 +217,8 @@ def assemble(model: PreTrainedModel, config: EngineConfig, report: Report) -> tu
         pool_reason=pool.why,
         limits=limits,
     )
+    if config.itl_target or (config.itl_target is None and device.type == "cuda"):
+        info = replace(info, step_time=StepTimer(runner, info).measure(report))
     return runner, info
 
 
