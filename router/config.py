@@ -99,10 +99,10 @@ class EngineConfig:
         True,
         "In decode steps, read a long prefix once for all the requests that share it (triton backend).",
     )
-    compile: bool = setting(
-        False,
-        "Compile decode steps before capturing them as CUDA graphs: steps are faster, and start-up takes about "
-        "20 s longer for each batch size.",
+    fuse: bool = setting(
+        True,
+        "Compute q, k and v as one product, gate and up as one product, and norms together with the additions "
+        "before them, in layers where that is found to be the same.",
     )
 
     def __post_init__(self) -> None:

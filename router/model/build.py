@@ -16,6 +16,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from lightkv.attention import AttentionMetadata, make_backends, pick_backend, prefix_members
 from lightkv.edits import Alloc, FreeRange
 from lightkv.integrations.model.context import context_length
+from lightkv.integrations.model.fused_layers import fuse_layers, unfuse_layers
 from lightkv.integrations.model.hf_model import bind
 from lightkv.integrations.model.probe import probe
 from lightkv.ledger.shared_prefixes import PrefixSharing
@@ -71,15 +72,9 @@ def pick_dtype(name: str) -> torch.dtype | Literal["auto"]:
 
 
 def use_graphs(config: EngineConfig, device: torch.device) -> bool:
-    """Returns whether decode steps run as CUDA graphs. Raises InvalidConfig if `config` contradicts itself."""
+    """Returns whether decode steps run as CUDA graphs."""
     backend = pick_backend(config.attention_backend, device)
-    graphs = config.cuda_graphs and device.type == "cuda" and backend.supports_cuda_graph
-    if config.compile and not graphs:
-        raise InvalidConfig(
-            "--compile is for decode steps in CUDA graphs; leave it out, or use a GPU with the triton "
-            "attention backend and without --no-cuda-graphs"
-        )
-    return graphs
+    return config.cuda_graphs and device.type == "cuda" and backend.supports_cuda_graph
 
 
 @dataclass(frozen=True)
@@ -183,13 +178,18 @@ def assemble(model: PreTrainedModel, config: EngineConfig, report: Report) -> tu
     backends = make_backends(config.attention_backend, device, shape.layers)
     if config.group_prefixes:
         limits = replace(limits, prefix_sharing=PrefixSharing(prefix_members(backends)))
+    bind(model)
+    joined = []
+    if config.fuse:
+        joined = fuse_layers(model, report).joined
+    else:
+        unfuse_layers(model)
     if device.type == "cpu":
-        pack_linears(model, report)
+        pack_linears(model, report, joined)
     pool = sizes.pool(shape.spec)
     report(f"K/V pool: {pool.num_tokens:,} tokens, {pool.num_bytes / 2**20:,.1f} MiB ({pool.why})")
     memory = KVMemory(shape.spec, pool.num_slots, limits.max_num_seqs, limits.max_model_len, device)
     sampler = Sampler(limits.max_num_seqs + 1, limits.vocab_size, device)
-    bind(model)
     parts = RunnerParts(model, backends, memory, sampler)
     if device.type == "cuda":
         report("compiling the kernels that allocate slots, for every size of a step")
@@ -199,7 +199,7 @@ def assemble(model: PreTrainedModel, config: EngineConfig, report: Report) -> tu
         members = limits.prefix_sharing.max_members
         most = limits.max_step_tokens
         metadata = AttentionMetadata(limits.max_num_seqs, most, memory, prefix_members=members)
-        graphs = StepGraphs(parts, _compiled(parts, report) if config.compile else parts, metadata)
+        graphs = StepGraphs(parts, metadata)
         graphs.capture([SamplerKind.GREEDY, SamplerKind.RANDOM], report)
     runner = ModelRunner(parts, limits, graphs)
     if device.type == "cuda":
@@ -264,12 +264,3 @@ def _padding_plan(counts: list[int], num_prefills: int) -> StepPlan:
 def _powers_of_two(most: int) -> list[int]:
     """Returns the powers of two below `most`, then `most`."""
     return [*(1 << bits for bits in range(most.bit_length()) if 1 << bits < most), most]
-
-
-def _compiled(parts: RunnerParts, report: Report) -> RunnerParts:
-    """Compiles the model for decode graphs only: every prefill would be a new shape to compile."""
-    report("compiling the model for each batch size of a decode step: about 20 s each")
-    # Each shape is a compilation of its own.
-    torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 1024)
-    compiled = torch.compile(parts.model, dynamic=False)
-    return parts._replace(model=compiled)  # type: ignore[arg-type]
