@@ -229,8 +229,8 @@ class PromptGraph:
 class StepGraphs:
     """The graphs of all steps. They share one memory pool, since they never run at the same time.
 
-    `metadata` is that of eager steps; it says how large a step can be. `announce` is called with a line before a
-    graph is captured while requests run.
+    `metadata` is that of eager steps; it says how large a step can be. `announce` is called with a line before
+    a graph is captured while requests run.
     """
 
     def __init__(self, parts: RunnerParts, metadata: AttentionMetadata) -> None:
