@@ -3,7 +3,7 @@
 The order matters, since the pool takes the memory that the weights leave. Each slow part is reported.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -24,17 +24,18 @@ from lightkv.memory.kv_memory import KVMemory
 from lightkv.memory.kv_pool import PoolPlan, plan_pool
 from lightkv.memory.kv_spec import KVSpec
 from lightkv.router.config import EngineConfig, InvalidConfig
-from lightkv.router.engine.step import Limits, RunnerInfo
+from lightkv.router.engine.step import Limits, RunnerInfo, StepPlan
 from lightkv.router.model_files import resolve
 from lightkv.router.sampling_params import SamplerKind
 
-from .cuda_graph import DecodeGraphs
+from .cuda_graph import StepGraphs, graphs_bytes
 from .loader import load_model
 from .model_config import load_supported_config, position_limit
 from .packed_linear import pack_linears
 from .parts import RunnerParts
 from .runner import ModelRunner
 from .sampler import Sampler
+from .step_timing import StepTimer
 
 Report = Callable[[str], None]
 
@@ -108,6 +109,7 @@ class EngineSizes:
             max_model_len=max_model_len,
             prefill_chunk=chunk,
             vocab_size=self.text.vocab_size,
+            itl_target=config.itl_target,
         )
 
     def pool(self, spec: KVSpec) -> PoolPlan:
@@ -123,13 +125,19 @@ class EngineSizes:
         table = rows * limits.max_model_len * 4
         sampling = Sampler.bytes_for(rows, limits.vocab_size)
         logits = limits.max_num_seqs * limits.vocab_size * 4 * _LOGITS_COPIES
-        hidden = limits.max_step_tokens * widest * spec.dtype.itemsize * _HIDDEN_COPIES
+        per_token = widest * spec.dtype.itemsize * _HIDDEN_COPIES
+        hidden = limits.max_step_tokens * per_token
+        # Graphs have memory of their own, which eager steps and their sampling do not use.
+        graphs = 0
+        if use_graphs(self.config, self.device):
+            logits_row = limits.vocab_size * 4
+            graphs = graphs_bytes(limits.max_num_seqs, limits.max_step_tokens, per_token, logits_row)
         return plan_pool(
             spec,
             self.device,
             num_tokens=self.config.max_total_tokens,
             fraction=self.config.mem_fraction,
-            reserve=table + sampling + logits + hidden,
+            reserve=table + sampling + logits + hidden + graphs,
         )
 
 
@@ -186,9 +194,14 @@ def assemble(model: PreTrainedModel, config: EngineConfig, report: Report) -> tu
     graphs = None
     if with_graphs:
         members = limits.prefix_sharing.max_members
-        metadata = AttentionMetadata(limits.max_num_seqs, limits.max_num_seqs, memory, prefix_members=members)
-        graphs = DecodeGraphs(parts, metadata)
+        most = limits.max_step_tokens
+        metadata = AttentionMetadata(limits.max_num_seqs, most, memory, prefix_members=members)
+        graphs = StepGraphs(parts, metadata)
         graphs.capture([SamplerKind.GREEDY, SamplerKind.RANDOM], report)
+    runner = ModelRunner(parts, limits, graphs)
+    if device.type == "cuda":
+        report("compiling the kernels of steps that run eagerly")
+        runner.warm_up(_eager_plans(limits, graphs.most_tokens if graphs else 0))
     info = RunnerInfo(
         architecture=type(model).__name__,
         device=torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
@@ -201,7 +214,9 @@ def assemble(model: PreTrainedModel, config: EngineConfig, report: Report) -> tu
         pool_reason=pool.why,
         limits=limits,
     )
-    return ModelRunner(parts, limits, graphs), info
+    if config.itl_target or (config.itl_target is None and device.type == "cuda"):
+        info = replace(info, step_time=StepTimer(runner, info).measure(report))
+    return runner, info
 
 
 def _warm_up(memory: KVMemory, limits: Limits) -> None:
@@ -215,6 +230,32 @@ def _warm_up(memory: KVMemory, limits: Limits) -> None:
     for size in _powers_of_two(min(limits.max_num_seqs, memory.capacity)):
         rows = tuple(range(1, size + 1))
         memory.apply([Alloc(rows, (0,) * size, (1,) * size), *(FreeRange(row, 0, 1) for row in rows)])
+
+
+def _eager_plans(limits: Limits, most_in_graphs: int) -> Iterator[StepPlan]:
+    """Yields steps of padding that meet the kernels of eager steps, which have more than `most_in_graphs`
+    tokens. These kernels differ by the tokens of prefills and by their number, and by the number of decodes."""
+    sizes = [size for size in _powers_of_two(limits.max_step_tokens) if size > most_in_graphs]
+    for size in sizes:
+        most = min(size, limits.max_num_seqs) if size == sizes[0] or not most_in_graphs else 1
+        for num_prefills in _powers_of_two(most):
+            if size <= num_prefills * limits.max_model_len:
+                yield _padding_plan(_parts_of(size, num_prefills), num_prefills)
+    if not most_in_graphs:
+        for size in _powers_of_two(limits.max_num_seqs):
+            yield _padding_plan([1] * size, 0)
+
+
+def _parts_of(total: int, num: int) -> list[int]:
+    """Returns `num` numbers that add up to `total`, as equal as possible."""
+    return [total // num + (i < total % num) for i in range(num)]
+
+
+def _padding_plan(counts: list[int], num_prefills: int) -> StepPlan:
+    """Returns a step of sequences in row 0, all of which are sampled."""
+    num, ids = len(counts), bytes(4 * sum(counts[:num_prefills]))
+    kind, sample = SamplerKind.RANDOM, list(range(num))
+    return StepPlan(0, b"", [0] * num, [0] * num, counts, num_prefills, ids, sample, kind, {}, [], 0)
 
 
 def _powers_of_two(most: int) -> list[int]:
