@@ -147,7 +147,6 @@ def find_model(config: EngineConfig, report: Report) -> Path:
     Raises InvalidConfig, ModelNotFound, UnreadableWeights, UnsupportedModel.
     """
     device = pick_device(config.device)
-    use_graphs(config, device)
     directory = resolve(config.model, report)
     text = load_supported_config(directory).get_text_config()
     _ = EngineSizes(config, device, text).limits  # raises InvalidConfig

@@ -313,10 +313,44 @@ def test_a_layer_that_differs_keeps_its_forward_pass(
     fuse_layers(model, lines.append)
     assert lines == [
         f"fused 1 of 2 layers: {BOTH}, silu with its product",
-        "kept transformers' code for the residuals of 1 layers (LlamaDecoderLayer)",
-        "kept transformers' code for the MLP of 1 layers (LlamaMLP)",
+        "kept transformers' code for the residuals of 1 layer (LlamaDecoderLayer)",
+        "kept transformers' code for the MLP of 1 layer (LlamaMLP)",
     ]
     torch.testing.assert_close(logits(model), own, rtol=1e-5, atol=1e-5)
+
+
+def test_a_layer_whose_kernels_compute_something_else_is_not_fused(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from lightkv.integrations.model import fused_layers as layers
+
+    own_pass = layers.add_and_norm
+
+    def wrong(x: torch.Tensor, *args: Any, **arguments: Any) -> Any:
+        hidden, normed = own_pass(x, *args, **arguments)
+        return hidden, normed * 1.02
+
+    monkeypatch.setattr(layers, "add_and_norm", wrong)
+    model = varied_model(LLAMA, device)
+    bind(model)
+    own = logits(model)
+    fused = fuse_layers(model, quiet)
+    assert fused.num_fused == 0
+    torch.testing.assert_close(logits(model), own, rtol=1e-5, atol=1e-5)
+
+
+@torch.no_grad()
+def test_the_head_computes_sampled_rows_alone(device: torch.device) -> None:
+    model = varied_model(LLAMA, device)
+    bind(model)
+    fuse_layers(model, quiet)
+    expected = logits(model)
+    shapes: list[torch.Size] = []
+    model.lm_head.register_forward_pre_hook(lambda module, args: shapes.append(args[0].shape))
+    tokens = torch.arange(3, 9, device=device)
+    found = compute(model, tokens, tokens * 7, OwnValues(), torch.tensor([1, 4], device=device))
+    assert shapes == [(1, 2, SMALL["hidden_size"])]
+    torch.testing.assert_close(found, expected[[1, 4]], rtol=1e-5, atol=1e-5)
 
 
 def test_bind_alone_changes_no_layer_and_no_weight(device: torch.device) -> None:

@@ -104,13 +104,15 @@ def find_norm(module: Any, x: Tensor) -> Norm | None:
         return None  # it takes other arguments, or another shape
     if not isinstance(own, Tensor) or own.shape != rows.shape or own.dtype != rows.dtype:
         return None
-    forms = list(_forms(module, rows))
-    errors = [_error(residual_norm_reference(rows, None, norm)[1], own) for norm in forms]
-    best = forms[errors.index(min(errors))]
-    if min(errors) > 1.0:
-        return None
-    # The kernel itself, too: this is what will run.
-    return best if _error(add_and_norm(rows, None, best)[1], own) <= 1.0 else None
+    best, least = None, float("inf")
+    for norm in _forms(module, rows):
+        error = _error(residual_norm_reference(rows, None, norm)[1], own)
+        if error <= 1.0 and error < least:
+            best, least = norm, error
+        if error == 0.0:
+            break
+    # The kernel itself has to agree, too: this is what will run.
+    return best if best is not None and _error(add_and_norm(rows, None, best)[1], own) <= 1.0 else None
 
 
 def _forms(module: Any, x: Tensor) -> Iterator[Norm]:
