@@ -147,7 +147,6 @@ def find_model(config: EngineConfig, report: Report) -> Path:
     Raises InvalidConfig, ModelNotFound, UnreadableWeights, UnsupportedModel.
     """
     device = pick_device(config.device)
-    use_graphs(config, device)
     directory = resolve(config.model, report)
     text = load_supported_config(directory).get_text_config()
     _ = EngineSizes(config, device, text).limits  # raises InvalidConfig
@@ -174,16 +173,13 @@ def assemble(model: PreTrainedModel, config: EngineConfig, report: Report) -> tu
     sizes = EngineSizes(config, device, model.config.get_text_config())
     limits = sizes.limits
     with_graphs = use_graphs(config, device)
+    unfuse_layers(model)  # of an engine that ran the model before
     shape = probe(model)
     backends = make_backends(config.attention_backend, device, shape.layers)
     if config.group_prefixes:
         limits = replace(limits, prefix_sharing=PrefixSharing(prefix_members(backends)))
     bind(model)
-    joined = []
-    if config.fuse:
-        joined = fuse_layers(model, report).joined
-    else:
-        unfuse_layers(model)
+    joined = fuse_layers(model, report).joined if config.fuse else []
     if device.type == "cpu":
         pack_linears(model, report, joined)
     pool = sizes.pool(shape.spec)

@@ -80,7 +80,8 @@ class FusedLayers:
         parts += [f"{name} with its product" for name in sorted(self.activations)]
         lines = [f"fused {self.num_fused} of {self.num_layers} layers: {', '.join(parts) or 'nothing'}"]
         for (part, kind), count in self.kept.items():
-            lines.append(f"kept transformers' code for the {part} of {count} layers ({kind})")
+            layers = f"{count} layer{'s' if count > 1 else ''}"
+            lines.append(f"kept transformers' code for the {part} of {layers} ({kind})")
         return lines
 
 

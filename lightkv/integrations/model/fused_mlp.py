@@ -17,6 +17,7 @@ from lightkv.triton_kernels.layers.gated_activation import (
     gated_activation_reference,
 )
 
+from .fused_norm import MIN_EPS
 from .fused_rotary import LARGE, noise
 from .joined_linear import JoinedLinear
 
@@ -144,6 +145,7 @@ def _error(ours: Tensor, own: Tensor, gate_up: Tensor) -> float:
     if ours.dtype != own.dtype or ours.shape != own.shape:
         return float("inf")
     gate, up = gate_up.float().chunk(2, dim=-1)
-    unit = 4 * torch.finfo(own.dtype).eps * (gate * up).abs()
+    eps = max(torch.finfo(own.dtype).eps, MIN_EPS)
+    unit = 4 * eps * (gate * up).abs()
     error = ((ours.float() - own.float()).abs() / unit.clamp(min=1e-30)).max()
     return float(torch.nan_to_num(error, nan=float("inf")))

@@ -33,25 +33,24 @@ def is_plain(module: nn.Module) -> bool:
 
 
 class JoinedLinear(nn.Module):
-    """Computes linear layers of one input, `parts`, as one product: maps `[..., C]` to `[..., sum of outputs]`.
+    """Computes linear layers of one input as one product: maps `[..., C]` to `[..., sum of their outputs]`.
 
-    `linear` is the joined layer. `join` makes one. It stands in no model: it belongs to the forward pass that
-    uses it.
+    `linear` is the joined layer. Layers without a bias get one of zeros if another one has a bias. `join` makes
+    this; it stands in no model, but belongs to the forward pass that uses it.
     """
 
-    def __init__(self, places: Sequence[tuple[nn.Module, str]], parts: Sequence[nn.Linear]) -> None:
+    def __init__(self, parent: nn.Module, names: Sequence[str]) -> None:
         super().__init__()
+        self._places = [(parent, name) for name in names]
+        parts = [cast(nn.Linear, getattr(parent, name)) for name in names]
         self.sizes = [part.out_features for part in parts]
         weight = _join([part.weight for part in parts])
-        self.linear: nn.Module = nn.Linear(
-            weight.shape[1], weight.shape[0], bias=False, device="meta", dtype=weight.dtype
-        )
+        self.linear: nn.Module = nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
         self.linear.weight = nn.Parameter(weight, requires_grad=False)
         if any(part.bias is not None for part in parts):
             zeros = weight.new_zeros
             biases = [part.bias if part.bias is not None else zeros(part.out_features) for part in parts]
             self.linear.bias = nn.Parameter(_join(biases), requires_grad=False)
-        self._places = list(places)
         self.eval()
 
     def forward(self, x: Tensor) -> Tensor:
@@ -114,18 +113,16 @@ def join(parent: nn.Module, names: Sequence[str], shared: Container[nn.Parameter
     parameters = [parameter for part in parts for parameter in part.parameters()]
     if len(kinds) > 1 or any(parameter in shared for parameter in parameters):
         return None
-    return JoinedLinear([(parent, name) for name in names], parts)
+    return JoinedLinear(parent, names)
 
 
 def _join(parts: Sequence[Tensor]) -> Tensor:
     """Returns the concatenation of `parts`, which become views of it; no copy if they are views already."""
-    first, parts = parts[0], [part.detach() if not isinstance(part, nn.Parameter) else part for part in parts]
     if (whole := _whole(parts)) is not None:
         return whole
     joined = torch.cat([part.detach() for part in parts])
     for part, view in zip(parts, joined.split([len(part) for part in parts]), strict=True):
         part.data = view
-    assert first.data_ptr() == joined.data_ptr() or not joined.numel()
     return joined
 
 
