@@ -70,7 +70,7 @@ def pick_dtype(name: str) -> torch.dtype | Literal["auto"]:
 
 
 def use_graphs(config: EngineConfig, device: torch.device) -> bool:
-    """Returns whether decode steps run as CUDA graphs. Raises InvalidConfig if `config` contradicts itself."""
+    """Returns whether steps run as CUDA graphs. Raises InvalidConfig if `config` contradicts itself."""
     backend = pick_backend(config.attention_backend, device)
     graphs = config.cuda_graphs and device.type == "cuda" and backend.supports_cuda_graph
     if config.compile and not graphs:
