@@ -94,7 +94,7 @@ class EngineConfig:
         "Default on a GPU: 0.04, or 3 times what the step takes without prompts if that is longer; on a CPU: "
         "no target.",
     )
-    cuda_graphs: bool = setting(True, "Run decode steps as CUDA graphs.")
+    cuda_graphs: bool = setting(True, "Run steps as CUDA graphs, those of up to 2,304 tokens.")
     group_prefixes: bool = setting(
         True,
         "In decode steps, read a long prefix once for all the requests that share it (triton backend).",

@@ -1,5 +1,5 @@
-"""Compares steps with prompts on a model of Llama-3-8B's shape: by the graph of a bucket of tokens, as the engine
-runs them, by a graph of exactly the step's size, and eagerly.
+"""Compares steps with prompts on a model of Llama-3-8B's shape: by the graph of a bucket of tokens, as the
+engine runs them, by a graph of exactly the step's size, and eagerly.
 
     python -m bench.serving.prompt_step --out bench/results/prompt-step-h200.json
 

@@ -72,7 +72,7 @@ def pick_dtype(name: str) -> torch.dtype | Literal["auto"]:
 
 
 def use_graphs(config: EngineConfig, device: torch.device) -> bool:
-    """Returns whether decode steps run as CUDA graphs."""
+    """Returns whether steps run as CUDA graphs."""
     backend = pick_backend(config.attention_backend, device)
     return config.cuda_graphs and device.type == "cuda" and backend.supports_cuda_graph
 

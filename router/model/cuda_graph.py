@@ -214,11 +214,6 @@ class PromptGraph:
         graph.replay()
         return inputs.sample(self._parts, logits[: len(plan.sample)], plan.kind)
 
-    def run(self, plan: StepPlan) -> StepOutput:
-        """Runs the launches of `replay` one by one, without a graph, on any device."""
-        inputs = self._load(plan, bool(plan.prefixes))
-        return inputs.sample(self._parts, self._compute(inputs)[: len(plan.sample)], plan.kind)
-
     def _load(self, plan: StepPlan, shares_prefixes: bool) -> StepInputs:
         return StepInputs.load(plan, self._metadata, self._num_samples, shares_prefixes)
 

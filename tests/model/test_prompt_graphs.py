@@ -2,6 +2,7 @@
 
 import random
 from array import array
+from collections.abc import Callable
 from itertools import pairwise
 
 import pytest
@@ -13,17 +14,16 @@ from lightkv.router import EngineConfig, SamplingParams
 from lightkv.router.engine.loop import LocalEngine
 from lightkv.router.engine.request import Request
 from lightkv.router.engine.scheduler import Scheduler
-from lightkv.router.engine.step import StepPlan
-from lightkv.router.model.build import assemble
+from lightkv.router.model import cuda_graph
+from lightkv.router.model.build import _eager_plans, assemble
 from lightkv.router.model.cuda_graph import (
     FEW_PREFILLS,
     MOST_TOKENS,
     PromptGraph,
-    SharedLogits,
+    StepGraphs,
     prompt_shapes,
     token_buckets,
 )
-from lightkv.router.model.parts import StepOutput
 from lightkv.router.model.runner import ModelRunner
 from tests.support.model_worker import assert_idle
 from tests.support.tiny_models import VOCABULARY, tiny_llama
@@ -37,34 +37,38 @@ PARAMS = [
 ]
 
 
-class StaticBatches:
-    """Stands in for the graphs of a runner: runs steps with prompts in the static batches of prompt graphs."""
+class Recomputed:
+    """Stands in for a captured graph: each replay computes what was to be captured."""
 
-    def __init__(self, runner: ModelRunner, most_tokens: int = 64) -> None:
-        logits = SharedLogits(MAX_NUM_SEQS)
-        self.graphs = {
-            shape: PromptGraph(runner._parts, shape, runner._metadata, logits)
-            for size in token_buckets(most_tokens)
-            for shape in prompt_shapes(size, MAX_NUM_SEQS)
-        }
-        self.used: set[BatchShape] = set()
-        self.ran: PromptGraph | None = None
-        self.allocates = False
+    def __init__(self, compute: Callable[[], torch.Tensor]) -> None:
+        self.compute = compute
+        self.num_replays = 0
 
-    def get(self, plan: StepPlan) -> "StaticBatches | None":
-        if not plan.num_prefills:
-            return None
-        num_decodes = len(plan.rows) - plan.num_prefills
-        shape = next(
-            shape for shape in self.graphs if shape.fits(plan.num_tokens, plan.num_prefills, num_decodes)
-        )
-        self.used.add(shape)
-        self.ran = self.graphs[shape]
-        return self
+    def replay(self) -> None:
+        self.compute()
+        self.num_replays += 1
 
-    def replay(self, plan: StepPlan) -> StepOutput:
-        assert self.ran is not None
-        return self.ran.run(plan)
+
+def recomputed_graphs(runner: ModelRunner, monkeypatch: pytest.MonkeyPatch) -> StepGraphs:
+    """Gives the runner graphs of steps with prompts, which run launch by launch. Decodes run eagerly."""
+    monkeypatch.setattr(cuda_graph, "_captured", lambda compute, pool: (Recomputed(compute), compute()))
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (0, 0))
+    graphs = StepGraphs(runner._parts, runner._parts, runner._metadata)
+    graphs._decodes.clear()
+    runner._graphs = graphs
+    return graphs
+
+
+def replayed(graphs: StepGraphs) -> set[tuple[BatchShape, bool]]:
+    """Returns the shapes that were replayed, and whether with shared prefixes."""
+    return {
+        (shape, shares_prefixes)
+        for shapes in graphs._prompts.values()
+        for shape, graph in shapes.items()
+        for shares_prefixes, (captured, _) in graph._graphs.items()
+        if captured.num_replays  # type: ignore[attr-defined]
+    }
 
 
 def make(backend: str, **settings: object) -> tuple[LocalEngine, ModelRunner]:
@@ -166,19 +170,19 @@ def test_a_static_batch_has_decodes_first_and_padding_last(device: torch.device)
             metadata.prepare(*batch)
 
 
-@pytest.mark.parametrize(
-    "settings", [{}, {"group_prefixes": True}, {"max_total_tokens": 260}], ids=["", "shared", "small"]
-)
-def test_static_batches_give_the_tokens_and_slots_of_eager_steps(settings: dict[str, object]) -> None:
-    compare("torch", 24, settings)
+@pytest.mark.parametrize("settings", [{}, {"max_total_tokens": 260}], ids=["", "small"])
+def test_static_batches_give_the_tokens_and_slots_of_eager_steps(
+    settings: dict[str, object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compare("torch", 24, settings, monkeypatch)
 
 
 @pytest.mark.slow  # in the interpreter
-def test_static_batches_in_the_triton_kernels() -> None:
-    compare("triton", 14, {})
+def test_static_batches_in_the_triton_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    compare("triton", 14, {}, monkeypatch)
 
 
-def compare(backend: str, count: int, settings: dict[str, object]) -> None:
+def compare(backend: str, count: int, settings: dict[str, object], monkeypatch: pytest.MonkeyPatch) -> None:
     """Runs the same requests eagerly and in static batches; memory is full of NaN where nothing is held."""
     results: list[dict[str, list[int]]] = []
     tables: tuple[list[torch.Tensor], list[torch.Tensor]] = [], []
@@ -187,9 +191,11 @@ def compare(backend: str, count: int, settings: dict[str, object]) -> None:
         memory = runner._parts.memory
         for layer in range(2):
             memory.pool.kv(layer)[1:] = float("nan")
-        batches = StaticBatches(runner)
         if static:
-            runner._graphs = batches  # type: ignore[assignment]
+            lines: list[str] = []
+            graphs = recomputed_graphs(runner, monkeypatch)
+            graphs.capture([], lines.append)
+            assert lines[-1].startswith("captured 15 CUDA graphs in ")
         add_requests(engine, count, PARAMS)
         results.append(run(engine, count, memory.table.req_to_token, noted))
         assert_idle(engine)
@@ -197,5 +203,59 @@ def compare(backend: str, count: int, settings: dict[str, object]) -> None:
     assert results[0] == results[1]
     assert len(tables[0]) == len(tables[1])
     assert all(map(torch.equal, *tables))
-    kinds = {(shape.num_prefills > FEW_PREFILLS, shape.num_decodes > 0) for shape in batches.used}
+    kinds = {(shape.num_prefills > FEW_PREFILLS, shape.num_decodes > 0) for shape, _ in replayed(graphs)}
     assert kinds == {(False, False), (False, True), (True, True)}
+
+
+def test_what_has_no_memory_runs_eagerly(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps of sizes that were refused, at the start or later, and of sizes above all graphs."""
+    capture = PromptGraph.capture
+
+    def refusing(graph: PromptGraph, shares_prefixes: bool, pool: object) -> None:
+        if graph._metadata.num_tokens > 24:
+            raise torch.OutOfMemoryError("no memory for this one")
+        capture(graph, shares_prefixes, pool)
+
+    monkeypatch.setattr(PromptGraph, "capture", refusing)
+    engine, runner = make("torch")
+    graphs, lines = recomputed_graphs(runner, monkeypatch), list[str]()
+    graphs.capture([], lines.append)
+    assert lines[-1].endswith("no memory for 9, which run eagerly")
+    add_requests(engine, 24, [GREEDY])
+    with_refusals = run(engine, 24, runner._parts.memory.table.req_to_token, [])
+    assert_idle(engine)
+    assert {shape.num_tokens for shape, _ in replayed(graphs)} == {16, 24}
+
+    engine, runner = make("torch")
+    graphs = recomputed_graphs(runner, monkeypatch)
+    graphs.announce = lines.append
+    del graphs._prompts[graphs.most_tokens]
+    add_requests(engine, 24, [GREEDY])
+    assert run(engine, 24, runner._parts.memory.table.req_to_token, []) == with_refusals
+    assert "capturing a prompt graph: 16 tokens, 7 prompts, 9 decodes" in lines
+
+
+def test_an_error_in_a_capture_is_not_taken_for_a_lack_of_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    _, runner = make("torch")
+    graphs = recomputed_graphs(runner, monkeypatch)
+    monkeypatch.setattr(PromptGraph, "capture", lambda *_: torch.empty(2).view(3))
+    with pytest.raises(RuntimeError, match="shape"):
+        graphs.capture([], lambda line: None)
+
+
+def test_warming_up_changes_nothing() -> None:
+    """Steps of padding run eagerly at every size, and slots, counts and rows stay as they are."""
+    engine, runner = make("torch", prefill_chunk=70)
+    limits = engine.scheduler.limits
+    plans = list(_eager_plans(limits, 0))
+    assert max(plan.num_tokens for plan in plans) == limits.max_step_tokens
+    assert {len(plan.rows) for plan in plans if not plan.num_prefills} == {1, 2, 4, 8, MAX_NUM_SEQS}
+    assert {plan.num_tokens for plan in _eager_plans(limits, 32)} == {64, limits.max_step_tokens}
+    sampler, memory = runner._parts.sampler, runner._parts.memory
+    before = memory.table.req_to_token.clone(), sampler.next_token[1:].clone()
+    runner.warm_up(plans)
+    assert torch.equal(before[0], memory.table.req_to_token)
+    assert torch.equal(before[1], sampler.next_token[1:])
+    add_requests(engine, 3, PARAMS)
+    run(engine, 3, memory.table.req_to_token, [])
+    assert_idle(engine)
