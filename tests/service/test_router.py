@@ -15,6 +15,7 @@ from lightkv.router.config import EngineConfig
 from lightkv.router.engine.admission import OutputLengths
 from lightkv.router.engine.step import ExpectedMemory, Limits, RunnerInfo, StepPlan, StepResult, TokenEvent
 from lightkv.router.sampling_params import SamplingParams
+from lightkv.router.service import router as router_module
 from lightkv.router.service.frames import FrameStream
 from lightkv.router.service.messages import (
     Abort,
@@ -162,13 +163,16 @@ def assert_idle(status: Status) -> None:
 
 
 @pytest.mark.parametrize("depth", [1, 2])
-def test_requests_are_accepted_answered_and_leave_nothing(tmp_path: Path, depth: int) -> None:
+def test_requests_are_accepted_answered_and_leave_nothing(
+    tmp_path: Path, depth: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     async def scenario() -> None:
         async with service(tmp_path, depth) as made:
             client = await made.connect()
             for i in range(9):
                 assert await client.submit(str(i), [7, 8, 9, *range(i)]) == Accepted(str(i))
             ends = await client.until_ended(*map(str, range(9)))
+            assert made.workers[0].num_checks == 0  # the next request would wait for a recount
             assert {event.finish_reason for event in ends.values()} == {"length"}
             tokens = [event.token for event in client.events if event.request_id == "3"]
             assert len(tokens) == 5
@@ -180,8 +184,24 @@ def test_requests_are_accepted_answered_and_leave_nothing(tmp_path: Path, depth:
             assert_idle(status)
             assert status.load.generated_tokens == 45
             assert status.load.num_ledger_checks == status.load.num_steps
-            await asyncio.sleep(0.05)
-            assert made.workers[0].num_checks
+            await asyncio.sleep(0.1)
+            assert made.workers[0].num_checks == 1
+            await asyncio.sleep(0.1)
+            assert made.workers[0].num_checks == 1  # nothing has changed since
+
+    monkeypatch.setattr(router_module, "RECOUNT_SECONDS", 0.05)
+    asyncio.run(scenario())
+
+
+def test_a_drained_router_recounts_before_it_ends(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with service(tmp_path) as made:
+            client = await made.connect()
+            assert await client.submit("a", [7, 8, 9]) == Accepted("a")
+            await client.until_ended("a")
+            made.router.drain()
+            assert await made.exit_code == 0
+            assert made.workers[0].num_checks == 1
 
     asyncio.run(scenario())
 
