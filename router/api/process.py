@@ -11,7 +11,7 @@ import uvicorn
 import uvloop
 
 from lightkv.router.service.api_settings import ServeSettings
-from lightkv.router.service.child_process import ignore_signals
+from lightkv.router.service.child_process import freeze_objects, ignore_signals
 from lightkv.router.service.router_client import RouterClient, RouterUnreachable
 from lightkv.router.text.tokenizer import Tokenizer, UnreadableTokenizer
 
@@ -44,7 +44,9 @@ async def serve(settings: ServeSettings) -> None:
         if router_ended.done():
             return
         raise
+    tokenizer.prepare()  # the worker takes longer to load the model
     server = make_server(create_app(client, tokenizer, settings.api), settings)
+    freeze_objects()
     serving = asyncio.create_task(server.serve([socket.socket(fileno=settings.listen_fd)]))
     announcing = asyncio.create_task(_announce_ready(server, client))
     await asyncio.wait([serving, router_ended], return_when=asyncio.FIRST_COMPLETED)
