@@ -7,8 +7,8 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 import msgspec
-from starlette.responses import StreamingResponse
-from starlette.types import Receive, Scope, Send
+from starlette.responses import Response
+from starlette.types import Message, Receive, Scope, Send
 
 from lightkv.router.api.openai.protocol import GenerationRequest, error_body
 from lightkv.router.api.openai.writer import ChatWriter, CompletionWriter, usage_of
@@ -20,19 +20,35 @@ _MARK = secrets.token_hex(16)  # stands for the text in a chunk of which all oth
 _encode = msgspec.json.Encoder().encode
 
 
-class EventStream(StreamingResponse):
+class EventStream(Response):
     """A response with the events of a generation. If the client disconnects, its requests are aborted."""
+
+    media_type = "text/event-stream"
 
     def __init__(
         self, generation: Generation, writer: CompletionWriter | ChatWriter, body: GenerationRequest
     ) -> None:
-        events = _events(generation, EventWriter(generation, writer, body))
-        super().__init__(events, headers=_HEADERS, media_type="text/event-stream")
+        self.status_code = 200
+        self.background = None
+        self.init_headers(_HEADERS)
         self._generation = generation
+        self._events = EventWriter(generation, writer, body)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         async with closed_with_client(receive, self._generation):
-            await self.stream_response(send)
+            await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+            await self._send_events(send)
+            await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    async def _send_events(self, send: Send) -> None:
+        """Sends all events. If the generation fails, the last event is the error, and there is no [DONE]."""
+        try:
+            async for deltas in self._generation.deltas():
+                if events := b"".join(map(self._events.delta, deltas)):
+                    await send(_part(events))
+            await send(_part(self._events.end()))
+        except (GenerationFailed, GenerationLost) as error:
+            await send(_part(_event(error_body(failure_status(error), str(error)))))
 
 
 class EventWriter:
@@ -84,21 +100,13 @@ class EventWriter:
         return before, after
 
 
-async def _events(generation: Generation, writer: EventWriter) -> AsyncIterator[bytes]:
-    """Yields the events of a stream. If the generation fails, the last event is the error, and there is no
-    [DONE]."""
-    try:
-        async for deltas in generation.deltas():
-            if events := b"".join(map(writer.delta, deltas)):
-                yield events
-        yield writer.end()
-    except (GenerationFailed, GenerationLost) as error:
-        yield _event(error_body(failure_status(error), str(error)))
-
-
 def failure_status(error: GenerationFailed | GenerationLost) -> int:
     """Returns the HTTP status of an answer that could not be completed."""
     return 503 if isinstance(error, GenerationLost) else 500
+
+
+def _part(events: bytes) -> Message:
+    return {"type": "http.response.body", "body": events, "more_body": True}
 
 
 def _event(content: Mapping[str, Any]) -> bytes:
