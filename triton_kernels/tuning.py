@@ -55,6 +55,9 @@ _REDUCTION_BYTES = 2048  # of shared memory, for the softmax's reductions
 _FEW_FIRST, _FEW_LATER = 256, 2048
 _MANY_FIRST, _MANY_LATER = 1024, 8192
 
+LINEAR_ROWS = 64  # rows of a weight that a program of `linear` multiplies with several tokens
+MAX_LINEAR_TOKENS = 64  # above, cuBLAS is as fast
+
 MAX_IN_ONE_KERNEL = 512  # slots; each costs a search through the words of its block
 
 
@@ -186,6 +189,46 @@ def write_launch(
             break
         heads *= 2
     return block_t, heads
+
+
+class LinearLaunch(NamedTuple):
+    """Tiles (rows of the weight, columns), launch options, and how many programs share the rows of a tile."""
+
+    block_n: int
+    block_k: int
+    num_warps: int
+    num_stages: int
+    splits: int
+
+
+def linear_launch(
+    device: DeviceClass, num_tokens: int, num_rows: int, num_columns: int, element_size: int
+) -> LinearLaunch | None:
+    """Returns the launch of `linear` for a weight of so many rows and columns; None where cuBLAS is faster or
+    the kernels cannot run. `bench.kernels.linear` compares them."""
+    interpreted = device is _INTERPRETER
+    if (device.major != 9 or element_size != 2) and not interpreted:
+        return None
+    if num_tokens == 1:
+        return LinearLaunch(2, min(4096, triton.next_power_of_2(num_columns)), 4, 1, 1)
+    block_n, block_k = (LINEAR_ROWS, 128) if not interpreted else (16, 16)
+    if num_rows % block_n or num_columns % block_k:
+        return None
+    blocks = num_rows // block_n
+    splits = 1
+    while blocks * splits < 0.7 * device.num_multiprocessors and num_columns > 8 * block_k * splits:
+        splits *= 2
+    if interpreted or blocks * splits <= 2 * device.num_multiprocessors:
+        # With one or two programs on a multiprocessor, more of the weight has to be on its way.
+        return LinearLaunch(block_n, block_k, 4, 4 if num_tokens > 32 else 6, splits)
+    if num_tokens <= 16 or num_rows % 128:
+        return LinearLaunch(block_n, block_k, 4, 4, 1)
+    return LinearLaunch(128, 128, 8, 4, 1) if num_tokens <= 32 else LinearLaunch(128, 64, 8, 6, 1)
+
+
+def norm_warps(dim: int) -> int:
+    """Returns the warps of a program of `residual_norm` for rows of `dim`."""
+    return 4 if dim <= 2048 else 8 if dim <= 8192 else 16
 
 
 class CountTiles(NamedTuple):

@@ -120,7 +120,11 @@ def _write_kv_kernel(
     BLOCK_PAIRS: tl.constexpr,
     BLOCK_K_REST: tl.constexpr,
     BLOCK_DV: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
+    if EARLY:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
     # Heads run fastest, so neighbouring programs write neighbouring heads.
     program = tl.program_id(0) % (KV_PROGRAMS + Q_PROGRAMS)
     block = tl.program_id(0) // (KV_PROGRAMS + Q_PROGRAMS)
@@ -215,9 +219,10 @@ def _write_kv(
         return
     num_heads = 0 if q_out is None else q_out.shape[1]
     num_pairs = 0 if cos is None else cos.shape[1]
-    block_t, heads = tuning.write_launch(
-        tuning.device_class(k.device), num_tokens, num_kv_heads, num_heads, num_pairs
-    )
+    device = tuning.device_class(k.device)
+    block_t, heads = tuning.write_launch(device, num_tokens, num_kv_heads, num_heads, num_pairs)
+    early = tuning.has_early_launch(device)
+    options = {"launch_pdl": True} if early else {}
     kv_programs, q_programs = num_kv_heads // heads, num_heads // heads
     _write_kv_kernel[((kv_programs + q_programs) * triton.cdiv(num_tokens, block_t),)](
         q,
@@ -256,7 +261,9 @@ def _write_kv(
         BLOCK_PAIRS=triton.next_power_of_2(max(num_pairs, 1)),
         BLOCK_K_REST=tuning.padded_dim(key_dim - 2 * num_pairs),
         BLOCK_DV=tuning.padded_dim(value_dim),
+        EARLY=early,
         enable_fp_fusion=False,  # as in torch, a product is rounded before it is added, so the bits are equal
+        **options,
     )
 
 

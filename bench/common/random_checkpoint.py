@@ -16,7 +16,7 @@ from tokenizers import decoders, models, pre_tokenizers
 
 from lightkv.router.model.loader import random_model
 
-from .llama_3_8b import LLAMA_3_8B, with_layers
+from .model_shapes import LLAMA_3_8B, with_layers
 
 
 def save_tokenizer(directory: Path, vocab_size: int) -> None:

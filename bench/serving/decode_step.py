@@ -1,10 +1,13 @@
-"""Compares a decode step's wall time with the replay of its CUDA graph, on a model of Llama-3-8B's shape.
+"""Compares a decode step's wall time with the replay of its CUDA graph, on a model of a published shape.
 
     python -m bench.serving.decode_step --out bench/results/decode-step-h200.json
+    python -m bench.serving.decode_step --shape llama-3-70b --layers 8
+    python -m bench.serving.decode_step --shape qwen3-moe
 
 The difference is what the host adds to a step: planning, counting, copying the tokens. The weights are random,
 sampling is greedy, and all prompts have one length. The floor is what a step has to read (every weight but the
-embedding's, and the K/V of every token) over the read bandwidth measured in this run. The time of the replay is
+embedding's, of experts those that a batch is expected to choose, and the K/V of every token) over the read
+bandwidth measured in this run. The time of the replay is
 divided by the names of its kernels: attention, memory management, matrix products, and the rest (norms,
 activations, sampling). What is missing from the sum is the time between kernels.
 """
@@ -17,7 +20,7 @@ from array import array
 import torch
 from transformers import PreTrainedModel
 
-from bench.common.llama_3_8b import LLAMA_3_8B, with_layers
+from bench.common.model_shapes import SHAPES, with_layers
 from bench.common.report import Spread, parser, print_json, print_machine, print_table, refuse
 from lightkv.router import EngineConfig, SamplingParams
 from lightkv.router.engine.loop import LocalEngine, make_scheduler
@@ -39,7 +42,7 @@ KERNELS = {
 
 
 def make_engine(
-    model: PreTrainedModel, batch: int, prompt: int, steps: int, graphs: bool, compiled: bool
+    model: PreTrainedModel, batch: int, prompt: int, steps: int, graphs: bool, fuse: bool
 ) -> tuple[LocalEngine, ModelRunner, list[int]]:
     """Returns an engine in which `batch` sequences of `prompt` tokens decode, and the first COMPARED tokens
     of each.
@@ -53,7 +56,7 @@ def make_engine(
         max_total_tokens=batch * (prompt + 4 * steps),
         prefill_chunk=8192,
         cuda_graphs=graphs,
-        compile=compiled,
+        fuse=fuse,
     )
     runner, info = assemble(model, config, lambda line: None)
     engine = LocalEngine(make_scheduler(info), runner)
@@ -118,6 +121,25 @@ def parts_of(runner: ModelRunner, batch: int, times: int) -> dict[str, float]:
     return parts
 
 
+def weight_bytes(model: PreTrainedModel, batch: int) -> float:
+    """Returns the bytes of weights that a step of `batch` tokens has to read.
+
+    They leave out an embedding that is not the LM head too. Of a layer's experts those count that at least one
+    token chooses, if tokens choose independently and evenly.
+    """
+    config = model.config.get_text_config()
+    embedding = model.get_input_embeddings().weight
+    head = model.get_output_embeddings().weight
+    share = 1.0
+    if num_experts := getattr(config, "num_experts", 0):
+        share = 1 - (1 - config.num_experts_per_tok / num_experts) ** batch
+    total = 0.0
+    for name, parameter in model.named_parameters():
+        if parameter is not embedding or embedding is head:
+            total += parameter.nbytes * (share if ".experts." in name else 1.0)
+    return total
+
+
 def read_bandwidth() -> float:
     """Measures the bytes per second that a reduction over 8 GiB reads, as the median of twenty."""
     data = torch.ones(2**31, dtype=torch.float32, device="cuda")
@@ -137,29 +159,34 @@ def main() -> None:
     arguments.add_argument("--batch", type=int, nargs="+", default=[1, 32, 256])
     arguments.add_argument("--prompt", type=int, default=512)
     arguments.add_argument("--steps", type=int, default=100)
-    arguments.add_argument("--layers", type=int, default=LLAMA_3_8B.num_hidden_layers)
-    arguments.add_argument("--compile", action="store_true")
+    arguments.add_argument("--shape", choices=SHAPES, default="llama-3-8b")
+    arguments.add_argument("--layers", type=int, help="fewer than the shape has (llama-3-70b has 80)")
+    arguments.add_argument("--no-fuse", action="store_true", help="run the layers as transformers wrote them")
     options = arguments.parse_args()
 
     print_machine()
     bandwidth = read_bandwidth()
     torch.manual_seed(0)
-    model = random_model(with_layers(LLAMA_3_8B, options.layers), torch.device("cuda"), torch.bfloat16)
-    weights = sum(parameter.nbytes for parameter in model.parameters())
-    weights -= model.get_input_embeddings().weight.nbytes  # type: ignore[union-attr]
-    per_token = 2 * LLAMA_3_8B.num_key_value_heads * 128 * 2 * options.layers
-    print(f"read bandwidth {bandwidth / 1e12:.2f} TB/s; weights {weights / 1e9:.2f} GB\n")
+    shape = SHAPES[options.shape]
+    layers = options.layers or shape.num_hidden_layers
+    model = random_model(with_layers(shape, layers), torch.device("cuda"), torch.bfloat16)
+    per_token = 2 * shape.num_key_value_heads * shape.head_dim * 2 * layers
+    read = ", ".join(f"{weight_bytes(model, batch) / 1e9:.2f} GB at batch {batch}" for batch in options.batch)
+    print(f"{options.shape}, {layers} layers; read bandwidth {bandwidth / 1e12:.2f} TB/s; weights: {read}\n")
 
     rows, results = [], {}
     for batch in options.batch:
-        floor = (weights + batch * (options.prompt + options.steps // 2) * per_token) / bandwidth * 1e3
-        engine, runner, expected = make_engine(model, batch, options.prompt, options.steps, False, False)
-        del engine, runner
-        engine, runner, tokens = make_engine(
-            model, batch, options.prompt, options.steps, True, options.compile
+        tokens = batch * (options.prompt + options.steps // 2)
+        floor = (weight_bytes(model, batch) + tokens * per_token) / bandwidth * 1e3
+        engine, runner, expected = make_engine(
+            model, batch, options.prompt, options.steps, False, not options.no_fuse
         )
-        same = sum(a == b for a, b in zip(tokens, expected, strict=True)) / len(tokens)
-        if same < 0.99 and not options.compile:
+        del engine, runner
+        engine, runner, output = make_engine(
+            model, batch, options.prompt, options.steps, True, not options.no_fuse
+        )
+        same = sum(a == b for a, b in zip(output, expected, strict=True)) / len(output)
+        if same < 0.99:
             refuse(f"batch {batch}: {same:.0%} of the graph's tokens are the eager path's")
         times = []
         for _ in range(options.steps):  # the last 20 are compared with the replays that follow
@@ -201,8 +228,8 @@ def main() -> None:
         "other",
     ]
     print_table(header, rows)
-    settings = {"prompt": options.prompt, "steps": options.steps, "layers": options.layers,
-                "compiled": options.compile, "read_TB_per_s": bandwidth / 1e12}  # fmt: skip
+    settings = {"shape": options.shape, "prompt": options.prompt, "steps": options.steps, "layers": layers,
+                "fuse": not options.no_fuse, "read_TB_per_s": bandwidth / 1e12}  # fmt: skip
     print_json("decode_step", {"settings": settings, "batches": results}, options.out)
 
 

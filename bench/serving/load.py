@@ -45,29 +45,18 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, fields
-from pathlib import Path
-from typing import Any, NamedTuple, get_args, get_type_hints
+from typing import Any, NamedTuple
 
 import uvloop
 
 from bench.common.child import ChildFailed
-from bench.common.report import (
-    Spread,
-    engine_help,
-    load_pyplot,
-    parser,
-    print_json,
-    print_machine,
-    refuse,
-    save_json,
-)
-from bench.serving.continuous_batching import DEFAULT_WAYS, WAYS
+from bench.common.report import Spread, load_pyplot, print_json, print_machine, refuse, save_json
 from bench.serving.figures import plot, print_levels, print_peers, print_steps
 from bench.serving.load_client import Answer, Endpoint, RequestFailed, closed_loop, open_loop
+from bench.serving.load_options import arguments, engine_config, settings_of
 from bench.serving.peers import InProcess, Rounds, run_batches, run_transformers
 from bench.serving.replay import Level, replays
-from bench.serving.served import Server, ServerFailed
+from bench.serving.served import Server, ServerFailed, serve_arguments
 from bench.serving.stats import NotSteady, Steady, Targets, span, steady, step_rate_ms, summarise
 from bench.serving.workload import Ask, Lengths, Replayed, choose, fill, mixed, poisson, read_trace, scale
 from lightkv.errors import LightKVError
@@ -79,6 +68,7 @@ Results = dict[str, Any]
 
 SETTLE_SECONDS = 0.7  # the API process gets the router's counts four times a second
 WATCH_SECONDS = 0.05  # between two looks at these counts, where their time matters
+WARM_UP_REQUESTS = 4  # at least
 REPLAY_SECONDS = 900.0  # to load the model, capture the graphs, and replay them
 
 
@@ -91,6 +81,11 @@ class Traffic(NamedTuple):
     @property
     def name(self) -> str:
         return f"{self.level:g} a second" if self.is_open else f"{self.level:g} clients"
+
+    @property
+    def num_requests(self) -> int:
+        """The number of requests by default: four for each client of a closed loop, at least 24."""
+        return 64 if self.is_open else max(24, 4 * int(self.level))
 
 
 class Target(NamedTuple):
@@ -213,10 +208,11 @@ def batches(options: argparse.Namespace, vocab_size: int) -> dict[int, list[list
 
 
 def warm_up(target: Target, options: argparse.Namespace, traffic: Traffic, rng: random.Random) -> None:
-    """Sends prompts as long as those that are measured, all at once, with short answers."""
-    num = 8 if traffic.is_open else int(traffic.level)
-    lengths = [Lengths(prompt, min(output, 4)) for prompt, output in lengths_of(options, num, rng)]
-    target.batch(fill(lengths, target.vocab_size, rng))
+    """Sends prompts as long as those that are measured, with short answers: from all clients, at least four."""
+    clients = 8 if traffic.is_open else int(traffic.level)
+    lengths = lengths_of(options, max(clients, WARM_UP_REQUESTS), rng)
+    asks = fill([Lengths(prompt, min(output, 4)) for prompt, output in lengths], target.vocab_size, rng)
+    target.run(Traffic(clients, False), asks)
 
 
 # --------------------------------------------------------------------------------
@@ -289,120 +285,6 @@ def replay_steps(config: EngineConfig, steps: dict[int, Steps | str]) -> tuple[R
     return results, "; ".join(failures)
 
 
-# --------------------------------------------------------------------------------
-# The command line
-
-
-def span_of_lengths(text: str) -> tuple[int, int]:
-    """Parses `128`, or `16:512` for any length between the two."""
-    shortest, _, longest = text.partition(":")
-    pair = int(shortest), int(longest or shortest)
-    if not 1 <= pair[0] <= pair[1]:
-        raise ValueError(text)
-    return pair
-
-
-def positive(text: str) -> float:
-    number = float(text)
-    if not 0 < number < float("inf"):
-        raise ValueError(text)
-    return number
-
-
-def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    """Parses the command line. Exits if options contradict each other."""
-    made = parser(__doc__)
-    made.add_argument("--url", help="root of a server that runs already; without it, one is started")
-    made.add_argument("--api-key", help="the key of the server at --url")
-    made.add_argument("--vocab-size", type=int, help="of the model at --url (default 32000)")
-    made.add_argument("--concurrency", type=int, nargs="+", default=[], help="closed loops (default 1 8 32)")
-    made.add_argument("--rate", type=positive, nargs="+", default=[], help="open loops, requests a second")
-    made.add_argument("--requests", type=int, help="of each load (default 4 a client, at least 16; open: 64)")
-    made.add_argument("--prompt", type=span_of_lengths, default=(128, 128), help="tokens, as 128 or 16:512")
-    made.add_argument("--output", type=int, default=64, help="tokens of every answer")
-    made.add_argument("--trace", type=Path, help="lengths from an Azure, ShareGPT or Mooncake trace instead")
-    made.add_argument(
-        "--max-prompt", type=int, help="scale the trace's prompts: the longest has so many tokens"
-    )
-    made.add_argument("--max-output", type=int, help="scale its answers likewise")
-    made.add_argument(
-        "--arrivals", choices=["poisson", "trace"], default="poisson",
-        help="of open loops; trace: its requests at its own times, stretched to the rate",
-    )  # fmt: skip
-    made.add_argument("--tpot-target", type=positive, default=0.1, help="seconds a token, for goodput")
-    made.add_argument("--seed", type=int, default=0)
-    made.add_argument("--timeout", type=positive, default=600.0, help="seconds for one answer")
-    made.add_argument("--in-process", action="store_true", help="compare with LLM.generate")
-    made.add_argument(
-        "--transformers", nargs="*", choices=WAYS, metavar="WAY",
-        help=f"compare with transformers in these ways (default {' '.join(DEFAULT_WAYS)}) of {' '.join(WAYS)}",
-    )  # fmt: skip
-    made.add_argument("--way-seconds", type=positive, default=600.0, help="that each of these may take")
-    made.add_argument("--replay", action="store_true", help="compare steps with their graphs' replay")
-    made.add_argument("--rounds", type=int, default=3, help="of these comparisons")
-    made.add_argument("--plot", type=Path, help="draw the figures into this file, a PNG or SVG")
-    made.add_argument("--replot", type=Path, help="measure nothing: draw and print the figures of this file")
-    engine = made.add_argument_group("the engine, where one is started")
-    kinds = get_type_hints(EngineConfig)
-    for field in fields(EngineConfig):
-        flag = "--" + field.name.replace("_", "-")
-        if kinds[field.name] is bool:
-            engine.add_argument(flag, action=argparse.BooleanOptionalAction, help=engine_help(field.name))
-        else:
-            kind = next((k for k in get_args(kinds[field.name]) if k is not type(None)), kinds[field.name])
-            engine.add_argument(flag, type=kind, help=engine_help(field.name))
-    made.add_argument("serve", nargs="*", metavar="-- OPTION", help="further options of lightkv serve")
-    options = made.parse_args(argv)
-    if not options.concurrency and not options.rate:
-        options.concurrency = [1, 8, 32]
-    if options.transformers == []:
-        options.transformers = list(DEFAULT_WAYS)
-    if options.url and (options.in_process or options.transformers or options.replay):
-        made.error("--in-process, --transformers and --replay take a server of our own; leave out --url")
-    if options.transformers and options.trace:
-        made.error("--transformers takes answers of one length; leave out --trace")
-    if (options.in_process or options.transformers or options.replay) and not options.concurrency:
-        made.error("--in-process, --transformers and --replay compare closed loops; give a --concurrency")
-    if options.arrivals == "trace" and not (options.trace and options.rate):
-        made.error("--arrivals trace takes a --trace, and a --rate that its times are stretched to")
-    if options.rounds < 1:
-        made.error(f"--rounds is {options.rounds}; give at least 1")
-    return options
-
-
-def engine_config(options: argparse.Namespace) -> EngineConfig:
-    """Raises InvalidConfig."""
-    given = {field.name: getattr(options, field.name) for field in fields(EngineConfig)}
-    return EngineConfig(**{name: value for name, value in given.items() if value is not None})
-
-
-def settings_of(options: argparse.Namespace) -> Results:
-    """Returns the options that affect the figures, with files by their names."""
-    hidden = {"api_key", "out", "plot", "replot", *(field.name for field in fields(EngineConfig))}
-    settings = {key: value for key, value in vars(options).items() if key not in hidden}
-    settings["trace"] = options.trace.name if options.trace else None
-    if options.url:
-        return settings
-    engine = asdict(engine_config(options))
-    if Path(engine["model"]).is_dir():
-        engine["model"] = Path(engine["model"]).name
-    return settings | {"engine": engine}
-
-
-def serve_arguments(config: EngineConfig, more: Sequence[str]) -> list[str]:
-    """Returns the arguments of `lightkv serve` for this configuration."""
-    given = [config.model]
-    for field in fields(EngineConfig):
-        value, flag = getattr(config, field.name), field.name.replace("_", "-")
-        if field.name == "model" or value == field.default:
-            continue
-        if isinstance(value, bool):
-            given.append(f"--{'' if value else 'no-'}{flag}")
-        else:
-            given += [f"--{flag}", str(value)]
-    return [*given, *more]
-
-
 def reach(options: argparse.Namespace, config: EngineConfig, stack: ExitStack) -> Target:
     """Returns the server at --url, or starts one that stops when `stack` is closed."""
     server = None
@@ -434,8 +316,8 @@ def run(options: argparse.Namespace, save: Callable[[Results], object]) -> Resul
         traffics += [Traffic(rate, True) for rate in options.rate]
         rng = random.Random(options.seed)
         targets = Targets(config.ttft_target, options.tpot_target)
-        for traffic in traffics:
-            num = options.requests or (64 if traffic.is_open else max(16, 4 * int(traffic.level)))
+        numbers = options.requests or [traffic.num_requests for traffic in traffics]
+        for traffic, num in zip(traffics, numbers, strict=True):
             warm_up(target, options, traffic, rng)
             asks, arrivals = requests_of(options, traffic, num, target.vocab_size, rng)
             found = measure(target, traffic, asks, arrivals, targets)
@@ -485,7 +367,7 @@ def show(results: Results) -> None:
 
 
 def main() -> None:
-    options = arguments()
+    options = arguments(__doc__)
     pyplot = load_pyplot() if options.plot else None
     if options.replot is not None:
         results = json.loads(options.replot.read_text())["results"]

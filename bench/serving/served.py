@@ -9,8 +9,11 @@ import sys
 import tempfile
 import threading
 from collections.abc import Sequence
+from dataclasses import fields
 from pathlib import Path
 from typing import NamedTuple
+
+from lightkv.router import EngineConfig
 
 START_SECONDS = 1800.0  # enough for a large model, or graphs of many batch sizes
 STOP_SECONDS = 60.0
@@ -99,6 +102,20 @@ class Server:
         return "".join(self._log.readlines()[-20:])
 
 
+def serve_arguments(config: EngineConfig, more: Sequence[str]) -> list[str]:
+    """Returns the arguments of `lightkv serve` for this configuration."""
+    given = [config.model]
+    for field in fields(EngineConfig):
+        value, flag = getattr(config, field.name), field.name.replace("_", "-")
+        if field.name == "model" or value == field.default:
+            continue
+        if isinstance(value, bool):
+            given.append(f"--{'' if value else 'no-'}{flag}")
+        else:
+            given += [f"--{flag}", str(value)]
+    return [*given, *more]
+
+
 def parse_with_serve(made: argparse.ArgumentParser, argv: Sequence[str] | None) -> argparse.Namespace:
     """Parses a command line (None: this process's). `serve` gets what follows `--`, for `lightkv serve`."""
     given = list(sys.argv[1:] if argv is None else argv)
@@ -127,8 +144,8 @@ def cpu_seconds(pid: int) -> float:
 
     It is utime and stime, fields 14 and 15 of proc(5). Field 2 is a name in brackets with any characters.
     """
-    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+    numbers = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(numbers[11]) + int(numbers[12])) / os.sysconf("SC_CLK_TCK")
 
 
 def _memory(pid: int) -> Memory:

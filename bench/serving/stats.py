@@ -42,8 +42,9 @@ def summary(seconds: Sequence[float]) -> dict[str, float] | None:
     if not len(seconds):
         return None
     values = np.asarray(seconds) * 1e3
-    p50, p90, p99 = np.percentile(values, [50, 90, 99])
-    return {"mean": float(values.mean()), "p50": float(p50), "p90": float(p90), "p99": float(p99)}
+    percentiles = (50, 90, 95, 99)
+    found = zip(percentiles, np.percentile(values, percentiles), strict=True)
+    return {"mean": float(values.mean()), **{f"p{percent}": float(value) for percent, value in found}}
 
 
 def tokens_per_piece(answers: Sequence[Answer]) -> float:

@@ -28,6 +28,7 @@ from typing import Any, NamedTuple
 import torch
 from transformers import PreTrainedModel
 
+from bench.common.model_shapes import LLAMA_3_8B
 from bench.common.report import (
     machine,
     parser,
@@ -38,7 +39,6 @@ from bench.common.report import (
     read_json,
     refuse,
 )
-from bench.serving.decode_step import LLAMA_3_8B
 from lightkv.ledger import TokenLedger
 from lightkv.router import EngineConfig, SamplingParams
 from lightkv.router.engine.loop import LocalEngine

@@ -41,7 +41,7 @@ from typing import Any
 import torch
 
 from bench.common.child import ChildFailed
-from bench.common.llama_3_8b import LLAMA_3_8B, with_layers
+from bench.common.model_shapes import LLAMA_3_8B, with_layers
 from bench.common.report import (
     engine_help,
     machine,

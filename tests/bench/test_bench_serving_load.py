@@ -13,6 +13,8 @@ import pytest
 
 from bench.common.report import load_pyplot
 from bench.serving import load as serving
+from bench.serving.load_options import arguments, engine_config
+from bench.serving.served import serve_arguments
 from bench.serving.stats import NotSteady
 from bench.serving.workload import Replayed
 from lightkv.router.simulate.traces import TraceRequest
@@ -20,16 +22,16 @@ from tests.support.answers import decoding
 
 
 def options(*argv: str) -> argparse.Namespace:
-    return serving.arguments(list(argv))
+    return arguments(serving.__doc__, list(argv))
 
 
 def test_the_engine_of_the_command_line_is_the_one_that_serves() -> None:
     typed = options(
         "--model", "m", "--dtype", "float32", "--max-num-seqs", "4", "--no-cuda-graphs", "--", "--uds"
     )
-    config = serving.engine_config(typed)
+    config = engine_config(typed)
     assert (config.model, config.dtype, config.max_num_seqs, config.cuda_graphs) == ("m", "float32", 4, False)
-    given = serving.serve_arguments(config, typed.serve)
+    given = serve_arguments(config, typed.serve)
     assert given == ["m", "--dtype", "float32", "--max-num-seqs", "4", "--no-cuda-graphs", "--uds"]
 
 
@@ -45,6 +47,7 @@ def test_the_engine_of_the_command_line_is_the_one_that_serves() -> None:
         ["--rounds", "0"],
         ["--arrivals", "trace", "--rate", "1"],
         ["--arrivals", "trace", "--trace", "x.csv"],
+        ["--concurrency", "1", "32", "256", "--requests", "8", "64"],
     ],
     ids=" ".join,
 )

@@ -40,6 +40,8 @@ def _combine_kernel(
     HAS_LSE: tl.constexpr,
     EARLY: tl.constexpr,
 ):
+    if EARLY:
+        tl.extra.cuda.gdc_launch_dependents()
     head = tl.program_id(0).to(tl.int64)
     query = tl.program_id(1)
     num_heads = tl.num_programs(0)

@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # Packs vLLM 0.33.0, its dependencies and this checkout's last commit for a GPU machine without a network:
-#     assemble.sh FOLDER          about 50 MB
+#     assemble.sh FOLDER                    about 50 MB, 3 minutes
+#     assemble.sh FOLDER --lightkv-only     packs the last commit alone again, into a folder that has the rest
 # The machine needs an NVIDIA Hopper GPU, torch 2.11 or newer and Python 3.12. vLLM pins a newer torch, but its core
 # library and its FlashAttention 3 library use torch's stable ABI, and 2.11 has every symbol that a dense bf16 model
 # needs. FA2, MoE, FlashMLA, DeepGEMM and qutlass are left out, because such a model does not use them.
@@ -9,6 +10,14 @@ here=$(cd "$(dirname "$0")" && pwd)
 project=$(git -C "$here" rev-parse --show-toplevel)
 mkdir -p "$1"
 folder=$(cd "$1" && pwd)
+
+git -C "$project" archive HEAD lightkv router triton_kernels bench pyproject.toml | xz > "$folder/lightkv.txz"
+cp "$here/run.sh" "$folder/"
+if [ "${2:-}" = --lightkv-only ]; then
+    du -sh "$folder"
+    exit
+fi
+
 work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
 cd "$work"
@@ -39,6 +48,4 @@ rm -rf site/mistral_common/data site/pycountry/locales site/*.data
 find vllm -path '*swagger*' -name static -prune -exec rm -rf {} +
 tar -C site -cJf "$folder/site.txz" .
 tar -C vllm -cJf "$folder/vllm.txz" .
-git -C "$project" archive HEAD lightkv router triton_kernels bench pyproject.toml | xz > "$folder/lightkv.txz"
-cp "$here"/peer_bench.py "$here"/{setup,offline,http}.sh "$folder/"
 du -sh "$folder"

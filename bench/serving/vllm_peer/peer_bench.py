@@ -17,6 +17,7 @@ import json
 import random
 import statistics
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -78,7 +79,7 @@ class Lightkv:
         return seconds, [output.outputs[0].token_ids for output in outputs]
 
 
-ENGINES = {"vllm": Vllm, "lightkv": Lightkv}
+ENGINES: dict[str, Callable[[str, dict[str, Any]], Engine]] = {"vllm": Vllm, "lightkv": Lightkv}
 
 
 class Load:
@@ -96,7 +97,7 @@ class Load:
 
 
 def measure_batch(engine: Engine, load: Load, batch: int, length: int, rounds: int) -> dict[str, Any]:
-    """Measures seconds, milliseconds of a step and tokens per second. Exits if an answer has a wrong length."""
+    """Measures milliseconds of a step and tokens per second. Exits if an answer has a wrong length."""
     _, texts = engine.generate(load.prompts(batch, length), 32)  # warms up
     few, many = OUTPUTS
     seconds: dict[int, list[float]] = {few: [], many: []}
@@ -111,8 +112,8 @@ def measure_batch(engine: Engine, load: Load, batch: int, length: int, rounds: i
     return {
         "seconds": seconds,
         "step_ms": steps,
-        "tokens_per_s": batch * few / statistics.median(seconds[few]),
-        "first_tokens": texts[:32],
+        "tokens_per_s": [batch * few / took for took in seconds[few]],
+        "first_tokens": [ids[0] for ids in texts],
     }
 
 
@@ -149,7 +150,7 @@ def main() -> None:
     options = made.parse_args()
     settings = parse_settings(options.set)
     start = time.perf_counter()
-    engine: Engine = ENGINES[options.engine](options.model, settings)
+    engine = ENGINES[options.engine](options.model, settings)
     results: dict[str, Any] = {
         "engine": options.engine,
         "version": engine.version,
@@ -158,18 +159,22 @@ def main() -> None:
         "batches": {},
         "first_token_ms": {},
     }
-    print(f"== {options.engine} {engine.version} {settings}: started in {results['start_seconds']:.1f} s")
+    print(
+        f"== {options.engine} {engine.version} {settings}: started in {results['start_seconds']:.1f} s",
+        flush=True,
+    )
     load = Load(options.vocab_size)
 
     def save() -> None:
         if options.out:
             options.out.write_text(json.dumps(results) + "\n")
 
+    save()
     for batch in options.batches:
         found = measure_batch(engine, load, batch, options.prompt, options.rounds)
         results["batches"][batch] = found
         steps = [round(milliseconds, 3) for milliseconds in found["step_ms"]]
-        print(f"batch {batch:4d}: {found['tokens_per_s']:9.1f} tokens/s, "
+        print(f"batch {batch:4d}: {statistics.median(found['tokens_per_s']):9.1f} tokens/s, "
               f"step {statistics.median(steps):.3f} ms {steps}", flush=True)  # fmt: skip
         save()
     for length in options.first_token:

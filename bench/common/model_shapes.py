@@ -1,0 +1,71 @@
+"""The shapes of published models, for benchmarks that run a model of random weights."""
+
+import copy
+
+from transformers import LlamaConfig, PretrainedConfig, Qwen3MoeConfig
+
+LLAMA_3_8B = LlamaConfig(
+    vocab_size=128256,
+    hidden_size=4096,
+    intermediate_size=14336,
+    num_hidden_layers=32,
+    num_attention_heads=32,
+    num_key_value_heads=8,
+    head_dim=128,
+    max_position_embeddings=8192,
+    rope_theta=500000.0,
+    tie_word_embeddings=False,
+)
+LLAMA_3_2_3B = LlamaConfig(
+    vocab_size=128256,
+    hidden_size=3072,
+    intermediate_size=8192,
+    num_hidden_layers=28,
+    num_attention_heads=24,
+    num_key_value_heads=8,
+    head_dim=128,
+    max_position_embeddings=8192,
+    rope_theta=500000.0,
+    tie_word_embeddings=True,
+)
+LLAMA_3_70B = LlamaConfig(
+    vocab_size=128256,
+    hidden_size=8192,
+    intermediate_size=28672,
+    num_hidden_layers=80,
+    num_attention_heads=64,
+    num_key_value_heads=8,
+    head_dim=128,
+    max_position_embeddings=8192,
+    rope_theta=500000.0,
+    tie_word_embeddings=False,
+)
+QWEN3_30B_A3B = Qwen3MoeConfig(
+    vocab_size=151936,
+    hidden_size=2048,
+    intermediate_size=6144,
+    num_hidden_layers=48,
+    num_attention_heads=32,
+    num_key_value_heads=4,
+    head_dim=128,
+    num_experts=128,
+    num_experts_per_tok=8,
+    moe_intermediate_size=768,
+    norm_topk_prob=True,
+    max_position_embeddings=8192,
+    rope_parameters={"rope_type": "default", "rope_theta": 1000000.0},
+    tie_word_embeddings=False,
+)
+SHAPES: dict[str, PretrainedConfig] = {
+    "llama-3-8b": LLAMA_3_8B,
+    "llama-3.2-3b": LLAMA_3_2_3B,
+    "llama-3-70b": LLAMA_3_70B,
+    "qwen3-moe": QWEN3_30B_A3B,
+}
+
+
+def with_layers(config: PretrainedConfig, num_layers: int) -> PretrainedConfig:
+    """Returns a copy of `config` with `num_layers` layers."""
+    changed = copy.deepcopy(config)
+    changed.num_hidden_layers = num_layers
+    return changed

@@ -1,0 +1,1 @@
+"""vLLM and lightkv under the same load on one GPU."""

@@ -1,0 +1,1 @@
+"""Kernels of a transformer layer's parts around attention: norms, activations and matrix products."""
