@@ -8,6 +8,7 @@ from array import array
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -190,6 +191,32 @@ def test_requests_are_accepted_answered_and_leave_nothing(
             assert made.workers[0].num_checks == 1  # nothing has changed since
 
     monkeypatch.setattr(router_module, "RECOUNT_SECONDS", 0.05)
+    asyncio.run(scenario())
+
+
+def test_a_burst_of_requests_leaves_time_for_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    num_handled = 0
+    handled: list[int] = []  # in each turn of the event loop
+
+    def submit(self: Router, client: Any, message: Submit) -> Refused:
+        nonlocal num_handled
+        num_handled += 1
+        return Refused(message.request_id, "queue_full", "for the test")
+
+    async def scenario() -> None:
+        nonlocal num_handled
+        async with service(tmp_path) as made:
+            client = await made.connect()
+            for i in range(100):
+                params = SamplingParams(max_tokens=5, temperature=0.0)
+                client.stream.send(Submit(str(i), b"", params, 1, []))
+            while sum(handled) < 100:
+                await asyncio.sleep(0)
+                handled.append(num_handled)
+                num_handled = 0
+        assert max(handled) <= router_module.MAX_MESSAGES
+
+    monkeypatch.setattr(Router, "_submit", submit)
     asyncio.run(scenario())
 
 
