@@ -55,6 +55,7 @@ def make_engine(
         max_model_len=prompt + 4 * steps,
         max_total_tokens=batch * (prompt + 4 * steps),
         prefill_chunk=8192,
+        itl_target=0.0,  # else the first requests end while the last prompts are computed beside them
         cuda_graphs=graphs,
         fuse=fuse,
     )
@@ -79,7 +80,7 @@ def graph_of(runner: ModelRunner, batch: int) -> torch.cuda.CUDAGraph:
     """
     assert runner._graphs is not None
     key = GraphKey(SamplerKind.GREEDY)
-    graph = runner._graphs.get(batch, key)
+    graph = runner._graphs.decode_graph(batch, key)
     assert graph is not None
     replayed, _ = graph._graphs[key]
     return replayed

@@ -3,7 +3,7 @@
 from lightkv.triton_kernels.attention.paged_kv import AttentionOptions, PagedKV
 
 from .backend import AttentionBackend, LayerShape
-from .metadata import AttentionMetadata
+from .metadata import AttentionMetadata, BatchShape
 from .rotary import Rotary, RotaryEmbedding
 from .select import BACKENDS, make_backends, pick_backend, prefix_members
 
@@ -12,6 +12,7 @@ __all__ = [
     "AttentionBackend",
     "AttentionMetadata",
     "AttentionOptions",
+    "BatchShape",
     "LayerShape",
     "PagedKV",
     "Rotary",

@@ -2,9 +2,11 @@
 is.
 
 A batch is packed: first the prefills, each with any number of tokens, then the decodes, with one token each.
+Static batches, which CUDA graphs are captured on, have the decodes' tokens first (`BatchShape`).
 """
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -15,12 +17,71 @@ from lightkv.memory.staging import packed_size, upload
 from lightkv.triton_kernels.attention.decode_plan import SharedPrefixGroups
 
 
+class BatchShape(NamedTuple):
+    """The slots of a static batch: tokens, prefills and decodes, as many as a CUDA graph is captured for.
+
+    A batch without prefill slots is a decode batch, with as many tokens as decode slots. Otherwise the tokens
+    are those of the decodes, then those of the prefills, then padding:
+
+        tokens   ├─ d decodes ─┼── prefills, by q_starts ──┼── padding ──┤ num_tokens
+                 ├── num_decodes: decode attention ──┤
+
+    Only d is known to the host alone, so decode attention always covers the first `num_decodes` tokens, of
+    which those after the first d belong to decodes of length 0. Prefill attention comes after it and writes the
+    output of every token from d on. The last prefill slot is a request of length 0 whose queries are the
+    padding: their output is zeros, so nothing that is not finite reaches the padding slot of the pool. So
+    there is one more prefill slot than there can be prefills.
+    """
+
+    num_tokens: int
+    num_prefills: int
+    num_decodes: int
+
+    @classmethod
+    def of_decodes(cls, num_decodes: int) -> "BatchShape":
+        """Returns the shape of a decode batch."""
+        return cls(num_decodes, 0, num_decodes)
+
+    @property
+    def decodes_first(self) -> bool:
+        """Whether the decodes' tokens precede those of prefills."""
+        return self.num_prefills > 0
+
+    def fits(self, num_tokens: int, num_prefills: int, num_decodes: int) -> bool:
+        """Returns whether a batch of these numbers has room in the slots."""
+        return (
+            num_tokens <= self.num_tokens
+            and num_prefills <= max(self.num_prefills - 1, 0)
+            and num_decodes <= self.num_decodes
+        )
+
+    def place(self, numbers: np.ndarray, num_prefills: int) -> np.ndarray:
+        """Returns numbers of each sequence, prefills first, in the slots of the batch; 0 in the others."""
+        placed = np.zeros(self.num_prefills + self.num_decodes, dtype=numbers.dtype)
+        placed[:num_prefills] = numbers[:num_prefills]
+        num_decodes = len(numbers) - num_prefills
+        placed[self.num_prefills : self.num_prefills + num_decodes] = numbers[num_prefills:]
+        return placed
+
+    def place_tokens(self, numbers: np.ndarray, num_prefill_tokens: int) -> np.ndarray:
+        """Returns numbers of each token, those of prefills first, in the tokens of the batch; 0 in the others.
+
+        This makes the order of tokens above, also where there are no prefill slots.
+        """
+        placed = np.zeros(self.num_tokens, dtype=numbers.dtype)
+        num_decodes = len(numbers) - num_prefill_tokens
+        placed[:num_decodes] = numbers[num_prefill_tokens:]
+        placed[num_decodes : len(numbers)] = numbers[:num_prefill_tokens]
+        return placed
+
+
 class AttentionMetadata:
     """A step's metadata: `prepare` fills it once a step, and every layer's backend reads it. For B sequences
     with T tokens in all:
 
-    - on the host: `num_prefills`, `num_decodes`, `num_tokens`, `num_prefill_tokens`; `q_lens` int32 `[B]` on
-      the CPU (this step's tokens of each sequence), `prefill_lens` (those of the prefills), `rows_host` and
+    - on the host: `num_prefills`, `num_decodes`, `num_tokens`, `num_prefill_tokens`, `first_prefill_token` and
+      `first_decode_token` (where the tokens of prefills and of decodes begin); `q_lens` int32 `[B]` on the
+      CPU (this step's tokens of each sequence), `prefill_lens` (those of the prefills), `rows_host` and
       `kv_lens_host` int64 `[B]`, `num_sink_tokens` (0 unless sequences that have dropped tokens still hold
       the first ones);
     - on the device: `q_lens_on_device` int32 `[B]`, `position_ids` int64 `[T]`, `rows` int64 `[B]` (of the
@@ -35,8 +96,10 @@ class AttentionMetadata:
     With sinks, a query attends to the first `num_sink_tokens` entries as if the dropped tokens had never been
     there, and to all other entries at their true positions.
 
-    With `is_cuda_graph` it holds a decode batch of exactly `max_num_requests` sequences, in tensors that never
-    move. A smaller batch is padded with sequences in row 0, with length 0, position 0 and slot 0.
+    With a `shape` it holds a batch of exactly that shape, in tensors that never move. A smaller batch is padded
+    with sequences in row 0, with length 0, and tokens at position 0, with slot 0. Where the shape has prefill
+    slots, `q_starts` is of them alone, `[num_prefills + 1]`; `num_prefills`, `num_decodes` and
+    `num_prefill_tokens` count padding, too.
 
     `prefix_members` is how many decodes may read one shared prefix together (`attention.prefix_members` of the
     backends); with 1, prefixes that `prepare` gets are ignored.
@@ -47,16 +110,18 @@ class AttentionMetadata:
         max_num_requests: int,
         max_num_tokens: int,
         memory: KVMemory,
-        is_cuda_graph: bool = False,
+        shape: BatchShape | None = None,
         prefix_members: int = 1,
+        room: int = 0,
     ) -> None:
         self.max_num_requests = max_num_requests
         self.max_num_tokens = max_num_tokens
         self.memory = memory
-        self.is_cuda_graph = is_cuda_graph
+        self.shape = shape
         self.prefix_members = prefix_members
         self.step = 0  # counts calls of `prepare`: whatever a backend derived from an earlier step is stale
         self.plan: object | None = None  # what the backend derives once a step for all its layers
+        self._room = room
         self._static: torch.Tensor | None = None
         self.prepare([], [], [], 0)
 
@@ -67,13 +132,30 @@ class AttentionMetadata:
         `prepare` loads a batch in one upload, outside the graph; kernels inside the graph may change `rows`,
         `kv_lens`, `position_ids` and `slot_mapping` in place.
         """
+        return self.create_static(BatchShape.of_decodes(max_batch_size))
+
+    def create_static(self, shape: BatchShape, room: int = 0) -> "AttentionMetadata":
+        """Makes metadata in static tensors for batches that fit `shape`; otherwise as
+        `create_cuda_graph_metadata`. `room`: the bytes of what `prepare` gets in `also`
+        (`staging.packed_size`), the same in every step."""
         return AttentionMetadata(
-            max_batch_size,
-            max_batch_size,
+            shape.num_prefills + shape.num_decodes,
+            shape.num_tokens,
             self.memory,
-            is_cuda_graph=True,
+            shape=shape,
             prefix_members=self.prefix_members,
+            room=room,
         )
+
+    @property
+    def is_cuda_graph(self) -> bool:
+        """Whether the tensors never move, so that a CUDA graph can be captured on them."""
+        return self.shape is not None
+
+    @property
+    def decodes_first(self) -> bool:
+        """Whether the decodes' tokens precede those of prefills (`BatchShape`)."""
+        return self.shape is not None and self.shape.decodes_first
 
     @property
     def prefill_lens(self) -> torch.Tensor:
@@ -82,15 +164,16 @@ class AttentionMetadata:
 
     def prepare(
         self,
-        rows: Sequence[int],
-        starts: Sequence[int],
-        counts: Sequence[int],
+        rows: Sequence[int] | np.ndarray,
+        starts: Sequence[int] | np.ndarray,
+        counts: Sequence[int] | np.ndarray,
         num_prefills: int,
         *,
         dropped: Sequence[int] = (),
         num_sink_tokens: int = 0,
         prefixes: Sequence[SharedPrefix] | None = None,
-    ) -> None:
+        also: Sequence[np.ndarray] = (),
+    ) -> list[torch.Tensor]:
         """Loads a step's batch, with one upload (two where tokens were dropped) and without synchronising.
 
         Args:
@@ -105,6 +188,10 @@ class AttentionMetadata:
             prefixes: decodes whose first entries are in the same slots, which are then read once
                 (`KVCache.shared_prefixes`); no row twice. A graph that is captured with shared prefixes needs a
                 list in every step, even an empty one.
+            also: one-dimensional arrays of the caller's, to upload with the batch.
+
+        Returns:
+            `also` on the device.
 
         Raises:
             ValueError: the batch breaks these rules or exceeds the maxima.
@@ -114,17 +201,31 @@ class AttentionMetadata:
         gap = np.array(dropped, dtype=np.int64) if len(dropped) else np.zeros_like(row)
         self._validate_dropped(start, gap, num_prefills, num_sink_tokens)
         kv_len = start + count
-        if self.is_cuda_graph:
-            padding = self.max_num_requests - len(row)
-            row, start, kv_len, gap = (np.pad(numbers, (0, padding)) for numbers in (row, start, kv_len, gap))
-            count = np.ones_like(row)
+        shape, table = self.shape, self.memory.table
+        entries = table.entries(row, start, count)
+        positions = entries + np.repeat(gap - row * table.max_entries, count)
+        num_prefill_tokens = int(count[:num_prefills].sum())
+        first_prefill_token, first_decode_token = 0, num_prefill_tokens
+        if shape is not None:
+            num_tokens = len(entries)
+            entries = shape.place_tokens(entries, num_prefill_tokens)
+            positions = shape.place_tokens(positions, num_prefill_tokens)
+            row, start, kv_len = (shape.place(numbers, num_prefills) for numbers in (row, start, kv_len))
+            first_decode_token = 0
+            count = shape.place(count, num_prefills)
+            num_prefills = shape.num_prefills
+            count[num_prefills:] = 1
+            if shape.decodes_first:
+                count[num_prefills - 1] = shape.num_tokens - num_tokens  # the padding
+                first_prefill_token = num_tokens - num_prefill_tokens
+                num_prefill_tokens = shape.num_tokens - first_prefill_token
         q_starts = np.zeros(len(row) + 1, dtype=np.int32)
         np.cumsum(count, out=q_starts[1:])
-        table = self.memory.table
-        entries = table.entries(row, start, count)
+        if self.decodes_first:
+            q_starts = q_starts[: num_prefills + 1] + np.int32(first_prefill_token)
         may_share = self.prefix_members > 1 and len(row) - num_prefills > 1
         # The tensors of a graph always have room for prefixes.
-        has_prefixes = may_share and (self.is_cuda_graph or bool(prefixes))
+        has_prefixes = may_share and (shape is not None or bool(prefixes))
         shared: list[np.ndarray] = []
         if has_prefixes:
             decodes = row[num_prefills:], start[num_prefills:]
@@ -135,21 +236,25 @@ class AttentionMetadata:
         self.num_prefills = num_prefills
         self.num_decodes = len(row) - num_prefills
         self.num_tokens = len(entries)
-        self.num_prefill_tokens = int(q_starts[num_prefills])
+        self.num_prefill_tokens = num_prefill_tokens
+        self.first_prefill_token = first_prefill_token
+        self.first_decode_token = first_decode_token
         self.q_lens = torch.from_numpy(count.astype(np.int32))
 
         arrays = [
             row,
             entries,
-            entries + np.repeat(gap - row * table.max_entries, count),  # the positions
+            positions,
             kv_len.astype(np.int32),
             q_starts,
             count.astype(np.int32),
             *shared,
+            *also,
         ]
         device = self.memory.device
-        if self.is_cuda_graph and self._static is None:
-            self._static = torch.empty(packed_size(arrays), dtype=torch.uint8, device=device)
+        if shape is not None and self._static is None:
+            size = packed_size(arrays) + self._room
+            self._static = torch.empty(size, dtype=torch.uint8, device=device)
             self.slot_mapping = torch.empty(self.num_tokens, dtype=torch.int64, device=device)
         uploaded = upload(arrays, device, out=self._static)
         self.rows, on_device, self.position_ids, self.kv_lens, self.q_starts, self.q_lens_on_device = (
@@ -157,15 +262,16 @@ class AttentionMetadata:
         )
         self.shared_prefixes: SharedPrefixGroups | None = None
         if has_prefixes and prefixes is not None:
-            members, keys, place = uploaded[6:]
+            members, keys, place = uploaded[6:9]
             self.shared_prefixes = SharedPrefixGroups(members.view(-1, self.prefix_members), keys, place)
         slots = table.read(on_device)
-        if self.is_cuda_graph:
+        if shape is not None:
             self.slot_mapping.copy_(slots)
         else:
             self.slot_mapping = slots.long()
         self.num_sink_tokens = num_sink_tokens
         self.dropped = upload([np.repeat(gap, count)], device)[0] if gap.any() else None
+        return uploaded[len(uploaded) - len(also) :]
 
     def _validate(self, row: np.ndarray, start: np.ndarray, count: np.ndarray, num_prefills: int) -> None:
         if not len(row) == len(start) == len(count):
@@ -177,9 +283,15 @@ class AttentionMetadata:
                 f"{len(row)} sequences of {count.sum()} tokens; this metadata takes {self.max_num_requests} "
                 f"of {self.max_num_tokens}: split the step, or make it larger"
             )
-        if not 0 <= num_prefills <= len(row) or (self.is_cuda_graph and num_prefills):
-            limit = 0 if self.is_cuda_graph else len(row)
+        limit = len(row)
+        if self.shape is not None:
+            limit = max(self.shape.num_prefills - 1, 0)
+        if not 0 <= num_prefills <= min(limit, len(row)):
             raise ValueError(f"{num_prefills} prefills; there can be 0 to {limit} here")
+        if self.shape is not None and len(row) - num_prefills > self.shape.num_decodes:
+            raise ValueError(
+                f"{len(row) - num_prefills} decodes; there are slots for {self.shape.num_decodes} here"
+            )
         if (count < 1).any() or (count[num_prefills:] != 1).any():
             raise ValueError(
                 f"counts {count.tolist()} with {num_prefills} prefills: a prefill computes at least one "
@@ -196,7 +308,7 @@ class AttentionMetadata:
             )
         if self.is_cuda_graph and gap.any():
             raise ValueError(
-                f"{gap.tolist()} tokens dropped: a decode graph takes entries for positions; run this step "
+                f"{gap.tolist()} tokens dropped: a CUDA graph takes entries for positions; run this step "
                 "eagerly"
             )
         if num_sink_tokens and (

@@ -187,6 +187,8 @@ def _prefill_tiles(
     for idx, num_tokens in enumerate(metadata.prefill_lens.tolist()):
         packed_end += num_tokens
         row, kv_len = int(metadata.rows_host[idx]), int(metadata.kv_lens_host[idx])
+        if not kv_len:  # padding of a static batch
+            continue
         prefix = kv_len - num_tokens
         sees_all = not prefix and (not window or num_tokens <= window)
         if sees_all and (fused or num_tokens <= QUERY_TILE):
@@ -246,12 +248,15 @@ class TorchAttention(AttentionBackend):
         metadata: AttentionMetadata,
         out: torch.Tensor,
     ) -> None:
-        num_prefill_tokens = metadata.num_prefill_tokens
-        if metadata.num_prefills:
-            fresh = (k[:num_prefill_tokens], v[:num_prefill_tokens])
-            self._prefill(q[:num_prefill_tokens], *fresh, metadata, out[:num_prefill_tokens])
+        # Decodes come first: in a static batch, prefills write over the output of unused ones.
         if metadata.num_decodes:
-            self._decode(q[num_prefill_tokens:], metadata, out[num_prefill_tokens:])
+            start = metadata.first_decode_token
+            decoded = slice(start, start + metadata.num_decodes)
+            self._decode(q[decoded], metadata, out[decoded])
+        if metadata.num_prefills:
+            start = metadata.first_prefill_token
+            prefilled = slice(start, start + metadata.num_prefill_tokens)
+            self._prefill(q[prefilled], k[prefilled], v[prefilled], metadata, out[prefilled])
 
     def _prefill(
         self,
@@ -265,6 +270,8 @@ class TorchAttention(AttentionBackend):
         step = TorchPlan.of(metadata)
         plan = step.prefill(metadata, self.options.window, q.dtype, fused=not self.options.softcap)
         group = self.num_heads // self.num_kv_heads
+        if metadata.is_cuda_graph:
+            out.zero_()  # also the padding, so that what is computed of it stays finite
         for tile in plan.tiles:
             if tile.slots is None:
                 # The pool's type may be narrower than the model's: attend to what a later step will read.

@@ -45,7 +45,7 @@ class _StepPlans:
 
 
 class TritonAttention(AttentionBackend):
-    """Attention of one layer on CUDA. A decode step can be captured in a CUDA graph."""
+    """Attention of one layer on CUDA. Any step without sinks can be captured in a CUDA graph."""
 
     supports_cuda_graph = True
 
@@ -87,6 +87,7 @@ class TritonAttention(AttentionBackend):
             self.options,
             plan=self._plan(q, q_starts, metadata.kv_lens, metadata),
             out=out,
+            decodes_first=metadata.decodes_first,
         )
 
     def _plan(
@@ -105,6 +106,7 @@ class TritonAttention(AttentionBackend):
                 dtype=q.dtype,
                 window=self.options.window,
                 shared_prefixes=shared_prefixes,
+                decodes_first=metadata.decodes_first,
             )
 
         shape = *heads, self.options.window, q.dtype, shared_prefixes is not None

@@ -5,6 +5,7 @@ that read it are done. So a step may stage its numbers while the copy of the ste
 """
 
 from collections.abc import Sequence
+from functools import cache
 
 import numpy as np
 import torch
@@ -39,9 +40,14 @@ def upload(
     else:
         packed = host if device.type == "cpu" else host.to(device, non_blocking=True)
     return [
-        packed[start : start + array.nbytes].view(torch.from_numpy(array[:0]).dtype)
+        packed[start : start + array.nbytes].view(_torch_dtype(array.dtype))
         for start, array in zip(offsets, arrays, strict=True)
     ]
+
+
+@cache
+def _torch_dtype(dtype: np.dtype) -> torch.dtype:
+    return torch.from_numpy(np.empty(0, dtype)).dtype
 
 
 def _padded(nbytes: int) -> int:

@@ -3,7 +3,7 @@
 The order matters, since the pool takes the memory that the weights leave. Each slow part is reported.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -16,6 +16,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from lightkv.attention import AttentionMetadata, make_backends, pick_backend, prefix_members
 from lightkv.edits import Alloc, FreeRange
 from lightkv.integrations.model.context import context_length
+from lightkv.integrations.model.fused_layers import fuse_layers, unfuse_layers
 from lightkv.integrations.model.hf_model import bind
 from lightkv.integrations.model.probe import probe
 from lightkv.ledger.shared_prefixes import PrefixSharing
@@ -23,17 +24,18 @@ from lightkv.memory.kv_memory import KVMemory
 from lightkv.memory.kv_pool import PoolPlan, plan_pool
 from lightkv.memory.kv_spec import KVSpec
 from lightkv.router.config import EngineConfig, InvalidConfig
-from lightkv.router.engine.step import Limits, RunnerInfo
+from lightkv.router.engine.step import Limits, RunnerInfo, StepPlan
 from lightkv.router.model_files import resolve
 from lightkv.router.sampling_params import SamplerKind
 
-from .cuda_graph import DecodeGraphs
+from .cuda_graph import StepGraphs, graphs_bytes
 from .loader import load_model
 from .model_config import load_supported_config, position_limit
 from .packed_linear import pack_linears
 from .parts import RunnerParts
 from .runner import ModelRunner
 from .sampler import Sampler
+from .step_timing import StepTimer
 
 Report = Callable[[str], None]
 
@@ -70,15 +72,9 @@ def pick_dtype(name: str) -> torch.dtype | Literal["auto"]:
 
 
 def use_graphs(config: EngineConfig, device: torch.device) -> bool:
-    """Returns whether decode steps run as CUDA graphs. Raises InvalidConfig if `config` contradicts itself."""
+    """Returns whether decode steps run as CUDA graphs."""
     backend = pick_backend(config.attention_backend, device)
-    graphs = config.cuda_graphs and device.type == "cuda" and backend.supports_cuda_graph
-    if config.compile and not graphs:
-        raise InvalidConfig(
-            "--compile is for decode steps in CUDA graphs; leave it out, or use a GPU with the triton "
-            "attention backend and without --no-cuda-graphs"
-        )
-    return graphs
+    return config.cuda_graphs and device.type == "cuda" and backend.supports_cuda_graph
 
 
 @dataclass(frozen=True)
@@ -113,6 +109,7 @@ class EngineSizes:
             max_model_len=max_model_len,
             prefill_chunk=chunk,
             vocab_size=self.text.vocab_size,
+            itl_target=config.itl_target,
         )
 
     def pool(self, spec: KVSpec) -> PoolPlan:
@@ -128,13 +125,19 @@ class EngineSizes:
         table = rows * limits.max_model_len * 4
         sampling = Sampler.bytes_for(rows, limits.vocab_size)
         logits = limits.max_num_seqs * limits.vocab_size * 4 * _LOGITS_COPIES
-        hidden = limits.max_step_tokens * widest * spec.dtype.itemsize * _HIDDEN_COPIES
+        per_token = widest * spec.dtype.itemsize * _HIDDEN_COPIES
+        hidden = limits.max_step_tokens * per_token
+        # Graphs have memory of their own, which eager steps and their sampling do not use.
+        graphs = 0
+        if use_graphs(self.config, self.device):
+            logits_row = limits.vocab_size * 4
+            graphs = graphs_bytes(limits.max_num_seqs, limits.max_step_tokens, per_token, logits_row)
         return plan_pool(
             spec,
             self.device,
             num_tokens=self.config.max_total_tokens,
             fraction=self.config.mem_fraction,
-            reserve=table + sampling + logits + hidden,
+            reserve=table + sampling + logits + hidden + graphs,
         )
 
 
@@ -175,13 +178,18 @@ def assemble(model: PreTrainedModel, config: EngineConfig, report: Report) -> tu
     backends = make_backends(config.attention_backend, device, shape.layers)
     if config.group_prefixes:
         limits = replace(limits, prefix_sharing=PrefixSharing(prefix_members(backends)))
+    bind(model)
+    joined = []
+    if config.fuse:
+        joined = fuse_layers(model, report).joined
+    else:
+        unfuse_layers(model)
     if device.type == "cpu":
-        pack_linears(model, report)
+        pack_linears(model, report, joined)
     pool = sizes.pool(shape.spec)
     report(f"K/V pool: {pool.num_tokens:,} tokens, {pool.num_bytes / 2**20:,.1f} MiB ({pool.why})")
     memory = KVMemory(shape.spec, pool.num_slots, limits.max_num_seqs, limits.max_model_len, device)
     sampler = Sampler(limits.max_num_seqs + 1, limits.vocab_size, device)
-    bind(model)
     parts = RunnerParts(model, backends, memory, sampler)
     if device.type == "cuda":
         report("compiling the kernels that allocate slots, for every size of a step")
@@ -189,9 +197,14 @@ def assemble(model: PreTrainedModel, config: EngineConfig, report: Report) -> tu
     graphs = None
     if with_graphs:
         members = limits.prefix_sharing.max_members
-        metadata = AttentionMetadata(limits.max_num_seqs, limits.max_num_seqs, memory, prefix_members=members)
-        graphs = DecodeGraphs(_compiled(parts, report) if config.compile else parts, metadata)
+        most = limits.max_step_tokens
+        metadata = AttentionMetadata(limits.max_num_seqs, most, memory, prefix_members=members)
+        graphs = StepGraphs(parts, metadata)
         graphs.capture([SamplerKind.GREEDY, SamplerKind.RANDOM], report)
+    runner = ModelRunner(parts, limits, graphs)
+    if device.type == "cuda":
+        report("compiling the kernels of steps that run eagerly")
+        runner.warm_up(_eager_plans(limits, graphs.most_tokens if graphs else 0))
     info = RunnerInfo(
         architecture=type(model).__name__,
         device=torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
@@ -204,7 +217,9 @@ def assemble(model: PreTrainedModel, config: EngineConfig, report: Report) -> tu
         pool_reason=pool.why,
         limits=limits,
     )
-    return ModelRunner(parts, limits, graphs), info
+    if config.itl_target or (config.itl_target is None and device.type == "cuda"):
+        info = replace(info, step_time=StepTimer(runner, info).measure(report))
+    return runner, info
 
 
 def _warm_up(memory: KVMemory, limits: Limits) -> None:
@@ -220,15 +235,32 @@ def _warm_up(memory: KVMemory, limits: Limits) -> None:
         memory.apply([Alloc(rows, (0,) * size, (1,) * size), *(FreeRange(row, 0, 1) for row in rows)])
 
 
+def _eager_plans(limits: Limits, most_in_graphs: int) -> Iterator[StepPlan]:
+    """Yields steps of padding that meet the kernels of eager steps, which have more than `most_in_graphs`
+    tokens. These kernels differ by the tokens of prefills and by their number, and by the number of decodes."""
+    sizes = [size for size in _powers_of_two(limits.max_step_tokens) if size > most_in_graphs]
+    for size in sizes:
+        most = min(size, limits.max_num_seqs) if size == sizes[0] or not most_in_graphs else 1
+        for num_prefills in _powers_of_two(most):
+            if size <= num_prefills * limits.max_model_len:
+                yield _padding_plan(_parts_of(size, num_prefills), num_prefills)
+    if not most_in_graphs:
+        for size in _powers_of_two(limits.max_num_seqs):
+            yield _padding_plan([1] * size, 0)
+
+
+def _parts_of(total: int, num: int) -> list[int]:
+    """Returns `num` numbers that add up to `total`, as equal as possible."""
+    return [total // num + (i < total % num) for i in range(num)]
+
+
+def _padding_plan(counts: list[int], num_prefills: int) -> StepPlan:
+    """Returns a step of sequences in row 0, all of which are sampled."""
+    num, ids = len(counts), bytes(4 * sum(counts[:num_prefills]))
+    kind, sample = SamplerKind.RANDOM, list(range(num))
+    return StepPlan(0, b"", [0] * num, [0] * num, counts, num_prefills, ids, sample, kind, {}, [], 0)
+
+
 def _powers_of_two(most: int) -> list[int]:
     """Returns the powers of two below `most`, then `most`."""
     return [*(1 << bits for bits in range(most.bit_length()) if 1 << bits < most), most]
-
-
-def _compiled(parts: RunnerParts, report: Report) -> RunnerParts:
-    """Compiles the model for decode graphs only: every prefill would be a new shape to compile."""
-    report("compiling the model for each batch size of a decode step: about 20 s each")
-    # Each shape is a compilation of its own.
-    torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 1024)
-    compiled = torch.compile(parts.model, dynamic=False)
-    return parts._replace(model=compiled)  # type: ignore[arg-type]

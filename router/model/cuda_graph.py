@@ -1,26 +1,42 @@
-"""Decode steps as CUDA graphs: one graph for each batch size and `GraphKey`, which runs without the host.
+"""Steps as CUDA graphs, which run without the host: one for each size of decode batch, and, for steps with
+prompts, one for each bucket of tokens and each of a few numbers of prefills and decodes.
 
-A graph allocates a slot for every row, writes the token table, runs the forward pass (which writes K/V and
-attends over the table), samples, stores the token as the row's next input, and moves every row one position on.
-A step with the rows and shared prefixes of the step before needs no upload: replaying the graph is all of it.
-Batches are padded to the next size with row 0, whose slot is 0.
+A decode graph allocates a slot for every row, writes the token table, runs the forward pass (which writes K/V
+and attends over the table), samples, stores the token as the row's next input, and moves every row one position
+on. A step with the rows and shared prefixes of the step before needs no upload: replaying the graph is all of
+it. Batches are padded to the next size with row 0, whose slot is 0.
+
+A prompt graph runs the forward pass and computes the logits to sample from. The slots of its step are allocated
+before it, because edits that come after the allocation, such as those that publish a chunk, read them. Sampling
+comes after it, eagerly: its few launches are made while the graph runs, and one graph serves every kind of
+sampling.
 """
 
+import time
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
-from lightkv.attention import AttentionMetadata
-from lightkv.integrations.model.hf_model import forward
+from lightkv.attention import AttentionMetadata, BatchShape
 from lightkv.ledger.shared_prefixes import SharedPrefix
-from lightkv.memory.kv_memory import KVMemory
 from lightkv.router.engine.step import StepPlan
 from lightkv.router.sampling_params import SamplerKind
 from lightkv.triton_kernels.slots.allocate import TableEntries
 
-from .parts import RunnerParts
-from .sampler import Sampled
+from .parts import RunnerParts, StepInputs, StepOutput
+
+Output = TypeVar("Output")
+
+# Larger steps run eagerly: the host launches them in less time than the device takes, and a graph's memory
+# grows with its tokens.
+MOST_TOKENS = 2304
+# The prefill slots of most prompt graphs, the one for padding included. With more slots the kernels would have
+# smaller tiles, as for prefills of few tokens each (`tuning.prefill_launch`).
+FEW_PREFILLS = 8
+
+_GRAPH_BYTES = 2 << 20  # of the launches of a graph
+_LOGITS_COPIES = 5  # of a decode graph that samples at random, and the logits of prompt graphs
 
 
 def batch_sizes(most: int) -> list[int]:
@@ -30,33 +46,41 @@ def batch_sizes(most: int) -> list[int]:
     return [*kept, most]
 
 
-class StepOutput(NamedTuple):
-    """The results of a step on the device.
+def token_buckets(most: int) -> list[int]:
+    """Returns the numbers of tokens to capture prompt graphs for, in ascending order and ending with `most`, or
+    with MOST_TOKENS if that is less.
 
-    `packed`: int64, the sampled tokens and then the memory's two counters, so that one copy brings them all.
+    Each is at most 1.5 times the one before, and at most 1.2 times from 512 on. There they are multiples of
+    128: matrix products are computed in tiles of so many tokens, so that padding costs little.
     """
-
-    sampled: Sampled
-    packed: torch.Tensor
-
-    @classmethod
-    def of(cls, sampled: Sampled, memory: KVMemory) -> "StepOutput":
-        """Packs the results. Call it after all other work of the step has been launched."""
-        return cls(sampled, torch.cat((sampled.tokens, memory.counters.long())))
-
-    def to_host(self, with_logprobs: bool) -> "StepOutput":
-        """Returns a copy in pinned memory, complete once the stream has reached this; on the CPU, itself."""
-        if self.packed.device.type == "cpu":
-            return self
-        sampled = self.sampled
-        if with_logprobs:
-            sampled = Sampled._make(None if part is None else _pinned(part) for part in sampled)
-        return StepOutput(sampled, _pinned(self.packed))
+    most = min(most, MOST_TOKENS)
+    sizes = [16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 576, *range(640, most, 128)]
+    kept = [size for size in sizes if size < most]
+    return [*kept, most]
 
 
-def _pinned(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns an asynchronous copy in pinned memory, which comes from torch's cache after the first steps."""
-    return torch.empty_like(tensor, device="cpu", pin_memory=True).copy_(tensor, non_blocking=True)
+def prompt_shapes(num_tokens: int, max_num_seqs: int) -> list[BatchShape]:
+    """Returns the shapes of the prompt graphs of a bucket, the cheapest first.
+
+    They are for a few prompts alone, for a few beside decodes, and for as many of both as a step can have.
+    """
+    num_seqs = min(num_tokens, max_num_seqs)
+    few, many = min(FEW_PREFILLS, num_seqs + 1), num_seqs + 1
+    shapes = [(few, 0), (few, num_seqs), (many, num_seqs)]
+    return [BatchShape(num_tokens, *shape) for shape in dict.fromkeys(shapes)]
+
+
+def graphs_bytes(max_num_seqs: int, max_step_tokens: int, token_bytes: int, logits_bytes: int) -> int:
+    """Returns the bytes of device memory to keep for the graphs of all steps.
+
+    token_bytes: of the activations of a token; logits_bytes: of its logits in float32. The graphs share the
+    memory of their tensors, and each has its launches besides.
+    """
+    buckets = token_buckets(max_step_tokens)
+    num_graphs = sum(len(prompt_shapes(size, max_num_seqs)) for size in buckets)
+    num_graphs += 3 * len(batch_sizes(max_num_seqs))
+    sampling = max_num_seqs * logits_bytes * _LOGITS_COPIES
+    return buckets[-1] * token_bytes + sampling + num_graphs * _GRAPH_BYTES
 
 
 class GraphKey(NamedTuple):
@@ -85,6 +109,8 @@ class _Loaded(NamedTuple):
 class DecodeGraph:
     """The static tensors of one batch size, and the graphs captured for it so far."""
 
+    allocates = True  # the slots of its decodes
+
     def __init__(self, parts: RunnerParts, size: int, metadata: AttentionMetadata) -> None:
         memory = parts.memory
         self._parts = parts
@@ -108,15 +134,7 @@ class DecodeGraph:
         self._loaded = None
         self._metadata.prepare([], [], [], 0, prefixes=[] if key.shares_prefixes else None)
         self._count.zero_()
-        stream = torch.cuda.Stream()
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
-            self._step(key.kind)  # compiles kernels and lets libraries set themselves up
-        torch.cuda.current_stream().wait_stream(stream)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=pool):
-            output = self._step(key.kind)
-        self._graphs[key] = (graph, output)
+        self._graphs[key] = _captured(lambda: self._step(key.kind), pool)
 
     def replay(self, plan: StepPlan) -> StepOutput:
         """Runs a plan that has decodes only. The next replay overwrites what it returns."""
@@ -131,74 +149,201 @@ class DecodeGraph:
         return output
 
     def _step(self, kind: SamplerKind) -> StepOutput:
-        model, backends, memory, sampler = self._parts
-        metadata = self._metadata
+        memory, metadata = self._parts.memory, self._metadata
         rows = metadata.rows
         entries = TableEntries(memory.table.req_to_token, metadata.position_ids, rows)
         memory.allocator.alloc_into(self._slots, self._count, entries)
         metadata.slot_mapping.copy_(self._slots)
-        input_ids = sampler.next_token.index_select(0, rows)
-        logits = forward(model, input_ids, metadata, backends, None)
-        sampled = sampler.sample(logits, rows, metadata.kv_lens.long(), kind)
+        inputs = StepInputs(None, rows, None, rows, metadata.kv_lens.long())
+        output = inputs.sample(self._parts, inputs.logits(self._parts, metadata), kind)
         active = rows > 0
         metadata.position_ids.add_(active)
         metadata.kv_lens.add_(active)
-        return StepOutput.of(sampled, memory)
+        return output
 
 
-class DecodeGraphs:
-    """The graphs of all batch sizes. They share one memory pool, since they never run at the same time.
+class SharedLogits:
+    """One tensor `[num_samples, V]` for the logits of all prompt graphs, which never run at the same time: kept
+    apart, those of each would be tens of megabytes."""
 
-    `announce` is called with a line before a graph is captured while requests run.
+    def __init__(self, num_samples: int) -> None:
+        self._num_samples = num_samples
+        self._logits: torch.Tensor | None = None
+
+    def store(self, logits: torch.Tensor) -> torch.Tensor:
+        """Copies `logits`, `[n, V]`, to the first n places, and returns these. The first call makes the tensor;
+        it must not be captured."""
+        if self._logits is None:
+            self._logits = logits.new_empty(self._num_samples, logits.shape[1])
+        return self._logits[: len(logits)].copy_(logits)
+
+
+class PromptGraph:
+    """The static tensors of one shape of steps with prompts, and the graphs captured for it so far."""
+
+    allocates = False
+
+    def __init__(
+        self, parts: RunnerParts, shape: BatchShape, metadata: AttentionMetadata, logits: SharedLogits
+    ) -> None:
+        self._parts = parts
+        self._logits = logits
+        most = min(shape.num_tokens, metadata.max_num_requests)
+        self._num_samples = min(shape.num_prefills - 1 + shape.num_decodes, most)
+        room = StepInputs.bytes_for(shape.num_tokens, self._num_samples)
+        self._metadata = metadata.create_static(shape, room)
+        self._graphs: dict[bool, tuple[torch.cuda.CUDAGraph, torch.Tensor]] = {}
+
+    def has(self, shares_prefixes: bool) -> bool:
+        """Returns whether the graph without or with shared prefixes is captured."""
+        return shares_prefixes in self._graphs
+
+    def capture(self, shares_prefixes: bool, pool: Any) -> None:
+        """Captures a graph in `pool`, torch's handle of a memory pool.
+
+        Meanwhile the static tensors hold padding alone.
+        """
+        inputs = self._load(_PADDING, shares_prefixes)
+        self._graphs[shares_prefixes] = _captured(lambda: self._compute(inputs), pool)
+
+    def replay(self, plan: StepPlan) -> StepOutput:
+        """Runs a plan whose slots are allocated, and samples."""
+        shares_prefixes = bool(plan.prefixes)
+        inputs = self._load(plan, shares_prefixes)
+        graph, logits = self._graphs[shares_prefixes]
+        graph.replay()
+        return inputs.sample(self._parts, logits[: len(plan.sample)], plan.kind)
+
+    def run(self, plan: StepPlan) -> StepOutput:
+        """Runs the launches of `replay` one by one, without a graph, on any device."""
+        inputs = self._load(plan, bool(plan.prefixes))
+        return inputs.sample(self._parts, self._compute(inputs)[: len(plan.sample)], plan.kind)
+
+    def _load(self, plan: StepPlan, shares_prefixes: bool) -> StepInputs:
+        return StepInputs.load(plan, self._metadata, self._num_samples, shares_prefixes)
+
+    def _compute(self, inputs: StepInputs) -> torch.Tensor:
+        return self._logits.store(inputs.logits(self._parts, self._metadata))
+
+
+class StepGraphs:
+    """The graphs of all steps. They share one memory pool, since they never run at the same time.
+
+    `metadata` is that of eager steps; it says how large a step can be. `announce` is called with a line before
+    a graph is captured while requests run.
     """
 
     def __init__(self, parts: RunnerParts, metadata: AttentionMetadata) -> None:
         self.announce: Callable[[str], None] = lambda line: None
         self._pool = torch.cuda.graph_pool_handle()
-        self._sizes = batch_sizes(metadata.max_num_requests)
         self._may_share = metadata.prefix_members > 1
-        self._graphs = {size: DecodeGraph(parts, size, metadata) for size in self._sizes}
-        # There was no memory for the graphs of these, so that their steps run eagerly.
-        self._refused: set[tuple[int, GraphKey]] = set()
+        max_num_seqs = metadata.max_num_requests
+        logits = SharedLogits(max_num_seqs)
+        self._prompts = {
+            size: {
+                shape: PromptGraph(parts, shape, metadata, logits)
+                for shape in prompt_shapes(size, max_num_seqs)
+            }
+            for size in token_buckets(metadata.max_num_tokens)
+        }
+        self._decodes = {size: DecodeGraph(parts, size, metadata) for size in batch_sizes(max_num_seqs)}
+        # There was no memory for these, so that their steps run eagerly.
+        self._refused: set[tuple[DecodeGraph | PromptGraph, GraphKey | bool]] = set()
 
     @torch.inference_mode()
     def capture(self, kinds: Sequence[SamplerKind], report: Callable[[str], None]) -> None:
-        """Captures every batch size ahead of time, the largest first, so that the others fit in its memory.
+        """Captures graphs of every size ahead of time, the largest first, so that the others fit in its memory.
 
-        With shared prefixes one size of each power of two is captured. This compiles the kernels, so that a
-        graph captured later, when it is first needed, does not delay requests for long.
+        Of decode graphs with shared prefixes, one size of each power of two is captured. This compiles the
+        kernels, so that a graph captured later, when it is first needed, does not delay requests for long.
         """
+        begun, free = time.perf_counter(), torch.cuda.mem_get_info()[0]
+        num_captured = 0
+        for done, (size, shapes) in enumerate(reversed(self._prompts.items()), start=1):
+            for graph in shapes.values():
+                num_captured += self._captures(graph, False)
+            report(f"capturing prompt graphs: {done} of {len(self._prompts)} ({size} tokens)")
         powers = set()
-        for done, size in enumerate(reversed(self._sizes), start=1):
+        for done, size in enumerate(reversed(self._decodes), start=1):
             keys = [GraphKey(kind) for kind in kinds]
             power = (size - 1).bit_length()
             if self._may_share and size > 1 and power not in powers:
                 powers.add(power)
                 keys.append(GraphKey(SamplerKind.GREEDY, shares_prefixes=True))
             for key in keys:
-                self._graphs[size].capture(key, self._pool)
-            report(f"capturing decode graphs: {done} of {len(self._sizes)} (batch {size})")
+                num_captured += self._captures(self._decodes[size], key)
+            report(f"capturing decode graphs: {done} of {len(self._decodes)} (batch {size})")
+        seconds, used = time.perf_counter() - begun, free - torch.cuda.mem_get_info()[0]
+        refused = f"; no memory for {len(self._refused)}, which run eagerly" if self._refused else ""
+        report(f"captured {num_captured} CUDA graphs in {seconds:.1f} s, {used / 2**20:,.0f} MiB{refused}")
 
-    def get(self, batch_size: int, key: GraphKey) -> DecodeGraph | None:
-        """Returns the graph for a batch of this size, and captures it if it is missing.
+    @property
+    def most_tokens(self) -> int:
+        """The most tokens of a step with prompts that has a graph."""
+        return max(self._prompts)
 
-        Returns None if the batch is larger than all graphs, or the device lacks the memory to capture it.
+    def get(self, plan: StepPlan) -> DecodeGraph | PromptGraph | None:
+        """Returns the graph for a plan, and captures it if it is missing.
+
+        Returns None if the step is larger than all graphs, or the device lacks the memory to capture it.
         """
-        size = next((size for size in self._sizes if size >= batch_size), None)
-        if size is None or (size, key) in self._refused:
+        if plan.num_prefills:
+            return self._prompt_graph(plan)
+        return self.decode_graph(len(plan.rows), GraphKey.of(plan))
+
+    def decode_graph(self, batch_size: int, key: GraphKey) -> DecodeGraph | None:
+        """Returns the graph for decode batches of this size, as `get` does."""
+        size = next((size for size in self._decodes if size >= batch_size), None)
+        if size is None:
             return None
-        graph = self._graphs[size]
-        if graph.has(key):
-            return graph
-        self.announce(f"capturing a decode graph: batch {size}, {key.kind.name.lower()}")
+        graph, name = self._decodes[size], f"a decode graph: batch {size}, {key.kind.name.lower()}"
+        return graph if graph.has(key) or self._captures(graph, key, name) else None
+
+    def _prompt_graph(self, plan: StepPlan) -> PromptGraph | None:
+        numbers = plan.num_tokens, plan.num_prefills, len(plan.rows) - plan.num_prefills
+        size = next((size for size in self._prompts if size >= numbers[0]), None)
+        if size is None:
+            return None
+        shape, graph = next(
+            (shape, graph) for shape, graph in self._prompts[size].items() if shape.fits(*numbers)
+        )
+        shares_prefixes = bool(plan.prefixes)
+        name = f"a prompt graph: {size} tokens, {shape.num_prefills - 1} prompts, {shape.num_decodes} decodes"
+        captured = graph.has(shares_prefixes) or self._captures(graph, shares_prefixes, name)
+        return graph if captured else None
+
+    def _captures(self, graph: DecodeGraph | PromptGraph, key: Any, name: str = "") -> bool:
+        """Captures a graph, after announcing it by its `name`, if it has one. Returns whether there was
+        memory."""
+        if (graph, key) in self._refused:
+            return False
+        if name:
+            self.announce(f"capturing {name}")
         try:
             graph.capture(key, self._pool)
         except RuntimeError as error:
             if not _is_out_of_memory(error):
                 raise
-            self._refused.add((size, key))
-            return None
-        return graph
+            self._refused.add((graph, key))
+            return False
+        return True
+
+
+_PADDING = StepPlan(0, b"", [], [], [], 0, b"", [], SamplerKind.GREEDY, {}, [], 0)
+
+
+def _captured(compute: Callable[[], Output], pool: Any) -> tuple[torch.cuda.CUDAGraph, Output]:
+    """Returns a graph of `compute` and what it returned. The static tensors hold padding alone."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        compute()  # compiles kernels and lets libraries set themselves up
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, pool=pool):
+        output = compute()
+    graph.replay()  # the first replay of a graph takes longer than the others
+    return graph, output
 
 
 def _is_out_of_memory(error: BaseException | None) -> bool:

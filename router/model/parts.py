@@ -1,14 +1,21 @@
-"""The objects that the runner and its CUDA graphs share."""
+"""The objects that the runner and its CUDA graphs share, and what a step reads and returns: every step, eager
+or captured, is `StepInputs.load`, `StepInputs.logits`, `StepInputs.sample`."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
 
+import numpy as np
+import torch
 from transformers import PreTrainedModel
 
-from lightkv.attention import AttentionBackend
+from lightkv.attention import AttentionBackend, AttentionMetadata
+from lightkv.integrations.model.hf_model import forward
 from lightkv.memory.kv_memory import KVMemory
+from lightkv.memory.staging import packed_size
+from lightkv.router.engine.step import StepPlan
+from lightkv.router.sampling_params import SamplerKind
 
-from .sampler import Sampler
+from .sampler import Sampled, Sampler
 
 
 class RunnerParts(NamedTuple):
@@ -18,3 +25,106 @@ class RunnerParts(NamedTuple):
     backends: Sequence[AttentionBackend]
     memory: KVMemory
     sampler: Sampler
+
+
+class StepOutput(NamedTuple):
+    """The results of a step on the device.
+
+    `packed`: int64, the sampled tokens and then the memory's two counters, so that one copy brings them all.
+    """
+
+    sampled: Sampled
+    packed: torch.Tensor
+
+    @classmethod
+    def of(cls, sampled: Sampled, memory: KVMemory) -> "StepOutput":
+        """Packs the results. Call it after all other work of the step has been launched."""
+        return cls(sampled, torch.cat((sampled.tokens, memory.counters.long())))
+
+    def to_host(self, with_logprobs: bool) -> "StepOutput":
+        """Returns a copy in pinned memory, complete once the stream has reached this; on the CPU, itself."""
+        if self.packed.device.type == "cpu":
+            return self
+        sampled = self.sampled
+        if with_logprobs:
+            sampled = Sampled._make(None if part is None else _pinned(part) for part in sampled)
+        return StepOutput(sampled, _pinned(self.packed))
+
+
+class StepInputs(NamedTuple):
+    """What a step reads on the device beside its metadata: the tokens of prompts, and what is sampled.
+
+    In a static batch of T tokens and up to n samples all of them have fixed sizes; unused ones are 0, and
+    sample for row 0.
+    """
+
+    token_ids: torch.Tensor | None  # int64 [T]; None if there are decodes only
+    next_of: torch.Tensor  # int64 [T], the rows whose last sampled tokens are the inputs; 0 for token_ids
+    last_tokens: torch.Tensor | None  # int64 [n], which tokens are sampled; None for all
+    rows: torch.Tensor  # int64 [n], of the samples
+    positions: torch.Tensor  # int64 [n], of the tokens that are drawn
+
+    @staticmethod
+    def bytes_for(num_tokens: int, num_samples: int) -> int:
+        """Returns the bytes that `load` uploads beside the metadata of a static batch with prefill slots."""
+        sizes = num_tokens, num_tokens, num_samples, num_samples, num_samples
+        return packed_size([np.empty(size, dtype=np.int64) for size in sizes])
+
+    @classmethod
+    def load(
+        cls,
+        plan: StepPlan,
+        metadata: AttentionMetadata,
+        num_samples: int | None = None,
+        shares_prefixes: bool = False,
+    ) -> "StepInputs":
+        """Loads a step into `metadata` and returns its inputs, all in one upload.
+
+        num_samples: how many there are in a static batch; the plan's own number if None.
+        shares_prefixes: the static batch is of a graph with shared prefixes, even if the plan has none.
+        """
+        num_prefills = plan.num_prefills
+        rows, starts, count = (
+            np.array(numbers, dtype=np.int64) for numbers in (plan.rows, plan.starts, plan.counts)
+        )
+        prompt_ids = np.frombuffer(plan.token_ids, dtype=np.int32).astype(np.int64)
+        num_prompt, num_decodes = len(prompt_ids), len(rows) - num_prefills
+        shape = metadata.shape
+        ids = np.concatenate((prompt_ids, np.zeros(num_decodes, dtype=np.int64)))
+        next_of = np.concatenate((np.zeros(num_prompt, dtype=np.int64), rows[num_prefills:]))
+        ends = count.cumsum()
+        if shape is not None:
+            ids, next_of = (shape.place_tokens(numbers, num_prompt) for numbers in (ids, next_of))
+            ends = np.where(np.arange(len(rows)) < num_prefills, ends + num_decodes, ends - num_prompt)
+        sample = np.array(plan.sample, dtype=np.int64)
+        sampled = np.zeros((3, len(sample) if num_samples is None else num_samples), dtype=np.int64)
+        sampled[0, : len(sample)] = ends[sample] - 1
+        sampled[1, : len(sample)] = rows[sample]
+        sampled[2, : len(sample)] = starts[sample] + count[sample]
+        uploaded = metadata.prepare(
+            rows,
+            starts,
+            count,
+            num_prefills,
+            prefixes=plan.prefixes if plan.prefixes or shares_prefixes else None,
+            also=[ids, next_of, *sampled],
+        )
+        return cls(uploaded[0] if num_prefills or shape is not None else None, *uploaded[1:])
+
+    def logits(self, parts: RunnerParts, metadata: AttentionMetadata) -> torch.Tensor:
+        """Runs the model over the step that `metadata` holds. Returns the logits of the samples, `[n, V]`."""
+        input_ids = parts.sampler.next_token.index_select(0, self.next_of)
+        if self.token_ids is not None:
+            input_ids = torch.where(self.next_of > 0, input_ids, self.token_ids)
+        return forward(parts.model, input_ids, metadata, parts.backends, self.last_tokens)
+
+    def sample(self, parts: RunnerParts, logits: torch.Tensor, kind: SamplerKind) -> StepOutput:
+        """Samples the first `len(logits)` samples."""
+        num = len(logits)
+        sampled = parts.sampler.sample(logits, self.rows[:num], self.positions[:num], kind)
+        return StepOutput.of(sampled, parts.memory)
+
+
+def _pinned(tensor: torch.Tensor) -> torch.Tensor:
+    """Returns an asynchronous copy in pinned memory, which comes from torch's cache after the first steps."""
+    return torch.empty_like(tensor, device="cpu", pin_memory=True).copy_(tensor, non_blocking=True)

@@ -1,22 +1,20 @@
 """Executes step plans on a device: applies the edits, runs the model, samples, and returns tokens and counts.
 
-The runner decides nothing: the plan says which rows run, and over which positions. On a GPU, steps that have
-decodes only run as one CUDA graph, which also allocates their slots (`cuda_graph.py`); all others run eagerly.
+The runner decides nothing: the plan says which rows run, and over which positions. On a GPU, a step runs as one
+CUDA graph (`cuda_graph.py`), which also allocates the slots of a step that has decodes only. Steps that are too
+large for the graphs run eagerly, and so do all steps on a CPU.
 A step is launched and later collected, so that the next step can be queued on the GPU in between.
 """
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
-import numpy as np
 import torch
 
 from lightkv.attention import AttentionMetadata
 from lightkv.edits import decode
 from lightkv.errors import CheckFailed
-from lightkv.integrations.model.hf_model import forward
-from lightkv.memory.staging import upload
 from lightkv.memory_map import CACHED, OWN, MemoryMap
 from lightkv.router.engine.step import (
     ExpectedMemory,
@@ -28,8 +26,8 @@ from lightkv.router.engine.step import (
     TokenLogprobs,
 )
 
-from .cuda_graph import DecodeGraphs, GraphKey, StepOutput
-from .parts import RunnerParts
+from .cuda_graph import StepGraphs
+from .parts import RunnerParts, StepInputs, StepOutput
 
 Report = Callable[[str], None]
 
@@ -54,7 +52,7 @@ class ModelRunner:
     or the device is lost: make a new runner.
     """
 
-    def __init__(self, parts: RunnerParts, limits: Limits, graphs: DecodeGraphs | None) -> None:
+    def __init__(self, parts: RunnerParts, limits: Limits, graphs: StepGraphs | None) -> None:
         self.fatal = False
         self._parts = parts
         self._graphs = graphs
@@ -81,6 +79,15 @@ class ModelRunner:
             raise
 
     @torch.inference_mode()
+    def warm_up(self, plans: Iterable[StepPlan]) -> None:
+        """Runs `plans` eagerly, without their edits, so that the kernels of such steps are compiled.
+
+        Their rows are 0, the padding, so memory and counts stay as they are.
+        """
+        for plan in plans:
+            self._run(plan)
+
+    @torch.inference_mode()
     def launch(self, plan: StepPlan) -> None:
         """Starts a step behind those in flight; `collect` returns its result.
 
@@ -89,23 +96,18 @@ class ModelRunner:
         """
         # An error before the edits are applied is fatal: they are sent only once.
         self.fatal = True
-        graph = None
-        if self._graphs is not None and not plan.num_prefills:
-            graph = self._graphs.get(len(plan.rows), GraphKey.of(plan))
-        edits = decode(plan.edits) if graph is not None else plan.all_edits()
+        graph = None if self._graphs is None else self._graphs.get(plan)
+        allocates = graph is not None and graph.allocates
+        edits = decode(plan.edits) if allocates else plan.all_edits()
         self._parts.sampler.set_rows(plan.new_rows, plan.prompts)
-        if graph is not None:
-            self._parts.memory.apply(edits)  # the graph allocates the decodes' slots
-            output = graph.replay(plan)
-        else:
-            self._parts.memory.apply(edits)
-        self.fatal = False
+        self._parts.memory.apply(edits)
+        self.fatal = allocates  # which an error in the middle leaves half done
         try:
-            if graph is None:
-                output = self._forward(plan)
+            output = self._run(plan) if graph is None else graph.replay(plan)
+            self.fatal = False
             self._in_flight.append(self._copy_to_host(plan, output))
         except Exception as error:
-            self.fatal = self._loses_device(error)
+            self.fatal = self.fatal or self._loses_device(error)
             raise
 
     def collect(self) -> StepResult:
@@ -165,22 +167,10 @@ class ModelRunner:
         on_gpu = self._parts.memory.device.type == "cuda"
         return on_gpu and not isinstance(error, torch.OutOfMemoryError)
 
-    def _forward(self, plan: StepPlan) -> StepOutput:
-        model, backends, memory, sampler = self._parts
-        metadata = self._metadata
-        metadata.prepare(plan.rows, plan.starts, plan.counts, plan.num_prefills, prefixes=plan.prefixes)
-        ends = np.cumsum(plan.counts)
-        sample = np.array(plan.sample, dtype=np.int64)
-        prefill_ids, chosen, last_tokens = upload(
-            [np.frombuffer(plan.token_ids, dtype=np.int32).astype(np.int64), sample, ends[sample] - 1],
-            memory.device,
-        )
-        decode_rows = metadata.rows[plan.num_prefills :]
-        input_ids = torch.cat((prefill_ids, sampler.next_token.index_select(0, decode_rows)))
-        logits = forward(model, input_ids, metadata, backends, last_tokens)
-        rows = metadata.rows.index_select(0, chosen)
-        positions = metadata.kv_lens.index_select(0, chosen).long()
-        return StepOutput.of(sampler.sample(logits, rows, positions, plan.kind), memory)
+    def _run(self, plan: StepPlan) -> StepOutput:
+        """Runs a step eagerly, after its edits."""
+        inputs = StepInputs.load(plan, self._metadata)
+        return inputs.sample(self._parts, inputs.logits(self._parts, self._metadata), plan.kind)
 
     def _copy_to_host(self, plan: StepPlan, output: StepOutput) -> _StepInFlight:
         """Starts copying the output to the host, before the next replay overwrites it."""

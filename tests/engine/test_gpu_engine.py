@@ -16,7 +16,6 @@ from lightkv.router.engine.request import Request
 from lightkv.router.engine.scheduler import Scheduler
 from lightkv.router.engine.step import TokenEvent
 from lightkv.router.model.build import assemble
-from lightkv.router.model.cuda_graph import GraphKey
 from lightkv.router.model.loader import random_model
 from lightkv.router.model.runner import ModelRunner
 from tests.support.model_worker import assert_idle
@@ -160,7 +159,7 @@ def test_decode_steps_wait_once_and_allocate_nothing(model: PreTrainedModel) -> 
     assert runner._graphs is not None
     before = torch.cuda.memory_stats()["allocation.all.allocated"]
     with no_waits(), torch.inference_mode():
-        graph = runner._graphs.get(len(plan.rows), GraphKey.of(plan))
+        graph = runner._graphs.get(plan)
         assert graph is not None
         output = graph.replay(plan)
     assert torch.cuda.memory_stats()["allocation.all.allocated"] == before
@@ -180,7 +179,7 @@ def test_an_eager_step_waits_only_for_its_tokens(model: PreTrainedModel) -> None
         with no_waits(), torch.inference_mode():
             runner._parts.sampler.set_rows(plan.new_rows)
             runner._parts.memory.apply(plan.all_edits())
-            output = runner._forward(plan)
+            output = runner._run(plan)
         engine.scheduler.complete(runner._read(plan, output))
     run(engine)
     assert_idle(engine)

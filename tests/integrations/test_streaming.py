@@ -315,7 +315,7 @@ def test_metadata_and_backends_refuse_steps_with_inconsistent_sinks(device: torc
         with pytest.raises(ValueError, match=match):
             metadata.prepare([1, 2], [4, 4], [1, 1], arguments.pop("num_prefills", 2), **arguments)
     graph = metadata.create_cuda_graph_metadata(2)
-    with pytest.raises(ValueError, match="a decode graph takes entries for positions"):
+    with pytest.raises(ValueError, match="a CUDA graph takes entries for positions"):
         graph.prepare([1], [4], [1], 0, dropped=[2])
     metadata.prepare([1, 2], [4, 4], [2, 1], 2, dropped=[3, 5], num_sink_tokens=2)
     assert metadata.position_ids.tolist() == [7, 8, 9]

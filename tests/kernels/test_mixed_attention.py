@@ -13,6 +13,7 @@ from test_prefill_attention import lse_reference, starts
 from torch import Tensor
 
 from lightkv.triton_kernels.attention import mixed_attention as module
+from lightkv.triton_kernels.attention.decode_attention import decode_attention_reference
 from lightkv.triton_kernels.attention.mixed_attention import (
     MixedPlan,
     mixed_attention,
@@ -146,6 +147,35 @@ def test_a_plan_serves_every_layer(device: torch.device, num_queries: int, surpl
     plan = step.plan(window=20, num_queries=num_queries)
     for _ in range(2):
         check(step, window=20, num_queries=num_queries, plan=plan)
+
+
+@pytest.mark.parametrize("window", [0, 20], ids="window{}".format)
+def test_decodes_first_with_unused_slots(device: torch.device, window: int) -> None:
+    """The slots of a captured step: prefills write over the output of unused decodes, and the padding is the
+    queries of a last prefill without tokens, whose output is zeros."""
+    torch.manual_seed(5)
+    step = make_step([(33, 40), (5, 0), (0, 0)], [130, 65, 0, 0, 0], device=device, group=3)
+    begin, end, num_tokens = 2, 40, 48  # of the prefills' queries, and of all
+    q = torch.randn(num_tokens, *step.q.shape[1:], device=device)
+    q_starts = torch.tensor([begin, 35, end, num_tokens], dtype=torch.int32, device=device)
+    step = step._replace(q=q, q_starts=q_starts)
+    plan = mixed_plan(
+        *step[2:],
+        HeadShape.of(q, step.kv),
+        num_tokens=num_tokens,
+        dtype=q.dtype,
+        window=window,
+        decodes_first=True,
+    )
+    options = AttentionOptions(window=window)
+    expected = mixed_attention_reference(*step, options, decodes_first=True)
+    decoded = decode_attention_reference(q[:begin], step.kv, step.rows[3:5], step.lengths[3:5], options)
+    assert_close(expected[:begin], decoded)
+    for layer_plan in (plan, plan, None):
+        out = torch.full_like(q, torch.nan)
+        mixed_attention(*step, options, plan=layer_plan, out=out, decodes_first=True)
+        assert_close(out, expected)
+        assert not out[end:].any()
 
 
 def test_without_requests(device: torch.device) -> None:

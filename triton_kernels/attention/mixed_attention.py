@@ -8,6 +8,14 @@ number for each:
 
 Prefills and decodes each have a work list and kernels of their own, which are launched one after the other
 (`prefill_attention.py`, `decode_attention.py`).
+
+A CUDA graph has a fixed number of decodes, and where prefills begin is known on the device alone. With
+`decodes_first`, the decodes' queries are the first of q. Prefills are computed after decodes and write their
+output over that of unused decodes:
+
+    q        ┤ 3 ┼ 4 ┼ unused ┼ unused ┤
+                     ├──── request 0 ──┼─ 1 ─┼────── 2 ──────┤
+                  q_starts[0]
 """
 
 from typing import NamedTuple
@@ -41,11 +49,12 @@ def mixed_plan(
     window: int = 0,
     num_queries: int = 1,
     shared_prefixes: SharedPrefixGroups | None = None,
+    decodes_first: bool = False,
 ) -> MixedPlan:
     """Makes the work lists of a step, which serve all layers with these heads and this window.
 
     Args:
-        rows, q_starts, lengths, num_queries: as in `mixed_attention`; read on the device.
+        rows, q_starts, lengths, num_queries, decodes_first: as in `mixed_attention`; read on the device.
         heads: of the layers.
         num_tokens: T of q.
         dtype: of q.
@@ -53,6 +62,7 @@ def mixed_plan(
         shared_prefixes: of the decodes, which are numbered from 0; as in `decode_plan`.
     """
     num_prefills, num_requests = q_starts.shape[0] - 1, rows.shape[0]
+    num_decodes = 0 if decodes_first else num_requests - num_prefills
     prefill = decode = None
     if num_prefills:
         prefill = prefill_plan(
@@ -60,7 +70,7 @@ def mixed_plan(
             q_starts,
             lengths[:num_prefills],
             heads,
-            num_tokens=num_tokens - (num_requests - num_prefills) * num_queries,
+            num_tokens=num_tokens - num_decodes * num_queries,
             dtype=dtype,
             window=window,
         )
@@ -88,6 +98,7 @@ def mixed_attention(
     plan: MixedPlan | None = None,
     out: Tensor | None = None,
     lse: Tensor | None = None,
+    decodes_first: bool = False,
 ) -> Tensor:
     """Computes causal attention of each request's last tokens to all its tokens. Their K/V is in the cache
     before the call.
@@ -108,6 +119,8 @@ def mixed_attention(
         out: `[T, H, Dv]` to write to; allocated in the dtype of q if None.
         lse: float32 `[T, H]`, contiguous, to write the log-sum-exp of the scores to, in base 2; -inf where a
             query sees no key. Not written if None.
+        decodes_first: the decodes' queries are the first of q instead of the last, and q_starts[0] may be any
+            of T. A query of both a prefill and a decode gets the output of the prefill.
 
     Returns:
         `[T, H, Dv]`, `out`.
@@ -126,8 +139,9 @@ def mixed_attention(
             f"q_starts must have an entry more than there are prefills among {num_requests} requests, got "
             f"{num_prefills + 1} entries"
         )
-    first_decode = num_tokens - (num_requests - num_prefills) * num_queries
-    if num_queries < 1 or first_decode < 0 or (num_prefills == 0 and first_decode > 0):
+    num_decoded = (num_requests - num_prefills) * num_queries  # tokens
+    first_decode = 0 if decodes_first else num_tokens - num_decoded
+    if num_queries < 1 or num_decoded > num_tokens or (num_prefills == 0 and num_decoded < num_tokens):
         raise ValueError(
             f"q must hold {num_queries} queries, at least one, for each of {num_requests - num_prefills} "
             f"decodes behind those of {num_prefills} prefills; got {num_tokens}"
@@ -135,29 +149,31 @@ def mixed_attention(
     if out is None:
         out = q.new_empty((*q.shape[:2], kv.v.shape[2]))
     prefill, decode = (None, None) if plan is None else plan
-    if num_prefills:
-        prefill_attention(
-            q[:first_decode],
-            kv,
-            rows[:num_prefills],
-            q_starts,
-            lengths[:num_prefills],
-            options,
-            plan=prefill,
-            out=out[:first_decode],
-            lse=None if lse is None else lse[:first_decode],
-        )
     if num_requests > num_prefills:
+        decoded = slice(first_decode, first_decode + num_decoded)
         decode_attention(
-            q[first_decode:],
+            q[decoded],
             kv,
             rows[num_prefills:],
             lengths[num_prefills:],
             options,
             num_queries=num_queries,
             plan=decode,
-            out=out[first_decode:],
-            lse=None if lse is None else lse[first_decode:],
+            out=out[decoded],
+            lse=None if lse is None else lse[decoded],
+        )
+    if num_prefills:
+        prefilled = slice(num_tokens if decodes_first else first_decode)
+        prefill_attention(
+            q[prefilled],
+            kv,
+            rows[:num_prefills],
+            q_starts,
+            lengths[:num_prefills],
+            options,
+            plan=prefill,
+            out=out[prefilled],
+            lse=None if lse is None else lse[prefilled],
         )
     return out
 
@@ -171,15 +187,25 @@ def mixed_attention_reference(
     options: AttentionOptions = DEFAULT_OPTIONS,
     *,
     num_queries: int = 1,
+    decodes_first: bool = False,
 ) -> Tensor:
     """Computes `mixed_attention` in plain torch and float64, one request at a time; the output of queries that
     belong to no request is zero. Reads lengths, rows and q_starts on the host, so on a GPU it synchronises."""
     num_prefills = q_starts.shape[0] - 1
-    first_decode = q.shape[0] - (rows.shape[0] - num_prefills) * num_queries
-    prefilled = prefill_attention_reference(
-        q[:first_decode], kv, rows[:num_prefills], q_starts, lengths[:num_prefills], options
-    )
+    num_decoded = (rows.shape[0] - num_prefills) * num_queries
+    first_decode = 0 if decodes_first else q.shape[0] - num_decoded
     decoded = decode_attention_reference(
-        q[first_decode:], kv, rows[num_prefills:], lengths[num_prefills:], options, num_queries=num_queries
+        q[first_decode : first_decode + num_decoded],
+        kv,
+        rows[num_prefills:],
+        lengths[num_prefills:],
+        options,
+        num_queries=num_queries,
     )
-    return torch.cat((prefilled, decoded))
+    out = prefill_attention_reference(q, kv, rows[:num_prefills], q_starts, lengths[:num_prefills], options)
+    is_decoded = torch.zeros(len(q), dtype=torch.bool, device=q.device)
+    is_decoded[first_decode : first_decode + num_decoded] = True
+    if num_prefills:
+        is_decoded[q_starts[0] : q_starts[-1]] = False
+    out[is_decoded] = decoded[is_decoded[first_decode : first_decode + num_decoded]]
+    return out

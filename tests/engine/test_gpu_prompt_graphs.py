@@ -1,0 +1,193 @@
+"""Steps with prompts as CUDA graphs, against eager steps of the same plans, and what they may not do: wait for
+the device, or compile a kernel while requests run."""
+
+import random
+from array import array
+
+import pytest
+import torch
+from transformers import PreTrainedModel
+from triton.runtime.jit import JITFunction
+
+from lightkv.ledger import TokenLedger
+from lightkv.router import EngineConfig, SamplingParams
+from lightkv.router.engine.loop import LocalEngine
+from lightkv.router.engine.request import Request
+from lightkv.router.engine.scheduler import Scheduler
+from lightkv.router.engine.step import StepPlan
+from lightkv.router.model.build import assemble
+from lightkv.router.model.cuda_graph import PromptGraph, StepGraphs
+from lightkv.router.model.runner import ModelRunner
+from tests.support.model_worker import assert_idle
+from tests.support.tiny_models import VOCABULARY, tiny_llama
+
+pytestmark = pytest.mark.gpu
+
+PARAMS = [
+    SamplingParams(temperature=0, max_tokens=30),
+    SamplingParams(temperature=0.9, max_tokens=12),
+    SamplingParams(temperature=0.8, top_k=20, frequency_penalty=0.5, logprobs=3, max_tokens=20),
+]
+SYSTEM = [i * 7 % VOCABULARY for i in range(60)]
+
+
+@pytest.fixture(scope="module")
+def model() -> PreTrainedModel:
+    """A model in float32, in which two ways to compute the same logits differ by little."""
+    return tiny_llama(torch.device("cuda"), context=400)
+
+
+def make(model: PreTrainedModel, **settings: object) -> tuple[LocalEngine, ModelRunner]:
+    defaults = {"device": "cuda", "max_num_seqs": 20, "max_total_tokens": 2500, "prefill_chunk": 96}
+    config = EngineConfig(**(defaults | settings))  # type: ignore[arg-type]
+    runner, info = assemble(model, config, lambda line: None)
+    ledger = TokenLedger(info.capacity, info.limits.max_num_seqs, info.limits.max_model_len)
+    return LocalEngine(Scheduler(ledger, info.limits), runner), runner
+
+
+class Traffic:
+    """Adds requests to an engine as others end, in bursts and singly, and aborts some."""
+
+    def __init__(self, engine: LocalEngine, seed: int) -> None:
+        self._engine = engine
+        self._rng = random.Random(seed)
+        self._num = 0
+
+    def turn(self) -> None:
+        rng = self._rng
+        if self._num and rng.random() < 0.05:
+            self._engine.abort(str(self._num - rng.randint(1, 20)))
+        if self._engine.scheduler.num_waiting < 3 and rng.random() < 0.2:
+            for _ in range(rng.choice([1, 1, 2, 15])):
+                self.add()
+
+    def add(self) -> None:
+        rng = self._rng
+        own = [rng.randrange(VOCABULARY) for _ in range(rng.choice([1, 3, 30, rng.randint(1, 250)]))]
+        ids = array("i", [*SYSTEM[: rng.choice([0, 30, 60])], *own]).tobytes()
+        params = PARAMS[0] if rng.random() < 0.7 else rng.choice(PARAMS)
+        self._engine.add(Request(str(self._num), ids, params, seed=self._num))
+        self._num += 1
+
+
+def graph_of(runner: ModelRunner, plan: StepPlan) -> object:
+    assert isinstance(runner._graphs, StepGraphs)
+    return runner._graphs.get(plan)
+
+
+@pytest.mark.parametrize(
+    "num_steps", [400, pytest.param(10_000, marks=pytest.mark.slow)], ids="{}_steps".format
+)
+@pytest.mark.parametrize("shared", [False, True], ids=["alone", "shared_prefixes"])
+def test_replays_equal_eager_steps(model: PreTrainedModel, num_steps: int, shared: bool) -> None:
+    """Two runners get the same plans. Slots, tables and counts are equal. Tokens are, too, but for a near-tie,
+    which rounding may decide; the eager runner then goes on with the token of the graph."""
+    engine, runner = make(model, group_prefixes=shared)
+    _, eager = make(model, group_prefixes=shared, cuda_graphs=False)
+    traffic = Traffic(engine, seed=num_steps)
+    num_tokens = num_different = 0
+    kinds = dict.fromkeys(("prompts", "mixed", "decodes", "prefixes beside prompts"), 0)
+    for step in range(num_steps):
+        traffic.turn()
+        plan = engine.scheduler.plan()
+        if plan is None:
+            traffic.add()
+            continue
+        has_decodes = plan.num_prefills < len(plan.rows)
+        kinds["decodes" if not plan.num_prefills else "mixed" if has_decodes else "prompts"] += 1
+        kinds["prefixes beside prompts"] += bool(plan.num_prefills and plan.prefixes)
+        assert isinstance(graph_of(runner, plan), PromptGraph) == bool(plan.num_prefills)
+        result, expected = runner.execute(plan), eager.execute(plan)
+        assert (result.step, result.num_free, result.flags) == (expected.step, expected.num_free, 0)
+        assert result.num_free == plan.num_free
+        assert result.logprobs.keys() == expected.logprobs.keys()
+        num_tokens += len(result.tokens)
+        num_different += sum(a != b for a, b in zip(result.tokens, expected.tokens, strict=True))
+        eager._parts.sampler.next_token.copy_(runner._parts.sampler.next_token)
+        engine.scheduler.complete(result)
+        if step % 50 == 0:
+            agree(runner, eager)
+    agree(runner, eager)
+    assert num_different <= num_tokens / 5000
+    least = num_steps / 20
+    assert min(kinds["prompts"] * 5, kinds["mixed"], kinds["decodes"]) > least
+    assert (kinds["prefixes beside prompts"] > 0) == shared
+    while engine.has_work:
+        engine.step()
+    assert_idle(engine)
+
+
+def agree(runner: ModelRunner, eager: ModelRunner) -> None:
+    """Checks that the memories of both are equal: free slots, table and counters."""
+    ours, other = runner._parts.memory, eager._parts.memory
+    assert torch.equal(ours.allocator.mem_state, other.allocator.mem_state)
+    assert torch.equal(ours.counters, other.counters)
+    assert torch.equal(ours.table.req_to_token, other.table.req_to_token)
+    for layer in range(2):
+        assert not ours.pool.kv(layer)[0].isnan().any()  # padding is written there, and read
+
+
+def test_steps_with_prompts_wait_for_nothing(model: PreTrainedModel) -> None:
+    engine, runner = make(model, group_prefixes=False)
+    traffic = Traffic(engine, seed=0)
+    num_mixed = 0
+    for step in range(200):
+        traffic.turn()
+        plan = engine.scheduler.plan()
+        if plan is None:
+            traffic.add()
+            continue
+        num_mixed += 0 < plan.num_prefills < len(plan.rows)
+        # A graph of another kind of sampling is captured when it is first needed, which waits.
+        if step < 100 or graph_of(runner, plan) is None:
+            runner.launch(plan)
+        else:
+            torch.cuda.set_sync_debug_mode("error")
+            try:
+                runner.launch(plan)
+            finally:
+                torch.cuda.set_sync_debug_mode("default")
+        engine.scheduler.complete(runner.collect())
+    assert num_mixed > 20
+
+
+@pytest.mark.parametrize("graphs", [True, False], ids=["graphs", "eager"])
+def test_no_kernel_is_compiled_while_requests_run(
+    model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch, graphs: bool
+) -> None:
+    engine, _ = make(model, cuda_graphs=graphs, group_prefixes=False)
+    compiled: list[str] = []
+    do_compile = JITFunction._do_compile
+
+    def noted(function: JITFunction, *arguments: object, **named: object) -> object:
+        compiled.append(function.__name__)
+        return do_compile(function, *arguments, **named)
+
+    monkeypatch.setattr(JITFunction, "_do_compile", noted)
+    traffic = Traffic(engine, seed=1)
+    for _ in range(300):
+        traffic.turn()
+        engine.step() if engine.has_work else traffic.add()
+    assert compiled == []
+
+
+def test_what_does_not_fit_runs_eagerly(model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Out of memory while a graph is captured at the start; its steps then run eagerly."""
+    capture = PromptGraph.capture
+
+    def refused(graph: PromptGraph, shares_prefixes: bool, pool: object) -> None:
+        if graph._metadata.num_tokens > 48:
+            raise torch.OutOfMemoryError("no memory for this one")
+        capture(graph, shares_prefixes, pool)
+
+    monkeypatch.setattr(PromptGraph, "capture", refused)
+    engine, runner = make(model)
+    traffic = Traffic(engine, seed=2)
+    for _ in range(100):
+        traffic.turn()
+        engine.step() if engine.has_work else traffic.add()
+    assert isinstance(runner._graphs, StepGraphs)
+    assert len(runner._graphs._refused) > 3
+    while engine.has_work:
+        engine.step()
+    assert_idle(engine)
