@@ -12,8 +12,10 @@ comes after it, eagerly: its few launches are made while the graph runs, and one
 sampling.
 """
 
+import gc
 import time
 from collections.abc import Callable, Sequence
+from functools import cached_property
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -83,6 +85,29 @@ def graphs_bytes(max_num_seqs: int, max_step_tokens: int, token_bytes: int, logi
     return buckets[-1] * token_bytes + sampling + num_graphs * _GRAPH_BYTES
 
 
+class Capture(NamedTuple):
+    """What all captures share, since their graphs never run at the same time.
+
+    `pool`: torch's handle of a memory pool. `stream`: where passes warm up and are captured; cuBLAS keeps a
+    workspace of 32 MiB for each stream that it has seen.
+    """
+
+    pool: Any
+    stream: torch.cuda.Stream
+
+    def graph(self, compute: Callable[[], Output]) -> tuple[torch.cuda.CUDAGraph, Output]:
+        """Returns a graph of `compute` and what it returned. The static tensors hold padding alone."""
+        self.stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self.stream):
+            compute()  # compiles kernels and lets libraries set themselves up
+        torch.cuda.current_stream().wait_stream(self.stream)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self.pool, stream=self.stream):
+            output = compute()
+        graph.replay()  # the first replay of a graph takes longer than the others
+        return graph, output
+
+
 class GraphKey(NamedTuple):
     """What distinguishes graphs of one batch size: how they sample, and whether rows share prefixes.
 
@@ -124,8 +149,8 @@ class DecodeGraph:
         """Returns whether the graph of `key` is captured."""
         return key in self._graphs
 
-    def capture(self, key: GraphKey, pool: Any) -> None:
-        """Captures the graph of `key` in `pool`, torch's handle of a memory pool.
+    def capture(self, key: GraphKey, shared: Capture) -> None:
+        """Captures the graph of `key`.
 
         Meanwhile the static tensors hold padding alone, so no slot is allocated.
         """
@@ -134,7 +159,7 @@ class DecodeGraph:
         self._loaded = None
         self._metadata.prepare([], [], [], 0, prefixes=[] if key.shares_prefixes else None)
         self._count.zero_()
-        self._graphs[key] = _captured(lambda: self._step(key.kind), pool)
+        self._graphs[key] = shared.graph(lambda: self._step(key.kind))
 
     def replay(self, plan: StepPlan) -> StepOutput:
         """Runs a plan that has decodes only. The next replay overwrites what it returns."""
@@ -198,13 +223,13 @@ class PromptGraph:
         """Returns whether the graph without or with shared prefixes is captured."""
         return shares_prefixes in self._graphs
 
-    def capture(self, shares_prefixes: bool, pool: Any) -> None:
-        """Captures a graph in `pool`, torch's handle of a memory pool.
+    def capture(self, shares_prefixes: bool, shared: Capture) -> None:
+        """Captures the graph without or with shared prefixes.
 
         Meanwhile the static tensors hold padding alone.
         """
         inputs = self._load(_PADDING, shares_prefixes)
-        self._graphs[shares_prefixes] = _captured(lambda: self._compute(inputs), pool)
+        self._graphs[shares_prefixes] = shared.graph(lambda: self._compute(inputs))
 
     def replay(self, plan: StepPlan) -> StepOutput:
         """Runs a plan whose slots are allocated, and samples."""
@@ -230,7 +255,6 @@ class StepGraphs:
 
     def __init__(self, parts: RunnerParts, metadata: AttentionMetadata) -> None:
         self.announce: Callable[[str], None] = lambda line: None
-        self._pool = torch.cuda.graph_pool_handle()
         self._may_share = metadata.prefix_members > 1
         max_num_seqs = metadata.max_num_requests
         logits = SharedLogits(max_num_seqs)
@@ -245,6 +269,10 @@ class StepGraphs:
         # There was no memory for these, so that their steps run eagerly.
         self._refused: set[tuple[DecodeGraph | PromptGraph, GraphKey | bool]] = set()
 
+    @cached_property
+    def _shared(self) -> Capture:
+        return Capture(torch.cuda.graph_pool_handle(), torch.cuda.Stream())
+
     @torch.inference_mode()
     def capture(self, kinds: Sequence[SamplerKind], report: Callable[[str], None]) -> None:
         """Captures graphs of every size ahead of time, the largest first, so that the others fit in its memory.
@@ -253,6 +281,8 @@ class StepGraphs:
         kernels, so that a graph captured later, when it is first needed, does not delay requests for long.
         """
         begun, free = time.perf_counter(), torch.cuda.mem_get_info()[0]
+        gc.collect()
+        gc.freeze()  # every capture runs the garbage collector, which would go through all of transformers
         num_captured = 0
         for done, (size, shapes) in enumerate(reversed(self._prompts.items()), start=1):
             for graph in shapes.values():
@@ -268,6 +298,7 @@ class StepGraphs:
             for key in keys:
                 num_captured += self._captures(self._decodes[size], key)
             report(f"capturing decode graphs: {done} of {len(self._decodes)} (batch {size})")
+        gc.unfreeze()
         seconds, used = time.perf_counter() - begun, free - torch.cuda.mem_get_info()[0]
         refused = f"; no memory for {len(self._refused)}, which run eagerly" if self._refused else ""
         report(f"captured {num_captured} CUDA graphs in {seconds:.1f} s, {used / 2**20:,.0f} MiB{refused}")
@@ -315,7 +346,7 @@ class StepGraphs:
         if name:
             self.announce(f"capturing {name}")
         try:
-            graph.capture(key, self._pool)
+            graph.capture(key, self._shared)
         except RuntimeError as error:
             if not _is_out_of_memory(error):
                 raise
@@ -325,20 +356,6 @@ class StepGraphs:
 
 
 _PADDING = StepPlan(0, b"", [], [], [], 0, b"", [], SamplerKind.GREEDY, {}, [], 0)
-
-
-def _captured(compute: Callable[[], Output], pool: Any) -> tuple[torch.cuda.CUDAGraph, Output]:
-    """Returns a graph of `compute` and what it returned. The static tensors hold padding alone."""
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        compute()  # compiles kernels and lets libraries set themselves up
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, pool=pool):
-        output = compute()
-    graph.replay()  # the first replay of a graph takes longer than the others
-    return graph, output
 
 
 def _is_out_of_memory(error: BaseException | None) -> bool:

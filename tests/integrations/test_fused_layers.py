@@ -34,7 +34,7 @@ from lightkv.integrations.model.fused_layers import FusedLayers, fuse_layers, la
 from lightkv.integrations.model.fused_mlp import find_mlp
 from lightkv.integrations.model.fused_norm import Carry, find_norm
 from lightkv.integrations.model.fused_rotary import fused_layers
-from lightkv.integrations.model.hf_model import bind, bound
+from lightkv.integrations.model.hf_model import PackedStep, bind, bound
 from lightkv.router.model.packed_linear import PackedLinear, pack_linears
 from lightkv.triton_kernels.layers.residual_norm import Norm
 
@@ -351,6 +351,32 @@ def test_the_head_computes_sampled_rows_alone(device: torch.device) -> None:
     found = compute(model, tokens, tokens * 7, OwnValues(), torch.tensor([1, 4], device=device))
     assert shapes == [(1, 2, SMALL["hidden_size"])]
     torch.testing.assert_close(found, expected[[1, 4]], rtol=1e-5, atol=1e-5)
+
+
+class SampledValues(PackedStep):
+    """The handler of a step that samples some of its tokens; its attention is that of OwnValues."""
+
+    def attend(self, call: AttentionCall) -> torch.Tensor:
+        return OwnValues().attend(call)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", ["llama", "norms-on-both-sides", "experts"])
+def test_the_last_layers_mlp_computes_sampled_rows_alone(name: str, device: torch.device) -> None:
+    model = varied_model(CONFIGS[name][0], device)
+    bind(model)
+    fuse_layers(model, quiet)
+    expected = logits(model)
+    counts: list[int] = []
+    for layer in model.model.layers:
+        mlp = layer.mlp
+        mlp.register_forward_pre_hook(lambda module, args: counts.append(args[0].shape[1]))
+    tokens = torch.arange(3, 9, device=device)
+    chosen = torch.tensor([4, 1, 0, 0], device=device)  # in any order, and padding samples one token often
+    step = SampledValues(None, (), chosen)  # type: ignore[arg-type]
+    found = compute(model, tokens, tokens * 7, step, chosen)
+    assert counts == [6, 4]
+    torch.testing.assert_close(found, expected[chosen], rtol=1e-5, atol=1e-5)
 
 
 def test_bind_alone_changes_no_layer_and_no_weight(device: torch.device) -> None:

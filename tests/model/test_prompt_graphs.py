@@ -4,6 +4,7 @@ import random
 from array import array
 from collections.abc import Callable
 from itertools import pairwise
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,7 +15,6 @@ from lightkv.router import EngineConfig, SamplingParams
 from lightkv.router.engine.loop import LocalEngine
 from lightkv.router.engine.request import Request
 from lightkv.router.engine.scheduler import Scheduler
-from lightkv.router.model import cuda_graph
 from lightkv.router.model.build import _eager_plans, assemble
 from lightkv.router.model.cuda_graph import (
     FEW_PREFILLS,
@@ -51,10 +51,10 @@ class Recomputed:
 
 def recomputed_graphs(runner: ModelRunner, monkeypatch: pytest.MonkeyPatch) -> StepGraphs:
     """Gives the runner graphs of steps with prompts, which run launch by launch. Decodes run eagerly."""
-    monkeypatch.setattr(cuda_graph, "_captured", lambda compute, pool: (Recomputed(compute), compute()))
-    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
+    capture = SimpleNamespace(graph=lambda compute: (Recomputed(compute), compute()))
+    monkeypatch.setattr(StepGraphs, "_shared", capture)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (0, 0))
-    graphs = StepGraphs(runner._parts, runner._parts, runner._metadata)
+    graphs = StepGraphs(runner._parts, runner._metadata)
     graphs._decodes.clear()
     runner._graphs = graphs
     return graphs

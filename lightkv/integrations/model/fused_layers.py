@@ -20,6 +20,7 @@ from .attention_call import ATTENTION, compute
 from .fused_mlp import MLPLayout, find_mlp, mlp_forward, set_mlp_forward
 from .fused_norm import Carry, add_and_norm, find_norm, may_be_norm, norm_forward, set_norm_forward
 from .fused_rotary import NoiseHandler, fused_forwards, join_projections, spread_positions
+from .hf_model import PackedStep
 from .joined_linear import (
     JoinedLinear,
     has_hooks,
@@ -43,16 +44,30 @@ def layer_forward(layer: nn.Module, plan: LayerPlan, carry: Carry, *args: Any, *
     (hidden,) = args
     x = hidden if plan.input_norm is None else plan.input_norm(hidden)
     arguments = {name: kwargs[name] for name in plan.arguments}
-    x, _ = plan.attention(x, lightkv=kwargs["lightkv"], **arguments)
+    step = kwargs["lightkv"]
+    x, _ = plan.attention(x, lightkv=step, **arguments)
+    kept = step.logits_index if plan.is_last and isinstance(step, PackedStep) else None
+    if kept is not None and len(kept) < hidden.shape[1]:
+        all_tokens = hidden
+        x, hidden = (tokens.index_select(1, kept) for tokens in (x, hidden))
+        hidden, x = add_and_norm(x, hidden, plan.before_mlp, post=plan.after_attention, scale=plan.scale)
+        hidden, _ = add_and_norm(_mlp(plan, x), hidden, None, post=plan.after_mlp, scale=plan.scale)
+        # The other tokens keep what they had before the layer, which is not read any more.
+        return all_tokens.index_copy_(1, kept, hidden)
     hidden, x = add_and_norm(x, hidden, plan.before_mlp, post=plan.after_attention, scale=plan.scale)
-    for module in plan.mlp:
-        x = module(x)
+    x = _mlp(plan, x)
     if plan.next_norm is None:
         return add_and_norm(x, hidden, None, post=plan.after_mlp, scale=plan.scale)[0]
     norm_module, norm = plan.next_norm
     hidden, x = add_and_norm(x, hidden, norm, post=plan.after_mlp, scale=plan.scale)
     carry.put(norm_module, hidden, x)
     return hidden
+
+
+def _mlp(plan: LayerPlan, x: Tensor) -> Tensor:
+    for module in plan.mlp:
+        x = module(x)
+    return x
 
 
 @dataclass
@@ -124,10 +139,12 @@ def fuse_layers(model: PreTrainedModel, report: Report) -> FusedLayers:
     for module, layout in mlps.items():
         if module in joined or len(layout.gate_up) == 1:
             set_mlp_forward(module, layout, joined.get(module))
+    last = next(reversed(calls.layers), None)
     for layer, plan in plans.items():
         following = calls.next_norms.get(layer)
         if following in norms:
             plan = replace(plan, next_norm=(following, norms[following]))
+        plan = replace(plan, is_last=layer is last)
         layer.forward = partial(layer_forward, layer, plan, carry)
     set_linear_forwards([_module(model), *joined.values()])
     for layer in plans:

@@ -19,10 +19,14 @@ from .fused_rotary import fuse, fused_forwards, set_fused_forwards
 
 @dataclass(frozen=True)
 class PackedStep:
-    """The AttentionHandler of one step: passes each layer's call to the backend of that layer."""
+    """The AttentionHandler of one step: passes each layer's call to the backend of that layer.
+
+    `logits_index`: the tokens whose logits are computed, int64 `[n]`; None for all.
+    """
 
     metadata: AttentionMetadata
     backends: Sequence[AttentionBackend]
+    logits_index: torch.Tensor | None = None
 
     def attend(self, call: AttentionCall) -> torch.Tensor:
         """Writes K/V and attends. Afterwards `call.q` has its positions applied."""
@@ -41,7 +45,7 @@ def forward(
     logits_index: torch.Tensor | None,
 ) -> torch.Tensor:
     """Runs `compute` over the batch that `metadata` was prepared for; `input_ids` follow its order."""
-    step = PackedStep(metadata, backends)
+    step = PackedStep(metadata, backends, logits_index)
     return compute(model, input_ids, metadata.position_ids, step, logits_index)
 
 

@@ -31,9 +31,9 @@ class LayerPlan:
     mlp: tuple[nn.Module, ...]  # one after the other
     after_mlp: Norm | None  # of what the MLP returns, before it is added
     scale: float  # the factor of what is added
-    next_norm: tuple[nn.Module, Norm] | None = (
-        None  # the norm of the layer's output, which another module has
-    )
+    # The norm of the layer's output, which another module has.
+    next_norm: tuple[nn.Module, Norm] | None = None
+    is_last: bool = False  # no layer comes after it, so only the tokens whose logits are wanted need its MLP
 
 
 class LayerCall(NamedTuple):
