@@ -247,7 +247,6 @@ class StepGraphs:
         # There was no memory for these, so that their steps run eagerly.
         self._refused: set[tuple[DecodeGraph | PromptGraph, GraphKey | bool]] = set()
 
-    @torch.inference_mode()
     def capture(self, kinds: Sequence[SamplerKind], report: Callable[[str], None]) -> None:
         """Captures graphs of every size ahead of time, the largest first, so that the others fit in its memory.
 
@@ -309,6 +308,7 @@ class StepGraphs:
         captured = graph.has(shares_prefixes) or self._captures(graph, shares_prefixes, name)
         return graph if captured else None
 
+    @torch.inference_mode()
     def _captures(self, graph: DecodeGraph | PromptGraph, key: Any, name: str = "") -> bool:
         """Captures a graph, after announcing it by its `name`, if it has one. Returns whether there was
         memory."""

@@ -6,6 +6,7 @@ from array import array
 
 import pytest
 import torch
+from msgspec.structs import replace
 from transformers import PreTrainedModel
 from triton.runtime.jit import JITFunction
 
@@ -41,23 +42,31 @@ def make(model: PreTrainedModel, **settings: object) -> tuple[LocalEngine, Model
     defaults = {"device": "cuda", "max_num_seqs": 20, "max_total_tokens": 2500, "prefill_chunk": 96}
     config = EngineConfig(**(defaults | settings))  # type: ignore[arg-type]
     runner, info = assemble(model, config, lambda line: None)
-    ledger = TokenLedger(info.capacity, info.limits.max_num_seqs, info.limits.max_model_len)
-    return LocalEngine(Scheduler(ledger, info.limits), runner), runner
+    # Short prefixes are worth reading together, too.
+    sharing = info.limits.prefix_sharing._replace(min_tokens=8, min_saved=1, min_mean=0)
+    limits = replace(info.limits, prefix_sharing=sharing)
+    ledger = TokenLedger(info.capacity, limits.max_num_seqs, limits.max_model_len)
+    return LocalEngine(Scheduler(ledger, limits), runner), runner
 
 
 class Traffic:
-    """Adds requests to an engine as others end, in bursts and singly, and aborts some."""
+    """Adds requests to an engine as others end, in bursts and singly, and aborts some.
+
+    Now and then it adds none until all have ended, so that prompts also run alone.
+    """
 
     def __init__(self, engine: LocalEngine, seed: int) -> None:
         self._engine = engine
         self._rng = random.Random(seed)
         self._num = 0
+        self._pauses = False
 
     def turn(self) -> None:
         rng = self._rng
+        self._pauses = self._engine.has_work and (self._pauses or rng.random() < 0.03)
         if self._num and rng.random() < 0.05:
             self._engine.abort(str(self._num - rng.randint(1, 20)))
-        if self._engine.scheduler.num_waiting < 3 and rng.random() < 0.2:
+        if not self._pauses and self._engine.scheduler.num_waiting < 3 and rng.random() < 0.3:
             for _ in range(rng.choice([1, 1, 2, 15])):
                 self.add()
 
