@@ -87,15 +87,22 @@ class EngineConfig:
     ttft_target: float = setting(
         TTFT_TARGET, "For --admission timely: the target for the time to the first token, in seconds."
     )
+    itl_target: float | None = setting(
+        None,
+        "The target for the time between tokens, in seconds. While requests decode, a step takes only as many "
+        "prompt tokens as keep it within the target, by step times that are measured at start. 0 is no target. "
+        "Default on a GPU: 0.04, or 3 times what the step takes without prompts if that is longer; on a CPU: "
+        "no target.",
+    )
     cuda_graphs: bool = setting(True, "Run steps as CUDA graphs, those of up to 2,304 tokens.")
     group_prefixes: bool = setting(
         True,
         "In decode steps, read a long prefix once for all the requests that share it (triton backend).",
     )
-    compile: bool = setting(
-        False,
-        "Compile decode steps before capturing them as CUDA graphs: steps are faster, and start-up takes about "
-        "20 s longer for each batch size.",
+    fuse: bool = setting(
+        True,
+        "Compute q, k and v as one product, gate and up as one product, and norms together with the additions "
+        "before them, in layers where that is found to be the same.",
     )
 
     def __post_init__(self) -> None:
@@ -113,6 +120,9 @@ class EngineConfig:
             raise InvalidConfig(f"--mem-fraction is {self.mem_fraction}; give a share above 0 and up to 1")
         if not self.ttft_target > 0:
             raise InvalidConfig(f"--ttft-target is {self.ttft_target}; give seconds, more than 0")
+        if self.itl_target is not None and not 0.0 <= self.itl_target <= MAX_SECONDS:
+            most = f"seconds, up to {MAX_SECONDS:.0f}, or 0 for no target"
+            raise InvalidConfig(f"--itl-target is {self.itl_target}; give {most}")
         if self.dtype not in DTYPES:
             raise InvalidConfig(f"--dtype is {self.dtype!r}; give one of {', '.join(DTYPES)}")
         if self.attention_backend not in (None, *ATTENTION_BACKENDS):

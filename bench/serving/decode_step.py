@@ -55,6 +55,7 @@ def make_engine(
         max_model_len=prompt + 4 * steps,
         max_total_tokens=batch * (prompt + 4 * steps),
         prefill_chunk=8192,
+        itl_target=0.0,  # else the first requests end while the last prompts are computed beside them
         cuda_graphs=graphs,
         fuse=fuse,
     )

@@ -86,11 +86,11 @@ class Server:
 
     def cpu_seconds(self) -> dict[str, float]:
         """Returns the processor time of each process since its start, by role: api, router, worker."""
-        return {role: _cpu_seconds(pid) for pid in _descendants(self._process.pid) if (role := _role(pid))}
+        return {role: cpu_seconds(pid) for pid in descendants(self._process.pid) if (role := _role(pid))}
 
     def pids(self) -> dict[str, int]:
         """Returns the id of each live process, by role: launcher, api, router, worker."""
-        found = {role: pid for pid in _descendants(self._process.pid) if (role := _role(pid))}
+        found = {role: pid for pid in descendants(self._process.pid) if (role := _role(pid))}
         return {"launcher": self._process.pid, **found}
 
     def memory(self) -> dict[str, Memory]:
@@ -125,11 +125,12 @@ def parse_with_serve(made: argparse.ArgumentParser, argv: Sequence[str] | None) 
     return options
 
 
-def _descendants(pid: int) -> list[int]:
+def descendants(pid: int) -> list[int]:
+    """Returns the ids of a process's children, of theirs, and so on."""
     found = []
     for file in Path(f"/proc/{pid}/task").glob("*/children"):
         for child in map(int, file.read_text().split()):
-            found += [child, *_descendants(child)]
+            found += [child, *descendants(child)]
     return found
 
 
@@ -138,8 +139,11 @@ def _role(pid: int) -> str | None:
     return next((role for module, role in ROLES.items() if module in command), None)
 
 
-def _cpu_seconds(pid: int) -> float:
-    """Reads utime and stime, fields 14 and 15 of proc(5). Field 2 is a name in brackets with any characters."""
+def cpu_seconds(pid: int) -> float:
+    """Returns the processor time of a process in seconds.
+
+    It is utime and stime, fields 14 and 15 of proc(5). Field 2 is a name in brackets with any characters.
+    """
     numbers = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     return (int(numbers[11]) + int(numbers[12])) / os.sysconf("SC_CLK_TCK")
 

@@ -79,19 +79,6 @@ class Point(NamedTuple):
     seconds: float
 
 
-def work_of(plan: StepPlan) -> Work:
-    """Returns what a step computes."""
-    num = plan.num_prefills
-    chunks = list(zip(plan.starts[:num], plan.counts, strict=False))
-    decodes = len(plan.rows) - num
-    return Work(
-        decodes,
-        sum(plan.starts[num:]) + decodes,
-        sum(count for _, count in chunks),
-        sum(count * start + count * (count + 1) // 2 for start, count in chunks),
-    )
-
-
 class Watch:
     """An executor that notes what each step computes."""
 
@@ -106,7 +93,7 @@ class Watch:
 
     def launch(self, plan: StepPlan) -> None:
         """Launches the step, and notes what it computes."""
-        self.work = work_of(plan)
+        self.work = plan.work
         self._runner.launch(plan)
 
     def collect(self) -> StepResult:
@@ -255,6 +242,7 @@ def main() -> None:
         max_num_seqs=max(level.batch for level in LEVELS) + len(ADDED) * 2,
         max_model_len=8192,
         prefill_chunk=options.prefill_chunk,
+        itl_target=0.0,  # the steps are measured here
     )
     meter = Meter(model, config)
     gc.collect()

@@ -13,12 +13,13 @@ import msgspec
 
 from bench.serving.stats import Targets
 from bench.serving.workload import Replayed
-from bench.trace.step_time import Point, work_of
+from bench.trace.step_time import Point
 from lightkv.errors import LightKVError
 from lightkv.router import SamplingParams
 from lightkv.router.engine.admission import make_admission
 from lightkv.router.engine.ledger import Ledger
 from lightkv.router.engine.loop import LocalEngine
+from lightkv.router.engine.prefill_budget import PrefillBudget
 from lightkv.router.engine.request import Request
 from lightkv.router.engine.scheduler import Scheduler
 from lightkv.router.engine.step import ExpectedMemory, RunnerInfo, StepPlan, StepResult
@@ -61,7 +62,7 @@ class Executor:
     def launch(self, plan: StepPlan) -> None:
         """Launches the step, and notes what it computes and what is held meanwhile."""
         self._plan = plan
-        self.work = work_of(plan)
+        self.work = plan.work
         self.held, self.padding = self._ledger.num_held, padding_of(self._ledger)
         for new in plan.new_rows:
             self._row_left[new.row] = self.left[new.seed]
@@ -114,7 +115,9 @@ class Machine:
         def now() -> float:
             return time.perf_counter() - begun
 
-        engine = LocalEngine(Scheduler(ledger, limits, admission=counted, clock=now), executor)
+        budget = PrefillBudget(limits, self.info.step_time)
+        scheduler = Scheduler(ledger, limits, admission=counted, clock=now, budget=budget)
+        engine = LocalEngine(scheduler, executor)
         params = SamplingParams(temperature=0, max_tokens=self._max_new)
         requests = [
             Request(str(idx), ids.tobytes(), params, idx, frozenset({END}))

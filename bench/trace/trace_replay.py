@@ -142,6 +142,9 @@ def arguments() -> argparse.Namespace:
     made.add_argument("--max-output", type=int, help="scale the answers likewise")
     made.add_argument("--ttft-target", type=float, default=10.0)
     made.add_argument("--tpot-target", type=float, default=0.1)
+    made.add_argument(
+        "--itl-target", type=float, default=0.0, help="seconds of a step; 0 cuts no chunk by time"
+    )
     made.add_argument("--step-time", default=None, help="as lightkv simulate has it")
     made.add_argument("--fit-requests", type=int, default=96, help="requests that the model is fitted to")
     made.add_argument("--seconds", type=float, default=1e9, help="begin no replay after this time")
@@ -167,6 +170,7 @@ def engine_config(options: argparse.Namespace) -> EngineConfig:
         max_num_seqs=options.max_num_seqs,
         max_model_len=options.max_model_len,
         prefill_chunk=options.prefill_chunk,
+        itl_target=options.itl_target,
     )
 
 
@@ -210,6 +214,7 @@ def simulation_config(options: argparse.Namespace, engine: Results) -> Simulatio
         prefill_chunk=engine["prefill_chunk"],
         max_new=options.max_new,
         ttft_target=options.ttft_target,
+        itl_target=options.itl_target,
         tpot_target=options.tpot_target,
         seed=options.seed,
     )
@@ -321,7 +326,7 @@ def simulate_again(results: Results, trace_path: str, given: str | None) -> None
     step_time = StepTime.parse(given or settings["step_time"] or "")
     if given is not None:
         settings["step_time"] = named(given)
-    options = argparse.Namespace(**{**settings, "trace": trace_path})
+    options = argparse.Namespace(**{"itl_target": 0.0, **settings, "trace": trace_path})
     trace, _, _ = traces_of(options, results["engine"])
     config = simulation_config(options, results["engine"])
     results["step_times"]["given"] = step_time.as_dict()

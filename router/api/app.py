@@ -17,11 +17,12 @@ from lightkv.router.service.api_settings import ApiSettings
 from lightkv.router.service.router_client import RequestRefused, RouterClient
 from lightkv.router.text.tokenizer import ChatTemplateError, Tokenizer
 
+from .event_stream import failure_status
 from .generation import Backend, GenerationFailed, GenerationLost
 from .http_guard import OPEN_PATHS, Guard, error_response
 from .metrics import ServiceMetrics
 from .request_body import BodyRoom, body_route
-from .routes import InvalidHeader, Routes, UnknownModel, failure_status
+from .routes import InvalidHeader, Routes, UnknownModel
 
 _STATUS_OF_REFUSAL = {"invalid": 400, "never_fits": 400, "queue_full": 429, "unavailable": 503}
 

@@ -60,7 +60,7 @@ class Answer:
     scored: list[tuple[int, TokenLogprobs]] = field(default_factory=list)
 
 
-@dataclass
+@dataclass(slots=True)
 class TextDelta:
     """The text and tokens that an answer has gained. The last delta of an answer has a `finish_reason`."""
 
@@ -151,8 +151,8 @@ class Generation:
         """The tokens of all answers so far."""
         return sum(len(answer.completion.token_ids) for answer in self.answers)
 
-    async def deltas(self) -> AsyncIterator[TextDelta]:
-        """Yields what the answers gain, as one delta for the events of an answer that arrived together.
+    async def deltas(self) -> AsyncIterator[list[TextDelta]]:
+        """Yields what the answers gain, each time as one delta for each answer that has gained something.
 
         Ends early if the generation is closed. Raises GenerationFailed and GenerationLost, after which no
         answer runs any more.
@@ -160,14 +160,20 @@ class Generation:
         async for events in self._events:
             deltas: dict[str, TextDelta] = {}
             for event in events:
+                request_id = event.request_id
                 if event.finish_reason in ("error", "lost", "abort"):
                     self._fail(event.finish_reason, event.error or "it was aborted")
-                if (answer := self._growing.get(event.request_id)) is not None:
-                    self._add(event, deltas.setdefault(event.request_id, TextDelta(answer)))
+                delta = deltas.get(request_id)
+                if delta is None:
+                    answer = self._growing.get(request_id)
+                    if answer is None:
+                        continue
+                    delta = deltas[request_id] = TextDelta(answer)
+                self._add(event, delta)
             for request_id, delta in deltas.items():
-                self._finish(request_id, delta)  # before any is yielded, because the consumer may be slow
-            for delta in deltas.values():
-                yield delta
+                if delta.answer.completion.finish_reason is not None:
+                    self._finish(request_id, delta)
+            yield list(deltas.values())
 
     def close(self) -> None:
         """Aborts the answers that are unfinished."""
@@ -190,11 +196,10 @@ class Generation:
             delta.scored.append(answer.scored[-1])
 
     def _finish(self, request_id: str, delta: TextDelta) -> None:
-        """If the answer has ended, notes why, and aborts its request if a stop string ended it."""
+        """Notes why an answer has ended, and aborts its request if a stop string ended it."""
         completion = delta.answer.completion
+        assert completion.finish_reason is not None
         delta.finish_reason = completion.finish_reason
-        if completion.finish_reason is None:
-            return
         del self._growing[request_id]
         delta.answer.clock.finish(completion.finish_reason)
         if completion.stopped:

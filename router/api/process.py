@@ -3,15 +3,17 @@
 import asyncio
 import socket
 import sys
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import msgspec
 import uvicorn
 import uvloop
+from starlette.types import ASGIApp, Message
 
 from lightkv.router.service.api_settings import ServeSettings
-from lightkv.router.service.child_process import ignore_signals
+from lightkv.router.service.child_process import freeze_objects, ignore_signals
 from lightkv.router.service.router_client import RouterClient, RouterUnreachable
 from lightkv.router.text.tokenizer import Tokenizer, UnreadableTokenizer
 
@@ -19,6 +21,7 @@ from .app import create_app
 from .server import make_server
 
 NUM_TEXT_THREADS = 2
+_NO_MODEL = "\0"
 MODEL_CHECK_SECONDS = (
     20.0  # time for the worker to refuse the model, with a better reason than the tokenizer's
 )
@@ -44,7 +47,11 @@ async def serve(settings: ServeSettings) -> None:
         if router_ended.done():
             return
         raise
-    server = make_server(create_app(client, tokenizer, settings.api), settings)
+    app = create_app(client, tokenizer, settings.api)
+    tokenizer.prepare()  # the worker takes longer to load the model
+    await warm_up(app, settings.api.api_keys)
+    server = make_server(app, settings)
+    freeze_objects()
     serving = asyncio.create_task(server.serve([socket.socket(fileno=settings.listen_fd)]))
     announcing = asyncio.create_task(_announce_ready(server, client))
     await asyncio.wait([serving, router_ended], return_when=asyncio.FIRST_COMPLETED)
@@ -52,6 +59,34 @@ async def serve(settings: ServeSettings) -> None:
     server.should_exit = True  # open responses end first, the incomplete ones with an error
     await serving
     await client.close()
+
+
+async def warm_up(app: ASGIApp, api_keys: Sequence[str]) -> None:
+    """Sends the application a request of each kind, for a model that does not exist. After it, the first real
+    request takes about as long as any other."""
+    key = [(b"authorization", b"Bearer " + api_keys[0].encode())] if api_keys else []
+
+    async def send(message: Message) -> None:
+        pass
+
+    chat = {"messages": [{"role": "user", "content": "Hi"}]}
+    for path, content in (("completions", {"prompt": [1]}), ("chat/completions", chat)):
+        body = msgspec.json.encode({"model": _NO_MODEL, "stream": True, **content})
+        parts = iter([{"type": "http.request", "body": body, "more_body": False}])
+
+        async def receive(parts: Iterator[Message] = parts) -> Message:
+            return next(parts, {"type": "http.disconnect"})
+
+        scope = {
+            "type": "http",
+            "http_version": "1.1",
+            "method": "POST",
+            "scheme": "http",
+            "path": f"/v1/{path}",
+            "query_string": b"",
+            "headers": [(b"content-type", b"application/json"), *key],
+        }
+        await app(scope, receive, send)
 
 
 async def _announce_ready(server: uvicorn.Server, client: RouterClient) -> None:

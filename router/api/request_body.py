@@ -91,7 +91,7 @@ class _BodyRequest(Request):
         body = await self.body()
         try:
             if len(body) <= SHORT_BODY:
-                return json.loads(body.decode())
+                return parse_short(body)
             async with self._room.parsing:
                 return await asyncio.to_thread(parse, body, self._room.max_values)
         finally:
@@ -121,6 +121,14 @@ def body_route(room: BodyRoom) -> type[APIRoute]:
             return handle_bounded
 
     return BodyRoute
+
+
+def parse_short(body: bytes | bytearray) -> Any:
+    """Parses a short body. Raises ValueError if it is not JSON."""
+    try:
+        return msgspec.json.decode(body)  # in a third of the time
+    except (msgspec.DecodeError, ValueError):
+        return json.loads(body.decode())  # which accepts more, and says where it does not
 
 
 def parse(body: bytes | bytearray, max_values: int = MAX_VALUES) -> Any:

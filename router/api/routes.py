@@ -1,18 +1,15 @@
 """The routes of the HTTP application. Each returns a response or raises an error, which `app.py` turns into an
 HTTP status."""
 
-import asyncio
 import hashlib
 import time
-from collections.abc import AsyncIterator, Mapping
-from contextlib import asynccontextmanager
 from typing import Any
 
 import msgspec
 import numpy as np
 from fastapi import Request
-from starlette.responses import Response, StreamingResponse
-from starlette.types import Receive, Scope, Send
+from starlette.responses import Response
+from starlette.types import Receive
 
 from lightkv import __version__
 from lightkv.errors import LightKVError
@@ -27,21 +24,19 @@ from lightkv.router.api.openai.protocol import (
     Tokenized,
     TokenizeRequest,
     Version,
-    error_body,
 )
-from lightkv.router.api.openai.writer import ChatWriter, CompletionWriter, usage_of
+from lightkv.router.api.openai.writer import ChatWriter, CompletionWriter
 from lightkv.router.config import NAMESPACE_HEADER
 from lightkv.router.engine.request import InvalidPrompt, NeverFits
 from lightkv.router.sampling_params import MAX_COUNT, MAX_LOGPROBS, InvalidParams
 from lightkv.router.service.api_settings import ApiSettings
 
 from . import unsupported_fields
-from .generation import Backend, Generation, GenerationFailed, GenerationLost, GenerationSpec
+from .event_stream import EventStream, closed_with_client
+from .generation import Backend, GenerationSpec
 from .metrics import CONTENT_TYPE
 from .prompt_reader import Chat, PromptReader, PromptRoom, convert
 from .unsupported_fields import refuse_unsupported
-
-_STREAM_HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}  # no proxy may hold events back
 
 
 class UnknownModel(LightKVError):
@@ -59,18 +54,6 @@ class InvalidHeader(LightKVError):
             f"the request has {num_given} headers {name}, or an empty one; send one that names the cache "
             "namespace"
         )
-
-
-class _EventStream(StreamingResponse):
-    """Server-sent events. If the client disconnects, its requests are aborted."""
-
-    def __init__(self, generation: Generation, events: AsyncIterator[bytes]) -> None:
-        super().__init__(events, headers=_STREAM_HEADERS, media_type="text/event-stream")
-        self._generation = generation
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        async with _closed_with_client(receive, self._generation):
-            await self.stream_response(send)
 
 
 class Routes:
@@ -218,8 +201,8 @@ class Routes:
         begins."""
         generation = await self._backend.generate(spec)
         if body.stream:
-            return _EventStream(generation, _events(generation, writer, body))
-        async with _closed_with_client(receive, generation):
+            return EventStream(generation, writer, body)
+        async with closed_with_client(receive, generation):
             async for _ in generation.deltas():
                 pass
             num_scored = sum(len(answer.scored) for answer in generation.answers)
@@ -291,56 +274,8 @@ class Routes:
         }
 
 
-async def _events(
-    generation: Generation, writer: CompletionWriter | ChatWriter, body: GenerationRequest
-) -> AsyncIterator[bytes]:
-    """Yields the server-sent events of a stream. If the generation fails, the last event is the error, and
-    there is no [DONE]."""
-    try:
-        async for delta in generation.deltas():
-            if not (delta.text or delta.scored or delta.finish_reason):
-                continue
-            for chunk in writer.chunks(delta):
-                if body.has_running_usage:
-                    chunk["usage"] = usage_of(generation)
-                elif body.includes_usage:
-                    chunk["usage"] = None
-                yield _event(chunk)
-        if body.includes_usage:
-            yield _event(writer.usage_chunk(usage_of(generation)))
-        yield b"data: [DONE]\n\n"
-    except (GenerationFailed, GenerationLost) as error:
-        yield _event(error_body(failure_status(error), str(error)))
-
-
-def failure_status(error: GenerationFailed | GenerationLost) -> int:
-    """Returns the HTTP status of an answer that could not be completed."""
-    return 503 if isinstance(error, GenerationLost) else 500
-
-
-def _event(content: Mapping[str, Any]) -> bytes:
-    return b"data: " + msgspec.json.encode(content) + b"\n\n"
-
-
 def _json(content: Any, status: int = 200) -> Response:
     return Response(msgspec.json.encode(content), status, media_type="application/json")
-
-
-@asynccontextmanager
-async def _closed_with_client(receive: Receive, generation: Generation) -> AsyncIterator[None]:
-    """Closes the generation as soon as its client disconnects, at the latest at the end of the block."""
-
-    async def watch() -> None:
-        while (await receive())["type"] != "http.disconnect":
-            pass
-        generation.close()
-
-    watching = asyncio.create_task(watch())
-    try:
-        yield
-    finally:
-        watching.cancel()
-        generation.close()
 
 
 def _chat(body: ChatRequest | TokenizeRequest) -> Chat:

@@ -149,10 +149,13 @@ def summary(result: "SimulationResult") -> Iterator[str]:
     arriving = "all at the start" if not f.offered_rate else f"{f.offered_rate:.2f} a second"
     load = f", {f.load:.2f} of saturation ({f.saturation_rate:.2f})" if f.load else ""
     targets = f"first token in {settings['ttft_target']:g} s, then {settings['tpot_target'] * 1e3:g} ms each"
+    within = ""
+    if settings["itl_target"]:
+        within = f"; steps of at most {settings['itl_target'] * 1e3:g} ms beside decodes"
     padding = f", {f.memory_padding_share:.2%} padding" if f.memory_padding_share else ""
     waste = f"; of a request's slots {f.last_page_waste_share:.2%} empty" if f.last_page_waste_share else ""
     rows = {
-        "policy": f"{settings['allocation']}, {settings['admission']}; {settings['capacity']:,} tokens",
+        "policy": f"{settings['allocation']}, {settings['admission']}; {settings['capacity']:,} tokens{within}",
         "requests": f"{f.num_requests:,}, {arriving}{load}"
         + (f"; {f.num_skipped:,} too large" if f.num_skipped else ""),
         "served": f"{f.served_rate:.2f} requests a second while loaded, {f.output_rate:,.0f} tokens a second",

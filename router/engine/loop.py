@@ -16,6 +16,7 @@ from lightkv.errors import LedgerMismatch, LightKVError
 from lightkv.ledger import TokenLedger
 
 from .admission import Admission
+from .prefill_budget import PrefillBudget
 from .request import Request
 from .scheduler import Scheduler
 from .step import ExpectedMemory, RunnerInfo, StepPlan, StepResult, TokenEvent
@@ -245,4 +246,5 @@ def make_scheduler(
     """Returns a scheduler over an empty ledger. `max_in_flight`: None is what suits the runner."""
     limits = info.limits
     ledger = TokenLedger(info.capacity, limits.max_num_seqs, limits.max_model_len)
-    return Scheduler(ledger, limits, max_in_flight or info.max_in_flight, admission)
+    budget = PrefillBudget(limits, info.step_time)
+    return Scheduler(ledger, limits, max_in_flight or info.max_in_flight, admission, budget=budget)

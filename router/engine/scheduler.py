@@ -32,6 +32,7 @@ from .admission import Admission, Demand, Running, peak_tokens
 from .forecast import Forecast
 from .ledger import Ledger
 from .new_rows import NewRows
+from .prefill_budget import PrefillBudget
 from .request import Request
 from .step import Limits, StepPlan, StepResult, TokenEvent
 from .waiting import WaitingQueue
@@ -58,7 +59,8 @@ class Scheduler:
     """Plans steps over one ledger. Up to `depth` plans are in flight; their results come in order.
 
     `admission`: how requests are counted; None counts each with all that it may take, so that none is ever
-    preempted. `clock`: returns seconds, by which waiting is measured.
+    preempted. `clock`: returns seconds, by which waiting is measured. `budget`: how many prompt tokens a step
+    takes; None is `limits.prefill_budget` in every step.
     """
 
     def __init__(
@@ -68,6 +70,7 @@ class Scheduler:
         depth: int = 1,
         admission: Admission | None = None,
         clock: Callable[[], float] = time.monotonic,
+        budget: PrefillBudget | None = None,
     ) -> None:
         if depth not in (1, 2):
             raise ValueError(f"a depth of {depth}; give 1, or 2 to plan a step while one is in flight")
@@ -92,6 +95,7 @@ class Scheduler:
         self._prefixes = BatchPrefixes(ledger, limits.prefix_sharing)
         self._admission = admission or Admission()
         self._clock = clock
+        self._budget = budget or PrefillBudget(limits)
         self._waiting = WaitingQueue(self._admission.patience)
         self._blocked = False  # the head of the queue was refused, and nothing has ended since
 
@@ -172,7 +176,7 @@ class Scheduler:
             self._preempt(max(self._prefilling + self._decoding, key=_order))
             decoding, sequences = self._next_decodes()
             growth = ledger.growth(sequences)
-        chunks = self._plan_prefills(growth)
+        chunks = self._plan_prefills(sequences, growth)
         if not chunks and not decoding:
             return None
         # The decodes' slots are allocated last, so that no prefix found by `_plan_prefills` is evicted for
@@ -351,33 +355,41 @@ class Scheduler:
         self._blocked = False
         self.num_preemptions += 1
 
-    def _plan_prefills(self, growth: int) -> list[_Chunk]:
+    def _plan_prefills(self, decodes: list[Sequence], growth: int) -> list[_Chunk]:
         """Returns the prefill chunks of the next step, those of the most urgent requests first.
 
-        Admits waiting requests while there is budget, and room beside the `growth` of the decodes.
+        Admits waiting requests while there is budget beside the `decodes`, and room beside their `growth`.
         """
-        budget = self.limits.prefill_budget
         chunks: list[_Chunk] = []
-        while (count := min(budget, self.ledger.num_available - growth)) > 0:
+        if not self._prefilling and not self._waiting:
+            return chunks
+        kv = sum([sequence.length for sequence in decodes]) + len(decodes)
+        budget = self._budget.of_step(len(decodes), kv)
+        while (room := self.ledger.num_available - growth) > 0:
             idx = len(chunks)
             head = self._waiting.head
             admitted = self._prefilling[idx] if idx < len(self._prefilling) else None
-            if head is not None and (admitted is None or head.order < admitted.order) and self._admit(head):
+            if head is not None and admitted is not None and admitted.order < head.order:
+                head = None
+            # A request is admitted in a step that computes a part of it.
+            if head is not None and budget.can_begin(head.num_prefill_tokens) and self._admit(head):
                 self._waiting.pop()
                 self._prefilling.insert(idx, head)
             elif admitted is None:
                 break
-            chunk = self._next_chunk(self._prefilling[idx], count)
-            chunks.append(chunk)
-            budget -= chunk.num_tokens
+            request = self._prefilling[idx]
+            start = request.sequence.length  # type: ignore[union-attr]
+            count = min(budget.tokens(start, request.num_prefill_tokens - start), room)
+            if not count:
+                break
+            chunks.append(self._next_chunk(request, start, count))
+            budget.add(start, count)
         return chunks
 
-    def _next_chunk(self, request: Request, budget: int) -> _Chunk:
-        """Allocates and publishes at most `budget` more tokens of a request's prefill."""
+    def _next_chunk(self, request: Request, start: int, count: int) -> _Chunk:
+        """Allocates and publishes `count` tokens of a request's prefill from `start` on."""
         sequence = request.sequence
         assert sequence is not None
-        start = sequence.length
-        count = min(request.num_prefill_tokens - start, budget)
         self.ledger.extend([sequence], [count])
         self.ledger.publish(sequence)
         return _Chunk(request, start, count)

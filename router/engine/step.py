@@ -12,6 +12,8 @@ from lightkv.ledger.shared_prefixes import PrefixSharing, SharedPrefix
 from lightkv.memory_map import Counts, Owner
 from lightkv.router.sampling_params import SamplerKind, SamplingParams
 
+from .step_time import StepTime, Work
+
 
 class Limits(msgspec.Struct, frozen=True):
     """How much may run at once.
@@ -22,6 +24,8 @@ class Limits(msgspec.Struct, frozen=True):
         prefill_chunk: prompt tokens a step; with 0 no prompt is ever cut.
         vocab_size: token ids are below it.
         prefix_sharing: which prefixes that decodes share are worth reading together.
+        itl_target: the seconds that a step with decodes and prompts may take, where the time of a step is known
+            (`RunnerInfo.step_time`); 0 is no target, and None is chosen by `PrefillBudget`.
     """
 
     max_num_seqs: int
@@ -29,6 +33,7 @@ class Limits(msgspec.Struct, frozen=True):
     prefill_chunk: int
     vocab_size: int
     prefix_sharing: PrefixSharing = PrefixSharing(max_members=1)
+    itl_target: float | None = None
 
     @property
     def prefill_budget(self) -> int:
@@ -101,6 +106,17 @@ class StepPlan(msgspec.Struct, frozen=True):
     def num_tokens(self) -> int:
         """The tokens in the batch."""
         return sum(self.counts)
+
+    @property
+    def work(self) -> Work:
+        """What the step computes, for the step-time model."""
+        num, starts = self.num_prefills, self.starts
+        decodes = len(self.rows) - num
+        prompt = pairs = 0
+        for start, count in zip(starts[:num], self.counts, strict=False):
+            prompt += count
+            pairs += count * start + count * (count + 1) // 2
+        return Work(decodes, sum(starts) - sum(starts[:num]) + decodes, prompt, pairs)
 
     @property
     def decode_alloc(self) -> Alloc | None:
@@ -212,7 +228,8 @@ class PoolMap(msgspec.Struct, frozen=True):
 
 
 class RunnerInfo(msgspec.Struct, frozen=True):
-    """The properties of a model runner that is ready, for the scheduler and for display."""
+    """The properties of a model runner that is ready, for the scheduler and for display. `step_time`: what its
+    steps take; None where that was not measured."""
 
     architecture: str
     device: str
@@ -224,6 +241,7 @@ class RunnerInfo(msgspec.Struct, frozen=True):
     pool_bytes: int
     pool_reason: str
     limits: Limits
+    step_time: StepTime | None = None
 
     @property
     def max_in_flight(self) -> int:

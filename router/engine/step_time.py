@@ -12,9 +12,12 @@ outside CUDA graphs, so it takes at least as long as the host needs to launch it
               + per_pair · (prompt tokens × tokens each attends), and not less than `prefill`, nor than the
               same step without its prompt tokens
 
-`step_time.json`, beside this file, has the parameters measured on one device.
+The scheduler chooses by it how many prompt tokens a step may compute (`prefill_budget.py`), and the simulator
+passes the time of a step. `step_time.json`, beside this file, has the parameters measured on one device; a
+runner on a GPU is measured when it starts (`lightkv/router/model/step_timing.py`).
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
@@ -73,6 +76,23 @@ class StepTime:
             return alone
         products = self.per_prompt * (prompt + decodes) + self.per_pair * pairs
         return max(seconds + products, self.prefill, alone)
+
+    def most_prompt_tokens(self, seconds: float, work: Work, start: int) -> int | None:
+        """Returns the most tokens of a prompt, from position `start` on, that a step can compute beside `work`
+        within `seconds`; None where any number of them fits. It counts neither `prefill` nor what `work` takes
+        without prompt tokens: a step with any prompt token takes at least these.
+
+        The n tokens attend start + 1, …, start + n tokens, so that they take
+        per_prompt · n + per_pair · (start · n + n · (n + 1) / 2) seconds.
+        """
+        left = seconds - self.base - self.per_kv * work.kv
+        left -= self.per_prompt * (work.prompt + work.decodes) + self.per_pair * work.pairs
+        if left <= 0:
+            return 0
+        linear = self.per_prompt + self.per_pair * (start + 0.5)
+        if not linear:
+            return None
+        return int(2 * left / (linear + math.sqrt(linear * linear + 2 * self.per_pair * left)))
 
     def as_dict(self) -> dict[str, Any]:
         """Returns what `read` takes from a file."""

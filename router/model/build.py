@@ -16,6 +16,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from lightkv.attention import AttentionMetadata, make_backends, pick_backend, prefix_members
 from lightkv.edits import Alloc, FreeRange
 from lightkv.integrations.model.context import context_length
+from lightkv.integrations.model.fused_layers import fuse_layers, unfuse_layers
 from lightkv.integrations.model.hf_model import bind
 from lightkv.integrations.model.probe import probe
 from lightkv.ledger.shared_prefixes import PrefixSharing
@@ -34,6 +35,7 @@ from .packed_linear import pack_linears
 from .parts import RunnerParts
 from .runner import ModelRunner
 from .sampler import Sampler
+from .step_timing import StepTimer
 
 Report = Callable[[str], None]
 
@@ -70,15 +72,9 @@ def pick_dtype(name: str) -> torch.dtype | Literal["auto"]:
 
 
 def use_graphs(config: EngineConfig, device: torch.device) -> bool:
-    """Returns whether steps run as CUDA graphs. Raises InvalidConfig if `config` contradicts itself."""
+    """Returns whether steps run as CUDA graphs."""
     backend = pick_backend(config.attention_backend, device)
-    graphs = config.cuda_graphs and device.type == "cuda" and backend.supports_cuda_graph
-    if config.compile and not graphs:
-        raise InvalidConfig(
-            "--compile is for decode steps in CUDA graphs; leave it out, or use a GPU with the triton "
-            "attention backend and without --no-cuda-graphs"
-        )
-    return graphs
+    return config.cuda_graphs and device.type == "cuda" and backend.supports_cuda_graph
 
 
 @dataclass(frozen=True)
@@ -113,6 +109,7 @@ class EngineSizes:
             max_model_len=max_model_len,
             prefill_chunk=chunk,
             vocab_size=self.text.vocab_size,
+            itl_target=config.itl_target,
         )
 
     def pool(self, spec: KVSpec) -> PoolPlan:
@@ -150,7 +147,6 @@ def find_model(config: EngineConfig, report: Report) -> Path:
     Raises InvalidConfig, ModelNotFound, UnreadableWeights, UnsupportedModel.
     """
     device = pick_device(config.device)
-    use_graphs(config, device)
     directory = resolve(config.model, report)
     text = load_supported_config(directory).get_text_config()
     _ = EngineSizes(config, device, text).limits  # raises InvalidConfig
@@ -177,17 +173,19 @@ def assemble(model: PreTrainedModel, config: EngineConfig, report: Report) -> tu
     sizes = EngineSizes(config, device, model.config.get_text_config())
     limits = sizes.limits
     with_graphs = use_graphs(config, device)
+    unfuse_layers(model)  # of an engine that ran the model before
     shape = probe(model)
     backends = make_backends(config.attention_backend, device, shape.layers)
     if config.group_prefixes:
         limits = replace(limits, prefix_sharing=PrefixSharing(prefix_members(backends)))
+    bind(model)
+    joined = fuse_layers(model, report).joined if config.fuse else []
     if device.type == "cpu":
-        pack_linears(model, report)
+        pack_linears(model, report, joined)
     pool = sizes.pool(shape.spec)
     report(f"K/V pool: {pool.num_tokens:,} tokens, {pool.num_bytes / 2**20:,.1f} MiB ({pool.why})")
     memory = KVMemory(shape.spec, pool.num_slots, limits.max_num_seqs, limits.max_model_len, device)
     sampler = Sampler(limits.max_num_seqs + 1, limits.vocab_size, device)
-    bind(model)
     parts = RunnerParts(model, backends, memory, sampler)
     if device.type == "cuda":
         report("compiling the kernels that allocate slots, for every size of a step")
@@ -197,7 +195,7 @@ def assemble(model: PreTrainedModel, config: EngineConfig, report: Report) -> tu
         members = limits.prefix_sharing.max_members
         most = limits.max_step_tokens
         metadata = AttentionMetadata(limits.max_num_seqs, most, memory, prefix_members=members)
-        graphs = StepGraphs(parts, _compiled(parts, report) if config.compile else parts, metadata)
+        graphs = StepGraphs(parts, metadata)
         graphs.capture([SamplerKind.GREEDY, SamplerKind.RANDOM], report)
     runner = ModelRunner(parts, limits, graphs)
     if device.type == "cuda":
@@ -215,6 +213,8 @@ def assemble(model: PreTrainedModel, config: EngineConfig, report: Report) -> tu
         pool_reason=pool.why,
         limits=limits,
     )
+    if config.itl_target or (config.itl_target is None and device.type == "cuda"):
+        info = replace(info, step_time=StepTimer(runner, info).measure(report))
     return runner, info
 
 
@@ -260,12 +260,3 @@ def _padding_plan(counts: list[int], num_prefills: int) -> StepPlan:
 def _powers_of_two(most: int) -> list[int]:
     """Returns the powers of two below `most`, then `most`."""
     return [*(1 << bits for bits in range(most.bit_length()) if 1 << bits < most), most]
-
-
-def _compiled(parts: RunnerParts, report: Report) -> RunnerParts:
-    """Compiles the model for decode graphs only: every prefill would be a new shape to compile."""
-    report("compiling the model for each batch size of a decode step: about 20 s each")
-    # Each shape is a compilation of its own.
-    torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 1024)
-    compiled = torch.compile(parts.model, dynamic=False)
-    return parts._replace(model=compiled)  # type: ignore[arg-type]

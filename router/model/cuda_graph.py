@@ -224,11 +224,11 @@ class PromptGraph:
 class StepGraphs:
     """The graphs of all steps. They share one memory pool, since they never run at the same time.
 
-    `metadata` is that of eager steps; it says how large a step can be. Decode graphs run `decode_parts`, the
-    others `parts`. `announce` is called with a line before a graph is captured while requests run.
+    `metadata` is that of eager steps; it says how large a step can be. `announce` is called with a line before
+    a graph is captured while requests run.
     """
 
-    def __init__(self, parts: RunnerParts, decode_parts: RunnerParts, metadata: AttentionMetadata) -> None:
+    def __init__(self, parts: RunnerParts, metadata: AttentionMetadata) -> None:
         self.announce: Callable[[str], None] = lambda line: None
         self._pool = torch.cuda.graph_pool_handle()
         self._may_share = metadata.prefix_members > 1
@@ -241,9 +241,7 @@ class StepGraphs:
             }
             for size in token_buckets(metadata.max_num_tokens)
         }
-        self._decodes = {
-            size: DecodeGraph(decode_parts, size, metadata) for size in batch_sizes(max_num_seqs)
-        }
+        self._decodes = {size: DecodeGraph(parts, size, metadata) for size in batch_sizes(max_num_seqs)}
         # There was no memory for these, so that their steps run eagerly.
         self._refused: set[tuple[DecodeGraph | PromptGraph, GraphKey | bool]] = set()
 

@@ -6,11 +6,13 @@ inference only.
 """
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad
+
+from lightkv.integrations.model.joined_linear import JoinedLinear
 
 Report = Callable[[str], None]
 
@@ -71,12 +73,13 @@ class PackedLinear(nn.Module):
         )
 
 
-def pack_linears(model: nn.Module, report: Report) -> int:
+def pack_linears(model: nn.Module, report: Report, joined: Iterable[JoinedLinear] = ()) -> int:
     """Replaces the linear layers of `model` that are float32 and on the CPU, in place. Returns their number.
 
     Only layers of exactly the type nn.Linear are replaced: a subclass may compute something else. Each plain
     weight is freed before the next is packed, unless something else holds it, as an embedding holds the weight
-    of a tied head. If torch lacks oneDNN, this reports so and changes nothing.
+    of a tied head. If torch lacks oneDNN, this reports so and changes nothing. Of layers in `joined`, the
+    product that they are joined into is packed, as one layer.
     """
     places = _places(model)
     if not places:
@@ -84,6 +87,10 @@ def pack_linears(model: nn.Module, report: Report) -> int:
     if not _has_onednn():
         report("linear layers are not packed: this torch has no oneDNN, which would make decoding faster")
         return 0
+    for one in joined:
+        if any(_is_packable(parameter) for parameter in one.parameters()):
+            one.release_parts()
+    places = _places(model)
     began = time.perf_counter()
     num_layers = len(places)
     while places:

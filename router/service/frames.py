@@ -20,6 +20,7 @@ Received = TypeVar("Received")
 MAX_FRAME_BYTES = 64 * 2**20
 # A peer that has not read more than so many bytes for so many seconds is disconnected.
 MAX_PENDING_BYTES, MAX_STALL_SECONDS = 16 * 2**20, 10.0
+_READ_BYTES = 2**18
 _LENGTH = struct.Struct("<I")
 _PEER = struct.Struct("3i")  # pid, uid, gid (SO_PEERCRED)
 
@@ -37,6 +38,7 @@ class FrameStream(Generic[Received]):
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder: msgspec.msgpack.Decoder[Received] = msgspec.msgpack.Decoder(types)
         self._behind_since: float | None = None
+        self._received = bytearray()  # and not decoded yet
 
     def send(self, message: msgspec.Struct) -> None:
         """Queues a message; `drain` waits until the peer has read enough of what is queued.
@@ -69,14 +71,31 @@ class FrameStream(Generic[Received]):
     async def receive(self) -> Received | None:
         """Returns the next message, or None once the peer has closed the stream. Raises BadFrame."""
         try:
-            (length,) = _LENGTH.unpack(await self._reader.readexactly(_LENGTH.size))
-            if length > MAX_FRAME_BYTES:
-                raise BadFrame(f"a frame of {length} bytes; at most {MAX_FRAME_BYTES} are allowed")
-            return self._decoder.decode(await self._reader.readexactly(length))
-        except (asyncio.IncompleteReadError, ConnectionError):
+            while (message := self._next()) is None:
+                data = await self._reader.read(_READ_BYTES)
+                if not data:
+                    return None
+                self._received += data
+            return message
+        except ConnectionError:
             return None
         except (msgspec.DecodeError, ValueError) as error:
             raise BadFrame(f"a frame that is not a message: {error}") from error
+
+    def _next(self) -> Received | None:
+        """Returns the next message if all of it has been read."""
+        received = self._received
+        if len(received) < _LENGTH.size:
+            return None
+        (length,) = _LENGTH.unpack_from(received)
+        if length > MAX_FRAME_BYTES:
+            raise BadFrame(f"a frame of {length} bytes; at most {MAX_FRAME_BYTES} are allowed")
+        end = _LENGTH.size + length
+        if len(received) < end:
+            return None
+        frame = bytes(received[_LENGTH.size : end])
+        del received[:end]
+        return self._decoder.decode(frame)
 
     def close(self) -> None:
         self._writer.close()

@@ -17,7 +17,7 @@ from rpyc.core.consts import STREAM_CHUNK
 from rpyc.core.stream import Stream
 from rpyc.lib import Timeout
 
-_RECEIVE_BYTES = 1 << 18  # read by one system call at most
+_RECEIVE_BYTES = 1 << 16  # read by one system call at most; for more, malloc would map memory each time
 
 
 class LoopStream(Stream):

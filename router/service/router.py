@@ -7,7 +7,6 @@ within a minute the process gives up. It gives up at once when the counts of led
 """
 
 import asyncio
-import gc
 import time
 from collections import deque
 from collections.abc import Callable
@@ -34,6 +33,7 @@ from lightkv.router.engine.step import (
 )
 from lightkv.router.sampling_params import InvalidParams
 
+from .child_process import freeze_objects
 from .frames import BadFrame, FrameStream, is_own
 from .messages import (
     Abort,
@@ -53,6 +53,10 @@ from .worker_client import WorkerDied, WorkerFailed
 MAX_CRASHES = 3  # within CRASH_SECONDS, or without a step between them: another worker would die, too
 CRASH_SECONDS = 60.0
 STATUS_SECONDS = 0.25
+# The memory is recounted after this time without work. A recount takes milliseconds, for which a request would
+# wait that comes as soon as the last one has ended.
+RECOUNT_SECONDS = 1.0
+MAX_MESSAGES = 16  # of one client that are handled before the steps go on
 _TOTALS = (
     "num_steps",
     "prompt_tokens",
@@ -170,8 +174,7 @@ class Router:
             try:
                 self._info = await worker.start(self._config, self._report)
                 engine = self._start_engine(self._info)
-                gc.collect()
-                gc.freeze()  # the collector skips these objects, which live as long as the process
+                freeze_objects()
                 if self._state == "starting":
                     self._change_state("ready", "ready")
                 await self._steps(worker, engine)
@@ -207,6 +210,7 @@ class Router:
                 elif engine.num_in_flight:
                     result = await worker.flush()
                 elif self._state == "draining" and not engine.has_work:
+                    await self._recount(worker, engine)
                     return
                 else:
                     await self._idle(worker, engine)
@@ -253,25 +257,32 @@ class Router:
         return [Owner(one.row, one.num_tokens, names.get(one.row, "")) for one in owners(ledger)]
 
     async def _idle(self, worker: Worker, engine: Engine) -> None:
-        """Recounts everything, then waits for a request, for the end, or for the worker's death."""
-        if not self._is_checked:
-            self._is_checked = True
-            engine.check()
-            try:
-                await worker.check(*engine.sync_memory())
-            except WorkerFailed as error:  # the counts are wrong, which is worse than a crash
-                raise LightKVError(f"a recount of the memory failed: {error}") from error
-            return  # a request may have come meanwhile
+        """Waits for a request, for the end, or for the worker's death. Recounts everything once, after
+        RECOUNT_SECONDS."""
         self._wake.clear()
         woken, died = asyncio.create_task(self._wake.wait()), asyncio.create_task(worker.wait_dead())
         try:
-            await asyncio.wait({woken, died}, return_when=asyncio.FIRST_COMPLETED)
+            timeout = None if self._is_checked else RECOUNT_SECONDS
+            done, _ = await asyncio.wait({woken, died}, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
             if died.done():
                 raise died.result()
         finally:
             woken.cancel()
             died.cancel()
+        if not done:
+            await self._recount(worker, engine)
         self._worked = time.monotonic()
+
+    async def _recount(self, worker: Worker, engine: Engine) -> None:
+        """Compares every count with the memory, unless nothing has changed since the last time."""
+        if self._is_checked:
+            return
+        self._is_checked = True
+        engine.check()
+        try:
+            await worker.check(*engine.sync_memory())
+        except WorkerFailed as error:  # the counts are wrong, which is worse than a crash
+            raise LightKVError(f"a recount of the memory failed: {error}") from error
 
     # ------------------------------------------------------------------ clients
 
@@ -283,8 +294,12 @@ class Router:
             return
         self._clients.add(client)
         client.send(self.status())
+        num_messages = 0
         try:
             while (message := await client.receive()) is not None:
+                num_messages += 1
+                if not num_messages % MAX_MESSAGES:  # `receive` does not wait for a message that has arrived
+                    await asyncio.sleep(0)
                 if isinstance(message, Submit):
                     client.send(self._submit(client, message))
                 elif isinstance(message, AskMap):

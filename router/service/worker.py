@@ -15,7 +15,7 @@ import os
 import select
 import socket
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, TextIO, TypeVar
 
 import msgspec
@@ -25,7 +25,7 @@ from rpyc.core.stream import Stream
 from lightkv.errors import LightKVError
 from lightkv.router.engine.step import ExpectedMemory, PoolMap, RunnerInfo, SlotOwners, StepPlan, StepResult
 
-from .child_process import ignore_signals
+from .child_process import freeze_objects, ignore_signals
 from .messages import Done, WorkerError, WorkerStart
 
 if TYPE_CHECKING:
@@ -194,6 +194,7 @@ class Worker(rpyc.Service):
         runner.announce(self._slow_work.announce)
         _announce_compilation(self._slow_work.announce)
         self._runner, self._pipeline = runner, StepPipeline(runner, self._slow_work.finish)
+        freeze_objects()
         return Done(info)
 
     def _check(self, request: tuple[bytes, ExpectedMemory]) -> Done[None]:
@@ -273,18 +274,21 @@ def exit_with_peer(connection: socket.socket) -> None:
     os._exit(0)  # even if the main thread is computing, because the router cannot use the result any more
 
 
-def main() -> None:
-    """Serves the router at the other end of an inherited socket until the router ends."""
+def main(make_worker: Callable[[TextIO], Worker] = Worker, arguments: Sequence[str] | None = None) -> None:
+    """Serves the router at the other end of an inherited socket until the router ends.
+
+    `arguments`: the command line; None is this process's own.
+    """
     parser = argparse.ArgumentParser(description="The process that owns the device. The router starts it.")
     parser.add_argument("--fd", type=int, required=True, help="the inherited end of a socket pair")
     parser.add_argument("--progress-fd", type=int, required=True, help="a pipe for lines of progress")
-    args = parser.parse_args()
+    args = parser.parse_args(arguments)
     ignore_signals()  # this process ends with the router
     for fd in (args.fd, args.progress_fd):
         os.set_inheritable(fd, False)  # a child of this process must not keep them open
     connection = socket.socket(fileno=args.fd)
     threading.Thread(target=exit_with_peer, args=(connection,), daemon=True).start()
-    worker = Worker(os.fdopen(args.progress_fd, "w", buffering=1, encoding="utf-8"))
+    worker = make_worker(os.fdopen(args.progress_fd, "w", buffering=1, encoding="utf-8"))
     connect(worker, rpyc.SocketStream(connection), RPYC_CONFIG).serve_all()
     os._exit(0)  # without waiting for torch's threads and libraries
 

@@ -11,7 +11,7 @@ import signal
 import socket
 import subprocess
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
 from typing import Any, TypeVar
@@ -89,17 +89,19 @@ class WorkerClient:
 
     `step_timeout`: seconds that a call may take once the model is loaded, before the worker is killed; None
     means 60 on a GPU and 600 on a CPU. While the worker reports that it compiles or captures something, a
-    call may take 600 seconds.
+    call may take 600 seconds. `program`: the command that runs the worker, without the descriptors that it
+    inherits; None is the worker of this package.
     """
 
-    def __init__(self, step_timeout: float | None = None) -> None:
+    def __init__(self, step_timeout: float | None = None, program: Sequence[str] | None = None) -> None:
         self._loop = asyncio.get_running_loop()
         self._step_timeout = step_timeout
         ours, theirs = socket.socketpair()
         self._progress, progress_end = os.pipe()
+        descriptors = ("--fd", str(theirs.fileno()), "--progress-fd", str(progress_end))
         try:
             self._process = subprocess.Popen(
-                command("service.worker", "--fd", str(theirs.fileno()), "--progress-fd", str(progress_end)),
+                [*(program or command("service.worker")), *descriptors],
                 stdin=subprocess.DEVNULL,
                 pass_fds=(theirs.fileno(), progress_end),
                 start_new_session=True,  # Ctrl-C in a terminal does not reach it; it ends with the router

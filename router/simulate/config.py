@@ -51,6 +51,11 @@ class SimulationConfig:
         None, "For --load: the requests per second that an oracle serves, if this is known already."
     )
     ttft_target: float = setting(10.0, "For goodput: the most seconds to the first token.")
+    itl_target: float = setting(
+        0.0,
+        "The most seconds of a step with prompts beside decodes, which then has fewer prompt tokens, as in the "
+        "service; 0: no target.",
+    )
     tpot_target: float = setting(0.1, "For goodput: the most seconds between tokens, a request's mean.")
     patience: float | None = setting(
         None,
@@ -92,6 +97,8 @@ class SimulationConfig:
                 raise InvalidSimulation(f"{flag(name)} is {value}; give more than 0")
             if value == math.inf and name != "rate":
                 raise InvalidSimulation(f"{flag(name)} is {value}; give a number")
+        if not 0 <= self.itl_target < math.inf:
+            raise InvalidSimulation(f"--itl-target is {self.itl_target}; give seconds, or 0 for no target")
         if self.reserve is not None and not 0 <= self.reserve < 1:
             raise InvalidSimulation(f"--reserve is {self.reserve}; give a share, 0 or more and less than 1")
         if self.load is not None and self.rate is not None:

@@ -21,6 +21,7 @@ from lightkv.ledger import Sequence
 from lightkv.router.engine.admission import make_admission
 from lightkv.router.engine.ledger import Ledger
 from lightkv.router.engine.loop import LocalEngine
+from lightkv.router.engine.prefill_budget import PrefillBudget
 from lightkv.router.engine.request import Request
 from lightkv.router.engine.step import ExpectedMemory, Limits, StepPlan, StepResult, TokenEvent
 from lightkv.router.engine.step_time import StepTime, Work
@@ -157,14 +158,7 @@ class _Device:
             self._count_slots(
                 [rows[i] for i in plan.sample], [starts[i] + plan.counts[i] for i in plan.sample]
             )
-        num = plan.num_prefills
-        decodes = len(rows) - num
-        prompt = pairs = 0
-        for start, count in zip(starts[:num], plan.counts, strict=False):
-            prompt += count
-            pairs += count * start + count * (count + 1) // 2
-        kv = sum(starts) - sum(starts[:num]) + decodes
-        self._simulation.pass_time(self._step_time.seconds(Work(decodes, kv, prompt, pairs)))
+        self._simulation.pass_time(self._step_time.seconds(plan.work))
         self._result = StepResult(plan.step, tokens, plan.num_free, 0)
 
     def collect(self) -> StepResult:
@@ -237,8 +231,16 @@ class _Simulation:
         if config.reserve is not None:
             admission = replace(admission, reserve=config.reserve)
         self._queue = math.inf if admission.patience else QUEUE
-        limits = Limits(config.max_num_seqs, longest, config.prefill_chunk, VOCAB_SIZE)
-        self.scheduler = SteadyScheduler(self.ledger, limits, admission=admission, clock=lambda: self.clock)
+        limits = Limits(
+            config.max_num_seqs, longest, config.prefill_chunk, VOCAB_SIZE, itl_target=config.itl_target
+        )
+        self.scheduler = SteadyScheduler(
+            self.ledger,
+            limits,
+            admission=admission,
+            clock=lambda: self.clock,
+            budget=PrefillBudget(limits, step_time),
+        )
         self.has_padding = page != 1
         self.device = _Device(self, step_time, config.max_num_seqs)
         self.engine = LocalEngine(self.scheduler, self.device)

@@ -5,7 +5,8 @@ transformers is not used, since importing it takes seconds and hundreds of megab
 
 import codecs
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from datetime import datetime
 from functools import cached_property
 from pathlib import Path
@@ -100,6 +101,15 @@ class Tokenizer:
         self.is_byte_level = isinstance(self._tokenizer.decoder, tokenizers.decoders.ByteLevel)
         self._bytes_of: dict[int, bytes] = {}
         self._text_of: dict[int, str] = {}
+        self._whole_text_of: dict[int, str | None] = {}
+
+    def prepare(self) -> None:
+        """Does what the first requests would otherwise wait a tenth of a second for: looks at every token,
+        compiles the chat template, and starts the threads for long texts."""
+        self.max_characters(1)
+        with suppress(Exception):  # a template or a tokenizer that refuses this text may take others
+            self.decode(self.encode("Hi " * _SHORT))
+            self.encode_chat([{"role": "user", "content": "Hi"}])
 
     def encode(self, text: str, add_special_tokens: bool = True) -> np.ndarray:
         """Returns the ids of `text`, int32 [n], with the special tokens that tokenizer.json adds to a text.
@@ -195,6 +205,18 @@ class Tokenizer:
         self._bytes_of[token_id] = piece
         return piece
 
+    def whole_text(self, token_id: int) -> str | None:
+        """Returns the text of `token_bytes`, or None where its bytes are not whole characters by themselves."""
+        try:
+            return self._whole_text_of[token_id]
+        except KeyError:
+            try:
+                text = self.token_bytes(token_id).decode()
+            except UnicodeDecodeError:
+                text = None
+            self._whole_text_of[token_id] = text
+            return text
+
     @cached_property
     def longest_token(self) -> int:
         """The characters of the longest token, at least 32: normalisers may join a few characters to one."""
@@ -242,11 +264,15 @@ class Detokenizer:
         self._context_text = ""
         self._held: list[int] = []
 
-    def push(self, token_ids: Iterable[int]) -> str:
+    def push(self, token_ids: Sequence[int]) -> str:
         """Adds `token_ids`. Returns the text that is certain now and was not returned before."""
-        if self._tokenizer.is_byte_level:
-            return self._utf8.decode(b"".join(map(self._bytes, token_ids)))
-        return "".join(map(self._push_one, token_ids))
+        if not self._tokenizer.is_byte_level:
+            return "".join(map(self._push_one, token_ids))
+        if len(token_ids) == 1 and self._skips_special and not self._utf8.getstate()[0]:
+            text = self._tokenizer.whole_text(token_ids[0])  # so it is with almost every token
+            if text is not None:
+                return text
+        return self._utf8.decode(b"".join(map(self._bytes, token_ids)))
 
     def finish(self) -> str:
         """Returns the rest of the text, after the last token."""
@@ -303,6 +329,8 @@ class StopChecker:
 
     def push(self, text: str) -> str:
         """Adds `text`. Returns what can be shown now."""
+        if not self._stops:
+            return text
         if self.hit is not None:
             return ""
         num_searched = len(self._held)  # a stop string that ends there was skipped by `skip`
@@ -320,6 +348,8 @@ class StopChecker:
 
     def skip(self, text: str) -> str:
         """Like `push`, but stop strings that end in `text` are ignored; one may begin there."""
+        if not self._stops:
+            return text
         return "" if self.hit is not None else self._hold_back(self._held + text)
 
     def finish(self) -> str:

@@ -11,10 +11,15 @@ import msgspec
 import pytest
 
 from lightkv import __version__
+from lightkv.router.api.app import create_app
+from lightkv.router.api.process import warm_up
+from lightkv.router.config import EngineConfig
 from lightkv.router.engine.step import TokenEvent
+from lightkv.router.model_files import resolve
 from lightkv.router.service.api_settings import ApiSettings
 from lightkv.router.service.messages import Load
 from lightkv.router.service.router_client import AnswerStream, RequestRefused
+from lightkv.router.text.tokenizer import Tokenizer
 from tests.support.fake_router import (
     CAPACITY,
     CHAT,
@@ -449,3 +454,23 @@ def test_a_request_that_ends_before_another_is_queued(reason: str, is_refused: b
         assert raised.value.kind == "unavailable"
     else:
         assert [event.finish_reason for event in asyncio.run(submitted())] == ["error"]
+
+
+def test_the_requests_before_the_first_one_leave_nothing_behind() -> None:
+    statuses: list[int] = []
+
+    async def seen(scope: Any, receive: Any, send: Any) -> None:
+        async def watch(message: Any) -> None:
+            if message["type"] == "http.response.start":
+                statuses.append(message["status"])
+            await send(message)
+
+        await made(scope, receive, watch)
+
+    unused: Any = None
+    tokenizer = Tokenizer(resolve(EngineConfig.model, report=lambda line: None))
+    tokenizer.prepare()
+    assert tokenizer.encode("Hi").size
+    made = create_app(unused, tokenizer, ApiSettings(model_names=["m"], api_keys=["key"]))
+    asyncio.run(warm_up(seen, ["key"]))
+    assert statuses == [404, 404]

@@ -7,7 +7,7 @@ import select
 import socket
 import subprocess
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from pathlib import Path
@@ -24,6 +24,7 @@ from lightkv.router.api.request_body import (
     SHORT_BODY,
     BodyRoom,
     parse,
+    parse_short,
 )
 from tests.support.api_process import start_api_process, until_closed
 from tests.support.fake_router import (
@@ -283,6 +284,32 @@ def test_a_long_body_is_read_as_json(value: Any) -> None:
     for ascii_only in (True, False):
         body = json.dumps(value, ensure_ascii=ascii_only).encode() + b" " * SHORT_BODY
         assert parse(body) == value
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b' {"a": [1, -0, -0.0, 1e2, 0.1, 5e-324, "\\u00e9\\n"], "a": [true, null, {}]} ',
+        b"[1e999, NaN, -Infinity]",
+        b'["\\ud800", "\\u00e9\\n", 123456789.123456789123456789, 123456789012345678901234567890]',
+        b"",
+        b"01",
+        b'"a\tb"',
+        b'{"a": 1} x',
+        b"\xff",
+        b"\xef\xbb\xbf1",
+    ],
+)
+def test_a_short_body_is_parsed_as_pythons_own_parser_does(body: bytes) -> None:
+    """Two parsers share the work, and every value and every error is that of the one that accepts more."""
+
+    def outcome(function: Callable[[bytes], Any]) -> str:
+        try:
+            return repr(function(body))
+        except ValueError as error:
+            return f"{type(error).__name__}: {error}"
+
+    assert outcome(parse_short) == outcome(lambda text: json.loads(text.decode()))
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ from bench.serving import served
 
 
 def test_processor_time_of_a_process_is_read_from_the_right_fields() -> None:
-    before = served._cpu_seconds(served.os.getpid())
+    before = served.cpu_seconds(served.os.getpid())
     used = served.os.times()
     assert before == pytest.approx(used.user + used.system, abs=0.1)
 

@@ -139,8 +139,8 @@ class Steps:
         self.memory.table.req_to_token[1:] = slots.view(2, 32).to(model.device, torch.int32)
 
     @torch.no_grad()
-    def run(self, compiled: Any = None) -> list[torch.Tensor]:
-        """Returns the logits of every token, step by step. `compiled` replaces the model in the decode step."""
+    def run(self) -> list[torch.Tensor]:
+        """Returns the logits of every token, step by step."""
         memory, device = self.memory, self.memory.device
         for layer_idx in range(memory.pool.spec.num_layers):
             memory.pool.kv(layer_idx).fill_(float("nan"))[0] = 0.0
@@ -150,8 +150,7 @@ class Steps:
         for rows, counts, num_prefills in STEPS:
             metadata.prepare(rows, [lengths[row] for row in rows], counts, num_prefills)
             input_ids = torch.arange(3, 3 + sum(counts), device=device)
-            model = self.model if compiled is None or num_prefills else compiled
-            logits.append(forward(model, input_ids, metadata, self.backends, None))
+            logits.append(forward(self.model, input_ids, metadata, self.backends, None))
             for row, count in zip(rows, counts, strict=True):
                 lengths[row] += count
         return logits
@@ -407,20 +406,6 @@ def test_scores_are_those_of_rotated_queries(backend: str, device: torch.device)
     torch.testing.assert_close(*scores, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.filterwarnings("ignore:Dynamo detected a call to a `functools.lru_cache`")
-@pytest.mark.slow
-def test_a_compiled_decode_step_is_one_graph(device: torch.device) -> None:
-    model = make_model(LLAMA, device)
-    bind(model)
-    steps = Steps(model, "triton")
-    expected = steps.run()
-    torch._dynamo.reset()
-    # aot_eager handles operators that write to their arguments as a compiler does, but compiles nothing.
-    compiled = torch.compile(model, dynamic=False, fullgraph=True, backend="aot_eager")
-    for i, (logits, own) in enumerate(zip(steps.run(compiled), expected, strict=True)):
-        torch.testing.assert_close(logits, own, rtol=1e-5, atol=1e-5, msg=f"step {i}")
-
-
 @pytest.mark.parametrize("interleaved", [False, True], ids=["neox", "gptj"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=["f32", "f16", "bf16"])
 @pytest.mark.parametrize("num_pairs", [1, 5, 8])
@@ -436,10 +421,8 @@ def test_rotate_has_the_bits_of_the_reference(
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(
-    ("name", "how"), [("llama", "eager"), ("qwen2", "eager"), ("phi3", "eager"), ("llama", "compiled")]
-)
-def test_a_captured_bf16_step_is_the_unfused_one(name: str, how: str) -> None:
+@pytest.mark.parametrize("name", ["llama", "qwen2", "phi3"])
+def test_a_captured_bf16_step_is_the_unfused_one(name: str) -> None:
     device = torch.device("cuda")
     config = MODELS[name][0]
     if name == "phi3":
@@ -455,33 +438,31 @@ def test_a_captured_bf16_step_is_the_unfused_one(name: str, how: str) -> None:
     assert fused_layers(model) == BOTH
     metadata = AttentionMetadata(4, 4, memory).create_cuda_graph_metadata(4)
     input_ids = torch.tensor([5, 9, 0, 0], device=device)
-    ran = torch.compile(model, dynamic=False) if how == "compiled" else model
 
-    def step(ran: Any) -> torch.Tensor:
-        return forward(ran, input_ids, metadata, backends, None)
+    def step() -> torch.Tensor:
+        return forward(model, input_ids, metadata, backends, None)
 
     with torch.inference_mode():
         metadata.prepare([], [], [], 0)
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
-            step(ran)
-            step(model)
+            step()
         torch.cuda.current_stream().wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
-            captured = step(ran)
+            captured = step()
         metadata.prepare([1, 2], [5, 30], [1, 1], 0)
         torch.cuda.synchronize()
         torch.cuda.set_sync_debug_mode("error")
         try:
             graph.replay()
-            eager = step(model)
+            eager = step()
         finally:
             torch.cuda.set_sync_debug_mode("default")
         keys = [memory.pool.k(layer_idx)[[6, 63]].clone() for layer_idx in range(2)]
         set_fused_forwards(model, {})
-        own = step(model)
+        own = step()
         own_keys = [memory.pool.k(layer_idx)[[6, 63]] for layer_idx in range(2)]
     # bf16 keeps 8 bits, and the rounding of the first layer goes through the second.
     bound_to = 0.04 * own.abs().max().item()

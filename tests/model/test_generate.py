@@ -345,11 +345,10 @@ def test_a_failed_step_loses_its_requests_and_nothing_else(llm: LLM, monkeypatch
     [
         (EngineConfig(model="/nowhere/model"), ModelNotFound, "/nowhere/model"),
         (EngineConfig(device="cuda:77"), InvalidConfig, "77"),
-        (EngineConfig(device="cpu", compile=True), InvalidConfig, "--compile"),
         (EngineConfig(device="cpu", max_model_len=9000), InvalidConfig, "context is 8192"),
         (EngineConfig(device="cpu", max_total_tokens=2**40), OutOfMemory, "46080 each"),
     ],
-    ids=["model", "gpu", "compile", "context", "memory"],
+    ids=["model", "gpu", "context", "memory"],
 )
 def test_bad_settings_are_refused_with_the_remedy(
     config: EngineConfig, error: type[Exception], match: str
@@ -365,6 +364,9 @@ def test_bad_settings_are_refused_with_the_remedy(
         ("mem_fraction", float("nan")),
         ("max_num_seqs", 0),
         ("prefill_chunk", -1),
+        ("itl_target", -0.01),
+        ("itl_target", float("nan")),
+        ("itl_target", float("inf")),
         ("dtype", "int3"),
         ("attention_backend", "abacus"),
     ],

@@ -19,7 +19,16 @@ from lightkv.router.model.build import build_runner
 from lightkv.router.model.info import model_info
 from lightkv.router.model_files import resolve
 from tests.support.served import starting
-from tests.support.tiny_architectures import architecture, cases, outcome, tiny
+from tests.support.tiny_architectures import (
+    answers,
+    architecture,
+    cases,
+    outcome,
+    own_answers,
+    prompts,
+    random_weights,
+    tiny,
+)
 
 VERSION = transformers.__version__
 PAGE = Path(__file__).parents[2] / "docs" / "models.md"
@@ -71,9 +80,18 @@ def test_the_page_lists_what_runs(tmp_path: Path) -> None:
     assert PAGE.read_text(encoding="utf-8") == page(outcomes(tmp_path))
 
 
-@pytest.mark.parametrize("name", ["gemma3_text", "qwen3_moe", "opt"])
+@pytest.mark.parametrize(
+    "name", ["gemma3_text", "glm4", "granite", "olmo2", "opt", "qwen3_moe", "starcoder2"]
+)
 def test_runs(name: str, tmp_path: Path) -> None:
     assert outcome(name, "", tmp_path) is None
+
+
+@pytest.mark.parametrize("order", [(True, False, True), (False, True)], ids=["fused-first", "fused-last"])
+def test_engines_of_one_model_with_fused_layers_and_without_give_the_same_texts(order: tuple[bool]) -> None:
+    model = random_weights(tiny("llama"))
+    found = [answers(model, prompts(), prefill_chunk=16, fuse=fuse) for fuse in order]
+    assert found == [own_answers(random_weights(tiny("llama")), prompts())] * len(order)
 
 
 REFUSED = {

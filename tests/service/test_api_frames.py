@@ -5,11 +5,12 @@ import socket
 import time
 from collections.abc import Awaitable, Callable
 
+import msgspec
 import pytest
 
 from lightkv.router.service import frames
 from lightkv.router.service.frames import FrameStream
-from lightkv.router.service.messages import Abort, ToRouter
+from lightkv.router.service.messages import Abort, AskMap, ToRouter
 
 KIB = 1024
 STALL_SECONDS = 0.2
@@ -88,3 +89,21 @@ def test_a_slow_peer_that_catches_up_is_not_disconnected() -> None:
             assert await theirs.receive() == Abort("caught up")
 
     run(body)
+
+
+@pytest.mark.parametrize("size", [1, 7, 1000])
+def test_messages_arrive_however_their_bytes_are_cut(size: int) -> None:
+    async def scenario() -> None:
+        sender, receiver = socket.socketpair()
+        stream = FrameStream[ToRouter](*await asyncio.open_unix_connection(sock=receiver), ToRouter)
+        sent = [Abort("a"), Abort("b" * 300), AskMap(), Abort("")]
+        frames = [msgspec.msgpack.encode(message) for message in sent]
+        data = b"".join(len(frame).to_bytes(4, "little") + frame for frame in frames) + b"\5\0\0\0cut"
+        for start in range(0, len(data), size):
+            sender.send(data[start : start + size])
+            await asyncio.sleep(0)
+        sender.close()
+        assert [await stream.receive() for _ in range(5)] == [*sent, None]
+        stream.close()
+
+    asyncio.run(scenario())

@@ -8,6 +8,7 @@ from array import array
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -15,6 +16,7 @@ from lightkv.router.config import EngineConfig
 from lightkv.router.engine.admission import OutputLengths
 from lightkv.router.engine.step import ExpectedMemory, Limits, RunnerInfo, StepPlan, StepResult, TokenEvent
 from lightkv.router.sampling_params import SamplingParams
+from lightkv.router.service import router as router_module
 from lightkv.router.service.frames import FrameStream
 from lightkv.router.service.messages import (
     Abort,
@@ -162,13 +164,16 @@ def assert_idle(status: Status) -> None:
 
 
 @pytest.mark.parametrize("depth", [1, 2])
-def test_requests_are_accepted_answered_and_leave_nothing(tmp_path: Path, depth: int) -> None:
+def test_requests_are_accepted_answered_and_leave_nothing(
+    tmp_path: Path, depth: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     async def scenario() -> None:
         async with service(tmp_path, depth) as made:
             client = await made.connect()
             for i in range(9):
                 assert await client.submit(str(i), [7, 8, 9, *range(i)]) == Accepted(str(i))
             ends = await client.until_ended(*map(str, range(9)))
+            assert made.workers[0].num_checks == 0  # the next request would wait for a recount
             assert {event.finish_reason for event in ends.values()} == {"length"}
             tokens = [event.token for event in client.events if event.request_id == "3"]
             assert len(tokens) == 5
@@ -180,8 +185,50 @@ def test_requests_are_accepted_answered_and_leave_nothing(tmp_path: Path, depth:
             assert_idle(status)
             assert status.load.generated_tokens == 45
             assert status.load.num_ledger_checks == status.load.num_steps
-            await asyncio.sleep(0.05)
-            assert made.workers[0].num_checks
+            await asyncio.sleep(0.1)
+            assert made.workers[0].num_checks == 1
+            await asyncio.sleep(0.1)
+            assert made.workers[0].num_checks == 1  # nothing has changed since
+
+    monkeypatch.setattr(router_module, "RECOUNT_SECONDS", 0.05)
+    asyncio.run(scenario())
+
+
+def test_a_burst_of_requests_leaves_time_for_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    num_handled = 0
+    handled: list[int] = []  # in each turn of the event loop
+
+    def submit(self: Router, client: Any, message: Submit) -> Refused:
+        nonlocal num_handled
+        num_handled += 1
+        return Refused(message.request_id, "queue_full", "for the test")
+
+    async def scenario() -> None:
+        nonlocal num_handled
+        async with service(tmp_path) as made:
+            client = await made.connect()
+            for i in range(100):
+                params = SamplingParams(max_tokens=5, temperature=0.0)
+                client.stream.send(Submit(str(i), b"", params, 1, []))
+            while sum(handled) < 100:
+                await asyncio.sleep(0)
+                handled.append(num_handled)
+                num_handled = 0
+        assert max(handled) <= router_module.MAX_MESSAGES
+
+    monkeypatch.setattr(Router, "_submit", submit)
+    asyncio.run(scenario())
+
+
+def test_a_drained_router_recounts_before_it_ends(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with service(tmp_path) as made:
+            client = await made.connect()
+            assert await client.submit("a", [7, 8, 9]) == Accepted("a")
+            await client.until_ended("a")
+            made.router.drain()
+            assert await made.exit_code == 0
+            assert made.workers[0].num_checks == 1
 
     asyncio.run(scenario())
 

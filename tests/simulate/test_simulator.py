@@ -12,6 +12,7 @@ import pytest
 from typer.testing import CliRunner
 
 from lightkv.router.cli.app import app
+from lightkv.router.cli.simulate import summary
 from lightkv.router.config import ADMISSIONS
 from lightkv.router.engine.step_time import StepTime, Work
 from lightkv.router.simulate import simulator
@@ -94,6 +95,20 @@ def test_steps_at_once_are_the_same_steps(tmp_path: Path, allocation: str, admis
     at_once = simulate(name, config)
     assert at_once.to_json() == simulate(name, config, stepwise=True).to_json()
     assert at_once.figures.num_steps > 500
+
+
+@pytest.mark.parametrize("allocation", ["token", "paged:32", "contiguous"])
+def test_a_target_bounds_the_steps_and_never_preempts(tmp_path: Path, allocation: str) -> None:
+    """Steps at once, too. Without the target a step takes 36 ms and more."""
+    name = write_trace(tmp_path / "trace.csv", 5, num=80, gap=0.08)
+    config = replace(SMALL, allocation=allocation, prefill_chunk=256, itl_target=0.02, capacity=6000)
+    found = simulate(name, config)
+    assert found.to_json() == simulate(name, config, stepwise=True).to_json()
+    assert found.figures.num_preemptions == 0
+    free = simulate(name, replace(config, itl_target=0.0)).figures
+    assert found.figures.tpot_p99 < free.tpot_p99
+    assert found.settings["itl_target"] == 0.02
+    assert "; steps of at most 20 ms beside decodes" in next(summary(found))
 
 
 def test_steps_are_taken_at_once(trace: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -355,3 +370,6 @@ def test_a_pool_in_which_nothing_fits_is_refused() -> None:
         saturation("decode-heavy", config)
     with pytest.raises(InvalidSimulation, match="--ttft-target is inf"):
         replace(SMALL, ttft_target=math.inf)
+    for target in (-0.1, math.nan, math.inf):
+        with pytest.raises(InvalidSimulation, match=f"--itl-target is {target}"):
+            replace(SMALL, itl_target=target)

@@ -181,7 +181,9 @@ def own_answers(model: PreTrainedModel, prompts: list[list[int]]) -> list[list[i
     return found
 
 
-def answers(model: PreTrainedModel, prompts: list[list[int]], prefill_chunk: int) -> list[list[int]]:
+def answers(
+    model: PreTrainedModel, prompts: list[list[int]], prefill_chunk: int, fuse: bool = True
+) -> list[list[int]]:
     """Returns what lightkv's engine generates greedily, all prompts at once, in chunks of `prefill_chunk`."""
     config = EngineConfig(
         device="cpu",
@@ -190,6 +192,7 @@ def answers(model: PreTrainedModel, prompts: list[list[int]], prefill_chunk: int
         max_num_seqs=4,
         max_model_len=100,
         prefill_chunk=prefill_chunk,
+        fuse=fuse,
     )
     runner, info = assemble(model, config, lambda line: None)
     limits = info.limits

@@ -99,6 +99,21 @@ def pieces_of(tokenizer: Tokenizer, token_ids: list[int], size: int = 1) -> list
     return [*pieces, detokenizer.finish()]
 
 
+def test_special_tokens_are_shown_between_the_bytes_of_a_character(byte_level: Tokenizer) -> None:
+    """A token that is whole characters is decoded by itself, unless bytes of another character wait for it."""
+    ids = [
+        *byte_level.encode("a\U0001f600b\u4e2d", add_special_tokens=False).tolist(),
+        2,
+        *byte_level.encode("c").tolist(),
+    ]
+    cut = [ids[0], ids[1], *ids[-2:]]  # the character is never completed
+    for token_ids in (ids, cut):
+        for skips in (True, False):
+            detokenizer = Detokenizer(byte_level, skips)
+            pieces = [detokenizer.push([token_id]) for token_id in token_ids]
+            assert "".join([*pieces, detokenizer.finish()]) == byte_level.decode(token_ids, skips)
+
+
 # Encoding, decoding, templates
 
 

@@ -6,7 +6,7 @@ frequency by layer stays the model's own. `fuse` compares each module with its o
 that computes anything else keeps its own.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import accumulate, product
@@ -20,6 +20,7 @@ from lightkv.triton_kernels.write_kv import split_qkv
 
 from .attention_call import ATTENTION, AttentionCall, AttentionHandler, compute
 from .context import context_length
+from .joined_linear import JoinedLinear, join
 
 # The names that transformers gives to the parts of attention modules.
 _SEPARATE = ("q_proj", "k_proj", "v_proj")
@@ -28,7 +29,7 @@ _JOINED_BY_HEAD = "query_key_value"  # q, k and v of the first head, then of the
 _NORMS = (("q_norm", "k_norm"), ("q_layernorm", "k_layernorm"))
 _OUTPUTS = ("o_proj", "dense", "out_proj")
 
-_LARGE = 64.0  # the factor of large inputs, which a module that clips its projections would clip
+LARGE = 64.0  # the factor of large inputs, which a module that clips its projections would clip
 _DEFAULT_CONTEXT = 2048  # tokens, for a configuration that names no context
 
 
@@ -45,11 +46,15 @@ class AttentionLayout:
     output: str  # the module of the output projection
     interleaved: bool = False  # as in RotaryEmbedding
     repeated_angles: bool = False  # each angle stands twice in a row in the tables, instead of in both halves
+    joined: JoinedLinear | None = None  # q, k and v as one product, in the place of three projections
 
     def project(self, module: Any, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Returns q, k and v of x `[1, T, C]`, each `[1, heads, T, dim]`, without positions."""
         dims = self.head_dim, self.head_dim, self.v_dim
-        if self.projection is None:
+        if self.joined is not None:
+            qkv = self.joined(x)
+            q, k, v = split_qkv(qkv, self.num_heads, self.num_kv_heads, self.head_dim, self.v_dim)
+        elif self.projection is None:
             parts = module.q_proj(x), module.k_proj(x), module.v_proj(x)
             q, k, v = (part.unflatten(-1, (-1, dim)) for part, dim in zip(parts, dims, strict=True))
         elif self.projection == _JOINED:
@@ -102,21 +107,42 @@ def fuse(model: PreTrainedModel) -> None:
     watches = {module: _Watch(module) for module in model.modules() if _is_candidate(module)}
     if not watches:
         return
-    context = context_length(model.config.get_text_config()) or _DEFAULT_CONTEXT
-    # Eight tokens: `_Watch` tries two magnitudes and two exact angles, each at a low and at a high position.
-    wanted = (0, 1, 2, 3, context // 3, context // 2, context - 2, context - 1)
-    positions = torch.tensor([max(0, min(one, context - 1)) for one in wanted], device=model.device)
+    positions = spread_positions(model)
     try:
         for module, watch in watches.items():
             module.forward = watch
         with torch.no_grad():
-            compute(model, torch.zeros_like(positions), positions, _NoiseHandler(), positions[:1])
+            compute(model, torch.zeros_like(positions), positions, NoiseHandler(), positions[:1])
     finally:
         for module in watches:
             del module.forward
     for module, watch in watches.items():
         if watch.layout is not None:
             module.forward = partial(_fused_forward, module, watch.layout)
+
+
+def spread_positions(model: PreTrainedModel) -> torch.Tensor:
+    """Returns the positions of eight tokens, int64, from the first to the last of the context of `model`.
+
+    Eight, since `_Watch` tries two magnitudes and two exact angles, each at a low and at a high position.
+    """
+    context = context_length(model.config.get_text_config()) or _DEFAULT_CONTEXT
+    wanted = (0, 1, 2, 3, context // 3, context // 2, context - 2, context - 1)
+    return torch.tensor([max(0, min(one, context - 1)) for one in wanted], device=model.device)
+
+
+def join_projections(module: Any, shared: Container[torch.nn.Parameter]) -> JoinedLinear | None:
+    """Makes a module that has the fused forward pass compute q, k and v as one product, where it has three.
+
+    Returns that product; None, with nothing changed, for any other module. `shared`: see `join`.
+    """
+    if not _is_fused(module):
+        return None
+    (_, layout) = module.forward.args
+    if layout.projection is not None or (joined := join(module, _SEPARATE, shared)) is None:
+        return None
+    module.forward = partial(_fused_forward, module, replace(layout, joined=joined))
+    return joined
 
 
 def fused_forwards(model: PreTrainedModel) -> dict[torch.nn.Module, Callable[..., Any]]:
@@ -163,29 +189,29 @@ class _Result(NamedTuple):
     output: torch.Tensor
 
 
-class _NoiseHandler:
+class NoiseHandler:
     """An AttentionHandler that records calls, and returns noise: the same noise for the same shape."""
 
     def __init__(self) -> None:
-        self._calls: list[AttentionCall] = []
+        self.calls: list[AttentionCall] = []
 
     def attend(self, call: AttentionCall) -> torch.Tensor:
-        self._calls.append(call.rotated())
-        return _noise(call.output_shape, call.q)
+        self.calls.append(call.rotated())
+        return noise(call.output_shape, call.q)
 
     def result(self, output: Any) -> _Result:
         """Returns the result of a module that attended once and returned `output`.
 
         Raises ValueError if the module called attention more than once, or returned more than one tensor.
         """
-        (call,) = self._calls
+        (call,) = self.calls
         attended, weights = output
         if weights is not None:
             raise ValueError("it returns attention weights, too")
         return _Result(call.q, call.k, call.v, attended)
 
 
-def _noise(shape: tuple[int, ...], like: torch.Tensor) -> torch.Tensor:
+def noise(shape: tuple[int, ...], like: torch.Tensor) -> torch.Tensor:
     generator = torch.Generator().manual_seed(0)
     return torch.randn(shape, generator=generator).to(like.device, like.dtype)
 
@@ -212,7 +238,7 @@ class _Watch:
         if not _are_tables(tables, x) or kwargs.get("past_key_values") is not None:
             return None
         token = torch.arange(x.shape[1], device=x.device)[:, None]  # [T, 1]
-        x = _noise(tuple(x.shape), x) * torch.where(token // 2 % 2 == 1, _LARGE, 1.0).to(x.dtype)
+        x = noise(tuple(x.shape), x) * torch.where(token // 2 % 2 == 1, LARGE, 1.0).to(x.dtype)
         if args:
             args = (x, *args[1:])
         else:
@@ -258,7 +284,7 @@ class _Watch:
 
 def _run(forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Result:
     """Runs a module's `forward` on the arguments of a call, with noise as the output of attention."""
-    handler = _NoiseHandler()
+    handler = NoiseHandler()
     return handler.result(forward(*args, **kwargs | {"lightkv": handler}))
 
 

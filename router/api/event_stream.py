@@ -1,0 +1,130 @@
+"""The stream of server-sent events that answers a request: one write for what its answers gain in a step."""
+
+import asyncio
+import secrets
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+from typing import Any
+
+import msgspec
+from starlette.responses import Response
+from starlette.types import Message, Receive, Scope, Send
+
+from lightkv.router.api.openai.protocol import GenerationRequest, error_body
+from lightkv.router.api.openai.writer import ChatWriter, CompletionWriter, usage_of
+
+from .generation import Answer, Generation, GenerationFailed, GenerationLost, TextDelta
+
+_HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}  # no proxy may hold events back
+_MARK = secrets.token_hex(16)  # stands for the text in a chunk of which all others are made
+_encode = msgspec.json.Encoder().encode
+
+
+class EventStream(Response):
+    """A response with the events of a generation. If the client disconnects, its requests are aborted."""
+
+    media_type = "text/event-stream"
+
+    def __init__(
+        self, generation: Generation, writer: CompletionWriter | ChatWriter, body: GenerationRequest
+    ) -> None:
+        self.status_code = 200
+        self.background = None
+        self.init_headers(_HEADERS)
+        self._generation = generation
+        self._events = EventWriter(generation, writer, body)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async with closed_with_client(receive, self._generation):
+            await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+            await self._send_events(send)
+            await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    async def _send_events(self, send: Send) -> None:
+        """Sends all events. If the generation fails, the last event is the error, and there is no [DONE]."""
+        try:
+            async for deltas in self._generation.deltas():
+                if events := b"".join(map(self._events.delta, deltas)):
+                    await send(_part(events))
+            await send(_part(self._events.end()))
+        except (GenerationFailed, GenerationLost) as error:
+            await send(_part(_event(error_body(failure_status(error), str(error)))))
+
+
+class EventWriter:
+    """Writes the events of one stream. `body`: the request, which may ask for token counts."""
+
+    def __init__(
+        self, generation: Generation, writer: CompletionWriter | ChatWriter, body: GenerationRequest
+    ) -> None:
+        self._generation = generation
+        self._writer = writer
+        self._includes_usage = body.includes_usage
+        self._has_running_usage = body.has_running_usage
+        # By answer: what stands before and after the text in a chunk that has nothing else of its own.
+        self._around: dict[int, tuple[bytes, bytes]] = {}
+
+    def delta(self, delta: TextDelta) -> bytes:
+        """Returns the events of a delta; none if it has nothing to show."""
+        if not (delta.text or delta.scored or delta.finish_reason):
+            return b""
+        answer = delta.answer
+        if answer.has_logprobs or self._has_running_usage or delta.finish_reason is not None:
+            return self._chunks(delta)
+        around = self._around.get(answer.index)
+        if around is not None:
+            return b"%b%b%b" % (around[0], _encode(delta.text), around[1])
+        chunks = self._chunks(delta)  # the first of an answer may have more than text
+        self._around[answer.index] = self._split(answer)
+        return chunks
+
+    def end(self) -> bytes:
+        """Returns the events after the last delta."""
+        counts = b""
+        if self._includes_usage:
+            counts = _event(self._writer.usage_chunk(usage_of(self._generation)))
+        return counts + b"data: [DONE]\n\n"
+
+    def _chunks(self, delta: TextDelta) -> bytes:
+        events = []
+        for chunk in self._writer.chunks(delta):
+            if self._has_running_usage:
+                chunk["usage"] = usage_of(self._generation)
+            elif self._includes_usage:
+                chunk["usage"] = None
+            events.append(_event(chunk))
+        return b"".join(events)
+
+    def _split(self, answer: Answer) -> tuple[bytes, bytes]:
+        before, after = self._chunks(TextDelta(answer, _MARK)).split(_encode(_MARK))
+        return before, after
+
+
+def failure_status(error: GenerationFailed | GenerationLost) -> int:
+    """Returns the HTTP status of an answer that could not be completed."""
+    return 503 if isinstance(error, GenerationLost) else 500
+
+
+def _part(events: bytes) -> Message:
+    return {"type": "http.response.body", "body": events, "more_body": True}
+
+
+def _event(content: Mapping[str, Any]) -> bytes:
+    return b"data: " + _encode(content) + b"\n\n"
+
+
+@asynccontextmanager
+async def closed_with_client(receive: Receive, generation: Generation) -> AsyncIterator[None]:
+    """Closes the generation as soon as its client disconnects, at the latest at the end of the block."""
+
+    async def watch() -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+        generation.close()
+
+    watching = asyncio.create_task(watch())
+    try:
+        yield
+    finally:
+        watching.cancel()
+        generation.close()

@@ -1,0 +1,88 @@
+"""How many prompt tokens a step may compute: a fixed number, or as many as a target for the time between tokens
+allows.
+
+Where no request decodes, a step takes the prompt tokens that fill the device (`Limits.prefill_budget`). Beside
+decodes it takes as many as keep it within the target, by the step-time model. The answer depends on counts and
+on the model alone, never on a clock, so that the same counts always give the same chunk.
+"""
+
+import math
+
+from .step import Limits
+from .step_time import StepTime, Work
+
+# Unless a target is given, a step with decodes and prompts may take this many seconds, or this many times what
+# the decodes alone take, whichever is longer.
+DEFAULT_ITL_TARGET = 0.040
+TIMES_ALONE = 3
+LEAST = 64  # prompt tokens a step, under any target, so that every prompt makes progress
+
+
+class PrefillBudget:
+    """The rule for the prompt tokens of a step. Without a `step_time`, or with an `itl_target` of 0, every step
+    takes up to `Limits.prefill_budget`."""
+
+    def __init__(self, limits: Limits, step_time: StepTime | None = None) -> None:
+        self.most = limits.prefill_budget
+        self.step_time = None if limits.itl_target == 0 else step_time
+        self._itl_target = limits.itl_target
+
+    def seconds(self, decodes: int, kv: int) -> float:
+        """Returns the seconds that a step with prompts may take beside `decodes` decodes, which attend `kv`
+        tokens in all; infinity where nothing bounds it.
+
+        It is the target, but not less than the step takes with a single prompt token: up to that, more prompt
+        tokens cost nothing.
+        """
+        model = self.step_time
+        if model is None or not decodes:
+            return math.inf
+        alone = model.seconds(Work(decodes, kv, 0, 0))
+        target = self._itl_target
+        if target is None:
+            target = max(DEFAULT_ITL_TARGET, TIMES_ALONE * alone)
+        return max(target, model.prefill, alone)
+
+    def of_step(self, decodes: int, kv: int) -> "StepBudget":
+        """Returns the budget of one step with these decodes, of which nothing is used yet."""
+        return StepBudget(self, decodes, kv)
+
+
+class StepBudget:
+    """What one step may still compute of prompts. `work` is what it computes so far."""
+
+    def __init__(self, budget: PrefillBudget, decodes: int, kv: int) -> None:
+        self.work = Work(decodes, kv, 0, 0)
+        self._most = budget.most
+        self._seconds = budget.seconds(decodes, kv)
+        self._step_time = budget.step_time if self._seconds < math.inf else None
+
+    def tokens(self, start: int, num_left: int) -> int:
+        """Returns how many of the `num_left` tokens of a prompt from position `start` on the step may compute.
+
+        A prompt that fits to its end is not cut. Else the step's tokens, the decodes among them, are rounded
+        down to a multiple of 128, or of 16 up to 256 of them: CUDA graphs are of such sizes, and a step that is
+        padded to the next graph would take longer than the model says.
+        """
+        work = self.work
+        count = min(num_left, self._most - work.prompt)
+        if self._step_time is None:
+            return count
+        fits = self._step_time.most_prompt_tokens(self._seconds, work, start)
+        if fits is None or fits >= count:
+            return count
+        before = work.decodes + work.prompt
+        total = before + fits
+        fits = total - total % (128 if total > 256 else 16) - before
+        return max(fits, min(count, LEAST - work.prompt), 0)
+
+    def can_begin(self, num_tokens: int) -> bool:
+        """Returns whether the step can compute a part of a prompt of `num_tokens`, wherever its cached prefix
+        ends."""
+        # What is left after a shorter prefix costs less a token, and what is left after a longer one is less.
+        return self.tokens(num_tokens, num_tokens) > 0
+
+    def add(self, start: int, count: int) -> None:
+        """Notes that the step computes `count` tokens of a prompt from position `start` on."""
+        decodes, kv, prompt, pairs = self.work
+        self.work = Work(decodes, kv, prompt + count, pairs + count * start + count * (count + 1) // 2)

@@ -1,0 +1,87 @@
+"""The chunks of a stream: their events, and how they are framed for HTTP."""
+
+from typing import Any
+
+import h11
+import msgspec
+import pytest
+
+from lightkv.router.api.event_stream import EventWriter
+from lightkv.router.api.generation import Answer, TextDelta
+from lightkv.router.api.openai.protocol import ChatRequest, CompletionRequest, GenerationRequest
+from lightkv.router.api.openai.writer import ChatWriter, CompletionWriter
+from lightkv.router.api.server import _HttpConnection
+
+UNUSED: Any = None
+TEXTS = ["Once", " upon", ' a "time"\n', "", "\u00e9\u4e2d\U0001f600", "</s>\u2028\\", "the end"]
+
+
+def answer(index: int, has_logprobs: bool = False) -> Answer:
+    return Answer(index, 0, UNUSED, UNUSED, has_logprobs)
+
+
+def plainly(writer: CompletionWriter | ChatWriter, deltas: list[TextDelta], with_usage: bool) -> list[Any]:
+    """The chunks that a writer makes without an EventWriter."""
+    chunks: list[Any] = [chunk for delta in deltas if delta.text for chunk in writer.chunks(delta)]
+    return [chunk | {"usage": None} if with_usage else chunk for chunk in chunks]
+
+
+def streamed(
+    writer: CompletionWriter | ChatWriter, deltas: list[TextDelta], body: GenerationRequest
+) -> list[Any]:
+    events = EventWriter(UNUSED, writer, body)
+    data = b"".join(map(events.delta, deltas)).decode()
+    *lines, rest = data.split("\n\n")
+    assert rest == ""
+    assert all(line.startswith("data: ") for line in lines)
+    return [msgspec.json.decode(line.removeprefix("data: ")) for line in lines]
+
+
+@pytest.mark.parametrize("with_usage", [False, True], ids=["without usage", "with usage"])
+@pytest.mark.parametrize("is_chat", [False, True], ids=["completion", "chat"])
+def test_events_made_of_the_first_one_equal_those_written_whole(is_chat: bool, with_usage: bool) -> None:
+    options = {"stream": True, "stream_options": {"include_usage": with_usage}}
+    body: GenerationRequest
+    writer: CompletionWriter | ChatWriter
+    if is_chat:
+        body = ChatRequest.model_validate({"messages": [{"role": "user", "content": "Hi"}], **options})
+        writer = ChatWriter("mödel", UNUSED)
+    else:
+        body = CompletionRequest.model_validate({"prompt": "Hi", **options})
+        writer = CompletionWriter("mödel", UNUSED, ["the prompt"])
+    deltas = [TextDelta(answer(i % 2), text) for text in TEXTS for i in range(2)]
+    deltas.append(TextDelta(answer(0), "", finish_reason="length"))
+    deltas.append(TextDelta(answer(1), "!", finish_reason="stop"))
+    found = streamed(writer, deltas, body)
+    writer._opened.clear()
+    deltas[-2].text = "?"  # so that `plainly` has it, too
+    expected = plainly(writer, deltas, with_usage)
+    expected[-2]["choices"][0] = found[-2]["choices"][0]
+    assert found == expected
+    assert found[-2]["choices"][0]["finish_reason"] == "length"
+
+
+@pytest.mark.parametrize("version", [b"1.1", b"1.0"])
+def test_chunks_are_framed_as_h11_frames_them(version: bytes) -> None:
+    def sent(connection: h11.Connection, length: list[tuple[str, str]]) -> list[bytes]:
+        connection.receive_data(b"GET / HTTP/%b\r\nHost: here\r\n\r\n" % version)
+        while type(connection.next_event()) is not h11.EndOfMessage:
+            pass
+        events = [h11.Response(status_code=200, headers=length)]
+        events += [h11.Data(data=data) for data in (b"one", b"", b"x" * 300)]
+        return [bytes(connection.send(event)) for event in [*events, h11.EndOfMessage()]]
+
+    for length in ([], [("Content-Length", "303")]):
+        theirs = h11.Connection(h11.SERVER, 1000)
+        assert sent(_HttpConnection(1000), length) == sent(theirs, length)
+
+
+def test_nothing_is_sent_after_the_last_chunk() -> None:
+    connection = _HttpConnection(1000)
+    connection.receive_data(b"GET / HTTP/1.1\r\nHost: here\r\n\r\n")
+    while type(connection.next_event()) is not h11.EndOfMessage:
+        pass
+    for event in (h11.Response(status_code=200, headers=[]), h11.Data(data=b"one"), h11.EndOfMessage()):
+        connection.send(event)
+    with pytest.raises(h11.LocalProtocolError):
+        connection.send(h11.Data(data=b"two"))

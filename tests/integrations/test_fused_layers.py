@@ -1,0 +1,597 @@
+"""Tests what `fuse_layers` finds in a model's layers, what it changes in them, and what it leaves alone.
+
+That a fused model gives the same texts is tested in tests/model/test_models.py, where every model runs fused.
+"""
+
+import gc
+import weakref
+from typing import Any
+
+import pytest
+import torch
+from test_integration_transformers import SMALL, make_model
+from torch import nn
+from transformers import (
+    AutoModelForCausalLM,
+    CohereConfig,
+    Gemma2Config,
+    Glm4Config,
+    GPT2Config,
+    GraniteConfig,
+    LlamaConfig,
+    MixtralConfig,
+    Olmo2Config,
+    Phi3Config,
+    PreTrainedConfig,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen3Config,
+    Starcoder2Config,
+)
+
+from lightkv.integrations.model.attention_call import AttentionCall, compute
+from lightkv.integrations.model.fused_layers import FusedLayers, fuse_layers, layer_forward, unfuse_layers
+from lightkv.integrations.model.fused_mlp import find_mlp
+from lightkv.integrations.model.fused_norm import Carry, find_norm
+from lightkv.integrations.model.fused_rotary import fused_layers
+from lightkv.integrations.model.hf_model import bind, bound
+from lightkv.router.model.packed_linear import PackedLinear, pack_linears
+from lightkv.triton_kernels.layers.residual_norm import Norm
+
+LLAMA = LlamaConfig(**SMALL)
+BOTH = "qkv and gate_up as one product each, norms with the residual"
+SILU = f"fused 2 of 2 layers: {BOTH}, silu with its product"
+CONFIGS: dict[str, tuple[PreTrainedConfig, list[str]]] = {
+    "llama": (LLAMA, [SILU]),
+    "biases": (Qwen2Config(**SMALL), [SILU]),
+    "norms-of-heads": (Qwen3Config(**SMALL), [SILU]),
+    "joined-already": (Phi3Config(**SMALL), [SILU]),
+    "residual-multiplier": (GraniteConfig(**SMALL, residual_multiplier=0.3), [SILU]),
+    "norms-on-both-sides": (Glm4Config(**SMALL), [SILU]),
+    "one-plus-weight": (
+        Gemma2Config(**SMALL),
+        [f"fused 2 of 2 layers: {BOTH}, gelu_tanh with its product"],
+    ),
+    "norms-afterwards": (
+        Olmo2Config(**SMALL),
+        [
+            "fused 2 of 2 layers: gate_up as one product, norms with the residual, silu with its product",
+            "kept transformers' code for the attention of 2 layers (Olmo2Attention)",
+        ],
+    ),
+    "layer-norm": (
+        Starcoder2Config(**SMALL),
+        [
+            "fused 2 of 2 layers: qkv as one product, norms with the residual",
+            "kept transformers' code for the MLP of 2 layers (Starcoder2MLP)",
+        ],
+    ),
+    "experts": (
+        MixtralConfig(**SMALL, num_local_experts=4),
+        [
+            "fused 2 of 2 layers: qkv as one product, norms with the residual",
+            "kept transformers' code for the MLP of 2 layers (MixtralSparseMoeBlock)",
+        ],
+    ),
+    "parallel": (
+        CohereConfig(**SMALL),
+        [
+            "fused 0 of 2 layers: qkv and gate_up as one product each, norms as one kernel each, silu with its "
+            "product",
+            "kept transformers' code for the residuals of 2 layers (CohereDecoderLayer)",
+        ],
+    ),
+    "learned-positions": (
+        GPT2Config(vocab_size=SMALL["vocab_size"], n_embd=32, n_layer=2, n_head=4),
+        ["fused 0 of 2 layers: norms as one kernel each"],
+    ),
+}
+
+
+def varied_model(config: PreTrainedConfig, device: torch.device) -> PreTrainedModel:
+    """Makes a model in which no norm's weight is only ones or zeros, and no bias only zeros."""
+    model = make_model(config, device)
+    generator = torch.Generator().manual_seed(1)
+    for parameter in model.parameters():
+        if parameter.dim() == 1:
+            parameter.data += 0.2 * torch.randn(parameter.shape, generator=generator).to(parameter)
+    return model.requires_grad_(False)
+
+
+def quiet(line: str) -> None:
+    pass
+
+
+class OwnValues:
+    """A handler whose attention is each token's own v, so that q, k and v of a layer reach the next one."""
+
+    def attend(self, call: AttentionCall) -> torch.Tensor:
+        call = call.rotated()
+        groups = call.q.shape[1] // call.k.shape[1]
+        mixed = call.v + call.k.mean(-1, keepdim=True)
+        mixed = mixed.repeat_interleave(groups, dim=1) + call.q.mean(-1, keepdim=True)
+        return mixed.transpose(1, 2).contiguous()
+
+
+@torch.no_grad()
+def logits(model: PreTrainedModel) -> torch.Tensor:
+    tokens = torch.arange(3, 9, device=model.device)
+    return compute(model, tokens, tokens * 7, OwnValues(), None)
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_what_is_fused_is_told_and_computes_the_same(name: str, device: torch.device) -> None:
+    config, expected = CONFIGS[name]
+    model = varied_model(config, device)
+    names = list(model.state_dict())
+    before = {name: parameter.clone() for name, parameter in model.state_dict().items()}
+    bind(model)
+    own = logits(model)
+    lines: list[str] = []
+    fuse_layers(model, lines.append)
+    assert lines == expected
+    torch.testing.assert_close(logits(model), own, rtol=1e-5, atol=1e-5)
+    assert list(model.state_dict()) == names
+    assert all(torch.equal(parameter, before[name]) for name, parameter in model.state_dict().items())
+    unfuse_layers(model)
+    assert not any(
+        "forward" in vars(module) for module in model.modules() if not hasattr(module, "layer_idx")
+    )
+    torch.testing.assert_close(logits(model), own, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["llama", "norms-on-both-sides", "one-plus-weight", "joined-already"])
+def test_the_same_is_found_in_bf16(name: str, device: torch.device) -> None:
+    config, expected = CONFIGS[name]
+    model = varied_model(config, device).to(torch.bfloat16)
+    bind(model)
+    own = logits(model)
+    lines: list[str] = []
+    fuse_layers(model, lines.append)
+    assert lines == expected
+    torch.testing.assert_close(logits(model), own, rtol=0.05, atol=0.05 * own.abs().max().item())
+
+
+def test_each_residual_is_added_in_one_pass_with_the_norm_after_it(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from lightkv.integrations.model import fused_layers as layers
+    from lightkv.integrations.model import fused_norm as norms
+
+    model = varied_model(LLAMA, device)
+    bind(model)
+    fuse_layers(model, quiet)
+    passes: list[bool] = []
+    own = norms.add_and_norm
+
+    def counted(x: Any, residual: Any, norm: Any, **arguments: Any) -> Any:
+        passes.append(residual is not None and norm is not None)
+        return own(x, residual, norm, **arguments)
+
+    monkeypatch.setattr(layers, "add_and_norm", counted)
+    monkeypatch.setattr(norms, "add_and_norm", counted)
+    logits(model)
+    # The first layer's own norm, then two for each layer: the last is the model's, with the last addition.
+    assert passes == [False, True, True, True, True]
+
+
+def test_weights_are_views_of_the_joined_ones(device: torch.device) -> None:
+    model = varied_model(CONFIGS["biases"][0], device)
+    parameters = dict(model.named_parameters())
+    freed = [weakref.ref(parameters[f"model.layers.0.{name}.weight"].untyped_storage()) for name in PARTS]
+    bind(model)
+    fused = fuse_layers(model, quiet)
+    assert dict(model.named_parameters()) == parameters
+    assert len(fused.joined) == 4
+    for layer in model.model.layers:
+        attention, mlp = layer.self_attn, layer.mlp
+        for parts in ((attention.q_proj, attention.k_proj, attention.v_proj), (mlp.gate_proj, mlp.up_proj)):
+            end = parts[0].weight.data_ptr()
+            for part in parts:
+                assert part.weight.data_ptr() == end
+                end += part.weight.nbytes
+            assert parts[0].weight.untyped_storage().nbytes() == sum(part.weight.nbytes for part in parts)
+    assert [storage() for storage in freed] == [None] * len(PARTS)
+    # A weight that changes afterwards changes what is computed.
+    before = logits(model)
+    model.model.layers[0].self_attn.v_proj.weight.mul_(2.0)
+    assert (logits(model) - before).abs().max() > 1e-3
+
+
+PARTS = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "mlp.gate_proj", "mlp.up_proj")
+
+
+def test_fusing_again_moves_no_weight(device: torch.device) -> None:
+    model = varied_model(CONFIGS["biases"][0], device)
+    bind(model)
+    fuse_layers(model, quiet)
+    own = logits(model)
+    before = {name: parameter.data_ptr() for name, parameter in joined_weights(model).items()}
+    bind(model)
+    lines: list[str] = []
+    fuse_layers(model, lines.append)
+    assert lines == CONFIGS["biases"][1]
+    assert {name: parameter.data_ptr() for name, parameter in joined_weights(model).items()} == before
+    assert torch.equal(logits(model), own)
+
+
+def joined_weights(model: PreTrainedModel) -> dict[str, torch.Tensor]:
+    return {
+        name: parameter
+        for name, parameter in model.named_parameters()
+        if name.endswith("_proj.weight") and "o_proj" not in name and "down_proj" not in name
+    }
+
+
+def test_a_weight_that_stands_in_two_layers_is_not_joined(device: torch.device) -> None:
+    model = varied_model(LLAMA, device)
+    first, second = model.model.layers
+    second.self_attn.k_proj.weight = first.self_attn.k_proj.weight
+    bind(model)
+    own = logits(model)
+    lines: list[str] = []
+    fuse_layers(model, lines.append)
+    assert lines == [
+        "fused 2 of 2 layers: gate_up as one product, norms with the residual, silu with its product"
+    ]
+    assert second.self_attn.k_proj.weight is first.self_attn.k_proj.weight
+    torch.testing.assert_close(logits(model), own, rtol=1e-5, atol=1e-5)
+
+
+class Doubled(nn.Linear):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return 2 * super().forward(x)
+
+
+def doubled(linear: nn.Linear) -> Doubled:
+    made = Doubled(linear.in_features, linear.out_features, bias=False)
+    made.weight = linear.weight
+    return made
+
+
+@pytest.mark.parametrize("part", ["layer", "norm", "mlp", "linear", "subclass", "forward"])
+def test_what_is_changed_in_one_layer_is_left_alone_there(part: str, device: torch.device) -> None:
+    model = varied_model(LLAMA, device)
+    layer = model.model.layers[0]
+    calls: list[str] = []
+
+    def note(module: nn.Module, args: Any, output: Any) -> None:
+        calls.append(type(module).__name__)
+
+    hooked = {
+        "layer": layer,
+        "norm": layer.post_attention_layernorm,
+        "mlp": layer.mlp,
+        "linear": layer.mlp.gate_proj,
+    }
+    if part in hooked:
+        hooked[part].register_forward_hook(note)
+    elif part == "subclass":
+        layer.self_attn.v_proj = doubled(layer.self_attn.v_proj)
+    else:
+        own_forward = layer.mlp.forward
+        layer.mlp.forward = lambda x: own_forward(x) * 3
+    bind(model)
+    own = logits(model)
+    fused = fuse_layers(model, quiet)
+    calls.clear()
+    torch.testing.assert_close(logits(model), own, rtol=1e-5, atol=1e-5)
+    assert len(calls) == (part in hooked)
+    is_whole = part != "layer"
+    assert is_fused(layer) == is_whole
+    assert is_fused(model.model.layers[1])
+    expected = {"layer": 2, "norm": 4}.get(part, 3)
+    assert len(fused.joined) == expected
+
+
+def is_fused(layer: Any) -> bool:
+    return getattr(vars(layer).get("forward"), "func", None) is layer_forward
+
+
+def test_a_layer_that_differs_keeps_its_forward_pass(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaMLP
+
+    own_layer, own_mlp = LlamaDecoderLayer.forward, LlamaMLP.forward
+    model = varied_model(LLAMA, device)
+    first, second = model.model.layers
+
+    def layer_with_more(self: Any, x: torch.Tensor, **arguments: Any) -> torch.Tensor:
+        out: torch.Tensor = own_layer(self, x, **arguments)
+        return out + 0.01 * x if self is first else out
+
+    def mlp_with_more(self: Any, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = own_mlp(self, x)
+        return out.clamp(-0.5, 0.5) if self is second.mlp else out
+
+    monkeypatch.setattr(LlamaDecoderLayer, "forward", layer_with_more)
+    monkeypatch.setattr(LlamaMLP, "forward", mlp_with_more)
+    bind(model)
+    own = logits(model)
+    lines: list[str] = []
+    fuse_layers(model, lines.append)
+    assert lines == [
+        f"fused 1 of 2 layers: {BOTH}, silu with its product",
+        "kept transformers' code for the residuals of 1 layer (LlamaDecoderLayer)",
+        "kept transformers' code for the MLP of 1 layer (LlamaMLP)",
+    ]
+    torch.testing.assert_close(logits(model), own, rtol=1e-5, atol=1e-5)
+
+
+def test_a_layer_whose_kernels_compute_something_else_is_not_fused(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from lightkv.integrations.model import fused_layers as layers
+
+    own_pass = layers.add_and_norm
+
+    def wrong(x: torch.Tensor, *args: Any, **arguments: Any) -> Any:
+        hidden, normed = own_pass(x, *args, **arguments)
+        return hidden, normed * 1.02
+
+    monkeypatch.setattr(layers, "add_and_norm", wrong)
+    model = varied_model(LLAMA, device)
+    bind(model)
+    own = logits(model)
+    fused = fuse_layers(model, quiet)
+    assert fused.num_fused == 0
+    torch.testing.assert_close(logits(model), own, rtol=1e-5, atol=1e-5)
+
+
+@torch.no_grad()
+def test_the_head_computes_sampled_rows_alone(device: torch.device) -> None:
+    model = varied_model(LLAMA, device)
+    bind(model)
+    fuse_layers(model, quiet)
+    expected = logits(model)
+    shapes: list[torch.Size] = []
+    model.lm_head.register_forward_pre_hook(lambda module, args: shapes.append(args[0].shape))
+    tokens = torch.arange(3, 9, device=device)
+    found = compute(model, tokens, tokens * 7, OwnValues(), torch.tensor([1, 4], device=device))
+    assert shapes == [(1, 2, SMALL["hidden_size"])]
+    torch.testing.assert_close(found, expected[[1, 4]], rtol=1e-5, atol=1e-5)
+
+
+def test_bind_alone_changes_no_layer_and_no_weight(device: torch.device) -> None:
+    model = varied_model(LLAMA, device)
+    before = {name: parameter.data_ptr() for name, parameter in model.named_parameters()}
+    with bound(model):
+        forwards = [module for module in model.modules() if "forward" in vars(module)]
+        assert forwards == [layer.self_attn for layer in model.model.layers]
+    assert {name: parameter.data_ptr() for name, parameter in model.named_parameters()} == before
+
+
+@torch.no_grad()
+def test_a_fused_model_still_runs_as_transformers_runs_it(device: torch.device) -> None:
+    model = varied_model(LLAMA, device)
+    tokens = torch.arange(3, 40, device=device)[None]
+    before = model(tokens).logits
+    bind(model)
+    fuse_layers(model, quiet)
+    with bound(model):
+        assert fused_layers(model) == [0, 1]
+        fused = logits(model)
+    torch.testing.assert_close(logits(model), fused, rtol=1e-5, atol=1e-5)
+    model.set_attn_implementation("eager")
+    torch.testing.assert_close(model(tokens).logits, before, rtol=1e-5, atol=1e-5)
+    model.generate(tokens, max_new_tokens=2, do_sample=False)
+
+
+def test_the_carry_gives_a_norm_its_own_tensor_once() -> None:
+    carry, norms = Carry(), (nn.Identity(), nn.Identity())
+    hidden, normed = torch.ones(3), torch.zeros(3)
+    for norm, x, expected in (
+        (norms[0], hidden, normed),
+        (norms[0], hidden.clone(), None),
+        (norms[1], hidden, None),
+    ):
+        carry.put(norms[0], hidden, normed)
+        assert carry.take(norm, x) is expected
+        assert carry.take(norms[0], hidden) is None
+    carry.put(norms[0], hidden, normed)
+    carry.clear()
+    assert carry.take(norms[0], hidden) is None
+
+
+@torch.no_grad()
+def test_nothing_is_held_after_a_pass(device: torch.device) -> None:
+    model = varied_model(LLAMA, device)
+    bind(model)
+    fuse_layers(model, quiet)
+    logits(model)
+    carries = {module.forward.args[2] for module in model.modules() if is_fused(module)}
+    assert len(carries) == 1
+    assert all(carry._carried is None for carry in carries)
+
+
+class OddNorm(nn.Module):
+    """Like an RMSNorm, but for its exponent."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(16))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.weight * x * (x.pow(2).mean(-1, keepdim=True) + 1e-5).pow(-0.45)
+
+
+@pytest.mark.parametrize(
+    ("module", "expected"),
+    [
+        (nn.RMSNorm(16, eps=1e-3), Norm(None, None, 1e-3)),
+        (nn.LayerNorm(16, eps=1e-6), Norm(None, None, 1e-6, centred=True)),
+        (nn.LayerNorm(16, elementwise_affine=False), Norm(None, None, 1e-5, centred=True)),
+        (OddNorm(), None),
+        (nn.Identity(), None),
+        (nn.SiLU(), None),
+        (nn.Softmax(-1), None),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+@torch.no_grad()
+def test_norms_are_told_from_other_modules(
+    module: nn.Module, expected: Norm | None, device: torch.device
+) -> None:
+    module.to(device)
+    for parameter in module.parameters():
+        parameter.uniform_(0.5, 2.0)
+    found = find_norm(module, torch.empty(1, 8, 16, device=device))
+    if expected is None:
+        assert found is None
+    else:
+        assert found is not None
+        assert (found.eps, found.centred, found.plus_one) == (expected.eps, expected.centred, False)
+        assert found.weight is getattr(module, "weight", None)
+        assert found.bias is getattr(module, "bias", None)
+
+
+class Gated(nn.Module):
+    """A gated MLP whose parts have names of their own, and which may compute a little more."""
+
+    def __init__(self, activation: Any, more: Any = lambda x: x) -> None:
+        super().__init__()
+        self.c, self.a, self.b = nn.Linear(24, 16), nn.Linear(16, 24), nn.Linear(16, 24)
+        self.activation, self.more = activation, more
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.more(self.c(self.activation(self.b(x)) * self.a(x)))
+
+
+gelu = nn.functional.gelu
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["f32", "bf16"])
+@pytest.mark.parametrize(
+    ("module", "activation"),
+    [
+        (Gated(nn.functional.silu), "silu"),
+        (Gated(gelu), "gelu"),
+        (Gated(lambda x: gelu(x, approximate="tanh")), "gelu_tanh"),
+        (Gated(torch.relu), None),
+        (Gated(torch.sigmoid), None),
+        (Gated(nn.functional.silu, lambda x: x * 1.01), None),
+        (Gated(lambda x: nn.functional.silu(x.clamp(-20, 20))), None),
+    ],
+)
+@torch.no_grad()
+def test_gated_mlps_are_told_from_others(
+    module: nn.Module, activation: str | None, dtype: torch.dtype
+) -> None:
+    found = find_mlp(module.to(dtype), torch.empty(0, dtype=dtype))
+    assert (found and (found.gate_up, found.down, found.activation)) == (
+        activation and (("b", "a"), "c", activation)
+    )
+
+
+@torch.no_grad()
+def test_a_cpu_packs_the_joined_product_and_frees_the_plain_weights() -> None:
+    cpu = torch.device("cpu")
+    model = varied_model(CONFIGS["biases"][0], cpu)
+    tokens = torch.arange(3, 20)[None]
+    own_tokens = model(tokens).logits
+    bind(model)
+    own = logits(model)
+    fused: FusedLayers = fuse_layers(model, quiet)
+    attention = model.model.layers[0].self_attn
+    weight, bias = attention.k_proj.weight.clone(), attention.k_proj.bias.clone()
+    freed = [weakref.ref(one.linear) for one in fused.joined]
+    freed += [weakref.ref(model.get_submodule(f"model.layers.0.{name}")) for name in PARTS]
+    assert pack_linears(model, quiet, fused.joined) == 2 * 4 + 1
+    gc.collect()
+    assert [one() for one in freed] == [None] * len(freed)
+    packed = [module for module in model.modules() if isinstance(module, PackedLinear)]
+    assert len(packed) == 2 * 4 + 1
+    assert torch.equal(attention.k_proj.weight, weight)
+    assert torch.equal(attention.k_proj.bias, bias)
+    torch.testing.assert_close(logits(model), own, rtol=1e-4, atol=1e-5)
+    # A second engine packs nothing again, and computes the same.
+    bind(model)
+    lines: list[str] = []
+    again = fuse_layers(model, lines.append)
+    assert lines == CONFIGS["biases"][1]
+    assert pack_linears(model, quiet, again.joined) == 0
+    torch.testing.assert_close(logits(model), own, rtol=1e-4, atol=1e-5)
+    unfuse_layers(model)
+    model.set_attn_implementation("eager")
+    torch.testing.assert_close(model(tokens).logits, own_tokens, rtol=1e-4, atol=1e-5)
+
+
+LARGER = {**SMALL, "hidden_size": 1024, "intermediate_size": 2048, "num_attention_heads": 16, "head_dim": 64}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    "config",
+    [
+        LlamaConfig(**LARGER),
+        Qwen3Config(**LARGER),
+        Gemma2Config(**LARGER),
+        Glm4Config(**LARGER),
+        GraniteConfig(**LARGER, residual_multiplier=0.3),
+        Starcoder2Config(**LARGER),
+    ],
+    ids=lambda config: config.model_type,
+)
+@pytest.mark.parametrize("num_tokens", [1, 6, 100])
+def test_bf16_logits_are_as_close_to_float32_as_transformers_own(
+    config: PreTrainedConfig, num_tokens: int
+) -> None:
+    device = torch.device("cuda")
+    torch.manual_seed(0)
+    exact = AutoModelForCausalLM.from_config(config, dtype=torch.float32).to(device)
+    for parameter in exact.parameters():
+        if parameter.dim() >= 2:
+            nn.init.normal_(parameter, std=parameter.shape[-1] ** -0.5)
+        parameter.data = parameter.data.bfloat16().float()
+    exact.requires_grad_(False).eval()
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).to(device)
+    model.load_state_dict(exact.state_dict())
+    model.requires_grad_(False).eval()
+    tokens = torch.randint(3, 90, (num_tokens,), device=device)
+
+    def run(model: PreTrainedModel) -> torch.Tensor:
+        with torch.no_grad():
+            return compute(model, tokens, torch.arange(num_tokens, device=device), OwnValues(), None).float()
+
+    bind(exact)
+    bind(model)
+    reference, own = run(exact), run(model)
+    fused = fuse_layers(model, quiet)
+    assert fused.num_fused == 2
+    ours = run(model)
+    assert not torch.equal(ours, own)
+    own_error, our_error = ((x - reference).pow(2).mean().sqrt() for x in (own, ours))
+    # One draw of rounding differs from another by some percent.
+    assert our_error <= 1.1 * own_error
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("one_block", [False, True], ids=["apart", "one-block"])
+def test_memory_is_not_doubled_on_a_gpu(one_block: bool) -> None:
+    """In one block, as transformers' loader lays the weights out, they must not leave holes behind."""
+    device = torch.device("cuda")
+    config = LlamaConfig(**LARGER | {"hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 12})
+    on_cpu = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).requires_grad_(False).eval()
+    gc.collect()
+    torch.cuda.empty_cache()
+    before = torch.cuda.memory_reserved()
+    if one_block:
+        block = torch.empty(
+            sum(one.nbytes for one in on_cpu.parameters()) + 2**21, dtype=torch.uint8, device=device
+        )
+        del block
+    model = on_cpu.to(device)
+    bind(model)
+    layer = sum(parameter.nbytes for parameter in model.model.layers[0].parameters())
+    torch.cuda.reset_peak_memory_stats()
+    held = torch.cuda.memory_allocated()
+    fuse_layers(model, quiet)
+    torch.cuda.empty_cache()
+    assert torch.cuda.max_memory_allocated() - held < 1.5 * layer + 2**26
+    assert torch.cuda.memory_allocated() - held < 2**24
+    weights = sum(parameter.nbytes for parameter in model.parameters())
+    assert torch.cuda.memory_reserved() - before < weights + 3 * layer + 2**26
+    del model, on_cpu
+    gc.collect()
+    torch.cuda.empty_cache()
