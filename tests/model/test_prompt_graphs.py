@@ -54,7 +54,7 @@ def recomputed_graphs(runner: ModelRunner, monkeypatch: pytest.MonkeyPatch) -> S
     monkeypatch.setattr(cuda_graph, "_captured", lambda compute, pool: (Recomputed(compute), compute()))
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (0, 0))
-    graphs = StepGraphs(runner._parts, runner._parts, runner._metadata)
+    graphs = StepGraphs(runner._parts, runner._metadata)
     graphs._decodes.clear()
     runner._graphs = graphs
     return graphs
