@@ -22,7 +22,7 @@ from functools import partial
 import torch
 from transformers import PreTrainedModel
 
-from bench.common.llama_3_8b import LLAMA_3_8B, with_layers
+from bench.common.model_shapes import LLAMA_3_8B, with_layers
 from bench.common.report import Spread, alternate, parser, print_json, print_machine, print_table, refuse
 from bench.serving.decode_step import read_bandwidth
 from lightkv.attention import BatchShape
@@ -132,6 +132,7 @@ def make_runner(model: PreTrainedModel, cases: list[Case]) -> ModelRunner:
         max_model_len=longest,
         max_total_tokens=max(case.num_tokens + case.decodes * case.length for case in cases) + 1,
         prefill_chunk=longest,
+        itl_target=0.0,
     )
     runner, _ = assemble(model, config, print)
     pool = runner._parts.memory.pool

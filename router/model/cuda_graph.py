@@ -273,7 +273,6 @@ class StepGraphs:
     def _shared(self) -> Capture:
         return Capture(torch.cuda.graph_pool_handle(), torch.cuda.Stream())
 
-    @torch.inference_mode()
     def capture(self, kinds: Sequence[SamplerKind], report: Callable[[str], None]) -> None:
         """Captures graphs of every size ahead of time, the largest first, so that the others fit in its memory.
 
@@ -338,6 +337,7 @@ class StepGraphs:
         captured = graph.has(shares_prefixes) or self._captures(graph, shares_prefixes, name)
         return graph if captured else None
 
+    @torch.inference_mode()
     def _captures(self, graph: DecodeGraph | PromptGraph, key: Any, name: str = "") -> bool:
         """Captures a graph, after announcing it by its `name`, if it has one. Returns whether there was
         memory."""

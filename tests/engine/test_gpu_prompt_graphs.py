@@ -6,7 +6,7 @@ from array import array
 
 import pytest
 import torch
-from transformers import PreTrainedModel
+from msgspec.structs import replace
 from triton.runtime.jit import JITFunction
 
 from lightkv.ledger import TokenLedger
@@ -31,33 +31,42 @@ PARAMS = [
 SYSTEM = [i * 7 % VOCABULARY for i in range(60)]
 
 
-@pytest.fixture(scope="module")
-def model() -> PreTrainedModel:
-    """A model in float32, in which two ways to compute the same logits differ by little."""
-    return tiny_llama(torch.device("cuda"), context=400)
+def make(**settings: object) -> tuple[LocalEngine, ModelRunner]:
+    """Returns an engine with a model of its own, as graphs read the weights that were there at their capture.
 
-
-def make(model: PreTrainedModel, **settings: object) -> tuple[LocalEngine, ModelRunner]:
-    defaults = {"device": "cuda", "max_num_seqs": 20, "max_total_tokens": 2500, "prefill_chunk": 96}
+    It is in float32, in which two ways to compute the same logits differ by little. No step is timed at the
+    start, so that memories begin alike.
+    """
+    model = tiny_llama(torch.device("cuda"), context=400)
+    defaults: dict[str, object] = {"device": "cuda", "max_num_seqs": 20, "max_total_tokens": 2500}
+    defaults |= {"prefill_chunk": 96, "itl_target": 0.0}
     config = EngineConfig(**(defaults | settings))  # type: ignore[arg-type]
     runner, info = assemble(model, config, lambda line: None)
-    ledger = TokenLedger(info.capacity, info.limits.max_num_seqs, info.limits.max_model_len)
-    return LocalEngine(Scheduler(ledger, info.limits), runner), runner
+    # Short prefixes are worth reading together, too.
+    sharing = info.limits.prefix_sharing._replace(min_tokens=8, min_saved=1, min_mean=0)
+    limits = replace(info.limits, prefix_sharing=sharing)
+    ledger = TokenLedger(info.capacity, limits.max_num_seqs, limits.max_model_len)
+    return LocalEngine(Scheduler(ledger, limits), runner), runner
 
 
 class Traffic:
-    """Adds requests to an engine as others end, in bursts and singly, and aborts some."""
+    """Adds requests to an engine as others end, in bursts and singly, and aborts some.
+
+    Now and then it adds none until all have ended, so that prompts also run alone.
+    """
 
     def __init__(self, engine: LocalEngine, seed: int) -> None:
         self._engine = engine
         self._rng = random.Random(seed)
         self._num = 0
+        self._pauses = False
 
     def turn(self) -> None:
         rng = self._rng
+        self._pauses = self._engine.has_work and (self._pauses or rng.random() < 0.03)
         if self._num and rng.random() < 0.05:
             self._engine.abort(str(self._num - rng.randint(1, 20)))
-        if self._engine.scheduler.num_waiting < 3 and rng.random() < 0.2:
+        if not self._pauses and self._engine.scheduler.num_waiting < 3 and rng.random() < 0.3:
             for _ in range(rng.choice([1, 1, 2, 15])):
                 self.add()
 
@@ -79,11 +88,11 @@ def graph_of(runner: ModelRunner, plan: StepPlan) -> object:
     "num_steps", [400, pytest.param(10_000, marks=pytest.mark.slow)], ids="{}_steps".format
 )
 @pytest.mark.parametrize("shared", [False, True], ids=["alone", "shared_prefixes"])
-def test_replays_equal_eager_steps(model: PreTrainedModel, num_steps: int, shared: bool) -> None:
+def test_replays_equal_eager_steps(num_steps: int, shared: bool) -> None:
     """Two runners get the same plans. Slots, tables and counts are equal. Tokens are, too, but for a near-tie,
     which rounding may decide; the eager runner then goes on with the token of the graph."""
-    engine, runner = make(model, group_prefixes=shared)
-    _, eager = make(model, group_prefixes=shared, cuda_graphs=False)
+    engine, runner = make(group_prefixes=shared)
+    _, eager = make(group_prefixes=shared, cuda_graphs=False)
     traffic = Traffic(engine, seed=num_steps)
     num_tokens = num_different = 0
     kinds = dict.fromkeys(("prompts", "mixed", "decodes", "prefixes beside prompts"), 0)
@@ -127,8 +136,8 @@ def agree(runner: ModelRunner, eager: ModelRunner) -> None:
         assert not ours.pool.kv(layer)[0].isnan().any()  # padding is written there, and read
 
 
-def test_steps_with_prompts_wait_for_nothing(model: PreTrainedModel) -> None:
-    engine, runner = make(model, group_prefixes=False)
+def test_steps_with_prompts_wait_for_nothing() -> None:
+    engine, runner = make(group_prefixes=False)
     traffic = Traffic(engine, seed=0)
     num_mixed = 0
     for step in range(200):
@@ -152,10 +161,8 @@ def test_steps_with_prompts_wait_for_nothing(model: PreTrainedModel) -> None:
 
 
 @pytest.mark.parametrize("graphs", [True, False], ids=["graphs", "eager"])
-def test_no_kernel_is_compiled_while_requests_run(
-    model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch, graphs: bool
-) -> None:
-    engine, _ = make(model, cuda_graphs=graphs, group_prefixes=False)
+def test_no_kernel_is_compiled_while_requests_run(monkeypatch: pytest.MonkeyPatch, graphs: bool) -> None:
+    engine, _ = make(cuda_graphs=graphs, group_prefixes=False)
     compiled: list[str] = []
     do_compile = JITFunction._do_compile
 
@@ -171,7 +178,7 @@ def test_no_kernel_is_compiled_while_requests_run(
     assert compiled == []
 
 
-def test_what_does_not_fit_runs_eagerly(model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_does_not_fit_runs_eagerly(monkeypatch: pytest.MonkeyPatch) -> None:
     """Out of memory while a graph is captured at the start; its steps then run eagerly."""
     capture = PromptGraph.capture
 
@@ -181,7 +188,7 @@ def test_what_does_not_fit_runs_eagerly(model: PreTrainedModel, monkeypatch: pyt
         capture(graph, shares_prefixes, pool)
 
     monkeypatch.setattr(PromptGraph, "capture", refused)
-    engine, runner = make(model)
+    engine, runner = make()
     traffic = Traffic(engine, seed=2)
     for _ in range(100):
         traffic.turn()
