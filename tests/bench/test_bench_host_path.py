@@ -12,25 +12,18 @@ from lightkv.router.sampling_params import SamplerKind
 
 def test_it_measures_first_tokens_and_loads() -> None:
     options = host_path.arguments(["--prompt", "16", "--output", "4", "--requests", "1", "--pause", "0"])
-    script = Script(decode_ms=1.0, prompt_ms=32.0)
+    script = Script(decode_ms=1.0, prompt_ms=32.0, check_ms=3000.0)
     directory = Path(resolve(EngineConfig.model, report=lambda line: None))
     with scripted_service(script, directory) as service:
         bench = host_path.Bench(service, script, options)
         first = bench.first_tokens(3)
         assert first["added_ms"]["low"] > 0
+        assert first["added_ms"]["high"] < script.check_ms  # no recount of the memory comes between requests
         assert set(first["cpu_ms"]) == set(host_path.ROLES)
         load = bench.load(4)
         assert load["requests"] == 4
         assert load["between_ms"] > 1.0
-
-
-def test_a_recount_of_the_memory_does_not_delay_the_next_first_token() -> None:
-    options = host_path.arguments(["--prompt", "16", "--pause", "0.01"])
-    script = Script(decode_ms=1.0, prompt_ms=32.0, check_ms=3000.0)
-    directory = Path(resolve(EngineConfig.model, report=lambda line: None))
-    with scripted_service(script, directory) as service:
-        bench = host_path.Bench(service, script, options)
-        assert max(bench.first_token_ms(0.01) for _ in range(4)) < 1000.0
+        assert load["tokens_per_piece"] >= 1.0
 
 
 def test_a_step_takes_what_the_script_says() -> None:
