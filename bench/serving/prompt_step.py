@@ -145,7 +145,7 @@ def exact_graph(runner: ModelRunner, case: Case) -> PromptGraph:
     """Captures a graph of exactly the case's tokens, prompt and decodes."""
     shape = BatchShape(case.num_tokens, 2, case.decodes)
     graph = PromptGraph(runner._parts, shape, runner._metadata, SharedLogits(1 + case.decodes))
-    graph.capture(False, torch.cuda.graph_pool_handle())
+    graph.capture(False, Capture(torch.cuda.graph_pool_handle(), torch.cuda.Stream()))
     return graph
 
 

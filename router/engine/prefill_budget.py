@@ -31,8 +31,8 @@ class PrefillBudget:
         """Returns the seconds that a step with prompts may take beside `decodes` decodes, which attend `kv`
         tokens in all; infinity where nothing bounds it.
 
-        It is the target, but not less than the step takes with a single prompt token: up to that, more prompt
-        tokens cost nothing.
+        It is the target, but not less than what the step takes in any case: its decodes, and the least time of
+        a step with prompts.
         """
         model = self.step_time
         if model is None or not decodes:
@@ -61,8 +61,9 @@ class StepBudget:
         """Returns how many of the `num_left` tokens of a prompt from position `start` on the step may compute.
 
         A prompt that fits to its end is not cut. Else the step's tokens, the decodes among them, are rounded
-        down to a multiple of 128, or of 16 up to 256 of them: CUDA graphs are of such sizes, and a step that is
-        padded to the next graph would take longer than the model says.
+        down to a multiple of 128, or of 16 up to 256 of them: large steps run in CUDA graphs of such sizes, and
+        a step that is padded to the next graph would take longer than the model says. Where fewer than LEAST
+        prompt tokens would be left of more, they are not rounded.
         """
         work = self.work
         count = min(num_left, self._most - work.prompt)
@@ -73,8 +74,10 @@ class StepBudget:
             return count
         before = work.decodes + work.prompt
         total = before + fits
-        fits = total - total % (128 if total > 256 else 16) - before
-        return max(fits, min(count, LEAST - work.prompt), 0)
+        rounded = total - total % (128 if total > 256 else 16) - before
+        if work.prompt + rounded >= LEAST:
+            return max(rounded, 0)
+        return max(fits, min(count, LEAST - work.prompt))
 
     def can_begin(self, num_tokens: int) -> bool:
         """Returns whether the step can compute a part of a prompt of `num_tokens`, wherever its cached prefix

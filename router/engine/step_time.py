@@ -5,10 +5,10 @@ products wait for the weights, and a token adds little to them:
 
     seconds = base + per_decode · decodes + per_kv · tokens that the decodes attend
 
-In a step with prompt tokens every token, a decode's too, adds its share of the products. Such a step runs
-outside CUDA graphs, so it takes at least as long as the host needs to launch it:
+In a step with prompt tokens every token, a decode's too, adds its share of the products, during which the
+weights are read. A step of few tokens still waits for the weights, and one outside CUDA graphs for the host:
 
-    seconds = base + per_prompt · (prompt tokens + decodes) + per_kv · tokens that the decodes attend
+    seconds = prompt_base + per_prompt · (prompt tokens + decodes) + per_kv · tokens that the decodes attend
               + per_pair · (prompt tokens × tokens each attends), and not less than `prefill`, nor than the
               same step without its prompt tokens
 
@@ -48,7 +48,8 @@ class Work(NamedTuple):
 
 @dataclass(frozen=True)
 class StepTime:
-    """Parameters in seconds. `source`: what they were measured on, and how well they fit."""
+    """Parameters in seconds. `source`: what they were measured on, and how well they fit. `prompt_base` is
+    `base` if it is None."""
 
     base: float
     per_decode: float
@@ -57,6 +58,7 @@ class StepTime:
     per_prompt: float
     per_pair: float
     source: dict[str, Any] = field(default_factory=dict)
+    prompt_base: float | None = None
 
     def __post_init__(self) -> None:
         """Raises InvalidStepTime for a parameter that is negative or no number, or a base of 0."""
@@ -64,18 +66,22 @@ class StepTime:
             value = getattr(self, name)
             if not isinstance(value, int | float) or not 0 <= value < float("inf"):
                 raise InvalidStepTime(f"{name} is {value!r}; give seconds, 0 or more")
+        if self.prompt_base is not None and not 0 <= self.prompt_base < float("inf"):
+            raise InvalidStepTime(
+                f"prompt_base is {self.prompt_base!r}; give seconds, 0 or more, or leave it out"
+            )
         if not self.base:
             raise InvalidStepTime("base is 0 seconds; give the time of a step that computes hardly anything")
 
     def seconds(self, work: Work) -> float:
         """Returns the seconds that a step takes."""
         decodes, kv, prompt, pairs = work
-        seconds = self.base + self.per_kv * kv
-        alone = seconds + self.per_decode * decodes
+        attention = self.per_kv * kv
+        alone = self.base + attention + self.per_decode * decodes
         if not prompt:
             return alone
         products = self.per_prompt * (prompt + decodes) + self.per_pair * pairs
-        return max(seconds + products, self.prefill, alone)
+        return max(self._of_prompts + attention + products, self.prefill, alone)
 
     def most_prompt_tokens(self, seconds: float, work: Work, start: int) -> int | None:
         """Returns the most tokens of a prompt, from position `start` on, that a step can compute beside `work`
@@ -85,7 +91,7 @@ class StepTime:
         The n tokens attend start + 1, …, start + n tokens, so that they take
         per_prompt · n + per_pair · (start · n + n · (n + 1) / 2) seconds.
         """
-        left = seconds - self.base - self.per_kv * work.kv
+        left = seconds - self._of_prompts - self.per_kv * work.kv
         left -= self.per_prompt * (work.prompt + work.decodes) + self.per_pair * work.pairs
         if left <= 0:
             return 0
@@ -93,6 +99,10 @@ class StepTime:
         if not linear:
             return None
         return int(2 * left / (linear + math.sqrt(linear * linear + 2 * self.per_pair * left)))
+
+    @property
+    def _of_prompts(self) -> float:
+        return self.base if self.prompt_base is None else self.prompt_base
 
     def as_dict(self) -> dict[str, Any]:
         """Returns what `read` takes from a file."""
@@ -115,36 +125,37 @@ class StepTime:
             return cls.read(DEFAULT_FILE)
         if "=" not in text:
             return cls.read(Path(text))
-        values = dict.fromkeys(PARAMETERS, 0.0)
+        values: dict[str, float | None] = {**dict.fromkeys(PARAMETERS, 0.0), "prompt_base": None}
         for part in text.split(","):
             name, _, value = part.partition("=")
             try:
                 values[name] = float(value) if name in values else values[name]
             except (KeyError, ValueError):
-                known = ", ".join(PARAMETERS)
+                known = ", ".join(values)
                 raise InvalidStepTime(
                     f"--step-time has {part!r}; give name=seconds, the names being {known}"
                 ) from None
-        return cls(**values, source={"given": text})
+        return cls(**values, source={"given": text})  # type: ignore[arg-type]
 
 
-PARAMETERS = tuple(f.name for f in fields(StepTime) if f.name != "source")
+PARAMETERS = tuple(f.name for f in fields(StepTime) if f.type is float or f.type == "float")
 
 
 def fit(work: Sequence[Work], seconds: Sequence[float]) -> StepTime:
     """Fits the parameters by least squares of the relative errors; none is negative. `source` gets the errors.
 
-    `prefill` is the median of the steps that wait for the host, or 0 where that fits as well. Which steps wait
+    `prefill` is the median of the steps that wait for weights or the host, or 0 where that fits as well. Which steps wait
     depends on the parameters, and these are fitted to the other steps: the two are found in turns, beginning
     with the half of the steps that have the most prompt tokens. Raises ValueError for fewer steps than
     parameters.
     """
-    if len(work) < len(PARAMETERS) or len(work) != len(seconds):
-        raise ValueError(f"{len(seconds)} times of {len(work)} steps; give at least {len(PARAMETERS)}")
+    least = len(PARAMETERS) + 1  # and prompt_base
+    if len(work) < least or len(work) != len(seconds):
+        raise ValueError(f"{len(seconds)} times of {len(work)} steps; give at least {least}")
     measured = np.array(seconds)
     rows = np.array(
         [
-            [1, 0, w.kv, w.prompt + w.decodes, w.pairs] if w.prompt else [1, w.decodes, w.kv, 0, 0]
+            [0, 0, w.kv, w.prompt + w.decodes, w.pairs, 1] if w.prompt else [1, w.decodes, w.kv, 0, 0, 0]
             for w in work
         ],
         float,
@@ -167,7 +178,7 @@ def fit(work: Sequence[Work], seconds: Sequence[float]) -> StepTime:
 
 
 def _fit(rows: np.ndarray, measured: np.ndarray, on_device: np.ndarray) -> StepTime:
-    """Fits the parameters. `on_device`: a first guess of the steps that do not wait for the host."""
+    """Fits the parameters. `on_device`: a first guess of the steps that do not wait, as `prefill` does."""
     has_prompt = rows[:, 3] > 0
     least = float(measured.min()) / 100  # a step takes some time, even if a fit to few steps says otherwise
     for _ in range(MAX_ITERATIONS):
@@ -177,8 +188,8 @@ def _fit(rows: np.ndarray, measured: np.ndarray, on_device: np.ndarray) -> StepT
         before, on_device = on_device, ~has_prompt | (rows @ values >= prefill)
         if np.array_equal(before, on_device):
             break
-    base, per_decode, per_kv, per_prompt, per_pair = values.tolist()
-    return StepTime(base, per_decode, per_kv, prefill, per_prompt, per_pair)
+    base, per_decode, per_kv, per_prompt, per_pair, prompt_base = values.tolist()
+    return StepTime(base, per_decode, per_kv, prefill, per_prompt, per_pair, prompt_base=prompt_base)
 
 
 def _least_squares(rows: np.ndarray, least: float) -> np.ndarray:

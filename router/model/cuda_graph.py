@@ -14,7 +14,8 @@ sampling.
 
 import gc
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import cached_property
 from typing import Any, NamedTuple, TypeVar
 
@@ -79,7 +80,9 @@ def graphs_bytes(max_num_seqs: int, max_step_tokens: int, token_bytes: int, logi
     memory of their tensors, and each has its launches besides.
     """
     buckets = token_buckets(max_step_tokens)
-    num_graphs = sum(len(prompt_shapes(size, max_num_seqs)) for size in buckets)
+    # Shapes with decodes may also be captured with shared prefixes.
+    shapes = [shape for size in buckets for shape in prompt_shapes(size, max_num_seqs)]
+    num_graphs = len(shapes) + sum(shape.num_decodes > 0 for shape in shapes)
     num_graphs += 3 * len(batch_sizes(max_num_seqs))
     sampling = max_num_seqs * logits_bytes * _LOGITS_COPIES
     return buckets[-1] * token_bytes + sampling + num_graphs * _GRAPH_BYTES
@@ -280,8 +283,14 @@ class StepGraphs:
         kernels, so that a graph captured later, when it is first needed, does not delay requests for long.
         """
         begun, free = time.perf_counter(), torch.cuda.mem_get_info()[0]
-        gc.collect()
-        gc.freeze()  # every capture runs the garbage collector, which would go through all of transformers
+        with _frozen_objects():
+            num_captured = self._capture_all(kinds, report)
+        seconds, used = time.perf_counter() - begun, free - torch.cuda.mem_get_info()[0]
+        refused = f"; no memory for {len(self._refused)}, which run eagerly" if self._refused else ""
+        report(f"captured {num_captured} CUDA graphs in {seconds:.1f} s, {used / 2**20:,.0f} MiB{refused}")
+
+    def _capture_all(self, kinds: Sequence[SamplerKind], report: Callable[[str], None]) -> int:
+        """Captures what `capture` says. Returns how many graphs there was memory for."""
         num_captured = 0
         for done, (size, shapes) in enumerate(reversed(self._prompts.items()), start=1):
             for graph in shapes.values():
@@ -297,10 +306,7 @@ class StepGraphs:
             for key in keys:
                 num_captured += self._captures(self._decodes[size], key)
             report(f"capturing decode graphs: {done} of {len(self._decodes)} (batch {size})")
-        gc.unfreeze()
-        seconds, used = time.perf_counter() - begun, free - torch.cuda.mem_get_info()[0]
-        refused = f"; no memory for {len(self._refused)}, which run eagerly" if self._refused else ""
-        report(f"captured {num_captured} CUDA graphs in {seconds:.1f} s, {used / 2**20:,.0f} MiB{refused}")
+        return num_captured
 
     @property
     def most_tokens(self) -> int:
@@ -356,6 +362,21 @@ class StepGraphs:
 
 
 _PADDING = StepPlan(0, b"", [], [], [], 0, b"", [], SamplerKind.GREEDY, {}, [], 0)
+
+
+@contextmanager
+def _frozen_objects() -> Iterator[None]:
+    """Hides all objects from the garbage collector while the block runs, unless some are hidden already. torch
+    collects before every capture, and would go through all of transformers each time."""
+    if gc.get_freeze_count():
+        yield
+        return
+    gc.collect()
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
 
 
 def _is_out_of_memory(error: BaseException | None) -> bool:

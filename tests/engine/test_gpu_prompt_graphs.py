@@ -16,7 +16,7 @@ from lightkv.router.engine.request import Request
 from lightkv.router.engine.scheduler import Scheduler
 from lightkv.router.engine.step import StepPlan
 from lightkv.router.model.build import assemble
-from lightkv.router.model.cuda_graph import PromptGraph, StepGraphs
+from lightkv.router.model.cuda_graph import Capture, PromptGraph, StepGraphs
 from lightkv.router.model.runner import ModelRunner
 from tests.support.model_worker import assert_idle
 from tests.support.tiny_models import VOCABULARY, tiny_llama
@@ -182,10 +182,10 @@ def test_what_does_not_fit_runs_eagerly(monkeypatch: pytest.MonkeyPatch) -> None
     """Out of memory while a graph is captured at the start; its steps then run eagerly."""
     capture = PromptGraph.capture
 
-    def refused(graph: PromptGraph, shares_prefixes: bool, pool: object) -> None:
+    def refused(graph: PromptGraph, shares_prefixes: bool, shared: Capture) -> None:
         if graph._metadata.num_tokens > 48:
             raise torch.OutOfMemoryError("no memory for this one")
-        capture(graph, shares_prefixes, pool)
+        capture(graph, shares_prefixes, shared)
 
     monkeypatch.setattr(PromptGraph, "capture", refused)
     engine, runner = make()

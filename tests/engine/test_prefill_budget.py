@@ -17,7 +17,7 @@ from lightkv.router.engine.prefill_budget import DEFAULT_ITL_TARGET, LEAST, TIME
 from lightkv.router.engine.request import Request
 from lightkv.router.engine.scheduler import Scheduler
 from lightkv.router.engine.step import Limits, RunnerInfo, StepPlan
-from lightkv.router.engine.step_time import StepTime, Work
+from lightkv.router.engine.step_time import PARAMETERS, StepTime, Work
 from lightkv.router.sampling_params import SamplingParams
 from lightkv.router.simulate import simulator
 from lightkv.router.simulate.config import SimulationConfig
@@ -75,7 +75,7 @@ def test_without_a_step_time_or_a_target_a_step_takes_the_full_chunk(
     assert PrefillBudget(limits, step_time).of_step(10, 5000).tokens(0, 700) == 300
 
 
-def test_the_default_target_is_40_ms_or_three_times_the_decodes_alone() -> None:
+def test_the_default_target_is_25_ms_or_twice_the_decodes_alone() -> None:
     limits = msgspec.structs.replace(LIMITS, prefill_chunk=4096)
     model = replace(H200, prefill=0.0)
     budget = PrefillBudget(limits, model)
@@ -269,7 +269,7 @@ def test_the_simulator_plans_the_same_steps_as_the_engine(
     config = SimulationConfig(
         capacity=3000, max_num_seqs=16, prefill_chunk=300, max_new=40, admission="oracle", rate=math.inf,
         itl_target=target,
-        step_time=",".join(f"{name}={value}" for name, value in SMALL.as_dict().items() if name != "source"),
+        step_time=",".join(f"{name}={value}" for name, value in SMALL.as_dict().items() if name in PARAMETERS),
     )  # fmt: skip
     simulator.simulate(str(path), config, stepwise=True)
 

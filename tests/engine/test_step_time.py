@@ -36,6 +36,14 @@ def test_a_fit_finds_the_parameters_of_its_data() -> None:
     assert found.source["max_relative_error"] < 1e-9
     noisy = fit(work, [MODEL.seconds(w) * rng.uniform(0.98, 1.02) for w in work])
     assert 0.001 < noisy.source["median_relative_error"] < 0.02
+    assert found.prompt_base == pytest.approx(MODEL.base, rel=1e-6)
+    overlapped = replace(
+        MODEL, prompt_base=2e-3
+    )  # in steps with prompts, products hide the reading of weights
+    assert overlapped.seconds(Work(1, 100, 2000, 600)) == pytest.approx(
+        2e-3 + 4e-6 + 2001 * 2.4e-5 + 600 * 1.3e-9
+    )
+    assert fit(work, [overlapped.seconds(w) for w in work]).prompt_base == pytest.approx(2e-3, rel=1e-6)
     unbound = replace(MODEL, prefill=0.0)  # a device on which no step waits for the host
     found = fit(work, [unbound.seconds(w) for w in work])
     assert found.prefill == 0.0
@@ -50,7 +58,7 @@ def test_no_parameter_of_a_fit_is_negative() -> None:
     seconds = [max(MODEL.seconds(w) - 3e-8 * w.kv, 5e-3) for w in work]
     found = fit(work, seconds)
     assert all(getattr(found, name) >= 0 for name in PARAMETERS)
-    with pytest.raises(ValueError, match="at least 6"):
+    with pytest.raises(ValueError, match="at least 7"):
         fit(work[:3], seconds[:3])
 
 
@@ -81,6 +89,7 @@ def test_parameters_from_a_file_and_from_the_line(tmp_path: Path) -> None:
         ("base=1,what=2", "names being base, per_decode"),
         ("base=1,per_kv=-1", "per_kv is -1.0"),
         ("base=nan", "base is nan"),
+        ("base=1,prompt_base=-1", "prompt_base is -1.0"),
     ],
 )
 def test_wrong_parameters_are_refused(text: str, match: str) -> None:

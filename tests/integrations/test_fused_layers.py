@@ -586,7 +586,6 @@ def test_bf16_logits_are_as_close_to_float32_as_transformers_own(
     fused = fuse_layers(model, quiet)
     assert fused.num_fused == 2
     ours = run(model)
-    assert not torch.equal(ours, own)
     own_error, our_error = ((x - reference).pow(2).mean().sqrt() for x in (own, ours))
     # One draw of rounding differs from another by some percent.
     assert our_error <= 1.1 * own_error

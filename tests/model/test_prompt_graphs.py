@@ -19,6 +19,7 @@ from lightkv.router.model.build import _eager_plans, assemble
 from lightkv.router.model.cuda_graph import (
     FEW_PREFILLS,
     MOST_TOKENS,
+    Capture,
     PromptGraph,
     StepGraphs,
     prompt_shapes,
@@ -211,10 +212,10 @@ def test_what_has_no_memory_runs_eagerly(monkeypatch: pytest.MonkeyPatch) -> Non
     """Steps of sizes that were refused, at the start or later, and of sizes above all graphs."""
     capture = PromptGraph.capture
 
-    def refusing(graph: PromptGraph, shares_prefixes: bool, pool: object) -> None:
+    def refusing(graph: PromptGraph, shares_prefixes: bool, shared: Capture) -> None:
         if graph._metadata.num_tokens > 24:
             raise torch.OutOfMemoryError("no memory for this one")
-        capture(graph, shares_prefixes, pool)
+        capture(graph, shares_prefixes, shared)
 
     monkeypatch.setattr(PromptGraph, "capture", refusing)
     engine, runner = make("torch")

@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -33,6 +33,7 @@ from .joined_linear import (
 )
 from .layer_plan import LayerCall, LayerPlan, LayerRun
 
+T = TypeVar("T")
 Report = Callable[[str], None]
 
 
@@ -128,8 +129,12 @@ def fuse_layers(model: PreTrainedModel, report: Report) -> FusedLayers:
         and module not in calls.attending
         and (layout := find_mlp(module, like)) is not None
     }
-    runs = {layer: run for layer, call in calls.layers.items() if (run := _run(layer, call)) is not None}
-    plans = {layer: plan for layer, run in runs.items() if (plan := run.plan(norms)) is not None}
+    runs: dict[nn.Module, LayerRun] = {}
+    plans: dict[nn.Module, LayerPlan] = {}
+    for layer, call in calls.layers.items():
+        run = _unless_misfit(partial(LayerRun, layer, call))
+        if run is not None and (plan := _unless_misfit(partial(run.plan, norms))) is not None:
+            runs[layer], plans[layer] = run, plan
     attentions = fused_forwards(model)
     joined = _join_all(model, list(calls.layers), mlps)
 
@@ -139,16 +144,14 @@ def fuse_layers(model: PreTrainedModel, report: Report) -> FusedLayers:
     for module, layout in mlps.items():
         if module in joined or len(layout.gate_up) == 1:
             set_mlp_forward(module, layout, joined.get(module))
-    last = next(reversed(calls.layers), None)
     for layer, plan in plans.items():
         following = calls.next_norms.get(layer)
-        if following in norms:
-            plan = replace(plan, next_norm=(following, norms[following]))
-        plan = replace(plan, is_last=layer is last)
+        next_norm = (following, norms[following]) if following in norms else None
+        plan = replace(plan, next_norm=next_norm, is_last=plan.attention is calls.last_attention)
         layer.forward = partial(layer_forward, layer, plan, carry)
     set_linear_forwards([_module(model), *joined.values()])
     for layer in plans:
-        if not _agrees(runs[layer]):
+        if not _unless_misfit(partial(_agrees, runs[layer])):
             reset_forwards(layer, _FORWARDS)
             attention = runs[layer].attention
             if attention in attentions:
@@ -171,8 +174,8 @@ def _module(model: PreTrainedModel) -> nn.Module:
 class _ModelCalls:
     """A run of a model over eight tokens: how it calls its layers, and what its norms are given.
 
-    `attending`: the modules that call attention. `attentions`: by layer, which of its parts does.
-    `next_norms`: by layer, the norm that gets its very output.
+    `attending`: the modules that call attention, and `last_attention` the last of them. `attentions`: by
+    layer, which of its parts does. `next_norms`: by layer, the norm that gets its very output.
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
@@ -194,6 +197,7 @@ class _ModelCalls:
             for handle in handles:
                 handle.remove()
         self.attending = {call.module for call in handler.calls}
+        self.last_attention = handler.calls[-1].module
         self.attentions = {
             layer: child for layer in self.layers for child in layer.children() if child in self.attending
         }
@@ -216,11 +220,15 @@ class _ModelCalls:
             self.norms.setdefault(module, args[0])
 
 
-def _run(layer: nn.Module, call: LayerCall) -> LayerRun | None:
+def _unless_misfit(compute: Callable[[], T]) -> T | None:
+    """Returns what `compute` does; None if it fails, as with a layer that calls its parts in another way than
+    the fused one."""
     try:
-        return LayerRun(layer, call)
+        return compute()
+    except torch.OutOfMemoryError:
+        raise
     except (TypeError, ValueError, RuntimeError, AttributeError, IndexError, KeyError):
-        return None  # it calls its parts in a way that is not the fused one
+        return None
 
 
 def _agrees(run: LayerRun) -> bool:

@@ -64,6 +64,7 @@ class LayerRun:
         factors = torch.where(token // 2 % 2 == 1, LARGE, 1.0).to(call.x.dtype)
         self.x = noise(tuple(call.x.shape), call.x) * factors
         self.calls: list[_PartCall] = []
+        self._pairs: set[nn.Module] = set()  # the parts that return an output and None
         handler = NoiseHandler()
         handles = [
             part.register_forward_hook(self._note, with_kwargs=True)
@@ -75,6 +76,8 @@ class LayerRun:
             for handle in handles:
                 handle.remove()
         (self.attention,) = (call.module for call in handler.calls)
+        if self.attention not in self._pairs:
+            raise ValueError("its attention does not return an output and None")
         if not isinstance(self.output, Tensor):
             raise ValueError("it returns more than one tensor")
 
@@ -84,9 +87,10 @@ class LayerRun:
         arguments = dict(kwargs)
         (x,) = args or (arguments.pop("hidden_states"),)
         if isinstance(output, tuple):
-            output, *weights = output
-            if any(one is not None for one in weights):
+            output, weights = output
+            if weights is not None:
                 raise ValueError("a part returns more than one tensor")
+            self._pairs.add(module)
         self.calls.append(_PartCall(module, x, arguments, output))
 
     def plan(self, norms: Mapping[nn.Module, Norm]) -> LayerPlan | None:
@@ -134,7 +138,7 @@ class LayerRun:
                 continue
             if name in self.arguments and self.arguments[name] is value:
                 names.append(name)
-            elif value not in (None, False):
+            elif not (value is None or value is False):
                 return None
         return tuple(names)
 
