@@ -71,7 +71,9 @@ class EngineConfig:
         None, "The most tokens of one request, prompt and output together. Default: the model's context."
     )
     prefill_chunk: int | None = setting(
-        None, "The most prompt tokens per step; 0 is no limit. Default: 2048 on a GPU, 512 on a CPU."
+        None,
+        "The most prompt tokens per step; 0 is no limit, unless --itl-target is given. Default: 2048 on a GPU, "
+        "512 on a CPU.",
     )
     admission: str = setting(
         "exact",

@@ -30,7 +30,7 @@ from lightkv.edits import Alloc, FreeRange
 from lightkv.router import EngineConfig
 from lightkv.router.engine.step import StepPlan
 from lightkv.router.model.build import assemble
-from lightkv.router.model.cuda_graph import PromptGraph, SharedLogits, StepGraphs
+from lightkv.router.model.cuda_graph import Capture, PromptGraph, SharedLogits, StepGraphs
 from lightkv.router.model.loader import random_model
 from lightkv.router.model.parts import StepInputs, StepOutput
 from lightkv.router.model.runner import ModelRunner

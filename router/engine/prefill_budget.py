@@ -19,12 +19,14 @@ LEAST = 64  # prompt tokens a step, under any target, so that every prompt makes
 
 
 class PrefillBudget:
-    """The rule for the prompt tokens of a step. Without a `step_time`, or with an `itl_target` of 0, every step
-    takes up to `Limits.prefill_budget`."""
+    """The rule for the prompt tokens of a step. Without a `step_time`, with an `itl_target` of 0, or with a
+    `prefill_chunk` of 0 and no target given, every step takes up to `Limits.prefill_budget`."""
 
     def __init__(self, limits: Limits, step_time: StepTime | None = None) -> None:
         self.most = limits.prefill_budget
-        self.step_time = None if limits.itl_target == 0 else step_time
+        # A chunk of 0 says that no prompt is cut, which only a target that is given can overrule.
+        is_bounded = limits.itl_target or (limits.itl_target is None and limits.prefill_chunk)
+        self.step_time = step_time if is_bounded else None
         self._itl_target = limits.itl_target
 
     def seconds(self, decodes: int, kv: int) -> float:

@@ -21,7 +21,7 @@ class Limits(msgspec.Struct, frozen=True):
     Attributes:
         max_num_seqs: requests.
         max_model_len: tokens of one request, prompt and output together.
-        prefill_chunk: prompt tokens a step; with 0 no prompt is ever cut.
+        prefill_chunk: prompt tokens a step; with 0 no prompt is cut, unless an `itl_target` is given.
         vocab_size: token ids are below it.
         prefix_sharing: which prefixes that decodes share are worth reading together.
         itl_target: the seconds that a step with decodes and prompts may take, where the time of a step is known

@@ -144,10 +144,10 @@ PARAMETERS = tuple(f.name for f in fields(StepTime) if f.type is float or f.type
 def fit(work: Sequence[Work], seconds: Sequence[float]) -> StepTime:
     """Fits the parameters by least squares of the relative errors; none is negative. `source` gets the errors.
 
-    `prefill` is the median of the steps that wait for weights or the host, or 0 where that fits as well. Which steps wait
-    depends on the parameters, and these are fitted to the other steps: the two are found in turns, beginning
-    with the half of the steps that have the most prompt tokens. Raises ValueError for fewer steps than
-    parameters.
+    `prefill` is the median of the steps that wait, for weights or the host, or 0 where that fits as well. Which
+    steps wait depends on the parameters, and these are fitted to the other steps: the two are found in turns,
+    beginning with the half of the steps that have the most prompt tokens. Raises ValueError for fewer steps
+    than parameters.
     """
     least = len(PARAMETERS) + 1  # and prompt_base
     if len(work) < least or len(work) != len(seconds):

@@ -168,7 +168,11 @@ def build_runner(
 
 
 def assemble(model: PreTrainedModel, config: EngineConfig, report: Report) -> tuple[ModelRunner, RunnerInfo]:
-    """Makes a runner around a loaded model, on the device that the model is on."""
+    """Makes a runner around a loaded model, on the device that the model is on.
+
+    The model belongs to the runner from now on: a runner that was made of it before may not run any more, since
+    its CUDA graphs may read weights that have moved.
+    """
     device = model.device
     sizes = EngineSizes(config, device, model.config.get_text_config())
     limits = sizes.limits

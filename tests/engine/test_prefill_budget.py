@@ -75,6 +75,23 @@ def test_without_a_step_time_or_a_target_a_step_takes_the_full_chunk(
     assert PrefillBudget(limits, step_time).of_step(10, 5000).tokens(0, 700) == 300
 
 
+def test_a_chunk_without_limit_is_cut_by_a_given_target_alone() -> None:
+    limits = msgspec.structs.replace(LIMITS, prefill_chunk=0)
+    assert PrefillBudget(limits, SMALL).of_step(10, 5000).tokens(0, 700) == 700
+    limits = msgspec.structs.replace(limits, itl_target=0.002)
+    assert PrefillBudget(limits, SMALL).of_step(10, 5000).tokens(0, 700) < 700
+
+
+def test_room_for_fewer_tokens_than_the_least_is_not_rounded_away() -> None:
+    """256 decodes and 127 prompt tokens fit: a multiple of 128 would leave no prompt token."""
+    limits = msgspec.structs.replace(LIMITS, prefill_chunk=2048, itl_target=0.0101)
+    model = StepTime(1e-3, 0.0, 0.0, 0.0, 1e-5, 0.0, prompt_base=0.0)
+    fits = model.most_prompt_tokens(0.00383, Work(256, 0, 0, 0), 0)
+    assert fits == 127
+    limits = msgspec.structs.replace(limits, itl_target=0.00383)
+    assert PrefillBudget(limits, model).of_step(256, 0).tokens(0, 700) == 127
+
+
 def test_the_default_target_is_25_ms_or_twice_the_decodes_alone() -> None:
     limits = msgspec.structs.replace(LIMITS, prefill_chunk=4096)
     model = replace(H200, prefill=0.0)

@@ -113,10 +113,21 @@ class OwnValues:
         return mixed.transpose(1, 2).contiguous()
 
 
+class SampledValues(PackedStep):
+    """The handler of a step that samples some of its tokens; its attention is that of OwnValues."""
+
+    def attend(self, call: AttentionCall) -> torch.Tensor:
+        return OwnValues().attend(call)
+
+
+def tokens_and_positions(device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    tokens = torch.arange(3, 9, device=device)
+    return tokens, tokens * 7
+
+
 @torch.no_grad()
 def logits(model: PreTrainedModel) -> torch.Tensor:
-    tokens = torch.arange(3, 9, device=model.device)
-    return compute(model, tokens, tokens * 7, OwnValues(), None)
+    return compute(model, *tokens_and_positions(model.device), OwnValues(), None)
 
 
 @pytest.mark.parametrize("name", CONFIGS)
@@ -250,9 +261,12 @@ def doubled(linear: nn.Linear) -> Doubled:
 
 
 @pytest.mark.parametrize("part", ["layer", "norm", "mlp", "linear", "subclass", "forward"])
-def test_what_is_changed_in_one_layer_is_left_alone_there(part: str, device: torch.device) -> None:
+@pytest.mark.parametrize("changed", [0, 1], ids=["first", "last"])
+def test_what_is_changed_in_one_layer_is_left_alone_there(
+    part: str, changed: int, device: torch.device
+) -> None:
     model = varied_model(LLAMA, device)
-    layer = model.model.layers[0]
+    layer = model.model.layers[changed]
     calls: list[str] = []
 
     def note(module: nn.Module, args: Any, output: Any) -> None:
@@ -279,7 +293,10 @@ def test_what_is_changed_in_one_layer_is_left_alone_there(part: str, device: tor
     assert len(calls) == (part in hooked)
     is_whole = part != "layer"
     assert is_fused(layer) == is_whole
-    assert is_fused(model.model.layers[1])
+    assert is_fused(model.model.layers[1 - changed])
+    chosen = torch.tensor([4, 1], device=device)
+    sampled = compute(model, *tokens_and_positions(device), SampledValues(None, (), chosen), chosen)  # type: ignore[arg-type]
+    torch.testing.assert_close(sampled, own[chosen], rtol=1e-5, atol=1e-5)
     expected = {"layer": 2, "norm": 4}.get(part, 3)
     assert len(fused.joined) == expected
 
@@ -319,6 +336,36 @@ def test_a_layer_that_differs_keeps_its_forward_pass(
     torch.testing.assert_close(logits(model), own, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("misfit", ["a tensor of its own", "no pair", "three"])
+def test_a_layer_that_calls_its_attention_in_another_way_keeps_its_forward_pass(
+    misfit: str, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from transformers.models.llama.modeling_llama import LlamaAttention, LlamaDecoderLayer
+
+    own_attention = LlamaAttention.forward
+
+    def attention(self: Any, hidden_states: torch.Tensor, made_here: Any = None, **arguments: Any) -> Any:
+        out, weights = own_attention(self, hidden_states, **arguments)
+        return {"no pair": out, "three": (out, weights, None)}.get(misfit, (out, weights))
+
+    def layer(self: Any, hidden_states: torch.Tensor, **arguments: Any) -> torch.Tensor:
+        normed = self.input_layernorm(hidden_states)
+        made_here = normed * 2 if misfit == "a tensor of its own" else None
+        found = self.self_attn(hidden_states=normed, made_here=made_here, **arguments)
+        hidden_states = hidden_states + (found if misfit == "no pair" else found[0])
+        out: torch.Tensor = hidden_states + self.mlp(self.post_attention_layernorm(hidden_states))
+        return out
+
+    monkeypatch.setattr(LlamaAttention, "forward", attention)
+    monkeypatch.setattr(LlamaDecoderLayer, "forward", layer)
+    model = varied_model(LLAMA, device)
+    bind(model)
+    own = logits(model)
+    fused = fuse_layers(model, quiet)
+    assert fused.num_fused == 0
+    torch.testing.assert_close(logits(model), own, rtol=1e-5, atol=1e-5)
+
+
 def test_a_layer_whose_kernels_compute_something_else_is_not_fused(
     device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -351,13 +398,6 @@ def test_the_head_computes_sampled_rows_alone(device: torch.device) -> None:
     found = compute(model, tokens, tokens * 7, OwnValues(), torch.tensor([1, 4], device=device))
     assert shapes == [(1, 2, SMALL["hidden_size"])]
     torch.testing.assert_close(found, expected[[1, 4]], rtol=1e-5, atol=1e-5)
-
-
-class SampledValues(PackedStep):
-    """The handler of a step that samples some of its tokens; its attention is that of OwnValues."""
-
-    def attend(self, call: AttentionCall) -> torch.Tensor:
-        return OwnValues().attend(call)
 
 
 @torch.no_grad()

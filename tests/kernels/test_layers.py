@@ -85,6 +85,8 @@ def test_residual_norm_refuses_what_does_not_fit(device: torch.device) -> None:
         residual_norm(x, x[:1], None)
     with pytest.raises(ValueError, match="alike"):
         residual_norm(x, x.half(), None)
+    with pytest.raises(ValueError, match="stride"):
+        residual_norm(torch.randn(8, 2, device=device).T, None, None)
 
 
 @pytest.mark.parametrize("activation", ACTIVATIONS)

@@ -333,7 +333,7 @@ def test_a_failed_step_loses_its_requests_and_nothing_else(llm: LLM, monkeypatch
         raise RuntimeError("no such luck")
 
     with monkeypatch.context() as patch:
-        patch.setattr("lightkv.router.model.runner.forward", fail)
+        patch.setattr("lightkv.router.model.parts.forward", fail)
         with pytest.raises(StepFailed, match="no such luck"):
             llm.generate(PROMPTS[:3], GREEDY)
     assert_idle(llm)

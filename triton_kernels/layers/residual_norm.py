@@ -136,8 +136,10 @@ def residual_norm(
     Nothing synchronises, so a CUDA graph can capture it. A model on a CPU calls the reference.
 
     Raises:
-        ValueError: shapes or dtypes differ, or C is above 32,768.
+        ValueError: shapes or dtypes differ, a last stride is not 1, or C is above 32,768.
     """
+    if x.stride(-1) != 1 or (residual is not None and residual.stride(-1) != 1):
+        raise ValueError("the last stride of x and residual must be 1; make them contiguous")
     if residual is not None and (residual.shape != x.shape or residual.dtype != x.dtype):
         raise ValueError(
             f"x and residual must be alike; got {x.dtype} {tuple(x.shape)} and {residual.dtype} "
