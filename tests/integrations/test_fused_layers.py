@@ -102,22 +102,24 @@ def quiet(line: str) -> None:
     pass
 
 
-class OwnValues:
-    """A handler whose attention is each token's own v, so that q, k and v of a layer reach the next one."""
+class MeanValues:
+    """A handler whose attention is the mean of the tokens' v so far, with q and k added, so that all of them
+    reach the next layer."""
 
     def attend(self, call: AttentionCall) -> torch.Tensor:
         call = call.rotated()
         groups = call.q.shape[1] // call.k.shape[1]
         mixed = call.v + call.k.mean(-1, keepdim=True)
         mixed = mixed.repeat_interleave(groups, dim=1) + call.q.mean(-1, keepdim=True)
-        return mixed.transpose(1, 2).contiguous()
+        counts = torch.arange(1, mixed.shape[2] + 1, device=mixed.device)[:, None]
+        return (mixed.cumsum(2) / counts).to(mixed.dtype).transpose(1, 2).contiguous()
 
 
 class SampledValues(PackedStep):
-    """The handler of a step that samples some of its tokens; its attention is that of OwnValues."""
+    """The handler of a step that samples some of its tokens; its attention is that of MeanValues."""
 
     def attend(self, call: AttentionCall) -> torch.Tensor:
-        return OwnValues().attend(call)
+        return MeanValues().attend(call)
 
 
 def tokens_and_positions(device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
@@ -127,7 +129,7 @@ def tokens_and_positions(device: torch.device) -> tuple[torch.Tensor, torch.Tens
 
 @torch.no_grad()
 def logits(model: PreTrainedModel) -> torch.Tensor:
-    return compute(model, *tokens_and_positions(model.device), OwnValues(), None)
+    return compute(model, *tokens_and_positions(model.device), MeanValues(), None)
 
 
 @pytest.mark.parametrize("name", CONFIGS)
@@ -395,7 +397,7 @@ def test_the_head_computes_sampled_rows_alone(device: torch.device) -> None:
     shapes: list[torch.Size] = []
     model.lm_head.register_forward_pre_hook(lambda module, args: shapes.append(args[0].shape))
     tokens = torch.arange(3, 9, device=device)
-    found = compute(model, tokens, tokens * 7, OwnValues(), torch.tensor([1, 4], device=device))
+    found = compute(model, tokens, tokens * 7, MeanValues(), torch.tensor([1, 4], device=device))
     assert shapes == [(1, 2, SMALL["hidden_size"])]
     torch.testing.assert_close(found, expected[[1, 4]], rtol=1e-5, atol=1e-5)
 
@@ -618,7 +620,7 @@ def test_bf16_logits_are_as_close_to_float32_as_transformers_own(
 
     def run(model: PreTrainedModel) -> torch.Tensor:
         with torch.no_grad():
-            return compute(model, tokens, torch.arange(num_tokens, device=device), OwnValues(), None).float()
+            return compute(model, tokens, torch.arange(num_tokens, device=device), MeanValues(), None).float()
 
     bind(exact)
     bind(model)
