@@ -3,6 +3,7 @@ the device, or compile a kernel while requests run."""
 
 import random
 from array import array
+from collections import deque
 
 import pytest
 import torch
@@ -31,7 +32,7 @@ PARAMS = [
 SYSTEM = [i * 7 % VOCABULARY for i in range(60)]
 
 
-def make(**settings: object) -> tuple[LocalEngine, ModelRunner]:
+def make(depth: int = 1, **settings: object) -> tuple[LocalEngine, ModelRunner]:
     """Returns an engine with a model of its own, as graphs read the weights that were there at their capture.
 
     It is in float32, in which two ways to compute the same logits differ by little. No step is timed at the
@@ -46,7 +47,7 @@ def make(**settings: object) -> tuple[LocalEngine, ModelRunner]:
     sharing = info.limits.prefix_sharing._replace(min_tokens=8, min_saved=1, min_mean=0)
     limits = replace(info.limits, prefix_sharing=sharing)
     ledger = TokenLedger(info.capacity, limits.max_num_seqs, limits.max_model_len)
-    return LocalEngine(Scheduler(ledger, limits), runner), runner
+    return LocalEngine(Scheduler(ledger, limits, depth), runner), runner
 
 
 class Traffic:
@@ -89,33 +90,49 @@ def graph_of(runner: ModelRunner, plan: StepPlan) -> object:
 )
 @pytest.mark.parametrize("shared", [False, True], ids=["alone", "shared_prefixes"])
 def test_replays_equal_eager_steps(num_steps: int, shared: bool) -> None:
-    """Two runners get the same plans. Slots, tables and counts are equal. Tokens are, too, but for a near-tie,
-    which rounding may decide; the eager runner then goes on with the token of the graph."""
-    engine, runner = make(group_prefixes=shared)
+    """Two runners get the same plans, that with graphs with two steps in flight, as an engine runs it. Slots,
+    tables and counts are equal. Tokens are, too, but for a near-tie, which rounding may decide; the eager runner
+    then goes on with the token of the graph."""
+    engine, runner = make(depth=2, group_prefixes=shared)
     _, eager = make(group_prefixes=shared, cuda_graphs=False)
-    traffic = Traffic(engine, seed=num_steps)
+    traffic, in_flight = Traffic(engine, seed=num_steps), deque[StepPlan]()
     num_tokens = num_different = 0
     kinds = dict.fromkeys(("prompts", "mixed", "decodes", "prefixes beside prompts"), 0)
-    for step in range(num_steps):
-        traffic.turn()
-        plan = engine.scheduler.plan()
-        if plan is None:
-            traffic.add()
-            continue
-        has_decodes = plan.num_prefills < len(plan.rows)
-        kinds["decodes" if not plan.num_prefills else "mixed" if has_decodes else "prompts"] += 1
-        kinds["prefixes beside prompts"] += bool(plan.num_prefills and plan.prefixes)
-        assert isinstance(graph_of(runner, plan), PromptGraph) == bool(plan.num_prefills)
-        result, expected = runner.execute(plan), eager.execute(plan)
+
+    def finish() -> None:
+        nonlocal num_tokens, num_different
+        plan, result = in_flight.popleft(), runner.collect()
+        expected = eager.execute(plan)
         assert (result.step, result.num_free, result.flags) == (expected.step, expected.num_free, 0)
         assert result.num_free == plan.num_free
         assert result.logprobs.keys() == expected.logprobs.keys()
         num_tokens += len(result.tokens)
         num_different += sum(a != b for a, b in zip(result.tokens, expected.tokens, strict=True))
-        eager._parts.sampler.next_token.copy_(runner._parts.sampler.next_token)
+        rows = torch.tensor([plan.rows[i] for i in plan.sample], device="cuda")
+        eager._parts.sampler.next_token[rows] = torch.tensor(result.tokens, device="cuda")
         engine.scheduler.complete(result)
+
+    for step in range(num_steps):
+        traffic.turn()
+        plan = engine.scheduler.plan()
+        if plan is None and not in_flight:
+            traffic.add()
+            continue
+        if plan is not None:
+            has_decodes = plan.num_prefills < len(plan.rows)
+            kinds["decodes" if not plan.num_prefills else "mixed" if has_decodes else "prompts"] += 1
+            kinds["prefixes beside prompts"] += bool(plan.num_prefills and plan.prefixes)
+            assert isinstance(graph_of(runner, plan), PromptGraph) == bool(plan.num_prefills)
+            runner.launch(plan)
+            in_flight.append(plan)
+        if plan is None or len(in_flight) == 2:
+            finish()
         if step % 50 == 0:
+            while in_flight:
+                finish()
             agree(runner, eager)
+    while in_flight:
+        finish()
     agree(runner, eager)
     assert num_different <= num_tokens / 5000
     least = num_steps / 20
