@@ -92,8 +92,8 @@ def graph_of(runner: ModelRunner, plan: StepPlan) -> object:
 def test_replays_equal_eager_steps(num_steps: int, shared: bool) -> None:
     """Two runners get the same plans, the one with graphs with two steps in flight, as an engine runs it.
 
-    Slots, tables and counts are equal. Tokens are, too, but for a near-tie, which rounding may decide; the eager
-    runner then goes on with the token of the graph.
+    Slots, tables and counts are equal. Tokens are, too, but for a near-tie, which rounding may decide; the
+    eager runner then goes on with the token of the graph.
     """
     engine, runner = make(depth=2, group_prefixes=shared)
     _, eager = make(group_prefixes=shared, cuda_graphs=False)
