@@ -5,7 +5,9 @@ oneDNN computes from packed weights. Plain ones are computed in one of two ways,
 
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import partial
+from pathlib import Path
 from statistics import fmean
 from typing import NamedTuple
 
@@ -27,6 +29,8 @@ MIN_WEIGHTS = 1 << 16  # the time of a smaller layer is that of the call, and no
 _ROUNDS = 20
 _MIN_ROUNDS = 3
 _SECONDS = 0.03  # of one size, after which no further round begins
+_TRIES = 5  # at one size, while other processes take the cores
+_MAX_WAITING = 0.05  # of the time that a try takes
 
 
 class Times(NamedTuple):
@@ -114,7 +118,8 @@ def measure(packed: Sequence[nn.Module], plain: Sequence[nn.Linear]) -> list[Tim
     """Measures layers of one shape, `packed` and `plain`, at each of `SIZES` that is not too large for it.
 
     Products of the three kinds alternate, each with the next layer, so that the cache holds no weight if there
-    are enough layers. Takes about 0.1 s for a shape, or a few products of every kind.
+    are enough layers. Takes about 0.1 s for a shape, or a few products of every kind. Returns no times if other
+    processes took the cores all the while: a product whose threads wait for a core takes 8 ms for 0.1.
     """
     rows, columns = plain[0].weight.shape
     times = []
@@ -127,7 +132,14 @@ def measure(packed: Sequence[nn.Module], plain: Sequence[nn.Linear]) -> list[Tim
             [partial(direct_product, layer.weight, layer.bias, x) for layer in plain],
             [partial(transposed_product, layer.weight, layer.bias, x) for layer in others],
         )
-        times.append(Times(*_fastest(products)))
+        for _ in range(_TRIES):
+            began, waited = time.perf_counter(), _waited()
+            fastest = _fastest(products)
+            if _waited() - waited <= _MAX_WAITING * (time.perf_counter() - began):
+                times.append(Times(*fastest))
+                break
+        else:
+            return []
     return times
 
 
@@ -139,7 +151,7 @@ def measured_sizes(num_weights: int) -> list[int]:
 
 
 def _fastest(kinds: Sequence[Sequence[Callable[[], Tensor]]]) -> list[float]:
-    """Returns each kind's shortest time. Unlike the median, it is right beside other busy processes, too."""
+    """Returns each kind's shortest time: whatever disturbs a product only adds to its time."""
     best = [float("inf")] * len(kinds)
     end = time.perf_counter() + _SECONDS
     for round_idx in range(_ROUNDS):
@@ -153,3 +165,12 @@ def _fastest(kinds: Sequence[Sequence[Callable[[], Tensor]]]) -> list[float]:
         if round_idx + 1 >= _MIN_ROUNDS and time.perf_counter() > end:
             break
     return best
+
+
+def _waited() -> float:
+    """Returns the seconds that threads of this process were ready to run but had no core; 0 if unknown."""
+    nanoseconds = 0
+    for path in Path("/proc/self/task").glob("*/schedstat"):
+        with suppress(OSError):  # the thread has ended
+            nanoseconds += int(path.read_text().split()[1])
+    return nanoseconds / 1e9

@@ -98,15 +98,17 @@ def pack_linears(model: nn.Module, report: Report, joined: Iterable[JoinedLinear
             one.release_parts()
     began = time.perf_counter()
     measuring = 0.0
-    num_layers, num_packed, plain = 0, 0, []
+    num_layers, num_packed, num_disturbed, plain = 0, 0, 0, []
     for (rows, columns), layers in _by_shape(model):
         layout = Layout()
         if rows * columns >= MIN_WEIGHTS and measuring < MEASURING_SECONDS:
             sides = _sides(layers)
             start = time.perf_counter()
-            layout = choose(measure(*sides))
+            times = measure(*sides)
             measuring += time.perf_counter() - start
             del sides
+            num_disturbed += not times
+            layout = choose(times)
         for layer in layers:
             layer.put_packed() if layout.is_packed else layer.put_plain(layout)
         num_layers += len(layers)
@@ -114,7 +116,11 @@ def pack_linears(model: nn.Module, report: Report, joined: Iterable[JoinedLinear
         if not layout.is_packed:
             plain.append(f"{len(layers)} of {rows} x {columns} ({layout.speedup:.1f} x)")
     line = f"packed {num_packed} linear layers for the CPU in {time.perf_counter() - began:.1f} s"
-    report(line + (f"; plain where that is faster here: {', '.join(plain)}" if plain else ""))
+    if plain:
+        line += f"; plain where that is faster here: {', '.join(plain)}"
+    if num_disturbed:
+        line += f"; shapes packed unmeasured, since other processes took the cores: {num_disturbed}"
+    report(line)
     return num_layers
 
 

@@ -1,7 +1,12 @@
 """Tests of choosing, by measuring, whether linear layers on a CPU are packed or plain."""
 
+import os
+import subprocess
+import sys
+import time
 import weakref
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 import pytest
 import torch
@@ -123,13 +128,40 @@ def test_the_number_of_tokens_picks_the_way(monkeypatch: pytest.MonkeyPatch) -> 
             taken.clear()
 
 
-def test_measuring_gives_times_and_leaves_the_random_numbers() -> None:
+def test_measuring_gives_times_and_leaves_the_random_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(linear_layout, "_waited", lambda: 0.0)
     layers = [nn.Linear(WIDTH, WIDTH, bias=bias) for bias in (True, False, True)]
     before = torch.get_rng_state()
     times = measure([PackedLinear(layers[0])], layers[1:])
     assert torch.equal(torch.get_rng_state(), before)
     assert len(times) == 3
     assert all(0 < seconds < 10 for one in times for seconds in one)
+
+
+def test_times_measured_beside_busy_processes_are_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    layers = [nn.Linear(WIDTH, WIDTH) for _ in range(2)]
+    began = time.perf_counter()
+    # The threads wait for a tenth of the time, in all tries; then in the first three of the first size.
+    monkeypatch.setattr(linear_layout, "_waited", lambda: (time.perf_counter() - began) / 10)
+    assert measure([PackedLinear(layers[0])], layers[1:]) == []
+    waited = iter([0.0, 9.0, 9.0, 18.0, 18.0, 27.0] + [27.0] * 99)
+    monkeypatch.setattr(linear_layout, "_waited", lambda: next(waited))
+    assert len(measure([PackedLinear(layers[0])], layers[1:])) == 3
+
+
+@pytest.mark.skipif(not Path("/proc/self/schedstat").exists(), reason="only Linux counts it")
+def test_waiting_for_a_core_is_counted() -> None:
+    if (cores := len(os.sched_getaffinity(0))) > 8:
+        pytest.skip(f"it would take more threads than {cores} cores")
+    before = linear_layout._waited()
+    code = "import time\nend = time.monotonic() + 0.5\nwhile time.monotonic() < end: pass"
+    others = [subprocess.Popen([sys.executable, "-c", code]) for _ in range(2 * cores)]
+    end = time.monotonic() + 0.5
+    while time.monotonic() < end:
+        pass
+    for other in others:
+        assert other.wait() == 0
+    assert linear_layout._waited() - before > 0.02
 
 
 @pytest.mark.parametrize("layout", [Layout(), PLAIN], ids=["packed", "plain"])
@@ -148,7 +180,7 @@ def test_every_weight_is_held_once(layout: Layout, monkeypatch: pytest.MonkeyPat
         )
         assert {type(one) for one in packed} == {PackedLinear}
         assert {type(one) for one in plain} == {nn.Linear}
-        return []
+        return [Times(1, 1, 1)]
 
     monkeypatch.setattr(packed_linear, "measure", watch)
     monkeypatch.setattr(packed_linear, "choose", lambda times: layout)
@@ -190,6 +222,14 @@ def test_small_layers_and_those_beyond_the_time_are_packed_unmeasured(
     assert pack_linears(model, quiet) == 6
     assert shapes == [(WIDTH, WIDTH)]
     assert type(model.head) is PackedLinear
+
+
+def test_shapes_whose_measuring_was_disturbed_are_packed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(packed_linear, "measure", lambda packed, plain: [])
+    model, lines = Model(), list[str]()
+    assert pack_linears(model, lines.append) == 6
+    assert {type(layer) for layer in (*model.layers, model.head)} == {PackedLinear}
+    assert lines[0].endswith(" s; shapes packed unmeasured, since other processes took the cores: 2")
 
 
 def test_a_joined_product_may_be_plain(monkeypatch: pytest.MonkeyPatch) -> None:
