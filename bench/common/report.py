@@ -7,6 +7,7 @@ import platform
 import statistics
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import fields
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -36,8 +37,17 @@ class Spread(NamedTuple):
         return f"{self.median:{form}} ({self.low:{form}} to {self.high:{form}})"
 
 
+def processor_name(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
+    """Returns the processor's model and the vector instructions that torch uses, say `AMD EPYC (AVX2)`."""
+    name = platform.processor() or platform.machine()
+    with suppress(OSError):
+        lines = cpuinfo.read_text().splitlines()
+        name = next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), name)
+    return f"{name} ({torch.backends.cpu.get_cpu_capability()})"
+
+
 def machine() -> dict[str, Any]:
-    """Returns the device and the versions of the libraries, which are stored beside the figures."""
+    """Returns device, processor and versions of the libraries, which are stored beside the figures."""
     on_gpu = torch.cuda.is_available()
     versions: dict[str, str] = {"python": platform.python_version()}
     for name in ("lightkv", "torch", "triton", "transformers", "numpy"):
@@ -45,8 +55,10 @@ def machine() -> dict[str, Any]:
             versions[name] = version(name)
         except PackageNotFoundError:
             versions[name] = "uninstalled"
+    processor = processor_name()
     return {
-        "device": torch.cuda.get_device_name() if on_gpu else (platform.processor() or platform.machine()),
+        "device": torch.cuda.get_device_name() if on_gpu else processor,
+        "processor": processor,
         "cuda": torch.version.cuda if on_gpu else None,
         "cores": os.cpu_count(),
         "threads": torch.get_num_threads(),

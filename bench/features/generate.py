@@ -6,12 +6,13 @@ The cases are a batch of 8 short prompts, one of 8 medium prompts, and one of 32
 sides alternate. Both generate a fixed number of tokens and ignore the end token. Hugging Face gets one padded
 batch, which is how `generate` serves several prompts; lightkv runs with its defaults, and its cache is emptied
 before each run. The floor is what a decode step has to read: every weight once, over the bandwidth measured in
-the same run.
+the same run. The processor, the bandwidth and the floor are stored beside the figures.
 """
 
 import random
 import time
 from functools import partial
+from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
@@ -92,17 +93,24 @@ def main() -> None:
 
     directory = resolve(options.model, print)
     model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
-    llm = LLM(EngineConfig(model=options.model, device="cpu", dtype="float32"))
+    lines: list[str] = []
+    llm = LLM(EngineConfig(model=options.model, device="cpu", dtype="float32"), lines.append)
     print_machine()
     bandwidth = read_bandwidth()
     num_bytes = sum(parameter.nbytes for parameter in model.parameters())
+    layers = next((line for line in lines if "linear layers" in line), "no linear layers are packed")
     print(
-        f"floor of a decode step: {num_bytes / 1e6:.0f} MB of weights at {bandwidth / 1e9:.1f} GB/s: "
+        f"{layers}\nfloor of a decode step: {num_bytes / 1e6:.0f} MB of weights at {bandwidth / 1e9:.1f} GB/s: "
         f"{num_bytes / bandwidth * 1e3:.1f} ms; {options.new_tokens} new tokens each\n"
     )
 
     header = ["prompts", "lightkv, tokens/s", "transformers, tokens/s", "ratio", "same text"]
-    rows, results = [], {}
+    rows: list[list[str]] = []
+    results: dict[str, Any] = {
+        "linear_layers": layers,
+        "read_gb_per_s": bandwidth / 1e9,
+        "floor_ms": num_bytes / bandwidth * 1e3,
+    }
     for name, prompts in cases(model.config.vocab_size).items():
         run_lightkv(llm, prompts, 2)
         run_reference(model, prompts, 2)

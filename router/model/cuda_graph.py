@@ -105,7 +105,7 @@ class Capture(NamedTuple):
             compute()  # compiles kernels and lets libraries set themselves up
         torch.cuda.current_stream().wait_stream(self.stream)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self.pool, stream=self.stream):
+        with torch.cuda.graph(graph, pool=self.pool, stream=self.stream), _without_collections():
             output = compute()
         graph.replay()  # the first replay of a graph takes longer than the others
         return graph, output
@@ -362,6 +362,18 @@ class StepGraphs:
 
 
 _PADDING = StepPlan(0, b"", [], [], [], 0, b"", [], SamplerKind.GREEDY, {}, [], 0)
+
+
+@contextmanager
+def _without_collections() -> Iterator[None]:
+    """Runs no garbage collection while the block runs: to free another graph would break a capture."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 @contextmanager

@@ -110,8 +110,10 @@ def test_replays_equal_eager_steps(num_steps: int, shared: bool) -> None:
         assert result.logprobs.keys() == expected.logprobs.keys()
         num_tokens += len(result.tokens)
         num_different += sum(a != b for a, b in zip(result.tokens, expected.tokens, strict=True))
-        rows = torch.tensor([plan.rows[i] for i in plan.sample], device="cuda")
-        eager._parts.sampler.next_token[rows] = torch.tensor(result.tokens, device="cuda")
+        rows, tokens = ([plan.rows[i] for i in plan.sample], result.tokens)
+        eager._parts.sampler.next_token[torch.tensor(rows, dtype=torch.int64, device="cuda")] = torch.tensor(
+            tokens, dtype=torch.int64, device="cuda"
+        )
         engine.scheduler.complete(result)
 
     for step in range(num_steps):

@@ -84,11 +84,9 @@ def test_a_chunk_without_limit_is_cut_by_a_given_target_alone() -> None:
 
 def test_room_for_fewer_tokens_than_the_least_is_not_rounded_away() -> None:
     """256 decodes and 127 prompt tokens fit: a multiple of 128 would leave no prompt token."""
-    limits = msgspec.structs.replace(LIMITS, prefill_chunk=2048, itl_target=0.0101)
     model = StepTime(1e-3, 0.0, 0.0, 0.0, 1e-5, 0.0, prompt_base=0.0)
-    fits = model.most_prompt_tokens(0.00383, Work(256, 0, 0, 0), 0)
-    assert fits == 127
-    limits = msgspec.structs.replace(limits, itl_target=0.00383)
+    assert model.most_prompt_tokens(0.003835, Work(256, 0, 0, 0), 0) == 127
+    limits = msgspec.structs.replace(LIMITS, prefill_chunk=2048, itl_target=0.003835)
     assert PrefillBudget(limits, model).of_step(256, 0).tokens(0, 700) == 127
 
 
@@ -119,10 +117,10 @@ def test_a_cut_chunk_fills_a_bucket_and_a_prompt_that_fits_is_not_cut() -> None:
     for decodes in (1, 7, 64, 100):
         step = PrefillBudget(limits, model).of_step(decodes, decodes * 2000)
         cut = step.tokens(0, 5000)
-        assert (decodes + cut) % 128 == 0
+        assert (decodes + cut) % 256 == 0
         fits = model.most_prompt_tokens(0.040, step.work, 0)
         assert fits is not None
-        assert cut <= fits < cut + 128
+        assert cut <= fits < cut + 256
         assert step.tokens(0, fits) == fits
         assert step.tokens(0, fits + 1) == cut
         step.add(0, cut)
