@@ -62,6 +62,7 @@ SIZES = (
 )  # fmt: skip
 
 
+@pytest.mark.slow
 def test_every_allocation_answers_the_same_requests(run: Callable[..., Any], model: Path) -> None:
     results = run("--model", model, *SIZES, "--load", 0.7, 2, "--transformers", "--way-seconds", 60)
     asked = {own["measured"]["output_tokens"] for load in results["loads"].values()

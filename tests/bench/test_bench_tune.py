@@ -48,7 +48,9 @@ def options(**named: object) -> SimpleNamespace:
     [
         ({}, DECODES, ["decodes"]),
         ({"prefill": True}, CHUNKS, ["chunks"]),
-        ({"v1": True}, DECODES, ["decodes, one pass", "decodes, partitions"]),
+        pytest.param(
+            {"v1": True}, DECODES, ["decodes, one pass", "decodes, partitions"], marks=pytest.mark.slow
+        ),
     ],
     ids=["decode", "prefill", "v1"],
 )

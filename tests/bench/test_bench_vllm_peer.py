@@ -276,6 +276,7 @@ Server(("127.0.0.1", int(sys.argv[sys.argv.index("--port") + 1])), Handler).serv
 """
 
 
+@pytest.mark.slow
 def test_a_whole_run_measures_an_engine_and_joins_earlier_results(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
