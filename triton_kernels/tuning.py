@@ -56,7 +56,7 @@ _FEW_FIRST, _FEW_LATER = 256, 2048
 _MANY_FIRST, _MANY_LATER = 1024, 8192
 
 LINEAR_ROWS = 64  # rows of a weight that a program of `linear` multiplies with several tokens
-MAX_LINEAR_TOKENS = 64  # above, cuBLAS is as fast
+MAX_LINEAR_TOKENS = 64  # more are left to cuBLAS
 
 MAX_IN_ONE_KERNEL = 512  # slots; each costs a search through the words of its block
 
@@ -204,8 +204,8 @@ class LinearLaunch(NamedTuple):
 def linear_launch(
     device: DeviceClass, num_tokens: int, num_rows: int, num_columns: int, element_size: int
 ) -> LinearLaunch | None:
-    """Returns the launch of `linear` for a weight of so many rows and columns; None where cuBLAS is faster or
-    the kernels cannot run. `bench.kernels.linear` compares them."""
+    """Returns the launch of `linear` for a weight of so many rows and columns; None where its kernels cannot
+    run. `bench.kernels.linear` compares it with cuBLAS."""
     interpreted = device is _INTERPRETER
     if (device.major != 9 or element_size != 2) and not interpreted:
         return None

@@ -62,7 +62,7 @@ from lightkv.errors import LightKVError
 from lightkv.router import EngineConfig
 from lightkv.router.config import ADMISSIONS
 from lightkv.router.engine.step import RunnerInfo
-from lightkv.router.engine.step_time import PARAMETERS, StepTime, fit
+from lightkv.router.engine.step_time import LEAST_STEPS, StepTime, fit
 from lightkv.router.model.build import assemble, build_runner
 from lightkv.router.model.loader import random_model
 from lightkv.router.model.runner import ModelRunner
@@ -236,7 +236,7 @@ def fitted_model(
     )
     place.replay(at_once.at_once(), "token", config.counted, config.seed + 2)
     points = place.points
-    if len(points) < len(PARAMETERS):
+    if len(points) < LEAST_STEPS:
         refuse(f"{half} requests took {len(points)} steps, too few for a model; give more --fit-requests")
     model = fit([point.work for point in points], [point.seconds for point in points])
     rate = load * saturation_of(trace, config, model)

@@ -26,8 +26,8 @@ class BatchShape(NamedTuple):
         tokens   ├─ d decodes ─┼── prefills, by q_starts ──┼── padding ──┤ num_tokens
                  ├── num_decodes: decode attention ──┤
 
-    Only d is known to the host alone, so decode attention always covers the first `num_decodes` tokens, of
-    which those after the first d belong to decodes of length 0. Prefill attention comes after it and writes the
+    The host alone knows d, so decode attention always covers the first `num_decodes` tokens, of which those
+    after the first d belong to decodes of length 0. Prefill attention comes after it and writes the
     output of every token from d on. The last prefill slot is a request of length 0 whose queries are the
     padding: their output is zeros, so nothing that is not finite reaches the padding slot of the pool. So
     there is one more prefill slot than there can be prefills.

@@ -65,8 +65,8 @@ class StepBudget:
         A prompt that fits to its end is not cut. Else the step's tokens, the decodes among them, are rounded
         down to a multiple of 256, of 128 up to 512 of them, or of 16 up to 256. Large steps run in CUDA graphs
         of such sizes, and a step that is padded to the next graph would take longer than the model says. An odd
-        multiple of 128 has a graph, too, but took up to a tenth longer a token on an H200. Where fewer than
-        LEAST prompt tokens would be left of more, they are not rounded.
+        multiple of 128 has a graph, too, but takes longer a token on an H200. Where fewer than LEAST prompt
+        tokens would be left of more, they are not rounded.
         """
         work = self.work
         count = min(num_left, self._most - work.prompt)

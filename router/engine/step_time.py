@@ -139,6 +139,7 @@ class StepTime:
 
 
 PARAMETERS = tuple(f.name for f in fields(StepTime) if f.type is float or f.type == "float")
+LEAST_STEPS = len(PARAMETERS) + 1  # of a fit, which finds `prompt_base`, too
 
 
 def fit(work: Sequence[Work], seconds: Sequence[float]) -> StepTime:
@@ -146,12 +147,11 @@ def fit(work: Sequence[Work], seconds: Sequence[float]) -> StepTime:
 
     `prefill` is the median of the steps that wait, for weights or the host, or 0 where that fits as well. Which
     steps wait depends on the parameters, and these are fitted to the other steps: the two are found in turns,
-    beginning with the half of the steps that have the most prompt tokens. Raises ValueError for fewer steps
-    than parameters.
+    beginning with the half of the steps that have the most prompt tokens. Raises ValueError for fewer than
+    LEAST_STEPS steps.
     """
-    least = len(PARAMETERS) + 1  # and prompt_base
-    if len(work) < least or len(work) != len(seconds):
-        raise ValueError(f"{len(seconds)} times of {len(work)} steps; give at least {least}")
+    if len(work) < LEAST_STEPS or len(work) != len(seconds):
+        raise ValueError(f"{len(seconds)} times of {len(work)} steps; give at least {LEAST_STEPS}")
     measured = np.array(seconds)
     rows = np.array(
         [

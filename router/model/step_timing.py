@@ -17,7 +17,7 @@ import numpy as np
 from lightkv.edits import Alloc, Edit, FreeRange, encode
 from lightkv.router.engine.loop import Executor
 from lightkv.router.engine.step import ExpectedMemory, RunnerInfo, StepPlan
-from lightkv.router.engine.step_time import PARAMETERS, StepTime, Work, fit
+from lightkv.router.engine.step_time import LEAST_STEPS, StepTime, Work, fit
 from lightkv.router.sampling_params import SamplerKind
 
 Report = Callable[[str], None]
@@ -94,7 +94,7 @@ class StepTimer:
         the kernels that are compiled.
         """
         chosen = shapes(self._info)
-        if len(chosen) < len(PARAMETERS):
+        if len(chosen) < LEAST_STEPS:
             report(f"step times are not measured: the pool has room for {len(chosen)} kinds of steps only")
             return None
         begun = self._clock()

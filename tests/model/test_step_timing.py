@@ -12,7 +12,7 @@ from lightkv.router import EngineConfig, SamplingParams
 from lightkv.router.engine.loop import LocalEngine, make_scheduler
 from lightkv.router.engine.request import Request
 from lightkv.router.engine.step import ExpectedMemory, Limits, RunnerInfo, StepPlan, StepResult
-from lightkv.router.engine.step_time import PARAMETERS, StepTime
+from lightkv.router.engine.step_time import LEAST_STEPS, PARAMETERS, StepTime
 from lightkv.router.model.build import assemble
 from lightkv.router.model.runner import ModelRunner
 from lightkv.router.model.step_timing import MOST_STEPS, StepTimer, shapes
@@ -115,13 +115,22 @@ def test_every_shape_fits_the_pool_and_the_limits(seed: int) -> None:
             assert held <= capacity
 
 
+def test_one_kind_of_step_fewer_than_a_fit_needs_is_not_measured() -> None:
+    info = info_of(msgspec.structs.replace(LIMITS, max_num_seqs=2), capacity=30)
+    assert len(shapes(info)) == LEAST_STEPS - 1
+    lines: list[str] = []
+    device = TimedRows(MODEL, info)
+    assert StepTimer(device, info, lambda: device.now).measure(lines.append) is None
+    assert "not measured" in lines[0]
+
+
 @pytest.mark.parametrize("capacity", [1, 200, 900, 3000])
 def test_a_small_pool_is_measured_with_smaller_steps_or_not_at_all(capacity: int) -> None:
     lines: list[str] = []
     info = info_of(capacity=capacity)
     device = TimedRows(MODEL, info)
     found = StepTimer(device, info, lambda: device.now).measure(lines.append)
-    assert (found is None) == (len(shapes(info)) < len(PARAMETERS)) == (capacity <= 200)
+    assert (found is None) == (len(shapes(info)) < LEAST_STEPS) == (capacity <= 200)
     assert "not measured" in lines[0] if found is None else "measured in" in lines[0]
 
 

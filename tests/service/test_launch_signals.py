@@ -2,33 +2,11 @@
 a signal to the launcher alone."""
 
 import signal
-from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.support.served import Served, save_tiny_model, starting, wait_until
-
-Start = Callable[..., Served]
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_tiny_model(tmp_path_factory.mktemp("signals") / "tiny")
-
-
-@pytest.fixture
-def sockets(tmp_path: Path) -> Path:
-    directory = tmp_path / "s"
-    directory.mkdir(mode=0o700)
-    return directory
-
-
-@pytest.fixture
-def start(model: Path, tmp_path: Path, sockets: Path) -> Iterator[Start]:
-    """A function that starts a service with its sockets in `sockets`."""
-    with starting(model, tmp_path / "log", sockets) as begin:
-        yield begin
+from tests.support.served import Start, wait_until
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.slow)])

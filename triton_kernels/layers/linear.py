@@ -1,9 +1,9 @@
 """Linear layers over a few tokens, which read the weights at the speed of memory.
 
 For up to `tuning.MAX_LINEAR_TOKENS` tokens a product takes as long as its weights take to read, and cuBLAS
-reads the smaller ones at 60 to 85 % of the bandwidth. There are two kernels here. One token is a matrix times a
-vector, on the ordinary cores. Several tokens use the matrix units, with the weights as the left operand, since
-these units take tiles of 64 rows:
+reads them at well below the bandwidth (`bench.kernels.linear` compares). There are two kernels here. One token
+is a matrix times a vector, on the ordinary cores. Several tokens use the matrix units, with the weights as the
+left operand, since these units take tiles of 64 rows:
 
     out^T [N, T]  =  weight [N, K]  ·  x^T [K, T]         a program: 64 rows of the weight, one part of K
 

@@ -18,7 +18,7 @@ from lightkv.triton_kernels.layers.gated_activation import (
 )
 
 from .fused_norm import MIN_EPS
-from .fused_rotary import LARGE, noise
+from .fused_rotary import LARGE, is_equal, noise
 from .joined_linear import JoinedLinear
 
 _NUM_TOKENS = 8
@@ -102,7 +102,7 @@ def _find_activation(module: Any, layout: MLPLayout, like: Tensor) -> str | None
     last = calls.pop(layout.down)
     inner = last.x
     gate_up = torch.cat([calls[name].y for name in layout.gate_up], dim=-1)
-    if not all(_is_equal(call.x, x) for call in calls.values()) or not _is_equal(last.y, output.y):
+    if not all(is_equal(call.x, x) for call in calls.values()) or not is_equal(last.y, output.y):
         return None
     errors = {
         activation: _error(gated_activation_reference(gate_up, activation), inner, gate_up)
@@ -134,10 +134,6 @@ def _record(module: Any, names: tuple[str, ...], x: Tensor) -> dict[str, _Call]:
         for handle in handles:
             handle.remove()
     return calls
-
-
-def _is_equal(ours: Tensor, own: Tensor) -> bool:
-    return ours.dtype == own.dtype and torch.equal(ours, own)
 
 
 def _error(ours: Tensor, own: Tensor, gate_up: Tensor) -> float:

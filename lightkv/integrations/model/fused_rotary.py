@@ -258,7 +258,7 @@ class _Watch:
                 continue
             layout = replace(base, interleaved=interleaved, repeated_angles=repeated)
             fused = partial(_fused_forward, self._module, layout)
-            if all(map(_is_equal, _run(fused, args, exact_kwargs), expected_exactly)):
+            if all(map(is_equal, _run(fused, args, exact_kwargs), expected_exactly)):
                 ours = _run(fused, args, kwargs)
                 if _is_close(ours.q, expected.q) and _is_close(ours.k, expected.k):
                     return layout
@@ -305,8 +305,9 @@ def _repeats(table: torch.Tensor, repeated: bool) -> bool:
     return torch.equal(first, second)
 
 
-def _is_equal(ours: torch.Tensor, own: torch.Tensor) -> bool:
-    return ours.dtype == own.dtype and torch.equal(ours, own)
+def is_equal(ours: Any, own: torch.Tensor) -> bool:
+    """Returns whether `ours` is a tensor of the same dtype, shape and values."""
+    return isinstance(ours, torch.Tensor) and ours.dtype == own.dtype and torch.equal(ours, own)
 
 
 def _is_close(ours: torch.Tensor, own: torch.Tensor) -> bool:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from lightkv.triton_kernels.layers.residual_norm import Norm
 
-from .fused_rotary import LARGE, NoiseHandler, noise
+from .fused_rotary import LARGE, NoiseHandler, is_equal, noise
 
 
 @dataclass(frozen=True)
@@ -104,13 +104,13 @@ class LayerRun:
         arguments = self._attention_arguments(attention)
         if arguments is None:
             return None
-        after_attention = after.pop(0) if after and _is_equal(after[0].x, attention.output) else None
+        after_attention = after.pop(0) if after and is_equal(after[0].x, attention.output) else None
         added = (after_attention or attention).output
         for scale in (1.0, *self._factors()):
             hidden = self.x + _scaled(added, scale)
             if not after or not _is_chain(hidden, after):
                 continue
-            if _is_equal(hidden + _scaled(after[-1].output, scale), self.output):
+            if is_equal(hidden + _scaled(after[-1].output, scale), self.output):
                 break
         else:
             return None
@@ -154,12 +154,4 @@ def _scaled(x: Tensor, scale: float) -> Tensor:
 def _is_chain(x: Tensor, calls: list[_PartCall]) -> bool:
     """Returns whether the first call gets x, and each other one the output of the one before it."""
     given = [x, *(call.output for call in calls[:-1])]
-    return all(map(_is_equal, (call.x for call in calls), given))
-
-
-def _is_equal(ours: Any, own: Tensor) -> bool:
-    return (
-        isinstance(ours, Tensor)
-        and (ours.dtype, ours.shape) == (own.dtype, own.shape)
-        and torch.equal(ours, own)
-    )
+    return all(map(is_equal, (call.x for call in calls), given))
