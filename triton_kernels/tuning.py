@@ -76,6 +76,14 @@ def padded_dim(head_dim: int) -> int:
     return max(16, triton.next_power_of_2(head_dim))
 
 
+def block_for(num: int) -> int:
+    """Returns the block of a kernel that handles `num` things at once: 16, 64, 256, or a power of two above.
+    A kernel is compiled for each block, which takes longer than a few idle threads ever would."""
+    if num > 256:
+        return triton.next_power_of_2(num)
+    return next(block for block in (16, 64, 256) if num <= block)
+
+
 def has_early_launch(device: DeviceClass) -> bool:
     """Returns whether a kernel can be launched while the one before it still runs (programmatic dependent
     launch)."""

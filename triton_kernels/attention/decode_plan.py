@@ -217,7 +217,7 @@ def _decode_plan(
     if num_requests == 0:
         return
     num_prefixes, num_members = (0, 1) if members is None else members.shape
-    block_r = max(16, triton.next_power_of_2(num_prefixes + num_requests))
+    block_r = tuning.block_for(num_prefixes + num_requests)
     _plan_kernel[(1,)](
         rows,
         lengths,

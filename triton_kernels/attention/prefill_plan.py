@@ -117,7 +117,7 @@ def _prefill_plan(
     if num_requests == 0:
         taken.zero_()
         return
-    block_t, block_b = 16, min(128, max(16, triton.next_power_of_2(num_requests)))
+    block_t, block_b = 16, min(128, tuning.block_for(num_requests))
     # Long requests have many tiles, so several programs share one request; but then the requests are few.
     programs = min(64, triton.cdiv(tiles.shape[0], block_t * num_requests))
     _plan_kernel[(num_requests, programs)](

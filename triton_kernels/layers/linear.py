@@ -70,7 +70,7 @@ def _store_rows(out, bias, total, rows, tokens, in_tokens, stride_out):
     )
 
 
-@triton.jit(do_not_specialize=["num_tokens"])
+@triton.jit(do_not_specialize=["num_tokens", "K"])
 def _few_tokens_kernel(
     x,  # [T, K]
     weight,  # [N, K]
@@ -82,7 +82,7 @@ def _few_tokens_kernel(
     stride_x,
     stride_n,
     stride_out,
-    K: tl.constexpr,
+    K,
     BLOCK_T: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -97,9 +97,9 @@ def _few_tokens_kernel(
     columns = tl.arange(0, BLOCK_K)
     in_tokens = tokens < num_tokens
     # Each split has whole blocks of K, and the last one may have fewer.
-    CHUNK: tl.constexpr = (K + SPLITS * BLOCK_K - 1) // (SPLITS * BLOCK_K) * BLOCK_K
-    first = split * CHUNK
-    end = tl.minimum(first + CHUNK, K)
+    chunk = tl.cdiv(K, SPLITS * BLOCK_K) * BLOCK_K
+    first = split * chunk
+    end = tl.minimum(first + chunk, K)
     source = weight + rows.to(tl.int64)[:, None] * stride_n + columns[None, :]
     vectors = x + tokens[None, :] * stride_x + columns[:, None]
     if EARLY:
@@ -188,7 +188,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, tickets: Tenso
         tokens.stride(0),
         weight.stride(0),
         num_rows,
-        K=dim,
+        dim,
         BLOCK_T=block_t,
         BLOCK_N=launch.block_n,
         BLOCK_K=launch.block_k,

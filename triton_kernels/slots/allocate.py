@@ -23,7 +23,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from lightkv.triton_kernels.tuning import MAX_IN_ONE_KERNEL, alloc_launch, few_tiles
+from lightkv.triton_kernels.tuning import MAX_IN_ONE_KERNEL, alloc_launch, block_for, few_tiles
 
 from .alloc_many import alloc_many
 from .slot_flags import SlotFlag
@@ -270,7 +270,7 @@ def alloc_slots(
     has_count, has_table = count is not None, entries is not None
     has_rows = entries is not None and entries.rows is not None
     table, positions, rows = table_pointers(state, entries)
-    all_ranks = 1 << (max_n - 1).bit_length() if max_n else 1
+    all_ranks = block_for(max_n)
     shape = alloc_launch(all_ranks)
 
     def options() -> dict[str, Any]:
