@@ -10,7 +10,7 @@ from array import array
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import groupby
 from types import FrameType
 from typing import Any, cast
@@ -100,15 +100,20 @@ class LLM:
     >>> llm.generate([{"role": "user", "content": "Hello!"}])          # a chat
     >>> for chunk in llm.stream("Once upon a time"): print(chunk.text, end="")
 
-    A prompt is a text, its token ids, or a chat (a list of messages). `report` takes lines of progress while
-    the model loads. Raises InvalidConfig, ModelNotFound, UnreadableWeights, UnsupportedModel, OutOfMemory; no
-    memory is held then.
+    A prompt is a text, its token ids, or a chat (a list of messages). Unless the configuration has an
+    `itl_target`, each step computes as many prompt tokens as fill the device: whoever waits for the last answer
+    does not mind how evenly the others grow. `report` takes lines of progress while the model loads.
+
+    Raises InvalidConfig, ModelNotFound, UnreadableWeights, UnsupportedModel, OutOfMemory; no memory is held
+    then.
     """
 
     def __init__(
         self, model: str | EngineConfig = EngineConfig.model, report: Report = lambda line: None
     ) -> None:
         config = EngineConfig(model=model) if isinstance(model, str) else model
+        if config.itl_target is None:
+            config = replace(config, itl_target=0.0)
         # `find_model` comes first: that a model cannot run matters more than what its tokenizer lacks.
         directory = find_model(config, report)
         self.tokenizer = Tokenizer(directory)
