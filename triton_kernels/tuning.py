@@ -223,12 +223,15 @@ def linear_launch(
     if num_rows % block_n or num_columns % block_k:
         return None
     blocks = num_rows // block_n
+    most = device.num_multiprocessors  # programs that run at once with deep pipelines
     splits = 1
-    while blocks * splits < 0.7 * device.num_multiprocessors and num_columns > 8 * block_k * splits:
+    while 2 * blocks * splits <= most and num_columns > 8 * block_k * splits:
         splits *= 2
-    if interpreted or blocks * splits <= 2 * device.num_multiprocessors:
-        # With one or two programs on a multiprocessor, more of the weight has to be on its way.
+    if interpreted or blocks * splits <= most:
+        # With one program on a multiprocessor, more of the weight has to be on its way.
         return LinearLaunch(block_n, block_k, 4, 4 if num_tokens > 32 else 6, splits)
+    if blocks <= 2 * most:  # the pipelines of two programs have to fit on a multiprocessor
+        return LinearLaunch(block_n, block_k, 4, 3 if num_tokens > 32 else 4 if num_tokens > 16 else 5, 1)
     if num_tokens <= 16 or num_rows % 128:
         return LinearLaunch(block_n, block_k, 4, 4, 1)
     return LinearLaunch(128, 128, 8, 4, 1) if num_tokens <= 32 else LinearLaunch(128, 64, 8, 6, 1)
