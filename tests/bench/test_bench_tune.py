@@ -48,7 +48,7 @@ def options(**named: object) -> SimpleNamespace:
     ("named", "row", "names"),
     [
         ({}, DECODES, ["decodes"]),
-        ({"prefill": True}, CHUNKS, ["chunks"]),
+        pytest.param({"prefill": True}, CHUNKS, ["chunks"], marks=pytest.mark.slow),
         pytest.param(
             {"v1": True}, DECODES, ["decodes, one pass", "decodes, partitions"], marks=pytest.mark.slow
         ),
