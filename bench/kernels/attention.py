@@ -45,6 +45,7 @@ from bench.common.device_clock import (
     measure_ceiling,
 )
 from bench.common.report import (
+    Spread,
     load_pyplot,
     parser,
     print_json,
@@ -119,8 +120,10 @@ def measure_row(row: Row, make_sides: Callable[[Any, Bench], dict[str, Make]], b
     floor = bench.ceiling.floor_us(row.bytes, row.flops if row.is_prefill else 0)
     times = []
     for name, side in found["sides"].items():
-        unsteady = "" if side["steady"] else " not steady"
-        times.append(f"{name} {side['median']:.1f} ({side['low']:.1f} to {side['high']:.1f}{unsteady})")
+        splits = f", splits {side['setting']['num_splits']}" if "setting" in side else ""
+        unsteady = "" if side["steady"] else ", not steady"
+        spread = Spread(side["median"], side["low"], side["high"])
+        times.append(f"{name} {spread.text('.1f')}{splits}{unsteady}")
         side |= {
             "tb_per_s": row.bytes / side["median"] / 1e6,
             "tflop_per_s": row.flops / side["median"] / 1e6,
@@ -287,10 +290,12 @@ def load_flashinfer(cache: Path | None, kernels: set[str]) -> FlashInfer | None:
 def load_fa3(file: Path | None) -> FlashAttention3 | None:
     """Returns FlashAttention 3; None, after printing why, if it is not there."""
     try:
-        return FlashAttention3.load(file)
+        fa3 = FlashAttention3.load(file)
     except Exception as error:  # a library for another torch may fail in many ways
         print(f"FlashAttention 3 is left out: {type(error).__name__}: {error}", flush=True)
         return None
+    print(f"FlashAttention 3: {fa3.version}", flush=True)
+    return fa3
 
 
 def compile_ours(rows: Mapping[str, Sequence[Row]], bench: Bench) -> None:
@@ -401,7 +406,7 @@ def measure(options: Any) -> Results:
     results: Results = {
         "settings": {"repeats": options.repeats, "layers": LAYERS, "quick": options.quick},
         "flashinfer": flashinfer.version if flashinfer is not None else None,
-        "fa3": fa3 is not None,
+        "fa3": fa3.version if fa3 is not None else None,
         "ceiling": found,
     }
     results |= {part: {} for part in (*ROWS, "reading", "plan", "queries", "write")}

@@ -7,6 +7,7 @@ pool, in pages of any size, and a request's queries are the last of its tokens:
     q[cu_seqlens_q[r] : cu_seqlens_q[r + 1]], seqused_k[r]   a request's queries, and the number of its keys
 """
 
+import hashlib
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -137,16 +138,21 @@ def splits_to_try(batch: Batch) -> list[int]:
 
 class FlashAttention3:
     """The library's two operators; `module` is their namespace. Another version of the library may take other
-    arguments; torch then raises RuntimeError, which names them."""
+    arguments; torch then raises RuntimeError, which names them. `version` tells libraries apart, since the file
+    does not say which version of vLLM it belongs to."""
 
-    def __init__(self, module: Any) -> None:
+    def __init__(self, module: Any, version: str = "") -> None:
         self._module = module
+        self.version = version
 
     @classmethod
     def load(cls, file: Path | None) -> "FlashAttention3":
         """Loads the library (see `find_library`). Raises OSError if it is not there or does not load."""
-        torch.ops.load_library(str(find_library(file)))
-        return cls(getattr(torch.ops, LIBRARY))
+        library = find_library(file)
+        torch.ops.load_library(str(library))
+        with library.open("rb") as content:
+            digest = hashlib.file_digest(content, "sha256").hexdigest()
+        return cls(getattr(torch.ops, LIBRARY), f"{library.name}, sha256 {digest[:12]}")
 
     def attend(self, batch: Batch, paged: Paged, num_splits: int) -> Side:
         """Attends with up to `num_splits` parts of each request's keys; 0 leaves the number to the library."""

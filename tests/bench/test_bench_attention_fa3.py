@@ -1,6 +1,7 @@
 """FlashAttention 3 in `bench/kernels/attention.py`: its arguments, its search for a library and for splits."""
 
 import sys
+from hashlib import sha256
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import SimpleNamespace
@@ -134,6 +135,19 @@ def test_the_library_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(fa3, "find_spec", lambda _: spec(False))
     with pytest.raises(FileNotFoundError, match="vLLM is not installed; take"):
         fa3.find_library()
+
+
+def test_a_library_is_named_by_its_contents(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / fa3.FILE).write_text("a library")
+    loaded: list[str] = []
+    monkeypatch.setattr(torch.ops, "load_library", loaded.append)
+    found = bench.load_fa3(tmp_path)
+    assert found is not None
+    assert loaded == [str(tmp_path / fa3.FILE)]
+    assert found.version == f"_vllm_fa3_C.abi3.so, sha256 {sha256(b'a library').hexdigest()[:12]}"
+    assert found.version in capsys.readouterr().out
 
 
 def test_a_missing_fa3_is_left_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
