@@ -1,5 +1,7 @@
-"""Kernels are compiled ahead, and not launched, for a GPU that is not there: in a process of its own, because this
-one interprets kernels."""
+"""Kernels are compiled ahead, and not launched, for a GPU that is not there.
+
+They are compiled in another process, because this one interprets kernels.
+"""
 
 import os
 import subprocess
@@ -74,7 +76,8 @@ print(json.dumps([ahead, known, error, float(x.sum()), restored, threading.activ
 def test_kernels_are_compiled_once_and_not_launched(tmp_path: Path) -> None:
     file = tmp_path / "script.py"
     file.write_text(SCRIPT)
-    environment = {**os.environ, "TRITON_CACHE_DIR": str(tmp_path / "cache"), "PYTHONPATH": str(Path(__file__).parents[2])}
+    root = str(Path(__file__).parents[2])
+    environment = {**os.environ, "TRITON_CACHE_DIR": str(tmp_path / "cache"), "PYTHONPATH": root}
     environment.pop("TRITON_INTERPRET", None)
     done = subprocess.run([sys.executable, str(file)], env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
