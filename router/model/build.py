@@ -37,6 +37,7 @@ from .parts import RunnerParts
 from .runner import ModelRunner
 from .sampler import Sampler
 from .step_timing import StepTimer
+from .token_buckets import linear_layers, token_buckets
 
 Report = Callable[[str], None]
 
@@ -197,7 +198,8 @@ def assemble(model: PreTrainedModel, config: EngineConfig, report: Report) -> tu
         members = limits.prefix_sharing.max_members
         most = limits.max_step_tokens
         metadata = AttentionMetadata(limits.max_num_seqs, most, memory, prefix_members=members)
-        graphs = StepGraphs(parts, metadata)
+        buckets = token_buckets(linear_layers(model, joined), most, report)
+        graphs = StepGraphs(parts, metadata, buckets)
     if device.type == "cuda":
         report("compiling kernels")
         with compile_ahead(device):
