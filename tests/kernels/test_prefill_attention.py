@@ -199,7 +199,7 @@ def test_refuses_a_plan_of_something_else(device: torch.device) -> None:
     q, q_starts = torch.zeros(4, 4, 64, device=device), starts([2, 2], device)
     heads = HeadShape.of(q, cache.kv)
     plan = prefill_plan(cache.rows, q_starts, cache.lengths, heads, num_tokens=4, dtype=q.dtype, window=3)
-    with pytest.raises(ValueError, match="a window of 3, but the call has 2 requests with a window of 0"):
+    with pytest.raises(ValueError, match="a window of 3 and chunks of 0, but the call has 2 requests with a"):
         prefill_attention(q, cache.kv, cache.rows, q_starts, cache.lengths, plan=plan)
 
 
@@ -217,8 +217,8 @@ def test_stays_one_operator_under_torch_compile(device: torch.device) -> None:
         dtype=q.dtype,
     )
     lse = torch.empty(12, 4, device=device)
-    op_args = (q, *cache.kv[:3], plan.tiles, plan.taken, torch.empty_like(q), lse, *plan.launch)
-    settings = (0.125, 0, 0, 0.0)
+    op_args = (q, *cache.kv[:3], plan.tiles, plan.taken, None, torch.empty_like(q), lse, *plan.launch)
+    settings = (0.125, 0, 0, 0, 0.0)
     torch.library.opcheck(torch.ops.lightkv.prefill_attention.default, (*op_args, *settings))
     plan_args = (cache.rows, q_starts, cache.lengths, torch.empty_like(plan.tiles), plan.taken, 2, 32, 9)
     torch.library.opcheck(torch.ops.lightkv.prefill_plan.default, plan_args)

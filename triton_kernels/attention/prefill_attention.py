@@ -32,7 +32,9 @@ from .attend_keys import (
     check_attention_inputs,
     find_slots,
     find_slots_reference,
+    first_key,
     score_scales,
+    start_softmax,
 )
 from .paged_kv import DEFAULT_OPTIONS, AttentionOptions, HeadShape, PagedKV
 from .prefill_plan import TILE_FIELDS, PrefillPlan, prefill_plan
@@ -40,13 +42,14 @@ from .prefill_plan import TILE_FIELDS, PrefillPlan, prefill_plan
 _TILE_FIELDS = tl.constexpr(TILE_FIELDS)
 
 
-@triton.jit(do_not_specialize_on_alignment=["index", "tiles"])
+@triton.jit(do_not_specialize_on_alignment=["index", "tiles", "sink_logits"])
 def _prefill_kernel(
     q,
     k_cache,
     v_cache,
     index,
     tiles,  # [capacity, 8]
+    sink_logits,  # [H] float32; or None
     out,
     lse,  # [T, H] float32, base 2
     num_kv_heads,
@@ -70,6 +73,7 @@ def _prefill_kernel(
     BLOCK_N: tl.constexpr,
     SHIFT: tl.constexpr,
     WINDOW: tl.constexpr,
+    CHUNK: tl.constexpr,
     SOFTCAP: tl.constexpr,
     HAS_LSE: tl.constexpr,
 ):
@@ -103,6 +107,11 @@ def _prefill_kernel(
     else:
         begin = 0
         full_end = tl.maximum(first_position + 1, 0) // BLOCK_N * BLOCK_N
+    if CHUNK > 0:
+        begin = first_key(first_position, 0, CHUNK)
+        full_end = begin + tl.maximum(first_position + 1 - begin, 0) // BLOCK_N * BLOCK_N
+        # If the tile ends in a later chunk than it begins in, no key is visible to every row.
+        full_end = tl.where(first_key(last_position, 0, CHUNK) > begin, begin, full_end)
     # A window is only a few tiles long: all of them are masked, and the loop without a mask is left out.
     FIRST_LOOP: tl.constexpr = 1 if WINDOW > 0 else 0
 
@@ -117,10 +126,7 @@ def _prefill_kernel(
         other=0.0,
     )  # [BLOCK_M, BLOCK_DK]
 
-    # The peak starts at a finite number, not at -inf: weights of a row whose keys are all masked are 0, not
-    # NaN.
-    peak = tl.full([BLOCK_M], -1.0e30, tl.float32)
-    total = tl.zeros([BLOCK_M], tl.float32)
+    peak, total = start_softmax(sink_logits, heads, in_tile, BLOCK_M)
     acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
     k_head = k_cache + kv_head * stride_k_h
     v_head = v_cache + kv_head * stride_v_h
@@ -149,6 +155,7 @@ def _prefill_kernel(
             BLOCK_N,
             SHIFT,
             WINDOW,
+            CHUNK,
             SOFTCAP,
             MASKED == 1,
         )
@@ -197,6 +204,7 @@ def _prefill_attention(
     index: Tensor,
     tiles: Tensor,
     taken: Tensor,
+    sink_logits: Tensor | None,
     out: Tensor,
     lse: Tensor | None,
     block_m: int,
@@ -206,6 +214,7 @@ def _prefill_attention(
     scale: float,
     shift: int,
     window: int,
+    chunk: int,
     softcap: float,
 ) -> None:
     num_heads, key_dim = q.shape[1:]
@@ -222,6 +231,7 @@ def _prefill_attention(
             index,
             tiles,
             taken,
+            sink_logits,
             out,
             lse,
             hopper_launch,
@@ -229,6 +239,7 @@ def _prefill_attention(
             cap_scale=cap_scale,
             shift=shift,
             window=window,
+            chunk=chunk,
             softcap=softcap != 0.0,
         )
         return
@@ -238,6 +249,7 @@ def _prefill_attention(
         v_cache,
         index,
         tiles,
+        sink_logits,
         out,
         lse,
         num_kv_heads,
@@ -257,6 +269,7 @@ def _prefill_attention(
         BLOCK_N=block_n,
         SHIFT=shift,
         WINDOW=window,
+        CHUNK=chunk,
         SOFTCAP=softcap != 0.0,
         HAS_LSE=lse is not None,
         num_warps=num_warps,
@@ -294,12 +307,12 @@ def prefill_attention(
             q_starts[B] on belong to no request, and their part of the output is not written.
         lengths: int32 `[B]`, the request's tokens in the cache, the queries' own included; at most num_entries
             * 2**shift, which is not checked.
-        options: scale, window and soft-cap.
-        plan: the result of `prefill_plan` for the same rows, q_starts, lengths, window and shapes; it serves
-            all layers of a step, one after the other. If None, a plan is made here.
+        options: scale, window, soft-cap, chunk and sinks.
+        plan: the result of `prefill_plan` for the same rows, q_starts, lengths, window, chunk and shapes; it
+            serves all layers of a step, one after the other. If None, a plan is made here.
         out: `[T, H, Dv]` to write to; allocated in the dtype of q if None.
-        lse: float32 `[T, H]`, contiguous, to write the log-sum-exp of the scores to, in base 2; -inf where a
-            query sees no key. Not written if None.
+        lse: float32 `[T, H]`, contiguous, to write the log-sum-exp of the scores to, in base 2, the head's
+            sink included; -inf where a query sees no key and has no sink. Not written if None.
 
     Returns:
         `[T, H, Dv]`, `out`.
@@ -317,11 +330,12 @@ def prefill_attention(
             f"q_starts must be contiguous int32 [{rows.shape[0] + 1}], got {q_starts.dtype} "
             f"{tuple(q_starts.shape)}"
         )
-    window = options.window
-    if plan is not None and (plan.window, plan.num_requests) != (window, len(rows)):
+    window, chunk = options.window, options.chunk
+    if plan is not None and (plan.window, plan.chunk, plan.num_requests) != (window, chunk, len(rows)):
         raise ValueError(
-            f"the plan is for {plan.num_requests} requests with a window of {plan.window}, but the call has "
-            f"{len(rows)} requests with a window of {window}; make a plan for this call"
+            f"the plan is for {plan.num_requests} requests with a window of {plan.window} and chunks of "
+            f"{plan.chunk}, but the call has {len(rows)} requests with a window of {window} and chunks of "
+            f"{chunk}; make a plan for this call"
         )
     if out is None:
         out = q.new_empty((*q.shape[:2], kv.v.shape[2]))
@@ -334,6 +348,7 @@ def prefill_attention(
             num_tokens=q.shape[0],
             dtype=q.dtype,
             window=window,
+            chunk=chunk,
         )
     _prefill_attention(
         q,
@@ -342,12 +357,14 @@ def prefill_attention(
         kv.index,
         plan.tiles,
         plan.taken,
+        options.sink_logits,
         out,
         lse,
         *plan.launch,
         scale,
         kv.shift,
         window,
+        chunk,
         options.softcap,
     )
     return out

@@ -32,6 +32,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from lightkv.triton_kernels import tuning
 
+from .hopper_softmax import online_softmax, start_softmax
 from .prefill_plan import TILE_FIELDS
 
 _TILE_FIELDS = gl.constexpr(TILE_FIELDS)
@@ -63,13 +64,22 @@ def _tile_of(tiles, item, num_kv_heads):
 
 
 @gluon.jit
-def _keys_of(tile, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, GROUP: gl.constexpr, WINDOW: gl.constexpr):
+def _keys_of(
+    tile,
+    BLOCK_M: gl.constexpr,
+    BLOCK_N: gl.constexpr,
+    GROUP: gl.constexpr,
+    WINDOW: gl.constexpr,
+    CHUNK: gl.constexpr,
+):
     """Returns the keys [begin, end) that the tile's queries see, and the key tiles [first, last] that hold
     them."""
     _kv_head, _row, first_row, num_rows, _q_begin, prefix = tile
     begin = 0
     if WINDOW > 0:
         begin = gl.maximum(prefix + first_row // GROUP - WINDOW + 1, 0)
+    if CHUNK > 0:
+        begin = gl.maximum(prefix + first_row // GROUP, 0) // CHUNK * CHUNK
     end = prefix + (gl.minimum(first_row + BLOCK_M, num_rows) - 1) // GROUP + 1
     return begin, end, begin // BLOCK_N, gl.cdiv(gl.maximum(end, 0), BLOCK_N) - 1
 
@@ -130,6 +140,7 @@ def _gather(
     GROUP: gl.constexpr,
     SHIFT: gl.constexpr,
     WINDOW: gl.constexpr,
+    CHUNK: gl.constexpr,
 ):
     q, k_cache, v_cache, index, tiles, taken = tensors
     q_strides, k_strides, v_strides, stride_index = strides
@@ -149,7 +160,7 @@ def _gather(
         # A tile without a request is the end of the list.
         if gl.load(tiles + item // num_kv_heads * _TILE_FIELDS) >= 0:
             tile = _tile_of(tiles, item, num_kv_heads)
-            begin, end, first, last = _keys_of(tile, BLOCK_M, BLOCK_N, GROUP, WINDOW)
+            begin, end, first, last = _keys_of(tile, BLOCK_M, BLOCK_N, GROUP, WINDOW, CHUNK)
             if end > 0:
                 index_row = index + tile[1] * stride_index
                 k_head = k_cache + tile[0] * k_strides[1]
@@ -179,38 +190,6 @@ def _gather(
     if gl.atomic_add(taken + 1, 1) == gl.num_programs(0) - 1:
         gl.store(taken, 0)
         gl.store(taken + 1, 0)
-
-
-@gluon.jit
-def _softmax(
-    s,
-    peak,
-    total,
-    first_key,
-    positions,
-    scales,
-    WINDOW: gl.constexpr,
-    SOFTCAP: gl.constexpr,
-    MASKED: gl.constexpr,
-):
-    """Returns the weights of a tile's scores and the factor by which earlier sums decay; as in
-    `attend_keys`."""
-    layout: gl.constexpr = s.type.layout
-    BLOCK_N: gl.constexpr = s.shape[1]
-    score_scale, cap_scale = scales
-    if SOFTCAP:
-        s = 2.0 / (1.0 + gl.exp(-s * cap_scale)) - 1.0  # tanh
-    if MASKED:
-        keys = first_key + gl.arange(0, BLOCK_N, gl.SliceLayout(0, layout))
-        visible = keys[None, :] <= positions[:, None]
-        if WINDOW > 0:
-            visible = visible & (keys[None, :] > positions[:, None] - WINDOW)
-        s = gl.where(visible, s, float("-inf"))
-    new_peak = gl.maximum(peak, gl.max(s, 1) * score_scale)
-    weights = gl.exp2(s * score_scale - new_peak[:, None])
-    decay = gl.exp2(peak - new_peak)
-    total = total * decay + gl.sum(weights, 1)
-    return weights, decay, new_peak, total
 
 
 @gluon.jit
@@ -260,9 +239,10 @@ def _compute(
     HALF: gl.constexpr,
     GROUP: gl.constexpr,
     WINDOW: gl.constexpr,
+    CHUNK: gl.constexpr,
     SOFTCAP: gl.constexpr,
 ):
-    tiles, out, lse = tensors
+    tiles, out, lse, sink_logits = tensors
     item_smem, q_smem, k_smem, v_smem, item_full, q_full, q_empty, k_full, k_empty, v_full, v_empty = shared
     STAGES: gl.constexpr = k_smem.shape[0]
     BLOCK_N: gl.constexpr = k_smem.shape[1]
@@ -282,11 +262,8 @@ def _compute(
     item = gl.max(item_smem.load(one), 0)
     while item >= 0:
         tile = _tile_of(tiles, item, num_kv_heads)
-        _begin, end, first, last = _keys_of(tile, 2 * ROWS, BLOCK_N, GROUP, WINDOW)
-        # The peak starts at a finite number, not at -inf: weights of a row whose keys are all masked are 0, not
-        # NaN.
-        peak = gl.full([ROWS], -1.0e30, gl.float32, row)
-        total = gl.full([ROWS], 0.0, gl.float32, row)
+        _begin, end, first, last = _keys_of(tile, 2 * ROWS, BLOCK_N, GROUP, WINDOW, CHUNK)
+        peak, total = start_softmax(sink_logits, tile, HALF, GROUP, ROWS, row)
         acc = gl.zeros([ROWS, D], gl.float32, acc_layout)
         mbarrier.wait(q_full, turn & 1)
         if end > 0:
@@ -297,13 +274,19 @@ def _compute(
             full = first
             if WINDOW == 0:
                 full = gl.minimum(gl.maximum(prefix + first_row // GROUP + 1, 0) // BLOCK_N, last)
+            if CHUNK > 0:
+                # Unless the last row's chunk begins where the key tiles do, all of them are masked. Such tiles
+                # of two chunks are few, if a chunk is much longer than the tile's queries.
+                last_position = prefix + (gl.minimum(first_row + ROWS, tile[3]) - 1) // GROUP
+                one_chunk = gl.maximum(last_position, 0) // CHUNK * CHUNK <= first * BLOCK_N
+                full = gl.where(one_chunk, full, first)
             stage = count % STAGES
             mbarrier.wait(k_full.index(stage), count // STAGES & 1)
             s = _begin_scores(k_smem.index(stage), q_half, layout)
             s = warpgroup_mma_wait(0, deps=[s])
             mbarrier.arrive(k_empty.index(stage))
-            weights, _decay, peak, total = _softmax(
-                s, peak, total, last * BLOCK_N, positions, scales, WINDOW, SOFTCAP, True
+            weights, _decay, peak, total = online_softmax(
+                s, peak, total, last * BLOCK_N, positions, scales, WINDOW, CHUNK, SOFTCAP, True
             )
             p = gl.convert_layout(weights.to(dtype), p_layout)
             mbarrier.wait(v_full.index(stage), count // STAGES & 1)
@@ -321,8 +304,8 @@ def _compute(
                     s = warpgroup_mma_wait(1, deps=[s])
                     mbarrier.arrive(k_empty.index(stage))
                     first_key = ((full if FULL else last) - 1 - j) * BLOCK_N
-                    weights, decay, peak, total = _softmax(
-                        s, peak, total, first_key, positions, scales, WINDOW, SOFTCAP, FULL == 0
+                    weights, decay, peak, total = online_softmax(
+                        s, peak, total, first_key, positions, scales, WINDOW, CHUNK, SOFTCAP, FULL == 0
                     )
                     # This wait also ends a basic block; without it ptxas moves the next wait above the softmax.
                     mbarrier.wait(v_full.index(stage), count // STAGES & 1)
@@ -346,7 +329,7 @@ def _compute(
 
 @gluon.jit(
     do_not_specialize=["num_items", "num_kv_heads", "stride_index"],
-    do_not_specialize_on_alignment=["index", "tiles", "taken", "lse"],
+    do_not_specialize_on_alignment=["index", "tiles", "taken", "lse", "sink_logits"],
 )
 def _hopper_kernel(
     q,
@@ -355,6 +338,7 @@ def _hopper_kernel(
     index,
     tiles,  # [capacity, 8]
     taken,  # [2]: items taken from the list, finished programs
+    sink_logits,  # [H] float32; or None
     out,
     lse,  # [T, H] float32, base 2; or None
     num_items,
@@ -377,6 +361,7 @@ def _hopper_kernel(
     STAGES: gl.constexpr,
     SHIFT: gl.constexpr,
     WINDOW: gl.constexpr,
+    CHUNK: gl.constexpr,
     SOFTCAP: gl.constexpr,
 ):
     dtype: gl.constexpr = q.dtype.element_ty
@@ -406,15 +391,21 @@ def _hopper_kernel(
     shared = (
         item_smem, q_smem, k_smem, v_smem, item_full, q_full, q_empty, k_full, k_empty, v_full, v_empty
     )  # fmt: skip
-    outputs, inputs = (tiles, out, lse), (q, k_cache, v_cache, index, tiles, taken)
+    outputs, inputs = (tiles, out, lse, sink_logits), (q, k_cache, v_cache, index, tiles, taken)
     scales, out_strides = (score_scale, cap_scale), (stride_out_t, stride_out_h)
     k_strides, v_strides = (stride_k_slot, stride_k_h), (stride_v_slot, stride_v_h)
     strides = ((stride_q_t, stride_q_h), k_strides, v_strides, stride_index)
     gl.warp_specialize(
         [
-            (_compute, (outputs, num_kv_heads, scales, out_strides, shared, 0, GROUP, WINDOW, SOFTCAP)),
-            (_compute, (outputs, num_kv_heads, scales, out_strides, shared, 1, GROUP, WINDOW, SOFTCAP)),
-            (_gather, (inputs, num_items, num_kv_heads, strides, shared, GROUP, SHIFT, WINDOW)),
+            (
+                _compute,
+                (outputs, num_kv_heads, scales, out_strides, shared, 0, GROUP, WINDOW, CHUNK, SOFTCAP),
+            ),
+            (
+                _compute,
+                (outputs, num_kv_heads, scales, out_strides, shared, 1, GROUP, WINDOW, CHUNK, SOFTCAP),
+            ),
+            (_gather, (inputs, num_items, num_kv_heads, strides, shared, GROUP, SHIFT, WINDOW, CHUNK)),
         ],
         [_WARPS, _WARPS],
         [_COMPUTE_REGISTERS, _GATHER_REGISTERS],
@@ -428,6 +419,7 @@ def launch_hopper_prefill(
     index: Tensor,
     tiles: Tensor,
     taken: Tensor,
+    sink_logits: Tensor | None,
     out: Tensor,
     lse: Tensor | None,
     launch: tuning.Launch,
@@ -436,6 +428,7 @@ def launch_hopper_prefill(
     cap_scale: float,
     shift: int,
     window: int,
+    chunk: int,
     softcap: bool,
 ) -> None:
     """Computes the tiles of a plan, whose height has to be that of `launch` (`tuning.hopper_prefill_launch`).
@@ -455,6 +448,7 @@ def launch_hopper_prefill(
         index,
         tiles,
         taken,
+        sink_logits,
         out,
         lse,
         num_items,
@@ -473,6 +467,7 @@ def launch_hopper_prefill(
         STAGES=launch.num_stages,
         SHIFT=shift,
         WINDOW=window,
+        CHUNK=chunk,
         SOFTCAP=softcap,
         num_warps=4,  # of the first warpgroup
     )

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from lightkv.triton_kernels import tuning
 
-from .attend_keys import check_requests
+from .attend_keys import check_mask, check_requests
 from .paged_kv import HeadShape
 
 TILE_FIELDS = (
@@ -39,7 +39,7 @@ class PrefillPlan(NamedTuple):
     query (negative if it has more queries than keys).
     `taken`: int32 `[2]`, zeros: `prefill_hopper` counts there the tiles that its programs have taken, and
     resets it to zeros, so one run at a time may use a plan.
-    `launch`, `window`, `num_requests`: what the tiles were made for.
+    `launch`, `window`, `num_requests`, `chunk`: what the tiles were made for.
     """
 
     tiles: Tensor
@@ -47,6 +47,7 @@ class PrefillPlan(NamedTuple):
     launch: tuning.Launch
     window: int
     num_requests: int
+    chunk: int = 0
 
 
 @triton.jit(do_not_specialize=["num_requests"])
@@ -139,9 +140,10 @@ def _prefill_plan(
 _prefill_plan.register_fake(lambda *_: None)  # the outputs are arguments
 
 
-def _most_keys(window: int, block_m: int, group: int) -> int:
-    """Returns an upper bound on the keys that a tile's queries see together."""
-    return window + triton.cdiv(block_m, group) if window else 2**31 - 1
+def _most_keys(window: int, chunk: int, block_m: int, group: int) -> int:
+    """Returns an upper bound on the keys that a tile's queries see together. Tiles with more keys before them
+    count as many, which orders those of chunks roughly: their keys depend on their place in the chunk."""
+    return (window or chunk) + triton.cdiv(block_m, group) if window or chunk else 2**31 - 1
 
 
 def prefill_plan(
@@ -153,22 +155,25 @@ def prefill_plan(
     num_tokens: int,
     dtype: torch.dtype,
     window: int = 0,
+    chunk: int = 0,
     launch: tuning.Launch | None = None,
 ) -> PrefillPlan:
-    """Makes the work list of a prefill step, which serves all layers with these heads and this window.
+    """Makes the work list of a prefill step, which serves all layers with these heads and this window or these
+    chunks.
 
     Args:
         rows, q_starts, lengths: as in `prefill_attention`; read on the device.
         heads: of the layers.
         num_tokens: T of q.
         dtype: of q.
-        window: of each query, in keys; 0 for all keys.
+        window, chunk: as in `AttentionOptions`.
         launch: tile sizes and launch options; those of `tuning.prefill_launch` if None.
 
     Raises:
         ValueError: rows or lengths do not fit.
     """
     check_requests(rows, lengths)
+    check_mask(window, chunk)
     group = heads.num_heads // heads.num_kv_heads
     if launch is None:
         launch = tuning.prefill_launch(
@@ -185,15 +190,23 @@ def prefill_plan(
     capacity = (num_tokens * group + len(rows) * (block_m - 1)) // block_m
     tiles = torch.empty(capacity, TILE_FIELDS, dtype=torch.int32, device=rows.device)
     taken = torch.empty(2, dtype=torch.int32, device=rows.device)
-    _prefill_plan(rows, q_starts, lengths, tiles, taken, group, block_m, _most_keys(window, block_m, group))
-    return PrefillPlan(tiles, taken, launch, window, len(rows))
+    most_keys = _most_keys(window, chunk, block_m, group)
+    _prefill_plan(rows, q_starts, lengths, tiles, taken, group, block_m, most_keys)
+    return PrefillPlan(tiles, taken, launch, window, len(rows), chunk)
 
 
 def prefill_plan_reference(
-    rows: Tensor, q_starts: Tensor, lengths: Tensor, *, group: int, block_m: int, window: int = 0
+    rows: Tensor,
+    q_starts: Tensor,
+    lengths: Tensor,
+    *,
+    group: int,
+    block_m: int,
+    window: int = 0,
+    chunk: int = 0,
 ) -> Tensor:
     """Computes `prefill_plan` in plain Python: the used tiles, int32 `[n, 8]`; unused fields are -1."""
-    most_keys = _most_keys(window, block_m, group)
+    most_keys = _most_keys(window, chunk, block_m, group)
     starts, tiles = q_starts.tolist(), []
     for request, (row, length) in enumerate(zip(rows.tolist(), lengths.tolist(), strict=True)):
         q_begin, q_end = starts[request : request + 2]
