@@ -81,10 +81,17 @@ def test_the_page_lists_what_runs(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["gemma3_text", "glm4", "granite", "olmo2", "opt", "qwen3_moe", "starcoder2"]
+    "name",
+    ["gemma3_text", "glm4", "gpt_oss", "granite", "llama4_text", "olmo2", "opt", "qwen3_moe", "starcoder2"],
 )
 def test_runs(name: str, tmp_path: Path) -> None:
     assert outcome(name, "", tmp_path) is None
+
+
+@pytest.mark.parametrize("name", ["gpt_oss", "llama4_text"])
+def test_sinks_and_chunks_run_without_fused_layers(name: str) -> None:
+    expected = own_answers(random_weights(tiny(name)), prompts())
+    assert answers(random_weights(tiny(name)), prompts(), prefill_chunk=16, fuse=False) == expected
 
 
 @pytest.mark.parametrize("order", [(True, False, True), (False, True)], ids=["fused-first", "fused-last"])
@@ -100,9 +107,6 @@ REFUSED = {
     ("deepseek_v3", ""): "latent",
     ("doge", ""): "changes its attention mask",
     ("gemma3n_text", ""): "another layer's K/V",
-    ("gpt_oss", ""): "learned sinks",
-    ("llama4_text", ""): "chunked_attention",
-    ("llama4_text", "full attention only"): "attn_temperature_tuning",
     ("mamba", ""): "recurrent state",
     ("mpt", ""): "AttentionInterface",
     ("musicgen", ""): "encoder-decoder",
