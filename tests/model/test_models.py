@@ -42,6 +42,18 @@ and tokenizer are read. The prompts have several lengths, run side by side in ch
 
 Brackets name the field of the configuration that makes the difference. A model may run with one configuration
 and be refused with another: layer types, windows and shared layers are read from its config.json.
+
+Layers with learned sinks (gpt-oss), with windows, and with chunks (Llama-4) keep the K/V of all their tokens;
+what a window or a chunk hides is not read. The models here are tiny and random. The released checkpoints of two
+families need more than that:
+
+- **gpt-oss** stores its experts in MXFP4. transformers turns them into bfloat16 while it loads them (42 GB for
+  20b, 234 GB for 120b), unless the package `kernels` is installed. lightkv has not been run on them, and its
+  check of the memory, which precedes loading, counts the stored bytes. To run the experts packed takes a
+  product over MXFP4.
+- **Llama-4** is released as a model of text and images (`model_type` llama4), and such a wrapper is refused. To
+  run its text, the text configuration and the weights below `language_model.` have to be taken out of it.
+  transformers computes every expert for every token, and Scout's 218 GB in bfloat16 take several GPUs.
 """
 
 
