@@ -51,10 +51,7 @@ class TritonAttention(AttentionBackend):
 
     @property
     def prefix_members(self) -> int:
-        # A window or a chunk bounds what a decode reads, and each has its own.
-        if self.options.window or self.options.chunk:
-            return 1
-        return tuning.prefix_members(1, self.num_heads // self.num_kv_heads)
+        return 1 if self.options.window else tuning.prefix_members(1, self.num_heads // self.num_kv_heads)
 
     def _write(
         self,

@@ -19,7 +19,7 @@ from lightkv.triton_kernels.attention.attention_scores import (
     attention_scores_reference,
 )
 from lightkv.triton_kernels.attention.decode_attention import decode_attention, decode_attention_reference
-from lightkv.triton_kernels.attention.decode_plan import decode_plan
+from lightkv.triton_kernels.attention.decode_plan import SharedPrefixGroups, decode_plan
 from lightkv.triton_kernels.attention.merge_states import merge_states
 from lightkv.triton_kernels.attention.mixed_attention import mixed_attention, mixed_attention_reference
 from lightkv.triton_kernels.attention.paged_kv import AttentionOptions, HeadShape, PagedKV
@@ -135,20 +135,39 @@ def test_chunks_of_any_length_with_queries_on_both_sides_of_a_border(
         check_decode(cache, AttentionOptions(chunk=chunk), group=2, num_queries=num_queries)
 
 
-@pytest.mark.parametrize("num_splits", [1, 9], ids="splits{}".format)
-def test_sinks_join_once_where_a_prefix_is_shared(
-    device: torch.device, monkeypatch: pytest.MonkeyPatch, num_splits: int
+def check_shared(
+    cache: Cache, prefixes: SharedPrefixGroups, options: AttentionOptions, num_queries: int
 ) -> None:
+    num_kv_heads, dim = cache.kv.k.shape[1:]
+    q = torch.randn(len(cache.rows) * num_queries, 4 * num_kv_heads, dim).to(cache.kv.k)
+    out, lse = torch.full_like(q, torch.nan), torch.full(q.shape[:2], torch.nan, device=q.device)
+    plan = decode_plan(
+        cache.rows,
+        cache.lengths,
+        num_kv_heads=num_kv_heads,
+        chunk=options.chunk,
+        num_queries=num_queries,
+        shared_prefixes=prefixes,
+    )
+    decode_attention(q, *cache, options, num_queries=num_queries, plan=plan, out=out, lse=lse)
+    check_rows(out, lse, q, cache, [num_queries] * len(cache.rows), options)
+
+
+@pytest.mark.parametrize(
+    ("num_splits", "chunk", "num_queries"), [(1, 0, 1), (9, 0, 2), (1, 200, 1), (9, 48, 2)]
+)
+def test_a_shared_prefix(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch, num_splits: int, chunk: int, num_queries: int
+) -> None:
+    """With chunks of 48, the members' queries are in the chunk where the prefix ends, in later ones, or on both
+    sides of a border; one of them sees none of the prefix."""
     torch.manual_seed(num_splits)
     monkeypatch.setattr(tuning, "decode_workers", lambda *_: num_splits)
-    cache = poisoned_cache([140, 65, 132, 0, 131], device=device, num_kv_heads=1, key_dim=32, value_dim=32)
-    prefixes = share_first_keys(cache, [(128, [0, 2, 4])], 3)
-    options = AttentionOptions(sink_logits=sinks(4, device))
-    q = torch.randn(5, 4, 32, device=device)
-    out, lse = torch.full_like(q, torch.nan), torch.full((5, 4), torch.nan, device=device)
-    plan = decode_plan(cache.rows, cache.lengths, num_kv_heads=1, shared_prefixes=prefixes)
-    decode_attention(q, *cache, options, plan=plan, out=out, lse=lse)
-    check_rows(out, lse, q, cache, [1] * 5, options)
+    lengths = [140, 65, 145, 0, 131, 200]
+    cache = poisoned_cache(lengths, device=device, num_kv_heads=1, key_dim=32, value_dim=32)
+    prefixes = share_first_keys(cache, [(128, [0, 2, 4, 5])], 4)
+    options = AttentionOptions(chunk=chunk, sink_logits=sinks(4, device))
+    check_shared(cache, prefixes, options, num_queries)
 
 
 @pytest.mark.parametrize("mask", MASKS)
@@ -348,17 +367,15 @@ def test_decode_in_bfloat16(num_queries: int, mask: str) -> None:
 
 
 @pytest.mark.gpu
-def test_sinks_join_once_where_a_prefix_is_shared_in_bfloat16() -> None:
+@pytest.mark.parametrize("num_queries", [1, 3], ids="queries{}".format)
+@pytest.mark.parametrize("chunk", [0, 1024, 4096], ids="chunk{}".format)
+def test_a_shared_prefix_in_bfloat16(chunk: int, num_queries: int) -> None:
     torch.manual_seed(4)
     lengths = [2000 + 37 * request for request in range(20)]
     cache = poisoned_cache(lengths, device="cuda", dtype=torch.bfloat16)
-    prefixes = share_first_keys(cache, [(1950, list(range(0, 20, 2)))], tuning.prefix_members(1, 4))
-    options = AttentionOptions(sink_logits=sinks(8, "cuda"))
-    q = torch.randn(20, 8, 64, dtype=torch.bfloat16, device="cuda")
-    plan = decode_plan(cache.rows, cache.lengths, num_kv_heads=2, shared_prefixes=prefixes)
-    out, lse = torch.full_like(q, torch.nan), torch.full((20, 8), torch.nan, device="cuda")
-    decode_attention(q, *cache, options, plan=plan, out=out, lse=lse)
-    check_rows(out, lse, q, cache, [1] * 20, options)
+    prefixes = share_first_keys(cache, [(1950, list(range(0, 20, 2)))], tuning.prefix_members(num_queries, 4))
+    options = AttentionOptions(chunk=chunk, sink_logits=sinks(8, "cuda"))
+    check_shared(cache, prefixes, options, num_queries)
 
 
 @pytest.mark.gpu

@@ -132,10 +132,9 @@ def _lse_kernel(
     index_row = index + tl.load(rows + request).to(tl.int64) * stride_index
     k_head = k_cache + kv_head * stride_k_h
 
-    query_rows = first_row + tl.arange(0, BLOCK_M)
-    tokens = (q_begin + query_rows // GROUP).to(tl.int64)
-    heads = kv_head * GROUP + query_rows % GROUP
-    peak, total = start_softmax(sink_logits, heads, query_rows < num_rows, BLOCK_M)
+    tile_rows = first_row + tl.arange(0, BLOCK_M)
+    sink_heads = kv_head * GROUP + tile_rows % GROUP
+    peak, total = start_softmax(sink_logits, sink_heads, tile_rows < num_rows, BLOCK_M)
     for start in range(0, length, BLOCK_N):
         positions = start + tl.arange(0, BLOCK_N)
         valid = positions < length
@@ -149,6 +148,9 @@ def _lse_kernel(
         total = total * tl.exp2(peak - new_peak) + tl.sum(tl.exp2(scores - new_peak[:, None]), 1)
         peak = new_peak
 
+    query_rows = first_row + tl.arange(0, BLOCK_M)
+    tokens = (q_begin + query_rows // GROUP).to(tl.int64)
+    heads = kv_head * GROUP + query_rows % GROUP
     num_heads = tl.num_programs(0) * GROUP
     tl.store(lse + tokens * num_heads + heads, peak + tl.log2(total), mask=query_rows < num_rows)
 

@@ -152,11 +152,14 @@ def _decode_kernel(
         else:
             query_positions = tl.zeros([BLOCK_M], tl.int32) + (end - 1)
             visible_end = end
+        if CHUNK > 0 and (NUM_QUERIES > 1 or MEMBERS > 1):
+            own_length = tl.load(lengths + tl.where(in_tile, owner, 0))  # [BLOCK_M]
+            query_positions = own_length - NUM_QUERIES + queries
+            # If a query's chunk begins after `begin`, all tiles are masked.
+            seen_from = tl.where(in_tile, first_key(query_positions, 0, CHUNK), 0)
+            visible_end = tl.where(tl.max(seen_from, 0) > begin, begin, visible_end)
         full_end = begin
         if NUM_QUERIES == 1 or WINDOW == 0:
-            if NUM_QUERIES > 1 and CHUNK > 0:
-                # The last query's chunk may begin after `begin`: then all tiles are masked.
-                visible_end = tl.where(first_key(length - 1, 0, CHUNK) > begin, begin, visible_end)
             full_end = begin + tl.maximum(visible_end - begin, 0) // BLOCK_N * BLOCK_N
 
         # Of a request's parts, the first one of its own is joined by the sinks.
@@ -189,9 +192,9 @@ def _decode_kernel(
                 BLOCK_DV,
                 BLOCK_N,
                 SHIFT,
-                # With one query per request, `begin` applies the window and the chunk.
+                # Where the queries are one request's single one, `begin` applies the window and the chunk.
                 WINDOW if NUM_QUERIES > 1 else 0,
-                CHUNK if NUM_QUERIES > 1 else 0,
+                CHUNK if NUM_QUERIES > 1 or MEMBERS > 1 else 0,
                 SOFTCAP,
                 MASKED == 1,
             )

@@ -143,11 +143,22 @@ def _plan_kernel(
     own_place = tl.full([BLOCK_R], -1, tl.int32)
     if MEMBERS > 1:
         own_place = tl.load(place + request, mask=is_request, other=-1)
-        begin_key = tl.load(keys + own_place // MEMBERS, mask=own_place >= 0, other=0)
+        own_begin = tl.load(keys + own_place // MEMBERS, mask=own_place >= 0, other=0)
+        begin_key = tl.maximum(begin_key, own_begin) if CHUNK > 0 else own_begin
         is_prefix = run < num_prefixes
         shared = tl.load(keys + run, mask=is_prefix, other=0)
         leader = tl.load(members + run * MEMBERS, mask=is_prefix & (shared > 0), other=0)
         row = tl.where(is_prefix, tl.load(rows + leader, mask=is_prefix, other=0).to(tl.int32), row)
+        if CHUNK > 0:
+            # A prefix is read from the first chunk on that one of its members sees.
+            prefix_begin = shared
+            for place_in_prefix in range(MEMBERS):
+                listed = members + run * MEMBERS + place_in_prefix
+                member = tl.load(listed, mask=is_prefix & (shared > 0), other=-1)
+                length = tl.load(lengths + member, mask=member >= 0, other=0)
+                seen_from = first_key(length - NUM_QUERIES, WINDOW, CHUNK)
+                prefix_begin = tl.where(member >= 0, tl.minimum(prefix_begin, seen_from), prefix_begin)
+            begin_key = tl.where(is_prefix, prefix_begin, begin_key)
         end_key = tl.where(is_prefix, shared, end_key)
     # Lengths of runs in units of keys. A request without keys has one unit: a program has to write its zeros.
     units = tl.maximum(tl.cdiv(end_key - begin_key, UNIT), is_request.to(tl.int32))
@@ -275,13 +286,13 @@ def decode_plan(
             ignored.
 
     Raises:
-        ValueError: rows, lengths or prefixes do not fit, or there are prefixes and a window or chunks.
+        ValueError: rows, lengths or prefixes do not fit, or there are prefixes and a window.
     """
     num_requests = len(rows)
     check_requests(rows, lengths)
     check_mask(window, chunk)
     if shared_prefixes is not None:
-        _check_prefixes(shared_prefixes, num_requests, window, chunk)
+        _check_prefixes(shared_prefixes, num_requests, window)
         if shared_prefixes.members.shape[1] < 2:
             shared_prefixes = None
     num_prefixes, num_members = (0, 1) if shared_prefixes is None else shared_prefixes.members.shape
@@ -319,12 +330,11 @@ def decode_plan(
     return DecodePlan(items, shares, parts, split, members, window, num_queries, chunk)
 
 
-def _check_prefixes(prefixes: SharedPrefixGroups, num_requests: int, window: int, chunk: int) -> None:
-    if window or chunk or prefixes.place.shape != (num_requests,):
+def _check_prefixes(prefixes: SharedPrefixGroups, num_requests: int, window: int) -> None:
+    if window or prefixes.place.shape != (num_requests,):
         raise ValueError(
-            f"shared prefixes are for layers without a window or chunks, and have a place for each request; "
-            f"got a window of {window}, chunks of {chunk} and places {tuple(prefixes.place.shape)} for "
-            f"{num_requests} requests"
+            f"shared prefixes are for layers without a window, and have a place for each request; got a window "
+            f"of {window} and places {tuple(prefixes.place.shape)} for {num_requests} requests"
         )
     if prefixes.members.dim() != 2 or prefixes.keys.shape != prefixes.members.shape[:1]:
         raise ValueError(
@@ -359,14 +369,19 @@ def decode_plan_reference(
         places = shared_prefixes.place.tolist()
         leaders, keys = shared_prefixes.members[:, 0].tolist(), shared_prefixes.keys.tolist()
         for prefix, (leader, shared) in enumerate(zip(leaders, keys, strict=True)):
-            runs.append([-1 - prefix, rows_host[leader] if shared else 0, 0, shared])
+            chosen = shared_prefixes.members[prefix].tolist() if shared and chunk else []
+            seen_from = [
+                max(lengths_host[one] - num_queries, 0) // chunk * chunk for one in chosen if one >= 0
+            ]
+            begin = min([shared, *seen_from]) if chunk else 0
+            runs.append([-1 - prefix, rows_host[leader] if shared else 0, begin, shared])
     for request, (row, length) in enumerate(zip(rows_host, lengths_host, strict=True)):
         first_position = max(length - num_queries, 0)
         first = max(first_position - window + 1, 0) if window else 0
         if chunk:
             first = first_position // chunk * chunk
         if places[request] >= 0:
-            first = runs[places[request] // num_members][3]
+            first = max(first, runs[places[request] // num_members][3])
         runs.append([request, row, first, length])
     units = [max(-(-(end - first) // unit), int(owner >= 0)) for owner, _, first, end in runs]
     ends = [sum(units[: i + 1]) for i in range(len(units))]
