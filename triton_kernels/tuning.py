@@ -188,10 +188,9 @@ def prefill_shares(device: DeviceClass, launch: Launch, num_kv_heads: int) -> Pr
 
 
 def prefill_combine_launch(num_kv_heads: int) -> Launch:
-    """Returns the launch of `prefill_combine`: rows of a tile per program in `block_m`, fewer where a few K/V
+    """Returns the launch of `prefill_combine`: rows of a tile per program in `block_m`, fewer where few K/V
     heads have many parts each, and parts that are loaded at a time in `block_n`."""
-    rows = 16 if num_kv_heads >= 8 else 8 if num_kv_heads >= 4 else 4
-    return Launch(block_m=rows, block_n=4, num_warps=4, num_stages=1)
+    return Launch(block_m=16 if num_kv_heads >= 8 else 8, block_n=4, num_warps=4, num_stages=1)
 
 
 def prefill_launch(

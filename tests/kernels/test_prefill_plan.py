@@ -153,7 +153,7 @@ def test_ragged_batches_in_shares(
 
 def test_random_batches(device: torch.device) -> None:
     random, cut = Random(2), 0
-    for _ in range(40):
+    for _ in range(25):
         sequences = [
             (random.choice([0, 1, 7, 40, 200]), random.choice([-3, 0, 5, 64, 700, 3000]))
             for _ in range(random.randrange(1, 7))
@@ -167,7 +167,7 @@ def test_random_batches(device: torch.device) -> None:
         sizes = {"group": random.choice([1, 4]), "block_m": 32, "window": random.choice([0, 0, 100])}
         plan = check(sequences, device=device, num_kv_heads=num_kv_heads, shares=shares, **sizes)
         cut += bool(check_shares(plan))
-    assert 5 < cut < 35
+    assert 3 < cut < 22
 
 
 def tiles_of(*sequences: tuple[int, int]) -> list[int]:

@@ -153,20 +153,19 @@ def _attend_item(
 
     v_dims = tl.arange(0, BLOCK_DV)
     out_mask = in_tile[:, None] & (v_dims < DV)[None, :]
-    is_part = False
     if SHARES:
         part = tl.load(item + 8)
-        is_part = part >= 0
-    if is_part:
         partial_out, partial_lse = partials
         place = (part.to(tl.int64) * num_kv_heads + kv_head) * BLOCK_M + tl.arange(0, BLOCK_M)
-        tl.store(partial_out + place[:, None] * DV + v_dims[None, :], acc, mask=out_mask)
-        tl.store(partial_lse + place, peak + tl.log2(total), mask=in_tile)
-    else:
-        pointers = out + tokens[:, None] * out_strides[0] + heads[:, None] * out_strides[1] + v_dims[None, :]
-        tl.store(pointers, acc.to(out.dtype.element_ty), mask=out_mask)
-        if HAS_LSE:
-            tl.store(lse + tokens * (num_kv_heads * GROUP) + heads, peak + tl.log2(total), mask=in_tile)
+        pointers = partial_out + place[:, None] * DV + v_dims[None, :]
+        tl.store(pointers, acc, mask=out_mask & (part >= 0))
+        tl.store(partial_lse + place, peak + tl.log2(total), mask=in_tile & (part >= 0))
+        out_mask = out_mask & (part < 0)
+        in_tile = in_tile & (part < 0)
+    pointers = out + tokens[:, None] * out_strides[0] + heads[:, None] * out_strides[1] + v_dims[None, :]
+    tl.store(pointers, acc.to(out.dtype.element_ty), mask=out_mask)
+    if HAS_LSE:
+        tl.store(lse + tokens * (num_kv_heads * GROUP) + heads, peak + tl.log2(total), mask=in_tile)
 
 
 @triton.jit(do_not_specialize_on_alignment=["index", "items"])
