@@ -93,7 +93,7 @@ class EngineConfig:
         None,
         "The target for the time between tokens, in seconds. While requests decode, a step takes only as many "
         "prompt tokens as keep it within the target, by step times that are measured at start. 0 is no target. "
-        "Default for a service on a GPU: 0.025, or twice what the step takes without prompts if that is "
+        "Default for a service on a GPU: 0.030, or twice what the step takes without prompts if that is "
         "longer; on a CPU, and for an LLM in a program: no target.",
     )
     cuda_graphs: bool = setting(True, "Run steps as CUDA graphs, those of up to 2,304 tokens.")

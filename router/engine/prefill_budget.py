@@ -13,7 +13,7 @@ from .step_time import StepTime, Work
 
 # Unless a target is given, a step with decodes and prompts may take this many seconds, or this many times what
 # the decodes alone take, whichever is longer.
-DEFAULT_ITL_TARGET = 0.025
+DEFAULT_ITL_TARGET = 0.030
 TIMES_ALONE = 2
 LEAST = 64  # prompt tokens a step, under any target, so that every prompt makes progress
 

@@ -34,8 +34,8 @@ Output = TypeVar("Output")
 # Larger steps run eagerly: the host launches them in less time than the device takes, and a graph's memory
 # grows with its tokens.
 MOST_TOKENS = 2304
-# The prefill slots of most prompt graphs, the one for padding included. With more slots the kernels would have
-# smaller tiles, as for prefills of few tokens each (`tuning.prefill_launch`).
+# The prefill slots of most prompt graphs, the one for padding included. With more slots the general kernel would
+# have smaller tiles, as for prefills of few tokens each (`tuning.prefill_launch`).
 FEW_PREFILLS = 8
 
 _GRAPH_BYTES = 2 << 20  # of the launches of a graph
@@ -53,24 +53,34 @@ def token_buckets(most: int) -> list[int]:
     """Returns the numbers of tokens to capture prompt graphs for, in ascending order and ending with `most`, or
     with MOST_TOKENS if that is less.
 
-    Each is at most 1.5 times the one before, and at most 1.2 times from 512 on. There they are multiples of
-    128: matrix products are computed in tiles of so many tokens, so that padding costs little.
+    Each is at most 1.5 times the one before. From 512 on they are multiples of 64, so that padding adds at most
+    a few percent to a step that waits for its matrix products.
     """
     most = min(most, MOST_TOKENS)
-    sizes = [16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 576, *range(640, most, 128)]
+    sizes = [16, 24, 32, 48, 64, 96, 128, 192, 256, 384, *range(512, most, 64)]
     kept = [size for size in sizes if size < most]
     return [*kept, most]
 
 
-def prompt_shapes(num_tokens: int, max_num_seqs: int) -> list[BatchShape]:
-    """Returns the shapes of the prompt graphs of a bucket, the cheapest first.
+def prompt_shapes(most_tokens: int, max_num_seqs: int) -> dict[int, list[BatchShape]]:
+    """Returns the shapes of the prompt graphs of each bucket, the cheapest first.
 
-    They are for a few prompts alone, for a few beside decodes, and for as many of both as a step can have.
+    They are for a few prompts alone, for a few beside decodes, and for as many of both as a step can have. A
+    large bucket may lack the first, which saves little there, or the last, which is rarely needed there: its
+    steps take the next shape that fits. The last bucket has all of them.
     """
-    num_seqs = min(num_tokens, max_num_seqs)
-    few, many = min(FEW_PREFILLS, num_seqs + 1), num_seqs + 1
-    shapes = [(few, 0), (few, num_seqs), (many, num_seqs)]
-    return [BatchShape(num_tokens, *shape) for shape in dict.fromkeys(shapes)]
+    buckets = token_buckets(most_tokens)
+    found = {}
+    for size in buckets:
+        num_seqs = min(size, max_num_seqs)
+        few, many = min(FEW_PREFILLS, num_seqs + 1), num_seqs + 1
+        shapes = [(few, num_seqs)]
+        if size <= 1024 or size % 256 == 0 or size == buckets[-1]:
+            shapes.insert(0, (few, 0))
+        if size <= 576 or size % (128 if size <= 1152 else 256) == 0 or size == buckets[-1]:
+            shapes.append((many, num_seqs))
+        found[size] = [BatchShape(size, *shape) for shape in dict.fromkeys(shapes)]
+    return found
 
 
 def graphs_bytes(max_num_seqs: int, max_step_tokens: int, token_bytes: int, logits_bytes: int) -> int:
@@ -79,13 +89,13 @@ def graphs_bytes(max_num_seqs: int, max_step_tokens: int, token_bytes: int, logi
     token_bytes: of the activations of a token; logits_bytes: of its logits in float32. The graphs share the
     memory of their tensors, and each has its launches besides.
     """
-    buckets = token_buckets(max_step_tokens)
+    buckets = prompt_shapes(max_step_tokens, max_num_seqs)
     # Shapes with decodes may also be captured with shared prefixes.
-    shapes = [shape for size in buckets for shape in prompt_shapes(size, max_num_seqs)]
+    shapes = [shape for shapes in buckets.values() for shape in shapes]
     num_graphs = len(shapes) + sum(shape.num_decodes > 0 for shape in shapes)
     num_graphs += 3 * len(batch_sizes(max_num_seqs))
     sampling = max_num_seqs * logits_bytes * _LOGITS_COPIES
-    return buckets[-1] * token_bytes + sampling + num_graphs * _GRAPH_BYTES
+    return max(buckets) * token_bytes + sampling + num_graphs * _GRAPH_BYTES
 
 
 class Capture(NamedTuple):
@@ -262,11 +272,8 @@ class StepGraphs:
         max_num_seqs = metadata.max_num_requests
         logits = SharedLogits(max_num_seqs)
         self._prompts = {
-            size: {
-                shape: PromptGraph(parts, shape, metadata, logits)
-                for shape in prompt_shapes(size, max_num_seqs)
-            }
-            for size in token_buckets(metadata.max_num_tokens)
+            size: {shape: PromptGraph(parts, shape, metadata, logits) for shape in shapes}
+            for size, shapes in prompt_shapes(metadata.max_num_tokens, max_num_seqs).items()
         }
         self._decodes = {size: DecodeGraph(parts, size, metadata) for size in batch_sizes(max_num_seqs)}
         # There was no memory for these, so that their steps run eagerly.
@@ -332,14 +339,13 @@ class StepGraphs:
 
     def _prompt_graph(self, plan: StepPlan) -> PromptGraph | None:
         numbers = plan.num_tokens, plan.num_prefills, len(plan.rows) - plan.num_prefills
-        size = next((size for size in self._prompts if size >= numbers[0]), None)
-        if size is None:
+        sizes = (shapes.items() for size, shapes in self._prompts.items() if size >= numbers[0])
+        fitting = ((shape, graph) for shapes in sizes for shape, graph in shapes if shape.fits(*numbers))
+        shape, graph = next(fitting, (None, None))
+        if shape is None or graph is None:
             return None
-        shape, graph = next(
-            (shape, graph) for shape, graph in self._prompts[size].items() if shape.fits(*numbers)
-        )
         shares_prefixes = bool(plan.prefixes)
-        name = f"a prompt graph: {size} tokens, {shape.num_prefills - 1} prompts, {shape.num_decodes} decodes"
+        name = f"a prompt graph: {shape.num_tokens} tokens, {shape.num_prefills - 1} prompts, {shape.num_decodes} decodes"
         captured = graph.has(shares_prefixes) or self._captures(graph, shares_prefixes, name)
         return graph if captured else None
 

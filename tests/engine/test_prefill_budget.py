@@ -94,7 +94,7 @@ def test_the_default_target_is_25_ms_or_twice_the_decodes_alone() -> None:
     limits = msgspec.structs.replace(LIMITS, prefill_chunk=4096)
     model = replace(H200, prefill=0.0)
     budget = PrefillBudget(limits, model)
-    assert budget.seconds(1, 700) == DEFAULT_ITL_TARGET == 0.025
+    assert budget.seconds(1, 700) == DEFAULT_ITL_TARGET == 0.030
     alone = model.seconds(Work(256, 256 * 2000, 0, 0))
     assert alone > DEFAULT_ITL_TARGET / TIMES_ALONE
     assert budget.seconds(256, 256 * 2000) == TIMES_ALONE * alone

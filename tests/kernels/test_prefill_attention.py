@@ -11,6 +11,7 @@ import torch
 from test_decode_attention import Cache, assert_close, poisoned_cache
 from torch import Tensor
 
+from lightkv.triton_kernels import tuning
 from lightkv.triton_kernels.attention.attend_keys import find_slots_reference
 from lightkv.triton_kernels.attention.decode_attention import decode_attention
 from lightkv.triton_kernels.attention.paged_kv import AttentionOptions, HeadShape, PagedKV
@@ -217,11 +218,16 @@ def test_stays_one_operator_under_torch_compile(device: torch.device) -> None:
         dtype=q.dtype,
     )
     lse = torch.empty(12, 4, device=device)
-    op_args = (q, *cache.kv[:3], plan.tiles, plan.taken, None, torch.empty_like(q), lse, *plan.launch)
+    op_args = (q, *cache.kv[:3], plan.items, plan.taken, None, torch.empty_like(q), lse)
+    op_args += (plan.num_shares, plan.num_workers, *plan.launch)
     settings = (0.125, 0, 0, 0, 0.0)
     torch.library.opcheck(torch.ops.lightkv.prefill_attention.default, (*op_args, *settings))
-    plan_args = (cache.rows, q_starts, cache.lengths, torch.empty_like(plan.tiles), plan.taken, 2, 32, 9)
-    torch.library.opcheck(torch.ops.lightkv.prefill_plan.default, plan_args)
+    num_tiles = len(plan.items) - plan.num_shares
+    plan_args = (cache.rows, q_starts, cache.lengths, plan.items.new_empty(len(plan.items) + num_tiles, 12))
+    sizes = num_tiles, 2, 2, plan.launch.block_m, 9, 0
+    shares = tuning.prefill_shares(tuning.device_class(device), plan.launch, 2)
+    op = torch.ops.lightkv.prefill_plan.default
+    torch.library.opcheck(op, (*plan_args, plan.taken, *sizes, *shares))
 
     def step(q: Tensor, k: Tensor, cache: Cache, slots: Tensor) -> Tensor:
         write_kv(k, -k, cache.kv.k, cache.kv.v, slots)

@@ -195,6 +195,7 @@ def check_prefill(
     head_dim: int = 32,
     dtype: torch.dtype = torch.float32,
     launch: tuning.Launch | None = None,
+    shares: tuning.PrefillShares | None = None,
 ) -> None:
     lengths = [count + before for count, before in sequences]
     cache = poisoned_cache(
@@ -217,11 +218,26 @@ def check_prefill(
         window=options.window,
         chunk=options.chunk,
         launch=launch,
+        shares=shares,
     )
+    assert shares is None or int((plan.items[:, 8] >= 0).sum()) > 1  # a tile is cut
     out, lse = torch.full_like(q, torch.nan), torch.full(q.shape[:2], torch.nan, device=device)
     prefill_attention(*args, options, plan=plan, out=out, lse=lse)
     check_rows(out, lse, q, cache, q_lens, options)
     assert_close(prefill_attention_reference(*args, options), out)
+
+
+@pytest.mark.parametrize("mask", ["sinks", "both", "chunks of 200"])
+def test_a_prefill_whose_keys_are_shared_out(device: torch.device, mask: str) -> None:
+    """The sinks join one of a tile's parts, and chunks begin inside of parts."""
+    torch.manual_seed(3)
+    options = masks(device, 2) | {"chunks of 200": AttentionOptions(chunk=200, sink_logits=sinks(2, device))}
+    shares = tuning.PrefillShares(4, 4, 32, 1, -1000)
+    launch = tuning.Launch(32, 16, 4, 2)
+    sequences = [(20, 390), (3, 30), (0, 9)]
+    check_prefill(
+        options[mask], device, group=2, sequences=sequences, head_dim=16, launch=launch, shares=shares
+    )
 
 
 def test_more_queries_than_tokens_gives_zeros_and_the_sink(device: torch.device) -> None:
@@ -401,6 +417,32 @@ def test_prefill_in_bfloat16(launch: str, head_dim: int, mask: str) -> None:
         head_dim=head_dim,
         dtype=torch.bfloat16,
         launch=tiles,
+    )
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("launch", ["hopper", "general"])
+@pytest.mark.parametrize("mask", ["sinks", "both", "long"])
+def test_a_prefill_whose_keys_are_shared_out_in_bfloat16(launch: str, mask: str) -> None:
+    torch.manual_seed(5)
+    options = masks("cuda", 8)
+    options["long"] = AttentionOptions(chunk=5000, sink_logits=options["sinks"].sink_logits)
+    device_class = tuning.device_class(torch.device("cuda"))
+    tiles = tuning.hopper_prefill_launch(device_class, 128, 128, 2)
+    if launch == "general":
+        tiles = tuning.Launch(64, 64, 4, 3)
+    elif tiles is None:
+        pytest.skip("needs compute capability 9")
+    check_prefill(
+        options[mask],
+        "cuda",
+        group=4,
+        num_kv_heads=2,
+        sequences=[(64, 9000), (30, 4970), (8, 300)],
+        head_dim=128,
+        dtype=torch.bfloat16,
+        launch=tiles,
+        shares=tuning.PrefillShares(66, 132, 128, 1, -(2**20)),
     )
 
 

@@ -121,20 +121,26 @@ def test_buckets_grow_in_small_steps() -> None:
         assert buckets[-1] == min(most, MOST_TOKENS)
         assert buckets == sorted(set(buckets))
         for size, larger in pairwise(buckets):
-            assert larger <= (1.2 if size >= 512 else 1.5) * size
-            assert size < 512 or larger % 64 == 0 or larger == most
+            assert larger <= 1.5 * size
+            assert size < 512 or (larger - size <= 64 and (larger % 64 == 0 or larger == most))
 
 
 @pytest.mark.parametrize("max_num_seqs", [1, 3, 7, 8, 256])
 def test_a_shape_fits_every_step(max_num_seqs: int) -> None:
-    for size in token_buckets(600):
-        shapes = prompt_shapes(size, max_num_seqs)
-        most = min(size, max_num_seqs)
-        assert shapes[0] == BatchShape(size, min(FEW_PREFILLS, most + 1), 0)
-        for num_prefills in range(1, most + 1):
-            num_decodes = most - num_prefills
-            assert any(shape.fits(size, num_prefills, num_decodes) for shape in shapes)
-        assert not any(shape.fits(size + 1, 1, 0) for shape in shapes)
+    """Padded to at most 1.5 times its tokens, above 512 to at most 1.2 times; a step of few prompts beside
+    decodes even to the next bucket."""
+    buckets = prompt_shapes(2200, max_num_seqs)
+    shapes = [shape for shapes in buckets.values() for shape in shapes]
+    for size, smaller in zip(buckets, [0, *buckets], strict=False):
+        assert all(shape.num_tokens == size for shape in buckets[size])
+        for num_prefills in range(1, min(size, max_num_seqs) + 1):
+            for num_decodes in {0, min(size, max_num_seqs) - num_prefills}:
+                step = smaller + 1, num_prefills, num_decodes
+                shape = next(shape for shape in shapes if shape.fits(*step))
+                assert shape.num_tokens <= max(16, (1.2 if smaller >= 512 else 1.5) * step[0])
+                assert shape.num_tokens == size or num_prefills >= FEW_PREFILLS
+    assert not any(shape.fits(2201, 1, 0) for shape in shapes)
+    assert len(shapes) <= 90
 
 
 def test_a_static_batch_has_decodes_first_and_padding_last(device: torch.device) -> None:

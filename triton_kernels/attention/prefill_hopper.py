@@ -19,6 +19,7 @@ It computes the same as the kernel of `prefill_attention.py`, which is easier to
 say on which devices, for which shapes and strides this kernel runs, and how large its tiles are.
 """
 
+import triton.language as tl
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -32,56 +33,20 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from lightkv.triton_kernels import tuning
 
-from .hopper_softmax import online_softmax, start_softmax
-from .prefill_plan import TILE_FIELDS
+from .prefill_hopper_items import (
+    ITEM_FIELDS,
+    keys_of,
+    online_softmax,
+    piece_of,
+    start_softmax,
+    tile_of,
+    write_part,
+    write_tile,
+)
 
-_TILE_FIELDS = gl.constexpr(TILE_FIELDS)
 _WARPS = gl.constexpr(4)  # of a warpgroup, which executes a wgmma together
 _COMPUTE_REGISTERS = gl.constexpr(200)  # per thread; three threads, one of each warpgroup, share 504
 _GATHER_REGISTERS = gl.constexpr(104)
-
-
-@gluon.constexpr_function
-def _row_pieces(num_rows, head_dim, num_swaps):
-    """Returns the layout of a wgmma's accumulator after `num_swaps` swaps of columns among the four threads of
-    a row. A thread has 2 neighbouring columns at first, 4 after one swap, 8 after two."""
-    columns = [[0, 1 << bit] for bit in range(int(head_dim).bit_length() - 1)]
-    lanes, registers = columns[1:3], [columns[0], *columns[3:]]
-    for swap in range(num_swaps):
-        lanes[swap], registers[1 + swap] = registers[1 + swap], lanes[swap]
-    lanes += [[1, 0], [2, 0], [4, 0]]
-    registers.append([8, 0])
-    return gl.DistributedLinearLayout(registers, lanes, [[16, 0], [32, 0]], [], [num_rows, head_dim])
-
-
-@gluon.jit
-def _tile_of(tiles, item, num_kv_heads):
-    """Returns an item's kv_head, row of the index, first row, rows of the request, first query, keys before
-    it."""
-    tile = tiles + item // num_kv_heads * _TILE_FIELDS
-    kv_head, row = (item % num_kv_heads).to(gl.int64), gl.load(tile + 1).to(gl.int64)
-    return kv_head, row, gl.load(tile + 2), gl.load(tile + 3), gl.load(tile + 4), gl.load(tile + 5)
-
-
-@gluon.jit
-def _keys_of(
-    tile,
-    BLOCK_M: gl.constexpr,
-    BLOCK_N: gl.constexpr,
-    GROUP: gl.constexpr,
-    WINDOW: gl.constexpr,
-    CHUNK: gl.constexpr,
-):
-    """Returns the keys [begin, end) that the tile's queries see, and the key tiles [first, last] that hold
-    them."""
-    _kv_head, _row, first_row, num_rows, _q_begin, prefix = tile
-    begin = 0
-    if WINDOW > 0:
-        begin = gl.maximum(prefix + first_row // GROUP - WINDOW + 1, 0)
-    if CHUNK > 0:
-        begin = gl.maximum(prefix + first_row // GROUP, 0) // CHUNK * CHUNK
-    end = prefix + (gl.minimum(first_row + BLOCK_M, num_rows) - 1) // GROUP + 1
-    return begin, end, begin // BLOCK_N, gl.cdiv(gl.maximum(end, 0), BLOCK_N) - 1
 
 
 @gluon.jit
@@ -141,8 +106,9 @@ def _gather(
     SHIFT: gl.constexpr,
     WINDOW: gl.constexpr,
     CHUNK: gl.constexpr,
+    SHARES: gl.constexpr,
 ):
-    q, k_cache, v_cache, index, tiles, taken = tensors
+    q, k_cache, v_cache, index, items, taken = tensors
     q_strides, k_strides, v_strides, stride_index = strides
     _item, q_smem, k_smem, v_smem, _item_full, q_full, _q_empty, k_full, k_empty, v_full, v_empty = shared
     STAGES: gl.constexpr = k_smem.shape[0]
@@ -155,12 +121,13 @@ def _gather(
     count = 0  # key tiles so far, over all items
     turn = 0  # items so far
     item = gl.program_id(0)
-    while item < num_items:
-        next_item = num_items
-        # A tile without a request is the end of the list.
-        if gl.load(tiles + item // num_kv_heads * _TILE_FIELDS) >= 0:
-            tile = _tile_of(tiles, item, num_kv_heads)
-            begin, end, first, last = _keys_of(tile, BLOCK_M, BLOCK_N, GROUP, WINDOW, CHUNK)
+    while item >= 0:
+        next_item = -1
+        # An item without a request is the end of the list.
+        if gl.load(items + item // num_kv_heads * ITEM_FIELDS) >= 0:
+            tile = tile_of(items, item, num_kv_heads)
+            piece = piece_of(items, item, num_kv_heads, SHARES)
+            begin, end, first, last = keys_of(tile, piece, BLOCK_M, BLOCK_N, GROUP, WINDOW, CHUNK, SHARES)
             if end > 0:
                 index_row = index + tile[1] * stride_index
                 k_head = k_cache + tile[0] * k_strides[1]
@@ -184,39 +151,16 @@ def _gather(
                 _pass_item(item, turn, shared)
                 _copy_q(q, q_strides, tile, q_smem, q_full, GROUP, layout)
             turn += 1
-            next_item = gl.num_programs(0) + gl.atomic_add(taken, 1, sem="relaxed")
+            if SHARES:
+                next_item = piece[3]
+            if next_item < 0:
+                next_item = gl.num_programs(0) + gl.atomic_add(taken, 1, sem="relaxed")
+                next_item = gl.where(next_item < num_items, next_item, -1)
         item = next_item
     _pass_item(-1, turn, shared)
     if gl.atomic_add(taken + 1, 1) == gl.num_programs(0) - 1:
         gl.store(taken, 0)
         gl.store(taken + 1, 0)
-
-
-@gluon.jit
-def _write(acc, peak, total, out, lse, num_heads, out_strides, tile, HALF: gl.constexpr, GROUP: gl.constexpr):
-    """Normalises a warpgroup's rows and writes those that belong to the request."""
-    ROWS: gl.constexpr = acc.shape[0]
-    D: gl.constexpr = acc.shape[1]
-    acc_row: gl.constexpr = gl.SliceLayout(1, acc.type.layout)
-    # Each swap is a shuffle. Both at once would go through shared memory, which is full.
-    swapped: gl.constexpr = _row_pieces(ROWS, D, 1)
-    layout: gl.constexpr = _row_pieces(ROWS, D, 2)
-    kv_head, _row, first_row, num_rows, q_begin, _prefix = tile
-    total = gl.convert_layout(total, acc_row)
-    acc = acc * (1.0 / gl.where(total > 0.0, total, 1.0))[:, None]
-    values = gl.convert_layout(gl.convert_layout(acc.to(out.dtype.element_ty), swapped), layout)
-    rows = first_row + HALF * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, layout))
-    tokens = (q_begin + rows // GROUP).to(gl.int64)
-    heads = kv_head * GROUP + rows % GROUP
-    dims = gl.arange(0, D, gl.SliceLayout(0, layout))
-    pointers = out + (tokens * out_strides[0] + heads * out_strides[1])[:, None] + dims[None, :]
-    gl.store(pointers, values, mask=(rows < num_rows)[:, None])
-    if lse is not None:
-        rows = first_row + HALF * ROWS + gl.arange(0, ROWS, acc_row)
-        tokens = (q_begin + rows // GROUP).to(gl.int64)
-        heads = kv_head * GROUP + rows % GROUP
-        values = gl.convert_layout(peak, acc_row) + gl.log2(total)
-        gl.store(lse + tokens * num_heads + heads, values, mask=rows < num_rows)
 
 
 @gluon.jit
@@ -241,8 +185,9 @@ def _compute(
     WINDOW: gl.constexpr,
     CHUNK: gl.constexpr,
     SOFTCAP: gl.constexpr,
+    SHARES: gl.constexpr,
 ):
-    tiles, out, lse, sink_logits = tensors
+    items, out, lse, partials, sink_logits = tensors
     item_smem, q_smem, k_smem, v_smem, item_full, q_full, q_empty, k_full, k_empty, v_full, v_empty = shared
     STAGES: gl.constexpr = k_smem.shape[0]
     BLOCK_N: gl.constexpr = k_smem.shape[1]
@@ -261,12 +206,19 @@ def _compute(
     mbarrier.wait(item_full, 0)
     item = gl.max(item_smem.load(one), 0)
     while item >= 0:
-        tile = _tile_of(tiles, item, num_kv_heads)
-        _begin, end, first, last = _keys_of(tile, 2 * ROWS, BLOCK_N, GROUP, WINDOW, CHUNK)
-        peak, total = start_softmax(sink_logits, tile, HALF, GROUP, ROWS, row)
+        tile = tile_of(items, item, num_kv_heads)
+        piece = piece_of(items, item, num_kv_heads, SHARES)
+        _begin, end, first, last = keys_of(tile, piece, 2 * ROWS, BLOCK_N, GROUP, WINDOW, CHUNK, SHARES)
+        computes = end > 0
+        if SHARES:  # few rows are the rule then
+            computes = computes & (tile[2] + HALF * ROWS < tile[3])
+        joins = True
+        if SHARES and sink_logits is not None:  # of a tile's parts, its first is joined by the sinks
+            joins = piece[0] <= keys_of(tile, piece, 2 * ROWS, BLOCK_N, GROUP, WINDOW, CHUNK, False)[0]
+        peak, total = start_softmax(sink_logits, joins, tile, HALF, GROUP, ROWS, row)
         acc = gl.zeros([ROWS, D], gl.float32, acc_layout)
         mbarrier.wait(q_full, turn & 1)
-        if end > 0:
+        if computes:
             first_row, prefix = tile[2] + HALF * ROWS, tile[5]
             positions = prefix + (first_row + gl.arange(0, ROWS, row)) // GROUP
             # Every row sees all keys of the tiles before `full`. A window is short, and all of its tiles are
@@ -274,6 +226,8 @@ def _compute(
             full = first
             if WINDOW == 0:
                 full = gl.minimum(gl.maximum(prefix + first_row // GROUP + 1, 0) // BLOCK_N, last)
+            if SHARES:
+                full = gl.maximum(full, first)
             if CHUNK > 0:
                 # Unless the last row's chunk begins where the key tiles do, all of them are masked. Such tiles
                 # of two chunks are few, if a chunk is much longer than the tile's queries.
@@ -321,7 +275,21 @@ def _compute(
             mbarrier.arrive(v_empty.index(stage))
         else:
             mbarrier.arrive(q_empty)
-        _write(acc, peak, total, out, lse, num_kv_heads * GROUP, out_strides, tile, HALF, GROUP)
+            if SHARES:  # a half without rows reads no keys
+                for _j in range(last - first + 1):
+                    stage = count % STAGES
+                    mbarrier.wait(k_full.index(stage), count // STAGES & 1)
+                    mbarrier.arrive(k_empty.index(stage))
+                    mbarrier.wait(v_full.index(stage), count // STAGES & 1)
+                    mbarrier.arrive(v_empty.index(stage))
+                    count += 1
+        if SHARES:
+            if piece[2] >= 0:
+                write_part(acc, peak, total, partials, piece[2], num_kv_heads, tile, HALF)
+            else:
+                write_tile(acc, peak, total, out, lse, num_kv_heads * GROUP, out_strides, tile, HALF, GROUP)
+        else:
+            write_tile(acc, peak, total, out, lse, num_kv_heads * GROUP, out_strides, tile, HALF, GROUP)
         turn += 1
         mbarrier.wait(item_full, turn & 1)
         item = gl.max(item_smem.load(one), 0)
@@ -329,18 +297,20 @@ def _compute(
 
 @gluon.jit(
     do_not_specialize=["num_items", "num_kv_heads", "stride_index"],
-    do_not_specialize_on_alignment=["index", "tiles", "taken", "lse", "sink_logits"],
+    do_not_specialize_on_alignment=["index", "items", "taken", "lse", "sink_logits"],
 )
 def _hopper_kernel(
     q,
     k_cache,
     v_cache,
     index,
-    tiles,  # [capacity, 8]
+    items,  # [capacity, 12]
     taken,  # [2]: items taken from the list, finished programs
     sink_logits,  # [H] float32; or None
     out,
     lse,  # [T, H] float32, base 2; or None
+    partial_out,  # [parts, num_kv_heads, BLOCK_M, D] float32; None if no tile is ever cut
+    partial_lse,  # [parts, num_kv_heads, BLOCK_M] float32, base 2
     num_items,
     num_kv_heads,
     score_scale,
@@ -363,7 +333,10 @@ def _hopper_kernel(
     WINDOW: gl.constexpr,
     CHUNK: gl.constexpr,
     SOFTCAP: gl.constexpr,
+    SHARES: gl.constexpr,
 ):
+    if SHARES:
+        tl.extra.cuda.gdc_launch_dependents()  # of the combining kernel
     dtype: gl.constexpr = q.dtype.element_ty
     tile_layout: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
     barrier: gl.constexpr = mbarrier.MBarrierLayout()
@@ -391,7 +364,10 @@ def _hopper_kernel(
     shared = (
         item_smem, q_smem, k_smem, v_smem, item_full, q_full, q_empty, k_full, k_empty, v_full, v_empty
     )  # fmt: skip
-    outputs, inputs = (tiles, out, lse, sink_logits), (q, k_cache, v_cache, index, tiles, taken)
+    outputs, inputs = (
+        (items, out, lse, (partial_out, partial_lse), sink_logits),
+        (q, k_cache, v_cache, index, items, taken),
+    )
     scales, out_strides = (score_scale, cap_scale), (stride_out_t, stride_out_h)
     k_strides, v_strides = (stride_k_slot, stride_k_h), (stride_v_slot, stride_v_h)
     strides = ((stride_q_t, stride_q_h), k_strides, v_strides, stride_index)
@@ -399,13 +375,40 @@ def _hopper_kernel(
         [
             (
                 _compute,
-                (outputs, num_kv_heads, scales, out_strides, shared, 0, GROUP, WINDOW, CHUNK, SOFTCAP),
+                (
+                    outputs,
+                    num_kv_heads,
+                    scales,
+                    out_strides,
+                    shared,
+                    0,
+                    GROUP,
+                    WINDOW,
+                    CHUNK,
+                    SOFTCAP,
+                    SHARES,
+                ),
             ),
             (
                 _compute,
-                (outputs, num_kv_heads, scales, out_strides, shared, 1, GROUP, WINDOW, CHUNK, SOFTCAP),
+                (
+                    outputs,
+                    num_kv_heads,
+                    scales,
+                    out_strides,
+                    shared,
+                    1,
+                    GROUP,
+                    WINDOW,
+                    CHUNK,
+                    SOFTCAP,
+                    SHARES,
+                ),
             ),
-            (_gather, (inputs, num_items, num_kv_heads, strides, shared, GROUP, SHIFT, WINDOW, CHUNK)),
+            (
+                _gather,
+                (inputs, num_items, num_kv_heads, strides, shared, GROUP, SHIFT, WINDOW, CHUNK, SHARES),
+            ),
         ],
         [_WARPS, _WARPS],
         [_COMPUTE_REGISTERS, _GATHER_REGISTERS],
@@ -417,13 +420,16 @@ def launch_hopper_prefill(
     k_cache: Tensor,
     v_cache: Tensor,
     index: Tensor,
-    tiles: Tensor,
+    items: Tensor,
     taken: Tensor,
     sink_logits: Tensor | None,
     out: Tensor,
     lse: Tensor | None,
+    partial_out: Tensor | None,
+    partial_lse: Tensor | None,
     launch: tuning.Launch,
     *,
+    num_shares: int,
     score_scale: float,
     cap_scale: float,
     shift: int,
@@ -431,7 +437,8 @@ def launch_hopper_prefill(
     chunk: int,
     softcap: bool,
 ) -> None:
-    """Computes the tiles of a plan, whose height has to be that of `launch` (`tuning.hopper_prefill_launch`).
+    """Computes the items of a plan, whose tiles have to be as high as `launch` says
+    (`tuning.hopper_prefill_launch`).
 
     The tensors are as in `prefill_attention`, with q and the caches of one 16-bit type. The strides of q, the
     caches and out, except the last ones, and their addresses in bytes have to be multiples of 16. Nothing is
@@ -439,18 +446,20 @@ def launch_hopper_prefill(
     """
     num_heads, head_dim = q.shape[1:]
     num_kv_heads = k_cache.shape[1]
-    num_items = num_kv_heads * tiles.shape[0]
+    num_items = num_kv_heads * num_shares
     num_programs = min(num_items, tuning.device_class(q.device).num_multiprocessors)
     _hopper_kernel[(num_programs,)](
         q,
         k_cache,
         v_cache,
         index,
-        tiles,
+        items,
         taken,
         sink_logits,
         out,
         lse,
+        partial_out,
+        partial_lse,
         num_items,
         num_kv_heads,
         score_scale,
@@ -469,5 +478,6 @@ def launch_hopper_prefill(
         WINDOW=window,
         CHUNK=chunk,
         SOFTCAP=softcap,
+        SHARES=partial_out is not None,
         num_warps=4,  # of the first warpgroup
     )

@@ -1,0 +1,179 @@
+"""What `prefill_hopper.py` does around its loop over key tiles: it reads the items of the work list, starts and
+continues the softmax of a warpgroup's rows, and writes their outputs (Gluon)."""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from . import prefill_plan
+from .attend_keys import LOG2_E
+
+ITEM_FIELDS = gl.constexpr(prefill_plan.ITEM_FIELDS)
+_LOG2_E = gl.constexpr(LOG2_E)
+
+
+@gluon.jit
+def tile_of(items, item, num_kv_heads):
+    """Returns an item's kv_head, row of the index, first row, rows of the request, first query, keys before
+    it."""
+    tile = items + item // num_kv_heads * ITEM_FIELDS
+    kv_head, row = (item % num_kv_heads).to(gl.int64), gl.load(tile + 1).to(gl.int64)
+    return kv_head, row, gl.load(tile + 2), gl.load(tile + 3), gl.load(tile + 4), gl.load(tile + 5)
+
+
+@gluon.jit
+def piece_of(items, item, num_kv_heads, SHARES: gl.constexpr):
+    """Returns what an item is limited to if keys are shared out (first key, end of the keys), its part, and the
+    next item of its share; otherwise four zeros."""
+    if SHARES:
+        piece = items + item // num_kv_heads * ITEM_FIELDS
+        following = gl.load(piece + 9)
+        next_item = gl.where(following < 0, -1, following * num_kv_heads + item % num_kv_heads)
+        found = gl.load(piece + 6), gl.load(piece + 7), gl.load(piece + 8), next_item
+    else:
+        found = 0, 0, 0, 0
+    return found
+
+
+@gluon.jit
+def keys_of(
+    tile,
+    piece,
+    BLOCK_M: gl.constexpr,
+    BLOCK_N: gl.constexpr,
+    GROUP: gl.constexpr,
+    WINDOW: gl.constexpr,
+    CHUNK: gl.constexpr,
+    SHARES: gl.constexpr,
+):
+    """Returns the keys [begin, end) that the tile's queries see, and the key tiles [first, last] that hold
+    them; of the keys that the item is limited to, which is a whole number of key tiles."""
+    _kv_head, _row, first_row, num_rows, _q_begin, prefix = tile
+    begin = 0
+    if WINDOW > 0:
+        begin = gl.maximum(prefix + first_row // GROUP - WINDOW + 1, 0)
+    if CHUNK > 0:
+        begin = gl.maximum(prefix + first_row // GROUP, 0) // CHUNK * CHUNK
+    end = prefix + (gl.minimum(first_row + BLOCK_M, num_rows) - 1) // GROUP + 1
+    if SHARES:
+        begin = gl.maximum(begin, piece[0])
+        end = gl.minimum(end, piece[1])
+    return begin, end, begin // BLOCK_N, gl.cdiv(gl.maximum(end, 0), BLOCK_N) - 1
+
+
+@gluon.jit
+def start_softmax(
+    sink_logits,
+    joins,
+    tile,
+    HALF: gl.constexpr,
+    GROUP: gl.constexpr,
+    ROWS: gl.constexpr,
+    layout: gl.constexpr,
+):
+    """Returns the peak and the sum with which the softmax of a warpgroup's rows starts; as `start_softmax` in
+    `attend_keys`, with one `joins` for all rows."""
+    # The peak starts at a finite number, not at -inf: weights of a row whose keys are all masked are 0, not
+    # NaN.
+    peak = gl.full([ROWS], -1.0e30, gl.float32, layout)
+    total = gl.full([ROWS], 0.0, gl.float32, layout)
+    if sink_logits is not None:
+        heads = tile[0] * GROUP + (tile[2] + HALF * ROWS + gl.arange(0, ROWS, layout)) % GROUP
+        sinks = gl.where(joins, gl.load(sink_logits + heads) * _LOG2_E, float("-inf"))
+        peak = gl.maximum(peak, sinks)
+        total = gl.exp2(sinks - peak)
+    return peak, total
+
+
+@gluon.jit
+def online_softmax(
+    s,
+    peak,
+    total,
+    first_key,
+    positions,
+    scales,
+    WINDOW: gl.constexpr,
+    CHUNK: gl.constexpr,
+    SOFTCAP: gl.constexpr,
+    MASKED: gl.constexpr,
+):
+    """Returns the weights of a tile's scores and the factor by which earlier sums decay; as in
+    `attend_keys`."""
+    layout: gl.constexpr = s.type.layout
+    BLOCK_N: gl.constexpr = s.shape[1]
+    score_scale, cap_scale = scales
+    if SOFTCAP:
+        s = 2.0 / (1.0 + gl.exp(-s * cap_scale)) - 1.0  # tanh
+    if MASKED:
+        keys = first_key + gl.arange(0, BLOCK_N, gl.SliceLayout(0, layout))
+        visible = keys[None, :] <= positions[:, None]
+        if WINDOW > 0:
+            visible = visible & (keys[None, :] > positions[:, None] - WINDOW)
+        if CHUNK > 0:
+            visible = visible & (keys[None, :] >= (positions // CHUNK * CHUNK)[:, None])
+        s = gl.where(visible, s, float("-inf"))
+    new_peak = gl.maximum(peak, gl.max(s, 1) * score_scale)
+    weights = gl.exp2(s * score_scale - new_peak[:, None])
+    decay = gl.exp2(peak - new_peak)
+    total = total * decay + gl.sum(weights, 1)
+    return weights, decay, new_peak, total
+
+
+@gluon.constexpr_function
+def _row_pieces(num_rows, head_dim, num_swaps):
+    """Returns the layout of a wgmma's accumulator after `num_swaps` swaps of columns among the four threads of
+    a row. A thread has 2 neighbouring columns at first, 4 after one swap, 8 after two."""
+    columns = [[0, 1 << bit] for bit in range(int(head_dim).bit_length() - 1)]
+    lanes, registers = columns[1:3], [columns[0], *columns[3:]]
+    for swap in range(num_swaps):
+        lanes[swap], registers[1 + swap] = registers[1 + swap], lanes[swap]
+    lanes += [[1, 0], [2, 0], [4, 0]]
+    registers.append([8, 0])
+    return gl.DistributedLinearLayout(registers, lanes, [[16, 0], [32, 0]], [], [num_rows, head_dim])
+
+
+@gluon.jit
+def write_part(acc, peak, total, partials, part, num_kv_heads, tile, HALF: gl.constexpr):
+    """Normalises a warpgroup's rows and writes those that belong to the request to a partial output."""
+    ROWS: gl.constexpr = acc.shape[0]
+    D: gl.constexpr = acc.shape[1]
+    acc_row: gl.constexpr = gl.SliceLayout(1, acc.type.layout)
+    partial_out, partial_lse = partials
+    kv_head, _row, first_row, num_rows, _q_begin, _prefix = tile
+    total = gl.convert_layout(total, acc_row)
+    values = acc * (1.0 / gl.where(total > 0.0, total, 1.0))[:, None]
+    rows = HALF * ROWS + gl.arange(0, ROWS, acc_row)
+    place = (part * num_kv_heads + kv_head) * (2 * ROWS) + rows
+    dims = gl.arange(0, D, gl.SliceLayout(0, acc.type.layout))
+    in_tile = first_row + rows < num_rows
+    gl.store(partial_out + (place * D)[:, None] + dims[None, :], values, mask=in_tile[:, None])
+    gl.store(partial_lse + place, gl.convert_layout(peak, acc_row) + gl.log2(total), mask=in_tile)
+
+
+@gluon.jit
+def write_tile(
+    acc, peak, total, out, lse, num_heads, out_strides, tile, HALF: gl.constexpr, GROUP: gl.constexpr
+):
+    """Normalises a warpgroup's rows and writes those that belong to the request."""
+    ROWS: gl.constexpr = acc.shape[0]
+    D: gl.constexpr = acc.shape[1]
+    acc_row: gl.constexpr = gl.SliceLayout(1, acc.type.layout)
+    # Each swap is a shuffle. Both at once would go through shared memory, which is full.
+    swapped: gl.constexpr = _row_pieces(ROWS, D, 1)
+    layout: gl.constexpr = _row_pieces(ROWS, D, 2)
+    kv_head, _row, first_row, num_rows, q_begin, _prefix = tile
+    total = gl.convert_layout(total, acc_row)
+    acc = acc * (1.0 / gl.where(total > 0.0, total, 1.0))[:, None]
+    values = gl.convert_layout(gl.convert_layout(acc.to(out.dtype.element_ty), swapped), layout)
+    rows = first_row + HALF * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, layout))
+    tokens = (q_begin + rows // GROUP).to(gl.int64)
+    heads = kv_head * GROUP + rows % GROUP
+    dims = gl.arange(0, D, gl.SliceLayout(0, layout))
+    pointers = out + (tokens * out_strides[0] + heads * out_strides[1])[:, None] + dims[None, :]
+    gl.store(pointers, values, mask=(rows < num_rows)[:, None])
+    if lse is not None:
+        rows = first_row + HALF * ROWS + gl.arange(0, ROWS, acc_row)
+        tokens = (q_begin + rows // GROUP).to(gl.int64)
+        heads = kv_head * GROUP + rows % GROUP
+        values = gl.convert_layout(peak, acc_row) + gl.log2(total)
+        gl.store(lse + tokens * num_heads + heads, values, mask=rows < num_rows)
