@@ -34,8 +34,8 @@ Output = TypeVar("Output")
 # Larger steps run eagerly: the host launches them in less time than the device takes, and a graph's memory
 # grows with its tokens.
 MOST_TOKENS = 2304
-# The prefill slots of most prompt graphs, the one for padding included. With more slots the general kernel would
-# have smaller tiles, as for prefills of few tokens each (`tuning.prefill_launch`).
+# The prefill slots of most prompt graphs, the one for padding included. With more slots the general kernel of
+# prefill would have smaller tiles, as for prefills of few tokens each (`tuning.prefill_launch`).
 FEW_PREFILLS = 8
 
 _GRAPH_BYTES = 2 << 20  # of the launches of a graph
