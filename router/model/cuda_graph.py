@@ -345,7 +345,8 @@ class StepGraphs:
         if shape is None or graph is None:
             return None
         shares_prefixes = bool(plan.prefixes)
-        name = f"a prompt graph: {shape.num_tokens} tokens, {shape.num_prefills - 1} prompts, {shape.num_decodes} decodes"
+        size, most = shape.num_tokens, shape.num_prefills - 1
+        name = f"a prompt graph: {size} tokens, {most} prompts, {shape.num_decodes} decodes"
         captured = graph.has(shares_prefixes) or self._captures(graph, shares_prefixes, name)
         return graph if captured else None
 
