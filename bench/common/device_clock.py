@@ -5,7 +5,8 @@ The L2 cache is emptied before each replay of a graph.
 
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -13,9 +14,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .report import Spread, refuse
+from .report import Spread, alternate, refuse
+from .steady import Steadiness, Timing, until_steady
 
 DEVICE = torch.device("cuda")
+
+
+Events = tuple[torch.cuda.Event, torch.cuda.Event]  # before and after a replay
 
 
 class Clock:
@@ -25,19 +30,49 @@ class Clock:
         self.repeats = repeats
         self._fill = torch.ones(2**26, dtype=torch.float32, device=DEVICE)  # 256 MiB
 
+    def _queue(self, graph: torch.cuda.CUDAGraph) -> Events:
+        """Queues a replay between two events. The L2 cache is empty when it begins."""
+        self._fill.sum()
+        torch.cuda._sleep(1_000_000)  # half a millisecond, so that the host gets ahead of the device
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        graph.replay()
+        end.record()
+        return start, end
+
     def replay(self, graph: torch.cuda.CUDAGraph) -> Spread:
         """Measures replays on the device. The L2 cache is empty, and each replay is queued before it begins."""
-        pairs = []
-        for _ in range(self.repeats + 3):
-            self._fill.sum()
-            torch.cuda._sleep(1_000_000)  # half a millisecond, so that the host gets ahead of the device
-            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            start.record()
-            graph.replay()
-            end.record()
-            pairs.append((start, end))
+        pairs = [self._queue(graph) for _ in range(self.repeats + 3)]
         torch.cuda.synchronize()
         return Spread.of([start.elapsed_time(end) * 1e3 for start, end in pairs[3:]])
+
+    def replay_in_turns(
+        self, graphs: Mapping[str, torch.cuda.CUDAGraph], rule: Steadiness | None = None
+    ) -> dict[str, Timing]:
+        """Measures several graphs as `replay` does, in turns, until each is steady.
+
+        `rule` says when that is; by default, when two windows of half of `repeats` agree.
+        """
+        rule = rule or Steadiness(window=max(1, self.repeats // 2))
+
+        def settle(count: int) -> None:
+            for _ in range(count):
+                for graph in graphs.values():
+                    self._fill.sum()
+                    graph.replay()
+
+        def rounds(count: int) -> dict[str, list[float]]:
+            found: dict[str, list[Events]] = {side: [] for side in graphs}
+            queue = {side: partial(self._queue, graph) for side, graph in graphs.items()}
+            for events in alternate(count, queue):
+                for side, pair in events.items():
+                    found[side].append(pair)
+            torch.cuda.synchronize()
+            return {
+                side: [start.elapsed_time(end) * 1e3 for start, end in pairs] for side, pairs in found.items()
+            }
+
+        return until_steady(settle, rounds, rule)
 
     def call(self, work: Callable[[], object]) -> float:
         """Measures the median from the call until the device has finished, with nothing queued before."""

@@ -19,7 +19,6 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
-from bench.kernels.attention_batches import Batch, Paged, offsets, scatter
 from lightkv.triton_kernels import tuning
 from lightkv.triton_kernels.attention.decode_attention import decode_attention
 from lightkv.triton_kernels.attention.decode_plan import SharedPrefixGroups, decode_plan
@@ -27,6 +26,8 @@ from lightkv.triton_kernels.attention.mixed_attention import MixedPlan, mixed_at
 from lightkv.triton_kernels.attention.prefill_attention import prefill_attention
 from lightkv.triton_kernels.attention.prefill_plan import prefill_plan
 from lightkv.triton_kernels.paged_attention_v1 import copy_to_blocks, paged_attention_v1
+
+from .attention_batches import Batch, Paged, offsets, scatter
 
 PARTITIONS = {"one pass": 0, "partitions": 512}  # forms of the classic kernel
 
@@ -39,6 +40,7 @@ class Side(NamedTuple):
     run: Callable[[], Tensor]
     tokens: Callable[[Tensor], Tensor] = lambda out: out
     plan: Callable[[], object] | None = None
+    setting: Mapping[str, Any] | None = None
 
 
 # --------------------------------------------------------------------------------
@@ -78,7 +80,7 @@ def ours_decode(batch: Batch, paged: Paged, share: bool = False) -> Side:
     device, num_queries = batch.q.device, batch.q_lens[0]
     rows = torch.arange(len(batch.lengths), device=device)
     lengths = torch.tensor(batch.lengths, dtype=torch.int32, device=device)
-    kv, out = paged.kv, torch.empty_like(batch.q)
+    kv, out = paged.kv, batch.empty_out()
     prefixes = _one_prefix(batch, num_queries) if share else None
 
     def make_plan() -> Any:
@@ -102,7 +104,7 @@ def ours_prefill(batch: Batch, paged: Paged) -> Side:
     device = batch.q.device
     rows = torch.arange(len(batch.lengths), device=device)
     lengths = torch.tensor(batch.lengths, dtype=torch.int32, device=device)
-    kv, q_starts, out = paged.kv, offsets(batch.q_lens).to(device), torch.empty_like(batch.q)
+    kv, q_starts, out = paged.kv, offsets(batch.q_lens).to(device), batch.empty_out()
 
     def make_plan() -> Any:
         return prefill_plan(
@@ -149,7 +151,7 @@ class _Mixed(NamedTuple):
 
 def ours_mixed(batch: Batch, paged: Paged) -> Side:
     """Attends from prefills and decodes in one call of lightkv."""
-    step, kv, out = _Mixed.of(batch), paged.kv, torch.empty_like(batch.q)
+    step, kv, out = _Mixed.of(batch), paged.kv, batch.empty_out()
     plan = step.plan(batch)
 
     def run() -> Tensor:
@@ -191,8 +193,9 @@ def classic_decode(batch: Batch, paged: Paged, partition_size: int) -> Side:
 
 def _dense(batch: Batch) -> tuple[Tensor, Tensor]:
     """Returns K and V as `[B, num_kv_heads, L, D]`, contiguous."""
-    kv = batch.kv.view(len(batch.lengths), -1, *batch.kv.shape[1:]).transpose(1, 2)
-    k, v = (half.contiguous() for half in kv.chunk(2, dim=1))
+    k, v = (
+        half.unflatten(0, (len(batch.lengths), -1)).transpose(1, 2).contiguous() for half in batch.keys_values
+    )
     return k, v
 
 

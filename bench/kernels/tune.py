@@ -18,20 +18,11 @@ import torch
 
 from bench.common.device_clock import DEVICE, Clock, captured
 from bench.common.report import parser, print_json, print_machine, print_table, refuse, save_json
-from bench.kernels.attention_batches import (
-    DECODE,
-    HEAD_DIMS,
-    PREFILL,
-    Batch,
-    Paged,
-    Row,
-    check,
-    chosen,
-    make_batch,
-    reference,
-    scatter,
-)
-from bench.kernels.attention_peers import (
+from lightkv.triton_kernels import tuning
+from lightkv.triton_kernels.tuning import Launch
+
+from .attention_batches import Batch, Paged, check, make_batch, reference, scatter
+from .attention_peers import (
     PARTITIONS,
     Functions,
     Side,
@@ -40,8 +31,7 @@ from bench.kernels.attention_peers import (
     ours_prefill,
     replaced,
 )
-from lightkv.triton_kernels import tuning
-from lightkv.triton_kernels.tuning import Launch
+from .attention_rows import DECODE, HEAD_DIMS, PREFILL, Row, chosen
 
 TILES = ((32, 2, 3), (32, 4, 3), (64, 4, 2), (64, 4, 3), (64, 8, 3), (128, 4, 2), (128, 8, 2))
 WAVES = (2, 3, 4, 6)

@@ -34,8 +34,8 @@ Output = TypeVar("Output")
 # Larger steps run eagerly: the host launches them in less time than the device takes, and a graph's memory
 # grows with its tokens.
 MOST_TOKENS = 2304
-# The prefill slots of most prompt graphs, the one for padding included. With more slots the general kernel would
-# have smaller tiles, as for prefills of few tokens each (`tuning.prefill_launch`).
+# The prefill slots of most prompt graphs, the one for padding included. With more slots the general kernel of
+# prefill would have smaller tiles, as for prefills of few tokens each (`tuning.prefill_launch`).
 FEW_PREFILLS = 8
 
 _GRAPH_BYTES = 2 << 20  # of the launches of a graph
@@ -345,7 +345,8 @@ class StepGraphs:
         if shape is None or graph is None:
             return None
         shares_prefixes = bool(plan.prefixes)
-        name = f"a prompt graph: {shape.num_tokens} tokens, {shape.num_prefills - 1} prompts, {shape.num_decodes} decodes"
+        size, most = shape.num_tokens, shape.num_prefills - 1
+        name = f"a prompt graph: {size} tokens, {most} prompts, {shape.num_decodes} decodes"
         captured = graph.has(shares_prefixes) or self._captures(graph, shares_prefixes, name)
         return graph if captured else None
 

@@ -19,6 +19,8 @@ from bench.kernels import attention as bench
 from bench.kernels import attention_batches as batches
 from bench.kernels import attention_figures as figures
 from bench.kernels import attention_peers as peers
+from bench.kernels import attention_rows as rows
+from bench.kernels import attention_sides as sides_module
 from tests.support.fake_attention import EVEN, FRESH, MIXED, RAGGED, SHARING, UNEVEN, flashinfer_in_torch
 from tests.support.fake_clock import CountingClock, replayed
 
@@ -31,7 +33,7 @@ def clock(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> device_clock
         monkeypatch.setattr(module, "DEVICE", device)
         monkeypatch.setattr(module, "captured", replayed)
         monkeypatch.setattr(module, "capture", lambda step: SimpleNamespace(replay=step))
-    monkeypatch.setattr(bench, "SDPA", MATH)
+    monkeypatch.setattr(sides_module, "SDPA", MATH)
     monkeypatch.setattr(bench, "LAYERS", 2)
     monkeypatch.setattr(bench, "gather_us", partial(device_clock.gather_us, grids=(2,)))
     return cast(device_clock.Clock, CountingClock())
@@ -39,7 +41,7 @@ def clock(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> device_clock
 
 @pytest.fixture
 def tools(clock: device_clock.Clock) -> bench.Bench:
-    return bench.Bench(clock, device_clock.Ceiling(1.0, 1e4, 1e6), bench.PEERS, None)
+    return bench.Bench(clock, device_clock.Ceiling(1.0, 1e4, 1e6), sides_module.PEERS, None)
 
 
 @pytest.fixture
@@ -56,7 +58,7 @@ def test_a_missing_flashinfer_is_left_out(
 
 
 def test_a_decode_row(tools: bench.Bench, flashinfer: peers.FlashInfer) -> None:
-    found = bench.measure_row(EVEN, bench.decode_sides, tools._replace(flashinfer=flashinfer))
+    found = bench.measure_row(EVEN, sides_module.decode_sides, tools._replace(flashinfer=flashinfer))
     assert found["failed"] == {}
     of_pages = [f"{kind} p{page}" for page in (1, 16) for kind in ("lightkv", "FlashInfer", "FlashInfer tc")]
     classic = ["v1 p16 one pass", "v1 p16 partitions"]
@@ -73,10 +75,10 @@ def test_a_replayed_graph_is_what_is_checked(tools: bench.Bench, monkeypatch: py
     monkeypatch.setattr(device_clock, "capture", capture)
     monkeypatch.setattr(bench, "captured", captured)
     for row, sides in (
-        (EVEN, bench.decode_sides),
-        (FRESH, bench.prefill_sides),
-        (MIXED, bench.mixed_sides),
-        (SHARING, bench.group_sides),
+        (EVEN, sides_module.decode_sides),
+        (FRESH, sides_module.prefill_sides),
+        (MIXED, sides_module.mixed_sides),
+        (SHARING, sides_module.group_sides),
     ):
         found = bench.measure_row(row, sides, tools)
         assert found["failed"] == {}
@@ -84,13 +86,13 @@ def test_a_replayed_graph_is_what_is_checked(tools: bench.Bench, monkeypatch: py
 
 
 def test_a_prefill_row(tools: bench.Bench, flashinfer: peers.FlashInfer) -> None:
-    found = bench.measure_row(RAGGED, bench.prefill_sides, tools._replace(flashinfer=flashinfer))
+    found = bench.measure_row(RAGGED, sides_module.prefill_sides, tools._replace(flashinfer=flashinfer))
     assert found["failed"] == {}
     kinds = ("lightkv", "FlashInfer fa2", "FlashInfer fa3")
     of_pages = [f"{kind} p{page}" for page in (1, 16) for kind in kinds]
     assert list(found["sides"]) == [*of_pages, "lightkv contiguous"]
     assert found["sides"]["FlashInfer fa2 p1"]["tflop_per_s"] == RAGGED.flops / 4 / 1e6
-    fresh = bench.measure_row(FRESH, bench.prefill_sides, tools)
+    fresh = bench.measure_row(FRESH, sides_module.prefill_sides, tools)
     assert list(fresh["sides"]) == ["lightkv p1", "lightkv p16", "lightkv contiguous", "SDPA math"]
 
 
@@ -115,7 +117,7 @@ def test_a_row_of_a_group(tools: bench.Bench, flashinfer: peers.FlashInfer) -> N
 def test_a_side_that_fails_or_is_wrong_is_left_out(
     tools: bench.Bench, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def sides(batch: batches.Batch, _: bench.Bench) -> dict[str, bench.Make]:
+    def sides(batch: batches.Batch, _: bench.Bench) -> dict[str, sides_module.Make]:
         def fails() -> peers.Side:
             raise RuntimeError("no such kernel")
 
@@ -148,11 +150,10 @@ def test_a_row_that_fails_is_left_out(tools: bench.Bench, capsys: pytest.Capture
 def test_what_belongs_to_a_decode_row(tools: bench.Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bench, "SEVERAL_QUERIES", {"even": 3})
     monkeypatch.setattr(bench, "WRITTEN", ("even",))
-    parts = ("decode", "reading", "plan", "queries", "write")
+    parts = ("reading", "plan", "queries", "write")
     results: bench.Results = {part: {} for part in parts}
-    bench.measure_decode(EVEN, tools, results)
-    assert all("failed" not in results[part]["even"] for part in parts[1:])
-    assert results["decode"]["even"]["failed"] == {}
+    bench.measure_decode_extras(EVEN, tools, results)
+    assert all("failed" not in results[part]["even"] for part in parts)
     queries = results["queries"]["even"]
     assert queries["ratio"] == queries["3"]["median"] / queries["1"]["median"]
     write = results["write"]["even"]
@@ -171,10 +172,10 @@ def test_a_write_that_is_not_seen_is_refused(
 def test_rows_are_read_where_they_are(clock: device_clock.Clock, monkeypatch: pytest.MonkeyPatch) -> None:
     batch = batches.make_batch(UNEVEN, bench.DEVICE)
     paged = batches.scatter(batch, 0)
-    assert device_clock.gather_us(paged.pool, paged.slots, clock, grids=(2, 3)) == 3.0
-    monkeypatch.setattr(device_clock, "_gather_kernel", {(paged.pool.shape[1], 2): lambda *_, **__: None})
+    assert device_clock.gather_us(paged.blocks, paged.slots, clock, grids=(2, 3)) == 3.0
+    monkeypatch.setattr(device_clock, "_gather_kernel", {(paged.blocks.shape[1], 2): lambda *_, **__: None})
     with pytest.raises(SystemExit, match="did not read them all"):
-        device_clock.gather_us(paged.pool, paged.slots, clock, grids=(2,))
+        device_clock.gather_us(paged.blocks, paged.slots, clock, grids=(2,))
 
 
 def test_the_ceiling_reads_every_word(clock: device_clock.Clock) -> None:
@@ -186,56 +187,82 @@ def test_the_ceiling_reads_every_word(clock: device_clock.Clock) -> None:
 
 
 @pytest.mark.parametrize(
-    ("named", "measured"),
+    ("named", "quick", "measured"),
     [
-        ((), ["decode", "prefill", "mixed", "groups"]),
-        (("decode", "prefill"), ["decode", "prefill"]),
-        (("groups",), ["groups"]),
+        ((), False, ["decode", "prefill", "mixed", "groups"]),
+        (("decode", "prefill"), False, ["decode", "prefill"]),
+        (("groups",), False, ["groups"]),
+        ((), True, ["decode", "prefill"]),
     ],
-    ids=["all", "two_parts", "one_part"],
+    ids=["all", "two_parts", "one_part", "quick"],
 )
 def test_a_run_measures_the_parts_that_are_named(
     named: tuple[str, ...],
+    quick: bool,
     measured: list[str],
     tools: bench.Bench,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    rows = {"decode": EVEN, "prefill": FRESH, "mixed": MIXED, "groups": SHARING}
-    monkeypatch.setattr(bench, "ROWS", {part: (row, RAGGED) for part, row in rows.items()})
+    by_part = {"decode": EVEN, "prefill": FRESH, "mixed": MIXED, "groups": SHARING}
+    for module in (bench, rows):
+        monkeypatch.setattr(module, "ROWS", {part: (row, RAGGED) for part, row in by_part.items()})
+    monkeypatch.setattr(rows, "QUICK", {"decode": ("even",), "prefill": ("fresh",)})
     monkeypatch.setattr(bench, "Clock", lambda _: tools.clock)
     monkeypatch.setattr(bench, "measure_ceiling", lambda _: (tools.ceiling, {}))
-    monkeypatch.setattr(bench, "measure_row", lambda row, *_: {"row": row.name, "sides": {}})
+    made: list[tuple[str, bench.Bench]] = []
+
+    def measure_part(_: str, row: rows.Row, own: bench.Bench) -> bench.Results:
+        made.append((row.name, own))
+        return {"row": row.name, "sides": {}}
+
+    monkeypatch.setattr(bench, "measure_part", measure_part)
     needed: list[set[str]] = []
     monkeypatch.setattr(bench, "load_flashinfer", lambda _, kernels: needed.append(kernels))
     monkeypatch.setattr(
         "bench.common.report.machine", lambda: {"device": "", "cores": 1, "threads": 1, "versions": {}}
     )
     monkeypatch.setattr(bench, "print_machine", lambda: None)
-    options = {part: part in named for part in rows} | {"rows": [rows[part].name for part in measured]}
-    options |= {"peers": ["flashinfer"], "flashinfer_cache": None, "repeats": 1, "out": tmp_path / "out.json"}
-    results = bench.measure(SimpleNamespace(**options))
-    for part, row in rows.items():
+    options: dict[str, object] = {part: part in named for part in by_part}
+    options |= {"rows": [by_part[part].name for part in measured], "peers": ["fa3", "flashinfer"]}
+    options |= {"quick": quick, "flashinfer_cache": None, "repeats": 1, "out": tmp_path / "out.json"}
+    results = bench.measure(SimpleNamespace(**options, fa3=tmp_path))
+    for part, row in by_part.items():
         assert list(results[part]) == ([row.name] if part in measured else [])
         assert all(found["row"] == row.name for found in results[part].values())
-    assert needed == [{kernel for part in measured for kernel in bench.FLASHINFER[part]}]
+    assert needed == ([] if quick else [{kernel for part in measured for kernel in bench.FLASHINFER[part]}])
+    assert all(own.shifts == ((0,) if quick else (0, 4)) for _, own in made)
+    assert list(results["reading"]) == ([] if quick or "decode" not in measured else ["even"])
+    assert results["fa3"] is None
+    assert "FlashAttention 3 is left out" in capsys.readouterr().out
     assert json.loads((tmp_path / "out.json").read_text())["results"] == results
+
+
+def test_a_run_without_a_row_is_refused(tmp_path: Path) -> None:
+    options = dict.fromkeys(rows.ROWS, False) | {"rows": ["no such row"], "quick": False}
+    with pytest.raises(SystemExit, match="no row of these parts has one of"):
+        bench.measure(SimpleNamespace(**options))
 
 
 def test_a_file_is_drawn_again(
     tools: bench.Bench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(bench, "SHIFTS", (0,))
+    monkeypatch.setattr(sides_module, "SHIFTS", (0,))
     results: bench.Results = {part: {} for part in ("plan", "queries", "write")}
     results["decode"] = {
-        "even": bench.measure_row(EVEN, bench.decode_sides, tools),
+        "even": bench.measure_row(EVEN, sides_module.decode_sides, tools),
         "broken": {"failed": "so"},
     }
-    results["prefill"] = {"ragged": bench.measure_row(RAGGED, bench.prefill_sides, tools)}
+    results["prefill"] = {"ragged": bench.measure_row(RAGGED, sides_module.prefill_sides, tools)}
     results["mixed"] = {
         "mixed": results["prefill"]["ragged"] | {"alone_us": {"prefills": 2.0, "decodes": 1.5}}
     }
     results["groups"] = {"sharing": results["decode"]["even"] | {"speedups": {"FlashInfer p1": 2.0}}}
+    few, many = (RAGGED._replace(lengths=(40,), q_lens=(count,)) for count in (2, 4))
+    results["curve"] = {
+        str(row.q_lens): bench.measure_row(row, sides_module.curve_sides, tools) for row in (many, few)
+    }
     results["plan"]["even"] = bench.measure_plan(EVEN, tools.clock)
     source, picture = tmp_path / "attention.json", tmp_path / "attention.png"
     source.write_text(json.dumps({"results": results}))
@@ -247,6 +274,50 @@ def test_a_file_is_drawn_again(
     assert "mixed: alone prefills 2.0, decodes 1.5, together 3.5 µs; in one call" in printed
     assert "sharing: FlashInfer p1 is 2.00 times as fast as lightkv ungrouped" in printed
     assert "even: the plan of a step takes" in printed
+    assert "the curve: 4 queries take " in printed  # the clock runs up, and they were measured first
     assert picture.read_bytes().startswith(b"\x89PNG")
     assert load_pyplot().get_fignums() == []
     assert figures.over_floor(results["prefill"]["ragged"]).keys() == {"lightkv p1", "lightkv contiguous"}
+
+
+def test_the_curve_is_read_from_its_rows() -> None:
+    def found(queries: int, ours: float, fa3: float) -> bench.Results:
+        sides = {"lightkv p1": {"median": ours}, "FA3 p1": {"median": fa3}}
+        return {"queries": queries, "floor_us": 5.0, "sides": sides}
+
+    curve = {"8": found(8, 10.2, 10.0), "broken": {"failed": "so"}, "1": found(1, 10.0, 10.0)}
+    points = figures.curve_points(curve)
+    assert points == {
+        "lightkv p1": {1: 10.0, 8: 10.2},
+        "FA3 p1": {1: 10.0, 8: 10.0},
+        "floor": {1: 5.0, 8: 5.0},
+    }
+    assert figures.curve_faults(points) == []
+    for queries, ours in ((16, 10.1), (32, 9.9), (64, 20.0)):
+        curve[str(queries)] = found(queries, ours, 15.0)
+    assert figures.curve_faults(figures.curve_points(curve)) == [
+        "32 queries take 9.9 µs, fewer take up to 10.2 µs",
+        "64 queries take 1.33 times as long as FA3",
+    ]
+
+
+def test_all_rows_are_compiled_before(
+    tools: bench.Bench, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ran: list[str] = []
+
+    def made(batch: batches.Batch, own: bench.Bench) -> dict[str, sides_module.Make]:
+        assert own.fa3 is own.flashinfer is None
+        assert own.peers == ()
+
+        def make() -> peers.Side:
+            if len(batch.lengths) == 3:
+                raise RuntimeError("no such kernel")
+            return peers.Side(lambda: ran.append("ran") or batch.q)  # type: ignore[func-returns-value]
+
+        return {"lightkv p1": make, "lightkv p16": make}
+
+    monkeypatch.setattr(bench, "SIDES", {"decode": made})
+    bench.compile_ours({"decode": [EVEN, UNEVEN]}, tools)
+    assert ran == ["ran", "ran"]
+    assert "1 rows failed" in capsys.readouterr().out

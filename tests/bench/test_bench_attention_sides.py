@@ -10,6 +10,7 @@ from torch.nn.attention import SDPBackend
 
 from bench.kernels import attention_batches as batches
 from bench.kernels import attention_peers as peers
+from bench.kernels import attention_rows as rows
 from tests.support.fake_attention import (
     EVEN,
     FRESH,
@@ -29,14 +30,17 @@ def flashinfer(device: torch.device, tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 
 def test_rows_are_as_large_as_they_are_known_to_be() -> None:
-    megabytes = [round(row.bytes / 1e6) for row in batches.DECODE]
-    assert megabytes == [4, 34, 537, 134, 134, 2147, 2147, 811, 549, 1074, 2147, 268]
-    assert [sum(row.lengths) for row in batches.DECODE if "skewed" in row.name] == [197_959, 133_966]
+    megabytes = [round(row.bytes / 1e6) for row in rows.DECODE]
+    assert megabytes == [4, 34, 537, 134, 134, 2147, 1611, 2147, 2147, 811, 549, 1074, 2147, 268]
+    assert [sum(row.lengths) for row in rows.DECODE if "skewed" in row.name] == [197_959, 133_966]
     assert RAGGED.flops == 4 * 16 * 4 * (20 * 21 // 2 + (31 + 32 + 33) + 5)
     assert RAGGED.bytes == 2 * 16 * (2 * 58 * 2 + 2 * 24 * 4)
     assert SHARING.bytes == 2 * 16 * 2 * (21 + 9 + 6 + 19) * 2
-    assert [round(row.bytes / 1e6) for row in batches.GROUPS] == [201, 143]
-    assert set(batches.SEVERAL_QUERIES) | set(batches.WRITTEN) <= {row.name for row in batches.DECODE}
+    assert [round(row.bytes / 1e6) for row in rows.GROUPS] == [201, 143]
+    latent = RAGGED._replace(head_dim=24, value_dim=16)
+    assert latent.flops == RAGGED.flops // 32 * 40
+    assert latent.bytes == RAGGED.bytes // 32 * 40
+    assert set(rows.SEVERAL_QUERIES) | set(rows.WRITTEN) <= {row.name for row in rows.DECODE}
 
 
 @pytest.mark.parametrize("shift", [0, 4, batches.CONTIGUOUS], ids="shift{}".format)
@@ -65,7 +69,7 @@ def test_shared_tokens_are_in_the_same_slots(shift: int, device: torch.device) -
 
 
 @pytest.mark.parametrize("row", [UNEVEN, EVEN], ids=lambda row: row.name)
-def test_runs_by_index(row: batches.Row, device: torch.device) -> None:
+def test_runs_by_index(row: rows.Row, device: torch.device) -> None:
     batch = batches.make_batch(row, device)
     paged, expected = batches.scatter(batch, batches.CONTIGUOUS), batches.reference(batch)
     for ours in (peers.ours_decode, peers.ours_prefill):
@@ -75,7 +79,7 @@ def test_runs_by_index(row: batches.Row, device: torch.device) -> None:
 @pytest.mark.parametrize("shift", [0, 4])
 @pytest.mark.parametrize("row", [UNEVEN, EVEN], ids=lambda row: row.name)
 def test_decode_sides_are_right(
-    row: batches.Row, shift: int, device: torch.device, flashinfer: peers.FlashInfer
+    row: rows.Row, shift: int, device: torch.device, flashinfer: peers.FlashInfer
 ) -> None:
     batch = batches.make_batch(row, device)
     paged, expected = batches.scatter(batch, shift), batches.reference(batch)
@@ -92,7 +96,7 @@ def test_decode_sides_are_right(
 @pytest.mark.parametrize("shift", [0, 4])
 @pytest.mark.parametrize("row", [FRESH, RAGGED], ids=lambda row: row.name)
 def test_prefill_sides_are_right(
-    row: batches.Row, shift: int, device: torch.device, flashinfer: peers.FlashInfer
+    row: rows.Row, shift: int, device: torch.device, flashinfer: peers.FlashInfer
 ) -> None:
     batch = batches.make_batch(row, device)
     paged, expected = batches.scatter(batch, shift), batches.reference(batch)
@@ -169,9 +173,38 @@ def test_kernels_that_do_not_compile_are_tried_once(
 
 
 def test_rows_are_chosen_by_what_stands_in_their_names() -> None:
-    assert batches.chosen(batches.DECODE, []) == list(batches.DECODE)
-    assert [row.name for row in batches.chosen(batches.DECODE, ["b1 x 1k", "SKEWED"])] == [
+    assert rows.chosen(rows.DECODE, []) == list(rows.DECODE)
+    assert [row.name for row in rows.chosen(rows.DECODE, ["b1 x 1k", "SKEWED"])] == [
         "B1 × 1k",
         "B64 skewed",
         "B16 skewed",
     ]
+
+
+def test_the_rows_of_the_parts() -> None:
+    for own in rows.ROWS.values():
+        assert len({row.name for row in own}) == len(own)
+    for part, quick in rows.QUICK.items():
+        assert set(quick) <= {row.name for row in rows.ROWS[part]}
+    assert [row.q_lens for row in rows.CURVE] == [(2**power,) for power in range(10)]
+    assert {row.lengths[0] - row.q_lens[0] for row in rows.CURVE[1:]} == {32768}
+    assert [round(row.flops / 1e9) for row in rows.TURNS] == [34, 430, 1108, 9]
+    assert {(row.head_dim, row.value_dim) for row in (*rows.DECODE_DIMS, *rows.PREFILL_DIMS)} >= {
+        (64, None),
+        (80, None),
+        (96, None),
+        (192, 128),
+        (256, None),
+    }
+
+
+def test_rows_are_measured_by_part_name_and_quick() -> None:
+    found = rows.rows_to_measure([], [], quick=True)
+    assert {part: tuple(row.name for row in own) for part, own in found.items()} == rows.QUICK
+    assert list(rows.rows_to_measure([], [], quick=False)) == list(rows.ROWS)
+    found = rows.rows_to_measure(["turns", "curve", "groups"], ["64 after 32k"], quick=False)
+    assert {part: [row.name for row in own] for part, own in found.items()} == {
+        "turns": ["64 after 32k"],
+        "curve": ["64 after 32k"],
+    }
+    assert rows.rows_to_measure(["groups"], [], quick=True) == {}

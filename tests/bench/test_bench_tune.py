@@ -11,8 +11,9 @@ import torch
 
 from bench.common.device_clock import Clock
 from bench.kernels import tune
-from bench.kernels.attention_batches import DECODE, HEAD_DIMS, PREFILL, Batch, Paged, Row
+from bench.kernels.attention_batches import Batch, Paged
 from bench.kernels.attention_peers import Side, ours_decode, ours_prefill
+from bench.kernels.attention_rows import DECODE, HEAD_DIMS, PREFILL, Row
 from lightkv.triton_kernels import tuning
 from lightkv.triton_kernels.tuning import DeviceClass, Launch
 from tests.support.fake_clock import CountingClock, replayed
@@ -47,7 +48,7 @@ def options(**named: object) -> SimpleNamespace:
     ("named", "row", "names"),
     [
         ({}, DECODES, ["decodes"]),
-        ({"prefill": True}, CHUNKS, ["chunks"]),
+        pytest.param({"prefill": True}, CHUNKS, ["chunks"], marks=pytest.mark.slow),
         pytest.param(
             {"v1": True}, DECODES, ["decodes, one pass", "decodes, partitions"], marks=pytest.mark.slow
         ),

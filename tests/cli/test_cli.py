@@ -226,6 +226,7 @@ def test_a_system_prompt_comes_before_the_prompt(llm: LLM) -> None:
     assert err.splitlines()[-1].startswith(f"{len(expected.prompt_token_ids)} prompt tokens")
 
 
+@pytest.mark.slow
 def test_several_prompts_are_answered_in_order_under_headings(llm: LLM) -> None:
     prompts = ["The capital of France is", "Two plus two is", "The sun is"]
     texts = [output.outputs[0].text for output in llm.generate(prompts, PARAMS)]
@@ -240,6 +241,7 @@ def test_n_answers_and_a_stop_string() -> None:
     assert "cut off" not in err
 
 
+@pytest.mark.slow
 def test_a_seed_repeats_the_answer() -> None:
     args = ("--raw", "--temperature", "1", "--seed", "5", "Once upon a time")
     assert generate(*args)[1] == generate(*args)[1]

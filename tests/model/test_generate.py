@@ -187,6 +187,7 @@ def test_streaming_gives_the_same_text(llm: LLM) -> None:
     assert ends == {0: "length", 1: "length"}
 
 
+@pytest.mark.slow
 def test_streams_may_be_interleaved(llm: LLM) -> None:
     first, second = llm.stream(PROMPTS[0], GREEDY), llm.stream(PROMPTS[1], GREEDY)
     texts = [

@@ -25,6 +25,7 @@ def test_sigterm_lets_requests_finish_and_admits_no_more(start: Start, sockets: 
     assert list(sockets.iterdir()) == []
 
 
+@pytest.mark.slow
 def test_a_second_ctrl_c_aborts_at_once(start: Start, sockets: Path) -> None:
     served = start("--shutdown-timeout", "600").wait_ready()
     with served.stream(7000) as events:
@@ -37,6 +38,7 @@ def test_a_second_ctrl_c_aborts_at_once(start: Start, sockets: Path) -> None:
     assert list(sockets.iterdir()) == []
 
 
+@pytest.mark.slow
 def test_requests_that_do_not_finish_in_time_are_aborted(start: Start) -> None:
     served = start("--shutdown-timeout", "0.3").wait_ready()
     with served.stream(7000) as events:

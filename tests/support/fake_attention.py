@@ -11,11 +11,12 @@ from torch import Tensor
 
 from bench.kernels import attention_batches as batches
 from bench.kernels import attention_peers as peers
+from bench.kernels import attention_rows as rows
 from lightkv.triton_kernels.attention.attend_keys import LOG2_E
 from lightkv.triton_kernels.attention.merge_states import merge_states_reference
 from lightkv.triton_kernels.attention.paged_kv import AttentionOptions
 
-UNEVEN = batches.Row("uneven", (1, 40, 16), (1, 1, 1), 4, 2, 16, torch.float16)
+UNEVEN = rows.Row("uneven", (1, 40, 16), (1, 1, 1), 4, 2, 16, torch.float16)
 EVEN = UNEVEN._replace(name="even", lengths=(20, 20), q_lens=(1, 1), num_heads=2, num_kv_heads=1)
 FRESH = UNEVEN._replace(name="fresh", lengths=(20, 20), q_lens=(20, 20))
 RAGGED = UNEVEN._replace(name="ragged", lengths=(20, 33, 5), q_lens=(20, 3, 1))

@@ -161,10 +161,10 @@ class Served:
             with suppress(ProcessLookupError):
                 os.kill(pid, number)
 
-    def wait(self, seconds: float = 20.0) -> int:
+    def wait(self, seconds: float = 60.0) -> int:
         """Waits for the end of the service and of all its processes. Returns the exit code."""
         code = self.process.wait(seconds)
-        wait_until(lambda: not self.processes(), 5.0)
+        wait_until(lambda: not self.processes(), 20.0)
         return code
 
     def close(self) -> None:
