@@ -195,7 +195,7 @@ def numpy_gluon(program: int, num_programs: int) -> dict[str, Any]:
         for name, value in vars(module).items():
             if hasattr(value, "fn") and isinstance(value.fn, types.FunctionType):
                 names.setdefault(name, types.FunctionType(value.fn.__code__, names, name))
-            elif isinstance(getattr(value, "value", None), int):
+            elif isinstance(getattr(value, "value", None), int | float):
                 names[name] = value.value
     return names
 
@@ -211,7 +211,8 @@ def run_program(
     ]
     rings = [Ring(count) for count in (128, 2, 128, 2)]
     shared = (Shared(np.zeros(1, np.int64)), *map(Shared, smem), Barrier(1), Barrier(128), Barrier(2), *rings)
-    kv_heads, group, window, shares = (sizes[name] for name in ("num_kv_heads", "group", "window", "shares"))
+    kv_heads, group, shares = (sizes[name] for name in ("num_kv_heads", "group", "shares"))
+    window, chunk = sizes["window"], sizes["chunk"]
 
     def compute(half: int) -> None:
         settings = (
@@ -221,6 +222,7 @@ def run_program(
             half,
             group,
             window,
+            chunk,
             sizes["softcap"],
             shares,
         )
@@ -228,7 +230,7 @@ def run_program(
 
     def gather() -> None:
         names["_gather"](
-            inputs, sizes["num_items"], kv_heads, sizes["strides"], shared, group, 0, window, shares
+            inputs, sizes["num_items"], kv_heads, sizes["strides"], shared, group, 0, window, chunk, shares
         )
 
     return [lambda: compute(0), lambda: compute(1), gather]
@@ -255,12 +257,24 @@ def run_all(tasks: list[Callable[[], None]]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("window", "softcap", "num_workers"),
-    [(0, 0.0, 0), (0, 0.0, 5), (0, 5.0, 9), (40, 0.0, 7), (0, 0.0, 60)],
+    ("window", "softcap", "num_workers", "chunk", "with_sinks"),
+    [
+        (0, 0.0, 0, 0, False),
+        (0, 0.0, 5, 0, True),
+        (0, 5.0, 9, 0, False),
+        (40, 0.0, 7, 0, True),
+        (0, 0.0, 60, 0, False),
+        (0, 0.0, 0, 64, True),
+        (0, 0.0, 0, 7, False),
+        (0, 0.0, 60, 48, True),
+        (0, 0.0, 60, 90, True),
+    ],
     ids=str,
 )
 @pytest.mark.parametrize("group", [1, 3], ids="group{}".format)
-def test_warpgroups(window: int, softcap: float, num_workers: int, group: int) -> None:
+def test_warpgroups(
+    window: int, softcap: float, num_workers: int, chunk: int, with_sinks: bool, group: int
+) -> None:
     torch.manual_seed(group + num_workers)
     sequences = [(5, 100), (0, 9), (20, 30), (1, 60), (3, -2), (40, 0)]
     cache = poisoned_cache(
@@ -268,7 +282,8 @@ def test_warpgroups(window: int, softcap: float, num_workers: int, group: int) -
     )
     q_starts, num_queries = starts([q_len for q_len, _ in sequences], "cpu"), sum(q for q, _ in sequences)
     q = torch.randn(num_queries + 2, 2 * group, DIM)
-    options = AttentionOptions(window=window, softcap=softcap)
+    sink_logits = torch.linspace(-2.0, 5.0, 2 * group) if with_sinks else None
+    options = AttentionOptions(window=window, softcap=softcap, chunk=chunk, sink_logits=sink_logits)
     args = q, cache.kv, cache.rows, q_starts, cache.lengths
     shares = tuning.NO_SHARES
     if num_workers:
@@ -279,6 +294,7 @@ def test_warpgroups(window: int, softcap: float, num_workers: int, group: int) -
         num_tokens=len(q),
         dtype=q.dtype,
         window=window,
+        chunk=chunk,
         launch=tuning.Launch(2 * ROWS, KEYS, 4, STAGES),
         shares=shares,
     )
@@ -296,10 +312,12 @@ def test_warpgroups(window: int, softcap: float, num_workers: int, group: int) -
     k, v = cache.kv.k, cache.kv.v
     tensors = (q, k, v, cache.kv.index, plan.items, plan.taken)
     outputs = pointer(plan.items), pointer(out), pointer(lse), (pointer(partial_out), pointer(partial_lse))
+    outputs += (None if sink_logits is None else pointer(sink_logits),)
     sizes = {
         "num_kv_heads": 2,
         "group": group,
         "window": window,
+        "chunk": chunk,
         "softcap": softcap != 0.0,
         "shares": num_workers > 0,
         "scales": score_scales(options.scale_for(DIM), softcap),
