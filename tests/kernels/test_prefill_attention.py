@@ -30,7 +30,7 @@ def starts(q_lens: list[int], device: torch.device | str) -> Tensor:
 def lse_reference(
     q: Tensor, kv: PagedKV, rows: Tensor, q_starts: Tensor, lengths: Tensor, options: AttentionOptions
 ) -> Tensor:
-    """Computes the log-sum-exp of each query's scores in base 2; -inf where it sees no key."""
+    """Computes the log-sum-exp of each query's scores and sink in base 2; -inf where it has neither."""
     scale, window, softcap = options.scale_for(q.shape[2]), options.window, options.softcap
     lse = torch.full(q.shape[:2], -torch.inf, device=q.device)
     for request, row in enumerate(rows.tolist()):
@@ -43,7 +43,11 @@ def lse_reference(
             scores = softcap * torch.tanh(scores / softcap)
         positions = torch.arange(length - (end - begin), length, device=q.device)[:, None]
         visible = (keys <= positions) & ((keys > positions - window) if window else (keys >= 0))
+        if options.chunk:
+            visible &= keys // options.chunk == positions // options.chunk
         lse[begin:end] = scores.masked_fill(~visible[:, None], -torch.inf).logsumexp(2) / math.log(2)
+        if options.sink_logits is not None:
+            lse[begin:end] = torch.logaddexp2(lse[begin:end], options.sink_logits / math.log(2))
     return lse
 
 
