@@ -100,9 +100,11 @@ class LLM:
     >>> llm.generate([{"role": "user", "content": "Hello!"}])          # a chat
     >>> for chunk in llm.stream("Once upon a time"): print(chunk.text, end="")
 
-    A prompt is a text, its token ids, or a chat (a list of messages). Unless the configuration has an
-    `itl_target`, each step computes as many prompt tokens as fill the device: whoever waits for the last answer
-    does not mind how evenly the others grow. `report` takes lines of progress while the model loads.
+    A prompt is a text, its token ids, or a chat (a list of messages). `report` takes lines of progress while
+    the model loads.
+
+    Each step computes as many prompt tokens as fill the device, because a caller waits for the last answer.
+    For streams that should grow evenly, give the configuration an `itl_target`.
 
     Raises InvalidConfig, ModelNotFound, UnreadableWeights, UnsupportedModel, OutOfMemory; no memory is held
     then.

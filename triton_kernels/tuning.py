@@ -78,7 +78,7 @@ def padded_dim(head_dim: int) -> int:
 
 def block_for(num: int) -> int:
     """Returns the block of a kernel that handles `num` things at once: 16, 64, 256, or a power of two above.
-    A kernel is compiled for each block, which takes longer than a few idle threads ever would."""
+    Fewer blocks mean fewer kernels to compile at start."""
     if num > 256:
         return triton.next_power_of_2(num)
     return next(block for block in (16, 64, 256) if num <= block)

@@ -27,6 +27,7 @@ from lightkv.router.config import EngineConfig, InvalidConfig
 from lightkv.router.engine.step import Limits, RunnerInfo, StepPlan
 from lightkv.router.model_files import resolve
 from lightkv.router.sampling_params import SamplerKind
+from lightkv.triton_kernels.compile_ahead import compile_ahead
 
 from .cuda_graph import StepGraphs, graphs_bytes
 from .loader import load_model
@@ -191,15 +192,20 @@ def assemble(model: PreTrainedModel, config: EngineConfig, report: Report) -> tu
     memory = KVMemory(shape.spec, pool.num_slots, limits.max_num_seqs, limits.max_model_len, device)
     sampler = Sampler(limits.max_num_seqs + 1, limits.vocab_size, device)
     parts = RunnerParts(model, backends, memory, sampler)
-    if device.type == "cuda":
-        report("compiling the kernels that allocate slots, for every size of a step")
-        _warm_up(memory, limits)
     graphs = None
     if with_graphs:
         members = limits.prefix_sharing.max_members
         most = limits.max_step_tokens
         metadata = AttentionMetadata(limits.max_num_seqs, most, memory, prefix_members=members)
         graphs = StepGraphs(parts, metadata)
+    if device.type == "cuda":
+        report("compiling kernels")
+        with compile_ahead(device):
+            _warm_up(memory, limits)
+            if graphs is not None:
+                graphs.rehearse()
+        _warm_up(memory, limits)
+    if graphs is not None:
         graphs.capture([SamplerKind.GREEDY, SamplerKind.RANDOM], report)
     runner = ModelRunner(parts, limits, graphs)
     if device.type == "cuda":
@@ -225,7 +231,7 @@ def assemble(model: PreTrainedModel, config: EngineConfig, report: Report) -> tu
 def _warm_up(memory: KVMemory, limits: Limits) -> None:
     """Allocates and frees slots in every size that a step may need, and leaves the memory as it was.
 
-    The kernels are compiled by size, and a compilation while requests run would delay them.
+    The kernels are compiled by size, and the first launch of each takes longer than the others.
     """
     most = min(limits.prefill_budget, limits.max_model_len, memory.capacity)
     for size in _powers_of_two(most):

@@ -14,7 +14,7 @@ sampling.
 
 import gc
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cached_property
 from typing import Any, NamedTuple, TypeVar
@@ -169,10 +169,13 @@ class DecodeGraph:
         """
         if key.kind >= SamplerKind.EDITED:
             self._parts.sampler.enable_logit_edits()
-        self._loaded = None
-        self._metadata.prepare([], [], [], 0, prefixes=[] if key.shares_prefixes else None)
-        self._count.zero_()
+        self._load_padding(key)
         self._graphs[key] = shared.graph(lambda: self._step(key.kind))
+
+    def rehearse(self, key: GraphKey) -> None:
+        """Launches what `capture` would capture, once."""
+        self._load_padding(key)
+        self._step(key.kind)
 
     def replay(self, plan: StepPlan) -> StepOutput:
         """Runs a plan that has decodes only. The next replay overwrites what it returns."""
@@ -185,6 +188,11 @@ class DecodeGraph:
         graph.replay()
         self._loaded = _Loaded(plan.step, plan.rows, plan.prefixes)
         return output
+
+    def _load_padding(self, key: GraphKey) -> None:
+        self._loaded = None
+        self._metadata.prepare([], [], [], 0, prefixes=[] if key.shares_prefixes else None)
+        self._count.zero_()
 
     def _step(self, kind: SamplerKind) -> StepOutput:
         memory, metadata = self._parts.memory, self._metadata
@@ -244,6 +252,10 @@ class PromptGraph:
         inputs = self._load(_PADDING, shares_prefixes)
         self._graphs[shares_prefixes] = shared.graph(lambda: self._compute(inputs))
 
+    def rehearse(self) -> None:
+        """Launches what `capture` would capture without shared prefixes, once."""
+        self._compute(self._load(_PADDING, False))
+
     def replay(self, plan: StepPlan) -> StepOutput:
         """Runs a plan whose slots are allocated, and samples."""
         shares_prefixes = bool(plan.prefixes)
@@ -283,6 +295,19 @@ class StepGraphs:
     def _shared(self) -> Capture:
         return Capture(torch.cuda.graph_pool_handle(), torch.cuda.Stream())
 
+    @torch.inference_mode()
+    def rehearse(self) -> None:
+        """Launches steps of padding of enough sizes to meet every kernel that `capture` needs.
+
+        The kernels differ by powers of two of tokens and of requests.
+        """
+        for size in _largest_of_each_power(self._prompts):
+            for graph in self._prompts[size].values():
+                graph.rehearse()
+        for size in _largest_of_each_power(self._decodes):
+            for key in self._decode_keys(size, [SamplerKind.GREEDY]):
+                self._decodes[size].rehearse(key)
+
     def capture(self, kinds: Sequence[SamplerKind], report: Callable[[str], None]) -> None:
         """Captures graphs of every size ahead of time, the largest first, so that the others fit in its memory.
 
@@ -303,17 +328,18 @@ class StepGraphs:
             for graph in shapes.values():
                 num_captured += self._captures(graph, False)
             report(f"capturing prompt graphs: {done} of {len(self._prompts)} ({size} tokens)")
-        powers = set()
         for done, size in enumerate(reversed(self._decodes), start=1):
-            keys = [GraphKey(kind) for kind in kinds]
-            power = (size - 1).bit_length()
-            if self._may_share and size > 1 and power not in powers:
-                powers.add(power)
-                keys.append(GraphKey(SamplerKind.GREEDY, shares_prefixes=True))
-            for key in keys:
+            for key in self._decode_keys(size, kinds):
                 num_captured += self._captures(self._decodes[size], key)
             report(f"capturing decode graphs: {done} of {len(self._decodes)} (batch {size})")
         return num_captured
+
+    def _decode_keys(self, size: int, kinds: Sequence[SamplerKind]) -> list[GraphKey]:
+        """Returns what to capture ahead of time of a size of decode batches."""
+        keys = [GraphKey(kind) for kind in kinds]
+        if self._may_share and size > 1 and size in _largest_of_each_power(self._decodes):
+            keys.append(GraphKey(SamplerKind.GREEDY, shares_prefixes=True))
+        return keys
 
     @property
     def most_tokens(self) -> int:
@@ -366,6 +392,11 @@ class StepGraphs:
             self._refused.add((graph, key))
             return False
         return True
+
+
+def _largest_of_each_power(sizes: Iterable[int]) -> list[int]:
+    """Returns the largest of the ascending `sizes` up to each power of two."""
+    return list({(size - 1).bit_length(): size for size in sizes}.values())
 
 
 _PADDING = StepPlan(0, b"", [], [], [], 0, b"", [], SamplerKind.GREEDY, {}, [], 0)

@@ -201,6 +201,7 @@ def compare(backend: str, count: int, settings: dict[str, object], monkeypatch: 
         if static:
             lines: list[str] = []
             graphs = recomputed_graphs(runner, monkeypatch)
+            graphs.rehearse()
             graphs.capture([], lines.append)
             assert lines[-1].startswith("captured 15 CUDA graphs in ")
         add_requests(engine, count, PARAMS)

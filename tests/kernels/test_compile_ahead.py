@@ -1,0 +1,85 @@
+"""Kernels are compiled ahead, and not launched, for a GPU that is not there.
+
+They are compiled in another process, because this one interprets kernels.
+"""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+SCRIPT = '''
+import json, threading
+import torch
+import triton
+import triton.language as tl
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
+
+
+class H200:
+    """Only compiles: a launch would need what this driver lacks."""
+
+    def get_current_target(self):
+        return GPUTarget("cuda", 90, 32)
+
+    def get_current_device(self):
+        return 0
+
+    def get_current_stream(self, device):
+        return 0
+
+
+driver.set_active(H200())
+from lightkv.triton_kernels.compile_ahead import compile_ahead
+
+
+@triton.jit
+def add(x, n, BLOCK: tl.constexpr, BIAS: tl.constexpr):
+    place = tl.arange(0, BLOCK)
+    value = tl.load(x + place, mask=place < n)
+    if BIAS is not None:
+        value += BIAS
+    tl.store(x + place, value, mask=place < n)
+
+
+@triton.jit
+def broken(x, BLOCK: tl.constexpr):
+    tl.store(x + tl.arange(0, BLOCK), undefined)
+
+
+compiled = []
+triton.knobs.compilation.listener = lambda **event: compiled.append(event["src"].name)
+before = triton.JITFunction.run
+x = torch.zeros(64)
+with compile_ahead(torch.device("cpu")):
+    for block in (32, 64, 32, 64):
+        for bias in (None, 2):
+            add[(1,)](x, 5, BLOCK=block, BIAS=bias)
+    add[(1,)](torch.zeros(64, dtype=torch.int32), 5, BLOCK=32, BIAS=None)
+    broken[(1,)](x, BLOCK=32)
+ahead = sorted(compiled)
+add.warmup(x, 7, BLOCK=64, BIAS=2, grid=(1,))  # compiled already
+known = len(compiled) == len(ahead)
+try:
+    broken.warmup(x, BLOCK=32, grid=(1,))
+    error = ""
+except Exception as raised:
+    error = type(raised).__name__
+with compile_ahead(torch.device("cpu")):
+    add[(1,)](x, 5, BLOCK=64, BIAS=2)  # not launched, either
+restored = triton.JITFunction.run is before and triton.knobs.runtime.jit_cache_hook is None
+print(json.dumps([ahead, known, error, float(x.sum()), restored, threading.active_count()]))
+'''
+
+
+def test_kernels_are_compiled_once_and_not_launched(tmp_path: Path) -> None:
+    file = tmp_path / "script.py"
+    file.write_text(SCRIPT)
+    root = str(Path(__file__).parents[2])
+    environment = {**os.environ, "TRITON_CACHE_DIR": str(tmp_path / "cache"), "PYTHONPATH": root}
+    environment.pop("TRITON_INTERPRET", None)
+    done = subprocess.run([sys.executable, str(file)], env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    expected = '[["add", "add", "add", "add", "add"], true, "CompilationError", 0.0, true, 1]'
+    assert done.stdout.splitlines()[-1] == expected
