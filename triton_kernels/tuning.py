@@ -47,7 +47,7 @@ _PREFILL_LAUNCHES = (
     Launch(64, 32, 4, 2),
 )
 # Launches of `prefill_hopper`, by head dim: 12 warps, and as many stages of K and V as fit beside q.
-_HOPPER_LAUNCHES = {64: Launch(128, 128, 12, 6), 128: Launch(128, 128, 12, 3), 256: Launch(128, 32, 12, 5)}
+_HOPPER_LAUNCHES = {64: Launch(128, 128, 12, 6), 128: Launch(128, 128, 12, 3), 256: Launch(128, 64, 12, 2)}
 _REDUCTION_BYTES = 2048  # of shared memory, for the softmax's reductions
 
 # How many counts of blocks a search for free slots reads at a time: few at first, since enough free slots are
@@ -147,6 +147,11 @@ def hopper_prefill_launch(
     if device.major != 9 or element_size != 2 or key_dim != value_dim:
         return None
     return _HOPPER_LAUNCHES.get(key_dim)
+
+
+# Prefill on Hopper computes some K/V heads after the others: as many as have so many bytes of K and V together,
+# which then stay in the L2 cache.
+SECTION_BYTES = 32 * 2**20
 
 
 class PrefillShares(NamedTuple):
