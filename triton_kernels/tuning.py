@@ -101,12 +101,12 @@ def decode_launch(
     how many programs there are; each reads an equal share, so all of them should run at once.
     """
     rows = padded_dim(num_rows)
+    key_width, value_width = padded_dim(key_dim), padded_dim(value_dim)
+    bytes_per_key = (key_width + value_width) * element_size
     if several and element_size < 4:
         launch = Launch(max(64, rows), 64, 4 if rows <= 64 else 8, 3)  # as the matrix units of Hopper want it
     else:
-        launch = Launch(rows, 32, 4 if rows <= 64 else 8, 3)
-    key_width, value_width = padded_dim(key_dim), padded_dim(value_dim)
-    bytes_per_key = (key_width + value_width) * element_size
+        launch = Launch(rows, 64 if bytes_per_key <= 256 else 32, 4 if rows <= 64 else 8, 3)
     for_queries = launch.block_m * key_width * element_size
     block_n, num_stages = launch.block_n, launch.num_stages
     while block_n > 16 and block_n * bytes_per_key > 32 * 1024:
@@ -118,10 +118,12 @@ def decode_launch(
     return launch._replace(block_n=block_n, num_stages=num_stages)
 
 
-def decode_workers(device: DeviceClass, num_queries: int, num_kv_heads: int) -> int:
-    """Returns the number of equal shares that decode cuts all keys into, for each K/V head. `num_queries` read
-    the same keys."""
-    programs = (2 if num_queries > 1 else 4) * device.num_multiprocessors
+def decode_workers(device: DeviceClass, num_queries: int, num_kv_heads: int, key_bytes: int) -> int:
+    """Returns the number of equal shares that decode cuts all keys into, for each K/V head: as many as there
+    are programs that run at once. `num_queries` read the same keys; `key_bytes`: of K and V of a token for one
+    K/V head."""
+    most = 2 if num_queries > 1 else 4  # programs of a multiprocessor
+    programs = max(1, min(most, 2048 // key_bytes)) * device.num_multiprocessors
     return max(1, programs // num_kv_heads)
 
 

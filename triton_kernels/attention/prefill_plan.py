@@ -380,7 +380,7 @@ def prefill_plan(
     num_items = num_shares + capacity if num_workers else 0
     numbers = torch.empty(num_items + capacity, ITEM_FIELDS, dtype=torch.int32, device=rows.device)
     counters = torch.empty(4, dtype=torch.int32, device=rows.device)
-    section_keys = tuning.SECTION_BYTES // ((heads.key_dim + heads.value_dim) * dtype.itemsize)
+    section_keys = tuning.SECTION_BYTES // heads.key_bytes(dtype)
     sizes = capacity, section_keys, heads.num_kv_heads, group, block_m, window, chunk
     _prefill_plan(rows, q_starts, lengths, numbers, counters, *sizes, *shares)
     items = numbers[: num_items or capacity]
