@@ -87,12 +87,15 @@ class AttentionBackend(ABC):
             `[num_tokens, num_heads * v_dim]` of q's type.
 
         Raises:
-            ValueError: the step has sinks, and the layer has a window or was made without `rotary`.
+            ValueError: the step has sink tokens, and the layer has a window or chunks, or was made without
+                `rotary`.
         """
-        if metadata.num_sink_tokens and (self.rotary is None or self.options.window):
+        bounded = self.options.window or self.options.chunk
+        if metadata.num_sink_tokens and (self.rotary is None or bounded):
             raise ValueError(
                 f"a step with {metadata.num_sink_tokens} sinks needs the rotary frequencies (rotary) and a "
-                f"layer without a window; layer {self.layer_idx} has a window of {self.options.window}"
+                f"layer without a window or chunks; layer {self.layer_idx} has a window of "
+                f"{self.options.window} and chunks of {self.options.chunk}"
             )
         num_tokens = metadata.num_tokens
         q = q.view(num_tokens, self.num_heads, self.head_dim)

@@ -105,11 +105,12 @@ class TritonAttention(AttentionBackend):
                 num_tokens=len(q),
                 dtype=q.dtype,
                 window=self.options.window,
+                chunk=self.options.chunk,
                 shared_prefixes=shared_prefixes,
                 decodes_first=metadata.decodes_first,
             )
 
-        shape = *heads, self.options.window, q.dtype, shared_prefixes is not None
+        shape = *heads, self.options.window, self.options.chunk, q.dtype, shared_prefixes is not None
         return _StepPlans.of(metadata).get(shape, metadata.step, self.layer_idx, make)
 
     def _attend_with_sinks(self, q: torch.Tensor, metadata: AttentionMetadata, out: torch.Tensor) -> None:
@@ -134,11 +135,13 @@ class TritonAttention(AttentionBackend):
             lse=lse[0],
         )
 
-        # Every query sees all sinks, so to the decode kernels it is a request of its own.
+        # Every query sees all sink tokens, so to the decode kernels it is a request of its own. Learned sinks
+        # join one of the two parts only.
         rotated = self.rotary.rotate_back(q, dropped)
         rows = metadata.rows.repeat_interleave(metadata.q_lens_on_device, output_size=num_tokens)
         lengths = torch.full((num_tokens,), num_sink_tokens, dtype=torch.int32, device=q.device)
-        decode_attention(rotated, kv, rows, lengths, self.options, out=partial_out[1], lse=lse[1])
+        options = self.options._replace(sink_logits=None)
+        decode_attention(rotated, kv, rows, lengths, options, out=partial_out[1], lse=lse[1])
         merge_states(partial_out, lse, out=out)
 
     def _entry_scores(

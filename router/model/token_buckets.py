@@ -23,8 +23,8 @@ Report = Callable[[str], None]
 # Larger steps run eagerly: the host launches them in less time than the device takes, and a graph's memory
 # grows with its tokens.
 MOST_TOKENS = 2304
-# The prefill slots of most prompt graphs, the one for padding included. With more slots the kernels would have
-# smaller tiles, as for prefills of few tokens each (`tuning.prefill_launch`).
+# The prefill slots of most prompt graphs, the one for padding included. With more slots the general kernel of
+# prefill would have smaller tiles, as for prefills of few tokens each (`tuning.prefill_launch`).
 FEW_PREFILLS = 8
 
 # These are not measured, since the limit on padding needs each of them.
