@@ -282,6 +282,8 @@ def linear_launch(
     if interpreted or blocks * splits <= most:
         # With one program on a multiprocessor, more of the weight has to be on its way.
         return LinearLaunch(block_n, block_k, 4, 4 if num_tokens > 32 else 6, splits)
+    if 2 * blocks < 3 * most:  # few multiprocessors have a second program, which better comes after the first
+        return LinearLaunch(block_n, block_k, 4, 6, 1) if num_tokens <= 32 else None
     if blocks <= 2 * most:  # the pipelines of two programs have to fit on a multiprocessor
         return LinearLaunch(block_n, block_k, 4, 3 if num_tokens > 32 else 4 if num_tokens > 16 else 5, 1)
     if num_tokens <= 16 or num_rows % 128:
