@@ -83,11 +83,13 @@ def prompt_shapes(most_tokens: int, max_num_seqs: int) -> dict[int, list[BatchSh
     return found
 
 
-def graphs_bytes(max_num_seqs: int, max_step_tokens: int, token_bytes: int, logits_bytes: int) -> int:
+def graphs_bytes(
+    max_num_seqs: int, max_step_tokens: int, token_bytes: int, logits_bytes: int, scratch_bytes: int
+) -> int:
     """Returns the bytes of device memory to keep for the graphs of all steps.
 
-    token_bytes: of the activations of a token; logits_bytes: of its logits in float32. The graphs share the
-    memory of their tensors, and each has its launches besides.
+    token_bytes: of the activations of a token; logits_bytes: of its logits in float32; scratch_bytes: of what
+    a layer's attention needs. The graphs share the memory of their tensors, and each has its launches besides.
     """
     buckets = prompt_shapes(max_step_tokens, max_num_seqs)
     # Shapes with decodes may also be captured with shared prefixes.
@@ -95,7 +97,7 @@ def graphs_bytes(max_num_seqs: int, max_step_tokens: int, token_bytes: int, logi
     num_graphs = len(shapes) + sum(shape.num_decodes > 0 for shape in shapes)
     num_graphs += 3 * len(batch_sizes(max_num_seqs))
     sampling = max_num_seqs * logits_bytes * _LOGITS_COPIES
-    return max(buckets) * token_bytes + sampling + num_graphs * _GRAPH_BYTES
+    return max(buckets) * token_bytes + sampling + scratch_bytes + num_graphs * _GRAPH_BYTES
 
 
 class Capture(NamedTuple):
