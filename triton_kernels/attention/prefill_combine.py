@@ -163,15 +163,15 @@ def combine_tiles(
 def combine_tiles_reference(
     partial_out: Tensor, partial_lse: Tensor, items: Tensor
 ) -> dict[tuple[int, int], tuple[Tensor, Tensor]]:
-    """Computes `combine_tiles` in plain torch: for each tile that is cut, by request and first row, its output
-    `[num_kv_heads, block_m, Dv]` and log-sum-exp `[num_kv_heads, block_m]`, float32. Rows after the request's
-    last are undefined."""
+    """Computes `combine_tiles` in plain torch and float64: for each tile that is cut, by request and first row,
+    its output `[num_kv_heads, block_m, Dv]` and log-sum-exp `[num_kv_heads, block_m]`, base 2. Rows after the
+    request's last are undefined."""
     combined = {}
     for number, item in enumerate(items[: len(partial_out) // 2].tolist()):
         num_parts, first_part = item[10:]
         if num_parts > 0:
             chosen = [first_part, *range(number, number + num_parts - 1)]
-            part_lse = partial_lse[chosen] * math.log(2)
+            part_lse = partial_lse[chosen].double() * math.log(2)
             lse = part_lse.logsumexp(dim=0)
             weights = (part_lse - lse).exp().nan_to_num(0.0)  # NaN: no part has a key
             output = torch.where(weights[..., None] > 0, weights[..., None] * partial_out[chosen], 0.0)
