@@ -47,7 +47,7 @@ _PREFILL_LAUNCHES = (
     Launch(64, 32, 4, 2),
 )
 # Launches of `prefill_hopper`, by head dim: 12 warps, and as many stages of K and V as fit beside q.
-_HOPPER_LAUNCHES = {64: Launch(128, 128, 12, 6), 128: Launch(128, 128, 12, 3), 256: Launch(128, 32, 12, 5)}
+_HOPPER_LAUNCHES = {64: Launch(128, 128, 12, 6), 128: Launch(128, 128, 12, 3), 256: Launch(128, 64, 12, 2)}
 _REDUCTION_BYTES = 2048  # of shared memory, for the softmax's reductions
 
 # How many counts of blocks a search for free slots reads at a time: few at first, since enough free slots are
@@ -101,12 +101,12 @@ def decode_launch(
     how many programs there are; each reads an equal share, so all of them should run at once.
     """
     rows = padded_dim(num_rows)
+    key_width, value_width = padded_dim(key_dim), padded_dim(value_dim)
+    bytes_per_key = (key_width + value_width) * element_size
     if several and element_size < 4:
         launch = Launch(max(64, rows), 64, 4 if rows <= 64 else 8, 3)  # as the matrix units of Hopper want it
     else:
-        launch = Launch(rows, 32, 4 if rows <= 64 else 8, 3)
-    key_width, value_width = padded_dim(key_dim), padded_dim(value_dim)
-    bytes_per_key = (key_width + value_width) * element_size
+        launch = Launch(rows, 64 if bytes_per_key <= 256 else 32, 4 if rows <= 64 else 8, 3)
     for_queries = launch.block_m * key_width * element_size
     block_n, num_stages = launch.block_n, launch.num_stages
     while block_n > 16 and block_n * bytes_per_key > 32 * 1024:
@@ -118,10 +118,12 @@ def decode_launch(
     return launch._replace(block_n=block_n, num_stages=num_stages)
 
 
-def decode_workers(device: DeviceClass, num_queries: int, num_kv_heads: int) -> int:
-    """Returns the number of equal shares that decode cuts all keys into, for each K/V head. `num_queries` read
-    the same keys."""
-    programs = (2 if num_queries > 1 else 4) * device.num_multiprocessors
+def decode_workers(device: DeviceClass, num_queries: int, num_kv_heads: int, key_bytes: int) -> int:
+    """Returns the number of equal shares that decode cuts all keys into, for each K/V head: as many as there
+    are programs that run at once. `num_queries` read the same keys; `key_bytes`: of K and V of a token for one
+    K/V head."""
+    most = 2 if num_queries > 1 else 4  # programs of a multiprocessor
+    programs = max(1, min(most, 2048 // key_bytes)) * device.num_multiprocessors
     return max(1, programs // num_kv_heads)
 
 
@@ -147,6 +149,11 @@ def hopper_prefill_launch(
     if device.major != 9 or element_size != 2 or key_dim != value_dim:
         return None
     return _HOPPER_LAUNCHES.get(key_dim)
+
+
+# Prefill on Hopper computes some K/V heads after the others: as many as have so many bytes of K and V together,
+# which then stay in the L2 cache.
+SECTION_BYTES = 32 * 2**20
 
 
 class PrefillShares(NamedTuple):

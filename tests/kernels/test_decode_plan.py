@@ -185,3 +185,22 @@ def test_launches_fit_the_shared_memory(shared_memory: int, head_dim: int) -> No
             if launch.block_m <= 64:
                 tiles = launch.block_m + 2 * launch.num_stages * launch.block_n
                 assert 2 * dim * tiles <= shared_memory
+
+
+def test_as_many_programs_as_run_at_once() -> None:
+    """A program has three stages of 32 keys, or of 64 short ones, in shared memory."""
+    device = tuning.DeviceClass(132, 227 * 1024, 9)
+    for dims, key_bytes, programs in (
+        (64, 256, 4),
+        (128, 512, 4),
+        (160, 640, 3),
+        (256, 1024, 2),
+        (1024, 4096, 1),
+    ):
+        assert tuning.decode_workers(device, 1, 8, key_bytes) == programs * 132 // 8
+        assert tuning.decode_workers(device, 8, 8, key_bytes) == min(programs, 2) * 132 // 8
+        if dims <= 256:
+            launch = tuning.decode_launch(device, 8, False, dims, dims, 2)
+            padded = 2 * 2 * tuning.padded_dim(dims)
+            if dims in (64, 128, 256):
+                assert programs * launch.num_stages * launch.block_n * padded <= device.shared_memory

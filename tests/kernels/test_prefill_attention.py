@@ -223,7 +223,7 @@ def test_stays_one_operator_under_torch_compile(device: torch.device) -> None:
         dtype=q.dtype,
     )
     lse = torch.empty(12, 4, device=device)
-    op_args = (q, *cache.kv[:3], plan.items, plan.taken, None, torch.empty_like(q), lse)
+    op_args = (q, *cache.kv[:3], plan.items, plan.counters, None, torch.empty_like(q), lse)
     op_args += (plan.num_shares, plan.num_workers, *plan.launch)
     settings = (0.125, 0, 0, 0, 0.0)
     torch.library.opcheck(torch.ops.lightkv.prefill_attention.default, (*op_args, *settings))
@@ -232,7 +232,7 @@ def test_stays_one_operator_under_torch_compile(device: torch.device) -> None:
     sizes = num_tiles, 2, 2, plan.launch.block_m, 9, 0
     shares = tuning.prefill_shares(tuning.device_class(device), plan.launch, 2)
     op = torch.ops.lightkv.prefill_plan.default
-    torch.library.opcheck(op, (*plan_args, plan.taken, *sizes, *shares))
+    torch.library.opcheck(op, (*plan_args, plan.counters, *sizes, *shares))
 
     def step(q: Tensor, k: Tensor, cache: Cache, slots: Tensor) -> Tensor:
         write_kv(k, -k, cache.kv.k, cache.kv.v, slots)

@@ -197,6 +197,10 @@ def numpy_gluon(program: int, num_programs: int) -> dict[str, Any]:
                 names.setdefault(name, types.FunctionType(value.fn.__code__, names, name))
             elif isinstance(getattr(value, "value", None), int | float):
                 names[name] = value.value
+    # What threads hold, and how, exists on the device alone.
+    names["_thread_max"] = lambda s: s
+    names["pack_pairs"] = lambda weights, _dtype: weights
+    names["unpack_pairs"] = lambda pairs, _dtype, _layout: pairs
     return names
 
 
@@ -209,7 +213,7 @@ def run_program(
         np.full(shape, np.nan, np.float32)
         for shape in ((2, ROWS, DIM), (STAGES, KEYS, DIM), (STAGES, KEYS, DIM))
     ]
-    rings = [Ring(count) for count in (128, 2, 128, 2)]
+    rings = [Ring(count) for count in (128, 128, 2)]
     shared = (Shared(np.zeros(1, np.int64)), *map(Shared, smem), Barrier(1), Barrier(128), Barrier(2), *rings)
     kv_heads, group, shares = (sizes[name] for name in ("num_kv_heads", "group", "shares"))
     window, chunk = sizes["window"], sizes["chunk"]
@@ -229,9 +233,7 @@ def run_program(
         names["_compute"](outputs, kv_heads, *settings)
 
     def gather() -> None:
-        names["_gather"](
-            inputs, sizes["num_items"], kv_heads, sizes["strides"], shared, group, 0, window, chunk, shares
-        )
+        names["_gather"](inputs, kv_heads, sizes["strides"], shared, group, 0, window, chunk, shares)
 
     return [lambda: compute(0), lambda: compute(1), gather]
 
@@ -273,9 +275,17 @@ def run_all(tasks: list[Callable[[], None]]) -> None:
 )
 @pytest.mark.parametrize("group", [1, 3], ids="group{}".format)
 def test_warpgroups(
-    window: int, softcap: float, num_workers: int, chunk: int, with_sinks: bool, group: int
+    window: int,
+    softcap: float,
+    num_workers: int,
+    chunk: int,
+    with_sinks: bool,
+    group: int,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     torch.manual_seed(group + num_workers)
+    if group == 3:  # one K/V head after the other
+        monkeypatch.setattr(tuning, "SECTION_BYTES", 1)
     sequences = [(5, 100), (0, 9), (20, 30), (1, 60), (3, -2), (40, 0)]
     cache = poisoned_cache(
         [max(q_len + prefix, 0) for q_len, prefix in sequences], device="cpu", key_dim=DIM, value_dim=DIM
@@ -310,7 +320,7 @@ def test_warpgroups(
         return Pointer(whole.numpy(), tensor.storage_offset())
 
     k, v = cache.kv.k, cache.kv.v
-    tensors = (q, k, v, cache.kv.index, plan.items, plan.taken)
+    tensors = (q, k, v, cache.kv.index, plan.items, plan.counters)
     outputs = pointer(plan.items), pointer(out), pointer(lse), (pointer(partial_out), pointer(partial_lse))
     outputs += (None if sink_logits is None else pointer(sink_logits),)
     sizes = {
@@ -323,7 +333,6 @@ def test_warpgroups(
         "scales": score_scales(options.scale_for(DIM), softcap),
         "out_strides": out.stride()[:2],
         "strides": (q.stride()[:2], k.stride()[:2], v.stride()[:2], cache.kv.index.stride(0)),
-        "num_items": 2 * plan.num_shares,
     }
     num_programs = 3
     tasks = [
@@ -338,4 +347,20 @@ def test_warpgroups(
     expected_lse = lse_reference(*args, options)
     torch.testing.assert_close(lse[:num_queries], expected_lse[:num_queries], atol=1e-5, rtol=1e-5)
     assert out[num_queries:].isnan().all()
-    assert not plan.taken.any()
+    assert not plan.counters[:2].any()
+
+
+@pytest.mark.parametrize("num_kv_heads", [1, 2, 5, 8])
+@pytest.mark.parametrize("section_heads", [1, 2, 3, 8])
+@pytest.mark.parametrize("num_entries", [0, 1, 7])
+def test_the_order_of_items(num_kv_heads: int, section_heads: int, num_entries: int) -> None:
+    """A section has all entries of its heads; of these, the first entries come first."""
+    item_at = numpy_gluon(0, 1)["item_at"]
+    order = tuple(array(value) for value in (num_entries, min(section_heads, num_kv_heads), num_kv_heads))
+    found = [int(item_at(array(place), order)) for place in range(num_entries * num_kv_heads + 3)]
+    assert found[num_entries * num_kv_heads :] == [-1] * 3
+    items = [divmod(item, num_kv_heads) for item in found[: num_entries * num_kv_heads]]  # entry, head
+    sections = [head // section_heads for _, head in items]
+    assert items == sorted(items, key=lambda item: (item[1] // section_heads, item))
+    assert len(set(items)) == len(items) == num_entries * num_kv_heads
+    assert sections == sorted(sections)

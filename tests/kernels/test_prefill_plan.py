@@ -56,10 +56,12 @@ def check(
         launch=launch,
         shares=shares,
     )
-    expected = prefill_plan_reference(*args, plan, shares, num_kv_heads=num_kv_heads, group=group)
+    expected, counters = prefill_plan_reference(
+        *args, plan, shares, num_kv_heads=num_kv_heads, group=group, key_bytes=2 * 64 * 2
+    )
     assert plan.launch == launch
     assert torch.equal(plan.items, expected)
-    assert not plan.taken.any()
+    assert plan.counters.tolist() == counters
     return plan
 
 
@@ -90,6 +92,15 @@ def test_the_list_has_room_when_every_last_tile_has_one_row(device: torch.device
 def test_requests_without_queries_and_an_empty_batch(device: torch.device) -> None:
     check([(0, 4), (0, 0)], device=device, group=4, block_m=16)
     assert (check([], device=device, group=4, block_m=16).items[:, 0] == -1).all()
+
+
+@pytest.mark.parametrize(("section_bytes", "num_heads"), [(1, 1), (256 * 1400, 3), (2**25, 8)])
+def test_a_section_has_the_heads_whose_keys_fit(
+    section_bytes: int, num_heads: int, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tuning, "SECTION_BYTES", section_bytes)
+    plan = check([(100, 200), (30, 70)], device=device, group=2, block_m=16, num_kv_heads=8)
+    assert plan.counters.tolist() == [0, 0, 13 + 4, num_heads]
 
 
 def test_the_reference_lists_every_row_once_and_tiles_with_more_keys_first() -> None:

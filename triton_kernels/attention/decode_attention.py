@@ -34,7 +34,7 @@ from .attend_keys import (
 )
 from .decode_combine import combine_parts
 from .decode_plan import ITEM_FIELDS, PART_FIELDS, SHARE_FIELDS, DecodePlan, decode_plan
-from .paged_kv import DEFAULT_OPTIONS, AttentionOptions, PagedKV
+from .paged_kv import DEFAULT_OPTIONS, AttentionOptions, HeadShape, PagedKV
 
 _ITEM_FIELDS = tl.constexpr(ITEM_FIELDS)
 _SHARE_FIELDS = tl.constexpr(SHARE_FIELDS)
@@ -373,6 +373,7 @@ def decode_attention(
             window=window,
             chunk=chunk,
             num_queries=num_queries,
+            key_bytes=HeadShape.of(q, kv).key_bytes(q.dtype),
         )
     _decode_attention(
         q,

@@ -272,6 +272,7 @@ def decode_plan(
     chunk: int = 0,
     num_queries: int = 1,
     shared_prefixes: SharedPrefixGroups | None = None,
+    key_bytes: int = 512,
 ) -> DecodePlan:
     """Makes the work list of a decode step, which serves all layers with `num_kv_heads` and this window or
     these chunks.
@@ -284,6 +285,8 @@ def decode_plan(
         shared_prefixes: the prefixes to read once for several requests. They are read on the device, so a
             captured plan follows them, too; their values are not checked. With one member each they are
             ignored.
+        key_bytes: of K and V of a token for one K/V head. With more than 512, fewer programs run at once, and
+            the keys are cut into fewer shares.
 
     Raises:
         ValueError: rows, lengths or prefixes do not fit, or there are prefixes and a window.
@@ -297,7 +300,7 @@ def decode_plan(
             shared_prefixes = None
     num_prefixes, num_members = (0, 1) if shared_prefixes is None else shared_prefixes.members.shape
     device = tuning.device_class(rows.device)
-    num_workers = tuning.decode_workers(device, num_members * num_queries, num_kv_heads)
+    num_workers = tuning.decode_workers(device, num_members * num_queries, num_kv_heads, key_bytes)
     # Without prefixes, only a request in which a worker's share ends has several parts.
     num_listed = min(num_requests, num_workers) if shared_prefixes is None else num_requests
     sizes = (

@@ -85,6 +85,7 @@ def mixed_plan(
             chunk=chunk,
             num_queries=num_queries,
             shared_prefixes=shared_prefixes,
+            key_bytes=heads.key_bytes(dtype),
         )
     return MixedPlan(prefill, decode)
 

@@ -2,6 +2,7 @@
 
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 
@@ -33,6 +34,10 @@ class HeadShape(NamedTuple):
     def of(cls, q: Tensor, kv: PagedKV) -> "HeadShape":
         """Returns the heads of q `[T, num_heads, key_dim]` and of `kv`."""
         return cls(q.shape[1], kv.k.shape[1], q.shape[2], kv.v.shape[2])
+
+    def key_bytes(self, dtype: torch.dtype) -> int:
+        """Returns the bytes of K and V of a token for one K/V head, in `dtype`."""
+        return (self.key_dim + self.value_dim) * dtype.itemsize
 
 
 class AttentionOptions(NamedTuple):

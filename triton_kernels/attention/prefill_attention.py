@@ -273,14 +273,14 @@ def _hopper_launch(q: Tensor, k_cache: Tensor, v_cache: Tensor, out: Tensor) -> 
     return tuning.hopper_prefill_launch(device, q.shape[2], v_cache.shape[2], q.element_size())
 
 
-@torch.library.custom_op("lightkv::prefill_attention", mutates_args=("taken", "out", "lse"))
+@torch.library.custom_op("lightkv::prefill_attention", mutates_args=("counters", "out", "lse"))
 def _prefill_attention(
     q: Tensor,
     k_cache: Tensor,
     v_cache: Tensor,
     index: Tensor,
     items: Tensor,
-    taken: Tensor,
+    counters: Tensor,
     sink_logits: Tensor | None,
     out: Tensor,
     lse: Tensor | None,
@@ -314,7 +314,7 @@ def _prefill_attention(
             v_cache,
             index,
             items,
-            taken,
+            counters,
             sink_logits,
             out,
             lse,
@@ -449,7 +449,7 @@ def prefill_attention(
         kv.v,
         kv.index,
         plan.items,
-        plan.taken,
+        plan.counters,
         options.sink_logits,
         out,
         lse,

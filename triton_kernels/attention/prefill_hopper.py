@@ -34,19 +34,21 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from lightkv.triton_kernels import tuning
 
 from .prefill_hopper_items import (
-    ITEM_FIELDS,
+    item_at,
     keys_of,
     online_softmax,
+    pack_pairs,
     piece_of,
     start_softmax,
+    thread_sums,
     tile_of,
+    unpack_pairs,
     write_part,
     write_tile,
 )
 
 _WARPS = gl.constexpr(4)  # of a warpgroup, which executes a wgmma together
-_COMPUTE_REGISTERS = gl.constexpr(200)  # per thread; three threads, one of each warpgroup, share 504
-_GATHER_REGISTERS = gl.constexpr(104)
+_REGISTERS = gl.constexpr(504)  # of three threads, one of each warpgroup
 
 
 @gluon.jit
@@ -98,7 +100,6 @@ def _copy_q(q, q_strides, tile, q_smem, q_full, GROUP: gl.constexpr, layout: gl.
 @gluon.jit
 def _gather(
     tensors,
-    num_items,
     num_kv_heads,
     strides,
     shared,
@@ -108,9 +109,9 @@ def _gather(
     CHUNK: gl.constexpr,
     SHARES: gl.constexpr,
 ):
-    q, k_cache, v_cache, index, items, taken = tensors
+    q, k_cache, v_cache, index, items, counters = tensors
     q_strides, k_strides, v_strides, stride_index = strides
-    _item, q_smem, k_smem, v_smem, _item_full, q_full, _q_empty, k_full, k_empty, v_full, v_empty = shared
+    _item, q_smem, k_smem, v_smem, _item_full, q_full, _q_empty, k_full, v_full, empty = shared
     STAGES: gl.constexpr = k_smem.shape[0]
     BLOCK_N: gl.constexpr = k_smem.shape[1]
     D: gl.constexpr = k_smem.shape[2]
@@ -120,47 +121,45 @@ def _gather(
     keys: gl.constexpr = gl.SliceLayout(1, layout)
     count = 0  # key tiles so far, over all items
     turn = 0  # items so far
-    item = gl.program_id(0)
+    order = gl.load(counters + 2), gl.load(counters + 3), num_kv_heads
+    item = item_at(gl.program_id(0), order)
     while item >= 0:
-        next_item = -1
-        # An item without a request is the end of the list.
-        if gl.load(items + item // num_kv_heads * ITEM_FIELDS) >= 0:
-            tile = tile_of(items, item, num_kv_heads)
-            piece = piece_of(items, item, num_kv_heads, SHARES)
-            begin, end, first, last = keys_of(tile, piece, BLOCK_M, BLOCK_N, GROUP, WINDOW, CHUNK, SHARES)
-            if end > 0:
-                index_row = index + tile[1] * stride_index
-                k_head = k_cache + tile[0] * k_strides[1]
-                v_head = v_cache + tile[0] * v_strides[1]
-                slots = _find_slots(index_row, last, begin, end, BLOCK_N, SHIFT, keys)
-                for j in range(last - first + 1):
-                    stage = count % STAGES
-                    phase = (count // STAGES & 1) ^ 1
-                    here = slots
-                    # The index is loaded a tile ahead, since the copy of K needs its values.
-                    slots = _find_slots(index_row, last - 1 - j, begin, end, BLOCK_N, SHIFT, keys)
-                    mbarrier.wait(k_empty.index(stage), phase)
-                    _copy_rows(k_head, here, k_strides[0], k_smem.index(stage), k_full.index(stage), layout)
-                    if j == 0:
-                        _pass_item(item, turn, shared)
-                        _copy_q(q, q_strides, tile, q_smem, q_full, GROUP, layout)
-                    mbarrier.wait(v_empty.index(stage), phase)
-                    _copy_rows(v_head, here, v_strides[0], v_smem.index(stage), v_full.index(stage), layout)
-                    count += 1
-            else:
-                _pass_item(item, turn, shared)
-                _copy_q(q, q_strides, tile, q_smem, q_full, GROUP, layout)
-            turn += 1
-            if SHARES:
-                next_item = piece[3]
-            if next_item < 0:
-                next_item = gl.num_programs(0) + gl.atomic_add(taken, 1, sem="relaxed")
-                next_item = gl.where(next_item < num_items, next_item, -1)
-        item = next_item
+        tile = tile_of(items, item, num_kv_heads)
+        piece = piece_of(items, item, num_kv_heads, SHARES)
+        begin, end, first, last = keys_of(tile, piece, BLOCK_M, BLOCK_N, GROUP, WINDOW, CHUNK, SHARES)
+        if end > 0:
+            index_row = index + tile[1] * stride_index
+            k_head = k_cache + tile[0] * k_strides[1]
+            v_head = v_cache + tile[0] * v_strides[1]
+            slots = _find_slots(index_row, last, begin, end, BLOCK_N, SHIFT, keys)
+            for j in range(last - first + 1):
+                stage = count % STAGES
+                here = slots
+                # The index is loaded a tile ahead, since the copy of K needs its values.
+                slots = _find_slots(index_row, last - 1 - j, begin, end, BLOCK_N, SHIFT, keys)
+                mbarrier.wait(empty.index(stage), (count // STAGES & 1) ^ 1)
+                _copy_rows(k_head, here, k_strides[0], k_smem.index(stage), k_full.index(stage), layout)
+                if j == 0:
+                    _pass_item(item, turn, shared)
+                    _copy_q(q, q_strides, tile, q_smem, q_full, GROUP, layout)
+                # V of the tile that was here goes with K of the tile after that.
+                mbarrier.wait(empty.index((count + 1) % STAGES), ((count + 1) // STAGES & 1) ^ 1)
+                _copy_rows(v_head, here, v_strides[0], v_smem.index(stage), v_full.index(stage), layout)
+                count += 1
+        else:
+            _pass_item(item, turn, shared)
+            _copy_q(q, q_strides, tile, q_smem, q_full, GROUP, layout)
+        turn += 1
+        item = -1
+        if SHARES:
+            item = piece[3]
+        if item < 0:
+            place = gl.num_programs(0) + gl.atomic_add(counters, 1, sem="relaxed")
+            item = item_at(place, order)
     _pass_item(-1, turn, shared)
-    if gl.atomic_add(taken + 1, 1) == gl.num_programs(0) - 1:
-        gl.store(taken, 0)
-        gl.store(taken + 1, 0)
+    if gl.atomic_add(counters + 1, 1) == gl.num_programs(0) - 1:
+        gl.store(counters, 0)
+        gl.store(counters + 1, 0)
 
 
 @gluon.jit
@@ -188,7 +187,7 @@ def _compute(
     SHARES: gl.constexpr,
 ):
     items, out, lse, partials, sink_logits = tensors
-    item_smem, q_smem, k_smem, v_smem, item_full, q_full, q_empty, k_full, k_empty, v_full, v_empty = shared
+    item_smem, q_smem, k_smem, v_smem, item_full, q_full, q_empty, k_full, v_full, empty = shared
     STAGES: gl.constexpr = k_smem.shape[0]
     BLOCK_N: gl.constexpr = k_smem.shape[1]
     D: gl.constexpr = k_smem.shape[2]
@@ -238,12 +237,16 @@ def _compute(
             mbarrier.wait(k_full.index(stage), count // STAGES & 1)
             s = _begin_scores(k_smem.index(stage), q_half, layout)
             s = warpgroup_mma_wait(0, deps=[s])
-            mbarrier.arrive(k_empty.index(stage))
-            weights, _decay, peak, total = online_softmax(
-                s, peak, total, last * BLOCK_N, positions, scales, WINDOW, CHUNK, SOFTCAP, True
+            weights, decay, peak = online_softmax(
+                s, peak, last * BLOCK_N, positions, scales, WINDOW, CHUNK, SOFTCAP, True
             )
-            p = gl.convert_layout(weights.to(dtype), p_layout)
+            sums = thread_sums(weights)  # of each of the four threads of a row
+            sums_row: gl.constexpr = gl.SliceLayout(1, sums.type.layout)
+            if sink_logits is not None:
+                sums += gl.convert_layout(total * decay * 0.25, sums_row)[:, None]
             mbarrier.wait(v_full.index(stage), count // STAGES & 1)
+            mbarrier.arrive(empty.index(stage))
+            pairs = pack_pairs(weights, dtype)
             count += 1
             for FULL in gl.static_range(2 if WINDOW == 0 else 1):
                 num_steps = full - first if FULL else last - full
@@ -254,34 +257,35 @@ def _compute(
                     stage = count % STAGES
                     mbarrier.wait(k_full.index(stage), count // STAGES & 1)
                     s = _begin_scores(k_smem.index(stage), q_half, layout)
+                    p = unpack_pairs(pairs, dtype, p_layout)
                     acc = warpgroup_mma(p, v_smem.index(before), acc, is_async=True)
                     s = warpgroup_mma_wait(1, deps=[s])
-                    mbarrier.arrive(k_empty.index(stage))
                     first_key = ((full if FULL else last) - 1 - j) * BLOCK_N
-                    weights, decay, peak, total = online_softmax(
-                        s, peak, total, first_key, positions, scales, WINDOW, CHUNK, SOFTCAP, FULL == 0
+                    weights, decay, peak = online_softmax(
+                        s, peak, first_key, positions, scales, WINDOW, CHUNK, SOFTCAP, FULL == 0
                     )
+                    sums = sums * gl.convert_layout(decay, sums_row)[:, None] + thread_sums(weights)
                     # This wait also ends a basic block; without it ptxas moves the next wait above the softmax.
                     mbarrier.wait(v_full.index(stage), count // STAGES & 1)
                     acc, _p = warpgroup_mma_wait(0, deps=[acc, p])  # wgmma reads p until then
-                    mbarrier.arrive(v_empty.index(before))
-                    p = gl.convert_layout(weights.to(dtype), p_layout)
+                    mbarrier.arrive(empty.index(stage))
+                    pairs = pack_pairs(weights, dtype)
                     acc = acc * gl.convert_layout(decay, acc_row)[:, None]
                     count += 1
             mbarrier.arrive(q_empty)
             fence_async_shared()
+            p = unpack_pairs(pairs, dtype, p_layout)
             acc = warpgroup_mma(p, v_smem.index(stage), acc, is_async=True)
             acc = warpgroup_mma_wait(0, deps=[acc])
-            mbarrier.arrive(v_empty.index(stage))
+            total = gl.convert_layout(gl.sum(sums, 1), row)
         else:
             mbarrier.arrive(q_empty)
             if SHARES:  # a half without rows reads no keys
                 for _j in range(last - first + 1):
                     stage = count % STAGES
                     mbarrier.wait(k_full.index(stage), count // STAGES & 1)
-                    mbarrier.arrive(k_empty.index(stage))
                     mbarrier.wait(v_full.index(stage), count // STAGES & 1)
-                    mbarrier.arrive(v_empty.index(stage))
+                    mbarrier.arrive(empty.index(stage))
                     count += 1
         if SHARES:
             if piece[2] >= 0:
@@ -296,8 +300,8 @@ def _compute(
 
 
 @gluon.jit(
-    do_not_specialize=["num_items", "num_kv_heads", "stride_index"],
-    do_not_specialize_on_alignment=["index", "items", "taken", "lse", "sink_logits"],
+    do_not_specialize=["num_kv_heads", "stride_index"],
+    do_not_specialize_on_alignment=["index", "items", "counters", "lse", "sink_logits"],
 )
 def _hopper_kernel(
     q,
@@ -305,13 +309,12 @@ def _hopper_kernel(
     v_cache,
     index,
     items,  # [capacity, 12]
-    taken,  # [2]: items taken from the list, finished programs
+    counters,  # [4]: items taken, programs finished, items to begin at, heads of a section
     sink_logits,  # [H] float32; or None
     out,
     lse,  # [T, H] float32, base 2; or None
     partial_out,  # [parts, num_kv_heads, BLOCK_M, D] float32; None if no tile is ever cut
     partial_lse,  # [parts, num_kv_heads, BLOCK_M] float32, base 2
-    num_items,
     num_kv_heads,
     score_scale,
     cap_scale,
@@ -337,6 +340,7 @@ def _hopper_kernel(
 ):
     if SHARES:
         tl.extra.cuda.gdc_launch_dependents()  # of the combining kernel
+    COMPUTE_REGISTERS: gl.constexpr = 208 if D > 128 else 200
     dtype: gl.constexpr = q.dtype.element_ty
     tile_layout: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
     barrier: gl.constexpr = mbarrier.MBarrierLayout()
@@ -348,25 +352,21 @@ def _hopper_kernel(
     q_full = gl.allocate_shared_memory(gl.int64, [1], barrier)
     q_empty = gl.allocate_shared_memory(gl.int64, [1], barrier)
     k_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], barrier)
-    k_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], barrier)
     v_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], barrier)
-    v_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], barrier)
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], barrier)
     # Every gathering thread arrives when its copies have completed; each computing warpgroup arrives once.
     mbarrier.init(item_full, count=1)
     mbarrier.init(q_full, count=32 * _WARPS)
     mbarrier.init(q_empty, count=2)
     for stage in gl.static_range(STAGES):
         mbarrier.init(k_full.index(stage), count=32 * _WARPS)
-        mbarrier.init(k_empty.index(stage), count=2)
         mbarrier.init(v_full.index(stage), count=32 * _WARPS)
-        mbarrier.init(v_empty.index(stage), count=2)
+        mbarrier.init(empty.index(stage), count=2)
     fence_async_shared()
-    shared = (
-        item_smem, q_smem, k_smem, v_smem, item_full, q_full, q_empty, k_full, k_empty, v_full, v_empty
-    )  # fmt: skip
+    shared = (item_smem, q_smem, k_smem, v_smem, item_full, q_full, q_empty, k_full, v_full, empty)
     outputs, inputs = (
         (items, out, lse, (partial_out, partial_lse), sink_logits),
-        (q, k_cache, v_cache, index, items, taken),
+        (q, k_cache, v_cache, index, items, counters),
     )
     scales, out_strides = (score_scale, cap_scale), (stride_out_t, stride_out_h)
     k_strides, v_strides = (stride_k_slot, stride_k_h), (stride_v_slot, stride_v_h)
@@ -407,11 +407,11 @@ def _hopper_kernel(
             ),
             (
                 _gather,
-                (inputs, num_items, num_kv_heads, strides, shared, GROUP, SHIFT, WINDOW, CHUNK, SHARES),
+                (inputs, num_kv_heads, strides, shared, GROUP, SHIFT, WINDOW, CHUNK, SHARES),
             ),
         ],
         [_WARPS, _WARPS],
-        [_COMPUTE_REGISTERS, _GATHER_REGISTERS],
+        [COMPUTE_REGISTERS, _REGISTERS - 2 * COMPUTE_REGISTERS],
     )
 
 
@@ -421,7 +421,7 @@ def launch_hopper_prefill(
     v_cache: Tensor,
     index: Tensor,
     items: Tensor,
-    taken: Tensor,
+    counters: Tensor,
     sink_logits: Tensor | None,
     out: Tensor,
     lse: Tensor | None,
@@ -446,21 +446,19 @@ def launch_hopper_prefill(
     """
     num_heads, head_dim = q.shape[1:]
     num_kv_heads = k_cache.shape[1]
-    num_items = num_kv_heads * num_shares
-    num_programs = min(num_items, tuning.device_class(q.device).num_multiprocessors)
+    num_programs = min(num_kv_heads * num_shares, tuning.device_class(q.device).num_multiprocessors)
     _hopper_kernel[(num_programs,)](
         q,
         k_cache,
         v_cache,
         index,
         items,
-        taken,
+        counters,
         sink_logits,
         out,
         lse,
         partial_out,
         partial_lse,
-        num_items,
         num_kv_heads,
         score_scale,
         cap_scale,

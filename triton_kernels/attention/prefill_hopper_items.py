@@ -12,6 +12,23 @@ _LOG2_E = gl.constexpr(LOG2_E)
 
 
 @gluon.jit
+def item_at(place, order):
+    """Returns the item at a place of the order in which programs take them; -1 after the last.
+
+    `order`: the entries of the list that programs begin at, the K/V heads of a section, and all K/V heads. An
+    item is an entry for one head, `entry * num_kv_heads + head`. Of a section's heads, the first entries come
+    first.
+    """
+    num_entries, section_heads, num_kv_heads = order
+    section = place // gl.maximum(num_entries * section_heads, 1)
+    first_head = section * section_heads
+    heads = gl.maximum(gl.minimum(section_heads, num_kv_heads - first_head), 1)
+    within = place - first_head * num_entries
+    item = within // heads * num_kv_heads + first_head + within % heads
+    return gl.where(place < num_entries * num_kv_heads, item, -1)
+
+
+@gluon.jit
 def tile_of(items, item, num_kv_heads):
     """Returns an item's kv_head, row of the index, first row, rows of the request, first query, keys before
     it."""
@@ -88,7 +105,6 @@ def start_softmax(
 def online_softmax(
     s,
     peak,
-    total,
     first_key,
     positions,
     scales,
@@ -97,7 +113,7 @@ def online_softmax(
     SOFTCAP: gl.constexpr,
     MASKED: gl.constexpr,
 ):
-    """Returns the weights of a tile's scores and the factor by which earlier sums decay; as in
+    """Returns the weights of a tile's scores, the factor by which earlier sums decay, and the new peak; as in
     `attend_keys`."""
     layout: gl.constexpr = s.type.layout
     BLOCK_N: gl.constexpr = s.shape[1]
@@ -105,18 +121,58 @@ def online_softmax(
     if SOFTCAP:
         s = 2.0 / (1.0 + gl.exp(-s * cap_scale)) - 1.0  # tanh
     if MASKED:
-        keys = first_key + gl.arange(0, BLOCK_N, gl.SliceLayout(0, layout))
-        visible = keys[None, :] <= positions[:, None]
+        columns = gl.arange(0, BLOCK_N, gl.SliceLayout(0, layout))
+        last = positions - first_key  # the last column that a row sees
+        s = gl.where(columns[None, :] <= last[:, None], s, float("-inf"))
         if WINDOW > 0:
-            visible = visible & (keys[None, :] > positions[:, None] - WINDOW)
+            s = gl.where(columns[None, :] > (last - WINDOW)[:, None], s, float("-inf"))
         if CHUNK > 0:
-            visible = visible & (keys[None, :] >= (positions // CHUNK * CHUNK)[:, None])
-        s = gl.where(visible, s, float("-inf"))
-    new_peak = gl.maximum(peak, gl.max(s, 1) * score_scale)
+            begin = positions // CHUNK * CHUNK - first_key
+            s = gl.where(columns[None, :] >= begin[:, None], s, float("-inf"))
+    most = gl.convert_layout(gl.max(_thread_max(s), 1), gl.SliceLayout(1, layout))
+    new_peak = gl.maximum(peak, most * score_scale)
     weights = gl.exp2(s * score_scale - new_peak[:, None])
-    decay = gl.exp2(peak - new_peak)
-    total = total * decay + gl.sum(weights, 1)
-    return weights, decay, new_peak, total
+    return weights, gl.exp2(peak - new_peak), new_peak
+
+
+# A row of a wgmma's accumulator is held by four threads, each with 2 neighbouring columns of every 8. Reducing
+# within threads first takes no shuffle, and in several chains instead of one it takes less time.
+
+
+@gluon.jit
+def _thread_max(s):
+    """Returns the maxima of the columns that one thread holds: [rows, 4]."""
+    parts = s.reshape([s.shape[0], s.shape[1] // 32, 4, 4, 2])
+    return gl.max(gl.max(gl.max(parts, 4), 2), 1)
+
+
+@gluon.jit
+def thread_sums(weights):
+    """Returns the sums of the columns that one thread holds: [rows, 4]."""
+    parts = weights.reshape([weights.shape[0], weights.shape[1] // 8, 4, 2])
+    return gl.sum(gl.sum(parts, 3), 1)
+
+
+@gluon.jit
+def pack_pairs(weights, dtype: gl.constexpr):
+    """Rounds weights to 16 bits, two neighbouring columns in an int32: [rows, columns / 2].
+
+    A loop that carries 16-bit values would have the compiler take every pair apart and put it together again.
+    """
+    low, high = gl.split(weights.reshape([weights.shape[0], weights.shape[1] // 2, 2]))
+    PAIR: gl.constexpr = "bf16x2" if dtype == gl.bfloat16 else "f16x2"
+    return gl.inline_asm_elementwise(
+        "cvt.rn." + PAIR + ".f32 $0, $2, $1;", "=r,f,f", [low, high], dtype=gl.int32, is_pure=True, pack=1
+    )
+
+
+@gluon.jit
+def unpack_pairs(pairs, dtype: gl.constexpr, layout: gl.constexpr):
+    """Returns what `pack_pairs` has packed, [rows, columns] of `dtype`, in the layout of an operand."""
+    low = pairs.to(gl.int16).to(dtype, bitcast=True)
+    high = (pairs >> 16).to(gl.int16).to(dtype, bitcast=True)
+    both = gl.join(low, high).reshape([pairs.shape[0], pairs.shape[1] * 2])
+    return gl.convert_layout(both, layout)
 
 
 @gluon.constexpr_function

@@ -60,29 +60,32 @@ class PrefillPlan(NamedTuple):
     `num_shares`: programs begin at the first `num_shares` items; all others follow one of these.
     `num_workers`: shares for each K/V head that keys are cut into; there are at most 2 * num_workers parts. 0
     if tiles are never cut.
-    `taken`: int32 `[2]`, zeros: `prefill_hopper` counts there the items that its programs have taken, and
-    resets it to zeros, so one run at a time may use a plan.
+    `counters`: int32 `[4]`: two zeros, where `prefill_hopper` counts the items that its programs have taken and
+    the programs that have finished, and which it resets, so one run at a time may use a plan; the number of
+    items that programs begin at; and the K/V heads of a section (`tuning.SECTION_BYTES`).
     `launch`, `window`, `num_requests`, `chunk`: what the plan was made for.
     """
 
     items: Tensor
     num_shares: int
     num_workers: int
-    taken: Tensor
+    counters: Tensor
     launch: tuning.Launch
     window: int
     num_requests: int
     chunk: int = 0
 
 
-@triton.jit(do_not_specialize=["num_requests"])
+@triton.jit(do_not_specialize=["num_requests", "section_keys", "num_kv_heads"])
 def _plan_kernel(
     rows,  # [B]
     q_starts,  # [B + 1]
     lengths,  # [B]
     tiles,  # [capacity, 12], filled with -1
-    taken,  # [2]
+    counters,  # [4]
     num_requests,
+    section_keys,
+    num_kv_heads,
     GROUP: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_T: tl.constexpr,
@@ -91,7 +94,19 @@ def _plan_kernel(
 ):
     request = tl.program_id(0)
     if (request == 0) & (tl.program_id(1) == 0):
-        tl.store(taken + tl.arange(0, 2), 0)
+        all_tiles = 0
+        all_keys = 1  # not 0, which would divide
+        for first in range(0, num_requests, BLOCK_B):
+            other = first + tl.arange(0, BLOCK_B)  # [BLOCK_B]
+            is_other = other < num_requests
+            begin = tl.load(q_starts + other, mask=is_other, other=0)
+            num_queries = tl.load(q_starts + other + 1, mask=is_other, other=0) - begin
+            before = tl.load(lengths + other, mask=is_other, other=0) - num_queries
+            all_tiles += tl.sum(tl.cdiv(num_queries * GROUP, BLOCK_M), 0)
+            all_keys += tl.sum(num_queries + tl.minimum(tl.maximum(before, 0), MOST_KEYS), 0)
+        tl.store(counters + tl.arange(0, 2), 0)
+        tl.store(counters + 2, all_tiles)
+        tl.store(counters + 3, tl.minimum(tl.maximum(section_keys // all_keys, 1), num_kv_heads))
     row = tl.load(rows + request).to(tl.int32)
     q_begin = tl.load(q_starts + request)
     q_len = tl.load(q_starts + request + 1) - q_begin
@@ -158,11 +173,12 @@ def _load_units(
     do_not_specialize=[
         "capacity", "num_shares", "num_workers", "num_programs", "num_kv_heads", "least_units", "least_gain"
     ],
-    do_not_specialize_on_alignment=["tiles", "items"],
+    do_not_specialize_on_alignment=["tiles", "items", "counters"],
 )  # fmt: skip
 def _share_kernel(
     tiles,  # [capacity, 12]
     items,  # [num_shares + capacity, 12], filled with -1
+    counters,  # [4]
     capacity,
     num_shares,
     num_workers,
@@ -197,6 +213,8 @@ def _share_kernel(
     share = tl.maximum(tl.cdiv(total, num_workers), least_units)
     shared = share * tl.cdiv(num_workers * num_kv_heads, num_programs)
     is_cut = whole - shared >= least_gain + shared // 16
+    if is_cut:
+        tl.store(counters + 2, tl.cdiv(total, share))
     before = 0
     for start in range(0, capacity, BLOCK_T):
         tile = start + tl.arange(0, BLOCK_T)
@@ -231,14 +249,15 @@ def _share_kernel(
             tl.store(fields + 11, first_part, mask=is_second)
 
 
-@torch.library.custom_op("lightkv::prefill_plan", mutates_args=("numbers", "taken"))
+@torch.library.custom_op("lightkv::prefill_plan", mutates_args=("numbers", "counters"))
 def _prefill_plan(
     rows: Tensor,
     q_starts: Tensor,
     lengths: Tensor,
     numbers: Tensor,
-    taken: Tensor,
+    counters: Tensor,
     capacity: int,
+    section_keys: int,
     num_kv_heads: int,
     group: int,
     block_m: int,
@@ -253,7 +272,7 @@ def _prefill_plan(
     num_requests = rows.shape[0]
     numbers.fill_(-1)
     if num_requests == 0:
-        taken.zero_()
+        counters.zero_()
         return
     block_t, block_b = 16, min(128, tuning.block_for(num_requests))
     # Long requests have many tiles, so several programs share one request; but then the requests are few.
@@ -264,8 +283,10 @@ def _prefill_plan(
         q_starts,
         lengths,
         tiles,
-        taken,
+        counters,
         num_requests,
+        section_keys,
+        num_kv_heads,
         GROUP=group,
         BLOCK_M=block_m,
         BLOCK_T=block_t,
@@ -277,6 +298,7 @@ def _prefill_plan(
         _share_kernel[(1,)](
             tiles,
             items,
+            counters,
             capacity,
             len(items) - capacity,
             num_workers,
@@ -357,11 +379,12 @@ def prefill_plan(
     # The items, then the tiles that they are made of. If no tile is ever cut, the tiles are the items.
     num_items = num_shares + capacity if num_workers else 0
     numbers = torch.empty(num_items + capacity, ITEM_FIELDS, dtype=torch.int32, device=rows.device)
-    taken = torch.empty(2, dtype=torch.int32, device=rows.device)
-    sizes = capacity, heads.num_kv_heads, group, block_m, window, chunk
-    _prefill_plan(rows, q_starts, lengths, numbers, taken, *sizes, *shares)
+    counters = torch.empty(4, dtype=torch.int32, device=rows.device)
+    section_keys = tuning.SECTION_BYTES // heads.key_bytes(dtype)
+    sizes = capacity, section_keys, heads.num_kv_heads, group, block_m, window, chunk
+    _prefill_plan(rows, q_starts, lengths, numbers, counters, *sizes, *shares)
     items = numbers[: num_items or capacity]
-    return PrefillPlan(items, num_shares, num_workers, taken, launch, window, len(rows), chunk)
+    return PrefillPlan(items, num_shares, num_workers, counters, launch, window, len(rows), chunk)
 
 
 def prefill_tiles_reference(
@@ -428,8 +451,10 @@ def prefill_plan_reference(
     *,
     num_kv_heads: int,
     group: int,
-) -> Tensor:
-    """Computes the items of `plan` in plain Python, from what it was made for. Unused ones are -1."""
+    key_bytes: int,
+) -> tuple[Tensor, list[int]]:
+    """Computes the items of `plan`, of which unused ones are -1, and its counters in plain Python, from what it
+    was made for. `key_bytes`: of K and V of a token for one K/V head."""
     block_m, num_workers, unit = plan.launch.block_m, shares.num_workers, shares.unit
     window, chunk = plan.window, plan.chunk
     tiles = prefill_tiles_reference(
@@ -458,4 +483,10 @@ def prefill_plan_reference(
                 item[10:] = len(parts), parts[0]
             items[plan.num_shares + tile if first % share else first // share] = item
         begin = end
-    return torch.tensor(items, dtype=torch.int32, device=rows.device).view(-1, ITEM_FIELDS)
+    num_keys, most_keys = 1, _most_keys(window, chunk, block_m, group)
+    for length, q_len in zip(lengths.tolist(), q_starts.diff().tolist(), strict=True):
+        num_keys += q_len + min(max(length - q_len, 0), most_keys)
+    section_heads = min(max(tuning.SECTION_BYTES // key_bytes // num_keys, 1), num_kv_heads)
+    num_entries = sum(item[0] >= 0 for item in items[: plan.num_shares])
+    counters = [0, 0, num_entries, section_heads if len(rows) else 0]
+    return torch.tensor(items, dtype=torch.int32, device=rows.device).view(-1, ITEM_FIELDS), counters
