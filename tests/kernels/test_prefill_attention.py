@@ -229,7 +229,7 @@ def test_stays_one_operator_under_torch_compile(device: torch.device) -> None:
     torch.library.opcheck(torch.ops.lightkv.prefill_attention.default, (*op_args, *settings))
     num_tiles = len(plan.items) - plan.num_shares
     plan_args = (cache.rows, q_starts, cache.lengths, plan.items.new_empty(len(plan.items) + num_tiles, 12))
-    sizes = num_tiles, 2, 2, plan.launch.block_m, 9, 0
+    sizes = num_tiles, 10_000, 2, 2, plan.launch.block_m, 9, 0
     shares = tuning.prefill_shares(tuning.device_class(device), plan.launch, 2)
     op = torch.ops.lightkv.prefill_plan.default
     torch.library.opcheck(op, (*plan_args, plan.counters, *sizes, *shares))

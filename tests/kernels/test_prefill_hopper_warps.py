@@ -111,9 +111,10 @@ class Ring:
         return self.barriers[int(i)]
 
 
-def load(pointer: Pointer) -> Array:
-    assert (pointer.offsets >= 0).all()
-    return array(pointer.memory[pointer.offsets])
+def load(pointer: Pointer, mask: Any = True, other: int = 0) -> Array:
+    offsets = np.where(mask, pointer.offsets, 0)
+    assert (offsets >= 0).all()
+    return array(np.where(mask, pointer.memory[offsets], other))
 
 
 def store(pointer: Pointer, values: Any, mask: Any = True) -> None:
@@ -165,6 +166,7 @@ def numpy_gluon(program: int, num_programs: int) -> dict[str, Any]:
         **dict.fromkeys(
             ("SliceLayout", "BlockedLayout", "NVMMADistributedLayout", "DotOperandLayout"), ignored
         ),
+        int1=None,
         int32=None,
         int64=None,
         float32=None,
@@ -199,6 +201,9 @@ def numpy_gluon(program: int, num_programs: int) -> dict[str, Any]:
                 names[name] = value.value
     # What threads hold, and how, exists on the device alone.
     names["_thread_max"] = lambda s: s
+    names["row_pointers"] = lambda head, slots, stride, _layout, dim: (
+        head + (slots * stride)[:, None] + np.arange(dim)
+    )
     names["pack_pairs"] = lambda weights, _dtype: weights
     names["unpack_pairs"] = lambda pairs, _dtype, _layout: pairs
     return names

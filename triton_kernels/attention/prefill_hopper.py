@@ -12,8 +12,12 @@ the first, so the masked ones on the diagonal come first.
     computing (2)      scores j │ ─── output j+1 ───          │ scores j-1 │ ─── output j ───         (wgmma)
                                 │ ─── softmax j  ─── wait for │            │ ─── softmax j-1 ───
 
+A tile of K and the tile of V before it become empty together, since their scores and their part of the output
+are computed together.
+
 Programs take the next item from a counter, because items differ too much to assign them beforehand. The program
-that finishes last resets the counter, so one run at a time may use a plan.
+that finishes last resets the counter, so one run at a time may use a plan. The K/V heads are computed in
+sections, whose K and V stay in the L2 cache (`tuning.SECTION_BYTES`).
 
 It computes the same as the kernel of `prefill_attention.py`, which is easier to read. That file and `tuning.py`
 say on which devices, for which shapes and strides this kernel runs, and how large its tiles are.
@@ -34,11 +38,14 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from lightkv.triton_kernels import tuning
 
 from .prefill_hopper_items import (
+    find_inner_slots,
+    find_slots,
     item_at,
     keys_of,
     online_softmax,
     pack_pairs,
     piece_of,
+    row_pointers,
     start_softmax,
     thread_sums,
     tile_of,
@@ -52,21 +59,9 @@ _REGISTERS = gl.constexpr(504)  # of three threads, one of each warpgroup
 
 
 @gluon.jit
-def _find_slots(
-    index_row, key_tile, begin, end, BLOCK_N: gl.constexpr, SHIFT: gl.constexpr, layout: gl.constexpr
-):
-    """Returns the slots of a key tile; for a key outside [begin, end), the slot of the nearest key inside, so
-    that no free slot is read."""
-    positions = key_tile * BLOCK_N + gl.arange(0, BLOCK_N, layout)
-    positions = gl.minimum(gl.maximum(positions, begin), end - 1)
-    return gl.load(index_row + (positions >> SHIFT)) + (positions & ((1 << SHIFT) - 1))
-
-
-@gluon.jit
 def _copy_rows(head, slots, stride, tile_smem, full, layout: gl.constexpr):
     """Starts the copy of one head's K or V at `slots`; the barrier `full` completes when it has arrived."""
-    dims = gl.arange(0, tile_smem.shape[1], gl.SliceLayout(0, layout))
-    pointers = (head + slots.to(gl.int64) * stride)[:, None] + dims[None, :]
+    pointers = row_pointers(head, slots, stride, layout, tile_smem.shape[1])
     async_copy.async_copy_global_to_shared(tile_smem, pointers)
     async_copy.mbarrier_arrive(full, increment_count=False)
 
@@ -131,12 +126,15 @@ def _gather(
             index_row = index + tile[1] * stride_index
             k_head = k_cache + tile[0] * k_strides[1]
             v_head = v_cache + tile[0] * v_strides[1]
-            slots = _find_slots(index_row, last, begin, end, BLOCK_N, SHIFT, keys)
+            slots = find_slots(index_row, last, begin, end, BLOCK_N, SHIFT, keys)
             for j in range(last - first + 1):
                 stage = count % STAGES
                 here = slots
                 # The index is loaded a tile ahead, since the copy of K needs its values.
-                slots = _find_slots(index_row, last - 1 - j, begin, end, BLOCK_N, SHIFT, keys)
+                if WINDOW > 0 or CHUNK > 0:
+                    slots = find_slots(index_row, last - 1 - j, begin, end, BLOCK_N, SHIFT, keys)
+                else:
+                    slots = find_inner_slots(index_row, last - 1 - j, j < last - first, BLOCK_N, SHIFT, keys)
                 mbarrier.wait(empty.index(stage), (count // STAGES & 1) ^ 1)
                 _copy_rows(k_head, here, k_strides[0], k_smem.index(stage), k_full.index(stage), layout)
                 if j == 0:

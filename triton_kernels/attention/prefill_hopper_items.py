@@ -1,5 +1,5 @@
-"""What `prefill_hopper.py` does around its loop over key tiles: it reads the items of the work list, starts and
-continues the softmax of a warpgroup's rows, and writes their outputs (Gluon)."""
+"""What `prefill_hopper.py` does around its loop over key tiles: it reads the items of the work list, finds
+the rows of K and V, starts and continues the softmax of a warpgroup's rows, and writes their output (Gluon)."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -75,6 +75,47 @@ def keys_of(
         begin = gl.maximum(begin, piece[0])
         end = gl.minimum(end, piece[1])
     return begin, end, begin // BLOCK_N, gl.cdiv(gl.maximum(end, 0), BLOCK_N) - 1
+
+
+@gluon.jit
+def find_slots(
+    index_row, key_tile, begin, end, BLOCK_N: gl.constexpr, SHIFT: gl.constexpr, layout: gl.constexpr
+):
+    """Returns the slots of a key tile; for a key outside [begin, end), the slot of the nearest key inside, so
+    that no free slot is read."""
+    positions = key_tile * BLOCK_N + gl.arange(0, BLOCK_N, layout)
+    positions = gl.minimum(gl.maximum(positions, begin), end - 1)
+    return gl.load(index_row + (positions >> SHIFT)) + (positions & ((1 << SHIFT) - 1))
+
+
+@gluon.jit
+def find_inner_slots(
+    index_row, key_tile, exists, BLOCK_N: gl.constexpr, SHIFT: gl.constexpr, layout: gl.constexpr
+):
+    """Returns the slots of a key tile of which every key is read; zeros if it does not exist."""
+    positions = key_tile * BLOCK_N + gl.arange(0, BLOCK_N, layout)
+    mask = gl.full([BLOCK_N], exists, gl.int1, layout)
+    return gl.load(index_row + (positions >> SHIFT), mask=mask, other=0) + (positions & ((1 << SHIFT) - 1))
+
+
+@gluon.jit
+def row_pointers(head, slots, stride, layout: gl.constexpr, D: gl.constexpr):
+    """Returns pointers to a head's rows at `slots`: [BLOCK_N, D].
+
+    An offset has 64 bits, but slot and stride have 32, of which one instruction makes a pointer. Written in
+    Gluon, both are extended first, and there are four.
+    """
+    head += gl.arange(0, D, gl.SliceLayout(0, layout))
+    pointers = gl.inline_asm_elementwise(
+        "mad.wide.s32 $0, $1, $2, $3;",
+        "=l,r,r,l",
+        [slots[:, None], 2 * stride, head.to(gl.int64)[None, :]],
+        dtype=gl.int64,
+        is_pure=True,
+        pack=1,
+    )
+    pointers = pointers.to(head.dtype.scalar)
+    return gl.max_contiguous(gl.multiple_of(pointers, [1, 16]), [1, 8])
 
 
 @gluon.jit
