@@ -57,6 +57,11 @@ class AttentionBackend(ABC):
         reads a prefix for several decodes."""
         return 1
 
+    def scratch_bytes(self, num_tokens: int, dtype: torch.dtype, device: torch.device) -> int:
+        """Returns how many bytes, beside `out`, the layer's attention needs on `device` while it computes up to
+        `num_tokens` queries of `dtype`, as far as they are worth counting. The next layer uses the same."""
+        return 0
+
     def paged_kv(self, metadata: AttentionMetadata) -> PagedKV:
         """Returns the layer's K/V in the pool, with the token table as its index."""
         memory = metadata.memory

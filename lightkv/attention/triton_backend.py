@@ -10,6 +10,7 @@ from lightkv.triton_kernels.attention.decode_attention import decode_attention
 from lightkv.triton_kernels.attention.merge_states import merge_states
 from lightkv.triton_kernels.attention.mixed_attention import MixedPlan, mixed_attention, mixed_plan
 from lightkv.triton_kernels.attention.paged_kv import HeadShape
+from lightkv.triton_kernels.attention.prefill_combine import most_part_bytes
 from lightkv.triton_kernels.write_kv import write_kv
 
 from .backend import AttentionBackend
@@ -53,6 +54,13 @@ class TritonAttention(AttentionBackend):
     def prefix_members(self) -> int:
         return 1 if self.options.window else tuning.prefix_members(1, self.num_heads // self.num_kv_heads)
 
+    def scratch_bytes(self, num_tokens: int, dtype: torch.dtype, device: torch.device) -> int:
+        return most_part_bytes(tuning.device_class(device), self._heads, num_tokens, dtype.itemsize)
+
+    @property
+    def _heads(self) -> HeadShape:
+        return HeadShape(self.num_heads, self.num_kv_heads, self.head_dim, self.v_dim)
+
     def _write(
         self,
         q: torch.Tensor,
@@ -93,7 +101,7 @@ class TritonAttention(AttentionBackend):
     def _plan(
         self, q: torch.Tensor, q_starts: torch.Tensor, lengths: torch.Tensor, metadata: AttentionMetadata
     ) -> MixedPlan:
-        heads = HeadShape(self.num_heads, self.num_kv_heads, self.head_dim, self.v_dim)
+        heads = self._heads
         shared_prefixes = metadata.shared_prefixes if self.prefix_members > 1 else None
 
         def make() -> MixedPlan:

@@ -43,17 +43,20 @@ def batch_sizes(most: int) -> list[int]:
     return [*kept, most]
 
 
-def graphs_bytes(max_num_seqs: int, max_step_tokens: int, token_bytes: int, logits_bytes: int) -> int:
+def graphs_bytes(
+    max_num_seqs: int, max_step_tokens: int, token_bytes: int, logits_bytes: int, scratch_bytes: int
+) -> int:
     """Returns the bytes of device memory to keep for the graphs of all steps.
 
-    token_bytes: of the activations of a token; logits_bytes: of its logits in float32. The graphs share the
-    memory of their tensors, and each has its launches besides. This is enough for any token buckets, which are
-    chosen once the pool has its memory.
+    token_bytes: of the activations of a token; logits_bytes: of its logits in float32; scratch_bytes: of what
+    a layer's attention needs. The graphs share the memory of their tensors, and each has its launches besides.
+    This is enough for any token buckets, which are chosen once the pool has its memory.
     """
     # A bucket has up to three shapes. Those with decodes may also be captured with shared prefixes.
     num_graphs = 5 * most_buckets(max_step_tokens) + 3 * len(batch_sizes(max_num_seqs))
     sampling = max_num_seqs * logits_bytes * _LOGITS_COPIES
-    return min(max_step_tokens, MOST_TOKENS) * token_bytes + sampling + num_graphs * _GRAPH_BYTES
+    tokens = min(max_step_tokens, MOST_TOKENS) * token_bytes
+    return tokens + sampling + scratch_bytes + num_graphs * _GRAPH_BYTES
 
 
 class Capture(NamedTuple):

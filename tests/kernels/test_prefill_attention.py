@@ -31,15 +31,16 @@ def starts(q_lens: list[int], device: torch.device | str) -> Tensor:
 def lse_reference(
     q: Tensor, kv: PagedKV, rows: Tensor, q_starts: Tensor, lengths: Tensor, options: AttentionOptions
 ) -> Tensor:
-    """Computes the log-sum-exp of each query's scores and sink in base 2; -inf where it has neither."""
+    """Computes the log-sum-exp of each query's scores and sink in base 2, in float64, and returns it as
+    float32; -inf where it has neither."""
     scale, window, softcap = options.scale_for(q.shape[2]), options.window, options.softcap
     lse = torch.full(q.shape[:2], -torch.inf, device=q.device)
     for request, row in enumerate(rows.tolist()):
         begin, end, length = int(q_starts[request]), int(q_starts[request + 1]), int(lengths[request])
         keys = torch.arange(length, device=q.device)
-        k = kv.k[find_slots_reference(kv.index[row], keys, kv.shift)].float()
+        k = kv.k[find_slots_reference(kv.index[row], keys, kv.shift)].double()
         k = k.repeat_interleave(q.shape[1] // k.shape[1], dim=1)
-        scores = torch.einsum("qhd,khd->qhk", q[begin:end].float(), k) * scale
+        scores = torch.einsum("qhd,khd->qhk", q[begin:end].double(), k) * scale
         if softcap:
             scores = softcap * torch.tanh(scores / softcap)
         positions = torch.arange(length - (end - begin), length, device=q.device)[:, None]

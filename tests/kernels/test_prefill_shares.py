@@ -6,7 +6,7 @@ allocates for itself, partial outputs above all, hold NaN, too.
 """
 
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -15,14 +15,21 @@ from test_prefill_attention import lse_reference, starts
 from torch import Tensor
 
 from lightkv.triton_kernels import tuning
+from lightkv.triton_kernels.attention import prefill_attention as prefill_module
 from lightkv.triton_kernels.attention.mixed_attention import mixed_attention, mixed_plan
 from lightkv.triton_kernels.attention.paged_kv import AttentionOptions, HeadShape
 from lightkv.triton_kernels.attention.prefill_attention import prefill_attention, prefill_attention_reference
-from lightkv.triton_kernels.attention.prefill_combine import combine_tiles, combine_tiles_reference
+from lightkv.triton_kernels.attention.prefill_combine import (
+    combine_tiles,
+    combine_tiles_reference,
+    empty_parts,
+    most_part_bytes,
+)
 from lightkv.triton_kernels.attention.prefill_plan import PrefillPlan, prefill_plan
 
 ALWAYS = -(2**30)  # as the least gain: keys are shared out in every batch
 SMALL = tuning.Launch(32, 32, 4, 2)
+META = torch.device("meta")
 HOPPER = tuning.DeviceClass(num_multiprocessors=132, shared_memory=232448, major=9)
 
 # (queries, tokens before them) of each request
@@ -203,8 +210,8 @@ def test_combining_alone(device: torch.device) -> None:
         num_rows = (q_starts[request + 1] - q_starts[request]) * group
         for row in range(first_row, min(first_row + 32, num_rows)):
             token, heads = q_starts[request] + row // group, [row % group, group + row % group]
-            assert_close(out[token, heads], tile_out[:, row - first_row])
-            assert_close(lse[token, heads], tile_lse[:, row - first_row])
+            assert_close(out[token, heads], tile_out[:, row - first_row].float())
+            assert_close(lse[token, heads], tile_lse[:, row - first_row].float())
             written[token, heads] = True
     assert out[~written].isnan().all()
     assert lse[~written].isnan().all()
@@ -304,10 +311,71 @@ def test_never_synchronises() -> None:
         torch.cuda.set_sync_debug_mode("default")
 
 
-def test_partial_outputs_are_few() -> None:
-    for dim in (64, 128, 256):
-        for num_kv_heads in (1, 2, 8, 16, 32):
-            launch = tuning.prefill_launch(HOPPER, 1, num_kv_heads, 256, dim, dim, 2)
-            shares = tuning.prefill_shares(HOPPER, launch, num_kv_heads)
-            parts = 2 * shares.num_workers * num_kv_heads
-            assert parts * launch.block_m * dim * 4 <= 34 << 20
+def test_the_most_partial_outputs_are_known_before_any_call() -> None:
+    """Up to a number of queries no call has larger parts, whatever its requests are, and some call as large."""
+    small = tuning.DeviceClass(num_multiprocessors=20, shared_memory=101376, major=8)
+    for device in (HOPPER, small):
+        for num_heads, num_kv_heads, dim in (
+            (32, 8, 128),
+            (8, 1, 64),
+            (16, 16, 256),
+            (71, 1, 80),
+            (20, 20, 96),
+        ):
+            heads, group = HeadShape(num_heads, num_kv_heads, dim, dim), num_heads // num_kv_heads
+            sizes = []
+            for num_tokens in (1, 8, 100, 600, 2304):
+                for num_requests in (1, 8, 256):
+                    rows = num_tokens * group
+                    launch = tuning.prefill_launch(device, num_requests, num_kv_heads, rows, dim, dim, 2)
+                    shares = tuning.prefill_shares(device, launch, num_kv_heads)
+                    parts = empty_parts(shares.num_workers, num_kv_heads, launch.block_m, dim, META)
+                    sizes.append(sum(part.nbytes for part in parts))
+                assert max(sizes) == most_part_bytes(device, heads, num_tokens, 2)
+            assert 0 < max(sizes) <= 34 << 20
+
+
+def test_a_call_makes_as_many_partial_outputs_as_are_known_before(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It makes them anew, so a plan, which a graph keeps, holds its work list alone."""
+    made: list[tuple[Tensor, Tensor]] = []
+
+    def noted(*sizes: Any) -> tuple[Tensor, Tensor]:
+        made.append(empty_parts(*sizes))
+        return made[-1]
+
+    monkeypatch.setattr(prefill_module, "empty_parts", noted)
+    case = Case.make([(37, 30)], device, dtype=torch.float16)
+    prefill_attention(*case.args)
+    (parts,), heads = made, HeadShape.of(case.q, case.cache.kv)
+    assert sum(part.nbytes for part in parts) == most_part_bytes(
+        tuning.device_class(device), heads, len(case.q), case.q.element_size()
+    )
+    held = [value for value in case.plan(None) if isinstance(value, Tensor)]
+    assert {tensor.dtype for tensor in held} == {torch.int32}
+
+
+@pytest.mark.gpu
+def test_graphs_share_the_memory_of_partial_outputs() -> None:
+    """Graphs with one memory pool, as those of an engine, use one set of parts."""
+    cases = [
+        Case.make([(count, 3000)], "cuda", key_dim=128, num_kv_heads=8, dtype=torch.bfloat16)
+        for count in (64, 80, 100, 128)
+    ]
+    outs = [torch.empty_like(case.q) for case in cases]
+    pool, stream, graphs, reserved = torch.cuda.graph_pool_handle(), torch.cuda.Stream(), [], []
+    for case, out in zip(cases, outs, strict=True):
+        prefill_attention(*case.args, plan=case.plan(None), out=out)
+        graphs.append(torch.cuda.CUDAGraph())
+        with torch.cuda.graph(graphs[-1], pool=pool, stream=stream):
+            prefill_attention(*case.args, plan=case.plan(None), out=out)
+        torch.cuda.empty_cache()
+        reserved.append(torch.cuda.memory_reserved())
+    heads = HeadShape.of(cases[0].q, cases[0].cache.kv)
+    parts = most_part_bytes(tuning.device_class(cases[0].q.device), heads, 128, 2)
+    assert reserved[-1] - reserved[0] < parts
+    for case, out, graph in zip(cases, outs, graphs, strict=True):
+        out.fill_(torch.nan)
+        graph.replay()
+        assert_close(out[: case.num_queries], prefill_attention_reference(*case.args)[: case.num_queries])

@@ -1,8 +1,11 @@
 """Compares learned sinks and chunked masks, in every attention kernel and its reference, with a softmax in
 float64 that has the sink as one more column.
 
-The caches are those of `test_decode_attention`: shuffled slots, NaN in all free slots.
+The caches are those of `test_decode_attention`: shuffled slots, NaN in all free slots. Tensors that a call
+allocates for itself, partial outputs above all, hold NaN, too.
 """
+
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -21,13 +24,24 @@ from lightkv.triton_kernels.attention.attention_scores import (
 from lightkv.triton_kernels.attention.decode_attention import decode_attention, decode_attention_reference
 from lightkv.triton_kernels.attention.decode_plan import SharedPrefixGroups, decode_plan
 from lightkv.triton_kernels.attention.merge_states import merge_states
-from lightkv.triton_kernels.attention.mixed_attention import mixed_attention, mixed_attention_reference
+from lightkv.triton_kernels.attention.mixed_attention import (
+    mixed_attention,
+    mixed_attention_reference,
+    mixed_plan,
+)
 from lightkv.triton_kernels.attention.paged_kv import AttentionOptions, HeadShape, PagedKV
 from lightkv.triton_kernels.attention.prefill_attention import prefill_attention, prefill_attention_reference
 from lightkv.triton_kernels.attention.prefill_plan import prefill_plan
 
 LENGTHS = [130, 0, 1, 65]
 PREFILLS = [(40, 30), (0, 5), (3, 62)]  # queries of a request, and tokens before them
+
+
+@pytest.fixture(autouse=True)
+def _poison_allocations() -> Iterator[None]:
+    torch.use_deterministic_algorithms(True, warn_only=True)  # then torch.empty fills tensors with NaN
+    yield
+    torch.use_deterministic_algorithms(False)
 
 
 def sinks(num_heads: int, device: torch.device | str) -> Tensor:
@@ -227,7 +241,7 @@ def check_prefill(
     assert_close(prefill_attention_reference(*args, options), out)
 
 
-@pytest.mark.parametrize("mask", ["sinks", "both", "chunks of 200"])
+@pytest.mark.parametrize("mask", ["sinks", "both", "window", "chunks of 200"])
 def test_a_prefill_whose_keys_are_shared_out(device: torch.device, mask: str) -> None:
     """The sinks join one of a tile's parts, and chunks begin inside of parts."""
     torch.manual_seed(3)
@@ -261,6 +275,30 @@ def test_mixed(device: torch.device) -> None:
     mixed_attention(*step, options, out=out, lse=lse)
     assert_close(out, mixed_attention_reference(*step, options))
     check_rows(out, lse, step.q, Cache(step.kv, step.rows, step.lengths), [33, 0, 5, 1, 1, 1, 1], options)
+
+
+@pytest.mark.parametrize("decodes_first", [False, True])
+def test_mixed_where_keys_are_shared_out(device: torch.device, decodes_first: bool) -> None:
+    """The prefill's tiles are cut, and so are the decodes' runs; a decode is in its last chunk alone."""
+    torch.manual_seed(7)
+    num_decodes, q_lens, sizes = 3, [9, 4], {"num_kv_heads": 1, "key_dim": 32, "value_dim": 32}
+    cache = poisoned_cache([260, 200, 130, 1, 97], device=device, **sizes)
+    options = AttentionOptions(chunk=192, sink_logits=sinks(4, device))
+    q = torch.randn(num_decodes + 13, 4, 32, device=device)
+    q_starts = starts(q_lens, device) + (num_decodes if decodes_first else 0)
+    args = cache.rows, q_starts, cache.lengths
+    placed = {"decodes_first": decodes_first}
+    plan = mixed_plan(
+        *args, HeadShape.of(q, cache.kv), num_tokens=len(q), dtype=q.dtype, chunk=options.chunk, **placed
+    )
+    assert plan.prefill is not None
+    assert device.type == "cuda" or int((plan.prefill.items[:, 8] >= 0).sum()) > 1  # a tile is cut
+    out, lse = torch.full_like(q, torch.nan), torch.full(q.shape[:2], torch.nan, device=device)
+    mixed_attention(q, cache.kv, *args, options, plan=plan, out=out, lse=lse, **placed)
+    assert_close(out, mixed_attention_reference(q, cache.kv, *args, options, **placed))
+    if decodes_first:
+        q, out, lse = (tensor.roll(-num_decodes, 0) for tensor in (q, out, lse))
+    check_rows(out, lse, q, cache, [*q_lens, 1, 1, 1], options)
 
 
 @pytest.mark.parametrize("mask", ["sinks", "both"])

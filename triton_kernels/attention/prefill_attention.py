@@ -38,7 +38,7 @@ from .attend_keys import (
     start_softmax,
 )
 from .paged_kv import DEFAULT_OPTIONS, AttentionOptions, HeadShape, PagedKV
-from .prefill_combine import combine_tiles
+from .prefill_combine import combine_tiles, empty_parts
 from .prefill_plan import ALL_KEYS, ITEM_FIELDS, PrefillPlan, prefill_plan
 
 _ITEM_FIELDS = tl.constexpr(ITEM_FIELDS)
@@ -304,9 +304,7 @@ def _prefill_attention(
     partial_out = partial_lse = None
     early = False
     if num_workers:
-        shape = 2 * num_workers, num_kv_heads, block_m
-        partial_lse = torch.empty(shape, dtype=torch.float32, device=q.device)
-        partial_out = torch.empty((*shape, value_dim), dtype=torch.float32, device=q.device)
+        partial_out, partial_lse = empty_parts(num_workers, num_kv_heads, block_m, value_dim, q.device)
         early = tuning.has_early_launch(tuning.device_class(q.device))
     hopper_launch = _hopper_launch(q, k_cache, v_cache, out)
     if hopper_launch is not None and hopper_launch.block_m == block_m and (hopper := _hopper()) is not None:

@@ -5,6 +5,9 @@ A part is a normalised output and the log-sum-exp of its scores (base 2). With m
 part's weight is 2**(lse - m). The second piece of a tile is the first item of its share, and names the tile's
 parts (`prefill_plan.py`). So the programs are one for each share but the first, each K/V head, and a few rows
 of a tile; those without a second piece end at once.
+
+The parts are made in each call and are free after it, so layers, and graphs with a common memory pool, use the
+same memory one after the other.
 """
 
 import math
@@ -16,6 +19,7 @@ from torch import Tensor
 
 from lightkv.triton_kernels import tuning
 
+from .paged_kv import HeadShape
 from .prefill_plan import ITEM_FIELDS
 
 _ITEM_FIELDS = tl.constexpr(ITEM_FIELDS)
@@ -89,6 +93,34 @@ def _combine_kernel(
         tl.store(lse + tokens * (num_kv_heads * GROUP) + heads, peak + tl.log2(total), mask=in_tile)
 
 
+def _parts_shape(num_workers: int, num_kv_heads: int, block_m: int) -> tuple[int, int, int]:
+    return 2 * num_workers, num_kv_heads, block_m
+
+
+def empty_parts(
+    num_workers: int, num_kv_heads: int, block_m: int, value_dim: int, device: torch.device
+) -> tuple[Tensor, Tensor]:
+    """Makes `partial_out` and `partial_lse` of `combine_tiles`, with undefined values."""
+    shape = _parts_shape(num_workers, num_kv_heads, block_m)
+    partial_out = torch.empty((*shape, value_dim), dtype=torch.float32, device=device)
+    return partial_out, torch.empty(shape, dtype=torch.float32, device=device)
+
+
+def most_part_bytes(device: tuning.DeviceClass, heads: HeadShape, num_tokens: int, element_size: int) -> int:
+    """Returns the most bytes of parts that a call of `prefill_attention` makes for up to `num_tokens` queries
+    of `element_size` bytes an element, whatever the requests and their lengths are."""
+    group, found = heads.num_heads // heads.num_kv_heads, 0
+    # Tiles differ between few and many queries; many requests have the tiles of few queries, or of many.
+    counts = {min(1 << bits, num_tokens) for bits in range(num_tokens.bit_length() + 1)}
+    for count in counts:
+        sizes = heads.num_kv_heads, count * group, heads.key_dim, heads.value_dim, element_size
+        launch = tuning.prefill_launch(device, 1, *sizes)
+        shares = tuning.prefill_shares(device, launch, heads.num_kv_heads)
+        shape = _parts_shape(shares.num_workers, heads.num_kv_heads, launch.block_m)
+        found = max(found, math.prod(shape) * (heads.value_dim + 1) * torch.float32.itemsize)
+    return found
+
+
 def combine_tiles(
     partial_out: Tensor, partial_lse: Tensor, items: Tensor, out: Tensor, lse: Tensor | None
 ) -> None:
@@ -131,15 +163,15 @@ def combine_tiles(
 def combine_tiles_reference(
     partial_out: Tensor, partial_lse: Tensor, items: Tensor
 ) -> dict[tuple[int, int], tuple[Tensor, Tensor]]:
-    """Computes `combine_tiles` in plain torch: for each tile that is cut, by request and first row, its output
-    `[num_kv_heads, block_m, Dv]` and log-sum-exp `[num_kv_heads, block_m]`, float32. Rows after the request's
-    last are undefined."""
+    """Computes `combine_tiles` in plain torch and float64: for each tile that is cut, by request and first row,
+    its output `[num_kv_heads, block_m, Dv]` and log-sum-exp `[num_kv_heads, block_m]`, base 2. Rows after the
+    request's last are undefined."""
     combined = {}
     for number, item in enumerate(items[: len(partial_out) // 2].tolist()):
         num_parts, first_part = item[10:]
         if num_parts > 0:
             chosen = [first_part, *range(number, number + num_parts - 1)]
-            part_lse = partial_lse[chosen] * math.log(2)
+            part_lse = partial_lse[chosen].double() * math.log(2)
             lse = part_lse.logsumexp(dim=0)
             weights = (part_lse - lse).exp().nan_to_num(0.0)  # NaN: no part has a key
             output = torch.where(weights[..., None] > 0, weights[..., None] * partial_out[chosen], 0.0)
