@@ -11,7 +11,8 @@ from lightkv.integrations.model.probe import probe
 from lightkv.router import EngineConfig
 from lightkv.router.model import build
 from lightkv.router.model.build import EngineSizes, assemble
-from lightkv.router.model.cuda_graph import PromptGraph, SharedLogits, prompt_shapes
+from lightkv.router.model.cuda_graph import PromptGraph, SharedLogits
+from lightkv.router.model.token_buckets import prompt_shapes
 from lightkv.triton_kernels import tuning
 from lightkv.triton_kernels.attention import prefill_attention as prefill_module
 from lightkv.triton_kernels.attention.paged_kv import HeadShape
@@ -58,7 +59,8 @@ def test_what_graphs_keep_holds_no_partial_outputs(monkeypatch: pytest.MonkeyPat
     runner, _ = assemble(tiny_llama(CPU, context=160), config, lambda line: None)
     parts, metadata = runner._parts, AttentionMetadata(3, 24, runner._parts.memory)
     graphs = [
-        PromptGraph(parts, shapes[0], metadata, SharedLogits(3)) for shapes in prompt_shapes(24, 3).values()
+        PromptGraph(parts, shapes[0], metadata, SharedLogits(3))
+        for shapes in prompt_shapes([16, 24], 3).values()
     ]
     for graph in graphs:
         graph.rehearse()

@@ -178,13 +178,13 @@ def test_there_are_not_too_many_graphs() -> None:
 def test_the_memory_to_keep_does_not_depend_on_times() -> None:
     """Every choice has room: at most three shapes a bucket, and two of them also with shared prefixes."""
     for most in (20, 300, 2304):
-        few, many = graphs_bytes(1, most, 0, 0), graphs_bytes(256, most, 0, 0)
+        few, many = graphs_bytes(1, most, 0, 0, 0), graphs_bytes(256, most, 0, 0, 0)
         for curve in CURVES:
             buckets = prompt_shapes(choose(times_of(curve, most)), 256)
             shapes = [shape for shapes in buckets.values() for shape in shapes]
             num_graphs = len(shapes) + sum(shape.num_decodes > 0 for shape in shapes)
             assert num_graphs << 21 <= few < many
-    assert graphs_bytes(1, 10_000, 7, 0) - graphs_bytes(1, 10_000, 0, 0) == 7 * MOST_TOKENS
+    assert graphs_bytes(1, 10_000, 7, 0, 0) - graphs_bytes(1, 10_000, 0, 0, 0) == 7 * MOST_TOKENS
 
 
 @pytest.mark.parametrize("fused", [True, False])
