@@ -115,7 +115,7 @@ class Machine:
         def now() -> float:
             return time.perf_counter() - begun
 
-        budget = PrefillBudget(limits, self.info.step_time)
+        budget = PrefillBudget(limits, self.info.step_time, self.info.graph_tokens)
         scheduler = Scheduler(ledger, limits, admission=counted, clock=now, budget=budget)
         engine = LocalEngine(scheduler, executor)
         params = SamplingParams(temperature=0, max_tokens=self._max_new)

@@ -246,5 +246,5 @@ def make_scheduler(
     """Returns a scheduler over an empty ledger. `max_in_flight`: None is what suits the runner."""
     limits = info.limits
     ledger = TokenLedger(info.capacity, limits.max_num_seqs, limits.max_model_len)
-    budget = PrefillBudget(limits, info.step_time)
+    budget = PrefillBudget(limits, info.step_time, info.graph_tokens)
     return Scheduler(ledger, limits, max_in_flight or info.max_in_flight, admission, budget=budget)

@@ -7,6 +7,8 @@ on the model alone, never on a clock, so that the same counts always give the sa
 """
 
 import math
+from bisect import bisect_right
+from collections.abc import Sequence
 
 from .step import Limits
 from .step_time import StepTime, Work
@@ -20,10 +22,16 @@ LEAST = 64  # prompt tokens a step, under any target, so that every prompt makes
 
 class PrefillBudget:
     """The rule for the prompt tokens of a step. Without a `step_time`, with an `itl_target` of 0, or with a
-    `prefill_chunk` of 0 and no target given, every step takes up to `Limits.prefill_budget`."""
+    `prefill_chunk` of 0 and no target given, every step takes up to `Limits.prefill_budget`.
 
-    def __init__(self, limits: Limits, step_time: StepTime | None = None) -> None:
+    `graph_tokens`: as in `RunnerInfo`.
+    """
+
+    def __init__(
+        self, limits: Limits, step_time: StepTime | None = None, graph_tokens: Sequence[int] = ()
+    ) -> None:
         self.most = limits.prefill_budget
+        self._graph_tokens = graph_tokens
         # A chunk of 0 says that no prompt is cut, which only a target that is given can overrule.
         is_bounded = limits.itl_target or (limits.itl_target is None and limits.prefill_chunk)
         self.step_time = step_time if is_bounded else None
@@ -45,6 +53,15 @@ class PrefillBudget:
             target = max(DEFAULT_ITL_TARGET, TIMES_ALONE * alone)
         return max(target, model.prefill, alone)
 
+    def rounded(self, num_tokens: int) -> int:
+        """Returns the most tokens, up to `num_tokens`, of a step that is not padded: those of a graph. Where no
+        graph has as many, or none is known, a multiple of 256, of 128 up to 512, or of 16 up to 256."""
+        graphs = self._graph_tokens
+        if graphs and num_tokens <= graphs[-1]:
+            fitting = bisect_right(graphs, num_tokens)
+            return graphs[fitting - 1] if fitting else 0
+        return num_tokens - num_tokens % (256 if num_tokens > 512 else 128 if num_tokens > 256 else 16)
+
     def of_step(self, decodes: int, kv: int) -> "StepBudget":
         """Returns the budget of one step with these decodes, of which nothing is used yet."""
         return StepBudget(self, decodes, kv)
@@ -56,6 +73,7 @@ class StepBudget:
     def __init__(self, budget: PrefillBudget, decodes: int, kv: int) -> None:
         self.work = Work(decodes, kv, 0, 0)
         self._most = budget.most
+        self._rounded = budget.rounded
         self._seconds = budget.seconds(decodes, kv)
         self._step_time = budget.step_time if self._seconds < math.inf else None
 
@@ -63,10 +81,9 @@ class StepBudget:
         """Returns how many of the `num_left` tokens of a prompt from position `start` on the step may compute.
 
         A prompt that fits to its end is not cut. Else the step's tokens, the decodes among them, are rounded
-        down to a multiple of 256, of 128 up to 512 of them, or of 16 up to 256. Large steps run in CUDA graphs
-        of such sizes, and a step that is padded to the next graph would take longer than the model says. An odd
-        multiple of 128 has a graph, too, but takes longer a token on an H200. Where fewer than LEAST prompt
-        tokens would be left of more, they are not rounded.
+        down to those of a CUDA graph (`PrefillBudget.rounded`): a step that is padded to the next graph would
+        take longer than the model says. Where fewer than LEAST prompt tokens would be left of more, they are
+        not rounded.
         """
         work = self.work
         count = min(num_left, self._most - work.prompt)
@@ -76,8 +93,7 @@ class StepBudget:
         if fits is None or fits >= count:
             return count
         before = work.decodes + work.prompt
-        total = before + fits
-        rounded = total - total % (256 if total > 512 else 128 if total > 256 else 16) - before
+        rounded = self._rounded(before + fits) - before
         if work.prompt + rounded >= LEAST:
             return max(rounded, 0)
         return max(fits, min(count, LEAST - work.prompt))

@@ -229,7 +229,8 @@ class PoolMap(msgspec.Struct, frozen=True):
 
 class RunnerInfo(msgspec.Struct, frozen=True):
     """The properties of a model runner that is ready, for the scheduler and for display. `step_time`: what its
-    steps take; None where that was not measured."""
+    steps take; None where that was not measured. `graph_tokens`: the tokens of its CUDA graphs for steps with
+    prompts, ascending, to which smaller steps are padded; empty without graphs."""
 
     architecture: str
     device: str
@@ -242,6 +243,7 @@ class RunnerInfo(msgspec.Struct, frozen=True):
     pool_reason: str
     limits: Limits
     step_time: StepTime | None = None
+    graph_tokens: tuple[int, ...] = ()
 
     @property
     def max_in_flight(self) -> int:

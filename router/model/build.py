@@ -203,7 +203,7 @@ def assemble(model: PreTrainedModel, config: EngineConfig, report: Report) -> tu
     memory = KVMemory(shape.spec, pool.num_slots, limits.max_num_seqs, limits.max_model_len, device)
     sampler = Sampler(limits.max_num_seqs + 1, limits.vocab_size, device)
     parts = RunnerParts(model, backends, memory, sampler)
-    graphs = None
+    graphs, buckets = None, list[int]()
     if with_graphs:
         members = limits.prefix_sharing.max_members
         most = limits.max_step_tokens
@@ -234,6 +234,7 @@ def assemble(model: PreTrainedModel, config: EngineConfig, report: Report) -> tu
         pool_bytes=pool.num_bytes,
         pool_reason=pool.why,
         limits=limits,
+        graph_tokens=tuple(buckets),
     )
     if config.itl_target or (config.itl_target is None and device.type == "cuda"):
         info = replace(info, step_time=StepTimer(runner, info).measure(report))

@@ -131,6 +131,37 @@ def test_a_cut_chunk_fills_a_bucket_and_a_prompt_that_fits_is_not_cut() -> None:
 
 
 @pytest.mark.parametrize("seed", range(5))
+def test_a_cut_chunk_fills_one_of_the_graphs_that_the_runner_has(seed: int) -> None:
+    """Their sizes are chosen by measuring, so they are no multiples of any number."""
+    rng = random.Random(seed)
+    graphs = (*range(16, 128, 16), 192, 252, 320, 444, 512, 700, 800, 896, 1024, 1216, 1344, 1536)
+    limits = msgspec.structs.replace(LIMITS, prefill_chunk=2048, max_model_len=9000, itl_target=0.040)
+    found = set()
+    for _ in range(100):
+        model = replace(H200, prefill=0.0, per_prompt=rng.uniform(1e-5, 1e-4))
+        decodes = rng.randrange(1, 100)
+        step = PrefillBudget(limits, model, graphs).of_step(decodes, decodes * 2000)
+        fits = model.most_prompt_tokens(0.040, step.work, 0)
+        cut = step.tokens(0, 5000)
+        assert fits is not None
+        if 200 < fits < min(2048, 1536 - decodes):
+            found.add(decodes + cut)
+            assert decodes + cut == max(size for size in graphs if size <= decodes + fits)
+            assert step.tokens(0, fits) == fits
+        elif 1536 - decodes < fits < 2048:  # such steps run eagerly
+            assert (decodes + cut) % 256 == 0
+    assert len(found) > 3
+
+
+def test_the_scheduler_knows_the_sizes_of_the_graphs() -> None:
+    info = RunnerInfo(
+        "", "", "", "", True, 3000, 1, 3000, "", LIMITS, step_time=SMALL, graph_tokens=(16, 100, 300)
+    )
+    info = msgspec.msgpack.decode(msgspec.msgpack.encode(info), type=RunnerInfo)
+    assert make_scheduler(info)._budget.rounded(299) == 100
+
+
+@pytest.mark.parametrize("seed", range(5))
 def test_a_prompt_that_can_begin_gets_tokens_wherever_its_cached_prefix_ends(seed: int) -> None:
     """Else a request would be admitted, and its row made known, in a step that computes nothing of it."""
     rng = random.Random(seed)
@@ -138,7 +169,9 @@ def test_a_prompt_that_can_begin_gets_tokens_wherever_its_cached_prefix_ends(see
     for _ in range(300):
         limits = Limits(300, 9000, rng.choice((0, 32, 512, 2048)), 300, itl_target=rng.uniform(0, 0.05))
         decodes = rng.randint(0, 200)
-        step = PrefillBudget(limits, random_model(rng)).of_step(decodes, decodes * rng.randint(1, 4000))
+        graphs = rng.choice(((), (16, 24, 48, 96, 192, 252, 512, 700, 1300)))
+        budget = PrefillBudget(limits, random_model(rng), graphs)
+        step = budget.of_step(decodes, decodes * rng.randint(1, 4000))
         while True:
             length = rng.randint(1, 3000)
             can_begin = step.can_begin(length)
