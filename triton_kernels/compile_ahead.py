@@ -38,7 +38,8 @@ def compile_ahead(device: torch.device) -> Iterator[None]:
         return True
 
     def compile_only(kernel: Any, *args: Any, grid: Any, warmup: bool, **named: Any) -> None:
-        """Stands in for JITFunction.run, since a kernel that is compiled already must not run, either."""
+        """Stands in for JITFunction.run, since a kernel that is compiled already must not run, either. Returns
+        no kernel: `slots/relaunch.py` would keep it, and launch it without JITFunction.run."""
         run(kernel, *args, grid=grid, warmup=True, **named)
 
     run, hook = JITFunction.run, knobs.runtime.jit_cache_hook

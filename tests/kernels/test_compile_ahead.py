@@ -32,6 +32,7 @@ class H200:
 
 driver.set_active(H200())
 from lightkv.triton_kernels.compile_ahead import compile_ahead
+from lightkv.triton_kernels.slots.relaunch import Launches
 
 
 @triton.jit
@@ -48,7 +49,7 @@ def broken(x, BLOCK: tl.constexpr):
     tl.store(x + tl.arange(0, BLOCK), undefined)
 
 
-compiled = []
+compiled, launches = [], Launches()
 triton.knobs.compilation.listener = lambda **event: compiled.append(event["src"].name)
 before = triton.JITFunction.run
 x = torch.zeros(64)
@@ -67,7 +68,9 @@ try:
 except Exception as raised:
     error = type(raised).__name__
 with compile_ahead(torch.device("cpu")):
-    add[(1,)](x, 5, BLOCK=64, BIAS=2)  # not launched, either
+    for _ in range(3):  # not launched, either
+        add[(1,)](x, 5, BLOCK=64, BIAS=2)
+        launches.launch(add, "add", 1, (x, 5), lambda: {"BLOCK": 64, "BIAS": 2})
 restored = triton.JITFunction.run is before and triton.knobs.runtime.jit_cache_hook is None
 print(json.dumps([ahead, known, error, float(x.sum()), restored, threading.active_count()]))
 '''
