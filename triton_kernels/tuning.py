@@ -174,7 +174,7 @@ class PrefillShares(NamedTuple):
     least_gain: int
 
 
-NO_SHARES = PrefillShares(0, 1, 1, 1, 1)
+NO_SHARES = PrefillShares(0, 1, 1, 1, 1)  # without workers, the other numbers say nothing
 
 
 def prefill_shares(device: DeviceClass, launch: Launch, num_kv_heads: int) -> PrefillShares:

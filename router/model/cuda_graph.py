@@ -16,7 +16,7 @@ import gc
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -268,11 +268,16 @@ class StepGraphs:
             for shape, graph in graphs.items():
                 kind = shape.num_prefills > FEW_PREFILLS, shape.num_decodes > 0
                 largest[(size - 1).bit_length(), *kind] = graph
-        for graph in largest.values():
-            graph.rehearse()
+        rehearsals: list[Callable[[], None]] = [graph.rehearse for graph in largest.values()]
         for size in _largest_of_each_power(self._decodes):
             for key in self._decode_keys(size, [SamplerKind.GREEDY]):
-                self._decodes[size].rehearse(key)
+                rehearsals.append(partial(self._decodes[size].rehearse, key))
+        for rehearse in rehearsals:
+            try:
+                rehearse()
+            except RuntimeError as error:
+                if not _is_out_of_memory(error):  # what has no memory is captured without, or refused there
+                    raise
 
     def capture(self, kinds: Sequence[SamplerKind], report: Callable[[str], None]) -> None:
         """Captures graphs of every size ahead of time, the largest first, so that the others fit in its memory.

@@ -7,7 +7,7 @@ steps that are padded to it.
 """
 
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate
 from statistics import median
 from typing import Any, cast
@@ -37,6 +37,7 @@ MOST_MEASURED = 23  # of these are kept
 # What a bucket has to save: 5 % of the time of steps of 40 sizes, or as large a sum of squares.
 _BUCKET_COST = 40 * 0.05**2
 
+_LEAST_TIME = 1e-6  # milliseconds, more than 0
 _TIMES = 3  # that a size is measured, after once to warm up
 _HEAD_START = 100_000  # cycles of the device that the host gets for the launch of one product
 
@@ -105,7 +106,8 @@ def linear_layers(model: nn.Module, joined: Iterable[JoinedLinear]) -> list[list
     """Returns the linear layers of the decoder layers of a bound `model`, by the shape of their weight.
 
     Layers in `joined` stand for those that were joined into them. The LM head is left out, which computes the
-    samples alone, and so are the weights of experts, which are no linear layers.
+    samples alone, and so are the weights of experts, which compute a part of the tokens each: they are no
+    linear layers, or stand in a list.
     """
     joined = list(joined)
     decoder_layers = [
@@ -114,12 +116,22 @@ def linear_layers(model: nn.Module, joined: Iterable[JoinedLinear]) -> list[list
         if any(hasattr(child, "layer_idx") for child in module.children())
     ]
     parts = {part for one in joined for part in one.parts}
-    found = {module: None for layer in decoder_layers for module in layer.modules() if module not in parts}
+    found = {
+        module: None for layer in decoder_layers for module in _without_lists(layer) if module not in parts
+    }
     by_shape: dict[torch.Size, list[nn.Linear]] = {}
     for module in [*(one.linear for one in joined), *found]:
         if type(module) is nn.Linear:
             by_shape.setdefault(module.weight.shape, []).append(module)
     return list(by_shape.values())
+
+
+def _without_lists(module: nn.Module) -> Iterator[nn.Module]:
+    """Yields the module and those below it, but for what stands in a list."""
+    yield module
+    for child in module.children():
+        if not isinstance(child, nn.ModuleList):
+            yield from _without_lists(child)
 
 
 def _timing_event() -> torch.cuda.Event:
@@ -158,13 +170,14 @@ def measure(
             num_runs += 1
             events[size].append(run)
     run[-1].synchronize()
-    return {
+    found = {
         size: sum(
             len(same) * median(run[i].elapsed_time(run[i + 1]) for run in runs[1:])
             for i, same in enumerate(layers)
         )
         for size, runs in events.items()
     }
+    return {size: max(time, _LEAST_TIME) for size, time in found.items()}
 
 
 def token_buckets(layers: Sequence[Sequence[nn.Linear]], most: int, report: Report) -> list[int]:
@@ -176,11 +189,14 @@ def token_buckets(layers: Sequence[Sequence[nn.Linear]], most: int, report: Repo
     begun, sizes = time.perf_counter(), candidates(most)
     times, how = {size: float(size) for size in sizes}, "not measured"
     if layers and len(sizes) > 1:
-        times = measure(layers, sizes)
+        try:
+            times = measure(layers, sizes)
+            how = f"measured in {time.perf_counter() - begun:.1f} s"
+        except torch.OutOfMemoryError:
+            how = "not measured, for lack of memory"
         torch.cuda.empty_cache()
-        how = f"measured in {time.perf_counter() - begun:.1f} s"
     buckets = choose(times)
-    report(f"prompt graphs for {len(buckets)} sizes: {buckets[0]} to {buckets[-1]:,} tokens ({how})")
+    report(f"prompt graphs for {len(buckets)} sizes, {how}: {', '.join(map(str, buckets))} tokens")
     return buckets
 
 

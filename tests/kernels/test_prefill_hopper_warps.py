@@ -6,6 +6,7 @@ barriers count arrivals as `mbarrier` does.
 """
 
 import random
+import sys
 import threading
 import time
 import types
@@ -291,6 +292,7 @@ def test_warpgroups(
     torch.manual_seed(group + num_workers)
     if group == 3:  # one K/V head after the other
         monkeypatch.setattr(tuning, "SECTION_BYTES", 1)
+        monkeypatch.setattr(sys.modules[__name__], "STAGES", 3)
     sequences = [(5, 100), (0, 9), (20, 30), (1, 60), (3, -2), (40, 0)]
     cache = poisoned_cache(
         [max(q_len + prefix, 0) for q_len, prefix in sequences], device="cpu", key_dim=DIM, value_dim=DIM

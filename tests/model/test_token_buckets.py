@@ -1,6 +1,7 @@
 """The token buckets of prompt graphs: the choice by tables of times, what is measured, the shapes of each."""
 
 import random
+import re
 from collections.abc import Callable
 from itertools import combinations, pairwise
 
@@ -272,10 +273,12 @@ def test_what_is_measured_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "measure", fake)
     assert token_buckets(layers, 5000, lines.append) == choose(times_of(on_h200))
     assert measured == [candidates(2304)]
-    assert lines[0].startswith("prompt graphs for 31 sizes: 16 to 2,304 tokens (measured in ")
+    assert re.fullmatch(
+        r"prompt graphs for 31 sizes, measured in [\d.]+ s: 16, 24, .*, 2304 tokens", lines[0]
+    )
     assert token_buckets([], 2304, lines.append) == choose(times_of(float))
     assert token_buckets(layers, 100, lines.append) == [16, 24, 32, 48, 64, 96, 100]
-    assert lines[2] == "prompt graphs for 7 sizes: 16 to 100 tokens (not measured)"
+    assert lines[2] == "prompt graphs for 7 sizes, not measured: 16, 24, 32, 48, 64, 96, 100 tokens"
     assert len(measured) == 1
 
 
@@ -299,7 +302,7 @@ def test_a_gpu_is_measured() -> None:
     assert isinstance(runner._graphs, StepGraphs)
     buckets, most = list(runner._graphs._prompts), info.limits.max_step_tokens
     (line,) = [line for line in lines if line.startswith("prompt graphs for ")]
-    assert line.startswith(f"prompt graphs for {len(buckets)} sizes: 16 to {most} tokens (measured in ")
+    assert line.startswith(f"prompt graphs for {len(buckets)} sizes, measured in ")
     assert buckets[-1] == most
     assert set(buckets) - set(candidates(most)) == {16, 24, 32, 48, 64, 96, 128, 192}
     assert all(fits_rule(larger, size) for size, larger in pairwise(buckets))
@@ -309,3 +312,24 @@ def test_a_gpu_is_measured() -> None:
     assert torch.cuda.memory_allocated() == before
     assert list(times) == candidates(most)
     assert all(0 < milliseconds < 1000 for milliseconds in times.values())
+
+
+def test_experts_in_a_list_are_left_out() -> None:
+    layer = nn.Module()
+    layer.attention = nn.Linear(8, 8, bias=False)
+    layer.attention.layer_idx = 0
+    layer.experts = nn.ModuleList([nn.Linear(8, 32), nn.Linear(8, 32)])
+    model = nn.Module()
+    model.layers = nn.ModuleList([layer])
+    assert [[one.weight.shape for one in same] for same in linear_layers(model, [])] == [[(8, 8)]]
+
+
+def test_a_device_without_memory_measures_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*_: object) -> None:
+        raise torch.OutOfMemoryError("none left")
+
+    monkeypatch.setattr(module, "measure", fails)
+    lines: list[str] = []
+    buckets = token_buckets([[nn.Linear(4, 4)]], 600, lines.append)
+    assert buckets == token_buckets([], 600, lines.append)
+    assert "not measured, for lack of memory" in lines[0]

@@ -362,10 +362,8 @@ def _hopper_kernel(
         mbarrier.init(empty.index(stage), count=2)
     fence_async_shared()
     shared = (item_smem, q_smem, k_smem, v_smem, item_full, q_full, q_empty, k_full, v_full, empty)
-    outputs, inputs = (
-        (items, out, lse, (partial_out, partial_lse), sink_logits),
-        (q, k_cache, v_cache, index, items, counters),
-    )
+    outputs = items, out, lse, (partial_out, partial_lse), sink_logits
+    inputs = q, k_cache, v_cache, index, items, counters
     scales, out_strides = (score_scale, cap_scale), (stride_out_t, stride_out_h)
     k_strides, v_strides = (stride_k_slot, stride_k_h), (stride_v_slot, stride_v_h)
     strides = ((stride_q_t, stride_q_h), k_strides, v_strides, stride_index)

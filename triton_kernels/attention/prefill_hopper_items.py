@@ -100,7 +100,8 @@ def find_inner_slots(
 
 @gluon.jit
 def row_pointers(head, slots, stride, layout: gl.constexpr, D: gl.constexpr):
-    """Returns pointers to a head's rows at `slots`: [BLOCK_N, D].
+    """Returns pointers to a head's rows at `slots`: [BLOCK_N, D]. Elements have 2 bytes, and a stride is less
+    than 2**30 of them.
 
     An offset has 64 bits, but slot and stride have 32, of which one instruction makes a pointer. Written in
     Gluon, both are extended first, and there are four.

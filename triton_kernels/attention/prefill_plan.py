@@ -236,9 +236,9 @@ def _share_kernel(
                 tl.store(fields + field, tl.load(source + field, mask=is_piece), mask=is_piece)
             is_part = is_piece & (num_pieces > 1)
             is_last = piece == num_pieces - 1
-            first_key = (first_unit + tl.maximum(worker * share - begin, 0)) * UNIT
+            begin_key = (first_unit + tl.maximum(worker * share - begin, 0)) * UNIT
             end_key = (first_unit + (worker + 1) * share - begin) * UNIT
-            tl.store(fields + 6, tl.where(is_part, first_key, 0), mask=is_piece)
+            tl.store(fields + 6, tl.where(is_part, begin_key, 0), mask=is_piece)
             tl.store(fields + 7, tl.where(is_last, _ALL_KEYS, end_key), mask=is_piece)
             tl.store(fields + 8, tl.where(opens_share, worker, num_workers + worker), mask=is_part)
             goes_on = is_cut & is_last & (end % share != 0) & (end < total)  # the share, with the next tile
