@@ -2,10 +2,10 @@
 
     python -m bench.trace.admission_count --out bench/results/admission-count.json
 
-Random cases, first come, first served, without a device and without shared prefixes. Each runs to its end under
-both counts, one step in flight. The first table has the steps that they take. The second has the refusals, which
-are the steps in which a request waits that the step could begin: an exhaustive check, which follows all requests
-step by step to their ends, says whether the request would have fit.
+Random cases, first come, first served, without a device and without shared prefixes, run to their ends under
+both counts, with one step in flight. The table has the steps that they take, and the refusals: the steps that
+could begin another prompt while a request waits. An exhaustive check, which follows all requests step by step to
+their ends, says how many of the refused requests would have fit.
 """
 
 import argparse
@@ -43,7 +43,7 @@ class Outcome(NamedTuple):
 
 def random_case(rng: random.Random) -> Case:
     """Returns a case of 40 requests in a pool in which a few of them fit at a time."""
-    capacity = rng.randint(100, 1000)
+    capacity = rng.randint(60, 300)
     chunk = rng.choice((capacity // 16, capacity // 4, capacity))
     longest = capacity // 2
     step, requests = 0, []
@@ -68,8 +68,8 @@ class FullCount(Admission):
 
 
 class _Held(NamedTuple):
-    """A request whose slots of the present step are allocated: the tokens it holds, those of its prompt that are
-    still to be computed, and the tokens it will hold in the end."""
+    """A request whose slots of the present step are allocated: the tokens that it holds, those of its prompt
+    that are still to be computed, and the tokens that it will hold in the end."""
 
     num_tokens: int
     prompt_left: int
@@ -115,7 +115,7 @@ def run(case: Case, admission: Admission, check: bool = False) -> Outcome:
         if check and left and head is not None:
             refusals += 1
             held = [
-                _Held(request.sequence.length, request.num_prefill_left, request.final)
+                _Held(request.sequence.length, max(request.num_prefill_left, 0), request.final)
                 for request in living
                 if request.sequence is not None
             ]
@@ -129,8 +129,7 @@ def run(case: Case, admission: Admission, check: bool = False) -> Outcome:
 
 
 def compare(num_cases: int, seed: int = 0) -> dict[str, Outcome]:
-    """Runs cases under both counts. Returns the sums, "in full" and "by schedule"; the former without a check of
-    its refusals."""
+    """Runs cases under both counts, "in full" and "by schedule". Returns the sums of each."""
     rng = random.Random(seed)
     cases = [random_case(rng) for _ in range(num_cases)]
     found = {}
