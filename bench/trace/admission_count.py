@@ -3,9 +3,9 @@
     python -m bench.trace.admission_count --out bench/results/admission-count.json
 
 Random cases, first come, first served, without a device and without shared prefixes, run to their ends under
-both counts, with one step in flight. The table has the steps that they take, and the refusals: the steps that
-could begin another prompt while a request waits. An exhaustive check, which follows all requests step by step to
-their ends, says how many of the refused requests would have fit.
+both counts, one step in flight. The table has the steps that they take, and the refusals: the steps that
+could begin another prompt while a request waits. An exhaustive check, which follows all requests step by step
+to their ends, says how many of the refused requests would have fit.
 """
 
 import argparse
