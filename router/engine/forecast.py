@@ -175,7 +175,8 @@ class Forecast:
         """Returns the most tokens held at any time. `prefills`: the admitted sequences."""
         step = self._ledger.step
         num_resting = bisect_right(self._ends, step)
-        now = sum(self._bases) + sum(self._ends[:num_resting]) + (len(self._ends) - num_resting) * step
+        now = int(self._column(self._bases).sum()) + sum(self._ends[:num_resting])
+        now += (len(self._ends) - num_resting) * step
         now += sum([segment.length for segment in self._ledger.shared])
         now += sum([_num_own(prefill.sequence) for prefill in prefills])
         _, totals, _ = self._totals(prefills, None)
@@ -192,6 +193,11 @@ class Forecast:
     def _place(self, row: int) -> int:
         end = self._end[row]
         return self._rows.index(row, bisect_left(self._ends, end), bisect_right(self._ends, end))
+
+    @staticmethod
+    def _column(column: array) -> np.ndarray:
+        """Returns a view of a column, which has to be gone before the column gets longer."""
+        return np.frombuffer(column, np.int64) if column else np.empty(0, np.int64)
 
     def _change_own(self, row: int, count: int) -> None:
         """Notes that `count` more tokens are the row's alone; a negative count says that they no longer are."""
@@ -217,32 +223,33 @@ class Forecast:
         step, lag = self._ledger.step, self._lag
         growths, runs = self._prefilling(prefills, candidate)
         first = bisect_left(self._ends, step + 1 - lag)  # those before it are freed before the next step
-        ends = np.frombuffer(self._ends, np.int64)[first:] if len(self._ends) else np.empty(0, np.int64)
-        tokens = np.array(self._bases[first:], np.int64)
-        num = len(ends)
+        num = len(self._ends) - first
+        points = np.empty(num + len(growths), np.int64)
+        points[:num] = self._column(self._ends)[first:]
+        points[num:] = [growth.end(step) for growth in growths]
+        ends = points[:num]
+        tokens = self._column(self._bases)[first:].copy()
         shared = self._ledger.shared
         if shared:
+            for segment in shared - self._until.keys():
+                self._last_end(segment)
             # A segment is added at the last of equal ends, so that all of these count it.
-            until = np.array([self._last_end(segment) for segment in shared])
+            until = np.array([self._until[segment] for segment in shared])
             counts = np.array([segment.length for segment in shared])
             at = np.searchsorted(ends, until, side="right") - 1
             np.add.at(tokens, at[at >= 0], counts[at >= 0])
-        sums = np.append(tokens[::-1].cumsum()[::-1], 0)
-        begins = np.arange(num)
-        if growths:
-            extra = np.array([growth.end(step) for growth in growths], np.int64)
-            begins = np.append(begins, np.searchsorted(ends, extra, side="left"))
-            points = np.append(ends, extra)
-        else:
-            points = ends
+        sums = np.zeros(num + 1, np.int64)
+        sums[:num] = tokens[::-1].cumsum()[::-1]
+        begins = np.arange(len(points))
+        begins[num:] = np.searchsorted(ends, points[num:], side="left")
         totals = sums[begins] + (num - begins) * points
         if lag:
             totals += num - np.searchsorted(ends, points, side="right")
         steps = points + (lag - 1 - step)  # the steps in which these sequences are held for the last time
         for growth in growths:
             held, window, decodes = growth
-            taken = np.minimum(window.now + steps * window.most, window.left)
-            taken += held + np.clip(steps - window.first, 0, decodes)
+            taken = np.minimum(steps * window.most + window.now, window.left)
+            taken += np.minimum(np.maximum(steps - window.first, 0), decodes) + held
             totals += taken * (points <= growth.end(step))
         for num_tokens, after, end in runs:
             totals += num_tokens * ((points > after) & (points <= end))
