@@ -1,5 +1,5 @@
-"""Random lives of the scheduler, with every count checked in every step: an admitted request is never short of a
-token, whatever ends, is aborted, comes first or fails, and however many prompt tokens a step takes."""
+"""Random lives of the scheduler, with every count checked in every step: an admitted request is never short of
+a token, whatever ends, is aborted, comes first or fails, and however many prompt tokens a step takes."""
 
 import random
 from array import array
