@@ -147,6 +147,10 @@ class Forecast:
         self._end.pop(row, None)
         del self._final[row]
 
+    def ended(self) -> set[int]:
+        """Returns the rows of the decoding and resting sequences that take no token in the next step."""
+        return set(self._rows[: bisect_right(self._ends, self._ledger.step)])
+
     @property
     def total(self) -> int:
         """The sum of the most tokens that each sequence will have. Shared tokens count with each holder."""
@@ -235,22 +239,28 @@ class Forecast:
                 self._last_end(segment)
             # A segment is added at the last of equal ends, so that all of these count it.
             until = np.array([self._until[segment] for segment in shared])
-            counts = np.array([segment.length for segment in shared])
+            lengths = np.array([segment.length for segment in shared])
             at = np.searchsorted(ends, until, side="right") - 1
-            np.add.at(tokens, at[at >= 0], counts[at >= 0])
-        sums = np.zeros(num + 1, np.int64)
+            np.add.at(tokens, at[at >= 0], lengths[at >= 0])
+        # The tokens, and the number, of the decodes that last at least until each point.
+        sums = np.zeros(len(points), np.int64)
         sums[:num] = tokens[::-1].cumsum()[::-1]
-        begins = np.arange(len(points))
-        begins[num:] = np.searchsorted(ends, points[num:], side="left")
-        totals = sums[begins] + (num - begins) * points
+        counts = np.arange(num, num - len(points), -1)
+        for i, begin in enumerate(np.searchsorted(ends, points[num:], side="left"), start=num):
+            sums[i], counts[i] = (sums[begin], num - begin) if begin < num else (0, 0)
+        totals = counts * points
+        totals += sums
         if lag:
             totals += num - np.searchsorted(ends, points, side="right")
         steps = points + (lag - 1 - step)  # the steps in which these sequences are held for the last time
         for growth in growths:
             held, window, decodes = growth
-            taken = np.minimum(steps * window.most + window.now, window.left)
-            taken += np.minimum(np.maximum(steps - window.first, 0), decodes) + held
-            totals += taken * (points <= growth.end(step))
+            taken = np.minimum(np.maximum(steps - window.first, 0), decodes)
+            taken += held + window.left
+            if window.first:
+                taken -= window.left - np.minimum(steps * window.most + window.now, window.left)
+            taken[points > growth.end(step)] = 0
+            totals += taken
         for num_tokens, after, end in runs:
             totals += num_tokens * ((points > after) & (points <= end))
         return points, totals, growths

@@ -331,15 +331,15 @@ class Scheduler:
     # ------------------------------------------------------------------ the parts of a step
 
     def _next_decodes(self) -> tuple[list[Request], list[Sequence]]:
-        """Returns the requests that take a token in the next step, and their sequences.
-
-        Each step in flight brings a decode one more token; the requests that these tokens complete are left
-        out. A request that has outlived its estimate gets another.
-        """
-        decoding = [r for r in self._decoding if len(r.output) + r.num_in_flight < r.expected]
-        if self._admission.estimates is not None and len(decoding) < len(self._decoding):
+        """Returns the requests that take a token in the next step, and their sequences. A request that has
+        outlived its estimate gets another."""
+        ended = self._forecast.ended()
+        if ended and self._admission.estimates is not None:
             self._estimate_anew()
-            decoding = [r for r in self._decoding if len(r.output) + r.num_in_flight < r.expected]
+            ended = self._forecast.ended()
+        decoding = self._decoding
+        if ended:
+            decoding = [r for r in decoding if r.sequence.row not in ended]  # type: ignore[union-attr]
         return decoding, [request.sequence for request in decoding]  # type: ignore[misc]
 
     def _estimate_anew(self) -> None:
