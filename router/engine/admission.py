@@ -184,14 +184,15 @@ class Counting(Enum):
 
 class Running(NamedTuple):
     """What admission reads of the running requests: the ledger, the forecast, the requests in prefill and in
-    decode, and what the step that is being planned can still compute. It has planned the prefills before `idx`,
-    and a request that is admitted gets that place among them."""
+    decode, and what the step that is being planned can still compute, in a number of slots. It has planned the
+    prefills before `idx`, and a request that is admitted gets that place among them."""
 
     ledger: Ledger
     forecast: Forecast
     prefilling: Sequence[Request]
     decoding: Sequence[Request]
     budget: StepBudget
+    room: int
     idx: int
 
     def windows(self, num_left: int, start: int) -> tuple[PrefillWindow, list[Prefill]]:
@@ -253,6 +254,8 @@ class Admission:
             window, prefills = running.windows(
                 request.num_prefill_tokens - match.num_tokens, match.num_tokens
             )
+            if window.now > running.room:  # as until something is freed
+                return forecast.steps_to_end()
             return forecast.steps_to_wait(Candidate(match, window, request.final), limit, prefills)
         shared, tip = 0, match.tip  # the tokens that it would hit and that other requests hold already
         for segment in match.path:

@@ -147,6 +147,13 @@ class Forecast:
         self._end.pop(row, None)
         del self._final[row]
 
+    def steps_to_end(self) -> int:
+        """Returns in how many steps the first of the decoding and resting sequences will have been dropped, at
+        least 1."""
+        step = self._ledger.step
+        first = bisect_left(self._ends, step + 1 - self._lag)
+        return self._ends[first] + self._lag - step if first < len(self._ends) else 1
+
     def ended(self) -> set[int]:
         """Returns the rows of the decoding and resting sequences that take no token in the next step."""
         return set(self._rows[: bisect_right(self._ends, self._ledger.step)])

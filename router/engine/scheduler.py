@@ -297,9 +297,9 @@ class Scheduler:
             self._retry_at = 0  # there is another head of the queue
         self._waiting.push(request)
 
-    def _admit(self, request: Request, budget: StepBudget, idx: int) -> bool:
+    def _admit(self, request: Request, budget: StepBudget, room: int, idx: int) -> bool:
         """Opens the request's sequence if admission allows it, as it always does if no other request runs. Its
-        place among the prefills is `idx`, and `budget` is what the step can still compute."""
+        place among the prefills is `idx`; `budget` and `room` are what the step can still compute and hold."""
         ledger = self.ledger
         if self.step < self._retry_at or ledger.num_open >= self.limits.max_num_seqs:
             return False
@@ -307,7 +307,7 @@ class Scheduler:
             return False  # it is admitted in a step that computes a part of it
         if not len(request.output) < request.expected < request.max_tokens:  # else its estimate still stands
             request.expected = self._admission.expected(len(request.output), request.max_tokens)
-        running = Running(ledger, self._forecast, self._prefilling, self._decoding, budget, idx)
+        running = Running(ledger, self._forecast, self._prefilling, self._decoding, budget, room, idx)
         if ledger.num_open and (wait := self._admission.steps_to_wait(running, request)):
             self._retry_at = self.step + wait
             return False
@@ -375,7 +375,7 @@ class Scheduler:
         chunks: list[_Chunk] = []
         if not self._prefilling and not self._waiting:
             return chunks
-        kv = sum([sequence.length for sequence in decodes]) + len(decodes)
+        kv = sum([sequence.length + 1 for sequence in decodes]) if self._budget.step_time else 0
         budget = self._budget.of_step(len(decodes), kv)
         while (room := self.ledger.num_available - growth) > 0:
             idx = len(chunks)
@@ -383,7 +383,7 @@ class Scheduler:
             admitted = self._prefilling[idx] if idx < len(self._prefilling) else None
             if head is not None and admitted is not None and admitted.order < head.order:
                 head = None
-            if head is not None and self._admit(head, budget, idx):
+            if head is not None and self._admit(head, budget, room, idx):
                 self._waiting.pop()
                 self._prefilling.insert(idx, head)
             elif admitted is None:
