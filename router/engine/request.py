@@ -153,6 +153,12 @@ class Request:
         return self.final - self.sequence.length
 
     @property
+    def num_prefill_left(self) -> int:
+        """The tokens of a running request's prefill that no planned step computes."""
+        assert self.sequence is not None
+        return self.num_prefill_tokens - self.sequence.length
+
+    @property
     def order(self) -> tuple[float, bool, int]:
         """The request's place: the lowest is admitted first, and the highest is preempted first."""
         return self.rank, self.is_late, self.arrival

@@ -29,10 +29,10 @@ from lightkv.ledger.shared_prefixes import BatchPrefixes
 from lightkv.router.sampling_params import SamplerKind
 
 from .admission import Admission, Demand, Running, peak_tokens
-from .forecast import Forecast
+from .forecast import Forecast, Prefill
 from .ledger import Ledger
 from .new_rows import NewRows
-from .prefill_budget import PrefillBudget
+from .prefill_budget import PrefillBudget, PrefillWindow, StepBudget
 from .request import Request
 from .step import Limits, StepPlan, StepResult, TokenEvent
 from .waiting import WaitingQueue
@@ -97,7 +97,7 @@ class Scheduler:
         self._clock = clock
         self._budget = budget or PrefillBudget(limits)
         self._waiting = WaitingQueue(self._admission.patience)
-        self._blocked = False  # the head of the queue was refused, and nothing has ended since
+        self._retry_at = 0.0  # the head of the queue was refused, and does not fit before this step
 
     @property
     def step(self) -> int:
@@ -166,7 +166,7 @@ class Scheduler:
         if len(self._in_flight) == self.depth or self._failed:
             return None
         if self._admission.patience is not None and self._waiting.defer(self._clock()):
-            self._blocked = False  # there may be another head of the queue
+            self._retry_at = 0  # there may be another head of the queue
         ledger = self.ledger
         decoding, sequences = self._next_decodes()
         growth = ledger.growth(sequences)
@@ -184,7 +184,10 @@ class Scheduler:
         decode_alloc = ledger.extend(sequences, [1] * len(decoding))
         plan = self._make_plan(chunks, decoding, sequences, decode_alloc)
         requests = [chunk.request for chunk in chunks] + decoding
-        self._start_decoding([requests[i] for i in plan.sample if i < len(chunks)])
+        if chunks:
+            self._prefilling = [request for request in self._prefilling if request.num_prefill_left]
+            self._decoding += [requests[i] for i in plan.sample if i < len(chunks)]
+            self._retry_at = 0  # in the next step the head of the queue may hit what this one computes
         for request in requests:
             request.num_in_flight += 1
         self._in_flight.append(_Batch(plan, requests))
@@ -237,23 +240,24 @@ class Scheduler:
 
     def demands(self) -> list[Demand]:
         """Returns the demand of each request that holds tokens."""
+        windows: list[PrefillWindow | None] = [prefill.window for prefill in self._prefills()]
+        holding = self._prefilling + self._decoding + self._finishing
+        windows += [None] * (len(holding) - len(windows))
         demands = []
-        for decoding, requests in (
-            (False, self._prefilling),
-            (True, self._decoding),
-            (True, self._finishing),
-        ):
-            for request in requests:
-                sequence = request.sequence
-                assert sequence is not None
-                remaining = 0 if request.finish_reason is not None else request.remaining
-                demands.append(Demand(sequence.num_private, remaining, sequence.node.up(), decoding))
+        for request, window in zip(holding, windows, strict=True):
+            sequence = request.sequence
+            assert sequence is not None
+            remaining = 0 if request.finish_reason is not None else request.remaining
+            if not remaining and request.num_in_flight and not self._is_in_newest(request):
+                remaining = -1
+            path = sequence.node.up()
+            demands.append(Demand(sequence.num_private, remaining, path, window is None, window=window))
         return demands
 
     def forecast_peak(self) -> int:
         """Returns the most tokens that the running requests will hold at any time, if all reach their expected
         length."""
-        return self._forecast.peak()
+        return self._forecast.peak(self._prefills())
 
     def check(self) -> None:
         """Recounts the ledger, the forecast and the queues. Raises CheckFailed."""
@@ -290,19 +294,22 @@ class Scheduler:
     def _queue(self, request: Request) -> None:
         head = self._waiting.head
         if head is not None and request.order < head.order:
-            self._blocked = False  # there is another head of the queue
+            self._retry_at = 0  # there is another head of the queue
         self._waiting.push(request)
 
-    def _admit(self, request: Request) -> bool:
-        """Opens the request's sequence if admission allows it, as it always does if no other request runs."""
+    def _admit(self, request: Request, budget: StepBudget, room: int, idx: int) -> bool:
+        """Opens the request's sequence if admission allows it, as it always does if no other request runs. Its
+        place among the prefills is `idx`; `budget` and `room` are what the step can still compute and hold."""
         ledger = self.ledger
-        if self._blocked or ledger.num_open >= self.limits.max_num_seqs:
+        if self.step < self._retry_at or ledger.num_open >= self.limits.max_num_seqs:
             return False
+        if not budget.can_begin(request.num_prefill_tokens):
+            return False  # it is admitted in a step that computes a part of it
         if not len(request.output) < request.expected < request.max_tokens:  # else its estimate still stands
             request.expected = self._admission.expected(len(request.output), request.max_tokens)
-        running = Running(ledger, self._forecast, self._prefilling, self._decoding)
-        if ledger.num_open and not self._admission.admits(running, request):
-            self._blocked = True
+        running = Running(ledger, self._forecast, self._prefilling, self._decoding, budget, room, idx)
+        if ledger.num_open and (wait := self._admission.steps_to_wait(running, request)):
+            self._retry_at = self.step + wait
             return False
         sequence = ledger.open(request.prefill_ids, request.namespace)
         request.sequence = sequence
@@ -316,18 +323,23 @@ class Scheduler:
         self._new_rows.add(request, sequence.row)
         return True
 
+    def _prefills(self) -> list[Prefill]:
+        """Returns the sequences in prefill, and when the rest of each is computed, before the next step."""
+        windows = self._budget.windows([request.num_prefill_left for request in self._prefilling])
+        return [Prefill(r.sequence, window) for r, window in zip(self._prefilling, windows, strict=True)]  # type: ignore[arg-type]
+
     # ------------------------------------------------------------------ the parts of a step
 
     def _next_decodes(self) -> tuple[list[Request], list[Sequence]]:
-        """Returns the requests that take a token in the next step, and their sequences.
-
-        Each step in flight brings a decode one more token; the requests that these tokens complete are left
-        out. A request that has outlived its estimate gets another.
-        """
-        decoding = [r for r in self._decoding if len(r.output) + r.num_in_flight < r.expected]
-        if self._admission.estimates is not None and len(decoding) < len(self._decoding):
+        """Returns the requests that take a token in the next step, and their sequences. A request that has
+        outlived its estimate gets another."""
+        ended = self._forecast.ended()
+        if ended and self._admission.estimates is not None:
             self._estimate_anew()
-            decoding = [r for r in self._decoding if len(r.output) + r.num_in_flight < r.expected]
+            ended = self._forecast.ended()
+        decoding = self._decoding
+        if ended:
+            decoding = [r for r in decoding if r.sequence.row not in ended]  # type: ignore[union-attr]
         return decoding, [request.sequence for request in decoding]  # type: ignore[misc]
 
     def _estimate_anew(self) -> None:
@@ -352,7 +364,7 @@ class Scheduler:
         self._prefilling = [r for r in self._prefilling if r is not request]
         self._decoding = [r for r in self._decoding if r is not request]
         self._queue(request)
-        self._blocked = False
+        self._retry_at = 0
         self.num_preemptions += 1
 
     def _plan_prefills(self, decodes: list[Sequence], growth: int) -> list[_Chunk]:
@@ -363,7 +375,7 @@ class Scheduler:
         chunks: list[_Chunk] = []
         if not self._prefilling and not self._waiting:
             return chunks
-        kv = sum([sequence.length for sequence in decodes]) + len(decodes)
+        kv = sum([sequence.length + 1 for sequence in decodes]) if self._budget.step_time else 0
         budget = self._budget.of_step(len(decodes), kv)
         while (room := self.ledger.num_available - growth) > 0:
             idx = len(chunks)
@@ -371,15 +383,14 @@ class Scheduler:
             admitted = self._prefilling[idx] if idx < len(self._prefilling) else None
             if head is not None and admitted is not None and admitted.order < head.order:
                 head = None
-            # A request is admitted in a step that computes a part of it.
-            if head is not None and budget.can_begin(head.num_prefill_tokens) and self._admit(head):
+            if head is not None and self._admit(head, budget, room, idx):
                 self._waiting.pop()
                 self._prefilling.insert(idx, head)
             elif admitted is None:
                 break
             request = self._prefilling[idx]
             start = request.sequence.length  # type: ignore[union-attr]
-            count = min(budget.tokens(start, request.num_prefill_tokens - start), room)
+            count = min(budget.tokens(start, request.num_prefill_left), room)
             if not count:
                 break
             chunks.append(self._next_chunk(request, start, count))
@@ -387,11 +398,14 @@ class Scheduler:
         return chunks
 
     def _next_chunk(self, request: Request, start: int, count: int) -> _Chunk:
-        """Allocates and publishes `count` tokens of a request's prefill from `start` on."""
+        """Allocates and publishes `count` tokens of a request's prefill from `start` on. After the last of them
+        the forecast knows in which step it takes each further one."""
         sequence = request.sequence
         assert sequence is not None
         self.ledger.extend([sequence], [count])
         self.ledger.publish(sequence)
+        if not request.num_prefill_left:
+            self._forecast.decode(sequence, request.remaining, begin=self.step + 1)
         return _Chunk(request, start, count)
 
     def _make_plan(
@@ -432,17 +446,6 @@ class Scheduler:
         ledger.step += 1
         return plan
 
-    def _start_decoding(self, requests: list[Request]) -> None:
-        """Notes that the step just planned completes the prefill of these requests: from now on the forecast
-        knows in which step each takes its last slot."""
-        if not requests:
-            return
-        self._prefilling = [r for r in self._prefilling if r.sequence.length < r.num_prefill_tokens]  # type: ignore[union-attr]
-        self._decoding.extend(requests)
-        for request in requests:
-            self._forecast.decode(request.sequence, request.remaining)  # type: ignore[arg-type]
-        self._blocked = False
-
     # ------------------------------------------------------------------ the end of steps and requests
 
     def _pop_oldest(self, step: int | None) -> _Batch:
@@ -462,11 +465,15 @@ class Scheduler:
             self._admission.estimates.observe(len(request.output))
         if request.sequence is None:
             self._waiting.forget()
-            self._blocked = False
+            self._retry_at = 0
         else:
             if request.num_in_flight:
-                self._forecast.rest(request.sequence)
+                self._forecast.rest(request.sequence, self.step - (not self._is_in_newest(request)))
             self._finishing.append(request)
+
+    def _is_in_newest(self, request: Request) -> bool:
+        """Returns whether a request of a step in flight is in the newest one."""
+        return request.num_in_flight == len(self._in_flight) or request in self._in_flight[-1].requests
 
     def _release_finished(self) -> None:
         """Closes the sequences of ended requests that are in no step in flight. After a failure, and once
@@ -482,7 +489,7 @@ class Scheduler:
                 assert request.sequence is not None
                 self._forecast.drop(request.sequence)
                 self.ledger.close(request.sequence, request.tail_ids(), request.cached)
-                self._blocked = False
+                self._retry_at = 0
             self._finishing = staying
         if self._failed and not self._in_flight:
             self._failed = False
