@@ -455,7 +455,7 @@ class LedgerState:
 
 
 def _may_grow(node: Segment) -> bool:
-    """Returns whether tokens can be added to this segment, if it is its only holder that adds them. What was hit
-    or is protected stays as it is, since the new tokens were not hit and are not protected."""
+    """Returns whether its only holder can add tokens to this segment. A segment that was hit or is protected
+    stays as it is, since the new tokens were not hit and are not protected."""
     alone = node.parent is not None and len(node.holders) == 1 and not node.children
     return alone and not node.hits and not node.protected

@@ -304,7 +304,7 @@ class Scheduler:
         if ledger.num_open and not self._admission.admits(running, request):
             self._blocked = True
             return False
-        sequence = ledger.open(request.prefill_ids, request.namespace)
+        sequence = ledger.open(request.prefill_ids, request.namespace, request.session)
         request.sequence = sequence
         self._forecast.admit(sequence, request.final)
         if request.num_preemptions:
