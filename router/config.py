@@ -190,7 +190,7 @@ class ServiceConfig:
         "GPU, 600 on a CPU.",
     )
     session_ttl: float = setting(
-        300.0,
+        600.0,
         "Seconds after the end of its last answer for which a session protects its tokens, unless its last "
         "request gave a session_ttl of its own.",
     )

@@ -93,7 +93,7 @@ class Sessions:
         Where the limit is exceeded, the sessions that were used the longest ago lose their protection, each
         that of its oldest end first. A path that is longer than the limit is not protected.
         """
-        if not session.is_open or not length:
+        if not (session.is_open and length and self.limit):
             return
         if length > self.limit:
             self._num_over_limit += length

@@ -34,7 +34,7 @@ class ApiSettings(msgspec.Struct, frozen=True, kw_only=True):
     max_header_bytes: int = 64 * 2**10
     max_answers: int = 256
     allow_priority: bool = False
-    session_ttl: float = 300.0
+    session_ttl: float = 600.0
     max_queued_requests: int = 4096
     max_connections: int = 8192
     header_seconds: float = 15.0

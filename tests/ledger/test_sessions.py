@@ -98,7 +98,7 @@ def test_the_sessions_that_were_used_the_longest_ago_lose_their_protection_first
 def test_without_a_limit_nothing_is_protected() -> None:
     ledger = TokenLedger(100, 4, 50)
     turn(ledger, A, "a")
-    assert ledger.session_counts == SessionCounts(0, 0, 0, 20)
+    assert ledger.session_counts == SessionCounts(0, 0, 0, 0)
     turn(ledger, B)
     ledger.evict(20)
     assert (found(ledger, A), found(ledger, B)) == (0, 20)
