@@ -21,7 +21,7 @@ from collections.abc import Collection, Iterable, Iterator
 from lightkv.errors import CheckFailed
 
 TOKEN_BYTES = 4
-MAX_HITS = 8  # hits of a segment beyond this number do not let it stay any longer
+MAX_HITS = 8  # of a segment; further hits do not let it stay any longer
 
 Namespace = tuple[object, ...]
 
@@ -30,16 +30,17 @@ class Segment:
     """One node of the tree.
 
     tokens: int32 bytes that follow the parent's; zeros while the segment is unindexed. holders: the rows of the
-    sequences on whose path the segment is. indexed: whether look-ups find it by its tokens. hits: how often it
-    was found since it was stored. due: its place in the order of eviction (`PrefixTree`). protected: how many
-    sessions end here, and how many children are protected (`sessions.py`); if not 0, it is evicted last.
+    sequences on whose path the segment is. indexed: whether look-ups find it by its tokens. credit: for its
+    hits since it was stored; 0: there was none. due: its place in the order of eviction, the last use plus the
+    credit (`PrefixTree`). protected: how many sessions end here, and how many children are protected
+    (`sessions.py`); if not 0, it is evicted last.
     """
 
     __slots__ = (
         "children",
         "confirmed",
+        "credit",
         "due",
-        "hits",
         "holders",
         "id",
         "indexed",
@@ -61,7 +62,7 @@ class Segment:
         self.children: dict[bytes, Segment] = {}
         self.holders: set[int] = set()
         self.indexed = True
-        self.hits = 0
+        self.credit = 0
         self.due = 0
         self.protected = 0
         self.queued = False  # whether it is in the heap of idle leaves, perhaps with an older `due`
@@ -119,7 +120,7 @@ class PrefixTree:
     `shared`: the segments that two or more sequences hold.
     """
 
-    def __init__(self, hit_worth: int = 0) -> None:
+    def __init__(self, hit_worth: int = 1) -> None:
         self.roots: dict[Namespace, Segment] = {}
         self.shared: set[Segment] = set()
         self._hit_worth = hit_worth
@@ -143,11 +144,15 @@ class PrefixTree:
         """Marks these segments as used now."""
         self._clock += 1
         for segment in path:
-            segment.due = self._due(segment.hits)
+            segment.due = self._clock + segment.credit
 
-    def _due(self, hits: int) -> int:
-        """Returns the place in the order of eviction of a segment that is used now."""
-        return self._clock + self._hit_worth * min(hits, MAX_HITS)
+    def hit(self, path: Iterable[Segment]) -> None:
+        """Notes that these segments were hit."""
+        worth = self._hit_worth
+        most = MAX_HITS * worth
+        for segment in path:
+            if segment.credit < most:
+                segment.credit += worth
 
     def add_holder(self, path: Iterable[Segment], row: int) -> int:
         """Makes `row` a holder of `path`. Returns how many tokens of it no sequence held before."""
@@ -167,13 +172,13 @@ class PrefixTree:
         Returns, each in the order of `path`: the segments that no sequence holds any more, and the unindexed
         segments that one sequence alone still holds.
         """
-        self._clock += 1
+        self._clock = now = self._clock + 1
         unheld: list[Segment] = []
         sole: list[Segment] = []
         for segment in path:
             holders = segment.holders
             holders.remove(row)
-            segment.due = self._due(segment.hits)
+            segment.due = now + segment.credit
             if not holders:
                 unheld.append(segment)
             elif len(holders) == 1:
@@ -252,7 +257,7 @@ class PrefixTree:
         head.holders = segment.holders.copy()
         if len(head.holders) > 1:
             self.shared.add(head)
-        head.hits = segment.hits
+        head.credit = segment.credit
         head.due = segment.due
         head.protected = 1 if segment.protected else 0
         head.published = segment.published

@@ -42,7 +42,7 @@ class LedgerState:
         self.max_sequences = max_sequences
         self.num_free = capacity
         self.num_cached = 0
-        self.tree = PrefixTree(capacity // HITS_A_TURNOVER)
+        self.tree = PrefixTree(max(capacity // HITS_A_TURNOVER, 1))
         self.sessions = Sessions(self.tree, max_protected)
         self.sequences: dict[int, Sequence] = {}
         self._free_rows = list(range(max_sequences, 0, -1))
@@ -85,8 +85,7 @@ class LedgerState:
             if matched < len(node.tokens):
                 path[-1] = node = self.split(node, matched // TOKEN_BYTES)
             self.num_cached -= tree.add_holder(path, row)
-            for segment in path:
-                segment.hits += 1
+            tree.hit(path)
             shared = sum([len(segment.tokens) for segment in path]) // TOKEN_BYTES
             self._edits.append(MapSegments(row, tuple([segment.id for segment in path])))
         sequence = self.sequences[row] = Sequence(row, prompt, root, node, shared)
@@ -218,8 +217,7 @@ class LedgerState:
         if path:
             found += sum(segment.length for segment in path)
             self.free_range(row, start, found)
-            for segment in path:
-                segment.hits += 1
+            tree.hit(path)
             tree.touch(path)  # those above are marked as used when the sequence leaves them
             if not node.holders:
                 tree.note_unheld(node)
@@ -458,4 +456,4 @@ def _may_grow(node: Segment) -> bool:
     """Returns whether its only holder can add tokens to this segment. A segment that was hit or is protected
     stays as it is, since the new tokens were not hit and are not protected."""
     alone = node.parent is not None and len(node.holders) == 1 and not node.children
-    return alone and not node.hits and not node.protected
+    return alone and not node.credit and not node.protected

@@ -151,7 +151,7 @@ def test_a_segment_that_was_hit_does_not_grow() -> None:
     turn(ledger, A)
     turn(ledger, A + ids(1, 2, 3))
     path = list(ledger.match(A + ids(1, 2, 3, 4)).path)
-    assert [(segment.length, segment.hits) for segment in path] == [(3, 0), (20, 1)]
+    assert [(segment.length, segment.credit) for segment in path] == [(3, 0), (20, 640 // 32)]
 
 
 def test_the_check_finds_a_wrong_count() -> None:
