@@ -61,13 +61,15 @@ def create_app(client: RouterClient, tokenizer: Tokenizer, settings: ApiSettings
             openapi_extra=described,
         )
 
-    namespace = document.namespace_parameters(settings.cache_namespace == "header")
+    by_header = settings.cache_namespace == "header"
+    namespace = document.namespace_parameters(by_header)
     headers = {"parameters": [*namespace, document.session_header()]}
     route("POST", "/v1/completions", api.complete, document.COMPLETION, document.GENERATES, headers)
     route("POST", "/v1/chat/completions", api.chat, document.CHAT, document.GENERATES, headers)
     release = "/v1/sessions/{session_id:path}/release"
+    errors = document.NAMES_NAMESPACE if by_header else ()
     named = {"parameters": [*namespace, document.session_parameter()]}
-    route("POST", release, api.release_session, document.RELEASED, document.NAMES_SESSION, named)
+    route("POST", release, api.release_session, document.RELEASED, errors, named)
     route("GET", "/v1/models", api.models, document.MODELS)
     named = document.model_parameter(settings.model_names)
     route("GET", "/v1/models/{model:path}", api.one_model, document.ONE_MODEL, document.NAMES_MODEL, named)

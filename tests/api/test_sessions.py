@@ -17,6 +17,7 @@ from tests.support.fake_router import CHAT, COMPLETIONS, HELLO, ApiUnderTest, er
 PROMPT = {"prompt": "a", "max_tokens": 1}
 BODY = HELLO | PROMPT
 PATHS = (COMPLETIONS, CHAT)
+RELEASE = "/v1/sessions/{session_id}/release"
 
 
 def bearer(key: str) -> dict[str, str]:
@@ -111,6 +112,9 @@ def test_with_the_namespace_header_a_session_belongs_to_its_value(tmp_path: Path
     with service(tmp_path, cache_namespace="header").running() as api:
         assert named(api, headers=one, session_id="s") != named(api, headers=two, session_id="s")
         assert release(api, "s")[0] == 400
+        operation = json.loads(api.send("GET", "/openapi.json")[2])["paths"][RELEASE]["post"]
+        assert sorted(operation["responses"]) == ["200", "400", "404", "413", "500"]
+        assert [one["name"] for one in operation["parameters"]] == [NAMESPACE_HEADER, "session_id"]
         assert release(api, "s", {NAMESPACE_HEADER: "three"})[0] == 404
         assert [release(api, "s", headers)[0] for headers in (one, two, one)] == [200, 200, 404]
 
@@ -141,8 +145,8 @@ def test_a_session_does_not_expire_while_a_request_of_it_runs(tmp_path: Path) ->
 def test_the_document_has_the_route_and_the_header(tmp_path: Path) -> None:
     with service(tmp_path, api_keys=["k"]).running() as api:
         paths = json.loads(api.send("GET", "/openapi.json", None, bearer("k"))[2])["paths"]
-    operation = paths["/v1/sessions/{session_id}/release"]["post"]
-    assert sorted(operation["responses"]) == ["200", "400", "401", "404", "413", "500"]
+    operation = paths[RELEASE]["post"]
+    assert sorted(operation["responses"]) == ["200", "401", "404", "413", "500"]
     assert [(one["name"], one["in"]) for one in operation["parameters"]] == [("session_id", "path")]
     for path in PATHS:
         assert SESSION_HEADER in [one["name"] for one in paths[path]["post"]["parameters"]]

@@ -44,7 +44,7 @@ _ERRORS: Answers = {
         "description": "The API key is missing or wrong.",
         "headers": _header("WWW-Authenticate", "Bearer.", "string"),
     },
-    404: {"description": "The model or the session does not exist."},
+    404: {"description": "The model does not exist."},
     413: {"description": "The body is too large."},
     429: {"description": "The queue is full; try again.", "headers": _WAIT},
     500: {"description": "The model or the service failed on this request."},
@@ -55,7 +55,7 @@ _ERRORS: Answers = {
 }
 ALWAYS = (413, 500)  # statuses of every route; routes that need an API key have 401, too
 NAMES_MODEL = (404,)
-NAMES_SESSION = (400, 404)
+NAMES_NAMESPACE = (400,)
 CONVERTS_TEXT = (400, 404)
 GENERATES = (400, 404, 429, 503)
 ASKS_WORKER = (503,)
@@ -105,7 +105,10 @@ COMPLETION: Answers = {
 CHAT: Answers = {200: {"model": ChatBody, "description": "The answers or their stream.", **_STREAM}}
 MODELS: Answers = {200: {"model": ModelList, "description": "All names of the model."}}
 ONE_MODEL: Answers = {200: {"model": Model, "description": "The model."}}
-RELEASED: Answers = {200: {"model": ReleasedSession, "description": "The session has ended."}}
+RELEASED: Answers = {
+    200: {"model": ReleasedSession, "description": "The session has ended."},
+    404: {"model": ErrorBody, "description": "The client has no open session of this id."},
+}
 TOKENIZED: Answers = {200: {"model": Tokenized, "description": "The tokens."}}
 DETOKENIZED: Answers = {200: {"model": Detokenized, "description": "The text."}}
 HEALTH: Answers = {
