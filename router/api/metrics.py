@@ -42,6 +42,12 @@ _GAUGES: tuple[tuple[str, str, Callable[[Load], float]], ...] = (
         "The most tokens held in any step so far.",
         lambda load: load.reached_peak,
     ),
+    ("lightkv:sessions", "Sessions that protect tokens.", lambda load: load.num_sessions),
+    (
+        "lightkv:session_tokens",
+        "Tokens, cached or held, that sessions protect: they are evicted last.",
+        lambda load: load.session_tokens,
+    ),
     (
         "lightkv:step_age_seconds",
         "Seconds since the last step completed, while work waits.",
@@ -59,6 +65,16 @@ _COUNTERS: tuple[tuple[str, str, Callable[[Load], float]], ...] = (
     ),
     ("vllm:prefix_cache_queries", "Prompt tokens looked up in the cache.", lambda load: load.prompt_tokens),
     ("vllm:prefix_cache_hits", "Prompt tokens found in the cache.", lambda load: load.hit_tokens),
+    (
+        "lightkv:session_evicted_tokens",
+        "Tokens that were evicted although a session protected them.",
+        lambda load: load.session_evicted_tokens,
+    ),
+    (
+        "lightkv:session_over_share_tokens",
+        "Tokens that sessions do not protect because all sessions together exceeded their share.",
+        lambda load: load.session_over_share_tokens,
+    ),
     ("lightkv:steps", "Steps of the model.", lambda load: load.num_steps),
     (
         "lightkv:ledger_checks",

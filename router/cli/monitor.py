@@ -130,6 +130,8 @@ def frame(
         "requests": f"{report.num_running:,} running, {report.num_waiting:,} waiting",
         "tokens": f"{rate('generated_tokens'):,.1f} generated/s, {rate('prompt_tokens'):,.1f} of prompts/s",
         "cache": f"{report.hit_tokens:,} of {report.prompt_tokens:,} prompt tokens hit ({share:.0%})",
+        "sessions": f"{report.num_sessions:,} protect {report.session_tokens:,} tokens; so far "
+        f"{report.session_evicted_tokens:,} evicted, {report.session_over_share_tokens:,} over their share",
         "steps": f"{steps:,.1f}/s, {router_ms:.2f} ms of the router's own time each",
         "checks": f"{report.num_ledger_checks:,} comparisons of the device's free count with the ledger's, "
         "all equal",

@@ -5,7 +5,7 @@ from array import array
 import numpy as np
 
 from lightkv.errors import LightKVError
-from lightkv.ledger import Sequence
+from lightkv.ledger import Sequence, Session
 from lightkv.ledger.prefix_tree import TOKEN_BYTES, Namespace
 from lightkv.router.sampling_params import MAX_END_IDS, InvalidParams, SamplingParams
 
@@ -39,6 +39,7 @@ class Request:
         stop_ids: sampling one of these tokens ends the request.
         seed: with the position, all that the request's random numbers depend on.
         priority: requests with a lower one are admitted sooner.
+        session: protects the tokens that the request leaves in the cache.
         rank: the place in the queue by priority and time, which the scheduler sets.
         expected: the output tokens that admission counts the request with, up to `max_tokens`.
         num_in_flight: the steps in flight that the request is in.
@@ -70,6 +71,7 @@ class Request:
         "rank",
         "seed",
         "sequence",
+        "session",
         "stop_ids",
     )
 
@@ -82,6 +84,7 @@ class Request:
         stop_ids: frozenset[int] = frozenset(),
         namespace: Namespace = (),
         priority: int = 0,
+        session: Session | None = None,
     ) -> None:
         self.id = request_id
         self.prompt_ids = prompt_ids
@@ -96,6 +99,7 @@ class Request:
         self.stop_ids = stop_ids
         self.namespace = namespace
         self.priority = priority
+        self.session = session
         self.arrival = 0  # the request's number in the order of arrival; the scheduler sets it
         self.rank: float = priority
         # When the request came, in seconds; the scheduler sets it where it is None.

@@ -311,7 +311,7 @@ class Scheduler:
         if ledger.num_open and (wait := self._admission.steps_to_wait(running, request)):
             self._retry_at = self.step + wait
             return False
-        sequence = ledger.open(request.prefill_ids, request.namespace)
+        sequence = ledger.open(request.prefill_ids, request.namespace, request.session)
         request.sequence = sequence
         self._forecast.admit(sequence, request.final)
         if request.num_preemptions:

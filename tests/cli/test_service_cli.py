@@ -286,7 +286,8 @@ def test_a_frame_has_the_counts_and_the_rates() -> None:
         capacity=1000, free=500, held=300, cached=200, forecast_peak=700, reached_peak=650, num_running=3,
         num_waiting=12, num_steps=140, prompt_tokens=2050, hit_tokens=1025, generated_tokens=1100,
         router_seconds=1.02, num_ledger_checks=139, num_worker_starts=2, num_preemptions=1,
-        recomputed_tokens=1037,
+        recomputed_tokens=1037, num_sessions=4, session_tokens=150, session_evicted_tokens=6,
+        session_over_share_tokens=1500,
         state="ready", detail="ready",
     )  # fmt: skip
     text = shown(frame("http://host", report, before, 2.0))
@@ -300,6 +301,7 @@ def test_a_frame_has_the_counts_and_the_rates() -> None:
         "20.0/s, 0.50 ms of the router's own time each",
         "139 comparisons of the device's free count with the ledger's",
         "1 times, 1,037 tokens computed again",
+        "4 protect 150 tokens; so far 6 evicted, 1,500 over their share",
         "2 worker starts",
     ):
         assert words in text

@@ -12,11 +12,13 @@ from typing_extensions import TypedDict
 
 from lightkv.router.api import unsupported_fields
 from lightkv.router.api.unsupported_fields import refuse_unsupported
+from lightkv.router.config import MAX_SECONDS
 from lightkv.router.sampling_params import InvalidParams, SamplingParams
 
 DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's for plain completions
 MIN_JSON_LOGPROB = -9999.0  # written for -inf, which JSON does not have, as in vLLM
 MAX_PRIORITY = 2**31 - 1
+MAX_SESSION_ID = 256  # characters
 
 
 def _mended(text: str) -> str:
@@ -108,6 +110,19 @@ class GenerationRequest(RequestBody):
         None,
         max_length=1024,
         description="Requests share cached prefixes only with requests of the same salt.",
+    )
+    session_id: Text | None = Field(
+        None,
+        max_length=MAX_SESSION_ID,
+        description="Names a conversation that will continue: the tokens of prompt and answer stay cached when "
+        "others are evicted, for session_ttl seconds after the answer. The header X-Session-Id does the same.",
+    )
+    session_ttl: float | None = Field(
+        None,
+        gt=0,
+        le=MAX_SECONDS,
+        description="Seconds until the session expires, after the end of this answer and unless it continues; "
+        "by default those of --session-ttl. Needs a session.",
     )
 
     @property
@@ -395,6 +410,14 @@ class Model(TypedDict):
 class ModelList(TypedDict):
     object: Literal["list"]
     data: list[Model]
+
+
+class ReleasedSession(TypedDict):
+    """The answer to the release of a session."""
+
+    id: str
+    object: Literal["session"]
+    released: Literal[True]
 
 
 class Tokenized(TypedDict):
