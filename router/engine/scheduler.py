@@ -21,17 +21,13 @@ from collections import deque
 from collections.abc import Callable
 from typing import NamedTuple
 
-from lightkv.edits import Alloc, encode
 from lightkv.errors import CheckFailed
 from lightkv.ledger import Sequence
-from lightkv.ledger.prefix_tree import TOKEN_BYTES
-from lightkv.ledger.shared_prefixes import BatchPrefixes
-from lightkv.router.sampling_params import SamplerKind
 
 from .admission import Admission, Demand, Running, peak_tokens
 from .forecast import Forecast, Prefill
 from .ledger import Ledger
-from .new_rows import NewRows
+from .plan_writer import Chunk, PlanWriter
 from .prefill_budget import PrefillBudget, PrefillWindow, StepBudget
 from .request import Request
 from .step import Limits, StepPlan, StepResult, TokenEvent
@@ -45,14 +41,6 @@ class _Batch(NamedTuple):
 
     plan: StepPlan
     requests: list[Request]
-
-
-class _Chunk(NamedTuple):
-    """The positions of a request's prefill that the next step computes."""
-
-    request: Request
-    start: int
-    num_tokens: int
 
 
 class Scheduler:
@@ -88,11 +76,10 @@ class Scheduler:
         self._prefilling: list[Request] = []  # the most urgent first
         self._decoding: list[Request] = []
         self._finishing: list[Request] = []  # ended, but part of a step in flight
-        self._new_rows = NewRows(limits.vocab_size)
+        self._plans = PlanWriter(ledger, limits)
         self._in_flight: deque[_Batch] = deque()
         self._failed = False  # a step has failed, and another is still in flight
         self._forecast = Forecast(ledger, lag=depth - 1)
-        self._prefixes = BatchPrefixes(ledger, limits.prefix_sharing)
         self._admission = admission or Admission()
         self._clock = clock
         self._budget = budget or PrefillBudget(limits)
@@ -182,7 +169,7 @@ class Scheduler:
         # The decodes' slots are allocated last, so that no prefix found by `_plan_prefills` is evicted for
         # them.
         decode_alloc = ledger.extend(sequences, [1] * len(decoding))
-        plan = self._make_plan(chunks, decoding, sequences, decode_alloc)
+        plan = self._plans.write(chunks, decoding, sequences, decode_alloc)
         requests = [chunk.request for chunk in chunks] + decoding
         if chunks:
             self._prefilling = [request for request in self._prefilling if request.num_prefill_left]
@@ -320,7 +307,7 @@ class Scheduler:
             request.num_hit = sequence.num_hit
             self.num_prompt_tokens += request.num_prompt
             self.num_hit_tokens += sequence.num_hit
-        self._new_rows.add(request, sequence.row)
+        self._plans.introduce(request)
         return True
 
     def _prefills(self) -> list[Prefill]:
@@ -367,12 +354,12 @@ class Scheduler:
         self._retry_at = 0
         self.num_preemptions += 1
 
-    def _plan_prefills(self, decodes: list[Sequence], growth: int) -> list[_Chunk]:
+    def _plan_prefills(self, decodes: list[Sequence], growth: int) -> list[Chunk]:
         """Returns the prefill chunks of the next step, those of the most urgent requests first.
 
         Admits waiting requests while there is budget beside the `decodes`, and room beside their `growth`.
         """
-        chunks: list[_Chunk] = []
+        chunks: list[Chunk] = []
         if not self._prefilling and not self._waiting:
             return chunks
         kv = sum([sequence.length + 1 for sequence in decodes]) if self._budget.step_time else 0
@@ -397,7 +384,7 @@ class Scheduler:
             budget.add(start, count)
         return chunks
 
-    def _next_chunk(self, request: Request, start: int, count: int) -> _Chunk:
+    def _next_chunk(self, request: Request, start: int, count: int) -> Chunk:
         """Allocates and publishes `count` tokens of a request's prefill from `start` on. After the last of them
         the forecast knows in which step it takes each further one."""
         sequence = request.sequence
@@ -406,45 +393,7 @@ class Scheduler:
         self.ledger.publish(sequence)
         if not request.num_prefill_left:
             self._forecast.decode(sequence, request.remaining, begin=self.step + 1)
-        return _Chunk(request, start, count)
-
-    def _make_plan(
-        self, chunks: list[_Chunk], decoding: list[Request], sequences: list[Sequence], decode_alloc: Alloc
-    ) -> StepPlan:
-        """Returns the plan of these chunks and decodes, whose slots the ledger has allocated."""
-        ledger = self.ledger
-        # The allocation of the decodes' slots travels as the batch itself (`StepPlan.decode_alloc`).
-        edits = [edit for edit in ledger.drain() if edit is not decode_alloc]
-        requests = [chunk.request for chunk in chunks] + decoding
-        sample = [i for i, (r, start, count) in enumerate(chunks) if start + count == r.num_prefill_tokens]
-        sample.extend(range(len(chunks), len(requests)))
-        kind = max([requests[index].kind for index in sample], default=SamplerKind.GREEDY)
-        logprobs = {}
-        if kind >= SamplerKind.EDITED:
-            wanted = [requests[index].params.logprobs for index in sample]
-            logprobs = {i: count for i, count in enumerate(wanted) if count is not None}
-        new_rows, prompts = self._new_rows.drain()
-        plan = StepPlan(
-            step=self.step,
-            edits=encode(edits),
-            rows=[*(chunk.request.sequence.row for chunk in chunks), *decode_alloc.rows],  # type: ignore[union-attr]
-            starts=[*(chunk.start for chunk in chunks), *decode_alloc.starts],
-            counts=[*(chunk.num_tokens for chunk in chunks), *decode_alloc.counts],
-            num_prefills=len(chunks),
-            token_ids=b"".join(
-                request.prefill_ids[start * TOKEN_BYTES : (start + count) * TOKEN_BYTES]
-                for request, start, count in chunks
-            ),
-            sample=sample,
-            kind=kind,
-            logprobs=logprobs,
-            new_rows=new_rows,
-            num_free=ledger.num_free,
-            prefixes=self._prefixes.of(sequences),
-            prompts=prompts,
-        )
-        ledger.step += 1
-        return plan
+        return Chunk(request, start, count)
 
     # ------------------------------------------------------------------ the end of steps and requests
 
