@@ -10,6 +10,9 @@ alone holds less the number of the step. With the n requests that last at least 
 so a step changes nothing, and an arrival or an end moves one entry of an array. The few requests in prefill are
 added when a question comes, at each of these ends and at their own.
 
+A sequence is *exact* or *estimated* (docs/admission.md). Each question is about all of them or about the exact
+ones alone, which is the same count without the others.
+
 A segment with several holders counts once, until the last of them ends. A segment becomes shared when a second
 sequence opens it, and its holder's own again when one holder is left; both are seen on the path of the sequence
 that opens or closes.
@@ -18,6 +21,7 @@ that opens or closes.
 from array import array
 from bisect import bisect_left, bisect_right
 from collections.abc import Sequence as Seq
+from collections.abc import Set
 from typing import NamedTuple
 
 import numpy as np
@@ -88,6 +92,7 @@ class Forecast:
         # Row → the most tokens that its sequence will have, shared ones included.
         self._final: dict[int, int] = {}
         self._sum_final = 0
+        self._exact: set[int] = set()  # the rows of the exact sequences
         # Shared segment → the last end of those holders that decode or rest, where known.
         self._until: dict[Segment, int] = {}
         # Columns of the decoding and resting sequences, in the order of their ends:
@@ -95,10 +100,12 @@ class Forecast:
         self._bases = array("q")
         self._rows = array("q")
 
-    def admit(self, sequence: Sequence, final: int) -> None:
-        """Notes that a sequence was opened. It will have up to `final` tokens, those found in the cache
-        included."""
+    def admit(self, sequence: Sequence, final: int, exact: bool = True) -> None:
+        """Notes that a sequence was opened, and whether it is `exact`. It will have up to `final` tokens, those
+        found in the cache included."""
         row = sequence.row
+        if exact:
+            self._exact.add(row)
         for segment in sequence.node.up():
             if len(segment.holders) == 2:
                 (other,) = segment.holders - {row}
@@ -145,6 +152,7 @@ class Forecast:
                 self._until.pop(segment, None)
         self._remove(row)
         self._end.pop(row, None)
+        self._exact.discard(row)
         del self._final[row]
 
     def steps_to_end(self) -> int:
@@ -163,13 +171,30 @@ class Forecast:
         """The sum of the most tokens that each sequence will have. Shared tokens count with each holder."""
         return self._sum_final
 
-    def steps_to_wait(self, candidate: Candidate, limit: int, prefills: Seq[Prefill]) -> int:
+    @property
+    def num_exact(self) -> int:
+        """The exact sequences."""
+        return len(self._exact)
+
+    @property
+    def num_estimated(self) -> int:
+        """The estimated sequences."""
+        return len(self._final) - len(self._exact)
+
+    def is_exact(self, sequence: Sequence) -> bool:
+        """Returns whether the sequence was admitted as an exact one."""
+        return sequence.row in self._exact
+
+    def steps_to_wait(
+        self, candidate: Candidate, limit: int, prefills: Seq[Prefill], exact: bool = False
+    ) -> int:
         """Returns 0 if the peak stays within `limit` with the candidate. Else returns for how many steps it
         cannot fit, unless a sequence is dropped or admitted or a prefill is computed meanwhile: at least 1.
 
-        `prefills`: the admitted sequences, with the windows that they have beside the candidate.
+        `prefills`: the admitted sequences, with the windows that they have beside the candidate. `exact`: of
+        all these, only the exact ones count, and the candidate.
         """
-        ends, totals, growths = self._totals(prefills, candidate)
+        ends, totals, growths = self._totals(prefills, candidate, exact)
         growth, step = growths[-1], self._ledger.step
         excess = totals - limit
         if excess.max() <= 0:
@@ -182,15 +207,16 @@ class Forecast:
         decoded = ends + (self._lag - 1 - step - growth.window.first)
         return int(np.minimum(excess, np.maximum(decoded, 0) + 1)[is_held].max())
 
-    def peak(self, prefills: Seq[Prefill]) -> int:
-        """Returns the most tokens held at any time. `prefills`: the admitted sequences."""
-        step = self._ledger.step
-        num_resting = bisect_right(self._ends, step)
-        now = int(self._column(self._bases).sum()) + sum(self._ends[:num_resting])
-        now += (len(self._ends) - num_resting) * step
-        now += sum([segment.length for segment in self._ledger.shared])
-        now += sum([_num_own(prefill.sequence) for prefill in prefills])
-        _, totals, _ = self._totals(prefills, None)
+    def peak(self, prefills: Seq[Prefill], exact: bool = False) -> int:
+        """Returns the most tokens held at any time, with `exact` by the exact sequences alone. `prefills`: the
+        admitted sequences."""
+        ends, bases = self._columns(0, exact)
+        now = int(bases.sum() + np.minimum(ends, self._ledger.step).sum())
+        for segment in self._ledger.shared:
+            if not exact or segment.holders & self._exact:
+                now += segment.length
+        now += sum([_num_own(sequence) for sequence, _ in prefills if not exact or self.is_exact(sequence)])
+        _, totals, _ = self._totals(prefills, None, exact)
         return max(now, int(totals.max(initial=0)))
 
     def _remove(self, row: int) -> None:
@@ -215,8 +241,19 @@ class Forecast:
         if row in self._end:  # those of an admitted sequence are counted when a question comes
             self._bases[self._place(row)] += count
 
-    def _last_end(self, segment: Segment) -> int:
-        """Returns the last end of those holders of the segment that decode or rest."""
+    def _columns(self, first: int, exact: bool) -> tuple[np.ndarray, np.ndarray]:
+        """Returns copies of ends and bases from the index `first` on."""
+        ends, bases = self._column(self._ends)[first:], self._column(self._bases)[first:]
+        if not exact or not self.num_estimated:
+            return ends.copy(), bases.copy()
+        is_exact = np.array([row in self._exact for row in self._rows[first:]], bool)
+        return ends[is_exact], bases[is_exact]
+
+    def _last_end(self, segment: Segment, exact: bool) -> int:
+        """Returns the last end of those holders of the segment that decode or rest, with `exact` of the exact
+        ones."""
+        if exact and self.num_estimated:
+            return max([self._end.get(row, NONE) for row in segment.holders & self._exact], default=NONE)
         known = self._until.get(segment)
         if known is None:
             known = max([self._end.get(row, NONE) for row in segment.holders], default=NONE)
@@ -224,28 +261,33 @@ class Forecast:
                 self._until[segment] = known
         return known
 
+    def _last_ends(self, segments: Set[Segment], exact: bool) -> list[int]:
+        """Returns `_last_end` of each segment."""
+        if exact and self.num_estimated:
+            return [self._last_end(segment, exact) for segment in segments]
+        for segment in segments - self._until.keys():
+            self._last_end(segment, exact)
+        return [self._until[segment] for segment in segments]
+
     def _totals(
-        self, prefills: Seq[Prefill], candidate: Candidate | None
+        self, prefills: Seq[Prefill], candidate: Candidate | None, exact: bool
     ) -> tuple[np.ndarray, np.ndarray, list[_Growth]]:
         """Returns the ends of all sequences that are held in a later step, and for each the most tokens that
         are held just before the sequences of that end are freed, which is when the total may be at its highest.
         Of several equal ends one has the total, and the others no more. Also returns the growths of
         `_prefilling`."""
         step, lag = self._ledger.step, self._lag
-        growths, runs = self._prefilling(prefills, candidate)
-        first = bisect_left(self._ends, step + 1 - lag)  # those before it are freed before the next step
-        num = len(self._ends) - first
-        points = np.empty(num + len(growths), np.int64)
-        points[:num] = self._column(self._ends)[first:]
-        points[num:] = [growth.end(step) for growth in growths]
-        ends = points[:num]
-        tokens = self._column(self._bases)[first:].copy()
+        if exact:
+            prefills = [prefill for prefill in prefills if self.is_exact(prefill.sequence)]
+        growths, runs = self._prefilling(prefills, candidate, exact)
+        # Those whose end comes earlier are freed before the next step.
+        ends, tokens = self._columns(bisect_left(self._ends, step + 1 - lag), exact)
+        num = len(ends)
+        points = np.append(ends, [growth.end(step) for growth in growths]).astype(np.int64)
         shared = self._ledger.shared
         if shared:
-            for segment in shared - self._until.keys():
-                self._last_end(segment)
             # A segment is added at the last of equal ends, so that all of these count it.
-            until = np.array([self._until[segment] for segment in shared])
+            until = np.array(self._last_ends(shared, exact))
             lengths = np.array([segment.length for segment in shared])
             at = np.searchsorted(ends, until, side="right") - 1
             np.add.at(tokens, at[at >= 0], lengths[at >= 0])
@@ -273,7 +315,7 @@ class Forecast:
         return points, totals, growths
 
     def _prefilling(
-        self, prefills: Seq[Prefill], candidate: Candidate | None
+        self, prefills: Seq[Prefill], candidate: Candidate | None, exact: bool
     ) -> tuple[list[_Growth], list[_Run]]:
         """Returns the growth of each prefill and, as the last, of the candidate, and the shared tokens that are
         held for longer because of them."""
@@ -288,8 +330,8 @@ class Forecast:
             for segment in sequence.node.up():
                 late[segment] = max(end, late.get(segment, NONE))
         for segment, end in late.items():
-            if len(segment.holders) > 1 and self._last_end(segment) < end:
-                runs.append(_Run(segment.length, self._last_end(segment), end))
+            if len(segment.holders) > 1 and (last := self._last_end(segment, exact)) < end:
+                runs.append(_Run(segment.length, last, end))
         if candidate is not None:
             (path, tip, num_hit), window, final = candidate
             decodes = final - num_hit - window.left
@@ -298,7 +340,7 @@ class Forecast:
                 if segment.holders:  # these tokens are counted already, until their last holder ends
                     count = tip or segment.length
                     num_hit -= count
-                    until = max(late.get(segment, NONE), self._last_end(segment))
+                    until = max(late.get(segment, NONE), self._last_end(segment, exact))
                     if until < end:
                         runs.append(_Run(count, until, end))
                 tip = 0
