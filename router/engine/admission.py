@@ -118,6 +118,10 @@ class Estimates(Protocol):
 class OutputLengths:
     """Estimates by a quantile of the recent outputs that were longer than this one is so far.
 
+    `assumed`: where nothing is known, an output is estimated to have so many tokens, or twice as many as it has
+    already; None: `max_tokens`. Nothing is known until 32 outputs have ended, and of an output that is longer
+    than all of them.
+
     An estimate that is too short may cost a preemption, and one that is too long leaves slots idle: a lower
     `quantile` fills the pool more and preempts more. With None each estimate is drawn at random from the longer
     outputs. The Past-Future scheduler (ASPLOS '25) draws all estimates anew for every admission; here one
@@ -125,10 +129,11 @@ class OutputLengths:
     """
 
     num_recent = 1000
-    num_needed = 32  # with fewer, `max_tokens` is expected
+    num_needed = 32
 
-    def __init__(self, quantile: float | None = 0.3, seed: int = 0) -> None:
+    def __init__(self, quantile: float | None = 0.3, seed: int = 0, assumed: int | None = None) -> None:
         self.quantile = quantile
+        self.assumed = assumed
         self._rng = Random(seed)
         self._recent: deque[int] = deque()
         self._sorted = array("q")
@@ -145,7 +150,7 @@ class OutputLengths:
         shorter = bisect_right(self._sorted, generated)
         longer = len(self._sorted) - shorter
         if len(self._sorted) < self.num_needed or not longer:
-            return max_tokens
+            return max_tokens if self.assumed is None else min(max(self.assumed, 2 * generated), max_tokens)
         quantile = self._rng.random() if self.quantile is None else self.quantile
         return min(self._sorted[shorter + int(quantile * longer)], max_tokens)
 
@@ -213,8 +218,11 @@ class Admission:
 
     Attributes:
         estimates: estimates the lengths of outputs; with None each counts with its `max_tokens`.
+        trusts_limits: whether a request that states its `max_tokens` is *exact*: counted with it, and never
+            preempted. All others are *estimated* then, or also exact if there are no `estimates`. If False, all
+            requests are estimated.
         counting: which count has to fit.
-        reserve: the share of the pool that admission leaves free.
+        reserve: the share of the pool that the admission of an estimated request leaves free.
         slack: tokens a request that the allocator may take beyond those counted: page - 1 where it allocates
             pages, else 0.
         patience: seconds after which a waiting request lets the requests of its priority that have waited
@@ -222,29 +230,48 @@ class Admission:
     """
 
     estimates: Estimates | None = None
+    trusts_limits: bool = True
     counting: Counting = Counting.PEAK
     reserve: float = 0.0
     slack: int = 0
     patience: float | None = None
 
-    @property
-    def may_run_short(self) -> bool:
-        """Whether the admitted requests can outgrow the pool, so that some have to be preempted."""
-        return self.estimates is not None or self.counting is Counting.PREFILL
+    def is_exact(self, request: Request) -> bool:
+        """Returns whether the request is counted with its `max_tokens` and never preempted."""
+        return self.trusts_limits and (request.states_length or self.estimates is None)
 
     def limit(self, capacity: int, num_requests: int) -> int:
-        """Returns the most tokens that `num_requests` may be counted with."""
-        return capacity - int(capacity * self.reserve) - self.slack * num_requests
+        """Returns the most tokens that `num_requests` exact requests may be counted with."""
+        return capacity - self.slack * num_requests
 
-    def expected(self, generated: int, max_tokens: int) -> int:
-        """Returns the expected length of an output that has `generated` tokens so far."""
-        return self.estimates.estimate(generated, max_tokens) if self.estimates else max_tokens
+    def observe(self, request: Request) -> None:
+        """Notes that the request's output has ended by itself or at its limit."""
+        if self.estimates is not None and not request.is_exact:
+            self.estimates.observe(len(request.output))
+
+    def expected(self, request: Request, generated: int) -> int:
+        """Returns the expected length of the request's output, which has `generated` tokens so far.
+
+        If the request states no limit, each preemption at least doubles what is expected of it, so that it is
+        preempted only a few times.
+        """
+        max_tokens = request.max_tokens
+        if self.estimates is None or request.is_exact:
+            return max_tokens
+        expected = self.estimates.estimate(generated, max_tokens)
+        if self.trusts_limits:
+            least = 2 * generated if request.num_preemptions else 0
+            expected = min(max(expected, least, request.params.min_tokens), max_tokens)
+        return expected
 
     def steps_to_wait(self, running: Running, request: Request) -> float:
-        """Returns 0 if the pool has room for the running requests and this one, by `counting`. Else returns for
-        how many steps it has none, unless a request ends or a prefill is computed: at least 1, or infinity."""
+        """Returns 0 if the pool has room for the running requests and this one, by `counting`, and for those of
+        them that are exact, by their peak. Else returns for how many steps it has none, unless a request ends
+        or a prefill is computed: at least 1, or infinity."""
         ledger, forecast = running.ledger, running.forecast
         limit = self.limit(ledger.capacity, ledger.num_open + 1)
+        if not request.is_exact:
+            limit -= int(ledger.capacity * self.reserve)
         if self.counting is not Counting.PREFILL and forecast.total + request.final <= limit:
             return 0  # the peak is at most the sum of all
         if self.counting is Counting.SUM:
@@ -256,7 +283,9 @@ class Admission:
             )
             if window.now > running.room:  # as until something is freed
                 return forecast.steps_to_end()
-            return forecast.steps_to_wait(Candidate(match, window, request.final), limit, prefills)
+            candidate = Candidate(match, window, request.final)
+            wait = forecast.steps_to_wait(candidate, limit, prefills)
+            return wait or self._exact_steps_to_wait(running, request, candidate, prefills)
         shared, tip = 0, match.tip  # the tokens that it would hit and that other requests hold already
         for segment in match.path:
             if segment.holders:
@@ -267,9 +296,27 @@ class Admission:
             held += other.num_prefill_left
         held += ledger.growth([other.sequence for other in running.decoding])  # type: ignore[misc]
         # The last pages of what is held are counted; those of what is still to be computed are not.
-        return 0 if held + 1 <= self.limit(ledger.capacity, len(running.prefilling) + 1) else math.inf
+        limit += self.slack * (ledger.num_open - len(running.prefilling))
+        return 0 if held + 1 <= limit else math.inf
+
+    def _exact_steps_to_wait(
+        self, running: Running, request: Request, candidate: Candidate, prefills: list[Prefill]
+    ) -> int:
+        """Returns 0 if the exact requests fit the pool without any estimated one, beside this request. Else
+        returns for how many steps they do not, at least 1."""
+        ledger, forecast = running.ledger, running.forecast
+        if request.is_exact:
+            if not forecast.num_estimated:
+                return 0  # they are all, and all fit
+            limit = self.limit(ledger.capacity, forecast.num_exact + 1)
+            return forecast.steps_to_wait(candidate, limit, prefills, exact=True)
+        if not any(other.is_exact for other in running.prefilling[running.idx :]):
+            return 0  # it delays none of them
+        limit = self.limit(ledger.capacity, forecast.num_exact)
+        return int(forecast.peak(prefills, exact=True) > limit)
 
 
+ASSUMED_LENGTH = 256  # of an answer whose length nothing is known about
 _PATIENT_SHARE = 0.8  # of the target; the rest is for computing the prompt, and the prompts before it
 
 
@@ -283,12 +330,12 @@ def make_admission(name: str, seed: int = 0, slack: int = 0, ttft_target: float 
 
 
 _ADMISSIONS: dict[str, Callable[[int], Admission]] = {
-    "exact": lambda seed: Admission(),
-    "quantile": lambda seed: Admission(OutputLengths(), reserve=0.03),
-    "timely": lambda seed: Admission(OutputLengths(), reserve=0.03),
-    "past-future": lambda seed: Admission(OutputLengths(quantile=None, seed=seed)),
-    "moving-average": lambda seed: Admission(AverageLength()),
-    "watermark": lambda seed: Admission(counting=Counting.PREFILL, reserve=0.01),
+    "exact": lambda seed: Admission(OutputLengths(assumed=ASSUMED_LENGTH), reserve=0.03),
+    "quantile": lambda seed: Admission(OutputLengths(), trusts_limits=False, reserve=0.03),
+    "timely": lambda seed: Admission(OutputLengths(), trusts_limits=False, reserve=0.03),
+    "past-future": lambda seed: Admission(OutputLengths(quantile=None, seed=seed), trusts_limits=False),
+    "moving-average": lambda seed: Admission(AverageLength(), trusts_limits=False),
+    "watermark": lambda seed: Admission(trusts_limits=False, counting=Counting.PREFILL, reserve=0.01),
     "sum": lambda seed: Admission(counting=Counting.SUM),
     # The simulator gives the true length of each answer as its max_tokens.
     "oracle": lambda seed: Admission(),

@@ -283,7 +283,7 @@ class Forecast:
         # Those whose end comes earlier are freed before the next step.
         ends, tokens = self._columns(bisect_left(self._ends, step + 1 - lag), exact)
         num = len(ends)
-        points = np.append(ends, [growth.end(step) for growth in growths]).astype(np.int64)
+        points = np.concatenate([ends, np.array([growth.end(step) for growth in growths], np.int64)])
         shared = self._ledger.shared
         if shared:
             # A segment is added at the last of equal ends, so that all of these count it.

@@ -40,7 +40,11 @@ class Request:
         seed: with the position, all that the request's random numbers depend on.
         priority: requests with a lower one are admitted sooner.
         session: protects the tokens that the request leaves in the cache.
-        rank: the place in the queue by priority and time, which the scheduler sets.
+        states_length: whether its client stated `max_tokens`; else this is only the most that may come.
+        is_exact: whether admission counts it with its `max_tokens`, so that it is never preempted; the
+            scheduler sets it. Else its length is estimated.
+        rank: the place in the queue by priority and time, which the queue sets.
+        ticket: the number of its place in the queue, while it waits.
         expected: the output tokens that admission counts the request with, up to `max_tokens`.
         num_in_flight: the steps in flight that the request is in.
         finish_reason: None while the request lives, then "stop", "length", "abort" or "error".
@@ -52,6 +56,7 @@ class Request:
         "expected",
         "finish_reason",
         "id",
+        "is_exact",
         "is_late",
         "kind",
         "max_tokens",
@@ -72,7 +77,9 @@ class Request:
         "seed",
         "sequence",
         "session",
+        "states_length",
         "stop_ids",
+        "ticket",
     )
 
     def __init__(
@@ -85,6 +92,7 @@ class Request:
         namespace: Namespace = (),
         priority: int = 0,
         session: Session | None = None,
+        states_length: bool = True,
     ) -> None:
         self.id = request_id
         self.prompt_ids = prompt_ids
@@ -100,6 +108,9 @@ class Request:
         self.namespace = namespace
         self.priority = priority
         self.session = session
+        self.states_length = states_length
+        self.is_exact = True
+        self.ticket: int | None = None
         self.arrival = 0  # the request's number in the order of arrival; the scheduler sets it
         self.rank: float = priority
         # When the request came, in seconds; the scheduler sets it where it is None.
@@ -177,5 +188,6 @@ class Request:
         self.num_computed = self.sequence.length
         self.sequence = None
         self.num_preemptions += 1
+        self.expected = self.max_tokens  # its estimate no longer stands
         self.prefill_ids = self.prompt_ids + self.output.tobytes()
         self.num_prefill_tokens = self.num_prompt + len(self.output)

@@ -5,10 +5,10 @@
        └── preempted: its sequence is closed ◄────┘
 
 A waiting request is admitted when the most tokens that it and all running requests will ever hold together fit
-the pool (`forecast.py`), so that an admitted request never runs short of a token. Requests are ordered by
-priority and waiting time. An `Admission` may estimate outputs instead; the pool can run short then, and the
-least urgent request is preempted: what it has computed stays cached while there is room, and it keeps its
-place in the queue.
+the pool (`forecast.py`). A request that states its `max_tokens` counts with it, and is never short of a token:
+it is *exact*. The others are *estimated*. If the pool runs short because an estimate was too low, the least
+urgent of them is preempted: what it has computed stays cached while there is room, and it keeps its place in
+the queue, which is ordered by priority and waiting time. The exact ones fit the pool without any of them.
 
 With a depth of two, the next step is planned while one is in flight, so that the device need not wait for the
 host. Such a plan assumes that a request continues unless it reaches its length. If the step in flight
@@ -33,8 +33,6 @@ from .request import Request
 from .step import Limits, StepPlan, StepResult, TokenEvent
 from .waiting import WaitingQueue
 
-SECONDS_PER_PRIORITY = 60.0
-
 
 class _Batch(NamedTuple):
     """A plan in flight, and the request of each of its rows."""
@@ -46,7 +44,7 @@ class _Batch(NamedTuple):
 class Scheduler:
     """Plans steps over one ledger. Up to `depth` plans are in flight; their results come in order.
 
-    `admission`: how requests are counted; None counts each with all that it may take, so that none is ever
+    `admission`: how requests are counted; None counts each with its `max_tokens`, so that none is ever
     preempted. `clock`: returns seconds, by which waiting is measured. `budget`: how many prompt tokens a step
     takes; None is `limits.prefill_budget` in every step.
     """
@@ -102,6 +100,16 @@ class Scheduler:
         return len(self._prefilling) + len(self._decoding)
 
     @property
+    def num_waiting_estimated(self) -> int:
+        """Those of the waiting requests that are not exact."""
+        return self._waiting.num_estimated
+
+    @property
+    def num_running_estimated(self) -> int:
+        """Those of the running requests that are not exact, and may be preempted."""
+        return sum(not request.is_exact for request in self._running())
+
+    @property
     def num_prefilling(self) -> int:
         """The admitted requests whose prefill is not computed yet."""
         return len(self._prefilling)
@@ -133,7 +141,7 @@ class Scheduler:
         self._arrivals += 1
         if request.queued is None:
             request.queued = self._clock()
-        request.rank = self._rank(request.priority, request.queued)
+        request.is_exact = self._admission.is_exact(request)
         self._queue(request)
 
     def abort(self, request_id: str, reason: str = "abort") -> bool:
@@ -157,10 +165,10 @@ class Scheduler:
         ledger = self.ledger
         decoding, sequences = self._next_decodes()
         growth = ledger.growth(sequences)
-        while self._admission.may_run_short and self._is_short(growth, bool(decoding)):
+        while self._forecast.num_estimated and self._is_short(sequences, growth):
             if self._in_flight:  # a request in a step in flight cannot be preempted
                 return None
-            self._preempt(max(self._prefilling + self._decoding, key=_order))
+            self._preempt(max([r for r in self._running() if not r.is_exact], key=_order))
             decoding, sequences = self._next_decodes()
             growth = ledger.growth(sequences)
         chunks = self._plan_prefills(sequences, growth)
@@ -225,13 +233,15 @@ class Scheduler:
         self._release_finished()
         return events
 
-    def demands(self) -> list[Demand]:
-        """Returns the demand of each request that holds tokens."""
+    def demands(self, exact: bool = False) -> list[Demand]:
+        """Returns the demand of each request that holds tokens, with `exact` of the exact ones alone."""
         windows: list[PrefillWindow | None] = [prefill.window for prefill in self._prefills()]
         holding = self._prefilling + self._decoding + self._finishing
         windows += [None] * (len(holding) - len(windows))
         demands = []
         for request, window in zip(holding, windows, strict=True):
+            if exact and not request.is_exact:
+                continue
             sequence = request.sequence
             assert sequence is not None
             remaining = 0 if request.finish_reason is not None else request.remaining
@@ -246,14 +256,22 @@ class Scheduler:
         length."""
         return self._forecast.peak(self._prefills())
 
+    def exact_peak(self) -> int:
+        """Returns the most tokens that the exact requests will hold at any time, if all reach their
+        `max_tokens`. It is at most the capacity."""
+        return self._forecast.peak(self._prefills(), exact=True)
+
     def check(self) -> None:
         """Recounts the ledger, the forecast and the queues. Raises CheckFailed."""
         self.ledger.check()
-        running = self._prefilling + self._decoding
+        running = self._running()
         holding = running + self._finishing
-        forecast, recount = self.forecast_peak(), peak_tokens(self.demands(), lag=self.depth - 1)
-        if forecast != recount:
-            raise CheckFailed(f"a peak of {forecast} tokens is forecast, {recount} by recount")
+        for exact, forecast in enumerate((self.forecast_peak(), self.exact_peak())):
+            recount = peak_tokens(self.demands(bool(exact)), lag=self.depth - 1)
+            if forecast != recount:
+                raise CheckFailed(f"a peak of {forecast} tokens is forecast, {recount} by recount")
+            if exact and forecast > self.ledger.capacity:
+                raise CheckFailed(f"exact requests peak at {forecast} of {self.ledger.capacity} tokens")
         if len(holding) != self.ledger.num_open:
             raise CheckFailed(
                 f"{len(holding)} requests hold tokens, {self.ledger.num_open} sequences are open"
@@ -262,27 +280,16 @@ class Scheduler:
         waiting, known = self.num_waiting, len(self._requests)
         if len(running) + waiting != known:
             raise CheckFailed(f"{known} requests are known, {len(running)} run, {waiting} wait")
-        if not self._admission.may_run_short and forecast > self.ledger.capacity:
-            raise CheckFailed(f"a peak of {forecast} is forecast for {self.ledger.capacity} tokens")
+
+    def _running(self) -> list[Request]:
+        return self._prefilling + self._decoding
 
     # ------------------------------------------------------------------ the queue
 
-    def _rank(self, priority: int, queued: float) -> float:
-        """Returns a request's place among the others; the lowest is admitted first.
-
-        One unit of priority is worth `SECONDS_PER_PRIORITY` of waiting, so that a stream of more urgent
-        requests cannot delay a request for ever. If admission has patience, only priority counts: there
-        the requests that have waited too long are the ones that give way.
-        """
-        if self._admission.patience is not None:
-            return priority
-        return queued + priority * SECONDS_PER_PRIORITY
-
     def _queue(self, request: Request) -> None:
-        head = self._waiting.head
-        if head is not None and request.order < head.order:
-            self._retry_at = 0  # there is another head of the queue
         self._waiting.push(request)
+        if self._waiting.head is request:
+            self._retry_at = 0  # there is another head of the queue
 
     def _admit(self, request: Request, budget: StepBudget, room: int, idx: int) -> bool:
         """Opens the request's sequence if admission allows it, as it always does if no other request runs. Its
@@ -293,14 +300,14 @@ class Scheduler:
         if not budget.can_begin(request.num_prefill_tokens):
             return False  # it is admitted in a step that computes a part of it
         if not len(request.output) < request.expected < request.max_tokens:  # else its estimate still stands
-            request.expected = self._admission.expected(len(request.output), request.max_tokens)
+            request.expected = self._admission.expected(request, len(request.output))
         running = Running(ledger, self._forecast, self._prefilling, self._decoding, budget, room, idx)
         if ledger.num_open and (wait := self._admission.steps_to_wait(running, request)):
             self._retry_at = self.step + wait
             return False
         sequence = ledger.open(request.prefill_ids, request.namespace, request.session)
         request.sequence = sequence
-        self._forecast.admit(sequence, request.final)
+        self._forecast.admit(sequence, request.final, request.is_exact)
         if request.num_preemptions:
             self.num_recomputed_tokens += max(request.num_computed - sequence.num_hit, 0)
         else:
@@ -321,7 +328,7 @@ class Scheduler:
         """Returns the requests that take a token in the next step, and their sequences. A request that has
         outlived its estimate gets another."""
         ended = self._forecast.ended()
-        if ended and self._admission.estimates is not None:
+        if ended and self._forecast.num_estimated:
             self._estimate_anew()
             ended = self._forecast.ended()
         decoding = self._decoding
@@ -334,13 +341,26 @@ class Scheduler:
             generated = len(request.output) + request.num_in_flight
             if request.expected <= generated < request.max_tokens:
                 assert request.sequence is not None
-                request.expected = self._admission.expected(generated, request.max_tokens)
+                request.expected = self._admission.expected(request, generated)
                 self._forecast.decode(request.sequence, request.remaining)
 
-    def _is_short(self, growth: int, decodes: bool) -> bool:
-        """Returns whether slots are too few for the decodes' `growth` or, without decodes, for any prefill."""
+    def _is_short(self, decodes: list[Sequence], growth: int) -> bool:
+        """Returns whether slots are too few for the `growth` of the `decodes`, without decodes for any prefill,
+        or for the chunks of the exact requests, which have to be computed as they are forecast."""
         room = self.ledger.num_available - growth
-        return room < 0 or (not room and not decodes and bool(self._prefilling))
+        if room < 0 or (not room and not decodes and self._prefilling):
+            return True
+        if room >= self.limits.prefill_budget + self._admission.slack * len(self._prefilling):
+            return False
+        num = max([i for i, request in enumerate(self._prefilling, 1) if request.is_exact], default=0)
+        budget = self._step_budget(decodes)
+        for request in self._prefilling[:num]:  # those before an exact one must not delay it
+            sequence = request.sequence
+            assert sequence is not None
+            count = budget.tokens(sequence.length, request.num_prefill_left)
+            budget.add(sequence.length, count)
+            room -= self.ledger.growth([sequence], count)
+        return room < 0
 
     def _preempt(self, request: Request) -> None:
         """Closes the sequence of a request that is in no step in flight, and queues the request again."""
@@ -362,8 +382,7 @@ class Scheduler:
         chunks: list[Chunk] = []
         if not self._prefilling and not self._waiting:
             return chunks
-        kv = sum([sequence.length + 1 for sequence in decodes]) if self._budget.step_time else 0
-        budget = self._budget.of_step(len(decodes), kv)
+        budget = self._step_budget(decodes)
         while (room := self.ledger.num_available - growth) > 0:
             idx = len(chunks)
             head = self._waiting.head
@@ -383,6 +402,11 @@ class Scheduler:
             chunks.append(self._next_chunk(request, start, count))
             budget.add(start, count)
         return chunks
+
+    def _step_budget(self, decodes: list[Sequence]) -> StepBudget:
+        """Returns the budget of a step with these decodes."""
+        kv = sum([sequence.length + 1 for sequence in decodes]) if self._budget.step_time else 0
+        return self._budget.of_step(len(decodes), kv)
 
     def _next_chunk(self, request: Request, start: int, count: int) -> Chunk:
         """Allocates and publishes `count` tokens of a request's prefill from `start` on. After the last of them
@@ -410,10 +434,10 @@ class Scheduler:
         """Ends a request. `_release_finished` frees what it holds once no step in flight contains it."""
         request.finish_reason = reason
         del self._requests[request.id]
-        if self._admission.estimates is not None and reason in ("stop", "length"):
-            self._admission.estimates.observe(len(request.output))
+        if reason in ("stop", "length"):
+            self._admission.observe(request)
         if request.sequence is None:
-            self._waiting.forget()
+            self._waiting.forget(request)
             self._retry_at = 0
         else:
             if request.num_in_flight:
