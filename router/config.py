@@ -79,12 +79,14 @@ class EngineConfig:
     admission: str = setting(
         "exact",
         "How the scheduler decides which waiting request may run. exact: a request is admitted when it and all "
-        "running requests fit in the pool up to their last token, so none is ever preempted. quantile: output "
-        "lengths are estimated from recent outputs; the pool is fuller, and the youngest request is preempted "
-        "when memory runs short. timely: like quantile, but a request that has waited too long to meet "
-        "--ttft-target lets others go first, as long as more requests arrive than can be served. For "
-        "comparison: moving-average and past-future (other estimates of output lengths), watermark (counts "
-        "prompts only, up to 99 % of the pool), sum (counts prompt + max_tokens of each request), oracle "
+        "running requests fit in the pool up to their last token. Requests with max_tokens count with it, and "
+        "are never preempted. The lengths of chats without it are estimated from recent ones; when an estimate "
+        "was too low and memory runs short, the youngest of these chats is preempted and continues later. "
+        "quantile: the lengths of all requests are estimated, and all may be preempted. timely: like quantile, "
+        "but a request that has waited too long to meet --ttft-target lets others go first, as long as more "
+        "requests arrive than can be served. For comparison: moving-average and past-future (other estimates "
+        "of output lengths), watermark (counts prompts only, up to 99 % of the pool), sum (counts prompt + "
+        "max_tokens of each request), oracle "
         "(exact, for requests that generate exactly max_tokens, as with ignore_eos).",
     )
     ttft_target: float = setting(

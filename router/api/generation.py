@@ -38,7 +38,8 @@ class GenerationLost(LightKVError):
 class GenerationSpec:
     """The generation that one HTTP request asks for: `params.n` answers to each of `prompts` (int32 bytes).
 
-    `session`: the one that protects the tokens of prompts and answers in the cache.
+    `session`: the one that protects the tokens of prompts and answers in the cache. `states_length`: whether
+    the client stated max_tokens.
     """
 
     prompts: list[bytes]
@@ -46,6 +47,7 @@ class GenerationSpec:
     priority: int = 0
     namespace: tuple[str, ...] = ()
     session: SessionUse | None = None
+    states_length: bool = True
 
 
 @dataclass
@@ -119,6 +121,7 @@ class Backend:
                         priority=spec.priority,
                         namespace=spec.namespace,
                         session=None if spec.session is None else spec.session.name,
+                        states_length=spec.states_length,
                     )
                 )
         with ExitStack() as stack:

@@ -24,6 +24,16 @@ _GAUGES: tuple[tuple[str, str, Callable[[Load], float]], ...] = (
     ("vllm:num_requests_running", "Requests admitted and not finished.", lambda load: load.num_running),
     ("vllm:num_requests_waiting", "Requests not admitted yet.", lambda load: load.num_waiting),
     (
+        "lightkv:requests_running_estimated",
+        "Those of the running requests whose lengths are estimated, as with chats without max_tokens.",
+        lambda load: load.num_running_estimated,
+    ),
+    (
+        "lightkv:requests_waiting_estimated",
+        "Those of the waiting requests whose lengths are estimated.",
+        lambda load: load.num_waiting_estimated,
+    ),
+    (
         "vllm:kv_cache_usage_perc",
         "Share of the pool that running requests hold (1 means all of it).",
         lambda load: load.held / load.capacity if load.capacity else 0.0,
@@ -34,8 +44,13 @@ _GAUGES: tuple[tuple[str, str, Callable[[Load], float]], ...] = (
     ("lightkv:cached_tokens", "Tokens cached for later requests.", lambda load: load.cached),
     (
         "lightkv:forecast_peak_tokens",
-        "The most tokens that the running requests may come to hold.",
+        "The most tokens that the running requests are expected to come to hold.",
         lambda load: load.forecast_peak,
+    ),
+    (
+        "lightkv:exact_peak_tokens",
+        "The most tokens that the running requests with max_tokens may come to hold; at most the capacity.",
+        lambda load: load.exact_peak,
     ),
     (
         "lightkv:reached_peak_tokens",
@@ -57,7 +72,11 @@ _GAUGES: tuple[tuple[str, str, Callable[[Load], float]], ...] = (
 _COUNTERS: tuple[tuple[str, str, Callable[[Load], float]], ...] = (
     ("vllm:prompt_tokens", "Prompt tokens of admitted requests.", lambda load: load.prompt_tokens),
     ("vllm:generation_tokens", "Tokens generated.", lambda load: load.generated_tokens),
-    ("vllm:num_preemptions", "Preemptions of running requests.", lambda load: load.num_preemptions),
+    (
+        "vllm:num_preemptions",
+        "Preemptions of running requests, all of them requests whose lengths are estimated.",
+        lambda load: load.num_preemptions,
+    ),
     (
         "lightkv:recomputed_tokens",
         "Tokens computed again after preemptions.",

@@ -123,6 +123,7 @@ class Routes:
             priority=self._priority(body),
             namespace=namespace,
             session=session,
+            states_length=body.states_length,
         )
         return await self._answer(spec, ChatWriter(model, self._tokenizer), body, request.receive)
 

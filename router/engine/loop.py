@@ -29,12 +29,13 @@ class EngineDead(LightKVError):
 class EngineStats(msgspec.Struct, frozen=True):
     """The counts of an engine.
 
-    Tokens: capacity, free, held, cached, forecast_peak (the most that the running requests may come to hold),
-    reached_peak (the most that were held so far) and session_tokens (cached or held, and protected by
-    sessions). The numbers of requests, and of sessions that protect tokens, are those of now. All others are
-    totals: steps, prompt tokens and those of them found in the cache, generated tokens, preemptions, the tokens
-    that were computed again after preemptions, and the tokens of sessions that were evicted, or lost their
-    protection because all sessions exceeded their share.
+    Tokens: capacity, free, held, cached, forecast_peak (the most that the running requests are expected to come
+    to hold), exact_peak (the most that those of them may come to hold that state max_tokens and are never
+    preempted), reached_peak (the most that were held so far) and session_tokens (cached or held, and protected
+    by sessions). The numbers of requests, of those of them whose lengths are estimated, and of sessions that
+    protect tokens, are those of now. All others are totals: steps, prompt tokens and those of them found in the
+    cache, generated tokens, preemptions, the tokens that were computed again after preemptions, and the tokens
+    of sessions that were evicted, or lost their protection because all sessions exceeded their share.
     """
 
     capacity: int = 0
@@ -42,9 +43,12 @@ class EngineStats(msgspec.Struct, frozen=True):
     held: int = 0
     cached: int = 0
     forecast_peak: int = 0
+    exact_peak: int = 0
     reached_peak: int = 0
     num_running: int = 0
     num_waiting: int = 0
+    num_running_estimated: int = 0
+    num_waiting_estimated: int = 0
     num_steps: int = 0
     prompt_tokens: int = 0
     hit_tokens: int = 0
@@ -141,9 +145,12 @@ class Engine:
             held=ledger.num_held,
             cached=ledger.num_cached,
             forecast_peak=scheduler.forecast_peak(),
+            exact_peak=scheduler.exact_peak(),
             reached_peak=scheduler.peak_held,
             num_running=scheduler.num_running,
             num_waiting=scheduler.num_waiting,
+            num_running_estimated=scheduler.num_running_estimated,
+            num_waiting_estimated=scheduler.num_waiting_estimated,
             num_steps=scheduler.step,
             prompt_tokens=scheduler.num_prompt_tokens,
             hit_tokens=scheduler.num_hit_tokens,

@@ -21,7 +21,8 @@ class Submit(msgspec.Struct, frozen=True, tag=True):
     """Asks for one answer. The router replies with Accepted or Refused, and then with events, all with the same
     `request_id`.
 
-    `prompt_ids`: int32 bytes. `params`: of one answer (n = 1). `stop_ids`: token ids that end the answer.
+    `prompt_ids`: int32 bytes. `params`: of one answer (n = 1). `states_length`: whether the client stated its
+    max_tokens, or it is only the most that there is room for. `stop_ids`: token ids that end the answer.
     `priority`: requests with a lower one run first. `namespace`: prefixes are shared only within it. `session`:
     the name of the session that protects the answer's tokens, until ReleaseSession.
     """
@@ -34,6 +35,7 @@ class Submit(msgspec.Struct, frozen=True, tag=True):
     priority: int = 0
     namespace: tuple[str, ...] = ()
     session: str | None = None
+    states_length: bool = True
 
 
 class Abort(msgspec.Struct, frozen=True, tag=True):

@@ -338,6 +338,7 @@ class Router:
             frozenset(message.stop_ids),
             message.namespace,
             message.priority,
+            states_length=message.states_length,
         )
         if not engine.has_work:
             self._worked = time.monotonic()

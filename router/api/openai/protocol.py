@@ -140,6 +140,11 @@ class GenerationRequest(RequestBody):
         """The namespace within which cached prefixes are shared."""
         return (self.cache_salt,) if self.cache_salt else ()
 
+    @property
+    def states_length(self) -> bool:
+        """Whether the request says how many tokens an answer has at most."""
+        return self.max_completion_tokens is not None or self.max_tokens is not None
+
     def given_max_tokens(self, default: int) -> int:
         """Returns the most tokens of an answer, or `default` if the request does not say."""
         given = (self.max_completion_tokens, self.max_tokens, default)
