@@ -222,7 +222,8 @@ class Admission:
             preempted. All others are *estimated* then, or also exact if there are no `estimates`. If False, all
             requests are estimated.
         counting: which count has to fit.
-        reserve: the share of the pool that the admission of an estimated request leaves free.
+        reserve: the share of the pool that admission leaves free if all requests are estimated; in proportion
+            less if only some of them are.
         slack: tokens a request that the allocator may take beyond those counted: page - 1 where it allocates
             pages, else 0.
         patience: seconds after which a waiting request lets the requests of its priority that have waited
@@ -241,7 +242,7 @@ class Admission:
         return self.trusts_limits and (request.states_length or self.estimates is None)
 
     def limit(self, capacity: int, num_requests: int) -> int:
-        """Returns the most tokens that `num_requests` exact requests may be counted with."""
+        """Returns the most tokens that `num_requests` may be counted with."""
         return capacity - self.slack * num_requests
 
     def observe(self, request: Request) -> None:
@@ -265,13 +266,12 @@ class Admission:
         return expected
 
     def steps_to_wait(self, running: Running, request: Request) -> float:
-        """Returns 0 if the pool has room for the running requests and this one, by `counting`, and for those of
-        them that are exact, by their peak. Else returns for how many steps it has none, unless a request ends
-        or a prefill is computed: at least 1, or infinity."""
+        """Returns 0 if the pool has room for the running requests and this one, by `counting`. Else returns for
+        how many steps it has none, unless a request ends or a prefill is computed: at least 1, or infinity."""
         ledger, forecast = running.ledger, running.forecast
         limit = self.limit(ledger.capacity, ledger.num_open + 1)
-        if not request.is_exact:
-            limit -= int(ledger.capacity * self.reserve)
+        if num_estimated := forecast.num_estimated + (not request.is_exact):
+            limit -= int(ledger.capacity * self.reserve * num_estimated / (ledger.num_open + 1))
         if self.counting is not Counting.PREFILL and forecast.total + request.final <= limit:
             return 0  # the peak is at most the sum of all
         if self.counting is Counting.SUM:
@@ -284,8 +284,7 @@ class Admission:
             if window.now > running.room:  # as until something is freed
                 return forecast.steps_to_end()
             candidate = Candidate(match, window, request.final)
-            wait = forecast.steps_to_wait(candidate, limit, prefills)
-            return wait or self._exact_steps_to_wait(running, request, candidate, prefills)
+            return forecast.steps_to_wait(candidate, limit, prefills)
         shared, tip = 0, match.tip  # the tokens that it would hit and that other requests hold already
         for segment in match.path:
             if segment.holders:
@@ -298,22 +297,6 @@ class Admission:
         # The last pages of what is held are counted; those of what is still to be computed are not.
         limit += self.slack * (ledger.num_open - len(running.prefilling))
         return 0 if held + 1 <= limit else math.inf
-
-    def _exact_steps_to_wait(
-        self, running: Running, request: Request, candidate: Candidate, prefills: list[Prefill]
-    ) -> int:
-        """Returns 0 if the exact requests fit the pool without any estimated one, beside this request. Else
-        returns for how many steps they do not, at least 1."""
-        ledger, forecast = running.ledger, running.forecast
-        if request.is_exact:
-            if not forecast.num_estimated:
-                return 0  # they are all, and all fit
-            limit = self.limit(ledger.capacity, forecast.num_exact + 1)
-            return forecast.steps_to_wait(candidate, limit, prefills, exact=True)
-        if not any(other.is_exact for other in running.prefilling[running.idx :]):
-            return 0  # it delays none of them
-        limit = self.limit(ledger.capacity, forecast.num_exact)
-        return int(forecast.peak(prefills, exact=True) > limit)
 
 
 ASSUMED_LENGTH = 256  # of an answer whose length nothing is known about

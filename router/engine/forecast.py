@@ -10,8 +10,8 @@ alone holds less the number of the step. With the n requests that last at least 
 so a step changes nothing, and an arrival or an end moves one entry of an array. The few requests in prefill are
 added when a question comes, at each of these ends and at their own.
 
-A sequence is *exact* or *estimated* (docs/admission.md). Each question is about all of them or about the exact
-ones alone, which is the same count without the others.
+A sequence is *exact* or *estimated* (docs/admission.md). The peak of the exact ones alone is the same count
+without the others.
 
 A segment with several holders counts once, until the last of them ends. A segment becomes shared when a second
 sequence opens it, and its holder's own again when one holder is left; both are seen on the path of the sequence
@@ -185,16 +185,13 @@ class Forecast:
         """Returns whether the sequence was admitted as an exact one."""
         return sequence.row in self._exact
 
-    def steps_to_wait(
-        self, candidate: Candidate, limit: int, prefills: Seq[Prefill], exact: bool = False
-    ) -> int:
+    def steps_to_wait(self, candidate: Candidate, limit: int, prefills: Seq[Prefill]) -> int:
         """Returns 0 if the peak stays within `limit` with the candidate. Else returns for how many steps it
         cannot fit, unless a sequence is dropped or admitted or a prefill is computed meanwhile: at least 1.
 
-        `prefills`: the admitted sequences, with the windows that they have beside the candidate. `exact`: of
-        all these, only the exact ones count, and the candidate.
+        `prefills`: the admitted sequences, with the windows that they have beside the candidate.
         """
-        ends, totals, growths = self._totals(prefills, candidate, exact)
+        ends, totals, growths = self._totals(prefills, candidate)
         growth, step = growths[-1], self._ledger.step
         excess = totals - limit
         if excess.max() <= 0:
@@ -270,7 +267,7 @@ class Forecast:
         return [self._until[segment] for segment in segments]
 
     def _totals(
-        self, prefills: Seq[Prefill], candidate: Candidate | None, exact: bool
+        self, prefills: Seq[Prefill], candidate: Candidate | None, exact: bool = False
     ) -> tuple[np.ndarray, np.ndarray, list[_Growth]]:
         """Returns the ends of all sequences that are held in a later step, and for each the most tokens that
         are held just before the sequences of that end are freed, which is when the total may be at its highest.

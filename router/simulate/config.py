@@ -74,8 +74,8 @@ class SimulationConfig:
     )
     reserve: float | None = setting(
         None,
-        "Share of the pool that the admission of a request of estimated length leaves free. Default: 0.03 for "
-        "exact, quantile and timely, 0.01 for watermark, 0 for the others.",
+        "Share of the pool that admission keeps free if the lengths of all requests are estimated, less if "
+        "those of some are. Default: 0.03 for exact, quantile and timely, 0.01 for watermark, else 0.",
     )
     step_time: str = setting(
         "",

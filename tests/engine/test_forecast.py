@@ -119,11 +119,10 @@ class Life:
         hit = match.num_tokens - sum(segment.length for segment in path)
         hit += path[0].length - tip if tip is not None and path else 0
         candidate = Demand(hit, final - match.num_tokens, path, False, tip if path else None, window)
-        for exact in (False, True):
-            totals = later_peak([*self.demands(prefills, exact), candidate], self.lag)
-            for limit in (totals + 1, totals - 1, totals):  # with the last limit it fits
-                wait = self.forecast.steps_to_wait(Candidate(match, window, final), limit, prefills, exact)
-                assert (wait == 0) == (totals <= limit)
+        totals = later_peak([*self.demands(prefills), candidate], self.lag)
+        for limit in (totals + 1, totals - 1, totals):  # with the last limit it fits
+            wait = self.forecast.steps_to_wait(Candidate(match, window, final), limit, prefills)
+            assert (wait == 0) == (totals <= limit)
         if ledger.num_open < ledger.max_sequences and rng.random() < 0.8:
             sequence = ledger.open(prompt)
             self.final[sequence.row] = final
