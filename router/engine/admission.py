@@ -313,7 +313,7 @@ def make_admission(name: str, seed: int = 0, slack: int = 0, ttft_target: float 
 
 
 _ADMISSIONS: dict[str, Callable[[int], Admission]] = {
-    "exact": lambda seed: Admission(OutputLengths(assumed=ASSUMED_LENGTH), reserve=0.03),
+    "exact": lambda seed: Admission(OutputLengths(assumed=ASSUMED_LENGTH), reserve=0.025),
     "quantile": lambda seed: Admission(OutputLengths(), trusts_limits=False, reserve=0.03),
     "timely": lambda seed: Admission(OutputLengths(), trusts_limits=False, reserve=0.03),
     "past-future": lambda seed: Admission(OutputLengths(quantile=None, seed=seed), trusts_limits=False),

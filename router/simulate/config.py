@@ -75,7 +75,8 @@ class SimulationConfig:
     reserve: float | None = setting(
         None,
         "Share of the pool that admission keeps free if the lengths of all requests are estimated, less if "
-        "those of some are. Default: 0.03 for exact, quantile and timely, 0.01 for watermark, else 0.",
+        "those of some are. Default: 0.025 for exact, 0.03 for quantile and timely, 0.01 for watermark, else "
+        "0.",
     )
     step_time: str = setting(
         "",

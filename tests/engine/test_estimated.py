@@ -109,10 +109,10 @@ def test_an_exact_request_is_counted_beside_estimated_ones() -> None:
 
 
 def test_a_part_of_the_pool_is_left_free_beside_estimated_requests() -> None:
-    """It is a share of 0.03 if all are estimated, and half of it if one of two is."""
-    for num_exact, most in ((0, 970), (1, 985), (2, 1000)):
+    """It is a share of 0.025 if all are estimated, and half of it if one of two is."""
+    for num_exact, most in ((0, 1950), (1, 1975), (2, 2000)):
         for spare in (0, -1):
-            engine, _ = make(1000)
+            engine, _ = make(2000, max_model_len=2000)
             learn(engine, 100)
             engine.add(request("first", [1] * 100, 100, stated=num_exact > 0))
             engine.add(request("second", [2] * (most - 298 - spare), 100, stated=num_exact > 1))
