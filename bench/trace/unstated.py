@@ -42,27 +42,29 @@ FAIRNESS = {
 
 
 def run(
-    policies: dict[str, SimulationConfig],
-    trace: str,
-    settings: argparse.Namespace,
-    load: float,
-    saturated: float,
+    policies: dict[str, SimulationConfig], options: argparse.Namespace, load: float, saturated: float
 ) -> dict[str, Figures]:
     """Simulates each policy at one load. Exits if a request that states max_tokens was preempted."""
     found = {}
     for name, policy in policies.items():
         config = replace(
             policy,
-            capacity=settings.capacity,
-            max_new=settings.max_new,
-            requests=settings.requests,
+            capacity=options.capacity,
+            max_new=options.max_new,
+            requests=options.requests,
             load=load,
             saturation=saturated,
         )
-        found[name] = simulate(trace, config).figures
+        found[name] = simulate(options.trace, config).figures
         if found[name].num_preempted_stated:
             refuse(f"{name}: {found[name].num_preempted_stated} requests with max_tokens were preempted")
     return found
+
+
+UNSTATED_HEADER = (
+    "admission", "tokens/s", "of oracle's", "goodput", "of oracle's", "preempted", "used", "TTFT p50 s",
+)  # fmt: skip
+FAIRNESS_HEADER = ("order", "most overtaken", "all", "large", "low priority", "goodput")
 
 
 def unstated_rows(found: dict[str, Figures]) -> list[list[str]]:
@@ -106,27 +108,15 @@ def main() -> None:
     saturated = saturation(options.trace, config)
     results: dict = {"settings": settings, "saturation": saturated, "unstated": {}, "fairness": {}}
     for load in options.loads:
-        found = run(POLICIES, options.trace, options, load, saturated)
+        found = run(POLICIES, options, load, saturated)
         print(f"\n{load} of saturation ({saturated:.2f} requests a second)")
-        header = [
-            "admission",
-            "tokens/s",
-            "of oracle's",
-            "goodput",
-            "of oracle's",
-            "preempted",
-            "used",
-            "TTFT p50 s",
-        ]
-        print_table(header, unstated_rows(found))
+        print_table(UNSTATED_HEADER, unstated_rows(found))
         results["unstated"][str(load)] = {name: vars(figures) for name, figures in found.items()}
         save_json("unstated", results, options.out)
     for load in options.fairness_loads:
-        found = run(FAIRNESS, options.trace, options, load, saturated)
+        found = run(FAIRNESS, options, load, saturated)
         print(f"\n{load} of saturation: the longest waits for a first token, in seconds")
-        print_table(
-            ["order", "most overtaken", "all", "large", "low priority", "goodput"], fairness_rows(found)
-        )
+        print_table(FAIRNESS_HEADER, fairness_rows(found))
         results["fairness"][str(load)] = {name: vars(figures) for name, figures in found.items()}
     print_json("unstated", results, options.out)
 
