@@ -47,7 +47,7 @@ _PREFILL_LAUNCHES = (
     Launch(64, 32, 4, 2),
 )
 # Launches of `prefill_hopper`, by head dim: 12 warps, and as many stages of K and V as fit beside q.
-_HOPPER_LAUNCHES = {64: Launch(128, 128, 12, 6), 128: Launch(128, 128, 12, 3), 256: Launch(128, 32, 12, 5)}
+_HOPPER_LAUNCHES = {64: Launch(128, 128, 12, 6), 128: Launch(128, 128, 12, 3), 256: Launch(128, 64, 12, 2)}
 _REDUCTION_BYTES = 2048  # of shared memory, for the softmax's reductions
 
 # How many counts of blocks a search for free slots reads at a time: few at first, since enough free slots are
@@ -101,12 +101,12 @@ def decode_launch(
     how many programs there are; each reads an equal share, so all of them should run at once.
     """
     rows = padded_dim(num_rows)
+    key_width, value_width = padded_dim(key_dim), padded_dim(value_dim)
+    bytes_per_key = (key_width + value_width) * element_size
     if several and element_size < 4:
         launch = Launch(max(64, rows), 64, 4 if rows <= 64 else 8, 3)  # as the matrix units of Hopper want it
     else:
-        launch = Launch(rows, 32, 4 if rows <= 64 else 8, 3)
-    key_width, value_width = padded_dim(key_dim), padded_dim(value_dim)
-    bytes_per_key = (key_width + value_width) * element_size
+        launch = Launch(rows, 64 if bytes_per_key <= 256 else 32, 4 if rows <= 64 else 8, 3)
     for_queries = launch.block_m * key_width * element_size
     block_n, num_stages = launch.block_n, launch.num_stages
     while block_n > 16 and block_n * bytes_per_key > 32 * 1024:
@@ -118,10 +118,12 @@ def decode_launch(
     return launch._replace(block_n=block_n, num_stages=num_stages)
 
 
-def decode_workers(device: DeviceClass, num_queries: int, num_kv_heads: int) -> int:
-    """Returns the number of equal shares that decode cuts all keys into, for each K/V head. `num_queries` read
-    the same keys."""
-    programs = (2 if num_queries > 1 else 4) * device.num_multiprocessors
+def decode_workers(device: DeviceClass, num_queries: int, num_kv_heads: int, key_bytes: int) -> int:
+    """Returns the number of equal shares that decode cuts all keys into, for each K/V head: as many as there
+    are programs that run at once. `num_queries` read the same keys; `key_bytes`: of K and V of a token for one
+    K/V head."""
+    most = 2 if num_queries > 1 else 4  # programs of a multiprocessor
+    programs = max(1, min(most, 2048 // key_bytes)) * device.num_multiprocessors
     return max(1, programs // num_kv_heads)
 
 
@@ -149,6 +151,55 @@ def hopper_prefill_launch(
     return _HOPPER_LAUNCHES.get(key_dim)
 
 
+# Prefill on Hopper computes some K/V heads after the others: as many as have so many bytes of K and V together,
+# which then stay in the L2 cache.
+SECTION_BYTES = 32 * 2**20
+
+
+class PrefillShares(NamedTuple):
+    """How prefill shares out keys where its tiles are too few to fill the device (`prefill_plan`).
+
+    `num_workers`: equal shares for each K/V head; 0 if tiles are never cut.
+    `num_programs`: programs that the device runs at once, for all K/V heads.
+    `unit`: keys; tiles are cut at multiples of it. The key tiles of `prefill_hopper` have to divide it.
+    `least_units`: of a share.
+    `least_gain`: units by which cutting has to shorten the longest program's work, beside a sixteenth of what
+    is left of it, since partial outputs have to be written and combined.
+    """
+
+    num_workers: int
+    num_programs: int
+    unit: int
+    least_units: int
+    least_gain: int
+
+
+NO_SHARES = PrefillShares(0, 1, 1, 1, 1)
+
+
+def prefill_shares(device: DeviceClass, launch: Launch, num_kv_heads: int) -> PrefillShares:
+    """Returns how prefill with these tiles shares out keys. Each program computes one share, or several if
+    otherwise many programs had none, because the K/V heads do not divide them."""
+    interpreted = device is _INTERPRETER
+    # Tiles of 8 warps, and those of `prefill_hopper`, have a multiprocessor to themselves.
+    num_programs = device.num_multiprocessors * (2 if launch.num_warps <= 4 or interpreted else 1)
+    num_workers = num_programs // num_kv_heads
+    for turns in range(2, 5):
+        if num_workers * num_kv_heads >= 0.94 * (turns - 1) * num_programs:
+            break
+        num_workers = turns * num_programs // num_kv_heads
+    if num_workers < 2:
+        return NO_SHARES
+    # Tests in the interpreter have few keys.
+    return PrefillShares(num_workers, num_programs, *((32, 1, 1) if interpreted else (128, 2, 3)))
+
+
+def prefill_combine_launch(num_kv_heads: int) -> Launch:
+    """Returns the launch of `prefill_combine`: rows of a tile per program in `block_m`, fewer where few K/V
+    heads have many parts each, and parts that are loaded at a time in `block_n`."""
+    return Launch(block_m=16 if num_kv_heads >= 8 else 8, block_n=4, num_warps=4, num_stages=1)
+
+
 def prefill_launch(
     device: DeviceClass,
     num_requests: int,
@@ -161,14 +212,14 @@ def prefill_launch(
     """Returns the tiles of prefill: the largest that fit in shared memory and still give every multiprocessor
     work.
 
-    `num_rows` is the number of queries of all requests times the query heads that share a K/V head.
+    `num_rows` is the number of queries of all requests times the query heads that share a K/V head. Hopper's
+    tiles are taken for any number: where they are few, their keys are shared out, and empty rows cost nothing,
+    since reading the keys takes longer.
     """
     # An exact float32 dot is unrolled into multiply-adds, and large tiles would take minutes to compile.
     candidates = _PREFILL_LAUNCHES if element_size < 4 else (Launch(32, 32, 4, 2),)
     key_width, value_width = padded_dim(key_dim), padded_dim(value_dim)
     hopper = hopper_prefill_launch(device, key_dim, value_dim, element_size) is not None
-    # A multiprocessor with Hopper's tiles computes as much as two with smaller ones.
-    least_programs = device.num_multiprocessors // 2 if hopper else device.num_multiprocessors
     for launch in candidates:
         block_m, block_n, num_warps, num_stages = launch
         tiles = block_m * key_width + num_stages * block_n * (key_width + value_width)
@@ -176,7 +227,8 @@ def prefill_launch(
         fits = tiles * element_size + _REDUCTION_BYTES <= device.shared_memory
         # Too few: multiprocessors would idle, or tiles would be empty. Too wide: with more than 128
         # accumulators per thread, registers spill.
-        too_few = block_m > 64 and (programs < least_programs or num_rows < block_m * num_requests)
+        few = programs < device.num_multiprocessors or num_rows < block_m * num_requests
+        too_few = block_m > 64 and few and not hopper
         too_wide = block_m * value_width > 128 * 32 * num_warps
         if fits and not too_few and not too_wide:
             return launch
@@ -230,6 +282,8 @@ def linear_launch(
     if interpreted or blocks * splits <= most:
         # With one program on a multiprocessor, more of the weight has to be on its way.
         return LinearLaunch(block_n, block_k, 4, 4 if num_tokens > 32 else 6, splits)
+    if 2 * blocks < 3 * most:  # few multiprocessors have a second program, which better comes after the first
+        return LinearLaunch(block_n, block_k, 4, 6, 1) if num_tokens <= 32 else None
     if blocks <= 2 * most:  # the pipelines of two programs have to fit on a multiprocessor
         return LinearLaunch(block_n, block_k, 4, 3 if num_tokens > 32 else 4 if num_tokens > 16 else 5, 1)
     if num_tokens <= 16 or num_rows % 128:

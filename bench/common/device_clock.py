@@ -23,6 +23,21 @@ DEVICE = torch.device("cuda")
 Events = tuple[torch.cuda.Event, torch.cuda.Event]  # before and after a replay
 
 
+class CapturedStep:
+    """A CUDA graph of a step, whose kernels have to be compiled already. It keeps the step, and with it the
+    tensors that replays read and write: torch's graph holds none that were made outside the capture."""
+
+    def __init__(self, step: Callable[[], object]) -> None:
+        self._step = step
+        self._graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(self._graph):
+            step()
+
+    def replay(self) -> None:
+        """Launches the graph."""
+        self._graph.replay()
+
+
 class Clock:
     """Measures times in microseconds. `repeats`: replays of a graph; half as many calls."""
 
@@ -30,7 +45,7 @@ class Clock:
         self.repeats = repeats
         self._fill = torch.ones(2**26, dtype=torch.float32, device=DEVICE)  # 256 MiB
 
-    def _queue(self, graph: torch.cuda.CUDAGraph) -> Events:
+    def _queue(self, graph: CapturedStep) -> Events:
         """Queues a replay between two events. The L2 cache is empty when it begins."""
         self._fill.sum()
         torch.cuda._sleep(1_000_000)  # half a millisecond, so that the host gets ahead of the device
@@ -40,14 +55,14 @@ class Clock:
         end.record()
         return start, end
 
-    def replay(self, graph: torch.cuda.CUDAGraph) -> Spread:
+    def replay(self, graph: CapturedStep) -> Spread:
         """Measures replays on the device. The L2 cache is empty, and each replay is queued before it begins."""
         pairs = [self._queue(graph) for _ in range(self.repeats + 3)]
         torch.cuda.synchronize()
         return Spread.of([start.elapsed_time(end) * 1e3 for start, end in pairs[3:]])
 
     def replay_in_turns(
-        self, graphs: Mapping[str, torch.cuda.CUDAGraph], rule: Steadiness | None = None
+        self, graphs: Mapping[str, CapturedStep], rule: Steadiness | None = None
     ) -> dict[str, Timing]:
         """Measures several graphs as `replay` does, in turns, until each is steady.
 
@@ -86,14 +101,6 @@ class Clock:
         return statistics.median(times[2:])
 
 
-def capture(step: Callable[[], object]) -> torch.cuda.CUDAGraph:
-    """Captures a graph of `step`, whose kernels have to be compiled already."""
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        step()
-    return graph
-
-
 @triton.jit
 def _empty_kernel(_out):
     pass
@@ -104,10 +111,10 @@ def empty_kernel() -> None:
     _empty_kernel[(1,)](torch.empty(1, device=DEVICE))
 
 
-def captured(run: Callable[[], Tensor]) -> tuple[torch.cuda.CUDAGraph, Tensor]:
+def captured(run: Callable[[], Tensor]) -> tuple[CapturedStep, Tensor]:
     """Captures `run`, which has to have run once. Returns the graph and the tensor that its replays write."""
     outputs: list[Tensor] = []
-    return capture(lambda: outputs.append(run())), outputs[0]
+    return CapturedStep(lambda: outputs.append(run())), outputs[0]
 
 
 @triton.jit
@@ -200,7 +207,7 @@ def measure_ceiling(
     same for a report with the time of each kernel.
     """
     empty_kernel()
-    empty = clock.replay(capture(empty_kernel))
+    empty = clock.replay(CapturedStep(empty_kernel))
     source = torch.ones(num_words, dtype=torch.int32, device=DEVICE)
     readers: dict[str, Callable[[], Tensor]] = {"torch.sum": lambda: source.sum()}
     for block in (2048, 4096, 8192):

@@ -27,6 +27,7 @@ head dim 128 alone. The results file is rewritten after every row.
 
 import json
 import time
+import traceback
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -38,8 +39,8 @@ from torch import Tensor
 
 from bench.common.device_clock import (
     DEVICE,
+    CapturedStep,
     Clock,
-    capture,
     captured,
     gather_us,
     measure_ceiling,
@@ -81,7 +82,7 @@ Results = dict[str, Any]
 # A row
 
 
-def prepare(make: Make, expected: Tensor, clock: Clock) -> tuple[torch.cuda.CUDAGraph, Results]:
+def prepare(make: Make, expected: Tensor, clock: Clock) -> tuple[CapturedStep, Results]:
     """Captures a side, and checks what its replay writes. Returns the graph, and the time of its plan in µs and
     its setting, where it has these. Raises what the side raises, and ArithmeticError if its replay is wrong."""
     side = make()
@@ -217,7 +218,7 @@ def measure_plan(row: Row, clock: Clock) -> Results:
     plan = ours_decode(batch, scatter(batch, 0)).plan
     assert plan is not None
     plan()
-    return clock.replay_in_turns({"plan": capture(plan)})["plan"]._asdict()
+    return clock.replay_in_turns({"plan": CapturedStep(plan)})["plan"]._asdict()
 
 
 def measure_write(row: Row, clock: Clock) -> Results:
@@ -260,10 +261,11 @@ def measure_write(row: Row, clock: Clock) -> Results:
 
 
 def attempt(what: str, measure: Callable[[], Results]) -> Results:
-    """Returns the measurement, or the error that prevented it."""
+    """Returns the measurement, or the error that prevented it, whose traceback goes to stderr."""
     try:
         return measure()
     except Exception as error:
+        traceback.print_exc()
         print(f"{what} is left out: {type(error).__name__}: {error}", flush=True)
         return {"failed": f"{type(error).__name__}: {error}"}
     finally:

@@ -90,6 +90,7 @@ def ours_decode(batch: Batch, paged: Paged, share: bool = False) -> Side:
             num_kv_heads=batch.num_kv_heads,
             num_queries=num_queries,
             shared_prefixes=prefixes,
+            key_bytes=batch.heads.key_bytes(batch.q.dtype),
         )
 
     plan = make_plan()

@@ -27,7 +27,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from bench.common.device_clock import DEVICE, capture, empty_kernel
+from bench.common.device_clock import DEVICE, CapturedStep, empty_kernel
 from bench.common.report import Spread, alternate, parser, print_json, print_machine, print_table, refuse
 from bench.memory.allocator_peers import DESIGNS, PAGE, SMALLEST, BlockQueue, Design, Ours
 from bench.serving.workload import Lengths, read_trace
@@ -177,7 +177,7 @@ def measure_graphs(ours: Ours, clock: Clock, batch: int) -> dict[str, float]:
     allocator.claim(batch)
     alloc()
     allocator.free(out)
-    alloc_graph = capture(alloc)
+    alloc_graph = CapturedStep(alloc)
 
     def step() -> None:
         allocator.claim(batch)
@@ -206,7 +206,7 @@ def measure_prompt_graph(ours: Ours, clock: Clock, n: int) -> dict[str, float]:
 
     allocator.free(alloc())
     out: list[Tensor] = []
-    graph = capture(lambda: out.append(alloc()))  # the host counts an allocation that has not run yet
+    graph = CapturedStep(lambda: out.append(alloc()))  # the host counts an allocation that has not run yet
     graph.replay()
 
     def free() -> None:
@@ -391,7 +391,7 @@ def main() -> None:
     print_machine()
     clock = Clock(options.repeats, options.host_repeats)
     empty_kernel()
-    graph = capture(empty_kernel)
+    graph = CapturedStep(empty_kernel)
     floor = {
         "graph_cold_l2": clock.device(graph.replay, lambda: None),
         "graph_hot_l2": clock.device(graph.replay, lambda: None, cold=False),

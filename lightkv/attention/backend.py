@@ -57,6 +57,11 @@ class AttentionBackend(ABC):
         reads a prefix for several decodes."""
         return 1
 
+    def scratch_bytes(self, num_tokens: int, dtype: torch.dtype, device: torch.device) -> int:
+        """Returns how many bytes, beside `out`, the layer's attention needs on `device` while it computes up to
+        `num_tokens` queries of `dtype`, as far as they are worth counting. The next layer uses the same."""
+        return 0
+
     def paged_kv(self, metadata: AttentionMetadata) -> PagedKV:
         """Returns the layer's K/V in the pool, with the token table as its index."""
         memory = metadata.memory
@@ -87,12 +92,15 @@ class AttentionBackend(ABC):
             `[num_tokens, num_heads * v_dim]` of q's type.
 
         Raises:
-            ValueError: the step has sinks, and the layer has a window or was made without `rotary`.
+            ValueError: the step has sink tokens, and the layer has a window or chunks, or was made without
+                `rotary`.
         """
-        if metadata.num_sink_tokens and (self.rotary is None or self.options.window):
+        bounded = self.options.window or self.options.chunk
+        if metadata.num_sink_tokens and (self.rotary is None or bounded):
             raise ValueError(
                 f"a step with {metadata.num_sink_tokens} sinks needs the rotary frequencies (rotary) and a "
-                f"layer without a window; layer {self.layer_idx} has a window of {self.options.window}"
+                f"layer without a window or chunks; layer {self.layer_idx} has a window of "
+                f"{self.options.window} and chunks of {self.options.chunk}"
             )
         num_tokens = metadata.num_tokens
         q = q.view(num_tokens, self.num_heads, self.head_dim)

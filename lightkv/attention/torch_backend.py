@@ -5,6 +5,7 @@ bucket of sequences of similar length, padded to the longest, and attends with o
 sequence by sequence, one tile of queries at a time.
 """
 
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import numpy as np
@@ -15,6 +16,7 @@ from lightkv.memory.staging import upload
 from lightkv.triton_kernels.attention.attend_keys import LOG2_E
 from lightkv.triton_kernels.attention.attention_scores import attention_scores_reference
 from lightkv.triton_kernels.attention.merge_states import merge_states_reference
+from lightkv.triton_kernels.attention.paged_kv import AttentionOptions
 
 from .backend import AttentionBackend
 from .metadata import AttentionMetadata
@@ -72,13 +74,13 @@ class TiledPrefill(NamedTuple):
 class TorchPlan:
     """What all layers of a step share: indices, masks, and the memory that K/V is gathered into.
 
-    It is kept in the metadata and renewed with each step. Layers with the same window share an entry.
+    It is kept in the metadata and renewed with each step. Layers with the same window and chunk share an entry.
     """
 
     def __init__(self) -> None:
         self._step = -1
-        self._decode: dict[tuple[int, torch.dtype], list[PaddedBucket]] = {}
-        self._prefill: dict[tuple[int, torch.dtype, bool], TiledPrefill] = {}
+        self._decode: dict[tuple[int, int, torch.dtype], list[PaddedBucket]] = {}
+        self._prefill: dict[tuple[int, int, torch.dtype, bool], TiledPrefill] = {}
         self._scratch: torch.Tensor | None = None
 
     @staticmethod
@@ -104,14 +106,17 @@ class TorchPlan:
         return torch.index_select(buffer, 0, slots, out=gathered)
 
     def decode_buckets(
-        self, metadata: AttentionMetadata, window: int, dtype: torch.dtype
+        self, metadata: AttentionMetadata, options: AttentionOptions, dtype: torch.dtype
     ) -> list[PaddedBucket]:
         """Returns the decodes of a step in buckets of similar length. `dtype` is that of the queries."""
-        padded = self._decode.get((window, dtype))
+        key = options.window, options.chunk, dtype
+        padded = self._decode.get(key)
         if padded is None:
             lengths = metadata.kv_lens_host[metadata.num_prefills :]
-            if window:
-                lengths = np.minimum(lengths, window)
+            if options.window:
+                lengths = np.minimum(lengths, options.window)
+            if options.chunk:
+                lengths = lengths - np.maximum(lengths - 1, 0) // options.chunk * options.chunk
             # A padding row of a static batch has length 0. Attention to no key is NaN, so it attends to slot 0.
             lengths = np.maximum(lengths, 1)
             buckets = bucket_lengths(lengths)
@@ -119,19 +124,22 @@ class TorchPlan:
                 _padded_bucket(metadata, lengths, members if len(buckets) > 1 else None, dtype)
                 for members in buckets
             ]
-            self._decode[window, dtype] = padded
+            self._decode[key] = padded
         return padded
 
     def prefill(
-        self, metadata: AttentionMetadata, window: int, dtype: torch.dtype, fused: bool
+        self, metadata: AttentionMetadata, options: AttentionOptions, dtype: torch.dtype, fused: bool
     ) -> TiledPrefill:
         """Returns the prefills of a step in tiles. `dtype` is that of the queries. With `fused`, attention
-        stores no scores, so a prefill without a prefix is one tile, whatever its length."""
-        plan = self._prefill.get((window, dtype, fused))
+        stores no scores, so a prefill without a prefix is one tile, whatever its length, or one in each
+        chunk."""
+        window, chunk = options.window, options.chunk
+        key = window, chunk, dtype, fused
+        plan = self._prefill.get(key)
         if plan is None:
-            tiles, sink_tokens = _prefill_tiles(metadata, window, fused)
+            tiles, sink_tokens = _prefill_tiles(metadata, window, chunk, fused)
             plan = TiledPrefill(tiles, sink_tokens, _tile_bias(tiles, window, dtype))
-            self._prefill[window, dtype, fused] = plan
+            self._prefill[key] = plan
         return plan
 
 
@@ -177,9 +185,10 @@ def _padded_bucket(
 
 
 def _prefill_tiles(
-    metadata: AttentionMetadata, window: int, fused: bool
+    metadata: AttentionMetadata, window: int, chunk: int, fused: bool
 ) -> tuple[list[PrefillTile], list[torch.Tensor]]:
-    """Returns the prefills in tiles, and the slots of each tile's sinks."""
+    """Returns the prefills in tiles, and the slots of each tile's sink tokens. No tile has queries of two
+    chunks, so within a tile every query sees all keys of its chunk up to its own."""
     table, num_sink_tokens = metadata.memory.table, metadata.num_sink_tokens
     tiles = []
     sink_tokens = []
@@ -190,21 +199,32 @@ def _prefill_tiles(
         if not kv_len:  # padding of a static batch
             continue
         prefix = kv_len - num_tokens
-        sees_all = not prefix and (not window or num_tokens <= window)
-        if sees_all and (fused or num_tokens <= QUERY_TILE):
-            tiles.append(PrefillTile(packed_end - num_tokens, packed_end, None))
-            continue
-        # The first keys are seen by no query (a window), or only by queries rotated back (sinks).
-        skipped = max(0, prefix - window + 1) if window else num_sink_tokens
-        slots = table.slots(row, skipped, kv_len).long()
-        for start in range(prefix, kv_len, QUERY_TILE):
-            end = min(start + QUERY_TILE, kv_len)
-            first = max(0, start - window + 1) if window else num_sink_tokens
-            shift = packed_end - kv_len  # from entries to packed tokens
-            tiles.append(PrefillTile(start + shift, end + shift, slots[first - skipped : end - skipped]))
-            if num_sink_tokens:
-                sink_tokens.append(table.slots(row, 0, num_sink_tokens).long())
+        shift = packed_end - kv_len  # from entries to packed tokens
+        for begin, stop in _chunks_of(prefix, kv_len, chunk):
+            # What the queries from `begin` to `stop` see begins here, a window aside.
+            floor = begin // chunk * chunk if chunk else 0
+            sees_all = begin == floor and (not window or stop - begin <= window)
+            if sees_all and (fused or stop - begin <= QUERY_TILE):
+                tiles.append(PrefillTile(begin + shift, stop + shift, None))
+                continue
+            # The first keys are seen by no query (a window), or only by queries rotated back (sink tokens).
+            skipped = max(0, begin - window + 1) if window else floor + num_sink_tokens
+            slots = table.slots(row, skipped, stop).long()
+            for start in range(begin, stop, QUERY_TILE):
+                end = min(start + QUERY_TILE, stop)
+                first = max(0, start - window + 1) if window else skipped
+                tiles.append(PrefillTile(start + shift, end + shift, slots[first - skipped : end - skipped]))
+                if num_sink_tokens:
+                    sink_tokens.append(table.slots(row, 0, num_sink_tokens).long())
     return tiles, sink_tokens
+
+
+def _chunks_of(begin: int, end: int, chunk: int) -> Iterator[tuple[int, int]]:
+    """Cuts the entries [begin, end) where chunks begin; with a chunk of 0 they stay together."""
+    while begin < end:
+        stop = min((begin // chunk + 1) * chunk, end) if chunk else end
+        yield begin, stop
+        begin = stop
 
 
 def _tile_bias(tiles: list[PrefillTile], window: int, dtype: torch.dtype) -> torch.Tensor | None:
@@ -224,6 +244,11 @@ def _tile_bias(tiles: list[PrefillTile], window: int, dtype: torch.dtype) -> tor
 
 class TorchAttention(AttentionBackend):
     """Attention of one layer in plain torch."""
+
+    @property
+    def _is_fused(self) -> bool:
+        """Whether torch's own attention computes this layer, which knows no soft-cap and no sinks."""
+        return not self.options.softcap and self.options.sink_logits is None
 
     def _write(
         self,
@@ -268,7 +293,7 @@ class TorchAttention(AttentionBackend):
     ) -> None:
         pool = metadata.memory.pool
         step = TorchPlan.of(metadata)
-        plan = step.prefill(metadata, self.options.window, q.dtype, fused=not self.options.softcap)
+        plan = step.prefill(metadata, self.options, q.dtype, fused=self._is_fused)
         group = self.num_heads // self.num_kv_heads
         if metadata.is_cuda_graph:
             out.zero_()  # also the padding, so that what is computed of it stays finite
@@ -286,6 +311,7 @@ class TorchAttention(AttentionBackend):
                 keys.to(q.dtype).transpose(0, 1)[:, None].expand(-1, group, -1, -1),
                 values.to(q.dtype).transpose(0, 1)[:, None].expand(-1, group, -1, -1),
                 plan.bias_of(tile),
+                sink_dims=(1, 1),
                 causal=tile.slots is None,
             )
             out[tile.start : tile.end].unflatten(1, (-1, group)).copy_(attended.permute(2, 0, 1, 3))
@@ -293,7 +319,7 @@ class TorchAttention(AttentionBackend):
     def _attend_with_sinks(self, q: torch.Tensor, metadata: AttentionMetadata, out: torch.Tensor) -> None:
         pool = metadata.memory.pool
         step = TorchPlan.of(metadata)
-        plan = step.prefill(metadata, self.options.window, q.dtype, fused=False)
+        plan = step.prefill(metadata, self.options, q.dtype, fused=False)
         assert self.rotary is not None
         assert metadata.dropped is not None
         rotated = self.rotary.rotate_back(q, metadata.dropped)
@@ -301,16 +327,19 @@ class TorchAttention(AttentionBackend):
             assert tile.slots is not None
             parts = ((q, tile.slots, plan.bias_of(tile)), (rotated, sink_tokens, None))
             states = []
-            for queries, slots, bias in parts:
+            for part, (queries, slots, bias) in enumerate(parts):
                 keys, values = pool.spec.split(step.gather(pool.kv(self.layer_idx), slots))
-                states.append(self._attend_part(queries[tile.start : tile.end], keys, values, bias))
+                # Learned sinks join one of the parts, here the first.
+                states.append(
+                    self._attend_part(queries[tile.start : tile.end], keys, values, bias, part == 0)
+                )
             partial_out, partial_lse = (torch.stack(part) for part in zip(*states, strict=True))
             out[tile.start : tile.end] = merge_states_reference(partial_out, partial_lse)[0]
 
     def _decode(self, q: torch.Tensor, metadata: AttentionMetadata, out: torch.Tensor) -> None:
         pool = metadata.memory.pool
         plan = TorchPlan.of(metadata)
-        for members, slots, width, bias in plan.decode_buckets(metadata, self.options.window, q.dtype):
+        for members, slots, width, bias in plan.decode_buckets(metadata, self.options, q.dtype):
             queries = q if members is None else q.index_select(0, members)
             keys, values = pool.spec.split(plan.gather(pool.kv(self.layer_idx), slots))
             # Query heads that share a K/V head are its query rows: K and V are read once, not per head.
@@ -319,6 +348,7 @@ class TorchAttention(AttentionBackend):
                 keys.to(q.dtype).unflatten(0, (-1, width)).transpose(1, 2),  # [n, num_kv_heads, width, D]
                 values.to(q.dtype).unflatten(0, (-1, width)).transpose(1, 2),
                 bias,
+                sink_dims=(1,),
             ).flatten(1, 2)
             if members is None:
                 out.copy_(attended)
@@ -346,16 +376,24 @@ class TorchAttention(AttentionBackend):
         k: torch.Tensor,
         v: torch.Tensor,
         bias: torch.Tensor | None,
+        sink_dims: tuple[int, ...],
         causal: bool = False,
     ) -> torch.Tensor:
-        if not self.options.softcap:
+        """Attends from q `[..., n, D]` to k and v `[..., S, D]`. `sink_dims`: ones, for the dimensions of q
+        after those of K/V heads and groups."""
+        if self._is_fused:
             return scaled_dot_product_attention(q, k, v, attn_mask=bias, is_causal=causal, scale=self.scale)
         scores = self._scores(q, k)
         if causal:
             bias = torch.full_like(scores[0, 0], float("-inf")).triu_(1)
         if bias is not None:
             scores = scores + bias
-        return torch.matmul(scores.softmax(-1).to(v.dtype), v)
+        if (sink_logits := self.options.sink_logits) is None:
+            weights = scores.softmax(-1)
+        else:
+            sinks = sink_logits.view(self.num_kv_heads, -1, *sink_dims)
+            weights = (scores - torch.logaddexp(scores.logsumexp(-1, keepdim=True), sinks)).exp()
+        return torch.matmul(weights.to(v.dtype), v)
 
     def _scores(self, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
         """Computes the scores `[..., n, S]`, float32, of q `[..., n, D]` and k `[..., S, D]`."""
@@ -364,11 +402,17 @@ class TorchAttention(AttentionBackend):
         return softcap * torch.tanh(scores / softcap) if softcap else scores
 
     def _attend_part(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bias: torch.Tensor | None
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        bias: torch.Tensor | None,
+        with_sinks: bool,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Attends from q `[T, H, D]` to a part of its keys, k and v `[S, num_kv_heads, D]`, for `merge_states`.
 
         Returns the output `[T, H, v_dim]` and the log-sum-exp `[T, H]` in base 2, both float32.
+        `with_sinks`: with the layer's learned sinks, if it has any.
         """
         num_tokens = len(q)
         # Query heads that share a K/V head are its query rows: [num_kv_heads, group * T, D]
@@ -377,6 +421,8 @@ class TorchAttention(AttentionBackend):
         if bias is not None:
             scores += bias
         lse = scores.logsumexp(-1)  # [num_kv_heads, group, T]
+        if with_sinks and self.options.sink_logits is not None:
+            lse = torch.logaddexp(lse, self.options.sink_logits.view(*lse.shape[:2], 1))
         weights = scores.sub_(lse[..., None]).exp_().flatten(1, 2)
         attended = torch.matmul(weights.to(v.dtype), v.transpose(0, 1)).float().unflatten(1, (-1, num_tokens))
         return attended.permute(2, 0, 1, 3).flatten(1, 2), lse.permute(2, 0, 1).flatten(1, 2) * LOG2_E

@@ -10,6 +10,7 @@ from lightkv.triton_kernels.attention.decode_attention import decode_attention
 from lightkv.triton_kernels.attention.merge_states import merge_states
 from lightkv.triton_kernels.attention.mixed_attention import MixedPlan, mixed_attention, mixed_plan
 from lightkv.triton_kernels.attention.paged_kv import HeadShape
+from lightkv.triton_kernels.attention.prefill_combine import most_part_bytes
 from lightkv.triton_kernels.write_kv import write_kv
 
 from .backend import AttentionBackend
@@ -53,6 +54,13 @@ class TritonAttention(AttentionBackend):
     def prefix_members(self) -> int:
         return 1 if self.options.window else tuning.prefix_members(1, self.num_heads // self.num_kv_heads)
 
+    def scratch_bytes(self, num_tokens: int, dtype: torch.dtype, device: torch.device) -> int:
+        return most_part_bytes(tuning.device_class(device), self._heads, num_tokens, dtype.itemsize)
+
+    @property
+    def _heads(self) -> HeadShape:
+        return HeadShape(self.num_heads, self.num_kv_heads, self.head_dim, self.v_dim)
+
     def _write(
         self,
         q: torch.Tensor,
@@ -93,7 +101,7 @@ class TritonAttention(AttentionBackend):
     def _plan(
         self, q: torch.Tensor, q_starts: torch.Tensor, lengths: torch.Tensor, metadata: AttentionMetadata
     ) -> MixedPlan:
-        heads = HeadShape(self.num_heads, self.num_kv_heads, self.head_dim, self.v_dim)
+        heads = self._heads
         shared_prefixes = metadata.shared_prefixes if self.prefix_members > 1 else None
 
         def make() -> MixedPlan:
@@ -105,11 +113,12 @@ class TritonAttention(AttentionBackend):
                 num_tokens=len(q),
                 dtype=q.dtype,
                 window=self.options.window,
+                chunk=self.options.chunk,
                 shared_prefixes=shared_prefixes,
                 decodes_first=metadata.decodes_first,
             )
 
-        shape = *heads, self.options.window, q.dtype, shared_prefixes is not None
+        shape = *heads, self.options.window, self.options.chunk, q.dtype, shared_prefixes is not None
         return _StepPlans.of(metadata).get(shape, metadata.step, self.layer_idx, make)
 
     def _attend_with_sinks(self, q: torch.Tensor, metadata: AttentionMetadata, out: torch.Tensor) -> None:
@@ -134,11 +143,13 @@ class TritonAttention(AttentionBackend):
             lse=lse[0],
         )
 
-        # Every query sees all sinks, so to the decode kernels it is a request of its own.
+        # Every query sees all sink tokens, so to the decode kernels it is a request of its own. Learned sinks
+        # join one of the two parts only.
         rotated = self.rotary.rotate_back(q, dropped)
         rows = metadata.rows.repeat_interleave(metadata.q_lens_on_device, output_size=num_tokens)
         lengths = torch.full((num_tokens,), num_sink_tokens, dtype=torch.int32, device=q.device)
-        decode_attention(rotated, kv, rows, lengths, self.options, out=partial_out[1], lse=lse[1])
+        options = self.options._replace(sink_logits=None)
+        decode_attention(rotated, kv, rows, lengths, options, out=partial_out[1], lse=lse[1])
         merge_states(partial_out, lse, out=out)
 
     def _entry_scores(

@@ -49,7 +49,7 @@ class CachedModel:
     (`cache.release`, `cache.keep`): the others keep their positions, and new tokens count on from the last one.
 
     Raises UnsupportedModel, with `exact_positions` also for positions that are not rotary in NeoX's layout and
-    for layers with sliding windows; UnknownBackend and OutOfMemory. The model is then as it was.
+    for layers with windows or chunks; UnknownBackend and OutOfMemory. The model is then as it was.
     """
 
     def __init__(
@@ -62,10 +62,12 @@ class CachedModel:
         exact_positions: bool = False,
     ) -> None:
         shape = probe(model)
-        self.windows = sorted({layer.options.window for layer in shape.layers} - {0})
+        # A chunk bounds what a layer attends to as a window does.
+        self.windows = sorted({layer.options.window or layer.options.chunk for layer in shape.layers} - {0})
         if exact_positions and self.windows:
             reason = (
-                f"its layers have windows of their own ({self.windows}), which count positions, not entries"
+                f"its layers have windows or chunks of their own ({self.windows}), which count positions, not "
+                "entries"
             )
             raise UnsupportedModel(type(model).__name__, reason)
         rotary = find_rotary(model) if exact_positions else None
@@ -146,7 +148,7 @@ class CachedModel:
         gapped = [one for one in sequences if one.dropped]
         if gapped and self.windows:
             raise ValueError(
-                f"{gapped[0]} has dropped tokens, but this model's layers have windows of their own "
+                f"{gapped[0]} has dropped tokens, but this model's layers have windows or chunks of their own "
                 f"({self.windows}), which count positions, not entries: close it, and run its text again"
             )
         found = {one.num_sink_tokens if one.dropped else 0 for one in sequences} or {0}

@@ -63,13 +63,15 @@ class HeavyHitters:
     Only steps through `forward` are counted, and only `keep` may drop tokens. A new sequence starts at zero,
     and so does a fork. A known sequence may be truncated. If other calls computed or dropped tokens of it, its
     scores would belong to other tokens, so every call for it raises ValueError. (A truncation followed by as
-    many tokens, computed elsewhere, is not noticed.) Raises ValueError for a model whose layers have windows.
+    many tokens, computed elsewhere, is not noticed.) Raises ValueError for a model whose layers have windows
+    or chunks.
     """
 
     def __init__(self, lm: CachedModel) -> None:
         if lm.windows:
             raise ValueError(
-                f"the model's layers have windows of their own ({lm.windows}), which decide what they attend to"
+                f"the model's layers have windows or chunks of their own ({lm.windows}), which decide what "
+                "they attend to"
             )
         self._lm = lm
         table = lm.cache.memory.table

@@ -18,11 +18,10 @@ from lightkv.edits import Alloc, FreeRange
 from lightkv.integrations.model.context import context_length
 from lightkv.integrations.model.fused_layers import fuse_layers, unfuse_layers
 from lightkv.integrations.model.hf_model import bind
-from lightkv.integrations.model.probe import probe
+from lightkv.integrations.model.probe import ModelShape, probe
 from lightkv.ledger.shared_prefixes import PrefixSharing
 from lightkv.memory.kv_memory import KVMemory
 from lightkv.memory.kv_pool import PoolPlan, plan_pool
-from lightkv.memory.kv_spec import KVSpec
 from lightkv.router.config import EngineConfig, InvalidConfig
 from lightkv.router.engine.step import Limits, RunnerInfo, StepPlan
 from lightkv.router.model_files import resolve
@@ -37,6 +36,7 @@ from .parts import RunnerParts
 from .runner import ModelRunner
 from .sampler import Sampler
 from .step_timing import StepTimer
+from .token_buckets import linear_layers, token_buckets
 
 Report = Callable[[str], None]
 
@@ -114,11 +114,21 @@ class EngineSizes:
             session_share=config.session_share,
         )
 
-    def pool(self, spec: KVSpec) -> PoolPlan:
+    def pool(self, shape: ModelShape) -> PoolPlan:
         """Returns the pool that fits beside what the device holds now and what steps need.
 
         Raises OutOfMemory.
         """
+        return plan_pool(
+            shape.spec,
+            self.device,
+            num_tokens=self.config.max_total_tokens,
+            fraction=self.config.mem_fraction,
+            reserve=self.step_bytes(shape),
+        )
+
+    def step_bytes(self, shape: ModelShape) -> int:
+        """Returns the bytes that steps need on the device, beside the weights and the pool."""
         # Some configurations give the intermediate size of each layer.
         inner = getattr(self.text, "intermediate_size", None) or 0
         widest = max(self.text.hidden_size, *(inner if isinstance(inner, list | tuple) else [inner]))
@@ -127,20 +137,21 @@ class EngineSizes:
         table = rows * limits.max_model_len * 4
         sampling = Sampler.bytes_for(rows, limits.vocab_size)
         logits = limits.max_num_seqs * limits.vocab_size * 4 * _LOGITS_COPIES
-        per_token = widest * spec.dtype.itemsize * _HIDDEN_COPIES
+        per_token = widest * shape.spec.dtype.itemsize * _HIDDEN_COPIES
         hidden = limits.max_step_tokens * per_token
+        scratch = self._scratch_bytes(shape)
         # Graphs have memory of their own, which eager steps and their sampling do not use.
         graphs = 0
         if use_graphs(self.config, self.device):
             logits_row = limits.vocab_size * 4
-            graphs = graphs_bytes(limits.max_num_seqs, limits.max_step_tokens, per_token, logits_row)
-        return plan_pool(
-            spec,
-            self.device,
-            num_tokens=self.config.max_total_tokens,
-            fraction=self.config.mem_fraction,
-            reserve=table + sampling + logits + hidden + graphs,
-        )
+            graphs = graphs_bytes(limits.max_num_seqs, limits.max_step_tokens, per_token, logits_row, scratch)
+        return table + sampling + logits + hidden + scratch + graphs
+
+    def _scratch_bytes(self, shape: ModelShape) -> int:
+        """Returns the bytes that the attention of a layer needs in a step; layers run one after the other."""
+        backends = make_backends(self.config.attention_backend, self.device, shape.layers)
+        most, dtype = self.limits.max_step_tokens, shape.spec.dtype
+        return max(backend.scratch_bytes(most, dtype, self.device) for backend in backends)
 
 
 def find_model(config: EngineConfig, report: Report) -> Path:
@@ -188,7 +199,7 @@ def assemble(model: PreTrainedModel, config: EngineConfig, report: Report) -> tu
     joined = fuse_layers(model, report).joined if config.fuse else []
     if device.type == "cpu":
         pack_linears(model, report, joined)
-    pool = sizes.pool(shape.spec)
+    pool = sizes.pool(shape)
     report(f"K/V pool: {pool.num_tokens:,} tokens, {pool.num_bytes / 2**20:,.1f} MiB ({pool.why})")
     memory = KVMemory(shape.spec, pool.num_slots, limits.max_num_seqs, limits.max_model_len, device)
     sampler = Sampler(limits.max_num_seqs + 1, limits.vocab_size, device)
@@ -198,7 +209,8 @@ def assemble(model: PreTrainedModel, config: EngineConfig, report: Report) -> tu
         members = limits.prefix_sharing.max_members
         most = limits.max_step_tokens
         metadata = AttentionMetadata(limits.max_num_seqs, most, memory, prefix_members=members)
-        graphs = StepGraphs(parts, metadata)
+        buckets = token_buckets(linear_layers(model, joined), most, report)
+        graphs = StepGraphs(parts, metadata, buckets)
     if device.type == "cuda":
         report("compiling kernels")
         with compile_ahead(device):

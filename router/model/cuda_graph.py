@@ -28,15 +28,9 @@ from lightkv.router.sampling_params import SamplerKind
 from lightkv.triton_kernels.slots.allocate import TableEntries
 
 from .parts import RunnerParts, StepInputs, StepOutput
+from .token_buckets import FEW_PREFILLS, MOST_TOKENS, most_buckets, prompt_shapes
 
 Output = TypeVar("Output")
-
-# Larger steps run eagerly: the host launches them in less time than the device takes, and a graph's memory
-# grows with its tokens.
-MOST_TOKENS = 2304
-# The prefill slots of most prompt graphs, the one for padding included. With more slots the kernels would have
-# smaller tiles, as for prefills of few tokens each (`tuning.prefill_launch`).
-FEW_PREFILLS = 8
 
 _GRAPH_BYTES = 2 << 20  # of the launches of a graph
 _LOGITS_COPIES = 5  # of a decode graph that samples at random, and the logits of prompt graphs
@@ -49,53 +43,20 @@ def batch_sizes(most: int) -> list[int]:
     return [*kept, most]
 
 
-def token_buckets(most: int) -> list[int]:
-    """Returns the numbers of tokens to capture prompt graphs for, in ascending order and ending with `most`, or
-    with MOST_TOKENS if that is less.
-
-    Each is at most 1.5 times the one before. From 512 on they are multiples of 64, so that padding adds at most
-    a few percent to a step that waits for its matrix products.
-    """
-    most = min(most, MOST_TOKENS)
-    sizes = [16, 24, 32, 48, 64, 96, 128, 192, 256, 384, *range(512, most, 64)]
-    kept = [size for size in sizes if size < most]
-    return [*kept, most]
-
-
-def prompt_shapes(most_tokens: int, max_num_seqs: int) -> dict[int, list[BatchShape]]:
-    """Returns the shapes of the prompt graphs of each bucket, the cheapest first.
-
-    They are for a few prompts alone, for a few beside decodes, and for as many of both as a step can have. A
-    large bucket may lack the first, which saves little there, or the last, which is rarely needed there: its
-    steps take the next shape that fits. The last bucket has all of them.
-    """
-    buckets = token_buckets(most_tokens)
-    found = {}
-    for size in buckets:
-        num_seqs = min(size, max_num_seqs)
-        few, many = min(FEW_PREFILLS, num_seqs + 1), num_seqs + 1
-        shapes = [(few, num_seqs)]
-        if size <= 1024 or size % 256 == 0 or size == buckets[-1]:
-            shapes.insert(0, (few, 0))
-        if size <= 576 or size % (128 if size <= 1152 else 256) == 0 or size == buckets[-1]:
-            shapes.append((many, num_seqs))
-        found[size] = [BatchShape(size, *shape) for shape in dict.fromkeys(shapes)]
-    return found
-
-
-def graphs_bytes(max_num_seqs: int, max_step_tokens: int, token_bytes: int, logits_bytes: int) -> int:
+def graphs_bytes(
+    max_num_seqs: int, max_step_tokens: int, token_bytes: int, logits_bytes: int, scratch_bytes: int
+) -> int:
     """Returns the bytes of device memory to keep for the graphs of all steps.
 
-    token_bytes: of the activations of a token; logits_bytes: of its logits in float32. The graphs share the
-    memory of their tensors, and each has its launches besides.
+    token_bytes: of the activations of a token; logits_bytes: of its logits in float32; scratch_bytes: of what
+    a layer's attention needs. The graphs share the memory of their tensors, and each has its launches besides.
+    This is enough for any token buckets, which are chosen once the pool has its memory.
     """
-    buckets = prompt_shapes(max_step_tokens, max_num_seqs)
-    # Shapes with decodes may also be captured with shared prefixes.
-    shapes = [shape for shapes in buckets.values() for shape in shapes]
-    num_graphs = len(shapes) + sum(shape.num_decodes > 0 for shape in shapes)
-    num_graphs += 3 * len(batch_sizes(max_num_seqs))
+    # A bucket has up to three shapes. Those with decodes may also be captured with shared prefixes.
+    num_graphs = 5 * most_buckets(max_step_tokens) + 3 * len(batch_sizes(max_num_seqs))
     sampling = max_num_seqs * logits_bytes * _LOGITS_COPIES
-    return max(buckets) * token_bytes + sampling + num_graphs * _GRAPH_BYTES
+    tokens = min(max_step_tokens, MOST_TOKENS) * token_bytes
+    return tokens + sampling + scratch_bytes + num_graphs * _GRAPH_BYTES
 
 
 class Capture(NamedTuple):
@@ -274,18 +235,18 @@ class PromptGraph:
 class StepGraphs:
     """The graphs of all steps. They share one memory pool, since they never run at the same time.
 
-    `metadata` is that of eager steps; it says how large a step can be. `announce` is called with a line before
-    a graph is captured while requests run.
+    `metadata` is that of eager steps; it says how large a step can be. `buckets` are the numbers of tokens of
+    prompt graphs, ascending. `announce` is called with a line before a graph is captured while requests run.
     """
 
-    def __init__(self, parts: RunnerParts, metadata: AttentionMetadata) -> None:
+    def __init__(self, parts: RunnerParts, metadata: AttentionMetadata, buckets: Sequence[int]) -> None:
         self.announce: Callable[[str], None] = lambda line: None
         self._may_share = metadata.prefix_members > 1
         max_num_seqs = metadata.max_num_requests
         logits = SharedLogits(max_num_seqs)
         self._prompts = {
             size: {shape: PromptGraph(parts, shape, metadata, logits) for shape in shapes}
-            for size, shapes in prompt_shapes(metadata.max_num_tokens, max_num_seqs).items()
+            for size, shapes in prompt_shapes(buckets, max_num_seqs).items()
         }
         self._decodes = {size: DecodeGraph(parts, size, metadata) for size in batch_sizes(max_num_seqs)}
         # There was no memory for these, so that their steps run eagerly.
@@ -299,11 +260,16 @@ class StepGraphs:
     def rehearse(self) -> None:
         """Launches steps of padding of enough sizes to meet every kernel that `capture` needs.
 
-        The kernels differ by powers of two of tokens and of requests.
+        The kernels differ by powers of two of tokens and of requests. A bucket may lack a kind of shape, so
+        the largest of each kind is taken.
         """
-        for size in _largest_of_each_power(self._prompts):
-            for graph in self._prompts[size].values():
-                graph.rehearse()
+        largest: dict[tuple[int, bool, bool], PromptGraph] = {}
+        for size, graphs in self._prompts.items():
+            for shape, graph in graphs.items():
+                kind = shape.num_prefills > FEW_PREFILLS, shape.num_decodes > 0
+                largest[(size - 1).bit_length(), *kind] = graph
+        for graph in largest.values():
+            graph.rehearse()
         for size in _largest_of_each_power(self._decodes):
             for key in self._decode_keys(size, [SamplerKind.GREEDY]):
                 self._decodes[size].rehearse(key)

@@ -16,9 +16,8 @@ from transformers import PreTrainedModel
 import lightkv
 from lightkv.attention.select import pick_backend
 from lightkv.errors import OutOfMemory
-from lightkv.integrations.model.probe import NeedsNumbers, find_shape, probe
+from lightkv.integrations.model.probe import ModelShape, NeedsNumbers, find_shape, probe
 from lightkv.memory.kv_pool import PoolPlan
-from lightkv.memory.kv_spec import KVSpec
 from lightkv.router.config import EngineConfig
 
 from .build import EngineSizes, pick_device, pick_dtype
@@ -89,8 +88,8 @@ def model_info(config: EngineConfig, directory: Path) -> ModelInfo:
     weight_bytes = sum(parameter.numel() * parameter.element_size() for parameter in parameters)
     sizes = EngineSizes(config, device, model.config.get_text_config())
     limits = sizes.limits
-    spec = _spec(model)
-    pool = sizes.pool(spec)
+    shape = _shape(model)
+    spec, pool = shape.spec, sizes.pool(shape)
     if device.type == "cuda" and config.max_total_tokens is None:
         pool = _beside_weights(pool, weight_bytes, spec.bytes_per_token)
     return ModelInfo(
@@ -115,17 +114,18 @@ def model_info(config: EngineConfig, directory: Path) -> ModelInfo:
     )
 
 
-def _spec(model: PreTrainedModel) -> KVSpec:
-    """Returns the K/V format of a model on the meta device. Raises UnsupportedModel."""
+def _shape(model: PreTrainedModel) -> ModelShape:
+    """Returns the K/V and the attention of a model on the meta device. Raises UnsupportedModel."""
     dtype, module = model.dtype, cast(torch.nn.Module, model)
     try:
         # In bfloat16: on the meta device, products over experts exist in 16 bits only.
         module.to(torch.bfloat16)
-        return replace(probe(model).spec, dtype=dtype)
+        shape = probe(model)
+        return replace(shape, spec=replace(shape.spec, dtype=dtype))
     except NeedsNumbers:
         # Untouched memory is only reserved, not used, and the values in it do not matter here.
         module.to(dtype).to_empty(device="cpu")
-        return find_shape(model).spec
+        return find_shape(model)
 
 
 def _beside_weights(pool: PoolPlan, weight_bytes: int, bytes_per_token: int) -> PoolPlan:

@@ -99,13 +99,9 @@ def check_supported(config: PreTrainedConfig) -> None:
         refuse("some of its layers read another layer's K/V (num_kv_shared_layers)")
     if getattr(model_class, "_is_stateful", False):
         refuse("some of its layers keep a recurrent state")
-    # Chunked attention reaches a kernel through its mask alone, and a kernel over slots takes no mask.
     layer_types = getattr(config, "layer_types", None) or getattr(config, "layers_block_type", None) or []
-    if other := set(layer_types) - {"full_attention", "sliding_attention"}:
+    if other := set(layer_types) - {"full_attention", "sliding_attention", "chunked_attention"}:
         refuse(f"it has layers of type {', '.join(sorted(other))}")
-    no_rope = getattr(config, "no_rope_layers", None) or []
-    if getattr(config, "attn_temperature_tuning", False) and not all(no_rope):
-        refuse("it scales queries by their place in the batch (attn_temperature_tuning)")
     if not getattr(model_class, "_supports_attention_backend", False):
         refuse("its transformers code does not support other attention functions (AttentionInterface)")
 

@@ -1,6 +1,7 @@
 """Compares both backends with attention in float64, over shuffled slots in a pool full of NaN."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -12,6 +13,7 @@ from lightkv.attention import (
     AttentionMetadata,
     AttentionOptions,
     LayerShape,
+    Rotary,
     make_backends,
     pick_backend,
     torch_backend,
@@ -31,7 +33,21 @@ CASES = {
     "window-5": LayerShape(2, 16, 1, AttentionOptions(window=5)),
     "softcap": LayerShape(2, 16, 1, AttentionOptions(scale=1.0, softcap=2.0)),
     "softcap-window": LayerShape(4, 16, 2, AttentionOptions(scale=1.0, softcap=2.0, window=7)),
+    "chunk-5": LayerShape(2, 16, 1, AttentionOptions(chunk=5)),
+    "chunk-8-softcap": LayerShape(4, 16, 2, AttentionOptions(chunk=8, softcap=2.0)),
+    "sinks": LayerShape(6, 16, 2, AttentionOptions(sink_logits=torch.linspace(-3.0, 4.0, 6))),
+    "sinks-window": LayerShape(
+        4, 16, 2, AttentionOptions(window=7, sink_logits=torch.linspace(-3.0, 4.0, 4))
+    ),
 }
+
+
+def on(shape: LayerShape, device: torch.device) -> LayerShape:
+    """Returns `shape` with its sinks on `device`."""
+    if (sink_logits := shape.options.sink_logits) is None:
+        return shape
+    return replace(shape, options=shape.options._replace(sink_logits=sink_logits.to(device)))
+
 
 # (rows, counts, number of prefills) of each step: fresh prompts; a later chunk beside a fresh prompt, a chunk
 # of one token and decodes; decodes alone, of very unequal lengths; and more of both.
@@ -99,11 +115,18 @@ class History:
         hidden = key > query
         if options.window:
             hidden |= query - key >= options.window
-        return scores.masked_fill(hidden, float("-inf")).softmax(-1)
+        if options.chunk:
+            hidden |= query // options.chunk != key // options.chunk
+        scores = scores.masked_fill(hidden, float("-inf"))
+        if options.sink_logits is None:
+            return scores.softmax(-1)
+        sinks = options.sink_logits.double()[:, None, None].expand(*scores.shape[:2], 1)
+        return torch.cat((scores, sinks), -1).softmax(-1)[..., :-1]
 
 
 def run_steps(name: str, shape: LayerShape, dtype: torch.dtype, device: torch.device) -> None:
     torch.manual_seed(0)
+    shape = on(shape, device)
     history = History(shape, dtype, device)
     backend = make_backends(name, device, [shape, shape])[1]
     metadata = AttentionMetadata(MAX_SEQUENCES, 64, history.memory)
@@ -161,7 +184,8 @@ def test_prefill_tiles_read_only_keys_that_are_seen(
     memory.table.req_to_token.view(-1).index_copy_(0, torch.arange(32, 96, device=device), slots)
     metadata = AttentionMetadata(4, 32, memory)
     metadata.prepare([1, 2, 3], [10, 0, 0], [9, 6, 3], 3)
-    plan = torch_backend.TorchPlan.of(metadata).prefill(metadata, window, torch.float32, fused=True)
+    options = AttentionOptions(window=window)
+    plan = torch_backend.TorchPlan.of(metadata).prefill(metadata, options, torch.float32, fused=True)
     found = [(t.start, t.end, None if t.slots is None else t.slots.tolist()) for t in plan.tiles]
     firsts = [5, 9, 13] if window else [0, 0, 0]
     keys = [list(range(1 + first, 1 + end)) for first, end in zip(firsts, [14, 18, 19], strict=True)]
@@ -171,7 +195,7 @@ def test_prefill_tiles_read_only_keys_that_are_seen(
     assert [plan.bias_of(tile) is None for tile in plan.tiles] == [False, False, True, True, True]
 
 
-@pytest.mark.parametrize("case", ["gqa-3", "v-narrower", "softcap-window"])
+@pytest.mark.parametrize("case", ["gqa-3", "v-narrower", "softcap-window", "chunk-5", "sinks-window"])
 def test_triton_backend(case: str, device: torch.device) -> None:
     run_steps("triton", CASES[case], torch.float32, device)
 
@@ -294,11 +318,11 @@ def test_default_backends_and_an_unknown_name(device: torch.device) -> None:
 
 
 @pytest.mark.parametrize("name", ["torch", "triton"])
-@pytest.mark.parametrize("case", ["gqa-3", "v-narrower", "window-5", "softcap"])
+@pytest.mark.parametrize("case", ["gqa-3", "v-narrower", "window-5", "softcap", "chunk-5", "sinks"])
 def test_scores_of_entries(name: str, case: str, device: torch.device) -> None:
     """Scores are the queries' probabilities by entry, also where tokens were dropped."""
     torch.manual_seed(0)
-    shape = CASES[case]
+    shape = on(CASES[case], device)
     history = History(shape, torch.float32, device)
     backend = make_backends(name, device, [shape, shape])[1]
     metadata = AttentionMetadata(MAX_SEQUENCES, 64, history.memory)
@@ -321,6 +345,50 @@ def test_scores_of_entries(name: str, case: str, device: torch.device) -> None:
             expected = history.weights(row, queries).sum((0, 1))
             torch.testing.assert_close(own[: len(expected)].double(), expected, rtol=1e-4, atol=1e-4)
             assert not own[len(expected) :].any()
+
+
+def test_prefill_tiles_end_with_their_chunk(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Row 1 computes entries 10 to 22 and row 2 the first 12, in chunks of 8 and tiles of up to 4."""
+    monkeypatch.setattr(torch_backend, "QUERY_TILE", 4)
+    memory = KVMemory(KVSpec(1, 1, 16, 16, torch.float32), 100, MAX_SEQUENCES, 32, device)
+    slots = torch.arange(1, 65, dtype=torch.int32, device=device)
+    memory.table.req_to_token.view(-1).index_copy_(0, torch.arange(32, 96, device=device), slots)
+    metadata = AttentionMetadata(4, 32, memory)
+    metadata.prepare([1, 2], [10, 0], [13, 12], 2)
+    plan = torch_backend.TorchPlan.of(metadata).prefill(
+        metadata, AttentionOptions(chunk=8), torch.float32, fused=True
+    )
+    found = [(t.start, t.end, None if t.slots is None else t.slots.tolist()) for t in plan.tiles]
+    # Entry e of row 1 is in slot e + 1.
+    parts = [(0, 4, list(range(9, 15))), (4, 6, list(range(9, 17)))]
+    assert found == [*parts, (6, 13, None), (13, 21, None), (21, 25, None)]
+
+
+@pytest.mark.parametrize("name", ["torch", "triton"])
+def test_learned_sinks_join_a_step_with_sink_tokens_once(name: str, device: torch.device) -> None:
+    torch.manual_seed(0)
+    sink_logits = torch.tensor([1.0, -2.0], device=device)
+    shape = LayerShape(2, 16, 1, AttentionOptions(sink_logits=sink_logits))
+    rotary = Rotary(torch.tensor([1.0, 0.1], dtype=torch.float64, device=device))
+    history = History(shape, torch.float32, device)
+    (backend,) = make_backends(name, device, [shape], rotary)
+    metadata = AttentionMetadata(MAX_SEQUENCES, 64, history.memory)
+    entries, dropped = 9, 5
+    history.place([1], [entries])
+    metadata.prepare([1], [0], [entries], 1)
+    k, v = torch.randn(2, entries, 1, 16, device=device)
+    backend.forward(torch.randn(entries, 2, 16, device=device), k, v, metadata)
+    history.append([1], [entries], k, v)
+    history.place([1], [1])
+    metadata.prepare([1], [entries], [1], 1, dropped=[dropped], num_sink_tokens=2)
+    q, (k, v) = torch.randn(1, 2, 16, device=device), torch.randn(2, 1, 1, 16, device=device)
+    out = backend.forward(q, k, v, metadata)
+    history.append([1], [1], k, v)
+    back = rotary.rotate_back(q, torch.tensor([dropped], device=device))
+    of_sinks, of_rest = (torch.einsum("qhd,kgd->hk", one, history.k[1]).double() / 4 for one in (back, q))
+    scores = torch.cat((of_sinks[:, :2], of_rest[:, 2:], sink_logits.double()[:, None]), 1)
+    expected = scores.softmax(1)[:, :-1] @ history.v[1][:, 0].double()
+    torch.testing.assert_close(out.view(2, 16).double(), expected, rtol=1e-4, atol=1e-5)
 
 
 def test_scores_of_a_step_with_sinks_are_refused(device: torch.device) -> None:

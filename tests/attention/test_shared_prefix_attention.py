@@ -118,6 +118,7 @@ def test_members_are_as_many_as_every_layer_takes() -> None:
     assert members("triton", SHAPE) == 16
     assert members("triton", SHAPE, windowed) == 16
     assert members("triton", windowed) == 1
+    assert members("triton", LayerShape(8, 64, 1, AttentionOptions(chunk=9))) == 8
     assert members("triton", SHAPE, LayerShape(8, 64, 1)) == 8
     assert members("triton", LayerShape(64, 64, 1)) == 1
 
@@ -136,13 +137,13 @@ BATCHES = {
 
 @pytest.mark.parametrize("name", ["torch", "triton"])
 @pytest.mark.parametrize("batch", BATCHES)
-@pytest.mark.parametrize("window", [0, 40])
+@pytest.mark.parametrize(("window", "chunk"), [(0, 0), (40, 0), (0, 60)])
 def test_reading_together_gives_what_reading_alone_does(
-    memory: KVMemory, name: str, batch: str, window: int
+    memory: KVMemory, name: str, batch: str, window: int, chunk: int
 ) -> None:
     """Also with a prefill before the decodes; layers with a window read nothing together."""
     rows, starts, found = BATCHES[batch]
-    shape = LayerShape(4, 16, 1, AttentionOptions(window=window))
+    shape = LayerShape(4, 16, 1, AttentionOptions(window=window, chunk=chunk))
     (backend,) = make_backends(name, memory.device, [shape])
     (reference,) = make_backends("torch", memory.device, [shape])
     metadata = AttentionMetadata(7, 64, memory, prefix_members=4)

@@ -71,7 +71,7 @@ class Counting:
 
 def test_what_is_measured_is_undone(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bench, "DEVICE", device)
-    monkeypatch.setattr(bench, "capture", lambda step: SimpleNamespace(replay=step))
+    monkeypatch.setattr(bench, "CapturedStep", lambda step: SimpleNamespace(replay=step))
     monkeypatch.setattr(bench, "measure_prompt_graph", lambda *_: {})  # what it captures counts on the host
     clock = Counting()
     cell = bench.Cell(SLOTS, 0.5, "fragmented")

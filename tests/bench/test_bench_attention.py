@@ -3,18 +3,20 @@ every side attends to the same keys; wrong ones are left out."""
 
 import json
 import sys
+import weakref
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
-from typing import cast
+from typing import Any, cast
 
 import pytest
 import torch
 from torch.nn.attention import SDPBackend
 
 from bench.common import device_clock
-from bench.common.device_clock import capture, captured
+from bench.common.device_clock import CapturedStep, captured
 from bench.common.report import load_pyplot
+from bench.common.steady import Timing
 from bench.kernels import attention as bench
 from bench.kernels import attention_batches as batches
 from bench.kernels import attention_figures as figures
@@ -22,7 +24,7 @@ from bench.kernels import attention_peers as peers
 from bench.kernels import attention_rows as rows
 from bench.kernels import attention_sides as sides_module
 from tests.support.fake_attention import EVEN, FRESH, MIXED, RAGGED, SHARING, UNEVEN, flashinfer_in_torch
-from tests.support.fake_clock import CountingClock, replayed
+from tests.support.fake_clock import CountingClock, graphs_without_a_device, replayed
 
 MATH = {"math": SDPBackend.MATH}
 
@@ -32,7 +34,7 @@ def clock(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> device_clock
     for module in (bench, device_clock):
         monkeypatch.setattr(module, "DEVICE", device)
         monkeypatch.setattr(module, "captured", replayed)
-        monkeypatch.setattr(module, "capture", lambda step: SimpleNamespace(replay=step))
+        monkeypatch.setattr(module, "CapturedStep", lambda step: SimpleNamespace(replay=step))
     monkeypatch.setattr(sides_module, "SDPA", MATH)
     monkeypatch.setattr(bench, "LAYERS", 2)
     monkeypatch.setattr(bench, "gather_us", partial(device_clock.gather_us, grids=(2,)))
@@ -72,7 +74,7 @@ def test_a_decode_row(tools: bench.Bench, flashinfer: peers.FlashInfer) -> None:
 
 @pytest.mark.gpu
 def test_a_replayed_graph_is_what_is_checked(tools: bench.Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(device_clock, "capture", capture)
+    monkeypatch.setattr(device_clock, "CapturedStep", CapturedStep)
     monkeypatch.setattr(bench, "captured", captured)
     for row, sides in (
         (EVEN, sides_module.decode_sides),
@@ -144,7 +146,56 @@ def test_a_row_that_fails_is_left_out(tools: bench.Bench, capsys: pytest.Capture
         raise RuntimeError("out of memory")
 
     assert bench.attempt("a row", fails) == {"failed": "RuntimeError: out of memory"}
-    assert "a row is left out" in capsys.readouterr().out
+    printed = capsys.readouterr()
+    assert "a row is left out" in printed.out
+    assert printed.err.startswith("Traceback")
+    assert "in fails" in printed.err
+
+
+def test_what_graphs_read_lives_as_long_as_they(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The tensors that only a side holds are not freed before its graph has been timed."""
+    graphs_without_a_device(monkeypatch)
+    monkeypatch.setattr(bench, "check", lambda *_: None)
+    held: list[weakref.ref[torch.Tensor]] = []
+
+    def make() -> peers.Side:
+        read, out = torch.ones(3, 2), torch.empty(3, 2)
+        held.extend(map(weakref.ref, (read, out)))
+        return peers.Side(lambda: out.copy_(read))
+
+    class Watching(CountingClock):
+        def replay_in_turns(self, graphs: Any, _rule: object = None) -> dict[str, Timing]:
+            assert len(graphs) == 2
+            assert all(tensor() is not None for tensor in held)
+            return super().replay_in_turns(graphs)
+
+    clock = cast(device_clock.Clock, Watching())
+    found = bench.measure_sides(EVEN, {"one": make, "other": make}, torch.empty(3, 2), clock)
+    assert found["failed"] == {}
+    assert len(held) == 4
+    assert all(tensor() is None for tensor in held)
+
+
+@pytest.mark.gpu
+def test_a_graph_is_right_after_memory_was_freed() -> None:
+    """The memory of what the graph reads and writes is neither returned to the device nor used again."""
+
+    def make() -> tuple[CapturedStep, torch.Tensor]:
+        read = torch.ones(2**24, device=device_clock.DEVICE)
+        out = torch.empty_like(read)
+
+        def run() -> torch.Tensor:
+            return out.copy_(read)
+
+        run()
+        return captured(run)
+
+    graph, out = make()
+    torch.cuda.empty_cache()
+    others = [torch.full_like(out, float("nan")) for _ in range(4)]
+    graph.replay()
+    assert bool((out == 1).all())
+    assert all(bool(other.isnan().all()) for other in others)
 
 
 def test_what_belongs_to_a_decode_row(tools: bench.Bench, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -117,8 +117,8 @@ def test_graphs_on_the_device_are_timed() -> None:
     source = torch.ones(2**26, device=device_clock.DEVICE)
     source.sum()
     graphs = {
-        "empty": device_clock.capture(device_clock.empty_kernel),
-        "reads": device_clock.capture(lambda: source.sum()),
+        "empty": device_clock.CapturedStep(device_clock.empty_kernel),
+        "reads": device_clock.CapturedStep(lambda: source.sum()),
     }
     found = clock.replay_in_turns(graphs)
     assert 0.0 < found["empty"].low <= found["empty"].median < found["reads"].median

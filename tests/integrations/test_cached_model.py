@@ -130,7 +130,7 @@ def test_a_step_that_would_not_be_computed_right_is_refused(device: torch.device
         (lm, [with_sinks(lm, ids, 4)], "exact_positions=True"),
         (exact, [with_sinks(exact, ids, 4), with_sinks(exact, ids, 2)], r"\[2, 4\] sinks"),
         (exact, [with_sinks(exact, ids, 4), plain], r"\[0, 4\] sinks"),
-        (windowed, [with_sinks(windowed, ids, 0)], "windows of their own"),
+        (windowed, [with_sinks(windowed, ids, 0)], "windows or chunks of their own"),
     ]
     for one, sequences, match in cases:
         lengths, held = [sequence.length for sequence in sequences], one.cache.num_held

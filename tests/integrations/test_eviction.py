@@ -256,7 +256,7 @@ def test_refuses_layers_with_windows() -> None:
         num_key_value_heads=1,
         sliding_window=8,
     )
-    with pytest.raises(ValueError, match=r"windows of their own \(\[8\]\)"):
+    with pytest.raises(ValueError, match=r"windows or chunks of their own \(\[8\]\)"):
         HeavyHitters(CachedModel(MistralForCausalLM(config).eval(), capacity=40))
 
 

@@ -33,7 +33,8 @@ from transformers.models.llama.modeling_llama import LlamaMLP
 from lightkv import KVSpec
 from lightkv.attention import AttentionMetadata, AttentionOptions, LayerShape, make_backends
 from lightkv.errors import UnsupportedModel
-from lightkv.integrations.model.hf_model import bind, forward
+from lightkv.integrations.model import probe as probe_module
+from lightkv.integrations.model.hf_model import bind, forward, undo_binding
 from lightkv.integrations.model.probe import probe
 from lightkv.memory.kv_memory import KVMemory
 from lightkv.router.model.model_config import position_limit
@@ -61,6 +62,14 @@ PLAIN = {
 }
 WINDOWED = {**SMALL, "sliding_window": 6}
 MIXED = {**WINDOWED, "layer_types": ["sliding_attention", "full_attention"]}
+LLAMA4 = Llama4TextConfig(
+    **SMALL,
+    attention_chunk_size=8,
+    no_rope_layers=[1, 0],
+    floor_scale=4,
+    num_local_experts=2,
+    intermediate_size_mlp=48,
+)
 
 CONFIGS = {
     "llama": LlamaConfig(**SMALL),
@@ -71,6 +80,8 @@ CONFIGS = {
     "phi3": Phi3Config(**WINDOWED),
     "gemma2": Gemma2Config(**MIXED, query_pre_attn_scalar=24, attn_logit_softcapping=5.0),
     "gemma3": Gemma3TextConfig(**MIXED, query_pre_attn_scalar=24),
+    "gpt-oss": GptOssConfig(**MIXED, num_local_experts=2, num_experts_per_tok=1),
+    "llama4": LLAMA4,
 }
 
 
@@ -196,27 +207,10 @@ def test_probe_takes_the_dtype_from_k_and_v(dtype: torch.dtype, device: torch.de
 @pytest.mark.parametrize(
     ("config", "reason"),
     [
-        pytest.param(GptOssConfig(**MIXED, num_local_experts=2, num_experts_per_tok=1), "s_aux", id="sinks"),
-        pytest.param(
-            Llama4TextConfig(**SMALL, attention_chunk_size=8, num_local_experts=2, intermediate_size_mlp=48),
-            r"attention is chunked \(attention_chunk_size 8\)",
-            id="chunked",
-        ),
         pytest.param(
             FalconConfig(vocab_size=VOCABULARY, hidden_size=32, num_hidden_layers=2, num_attention_heads=4),
             "AttentionInterface",
             id="no-interface",
-        ),
-        pytest.param(
-            Llama4TextConfig(
-                **{**SMALL, "max_position_embeddings": 20_000},
-                layer_types=["full_attention", "full_attention"],
-                no_rope_layers=[1, 0],
-                num_local_experts=2,
-                intermediate_size_mlp=48,
-            ),
-            r"of a token after 19992 others depends on more than its position \(q of layer 1 differ",
-            id="tuned-temperature",
         ),
         pytest.param(
             RobertaConfig(**PLAIN, is_decoder=True),
@@ -238,8 +232,11 @@ def test_probe_refuses_attention_that_lightkv_does_not_compute(
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=["f32", "f16", "bf16"])
-def test_probe_finds_a_small_difference_in_every_type(dtype: torch.dtype, device: torch.device) -> None:
-    """Llama-4's tuning changes q by 7 % at 10,000 tokens, which is less than the root of bfloat16's epsilon."""
+def test_probe_finds_a_small_difference_in_every_type(
+    dtype: torch.dtype, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Llama-4's tuning changes q by 7 % at 10,000 tokens, which is less than the root of bfloat16's epsilon.
+    Its layers are not given the tokens' positions here."""
     config = Llama4TextConfig(
         **{**SMALL, "max_position_embeddings": 10_000},
         layer_types=["full_attention", "full_attention"],
@@ -247,8 +244,46 @@ def test_probe_finds_a_small_difference_in_every_type(dtype: torch.dtype, device
         num_local_experts=2,
         intermediate_size_mlp=48,
     )
-    with pytest.raises(UnsupportedModel, match="depends on more than its position"):
-        probe(make_model(config, device).to(dtype))
+    model = make_model(config, device).to(dtype)
+    probe(model)
+    monkeypatch.setattr(probe_module, "fix_positions", lambda model: None)
+    reason = r"of a token after 9992 others depends on more than its position \(q of layer 1 differ"
+    with pytest.raises(UnsupportedModel, match=reason):
+        probe(model)
+
+
+def test_probe_finds_sinks_and_chunks(device: torch.device) -> None:
+    model = make_model(CONFIGS["gpt-oss"], device)
+    for found, layer in zip(probe(model).layers, model.model.layers, strict=True):
+        assert found.options.sink_logits.dtype == torch.float32
+        torch.testing.assert_close(found.options.sink_logits, layer.self_attn.sinks)
+        assert found.options.window == (layer.self_attn.sliding_window or 0)
+    model = make_model(LLAMA4, device)
+    assert [layer.options.chunk for layer in probe(model).layers] == [8, 0]
+    assert [layer.options.chunk for layer in probe(model.to("meta")).layers] == [8, 0]
+
+
+def test_a_chunk_is_compared_with_the_mask(device: torch.device) -> None:
+    def rule(_: Any, __: Any, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
+        return (key <= query) & (key // 8 == query // 8)
+
+    mask = probe_module._MaskRule(rule)
+    assert [probe_module._is_chunked(mask, chunk, device) for chunk in (4, 8, 9, 16)] == [
+        False,
+        True,
+        False,
+        False,
+    ]
+
+
+def test_the_layers_that_count_positions_get_them_until_the_model_is_released(device: torch.device) -> None:
+    model = make_model(LLAMA4, device)
+    undo = undo_binding(model)
+    bind(model)
+    bind(model)
+    assert [len(layer._forward_pre_hooks) for layer in model.model.layers] == [0, 1]
+    undo()
+    assert not any(layer._forward_pre_hooks for layer in model.model.layers)
 
 
 def test_probe_accepts_a_model_in_training_mode_and_leaves_it_so(device: torch.device) -> None:

@@ -274,7 +274,7 @@ def test_wrong_windows_and_models_are_refused() -> None:
     with pytest.raises(ValueError, match="exact_positions=True"):
         Stream(plain, WINDOWS["sinks"], [1])
     windowed = MistralForCausalLM(MistralConfig(**{**CONFIG, "sliding_window": 16}))
-    with pytest.raises(UnsupportedModel, match="windows of their own"):
+    with pytest.raises(UnsupportedModel, match="windows or chunks of their own"):
         streamer(windowed, capacity=10)
     learned = GPT2LMHeadModel(GPT2Config(vocab_size=VOCABULARY, n_embd=32, n_layer=2, n_head=4))
     with pytest.raises(UnsupportedModel, match="0 rotary embeddings"):

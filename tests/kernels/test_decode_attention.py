@@ -299,7 +299,8 @@ def test_refuses_a_plan_of_something_else(device: torch.device) -> None:
     q = torch.zeros(2, 4, 64, device=device)
     plan = decode_plan(cache.rows, cache.lengths, num_kv_heads=2, window=3)
     with pytest.raises(
-        ValueError, match="a window of 3, but the call has 2 requests of 1 queries with a window of 0"
+        ValueError,
+        match="a window of 3 and chunks of 0, but the call has 2 requests of 1 queries with a window",
     ):
         decode_attention(q, *cache, plan=plan)
     with pytest.raises(ValueError, match="the plan is for 2 requests of 1 queries"):
@@ -317,7 +318,7 @@ def test_stays_one_operator_under_torch_compile(device: torch.device) -> None:
     q = torch.randn(2, 4, 64, device=device)
     out = torch.empty_like(q)
     plan = decode_plan(cache.rows, cache.lengths, num_kv_heads=2)
-    arguments = (q, *cache.kv[:3], *plan[:5], cache.lengths, out, None, 1, 0.125, 0, 0, 0.0)
+    arguments = (q, *cache.kv[:3], *plan[:5], cache.lengths, None, out, None, 1, 0.125, 0, 0, 0, 0.0)
     torch.library.opcheck(torch.ops.lightkv.decode_attention.default, arguments)
 
     def step(q: Tensor, cache: Cache) -> Tensor:

@@ -56,6 +56,7 @@ def assert_equal(plan: DecodePlan, expected: DecodePlan) -> None:
 def test_any_batch(device: torch.device, monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
     rng = random.Random(seed)
     num_workers, window = rng.choice([1, 2, 5, 16, 70]), rng.choice([0, 0, 40, 500])
+    chunk, num_queries = rng.choice([0, 48, 1000]) if not window else 0, rng.choice([1, 3])
     monkeypatch.setattr(tuning, "decode_workers", lambda *_: num_workers)
     lengths = [rng.choice([0, 1, UNIT, UNIT + 1, rng.randint(0, 3000)]) for _ in range(rng.randint(1, 40))]
     rows = rng.sample(range(100), len(lengths))
@@ -63,11 +64,15 @@ def test_any_batch(device: torch.device, monkeypatch: pytest.MonkeyPatch, seed: 
         torch.tensor(rows, device=device),
         torch.tensor(lengths, dtype=torch.int32, device=device),
     )
-    plan = decode_plan(*on_device, num_kv_heads=1, window=window)
-    expected = decode_plan_reference(*on_device, num_workers=num_workers, unit=UNIT, window=window)
+    mask = {"window": window, "chunk": chunk, "num_queries": num_queries}
+    plan = decode_plan(*on_device, num_kv_heads=1, **mask)
+    expected = decode_plan_reference(*on_device, num_workers=num_workers, unit=UNIT, **mask)
     assert_equal(plan, expected)
     assert plan.own_parts == expected.own_parts == 0
-    firsts = [max(length - window, 0) if window else 0 for length in lengths]
+    positions = [max(length - num_queries, 0) for length in lengths]  # of the first queries
+    firsts = [max(position - window + 1, 0) if window else 0 for position in positions]
+    if chunk:
+        firsts = [position - position % chunk for position in positions]
     runs = [list(run) for run in zip(range(len(rows)), rows, firsts, lengths, strict=True)]
     assert_complete(plan, runs, 0)
     assert_complete(expected, runs, 0)
@@ -98,15 +103,23 @@ def test_any_prefixes(device: torch.device, monkeypatch: pytest.MonkeyPatch, see
     prefixes = SharedPrefixGroups(
         *(torch.tensor(numbers, dtype=torch.int32, device=device) for numbers in (members, keys, place))
     )
-    plan = decode_plan(*on_device, num_kv_heads=1, shared_prefixes=prefixes)
-    expected = decode_plan_reference(*on_device, num_workers=num_workers, unit=UNIT, shared_prefixes=prefixes)
+    chunk = rng.choice([0, 0, 100, 1500])
+    plan = decode_plan(*on_device, num_kv_heads=1, chunk=chunk, shared_prefixes=prefixes)
+    expected = decode_plan_reference(
+        *on_device, num_workers=num_workers, unit=UNIT, chunk=chunk, shared_prefixes=prefixes
+    )
     assert_equal(plan, expected)
     assert plan.own_parts == expected.own_parts
-    runs = [[-1 - prefix, rows[members[prefix][0]], 0, count] for prefix, count in enumerate(keys) if count]
+    chunks = [max(length - 1, 0) // chunk * chunk if chunk else 0 for length in lengths]
+    runs = []
+    for prefix, count in enumerate(keys):
+        first = min([count, *(chunks[member] for member in members[prefix] if member >= 0)])
+        if first < count:
+            runs.append([-1 - prefix, rows[members[prefix][0]], first, count])
     num_used = len(runs)
     for request, (row, length) in enumerate(zip(rows, lengths, strict=True)):
         shared = keys[place[request] // num_members] if place[request] >= 0 else 0
-        runs.append([request, row, shared, length])
+        runs.append([request, row, max(shared, chunks[request]), length])
     assert_complete(plan, runs, num_used)
 
     # No two requests have the same part, and every part exists.
@@ -172,3 +185,22 @@ def test_launches_fit_the_shared_memory(shared_memory: int, head_dim: int) -> No
             if launch.block_m <= 64:
                 tiles = launch.block_m + 2 * launch.num_stages * launch.block_n
                 assert 2 * dim * tiles <= shared_memory
+
+
+def test_as_many_programs_as_run_at_once() -> None:
+    """A program has three stages of 32 keys, or of 64 short ones, in shared memory."""
+    device = tuning.DeviceClass(132, 227 * 1024, 9)
+    for dims, key_bytes, programs in (
+        (64, 256, 4),
+        (128, 512, 4),
+        (160, 640, 3),
+        (256, 1024, 2),
+        (1024, 4096, 1),
+    ):
+        assert tuning.decode_workers(device, 1, 8, key_bytes) == programs * 132 // 8
+        assert tuning.decode_workers(device, 8, 8, key_bytes) == min(programs, 2) * 132 // 8
+        if dims <= 256:
+            launch = tuning.decode_launch(device, 8, False, dims, dims, 2)
+            padded = 2 * 2 * tuning.padded_dim(dims)
+            if dims in (64, 128, 256):
+                assert programs * launch.num_stages * launch.block_n * padded <= device.shared_memory

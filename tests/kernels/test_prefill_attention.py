@@ -11,6 +11,7 @@ import torch
 from test_decode_attention import Cache, assert_close, poisoned_cache
 from torch import Tensor
 
+from lightkv.triton_kernels import tuning
 from lightkv.triton_kernels.attention.attend_keys import find_slots_reference
 from lightkv.triton_kernels.attention.decode_attention import decode_attention
 from lightkv.triton_kernels.attention.paged_kv import AttentionOptions, HeadShape, PagedKV
@@ -30,20 +31,25 @@ def starts(q_lens: list[int], device: torch.device | str) -> Tensor:
 def lse_reference(
     q: Tensor, kv: PagedKV, rows: Tensor, q_starts: Tensor, lengths: Tensor, options: AttentionOptions
 ) -> Tensor:
-    """Computes the log-sum-exp of each query's scores in base 2; -inf where it sees no key."""
+    """Computes the log-sum-exp of each query's scores and sink in base 2, in float64, and returns it as
+    float32; -inf where it has neither."""
     scale, window, softcap = options.scale_for(q.shape[2]), options.window, options.softcap
     lse = torch.full(q.shape[:2], -torch.inf, device=q.device)
     for request, row in enumerate(rows.tolist()):
         begin, end, length = int(q_starts[request]), int(q_starts[request + 1]), int(lengths[request])
         keys = torch.arange(length, device=q.device)
-        k = kv.k[find_slots_reference(kv.index[row], keys, kv.shift)].float()
+        k = kv.k[find_slots_reference(kv.index[row], keys, kv.shift)].double()
         k = k.repeat_interleave(q.shape[1] // k.shape[1], dim=1)
-        scores = torch.einsum("qhd,khd->qhk", q[begin:end].float(), k) * scale
+        scores = torch.einsum("qhd,khd->qhk", q[begin:end].double(), k) * scale
         if softcap:
             scores = softcap * torch.tanh(scores / softcap)
         positions = torch.arange(length - (end - begin), length, device=q.device)[:, None]
         visible = (keys <= positions) & ((keys > positions - window) if window else (keys >= 0))
+        if options.chunk:
+            visible &= keys // options.chunk == positions // options.chunk
         lse[begin:end] = scores.masked_fill(~visible[:, None], -torch.inf).logsumexp(2) / math.log(2)
+        if options.sink_logits is not None:
+            lse[begin:end] = torch.logaddexp2(lse[begin:end], options.sink_logits / math.log(2))
     return lse
 
 
@@ -199,7 +205,7 @@ def test_refuses_a_plan_of_something_else(device: torch.device) -> None:
     q, q_starts = torch.zeros(4, 4, 64, device=device), starts([2, 2], device)
     heads = HeadShape.of(q, cache.kv)
     plan = prefill_plan(cache.rows, q_starts, cache.lengths, heads, num_tokens=4, dtype=q.dtype, window=3)
-    with pytest.raises(ValueError, match="a window of 3, but the call has 2 requests with a window of 0"):
+    with pytest.raises(ValueError, match="a window of 3 and chunks of 0, but the call has 2 requests with a"):
         prefill_attention(q, cache.kv, cache.rows, q_starts, cache.lengths, plan=plan)
 
 
@@ -217,11 +223,16 @@ def test_stays_one_operator_under_torch_compile(device: torch.device) -> None:
         dtype=q.dtype,
     )
     lse = torch.empty(12, 4, device=device)
-    op_args = (q, *cache.kv[:3], plan.tiles, plan.taken, torch.empty_like(q), lse, *plan.launch)
-    settings = (0.125, 0, 0, 0.0)
+    op_args = (q, *cache.kv[:3], plan.items, plan.counters, None, torch.empty_like(q), lse)
+    op_args += (plan.num_shares, plan.num_workers, *plan.launch)
+    settings = (0.125, 0, 0, 0, 0.0)
     torch.library.opcheck(torch.ops.lightkv.prefill_attention.default, (*op_args, *settings))
-    plan_args = (cache.rows, q_starts, cache.lengths, torch.empty_like(plan.tiles), plan.taken, 2, 32, 9)
-    torch.library.opcheck(torch.ops.lightkv.prefill_plan.default, plan_args)
+    num_tiles = len(plan.items) - plan.num_shares
+    plan_args = (cache.rows, q_starts, cache.lengths, plan.items.new_empty(len(plan.items) + num_tiles, 12))
+    sizes = num_tiles, 10_000, 2, 2, plan.launch.block_m, 9, 0
+    shares = tuning.prefill_shares(tuning.device_class(device), plan.launch, 2)
+    op = torch.ops.lightkv.prefill_plan.default
+    torch.library.opcheck(op, (*plan_args, plan.counters, *sizes, *shares))
 
     def step(q: Tensor, k: Tensor, cache: Cache, slots: Tensor) -> Tensor:
         write_kv(k, -k, cache.kv.k, cache.kv.v, slots)

@@ -27,7 +27,7 @@ OTHER_FIELDS = {
     "config.json": [
         "num_experts", "rope_scaling", "quantization_config", "auto_map", "is_encoder_decoder", "is_decoder",
         "add_cross_attention", "use_bidirectional_attention", "kv_lora_rank", "num_kv_shared_layers",
-        "layer_types", "layers_block_type", "no_rope_layers", "attn_temperature_tuning", "is_heterogeneous",
+        "layer_types", "layers_block_type", "attention_chunk_size", "is_heterogeneous",
         "sub_configs", "text_config", "decoder", "text_encoder", "attribute_map", "transformers_weights",
         "n_positions", "n_ctx", "max_seq_len",
     ],
@@ -136,10 +136,6 @@ def rope(name: str, value: Any) -> dict[str, Any]:
 
 
 FIELDS_TOGETHER: dict[str, dict[str, Any]] = {
-    **{
-        f"no-rope-{value}": {"attn_temperature_tuning": True, "no_rope_layers": value}
-        for value in (5, -1, True)
-    },
     **{f"rope-type-{value}": rope("rope_type", value) for value in (None, 5, True, [], {})},
     **{
         f"rope-length-{value}": rope("original_max_position_embeddings", value)

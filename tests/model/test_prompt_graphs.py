@@ -2,8 +2,7 @@
 
 import random
 from array import array
-from collections.abc import Callable
-from itertools import pairwise
+from collections.abc import Callable, Iterable
 from types import SimpleNamespace
 
 import pytest
@@ -16,16 +15,9 @@ from lightkv.router.engine.loop import LocalEngine
 from lightkv.router.engine.request import Request
 from lightkv.router.engine.scheduler import Scheduler
 from lightkv.router.model.build import _eager_plans, assemble
-from lightkv.router.model.cuda_graph import (
-    FEW_PREFILLS,
-    MOST_TOKENS,
-    Capture,
-    PromptGraph,
-    StepGraphs,
-    prompt_shapes,
-    token_buckets,
-)
+from lightkv.router.model.cuda_graph import Capture, PromptGraph, StepGraphs
 from lightkv.router.model.runner import ModelRunner
+from lightkv.router.model.token_buckets import FEW_PREFILLS, token_buckets
 from tests.support.model_worker import assert_idle
 from tests.support.tiny_models import VOCABULARY, tiny_llama
 
@@ -55,7 +47,8 @@ def recomputed_graphs(runner: ModelRunner, monkeypatch: pytest.MonkeyPatch) -> S
     capture = SimpleNamespace(graph=lambda compute: (Recomputed(compute), compute()))
     monkeypatch.setattr(StepGraphs, "_shared", capture)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (0, 0))
-    graphs = StepGraphs(runner._parts, runner._metadata)
+    buckets = token_buckets([], runner._metadata.max_num_tokens, lambda line: None)
+    graphs = StepGraphs(runner._parts, runner._metadata, buckets)
     graphs._decodes.clear()
     runner._graphs = graphs
     return graphs
@@ -113,34 +106,6 @@ def run(
                 tokens.setdefault(event.request_id, []).append(event.token)
         noted.append(table.clone())
     return tokens
-
-
-def test_buckets_grow_in_small_steps() -> None:
-    for most in (1, 15, 16, 64, 76, 600, 2304, 10_000):
-        buckets = token_buckets(most)
-        assert buckets[-1] == min(most, MOST_TOKENS)
-        assert buckets == sorted(set(buckets))
-        for size, larger in pairwise(buckets):
-            assert larger <= 1.5 * size
-            assert size < 512 or (larger - size <= 64 and (larger % 64 == 0 or larger == most))
-
-
-@pytest.mark.parametrize("max_num_seqs", [1, 3, 7, 8, 256])
-def test_a_shape_fits_every_step(max_num_seqs: int) -> None:
-    """Padded to at most 1.5 times its tokens, above 512 to at most 1.2 times; a step of few prompts beside
-    decodes even to the next bucket."""
-    buckets = prompt_shapes(2200, max_num_seqs)
-    shapes = [shape for shapes in buckets.values() for shape in shapes]
-    for size, smaller in zip(buckets, [0, *buckets], strict=False):
-        assert all(shape.num_tokens == size for shape in buckets[size])
-        for num_prefills in range(1, min(size, max_num_seqs) + 1):
-            for num_decodes in {0, min(size, max_num_seqs) - num_prefills}:
-                step = smaller + 1, num_prefills, num_decodes
-                shape = next(shape for shape in shapes if shape.fits(*step))
-                assert shape.num_tokens <= max(16, (1.2 if smaller >= 512 else 1.5) * step[0])
-                assert shape.num_tokens == size or num_prefills >= FEW_PREFILLS
-    assert not any(shape.fits(2201, 1, 0) for shape in shapes)
-    assert len(shapes) <= 90
 
 
 def test_a_static_batch_has_decodes_first_and_padding_last(device: torch.device) -> None:
@@ -213,6 +178,27 @@ def compare(backend: str, count: int, settings: dict[str, object], monkeypatch: 
     assert all(map(torch.equal, *tables))
     kinds = {(shape.num_prefills > FEW_PREFILLS, shape.num_decodes > 0) for shape, _ in replayed(graphs)}
     assert kinds == {(False, False), (False, True), (True, True)}
+
+
+def test_every_kind_of_shape_is_rehearsed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In each power of two of tokens, though not every bucket has all kinds."""
+    _, runner = make("torch", cuda_graphs=False)
+    graphs = StepGraphs(runner._parts, runner._metadata, [16, 24, 32, 36, 40, 44, 48])
+    of_graph = {graph: shape for shapes in graphs._prompts.values() for shape, graph in shapes.items()}
+    assert [len(shapes) for shapes in graphs._prompts.values()] == [3, 3, 3, 2, 2, 2, 3]
+    rehearsed: list[BatchShape] = []
+    monkeypatch.setattr(PromptGraph, "rehearse", lambda graph: rehearsed.append(of_graph[graph]))
+    graphs._decodes.clear()
+    graphs.rehearse()
+
+    def kinds(shapes: Iterable[BatchShape]) -> set[tuple[int, bool, bool]]:
+        return {
+            ((shape.num_tokens - 1).bit_length(), shape.num_prefills > FEW_PREFILLS, shape.num_decodes > 0)
+            for shape in shapes
+        }
+
+    assert kinds(rehearsed) == kinds(of_graph.values())
+    assert len(rehearsed) == len(kinds(rehearsed))
 
 
 def test_what_has_no_memory_runs_eagerly(monkeypatch: pytest.MonkeyPatch) -> None:

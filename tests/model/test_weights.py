@@ -37,7 +37,7 @@ def lines() -> list[str]:
 SUPPORTED = [
     "Llama", "Mistral", "Ministral", "Mixtral", "Qwen2", "Qwen3", "Qwen3Moe", "Gemma", "Gemma2", "Gemma3Text",
     "Phi", "Phi3", "Olmo2", "Olmo3", "SmolLM3", "Granite", "Cohere2", "Glm4", "Starcoder2", "GPTNeoX", "GPT2",
-    "OPT",
+    "OPT", "GptOss", "Llama4Text",
 ]  # fmt: skip
 UNSUPPORTED = {
     "T5": "encoder-decoder",
@@ -50,7 +50,6 @@ UNSUPPORTED = {
     "RecurrentGemma": "recurrent state",
     "Qwen3Next": "recurrent state",
     "MiniMax": "linear_attention",
-    "Llama4Text": "chunked_attention",
     "Gemma3": "other modalities",
     "Llava": "other modalities",
     "Gemma3nText": "another layer's K/V",

@@ -73,10 +73,22 @@ MORE: dict[str, dict[str, Any]] = {
         }
     },
     "gpt_neo": {"attention_types": [[["global", "local"], 2]]},
+    "gpt_oss": {
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "rope_theta": 150_000.0,
+            "factor": 32.0,
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+            "truncate": False,
+            "original_max_position_embeddings": 4,
+        }
+    },
     "granitemoehybrid": {"mamba_n_heads": 8},
     "lfm2": {"layer_types": ["conv", "full_attention"] * 2},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 2},
-    "llama4_text": {"attention_chunk_size": 8},
+    # Queries of the last layer are scaled by another factor every 4 tokens.
+    "llama4_text": {"attention_chunk_size": 8, "floor_scale": 4},
     "mamba2": {"num_heads": 8},
     "minimax_m3_vl_text": {"layer_types": ["full_attention", "minimax_m3_sparse"] * 2},
     "phimoe": {"sliding_window": None},
@@ -151,9 +163,11 @@ def random_weights(config: PreTrainedConfig) -> PreTrainedModel:
     """Makes a model whose weights are large enough for its answers to vary, and the same for equal `config`."""
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    for parameter in model.parameters():
+    for name, parameter in model.named_parameters():
         if parameter.dim() >= 2:
             torch.nn.init.normal_(parameter, std=0.2)
+        elif name.endswith("sinks"):  # about as large as scores, and another for each head
+            torch.nn.init.normal_(parameter, std=2.0)
     return model.eval().requires_grad_(False)
 
 

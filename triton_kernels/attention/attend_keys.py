@@ -17,6 +17,7 @@ from lightkv.triton_kernels.strides import has_unit_stride
 from .paged_kv import DEFAULT_OPTIONS, AttentionOptions, PagedKV
 
 LOG2_E = math.log2(math.e)
+_LOG2_E = tl.constexpr(LOG2_E)
 
 
 @triton.jit
@@ -45,6 +46,35 @@ def _load_rows(
 
 
 @triton.jit
+def first_key(positions, WINDOW: tl.constexpr, CHUNK: tl.constexpr):
+    """Returns the first key that queries at `positions` see; 0 where there is neither a window nor a chunk."""
+    first = tl.zeros_like(positions)
+    if WINDOW > 0:
+        first = tl.maximum(positions - WINDOW + 1, 0)
+    if CHUNK > 0:
+        first = tl.maximum(positions, 0) // CHUNK * CHUNK
+    return first
+
+
+@triton.jit
+def start_softmax(sink_logits, heads, joins, BLOCK_M: tl.constexpr):
+    """Returns the peak and the sum, each [BLOCK_M], with which the running softmax of a tile's rows starts.
+
+    A sink is a score without a value, so the rows that it joins start at its score, with a sum of 1. A row
+    whose keys are cut into parts has to be joined by its sink in one of them. `heads`, `joins`: [BLOCK_M].
+    """
+    # The peak starts at a finite number and not at -inf, so that a row whose keys are all masked has weights of
+    # 0 instead of NaN.
+    peak = tl.full([BLOCK_M], -1.0e30, tl.float32)
+    total = tl.zeros([BLOCK_M], tl.float32)
+    if sink_logits is not None:
+        sinks = tl.load(sink_logits + heads, mask=joins, other=float("-inf")) * _LOG2_E
+        peak = tl.maximum(peak, sinks)
+        total = tl.exp2(sinks - peak)
+    return peak, total
+
+
+@triton.jit
 def attend_keys(
     q,  # [BLOCK_M, BLOCK_DK]
     acc,  # [BLOCK_M, BLOCK_DV] float32, un-normalised output
@@ -69,6 +99,7 @@ def attend_keys(
     BLOCK_N: tl.constexpr,
     SHIFT: tl.constexpr,
     WINDOW: tl.constexpr,
+    CHUNK: tl.constexpr,
     SOFTCAP: tl.constexpr,
     MASKED: tl.constexpr,
 ):
@@ -91,6 +122,8 @@ def attend_keys(
             visible = valid[None, :] & (positions[None, :] <= query_positions[:, None])
             if WINDOW > 0:
                 visible = visible & (positions[None, :] > query_positions[:, None] - WINDOW)
+            if CHUNK > 0:
+                visible = visible & (positions[None, :] >= (query_positions // CHUNK * CHUNK)[:, None])
             scores = tl.where(visible, scores, float("-inf"))
 
         new_peak = tl.maximum(peak, tl.max(scores, 1) * score_scale)
@@ -168,12 +201,29 @@ def check_attention_inputs(
         raise ValueError(f"index must be int32 [rows, entries], got {index.dtype} {tuple(index.shape)}")
     check_requests(rows, lengths)
     scale = options.scale_for(key_dim)
-    if not scale > 0 or not 0 <= shift <= 31 or options.window < 0 or options.softcap < 0:
+    if not scale > 0 or not 0 <= shift <= 31 or options.softcap < 0:
         raise ValueError(
-            f"scale must be positive, shift in 0..31, window and softcap 0 (off) or more; got scale {scale}, "
-            f"shift {shift}, window {options.window}, softcap {options.softcap}"
+            f"scale must be positive, shift in 0..31, softcap 0 (off) or more; got scale {scale}, "
+            f"shift {shift}, softcap {options.softcap}"
+        )
+    check_mask(options.window, options.chunk)
+    sinks = options.sink_logits
+    if sinks is not None and (
+        sinks.dtype != torch.float32 or sinks.shape != (num_heads,) or not sinks.is_contiguous()
+    ):
+        raise ValueError(
+            f"sink_logits must be contiguous float32 [{num_heads}], one for each query head; got {sinks.dtype} "
+            f"{tuple(sinks.shape)}"
         )
     return scale
+
+
+def check_mask(window: int, chunk: int) -> None:
+    """Raises ValueError for a window or chunk below 0, and for both at once."""
+    if window < 0 or chunk < 0 or (window and chunk):
+        raise ValueError(
+            f"a layer has a window, or chunks, or neither (0); got a window of {window} and chunks of {chunk}"
+        )
 
 
 def attend_reference(
@@ -182,21 +232,34 @@ def attend_reference(
     """Computes causal attention of one request in float64: q `[n, H, Dk]`, k `[L, num_kv_heads, Dk]`, v `[L,
     num_kv_heads, Dv]`, query_positions int `[n]` -> `[n, H, Dv]`. The output of a query that sees no key is
     zeros."""
-    scale, window, softcap = options.scale_for(q.shape[2]), options.window, options.softcap
+    scale, softcap = options.scale_for(q.shape[2]), options.softcap
     group = q.shape[1] // k.shape[1]
     k = k.double().repeat_interleave(group, dim=1)
     v = v.double().repeat_interleave(group, dim=1)
     scores = torch.einsum("qhd,khd->hqk", q.double(), k) * scale
     if softcap:
         scores = softcap * torch.tanh(scores / softcap)
-    key_positions = torch.arange(len(k), device=q.device)
-    visible = key_positions[None, :] <= query_positions[:, None]
-    if window:
-        visible &= key_positions[None, :] > query_positions[:, None] - window
+    visible = visible_reference(query_positions, torch.arange(len(k), device=q.device), options)
     scores = scores.masked_fill(~visible, float("-inf"))
-    blind = ~visible.any(dim=1)  # their softmax is NaN
-    weights = scores.softmax(dim=2).masked_fill(blind[:, None], 0.0)
+    lse = join_sinks_reference(scores.logsumexp(dim=2), options.sink_logits)  # [H, n]
+    weights = (scores - lse.clamp(min=-1e30)[..., None]).exp()
     return torch.einsum("hqk,khd->qhd", weights, v)
+
+
+def visible_reference(query_positions: Tensor, key_positions: Tensor, options: AttentionOptions) -> Tensor:
+    """Returns which keys the queries see, bool `[n, L]`: by causality, the window or the chunks."""
+    queries, keys = query_positions[:, None], key_positions[None, :]
+    visible = keys <= queries
+    if options.window:
+        visible &= keys > queries - options.window
+    if options.chunk:
+        visible &= keys >= queries // options.chunk * options.chunk
+    return visible
+
+
+def join_sinks_reference(lse: Tensor, sink_logits: Tensor | None) -> Tensor:
+    """Returns the log-sum-exp `[H, n]` (base e) of scores and the heads' sinks, from that of the scores."""
+    return lse if sink_logits is None else torch.logaddexp(lse, sink_logits.to(lse.dtype)[:, None])
 
 
 def find_slots_reference(index_row: Tensor, positions: Tensor, shift: int) -> Tensor:

@@ -13,7 +13,16 @@ from torch import Tensor
 
 from lightkv.triton_kernels import tuning
 
-from .attend_keys import LOG2_E, check_attention_inputs, find_slots, find_slots_reference, score_scales
+from .attend_keys import (
+    LOG2_E,
+    check_attention_inputs,
+    find_slots,
+    find_slots_reference,
+    join_sinks_reference,
+    score_scales,
+    start_softmax,
+    visible_reference,
+)
 from .paged_kv import DEFAULT_OPTIONS, AttentionOptions, PagedKV
 
 
@@ -36,6 +45,7 @@ def _score_tile(
     BLOCK_M: tl.constexpr,
     BLOCK_DK: tl.constexpr,
     WINDOW: tl.constexpr,
+    CHUNK: tl.constexpr,
     SOFTCAP: tl.constexpr,
 ):
     """Computes the scores, in base 2, of a tile of query rows (queries times GROUP heads) with a tile of keys.
@@ -60,6 +70,8 @@ def _score_tile(
     visible = positions[None, :] <= ends[:, None]
     if WINDOW > 0:
         visible = visible & (positions[None, :] > ends[:, None] - WINDOW)
+    if CHUNK > 0:
+        visible = visible & (positions[None, :] >= (ends // CHUNK * CHUNK)[:, None])
     return tl.where(visible, scores * score_scale, float("-inf")), tokens, heads, in_tile
 
 
@@ -79,7 +91,9 @@ def _load_keys(
     )
 
 
-@triton.jit(do_not_specialize_on_alignment=["index", "rows", "q_starts", "query_positions", "lengths"])
+@triton.jit(
+    do_not_specialize_on_alignment=["index", "rows", "q_starts", "query_positions", "lengths", "sink_logits"]
+)
 def _lse_kernel(
     q,
     k_cache,
@@ -88,6 +102,7 @@ def _lse_kernel(
     q_starts,
     query_positions,
     lengths,
+    sink_logits,  # [H] float32; or None
     lse,  # [T, H] float32, base 2
     score_scale,
     cap_scale,
@@ -103,6 +118,7 @@ def _lse_kernel(
     BLOCK_N: tl.constexpr,
     SHIFT: tl.constexpr,
     WINDOW: tl.constexpr,
+    CHUNK: tl.constexpr,
     SOFTCAP: tl.constexpr,
 ):
     kv_head = tl.program_id(0).to(tl.int64)
@@ -116,9 +132,9 @@ def _lse_kernel(
     index_row = index + tl.load(rows + request).to(tl.int64) * stride_index
     k_head = k_cache + kv_head * stride_k_h
 
-    # The peak starts at a finite number, not at -inf: the total of a query that sees no key is 0, not NaN.
-    peak = tl.full([BLOCK_M], -1.0e30, tl.float32)
-    total = tl.zeros([BLOCK_M], tl.float32)
+    tile_rows = first_row + tl.arange(0, BLOCK_M)
+    sink_heads = kv_head * GROUP + tile_rows % GROUP
+    peak, total = start_softmax(sink_logits, sink_heads, tile_rows < num_rows, BLOCK_M)
     for start in range(0, length, BLOCK_N):
         positions = start + tl.arange(0, BLOCK_N)
         valid = positions < length
@@ -126,7 +142,7 @@ def _lse_kernel(
         scores, _, _, _ = _score_tile(
             q, query_positions, q_begin, num_rows, first_row, kv_head, k,
             tl.where(valid, positions, 2147483647), score_scale, cap_scale, stride_q_t, stride_q_h,
-            GROUP, DK, BLOCK_M, BLOCK_DK, WINDOW, SOFTCAP,
+            GROUP, DK, BLOCK_M, BLOCK_DK, WINDOW, CHUNK, SOFTCAP,
         )  # fmt: skip
         new_peak = tl.maximum(peak, tl.max(scores, 1))
         total = total * tl.exp2(peak - new_peak) + tl.sum(tl.exp2(scores - new_peak[:, None]), 1)
@@ -167,6 +183,7 @@ def _scores_kernel(
     BLOCK_N: tl.constexpr,
     SHIFT: tl.constexpr,
     WINDOW: tl.constexpr,
+    CHUNK: tl.constexpr,
     SOFTCAP: tl.constexpr,
 ):
     request = tl.program_id(1).to(tl.int64)
@@ -187,7 +204,7 @@ def _scores_kernel(
             scores, tokens, heads, in_tile = _score_tile(
                 q, query_positions, q_begin, num_rows, first_row, kv_head, k,
                 tl.where(valid, positions, 2147483647), score_scale, cap_scale, stride_q_t, stride_q_h,
-                GROUP, DK, BLOCK_M, BLOCK_DK, WINDOW, SOFTCAP,
+                GROUP, DK, BLOCK_M, BLOCK_DK, WINDOW, CHUNK, SOFTCAP,
             )  # fmt: skip
             # With +inf, rows beyond the tile and queries that see no key have probabilities of 0.
             row_lse = tl.load(lse + tokens * num_heads + heads, mask=in_tile, other=float("inf"))
@@ -205,11 +222,13 @@ def _attention_lse(
     q_starts: Tensor,
     query_positions: Tensor,
     lengths: Tensor,
+    sink_logits: Tensor | None,
     lse: Tensor,
     max_q_len: int,
     scale: float,
     shift: int,
     window: int,
+    chunk: int,
     softcap: float,
 ) -> None:
     num_requests, num_kv_heads = len(rows), k_cache.shape[1]
@@ -226,6 +245,7 @@ def _attention_lse(
         q_starts,
         query_positions,
         lengths,
+        sink_logits,
         lse,
         score_scale,
         cap_scale,
@@ -239,6 +259,7 @@ def _attention_lse(
         BLOCK_N=launch.block_n,
         SHIFT=shift,
         WINDOW=window,
+        CHUNK=chunk,
         SOFTCAP=softcap != 0.0,
         num_warps=launch.num_warps,
         num_stages=launch.num_stages,
@@ -262,6 +283,7 @@ def _attention_scores(
     scale: float,
     shift: int,
     window: int,
+    chunk: int,
     softcap: float,
 ) -> None:
     num_requests, width = out.shape
@@ -294,6 +316,7 @@ def _attention_scores(
         BLOCK_N=launch.block_n,
         SHIFT=shift,
         WINDOW=window,
+        CHUNK=chunk,
         SOFTCAP=softcap != 0.0,
         num_warps=launch.num_warps,
         num_stages=launch.num_stages,
@@ -314,8 +337,9 @@ def attention_lse(
     *,
     max_q_len: int,
 ) -> Tensor:
-    """Computes the log-sum-exp of each query's scores, in base 2: float32 `[T, H]`, -inf where a query sees no
-    key or belongs to no request. Arguments and errors are those of `attention_scores`."""
+    """Computes the log-sum-exp of each query's scores, in base 2, the head's sink included: float32 `[T, H]`,
+    -inf where a query sees no key and has no sink, or belongs to no request. Arguments and errors are those of
+    `attention_scores`."""
     scale = check_attention_inputs(q, kv, rows, lengths, options, None, None)
     _check_queries(q, rows, q_starts, query_positions)
     if max_q_len < 0:
@@ -329,11 +353,13 @@ def attention_lse(
         q_starts,
         query_positions,
         lengths,
+        options.sink_logits,
         lse,
         max_q_len,
         scale,
         kv.shift,
         options.window,
+        options.chunk,
         options.softcap,
     )
     return lse
@@ -365,11 +391,11 @@ def attention_scores(
             checked.
         max_q_len: an upper bound on the queries of a request, which sizes the grid.
         width: the number of entries to return scores for.
-        options: scale, window and soft-cap.
+        options: scale, window, soft-cap, chunk and sinks.
 
     Returns:
         float32 `[B, width]`, zero beyond a request's length. If `width` covers them, a request's entries add up
-        to its number of queries times H.
+        to its number of queries times H, less what the sinks take.
 
     Raises:
         ValueError: shapes, strides, dtypes or numbers do not fit.
@@ -391,6 +417,7 @@ def attention_scores(
         options.scale_for(q.shape[2]),
         kv.shift,
         options.window,
+        options.chunk,
         options.softcap,
     )
     return out
@@ -423,7 +450,7 @@ def attention_scores_reference(
     time, in float32, or in float64 where q is. Reads rows, q_starts and lengths on the host, so on a GPU it
     synchronises."""
     dtype = torch.promote_types(q.dtype, torch.float32)
-    scale, window, softcap = options.scale_for(q.shape[2]), options.window, options.softcap
+    scale, softcap = options.scale_for(q.shape[2]), options.softcap
     num_heads, num_kv_heads = q.shape[1], kv.k.shape[1]
     out = torch.zeros(len(rows), width, dtype=dtype, device=q.device)
     lse = torch.full(q.shape[:2], float("-inf"), dtype=dtype, device=q.device)
@@ -438,12 +465,10 @@ def attention_scores_reference(
         scores = scores.view(num_heads, queries.stop - queries.start, length)
         if softcap:
             scores = softcap * torch.tanh(scores / softcap)
-        ends = query_positions[queries].long()[:, None]
-        hidden = entries > ends
-        if window:
-            hidden |= entries <= ends - window
-        scores = scores.masked_fill_(hidden, float("-inf"))
-        row_lse = scores.logsumexp(2)  # [H, n], -inf where a query sees no key
+        visible = visible_reference(query_positions[queries].long(), entries, options)
+        scores = scores.masked_fill_(~visible, float("-inf"))
+        # [H, n], -inf where a query sees no key
+        row_lse = join_sinks_reference(scores.logsumexp(2), options.sink_logits)
         lse[queries] = row_lse.T * LOG2_E
         weights = scores.sub_(row_lse.clamp(min=-1e30)[..., None]).exp_()
         shown = min(length, width)

@@ -28,11 +28,13 @@ from .attend_keys import (
     check_attention_inputs,
     find_slots,
     find_slots_reference,
+    first_key,
     score_scales,
+    start_softmax,
 )
 from .decode_combine import combine_parts
 from .decode_plan import ITEM_FIELDS, PART_FIELDS, SHARE_FIELDS, DecodePlan, decode_plan
-from .paged_kv import DEFAULT_OPTIONS, AttentionOptions, PagedKV
+from .paged_kv import DEFAULT_OPTIONS, AttentionOptions, HeadShape, PagedKV
 
 _ITEM_FIELDS = tl.constexpr(ITEM_FIELDS)
 _SHARE_FIELDS = tl.constexpr(SHARE_FIELDS)
@@ -51,7 +53,7 @@ def _load_item(item, is_item):
 
 @triton.jit(
     do_not_specialize=["own_parts"],
-    do_not_specialize_on_alignment=["index", "items", "shares", "parts", "members", "lengths"],
+    do_not_specialize_on_alignment=["index", "items", "shares", "parts", "members", "lengths", "sink_logits"],
 )
 def _decode_kernel(
     q,
@@ -63,6 +65,7 @@ def _decode_kernel(
     parts,  # [B, 4]
     members,  # [G, MEMBERS]
     lengths,  # [B]
+    sink_logits,  # [H] float32; or None
     out,
     lse,  # [B * num_queries, H] float32, base 2
     partial_out,  # [parts, num_queries * H, DV] float32
@@ -90,6 +93,7 @@ def _decode_kernel(
     BLOCK_N: tl.constexpr,
     SHIFT: tl.constexpr,
     WINDOW: tl.constexpr,
+    CHUNK: tl.constexpr,
     SOFTCAP: tl.constexpr,
     HAS_LSE: tl.constexpr,
     EARLY: tl.constexpr,
@@ -148,14 +152,21 @@ def _decode_kernel(
         else:
             query_positions = tl.zeros([BLOCK_M], tl.int32) + (end - 1)
             visible_end = end
+        if CHUNK > 0 and (NUM_QUERIES > 1 or MEMBERS > 1):
+            own_length = tl.load(lengths + tl.where(in_tile, owner, 0))  # [BLOCK_M]
+            query_positions = own_length - NUM_QUERIES + queries
+            # If a query's chunk begins after `begin`, all tiles are masked.
+            seen_from = tl.where(in_tile, first_key(query_positions, 0, CHUNK), 0)
+            visible_end = tl.where(tl.max(seen_from, 0) > begin, begin, visible_end)
         full_end = begin
         if NUM_QUERIES == 1 or WINDOW == 0:
             full_end = begin + tl.maximum(visible_end - begin, 0) // BLOCK_N * BLOCK_N
 
-        # The peak starts at a finite number and not at -inf, so that a row whose keys are all masked has
-        # weights of 0 instead of NaN.
-        peak = tl.full([BLOCK_M], -1.0e30, tl.float32)
-        total = tl.zeros([BLOCK_M], tl.float32)
+        # Of a request's parts, the first one of its own is joined by the sinks.
+        joins = in_tile
+        if sink_logits is not None:
+            joins = in_tile & (request >= 0) & (tl.load(of_request) == own_parts + item)
+        peak, total = start_softmax(sink_logits, heads, joins, BLOCK_M)
         acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
         for MASKED in tl.static_range(0, 2):
             acc, total, peak, slots = attend_keys(
@@ -181,7 +192,9 @@ def _decode_kernel(
                 BLOCK_DV,
                 BLOCK_N,
                 SHIFT,
-                WINDOW if NUM_QUERIES > 1 else 0,  # with one query per request, `begin` applies the window
+                # Where the queries are one request's single one, `begin` applies the window and the chunk.
+                WINDOW if NUM_QUERIES > 1 else 0,
+                CHUNK if NUM_QUERIES > 1 or MEMBERS > 1 else 0,
                 SOFTCAP,
                 MASKED == 1,
             )
@@ -211,12 +224,14 @@ def _decode_attention(
     split: Tensor,
     members: Tensor | None,
     lengths: Tensor,
+    sink_logits: Tensor | None,
     out: Tensor,
     lse: Tensor | None,
     num_queries: int,
     scale: float,
     shift: int,
     window: int,
+    chunk: int,
     softcap: float,
 ) -> None:
     num_tokens, num_heads, key_dim = q.shape
@@ -245,6 +260,7 @@ def _decode_attention(
         parts,
         members,
         lengths,
+        sink_logits,
         out,
         lse,
         partial_out,
@@ -268,6 +284,7 @@ def _decode_attention(
         BLOCK_N=launch.block_n,
         SHIFT=shift,
         WINDOW=window,
+        CHUNK=chunk,
         SOFTCAP=softcap != 0.0,
         HAS_LSE=lse is not None,
         EARLY=early,
@@ -306,15 +323,15 @@ def decode_attention(
         rows: int32 or int64 `[B]`, each request's row of the index.
         lengths: int32 `[B]`, the number of tokens to attend to, the newest included; at most num_entries *
             2**shift, which is not checked. The output of a request of length 0 is zeros.
-        options: scale, window and soft-cap.
+        options: scale, window, soft-cap, chunk and sinks.
         num_queries: queries of each request, at its last positions: 1, or the number of drafted tokens to
             verify and one more. A query whose position would be negative gets zeros.
-        plan: the result of `decode_plan` for the same rows, lengths, window and num_queries. One plan serves
-            all layers of a step, and contains the requests' shared prefixes, if there are any. If None, a plan
-            without shared prefixes is made.
+        plan: the result of `decode_plan` for the same rows, lengths, window, chunk and num_queries. One plan
+            serves all layers of a step, and contains the requests' shared prefixes, if there are any. If None,
+            a plan without shared prefixes is made.
         out: `[B * num_queries, H, Dv]` to write to; allocated in the dtype of q if None.
-        lse: float32 `[B * num_queries, H]`, contiguous, to write the log-sum-exp of the scores to, in base 2;
-            -inf where a query sees no key. Not written if None.
+        lse: float32 `[B * num_queries, H]`, contiguous, to write the log-sum-exp of the scores to, in base 2,
+            the head's sink included; -inf where a query sees no key and has no sink. Not written if None.
 
     Returns:
         `[B * num_queries, H, Dv]`, `out`.
@@ -328,27 +345,36 @@ def decode_attention(
             f"q must hold {num_queries} queries for each of {rows.shape[0]} rows, at least one; "
             f"got {q.shape[0]}"
         )
-    window = options.window
+    window, chunk = options.window, options.chunk
     group = q.shape[1] // kv.k.shape[1]
     if group * num_queries > tuning.MOST_DECODE_ROWS:
         raise ValueError(
             f"{num_queries} queries of {group} heads to a K/V head are {group * num_queries} rows, and a tile "
             f"holds {tuning.MOST_DECODE_ROWS}; use prefill_attention, which takes any number of queries"
         )
-    if plan is not None and (plan.window, plan.num_queries, len(plan.parts)) != (
+    if plan is not None and (plan.window, plan.chunk, plan.num_queries, len(plan.parts)) != (
         window,
+        chunk,
         num_queries,
         len(rows),
     ):
         raise ValueError(
             f"the plan is for {len(plan.parts)} requests of {plan.num_queries} queries with a window of "
-            f"{plan.window}, but the call has {len(rows)} requests of {num_queries} queries with a window of "
-            f"{window}; make a plan for this call"
+            f"{plan.window} and chunks of {plan.chunk}, but the call has {len(rows)} requests of {num_queries} "
+            f"queries with a window of {window} and chunks of {chunk}; make a plan for this call"
         )
     if out is None:
         out = q.new_empty((*q.shape[:2], kv.v.shape[2]))
     if plan is None:
-        plan = decode_plan(rows, lengths, num_kv_heads=kv.k.shape[1], window=window, num_queries=num_queries)
+        plan = decode_plan(
+            rows,
+            lengths,
+            num_kv_heads=kv.k.shape[1],
+            window=window,
+            chunk=chunk,
+            num_queries=num_queries,
+            key_bytes=HeadShape.of(q, kv).key_bytes(q.dtype),
+        )
     _decode_attention(
         q,
         kv.k,
@@ -360,12 +386,14 @@ def decode_attention(
         plan.split,
         plan.members,
         lengths,
+        options.sink_logits,
         out,
         lse,
         num_queries,
         scale,
         kv.shift,
         window,
+        chunk,
         options.softcap,
     )
     return out

@@ -32,7 +32,7 @@ from torch import Tensor
 
 from lightkv.triton_kernels import tuning
 
-from .attend_keys import check_requests
+from .attend_keys import check_mask, check_requests, first_key
 
 ITEM_FIELDS = 4  # request (or -1 - prefix), row, first key, end of the keys
 SHARE_FIELDS = 8  # first item, and its fields
@@ -67,7 +67,7 @@ class DecodePlan(NamedTuple):
     prefix, whose parts lie M apart. A request with a single part writes its output at once, and no part.
     `split`: int32: the requests that have several parts, then -1.
     `members`: `[P, M]`, the requests that share each prefix; None without shared prefixes.
-    `window`, `num_queries`: what the plan was made for.
+    `window`, `num_queries`, `chunk`: what the plan was made for.
     """
 
     items: Tensor
@@ -77,6 +77,7 @@ class DecodePlan(NamedTuple):
     members: Tensor | None
     window: int = 0
     num_queries: int = 1
+    chunk: int = 0
 
     @property
     def num_members(self) -> int:
@@ -129,6 +130,8 @@ def _plan_kernel(
     BLOCK_W: tl.constexpr,
     UNIT: tl.constexpr,
     WINDOW: tl.constexpr,
+    CHUNK: tl.constexpr,
+    NUM_QUERIES: tl.constexpr,
     MEMBERS: tl.constexpr,
 ):
     run = tl.arange(0, BLOCK_R)  # those of prefixes, then those of requests
@@ -136,18 +139,29 @@ def _plan_kernel(
     is_request = (request >= 0) & (request < num_requests)
     end_key = tl.load(lengths + request, mask=is_request, other=0)
     row = tl.load(rows + request, mask=is_request, other=0).to(tl.int32)
-    first_key = tl.maximum(end_key - WINDOW, 0) if WINDOW > 0 else tl.zeros_like(end_key)
+    begin_key = first_key(end_key - NUM_QUERIES, WINDOW, CHUNK)
     own_place = tl.full([BLOCK_R], -1, tl.int32)
     if MEMBERS > 1:
         own_place = tl.load(place + request, mask=is_request, other=-1)
-        first_key = tl.load(keys + own_place // MEMBERS, mask=own_place >= 0, other=0)
+        own_begin = tl.load(keys + own_place // MEMBERS, mask=own_place >= 0, other=0)
+        begin_key = tl.maximum(begin_key, own_begin) if CHUNK > 0 else own_begin
         is_prefix = run < num_prefixes
         shared = tl.load(keys + run, mask=is_prefix, other=0)
         leader = tl.load(members + run * MEMBERS, mask=is_prefix & (shared > 0), other=0)
         row = tl.where(is_prefix, tl.load(rows + leader, mask=is_prefix, other=0).to(tl.int32), row)
+        if CHUNK > 0:
+            # A prefix is read from the first chunk on that one of its members sees.
+            prefix_begin = shared
+            for place_in_prefix in range(MEMBERS):
+                listed = members + run * MEMBERS + place_in_prefix
+                member = tl.load(listed, mask=is_prefix & (shared > 0), other=-1)
+                length = tl.load(lengths + member, mask=member >= 0, other=0)
+                seen_from = first_key(length - NUM_QUERIES, WINDOW, CHUNK)
+                prefix_begin = tl.where(member >= 0, tl.minimum(prefix_begin, seen_from), prefix_begin)
+            begin_key = tl.where(is_prefix, prefix_begin, begin_key)
         end_key = tl.where(is_prefix, shared, end_key)
     # Lengths of runs in units of keys. A request without keys has one unit: a program has to write its zeros.
-    units = tl.maximum(tl.cdiv(end_key - first_key, UNIT), is_request.to(tl.int32))
+    units = tl.maximum(tl.cdiv(end_key - begin_key, UNIT), is_request.to(tl.int32))
     end = tl.cumsum(units, 0)
     begin = end - units
     total = tl.sum(units, 0)
@@ -184,8 +198,8 @@ def _plan_kernel(
     for i in range(tl.max(num_parts, 0)):
         is_part = i < num_parts
         cut = tl.maximum((worker + i) * share, begin)  # in units
-        first = first_key + (cut - begin) * UNIT
-        last = tl.minimum(first_key + ((worker + i + 1) * share - begin) * UNIT, end_key)
+        first = begin_key + (cut - begin) * UNIT
+        last = tl.minimum(begin_key + ((worker + i + 1) * share - begin) * UNIT, end_key)
         _store_item(items + (first_item + i) * _ITEM_FIELDS, owner, row, first, last, is_part)
         opens_share = is_part & (cut == (worker + i) * share)
         opened = shares + (worker + i) * _SHARE_FIELDS
@@ -212,6 +226,8 @@ def _decode_plan(
     split: Tensor,
     prefix_parts: Tensor,
     window: int,
+    chunk: int,
+    num_queries: int,
 ) -> None:
     num_requests, num_workers = rows.shape[0], shares.shape[0] - 1
     if num_requests == 0:
@@ -237,6 +253,8 @@ def _decode_plan(
         BLOCK_W=64,
         UNIT=tuning.DECODE_UNIT,
         WINDOW=window,
+        CHUNK=chunk,
+        NUM_QUERIES=num_queries if window or chunk else 1,
         MEMBERS=num_members,
         num_warps=4 if block_r <= 512 else 8,
     )
@@ -251,32 +269,38 @@ def decode_plan(
     *,
     num_kv_heads: int,
     window: int = 0,
+    chunk: int = 0,
     num_queries: int = 1,
     shared_prefixes: SharedPrefixGroups | None = None,
+    key_bytes: int = 512,
 ) -> DecodePlan:
-    """Makes the work list of a decode step, which serves all layers with `num_kv_heads` and this window.
+    """Makes the work list of a decode step, which serves all layers with `num_kv_heads` and this window or
+    these chunks.
 
     Args:
         rows, lengths: as in `decode_attention`; read on the device.
         num_kv_heads: of the layers.
-        window: of each query, in keys; 0 for all keys.
+        window, chunk: as in `AttentionOptions`.
         num_queries: queries of each request, at its last positions.
         shared_prefixes: the prefixes to read once for several requests. They are read on the device, so a
             captured plan follows them, too; their values are not checked. With one member each they are
             ignored.
+        key_bytes: of K and V of a token for one K/V head. With more than 512, fewer programs run at once, and
+            the keys are cut into fewer shares.
 
     Raises:
         ValueError: rows, lengths or prefixes do not fit, or there are prefixes and a window.
     """
     num_requests = len(rows)
     check_requests(rows, lengths)
+    check_mask(window, chunk)
     if shared_prefixes is not None:
         _check_prefixes(shared_prefixes, num_requests, window)
         if shared_prefixes.members.shape[1] < 2:
             shared_prefixes = None
     num_prefixes, num_members = (0, 1) if shared_prefixes is None else shared_prefixes.members.shape
     device = tuning.device_class(rows.device)
-    num_workers = tuning.decode_workers(device, num_members * num_queries, num_kv_heads)
+    num_workers = tuning.decode_workers(device, num_members * num_queries, num_kv_heads, key_bytes)
     # Without prefixes, only a request in which a worker's share ends has several parts.
     num_listed = min(num_requests, num_workers) if shared_prefixes is None else num_requests
     sizes = (
@@ -291,9 +315,22 @@ def decode_plan(
     items, shares = items.view(-1, ITEM_FIELDS), shares.view(-1, SHARE_FIELDS)
     parts = parts.view(-1, PART_FIELDS)
     members, keys, place = shared_prefixes or (None, None, None)
-    seen = window + num_queries - 1 if window else 0
-    _decode_plan(rows, lengths, members, keys, place, items, shares, parts, split, prefix_parts, seen)
-    return DecodePlan(items, shares, parts, split, members, window, num_queries)
+    _decode_plan(
+        rows,
+        lengths,
+        members,
+        keys,
+        place,
+        items,
+        shares,
+        parts,
+        split,
+        prefix_parts,
+        window,
+        chunk,
+        num_queries,
+    )
+    return DecodePlan(items, shares, parts, split, members, window, num_queries, chunk)
 
 
 def _check_prefixes(prefixes: SharedPrefixGroups, num_requests: int, window: int) -> None:
@@ -319,9 +356,11 @@ def decode_plan_reference(
     num_workers: int,
     unit: int,
     window: int = 0,
+    chunk: int = 0,
+    num_queries: int = 1,
     shared_prefixes: SharedPrefixGroups | None = None,
 ) -> DecodePlan:
-    """Computes `decode_plan` in plain Python; `window` is how many keys a request's queries see together.
+    """Computes `decode_plan` in plain Python.
 
     Unused items are left out, and fields that the kernel does not write are 0.
     """
@@ -333,11 +372,19 @@ def decode_plan_reference(
         places = shared_prefixes.place.tolist()
         leaders, keys = shared_prefixes.members[:, 0].tolist(), shared_prefixes.keys.tolist()
         for prefix, (leader, shared) in enumerate(zip(leaders, keys, strict=True)):
-            runs.append([-1 - prefix, rows_host[leader] if shared else 0, 0, shared])
+            chosen = shared_prefixes.members[prefix].tolist() if shared and chunk else []
+            seen_from = [
+                max(lengths_host[one] - num_queries, 0) // chunk * chunk for one in chosen if one >= 0
+            ]
+            begin = min([shared, *seen_from]) if chunk else 0
+            runs.append([-1 - prefix, rows_host[leader] if shared else 0, begin, shared])
     for request, (row, length) in enumerate(zip(rows_host, lengths_host, strict=True)):
-        first = max(length - window, 0) if window else 0
+        first_position = max(length - num_queries, 0)
+        first = max(first_position - window + 1, 0) if window else 0
+        if chunk:
+            first = first_position // chunk * chunk
         if places[request] >= 0:
-            first = runs[places[request] // num_members][3]
+            first = max(first, runs[places[request] // num_members][3])
         runs.append([request, row, first, length])
     units = [max(-(-(end - first) // unit), int(owner >= 0)) for owner, _, first, end in runs]
     ends = [sum(units[: i + 1]) for i in range(len(units))]
@@ -374,4 +421,4 @@ def decode_plan_reference(
     members = None if shared_prefixes is None else shared_prefixes.members
     listed = (torch.tensor(numbers, dtype=torch.int32) for numbers in (items, shares, parts, split))
     on_device = [numbers.to(lengths.device) for numbers in listed]
-    return DecodePlan._make([*on_device, members, window, 1])
+    return DecodePlan._make([*on_device, members, window, num_queries, chunk])

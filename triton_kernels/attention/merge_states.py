@@ -2,7 +2,8 @@
 
 A part's result is its normalised output and the log-sum-exp of its scores. The outputs, weighted by these, add
 up to what one softmax over all keys computes. So different kernels may attend to the parts, with different
-queries (StreamingLLM's sinks), or to parts that several batches share.
+queries (StreamingLLM's sinks), or to parts that several batches share. Learned sinks (`AttentionOptions`)
+belong to exactly one of the parts, whose log-sum-exp contains them.
 """
 
 import torch

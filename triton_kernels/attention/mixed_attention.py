@@ -47,18 +47,19 @@ def mixed_plan(
     num_tokens: int,
     dtype: torch.dtype,
     window: int = 0,
+    chunk: int = 0,
     num_queries: int = 1,
     shared_prefixes: SharedPrefixGroups | None = None,
     decodes_first: bool = False,
 ) -> MixedPlan:
-    """Makes the work lists of a step, which serve all layers with these heads and this window.
+    """Makes the work lists of a step, which serve all layers with these heads and this window or these chunks.
 
     Args:
         rows, q_starts, lengths, num_queries, decodes_first: as in `mixed_attention`; read on the device.
         heads: of the layers.
         num_tokens: T of q.
         dtype: of q.
-        window: of each query, in keys; 0 for all keys.
+        window, chunk: as in `AttentionOptions`.
         shared_prefixes: of the decodes, which are numbered from 0; as in `decode_plan`.
     """
     num_prefills, num_requests = q_starts.shape[0] - 1, rows.shape[0]
@@ -73,6 +74,7 @@ def mixed_plan(
             num_tokens=num_tokens - num_decodes * num_queries,
             dtype=dtype,
             window=window,
+            chunk=chunk,
         )
     if num_requests > num_prefills:
         decode = decode_plan(
@@ -80,8 +82,10 @@ def mixed_plan(
             lengths[num_prefills:],
             num_kv_heads=heads.num_kv_heads,
             window=window,
+            chunk=chunk,
             num_queries=num_queries,
             shared_prefixes=shared_prefixes,
+            key_bytes=heads.key_bytes(dtype),
         )
     return MixedPlan(prefill, decode)
 
@@ -114,11 +118,11 @@ def mixed_attention(
         lengths: int32 `[B]`, tokens in the cache, the queries' own included; at most num_entries * 2**shift,
             which is not checked.
         num_queries: queries of each decode, at its last positions.
-        plan: the result of `mixed_plan` for the same rows, q_starts, lengths, window, num_queries and shapes;
-            it serves all layers of a step, one after the other. If None, a plan is made here.
+        plan: the result of `mixed_plan` for the same rows, q_starts, lengths, window, chunk, num_queries and
+            shapes; it serves all layers of a step, one after the other. If None, a plan is made here.
         out: `[T, H, Dv]` to write to; allocated in the dtype of q if None.
-        lse: float32 `[T, H]`, contiguous, to write the log-sum-exp of the scores to, in base 2; -inf where a
-            query sees no key. Not written if None.
+        lse: float32 `[T, H]`, contiguous, to write the log-sum-exp of the scores to, in base 2, the head's
+            sink included; -inf where a query sees no key and has no sink. Not written if None.
         decodes_first: the decodes' queries are the first of q instead of the last, and q_starts[0] may be any
             of T. A query of both a prefill and a decode gets the output of the prefill.
 

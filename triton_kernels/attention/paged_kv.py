@@ -2,6 +2,7 @@
 
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 
@@ -34,6 +35,10 @@ class HeadShape(NamedTuple):
         """Returns the heads of q `[T, num_heads, key_dim]` and of `kv`."""
         return cls(q.shape[1], kv.k.shape[1], q.shape[2], kv.v.shape[2])
 
+    def key_bytes(self, dtype: torch.dtype) -> int:
+        """Returns the bytes of K and V of a token for one K/V head, in `dtype`."""
+        return (self.key_dim + self.value_dim) * dtype.itemsize
+
 
 class AttentionOptions(NamedTuple):
     """How a layer attends.
@@ -41,11 +46,18 @@ class AttentionOptions(NamedTuple):
     `scale`: multiplies q·k, positive; None stands for head_dim ** -0.5.
     `window`: a query attends to itself and to the `window - 1` tokens before it; 0 for all tokens before it.
     `softcap`: scores become softcap * tanh(score / softcap); 0 for no cap.
+    `chunk`: a query at position p attends to the tokens from p // chunk * chunk to p, as in Llama-4; 0 for all
+    tokens before it. A layer has no window and chunks at once.
+    `sink_logits`: float32 `[num_heads]`, contiguous, a score of each query head that joins the softmax's sum
+    and has no value, as in gpt-oss: it is neither scaled nor capped. None for no sinks. A log-sum-exp contains
+    it, so of several results that are merged, only one may have sinks.
     """
 
     scale: float | None = None
     window: int = 0
     softcap: float = 0.0
+    chunk: int = 0
+    sink_logits: Tensor | None = None
 
     def scale_for(self, head_dim: int) -> float:
         """Returns `scale`, or its default for heads of `head_dim`."""

@@ -8,8 +8,9 @@ index.
     query i     ├─────────── sees these ─────────────┤ prefix + i + 1
 
 A tile's rows are queries times the query heads that share a K/V head: K and V are gathered once for all of
-them, and a few queries still fill the tile. The tiles are a work list (`prefill_plan.py`). One program reads
-all keys of a tile, so a few queries after many keys are better computed by `decode_attention`.
+them, and a few queries still fill the tile. The tiles are a work list (`prefill_plan.py`). Where they are too
+few to fill the device, as with a few queries after many keys, the keys of a tile are shared out among several
+programs, which write partial outputs, and a second kernel combines these (`prefill_combine.py`).
 
 The kernel here runs wherever Triton does. On compute capability 9 `prefill_hopper.py` goes through the same
 work list, where types, head dim and strides allow. The loop over keys, the checks and the float64 attention of
@@ -32,23 +33,162 @@ from .attend_keys import (
     check_attention_inputs,
     find_slots,
     find_slots_reference,
+    first_key,
     score_scales,
+    start_softmax,
 )
 from .paged_kv import DEFAULT_OPTIONS, AttentionOptions, HeadShape, PagedKV
-from .prefill_plan import TILE_FIELDS, PrefillPlan, prefill_plan
+from .prefill_combine import combine_tiles, empty_parts
+from .prefill_plan import ALL_KEYS, ITEM_FIELDS, PrefillPlan, prefill_plan
 
-_TILE_FIELDS = tl.constexpr(TILE_FIELDS)
+_ITEM_FIELDS = tl.constexpr(ITEM_FIELDS)
+_ALL_KEYS = tl.constexpr(ALL_KEYS)
 
 
-@triton.jit(do_not_specialize_on_alignment=["index", "tiles"])
+@triton.jit
+def _load_tile(item):
+    """Returns the request, row of the index, first row, rows of the request, first query and keys before it of
+    an item."""
+    row = tl.load(item + 1).to(tl.int64)
+    return tl.load(item), row, tl.load(item + 2), tl.load(item + 3), tl.load(item + 4), tl.load(item + 5)
+
+
+@triton.jit
+def _attend_item(
+    tensors,
+    partials,
+    item,
+    tile,
+    kv_head,
+    num_kv_heads,
+    scales,
+    strides,
+    GROUP: tl.constexpr,
+    DK: tl.constexpr,
+    DV: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_DK: tl.constexpr,
+    BLOCK_DV: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    SHIFT: tl.constexpr,
+    WINDOW: tl.constexpr,
+    CHUNK: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    HAS_LSE: tl.constexpr,
+    SHARES: tl.constexpr,
+):
+    """Computes a tile, or, where keys are shared out, the part of it that the item is limited to."""
+    q_strides, k_strides, v_strides, stride_index, out_strides = strides
+    q, k_cache, v_cache, index, sink_logits, out, lse = tensors
+    _request, row, first_row, num_rows, q_begin, prefix = tile
+    tile_rows = first_row + tl.arange(0, BLOCK_M)  # [BLOCK_M]
+    queries = tile_rows // GROUP
+    tokens = (q_begin + queries).to(tl.int64)
+    heads = kv_head * GROUP + tile_rows % GROUP
+    in_tile = tile_rows < num_rows
+    query_positions = prefix + queries
+    first_position = prefix + first_row // GROUP
+    last_position = prefix + (tl.minimum(first_row + BLOCK_M, num_rows) - 1) // GROUP
+
+    # Keys in [begin, full_end) are visible to every row, keys in [full_end, num_keys) to some of them:
+    #   begin ├──── not masked ────┤ full_end ├─ masked ─┤ num_keys
+    num_keys = tl.maximum(last_position + 1, 0)
+    if WINDOW > 0:
+        begin = tl.maximum(first_position - WINDOW + 1, 0)
+        full_end = begin
+    else:
+        begin = 0
+        full_end = tl.maximum(first_position + 1, 0) // BLOCK_N * BLOCK_N
+    if CHUNK > 0:
+        begin = first_key(first_position, 0, CHUNK)
+        full_end = begin + tl.maximum(first_position + 1 - begin, 0) // BLOCK_N * BLOCK_N
+        # If the tile ends in a later chunk than it begins in, no key is visible to every row.
+        full_end = tl.where(first_key(last_position, 0, CHUNK) > begin, begin, full_end)
+    joins = in_tile
+    if SHARES:
+        if sink_logits is not None:  # of a tile's parts, its first is joined by the sinks
+            joins = in_tile & (tl.load(item + 6) <= begin)
+        begin = tl.maximum(begin, tl.load(item + 6))
+        num_keys = tl.minimum(num_keys, tl.load(item + 7))
+        full_end = begin + tl.maximum(tl.minimum(full_end, num_keys) - begin, 0) // BLOCK_N * BLOCK_N
+    # A window is only a few tiles long: all of them are masked, and the loop without a mask is left out.
+    FIRST_LOOP: tl.constexpr = 1 if WINDOW > 0 else 0
+
+    index_row = index + row * stride_index
+    positions = begin + tl.arange(0, BLOCK_N)
+    slots = find_slots(index_row, positions, positions < num_keys, SHIFT)  # [BLOCK_N]
+
+    k_dims = tl.arange(0, BLOCK_DK)
+    q_tile = tl.load(
+        q + tokens[:, None] * q_strides[0] + heads[:, None] * q_strides[1] + k_dims[None, :],
+        mask=in_tile[:, None] & (k_dims < DK)[None, :],
+        other=0.0,
+    )  # [BLOCK_M, BLOCK_DK]
+
+    peak, total = start_softmax(sink_logits, heads, joins, BLOCK_M)
+    acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
+    k_head = k_cache + kv_head * k_strides[1]
+    v_head = v_cache + kv_head * v_strides[1]
+    for MASKED in tl.static_range(FIRST_LOOP, 2):
+        acc, total, peak, slots = attend_keys(
+            q_tile,
+            acc,
+            total,
+            peak,
+            slots,
+            k_head,
+            v_head,
+            index_row,
+            query_positions,
+            full_end if MASKED else begin,
+            num_keys if MASKED else full_end,
+            num_keys,
+            k_strides[0],
+            v_strides[0],
+            scales[0],
+            scales[1],
+            DK,
+            DV,
+            BLOCK_DK,
+            BLOCK_DV,
+            BLOCK_N,
+            SHIFT,
+            WINDOW,
+            CHUNK,
+            SOFTCAP,
+            MASKED == 1,
+        )
+    acc = acc / tl.where(total > 0.0, total, 1.0)[:, None]
+
+    v_dims = tl.arange(0, BLOCK_DV)
+    out_mask = in_tile[:, None] & (v_dims < DV)[None, :]
+    if SHARES:
+        part = tl.load(item + 8)
+        partial_out, partial_lse = partials
+        place = (part.to(tl.int64) * num_kv_heads + kv_head) * BLOCK_M + tl.arange(0, BLOCK_M)
+        pointers = partial_out + place[:, None] * DV + v_dims[None, :]
+        tl.store(pointers, acc, mask=out_mask & (part >= 0))
+        tl.store(partial_lse + place, peak + tl.log2(total), mask=in_tile & (part >= 0))
+        out_mask = out_mask & (part < 0)
+        in_tile = in_tile & (part < 0)
+    pointers = out + tokens[:, None] * out_strides[0] + heads[:, None] * out_strides[1] + v_dims[None, :]
+    tl.store(pointers, acc.to(out.dtype.element_ty), mask=out_mask)
+    if HAS_LSE:
+        tl.store(lse + tokens * (num_kv_heads * GROUP) + heads, peak + tl.log2(total), mask=in_tile)
+
+
+@triton.jit(do_not_specialize_on_alignment=["index", "items", "sink_logits"])
 def _prefill_kernel(
     q,
     k_cache,
     v_cache,
     index,
-    tiles,  # [capacity, 8]
+    items,  # [capacity, 12]
+    sink_logits,  # [H] float32; or None
     out,
     lse,  # [T, H] float32, base 2
+    partial_out,  # [parts, num_kv_heads, BLOCK_M, DV] float32; None if no tile is ever cut
+    partial_lse,  # [parts, num_kv_heads, BLOCK_M] float32, base 2
     num_kv_heads,
     score_scale,
     cap_scale,
@@ -70,98 +210,42 @@ def _prefill_kernel(
     BLOCK_N: tl.constexpr,
     SHIFT: tl.constexpr,
     WINDOW: tl.constexpr,
+    CHUNK: tl.constexpr,
     SOFTCAP: tl.constexpr,
     HAS_LSE: tl.constexpr,
+    SHARES: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
+    if EARLY:
+        tl.extra.cuda.gdc_launch_dependents()  # of the combining kernel
     # Neighbouring programs read neighbouring heads of the same tokens.
     kv_head = (tl.program_id(0) % num_kv_heads).to(tl.int64)
-    tile = tiles + tl.program_id(0) // num_kv_heads * _TILE_FIELDS
-    request = tl.load(tile)
-    row = tl.load(tile + 1).to(tl.int64)
-    first_row = tl.load(tile + 2)
-    num_rows = tl.load(tile + 3)
-    q_begin = tl.load(tile + 4)
-    prefix = tl.load(tile + 5)
-    if request < 0:
+    number = tl.program_id(0) // num_kv_heads
+    item = items + number * _ITEM_FIELDS
+    tile = _load_tile(item)
+    if tile[0] < 0:
         return
-
-    tile_rows = first_row + tl.arange(0, BLOCK_M)  # [BLOCK_M]
-    queries = tile_rows // GROUP
-    tokens = (q_begin + queries).to(tl.int64)
-    heads = kv_head * GROUP + tile_rows % GROUP
-    in_tile = tile_rows < num_rows
-    query_positions = prefix + queries
-    first_position = prefix + first_row // GROUP
-    last_position = prefix + (tl.minimum(first_row + BLOCK_M, num_rows) - 1) // GROUP
-
-    # Keys in [begin, full_end) are visible to every row, keys in [full_end, num_keys) to some of them:
-    #   begin ├──── not masked ────┤ full_end ├─ masked ─┤ num_keys
-    num_keys = tl.maximum(last_position + 1, 0)
-    if WINDOW > 0:
-        begin = tl.maximum(first_position - WINDOW + 1, 0)
-        full_end = begin
-    else:
-        begin = 0
-        full_end = tl.maximum(first_position + 1, 0) // BLOCK_N * BLOCK_N
-    # A window is only a few tiles long: all of them are masked, and the loop without a mask is left out.
-    FIRST_LOOP: tl.constexpr = 1 if WINDOW > 0 else 0
-
-    index_row = index + row * stride_index
-    positions = begin + tl.arange(0, BLOCK_N)
-    slots = find_slots(index_row, positions, positions < num_keys, SHIFT)  # [BLOCK_N]
-
-    k_dims = tl.arange(0, BLOCK_DK)
-    q_tile = tl.load(
-        q + tokens[:, None] * stride_q_t + heads[:, None] * stride_q_h + k_dims[None, :],
-        mask=in_tile[:, None] & (k_dims < DK)[None, :],
-        other=0.0,
-    )  # [BLOCK_M, BLOCK_DK]
-
-    # The peak starts at a finite number, not at -inf: weights of a row whose keys are all masked are 0, not
-    # NaN.
-    peak = tl.full([BLOCK_M], -1.0e30, tl.float32)
-    total = tl.zeros([BLOCK_M], tl.float32)
-    acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
-    k_head = k_cache + kv_head * stride_k_h
-    v_head = v_cache + kv_head * stride_v_h
-    for MASKED in tl.static_range(FIRST_LOOP, 2):
-        acc, total, peak, slots = attend_keys(
-            q_tile,
-            acc,
-            total,
-            peak,
-            slots,
-            k_head,
-            v_head,
-            index_row,
-            query_positions,
-            full_end if MASKED else begin,
-            num_keys if MASKED else full_end,
-            num_keys,
-            stride_k_slot,
-            stride_v_slot,
-            score_scale,
-            cap_scale,
-            DK,
-            DV,
-            BLOCK_DK,
-            BLOCK_DV,
-            BLOCK_N,
-            SHIFT,
-            WINDOW,
-            SOFTCAP,
-            MASKED == 1,
-        )
-    acc = acc / tl.where(total > 0.0, total, 1.0)[:, None]
-
-    v_dims = tl.arange(0, BLOCK_DV)
-    tl.store(
-        out + tokens[:, None] * stride_out_t + heads[:, None] * stride_out_h + v_dims[None, :],
-        acc.to(out.dtype.element_ty),
-        mask=in_tile[:, None] & (v_dims < DV)[None, :],
+    tensors, partials = (q, k_cache, v_cache, index, sink_logits, out, lse), (partial_out, partial_lse)
+    scales, q_strides, out_strides = (
+        (score_scale, cap_scale),
+        (stride_q_t, stride_q_h),
+        (stride_out_t, stride_out_h),
     )
-    if HAS_LSE:
-        tl.store(lse + tokens * (num_kv_heads * GROUP) + heads, peak + tl.log2(total), mask=in_tile)
+    strides = (q_strides, (stride_k_slot, stride_k_h), (stride_v_slot, stride_v_h), stride_index, out_strides)
+    if SHARES:
+        while number >= 0:
+            item = items + number * _ITEM_FIELDS
+            _attend_item(
+                tensors, partials, item, _load_tile(item), kv_head, num_kv_heads, scales, strides,
+                GROUP, DK, DV, BLOCK_M, BLOCK_DK, BLOCK_DV, BLOCK_N, SHIFT, WINDOW, CHUNK, SOFTCAP, HAS_LSE,
+                True,
+            )  # fmt: skip
+            number = tl.load(item + 9)  # the next one of the share
+    else:
+        _attend_item(
+            tensors, partials, item, tile, kv_head, num_kv_heads, scales, strides,
+            GROUP, DK, DV, BLOCK_M, BLOCK_DK, BLOCK_DV, BLOCK_N, SHIFT, WINDOW, CHUNK, SOFTCAP, HAS_LSE, False,
+        )  # fmt: skip
 
 
 @cache
@@ -189,16 +273,19 @@ def _hopper_launch(q: Tensor, k_cache: Tensor, v_cache: Tensor, out: Tensor) -> 
     return tuning.hopper_prefill_launch(device, q.shape[2], v_cache.shape[2], q.element_size())
 
 
-@torch.library.custom_op("lightkv::prefill_attention", mutates_args=("taken", "out", "lse"))
+@torch.library.custom_op("lightkv::prefill_attention", mutates_args=("counters", "out", "lse"))
 def _prefill_attention(
     q: Tensor,
     k_cache: Tensor,
     v_cache: Tensor,
     index: Tensor,
-    tiles: Tensor,
-    taken: Tensor,
+    items: Tensor,
+    counters: Tensor,
+    sink_logits: Tensor | None,
     out: Tensor,
     lse: Tensor | None,
+    num_shares: int,
+    num_workers: int,
     block_m: int,
     block_n: int,
     num_warps: int,
@@ -206,13 +293,19 @@ def _prefill_attention(
     scale: float,
     shift: int,
     window: int,
+    chunk: int,
     softcap: float,
 ) -> None:
     num_heads, key_dim = q.shape[1:]
     num_kv_heads, value_dim = v_cache.shape[1:]
-    if tiles.shape[0] == 0:
+    if num_shares == 0:
         return
     score_scale, cap_scale = score_scales(scale, softcap)
+    partial_out = partial_lse = None
+    early = False
+    if num_workers:
+        partial_out, partial_lse = empty_parts(num_workers, num_kv_heads, block_m, value_dim, q.device)
+        early = tuning.has_early_launch(tuning.device_class(q.device))
     hopper_launch = _hopper_launch(q, k_cache, v_cache, out)
     if hopper_launch is not None and hopper_launch.block_m == block_m and (hopper := _hopper()) is not None:
         hopper.launch_hopper_prefill(
@@ -220,48 +313,61 @@ def _prefill_attention(
             k_cache,
             v_cache,
             index,
-            tiles,
-            taken,
+            items,
+            counters,
+            sink_logits,
             out,
             lse,
+            partial_out,
+            partial_lse,
             hopper_launch,
+            num_shares=num_shares,
             score_scale=score_scale,
             cap_scale=cap_scale,
             shift=shift,
             window=window,
+            chunk=chunk,
             softcap=softcap != 0.0,
         )
-        return
-    _prefill_kernel[(num_kv_heads * tiles.shape[0],)](
-        q,
-        k_cache,
-        v_cache,
-        index,
-        tiles,
-        out,
-        lse,
-        num_kv_heads,
-        score_scale,
-        cap_scale,
-        *q.stride()[:2],
-        *k_cache.stride()[:2],
-        *v_cache.stride()[:2],
-        index.stride(0),
-        *out.stride()[:2],
-        GROUP=num_heads // num_kv_heads,
-        DK=key_dim,
-        DV=value_dim,
-        BLOCK_M=block_m,
-        BLOCK_DK=tuning.padded_dim(key_dim),
-        BLOCK_DV=tuning.padded_dim(value_dim),
-        BLOCK_N=block_n,
-        SHIFT=shift,
-        WINDOW=window,
-        SOFTCAP=softcap != 0.0,
-        HAS_LSE=lse is not None,
-        num_warps=num_warps,
-        num_stages=num_stages,
-    )
+    else:
+        _prefill_kernel[(num_kv_heads * num_shares,)](
+            q,
+            k_cache,
+            v_cache,
+            index,
+            items,
+            sink_logits,
+            out,
+            lse,
+            partial_out,
+            partial_lse,
+            num_kv_heads,
+            score_scale,
+            cap_scale,
+            *q.stride()[:2],
+            *k_cache.stride()[:2],
+            *v_cache.stride()[:2],
+            index.stride(0),
+            *out.stride()[:2],
+            GROUP=num_heads // num_kv_heads,
+            DK=key_dim,
+            DV=value_dim,
+            BLOCK_M=block_m,
+            BLOCK_DK=tuning.padded_dim(key_dim),
+            BLOCK_DV=tuning.padded_dim(value_dim),
+            BLOCK_N=block_n,
+            SHIFT=shift,
+            WINDOW=window,
+            CHUNK=chunk,
+            SOFTCAP=softcap != 0.0,
+            HAS_LSE=lse is not None,
+            SHARES=num_workers > 0,
+            EARLY=early,
+            num_warps=num_warps,
+            num_stages=num_stages,
+        )
+    if partial_out is not None and partial_lse is not None:
+        combine_tiles(partial_out, partial_lse, items, out, lse)
 
 
 _prefill_attention.register_fake(lambda *_: None)  # the outputs are arguments
@@ -294,12 +400,12 @@ def prefill_attention(
             q_starts[B] on belong to no request, and their part of the output is not written.
         lengths: int32 `[B]`, the request's tokens in the cache, the queries' own included; at most num_entries
             * 2**shift, which is not checked.
-        options: scale, window and soft-cap.
-        plan: the result of `prefill_plan` for the same rows, q_starts, lengths, window and shapes; it serves
-            all layers of a step, one after the other. If None, a plan is made here.
+        options: scale, window, soft-cap, chunk and sinks.
+        plan: the result of `prefill_plan` for the same rows, q_starts, lengths, window, chunk and shapes; it
+            serves all layers of a step, one after the other. If None, a plan is made here.
         out: `[T, H, Dv]` to write to; allocated in the dtype of q if None.
-        lse: float32 `[T, H]`, contiguous, to write the log-sum-exp of the scores to, in base 2; -inf where a
-            query sees no key. Not written if None.
+        lse: float32 `[T, H]`, contiguous, to write the log-sum-exp of the scores to, in base 2, the head's
+            sink included; -inf where a query sees no key and has no sink. Not written if None.
 
     Returns:
         `[T, H, Dv]`, `out`.
@@ -317,11 +423,12 @@ def prefill_attention(
             f"q_starts must be contiguous int32 [{rows.shape[0] + 1}], got {q_starts.dtype} "
             f"{tuple(q_starts.shape)}"
         )
-    window = options.window
-    if plan is not None and (plan.window, plan.num_requests) != (window, len(rows)):
+    window, chunk = options.window, options.chunk
+    if plan is not None and (plan.window, plan.chunk, plan.num_requests) != (window, chunk, len(rows)):
         raise ValueError(
-            f"the plan is for {plan.num_requests} requests with a window of {plan.window}, but the call has "
-            f"{len(rows)} requests with a window of {window}; make a plan for this call"
+            f"the plan is for {plan.num_requests} requests with a window of {plan.window} and chunks of "
+            f"{plan.chunk}, but the call has {len(rows)} requests with a window of {window} and chunks of "
+            f"{chunk}; make a plan for this call"
         )
     if out is None:
         out = q.new_empty((*q.shape[:2], kv.v.shape[2]))
@@ -334,20 +441,25 @@ def prefill_attention(
             num_tokens=q.shape[0],
             dtype=q.dtype,
             window=window,
+            chunk=chunk,
         )
     _prefill_attention(
         q,
         kv.k,
         kv.v,
         kv.index,
-        plan.tiles,
-        plan.taken,
+        plan.items,
+        plan.counters,
+        options.sink_logits,
         out,
         lse,
+        plan.num_shares,
+        plan.num_workers,
         *plan.launch,
         scale,
         kv.shift,
         window,
+        chunk,
         options.softcap,
     )
     return out

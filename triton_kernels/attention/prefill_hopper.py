@@ -12,13 +12,18 @@ the first, so the masked ones on the diagonal come first.
     computing (2)      scores j │ ─── output j+1 ───          │ scores j-1 │ ─── output j ───         (wgmma)
                                 │ ─── softmax j  ─── wait for │            │ ─── softmax j-1 ───
 
+A tile of K and the tile of V before it become empty together, since their scores and their part of the output
+are computed together.
+
 Programs take the next item from a counter, because items differ too much to assign them beforehand. The program
-that finishes last resets the counter, so one run at a time may use a plan.
+that finishes last resets the counter, so one run at a time may use a plan. The K/V heads are computed in
+sections, whose K and V stay in the L2 cache (`tuning.SECTION_BYTES`).
 
 It computes the same as the kernel of `prefill_attention.py`, which is easier to read. That file and `tuning.py`
 say on which devices, for which shapes and strides this kernel runs, and how large its tiles are.
 """
 
+import triton.language as tl
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -32,64 +37,31 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from lightkv.triton_kernels import tuning
 
-from .prefill_plan import TILE_FIELDS
+from .prefill_hopper_items import (
+    find_inner_slots,
+    find_slots,
+    item_at,
+    keys_of,
+    online_softmax,
+    pack_pairs,
+    piece_of,
+    row_pointers,
+    start_softmax,
+    thread_sums,
+    tile_of,
+    unpack_pairs,
+    write_part,
+    write_tile,
+)
 
-_TILE_FIELDS = gl.constexpr(TILE_FIELDS)
 _WARPS = gl.constexpr(4)  # of a warpgroup, which executes a wgmma together
-_COMPUTE_REGISTERS = gl.constexpr(200)  # per thread; three threads, one of each warpgroup, share 504
-_GATHER_REGISTERS = gl.constexpr(104)
-
-
-@gluon.constexpr_function
-def _row_pieces(num_rows, head_dim, num_swaps):
-    """Returns the layout of a wgmma's accumulator after `num_swaps` swaps of columns among the four threads of
-    a row. A thread has 2 neighbouring columns at first, 4 after one swap, 8 after two."""
-    columns = [[0, 1 << bit] for bit in range(int(head_dim).bit_length() - 1)]
-    lanes, registers = columns[1:3], [columns[0], *columns[3:]]
-    for swap in range(num_swaps):
-        lanes[swap], registers[1 + swap] = registers[1 + swap], lanes[swap]
-    lanes += [[1, 0], [2, 0], [4, 0]]
-    registers.append([8, 0])
-    return gl.DistributedLinearLayout(registers, lanes, [[16, 0], [32, 0]], [], [num_rows, head_dim])
-
-
-@gluon.jit
-def _tile_of(tiles, item, num_kv_heads):
-    """Returns an item's kv_head, row of the index, first row, rows of the request, first query, keys before
-    it."""
-    tile = tiles + item // num_kv_heads * _TILE_FIELDS
-    kv_head, row = (item % num_kv_heads).to(gl.int64), gl.load(tile + 1).to(gl.int64)
-    return kv_head, row, gl.load(tile + 2), gl.load(tile + 3), gl.load(tile + 4), gl.load(tile + 5)
-
-
-@gluon.jit
-def _keys_of(tile, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, GROUP: gl.constexpr, WINDOW: gl.constexpr):
-    """Returns the keys [begin, end) that the tile's queries see, and the key tiles [first, last] that hold
-    them."""
-    _kv_head, _row, first_row, num_rows, _q_begin, prefix = tile
-    begin = 0
-    if WINDOW > 0:
-        begin = gl.maximum(prefix + first_row // GROUP - WINDOW + 1, 0)
-    end = prefix + (gl.minimum(first_row + BLOCK_M, num_rows) - 1) // GROUP + 1
-    return begin, end, begin // BLOCK_N, gl.cdiv(gl.maximum(end, 0), BLOCK_N) - 1
-
-
-@gluon.jit
-def _find_slots(
-    index_row, key_tile, begin, end, BLOCK_N: gl.constexpr, SHIFT: gl.constexpr, layout: gl.constexpr
-):
-    """Returns the slots of a key tile; for a key outside [begin, end), the slot of the nearest key inside, so
-    that no free slot is read."""
-    positions = key_tile * BLOCK_N + gl.arange(0, BLOCK_N, layout)
-    positions = gl.minimum(gl.maximum(positions, begin), end - 1)
-    return gl.load(index_row + (positions >> SHIFT)) + (positions & ((1 << SHIFT) - 1))
+_REGISTERS = gl.constexpr(504)  # of three threads, one of each warpgroup
 
 
 @gluon.jit
 def _copy_rows(head, slots, stride, tile_smem, full, layout: gl.constexpr):
     """Starts the copy of one head's K or V at `slots`; the barrier `full` completes when it has arrived."""
-    dims = gl.arange(0, tile_smem.shape[1], gl.SliceLayout(0, layout))
-    pointers = (head + slots.to(gl.int64) * stride)[:, None] + dims[None, :]
+    pointers = row_pointers(head, slots, stride, layout, tile_smem.shape[1])
     async_copy.async_copy_global_to_shared(tile_smem, pointers)
     async_copy.mbarrier_arrive(full, increment_count=False)
 
@@ -123,17 +95,18 @@ def _copy_q(q, q_strides, tile, q_smem, q_full, GROUP: gl.constexpr, layout: gl.
 @gluon.jit
 def _gather(
     tensors,
-    num_items,
     num_kv_heads,
     strides,
     shared,
     GROUP: gl.constexpr,
     SHIFT: gl.constexpr,
     WINDOW: gl.constexpr,
+    CHUNK: gl.constexpr,
+    SHARES: gl.constexpr,
 ):
-    q, k_cache, v_cache, index, tiles, taken = tensors
+    q, k_cache, v_cache, index, items, counters = tensors
     q_strides, k_strides, v_strides, stride_index = strides
-    _item, q_smem, k_smem, v_smem, _item_full, q_full, _q_empty, k_full, k_empty, v_full, v_empty = shared
+    _item, q_smem, k_smem, v_smem, _item_full, q_full, _q_empty, k_full, v_full, empty = shared
     STAGES: gl.constexpr = k_smem.shape[0]
     BLOCK_N: gl.constexpr = k_smem.shape[1]
     D: gl.constexpr = k_smem.shape[2]
@@ -143,101 +116,48 @@ def _gather(
     keys: gl.constexpr = gl.SliceLayout(1, layout)
     count = 0  # key tiles so far, over all items
     turn = 0  # items so far
-    item = gl.program_id(0)
-    while item < num_items:
-        next_item = num_items
-        # A tile without a request is the end of the list.
-        if gl.load(tiles + item // num_kv_heads * _TILE_FIELDS) >= 0:
-            tile = _tile_of(tiles, item, num_kv_heads)
-            begin, end, first, last = _keys_of(tile, BLOCK_M, BLOCK_N, GROUP, WINDOW)
-            if end > 0:
-                index_row = index + tile[1] * stride_index
-                k_head = k_cache + tile[0] * k_strides[1]
-                v_head = v_cache + tile[0] * v_strides[1]
-                slots = _find_slots(index_row, last, begin, end, BLOCK_N, SHIFT, keys)
-                for j in range(last - first + 1):
-                    stage = count % STAGES
-                    phase = (count // STAGES & 1) ^ 1
-                    here = slots
-                    # The index is loaded a tile ahead, since the copy of K needs its values.
-                    slots = _find_slots(index_row, last - 1 - j, begin, end, BLOCK_N, SHIFT, keys)
-                    mbarrier.wait(k_empty.index(stage), phase)
-                    _copy_rows(k_head, here, k_strides[0], k_smem.index(stage), k_full.index(stage), layout)
-                    if j == 0:
-                        _pass_item(item, turn, shared)
-                        _copy_q(q, q_strides, tile, q_smem, q_full, GROUP, layout)
-                    mbarrier.wait(v_empty.index(stage), phase)
-                    _copy_rows(v_head, here, v_strides[0], v_smem.index(stage), v_full.index(stage), layout)
-                    count += 1
-            else:
-                _pass_item(item, turn, shared)
-                _copy_q(q, q_strides, tile, q_smem, q_full, GROUP, layout)
-            turn += 1
-            next_item = gl.num_programs(0) + gl.atomic_add(taken, 1, sem="relaxed")
-        item = next_item
+    order = gl.load(counters + 2), gl.load(counters + 3), num_kv_heads
+    item = item_at(gl.program_id(0), order)
+    while item >= 0:
+        tile = tile_of(items, item, num_kv_heads)
+        piece = piece_of(items, item, num_kv_heads, SHARES)
+        begin, end, first, last = keys_of(tile, piece, BLOCK_M, BLOCK_N, GROUP, WINDOW, CHUNK, SHARES)
+        if end > 0:
+            index_row = index + tile[1] * stride_index
+            k_head = k_cache + tile[0] * k_strides[1]
+            v_head = v_cache + tile[0] * v_strides[1]
+            slots = find_slots(index_row, last, begin, end, BLOCK_N, SHIFT, keys)
+            for j in range(last - first + 1):
+                stage = count % STAGES
+                here = slots
+                # The index is loaded a tile ahead, since the copy of K needs its values.
+                if WINDOW > 0 or CHUNK > 0:
+                    slots = find_slots(index_row, last - 1 - j, begin, end, BLOCK_N, SHIFT, keys)
+                else:
+                    slots = find_inner_slots(index_row, last - 1 - j, j < last - first, BLOCK_N, SHIFT, keys)
+                mbarrier.wait(empty.index(stage), (count // STAGES & 1) ^ 1)
+                _copy_rows(k_head, here, k_strides[0], k_smem.index(stage), k_full.index(stage), layout)
+                if j == 0:
+                    _pass_item(item, turn, shared)
+                    _copy_q(q, q_strides, tile, q_smem, q_full, GROUP, layout)
+                # V of the tile that was here goes with K of the tile after that.
+                mbarrier.wait(empty.index((count + 1) % STAGES), ((count + 1) // STAGES & 1) ^ 1)
+                _copy_rows(v_head, here, v_strides[0], v_smem.index(stage), v_full.index(stage), layout)
+                count += 1
+        else:
+            _pass_item(item, turn, shared)
+            _copy_q(q, q_strides, tile, q_smem, q_full, GROUP, layout)
+        turn += 1
+        item = -1
+        if SHARES:
+            item = piece[3]
+        if item < 0:
+            place = gl.num_programs(0) + gl.atomic_add(counters, 1, sem="relaxed")
+            item = item_at(place, order)
     _pass_item(-1, turn, shared)
-    if gl.atomic_add(taken + 1, 1) == gl.num_programs(0) - 1:
-        gl.store(taken, 0)
-        gl.store(taken + 1, 0)
-
-
-@gluon.jit
-def _softmax(
-    s,
-    peak,
-    total,
-    first_key,
-    positions,
-    scales,
-    WINDOW: gl.constexpr,
-    SOFTCAP: gl.constexpr,
-    MASKED: gl.constexpr,
-):
-    """Returns the weights of a tile's scores and the factor by which earlier sums decay; as in
-    `attend_keys`."""
-    layout: gl.constexpr = s.type.layout
-    BLOCK_N: gl.constexpr = s.shape[1]
-    score_scale, cap_scale = scales
-    if SOFTCAP:
-        s = 2.0 / (1.0 + gl.exp(-s * cap_scale)) - 1.0  # tanh
-    if MASKED:
-        keys = first_key + gl.arange(0, BLOCK_N, gl.SliceLayout(0, layout))
-        visible = keys[None, :] <= positions[:, None]
-        if WINDOW > 0:
-            visible = visible & (keys[None, :] > positions[:, None] - WINDOW)
-        s = gl.where(visible, s, float("-inf"))
-    new_peak = gl.maximum(peak, gl.max(s, 1) * score_scale)
-    weights = gl.exp2(s * score_scale - new_peak[:, None])
-    decay = gl.exp2(peak - new_peak)
-    total = total * decay + gl.sum(weights, 1)
-    return weights, decay, new_peak, total
-
-
-@gluon.jit
-def _write(acc, peak, total, out, lse, num_heads, out_strides, tile, HALF: gl.constexpr, GROUP: gl.constexpr):
-    """Normalises a warpgroup's rows and writes those that belong to the request."""
-    ROWS: gl.constexpr = acc.shape[0]
-    D: gl.constexpr = acc.shape[1]
-    acc_row: gl.constexpr = gl.SliceLayout(1, acc.type.layout)
-    # Each swap is a shuffle. Both at once would go through shared memory, which is full.
-    swapped: gl.constexpr = _row_pieces(ROWS, D, 1)
-    layout: gl.constexpr = _row_pieces(ROWS, D, 2)
-    kv_head, _row, first_row, num_rows, q_begin, _prefix = tile
-    total = gl.convert_layout(total, acc_row)
-    acc = acc * (1.0 / gl.where(total > 0.0, total, 1.0))[:, None]
-    values = gl.convert_layout(gl.convert_layout(acc.to(out.dtype.element_ty), swapped), layout)
-    rows = first_row + HALF * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, layout))
-    tokens = (q_begin + rows // GROUP).to(gl.int64)
-    heads = kv_head * GROUP + rows % GROUP
-    dims = gl.arange(0, D, gl.SliceLayout(0, layout))
-    pointers = out + (tokens * out_strides[0] + heads * out_strides[1])[:, None] + dims[None, :]
-    gl.store(pointers, values, mask=(rows < num_rows)[:, None])
-    if lse is not None:
-        rows = first_row + HALF * ROWS + gl.arange(0, ROWS, acc_row)
-        tokens = (q_begin + rows // GROUP).to(gl.int64)
-        heads = kv_head * GROUP + rows % GROUP
-        values = gl.convert_layout(peak, acc_row) + gl.log2(total)
-        gl.store(lse + tokens * num_heads + heads, values, mask=rows < num_rows)
+    if gl.atomic_add(counters + 1, 1) == gl.num_programs(0) - 1:
+        gl.store(counters, 0)
+        gl.store(counters + 1, 0)
 
 
 @gluon.jit
@@ -260,10 +180,12 @@ def _compute(
     HALF: gl.constexpr,
     GROUP: gl.constexpr,
     WINDOW: gl.constexpr,
+    CHUNK: gl.constexpr,
     SOFTCAP: gl.constexpr,
+    SHARES: gl.constexpr,
 ):
-    tiles, out, lse = tensors
-    item_smem, q_smem, k_smem, v_smem, item_full, q_full, q_empty, k_full, k_empty, v_full, v_empty = shared
+    items, out, lse, partials, sink_logits = tensors
+    item_smem, q_smem, k_smem, v_smem, item_full, q_full, q_empty, k_full, v_full, empty = shared
     STAGES: gl.constexpr = k_smem.shape[0]
     BLOCK_N: gl.constexpr = k_smem.shape[1]
     D: gl.constexpr = k_smem.shape[2]
@@ -281,15 +203,19 @@ def _compute(
     mbarrier.wait(item_full, 0)
     item = gl.max(item_smem.load(one), 0)
     while item >= 0:
-        tile = _tile_of(tiles, item, num_kv_heads)
-        _begin, end, first, last = _keys_of(tile, 2 * ROWS, BLOCK_N, GROUP, WINDOW)
-        # The peak starts at a finite number, not at -inf: weights of a row whose keys are all masked are 0, not
-        # NaN.
-        peak = gl.full([ROWS], -1.0e30, gl.float32, row)
-        total = gl.full([ROWS], 0.0, gl.float32, row)
+        tile = tile_of(items, item, num_kv_heads)
+        piece = piece_of(items, item, num_kv_heads, SHARES)
+        _begin, end, first, last = keys_of(tile, piece, 2 * ROWS, BLOCK_N, GROUP, WINDOW, CHUNK, SHARES)
+        computes = end > 0
+        if SHARES:  # few rows are the rule then
+            computes = computes & (tile[2] + HALF * ROWS < tile[3])
+        joins = True
+        if SHARES and sink_logits is not None:  # of a tile's parts, its first is joined by the sinks
+            joins = piece[0] <= keys_of(tile, piece, 2 * ROWS, BLOCK_N, GROUP, WINDOW, CHUNK, False)[0]
+        peak, total = start_softmax(sink_logits, joins, tile, HALF, GROUP, ROWS, row)
         acc = gl.zeros([ROWS, D], gl.float32, acc_layout)
         mbarrier.wait(q_full, turn & 1)
-        if end > 0:
+        if computes:
             first_row, prefix = tile[2] + HALF * ROWS, tile[5]
             positions = prefix + (first_row + gl.arange(0, ROWS, row)) // GROUP
             # Every row sees all keys of the tiles before `full`. A window is short, and all of its tiles are
@@ -297,16 +223,28 @@ def _compute(
             full = first
             if WINDOW == 0:
                 full = gl.minimum(gl.maximum(prefix + first_row // GROUP + 1, 0) // BLOCK_N, last)
+            if SHARES:
+                full = gl.maximum(full, first)
+            if CHUNK > 0:
+                # Unless the last row's chunk begins where the key tiles do, all of them are masked. Such tiles
+                # of two chunks are few, if a chunk is much longer than the tile's queries.
+                last_position = prefix + (gl.minimum(first_row + ROWS, tile[3]) - 1) // GROUP
+                one_chunk = gl.maximum(last_position, 0) // CHUNK * CHUNK <= first * BLOCK_N
+                full = gl.where(one_chunk, full, first)
             stage = count % STAGES
             mbarrier.wait(k_full.index(stage), count // STAGES & 1)
             s = _begin_scores(k_smem.index(stage), q_half, layout)
             s = warpgroup_mma_wait(0, deps=[s])
-            mbarrier.arrive(k_empty.index(stage))
-            weights, _decay, peak, total = _softmax(
-                s, peak, total, last * BLOCK_N, positions, scales, WINDOW, SOFTCAP, True
+            weights, decay, peak = online_softmax(
+                s, peak, last * BLOCK_N, positions, scales, WINDOW, CHUNK, SOFTCAP, True
             )
-            p = gl.convert_layout(weights.to(dtype), p_layout)
+            sums = thread_sums(weights)  # of each of the four threads of a row
+            sums_row: gl.constexpr = gl.SliceLayout(1, sums.type.layout)
+            if sink_logits is not None:
+                sums += gl.convert_layout(total * decay * 0.25, sums_row)[:, None]
             mbarrier.wait(v_full.index(stage), count // STAGES & 1)
+            mbarrier.arrive(empty.index(stage))
+            pairs = pack_pairs(weights, dtype)
             count += 1
             for FULL in gl.static_range(2 if WINDOW == 0 else 1):
                 num_steps = full - first if FULL else last - full
@@ -317,47 +255,64 @@ def _compute(
                     stage = count % STAGES
                     mbarrier.wait(k_full.index(stage), count // STAGES & 1)
                     s = _begin_scores(k_smem.index(stage), q_half, layout)
+                    p = unpack_pairs(pairs, dtype, p_layout)
                     acc = warpgroup_mma(p, v_smem.index(before), acc, is_async=True)
                     s = warpgroup_mma_wait(1, deps=[s])
-                    mbarrier.arrive(k_empty.index(stage))
                     first_key = ((full if FULL else last) - 1 - j) * BLOCK_N
-                    weights, decay, peak, total = _softmax(
-                        s, peak, total, first_key, positions, scales, WINDOW, SOFTCAP, FULL == 0
+                    weights, decay, peak = online_softmax(
+                        s, peak, first_key, positions, scales, WINDOW, CHUNK, SOFTCAP, FULL == 0
                     )
+                    sums = sums * gl.convert_layout(decay, sums_row)[:, None] + thread_sums(weights)
                     # This wait also ends a basic block; without it ptxas moves the next wait above the softmax.
                     mbarrier.wait(v_full.index(stage), count // STAGES & 1)
                     acc, _p = warpgroup_mma_wait(0, deps=[acc, p])  # wgmma reads p until then
-                    mbarrier.arrive(v_empty.index(before))
-                    p = gl.convert_layout(weights.to(dtype), p_layout)
+                    mbarrier.arrive(empty.index(stage))
+                    pairs = pack_pairs(weights, dtype)
                     acc = acc * gl.convert_layout(decay, acc_row)[:, None]
                     count += 1
             mbarrier.arrive(q_empty)
             fence_async_shared()
+            p = unpack_pairs(pairs, dtype, p_layout)
             acc = warpgroup_mma(p, v_smem.index(stage), acc, is_async=True)
             acc = warpgroup_mma_wait(0, deps=[acc])
-            mbarrier.arrive(v_empty.index(stage))
+            total = gl.convert_layout(gl.sum(sums, 1), row)
         else:
             mbarrier.arrive(q_empty)
-        _write(acc, peak, total, out, lse, num_kv_heads * GROUP, out_strides, tile, HALF, GROUP)
+            if SHARES:  # a half without rows reads no keys
+                for _j in range(last - first + 1):
+                    stage = count % STAGES
+                    mbarrier.wait(k_full.index(stage), count // STAGES & 1)
+                    mbarrier.wait(v_full.index(stage), count // STAGES & 1)
+                    mbarrier.arrive(empty.index(stage))
+                    count += 1
+        if SHARES:
+            if piece[2] >= 0:
+                write_part(acc, peak, total, partials, piece[2], num_kv_heads, tile, HALF)
+            else:
+                write_tile(acc, peak, total, out, lse, num_kv_heads * GROUP, out_strides, tile, HALF, GROUP)
+        else:
+            write_tile(acc, peak, total, out, lse, num_kv_heads * GROUP, out_strides, tile, HALF, GROUP)
         turn += 1
         mbarrier.wait(item_full, turn & 1)
         item = gl.max(item_smem.load(one), 0)
 
 
 @gluon.jit(
-    do_not_specialize=["num_items", "num_kv_heads", "stride_index"],
-    do_not_specialize_on_alignment=["index", "tiles", "taken", "lse"],
+    do_not_specialize=["num_kv_heads", "stride_index"],
+    do_not_specialize_on_alignment=["index", "items", "counters", "lse", "sink_logits"],
 )
 def _hopper_kernel(
     q,
     k_cache,
     v_cache,
     index,
-    tiles,  # [capacity, 8]
-    taken,  # [2]: items taken from the list, finished programs
+    items,  # [capacity, 12]
+    counters,  # [4]: items taken, programs finished, items to begin at, heads of a section
+    sink_logits,  # [H] float32; or None
     out,
     lse,  # [T, H] float32, base 2; or None
-    num_items,
+    partial_out,  # [parts, num_kv_heads, BLOCK_M, D] float32; None if no tile is ever cut
+    partial_lse,  # [parts, num_kv_heads, BLOCK_M] float32, base 2
     num_kv_heads,
     score_scale,
     cap_scale,
@@ -377,8 +332,13 @@ def _hopper_kernel(
     STAGES: gl.constexpr,
     SHIFT: gl.constexpr,
     WINDOW: gl.constexpr,
+    CHUNK: gl.constexpr,
     SOFTCAP: gl.constexpr,
+    SHARES: gl.constexpr,
 ):
+    if SHARES:
+        tl.extra.cuda.gdc_launch_dependents()  # of the combining kernel
+    COMPUTE_REGISTERS: gl.constexpr = 208 if D > 128 else 200
     dtype: gl.constexpr = q.dtype.element_ty
     tile_layout: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
     barrier: gl.constexpr = mbarrier.MBarrierLayout()
@@ -390,34 +350,66 @@ def _hopper_kernel(
     q_full = gl.allocate_shared_memory(gl.int64, [1], barrier)
     q_empty = gl.allocate_shared_memory(gl.int64, [1], barrier)
     k_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], barrier)
-    k_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], barrier)
     v_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], barrier)
-    v_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], barrier)
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], barrier)
     # Every gathering thread arrives when its copies have completed; each computing warpgroup arrives once.
     mbarrier.init(item_full, count=1)
     mbarrier.init(q_full, count=32 * _WARPS)
     mbarrier.init(q_empty, count=2)
     for stage in gl.static_range(STAGES):
         mbarrier.init(k_full.index(stage), count=32 * _WARPS)
-        mbarrier.init(k_empty.index(stage), count=2)
         mbarrier.init(v_full.index(stage), count=32 * _WARPS)
-        mbarrier.init(v_empty.index(stage), count=2)
+        mbarrier.init(empty.index(stage), count=2)
     fence_async_shared()
-    shared = (
-        item_smem, q_smem, k_smem, v_smem, item_full, q_full, q_empty, k_full, k_empty, v_full, v_empty
-    )  # fmt: skip
-    outputs, inputs = (tiles, out, lse), (q, k_cache, v_cache, index, tiles, taken)
+    shared = (item_smem, q_smem, k_smem, v_smem, item_full, q_full, q_empty, k_full, v_full, empty)
+    outputs, inputs = (
+        (items, out, lse, (partial_out, partial_lse), sink_logits),
+        (q, k_cache, v_cache, index, items, counters),
+    )
     scales, out_strides = (score_scale, cap_scale), (stride_out_t, stride_out_h)
     k_strides, v_strides = (stride_k_slot, stride_k_h), (stride_v_slot, stride_v_h)
     strides = ((stride_q_t, stride_q_h), k_strides, v_strides, stride_index)
     gl.warp_specialize(
         [
-            (_compute, (outputs, num_kv_heads, scales, out_strides, shared, 0, GROUP, WINDOW, SOFTCAP)),
-            (_compute, (outputs, num_kv_heads, scales, out_strides, shared, 1, GROUP, WINDOW, SOFTCAP)),
-            (_gather, (inputs, num_items, num_kv_heads, strides, shared, GROUP, SHIFT, WINDOW)),
+            (
+                _compute,
+                (
+                    outputs,
+                    num_kv_heads,
+                    scales,
+                    out_strides,
+                    shared,
+                    0,
+                    GROUP,
+                    WINDOW,
+                    CHUNK,
+                    SOFTCAP,
+                    SHARES,
+                ),
+            ),
+            (
+                _compute,
+                (
+                    outputs,
+                    num_kv_heads,
+                    scales,
+                    out_strides,
+                    shared,
+                    1,
+                    GROUP,
+                    WINDOW,
+                    CHUNK,
+                    SOFTCAP,
+                    SHARES,
+                ),
+            ),
+            (
+                _gather,
+                (inputs, num_kv_heads, strides, shared, GROUP, SHIFT, WINDOW, CHUNK, SHARES),
+            ),
         ],
         [_WARPS, _WARPS],
-        [_COMPUTE_REGISTERS, _GATHER_REGISTERS],
+        [COMPUTE_REGISTERS, _REGISTERS - 2 * COMPUTE_REGISTERS],
     )
 
 
@@ -426,19 +418,25 @@ def launch_hopper_prefill(
     k_cache: Tensor,
     v_cache: Tensor,
     index: Tensor,
-    tiles: Tensor,
-    taken: Tensor,
+    items: Tensor,
+    counters: Tensor,
+    sink_logits: Tensor | None,
     out: Tensor,
     lse: Tensor | None,
+    partial_out: Tensor | None,
+    partial_lse: Tensor | None,
     launch: tuning.Launch,
     *,
+    num_shares: int,
     score_scale: float,
     cap_scale: float,
     shift: int,
     window: int,
+    chunk: int,
     softcap: bool,
 ) -> None:
-    """Computes the tiles of a plan, whose height has to be that of `launch` (`tuning.hopper_prefill_launch`).
+    """Computes the items of a plan, whose tiles have to be as high as `launch` says
+    (`tuning.hopper_prefill_launch`).
 
     The tensors are as in `prefill_attention`, with q and the caches of one 16-bit type. The strides of q, the
     caches and out, except the last ones, and their addresses in bytes have to be multiples of 16. Nothing is
@@ -446,18 +444,19 @@ def launch_hopper_prefill(
     """
     num_heads, head_dim = q.shape[1:]
     num_kv_heads = k_cache.shape[1]
-    num_items = num_kv_heads * tiles.shape[0]
-    num_programs = min(num_items, tuning.device_class(q.device).num_multiprocessors)
+    num_programs = min(num_kv_heads * num_shares, tuning.device_class(q.device).num_multiprocessors)
     _hopper_kernel[(num_programs,)](
         q,
         k_cache,
         v_cache,
         index,
-        tiles,
-        taken,
+        items,
+        counters,
+        sink_logits,
         out,
         lse,
-        num_items,
+        partial_out,
+        partial_lse,
         num_kv_heads,
         score_scale,
         cap_scale,
@@ -473,6 +472,8 @@ def launch_hopper_prefill(
         STAGES=launch.num_stages,
         SHIFT=shift,
         WINDOW=window,
+        CHUNK=chunk,
         SOFTCAP=softcap,
+        SHARES=partial_out is not None,
         num_warps=4,  # of the first warpgroup
     )

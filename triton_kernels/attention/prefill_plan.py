@@ -1,4 +1,4 @@
-"""The work list of a prefill step: which rows of which request's queries each program computes.
+"""The work list of a prefill step: the rows of a request's queries, and the keys, that each program computes.
 
 It is computed on the device once a step for all layers, from lengths that only the device has. The capacity of
 the list follows from shapes alone, so a captured step stays right when lengths change.
@@ -8,11 +8,26 @@ A request's rows (its queries times the query heads that share a K/V head) are c
     rows     ├─ q_len * GROUP of request 0 ─┼─ of request 1 ─┼ …
     tiles    ├── BLOCK_M ──┼── BLOCK_M ──┼──┼── BLOCK_M ──┼──┼ …       the last one of a request may be short
 
-The list has the tiles of all requests in descending order of their keys, so that no long tile starts last.
-Nothing is sorted: the tiles of one request are in order already, so the number of its tiles that precede a
-given tile is a division.
+The tiles of all requests are put into descending order of their keys, so that no long tile starts last. Nothing
+is sorted: the tiles of one request are in order already, so the number of its tiles that precede a given tile
+is a division.
+
+As a rule each tile is an item of the list, which a program computes alone. Where that would keep the device
+busy for longer than necessary, as with a few queries after many keys, the keys of all tiles are laid side by
+side and cut into equal shares, one for each worker:
+
+    tiles    ├────────────── 0 ──────────────┼───────────── 1 ────────────┼───── 2 ────┤
+    workers  ├─────── 0 ──────┼─────── 1 ──────┼─────── 2 ──────┼─────── 3 ──────┤          (shares)
+    items    ├─────── 0 ──────┼────── 1 ─────┼c1┼────── 2 ──────┼─── 3 ───┼─ c2 ─┤ …
+
+An item is then a piece of a tile. Item w is the first of share w, and names the next one of its share: a tile
+that begins inside a share is first continued there, by the item `num_shares` + tile (c1 and c2 above). Each
+piece of a tile that is cut writes a part, a partial output: item w part w, and a tile's first piece, if it
+begins inside share w, part num_workers + w. `prefill_combine.py` combines them. So there are at most two parts
+for each worker.
 """
 
+from itertools import pairwise
 from typing import NamedTuple
 
 import torch
@@ -22,41 +37,55 @@ from torch import Tensor
 
 from lightkv.triton_kernels import tuning
 
-from .attend_keys import check_requests
+from .attend_keys import check_mask, check_requests, first_key
 from .paged_kv import HeadShape
 
-TILE_FIELDS = (
-    8  # request, row, first of its rows, rows of the request, first query, keys before it, unused, unused
-)
-_TILE_FIELDS = tl.constexpr(TILE_FIELDS)
+# 0 to 5: request, row, first of its rows, rows of the request, first query, keys before it
+# 6 to 9: first key, end of the keys, part (-1: the whole tile), next item of the share (-1: none)
+# 10 and 11, of a tile's second piece: parts of the tile, the first of them; the others begin at the item
+ITEM_FIELDS = 12
+_ITEM_FIELDS = tl.constexpr(ITEM_FIELDS)
+ALL_KEYS = 2**31 - 1  # the end of the keys of an item that is a whole tile
+_ALL_KEYS = tl.constexpr(ALL_KEYS)
 
 
 class PrefillPlan(NamedTuple):
     """The work list of a prefill step.
 
-    `tiles`: int32 `[capacity, 8]`: request (-1 after the last tile), row of the index, the tile's first row
+    `items`: int32 `[capacity, 12]`: request (-1 for an unused item), row of the index, the tile's first row
     among the request's rows, the number of the request's rows, its first query, its number of keys before that
-    query (negative if it has more queries than keys).
-    `taken`: int32 `[2]`, zeros: `prefill_hopper` counts there the tiles that its programs have taken, and
-    resets it to zeros, so one run at a time may use a plan.
-    `launch`, `window`, `num_requests`: what the tiles were made for.
+    query (negative if it has more queries than keys); first key and end of the keys that the item is limited
+    to, its part (-1 if it is a whole tile), the next item of its share (-1 if there is none); and, in the
+    second piece of a tile, the number of the tile's parts and the first of them (-1 in other items).
+    `num_shares`: programs begin at the first `num_shares` items; all others follow one of these.
+    `num_workers`: shares for each K/V head that keys are cut into; there are at most 2 * num_workers parts. 0
+    if tiles are never cut.
+    `counters`: int32 `[4]`: two zeros, where `prefill_hopper` counts the items that its programs have taken and
+    the programs that have finished, and which it resets, so one run at a time may use a plan; the number of
+    items that programs begin at; and the K/V heads of a section (`tuning.SECTION_BYTES`).
+    `launch`, `window`, `num_requests`, `chunk`: what the plan was made for.
     """
 
-    tiles: Tensor
-    taken: Tensor
+    items: Tensor
+    num_shares: int
+    num_workers: int
+    counters: Tensor
     launch: tuning.Launch
     window: int
     num_requests: int
+    chunk: int = 0
 
 
-@triton.jit(do_not_specialize=["num_requests"])
+@triton.jit(do_not_specialize=["num_requests", "section_keys", "num_kv_heads"])
 def _plan_kernel(
     rows,  # [B]
     q_starts,  # [B + 1]
     lengths,  # [B]
-    tiles,  # [capacity, 8], filled with -1
-    taken,  # [2]
+    tiles,  # [capacity, 12], filled with -1
+    counters,  # [4]
     num_requests,
+    section_keys,
+    num_kv_heads,
     GROUP: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_T: tl.constexpr,
@@ -65,7 +94,19 @@ def _plan_kernel(
 ):
     request = tl.program_id(0)
     if (request == 0) & (tl.program_id(1) == 0):
-        tl.store(taken + tl.arange(0, 2), 0)
+        all_tiles = 0
+        all_keys = 1  # not 0, which would divide
+        for first in range(0, num_requests, BLOCK_B):
+            other = first + tl.arange(0, BLOCK_B)  # [BLOCK_B]
+            is_other = other < num_requests
+            begin = tl.load(q_starts + other, mask=is_other, other=0)
+            num_queries = tl.load(q_starts + other + 1, mask=is_other, other=0) - begin
+            before = tl.load(lengths + other, mask=is_other, other=0) - num_queries
+            all_tiles += tl.sum(tl.cdiv(num_queries * GROUP, BLOCK_M), 0)
+            all_keys += tl.sum(num_queries + tl.minimum(tl.maximum(before, 0), MOST_KEYS), 0)
+        tl.store(counters + tl.arange(0, 2), 0)
+        tl.store(counters + 2, all_tiles)
+        tl.store(counters + 3, tl.minimum(tl.maximum(section_keys // all_keys, 1), num_kv_heads))
     row = tl.load(rows + request).to(tl.int32)
     q_begin = tl.load(q_starts + request)
     q_len = tl.load(q_starts + request + 1) - q_begin
@@ -92,56 +133,196 @@ def _plan_kernel(
             preceding = tl.where(least < 0, other_tiles[None, :], preceding)
             place += tl.sum(tl.where(is_other[None, :], preceding, 0), 1)
         is_tile = tile < num_tiles
-        fields = tiles + place * _TILE_FIELDS
+        fields = tiles + place * _ITEM_FIELDS
         tl.store(fields, request, mask=is_tile)
         tl.store(fields + 1, row, mask=is_tile)
         tl.store(fields + 2, tile * BLOCK_M, mask=is_tile)
         tl.store(fields + 3, q_len * GROUP, mask=is_tile)
         tl.store(fields + 4, q_begin, mask=is_tile)
         tl.store(fields + 5, prefix, mask=is_tile)
+        tl.store(fields + 6, 0, mask=is_tile)
+        tl.store(fields + 7, _ALL_KEYS, mask=is_tile)
 
 
-@torch.library.custom_op("lightkv::prefill_plan", mutates_args=("tiles", "taken"))
+@triton.jit
+def _load_units(
+    tiles,
+    tile,
+    capacity,
+    GROUP: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    UNIT: tl.constexpr,
+    WINDOW: tl.constexpr,
+    CHUNK: tl.constexpr,
+):
+    """Returns the first unit of keys that each tile's queries see, and how many they see; 0 for no tile, and at
+    least 1 for a tile, whose output has to be written."""
+    fields = tiles + tile * _ITEM_FIELDS
+    is_tile = tl.load(fields, mask=tile < capacity, other=-1) >= 0
+    first_row = tl.load(fields + 2, mask=is_tile, other=0)
+    num_rows = tl.load(fields + 3, mask=is_tile, other=0)
+    prefix = tl.load(fields + 5, mask=is_tile, other=0)
+    last_row = tl.minimum(first_row + BLOCK_M, num_rows) - 1
+    end = tl.maximum(prefix + last_row // GROUP + 1, 0)
+    begin = first_key(prefix + first_row // GROUP, WINDOW, CHUNK)
+    units = tl.maximum(tl.cdiv(end, UNIT) - begin // UNIT, 1)
+    return begin // UNIT, tl.where(is_tile, units, 0)
+
+
+@triton.jit(
+    do_not_specialize=[
+        "capacity", "num_shares", "num_workers", "num_programs", "num_kv_heads", "least_units", "least_gain"
+    ],
+    do_not_specialize_on_alignment=["tiles", "items", "counters"],
+)  # fmt: skip
+def _share_kernel(
+    tiles,  # [capacity, 12]
+    items,  # [num_shares + capacity, 12], filled with -1
+    counters,  # [4]
+    capacity,
+    num_shares,
+    num_workers,
+    num_programs,
+    num_kv_heads,
+    least_units,
+    least_gain,
+    GROUP: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    UNIT: tl.constexpr,
+    WINDOW: tl.constexpr,
+    CHUNK: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+):
+    # How long the device is busy with whole tiles, in units. Programs take them in descending order, so one
+    # begins when all programs have equal shares of those before it, or when as many turns are over as tiles of
+    # full turns precede it, whichever is earlier.
+    total = 0
+    turns_end = 0
+    whole = 0
+    for start in range(0, capacity, BLOCK_T):
+        tile = start + tl.arange(0, BLOCK_T)  # [BLOCK_T]
+        _first_unit, units = _load_units(tiles, tile, capacity, GROUP, BLOCK_M, UNIT, WINDOW, CHUNK)
+        preceding = (total + tl.cumsum(units, 0) - units).to(tl.int64) * num_kv_heads // num_programs
+        first_turn = tl.cdiv(tile * num_kv_heads, num_programs)
+        turns = tl.cdiv((tile + 1) * num_kv_heads, num_programs) - first_turn
+        end = tl.minimum(preceding.to(tl.int32) + units, turns_end + tl.cumsum(turns * units, 0))
+        whole = tl.maximum(whole, tl.max(tl.where(units > 0, end, 0), 0))
+        turns_end += tl.sum(turns * units, 0)
+        total += tl.sum(units, 0)
+
+    share = tl.maximum(tl.cdiv(total, num_workers), least_units)
+    shared = share * tl.cdiv(num_workers * num_kv_heads, num_programs)
+    is_cut = whole - shared >= least_gain + shared // 16
+    if is_cut:
+        tl.store(counters + 2, tl.cdiv(total, share))
+    before = 0
+    for start in range(0, capacity, BLOCK_T):
+        tile = start + tl.arange(0, BLOCK_T)
+        first_unit, units = _load_units(tiles, tile, capacity, GROUP, BLOCK_M, UNIT, WINDOW, CHUNK)
+        end = before + tl.cumsum(units, 0)  # in units, of the tile among all tiles
+        begin = end - units
+        before += tl.sum(units, 0)
+        first_worker = begin // share
+        begins_inside = begin % share != 0  # a share
+        num_pieces = tl.where(units > 0, tl.where(is_cut, (end - 1) // share - first_worker + 1, 1), 0)
+        source = tiles + tile * _ITEM_FIELDS
+        for piece in range(tl.max(num_pieces, 0)):
+            is_piece = piece < num_pieces
+            worker = first_worker + piece
+            opens_share = (piece > 0) | ~begins_inside
+            item = tl.where(is_cut, tl.where(opens_share, worker, num_shares + tile), tile)
+            fields = items + item * _ITEM_FIELDS
+            for field in tl.static_range(6):
+                tl.store(fields + field, tl.load(source + field, mask=is_piece), mask=is_piece)
+            is_part = is_piece & (num_pieces > 1)
+            is_last = piece == num_pieces - 1
+            first_key = (first_unit + tl.maximum(worker * share - begin, 0)) * UNIT
+            end_key = (first_unit + (worker + 1) * share - begin) * UNIT
+            tl.store(fields + 6, tl.where(is_part, first_key, 0), mask=is_piece)
+            tl.store(fields + 7, tl.where(is_last, _ALL_KEYS, end_key), mask=is_piece)
+            tl.store(fields + 8, tl.where(opens_share, worker, num_workers + worker), mask=is_part)
+            goes_on = is_cut & is_last & (end % share != 0) & (end < total)  # the share, with the next tile
+            tl.store(fields + 9, num_shares + tile + 1, mask=is_piece & goes_on)
+            is_second = is_part & (piece == 1)
+            tl.store(fields + 10, num_pieces, mask=is_second)
+            first_part = tl.where(begins_inside, num_workers + first_worker, first_worker)
+            tl.store(fields + 11, first_part, mask=is_second)
+
+
+@torch.library.custom_op("lightkv::prefill_plan", mutates_args=("numbers", "counters"))
 def _prefill_plan(
     rows: Tensor,
     q_starts: Tensor,
     lengths: Tensor,
-    tiles: Tensor,
-    taken: Tensor,
+    numbers: Tensor,
+    counters: Tensor,
+    capacity: int,
+    section_keys: int,
+    num_kv_heads: int,
     group: int,
     block_m: int,
-    most_keys: int,
+    window: int,
+    chunk: int,
+    num_workers: int,
+    num_programs: int,
+    unit: int,
+    least_units: int,
+    least_gain: int,
 ) -> None:
     num_requests = rows.shape[0]
-    tiles.fill_(-1)
+    numbers.fill_(-1)
     if num_requests == 0:
-        taken.zero_()
+        counters.zero_()
         return
     block_t, block_b = 16, min(128, tuning.block_for(num_requests))
     # Long requests have many tiles, so several programs share one request; but then the requests are few.
-    programs = min(64, triton.cdiv(tiles.shape[0], block_t * num_requests))
+    programs = min(64, triton.cdiv(capacity, block_t * num_requests))
+    items, tiles = numbers[:-capacity], numbers[-capacity:]
     _plan_kernel[(num_requests, programs)](
         rows,
         q_starts,
         lengths,
         tiles,
-        taken,
+        counters,
         num_requests,
+        section_keys,
+        num_kv_heads,
         GROUP=group,
         BLOCK_M=block_m,
         BLOCK_T=block_t,
         BLOCK_B=block_b,
-        MOST_KEYS=most_keys,
+        MOST_KEYS=_most_keys(window, chunk, block_m, group),
         num_warps=4,
     )
+    if num_workers:
+        _share_kernel[(1,)](
+            tiles,
+            items,
+            counters,
+            capacity,
+            len(items) - capacity,
+            num_workers,
+            num_programs,
+            num_kv_heads,
+            least_units,
+            least_gain,
+            GROUP=group,
+            BLOCK_M=block_m,
+            UNIT=unit,
+            WINDOW=window,
+            CHUNK=chunk,
+            BLOCK_T=min(1024, tuning.block_for(capacity)),
+            num_warps=4,
+        )
 
 
 _prefill_plan.register_fake(lambda *_: None)  # the outputs are arguments
 
 
-def _most_keys(window: int, block_m: int, group: int) -> int:
-    """Returns an upper bound on the keys that a tile's queries see together."""
-    return window + triton.cdiv(block_m, group) if window else 2**31 - 1
+def _most_keys(window: int, chunk: int, block_m: int, group: int) -> int:
+    """Returns an upper bound on the keys that a tile's queries see together. Tiles with more keys before them
+    count as many, which orders those of chunks roughly: their keys depend on their place in the chunk."""
+    return (window or chunk) + triton.cdiv(block_m, group) if window or chunk else 2**31 - 1
 
 
 def prefill_plan(
@@ -153,26 +334,32 @@ def prefill_plan(
     num_tokens: int,
     dtype: torch.dtype,
     window: int = 0,
+    chunk: int = 0,
     launch: tuning.Launch | None = None,
+    shares: tuning.PrefillShares | None = None,
 ) -> PrefillPlan:
-    """Makes the work list of a prefill step, which serves all layers with these heads and this window.
+    """Makes the work list of a prefill step, which serves all layers with these heads and this window or these
+    chunks.
 
     Args:
         rows, q_starts, lengths: as in `prefill_attention`; read on the device.
         heads: of the layers.
         num_tokens: T of q.
         dtype: of q.
-        window: of each query, in keys; 0 for all keys.
+        window, chunk: as in `AttentionOptions`.
         launch: tile sizes and launch options; those of `tuning.prefill_launch` if None.
+        shares: how keys are shared out where tiles are few; `tuning.prefill_shares` if None, and
+            `tuning.NO_SHARES` for never.
 
     Raises:
         ValueError: rows or lengths do not fit.
     """
     check_requests(rows, lengths)
-    group = heads.num_heads // heads.num_kv_heads
+    check_mask(window, chunk)
+    group, device = heads.num_heads // heads.num_kv_heads, tuning.device_class(rows.device)
     if launch is None:
         launch = tuning.prefill_launch(
-            tuning.device_class(rows.device),
+            device,
             len(rows),
             heads.num_kv_heads,
             num_tokens * group,
@@ -183,17 +370,35 @@ def prefill_plan(
     block_m = launch.block_m
     # Each request's last tile may have a single row.
     capacity = (num_tokens * group + len(rows) * (block_m - 1)) // block_m
-    tiles = torch.empty(capacity, TILE_FIELDS, dtype=torch.int32, device=rows.device)
-    taken = torch.empty(2, dtype=torch.int32, device=rows.device)
-    _prefill_plan(rows, q_starts, lengths, tiles, taken, group, block_m, _most_keys(window, block_m, group))
-    return PrefillPlan(tiles, taken, launch, window, len(rows))
+    if shares is None:
+        shares = tuning.prefill_shares(device, launch, heads.num_kv_heads)
+    if capacity == 0:
+        shares = tuning.NO_SHARES
+    num_workers = shares.num_workers
+    num_shares = max(capacity, num_workers)
+    # The items, then the tiles that they are made of. If no tile is ever cut, the tiles are the items.
+    num_items = num_shares + capacity if num_workers else 0
+    numbers = torch.empty(num_items + capacity, ITEM_FIELDS, dtype=torch.int32, device=rows.device)
+    counters = torch.empty(4, dtype=torch.int32, device=rows.device)
+    section_keys = tuning.SECTION_BYTES // heads.key_bytes(dtype)
+    sizes = capacity, section_keys, heads.num_kv_heads, group, block_m, window, chunk
+    _prefill_plan(rows, q_starts, lengths, numbers, counters, *sizes, *shares)
+    items = numbers[: num_items or capacity]
+    return PrefillPlan(items, num_shares, num_workers, counters, launch, window, len(rows), chunk)
 
 
-def prefill_plan_reference(
-    rows: Tensor, q_starts: Tensor, lengths: Tensor, *, group: int, block_m: int, window: int = 0
-) -> Tensor:
-    """Computes `prefill_plan` in plain Python: the used tiles, int32 `[n, 8]`; unused fields are -1."""
-    most_keys = _most_keys(window, block_m, group)
+def prefill_tiles_reference(
+    rows: Tensor,
+    q_starts: Tensor,
+    lengths: Tensor,
+    *,
+    group: int,
+    block_m: int,
+    window: int = 0,
+    chunk: int = 0,
+) -> list[list[int]]:
+    """Computes the tiles of `prefill_plan` in plain Python, in their order, each with the fields of an item."""
+    most_keys = _most_keys(window, chunk, block_m, group)
     starts, tiles = q_starts.tolist(), []
     for request, (row, length) in enumerate(zip(rows.tolist(), lengths.tolist(), strict=True)):
         q_begin, q_end = starts[request : request + 2]
@@ -201,7 +406,87 @@ def prefill_plan_reference(
         for first_row in range(0, num_rows, block_m):
             last_query = (min(first_row + block_m, num_rows) - 1) // group
             num_keys = min(max(prefix + last_query + 1, 0), most_keys)
-            fields = [request, row, first_row, num_rows, q_begin, prefix, -1, -1]
+            fields = [request, row, first_row, num_rows, q_begin, prefix, 0, ALL_KEYS, -1, -1, -1, -1]
             tiles.append((-num_keys, request, -first_row, fields))
-    fields = [fields for *_, fields in sorted(tiles)]
-    return torch.tensor(fields, dtype=torch.int32, device=rows.device).view(-1, TILE_FIELDS)
+    return [fields for *_, fields in sorted(tiles)]
+
+
+def _units_reference(
+    tile: list[int], group: int, block_m: int, window: int, chunk: int, unit: int
+) -> tuple[int, int]:
+    """Returns the first unit of keys that a tile's queries see, and how many they see, at least 1."""
+    first_row, num_rows, prefix = tile[2], tile[3], tile[5]
+    last_row = min(first_row + block_m, num_rows) - 1
+    end = max(prefix + last_row // group + 1, 0)
+    first_position = prefix + first_row // group
+    begin = max(first_position - window + 1, 0) if window else 0
+    if chunk:
+        begin = max(first_position, 0) // chunk * chunk
+    return begin // unit, max(-(-end // unit) - begin // unit, 1)
+
+
+def share_reference(units: list[int], num_kv_heads: int, shares: tuning.PrefillShares) -> int:
+    """Returns the units of a share for tiles of so many units, in descending order; 0 if whole tiles keep the
+    device busy for hardly longer than equal shares."""
+    num_workers, num_programs, _, least_units, least_gain = shares
+    if not num_workers:
+        return 0
+    whole = preceding = turns_end = 0
+    for tile, size in enumerate(units):
+        first_turn, end_turn = (-(-(tile + i) * num_kv_heads // num_programs) for i in range(2))
+        turns_end += (end_turn - first_turn) * size
+        whole = max(whole, min(preceding * num_kv_heads // num_programs + size, turns_end))
+        preceding += size
+    share = max(-(-preceding // num_workers), least_units)
+    shared = share * -(-num_workers * num_kv_heads // num_programs)
+    return share if whole - shared >= least_gain + shared // 16 else 0
+
+
+def prefill_plan_reference(
+    rows: Tensor,
+    q_starts: Tensor,
+    lengths: Tensor,
+    plan: PrefillPlan,
+    shares: tuning.PrefillShares,
+    *,
+    num_kv_heads: int,
+    group: int,
+    key_bytes: int,
+) -> tuple[Tensor, list[int]]:
+    """Computes the items of `plan`, of which unused ones are -1, and its counters in plain Python, from what it
+    was made for. `key_bytes`: of K and V of a token for one K/V head."""
+    block_m, num_workers, unit = plan.launch.block_m, shares.num_workers, shares.unit
+    window, chunk = plan.window, plan.chunk
+    tiles = prefill_tiles_reference(
+        rows, q_starts, lengths, group=group, block_m=block_m, window=window, chunk=chunk
+    )
+    units = [_units_reference(tile, group, block_m, window, chunk, unit) for tile in tiles]
+    total = sum(size for _, size in units)
+    share = share_reference([size for _, size in units], num_kv_heads, shares)
+    items = [[-1] * ITEM_FIELDS for _ in range(len(plan.items))]
+    if not share:
+        items[: len(tiles)] = tiles
+    begin = 0  # of a tile, in units of all tiles
+    for tile, (fields, (first_unit, size)) in enumerate(zip(tiles, units, strict=True) if share else ()):
+        end = begin + size
+        cuts = [begin, *(cut for cut in range(0, end, share) if cut > begin), end]
+        parts = [num_workers + cut // share if cut % share else cut // share for cut in cuts[:-1]]
+        for piece, (first, last) in enumerate(pairwise(cuts)):
+            item = list(fields)
+            if len(parts) > 1:
+                item[6] = (first_unit + first - begin) * unit
+                item[7] = ALL_KEYS if last == end else (first_unit + last - begin) * unit
+                item[8] = parts[piece]
+            if last == end and last % share and last < total:
+                item[9] = plan.num_shares + tile + 1
+            if piece == 1:
+                item[10:] = len(parts), parts[0]
+            items[plan.num_shares + tile if first % share else first // share] = item
+        begin = end
+    num_keys, most_keys = 1, _most_keys(window, chunk, block_m, group)
+    for length, q_len in zip(lengths.tolist(), q_starts.diff().tolist(), strict=True):
+        num_keys += q_len + min(max(length - q_len, 0), most_keys)
+    section_heads = min(max(tuning.SECTION_BYTES // key_bytes // num_keys, 1), num_kv_heads)
+    num_entries = sum(item[0] >= 0 for item in items[: plan.num_shares])
+    counters = [0, 0, num_entries, section_heads if len(rows) else 0]
+    return torch.tensor(items, dtype=torch.int32, device=rows.device).view(-1, ITEM_FIELDS), counters

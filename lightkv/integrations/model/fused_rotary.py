@@ -28,6 +28,8 @@ _JOINED = "qkv_proj"  # all heads of q, then of k, then of v
 _JOINED_BY_HEAD = "query_key_value"  # q, k and v of the first head, then of the second …
 _NORMS = (("q_norm", "k_norm"), ("q_layernorm", "k_layernorm"))
 _OUTPUTS = ("o_proj", "dense", "out_proj")
+# Where an angle stands in the rotary tables: in both halves, twice in a row, or once.
+_HALVES, _PAIRS, _ONCE = "halves", "pairs", "once"
 
 LARGE = 64.0  # the factor of large inputs, which a module that clips its projections would clip
 _DEFAULT_CONTEXT = 2048  # tokens, for a configuration that names no context
@@ -45,7 +47,7 @@ class AttentionLayout:
     norms: tuple[str, str] | None  # the modules that normalise each head of q and of k
     output: str  # the module of the output projection
     interleaved: bool = False  # as in RotaryEmbedding
-    repeated_angles: bool = False  # each angle stands twice in a row in the tables, instead of in both halves
+    angles: str = _HALVES  # one of _HALVES, _PAIRS and _ONCE
     joined: JoinedLinear | None = None  # q, k and v as one product, in the place of three projections
 
     def project(self, module: Any, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -69,8 +71,11 @@ class AttentionLayout:
         return q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
 
     def rotary(self, tables: tuple[torch.Tensor, torch.Tensor]) -> RotaryEmbedding:
-        """Returns the rotary embedding of a model's cosines and sines, each `[1, T, 2n]`."""
-        if self.repeated_angles:
+        """Returns the rotary embedding of a model's cosines and sines, each `[1, T, 2n]`, or `[1, T, n]` if
+        each angle stands there once."""
+        if self.angles == _ONCE:
+            cos, sin = (table[0] for table in tables)
+        elif self.angles == _PAIRS:
             cos, sin = (table[0, :, ::2].contiguous() for table in tables)
         else:
             cos, sin = (table[0, :, : table.shape[-1] // 2] for table in tables)
@@ -253,10 +258,12 @@ class _Watch:
         if any(table.dtype not in (torch.float32, expected.k.dtype) for table in tables):
             return None
         base = self._base_layout(expected)
-        for interleaved, repeated in product((False, True), (False, True)):
-            if not all(_repeats(table, repeated) for table in tables):
+        # The angles of most tables stand there twice. If they do not fit either, they stand there once, or the
+        # rotation is another one, which may fail here.
+        for angles, interleaved in product((_HALVES, _PAIRS, _ONCE), (False, True)):
+            if not all(_repeats(table, angles) for table in tables):
                 continue
-            layout = replace(base, interleaved=interleaved, repeated_angles=repeated)
+            layout = replace(base, interleaved=interleaved, angles=angles)
             fused = partial(_fused_forward, self._module, layout)
             if all(map(is_equal, _run(fused, args, exact_kwargs), expected_exactly)):
                 ours = _run(fused, args, kwargs)
@@ -289,7 +296,7 @@ def _run(forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, A
 
 
 def _are_tables(tables: Any, x: torch.Tensor) -> bool:
-    """Returns whether `tables` are cosines and sines `[1, T, 2n]` for x `[1, T, C]`."""
+    """Returns whether `tables` are cosines and sines `[1, T, n]`, with n even, for x `[1, T, C]`."""
     return (
         isinstance(tables, tuple)
         and len(tables) == 2
@@ -299,9 +306,11 @@ def _are_tables(tables: Any, x: torch.Tensor) -> bool:
     )
 
 
-def _repeats(table: torch.Tensor, repeated: bool) -> bool:
-    """Returns whether each angle of `table` stands twice: in a row if `repeated`, else in both halves."""
-    first, second = (table[..., ::2], table[..., 1::2]) if repeated else table.chunk(2, -1)
+def _repeats(table: torch.Tensor, angles: str) -> bool:
+    """Returns whether the angles of `table` can stand where `angles` says."""
+    if angles == _ONCE:
+        return True
+    first, second = (table[..., ::2], table[..., 1::2]) if angles == _PAIRS else table.chunk(2, -1)
     return torch.equal(first, second)
 
 

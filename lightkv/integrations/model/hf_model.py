@@ -15,6 +15,7 @@ from lightkv.attention import AttentionBackend, AttentionMetadata
 
 from .attention_call import ATTENTION, AttentionCall, compute, switch_attention
 from .fused_rotary import fuse, fused_forwards, set_fused_forwards
+from .token_positions import fix_positions, has_positions, release_positions
 
 
 @dataclass(frozen=True)
@@ -57,12 +58,14 @@ def bind(model: PreTrainedModel) -> None:
 
     transformers chooses some rotary frequencies by the longest position in the batch (`dynamic`, `longrope`).
     These stay as they are for the model's original context, so that no sequence depends on its neighbours and
-    a step does not wait for the device. The caller has to refuse positions beyond that context.
+    a step does not wait for the device. The caller has to refuse positions beyond that context. Attention that
+    takes a token's place in the batch for its position gets the position (`token_positions`).
     """
     undo = undo_binding(model)
     try:
         switch_attention(model, ATTENTION)
         fix_rotary(model)
+        fix_positions(model)
         fuse(model)
     except BaseException:
         undo()
@@ -85,6 +88,7 @@ def undo_binding(model: PreTrainedModel) -> Callable[[], None]:
     before = model.config._attn_implementation
     rope_types = {module: module.rope_type for module in model.modules() if hasattr(module, "rope_type")}
     forwards = fused_forwards(model)
+    had_positions = has_positions(model)
 
     def undo() -> None:
         model.set_attn_implementation(before)
@@ -92,6 +96,8 @@ def undo_binding(model: PreTrainedModel) -> Callable[[], None]:
         for module, rope_type in rope_types.items():
             module.rope_type = rope_type
         set_fused_forwards(model, forwards)
+        if not had_positions:
+            release_positions(model)
 
     return undo
 

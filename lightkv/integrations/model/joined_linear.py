@@ -53,6 +53,11 @@ class JoinedLinear(nn.Module):
             self.linear.bias = nn.Parameter(_join(biases), requires_grad=False)
         self.eval()
 
+    @property
+    def parts(self) -> list[nn.Module]:
+        """The layers that were joined; where they were released, what stands in their places."""
+        return [getattr(parent, name) for parent, name in self._places]
+
     def forward(self, x: Tensor) -> Tensor:
         return cast(Tensor, self.linear(x))
 

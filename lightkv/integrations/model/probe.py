@@ -22,6 +22,7 @@ from lightkv.memory.kv_spec import KVSpec
 from .attention_call import AttentionCall, compute, switch_attention
 from .context import context_length
 from .hf_model import fix_rotary, undo_binding
+from .token_positions import fix_positions
 
 # The name under which lightkv's attention function gets a mask, which holds the model's own rule (_MaskRule).
 PROBE = "lightkv_probe"
@@ -123,32 +124,59 @@ class _ShapeRecorder:
             causal = getattr(call.module, "is_causal", True)
         if not causal:
             raise self._unsupported("its attention is not causal")
+        sink_logits = self._sink_logits(arguments.pop("s_aux", None), call)
         given = {name for name, value in arguments.items() if not isinstance(value, bool | None)}
-        if "s_aux" in given:
-            raise self._unsupported("its attention has learned sinks (s_aux)")
         if unknown := given - _HARMLESS:
             raise self._unsupported(f"its attention takes {', '.join(sorted(unknown))}, unknown here")
+        chunk = 0
         if isinstance(call.mask, _MaskRule):
-            self._require_causal(call.mask, window, call)
+            chunk = self._chunk(call.mask, window, call)
         elif call.mask is not None:
             raise self._unsupported("it makes an attention mask of its own")
-        return AttentionOptions(scale, int(window), float(softcap))
+        return AttentionOptions(scale, int(window), float(softcap), chunk, sink_logits)
 
-    def _require_causal(self, mask: _MaskRule, window: int, call: AttentionCall) -> None:
-        """Raises UnsupportedModel unless `mask` is causal, limited to the last `window` keys if not 0."""
+    def _sink_logits(self, sinks: Any, call: AttentionCall) -> torch.Tensor | None:
+        """Returns a layer's learned sinks, float32 `[num_heads]`, from what its module passes as `s_aux`."""
+        if sinks is None:
+            return None
+        num_heads = call.q.shape[1]
+        if not isinstance(sinks, torch.Tensor) or sinks.numel() != num_heads:
+            raise self._unsupported(f"its learned sinks (s_aux) are not one for each of {num_heads} heads")
+        return sinks.detach().float().reshape(num_heads).contiguous()
+
+    def _chunk(self, mask: _MaskRule, window: int, call: AttentionCall) -> int:
+        """Returns the chunk to which `mask` limits queries; 0 if it is causal, limited to the last `window`
+        keys if that is not 0. Raises UnsupportedModel for any other mask."""
         device = call.q.device
         first = _FAR - window + 1 if window else 0
         keys = [*([first - 1] if window else []), first, (first + _FAR) // 2, _FAR, _FAR + 1]
         expected = [*([False] if window else []), True, True, True, False]
-        if mask.sees(_FAR, keys, device) == expected:
-            return
-        chunk = getattr(call.module.config, "attention_chunk_size", None)
-        if chunk and not mask.sees(_FAR // chunk * chunk, [_FAR // chunk * chunk - 1], device)[0]:
-            raise self._unsupported(f"its attention is chunked (attention_chunk_size {chunk})")
-        raise self._unsupported("its mask is neither causal nor the sliding window it names")
+        named: Any = getattr(call.module.config, "attention_chunk_size", None)
+        chunk: int = named if type(named) is int and named > 0 and not window else 0
+        try:
+            if mask.sees(_FAR, keys, device) == expected:
+                return 0
+            if chunk and _is_chunked(mask, chunk, device):
+                return chunk
+        except NotImplementedError:
+            # The rule of chunks reads a tensor, which has no numbers on the meta device.
+            if not chunk or device.type != "meta":
+                raise
+            return chunk
+        raise self._unsupported("its mask is neither causal nor the sliding window or the chunks it names")
 
     def _unsupported(self, reason: str) -> UnsupportedModel:
         return UnsupportedModel(self.architecture, reason)
+
+
+def _is_chunked(mask: _MaskRule, chunk: int, device: torch.device) -> bool:
+    """Returns whether a query sees exactly the keys of its chunk up to its own, in two chunks side by side."""
+    first = _FAR // chunk * chunk
+    return all(
+        mask.sees(query, [0, begin - 1, begin, query, query + 1], device) == [False, False, True, True, False]
+        for begin in (first, first + chunk)
+        for query in {begin, begin + chunk // 2, begin + chunk - 1}
+    )
 
 
 def find_shape(model: PreTrainedModel) -> ModelShape:
@@ -197,6 +225,7 @@ def _probed(model: PreTrainedModel) -> Iterator[None]:
     switch_attention(model, PROBE)
     try:
         fix_rotary(model)
+        fix_positions(model)
         model.eval()
         with torch.no_grad():
             yield

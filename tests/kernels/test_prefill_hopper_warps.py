@@ -1,0 +1,371 @@
+"""Runs the functions of `prefill_hopper` in Python, a thread in place of each warpgroup, and compares them with
+the reference: which keys and rows they take, where they write, and that no barrier is waited for in vain.
+
+Gluon has no interpreter. Here its operations work on NumPy arrays, copies and products are done at once, and
+barriers count arrivals as `mbarrier` does.
+"""
+
+import random
+import threading
+import time
+import types
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from test_decode_attention import poisoned_cache
+from test_prefill_attention import lse_reference, starts
+
+from lightkv.triton_kernels import tuning
+from lightkv.triton_kernels.attention.attend_keys import score_scales
+from lightkv.triton_kernels.attention.paged_kv import AttentionOptions, HeadShape
+from lightkv.triton_kernels.attention.prefill_attention import prefill_attention_reference
+from lightkv.triton_kernels.attention.prefill_combine import combine_tiles
+from lightkv.triton_kernels.attention.prefill_plan import prefill_plan
+
+hopper = pytest.importorskip("lightkv.triton_kernels.attention.prefill_hopper")
+
+SECONDS = 20.0  # that a thread waits for a barrier before the test fails
+DIM, KEYS, ROWS, STAGES = 16, 16, 8, 2
+
+
+class Array(np.ndarray):
+    """An array with what Gluon's tensors have besides; scalars stay arrays."""
+
+    def __array_wrap__(self, array: np.ndarray, context: Any = None, return_scalar: bool = False) -> "Array":
+        return np.asarray(array).view(Array)
+
+    def to(self, _dtype: object) -> "Array":
+        return self
+
+    @property
+    def type(self) -> Any:
+        return types.SimpleNamespace(layout=None)
+
+
+def array(values: Any) -> Array:
+    return np.asarray(values).view(Array)
+
+
+class Pointer:
+    """Addresses of elements of a tensor."""
+
+    def __init__(self, memory: np.ndarray, offsets: Any = 0) -> None:
+        self.memory, self.offsets = memory, array(offsets)
+        self.dtype = types.SimpleNamespace(element_ty=None)
+
+    def __add__(self, offsets: Any) -> "Pointer":
+        return Pointer(self.memory, self.offsets + offsets)
+
+    def __getitem__(self, key: Any) -> "Pointer":
+        return Pointer(self.memory, self.offsets[key])
+
+
+class Shared:
+    """A tensor in shared memory."""
+
+    dtype = None
+
+    def __init__(self, values: np.ndarray) -> None:
+        self.values, self.shape = values, values.shape
+
+    def index(self, i: Any) -> "Shared":
+        return Shared(self.values[int(i)])
+
+    def permute(self, order: tuple[int, ...]) -> "Shared":
+        return Shared(self.values.transpose(order))
+
+    def store(self, values: Any) -> None:
+        self.values[...] = values
+
+    def load(self, _layout: object) -> Array:
+        return array(self.values.copy())
+
+
+class Barrier:
+    def __init__(self, count: int) -> None:
+        self.count, self.pending, self.phase = count, count, 0
+        self.changed = threading.Condition()
+
+    def arrive(self, num: int = 1) -> None:
+        time.sleep(random.random() * 1e-4)
+        with self.changed:
+            assert self.pending >= num, "more arrivals than the barrier counts"
+            self.pending -= num
+            if not self.pending:
+                self.pending, self.phase = self.count, self.phase ^ 1
+                self.changed.notify_all()
+
+    def wait(self, phase: Any) -> None:
+        with self.changed:
+            assert self.changed.wait_for(lambda: self.phase != int(phase), SECONDS), "waited in vain"
+
+
+class Ring:
+    def __init__(self, count: int) -> None:
+        self.barriers = [Barrier(count) for _ in range(STAGES)]
+
+    def index(self, i: Any) -> Barrier:
+        return self.barriers[int(i)]
+
+
+def load(pointer: Pointer, mask: Any = True, other: int = 0) -> Array:
+    offsets = np.where(mask, pointer.offsets, 0)
+    assert (offsets >= 0).all()
+    return array(np.where(mask, pointer.memory[offsets], other))
+
+
+def store(pointer: Pointer, values: Any, mask: Any = True) -> None:
+    offsets, values, mask = np.broadcast_arrays(pointer.offsets, values, mask)
+    pointer.memory[offsets[mask]] = values[mask]
+
+
+LOCK = threading.Lock()
+
+
+def atomic_add(pointer: Pointer, value: int, sem: str = "") -> Array:
+    with LOCK:
+        before = load(pointer).copy()
+        store(pointer, before + value)
+    return before
+
+
+def product(a: Any, b: Shared, acc: Array, use_acc: bool = True, is_async: bool = False) -> Array:
+    left = a.values if isinstance(a, Shared) else a
+    return array((acc if use_acc else 0) + left @ b.values)
+
+
+def numpy_gluon(program: int, num_programs: int) -> dict[str, Any]:
+    """Returns the globals of `prefill_hopper` for a program: Gluon's names, on NumPy."""
+
+    def ignored(*_: object, **__: object) -> None:
+        return None
+
+    language = types.SimpleNamespace(
+        program_id=lambda _: array(program),
+        num_programs=lambda _: array(num_programs),
+        load=load,
+        store=store,
+        atomic_add=atomic_add,
+        arange=lambda begin, end, _layout=None: array(np.arange(begin, end)),
+        full=lambda shape, value, _dtype, _layout=None: array(np.full(shape, value, np.result_type(value))),
+        zeros=lambda shape, _dtype, _layout=None: array(np.zeros(shape, np.float32)),
+        where=lambda *args: array(np.where(*args)),
+        maximum=lambda a, b: array(np.maximum(a, b)),
+        minimum=lambda a, b: array(np.minimum(a, b)),
+        max=lambda a, axis: array(np.max(np.asarray(a), axis)),
+        sum=lambda a, axis: array(np.sum(np.asarray(a), axis)),
+        exp=np.exp,
+        exp2=np.exp2,
+        log2=np.log2,
+        cdiv=lambda a, b: array(-(-a // b)),
+        convert_layout=lambda a, _layout: a,
+        static_range=range,
+        **dict.fromkeys(
+            ("SliceLayout", "BlockedLayout", "NVMMADistributedLayout", "DotOperandLayout"), ignored
+        ),
+        int1=None,
+        int32=None,
+        int64=None,
+        float32=None,
+        constexpr=None,
+    )
+
+    def copy(target: Shared, source: Pointer) -> None:
+        target.values[...] = load(source)
+
+    def wait_products(_num: int, deps: list[Any]) -> Any:
+        return deps[0] if len(deps) == 1 else tuple(deps)
+
+    names: dict[str, Any] = {
+        "gl": language,
+        "mbarrier": types.SimpleNamespace(wait=Barrier.wait, arrive=Barrier.arrive),
+        "async_copy": types.SimpleNamespace(
+            async_copy_global_to_shared=copy,
+            mbarrier_arrive=lambda barrier, increment_count: barrier.arrive(128),
+        ),
+        "warpgroup_mma": product,
+        "warpgroup_mma_wait": wait_products,
+        "fence_async_shared": ignored,
+        "range": range,
+        "_row_pieces": ignored,
+    }
+    items = __import__(hopper.keys_of.fn.__module__, fromlist=["keys_of"])
+    for module in (items, hopper):
+        for name, value in vars(module).items():
+            if hasattr(value, "fn") and isinstance(value.fn, types.FunctionType):
+                names.setdefault(name, types.FunctionType(value.fn.__code__, names, name))
+            elif isinstance(getattr(value, "value", None), int | float):
+                names[name] = value.value
+    # What threads hold, and how, exists on the device alone.
+    names["_thread_max"] = lambda s: s
+    names["row_pointers"] = lambda head, slots, stride, _layout, dim: (
+        head + (slots * stride)[:, None] + np.arange(dim)
+    )
+    names["pack_pairs"] = lambda weights, _dtype: weights
+    names["unpack_pairs"] = lambda pairs, _dtype, _layout: pairs
+    return names
+
+
+def run_program(
+    program: int, num_programs: int, inputs: Any, outputs: Any, sizes: dict[str, Any]
+) -> list[Callable[[], None]]:
+    """Returns what the three warpgroups of a program do."""
+    names = numpy_gluon(program, num_programs)
+    smem = [
+        np.full(shape, np.nan, np.float32)
+        for shape in ((2, ROWS, DIM), (STAGES, KEYS, DIM), (STAGES, KEYS, DIM))
+    ]
+    rings = [Ring(count) for count in (128, 128, 2)]
+    shared = (Shared(np.zeros(1, np.int64)), *map(Shared, smem), Barrier(1), Barrier(128), Barrier(2), *rings)
+    kv_heads, group, shares = (sizes[name] for name in ("num_kv_heads", "group", "shares"))
+    window, chunk = sizes["window"], sizes["chunk"]
+
+    def compute(half: int) -> None:
+        settings = (
+            sizes["scales"],
+            sizes["out_strides"],
+            shared,
+            half,
+            group,
+            window,
+            chunk,
+            sizes["softcap"],
+            shares,
+        )
+        names["_compute"](outputs, kv_heads, *settings)
+
+    def gather() -> None:
+        names["_gather"](inputs, kv_heads, sizes["strides"], shared, group, 0, window, chunk, shares)
+
+    return [lambda: compute(0), lambda: compute(1), gather]
+
+
+def run_all(tasks: list[Callable[[], None]]) -> None:
+    """Runs the tasks in threads, and raises what one of them raised."""
+    errors: list[BaseException] = []
+
+    def guarded(task: Callable[[], None]) -> None:
+        try:
+            with np.errstate(divide="ignore"):
+                task()
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=guarded, args=(task,), daemon=True) for task in tasks]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(2 * SECONDS)
+    if errors:
+        raise errors[0]
+
+
+@pytest.mark.parametrize(
+    ("window", "softcap", "num_workers", "chunk", "with_sinks"),
+    [
+        (0, 0.0, 0, 0, False),
+        (0, 0.0, 5, 0, True),
+        (0, 5.0, 9, 0, False),
+        (40, 0.0, 7, 0, True),
+        (0, 0.0, 60, 0, False),
+        (0, 0.0, 0, 64, True),
+        (0, 0.0, 0, 7, False),
+        (0, 0.0, 60, 48, True),
+        (0, 0.0, 60, 90, True),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("group", [1, 3], ids="group{}".format)
+def test_warpgroups(
+    window: int,
+    softcap: float,
+    num_workers: int,
+    chunk: int,
+    with_sinks: bool,
+    group: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    torch.manual_seed(group + num_workers)
+    if group == 3:  # one K/V head after the other
+        monkeypatch.setattr(tuning, "SECTION_BYTES", 1)
+    sequences = [(5, 100), (0, 9), (20, 30), (1, 60), (3, -2), (40, 0)]
+    cache = poisoned_cache(
+        [max(q_len + prefix, 0) for q_len, prefix in sequences], device="cpu", key_dim=DIM, value_dim=DIM
+    )
+    q_starts, num_queries = starts([q_len for q_len, _ in sequences], "cpu"), sum(q for q, _ in sequences)
+    q = torch.randn(num_queries + 2, 2 * group, DIM)
+    sink_logits = torch.linspace(-2.0, 5.0, 2 * group) if with_sinks else None
+    options = AttentionOptions(window=window, softcap=softcap, chunk=chunk, sink_logits=sink_logits)
+    args = q, cache.kv, cache.rows, q_starts, cache.lengths
+    shares = tuning.NO_SHARES
+    if num_workers:
+        shares = tuning.PrefillShares(num_workers, 8, 2 * KEYS, 1, -(2**30))
+    plan = prefill_plan(
+        *args[2:],
+        HeadShape.of(q, cache.kv),
+        num_tokens=len(q),
+        dtype=q.dtype,
+        window=window,
+        chunk=chunk,
+        launch=tuning.Launch(2 * ROWS, KEYS, 4, STAGES),
+        shares=shares,
+    )
+    assert bool((plan.items[:, 8] >= 0).sum()) == bool(num_workers)
+    out, lse = torch.full_like(q, torch.nan), torch.full(q.shape[:2], torch.nan)
+    partial_lse = torch.full((2 * num_workers, 2, 2 * ROWS), torch.nan)
+    partial_out = torch.full((*partial_lse.shape, DIM), torch.nan)
+
+    def pointer(tensor: torch.Tensor) -> Pointer:
+        whole = torch.as_strided(
+            tensor, (tensor.untyped_storage().nbytes() // tensor.element_size(),), (1,), 0
+        )
+        return Pointer(whole.numpy(), tensor.storage_offset())
+
+    k, v = cache.kv.k, cache.kv.v
+    tensors = (q, k, v, cache.kv.index, plan.items, plan.counters)
+    outputs = pointer(plan.items), pointer(out), pointer(lse), (pointer(partial_out), pointer(partial_lse))
+    outputs += (None if sink_logits is None else pointer(sink_logits),)
+    sizes = {
+        "num_kv_heads": 2,
+        "group": group,
+        "window": window,
+        "chunk": chunk,
+        "softcap": softcap != 0.0,
+        "shares": num_workers > 0,
+        "scales": score_scales(options.scale_for(DIM), softcap),
+        "out_strides": out.stride()[:2],
+        "strides": (q.stride()[:2], k.stride()[:2], v.stride()[:2], cache.kv.index.stride(0)),
+    }
+    num_programs = 3
+    tasks = [
+        task
+        for program in range(num_programs)
+        for task in run_program(program, num_programs, tuple(map(pointer, tensors)), outputs, sizes)
+    ]
+    run_all(tasks)
+    combine_tiles(partial_out, partial_lse, plan.items, out, lse)
+    expected = prefill_attention_reference(*args, options)
+    torch.testing.assert_close(out[:num_queries], expected[:num_queries], atol=1e-5, rtol=1e-5)
+    expected_lse = lse_reference(*args, options)
+    torch.testing.assert_close(lse[:num_queries], expected_lse[:num_queries], atol=1e-5, rtol=1e-5)
+    assert out[num_queries:].isnan().all()
+    assert not plan.counters[:2].any()
+
+
+@pytest.mark.parametrize("num_kv_heads", [1, 2, 5, 8])
+@pytest.mark.parametrize("section_heads", [1, 2, 3, 8])
+@pytest.mark.parametrize("num_entries", [0, 1, 7])
+def test_the_order_of_items(num_kv_heads: int, section_heads: int, num_entries: int) -> None:
+    """A section has all entries of its heads; of these, the first entries come first."""
+    item_at = numpy_gluon(0, 1)["item_at"]
+    order = tuple(array(value) for value in (num_entries, min(section_heads, num_kv_heads), num_kv_heads))
+    found = [int(item_at(array(place), order)) for place in range(num_entries * num_kv_heads + 3)]
+    assert found[num_entries * num_kv_heads :] == [-1] * 3
+    items = [divmod(item, num_kv_heads) for item in found[: num_entries * num_kv_heads]]  # entry, head
+    sections = [head // section_heads for _, head in items]
+    assert items == sorted(items, key=lambda item: (item[1] // section_heads, item))
+    assert len(set(items)) == len(items) == num_entries * num_kv_heads
+    assert sections == sorted(sections)

@@ -1,0 +1,69 @@
+"""The memory that steps need beside weights and pool: what attention needs is counted, and graphs share it."""
+
+import weakref
+from typing import Any
+
+import pytest
+import torch
+
+from lightkv.attention import AttentionMetadata, LayerShape
+from lightkv.integrations.model.probe import probe
+from lightkv.router import EngineConfig
+from lightkv.router.model import build
+from lightkv.router.model.build import EngineSizes, assemble
+from lightkv.router.model.cuda_graph import PromptGraph, SharedLogits
+from lightkv.router.model.token_buckets import prompt_shapes
+from lightkv.triton_kernels import tuning
+from lightkv.triton_kernels.attention import prefill_attention as prefill_module
+from lightkv.triton_kernels.attention.paged_kv import HeadShape
+from lightkv.triton_kernels.attention.prefill_combine import empty_parts, most_part_bytes
+from tests.support.tiny_models import tiny_llama
+
+CPU = torch.device("cpu")
+
+
+def needed(backend: str) -> int:
+    """Returns the bytes that the steps of a small engine need with this backend."""
+    model = tiny_llama(CPU, context=160)
+    config = EngineConfig(device="cpu", attention_backend=backend, max_num_seqs=4, prefill_chunk=40)
+    return EngineSizes(config, CPU, model.config.get_text_config()).step_bytes(probe(model))
+
+
+def test_the_partial_outputs_of_prefill_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    shape = probe(tiny_llama(CPU, context=160))
+    layer: LayerShape = shape.layers[0]
+    heads = HeadShape(layer.num_heads, layer.num_kv_heads, layer.head_dim, layer.v_dim or layer.head_dim)
+    parts = most_part_bytes(tuning.device_class(CPU), heads, 44, shape.spec.dtype.itemsize)
+    assert parts > 0
+    assert needed("triton") - needed("torch") == parts
+    # Graphs have memory of their own, and eager steps do not use it.
+    monkeypatch.setattr(build, "use_graphs", lambda *_: True)
+    assert needed("triton") - needed("torch") == 2 * parts
+
+
+def test_what_graphs_keep_holds_no_partial_outputs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each layer's parts are free when its attention has been launched. So the graphs, which have one memory
+    pool, use the same memory, and no set of parts belongs to a graph or to its metadata."""
+    made: list[weakref.ref[torch.Tensor]] = []
+
+    def noted(*sizes: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        assert all(part() is None for part in made)
+        parts = empty_parts(*sizes)
+        made.extend(map(weakref.ref, parts))
+        return parts
+
+    monkeypatch.setattr(prefill_module, "empty_parts", noted)
+    config = EngineConfig(
+        device="cpu", attention_backend="triton", max_num_seqs=3, prefill_chunk=40, max_total_tokens=200
+    )
+    runner, _ = assemble(tiny_llama(CPU, context=160), config, lambda line: None)
+    parts, metadata = runner._parts, AttentionMetadata(3, 24, runner._parts.memory)
+    graphs = [
+        PromptGraph(parts, shapes[0], metadata, SharedLogits(3))
+        for shapes in prompt_shapes([16, 24], 3).values()
+    ]
+    for graph in graphs:
+        graph.rehearse()
+    assert len(made) == len(graphs) * 2 * 2 == 8  # outputs and log-sum-exps of two layers
+    assert all(part() is None for part in made)
+    assert all(graph._metadata.plan is not None for graph in graphs)

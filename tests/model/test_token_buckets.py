@@ -1,0 +1,311 @@
+"""The token buckets of prompt graphs: the choice by tables of times, what is measured, the shapes of each."""
+
+import random
+from collections.abc import Callable
+from itertools import combinations, pairwise
+
+import pytest
+import torch
+from torch import nn
+from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+from lightkv.integrations.model.fused_layers import fuse_layers
+from lightkv.integrations.model.hf_model import bind
+from lightkv.router import EngineConfig
+from lightkv.router.model import token_buckets as module
+from lightkv.router.model.build import assemble
+from lightkv.router.model.cuda_graph import StepGraphs, graphs_bytes
+from lightkv.router.model.token_buckets import (
+    FEW_PREFILLS,
+    MOST_TOKENS,
+    candidates,
+    choose,
+    linear_layers,
+    measure,
+    most_buckets,
+    prompt_shapes,
+    token_buckets,
+)
+from tests.support.tiny_models import tiny_llama
+
+# Milliseconds of the products of an 8B model's layers on an H200; those of 1, 256, 384 and 2304 are made up.
+H200 = {
+    1: 5.0, 256: 8.0, 384: 10.0, 448: 15.4, 450: 11.4, 480: 11.7, 512: 10.9, 544: 13.7, 576: 14.0,
+    608: 14.1, 640: 14.3, 700: 16.0, 704: 17.5, 736: 17.4, 768: 17.2, 800: 18.1, 832: 20.2,
+    864: 19.3, 896: 20.3, 960: 21.4, 1024: 22.0, 1088: 23.9, 1152: 24.4, 1216: 27.2, 1280: 27.9,
+    1300: 28.4, 1312: 29.2, 1344: 28.4, 1408: 30.3, 1472: 31.3, 1536: 30.6, 1600: 35.4, 1664: 35.4,
+    1728: 40.8, 1792: 38.3, 1856: 42.0, 1920: 42.3, 1984: 42.8, 2048: 42.5, 2304: 47.8,
+}  # fmt: skip
+
+
+def on_h200(size: int) -> float:
+    """The time of a size by the table, on a straight line between its neighbours there."""
+    below = max(known for known in H200 if known <= size)
+    above = min(known for known in H200 if known >= size)
+    part = (size - below) / max(above - below, 1)
+    return H200[below] + part * (H200[above] - H200[below])
+
+
+def smooth(size: int) -> float:
+    return 4 + size * 0.02
+
+
+def noisy(seed: int) -> Callable[[int], float]:
+    """Smooth times and noise of up to half of them; some seeds give hardly any."""
+    rng = random.Random(seed)
+    noise = rng.choice([0.01, 0.05, 0.5])
+    return lambda size: smooth(size) * (1 + noise * rng.random())
+
+
+CURVES = [
+    on_h200,
+    smooth,
+    float,
+    lambda size: 9.0,
+    lambda size: 9.0 + size % 3,
+    lambda size: 5000.0 - size,
+    *map(noisy, range(20)),
+]
+
+
+def times_of(curve: Callable[[int], float], most: int = MOST_TOKENS) -> dict[int, float]:
+    return {size: curve(size) for size in candidates(most)}
+
+
+def fits_rule(size: int, smaller: int) -> bool:
+    return 10 * size <= (15 if size <= 512 else 12) * smaller
+
+
+@pytest.mark.parametrize("most", [1, 15, 16, 64, 76, 193, 256, 257, 300, 511, 600, 1000, 2304, 10_000])
+def test_buckets_grow_in_small_steps(most: int) -> None:
+    for curve in CURVES:
+        buckets = choose(times_of(curve, most))
+        assert buckets[-1] == min(most, MOST_TOKENS)
+        assert buckets == sorted(set(buckets))
+        assert buckets[0] == min(most, 16)
+        assert all(fits_rule(larger, size) for size, larger in pairwise(buckets))
+        assert len(buckets) <= most_buckets(most)
+
+
+def test_the_sizes_that_are_fast_on_an_h200() -> None:
+    buckets = choose(times_of(on_h200))
+    assert {512, 700, 768, 800, 1024, 1344, 1536, 1792, 2304} <= set(buckets)
+    assert set(buckets) & {864, 896}
+    assert not set(buckets) & {448, 704, 832, 1600}
+    assert 20 <= sum(size >= 256 for size in buckets) <= 26
+
+
+def test_a_little_noise_changes_little() -> None:
+    rng = random.Random(0)
+    for _ in range(20):
+        buckets = choose(times_of(lambda size: on_h200(size) * rng.uniform(0.997, 1.003)))
+        assert {512, 700, 768, 1344, 1536, 1792, 2304} <= set(buckets)
+        assert not set(buckets) & {448, 704, 832, 1600}
+
+
+def test_no_bucket_is_slower_than_a_larger_one() -> None:
+    """Unless the limit on padding needs it. So no step is padded to a size slower than a larger one."""
+    for curve in CURVES:
+        times = times_of(curve)
+        for smaller, size, larger in zip(buckets := choose(times), buckets[1:], buckets[2:], strict=False):
+            if size in times:
+                assert times[size] < times[larger] or not fits_rule(larger, smaller)
+
+
+def test_a_slow_size_is_left_out_and_a_fast_one_taken() -> None:
+    times, buckets = times_of(smooth), choose(times_of(smooth))
+    for size in buckets[10:-1]:
+        assert size not in choose(times | {size: 1.1 * times[size]})
+    for size in set(candidates(2304)) - set(buckets):
+        assert size in choose(times | {size: 0.9 * times[size]})
+
+
+def test_sizes_that_save_nothing_are_few() -> None:
+    assert len(choose(times_of(lambda size: 9.0))) <= 20
+    assert len(choose(times_of(smooth))) > 28
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_the_choice_is_the_cheapest_of_all(seed: int) -> None:
+    times = times_of(noisy(seed), 512)
+    sizes = sorted(times)
+
+    def cost(chosen: tuple[int, ...]) -> float:
+        lost, before = 0.0, 192
+        for size in sizes:
+            bucket = min(one for one in chosen if one >= size)
+            best = min(times[one] for one in sizes if one >= size)
+            lost += (size - before) * (times[bucket] / best - 1) ** 2
+            before = size
+        return lost + len(chosen) * module._BUCKET_COST
+
+    sets = [(*some, 512) for num in range(len(sizes)) for some in combinations(sizes[:-1], num)]
+    allowed = [one for one in sets if all(fits_rule(*pair[::-1]) for pair in pairwise((192, *one)))]
+    large = tuple(size for size in choose(times) if size >= 256)
+    assert cost(large) == pytest.approx(min(map(cost, allowed)))
+
+
+@pytest.mark.parametrize("max_num_seqs", [1, 3, 7, 8, 256])
+def test_a_shape_fits_every_step(max_num_seqs: int) -> None:
+    """Padded to at most 1.5 times its tokens, above 512 to at most 1.2 times; a step of few prompts even to the
+    next bucket, without slots for decodes if it has none."""
+    for curve in CURVES:
+        sizes = choose(times_of(curve, 2200))
+        buckets = prompt_shapes(sizes, max_num_seqs)
+        assert list(buckets) == sizes
+        shapes = [shape for shapes in buckets.values() for shape in shapes]
+        for size, smaller in zip(buckets, [0, *buckets], strict=False):
+            assert all(shape.num_tokens == size for shape in buckets[size])
+            for num_prefills in range(1, min(size, max_num_seqs) + 1):
+                for num_decodes in {0, min(size, max_num_seqs) - num_prefills}:
+                    shape = next(
+                        shape for shape in shapes if shape.fits(smaller + 1, num_prefills, num_decodes)
+                    )
+                    assert shape.num_tokens == size or fits_rule(shape.num_tokens, smaller)
+                    if num_prefills < FEW_PREFILLS:
+                        assert shape.num_tokens == size
+                        assert num_decodes or not shape.num_decodes
+        assert not any(shape.fits(2201, 1, 0) for shape in shapes)
+
+
+def test_there_are_not_too_many_graphs() -> None:
+    for curve in CURVES:
+        shapes = prompt_shapes(choose(times_of(curve)), 256).values()
+        assert sum(map(len, shapes)) <= 86
+    assert sum(map(len, prompt_shapes(choose(times_of(on_h200)), 256).values())) < 85
+
+
+def test_the_memory_to_keep_does_not_depend_on_times() -> None:
+    """Every choice has room: at most three shapes a bucket, and two of them also with shared prefixes."""
+    for most in (20, 300, 2304):
+        few, many = graphs_bytes(1, most, 0, 0, 0), graphs_bytes(256, most, 0, 0, 0)
+        for curve in CURVES:
+            buckets = prompt_shapes(choose(times_of(curve, most)), 256)
+            shapes = [shape for shapes in buckets.values() for shape in shapes]
+            num_graphs = len(shapes) + sum(shape.num_decodes > 0 for shape in shapes)
+            assert num_graphs << 21 <= few < many
+    assert graphs_bytes(1, 10_000, 7, 0, 0) - graphs_bytes(1, 10_000, 0, 0, 0) == 7 * MOST_TOKENS
+
+
+@pytest.mark.parametrize("fused", [True, False])
+def test_the_layers_that_see_every_token(fused: bool) -> None:
+    model = tiny_llama(torch.device("cpu"))
+    bind(model)
+    joined = fuse_layers(model, lambda line: None).joined if fused else []
+    by_shape = {
+        tuple(same[0].weight.shape): len(same)
+        for same in linear_layers(model, joined)
+        if len({one.weight.data_ptr() for one in same}) == len(same)
+    }
+    if fused:
+        assert by_shape == {(160, 48): 2, (48, 96): 2, (128, 48): 2, (48, 64): 2}
+    else:
+        assert by_shape == {(96, 48): 2, (32, 48): 4, (48, 96): 2, (64, 48): 4, (48, 64): 2}
+
+
+def test_experts_are_no_linear_layers() -> None:
+    config = Qwen3MoeConfig(
+        vocab_size=32, hidden_size=32, intermediate_size=48, moe_intermediate_size=24, num_hidden_layers=1,
+        num_attention_heads=2, num_key_value_heads=1, head_dim=16, num_experts=4, num_experts_per_tok=2,
+    )  # fmt: skip
+    shapes = {tuple(same[0].weight.shape) for same in linear_layers(Qwen3MoeForCausalLM(config), [])}
+    assert {(32, 32), (16, 32)} <= shapes
+    assert not any(24 in shape for shape in shapes)
+
+
+class Clock:
+    """Makes events whose time passes as its layers compute: by the tokens, and ten times as long at first."""
+
+    def __init__(self, num_slow: int) -> None:
+        self.now = 0.0
+        self.num_slow = num_slow
+        self.num_synchronised = 0
+        self.seen: list[tuple[nn.Module, int]] = []
+
+    def watch(self, layer: nn.Linear, per_token: float) -> nn.Linear:
+        def passed(layer: nn.Module, args: tuple[torch.Tensor, ...], out: torch.Tensor) -> None:
+            num_tokens = args[0].shape[1]
+            self.seen.append((layer, num_tokens))
+            self.now += per_token * num_tokens * (10 if len(self.seen) <= self.num_slow else 1)
+
+        layer.register_forward_hook(passed)
+        return layer
+
+    def event(self) -> "Event":
+        return Event(self)
+
+
+class Event:
+    def __init__(self, clock: Clock) -> None:
+        self.clock = clock
+
+    def record(self) -> None:
+        self.at = self.clock.now
+
+    def synchronize(self) -> None:
+        self.clock.num_synchronised += 1
+
+    def elapsed_time(self, other: "Event") -> float:
+        return other.at - self.at
+
+
+def test_every_size_is_measured_with_every_kind_of_layer() -> None:
+    clock = Clock(num_slow=6)  # the first turn
+    wide = [clock.watch(nn.Linear(5, 3), 2.0) for _ in range(3)]
+    narrow = [clock.watch(nn.Linear(2, 4), 0.5)]
+    times = measure([wide, narrow], [1, 2, 7], clock.event)
+    assert times == pytest.approx({size: size * (3 * 2.0 + 0.5) for size in (1, 2, 7)})
+    assert clock.num_synchronised == 1
+    sizes = [size for layer, size in clock.seen if layer is narrow[0]]
+    assert sizes == [7, 2, 1, 1, 2, 7] * 2
+    used = [layer for layer, _ in clock.seen if layer is not narrow[0]]
+    assert all(used[i] is wide[i % 3] for i in range(12))
+
+
+def test_what_is_measured_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    layers, lines, measured = [[nn.Linear(2, 2)]], list[str](), list[list[int]]()
+
+    def fake(layers: object, sizes: list[int]) -> dict[int, float]:
+        measured.append(sizes)
+        return {size: on_h200(size) for size in sizes}
+
+    monkeypatch.setattr(module, "measure", fake)
+    assert token_buckets(layers, 5000, lines.append) == choose(times_of(on_h200))
+    assert measured == [candidates(2304)]
+    assert lines[0].startswith("prompt graphs for 31 sizes: 16 to 2,304 tokens (measured in ")
+    assert token_buckets([], 2304, lines.append) == choose(times_of(float))
+    assert token_buckets(layers, 100, lines.append) == [16, 24, 32, 48, 64, 96, 100]
+    assert lines[2] == "prompt graphs for 7 sizes: 16 to 100 tokens (not measured)"
+    assert len(measured) == 1
+
+
+def test_without_graphs_nothing_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "measure", None)
+    lines: list[str] = []
+    config = EngineConfig(device="cpu", max_total_tokens=900, max_num_seqs=4, prefill_chunk=600)
+    assemble(tiny_llama(torch.device("cpu")), config, lines.append)
+    assert not any(line.startswith("prompt graphs") for line in lines)
+
+
+@pytest.mark.gpu
+def test_a_gpu_is_measured() -> None:
+    """Each size has a time, the memory is as before, and the graphs are those of the sizes that are told."""
+    model = tiny_llama(torch.device("cuda"), context=700)
+    lines: list[str] = []
+    config = EngineConfig(
+        device="cuda", max_total_tokens=2500, max_num_seqs=20, prefill_chunk=600, itl_target=0.0
+    )
+    runner, info = assemble(model, config, lines.append)
+    assert isinstance(runner._graphs, StepGraphs)
+    buckets, most = list(runner._graphs._prompts), info.limits.max_step_tokens
+    (line,) = [line for line in lines if line.startswith("prompt graphs for ")]
+    assert line.startswith(f"prompt graphs for {len(buckets)} sizes: 16 to {most} tokens (measured in ")
+    assert buckets[-1] == most
+    assert set(buckets) - set(candidates(most)) == {16, 24, 32, 48, 64, 96, 128, 192}
+    assert all(fits_rule(larger, size) for size, larger in pairwise(buckets))
+    layers = linear_layers(model, [])
+    before = torch.cuda.memory_allocated()
+    times = measure(layers, candidates(most))
+    assert torch.cuda.memory_allocated() == before
+    assert list(times) == candidates(most)
+    assert all(0 < milliseconds < 1000 for milliseconds in times.values())

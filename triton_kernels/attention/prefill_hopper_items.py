@@ -1,0 +1,276 @@
+"""What `prefill_hopper.py` does around its loop over key tiles: it reads the items of the work list, finds
+the rows of K and V, starts and continues the softmax of a warpgroup's rows, and writes their output (Gluon)."""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from . import prefill_plan
+from .attend_keys import LOG2_E
+
+ITEM_FIELDS = gl.constexpr(prefill_plan.ITEM_FIELDS)
+_LOG2_E = gl.constexpr(LOG2_E)
+
+
+@gluon.jit
+def item_at(place, order):
+    """Returns the item at a place of the order in which programs take them; -1 after the last.
+
+    `order`: the entries of the list that programs begin at, the K/V heads of a section, and all K/V heads. An
+    item is an entry for one head, `entry * num_kv_heads + head`. Of a section's heads, the first entries come
+    first.
+    """
+    num_entries, section_heads, num_kv_heads = order
+    section = place // gl.maximum(num_entries * section_heads, 1)
+    first_head = section * section_heads
+    heads = gl.maximum(gl.minimum(section_heads, num_kv_heads - first_head), 1)
+    within = place - first_head * num_entries
+    item = within // heads * num_kv_heads + first_head + within % heads
+    return gl.where(place < num_entries * num_kv_heads, item, -1)
+
+
+@gluon.jit
+def tile_of(items, item, num_kv_heads):
+    """Returns an item's kv_head, row of the index, first row, rows of the request, first query, keys before
+    it."""
+    tile = items + item // num_kv_heads * ITEM_FIELDS
+    kv_head, row = (item % num_kv_heads).to(gl.int64), gl.load(tile + 1).to(gl.int64)
+    return kv_head, row, gl.load(tile + 2), gl.load(tile + 3), gl.load(tile + 4), gl.load(tile + 5)
+
+
+@gluon.jit
+def piece_of(items, item, num_kv_heads, SHARES: gl.constexpr):
+    """Returns what an item is limited to if keys are shared out (first key, end of the keys), its part, and the
+    next item of its share; otherwise four zeros."""
+    if SHARES:
+        piece = items + item // num_kv_heads * ITEM_FIELDS
+        following = gl.load(piece + 9)
+        next_item = gl.where(following < 0, -1, following * num_kv_heads + item % num_kv_heads)
+        found = gl.load(piece + 6), gl.load(piece + 7), gl.load(piece + 8), next_item
+    else:
+        found = 0, 0, 0, 0
+    return found
+
+
+@gluon.jit
+def keys_of(
+    tile,
+    piece,
+    BLOCK_M: gl.constexpr,
+    BLOCK_N: gl.constexpr,
+    GROUP: gl.constexpr,
+    WINDOW: gl.constexpr,
+    CHUNK: gl.constexpr,
+    SHARES: gl.constexpr,
+):
+    """Returns the keys [begin, end) that the tile's queries see, and the key tiles [first, last] that hold
+    them; of the keys that the item is limited to, which is a whole number of key tiles."""
+    _kv_head, _row, first_row, num_rows, _q_begin, prefix = tile
+    begin = 0
+    if WINDOW > 0:
+        begin = gl.maximum(prefix + first_row // GROUP - WINDOW + 1, 0)
+    if CHUNK > 0:
+        begin = gl.maximum(prefix + first_row // GROUP, 0) // CHUNK * CHUNK
+    end = prefix + (gl.minimum(first_row + BLOCK_M, num_rows) - 1) // GROUP + 1
+    if SHARES:
+        begin = gl.maximum(begin, piece[0])
+        end = gl.minimum(end, piece[1])
+    return begin, end, begin // BLOCK_N, gl.cdiv(gl.maximum(end, 0), BLOCK_N) - 1
+
+
+@gluon.jit
+def find_slots(
+    index_row, key_tile, begin, end, BLOCK_N: gl.constexpr, SHIFT: gl.constexpr, layout: gl.constexpr
+):
+    """Returns the slots of a key tile; for a key outside [begin, end), the slot of the nearest key inside, so
+    that no free slot is read."""
+    positions = key_tile * BLOCK_N + gl.arange(0, BLOCK_N, layout)
+    positions = gl.minimum(gl.maximum(positions, begin), end - 1)
+    return gl.load(index_row + (positions >> SHIFT)) + (positions & ((1 << SHIFT) - 1))
+
+
+@gluon.jit
+def find_inner_slots(
+    index_row, key_tile, exists, BLOCK_N: gl.constexpr, SHIFT: gl.constexpr, layout: gl.constexpr
+):
+    """Returns the slots of a key tile of which every key is read; zeros if it does not exist."""
+    positions = key_tile * BLOCK_N + gl.arange(0, BLOCK_N, layout)
+    mask = gl.full([BLOCK_N], exists, gl.int1, layout)
+    return gl.load(index_row + (positions >> SHIFT), mask=mask, other=0) + (positions & ((1 << SHIFT) - 1))
+
+
+@gluon.jit
+def row_pointers(head, slots, stride, layout: gl.constexpr, D: gl.constexpr):
+    """Returns pointers to a head's rows at `slots`: [BLOCK_N, D].
+
+    An offset has 64 bits, but slot and stride have 32, of which one instruction makes a pointer. Written in
+    Gluon, both are extended first, and there are four.
+    """
+    head += gl.arange(0, D, gl.SliceLayout(0, layout))
+    pointers = gl.inline_asm_elementwise(
+        "mad.wide.s32 $0, $1, $2, $3;",
+        "=l,r,r,l",
+        [slots[:, None], 2 * stride, head.to(gl.int64)[None, :]],
+        dtype=gl.int64,
+        is_pure=True,
+        pack=1,
+    )
+    pointers = pointers.to(head.dtype.scalar)
+    return gl.max_contiguous(gl.multiple_of(pointers, [1, 16]), [1, 8])
+
+
+@gluon.jit
+def start_softmax(
+    sink_logits,
+    joins,
+    tile,
+    HALF: gl.constexpr,
+    GROUP: gl.constexpr,
+    ROWS: gl.constexpr,
+    layout: gl.constexpr,
+):
+    """Returns the peak and the sum with which the softmax of a warpgroup's rows starts; as `start_softmax` in
+    `attend_keys`, with one `joins` for all rows."""
+    # The peak starts at a finite number, not at -inf: weights of a row whose keys are all masked are 0, not
+    # NaN.
+    peak = gl.full([ROWS], -1.0e30, gl.float32, layout)
+    total = gl.full([ROWS], 0.0, gl.float32, layout)
+    if sink_logits is not None:
+        heads = tile[0] * GROUP + (tile[2] + HALF * ROWS + gl.arange(0, ROWS, layout)) % GROUP
+        sinks = gl.where(joins, gl.load(sink_logits + heads) * _LOG2_E, float("-inf"))
+        peak = gl.maximum(peak, sinks)
+        total = gl.exp2(sinks - peak)
+    return peak, total
+
+
+@gluon.jit
+def online_softmax(
+    s,
+    peak,
+    first_key,
+    positions,
+    scales,
+    WINDOW: gl.constexpr,
+    CHUNK: gl.constexpr,
+    SOFTCAP: gl.constexpr,
+    MASKED: gl.constexpr,
+):
+    """Returns the weights of a tile's scores, the factor by which earlier sums decay, and the new peak; as in
+    `attend_keys`."""
+    layout: gl.constexpr = s.type.layout
+    BLOCK_N: gl.constexpr = s.shape[1]
+    score_scale, cap_scale = scales
+    if SOFTCAP:
+        s = 2.0 / (1.0 + gl.exp(-s * cap_scale)) - 1.0  # tanh
+    if MASKED:
+        columns = gl.arange(0, BLOCK_N, gl.SliceLayout(0, layout))
+        last = positions - first_key  # the last column that a row sees
+        s = gl.where(columns[None, :] <= last[:, None], s, float("-inf"))
+        if WINDOW > 0:
+            s = gl.where(columns[None, :] > (last - WINDOW)[:, None], s, float("-inf"))
+        if CHUNK > 0:
+            begin = positions // CHUNK * CHUNK - first_key
+            s = gl.where(columns[None, :] >= begin[:, None], s, float("-inf"))
+    most = gl.convert_layout(gl.max(_thread_max(s), 1), gl.SliceLayout(1, layout))
+    new_peak = gl.maximum(peak, most * score_scale)
+    weights = gl.exp2(s * score_scale - new_peak[:, None])
+    return weights, gl.exp2(peak - new_peak), new_peak
+
+
+# A row of a wgmma's accumulator is held by four threads, each with 2 neighbouring columns of every 8. Reducing
+# within threads first takes no shuffle, and in several chains instead of one it takes less time.
+
+
+@gluon.jit
+def _thread_max(s):
+    """Returns the maxima of the columns that one thread holds: [rows, 4]."""
+    parts = s.reshape([s.shape[0], s.shape[1] // 32, 4, 4, 2])
+    return gl.max(gl.max(gl.max(parts, 4), 2), 1)
+
+
+@gluon.jit
+def thread_sums(weights):
+    """Returns the sums of the columns that one thread holds: [rows, 4]."""
+    parts = weights.reshape([weights.shape[0], weights.shape[1] // 8, 4, 2])
+    return gl.sum(gl.sum(parts, 3), 1)
+
+
+@gluon.jit
+def pack_pairs(weights, dtype: gl.constexpr):
+    """Rounds weights to 16 bits, two neighbouring columns in an int32: [rows, columns / 2].
+
+    A loop that carries 16-bit values would have the compiler take every pair apart and put it together again.
+    """
+    low, high = gl.split(weights.reshape([weights.shape[0], weights.shape[1] // 2, 2]))
+    PAIR: gl.constexpr = "bf16x2" if dtype == gl.bfloat16 else "f16x2"
+    return gl.inline_asm_elementwise(
+        "cvt.rn." + PAIR + ".f32 $0, $2, $1;", "=r,f,f", [low, high], dtype=gl.int32, is_pure=True, pack=1
+    )
+
+
+@gluon.jit
+def unpack_pairs(pairs, dtype: gl.constexpr, layout: gl.constexpr):
+    """Returns what `pack_pairs` has packed, [rows, columns] of `dtype`, in the layout of an operand."""
+    low = pairs.to(gl.int16).to(dtype, bitcast=True)
+    high = (pairs >> 16).to(gl.int16).to(dtype, bitcast=True)
+    both = gl.join(low, high).reshape([pairs.shape[0], pairs.shape[1] * 2])
+    return gl.convert_layout(both, layout)
+
+
+@gluon.constexpr_function
+def _row_pieces(num_rows, head_dim, num_swaps):
+    """Returns the layout of a wgmma's accumulator after `num_swaps` swaps of columns among the four threads of
+    a row. A thread has 2 neighbouring columns at first, 4 after one swap, 8 after two."""
+    columns = [[0, 1 << bit] for bit in range(int(head_dim).bit_length() - 1)]
+    lanes, registers = columns[1:3], [columns[0], *columns[3:]]
+    for swap in range(num_swaps):
+        lanes[swap], registers[1 + swap] = registers[1 + swap], lanes[swap]
+    lanes += [[1, 0], [2, 0], [4, 0]]
+    registers.append([8, 0])
+    return gl.DistributedLinearLayout(registers, lanes, [[16, 0], [32, 0]], [], [num_rows, head_dim])
+
+
+@gluon.jit
+def write_part(acc, peak, total, partials, part, num_kv_heads, tile, HALF: gl.constexpr):
+    """Normalises a warpgroup's rows and writes those that belong to the request to a partial output."""
+    ROWS: gl.constexpr = acc.shape[0]
+    D: gl.constexpr = acc.shape[1]
+    acc_row: gl.constexpr = gl.SliceLayout(1, acc.type.layout)
+    partial_out, partial_lse = partials
+    kv_head, _row, first_row, num_rows, _q_begin, _prefix = tile
+    total = gl.convert_layout(total, acc_row)
+    values = acc * (1.0 / gl.where(total > 0.0, total, 1.0))[:, None]
+    rows = HALF * ROWS + gl.arange(0, ROWS, acc_row)
+    place = (part * num_kv_heads + kv_head) * (2 * ROWS) + rows
+    dims = gl.arange(0, D, gl.SliceLayout(0, acc.type.layout))
+    in_tile = first_row + rows < num_rows
+    gl.store(partial_out + (place * D)[:, None] + dims[None, :], values, mask=in_tile[:, None])
+    gl.store(partial_lse + place, gl.convert_layout(peak, acc_row) + gl.log2(total), mask=in_tile)
+
+
+@gluon.jit
+def write_tile(
+    acc, peak, total, out, lse, num_heads, out_strides, tile, HALF: gl.constexpr, GROUP: gl.constexpr
+):
+    """Normalises a warpgroup's rows and writes those that belong to the request."""
+    ROWS: gl.constexpr = acc.shape[0]
+    D: gl.constexpr = acc.shape[1]
+    acc_row: gl.constexpr = gl.SliceLayout(1, acc.type.layout)
+    # Each swap is a shuffle. Both at once would go through shared memory, which is full.
+    swapped: gl.constexpr = _row_pieces(ROWS, D, 1)
+    layout: gl.constexpr = _row_pieces(ROWS, D, 2)
+    kv_head, _row, first_row, num_rows, q_begin, _prefix = tile
+    total = gl.convert_layout(total, acc_row)
+    acc = acc * (1.0 / gl.where(total > 0.0, total, 1.0))[:, None]
+    values = gl.convert_layout(gl.convert_layout(acc.to(out.dtype.element_ty), swapped), layout)
+    rows = first_row + HALF * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, layout))
+    tokens = (q_begin + rows // GROUP).to(gl.int64)
+    heads = kv_head * GROUP + rows % GROUP
+    dims = gl.arange(0, D, gl.SliceLayout(0, layout))
+    pointers = out + (tokens * out_strides[0] + heads * out_strides[1])[:, None] + dims[None, :]
+    gl.store(pointers, values, mask=(rows < num_rows)[:, None])
+    if lse is not None:
+        rows = first_row + HALF * ROWS + gl.arange(0, ROWS, acc_row)
+        tokens = (q_begin + rows // GROUP).to(gl.int64)
+        heads = kv_head * GROUP + rows % GROUP
+        values = gl.convert_layout(peak, acc_row) + gl.log2(total)
+        gl.store(lse + tokens * num_heads + heads, values, mask=rows < num_rows)
