@@ -23,6 +23,7 @@ ADMISSIONS = (
 TTFT_TARGET = 10.0  # seconds
 CACHE_NAMESPACES = ("key", "header")
 NAMESPACE_HEADER = "X-Cache-Namespace"
+SESSION_HEADER = "X-Session-Id"
 MAX_SECONDS = 86_400.0
 # An environment variable, since the users of a machine can see one another's command lines.
 API_KEY_VARIABLE = "LIGHTKV_API_KEY"
@@ -78,12 +79,14 @@ class EngineConfig:
     admission: str = setting(
         "exact",
         "How the scheduler decides which waiting request may run. exact: a request is admitted when it and all "
-        "running requests fit in the pool up to their last token, so none is ever preempted. quantile: output "
-        "lengths are estimated from recent outputs; the pool is fuller, and the youngest request is preempted "
-        "when memory runs short. timely: like quantile, but a request that has waited too long to meet "
-        "--ttft-target lets others go first, as long as more requests arrive than can be served. For "
-        "comparison: moving-average and past-future (other estimates of output lengths), watermark (counts "
-        "prompts only, up to 99 % of the pool), sum (counts prompt + max_tokens of each request), oracle "
+        "running requests fit in the pool up to their last token. Requests with max_tokens count with it, and "
+        "are never preempted. The lengths of chats without it are estimated from recent ones; when an estimate "
+        "was too low and memory runs short, the youngest of these chats is preempted and continues later. "
+        "quantile: the lengths of all requests are estimated, and all may be preempted. timely: like quantile, "
+        "but a request that has waited too long to meet --ttft-target lets others go first, as long as more "
+        "requests arrive than can be served. For comparison: moving-average and past-future (other estimates "
+        "of output lengths), watermark (counts prompts only, up to 99 % of the pool), sum (counts prompt + "
+        "max_tokens of each request), oracle "
         "(exact, for requests that generate exactly max_tokens, as with ignore_eos).",
     )
     ttft_target: float = setting(
@@ -95,6 +98,12 @@ class EngineConfig:
         "prompt tokens as keep it within the target, by step times that are measured at start. 0 is no target. "
         "Default for a service on a GPU: 0.030, or twice what the step takes without prompts if that is "
         "longer; on a CPU, and for an LLM in a program: no target.",
+    )
+    session_share: float = setting(
+        0.5,
+        "Share of the pool that the tokens of sessions (session_id in a request) may take and be evicted after "
+        "all other cached tokens. Beyond it, the sessions that were used the longest ago lose this protection. "
+        "Running requests come first in any case. 0: no session protects anything.",
     )
     cuda_graphs: bool = setting(True, "Run steps as CUDA graphs, those of up to 2,304 tokens.")
     group_prefixes: bool = setting(
@@ -120,6 +129,8 @@ class EngineConfig:
                 raise InvalidConfig(f"{flag(name)} is {value!r}; give a whole number of at least {least}")
         if not 0.0 < self.mem_fraction <= 1.0:
             raise InvalidConfig(f"--mem-fraction is {self.mem_fraction}; give a share above 0 and up to 1")
+        if not 0.0 <= self.session_share <= 1.0:
+            raise InvalidConfig(f"--session-share is {self.session_share}; give a share from 0 to 1")
         if not self.ttft_target > 0:
             raise InvalidConfig(f"--ttft-target is {self.ttft_target}; give seconds, more than 0")
         if self.itl_target is not None and not 0.0 <= self.itl_target <= MAX_SECONDS:
@@ -180,6 +191,11 @@ class ServiceConfig:
         "Seconds after which a worker that has not finished a step is killed and replaced. Default: 60 on a "
         "GPU, 600 on a CPU.",
     )
+    session_ttl: float = setting(
+        600.0,
+        "Seconds after the end of its last answer for which a session protects its tokens, unless its last "
+        "request gave a session_ttl of its own.",
+    )
     allow_priority: bool = setting(
         False,
         "Let requests set a priority below 0, and so go ahead of others. A priority above 0, which lets others "
@@ -201,6 +217,9 @@ class ServiceConfig:
         if self.step_timeout is not None and not 0.0 < self.step_timeout <= MAX_SECONDS:
             most = f"seconds above 0 and up to {MAX_SECONDS:.0f}"
             raise InvalidConfig(f"--step-timeout is {self.step_timeout}; give {most}")
+        if not 0.0 < self.session_ttl <= MAX_SECONDS:
+            most = f"seconds above 0 and up to {MAX_SECONDS:.0f}"
+            raise InvalidConfig(f"--session-ttl is {self.session_ttl}; give {most}")
         if any(not key or key != key.strip() for key in self.api_key):
             raise InvalidConfig("--api-key is empty or has spaces around it; give a key without them")
         if self.cache_namespace not in (None, *CACHE_NAMESPACES):

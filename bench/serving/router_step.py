@@ -9,7 +9,8 @@ are two loads, each with one and with two steps in flight, and with all free tok
 requests:
 
     steady   every request decodes; the head of the queue has been refused, and no request ends
-    churn    in every step one request ends, one is admitted, and the next is refused, by exact forecasts
+    churn    in every step one request ends, one that is more urgent than the queue is admitted, and the head of
+             the queue is refused, by exact forecasts
 
 Each load runs with prompts that share nothing and with prompts half of which is shared in families; the
 latter also as if every shared prefix were worth reading together, which is the most that this choice can
@@ -21,9 +22,7 @@ import cProfile
 import gc
 import itertools
 import pstats
-import random
 import time
-from array import array
 from collections import deque
 from collections.abc import Callable
 from typing import NamedTuple, TypeVar
@@ -44,6 +43,7 @@ T = TypeVar("T")
 
 VOCAB_SIZE = 32_000
 NUM_FAMILIES = 50  # of prompts that share a prefix
+TIMES_LONGER = 16  # the prompts that wait, so that none of them fits
 MAX_TOKENS = 2**30  # of the pool and of a step, until the load is set up
 TARGET_US = 1000.0
 PARTS = ("plan", "complete", "send")
@@ -55,7 +55,8 @@ _decode_result = msgspec.msgpack.Decoder(StepResult).decode
 
 
 class Load(NamedTuple):
-    """`num_running` requests that decode and `num_queued` that wait, each with a prompt of `prompt` tokens.
+    """`num_running` requests that decode, each with a prompt of `prompt` tokens, and `num_queued` that wait,
+    with prompts of TIMES_LONGER as many.
 
     With `shared`, families of requests have that many tokens in common: a quarter of a family all of them,
     and the others three, two and one quarters of them, as in the turns of a chat. `churn`: one request ends
@@ -80,14 +81,16 @@ class Router:
         self.queue_times: list[int] = []
         self.profiler: cProfile.Profile | None = None
         self.profiled = ""
-        self._rng = random.Random(0)
+        self._rng = np.random.default_rng(0)
         self._number = 0
         self._in_flight: deque[bytes] = deque()
         # With churn a request lasts as many steps as there are requests, and each is one step older.
         self._max_tokens = load.num_running if load.churn else 2 * steps
         self.engine = self._running()
         self.scheduler = self.engine.scheduler
-        self._fill_queue()
+        for _ in range(load.num_queued - load.churn):
+            self._queue(self._request(TIMES_LONGER * load.prompt, self._max_tokens))
+        self._arrive()
 
     def step(self) -> None:
         """Takes one step of the router: sends plans, and completes the oldest step."""
@@ -98,7 +101,7 @@ class Router:
         data = self._in_flight.popleft()
         events = self._timed("complete", lambda: self.engine.complete(_decode_result(data)))
         self._timed("send", lambda: _encode(Events(events)))
-        self._fill_queue()
+        self._arrive()
 
     def measure(self, steps: int) -> None:
         """Forgets earlier measurements, and takes `steps`."""
@@ -117,30 +120,38 @@ class Router:
             age = i if load.churn else 0
             scheduler.add(self._request(load.prompt + age, self._max_tokens - age))
         engine = Engine(scheduler)
-        plan = engine.plan()
-        assert plan is not None
-        engine.complete(StepResult(plan.step, [10] * len(plan.sample), plan.num_free, 0))
-        room = load.prompt + self._max_tokens if load.churn else 0
+        for _ in range(load.depth):
+            plan = engine.plan()
+            assert plan is not None
+            result = StepResult(plan.step, [10] * len(plan.sample), plan.num_free, 0)
+            self._in_flight.append(_encode(result))
+        engine.complete(_decode_result(self._in_flight.popleft()))
+        room = 2 * load.prompt if load.churn else 0
         spare = ledger.capacity - scheduler.forecast_peak() - room
+        ledger.evict(max(spare - ledger.num_free, 0))  # what has ended is cached
         ledger.reduce_capacity(spare)  # so that the pool is full
         scheduler.check()
         return engine
 
-    def _fill_queue(self) -> None:
+    def _arrive(self) -> None:
+        """Queues an urgent request for each that was admitted."""
         while self.scheduler.num_waiting < self.load.num_queued:
             request = self._request(self.load.prompt, self._max_tokens)
-            begun = time.perf_counter_ns()
-            self.scheduler.add(request)
-            self.queue_times.append(time.perf_counter_ns() - begun)
+            request.priority = -1000
+            self._queue(request)
+
+    def _queue(self, request: Request) -> None:
+        begun = time.perf_counter_ns()
+        self.scheduler.add(request)
+        self.queue_times.append(time.perf_counter_ns() - begun)
 
     def _request(self, prompt: int, max_tokens: int) -> Request:
         self._number += 1
         family, member = self._number % NUM_FAMILIES, self._number // NUM_FAMILIES
-        common = [family] * (self.load.shared * (1 + member % 4) // 4)
-        own = [self._rng.randrange(NUM_FAMILIES, VOCAB_SIZE) for _ in range(prompt - len(common))]
-        ids = array("i", common + own).tobytes()
+        ids = self._rng.integers(NUM_FAMILIES, VOCAB_SIZE, prompt, np.int32)
+        ids[: self.load.shared * (1 + member % 4) // 4] = family
         params = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True)
-        return Request(f"{self._number:032x}", ids, params, seed=self._number)
+        return Request(f"{self._number:032x}", ids.tobytes(), params, seed=self._number)
 
     def _plan(self) -> tuple[StepPlan, bytes]:
         plan = self.engine.plan()

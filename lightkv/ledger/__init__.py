@@ -2,5 +2,6 @@
 
 from .ledger import Match, TokenLedger
 from .sequence import Sequence
+from .sessions import Session, SessionCounts
 
-__all__ = ["Match", "Sequence", "TokenLedger"]
+__all__ = ["Match", "Sequence", "Session", "SessionCounts", "TokenLedger"]

@@ -23,6 +23,7 @@ from lightkv.errors import OutOfRows, OutOfTokens, SequenceTooLong
 from . import branching
 from .prefix_tree import TOKEN_BYTES, Namespace, Segment
 from .sequence import Sequence
+from .sessions import Session, SessionCounts
 from .state import LedgerState
 
 
@@ -36,13 +37,17 @@ class Match(NamedTuple):
 
 
 class TokenLedger:
-    """Counts for a pool of `capacity` tokens and a table of `max_sequences` rows of `max_entries` entries."""
+    """Counts for a pool of `capacity` tokens and a table of `max_sequences` rows of `max_entries` entries.
 
-    def __init__(self, capacity: int, max_sequences: int, max_entries: int) -> None:
+    `max_protected`: the most tokens that sessions protect, which are evicted last.
+    """
+
+    def __init__(self, capacity: int, max_sequences: int, max_entries: int, max_protected: int = 0) -> None:
         self.max_sequences = checked_count("max_sequences", max_sequences)
         self.max_entries = checked_count("max_entries", max_entries)
         self.step = 0  # the step being planned; publications carry it until `confirm`
-        self._state = LedgerState(checked_count("capacity", capacity), self.max_sequences)
+        max_protected = checked_count("max_protected", max_protected, least=0)
+        self._state = LedgerState(checked_count("capacity", capacity), self.max_sequences, max_protected)
         # The sequences of the last `extend`, their rows, and an upper bound of where the longest of them ends.
         self._batch: list[Sequence] = []
         self._batch_rows: tuple[int, ...] = ()
@@ -129,19 +134,38 @@ class TokenLedger:
             raise OutOfTokens(count, self.num_free, self.capacity)
         self._state.reduce_capacity(count)
 
-    def open(self, token_ids: bytes, namespace: Namespace = ()) -> Sequence:
+    def open(self, token_ids: bytes, namespace: Namespace = (), session: Session | None = None) -> Sequence:
         """Opens a sequence that holds the longest cached prefix of its prompt (`match`).
 
         At least one token is left to compute, so that there are logits to sample from. `token_ids` is int32
-        bytes; sequences of different `namespace` share nothing. Raises OutOfRows, SequenceTooLong,
-        ValueError.
+        bytes; sequences of different `namespace` share nothing. `session`: protects the tokens that are cached
+        when the sequence closes (`open_session`). Raises OutOfRows, SequenceTooLong, ValueError.
         """
         length = _num_tokens(token_ids)
         if length > self.max_entries:
             raise SequenceTooLong(length, self.max_entries)
         if not self._state.has_free_row:
             raise OutOfRows(self.max_sequences)
-        return self._state.open(token_ids, namespace)
+        return self._state.open(token_ids, namespace, session)
+
+    def open_session(self, name: str) -> Session:
+        """Returns the session `name`, which is opened if it is not open.
+
+        What its sequences leave in the cache is protected: it is evicted after all that no session protects,
+        that of the session that was used the longest ago first. If all sessions together exceed
+        `max_protected`, they lose their protection in the same order. Every call counts as a use.
+        """
+        return self._state.sessions.open(name)
+
+    def release_session(self, name: str) -> bool:
+        """Ends a session, whose tokens stay cached and are protected no more. Sequences of it that are open
+        protect nothing when they close. Returns False where no such session is open."""
+        return self._state.sessions.release(name)
+
+    @property
+    def session_counts(self) -> SessionCounts:
+        """The sessions that protect tokens, and how many tokens they protect and have lost."""
+        return self._state.sessions.counts
 
     def match(self, token_ids: bytes, namespace: Namespace = ()) -> Match:
         """Returns what `open` would hit. Changes nothing. Raises ValueError."""
@@ -329,8 +353,8 @@ class TokenLedger:
         return branching.keep(self._state, sequence, count)
 
     def evict(self, count: int) -> None:
-        """Frees exactly `count` cached tokens, the least recently used first. Raises OutOfTokens,
-        ValueError."""
+        """Frees exactly `count` cached tokens: first those that were used the longest ago and were hardly hit,
+        last those that sessions protect. Raises OutOfTokens, ValueError."""
         if count < 0:
             raise ValueError(f"asked to evict {count} tokens")
         if count > self.num_cached:

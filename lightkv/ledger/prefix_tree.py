@@ -21,6 +21,7 @@ from collections.abc import Collection, Iterable, Iterator
 from lightkv.errors import CheckFailed
 
 TOKEN_BYTES = 4
+MAX_HITS = 8  # of a segment; further hits do not let it stay any longer
 
 Namespace = tuple[object, ...]
 
@@ -29,21 +30,26 @@ class Segment:
     """One node of the tree.
 
     tokens: int32 bytes that follow the parent's; zeros while the segment is unindexed. holders: the rows of the
-    sequences on whose path the segment is. indexed: whether look-ups find it by its tokens.
+    sequences on whose path the segment is. indexed: whether look-ups find it by its tokens. credit: for its
+    hits since it was stored; 0: there was none. due: its place in the order of eviction, the last use plus the
+    credit (`PrefixTree`). protected: how many sessions end here, and how many children are protected
+    (`sessions.py`); if not 0, it is evicted last.
     """
 
     __slots__ = (
         "children",
         "confirmed",
+        "credit",
+        "due",
         "holders",
         "id",
         "indexed",
         "namespace",
         "parent",
+        "protected",
         "published",
         "queued",
         "tokens",
-        "used",
     )
 
     def __init__(
@@ -56,8 +62,10 @@ class Segment:
         self.children: dict[bytes, Segment] = {}
         self.holders: set[int] = set()
         self.indexed = True
-        self.used = 0
-        self.queued = False  # whether it is in the heap of idle leaves, perhaps with an older `used`
+        self.credit = 0
+        self.due = 0
+        self.protected = 0
+        self.queued = False  # whether it is in the heap of idle leaves, perhaps with an older `due`
         # The first `confirmed` tokens have been computed for certain; step `published` computes the others.
         self.confirmed = len(tokens) // TOKEN_BYTES
         self.published = -1
@@ -103,16 +111,21 @@ def common_prefix(segment: bytes, tokens: bytes, at: int, end: int) -> int:
 
 
 class PrefixTree:
-    """The roots by namespace, and a heap of the unheld leaves in the order of their last use.
+    """The roots by namespace, and a heap of the unheld leaves in the order in which they are evicted.
+
+    The order is that of the last use, but each of up to `MAX_HITS` hits counts like a use `hit_worth` later.
+    The clock is no time: it counts the tokens that were allocated (`pass_tokens`) and the uses, so that a
+    replay evicts the same segments. What a session protects is not in the heap.
 
     `shared`: the segments that two or more sequences hold.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, hit_worth: int = 1) -> None:
         self.roots: dict[Namespace, Segment] = {}
         self.shared: set[Segment] = set()
+        self._hit_worth = hit_worth
         self._next_id = 1
-        self._use = 0
+        self._clock = 0
         self._idle: list[tuple[int, int, Segment]] = []  # a heap; see `oldest`
 
     def root(self, namespace: Namespace) -> Segment:
@@ -123,11 +136,23 @@ class PrefixTree:
             root = self.roots[namespace] = Segment(0, b"", None, namespace)
         return root
 
-    def touch(self) -> int:
-        """Returns the next number in the order of use. It counts events and reads no clock, so that a replay
-        evicts the same segments."""
-        self._use += 1
-        return self._use
+    def pass_tokens(self, count: int) -> None:
+        """Notes that `count` tokens were allocated."""
+        self._clock += count
+
+    def touch(self, path: Iterable[Segment]) -> None:
+        """Marks these segments as used now."""
+        self._clock += 1
+        for segment in path:
+            segment.due = self._clock + segment.credit
+
+    def hit(self, path: Iterable[Segment]) -> None:
+        """Notes that these segments were hit."""
+        worth = self._hit_worth
+        most = MAX_HITS * worth
+        for segment in path:
+            if segment.credit < most:
+                segment.credit += worth
 
     def add_holder(self, path: Iterable[Segment], row: int) -> int:
         """Makes `row` a holder of `path`. Returns how many tokens of it no sequence held before."""
@@ -147,13 +172,13 @@ class PrefixTree:
         Returns, each in the order of `path`: the segments that no sequence holds any more, and the unindexed
         segments that one sequence alone still holds.
         """
-        self._use = now = self._use + 1
+        self._clock = now = self._clock + 1
         unheld: list[Segment] = []
         sole: list[Segment] = []
         for segment in path:
             holders = segment.holders
             holders.remove(row)
-            segment.used = now
+            segment.due = now + segment.credit
             if not holders:
                 unheld.append(segment)
             elif len(holders) == 1:
@@ -232,7 +257,9 @@ class PrefixTree:
         head.holders = segment.holders.copy()
         if len(head.holders) > 1:
             self.shared.add(head)
-        head.used = segment.used
+        head.credit = segment.credit
+        head.due = segment.due
+        head.protected = 1 if segment.protected else 0
         head.published = segment.published
         head.confirmed = min(segment.confirmed, at)
         segment.confirmed = max(segment.confirmed - at, 0)
@@ -263,29 +290,31 @@ class PrefixTree:
         self.note_unheld(parent)
 
     def note_unheld(self, segment: Segment) -> None:
-        """Puts `segment` among the idle leaves if it has no holder and no child. Such a root is removed."""
-        if segment.holders or segment.children or not segment.indexed:
+        """Puts `segment` among the idle leaves if it has no holder, no child and no protection. Such a root is
+        removed."""
+        if segment.holders or segment.children or segment.protected or not segment.indexed:
             return
         if segment.parent is not None:
             if not segment.queued:
                 segment.queued = True
-                heapq.heappush(self._idle, (segment.used, segment.id, segment))
+                heapq.heappush(self._idle, (segment.due, segment.id, segment))
         elif self.roots.get(segment.namespace) is segment:
             del self.roots[segment.namespace]
 
     def oldest(self) -> Segment | None:
-        """Returns the unheld leaf with the oldest last use, or None if every segment is held.
+        """Returns the unheld leaf that is evicted first, or None if every leaf is held or protected.
 
         Entries of the heap may be out of date; they are removed or moved only here, when they reach its top.
         """
         idle = self._idle
         while idle:
-            used, _, segment = idle[0]
-            if segment.holders or segment.children or segment.parent is None or not segment.indexed:
+            due, _, segment = idle[0]
+            gone = segment.parent is None or not segment.indexed
+            if gone or segment.holders or segment.children or segment.protected:
                 heapq.heappop(idle)
                 segment.queued = False
-            elif used != segment.used:
-                heapq.heapreplace(idle, (segment.used, segment.id, segment))
+            elif due != segment.due:
+                heapq.heapreplace(idle, (segment.due, segment.id, segment))
             else:
                 return segment
         return None
@@ -320,7 +349,7 @@ class PrefixTree:
                 raise CheckFailed(f"{segment} is found in the tree")
             if not segment.holders and below:
                 raise CheckFailed(f"{segment} has no holder, but the segments below it have {below}")
-            if not segment.holders and not segment.children and segment.id not in idle:
+            if not (segment.holders or segment.children or segment.protected) and segment.id not in idle:
                 raise CheckFailed(f"{segment} has no holder and cannot be evicted")
         if any(len(segment.holders) < 2 for segment in self.shared):
             raise CheckFailed("a segment of fewer than two holders is among the shared")

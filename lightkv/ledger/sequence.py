@@ -4,6 +4,7 @@ changes one."""
 from collections.abc import Iterator
 
 from .prefix_tree import Segment
+from .sessions import Session
 
 
 class Sequence:
@@ -24,6 +25,7 @@ class Sequence:
     entries that are in segments. length: entries that have a slot. num_hit: tokens found in the cache by
     `open`. dropped: positions that the sequence has passed and no longer holds; the next token's position is
     `length + dropped`. num_sink_tokens: the first entries, which stay when others are dropped (`release`).
+    session: the one that protects its tokens once it has closed, if any.
     """
 
     __slots__ = (
@@ -35,6 +37,7 @@ class Sequence:
         "prompt",
         "root",
         "row",
+        "session",
         "shared",
         "sink_node",
     )
@@ -51,6 +54,7 @@ class Sequence:
         self.num_hit = shared
         self.dropped = 0
         self.num_sink_tokens = 0
+        self.session: Session | None = None
 
     @property
     def num_private(self) -> int:

@@ -25,20 +25,25 @@ from lightkv.errors import CheckFailed
 
 from .prefix_tree import TOKEN_BYTES, Namespace, PrefixTree, Segment
 from .sequence import Sequence
+from .sessions import Session, Sessions
+
+HITS_A_TURNOVER = 32  # hits that let a segment stay for as long as it takes to allocate the whole pool once
 
 
 class LedgerState:
-    """Counts for a pool of `capacity` tokens and a table of `max_sequences` rows.
+    """Counts for a pool of `capacity` tokens, of which sessions protect up to `max_protected`, and a table of
+    `max_sequences` rows.
 
-    Other files may read num_free, num_cached (tokens), sequences (the open ones, by row) and tree.
+    Other files may read num_free, num_cached (tokens), sequences (the open ones, by row), tree and sessions.
     """
 
-    def __init__(self, capacity: int, max_sequences: int) -> None:
+    def __init__(self, capacity: int, max_sequences: int, max_protected: int = 0) -> None:
         self.capacity = capacity
         self.max_sequences = max_sequences
         self.num_free = capacity
         self.num_cached = 0
-        self.tree = PrefixTree()
+        self.tree = PrefixTree(max(capacity // HITS_A_TURNOVER, 1))
+        self.sessions = Sessions(self.tree, max_protected)
         self.sequences: dict[int, Sequence] = {}
         self._free_rows = list(range(max_sequences, 0, -1))
         self._gapped: set[int] = set()  # rows whose path has a gap: what was dropped lies above what is held
@@ -67,7 +72,7 @@ class LedgerState:
 
     # Sequences
 
-    def open(self, prompt: bytes, namespace: Namespace) -> Sequence:
+    def open(self, prompt: bytes, namespace: Namespace, session: Session | None = None) -> Sequence:
         """Opens a sequence in a free row; it holds the longest cached prefix of its prompt."""
         tree = self.tree
         root = tree.root(namespace)
@@ -80,9 +85,11 @@ class LedgerState:
             if matched < len(node.tokens):
                 path[-1] = node = self.split(node, matched // TOKEN_BYTES)
             self.num_cached -= tree.add_holder(path, row)
+            tree.hit(path)
             shared = sum([len(segment.tokens) for segment in path]) // TOKEN_BYTES
             self._edits.append(MapSegments(row, tuple([segment.id for segment in path])))
         sequence = self.sequences[row] = Sequence(row, prompt, root, node, shared)
+        sequence.session = session
         return sequence
 
     def fork(self, sequence: Sequence) -> Sequence:
@@ -94,6 +101,7 @@ class LedgerState:
         sequence.root.holders.add(row)
         fork = Sequence(row, sequence.prompt, sequence.root, sequence.node, sequence.shared)
         fork.num_hit = sequence.num_hit
+        fork.session = sequence.session
         fork.sink_node, fork.num_sink_tokens, fork.dropped = (
             sequence.sink_node,
             sequence.num_sink_tokens,
@@ -124,6 +132,7 @@ class LedgerState:
         """Allocates `count` free slots, as `edit` spreads them over rows."""
         self._edits.append(edit)
         self.num_free -= count
+        self.tree.pass_tokens(count)
 
     def free_range(self, row: int, start: int, end: int) -> None:
         """Frees the slots of the private entries [start, end) of `row`; there is at least one."""
@@ -160,7 +169,7 @@ class LedgerState:
         node = sequence.node
         if tokens[:TOKEN_BYTES] in node.children:
             return
-        if node.parent is not None and len(node.holders) == 1 and not node.children:
+        if _may_grow(node):
             # The sequence's own newest segment (that of the chunk before) grows, so that there is one segment
             # and not a chain of chunks.
             if node.confirmed == node.length:
@@ -169,7 +178,7 @@ class LedgerState:
         else:
             node = self.tree.add(node, tokens)
             node.holders.add(sequence.row)
-            node.used = self.tree.touch()
+            self.tree.touch([node])
             node.confirmed = 0
             sequence.node = node
             self._unconfirmed.append(node)
@@ -178,18 +187,26 @@ class LedgerState:
         self._edits.append(StoreSegment(sequence.row, end - node.length, end, node.id))
 
     def cache_tail(self, sequence: Sequence, tokens: bytes) -> int:
-        """Caches the private tail of a sequence that is about to close. `tokens`: all its known token ids.
+        """Caches the private tail of a sequence that is about to close; its session protects the whole path.
+        `tokens`: all its known token ids.
 
         Returns the entry up to which its tokens are in the tree; the caller frees the rest. Slots of tokens
         that the tree has from another sequence are freed here.
         """
+        node, end = self._cache_tail(sequence, tokens)
+        if sequence.session is not None and node.indexed:
+            self.sessions.protect(sequence.session, node, end)
+        return end
+
+    def _cache_tail(self, sequence: Sequence, tokens: bytes) -> tuple[Segment, int]:
+        """Returns the last segment of the path of what is cached, and the entry up to which that is."""
         tree, row = self.tree, sequence.row
         end = min(sequence.length, len(tokens) // TOKEN_BYTES)
         start = sequence.shared
         if not sequence.node.indexed:
             self._index_path(sequence, tokens[: end * TOKEN_BYTES])
         if end <= start or not sequence.node.indexed:
-            return start
+            return sequence.node, start
         path, matched = tree.find(sequence.node, tokens, start * TOKEN_BYTES, end * TOKEN_BYTES)
         if path and matched < len(path[-1].tokens):
             if not matched:  # `find` only descends where the first token agrees
@@ -200,25 +217,23 @@ class LedgerState:
         if path:
             found += sum(segment.length for segment in path)
             self.free_range(row, start, found)
-            now = tree.touch()
-            for segment in path:  # those above are marked as used when the sequence leaves them
-                segment.used = now
+            tree.hit(path)
+            tree.touch(path)  # those above are marked as used when the sequence leaves them
             if not node.holders:
                 tree.note_unheld(node)
         if end > found:
             fresh = tokens[found * TOKEN_BYTES : end * TOKEN_BYTES]
-            own = node is sequence.node and node.parent is not None and len(node.holders) == 1
-            if own and not node.children:
+            if node is sequence.node and _may_grow(node):
                 if node.confirmed == node.length:
                     node.confirmed += end - found
                 node.tokens += fresh
             else:
                 node = tree.add(node, fresh)
-                node.used = tree.touch()
+                tree.touch([node])
                 self.num_cached += node.length
                 tree.note_unheld(node)
             self._edits.append(StoreSegment(row, end - node.length, end, node.id))
-        return max(end, found)
+        return node, max(end, found)
 
     def share_tail(self, sequence: Sequence) -> None:
         """Makes an unindexed segment of its private tail, so that other sequences can hold it too."""
@@ -327,6 +342,7 @@ class LedgerState:
         no look-up would reach it then. What has no holder is freed."""
         for below in [*segment.below(), segment]:
             if below.holders:
+                self.sessions.lift(below)
                 self.tree.unindex(below)
             else:
                 self._trim(below, 0)
@@ -340,10 +356,13 @@ class LedgerState:
         return head
 
     def evict(self, count: int) -> None:
-        """Frees `count` of the cached tokens, those with the oldest last use first."""
+        """Frees `count` of the cached tokens, in the tree's order, and those that sessions protect last."""
         while count:
             segment = self.tree.oldest()
-            assert segment is not None  # num_cached counts exactly what `oldest` can reach
+            if segment is None:
+                segment = self.sessions.oldest()
+                assert segment is not None  # num_cached counts exactly what the two can reach
+                self.sessions.evict(min(segment.length, count))
             keep = max(segment.length - count, 0)
             count -= segment.length - keep
             self._trim(segment, keep)
@@ -357,9 +376,11 @@ class LedgerState:
         self.num_cached -= freed
         self.num_free += freed
         if keep:
+            self.sessions.trim(segment, freed)
             segment.tokens = segment.tokens[: keep * TOKEN_BYTES]
             segment.confirmed = min(segment.confirmed, keep)
         else:
+            self.sessions.lift(segment)
             self.tree.remove(segment)
 
     # Steps
@@ -394,6 +415,7 @@ class LedgerState:
     def check(self) -> None:
         """Recounts everything from the sequences and the tree. Raises CheckFailed."""
         self.tree.check(self._gapped)
+        self.sessions.check()
         holders: dict[Segment, set[int]] = {}
         private = 0
         for row, sequence in self.sequences.items():
@@ -428,3 +450,10 @@ class LedgerState:
             raise CheckFailed(f"{self.num_free} tokens free")
         if sorted([*self._free_rows, *self.sequences]) != list(range(1, self.max_sequences + 1)):
             raise CheckFailed(f"rows free {sorted(self._free_rows)}, open {sorted(self.sequences)}")
+
+
+def _may_grow(node: Segment) -> bool:
+    """Returns whether its only holder can add tokens to this segment. A segment that was hit or is protected
+    stays as it is, since the new tokens were not hit and are not protected."""
+    alone = node.parent is not None and len(node.holders) == 1 and not node.children
+    return alone and not node.credit and not node.protected

@@ -23,6 +23,7 @@ from .http_guard import OPEN_PATHS, Guard, error_response
 from .metrics import ServiceMetrics
 from .request_body import BodyRoom, body_route
 from .routes import InvalidHeader, Routes, UnknownModel
+from .sessions import OpenSessions, UnknownSession
 
 _STATUS_OF_REFUSAL = {"invalid": 400, "never_fits": 400, "queue_full": 429, "unavailable": 503}
 
@@ -30,7 +31,8 @@ _STATUS_OF_REFUSAL = {"invalid": 400, "never_fits": 400, "queue_full": 429, "una
 def create_app(client: RouterClient, tokenizer: Tokenizer, settings: ApiSettings) -> FastAPI:
     """Returns the HTTP application over a connected client of the router."""
     metrics = ServiceMetrics(settings.model_names[0], lambda: client.latest)
-    api = Routes(Backend(client, tokenizer, metrics, settings.report_cached_tokens), settings)
+    sessions = OpenSessions(client.release_session)
+    api = Routes(Backend(client, tokenizer, metrics, sessions, settings.report_cached_tokens), settings)
     app = document.DocumentedApp(title="lightkv", version=__version__, docs_url=None, redoc_url=None)
     room = BodyRoom(settings.max_body_bytes, settings.max_unread_bytes, 2 * tokenizer.max_model_len)
     app.router.route_class = body_route(room)
@@ -59,9 +61,15 @@ def create_app(client: RouterClient, tokenizer: Tokenizer, settings: ApiSettings
             openapi_extra=described,
         )
 
-    header = document.namespace_parameter() if settings.cache_namespace == "header" else None
-    route("POST", "/v1/completions", api.complete, document.COMPLETION, document.GENERATES, header)
-    route("POST", "/v1/chat/completions", api.chat, document.CHAT, document.GENERATES, header)
+    by_header = settings.cache_namespace == "header"
+    namespace = document.namespace_parameters(by_header)
+    headers = {"parameters": [*namespace, document.session_header()]}
+    route("POST", "/v1/completions", api.complete, document.COMPLETION, document.GENERATES, headers)
+    route("POST", "/v1/chat/completions", api.chat, document.CHAT, document.GENERATES, headers)
+    release = "/v1/sessions/{session_id:path}/release"
+    errors = document.NAMES_NAMESPACE if by_header else ()
+    named = {"parameters": [*namespace, document.session_parameter()]}
+    route("POST", release, api.release_session, document.RELEASED, errors, named)
     route("GET", "/v1/models", api.models, document.MODELS)
     named = document.model_parameter(settings.model_names)
     route("GET", "/v1/models/{model:path}", api.one_model, document.ONE_MODEL, document.NAMES_MODEL, named)
@@ -105,6 +113,8 @@ async def _on_refusal(request: Request, error: Exception) -> Response:
             status = 400
         case UnknownModel():
             status, param = 404, "model"
+        case UnknownSession():
+            status = 404
         case GenerationFailed() | GenerationLost():
             status = failure_status(error)
         case _:  # a bug of this process, which the log has to show

@@ -3,7 +3,8 @@ closed together."""
 
 import secrets
 import uuid
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 
 from lightkv.errors import LightKVError
@@ -16,6 +17,7 @@ from lightkv.router.text.completion import Completion
 from lightkv.router.text.tokenizer import Tokenizer
 
 from .metrics import AnswerClock, ServiceMetrics
+from .sessions import OpenSessions, SessionUse
 
 
 class GenerationFailed(LightKVError):
@@ -34,12 +36,18 @@ class GenerationLost(LightKVError):
 
 @dataclass(frozen=True)
 class GenerationSpec:
-    """The generation that one HTTP request asks for: `params.n` answers to each of `prompts` (int32 bytes)."""
+    """The generation that one HTTP request asks for: `params.n` answers to each of `prompts` (int32 bytes).
+
+    `session`: the one that protects the tokens of prompts and answers in the cache. `states_length`: whether
+    the client stated max_tokens.
+    """
 
     prompts: list[bytes]
     params: SamplingParams
     priority: int = 0
     namespace: tuple[str, ...] = ()
+    session: SessionUse | None = None
+    states_length: bool = True
 
 
 @dataclass
@@ -72,7 +80,7 @@ class TextDelta:
 
 @dataclass(frozen=True)
 class Backend:
-    """The client of the router, the tokenizer and the metrics, from which answers are made.
+    """The client of the router, the tokenizer, the metrics and the open sessions, from which answers are made.
 
     `reports_cached_tokens`: whether answers report how many prompt tokens were cached.
     """
@@ -80,6 +88,7 @@ class Backend:
     client: RouterClient
     tokenizer: Tokenizer
     metrics: ServiceMetrics
+    sessions: OpenSessions
     reports_cached_tokens: bool = False
 
     async def generate(self, spec: GenerationSpec) -> "Generation":
@@ -111,20 +120,30 @@ class Backend:
                         stop_ids=sorted(stop_ids),
                         priority=spec.priority,
                         namespace=spec.namespace,
+                        session=None if spec.session is None else spec.session.name,
+                        states_length=spec.states_length,
                     )
                 )
-        events = await self.client.submit(submits)
-        return Generation(spec, answers, events, self.reports_cached_tokens)
+        with ExitStack() as stack:
+            if spec.session is not None:
+                stack.callback(self.sessions.end, self.sessions.begin(spec.session))
+            events = await self.client.submit(submits)
+            closed = stack.pop_all().close  # the session's request ends with the generation
+        return Generation(spec, answers, events, closed, self.reports_cached_tokens)
 
 
 class Generation:
-    """The answers to one HTTP request while they are generated. `close` aborts the unfinished ones."""
+    """The answers to one HTTP request while they are generated. `close` aborts the unfinished ones.
+
+    `closed`: called once, by the first `close`.
+    """
 
     def __init__(
         self,
         spec: GenerationSpec,
         answers: dict[str, Answer],
         events: AnswerStream,
+        closed: Callable[[], None] = lambda: None,
         reports_cached_tokens: bool = False,
     ) -> None:
         self._reports_cached_tokens = reports_cached_tokens
@@ -132,6 +151,7 @@ class Generation:
         self._spec = spec
         self._growing = answers
         self._events = events
+        self._closed = closed
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -181,6 +201,8 @@ class Generation:
             answer.clock.finish("abort")
         self._growing.clear()
         self._events.close()
+        closed, self._closed = self._closed, lambda: None
+        closed()
 
     def _add(self, event: TokenEvent, delta: TextDelta) -> None:
         """Adds an event to its answer and to the answer's delta."""

@@ -24,6 +24,16 @@ _GAUGES: tuple[tuple[str, str, Callable[[Load], float]], ...] = (
     ("vllm:num_requests_running", "Requests admitted and not finished.", lambda load: load.num_running),
     ("vllm:num_requests_waiting", "Requests not admitted yet.", lambda load: load.num_waiting),
     (
+        "lightkv:requests_running_estimated",
+        "Those of the running requests whose lengths are estimated, as with chats without max_tokens.",
+        lambda load: load.num_running_estimated,
+    ),
+    (
+        "lightkv:requests_waiting_estimated",
+        "Those of the waiting requests whose lengths are estimated.",
+        lambda load: load.num_waiting_estimated,
+    ),
+    (
         "vllm:kv_cache_usage_perc",
         "Share of the pool that running requests hold (1 means all of it).",
         lambda load: load.held / load.capacity if load.capacity else 0.0,
@@ -34,13 +44,24 @@ _GAUGES: tuple[tuple[str, str, Callable[[Load], float]], ...] = (
     ("lightkv:cached_tokens", "Tokens cached for later requests.", lambda load: load.cached),
     (
         "lightkv:forecast_peak_tokens",
-        "The most tokens that the running requests may come to hold.",
+        "The most tokens that the running requests are expected to come to hold.",
         lambda load: load.forecast_peak,
+    ),
+    (
+        "lightkv:exact_peak_tokens",
+        "The most tokens that the running requests with max_tokens may come to hold; at most the capacity.",
+        lambda load: load.exact_peak,
     ),
     (
         "lightkv:reached_peak_tokens",
         "The most tokens held in any step so far.",
         lambda load: load.reached_peak,
+    ),
+    ("lightkv:sessions", "Sessions that protect tokens.", lambda load: load.num_sessions),
+    (
+        "lightkv:session_tokens",
+        "Tokens, cached or held, that sessions protect: they are evicted last.",
+        lambda load: load.session_tokens,
     ),
     (
         "lightkv:step_age_seconds",
@@ -51,7 +72,11 @@ _GAUGES: tuple[tuple[str, str, Callable[[Load], float]], ...] = (
 _COUNTERS: tuple[tuple[str, str, Callable[[Load], float]], ...] = (
     ("vllm:prompt_tokens", "Prompt tokens of admitted requests.", lambda load: load.prompt_tokens),
     ("vllm:generation_tokens", "Tokens generated.", lambda load: load.generated_tokens),
-    ("vllm:num_preemptions", "Preemptions of running requests.", lambda load: load.num_preemptions),
+    (
+        "vllm:num_preemptions",
+        "Preemptions of running requests, all of them requests whose lengths are estimated.",
+        lambda load: load.num_preemptions,
+    ),
     (
         "lightkv:recomputed_tokens",
         "Tokens computed again after preemptions.",
@@ -59,6 +84,16 @@ _COUNTERS: tuple[tuple[str, str, Callable[[Load], float]], ...] = (
     ),
     ("vllm:prefix_cache_queries", "Prompt tokens looked up in the cache.", lambda load: load.prompt_tokens),
     ("vllm:prefix_cache_hits", "Prompt tokens found in the cache.", lambda load: load.hit_tokens),
+    (
+        "lightkv:session_evicted_tokens",
+        "Tokens that were evicted although a session protected them.",
+        lambda load: load.session_evicted_tokens,
+    ),
+    (
+        "lightkv:session_over_share_tokens",
+        "Tokens that sessions do not protect because all sessions together exceeded their share.",
+        lambda load: load.session_over_share_tokens,
+    ),
     ("lightkv:steps", "Steps of the model.", lambda load: load.num_steps),
     (
         "lightkv:ledger_checks",

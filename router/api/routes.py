@@ -14,6 +14,7 @@ from starlette.types import Receive
 from lightkv import __version__
 from lightkv.errors import LightKVError
 from lightkv.router.api.openai.protocol import (
+    MAX_SESSION_ID,
     ChatRequest,
     CompletionRequest,
     Detokenized,
@@ -21,12 +22,13 @@ from lightkv.router.api.openai.protocol import (
     GenerationRequest,
     Model,
     ModelList,
+    ReleasedSession,
     Tokenized,
     TokenizeRequest,
     Version,
 )
 from lightkv.router.api.openai.writer import ChatWriter, CompletionWriter
-from lightkv.router.config import NAMESPACE_HEADER
+from lightkv.router.config import NAMESPACE_HEADER, SESSION_HEADER
 from lightkv.router.engine.request import InvalidPrompt, NeverFits
 from lightkv.router.sampling_params import MAX_COUNT, MAX_LOGPROBS, InvalidParams
 from lightkv.router.service.api_settings import ApiSettings
@@ -36,6 +38,7 @@ from .event_stream import EventStream, closed_with_client
 from .generation import Backend, GenerationSpec
 from .metrics import CONTENT_TYPE
 from .prompt_reader import Chat, PromptReader, PromptRoom, convert
+from .sessions import SessionUse, UnknownSession
 from .unsupported_fields import refuse_unsupported
 
 
@@ -76,7 +79,7 @@ class Routes:
             most = f"1 to {self._settings.max_answers} prompts, counted n times each"
             raise InvalidParams("prompt", f"{len(body.prompts)} prompts", most)
         self._check_queue(len(body.prompts), params.n)
-        namespace = self._namespace(request, body)
+        namespace, session = self._namespace(request, body), self._session(request, body)
         context = info.limits.max_model_len
         room = PromptRoom(context, body.num_kept(params.max_tokens, context))
         prompts = []
@@ -94,6 +97,7 @@ class Routes:
             params=params,
             priority=self._priority(body),
             namespace=namespace,
+            session=session,
         )
         writer = CompletionWriter(model, self._tokenizer, echoed)
         return await self._answer(spec, writer, body, request.receive)
@@ -106,7 +110,7 @@ class Routes:
         if params.n > self._settings.max_answers:
             raise InvalidParams("n", params.n, f"1 to {self._settings.max_answers}")
         self._check_queue(1, params.n)
-        namespace = self._namespace(request, body)
+        namespace, session = self._namespace(request, body), self._session(request, body)
         context = info.limits.max_model_len
         room = PromptRoom(context, body.num_kept(body.given_max_tokens(1), context))
         prompt_ids = await self._prompts.ids_of_chat(_chat(body), room)
@@ -118,8 +122,17 @@ class Routes:
             params=params,
             priority=self._priority(body),
             namespace=namespace,
+            session=session,
+            states_length=body.states_length,
         )
         return await self._answer(spec, ChatWriter(model, self._tokenizer), body, request.receive)
+
+    async def release_session(self, request: Request) -> Response:
+        """POST /v1/sessions/{session_id}/release: end a session; its tokens are cached like any others."""
+        session_id = request.path_params["session_id"]
+        if not self._backend.sessions.release(self._session_name(request, session_id)):
+            raise UnknownSession(session_id)
+        return _json(ReleasedSession(id=session_id, object="session", released=True))
 
     async def tokenize(self, body: TokenizeRequest) -> Response:
         """POST /tokenize: return the tokens of a prompt or of a chat, which may have at most as many characters
@@ -224,14 +237,35 @@ class Routes:
             case "key":
                 tenant: bytes = request.state.api_key
             case "header":
-                values = request.headers.getlist(NAMESPACE_HEADER)
-                if len(values) != 1 or not values[0]:
-                    raise InvalidHeader(NAMESPACE_HEADER, len(values))
-                tenant = values[0].encode("latin-1")
+                tenant = _tenant(request)
             case _:
                 return body.namespace
         # The router stores the names of its prefix trees, so it gets a hash and never an API key.
         return (hashlib.sha256(tenant).hexdigest(), *body.namespace)
+
+    def _session(self, request: Request, body: GenerationRequest) -> SessionUse | None:
+        """Returns the session that the body names or, if it names none, the header. Raises InvalidParams,
+        InvalidHeader."""
+        session_id = body.session_id
+        if session_id is None and (given := request.headers.get(SESSION_HEADER)):
+            session_id = given.encode("latin-1").decode("utf-8", "replace")
+            if len(session_id) > MAX_SESSION_ID:
+                what = f"{len(session_id)} characters in {SESSION_HEADER}"
+                raise InvalidParams("session_id", what, f"at most {MAX_SESSION_ID}")
+        if not session_id:
+            if body.session_ttl is not None:
+                raise InvalidParams("session_ttl", body.session_ttl, "it together with a session_id")
+            return None
+        ttl = self._settings.session_ttl if body.session_ttl is None else body.session_ttl
+        return SessionUse(self._session_name(request, session_id), ttl)
+
+    def _session_name(self, request: Request, session_id: str) -> str:
+        """Returns the session's name in the service, which has its owner: the API key and, where the cache is
+        divided by the header, its value. Raises InvalidHeader."""
+        owner = request.state.api_key or b""
+        if self._settings.cache_namespace == "header":
+            owner += b"\n" + _tenant(request)
+        return f"{hashlib.sha256(owner).hexdigest()}/{session_id}"
 
     def _check_queue(self, num_prompts: int, n: int) -> None:
         """Raises InvalidParams if the queue could never hold all answers, which have to be queued
@@ -272,6 +306,14 @@ class Routes:
             "owned_by": "lightkv",
             "max_model_len": self._max_model_len,
         }
+
+
+def _tenant(request: Request) -> bytes:
+    """Returns the value of the header that names the cache namespace. Raises InvalidHeader."""
+    values = request.headers.getlist(NAMESPACE_HEADER)
+    if len(values) != 1 or not values[0]:
+        raise InvalidHeader(NAMESPACE_HEADER, len(values))
+    return values[0].encode("latin-1")
 
 
 def _json(content: Any, status: int = 200) -> Response:

@@ -122,14 +122,20 @@ def frame(
     pool = (
         f"{report.held:,} held, {report.cached:,} cached, {report.free:,} free of {report.capacity:,} tokens"
     )
-    peak = f"{report.forecast_peak:,} tokens forecast, {report.reached_peak:,} reached so far"
+    peak = (
+        f"{report.forecast_peak:,} tokens forecast, {report.exact_peak:,} by requests with max_tokens, "
+        f"{report.reached_peak:,} reached so far"
+    )
     rows = {
         "state": report.state if report.detail == report.state else f"{report.state}: {report.detail}",
         "pool": pool,
         "peak": peak,
-        "requests": f"{report.num_running:,} running, {report.num_waiting:,} waiting",
+        "requests": f"{report.num_running:,} running ({report.num_running_estimated:,} of estimated length), "
+        f"{report.num_waiting:,} waiting ({report.num_waiting_estimated:,})",
         "tokens": f"{rate('generated_tokens'):,.1f} generated/s, {rate('prompt_tokens'):,.1f} of prompts/s",
         "cache": f"{report.hit_tokens:,} of {report.prompt_tokens:,} prompt tokens hit ({share:.0%})",
+        "sessions": f"{report.num_sessions:,} protect {report.session_tokens:,} tokens; so far "
+        f"{report.session_evicted_tokens:,} evicted, {report.session_over_share_tokens:,} over their share",
         "steps": f"{steps:,.1f}/s, {router_ms:.2f} ms of the router's own time each",
         "checks": f"{report.num_ledger_checks:,} comparisons of the device's free count with the ledger's, "
         "all equal",

@@ -1,24 +1,23 @@
 """Admission: computes the most tokens that running requests will hold, and decides which request may join them.
 
-`peak_tokens` is the specification of `forecast.Forecast`, which the scheduler uses. An `Admission` estimates
-how long outputs will be, and decides whether a waiting request fits in addition to the running ones.
+`peak_tokens` is the specification of `forecast.Forecast`, which the scheduler uses, and docs/admission.md
+explains both. An `Admission` estimates how long outputs will be, and decides whether a waiting request fits in
+addition to the running ones.
 
 A request in decode holds `held` tokens (a) alone now and one more after each of `remaining` steps (b); then it
-ends and frees them all. The total rises by one a request in every step and falls only at an end, so that it
-peaks just before some request ends. With the requests sorted by b, the longest first, the i requests with the
+ends and frees them all. The total rises in every step and falls only at an end, so that it peaks just before
+some request ends. Where all requests decode, and are sorted by b, the longest first, the i requests with the
 largest b still run when the i-th ends, and each has grown by b_i:
 
     peak = max_i ( Σ_{j≤i} a_j + i · b_i )
 
-If an ended request is freed one step late (`lag`), the requests with a larger b have grown by one more token:
-
-    peak = max_i ( Σ_{j≤i} a_j + i · b_i + |{j : b_j > b_i}| )
-
-The step in which a prefill begins to decode is not known, which would make the formula too low, so a prefill
-counts in full, held plus remaining, at every point. A shared segment is held until its last holder ends, so
-it counts once, with its longest-lived holder; a prefill outlives all decodes.
+If an ended request is freed one step late (`lag`), the requests with a larger b have grown by one more token.
+A request in prefill grows by the chunks that the steps' budget gives it, at most, and then by one token a step,
+as early as that may begin; it is held until it ends, as late as that may be (`PrefillWindow`). A shared segment
+is held until its last holder ends, so it counts once.
 """
 
+import math
 from array import array
 from bisect import bisect_left, bisect_right, insort
 from collections import deque
@@ -30,8 +29,9 @@ from typing import NamedTuple, Protocol
 
 from lightkv.router.config import TTFT_TARGET
 
-from .forecast import Forecast
+from .forecast import Candidate, Forecast, Prefill
 from .ledger import Ledger
+from .prefill_budget import PrefillWindow, StepBudget
 from .request import Request
 
 
@@ -47,11 +47,13 @@ class Demand(NamedTuple):
 
     Attributes:
         held: tokens that the request alone holds now.
-        remaining: tokens that it will still take.
+        remaining: tokens that it will still take. -1 says that its tokens are freed before the next step is
+            planned, as those of a request that took its last one a step before the newest step in flight.
         path: the shared segments that it holds, the deepest first. A request that holds a segment also holds
             the segments after it in every path that contains it.
         decoding: whether it takes one token in every step from now on; a prefill does not.
         tip: how many tokens of the deepest segment it holds; None is all.
+        window: when its prefill is computed. A prefill without a window counts in full at all times.
     """
 
     held: int
@@ -59,49 +61,48 @@ class Demand(NamedTuple):
     path: Iterable[SharedSegment]
     decoding: bool
     tip: int | None = None
+    window: PrefillWindow | None = None
+
+    def last(self, lag: int) -> int | None:
+        """Returns the last step in which its tokens are held, where 0 is the next one; None: in all of them."""
+        if self.decoding:
+            return self.remaining - 1 + lag
+        return None if self.window is None else self.window.last + self.remaining - self.window.left + lag
+
+    def held_in(self, step: int) -> int:
+        """Returns the most tokens that it alone holds once `step` has its slots, where -1 is now."""
+        taken, window = self.remaining, self.window
+        if self.decoding:
+            taken = max(min(step + 1, taken), 0)
+        elif window is not None:
+            computed = min(window.now + step * window.most, window.left) if step >= 0 else 0
+            taken = computed + min(max(step - window.first, 0), taken - window.left)
+        return self.held + taken
 
 
 def peak_tokens(demands: Sequence[Demand], lag: int = 0) -> int:
-    """Returns the most tokens that these requests can hold together at any time: exactly, where all of them
-    decode, and else never too few.
+    """Returns the most tokens that these requests can hold together, now and later: exactly, where it is known
+    when each prefill is computed, and else never too few.
 
     `lag`: 1 where a request's tokens are freed a step after it has taken its last one, 0 where they are freed
     at once. The K/V of a request's last token is never written, so `remaining` is one less than the tokens
     that are still to be generated.
     """
-    counted: dict[int, int] = {}  # id of a segment → tokens of it that a longer-lived holder has counted
-
-    def shared(demand: Demand) -> int:
-        total, tip = 0, demand.tip
-        for segment in demand.path:
-            length = segment.length if tip is None else tip
-            before = counted.get(id(segment))
-            counted[id(segment)] = max(length, before or 0)
-            total += max(length - (before or 0), 0)
-            if before is not None:
-                break  # every segment above this one is counted, too
-            tip = None
-        return total
-
-    constant = 0
-    decoding = []
-    for demand in demands:
-        if demand.decoding:
-            decoding.append(demand)
-        else:
-            constant += demand.held + demand.remaining + shared(demand)
-    decoding.sort(key=_by_remaining, reverse=True)
-    peak = held = outliving = 0
-    for count, demand in enumerate(decoding, start=1):
-        held += demand.held + shared(demand)
-        if count > 1 and demand.remaining < decoding[count - 2].remaining:
-            outliving = count - 1
-        peak = max(peak, held + count * demand.remaining + lag * outliving)
-    return constant + peak
-
-
-def _by_remaining(demand: Demand) -> int:
-    return demand.remaining
+    holding = [(demand, list(demand.path), demand.last(lag)) for demand in demands]
+    # What is held rises until something is freed.
+    steps = {last for _, _, last in holding if last is not None and last >= 0} | {-1}
+    peak = 0
+    for step in steps:
+        total = 0
+        shared: dict[int, int] = {}  # id of a segment → the most tokens of it that a request holds
+        for demand, path, last in holding:
+            if step == -1 or last is None or last >= step:
+                total += demand.held_in(step)
+                for i, segment in enumerate(path):
+                    length = segment.length if i or demand.tip is None else demand.tip
+                    shared[id(segment)] = max(length, shared.get(id(segment), 0))
+        peak = max(peak, total + sum(shared.values()))
+    return peak
 
 
 class Estimates(Protocol):
@@ -117,6 +118,10 @@ class Estimates(Protocol):
 class OutputLengths:
     """Estimates by a quantile of the recent outputs that were longer than this one is so far.
 
+    `assumed`: where nothing is known, an output is estimated to have so many tokens, or twice as many as it has
+    already; None: `max_tokens`. Nothing is known until 32 outputs have ended, and of an output that is longer
+    than all of them.
+
     An estimate that is too short may cost a preemption, and one that is too long leaves slots idle: a lower
     `quantile` fills the pool more and preempts more. With None each estimate is drawn at random from the longer
     outputs. The Past-Future scheduler (ASPLOS '25) draws all estimates anew for every admission; here one
@@ -124,10 +129,11 @@ class OutputLengths:
     """
 
     num_recent = 1000
-    num_needed = 32  # with fewer, `max_tokens` is expected
+    num_needed = 32
 
-    def __init__(self, quantile: float | None = 0.3, seed: int = 0) -> None:
+    def __init__(self, quantile: float | None = 0.3, seed: int = 0, assumed: int | None = None) -> None:
         self.quantile = quantile
+        self.assumed = assumed
         self._rng = Random(seed)
         self._recent: deque[int] = deque()
         self._sorted = array("q")
@@ -144,7 +150,7 @@ class OutputLengths:
         shorter = bisect_right(self._sorted, generated)
         longer = len(self._sorted) - shorter
         if len(self._sorted) < self.num_needed or not longer:
-            return max_tokens
+            return max_tokens if self.assumed is None else min(max(self.assumed, 2 * generated), max_tokens)
         quantile = self._rng.random() if self.quantile is None else self.quantile
         return min(self._sorted[shorter + int(quantile * longer)], max_tokens)
 
@@ -182,13 +188,28 @@ class Counting(Enum):
 
 
 class Running(NamedTuple):
-    """What admission reads of the running requests: the ledger, the forecast, and the requests in prefill and
-    in decode."""
+    """What admission reads of the running requests: the ledger, the forecast, the requests in prefill and in
+    decode, and what the step that is being planned can still compute, in a number of slots. It has planned the
+    prefills before `idx`, and a request that is admitted gets that place among them."""
 
     ledger: Ledger
     forecast: Forecast
     prefilling: Sequence[Request]
     decoding: Sequence[Request]
+    budget: StepBudget
+    room: int
+    idx: int
+
+    def windows(self, num_left: int, start: int) -> tuple[PrefillWindow, list[Prefill]]:
+        """Returns when the prefill of another request would be computed, which has `num_left` tokens to compute
+        from position `start` on, and when those of the running ones would be then."""
+        ahead = [r for r in self.prefilling[: self.idx] if r.num_prefill_left]
+        behind = self.prefilling[self.idx :]
+        lefts = [r.num_prefill_left for r in ahead] + [num_left] + [r.num_prefill_left for r in behind]
+        windows = self.budget.windows(lefts, len(ahead), start)
+        own = windows.pop(len(ahead))
+        sequences = [request.sequence for request in [*ahead, *behind]]
+        return own, list(map(Prefill, sequences, windows))  # type: ignore[arg-type]
 
 
 @dataclass(frozen=True)
@@ -197,8 +218,12 @@ class Admission:
 
     Attributes:
         estimates: estimates the lengths of outputs; with None each counts with its `max_tokens`.
+        trusts_limits: whether a request that states its `max_tokens` is *exact*: counted with it, and never
+            preempted. All others are *estimated* then, or also exact if there are no `estimates`. If False, all
+            requests are estimated.
         counting: which count has to fit.
-        reserve: the share of the pool that admission leaves free.
+        reserve: the share of the pool that admission leaves free if all requests are estimated; in proportion
+            less if only some of them are.
         slack: tokens a request that the allocator may take beyond those counted: page - 1 where it allocates
             pages, else 0.
         patience: seconds after which a waiting request lets the requests of its priority that have waited
@@ -206,33 +231,60 @@ class Admission:
     """
 
     estimates: Estimates | None = None
+    trusts_limits: bool = True
     counting: Counting = Counting.PEAK
     reserve: float = 0.0
     slack: int = 0
     patience: float | None = None
 
-    @property
-    def may_run_short(self) -> bool:
-        """Whether the admitted requests can outgrow the pool, so that some have to be preempted."""
-        return self.estimates is not None or self.counting is Counting.PREFILL
+    def is_exact(self, request: Request) -> bool:
+        """Returns whether the request is counted with its `max_tokens` and never preempted."""
+        return self.trusts_limits and (request.states_length or self.estimates is None)
 
     def limit(self, capacity: int, num_requests: int) -> int:
         """Returns the most tokens that `num_requests` may be counted with."""
-        return capacity - int(capacity * self.reserve) - self.slack * num_requests
+        return capacity - self.slack * num_requests
 
-    def expected(self, generated: int, max_tokens: int) -> int:
-        """Returns the expected length of an output that has `generated` tokens so far."""
-        return self.estimates.estimate(generated, max_tokens) if self.estimates else max_tokens
+    def observe(self, request: Request) -> None:
+        """Notes that the request's output has ended by itself or at its limit."""
+        if self.estimates is not None and not request.is_exact:
+            self.estimates.observe(len(request.output))
 
-    def admits(self, running: Running, request: Request) -> bool:
-        """Returns whether the pool has room for the running requests and this one, by `counting`."""
-        ledger = running.ledger
+    def expected(self, request: Request, generated: int) -> int:
+        """Returns the expected length of the request's output, which has `generated` tokens so far.
+
+        If the request states no limit, each preemption at least doubles what is expected of it, so that it is
+        preempted only a few times.
+        """
+        max_tokens = request.max_tokens
+        if self.estimates is None or request.is_exact:
+            return max_tokens
+        expected = self.estimates.estimate(generated, max_tokens)
+        if self.trusts_limits:
+            least = 2 * generated if request.num_preemptions else 0
+            expected = min(max(expected, least, request.params.min_tokens), max_tokens)
+        return expected
+
+    def steps_to_wait(self, running: Running, request: Request) -> float:
+        """Returns 0 if the pool has room for the running requests and this one, by `counting`. Else returns for
+        how many steps it has none, unless a request ends or a prefill is computed: at least 1, or infinity."""
+        ledger, forecast = running.ledger, running.forecast
         limit = self.limit(ledger.capacity, ledger.num_open + 1)
+        if num_estimated := forecast.num_estimated + (not request.is_exact):
+            limit -= int(ledger.capacity * self.reserve * num_estimated / (ledger.num_open + 1))
+        if self.counting is not Counting.PREFILL and forecast.total + request.final <= limit:
+            return 0  # the peak is at most the sum of all
         if self.counting is Counting.SUM:
-            return running.forecast.total + request.final <= limit
+            return math.inf
         match = ledger.match(request.prefill_ids, request.namespace)
         if self.counting is Counting.PEAK:
-            return running.forecast.fits(request.final, match, limit)
+            window, prefills = running.windows(
+                request.num_prefill_tokens - match.num_tokens, match.num_tokens
+            )
+            if window.now > running.room:  # as until something is freed
+                return forecast.steps_to_end()
+            candidate = Candidate(match, window, request.final)
+            return forecast.steps_to_wait(candidate, limit, prefills)
         shared, tip = 0, match.tip  # the tokens that it would hit and that other requests hold already
         for segment in match.path:
             if segment.holders:
@@ -240,13 +292,14 @@ class Admission:
             tip = 0
         held = ledger.num_held + request.num_prefill_tokens - shared
         for other in running.prefilling:
-            assert other.sequence is not None
-            held += other.num_prefill_tokens - other.sequence.length
+            held += other.num_prefill_left
         held += ledger.growth([other.sequence for other in running.decoding])  # type: ignore[misc]
         # The last pages of what is held are counted; those of what is still to be computed are not.
-        return held + 1 <= self.limit(ledger.capacity, len(running.prefilling) + 1)
+        limit += self.slack * (ledger.num_open - len(running.prefilling))
+        return 0 if held + 1 <= limit else math.inf
 
 
+ASSUMED_LENGTH = 256  # of an answer whose length nothing is known about
 _PATIENT_SHARE = 0.8  # of the target; the rest is for computing the prompt, and the prompts before it
 
 
@@ -260,12 +313,12 @@ def make_admission(name: str, seed: int = 0, slack: int = 0, ttft_target: float 
 
 
 _ADMISSIONS: dict[str, Callable[[int], Admission]] = {
-    "exact": lambda seed: Admission(),
-    "quantile": lambda seed: Admission(OutputLengths(), reserve=0.03),
-    "timely": lambda seed: Admission(OutputLengths(), reserve=0.03),
-    "past-future": lambda seed: Admission(OutputLengths(quantile=None, seed=seed)),
-    "moving-average": lambda seed: Admission(AverageLength()),
-    "watermark": lambda seed: Admission(counting=Counting.PREFILL, reserve=0.01),
+    "exact": lambda seed: Admission(OutputLengths(assumed=ASSUMED_LENGTH), reserve=0.025),
+    "quantile": lambda seed: Admission(OutputLengths(), trusts_limits=False, reserve=0.03),
+    "timely": lambda seed: Admission(OutputLengths(), trusts_limits=False, reserve=0.03),
+    "past-future": lambda seed: Admission(OutputLengths(quantile=None, seed=seed), trusts_limits=False),
+    "moving-average": lambda seed: Admission(AverageLength(), trusts_limits=False),
+    "watermark": lambda seed: Admission(trusts_limits=False, counting=Counting.PREFILL, reserve=0.01),
     "sum": lambda seed: Admission(counting=Counting.SUM),
     # The simulator gives the true length of each answer as its max_tokens.
     "oracle": lambda seed: Admission(),

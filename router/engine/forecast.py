@@ -1,19 +1,28 @@
 """The forecast: the most tokens that the running requests will hold, kept up to date as requests come and go.
 
 It is the same number as `admission.peak_tokens`, its specification, without a pass over all requests for each
-question. A request that decodes takes one token a step, so two numbers stay as they are while it does: `end`,
-the step before which it takes its last token, and `base`, the tokens that it alone holds less the number of
-the step. With the n requests that last at least as long as the i-th,
+question; docs/admission.md explains both. A request that decodes takes one token a step, so two numbers stay as
+they are while it does: `end`, the step before which it takes its last token, and `base`, the tokens that it
+alone holds less the number of the step. With the n requests that last at least as long as the i-th,
 
     tokens when the i-th ends = Σ_{end_j ≥ end_i} base_j + n · end_i + the tokens that several of these share
 
-so a step changes nothing, and an arrival or an end moves one entry of an array. A segment with several holders
-counts once, until the last of them ends. A segment becomes shared when a second sequence opens it, and its
-holder's own again when one holder is left; both are seen on the path of the sequence that opens or closes.
+so a step changes nothing, and an arrival or an end moves one entry of an array. The few requests in prefill are
+added when a question comes, at each of these ends and at their own.
+
+A sequence is *exact* or *estimated* (docs/admission.md). The peak of the exact ones alone is the same count
+without the others.
+
+A segment with several holders counts once, until the last of them ends. A segment becomes shared when a second
+sequence opens it, and its holder's own again when one holder is left; both are seen on the path of the sequence
+that opens or closes.
 """
 
 from array import array
 from bisect import bisect_left, bisect_right
+from collections.abc import Sequence as Seq
+from collections.abc import Set
+from typing import NamedTuple
 
 import numpy as np
 
@@ -21,16 +30,55 @@ from lightkv.ledger import Match, Sequence
 from lightkv.ledger.prefix_tree import Segment
 
 from .ledger import Ledger
+from .prefill_budget import PrefillWindow
 
-NEVER = 2**62  # the end of a prefill, which outlives all decodes
+NONE = -1  # the last end of no sequence: before any step
+
+
+class Prefill(NamedTuple):
+    """A sequence whose prefill is not computed to its end, and when it will be."""
+
+    sequence: Sequence
+    window: PrefillWindow
+
+
+class Candidate(NamedTuple):
+    """A request that would be admitted: what it hits, when the rest of its prefill would be computed, and the
+    tokens that it grows to, those that it hits included."""
+
+    match: Match
+    window: PrefillWindow
+    final: int
+
+
+class _Growth(NamedTuple):
+    """A request in prefill: the tokens that it alone holds, when it computes the rest of its prefill, and the
+    tokens that it takes one by one after that."""
+
+    held: int
+    window: PrefillWindow
+    decodes: int
+
+    def end(self, step: int) -> int:
+        """Returns the step before which it takes its last token, at the latest."""
+        return step + self.window.last + 1 + self.decodes
+
+
+class _Run(NamedTuple):
+    """Shared tokens that are held beyond what the decodes hold: while sequences with an end above `after` are
+    held, and up to those of the end `until`."""
+
+    num_tokens: int
+    after: int
+    until: int
 
 
 class Forecast:
     """Which sequences hold tokens, and until when. An open sequence is in one of three states:
 
-    admitted   its prefill is being computed: it counts with all the tokens that it may come to hold
+    admitted   its prefill is being computed; each question says when (`Prefill`)
     decoding   it takes one token in every step, until its end
-    resting    it takes no more tokens, and holds those it has until it is dropped (also after its end)
+    resting    it takes no more tokens, and holds those it has until it is dropped
 
     The forecast follows the ledger's `open`, `extend`, `publish` and `close`; `ledger.step` is the number of
     the next step. `lag`: 1 where a sequence's tokens are freed a step after it has taken its last one, else
@@ -40,160 +88,264 @@ class Forecast:
     def __init__(self, ledger: Ledger, lag: int = 0) -> None:
         self._ledger = ledger
         self._lag = lag
-        self._end: dict[int, int] = {}  # row → its end; NEVER while admitted
+        self._end: dict[int, int] = {}  # row → its end, once it decodes or rests
         # Row → the most tokens that its sequence will have, shared ones included.
         self._final: dict[int, int] = {}
         self._sum_final = 0
-        self._sum_admitted = 0  # Σ of the tokens that each admitted sequence will hold alone
-        self._until: dict[Segment, int] = {}  # shared segment → the last end of its holders, where known
+        self._exact: set[int] = set()  # the rows of the exact sequences
+        # Shared segment → the last end of those holders that decode or rest, where known.
+        self._until: dict[Segment, int] = {}
         # Columns of the decoding and resting sequences, in the order of their ends:
         self._ends = array("q")
         self._bases = array("q")
         self._rows = array("q")
 
-    def admit(self, sequence: Sequence, final: int) -> None:
-        """Notes that a sequence was opened. It will have up to `final` tokens, those found in the cache
-        included."""
+    def admit(self, sequence: Sequence, final: int, exact: bool = True) -> None:
+        """Notes that a sequence was opened, and whether it is `exact`. It will have up to `final` tokens, those
+        found in the cache included."""
         row = sequence.row
-        own = final
+        if exact:
+            self._exact.add(row)
         for segment in sequence.node.up():
-            num_holders = len(segment.holders)
-            if num_holders > 1:
-                own -= segment.length
-                self._until[segment] = NEVER
-                if num_holders == 2:
-                    (other,) = segment.holders - {row}
-                    self._change_own(other, -segment.length)
-        self._end[row] = NEVER
+            if len(segment.holders) == 2:
+                (other,) = segment.holders - {row}
+                self._change_own(other, -segment.length)
         self._final[row] = final
         self._sum_final += final
-        self._sum_admitted += own
 
-    def decode(self, sequence: Sequence, remaining: int) -> None:
-        """Notes that the sequence takes one token in each of the next `remaining` steps."""
-        row, length, step = sequence.row, sequence.length, self._ledger.step
-        shared = sum(segment.length for segment in sequence.node.up() if len(segment.holders) > 1)
-        self._remove(row, shared)
-        end = step + remaining
+    def decode(self, sequence: Sequence, remaining: int, begin: int | None = None) -> None:
+        """Notes that the sequence takes one token in each of `remaining` steps, from step `begin` on, which is
+        the next one to plan unless another is given."""
+        row, length = sequence.row, sequence.length
+        begin = self._ledger.step if begin is None else begin
+        end, shared = begin + remaining, 0
+        self._remove(row)
         for segment in sequence.node.up():
-            known = self._until.get(segment)
-            if known == self._end[row]:
-                del self._until[segment]
-            elif known is not None and known < end:
-                self._until[segment] = end
+            if len(segment.holders) > 1:
+                shared += segment.length
+                known = self._until.get(segment)
+                if known is not None and known == self._end.get(row):
+                    del self._until[segment]
+                elif known is not None and known < end:
+                    self._until[segment] = end
         at = bisect_right(self._ends, end)
         self._ends.insert(at, end)
-        self._bases.insert(at, length - shared - step)
+        self._bases.insert(at, length - shared - begin)
         self._rows.insert(at, row)
         self._end[row] = end
         self._final[row] = length + remaining
         self._sum_final += length + remaining
 
-    def rest(self, sequence: Sequence) -> None:
-        """Notes that the sequence takes no more tokens."""
-        self.decode(sequence, 0)
+    def rest(self, sequence: Sequence, end: int) -> None:
+        """Notes that the sequence takes no more tokens, as if it had taken the last one in step `end - 1`."""
+        self.decode(sequence, 0, end)
 
     def drop(self, sequence: Sequence) -> None:
         """Forgets a sequence that is about to close."""
-        row, shared = sequence.row, 0
+        row = sequence.row
         for segment in sequence.node.up():
             num_holders = len(segment.holders)
-            if num_holders == 1:
-                continue
-            shared += segment.length
             if num_holders == 2:
                 (other,) = segment.holders - {row}
                 self._change_own(other, segment.length)
-            if num_holders == 2 or self._until.get(segment) == self._end[row]:
+            if num_holders == 2 or self._until.get(segment, NONE) == self._end.get(row):
                 self._until.pop(segment, None)
-        self._remove(row, shared)
-        del self._end[row]
+        self._remove(row)
+        self._end.pop(row, None)
+        self._exact.discard(row)
         del self._final[row]
+
+    def steps_to_end(self) -> int:
+        """Returns in how many steps the first of the decoding and resting sequences will have been dropped, at
+        least 1."""
+        step = self._ledger.step
+        first = bisect_left(self._ends, step + 1 - self._lag)
+        return self._ends[first] + self._lag - step if first < len(self._ends) else 1
+
+    def ended(self) -> set[int]:
+        """Returns the rows of the decoding and resting sequences that take no token in the next step."""
+        return set(self._rows[: bisect_right(self._ends, self._ledger.step)])
 
     @property
     def total(self) -> int:
         """The sum of the most tokens that each sequence will have. Shared tokens count with each holder."""
         return self._sum_final
 
-    def fits(self, final: int, match: Match, limit: int) -> bool:
-        """Returns whether the peak stays within `limit` if a prompt that hits `match` is admitted and grows to
-        `final` tokens."""
-        if self._sum_final + final <= limit:
-            return True  # the peak is at most the sum of all
-        return self._evaluate(final, match) <= limit
+    @property
+    def num_exact(self) -> int:
+        """The exact sequences."""
+        return len(self._exact)
 
-    def peak(self) -> int:
-        """Returns the most tokens held at any time."""
-        return self._evaluate(0, None)
+    @property
+    def num_estimated(self) -> int:
+        """The estimated sequences."""
+        return len(self._final) - len(self._exact)
 
-    def _remove(self, row: int, shared: int) -> None:
-        """Takes the row out of the sums. `shared`: the tokens of it that other sequences hold, too."""
-        final, end = self._final[row], self._end[row]
-        self._sum_final -= final
-        if end == NEVER:
-            self._sum_admitted -= final - shared
-            return
-        at = self._place(row)
-        for column in (self._ends, self._bases, self._rows):
-            del column[at]
+    def is_exact(self, sequence: Sequence) -> bool:
+        """Returns whether the sequence was admitted as an exact one."""
+        return sequence.row in self._exact
+
+    def steps_to_wait(self, candidate: Candidate, limit: int, prefills: Seq[Prefill]) -> int:
+        """Returns 0 if the peak stays within `limit` with the candidate. Else returns for how many steps it
+        cannot fit, unless a sequence is dropped or admitted or a prefill is computed meanwhile: at least 1.
+
+        `prefills`: the admitted sequences, with the windows that they have beside the candidate.
+        """
+        ends, totals, growths = self._totals(prefills, candidate)
+        growth, step = growths[-1], self._ledger.step
+        excess = totals - limit
+        if excess.max() <= 0:
+            return 0
+        # The candidate holds one token less at a given step for each step that it is admitted later, as long as
+        # it still decodes then.
+        is_held = (excess > 0) & (ends <= growth.end(step))
+        if prefills or not is_held.any():
+            return 1
+        decoded = ends + (self._lag - 1 - step - growth.window.first)
+        return int(np.minimum(excess, np.maximum(decoded, 0) + 1)[is_held].max())
+
+    def peak(self, prefills: Seq[Prefill], exact: bool = False) -> int:
+        """Returns the most tokens held at any time, with `exact` by the exact sequences alone. `prefills`: the
+        admitted sequences."""
+        ends, bases = self._columns(0, exact)
+        now = int(bases.sum() + np.minimum(ends, self._ledger.step).sum())
+        for segment in self._ledger.shared:
+            if not exact or segment.holders & self._exact:
+                now += segment.length
+        now += sum([_num_own(sequence) for sequence, _ in prefills if not exact or self.is_exact(sequence)])
+        _, totals, _ = self._totals(prefills, None, exact)
+        return max(now, int(totals.max(initial=0)))
+
+    def _remove(self, row: int) -> None:
+        """Takes the row out of the sums."""
+        self._sum_final -= self._final[row]
+        if row in self._end:
+            at = self._place(row)
+            for column in (self._ends, self._bases, self._rows):
+                del column[at]
 
     def _place(self, row: int) -> int:
         end = self._end[row]
         return self._rows.index(row, bisect_left(self._ends, end), bisect_right(self._ends, end))
 
+    @staticmethod
+    def _column(column: array) -> np.ndarray:
+        """Returns a view of a column, which has to be gone before the column gets longer."""
+        return np.frombuffer(column, np.int64) if column else np.empty(0, np.int64)
+
     def _change_own(self, row: int, count: int) -> None:
         """Notes that `count` more tokens are the row's alone; a negative count says that they no longer are."""
-        if self._end[row] == NEVER:
-            self._sum_admitted += count
-        else:
+        if row in self._end:  # those of an admitted sequence are counted when a question comes
             self._bases[self._place(row)] += count
 
-    def _last_end(self, segment: Segment) -> int:
-        """Returns the last end of the segment's holders."""
+    def _columns(self, first: int, exact: bool) -> tuple[np.ndarray, np.ndarray]:
+        """Returns copies of ends and bases from the index `first` on."""
+        ends, bases = self._column(self._ends)[first:], self._column(self._bases)[first:]
+        if not exact or not self.num_estimated:
+            return ends.copy(), bases.copy()
+        is_exact = np.array([row in self._exact for row in self._rows[first:]], bool)
+        return ends[is_exact], bases[is_exact]
+
+    def _last_end(self, segment: Segment, exact: bool) -> int:
+        """Returns the last end of those holders of the segment that decode or rest, with `exact` of the exact
+        ones."""
+        if exact and self.num_estimated:
+            return max([self._end.get(row, NONE) for row in segment.holders & self._exact], default=NONE)
         known = self._until.get(segment)
         if known is None:
-            known = max(map(self._end.__getitem__, segment.holders))
+            known = max([self._end.get(row, NONE) for row in segment.holders], default=NONE)
             if len(segment.holders) > 1:
                 self._until[segment] = known
         return known
 
-    def _evaluate(self, final: int, match: Match | None) -> int:
-        constant = self._sum_admitted + final
-        shared = self._ledger.shared
-        counts = [segment.length for segment in shared]
-        for segment in shared - self._until.keys():
-            self._last_end(segment)
-        until = [self._until[segment] for segment in shared]
-        if match is not None:  # the tokens that the prompt hits count with it, so with no other holder
-            tip = match.tip
-            for segment in match.path:
-                if segment.holders:
-                    until.append(self._last_end(segment))
-                    counts.append(-(tip or segment.length))
-                tip = 0
-        num = len(self._ends)
-        if not num:
-            return constant + sum(counts)
+    def _last_ends(self, segments: Set[Segment], exact: bool) -> list[int]:
+        """Returns `_last_end` of each segment."""
+        if exact and self.num_estimated:
+            return [self._last_end(segment, exact) for segment in segments]
+        for segment in segments - self._until.keys():
+            self._last_end(segment, exact)
+        return [self._until[segment] for segment in segments]
 
-        ends = np.frombuffer(self._ends, np.int64)
-        tokens = np.array(self._bases, np.int64)
-        num_resting = bisect_right(self._ends, self._ledger.step)
-        tokens[:num_resting] += ends[:num_resting]
-        if counts:
-            # A segment is added at the last of equal ends, so that all of these count it. One that ends at
-            # NEVER is added at the very last entry, which is part of every sum.
-            np.add.at(tokens, np.searchsorted(ends, np.array(until), side="right") - 1, np.array(counts))
-        sums = tokens[::-1].cumsum()[::-1]
-        num_decoding = num - num_resting
-        peak = 0
-        if num_resting:  # the total now, before they are freed
-            peak = int(sums[0]) + num_decoding * (self._ledger.step + self._lag)
-        if num_decoding:
-            ends, sums = ends[num_resting:], sums[num_resting:]
-            totals = sums + ends * np.arange(num_decoding, 0, -1)
-            if self._lag:
-                last = np.append(np.flatnonzero(ends[1:] != ends[:-1]), num_decoding - 1)  # of equal ends
-                num_later = np.repeat(num_decoding - 1 - last, np.diff(last, prepend=-1))
-                totals += self._lag * num_later
-            peak = max(peak, int(totals.max()))
-        return constant + peak
+    def _totals(
+        self, prefills: Seq[Prefill], candidate: Candidate | None, exact: bool = False
+    ) -> tuple[np.ndarray, np.ndarray, list[_Growth]]:
+        """Returns the ends of all sequences that are held in a later step, and for each the most tokens that
+        are held just before the sequences of that end are freed, which is when the total may be at its highest.
+        Of several equal ends one has the total, and the others no more. Also returns the growths of
+        `_prefilling`."""
+        step, lag = self._ledger.step, self._lag
+        if exact:
+            prefills = [prefill for prefill in prefills if self.is_exact(prefill.sequence)]
+        growths, runs = self._prefilling(prefills, candidate, exact)
+        # Those whose end comes earlier are freed before the next step.
+        ends, tokens = self._columns(bisect_left(self._ends, step + 1 - lag), exact)
+        num = len(ends)
+        points = np.concatenate([ends, np.array([growth.end(step) for growth in growths], np.int64)])
+        shared = self._ledger.shared
+        if shared:
+            # A segment is added at the last of equal ends, so that all of these count it.
+            until = np.array(self._last_ends(shared, exact))
+            lengths = np.array([segment.length for segment in shared])
+            at = np.searchsorted(ends, until, side="right") - 1
+            np.add.at(tokens, at[at >= 0], lengths[at >= 0])
+        # The tokens, and the number, of the decodes that last at least until each point.
+        sums = np.zeros(len(points), np.int64)
+        sums[:num] = tokens[::-1].cumsum()[::-1]
+        counts = np.arange(num, num - len(points), -1)
+        for i, begin in enumerate(np.searchsorted(ends, points[num:], side="left"), start=num):
+            sums[i], counts[i] = (sums[begin], num - begin) if begin < num else (0, 0)
+        totals = counts * points
+        totals += sums
+        if lag:
+            totals += num - np.searchsorted(ends, points, side="right")
+        steps = points + (lag - 1 - step)  # the steps in which these sequences are held for the last time
+        for growth in growths:
+            held, window, decodes = growth
+            taken = np.minimum(np.maximum(steps - window.first, 0), decodes)
+            taken += held + window.left
+            if window.first:
+                taken -= window.left - np.minimum(steps * window.most + window.now, window.left)
+            taken[points > growth.end(step)] = 0
+            totals += taken
+        for num_tokens, after, end in runs:
+            totals += num_tokens * ((points > after) & (points <= end))
+        return points, totals, growths
+
+    def _prefilling(
+        self, prefills: Seq[Prefill], candidate: Candidate | None, exact: bool
+    ) -> tuple[list[_Growth], list[_Run]]:
+        """Returns the growth of each prefill and, as the last, of the candidate, and the shared tokens that are
+        held for longer because of them."""
+        step = self._ledger.step
+        growths, runs = [], []
+        late: dict[Segment, int] = {}  # segment → the last end of its holders in prefill
+        for sequence, window in prefills:
+            decodes = self._final[sequence.row] - sequence.length - window.left
+            growth = _Growth(_num_own(sequence), window, decodes)
+            growths.append(growth)
+            end = growth.end(step)
+            for segment in sequence.node.up():
+                late[segment] = max(end, late.get(segment, NONE))
+        for segment, end in late.items():
+            if len(segment.holders) > 1 and (last := self._last_end(segment, exact)) < end:
+                runs.append(_Run(segment.length, last, end))
+        if candidate is not None:
+            (path, tip, num_hit), window, final = candidate
+            decodes = final - num_hit - window.left
+            end = _Growth(0, window, decodes).end(step)
+            for segment in path:
+                if segment.holders:  # these tokens are counted already, until their last holder ends
+                    count = tip or segment.length
+                    num_hit -= count
+                    until = max(late.get(segment, NONE), self._last_end(segment, exact))
+                    if until < end:
+                        runs.append(_Run(count, until, end))
+                tip = 0
+            growths.append(_Growth(num_hit, window, decodes))
+        return growths, runs
+
+
+def _num_own(sequence: Sequence) -> int:
+    """Returns the tokens that the sequence alone holds."""
+    shared = sum([segment.length for segment in sequence.node.up() if len(segment.holders) > 1])
+    return sequence.length - shared

@@ -6,7 +6,7 @@ from collections.abc import Sequence as Seq
 from typing import Protocol
 
 from lightkv.edits import Alloc, Edit
-from lightkv.ledger import Match, Sequence
+from lightkv.ledger import Match, Sequence, Session, SessionCounts
 from lightkv.ledger.prefix_tree import Namespace, Segment
 
 
@@ -63,8 +63,18 @@ class Ledger(Protocol):
     def match(self, token_ids: bytes, namespace: Namespace = ()) -> Match:
         """Returns what `open` would hit."""
 
-    def open(self, token_ids: bytes, namespace: Namespace = ()) -> Sequence:
+    def open(self, token_ids: bytes, namespace: Namespace = (), session: Session | None = None) -> Sequence:
         """Opens a sequence that holds the longest cached prefix of its prompt."""
+
+    def open_session(self, name: str) -> Session:
+        """Returns the session `name`, whose sequences leave tokens that are evicted last."""
+
+    def release_session(self, name: str) -> bool:
+        """Ends a session; its tokens are cached like any others."""
+
+    @property
+    def session_counts(self) -> SessionCounts:
+        """The sessions that protect tokens, and how many tokens they protect and have lost."""
 
     def growth(self, sequences: Seq[Sequence], count: int = 1) -> int:
         """Returns how many available slots are needed to extend each of these by `count` tokens."""
@@ -89,7 +99,7 @@ class Ledger(Protocol):
         """Closes a sequence; with `cache` its tokens stay to be hit."""
 
     def evict(self, count: int) -> None:
-        """Frees `count` cached tokens, the least recently used first."""
+        """Frees `count` cached tokens, those that sessions protect last."""
 
     def drain(self) -> list[Edit]:
         """Returns the edits since the last call, in order."""

@@ -29,10 +29,13 @@ class EngineDead(LightKVError):
 class EngineStats(msgspec.Struct, frozen=True):
     """The counts of an engine.
 
-    Tokens: capacity, free, held, cached, forecast_peak (the most that the running requests may come to hold)
-    and reached_peak (the most that were held so far). The numbers of requests are those of now. All others
-    are totals: steps, prompt tokens and those of them found in the cache, generated tokens, preemptions, and
-    the tokens that were computed again after preemptions.
+    Tokens: capacity, free, held, cached, forecast_peak (the most that the running requests are expected to come
+    to hold), exact_peak (the most that those of them may come to hold that state max_tokens and are never
+    preempted), reached_peak (the most that were held so far) and session_tokens (cached or held, and protected
+    by sessions). The numbers of requests, of those of them whose lengths are estimated, and of sessions that
+    protect tokens, are those of now. All others are totals: steps, prompt tokens and those of them found in the
+    cache, generated tokens, preemptions, the tokens that were computed again after preemptions, and the tokens
+    of sessions that were evicted, or lost their protection because all sessions exceeded their share.
     """
 
     capacity: int = 0
@@ -40,15 +43,22 @@ class EngineStats(msgspec.Struct, frozen=True):
     held: int = 0
     cached: int = 0
     forecast_peak: int = 0
+    exact_peak: int = 0
     reached_peak: int = 0
     num_running: int = 0
     num_waiting: int = 0
+    num_running_estimated: int = 0
+    num_waiting_estimated: int = 0
     num_steps: int = 0
     prompt_tokens: int = 0
     hit_tokens: int = 0
     generated_tokens: int = 0
     num_preemptions: int = 0
     recomputed_tokens: int = 0
+    num_sessions: int = 0
+    session_tokens: int = 0
+    session_evicted_tokens: int = 0
+    session_over_share_tokens: int = 0
 
 
 class Engine:
@@ -128,21 +138,29 @@ class Engine:
     def stats(self) -> EngineStats:
         """Returns the counts as they stand."""
         scheduler, ledger = self.scheduler, self.scheduler.ledger
+        sessions = ledger.session_counts
         return EngineStats(
             capacity=ledger.capacity,
             free=ledger.num_free,
             held=ledger.num_held,
             cached=ledger.num_cached,
             forecast_peak=scheduler.forecast_peak(),
+            exact_peak=scheduler.exact_peak(),
             reached_peak=scheduler.peak_held,
             num_running=scheduler.num_running,
             num_waiting=scheduler.num_waiting,
+            num_running_estimated=scheduler.num_running_estimated,
+            num_waiting_estimated=scheduler.num_waiting_estimated,
             num_steps=scheduler.step,
             prompt_tokens=scheduler.num_prompt_tokens,
             hit_tokens=scheduler.num_hit_tokens,
             generated_tokens=scheduler.num_output_tokens,
             num_preemptions=scheduler.num_preemptions,
             recomputed_tokens=scheduler.num_recomputed_tokens,
+            num_sessions=sessions.num_sessions,
+            session_tokens=sessions.protected,
+            session_evicted_tokens=sessions.evicted,
+            session_over_share_tokens=sessions.over_limit,
         )
 
     def _require_alive(self) -> None:
@@ -245,6 +263,7 @@ def make_scheduler(
 ) -> Scheduler:
     """Returns a scheduler over an empty ledger. `max_in_flight`: None is what suits the runner."""
     limits = info.limits
-    ledger = TokenLedger(info.capacity, limits.max_num_seqs, limits.max_model_len)
+    max_protected = int(limits.session_share * info.capacity)
+    ledger = TokenLedger(info.capacity, limits.max_num_seqs, limits.max_model_len, max_protected)
     budget = PrefillBudget(limits, info.step_time, info.graph_tokens)
     return Scheduler(ledger, limits, max_in_flight or info.max_in_flight, admission, budget=budget)

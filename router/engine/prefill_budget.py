@@ -4,11 +4,14 @@ allows.
 Where no request decodes, a step takes the prompt tokens that fill the device (`Limits.prefill_budget`). Beside
 decodes it takes as many as keep it within the target, by the step-time model. The answer depends on counts and
 on the model alone, never on a clock, so that the same counts always give the same chunk.
+
+Admission has to know when a prefill will be computed. `windows` says what can be known of it (`PrefillWindow`).
 """
 
 import math
 from bisect import bisect_right
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from .step import Limits
 from .step_time import StepTime, Work
@@ -18,6 +21,28 @@ from .step_time import StepTime, Work
 DEFAULT_ITL_TARGET = 0.030
 TIMES_ALONE = 2
 LEAST = 64  # prompt tokens a step, under any target, so that every prompt makes progress
+
+
+class PrefillWindow(NamedTuple):
+    """When the rest of a prefill is computed: between the soonest and the latest that may happen. Steps count
+    from the next one to plan, which is 0.
+
+    Attributes:
+        left: the tokens still to be computed.
+        now: the most of them that the next step computes.
+        most: the most of them that each step after it computes.
+        last: the latest step that computes the last of them.
+    """
+
+    left: int
+    now: int
+    most: int
+    last: int
+
+    @property
+    def first(self) -> int:
+        """The soonest step that computes the last token of the prefill."""
+        return max(_steps(self.left - self.now, self.most), 0)
 
 
 class PrefillBudget:
@@ -35,6 +60,9 @@ class PrefillBudget:
         # A chunk of 0 says that no prompt is cut, which only a target that is given can overrule.
         is_bounded = limits.itl_target or (limits.itl_target is None and limits.prefill_chunk)
         self.step_time = step_time if is_bounded else None
+        # The fewest that a step computes where as many are left. How many fit its time depends on its decodes,
+        # and these may end at any time.
+        self.least = self.most if self.step_time is None else min(LEAST, self.most)
         self._itl_target = limits.itl_target
 
     def seconds(self, decodes: int, kv: int) -> float:
@@ -66,6 +94,20 @@ class PrefillBudget:
         """Returns the budget of one step with these decodes, of which nothing is used yet."""
         return StepBudget(self, decodes, kv)
 
+    def windows(self, num_left: Sequence[int]) -> list[PrefillWindow]:
+        """Returns the windows of the prefills that have `num_left` tokens to compute, in their order, before
+        the next step is planned.
+
+        Each of them may have the next step to itself, because those before it may be aborted. The latest is
+        that none is aborted, and that each step computes as few tokens as it may.
+        """
+        found, ahead = [], 0
+        for left in num_left:
+            ahead += left
+            last = _steps(ahead, self.least) - 1
+            found.append(PrefillWindow(left, min(left, self.most), self.most, last))
+        return found
+
 
 class StepBudget:
     """What one step may still compute of prompts. `work` is what it computes so far."""
@@ -73,6 +115,7 @@ class StepBudget:
     def __init__(self, budget: PrefillBudget, decodes: int, kv: int) -> None:
         self.work = Work(decodes, kv, 0, 0)
         self._most = budget.most
+        self._least = budget.least
         self._rounded = budget.rounded
         self._seconds = budget.seconds(decodes, kv)
         self._step_time = budget.step_time if self._seconds < math.inf else None
@@ -108,3 +151,30 @@ class StepBudget:
         """Notes that the step computes `count` tokens of a prompt from position `start` on."""
         decodes, kv, prompt, pairs = self.work
         self.work = Work(decodes, kv, prompt + count, pairs + count * start + count * (count + 1) // 2)
+
+    def windows(self, num_left: Sequence[int], idx: int, start: int) -> list[PrefillWindow]:
+        """Returns the windows of the prefills that have `num_left` tokens to compute, in their order, in the
+        middle of planning this step: the prefills before the one at `idx` have got their tokens of this step,
+        the one at `idx` is next, from position `start` on, and those behind it get what it leaves.
+        """
+        found, ahead = [], 0
+        room = self._most - self.work.prompt  # the most that the step may still compute
+        sure = 0  # what the step still computes in any case
+        for i, left in enumerate(num_left):
+            now = 0
+            if i == idx:
+                now = sure = self.tokens(start, left)
+                room -= now
+            elif i > idx:
+                now = min(left, room)
+                if self._step_time is None:  # nothing but their number bounds the tokens
+                    sure += now
+                    room -= now
+            ahead += left
+            found.append(PrefillWindow(left, now, self._most, _steps(ahead - sure, self._least)))
+        return found
+
+
+def _steps(num_tokens: int, budget: int) -> int:
+    """Returns how many steps of `budget` tokens compute `num_tokens`."""
+    return -(-num_tokens // budget)

@@ -5,7 +5,7 @@ from array import array
 import numpy as np
 
 from lightkv.errors import LightKVError
-from lightkv.ledger import Sequence
+from lightkv.ledger import Sequence, Session
 from lightkv.ledger.prefix_tree import TOKEN_BYTES, Namespace
 from lightkv.router.sampling_params import MAX_END_IDS, InvalidParams, SamplingParams
 
@@ -39,7 +39,12 @@ class Request:
         stop_ids: sampling one of these tokens ends the request.
         seed: with the position, all that the request's random numbers depend on.
         priority: requests with a lower one are admitted sooner.
-        rank: the place in the queue by priority and time, which the scheduler sets.
+        session: protects the tokens that the request leaves in the cache.
+        states_length: whether its client stated `max_tokens`; else this is only the most that may come.
+        is_exact: whether admission counts it with its `max_tokens`, so that it is never preempted; the
+            scheduler sets it. Else its length is estimated.
+        rank: the place in the queue by priority and time, which the queue sets.
+        ticket: the number of its place in the queue, while it waits.
         expected: the output tokens that admission counts the request with, up to `max_tokens`.
         num_in_flight: the steps in flight that the request is in.
         finish_reason: None while the request lives, then "stop", "length", "abort" or "error".
@@ -51,6 +56,7 @@ class Request:
         "expected",
         "finish_reason",
         "id",
+        "is_exact",
         "is_late",
         "kind",
         "max_tokens",
@@ -70,7 +76,10 @@ class Request:
         "rank",
         "seed",
         "sequence",
+        "session",
+        "states_length",
         "stop_ids",
+        "ticket",
     )
 
     def __init__(
@@ -82,6 +91,8 @@ class Request:
         stop_ids: frozenset[int] = frozenset(),
         namespace: Namespace = (),
         priority: int = 0,
+        session: Session | None = None,
+        states_length: bool = True,
     ) -> None:
         self.id = request_id
         self.prompt_ids = prompt_ids
@@ -96,6 +107,10 @@ class Request:
         self.stop_ids = stop_ids
         self.namespace = namespace
         self.priority = priority
+        self.session = session
+        self.states_length = states_length
+        self.is_exact = True
+        self.ticket: int | None = None
         self.arrival = 0  # the request's number in the order of arrival; the scheduler sets it
         self.rank: float = priority
         # When the request came, in seconds; the scheduler sets it where it is None.
@@ -153,6 +168,12 @@ class Request:
         return self.final - self.sequence.length
 
     @property
+    def num_prefill_left(self) -> int:
+        """The tokens of a running request's prefill that no planned step computes."""
+        assert self.sequence is not None
+        return self.num_prefill_tokens - self.sequence.length
+
+    @property
     def order(self) -> tuple[float, bool, int]:
         """The request's place: the lowest is admitted first, and the highest is preempted first."""
         return self.rank, self.is_late, self.arrival
@@ -167,5 +188,6 @@ class Request:
         self.num_computed = self.sequence.length
         self.sequence = None
         self.num_preemptions += 1
+        self.expected = self.max_tokens  # its estimate no longer stands
         self.prefill_ids = self.prompt_ids + self.output.tobytes()
         self.num_prefill_tokens = self.num_prompt + len(self.output)

@@ -5,10 +5,10 @@
        └── preempted: its sequence is closed ◄────┘
 
 A waiting request is admitted when the most tokens that it and all running requests will ever hold together fit
-the pool (`forecast.py`), so that an admitted request never runs short of a token. Requests are ordered by
-priority and waiting time. An `Admission` may estimate outputs instead; the pool can run short then, and the
-least urgent request is preempted: what it has computed stays cached while there is room, and it keeps its
-place in the queue.
+the pool (`forecast.py`). A request that states its `max_tokens` counts with it, and is never short of a token:
+it is *exact*. The others are *estimated*. If the pool runs short because an estimate was too low, the least
+urgent of them is preempted: what it has computed stays cached while there is room, and it keeps its place in
+the queue, which is ordered by priority and waiting time. The exact ones fit the pool without any of them.
 
 With a depth of two, the next step is planned while one is in flight, so that the device need not wait for the
 host. Such a plan assumes that a request continues unless it reaches its length. If the step in flight
@@ -21,23 +21,17 @@ from collections import deque
 from collections.abc import Callable
 from typing import NamedTuple
 
-from lightkv.edits import Alloc, encode
 from lightkv.errors import CheckFailed
 from lightkv.ledger import Sequence
-from lightkv.ledger.prefix_tree import TOKEN_BYTES
-from lightkv.ledger.shared_prefixes import BatchPrefixes
-from lightkv.router.sampling_params import SamplerKind
 
 from .admission import Admission, Demand, Running, peak_tokens
-from .forecast import Forecast
+from .forecast import Forecast, Prefill
 from .ledger import Ledger
-from .new_rows import NewRows
-from .prefill_budget import PrefillBudget
+from .plan_writer import Chunk, PlanWriter
+from .prefill_budget import PrefillBudget, PrefillWindow, StepBudget
 from .request import Request
 from .step import Limits, StepPlan, StepResult, TokenEvent
 from .waiting import WaitingQueue
-
-SECONDS_PER_PRIORITY = 60.0
 
 
 class _Batch(NamedTuple):
@@ -47,18 +41,10 @@ class _Batch(NamedTuple):
     requests: list[Request]
 
 
-class _Chunk(NamedTuple):
-    """The positions of a request's prefill that the next step computes."""
-
-    request: Request
-    start: int
-    num_tokens: int
-
-
 class Scheduler:
     """Plans steps over one ledger. Up to `depth` plans are in flight; their results come in order.
 
-    `admission`: how requests are counted; None counts each with all that it may take, so that none is ever
+    `admission`: how requests are counted; None counts each with its `max_tokens`, so that none is ever
     preempted. `clock`: returns seconds, by which waiting is measured. `budget`: how many prompt tokens a step
     takes; None is `limits.prefill_budget` in every step.
     """
@@ -88,16 +74,15 @@ class Scheduler:
         self._prefilling: list[Request] = []  # the most urgent first
         self._decoding: list[Request] = []
         self._finishing: list[Request] = []  # ended, but part of a step in flight
-        self._new_rows = NewRows(limits.vocab_size)
+        self._plans = PlanWriter(ledger, limits)
         self._in_flight: deque[_Batch] = deque()
         self._failed = False  # a step has failed, and another is still in flight
         self._forecast = Forecast(ledger, lag=depth - 1)
-        self._prefixes = BatchPrefixes(ledger, limits.prefix_sharing)
         self._admission = admission or Admission()
         self._clock = clock
         self._budget = budget or PrefillBudget(limits)
         self._waiting = WaitingQueue(self._admission.patience)
-        self._blocked = False  # the head of the queue was refused, and nothing has ended since
+        self._retry_at = 0.0  # the head of the queue was refused, and does not fit before this step
 
     @property
     def step(self) -> int:
@@ -113,6 +98,16 @@ class Scheduler:
     def num_running(self) -> int:
         """The requests that are admitted and not finished."""
         return len(self._prefilling) + len(self._decoding)
+
+    @property
+    def num_waiting_estimated(self) -> int:
+        """Those of the waiting requests that are not exact."""
+        return self._waiting.num_estimated
+
+    @property
+    def num_running_estimated(self) -> int:
+        """Those of the running requests that are not exact, and may be preempted."""
+        return sum(not request.is_exact for request in self._running())
 
     @property
     def num_prefilling(self) -> int:
@@ -146,7 +141,7 @@ class Scheduler:
         self._arrivals += 1
         if request.queued is None:
             request.queued = self._clock()
-        request.rank = self._rank(request.priority, request.queued)
+        request.is_exact = self._admission.is_exact(request)
         self._queue(request)
 
     def abort(self, request_id: str, reason: str = "abort") -> bool:
@@ -166,14 +161,14 @@ class Scheduler:
         if len(self._in_flight) == self.depth or self._failed:
             return None
         if self._admission.patience is not None and self._waiting.defer(self._clock()):
-            self._blocked = False  # there may be another head of the queue
+            self._retry_at = 0  # there may be another head of the queue
         ledger = self.ledger
         decoding, sequences = self._next_decodes()
         growth = ledger.growth(sequences)
-        while self._admission.may_run_short and self._is_short(growth, bool(decoding)):
+        while self._forecast.num_estimated and self._is_short(sequences, growth):
             if self._in_flight:  # a request in a step in flight cannot be preempted
                 return None
-            self._preempt(max(self._prefilling + self._decoding, key=_order))
+            self._preempt(max([r for r in self._running() if not r.is_exact], key=_order))
             decoding, sequences = self._next_decodes()
             growth = ledger.growth(sequences)
         chunks = self._plan_prefills(sequences, growth)
@@ -182,9 +177,12 @@ class Scheduler:
         # The decodes' slots are allocated last, so that no prefix found by `_plan_prefills` is evicted for
         # them.
         decode_alloc = ledger.extend(sequences, [1] * len(decoding))
-        plan = self._make_plan(chunks, decoding, sequences, decode_alloc)
+        plan = self._plans.write(chunks, decoding, sequences, decode_alloc)
         requests = [chunk.request for chunk in chunks] + decoding
-        self._start_decoding([requests[i] for i in plan.sample if i < len(chunks)])
+        if chunks:
+            self._prefilling = [request for request in self._prefilling if request.num_prefill_left]
+            self._decoding += [requests[i] for i in plan.sample if i < len(chunks)]
+            self._retry_at = 0  # in the next step the head of the queue may hit what this one computes
         for request in requests:
             request.num_in_flight += 1
         self._in_flight.append(_Batch(plan, requests))
@@ -235,34 +233,45 @@ class Scheduler:
         self._release_finished()
         return events
 
-    def demands(self) -> list[Demand]:
-        """Returns the demand of each request that holds tokens."""
+    def demands(self, exact: bool = False) -> list[Demand]:
+        """Returns the demand of each request that holds tokens, with `exact` of the exact ones alone."""
+        windows: list[PrefillWindow | None] = [prefill.window for prefill in self._prefills()]
+        holding = self._prefilling + self._decoding + self._finishing
+        windows += [None] * (len(holding) - len(windows))
         demands = []
-        for decoding, requests in (
-            (False, self._prefilling),
-            (True, self._decoding),
-            (True, self._finishing),
-        ):
-            for request in requests:
-                sequence = request.sequence
-                assert sequence is not None
-                remaining = 0 if request.finish_reason is not None else request.remaining
-                demands.append(Demand(sequence.num_private, remaining, sequence.node.up(), decoding))
+        for request, window in zip(holding, windows, strict=True):
+            if exact and not request.is_exact:
+                continue
+            sequence = request.sequence
+            assert sequence is not None
+            remaining = 0 if request.finish_reason is not None else request.remaining
+            if not remaining and request.num_in_flight and not self._is_in_newest(request):
+                remaining = -1
+            path = sequence.node.up()
+            demands.append(Demand(sequence.num_private, remaining, path, window is None, window=window))
         return demands
 
     def forecast_peak(self) -> int:
         """Returns the most tokens that the running requests will hold at any time, if all reach their expected
         length."""
-        return self._forecast.peak()
+        return self._forecast.peak(self._prefills())
+
+    def exact_peak(self) -> int:
+        """Returns the most tokens that the exact requests will hold at any time, if all reach their
+        `max_tokens`. It is at most the capacity."""
+        return self._forecast.peak(self._prefills(), exact=True)
 
     def check(self) -> None:
         """Recounts the ledger, the forecast and the queues. Raises CheckFailed."""
         self.ledger.check()
-        running = self._prefilling + self._decoding
+        running = self._running()
         holding = running + self._finishing
-        forecast, recount = self.forecast_peak(), peak_tokens(self.demands(), lag=self.depth - 1)
-        if forecast != recount:
-            raise CheckFailed(f"a peak of {forecast} tokens is forecast, {recount} by recount")
+        for exact, forecast in enumerate((self.forecast_peak(), self.exact_peak())):
+            recount = peak_tokens(self.demands(bool(exact)), lag=self.depth - 1)
+            if forecast != recount:
+                raise CheckFailed(f"a peak of {forecast} tokens is forecast, {recount} by recount")
+            if exact and forecast > self.ledger.capacity:
+                raise CheckFailed(f"exact requests peak at {forecast} of {self.ledger.capacity} tokens")
         if len(holding) != self.ledger.num_open:
             raise CheckFailed(
                 f"{len(holding)} requests hold tokens, {self.ledger.num_open} sequences are open"
@@ -271,63 +280,60 @@ class Scheduler:
         waiting, known = self.num_waiting, len(self._requests)
         if len(running) + waiting != known:
             raise CheckFailed(f"{known} requests are known, {len(running)} run, {waiting} wait")
-        if not self._admission.may_run_short and forecast > self.ledger.capacity:
-            raise CheckFailed(f"a peak of {forecast} is forecast for {self.ledger.capacity} tokens")
+
+    def _running(self) -> list[Request]:
+        return self._prefilling + self._decoding
 
     # ------------------------------------------------------------------ the queue
 
-    def _rank(self, priority: int, queued: float) -> float:
-        """Returns a request's place among the others; the lowest is admitted first.
-
-        One unit of priority is worth `SECONDS_PER_PRIORITY` of waiting, so that a stream of more urgent
-        requests cannot delay a request for ever. If admission has patience, only priority counts: there
-        the requests that have waited too long are the ones that give way.
-        """
-        if self._admission.patience is not None:
-            return priority
-        return queued + priority * SECONDS_PER_PRIORITY
-
     def _queue(self, request: Request) -> None:
-        head = self._waiting.head
-        if head is not None and request.order < head.order:
-            self._blocked = False  # there is another head of the queue
         self._waiting.push(request)
+        if self._waiting.head is request:
+            self._retry_at = 0  # there is another head of the queue
 
-    def _admit(self, request: Request) -> bool:
-        """Opens the request's sequence if admission allows it, as it always does if no other request runs."""
+    def _admit(self, request: Request, budget: StepBudget, room: int, idx: int) -> bool:
+        """Opens the request's sequence if admission allows it, as it always does if no other request runs. Its
+        place among the prefills is `idx`; `budget` and `room` are what the step can still compute and hold."""
         ledger = self.ledger
-        if self._blocked or ledger.num_open >= self.limits.max_num_seqs:
+        if self.step < self._retry_at or ledger.num_open >= self.limits.max_num_seqs:
             return False
+        if not budget.can_begin(request.num_prefill_tokens):
+            return False  # it is admitted in a step that computes a part of it
         if not len(request.output) < request.expected < request.max_tokens:  # else its estimate still stands
-            request.expected = self._admission.expected(len(request.output), request.max_tokens)
-        running = Running(ledger, self._forecast, self._prefilling, self._decoding)
-        if ledger.num_open and not self._admission.admits(running, request):
-            self._blocked = True
+            request.expected = self._admission.expected(request, len(request.output))
+        running = Running(ledger, self._forecast, self._prefilling, self._decoding, budget, room, idx)
+        if ledger.num_open and (wait := self._admission.steps_to_wait(running, request)):
+            self._retry_at = self.step + wait
             return False
-        sequence = ledger.open(request.prefill_ids, request.namespace)
+        sequence = ledger.open(request.prefill_ids, request.namespace, request.session)
         request.sequence = sequence
-        self._forecast.admit(sequence, request.final)
+        self._forecast.admit(sequence, request.final, request.is_exact)
         if request.num_preemptions:
             self.num_recomputed_tokens += max(request.num_computed - sequence.num_hit, 0)
         else:
             request.num_hit = sequence.num_hit
             self.num_prompt_tokens += request.num_prompt
             self.num_hit_tokens += sequence.num_hit
-        self._new_rows.add(request, sequence.row)
+        self._plans.introduce(request)
         return True
+
+    def _prefills(self) -> list[Prefill]:
+        """Returns the sequences in prefill, and when the rest of each is computed, before the next step."""
+        windows = self._budget.windows([request.num_prefill_left for request in self._prefilling])
+        return [Prefill(r.sequence, window) for r, window in zip(self._prefilling, windows, strict=True)]  # type: ignore[arg-type]
 
     # ------------------------------------------------------------------ the parts of a step
 
     def _next_decodes(self) -> tuple[list[Request], list[Sequence]]:
-        """Returns the requests that take a token in the next step, and their sequences.
-
-        Each step in flight brings a decode one more token; the requests that these tokens complete are left
-        out. A request that has outlived its estimate gets another.
-        """
-        decoding = [r for r in self._decoding if len(r.output) + r.num_in_flight < r.expected]
-        if self._admission.estimates is not None and len(decoding) < len(self._decoding):
+        """Returns the requests that take a token in the next step, and their sequences. A request that has
+        outlived its estimate gets another."""
+        ended = self._forecast.ended()
+        if ended and self._forecast.num_estimated:
             self._estimate_anew()
-            decoding = [r for r in self._decoding if len(r.output) + r.num_in_flight < r.expected]
+            ended = self._forecast.ended()
+        decoding = self._decoding
+        if ended:
+            decoding = [r for r in decoding if r.sequence.row not in ended]  # type: ignore[union-attr]
         return decoding, [request.sequence for request in decoding]  # type: ignore[misc]
 
     def _estimate_anew(self) -> None:
@@ -335,13 +341,26 @@ class Scheduler:
             generated = len(request.output) + request.num_in_flight
             if request.expected <= generated < request.max_tokens:
                 assert request.sequence is not None
-                request.expected = self._admission.expected(generated, request.max_tokens)
+                request.expected = self._admission.expected(request, generated)
                 self._forecast.decode(request.sequence, request.remaining)
 
-    def _is_short(self, growth: int, decodes: bool) -> bool:
-        """Returns whether slots are too few for the decodes' `growth` or, without decodes, for any prefill."""
+    def _is_short(self, decodes: list[Sequence], growth: int) -> bool:
+        """Returns whether slots are too few for the `growth` of the `decodes`, without decodes for any prefill,
+        or for the chunks of the exact requests, which have to be computed as they are forecast."""
         room = self.ledger.num_available - growth
-        return room < 0 or (not room and not decodes and bool(self._prefilling))
+        if room < 0 or (not room and not decodes and self._prefilling):
+            return True
+        if room >= self.limits.prefill_budget + self._admission.slack * len(self._prefilling):
+            return False
+        num = max([i for i, request in enumerate(self._prefilling, 1) if request.is_exact], default=0)
+        budget = self._step_budget(decodes)
+        for request in self._prefilling[:num]:  # those before an exact one must not delay it
+            sequence = request.sequence
+            assert sequence is not None
+            count = budget.tokens(sequence.length, request.num_prefill_left)
+            budget.add(sequence.length, count)
+            room -= self.ledger.growth([sequence], count)
+        return room < 0
 
     def _preempt(self, request: Request) -> None:
         """Closes the sequence of a request that is in no step in flight, and queues the request again."""
@@ -352,96 +371,53 @@ class Scheduler:
         self._prefilling = [r for r in self._prefilling if r is not request]
         self._decoding = [r for r in self._decoding if r is not request]
         self._queue(request)
-        self._blocked = False
+        self._retry_at = 0
         self.num_preemptions += 1
 
-    def _plan_prefills(self, decodes: list[Sequence], growth: int) -> list[_Chunk]:
+    def _plan_prefills(self, decodes: list[Sequence], growth: int) -> list[Chunk]:
         """Returns the prefill chunks of the next step, those of the most urgent requests first.
 
         Admits waiting requests while there is budget beside the `decodes`, and room beside their `growth`.
         """
-        chunks: list[_Chunk] = []
+        chunks: list[Chunk] = []
         if not self._prefilling and not self._waiting:
             return chunks
-        kv = sum([sequence.length for sequence in decodes]) + len(decodes)
-        budget = self._budget.of_step(len(decodes), kv)
+        budget = self._step_budget(decodes)
         while (room := self.ledger.num_available - growth) > 0:
             idx = len(chunks)
             head = self._waiting.head
             admitted = self._prefilling[idx] if idx < len(self._prefilling) else None
             if head is not None and admitted is not None and admitted.order < head.order:
                 head = None
-            # A request is admitted in a step that computes a part of it.
-            if head is not None and budget.can_begin(head.num_prefill_tokens) and self._admit(head):
+            if head is not None and self._admit(head, budget, room, idx):
                 self._waiting.pop()
                 self._prefilling.insert(idx, head)
             elif admitted is None:
                 break
             request = self._prefilling[idx]
             start = request.sequence.length  # type: ignore[union-attr]
-            count = min(budget.tokens(start, request.num_prefill_tokens - start), room)
+            count = min(budget.tokens(start, request.num_prefill_left), room)
             if not count:
                 break
             chunks.append(self._next_chunk(request, start, count))
             budget.add(start, count)
         return chunks
 
-    def _next_chunk(self, request: Request, start: int, count: int) -> _Chunk:
-        """Allocates and publishes `count` tokens of a request's prefill from `start` on."""
+    def _step_budget(self, decodes: list[Sequence]) -> StepBudget:
+        """Returns the budget of a step with these decodes."""
+        kv = sum([sequence.length + 1 for sequence in decodes]) if self._budget.step_time else 0
+        return self._budget.of_step(len(decodes), kv)
+
+    def _next_chunk(self, request: Request, start: int, count: int) -> Chunk:
+        """Allocates and publishes `count` tokens of a request's prefill from `start` on. After the last of them
+        the forecast knows in which step it takes each further one."""
         sequence = request.sequence
         assert sequence is not None
         self.ledger.extend([sequence], [count])
         self.ledger.publish(sequence)
-        return _Chunk(request, start, count)
-
-    def _make_plan(
-        self, chunks: list[_Chunk], decoding: list[Request], sequences: list[Sequence], decode_alloc: Alloc
-    ) -> StepPlan:
-        """Returns the plan of these chunks and decodes, whose slots the ledger has allocated."""
-        ledger = self.ledger
-        # The allocation of the decodes' slots travels as the batch itself (`StepPlan.decode_alloc`).
-        edits = [edit for edit in ledger.drain() if edit is not decode_alloc]
-        requests = [chunk.request for chunk in chunks] + decoding
-        sample = [i for i, (r, start, count) in enumerate(chunks) if start + count == r.num_prefill_tokens]
-        sample.extend(range(len(chunks), len(requests)))
-        kind = max([requests[index].kind for index in sample], default=SamplerKind.GREEDY)
-        logprobs = {}
-        if kind >= SamplerKind.EDITED:
-            wanted = [requests[index].params.logprobs for index in sample]
-            logprobs = {i: count for i, count in enumerate(wanted) if count is not None}
-        new_rows, prompts = self._new_rows.drain()
-        plan = StepPlan(
-            step=self.step,
-            edits=encode(edits),
-            rows=[*(chunk.request.sequence.row for chunk in chunks), *decode_alloc.rows],  # type: ignore[union-attr]
-            starts=[*(chunk.start for chunk in chunks), *decode_alloc.starts],
-            counts=[*(chunk.num_tokens for chunk in chunks), *decode_alloc.counts],
-            num_prefills=len(chunks),
-            token_ids=b"".join(
-                request.prefill_ids[start * TOKEN_BYTES : (start + count) * TOKEN_BYTES]
-                for request, start, count in chunks
-            ),
-            sample=sample,
-            kind=kind,
-            logprobs=logprobs,
-            new_rows=new_rows,
-            num_free=ledger.num_free,
-            prefixes=self._prefixes.of(sequences),
-            prompts=prompts,
-        )
-        ledger.step += 1
-        return plan
-
-    def _start_decoding(self, requests: list[Request]) -> None:
-        """Notes that the step just planned completes the prefill of these requests: from now on the forecast
-        knows in which step each takes its last slot."""
-        if not requests:
-            return
-        self._prefilling = [r for r in self._prefilling if r.sequence.length < r.num_prefill_tokens]  # type: ignore[union-attr]
-        self._decoding.extend(requests)
-        for request in requests:
-            self._forecast.decode(request.sequence, request.remaining)  # type: ignore[arg-type]
-        self._blocked = False
+        if not request.num_prefill_left:
+            self._forecast.decode(sequence, request.remaining, begin=self.step + 1)
+        return Chunk(request, start, count)
 
     # ------------------------------------------------------------------ the end of steps and requests
 
@@ -458,15 +434,19 @@ class Scheduler:
         """Ends a request. `_release_finished` frees what it holds once no step in flight contains it."""
         request.finish_reason = reason
         del self._requests[request.id]
-        if self._admission.estimates is not None and reason in ("stop", "length"):
-            self._admission.estimates.observe(len(request.output))
+        if reason in ("stop", "length"):
+            self._admission.observe(request)
         if request.sequence is None:
-            self._waiting.forget()
-            self._blocked = False
+            self._waiting.forget(request)
+            self._retry_at = 0
         else:
             if request.num_in_flight:
-                self._forecast.rest(request.sequence)
+                self._forecast.rest(request.sequence, self.step - (not self._is_in_newest(request)))
             self._finishing.append(request)
+
+    def _is_in_newest(self, request: Request) -> bool:
+        """Returns whether a request of a step in flight is in the newest one."""
+        return request.num_in_flight == len(self._in_flight) or request in self._in_flight[-1].requests
 
     def _release_finished(self) -> None:
         """Closes the sequences of ended requests that are in no step in flight. After a failure, and once
@@ -482,7 +462,7 @@ class Scheduler:
                 assert request.sequence is not None
                 self._forecast.drop(request.sequence)
                 self.ledger.close(request.sequence, request.tail_ids(), request.cached)
-                self._blocked = False
+                self._retry_at = 0
             self._finishing = staying
         if self._failed and not self._in_flight:
             self._failed = False

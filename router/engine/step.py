@@ -26,6 +26,7 @@ class Limits(msgspec.Struct, frozen=True):
         prefix_sharing: which prefixes that decodes share are worth reading together.
         itl_target: the seconds that a step with decodes and prompts may take, where the time of a step is known
             (`RunnerInfo.step_time`); 0 is no target, and None is chosen by `PrefillBudget`.
+        session_share: the share of the pool that sessions protect at most.
     """
 
     max_num_seqs: int
@@ -34,6 +35,7 @@ class Limits(msgspec.Struct, frozen=True):
     vocab_size: int
     prefix_sharing: PrefixSharing = PrefixSharing(max_members=1)
     itl_target: float | None = None
+    session_share: float = 0.0
 
     @property
     def prefill_budget(self) -> int:

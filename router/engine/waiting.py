@@ -1,4 +1,15 @@
-"""The queue of requests that wait to be admitted, and their order."""
+"""The queue of requests that wait to be admitted, and their order.
+
+Only the head is admitted. If it has no room, it keeps its place, and no other request passes it: so a large
+request gets the room that ends leave, however many small ones would fit before. The order is one of two:
+
+first come     by the time of arrival, plus a minute for each unit of priority. Of the requests that come later,
+               only those whose priority is lower pass a request, and only those that come within a minute for
+               each unit of the difference.
+with patience  by priority, then those in time before those that are late, then by arrival. One in `LATE_EVERY`
+               admissions goes to the request that would be the first in the other order, so that no stream of
+               requests keeps another one waiting for ever.
+"""
 
 import heapq
 import math
@@ -8,7 +19,11 @@ from lightkv.errors import CheckFailed
 
 from .request import Request
 
-_Entry = tuple[float, bool, int, Request]
+SECONDS_PER_PRIORITY = 60.0
+LATE_EVERY = 20
+
+_Entry = tuple[float, bool, int, int, Request]
+_AgedEntry = tuple[float, int, int, Request]
 
 
 class WaitingQueue:
@@ -19,11 +34,15 @@ class WaitingQueue:
 
     def __init__(self, patience: float | None = None) -> None:
         self._patience = patience
-        # Entries of requests that have ended, or that got another place since, are stale and skipped.
+        # Entries of requests that have left the queue, or got another place since, are stale and skipped.
         self._heap: list[_Entry] = []
+        self._by_age: list[_AgedEntry] = []  # with patience: the requests in the order without it
+        self._next_ticket = 0
+        self._num_popped = 0
         # With patience: requests in their order of arrival, not late yet.
         self._in_time: deque[Request] = deque()
         self._num = 0
+        self.num_estimated = 0  # those of them that are not exact
 
     def __len__(self) -> int:
         return self._num
@@ -31,15 +50,19 @@ class WaitingQueue:
     @property
     def head(self) -> Request | None:
         """The request that is admitted next."""
+        if self._patience is not None and self._num_popped % LATE_EVERY == LATE_EVERY - 1:
+            while self._by_age and self._by_age[0][2] != self._by_age[0][3].ticket:
+                heapq.heappop(self._by_age)
+            return self._by_age[0][3] if self._by_age else None
         while self._heap and not _is_waiting(self._heap[0]):
             heapq.heappop(self._heap)
-        return self._heap[0][3] if self._heap else None
+        return self._heap[0][4] if self._heap else None
 
     @property
     def late_at(self) -> float:
         """The time at which the next request becomes late; infinity where none will."""
         in_time = self._in_time
-        while in_time and (in_time[0].sequence or in_time[0].finish_reason or in_time[0].num_preemptions):
+        while in_time and (in_time[0].ticket is None or in_time[0].num_preemptions):
             in_time.popleft()
         if self._patience is None or not in_time:
             return math.inf
@@ -49,26 +72,39 @@ class WaitingQueue:
 
     def push(self, request: Request) -> None:
         """Adds a request, be it new or preempted."""
-        heapq.heappush(self._heap, (*request.order, request))
+        assert request.queued is not None
+        aged = request.queued + request.priority * SECONDS_PER_PRIORITY
+        request.rank = aged if self._patience is None else request.priority
+        request.ticket = ticket = self._next_ticket
+        self._next_ticket += 1
+        heapq.heappush(self._heap, (*request.order, ticket, request))
         self._num += 1
-        if self._patience is not None and not request.num_preemptions:
-            self._in_time.append(request)
+        self.num_estimated += not request.is_exact
+        if self._patience is not None:
+            heapq.heappush(self._by_age, (aged, request.arrival, ticket, request))
+            if not request.num_preemptions:
+                self._in_time.append(request)
 
     def pop(self) -> Request:
         """Removes the head and returns it. Raises IndexError where the queue is empty."""
         request = self.head
         if request is None:
             raise IndexError("no request waits")
-        heapq.heappop(self._heap)
-        self._num -= 1
+        self._num_popped += 1
+        self.forget(request)
         return request
 
-    def forget(self) -> None:
-        """Notes that one of the waiting requests has ended."""
+    def forget(self, request: Request) -> None:
+        """Removes a waiting request from wherever it is in the queue."""
+        request.ticket = None
         self._num -= 1
+        self.num_estimated -= not request.is_exact
         if len(self._heap) > 2 * self._num + 64:
             self._heap = [entry for entry in self._heap if _is_waiting(entry)]
             heapq.heapify(self._heap)
+        if len(self._by_age) > 2 * self._num + 64:
+            self._by_age = [entry for entry in self._by_age if entry[2] == entry[3].ticket]
+            heapq.heapify(self._by_age)
 
     def defer(self, now: float) -> bool:
         """Places the requests that are late by `now` behind the others. Returns whether there were any.
@@ -79,16 +115,20 @@ class WaitingQueue:
         while now > self.late_at:
             request = self._in_time.popleft()
             request.is_late = deferred = True
-            heapq.heappush(self._heap, (*request.order, request))
+            assert request.ticket is not None
+            heapq.heappush(self._heap, (*request.order, request.ticket, request))
         return deferred
 
     def check(self) -> None:
         """Recounts the queue. Raises CheckFailed."""
-        waiting = sum(_is_waiting(entry) for entry in self._heap)
-        if waiting != self._num:
-            raise CheckFailed(f"{self._num} requests are counted as waiting, {waiting} are in the queue")
+        waiting = [entry[4] for entry in self._heap if _is_waiting(entry)]
+        if len(waiting) != self._num:
+            raise CheckFailed(f"{self._num} requests are counted as waiting, {len(waiting)} are in the queue")
+        estimated = sum(not request.is_exact for request in waiting)
+        if estimated != self.num_estimated:
+            raise CheckFailed(f"{self.num_estimated} are counted as estimated, {estimated} are in the queue")
 
 
 def _is_waiting(entry: _Entry) -> bool:
-    """Returns whether the entry's request has not ended and still has this place."""
-    return entry[3].finish_reason is None and entry[:3] == entry[3].order
+    """Returns whether the entry's request still waits in this place."""
+    return entry[3] == entry[4].ticket and entry[:3] == entry[4].order

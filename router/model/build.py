@@ -111,6 +111,7 @@ class EngineSizes:
             prefill_chunk=chunk,
             vocab_size=self.text.vocab_size,
             itl_target=config.itl_target,
+            session_share=config.session_share,
         )
 
     def pool(self, shape: ModelShape) -> PoolPlan:

@@ -21,8 +21,10 @@ class Submit(msgspec.Struct, frozen=True, tag=True):
     """Asks for one answer. The router replies with Accepted or Refused, and then with events, all with the same
     `request_id`.
 
-    `prompt_ids`: int32 bytes. `params`: of one answer (n = 1). `stop_ids`: token ids that end the answer.
-    `priority`: requests with a lower one run first. `namespace`: prefixes are shared only within it.
+    `prompt_ids`: int32 bytes. `params`: of one answer (n = 1). `states_length`: whether the client stated its
+    max_tokens, or it is only the most that there is room for. `stop_ids`: token ids that end the answer.
+    `priority`: requests with a lower one run first. `namespace`: prefixes are shared only within it. `session`:
+    the name of the session that protects the answer's tokens, until ReleaseSession.
     """
 
     request_id: str
@@ -32,6 +34,8 @@ class Submit(msgspec.Struct, frozen=True, tag=True):
     stop_ids: list[int]
     priority: int = 0
     namespace: tuple[str, ...] = ()
+    session: str | None = None
+    states_length: bool = True
 
 
 class Abort(msgspec.Struct, frozen=True, tag=True):
@@ -39,6 +43,13 @@ class Abort(msgspec.Struct, frozen=True, tag=True):
 
     request_id: str
     reason: str = "abort"
+
+
+class ReleaseSession(msgspec.Struct, frozen=True, tag=True):
+    """Ends a session that requests have named: its time is over, or its client has released it. The router does
+    not reply. If the session's client disconnects, the router does the same."""
+
+    session: str
 
 
 class AskMap(msgspec.Struct, frozen=True, tag=True):
@@ -127,5 +138,5 @@ class WorkerError(msgspec.Struct, frozen=True, tag=True):
     step: int | None = None
 
 
-ToRouter = Submit | Abort | AskMap
+ToRouter = Submit | Abort | ReleaseSession | AskMap
 ToApi = Accepted | Refused | Events | Status | Mapped

@@ -43,6 +43,7 @@ from .messages import (
     Load,
     Mapped,
     Refused,
+    ReleaseSession,
     State,
     Status,
     Submit,
@@ -64,6 +65,8 @@ _TOTALS = (
     "generated_tokens",
     "num_preemptions",
     "recomputed_tokens",
+    "session_evicted_tokens",
+    "session_over_share_tokens",
 )
 _SERVICE_TOTALS = ("num_ledger_checks", "num_worker_starts", "router_seconds")
 
@@ -123,7 +126,7 @@ class Router:
         self._info: RunnerInfo | None = None
         self._engine: Engine | None = None  # of the worker that runs
         self._submitted: dict[str, _Submitted] = {}  # by request id, until the request has ended
-        self._clients: set[FrameStream[ToRouter]] = set()
+        self._clients: dict[FrameStream[ToRouter], set[str]] = {}  # and the sessions that each has open
         self._map_askers: list[FrameStream[ToRouter]] = []
         self._wake = asyncio.Event()
         # What the admission has learned of output lengths outlives a worker.
@@ -292,7 +295,7 @@ class Router:
         if not is_own(writer):
             client.close()
             return
-        self._clients.add(client)
+        self._clients[client] = set()
         client.send(self.status())
         num_messages = 0
         try:
@@ -304,12 +307,16 @@ class Router:
                     client.send(self._submit(client, message))
                 elif isinstance(message, AskMap):
                     self._ask_map(client)
+                elif isinstance(message, ReleaseSession):
+                    self._release_session(client, message.session)
                 else:
                     self._abort(message)
         except BadFrame:
             pass  # the client is disconnected
         finally:
-            self._clients.discard(client)
+            for session in list(self._clients[client]):
+                self._release_session(client, session)
+            del self._clients[client]
             self._map_askers = [asker for asker in self._map_askers if asker is not client]
             for request_id in [name for name, one in self._submitted.items() if one.client is client]:
                 self._abort(Abort(request_id))
@@ -331,6 +338,7 @@ class Router:
             frozenset(message.stop_ids),
             message.namespace,
             message.priority,
+            states_length=message.states_length,
         )
         if not engine.has_work:
             self._worked = time.monotonic()
@@ -340,6 +348,9 @@ class Router:
             return Refused(name, "never_fits", str(error))
         except (InvalidParams, InvalidPrompt, ValueError) as error:
             return Refused(name, "invalid", str(error))
+        if message.session is not None:
+            request.session = engine.scheduler.ledger.open_session(message.session)
+            self._clients[client].add(message.session)
         self._submitted[name] = _Submitted(client, request)
         self._wake.set()
         return Accepted(name)
@@ -347,6 +358,11 @@ class Router:
     def _abort(self, message: Abort) -> None:
         if self._submitted.pop(message.request_id, None) is not None and self._engine is not None:
             self._engine.abort(message.request_id, message.reason)
+
+    def _release_session(self, client: FrameStream[ToRouter], session: str) -> None:
+        self._clients[client].discard(session)
+        if self._engine is not None:
+            self._engine.scheduler.ledger.release_session(session)
 
     def _ask_map(self, client: FrameStream[ToRouter]) -> None:
         if self._engine is None:

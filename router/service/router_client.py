@@ -16,7 +16,19 @@ from lightkv.errors import LightKVError
 from lightkv.router.engine.step import PoolMap, RunnerInfo, TokenEvent
 
 from .frames import BadFrame, FrameStream, is_own
-from .messages import Abort, Accepted, AskMap, Events, Load, Mapped, Refused, Status, Submit, ToApi
+from .messages import (
+    Abort,
+    Accepted,
+    AskMap,
+    Events,
+    Load,
+    Mapped,
+    Refused,
+    ReleaseSession,
+    Status,
+    Submit,
+    ToApi,
+)
 
 MAP_SECONDS = 0.25  # a map this young is returned again, so that frequent calls do not slow the steps down
 MAX_STEP_AGE = 30.0  # seconds without a completed step while work waits, until the service is unhealthy
@@ -167,6 +179,11 @@ class RouterClient:
         """Ends a request early; it gets no further events. Does nothing if the request has ended."""
         if self._answers.pop(request_id, None) is not None and self.status.state != "dead":
             self._frames.send(Abort(request_id, reason))
+
+    def release_session(self, session: str) -> None:
+        """Ends a session that requests have named: its tokens are protected no more."""
+        if self.status.state != "dead":
+            self._frames.send(ReleaseSession(session))
 
     async def closed(self) -> None:
         """Returns once the stream has ended, because the router ended or `close` was called."""

@@ -38,6 +38,16 @@ class SimulationConfig:
     max_new: int = setting(
         4096, "The most output tokens of a request (max_tokens), which traces do not state."
     )
+    stated: float = setting(
+        1.0,
+        "Share of the requests, drawn at random, that state --max-new as their max_tokens. The others state "
+        "none: their answers are cut at --max-new all the same, but the scheduler does not know it.",
+    )
+    low_priority: float = setting(
+        0.0,
+        "Share of the requests, drawn at random, that have a priority of 1: one minute of waiting behind the "
+        "others.",
+    )
     requests: int | None = setting(
         None, "Number of requests; a file that ends is repeated. Default: all of a file, 2000 of a workload."
     )
@@ -64,8 +74,9 @@ class SimulationConfig:
     )
     reserve: float | None = setting(
         None,
-        "Share of the pool that admission keeps free. Default: 0.03 for quantile and timely, 0.01 for "
-        "watermark, 0 for the others.",
+        "Share of the pool that admission keeps free if the lengths of all requests are estimated, less if "
+        "those of some are. Default: 0.025 for exact, 0.03 for quantile and timely, 0.01 for watermark, else "
+        "0.",
     )
     step_time: str = setting(
         "",
@@ -101,6 +112,9 @@ class SimulationConfig:
             raise InvalidSimulation(f"--itl-target is {self.itl_target}; give seconds, or 0 for no target")
         if self.reserve is not None and not 0 <= self.reserve < 1:
             raise InvalidSimulation(f"--reserve is {self.reserve}; give a share, 0 or more and less than 1")
+        for name in ("stated", "low_priority"):
+            if not 0 <= getattr(self, name) <= 1:
+                raise InvalidSimulation(f"{flag(name)} is {getattr(self, name)}; give a share from 0 to 1")
         if self.load is not None and self.rate is not None:
             raise InvalidSimulation("--load and --rate both set the arrival rate; give one")
 

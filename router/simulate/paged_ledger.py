@@ -13,7 +13,7 @@ import numpy as np
 
 from lightkv.edits import Alloc, Edit
 from lightkv.errors import CheckFailed, OutOfTokens, SequenceTooLong
-from lightkv.ledger import Match, Sequence, TokenLedger
+from lightkv.ledger import Match, Sequence, Session, SessionCounts, TokenLedger
 from lightkv.ledger.prefix_tree import TOKEN_BYTES, Namespace, Segment
 from lightkv.router.engine.ledger import Ledger
 
@@ -21,7 +21,10 @@ from .config import InvalidAllocation, page_of
 
 
 class _PaddedLedger:
-    """A token ledger and a count of padding. Its verbs do not change the padding; subclasses add the others."""
+    """A token ledger and a count of padding. Its verbs do not change the padding; subclasses add the others.
+
+    Sessions protect nothing here.
+    """
 
     def __init__(self, capacity: int, max_sequences: int, max_entries: int) -> None:
         self.padding = 0
@@ -96,6 +99,19 @@ class _PaddedLedger:
         """Drops what the unconfirmed steps have published."""
         self._tokens.retract()
 
+    def open_session(self, name: str) -> Session:
+        """Returns the session `name`, which protects nothing."""
+        return self._tokens.open_session(name)
+
+    def release_session(self, name: str) -> bool:
+        """Ends a session. Returns False where no such session is open."""
+        return self._tokens.release_session(name)
+
+    @property
+    def session_counts(self) -> SessionCounts:
+        """The numbers of sessions and of their tokens."""
+        return self._tokens.session_counts
+
     def evict(self, count: int) -> None:
         """Frees `count` cached slots, the least recently used first."""
         self._tokens.evict(count)
@@ -165,7 +181,7 @@ class PagedLedger(_PaddedLedger):
         assert found.num_tokens % self.page == 0
         return found
 
-    def open(self, token_ids: bytes, namespace: Namespace = ()) -> Sequence:
+    def open(self, token_ids: bytes, namespace: Namespace = (), session: Session | None = None) -> Sequence:
         """Opens a sequence that holds the longest run of cached pages of its prompt."""
         max_entries = self._tokens.max_entries
         if len(token_ids) > max_entries * TOKEN_BYTES:
@@ -316,7 +332,7 @@ class ContiguousLedger(_PaddedLedger):
         """Returns an empty match."""
         return Match((), 0, 0)
 
-    def open(self, token_ids: bytes, namespace: Namespace = ()) -> Sequence:
+    def open(self, token_ids: bytes, namespace: Namespace = (), session: Session | None = None) -> Sequence:
         """Opens a sequence with a run of its own."""
         sequence = self._tokens.open(token_ids, namespace)
         run = len(token_ids) // TOKEN_BYTES + self._max_new - 1  # the last token's K/V is never written

@@ -3,8 +3,8 @@
 Engine, scheduler, admission, forecast and ledger are the service's. Two parts are replaced: the executor
 computes nothing, moves the clock by the time that the step would take, and ends each answer where the trace
 says; and the ledger may count pages or contiguous runs (`paged_ledger.py`). The scheduler knows what a
-service knows: a prompt and the most tokens that may come. Only with the `oracle` admission is that the
-answer's true length.
+service knows: a prompt and, if it is stated, the most tokens that may come. Only with the `oracle` admission is
+that the answer's true length.
 
 Token ids: in a trace without prefixes each prompt begins with a token of its own; where the blocks of
 prefixes are known, their ids fill the prompt.
@@ -14,6 +14,7 @@ import math
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, replace
+from random import Random
 
 import numpy as np
 
@@ -29,7 +30,7 @@ from lightkv.router.sampling_params import SamplingParams
 
 from .config import InvalidSimulation, SimulationConfig, page_of
 from .paged_ledger import ContiguousLedger, PagedLedger, make_ledger
-from .record import Distribution, Means, Timeline
+from .record import Distribution, Means, Overtaking, Timeline
 from .result import Figures, Series, SimulationResult
 from .steady import SteadyScheduler
 from .traces import BLOCK, Trace, TraceRequest, at_once, faster, is_timed, open_trace, poisson, summarise
@@ -39,6 +40,7 @@ END, MORE = 2, 1  # sampled: the last token of an answer, any other
 QUEUE = 64  # requests in the scheduler's queue; further ones wait outside, as a few numbers each
 SATURATION_REQUESTS = 20_000
 PROGRESS_EVERY = 100
+LARGE_SHARE = 1 / 16  # of the pool; a request that takes as much is large
 
 Progress = Callable[[str, int], None]
 """Takes the name of the current phase, and how many of its requests have ended."""
@@ -230,7 +232,7 @@ class _Simulation:
             admission = replace(admission, patience=config.patience)
         if config.reserve is not None:
             admission = replace(admission, reserve=config.reserve)
-        self._queue = math.inf if admission.patience else QUEUE
+        self._queue = math.inf if admission.patience or config.low_priority else QUEUE
         limits = Limits(
             config.max_num_seqs, longest, config.prefill_chunk, VOCAB_SIZE, itl_target=config.itl_target
         )
@@ -246,10 +248,14 @@ class _Simulation:
         self.engine = LocalEngine(self.scheduler, self.device)
         self._live: dict[str, _Live] = {}
         self._params = SamplingParams(temperature=0.0, max_tokens=config.max_new)
+        self._draws = Random(config.seed)  # of which requests state their limit and have which priority
 
         self._num_sent = self._num_finished = self._num_skipped = self._num_cut = 0
         self._num_met = self._num_preempted = self._num_prompt = 0
+        self._num_unstated = self._num_preempted_stated = 0
         self._ttft, self._tpot = Distribution(), Distribution()
+        self._large_ttft_max = self._low_ttft_max = 0.0
+        self._overtaking = Overtaking()
         self._timeline = Timeline(5)
         self._means = Means(6)  # over the time in which requests waited
         self._loaded = True
@@ -383,9 +389,15 @@ class _Simulation:
         else:
             ids = number.to_bytes(4, "little") + bytes(4 * (asked.prompt - 1))
         params = self._params
+        is_stated = self._draws.random() < config.stated
+        priority = int(self._draws.random() < config.low_priority)
+        self._num_unstated += not is_stated
         if config.admission == "oracle":
             params = SamplingParams(temperature=0.0, max_tokens=output)
-        request = Request(str(number), ids, params, number, frozenset({END}))
+        elif not is_stated:  # it may take all of the pool
+            params = SamplingParams(temperature=0.0, max_tokens=self.ledger.capacity + 1 - asked.prompt)
+        request = Request(str(number), ids, params, number, frozenset({END}), (), priority)
+        request.states_length = is_stated
         self.device.outputs[number] = [output]
         assert asked.arrival is not None
         request.queued = asked.arrival
@@ -399,7 +411,7 @@ class _Simulation:
             if event.num_cached is not None:
                 live = self._live[event.request_id]
                 live.first = now
-                self._ttft.add(now - live.arrival)
+                self._begin(live, now - live.arrival)
             if event.finish_reason is not None:
                 live = self._live.pop(event.request_id)
                 del self.device.outputs[live.request.seed]
@@ -407,6 +419,16 @@ class _Simulation:
                 self._num_finished += 1
                 if not self._num_finished % PROGRESS_EVERY:
                     self._progress(self._what, self._num_finished)
+
+    def _begin(self, live: _Live, seconds: float) -> None:
+        """Notes the first token of a request, `seconds` after its arrival."""
+        request = live.request
+        self._ttft.add(seconds)
+        self._overtaking.begin(request.arrival + 1)
+        if request.num_prompt + self.device.outputs[request.seed][0] >= LARGE_SHARE * self.ledger.capacity:
+            self._large_ttft_max = max(self._large_ttft_max, seconds)
+        if request.priority:
+            self._low_ttft_max = max(self._low_ttft_max, seconds)
 
     def _finish(self, live: _Live, num_output: int) -> None:
         between = 0.0
@@ -416,6 +438,7 @@ class _Simulation:
         in_time = live.first - live.arrival <= self.config.ttft_target
         self._num_met += in_time and between <= self.config.tpot_target
         self._num_preempted += live.request.num_preemptions > 0
+        self._num_preempted_stated += live.request.num_preemptions > 0 and live.request.states_length
 
     def _result(self, offered: float, saturated: float) -> SimulationResult:
         config, scheduler, capacity = self.config, self.scheduler, self.ledger.capacity
@@ -460,6 +483,11 @@ class _Simulation:
             mean_waiting=means.of(5),
             max_running=self._max_running,
             max_waiting=self._max_waiting,
+            num_unstated=self._num_unstated,
+            num_preempted_stated=self._num_preempted_stated,
+            max_overtaken=self._overtaking.most,
+            large_ttft_max=self._large_ttft_max,
+            low_ttft_max=self._low_ttft_max,
         )  # fmt: skip
         used, padding, cached, running, waiting = self._timeline.means()
         series = Series(self._timeline.width, capacity, used, padding, cached, running, waiting)

@@ -19,9 +19,9 @@ class SteadyScheduler(Scheduler):
         unless a request ends, is aborted or added, or has waited too long (`late_at`)."""
         if not self._decoding or self._in_flight or self._prefilling or self._finishing or self._failed:
             return 0
-        if self._waiting and not self._blocked and self.ledger.num_open < self.limits.max_num_seqs:
-            return 0
         steps = min([request.expected - len(request.output) for request in self._decoding])
+        if self._waiting and self.ledger.num_open < self.limits.max_num_seqs:
+            steps = int(min(steps, max(self._retry_at - self.step, 0)))
         while steps > 0 and self._growth(steps) > self.ledger.num_available:
             steps //= 2
         return max(steps, 0)

@@ -5,6 +5,7 @@ import json
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -269,6 +270,14 @@ def test_a_chat_may_use_the_rest_of_the_context(api: ApiUnderTest) -> None:
     assert api.post(CHAT, HELLO)["choices"][0]["finish_reason"] == "stop"
     (submit,) = api.router.submits
     assert submit.params.max_tokens == LIMITS.max_model_len - len(ids_of(submit))
+    assert not submit.states_length
+
+
+def test_the_router_is_told_whether_a_limit_was_stated(api: ApiUnderTest) -> None:
+    api.post(CHAT, {**HELLO, "max_tokens": 5})
+    api.post(CHAT, {**HELLO, "max_completion_tokens": 5})
+    api.post(COMPLETIONS, {"prompt": "a"})  # whose default is 16
+    assert [submit.states_length for submit in api.router.submits] == [True, True, True]
 
 
 def test_parts_of_a_message_are_joined_and_other_fields_reach_the_template(api: ApiUnderTest) -> None:
@@ -467,7 +476,7 @@ def test_the_requests_before_the_first_one_leave_nothing_behind() -> None:
 
         await made(scope, receive, watch)
 
-    unused: Any = None
+    unused: Any = SimpleNamespace(release_session=None)
     tokenizer = Tokenizer(resolve(EngineConfig.model, report=lambda line: None))
     tokenizer.prepare()
     assert tokenizer.encode("Hi").size

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from lightkv.router.config import NAMESPACE_HEADER, InvalidConfig, ServiceConfig
+from lightkv.router.config import NAMESPACE_HEADER, SESSION_HEADER, InvalidConfig, ServiceConfig
 from lightkv.router.service import launch
 from tests.support.fake_router import CHAT, COMPLETIONS, HELLO, ApiUnderTest, error_of, service
 
@@ -75,9 +75,8 @@ def test_each_value_of_the_header_has_its_own_namespace(tmp_path: Path) -> None:
         assert api.send("POST", "/tokenize", {"prompt": "a"})[0] == 200  # needs no namespace
         paths = json.loads(api.send("GET", "/openapi.json")[2])["paths"]
         for path in (COMPLETIONS, CHAT):
-            assert [parameter["name"] for parameter in paths[path]["post"]["parameters"]] == [
-                NAMESPACE_HEADER
-            ]
+            names = [parameter["name"] for parameter in paths[path]["post"]["parameters"]]
+            assert names == [NAMESPACE_HEADER, SESSION_HEADER]
         assert "parameters" not in paths["/tokenize"]["post"]
 
 

@@ -147,6 +147,31 @@ def test_n_answers(client: openai.OpenAI) -> None:
     assert streamed == texts
 
 
+def test_a_session_until_it_is_released(served: Served, client: openai.OpenAI) -> None:
+    def sessions() -> tuple[int, int]:
+        load = served.request("/load")[1]
+        return load["num_sessions"], load["session_tokens"]
+
+    found = client.completions.create(
+        model=MODEL,
+        prompt=[7] * 30,
+        max_tokens=5,
+        extra_body=ALL | {"session_id": "chat 1", "session_ttl": 500},
+    )
+    wait_until(lambda: sessions() == (1, 34))  # the last token has no slot
+    assert found.usage is not None
+    longer = client.completions.create(
+        model=MODEL, prompt=[7] * 30 + [8] * 4, max_tokens=3, extra_headers={"X-Session-Id": "chat 1"}
+    )
+    assert longer.usage is not None
+    assert longer.usage.prompt_tokens_details is not None
+    assert longer.usage.prompt_tokens_details.cached_tokens == 30
+    release = "/v1/sessions/chat%201/release"
+    assert served.request(release, {})[:2] == (200, {"id": "chat 1", "object": "session", "released": True})
+    wait_until(lambda: sessions() == (0, 0))
+    assert served.request(release, {})[0] == 404
+
+
 def test_a_stop_string(client: openai.OpenAI) -> None:
     text = greedy(client).choices[0].text
     stop = text[6:9]

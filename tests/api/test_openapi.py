@@ -23,6 +23,7 @@ ALWAYS = {"200", "413", "500"}
 STATUSES = {
     "/v1/completions": {"400", "404", "429", "503"},
     "/v1/chat/completions": {"400", "404", "429", "503"},
+    "/v1/sessions/{session_id}/release": {"404"},
     "/v1/models": set(),
     "/v1/models/{model}": {"404"},
     "/tokenize": {"400", "404"},

@@ -283,23 +283,25 @@ def shown(renderable: Any) -> str:
 def test_a_frame_has_the_counts_and_the_rates() -> None:
     before = LoadReport(num_steps=100, generated_tokens=1000, prompt_tokens=50, router_seconds=1.0)
     report = LoadReport(
-        capacity=1000, free=500, held=300, cached=200, forecast_peak=700, reached_peak=650, num_running=3,
-        num_waiting=12, num_steps=140, prompt_tokens=2050, hit_tokens=1025, generated_tokens=1100,
-        router_seconds=1.02, num_ledger_checks=139, num_worker_starts=2, num_preemptions=1,
-        recomputed_tokens=1037,
+        capacity=1000, free=500, held=300, cached=200, forecast_peak=700, exact_peak=620, reached_peak=650,
+        num_running=3, num_waiting=12, num_running_estimated=1, num_waiting_estimated=7, num_steps=140,
+        prompt_tokens=2050, hit_tokens=1025, generated_tokens=1100, router_seconds=1.02, num_ledger_checks=139,
+        num_worker_starts=2, num_preemptions=1, recomputed_tokens=1037, num_sessions=4, session_tokens=150,
+        session_evicted_tokens=6, session_over_share_tokens=1500,
         state="ready", detail="ready",
     )  # fmt: skip
     text = shown(frame("http://host", report, before, 2.0))
     for words in (
         "lightkv at http://host",
         "300 held, 200 cached, 500 free of 1,000 tokens",
-        "700 tokens forecast, 650 reached so far",
-        "3 running, 12 waiting",
+        "700 tokens forecast, 620 by requests with max_tokens, 650 reached so far",
+        "3 running (1 of estimated length), 12 waiting (7)",
         "50.0 generated/s, 1,000.0 of prompts/s",
         "1,025 of 2,050 prompt tokens hit (50%)",
         "20.0/s, 0.50 ms of the router's own time each",
         "139 comparisons of the device's free count with the ledger's",
         "1 times, 1,037 tokens computed again",
+        "4 protect 150 tokens; so far 6 evicted, 1,500 over their share",
         "2 worker starts",
     ):
         assert words in text

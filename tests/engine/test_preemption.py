@@ -49,7 +49,7 @@ def make(capacity: int, lengths: OutputLengths | None, chunk: int = 0) -> tuple[
 
 
 def counted_by(lengths: OutputLengths | None) -> Admission:
-    return Admission(lengths, reserve=0.03 if lengths else 0.0)
+    return Admission(lengths, trusts_limits=lengths is None, reserve=0.03)
 
 
 def test_an_estimate_is_a_quantile_of_the_recent_longer_outputs() -> None:

@@ -59,6 +59,48 @@ def test_the_most_prompt_tokens_are_those_that_brute_force_finds(seed: int) -> N
         assert model.seconds(with_prompt(work, start, most + 1)) > seconds - slack
 
 
+@pytest.mark.parametrize("is_timed", [False, True])
+@pytest.mark.parametrize("seed", range(5))
+def test_a_prefill_is_computed_within_its_window(seed: int, is_timed: bool) -> None:
+    """Whatever decodes in each step, and whether or not the prefills before it are aborted."""
+    rng = random.Random(seed)
+    for _ in range(60):
+        limits = msgspec.structs.replace(LIMITS, prefill_chunk=rng.randint(1, 300), itl_target=None)
+        model = StepTime(1e-3, rng.choice((0.0, 1e-3)), 1e-7, 0.0, rng.choice((1e-5, 1e-3)), 2e-8)
+        budget = PrefillBudget(limits, model if is_timed else None)
+        lefts = [rng.randint(1, 700) for _ in range(rng.randint(1, 3))]
+        starts = [0] * len(lefts)
+        windows = budget.windows(lefts)
+        step = 0
+        while any(lefts):
+            decodes = rng.choice((0, 5, 100, 1000))
+            use = budget.of_step(decodes, 500 * decodes)
+            for i, left in enumerate(lefts):
+                if left and i + 1 < len(lefts) and rng.random() < 0.02:  # aborted
+                    lefts[i] = 0
+                    continue
+                if left and idx_of_first(lefts) == i:
+                    others = [x for x in lefts if x]
+                    now = use.windows(others, 0, starts[i])
+                    assert now[0].now == use.tokens(starts[i], left)
+                count = use.tokens(starts[i], left) if left else 0
+                if not count:
+                    continue
+                window = windows[i]
+                assert starts[i] + count <= window.now + step * window.most
+                use.add(starts[i], count)
+                starts[i] += count
+                lefts[i] -= count
+                if not lefts[i]:
+                    assert window.first <= step <= window.last
+            step += 1
+
+
+def idx_of_first(lefts: list[int]) -> int:
+    """Returns the index of the first prefill that is not computed."""
+    return next(i for i, left in enumerate(lefts) if left)
+
+
 def test_where_nothing_decodes_a_step_takes_the_full_chunk() -> None:
     limits = msgspec.structs.replace(LIMITS, itl_target=1e-9)
     step = PrefillBudget(limits, SMALL).of_step(0, 0)

@@ -124,6 +124,63 @@ def test_exact_admission_beats_the_plain_sum() -> None:
     assert_idle(engine)
 
 
+def test_a_request_joins_one_that_grows_large_after_its_own_end() -> None:
+    """The two never hold more than 100 tokens together, because the second one ends long before the first."""
+    engine, _ = make(capacity=120, max_model_len=120)
+    engine.add(request("long", [1] * 10, 91))
+    engine.step()
+    engine.add(request("short", [2] * 50, 5))
+    engine.step()
+    assert engine.stats().num_running == 2
+    assert engine.stats().forecast_peak == 100
+    run(engine)
+    assert engine.stats().reached_peak == 100
+    assert_idle(engine)
+
+
+def test_a_request_is_admitted_in_the_first_step_in_which_it_fits() -> None:
+    """Admitted in step s, the second one holds 10 + 20 - s tokens when the first ends with 30 after step 20."""
+    engine, worker = make(capacity=50)
+    engine.add(request("first", [1] * 10, 21))
+    engine.step()
+    engine.add(request("second", [2] * 10, 40))
+    while engine.stats().num_running < 2:
+        engine.step()
+    assert len(worker.plans) == 11  # it begins in step 10
+    assert engine.stats().forecast_peak == 50
+    run(engine)
+    assert engine.stats().reached_peak == 50
+    assert_idle(engine)
+
+
+@pytest.mark.parametrize("ends", ["at its length", "by an abort"])
+def test_what_ends_in_the_older_of_two_steps_is_freed_before_the_next(ends: str) -> None:
+    """The forecast does not count its tokens in the next step, which cannot be planned before."""
+    engine, worker = make(capacity=15, depth=2)
+    scheduler = engine.scheduler
+    engine.add(request("short", [1] * 5, 3))  # 7 tokens after step 2
+    engine.add(request("long", [2] * 5, 6))  # 8 tokens after step 3
+    for step in range(4):
+        plan = scheduler.plan()
+        assert plan is not None
+        worker.send(plan)
+        if step == 3 and ends == "by an abort":
+            assert engine.abort("short")
+        assert scheduler.forecast_peak() == 15
+        scheduler.check()
+        if step in (1, 2):
+            scheduler.complete(worker.results.popleft())
+            scheduler.check()
+    assert [[request.id for request in batch.requests] for batch in scheduler._in_flight] == [
+        ["short", "long"],
+        ["long"],
+    ]
+    while worker.results:
+        scheduler.complete(worker.results.popleft())
+    scheduler.check()
+    assert engine.stats().held == 8
+
+
 @pytest.mark.parametrize(
     ("prompt", "max_tokens", "match"),
     [
@@ -236,7 +293,7 @@ def test_a_refused_admission_touches_nothing() -> None:
     engine, worker = make(capacity=40)
     engine.add(request("cached", list(range(20)), 2))
     run(engine)
-    engine.add(request("running", [100] * 10, 10))
+    engine.add(request("running", [100] * 10, 25))
     engine.step()
     ledger = engine.scheduler.ledger
     before = ledger.num_free, ledger.num_cached, ledger.num_held

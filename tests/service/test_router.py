@@ -101,9 +101,12 @@ class Client:
             return message
         return None
 
-    async def submit(self, name: str, prompt: list[int], max_tokens: int = 5) -> Accepted | Refused:
+    async def submit(
+        self, name: str, prompt: list[int], max_tokens: int = 5, states_length: bool = True
+    ) -> Accepted | Refused:
         params = SamplingParams(max_tokens=max_tokens, temperature=0.0)
-        self.stream.send(Submit(name, array("i", prompt).tobytes(), params, 1, []))
+        ids = array("i", prompt).tobytes()
+        self.stream.send(Submit(name, ids, params, 1, [], states_length=states_length))
         while (answer := await self.take()) is None:
             pass
         return answer
@@ -350,23 +353,26 @@ def test_workers_that_die_before_a_step_end_the_service_however_long_they_load(
     asyncio.run(scenario())
 
 
-async def submit_more_than_fits(client: Client) -> list[str]:
+async def submit_more_than_fits(client: Client, states_length: bool = True) -> list[str]:
     """Submits short answers, which set the estimates, and then long ones; most would have to wait."""
     for i in range(OutputLengths.num_needed):
-        await client.submit(f"short{i}", [i % 16], 2)
+        await client.submit(f"short{i}", [i % 16], 2, states_length)
         await client.until_ended(f"short{i}")
     names = [f"long{i}" for i in range(4)]
     for i, name in enumerate(names):
-        assert await client.submit(name, [i] * 30, 60) == Accepted(name)
+        assert await client.submit(name, [i] * 30, 60, states_length) == Accepted(name)
     return names
 
 
+@pytest.mark.parametrize("admission", ["exact", "quantile"])
 @pytest.mark.parametrize("depth", [1, 2])
-def test_preempted_requests_finish_while_the_service_drains(tmp_path: Path, depth: int) -> None:
+def test_preempted_requests_finish_while_the_service_drains(
+    tmp_path: Path, depth: int, admission: str
+) -> None:
     async def scenario() -> None:
-        async with service(tmp_path, depth, pause=0.005, admission="quantile") as made:
+        async with service(tmp_path, depth, pause=0.005, admission=admission) as made:
             client = await made.connect()
-            names = await submit_more_than_fits(client)
+            names = await submit_more_than_fits(client, states_length=admission == "quantile")
             await client.until(lambda status: status.load.num_preemptions > 0)
             made.router.drain()
             ends = await client.until_ended(*names)

@@ -17,7 +17,7 @@ from lightkv.router.config import ADMISSIONS
 from lightkv.router.engine.step_time import StepTime, Work
 from lightkv.router.simulate import simulator
 from lightkv.router.simulate.config import ALLOCATIONS, PAGE_SIZES, InvalidSimulation, SimulationConfig
-from lightkv.router.simulate.record import Distribution, Timeline
+from lightkv.router.simulate.record import Distribution, Overtaking, Timeline
 from lightkv.router.simulate.result import SERIES_POINTS, SimulationResult
 from lightkv.router.simulate.simulator import saturation, simulate
 from lightkv.router.simulate.steady import SteadyScheduler
@@ -109,6 +109,24 @@ def test_a_target_bounds_the_steps_and_never_preempts(tmp_path: Path, allocation
     assert found.figures.tpot_p99 < free.tpot_p99
     assert found.settings["itl_target"] == 0.02
     assert "; steps of at most 20 ms beside decodes" in next(summary(found))
+
+
+@pytest.mark.parametrize("patience", [None, 2.0])
+@pytest.mark.parametrize("allocation", ["token", "paged:32"])
+@pytest.mark.parametrize("stated", [0.0, 0.5])
+def test_requests_without_a_limit_are_estimated(
+    tmp_path: Path, stated: float, allocation: str, patience: float | None
+) -> None:
+    """Steps at once, too. None with a limit is preempted, and the pool is fuller than if all have one."""
+    name = write_trace(tmp_path / "trace.csv", 5, num=120, gap=0.04)
+    config = replace(SMALL, allocation=allocation, patience=patience, low_priority=0.3, reserve=0.0)
+    found = simulate(name, replace(config, stated=stated))
+    assert found.to_json() == simulate(name, replace(config, stated=stated), stepwise=True).to_json()
+    figures = found.figures
+    assert (figures.num_finished, figures.num_preempted_stated) == (120, 0)
+    assert figures.num_unstated == 120 if not stated else 30 < figures.num_unstated < 90
+    assert figures.num_preemptions > 0
+    assert figures.memory_used_share > simulate(name, config).figures.memory_used_share
 
 
 def test_steps_are_taken_at_once(trace: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -226,6 +244,15 @@ def test_a_result_comes_back_from_its_json(trace: str, tmp_path: Path) -> None:
     assert list(result.ttft.seconds) == sorted(result.ttft.seconds)
 
 
+def test_waiting_is_told_apart_by_size_and_priority(trace: str) -> None:
+    first_come = simulate(trace, SMALL).figures
+    assert (first_come.max_overtaken, first_come.low_ttft_max) == (0, 0.0)
+    assert 0 < first_come.large_ttft_max <= first_come.ttft_max
+    figures = simulate(trace, replace(SMALL, low_priority=0.2)).figures
+    assert 0 < figures.max_overtaken < 150
+    assert figures.low_ttft_max == figures.ttft_max > first_come.ttft_max
+
+
 def test_few_requests_are_held_however_many_wait(monkeypatch: pytest.MonkeyPatch) -> None:
     most = 0
 
@@ -256,6 +283,18 @@ def test_quantiles_are_within_half_a_per_cent() -> None:
     assert distribution.quantiles((1.0,)) == [values.max()]
     assert distribution.mean == pytest.approx(values.mean())
     assert Distribution().quantiles((0.5, 1.0)) == [0.0, 0.0]
+
+
+def test_overtaking_is_counted_as_by_brute_force() -> None:
+    rng = random.Random(0)
+    for _ in range(50):
+        order = sorted(range(1, 41), key=lambda number: number + rng.uniform(0, 20))
+        counted = Overtaking()
+        most = 0
+        for i, number in enumerate(order):
+            counted.begin(number)
+            most = max(most, sum(before > number for before in order[:i]))
+            assert counted.most == most
 
 
 @pytest.mark.parametrize("longest", [0.1, 30.0])
@@ -309,6 +348,8 @@ def test_the_last_line_has_every_figure(tmp_path: Path) -> None:
         (["--load", "0"], "more than 0"),
         (["--capacity", "0"], "at least 1"),
         (["--reserve", "1"], "less than 1"),
+        (["--stated", "1.5"], "--stated is 1.5; give a share from 0 to 1"),
+        (["--low-priority", "-1"], "give a share from 0 to 1"),
         (["--step-time", "base=x"], "names being base"),
         (["--step-time", "per_kv=1e-9"], "base is 0 seconds"),
         (["--step-time", "nothing.json"], "nothing.json"),

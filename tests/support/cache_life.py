@@ -57,6 +57,7 @@ class Life:
     def __init__(self, seed: int, device: torch.device) -> None:
         self.rng = random.Random(seed)
         self.cache = KVCache(SPEC, CAPACITY, ROWS, ENTRIES, device)
+        self.cache.ledger._state.sessions.limit = CAPACITY // 2  # the service's ledgers have sessions
         self.shadows: list[Shadow] = []
         self.families = [[self.rng.randrange(VOCABULARY) for _ in range(40)] for _ in range(3)]
         self.calls: dict[str, int] = {}
@@ -79,6 +80,7 @@ class Life:
             self.evict,
             self.fail,
             self.hand_over,
+            self.release_session,
         ]
 
     def _count(self, edits: list[object], kept: list[torch.Tensor]) -> None:
@@ -105,6 +107,8 @@ class Life:
         prompt = prompt + [rng.randrange(VOCABULARY) for _ in range(rng.randint(0, 8))]
         namespace = rng.choice([(), (), ("salt",)])
         sequence = self.cache.open(prompt, namespace)
+        if rng.random() < 0.5:
+            sequence.session = self.cache.ledger.open_session(f"session {rng.randrange(3)}")
         shadow = Shadow(sequence, hash(namespace) % 2**52, prompt)
         shadow.last = shadow.root
         for token in prompt[: sequence.length]:
@@ -217,6 +221,9 @@ class Life:
         free, count = self.cache.num_free, self.rng.randint(0, 12)
         self.cache.evict(count)
         assert self.cache.num_free == free + count
+
+    def release_session(self) -> None:
+        self.cache.ledger.release_session(f"session {self.rng.randrange(3)}")
 
     def fail(self) -> None:
         """The steps since the last `confirm` fail: the sequences that hold what they published are closed."""

@@ -30,6 +30,7 @@ from lightkv.router.service.messages import (
     Load,
     Mapped,
     Refused,
+    ReleaseSession,
     State,
     Status,
     Submit,
@@ -76,13 +77,13 @@ class FakeRouter:
     `refuse(submit)`: returns a Refused to send in place of Accepted, or None. `fail_after`: after so many
     tokens an answer ends with `fail_reason`. `hold`: accept requests and never answer them. `mute`: do not
     even accept them. `first_state`: the state that a new client is sent. `mapped`: the answer to AskMap; None
-    sends no answer. `submits`, `aborts`, `num_map_asks`: what was received. The last status is repeated four
-    times a second, unless the router `is_silent`.
+    sends no answer. `submits`, `aborts`, `released` (names of sessions), `num_map_asks`: what was received. The
+    last status is repeated four times a second, unless the router `is_silent`.
     """
 
     def __init__(self) -> None:
         self.num_running = 0
-        self._stream: FrameStream[Submit | Abort | AskMap] | None = None
+        self._stream: FrameStream[ToRouter] | None = None
         self._answering: dict[str, asyncio.Task[None]] = {}
         self._last = Status("ready", "for the test", IDLE, INFO)
         self.reset([1])
@@ -100,6 +101,7 @@ class FakeRouter:
         self.num_cached = 0
         self.submits: list[Submit] = []
         self.aborts: list[Abort] = []
+        self.released: list[str] = []
         self.mapped: Mapped | None = Mapped(POOL)
         self.num_map_asks = 0
         self.is_silent = False
@@ -113,18 +115,21 @@ class FakeRouter:
         finally:
             repeating.cancel()
 
-    async def _repeat(self, stream: FrameStream[Submit | Abort | AskMap]) -> None:
+    async def _repeat(self, stream: FrameStream[ToRouter]) -> None:
         while True:
             await asyncio.sleep(STATUS_SECONDS)
             if not self.is_silent:
                 stream.send(self._last)
 
-    async def _take_messages(self, stream: FrameStream[Submit | Abort | AskMap]) -> None:
+    async def _take_messages(self, stream: FrameStream[ToRouter]) -> None:
         while (message := await stream.receive()) is not None:
             if isinstance(message, Abort):
                 self.aborts.append(message)
                 if message.request_id in self._answering:
                     self._answering.pop(message.request_id).cancel()
+                continue
+            if isinstance(message, ReleaseSession):
+                self.released.append(message.session)
                 continue
             if isinstance(message, AskMap):
                 self.num_map_asks += 1

@@ -9,11 +9,12 @@ from fastapi import FastAPI, Security
 from fastapi.params import Depends
 from fastapi.security import HTTPBearer
 
-from lightkv.router.config import NAMESPACE_HEADER
+from lightkv.router.config import NAMESPACE_HEADER, SESSION_HEADER
 from lightkv.router.engine.step import PoolMap
 from lightkv.router.service.messages import Load, State
 
 from .protocol import (
+    MAX_SESSION_ID,
     ChatBody,
     CompletionBody,
     Detokenized,
@@ -22,6 +23,7 @@ from .protocol import (
     Model,
     ModelList,
     Ready,
+    ReleasedSession,
     Tokenized,
     Version,
 )
@@ -53,6 +55,7 @@ _ERRORS: Answers = {
 }
 ALWAYS = (413, 500)  # statuses of every route; routes that need an API key have 401, too
 NAMES_MODEL = (404,)
+NAMES_NAMESPACE = (400,)
 CONVERTS_TEXT = (400, 404)
 GENERATES = (400, 404, 429, 503)
 ASKS_WORKER = (503,)
@@ -102,6 +105,10 @@ COMPLETION: Answers = {
 CHAT: Answers = {200: {"model": ChatBody, "description": "The answers or their stream.", **_STREAM}}
 MODELS: Answers = {200: {"model": ModelList, "description": "All names of the model."}}
 ONE_MODEL: Answers = {200: {"model": Model, "description": "The model."}}
+RELEASED: Answers = {
+    200: {"model": ReleasedSession, "description": "The session has ended."},
+    404: {"model": ErrorBody, "description": "The client has no open session of this id."},
+}
 TOKENIZED: Answers = {200: {"model": Tokenized, "description": "The tokens."}}
 DETOKENIZED: Answers = {200: {"model": Detokenized, "description": "The text."}}
 HEALTH: Answers = {
@@ -142,8 +149,8 @@ def needs_bearer() -> Depends:
     return Security(HTTPBearer(auto_error=False, scheme_name="key", description="The service's API key."))
 
 
-def namespace_parameter() -> dict[str, Any]:
-    """Returns the documentation of the header that names a request's cache namespace."""
+def namespace_parameters(needs_header: bool) -> list[dict[str, Any]]:
+    """Returns the documentation of the header that names a request's cache namespace, if one is needed."""
     text = "Requests share cached prefixes only with requests that send the same value."
     schema = {"type": "string", "minLength": 1}
     header = {
@@ -153,7 +160,20 @@ def namespace_parameter() -> dict[str, Any]:
         "description": text,
         "schema": schema,
     }
-    return {"parameters": [header]}
+    return [header] if needs_header else []
+
+
+def session_header() -> dict[str, Any]:
+    """Returns the documentation of the header that names a request's session."""
+    schema = {"type": "string", "maxLength": MAX_SESSION_ID}
+    text = "The session of the request, if the body has no session_id."
+    return {"name": SESSION_HEADER, "in": "header", "description": text, "schema": schema}
+
+
+def session_parameter() -> dict[str, Any]:
+    """Returns the documentation of the id in /v1/sessions/{session_id}/release, which may have slashes."""
+    schema = {"type": "string", "maxLength": MAX_SESSION_ID}
+    return {"name": "session_id", "in": "path", "required": True, "schema": schema}
 
 
 def model_parameter(names: list[str]) -> dict[str, Any]:

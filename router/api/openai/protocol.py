@@ -12,11 +12,13 @@ from typing_extensions import TypedDict
 
 from lightkv.router.api import unsupported_fields
 from lightkv.router.api.unsupported_fields import refuse_unsupported
+from lightkv.router.config import MAX_SECONDS
 from lightkv.router.sampling_params import InvalidParams, SamplingParams
 
 DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's for plain completions
 MIN_JSON_LOGPROB = -9999.0  # written for -inf, which JSON does not have, as in vLLM
 MAX_PRIORITY = 2**31 - 1
+MAX_SESSION_ID = 256  # characters
 
 
 def _mended(text: str) -> str:
@@ -109,6 +111,19 @@ class GenerationRequest(RequestBody):
         max_length=1024,
         description="Requests share cached prefixes only with requests of the same salt.",
     )
+    session_id: Text | None = Field(
+        None,
+        max_length=MAX_SESSION_ID,
+        description="Names a conversation that will continue: the tokens of prompt and answer stay cached when "
+        "others are evicted, for session_ttl seconds after the answer. The header X-Session-Id does the same.",
+    )
+    session_ttl: float | None = Field(
+        None,
+        gt=0,
+        le=MAX_SECONDS,
+        description="Seconds until the session expires, after the end of this answer and unless it continues; "
+        "by default those of --session-ttl. Needs a session.",
+    )
 
     @property
     def includes_usage(self) -> bool:
@@ -124,6 +139,11 @@ class GenerationRequest(RequestBody):
     def namespace(self) -> tuple[str, ...]:
         """The namespace within which cached prefixes are shared."""
         return (self.cache_salt,) if self.cache_salt else ()
+
+    @property
+    def states_length(self) -> bool:
+        """Whether the request says how many tokens an answer has at most."""
+        return self.max_completion_tokens is not None or self.max_tokens is not None
 
     def given_max_tokens(self, default: int) -> int:
         """Returns the most tokens of an answer, or `default` if the request does not say."""
@@ -395,6 +415,14 @@ class Model(TypedDict):
 class ModelList(TypedDict):
     object: Literal["list"]
     data: list[Model]
+
+
+class ReleasedSession(TypedDict):
+    """The answer to the release of a session."""
+
+    id: str
+    object: Literal["session"]
+    released: Literal[True]
 
 
 class Tokenized(TypedDict):

@@ -1,0 +1,111 @@
+"""Tests the order of waiting requests, and how long one can be kept waiting."""
+
+import random
+from array import array
+
+from lightkv.ledger import TokenLedger
+from lightkv.router.engine.admission import make_admission
+from lightkv.router.engine.loop import LocalEngine
+from lightkv.router.engine.request import Request
+from lightkv.router.engine.scheduler import Scheduler
+from lightkv.router.engine.step import Limits
+from lightkv.router.engine.waiting import LATE_EVERY, SECONDS_PER_PRIORITY, WaitingQueue
+from lightkv.router.sampling_params import SamplingParams
+from tests.support.model_worker import ModelWorker
+
+
+def request(number: int, priority: int = 0, prompt: int = 1, max_tokens: int = 5, at: float = 0.0) -> Request:
+    params = SamplingParams(max_tokens=max_tokens, temperature=0.0)
+    made = Request(str(number), array("i", [number % 200] * prompt).tobytes(), params, 1, priority=priority)
+    made.arrival, made.queued = number, at
+    return made
+
+
+def test_a_request_is_passed_only_by_those_that_come_within_a_minute_of_each_unit() -> None:
+    """However many requests of priority 0 come: one each second, and each second one is admitted."""
+    queue = WaitingQueue()
+    queue.push(low := request(0, priority=2))
+    for second in range(500):
+        queue.push(request(1 + second, at=float(second)))
+        if queue.pop() is low:
+            break
+    assert second == 2 * SECONDS_PER_PRIORITY
+
+
+def test_with_patience_one_in_so_many_admissions_goes_to_the_longest_waiting_request() -> None:
+    queue = WaitingQueue(patience=8.0)
+    late = [request(number) for number in range(3)]
+    for one in late:
+        queue.push(one)
+    assert queue.defer(9.0)
+    low = request(3, priority=1, at=-55.0)  # counts as one that came at 5.0
+    queue.push(low)
+    popped = []
+    for number in range(4, 6 * LATE_EVERY):
+        queue.push(request(number, at=10.0))
+        popped.append(queue.pop())
+        queue.check()
+    assert [popped.index(one) for one in [*late, low]] == [i * LATE_EVERY - 1 for i in (1, 2, 3, 4)]
+    assert len(queue) == 4
+
+
+def test_a_request_that_is_preempted_gets_its_place_back_once() -> None:
+    """Its stale entries do not count, in either order."""
+    queue = WaitingQueue(patience=8.0)
+    one = request(0)
+    for _ in range(3 * LATE_EVERY):
+        queue.push(one)
+        queue.push(request(1))
+        assert queue.pop() is one
+        one.num_preemptions += 1
+        queue.pop()
+        assert len(queue) == 0
+        assert queue.head is None
+        queue.check()
+
+
+def test_random_lives_of_the_queue_keep_few_stale_entries() -> None:
+    rng = random.Random(0)
+    queue = WaitingQueue(patience=8.0)
+    waiting: list[Request] = []
+    for number in range(20_000):
+        one = request(number, rng.randint(0, 2), at=float(number))
+        queue.push(one)
+        waiting.append(one)
+        if number % 7 == 0:
+            queue.defer(number)
+        while len(waiting) > 50:
+            if rng.random() < 0.3:
+                gone = waiting.pop(rng.randrange(len(waiting)))
+                queue.forget(gone)
+            else:
+                waiting.remove(queue.pop())
+        if number % 500 == 0:
+            queue.check()
+    assert len(queue) == len(waiting)
+    assert len(queue._heap) <= 2 * 51 + 64
+    assert len(queue._by_age) <= 2 * 51 + 64
+
+
+def test_small_requests_that_fit_do_not_pass_a_large_head() -> None:
+    """The large one needs the whole pool. It is admitted when those that ran before it have ended, although
+    small ones come in every step."""
+    for admission in ("exact", "timely"):
+        worker = ModelWorker(100, random.Random(0))
+        ledger = TokenLedger(100, 32, 100)
+        scheduler = Scheduler(ledger, Limits(32, 100, 0, 300), admission=make_admission(admission))
+        engine = LocalEngine(scheduler, worker)
+        number = 0
+        for _ in range(5):
+            engine.add(request(number, max_tokens=10))
+            number += 1
+            engine.step()
+        engine.add(large := request(number, prompt=90, max_tokens=10))
+        waited = 0
+        while large.sequence is None:
+            number += 1
+            engine.add(request(number, max_tokens=10))
+            engine.step()
+            engine.check()
+            waited += 1
+        assert waited <= 12
