@@ -367,6 +367,7 @@ ROUTES = [
     ("GET", "/version"),
     ("POST", "/tokenize"),
     ("POST", "/detokenize"),
+    ("POST", "/v1/sessions/s/release"),
     ("GET", "/openapi.json"),
     ("GET", "/nothing"),
     ("GET", "//health"),
@@ -388,7 +389,8 @@ def test_the_key_guards_every_route_but_health(guarded: ApiUnderTest) -> None:
     assert guarded.send("POST", COMPLETIONS, {"prompt": "a"}, key_header)[0] == 200
     assert guarded.send("GET", "/health")[0] == 200
     documented = json.loads(guarded.send("GET", "/openapi.json", headers=key_header)[2])["paths"]
-    assert {path.replace("{model}", MODEL) for path in documented} - {"/health"} <= {p for _, p in ROUTES}
+    named = {path.replace("{model}", MODEL).replace("{session_id}", "s") for path in documented}
+    assert named - {"/health"} <= {path for _, path in ROUTES}
 
 
 def test_a_body_too_large_is_refused_with_and_without_a_length(guarded: ApiUnderTest) -> None:

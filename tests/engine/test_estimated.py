@@ -236,6 +236,7 @@ def test_exact_requests_are_never_short_beside_estimated_ones(depth: int, chunk:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1800)
 @pytest.mark.parametrize("exact_share", [0.2, 0.8])
 @pytest.mark.parametrize("chunk", [5, 16])
 @pytest.mark.parametrize("depth", [1, 2])
