@@ -28,6 +28,7 @@ def test_nothing_is_refused_that_would_fit_and_a_tenth_of_the_steps_is_saved() -
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1800)
 def test_a_thousand_cases() -> None:
     found = compare(num_cases=1000, seed=2)
     assert found["by schedule"].would_fit == 0
