@@ -276,7 +276,7 @@ class StepGraphs:
             try:
                 rehearse()
             except RuntimeError as error:
-                if not _is_out_of_memory(error):  # what has no memory is captured without, or refused there
+                if not _is_out_of_memory(error):  # a graph without memory is refused when it is captured
                     raise
 
     def capture(self, kinds: Sequence[SamplerKind], report: Callable[[str], None]) -> None:
