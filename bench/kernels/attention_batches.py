@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from lightkv.triton_kernels.attention.attend_keys import attend_reference
+from lightkv.triton_kernels.attention.attention_reference import attend_reference
 from lightkv.triton_kernels.attention.paged_kv import HeadShape, PagedKV
 
 from .attention_rows import Row

@@ -20,11 +20,11 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 from lightkv.triton_kernels import tuning
-from lightkv.triton_kernels.attention.decode_attention import decode_attention
-from lightkv.triton_kernels.attention.decode_plan import SharedPrefixGroups, decode_plan
+from lightkv.triton_kernels.attention.decode.decode_attention import decode_attention
+from lightkv.triton_kernels.attention.decode.decode_plan import SharedPrefixGroups, decode_plan
 from lightkv.triton_kernels.attention.mixed_attention import MixedPlan, mixed_attention, mixed_plan
-from lightkv.triton_kernels.attention.prefill_attention import prefill_attention
-from lightkv.triton_kernels.attention.prefill_plan import prefill_plan
+from lightkv.triton_kernels.attention.prefill.prefill_attention import prefill_attention
+from lightkv.triton_kernels.attention.prefill.prefill_plan import prefill_plan
 from lightkv.triton_kernels.paged_attention_v1 import copy_to_blocks, paged_attention_v1
 
 from .attention_batches import Batch, Paged, offsets, scatter

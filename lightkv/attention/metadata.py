@@ -14,7 +14,7 @@ import torch
 from lightkv.ledger.shared_prefixes import SharedPrefix
 from lightkv.memory.kv_memory import KVMemory
 from lightkv.memory.staging import packed_size, upload
-from lightkv.triton_kernels.attention.decode_plan import SharedPrefixGroups
+from lightkv.triton_kernels.attention.decode.decode_plan import SharedPrefixGroups
 
 
 class BatchShape(NamedTuple):

@@ -6,11 +6,11 @@ import torch
 
 from lightkv.triton_kernels import tuning
 from lightkv.triton_kernels.attention.attention_scores import attention_scores
-from lightkv.triton_kernels.attention.decode_attention import decode_attention
+from lightkv.triton_kernels.attention.decode.decode_attention import decode_attention
 from lightkv.triton_kernels.attention.merge_states import merge_states
 from lightkv.triton_kernels.attention.mixed_attention import MixedPlan, mixed_attention, mixed_plan
 from lightkv.triton_kernels.attention.paged_kv import HeadShape
-from lightkv.triton_kernels.attention.prefill_combine import most_part_bytes
+from lightkv.triton_kernels.attention.prefill.prefill_combine import most_part_bytes
 from lightkv.triton_kernels.write_kv import write_kv
 
 from .backend import AttentionBackend

@@ -5,8 +5,8 @@ import random
 import pytest
 import torch
 
-from lightkv.triton_kernels.attention.decode_combine import combine_parts, combine_parts_reference
-from lightkv.triton_kernels.attention.decode_plan import DecodePlan
+from lightkv.triton_kernels.attention.decode.decode_combine import combine_parts, combine_parts_reference
+from lightkv.triton_kernels.attention.decode.decode_plan import DecodePlan
 
 NUM_HEADS, VALUE_DIM = 3, 80
 

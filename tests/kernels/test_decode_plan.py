@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from lightkv.triton_kernels import tuning
-from lightkv.triton_kernels.attention.decode_plan import (
+from lightkv.triton_kernels.attention.decode.decode_plan import (
     DecodePlan,
     SharedPrefixGroups,
     decode_plan,

@@ -13,7 +13,7 @@ from test_prefill_attention import lse_reference, starts
 from torch import Tensor
 
 from lightkv.triton_kernels.attention import mixed_attention as module
-from lightkv.triton_kernels.attention.decode_attention import decode_attention_reference
+from lightkv.triton_kernels.attention.decode.decode_attention import decode_attention_reference
 from lightkv.triton_kernels.attention.mixed_attention import (
     MixedPlan,
     mixed_attention,
@@ -21,7 +21,7 @@ from lightkv.triton_kernels.attention.mixed_attention import (
     mixed_plan,
 )
 from lightkv.triton_kernels.attention.paged_kv import AttentionOptions, HeadShape, PagedKV
-from lightkv.triton_kernels.attention.prefill_attention import prefill_attention_reference
+from lightkv.triton_kernels.attention.prefill.prefill_attention import prefill_attention_reference
 
 PREFILLS = [(33, 40), (0, 7), (65, 0), (1, 5), (0, 0)]  # queries of a request, and tokens before them
 DECODES = [130, 0, 1, 65]  # tokens of a request

@@ -11,7 +11,7 @@ import torch
 from test_decode_attention import assert_close, poisoned_cache
 from torch import Tensor
 
-from lightkv.triton_kernels.attention.decode_attention import decode_attention_reference
+from lightkv.triton_kernels.attention.decode.decode_attention import decode_attention_reference
 from lightkv.triton_kernels.paged_attention_v1 import (
     copy_to_blocks,
     paged_attention_v1,

@@ -12,11 +12,14 @@ from test_decode_attention import Cache, assert_close, poisoned_cache
 from torch import Tensor
 
 from lightkv.triton_kernels import tuning
-from lightkv.triton_kernels.attention.attend_keys import find_slots_reference
-from lightkv.triton_kernels.attention.decode_attention import decode_attention
+from lightkv.triton_kernels.attention.attention_reference import find_slots_reference
+from lightkv.triton_kernels.attention.decode.decode_attention import decode_attention
 from lightkv.triton_kernels.attention.paged_kv import AttentionOptions, HeadShape, PagedKV
-from lightkv.triton_kernels.attention.prefill_attention import prefill_attention, prefill_attention_reference
-from lightkv.triton_kernels.attention.prefill_plan import prefill_plan
+from lightkv.triton_kernels.attention.prefill.prefill_attention import (
+    prefill_attention,
+    prefill_attention_reference,
+)
+from lightkv.triton_kernels.attention.prefill.prefill_plan import prefill_plan
 from lightkv.triton_kernels.write_kv import write_kv
 
 # (queries, tokens before them) of each request

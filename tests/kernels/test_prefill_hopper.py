@@ -12,13 +12,13 @@ from torch import Tensor
 
 from lightkv.triton_kernels import tuning
 from lightkv.triton_kernels.attention.paged_kv import AttentionOptions, HeadShape, PagedKV
-from lightkv.triton_kernels.attention.prefill_attention import (
+from lightkv.triton_kernels.attention.prefill.prefill_attention import (
     _hopper,
     _hopper_launch,
     prefill_attention,
     prefill_attention_reference,
 )
-from lightkv.triton_kernels.attention.prefill_plan import PrefillPlan, prefill_plan
+from lightkv.triton_kernels.attention.prefill.prefill_plan import PrefillPlan, prefill_plan
 
 H200 = tuning.DeviceClass(num_multiprocessors=132, shared_memory=232448, major=9)
 A100 = H200._replace(major=8)

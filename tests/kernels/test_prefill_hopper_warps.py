@@ -22,11 +22,11 @@ from test_prefill_attention import lse_reference, starts
 from lightkv.triton_kernels import tuning
 from lightkv.triton_kernels.attention.attend_keys import score_scales
 from lightkv.triton_kernels.attention.paged_kv import AttentionOptions, HeadShape
-from lightkv.triton_kernels.attention.prefill_attention import prefill_attention_reference
-from lightkv.triton_kernels.attention.prefill_combine import combine_tiles
-from lightkv.triton_kernels.attention.prefill_plan import prefill_plan
+from lightkv.triton_kernels.attention.prefill.prefill_attention import prefill_attention_reference
+from lightkv.triton_kernels.attention.prefill.prefill_combine import combine_tiles
+from lightkv.triton_kernels.attention.prefill.prefill_plan import prefill_plan
 
-hopper = pytest.importorskip("lightkv.triton_kernels.attention.prefill_hopper")
+hopper = pytest.importorskip("lightkv.triton_kernels.attention.prefill.prefill_hopper")
 
 SECONDS = 20.0  # that a thread waits for a barrier before the test fails
 DIM, KEYS, ROWS, STAGES = 16, 16, 8, 2

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from lightkv.triton_kernels import tuning
 from lightkv.triton_kernels.attention.paged_kv import HeadShape
-from lightkv.triton_kernels.attention.prefill_plan import (
+from lightkv.triton_kernels.attention.prefill.prefill_plan import (
     ALL_KEYS,
     PrefillPlan,
     prefill_plan,

@@ -15,17 +15,20 @@ from test_prefill_attention import lse_reference, starts
 from torch import Tensor
 
 from lightkv.triton_kernels import tuning
-from lightkv.triton_kernels.attention import prefill_attention as prefill_module
 from lightkv.triton_kernels.attention.mixed_attention import mixed_attention, mixed_plan
 from lightkv.triton_kernels.attention.paged_kv import AttentionOptions, HeadShape
-from lightkv.triton_kernels.attention.prefill_attention import prefill_attention, prefill_attention_reference
-from lightkv.triton_kernels.attention.prefill_combine import (
+from lightkv.triton_kernels.attention.prefill import prefill_attention as prefill_module
+from lightkv.triton_kernels.attention.prefill.prefill_attention import (
+    prefill_attention,
+    prefill_attention_reference,
+)
+from lightkv.triton_kernels.attention.prefill.prefill_combine import (
     combine_tiles,
     combine_tiles_reference,
     empty_parts,
     most_part_bytes,
 )
-from lightkv.triton_kernels.attention.prefill_plan import PrefillPlan, prefill_plan
+from lightkv.triton_kernels.attention.prefill.prefill_plan import PrefillPlan, prefill_plan
 
 ALWAYS = -(2**30)  # as the least gain: keys are shared out in every batch
 SMALL = tuning.Launch(32, 32, 4, 2)

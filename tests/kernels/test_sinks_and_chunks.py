@@ -15,14 +15,18 @@ from test_prefill_attention import starts
 from torch import Tensor
 
 from lightkv.triton_kernels import tuning
-from lightkv.triton_kernels.attention.attend_keys import LOG2_E, find_slots_reference
+from lightkv.triton_kernels.attention.attend_keys import LOG2_E
+from lightkv.triton_kernels.attention.attention_reference import find_slots_reference
 from lightkv.triton_kernels.attention.attention_scores import (
     attention_lse,
     attention_scores,
     attention_scores_reference,
 )
-from lightkv.triton_kernels.attention.decode_attention import decode_attention, decode_attention_reference
-from lightkv.triton_kernels.attention.decode_plan import SharedPrefixGroups, decode_plan
+from lightkv.triton_kernels.attention.decode.decode_attention import (
+    decode_attention,
+    decode_attention_reference,
+)
+from lightkv.triton_kernels.attention.decode.decode_plan import SharedPrefixGroups, decode_plan
 from lightkv.triton_kernels.attention.merge_states import merge_states
 from lightkv.triton_kernels.attention.mixed_attention import (
     mixed_attention,
@@ -30,8 +34,11 @@ from lightkv.triton_kernels.attention.mixed_attention import (
     mixed_plan,
 )
 from lightkv.triton_kernels.attention.paged_kv import AttentionOptions, HeadShape, PagedKV
-from lightkv.triton_kernels.attention.prefill_attention import prefill_attention, prefill_attention_reference
-from lightkv.triton_kernels.attention.prefill_plan import prefill_plan
+from lightkv.triton_kernels.attention.prefill.prefill_attention import (
+    prefill_attention,
+    prefill_attention_reference,
+)
+from lightkv.triton_kernels.attention.prefill.prefill_plan import prefill_plan
 
 LENGTHS = [130, 0, 1, 65]
 PREFILLS = [(40, 30), (0, 5), (3, 62)]  # queries of a request, and tokens before them

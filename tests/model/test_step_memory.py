@@ -14,9 +14,9 @@ from lightkv.router.model.build import EngineSizes, assemble
 from lightkv.router.model.cuda_graph import PromptGraph, SharedLogits
 from lightkv.router.model.token_buckets import prompt_shapes
 from lightkv.triton_kernels import tuning
-from lightkv.triton_kernels.attention import prefill_attention as prefill_module
 from lightkv.triton_kernels.attention.paged_kv import HeadShape
-from lightkv.triton_kernels.attention.prefill_combine import empty_parts, most_part_bytes
+from lightkv.triton_kernels.attention.prefill import prefill_attention as prefill_module
+from lightkv.triton_kernels.attention.prefill.prefill_combine import empty_parts, most_part_bytes
 from tests.support.tiny_models import tiny_llama
 
 CPU = torch.device("cpu")

@@ -1,5 +1,5 @@
-"""Attention of a tile of queries to a range of keys: the loop that decode and prefill share, its checks and its
-reference.
+"""Attention of a tile of queries to a range of keys: the loop that decode and prefill share.
+Its reference is in `attention_reference.py`.
 
 One formula finds a token, `slot = index[row, pos >> shift] + (pos & (2**shift - 1))`, so a token table, a page
 table and one contiguous run are the same kernel with another `shift`.
@@ -7,14 +7,8 @@ table and one contiguous run are the same kernel with another `shift`.
 
 import math
 
-import torch
 import triton
 import triton.language as tl
-from torch import Tensor
-
-from lightkv.triton_kernels.strides import has_unit_stride
-
-from .paged_kv import DEFAULT_OPTIONS, AttentionOptions, PagedKV
 
 LOG2_E = math.log2(math.e)
 _LOG2_E = tl.constexpr(LOG2_E)
@@ -141,128 +135,3 @@ def score_scales(scale: float, softcap: float) -> tuple[float, float]:
     if softcap:
         return softcap * LOG2_E, 2.0 * scale / softcap
     return scale * LOG2_E, 0.0
-
-
-def check_requests(rows: Tensor, lengths: Tensor) -> None:
-    """Raises ValueError unless these are `[B]` of their types. Reads no tensor's contents."""
-    if rows.dtype not in (torch.int32, torch.int64) or not rows.is_contiguous():
-        raise ValueError(f"rows must be contiguous int32 or int64, got {rows.dtype}")
-    if lengths.dtype != torch.int32 or not lengths.is_contiguous():
-        raise ValueError(f"lengths must be contiguous int32, got {lengths.dtype}")
-    if rows.dim() != 1 or rows.shape != lengths.shape:
-        raise ValueError(f"rows and lengths must be [B], got {tuple(rows.shape)} and {tuple(lengths.shape)}")
-
-
-def check_attention_inputs(
-    q: Tensor,
-    kv: PagedKV,
-    rows: Tensor,
-    lengths: Tensor,
-    options: AttentionOptions,
-    out: Tensor | None,
-    lse: Tensor | None,
-) -> float:
-    """Returns the layer's scale. Raises ValueError where shapes, strides, dtypes or numbers do not fit; reads
-    no tensor's contents."""
-    k_cache, v_cache, index, shift = kv
-    if q.dim() != 3 or k_cache.dim() != 3 or v_cache.dim() != 3:
-        raise ValueError(
-            f"q must be [tokens, heads, dim] and the caches [slots, kv_heads, dim]; got {tuple(q.shape)}, "
-            f"{tuple(k_cache.shape)} and {tuple(v_cache.shape)}"
-        )
-    num_heads, key_dim = q.shape[1:]
-    num_kv_heads = k_cache.shape[1]
-    if k_cache.shape[2] != key_dim or v_cache.shape[:2] != k_cache.shape[:2] or num_heads % num_kv_heads:
-        raise ValueError(
-            f"q {tuple(q.shape)} must have the head dim of k_cache {tuple(k_cache.shape)} and a multiple of "
-            f"its heads, and v_cache {tuple(v_cache.shape)} as many slots and heads"
-        )
-    out_shape = (*q.shape[:2], v_cache.shape[2])
-    if out is not None and tuple(out.shape) != out_shape:
-        raise ValueError(f"out must have shape {out_shape}, got {tuple(out.shape)}")
-    for name, tensor in (
-        ("q", q),
-        ("k_cache", k_cache),
-        ("v_cache", v_cache),
-        ("index", index),
-        ("out", out),
-    ):
-        if tensor is not None and not has_unit_stride(tensor):
-            raise ValueError(
-                f"the last stride of {name} must be 1, got {tensor.stride()}; make it contiguous"
-            )
-    if lse is not None and (
-        lse.dtype != torch.float32 or lse.shape != q.shape[:2] or not lse.is_contiguous()
-    ):
-        raise ValueError(
-            f"lse must be contiguous float32 {tuple(q.shape[:2])}, got {lse.dtype} {tuple(lse.shape)}"
-        )
-    if index.dim() != 2 or index.dtype != torch.int32:
-        raise ValueError(f"index must be int32 [rows, entries], got {index.dtype} {tuple(index.shape)}")
-    check_requests(rows, lengths)
-    scale = options.scale_for(key_dim)
-    if not scale > 0 or not 0 <= shift <= 31 or options.softcap < 0:
-        raise ValueError(
-            f"scale must be positive, shift in 0..31, softcap 0 (off) or more; got scale {scale}, "
-            f"shift {shift}, softcap {options.softcap}"
-        )
-    check_mask(options.window, options.chunk)
-    sinks = options.sink_logits
-    if sinks is not None and (
-        sinks.dtype != torch.float32 or sinks.shape != (num_heads,) or not sinks.is_contiguous()
-    ):
-        raise ValueError(
-            f"sink_logits must be contiguous float32 [{num_heads}], one for each query head; got {sinks.dtype} "
-            f"{tuple(sinks.shape)}"
-        )
-    return scale
-
-
-def check_mask(window: int, chunk: int) -> None:
-    """Raises ValueError for a window or chunk below 0, and for both at once."""
-    if window < 0 or chunk < 0 or (window and chunk):
-        raise ValueError(
-            f"a layer has a window, or chunks, or neither (0); got a window of {window} and chunks of {chunk}"
-        )
-
-
-def attend_reference(
-    q: Tensor, k: Tensor, v: Tensor, query_positions: Tensor, options: AttentionOptions = DEFAULT_OPTIONS
-) -> Tensor:
-    """Computes causal attention of one request in float64: q `[n, H, Dk]`, k `[L, num_kv_heads, Dk]`, v `[L,
-    num_kv_heads, Dv]`, query_positions int `[n]` -> `[n, H, Dv]`. The output of a query that sees no key is
-    zeros."""
-    scale, softcap = options.scale_for(q.shape[2]), options.softcap
-    group = q.shape[1] // k.shape[1]
-    k = k.double().repeat_interleave(group, dim=1)
-    v = v.double().repeat_interleave(group, dim=1)
-    scores = torch.einsum("qhd,khd->hqk", q.double(), k) * scale
-    if softcap:
-        scores = softcap * torch.tanh(scores / softcap)
-    visible = visible_reference(query_positions, torch.arange(len(k), device=q.device), options)
-    scores = scores.masked_fill(~visible, float("-inf"))
-    lse = join_sinks_reference(scores.logsumexp(dim=2), options.sink_logits)  # [H, n]
-    weights = (scores - lse.clamp(min=-1e30)[..., None]).exp()
-    return torch.einsum("hqk,khd->qhd", weights, v)
-
-
-def visible_reference(query_positions: Tensor, key_positions: Tensor, options: AttentionOptions) -> Tensor:
-    """Returns which keys the queries see, bool `[n, L]`: by causality, the window or the chunks."""
-    queries, keys = query_positions[:, None], key_positions[None, :]
-    visible = keys <= queries
-    if options.window:
-        visible &= keys > queries - options.window
-    if options.chunk:
-        visible &= keys >= queries // options.chunk * options.chunk
-    return visible
-
-
-def join_sinks_reference(lse: Tensor, sink_logits: Tensor | None) -> Tensor:
-    """Returns the log-sum-exp `[H, n]` (base e) of scores and the heads' sinks, from that of the scores."""
-    return lse if sink_logits is None else torch.logaddexp(lse, sink_logits.to(lse.dtype)[:, None])
-
-
-def find_slots_reference(index_row: Tensor, positions: Tensor, shift: int) -> Tensor:
-    """Returns the slots, int64, of the tokens at `positions` of one row of the index."""
-    positions = positions.long()
-    return index_row[positions >> shift].long() + (positions & ((1 << shift) - 1))

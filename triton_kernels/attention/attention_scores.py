@@ -13,16 +13,9 @@ from torch import Tensor
 
 from lightkv.triton_kernels import tuning
 
-from .attend_keys import (
-    LOG2_E,
-    check_attention_inputs,
-    find_slots,
-    find_slots_reference,
-    join_sinks_reference,
-    score_scales,
-    start_softmax,
-    visible_reference,
-)
+from .attend_keys import LOG2_E, find_slots, score_scales, start_softmax
+from .attention_inputs import check_attention_inputs
+from .attention_reference import find_slots_reference, join_sinks_reference, visible_reference
 from .paged_kv import DEFAULT_OPTIONS, AttentionOptions, PagedKV
 
 

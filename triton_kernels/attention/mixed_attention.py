@@ -23,12 +23,19 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .attend_keys import check_attention_inputs
-from .decode_attention import decode_attention, decode_attention_reference
-from .decode_plan import DecodePlan, SharedPrefixGroups, decode_plan
+from lightkv.triton_kernels.attention.decode.decode_attention import (
+    decode_attention,
+    decode_attention_reference,
+)
+from lightkv.triton_kernels.attention.decode.decode_plan import DecodePlan, SharedPrefixGroups, decode_plan
+from lightkv.triton_kernels.attention.prefill.prefill_attention import (
+    prefill_attention,
+    prefill_attention_reference,
+)
+from lightkv.triton_kernels.attention.prefill.prefill_plan import PrefillPlan, prefill_plan
+
+from .attention_inputs import check_attention_inputs
 from .paged_kv import DEFAULT_OPTIONS, AttentionOptions, HeadShape, PagedKV
-from .prefill_attention import prefill_attention, prefill_attention_reference
-from .prefill_plan import PrefillPlan, prefill_plan
 
 
 class MixedPlan(NamedTuple):

@@ -18,8 +18,8 @@ import triton.language as tl
 from torch import Tensor
 
 from lightkv.triton_kernels import tuning
+from lightkv.triton_kernels.attention.paged_kv import HeadShape
 
-from .paged_kv import HeadShape
 from .prefill_plan import ITEM_FIELDS
 
 _ITEM_FIELDS = tl.constexpr(ITEM_FIELDS)

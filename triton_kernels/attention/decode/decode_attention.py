@@ -21,20 +21,19 @@ import triton.language as tl
 from torch import Tensor
 
 from lightkv.triton_kernels import tuning
-
-from .attend_keys import (
+from lightkv.triton_kernels.attention.attend_keys import (
     attend_keys,
-    attend_reference,
-    check_attention_inputs,
     find_slots,
-    find_slots_reference,
     first_key,
     score_scales,
     start_softmax,
 )
+from lightkv.triton_kernels.attention.attention_inputs import check_attention_inputs
+from lightkv.triton_kernels.attention.attention_reference import attend_reference, find_slots_reference
+from lightkv.triton_kernels.attention.paged_kv import DEFAULT_OPTIONS, AttentionOptions, HeadShape, PagedKV
+
 from .decode_combine import combine_parts
 from .decode_plan import ITEM_FIELDS, PART_FIELDS, SHARE_FIELDS, DecodePlan, decode_plan
-from .paged_kv import DEFAULT_OPTIONS, AttentionOptions, HeadShape, PagedKV
 
 _ITEM_FIELDS = tl.constexpr(ITEM_FIELDS)
 _SHARE_FIELDS = tl.constexpr(SHARE_FIELDS)

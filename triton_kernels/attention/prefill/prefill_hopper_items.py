@@ -4,8 +4,9 @@ the rows of K and V, starts and continues the softmax of a warpgroup's rows, and
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from lightkv.triton_kernels.attention.attend_keys import LOG2_E
+
 from . import prefill_plan
-from .attend_keys import LOG2_E
 
 ITEM_FIELDS = gl.constexpr(prefill_plan.ITEM_FIELDS)
 _LOG2_E = gl.constexpr(LOG2_E)

@@ -31,8 +31,8 @@ import triton.language as tl
 from torch import Tensor
 
 from lightkv.triton_kernels import tuning
-
-from .attend_keys import check_mask, check_requests, first_key
+from lightkv.triton_kernels.attention.attend_keys import first_key
+from lightkv.triton_kernels.attention.attention_inputs import check_mask, check_requests
 
 ITEM_FIELDS = 4  # request (or -1 - prefix), row, first key, end of the keys
 SHARE_FIELDS = 8  # first item, and its fields

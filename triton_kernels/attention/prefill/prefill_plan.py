@@ -36,9 +36,9 @@ import triton.language as tl
 from torch import Tensor
 
 from lightkv.triton_kernels import tuning
-
-from .attend_keys import check_mask, check_requests, first_key
-from .paged_kv import HeadShape
+from lightkv.triton_kernels.attention.attend_keys import first_key
+from lightkv.triton_kernels.attention.attention_inputs import check_mask, check_requests
+from lightkv.triton_kernels.attention.paged_kv import HeadShape
 
 # 0 to 5: request, row, first of its rows, rows of the request, first query, keys before it
 # 6 to 9: first key, end of the keys, part (-1: the whole tile), next item of the share (-1: none)

@@ -1,0 +1,91 @@
+"""Checks of what the attention operators get: shapes, strides, dtypes and numbers, but no tensor's contents."""
+
+import torch
+from torch import Tensor
+
+from lightkv.triton_kernels.strides import has_unit_stride
+
+from .paged_kv import AttentionOptions, PagedKV
+
+
+def check_requests(rows: Tensor, lengths: Tensor) -> None:
+    """Raises ValueError unless these are `[B]` of their types. Reads no tensor's contents."""
+    if rows.dtype not in (torch.int32, torch.int64) or not rows.is_contiguous():
+        raise ValueError(f"rows must be contiguous int32 or int64, got {rows.dtype}")
+    if lengths.dtype != torch.int32 or not lengths.is_contiguous():
+        raise ValueError(f"lengths must be contiguous int32, got {lengths.dtype}")
+    if rows.dim() != 1 or rows.shape != lengths.shape:
+        raise ValueError(f"rows and lengths must be [B], got {tuple(rows.shape)} and {tuple(lengths.shape)}")
+
+
+def check_attention_inputs(
+    q: Tensor,
+    kv: PagedKV,
+    rows: Tensor,
+    lengths: Tensor,
+    options: AttentionOptions,
+    out: Tensor | None,
+    lse: Tensor | None,
+) -> float:
+    """Returns the layer's scale. Raises ValueError where shapes, strides, dtypes or numbers do not fit; reads
+    no tensor's contents."""
+    k_cache, v_cache, index, shift = kv
+    if q.dim() != 3 or k_cache.dim() != 3 or v_cache.dim() != 3:
+        raise ValueError(
+            f"q must be [tokens, heads, dim] and the caches [slots, kv_heads, dim]; got {tuple(q.shape)}, "
+            f"{tuple(k_cache.shape)} and {tuple(v_cache.shape)}"
+        )
+    num_heads, key_dim = q.shape[1:]
+    num_kv_heads = k_cache.shape[1]
+    if k_cache.shape[2] != key_dim or v_cache.shape[:2] != k_cache.shape[:2] or num_heads % num_kv_heads:
+        raise ValueError(
+            f"q {tuple(q.shape)} must have the head dim of k_cache {tuple(k_cache.shape)} and a multiple of "
+            f"its heads, and v_cache {tuple(v_cache.shape)} as many slots and heads"
+        )
+    out_shape = (*q.shape[:2], v_cache.shape[2])
+    if out is not None and tuple(out.shape) != out_shape:
+        raise ValueError(f"out must have shape {out_shape}, got {tuple(out.shape)}")
+    for name, tensor in (
+        ("q", q),
+        ("k_cache", k_cache),
+        ("v_cache", v_cache),
+        ("index", index),
+        ("out", out),
+    ):
+        if tensor is not None and not has_unit_stride(tensor):
+            raise ValueError(
+                f"the last stride of {name} must be 1, got {tensor.stride()}; make it contiguous"
+            )
+    if lse is not None and (
+        lse.dtype != torch.float32 or lse.shape != q.shape[:2] or not lse.is_contiguous()
+    ):
+        raise ValueError(
+            f"lse must be contiguous float32 {tuple(q.shape[:2])}, got {lse.dtype} {tuple(lse.shape)}"
+        )
+    if index.dim() != 2 or index.dtype != torch.int32:
+        raise ValueError(f"index must be int32 [rows, entries], got {index.dtype} {tuple(index.shape)}")
+    check_requests(rows, lengths)
+    scale = options.scale_for(key_dim)
+    if not scale > 0 or not 0 <= shift <= 31 or options.softcap < 0:
+        raise ValueError(
+            f"scale must be positive, shift in 0..31, softcap 0 (off) or more; got scale {scale}, "
+            f"shift {shift}, softcap {options.softcap}"
+        )
+    check_mask(options.window, options.chunk)
+    sinks = options.sink_logits
+    if sinks is not None and (
+        sinks.dtype != torch.float32 or sinks.shape != (num_heads,) or not sinks.is_contiguous()
+    ):
+        raise ValueError(
+            f"sink_logits must be contiguous float32 [{num_heads}], one for each query head; got {sinks.dtype} "
+            f"{tuple(sinks.shape)}"
+        )
+    return scale
+
+
+def check_mask(window: int, chunk: int) -> None:
+    """Raises ValueError for a window or chunk below 0, and for both at once."""
+    if window < 0 or chunk < 0 or (window and chunk):
+        raise ValueError(
+            f"a layer has a window, or chunks, or neither (0); got a window of {window} and chunks of {chunk}"
+        )

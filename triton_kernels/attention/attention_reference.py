@@ -1,0 +1,48 @@
+"""Attention of one request in plain torch and float64: what the kernels of decode and prefill compute."""
+
+import torch
+from torch import Tensor
+
+from .paged_kv import DEFAULT_OPTIONS, AttentionOptions
+
+
+def attend_reference(
+    q: Tensor, k: Tensor, v: Tensor, query_positions: Tensor, options: AttentionOptions = DEFAULT_OPTIONS
+) -> Tensor:
+    """Computes causal attention of one request in float64: q `[n, H, Dk]`, k `[L, num_kv_heads, Dk]`, v `[L,
+    num_kv_heads, Dv]`, query_positions int `[n]` -> `[n, H, Dv]`. The output of a query that sees no key is
+    zeros."""
+    scale, softcap = options.scale_for(q.shape[2]), options.softcap
+    group = q.shape[1] // k.shape[1]
+    k = k.double().repeat_interleave(group, dim=1)
+    v = v.double().repeat_interleave(group, dim=1)
+    scores = torch.einsum("qhd,khd->hqk", q.double(), k) * scale
+    if softcap:
+        scores = softcap * torch.tanh(scores / softcap)
+    visible = visible_reference(query_positions, torch.arange(len(k), device=q.device), options)
+    scores = scores.masked_fill(~visible, float("-inf"))
+    lse = join_sinks_reference(scores.logsumexp(dim=2), options.sink_logits)  # [H, n]
+    weights = (scores - lse.clamp(min=-1e30)[..., None]).exp()
+    return torch.einsum("hqk,khd->qhd", weights, v)
+
+
+def visible_reference(query_positions: Tensor, key_positions: Tensor, options: AttentionOptions) -> Tensor:
+    """Returns which keys the queries see, bool `[n, L]`: by causality, the window or the chunks."""
+    queries, keys = query_positions[:, None], key_positions[None, :]
+    visible = keys <= queries
+    if options.window:
+        visible &= keys > queries - options.window
+    if options.chunk:
+        visible &= keys >= queries // options.chunk * options.chunk
+    return visible
+
+
+def join_sinks_reference(lse: Tensor, sink_logits: Tensor | None) -> Tensor:
+    """Returns the log-sum-exp `[H, n]` (base e) of scores and the heads' sinks, from that of the scores."""
+    return lse if sink_logits is None else torch.logaddexp(lse, sink_logits.to(lse.dtype)[:, None])
+
+
+def find_slots_reference(index_row: Tensor, positions: Tensor, shift: int) -> Tensor:
+    """Returns the slots, int64, of the tokens at `positions` of one row of the index."""
+    positions = positions.long()
+    return index_row[positions >> shift].long() + (positions & ((1 << shift) - 1))

@@ -1,0 +1,1 @@
+"""Attention of each request's newest tokens: the kernels and their plan."""
