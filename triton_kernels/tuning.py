@@ -197,7 +197,9 @@ def prefill_shares(device: DeviceClass, launch: Launch, num_kv_heads: int) -> Pr
 def prefill_combine_launch(num_kv_heads: int) -> Launch:
     """Returns the launch of `prefill_combine`: rows of a tile per program in `block_m`, fewer where few K/V
     heads have many parts each, and parts that are loaded at a time in `block_n`."""
-    return Launch(block_m=16 if num_kv_heads >= 8 else 8, block_n=4, num_warps=4, num_stages=1)
+    if num_kv_heads >= 8:
+        return Launch(block_m=16, block_n=4, num_warps=8, num_stages=1)
+    return Launch(block_m=8, block_n=4, num_warps=4, num_stages=1)
 
 
 def prefill_launch(

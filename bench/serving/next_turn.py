@@ -61,7 +61,7 @@ def measure(
 ) -> dict[str, list[float]]:
     """Measures the milliseconds of `repeats` turns of `turn` tokens after `prefix` tokens, and those of the
     conversation itself."""
-    conversation = Conversation(engine, vocab_size, seed=prefix)
+    conversation = Conversation(engine, vocab_size, seed=1000 * prefix + turn)  # none is in the cache yet
     ids = conversation.random_ids(prefix)
     first, _ = conversation.turn(ids)
     conversation.ids = ids
@@ -89,10 +89,14 @@ def main() -> None:
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     shape = with_layers(SHAPES[options.shape], options.layers or SHAPES[options.shape].num_hidden_layers)
     shape.max_position_embeddings = max(options.prefix) + max(options.turn) + 1
+
+    def conversation_tokens(prefix: int) -> int:
+        return prefix + (WARM_UP + options.repeats + 1) * max(options.turn)
+
     config = EngineConfig(
         device=device.type,
         max_model_len=shape.max_position_embeddings,
-        max_total_tokens=sum(options.prefix) + (WARM_UP + options.repeats + 1) * max(options.turn) * 10,
+        max_total_tokens=len(options.turn) * sum(map(conversation_tokens, options.prefix)),
     )
     runner, info = assemble(random_model(shape, device, dtype), config, print)
     engine = LocalEngine(make_scheduler(info), runner)
