@@ -209,7 +209,7 @@ def assemble(model: PreTrainedModel, config: EngineConfig, report: Report) -> tu
         members = limits.prefix_sharing.max_members
         most = limits.max_step_tokens
         metadata = AttentionMetadata(limits.max_num_seqs, most, memory, prefix_members=members)
-        buckets = token_buckets(linear_layers(model, joined), most, report)
+        buckets = token_buckets(linear_layers(model, joined), limits.prefill_budget, most, report)
         graphs = StepGraphs(parts, metadata, buckets)
     if device.type == "cuda":
         report("compiling kernels")

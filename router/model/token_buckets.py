@@ -42,43 +42,47 @@ _TIMES = 3  # that a size is measured, after once to warm up
 _HEAD_START = 100_000  # cycles of the device that the host gets for the launch of one product
 
 
-def candidates(most: int) -> list[int]:
+def candidates(most: int, chunk: int = 0) -> list[int]:
     """Returns the sizes to choose the larger buckets from, in ascending order.
 
-    They end with `most`, or with MOST_TOKENS if that is less. A single one needs no choice.
+    They end with `most`, or with MOST_TOKENS if that is less, and `chunk` is among them if it is as large as
+    they are. A single one needs no choice.
     """
     most = min(most, MOST_TOKENS)
     if most <= _LEAST_MEASURED:
         return [most]
     odd = range(_LEAST_MEASURED + _ODD_STEP - _LESS, most, _ODD_STEP)
-    return sorted({*range(_LEAST_MEASURED, most, _STEP), *odd, most})
+    chunks = {chunk} if _LEAST_MEASURED <= chunk <= most else set[int]()
+    return sorted({*range(_LEAST_MEASURED, most, _STEP), *odd, *chunks, most})
 
 
 def most_buckets(most: int) -> int:
     """Returns how many buckets `choose` may return for steps of up to `most` tokens."""
     sizes = candidates(most)
-    return sum(size < sizes[0] for size in _SMALL) + min(len(sizes), MOST_MEASURED)
+    # A chunk may be one more candidate than these.
+    return sum(size < sizes[0] for size in _SMALL) + min(len(sizes) + 1, MOST_MEASURED)
 
 
-def choose(times: Mapping[int, float]) -> list[int]:
+def choose(times: Mapping[int, float], chunk: int = 0) -> list[int]:
     """Returns the numbers of tokens to capture prompt graphs for, in ascending order and ending with the
     largest in `times`.
 
     times: those of steps of each size in `candidates`, positive and in any unit. Each bucket is at most 1.5
-    times the one before, above 512 at most 1.2 times. Within this limit, the sum is the least of what padding
-    costs the steps of all sizes and of a cost for each bucket. A step's is the square of the part by which it
-    takes longer than with the best of all sizes that have room for it: one step that loses much is worse than
-    many that lose little.
+    times the one before, above 512 at most 1.2 times. `chunk` is a bucket if it is in `times`: long prompts
+    are cut into steps of as many tokens, so it is by far the most frequent size. Within this limit, the sum
+    is the least of what padding costs the steps of all sizes and of a cost for each bucket. A step's is the
+    square of the part by which it takes longer than with the best of all sizes that have room for it: one
+    step that loses much is worse than many that lose little.
     """
     sizes = sorted(times)
     small = [size for size in _SMALL if size < sizes[0]]
     cost = _BUCKET_COST
-    while len(large := _cheapest(times, small[-1] if small else sizes[0], cost)) > MOST_MEASURED:
+    while len(large := _cheapest(times, small[-1] if small else sizes[0], cost, chunk)) > MOST_MEASURED:
         cost *= 1.05
     return [*small, *large]
 
 
-def _cheapest(times: Mapping[int, float], before: int, bucket_cost: float) -> list[int]:
+def _cheapest(times: Mapping[int, float], before: int, bucket_cost: float, chunk: int) -> list[int]:
     """Returns the buckets with the least cost, as `choose` says. `before` is the bucket below all of them."""
     sizes = sorted(times)
     smaller = [before, *sizes]
@@ -88,7 +92,7 @@ def _cheapest(times: Mapping[int, float], before: int, bucket_cost: float) -> li
     for last, bucket in enumerate(sizes):
         lost, found = 0.0, []
         for i in range(last, -1, -1):
-            if not _may_follow(bucket, smaller[i]):
+            if not _may_follow(bucket, smaller[i]) or sizes[i] == chunk < bucket:
                 break
             lost += (sizes[i] - smaller[i]) * (times[bucket] / fastest[i] - 1) ** 2
             cost, buckets = cheapest[smaller[i]]
@@ -180,13 +184,13 @@ def measure(
     return {size: max(time, _LEAST_TIME) for size, time in found.items()}
 
 
-def token_buckets(layers: Sequence[Sequence[nn.Linear]], most: int, report: Report) -> list[int]:
+def token_buckets(layers: Sequence[Sequence[nn.Linear]], chunk: int, most: int, report: Report) -> list[int]:
     """Returns what `choose` does for steps of up to `most` tokens, by the times of `layers` on their GPU.
 
     Without layers, or with a single size to choose from, nothing is measured; times are then taken to be
     proportional to the tokens.
     """
-    begun, sizes = time.perf_counter(), candidates(most)
+    begun, sizes = time.perf_counter(), candidates(most, chunk)
     times, how = {size: float(size) for size in sizes}, "not measured"
     if layers and len(sizes) > 1:
         try:
@@ -195,7 +199,7 @@ def token_buckets(layers: Sequence[Sequence[nn.Linear]], most: int, report: Repo
         except torch.OutOfMemoryError:
             how = "not measured, for lack of memory"
         torch.cuda.empty_cache()
-    buckets = choose(times)
+    buckets = choose(times, chunk)
     report(f"prompt graphs for {len(buckets)} sizes, {how}: {', '.join(map(str, buckets))} tokens")
     return buckets
 

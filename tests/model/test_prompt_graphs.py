@@ -47,7 +47,7 @@ def recomputed_graphs(runner: ModelRunner, monkeypatch: pytest.MonkeyPatch) -> S
     capture = SimpleNamespace(graph=lambda compute: (Recomputed(compute), compute()))
     monkeypatch.setattr(StepGraphs, "_shared", capture)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (0, 0))
-    buckets = token_buckets([], runner._metadata.max_num_tokens, lambda line: None)
+    buckets = token_buckets([], 0, runner._metadata.max_num_tokens, lambda line: None)
     graphs = StepGraphs(runner._parts, runner._metadata, buckets)
     graphs._decodes.clear()
     runner._graphs = graphs

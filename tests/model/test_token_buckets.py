@@ -121,6 +121,19 @@ def test_a_slow_size_is_left_out_and_a_fast_one_taken() -> None:
         assert size in choose(times | {size: 0.9 * times[size]})
 
 
+@pytest.mark.parametrize("chunk", [256, 300, 1000, 2047, 2048])
+def test_the_chunk_of_long_prompts_is_never_padded(chunk: int) -> None:
+    assert set(candidates(chunk + 256, chunk)) - set(candidates(chunk + 256)) <= {chunk}
+    for curve in CURVES[:8]:
+        times = {size: curve(size) for size in candidates(chunk + 256, chunk)}
+        slow = times | {chunk: 2 * max(times.values())}
+        for found in (choose(times, chunk), choose(slow, chunk)):
+            assert chunk in found
+            assert all(fits_rule(larger, size) for size, larger in pairwise(found))
+            assert len(found) <= most_buckets(chunk + 256)
+    assert choose(times_of(on_h200), 100) == choose(times_of(on_h200), 2305) == choose(times_of(on_h200))
+
+
 def test_sizes_that_save_nothing_are_few() -> None:
     assert len(choose(times_of(lambda size: 9.0))) <= 20
     assert len(choose(times_of(smooth))) > 28
@@ -271,13 +284,13 @@ def test_what_is_measured_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
         return {size: on_h200(size) for size in sizes}
 
     monkeypatch.setattr(module, "measure", fake)
-    assert token_buckets(layers, 5000, lines.append) == choose(times_of(on_h200))
+    assert token_buckets(layers, 0, 5000, lines.append) == choose(times_of(on_h200))
     assert measured == [candidates(2304)]
     assert re.fullmatch(
         r"prompt graphs for 31 sizes, measured in [\d.]+ s: 16, 24, .*, 2304 tokens", lines[0]
     )
-    assert token_buckets([], 2304, lines.append) == choose(times_of(float))
-    assert token_buckets(layers, 100, lines.append) == [16, 24, 32, 48, 64, 96, 100]
+    assert token_buckets([], 0, 2304, lines.append) == choose(times_of(float))
+    assert token_buckets(layers, 0, 100, lines.append) == [16, 24, 32, 48, 64, 96, 100]
     assert lines[2] == "prompt graphs for 7 sizes, not measured: 16, 24, 32, 48, 64, 96, 100 tokens"
     assert len(measured) == 1
 
@@ -304,7 +317,8 @@ def test_a_gpu_is_measured() -> None:
     (line,) = [line for line in lines if line.startswith("prompt graphs for ")]
     assert line.startswith(f"prompt graphs for {len(buckets)} sizes, measured in ")
     assert buckets[-1] == most
-    assert set(buckets) - set(candidates(most)) == {16, 24, 32, 48, 64, 96, 128, 192}
+    assert 600 in buckets
+    assert set(buckets) - set(candidates(most, 600)) == {16, 24, 32, 48, 64, 96, 128, 192}
     assert all(fits_rule(larger, size) for size, larger in pairwise(buckets))
     layers = linear_layers(model, [])
     before = torch.cuda.memory_allocated()
@@ -330,6 +344,6 @@ def test_a_device_without_memory_measures_nothing(monkeypatch: pytest.MonkeyPatc
 
     monkeypatch.setattr(module, "measure", fails)
     lines: list[str] = []
-    buckets = token_buckets([[nn.Linear(4, 4)]], 600, lines.append)
-    assert buckets == token_buckets([], 600, lines.append)
+    buckets = token_buckets([[nn.Linear(4, 4)]], 0, 600, lines.append)
+    assert buckets == token_buckets([], 0, 600, lines.append)
     assert "not measured, for lack of memory" in lines[0]
