@@ -213,10 +213,7 @@ def _prefill_kernel(
     SOFTCAP: tl.constexpr,
     HAS_LSE: tl.constexpr,
     SHARES: tl.constexpr,
-    EARLY: tl.constexpr,
 ):
-    if EARLY:
-        tl.extra.cuda.gdc_launch_dependents()  # of the combining kernel
     # Neighbouring programs read neighbouring heads of the same tokens.
     kv_head = (tl.program_id(0) % num_kv_heads).to(tl.int64)
     number = tl.program_id(0) // num_kv_heads
@@ -301,10 +298,8 @@ def _prefill_attention(
         return
     score_scale, cap_scale = score_scales(scale, softcap)
     partial_out = partial_lse = None
-    early = False
     if num_workers:
         partial_out, partial_lse = empty_parts(num_workers, num_kv_heads, block_m, value_dim, q.device)
-        early = tuning.has_early_launch(tuning.device_class(q.device))
     hopper_launch = _hopper_launch(q, k_cache, v_cache, out)
     if hopper_launch is not None and hopper_launch.block_m == block_m and (hopper := _hopper()) is not None:
         hopper.launch_hopper_prefill(
@@ -361,7 +356,6 @@ def _prefill_attention(
             SOFTCAP=softcap != 0.0,
             HAS_LSE=lse is not None,
             SHARES=num_workers > 0,
-            EARLY=early,
             num_warps=num_warps,
             num_stages=num_stages,
         )

@@ -23,7 +23,6 @@ It computes the same as the kernel of `prefill_attention.py`, which is easier to
 say on which devices, for which shapes and strides this kernel runs, and how large its tiles are.
 """
 
-import triton.language as tl
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -336,8 +335,6 @@ def _hopper_kernel(
     SOFTCAP: gl.constexpr,
     SHARES: gl.constexpr,
 ):
-    if SHARES:
-        tl.extra.cuda.gdc_launch_dependents()  # of the combining kernel
     COMPUTE_REGISTERS: gl.constexpr = 208 if D > 128 else 200
     dtype: gl.constexpr = q.dtype.element_ty
     tile_layout: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
