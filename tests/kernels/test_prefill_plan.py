@@ -9,10 +9,8 @@ from torch import Tensor
 
 from lightkv.triton_kernels import tuning
 from lightkv.triton_kernels.attention.paged_kv import HeadShape
-from lightkv.triton_kernels.attention.prefill.prefill_plan import (
-    ALL_KEYS,
-    PrefillPlan,
-    prefill_plan,
+from lightkv.triton_kernels.attention.prefill.prefill_plan import ALL_KEYS, PrefillPlan, prefill_plan
+from lightkv.triton_kernels.attention.prefill.prefill_plan_reference import (
     prefill_plan_reference,
     prefill_tiles_reference,
     share_reference,

@@ -12,9 +12,8 @@ them, and a few queries still fill the tile. The tiles are a work list (`prefill
 few to fill the device, as with a few queries after many keys, the keys of a tile are shared out among several
 programs, which write partial outputs, and a second kernel combines these (`prefill_combine.py`).
 
-The kernel here runs wherever Triton does. On compute capability 9 `prefill_hopper.py` goes through the same
-work list, where types, head dim and strides allow. The loop over keys, the checks and the float64 attention of
-the reference are in `attend_keys.py`.
+The kernel of `prefill_kernel.py` runs wherever Triton does. On compute capability 9 `prefill_hopper.py` goes
+through the same work list, where types, head dim and strides allow.
 """
 
 from functools import cache
@@ -22,236 +21,24 @@ from types import ModuleType
 
 import torch
 import triton
-import triton.language as tl
 from torch import Tensor
 
 from lightkv.triton_kernels import tuning
-from lightkv.triton_kernels.attention.attend_keys import (
-    attend_keys,
-    find_slots,
-    first_key,
-    score_scales,
-    start_softmax,
-)
+from lightkv.triton_kernels.attention.attend_keys import score_scales
 from lightkv.triton_kernels.attention.attention_inputs import check_attention_inputs
 from lightkv.triton_kernels.attention.attention_reference import attend_reference, find_slots_reference
 from lightkv.triton_kernels.attention.paged_kv import DEFAULT_OPTIONS, AttentionOptions, HeadShape, PagedKV
 
 from .prefill_combine import combine_tiles, empty_parts
-from .prefill_plan import ALL_KEYS, ITEM_FIELDS, PrefillPlan, prefill_plan
-
-_ITEM_FIELDS = tl.constexpr(ITEM_FIELDS)
-_ALL_KEYS = tl.constexpr(ALL_KEYS)
-
-
-@triton.jit
-def _load_tile(item):
-    """Returns the request, row of the index, first row, rows of the request, first query and keys before it of
-    an item."""
-    row = tl.load(item + 1).to(tl.int64)
-    return tl.load(item), row, tl.load(item + 2), tl.load(item + 3), tl.load(item + 4), tl.load(item + 5)
-
-
-@triton.jit
-def _attend_item(
-    tensors,
-    partials,
-    item,
-    tile,
-    kv_head,
-    num_kv_heads,
-    scales,
-    strides,
-    GROUP: tl.constexpr,
-    DK: tl.constexpr,
-    DV: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_DK: tl.constexpr,
-    BLOCK_DV: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    SHIFT: tl.constexpr,
-    WINDOW: tl.constexpr,
-    CHUNK: tl.constexpr,
-    SOFTCAP: tl.constexpr,
-    HAS_LSE: tl.constexpr,
-    SHARES: tl.constexpr,
-):
-    """Computes a tile, or, where keys are shared out, the part of it that the item is limited to."""
-    q_strides, k_strides, v_strides, stride_index, out_strides = strides
-    q, k_cache, v_cache, index, sink_logits, out, lse = tensors
-    _request, row, first_row, num_rows, q_begin, prefix = tile
-    tile_rows = first_row + tl.arange(0, BLOCK_M)  # [BLOCK_M]
-    queries = tile_rows // GROUP
-    tokens = (q_begin + queries).to(tl.int64)
-    heads = kv_head * GROUP + tile_rows % GROUP
-    in_tile = tile_rows < num_rows
-    query_positions = prefix + queries
-    first_position = prefix + first_row // GROUP
-    last_position = prefix + (tl.minimum(first_row + BLOCK_M, num_rows) - 1) // GROUP
-
-    # Keys in [begin, full_end) are visible to every row, keys in [full_end, num_keys) to some of them:
-    #   begin ├──── not masked ────┤ full_end ├─ masked ─┤ num_keys
-    num_keys = tl.maximum(last_position + 1, 0)
-    if WINDOW > 0:
-        begin = tl.maximum(first_position - WINDOW + 1, 0)
-        full_end = begin
-    else:
-        begin = 0
-        full_end = tl.maximum(first_position + 1, 0) // BLOCK_N * BLOCK_N
-    if CHUNK > 0:
-        begin = first_key(first_position, 0, CHUNK)
-        full_end = begin + tl.maximum(first_position + 1 - begin, 0) // BLOCK_N * BLOCK_N
-        # If the tile ends in a later chunk than it begins in, no key is visible to every row.
-        full_end = tl.where(first_key(last_position, 0, CHUNK) > begin, begin, full_end)
-    joins = in_tile
-    if SHARES:
-        if sink_logits is not None:  # of a tile's parts, its first is joined by the sinks
-            joins = in_tile & (tl.load(item + 6) <= begin)
-        begin = tl.maximum(begin, tl.load(item + 6))
-        num_keys = tl.minimum(num_keys, tl.load(item + 7))
-        full_end = begin + tl.maximum(tl.minimum(full_end, num_keys) - begin, 0) // BLOCK_N * BLOCK_N
-    # A window is only a few tiles long: all of them are masked, and the loop without a mask is left out.
-    FIRST_LOOP: tl.constexpr = 1 if WINDOW > 0 else 0
-
-    index_row = index + row * stride_index
-    positions = begin + tl.arange(0, BLOCK_N)
-    slots = find_slots(index_row, positions, positions < num_keys, SHIFT)  # [BLOCK_N]
-
-    k_dims = tl.arange(0, BLOCK_DK)
-    q_tile = tl.load(
-        q + tokens[:, None] * q_strides[0] + heads[:, None] * q_strides[1] + k_dims[None, :],
-        mask=in_tile[:, None] & (k_dims < DK)[None, :],
-        other=0.0,
-    )  # [BLOCK_M, BLOCK_DK]
-
-    peak, total = start_softmax(sink_logits, heads, joins, BLOCK_M)
-    acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
-    k_head = k_cache + kv_head * k_strides[1]
-    v_head = v_cache + kv_head * v_strides[1]
-    for MASKED in tl.static_range(FIRST_LOOP, 2):
-        acc, total, peak, slots = attend_keys(
-            q_tile,
-            acc,
-            total,
-            peak,
-            slots,
-            k_head,
-            v_head,
-            index_row,
-            query_positions,
-            full_end if MASKED else begin,
-            num_keys if MASKED else full_end,
-            num_keys,
-            k_strides[0],
-            v_strides[0],
-            scales[0],
-            scales[1],
-            DK,
-            DV,
-            BLOCK_DK,
-            BLOCK_DV,
-            BLOCK_N,
-            SHIFT,
-            WINDOW,
-            CHUNK,
-            SOFTCAP,
-            MASKED == 1,
-        )
-    acc = acc / tl.where(total > 0.0, total, 1.0)[:, None]
-
-    v_dims = tl.arange(0, BLOCK_DV)
-    out_mask = in_tile[:, None] & (v_dims < DV)[None, :]
-    if SHARES:
-        part = tl.load(item + 8)
-        partial_out, partial_lse = partials
-        place = (part.to(tl.int64) * num_kv_heads + kv_head) * BLOCK_M + tl.arange(0, BLOCK_M)
-        pointers = partial_out + place[:, None] * DV + v_dims[None, :]
-        tl.store(pointers, acc, mask=out_mask & (part >= 0))
-        tl.store(partial_lse + place, peak + tl.log2(total), mask=in_tile & (part >= 0))
-        out_mask = out_mask & (part < 0)
-        in_tile = in_tile & (part < 0)
-    pointers = out + tokens[:, None] * out_strides[0] + heads[:, None] * out_strides[1] + v_dims[None, :]
-    tl.store(pointers, acc.to(out.dtype.element_ty), mask=out_mask)
-    if HAS_LSE:
-        tl.store(lse + tokens * (num_kv_heads * GROUP) + heads, peak + tl.log2(total), mask=in_tile)
-
-
-@triton.jit(do_not_specialize_on_alignment=["index", "items", "sink_logits"])
-def _prefill_kernel(
-    q,
-    k_cache,
-    v_cache,
-    index,
-    items,  # [capacity, 12]
-    sink_logits,  # [H] float32; or None
-    out,
-    lse,  # [T, H] float32, base 2
-    partial_out,  # [parts, num_kv_heads, BLOCK_M, DV] float32; None if no tile is ever cut
-    partial_lse,  # [parts, num_kv_heads, BLOCK_M] float32, base 2
-    num_kv_heads,
-    score_scale,
-    cap_scale,
-    stride_q_t,
-    stride_q_h,
-    stride_k_slot,
-    stride_k_h,
-    stride_v_slot,
-    stride_v_h,
-    stride_index,
-    stride_out_t,
-    stride_out_h,
-    GROUP: tl.constexpr,
-    DK: tl.constexpr,
-    DV: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_DK: tl.constexpr,
-    BLOCK_DV: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    SHIFT: tl.constexpr,
-    WINDOW: tl.constexpr,
-    CHUNK: tl.constexpr,
-    SOFTCAP: tl.constexpr,
-    HAS_LSE: tl.constexpr,
-    SHARES: tl.constexpr,
-    EARLY: tl.constexpr,
-):
-    if EARLY:
-        tl.extra.cuda.gdc_launch_dependents()  # of the combining kernel
-    # Neighbouring programs read neighbouring heads of the same tokens.
-    kv_head = (tl.program_id(0) % num_kv_heads).to(tl.int64)
-    number = tl.program_id(0) // num_kv_heads
-    item = items + number * _ITEM_FIELDS
-    tile = _load_tile(item)
-    if tile[0] < 0:
-        return
-    tensors, partials = (q, k_cache, v_cache, index, sink_logits, out, lse), (partial_out, partial_lse)
-    scales, q_strides, out_strides = (
-        (score_scale, cap_scale),
-        (stride_q_t, stride_q_h),
-        (stride_out_t, stride_out_h),
-    )
-    strides = (q_strides, (stride_k_slot, stride_k_h), (stride_v_slot, stride_v_h), stride_index, out_strides)
-    if SHARES:
-        while number >= 0:
-            item = items + number * _ITEM_FIELDS
-            _attend_item(
-                tensors, partials, item, _load_tile(item), kv_head, num_kv_heads, scales, strides,
-                GROUP, DK, DV, BLOCK_M, BLOCK_DK, BLOCK_DV, BLOCK_N, SHIFT, WINDOW, CHUNK, SOFTCAP, HAS_LSE,
-                True,
-            )  # fmt: skip
-            number = tl.load(item + 9)  # the next one of the share
-    else:
-        _attend_item(
-            tensors, partials, item, tile, kv_head, num_kv_heads, scales, strides,
-            GROUP, DK, DV, BLOCK_M, BLOCK_DK, BLOCK_DV, BLOCK_N, SHIFT, WINDOW, CHUNK, SOFTCAP, HAS_LSE, False,
-        )  # fmt: skip
+from .prefill_kernel import prefill_kernel
+from .prefill_plan import PrefillPlan, prefill_plan
 
 
 @cache
 def _hopper() -> ModuleType | None:
     """Returns the module of the kernel for compute capability 9; None in Triton's interpreter, or where this
     version of Triton has no Gluon."""
-    if not isinstance(_prefill_kernel, triton.JITFunction):
+    if not isinstance(prefill_kernel, triton.JITFunction):
         return None
     try:
         from . import prefill_hopper
@@ -329,7 +116,7 @@ def _prefill_attention(
             softcap=softcap != 0.0,
         )
     else:
-        _prefill_kernel[(num_kv_heads * num_shares,)](
+        prefill_kernel[(num_kv_heads * num_shares,)](
             q,
             k_cache,
             v_cache,

@@ -19,8 +19,8 @@ Programs take the next item from a counter, because items differ too much to ass
 that finishes last resets the counter, so one run at a time may use a plan. The K/V heads are computed in
 sections, whose K and V stay in the L2 cache (`tuning.SECTION_BYTES`).
 
-It computes the same as the kernel of `prefill_attention.py`, which is easier to read. That file and `tuning.py`
-say on which devices, for which shapes and strides this kernel runs, and how large its tiles are.
+It computes the same as the kernel of `prefill_kernel.py`, which is easier to read. `prefill_attention.py` and
+`tuning.py` say on which devices, for which shapes and strides this kernel runs, and how large its tiles are.
 """
 
 import triton.language as tl
@@ -369,46 +369,17 @@ def _hopper_kernel(
     strides = ((stride_q_t, stride_q_h), k_strides, v_strides, stride_index)
     gl.warp_specialize(
         [
-            (
-                _compute,
-                (
-                    outputs,
-                    num_kv_heads,
-                    scales,
-                    out_strides,
-                    shared,
-                    0,
-                    GROUP,
-                    WINDOW,
-                    CHUNK,
-                    SOFTCAP,
-                    SHARES,
-                ),
-            ),
-            (
-                _compute,
-                (
-                    outputs,
-                    num_kv_heads,
-                    scales,
-                    out_strides,
-                    shared,
-                    1,
-                    GROUP,
-                    WINDOW,
-                    CHUNK,
-                    SOFTCAP,
-                    SHARES,
-                ),
-            ),
-            (
-                _gather,
-                (inputs, num_kv_heads, strides, shared, GROUP, SHIFT, WINDOW, CHUNK, SHARES),
-            ),
+            (_compute, (
+                outputs, num_kv_heads, scales, out_strides, shared, 0, GROUP, WINDOW, CHUNK, SOFTCAP, SHARES,
+            )),
+            (_compute, (
+                outputs, num_kv_heads, scales, out_strides, shared, 1, GROUP, WINDOW, CHUNK, SOFTCAP, SHARES,
+            )),
+            (_gather, (inputs, num_kv_heads, strides, shared, GROUP, SHIFT, WINDOW, CHUNK, SHARES)),
         ],
         [_WARPS, _WARPS],
         [COMPUTE_REGISTERS, _REGISTERS - 2 * COMPUTE_REGISTERS],
-    )
+    )  # fmt: skip
 
 
 def launch_hopper_prefill(

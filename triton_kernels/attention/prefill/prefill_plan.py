@@ -27,7 +27,6 @@ begins inside share w, part num_workers + w. `prefill_combine.py` combines them.
 for each worker.
 """
 
-from itertools import pairwise
 from typing import NamedTuple
 
 import torch
@@ -291,7 +290,7 @@ def _prefill_plan(
         BLOCK_M=block_m,
         BLOCK_T=block_t,
         BLOCK_B=block_b,
-        MOST_KEYS=_most_keys(window, chunk, block_m, group),
+        MOST_KEYS=key_bound(window, chunk, block_m, group),
         num_warps=4,
     )
     if num_workers:
@@ -319,7 +318,7 @@ def _prefill_plan(
 _prefill_plan.register_fake(lambda *_: None)  # the outputs are arguments
 
 
-def _most_keys(window: int, chunk: int, block_m: int, group: int) -> int:
+def key_bound(window: int, chunk: int, block_m: int, group: int) -> int:
     """Returns an upper bound on the keys that a tile's queries see together. Tiles with more keys before them
     count as many, which orders those of chunks roughly: their keys depend on their place in the chunk."""
     return (window or chunk) + triton.cdiv(block_m, group) if window or chunk else 2**31 - 1
@@ -385,108 +384,3 @@ def prefill_plan(
     _prefill_plan(rows, q_starts, lengths, numbers, counters, *sizes, *shares)
     items = numbers[: num_items or capacity]
     return PrefillPlan(items, num_shares, num_workers, counters, launch, window, len(rows), chunk)
-
-
-def prefill_tiles_reference(
-    rows: Tensor,
-    q_starts: Tensor,
-    lengths: Tensor,
-    *,
-    group: int,
-    block_m: int,
-    window: int = 0,
-    chunk: int = 0,
-) -> list[list[int]]:
-    """Computes the tiles of `prefill_plan` in plain Python, in their order, each with the fields of an item."""
-    most_keys = _most_keys(window, chunk, block_m, group)
-    starts, tiles = q_starts.tolist(), []
-    for request, (row, length) in enumerate(zip(rows.tolist(), lengths.tolist(), strict=True)):
-        q_begin, q_end = starts[request : request + 2]
-        num_rows, prefix = (q_end - q_begin) * group, length - (q_end - q_begin)
-        for first_row in range(0, num_rows, block_m):
-            last_query = (min(first_row + block_m, num_rows) - 1) // group
-            num_keys = min(max(prefix + last_query + 1, 0), most_keys)
-            fields = [request, row, first_row, num_rows, q_begin, prefix, 0, ALL_KEYS, -1, -1, -1, -1]
-            tiles.append((-num_keys, request, -first_row, fields))
-    return [fields for *_, fields in sorted(tiles)]
-
-
-def _units_reference(
-    tile: list[int], group: int, block_m: int, window: int, chunk: int, unit: int
-) -> tuple[int, int]:
-    """Returns the first unit of keys that a tile's queries see, and how many they see, at least 1."""
-    first_row, num_rows, prefix = tile[2], tile[3], tile[5]
-    last_row = min(first_row + block_m, num_rows) - 1
-    end = max(prefix + last_row // group + 1, 0)
-    first_position = prefix + first_row // group
-    begin = max(first_position - window + 1, 0) if window else 0
-    if chunk:
-        begin = max(first_position, 0) // chunk * chunk
-    return begin // unit, max(-(-end // unit) - begin // unit, 1)
-
-
-def share_reference(units: list[int], num_kv_heads: int, shares: tuning.PrefillShares) -> int:
-    """Returns the units of a share for tiles of so many units, in descending order; 0 if whole tiles keep the
-    device busy for hardly longer than equal shares."""
-    num_workers, num_programs, _, least_units, least_gain = shares
-    if not num_workers:
-        return 0
-    whole = preceding = turns_end = 0
-    for tile, size in enumerate(units):
-        first_turn, end_turn = (-(-(tile + i) * num_kv_heads // num_programs) for i in range(2))
-        turns_end += (end_turn - first_turn) * size
-        whole = max(whole, min(preceding * num_kv_heads // num_programs + size, turns_end))
-        preceding += size
-    share = max(-(-preceding // num_workers), least_units)
-    shared = share * -(-num_workers * num_kv_heads // num_programs)
-    return share if whole - shared >= least_gain + shared // 16 else 0
-
-
-def prefill_plan_reference(
-    rows: Tensor,
-    q_starts: Tensor,
-    lengths: Tensor,
-    plan: PrefillPlan,
-    shares: tuning.PrefillShares,
-    *,
-    num_kv_heads: int,
-    group: int,
-    key_bytes: int,
-) -> tuple[Tensor, list[int]]:
-    """Computes the items of `plan`, of which unused ones are -1, and its counters in plain Python, from what it
-    was made for. `key_bytes`: of K and V of a token for one K/V head."""
-    block_m, num_workers, unit = plan.launch.block_m, shares.num_workers, shares.unit
-    window, chunk = plan.window, plan.chunk
-    tiles = prefill_tiles_reference(
-        rows, q_starts, lengths, group=group, block_m=block_m, window=window, chunk=chunk
-    )
-    units = [_units_reference(tile, group, block_m, window, chunk, unit) for tile in tiles]
-    total = sum(size for _, size in units)
-    share = share_reference([size for _, size in units], num_kv_heads, shares)
-    items = [[-1] * ITEM_FIELDS for _ in range(len(plan.items))]
-    if not share:
-        items[: len(tiles)] = tiles
-    begin = 0  # of a tile, in units of all tiles
-    for tile, (fields, (first_unit, size)) in enumerate(zip(tiles, units, strict=True) if share else ()):
-        end = begin + size
-        cuts = [begin, *(cut for cut in range(0, end, share) if cut > begin), end]
-        parts = [num_workers + cut // share if cut % share else cut // share for cut in cuts[:-1]]
-        for piece, (first, last) in enumerate(pairwise(cuts)):
-            item = list(fields)
-            if len(parts) > 1:
-                item[6] = (first_unit + first - begin) * unit
-                item[7] = ALL_KEYS if last == end else (first_unit + last - begin) * unit
-                item[8] = parts[piece]
-            if last == end and last % share and last < total:
-                item[9] = plan.num_shares + tile + 1
-            if piece == 1:
-                item[10:] = len(parts), parts[0]
-            items[plan.num_shares + tile if first % share else first // share] = item
-        begin = end
-    num_keys, most_keys = 1, _most_keys(window, chunk, block_m, group)
-    for length, q_len in zip(lengths.tolist(), q_starts.diff().tolist(), strict=True):
-        num_keys += q_len + min(max(length - q_len, 0), most_keys)
-    section_heads = min(max(tuning.SECTION_BYTES // key_bytes // num_keys, 1), num_kv_heads)
-    num_entries = sum(item[0] >= 0 for item in items[: plan.num_shares])
-    counters = [0, 0, num_entries, section_heads if len(rows) else 0]
-    return torch.tensor(items, dtype=torch.int32, device=rows.device).view(-1, ITEM_FIELDS), counters
