@@ -239,7 +239,7 @@ def run_program(
         names["_compute"](outputs, kv_heads, *settings)
 
     def gather() -> None:
-        names["_gather"](inputs, kv_heads, sizes["strides"], shared, group, 0, window, chunk, shares)
+        names["_gather"](inputs, kv_heads, sizes["strides"], shared, group, 0, 0, 0, window, chunk, shares)
 
     return [lambda: compute(0), lambda: compute(1), gather]
 
@@ -327,7 +327,8 @@ def test_warpgroups(
         return Pointer(whole.numpy(), tensor.storage_offset())
 
     k, v = cache.kv.k, cache.kv.v
-    tensors = (q, k, v, cache.kv.index, plan.items, plan.counters)
+    q_, k_, v_, index_, *lists = map(pointer, (q, k, v, cache.kv.index, plan.items, plan.counters))
+    inputs = q_, k_, v_, index_, None, *lists
     outputs = pointer(plan.items), pointer(out), pointer(lse), (pointer(partial_out), pointer(partial_lse))
     outputs += (None if sink_logits is None else pointer(sink_logits),)
     sizes = {
@@ -339,13 +340,13 @@ def test_warpgroups(
         "shares": num_workers > 0,
         "scales": score_scales(options.scale_for(DIM), softcap),
         "out_strides": out.stride()[:2],
-        "strides": (q.stride()[:2], k.stride()[:2], v.stride()[:2], cache.kv.index.stride(0)),
+        "strides": (q.stride()[:2], k.stride()[:2], v.stride()[:2], (cache.kv.index.stride(0), None)),
     }
     num_programs = 3
     tasks = [
         task
         for program in range(num_programs)
-        for task in run_program(program, num_programs, tuple(map(pointer, tensors)), outputs, sizes)
+        for task in run_program(program, num_programs, inputs, outputs, sizes)
     ]
     run_all(tasks)
     combine_tiles(partial_out, partial_lse, plan.items, out, lse)

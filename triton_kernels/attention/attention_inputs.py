@@ -5,7 +5,7 @@ from torch import Tensor
 
 from lightkv.triton_kernels.strides import has_unit_stride
 
-from .paged_kv import AttentionOptions, PagedKV
+from .paged_kv import DEFAULT_OPTIONS, AttentionOptions, PagedKV, Ring
 
 
 def check_requests(rows: Tensor, lengths: Tensor) -> None:
@@ -29,7 +29,7 @@ def check_attention_inputs(
 ) -> float:
     """Returns the layer's scale. Raises ValueError where shapes, strides, dtypes or numbers do not fit; reads
     no tensor's contents."""
-    k_cache, v_cache, index, shift = kv
+    k_cache, v_cache, index, shift, ring, indirection = kv
     if q.dim() != 3 or k_cache.dim() != 3 or v_cache.dim() != 3:
         raise ValueError(
             f"q must be [tokens, heads, dim] and the caches [slots, kv_heads, dim]; got {tuple(q.shape)}, "
@@ -50,6 +50,7 @@ def check_attention_inputs(
         ("k_cache", k_cache),
         ("v_cache", v_cache),
         ("index", index),
+        ("indirection", indirection),
         ("out", out),
     ):
         if tensor is not None and not has_unit_stride(tensor):
@@ -64,6 +65,15 @@ def check_attention_inputs(
         )
     if index.dim() != 2 or index.dtype != torch.int32:
         raise ValueError(f"index must be int32 [rows, entries], got {index.dtype} {tuple(index.shape)}")
+    if indirection is not None and (
+        indirection.dim() != 2 or indirection.dtype != torch.int32 or len(indirection) != len(index)
+    ):
+        raise ValueError(
+            f"indirection must be int32 [{len(index)}, positions], a row for each of the index; got "
+            f"{indirection.dtype} {tuple(indirection.shape)}"
+        )
+    if ring is not None:
+        check_ring(ring, options)
     check_requests(rows, lengths)
     scale = options.scale_for(key_dim)
     if not scale > 0 or not 0 <= shift <= 31 or options.softcap < 0:
@@ -81,6 +91,17 @@ def check_attention_inputs(
             f"{tuple(sinks.shape)}"
         )
     return scale
+
+
+def check_ring(ring: Ring, options: AttentionOptions = DEFAULT_OPTIONS) -> None:
+    """Raises ValueError for numbers that make no ring, and for a layer that sees more than the ring holds."""
+    if ring.sinks < 0 or not 1 <= ring.stride <= ring.size:
+        raise ValueError(f"{ring}: sinks have to be 0 or more, and the stride from 1 to the size")
+    if options.window > ring.size or options.chunk:
+        raise ValueError(
+            f"a layer with a window of {options.window} and chunks of {options.chunk} over a ring of "
+            f"{ring.size} tokens: make the ring as large as the window, and have no chunks"
+        )
 
 
 def check_mask(window: int, chunk: int) -> None:

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from .paged_kv import DEFAULT_OPTIONS, AttentionOptions
+from .paged_kv import DEFAULT_OPTIONS, AttentionOptions, PagedKV
 
 
 def attend_reference(
@@ -40,6 +40,19 @@ def visible_reference(query_positions: Tensor, key_positions: Tensor, options: A
 def join_sinks_reference(lse: Tensor, sink_logits: Tensor | None) -> Tensor:
     """Returns the log-sum-exp `[H, n]` (base e) of scores and the heads' sinks, from that of the scores."""
     return lse if sink_logits is None else torch.logaddexp(lse, sink_logits.to(lse.dtype)[:, None])
+
+
+def slots_reference(kv: PagedKV, row: int, positions: Tensor) -> Tensor:
+    """Returns the slots, int64, of the tokens at `positions` of a row, which may be a ring or have an
+    indirection."""
+    positions = entries = positions.long()
+    if kv.ring is not None:
+        sinks, size = kv.ring.sinks, kv.ring.size
+        entries = torch.where(positions < sinks, positions, sinks + (positions - sinks) % size)
+    if kv.indirection is None:
+        return find_slots_reference(kv.index[row], entries, kv.shift)
+    index = kv.index[kv.indirection[row, positions].long(), entries >> kv.shift].long()
+    return index + (entries & ((1 << kv.shift) - 1))
 
 
 def find_slots_reference(index_row: Tensor, positions: Tensor, shift: int) -> Tensor:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from lightkv.triton_kernels import tuning
 
-from .attend_keys import LOG2_E, find_slots, score_scales, start_softmax
+from .attend_keys import LOG2_E, find_slots, row_of_index, score_scales, start_softmax
 from .attention_inputs import check_attention_inputs
 from .attention_reference import find_slots_reference, join_sinks_reference, visible_reference
 from .paged_kv import DEFAULT_OPTIONS, AttentionOptions, PagedKV
@@ -122,7 +122,8 @@ def _lse_kernel(
     if first_row >= num_rows:
         return
     length = tl.load(lengths + request)
-    index_row = index + tl.load(rows + request).to(tl.int64) * stride_index
+    row = tl.load(rows + request).to(tl.int64)
+    index_row = row_of_index(index, row, stride_index, None, 0, 0, 0)
     k_head = k_cache + kv_head * stride_k_h
 
     tile_rows = first_row + tl.arange(0, BLOCK_M)
@@ -184,7 +185,8 @@ def _scores_kernel(
     q_begin = tl.load(q_starts + request)
     num_rows = (tl.load(q_starts + request + 1) - q_begin) * GROUP
     valid = positions < tl.load(lengths + request)
-    index_row = index + tl.load(rows + request).to(tl.int64) * stride_index
+    row = tl.load(rows + request).to(tl.int64)
+    index_row = row_of_index(index, row, stride_index, None, 0, 0, 0)
     num_heads = num_kv_heads * GROUP
 
     acc = tl.zeros([BLOCK_N], tl.float32)
@@ -335,6 +337,8 @@ def attention_lse(
     `attention_scores`."""
     scale = check_attention_inputs(q, kv, rows, lengths, options, None, None)
     _check_queries(q, rows, q_starts, query_positions)
+    if kv.ring is not None or kv.indirection is not None:
+        raise ValueError("scores are those of a row's own entries; pass kv without a ring and an indirection")
     if max_q_len < 0:
         raise ValueError(f"max_q_len must be 0 or more, got {max_q_len}")
     lse = torch.full(q.shape[:2], float("-inf"), dtype=torch.float32, device=q.device)

@@ -6,6 +6,37 @@ import torch
 from torch import Tensor
 
 
+class Ring(NamedTuple):
+    """Rows of a fixed number of entries, in which a new token takes the entry of the oldest one.
+
+        entry     0        sinks                          sinks + size
+                  ├─ sinks ─┤ p, with (p - sinks) % size = 0, 1, … ─┤
+
+    Position p is at entry p where p < `sinks`, which are kept for ever; any other p is at entry
+    `sinks + (p - sinks) % size`. Once `sinks + size` tokens were written, `stride` tokens are dropped at a
+    time, so a query at p sees the sinks and the positions from `first_key(p)` on. A layer with a window of its
+    own sees that window instead, and not the sinks; `size` has to hold the window of every query of a step.
+    """
+
+    sinks: int
+    size: int
+    stride: int = 1
+
+    @property
+    def capacity(self) -> int:
+        """Entries of a row."""
+        return self.sinks + self.size
+
+    def dropped(self, position: int) -> int:
+        """Returns how many tokens were dropped by the time the token at `position` is computed."""
+        beyond = position - self.capacity
+        return 0 if beyond < 0 else self.stride * (1 + beyond // self.stride)
+
+    def first_key(self, position: int) -> int:
+        """Returns the first key after the sinks that a query at `position` sees."""
+        return self.sinks + self.dropped(position)
+
+
 class PagedKV(NamedTuple):
     """K/V of one layer, and the index that finds a token in it: `index[row, pos >> shift] + (pos & mask)` is
     the slot of the token at position `pos` of a row, where `mask` is `2**shift - 1`.
@@ -14,12 +45,23 @@ class PagedKV(NamedTuple):
     last one is 1; both may be views of one buffer.
     `index`: int32 `[num_rows, num_entries]`, the first slot of each `2**shift` tokens of a row.
     `shift`: 0 for a token table, log2(page) for a page table, 31 for one contiguous run per row.
+    `ring`: the rows are rings, so `pos` above is the entry of a position. None: they are not.
+    `indirection`: int32 `[num_rows, positions]`: the token at a position of row r is found in row
+    `indirection[r, position]` of the index instead, as by TensorRT-LLM's cache_indirection (`beam_rows`). None
+    for r itself.
     """
 
     k: Tensor
     v: Tensor
     index: Tensor  # type: ignore[assignment]  # hides the method of tuples
     shift: int = 0
+    ring: Ring | None = None
+    indirection: Tensor | None = None
+
+    @property
+    def ring_sizes(self) -> list[int]:
+        """Sinks and size of the ring, as the operators take them; zeros without a ring."""
+        return [0, 0] if self.ring is None else [self.ring.sinks, self.ring.size]
 
 
 class HeadShape(NamedTuple):

@@ -25,19 +25,28 @@ from lightkv.triton_kernels.attention.attend_keys import (
     attend_keys,
     find_slots,
     first_key,
+    row_of_index,
     score_scales,
     start_softmax,
 )
 from lightkv.triton_kernels.attention.attention_inputs import check_attention_inputs
-from lightkv.triton_kernels.attention.attention_reference import attend_reference, find_slots_reference
+from lightkv.triton_kernels.attention.attention_reference import attend_reference, slots_reference
 from lightkv.triton_kernels.attention.paged_kv import DEFAULT_OPTIONS, AttentionOptions, HeadShape, PagedKV
 
 from .decode_combine import combine_parts
 from .decode_plan import ITEM_FIELDS, PART_FIELDS, SHARE_FIELDS, DecodePlan, decode_plan
+from .decode_sinks import (
+    SINK_TILE,
+    SinkRotation,
+    attend_ring_reference,
+    attend_sinks,
+    check_rotation,
+)
 
 _ITEM_FIELDS = tl.constexpr(ITEM_FIELDS)
 _SHARE_FIELDS = tl.constexpr(SHARE_FIELDS)
 _PART_FIELDS = tl.constexpr(PART_FIELDS)
+_SINK_TILE = tl.constexpr(SINK_TILE)
 
 
 @triton.jit
@@ -52,19 +61,22 @@ def _load_item(item, is_item):
 
 @triton.jit(
     do_not_specialize=["own_parts"],
-    do_not_specialize_on_alignment=["index", "items", "shares", "parts", "members", "lengths", "sink_logits"],
+    do_not_specialize_on_alignment=["index", "indirection", "items", "shares", "parts", "members", "lengths", "sink_logits"],
 )
 def _decode_kernel(
     q,
     k_cache,
     v_cache,
     index,
+    indirection,
     items,  # [capacity, 4]
     shares,  # [workers + 1, 8]
     parts,  # [B, 4]
     members,  # [G, MEMBERS]
     lengths,  # [B]
     sink_logits,  # [H] float32; or None
+    sink_cos,  # [B, PAIRS] float32, of a ring's sinks; or None
+    sink_sin,
     out,
     lse,  # [B * num_queries, H] float32, base 2
     partial_out,  # [parts, num_queries * H, DV] float32
@@ -79,6 +91,7 @@ def _decode_kernel(
     stride_v_slot,
     stride_v_h,
     stride_index,
+    stride_indirection,
     stride_out_b,
     stride_out_h,
     GROUP: tl.constexpr,
@@ -91,6 +104,10 @@ def _decode_kernel(
     BLOCK_DV: tl.constexpr,
     BLOCK_N: tl.constexpr,
     SHIFT: tl.constexpr,
+    SINKS: tl.constexpr,
+    RING: tl.constexpr,  # 0: the rows are no rings
+    SEES_SINKS: tl.constexpr,
+    PAIRS: tl.constexpr,
     WINDOW: tl.constexpr,
     CHUNK: tl.constexpr,
     SOFTCAP: tl.constexpr,
@@ -116,7 +133,8 @@ def _decode_kernel(
     next_request, next_row, next_begin, next_end = _load_item(share + 1, True)
     for item in range(first_item, end_item):
         request, begin, end = next_request.to(tl.int64), next_begin, next_end
-        index_row = index + next_row.to(tl.int64) * stride_index
+        row = next_row.to(tl.int64)
+        index_row = row_of_index(index, row, stride_index, indirection, stride_indirection, SINKS, RING)
         following = items + (item + 1) * _ITEM_FIELDS
         next_request, next_row, next_begin, next_end = _load_item(following, item + 1 < end_item)
         positions = begin + tl.arange(0, BLOCK_N)
@@ -167,6 +185,17 @@ def _decode_kernel(
             joins = in_tile & (request >= 0) & (tl.load(of_request) == own_parts + item)
         peak, total = start_softmax(sink_logits, heads, joins, BLOCK_M)
         acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
+        if SEES_SINKS:  # in the request's first part
+            is_first = tl.load(of_request) == own_parts + item
+            num_sinks = tl.where(is_first, tl.minimum(tl.load(lengths + request), SINKS), 0)
+            acc, total, peak = attend_sinks(
+                q + request * stride_q_b + heads[:, None] * stride_q_h, in_tile, acc, total, peak,
+                k_cache + kv_head * stride_k_h, v_cache + kv_head * stride_v_h, index_row, num_sinks,
+                sink_cos + request * PAIRS if sink_cos is not None else None,
+                sink_sin + request * PAIRS if sink_sin is not None else None,
+                stride_k_slot, stride_v_slot, score_scale, cap_scale,
+                DK, DV, BLOCK_DK, BLOCK_DV, SHIFT, SOFTCAP, PAIRS, _SINK_TILE,
+            )  # fmt: skip
         for MASKED in tl.static_range(0, 2):
             acc, total, peak, slots = attend_keys(
                 q_tile,
@@ -217,6 +246,7 @@ def _decode_attention(
     k_cache: Tensor,
     v_cache: Tensor,
     index: Tensor,
+    indirection: Tensor | None,
     items: Tensor,
     shares: Tensor,
     parts: Tensor,
@@ -224,11 +254,15 @@ def _decode_attention(
     members: Tensor | None,
     lengths: Tensor,
     sink_logits: Tensor | None,
+    sink_cos: Tensor | None,
+    sink_sin: Tensor | None,
     out: Tensor,
     lse: Tensor | None,
     num_queries: int,
     scale: float,
     shift: int,
+    ring: list[int],
+    sees_sinks: bool,
     window: int,
     chunk: int,
     softcap: float,
@@ -254,12 +288,15 @@ def _decode_attention(
         k_cache,
         v_cache,
         index,
+        indirection,
         items,
         shares,
         parts,
         members,
         lengths,
         sink_logits,
+        sink_cos,
+        sink_sin,
         out,
         lse,
         partial_out,
@@ -271,6 +308,7 @@ def _decode_attention(
         *k_cache.stride()[:2],
         *v_cache.stride()[:2],
         index.stride(0),
+        None if indirection is None else indirection.stride(0),
         *out.stride()[:2],
         GROUP=group,
         NUM_QUERIES=num_queries,
@@ -282,6 +320,10 @@ def _decode_attention(
         BLOCK_DV=tuning.padded_dim(value_dim),
         BLOCK_N=launch.block_n,
         SHIFT=shift,
+        SINKS=ring[0],
+        RING=ring[1],
+        SEES_SINKS=sees_sinks,
+        PAIRS=0 if sink_cos is None else sink_cos.shape[1],
         WINDOW=window,
         CHUNK=chunk,
         SOFTCAP=softcap != 0.0,
@@ -308,6 +350,7 @@ def decode_attention(
     plan: DecodePlan | None = None,
     out: Tensor | None = None,
     lse: Tensor | None = None,
+    sink_rotation: SinkRotation | None = None,
 ) -> Tensor:
     """Computes the attention of each request's newest tokens to its tokens in the cache, themselves included.
 
@@ -321,7 +364,8 @@ def decode_attention(
             in float32.
         rows: int32 or int64 `[B]`, each request's row of the index.
         lengths: int32 `[B]`, the number of tokens to attend to, the newest included; at most num_entries *
-            2**shift, which is not checked. The output of a request of length 0 is zeros.
+            2**shift, which is not checked, or in a ring any number. The output of a request of length 0 is
+            zeros.
         options: scale, window, soft-cap, chunk and sinks.
         num_queries: queries of each request, at its last positions: 1, or the number of drafted tokens to
             verify and one more. A query whose position would be negative gets zeros.
@@ -331,6 +375,8 @@ def decode_attention(
         out: `[B * num_queries, H, Dv]` to write to; allocated in the dtype of q if None.
         lse: float32 `[B * num_queries, H]`, contiguous, to write the log-sum-exp of the scores to, in base 2,
             the head's sink included; -inf where a query sees no key and has no sink. Not written if None.
+        sink_rotation: where the rows are rings and the layer has no window, the angles by which each request's
+            query is rotated back for the sinks; None for sinks that are attended to as all other keys.
 
     Returns:
         `[B * num_queries, H, Dv]`, `out`.
@@ -351,16 +397,23 @@ def decode_attention(
             f"{num_queries} queries of {group} heads to a K/V head are {group * num_queries} rows, and a tile "
             f"holds {tuning.MOST_DECODE_ROWS}; use prefill_attention, which takes any number of queries"
         )
-    if plan is not None and (plan.window, plan.chunk, plan.num_queries, len(plan.parts)) != (
+    ring = None if window else kv.ring  # whose sinks and window the queries see
+    if sink_rotation is not None:
+        check_rotation(sink_rotation, len(q), q.shape[2])
+        if ring is None or not ring.sinks:
+            raise ValueError("a rotation for sinks, but the layer sees no ring's sinks; pass none")
+    if plan is not None and (plan.window, plan.chunk, plan.num_queries, len(plan.parts), plan.ring) != (
         window,
         chunk,
         num_queries,
         len(rows),
+        ring,
     ):
         raise ValueError(
             f"the plan is for {len(plan.parts)} requests of {plan.num_queries} queries with a window of "
-            f"{plan.window} and chunks of {plan.chunk}, but the call has {len(rows)} requests of {num_queries} "
-            f"queries with a window of {window} and chunks of {chunk}; make a plan for this call"
+            f"{plan.window}, chunks of {plan.chunk} and {plan.ring}, but the call has {len(rows)} requests of "
+            f"{num_queries} queries with a window of {window}, chunks of {chunk} and {ring}; make a plan for "
+            "this call"
         )
     if out is None:
         out = q.new_empty((*q.shape[:2], kv.v.shape[2]))
@@ -373,12 +426,14 @@ def decode_attention(
             chunk=chunk,
             num_queries=num_queries,
             key_bytes=HeadShape.of(q, kv).key_bytes(q.dtype),
+            ring=ring,
         )
     _decode_attention(
         q,
         kv.k,
         kv.v,
         kv.index,
+        kv.indirection,
         plan.items,
         plan.shares,
         plan.parts,
@@ -386,11 +441,14 @@ def decode_attention(
         plan.members,
         lengths,
         options.sink_logits,
+        *(sink_rotation or (None, None)),
         out,
         lse,
         num_queries,
         scale,
         kv.shift,
+        kv.ring_sizes,
+        ring is not None and ring.sinks > 0,
         window,
         chunk,
         options.softcap,
@@ -406,13 +464,18 @@ def decode_attention_reference(
     options: AttentionOptions = DEFAULT_OPTIONS,
     *,
     num_queries: int = 1,
+    sink_rotation: SinkRotation | None = None,
 ) -> Tensor:
     """Computes `decode_attention` in plain torch and float64, one request at a time. Reads lengths and rows on
     the host, so on a GPU it synchronises."""
     out = q.new_zeros((*q.shape[:2], kv.v.shape[2]))
     for request, (row, length) in enumerate(zip(rows.tolist(), lengths.tolist(), strict=True)):
         queries = slice(request * num_queries, (request + 1) * num_queries)
-        slots = find_slots_reference(kv.index[row], torch.arange(length, device=q.device), kv.shift)
+        if kv.ring is not None and not options.window:
+            angles = None if sink_rotation is None else (sink_rotation.cos[request], sink_rotation.sin[request])
+            out[queries] = attend_ring_reference(q[queries], kv, row, length, angles, options).to(q.dtype)
+            continue
+        slots = slots_reference(kv, row, torch.arange(length, device=q.device))
         out[queries] = attend_reference(
             q[queries],
             kv.k[slots],

@@ -26,7 +26,7 @@ from torch import Tensor
 from lightkv.triton_kernels import tuning
 from lightkv.triton_kernels.attention.attend_keys import score_scales
 from lightkv.triton_kernels.attention.attention_inputs import check_attention_inputs
-from lightkv.triton_kernels.attention.attention_reference import attend_reference, find_slots_reference
+from lightkv.triton_kernels.attention.attention_reference import attend_reference, slots_reference
 from lightkv.triton_kernels.attention.paged_kv import DEFAULT_OPTIONS, AttentionOptions, HeadShape, PagedKV
 
 from .prefill_combine import combine_tiles, empty_parts
@@ -65,6 +65,7 @@ def _prefill_attention(
     k_cache: Tensor,
     v_cache: Tensor,
     index: Tensor,
+    indirection: Tensor | None,
     items: Tensor,
     counters: Tensor,
     sink_logits: Tensor | None,
@@ -78,6 +79,7 @@ def _prefill_attention(
     num_stages: int,
     scale: float,
     shift: int,
+    ring: list[int],
     window: int,
     chunk: int,
     softcap: float,
@@ -99,6 +101,7 @@ def _prefill_attention(
             k_cache,
             v_cache,
             index,
+            indirection,
             items,
             counters,
             sink_logits,
@@ -111,6 +114,7 @@ def _prefill_attention(
             score_scale=score_scale,
             cap_scale=cap_scale,
             shift=shift,
+            ring=ring,
             window=window,
             chunk=chunk,
             softcap=softcap != 0.0,
@@ -121,6 +125,7 @@ def _prefill_attention(
             k_cache,
             v_cache,
             index,
+            indirection,
             items,
             sink_logits,
             out,
@@ -134,6 +139,7 @@ def _prefill_attention(
             *k_cache.stride()[:2],
             *v_cache.stride()[:2],
             index.stride(0),
+            None if indirection is None else indirection.stride(0),
             *out.stride()[:2],
             GROUP=num_heads // num_kv_heads,
             DK=key_dim,
@@ -143,6 +149,8 @@ def _prefill_attention(
             BLOCK_DV=tuning.padded_dim(value_dim),
             BLOCK_N=block_n,
             SHIFT=shift,
+            SINKS=ring[0],
+            RING=ring[1],
             WINDOW=window,
             CHUNK=chunk,
             SOFTCAP=softcap != 0.0,
@@ -185,7 +193,8 @@ def prefill_attention(
         q_starts: int32 `[B + 1]`: the queries of request b are q[q_starts[b] : q_starts[b + 1]]. Queries from
             q_starts[B] on belong to no request, and their part of the output is not written.
         lengths: int32 `[B]`, the request's tokens in the cache, the queries' own included; at most num_entries
-            * 2**shift, which is not checked.
+            * 2**shift, which is not checked. If the rows are rings, n queries need a ring of `window` + n - 1
+            tokens, which is not checked either.
         options: scale, window, soft-cap, chunk and sinks.
         plan: the result of `prefill_plan` for the same rows, q_starts, lengths, window, chunk and shapes; it
             serves all layers of a step, one after the other. If None, a plan is made here.
@@ -200,6 +209,11 @@ def prefill_attention(
         ValueError: shapes, strides, dtypes or numbers do not fit.
     """
     scale = check_attention_inputs(q, kv, rows, lengths, options, out, lse)
+    if kv.ring is not None and not options.window:
+        raise ValueError(
+            f"prefill over rows that are rings, {kv.ring}, is for a layer with a window, which says what each "
+            "query sees; set options.window"
+        )
     if (
         q_starts.dtype != torch.int32
         or q_starts.shape != (rows.shape[0] + 1,)
@@ -234,6 +248,7 @@ def prefill_attention(
         kv.k,
         kv.v,
         kv.index,
+        kv.indirection,
         plan.items,
         plan.counters,
         options.sink_logits,
@@ -244,6 +259,7 @@ def prefill_attention(
         *plan.launch,
         scale,
         kv.shift,
+        kv.ring_sizes,
         window,
         chunk,
         options.softcap,
@@ -267,7 +283,7 @@ def prefill_attention_reference(
     for request, (row, length) in enumerate(zip(rows.tolist(), lengths.tolist(), strict=True)):
         queries = slice(starts[request], starts[request + 1])
         q_len = queries.stop - queries.start
-        slots = find_slots_reference(kv.index[row], torch.arange(length, device=q.device), kv.shift)
+        slots = slots_reference(kv, row, torch.arange(length, device=q.device))
         out[queries] = attend_reference(
             q[queries],
             kv.k[slots],

@@ -45,6 +45,7 @@ from .prefill_hopper_items import (
     online_softmax,
     pack_pairs,
     piece_of,
+    row_of_index,
     row_pointers,
     start_softmax,
     thread_sums,
@@ -100,12 +101,14 @@ def _gather(
     shared,
     GROUP: gl.constexpr,
     SHIFT: gl.constexpr,
+    SINKS: gl.constexpr,
+    RING: gl.constexpr,
     WINDOW: gl.constexpr,
     CHUNK: gl.constexpr,
     SHARES: gl.constexpr,
 ):
-    q, k_cache, v_cache, index, items, counters = tensors
-    q_strides, k_strides, v_strides, stride_index = strides
+    q, k_cache, v_cache, index, indirection, items, counters = tensors
+    q_strides, k_strides, v_strides, index_strides = strides
     _item, q_smem, k_smem, v_smem, _item_full, q_full, _q_empty, k_full, v_full, empty = shared
     STAGES: gl.constexpr = k_smem.shape[0]
     BLOCK_N: gl.constexpr = k_smem.shape[1]
@@ -123,7 +126,9 @@ def _gather(
         piece = piece_of(items, item, num_kv_heads, SHARES)
         begin, end, first, last = keys_of(tile, piece, BLOCK_M, BLOCK_N, GROUP, WINDOW, CHUNK, SHARES)
         if end > 0:
-            index_row = index + tile[1] * stride_index
+            index_row = row_of_index(
+                index, tile[1], index_strides[0], indirection, index_strides[1], SINKS, RING
+            )
             k_head = k_cache + tile[0] * k_strides[1]
             v_head = v_cache + tile[0] * v_strides[1]
             slots = find_slots(index_row, last, begin, end, BLOCK_N, SHIFT, keys)
@@ -298,14 +303,15 @@ def _compute(
 
 
 @gluon.jit(
-    do_not_specialize=["num_kv_heads", "stride_index"],
-    do_not_specialize_on_alignment=["index", "items", "counters", "lse", "sink_logits"],
+    do_not_specialize=["num_kv_heads", "stride_index", "stride_indirection"],
+    do_not_specialize_on_alignment=["index", "indirection", "items", "counters", "lse", "sink_logits"],
 )
 def _hopper_kernel(
     q,
     k_cache,
     v_cache,
     index,
+    indirection,
     items,  # [capacity, 12]
     counters,  # [4]: items taken, programs finished, items to begin at, heads of a section
     sink_logits,  # [H] float32; or None
@@ -323,6 +329,7 @@ def _hopper_kernel(
     stride_v_slot,
     stride_v_h,
     stride_index,
+    stride_indirection,
     stride_out_t,
     stride_out_h,
     GROUP: gl.constexpr,
@@ -331,6 +338,8 @@ def _hopper_kernel(
     BLOCK_N: gl.constexpr,
     STAGES: gl.constexpr,
     SHIFT: gl.constexpr,
+    SINKS: gl.constexpr,
+    RING: gl.constexpr,
     WINDOW: gl.constexpr,
     CHUNK: gl.constexpr,
     SOFTCAP: gl.constexpr,
@@ -363,10 +372,10 @@ def _hopper_kernel(
     fence_async_shared()
     shared = (item_smem, q_smem, k_smem, v_smem, item_full, q_full, q_empty, k_full, v_full, empty)
     outputs = items, out, lse, (partial_out, partial_lse), sink_logits
-    inputs = q, k_cache, v_cache, index, items, counters
+    inputs = q, k_cache, v_cache, index, indirection, items, counters
     scales, out_strides = (score_scale, cap_scale), (stride_out_t, stride_out_h)
     k_strides, v_strides = (stride_k_slot, stride_k_h), (stride_v_slot, stride_v_h)
-    strides = ((stride_q_t, stride_q_h), k_strides, v_strides, stride_index)
+    strides = ((stride_q_t, stride_q_h), k_strides, v_strides, (stride_index, stride_indirection))
     gl.warp_specialize(
         [
             (_compute, (
@@ -375,7 +384,7 @@ def _hopper_kernel(
             (_compute, (
                 outputs, num_kv_heads, scales, out_strides, shared, 1, GROUP, WINDOW, CHUNK, SOFTCAP, SHARES,
             )),
-            (_gather, (inputs, num_kv_heads, strides, shared, GROUP, SHIFT, WINDOW, CHUNK, SHARES)),
+            (_gather, (inputs, num_kv_heads, strides, shared, GROUP, SHIFT, SINKS, RING, WINDOW, CHUNK, SHARES)),
         ],
         [_WARPS, _WARPS],
         [COMPUTE_REGISTERS, _REGISTERS - 2 * COMPUTE_REGISTERS],
@@ -387,6 +396,7 @@ def launch_hopper_prefill(
     k_cache: Tensor,
     v_cache: Tensor,
     index: Tensor,
+    indirection: Tensor | None,
     items: Tensor,
     counters: Tensor,
     sink_logits: Tensor | None,
@@ -400,6 +410,7 @@ def launch_hopper_prefill(
     score_scale: float,
     cap_scale: float,
     shift: int,
+    ring: list[int],
     window: int,
     chunk: int,
     softcap: bool,
@@ -419,6 +430,7 @@ def launch_hopper_prefill(
         k_cache,
         v_cache,
         index,
+        indirection,
         items,
         counters,
         sink_logits,
@@ -433,6 +445,7 @@ def launch_hopper_prefill(
         *k_cache.stride()[:2],
         *v_cache.stride()[:2],
         index.stride(0),
+        None if indirection is None else indirection.stride(0),
         *out.stride()[:2],
         GROUP=num_heads // num_kv_heads,
         D=head_dim,
@@ -440,6 +453,8 @@ def launch_hopper_prefill(
         BLOCK_N=launch.block_n,
         STAGES=launch.num_stages,
         SHIFT=shift,
+        SINKS=ring[0],
+        RING=ring[1],
         WINDOW=window,
         CHUNK=chunk,
         SOFTCAP=softcap,

@@ -79,6 +79,30 @@ def keys_of(
 
 
 @gluon.jit
+def row_of_index(
+    index, row, stride_index, indirection, stride_indirection, SINKS: gl.constexpr, RING: gl.constexpr
+):
+    """Returns the row of an index as the functions below take it (`attend_keys.row_of_index`)."""
+    start, rows = index + row * stride_index, None
+    if indirection is not None:
+        start, rows = index, indirection + row * stride_indirection
+    return start, rows, stride_index, SINKS, RING
+
+
+@gluon.jit
+def _place_of(index_row, positions, mask):
+    """Returns where the index's entries of `positions` begin, and their places from there. Positions where
+    `mask` is false, if there is a mask, read no row."""
+    start, rows, stride, SINKS, RING = index_row
+    if rows is not None:
+        start += gl.load(rows + positions, mask=mask).to(gl.int64) * stride
+    if RING > 0:
+        within = SINKS + (positions - SINKS) % RING
+        positions = gl.where(positions < SINKS, positions, within)
+    return start, positions
+
+
+@gluon.jit
 def find_slots(
     index_row, key_tile, begin, end, BLOCK_N: gl.constexpr, SHIFT: gl.constexpr, layout: gl.constexpr
 ):
@@ -86,7 +110,8 @@ def find_slots(
     that no free slot is read."""
     positions = key_tile * BLOCK_N + gl.arange(0, BLOCK_N, layout)
     positions = gl.minimum(gl.maximum(positions, begin), end - 1)
-    return gl.load(index_row + (positions >> SHIFT)) + (positions & ((1 << SHIFT) - 1))
+    start, positions = _place_of(index_row, positions, None)
+    return gl.load(start + (positions >> SHIFT)) + (positions & ((1 << SHIFT) - 1))
 
 
 @gluon.jit
@@ -96,7 +121,8 @@ def find_inner_slots(
     """Returns the slots of a key tile of which every key is read; zeros if it does not exist."""
     positions = key_tile * BLOCK_N + gl.arange(0, BLOCK_N, layout)
     mask = gl.full([BLOCK_N], exists, gl.int1, layout)
-    return gl.load(index_row + (positions >> SHIFT), mask=mask, other=0) + (positions & ((1 << SHIFT) - 1))
+    start, positions = _place_of(index_row, positions, mask)
+    return gl.load(start + (positions >> SHIFT), mask=mask, other=0) + (positions & ((1 << SHIFT) - 1))
 
 
 @gluon.jit

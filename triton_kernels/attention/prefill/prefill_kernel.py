@@ -4,7 +4,13 @@ keys of several tiles. The loop over keys is in `attend_keys.py`, the work list 
 import triton
 import triton.language as tl
 
-from lightkv.triton_kernels.attention.attend_keys import attend_keys, find_slots, first_key, start_softmax
+from lightkv.triton_kernels.attention.attend_keys import (
+    attend_keys,
+    find_slots,
+    first_key,
+    row_of_index,
+    start_softmax,
+)
 
 from .prefill_plan import ITEM_FIELDS
 
@@ -37,6 +43,8 @@ def _attend_item(
     BLOCK_DV: tl.constexpr,
     BLOCK_N: tl.constexpr,
     SHIFT: tl.constexpr,
+    SINKS: tl.constexpr,
+    RING: tl.constexpr,
     WINDOW: tl.constexpr,
     CHUNK: tl.constexpr,
     SOFTCAP: tl.constexpr,
@@ -44,8 +52,8 @@ def _attend_item(
     SHARES: tl.constexpr,
 ):
     """Computes a tile, or, where keys are shared out, the part of it that the item is limited to."""
-    q_strides, k_strides, v_strides, stride_index, out_strides = strides
-    q, k_cache, v_cache, index, sink_logits, out, lse = tensors
+    q_strides, k_strides, v_strides, index_strides, out_strides = strides
+    q, k_cache, v_cache, index, indirection, sink_logits, out, lse = tensors
     _request, row, first_row, num_rows, q_begin, prefix = tile
     tile_rows = first_row + tl.arange(0, BLOCK_M)  # [BLOCK_M]
     queries = tile_rows // GROUP
@@ -80,7 +88,7 @@ def _attend_item(
     # A window is only a few tiles long: all of them are masked, and the loop without a mask is left out.
     FIRST_LOOP: tl.constexpr = 1 if WINDOW > 0 else 0
 
-    index_row = index + row * stride_index
+    index_row = row_of_index(index, row, index_strides[0], indirection, index_strides[1], SINKS, RING)
     positions = begin + tl.arange(0, BLOCK_N)
     slots = find_slots(index_row, positions, positions < num_keys, SHIFT)  # [BLOCK_N]
 
@@ -143,12 +151,13 @@ def _attend_item(
         tl.store(lse + tokens * (num_kv_heads * GROUP) + heads, peak + tl.log2(total), mask=in_tile)
 
 
-@triton.jit(do_not_specialize_on_alignment=["index", "items", "sink_logits"])
+@triton.jit(do_not_specialize_on_alignment=["index", "indirection", "items", "sink_logits"])
 def prefill_kernel(
     q,
     k_cache,
     v_cache,
     index,
+    indirection,
     items,  # [capacity, 12]
     sink_logits,  # [H] float32; or None
     out,
@@ -165,6 +174,7 @@ def prefill_kernel(
     stride_v_slot,
     stride_v_h,
     stride_index,
+    stride_indirection,
     stride_out_t,
     stride_out_h,
     GROUP: tl.constexpr,
@@ -175,6 +185,8 @@ def prefill_kernel(
     BLOCK_DV: tl.constexpr,
     BLOCK_N: tl.constexpr,
     SHIFT: tl.constexpr,
+    SINKS: tl.constexpr,
+    RING: tl.constexpr,
     WINDOW: tl.constexpr,
     CHUNK: tl.constexpr,
     SOFTCAP: tl.constexpr,
@@ -191,24 +203,27 @@ def prefill_kernel(
     tile = _load_tile(item)
     if tile[0] < 0:
         return
-    tensors, partials = (q, k_cache, v_cache, index, sink_logits, out, lse), (partial_out, partial_lse)
-    scales, q_strides, out_strides = (
+    tensors = q, k_cache, v_cache, index, indirection, sink_logits, out, lse
+    partials = partial_out, partial_lse
+    scales, q_strides, out_strides, index_strides = (
         (score_scale, cap_scale),
         (stride_q_t, stride_q_h),
         (stride_out_t, stride_out_h),
+        (stride_index, stride_indirection),
     )
-    strides = (q_strides, (stride_k_slot, stride_k_h), (stride_v_slot, stride_v_h), stride_index, out_strides)
+    strides = (q_strides, (stride_k_slot, stride_k_h), (stride_v_slot, stride_v_h), index_strides, out_strides)
     if SHARES:
         while number >= 0:
             item = items + number * _ITEM_FIELDS
             _attend_item(
                 tensors, partials, item, _load_tile(item), kv_head, num_kv_heads, scales, strides,
-                GROUP, DK, DV, BLOCK_M, BLOCK_DK, BLOCK_DV, BLOCK_N, SHIFT, WINDOW, CHUNK, SOFTCAP, HAS_LSE,
-                True,
+                GROUP, DK, DV, BLOCK_M, BLOCK_DK, BLOCK_DV, BLOCK_N, SHIFT, SINKS, RING, WINDOW,
+                CHUNK, SOFTCAP, HAS_LSE, True,
             )  # fmt: skip
             number = tl.load(item + 9)  # the next one of the share
     else:
         _attend_item(
             tensors, partials, item, tile, kv_head, num_kv_heads, scales, strides,
-            GROUP, DK, DV, BLOCK_M, BLOCK_DK, BLOCK_DV, BLOCK_N, SHIFT, WINDOW, CHUNK, SOFTCAP, HAS_LSE, False,
+            GROUP, DK, DV, BLOCK_M, BLOCK_DK, BLOCK_DV, BLOCK_N, SHIFT, SINKS, RING, WINDOW, CHUNK,
+            SOFTCAP, HAS_LSE, False,
         )  # fmt: skip
