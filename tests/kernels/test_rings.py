@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from test_decode_attention import TOLERANCE, assert_close, poisoned_cache
-from test_mixed_attention import make_step
 from test_prefill_attention import starts
 from torch import Tensor
 
@@ -26,11 +25,12 @@ from lightkv.triton_kernels.attention.decode.decode_attention import (
 from lightkv.triton_kernels.attention.decode.decode_plan import decode_plan, decode_plan_reference
 from lightkv.triton_kernels.attention.decode.decode_sinks import SinkRotation
 from lightkv.triton_kernels.attention.mixed_attention import mixed_attention, mixed_attention_reference
-from lightkv.triton_kernels.attention.paged_kv import AttentionOptions, PagedKV, Ring
+from lightkv.triton_kernels.attention.paged_kv import AttentionOptions, PagedKV
 from lightkv.triton_kernels.attention.prefill.prefill_attention import (
     prefill_attention,
     prefill_attention_reference,
 )
+from lightkv.triton_kernels.attention.ring import Ring
 
 RINGS = {
     "sinks": Ring(4, 90, 16),
@@ -143,7 +143,7 @@ def check_stream(texts: Texts, *, group: int = 2, num_pairs: int = 24, **options
     tolerance = TOLERANCE[dtype]
     for request, length in enumerate(lengths):
         query = q[request].double().cpu()
-        sinks = [p for p in range(min(ring.sinks, length))]
+        sinks = list(range(min(ring.sinks, length)))
         window = [p for p in range(length) if p >= ring.sinks + ring.dropped(length - 1)]
         turned = query
         if rotation is not None:
@@ -195,7 +195,9 @@ def test_the_plan_of_rings(num_workers: int, device: torch.device, monkeypatch: 
     lengths = torch.tensor([0, 1, 4, 5, 304, 305, 10_000], dtype=torch.int32, device=device)
     rows = torch.arange(7, device=device)
     plan = decode_plan(rows, lengths, num_kv_heads=2, ring=ring)
-    expected = decode_plan_reference(rows, lengths, num_workers=num_workers, unit=tuning.DECODE_UNIT, ring=ring)
+    expected = decode_plan_reference(
+        rows, lengths, num_workers=num_workers, unit=tuning.DECODE_UNIT, ring=ring
+    )
     assert plan.parts.tolist() == expected.parts.tolist()
     assert plan.items[: len(expected.items)].tolist() == expected.items.tolist()
 
@@ -227,7 +229,7 @@ def test_a_layer_with_a_window_over_rings(shift: int, device: torch.device) -> N
         token = 0
         for request, (length, count) in enumerate(zip(lengths, counts, strict=True)):
             for position in range(length - count, length):
-                seen = [p for p in range(max(position - 49, 0), position + 1)]
+                seen = list(range(max(position - 49, 0), position + 1))
                 query = q[token].double().cpu()
                 keys, values = ([held[request][p] for p in seen] for held in (texts.keys, texts.values))
                 expected, expected_lse = dense(query, keys, [query] * len(keys), values, options)
@@ -241,7 +243,6 @@ def test_what_rings_cannot_do_is_refused(device: torch.device) -> None:
     q, rest = torch.zeros(1, 4, 64, device=device), texts[1:3]
     rotation = rotation_of(RINGS["sinks"], [100], 24, device)
     for match, kv, arguments in [
-        ("stride from 1", texts.kv._replace(ring=Ring(1, 4, 5)), {}),
         ("as large as the window", texts.kv, {"options": AttentionOptions(window=91)}),
         ("have no chunks", texts.kv, {"options": AttentionOptions(chunk=10)}),
         ("one query a request", texts.kv, {"num_queries": 2}),
@@ -252,6 +253,9 @@ def test_what_rings_cannot_do_is_refused(device: torch.device) -> None:
         queries = arguments.get("num_queries", 1)
         with pytest.raises(ValueError, match=match):
             decode_attention(q.expand(queries, -1, -1), kv, *rest, **arguments)  # type: ignore[arg-type]
+    for wrong in ((-1, 4, 1), (1, 4, 5), (1, 4, 0)):
+        with pytest.raises(ValueError, match="the stride from 1 to the window's size"):
+            Ring(*wrong)
     with pytest.raises(ValueError, match=r"set options\.window"):
         prefill_attention(q, texts.kv, rest[0], starts([1], device), rest[1])
     positions = torch.zeros(1, dtype=torch.int32, device=device)
@@ -280,9 +284,7 @@ def test_beams_read_the_slots_of_other_beams(shift: int, window: int, device: to
     for row in cache.rows.tolist():
         for position in range(length):
             other = int(kv.indirection[row, position])  # type: ignore[index]
-            own[row, position] = slots_reference(
-                cache.kv, other, torch.tensor([position], device=device)
-            )
+            own[row, position] = slots_reference(cache.kv, other, torch.tensor([position], device=device))
     copied = PagedKV(kv.k, kv.v, own)
     cases = [
         (decode_attention, decode_attention_reference, {}, 4, ()),

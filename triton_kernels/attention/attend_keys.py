@@ -15,24 +15,14 @@ _LOG2_E = tl.constexpr(LOG2_E)
 
 
 @triton.jit
-def row_of_index(
-    index, row, stride_index, indirection, stride_indirection, SINKS: tl.constexpr, RING: tl.constexpr
-):
-    """Returns the row of an index as `find_slots` takes it.
-
-    `SINKS`, `RING`: of `Ring`, the sinks and the size; a size of 0 for rows that are no rings.
-    """
-    # With an indirection, each position has a row of its own, which is counted from the index's beginning.
-    start, rows = index + row * stride_index, None
-    if indirection is not None:
-        start, rows = index, indirection + row * stride_indirection
-    return start, rows, stride_index, SINKS, RING
-
-
-@triton.jit
 def find_slots(index_row, positions, valid, SHIFT: tl.constexpr):
-    """Returns the slots, int64, of the tokens at `positions` of a row (`row_of_index`). Positions that are not
-    valid read no index entry."""
+    """Returns the slots, int64, of the tokens at `positions` of a row. Positions that are not valid read no
+    index entry.
+
+    `index_row`: a pointer to the row of the index; a pointer to that of the indirection, or None; the stride of
+    the index's rows; a ring's sinks and its size, or zeros. With an indirection, each position has a row of its
+    own, and the first pointer is to the whole index.
+    """
     start, rows, stride, SINKS, RING = index_row
     if rows is not None:
         start += tl.load(rows + positions, mask=valid, other=0).to(tl.int64) * stride
@@ -98,7 +88,7 @@ def attend_keys(
     slots,  # [BLOCK_N] int64, slots of the tile at `begin`; loaded one tile ahead, so loads of K need not wait
     k_head,
     v_head,
-    index_row,  # of `row_of_index`
+    index_row,  # of `find_slots`
     query_positions,  # [BLOCK_M]
     begin,
     end,  # tiles start in [begin, end)

@@ -5,7 +5,8 @@ from torch import Tensor
 
 from lightkv.triton_kernels.strides import has_unit_stride
 
-from .paged_kv import DEFAULT_OPTIONS, AttentionOptions, PagedKV, Ring
+from .paged_kv import AttentionOptions, PagedKV
+from .ring import Ring
 
 
 def check_requests(rows: Tensor, lengths: Tensor) -> None:
@@ -73,7 +74,7 @@ def check_attention_inputs(
             f"{indirection.dtype} {tuple(indirection.shape)}"
         )
     if ring is not None:
-        check_ring(ring, options)
+        _check_ring(ring, options)
     check_requests(rows, lengths)
     scale = options.scale_for(key_dim)
     if not scale > 0 or not 0 <= shift <= 31 or options.softcap < 0:
@@ -93,10 +94,8 @@ def check_attention_inputs(
     return scale
 
 
-def check_ring(ring: Ring, options: AttentionOptions = DEFAULT_OPTIONS) -> None:
-    """Raises ValueError for numbers that make no ring, and for a layer that sees more than the ring holds."""
-    if ring.sinks < 0 or not 1 <= ring.stride <= ring.size:
-        raise ValueError(f"{ring}: sinks have to be 0 or more, and the stride from 1 to the size")
+def _check_ring(ring: Ring, options: AttentionOptions) -> None:
+    """Raises ValueError for a layer that sees more than the ring holds."""
     if options.window > ring.size or options.chunk:
         raise ValueError(
             f"a layer with a window of {options.window} and chunks of {options.chunk} over a ring of "

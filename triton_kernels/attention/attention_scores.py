@@ -13,7 +13,7 @@ from torch import Tensor
 
 from lightkv.triton_kernels import tuning
 
-from .attend_keys import LOG2_E, find_slots, row_of_index, score_scales, start_softmax
+from .attend_keys import LOG2_E, find_slots, score_scales, start_softmax
 from .attention_inputs import check_attention_inputs
 from .attention_reference import find_slots_reference, join_sinks_reference, visible_reference
 from .paged_kv import DEFAULT_OPTIONS, AttentionOptions, PagedKV
@@ -123,7 +123,7 @@ def _lse_kernel(
         return
     length = tl.load(lengths + request)
     row = tl.load(rows + request).to(tl.int64)
-    index_row = row_of_index(index, row, stride_index, None, 0, 0, 0)
+    index_row = index + row * stride_index, None, stride_index, 0, 0
     k_head = k_cache + kv_head * stride_k_h
 
     tile_rows = first_row + tl.arange(0, BLOCK_M)
@@ -186,7 +186,7 @@ def _scores_kernel(
     num_rows = (tl.load(q_starts + request + 1) - q_begin) * GROUP
     valid = positions < tl.load(lengths + request)
     row = tl.load(rows + request).to(tl.int64)
-    index_row = row_of_index(index, row, stride_index, None, 0, 0, 0)
+    index_row = index + row * stride_index, None, stride_index, 0, 0
     num_heads = num_kv_heads * GROUP
 
     acc = tl.zeros([BLOCK_N], tl.float32)

@@ -5,36 +5,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-
-class Ring(NamedTuple):
-    """Rows of a fixed number of entries, in which a new token takes the entry of the oldest one.
-
-        entry     0        sinks                          sinks + size
-                  ├─ sinks ─┤ p, with (p - sinks) % size = 0, 1, … ─┤
-
-    Position p is at entry p where p < `sinks`, which are kept for ever; any other p is at entry
-    `sinks + (p - sinks) % size`. Once `sinks + size` tokens were written, `stride` tokens are dropped at a
-    time, so a query at p sees the sinks and the positions from `first_key(p)` on. A layer with a window of its
-    own sees that window instead, and not the sinks; `size` has to hold the window of every query of a step.
-    """
-
-    sinks: int
-    size: int
-    stride: int = 1
-
-    @property
-    def capacity(self) -> int:
-        """Entries of a row."""
-        return self.sinks + self.size
-
-    def dropped(self, position: int) -> int:
-        """Returns how many tokens were dropped by the time the token at `position` is computed."""
-        beyond = position - self.capacity
-        return 0 if beyond < 0 else self.stride * (1 + beyond // self.stride)
-
-    def first_key(self, position: int) -> int:
-        """Returns the first key after the sinks that a query at `position` sees."""
-        return self.sinks + self.dropped(position)
+from .ring import Ring
 
 
 class PagedKV(NamedTuple):

@@ -25,7 +25,6 @@ from lightkv.triton_kernels.attention.attend_keys import (
     attend_keys,
     find_slots,
     first_key,
-    row_of_index,
     score_scales,
     start_softmax,
 )
@@ -61,7 +60,16 @@ def _load_item(item, is_item):
 
 @triton.jit(
     do_not_specialize=["own_parts"],
-    do_not_specialize_on_alignment=["index", "indirection", "items", "shares", "parts", "members", "lengths", "sink_logits"],
+    do_not_specialize_on_alignment=[
+        "index",
+        "indirection",
+        "items",
+        "shares",
+        "parts",
+        "members",
+        "lengths",
+        "sink_logits",
+    ],
 )
 def _decode_kernel(
     q,
@@ -134,7 +142,9 @@ def _decode_kernel(
     for item in range(first_item, end_item):
         request, begin, end = next_request.to(tl.int64), next_begin, next_end
         row = next_row.to(tl.int64)
-        index_row = row_of_index(index, row, stride_index, indirection, stride_indirection, SINKS, RING)
+        index_row = index + row * stride_index, indirection, stride_index, SINKS, RING
+        if indirection is not None:
+            index_row = index, indirection + row * stride_indirection, stride_index, SINKS, RING
         following = items + (item + 1) * _ITEM_FIELDS
         next_request, next_row, next_begin, next_end = _load_item(following, item + 1 < end_item)
         positions = begin + tl.arange(0, BLOCK_N)
@@ -472,7 +482,9 @@ def decode_attention_reference(
     for request, (row, length) in enumerate(zip(rows.tolist(), lengths.tolist(), strict=True)):
         queries = slice(request * num_queries, (request + 1) * num_queries)
         if kv.ring is not None and not options.window:
-            angles = None if sink_rotation is None else (sink_rotation.cos[request], sink_rotation.sin[request])
+            angles = (
+                None if sink_rotation is None else (sink_rotation.cos[request], sink_rotation.sin[request])
+            )
             out[queries] = attend_ring_reference(q[queries], kv, row, length, angles, options).to(q.dtype)
             continue
         slots = slots_reference(kv, row, torch.arange(length, device=q.device))

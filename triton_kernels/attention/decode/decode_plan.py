@@ -32,8 +32,8 @@ from torch import Tensor
 
 from lightkv.triton_kernels import tuning
 from lightkv.triton_kernels.attention.attend_keys import first_key
-from lightkv.triton_kernels.attention.attention_inputs import check_mask, check_requests, check_ring
-from lightkv.triton_kernels.attention.paged_kv import Ring
+from lightkv.triton_kernels.attention.attention_inputs import check_mask, check_requests
+from lightkv.triton_kernels.attention.ring import Ring
 
 ITEM_FIELDS = 4  # request (or -1 - prefix), row, first key, end of the keys
 SHARE_FIELDS = 8  # first item, and its fields
@@ -316,13 +316,11 @@ def decode_plan(
     num_requests = len(rows)
     check_requests(rows, lengths)
     check_mask(window, chunk)
-    if ring is not None:
-        check_ring(ring)
-        if window or chunk or num_queries > 1 or shared_prefixes is not None:
-            raise ValueError(
-                f"a plan for {ring} has one query a request, no window, chunks or shared prefixes; got "
-                f"{num_queries} queries, a window of {window} and chunks of {chunk}"
-            )
+    if ring is not None and (window or chunk or num_queries > 1 or shared_prefixes is not None):
+        raise ValueError(
+            f"a plan for {ring} has one query a request, no window, chunks or shared prefixes; got "
+            f"{num_queries} queries, a window of {window} and chunks of {chunk}"
+        )
     if shared_prefixes is not None:
         _check_prefixes(shared_prefixes, num_requests, window)
         if shared_prefixes.members.shape[1] < 2:
@@ -357,7 +355,7 @@ def decode_plan(
         prefix_parts,
         window,
         chunk,
-        [0, 0, 1] if ring is None else list(ring),
+        [0, 0, 1] if ring is None else [ring.sinks, ring.size, ring.stride],
         num_queries,
     )
     return DecodePlan(items, shares, parts, split, members, window, num_queries, chunk, ring)

@@ -31,7 +31,9 @@ class SinkRotation(NamedTuple):
 
 
 @triton.jit
-def _load_rotated_back(heads, cos, sin, in_tile, DK: tl.constexpr, BLOCK_DK: tl.constexpr, PAIRS: tl.constexpr):
+def _load_rotated_back(
+    heads, cos, sin, in_tile, DK: tl.constexpr, BLOCK_DK: tl.constexpr, PAIRS: tl.constexpr
+):
     """Loads the tile of the query heads that the pointers `heads`, [BLOCK_M, 1], begin at, rotated back by the
     angles of `cos` and `sin`; as it is where they are None."""
     dims = tl.arange(0, BLOCK_DK)
@@ -60,7 +62,7 @@ def attend_sinks(
     peak,
     k_head,
     v_head,
-    index_row,  # of `row_of_index`
+    index_row,  # of `find_slots`
     num_sinks,  # that the query sees here; with 0 nothing is done
     cos,  # the query's cosines, [PAIRS]; or None
     sin,
@@ -125,7 +127,8 @@ def check_rotation(rotation: SinkRotation, num_tokens: int, key_dim: int) -> Non
             )
     if rotation.cos.dim() != 2 or len(rotation.cos) != num_tokens or 2 * rotation.cos.shape[1] > key_dim:
         raise ValueError(
-            f"a rotation must be [{num_tokens}, n], with n at most {key_dim // 2}; got {tuple(rotation.cos.shape)}"
+            f"a rotation must be [{num_tokens}, n], with n at most {key_dim // 2}; got "
+            f"{tuple(rotation.cos.shape)}"
         )
 
 
@@ -147,7 +150,10 @@ def attend_ring_reference(
     if angles is not None:  # q rotated back sees a key as q sees the key rotated forward
         cos, sin = (part.double() for part in angles)
         num_pairs = len(cos)
-        first, second = k[: len(sinks), :, :num_pairs].clone(), k[: len(sinks), :, num_pairs : 2 * num_pairs].clone()
+        first, second = (
+            k[: len(sinks), :, :num_pairs].clone(),
+            k[: len(sinks), :, num_pairs : 2 * num_pairs].clone(),
+        )
         k[: len(sinks), :, :num_pairs] = first * cos - second * sin
         k[: len(sinks), :, num_pairs : 2 * num_pairs] = second * cos + first * sin
     newest = torch.tensor([len(slots) - 1], device=q.device)

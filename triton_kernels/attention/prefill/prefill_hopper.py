@@ -45,7 +45,6 @@ from .prefill_hopper_items import (
     online_softmax,
     pack_pairs,
     piece_of,
-    row_of_index,
     row_pointers,
     start_softmax,
     thread_sums,
@@ -126,9 +125,9 @@ def _gather(
         piece = piece_of(items, item, num_kv_heads, SHARES)
         begin, end, first, last = keys_of(tile, piece, BLOCK_M, BLOCK_N, GROUP, WINDOW, CHUNK, SHARES)
         if end > 0:
-            index_row = row_of_index(
-                index, tile[1], index_strides[0], indirection, index_strides[1], SINKS, RING
-            )
+            index_row = index + tile[1] * index_strides[0], indirection, index_strides[0], SINKS, RING
+            if indirection is not None:
+                index_row = index, indirection + tile[1] * index_strides[1], index_strides[0], SINKS, RING
             k_head = k_cache + tile[0] * k_strides[1]
             v_head = v_cache + tile[0] * v_strides[1]
             slots = find_slots(index_row, last, begin, end, BLOCK_N, SHIFT, keys)
@@ -384,7 +383,9 @@ def _hopper_kernel(
             (_compute, (
                 outputs, num_kv_heads, scales, out_strides, shared, 1, GROUP, WINDOW, CHUNK, SOFTCAP, SHARES,
             )),
-            (_gather, (inputs, num_kv_heads, strides, shared, GROUP, SHIFT, SINKS, RING, WINDOW, CHUNK, SHARES)),
+            (_gather, (
+                inputs, num_kv_heads, strides, shared, GROUP, SHIFT, SINKS, RING, WINDOW, CHUNK, SHARES,
+            )),
         ],
         [_WARPS, _WARPS],
         [COMPUTE_REGISTERS, _REGISTERS - 2 * COMPUTE_REGISTERS],

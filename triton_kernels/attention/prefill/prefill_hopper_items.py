@@ -79,20 +79,9 @@ def keys_of(
 
 
 @gluon.jit
-def row_of_index(
-    index, row, stride_index, indirection, stride_indirection, SINKS: gl.constexpr, RING: gl.constexpr
-):
-    """Returns the row of an index as the functions below take it (`attend_keys.row_of_index`)."""
-    start, rows = index + row * stride_index, None
-    if indirection is not None:
-        start, rows = index, indirection + row * stride_indirection
-    return start, rows, stride_index, SINKS, RING
-
-
-@gluon.jit
 def _place_of(index_row, positions, mask):
     """Returns where the index's entries of `positions` begin, and their places from there. Positions where
-    `mask` is false, if there is a mask, read no row."""
+    `mask` is false, if there is a mask, read no row. `index_row` is as in `attend_keys.find_slots`."""
     start, rows, stride, SINKS, RING = index_row
     if rows is not None:
         start += gl.load(rows + positions, mask=mask).to(gl.int64) * stride

@@ -8,7 +8,6 @@ from lightkv.triton_kernels.attention.attend_keys import (
     attend_keys,
     find_slots,
     first_key,
-    row_of_index,
     start_softmax,
 )
 
@@ -88,7 +87,9 @@ def _attend_item(
     # A window is only a few tiles long: all of them are masked, and the loop without a mask is left out.
     FIRST_LOOP: tl.constexpr = 1 if WINDOW > 0 else 0
 
-    index_row = row_of_index(index, row, index_strides[0], indirection, index_strides[1], SINKS, RING)
+    index_row = index + row * index_strides[0], indirection, index_strides[0], SINKS, RING
+    if indirection is not None:
+        index_row = index, indirection + row * index_strides[1], index_strides[0], SINKS, RING
     positions = begin + tl.arange(0, BLOCK_N)
     slots = find_slots(index_row, positions, positions < num_keys, SHIFT)  # [BLOCK_N]
 
@@ -211,7 +212,13 @@ def prefill_kernel(
         (stride_out_t, stride_out_h),
         (stride_index, stride_indirection),
     )
-    strides = (q_strides, (stride_k_slot, stride_k_h), (stride_v_slot, stride_v_h), index_strides, out_strides)
+    strides = (
+        q_strides,
+        (stride_k_slot, stride_k_h),
+        (stride_v_slot, stride_v_h),
+        index_strides,
+        out_strides,
+    )
     if SHARES:
         while number >= 0:
             item = items + number * _ITEM_FIELDS
