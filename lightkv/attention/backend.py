@@ -63,10 +63,13 @@ class AttentionBackend(ABC):
         return 0
 
     def paged_kv(self, metadata: AttentionMetadata) -> PagedKV:
-        """Returns the layer's K/V in the pool, with the token table as its index."""
+        """Returns the layer's K/V in the pool, with the step's index."""
         memory = metadata.memory
         return PagedKV(
-            memory.pool.k(self.layer_idx), memory.pool.v(self.layer_idx), memory.table.req_to_token
+            memory.pool.k(self.layer_idx),
+            memory.pool.v(self.layer_idx),
+            metadata.index,
+            ring=metadata.ring,
         )
 
     def forward(
@@ -95,10 +98,11 @@ class AttentionBackend(ABC):
             ValueError: the step has sink tokens, and the layer has a window or chunks, or was made without
                 `rotary`.
         """
-        bounded = self.options.window or self.options.chunk
-        if metadata.num_sink_tokens and (self.rotary is None or bounded):
+        bounded, ring = self.options.window or self.options.chunk, metadata.ring
+        num_sink_tokens = metadata.num_sink_tokens if ring is None else ring.sinks
+        if num_sink_tokens and (self.rotary is None or bounded):
             raise ValueError(
-                f"a step with {metadata.num_sink_tokens} sinks needs the rotary frequencies (rotary) and a "
+                f"a step with {num_sink_tokens} sinks needs the rotary frequencies (rotary) and a "
                 f"layer without a window or chunks; layer {self.layer_idx} has a window of "
                 f"{self.options.window} and chunks of {self.options.chunk}"
             )
@@ -108,7 +112,9 @@ class AttentionBackend(ABC):
         v = v.view(num_tokens, self.num_kv_heads, self.v_dim)
         out = q.new_empty(num_tokens, self.num_heads, self.v_dim)
         self._write(q, k, v, metadata, rotary)
-        if metadata.num_sink_tokens:
+        if ring is not None and not bounded:
+            self._attend_to_rings(q, metadata, out)
+        elif metadata.num_sink_tokens:
             self._attend_with_sinks(q, metadata, out)
         else:
             self._attend(q, k, v, metadata, out)
@@ -121,6 +127,10 @@ class AttentionBackend(ABC):
         q is as for `forward`, which has to run first because it writes the keys. Returns float32 `[B,
         longest]`, zero past a sequence's entries. Raises ValueError for a step with sinks.
         """
+        if metadata.ring is not None:
+            raise ValueError(
+                f"a step over {metadata.ring} is not scored by entries; use rows that are no rings"
+            )
         if metadata.num_sink_tokens:
             raise ValueError(
                 f"a step with {metadata.num_sink_tokens} sinks attends to them from other positions, which are "
@@ -165,6 +175,11 @@ class AttentionBackend(ABC):
         Two results are merged: q's over the entries after the sinks, causally, and that of q, rotated back by
         the number of dropped tokens, over the sinks.
         """
+
+    @abstractmethod
+    def _attend_to_rings(self, q: torch.Tensor, metadata: AttentionMetadata, out: torch.Tensor) -> None:
+        """Writes the attention of all tokens, decodes whose rows are rings, to `out`: q attends to a ring's
+        window, and, rotated back by the tokens that were dropped, to its sinks."""
 
     @abstractmethod
     def _entry_scores(

@@ -14,6 +14,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from lightkv.memory.staging import upload
 from lightkv.triton_kernels.attention.attend_keys import LOG2_E
+from lightkv.triton_kernels.attention.attention_reference import slots_reference
 from lightkv.triton_kernels.attention.attention_scores import attention_scores_reference
 from lightkv.triton_kernels.attention.merge_states import merge_states_reference
 from lightkv.triton_kernels.attention.paged_kv import AttentionOptions
@@ -171,7 +172,11 @@ def _padded_bucket(
     width = int(lengths.max())
     offsets = np.arange(width)
     padded = offsets >= lengths[:, None]  # [G, width]
-    entries = rows[:, None] * table.max_entries + (ends - lengths)[:, None] + offsets
+    entries = (ends - lengths)[:, None] + offsets
+    if (ring := metadata.ring) is not None:
+        within = ring.sinks + (entries - ring.sinks) % ring.size
+        entries = np.where(entries < ring.sinks, entries, within)
+    entries += rows[:, None] * table.max_entries
     # Padding reads row 0, hence slot 0, whose K/V is finite. The row's own entries there are stale: a free slot
     # may hold NaN, which no bias masks.
     entries[padded] = 0
@@ -189,7 +194,7 @@ def _prefill_tiles(
 ) -> tuple[list[PrefillTile], list[torch.Tensor]]:
     """Returns the prefills in tiles, and the slots of each tile's sink tokens. No tile has queries of two
     chunks, so within a tile every query sees all keys of its chunk up to its own."""
-    table, num_sink_tokens = metadata.memory.table, metadata.num_sink_tokens
+    index, num_sink_tokens = metadata.index, metadata.num_sink_tokens
     tiles = []
     sink_tokens = []
     packed_end = 0
@@ -209,13 +214,13 @@ def _prefill_tiles(
                 continue
             # The first keys are seen by no query (a window), or only by queries rotated back (sink tokens).
             skipped = max(0, begin - window + 1) if window else floor + num_sink_tokens
-            slots = table.slots(row, skipped, stop).long()
+            slots = index[row, skipped:stop].long()
             for start in range(begin, stop, QUERY_TILE):
                 end = min(start + QUERY_TILE, stop)
                 first = max(0, start - window + 1) if window else skipped
                 tiles.append(PrefillTile(start + shift, end + shift, slots[first - skipped : end - skipped]))
                 if num_sink_tokens:
-                    sink_tokens.append(table.slots(row, 0, num_sink_tokens).long())
+                    sink_tokens.append(index[row, :num_sink_tokens].long())
     return tiles, sink_tokens
 
 
@@ -335,6 +340,36 @@ class TorchAttention(AttentionBackend):
                 )
             partial_out, partial_lse = (torch.stack(part) for part in zip(*states, strict=True))
             out[tile.start : tile.end] = merge_states_reference(partial_out, partial_lse)[0]
+
+    def _attend_to_rings(self, q: torch.Tensor, metadata: AttentionMetadata, out: torch.Tensor) -> None:
+        kv, ring, rotated = self.paged_kv(metadata), metadata.ring, q
+        assert ring is not None
+        if ring.sinks:
+            assert self.rotary is not None
+            lengths = metadata.kv_lens_host.tolist()
+            dropped = torch.tensor([ring.dropped(length - 1) for length in lengths], device=q.device)
+            rotated = self.rotary.rotate_back(q, dropped)
+        out.zero_()  # also the padding of a static batch
+        for token, length in enumerate(metadata.kv_lens_host.tolist()):
+            parts: list[tuple[torch.Tensor, torch.Tensor]] = []
+            sinks = range(min(ring.sinks, length))
+            window = range(ring.first_key(length - 1), length)
+            # Learned sinks join one of the parts, here the first.
+            for queries, positions in ((q, window), (rotated, sinks)):
+                if positions or (length and not parts):
+                    row, seen = (
+                        int(metadata.rows_host[token]),
+                        torch.tensor(list(positions), dtype=torch.int64),
+                    )
+                    slots = slots_reference(kv, row, seen.to(q.device))
+                    parts.append(
+                        self._attend_part(
+                            queries[token : token + 1], kv.k[slots], kv.v[slots], None, not parts
+                        )
+                    )
+            if parts:
+                outs, lses = (torch.stack(part) for part in zip(*parts, strict=True))
+                out[token : token + 1] = merge_states_reference(outs, lses)[0]
 
     def _decode(self, q: torch.Tensor, metadata: AttentionMetadata, out: torch.Tensor) -> None:
         pool = metadata.memory.pool

@@ -1,12 +1,16 @@
 """Attention by the Triton kernels."""
 
 from collections.abc import Callable, Hashable
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
 from lightkv.triton_kernels import tuning
 from lightkv.triton_kernels.attention.attention_scores import attention_scores
 from lightkv.triton_kernels.attention.decode.decode_attention import decode_attention
+from lightkv.triton_kernels.attention.decode.decode_plan import DecodePlan, decode_plan
+from lightkv.triton_kernels.attention.decode.decode_sinks import SinkRotation
+from lightkv.triton_kernels.attention.decode.ring_step import sink_rotation
 from lightkv.triton_kernels.attention.merge_states import merge_states
 from lightkv.triton_kernels.attention.mixed_attention import MixedPlan, mixed_attention, mixed_plan
 from lightkv.triton_kernels.attention.paged_kv import HeadShape
@@ -16,6 +20,15 @@ from lightkv.triton_kernels.write_kv import write_kv
 from .backend import AttentionBackend
 from .metadata import AttentionMetadata
 from .rotary import RotaryEmbedding
+
+Plan = TypeVar("Plan")
+
+
+class _RingPlan(NamedTuple):
+    """What the layers of a decode step over rings share; no rotation where there are no sinks."""
+
+    decode: DecodePlan
+    rotation: SinkRotation | None
 
 
 class _StepPlans:
@@ -27,15 +40,16 @@ class _StepPlans:
     """
 
     def __init__(self) -> None:
-        self._made: dict[Hashable, tuple[int, int, MixedPlan]] = {}
+        self._made: dict[Hashable, tuple[int, int, Any]] = {}
 
-    def get(self, key: Hashable, step: int, layer_idx: int, make: Callable[[], MixedPlan]) -> MixedPlan:
+    def get(self, key: Hashable, step: int, layer_idx: int, make: Callable[[], Plan]) -> Plan:
         """Returns the lists for layer `layer_idx` in a step; calls `make` if they are not there or of an
         earlier pass."""
         made = self._made.get(key)
         if made is None or made[0] != step or made[1] == layer_idx:
             made = self._made[key] = step, layer_idx, make()
-        return made[2]
+        plan: Plan = made[2]
+        return plan
 
     @staticmethod
     def of(metadata: AttentionMetadata) -> "_StepPlans":
@@ -46,7 +60,8 @@ class _StepPlans:
 
 
 class TritonAttention(AttentionBackend):
-    """Attention of one layer on CUDA. Any step without sinks can be captured in a CUDA graph."""
+    """Attention of one layer on CUDA. Any step can be captured in a CUDA graph, except prefills with
+    sinks."""
 
     supports_cuda_graph = True
 
@@ -151,6 +166,36 @@ class TritonAttention(AttentionBackend):
         options = self.options._replace(sink_logits=None)
         decode_attention(rotated, kv, rows, lengths, options, out=partial_out[1], lse=lse[1])
         merge_states(partial_out, lse, out=out)
+
+    def _attend_to_rings(self, q: torch.Tensor, metadata: AttentionMetadata, out: torch.Tensor) -> None:
+        kv, heads = self.paged_kv(metadata), self._heads
+        ring, lengths = metadata.ring, metadata.kv_lens
+        assert ring is not None
+
+        def make() -> _RingPlan:
+            plan = decode_plan(
+                metadata.rows,
+                lengths,
+                num_kv_heads=heads.num_kv_heads,
+                key_bytes=heads.key_bytes(q.dtype),
+                ring=ring,
+            )
+            if not ring.sinks:
+                return _RingPlan(plan, None)
+            assert self.rotary is not None
+            return _RingPlan(plan, sink_rotation(lengths, ring, self.rotary.inverse))
+
+        plan = _StepPlans.of(metadata).get((*heads, ring, q.dtype), metadata.step, self.layer_idx, make)
+        decode_attention(
+            q,
+            kv,
+            metadata.rows,
+            lengths,
+            self.options,
+            plan=plan.decode,
+            out=out,
+            sink_rotation=plan.rotation,
+        )
 
     def _entry_scores(
         self, q: torch.Tensor, entries: torch.Tensor, width: int, metadata: AttentionMetadata

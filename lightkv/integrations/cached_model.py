@@ -32,11 +32,13 @@ from lightkv.integrations.model.context import context_length
 from lightkv.integrations.model.exact_rotary import find_rotary, make_exact
 from lightkv.integrations.model.hf_model import PackedStep, bind
 from lightkv.integrations.model.probe import ModelShape, probe
+from lightkv.integrations.model.ring_graph import RingGraph
 from lightkv.kv_cache import KVCache
 from lightkv.ledger.prefix_tree import TOKEN_BYTES
 from lightkv.ledger.sequence import Sequence
 from lightkv.memory.staging import upload
 from lightkv.token_ids import TokenIds, int32_bytes
+from lightkv.triton_kernels.attention.ring import Ring
 
 
 class CachedModel:
@@ -64,6 +66,10 @@ class CachedModel:
         shape = probe(model)
         # A chunk bounds what a layer attends to as a window does.
         self.windows = sorted({layer.options.window or layer.options.chunk for layer in shape.layers} - {0})
+        # The most tokens that any layer sees, if all have windows.
+        windows = [0 if layer.options.chunk else layer.options.window for layer in shape.layers]
+        self._widest = max(windows) if all(windows) else 0
+        self._ring_graphs: dict[tuple[Ring, int], RingGraph] = {}
         if exact_positions and self.windows:
             reason = (
                 f"its layers have windows or chunks of their own ({self.windows}), which count positions, not "
@@ -120,18 +126,24 @@ class CachedModel:
         """
         ids = [np.frombuffer(int32_bytes(one), dtype=np.int32) for one in token_ids]
         counts = [len(one) for one in ids]
-        starts = [sequence.length for sequence in sequences]
-        num_sink_tokens = self._num_sink_tokens(sequences)
+        ring = self._ring_of(sequences)
+        num_sink_tokens = 0 if ring is not None else self._num_sink_tokens(sequences)
+        starts = [one.length if ring is None else one.position for one in sequences]
         self.cache.extend(sequences, counts)
         try:
             metadata = self.step.metadata
             rows, dropped = [one.row for one in sequences], [one.dropped for one in sequences]
+            packed = np.concatenate(ids).astype(np.int64)
             # A step with sinks consists of prefills only.
             num_prefills = len(rows) if num_sink_tokens or max(counts) > 1 else 0
-            metadata.prepare(
-                rows, starts, counts, num_prefills, dropped=dropped, num_sink_tokens=num_sink_tokens
-            )
-            packed = np.concatenate(ids).astype(np.int64)
+            if ring is None:
+                metadata.prepare(
+                    rows, starts, counts, num_prefills, dropped=dropped, num_sink_tokens=num_sink_tokens
+                )
+            elif num_prefills or handler is not None or not self._captures_rings:
+                metadata.prepare(rows, starts, counts, num_prefills, ring=ring)
+            else:
+                return self._ring_graph(ring, len(rows)).replay(sequences, starts, packed).clone()
             last = np.cumsum(np.array(counts, dtype=np.int64)) - 1
             input_ids, wanted = upload([packed, last], self.model.device)
             index = None if all_logits else wanted
@@ -139,6 +151,43 @@ class CachedModel:
         except BaseException:
             self.cache.shrink(sequences, counts)
             raise
+
+    @property
+    def _captures_rings(self) -> bool:
+        return self.cache.memory.device.type == "cuda" and all(
+            backend.supports_cuda_graph for backend in self.step.backends
+        )
+
+    def _ring_graph(self, ring: Ring, size: int) -> RingGraph:
+        """Returns the graph of a decode step of `size` such rings, which the first call captures."""
+        graph = self._ring_graphs.get((ring, size))
+        if graph is None:
+            graph = self._ring_graphs[ring, size] = RingGraph(self.model, self.step, ring, size)
+        return graph
+
+    def _ring_of(self, sequences: Seq[Sequence]) -> Ring | None:
+        """Returns what kind of ring all sequences of a step are; None where none is one.
+
+        Raises ValueError for a step of several kinds, and for a ring that this model's layers cannot have.
+        """
+        ring, *others = {one.ring for one in sequences} or {None}
+        if others:
+            raise ValueError(
+                f"sequences of {ring} and {others} cannot share a step: run each kind in a step of its own"
+            )
+        if ring is None:
+            return None
+        if self.windows and (ring.sinks or not 0 < self._widest <= ring.size - ring.stride + 1):
+            raise ValueError(
+                f"{ring} for a model whose layers have windows or chunks of their own ({self.windows}): each "
+                f"has to have a window, and a ring no sinks and at least size - stride + 1 tokens of the widest"
+            )
+        if ring.sinks and not self.exact_positions:
+            raise ValueError(
+                f"{ring.sinks} sinks need queries rotated to other positions: make the CachedModel with "
+                "exact_positions=True"
+            )
+        return ring
 
     def _num_sink_tokens(self, sequences: Seq[Sequence]) -> int:
         """Returns the number of sinks of a step, 0 where no sequence has a gap.

@@ -39,6 +39,7 @@ from lightkv.integrations.cached_model import CachedModel
 from lightkv.integrations.model.attention_call import AttentionCall, compute
 from lightkv.integrations.model.fused_rotary import fused_forwards, set_fused_forwards
 from lightkv.integrations.streaming import Stream, Window, stream
+from lightkv.ledger.sequence import Sequence
 from lightkv.memory.kv_memory import KVMemory
 from lightkv.router import EngineConfig
 from lightkv.router.model.loader import load_model
@@ -92,7 +93,7 @@ class Dense:
         length, half = q.shape[2], q.shape[3] // 2
         position = torch.arange(length, device=q.device)
         window = self.window
-        dropped = torch.tensor([window.dropped(t) for t in range(length)], device=q.device)
+        dropped = torch.tensor([window.ring.dropped(t) for t in range(length)], device=q.device)
         group = q.shape[1] // k.shape[1]
         q, k, v = (x[0].double() for x in (q, k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)))
         rotation = torch.polar(
@@ -128,8 +129,7 @@ def fed(lm: CachedModel, ids: torch.Tensor, window: Window, counts: list[int]) -
     for part in ids.split(counts):
         for logits in flow.feed(part.tolist(), all_logits=True):
             outputs.append(logits)
-            assert lm.cache.num_held == flow.sequence.length <= window.capacity
-        assert flow.sequence.dropped == window.dropped(flow.position - 1)
+            assert lm.cache.num_held == flow.sequence.length == min(flow.position, window.capacity)
     lm.cache.check()
     flow.close()
     assert lm.cache.num_free == lm.cache.capacity
@@ -187,7 +187,7 @@ def test_generation_far_past_the_context_in_constant_memory() -> None:
     for token in stream(lm, prompt, window, 350):
         held.append(lm.cache.num_held)
         generated.append(token)
-    assert set(held[7:]) == set(range(window.capacity - window.stride + 1, window.capacity + 1))
+    assert set(held) == {window.capacity}
     ids = torch.tensor(prompt + generated)
     again = dense_logits(lm.model, ids, window)[len(prompt) - 1 : -1]
     best = again.max(1).values
@@ -197,21 +197,58 @@ def test_generation_far_past_the_context_in_constant_memory() -> None:
     assert lm.cache.num_free == lm.cache.capacity
 
 
-def test_two_streams_share_their_sinks() -> None:
+def release_and_feed(lm: CachedModel, sequence: Sequence, window: Window, ids: torch.Tensor) -> torch.Tensor:
+    """Feeds a sequence that is no ring and releases what leaves the window. Returns all logits."""
+    outputs = []
+    while len(ids):
+        if num_dropped := window.ring.dropped(sequence.position) - sequence.dropped:
+            lm.cache.release(sequence, num_dropped, window.sink_tokens)
+        count = min(len(ids), window.capacity - sequence.length)
+        outputs.append(lm.forward([sequence], [ids[:count].tolist()], all_logits=True))
+        ids = ids[count:]
+    return torch.cat(outputs)
+
+
+def test_sequences_that_release_tokens_share_their_sinks() -> None:
+    """Their logits are those of a stream, although a ring releases nothing."""
     window = Window(size=20, sink_tokens=4, stride=5)
     lm = streamer(make_model(torch.device("cpu")), capacity=100, max_sequences=2, max_entries=24)
     ids = torch.randint(0, VOCABULARY, (100,))
-    flow = Stream(lm, window, ids[:1].tolist())
-    *_, _ = flow.feed(ids[:40].tolist())
-    fork = Stream.__new__(Stream)
-    fork._lm, fork._window, fork.sequence = lm, window, lm.cache.fork(flow.sequence)
-    assert lm.cache.num_held == flow.sequence.length
-    outputs = [torch.cat(list(one.feed(ids[40:].tolist(), all_logits=True))) for one in (flow, fork)]
+    first = lm.cache.open(ids[:1].tolist())
+    release_and_feed(lm, first, window, ids[:40])
+    fork = lm.cache.fork(first)
+    assert lm.cache.num_held == first.length
+    outputs = [release_and_feed(lm, one, window, ids[40:]) for one in (first, fork)]
     lm.cache.check()
     torch.testing.assert_close(outputs[0], outputs[1], rtol=1e-5, atol=1e-5)
-    expected = dense_logits(lm.model, ids, window)[40:]
-    torch.testing.assert_close(outputs[0], expected, rtol=1e-4, atol=1e-4)
-    assert lm.cache.num_held == flow.sequence.length + fork.sequence.length - window.sink_tokens
+    assert lm.cache.num_held == first.length + fork.length - window.sink_tokens
+    for sequence in (first, fork):
+        lm.cache.close(sequence, cache=False)
+    torch.testing.assert_close(outputs[0], fed(lm, ids, window, [40, 60])[40:], rtol=1e-5, atol=1e-5)
+
+
+def test_streams_share_published_sinks_and_steps() -> None:
+    window = Window(size=12, sink_tokens=4, stride=3)
+    lm = streamer(make_model(torch.device("cpu")), capacity=60, max_sequences=3, max_entries=20)
+    ids = torch.randint(0, VOCABULARY, (60,)).tolist()
+    first = Stream(lm, window, ids)
+    *_, _ = first.feed(ids[:10])
+    lm.cache.publish(first.sequence)
+    lm.cache.confirm()
+    second = Stream(lm, window, ids)
+    assert second.position == 4
+    *_, _ = second.feed(ids[4:30])
+    *_, _ = first.feed(ids[10:40])
+    assert lm.cache.num_held == 4 + 12 + 12
+    logits = lm.decode([first.sequence, second.sequence], [ids[40], ids[30]])  # at different positions
+    expected = dense_logits(lm.model, torch.tensor(ids[:41]), window)
+    torch.testing.assert_close(logits, expected[[40, 30]], rtol=1e-4, atol=1e-4)
+    plain, _ = lm.prefill(ids[:5])
+    with pytest.raises(ValueError, match="run each kind in a step of its own"):
+        lm.decode([first.sequence, plain], [1, 1])
+    with pytest.raises(ValueError, match="which takes"):
+        lm.forward([first.sequence], [ids[:13]])
+    lm.cache.check()
 
 
 def test_on_triton(device: torch.device) -> None:
@@ -251,8 +288,8 @@ def test_a_failed_step_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lm.step.backends[1], "_write", fails)
     with pytest.raises(RuntimeError, match="out of memory"):
         list(flow.feed(ids[40:41].tolist()))
-    assert flow.position == 40  # the window has moved already, as it would have to in any case
-    assert lm.cache.num_held == flow.sequence.length == 16
+    assert flow.position == 40
+    assert lm.cache.num_held == flow.sequence.length == 24
     lm.cache.check()
     monkeypatch.undo()
     (logits,) = flow.feed(ids[40:41].tolist())

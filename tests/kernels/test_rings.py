@@ -24,6 +24,12 @@ from lightkv.triton_kernels.attention.decode.decode_attention import (
 )
 from lightkv.triton_kernels.attention.decode.decode_plan import decode_plan, decode_plan_reference
 from lightkv.triton_kernels.attention.decode.decode_sinks import SinkRotation
+from lightkv.triton_kernels.attention.decode.ring_step import (
+    ring_slots,
+    ring_slots_reference,
+    sink_rotation,
+    sink_rotation_reference,
+)
 from lightkv.triton_kernels.attention.mixed_attention import mixed_attention, mixed_attention_reference
 from lightkv.triton_kernels.attention.paged_kv import AttentionOptions, PagedKV
 from lightkv.triton_kernels.attention.prefill.prefill_attention import (
@@ -315,3 +321,28 @@ def test_a_ring_whose_entries_are_read_from_other_rows(device: torch.device) -> 
         for position in range(40):
             held[0][position] = held[1][position] = held[position % 2].get(position, torch.tensor(torch.nan))
     check_stream(texts._replace(kv=texts.kv._replace(indirection=indirection)))
+
+
+@pytest.mark.parametrize("name", RINGS)
+def test_slots_and_angles_of_a_step(name: str, device: torch.device) -> None:
+    torch.manual_seed(5)
+    ring = RINGS[name]
+    index = torch.randint(1, 10**6, (5, ring.capacity + 3), dtype=torch.int32, device=device)
+    positions = torch.tensor([0, 3, ring.capacity - 1, ring.capacity, 123_456_789], device=device)
+    rows = torch.tensor([4, 1, 0, 3, 2], device=device)
+    slots = torch.zeros(5, dtype=torch.int64, device=device)
+    ring_slots(index, rows, positions, ring, slots)
+    kv = PagedKV(index.view(5, -1, 1), index.view(5, -1, 1), index, 0, ring)
+    expected = [int(slots_reference(kv, int(row), at[None])) for row, at in zip(rows, positions, strict=True)]
+    assert slots.tolist() == expected
+    ring_slots_reference(index, rows, positions, ring, slots.zero_())
+    assert slots.tolist() == expected
+    inverse = 10.0 ** -torch.arange(24, dtype=torch.float64, device=device)
+    lengths = torch.tensor([0, 1, ring.capacity, ring.capacity + 1, 100_000_007], device=device).int()
+    found = sink_rotation(lengths, ring, inverse)
+    for request, length in enumerate(lengths.tolist()):
+        angles = ring.dropped(length - 1) * inverse
+        for angle, function in zip(found, (torch.cos, torch.sin), strict=True):
+            torch.testing.assert_close(angle[request], function(angles).float(), atol=1e-6, rtol=0)
+    for angle, other in zip(found, sink_rotation_reference(lengths, ring, inverse), strict=True):
+        torch.testing.assert_close(angle, other, atol=1e-6, rtol=0)

@@ -63,6 +63,7 @@ CHANGING: dict[str, Callable[[KVCache, Sequence], object]] = {
     "keep": lambda cache, one: cache.keep(one, torch.tensor([2], device=cache.memory.device)),
     "close": lambda cache, one: cache.close(one),
     "evict": lambda cache, one: cache.evict(0),
+    "open_cross": lambda cache, one: cache.open_cross(2),
     "import_sequence": lambda cache, one: cache.import_sequence([7, 8, 9], exported()),
 }
 READING: dict[str, Callable[[KVCache, Sequence], object]] = {
