@@ -139,7 +139,7 @@ def fed(lm: CachedModel, ids: torch.Tensor, window: Window, counts: list[int]) -
 @pytest.mark.parametrize("name", WINDOWS)
 @pytest.mark.parametrize("feeding", ["token-by-token", "at-once", "in-chunks"])
 def test_logits_equal_those_of_the_reference(name: str, feeding: str) -> None:
-    window, length = WINDOWS[name], 150  # more than twice the model's context
+    window, length = WINDOWS[name], 130  # more than twice the model's context
     lm = streamer(make_model(torch.device("cpu")), capacity=window.capacity)
     ids = torch.randint(0, VOCABULARY, (length,))
     rng = random.Random(1)
