@@ -25,10 +25,17 @@ from lightkv.triton_kernels.attention.attend_keys import (
     attend_keys,
     find_slots,
     first_key,
+    load_slopes,
     score_scales,
     start_softmax,
 )
 from lightkv.triton_kernels.attention.attention_inputs import check_attention_inputs
+from lightkv.triton_kernels.attention.attention_mask import (
+    AttentionMask,
+    mask_reference,
+    mask_rows,
+    mask_strides,
+)
 from lightkv.triton_kernels.attention.attention_reference import attend_reference, find_slots_reference
 from lightkv.triton_kernels.attention.paged_kv import DEFAULT_OPTIONS, AttentionOptions, HeadShape, PagedKV
 
@@ -51,9 +58,12 @@ def _load_item(item, is_item):
 
 
 @triton.jit(
-    do_not_specialize=["own_parts"],
-    do_not_specialize_on_alignment=["index", "items", "shares", "parts", "members", "lengths", "sink_logits"],
-)
+    do_not_specialize=["own_parts", "mask_width"],
+    do_not_specialize_on_alignment=[
+        "index", "items", "shares", "parts", "members", "lengths", "sink_logits", "alibi_slopes",
+        "mask_columns",
+    ],
+)  # fmt: skip
 def _decode_kernel(
     q,
     k_cache,
@@ -65,6 +75,9 @@ def _decode_kernel(
     members,  # [G, MEMBERS]
     lengths,  # [B]
     sink_logits,  # [H] float32; or None
+    alibi_slopes,  # [H] float32; or None
+    mask,  # [1 or H, B * num_queries, mask_width], of values or int32 words of bits; or None
+    mask_columns,  # [B]; or None
     out,
     lse,  # [B * num_queries, H] float32, base 2
     partial_out,  # [parts, num_queries * H, DV] float32
@@ -81,6 +94,9 @@ def _decode_kernel(
     stride_index,
     stride_out_b,
     stride_out_h,
+    mask_width,
+    stride_mask_h,
+    stride_mask_t,
     GROUP: tl.constexpr,
     NUM_QUERIES: tl.constexpr,
     MEMBERS: tl.constexpr,
@@ -93,10 +109,12 @@ def _decode_kernel(
     SHIFT: tl.constexpr,
     WINDOW: tl.constexpr,
     CHUNK: tl.constexpr,
+    AFTER: tl.constexpr,
     SOFTCAP: tl.constexpr,
     HAS_LSE: tl.constexpr,
     EARLY: tl.constexpr,
 ):
+    IS_TREE: tl.constexpr = mask is not None and mask.dtype.element_ty == tl.int32
     kv_head = tl.program_id(0).to(tl.int64)
     worker = tl.program_id(1)
     num_heads = tl.num_programs(0) * GROUP
@@ -142,18 +160,19 @@ def _decode_kernel(
 
         # Every query sees the keys in [begin, full_end); only some queries see those in [full_end, end):
         #   begin ├──── not masked ────┤ full_end ├─ masked ─┤ end
-        if NUM_QUERIES > 1:
+        if NUM_QUERIES > 1 or alibi_slopes is not None or IS_TREE:
             length = tl.load(lengths + tl.maximum(request, 0))
             if MEMBERS > 1:
                 length = tl.where(is_prefix, end + NUM_QUERIES, length)  # every query sees all of its keys
             query_positions = length - NUM_QUERIES + queries
-            visible_end = tl.minimum(end, length - NUM_QUERIES + 1)
+            visible_end = tl.minimum(end, length - NUM_QUERIES + (0 if IS_TREE else 1 + AFTER))
         else:
             query_positions = tl.zeros([BLOCK_M], tl.int32) + (end - 1)
             visible_end = end
-        if CHUNK > 0 and (NUM_QUERIES > 1 or MEMBERS > 1):
+        if (CHUNK > 0 and (NUM_QUERIES > 1 or MEMBERS > 1)) or (alibi_slopes is not None and MEMBERS > 1):
             own_length = tl.load(lengths + tl.where(in_tile, owner, 0))  # [BLOCK_M]
             query_positions = own_length - NUM_QUERIES + queries
+        if CHUNK > 0 and (NUM_QUERIES > 1 or MEMBERS > 1):
             # If a query's chunk begins after `begin`, all tiles are masked.
             seen_from = tl.where(in_tile, first_key(query_positions, 0, CHUNK), 0)
             visible_end = tl.where(tl.max(seen_from, 0) > begin, begin, visible_end)
@@ -166,6 +185,21 @@ def _decode_kernel(
         if sink_logits is not None:
             joins = in_tile & (request >= 0) & (tl.load(of_request) == own_parts + item)
         peak, total = start_softmax(sink_logits, heads, joins, BLOCK_M)
+        slopes = load_slopes(alibi_slopes, heads, in_tile)
+        mask_tile = (None, None, None)
+        if mask is not None:
+            mask_pointers, mask_widths = mask_rows(
+                mask, mask_columns, mask_width, stride_mask_h, stride_mask_t, heads, tokens, owner, in_tile
+            )
+            own_begin = end  # none of a request's queries is among the keys of a shared prefix
+            if IS_TREE:
+                own_begin = length - NUM_QUERIES
+            mask_tile = (mask_pointers, mask_widths, own_begin)
+            if (
+                WINDOW == 0 and CHUNK == 0 and MEMBERS == 1
+            ):  # such multiples: the mask is read in whole vectors
+                begin = begin // 16 * 16
+                full_end = full_end // 16 * 16
         acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
         for MASKED in tl.static_range(0, 2):
             acc, total, peak, slots = attend_keys(
@@ -178,6 +212,8 @@ def _decode_kernel(
                 v_cache + kv_head * stride_v_h,
                 index_row,
                 query_positions,
+                slopes,
+                mask_tile,
                 full_end if MASKED else begin,
                 end if MASKED else full_end,
                 end,
@@ -194,6 +230,7 @@ def _decode_kernel(
                 # Where the queries are one request's single one, `begin` applies the window and the chunk.
                 WINDOW if NUM_QUERIES > 1 else 0,
                 CHUNK if NUM_QUERIES > 1 or MEMBERS > 1 else 0,
+                AFTER,
                 SOFTCAP,
                 MASKED == 1,
             )
@@ -224,6 +261,9 @@ def _decode_attention(
     members: Tensor | None,
     lengths: Tensor,
     sink_logits: Tensor | None,
+    alibi_slopes: Tensor | None,
+    mask: Tensor | None,
+    mask_columns: Tensor | None,
     out: Tensor,
     lse: Tensor | None,
     num_queries: int,
@@ -231,6 +271,7 @@ def _decode_attention(
     shift: int,
     window: int,
     chunk: int,
+    after: int,
     softcap: float,
 ) -> None:
     num_tokens, num_heads, key_dim = q.shape
@@ -241,7 +282,13 @@ def _decode_attention(
     group, together = num_heads // num_kv_heads, plan.num_members * num_queries
     device = tuning.device_class(q.device)
     launch = tuning.decode_launch(
-        device, together * group, together > 1, key_dim, value_dim, q.element_size()
+        device,
+        together * group,
+        together > 1,
+        key_dim,
+        value_dim,
+        q.element_size(),
+        0 if mask is None else mask.element_size(),
     )
     early = tuning.has_early_launch(device)
     options = {"launch_pdl": True} if early else {}
@@ -260,6 +307,9 @@ def _decode_attention(
         members,
         lengths,
         sink_logits,
+        alibi_slopes,
+        mask,
+        mask_columns,
         out,
         lse,
         partial_out,
@@ -272,6 +322,7 @@ def _decode_attention(
         *v_cache.stride()[:2],
         index.stride(0),
         *out.stride()[:2],
+        *mask_strides(mask),
         GROUP=group,
         NUM_QUERIES=num_queries,
         MEMBERS=plan.num_members,
@@ -284,6 +335,8 @@ def _decode_attention(
         SHIFT=shift,
         WINDOW=window,
         CHUNK=chunk,
+        # A request's single query is its last token, so it sees all keys anyway.
+        AFTER=after if num_queries > 1 else 0,
         SOFTCAP=softcap != 0.0,
         HAS_LSE=lse is not None,
         EARLY=early,
@@ -308,6 +361,7 @@ def decode_attention(
     plan: DecodePlan | None = None,
     out: Tensor | None = None,
     lse: Tensor | None = None,
+    mask: AttentionMask | None = None,
 ) -> Tensor:
     """Computes the attention of each request's newest tokens to its tokens in the cache, themselves included.
 
@@ -322,7 +376,8 @@ def decode_attention(
         rows: int32 or int64 `[B]`, each request's row of the index.
         lengths: int32 `[B]`, the number of tokens to attend to, the newest included; at most num_entries *
             2**shift, which is not checked. The output of a request of length 0 is zeros.
-        options: scale, window, soft-cap, chunk and sinks.
+        options: scale, windows, soft-cap, chunk, sinks, ALiBi, and whether the layer is causal. If it is not,
+            the keys may be those of another sequence, of any length.
         num_queries: queries of each request, at its last positions: 1, or the number of drafted tokens to
             verify and one more. A query whose position would be negative gets zeros.
         plan: the result of `decode_plan` for the same rows, lengths, window, chunk and num_queries. One plan
@@ -331,6 +386,7 @@ def decode_attention(
         out: `[B * num_queries, H, Dv]` to write to; allocated in the dtype of q if None.
         lse: float32 `[B * num_queries, H]`, contiguous, to write the log-sum-exp of the scores to, in base 2,
             the head's sink included; -inf where a query sees no key and has no sink. Not written if None.
+        mask: what hides keys or changes scores beside the options, with a row for each query of q.
 
     Returns:
         `[B * num_queries, H, Dv]`, `out`.
@@ -338,7 +394,7 @@ def decode_attention(
     Raises:
         ValueError: shapes, strides, dtypes or numbers do not fit.
     """
-    scale = check_attention_inputs(q, kv, rows, lengths, options, out, lse)
+    scale = check_attention_inputs(q, kv, rows, lengths, options, out, lse, mask)
     if num_queries < 1 or q.shape[0] != rows.shape[0] * num_queries:
         raise ValueError(
             f"q must hold {num_queries} queries for each of {rows.shape[0]} rows, at least one; "
@@ -386,6 +442,9 @@ def decode_attention(
         plan.members,
         lengths,
         options.sink_logits,
+        options.alibi_slopes,
+        None if mask is None else mask.for_kernel(),
+        None if mask is None else mask.columns,
         out,
         lse,
         num_queries,
@@ -393,6 +452,7 @@ def decode_attention(
         kv.shift,
         window,
         chunk,
+        options.after,
         options.softcap,
     )
     return out
@@ -406,6 +466,7 @@ def decode_attention_reference(
     options: AttentionOptions = DEFAULT_OPTIONS,
     *,
     num_queries: int = 1,
+    mask: AttentionMask | None = None,
 ) -> Tensor:
     """Computes `decode_attention` in plain torch and float64, one request at a time. Reads lengths and rows on
     the host, so on a GPU it synchronises."""
@@ -419,5 +480,6 @@ def decode_attention_reference(
             kv.v[slots],
             torch.arange(length - num_queries, length, device=q.device),
             options,
+            None if mask is None else mask_reference(mask, queries, request, length),
         ).to(q.dtype)
     return out

@@ -32,7 +32,7 @@ from torch import Tensor
 
 from lightkv.triton_kernels import tuning
 from lightkv.triton_kernels.attention.attend_keys import first_key
-from lightkv.triton_kernels.attention.attention_inputs import check_mask, check_requests
+from lightkv.triton_kernels.attention.attention_inputs import check_requests, check_window
 
 ITEM_FIELDS = 4  # request (or -1 - prefix), row, first key, end of the keys
 SHARE_FIELDS = 8  # first item, and its fields
@@ -293,7 +293,7 @@ def decode_plan(
     """
     num_requests = len(rows)
     check_requests(rows, lengths)
-    check_mask(window, chunk)
+    check_window(window, chunk, 0)
     if shared_prefixes is not None:
         _check_prefixes(shared_prefixes, num_requests, window)
         if shared_prefixes.members.shape[1] < 2:
