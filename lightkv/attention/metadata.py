@@ -14,6 +14,7 @@ import torch
 from lightkv.ledger.shared_prefixes import SharedPrefix
 from lightkv.memory.kv_memory import KVMemory
 from lightkv.memory.staging import packed_size, upload
+from lightkv.triton_kernels.attention.attention_mask import AttentionMask
 from lightkv.triton_kernels.attention.decode.decode_plan import SharedPrefixGroups
 
 
@@ -88,7 +89,7 @@ class AttentionMetadata:
       token table), `kv_lens` int32 `[B]` (tokens in the cache, this step's included), `q_starts`
       int32 `[B + 1]`, `slot_mapping` int64 `[T]` (the slots that this step's K/V is written to), `dropped`
       int64 `[T]` (None if no token was dropped), `shared_prefixes` (decodes whose first tokens are in the same
-      slots; None if no prefix is read for several of them).
+      slots; None if no prefix is read for several of them), `mask` (that of `prepare`, or None).
 
         q         ├──── prefill 0 ────┼─ prefill 1 ─┼ decode 2 ┼ decode 3 ┤
         q_starts  0                   ┘             ┘          ┘          └ T
@@ -173,6 +174,7 @@ class AttentionMetadata:
         num_sink_tokens: int = 0,
         prefixes: Sequence[SharedPrefix] | None = None,
         also: Sequence[np.ndarray] = (),
+        mask: AttentionMask | None = None,
     ) -> list[torch.Tensor]:
         """Loads a step's batch, with one upload (two where tokens were dropped) and without synchronising.
 
@@ -189,6 +191,8 @@ class AttentionMetadata:
                 (`KVCache.shared_prefixes`); no row twice. A graph that is captured with shared prefixes needs a
                 list in every step, even an empty one.
             also: one-dimensional arrays of the caller's, to upload with the batch.
+            mask: what hides keys or changes scores in this step, in every layer, with a row for each token of
+                the batch, on the device. A captured graph reads the tensors that it was captured with.
 
         Returns:
             `also` on the device.
@@ -232,6 +236,7 @@ class AttentionMetadata:
             shared = _shared_prefixes(*decodes, prefixes or (), self.prefix_members)
 
         self.step += 1
+        self.mask = mask
         self.rows_host, self.kv_lens_host = row, kv_len
         self.num_prefills = num_prefills
         self.num_decodes = len(row) - num_prefills
