@@ -33,7 +33,7 @@ class LayerShape:
 
 
 class AttentionBackend(ABC):
-    """Causal attention of one layer over the pool, for packed batches of prefills and decodes.
+    """Attention of one layer over the pool, for packed batches of prefills and decodes.
 
     `layer_idx` is the layer's number in the pool. `rotary` holds the frequencies that q and k are rotated by;
     only steps with sinks need it.
@@ -95,16 +95,23 @@ class AttentionBackend(ABC):
             `[num_tokens, num_heads * v_dim]` of q's type.
 
         Raises:
-            ValueError: the step has sink tokens, and the layer has a window or chunks, or was made without
-                `rotary`.
+            ValueError: the step has sink tokens, and the layer has windows, chunks or ALiBi, is not causal, or
+                was made without `rotary`, or the step has a mask.
         """
-        bounded, ring = self.options.window or self.options.chunk, metadata.ring
+        options, ring = self.options, metadata.ring
         num_sink_tokens = metadata.num_sink_tokens if ring is None else ring.sinks
+        bounded = options.window or options.chunk or options.alibi_slopes is not None or not options.causal
+        if num_sink_tokens and metadata.mask is not None:
+            raise ValueError(
+                f"a step with {num_sink_tokens} sinks has no mask: the sinks are attended apart, at "
+                "other positions; run the sequences with a mask in a step of their own"
+            )
         if num_sink_tokens and (self.rotary is None or bounded):
             raise ValueError(
                 f"a step with {num_sink_tokens} sinks needs the rotary frequencies (rotary) and a "
-                f"layer without a window or chunks; layer {self.layer_idx} has a window of "
-                f"{self.options.window} and chunks of {self.options.chunk}"
+                f"causal layer without a window, chunks or ALiBi; layer {self.layer_idx} has a window of "
+                f"{options.window} and chunks of {options.chunk}, ALiBi {options.alibi_slopes is not None}, "
+                f"causal {options.causal}"
             )
         num_tokens = metadata.num_tokens
         q = q.view(num_tokens, self.num_heads, self.head_dim)
@@ -112,7 +119,7 @@ class AttentionBackend(ABC):
         v = v.view(num_tokens, self.num_kv_heads, self.v_dim)
         out = q.new_empty(num_tokens, self.num_heads, self.v_dim)
         self._write(q, k, v, metadata, rotary)
-        if ring is not None and not bounded:
+        if ring is not None and not options.window:
             self._attend_to_rings(q, metadata, out)
         elif metadata.num_sink_tokens:
             self._attend_with_sinks(q, metadata, out)

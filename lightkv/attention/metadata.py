@@ -15,6 +15,7 @@ from lightkv.ledger.shared_prefixes import SharedPrefix
 from lightkv.memory.kv_memory import KVMemory
 from lightkv.memory.staging import packed_size, upload
 from lightkv.memory.token_table import TokenTable
+from lightkv.triton_kernels.attention.attention_mask import AttentionMask
 from lightkv.triton_kernels.attention.decode.decode_plan import SharedPrefixGroups
 from lightkv.triton_kernels.attention.ring import Ring
 
@@ -92,7 +93,7 @@ class AttentionMetadata:
       int64 `[T]` (None if no token was dropped), `shared_prefixes` (decodes whose first tokens are in the same
       slots; None if no prefix is read for several of them), `index` int32 `[num_rows, num_entries]` (the slots
       of each row's entries: the token table's, or those of rings in order), `ring` (what the rows are rings of;
-      None where they are not, or where `index` has them in order).
+      None where they are not, or where `index` has them in order), `mask` (that of `prepare`, or None).
 
         q         ├──── prefill 0 ────┼─ prefill 1 ─┼ decode 2 ┼ decode 3 ┤
         q_starts  0                   ┘             ┘          ┘          └ T
@@ -182,6 +183,7 @@ class AttentionMetadata:
         ring: Ring | None = None,
         prefixes: Sequence[SharedPrefix] | None = None,
         also: Sequence[np.ndarray] = (),
+        mask: AttentionMask | None = None,
     ) -> list[torch.Tensor]:
         """Loads a step's batch, with one upload (two where tokens were dropped) and without synchronising.
 
@@ -201,6 +203,8 @@ class AttentionMetadata:
                 (`KVCache.shared_prefixes`); no row twice. A graph that is captured with shared prefixes needs a
                 list in every step, even an empty one.
             also: one-dimensional arrays of the caller's, to upload with the batch.
+            mask: what hides keys or changes scores in this step, in every layer, with a row for each token of
+                the batch, on the device. A captured graph reads the tensors that it was captured with.
 
         Returns:
             `also` on the device.
@@ -260,6 +264,7 @@ class AttentionMetadata:
             shared = _shared_prefixes(*decodes, prefixes or (), self.prefix_members)
 
         self.step += 1
+        self.mask = mask
         self.rows_host, self.kv_lens_host = row, kv_len
         self.num_prefills = num_prefills
         self.num_decodes = len(row) - num_prefills

@@ -14,12 +14,14 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from lightkv.memory.staging import upload
 from lightkv.triton_kernels.attention.attend_keys import LOG2_E
+from lightkv.triton_kernels.attention.attention_mask import mask_reference
 from lightkv.triton_kernels.attention.attention_reference import slots_reference
 from lightkv.triton_kernels.attention.attention_scores import attention_scores_reference
 from lightkv.triton_kernels.attention.merge_states import merge_states_reference
 from lightkv.triton_kernels.attention.paged_kv import AttentionOptions
 
 from .backend import AttentionBackend
+from .biased_attention import attend_with_bias
 from .metadata import AttentionMetadata
 from .rotary import RotaryEmbedding
 
@@ -278,6 +280,9 @@ class TorchAttention(AttentionBackend):
         metadata: AttentionMetadata,
         out: torch.Tensor,
     ) -> None:
+        if self._has_bias or metadata.mask is not None:
+            self._attend_each(q, metadata, out)
+            return
         # Decodes come first: in a static batch, prefills write over the output of unused ones.
         if metadata.num_decodes:
             start = metadata.first_decode_token
@@ -287,6 +292,33 @@ class TorchAttention(AttentionBackend):
             start = metadata.first_prefill_token
             prefilled = slice(start, start + metadata.num_prefill_tokens)
             self._prefill(q[prefilled], k[prefilled], v[prefilled], metadata, out[prefilled])
+
+    @property
+    def _has_bias(self) -> bool:
+        """Whether scores have a bias, or keys after the query are seen, which the paths by bucket and by tile
+        do not know."""
+        return self.options.alibi_slopes is not None or not self.options.causal
+
+    def _attend_each(self, q: torch.Tensor, metadata: AttentionMetadata, out: torch.Tensor) -> None:
+        """Attends sequence by sequence, decodes first: in a static batch, prefills write over the output of
+        unused ones."""
+        pool, table, num_prefills = metadata.memory.pool, metadata.memory.table, metadata.num_prefills
+        step = TorchPlan.of(metadata)
+        counts = metadata.q_lens.numpy()
+        ends = np.cumsum(counts[:num_prefills]) + metadata.first_prefill_token
+        decodes = np.arange(len(counts) - num_prefills) + metadata.first_decode_token + 1
+        ends = np.concatenate([ends, decodes])
+        for idx in (*range(num_prefills, len(counts)), *range(num_prefills)):
+            queries = slice(int(ends[idx] - counts[idx]), int(ends[idx]))
+            row, length = int(metadata.rows_host[idx]), int(metadata.kv_lens_host[idx])
+            if not length:
+                out[queries] = 0
+                continue
+            slots = table.slots(row, 0, length).long()
+            keys, values = pool.spec.split(step.gather(pool.kv(self.layer_idx), slots))
+            mask = metadata.mask
+            added = None if mask is None else mask_reference(mask, queries, idx, length)
+            out[queries] = attend_with_bias(q[queries], keys, values, self.options, added)
 
     def _prefill(
         self,
@@ -402,6 +434,7 @@ class TorchAttention(AttentionBackend):
             metadata.kv_lens,
             self.options,
             width=width,
+            mask=metadata.mask,
         )
         return scores.float()
 

@@ -111,6 +111,7 @@ class TritonAttention(AttentionBackend):
             plan=self._plan(q, q_starts, metadata.kv_lens, metadata),
             out=out,
             decodes_first=metadata.decodes_first,
+            mask=metadata.mask,
         )
 
     def _plan(
@@ -129,11 +130,13 @@ class TritonAttention(AttentionBackend):
                 dtype=q.dtype,
                 window=self.options.window,
                 chunk=self.options.chunk,
+                after=self.options.after,
                 shared_prefixes=shared_prefixes,
                 decodes_first=metadata.decodes_first,
             )
 
-        shape = *heads, self.options.window, self.options.chunk, q.dtype, shared_prefixes is not None
+        bounds = self.options.window, self.options.chunk, self.options.after
+        shape = *heads, *bounds, q.dtype, shared_prefixes is not None
         return _StepPlans.of(metadata).get(shape, metadata.step, self.layer_idx, make)
 
     def _attend_with_sinks(self, q: torch.Tensor, metadata: AttentionMetadata, out: torch.Tensor) -> None:
@@ -210,4 +213,5 @@ class TritonAttention(AttentionBackend):
             self.options,
             max_q_len=int(metadata.q_lens.max()),
             width=width,
+            mask=metadata.mask,
         )

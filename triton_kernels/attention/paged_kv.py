@@ -53,6 +53,9 @@ class HeadShape(NamedTuple):
         return (self.key_dim + self.value_dim) * dtype.itemsize
 
 
+ALL_AFTER = 2**30  # more tokens than a request has; positions plus this fit in int32
+
+
 class AttentionOptions(NamedTuple):
     """How a layer attends.
 
@@ -64,6 +67,11 @@ class AttentionOptions(NamedTuple):
     `sink_logits`: float32 `[num_heads]`, contiguous, a score of each query head that joins the softmax's sum
     and has no value, as in gpt-oss: it is neither scaled nor capped. None for no sinks. A log-sum-exp contains
     it, so of several results that are merged, only one may have sinks.
+    `alibi_slopes`: float32 `[num_heads]`, contiguous: slope * (key position - query position) is added to the
+    scaled and capped score, as in ALiBi (`alibi.alibi_slopes`), also for keys after the query. None for none.
+    `causal`: whether a query sees no key after itself. False: it sees all keys of its request, as in an
+    encoder, or as with the keys of another sequence (cross attention), where positions mean nothing.
+    `window_after`: with `causal` False, how many tokens after itself a query sees; 0 for all.
     """
 
     scale: float | None = None
@@ -71,6 +79,14 @@ class AttentionOptions(NamedTuple):
     softcap: float = 0.0
     chunk: int = 0
     sink_logits: Tensor | None = None
+    alibi_slopes: Tensor | None = None
+    causal: bool = True
+    window_after: int = 0
+
+    @property
+    def after(self) -> int:
+        """How many tokens after itself a query sees: 0 if causal, `ALL_AFTER` for all."""
+        return 0 if self.causal else self.window_after or ALL_AFTER
 
     def scale_for(self, head_dim: int) -> float:
         """Returns `scale`, or its default for heads of `head_dim`."""

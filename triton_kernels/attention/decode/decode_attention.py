@@ -16,238 +16,19 @@ The loop over keys, the checks and the float64 attention of the reference are in
 """
 
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
 
 from lightkv.triton_kernels import tuning
-from lightkv.triton_kernels.attention.attend_keys import (
-    attend_keys,
-    find_slots,
-    first_key,
-    score_scales,
-    start_softmax,
-)
+from lightkv.triton_kernels.attention.attend_keys import score_scales
 from lightkv.triton_kernels.attention.attention_inputs import check_attention_inputs
+from lightkv.triton_kernels.attention.attention_mask import AttentionMask, mask_reference, mask_strides
 from lightkv.triton_kernels.attention.attention_reference import attend_reference, slots_reference
 from lightkv.triton_kernels.attention.paged_kv import DEFAULT_OPTIONS, AttentionOptions, HeadShape, PagedKV
 
 from .decode_combine import combine_parts
-from .decode_plan import ITEM_FIELDS, PART_FIELDS, SHARE_FIELDS, DecodePlan, decode_plan
-from .decode_sinks import (
-    SINK_TILE,
-    SinkRotation,
-    attend_ring_reference,
-    attend_sinks,
-    check_rotation,
-)
-
-_ITEM_FIELDS = tl.constexpr(ITEM_FIELDS)
-_SHARE_FIELDS = tl.constexpr(SHARE_FIELDS)
-_PART_FIELDS = tl.constexpr(PART_FIELDS)
-_SINK_TILE = tl.constexpr(SINK_TILE)
-
-
-@triton.jit
-def _load_item(item, is_item):
-    """Returns the request (-1 - prefix for a shared prefix), row, first key and end of the keys of an item."""
-    request = tl.load(item, mask=is_item, other=0)
-    row = tl.load(item + 1, mask=is_item, other=0)
-    begin = tl.load(item + 2, mask=is_item, other=0)
-    end = tl.load(item + 3, mask=is_item, other=0)
-    return request, row, begin, end
-
-
-@triton.jit(
-    do_not_specialize=["own_parts"],
-    do_not_specialize_on_alignment=[
-        "index",
-        "indirection",
-        "items",
-        "shares",
-        "parts",
-        "members",
-        "lengths",
-        "sink_logits",
-    ],
-)
-def _decode_kernel(
-    q,
-    k_cache,
-    v_cache,
-    index,
-    indirection,
-    items,  # [capacity, 4]
-    shares,  # [workers + 1, 8]
-    parts,  # [B, 4]
-    members,  # [G, MEMBERS]
-    lengths,  # [B]
-    sink_logits,  # [H] float32; or None
-    sink_cos,  # [B, PAIRS] float32, of a ring's sinks; or None
-    sink_sin,
-    out,
-    lse,  # [B * num_queries, H] float32, base 2
-    partial_out,  # [parts, num_queries * H, DV] float32
-    partial_lse,  # [parts, num_queries * H] float32, base 2
-    own_parts,
-    score_scale,
-    cap_scale,
-    stride_q_b,
-    stride_q_h,
-    stride_k_slot,
-    stride_k_h,
-    stride_v_slot,
-    stride_v_h,
-    stride_index,
-    stride_indirection,
-    stride_out_b,
-    stride_out_h,
-    GROUP: tl.constexpr,
-    NUM_QUERIES: tl.constexpr,
-    MEMBERS: tl.constexpr,
-    DK: tl.constexpr,
-    DV: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_DK: tl.constexpr,
-    BLOCK_DV: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    SHIFT: tl.constexpr,
-    SINKS: tl.constexpr,
-    RING: tl.constexpr,  # 0: the rows are no rings
-    SEES_SINKS: tl.constexpr,
-    PAIRS: tl.constexpr,
-    WINDOW: tl.constexpr,
-    CHUNK: tl.constexpr,
-    SOFTCAP: tl.constexpr,
-    HAS_LSE: tl.constexpr,
-    EARLY: tl.constexpr,
-):
-    kv_head = tl.program_id(0).to(tl.int64)
-    worker = tl.program_id(1)
-    num_heads = tl.num_programs(0) * GROUP
-    tile_rows = tl.arange(0, BLOCK_M)
-    heads = kv_head * GROUP + tile_rows % GROUP  # [BLOCK_M]
-    queries = tile_rows // GROUP % NUM_QUERIES
-    member = tile_rows // (GROUP * NUM_QUERIES)
-    k_dims = tl.arange(0, BLOCK_DK)
-    v_dims = tl.arange(0, BLOCK_DV)
-    if EARLY:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
-
-    share = shares + worker * _SHARE_FIELDS
-    first_item = tl.load(share)
-    end_item = tl.load(share + _SHARE_FIELDS)
-    next_request, next_row, next_begin, next_end = _load_item(share + 1, True)
-    for item in range(first_item, end_item):
-        request, begin, end = next_request.to(tl.int64), next_begin, next_end
-        row = next_row.to(tl.int64)
-        index_row = index + row * stride_index, indirection, stride_index, SINKS, RING
-        if indirection is not None:
-            index_row = index, indirection + row * stride_indirection, stride_index, SINKS, RING
-        following = items + (item + 1) * _ITEM_FIELDS
-        next_request, next_row, next_begin, next_end = _load_item(following, item + 1 < end_item)
-        positions = begin + tl.arange(0, BLOCK_N)
-        slots = find_slots(index_row, positions, positions < end, SHIFT)  # [BLOCK_N]
-        is_prefix = request < 0
-        of_request = parts + tl.maximum(request, 0) * _PART_FIELDS
-        num_parts = tl.load(of_request + 1)
-        part = own_parts + item  # the number of the partial output
-        owner, in_tile = request, member < 1
-        if MEMBERS > 1:
-            num_parts = tl.where(is_prefix, 2, num_parts + tl.load(of_request + 3))
-            part = tl.where(is_prefix, item * MEMBERS + member, part)
-            listed = is_prefix & (member < MEMBERS)
-            of_prefix = tl.load(members + (-1 - request) * MEMBERS + member, mask=listed, other=-1)
-            owner = tl.where(is_prefix, of_prefix, tl.where(in_tile, request, -1))
-            in_tile = owner >= 0
-        tokens = owner * NUM_QUERIES + queries  # [BLOCK_M]
-        q_tile = tl.load(
-            q + tokens[:, None] * stride_q_b + heads[:, None] * stride_q_h + k_dims[None, :],
-            mask=in_tile[:, None] & (k_dims < DK)[None, :],
-            other=0.0,
-        )  # [BLOCK_M, BLOCK_DK]
-
-        # Every query sees the keys in [begin, full_end); only some queries see those in [full_end, end):
-        #   begin ├──── not masked ────┤ full_end ├─ masked ─┤ end
-        if NUM_QUERIES > 1:
-            length = tl.load(lengths + tl.maximum(request, 0))
-            if MEMBERS > 1:
-                length = tl.where(is_prefix, end + NUM_QUERIES, length)  # every query sees all of its keys
-            query_positions = length - NUM_QUERIES + queries
-            visible_end = tl.minimum(end, length - NUM_QUERIES + 1)
-        else:
-            query_positions = tl.zeros([BLOCK_M], tl.int32) + (end - 1)
-            visible_end = end
-        if CHUNK > 0 and (NUM_QUERIES > 1 or MEMBERS > 1):
-            own_length = tl.load(lengths + tl.where(in_tile, owner, 0))  # [BLOCK_M]
-            query_positions = own_length - NUM_QUERIES + queries
-            # If a query's chunk begins after `begin`, all tiles are masked.
-            seen_from = tl.where(in_tile, first_key(query_positions, 0, CHUNK), 0)
-            visible_end = tl.where(tl.max(seen_from, 0) > begin, begin, visible_end)
-        full_end = begin
-        if NUM_QUERIES == 1 or WINDOW == 0:
-            full_end = begin + tl.maximum(visible_end - begin, 0) // BLOCK_N * BLOCK_N
-
-        # Of a request's parts, the first one of its own is joined by the sinks.
-        joins = in_tile
-        if sink_logits is not None:
-            joins = in_tile & (request >= 0) & (tl.load(of_request) == own_parts + item)
-        peak, total = start_softmax(sink_logits, heads, joins, BLOCK_M)
-        acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
-        if SEES_SINKS:  # in the request's first part
-            is_first = tl.load(of_request) == own_parts + item
-            num_sinks = tl.where(is_first, tl.minimum(tl.load(lengths + request), SINKS), 0)
-            acc, total, peak = attend_sinks(
-                q + request * stride_q_b + heads[:, None] * stride_q_h, in_tile, acc, total, peak,
-                k_cache + kv_head * stride_k_h, v_cache + kv_head * stride_v_h, index_row, num_sinks,
-                sink_cos + request * PAIRS if sink_cos is not None else None,
-                sink_sin + request * PAIRS if sink_sin is not None else None,
-                stride_k_slot, stride_v_slot, score_scale, cap_scale,
-                DK, DV, BLOCK_DK, BLOCK_DV, SHIFT, SOFTCAP, PAIRS, _SINK_TILE,
-            )  # fmt: skip
-        for MASKED in tl.static_range(0, 2):
-            acc, total, peak, slots = attend_keys(
-                q_tile,
-                acc,
-                total,
-                peak,
-                slots,
-                k_cache + kv_head * stride_k_h,
-                v_cache + kv_head * stride_v_h,
-                index_row,
-                query_positions,
-                full_end if MASKED else begin,
-                end if MASKED else full_end,
-                end,
-                stride_k_slot,
-                stride_v_slot,
-                score_scale,
-                cap_scale,
-                DK,
-                DV,
-                BLOCK_DK,
-                BLOCK_DV,
-                BLOCK_N,
-                SHIFT,
-                # Where the queries are one request's single one, `begin` applies the window and the chunk.
-                WINDOW if NUM_QUERIES > 1 else 0,
-                CHUNK if NUM_QUERIES > 1 or MEMBERS > 1 else 0,
-                SOFTCAP,
-                MASKED == 1,
-            )
-        acc = acc / tl.where(total > 0.0, total, 1.0)[:, None]
-
-        out_mask = in_tile[:, None] & (v_dims < DV)[None, :]
-        if num_parts == 1:
-            pointers = out + tokens[:, None] * stride_out_b + heads[:, None] * stride_out_h + v_dims[None, :]
-            tl.store(pointers, acc.to(out.dtype.element_ty), mask=out_mask)
-            if HAS_LSE:
-                tl.store(lse + tokens * num_heads + heads, peak + tl.log2(total), mask=in_tile)
-        else:
-            partials = (part * NUM_QUERIES + queries).to(tl.int64) * num_heads + heads  # [BLOCK_M]
-            tl.store(partial_out + partials[:, None] * DV + v_dims[None, :], acc, mask=out_mask)
-            tl.store(partial_lse + partials, peak + tl.log2(total), mask=in_tile)
+from .decode_kernel import decode_kernel
+from .decode_plan import DecodePlan, decode_plan
+from .decode_sinks import SinkRotation, attend_ring_reference, check_rotation
 
 
 @torch.library.custom_op("lightkv::decode_attention", mutates_args=("out", "lse"))
@@ -266,6 +47,9 @@ def _decode_attention(
     sink_logits: Tensor | None,
     sink_cos: Tensor | None,
     sink_sin: Tensor | None,
+    alibi_slopes: Tensor | None,
+    mask: Tensor | None,
+    mask_columns: Tensor | None,
     out: Tensor,
     lse: Tensor | None,
     num_queries: int,
@@ -275,6 +59,7 @@ def _decode_attention(
     sees_sinks: bool,
     window: int,
     chunk: int,
+    after: int,
     softcap: float,
 ) -> None:
     num_tokens, num_heads, key_dim = q.shape
@@ -285,7 +70,13 @@ def _decode_attention(
     group, together = num_heads // num_kv_heads, plan.num_members * num_queries
     device = tuning.device_class(q.device)
     launch = tuning.decode_launch(
-        device, together * group, together > 1, key_dim, value_dim, q.element_size()
+        device,
+        together * group,
+        together > 1,
+        key_dim,
+        value_dim,
+        q.element_size(),
+        0 if mask is None else mask.element_size(),
     )
     early = tuning.has_early_launch(device)
     options = {"launch_pdl": True} if early else {}
@@ -293,7 +84,7 @@ def _decode_attention(
     partial_lse = torch.empty(partial_shape, dtype=torch.float32, device=q.device)
     partial_out = torch.empty((*partial_shape, value_dim), dtype=torch.float32, device=q.device)
     score_scale, cap_scale = score_scales(scale, softcap)
-    _decode_kernel[(num_kv_heads, shares.shape[0] - 1)](
+    decode_kernel[(num_kv_heads, shares.shape[0] - 1)](
         q,
         k_cache,
         v_cache,
@@ -307,6 +98,9 @@ def _decode_attention(
         sink_logits,
         sink_cos,
         sink_sin,
+        alibi_slopes,
+        mask,
+        mask_columns,
         out,
         lse,
         partial_out,
@@ -320,6 +114,7 @@ def _decode_attention(
         index.stride(0),
         None if indirection is None else indirection.stride(0),
         *out.stride()[:2],
+        *mask_strides(mask),
         GROUP=group,
         NUM_QUERIES=num_queries,
         MEMBERS=plan.num_members,
@@ -336,6 +131,8 @@ def _decode_attention(
         PAIRS=0 if sink_cos is None else sink_cos.shape[1],
         WINDOW=window,
         CHUNK=chunk,
+        # A request's single query is its last token, so it sees all keys anyway.
+        AFTER=after if num_queries > 1 else 0,
         SOFTCAP=softcap != 0.0,
         HAS_LSE=lse is not None,
         EARLY=early,
@@ -361,6 +158,7 @@ def decode_attention(
     out: Tensor | None = None,
     lse: Tensor | None = None,
     sink_rotation: SinkRotation | None = None,
+    mask: AttentionMask | None = None,
 ) -> Tensor:
     """Computes the attention of each request's newest tokens to its tokens in the cache, themselves included.
 
@@ -376,7 +174,8 @@ def decode_attention(
         lengths: int32 `[B]`, the number of tokens to attend to, the newest included; at most num_entries *
             2**shift, which is not checked, or in a ring any number. The output of a request of length 0 is
             zeros.
-        options: scale, window, soft-cap, chunk and sinks.
+        options: scale, windows, soft-cap, chunk, sinks, ALiBi, and whether the layer is causal. If it is not,
+            the keys may be those of another sequence, of any length.
         num_queries: queries of each request, at its last positions: 1, or the number of drafted tokens to
             verify and one more. A query whose position would be negative gets zeros.
         plan: the result of `decode_plan` for the same rows, lengths, window, chunk and num_queries. One plan
@@ -387,6 +186,7 @@ def decode_attention(
             the head's sink included; -inf where a query sees no key and has no sink. Not written if None.
         sink_rotation: where the rows are rings and the layer has no window, the angles by which each request's
             query is rotated back for the sinks; None for sinks that are attended to as all other keys.
+        mask: what hides keys or changes scores beside the options, with a row for each query of q.
 
     Returns:
         `[B * num_queries, H, Dv]`, `out`.
@@ -394,7 +194,7 @@ def decode_attention(
     Raises:
         ValueError: shapes, strides, dtypes or numbers do not fit.
     """
-    scale = check_attention_inputs(q, kv, rows, lengths, options, out, lse)
+    scale = check_attention_inputs(q, kv, rows, lengths, options, out, lse, mask)
     if num_queries < 1 or q.shape[0] != rows.shape[0] * num_queries:
         raise ValueError(
             f"q must hold {num_queries} queries for each of {rows.shape[0]} rows, at least one; "
@@ -412,6 +212,10 @@ def decode_attention(
         check_rotation(sink_rotation, len(q), q.shape[2])
         if ring is None or not ring.sinks:
             raise ValueError("a rotation for sinks, but the layer sees no ring's sinks; pass none")
+    if ring is not None and (mask is not None or (ring.sinks and options.alibi_slopes is not None)):
+        raise ValueError(
+            f"{ring} with a mask, or sinks with ALiBi: both count true positions; leave them out"
+        )
     if plan is not None and (plan.window, plan.chunk, plan.num_queries, len(plan.parts), plan.ring) != (
         window,
         chunk,
@@ -452,6 +256,9 @@ def decode_attention(
         lengths,
         options.sink_logits,
         *(sink_rotation or (None, None)),
+        options.alibi_slopes,
+        None if mask is None else mask.for_kernel(),
+        None if mask is None else mask.columns,
         out,
         lse,
         num_queries,
@@ -461,6 +268,7 @@ def decode_attention(
         ring is not None and ring.sinks > 0,
         window,
         chunk,
+        options.after,
         options.softcap,
     )
     return out
@@ -475,6 +283,7 @@ def decode_attention_reference(
     *,
     num_queries: int = 1,
     sink_rotation: SinkRotation | None = None,
+    mask: AttentionMask | None = None,
 ) -> Tensor:
     """Computes `decode_attention` in plain torch and float64, one request at a time. Reads lengths and rows on
     the host, so on a GPU it synchronises."""
@@ -494,5 +303,6 @@ def decode_attention_reference(
             kv.v[slots],
             torch.arange(length - num_queries, length, device=q.device),
             options,
+            None if mask is None else mask_reference(mask, queries, request, length),
         ).to(q.dtype)
     return out

@@ -32,7 +32,7 @@ from torch import Tensor
 
 from lightkv.triton_kernels import tuning
 from lightkv.triton_kernels.attention.attend_keys import first_key
-from lightkv.triton_kernels.attention.attention_inputs import check_mask, check_requests
+from lightkv.triton_kernels.attention.attention_inputs import check_requests, check_window
 from lightkv.triton_kernels.attention.ring import Ring
 
 ITEM_FIELDS = 4  # request (or -1 - prefix), row, first key, end of the keys
@@ -315,12 +315,12 @@ def decode_plan(
     """
     num_requests = len(rows)
     check_requests(rows, lengths)
-    check_mask(window, chunk)
     if ring is not None and (window or chunk or num_queries > 1 or shared_prefixes is not None):
         raise ValueError(
             f"a plan for {ring} has one query a request, no window, chunks or shared prefixes; got "
             f"{num_queries} queries, a window of {window} and chunks of {chunk}"
         )
+    check_window(window, chunk, 0)
     if shared_prefixes is not None:
         _check_prefixes(shared_prefixes, num_requests, window)
         if shared_prefixes.members.shape[1] < 2:

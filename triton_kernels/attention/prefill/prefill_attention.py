@@ -1,4 +1,4 @@
-"""Prefill attention: many queries per request, causal, over a cached prefix and the new tokens alike.
+"""Prefill attention: many queries per request over a cached prefix and the new tokens alike.
 
 The new tokens' K/V is in the cache before the call, so a whole prefill, a chunk of one and the verification of
 drafted tokens are the same operation: a request's last n tokens attend to all its tokens, found through the
@@ -26,6 +26,7 @@ from torch import Tensor
 from lightkv.triton_kernels import tuning
 from lightkv.triton_kernels.attention.attend_keys import score_scales
 from lightkv.triton_kernels.attention.attention_inputs import check_attention_inputs
+from lightkv.triton_kernels.attention.attention_mask import AttentionMask, mask_reference, mask_strides
 from lightkv.triton_kernels.attention.attention_reference import attend_reference, slots_reference
 from lightkv.triton_kernels.attention.paged_kv import DEFAULT_OPTIONS, AttentionOptions, HeadShape, PagedKV
 
@@ -47,10 +48,12 @@ def _hopper() -> ModuleType | None:
     return prefill_hopper
 
 
-def _hopper_launch(q: Tensor, k_cache: Tensor, v_cache: Tensor, out: Tensor) -> tuning.Launch | None:
-    """Returns the tiles that `prefill_hopper` would use; None if it cannot run, as it copies 16 bytes at a time
-    and converts no types."""
-    if not q.dtype == k_cache.dtype == v_cache.dtype:
+def _hopper_launch(
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, out: Tensor, mask: Tensor | None
+) -> tuning.Launch | None:
+    """Returns the tiles that `prefill_hopper` would use; None if it cannot run, as it copies 16 bytes at a
+    time, converts no types, and knows no masks but trees."""
+    if not q.dtype == k_cache.dtype == v_cache.dtype or (mask is not None and mask.dtype != torch.int32):
         return None
     for tensor in (q, k_cache, v_cache, out):
         if tensor.data_ptr() % 16 or any(stride % 16 for stride in tensor.stride()[:2]):
@@ -69,6 +72,9 @@ def _prefill_attention(
     items: Tensor,
     counters: Tensor,
     sink_logits: Tensor | None,
+    alibi_slopes: Tensor | None,
+    mask: Tensor | None,
+    mask_columns: Tensor | None,
     out: Tensor,
     lse: Tensor | None,
     num_shares: int,
@@ -82,6 +88,7 @@ def _prefill_attention(
     ring: list[int],
     window: int,
     chunk: int,
+    after: int,
     softcap: float,
 ) -> None:
     num_heads, key_dim = q.shape[1:]
@@ -94,7 +101,7 @@ def _prefill_attention(
     if num_workers:
         partial_out, partial_lse = empty_parts(num_workers, num_kv_heads, block_m, value_dim, q.device)
         early = tuning.has_early_launch(tuning.device_class(q.device))
-    hopper_launch = _hopper_launch(q, k_cache, v_cache, out)
+    hopper_launch = _hopper_launch(q, k_cache, v_cache, out, mask)
     if hopper_launch is not None and hopper_launch.block_m == block_m and (hopper := _hopper()) is not None:
         hopper.launch_hopper_prefill(
             q,
@@ -105,6 +112,8 @@ def _prefill_attention(
             items,
             counters,
             sink_logits,
+            alibi_slopes,
+            mask,
             out,
             lse,
             partial_out,
@@ -117,9 +126,13 @@ def _prefill_attention(
             ring=ring,
             window=window,
             chunk=chunk,
+            after=after,
             softcap=softcap != 0.0,
         )
     else:
+        if mask is not None:
+            launch = tuning.Launch(block_m, block_n, num_warps, num_stages)
+            _, block_n, num_warps, num_stages = tuning.masked_prefill_launch(launch, mask.element_size())
         prefill_kernel[(num_kv_heads * num_shares,)](
             q,
             k_cache,
@@ -128,6 +141,9 @@ def _prefill_attention(
             indirection,
             items,
             sink_logits,
+            alibi_slopes,
+            mask,
+            mask_columns,
             out,
             lse,
             partial_out,
@@ -141,6 +157,7 @@ def _prefill_attention(
             index.stride(0),
             None if indirection is None else indirection.stride(0),
             *out.stride()[:2],
+            *mask_strides(mask),
             GROUP=num_heads // num_kv_heads,
             DK=key_dim,
             DV=value_dim,
@@ -153,6 +170,7 @@ def _prefill_attention(
             RING=ring[1],
             WINDOW=window,
             CHUNK=chunk,
+            AFTER=after,
             SOFTCAP=softcap != 0.0,
             HAS_LSE=lse is not None,
             SHARES=num_workers > 0,
@@ -178,12 +196,15 @@ def prefill_attention(
     plan: PrefillPlan | None = None,
     out: Tensor | None = None,
     lse: Tensor | None = None,
+    mask: AttentionMask | None = None,
 ) -> Tensor:
-    """Computes causal attention of each request's last tokens to all its tokens. Their K/V is in the cache
-    before the call.
+    """Computes attention of each request's last tokens to all its tokens. Their K/V is in the cache before the
+    call.
 
-    The n queries of a request are at its last n positions; each attends to itself and to the tokens before it.
-    The output of a query whose position would be negative (more queries than tokens) is zeros.
+    The n queries of a request are at its last n positions; each attends to itself and to the tokens before it,
+    in a layer that is not causal to those after it, too. The output of a query whose position would be negative
+    (more queries than tokens) is zeros if the layer is causal. If it is not, the keys may be those of another
+    sequence, of any length.
 
     Args:
         q: `[T, H, Dk]`, request after request; H is a multiple of num_kv_heads.
@@ -195,12 +216,13 @@ def prefill_attention(
         lengths: int32 `[B]`, the request's tokens in the cache, the queries' own included; at most num_entries
             * 2**shift, which is not checked. If the rows are rings, n queries need a ring of `window` + n - 1
             tokens, which is not checked either.
-        options: scale, window, soft-cap, chunk and sinks.
-        plan: the result of `prefill_plan` for the same rows, q_starts, lengths, window, chunk and shapes; it
+        options: scale, windows, soft-cap, chunk, sinks, ALiBi, and whether the layer is causal.
+        plan: the result of `prefill_plan` for the same rows, q_starts, lengths, windows, chunk and shapes; it
             serves all layers of a step, one after the other. If None, a plan is made here.
         out: `[T, H, Dv]` to write to; allocated in the dtype of q if None.
         lse: float32 `[T, H]`, contiguous, to write the log-sum-exp of the scores to, in base 2, the head's
             sink included; -inf where a query sees no key and has no sink. Not written if None.
+        mask: what hides keys or changes scores beside the options, with a row for each query of q.
 
     Returns:
         `[T, H, Dv]`, `out`.
@@ -208,11 +230,11 @@ def prefill_attention(
     Raises:
         ValueError: shapes, strides, dtypes or numbers do not fit.
     """
-    scale = check_attention_inputs(q, kv, rows, lengths, options, out, lse)
-    if kv.ring is not None and not options.window:
+    scale = check_attention_inputs(q, kv, rows, lengths, options, out, lse, mask)
+    if kv.ring is not None and (not options.window or options.after or mask is not None):
         raise ValueError(
-            f"prefill over rows that are rings, {kv.ring}, is for a layer with a window, which says what each "
-            "query sees; set options.window"
+            f"prefill over rows that are rings, {kv.ring}, is for a causal layer with a window, which says "
+            "what each query sees, and without a mask; set options.window"
         )
     if (
         q_starts.dtype != torch.int32
@@ -223,12 +245,17 @@ def prefill_attention(
             f"q_starts must be contiguous int32 [{rows.shape[0] + 1}], got {q_starts.dtype} "
             f"{tuple(q_starts.shape)}"
         )
-    window, chunk = options.window, options.chunk
-    if plan is not None and (plan.window, plan.chunk, plan.num_requests) != (window, chunk, len(rows)):
+    window, chunk, after = options.window, options.chunk, options.after
+    if plan is not None and (plan.window, plan.chunk, plan.after, plan.num_requests) != (
+        window,
+        chunk,
+        after,
+        len(rows),
+    ):
         raise ValueError(
-            f"the plan is for {plan.num_requests} requests with a window of {plan.window} and chunks of "
-            f"{plan.chunk}, but the call has {len(rows)} requests with a window of {window} and chunks of "
-            f"{chunk}; make a plan for this call"
+            f"the plan is for {plan.num_requests} requests with a window of {plan.window}, {plan.after} tokens "
+            f"after the query and chunks of {plan.chunk}, but the call has {len(rows)} requests with a window "
+            f"of {window}, {after} tokens after the query and chunks of {chunk}; make a plan for this call"
         )
     if out is None:
         out = q.new_empty((*q.shape[:2], kv.v.shape[2]))
@@ -242,6 +269,7 @@ def prefill_attention(
             dtype=q.dtype,
             window=window,
             chunk=chunk,
+            after=after,
         )
     _prefill_attention(
         q,
@@ -252,6 +280,9 @@ def prefill_attention(
         plan.items,
         plan.counters,
         options.sink_logits,
+        options.alibi_slopes,
+        None if mask is None else mask.for_kernel(),
+        None if mask is None else mask.columns,
         out,
         lse,
         plan.num_shares,
@@ -262,6 +293,7 @@ def prefill_attention(
         kv.ring_sizes,
         window,
         chunk,
+        after,
         options.softcap,
     )
     return out
@@ -274,6 +306,8 @@ def prefill_attention_reference(
     q_starts: Tensor,
     lengths: Tensor,
     options: AttentionOptions = DEFAULT_OPTIONS,
+    *,
+    mask: AttentionMask | None = None,
 ) -> Tensor:
     """Computes `prefill_attention` in plain torch and float64, one request at a time; the output of queries
     that belong to no request is zero. Reads lengths, rows and q_starts on the host, so on a GPU it
@@ -290,5 +324,6 @@ def prefill_attention_reference(
             kv.v[slots],
             torch.arange(length - q_len, length, device=q.device),
             options,
+            None if mask is None else mask_reference(mask, queries, request, length),
         ).to(q.dtype)
     return out

@@ -8,8 +8,10 @@ from lightkv.triton_kernels.attention.attend_keys import (
     attend_keys,
     find_slots,
     first_key,
+    load_slopes,
     start_softmax,
 )
+from lightkv.triton_kernels.attention.attention_mask import mask_rows
 
 from .prefill_plan import ITEM_FIELDS
 
@@ -46,14 +48,16 @@ def _attend_item(
     RING: tl.constexpr,
     WINDOW: tl.constexpr,
     CHUNK: tl.constexpr,
+    AFTER: tl.constexpr,
     SOFTCAP: tl.constexpr,
     HAS_LSE: tl.constexpr,
     SHARES: tl.constexpr,
 ):
     """Computes a tile, or, where keys are shared out, the part of it that the item is limited to."""
-    q_strides, k_strides, v_strides, index_strides, out_strides = strides
-    q, k_cache, v_cache, index, indirection, sink_logits, out, lse = tensors
-    _request, row, first_row, num_rows, q_begin, prefix = tile
+    q_strides, k_strides, v_strides, index_strides, out_strides, mask_sizes = strides
+    q, k_cache, v_cache, index, indirection, sink_logits, alibi_slopes, mask, mask_columns, out, lse = tensors
+    IS_TREE: tl.constexpr = mask is not None and mask.dtype.element_ty == tl.int32
+    request, row, first_row, num_rows, q_begin, prefix = tile
     tile_rows = first_row + tl.arange(0, BLOCK_M)  # [BLOCK_M]
     queries = tile_rows // GROUP
     tokens = (q_begin + queries).to(tl.int64)
@@ -66,15 +70,21 @@ def _attend_item(
     # Keys in [begin, full_end) are visible to every row, keys in [full_end, num_keys) to some of them:
     #   begin ├──── not masked ────┤ full_end ├─ masked ─┤ num_keys
     num_keys = tl.maximum(last_position + 1, 0)
+    seen_by_all = first_position + 1  # the keys before it, but for a window or chunk
+    if AFTER > 0:
+        num_keys = tl.maximum(tl.minimum(last_position + 1 + AFTER, prefix + num_rows // GROUP), 0)
+        seen_by_all = tl.minimum(first_position + 1 + AFTER, num_keys)
+    if IS_TREE:
+        seen_by_all = tl.minimum(seen_by_all, prefix)
     if WINDOW > 0:
         begin = tl.maximum(first_position - WINDOW + 1, 0)
         full_end = begin
     else:
         begin = 0
-        full_end = tl.maximum(first_position + 1, 0) // BLOCK_N * BLOCK_N
+        full_end = tl.maximum(seen_by_all, 0) // BLOCK_N * BLOCK_N
     if CHUNK > 0:
         begin = first_key(first_position, 0, CHUNK)
-        full_end = begin + tl.maximum(first_position + 1 - begin, 0) // BLOCK_N * BLOCK_N
+        full_end = begin + tl.maximum(seen_by_all - begin, 0) // BLOCK_N * BLOCK_N
         # If the tile ends in a later chunk than it begins in, no key is visible to every row.
         full_end = tl.where(first_key(last_position, 0, CHUNK) > begin, begin, full_end)
     joins = in_tile
@@ -101,6 +111,16 @@ def _attend_item(
     )  # [BLOCK_M, BLOCK_DK]
 
     peak, total = start_softmax(sink_logits, heads, joins, BLOCK_M)
+    slopes = load_slopes(alibi_slopes, heads, in_tile)
+    mask_tile = (None, None, None)
+    if mask is not None:
+        mask_pointers, mask_widths = mask_rows(
+            mask, mask_columns, mask_sizes[0], mask_sizes[1], mask_sizes[2], heads, tokens, request, in_tile
+        )
+        mask_tile = (mask_pointers, mask_widths, prefix)
+        if WINDOW == 0 and CHUNK == 0:  # a part begins at such a multiple: the mask is read in whole vectors
+            begin = begin // 16 * 16
+            full_end = full_end // 16 * 16
     acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
     k_head = k_cache + kv_head * k_strides[1]
     v_head = v_cache + kv_head * v_strides[1]
@@ -115,6 +135,8 @@ def _attend_item(
             v_head,
             index_row,
             query_positions,
+            slopes,
+            mask_tile,
             full_end if MASKED else begin,
             num_keys if MASKED else full_end,
             num_keys,
@@ -130,6 +152,7 @@ def _attend_item(
             SHIFT,
             WINDOW,
             CHUNK,
+            AFTER,
             SOFTCAP,
             MASKED == 1,
         )
@@ -152,7 +175,12 @@ def _attend_item(
         tl.store(lse + tokens * (num_kv_heads * GROUP) + heads, peak + tl.log2(total), mask=in_tile)
 
 
-@triton.jit(do_not_specialize_on_alignment=["index", "indirection", "items", "sink_logits"])
+@triton.jit(
+    do_not_specialize=["mask_width"],
+    do_not_specialize_on_alignment=[
+        "index", "indirection", "items", "sink_logits", "alibi_slopes", "mask_columns",
+    ],
+)  # fmt: skip
 def prefill_kernel(
     q,
     k_cache,
@@ -161,6 +189,9 @@ def prefill_kernel(
     indirection,
     items,  # [capacity, 12]
     sink_logits,  # [H] float32; or None
+    alibi_slopes,  # [H] float32; or None
+    mask,  # [1 or H, T, mask_width], of values or int32 words of bits; or None
+    mask_columns,  # [B]; or None
     out,
     lse,  # [T, H] float32, base 2
     partial_out,  # [parts, num_kv_heads, BLOCK_M, DV] float32; None if no tile is ever cut
@@ -178,6 +209,9 @@ def prefill_kernel(
     stride_indirection,
     stride_out_t,
     stride_out_h,
+    mask_width,
+    stride_mask_h,
+    stride_mask_t,
     GROUP: tl.constexpr,
     DK: tl.constexpr,
     DV: tl.constexpr,
@@ -190,6 +224,7 @@ def prefill_kernel(
     RING: tl.constexpr,
     WINDOW: tl.constexpr,
     CHUNK: tl.constexpr,
+    AFTER: tl.constexpr,
     SOFTCAP: tl.constexpr,
     HAS_LSE: tl.constexpr,
     SHARES: tl.constexpr,
@@ -204,33 +239,28 @@ def prefill_kernel(
     tile = _load_tile(item)
     if tile[0] < 0:
         return
-    tensors = q, k_cache, v_cache, index, indirection, sink_logits, out, lse
-    partials = partial_out, partial_lse
+    tensors = q, k_cache, v_cache, index, indirection, sink_logits, alibi_slopes, mask, mask_columns, out, lse
+    partials, mask_sizes = (partial_out, partial_lse), (mask_width, stride_mask_h, stride_mask_t)
     scales, q_strides, out_strides, index_strides = (
         (score_scale, cap_scale),
         (stride_q_t, stride_q_h),
         (stride_out_t, stride_out_h),
         (stride_index, stride_indirection),
     )
-    strides = (
-        q_strides,
-        (stride_k_slot, stride_k_h),
-        (stride_v_slot, stride_v_h),
-        index_strides,
-        out_strides,
-    )
+    k_strides, v_strides = (stride_k_slot, stride_k_h), (stride_v_slot, stride_v_h)
+    strides = (q_strides, k_strides, v_strides, index_strides, out_strides, mask_sizes)
     if SHARES:
         while number >= 0:
             item = items + number * _ITEM_FIELDS
             _attend_item(
                 tensors, partials, item, _load_tile(item), kv_head, num_kv_heads, scales, strides,
                 GROUP, DK, DV, BLOCK_M, BLOCK_DK, BLOCK_DV, BLOCK_N, SHIFT, SINKS, RING, WINDOW,
-                CHUNK, SOFTCAP, HAS_LSE, True,
+                CHUNK, AFTER, SOFTCAP, HAS_LSE, True,
             )  # fmt: skip
             number = tl.load(item + 9)  # the next one of the share
     else:
         _attend_item(
             tensors, partials, item, tile, kv_head, num_kv_heads, scales, strides,
             GROUP, DK, DV, BLOCK_M, BLOCK_DK, BLOCK_DV, BLOCK_N, SHIFT, SINKS, RING, WINDOW, CHUNK,
-            SOFTCAP, HAS_LSE, False,
+            AFTER, SOFTCAP, HAS_LSE, False,
         )  # fmt: skip

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from lightkv.triton_kernels import tuning
 
-from .prefill_plan import ALL_KEYS, ITEM_FIELDS, PrefillPlan, key_bound
+from .prefill_plan import ALL_KEYS, ITEM_FIELDS, PrefillPlan, is_full, key_bound
 
 
 def prefill_tiles_reference(
@@ -19,9 +19,10 @@ def prefill_tiles_reference(
     block_m: int,
     window: int = 0,
     chunk: int = 0,
+    after: int = 0,
 ) -> list[list[int]]:
     """Computes the tiles of `prefill_plan` in plain Python, in their order, each with the fields of an item."""
-    most_keys = key_bound(window, chunk, block_m, group)
+    most_keys = key_bound(window, chunk, after, block_m, group)
     starts, tiles = q_starts.tolist(), []
     for request, (row, length) in enumerate(zip(rows.tolist(), lengths.tolist(), strict=True)):
         q_begin, q_end = starts[request : request + 2]
@@ -29,18 +30,20 @@ def prefill_tiles_reference(
         for first_row in range(0, num_rows, block_m):
             last_query = (min(first_row + block_m, num_rows) - 1) // group
             num_keys = min(max(prefix + last_query + 1, 0), most_keys)
+            if is_full(window, after):
+                num_keys = length
             fields = [request, row, first_row, num_rows, q_begin, prefix, 0, ALL_KEYS, -1, -1, -1, -1]
             tiles.append((-num_keys, request, -first_row, fields))
     return [fields for *_, fields in sorted(tiles)]
 
 
 def _units_reference(
-    tile: list[int], group: int, block_m: int, window: int, chunk: int, unit: int
+    tile: list[int], group: int, block_m: int, window: int, chunk: int, after: int, unit: int
 ) -> tuple[int, int]:
     """Returns the first unit of keys that a tile's queries see, and how many they see, at least 1."""
     first_row, num_rows, prefix = tile[2], tile[3], tile[5]
     last_row = min(first_row + block_m, num_rows) - 1
-    end = max(prefix + last_row // group + 1, 0)
+    end = max(min(prefix + last_row // group + 1 + after, prefix + num_rows // group), 0)
     first_position = prefix + first_row // group
     begin = max(first_position - window + 1, 0) if window else 0
     if chunk:
@@ -79,11 +82,11 @@ def prefill_plan_reference(
     """Computes the items of `plan`, of which unused ones are -1, and its counters in plain Python, from what it
     was made for. `key_bytes`: of K and V of a token for one K/V head."""
     block_m, num_workers, unit = plan.launch.block_m, shares.num_workers, shares.unit
-    window, chunk = plan.window, plan.chunk
+    window, chunk, after = plan.window, plan.chunk, plan.after
     tiles = prefill_tiles_reference(
-        rows, q_starts, lengths, group=group, block_m=block_m, window=window, chunk=chunk
+        rows, q_starts, lengths, group=group, block_m=block_m, window=window, chunk=chunk, after=after
     )
-    units = [_units_reference(tile, group, block_m, window, chunk, unit) for tile in tiles]
+    units = [_units_reference(tile, group, block_m, window, chunk, after, unit) for tile in tiles]
     total = sum(size for _, size in units)
     share = share_reference([size for _, size in units], num_kv_heads, shares)
     items = [[-1] * ITEM_FIELDS for _ in range(len(plan.items))]
@@ -106,7 +109,7 @@ def prefill_plan_reference(
                 item[10:] = len(parts), parts[0]
             items[plan.num_shares + tile if first % share else first // share] = item
         begin = end
-    num_keys, most_keys = 1, key_bound(window, chunk, block_m, group)
+    num_keys, most_keys = 1, key_bound(window, chunk, after, block_m, group)
     for length, q_len in zip(lengths.tolist(), q_starts.diff().tolist(), strict=True):
         num_keys += q_len + min(max(length - q_len, 0), most_keys)
     section_heads = min(max(tuning.SECTION_BYTES // key_bytes // num_keys, 1), num_kv_heads)
