@@ -7,6 +7,7 @@ import torch
 
 from lightkv.triton_kernels.attention.paged_kv import DEFAULT_OPTIONS, AttentionOptions, PagedKV
 
+from .cross import CrossMetadata
 from .metadata import AttentionMetadata
 from .rotary import Rotary, RotaryEmbedding
 
@@ -127,6 +128,32 @@ class AttentionBackend(ABC):
             self._attend(q, k, v, metadata, out)
         return out.flatten(1)
 
+    def write_cross(
+        self, k: torch.Tensor, v: torch.Tensor, slots: torch.Tensor, metadata: AttentionMetadata
+    ) -> None:
+        """Writes a cross sequence's K and V, `[n, num_kv_heads * head_dim]` and `[n, num_kv_heads * v_dim]`, to
+        its slots, int `[n]` on the pool's device (`KVCache.open_cross`). Later steps only read them."""
+        pool, num_tokens = metadata.memory.pool, len(slots)
+        k_cache, v_cache = pool.k(self.layer_idx), pool.v(self.layer_idx)
+        k_cache.index_copy_(0, slots.long(), k.view(num_tokens, *k_cache.shape[1:]).to(k_cache.dtype))
+        v_cache.index_copy_(0, slots.long(), v.view(num_tokens, *v_cache.shape[1:]).to(v_cache.dtype))
+
+    def cross(self, q: torch.Tensor, cross: CrossMetadata) -> torch.Tensor:
+        """Attends from q, `[num_tokens, num_heads * head_dim]`, to all tokens of the cross sequence that each
+        sequence reads. Their K/V is in the slots of `KVCache.open_cross` already. Returns `[num_tokens,
+        num_heads * v_dim]`. Raises ValueError for a layer that is causal or has a window."""
+        options = self.options
+        bounded = options.window or options.window_after or options.chunk
+        if options.causal or bounded or options.alibi_slopes is not None:
+            raise ValueError(
+                f"layer {self.layer_idx} attends to another sequence, so it sees all of its tokens, which have "
+                f"no distance: make it with causal=False, and no windows, chunks or ALiBi; it has {options}"
+            )
+        q = q.view(cross.metadata.num_tokens, self.num_heads, self.head_dim)
+        out = q.new_empty(len(q), self.num_heads, self.v_dim)
+        self._attend_cross(q, cross, out)
+        return out.flatten(1)
+
     def entry_scores(self, q: torch.Tensor, metadata: AttentionMetadata) -> torch.Tensor:
         """Computes how much this step's queries attend to each entry: probabilities, summed over queries and
         heads.
@@ -187,6 +214,10 @@ class AttentionBackend(ABC):
     def _attend_to_rings(self, q: torch.Tensor, metadata: AttentionMetadata, out: torch.Tensor) -> None:
         """Writes the attention of all tokens, decodes whose rows are rings, to `out`: q attends to a ring's
         window, and, rotated back by the tokens that were dropped, to its sinks."""
+
+    @abstractmethod
+    def _attend_cross(self, q: torch.Tensor, cross: CrossMetadata, out: torch.Tensor) -> None:
+        """Writes the attention of all tokens to their cross sequences to `out`."""
 
     @abstractmethod
     def _entry_scores(

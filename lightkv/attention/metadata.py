@@ -83,10 +83,10 @@ class AttentionMetadata:
     with T tokens in all:
 
     - on the host: `num_prefills`, `num_decodes`, `num_tokens`, `num_prefill_tokens`, `first_prefill_token` and
-      `first_decode_token` (where the tokens of prefills and of decodes begin); `q_lens` int32 `[B]` on the
-      CPU (this step's tokens of each sequence), `prefill_lens` (those of the prefills), `rows_host` and
-      `kv_lens_host` int64 `[B]`, `num_sink_tokens` (0 unless sequences that have dropped tokens still hold
-      the first ones);
+      `first_decode_token` (where the tokens of prefills and of decodes begin); `num_sequences` and
+      `num_real_prefills` (padding aside); `q_lens` int32 `[B]` on the CPU (this step's tokens of each
+      sequence), `prefill_lens` (those of the prefills), `rows_host` and `kv_lens_host` int64 `[B]`,
+      `num_sink_tokens` (0 unless sequences that have dropped tokens still hold the first ones);
     - on the device: `q_lens_on_device` int32 `[B]`, `position_ids` int64 `[T]`, `rows` int64 `[B]` (of the
       token table), `kv_lens` int32 `[B]` (tokens in the cache, this step's included), `q_starts`
       int32 `[B + 1]`, `slot_mapping` int64 `[T]` (the slots that this step's K/V is written to), `dropped`
@@ -219,6 +219,7 @@ class AttentionMetadata:
         gap = np.array(dropped, dtype=np.int64) if len(dropped) else np.zeros_like(row)
         self._validate_dropped(start, gap, num_prefills, num_sink_tokens)
         shape, table = self.shape, self.memory.table
+        num_sequences, num_real_prefills = len(row), num_prefills
         index, in_order = table.req_to_token, False
         if ring is None:
             entries = table.entries(row, start, count)
@@ -264,6 +265,7 @@ class AttentionMetadata:
             shared = _shared_prefixes(*decodes, prefixes or (), self.prefix_members)
 
         self.step += 1
+        self.num_sequences, self.num_real_prefills = num_sequences, num_real_prefills
         self.mask = mask
         self.rows_host, self.kv_lens_host = row, kv_len
         self.num_prefills = num_prefills

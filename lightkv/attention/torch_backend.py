@@ -22,6 +22,7 @@ from lightkv.triton_kernels.attention.paged_kv import AttentionOptions
 
 from .backend import AttentionBackend
 from .biased_attention import attend_with_bias
+from .cross import CrossMetadata, attend_cross
 from .metadata import AttentionMetadata
 from .rotary import RotaryEmbedding
 
@@ -402,6 +403,9 @@ class TorchAttention(AttentionBackend):
             if parts:
                 outs, lses = (torch.stack(part) for part in zip(*parts, strict=True))
                 out[token : token + 1] = merge_states_reference(outs, lses)[0]
+
+    def _attend_cross(self, q: torch.Tensor, cross: CrossMetadata, out: torch.Tensor) -> None:
+        attend_cross(q, self.paged_kv(cross.metadata), cross, self.options, out)
 
     def _decode(self, q: torch.Tensor, metadata: AttentionMetadata, out: torch.Tensor) -> None:
         pool = metadata.memory.pool

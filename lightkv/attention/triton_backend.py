@@ -13,11 +13,12 @@ from lightkv.triton_kernels.attention.decode.decode_sinks import SinkRotation
 from lightkv.triton_kernels.attention.decode.ring_step import sink_rotation
 from lightkv.triton_kernels.attention.merge_states import merge_states
 from lightkv.triton_kernels.attention.mixed_attention import MixedPlan, mixed_attention, mixed_plan
-from lightkv.triton_kernels.attention.paged_kv import HeadShape
+from lightkv.triton_kernels.attention.paged_kv import HeadShape, PagedKV
 from lightkv.triton_kernels.attention.prefill.prefill_combine import most_part_bytes
 from lightkv.triton_kernels.write_kv import write_kv
 
 from .backend import AttentionBackend
+from .cross import CrossMetadata
 from .metadata import AttentionMetadata
 from .rotary import RotaryEmbedding
 
@@ -198,6 +199,37 @@ class TritonAttention(AttentionBackend):
             plan=plan.decode,
             out=out,
             sink_rotation=plan.rotation,
+        )
+
+    def _attend_cross(self, q: torch.Tensor, cross: CrossMetadata, out: torch.Tensor) -> None:
+        metadata, heads = cross.metadata, self._heads
+        q_starts = metadata.q_starts[: metadata.num_prefills + 1]
+
+        def make() -> MixedPlan:
+            return mixed_plan(
+                cross.rows,
+                q_starts,
+                cross.kv_lens,
+                heads,
+                num_tokens=len(q),
+                dtype=q.dtype,
+                after=self.options.after,
+                decodes_first=metadata.decodes_first,
+            )
+
+        plans = cross.plan if isinstance(cross.plan, _StepPlans) else _StepPlans()
+        cross.plan = plans
+        pool = metadata.memory.pool
+        mixed_attention(
+            q,
+            PagedKV(pool.k(self.layer_idx), pool.v(self.layer_idx), metadata.memory.table.req_to_token),
+            cross.rows,
+            q_starts,
+            cross.kv_lens,
+            self.options,
+            plan=plans.get((*heads, q.dtype), metadata.step, self.layer_idx, make),
+            out=out,
+            decodes_first=metadata.decodes_first,
         )
 
     def _entry_scores(

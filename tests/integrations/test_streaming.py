@@ -275,6 +275,31 @@ def test_backends_agree_in_16_bits(dtype: torch.dtype) -> None:
     torch.testing.assert_close(logits[0], logits[1], rtol=3e-2, atol=3e-2)
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["sinks", "one-by-one", "no-sinks"])
+def test_steps_of_a_stream_are_replays_of_one_graph(name: str) -> None:
+    """Two streams, one after the other and in one batch, on CUDA graphs, against the float64 reference."""
+    window = WINDOWS[name]
+    model = make_model(torch.device("cuda"))
+    lm = streamer(model, 3 * window.capacity, max_sequences=3, max_entries=window.capacity, backend="triton")
+    ids = torch.randint(0, VOCABULARY, (130,), device="cuda")
+    eager = fed(streamer(model, window.capacity, backend="torch"), ids, window, [130])
+    assert not lm._ring_graphs
+    logits = fed(lm, ids, window, [1] * 70 + [9, 1, 1, 8] + [1] * 41)
+    torch.testing.assert_close(logits, eager, rtol=1e-4, atol=1e-4)
+    assert list(lm._ring_graphs) == [(window.ring, 1)]
+    flows = [Stream(lm, window, [1]) for _ in range(2)]
+    for flow, count in zip(flows, (90, 55), strict=True):
+        *_, _ = flow.feed(ids[:count].tolist())
+    sequences = [flow.sequence for flow in flows]
+    for step in range(30):
+        logits = lm.decode(sequences, [int(ids[90 + step]), int(ids[55 + step])])
+        expected = torch.stack((eager[90 + step], eager[55 + step]))
+        torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-4)
+    assert (window.ring, 2) in lm._ring_graphs
+    lm.cache.check()
+
+
 def test_a_failed_step_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     window = Window(size=20, sink_tokens=4, stride=8)
     lm = streamer(make_model(torch.device("cpu")), capacity=window.capacity)

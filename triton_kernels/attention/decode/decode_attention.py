@@ -225,9 +225,9 @@ def decode_attention(
     ):
         raise ValueError(
             f"the plan is for {len(plan.parts)} requests of {plan.num_queries} queries with a window of "
-            f"{plan.window}, chunks of {plan.chunk} and {plan.ring}, but the call has {len(rows)} requests of "
-            f"{num_queries} queries with a window of {window}, chunks of {chunk} and {ring}; make a plan for "
-            "this call"
+            f"{plan.window} and chunks of {plan.chunk}, but the call has {len(rows)} requests of {num_queries} "
+            f"queries with a window of {window} and chunks of {chunk} ({plan.ring} and {ring}); make a plan "
+            "for this call"
         )
     if out is None:
         out = q.new_empty((*q.shape[:2], kv.v.shape[2]))
