@@ -38,6 +38,7 @@ from lightkv.integrations import streaming
 from lightkv.integrations.cached_model import CachedModel
 from lightkv.integrations.model.attention_call import AttentionCall, compute
 from lightkv.integrations.model.fused_rotary import fused_forwards, set_fused_forwards
+from lightkv.integrations.model.ring_graph import RingGraph
 from lightkv.integrations.streaming import Stream, Window, stream
 from lightkv.ledger.sequence import Sequence
 from lightkv.memory.kv_memory import KVMemory
@@ -273,6 +274,62 @@ def test_backends_agree_in_16_bits(dtype: torch.dtype) -> None:
         for name in ("torch", "triton")
     ]
     torch.testing.assert_close(logits[0], logits[1], rtol=3e-2, atol=3e-2)
+
+
+class Replays:
+    """Stands in for a CUDA graph: a replay computes the step again and writes to the same logits."""
+
+    def __init__(self, graph: RingGraph) -> None:
+        self.graph = graph
+        self.logits = torch.zeros(len(graph._input_ids), VOCABULARY, device=graph._input_ids.device)
+        self.count = 0
+
+    def replay(self) -> None:
+        self.logits.copy_(self.graph.compute())
+        self.count += 1
+
+
+def test_steps_of_streams_move_on_by_themselves(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What a graph would capture is run step by step: lengths, positions and slots are those on the device."""
+
+    def capture(graph: RingGraph) -> tuple[Replays, torch.Tensor]:
+        graph._metadata.prepare([], [], [], 0, ring=graph._ring)
+        replays = Replays(graph)
+        replays.replay()  # padding alone
+        return replays, replays.logits
+
+    monkeypatch.setattr(RingGraph, "_capture", capture)
+    monkeypatch.setattr(CachedModel, "_captures_rings", True)
+    window = Window(size=6, sink_tokens=2, stride=3)
+    model = make_model(device)
+    ids = torch.randint(0, VOCABULARY, (40,), device=device)
+    expected = fed(streamer(model, window.capacity, backend="torch"), ids, window, [3, 37])
+    lm = streamer(model, 2 * window.capacity, max_sequences=2, max_entries=8, backend="triton")
+    uploads: list[int] = []
+    prepare = AttentionMetadata.prepare
+
+    def counted(metadata: AttentionMetadata, *args: Any, **arguments: Any) -> Any:
+        uploads.append(1)
+        return prepare(metadata, *args, **arguments)
+
+    first, second = (Stream(lm, window, ids[:1].tolist()) for _ in range(2))
+    torch.testing.assert_close(next(first.feed(ids[:7].tolist())), expected[6:7], rtol=1e-4, atol=1e-4)
+    *_, _ = second.feed(ids[:12].tolist())
+    for step in range(3):  # a token each, of both, at different positions
+        logits = lm.decode([first.sequence, second.sequence], [int(ids[7 + step]), int(ids[12 + step])])
+        torch.testing.assert_close(logits, expected[[7 + step, 12 + step]], rtol=1e-4, atol=1e-4)
+    monkeypatch.setattr(AttentionMetadata, "prepare", counted)
+    (graph,) = (graph for key, graph in lm._ring_graphs.items() if key == (window.ring, 2))
+    logits = lm.decode([first.sequence, second.sequence], [int(ids[10]), int(ids[15])])
+    torch.testing.assert_close(logits, expected[[10, 15]], rtol=1e-4, atol=1e-4)
+    assert not uploads  # the step follows the one before
+    assert graph._graph.count == 1 + 4  # type: ignore[attr-defined]
+    logits = lm.decode([second.sequence, first.sequence], [int(ids[16]), int(ids[11])])
+    torch.testing.assert_close(logits, expected[[16, 11]], rtol=1e-4, atol=1e-4)
+    assert len(uploads) == 1
+    lm.cache.check()
 
 
 @pytest.mark.gpu
