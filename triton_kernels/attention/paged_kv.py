@@ -18,8 +18,7 @@ class PagedKV(NamedTuple):
     `shift`: 0 for a token table, log2(page) for a page table, 31 for one contiguous run per row.
     `ring`: the rows are rings, so `pos` above is the entry of a position. None: they are not.
     `indirection`: int32 `[num_rows, positions]`: the token at a position of row r is found in row
-    `indirection[r, position]` of the index instead, as by TensorRT-LLM's cache_indirection (`beam_rows`). None
-    for r itself.
+    `indirection[r, position]` of the index instead, as by TensorRT-LLM's cache_indirection. None for r itself.
     """
 
     k: Tensor
