@@ -37,6 +37,9 @@ from lightkv.ledger.prefix_tree import TOKEN_BYTES
 from lightkv.ledger.sequence import Sequence
 from lightkv.memory.staging import upload
 from lightkv.token_ids import TokenIds, int32_bytes
+from lightkv.triton_kernels.attention.attention_mask import AttentionMask
+
+from .guess_tree import GuessTree
 
 
 class CachedModel:
@@ -109,14 +112,16 @@ class CachedModel:
         token_ids: Seq[TokenIds],
         all_logits: bool = False,
         handler: AttentionHandler | None = None,
+        tree: GuessTree | None = None,
     ) -> torch.Tensor:
         """Computes `token_ids[i]` at the end of `sequences[i]`, for all sequences in one call of the model.
 
         Returns the logits after the last token of each sequence, `[len(sequences), vocabulary]`, or with
         `all_logits` those after every token, packed in order. `handler` gets the attention calls instead of
-        `step`, and has to pass them on to it. Raises the errors of `KVCache.extend`, and ValueError where
-        tokens were dropped and this model, or these sequences together, would not be computed right. After an
-        error the sequences are as before.
+        `step`, and has to pass them on to it. With a `tree`, the tokens are its nodes, at the end of one
+        sequence, and each attends to its ancestors alone; `take` keeps those that were right. Raises the errors
+        of `KVCache.extend`, and ValueError where tokens were dropped and this model, or these sequences
+        together, would not be computed right. After an error the sequences are as before.
         """
         ids = [np.frombuffer(int32_bytes(one), dtype=np.int32) for one in token_ids]
         counts = [len(one) for one in ids]
@@ -128,8 +133,19 @@ class CachedModel:
             rows, dropped = [one.row for one in sequences], [one.dropped for one in sequences]
             # A step with sinks consists of prefills only.
             num_prefills = len(rows) if num_sink_tokens or max(counts) > 1 else 0
+            mask = positions = None
+            if tree is not None:
+                mask = AttentionMask(bits=torch.from_numpy(tree.bits()).to(self.model.device))
+                positions = [starts[0] + depth for depth in tree.depths]
             metadata.prepare(
-                rows, starts, counts, num_prefills, dropped=dropped, num_sink_tokens=num_sink_tokens
+                rows,
+                starts,
+                counts,
+                num_prefills,
+                dropped=dropped,
+                num_sink_tokens=num_sink_tokens,
+                mask=mask,
+                positions=positions,
             )
             packed = np.concatenate(ids).astype(np.int64)
             last = np.cumsum(np.array(counts, dtype=np.int64)) - 1
@@ -139,6 +155,19 @@ class CachedModel:
         except BaseException:
             self.cache.shrink(sequences, counts)
             raise
+
+    @torch.no_grad()
+    def take(self, sequence: Sequence, start: int, path: Seq[int]) -> None:
+        """Keeps the nodes `path` of a tree whose root is at entry `start`, and drops the others: the K/V of a
+        node at another entry than its depth is copied there. Raises the errors of `KVCache.truncate`."""
+        first = next((depth for depth, node in enumerate(path) if node != depth), len(path))
+        if first < len(path):
+            slots, memory = self.cache.slots(sequence).long(), self.cache.memory
+            (nodes,) = upload([np.array(path[first:], dtype=np.int64)], self.model.device)
+            for layer_idx in range(memory.pool.spec.num_layers):
+                kv = memory.pool.kv(layer_idx)
+                kv.index_copy_(0, slots[start + first : start + len(path)], kv[slots[start + nodes]])
+        self.cache.truncate(sequence, start + len(path))
 
     def _num_sink_tokens(self, sequences: Seq[Sequence]) -> int:
         """Returns the number of sinks of a step, 0 where no sequence has a gap.
