@@ -34,6 +34,7 @@ ROOMS = (
     "lightkv.attention",
     "lightkv.kv_cache",
     "lightkv.integrations.model",
+    "lightkv.integrations.guess_tree",
     "lightkv.integrations.cached_model",
     "lightkv.integrations",
     "lightkv",

@@ -184,6 +184,7 @@ class AttentionMetadata:
         prefixes: Sequence[SharedPrefix] | None = None,
         also: Sequence[np.ndarray] = (),
         mask: AttentionMask | None = None,
+        positions: Sequence[int] | None = None,
     ) -> list[torch.Tensor]:
         """Loads a step's batch, with one upload (two where tokens were dropped) and without synchronising.
 
@@ -205,6 +206,7 @@ class AttentionMetadata:
             also: one-dimensional arrays of the caller's, to upload with the batch.
             mask: what hides keys or changes scores in this step, in every layer, with a row for each token of
                 the batch, on the device. A captured graph reads the tensors that it was captured with.
+            positions: of each token, where they do not follow from the entries, as those of a tree of guesses.
 
         Returns:
             `also` on the device.
@@ -223,11 +225,11 @@ class AttentionMetadata:
         index, in_order = table.req_to_token, False
         if ring is None:
             entries = table.entries(row, start, count)
-            positions = entries + np.repeat(gap - row * table.max_entries, count)
+            token_positions = entries + np.repeat(gap - row * table.max_entries, count)
         else:
             entries = table.entries_in_rings(row, start, count, [ring] * len(row))
             spans = [np.arange(*span) for span in zip(start, start + count, strict=True)]
-            positions = np.concatenate([np.zeros(0, dtype=np.int64), *spans])
+            token_positions = np.concatenate([np.zeros(0, dtype=np.int64), *spans])
             if num_prefills:
                 gap = np.array([ring.dropped(first) for first in start.tolist()], dtype=np.int64)
                 num_sink_tokens = ring.sinks if gap.any() else 0
@@ -237,12 +239,16 @@ class AttentionMetadata:
             index = _in_order(table, row, gap, ring)
             row, start = np.arange(len(row)), start - gap
         kv_len = start + count
+        if positions is not None:
+            if len(positions) != len(entries):
+                raise ValueError(f"{len(positions)} positions of {len(entries)} tokens: give one each")
+            token_positions = np.array(positions, dtype=np.int64)
         num_prefill_tokens = int(count[:num_prefills].sum())
         first_prefill_token, first_decode_token = 0, num_prefill_tokens
         if shape is not None:
             num_tokens = len(entries)
             entries = shape.place_tokens(entries, num_prefill_tokens)
-            positions = shape.place_tokens(positions, num_prefill_tokens)
+            token_positions = shape.place_tokens(token_positions, num_prefill_tokens)
             row, start, kv_len = (shape.place(numbers, num_prefills) for numbers in (row, start, kv_len))
             first_decode_token = 0
             count = shape.place(count, num_prefills)
@@ -279,7 +285,7 @@ class AttentionMetadata:
         arrays = [
             row,
             entries,
-            positions,
+            token_positions,
             kv_len.astype(np.int32),
             q_starts,
             count.astype(np.int32),

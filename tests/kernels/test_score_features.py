@@ -5,7 +5,7 @@ The caches are those of `test_decode_attention`: shuffled slots, NaN in all free
 request has keys. Tensors that a call allocates for itself, partial outputs above all, hold NaN, too.
 """
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterable, Iterator
 from pathlib import Path
 
 import pytest
@@ -43,13 +43,15 @@ from lightkv.triton_kernels.attention.prefill.prefill_plan import prefill_plan
 QUICK = ["ALiBi", "windows on both sides", "mask, each head", "tree"]
 
 
-def some(*names: str) -> list[object]:
-    """Returns the features as parameters, of which all but `QUICK` are slow."""
-    return [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in names]
+def some(names: Iterable[str], quick: Collection[str]) -> pytest.MarkDecorator:
+    """Parametrizes a test with features, of which all but `quick` are slow."""
+    marked = [pytest.param(name, marks=() if name in quick else pytest.mark.slow) for name in names]
+    return pytest.mark.parametrize("name", marked)
 
 
-each_feature = pytest.mark.parametrize("name", some(*FEATURES))
-WITHOUT_WINDOW = some(*(name for name in FEATURES if "window" not in name))
+each_feature = some(FEATURES, QUICK)
+each_feature_slowly = some(FEATURES, QUICK[-1:])
+without_window = some([name for name in FEATURES if "window" not in name], QUICK[:1])
 
 
 @pytest.fixture(autouse=True)
@@ -116,7 +118,7 @@ def test_decode(
     assert_close(decode_attention_reference(q, *cache, feature.options, **settings), written["out"])
 
 
-@pytest.mark.parametrize("name", WITHOUT_WINDOW)
+@without_window
 @pytest.mark.parametrize("num_queries", [pytest.param(1, marks=pytest.mark.slow), 2], ids="queries{}".format)
 def test_shared_prefix(
     device: torch.device, monkeypatch: pytest.MonkeyPatch, num_queries: int, name: str
@@ -171,7 +173,7 @@ def test_prefill(device: torch.device, name: str) -> None:
     check_prefill(name, device, group=3)
 
 
-@each_feature
+@each_feature_slowly
 def test_prefill_with_shared_out_keys(device: torch.device, name: str) -> None:
     torch.manual_seed(2)
     shares = tuning.PrefillShares(60 if "window" in name else 4, 4, 32, 1, -1000)
@@ -180,7 +182,7 @@ def test_prefill_with_shared_out_keys(device: torch.device, name: str) -> None:
     check_prefill(name, device, group=2, launch=launch, shares=shares, sequences=sequences)
 
 
-@each_feature
+@each_feature_slowly
 @pytest.mark.parametrize("decodes_first", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_mixed(device: torch.device, decodes_first: bool, name: str) -> None:
     torch.manual_seed(3)
@@ -209,7 +211,7 @@ def test_mixed(device: torch.device, decodes_first: bool, name: str) -> None:
     check_rows(*rows, q, cache, [*q_lens, 1, 1], made)
 
 
-@each_feature
+@each_feature_slowly
 def test_scores(device: torch.device, name: str) -> None:
     torch.manual_seed(4)
     cache = small_cache([70, 34], device, num_kv_heads=2)

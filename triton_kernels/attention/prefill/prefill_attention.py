@@ -49,7 +49,7 @@ def _hopper() -> ModuleType | None:
 
 
 def _hopper_launch(
-    q: Tensor, k_cache: Tensor, v_cache: Tensor, out: Tensor, mask: Tensor | None
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, out: Tensor, mask: Tensor | None = None
 ) -> tuning.Launch | None:
     """Returns the tiles that `prefill_hopper` would use; None if it cannot run, as it copies 16 bytes at a
     time, converts no types, and knows no masks but trees."""
