@@ -287,6 +287,7 @@ def run_all(tasks: list[Callable[[], None]]) -> None:
     ],
     ids=str,
 )
+@pytest.mark.parametrize("dims", [(16, 16)], ids=str)
 @pytest.mark.parametrize("group", [1, 3], ids="group{}".format)
 def test_warpgroups(
     window: int,
@@ -296,7 +297,7 @@ def test_warpgroups(
     with_sinks: bool,
     group: int,
     monkeypatch: pytest.MonkeyPatch,
-    dims: tuple[int, int] = (16, 16),
+    dims: tuple[int, int],
 ) -> None:
     torch.manual_seed(group + num_workers)
     key_dim, value_dim = dims
@@ -305,7 +306,10 @@ def test_warpgroups(
         monkeypatch.setattr(sys.modules[__name__], "STAGES", 3)
     sequences = [(5, 100), (0, 9), (20, 30), (1, 60), (3, -2), (40, 0)]
     cache = poisoned_cache(
-        [max(q_len + prefix, 0) for q_len, prefix in sequences], device="cpu", key_dim=key_dim, value_dim=value_dim
+        [max(q_len + prefix, 0) for q_len, prefix in sequences],
+        device="cpu",
+        key_dim=key_dim,
+        value_dim=value_dim,
     )
     q_starts, num_queries = starts([q_len for q_len, _ in sequences], "cpu"), sum(q for q, _ in sequences)
     q = torch.randn(num_queries + 2, 2 * group, key_dim)
