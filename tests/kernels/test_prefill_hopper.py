@@ -142,6 +142,10 @@ def test_pieces_of_head_dims() -> None:
 
     assert [widths(dim) for dim in (64, 80, 96)] == [[64], [64, 16], [64, 32]]
     assert [widths(dim) for dim in (128, 192, 256)] == [[128], [128, 64], [256]]
+    for dim in range(16, 257, 8):
+        for value_dim in range(16, 257, 8):
+            if tuning.hopper_prefill_launch(H200, dim, value_dim, 2):
+                assert widths(dim)[: len(widths(value_dim))] == widths(value_dim)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="is about the interpreter")

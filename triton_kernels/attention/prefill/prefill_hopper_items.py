@@ -239,7 +239,7 @@ def _total_width(pieces):
 @gluon.jit
 def _normalise(acc, total):
     """Divides the rows of each piece by their totals."""
-    found = ()
+    found = ()  # type: tuple
     for i in gl.static_range(len(acc)):
         sums = gl.convert_layout(total, gl.SliceLayout(1, acc[i].type.layout))
         found += (acc[i] * (1.0 / gl.where(sums > 0.0, sums, 1.0))[:, None],)

@@ -7,7 +7,8 @@ pieces, the widest first, and has no columns of padding:
     head dim 96     ├────────────── 64 ──────────────┼────── 32 ──────┤
     head dim 80     ├────────────── 64 ──────────────┼── 16 ──┤
 
-A score is the sum of the products of the pieces of q and K. Each piece of V has a piece of the output.
+A score is the sum of the products of the pieces of q and K. Each piece of V has a piece of the output. The
+slots are found once for K and V, so V's pieces have to be as wide as the first ones of K.
 """
 
 from triton.experimental import gluon
@@ -63,7 +64,7 @@ def output_layout(width):
 @gluon.jit
 def allocate_tiles(dtype: gl.constexpr, NUM: gl.constexpr, ROWS: gl.constexpr, HEAD_DIM: gl.constexpr):
     """Returns room for `NUM` tiles in shared memory: pieces of `[NUM, ROWS, width]`."""
-    tiles = ()
+    tiles = ()  # type: tuple
     for i in gl.static_range(num_pieces(HEAD_DIM)):
         tiles += (
             gl.allocate_shared_memory(dtype, [NUM, ROWS, piece_width(HEAD_DIM, i)], tile_layout(HEAD_DIM, i)),
@@ -74,7 +75,7 @@ def allocate_tiles(dtype: gl.constexpr, NUM: gl.constexpr, ROWS: gl.constexpr, H
 @gluon.jit
 def tile_at(tiles, i):
     """Returns tile `i` of several, in pieces of `[ROWS, width]`."""
-    found = ()
+    found = ()  # type: tuple
     for piece in gl.static_range(len(tiles)):
         found += (tiles[piece].index(i),)
     return found
@@ -87,7 +88,7 @@ def tile_at(tiles, i):
 @gluon.jit
 def find_slots_of_pieces(index_row, key_tile, begin, end, tiles, SHIFT: gl.constexpr):
     """Returns the result of `find_slots` for the copy of each piece."""
-    slots = ()
+    slots = ()  # type: tuple
     for i in gl.static_range(len(tiles)):
         slots += (
             find_slots(
@@ -100,7 +101,7 @@ def find_slots_of_pieces(index_row, key_tile, begin, end, tiles, SHIFT: gl.const
 @gluon.jit
 def find_inner_slots_of_pieces(index_row, key_tile, exists, tiles, SHIFT: gl.constexpr):
     """Returns the result of `find_inner_slots` for the copy of each piece."""
-    slots = ()
+    slots = ()  # type: tuple
     for i in gl.static_range(len(tiles)):
         slots += (
             find_inner_slots(
@@ -164,7 +165,7 @@ def begin_scores(k_tile, q_half, layout: gl.constexpr):
 @gluon.jit
 def empty_output(v_smem, ROWS: gl.constexpr):
     """Returns the output before the first tile, in pieces."""
-    acc = ()
+    acc = ()  # type: tuple
     for i in gl.static_range(len(v_smem)):
         acc += (gl.full([ROWS, v_smem[i].shape[2]], 0.0, gl.float32, output_layout(v_smem[i].shape[2])),)
     return acc
@@ -173,7 +174,7 @@ def empty_output(v_smem, ROWS: gl.constexpr):
 @gluon.jit
 def begin_output(p, v_tile, acc):
     """Starts adding a tile's weights times V to the output on the tensor cores."""
-    found = ()
+    found = ()  # type: tuple
     for i in gl.static_range(len(v_tile)):
         weights = gl.convert_layout(p, gl.DotOperandLayout(0, acc[i].type.layout, 2))
         found += (warpgroup_mma(weights, v_tile[i], acc[i], is_async=True),)
@@ -192,7 +193,7 @@ def wait_output(acc, operands):
 @gluon.jit
 def scale_rows(acc, factors):
     """Returns the output with each row times a factor."""
-    found = ()
+    found = ()  # type: tuple
     for i in gl.static_range(len(acc)):
         found += (acc[i] * gl.convert_layout(factors, gl.SliceLayout(1, acc[i].type.layout))[:, None],)
     return found
