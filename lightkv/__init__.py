@@ -22,6 +22,7 @@ _EXPORTS = {
     "OutOfMemory": ".errors",
     "OutOfRows": ".errors",
     "OutOfTokens": ".errors",
+    "Ring": ".triton_kernels.attention.ring",
     "SequenceTooLong": ".errors",
     "TokenAllocator": ".memory.allocator",
     "TokenLedger": ".ledger",

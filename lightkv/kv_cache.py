@@ -11,6 +11,7 @@ from collections.abc import Sequence as Seq
 from operator import index
 from typing import NamedTuple
 
+import numpy as np
 import torch
 
 from lightkv.ledger.prefix_tree import TOKEN_BYTES, Namespace
@@ -18,7 +19,9 @@ from lightkv.ledger.sequence import Sequence
 from lightkv.ledger.shared_prefixes import PrefixSharing, SharedPrefix, shared_prefixes
 from lightkv.memory.kv_memory import KVMemory
 from lightkv.memory.kv_spec import KVSpec
+from lightkv.memory.staging import upload
 from lightkv.memory.token_table import KVIndices
+from lightkv.triton_kernels.attention.ring import Ring
 
 from .edits import Edit
 from .errors import CheckFailed, LightKVError, WrongThread
@@ -122,14 +125,39 @@ class KVCache:
         self._require_owner()
         return self.ledger.match(int32_bytes(token_ids), namespace).num_tokens
 
-    def open(self, token_ids: TokenIds, namespace: Namespace = ()) -> Sequence:
+    def open(
+        self,
+        token_ids: TokenIds,
+        namespace: Namespace = (),
+        *,
+        ring: Ring | None = None,
+        cross: Sequence | None = None,
+    ) -> Sequence:
         """Opens a sequence that holds the longest cached prefix of its prompt: its first `length` tokens.
 
-        At least one token is always left to compute. Sequences of different `namespace` share nothing. Raises
+        At least one token is always left to compute. Sequences of different `namespace` share nothing.
+
+        `ring`: the row becomes a ring of `ring.capacity` entries, for a stream of any length in constant
+        memory. It gets slots as it fills, and then writes to them again: nothing is freed, moved or copied. It
+        shares its sinks at most, and cannot be forked or cut. `cross`: the cross sequence that this one and its
+        forks read, and keep open (`open_cross`); tokens are shared with its other readers only. Raises
         OutOfRows, SequenceTooLong, ValueError.
         """
         self._require_no_callback()
-        sequence = self.ledger.open(int32_bytes(token_ids), namespace)
+        sequence = self.ledger.open(int32_bytes(token_ids), namespace, ring=ring, cross=cross)
+        self._apply()
+        return sequence
+
+    def open_cross(self, length: int) -> Sequence:
+        """Opens a cross sequence of `length` tokens, such as an encoder's output, and allocates its slots
+        (`slots`), which are to be written once.
+
+        `open` takes it as `cross`. Its tokens are held once, however many sequences read it. `close` ends the
+        caller's hold, and may be called as soon as there are readers: the slots are freed with the last of
+        them. Raises OutOfTokens, OutOfRows, SequenceTooLong, ValueError.
+        """
+        self._require_no_callback()
+        sequence = self.ledger.open_cross(index(length))
         self._apply()
         return sequence
 
@@ -137,12 +165,15 @@ class KVCache:
         """Allocates `counts[i]` more slots for `sequences[i]`, all or none; evicts cached tokens as needed.
 
         Returns the slots to write their K/V to: int64 `[sum(counts)]` on the device, packed in the order of
-        `sequences`. Raises OutOfTokens only when free and cached tokens together are too few,
-        SequenceTooLong, ValueError.
+        `sequences`. In a ring these may be slots of old tokens, and a call takes up to `ring.room(position)`
+        tokens. Raises OutOfTokens only when free and cached tokens together are too few, SequenceTooLong,
+        ValueError.
         """
         self._require_no_callback()
         self.ledger.extend(sequences, [index(count) for count in counts])
         slots = self._apply()
+        if sequences and self.ledger.extends_rings:
+            return self._newest_slots(sequences, counts)
         if slots is None:  # no sequence was given
             return torch.empty(0, dtype=torch.int64, device=self.memory.device)
         return slots.long()
@@ -272,6 +303,11 @@ class KVCache:
         """
         self._require_owner()
         self.ledger.require_open(sequence)
+        if (ring := sequence.ring) is not None:
+            entry = torch.arange(sequence.length, device=self.memory.device)
+            # The newest position at each entry is the last one before `position` that the entry is for.
+            newest = sequence.position - 1 - (sequence.position - 1 - entry) % ring.size
+            return torch.where(entry < ring.sinks, entry, newest) if sequence.dropped else entry
         return self.memory.positions(sequence.row, sequence.length)
 
     def kv_indices(self, sequences: Seq[Sequence]) -> KVIndices:
@@ -369,6 +405,18 @@ class KVCache:
                 f"the ledger counts {self.num_free} free tokens, the memory {self.memory.num_free}"
             )
         self.memory.check(self.ledger.private_ranges())
+
+    def _newest_slots(self, sequences: Seq[Sequence], counts: Seq[int]) -> torch.Tensor:
+        """Returns the slots of the last `counts[i]` tokens of sequences that may be rings."""
+        table = self.memory.table
+        starts = [
+            (sequence.length if sequence.ring is None else sequence.position) - count
+            for sequence, count in zip(sequences, counts, strict=True)
+        ]
+        rows, rings = [one.row for one in sequences], [one.ring for one in sequences]
+        where = np.array((rows, starts, counts), dtype=np.int64)
+        entries = table.entries_in_rings(where[0], where[1], where[2], rings)
+        return table.read(upload([entries], self.memory.device)[0]).long()
 
     def _require_owner(self) -> None:
         caller = threading.current_thread()

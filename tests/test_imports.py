@@ -34,6 +34,7 @@ ROOMS = (
     "lightkv.attention",
     "lightkv.kv_cache",
     "lightkv.integrations.model",
+    "lightkv.integrations.guess_tree",
     "lightkv.integrations.cached_model",
     "lightkv.integrations",
     "lightkv",
@@ -62,7 +63,11 @@ WITH_TORCH = (
     "lightkv.router.llm",
 )
 # These stand in such a room and must not load torch.
-WITHOUT_TORCH = ("lightkv.triton_kernels.slots.slot_flags", "lightkv.integrations.model.context")
+WITHOUT_TORCH = (
+    "lightkv.triton_kernels.attention.ring",
+    "lightkv.triton_kernels.slots.slot_flags",
+    "lightkv.integrations.model.context",
+)
 MAX_FILES, MAX_LINES = 14, 500
 
 

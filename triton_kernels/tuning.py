@@ -98,11 +98,17 @@ def has_early_launch(device: DeviceClass) -> bool:
 
 
 def decode_launch(
-    device: DeviceClass, num_rows: int, several: bool, key_dim: int, value_dim: int, element_size: int
+    device: DeviceClass,
+    num_rows: int,
+    several: bool,
+    key_dim: int,
+    value_dim: int,
+    element_size: int,
+    mask_size: int = 0,
 ) -> Launch:
     """Returns the tiles of decode for `num_rows` query rows that read the same keys: query heads that share a
     K/V head, times queries, times requests that share a prefix. `several`: there is more than one query or
-    request.
+    request. `mask_size`: bytes of an element of a mask, whose tiles take room beside those of K and V.
 
     A tile has at most 32 KiB of K and V, so that several programs share a multiprocessor. `decode_workers` says
     how many programs there are; each reads an equal share, so all of them should run at once.
@@ -114,10 +120,13 @@ def decode_launch(
         launch = Launch(max(64, rows), 64, 4 if rows <= 64 else 8, 3)  # as the matrix units of Hopper want it
     else:
         launch = Launch(rows, 64 if bytes_per_key <= 256 else 32, 4 if rows <= 64 else 8, 3)
+    if mask_size and several:  # so that several programs still share a multiprocessor
+        launch = launch._replace(block_n=32)
     for_queries = launch.block_m * key_width * element_size
     block_n, num_stages = launch.block_n, launch.num_stages
     while block_n > 16 and block_n * bytes_per_key > 32 * 1024:
         block_n //= 2
+    bytes_per_key += launch.block_m * mask_size
     while num_stages * block_n * bytes_per_key + for_queries + _REDUCTION_BYTES > device.shared_memory:
         if num_stages == 1 and block_n == 16:
             break
@@ -161,6 +170,14 @@ def hopper_prefill_launch(
 # Prefill on Hopper computes some K/V heads after the others: as many as have so many bytes of K and V together,
 # which then stay in the L2 cache.
 SECTION_BYTES = 32 * 2**20
+
+
+def masked_prefill_launch(launch: Launch, mask_size: int) -> Launch:
+    """Returns `launch` of general prefill for a call with a mask, whose elements have `mask_size` bytes: its
+    tiles take room beside those of K and V, so there are fewer keys and stages."""
+    if launch.block_m < 64:
+        return launch
+    return launch._replace(block_n=min(launch.block_n, 64 if mask_size <= 2 else 32), num_stages=2)
 
 
 class PrefillShares(NamedTuple):

@@ -35,7 +35,7 @@ REPLAY_ROUNDS = 3
 COMPARED = 8  # tokens of each sequence, with graphs and without
 # Parts of the names of kernels, by purpose.
 KERNELS = {
-    "attention": ("_decode_kernel", "_combine_kernel", "_plan_kernel"),
+    "attention": ("decode_kernel", "_combine_kernel", "_plan_kernel"),
     "memory": ("_write_kv_kernel", "_alloc_few_kernel", "_alloc_many_kernel"),
     "products": ("gemm", "gemv", "nvjet", "cutlass", "cublas", "splitK"),
 }

@@ -4,8 +4,8 @@
 
 Random cases, first come, first served, without a device and without shared prefixes, run to their ends under
 both counts, one step in flight. The table has the steps that they take, and the refusals: the steps that
-could begin another prompt while a request waits. An exhaustive check, which follows all requests step by step
-to their ends, says how many of the refused requests would have fit.
+could begin another prompt while a request waits. A check that knows nothing of admission, and follows all
+requests to their ends, says how many of the refused requests would have fit.
 """
 
 import argparse
@@ -76,19 +76,32 @@ class _Held(NamedTuple):
     final: int
 
 
-def most_held(requests: list[_Held], chunk: int) -> int:
-    """Follows the requests step by step to their ends, the prompts in order with `chunk` tokens a step. Returns
-    the most tokens that they hold together."""
-    most = sum(request.num_tokens for request in requests)
-    while requests := [request for request in requests if request.num_tokens < request.final]:
+def fits(requests: list[_Held], chunk: int, capacity: int) -> bool:
+    """Follows the requests to their ends, the prompts in order with `chunk` tokens a step. Returns whether they
+    never hold more than `capacity` tokens together.
+
+    The steps are followed one by one while a prompt is left. After that every request takes one token a step,
+    so that the total only rises until the next request ends.
+    """
+    while any(request.prompt_left for request in requests):
+        if sum(request.num_tokens for request in requests) > capacity:
+            return False
         budget, after = chunk, []
         for num_tokens, left, final in requests:
+            if num_tokens == final:
+                continue  # it has ended
             count = min(left, budget) if left else 1
             budget -= count if left else 0
             after.append(_Held(num_tokens + count, left - count if left else 0, final))
         requests = after
-        most = max(most, sum(request.num_tokens for request in requests))
-    return most
+    total = sum(request.num_tokens for request in requests)
+    step, num = 0, len(requests)
+    for end, final in sorted((request.final - request.num_tokens, request.final) for request in requests):
+        total += num * (end - step)  # what they hold when this one takes its last token
+        if total > capacity:
+            return False
+        step, num, total = end, num - 1, total - final
+    return True
 
 
 def run(case: Case, admission: Admission, check: bool = False) -> Outcome:
@@ -121,22 +134,22 @@ def run(case: Case, admission: Admission, check: bool = False) -> Outcome:
             ]
             first = min(left, head.num_prompt)
             held.append(_Held(first, head.num_prompt - first, head.final))
-            would_fit += most_held(held, chunk) <= case.capacity
+            would_fit += fits(held, chunk, case.capacity)
         scheduler.complete(StepResult(plan.step, [0] * len(plan.sample), plan.num_free, 0))
         living = [request for request in living if request.finish_reason is None]
     scheduler.check()
     return Outcome(step, refusals, would_fit)
 
 
-def compare(num_cases: int, seed: int = 0) -> dict[str, Outcome]:
-    """Runs cases under both counts, "in full" and "by schedule". Returns the sums of each."""
+def random_cases(num_cases: int, seed: int) -> list[Case]:
+    """Returns the cases of a seed."""
     rng = random.Random(seed)
-    cases = [random_case(rng) for _ in range(num_cases)]
-    found = {}
-    for name, admission in (("in full", FullCount()), ("by schedule", Admission())):
-        outcomes = [run(case, admission, check=True) for case in cases]
-        found[name] = Outcome(*(sum(column) for column in zip(*outcomes, strict=True)))
-    return found
+    return [random_case(rng) for _ in range(num_cases)]
+
+
+def run_all(cases: list[Case], admission: Admission, check: bool = False) -> Outcome:
+    """Runs the cases. Returns the sums of their outcomes."""
+    return Outcome(*(sum(column) for column in zip(*(run(c, admission, check) for c in cases), strict=True)))
 
 
 def arguments() -> argparse.Namespace:
@@ -149,10 +162,11 @@ def arguments() -> argparse.Namespace:
 def main() -> None:
     options = arguments()
     print_machine()
-    found = compare(options.cases, options.seed)
-    full, schedule = found["in full"], found["by schedule"]
+    cases = random_cases(options.cases, options.seed)
+    full, schedule = (run_all(cases, admission, check=True) for admission in (FullCount(), Admission()))
     if schedule.would_fit > 0.05 * schedule.refusals:
         refuse(f"{schedule.would_fit} of {schedule.refusals} refusals would have fit")
+    found = {"in full": full, "by schedule": schedule}
     rows = [[name, *map(str, outcome)] for name, outcome in found.items()]
     print_table(["count", "steps", "refusals", "of these would have fit"], rows)
     print(f"\n{1 - schedule.steps / full.steps:.1%} fewer steps by schedule")

@@ -3,6 +3,7 @@
 from lightkv.triton_kernels.attention.paged_kv import AttentionOptions, PagedKV
 
 from .backend import AttentionBackend, LayerShape
+from .cross import CrossMetadata
 from .metadata import AttentionMetadata, BatchShape
 from .rotary import Rotary, RotaryEmbedding
 from .select import BACKENDS, make_backends, pick_backend, prefix_members
@@ -13,6 +14,7 @@ __all__ = [
     "AttentionMetadata",
     "AttentionOptions",
     "BatchShape",
+    "CrossMetadata",
     "LayerShape",
     "PagedKV",
     "Rotary",

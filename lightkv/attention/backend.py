@@ -7,6 +7,7 @@ import torch
 
 from lightkv.triton_kernels.attention.paged_kv import DEFAULT_OPTIONS, AttentionOptions, PagedKV
 
+from .cross import CrossMetadata
 from .metadata import AttentionMetadata
 from .rotary import Rotary, RotaryEmbedding
 
@@ -33,7 +34,7 @@ class LayerShape:
 
 
 class AttentionBackend(ABC):
-    """Causal attention of one layer over the pool, for packed batches of prefills and decodes.
+    """Attention of one layer over the pool, for packed batches of prefills and decodes.
 
     `layer_idx` is the layer's number in the pool. `rotary` holds the frequencies that q and k are rotated by;
     only steps with sinks need it.
@@ -63,10 +64,13 @@ class AttentionBackend(ABC):
         return 0
 
     def paged_kv(self, metadata: AttentionMetadata) -> PagedKV:
-        """Returns the layer's K/V in the pool, with the token table as its index."""
+        """Returns the layer's K/V in the pool, with the step's index."""
         memory = metadata.memory
         return PagedKV(
-            memory.pool.k(self.layer_idx), memory.pool.v(self.layer_idx), memory.table.req_to_token
+            memory.pool.k(self.layer_idx),
+            memory.pool.v(self.layer_idx),
+            metadata.index,
+            ring=metadata.ring,
         )
 
     def forward(
@@ -92,15 +96,23 @@ class AttentionBackend(ABC):
             `[num_tokens, num_heads * v_dim]` of q's type.
 
         Raises:
-            ValueError: the step has sink tokens, and the layer has a window or chunks, or was made without
-                `rotary`.
+            ValueError: the step has sink tokens, and the layer has windows, chunks or ALiBi, is not causal, or
+                was made without `rotary`, or the step has a mask.
         """
-        bounded = self.options.window or self.options.chunk
-        if metadata.num_sink_tokens and (self.rotary is None or bounded):
+        options, ring = self.options, metadata.ring
+        num_sink_tokens = metadata.num_sink_tokens if ring is None else ring.sinks
+        bounded = options.window or options.chunk or options.alibi_slopes is not None or not options.causal
+        if num_sink_tokens and metadata.mask is not None:
             raise ValueError(
-                f"a step with {metadata.num_sink_tokens} sinks needs the rotary frequencies (rotary) and a "
-                f"layer without a window or chunks; layer {self.layer_idx} has a window of "
-                f"{self.options.window} and chunks of {self.options.chunk}"
+                f"a step with {num_sink_tokens} sinks has no mask: the sinks are attended apart, at "
+                "other positions; run the sequences with a mask in a step of their own"
+            )
+        if num_sink_tokens and (self.rotary is None or bounded):
+            raise ValueError(
+                f"a step with {num_sink_tokens} sinks needs the rotary frequencies (rotary) and a "
+                f"causal layer without a window, chunks or ALiBi; layer {self.layer_idx} has a window of "
+                f"{options.window} and chunks of {options.chunk}, ALiBi {options.alibi_slopes is not None}, "
+                f"causal {options.causal}"
             )
         num_tokens = metadata.num_tokens
         q = q.view(num_tokens, self.num_heads, self.head_dim)
@@ -108,10 +120,38 @@ class AttentionBackend(ABC):
         v = v.view(num_tokens, self.num_kv_heads, self.v_dim)
         out = q.new_empty(num_tokens, self.num_heads, self.v_dim)
         self._write(q, k, v, metadata, rotary)
-        if metadata.num_sink_tokens:
+        if ring is not None and not options.window:
+            self._attend_to_rings(q, metadata, out)
+        elif metadata.num_sink_tokens:
             self._attend_with_sinks(q, metadata, out)
         else:
             self._attend(q, k, v, metadata, out)
+        return out.flatten(1)
+
+    def write_cross(
+        self, k: torch.Tensor, v: torch.Tensor, slots: torch.Tensor, metadata: AttentionMetadata
+    ) -> None:
+        """Writes a cross sequence's K and V, `[n, num_kv_heads * head_dim]` and `[n, num_kv_heads * v_dim]`, to
+        its slots, int `[n]` on the pool's device (`KVCache.open_cross`). Later steps only read them."""
+        pool, num_tokens = metadata.memory.pool, len(slots)
+        k_cache, v_cache = pool.k(self.layer_idx), pool.v(self.layer_idx)
+        k_cache.index_copy_(0, slots.long(), k.view(num_tokens, *k_cache.shape[1:]).to(k_cache.dtype))
+        v_cache.index_copy_(0, slots.long(), v.view(num_tokens, *v_cache.shape[1:]).to(v_cache.dtype))
+
+    def cross(self, q: torch.Tensor, cross: CrossMetadata) -> torch.Tensor:
+        """Attends from q, `[num_tokens, num_heads * head_dim]`, to all tokens of the cross sequence that each
+        sequence reads. Their K/V is in the slots of `KVCache.open_cross` already. Returns `[num_tokens,
+        num_heads * v_dim]`. Raises ValueError for a layer that is causal or has a window."""
+        options = self.options
+        bounded = options.window or options.window_after or options.chunk
+        if options.causal or bounded or options.alibi_slopes is not None:
+            raise ValueError(
+                f"layer {self.layer_idx} attends to another sequence, so it sees all of its tokens, which have "
+                f"no distance: make it with causal=False, and no windows, chunks or ALiBi; it has {options}"
+            )
+        q = q.view(cross.metadata.num_tokens, self.num_heads, self.head_dim)
+        out = q.new_empty(len(q), self.num_heads, self.v_dim)
+        self._attend_cross(q, cross, out)
         return out.flatten(1)
 
     def entry_scores(self, q: torch.Tensor, metadata: AttentionMetadata) -> torch.Tensor:
@@ -121,6 +161,10 @@ class AttentionBackend(ABC):
         q is as for `forward`, which has to run first because it writes the keys. Returns float32 `[B,
         longest]`, zero past a sequence's entries. Raises ValueError for a step with sinks.
         """
+        if metadata.ring is not None:
+            raise ValueError(
+                f"a step over {metadata.ring} is not scored by entries; use rows that are no rings"
+            )
         if metadata.num_sink_tokens:
             raise ValueError(
                 f"a step with {metadata.num_sink_tokens} sinks attends to them from other positions, which are "
@@ -165,6 +209,15 @@ class AttentionBackend(ABC):
         Two results are merged: q's over the entries after the sinks, causally, and that of q, rotated back by
         the number of dropped tokens, over the sinks.
         """
+
+    @abstractmethod
+    def _attend_to_rings(self, q: torch.Tensor, metadata: AttentionMetadata, out: torch.Tensor) -> None:
+        """Writes the attention of all tokens, decodes whose rows are rings, to `out`: q attends to a ring's
+        window, and, rotated back by the tokens that were dropped, to its sinks."""
+
+    @abstractmethod
+    def _attend_cross(self, q: torch.Tensor, cross: CrossMetadata, out: torch.Tensor) -> None:
+        """Writes the attention of all tokens to their cross sequences to `out`."""
 
     @abstractmethod
     def _entry_scores(

@@ -14,7 +14,10 @@ import torch
 from lightkv.ledger.shared_prefixes import SharedPrefix
 from lightkv.memory.kv_memory import KVMemory
 from lightkv.memory.staging import packed_size, upload
+from lightkv.memory.token_table import TokenTable
+from lightkv.triton_kernels.attention.attention_mask import AttentionMask
 from lightkv.triton_kernels.attention.decode.decode_plan import SharedPrefixGroups
+from lightkv.triton_kernels.attention.ring import Ring
 
 
 class BatchShape(NamedTuple):
@@ -80,21 +83,27 @@ class AttentionMetadata:
     with T tokens in all:
 
     - on the host: `num_prefills`, `num_decodes`, `num_tokens`, `num_prefill_tokens`, `first_prefill_token` and
-      `first_decode_token` (where the tokens of prefills and of decodes begin); `q_lens` int32 `[B]` on the
-      CPU (this step's tokens of each sequence), `prefill_lens` (those of the prefills), `rows_host` and
-      `kv_lens_host` int64 `[B]`, `num_sink_tokens` (0 unless sequences that have dropped tokens still hold
-      the first ones);
+      `first_decode_token` (where the tokens of prefills and of decodes begin); `num_sequences` and
+      `num_real_prefills` (padding aside); `q_lens` int32 `[B]` on the CPU (this step's tokens of each
+      sequence), `prefill_lens` (those of the prefills), `rows_host` and `kv_lens_host` int64 `[B]`,
+      `num_sink_tokens` (0 unless sequences that have dropped tokens still hold the first ones);
     - on the device: `q_lens_on_device` int32 `[B]`, `position_ids` int64 `[T]`, `rows` int64 `[B]` (of the
       token table), `kv_lens` int32 `[B]` (tokens in the cache, this step's included), `q_starts`
       int32 `[B + 1]`, `slot_mapping` int64 `[T]` (the slots that this step's K/V is written to), `dropped`
       int64 `[T]` (None if no token was dropped), `shared_prefixes` (decodes whose first tokens are in the same
-      slots; None if no prefix is read for several of them).
+      slots; None if no prefix is read for several of them), `index` int32 `[num_rows, num_entries]` (the slots
+      of each row's entries: the token table's, or those of rings in order), `ring` (what the rows are rings of;
+      None where they are not, or where `index` has them in order), `mask` (that of `prepare`, or None).
 
         q         ├──── prefill 0 ────┼─ prefill 1 ─┼ decode 2 ┼ decode 3 ┤
         q_starts  0                   ┘             ┘          ┘          └ T
 
     With sinks, a query attends to the first `num_sink_tokens` entries as if the dropped tokens had never been
     there, and to all other entries at their true positions.
+
+    A step over rings (`prepare`) has decodes only, each at a position of its own; or prefills only, whose
+    entries are then put in order: `index` has a row for each sequence, with the sinks and then what its first
+    query sees. To attention such a step is one of sequences that have dropped tokens.
 
     With a `shape` it holds a batch of exactly that shape, in tensors that never move. A smaller batch is padded
     with sequences in row 0, with length 0, and tokens at position 0, with slot 0. Where the shape has prefill
@@ -171,8 +180,11 @@ class AttentionMetadata:
         *,
         dropped: Sequence[int] = (),
         num_sink_tokens: int = 0,
+        ring: Ring | None = None,
         prefixes: Sequence[SharedPrefix] | None = None,
         also: Sequence[np.ndarray] = (),
+        mask: AttentionMask | None = None,
+        positions: Sequence[int] | None = None,
     ) -> list[torch.Tensor]:
         """Loads a step's batch, with one upload (two where tokens were dropped) and without synchronising.
 
@@ -185,10 +197,16 @@ class AttentionMetadata:
                 plus that number. Empty if no sequence has dropped tokens.
             num_sink_tokens: how many first entries every sequence still holds after dropping (see the class).
                 Every sequence must then have dropped tokens, and be a prefill, even if of one token.
+            ring: every sequence's row is such a ring. `starts` are then positions, and neither `dropped` nor
+                `num_sink_tokens` is given. All are decodes, or all are prefills, of which either each has
+                dropped tokens before this step or none has; a prefill takes up to `ring.room` tokens.
             prefixes: decodes whose first entries are in the same slots, which are then read once
                 (`KVCache.shared_prefixes`); no row twice. A graph that is captured with shared prefixes needs a
                 list in every step, even an empty one.
             also: one-dimensional arrays of the caller's, to upload with the batch.
+            mask: what hides keys or changes scores in this step, in every layer, with a row for each token of
+                the batch, on the device. A captured graph reads the tensors that it was captured with.
+            positions: of each token, where they do not follow from the entries, as those of a tree of guesses.
 
         Returns:
             `also` on the device.
@@ -198,18 +216,39 @@ class AttentionMetadata:
         """
         row, start, count = (np.array(numbers, dtype=np.int64) for numbers in (rows, starts, counts))
         self._validate(row, start, count, num_prefills)
+        if ring is not None:
+            self._validate_ring(start, count, num_prefills, ring, bool(len(dropped) or num_sink_tokens))
         gap = np.array(dropped, dtype=np.int64) if len(dropped) else np.zeros_like(row)
         self._validate_dropped(start, gap, num_prefills, num_sink_tokens)
-        kv_len = start + count
         shape, table = self.shape, self.memory.table
-        entries = table.entries(row, start, count)
-        positions = entries + np.repeat(gap - row * table.max_entries, count)
+        num_sequences, num_real_prefills = len(row), num_prefills
+        index, in_order = table.req_to_token, False
+        if ring is None:
+            entries = table.entries(row, start, count)
+            token_positions = entries + np.repeat(gap - row * table.max_entries, count)
+        else:
+            entries = table.entries_in_rings(row, start, count, [ring] * len(row))
+            spans = [np.arange(*span) for span in zip(start, start + count, strict=True)]
+            token_positions = np.concatenate([np.zeros(0, dtype=np.int64), *spans])
+            if num_prefills:
+                gap = np.array([ring.dropped(first) for first in start.tolist()], dtype=np.int64)
+                num_sink_tokens = ring.sinks if gap.any() else 0
+                in_order = bool(gap.any())
+        if in_order:
+            assert ring is not None
+            index = _in_order(table, row, gap, ring)
+            row, start = np.arange(len(row)), start - gap
+        kv_len = start + count
+        if positions is not None:
+            if len(positions) != len(entries):
+                raise ValueError(f"{len(positions)} positions of {len(entries)} tokens: give one each")
+            token_positions = np.array(positions, dtype=np.int64)
         num_prefill_tokens = int(count[:num_prefills].sum())
         first_prefill_token, first_decode_token = 0, num_prefill_tokens
         if shape is not None:
             num_tokens = len(entries)
             entries = shape.place_tokens(entries, num_prefill_tokens)
-            positions = shape.place_tokens(positions, num_prefill_tokens)
+            token_positions = shape.place_tokens(token_positions, num_prefill_tokens)
             row, start, kv_len = (shape.place(numbers, num_prefills) for numbers in (row, start, kv_len))
             first_decode_token = 0
             count = shape.place(count, num_prefills)
@@ -232,6 +271,8 @@ class AttentionMetadata:
             shared = _shared_prefixes(*decodes, prefixes or (), self.prefix_members)
 
         self.step += 1
+        self.num_sequences, self.num_real_prefills = num_sequences, num_real_prefills
+        self.mask = mask
         self.rows_host, self.kv_lens_host = row, kv_len
         self.num_prefills = num_prefills
         self.num_decodes = len(row) - num_prefills
@@ -244,7 +285,7 @@ class AttentionMetadata:
         arrays = [
             row,
             entries,
-            positions,
+            token_positions,
             kv_len.astype(np.int32),
             q_starts,
             count.astype(np.int32),
@@ -269,6 +310,8 @@ class AttentionMetadata:
             self.slot_mapping.copy_(slots)
         else:
             self.slot_mapping = slots.long()
+        self.index = index
+        self.ring = None if in_order or num_prefills else ring
         self.num_sink_tokens = num_sink_tokens
         self.dropped = upload([np.repeat(gap, count)], device)[0] if gap.any() else None
         return uploaded[len(uploaded) - len(also) :]
@@ -319,6 +362,35 @@ class AttentionMetadata:
                 f"and holds the sinks; here {num_prefills} of {len(start)} are prefills, they have dropped "
                 f"{gap.tolist()} and hold {start.tolist()}. Run the others in a step of their own"
             )
+
+    def _validate_ring(
+        self, start: np.ndarray, count: np.ndarray, num_prefills: int, ring: Ring, has_dropped: bool
+    ) -> None:
+        if has_dropped or num_prefills not in (0, len(start)):
+            raise ValueError(
+                f"{num_prefills} prefills among {len(start)} rings: a step over rings has prefills or decodes "
+                "only, and gets positions instead of dropped tokens and sinks; run the others in another step"
+            )
+        if not num_prefills:
+            return
+        gaps = [ring.dropped(first) > 0 for first in start.tolist()]
+        rooms = [ring.room(first) for first in start.tolist()]
+        if self.is_cuda_graph or any(gaps) != all(gaps) or (count > rooms).any():
+            raise ValueError(
+                f"prefills of {count.tolist()} tokens at {start.tolist()} of {ring}: eagerly, all have dropped "
+                f"tokens or none has, and at most {rooms} are computed at once; cut them, or run them apart"
+            )
+
+
+def _in_order(table: TokenTable, rows: np.ndarray, gaps: np.ndarray, ring: Ring) -> torch.Tensor:
+    """Returns an index of rings, int32 `[B, capacity]`: the slots of the sinks, then those of the tokens from
+    the first one on that is not dropped."""
+    column = np.arange(ring.size)
+    window = ring.sinks + (gaps[:, None] + column) % ring.size
+    sinks = np.broadcast_to(np.arange(ring.sinks), (len(rows), ring.sinks))
+    entries = np.concatenate((sinks, window), 1) + rows[:, None] * table.max_entries
+    (on_device,) = upload([entries.reshape(-1)], table.device)
+    return table.read(on_device).view(len(rows), ring.capacity)
 
 
 def _shared_prefixes(

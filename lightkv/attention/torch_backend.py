@@ -14,11 +14,15 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from lightkv.memory.staging import upload
 from lightkv.triton_kernels.attention.attend_keys import LOG2_E
+from lightkv.triton_kernels.attention.attention_mask import mask_reference
+from lightkv.triton_kernels.attention.attention_reference import slots_reference
 from lightkv.triton_kernels.attention.attention_scores import attention_scores_reference
 from lightkv.triton_kernels.attention.merge_states import merge_states_reference
 from lightkv.triton_kernels.attention.paged_kv import AttentionOptions
 
 from .backend import AttentionBackend
+from .biased_attention import attend_with_bias
+from .cross import CrossMetadata, attend_cross
 from .metadata import AttentionMetadata
 from .rotary import RotaryEmbedding
 
@@ -171,7 +175,11 @@ def _padded_bucket(
     width = int(lengths.max())
     offsets = np.arange(width)
     padded = offsets >= lengths[:, None]  # [G, width]
-    entries = rows[:, None] * table.max_entries + (ends - lengths)[:, None] + offsets
+    entries = (ends - lengths)[:, None] + offsets
+    if (ring := metadata.ring) is not None:
+        within = ring.sinks + (entries - ring.sinks) % ring.size
+        entries = np.where(entries < ring.sinks, entries, within)
+    entries += rows[:, None] * table.max_entries
     # Padding reads row 0, hence slot 0, whose K/V is finite. The row's own entries there are stale: a free slot
     # may hold NaN, which no bias masks.
     entries[padded] = 0
@@ -189,7 +197,7 @@ def _prefill_tiles(
 ) -> tuple[list[PrefillTile], list[torch.Tensor]]:
     """Returns the prefills in tiles, and the slots of each tile's sink tokens. No tile has queries of two
     chunks, so within a tile every query sees all keys of its chunk up to its own."""
-    table, num_sink_tokens = metadata.memory.table, metadata.num_sink_tokens
+    index, num_sink_tokens = metadata.index, metadata.num_sink_tokens
     tiles = []
     sink_tokens = []
     packed_end = 0
@@ -209,13 +217,13 @@ def _prefill_tiles(
                 continue
             # The first keys are seen by no query (a window), or only by queries rotated back (sink tokens).
             skipped = max(0, begin - window + 1) if window else floor + num_sink_tokens
-            slots = table.slots(row, skipped, stop).long()
+            slots = index[row, skipped:stop].long()
             for start in range(begin, stop, QUERY_TILE):
                 end = min(start + QUERY_TILE, stop)
                 first = max(0, start - window + 1) if window else skipped
                 tiles.append(PrefillTile(start + shift, end + shift, slots[first - skipped : end - skipped]))
                 if num_sink_tokens:
-                    sink_tokens.append(table.slots(row, 0, num_sink_tokens).long())
+                    sink_tokens.append(index[row, :num_sink_tokens].long())
     return tiles, sink_tokens
 
 
@@ -273,6 +281,9 @@ class TorchAttention(AttentionBackend):
         metadata: AttentionMetadata,
         out: torch.Tensor,
     ) -> None:
+        if self._has_bias or metadata.mask is not None:
+            self._attend_each(q, metadata, out)
+            return
         # Decodes come first: in a static batch, prefills write over the output of unused ones.
         if metadata.num_decodes:
             start = metadata.first_decode_token
@@ -282,6 +293,33 @@ class TorchAttention(AttentionBackend):
             start = metadata.first_prefill_token
             prefilled = slice(start, start + metadata.num_prefill_tokens)
             self._prefill(q[prefilled], k[prefilled], v[prefilled], metadata, out[prefilled])
+
+    @property
+    def _has_bias(self) -> bool:
+        """Whether scores have a bias, or keys after the query are seen, which the paths by bucket and by tile
+        do not know."""
+        return self.options.alibi_slopes is not None or not self.options.causal
+
+    def _attend_each(self, q: torch.Tensor, metadata: AttentionMetadata, out: torch.Tensor) -> None:
+        """Attends sequence by sequence, decodes first: in a static batch, prefills write over the output of
+        unused ones."""
+        pool, table, num_prefills = metadata.memory.pool, metadata.memory.table, metadata.num_prefills
+        step = TorchPlan.of(metadata)
+        counts = metadata.q_lens.numpy()
+        ends = np.cumsum(counts[:num_prefills]) + metadata.first_prefill_token
+        decodes = np.arange(len(counts) - num_prefills) + metadata.first_decode_token + 1
+        ends = np.concatenate([ends, decodes])
+        for idx in (*range(num_prefills, len(counts)), *range(num_prefills)):
+            queries = slice(int(ends[idx] - counts[idx]), int(ends[idx]))
+            row, length = int(metadata.rows_host[idx]), int(metadata.kv_lens_host[idx])
+            if not length:
+                out[queries] = 0
+                continue
+            slots = table.slots(row, 0, length).long()
+            keys, values = pool.spec.split(step.gather(pool.kv(self.layer_idx), slots))
+            mask = metadata.mask
+            added = None if mask is None else mask_reference(mask, queries, idx, length)
+            out[queries] = attend_with_bias(q[queries], keys, values, self.options, added)
 
     def _prefill(
         self,
@@ -336,6 +374,39 @@ class TorchAttention(AttentionBackend):
             partial_out, partial_lse = (torch.stack(part) for part in zip(*states, strict=True))
             out[tile.start : tile.end] = merge_states_reference(partial_out, partial_lse)[0]
 
+    def _attend_to_rings(self, q: torch.Tensor, metadata: AttentionMetadata, out: torch.Tensor) -> None:
+        kv, ring, rotated = self.paged_kv(metadata), metadata.ring, q
+        assert ring is not None
+        if ring.sinks:
+            assert self.rotary is not None
+            lengths = metadata.kv_lens_host.tolist()
+            dropped = torch.tensor([ring.dropped(length - 1) for length in lengths], device=q.device)
+            rotated = self.rotary.rotate_back(q, dropped)
+        out.zero_()  # also the padding of a static batch
+        for token, length in enumerate(metadata.kv_lens_host.tolist()):
+            parts: list[tuple[torch.Tensor, torch.Tensor]] = []
+            sinks = range(min(ring.sinks, length))
+            window = range(ring.first_key(length - 1), length)
+            # Learned sinks join one of the parts, here the first.
+            for queries, positions in ((q, window), (rotated, sinks)):
+                if positions or (length and not parts):
+                    row, seen = (
+                        int(metadata.rows_host[token]),
+                        torch.tensor(list(positions), dtype=torch.int64),
+                    )
+                    slots = slots_reference(kv, row, seen.to(q.device))
+                    parts.append(
+                        self._attend_part(
+                            queries[token : token + 1], kv.k[slots], kv.v[slots], None, not parts
+                        )
+                    )
+            if parts:
+                outs, lses = (torch.stack(part) for part in zip(*parts, strict=True))
+                out[token : token + 1] = merge_states_reference(outs, lses)[0]
+
+    def _attend_cross(self, q: torch.Tensor, cross: CrossMetadata, out: torch.Tensor) -> None:
+        attend_cross(q, self.paged_kv(cross.metadata), cross, self.options, out)
+
     def _decode(self, q: torch.Tensor, metadata: AttentionMetadata, out: torch.Tensor) -> None:
         pool = metadata.memory.pool
         plan = TorchPlan.of(metadata)
@@ -367,6 +438,7 @@ class TorchAttention(AttentionBackend):
             metadata.kv_lens,
             self.options,
             width=width,
+            mask=metadata.mask,
         )
         return scores.float()
 

@@ -1,21 +1,35 @@
 """Attention by the Triton kernels."""
 
 from collections.abc import Callable, Hashable
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
 from lightkv.triton_kernels import tuning
 from lightkv.triton_kernels.attention.attention_scores import attention_scores
 from lightkv.triton_kernels.attention.decode.decode_attention import decode_attention
+from lightkv.triton_kernels.attention.decode.decode_plan import DecodePlan, decode_plan
+from lightkv.triton_kernels.attention.decode.decode_sinks import SinkRotation
+from lightkv.triton_kernels.attention.decode.ring_step import sink_rotation
 from lightkv.triton_kernels.attention.merge_states import merge_states
 from lightkv.triton_kernels.attention.mixed_attention import MixedPlan, mixed_attention, mixed_plan
-from lightkv.triton_kernels.attention.paged_kv import HeadShape
+from lightkv.triton_kernels.attention.paged_kv import HeadShape, PagedKV
 from lightkv.triton_kernels.attention.prefill.prefill_combine import most_part_bytes
 from lightkv.triton_kernels.write_kv import write_kv
 
 from .backend import AttentionBackend
+from .cross import CrossMetadata
 from .metadata import AttentionMetadata
 from .rotary import RotaryEmbedding
+
+Plan = TypeVar("Plan")
+
+
+class _RingPlan(NamedTuple):
+    """What the layers of a decode step over rings share; no rotation where there are no sinks."""
+
+    decode: DecodePlan
+    rotation: SinkRotation | None
 
 
 class _StepPlans:
@@ -27,15 +41,16 @@ class _StepPlans:
     """
 
     def __init__(self) -> None:
-        self._made: dict[Hashable, tuple[int, int, MixedPlan]] = {}
+        self._made: dict[Hashable, tuple[int, int, Any]] = {}
 
-    def get(self, key: Hashable, step: int, layer_idx: int, make: Callable[[], MixedPlan]) -> MixedPlan:
+    def get(self, key: Hashable, step: int, layer_idx: int, make: Callable[[], Plan]) -> Plan:
         """Returns the lists for layer `layer_idx` in a step; calls `make` if they are not there or of an
         earlier pass."""
         made = self._made.get(key)
         if made is None or made[0] != step or made[1] == layer_idx:
             made = self._made[key] = step, layer_idx, make()
-        return made[2]
+        plan: Plan = made[2]
+        return plan
 
     @staticmethod
     def of(metadata: AttentionMetadata) -> "_StepPlans":
@@ -46,7 +61,8 @@ class _StepPlans:
 
 
 class TritonAttention(AttentionBackend):
-    """Attention of one layer on CUDA. Any step without sinks can be captured in a CUDA graph."""
+    """Attention of one layer on CUDA. Any step can be captured in a CUDA graph, except prefills with
+    sinks."""
 
     supports_cuda_graph = True
 
@@ -96,6 +112,7 @@ class TritonAttention(AttentionBackend):
             plan=self._plan(q, q_starts, metadata.kv_lens, metadata),
             out=out,
             decodes_first=metadata.decodes_first,
+            mask=metadata.mask,
         )
 
     def _plan(
@@ -114,11 +131,13 @@ class TritonAttention(AttentionBackend):
                 dtype=q.dtype,
                 window=self.options.window,
                 chunk=self.options.chunk,
+                after=self.options.after,
                 shared_prefixes=shared_prefixes,
                 decodes_first=metadata.decodes_first,
             )
 
-        shape = *heads, self.options.window, self.options.chunk, q.dtype, shared_prefixes is not None
+        bounds = self.options.window, self.options.chunk, self.options.after
+        shape = *heads, *bounds, q.dtype, shared_prefixes is not None
         return _StepPlans.of(metadata).get(shape, metadata.step, self.layer_idx, make)
 
     def _attend_with_sinks(self, q: torch.Tensor, metadata: AttentionMetadata, out: torch.Tensor) -> None:
@@ -152,6 +171,67 @@ class TritonAttention(AttentionBackend):
         decode_attention(rotated, kv, rows, lengths, options, out=partial_out[1], lse=lse[1])
         merge_states(partial_out, lse, out=out)
 
+    def _attend_to_rings(self, q: torch.Tensor, metadata: AttentionMetadata, out: torch.Tensor) -> None:
+        kv, heads = self.paged_kv(metadata), self._heads
+        ring, lengths = metadata.ring, metadata.kv_lens
+        assert ring is not None
+
+        def make() -> _RingPlan:
+            plan = decode_plan(
+                metadata.rows,
+                lengths,
+                num_kv_heads=heads.num_kv_heads,
+                key_bytes=heads.key_bytes(q.dtype),
+                ring=ring,
+            )
+            if not ring.sinks:
+                return _RingPlan(plan, None)
+            assert self.rotary is not None
+            return _RingPlan(plan, sink_rotation(lengths, ring, self.rotary.inverse))
+
+        plan = _StepPlans.of(metadata).get((*heads, ring, q.dtype), metadata.step, self.layer_idx, make)
+        decode_attention(
+            q,
+            kv,
+            metadata.rows,
+            lengths,
+            self.options,
+            plan=plan.decode,
+            out=out,
+            sink_rotation=plan.rotation,
+        )
+
+    def _attend_cross(self, q: torch.Tensor, cross: CrossMetadata, out: torch.Tensor) -> None:
+        metadata, heads = cross.metadata, self._heads
+        q_starts = metadata.q_starts[: metadata.num_prefills + 1]
+
+        def make() -> MixedPlan:
+            return mixed_plan(
+                cross.rows,
+                q_starts,
+                cross.kv_lens,
+                heads,
+                num_tokens=len(q),
+                dtype=q.dtype,
+                after=self.options.after,
+                decodes_first=metadata.decodes_first,
+            )
+
+        plans = cross.plan if isinstance(cross.plan, _StepPlans) else _StepPlans()
+        cross.plan = plans
+        pool = metadata.memory.pool
+        mixed_attention(
+            q,
+            PagedKV(pool.k(self.layer_idx), pool.v(self.layer_idx), metadata.memory.table.req_to_token),
+            cross.rows,
+            q_starts,
+            cross.kv_lens,
+            self.options,
+            plan=plans.get((*heads, q.dtype), metadata.step, self.layer_idx, make),
+            out=out,
+            decodes_first=metadata.decodes_first,
+        )
+
     def _entry_scores(
         self, q: torch.Tensor, entries: torch.Tensor, width: int, metadata: AttentionMetadata
     ) -> torch.Tensor:
@@ -165,4 +245,5 @@ class TritonAttention(AttentionBackend):
             self.options,
             max_q_len=int(metadata.q_lens.max()),
             width=width,
+            mask=metadata.mask,
         )

@@ -32,11 +32,16 @@ from lightkv.integrations.model.context import context_length
 from lightkv.integrations.model.exact_rotary import find_rotary, make_exact
 from lightkv.integrations.model.hf_model import PackedStep, bind
 from lightkv.integrations.model.probe import ModelShape, probe
+from lightkv.integrations.model.ring_graph import RingGraph
 from lightkv.kv_cache import KVCache
 from lightkv.ledger.prefix_tree import TOKEN_BYTES
 from lightkv.ledger.sequence import Sequence
 from lightkv.memory.staging import upload
 from lightkv.token_ids import TokenIds, int32_bytes
+from lightkv.triton_kernels.attention.attention_mask import AttentionMask
+from lightkv.triton_kernels.attention.ring import Ring
+
+from .guess_tree import GuessTree
 
 
 class CachedModel:
@@ -64,6 +69,10 @@ class CachedModel:
         shape = probe(model)
         # A chunk bounds what a layer attends to as a window does.
         self.windows = sorted({layer.options.window or layer.options.chunk for layer in shape.layers} - {0})
+        # The most tokens that any layer sees, if all have windows.
+        windows = [0 if layer.options.chunk else layer.options.window for layer in shape.layers]
+        self._widest = max(windows) if all(windows) else 0
+        self._ring_graphs: dict[tuple[Ring, int], RingGraph] = {}
         if exact_positions and self.windows:
             reason = (
                 f"its layers have windows or chunks of their own ({self.windows}), which count positions, not "
@@ -109,29 +118,50 @@ class CachedModel:
         token_ids: Seq[TokenIds],
         all_logits: bool = False,
         handler: AttentionHandler | None = None,
+        tree: GuessTree | None = None,
     ) -> torch.Tensor:
         """Computes `token_ids[i]` at the end of `sequences[i]`, for all sequences in one call of the model.
 
         Returns the logits after the last token of each sequence, `[len(sequences), vocabulary]`, or with
         `all_logits` those after every token, packed in order. `handler` gets the attention calls instead of
-        `step`, and has to pass them on to it. Raises the errors of `KVCache.extend`, and ValueError where
-        tokens were dropped and this model, or these sequences together, would not be computed right. After an
-        error the sequences are as before.
+        `step`, and has to pass them on to it. With a `tree`, the tokens are its nodes, at the end of one
+        sequence, and each attends to its ancestors alone; `take` keeps those that were right. Raises the errors
+        of `KVCache.extend`, and ValueError where tokens were dropped and this model, or these sequences
+        together, would not be computed right. After an error the sequences are as before.
         """
         ids = [np.frombuffer(int32_bytes(one), dtype=np.int32) for one in token_ids]
         counts = [len(one) for one in ids]
-        starts = [sequence.length for sequence in sequences]
-        num_sink_tokens = self._num_sink_tokens(sequences)
+        ring = self._ring_of(sequences)
+        if ring is not None and tree is not None:
+            raise ValueError(
+                f"guesses in {ring}: their slots could not be given back; use a row that is no ring"
+            )
+        num_sink_tokens = 0 if ring is not None else self._num_sink_tokens(sequences)
+        starts = [one.length if ring is None else one.position for one in sequences]
         self.cache.extend(sequences, counts)
         try:
             metadata = self.step.metadata
             rows, dropped = [one.row for one in sequences], [one.dropped for one in sequences]
+            packed = np.concatenate(ids).astype(np.int64)
             # A step with sinks consists of prefills only.
             num_prefills = len(rows) if num_sink_tokens or max(counts) > 1 else 0
+            if ring is not None and not num_prefills and handler is None and self._captures_rings:
+                return self._ring_graph(ring, len(rows)).replay(sequences, starts, packed).clone()
+            mask = positions = None
+            if tree is not None:
+                mask = AttentionMask(bits=torch.from_numpy(tree.bits()).to(self.model.device))
+                positions = [starts[0] + depth for depth in tree.depths]
             metadata.prepare(
-                rows, starts, counts, num_prefills, dropped=dropped, num_sink_tokens=num_sink_tokens
+                rows,
+                starts,
+                counts,
+                num_prefills,
+                dropped=dropped if ring is None else (),
+                num_sink_tokens=num_sink_tokens,
+                ring=ring,
+                mask=mask,
+                positions=positions,
             )
-            packed = np.concatenate(ids).astype(np.int64)
             last = np.cumsum(np.array(counts, dtype=np.int64)) - 1
             input_ids, wanted = upload([packed, last], self.model.device)
             index = None if all_logits else wanted
@@ -139,6 +169,56 @@ class CachedModel:
         except BaseException:
             self.cache.shrink(sequences, counts)
             raise
+
+    @property
+    def _captures_rings(self) -> bool:
+        return self.cache.memory.device.type == "cuda" and all(
+            backend.supports_cuda_graph for backend in self.step.backends
+        )
+
+    def _ring_graph(self, ring: Ring, size: int) -> RingGraph:
+        """Returns the graph of a decode step of `size` such rings, which the first call captures."""
+        graph = self._ring_graphs.get((ring, size))
+        if graph is None:
+            graph = self._ring_graphs[ring, size] = RingGraph(self.model, self.step, ring, size)
+        return graph
+
+    def _ring_of(self, sequences: Seq[Sequence]) -> Ring | None:
+        """Returns what kind of ring all sequences of a step are; None where none is one.
+
+        Raises ValueError for a step of several kinds, and for a ring that this model's layers cannot have.
+        """
+        ring, *others = {one.ring for one in sequences} or {None}
+        if others:
+            raise ValueError(
+                f"sequences of {ring} and {others} cannot share a step: run each kind in a step of its own"
+            )
+        if ring is None:
+            return None
+        if self.windows and (ring.sinks or not 0 < self._widest <= ring.size - ring.stride + 1):
+            raise ValueError(
+                f"{ring} for a model whose layers have windows or chunks of their own ({self.windows}): each "
+                f"has to have a window, and a ring no sinks and at least size - stride + 1 tokens of the widest"
+            )
+        if ring.sinks and not self.exact_positions:
+            raise ValueError(
+                f"{ring.sinks} sinks need queries rotated to other positions: make the CachedModel with "
+                "exact_positions=True"
+            )
+        return ring
+
+    @torch.no_grad()
+    def take(self, sequence: Sequence, start: int, path: Seq[int]) -> None:
+        """Keeps the nodes `path` of a tree whose root is at entry `start`, and drops the others: the K/V of a
+        node at another entry than its depth is copied there. Raises the errors of `KVCache.truncate`."""
+        first = next((depth for depth, node in enumerate(path) if node != depth), len(path))
+        if first < len(path):
+            slots, memory = self.cache.slots(sequence).long(), self.cache.memory
+            (nodes,) = upload([np.array(path[first:], dtype=np.int64)], self.model.device)
+            for layer_idx in range(memory.pool.spec.num_layers):
+                kv = memory.pool.kv(layer_idx)
+                kv.index_copy_(0, slots[start + first : start + len(path)], kv[slots[start + nodes]])
+        self.cache.truncate(sequence, start + len(path))
 
     def _num_sink_tokens(self, sequences: Seq[Sequence]) -> int:
         """Returns the number of sinks of a step, 0 where no sequence has a gap.

@@ -17,6 +17,7 @@ step. The output is that of greedy decoding, in fewer forward passes.
 (True, True)
 """
 
+from collections import deque
 from collections.abc import Collection
 from typing import NamedTuple
 
@@ -26,6 +27,7 @@ import torch
 from lightkv.token_ids import TokenIds, int32_bytes
 
 from .cached_model import CachedModel
+from .guess_tree import GuessTree
 
 
 class Generated(NamedTuple):
@@ -47,12 +49,14 @@ class Generated(NamedTuple):
 
 
 class PromptLookup:
-    """The tokens so far, and for each short run of them the place of the token that followed it last."""
+    """The tokens so far, and for each short run of them the places of the tokens that followed it, the last
+    `most_places` of them."""
 
-    def __init__(self, token_ids: list[int], shortest: int, longest: int) -> None:
+    def __init__(self, token_ids: list[int], shortest: int, longest: int, most_places: int = 1) -> None:
         self._tokens: list[int] = []
+        self._most_places = most_places
         self._sizes = range(longest, shortest - 1, -1)
-        self._after: dict[tuple[int, ...], int] = {}  # run → place of the token after it
+        self._after: dict[tuple[int, ...], deque[int]] = {}  # run → places of the tokens after it, last first
         self.extend(token_ids)
 
     def extend(self, token_ids: list[int]) -> None:
@@ -61,16 +65,27 @@ class PromptLookup:
             end = len(self._tokens)
             for size in self._sizes:
                 if size <= end:
-                    self._after[tuple(self._tokens[end - size :])] = end
+                    run = tuple(self._tokens[end - size :])
+                    places = self._after.get(run)
+                    if places is None:
+                        places = self._after[run] = deque(maxlen=self._most_places)
+                    places.appendleft(end)
             self._tokens.append(token)
 
     def propose(self, count: int) -> list[int]:
         """Returns up to `count` tokens that followed the latest earlier match of the longest run at the end."""
+        return next(iter(self.propose_lines(count, 1)), [])
+
+    def propose_lines(self, count: int, most_lines: int) -> list[list[int]]:
+        """Returns up to `most_lines` different lines of up to `count` tokens that followed earlier matches of
+        the runs at the end, the longest run first, and of each run the latest match first."""
+        lines: list[list[int]] = []
         for size in self._sizes:
-            start = self._after.get(tuple(self._tokens[-size:]))
-            if start is not None:
-                return self._tokens[start : start + count]
-        return []
+            for start in self._after.get(tuple(self._tokens[-size:]), ()):
+                line = self._tokens[start : start + count]
+                if len(lines) < most_lines and line not in lines:
+                    lines.append(line)
+        return lines
 
 
 @torch.no_grad()
@@ -82,14 +97,22 @@ def generate(
     num_proposed: int = 10,
     shortest_run: int = 2,
     longest_run: int = 3,
+    num_lines: int = 1,
     eos_token_ids: Collection[int] = (),
 ) -> Generated:
     """Decodes greedily, verifying up to `num_proposed` proposed tokens in each step; 0 is plain decoding.
 
     After wrong proposals the next step proposes fewer: two more than twice the number that was right. The last
-    `longest_run` tokens are looked up first, then shorter runs down to `shortest_run`. Raises the errors of
-    `CachedModel.prefill` and `forward`, and ValueError.
+    `longest_run` tokens are looked up first, then shorter runs down to `shortest_run`. With several lines, up
+    to `num_lines` continuations of so many tokens each are proposed as a tree, and one pass verifies all.
+    Raises the errors of `CachedModel.prefill` and `forward`, and ValueError, also for several lines and a model
+    whose layers have windows or chunks, which would count a guess's place in the tree.
     """
+    if num_lines < 1 or (num_lines > 1 and lm.windows):
+        raise ValueError(
+            f"{num_lines} lines of guesses, for a model with windows or chunks {lm.windows}: at least one, and "
+            "more than one only without these"
+        )
     if max_new_tokens < 1 or num_proposed < 0 or not 1 <= shortest_run <= longest_run:
         raise ValueError(
             f"{max_new_tokens} new tokens with {num_proposed} proposed after runs of {shortest_run} to "
@@ -98,25 +121,25 @@ def generate(
     known = np.frombuffer(int32_bytes(prompt), dtype=np.int32).tolist()
     sequence, logits = lm.prefill(prompt)
     output: list[int] = []
-    proposed: list[int] = []
+    tree = GuessTree.of_lines(0, [])
     num_forwards, num_verified, num_accepted = 1, 0, 0
     budget = num_proposed
     try:
-        lookup = PromptLookup(known, shortest_run, longest_run)
+        lookup = PromptLookup(known, shortest_run, longest_run, num_lines)
+        most_entries = lm.cache.memory.table.max_entries
         rows = logits[None]
         while True:
             chosen = rows.argmax(
                 -1
             ).tolist()  # the next token after the last one, and after each proposed one
-            num_right = 0
-            while num_right < len(proposed) and proposed[num_right] == chosen[num_right]:
-                num_right += 1
-            if num_right < len(proposed):
-                lm.cache.truncate(sequence, sequence.length - (len(proposed) - num_right))
-            num_verified, num_accepted = num_verified + len(proposed), num_accepted + num_right
-            if proposed:
+            path = tree.accept(chosen)
+            num_right, count = len(path) - 1, len(tree.tokens) - 1
+            if num_right < count:
+                lm.take(sequence, sequence.length - 1 - count, path)
+            num_verified, num_accepted = num_verified + count, num_accepted + num_right
+            if count:
                 budget = min(num_proposed, 2 * num_right + 2)
-            fresh = chosen[: num_right + 1]
+            fresh = [chosen[node] for node in path]
             ends = [place for place, token in enumerate(fresh) if token in eos_token_ids]
             if ends:
                 fresh = fresh[: ends[0] + 1]
@@ -125,8 +148,10 @@ def generate(
                 return Generated(output, num_forwards, num_verified, num_accepted)
             lookup.extend(fresh)
             # One less than may still be generated, because the pass yields a token of its own.
-            proposed = lookup.propose(min(budget, max_new_tokens - len(output) - 1))
-            rows = lm.forward([sequence], [[output[-1], *proposed]], all_logits=True)
+            lines = lookup.propose_lines(min(budget, max_new_tokens - len(output) - 1), num_lines)
+            tree = GuessTree.of_lines(output[-1], lines, max(1, most_entries - sequence.length))
+            named = None if tree.is_line else tree
+            rows = lm.forward([sequence], [tree.tokens], all_logits=True, tree=named)
             num_forwards += 1
     finally:
         lm.cache.close(sequence, output)

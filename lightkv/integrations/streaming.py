@@ -3,10 +3,11 @@
     position   0      sinks        sinks + dropped             now
                ├─ sinks ─┤   dropped, no slots   ├── window ──┤
 
-A stream holds its first `sink_tokens` tokens and the latest ones; a token that leaves the window frees its
-slot in the same step. Keys stay as they were computed, at their true positions. Queries attend to the window
-from their true position, and to the sinks from the position that they have among the tokens held. The two
-results are merged, which is exact. So distances stay within the window, however long the stream is.
+A stream holds its first `sink_tokens` tokens and the latest ones. Its row is a ring: a new token is written to
+the slot of one that has left the window. On a GPU, a step of one token is a CUDA graph. Keys stay as they were
+computed, at their true positions. Queries attend to the window from their true position, and to the sinks from
+the position that they have among the tokens held. Both are parts of one softmax, which is exact. So distances
+stay within the window, however long the stream is.
 
 >>> import torch
 >>> from transformers import LlamaConfig, LlamaForCausalLM
@@ -29,6 +30,7 @@ import torch
 
 from lightkv.ledger.prefix_tree import TOKEN_BYTES
 from lightkv.token_ids import TokenIds, int32_bytes
+from lightkv.triton_kernels.attention.ring import Ring
 
 from .cached_model import CachedModel
 
@@ -41,7 +43,8 @@ class Window:
 
     Once the window is full, its oldest `stride` tokens are dropped together. So a token attends to the sinks
     and to the last `size - stride + 1` to `size` tokens up to itself. Their number depends on the token's
-    position alone, and not on how the tokens came in.
+    position alone, and not on how the tokens came in. Prompts are computed up to `stride` tokens at a time once
+    the window is full. Raises ValueError for numbers that make no ring.
     """
 
     size: int
@@ -49,20 +52,17 @@ class Window:
     stride: int = 64
 
     def __post_init__(self) -> None:
-        if self.sink_tokens < 0 or not 1 <= self.stride <= self.size:
-            raise ValueError(
-                f"{self}: sinks have to be 0 or more, and the stride from 1 to the window's size"
-            )
+        _ = self.ring
+
+    @property
+    def ring(self) -> Ring:
+        """The ring of a stream's row."""
+        return Ring(self.sink_tokens, self.size, self.stride)
 
     @property
     def capacity(self) -> int:
         """The most tokens that are ever held."""
-        return self.sink_tokens + self.size
-
-    def dropped(self, position: int) -> int:
-        """Returns how many tokens are dropped by the time the token at `position` is computed."""
-        beyond = position - self.capacity
-        return 0 if beyond < 0 else self.stride * (1 + beyond // self.stride)
+        return self.ring.capacity
 
 
 class Stream:
@@ -81,7 +81,7 @@ class Stream:
             raise ValueError("a stream exceeds the context: make its CachedModel with exact_positions=True")
         self._lm = lm
         self._window = window
-        self.sequence = lm.cache.open(int32_bytes(start)[: TOKEN_BYTES * window.capacity])
+        self.sequence = lm.cache.open(int32_bytes(start), ring=window.ring)
 
     @property
     def position(self) -> int:
@@ -94,12 +94,10 @@ class Stream:
         Yields the logits of every step, `[1, vocabulary]`, or with `all_logits` one row for each token. Raises
         OutOfTokens if the pool has no room for the window.
         """
-        lm, sequence, window = self._lm, self.sequence, self._window
+        lm, sequence, ring = self._lm, self.sequence, self._window.ring
         ids = np.frombuffer(int32_bytes(token_ids), dtype=np.int32)
         while len(ids):
-            if num_dropped := window.dropped(sequence.position) - sequence.dropped:
-                lm.cache.release(sequence, num_dropped, window.sink_tokens)
-            count = min(len(ids), window.capacity - sequence.length, STEP_TOKENS)
+            count = min(len(ids), ring.room(sequence.position), STEP_TOKENS)
             yield lm.forward([sequence], [ids[:count]], all_logits)
             ids = ids[count:]
 

@@ -13,8 +13,20 @@ from .sequence import Sequence
 from .state import LedgerState
 
 
-def fork(state: LedgerState, sequence: Sequence) -> Sequence:
+def require_plain(state: LedgerState, sequence: Sequence) -> None:
+    """Raises ValueError for a sequence that is not open, a ring or a cross sequence."""
     state.require_open(sequence)
+    if sequence.ring is not None:
+        raise ValueError(
+            f"{sequence} is a ring, whose slots are written again: it is extended, published (its sinks) and "
+            "closed, and no more. Open another one for the same text, or a sequence without a ring"
+        )
+    if sequence.num_readers is not None:
+        raise ValueError(f"{sequence} is a cross sequence, which is written once, read, and closed")
+
+
+def fork(state: LedgerState, sequence: Sequence) -> Sequence:
+    require_plain(state, sequence)
     if not state.has_free_row:
         raise OutOfRows(state.max_sequences)
     state.share_tail(sequence)
@@ -22,7 +34,7 @@ def fork(state: LedgerState, sequence: Sequence) -> Sequence:
 
 
 def truncate(state: LedgerState, sequence: Sequence, length: int) -> None:
-    state.require_open(sequence)
+    require_plain(state, sequence)
     if not 0 <= length <= sequence.length:
         raise ValueError(f"cannot cut a sequence of {sequence.length} entries to {length}")
     start = max(length, sequence.shared)
@@ -40,7 +52,7 @@ def truncate(state: LedgerState, sequence: Sequence, length: int) -> None:
 
 
 def release(state: LedgerState, sequence: Sequence, count: int, sink_tokens: int) -> int:
-    state.require_open(sequence)
+    require_plain(state, sequence)
     length, shared = sequence.length, sequence.shared
     start, end = sink_tokens, sink_tokens + count
     if count < 0 or sink_tokens < 0 or end > length:
@@ -66,7 +78,7 @@ def release(state: LedgerState, sequence: Sequence, count: int, sink_tokens: int
 
 
 def keep(state: LedgerState, sequence: Sequence, count: int) -> int:
-    state.require_open(sequence)
+    require_plain(state, sequence)
     start = max(sequence.shared, sequence.num_sink_tokens)
     num_freed = sequence.length - start - count
     if count < 0 or num_freed < 0:

@@ -19,8 +19,9 @@ from typing import NamedTuple
 from lightkv.counts import checked_count
 from lightkv.edits import Alloc, Edit
 from lightkv.errors import OutOfRows, OutOfTokens, SequenceTooLong
+from lightkv.triton_kernels.attention.ring import Ring
 
-from . import branching
+from . import branching, rings
 from .prefix_tree import TOKEN_BYTES, Namespace, Segment
 from .sequence import Sequence
 from .sessions import Session, SessionCounts
@@ -52,6 +53,8 @@ class TokenLedger:
         self._batch: list[Sequence] = []
         self._batch_rows: tuple[int, ...] = ()
         self._batch_end = 0
+        self.extends_rings = False  # whether there are rings in the last batch of `extend`
+        self._num_crosses = 0  # cross sequences so far
 
     @property
     def capacity(self) -> int:
@@ -134,19 +137,67 @@ class TokenLedger:
             raise OutOfTokens(count, self.num_free, self.capacity)
         self._state.reduce_capacity(count)
 
-    def open(self, token_ids: bytes, namespace: Namespace = (), session: Session | None = None) -> Sequence:
+    def open(
+        self,
+        token_ids: bytes,
+        namespace: Namespace = (),
+        session: Session | None = None,
+        *,
+        ring: Ring | None = None,
+        cross: Sequence | None = None,
+    ) -> Sequence:
         """Opens a sequence that holds the longest cached prefix of its prompt (`match`).
 
         At least one token is left to compute, so that there are logits to sample from. `token_ids` is int32
         bytes; sequences of different `namespace` share nothing. `session`: protects the tokens that are cached
-        when the sequence closes (`open_session`). Raises OutOfRows, SequenceTooLong, ValueError.
+        when the sequence closes (`open_session`).
+
+        `ring`: its row is a ring of `ring.capacity` entries, which get their slots as it fills; a prompt of any
+        length may follow. At most its sinks are shared with other sequences, since the others' slots are
+        written again. `cross`: the cross sequence that it reads and keeps open (`open_cross`); it shares tokens
+        only with other readers. Raises OutOfRows, SequenceTooLong, ValueError.
         """
-        length = _num_tokens(token_ids)
+        length = _num_tokens(token_ids) if ring is None else ring.capacity
         if length > self.max_entries:
             raise SequenceTooLong(length, self.max_entries)
         if not self._state.has_free_row:
             raise OutOfRows(self.max_sequences)
-        return self._state.open(token_ids, namespace, session)
+        if cross is not None:
+            self.require_open(cross)
+            if cross.num_readers is None:
+                raise ValueError(f"{cross} is no cross sequence; open_cross makes one")
+            namespace = (*namespace, *cross.root.namespace)
+        known = token_ids
+        if ring is not None:
+            _num_tokens(token_ids)
+            known = token_ids[: (ring.sinks + 1) * TOKEN_BYTES]
+        sequence = self._state.open(known, namespace, session)
+        sequence.prompt, sequence.ring = token_ids, ring
+        if cross is not None:
+            self._state.read_cross(sequence, cross)
+        return sequence
+
+    def open_cross(self, length: int) -> Sequence:
+        """Opens a cross sequence: `length` tokens of an encoder, say, whose K/V is written once and read by the
+        sequences that are opened with it (`open`), their forks included.
+
+        All slots are allocated here, cached tokens being evicted as needed, and counted once however many
+        sequences read them. `close` ends the caller's hold; the slots are freed once the last reader has
+        closed, too. Raises OutOfTokens, OutOfRows, SequenceTooLong, ValueError.
+        """
+        if length < 1:
+            raise ValueError(f"a cross sequence of {length} tokens; give at least one")
+        if length > self.max_entries:
+            raise SequenceTooLong(length, self.max_entries)
+        if not self._state.has_free_row:
+            raise OutOfRows(self.max_sequences)
+        self._make_room(length)
+        self._num_crosses += 1
+        sequence = self._state.open(b"", ("cross", self._num_crosses))
+        self._state.alloc(Alloc((sequence.row,), (0,), (length,)), length)
+        sequence.length = length
+        sequence.num_readers = 0
+        return sequence
 
     def open_session(self, name: str) -> Session:
         """Returns the session `name`, which is opened if it is not open.
@@ -179,13 +230,15 @@ class TokenLedger:
         return Match(tuple(path[::-1]), tip, tip + sum(segment.length for segment in path[:-1]))
 
     def growth(self, sequences: Seq[Sequence], count: int = 1) -> int:
-        """Returns how many available slots are needed to extend each of these by `count` tokens."""
+        """Returns how many available slots are needed to extend each of these by `count` tokens; rings that are
+        full need none of them."""
         return count * len(sequences)
 
     def extend(self, sequences: Seq[Sequence], counts: Seq[int]) -> Alloc:
         """Allocates `counts[i]` more slots for `sequences[i]`, all or none; evicts cached tokens as needed.
 
-        Returns the edit of the allocation, which `drain` hands out, too, unless there are no sequences.
+        Returns the edit of the allocation, which `drain` hands out, too, unless it allocates nothing. A ring
+        that is full is extended without slots; it takes up to `Ring.room` tokens at once.
 
         Raises OutOfTokens only when free and cached tokens together are too few; SequenceTooLong, ValueError.
         """
@@ -195,6 +248,8 @@ class TokenLedger:
             return Alloc((), (), ())
         if sequences != self._batch:
             self._set_batch(sequences)
+        if self.extends_rings:
+            return self._extend_rings(sequences, counts)
         starts = [sequence.length for sequence in sequences]
         is_decode = counts.count(1) == len(starts)  # one token each
         if is_decode:
@@ -209,13 +264,9 @@ class TokenLedger:
             self._batch_end = max(map(add, starts, counts))
         if self._batch_end > self.max_entries:
             raise SequenceTooLong(self._batch_end, self.max_entries)
-        state = self._state
-        if needed > state.num_free:
-            if needed > self.num_available:
-                raise OutOfTokens(needed, self.num_available, self.capacity)
-            state.evict(needed - state.num_free)
+        self._make_room(needed)
         edit = Alloc(self._batch_rows, tuple(starts), tuple(counts))
-        state.alloc(edit, needed)
+        self._state.alloc(edit, needed)
         if is_decode:
             for sequence in sequences:
                 sequence.length += 1
@@ -223,6 +274,29 @@ class TokenLedger:
             for sequence, count in zip(sequences, counts, strict=True):
                 sequence.length += count
         return edit
+
+    def _extend_rings(self, sequences: Seq[Sequence], counts: Seq[int]) -> Alloc:
+        """Extends a batch in which there are rings."""
+        if min(counts) < 1:
+            raise ValueError(f"asked for {min(counts)} tokens; ask for at least one of each sequence")
+        edit = rings.plan_extend(sequences, counts)
+        end = max(map(add, edit.starts, edit.counts), default=0)
+        if end > self.max_entries:
+            raise SequenceTooLong(end, self.max_entries)
+        if edit.rows:
+            needed = sum(edit.counts)
+            self._make_room(needed)
+            self._state.alloc(edit, needed)
+        rings.advance(sequences, counts)
+        return edit
+
+    def _make_room(self, needed: int) -> None:
+        """Evicts cached tokens until `needed` are free. Raises OutOfTokens."""
+        state = self._state
+        if needed > state.num_free:
+            if needed > self.num_available:
+                raise OutOfTokens(needed, self.num_available, self.capacity)
+            state.evict(needed - state.num_free)
 
     def _set_batch(self, sequences: Seq[Sequence]) -> None:
         """Checks the sequences of a batch, once for as long as the same ones are extended. Raises
@@ -234,6 +308,9 @@ class TokenLedger:
                 self.require_open(sequence)
         if len(rows) > 1 and len(set(rows)) < len(rows):
             raise ValueError("a sequence occurs twice; give it one count")
+        if any(sequence.num_readers is not None for sequence in batch):
+            raise ValueError("a cross sequence is written once and keeps its length; extend what reads it")
+        self.extends_rings = any(sequence.ring is not None for sequence in batch)
         self._batch = batch
         self._batch_rows = rows
         self._batch_end = self.max_entries  # so that the next `extend` looks it up
@@ -248,10 +325,16 @@ class TokenLedger:
         if sequences != self._batch:
             self._set_batch(sequences)
         for sequence, count in zip(sequences, counts, strict=True):
-            if not 0 <= count <= sequence.num_private:
+            if sequence.ring is not None:
+                if not rings.may_shrink(sequence, count):
+                    raise ValueError(f"{sequence} cannot go {count} tokens back: others took their entries")
+            elif not 0 <= count <= sequence.num_private:
                 raise ValueError(f"{sequence} cannot free {count} of {sequence.num_private} private tokens")
         for sequence, count in zip(sequences, counts, strict=True):
-            if count:
+            if sequence.ring is not None:
+                if num_freed := rings.shrink(sequence, count):
+                    self._state.free_range(sequence.row, sequence.length, sequence.length + num_freed)
+            elif count:
                 end = sequence.length
                 sequence.length -= count
                 self._state.free_range(sequence.row, end - count, end)
@@ -275,11 +358,13 @@ class TokenLedger:
         """
         state = self._state
         state.require_open(sequence)
-        if sequence.dropped:
+        if sequence.dropped or sequence.num_readers is not None:
             return
         if not sequence.node.indexed:
             state.publish_path(sequence, self.step)
         start, end = sequence.shared, min(sequence.length, len(sequence.prompt) // TOKEN_BYTES)
+        if sequence.ring is not None:
+            end = min(end, sequence.ring.sinks)
         if end > start and sequence.node.indexed:
             tokens = sequence.prompt[start * TOKEN_BYTES : end * TOKEN_BYTES]
             state.publish_tail(sequence, tokens, self.step)
@@ -309,7 +394,15 @@ class TokenLedger:
         """
         state = self._state
         state.require_open(sequence)
+        if sequence.num_readers is not None:
+            if not sequence.is_kept:
+                raise ValueError(f"{sequence} is closed, and stays only for those that read it")
+            sequence.is_kept = False
+            state.close_cross(sequence)
+            return
         start, end = sequence.shared, sequence.length
+        if (cross := sequence.cross) is not None and not cross.is_kept and cross.num_readers == 1:
+            cache = False  # nothing can hit tokens that depend on a cross sequence that goes
         if cache and not sequence.dropped:
             start = state.cache_tail(sequence, sequence.prompt + output_ids)
         if end > start:

@@ -3,6 +3,8 @@ changes one."""
 
 from collections.abc import Iterator
 
+from lightkv.triton_kernels.attention.ring import Ring
+
 from .prefix_tree import Segment
 from .sessions import Session
 
@@ -26,15 +28,24 @@ class Sequence:
     `open`. dropped: positions that the sequence has passed and no longer holds; the next token's position is
     `length + dropped`. num_sink_tokens: the first entries, which stay when others are dropped (`release`).
     session: the one that protects its tokens once it has closed, if any.
+
+    ring: its row is a ring: once `length` is `ring.capacity`, new tokens take the slots of old ones, and
+    `dropped` grows instead. cross: the cross sequence that it reads (`TokenLedger.open_cross`). num_readers:
+    None except for a cross sequence; how many open sequences read it. is_kept: False for a cross sequence that
+    was closed, and goes when its last reader closes.
     """
 
     __slots__ = (
+        "cross",
         "dropped",
+        "is_kept",
         "length",
         "node",
         "num_hit",
+        "num_readers",
         "num_sink_tokens",
         "prompt",
+        "ring",
         "root",
         "row",
         "session",
@@ -55,6 +66,10 @@ class Sequence:
         self.dropped = 0
         self.num_sink_tokens = 0
         self.session: Session | None = None
+        self.ring: Ring | None = None
+        self.cross: Sequence | None = None
+        self.num_readers: int | None = None
+        self.is_kept = True
 
     @property
     def num_private(self) -> int:

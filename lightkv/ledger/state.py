@@ -4,6 +4,7 @@ A verb here changes tree, counts and edits together, and trusts its arguments: t
 `branching.py`) check what a caller asks for before they call it. No other file writes the counts or the edits.
 """
 
+from collections import Counter
 from collections.abc import Iterable
 
 from lightkv.edits import (
@@ -102,6 +103,8 @@ class LedgerState:
         fork = Sequence(row, sequence.prompt, sequence.root, sequence.node, sequence.shared)
         fork.num_hit = sequence.num_hit
         fork.session = sequence.session
+        if sequence.cross is not None:
+            self.read_cross(fork, sequence.cross)
         fork.sink_node, fork.num_sink_tokens, fork.dropped = (
             sequence.sink_node,
             sequence.num_sink_tokens,
@@ -113,8 +116,19 @@ class LedgerState:
         self._edits.append(CopyRow(row, sequence.row, sequence.length))
         return fork
 
+    def read_cross(self, sequence: Sequence, cross: Sequence) -> None:
+        """Makes `sequence` a reader of a cross sequence."""
+        assert cross.num_readers is not None
+        cross.num_readers += 1
+        sequence.cross = cross
+
     def close(self, sequence: Sequence) -> None:
         """Closes a sequence whose private tail is cached or freed: it leaves its path, and its row is free."""
+        if (cross := sequence.cross) is not None:
+            assert cross.num_readers is not None
+            cross.num_readers -= 1
+            sequence.cross = None
+            self.close_cross(cross)
         row, root = sequence.row, sequence.root
         self.leave(sequence, sequence.path())
         root.holders.remove(row)
@@ -125,6 +139,12 @@ class LedgerState:
         del self.sequences[row]
         self._free_rows.append(row)
         sequence.row = 0
+
+    def close_cross(self, cross: Sequence) -> None:
+        """Closes a cross sequence unless it is read or kept, and frees its slots."""
+        if not cross.num_readers and not cross.is_kept:
+            self.free_range(cross.row, 0, cross.length)
+            self.close(cross)
 
     # Entries of rows
 
@@ -430,6 +450,17 @@ class LedgerState:
             has_gap = sequence.sink_node is not None
             if (row in self._gapped) != has_gap or row not in sequence.root.holders:
                 raise CheckFailed(f"{sequence} has a path of {path}, and its gap or its root does not say so")
+        readers = Counter(sequence.cross.row for sequence in self.sequences.values() if sequence.cross)
+        for row, sequence in self.sequences.items():
+            if (sequence.num_readers or 0) != readers.pop(row, 0) or not (
+                sequence.is_kept or sequence.num_readers
+            ):
+                raise CheckFailed(f"{sequence} counts {sequence.num_readers} readers, and has others or none")
+            ring = sequence.ring
+            if ring is not None and sequence.length != min(sequence.position, ring.capacity):
+                raise CheckFailed(f"{sequence} has {sequence.length} slots of {ring}")
+        if readers:
+            raise CheckFailed(f"rows {sorted(readers)} are read, and hold no open sequence")
         cached = shared = 0
         for segment in {*self.tree, *holders}:
             if segment.holders != holders.get(segment, set()):

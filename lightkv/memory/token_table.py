@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 from lightkv.counts import checked_count
+from lightkv.triton_kernels.attention.ring import Ring
 
 from .staging import upload
 
@@ -61,6 +62,22 @@ class TokenTable:
         if ends.size and ends[-1] == len(count) and count.all():  # a decode step
             return first
         return np.repeat(first - ends + count, count) + np.arange(ends[-1] if ends.size else 0)
+
+    def entries_in_rings(
+        self, rows: np.ndarray, starts: np.ndarray, counts: np.ndarray, rings: Sequence[Ring | None]
+    ) -> np.ndarray:
+        """Returns what `entries` returns, for rows that are rings or, where None, are not; `starts` are
+        positions. Raises IndexError."""
+        parts = []
+        for row, start, count, ring in zip(rows, starts, counts, rings, strict=True):
+            if ring is None:
+                parts.append(self.entries([row], [start], [count]))
+                continue
+            self.entries([row], [0], [ring.capacity])  # raises for rows that the ring does not fit
+            positions = np.arange(start, start + count)
+            within = ring.sinks + (positions - ring.sinks) % ring.size
+            parts.append(row * self.max_entries + np.where(positions < ring.sinks, positions, within))
+        return np.concatenate(parts) if parts else np.zeros(0, dtype=np.int64)
 
     def read(self, entries: torch.Tensor) -> torch.Tensor:
         """Returns the slots at `entries` (int64 `[n]` on the table's device): int32 `[n]`."""

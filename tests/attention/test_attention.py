@@ -19,6 +19,7 @@ from lightkv.attention import (
     torch_backend,
 )
 from lightkv.memory.kv_memory import KVMemory
+from lightkv.triton_kernels.attention.alibi import alibi_slopes
 
 TOLERANCE = {torch.float32: 2e-5, torch.float16: 2e-3, torch.bfloat16: 2e-2}
 MAX_SEQUENCES = 8
@@ -39,14 +40,20 @@ CASES = {
     "sinks-window": LayerShape(
         4, 16, 2, AttentionOptions(window=7, sink_logits=torch.linspace(-3.0, 4.0, 4))
     ),
+    "alibi": LayerShape(6, 16, 2, AttentionOptions(alibi_slopes=alibi_slopes(6), softcap=2.0)),
+    "full": LayerShape(4, 16, 2, AttentionOptions(causal=False, sink_logits=torch.linspace(-3.0, 4.0, 4))),
+    "both-windows": LayerShape(2, 16, 1, AttentionOptions(window=5, causal=False, window_after=3)),
 }
 
 
 def on(shape: LayerShape, device: torch.device) -> LayerShape:
-    """Returns `shape` with its sinks on `device`."""
-    if (sink_logits := shape.options.sink_logits) is None:
-        return shape
-    return replace(shape, options=shape.options._replace(sink_logits=sink_logits.to(device)))
+    """Returns `shape` with its sinks and slopes on `device`."""
+    moved = {
+        name: None if numbers is None else numbers.to(device)
+        for name, numbers in shape.options._asdict().items()
+        if name in ("sink_logits", "alibi_slopes")
+    }
+    return replace(shape, options=shape.options._replace(**moved))
 
 
 # (rows, counts, number of prefills) of each step: fresh prompts; a later chunk beside a fresh prompt, a chunk
@@ -112,7 +119,9 @@ class History:
             scores = options.softcap * torch.tanh(scores / options.softcap)
         key = torch.arange(len(k), device=k.device)
         query = key[-len(q) :, None]
-        hidden = key > query
+        if options.alibi_slopes is not None:
+            scores = scores + options.alibi_slopes.double()[:, None, None] * (key - query)
+        hidden = key > query + options.after
         if options.window:
             hidden |= query - key >= options.window
         if options.chunk:
@@ -195,7 +204,9 @@ def test_prefill_tiles_read_only_keys_that_are_seen(
     assert [plan.bias_of(tile) is None for tile in plan.tiles] == [False, False, True, True, True]
 
 
-@pytest.mark.parametrize("case", ["gqa-3", "v-narrower", "softcap-window", "chunk-5", "sinks-window"])
+@pytest.mark.parametrize(
+    "case", ["gqa-3", "v-narrower", "softcap-window", "chunk-5", "sinks-window", "alibi", "full"]
+)
 def test_triton_backend(case: str, device: torch.device) -> None:
     run_steps("triton", CASES[case], torch.float32, device)
 

@@ -117,11 +117,11 @@ def test_wrong_proposals_make_the_next_ones_fewer(
     expected = reference(tiny_model(device), PROMPTS[2], 12, None)
     never = next(token for token in range(VOCABULARY) if token not in expected)
 
-    def wrong(lookup: PromptLookup, count: int) -> list[int]:
+    def wrong(lookup: PromptLookup, count: int, _most_lines: int) -> list[list[int]]:
         asked.append(count)
-        return [never] * count
+        return [[never] * count]
 
-    monkeypatch.setattr(PromptLookup, "propose", wrong)
+    monkeypatch.setattr(PromptLookup, "propose_lines", wrong)
     lm = CachedModel(tiny_model(device), 200)
     found = generate(lm, PROMPTS[2], 12, num_proposed=8)
     assert found.token_ids == expected

@@ -38,7 +38,9 @@ from lightkv.integrations import streaming
 from lightkv.integrations.cached_model import CachedModel
 from lightkv.integrations.model.attention_call import AttentionCall, compute
 from lightkv.integrations.model.fused_rotary import fused_forwards, set_fused_forwards
+from lightkv.integrations.model.ring_graph import RingGraph
 from lightkv.integrations.streaming import Stream, Window, stream
+from lightkv.ledger.sequence import Sequence
 from lightkv.memory.kv_memory import KVMemory
 from lightkv.router import EngineConfig
 from lightkv.router.model.loader import load_model
@@ -92,7 +94,7 @@ class Dense:
         length, half = q.shape[2], q.shape[3] // 2
         position = torch.arange(length, device=q.device)
         window = self.window
-        dropped = torch.tensor([window.dropped(t) for t in range(length)], device=q.device)
+        dropped = torch.tensor([window.ring.dropped(t) for t in range(length)], device=q.device)
         group = q.shape[1] // k.shape[1]
         q, k, v = (x[0].double() for x in (q, k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)))
         rotation = torch.polar(
@@ -128,8 +130,7 @@ def fed(lm: CachedModel, ids: torch.Tensor, window: Window, counts: list[int]) -
     for part in ids.split(counts):
         for logits in flow.feed(part.tolist(), all_logits=True):
             outputs.append(logits)
-            assert lm.cache.num_held == flow.sequence.length <= window.capacity
-        assert flow.sequence.dropped == window.dropped(flow.position - 1)
+            assert lm.cache.num_held == flow.sequence.length == min(flow.position, window.capacity)
     lm.cache.check()
     flow.close()
     assert lm.cache.num_free == lm.cache.capacity
@@ -139,7 +140,7 @@ def fed(lm: CachedModel, ids: torch.Tensor, window: Window, counts: list[int]) -
 @pytest.mark.parametrize("name", WINDOWS)
 @pytest.mark.parametrize("feeding", ["token-by-token", "at-once", "in-chunks"])
 def test_logits_equal_those_of_the_reference(name: str, feeding: str) -> None:
-    window, length = WINDOWS[name], 150  # more than twice the model's context
+    window, length = WINDOWS[name], 130  # more than twice the model's context
     lm = streamer(make_model(torch.device("cpu")), capacity=window.capacity)
     ids = torch.randint(0, VOCABULARY, (length,))
     rng = random.Random(1)
@@ -187,7 +188,7 @@ def test_generation_far_past_the_context_in_constant_memory() -> None:
     for token in stream(lm, prompt, window, 350):
         held.append(lm.cache.num_held)
         generated.append(token)
-    assert set(held[7:]) == set(range(window.capacity - window.stride + 1, window.capacity + 1))
+    assert set(held) == {window.capacity}
     ids = torch.tensor(prompt + generated)
     again = dense_logits(lm.model, ids, window)[len(prompt) - 1 : -1]
     best = again.max(1).values
@@ -197,21 +198,58 @@ def test_generation_far_past_the_context_in_constant_memory() -> None:
     assert lm.cache.num_free == lm.cache.capacity
 
 
-def test_two_streams_share_their_sinks() -> None:
+def release_and_feed(lm: CachedModel, sequence: Sequence, window: Window, ids: torch.Tensor) -> torch.Tensor:
+    """Feeds a sequence that is no ring and releases what leaves the window. Returns all logits."""
+    outputs = []
+    while len(ids):
+        if num_dropped := window.ring.dropped(sequence.position) - sequence.dropped:
+            lm.cache.release(sequence, num_dropped, window.sink_tokens)
+        count = min(len(ids), window.capacity - sequence.length)
+        outputs.append(lm.forward([sequence], [ids[:count].tolist()], all_logits=True))
+        ids = ids[count:]
+    return torch.cat(outputs)
+
+
+def test_sequences_that_release_tokens_share_their_sinks() -> None:
+    """Their logits are those of a stream, although a ring releases nothing."""
     window = Window(size=20, sink_tokens=4, stride=5)
     lm = streamer(make_model(torch.device("cpu")), capacity=100, max_sequences=2, max_entries=24)
     ids = torch.randint(0, VOCABULARY, (100,))
-    flow = Stream(lm, window, ids[:1].tolist())
-    *_, _ = flow.feed(ids[:40].tolist())
-    fork = Stream.__new__(Stream)
-    fork._lm, fork._window, fork.sequence = lm, window, lm.cache.fork(flow.sequence)
-    assert lm.cache.num_held == flow.sequence.length
-    outputs = [torch.cat(list(one.feed(ids[40:].tolist(), all_logits=True))) for one in (flow, fork)]
+    first = lm.cache.open(ids[:1].tolist())
+    release_and_feed(lm, first, window, ids[:40])
+    fork = lm.cache.fork(first)
+    assert lm.cache.num_held == first.length
+    outputs = [release_and_feed(lm, one, window, ids[40:]) for one in (first, fork)]
     lm.cache.check()
     torch.testing.assert_close(outputs[0], outputs[1], rtol=1e-5, atol=1e-5)
-    expected = dense_logits(lm.model, ids, window)[40:]
-    torch.testing.assert_close(outputs[0], expected, rtol=1e-4, atol=1e-4)
-    assert lm.cache.num_held == flow.sequence.length + fork.sequence.length - window.sink_tokens
+    assert lm.cache.num_held == first.length + fork.length - window.sink_tokens
+    for sequence in (first, fork):
+        lm.cache.close(sequence, cache=False)
+    torch.testing.assert_close(outputs[0], fed(lm, ids, window, [40, 60])[40:], rtol=1e-5, atol=1e-5)
+
+
+def test_streams_share_published_sinks_and_steps() -> None:
+    window = Window(size=12, sink_tokens=4, stride=3)
+    lm = streamer(make_model(torch.device("cpu")), capacity=60, max_sequences=3, max_entries=20)
+    ids = torch.randint(0, VOCABULARY, (60,)).tolist()
+    first = Stream(lm, window, ids)
+    *_, _ = first.feed(ids[:10])
+    lm.cache.publish(first.sequence)
+    lm.cache.confirm()
+    second = Stream(lm, window, ids)
+    assert second.position == 4
+    *_, _ = second.feed(ids[4:30])
+    *_, _ = first.feed(ids[10:40])
+    assert lm.cache.num_held == 4 + 12 + 12
+    logits = lm.decode([first.sequence, second.sequence], [ids[40], ids[30]])  # at different positions
+    expected = dense_logits(lm.model, torch.tensor(ids[:41]), window)
+    torch.testing.assert_close(logits, expected[[40, 30]], rtol=1e-4, atol=1e-4)
+    plain, _ = lm.prefill(ids[:5])
+    with pytest.raises(ValueError, match="run each kind in a step of its own"):
+        lm.decode([first.sequence, plain], [1, 1])
+    with pytest.raises(ValueError, match="which takes"):
+        lm.forward([first.sequence], [ids[:13]])
+    lm.cache.check()
 
 
 def test_on_triton(device: torch.device) -> None:
@@ -238,6 +276,87 @@ def test_backends_agree_in_16_bits(dtype: torch.dtype) -> None:
     torch.testing.assert_close(logits[0], logits[1], rtol=3e-2, atol=3e-2)
 
 
+class Replays:
+    """Stands in for a CUDA graph: a replay computes the step again and writes to the same logits."""
+
+    def __init__(self, graph: RingGraph) -> None:
+        self.graph = graph
+        self.logits = torch.zeros(len(graph._input_ids), VOCABULARY, device=graph._input_ids.device)
+        self.count = 0
+
+    def replay(self) -> None:
+        self.logits.copy_(self.graph.compute())
+        self.count += 1
+
+
+def test_steps_of_streams_move_on_by_themselves(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What a graph would capture is run step by step: lengths, positions and slots are those on the device."""
+
+    def capture(graph: RingGraph) -> tuple[Replays, torch.Tensor]:
+        graph._metadata.prepare([], [], [], 0, ring=graph._ring)
+        replays = Replays(graph)
+        replays.replay()  # padding alone
+        return replays, replays.logits
+
+    monkeypatch.setattr(RingGraph, "_capture", capture)
+    monkeypatch.setattr(CachedModel, "_captures_rings", True)
+    window = Window(size=6, sink_tokens=2, stride=3)
+    model = make_model(device)
+    ids = torch.randint(0, VOCABULARY, (13,), device=device)
+    expected = fed(streamer(model, window.capacity, backend="torch"), ids, window, [3, 10])
+    lm = streamer(model, 2 * window.capacity, max_sequences=2, max_entries=8, backend="triton")
+    uploads: list[int] = []
+    prepare = AttentionMetadata.prepare
+
+    def counted(metadata: AttentionMetadata, *args: Any, **arguments: Any) -> Any:
+        uploads.append(1)
+        return prepare(metadata, *args, **arguments)
+
+    first, second = (Stream(lm, window, ids[:1].tolist()) for _ in range(2))
+    torch.testing.assert_close(next(first.feed(ids[:7].tolist())), expected[6:7], rtol=1e-4, atol=1e-4)
+    *_, _ = second.feed(ids[:9].tolist())
+    for step in range(2):  # a token each, of both, at different positions
+        logits = lm.decode([first.sequence, second.sequence], [int(ids[7 + step]), int(ids[9 + step])])
+        torch.testing.assert_close(logits, expected[[7 + step, 9 + step]], rtol=1e-4, atol=1e-4)
+    monkeypatch.setattr(AttentionMetadata, "prepare", counted)
+    (graph,) = (graph for key, graph in lm._ring_graphs.items() if key == (window.ring, 2))
+    logits = lm.decode([first.sequence, second.sequence], [int(ids[9]), int(ids[11])])
+    torch.testing.assert_close(logits, expected[[9, 11]], rtol=1e-4, atol=1e-4)
+    assert not uploads  # the step follows the one before
+    assert graph._graph.count == 1 + 3  # type: ignore[attr-defined]
+    logits = lm.decode([second.sequence, first.sequence], [int(ids[12]), int(ids[10])])
+    torch.testing.assert_close(logits, expected[[12, 10]], rtol=1e-4, atol=1e-4)
+    assert len(uploads) == 1
+    lm.cache.check()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["sinks", "one-by-one", "no-sinks"])
+def test_steps_of_a_stream_are_replays_of_one_graph(name: str) -> None:
+    """Two streams, one after the other and in one batch, on CUDA graphs, against the float64 reference."""
+    window = WINDOWS[name]
+    model = make_model(torch.device("cuda"))
+    lm = streamer(model, 3 * window.capacity, max_sequences=3, max_entries=window.capacity, backend="triton")
+    ids = torch.randint(0, VOCABULARY, (130,), device="cuda")
+    eager = fed(streamer(model, window.capacity, backend="torch"), ids, window, [130])
+    assert not lm._ring_graphs
+    logits = fed(lm, ids, window, [1] * 70 + [9, 1, 1, 8] + [1] * 41)
+    torch.testing.assert_close(logits, eager, rtol=1e-4, atol=1e-4)
+    assert list(lm._ring_graphs) == [(window.ring, 1)]
+    flows = [Stream(lm, window, [1]) for _ in range(2)]
+    for flow, count in zip(flows, (90, 55), strict=True):
+        *_, _ = flow.feed(ids[:count].tolist())
+    sequences = [flow.sequence for flow in flows]
+    for step in range(30):
+        logits = lm.decode(sequences, [int(ids[90 + step]), int(ids[55 + step])])
+        expected = torch.stack((eager[90 + step], eager[55 + step]))
+        torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-4)
+    assert (window.ring, 2) in lm._ring_graphs
+    lm.cache.check()
+
+
 def test_a_failed_step_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     window = Window(size=20, sink_tokens=4, stride=8)
     lm = streamer(make_model(torch.device("cpu")), capacity=window.capacity)
@@ -251,8 +370,8 @@ def test_a_failed_step_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lm.step.backends[1], "_write", fails)
     with pytest.raises(RuntimeError, match="out of memory"):
         list(flow.feed(ids[40:41].tolist()))
-    assert flow.position == 40  # the window has moved already, as it would have to in any case
-    assert lm.cache.num_held == flow.sequence.length == 16
+    assert flow.position == 40
+    assert lm.cache.num_held == flow.sequence.length == 24
     lm.cache.check()
     monkeypatch.undo()
     (logits,) = flow.feed(ids[40:41].tolist())

@@ -12,6 +12,7 @@ from test_decode_attention import Cache, assert_close, poisoned_cache
 from torch import Tensor
 
 from lightkv.triton_kernels import tuning
+from lightkv.triton_kernels.attention.attention_mask import AttentionMask, mask_reference
 from lightkv.triton_kernels.attention.attention_reference import find_slots_reference
 from lightkv.triton_kernels.attention.decode.decode_attention import decode_attention
 from lightkv.triton_kernels.attention.paged_kv import AttentionOptions, HeadShape, PagedKV
@@ -32,7 +33,13 @@ def starts(q_lens: list[int], device: torch.device | str) -> Tensor:
 
 
 def lse_reference(
-    q: Tensor, kv: PagedKV, rows: Tensor, q_starts: Tensor, lengths: Tensor, options: AttentionOptions
+    q: Tensor,
+    kv: PagedKV,
+    rows: Tensor,
+    q_starts: Tensor,
+    lengths: Tensor,
+    options: AttentionOptions,
+    mask: AttentionMask | None = None,
 ) -> Tensor:
     """Computes the log-sum-exp of each query's scores and sink in base 2, in float64, and returns it as
     float32; -inf where it has neither."""
@@ -47,7 +54,13 @@ def lse_reference(
         if softcap:
             scores = softcap * torch.tanh(scores / softcap)
         positions = torch.arange(length - (end - begin), length, device=q.device)[:, None]
-        visible = (keys <= positions) & ((keys > positions - window) if window else (keys >= 0))
+        if options.alibi_slopes is not None:
+            scores += options.alibi_slopes.double()[:, None] * (keys - positions)[:, None]
+        if mask is not None:
+            scores += mask_reference(mask, slice(begin, end), request, length).transpose(0, 1)
+        visible = (keys <= positions + options.after) & (
+            (keys > positions - window) if window else (keys >= 0)
+        )
         if options.chunk:
             visible &= keys // options.chunk == positions // options.chunk
         lse[begin:end] = scores.masked_fill(~visible[:, None], -torch.inf).logsumexp(2) / math.log(2)
@@ -208,7 +221,9 @@ def test_refuses_a_plan_of_something_else(device: torch.device) -> None:
     q, q_starts = torch.zeros(4, 4, 64, device=device), starts([2, 2], device)
     heads = HeadShape.of(q, cache.kv)
     plan = prefill_plan(cache.rows, q_starts, cache.lengths, heads, num_tokens=4, dtype=q.dtype, window=3)
-    with pytest.raises(ValueError, match="a window of 3 and chunks of 0, but the call has 2 requests with a"):
+    with pytest.raises(
+        ValueError, match=r"a window of 3, 0 tokens after .* but the call has 2 requests with a"
+    ):
         prefill_attention(q, cache.kv, cache.rows, q_starts, cache.lengths, plan=plan)
 
 
@@ -226,13 +241,14 @@ def test_stays_one_operator_under_torch_compile(device: torch.device) -> None:
         dtype=q.dtype,
     )
     lse = torch.empty(12, 4, device=device)
-    op_args = (q, *cache.kv[:3], plan.items, plan.counters, None, torch.empty_like(q), lse)
+    op_args = (q, *cache.kv[:3], plan.items, plan.counters, None, None, None, None)
+    op_args += (torch.empty_like(q), lse)
     op_args += (plan.num_shares, plan.num_workers, *plan.launch)
-    settings = (0.125, 0, 0, 0, 0.0)
+    settings = (0.125, 0, 0, 0, 0, 0.0)
     torch.library.opcheck(torch.ops.lightkv.prefill_attention.default, (*op_args, *settings))
     num_tiles = len(plan.items) - plan.num_shares
     plan_args = (cache.rows, q_starts, cache.lengths, plan.items.new_empty(len(plan.items) + num_tiles, 12))
-    sizes = num_tiles, 10_000, 2, 2, plan.launch.block_m, 9, 0
+    sizes = num_tiles, 10_000, 2, 2, plan.launch.block_m, 9, 0, 0
     shares = tuning.prefill_shares(tuning.device_class(device), plan.launch, 2)
     op = torch.ops.lightkv.prefill_plan.default
     torch.library.opcheck(op, (*plan_args, plan.counters, *sizes, *shares))

@@ -128,6 +128,8 @@ def test_only_where_it_can_copy_16_bytes_at_a_time(monkeypatch: pytest.MonkeyPat
     assert _hopper_launch(q, k, v, out) == tuning.hopper_prefill_launch(H200, 128, 128, 2)
     assert _hopper_launch(q, k, v, out.float()) is not None
     assert _hopper_launch(q, k.bfloat16(), v, out) is None
+    assert _hopper_launch(q, k, v, out, torch.zeros(1, 5, 1, dtype=torch.int32)) is not None  # a tree
+    assert _hopper_launch(q, k, v, out, torch.zeros(1, 5, 9)) is None  # values
     wide = torch.empty(5, 8, 136, dtype=torch.float16)
     assert _hopper_launch(wide[..., :128], k, v, out) is None  # strides of 136
     shifted = torch.empty(5 * 8 * 128 + 1, dtype=torch.float16)[1:].view(5, 8, 128)

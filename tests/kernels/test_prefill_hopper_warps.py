@@ -21,7 +21,8 @@ from test_prefill_attention import lse_reference, starts
 
 from lightkv.triton_kernels import tuning
 from lightkv.triton_kernels.attention.attend_keys import score_scales
-from lightkv.triton_kernels.attention.paged_kv import AttentionOptions, HeadShape
+from lightkv.triton_kernels.attention.attention_mask import AttentionMask
+from lightkv.triton_kernels.attention.paged_kv import ALL_AFTER, AttentionOptions, HeadShape
 from lightkv.triton_kernels.attention.prefill.prefill_attention import prefill_attention_reference
 from lightkv.triton_kernels.attention.prefill.prefill_combine import combine_tiles
 from lightkv.triton_kernels.attention.prefill.prefill_plan import prefill_plan
@@ -230,7 +231,7 @@ def run_program(
     rings = [Ring(count) for count in (128, 128, 2)]
     shared = (Shared(np.zeros(1, np.int64)), *smem, Barrier(1), Barrier(128), Barrier(2), *rings)
     kv_heads, group, shares = (sizes[name] for name in ("num_kv_heads", "group", "shares"))
-    window, chunk = sizes["window"], sizes["chunk"]
+    window, chunk, after = sizes["window"], sizes["chunk"], sizes["after"]
 
     def compute(half: int) -> None:
         settings = (
@@ -241,13 +242,15 @@ def run_program(
             group,
             window,
             chunk,
+            after,
             sizes["softcap"],
             shares,
         )
         names["_compute"](outputs, kv_heads, *settings)
 
     def gather() -> None:
-        names["_gather"](inputs, kv_heads, sizes["strides"], shared, group, 0, window, chunk, shares)
+        settings = group, 0, 0, 0, window, chunk, after, shares
+        names["_gather"](inputs, kv_heads, sizes["strides"], shared, *settings)
 
     return [lambda: compute(0), lambda: compute(1), gather]
 
@@ -273,17 +276,25 @@ def run_all(tasks: list[Callable[[], None]]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("window", "softcap", "num_workers", "chunk", "with_sinks"),
+    ("window", "softcap", "num_workers", "chunk", "with_sinks", "after", "extra"),
     [
-        (0, 0.0, 0, 0, False),
-        (0, 0.0, 5, 0, True),
-        (0, 5.0, 9, 0, False),
-        (40, 0.0, 7, 0, True),
-        (0, 0.0, 60, 0, False),
-        (0, 0.0, 0, 64, True),
-        (0, 0.0, 0, 7, False),
-        (0, 0.0, 60, 48, True),
-        (0, 0.0, 60, 90, True),
+        (0, 0.0, 0, 0, False, 0, ""),
+        (0, 0.0, 5, 0, True, 0, ""),
+        (0, 5.0, 9, 0, False, 0, ""),
+        (40, 0.0, 7, 0, True, 0, ""),
+        (0, 0.0, 60, 0, False, 0, ""),
+        (0, 0.0, 0, 64, True, 0, ""),
+        (0, 0.0, 0, 7, False, 0, ""),
+        (0, 0.0, 60, 48, True, 0, ""),
+        (0, 0.0, 60, 90, True, 0, ""),
+        (0, 0.0, 0, 0, False, ALL_AFTER, ""),
+        (0, 0.0, 60, 0, True, ALL_AFTER, "alibi"),
+        (0, 0.0, 60, 0, False, 11, "alibi"),
+        (20, 0.0, 9, 0, False, 9, ""),
+        (0, 5.0, 9, 0, True, 0, "alibi"),
+        (30, 0.0, 0, 0, False, 0, "alibi"),
+        (0, 0.0, 0, 0, False, 0, "tree"),
+        (0, 0.0, 60, 0, True, 0, "tree"),
     ],
     ids=str,
 )
@@ -295,6 +306,8 @@ def test_warpgroups(
     num_workers: int,
     chunk: int,
     with_sinks: bool,
+    after: int,
+    extra: str,
     group: int,
     monkeypatch: pytest.MonkeyPatch,
     dims: tuple[int, int],
@@ -314,7 +327,15 @@ def test_warpgroups(
     q_starts, num_queries = starts([q_len for q_len, _ in sequences], "cpu"), sum(q for q, _ in sequences)
     q = torch.randn(num_queries + 2, 2 * group, key_dim)
     sink_logits = torch.linspace(-2.0, 5.0, 2 * group) if with_sinks else None
-    options = AttentionOptions(window=window, softcap=softcap, chunk=chunk, sink_logits=sink_logits)
+    slopes = torch.linspace(0.05, 0.6, 2 * group) if extra == "alibi" else None
+    options = AttentionOptions(
+        None, window, softcap, chunk, sink_logits, slopes, not after, after % ALL_AFTER
+    )
+    mask = None
+    if extra == "tree":  # two words a row, of which the longest request needs both
+        monkeypatch.setattr(sys.modules[__name__], "KEYS", 32)
+        bits = torch.randint(-(2**31), 2**31, (len(q), 2), dtype=torch.int64).int()
+        mask = AttentionMask(bits=bits)
     args = q, cache.kv, cache.rows, q_starts, cache.lengths
     shares = tuning.NO_SHARES
     if num_workers:
@@ -326,6 +347,7 @@ def test_warpgroups(
         dtype=q.dtype,
         window=window,
         chunk=chunk,
+        after=after,
         launch=tuning.Launch(2 * ROWS, KEYS, 4, STAGES),
         shares=shares,
     )
@@ -342,49 +364,63 @@ def test_warpgroups(
         return Pointer(whole.numpy(), tensor.storage_offset())
 
     k, v = cache.kv.k, cache.kv.v
-    tensors = (q, k, v, cache.kv.index, plan.items, plan.counters)
+    q_, k_, v_, index_, *lists = map(pointer, (q, k, v, cache.kv.index, plan.items, plan.counters))
+    inputs = q_, k_, v_, index_, None, *lists
     outputs = pointer(plan.items), pointer(out), pointer(lse), (pointer(partial_out), pointer(partial_lse))
-    outputs += (None if sink_logits is None else pointer(sink_logits),)
+    tree = (None, None, None) if mask is None else (pointer(bits), 2, 2)
+    of_heads = (None if numbers is None else pointer(numbers) for numbers in (sink_logits, slopes))
+    outputs += ((*of_heads, tree),)
     sizes = {
         "num_kv_heads": 2,
         "group": group,
         "window": window,
         "chunk": chunk,
+        "after": after,
         "softcap": softcap != 0.0,
         "shares": num_workers > 0,
         "dims": dims,
         "scales": score_scales(options.scale_for(key_dim), softcap),
         "out_strides": out.stride()[:2],
-        "strides": (q.stride()[:2], k.stride()[:2], v.stride()[:2], cache.kv.index.stride(0)),
+        "strides": (q.stride()[:2], k.stride()[:2], v.stride()[:2], (cache.kv.index.stride(0), None)),
     }
     num_programs = 3
     tasks = [
         task
         for program in range(num_programs)
-        for task in run_program(program, num_programs, tuple(map(pointer, tensors)), outputs, sizes)
+        for task in run_program(program, num_programs, inputs, outputs, sizes)
     ]
     run_all(tasks)
     combine_tiles(partial_out, partial_lse, plan.items, out, lse)
-    expected = prefill_attention_reference(*args, options)
+    expected = prefill_attention_reference(*args, options, mask=mask)
     torch.testing.assert_close(out[:num_queries], expected[:num_queries], atol=1e-5, rtol=1e-5)
-    expected_lse = lse_reference(*args, options)
+    expected_lse = lse_reference(*args, options, mask=mask)
     torch.testing.assert_close(lse[:num_queries], expected_lse[:num_queries], atol=1e-5, rtol=1e-5)
     assert out[num_queries:].isnan().all()
     assert not plan.counters[:2].any()
 
 
 @pytest.mark.parametrize(
-    ("dims", "window", "num_workers"),
-    [((20, 20), 0, 9), ((24, 24), 40, 0), ((48, 32), 0, 9), ((28, 28), 0, 0)],
+    ("dims", "window", "num_workers", "after", "extra"),
+    [
+        ((20, 20), 0, 9, 0, ""),
+        ((24, 24), 40, 0, 0, ""),
+        ((48, 32), 0, 60, 11, "alibi"),
+        ((28, 28), 0, 0, 0, "tree"),
+    ],
     ids=str,
 )
 def test_head_dims_of_several_pieces(
-    dims: tuple[int, int], window: int, num_workers: int, monkeypatch: pytest.MonkeyPatch
+    dims: tuple[int, int],
+    window: int,
+    num_workers: int,
+    after: int,
+    extra: str,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     widths = [tiles.piece_width(dims[0], i) for i in range(tiles.num_pieces(dims[0]))]
     assert sum(widths) == dims[0]
     assert len(widths) > 1
-    test_warpgroups(window, 0.0, num_workers, 0, True, 3, monkeypatch, dims)
+    test_warpgroups(window, 0.0, num_workers, 0, True, after, extra, 3, monkeypatch, dims)
 
 
 @pytest.mark.parametrize("num_kv_heads", [1, 2, 5, 8])

@@ -8,11 +8,9 @@ import torch
 from torch import Tensor
 
 from lightkv.triton_kernels import tuning
-from lightkv.triton_kernels.attention.paged_kv import HeadShape
-from lightkv.triton_kernels.attention.prefill.prefill_plan import (
-    ALL_KEYS,
-    PrefillPlan,
-    prefill_plan,
+from lightkv.triton_kernels.attention.paged_kv import ALL_AFTER, HeadShape
+from lightkv.triton_kernels.attention.prefill.prefill_plan import ALL_KEYS, PrefillPlan, prefill_plan
+from lightkv.triton_kernels.attention.prefill.prefill_plan_reference import (
     prefill_plan_reference,
     prefill_tiles_reference,
     share_reference,
@@ -42,6 +40,7 @@ def check(
     group: int,
     block_m: int,
     window: int = 0,
+    after: int = 0,
     num_kv_heads: int = 1,
     shares: tuning.PrefillShares = tuning.NO_SHARES,
 ) -> PrefillPlan:
@@ -53,6 +52,7 @@ def check(
         num_tokens=num_tokens + 3,
         dtype=torch.float16,
         window=window,
+        after=after,
         launch=launch,
         shares=shares,
     )
@@ -70,6 +70,19 @@ def check(
 def test_ragged_batches(device: torch.device, group: int, block_m: int, window: int) -> None:
     torch.manual_seed(group)
     check(RAGGED, device=device, group=group, block_m=block_m, window=window)
+
+
+@pytest.mark.parametrize(("window", "after"), [(0, ALL_AFTER), (0, 40), (300, 40), (300, ALL_AFTER)], ids=str)
+def test_layers_that_are_not_causal(device: torch.device, window: int, after: int) -> None:
+    """The tiles of a request that sees all keys are equally long, and come before those of shorter requests."""
+    torch.manual_seed(after)
+    shares = tuning.PrefillShares(9, 12, 32, 1, ALWAYS)
+    for chosen in (shares, tuning.NO_SHARES):
+        sizes = {"group": 3, "block_m": 64, "window": window, "after": after, "shares": chosen}
+        plan = check([(37, 0), (90, 512), (0, 7), (120, 128), (4, 2), (9, -4)], device=device, **sizes)
+    if after == ALL_AFTER and not window:
+        lengths = (plan.items[:, 5] + plan.items[:, 3] // 3)[plan.items[:, 0] >= 0].tolist()
+        assert lengths == sorted(lengths, reverse=True)
 
 
 @pytest.mark.slow

@@ -267,6 +267,43 @@ def test_splits_a_fused_projection_without_a_copy(device: torch.device) -> None:
         split_qkv(qkv, 4, 2, 6)
 
 
+@pytest.mark.parametrize("interleaved", [False, True], ids=["neox", "gptj"])
+@pytest.mark.parametrize("num_pairs", [12, 32], ids=["partial", "whole"])
+def test_a_fused_projection_with_its_fused_bias(
+    device: torch.device, interleaved: bool, num_pairs: int
+) -> None:
+    """Compares q, K and V with complex numbers in float64; dims beyond the rotary ones only get the bias."""
+    torch.manual_seed(num_pairs)
+    heads, kv_heads, dim, num_tokens = 4, 2, 64, 9
+    width = (heads + 2 * kv_heads) * dim
+    qkv, bias = torch.randn(num_tokens, width, device=device), torch.randn(width, device=device)
+    cos, sin = tables(num_pairs, device)
+    positions = torch.randint(len(cos), (num_tokens,), device=device)
+    slots = 1 + torch.randperm(num_tokens, device=device)
+    k_cache, v_cache = torch.full((2, num_tokens + 2, kv_heads, dim), torch.nan, device=device)
+    q, k, v = split_qkv(qkv, heads, kv_heads, dim)
+    q_bias, k_bias, v_bias = split_qkv(bias, heads, kv_heads, dim)
+    q_out = torch.empty(num_tokens, heads, dim, device=device)
+    biases = {"q_bias": q_bias, "k_bias": k_bias, "v_bias": v_bias}
+    rotation: dict[str, Any] = {"positions": positions, "cos": cos, "sin": sin, "interleaved": interleaved}
+    write_kv(k, v, k_cache, v_cache, slots, q=q, q_out=q_out, **rotation, **biases)
+
+    turn = torch.complex(cos.double(), sin.double())[positions][:, None]
+    for written, raw, added in ((q_out, q, q_bias), (k_cache[slots], k, k_bias)):
+        expected = raw.double() + added.double()
+        turned = expected[..., : 2 * num_pairs]
+        if interleaved:
+            pairs = torch.view_as_complex(turned.unflatten(2, (-1, 2)).contiguous()) * turn
+            turned = torch.view_as_real(pairs).flatten(2)
+        else:
+            pairs = torch.complex(*turned.chunk(2, 2)) * turn
+            turned = torch.cat((pairs.real, pairs.imag), 2)
+        expected = torch.cat((turned, expected[..., 2 * num_pairs :]), 2)
+        torch.testing.assert_close(written.double(), expected, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(v_cache[slots], v + v_bias)
+    assert k_cache[num_tokens + 1].isnan().all()
+
+
 def test_refuses_a_rotation_that_does_not_fit(device: torch.device) -> None:
     k = torch.randn(4, 2, 16, device=device)
     q = torch.randn(4, 6, 16, device=device)

@@ -10,15 +10,28 @@ import math
 import triton
 import triton.language as tl
 
+from .attention_mask import add_values, is_in_tree
+
 LOG2_E = math.log2(math.e)
 _LOG2_E = tl.constexpr(LOG2_E)
 
 
 @triton.jit
 def find_slots(index_row, positions, valid, SHIFT: tl.constexpr):
-    """Returns the slots, int64, of the tokens at `positions`. Positions that are not valid read no index
-    entry."""
-    entries = tl.load(index_row + (positions >> SHIFT), mask=valid, other=0)
+    """Returns the slots, int64, of the tokens at `positions` of a row. Positions that are not valid read no
+    index entry.
+
+    `index_row`: a pointer to the row of the index; a pointer to that of the indirection, or None; the stride of
+    the index's rows; a ring's sinks and its size, or zeros. With an indirection, each position has a row of its
+    own, and the first pointer is to the whole index.
+    """
+    start, rows, stride, SINKS, RING = index_row
+    if rows is not None:
+        start += tl.load(rows + positions, mask=valid, other=0).to(tl.int64) * stride
+    if RING > 0:
+        within = SINKS + (positions - SINKS) % RING
+        positions = tl.where(positions < SINKS, positions, within)
+    entries = tl.load(start + (positions >> SHIFT), mask=valid, other=0)
     return (entries + (positions & ((1 << SHIFT) - 1))).to(tl.int64)
 
 
@@ -69,6 +82,15 @@ def start_softmax(sink_logits, heads, joins, BLOCK_M: tl.constexpr):
 
 
 @triton.jit
+def load_slopes(alibi_slopes, heads, in_tile):
+    """Returns the slopes of a tile's rows in base 2, [BLOCK_M]; None without ALiBi."""
+    slopes = None
+    if alibi_slopes is not None:
+        slopes = tl.load(alibi_slopes + heads, mask=in_tile, other=0.0) * _LOG2_E
+    return slopes
+
+
+@triton.jit
 def attend_keys(
     q,  # [BLOCK_M, BLOCK_DK]
     acc,  # [BLOCK_M, BLOCK_DV] float32, un-normalised output
@@ -77,8 +99,10 @@ def attend_keys(
     slots,  # [BLOCK_N] int64, slots of the tile at `begin`; loaded one tile ahead, so loads of K need not wait
     k_head,
     v_head,
-    index_row,
+    index_row,  # of `find_slots`
     query_positions,  # [BLOCK_M]
+    slopes,  # [BLOCK_M] float32, of ALiBi, in base 2; or None
+    mask,  # pointers and widths of `mask_rows`, and the request's first query; or three times None
     begin,
     end,  # tiles start in [begin, end)
     num_keys,  # no key at num_keys or beyond is read
@@ -94,15 +118,20 @@ def attend_keys(
     SHIFT: tl.constexpr,
     WINDOW: tl.constexpr,
     CHUNK: tl.constexpr,
+    AFTER: tl.constexpr,
     SOFTCAP: tl.constexpr,
     MASKED: tl.constexpr,
 ):
     """Attends to the keys of the tiles in [begin, end) with a running softmax.
 
-    Unless MASKED, every key of every tile has to be visible to every query. Returns acc, total, peak, and the
-    slots of the next tile.
+    Unless MASKED, every key of every tile has to be visible to every query, as far as the values of a mask do
+    not hide it. Returns acc, total, peak, and the slots of the next tile.
     """
-    for start in range(begin, end, BLOCK_N):
+    mask_pointers, mask_widths, own_begin = mask
+    is_tree: tl.constexpr = mask_pointers is not None and mask_pointers.dtype.element_ty == tl.int32
+    # The few tiles with keys of a tree are not pipelined, since the tree's tiles would take memory of K and V.
+    STAGES: tl.constexpr = 1 if is_tree and MASKED else None
+    for start in tl.range(begin, end, BLOCK_N, num_stages=STAGES):
         positions = start + tl.arange(0, BLOCK_N)  # [BLOCK_N]
         valid = positions < num_keys
         k = _load_rows(k_head, slots, valid, stride_k_slot, DK, BLOCK_DK, MASKED)  # [BLOCK_N, BLOCK_DK]
@@ -112,16 +141,33 @@ def attend_keys(
         scores = tl.dot(q, tl.trans(k.to(q.dtype)), input_precision="ieee")  # [BLOCK_M, BLOCK_N]
         if SOFTCAP:
             scores = 2.0 * tl.sigmoid(scores * cap_scale) - 1.0  # tanh
+        if slopes is not None:
+            # One multiply-add a score; what a row adds to all scores of the tile is added to its peak.
+            columns = tl.arange(0, BLOCK_N).to(tl.float32)
+            scores += (slopes / score_scale)[:, None] * columns[None, :]
+        if mask_pointers is not None and not is_tree:
+            scores = add_values(scores, mask_pointers, mask_widths, positions, _LOG2_E / score_scale)
         if MASKED:
-            visible = valid[None, :] & (positions[None, :] <= query_positions[:, None])
+            last_keys = query_positions
+            if AFTER > 0:
+                last_keys += AFTER
+            visible = valid[None, :] & (positions[None, :] <= last_keys[:, None])
             if WINDOW > 0:
                 visible = visible & (positions[None, :] > query_positions[:, None] - WINDOW)
             if CHUNK > 0:
                 visible = visible & (positions[None, :] >= (query_positions // CHUNK * CHUNK)[:, None])
+            if is_tree:
+                visible = visible & is_in_tree(mask_pointers, mask_widths, positions, own_begin)
             scores = tl.where(visible, scores, float("-inf"))
 
-        new_peak = tl.maximum(peak, tl.max(scores, 1) * score_scale)
-        weights = tl.exp2(scores * score_scale - new_peak[:, None])
+        if slopes is not None:
+            # Positions are subtracted as integers, so large ones lose no precision.
+            distance = slopes * (start - query_positions).to(tl.float32)
+            new_peak = tl.maximum(peak, tl.max(scores, 1) * score_scale + distance)
+            weights = tl.exp2(scores * score_scale - (new_peak - distance)[:, None])
+        else:
+            new_peak = tl.maximum(peak, tl.max(scores, 1) * score_scale)
+            weights = tl.exp2(scores * score_scale - new_peak[:, None])
         decay = tl.exp2(peak - new_peak)
         total = total * decay + tl.sum(weights, 1)
         acc = tl.dot(weights.to(q.dtype), v.to(q.dtype), acc * decay[:, None], input_precision="ieee")

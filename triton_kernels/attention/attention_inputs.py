@@ -5,7 +5,9 @@ from torch import Tensor
 
 from lightkv.triton_kernels.strides import has_unit_stride
 
+from .attention_mask import AttentionMask, check_attention_mask
 from .paged_kv import AttentionOptions, PagedKV
+from .ring import Ring
 
 
 def check_requests(rows: Tensor, lengths: Tensor) -> None:
@@ -26,10 +28,11 @@ def check_attention_inputs(
     options: AttentionOptions,
     out: Tensor | None,
     lse: Tensor | None,
+    mask: AttentionMask | None = None,
 ) -> float:
     """Returns the layer's scale. Raises ValueError where shapes, strides, dtypes or numbers do not fit; reads
     no tensor's contents."""
-    k_cache, v_cache, index, shift = kv
+    k_cache, v_cache, index, shift, ring, indirection = kv
     if q.dim() != 3 or k_cache.dim() != 3 or v_cache.dim() != 3:
         raise ValueError(
             f"q must be [tokens, heads, dim] and the caches [slots, kv_heads, dim]; got {tuple(q.shape)}, "
@@ -50,6 +53,7 @@ def check_attention_inputs(
         ("k_cache", k_cache),
         ("v_cache", v_cache),
         ("index", index),
+        ("indirection", indirection),
         ("out", out),
     ):
         if tensor is not None and not has_unit_stride(tensor):
@@ -64,6 +68,15 @@ def check_attention_inputs(
         )
     if index.dim() != 2 or index.dtype != torch.int32:
         raise ValueError(f"index must be int32 [rows, entries], got {index.dtype} {tuple(index.shape)}")
+    if indirection is not None and (
+        indirection.dim() != 2 or indirection.dtype != torch.int32 or len(indirection) != len(index)
+    ):
+        raise ValueError(
+            f"indirection must be int32 [{len(index)}, positions], a row for each of the index; got "
+            f"{indirection.dtype} {tuple(indirection.shape)}"
+        )
+    if ring is not None:
+        _check_ring(ring, options)
     check_requests(rows, lengths)
     scale = options.scale_for(key_dim)
     if not scale > 0 or not 0 <= shift <= 31 or options.softcap < 0:
@@ -71,21 +84,43 @@ def check_attention_inputs(
             f"scale must be positive, shift in 0..31, softcap 0 (off) or more; got scale {scale}, "
             f"shift {shift}, softcap {options.softcap}"
         )
-    check_mask(options.window, options.chunk)
-    sinks = options.sink_logits
-    if sinks is not None and (
-        sinks.dtype != torch.float32 or sinks.shape != (num_heads,) or not sinks.is_contiguous()
-    ):
+    if options.window_after < 0 or (options.causal and options.window_after):
         raise ValueError(
-            f"sink_logits must be contiguous float32 [{num_heads}], one for each query head; got {sinks.dtype} "
-            f"{tuple(sinks.shape)}"
+            f"only a layer that is not causal has a window after the query; got {options.window_after} tokens "
+            f"after it, and causal {options.causal}"
         )
+    check_window(options.window, options.chunk, options.after)
+    for name, numbers in (("sink_logits", options.sink_logits), ("alibi_slopes", options.alibi_slopes)):
+        if numbers is not None and (
+            numbers.dtype != torch.float32 or numbers.shape != (num_heads,) or not numbers.is_contiguous()
+        ):
+            raise ValueError(
+                f"{name} must be contiguous float32 [{num_heads}], one for each query head; got "
+                f"{numbers.dtype} {tuple(numbers.shape)}"
+            )
+    if mask is not None:
+        bounded = bool(options.window or options.chunk or options.alibi_slopes is not None)
+        check_attention_mask(mask, q, len(rows), bounded)
     return scale
 
 
-def check_mask(window: int, chunk: int) -> None:
-    """Raises ValueError for a window or chunk below 0, and for both at once."""
+def _check_ring(ring: Ring, options: AttentionOptions) -> None:
+    """Raises ValueError for a layer that sees more than the ring holds."""
+    if options.window > ring.size or options.chunk:
+        raise ValueError(
+            f"a layer with a window of {options.window} and chunks of {options.chunk} over a ring of "
+            f"{ring.size} tokens: make the ring as large as the window, and have no chunks"
+        )
+
+
+def check_window(window: int, chunk: int, after: int) -> None:
+    """Raises ValueError for a window or chunk below 0, for both at once, and for chunks that are not causal."""
     if window < 0 or chunk < 0 or (window and chunk):
         raise ValueError(
             f"a layer has a window, or chunks, or neither (0); got a window of {window} and chunks of {chunk}"
+        )
+    if after < 0 or (chunk and after):
+        raise ValueError(
+            f"a layer with chunks of {chunk} is causal, and no layer sees {after} tokens after a query if that "
+            "is negative"
         )

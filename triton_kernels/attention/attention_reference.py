@@ -3,15 +3,20 @@
 import torch
 from torch import Tensor
 
-from .paged_kv import DEFAULT_OPTIONS, AttentionOptions
+from .paged_kv import DEFAULT_OPTIONS, AttentionOptions, PagedKV
 
 
 def attend_reference(
-    q: Tensor, k: Tensor, v: Tensor, query_positions: Tensor, options: AttentionOptions = DEFAULT_OPTIONS
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    query_positions: Tensor,
+    options: AttentionOptions = DEFAULT_OPTIONS,
+    mask: Tensor | None = None,
 ) -> Tensor:
-    """Computes causal attention of one request in float64: q `[n, H, Dk]`, k `[L, num_kv_heads, Dk]`, v `[L,
+    """Computes attention of one request in float64: q `[n, H, Dk]`, k `[L, num_kv_heads, Dk]`, v `[L,
     num_kv_heads, Dv]`, query_positions int `[n]` -> `[n, H, Dv]`. The output of a query that sees no key is
-    zeros."""
+    zeros. `mask`: float64 `[1 or H, n, L]` (`mask_reference`), added to the scores."""
     scale, softcap = options.scale_for(q.shape[2]), options.softcap
     group = q.shape[1] // k.shape[1]
     k = k.double().repeat_interleave(group, dim=1)
@@ -19,17 +24,33 @@ def attend_reference(
     scores = torch.einsum("qhd,khd->hqk", q.double(), k) * scale
     if softcap:
         scores = softcap * torch.tanh(scores / softcap)
-    visible = visible_reference(query_positions, torch.arange(len(k), device=q.device), options)
-    scores = scores.masked_fill(~visible, float("-inf"))
+    scores = bias_reference(scores, query_positions, torch.arange(len(k), device=q.device), options, mask)
     lse = join_sinks_reference(scores.logsumexp(dim=2), options.sink_logits)  # [H, n]
     weights = (scores - lse.clamp(min=-1e30)[..., None]).exp()
     return torch.einsum("hqk,khd->qhd", weights, v)
 
 
+def bias_reference(
+    scores: Tensor,
+    query_positions: Tensor,
+    key_positions: Tensor,
+    options: AttentionOptions,
+    mask: Tensor | None = None,
+) -> Tensor:
+    """Returns scores `[H, n, L]` with the bias of ALiBi and the mask added, -inf where a key is not visible."""
+    if options.alibi_slopes is not None:
+        distances = key_positions[None, :] - query_positions[:, None]
+        scores = scores + options.alibi_slopes.to(scores.dtype)[:, None, None] * distances
+    if mask is not None:
+        scores = scores + mask.to(scores.dtype)
+    visible = visible_reference(query_positions, key_positions, options)
+    return scores.masked_fill(~visible, float("-inf"))
+
+
 def visible_reference(query_positions: Tensor, key_positions: Tensor, options: AttentionOptions) -> Tensor:
-    """Returns which keys the queries see, bool `[n, L]`: by causality, the window or the chunks."""
+    """Returns which keys the queries see, bool `[n, L]`: by causality, the windows or the chunks."""
     queries, keys = query_positions[:, None], key_positions[None, :]
-    visible = keys <= queries
+    visible = keys <= queries + options.after
     if options.window:
         visible &= keys > queries - options.window
     if options.chunk:
@@ -40,6 +61,19 @@ def visible_reference(query_positions: Tensor, key_positions: Tensor, options: A
 def join_sinks_reference(lse: Tensor, sink_logits: Tensor | None) -> Tensor:
     """Returns the log-sum-exp `[H, n]` (base e) of scores and the heads' sinks, from that of the scores."""
     return lse if sink_logits is None else torch.logaddexp(lse, sink_logits.to(lse.dtype)[:, None])
+
+
+def slots_reference(kv: PagedKV, row: int, positions: Tensor) -> Tensor:
+    """Returns the slots, int64, of the tokens at `positions` of a row, which may be a ring or have an
+    indirection."""
+    positions = entries = positions.long()
+    if kv.ring is not None:
+        sinks, size = kv.ring.sinks, kv.ring.size
+        entries = torch.where(positions < sinks, positions, sinks + (positions - sinks) % size)
+    if kv.indirection is None:
+        return find_slots_reference(kv.index[row], entries, kv.shift)
+    index = kv.index[kv.indirection[row, positions].long(), entries >> kv.shift].long()
+    return index + (entries & ((1 << kv.shift) - 1))
 
 
 def find_slots_reference(index_row: Tensor, positions: Tensor, shift: int) -> Tensor:

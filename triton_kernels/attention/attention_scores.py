@@ -8,202 +8,16 @@ equal bits.
 
 import torch
 import triton
-import triton.language as tl
 from torch import Tensor
 
 from lightkv.triton_kernels import tuning
 
-from .attend_keys import LOG2_E, find_slots, score_scales, start_softmax
+from .attend_keys import LOG2_E, score_scales
 from .attention_inputs import check_attention_inputs
-from .attention_reference import find_slots_reference, join_sinks_reference, visible_reference
+from .attention_mask import AttentionMask, mask_reference, mask_strides
+from .attention_reference import bias_reference, find_slots_reference, join_sinks_reference
 from .paged_kv import DEFAULT_OPTIONS, AttentionOptions, PagedKV
-
-
-@triton.jit
-def _score_tile(
-    q,
-    query_positions,
-    q_begin,
-    num_rows,
-    first_row,
-    kv_head,
-    k,  # [BLOCK_N, BLOCK_DK]
-    positions,  # [BLOCK_N], entries of the keys
-    score_scale,
-    cap_scale,
-    stride_q_t,
-    stride_q_h,
-    GROUP: tl.constexpr,
-    DK: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_DK: tl.constexpr,
-    WINDOW: tl.constexpr,
-    CHUNK: tl.constexpr,
-    SOFTCAP: tl.constexpr,
-):
-    """Computes the scores, in base 2, of a tile of query rows (queries times GROUP heads) with a tile of keys.
-
-    Returns scores [BLOCK_M, BLOCK_N], -inf where a key is not visible; int64 tokens and heads, and in_tile,
-    each [BLOCK_M].
-    """
-    rows = first_row + tl.arange(0, BLOCK_M)
-    in_tile = rows < num_rows
-    tokens = (q_begin + rows // GROUP).to(tl.int64)
-    heads = kv_head * GROUP + rows % GROUP
-    dims = tl.arange(0, BLOCK_DK)
-    q_tile = tl.load(
-        q + tokens[:, None] * stride_q_t + heads[:, None] * stride_q_h + dims[None, :],
-        mask=in_tile[:, None] & (dims < DK)[None, :],
-        other=0.0,
-    )  # [BLOCK_M, BLOCK_DK]
-    ends = tl.load(query_positions + tokens, mask=in_tile, other=-1)  # [BLOCK_M]
-    scores = tl.dot(q_tile, tl.trans(k.to(q_tile.dtype)), input_precision="ieee")
-    if SOFTCAP:
-        scores = 2.0 * tl.sigmoid(scores * cap_scale) - 1.0  # tanh
-    visible = positions[None, :] <= ends[:, None]
-    if WINDOW > 0:
-        visible = visible & (positions[None, :] > ends[:, None] - WINDOW)
-    if CHUNK > 0:
-        visible = visible & (positions[None, :] >= (ends // CHUNK * CHUNK)[:, None])
-    return tl.where(visible, scores * score_scale, float("-inf")), tokens, heads, in_tile
-
-
-@triton.jit
-def _load_keys(
-    k_head, index_row, positions, valid, stride_k_slot, SHIFT: tl.constexpr, DK: tl.constexpr,
-    BLOCK_DK: tl.constexpr,
-):  # fmt: skip
-    """Loads one head's keys at `positions`, [BLOCK_N, BLOCK_DK]; zeros where not valid: a free slot may hold
-    NaN."""
-    slots = find_slots(index_row, positions, valid, SHIFT)
-    dims = tl.arange(0, BLOCK_DK)
-    return tl.load(
-        k_head + slots[:, None] * stride_k_slot + dims[None, :],
-        mask=valid[:, None] & (dims < DK)[None, :],
-        other=0.0,
-    )
-
-
-@triton.jit(
-    do_not_specialize_on_alignment=["index", "rows", "q_starts", "query_positions", "lengths", "sink_logits"]
-)
-def _lse_kernel(
-    q,
-    k_cache,
-    index,
-    rows,
-    q_starts,
-    query_positions,
-    lengths,
-    sink_logits,  # [H] float32; or None
-    lse,  # [T, H] float32, base 2
-    score_scale,
-    cap_scale,
-    stride_q_t,
-    stride_q_h,
-    stride_k_slot,
-    stride_k_h,
-    stride_index,
-    GROUP: tl.constexpr,
-    DK: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_DK: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    SHIFT: tl.constexpr,
-    WINDOW: tl.constexpr,
-    CHUNK: tl.constexpr,
-    SOFTCAP: tl.constexpr,
-):
-    kv_head = tl.program_id(0).to(tl.int64)
-    first_row = tl.program_id(1) * BLOCK_M
-    request = tl.program_id(2).to(tl.int64)
-    q_begin = tl.load(q_starts + request)
-    num_rows = (tl.load(q_starts + request + 1) - q_begin) * GROUP
-    if first_row >= num_rows:
-        return
-    length = tl.load(lengths + request)
-    index_row = index + tl.load(rows + request).to(tl.int64) * stride_index
-    k_head = k_cache + kv_head * stride_k_h
-
-    tile_rows = first_row + tl.arange(0, BLOCK_M)
-    sink_heads = kv_head * GROUP + tile_rows % GROUP
-    peak, total = start_softmax(sink_logits, sink_heads, tile_rows < num_rows, BLOCK_M)
-    for start in range(0, length, BLOCK_N):
-        positions = start + tl.arange(0, BLOCK_N)
-        valid = positions < length
-        k = _load_keys(k_head, index_row, positions, valid, stride_k_slot, SHIFT, DK, BLOCK_DK)
-        scores, _, _, _ = _score_tile(
-            q, query_positions, q_begin, num_rows, first_row, kv_head, k,
-            tl.where(valid, positions, 2147483647), score_scale, cap_scale, stride_q_t, stride_q_h,
-            GROUP, DK, BLOCK_M, BLOCK_DK, WINDOW, CHUNK, SOFTCAP,
-        )  # fmt: skip
-        new_peak = tl.maximum(peak, tl.max(scores, 1))
-        total = total * tl.exp2(peak - new_peak) + tl.sum(tl.exp2(scores - new_peak[:, None]), 1)
-        peak = new_peak
-
-    query_rows = first_row + tl.arange(0, BLOCK_M)
-    tokens = (q_begin + query_rows // GROUP).to(tl.int64)
-    heads = kv_head * GROUP + query_rows % GROUP
-    num_heads = tl.num_programs(0) * GROUP
-    tl.store(lse + tokens * num_heads + heads, peak + tl.log2(total), mask=query_rows < num_rows)
-
-
-@triton.jit(do_not_specialize_on_alignment=["index", "rows", "q_starts", "query_positions", "lengths"])
-def _scores_kernel(
-    q,
-    k_cache,
-    index,
-    rows,
-    q_starts,
-    query_positions,
-    lengths,
-    lse,  # [T, H] float32, base 2
-    out,  # [B, width] float32
-    num_kv_heads,
-    width,
-    score_scale,
-    cap_scale,
-    stride_q_t,
-    stride_q_h,
-    stride_k_slot,
-    stride_k_h,
-    stride_index,
-    stride_out,
-    GROUP: tl.constexpr,
-    DK: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_DK: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    SHIFT: tl.constexpr,
-    WINDOW: tl.constexpr,
-    CHUNK: tl.constexpr,
-    SOFTCAP: tl.constexpr,
-):
-    request = tl.program_id(1).to(tl.int64)
-    positions = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)  # [BLOCK_N]
-    q_begin = tl.load(q_starts + request)
-    num_rows = (tl.load(q_starts + request + 1) - q_begin) * GROUP
-    valid = positions < tl.load(lengths + request)
-    index_row = index + tl.load(rows + request).to(tl.int64) * stride_index
-    num_heads = num_kv_heads * GROUP
-
-    acc = tl.zeros([BLOCK_N], tl.float32)
-    for head in range(num_kv_heads):
-        kv_head = tl.zeros([], tl.int64) + head
-        k = _load_keys(
-            k_cache + kv_head * stride_k_h, index_row, positions, valid, stride_k_slot, SHIFT, DK, BLOCK_DK
-        )
-        for first_row in range(0, num_rows, BLOCK_M):
-            scores, tokens, heads, in_tile = _score_tile(
-                q, query_positions, q_begin, num_rows, first_row, kv_head, k,
-                tl.where(valid, positions, 2147483647), score_scale, cap_scale, stride_q_t, stride_q_h,
-                GROUP, DK, BLOCK_M, BLOCK_DK, WINDOW, CHUNK, SOFTCAP,
-            )  # fmt: skip
-            # With +inf, rows beyond the tile and queries that see no key have probabilities of 0.
-            row_lse = tl.load(lse + tokens * num_heads + heads, mask=in_tile, other=float("inf"))
-            row_lse = tl.where(row_lse > float("-inf"), row_lse, float("inf"))
-            acc += tl.sum(tl.exp2(scores - row_lse[:, None]), 0)
-    tl.store(out + request * stride_out + positions, acc, mask=positions < width)
+from .scores_kernels import lse_kernel, scores_kernel
 
 
 @torch.library.custom_op("lightkv::attention_lse", mutates_args=("lse",))
@@ -216,12 +30,16 @@ def _attention_lse(
     query_positions: Tensor,
     lengths: Tensor,
     sink_logits: Tensor | None,
+    alibi_slopes: Tensor | None,
+    mask: Tensor | None,
+    mask_columns: Tensor | None,
     lse: Tensor,
     max_q_len: int,
     scale: float,
     shift: int,
     window: int,
     chunk: int,
+    after: int,
     softcap: float,
 ) -> None:
     num_requests, num_kv_heads = len(rows), k_cache.shape[1]
@@ -230,7 +48,7 @@ def _attention_lse(
     group = q.shape[1] // num_kv_heads
     launch = tuning.scores_launch(q.shape[2], q.element_size())
     score_scale, cap_scale = score_scales(scale, softcap)
-    _lse_kernel[(num_kv_heads, triton.cdiv(max_q_len * group, launch.block_m), num_requests)](
+    lse_kernel[(num_kv_heads, triton.cdiv(max_q_len * group, launch.block_m), num_requests)](
         q,
         k_cache,
         index,
@@ -239,12 +57,16 @@ def _attention_lse(
         query_positions,
         lengths,
         sink_logits,
+        alibi_slopes,
+        mask,
+        mask_columns,
         lse,
         score_scale,
         cap_scale,
         *q.stride()[:2],
         *k_cache.stride()[:2],
         index.stride(0),
+        *mask_strides(mask),
         GROUP=group,
         DK=q.shape[2],
         BLOCK_M=launch.block_m,
@@ -253,6 +75,7 @@ def _attention_lse(
         SHIFT=shift,
         WINDOW=window,
         CHUNK=chunk,
+        AFTER=after,
         SOFTCAP=softcap != 0.0,
         num_warps=launch.num_warps,
         num_stages=launch.num_stages,
@@ -271,12 +94,16 @@ def _attention_scores(
     q_starts: Tensor,
     query_positions: Tensor,
     lengths: Tensor,
+    alibi_slopes: Tensor | None,
+    mask: Tensor | None,
+    mask_columns: Tensor | None,
     lse: Tensor,
     out: Tensor,
     scale: float,
     shift: int,
     window: int,
     chunk: int,
+    after: int,
     softcap: float,
 ) -> None:
     num_requests, width = out.shape
@@ -284,7 +111,7 @@ def _attention_scores(
         return
     launch = tuning.scores_launch(q.shape[2], q.element_size())
     score_scale, cap_scale = score_scales(scale, softcap)
-    _scores_kernel[(triton.cdiv(width, launch.block_n), num_requests)](
+    scores_kernel[(triton.cdiv(width, launch.block_n), num_requests)](
         q,
         k_cache,
         index,
@@ -292,6 +119,9 @@ def _attention_scores(
         q_starts,
         query_positions,
         lengths,
+        alibi_slopes,
+        mask,
+        mask_columns,
         lse,
         out,
         k_cache.shape[1],
@@ -302,6 +132,7 @@ def _attention_scores(
         *k_cache.stride()[:2],
         index.stride(0),
         out.stride(0),
+        *mask_strides(mask),
         GROUP=q.shape[1] // k_cache.shape[1],
         DK=q.shape[2],
         BLOCK_M=launch.block_m,
@@ -310,6 +141,7 @@ def _attention_scores(
         SHIFT=shift,
         WINDOW=window,
         CHUNK=chunk,
+        AFTER=after,
         SOFTCAP=softcap != 0.0,
         num_warps=launch.num_warps,
         num_stages=launch.num_stages,
@@ -329,12 +161,15 @@ def attention_lse(
     options: AttentionOptions = DEFAULT_OPTIONS,
     *,
     max_q_len: int,
+    mask: AttentionMask | None = None,
 ) -> Tensor:
     """Computes the log-sum-exp of each query's scores, in base 2, the head's sink included: float32 `[T, H]`,
     -inf where a query sees no key and has no sink, or belongs to no request. Arguments and errors are those of
     `attention_scores`."""
-    scale = check_attention_inputs(q, kv, rows, lengths, options, None, None)
+    scale = check_attention_inputs(q, kv, rows, lengths, options, None, None, mask)
     _check_queries(q, rows, q_starts, query_positions)
+    if kv.ring is not None or kv.indirection is not None:
+        raise ValueError("scores are those of a row's own entries; pass kv without a ring and an indirection")
     if max_q_len < 0:
         raise ValueError(f"max_q_len must be 0 or more, got {max_q_len}")
     lse = torch.full(q.shape[:2], float("-inf"), dtype=torch.float32, device=q.device)
@@ -347,12 +182,16 @@ def attention_lse(
         query_positions,
         lengths,
         options.sink_logits,
+        options.alibi_slopes,
+        None if mask is None else mask.for_kernel(),
+        None if mask is None else mask.columns,
         lse,
         max_q_len,
         scale,
         kv.shift,
         options.window,
         options.chunk,
+        options.after,
         options.softcap,
     )
     return lse
@@ -369,6 +208,7 @@ def attention_scores(
     *,
     max_q_len: int,
     width: int,
+    mask: AttentionMask | None = None,
 ) -> Tensor:
     """Computes how much the queries attend to each entry of their row: probabilities, summed over queries and
     heads.
@@ -384,7 +224,9 @@ def attention_scores(
             checked.
         max_q_len: an upper bound on the queries of a request, which sizes the grid.
         width: the number of entries to return scores for.
-        options: scale, window, soft-cap, chunk and sinks.
+        options: scale, windows, soft-cap, chunk, sinks, ALiBi, and whether the layer is causal.
+        mask: what hides keys or changes scores beside the options, with a row for each query of q. A tree's
+            queries are at the last entries.
 
     Returns:
         float32 `[B, width]`, zero beyond a request's length. If `width` covers them, a request's entries add up
@@ -395,7 +237,9 @@ def attention_scores(
     """
     if width < 0:
         raise ValueError(f"width must be 0 or more, got {width}")
-    lse = attention_lse(q, kv, rows, q_starts, query_positions, lengths, options, max_q_len=max_q_len)
+    lse = attention_lse(
+        q, kv, rows, q_starts, query_positions, lengths, options, max_q_len=max_q_len, mask=mask
+    )
     out = torch.empty(len(rows), width, dtype=torch.float32, device=q.device)
     _attention_scores(
         q,
@@ -405,12 +249,16 @@ def attention_scores(
         q_starts,
         query_positions,
         lengths,
+        options.alibi_slopes,
+        None if mask is None else mask.for_kernel(),
+        None if mask is None else mask.columns,
         lse,
         out,
         options.scale_for(q.shape[2]),
         kv.shift,
         options.window,
         options.chunk,
+        options.after,
         options.softcap,
     )
     return out
@@ -438,6 +286,7 @@ def attention_scores_reference(
     options: AttentionOptions = DEFAULT_OPTIONS,
     *,
     width: int,
+    mask: AttentionMask | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Computes `attention_scores` `[B, width]` and `attention_lse` `[T, H]` in plain torch, one request at a
     time, in float32, or in float64 where q is. Reads rows, q_starts and lengths on the host, so on a GPU it
@@ -458,8 +307,8 @@ def attention_scores_reference(
         scores = scores.view(num_heads, queries.stop - queries.start, length)
         if softcap:
             scores = softcap * torch.tanh(scores / softcap)
-        visible = visible_reference(query_positions[queries].long(), entries, options)
-        scores = scores.masked_fill_(~visible, float("-inf"))
+        values = None if mask is None else mask_reference(mask, queries, request, length)
+        scores = bias_reference(scores, query_positions[queries].long(), entries, options, values)
         # [H, n], -inf where a query sees no key
         row_lse = join_sinks_reference(scores.logsumexp(2), options.sink_logits)
         lse[queries] = row_lse.T * LOG2_E

@@ -35,6 +35,7 @@ from lightkv.triton_kernels.attention.prefill.prefill_attention import (
 from lightkv.triton_kernels.attention.prefill.prefill_plan import PrefillPlan, prefill_plan
 
 from .attention_inputs import check_attention_inputs
+from .attention_mask import AttentionMask
 from .paged_kv import DEFAULT_OPTIONS, AttentionOptions, HeadShape, PagedKV
 
 
@@ -55,6 +56,7 @@ def mixed_plan(
     dtype: torch.dtype,
     window: int = 0,
     chunk: int = 0,
+    after: int = 0,
     num_queries: int = 1,
     shared_prefixes: SharedPrefixGroups | None = None,
     decodes_first: bool = False,
@@ -66,7 +68,7 @@ def mixed_plan(
         heads: of the layers.
         num_tokens: T of q.
         dtype: of q.
-        window, chunk: as in `AttentionOptions`.
+        window, chunk, after: as in `AttentionOptions`.
         shared_prefixes: of the decodes, which are numbered from 0; as in `decode_plan`.
     """
     num_prefills, num_requests = q_starts.shape[0] - 1, rows.shape[0]
@@ -82,6 +84,7 @@ def mixed_plan(
             dtype=dtype,
             window=window,
             chunk=chunk,
+            after=after,
         )
     if num_requests > num_prefills:
         decode = decode_plan(
@@ -110,9 +113,10 @@ def mixed_attention(
     out: Tensor | None = None,
     lse: Tensor | None = None,
     decodes_first: bool = False,
+    mask: AttentionMask | None = None,
 ) -> Tensor:
-    """Computes causal attention of each request's last tokens to all its tokens. Their K/V is in the cache
-    before the call.
+    """Computes attention of each request's last tokens to all its tokens. Their K/V is in the cache before the
+    call.
 
     Args:
         q: `[T, H, Dk]`: the queries of P prefills, request after request, then `num_queries` of each of the B -
@@ -125,13 +129,14 @@ def mixed_attention(
         lengths: int32 `[B]`, tokens in the cache, the queries' own included; at most num_entries * 2**shift,
             which is not checked.
         num_queries: queries of each decode, at its last positions.
-        plan: the result of `mixed_plan` for the same rows, q_starts, lengths, window, chunk, num_queries and
+        plan: the result of `mixed_plan` for the same rows, q_starts, lengths, windows, chunk, num_queries and
             shapes; it serves all layers of a step, one after the other. If None, a plan is made here.
         out: `[T, H, Dv]` to write to; allocated in the dtype of q if None.
         lse: float32 `[T, H]`, contiguous, to write the log-sum-exp of the scores to, in base 2, the head's
             sink included; -inf where a query sees no key and has no sink. Not written if None.
         decodes_first: the decodes' queries are the first of q instead of the last, and q_starts[0] may be any
             of T. A query of both a prefill and a decode gets the output of the prefill.
+        mask: what hides keys or changes scores beside the options, with a row for each query of q.
 
     Returns:
         `[T, H, Dv]`, `out`.
@@ -139,7 +144,7 @@ def mixed_attention(
     Raises:
         ValueError: shapes, strides, dtypes or numbers do not fit; nothing has been launched.
     """
-    check_attention_inputs(q, kv, rows, lengths, options, out, lse)
+    check_attention_inputs(q, kv, rows, lengths, options, out, lse, mask)
     if q_starts.dtype != torch.int32 or q_starts.dim() != 1 or not q_starts.is_contiguous():
         raise ValueError(
             f"q_starts must be contiguous int32 [prefills + 1], got {q_starts.dtype} {tuple(q_starts.shape)}"
@@ -172,6 +177,7 @@ def mixed_attention(
             plan=decode,
             out=out[decoded],
             lse=None if lse is None else lse[decoded],
+            mask=_mask_of(mask, decoded, num_prefills, num_requests),
         )
     if num_prefills:
         prefilled = slice(num_tokens if decodes_first else first_decode)
@@ -185,8 +191,16 @@ def mixed_attention(
             plan=prefill,
             out=out[prefilled],
             lse=None if lse is None else lse[prefilled],
+            mask=_mask_of(mask, prefilled, 0, num_prefills),
         )
     return out
+
+
+def _mask_of(mask: AttentionMask | None, queries: slice, begin: int, end: int) -> AttentionMask | None:
+    """Returns the mask of some queries, those of the requests [begin, end)."""
+    if mask is None:
+        return None
+    return mask.queries(queries.start or 0, queries.stop).requests(begin, end)
 
 
 def mixed_attention_reference(
@@ -199,24 +213,35 @@ def mixed_attention_reference(
     *,
     num_queries: int = 1,
     decodes_first: bool = False,
+    mask: AttentionMask | None = None,
 ) -> Tensor:
     """Computes `mixed_attention` in plain torch and float64, one request at a time; the output of queries that
     belong to no request is zero. Reads lengths, rows and q_starts on the host, so on a GPU it synchronises."""
     num_prefills = q_starts.shape[0] - 1
     num_decoded = (rows.shape[0] - num_prefills) * num_queries
     first_decode = 0 if decodes_first else q.shape[0] - num_decoded
+    queries = slice(first_decode, first_decode + num_decoded)
     decoded = decode_attention_reference(
-        q[first_decode : first_decode + num_decoded],
+        q[queries],
         kv,
         rows[num_prefills:],
         lengths[num_prefills:],
         options,
         num_queries=num_queries,
+        mask=_mask_of(mask, queries, num_prefills, len(rows)),
     )
-    out = prefill_attention_reference(q, kv, rows[:num_prefills], q_starts, lengths[:num_prefills], options)
+    out = prefill_attention_reference(
+        q,
+        kv,
+        rows[:num_prefills],
+        q_starts,
+        lengths[:num_prefills],
+        options,
+        mask=_mask_of(mask, slice(0, len(q)), 0, num_prefills),
+    )
     is_decoded = torch.zeros(len(q), dtype=torch.bool, device=q.device)
-    is_decoded[first_decode : first_decode + num_decoded] = True
+    is_decoded[queries] = True
     if num_prefills:
         is_decoded[q_starts[0] : q_starts[-1]] = False
-    out[is_decoded] = decoded[is_decoded[first_decode : first_decode + num_decoded]]
+    out[is_decoded] = decoded[is_decoded[queries]]
     return out

@@ -5,6 +5,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from .ring import Ring
+
 
 class PagedKV(NamedTuple):
     """K/V of one layer, and the index that finds a token in it: `index[row, pos >> shift] + (pos & mask)` is
@@ -14,12 +16,22 @@ class PagedKV(NamedTuple):
     last one is 1; both may be views of one buffer.
     `index`: int32 `[num_rows, num_entries]`, the first slot of each `2**shift` tokens of a row.
     `shift`: 0 for a token table, log2(page) for a page table, 31 for one contiguous run per row.
+    `ring`: the rows are rings, so `pos` above is the entry of a position. None: they are not.
+    `indirection`: int32 `[num_rows, positions]`: the token at a position of row r is found in row
+    `indirection[r, position]` of the index instead, as by TensorRT-LLM's cache_indirection. None for r itself.
     """
 
     k: Tensor
     v: Tensor
     index: Tensor  # type: ignore[assignment]  # hides the method of tuples
     shift: int = 0
+    ring: Ring | None = None
+    indirection: Tensor | None = None
+
+    @property
+    def ring_sizes(self) -> list[int]:
+        """Sinks and size of the ring, as the operators take them; zeros without a ring."""
+        return [0, 0] if self.ring is None else [self.ring.sinks, self.ring.size]
 
 
 class HeadShape(NamedTuple):
@@ -40,6 +52,9 @@ class HeadShape(NamedTuple):
         return (self.key_dim + self.value_dim) * dtype.itemsize
 
 
+ALL_AFTER = 2**30  # more tokens than a request has; positions plus this fit in int32
+
+
 class AttentionOptions(NamedTuple):
     """How a layer attends.
 
@@ -51,6 +66,11 @@ class AttentionOptions(NamedTuple):
     `sink_logits`: float32 `[num_heads]`, contiguous, a score of each query head that joins the softmax's sum
     and has no value, as in gpt-oss: it is neither scaled nor capped. None for no sinks. A log-sum-exp contains
     it, so of several results that are merged, only one may have sinks.
+    `alibi_slopes`: float32 `[num_heads]`, contiguous: slope * (key position - query position) is added to the
+    scaled and capped score, as in ALiBi (`alibi.alibi_slopes`), also for keys after the query. None for none.
+    `causal`: whether a query sees no key after itself. False: it sees all keys of its request, as in an
+    encoder, or as with the keys of another sequence (cross attention), where positions mean nothing.
+    `window_after`: with `causal` False, how many tokens after itself a query sees; 0 for all.
     """
 
     scale: float | None = None
@@ -58,6 +78,14 @@ class AttentionOptions(NamedTuple):
     softcap: float = 0.0
     chunk: int = 0
     sink_logits: Tensor | None = None
+    alibi_slopes: Tensor | None = None
+    causal: bool = True
+    window_after: int = 0
+
+    @property
+    def after(self) -> int:
+        """How many tokens after itself a query sees: 0 if causal, `ALL_AFTER` for all."""
+        return 0 if self.causal else self.window_after or ALL_AFTER
 
     def scale_for(self, head_dim: int) -> float:
         """Returns `scale`, or its default for heads of `head_dim`."""

@@ -32,7 +32,8 @@ from torch import Tensor
 
 from lightkv.triton_kernels import tuning
 from lightkv.triton_kernels.attention.attend_keys import first_key
-from lightkv.triton_kernels.attention.attention_inputs import check_mask, check_requests
+from lightkv.triton_kernels.attention.attention_inputs import check_requests, check_window
+from lightkv.triton_kernels.attention.ring import Ring
 
 ITEM_FIELDS = 4  # request (or -1 - prefix), row, first key, end of the keys
 SHARE_FIELDS = 8  # first item, and its fields
@@ -67,7 +68,7 @@ class DecodePlan(NamedTuple):
     prefix, whose parts lie M apart. A request with a single part writes its output at once, and no part.
     `split`: int32: the requests that have several parts, then -1.
     `members`: `[P, M]`, the requests that share each prefix; None without shared prefixes.
-    `window`, `num_queries`, `chunk`: what the plan was made for.
+    `window`, `num_queries`, `chunk`, `ring`: what the plan was made for.
     """
 
     items: Tensor
@@ -78,6 +79,7 @@ class DecodePlan(NamedTuple):
     window: int = 0
     num_queries: int = 1
     chunk: int = 0
+    ring: Ring | None = None
 
     @property
     def num_members(self) -> int:
@@ -95,6 +97,13 @@ class DecodePlan(NamedTuple):
     def num_parts(self) -> int:
         """How many parts there can be."""
         return self.own_parts + self.items.shape[0]
+
+
+@triton.jit
+def _first_in_ring(positions, SINKS: tl.constexpr, RING: tl.constexpr, STRIDE: tl.constexpr):
+    """Returns the first key after the sinks that queries at `positions` see (`Ring.first_key`)."""
+    beyond = positions - (SINKS + RING)
+    return SINKS + tl.where(beyond < 0, 0, (beyond // STRIDE + 1) * STRIDE)
 
 
 @triton.jit
@@ -131,6 +140,9 @@ def _plan_kernel(
     UNIT: tl.constexpr,
     WINDOW: tl.constexpr,
     CHUNK: tl.constexpr,
+    SINKS: tl.constexpr,
+    RING: tl.constexpr,  # 0: the rows are no rings
+    STRIDE: tl.constexpr,
     NUM_QUERIES: tl.constexpr,
     MEMBERS: tl.constexpr,
 ):
@@ -140,6 +152,8 @@ def _plan_kernel(
     end_key = tl.load(lengths + request, mask=is_request, other=0)
     row = tl.load(rows + request, mask=is_request, other=0).to(tl.int32)
     begin_key = first_key(end_key - NUM_QUERIES, WINDOW, CHUNK)
+    if RING > 0:
+        begin_key = _first_in_ring(end_key - 1, SINKS, RING, STRIDE)
     own_place = tl.full([BLOCK_R], -1, tl.int32)
     if MEMBERS > 1:
         own_place = tl.load(place + request, mask=is_request, other=-1)
@@ -227,6 +241,7 @@ def _decode_plan(
     prefix_parts: Tensor,
     window: int,
     chunk: int,
+    ring: list[int],
     num_queries: int,
 ) -> None:
     num_requests, num_workers = rows.shape[0], shares.shape[0] - 1
@@ -254,6 +269,9 @@ def _decode_plan(
         UNIT=tuning.DECODE_UNIT,
         WINDOW=window,
         CHUNK=chunk,
+        SINKS=ring[0],
+        RING=ring[1],
+        STRIDE=ring[2],
         NUM_QUERIES=num_queries if window or chunk else 1,
         MEMBERS=num_members,
         num_warps=4 if block_r <= 512 else 8,
@@ -273,6 +291,7 @@ def decode_plan(
     num_queries: int = 1,
     shared_prefixes: SharedPrefixGroups | None = None,
     key_bytes: int = 512,
+    ring: Ring | None = None,
 ) -> DecodePlan:
     """Makes the work list of a decode step, which serves all layers with `num_kv_heads` and this window or
     these chunks.
@@ -287,13 +306,21 @@ def decode_plan(
             ignored.
         key_bytes: of K and V of a token for one K/V head. With more than 512, fewer programs run at once, and
             the keys are cut into fewer shares.
+        ring: what the rows are rings of, for layers without a window: the plan has the keys after the sinks
+            that a ring's query sees. None for other layers, and for rows that are no rings.
 
     Raises:
-        ValueError: rows, lengths or prefixes do not fit, or there are prefixes and a window.
+        ValueError: rows, lengths or prefixes do not fit, there are prefixes and a window or a ring, or a ring
+            and several queries or a window.
     """
     num_requests = len(rows)
     check_requests(rows, lengths)
-    check_mask(window, chunk)
+    if ring is not None and (window or chunk or num_queries > 1 or shared_prefixes is not None):
+        raise ValueError(
+            f"a plan for {ring} has one query a request, no window, chunks or shared prefixes; got "
+            f"{num_queries} queries, a window of {window} and chunks of {chunk}"
+        )
+    check_window(window, chunk, 0)
     if shared_prefixes is not None:
         _check_prefixes(shared_prefixes, num_requests, window)
         if shared_prefixes.members.shape[1] < 2:
@@ -328,9 +355,10 @@ def decode_plan(
         prefix_parts,
         window,
         chunk,
+        [0, 0, 1] if ring is None else [ring.sinks, ring.size, ring.stride],
         num_queries,
     )
-    return DecodePlan(items, shares, parts, split, members, window, num_queries, chunk)
+    return DecodePlan(items, shares, parts, split, members, window, num_queries, chunk, ring)
 
 
 def _check_prefixes(prefixes: SharedPrefixGroups, num_requests: int, window: int) -> None:
@@ -359,6 +387,7 @@ def decode_plan_reference(
     chunk: int = 0,
     num_queries: int = 1,
     shared_prefixes: SharedPrefixGroups | None = None,
+    ring: Ring | None = None,
 ) -> DecodePlan:
     """Computes `decode_plan` in plain Python.
 
@@ -383,6 +412,8 @@ def decode_plan_reference(
         first = max(first_position - window + 1, 0) if window else 0
         if chunk:
             first = first_position // chunk * chunk
+        if ring is not None:
+            first = ring.first_key(length - 1)
         if places[request] >= 0:
             first = max(first, runs[places[request] // num_members][3])
         runs.append([request, row, first, length])
@@ -421,4 +452,4 @@ def decode_plan_reference(
     members = None if shared_prefixes is None else shared_prefixes.members
     listed = (torch.tensor(numbers, dtype=torch.int32) for numbers in (items, shares, parts, split))
     on_device = [numbers.to(lengths.device) for numbers in listed]
-    return DecodePlan._make([*on_device, members, window, num_queries, chunk])
+    return DecodePlan._make([*on_device, members, window, num_queries, chunk, ring])

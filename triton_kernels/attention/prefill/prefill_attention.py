@@ -1,4 +1,4 @@
-"""Prefill attention: many queries per request, causal, over a cached prefix and the new tokens alike.
+"""Prefill attention: many queries per request over a cached prefix and the new tokens alike.
 
 The new tokens' K/V is in the cache before the call, so a whole prefill, a chunk of one and the verification of
 drafted tokens are the same operation: a request's last n tokens attend to all its tokens, found through the
@@ -12,9 +12,8 @@ them, and a few queries still fill the tile. The tiles are a work list (`prefill
 few to fill the device, as with a few queries after many keys, the keys of a tile are shared out among several
 programs, which write partial outputs, and a second kernel combines these (`prefill_combine.py`).
 
-The kernel here runs wherever Triton does. On compute capability 9 `prefill_hopper.py` goes through the same
-work list, where types, head dim and strides allow. The loop over keys, the checks and the float64 attention of
-the reference are in `attend_keys.py`.
+The kernel of `prefill_kernel.py` runs wherever Triton does. On compute capability 9 `prefill_hopper.py` goes
+through the same work list, where types, head dim and strides allow.
 """
 
 from functools import cache
@@ -22,236 +21,25 @@ from types import ModuleType
 
 import torch
 import triton
-import triton.language as tl
 from torch import Tensor
 
 from lightkv.triton_kernels import tuning
-from lightkv.triton_kernels.attention.attend_keys import (
-    attend_keys,
-    find_slots,
-    first_key,
-    score_scales,
-    start_softmax,
-)
+from lightkv.triton_kernels.attention.attend_keys import score_scales
 from lightkv.triton_kernels.attention.attention_inputs import check_attention_inputs
-from lightkv.triton_kernels.attention.attention_reference import attend_reference, find_slots_reference
+from lightkv.triton_kernels.attention.attention_mask import AttentionMask, mask_reference, mask_strides
+from lightkv.triton_kernels.attention.attention_reference import attend_reference, slots_reference
 from lightkv.triton_kernels.attention.paged_kv import DEFAULT_OPTIONS, AttentionOptions, HeadShape, PagedKV
 
 from .prefill_combine import combine_tiles, empty_parts
-from .prefill_plan import ALL_KEYS, ITEM_FIELDS, PrefillPlan, prefill_plan
-
-_ITEM_FIELDS = tl.constexpr(ITEM_FIELDS)
-_ALL_KEYS = tl.constexpr(ALL_KEYS)
-
-
-@triton.jit
-def _load_tile(item):
-    """Returns the request, row of the index, first row, rows of the request, first query and keys before it of
-    an item."""
-    row = tl.load(item + 1).to(tl.int64)
-    return tl.load(item), row, tl.load(item + 2), tl.load(item + 3), tl.load(item + 4), tl.load(item + 5)
-
-
-@triton.jit
-def _attend_item(
-    tensors,
-    partials,
-    item,
-    tile,
-    kv_head,
-    num_kv_heads,
-    scales,
-    strides,
-    GROUP: tl.constexpr,
-    DK: tl.constexpr,
-    DV: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_DK: tl.constexpr,
-    BLOCK_DV: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    SHIFT: tl.constexpr,
-    WINDOW: tl.constexpr,
-    CHUNK: tl.constexpr,
-    SOFTCAP: tl.constexpr,
-    HAS_LSE: tl.constexpr,
-    SHARES: tl.constexpr,
-):
-    """Computes a tile, or, where keys are shared out, the part of it that the item is limited to."""
-    q_strides, k_strides, v_strides, stride_index, out_strides = strides
-    q, k_cache, v_cache, index, sink_logits, out, lse = tensors
-    _request, row, first_row, num_rows, q_begin, prefix = tile
-    tile_rows = first_row + tl.arange(0, BLOCK_M)  # [BLOCK_M]
-    queries = tile_rows // GROUP
-    tokens = (q_begin + queries).to(tl.int64)
-    heads = kv_head * GROUP + tile_rows % GROUP
-    in_tile = tile_rows < num_rows
-    query_positions = prefix + queries
-    first_position = prefix + first_row // GROUP
-    last_position = prefix + (tl.minimum(first_row + BLOCK_M, num_rows) - 1) // GROUP
-
-    # Keys in [begin, full_end) are visible to every row, keys in [full_end, num_keys) to some of them:
-    #   begin ├──── not masked ────┤ full_end ├─ masked ─┤ num_keys
-    num_keys = tl.maximum(last_position + 1, 0)
-    if WINDOW > 0:
-        begin = tl.maximum(first_position - WINDOW + 1, 0)
-        full_end = begin
-    else:
-        begin = 0
-        full_end = tl.maximum(first_position + 1, 0) // BLOCK_N * BLOCK_N
-    if CHUNK > 0:
-        begin = first_key(first_position, 0, CHUNK)
-        full_end = begin + tl.maximum(first_position + 1 - begin, 0) // BLOCK_N * BLOCK_N
-        # If the tile ends in a later chunk than it begins in, no key is visible to every row.
-        full_end = tl.where(first_key(last_position, 0, CHUNK) > begin, begin, full_end)
-    joins = in_tile
-    if SHARES:
-        if sink_logits is not None:  # of a tile's parts, its first is joined by the sinks
-            joins = in_tile & (tl.load(item + 6) <= begin)
-        begin = tl.maximum(begin, tl.load(item + 6))
-        num_keys = tl.minimum(num_keys, tl.load(item + 7))
-        full_end = begin + tl.maximum(tl.minimum(full_end, num_keys) - begin, 0) // BLOCK_N * BLOCK_N
-    # A window is only a few tiles long: all of them are masked, and the loop without a mask is left out.
-    FIRST_LOOP: tl.constexpr = 1 if WINDOW > 0 else 0
-
-    index_row = index + row * stride_index
-    positions = begin + tl.arange(0, BLOCK_N)
-    slots = find_slots(index_row, positions, positions < num_keys, SHIFT)  # [BLOCK_N]
-
-    k_dims = tl.arange(0, BLOCK_DK)
-    q_tile = tl.load(
-        q + tokens[:, None] * q_strides[0] + heads[:, None] * q_strides[1] + k_dims[None, :],
-        mask=in_tile[:, None] & (k_dims < DK)[None, :],
-        other=0.0,
-    )  # [BLOCK_M, BLOCK_DK]
-
-    peak, total = start_softmax(sink_logits, heads, joins, BLOCK_M)
-    acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
-    k_head = k_cache + kv_head * k_strides[1]
-    v_head = v_cache + kv_head * v_strides[1]
-    for MASKED in tl.static_range(FIRST_LOOP, 2):
-        acc, total, peak, slots = attend_keys(
-            q_tile,
-            acc,
-            total,
-            peak,
-            slots,
-            k_head,
-            v_head,
-            index_row,
-            query_positions,
-            full_end if MASKED else begin,
-            num_keys if MASKED else full_end,
-            num_keys,
-            k_strides[0],
-            v_strides[0],
-            scales[0],
-            scales[1],
-            DK,
-            DV,
-            BLOCK_DK,
-            BLOCK_DV,
-            BLOCK_N,
-            SHIFT,
-            WINDOW,
-            CHUNK,
-            SOFTCAP,
-            MASKED == 1,
-        )
-    acc = acc / tl.where(total > 0.0, total, 1.0)[:, None]
-
-    v_dims = tl.arange(0, BLOCK_DV)
-    out_mask = in_tile[:, None] & (v_dims < DV)[None, :]
-    if SHARES:
-        part = tl.load(item + 8)
-        partial_out, partial_lse = partials
-        place = (part.to(tl.int64) * num_kv_heads + kv_head) * BLOCK_M + tl.arange(0, BLOCK_M)
-        pointers = partial_out + place[:, None] * DV + v_dims[None, :]
-        tl.store(pointers, acc, mask=out_mask & (part >= 0))
-        tl.store(partial_lse + place, peak + tl.log2(total), mask=in_tile & (part >= 0))
-        out_mask = out_mask & (part < 0)
-        in_tile = in_tile & (part < 0)
-    pointers = out + tokens[:, None] * out_strides[0] + heads[:, None] * out_strides[1] + v_dims[None, :]
-    tl.store(pointers, acc.to(out.dtype.element_ty), mask=out_mask)
-    if HAS_LSE:
-        tl.store(lse + tokens * (num_kv_heads * GROUP) + heads, peak + tl.log2(total), mask=in_tile)
-
-
-@triton.jit(do_not_specialize_on_alignment=["index", "items", "sink_logits"])
-def _prefill_kernel(
-    q,
-    k_cache,
-    v_cache,
-    index,
-    items,  # [capacity, 12]
-    sink_logits,  # [H] float32; or None
-    out,
-    lse,  # [T, H] float32, base 2
-    partial_out,  # [parts, num_kv_heads, BLOCK_M, DV] float32; None if no tile is ever cut
-    partial_lse,  # [parts, num_kv_heads, BLOCK_M] float32, base 2
-    num_kv_heads,
-    score_scale,
-    cap_scale,
-    stride_q_t,
-    stride_q_h,
-    stride_k_slot,
-    stride_k_h,
-    stride_v_slot,
-    stride_v_h,
-    stride_index,
-    stride_out_t,
-    stride_out_h,
-    GROUP: tl.constexpr,
-    DK: tl.constexpr,
-    DV: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_DK: tl.constexpr,
-    BLOCK_DV: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    SHIFT: tl.constexpr,
-    WINDOW: tl.constexpr,
-    CHUNK: tl.constexpr,
-    SOFTCAP: tl.constexpr,
-    HAS_LSE: tl.constexpr,
-    SHARES: tl.constexpr,
-    EARLY: tl.constexpr,
-):
-    if EARLY:
-        tl.extra.cuda.gdc_launch_dependents()  # of the combining kernel
-    # Neighbouring programs read neighbouring heads of the same tokens.
-    kv_head = (tl.program_id(0) % num_kv_heads).to(tl.int64)
-    number = tl.program_id(0) // num_kv_heads
-    item = items + number * _ITEM_FIELDS
-    tile = _load_tile(item)
-    if tile[0] < 0:
-        return
-    tensors, partials = (q, k_cache, v_cache, index, sink_logits, out, lse), (partial_out, partial_lse)
-    scales, q_strides, out_strides = (
-        (score_scale, cap_scale),
-        (stride_q_t, stride_q_h),
-        (stride_out_t, stride_out_h),
-    )
-    strides = (q_strides, (stride_k_slot, stride_k_h), (stride_v_slot, stride_v_h), stride_index, out_strides)
-    if SHARES:
-        while number >= 0:
-            item = items + number * _ITEM_FIELDS
-            _attend_item(
-                tensors, partials, item, _load_tile(item), kv_head, num_kv_heads, scales, strides,
-                GROUP, DK, DV, BLOCK_M, BLOCK_DK, BLOCK_DV, BLOCK_N, SHIFT, WINDOW, CHUNK, SOFTCAP, HAS_LSE,
-                True,
-            )  # fmt: skip
-            number = tl.load(item + 9)  # the next one of the share
-    else:
-        _attend_item(
-            tensors, partials, item, tile, kv_head, num_kv_heads, scales, strides,
-            GROUP, DK, DV, BLOCK_M, BLOCK_DK, BLOCK_DV, BLOCK_N, SHIFT, WINDOW, CHUNK, SOFTCAP, HAS_LSE, False,
-        )  # fmt: skip
+from .prefill_kernel import prefill_kernel
+from .prefill_plan import PrefillPlan, prefill_plan
 
 
 @cache
 def _hopper() -> ModuleType | None:
     """Returns the module of the kernel for compute capability 9; None in Triton's interpreter, or where this
     version of Triton has no Gluon."""
-    if not isinstance(_prefill_kernel, triton.JITFunction):
+    if not isinstance(prefill_kernel, triton.JITFunction):
         return None
     try:
         from . import prefill_hopper
@@ -260,10 +48,12 @@ def _hopper() -> ModuleType | None:
     return prefill_hopper
 
 
-def _hopper_launch(q: Tensor, k_cache: Tensor, v_cache: Tensor, out: Tensor) -> tuning.Launch | None:
-    """Returns the tiles that `prefill_hopper` would use; None if it cannot run, as it copies 16 bytes at a time
-    and converts no types."""
-    if not q.dtype == k_cache.dtype == v_cache.dtype:
+def _hopper_launch(
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, out: Tensor, mask: Tensor | None = None
+) -> tuning.Launch | None:
+    """Returns the tiles that `prefill_hopper` would use; None if it cannot run, as it copies 16 bytes at a
+    time, converts no types, and knows no masks but trees."""
+    if not q.dtype == k_cache.dtype == v_cache.dtype or (mask is not None and mask.dtype != torch.int32):
         return None
     for tensor in (q, k_cache, v_cache, out):
         if tensor.data_ptr() % 16 or any(stride % 16 for stride in tensor.stride()[:2]):
@@ -278,9 +68,13 @@ def _prefill_attention(
     k_cache: Tensor,
     v_cache: Tensor,
     index: Tensor,
+    indirection: Tensor | None,
     items: Tensor,
     counters: Tensor,
     sink_logits: Tensor | None,
+    alibi_slopes: Tensor | None,
+    mask: Tensor | None,
+    mask_columns: Tensor | None,
     out: Tensor,
     lse: Tensor | None,
     num_shares: int,
@@ -291,8 +85,10 @@ def _prefill_attention(
     num_stages: int,
     scale: float,
     shift: int,
+    ring: list[int],
     window: int,
     chunk: int,
+    after: int,
     softcap: float,
 ) -> None:
     num_heads, key_dim = q.shape[1:]
@@ -301,20 +97,21 @@ def _prefill_attention(
         return
     score_scale, cap_scale = score_scales(scale, softcap)
     partial_out = partial_lse = None
-    early = False
     if num_workers:
         partial_out, partial_lse = empty_parts(num_workers, num_kv_heads, block_m, value_dim, q.device)
-        early = tuning.has_early_launch(tuning.device_class(q.device))
-    hopper_launch = _hopper_launch(q, k_cache, v_cache, out)
+    hopper_launch = _hopper_launch(q, k_cache, v_cache, out, mask)
     if hopper_launch is not None and hopper_launch.block_m == block_m and (hopper := _hopper()) is not None:
         hopper.launch_hopper_prefill(
             q,
             k_cache,
             v_cache,
             index,
+            indirection,
             items,
             counters,
             sink_logits,
+            alibi_slopes,
+            mask,
             out,
             lse,
             partial_out,
@@ -324,18 +121,27 @@ def _prefill_attention(
             score_scale=score_scale,
             cap_scale=cap_scale,
             shift=shift,
+            ring=ring,
             window=window,
             chunk=chunk,
+            after=after,
             softcap=softcap != 0.0,
         )
     else:
-        _prefill_kernel[(num_kv_heads * num_shares,)](
+        if mask is not None:
+            launch = tuning.Launch(block_m, block_n, num_warps, num_stages)
+            _, block_n, num_warps, num_stages = tuning.masked_prefill_launch(launch, mask.element_size())
+        prefill_kernel[(num_kv_heads * num_shares,)](
             q,
             k_cache,
             v_cache,
             index,
+            indirection,
             items,
             sink_logits,
+            alibi_slopes,
+            mask,
+            mask_columns,
             out,
             lse,
             partial_out,
@@ -347,7 +153,9 @@ def _prefill_attention(
             *k_cache.stride()[:2],
             *v_cache.stride()[:2],
             index.stride(0),
+            None if indirection is None else indirection.stride(0),
             *out.stride()[:2],
+            *mask_strides(mask),
             GROUP=num_heads // num_kv_heads,
             DK=key_dim,
             DV=value_dim,
@@ -356,12 +164,14 @@ def _prefill_attention(
             BLOCK_DV=tuning.padded_dim(value_dim),
             BLOCK_N=block_n,
             SHIFT=shift,
+            SINKS=ring[0],
+            RING=ring[1],
             WINDOW=window,
             CHUNK=chunk,
+            AFTER=after,
             SOFTCAP=softcap != 0.0,
             HAS_LSE=lse is not None,
             SHARES=num_workers > 0,
-            EARLY=early,
             num_warps=num_warps,
             num_stages=num_stages,
         )
@@ -383,12 +193,15 @@ def prefill_attention(
     plan: PrefillPlan | None = None,
     out: Tensor | None = None,
     lse: Tensor | None = None,
+    mask: AttentionMask | None = None,
 ) -> Tensor:
-    """Computes causal attention of each request's last tokens to all its tokens. Their K/V is in the cache
-    before the call.
+    """Computes attention of each request's last tokens to all its tokens. Their K/V is in the cache before the
+    call.
 
-    The n queries of a request are at its last n positions; each attends to itself and to the tokens before it.
-    The output of a query whose position would be negative (more queries than tokens) is zeros.
+    The n queries of a request are at its last n positions; each attends to itself and to the tokens before it,
+    in a layer that is not causal to those after it, too. The output of a query whose position would be negative
+    (more queries than tokens) is zeros if the layer is causal. If it is not, the keys may be those of another
+    sequence, of any length.
 
     Args:
         q: `[T, H, Dk]`, request after request; H is a multiple of num_kv_heads.
@@ -398,13 +211,15 @@ def prefill_attention(
         q_starts: int32 `[B + 1]`: the queries of request b are q[q_starts[b] : q_starts[b + 1]]. Queries from
             q_starts[B] on belong to no request, and their part of the output is not written.
         lengths: int32 `[B]`, the request's tokens in the cache, the queries' own included; at most num_entries
-            * 2**shift, which is not checked.
-        options: scale, window, soft-cap, chunk and sinks.
-        plan: the result of `prefill_plan` for the same rows, q_starts, lengths, window, chunk and shapes; it
+            * 2**shift, which is not checked. If the rows are rings, n queries need a ring of `window` + n - 1
+            tokens, which is not checked either.
+        options: scale, windows, soft-cap, chunk, sinks, ALiBi, and whether the layer is causal.
+        plan: the result of `prefill_plan` for the same rows, q_starts, lengths, windows, chunk and shapes; it
             serves all layers of a step, one after the other. If None, a plan is made here.
         out: `[T, H, Dv]` to write to; allocated in the dtype of q if None.
         lse: float32 `[T, H]`, contiguous, to write the log-sum-exp of the scores to, in base 2, the head's
             sink included; -inf where a query sees no key and has no sink. Not written if None.
+        mask: what hides keys or changes scores beside the options, with a row for each query of q.
 
     Returns:
         `[T, H, Dv]`, `out`.
@@ -412,7 +227,12 @@ def prefill_attention(
     Raises:
         ValueError: shapes, strides, dtypes or numbers do not fit.
     """
-    scale = check_attention_inputs(q, kv, rows, lengths, options, out, lse)
+    scale = check_attention_inputs(q, kv, rows, lengths, options, out, lse, mask)
+    if kv.ring is not None and (not options.window or options.after or mask is not None):
+        raise ValueError(
+            f"prefill over rows that are rings, {kv.ring}, is for a causal layer with a window, which says "
+            "what each query sees, and without a mask; set options.window"
+        )
     if (
         q_starts.dtype != torch.int32
         or q_starts.shape != (rows.shape[0] + 1,)
@@ -422,12 +242,17 @@ def prefill_attention(
             f"q_starts must be contiguous int32 [{rows.shape[0] + 1}], got {q_starts.dtype} "
             f"{tuple(q_starts.shape)}"
         )
-    window, chunk = options.window, options.chunk
-    if plan is not None and (plan.window, plan.chunk, plan.num_requests) != (window, chunk, len(rows)):
+    window, chunk, after = options.window, options.chunk, options.after
+    if plan is not None and (plan.window, plan.chunk, plan.after, plan.num_requests) != (
+        window,
+        chunk,
+        after,
+        len(rows),
+    ):
         raise ValueError(
-            f"the plan is for {plan.num_requests} requests with a window of {plan.window} and chunks of "
-            f"{plan.chunk}, but the call has {len(rows)} requests with a window of {window} and chunks of "
-            f"{chunk}; make a plan for this call"
+            f"the plan is for {plan.num_requests} requests with a window of {plan.window}, {plan.after} tokens "
+            f"after the query and chunks of {plan.chunk}, but the call has {len(rows)} requests with a window "
+            f"of {window}, {after} tokens after the query and chunks of {chunk}; make a plan for this call"
         )
     if out is None:
         out = q.new_empty((*q.shape[:2], kv.v.shape[2]))
@@ -441,15 +266,20 @@ def prefill_attention(
             dtype=q.dtype,
             window=window,
             chunk=chunk,
+            after=after,
         )
     _prefill_attention(
         q,
         kv.k,
         kv.v,
         kv.index,
+        kv.indirection,
         plan.items,
         plan.counters,
         options.sink_logits,
+        options.alibi_slopes,
+        None if mask is None else mask.for_kernel(),
+        None if mask is None else mask.columns,
         out,
         lse,
         plan.num_shares,
@@ -457,8 +287,10 @@ def prefill_attention(
         *plan.launch,
         scale,
         kv.shift,
+        kv.ring_sizes,
         window,
         chunk,
+        after,
         options.softcap,
     )
     return out
@@ -471,6 +303,8 @@ def prefill_attention_reference(
     q_starts: Tensor,
     lengths: Tensor,
     options: AttentionOptions = DEFAULT_OPTIONS,
+    *,
+    mask: AttentionMask | None = None,
 ) -> Tensor:
     """Computes `prefill_attention` in plain torch and float64, one request at a time; the output of queries
     that belong to no request is zero. Reads lengths, rows and q_starts on the host, so on a GPU it
@@ -480,12 +314,13 @@ def prefill_attention_reference(
     for request, (row, length) in enumerate(zip(rows.tolist(), lengths.tolist(), strict=True)):
         queries = slice(starts[request], starts[request + 1])
         q_len = queries.stop - queries.start
-        slots = find_slots_reference(kv.index[row], torch.arange(length, device=q.device), kv.shift)
+        slots = slots_reference(kv, row, torch.arange(length, device=q.device))
         out[queries] = attend_reference(
             q[queries],
             kv.k[slots],
             kv.v[slots],
             torch.arange(length - q_len, length, device=q.device),
             options,
+            None if mask is None else mask_reference(mask, queries, request, length),
         ).to(q.dtype)
     return out

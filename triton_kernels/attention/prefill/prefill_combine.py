@@ -6,6 +6,10 @@ part's weight is 2**(lse - m). The second piece of a tile is the first item of i
 parts (`prefill_plan.py`). So the programs are one for each share but the first, each K/V head, and a few rows
 of a tile; those without a second piece end at once.
 
+Its programs are launched once those of prefill have ended, without waiting for their memory. They must not be
+launched before, as those of `decode_combine` are: prefill leaves a few multiprocessors idle, on which the
+programs that have parts to read would crowd.
+
 The parts are made in each call and are free after it, so layers, and graphs with a common memory pool, use the
 same memory one after the other.
 """

@@ -19,11 +19,10 @@ Programs take the next item from a counter, because items differ too much to ass
 that finishes last resets the counter, so one run at a time may use a plan. The K/V heads are computed in
 sections, whose K and V stay in the L2 cache (`tuning.SECTION_BYTES`).
 
-It computes the same as the kernel of `prefill_attention.py`, which is easier to read. That file and `tuning.py`
-say on which devices, for which shapes and strides this kernel runs, and how large its tiles are.
+It computes the same as the kernel of `prefill_kernel.py`, which is easier to read. `prefill_attention.py` and
+`tuning.py` say on which devices, for which shapes and strides this kernel runs, and how large its tiles are.
 """
 
-import triton.language as tl
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -38,9 +37,11 @@ from lightkv.triton_kernels import tuning
 from .prefill_hopper_items import (
     item_at,
     keys_of,
+    load_slopes,
     online_softmax,
     pack_pairs,
     piece_of,
+    rows_of_tree,
     start_softmax,
     thread_sums,
     tile_of,
@@ -83,12 +84,15 @@ def _gather(
     shared,
     GROUP: gl.constexpr,
     SHIFT: gl.constexpr,
+    SINKS: gl.constexpr,
+    RING: gl.constexpr,
     WINDOW: gl.constexpr,
     CHUNK: gl.constexpr,
+    AFTER: gl.constexpr,
     SHARES: gl.constexpr,
 ):
-    q, k_cache, v_cache, index, items, counters = tensors
-    q_strides, k_strides, v_strides, stride_index = strides
+    q, k_cache, v_cache, index, indirection, items, counters = tensors
+    q_strides, k_strides, v_strides, index_strides = strides
     _item, q_smem, k_smem, v_smem, _item_full, q_full, _q_empty, k_full, v_full, empty = shared
     STAGES: gl.constexpr = k_smem[0].shape[0]
     BLOCK_N: gl.constexpr = k_smem[0].shape[1]
@@ -100,9 +104,11 @@ def _gather(
     while item >= 0:
         tile = tile_of(items, item, num_kv_heads)
         piece = piece_of(items, item, num_kv_heads, SHARES)
-        begin, end, first, last = keys_of(tile, piece, BLOCK_M, BLOCK_N, GROUP, WINDOW, CHUNK, SHARES)
+        begin, end, first, last = keys_of(tile, piece, BLOCK_M, BLOCK_N, GROUP, WINDOW, CHUNK, AFTER, SHARES)
         if end > 0:
-            index_row = index + tile[1] * stride_index
+            index_row = index + tile[1] * index_strides[0], indirection, index_strides[0], SINKS, RING
+            if indirection is not None:
+                index_row = index, indirection + tile[1] * index_strides[1], index_strides[0], SINKS, RING
             k_head = k_cache + tile[0] * k_strides[1]
             v_head = v_cache + tile[0] * v_strides[1]
             slots = find_slots_of_pieces(index_row, last, begin, end, k_smem, SHIFT)
@@ -152,10 +158,12 @@ def _compute(
     GROUP: gl.constexpr,
     WINDOW: gl.constexpr,
     CHUNK: gl.constexpr,
+    AFTER: gl.constexpr,
     SOFTCAP: gl.constexpr,
     SHARES: gl.constexpr,
 ):
-    items, out, lse, partials, sink_logits = tensors
+    items, out, lse, partials, of_scores = tensors
+    sink_logits, alibi_slopes, tree = of_scores
     item_smem, q_smem, k_smem, v_smem, item_full, q_full, q_empty, k_full, v_full, empty = shared
     STAGES: gl.constexpr = k_smem[0].shape[0]
     BLOCK_N: gl.constexpr = k_smem[0].shape[1]
@@ -173,24 +181,43 @@ def _compute(
     while item >= 0:
         tile = tile_of(items, item, num_kv_heads)
         piece = piece_of(items, item, num_kv_heads, SHARES)
-        _begin, end, first, last = keys_of(tile, piece, 2 * ROWS, BLOCK_N, GROUP, WINDOW, CHUNK, SHARES)
+        _begin, end, first, last = keys_of(
+            tile, piece, 2 * ROWS, BLOCK_N, GROUP, WINDOW, CHUNK, AFTER, SHARES
+        )
         computes = end > 0
         if SHARES:  # few rows are the rule then
             computes = computes & (tile[2] + HALF * ROWS < tile[3])
         joins = True
         if SHARES and sink_logits is not None:  # of a tile's parts, its first is joined by the sinks
-            joins = piece[0] <= keys_of(tile, piece, 2 * ROWS, BLOCK_N, GROUP, WINDOW, CHUNK, False)[0]
+            begin = keys_of(tile, piece, 2 * ROWS, BLOCK_N, GROUP, WINDOW, CHUNK, AFTER, False)[0]
+            joins = piece[0] <= begin
         peak, total = start_softmax(sink_logits, joins, tile, HALF, GROUP, ROWS, row)
         acc = empty_output(v_smem, ROWS)
         mbarrier.wait(q_full, turn & 1)
         if computes:
             first_row, prefix = tile[2] + HALF * ROWS, tile[5]
             positions = prefix + (first_row + gl.arange(0, ROWS, row)) // GROUP
+            last_keys = positions
+            if AFTER > 0:
+                last_keys = gl.minimum(positions + AFTER, end - 1)
+            slopes = load_slopes(alibi_slopes, tile, HALF, GROUP, ROWS, row)
+            # In the loop, the bias of ALiBi is counted from the tile's last key: the numbers of the keys that
+            # count are small, so those of millions of tokens lose no precision.
+            origin = end - 1
+            row_bias = peak
+            if slopes is not None:
+                row_bias = slopes * (origin - positions).to(gl.float32)
+                peak -= row_bias
+                slopes = slopes / scales[0]
+            of_tree = rows_of_tree(tree, tile, HALF, GROUP, ROWS, row)
             # Every row sees all keys of the tiles before `full`. A window is short, and all of its tiles are
             # masked.
             full = first
             if WINDOW == 0:
-                full = gl.minimum(gl.maximum(prefix + first_row // GROUP + 1, 0) // BLOCK_N, last)
+                seen_by_all = prefix + first_row // GROUP + 1 + AFTER
+                if tree[0] is not None:
+                    seen_by_all = gl.minimum(seen_by_all, prefix)
+                full = gl.minimum(gl.maximum(seen_by_all, 0) // BLOCK_N, last)
             if SHARES:
                 full = gl.maximum(full, first)
             if CHUNK > 0:
@@ -204,8 +231,9 @@ def _compute(
             s = begin_scores(tile_at(k_smem, stage), q_half, layout)
             s = warpgroup_mma_wait(0, deps=[s])
             weights, decay, peak = online_softmax(
-                s, peak, last * BLOCK_N, positions, scales, WINDOW, CHUNK, SOFTCAP, True
-            )
+                s, peak, last * BLOCK_N, positions, last_keys, slopes, origin, of_tree, scales,
+                WINDOW, CHUNK, SOFTCAP, True,
+            )  # fmt: skip
             sums = thread_sums(weights)  # of each of the four threads of a row
             sums_row: gl.constexpr = gl.SliceLayout(1, sums.type.layout)
             if sink_logits is not None:
@@ -228,8 +256,9 @@ def _compute(
                     s = warpgroup_mma_wait(len(v_smem), deps=[s])
                     first_key = ((full if FULL else last) - 1 - j) * BLOCK_N
                     weights, decay, peak = online_softmax(
-                        s, peak, first_key, positions, scales, WINDOW, CHUNK, SOFTCAP, FULL == 0
-                    )
+                        s, peak, first_key, positions, last_keys, slopes, origin, of_tree, scales,
+                        WINDOW, CHUNK, SOFTCAP, FULL == 0,
+                    )  # fmt: skip
                     sums = sums * gl.convert_layout(decay, sums_row)[:, None] + thread_sums(weights)
                     # This wait also ends a basic block; without it ptxas moves the next wait above the softmax.
                     mbarrier.wait(v_full.index(stage), count // STAGES & 1)
@@ -244,6 +273,8 @@ def _compute(
             acc = begin_output(p, tile_at(v_smem, stage), acc)
             acc = wait_output(acc, ())
             total = gl.convert_layout(gl.sum(sums, 1), row)
+            if slopes is not None:
+                peak += row_bias
         else:
             mbarrier.arrive(q_empty)
             if SHARES:  # a half without rows reads no keys
@@ -266,17 +297,22 @@ def _compute(
 
 
 @gluon.jit(
-    do_not_specialize=["num_kv_heads", "stride_index"],
-    do_not_specialize_on_alignment=["index", "items", "counters", "lse", "sink_logits"],
-)
+    do_not_specialize=["num_kv_heads", "stride_index", "stride_indirection", "tree_words", "stride_tree"],
+    do_not_specialize_on_alignment=[
+        "index", "indirection", "items", "counters", "lse", "sink_logits", "alibi_slopes", "tree",
+    ],
+)  # fmt: skip
 def _hopper_kernel(
     q,
     k_cache,
     v_cache,
     index,
+    indirection,
     items,  # [capacity, 12]
     counters,  # [4]: items taken, programs finished, items to begin at, heads of a section
     sink_logits,  # [H] float32; or None
+    alibi_slopes,  # [H] float32; or None
+    tree,  # [T, tree_words], bits of a tree of guesses; or None
     out,
     lse,  # [T, H] float32, base 2; or None
     partial_out,  # [parts, num_kv_heads, BLOCK_M, DV] float32; None if no tile is ever cut
@@ -291,8 +327,11 @@ def _hopper_kernel(
     stride_v_slot,
     stride_v_h,
     stride_index,
+    stride_indirection,
     stride_out_t,
     stride_out_h,
+    tree_words,
+    stride_tree,
     GROUP: gl.constexpr,
     DK: gl.constexpr,
     DV: gl.constexpr,
@@ -300,13 +339,14 @@ def _hopper_kernel(
     BLOCK_N: gl.constexpr,
     STAGES: gl.constexpr,
     SHIFT: gl.constexpr,
+    SINKS: gl.constexpr,
+    RING: gl.constexpr,
     WINDOW: gl.constexpr,
     CHUNK: gl.constexpr,
+    AFTER: gl.constexpr,
     SOFTCAP: gl.constexpr,
     SHARES: gl.constexpr,
 ):
-    if SHARES:
-        tl.extra.cuda.gdc_launch_dependents()  # of the combining kernel
     COMPUTE_REGISTERS: gl.constexpr = 208 if DV > 128 else 200
     dtype: gl.constexpr = q.dtype.element_ty
     barrier: gl.constexpr = mbarrier.MBarrierLayout()
@@ -330,53 +370,29 @@ def _hopper_kernel(
         mbarrier.init(empty.index(stage), count=2)
     fence_async_shared()
     shared = (item_smem, q_smem, k_smem, v_smem, item_full, q_full, q_empty, k_full, v_full, empty)
-    outputs = items, out, lse, (partial_out, partial_lse), sink_logits
-    inputs = q, k_cache, v_cache, index, items, counters
+    of_scores = sink_logits, alibi_slopes, (tree, tree_words, stride_tree)
+    outputs = items, out, lse, (partial_out, partial_lse), of_scores
+    inputs = q, k_cache, v_cache, index, indirection, items, counters
     scales, out_strides = (score_scale, cap_scale), (stride_out_t, stride_out_h)
     k_strides, v_strides = (stride_k_slot, stride_k_h), (stride_v_slot, stride_v_h)
-    strides = ((stride_q_t, stride_q_h), k_strides, v_strides, stride_index)
+    strides = ((stride_q_t, stride_q_h), k_strides, v_strides, (stride_index, stride_indirection))
     gl.warp_specialize(
         [
-            (
-                _compute,
-                (
-                    outputs,
-                    num_kv_heads,
-                    scales,
-                    out_strides,
-                    shared,
-                    0,
-                    GROUP,
-                    WINDOW,
-                    CHUNK,
-                    SOFTCAP,
-                    SHARES,
-                ),
-            ),
-            (
-                _compute,
-                (
-                    outputs,
-                    num_kv_heads,
-                    scales,
-                    out_strides,
-                    shared,
-                    1,
-                    GROUP,
-                    WINDOW,
-                    CHUNK,
-                    SOFTCAP,
-                    SHARES,
-                ),
-            ),
-            (
-                _gather,
-                (inputs, num_kv_heads, strides, shared, GROUP, SHIFT, WINDOW, CHUNK, SHARES),
-            ),
+            (_compute, (
+                outputs, num_kv_heads, scales, out_strides, shared, 0, GROUP, WINDOW, CHUNK, AFTER, SOFTCAP,
+                SHARES,
+            )),
+            (_compute, (
+                outputs, num_kv_heads, scales, out_strides, shared, 1, GROUP, WINDOW, CHUNK, AFTER, SOFTCAP,
+                SHARES,
+            )),
+            (_gather, (
+                inputs, num_kv_heads, strides, shared, GROUP, SHIFT, SINKS, RING, WINDOW, CHUNK, AFTER, SHARES,
+            )),
         ],
         [WARPS, WARPS],
         [COMPUTE_REGISTERS, _REGISTERS - 2 * COMPUTE_REGISTERS],
-    )
+    )  # fmt: skip
 
 
 def launch_hopper_prefill(
@@ -384,9 +400,12 @@ def launch_hopper_prefill(
     k_cache: Tensor,
     v_cache: Tensor,
     index: Tensor,
+    indirection: Tensor | None,
     items: Tensor,
     counters: Tensor,
     sink_logits: Tensor | None,
+    alibi_slopes: Tensor | None,
+    tree: Tensor | None,
     out: Tensor,
     lse: Tensor | None,
     partial_out: Tensor | None,
@@ -397,40 +416,33 @@ def launch_hopper_prefill(
     score_scale: float,
     cap_scale: float,
     shift: int,
+    ring: list[int],
     window: int,
     chunk: int,
+    after: int,
     softcap: bool,
 ) -> None:
     """Computes the items of a plan, whose tiles have to be as high as `launch` says
     (`tuning.hopper_prefill_launch`).
 
     The tensors are as in `prefill_attention`, with q and the caches of one 16-bit type. The strides of q, the
-    caches and out, except the last ones, and their addresses in bytes have to be multiples of 16. Nothing is
-    checked.
+    caches and out, except the last ones, and their addresses in bytes have to be multiples of 16. `tree`: int32
+    `[1, T, words]`, the bits of a mask. Nothing is checked.
     """
     num_heads, key_dim = q.shape[1:]
     num_kv_heads, value_dim = v_cache.shape[1:]
     num_programs = min(num_kv_heads * num_shares, tuning.device_class(q.device).num_multiprocessors)
     _hopper_kernel[(num_programs,)](
-        q,
-        k_cache,
-        v_cache,
-        index,
-        items,
-        counters,
-        sink_logits,
-        out,
-        lse,
-        partial_out,
-        partial_lse,
-        num_kv_heads,
-        score_scale,
-        cap_scale,
+        q, k_cache, v_cache, index, indirection, items, counters, sink_logits, alibi_slopes, tree, out, lse,
+        partial_out, partial_lse, num_kv_heads, score_scale, cap_scale,
         *q.stride()[:2],
         *k_cache.stride()[:2],
         *v_cache.stride()[:2],
         index.stride(0),
+        None if indirection is None else indirection.stride(0),
         *out.stride()[:2],
+        None if tree is None else tree.shape[2],
+        None if tree is None else tree.stride(1),
         GROUP=num_heads // num_kv_heads,
         DK=key_dim,
         DV=value_dim,
@@ -438,9 +450,12 @@ def launch_hopper_prefill(
         BLOCK_N=launch.block_n,
         STAGES=launch.num_stages,
         SHIFT=shift,
+        SINKS=ring[0],
+        RING=ring[1],
         WINDOW=window,
         CHUNK=chunk,
+        AFTER=after,
         SOFTCAP=softcap,
         SHARES=partial_out is not None,
         num_warps=4,  # of the first warpgroup
-    )
+    )  # fmt: skip

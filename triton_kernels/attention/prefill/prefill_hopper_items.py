@@ -61,6 +61,7 @@ def keys_of(
     GROUP: gl.constexpr,
     WINDOW: gl.constexpr,
     CHUNK: gl.constexpr,
+    AFTER: gl.constexpr,
     SHARES: gl.constexpr,
 ):
     """Returns the keys [begin, end) that the tile's queries see, and the key tiles [first, last] that hold
@@ -72,10 +73,25 @@ def keys_of(
     if CHUNK > 0:
         begin = gl.maximum(prefix + first_row // GROUP, 0) // CHUNK * CHUNK
     end = prefix + (gl.minimum(first_row + BLOCK_M, num_rows) - 1) // GROUP + 1
+    if AFTER > 0:
+        end = gl.minimum(end + AFTER, prefix + num_rows // GROUP)
     if SHARES:
         begin = gl.maximum(begin, piece[0])
         end = gl.minimum(end, piece[1])
     return begin, end, begin // BLOCK_N, gl.cdiv(gl.maximum(end, 0), BLOCK_N) - 1
+
+
+@gluon.jit
+def _place_of(index_row, positions, mask):
+    """Returns where the index's entries of `positions` begin, and their places from there. Positions where
+    `mask` is false, if there is a mask, read no row. `index_row` is as in `attend_keys.find_slots`."""
+    start, rows, stride, SINKS, RING = index_row
+    if rows is not None:
+        start += gl.load(rows + positions, mask=mask).to(gl.int64) * stride
+    if RING > 0:
+        within = SINKS + (positions - SINKS) % RING
+        positions = gl.where(positions < SINKS, positions, within)
+    return start, positions
 
 
 @gluon.jit
@@ -86,7 +102,8 @@ def find_slots(
     that no free slot is read."""
     positions = key_tile * BLOCK_N + gl.arange(0, BLOCK_N, layout)
     positions = gl.minimum(gl.maximum(positions, begin), end - 1)
-    return gl.load(index_row + (positions >> SHIFT)) + (positions & ((1 << SHIFT) - 1))
+    start, positions = _place_of(index_row, positions, None)
+    return gl.load(start + (positions >> SHIFT)) + (positions & ((1 << SHIFT) - 1))
 
 
 @gluon.jit
@@ -96,7 +113,8 @@ def find_inner_slots(
     """Returns the slots of a key tile of which every key is read; zeros if it does not exist."""
     positions = key_tile * BLOCK_N + gl.arange(0, BLOCK_N, layout)
     mask = gl.full([BLOCK_N], exists, gl.int1, layout)
-    return gl.load(index_row + (positions >> SHIFT), mask=mask, other=0) + (positions & ((1 << SHIFT) - 1))
+    start, positions = _place_of(index_row, positions, mask)
+    return gl.load(start + (positions >> SHIFT), mask=mask, other=0) + (positions & ((1 << SHIFT) - 1))
 
 
 @gluon.jit
@@ -145,11 +163,71 @@ def start_softmax(
 
 
 @gluon.jit
+def load_slopes(alibi_slopes, tile, HALF: gl.constexpr, GROUP: gl.constexpr, ROWS: gl.constexpr, layout):
+    """Returns the slopes of a warpgroup's rows in base 2; None without ALiBi."""
+    slopes = None
+    if alibi_slopes is not None:
+        rows = tile[2] + HALF * ROWS + gl.arange(0, ROWS, layout)
+        slopes = gl.load(alibi_slopes + tile[0] * GROUP + rows % GROUP) * _LOG2_E
+    return slopes
+
+
+@gluon.jit
+def rows_of_tree(tree, tile, HALF: gl.constexpr, GROUP: gl.constexpr, ROWS: gl.constexpr, layout):
+    """Returns pointers to the words of a tree of guesses of each of a warpgroup's rows, how many there are, and
+    the request's first query; None without a tree."""
+    of_tree = None
+    if tree[0] is not None:
+        rows = gl.minimum(tile[2] + HALF * ROWS + gl.arange(0, ROWS, layout), tile[3] - 1)
+        of_tree = (tree[0] + (tile[4] + rows // GROUP).to(gl.int64) * tree[2], tree[1], tile[5])
+    return of_tree
+
+
+@gluon.jit
+def _hide_outside_tree(s, of_tree, first_key):
+    """Hides the queries' own keys whose bits are not set. The 32 columns of a part of the tile have their bits
+    in two neighbouring words of a row."""
+    words, num_words, own_begin = of_tree
+    parts = s.reshape([s.shape[0], s.shape[1] // 32, 32])
+    layout: gl.constexpr = parts.type.layout
+    of_part: gl.constexpr = gl.SliceLayout(2, layout)
+    words = gl.convert_layout(words, gl.SliceLayout(1, of_part))[:, None]
+    begin = first_key - own_begin + 32 * gl.arange(0, s.shape[1] // 32, gl.SliceLayout(0, of_part))[None, :]
+    word = begin >> 5
+    low = gl.load(words + word, mask=(word >= 0) & (word < num_words), other=0)
+    high = gl.load(words + word + 1, mask=(word >= -1) & (word < num_words - 1), other=0)
+    columns = gl.arange(0, 32, gl.SliceLayout(0, gl.SliceLayout(0, layout)))[None, :][None, :, :]
+    bit = ((first_key - own_begin) & 31) + columns
+    shown = (gl.where(bit < 32, low[:, :, None], high[:, :, None]) >> (bit & 31)) & 1
+    parts = gl.where((shown != 0) | (begin[:, :, None] + columns < 0), parts, float("-inf"))
+    return gl.convert_layout(parts.reshape(s.shape), s.type.layout)
+
+
+@gluon.jit
+def _add_alibi(s, slopes, first_key):
+    """Adds slope * key to the scores, with one multiply-add each. In parts of 8 columns, the numbers of the
+    parts are constants to the compiler, and only a thread's two columns are numbers that it has to keep."""
+    parts = s.reshape([s.shape[0], s.shape[1] // 8, 8])
+    layout: gl.constexpr = parts.type.layout
+    of_row: gl.constexpr = gl.SliceLayout(0, layout)
+    part = gl.arange(0, s.shape[1] // 8, gl.SliceLayout(1, of_row)).to(gl.float32)
+    column = gl.arange(0, 8, gl.SliceLayout(0, of_row)).to(gl.float32) + first_key.to(gl.float32)
+    keys = column[None, :] + 8.0 * part[:, None]
+    slopes = gl.convert_layout(slopes, gl.SliceLayout(1, gl.SliceLayout(2, layout)))
+    parts = parts + slopes[:, None][:, :, None] * keys[None, :, :]
+    return gl.convert_layout(parts.reshape(s.shape), s.type.layout)
+
+
+@gluon.jit
 def online_softmax(
     s,
     peak,
     first_key,
     positions,
+    last_keys,
+    slopes,
+    origin,
+    of_tree,
     scales,
     WINDOW: gl.constexpr,
     CHUNK: gl.constexpr,
@@ -157,21 +235,25 @@ def online_softmax(
     MASKED: gl.constexpr,
 ):
     """Returns the weights of a tile's scores, the factor by which earlier sums decay, and the new peak; as in
-    `attend_keys`."""
+    `attend_keys`. With slopes, in units of the scores, the bias of ALiBi is counted from the key `origin`."""
     layout: gl.constexpr = s.type.layout
     BLOCK_N: gl.constexpr = s.shape[1]
     score_scale, cap_scale = scales
     if SOFTCAP:
         s = 2.0 / (1.0 + gl.exp(-s * cap_scale)) - 1.0  # tanh
+    if slopes is not None:
+        s = _add_alibi(s, slopes, first_key - origin)
     if MASKED:
         columns = gl.arange(0, BLOCK_N, gl.SliceLayout(0, layout))
-        last = positions - first_key  # the last column that a row sees
+        last = last_keys - first_key  # the last column that a row sees
         s = gl.where(columns[None, :] <= last[:, None], s, float("-inf"))
         if WINDOW > 0:
-            s = gl.where(columns[None, :] > (last - WINDOW)[:, None], s, float("-inf"))
+            s = gl.where(columns[None, :] > (positions - first_key - WINDOW)[:, None], s, float("-inf"))
         if CHUNK > 0:
             begin = positions // CHUNK * CHUNK - first_key
             s = gl.where(columns[None, :] >= begin[:, None], s, float("-inf"))
+        if of_tree is not None:
+            s = _hide_outside_tree(s, of_tree, first_key)
     most = gl.convert_layout(gl.max(_thread_max(s), 1), gl.SliceLayout(1, layout))
     new_peak = gl.maximum(peak, most * score_scale)
     weights = gl.exp2(s * score_scale - new_peak[:, None])

@@ -27,7 +27,6 @@ begins inside share w, part num_workers + w. `prefill_combine.py` combines them.
 for each worker.
 """
 
-from itertools import pairwise
 from typing import NamedTuple
 
 import torch
@@ -37,8 +36,8 @@ from torch import Tensor
 
 from lightkv.triton_kernels import tuning
 from lightkv.triton_kernels.attention.attend_keys import first_key
-from lightkv.triton_kernels.attention.attention_inputs import check_mask, check_requests
-from lightkv.triton_kernels.attention.paged_kv import HeadShape
+from lightkv.triton_kernels.attention.attention_inputs import check_requests, check_window
+from lightkv.triton_kernels.attention.paged_kv import ALL_AFTER, HeadShape
 
 # 0 to 5: request, row, first of its rows, rows of the request, first query, keys before it
 # 6 to 9: first key, end of the keys, part (-1: the whole tile), next item of the share (-1: none)
@@ -63,7 +62,7 @@ class PrefillPlan(NamedTuple):
     `counters`: int32 `[4]`: two zeros, where `prefill_hopper` counts the items that its programs have taken and
     the programs that have finished, and which it resets, so one run at a time may use a plan; the number of
     items that programs begin at; and the K/V heads of a section (`tuning.SECTION_BYTES`).
-    `launch`, `window`, `num_requests`, `chunk`: what the plan was made for.
+    `launch`, `window`, `num_requests`, `chunk`, `after`: what the plan was made for.
     """
 
     items: Tensor
@@ -74,6 +73,7 @@ class PrefillPlan(NamedTuple):
     window: int
     num_requests: int
     chunk: int = 0
+    after: int = 0
 
 
 @triton.jit(do_not_specialize=["num_requests", "section_keys", "num_kv_heads"])
@@ -91,6 +91,7 @@ def _plan_kernel(
     BLOCK_T: tl.constexpr,
     BLOCK_B: tl.constexpr,
     MOST_KEYS: tl.constexpr,
+    FULL: tl.constexpr,
 ):
     request = tl.program_id(0)
     if (request == 0) & (tl.program_id(1) == 0):
@@ -116,6 +117,8 @@ def _plan_kernel(
         tile = start + tl.arange(0, BLOCK_T)  # [BLOCK_T]
         last_row = tl.minimum((tile + 1) * BLOCK_M, q_len * GROUP) - 1
         num_keys = tl.minimum(tl.maximum(prefix + last_row // GROUP + 1, 0), MOST_KEYS)
+        if FULL:
+            num_keys = tl.zeros_like(tile) + tl.maximum(prefix + q_len, 0)
         place = num_tiles - 1 - tile
         for first in range(0, num_requests, BLOCK_B):
             other = first + tl.arange(0, BLOCK_B)  # [BLOCK_B]
@@ -131,6 +134,8 @@ def _plan_kernel(
             preceding = tl.where(rows_below < (other_len * GROUP)[None, :], preceding, 0)
             preceding = tl.where(least < MOST_KEYS, preceding, 0)
             preceding = tl.where(least < 0, other_tiles[None, :], preceding)
+            if FULL:  # the tiles of a request have equally many keys
+                preceding = tl.where((other_prefix + other_len)[None, :] > least, other_tiles[None, :], 0)
             place += tl.sum(tl.where(is_other[None, :], preceding, 0), 1)
         is_tile = tile < num_tiles
         fields = tiles + place * _ITEM_FIELDS
@@ -154,6 +159,7 @@ def _load_units(
     UNIT: tl.constexpr,
     WINDOW: tl.constexpr,
     CHUNK: tl.constexpr,
+    AFTER: tl.constexpr,
 ):
     """Returns the first unit of keys that each tile's queries see, and how many they see; 0 for no tile, and at
     least 1 for a tile, whose output has to be written."""
@@ -164,6 +170,8 @@ def _load_units(
     prefix = tl.load(fields + 5, mask=is_tile, other=0)
     last_row = tl.minimum(first_row + BLOCK_M, num_rows) - 1
     end = tl.maximum(prefix + last_row // GROUP + 1, 0)
+    if AFTER > 0:
+        end = tl.maximum(tl.minimum(prefix + last_row // GROUP + 1 + AFTER, prefix + num_rows // GROUP), 0)
     begin = first_key(prefix + first_row // GROUP, WINDOW, CHUNK)
     units = tl.maximum(tl.cdiv(end, UNIT) - begin // UNIT, 1)
     return begin // UNIT, tl.where(is_tile, units, 0)
@@ -191,6 +199,7 @@ def _share_kernel(
     UNIT: tl.constexpr,
     WINDOW: tl.constexpr,
     CHUNK: tl.constexpr,
+    AFTER: tl.constexpr,
     BLOCK_T: tl.constexpr,
 ):
     # How long the device is busy with whole tiles, in units. Programs take them in descending order, so one
@@ -201,7 +210,7 @@ def _share_kernel(
     whole = 0
     for start in range(0, capacity, BLOCK_T):
         tile = start + tl.arange(0, BLOCK_T)  # [BLOCK_T]
-        _first_unit, units = _load_units(tiles, tile, capacity, GROUP, BLOCK_M, UNIT, WINDOW, CHUNK)
+        _first_unit, units = _load_units(tiles, tile, capacity, GROUP, BLOCK_M, UNIT, WINDOW, CHUNK, AFTER)
         preceding = (total + tl.cumsum(units, 0) - units).to(tl.int64) * num_kv_heads // num_programs
         first_turn = tl.cdiv(tile * num_kv_heads, num_programs)
         turns = tl.cdiv((tile + 1) * num_kv_heads, num_programs) - first_turn
@@ -218,7 +227,7 @@ def _share_kernel(
     before = 0
     for start in range(0, capacity, BLOCK_T):
         tile = start + tl.arange(0, BLOCK_T)
-        first_unit, units = _load_units(tiles, tile, capacity, GROUP, BLOCK_M, UNIT, WINDOW, CHUNK)
+        first_unit, units = _load_units(tiles, tile, capacity, GROUP, BLOCK_M, UNIT, WINDOW, CHUNK, AFTER)
         end = before + tl.cumsum(units, 0)  # in units, of the tile among all tiles
         begin = end - units
         before += tl.sum(units, 0)
@@ -263,6 +272,7 @@ def _prefill_plan(
     block_m: int,
     window: int,
     chunk: int,
+    after: int,
     num_workers: int,
     num_programs: int,
     unit: int,
@@ -291,7 +301,8 @@ def _prefill_plan(
         BLOCK_M=block_m,
         BLOCK_T=block_t,
         BLOCK_B=block_b,
-        MOST_KEYS=_most_keys(window, chunk, block_m, group),
+        MOST_KEYS=key_bound(window, chunk, after, block_m, group),
+        FULL=is_full(window, after),
         num_warps=4,
     )
     if num_workers:
@@ -311,6 +322,7 @@ def _prefill_plan(
             UNIT=unit,
             WINDOW=window,
             CHUNK=chunk,
+            AFTER=after,
             BLOCK_T=min(1024, tuning.block_for(capacity)),
             num_warps=4,
         )
@@ -319,10 +331,17 @@ def _prefill_plan(
 _prefill_plan.register_fake(lambda *_: None)  # the outputs are arguments
 
 
-def _most_keys(window: int, chunk: int, block_m: int, group: int) -> int:
+def key_bound(window: int, chunk: int, after: int, block_m: int, group: int) -> int:
     """Returns an upper bound on the keys that a tile's queries see together. Tiles with more keys before them
-    count as many, which orders those of chunks roughly: their keys depend on their place in the chunk."""
-    return (window or chunk) + triton.cdiv(block_m, group) if window or chunk else 2**31 - 1
+    count as many, which orders those of chunks roughly: their keys depend on their place in the chunk. Where a
+    window ends after the query, tiles are in the order of the keys up to their queries."""
+    bounded = (window or chunk) and after < ALL_AFTER
+    return (window or chunk) + after + triton.cdiv(block_m, group) if bounded else 2**31 - 1
+
+
+def is_full(window: int, after: int) -> bool:
+    """Returns whether every query sees all keys of its request."""
+    return after == ALL_AFTER and not window
 
 
 def prefill_plan(
@@ -335,6 +354,7 @@ def prefill_plan(
     dtype: torch.dtype,
     window: int = 0,
     chunk: int = 0,
+    after: int = 0,
     launch: tuning.Launch | None = None,
     shares: tuning.PrefillShares | None = None,
 ) -> PrefillPlan:
@@ -346,7 +366,7 @@ def prefill_plan(
         heads: of the layers.
         num_tokens: T of q.
         dtype: of q.
-        window, chunk: as in `AttentionOptions`.
+        window, chunk, after: as in `AttentionOptions`.
         launch: tile sizes and launch options; those of `tuning.prefill_launch` if None.
         shares: how keys are shared out where tiles are few; `tuning.prefill_shares` if None, and
             `tuning.NO_SHARES` for never.
@@ -355,7 +375,7 @@ def prefill_plan(
         ValueError: rows or lengths do not fit.
     """
     check_requests(rows, lengths)
-    check_mask(window, chunk)
+    check_window(window, chunk, after)
     group, device = heads.num_heads // heads.num_kv_heads, tuning.device_class(rows.device)
     if launch is None:
         launch = tuning.prefill_launch(
@@ -381,112 +401,7 @@ def prefill_plan(
     numbers = torch.empty(num_items + capacity, ITEM_FIELDS, dtype=torch.int32, device=rows.device)
     counters = torch.empty(4, dtype=torch.int32, device=rows.device)
     section_keys = tuning.SECTION_BYTES // heads.key_bytes(dtype)
-    sizes = capacity, section_keys, heads.num_kv_heads, group, block_m, window, chunk
+    sizes = capacity, section_keys, heads.num_kv_heads, group, block_m, window, chunk, after
     _prefill_plan(rows, q_starts, lengths, numbers, counters, *sizes, *shares)
     items = numbers[: num_items or capacity]
-    return PrefillPlan(items, num_shares, num_workers, counters, launch, window, len(rows), chunk)
-
-
-def prefill_tiles_reference(
-    rows: Tensor,
-    q_starts: Tensor,
-    lengths: Tensor,
-    *,
-    group: int,
-    block_m: int,
-    window: int = 0,
-    chunk: int = 0,
-) -> list[list[int]]:
-    """Computes the tiles of `prefill_plan` in plain Python, in their order, each with the fields of an item."""
-    most_keys = _most_keys(window, chunk, block_m, group)
-    starts, tiles = q_starts.tolist(), []
-    for request, (row, length) in enumerate(zip(rows.tolist(), lengths.tolist(), strict=True)):
-        q_begin, q_end = starts[request : request + 2]
-        num_rows, prefix = (q_end - q_begin) * group, length - (q_end - q_begin)
-        for first_row in range(0, num_rows, block_m):
-            last_query = (min(first_row + block_m, num_rows) - 1) // group
-            num_keys = min(max(prefix + last_query + 1, 0), most_keys)
-            fields = [request, row, first_row, num_rows, q_begin, prefix, 0, ALL_KEYS, -1, -1, -1, -1]
-            tiles.append((-num_keys, request, -first_row, fields))
-    return [fields for *_, fields in sorted(tiles)]
-
-
-def _units_reference(
-    tile: list[int], group: int, block_m: int, window: int, chunk: int, unit: int
-) -> tuple[int, int]:
-    """Returns the first unit of keys that a tile's queries see, and how many they see, at least 1."""
-    first_row, num_rows, prefix = tile[2], tile[3], tile[5]
-    last_row = min(first_row + block_m, num_rows) - 1
-    end = max(prefix + last_row // group + 1, 0)
-    first_position = prefix + first_row // group
-    begin = max(first_position - window + 1, 0) if window else 0
-    if chunk:
-        begin = max(first_position, 0) // chunk * chunk
-    return begin // unit, max(-(-end // unit) - begin // unit, 1)
-
-
-def share_reference(units: list[int], num_kv_heads: int, shares: tuning.PrefillShares) -> int:
-    """Returns the units of a share for tiles of so many units, in descending order; 0 if whole tiles keep the
-    device busy for hardly longer than equal shares."""
-    num_workers, num_programs, _, least_units, least_gain = shares
-    if not num_workers:
-        return 0
-    whole = preceding = turns_end = 0
-    for tile, size in enumerate(units):
-        first_turn, end_turn = (-(-(tile + i) * num_kv_heads // num_programs) for i in range(2))
-        turns_end += (end_turn - first_turn) * size
-        whole = max(whole, min(preceding * num_kv_heads // num_programs + size, turns_end))
-        preceding += size
-    share = max(-(-preceding // num_workers), least_units)
-    shared = share * -(-num_workers * num_kv_heads // num_programs)
-    return share if whole - shared >= least_gain + shared // 16 else 0
-
-
-def prefill_plan_reference(
-    rows: Tensor,
-    q_starts: Tensor,
-    lengths: Tensor,
-    plan: PrefillPlan,
-    shares: tuning.PrefillShares,
-    *,
-    num_kv_heads: int,
-    group: int,
-    key_bytes: int,
-) -> tuple[Tensor, list[int]]:
-    """Computes the items of `plan`, of which unused ones are -1, and its counters in plain Python, from what it
-    was made for. `key_bytes`: of K and V of a token for one K/V head."""
-    block_m, num_workers, unit = plan.launch.block_m, shares.num_workers, shares.unit
-    window, chunk = plan.window, plan.chunk
-    tiles = prefill_tiles_reference(
-        rows, q_starts, lengths, group=group, block_m=block_m, window=window, chunk=chunk
-    )
-    units = [_units_reference(tile, group, block_m, window, chunk, unit) for tile in tiles]
-    total = sum(size for _, size in units)
-    share = share_reference([size for _, size in units], num_kv_heads, shares)
-    items = [[-1] * ITEM_FIELDS for _ in range(len(plan.items))]
-    if not share:
-        items[: len(tiles)] = tiles
-    begin = 0  # of a tile, in units of all tiles
-    for tile, (fields, (first_unit, size)) in enumerate(zip(tiles, units, strict=True) if share else ()):
-        end = begin + size
-        cuts = [begin, *(cut for cut in range(0, end, share) if cut > begin), end]
-        parts = [num_workers + cut // share if cut % share else cut // share for cut in cuts[:-1]]
-        for piece, (first, last) in enumerate(pairwise(cuts)):
-            item = list(fields)
-            if len(parts) > 1:
-                item[6] = (first_unit + first - begin) * unit
-                item[7] = ALL_KEYS if last == end else (first_unit + last - begin) * unit
-                item[8] = parts[piece]
-            if last == end and last % share and last < total:
-                item[9] = plan.num_shares + tile + 1
-            if piece == 1:
-                item[10:] = len(parts), parts[0]
-            items[plan.num_shares + tile if first % share else first // share] = item
-        begin = end
-    num_keys, most_keys = 1, _most_keys(window, chunk, block_m, group)
-    for length, q_len in zip(lengths.tolist(), q_starts.diff().tolist(), strict=True):
-        num_keys += q_len + min(max(length - q_len, 0), most_keys)
-    section_heads = min(max(tuning.SECTION_BYTES // key_bytes // num_keys, 1), num_kv_heads)
-    num_entries = sum(item[0] >= 0 for item in items[: plan.num_shares])
-    counters = [0, 0, num_entries, section_heads if len(rows) else 0]
-    return torch.tensor(items, dtype=torch.int32, device=rows.device).view(-1, ITEM_FIELDS), counters
+    return PrefillPlan(items, num_shares, num_workers, counters, launch, window, len(rows), chunk, after)

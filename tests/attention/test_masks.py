@@ -1,0 +1,72 @@
+"""Compares both backends, in steps with a mask, with attention of each sequence in float64."""
+
+import pytest
+import torch
+from test_attention import MAX_SEQUENCES, History
+
+from lightkv.attention import AttentionMetadata, AttentionOptions, LayerShape, Rotary, make_backends
+from lightkv.triton_kernels.attention.attention_mask import AttentionMask, mask_reference
+from lightkv.triton_kernels.attention.attention_reference import attend_reference
+
+ROWS, COUNTS = [1, 4, 3, 2], [7, 3, 1, 1]  # two prefills, two decodes
+
+
+def masks(num_tokens: int, width: int, device: torch.device) -> dict[str, AttentionMask]:
+    shown = torch.rand(num_tokens, width) < 0.7
+    shown[1] = False  # a query that sees nothing
+    values = torch.randn(4, num_tokens, width).masked_fill(~shown, -torch.inf)
+    bits = torch.randint(0, 2**20, (num_tokens, 1)) | (1 << torch.arange(num_tokens)[:, None])
+    return {
+        "bool": AttentionMask(shown.to(device)),
+        "each head": AttentionMask(values.to(device)),
+        "tree": AttentionMask(bits=bits.to(device)),
+    }
+
+
+@pytest.mark.parametrize("name", ["torch", "triton"])
+@pytest.mark.parametrize("kind", ["bool", "each head", "tree"])
+def test_a_step_with_a_mask(kind: str, name: str, device: torch.device) -> None:
+    torch.manual_seed(1)
+    history = History(LayerShape(4, 16, 2), torch.float32, device)
+    (backend,) = make_backends(name, device, [history.shape])
+    metadata = AttentionMetadata(MAX_SEQUENCES, 64, history.memory)
+    history.memory.pool.kv(0)[1:] = torch.nan
+    for step, (rows, counts, num_prefills) in enumerate([(ROWS, [5, 2, 9, 3], 4), (ROWS, COUNTS, 2)]):
+        total, starts = sum(counts), history.place(rows, counts)
+        mask = masks(total, 20, device)[kind] if step else None
+        metadata.prepare(rows, starts, counts, num_prefills, mask=mask)
+        q, k, v = (torch.randn(total, heads, 16, device=device) for heads in (4, 2, 2))
+        history.append(rows, counts, k, v)
+        out = backend.forward(q, k, v, metadata).unflatten(1, (4, 16))
+        begin = 0
+        for request, (row, count) in enumerate(zip(rows, counts, strict=True)):
+            queries, length = slice(begin, begin + count), history.length(row)
+            added = None if mask is None else mask_reference(mask, queries, request, length)
+            positions = torch.arange(length - count, length, device=device)
+            expected = attend_reference(
+                q[queries], history.k[row], history.v[row], positions, history.shape.options, added
+            )
+            torch.testing.assert_close(out[queries].double(), expected, atol=2e-5, rtol=2e-5)
+            begin += count
+        scores = backend.entry_scores(q, metadata)
+        seen = 4.0 * (0 if mask is None else kind != "tree")  # the heads of the query that sees nothing
+        assert scores.sum().item() == pytest.approx(4.0 * total - seen, rel=1e-4)
+
+
+def test_sink_tokens_and_masks_are_refused_together(device: torch.device) -> None:
+    history = History(LayerShape(4, 16, 2), torch.float32, device)
+    rotary = Rotary(torch.ones(8, device=device))
+    mask = AttentionMask(torch.ones(1, 9, dtype=torch.bool, device=device))
+    metadata = AttentionMetadata(MAX_SEQUENCES, 64, history.memory)
+    metadata.prepare([1], history.place([1], [5]), [5], 1)
+    history.append([1], [5], *(torch.zeros(5, 2, 16, device=device) for _ in range(2)))
+    starts = history.place([1], [1])
+    metadata.prepare([1], starts, [1], 1, dropped=[3], num_sink_tokens=2, mask=mask)
+    q = torch.zeros(1, 64, device=device)
+    for options, match in [
+        (AttentionOptions(), "has no mask"),
+        (AttentionOptions(causal=False), "has no mask"),
+    ]:
+        (backend,) = make_backends("torch", device, [LayerShape(4, 16, 2, options)], rotary)
+        with pytest.raises(ValueError, match=match):
+            backend.forward(q, q[:, :32], q[:, :32], metadata)

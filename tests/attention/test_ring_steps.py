@@ -1,0 +1,149 @@
+"""Backends over rings and over cross sequences, compared with float64; free slots hold NaN."""
+
+import pytest
+import torch
+
+from lightkv import KVCache, KVSpec
+from lightkv.attention import (
+    AttentionMetadata,
+    AttentionOptions,
+    BatchShape,
+    CrossMetadata,
+    LayerShape,
+    Rotary,
+    make_backends,
+)
+from lightkv.triton_kernels.attention.attention_reference import attend_reference
+from lightkv.triton_kernels.attention.ring import Ring
+
+HEADS, KV_HEADS, DIM = 4, 2, 32
+SPEC = KVSpec(1, KV_HEADS, DIM, DIM, torch.float32)
+
+
+def make_cache(device: torch.device, rows: int = 6, entries: int = 40) -> KVCache:
+    cache = KVCache(SPEC, 200, rows, entries, device)
+    cache.memory.pool.kv(0)[1:] = torch.nan
+    return cache
+
+
+def tokens(count: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Random q, k and v of some tokens."""
+    shapes = (count, HEADS * DIM), (count, KV_HEADS * DIM), (count, KV_HEADS * DIM)
+    q, k, v = (torch.randn(shape, device=device) for shape in shapes)
+    return q, k, v
+
+
+@pytest.mark.parametrize("backend", ["torch", "triton"])
+@pytest.mark.parametrize("window", [0, 12], ids="window{}".format)
+def test_rings_step_by_step(backend: str, window: int, device: torch.device) -> None:
+    """Chunks, then single tokens of two rings at different positions, against all that was ever written."""
+    torch.manual_seed(0)
+    ring = Ring(0, 20, 6) if window else Ring(3, 14, 5)
+    options = AttentionOptions(window=window)
+    rotary = Rotary(10.0 ** -torch.arange(8, dtype=torch.float64, device=device))
+    (layer,) = make_backends(
+        backend, device, [LayerShape(HEADS, DIM, KV_HEADS, options)], None if window else rotary
+    )
+    cache = make_cache(device)
+    metadata = AttentionMetadata(2, 40, cache.memory)
+    sequences = [cache.open([1] * 60, ring=ring) for _ in range(2)]
+    keys: dict[int, list[torch.Tensor]] = {one.row: [] for one in sequences}
+    values: dict[int, list[torch.Tensor]] = {one.row: [] for one in sequences}
+    plan = [([0], 17), ([0], 3), ([1], 9), ([0], 1), ([0], 3), *[([0, 1], 1)] * 14, ([0, 1], 1), ([1], 2)]
+    for chosen, count in plan:
+        batch = [sequences[i] for i in chosen]
+        starts = [one.position for one in batch]
+        count = min([count, *(ring.room(start) for start in starts)])
+        q, k, v = tokens(count * len(batch), device)
+        cache.extend(batch, [count] * len(batch))
+        num_prefills = len(batch) if count > 1 else 0
+        metadata.prepare([one.row for one in batch], starts, [count] * len(batch), num_prefills, ring=ring)
+        out = layer.forward(q, k, v, metadata).view(-1, HEADS, DIM)
+        for i, one in enumerate(batch):
+            for token in range(i * count, (i + 1) * count):
+                keys[one.row].append(k[token].view(KV_HEADS, DIM))
+                values[one.row].append(v[token].view(KV_HEADS, DIM))
+                position = len(keys[one.row]) - 1
+                first = ring.first_key(position)
+                if window:
+                    first = max(position - window + 1, 0)
+                sinks = [] if window else list(range(min(ring.sinks, position + 1)))
+                seen = sinks + list(range(first, position + 1))
+                held_k = torch.stack([keys[one.row][p] for p in seen]).double()
+                dropped = torch.full((len(sinks),), -ring.dropped(position), device=device)
+                held_k[: len(sinks)] = rotary.rotate_back(held_k[: len(sinks)], dropped)
+                held_v = torch.stack([values[one.row][p] for p in seen])
+                newest = torch.tensor([len(seen) - 1], device=device)
+                expected = attend_reference(q[token].view(1, HEADS, DIM), held_k, held_v, newest)
+                torch.testing.assert_close(out[token : token + 1].double(), expected, atol=2e-5, rtol=2e-5)
+    cache.check()
+
+
+def test_steps_over_rings_that_cannot_be(device: torch.device) -> None:
+    cache = make_cache(device)
+    ring = Ring(3, 14, 5)
+    metadata = AttentionMetadata(2, 40, cache.memory)
+    for match, arguments in [
+        ("prefills or decodes only", ([1, 2], [40, 40], [2, 1], 1)),
+        ("all have dropped tokens or none", ([1, 2], [40, 2], [2, 2], 2)),
+        ("at most", ([1], [40], [9], 1)),
+    ]:
+        with pytest.raises(ValueError, match=match):
+            metadata.prepare(*arguments, ring=ring)
+    with pytest.raises(ValueError, match="gets positions instead of dropped"):
+        metadata.prepare([1], [40], [1], 0, ring=ring, dropped=[3])
+    metadata.prepare([1], [40], [1], 0, ring=ring)
+    (layer,) = make_backends("torch", device, [LayerShape(HEADS, DIM, KV_HEADS)])
+    with pytest.raises(ValueError, match="3 sinks needs the rotary"):
+        layer.forward(*tokens(1, device), metadata)
+    with pytest.raises(ValueError, match="not scored by entries"):
+        layer.entry_scores(tokens(1, device)[0], metadata)
+
+
+@pytest.mark.parametrize("backend", ["torch", "triton"])
+@pytest.mark.parametrize("static", [False, True], ids=["eager", "static"])
+def test_cross_attention(backend: str, static: bool, device: torch.device) -> None:
+    """Beams and prompts read two cross sequences, which are written once; one sequence reads none."""
+    torch.manual_seed(1)
+    options = AttentionOptions(causal=False)
+    (layer,) = make_backends(backend, device, [LayerShape(HEADS, DIM, KV_HEADS, options)])
+    cache = make_cache(device)
+    metadata = AttentionMetadata(4, 20, cache.memory)
+    written = []
+    for length in (33, 5):
+        cross = cache.open_cross(length)
+        _, k, v = tokens(length, device)
+        layer.write_cross(k, v, cache.slots(cross), metadata)
+        written.append((cross, k.view(-1, KV_HEADS, DIM), v.view(-1, KV_HEADS, DIM)))
+    first = cache.open([1, 2, 3, 4], cross=written[0][0])
+    cache.extend([first], [4])
+    readers = [first, cache.fork(first), cache.open([5] * 7, cross=written[1][0]), cache.open([6])]
+    assert cache.num_held == 38 + 4
+    batch = [readers[2], readers[0], readers[1], readers[3]]  # a prefill of 7, then decodes
+    starts = [one.length for one in batch]
+    cache.extend(batch, [7, 1, 1, 1])
+    if static:
+        metadata = metadata.create_static(BatchShape(14, 2, 5))
+    cross_metadata = CrossMetadata(metadata)
+    metadata.prepare([one.row for one in batch], starts, [7, 1, 1, 1], 1)
+    read = [one.cross for one in batch]
+    cross_metadata.prepare(
+        [0 if one is None else one.row for one in read], [0 if one is None else one.length for one in read]
+    )
+    q, _, _ = tokens(metadata.num_tokens, device)
+    out = layer.cross(q, cross_metadata).view(-1, HEADS, DIM)
+    order = [3, 4, 5, 6, 7, 8, 9, 0, 1, 2] if static else [*range(7), 7, 8, 9]
+    for token, reads in zip(order, [1] * 7 + [0, 0, None], strict=True):
+        if reads is None:
+            assert not out[token].any()
+            continue
+        _, k, v = written[reads]
+        positions = torch.zeros(1, dtype=torch.int64, device=device)
+        expected = attend_reference(q[token].view(1, HEADS, DIM), k, v, positions, options)
+        torch.testing.assert_close(out[token : token + 1].double(), expected, atol=2e-5, rtol=2e-5)
+    with pytest.raises(ValueError, match="give one each"):
+        cross_metadata.prepare([1], [1])
+    (causal,) = make_backends(backend, device, [LayerShape(HEADS, DIM, KV_HEADS)])
+    with pytest.raises(ValueError, match="causal=False"):
+        causal.cross(q, cross_metadata)
+    cache.check()

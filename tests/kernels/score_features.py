@@ -1,0 +1,181 @@
+"""What changes scores or hides keys (ALiBi, masks, trees of guesses, windows on both sides, full attention),
+made for a batch, and the attention that it amounts to, key by key in float64."""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from lightkv.triton_kernels.attention.alibi import alibi_slopes
+from lightkv.triton_kernels.attention.attend_keys import LOG2_E
+from lightkv.triton_kernels.attention.attention_mask import AttentionMask
+from lightkv.triton_kernels.attention.attention_reference import find_slots_reference
+from lightkv.triton_kernels.attention.paged_kv import AttentionOptions, PagedKV
+
+
+class Batch(NamedTuple):
+    """The sizes that a feature is made for: queries and lengths of each request, queries without a request
+    after those, and query heads."""
+
+    q_lens: list[int]
+    lengths: list[int]
+    surplus: int
+    num_heads: int
+    device: torch.device
+    dtype: torch.dtype
+
+
+class Feature(NamedTuple):
+    options: AttentionOptions
+    mask: AttentionMask | None = None
+
+
+def _shown(batch: Batch, width: int) -> Tensor:
+    """Returns a random bool mask, of which one row hides all keys."""
+    shown = torch.rand(sum(batch.q_lens) + batch.surplus, width) < 0.7
+    shown[len(shown) // 2] = False
+    return shown
+
+
+def _values(batch: Batch, *heads: int, dtype: torch.dtype, width: int | None = None) -> AttentionMask:
+    """Returns random values, -inf for some; NaN after a request's keys, and for queries of no request."""
+    width = max(batch.lengths) + 5 if width is None else width
+    shown = _shown(batch, width)
+    values = torch.randn(*heads, *shown.shape).masked_fill(~shown, -torch.inf)
+    begin = 0
+    for count, length in zip(batch.q_lens, batch.lengths, strict=True):
+        values[..., begin : begin + count, length:] = torch.nan
+        begin += count
+    values[..., begin:, :] = torch.nan
+    return AttentionMask(values.to(batch.device, dtype))
+
+
+def _blocks(batch: Batch) -> AttentionMask:
+    """Returns a mask whose columns are the keys of all requests, one after the other."""
+    begins = torch.tensor([0, *batch.lengths]).cumsum(0)
+    values = torch.full((sum(batch.q_lens) + batch.surplus, int(begins[-1]) + 3), torch.nan)
+    queries = 0
+    for count, length, begin in zip(batch.q_lens, batch.lengths, begins.tolist(), strict=False):
+        values[queries : queries + count, begin : begin + length] = torch.randn(count, length)
+        queries += count
+    return AttentionMask(values.to(batch.device), columns=begins[:-1].int().to(batch.device))
+
+
+def tree_bits(q_lens: list[int], surplus: int, words: int, dtype: torch.dtype) -> Tensor:
+    """Returns the bits of random trees: a query sees itself and its ancestors. Bits of later queries are
+    random, since they count for nothing in a causal layer."""
+    size = 8 * dtype.itemsize
+    rows: list[list[int]] = []
+    for count in q_lens:
+        seen: list[int] = []
+        for query in range(count):
+            parent = int(torch.randint(-1, query, (1,))) if query else -1
+            seen.append((seen[parent] if parent >= 0 else 0) | 1 << query)
+        noise = [int(torch.randint(0, 2**30, (1,))) << query + 1 for query in range(count)]
+        rows += [[(bits | extra) >> size * word & (1 << size) - 1 for word in range(words)]
+                 for bits, extra in zip(seen, noise, strict=True)]  # fmt: skip
+    rows += [[0] * words] * surplus
+    signed = [[word - (1 << size) if word >> size - 1 else word for word in row] for row in rows]
+    return torch.tensor(signed, dtype=dtype).view(len(rows), words)
+
+
+def _tree(batch: Batch, dtype: torch.dtype) -> AttentionMask:
+    words = -(-max(batch.q_lens) // (8 * dtype.itemsize))
+    return AttentionMask(bits=tree_bits(batch.q_lens, batch.surplus, words, dtype).to(batch.device))
+
+
+def _slopes(batch: Batch) -> Tensor:
+    return alibi_slopes(batch.num_heads, device=batch.device)
+
+
+def _sinks(batch: Batch) -> Tensor:
+    return torch.linspace(-3.0, 4.0, batch.num_heads).to(batch.device)
+
+
+FEATURES: dict[str, Callable[[Batch], Feature]] = {
+    "ALiBi": lambda batch: Feature(AttentionOptions(alibi_slopes=_slopes(batch))),
+    "ALiBi, window, soft-cap, sinks": lambda batch: Feature(
+        AttentionOptions(window=20, softcap=5.0, sink_logits=_sinks(batch), alibi_slopes=_slopes(batch))
+    ),
+    "ALiBi, full": lambda batch: Feature(AttentionOptions(alibi_slopes=_slopes(batch), causal=False)),
+    "full": lambda _: Feature(AttentionOptions(causal=False)),
+    "window after": lambda _: Feature(AttentionOptions(causal=False, window_after=9)),
+    "windows on both sides": lambda _: Feature(AttentionOptions(window=20, causal=False, window_after=9)),
+    "mask, bool": lambda batch: Feature(
+        AttentionOptions(), AttentionMask(_shown(batch, max(batch.lengths)).to(batch.device))
+    ),
+    "mask, additive": lambda batch: Feature(AttentionOptions(), _values(batch, dtype=batch.dtype)),
+    "mask, additive, narrow": lambda batch: Feature(
+        AttentionOptions(), _values(batch, dtype=torch.float32, width=max(batch.lengths) // 2)
+    ),
+    "mask, each head": lambda batch: Feature(
+        AttentionOptions(), _values(batch, batch.num_heads, dtype=torch.float32)
+    ),
+    "mask, blocks, ALiBi, full": lambda batch: Feature(
+        AttentionOptions(alibi_slopes=_slopes(batch), causal=False), _blocks(batch)
+    ),
+    "mask, each head, window, sinks": lambda batch: Feature(
+        AttentionOptions(window=20, softcap=5.0, sink_logits=_sinks(batch)),
+        _values(batch, batch.num_heads, dtype=batch.dtype),
+    ),
+    "tree": lambda batch: Feature(AttentionOptions(), _tree(batch, torch.int64)),
+    "tree, sinks": lambda batch: Feature(
+        AttentionOptions(sink_logits=_sinks(batch)), _tree(batch, torch.int32)
+    ),
+}
+
+
+def attend_each_key(
+    q: Tensor, kv: PagedKV, row: Tensor, request: int, length: int, first: int, feature: Feature
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Computes one request's newest tokens, which are the queries from `first` on: the output `[n, H, Dv]`, the
+    log-sum-exp `[n, H]` in base 2, and the probabilities `[H, n, length]`, float64."""
+    options, mask = feature
+    num_queries, num_heads, key_dim = q.shape
+    slots = find_slots_reference(kv.index[row], torch.arange(length, device=q.device), kv.shift)
+    k, v = (cache[slots].double().repeat_interleave(num_heads // cache.shape[1], 1) for cache in kv[:2])
+    scores = torch.einsum("qhd,khd->hqk", q.double(), k) * options.scale_for(key_dim)
+    if options.softcap:
+        scores = options.softcap * torch.tanh(scores / options.softcap)
+    for query in range(num_queries):
+        position = length - num_queries + query
+        for key in range(length):
+            bias = torch.zeros(num_heads, dtype=torch.float64, device=q.device)
+            if options.alibi_slopes is not None:
+                bias += options.alibi_slopes.double() * (key - position)
+            bias += _bias(mask, request, first + query, key, key - (length - num_queries))
+            after = key - position
+            if after > 0 and (options.causal or 0 < options.window_after < after):
+                bias[:] = -torch.inf
+            if options.window and key <= position - options.window:
+                bias[:] = -torch.inf
+            scores[:, query, key] += bias
+    column = torch.full((num_heads, num_queries, 1), -torch.inf, dtype=torch.float64, device=q.device)
+    if options.sink_logits is not None:
+        column[:] = options.sink_logits.double()[:, None, None]
+    columns = torch.cat([scores, column], 2)
+    weights = columns.softmax(2).nan_to_num(0.0)[..., :-1]
+    return torch.einsum("hqk,khd->qhd", weights, v), columns.logsumexp(2).T * LOG2_E, weights
+
+
+def _bias(mask: AttentionMask | None, request: int, token: int, key: int, own: int) -> Tensor | float:
+    """Returns what a mask adds to the scores of a query at a key, which is its request's query `own`, or a key
+    before these if that is negative."""
+    if mask is None:
+        return 0.0
+    if mask.bits is not None:
+        size = 8 * mask.bits.dtype.itemsize
+        if own < 0 or (
+            own < size * mask.bits.shape[1] and int(mask.bits[token, own // size]) >> own % size & 1
+        ):
+            return 0.0
+        return -torch.inf
+    assert mask.values is not None
+    column = key if mask.columns is None else int(mask.columns[request]) + key
+    if column >= mask.values.shape[-1]:
+        return -torch.inf
+    value = mask.values[..., token, column]
+    if value.dtype == torch.bool:
+        return 0.0 if value else -torch.inf
+    return value.double()

@@ -1,0 +1,352 @@
+"""Compares attention over rows that are rings, and over rows with an indirection, with float64, in every
+attention kernel and its reference.
+
+Every position of a text has K and V of its own; of these, a ring holds what was written last. Slots are
+shuffled, and all that no row holds are NaN, as are tensors that a call allocates for itself.
+"""
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from test_decode_attention import TOLERANCE, assert_close, poisoned_cache
+from test_prefill_attention import starts
+from torch import Tensor
+
+from lightkv.triton_kernels import tuning
+from lightkv.triton_kernels.attention.attend_keys import LOG2_E
+from lightkv.triton_kernels.attention.attention_reference import slots_reference
+from lightkv.triton_kernels.attention.attention_scores import attention_scores
+from lightkv.triton_kernels.attention.decode.decode_attention import (
+    decode_attention,
+    decode_attention_reference,
+)
+from lightkv.triton_kernels.attention.decode.decode_plan import decode_plan, decode_plan_reference
+from lightkv.triton_kernels.attention.decode.decode_sinks import SinkRotation
+from lightkv.triton_kernels.attention.decode.ring_step import (
+    ring_slots,
+    ring_slots_reference,
+    sink_rotation,
+    sink_rotation_reference,
+)
+from lightkv.triton_kernels.attention.mixed_attention import mixed_attention, mixed_attention_reference
+from lightkv.triton_kernels.attention.paged_kv import AttentionOptions, PagedKV
+from lightkv.triton_kernels.attention.prefill.prefill_attention import (
+    prefill_attention,
+    prefill_attention_reference,
+)
+from lightkv.triton_kernels.attention.ring import Ring
+
+RINGS = {
+    "sinks": Ring(4, 90, 16),
+    "one-by-one": Ring(3, 64),
+    "no-sinks": Ring(0, 70, 70),
+    "many-sinks": Ring(19, 20, 5),
+}
+LENGTHS = [400, 0, 1, 39, 95, 8000]  # tokens of a text
+
+
+@pytest.fixture(autouse=True)
+def _poison_allocations() -> Iterator[None]:
+    torch.use_deterministic_algorithms(True, warn_only=True)  # then torch.empty fills tensors with NaN
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+class Texts(NamedTuple):
+    """Rings, and what was written to them: K and V of the last positions of each text, by position."""
+
+    kv: PagedKV
+    rows: Tensor
+    lengths: Tensor
+    keys: list[dict[int, Tensor]]
+    values: list[dict[int, Tensor]]
+
+
+def written(
+    ring: Ring,
+    lengths: list[int],
+    device: torch.device | str,
+    dtype: torch.dtype = torch.float32,
+    *,
+    key_dim: int = 64,
+    value_dim: int = 64,
+    shift: int = 0,
+) -> Texts:
+    """Writes texts to rings, position after position (only the last of each entry, in fact)."""
+    page = 1 << shift
+    columns = -(-ring.capacity // page)
+    pages = 1 + torch.randperm(len(lengths) * columns + 5)
+    index = torch.zeros(len(lengths) + 1, columns, dtype=torch.int32)
+    rows = 1 + torch.randperm(len(lengths))
+    index[rows] = (pages[: len(lengths) * columns] * page).view(-1, columns).int()
+    num_slots = (len(pages) + 1) * page
+    k, v = torch.full((num_slots, 2, key_dim), torch.nan), torch.full((num_slots, 2, value_dim), torch.nan)
+    k[0] = v[0] = 1e4
+    all_keys, all_values = [], []
+    for row, length in zip(rows.tolist(), lengths, strict=True):
+        held = [p for p in range(length) if p < ring.sinks or p >= length - ring.size]
+        new_k, new_v = (torch.randn(len(held), 2, dim).to(dtype) for dim in (key_dim, value_dim))
+        for i, position in enumerate(held):
+            entry = position if position < ring.sinks else ring.sinks + (position - ring.sinks) % ring.size
+            slot = int(index[row, entry // page]) + entry % page
+            k[slot], v[slot] = new_k[i], new_v[i]
+        all_keys.append(dict(zip(held, new_k.double(), strict=True)))
+        all_values.append(dict(zip(held, new_v.double(), strict=True)))
+    kv = PagedKV(k.to(device, dtype), v.to(device, dtype), index.to(device), shift, ring)
+    return Texts(
+        kv, rows.to(device), torch.tensor(lengths, dtype=torch.int32, device=device), all_keys, all_values
+    )
+
+
+def rotation_of(ring: Ring, lengths: list[int], num_pairs: int, device: torch.device | str) -> SinkRotation:
+    """The angles by which queries at the end of texts are rotated back."""
+    dropped = torch.tensor([ring.dropped(length - 1) for length in lengths], dtype=torch.float64)
+    angles = dropped[:, None] * 10.0 ** -torch.linspace(0, 3, num_pairs, dtype=torch.float64)
+    return SinkRotation(angles.cos().float().to(device), angles.sin().float().to(device))
+
+
+def dense(
+    q: Tensor, keys: list[Tensor], queries: list[Tensor], values: list[Tensor], options: AttentionOptions
+) -> tuple[Tensor, Tensor]:
+    """One query, `[H, Dk]` in `queries` once for each of its keys: the output and the log-sum-exp, base 2."""
+    group = q.shape[0] // 2
+    scores = torch.full((q.shape[0], len(keys) + 1), -torch.inf, dtype=torch.float64)
+    for i, (key, query) in enumerate(zip(keys, queries, strict=True)):
+        scores[:, i] = (query * key.repeat_interleave(group, 0)).sum(1) * options.scale_for(q.shape[1])
+    if options.softcap:
+        scores[:, :-1] = options.softcap * torch.tanh(scores[:, :-1] / options.softcap)
+    if options.sink_logits is not None:
+        scores[:, -1] = options.sink_logits.double().cpu()
+    weights = scores.softmax(1).nan_to_num(0.0)
+    out = torch.zeros(q.shape[0], values[0].shape[1] if values else 1, dtype=torch.float64)
+    for i, value in enumerate(values):
+        out += weights[:, i, None] * value.repeat_interleave(group, 0)
+    return out, scores.logsumexp(1) * LOG2_E
+
+
+def rotated_back(q: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """q `[H, D]` times the complex numbers of these angles, conjugated."""
+    n = len(cos)
+    turned = torch.complex(q[:, :n], q[:, n : 2 * n]) * torch.complex(cos, -sin)
+    return torch.cat((turned.real, turned.imag, q[:, 2 * n :]), 1)
+
+
+def check_stream(texts: Texts, *, group: int = 2, num_pairs: int = 24, **options: Any) -> None:
+    """Compares a decode step, whose queries see a ring's sinks and window, with the definition."""
+    ring, lengths = texts.kv.ring, texts.lengths.tolist()
+    assert ring is not None
+    device, dtype = texts.kv.k.device, texts.kv.k.dtype
+    q = torch.randn(len(lengths), 2 * group, texts.kv.k.shape[2]).to(device, dtype)
+    out = torch.full((*q.shape[:2], texts.kv.v.shape[2]), torch.nan, dtype=dtype, device=device)
+    lse = torch.full(q.shape[:2], torch.nan, device=device)
+    rotation = rotation_of(ring, lengths, num_pairs, device) if num_pairs and ring.sinks else None
+    chosen = AttentionOptions(**options)
+    arguments = q, texts.kv, texts.rows, texts.lengths, chosen
+    decode_attention(*arguments, out=out, lse=lse, sink_rotation=rotation)
+    assert_close(decode_attention_reference(*arguments, sink_rotation=rotation), out)
+    tolerance = TOLERANCE[dtype]
+    for request, length in enumerate(lengths):
+        query = q[request].double().cpu()
+        sinks = list(range(min(ring.sinks, length)))
+        window = [p for p in range(length) if p >= ring.sinks + ring.dropped(length - 1)]
+        turned = query
+        if rotation is not None:
+            cos, sin = (angles[request].double().cpu() for angles in rotation)
+            turned = rotated_back(query, cos, sin).to(dtype).double()
+        keys, values = ([held[request][p] for p in sinks + window] for held in (texts.keys, texts.values))
+        expected, expected_lse = dense(
+            query, keys, [turned] * len(sinks) + [query] * len(window), values, chosen
+        )
+        actual = out[request].double().cpu()
+        torch.testing.assert_close(actual, expected.expand_as(actual), atol=tolerance, rtol=tolerance)
+        torch.testing.assert_close(lse[request].double().cpu(), expected_lse, atol=2e-2, rtol=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("name", "num_splits"),
+    [("sinks", 7), ("one-by-one", 1), *(pytest.param(name, 7, marks=pytest.mark.slow) for name in RINGS)],
+    ids=str,
+)
+def test_a_decode_step_of_a_stream(
+    name: str, num_splits: int, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch.manual_seed(0)
+    monkeypatch.setattr(tuning, "decode_workers", lambda *_: num_splits)
+    check_stream(written(RINGS[name], LENGTHS, device))
+
+
+@pytest.mark.parametrize(
+    ("options", "shape"),
+    [
+        ({"softcap": 3.0, "scale": 0.4}, {"shift": 4}),
+        ({}, {"key_dim": 80, "value_dim": 64}),
+        ({}, {"num_pairs": 0}),
+        ({}, {"num_pairs": 32, "group": 20}),
+        ({"sink_logits": True}, {"dtype": torch.float16}),
+    ],
+    ids=str,
+)
+def test_options_and_shapes(options: dict[str, Any], shape: dict[str, Any], device: torch.device) -> None:
+    torch.manual_seed(1)
+    cache = {name: value for name, value in shape.items() if name not in ("num_pairs", "group")}
+    texts = written(RINGS["sinks"], [300, 0, 2, 95], device, **cache)
+    if "sink_logits" in options:
+        options = {"sink_logits": torch.randn(4).to(device) + 2.0}
+    check_stream(texts, **{name: value for name, value in shape.items() if name not in cache}, **options)
+
+
+@pytest.mark.parametrize("num_workers", [1, 5, 30])
+def test_the_plan_of_rings(num_workers: int, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tuning, "decode_workers", lambda *_: num_workers)
+    ring = Ring(4, 300, 64)
+    lengths = torch.tensor([0, 1, 4, 5, 304, 305, 10_000], dtype=torch.int32, device=device)
+    rows = torch.arange(7, device=device)
+    plan = decode_plan(rows, lengths, num_kv_heads=2, ring=ring)
+    expected = decode_plan_reference(
+        rows, lengths, num_workers=num_workers, unit=tuning.DECODE_UNIT, ring=ring
+    )
+    assert plan.parts.tolist() == expected.parts.tolist()
+    assert plan.items[: len(expected.items)].tolist() == expected.items.tolist()
+
+
+SLOW_PAGES = pytest.param(4, marks=pytest.mark.slow)
+WINDOWED = Ring(2, 120)  # holds the window of 50 of up to 71 queries of a step
+
+
+@pytest.mark.parametrize("shift", [0, SLOW_PAGES], ids="shift{}".format)
+def test_a_layer_with_a_window_over_rings(shift: int, device: torch.device) -> None:
+    """Decode with one and three queries, prefill and both in one step, of rings that hold the window of each
+    query; the ring's sinks are not seen."""
+    torch.manual_seed(2)
+    options = AttentionOptions(window=50)
+    lengths = [400, 60, 3, 122, 1000]
+    texts = written(WINDOWED, lengths, device, shift=shift)
+    cases = [
+        (decode_attention, decode_attention_reference, {"num_queries": 1}, [1] * 5, ()),
+        (decode_attention, decode_attention_reference, {"num_queries": 3}, [3] * 5, ()),
+        (prefill_attention, prefill_attention_reference, {}, [66, 1, 3, 7, 2], (0, 66, 67, 70, 77, 79)),
+        (mixed_attention, mixed_attention_reference, {}, [5, 1, 1, 1, 1], (0, 5)),
+    ]
+    for kernel, reference, arguments, counts, q_starts in cases:
+        q = torch.randn(sum(counts), 4, 64, device=device)
+        bounds = [torch.tensor(q_starts, dtype=torch.int32, device=device)] if q_starts else []
+        step = q, texts.kv, texts.rows, *bounds, texts.lengths, options
+        out, lse = torch.full_like(q, torch.nan), torch.full(q.shape[:2], torch.nan, device=device)
+        kernel(*step, **arguments, out=out, lse=lse)  # type: ignore[operator]
+        assert_close(reference(*step, **arguments), out)  # type: ignore[operator]
+        token = 0
+        for request, (length, count) in enumerate(zip(lengths, counts, strict=True)):
+            for position in range(length - count, length):
+                seen = list(range(max(position - 49, 0), position + 1))
+                query = q[token].double().cpu()
+                keys, values = ([held[request][p] for p in seen] for held in (texts.keys, texts.values))
+                expected, expected_lse = dense(query, keys, [query] * len(keys), values, options)
+                torch.testing.assert_close(out[token].double().cpu(), expected, atol=1e-5, rtol=1e-5)
+                torch.testing.assert_close(lse[token].double().cpu(), expected_lse, atol=2e-2, rtol=1e-3)
+                token += 1
+
+
+def test_what_rings_cannot_do_is_refused(device: torch.device) -> None:
+    texts = written(RINGS["sinks"], [100], device)
+    q, rest = torch.zeros(1, 4, 64, device=device), texts[1:3]
+    rotation = rotation_of(RINGS["sinks"], [100], 24, device)
+    for match, kv, arguments in [
+        ("as large as the window", texts.kv, {"options": AttentionOptions(window=91)}),
+        ("have no chunks", texts.kv, {"options": AttentionOptions(chunk=10)}),
+        ("one query a request", texts.kv, {"num_queries": 2}),
+        ("sees no ring's sinks", texts.kv._replace(ring=None), {"sink_rotation": rotation}),
+        ("n at most 32", texts.kv, {"sink_rotation": rotation_of(RINGS["sinks"], [100], 33, device)}),
+        ("the plan is for", texts.kv, {"plan": decode_plan(*rest, num_kv_heads=2)}),
+    ]:
+        queries = arguments.get("num_queries", 1)
+        with pytest.raises(ValueError, match=match):
+            decode_attention(q.expand(queries, -1, -1), kv, *rest, **arguments)  # type: ignore[arg-type]
+    for wrong in ((-1, 4, 1), (1, 4, 5), (1, 4, 0)):
+        with pytest.raises(ValueError, match="the stride from 1 to the window's size"):
+            Ring(*wrong)
+    with pytest.raises(ValueError, match=r"set options\.window"):
+        prefill_attention(q, texts.kv, rest[0], starts([1], device), rest[1])
+    positions = torch.zeros(1, dtype=torch.int32, device=device)
+    with pytest.raises(ValueError, match="a row's own entries"):
+        attention_scores(
+            q, texts.kv, rest[0], starts([1], device), positions, rest[1], max_q_len=1, width=100
+        )
+
+
+def beams_of(kv: PagedKV, rows: Tensor, length: int) -> PagedKV:
+    """Lets every row read each position from a random one of `rows`, which all have `length` tokens."""
+    chosen = rows[torch.randint(len(rows), (len(kv.index), length), device=rows.device)]
+    return kv._replace(indirection=chosen.int())
+
+
+@pytest.mark.parametrize("shift", [0, SLOW_PAGES], ids="shift{}".format)
+@pytest.mark.parametrize("window", [0, pytest.param(30, marks=pytest.mark.slow)], ids="window{}".format)
+def test_beams_read_the_slots_of_other_beams(shift: int, window: int, device: torch.device) -> None:
+    """Decode with one and two queries, prefill and both in one step are those of rows copied together."""
+    torch.manual_seed(3)
+    length = 150
+    options = AttentionOptions(window=window)
+    cache = poisoned_cache([length] * 4, device=device, shift=shift)
+    kv = beams_of(cache.kv, cache.rows, length)
+    own = torch.zeros(len(kv.index), length, dtype=torch.int32, device=device)
+    for row in cache.rows.tolist():
+        for position in range(length):
+            other = int(kv.indirection[row, position])  # type: ignore[index]
+            own[row, position] = slots_reference(cache.kv, other, torch.tensor([position], device=device))
+    copied = PagedKV(kv.k, kv.v, own)
+    cases = [
+        (decode_attention, decode_attention_reference, {}, 4, ()),
+        (decode_attention, decode_attention_reference, {"num_queries": 2}, 8, ()),
+        (prefill_attention, prefill_attention_reference, {}, 104, (0, 3, 4, 4, 104)),
+        (mixed_attention, mixed_attention_reference, {}, 73, (0, 70, 71)),
+    ]
+    for kernel, reference, arguments, num_tokens, q_starts in cases:
+        q = torch.randn(num_tokens, 4, 64, device=device)
+        bounds = [torch.tensor(q_starts, dtype=torch.int32, device=device)] if q_starts else []
+        rest = cache.rows, *bounds, cache.lengths, options
+        expected = reference(q, copied, *rest, **arguments)  # type: ignore[operator]
+        assert not expected.isnan().any()
+        assert_close(reference(q, kv, *rest, **arguments), expected)  # type: ignore[operator]
+        assert_close(kernel(q, kv, *rest, **arguments), expected)  # type: ignore[operator]
+    with pytest.raises(ValueError, match=r"indirection must be int32 \[5, positions\]"):
+        decode_attention(q[:4], kv._replace(indirection=own.long()), cache.rows, cache.lengths)
+
+
+def test_a_ring_whose_entries_are_read_from_other_rows(device: torch.device) -> None:
+    torch.manual_seed(4)
+    ring = Ring(3, 20)
+    texts = written(ring, [40, 40], device)
+    # Both rows see the first text at even positions, and the second at odd ones.
+    indirection = torch.zeros(3, 40, dtype=torch.int32, device=device)
+    indirection[:, ::2], indirection[:, 1::2] = texts.rows[0], texts.rows[1]
+    for held in (texts.keys, texts.values):
+        for position in range(40):
+            held[0][position] = held[1][position] = held[position % 2].get(position, torch.tensor(torch.nan))
+    check_stream(texts._replace(kv=texts.kv._replace(indirection=indirection)))
+
+
+@pytest.mark.parametrize("name", RINGS)
+def test_slots_and_angles_of_a_step(name: str, device: torch.device) -> None:
+    torch.manual_seed(5)
+    ring = RINGS[name]
+    index = torch.randint(1, 10**6, (5, ring.capacity + 3), dtype=torch.int32, device=device)
+    positions = torch.tensor([0, 3, ring.capacity - 1, ring.capacity, 123_456_789], device=device)
+    rows = torch.tensor([4, 1, 0, 3, 2], device=device)
+    slots = torch.zeros(5, dtype=torch.int64, device=device)
+    ring_slots(index, rows, positions, ring, slots)
+    kv = PagedKV(index.view(5, -1, 1), index.view(5, -1, 1), index, 0, ring)
+    expected = [int(slots_reference(kv, int(row), at[None])) for row, at in zip(rows, positions, strict=True)]
+    assert slots.tolist() == expected
+    ring_slots_reference(index, rows, positions, ring, slots.zero_())
+    assert slots.tolist() == expected
+    inverse = 10.0 ** -torch.arange(24, dtype=torch.float64, device=device)
+    lengths = torch.tensor([0, 1, ring.capacity, ring.capacity + 1, 100_000_007], device=device).int()
+    found = sink_rotation(lengths, ring, inverse)
+    for request, length in enumerate(lengths.tolist()):
+        angles = ring.dropped(length - 1) * inverse
+        for angle, function in zip(found, (torch.cos, torch.sin), strict=True):
+            torch.testing.assert_close(angle[request], function(angles).float(), atol=1e-6, rtol=0)
+    for angle, other in zip(found, sink_rotation_reference(lengths, ring, inverse), strict=True):
+        torch.testing.assert_close(angle, other, atol=1e-6, rtol=0)

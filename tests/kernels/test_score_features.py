@@ -1,0 +1,378 @@
+"""Compares ALiBi, masks, trees of guesses, full attention and windows on both sides, in every attention kernel
+and its reference, with attention that is computed key by key in float64.
+
+The caches are those of `test_decode_attention`: shuffled slots, NaN in all free slots. Masks hold NaN where no
+request has keys. Tensors that a call allocates for itself, partial outputs above all, hold NaN, too.
+"""
+
+from collections.abc import Collection, Iterable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from score_features import FEATURES, Batch, Feature, attend_each_key
+from test_decode_attention import TOLERANCE, Cache, assert_close, poisoned_cache, share_first_keys
+from test_prefill_attention import starts
+from torch import Tensor
+
+from lightkv.triton_kernels import tuning
+from lightkv.triton_kernels.attention.alibi import alibi_slopes
+from lightkv.triton_kernels.attention.attention_mask import AttentionMask
+from lightkv.triton_kernels.attention.attention_scores import (
+    attention_lse,
+    attention_scores,
+    attention_scores_reference,
+)
+from lightkv.triton_kernels.attention.decode.decode_attention import (
+    decode_attention,
+    decode_attention_reference,
+)
+from lightkv.triton_kernels.attention.decode.decode_plan import decode_plan
+from lightkv.triton_kernels.attention.mixed_attention import (
+    mixed_attention,
+    mixed_attention_reference,
+    mixed_plan,
+)
+from lightkv.triton_kernels.attention.paged_kv import AttentionOptions, HeadShape, PagedKV
+from lightkv.triton_kernels.attention.prefill.prefill_attention import (
+    prefill_attention,
+    prefill_attention_reference,
+)
+from lightkv.triton_kernels.attention.prefill.prefill_plan import prefill_plan
+
+QUICK = ["ALiBi", "windows on both sides", "mask, each head", "tree"]
+
+
+def some(names: Iterable[str], quick: Collection[str]) -> pytest.MarkDecorator:
+    """Parametrizes a test with features, of which all but `quick` are slow."""
+    marked = [pytest.param(name, marks=() if name in quick else pytest.mark.slow) for name in names]
+    return pytest.mark.parametrize("name", marked)
+
+
+each_feature = some(FEATURES, QUICK)
+each_feature_slowly = some(FEATURES, QUICK[-1:])
+without_window = some([name for name in FEATURES if "window" not in name], QUICK[:1])
+
+
+@pytest.fixture(autouse=True)
+def _poison_allocations() -> Iterator[None]:
+    torch.use_deterministic_algorithms(True, warn_only=True)  # then torch.empty fills tensors with NaN
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+def small_cache(lengths: list[int], device: torch.device, **sizes: int) -> Cache:
+    return poisoned_cache(
+        lengths, device=device, **{"num_kv_heads": 1, "key_dim": 16, "value_dim": 16, **sizes}
+    )
+
+
+def make(name: str, q: Tensor, cache: Cache, q_lens: list[int]) -> Feature:
+    lengths, surplus = cache.lengths.tolist(), len(q) - sum(q_lens)
+    return FEATURES[name](Batch(q_lens, lengths, surplus, q.shape[1], q.device, q.dtype))
+
+
+def outputs(q: Tensor) -> dict[str, Tensor]:
+    """Returns tensors of NaN for an output and its log-sum-exp."""
+    return {"out": torch.full_like(q, torch.nan), "lse": torch.full(q.shape[:2], torch.nan, device=q.device)}
+
+
+def check_rows(
+    out: Tensor, lse: Tensor, q: Tensor, cache: Cache, q_lens: list[int], feature: Feature
+) -> None:
+    begin, tolerance = 0, TOLERANCE[out.dtype]
+    for request, (row, length, count) in enumerate(
+        zip(cache.rows, cache.lengths.tolist(), q_lens, strict=True)
+    ):
+        end = begin + count
+        expected, expected_lse, _ = attend_each_key(
+            q[begin:end], cache.kv, row, request, length, begin, feature
+        )
+        torch.testing.assert_close(out[begin:end].double(), expected, atol=tolerance, rtol=tolerance)
+        torch.testing.assert_close(lse[begin:end].double(), expected_lse, atol=1e-4, rtol=1e-4)
+        begin = end
+
+
+@each_feature
+@pytest.mark.parametrize(
+    ("num_queries", "group", "shift", "num_splits"), [(1, 3, 0, 5), (3, 2, 4, 2)], ids=str
+)
+def test_decode(
+    device: torch.device,
+    monkeypatch: pytest.MonkeyPatch,
+    num_queries: int,
+    group: int,
+    shift: int,
+    num_splits: int,
+    name: str,
+) -> None:
+    torch.manual_seed(num_queries)
+    monkeypatch.setattr(tuning, "decode_workers", lambda *_: num_splits)
+    cache = small_cache([70, 0, 1, 33], device, shift=shift)
+    q = torch.randn(4 * num_queries, group, 16, device=device)
+    q_lens, written = [num_queries] * 4, outputs(q)
+    feature = make(name, q, cache, q_lens)
+    settings = {"num_queries": num_queries, "mask": feature.mask}
+    decode_attention(q, *cache, feature.options, **settings, **written)
+    check_rows(*written.values(), q, cache, q_lens, feature)
+    assert_close(decode_attention_reference(q, *cache, feature.options, **settings), written["out"])
+
+
+@without_window
+@pytest.mark.parametrize("num_queries", [pytest.param(1, marks=pytest.mark.slow), 2], ids="queries{}".format)
+def test_shared_prefix(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch, num_queries: int, name: str
+) -> None:
+    torch.manual_seed(num_queries)
+    monkeypatch.setattr(tuning, "decode_workers", lambda *_: 5)
+    cache = small_cache([75, 40, 80, 0, 66], device)
+    prefixes = share_first_keys(cache, [(64, [0, 2, 4])], 4)
+    q = torch.randn(5 * num_queries, 2, 16, device=device)
+    q_lens, written = [num_queries] * 5, outputs(q)
+    feature = make(name, q, cache, q_lens)
+    sizes = {"num_kv_heads": 1, "num_queries": num_queries, "shared_prefixes": prefixes}
+    plan = decode_plan(cache.rows, cache.lengths, **sizes)
+    decode_attention(
+        q, *cache, feature.options, num_queries=num_queries, plan=plan, mask=feature.mask, **written
+    )
+    check_rows(*written.values(), q, cache, q_lens, feature)
+
+
+PREFILLS = [(40, 30), (0, 5), (3, 62), (4, -2)]  # queries of a request, and tokens before them
+
+
+def check_prefill(
+    name: str,
+    device: torch.device,
+    *,
+    group: int,
+    launch: tuning.Launch | None = None,
+    shares: tuning.PrefillShares | None = None,
+    sequences: list[tuple[int, int]] = PREFILLS,
+) -> None:
+    q_lens = [count for count, _ in sequences]
+    cache = small_cache([count + before for count, before in sequences], device)
+    q = torch.randn(sum(q_lens) + 2, group, 16, device=device)
+    feature, written = make(name, q, cache, q_lens), outputs(q)
+    args = q, cache.kv, cache.rows, starts(q_lens, device), cache.lengths
+    bounds = {"window": feature.options.window, "after": feature.options.after}
+    sizes = {"num_tokens": len(q), "dtype": q.dtype, "launch": launch, "shares": shares}
+    plan = prefill_plan(*args[2:], HeadShape.of(q, cache.kv), **sizes, **bounds)
+    assert shares is None or int((plan.items[:, 8] >= 0).sum()) > 1  # a tile is cut
+    prefill_attention(*args, feature.options, plan=plan, mask=feature.mask, **written)
+    check_rows(*written.values(), q, cache, q_lens, feature)
+    used = sum(q_lens)
+    expected = prefill_attention_reference(*args, feature.options, mask=feature.mask)
+    assert_close(expected[:used], written["out"][:used])
+    assert written["out"][used:].isnan().all()
+
+
+@each_feature
+def test_prefill(device: torch.device, name: str) -> None:
+    torch.manual_seed(1)
+    check_prefill(name, device, group=3)
+
+
+@each_feature_slowly
+def test_prefill_with_shared_out_keys(device: torch.device, name: str) -> None:
+    torch.manual_seed(2)
+    shares = tuning.PrefillShares(60 if "window" in name else 4, 4, 32, 1, -1000)
+    launch = tuning.Launch(32, 16, 4, 2)
+    sequences = [(20, 150), (3, 30), (0, 9)]
+    check_prefill(name, device, group=2, launch=launch, shares=shares, sequences=sequences)
+
+
+@each_feature_slowly
+@pytest.mark.parametrize("decodes_first", [pytest.param(False, marks=pytest.mark.slow), True])
+def test_mixed(device: torch.device, decodes_first: bool, name: str) -> None:
+    torch.manual_seed(3)
+    q_lens = [9, 4]
+    cache = small_cache([60, 20, 50, 1], device)
+    q = torch.randn(13 + 2, 2, 16, device=device)
+    q_starts = starts(q_lens, device) + (2 if decodes_first else 0)
+    # The requests of the cache are the prefills, then the decodes; masks have rows and blocks in that order.
+    made, written = make(name, q, cache, [*q_lens, 1, 1]), outputs(q)
+    feature = made
+    if decodes_first and made.mask is not None:
+        values, bits, columns = made.mask
+        rolled = [None if rows is None else rows.roll(2, -2) for rows in (values, bits)]
+        feature = Feature(made.options, AttentionMask(*rolled, columns))
+    args = cache.rows, q_starts, cache.lengths
+    placed = {"decodes_first": decodes_first}
+    bounds = {"window": made.options.window, "after": made.options.after}
+    plan = mixed_plan(*args, HeadShape.of(q, cache.kv), num_tokens=15, dtype=q.dtype, **bounds, **placed)
+    settings = {"mask": feature.mask, **placed}
+    mixed_attention(q, cache.kv, *args, feature.options, plan=plan, **settings, **written)
+    assert_close(written["out"], mixed_attention_reference(q, cache.kv, *args, feature.options, **settings))
+    if decodes_first:
+        q, *rows = (tensor.roll(-2, 0) for tensor in (q, *written.values()))
+    else:
+        rows = list(written.values())
+    check_rows(*rows, q, cache, [*q_lens, 1, 1], made)
+
+
+@each_feature_slowly
+def test_scores(device: torch.device, name: str) -> None:
+    torch.manual_seed(4)
+    cache = small_cache([70, 34], device, num_kv_heads=2)
+    q, q_lens = torch.randn(5, 4, 16, device=device), [3, 2]
+    feature = make(name, q, cache, q_lens)
+    positions = torch.tensor([67, 68, 69, 32, 33], dtype=torch.int32, device=device)
+    args = q, cache.kv, cache.rows, starts(q_lens, device), positions, cache.lengths, feature.options
+    scores = attention_scores(*args, max_q_len=3, width=80, mask=feature.mask)
+    lse = attention_lse(*args, max_q_len=3, mask=feature.mask)
+    expected, expected_lse = attention_scores_reference(*args, width=80, mask=feature.mask)
+    torch.testing.assert_close(scores, expected, atol=2e-5, rtol=2e-5)
+    torch.testing.assert_close(lse, expected_lse, atol=2e-5, rtol=2e-5)
+    for request, (begin, end) in enumerate(((0, 3), (3, 5))):
+        length = int(cache.lengths[request])
+        own = attend_each_key(q[begin:end], cache.kv, cache.rows[request], request, length, begin, feature)
+        torch.testing.assert_close(
+            scores[request, :length].double(), own[2].sum((0, 1)), atol=1e-4, rtol=1e-4
+        )
+        torch.testing.assert_close(lse[begin:end].double(), own[1], atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("group", [1, pytest.param(16, marks=pytest.mark.slow)], ids="group{}".format)
+@pytest.mark.parametrize("name", ["ALiBi", "mask, each head", "tree"])
+def test_other_groups_and_strides_of_q(device: torch.device, name: str, group: int) -> None:
+    torch.manual_seed(group)
+    cache = small_cache([33, 40], device, num_kv_heads=2, key_dim=24, value_dim=16)
+    q = torch.randn(4, 3, 2 * group, 24, device=device)[:, 1]
+    out = torch.full((4, 2 * group, 16), torch.nan, device=device)
+    lse = torch.full(q.shape[:2], torch.nan, device=device)
+    feature = make(name, q, cache, [2, 2])
+    decode_attention(q, *cache, feature.options, num_queries=2, mask=feature.mask, out=out, lse=lse)
+    check_rows(out, lse, q, cache, [2, 2], feature)
+    out.fill_(torch.nan)
+    args = q, cache.kv, cache.rows, starts([2, 2], device), cache.lengths, feature.options
+    prefill_attention(*args, mask=feature.mask, out=out, lse=lse)
+    check_rows(out, lse, q, cache, [2, 2], feature)
+
+
+@pytest.mark.parametrize("num_queries", [1, 5], ids="queries{}".format)
+def test_keys_of_another_sequence(device: torch.device, num_queries: int) -> None:
+    """Cross attention: the lengths are those of the keys, also fewer than there are queries, and no query is
+    causal."""
+    torch.manual_seed(num_queries)
+    cache = small_cache([3, 40, 0], device)
+    q, q_lens = torch.randn(3 * num_queries, 2, 16, device=device), [num_queries] * 3
+    feature, written = Feature(AttentionOptions(causal=False)), outputs(q)
+    decode_attention(q, *cache, feature.options, num_queries=num_queries, **written)
+    check_rows(*written.values(), q, cache, q_lens, feature)
+    expected = written["out"].clone()
+    assert not expected[2 * num_queries :].any()
+    args = q, cache.kv, cache.rows, starts(q_lens, device), cache.lengths, feature.options
+    prefill_attention(*args, **written)
+    assert_close(written["out"], expected)
+
+
+def test_alibi_at_a_million_tokens(device: torch.device) -> None:
+    """Positions are subtracted before they become floats. A window leaves 60 keys to read."""
+    torch.manual_seed(5)
+    begin, end = 999_950, 1_000_010
+    k = torch.full((64, 1, 16), torch.nan, device=device)
+    k[2:62] = torch.randn(60, 1, 16)
+    index = torch.tensor([[2 - begin]], dtype=torch.int32, device=device)  # one run
+    kv, rows = PagedKV(k, k, index, 31), torch.zeros(1, dtype=torch.int32, device=device)
+    lengths = torch.tensor([end], dtype=torch.int32, device=device)
+    q = torch.randn(3, 2, 16, device=device)
+    slopes = alibi_slopes(2, device=device)
+    options = AttentionOptions(window=50, alibi_slopes=slopes)
+    near = PagedKV(k, k, torch.full_like(index, 2), 31)
+    near_lengths = torch.full_like(lengths, end - begin)
+    for count in (1, 3):
+        decode, near_decode = outputs(q[:count]), outputs(q[:count])
+        decode_attention(q[:count], kv, rows, lengths, options, num_queries=count, **decode)
+        expected = decode_attention_reference(q[:count], near, rows, near_lengths, options, num_queries=count)
+        decode_attention(q[:count], near, rows, near_lengths, options, num_queries=count, **near_decode)
+        assert_close(decode["out"], expected)
+        torch.testing.assert_close(decode["lse"], near_decode["lse"], atol=1e-5, rtol=1e-5)
+        prefill_attention(q[:count], kv, rows, starts([count], device), lengths, options, **decode)
+        assert_close(decode["out"], expected)
+
+
+@pytest.mark.parametrize("num_heads", [1, 6, 8, 12, 16, 71, 112])
+def test_slopes(num_heads: int) -> None:
+    """The rule of Bloom's and of MPT's code, which agree."""
+    found = alibi_slopes(num_heads).tolist()
+    power = 2 ** (num_heads - 1).bit_length()
+    slopes = [2.0 ** (-8 * (head + 1) / power) for head in range(power)]
+    mpt = slopes if power == num_heads else (slopes[1::2] + slopes[::2])[:num_heads]
+    assert found == pytest.approx(mpt)
+    assert alibi_slopes(num_heads, max_bias=4.0).tolist() == pytest.approx([slope**0.5 for slope in mpt])
+
+
+def test_no_bits_but_the_own_are_needed_for_a_line(device: torch.device) -> None:
+    """A tree that is a line is causal attention."""
+    torch.manual_seed(6)
+    cache = small_cache([50], device)
+    q = torch.randn(6, 2, 16, device=device)
+    bits = torch.tensor([[2 ** (query + 1) - 1] for query in range(6)], device=device)
+    args = q, cache.kv, cache.rows, starts([6], device), cache.lengths
+    assert_close(prefill_attention(*args, mask=AttentionMask(bits=bits)), prefill_attention(*args))
+
+
+def test_what_does_not_fit_is_refused(device: torch.device) -> None:
+    cache = small_cache([5, 6], device)
+    q = torch.zeros(2, 4, 16, device=device)
+    slopes, values = alibi_slopes(4, device=device), torch.zeros(2, 6, device=device)
+    bits = torch.zeros(2, 1, dtype=torch.int64, device=device)
+    columns = torch.zeros(2, dtype=torch.int32, device=device)
+    none = AttentionOptions()
+    for match, options, mask in [
+        (r"alibi_slopes must be contiguous float32 \[4\]", AttentionOptions(alibi_slopes=slopes[:3]), None),
+        ("only a layer that is not causal has a window after", AttentionOptions(window_after=3), None),
+        ("chunks of 4 is causal", AttentionOptions(chunk=4, causal=False), None),
+        ("either values or bits", none, AttentionMask()),
+        ("either values or bits", none, AttentionMask(values, bits)),
+        (r"must be \[2, width\], or values \[4, 2, width\]", none, AttentionMask(values[:1])),
+        (r"must be \[2, width\], or values \[4, 2, width\]", none, AttentionMask(values.expand(3, 2, 6))),
+        ("a last stride of 1", none, AttentionMask(values[:, ::2])),
+        ("bool, float32, float16 or bfloat16", none, AttentionMask(values.double())),
+        ("int32 or int64", none, AttentionMask(bits=bits.short())),
+        ("a guess's position is its depth", AttentionOptions(window=3), AttentionMask(bits=bits)),
+        ("a guess's position is its depth", AttentionOptions(alibi_slopes=slopes), AttentionMask(bits=bits)),
+        (r"columns must be contiguous int32 \[2\]", none, AttentionMask(values, columns=columns[:1])),
+        ("beside values", none, AttentionMask(bits=bits, columns=columns)),
+    ]:
+        with pytest.raises(ValueError, match=match):
+            decode_attention(q, *cache, options, mask=mask)
+    q_starts = starts([1, 1], device)
+    args = cache.rows, q_starts, cache.lengths
+    plan = prefill_plan(*args, HeadShape.of(q, cache.kv), num_tokens=2, dtype=q.dtype)
+    with pytest.raises(ValueError, match="0 tokens after the query and chunks of 0, but the call"):
+        prefill_attention(q, cache.kv, *args, AttentionOptions(causal=False), plan=plan)
+
+
+def made_table() -> list[str]:
+    """Returns the table of docs/kernels.md: the features that each kernel's test runs with. What Hopper's
+    kernel does not have, general prefill computes."""
+    tests = {
+        "decode": test_decode,
+        "a shared prefix": test_shared_prefix,
+        "prefill": test_prefill,
+        "prefill, keys shared out": test_prefill_with_shared_out_keys,
+        "mixed": test_mixed,
+        "scores": test_scores,
+    }
+    runs = {}
+    for kernel, test in tests.items():
+        (marks,) = (mark.args[1] for mark in test.pytestmark if mark.args[:1] == ("name",))
+        runs[kernel] = {param.values[0] for param in marks}
+    runs["Hopper's prefill"] = {name for name in FEATURES if "mask" not in name}
+    lines = ["| feature | " + " | ".join(runs) + " |", "|---|" + "---|" * len(runs)]
+    for name in FEATURES:
+        lines.append(
+            f"| {name} | " + " | ".join("yes" if name in has else "–" for has in runs.values()) + " |"
+        )
+    named = [f"`{test.__name__}`" for test in tests.values()]
+    return [
+        *lines,
+        "| tested by | " + " | ".join([*named, "`test_warpgroups`, on a GPU `test_prefill`"]) + " |",
+    ]
+
+
+def test_the_table_in_the_docs_is_what_the_tests_run() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "kernels.md").read_text(encoding="utf-8")
+    assert "\n".join(made_table()) in page

@@ -1,0 +1,185 @@
+"""Compares ALiBi, masks, trees of guesses, full attention and windows on both sides with the references in
+float64, on a GPU: 16-bit types, the sizes of models, Hopper's kernel, and CUDA graphs."""
+
+import pytest
+import torch
+from score_features import FEATURES, Batch, Feature
+from test_decode_attention import Cache, assert_close, poisoned_cache, share_first_keys
+from test_mixed_attention import make_step
+from test_prefill_attention import lse_reference, starts
+from torch import Tensor
+
+from lightkv.triton_kernels import tuning
+from lightkv.triton_kernels.attention.attention_mask import AttentionMask
+from lightkv.triton_kernels.attention.decode.decode_attention import (
+    decode_attention,
+    decode_attention_reference,
+)
+from lightkv.triton_kernels.attention.decode.decode_plan import decode_plan
+from lightkv.triton_kernels.attention.mixed_attention import (
+    mixed_attention,
+    mixed_attention_reference,
+    mixed_plan,
+)
+from lightkv.triton_kernels.attention.paged_kv import AttentionOptions, HeadShape
+from lightkv.triton_kernels.attention.prefill.prefill_attention import (
+    prefill_attention,
+    prefill_attention_reference,
+)
+from lightkv.triton_kernels.attention.prefill.prefill_plan import prefill_plan
+
+pytestmark = pytest.mark.gpu
+CUDA = torch.device("cuda")
+each_feature = pytest.mark.parametrize("name", FEATURES)
+RAGGED = [(300, 0), (37, 512), (0, 9), (333, 1300), (18, 3000), (1, 127), (128, 128)]
+
+
+def make(name: str, q: Tensor, lengths: list[int], q_lens: list[int]) -> Feature:
+    return FEATURES[name](Batch(q_lens, lengths, len(q) - sum(q_lens), q.shape[1], CUDA, q.dtype))
+
+
+def big_cache(lengths: list[int], head_dim: int, dtype: torch.dtype = torch.bfloat16) -> Cache:
+    return poisoned_cache(lengths, device="cuda", dtype=dtype, key_dim=head_dim, value_dim=head_dim)
+
+
+@each_feature
+@pytest.mark.parametrize(
+    ("num_queries", "group", "head_dim"),
+    [(1, 4, 128), (1, 16, 64), (1, 1, 256), (5, 4, 128), (9, 8, 64)],
+    ids=str,
+)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_decode(name: str, num_queries: int, group: int, head_dim: int, dtype: torch.dtype) -> None:
+    torch.manual_seed(num_queries)
+    lengths = [3000, 0, 1, 64, 1025, 2047, 517]
+    cache = big_cache(lengths, head_dim, dtype)
+    q = torch.randn(len(lengths) * num_queries, 2 * group, head_dim).to(CUDA, dtype)
+    options, mask = make(name, q, lengths, [num_queries] * len(lengths))
+    out, lse = torch.full_like(q, torch.nan), torch.full(q.shape[:2], torch.nan, device="cuda")
+    settings = {"num_queries": num_queries, "mask": mask}
+    decode_attention(q, *cache, options, out=out, lse=lse, **settings)
+    assert_close(out, decode_attention_reference(q, *cache, options, **settings))
+    q_starts = starts([num_queries] * len(lengths), "cuda")
+    expected = lse_reference(q, cache.kv, cache.rows, q_starts, cache.lengths, options, mask)
+    torch.testing.assert_close(lse, expected, atol=2e-2, rtol=1e-3)
+
+
+@pytest.mark.parametrize("name", [name for name in FEATURES if "window" not in name])
+@pytest.mark.parametrize("num_queries", [1, 3], ids="queries{}".format)
+def test_a_shared_prefix(name: str, num_queries: int) -> None:
+    torch.manual_seed(4)
+    lengths = [2000 + 37 * request for request in range(20)]
+    cache = big_cache(lengths, 128)
+    prefixes = share_first_keys(cache, [(1950, list(range(0, 20, 2)))], tuning.prefix_members(num_queries, 4))
+    q = torch.randn(20 * num_queries, 8, 128).to(cache.kv.k)
+    options, mask = make(name, q, lengths, [num_queries] * 20)
+    sizes = {"num_kv_heads": 2, "num_queries": num_queries, "shared_prefixes": prefixes}
+    plan = decode_plan(cache.rows, cache.lengths, **sizes)
+    settings = {"num_queries": num_queries, "mask": mask}
+    out = decode_attention(q, *cache, options, plan=plan, out=torch.full_like(q, torch.nan), **settings)
+    assert_close(out, decode_attention_reference(q, *cache, options, **settings))
+
+
+def check_prefill(
+    name: str,
+    launch: str,
+    head_dim: int,
+    *,
+    group: int = 4,
+    sequences: list[tuple[int, int]] = RAGGED,
+    shares: tuning.PrefillShares | None = None,
+    dtype: torch.dtype = torch.bfloat16,
+) -> None:
+    tiles = tuning.Launch(64, 32, 4, 2)
+    if launch == "hopper":
+        device_class = tuning.device_class(CUDA)
+        found = tuning.hopper_prefill_launch(device_class, head_dim, head_dim, 2)
+        if found is None:
+            pytest.skip("needs compute capability 9")
+        tiles = found
+        if "mask" in name:  # general prefill runs in its place, with the tiles that the plan would have
+            tiles = tuning.prefill_launch(device_class, 1, 2, 4096, head_dim, head_dim, 2)
+    lengths, q_lens = [sum(pair) for pair in sequences], [count for count, _ in sequences]
+    cache = big_cache(lengths, head_dim, dtype)
+    q = torch.randn(sum(q_lens) + 3, group * 2, head_dim).to(CUDA, dtype)
+    options, mask = make(name, q, lengths, q_lens)
+    args = q, cache.kv, cache.rows, starts(q_lens, "cuda"), cache.lengths
+    bounds = {"window": options.window, "after": options.after}
+    sizes = {"num_tokens": len(q), "dtype": dtype, "launch": tiles, "shares": shares}
+    plan = prefill_plan(*args[2:], HeadShape.of(q, cache.kv), **sizes, **bounds)
+    assert shares is None or "window" in name or int((plan.items[:, 8] >= 0).sum()) > 1  # a tile is cut
+    out, lse = torch.full_like(q, torch.nan), torch.full(q.shape[:2], torch.nan, device="cuda")
+    prefill_attention(*args, options, plan=plan, mask=mask, out=out, lse=lse)
+    used = sum(q_lens)
+    assert_close(out[:used], prefill_attention_reference(*args, options, mask=mask)[:used])
+    torch.testing.assert_close(lse[:used], lse_reference(*args, options, mask)[:used], atol=2e-2, rtol=1e-3)
+
+
+@each_feature
+@pytest.mark.parametrize("launch", ["hopper", "general"])
+@pytest.mark.parametrize("head_dim", [64, 128, 256], ids="dim{}".format)
+def test_prefill(name: str, launch: str, head_dim: int) -> None:
+    torch.manual_seed(head_dim)
+    check_prefill(name, launch, head_dim)
+
+
+@pytest.mark.parametrize("name", ["ALiBi", "ALiBi, full", "full", "windows on both sides", "tree"])
+@pytest.mark.parametrize("group", [1, 8, 16], ids="group{}".format)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_prefill_of_other_groups(name: str, group: int, dtype: torch.dtype) -> None:
+    torch.manual_seed(group)
+    check_prefill(name, "hopper", 128, group=group, dtype=dtype)
+
+
+@each_feature
+@pytest.mark.parametrize("launch", ["hopper", "general"])
+def test_prefill_with_shared_out_keys(name: str, launch: str) -> None:
+    torch.manual_seed(5)
+    check_prefill(
+        name,
+        launch,
+        128,
+        sequences=[(64, 9000), (30, 4970), (8, 300)],
+        shares=tuning.PrefillShares(66, 132, 128, 1, -(2**20)),
+    )
+
+
+@each_feature
+def test_a_captured_step_follows_other_lengths(name: str) -> None:
+    """The plan is made in the graph; masks are of the longest requests, in the same tensors."""
+    torch.manual_seed(9)
+    step = make_step(
+        [(100, 400), (30, 0)], [900, 300, 64], device="cuda", dtype=torch.bfloat16, group=4, num_kv_heads=2
+    )
+    options, mask = make(name, step.q, [900] * 5, [100, 30, 1, 1, 1])
+    if mask is not None and mask.values is not None and mask.values.is_floating_point():
+        mask = mask._replace(values=mask.values.nan_to_num(0.0, neginf=-torch.inf))
+    out = torch.empty_like(step.q)
+    mixed_attention(*step, options, out=out, mask=mask)  # compiles outside the capture
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        mixed_attention(*step, options, out=out, mask=mask)
+    step.q_starts.copy_(starts([60, 70], "cuda"))
+    lengths = torch.tensor([270, 30, 513, 129, 1], dtype=torch.int32, device="cuda")
+    for other in (lengths, lengths.roll(1).clamp(max=30)):
+        step.lengths.copy_(other)
+        out.fill_(torch.nan)
+        graph.replay()
+        assert_close(out, mixed_attention_reference(*step, options, mask=mask))
+
+
+def test_a_mixed_step_with_a_kept_plan() -> None:
+    torch.manual_seed(10)
+    step = make_step([(70, 2000), (30, 0)], [900, 300], device="cuda", dtype=torch.bfloat16, group=4)
+    options = AttentionOptions(causal=False)
+    plan = mixed_plan(
+        *step[2:],
+        HeadShape.of(step.q, step.kv),
+        num_tokens=len(step.q),
+        dtype=step.q.dtype,
+        after=options.after,
+    )
+    values = torch.randn(8, len(step.q), 2070, device="cuda")
+    for mask in (None, AttentionMask(values), AttentionMask(values[0].bfloat16())):
+        out = mixed_attention(*step, options, plan=plan, mask=mask, out=torch.full_like(step.q, torch.nan))
+        assert_close(out, mixed_attention_reference(*step, options, mask=mask))

@@ -1,0 +1,163 @@
+"""What decode does for the sinks of a ring: its queries attend to them from the positions that they would have
+if the dropped tokens had never been there.
+
+Keys of sinks stay as they were computed. A query is rotated back by the number of tokens that were dropped, and
+attends to the sinks before it attends, unrotated, to the window: both are parts of one softmax.
+"""
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from lightkv.triton_kernels.attention.attend_keys import attend_keys, find_slots
+from lightkv.triton_kernels.attention.attention_reference import attend_reference, slots_reference
+from lightkv.triton_kernels.attention.paged_kv import AttentionOptions, PagedKV
+
+SINK_TILE = 16  # keys; the fewest that a dot product takes
+
+
+class SinkRotation(NamedTuple):
+    """By which angles each request's query is rotated back for the sinks.
+
+    `cos`, `sin`: float32 `[B, n]`, contiguous, of the angles of n pairs, dims i and i + n of a head (NeoX's
+    layout); dims from 2n on are not rotated.
+    """
+
+    cos: Tensor
+    sin: Tensor
+
+
+@triton.jit
+def _load_rotated_back(
+    heads, cos, sin, in_tile, DK: tl.constexpr, BLOCK_DK: tl.constexpr, PAIRS: tl.constexpr
+):
+    """Loads the tile of the query heads that the pointers `heads`, [BLOCK_M, 1], begin at, rotated back by the
+    angles of `cos` and `sin`; as it is where they are None."""
+    dims = tl.arange(0, BLOCK_DK)
+    valid = in_tile[:, None] & (dims < DK)[None, :]
+    tile = tl.load(heads + dims[None, :], mask=valid, other=0.0)
+    if cos is not None:
+        is_paired = dims < 2 * PAIRS
+        is_first = dims < PAIRS
+        pair = tl.where(is_first, dims, dims - PAIRS)
+        partner = tl.where(is_first, dims + PAIRS, pair)
+        partners = tl.load(heads + partner[None, :], mask=valid & is_paired[None, :], other=0.0)
+        cosines = tl.load(cos + pair, mask=is_paired, other=1.0)
+        sines = tl.load(sin + pair, mask=is_paired, other=0.0)
+        sines = tl.where(is_first, sines, -sines)
+        rotated = tile.to(tl.float32) * cosines[None, :] + partners.to(tl.float32) * sines[None, :]
+        tile = rotated.to(tile.dtype)
+    return tile
+
+
+@triton.jit
+def attend_sinks(
+    heads,  # [BLOCK_M, 1] pointers to the query's heads
+    in_tile,  # [BLOCK_M]
+    acc,
+    total,
+    peak,
+    k_head,
+    v_head,
+    index_row,  # of `find_slots`
+    num_sinks,  # that the query sees here; with 0 nothing is done
+    cos,  # the query's cosines, [PAIRS]; or None
+    sin,
+    stride_k_slot,
+    stride_v_slot,
+    score_scale,
+    cap_scale,
+    DK: tl.constexpr,
+    DV: tl.constexpr,
+    BLOCK_DK: tl.constexpr,
+    BLOCK_DV: tl.constexpr,
+    SHIFT: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    PAIRS: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    """Attends from one request's query, rotated back, to its first `num_sinks` keys. Returns acc, total and
+    peak, as `attend_keys` takes them."""
+    here = in_tile & (num_sinks > 0)
+    q_tile = _load_rotated_back(heads, cos, sin, here, DK, BLOCK_DK, PAIRS)
+    positions = tl.arange(0, TILE)
+    slots = find_slots(index_row, positions, positions < num_sinks, SHIFT)
+    newest = tl.zeros_like(total).to(tl.int32) + (num_sinks - 1)  # every sink is visible
+    acc, total, peak, _ = attend_keys(
+        q_tile,
+        acc,
+        total,
+        peak,
+        slots,
+        k_head,
+        v_head,
+        index_row,
+        newest,
+        None,
+        (None, None, None),
+        0,
+        num_sinks,
+        num_sinks,
+        stride_k_slot,
+        stride_v_slot,
+        score_scale,
+        cap_scale,
+        DK,
+        DV,
+        BLOCK_DK,
+        BLOCK_DV,
+        TILE,
+        SHIFT,
+        0,
+        0,
+        0,
+        SOFTCAP,
+        True,
+    )
+    return acc, total, peak
+
+
+def check_rotation(rotation: SinkRotation, num_tokens: int, key_dim: int) -> None:
+    """Raises ValueError unless these are angles for `num_tokens` queries of `key_dim` dims."""
+    for angles in rotation:
+        if angles.dtype != torch.float32 or not angles.is_contiguous() or angles.shape != rotation.cos.shape:
+            raise ValueError(
+                f"cos and sin of a rotation must be contiguous float32 of one shape, got {angles.dtype} "
+                f"{tuple(angles.shape)}"
+            )
+    if rotation.cos.dim() != 2 or len(rotation.cos) != num_tokens or 2 * rotation.cos.shape[1] > key_dim:
+        raise ValueError(
+            f"a rotation must be [{num_tokens}, n], with n at most {key_dim // 2}; got "
+            f"{tuple(rotation.cos.shape)}"
+        )
+
+
+def attend_ring_reference(
+    q: Tensor,
+    kv: PagedKV,
+    row: int,
+    length: int,
+    angles: tuple[Tensor, Tensor] | None,
+    options: AttentionOptions,
+) -> Tensor:
+    """Computes what the newest token of a row that is a ring attends to, in float64: q `[1, H, Dk]` ->
+    `[1, H, Dv]`. `angles`: cos and sin of this query's rotation, `[n]` each."""
+    assert kv.ring is not None
+    sinks = torch.arange(min(kv.ring.sinks, length), device=q.device)
+    window = torch.arange(min(kv.ring.first_key(length - 1), length), length, device=q.device)
+    slots = slots_reference(kv, row, torch.cat((sinks, window)))
+    k, v = kv.k[slots].double(), kv.v[slots]
+    if angles is not None:  # q rotated back sees a key as q sees the key rotated forward
+        cos, sin = (part.double() for part in angles)
+        num_pairs = len(cos)
+        first, second = (
+            k[: len(sinks), :, :num_pairs].clone(),
+            k[: len(sinks), :, num_pairs : 2 * num_pairs].clone(),
+        )
+        k[: len(sinks), :, :num_pairs] = first * cos - second * sin
+        k[: len(sinks), :, num_pairs : 2 * num_pairs] = second * cos + first * sin
+    newest = torch.tensor([len(slots) - 1], device=q.device)
+    return attend_reference(q, k, v, newest, options)
