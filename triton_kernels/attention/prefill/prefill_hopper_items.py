@@ -369,48 +369,82 @@ def _row_pieces(num_rows, head_dim, num_swaps):
     return gl.DistributedLinearLayout(registers, lanes, [[16, 0], [32, 0]], [], [num_rows, head_dim])
 
 
+@gluon.constexpr_function
+def _total_width(pieces):
+    return sum(int(piece.shape[1]) for piece in pieces)
+
+
+@gluon.jit
+def _normalise(acc, total):
+    """Divides the rows of each piece by their totals."""
+    found = ()  # type: tuple
+    for i in gl.static_range(len(acc)):
+        sums = gl.convert_layout(total, gl.SliceLayout(1, acc[i].type.layout))
+        found += (acc[i] * (1.0 / gl.where(sums > 0.0, sums, 1.0))[:, None],)
+    return found
+
+
 @gluon.jit
 def write_part(acc, peak, total, partials, part, num_kv_heads, tile, HALF: gl.constexpr):
-    """Normalises a warpgroup's rows and writes those that belong to the request to a partial output."""
-    ROWS: gl.constexpr = acc.shape[0]
-    D: gl.constexpr = acc.shape[1]
-    acc_row: gl.constexpr = gl.SliceLayout(1, acc.type.layout)
+    """Normalises a warpgroup's rows, in pieces, and writes those that belong to the request to a partial
+    output."""
+    ROWS: gl.constexpr = acc[0].shape[0]
+    D: gl.constexpr = _total_width(acc)
+    acc_row: gl.constexpr = gl.SliceLayout(1, acc[0].type.layout)
     partial_out, partial_lse = partials
     kv_head, _row, first_row, num_rows, _q_begin, _prefix = tile
-    total = gl.convert_layout(total, acc_row)
-    values = acc * (1.0 / gl.where(total > 0.0, total, 1.0))[:, None]
+    values = _normalise(acc, total)
     rows = HALF * ROWS + gl.arange(0, ROWS, acc_row)
     place = (part * num_kv_heads + kv_head) * (2 * ROWS) + rows
-    dims = gl.arange(0, D, gl.SliceLayout(0, acc.type.layout))
     in_tile = first_row + rows < num_rows
-    gl.store(partial_out + (place * D)[:, None] + dims[None, :], values, mask=in_tile[:, None])
+    for i in gl.static_range(len(acc)):
+        _write_part_piece(values[i], partial_out, place * D, in_tile)
+        partial_out += acc[i].shape[1]
+    total = gl.convert_layout(total, acc_row)
     gl.store(partial_lse + place, gl.convert_layout(peak, acc_row) + gl.log2(total), mask=in_tile)
+
+
+@gluon.jit
+def _write_part_piece(values, partial_out, place, in_tile):
+    layout: gl.constexpr = values.type.layout
+    place = gl.convert_layout(place, gl.SliceLayout(1, layout))[:, None]
+    in_tile = gl.convert_layout(in_tile, gl.SliceLayout(1, layout))[:, None]
+    dims = gl.arange(0, values.shape[1], gl.SliceLayout(0, layout))
+    gl.store(partial_out + place + dims[None, :], values, mask=in_tile)
 
 
 @gluon.jit
 def write_tile(
     acc, peak, total, out, lse, num_heads, out_strides, tile, HALF: gl.constexpr, GROUP: gl.constexpr
 ):
-    """Normalises a warpgroup's rows and writes those that belong to the request."""
-    ROWS: gl.constexpr = acc.shape[0]
-    D: gl.constexpr = acc.shape[1]
-    acc_row: gl.constexpr = gl.SliceLayout(1, acc.type.layout)
+    """Normalises a warpgroup's rows, in pieces, and writes those that belong to the request."""
+    ROWS: gl.constexpr = acc[0].shape[0]
+    acc_row: gl.constexpr = gl.SliceLayout(1, acc[0].type.layout)
+    kv_head, _row, first_row, num_rows, q_begin, _prefix = tile
+    values = _normalise(acc, total)
+    for i in gl.static_range(len(acc)):
+        _write_piece(values[i], out, out_strides, tile, HALF, GROUP)
+        out += acc[i].shape[1]
+    if lse is not None:
+        rows = first_row + HALF * ROWS + gl.arange(0, ROWS, acc_row)
+        tokens = (q_begin + rows // GROUP).to(gl.int64)
+        heads = kv_head * GROUP + rows % GROUP
+        values = gl.convert_layout(peak, acc_row) + gl.log2(gl.convert_layout(total, acc_row))
+        gl.store(lse + tokens * num_heads + heads, values, mask=rows < num_rows)
+
+
+@gluon.jit
+def _write_piece(values, out, out_strides, tile, HALF: gl.constexpr, GROUP: gl.constexpr):
+    ROWS: gl.constexpr = values.shape[0]
+    D: gl.constexpr = values.shape[1]
     # Each swap is a shuffle. Both at once would go through shared memory, which is full.
     swapped: gl.constexpr = _row_pieces(ROWS, D, 1)
-    layout: gl.constexpr = _row_pieces(ROWS, D, 2)
+    layout: gl.constexpr = _row_pieces(ROWS, D, 2 if D > 16 else 1)
     kv_head, _row, first_row, num_rows, q_begin, _prefix = tile
-    total = gl.convert_layout(total, acc_row)
-    acc = acc * (1.0 / gl.where(total > 0.0, total, 1.0))[:, None]
-    values = gl.convert_layout(gl.convert_layout(acc.to(out.dtype.element_ty), swapped), layout)
+    values = gl.convert_layout(gl.convert_layout(values.to(out.dtype.element_ty), swapped), layout)
     rows = first_row + HALF * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, layout))
     tokens = (q_begin + rows // GROUP).to(gl.int64)
     heads = kv_head * GROUP + rows % GROUP
     dims = gl.arange(0, D, gl.SliceLayout(0, layout))
     pointers = out + (tokens * out_strides[0] + heads * out_strides[1])[:, None] + dims[None, :]
     gl.store(pointers, values, mask=(rows < num_rows)[:, None])
-    if lse is not None:
-        rows = first_row + HALF * ROWS + gl.arange(0, ROWS, acc_row)
-        tokens = (q_begin + rows // GROUP).to(gl.int64)
-        heads = kv_head * GROUP + rows % GROUP
-        values = gl.convert_layout(peak, acc_row) + gl.log2(total)
-        gl.store(lse + tokens * num_heads + heads, values, mask=rows < num_rows)
