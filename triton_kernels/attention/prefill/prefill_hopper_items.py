@@ -370,8 +370,9 @@ def _row_pieces(num_rows, head_dim, num_swaps):
 
 
 @gluon.constexpr_function
-def _total_width(pieces):
-    return sum(int(piece.shape[1]) for piece in pieces)
+def total_width(pieces):
+    """Returns the head dim of a tile in pieces, or of several such tiles."""
+    return sum(int(piece.shape[-1]) for piece in pieces)
 
 
 @gluon.jit
@@ -389,7 +390,7 @@ def write_part(acc, peak, total, partials, part, num_kv_heads, tile, HALF: gl.co
     """Normalises a warpgroup's rows, in pieces, and writes those that belong to the request to a partial
     output."""
     ROWS: gl.constexpr = acc[0].shape[0]
-    D: gl.constexpr = _total_width(acc)
+    D: gl.constexpr = total_width(acc)
     acc_row: gl.constexpr = gl.SliceLayout(1, acc[0].type.layout)
     partial_out, partial_lse = partials
     kv_head, _row, first_row, num_rows, _q_begin, _prefix = tile
