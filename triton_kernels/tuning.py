@@ -172,12 +172,13 @@ def hopper_prefill_launch(
 SECTION_BYTES = 32 * 2**20
 
 
-def masked_prefill_launch(launch: Launch, mask_size: int) -> Launch:
-    """Returns `launch` of general prefill for a call with a mask, whose elements have `mask_size` bytes: its
-    tiles take room beside those of K and V, so there are fewer keys and stages."""
+def masked_prefill_launch(launch: Launch) -> Launch:
+    """Returns `launch` of general prefill for a call with a mask, whose tiles take registers, and room to change
+    their layout beside the tiles of K and V: so there are fewer keys and stages."""
     if launch.block_m < 64:
         return launch
-    return launch._replace(block_n=min(launch.block_n, 64 if mask_size <= 2 else 32), num_stages=2)
+    has_room = launch.block_m >= 128 and launch.block_n >= 128
+    return launch._replace(block_n=min(launch.block_n, 64), num_stages=3 if has_room else 2)
 
 
 class PrefillShares(NamedTuple):

@@ -240,7 +240,8 @@ def test_window_and_softcap(window: int, softcap: float) -> None:
 def test_a_window_reads_nothing_before_it() -> None:
     torch.manual_seed(1)
     case = Case([(200, 700)], num_kv_heads=1, window=100)
-    (k_cache, v_cache, index, _), rows, _ = case.cache
+    kv, rows, _ = case.cache
+    k_cache, v_cache, index = kv[:3]
     gone = index[rows[0], : 700 - 100 + 1].long()
     expected = prefill_attention_reference(*case.args)
     k_cache[gone] = torch.nan

@@ -130,7 +130,7 @@ def _prefill_attention(
     else:
         if mask is not None:
             launch = tuning.Launch(block_m, block_n, num_warps, num_stages)
-            _, block_n, num_warps, num_stages = tuning.masked_prefill_launch(launch, mask.element_size())
+            _, block_n, num_warps, num_stages = tuning.masked_prefill_launch(launch)
         prefill_kernel[(num_kv_heads * num_shares,)](
             q,
             k_cache,
