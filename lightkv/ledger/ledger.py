@@ -54,6 +54,7 @@ class TokenLedger:
         self._batch_rows: tuple[int, ...] = ()
         self._batch_end = 0
         self.extends_rings = False  # whether there are rings in the last batch of `extend`
+        self._num_rings = 0  # rings so far
         self._num_crosses = 0  # cross sequences so far
 
     @property
@@ -171,6 +172,7 @@ class TokenLedger:
         if ring is not None:
             _num_tokens(token_ids)
             known = token_ids[: (ring.sinks + 1) * TOKEN_BYTES]
+            self._num_rings += 1
         sequence = self._state.open(known, namespace, session)
         sequence.prompt, sequence.ring = token_ids, ring
         if cross is not None:
@@ -308,9 +310,9 @@ class TokenLedger:
                 self.require_open(sequence)
         if len(rows) > 1 and len(set(rows)) < len(rows):
             raise ValueError("a sequence occurs twice; give it one count")
-        if any(sequence.num_readers is not None for sequence in batch):
+        if self._num_crosses and any(sequence.num_readers is not None for sequence in batch):
             raise ValueError("a cross sequence is written once and keeps its length; extend what reads it")
-        self.extends_rings = any(sequence.ring is not None for sequence in batch)
+        self.extends_rings = self._num_rings > 0 and any(sequence.ring is not None for sequence in batch)
         self._batch = batch
         self._batch_rows = rows
         self._batch_end = self.max_entries  # so that the next `extend` looks it up

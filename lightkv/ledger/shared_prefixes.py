@@ -43,10 +43,13 @@ class PrefixSharing(NamedTuple):
         saved = (members - -(-members // self.max_members)) * num_tokens
         return saved if saved >= self.min_saved else 0
 
-    def worthwhile(self, prefixes: list[SharedPrefix], batch_size: int) -> list[SharedPrefix]:
-        """Returns all of `prefixes`, or none if they save too little for a batch of this size."""
-        saved = sum(self.saved(len(prefix.rows), prefix.num_tokens) for prefix in prefixes)
-        return prefixes if saved >= self.min_mean * batch_size else []
+    def saved_by(self, prefixes: Iterable[SharedPrefix]) -> int:
+        """Returns how many tokens need not be read again because of all these prefixes."""
+        return sum([self.saved(len(prefix.rows), prefix.num_tokens) for prefix in prefixes])
+
+    def is_worth_it(self, saved: int, batch_size: int) -> bool:
+        """Returns whether sets that save so many tokens save enough for a batch of this size."""
+        return saved >= self.min_mean * batch_size
 
 
 class SegmentHolders(Protocol):
@@ -85,7 +88,8 @@ def shared_prefixes(
     sequence whose very last token is shared. Within its shared prefix, the query of every other sequence sees
     all tokens.
     """
-    return sharing.worthwhile(_sets(shared, sequences, sharing), len(sequences))
+    found = _sets(shared, sequences, sharing)
+    return found if sharing.is_worth_it(sharing.saved_by(found), len(sequences)) else []
 
 
 def _sets(
@@ -155,12 +159,13 @@ def _first_row(prefix: SharedPrefix) -> int:
 
 
 class _Family:
-    """The sequences of a batch that hold one segment whose prefix is long enough, and the sets chosen for
-    them."""
+    """The sequences of a batch that hold one segment whose prefix is long enough, the sets chosen for them, and
+    the tokens that these save."""
 
-    def __init__(self, members: set[Sequence], prefixes: list[SharedPrefix]) -> None:
+    def __init__(self, members: set[Sequence], prefixes: list[SharedPrefix], saved: int) -> None:
         self.members = members
         self.prefixes = prefixes
+        self.saved = saved
 
 
 class BatchPrefixes:
@@ -200,7 +205,8 @@ class BatchPrefixes:
             self._renew(changed)
             prefixes = [prefix for family in self._families for prefix in family.prefixes]
             self._sets = sorted(prefixes, key=_first_row)  # so that sums over the batch keep their order
-        found = self._sharing.worthwhile(self._sets, len(batch))
+        saved = sum([family.saved for family in self._families])
+        found = self._sets if self._sharing.is_worth_it(saved, len(batch)) else []
         if found != self._found:
             self._found = found
         return self._found
@@ -217,7 +223,7 @@ class BatchPrefixes:
             changed -= members
             self._families.difference_update(map(self._family.get, members))
             prefixes = _sets(self._segments(members), members, self._sharing)
-            family = _Family(members, prefixes)
+            family = _Family(members, prefixes, self._sharing.saved_by(prefixes))
             self._families.add(family)
             self._family.update(dict.fromkeys(members, family))
 

@@ -21,7 +21,7 @@ import math
 from array import array
 from bisect import bisect_left, bisect_right, insort
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 from random import Random
@@ -195,7 +195,7 @@ class Running(NamedTuple):
     ledger: Ledger
     forecast: Forecast
     prefilling: Sequence[Request]
-    decoding: Sequence[Request]
+    decoding: Collection[Request]
     budget: StepBudget
     room: int
     idx: int

@@ -42,13 +42,13 @@ class PlanWriter:
         ledger = self._ledger
         # The allocation of the decodes' slots travels as the batch itself (`StepPlan.decode_alloc`).
         edits = [edit for edit in ledger.drain() if edit is not decode_alloc]
-        requests = [chunk.request for chunk in chunks] + decoding
-        sample = [i for i, (r, start, count) in enumerate(chunks) if start + count == r.num_prefill_tokens]
-        sample.extend(range(len(chunks), len(requests)))
-        kind = max([requests[index].kind for index in sample], default=SamplerKind.GREEDY)
+        sample = [i for i, chunk in enumerate(chunks) if not chunk.request.num_prefill_left]
+        sampled = [chunks[i].request for i in sample] + decoding
+        sample.extend(range(len(chunks), len(chunks) + len(decoding)))
+        kind = max([request.kind for request in sampled], default=SamplerKind.GREEDY)
         logprobs = {}
         if kind >= SamplerKind.EDITED:
-            wanted = [requests[index].params.logprobs for index in sample]
+            wanted = [request.params.logprobs for request in sampled]
             logprobs = {i: count for i, count in enumerate(wanted) if count is not None}
         new_rows, prompts = self._new_rows.drain()
         plan = StepPlan(

@@ -35,10 +35,11 @@ from .waiting import WaitingQueue
 
 
 class _Batch(NamedTuple):
-    """A plan in flight, and the request of each of its rows."""
+    """A plan in flight, the request of each of its rows, and those of them that it samples a token for."""
 
     plan: StepPlan
     requests: list[Request]
+    sampled: list[Request]
 
 
 class Scheduler:
@@ -72,7 +73,7 @@ class Scheduler:
         self._requests: dict[str, Request] = {}
         self._arrivals = 0
         self._prefilling: list[Request] = []  # the most urgent first
-        self._decoding: list[Request] = []
+        self._decoding: dict[int, Request] = {}  # by row, in the order in which they began to decode
         self._finishing: list[Request] = []  # ended, but part of a step in flight
         self._plans = PlanWriter(ledger, limits)
         self._in_flight: deque[_Batch] = deque()
@@ -178,14 +179,18 @@ class Scheduler:
         # them.
         decode_alloc = ledger.extend(sequences, [1] * len(decoding))
         plan = self._plans.write(chunks, decoding, sequences, decode_alloc)
-        requests = [chunk.request for chunk in chunks] + decoding
+        requests = sampled = decoding
         if chunks:
+            requests = [chunk.request for chunk in chunks] + decoding
+            sampled = [chunk.request for chunk in chunks if not chunk.request.num_prefill_left]
+            for request in sampled:
+                self._decoding[request.sequence.row] = request  # type: ignore[union-attr]
             self._prefilling = [request for request in self._prefilling if request.num_prefill_left]
-            self._decoding += [requests[i] for i in plan.sample if i < len(chunks)]
+            sampled += decoding
             self._retry_at = 0  # in the next step the head of the queue may hit what this one computes
         for request in requests:
             request.num_in_flight += 1
-        self._in_flight.append(_Batch(plan, requests))
+        self._in_flight.append(_Batch(plan, requests, sampled))
         self.peak_held = max(self.peak_held, ledger.num_held)
         return plan
 
@@ -195,9 +200,8 @@ class Scheduler:
         events = []
         if not self._failed:
             self.ledger.confirm(batch.plan.step)
-            requests, logprobs = batch.requests, result.logprobs
-            for i, (index, token) in enumerate(zip(batch.plan.sample, result.tokens, strict=True)):
-                request = requests[index]
+            logprobs = result.logprobs
+            for i, (request, token) in enumerate(zip(batch.sampled, result.tokens, strict=True)):
                 if request.finish_reason is not None:
                     continue
                 request.output.append(token)
@@ -236,7 +240,7 @@ class Scheduler:
     def demands(self, exact: bool = False) -> list[Demand]:
         """Returns the demand of each request that holds tokens, with `exact` of the exact ones alone."""
         windows: list[PrefillWindow | None] = [prefill.window for prefill in self._prefills()]
-        holding = self._prefilling + self._decoding + self._finishing
+        holding = self._running() + self._finishing
         windows += [None] * (len(holding) - len(windows))
         demands = []
         for request, window in zip(holding, windows, strict=True):
@@ -282,7 +286,7 @@ class Scheduler:
             raise CheckFailed(f"{known} requests are known, {len(running)} run, {waiting} wait")
 
     def _running(self) -> list[Request]:
-        return self._prefilling + self._decoding
+        return [*self._prefilling, *self._decoding.values()]
 
     # ------------------------------------------------------------------ the queue
 
@@ -301,7 +305,9 @@ class Scheduler:
             return False  # it is admitted in a step that computes a part of it
         if not len(request.output) < request.expected < request.max_tokens:  # else its estimate still stands
             request.expected = self._admission.expected(request, len(request.output))
-        running = Running(ledger, self._forecast, self._prefilling, self._decoding, budget, room, idx)
+        running = Running(
+            ledger, self._forecast, self._prefilling, self._decoding.values(), budget, room, idx
+        )
         if ledger.num_open and (wait := self._admission.steps_to_wait(running, request)):
             self._retry_at = self.step + wait
             return False
@@ -331,13 +337,16 @@ class Scheduler:
         if ended and self._forecast.num_estimated:
             self._estimate_anew()
             ended = self._forecast.ended()
-        decoding = self._decoding
+        by_row = self._decoding
         if ended:
-            decoding = [r for r in decoding if r.sequence.row not in ended]  # type: ignore[union-attr]
+            by_row = by_row.copy()
+            for row in ended:
+                by_row.pop(row, None)  # it may be of a request that has ended already
+        decoding = list(by_row.values())
         return decoding, [request.sequence for request in decoding]  # type: ignore[misc]
 
     def _estimate_anew(self) -> None:
-        for request in self._decoding:
+        for request in self._decoding.values():
             generated = len(request.output) + request.num_in_flight
             if request.expected <= generated < request.max_tokens:
                 assert request.sequence is not None
@@ -365,14 +374,19 @@ class Scheduler:
     def _preempt(self, request: Request) -> None:
         """Closes the sequence of a request that is in no step in flight, and queues the request again."""
         assert request.sequence is not None
+        self._forget(request)
         self._forecast.drop(request.sequence)
         self.ledger.close(request.sequence, request.tail_ids())
         request.preempt()
-        self._prefilling = [r for r in self._prefilling if r is not request]
-        self._decoding = [r for r in self._decoding if r is not request]
         self._queue(request)
         self._retry_at = 0
         self.num_preemptions += 1
+
+    def _forget(self, request: Request) -> None:
+        """Notes that the request runs no more. Its sequence is still open."""
+        assert request.sequence is not None
+        if self._decoding.pop(request.sequence.row, None) is None:
+            self._prefilling = [r for r in self._prefilling if r is not request]
 
     def _plan_prefills(self, decodes: list[Sequence], growth: int) -> list[Chunk]:
         """Returns the prefill chunks of the next step, those of the most urgent requests first.
@@ -442,6 +456,7 @@ class Scheduler:
         else:
             if request.num_in_flight:
                 self._forecast.rest(request.sequence, self.step - (not self._is_in_newest(request)))
+            self._forget(request)
             self._finishing.append(request)
 
     def _is_in_newest(self, request: Request) -> bool:
@@ -452,8 +467,6 @@ class Scheduler:
         """Closes the sequences of ended requests that are in no step in flight. After a failure, and once
         nothing is in flight, removes what the failed steps published."""
         if self._finishing:
-            self._prefilling = [r for r in self._prefilling if r.finish_reason is None]
-            self._decoding = [r for r in self._decoding if r.finish_reason is None]
             staying = []
             for request in self._finishing:
                 if request.num_in_flight:

@@ -19,7 +19,7 @@ class SteadyScheduler(Scheduler):
         unless a request ends, is aborted or added, or has waited too long (`late_at`)."""
         if not self._decoding or self._in_flight or self._prefilling or self._finishing or self._failed:
             return 0
-        steps = min([request.expected - len(request.output) for request in self._decoding])
+        steps = min([request.expected - len(request.output) for request in self._decoding.values()])
         if self._waiting and self.ledger.num_open < self.limits.max_num_seqs:
             steps = int(min(steps, max(self._retry_at - self.step, 0)))
         while steps > 0 and self._growth(steps) > self.ledger.num_available:
@@ -34,7 +34,7 @@ class SteadyScheduler(Scheduler):
         """
         if count > self.steady_steps():
             raise ValueError(f"{count} steps at once; {self.steady_steps()} are alike")
-        decoding = self._decoding
+        decoding = self._decoding.values()
         self.ledger.extend([request.sequence for request in decoding], [count] * len(decoding))  # type: ignore[misc]
         self.ledger.drain()
         self.ledger.step += count
@@ -46,4 +46,4 @@ class SteadyScheduler(Scheduler):
 
     def _growth(self, steps: int) -> int:
         """Returns the slots that `steps` tokens more for each decode take."""
-        return self.ledger.growth([request.sequence for request in self._decoding], steps)  # type: ignore[misc]
+        return self.ledger.growth([request.sequence for request in self._decoding.values()], steps)  # type: ignore[misc]

@@ -92,6 +92,7 @@ def test_an_admitted_request_is_never_short_of_a_token(depth: int, chunk: int, t
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1800)
 @pytest.mark.parametrize("timed", [False, True], ids=["fixed", "timed"])
 @pytest.mark.parametrize("chunk", [0, 5, 16, 32])
 @pytest.mark.parametrize("depth", [1, 2])

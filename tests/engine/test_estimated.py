@@ -81,7 +81,7 @@ def test_a_request_with_max_tokens_is_never_preempted() -> None:
     while not scheduler.num_preemptions:
         engine.step()
         engine.check()
-    running = {request.id for request in scheduler._decoding}
+    running = {request.id for request in scheduler._decoding.values()}
     assert running == {"exact", "old"}
     assert engine.stats().num_waiting_estimated == 1
     ended = []

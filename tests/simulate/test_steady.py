@@ -37,7 +37,7 @@ def test_steps_taken_at_once_leave_the_counts_of_as_many_single_steps(admission:
                 step()
         scheduler.check()
         ledger = scheduler.ledger
-        outputs = [r.output.tolist() for r in scheduler._decoding]
+        outputs = [r.output.tolist() for r in scheduler._decoding.values()]
         pair.append(
             (scheduler.step, ledger.num_free, scheduler.peak_held, scheduler.num_output_tokens, outputs)
         )
