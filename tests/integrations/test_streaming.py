@@ -31,7 +31,7 @@ from lightkv.attention import (
     LayerShape,
     Rotary,
     make_backends,
-    torch_backend,
+    torch_plan,
 )
 from lightkv.errors import UnsupportedModel
 from lightkv.integrations import streaming
@@ -456,7 +456,7 @@ def test_sequences_with_different_gaps_in_one_step(
 ) -> None:
     """Compares backends with the definition in float64: slots shuffled, free ones NaN, V narrower than K."""
     torch.manual_seed(0)
-    monkeypatch.setattr(torch_backend, "QUERY_TILE", 3 if name == "torch-tiles" else 512)
+    monkeypatch.setattr(torch_plan, "QUERY_TILE", 3 if name == "torch-tiles" else 512)
     heads, kv_heads, dim, v_dim, num_sink_tokens = 6, 2, 24, 16, 3
     shape = LayerShape(heads, dim, kv_heads, AttentionOptions(scale=0.5, softcap=softcap), v_dim)
     memory = KVMemory(KVSpec(1, kv_heads, dim, v_dim, torch.float32), 60, 3, 30, device)
