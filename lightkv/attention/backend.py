@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 import torch
 
+from lightkv.triton_kernels.attention.attention_inputs import check_ring
 from lightkv.triton_kernels.attention.paged_kv import DEFAULT_OPTIONS, AttentionOptions, PagedKV
 
 from .cross import CrossMetadata
@@ -65,12 +66,14 @@ class AttentionBackend(ABC):
 
     def paged_kv(self, metadata: AttentionMetadata) -> PagedKV:
         """Returns the layer's K/V in the pool, with the step's index."""
+        kv = self.cross_kv(metadata)
+        return kv._replace(index=metadata.index, ring=metadata.ring, indirection=metadata.indirection)
+
+    def cross_kv(self, metadata: AttentionMetadata) -> PagedKV:
+        """Returns the layer's K/V in the pool, with the token table, in which cross sequences have rows."""
         memory = metadata.memory
         return PagedKV(
-            memory.pool.k(self.layer_idx),
-            memory.pool.v(self.layer_idx),
-            metadata.index,
-            ring=metadata.ring,
+            memory.pool.k(self.layer_idx), memory.pool.v(self.layer_idx), memory.table.req_to_token
         )
 
     def forward(
@@ -97,16 +100,14 @@ class AttentionBackend(ABC):
 
         Raises:
             ValueError: the step has sink tokens, and the layer has windows, chunks or ALiBi, is not causal, or
-                was made without `rotary`, or the step has a mask.
+                was made without `rotary`; or it is over rings that are smaller than the layer's window, or the
+                layer has chunks. Nothing is written then.
         """
         options, ring = self.options, metadata.ring
         num_sink_tokens = metadata.num_sink_tokens if ring is None else ring.sinks
         bounded = options.window or options.chunk or options.alibi_slopes is not None or not options.causal
-        if num_sink_tokens and metadata.mask is not None:
-            raise ValueError(
-                f"a step with {num_sink_tokens} sinks has no mask: the sinks are attended apart, at "
-                "other positions; run the sequences with a mask in a step of their own"
-            )
+        if ring is not None:
+            check_ring(ring, options)
         if num_sink_tokens and (self.rotary is None or bounded):
             raise ValueError(
                 f"a step with {num_sink_tokens} sinks needs the rotary frequencies (rotary) and a "
@@ -159,11 +160,13 @@ class AttentionBackend(ABC):
         heads.
 
         q is as for `forward`, which has to run first because it writes the keys. Returns float32 `[B,
-        longest]`, zero past a sequence's entries. Raises ValueError for a step with sinks.
+        longest]`, zero past a sequence's entries. Raises ValueError for a step with sinks, over rings, or with
+        an indirection.
         """
-        if metadata.ring is not None:
+        if metadata.ring is not None or metadata.indirection is not None:
             raise ValueError(
-                f"a step over {metadata.ring} is not scored by entries; use rows that are no rings"
+                f"a step over {metadata.ring}, with an indirection {metadata.indirection is not None}, is not "
+                "scored by entries; use rows that are no rings and hold their own tokens"
             )
         if metadata.num_sink_tokens:
             raise ValueError(

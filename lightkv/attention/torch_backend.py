@@ -10,7 +10,7 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from lightkv.triton_kernels.attention.attend_keys import LOG2_E
-from lightkv.triton_kernels.attention.attention_mask import mask_reference
+from lightkv.triton_kernels.attention.attention_mask import check_attention_mask, mask_reference
 from lightkv.triton_kernels.attention.attention_reference import slots_reference
 from lightkv.triton_kernels.attention.attention_scores import attention_scores_reference
 from lightkv.triton_kernels.attention.merge_states import merge_states_reference
@@ -54,7 +54,7 @@ class TorchAttention(AttentionBackend):
         metadata: AttentionMetadata,
         out: torch.Tensor,
     ) -> None:
-        if self._has_bias or metadata.mask is not None:
+        if self._has_bias or metadata.mask is not None or metadata.indirection is not None:
             self._attend_each(q, metadata, out)
             return
         # Decodes come first: in a static batch, prefills write over the output of unused ones.
@@ -76,8 +76,11 @@ class TorchAttention(AttentionBackend):
     def _attend_each(self, q: torch.Tensor, metadata: AttentionMetadata, out: torch.Tensor) -> None:
         """Attends sequence by sequence, decodes first: in a static batch, prefills write over the output of
         unused ones."""
-        pool, table, num_prefills = metadata.memory.pool, metadata.memory.table, metadata.num_prefills
-        step = TorchPlan.of(metadata)
+        pool, num_prefills, mask = metadata.memory.pool, metadata.num_prefills, metadata.mask
+        step, kv, options = TorchPlan.of(metadata), self.paged_kv(metadata), self.options
+        if mask is not None:
+            bounded = bool(options.window or options.chunk or options.alibi_slopes is not None)
+            check_attention_mask(mask, q, len(metadata.rows_host), bounded)
         counts = metadata.q_lens.numpy()
         ends = np.cumsum(counts[:num_prefills]) + metadata.first_prefill_token
         decodes = np.arange(len(counts) - num_prefills) + metadata.first_decode_token + 1
@@ -88,11 +91,12 @@ class TorchAttention(AttentionBackend):
             if not length:
                 out[queries] = 0
                 continue
-            slots = table.slots(row, 0, length).long()
+            # A ring does not hold what is before the window.
+            first = max(length - int(counts[idx]) - options.window + 1, 0) if options.window else 0
+            slots = slots_reference(kv, row, torch.arange(first, length, device=q.device))
             keys, values = pool.spec.split(step.gather(pool.kv(self.layer_idx), slots))
-            mask = metadata.mask
-            added = None if mask is None else mask_reference(mask, queries, idx, length)
-            out[queries] = attend_with_bias(q[queries], keys, values, self.options, added)
+            added = None if mask is None else mask_reference(mask, queries, idx, length)[..., first:]
+            out[queries] = attend_with_bias(q[queries], keys, values, options, added)
 
     def _prefill(
         self,
@@ -148,37 +152,33 @@ class TorchAttention(AttentionBackend):
             out[tile.start : tile.end] = merge_states_reference(partial_out, partial_lse)[0]
 
     def _attend_to_rings(self, q: torch.Tensor, metadata: AttentionMetadata, out: torch.Tensor) -> None:
-        kv, ring, rotated = self.paged_kv(metadata), metadata.ring, q
+        kv, ring, lengths = self.paged_kv(metadata), metadata.ring, metadata.kv_lens_host.tolist()
         assert ring is not None
+        rotated = q
         if ring.sinks:
             assert self.rotary is not None
-            lengths = metadata.kv_lens_host.tolist()
             dropped = torch.tensor([ring.dropped(length - 1) for length in lengths], device=q.device)
             rotated = self.rotary.rotate_back(q, dropped)
         out.zero_()  # also the padding of a static batch
-        for token, length in enumerate(metadata.kv_lens_host.tolist()):
-            parts: list[tuple[torch.Tensor, torch.Tensor]] = []
-            sinks = range(min(ring.sinks, length))
-            window = range(ring.first_key(length - 1), length)
+        for token, (row, length) in enumerate(zip(metadata.rows_host.tolist(), lengths, strict=True)):
+            if not length:
+                continue
+            queries = slice(token, token + 1)
+            first = min(ring.first_key(length - 1), length)
+            window = slots_reference(kv, row, torch.arange(first, length, device=q.device))
+            if not ring.sinks:
+                out[queries] = attend_with_bias(q[queries], kv.k[window], kv.v[window], self.options)
+                continue
+            sinks = slots_reference(kv, row, torch.arange(min(ring.sinks, length), device=q.device))
             # Learned sinks join one of the parts, here the first.
-            for queries, positions in ((q, window), (rotated, sinks)):
-                if positions or (length and not parts):
-                    row, seen = (
-                        int(metadata.rows_host[token]),
-                        torch.tensor(list(positions), dtype=torch.int64),
-                    )
-                    slots = slots_reference(kv, row, seen.to(q.device))
-                    parts.append(
-                        self._attend_part(
-                            queries[token : token + 1], kv.k[slots], kv.v[slots], None, not parts
-                        )
-                    )
-            if parts:
-                outs, lses = (torch.stack(part) for part in zip(*parts, strict=True))
-                out[token : token + 1] = merge_states_reference(outs, lses)[0]
+            states = [self._attend_part(rotated[queries], kv.k[sinks], kv.v[sinks], None, True)]
+            if first < length:
+                states.append(self._attend_part(q[queries], kv.k[window], kv.v[window], None, False))
+            outs, lses = (torch.stack(part) for part in zip(*states, strict=True))
+            out[queries] = merge_states_reference(outs, lses)[0]
 
     def _attend_cross(self, q: torch.Tensor, cross: CrossMetadata, out: torch.Tensor) -> None:
-        attend_cross(q, self.paged_kv(cross.metadata), cross, self.options, out)
+        attend_cross(q, self.cross_kv(cross.metadata), cross, self.options, out)
 
     def _decode(self, q: torch.Tensor, metadata: AttentionMetadata, out: torch.Tensor) -> None:
         pool = metadata.memory.pool
