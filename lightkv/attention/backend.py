@@ -133,11 +133,17 @@ class AttentionBackend(ABC):
         self, k: torch.Tensor, v: torch.Tensor, slots: torch.Tensor, metadata: AttentionMetadata
     ) -> None:
         """Writes a cross sequence's K and V, `[n, num_kv_heads * head_dim]` and `[n, num_kv_heads * v_dim]`, to
-        its slots, int `[n]` on the pool's device (`KVCache.open_cross`). Later steps only read them."""
-        pool, num_tokens = metadata.memory.pool, len(slots)
-        k_cache, v_cache = pool.k(self.layer_idx), pool.v(self.layer_idx)
-        k_cache.index_copy_(0, slots.long(), k.view(num_tokens, *k_cache.shape[1:]).to(k_cache.dtype))
-        v_cache.index_copy_(0, slots.long(), v.view(num_tokens, *v_cache.shape[1:]).to(v_cache.dtype))
+        its slots, int `[n]` on the pool's device (`KVCache.open_cross`). Later steps only read them. Raises
+        ValueError for other numbers of tokens or dims; nothing is written then."""
+        kv, num_tokens = self.cross_kv(metadata), len(slots)
+        for name, new, cache in (("k", k, kv.k), ("v", v, kv.v)):
+            if len(new) != num_tokens or new.numel() != num_tokens * cache[0].numel():
+                raise ValueError(
+                    f"{name} of {num_tokens} slots must be [{num_tokens}, {cache[0].numel()}], got "
+                    f"{tuple(new.shape)}"
+                )
+        for new, cache in ((k, kv.k), (v, kv.v)):
+            cache.index_copy_(0, slots.long(), new.reshape(num_tokens, *cache.shape[1:]).to(cache.dtype))
 
     def cross(self, q: torch.Tensor, cross: CrossMetadata) -> torch.Tensor:
         """Attends from q, `[num_tokens, num_heads * head_dim]`, to all tokens of the cross sequence that each

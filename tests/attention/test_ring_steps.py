@@ -157,8 +157,21 @@ def test_cross_attention(backend: str, static: bool, device: torch.device) -> No
         positions = torch.zeros(1, dtype=torch.int64, device=device)
         expected = attend_reference(q[token].view(1, HEADS, DIM), k, v, positions, options)
         torch.testing.assert_close(out[token : token + 1].double(), expected, atol=2e-5, rtol=2e-5)
-    with pytest.raises(ValueError, match="give one each"):
-        cross_metadata.prepare([1], [1])
+    num_sequences = len(batch)
+    for match, rows, lengths in [
+        ("give one each", [1], [1]),
+        ("of 40 entries", [1] * num_sequences, [41] * num_sequences),
+        ("rows 0 to 6", [7] * num_sequences, [1] * num_sequences),
+        ("rows 0 to 6", [-1] * num_sequences, [1] * num_sequences),
+    ]:
+        with pytest.raises(ValueError, match=match):
+            cross_metadata.prepare(rows, lengths)
+    before = cache.memory.pool.kv(0).clone()
+    _, k, v = tokens(5, device)
+    for wrong in ((k, v[:4]), (k[:, :-1], v)):
+        with pytest.raises(ValueError, match=r"of 5 slots must be \[5, 64\]"):
+            layer.write_cross(*wrong, cache.slots(written[1][0]), metadata)
+    torch.testing.assert_close(cache.memory.pool.kv(0), before, rtol=0, atol=0, equal_nan=True)
     (causal,) = make_backends(backend, device, [LayerShape(HEADS, DIM, KV_HEADS)])
     with pytest.raises(ValueError, match="causal=False"):
         causal.cross(q, cross_metadata)
