@@ -46,8 +46,15 @@ _PREFILL_LAUNCHES = (
     Launch(64, 32, 4, 3),
     Launch(64, 32, 4, 2),
 )
-# Launches of `prefill_hopper`, by head dim: 12 warps, and as many stages of K and V as fit beside q.
-_HOPPER_LAUNCHES = {64: Launch(128, 128, 12, 6), 128: Launch(128, 128, 12, 3), 256: Launch(128, 64, 12, 2)}
+# Launches of `prefill_hopper`, by key and value dims: 12 warps, and as many stages of K and V as fit beside q.
+_HOPPER_LAUNCHES = {
+    (64, 64): Launch(128, 128, 12, 6),
+    (80, 80): Launch(128, 128, 12, 5),
+    (96, 96): Launch(128, 128, 12, 4),
+    (128, 128): Launch(128, 128, 12, 3),
+    (192, 128): Launch(128, 128, 12, 2),
+    (256, 256): Launch(128, 64, 12, 2),
+}
 _REDUCTION_BYTES = 2048  # of shared memory, for the softmax's reductions
 
 # How many counts of blocks a search for free slots reads at a time: few at first, since enough free slots are
@@ -155,9 +162,9 @@ def hopper_prefill_launch(
     device: DeviceClass, key_dim: int, value_dim: int, element_size: int
 ) -> Launch | None:
     """Returns the tiles of `prefill_hopper` and its stages of K and V; None where it cannot run."""
-    if device.major != 9 or element_size != 2 or key_dim != value_dim:
+    if device.major != 9 or element_size != 2:
         return None
-    return _HOPPER_LAUNCHES.get(key_dim)
+    return _HOPPER_LAUNCHES.get((key_dim, value_dim))
 
 
 # Prefill on Hopper computes some K/V heads after the others: as many as have so many bytes of K and V together,

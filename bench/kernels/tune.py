@@ -46,6 +46,8 @@ PREFILL_TILES = (
 # Keys and stages of `prefill_hopper` that fit beside q, by head dim. Each takes seconds to compile.
 HOPPER_TILES = {
     64: ((128, 3), (128, 4), (128, 6)),
+    80: ((128, 3), (128, 5)),
+    96: ((128, 3), (128, 4)),
     128: ((128, 2), (128, 3), (64, 6)),
     256: ((64, 2), (32, 5)),
 }

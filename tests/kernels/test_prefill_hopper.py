@@ -38,32 +38,35 @@ class Case:
         group: int = 4,
         num_kv_heads: int = 2,
         head_dim: int = 128,
+        value_dim: int | None = None,
         dtype: torch.dtype = torch.bfloat16,
         out_dtype: torch.dtype | None = None,
         shift: int = 0,
         window: int = 0,
         softcap: float = 0.0,
+        sink_logits: Tensor | None = None,
     ) -> None:
-        self.options = AttentionOptions(window=window, softcap=softcap)
+        value_dim = value_dim or head_dim
+        self.options = AttentionOptions(window=window, softcap=softcap, sink_logits=sink_logits)
         self.cache = poisoned_cache(
             [max(q_len + prefix, 0) for q_len, prefix in sequences],
             device="cuda",
             dtype=dtype,
             num_kv_heads=num_kv_heads,
             key_dim=head_dim,
-            value_dim=head_dim,
+            value_dim=value_dim,
             shift=shift,
         )
         q_lens = [q_len for q_len, _ in sequences]
         self.num_queries = sum(q_lens)
         self.q = torch.randn(self.num_queries + 3, group * num_kv_heads, head_dim).to("cuda", dtype)
-        self.out = torch.empty_like(self.q, dtype=out_dtype)
+        self.out = self.q.new_empty((*self.q.shape[:2], value_dim), dtype=out_dtype)
         self.lse = torch.empty(self.q.shape[:2], device="cuda")
         self.q_starts = starts(q_lens, "cuda")
 
     def plan(self, launch: tuning.Launch | None = None) -> PrefillPlan:
         """Makes a plan with tiles as high as those of `launch`, by default those of `prefill_hopper`."""
-        launch = launch or tuning.hopper_prefill_launch(H200, self.q.shape[2], self.q.shape[2], 2)
+        launch = launch or tuning.hopper_prefill_launch(H200, self.q.shape[2], self.out.shape[2], 2)
         return prefill_plan(
             self.cache.rows,
             self.q_starts,
@@ -95,12 +98,14 @@ class Case:
 
 
 def test_devices_and_shapes_it_is_used_for() -> None:
-    for dim in (64, 128, 256):
-        launch = tuning.hopper_prefill_launch(H200, dim, dim, 2)
+    for dim, value_dim in ((64, 64), (80, 80), (96, 96), (128, 128), (192, 128), (256, 256)):
+        launch = tuning.hopper_prefill_launch(H200, dim, value_dim, 2)
         assert launch is not None
+        tiles_size = launch.block_m * dim + launch.num_stages * launch.block_n * (dim + value_dim)
+        assert 2 * tiles_size + 1024 <= H200.shared_memory
         # A plan has Hopper's tiles, however few there are: then their keys are shared out.
         for num_requests, num_rows in ((1, 65536), (1, 4), (64, 64 * 8 * 4)):
-            tiles = tuning.prefill_launch(H200, num_requests, 8, num_rows, dim, dim, 2)
+            tiles = tuning.prefill_launch(H200, num_requests, 8, num_rows, dim, value_dim, 2)
             assert tiles.block_m == launch.block_m
             shares = tuning.prefill_shares(H200, tiles, 8)
             assert shares.num_workers == 16
@@ -108,13 +113,13 @@ def test_devices_and_shapes_it_is_used_for() -> None:
     for device, key_dim, value_dim, size in [
         (A100, 128, 128, 2),
         (H200._replace(major=10), 128, 128, 2),
-        (H200, 192, 128, 2),
-        (H200, 80, 80, 2),
+        (H200, 128, 64, 2),
+        (H200, 112, 112, 2),
         (H200, 128, 128, 4),
     ]:
         assert tuning.hopper_prefill_launch(device, key_dim, value_dim, size) is None
     assert tuning.prefill_launch(A100, 1, 8, 512 * 4, 128, 128, 2).block_m < 128
-    assert tuning.prefill_launch(H200, 1, 8, 64 * 4, 80, 80, 2).block_m < 128
+    assert tuning.prefill_launch(H200, 1, 8, 64 * 4, 112, 112, 2).block_m < 128
 
 
 def test_only_where_it_can_copy_16_bytes_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -129,6 +134,20 @@ def test_only_where_it_can_copy_16_bytes_at_a_time(monkeypatch: pytest.MonkeyPat
     assert _hopper_launch(wide[..., :128], k, v, out) is None  # strides of 136
     shifted = torch.empty(5 * 8 * 128 + 1, dtype=torch.float16)[1:].view(5, 8, 128)
     assert _hopper_launch(q, k, shifted, out) is None
+
+
+def test_pieces_of_head_dims() -> None:
+    tiles = pytest.importorskip("lightkv.triton_kernels.attention.prefill.prefill_hopper_tiles")
+
+    def widths(dim: int) -> list[int]:
+        return [tiles.piece_width(dim, piece) for piece in range(tiles.num_pieces(dim))]
+
+    assert [widths(dim) for dim in (64, 80, 96)] == [[64], [64, 16], [64, 32]]
+    assert [widths(dim) for dim in (128, 192, 256)] == [[128], [128, 64], [256]]
+    for dim in range(16, 257, 8):
+        for value_dim in range(16, 257, 8):
+            if tuning.hopper_prefill_launch(H200, dim, value_dim, 2):
+                assert widths(dim)[: len(widths(value_dim))] == widths(value_dim)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="is about the interpreter")
@@ -161,6 +180,50 @@ def test_ragged_batches(group: int, head_dim: int, shift: int) -> None:
     case.run(plan)  # a run leaves the plan as it was
     case.check()
     assert not plan.counters[:2].any()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize(
+    ("head_dim", "value_dim", "group", "shift"),
+    [
+        (80, 80, 1, 0),
+        (80, 80, 4, 4),
+        (80, 80, 16, 0),
+        (96, 96, 1, 4),
+        (96, 96, 4, 0),
+        (96, 96, 7, 31),
+        (192, 128, 1, 0),
+        (192, 128, 8, 4),
+    ],
+    ids=str,
+)
+def test_head_dims_of_several_pieces(
+    head_dim: int, value_dim: int, group: int, shift: int, dtype: torch.dtype
+) -> None:
+    torch.manual_seed(head_dim + group)
+    sizes = {"head_dim": head_dim, "value_dim": value_dim, "group": group, "shift": shift, "dtype": dtype}
+    case = Case(RAGGED, **sizes)
+    case.run(case.plan())
+    case.check()
+    first = case.out[: case.num_queries].clone()
+    for _ in range(5):
+        case.run(case.plan(), lse=False)
+        assert torch.equal(case.out[: case.num_queries], first)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("window", "softcap"), [(100, 0.0), (1000, 20.0), (0, 20.0)], ids=str)
+@pytest.mark.parametrize(("head_dim", "value_dim"), [(80, 80), (96, 96), (192, 128)], ids=str)
+def test_options_at_head_dims_of_several_pieces(
+    head_dim: int, value_dim: int, window: int, softcap: float
+) -> None:
+    torch.manual_seed(window)
+    sinks = torch.linspace(-2.0, 5.0, 8, device="cuda")
+    dims = {"head_dim": head_dim, "value_dim": value_dim}
+    case = Case(RAGGED, window=window, softcap=softcap, sink_logits=sinks, **dims)
+    case.run(case.plan())
+    case.check()
 
 
 @pytest.mark.gpu
@@ -284,3 +347,8 @@ def test_prefill_attention_runs_it(monkeypatch: pytest.MonkeyPatch) -> None:
     case.run(case.plan(SMALL_TILES))
     assert len(calls) == 1
     case.check()
+    for head_dim, value_dim in ((80, 80), (96, 96), (192, 128)):
+        case = Case(RAGGED, head_dim=head_dim, value_dim=value_dim)
+        before = len(calls)
+        case.run(case.plan())
+        assert len(calls) == before + 1

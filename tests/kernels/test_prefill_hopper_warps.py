@@ -28,9 +28,10 @@ from lightkv.triton_kernels.attention.prefill.prefill_combine import combine_til
 from lightkv.triton_kernels.attention.prefill.prefill_plan import prefill_plan
 
 hopper = pytest.importorskip("lightkv.triton_kernels.attention.prefill.prefill_hopper")
+tiles = pytest.importorskip("lightkv.triton_kernels.attention.prefill.prefill_hopper_tiles")
 
 SECONDS = 20.0  # that a thread waits for a barrier before the test fails
-DIM, KEYS, ROWS, STAGES = 16, 16, 8, 2
+KEYS, ROWS, STAGES = 16, 8, 2
 
 
 class Array(np.ndarray):
@@ -166,8 +167,16 @@ def numpy_gluon(program: int, num_programs: int) -> dict[str, Any]:
         convert_layout=lambda a, _layout: a,
         static_range=range,
         **dict.fromkeys(
-            ("SliceLayout", "BlockedLayout", "NVMMADistributedLayout", "DotOperandLayout"), ignored
+            (
+                "SliceLayout",
+                "BlockedLayout",
+                "NVMMADistributedLayout",
+                "NVMMASharedLayout",
+                "DotOperandLayout",
+            ),
+            ignored,
         ),
+        allocate_shared_memory=lambda _dtype, shape, _layout: Shared(np.full(shape, np.nan, np.float32)),
         int1=None,
         int32=None,
         int64=None,
@@ -195,7 +204,7 @@ def numpy_gluon(program: int, num_programs: int) -> dict[str, Any]:
         "_row_pieces": ignored,
     }
     items = __import__(hopper.keys_of.fn.__module__, fromlist=["keys_of"])
-    for module in (items, hopper):
+    for module in (items, tiles, hopper):
         for name, value in vars(module).items():
             if hasattr(value, "fn") and isinstance(value.fn, types.FunctionType):
                 names.setdefault(name, types.FunctionType(value.fn.__code__, names, name))
@@ -216,12 +225,11 @@ def run_program(
 ) -> list[Callable[[], None]]:
     """Returns what the three warpgroups of a program do."""
     names = numpy_gluon(program, num_programs)
-    smem = [
-        np.full(shape, np.nan, np.float32)
-        for shape in ((2, ROWS, DIM), (STAGES, KEYS, DIM), (STAGES, KEYS, DIM))
-    ]
+    key_dim, value_dim = sizes["dims"]
+    shapes = ((2, ROWS, key_dim), (STAGES, KEYS, key_dim), (STAGES, KEYS, value_dim))
+    smem = [names["allocate_tiles"](None, *shape) for shape in shapes]
     rings = [Ring(count) for count in (128, 128, 2)]
-    shared = (Shared(np.zeros(1, np.int64)), *map(Shared, smem), Barrier(1), Barrier(128), Barrier(2), *rings)
+    shared = (Shared(np.zeros(1, np.int64)), *smem, Barrier(1), Barrier(128), Barrier(2), *rings)
     kv_heads, group, shares = (sizes[name] for name in ("num_kv_heads", "group", "shares"))
     window, chunk, after = sizes["window"], sizes["chunk"], sizes["after"]
 
@@ -290,6 +298,7 @@ def run_all(tasks: list[Callable[[], None]]) -> None:
     ],
     ids=str,
 )
+@pytest.mark.parametrize("dims", [(16, 16)], ids=str)
 @pytest.mark.parametrize("group", [1, 3], ids="group{}".format)
 def test_warpgroups(
     window: int,
@@ -301,17 +310,22 @@ def test_warpgroups(
     extra: str,
     group: int,
     monkeypatch: pytest.MonkeyPatch,
+    dims: tuple[int, int],
 ) -> None:
     torch.manual_seed(group + num_workers)
+    key_dim, value_dim = dims
     if group == 3:  # one K/V head after the other
         monkeypatch.setattr(tuning, "SECTION_BYTES", 1)
         monkeypatch.setattr(sys.modules[__name__], "STAGES", 3)
     sequences = [(5, 100), (0, 9), (20, 30), (1, 60), (3, -2), (40, 0)]
     cache = poisoned_cache(
-        [max(q_len + prefix, 0) for q_len, prefix in sequences], device="cpu", key_dim=DIM, value_dim=DIM
+        [max(q_len + prefix, 0) for q_len, prefix in sequences],
+        device="cpu",
+        key_dim=key_dim,
+        value_dim=value_dim,
     )
     q_starts, num_queries = starts([q_len for q_len, _ in sequences], "cpu"), sum(q for q, _ in sequences)
-    q = torch.randn(num_queries + 2, 2 * group, DIM)
+    q = torch.randn(num_queries + 2, 2 * group, key_dim)
     sink_logits = torch.linspace(-2.0, 5.0, 2 * group) if with_sinks else None
     slopes = torch.linspace(0.05, 0.6, 2 * group) if extra == "alibi" else None
     options = AttentionOptions(
@@ -338,9 +352,10 @@ def test_warpgroups(
         shares=shares,
     )
     assert bool((plan.items[:, 8] >= 0).sum()) == bool(num_workers)
-    out, lse = torch.full_like(q, torch.nan), torch.full(q.shape[:2], torch.nan)
+    out = torch.full((*q.shape[:2], value_dim), torch.nan)
+    lse = torch.full(q.shape[:2], torch.nan)
     partial_lse = torch.full((2 * num_workers, 2, 2 * ROWS), torch.nan)
-    partial_out = torch.full((*partial_lse.shape, DIM), torch.nan)
+    partial_out = torch.full((*partial_lse.shape, value_dim), torch.nan)
 
     def pointer(tensor: torch.Tensor) -> Pointer:
         whole = torch.as_strided(
@@ -363,7 +378,8 @@ def test_warpgroups(
         "after": after,
         "softcap": softcap != 0.0,
         "shares": num_workers > 0,
-        "scales": score_scales(options.scale_for(DIM), softcap),
+        "dims": dims,
+        "scales": score_scales(options.scale_for(key_dim), softcap),
         "out_strides": out.stride()[:2],
         "strides": (q.stride()[:2], k.stride()[:2], v.stride()[:2], (cache.kv.index.stride(0), None)),
     }
@@ -381,6 +397,30 @@ def test_warpgroups(
     torch.testing.assert_close(lse[:num_queries], expected_lse[:num_queries], atol=1e-5, rtol=1e-5)
     assert out[num_queries:].isnan().all()
     assert not plan.counters[:2].any()
+
+
+@pytest.mark.parametrize(
+    ("dims", "window", "num_workers", "after", "extra"),
+    [
+        ((20, 20), 0, 9, 0, ""),
+        ((24, 24), 40, 0, 0, ""),
+        ((48, 32), 0, 60, 11, "alibi"),
+        ((28, 28), 0, 0, 0, "tree"),
+    ],
+    ids=str,
+)
+def test_head_dims_of_several_pieces(
+    dims: tuple[int, int],
+    window: int,
+    num_workers: int,
+    after: int,
+    extra: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    widths = [tiles.piece_width(dims[0], i) for i in range(tiles.num_pieces(dims[0]))]
+    assert sum(widths) == dims[0]
+    assert len(widths) > 1
+    test_warpgroups(window, 0.0, num_workers, 0, True, after, extra, 3, monkeypatch, dims)
 
 
 @pytest.mark.parametrize("num_kv_heads", [1, 2, 5, 8])

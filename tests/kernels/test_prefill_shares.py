@@ -250,6 +250,24 @@ def test_bfloat16(head_dim: int, group: int, window: int) -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize(
+    ("key_dim", "value_dim", "group"), [(80, 80, 4), (96, 96, 1), (96, 96, 16), (192, 128, 4)], ids=str
+)
+def test_head_dims_that_are_no_powers_of_two(
+    key_dim: int, value_dim: int, group: int, dtype: torch.dtype
+) -> None:
+    torch.manual_seed(key_dim)
+    options = AttentionOptions(sink_logits=torch.linspace(-2.0, 5.0, 2 * group, device="cuda"))
+    sizes = {"group": group, "key_dim": key_dim, "value_dim": value_dim, "dtype": dtype, "options": options}
+    case = Case.make(LONG, "cuda", **sizes)
+    for num_workers in (3, 66, 1000):
+        plan = case.plan(always(num_workers, 128), launches(128)[1])  # of `prefill_hopper`, where it runs
+        assert num_parts(plan) > 1
+        assert torch.equal(case.check(plan), case.check(plan))
+
+
+@pytest.mark.gpu
 def test_float16_without_log_sum_exp() -> None:
     torch.manual_seed(6)
     case = Case.make(LONG, "cuda", key_dim=128, dtype=torch.float16)

@@ -118,7 +118,7 @@ def check_prefill(
 
 @each_feature
 @pytest.mark.parametrize("launch", ["hopper", "general"])
-@pytest.mark.parametrize("head_dim", [64, 128, 256], ids="dim{}".format)
+@pytest.mark.parametrize("head_dim", [64, 96, 128, 256], ids="dim{}".format)
 def test_prefill(name: str, launch: str, head_dim: int) -> None:
     torch.manual_seed(head_dim)
     check_prefill(name, launch, head_dim)

@@ -10,7 +10,7 @@ import math
 import triton
 import triton.language as tl
 
-from .attention_mask import add_values, is_in_tree
+from .attention_mask import add_values, is_in_tree, load_values
 
 LOG2_E = math.log2(math.e)
 _LOG2_E = tl.constexpr(LOG2_E)
@@ -125,12 +125,15 @@ def attend_keys(
     """Attends to the keys of the tiles in [begin, end) with a running softmax.
 
     Unless MASKED, every key of every tile has to be visible to every query, as far as the values of a mask do
-    not hide it. Returns acc, total, peak, and the slots of the next tile.
+    not hide it, and lie within these. Returns acc, total, peak, and the slots of the next tile.
     """
     mask_pointers, mask_widths, own_begin = mask
     is_tree: tl.constexpr = mask_pointers is not None and mask_pointers.dtype.element_ty == tl.int32
     # The few tiles with keys of a tree are not pipelined, since the tree's tiles would take memory of K and V.
     STAGES: tl.constexpr = 1 if is_tree and MASKED else None
+    if mask_pointers is not None and not is_tree:  # loaded one tile ahead, as slots
+        first_positions = begin + tl.arange(0, BLOCK_N)
+        values = load_values(mask_pointers, mask_widths, first_positions, begin < end, MASKED)
     for start in tl.range(begin, end, BLOCK_N, num_stages=STAGES):
         positions = start + tl.arange(0, BLOCK_N)  # [BLOCK_N]
         valid = positions < num_keys
@@ -146,7 +149,10 @@ def attend_keys(
             columns = tl.arange(0, BLOCK_N).to(tl.float32)
             scores += (slopes / score_scale)[:, None] * columns[None, :]
         if mask_pointers is not None and not is_tree:
-            scores = add_values(scores, mask_pointers, mask_widths, positions, _LOG2_E / score_scale)
+            scores = add_values(scores, values, _LOG2_E / score_scale)
+            values = load_values(
+                mask_pointers, mask_widths, positions + BLOCK_N, start + BLOCK_N < end, MASKED
+            )
         if MASKED:
             last_keys = query_positions
             if AFTER > 0:

@@ -116,14 +116,33 @@ def mask_rows(mask, columns, width, stride_h, stride_t, heads, tokens, requests,
 
 
 @triton.jit
-def add_values(scores, pointers, widths, positions, scale):
-    """Adds a mask's values, times `scale`, to a tile of scores, or hides what it hides."""
-    within = positions[None, :] < widths[:, None]
+def end_of_whole_tiles(begin, end, widths, in_tile, BLOCK_N: tl.constexpr):
+    """Returns where the tiles of BLOCK_N keys from `begin` on end that lie before `end` and within the masks of
+    all rows."""
+    least = tl.min(tl.where(in_tile, widths, 2**30), 0)
+    return begin + tl.maximum(tl.minimum(end, least) - begin, 0) // BLOCK_N * BLOCK_N
+
+
+@triton.jit
+def load_values(pointers, widths, positions, exists, MASKED: tl.constexpr):
+    """Loads a tile of a mask's values; zeros if the tile does not exist. Unless MASKED, it lies within the mask
+    of every row (`end_of_whole_tiles`), so that values are loaded as vectors."""
+    within = (widths > 0)[:, None] & exists
+    if MASKED:
+        within = positions[None, :] < widths[:, None]
     if pointers.dtype.element_ty == tl.uint8:
-        shown = tl.load(pointers[:, None] + positions[None, :], mask=within, other=0)
-        scores = tl.where(shown != 0, scores, float("-inf"))
+        values = tl.load(pointers[:, None] + positions[None, :], mask=within, other=0)
     else:
         values = tl.load(pointers[:, None] + positions[None, :], mask=within, other=float("-inf"))
+    return values
+
+
+@triton.jit
+def add_values(scores, values, scale):
+    """Adds a mask's values, times `scale`, to a tile of scores, or hides what it hides."""
+    if values.dtype == tl.uint8:
+        scores += tl.where(values != 0, 0.0, float("-inf"))
+    else:
         scores += values.to(tl.float32) * scale
     return scores
 

@@ -4,7 +4,7 @@ import triton
 import triton.language as tl
 
 from .attend_keys import LOG2_E, find_slots, load_slopes, start_softmax
-from .attention_mask import add_values, is_in_tree, mask_rows
+from .attention_mask import add_values, is_in_tree, load_values, mask_rows
 
 _LOG2_E = tl.constexpr(LOG2_E)
 
@@ -70,7 +70,8 @@ def _score_tile(
         if mask.dtype.element_ty == tl.int32:
             visible = visible & is_in_tree(pointers, widths, positions, own_begin)
         else:
-            scores = add_values(scores, pointers, widths, positions, _LOG2_E / score_scale)
+            values = load_values(pointers, widths, positions, True, True)
+            scores = add_values(scores, values, _LOG2_E / score_scale)
     scores = scores * score_scale
     if alibi_slopes is not None:
         slopes = load_slopes(alibi_slopes, heads, in_tile)

@@ -11,7 +11,7 @@ from lightkv.triton_kernels.attention.attend_keys import (
     load_slopes,
     start_softmax,
 )
-from lightkv.triton_kernels.attention.attention_mask import mask_rows
+from lightkv.triton_kernels.attention.attention_mask import end_of_whole_tiles, mask_rows
 
 from .decode_plan import ITEM_FIELDS, PART_FIELDS, SHARE_FIELDS
 from .decode_sinks import SINK_TILE, attend_sinks
@@ -181,6 +181,8 @@ def decode_kernel(
             if IS_TREE:
                 own_begin = length - NUM_QUERIES
             mask_tile = (mask_pointers, mask_widths, own_begin)
+            if not IS_TREE:
+                full_end = end_of_whole_tiles(begin, full_end, mask_widths, in_tile, BLOCK_N)
             if (
                 WINDOW == 0 and CHUNK == 0 and MEMBERS == 1
             ):  # such multiples: the mask is read in whole vectors

@@ -27,70 +27,54 @@ from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
-    async_copy,
     fence_async_shared,
     mbarrier,
-    warpgroup_mma,
     warpgroup_mma_wait,
 )
 
 from lightkv.triton_kernels import tuning
 
 from .prefill_hopper_items import (
-    find_inner_slots,
-    find_slots,
     item_at,
     keys_of,
     load_slopes,
     online_softmax,
     pack_pairs,
     piece_of,
-    row_pointers,
     rows_of_tree,
     start_softmax,
     thread_sums,
     tile_of,
+    total_width,
     unpack_pairs,
     write_part,
     write_tile,
 )
+from .prefill_hopper_tiles import (
+    WARPS,
+    allocate_tiles,
+    begin_output,
+    begin_scores,
+    copy_q,
+    copy_rows,
+    empty_output,
+    find_inner_slots_of_pieces,
+    find_slots_of_pieces,
+    output_layout,
+    scale_rows,
+    tile_at,
+    wait_output,
+)
 
-_WARPS = gl.constexpr(4)  # of a warpgroup, which executes a wgmma together
 _REGISTERS = gl.constexpr(504)  # of three threads, one of each warpgroup
-
-
-@gluon.jit
-def _copy_rows(head, slots, stride, tile_smem, full, layout: gl.constexpr):
-    """Starts the copy of one head's K or V at `slots`; the barrier `full` completes when it has arrived."""
-    pointers = row_pointers(head, slots, stride, layout, tile_smem.shape[1])
-    async_copy.async_copy_global_to_shared(tile_smem, pointers)
-    async_copy.mbarrier_arrive(full, increment_count=False)
 
 
 @gluon.jit
 def _pass_item(item, turn, shared):
     """Passes the item to the computing warpgroups, once they no longer read q of the one before."""
     mbarrier.wait(shared[6], (turn & 1) ^ 1)
-    shared[0].store(gl.full([1], item, gl.int32, gl.BlockedLayout([1], [32], [_WARPS], [0])))
+    shared[0].store(gl.full([1], item, gl.int32, gl.BlockedLayout([1], [32], [WARPS], [0])))
     mbarrier.arrive(shared[4])
-
-
-@gluon.jit
-def _copy_q(q, q_strides, tile, q_smem, q_full, GROUP: gl.constexpr, layout: gl.constexpr):
-    """Starts the copy of a tile's queries; rows after the request's last repeat that row."""
-    ROWS: gl.constexpr = q_smem.shape[1]
-    D: gl.constexpr = q_smem.shape[2]
-    kv_head, _row, first_row, num_rows, q_begin, _prefix = tile
-    stride_q_t, stride_q_h = q_strides
-    dims = gl.arange(0, D, gl.SliceLayout(0, layout))
-    for half in gl.static_range(2):
-        rows = first_row + half * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, layout))
-        rows = gl.minimum(rows, num_rows - 1)
-        tokens = (q_begin + rows // GROUP).to(gl.int64)
-        heads = kv_head * GROUP + rows % GROUP
-        pointers = q + (tokens * stride_q_t + heads * stride_q_h)[:, None] + dims[None, :]
-        async_copy.async_copy_global_to_shared(q_smem.index(half), pointers)
-    async_copy.mbarrier_arrive(q_full, increment_count=False)
 
 
 @gluon.jit
@@ -111,13 +95,9 @@ def _gather(
     q, k_cache, v_cache, index, indirection, items, counters = tensors
     q_strides, k_strides, v_strides, index_strides = strides
     _item, q_smem, k_smem, v_smem, _item_full, q_full, _q_empty, k_full, v_full, empty = shared
-    STAGES: gl.constexpr = k_smem.shape[0]
-    BLOCK_N: gl.constexpr = k_smem.shape[1]
-    D: gl.constexpr = k_smem.shape[2]
-    BLOCK_M: gl.constexpr = 2 * q_smem.shape[1]
-    # A thread copies 16 bytes of a row, and its neighbours copy the rest of the row.
-    layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D, D // 8], [_WARPS, 1], [1, 0])
-    keys: gl.constexpr = gl.SliceLayout(1, layout)
+    STAGES: gl.constexpr = k_smem[0].shape[0]
+    BLOCK_N: gl.constexpr = k_smem[0].shape[1]
+    BLOCK_M: gl.constexpr = 2 * q_smem[0].shape[1]
     count = 0  # key tiles so far, over all items
     turn = 0  # items so far
     order = gl.load(counters + 2), gl.load(counters + 3), num_kv_heads
@@ -132,27 +112,29 @@ def _gather(
                 index_row = index, indirection + tile[1] * index_strides[1], index_strides[0], SINKS, RING
             k_head = k_cache + tile[0] * k_strides[1]
             v_head = v_cache + tile[0] * v_strides[1]
-            slots = find_slots(index_row, last, begin, end, BLOCK_N, SHIFT, keys)
+            slots = find_slots_of_pieces(index_row, last, begin, end, k_smem, SHIFT)
             for j in range(last - first + 1):
                 stage = count % STAGES
                 here = slots
                 # The index is loaded a tile ahead, since the copy of K needs its values.
                 if WINDOW > 0 or CHUNK > 0:
-                    slots = find_slots(index_row, last - 1 - j, begin, end, BLOCK_N, SHIFT, keys)
+                    slots = find_slots_of_pieces(index_row, last - 1 - j, begin, end, k_smem, SHIFT)
                 else:
-                    slots = find_inner_slots(index_row, last - 1 - j, j < last - first, BLOCK_N, SHIFT, keys)
+                    slots = find_inner_slots_of_pieces(
+                        index_row, last - 1 - j, j < last - first, k_smem, SHIFT
+                    )
                 mbarrier.wait(empty.index(stage), (count // STAGES & 1) ^ 1)
-                _copy_rows(k_head, here, k_strides[0], k_smem.index(stage), k_full.index(stage), layout)
+                copy_rows(k_head, here, k_strides[0], tile_at(k_smem, stage), k_full.index(stage))
                 if j == 0:
                     _pass_item(item, turn, shared)
-                    _copy_q(q, q_strides, tile, q_smem, q_full, GROUP, layout)
+                    copy_q(q, q_strides, tile, q_smem, q_full, GROUP)
                 # V of the tile that was here goes with K of the tile after that.
                 mbarrier.wait(empty.index((count + 1) % STAGES), ((count + 1) // STAGES & 1) ^ 1)
-                _copy_rows(v_head, here, v_strides[0], v_smem.index(stage), v_full.index(stage), layout)
+                copy_rows(v_head, here, v_strides[0], tile_at(v_smem, stage), v_full.index(stage))
                 count += 1
         else:
             _pass_item(item, turn, shared)
-            _copy_q(q, q_strides, tile, q_smem, q_full, GROUP, layout)
+            copy_q(q, q_strides, tile, q_smem, q_full, GROUP)
         turn += 1
         item = -1
         if SHARES:
@@ -164,16 +146,6 @@ def _gather(
     if gl.atomic_add(counters + 1, 1) == gl.num_programs(0) - 1:
         gl.store(counters, 0)
         gl.store(counters + 1, 0)
-
-
-@gluon.jit
-def _begin_scores(k_tile, q_half, layout: gl.constexpr):
-    """Starts the computation of a tile's scores on the tensor cores."""
-    ROWS: gl.constexpr = q_half.shape[0]
-    BLOCK_N: gl.constexpr = k_tile.shape[0]
-    fence_async_shared()  # makes what cp.async wrote visible to the asynchronous proxy of wgmma
-    zeros = gl.zeros([ROWS, BLOCK_N], gl.float32, layout)
-    return warpgroup_mma(q_half, k_tile.permute((1, 0)), zeros, use_acc=False, is_async=True)
 
 
 @gluon.jit
@@ -194,18 +166,15 @@ def _compute(
     items, out, lse, partials, of_scores = tensors
     sink_logits, alibi_slopes, tree = of_scores
     item_smem, q_smem, k_smem, v_smem, item_full, q_full, q_empty, k_full, v_full, empty = shared
-    STAGES: gl.constexpr = k_smem.shape[0]
-    BLOCK_N: gl.constexpr = k_smem.shape[1]
-    D: gl.constexpr = k_smem.shape[2]
-    ROWS: gl.constexpr = q_smem.shape[1]
-    dtype: gl.constexpr = q_smem.dtype
-    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [_WARPS, 1], [16, BLOCK_N, 16])
-    acc_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [_WARPS, 1], [16, D, 16])
-    p_layout: gl.constexpr = gl.DotOperandLayout(0, acc_layout, 2)
+    STAGES: gl.constexpr = k_smem[0].shape[0]
+    BLOCK_N: gl.constexpr = k_smem[0].shape[1]
+    ROWS: gl.constexpr = q_smem[0].shape[1]
+    dtype: gl.constexpr = q_smem[0].dtype
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, BLOCK_N, 16])
+    p_layout: gl.constexpr = gl.DotOperandLayout(0, output_layout(v_smem[0].shape[2]), 2)
     row: gl.constexpr = gl.SliceLayout(1, layout)
-    acc_row: gl.constexpr = gl.SliceLayout(1, acc_layout)
-    one: gl.constexpr = gl.BlockedLayout([1], [32], [_WARPS], [0])
-    q_half = q_smem.index(HALF)
+    one: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
+    q_half = tile_at(q_smem, HALF)
     count = 0
     turn = 0
     mbarrier.wait(item_full, 0)
@@ -224,7 +193,7 @@ def _compute(
             begin = keys_of(tile, piece, 2 * ROWS, BLOCK_N, GROUP, WINDOW, CHUNK, AFTER, False)[0]
             joins = piece[0] <= begin
         peak, total = start_softmax(sink_logits, joins, tile, HALF, GROUP, ROWS, row)
-        acc = gl.zeros([ROWS, D], gl.float32, acc_layout)
+        acc = empty_output(v_smem, ROWS)
         mbarrier.wait(q_full, turn & 1)
         if computes:
             first_row, prefix = tile[2] + HALF * ROWS, tile[5]
@@ -260,11 +229,11 @@ def _compute(
                 full = gl.where(one_chunk, full, first)
             stage = count % STAGES
             mbarrier.wait(k_full.index(stage), count // STAGES & 1)
-            s = _begin_scores(k_smem.index(stage), q_half, layout)
+            s = begin_scores(tile_at(k_smem, stage), q_half, layout)
             s = warpgroup_mma_wait(0, deps=[s])
             weights, decay, peak = online_softmax(
                 s, peak, last * BLOCK_N, positions, last_keys, slopes, origin, of_tree, scales,
-                WINDOW, CHUNK, SOFTCAP, True,
+                WINDOW, CHUNK, SOFTCAP, total_width(v_smem) > 64, True,
             )  # fmt: skip
             sums = thread_sums(weights)  # of each of the four threads of a row
             sums_row: gl.constexpr = gl.SliceLayout(1, sums.type.layout)
@@ -282,28 +251,28 @@ def _compute(
                     before = stage
                     stage = count % STAGES
                     mbarrier.wait(k_full.index(stage), count // STAGES & 1)
-                    s = _begin_scores(k_smem.index(stage), q_half, layout)
+                    s = begin_scores(tile_at(k_smem, stage), q_half, layout)
                     p = unpack_pairs(pairs, dtype, p_layout)
-                    acc = warpgroup_mma(p, v_smem.index(before), acc, is_async=True)
-                    s = warpgroup_mma_wait(1, deps=[s])
+                    acc = begin_output(p, tile_at(v_smem, before), acc)
+                    s = warpgroup_mma_wait(len(v_smem), deps=[s])
                     first_key = ((full if FULL else last) - 1 - j) * BLOCK_N
                     weights, decay, peak = online_softmax(
                         s, peak, first_key, positions, last_keys, slopes, origin, of_tree, scales,
-                        WINDOW, CHUNK, SOFTCAP, FULL == 0,
+                        WINDOW, CHUNK, SOFTCAP, total_width(v_smem) > 64, FULL == 0,
                     )  # fmt: skip
                     sums = sums * gl.convert_layout(decay, sums_row)[:, None] + thread_sums(weights)
                     # This wait also ends a basic block; without it ptxas moves the next wait above the softmax.
                     mbarrier.wait(v_full.index(stage), count // STAGES & 1)
-                    acc, _p = warpgroup_mma_wait(0, deps=[acc, p])  # wgmma reads p until then
+                    acc = wait_output(acc, (p,))
                     mbarrier.arrive(empty.index(stage))
                     pairs = pack_pairs(weights, dtype)
-                    acc = acc * gl.convert_layout(decay, acc_row)[:, None]
+                    acc = scale_rows(acc, decay)
                     count += 1
             mbarrier.arrive(q_empty)
             fence_async_shared()
             p = unpack_pairs(pairs, dtype, p_layout)
-            acc = warpgroup_mma(p, v_smem.index(stage), acc, is_async=True)
-            acc = warpgroup_mma_wait(0, deps=[acc])
+            acc = begin_output(p, tile_at(v_smem, stage), acc)
+            acc = wait_output(acc, ())
             total = gl.convert_layout(gl.sum(sums, 1), row)
             if slopes is not None:
                 peak += row_bias
@@ -347,7 +316,7 @@ def _hopper_kernel(
     tree,  # [T, tree_words], bits of a tree of guesses; or None
     out,
     lse,  # [T, H] float32, base 2; or None
-    partial_out,  # [parts, num_kv_heads, BLOCK_M, D] float32; None if no tile is ever cut
+    partial_out,  # [parts, num_kv_heads, BLOCK_M, DV] float32; None if no tile is ever cut
     partial_lse,  # [parts, num_kv_heads, BLOCK_M] float32, base 2
     num_kv_heads,
     score_scale,
@@ -365,7 +334,8 @@ def _hopper_kernel(
     tree_words,
     stride_tree,
     GROUP: gl.constexpr,
-    D: gl.constexpr,
+    DK: gl.constexpr,
+    DV: gl.constexpr,
     BLOCK_M: gl.constexpr,
     BLOCK_N: gl.constexpr,
     STAGES: gl.constexpr,
@@ -378,14 +348,13 @@ def _hopper_kernel(
     SOFTCAP: gl.constexpr,
     SHARES: gl.constexpr,
 ):
-    COMPUTE_REGISTERS: gl.constexpr = 208 if D > 128 else 200
+    COMPUTE_REGISTERS: gl.constexpr = 208 if DV > 128 else 200
     dtype: gl.constexpr = q.dtype.element_ty
-    tile_layout: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
     barrier: gl.constexpr = mbarrier.MBarrierLayout()
     item_smem = gl.allocate_shared_memory(gl.int32, [1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-    q_smem = gl.allocate_shared_memory(dtype, [2, BLOCK_M // 2, D], tile_layout)
-    k_smem = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_N, D], tile_layout)
-    v_smem = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_N, D], tile_layout)
+    q_smem = allocate_tiles(dtype, 2, BLOCK_M // 2, DK)
+    k_smem = allocate_tiles(dtype, STAGES, BLOCK_N, DK)
+    v_smem = allocate_tiles(dtype, STAGES, BLOCK_N, DV)
     item_full = gl.allocate_shared_memory(gl.int64, [1], barrier)
     q_full = gl.allocate_shared_memory(gl.int64, [1], barrier)
     q_empty = gl.allocate_shared_memory(gl.int64, [1], barrier)
@@ -394,11 +363,11 @@ def _hopper_kernel(
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], barrier)
     # Every gathering thread arrives when its copies have completed; each computing warpgroup arrives once.
     mbarrier.init(item_full, count=1)
-    mbarrier.init(q_full, count=32 * _WARPS)
+    mbarrier.init(q_full, count=32 * WARPS)
     mbarrier.init(q_empty, count=2)
     for stage in gl.static_range(STAGES):
-        mbarrier.init(k_full.index(stage), count=32 * _WARPS)
-        mbarrier.init(v_full.index(stage), count=32 * _WARPS)
+        mbarrier.init(k_full.index(stage), count=32 * WARPS)
+        mbarrier.init(v_full.index(stage), count=32 * WARPS)
         mbarrier.init(empty.index(stage), count=2)
     fence_async_shared()
     shared = (item_smem, q_smem, k_smem, v_smem, item_full, q_full, q_empty, k_full, v_full, empty)
@@ -422,7 +391,7 @@ def _hopper_kernel(
                 inputs, num_kv_heads, strides, shared, GROUP, SHIFT, SINKS, RING, WINDOW, CHUNK, AFTER, SHARES,
             )),
         ],
-        [_WARPS, _WARPS],
+        [WARPS, WARPS],
         [COMPUTE_REGISTERS, _REGISTERS - 2 * COMPUTE_REGISTERS],
     )  # fmt: skip
 
@@ -461,8 +430,8 @@ def launch_hopper_prefill(
     caches and out, except the last ones, and their addresses in bytes have to be multiples of 16. `tree`: int32
     `[1, T, words]`, the bits of a mask. Nothing is checked.
     """
-    num_heads, head_dim = q.shape[1:]
-    num_kv_heads = k_cache.shape[1]
+    num_heads, key_dim = q.shape[1:]
+    num_kv_heads, value_dim = v_cache.shape[1:]
     num_programs = min(num_kv_heads * num_shares, tuning.device_class(q.device).num_multiprocessors)
     _hopper_kernel[(num_programs,)](
         q, k_cache, v_cache, index, indirection, items, counters, sink_logits, alibi_slopes, tree, out, lse,
@@ -476,7 +445,8 @@ def launch_hopper_prefill(
         None if tree is None else tree.shape[2],
         None if tree is None else tree.stride(1),
         GROUP=num_heads // num_kv_heads,
-        D=head_dim,
+        DK=key_dim,
+        DV=value_dim,
         BLOCK_M=launch.block_m,
         BLOCK_N=launch.block_n,
         STAGES=launch.num_stages,

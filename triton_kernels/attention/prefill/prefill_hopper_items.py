@@ -184,38 +184,78 @@ def rows_of_tree(tree, tile, HALF: gl.constexpr, GROUP: gl.constexpr, ROWS: gl.c
 
 
 @gluon.jit
-def _hide_outside_tree(s, of_tree, first_key):
-    """Hides the queries' own keys whose bits are not set. The 32 columns of a part of the tile have their bits
-    in two neighbouring words of a row."""
+def _hide_outside_tree(s, of_tree, first_key, last):
+    """Hides the keys after the column `last` of each row, and the queries' own keys whose bits are not set.
+
+    The 32 columns of a part of the tile have their bits in two neighbouring words of a row. Shifted by a
+    thread's columns, these have the thread's bits at positions that are constants to the compiler. Keys before
+    the queries count as set bits.
+    """
     words, num_words, own_begin = of_tree
-    parts = s.reshape([s.shape[0], s.shape[1] // 32, 32])
+    parts = s.reshape([s.shape[0], s.shape[1] // 32, 4, 8])
     layout: gl.constexpr = parts.type.layout
-    of_part: gl.constexpr = gl.SliceLayout(2, layout)
+    of_eight: gl.constexpr = gl.SliceLayout(3, layout)
+    of_part: gl.constexpr = gl.SliceLayout(2, of_eight)
     words = gl.convert_layout(words, gl.SliceLayout(1, of_part))[:, None]
-    begin = first_key - own_begin + 32 * gl.arange(0, s.shape[1] // 32, gl.SliceLayout(0, of_part))[None, :]
-    word = begin >> 5
-    low = gl.load(words + word, mask=(word >= 0) & (word < num_words), other=0)
-    high = gl.load(words + word + 1, mask=(word >= -1) & (word < num_words - 1), other=0)
-    columns = gl.arange(0, 32, gl.SliceLayout(0, gl.SliceLayout(0, layout)))[None, :][None, :, :]
-    bit = ((first_key - own_begin) & 31) + columns
-    shown = (gl.where(bit < 32, low[:, :, None], high[:, :, None]) >> (bit & 31)) & 1
-    parts = gl.where((shown != 0) | (begin[:, :, None] + columns < 0), parts, float("-inf"))
+    begin = first_key - own_begin
+    word = (begin >> 5) + gl.arange(0, s.shape[1] // 32, gl.SliceLayout(0, of_part))[None, :]
+    low = gl.load(words + word, mask=(word >= 0) & (word < num_words), other=gl.where(word < 0, -1, 0))
+    word += 1
+    high = gl.load(words + word, mask=(word >= 0) & (word < num_words), other=gl.where(word < 0, -1, 0))
+    both = (high.to(gl.int64) << 32) | (low.to(gl.int64) & 0xFFFFFFFF)
+    bits = (both >> (begin & 31)).to(gl.int32)  # [rows, parts], bit c is that of the part's column c
+    last = gl.convert_layout(last, gl.SliceLayout(1, of_part))[:, None]
+    last -= 32 * gl.arange(0, s.shape[1] // 32, gl.SliceLayout(0, of_part))[None, :]
+    bits &= gl.where(last >= 31, -1, gl.where(last < 0, 0, (2 << (last & 31)) - 1))
+    column = gl.arange(0, 8, gl.SliceLayout(0, gl.SliceLayout(0, gl.SliceLayout(0, layout))))
+    bits = bits[:, :, None][:, :, :, None] >> column[None, :][None, :, :][None, :, :, :]
+    eight = gl.arange(0, 4, gl.SliceLayout(0, gl.SliceLayout(0, of_eight)))[None, :][None, :, :]
+    shown = (bits & (1 << (8 * eight))[:, :, :, None]) != 0
+    return gl.convert_layout(gl.where(shown, parts, float("-inf")).reshape(s.shape), s.type.layout)
+
+
+@gluon.jit
+def _add_alibi(s, slopes):
+    """Adds slope * key to the scores, with one multiply-add each, as far as it is the same for 8 neighbouring
+    keys: these numbers are constants to the compiler. `_alibi_of_columns` is what is left."""
+    parts = s.reshape([s.shape[0], s.shape[1] // 8, 8])
+    layout: gl.constexpr = parts.type.layout
+    part = gl.arange(0, s.shape[1] // 8, gl.SliceLayout(0, gl.SliceLayout(2, layout))).to(gl.float32)
+    slopes = gl.convert_layout(slopes, gl.SliceLayout(1, gl.SliceLayout(2, layout)))
+    parts += slopes[:, None][:, :, None] * (8.0 * part)[None, :][:, :, None]
     return gl.convert_layout(parts.reshape(s.shape), s.type.layout)
 
 
 @gluon.jit
-def _add_alibi(s, slopes, first_key):
-    """Adds slope * key to the scores, with one multiply-add each. In parts of 8 columns, the numbers of the
-    parts are constants to the compiler, and only a thread's two columns are numbers that it has to keep."""
-    parts = s.reshape([s.shape[0], s.shape[1] // 8, 8])
-    layout: gl.constexpr = parts.type.layout
-    of_row: gl.constexpr = gl.SliceLayout(0, layout)
-    part = gl.arange(0, s.shape[1] // 8, gl.SliceLayout(1, of_row)).to(gl.float32)
-    column = gl.arange(0, 8, gl.SliceLayout(0, of_row)).to(gl.float32) + first_key.to(gl.float32)
-    keys = column[None, :] + 8.0 * part[:, None]
-    slopes = gl.convert_layout(slopes, gl.SliceLayout(1, gl.SliceLayout(2, layout)))
-    parts = parts + slopes[:, None][:, :, None] * keys[None, :, :]
-    return gl.convert_layout(parts.reshape(s.shape), s.type.layout)
+def _alibi_of_columns(parts, slopes, first_key):
+    """Returns what ALiBi adds to every eighth score of a row, beside `_add_alibi`: [rows, 8]. A thread holds
+    two of the columns. `parts`: the scores, [rows, columns / 8, 8]."""
+    of_columns: gl.constexpr = gl.SliceLayout(1, parts.type.layout)
+    column = gl.arange(0, 8, gl.SliceLayout(0, of_columns)).to(gl.float32) + first_key.to(gl.float32)
+    return gl.convert_layout(slopes, gl.SliceLayout(1, of_columns))[:, None] * column[None, :]
+
+
+@gluon.jit
+def _after_both(peak):
+    """Returns `peak` unchanged, but each of a thread's two rows' after both are known.
+
+    Otherwise ptxas computes the second row's peak after the first row's exponentials, and these wait for each
+    other. The smaller of a number and the least finite one is never larger than a peak.
+    """
+    return gl.inline_asm_elementwise(
+        """{
+        .reg .f32 a, b;
+        min.f32 a, $2, 0fFF7FFFFF;
+        min.f32 b, $3, 0fFF7FFFFF;
+        max.f32 $0, $2, b;
+        max.f32 $1, $3, a;
+        }""",
+        "=&f,=&f,f,f",
+        [peak],
+        dtype=gl.float32,
+        is_pure=True,
+        pack=2,
+    )
 
 
 @gluon.jit
@@ -232,31 +272,47 @@ def online_softmax(
     WINDOW: gl.constexpr,
     CHUNK: gl.constexpr,
     SOFTCAP: gl.constexpr,
+    BOTH_ROWS_FIRST: gl.constexpr,
     MASKED: gl.constexpr,
 ):
     """Returns the weights of a tile's scores, the factor by which earlier sums decay, and the new peak; as in
-    `attend_keys`. With slopes, in units of the scores, the bias of ALiBi is counted from the key `origin`."""
+    `attend_keys`. With slopes, in units of the scores, the bias of ALiBi is counted from the key `origin`.
+    BOTH_ROWS_FIRST: as `_after_both` says, which pays for head dims over 64."""
     layout: gl.constexpr = s.type.layout
     BLOCK_N: gl.constexpr = s.shape[1]
     score_scale, cap_scale = scales
     if SOFTCAP:
         s = 2.0 / (1.0 + gl.exp(-s * cap_scale)) - 1.0  # tanh
     if slopes is not None:
-        s = _add_alibi(s, slopes, first_key - origin)
+        s = _add_alibi(s, slopes)
     if MASKED:
         columns = gl.arange(0, BLOCK_N, gl.SliceLayout(0, layout))
         last = last_keys - first_key  # the last column that a row sees
-        s = gl.where(columns[None, :] <= last[:, None], s, float("-inf"))
+        if of_tree is not None:
+            s = _hide_outside_tree(s, of_tree, first_key, last)
+        else:
+            s = gl.where(columns[None, :] <= last[:, None], s, float("-inf"))
         if WINDOW > 0:
             s = gl.where(columns[None, :] > (positions - first_key - WINDOW)[:, None], s, float("-inf"))
         if CHUNK > 0:
             begin = positions // CHUNK * CHUNK - first_key
             s = gl.where(columns[None, :] >= begin[:, None], s, float("-inf"))
-        if of_tree is not None:
-            s = _hide_outside_tree(s, of_tree, first_key)
-    most = gl.convert_layout(gl.max(_thread_max(s), 1), gl.SliceLayout(1, layout))
+    if slopes is not None:
+        parts = s.reshape([s.shape[0], BLOCK_N // 8, 8])
+        bias = _alibi_of_columns(parts, slopes, first_key - origin)  # [rows, 8]
+        most = gl.convert_layout(gl.max(gl.max(parts, 1) + bias, 1), gl.SliceLayout(1, layout))
+    else:
+        most = gl.convert_layout(gl.max(_thread_max(s), 1), gl.SliceLayout(1, layout))
     new_peak = gl.maximum(peak, most * score_scale)
-    weights = gl.exp2(s * score_scale - new_peak[:, None])
+    if BOTH_ROWS_FIRST:
+        new_peak = _after_both(new_peak)
+    if slopes is not None:
+        of_row: gl.constexpr = gl.SliceLayout(1, bias.type.layout)
+        base = gl.convert_layout(new_peak, of_row)[:, None] - bias * score_scale
+        weights = gl.exp2(parts * score_scale - base[:, None, :])
+        weights = gl.convert_layout(weights.reshape(s.shape), layout)
+    else:
+        weights = gl.exp2(s * score_scale - new_peak[:, None])
     return weights, gl.exp2(peak - new_peak), new_peak
 
 
@@ -313,48 +369,83 @@ def _row_pieces(num_rows, head_dim, num_swaps):
     return gl.DistributedLinearLayout(registers, lanes, [[16, 0], [32, 0]], [], [num_rows, head_dim])
 
 
+@gluon.constexpr_function
+def total_width(pieces):
+    """Returns the head dim of a tile in pieces, or of several such tiles."""
+    return sum(int(piece.shape[-1]) for piece in pieces)
+
+
+@gluon.jit
+def _normalise(acc, total):
+    """Divides the rows of each piece by their totals."""
+    found = ()  # type: tuple
+    for i in gl.static_range(len(acc)):
+        sums = gl.convert_layout(total, gl.SliceLayout(1, acc[i].type.layout))
+        found += (acc[i] * (1.0 / gl.where(sums > 0.0, sums, 1.0))[:, None],)
+    return found
+
+
 @gluon.jit
 def write_part(acc, peak, total, partials, part, num_kv_heads, tile, HALF: gl.constexpr):
-    """Normalises a warpgroup's rows and writes those that belong to the request to a partial output."""
-    ROWS: gl.constexpr = acc.shape[0]
-    D: gl.constexpr = acc.shape[1]
-    acc_row: gl.constexpr = gl.SliceLayout(1, acc.type.layout)
+    """Normalises a warpgroup's rows, in pieces, and writes those that belong to the request to a partial
+    output."""
+    ROWS: gl.constexpr = acc[0].shape[0]
+    D: gl.constexpr = total_width(acc)
+    acc_row: gl.constexpr = gl.SliceLayout(1, acc[0].type.layout)
     partial_out, partial_lse = partials
     kv_head, _row, first_row, num_rows, _q_begin, _prefix = tile
-    total = gl.convert_layout(total, acc_row)
-    values = acc * (1.0 / gl.where(total > 0.0, total, 1.0))[:, None]
+    values = _normalise(acc, total)
     rows = HALF * ROWS + gl.arange(0, ROWS, acc_row)
     place = (part * num_kv_heads + kv_head) * (2 * ROWS) + rows
-    dims = gl.arange(0, D, gl.SliceLayout(0, acc.type.layout))
     in_tile = first_row + rows < num_rows
-    gl.store(partial_out + (place * D)[:, None] + dims[None, :], values, mask=in_tile[:, None])
+    for i in gl.static_range(len(acc)):
+        _write_part_piece(values[i], partial_out, place * D, in_tile)
+        partial_out += acc[i].shape[1]
+    total = gl.convert_layout(total, acc_row)
     gl.store(partial_lse + place, gl.convert_layout(peak, acc_row) + gl.log2(total), mask=in_tile)
+
+
+@gluon.jit
+def _write_part_piece(values, partial_out, place, in_tile):
+    layout: gl.constexpr = values.type.layout
+    place = gl.convert_layout(place, gl.SliceLayout(1, layout))[:, None]
+    in_tile = gl.convert_layout(in_tile, gl.SliceLayout(1, layout))[:, None]
+    dims = gl.arange(0, values.shape[1], gl.SliceLayout(0, layout))
+    gl.store(partial_out + place + dims[None, :], values, mask=in_tile)
 
 
 @gluon.jit
 def write_tile(
     acc, peak, total, out, lse, num_heads, out_strides, tile, HALF: gl.constexpr, GROUP: gl.constexpr
 ):
-    """Normalises a warpgroup's rows and writes those that belong to the request."""
-    ROWS: gl.constexpr = acc.shape[0]
-    D: gl.constexpr = acc.shape[1]
-    acc_row: gl.constexpr = gl.SliceLayout(1, acc.type.layout)
+    """Normalises a warpgroup's rows, in pieces, and writes those that belong to the request."""
+    ROWS: gl.constexpr = acc[0].shape[0]
+    acc_row: gl.constexpr = gl.SliceLayout(1, acc[0].type.layout)
+    kv_head, _row, first_row, num_rows, q_begin, _prefix = tile
+    values = _normalise(acc, total)
+    for i in gl.static_range(len(acc)):
+        _write_piece(values[i], out, out_strides, tile, HALF, GROUP)
+        out += acc[i].shape[1]
+    if lse is not None:
+        rows = first_row + HALF * ROWS + gl.arange(0, ROWS, acc_row)
+        tokens = (q_begin + rows // GROUP).to(gl.int64)
+        heads = kv_head * GROUP + rows % GROUP
+        values = gl.convert_layout(peak, acc_row) + gl.log2(gl.convert_layout(total, acc_row))
+        gl.store(lse + tokens * num_heads + heads, values, mask=rows < num_rows)
+
+
+@gluon.jit
+def _write_piece(values, out, out_strides, tile, HALF: gl.constexpr, GROUP: gl.constexpr):
+    ROWS: gl.constexpr = values.shape[0]
+    D: gl.constexpr = values.shape[1]
     # Each swap is a shuffle. Both at once would go through shared memory, which is full.
     swapped: gl.constexpr = _row_pieces(ROWS, D, 1)
-    layout: gl.constexpr = _row_pieces(ROWS, D, 2)
+    layout: gl.constexpr = _row_pieces(ROWS, D, 2 if D > 16 else 1)
     kv_head, _row, first_row, num_rows, q_begin, _prefix = tile
-    total = gl.convert_layout(total, acc_row)
-    acc = acc * (1.0 / gl.where(total > 0.0, total, 1.0))[:, None]
-    values = gl.convert_layout(gl.convert_layout(acc.to(out.dtype.element_ty), swapped), layout)
+    values = gl.convert_layout(gl.convert_layout(values.to(out.dtype.element_ty), swapped), layout)
     rows = first_row + HALF * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, layout))
     tokens = (q_begin + rows // GROUP).to(gl.int64)
     heads = kv_head * GROUP + rows % GROUP
     dims = gl.arange(0, D, gl.SliceLayout(0, layout))
     pointers = out + (tokens * out_strides[0] + heads * out_strides[1])[:, None] + dims[None, :]
     gl.store(pointers, values, mask=(rows < num_rows)[:, None])
-    if lse is not None:
-        rows = first_row + HALF * ROWS + gl.arange(0, ROWS, acc_row)
-        tokens = (q_begin + rows // GROUP).to(gl.int64)
-        heads = kv_head * GROUP + rows % GROUP
-        values = gl.convert_layout(peak, acc_row) + gl.log2(total)
-        gl.store(lse + tokens * num_heads + heads, values, mask=rows < num_rows)

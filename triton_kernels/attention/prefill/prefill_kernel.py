@@ -11,7 +11,7 @@ from lightkv.triton_kernels.attention.attend_keys import (
     load_slopes,
     start_softmax,
 )
-from lightkv.triton_kernels.attention.attention_mask import mask_rows
+from lightkv.triton_kernels.attention.attention_mask import end_of_whole_tiles, mask_rows
 
 from .prefill_plan import ITEM_FIELDS
 
@@ -118,6 +118,8 @@ def _attend_item(
             mask, mask_columns, mask_sizes[0], mask_sizes[1], mask_sizes[2], heads, tokens, request, in_tile
         )
         mask_tile = (mask_pointers, mask_widths, prefix)
+        if not IS_TREE:
+            full_end = end_of_whole_tiles(begin, full_end, mask_widths, in_tile, BLOCK_N)
         if WINDOW == 0 and CHUNK == 0:  # a part begins at such a multiple: the mask is read in whole vectors
             begin = begin // 16 * 16
             full_end = full_end // 16 * 16

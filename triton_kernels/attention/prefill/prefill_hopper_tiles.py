@@ -1,0 +1,199 @@
+"""The tiles of `prefill_hopper.py`: its copies to shared memory and its products on the tensor cores (Gluon).
+
+The shapes of Gluon's tensors are powers of two. Other head dims are a sum of these, so a tile is a tuple of
+pieces, the widest first, and has no columns of padding:
+
+    head dim 128    ├──────────────────────────── 128 ─────────────────────────────┤
+    head dim 96     ├────────────── 64 ──────────────┼────── 32 ──────┤
+    head dim 80     ├────────────── 64 ──────────────┼── 16 ──┤
+
+A score is the sum of the products of the pieces of q and K. Each piece of V has a piece of the output. The
+slots are found once for K and V, so V's pieces have to be as wide as the first ones of K.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    async_copy,
+    fence_async_shared,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from .prefill_hopper_items import find_inner_slots, find_slots, row_pointers
+
+WARPS = gl.constexpr(4)  # of a warpgroup, which executes a wgmma together
+
+
+@gluon.constexpr_function
+def num_pieces(head_dim):
+    return int(head_dim).bit_count()
+
+
+@gluon.constexpr_function
+def piece_width(head_dim, piece):
+    """Returns the width of a piece: of the head dim's powers of two, the largest are first."""
+    bits = [bit for bit in range(int(head_dim).bit_length()) if int(head_dim) >> bit & 1]
+    return 1 << bits[-1 - int(piece)]
+
+
+@gluon.constexpr_function
+def tile_layout(head_dim, piece):
+    """Returns the layout of a piece in shared memory, whose rows are swizzled within 128 bytes at most."""
+    return gl.NVMMASharedLayout(min(2 * piece_width(head_dim, piece), 128), 16, 2)
+
+
+@gluon.constexpr_function
+def copy_layout(width):
+    """Returns the layout of a copy: a thread copies 16 bytes of a row, its neighbours the rest."""
+    return gl.BlockedLayout([1, 8], [256 // int(width), int(width) // 8], [4, 1], [1, 0])
+
+
+@gluon.constexpr_function
+def slots_layout(width):
+    """Returns the layout of the slots whose rows are copied."""
+    return gl.SliceLayout(1, copy_layout(width))
+
+
+@gluon.constexpr_function
+def output_layout(width):
+    """Returns the layout of a piece of the output, which a wgmma computes."""
+    return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, int(width), 16])
+
+
+@gluon.jit
+def allocate_tiles(dtype: gl.constexpr, NUM: gl.constexpr, ROWS: gl.constexpr, HEAD_DIM: gl.constexpr):
+    """Returns room for `NUM` tiles in shared memory: pieces of `[NUM, ROWS, width]`."""
+    tiles = ()  # type: tuple
+    for i in gl.static_range(num_pieces(HEAD_DIM)):
+        tiles += (
+            gl.allocate_shared_memory(dtype, [NUM, ROWS, piece_width(HEAD_DIM, i)], tile_layout(HEAD_DIM, i)),
+        )
+    return tiles
+
+
+@gluon.jit
+def tile_at(tiles, i):
+    """Returns tile `i` of several, in pieces of `[ROWS, width]`."""
+    found = ()  # type: tuple
+    for piece in gl.static_range(len(tiles)):
+        found += (tiles[piece].index(i),)
+    return found
+
+
+# --------------------------------------------------------------------------------
+# Copies
+
+
+@gluon.jit
+def find_slots_of_pieces(index_row, key_tile, begin, end, tiles, SHIFT: gl.constexpr):
+    """Returns the result of `find_slots` for the copy of each piece."""
+    slots = ()  # type: tuple
+    for i in gl.static_range(len(tiles)):
+        slots += (
+            find_slots(
+                index_row, key_tile, begin, end, tiles[i].shape[1], SHIFT, slots_layout(tiles[i].shape[2])
+            ),
+        )
+    return slots
+
+
+@gluon.jit
+def find_inner_slots_of_pieces(index_row, key_tile, exists, tiles, SHIFT: gl.constexpr):
+    """Returns the result of `find_inner_slots` for the copy of each piece."""
+    slots = ()  # type: tuple
+    for i in gl.static_range(len(tiles)):
+        slots += (
+            find_inner_slots(
+                index_row, key_tile, exists, tiles[i].shape[1], SHIFT, slots_layout(tiles[i].shape[2])
+            ),
+        )
+    return slots
+
+
+@gluon.jit
+def copy_rows(head, slots, stride, tile, full):
+    """Starts the copy of one head's K or V at `slots`; the barrier `full` completes when it has arrived."""
+    for i in gl.static_range(len(tile)):
+        pointers = row_pointers(head, slots[i], stride, copy_layout(tile[i].shape[1]), tile[i].shape[1])
+        async_copy.async_copy_global_to_shared(tile[i], pointers)
+        head += tile[i].shape[1]
+    async_copy.mbarrier_arrive(full, increment_count=False)
+
+
+@gluon.jit
+def _q_pointers(q, q_strides, tile, half, GROUP: gl.constexpr, ROWS: gl.constexpr, D: gl.constexpr):
+    layout: gl.constexpr = copy_layout(D)
+    kv_head, _row, first_row, num_rows, q_begin, _prefix = tile
+    stride_q_t, stride_q_h = q_strides
+    dims = gl.arange(0, D, gl.SliceLayout(0, layout))
+    rows = first_row + half * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, layout))
+    rows = gl.minimum(rows, num_rows - 1)
+    tokens = (q_begin + rows // GROUP).to(gl.int64)
+    heads = kv_head * GROUP + rows % GROUP
+    return q + (tokens * stride_q_t + heads * stride_q_h)[:, None] + dims[None, :]
+
+
+@gluon.jit
+def copy_q(q, q_strides, tile, q_smem, q_full, GROUP: gl.constexpr):
+    """Starts the copy of a tile's queries; rows after the request's last repeat that row."""
+    for i in gl.static_range(len(q_smem)):
+        for half in gl.static_range(2):
+            target = q_smem[i].index(half)
+            pointers = _q_pointers(q, q_strides, tile, half, GROUP, target.shape[0], target.shape[1])
+            async_copy.async_copy_global_to_shared(target, pointers)
+        q += q_smem[i].shape[2]
+    async_copy.mbarrier_arrive(q_full, increment_count=False)
+
+
+# --------------------------------------------------------------------------------
+# Products
+
+
+@gluon.jit
+def begin_scores(k_tile, q_half, layout: gl.constexpr):
+    """Starts the computation of a tile's scores on the tensor cores."""
+    ROWS: gl.constexpr = q_half[0].shape[0]
+    BLOCK_N: gl.constexpr = k_tile[0].shape[0]
+    fence_async_shared()  # makes what cp.async wrote visible to the asynchronous proxy of wgmma
+    s = gl.zeros([ROWS, BLOCK_N], gl.float32, layout)
+    for i in gl.static_range(len(k_tile)):
+        s = warpgroup_mma(q_half[i], k_tile[i].permute((1, 0)), s, use_acc=i > 0, is_async=True)
+    return s
+
+
+@gluon.jit
+def empty_output(v_smem, ROWS: gl.constexpr):
+    """Returns the output before the first tile, in pieces."""
+    acc = ()  # type: tuple
+    for i in gl.static_range(len(v_smem)):
+        acc += (gl.full([ROWS, v_smem[i].shape[2]], 0.0, gl.float32, output_layout(v_smem[i].shape[2])),)
+    return acc
+
+
+@gluon.jit
+def begin_output(p, v_tile, acc):
+    """Starts adding a tile's weights times V to the output on the tensor cores."""
+    found = ()  # type: tuple
+    for i in gl.static_range(len(v_tile)):
+        weights = gl.convert_layout(p, gl.DotOperandLayout(0, acc[i].type.layout, 2))
+        found += (warpgroup_mma(weights, v_tile[i], acc[i], is_async=True),)
+    return found
+
+
+@gluon.jit
+def wait_output(acc, operands):
+    """Returns the output once it is computed; until then, its products read `operands`, a tuple."""
+    if len(acc + operands) == 1:
+        return (warpgroup_mma_wait(0, deps=[acc[0]]),)
+    else:
+        return warpgroup_mma_wait(0, deps=acc + operands)[: len(acc)]
+
+
+@gluon.jit
+def scale_rows(acc, factors):
+    """Returns the output with each row times a factor."""
+    found = ()  # type: tuple
+    for i in gl.static_range(len(acc)):
+        found += (acc[i] * gl.convert_layout(factors, gl.SliceLayout(1, acc[i].type.layout))[:, None],)
+    return found
