@@ -339,7 +339,7 @@ class KVCache:
         """
         self._require_owner()
         self.ledger.require_open(sequence)
-        if sequence.dropped:
+        if sequence.dropped or sequence.was_overwritten:
             raise ValueError(
                 f"{sequence} has dropped tokens, so a prompt's K/V cannot be made of it; run it anew"
             )

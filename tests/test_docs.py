@@ -211,6 +211,11 @@ def test_every_python_block_runs(page: Path, small_llm: None, capsys: pytest.Cap
     assert capsys.readouterr().out.strip()
 
 
+def test_the_example_of_the_kernels_runs() -> None:
+    (program,) = blocks_of(ROOT / "docs" / "kernels.md", "python")
+    exec(compile(program, "docs/kernels.md", "exec"), {})
+
+
 def test_the_readmes_examples_stay_short() -> None:
     blocks = [*blocks_of(README, "python"), *blocks_of(README, "bash")]
     llm, cache, serve = (len([line for line in block.splitlines() if line]) for block in blocks)

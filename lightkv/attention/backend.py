@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 import torch
 
+from lightkv.triton_kernels.attention.attention_inputs import check_ring
 from lightkv.triton_kernels.attention.paged_kv import DEFAULT_OPTIONS, AttentionOptions, PagedKV
 
 from .cross import CrossMetadata
@@ -65,12 +66,14 @@ class AttentionBackend(ABC):
 
     def paged_kv(self, metadata: AttentionMetadata) -> PagedKV:
         """Returns the layer's K/V in the pool, with the step's index."""
+        kv = self.cross_kv(metadata)
+        return kv._replace(index=metadata.index, ring=metadata.ring, indirection=metadata.indirection)
+
+    def cross_kv(self, metadata: AttentionMetadata) -> PagedKV:
+        """Returns the layer's K/V in the pool, with the token table, in which cross sequences have rows."""
         memory = metadata.memory
         return PagedKV(
-            memory.pool.k(self.layer_idx),
-            memory.pool.v(self.layer_idx),
-            metadata.index,
-            ring=metadata.ring,
+            memory.pool.k(self.layer_idx), memory.pool.v(self.layer_idx), memory.table.req_to_token
         )
 
     def forward(
@@ -97,16 +100,14 @@ class AttentionBackend(ABC):
 
         Raises:
             ValueError: the step has sink tokens, and the layer has windows, chunks or ALiBi, is not causal, or
-                was made without `rotary`, or the step has a mask.
+                was made without `rotary`; or it is over rings that are smaller than the layer's window, or the
+                layer has chunks. Nothing is written then.
         """
         options, ring = self.options, metadata.ring
         num_sink_tokens = metadata.num_sink_tokens if ring is None else ring.sinks
         bounded = options.window or options.chunk or options.alibi_slopes is not None or not options.causal
-        if num_sink_tokens and metadata.mask is not None:
-            raise ValueError(
-                f"a step with {num_sink_tokens} sinks has no mask: the sinks are attended apart, at "
-                "other positions; run the sequences with a mask in a step of their own"
-            )
+        if ring is not None:
+            check_ring(ring, options)
         if num_sink_tokens and (self.rotary is None or bounded):
             raise ValueError(
                 f"a step with {num_sink_tokens} sinks needs the rotary frequencies (rotary) and a "
@@ -132,11 +133,17 @@ class AttentionBackend(ABC):
         self, k: torch.Tensor, v: torch.Tensor, slots: torch.Tensor, metadata: AttentionMetadata
     ) -> None:
         """Writes a cross sequence's K and V, `[n, num_kv_heads * head_dim]` and `[n, num_kv_heads * v_dim]`, to
-        its slots, int `[n]` on the pool's device (`KVCache.open_cross`). Later steps only read them."""
-        pool, num_tokens = metadata.memory.pool, len(slots)
-        k_cache, v_cache = pool.k(self.layer_idx), pool.v(self.layer_idx)
-        k_cache.index_copy_(0, slots.long(), k.view(num_tokens, *k_cache.shape[1:]).to(k_cache.dtype))
-        v_cache.index_copy_(0, slots.long(), v.view(num_tokens, *v_cache.shape[1:]).to(v_cache.dtype))
+        its slots, int `[n]` on the pool's device (`KVCache.open_cross`). Later steps only read them. Raises
+        ValueError for other numbers of tokens or dims; nothing is written then."""
+        kv, num_tokens = self.cross_kv(metadata), len(slots)
+        for name, new, cache in (("k", k, kv.k), ("v", v, kv.v)):
+            if len(new) != num_tokens or new.numel() != num_tokens * cache[0].numel():
+                raise ValueError(
+                    f"{name} of {num_tokens} slots must be [{num_tokens}, {cache[0].numel()}], got "
+                    f"{tuple(new.shape)}"
+                )
+        for new, cache in ((k, kv.k), (v, kv.v)):
+            cache.index_copy_(0, slots.long(), new.reshape(num_tokens, *cache.shape[1:]).to(cache.dtype))
 
     def cross(self, q: torch.Tensor, cross: CrossMetadata) -> torch.Tensor:
         """Attends from q, `[num_tokens, num_heads * head_dim]`, to all tokens of the cross sequence that each
@@ -159,11 +166,13 @@ class AttentionBackend(ABC):
         heads.
 
         q is as for `forward`, which has to run first because it writes the keys. Returns float32 `[B,
-        longest]`, zero past a sequence's entries. Raises ValueError for a step with sinks.
+        longest]`, zero past a sequence's entries. Raises ValueError for a step with sinks, over rings, or with
+        an indirection.
         """
-        if metadata.ring is not None:
+        if metadata.ring is not None or metadata.indirection is not None:
             raise ValueError(
-                f"a step over {metadata.ring} is not scored by entries; use rows that are no rings"
+                f"a step over {metadata.ring}, with an indirection {metadata.indirection is not None}, is not "
+                "scored by entries; use rows that are no rings and hold their own tokens"
             )
         if metadata.num_sink_tokens:
             raise ValueError(

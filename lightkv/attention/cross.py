@@ -28,7 +28,8 @@ class CrossMetadata:
     def prepare(self, rows: Sequence[int], lengths: Sequence[int]) -> None:
         """Loads the row and the length of the cross sequence that each sequence of the step reads, prefills
         first, in one upload. A sequence that reads none has length 0, and its output is zeros. Raises
-        ValueError where these are more than the step has, or fewer."""
+        ValueError where these are more than the step has, or fewer, or are not in the token table; nothing
+        changes then."""
         row, length = np.array(rows, dtype=np.int64), np.array(lengths, dtype=np.int64)
         shape, metadata = self.metadata.shape, self.metadata
         num_prefills = metadata.num_real_prefills
@@ -36,6 +37,16 @@ class CrossMetadata:
             raise ValueError(
                 f"{len(row)} rows and {len(length)} lengths of cross sequences in a step of "
                 f"{metadata.num_sequences} sequences: give one each"
+            )
+        table = metadata.memory.table
+        if len(row) and (
+            min(row.min(), length.min()) < 0
+            or row.max() > table.max_sequences
+            or length.max() > table.max_entries
+        ):
+            raise ValueError(
+                f"rows {row.tolist()} with {length.tolist()} tokens, in a table of rows 0 to "
+                f"{table.max_sequences} of {table.max_entries} entries; give those of `KVCache.open_cross`"
             )
         if shape is not None:
             row, length = shape.place(row, num_prefills), shape.place(length, num_prefills)

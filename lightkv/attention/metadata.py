@@ -93,7 +93,8 @@ class AttentionMetadata:
       int64 `[T]` (None if no token was dropped), `shared_prefixes` (decodes whose first tokens are in the same
       slots; None if no prefix is read for several of them), `index` int32 `[num_rows, num_entries]` (the slots
       of each row's entries: the token table's, or those of rings in order), `ring` (what the rows are rings of;
-      None where they are not, or where `index` has them in order), `mask` (that of `prepare`, or None).
+      None where they are not, or where `index` has them in order), `mask` and `indirection` (those of
+      `prepare`, or None).
 
         q         ├──── prefill 0 ────┼─ prefill 1 ─┼ decode 2 ┼ decode 3 ┤
         q_starts  0                   ┘             ┘          ┘          └ T
@@ -185,6 +186,7 @@ class AttentionMetadata:
         also: Sequence[np.ndarray] = (),
         mask: AttentionMask | None = None,
         positions: Sequence[int] | None = None,
+        indirection: torch.Tensor | None = None,
     ) -> list[torch.Tensor]:
         """Loads a step's batch, with one upload (two where tokens were dropped) and without synchronising.
 
@@ -205,8 +207,13 @@ class AttentionMetadata:
                 list in every step, even an empty one.
             also: one-dimensional arrays of the caller's, to upload with the batch.
             mask: what hides keys or changes scores in this step, in every layer, with a row for each token of
-                the batch, on the device. A captured graph reads the tensors that it was captured with.
+                the batch, on the device. A captured graph reads the tensors that it was captured with. There is
+                none in a step over rings, or with sinks.
             positions: of each token, where they do not follow from the entries, as those of a tree of guesses.
+            indirection: int32 `[table rows, n]` on the device, with n as large as the longest sequence: the row
+                whose slot is read for each position of a row, as of beams (`PagedKV.indirection`). New K/V is
+                written to a row's own slots. A captured graph reads the tensor that it was captured with. No
+                sequence has dropped tokens then, no prefill is of a ring, and no prefixes are read together.
 
         Returns:
             `also` on the device.
@@ -218,6 +225,12 @@ class AttentionMetadata:
         self._validate(row, start, count, num_prefills)
         if ring is not None:
             self._validate_ring(start, count, num_prefills, ring, bool(len(dropped) or num_sink_tokens))
+        self._validate_tensors(start + count, num_prefills, ring, num_sink_tokens, mask, indirection)
+        if indirection is not None and (len(dropped) or prefixes):
+            raise ValueError(
+                f"an indirection with {list(dropped)} dropped tokens and prefixes {prefixes}: it names a row "
+                "for each position, so nothing may be dropped, and each sequence reads its own; run these apart"
+            )
         gap = np.array(dropped, dtype=np.int64) if len(dropped) else np.zeros_like(row)
         self._validate_dropped(start, gap, num_prefills, num_sink_tokens)
         shape, table = self.shape, self.memory.table
@@ -272,7 +285,7 @@ class AttentionMetadata:
 
         self.step += 1
         self.num_sequences, self.num_real_prefills = num_sequences, num_real_prefills
-        self.mask = mask
+        self.mask, self.indirection = mask, indirection
         self.rows_host, self.kv_lens_host = row, kv_len
         self.num_prefills = num_prefills
         self.num_decodes = len(row) - num_prefills
@@ -339,6 +352,42 @@ class AttentionMetadata:
             raise ValueError(
                 f"counts {count.tolist()} with {num_prefills} prefills: a prefill computes at least one "
                 "token, a decode exactly one, and the prefills come first"
+            )
+
+    def _validate_tensors(
+        self,
+        kv_lens: np.ndarray,
+        num_prefills: int,
+        ring: Ring | None,
+        num_sink_tokens: int,
+        mask: AttentionMask | None,
+        indirection: torch.Tensor | None,
+    ) -> None:
+        if mask is not None and (ring is not None or num_sink_tokens):
+            raise ValueError(
+                f"a mask in a step over {ring} with {num_sink_tokens} sinks: its columns are the positions of "
+                "sequences that hold all their tokens; run the sequences with a mask in a step of their own"
+            )
+        if indirection is None:
+            return
+        table = self.memory.table
+        wanted, longest = len(table.req_to_token), int(kv_lens.max(initial=0))
+        if (
+            indirection.dim() != 2
+            or indirection.dtype != torch.int32
+            or len(indirection) != wanted
+            or indirection.shape[1] < longest
+            or indirection.device != table.device
+        ):
+            raise ValueError(
+                f"indirection must be int32 [{wanted}, n] on {table.device}, a row for each of the table and n "
+                f"of {longest} or more; got {indirection.dtype} {tuple(indirection.shape)} on "
+                f"{indirection.device}"
+            )
+        if ring is not None and num_prefills:
+            raise ValueError(
+                f"{num_prefills} prefills over {ring} with an indirection: only decodes over rings have one; "
+                "compute the prompts without it"
             )
 
     def _validate_dropped(

@@ -13,7 +13,7 @@ from lightkv.triton_kernels.attention.decode.decode_sinks import SinkRotation
 from lightkv.triton_kernels.attention.decode.ring_step import sink_rotation
 from lightkv.triton_kernels.attention.merge_states import merge_states
 from lightkv.triton_kernels.attention.mixed_attention import MixedPlan, mixed_attention, mixed_plan
-from lightkv.triton_kernels.attention.paged_kv import HeadShape, PagedKV
+from lightkv.triton_kernels.attention.paged_kv import HeadShape
 from lightkv.triton_kernels.attention.prefill.prefill_combine import most_part_bytes
 from lightkv.triton_kernels.write_kv import write_kv
 
@@ -219,10 +219,9 @@ class TritonAttention(AttentionBackend):
 
         plans = cross.plan if isinstance(cross.plan, _StepPlans) else _StepPlans()
         cross.plan = plans
-        pool = metadata.memory.pool
         mixed_attention(
             q,
-            PagedKV(pool.k(self.layer_idx), pool.v(self.layer_idx), metadata.memory.table.req_to_token),
+            self.cross_kv(metadata),
             cross.rows,
             q_starts,
             cross.kv_lens,

@@ -405,7 +405,7 @@ class TokenLedger:
         start, end = sequence.shared, sequence.length
         if (cross := sequence.cross) is not None and not cross.is_kept and cross.num_readers == 1:
             cache = False  # nothing can hit tokens that depend on a cross sequence that goes
-        if cache and not sequence.dropped:
+        if cache and not sequence.dropped and not sequence.was_overwritten:
             start = state.cache_tail(sequence, sequence.prompt + output_ids)
         if end > start:
             state.free_range(sequence.row, start, end)

@@ -36,6 +36,7 @@ def advance(sequences: Seq[Sequence], counts: Seq[int]) -> None:
             added = min(count, sequence.ring.capacity - sequence.length)
         sequence.length += added
         sequence.dropped += count - added
+        sequence.was_overwritten |= count > added
 
 
 def may_shrink(sequence: Sequence, count: int) -> bool:

@@ -30,9 +30,12 @@ class Sequence:
     session: the one that protects its tokens once it has closed, if any.
 
     ring: its row is a ring: once `length` is `ring.capacity`, new tokens take the slots of old ones, and
-    `dropped` grows instead. cross: the cross sequence that it reads (`TokenLedger.open_cross`). num_readers:
-    None except for a cross sequence; how many open sequences read it. is_kept: False for a cross sequence that
-    was closed, and goes when its last reader closes.
+    `dropped` grows instead. was_overwritten: whether new tokens ever took slots of old ones, also in a step
+    that was undone (`shrink`); its tokens are then not cached.
+
+    cross: the cross sequence that it reads (`TokenLedger.open_cross`). num_readers: None except for a cross
+    sequence; how many open sequences read it. is_kept: False for a cross sequence that was closed, and goes
+    when its last reader closes.
     """
 
     __slots__ = (
@@ -51,6 +54,7 @@ class Sequence:
         "session",
         "shared",
         "sink_node",
+        "was_overwritten",
     )
 
     def __init__(self, row: int, prompt: bytes, root: Segment, node: Segment, shared: int) -> None:
@@ -67,6 +71,7 @@ class Sequence:
         self.num_sink_tokens = 0
         self.session: Session | None = None
         self.ring: Ring | None = None
+        self.was_overwritten = False
         self.cross: Sequence | None = None
         self.num_readers: int | None = None
         self.is_kept = True

@@ -16,7 +16,7 @@ from lightkv.attention import (
     Rotary,
     make_backends,
     pick_backend,
-    torch_backend,
+    torch_plan,
 )
 from lightkv.memory.kv_memory import KVMemory
 from lightkv.triton_kernels.attention.alibi import alibi_slopes
@@ -169,7 +169,7 @@ def test_torch_backend(case: str, dtype: torch.dtype, device: torch.device) -> N
 def test_torch_backend_in_several_buckets(
     case: str, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(torch_backend, "PADDING_TOKENS", 1)
+    monkeypatch.setattr(torch_plan, "PADDING_TOKENS", 1)
     run_steps("torch", CASES[case], torch.float32, device)
 
 
@@ -178,7 +178,7 @@ def test_torch_backend_in_several_buckets(
 def test_torch_backend_in_several_tiles(
     case: str, tile: int, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(torch_backend, "QUERY_TILE", tile)
+    monkeypatch.setattr(torch_plan, "QUERY_TILE", tile)
     run_steps("torch", CASES[case], torch.float32, device)
 
 
@@ -186,7 +186,7 @@ def test_torch_backend_in_several_tiles(
 def test_prefill_tiles_read_only_keys_that_are_seen(
     window: int, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(torch_backend, "QUERY_TILE", 4)
+    monkeypatch.setattr(torch_plan, "QUERY_TILE", 4)
     memory = KVMemory(KVSpec(1, 1, 16, 16, torch.float32), 100, MAX_SEQUENCES, 32, device)
     slots = torch.arange(1, 65, dtype=torch.int32, device=device)
     # Row 1: 1.., row 2: 33..
@@ -194,7 +194,7 @@ def test_prefill_tiles_read_only_keys_that_are_seen(
     metadata = AttentionMetadata(4, 32, memory)
     metadata.prepare([1, 2, 3], [10, 0, 0], [9, 6, 3], 3)
     options = AttentionOptions(window=window)
-    plan = torch_backend.TorchPlan.of(metadata).prefill(metadata, options, torch.float32, fused=True)
+    plan = torch_plan.TorchPlan.of(metadata).prefill(metadata, options, torch.float32, fused=True)
     found = [(t.start, t.end, None if t.slots is None else t.slots.tolist()) for t in plan.tiles]
     firsts = [5, 9, 13] if window else [0, 0, 0]
     keys = [list(range(1 + first, 1 + end)) for first, end in zip(firsts, [14, 18, 19], strict=True)]
@@ -360,13 +360,13 @@ def test_scores_of_entries(name: str, case: str, device: torch.device) -> None:
 
 def test_prefill_tiles_end_with_their_chunk(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     """Row 1 computes entries 10 to 22 and row 2 the first 12, in chunks of 8 and tiles of up to 4."""
-    monkeypatch.setattr(torch_backend, "QUERY_TILE", 4)
+    monkeypatch.setattr(torch_plan, "QUERY_TILE", 4)
     memory = KVMemory(KVSpec(1, 1, 16, 16, torch.float32), 100, MAX_SEQUENCES, 32, device)
     slots = torch.arange(1, 65, dtype=torch.int32, device=device)
     memory.table.req_to_token.view(-1).index_copy_(0, torch.arange(32, 96, device=device), slots)
     metadata = AttentionMetadata(4, 32, memory)
     metadata.prepare([1, 2], [10, 0], [13, 12], 2)
-    plan = torch_backend.TorchPlan.of(metadata).prefill(
+    plan = torch_plan.TorchPlan.of(metadata).prefill(
         metadata, AttentionOptions(chunk=8), torch.float32, fused=True
     )
     found = [(t.start, t.end, None if t.slots is None else t.slots.tolist()) for t in plan.tiles]
@@ -438,12 +438,12 @@ def random_lengths() -> Iterator[np.ndarray]:
     "lengths", list(random_lengths()), ids=lambda lengths: f"{len(lengths)}-{lengths.max()}"
 )
 def test_buckets_bound_the_padding(lengths: np.ndarray) -> None:
-    buckets = torch_backend.bucket_lengths(lengths)
+    buckets = torch_plan.bucket_lengths(lengths)
     assert sorted(np.concatenate(buckets).tolist()) == list(range(len(lengths)))
     for members in buckets:
         total = lengths[members].sum()
         padding = len(members) * lengths[members].max() - total
-        assert padding <= max(torch_backend.PADDING_FRACTION * total, torch_backend.PADDING_TOKENS)
+        assert padding <= max(torch_plan.PADDING_FRACTION * total, torch_plan.PADDING_TOKENS)
 
 
 def triton_decode(memory: KVMemory) -> tuple[AttentionBackend, AttentionMetadata, list[torch.Tensor]]:

@@ -7,6 +7,7 @@ from test_attention import MAX_SEQUENCES, History
 from lightkv.attention import AttentionMetadata, AttentionOptions, LayerShape, Rotary, make_backends
 from lightkv.triton_kernels.attention.attention_mask import AttentionMask, mask_reference
 from lightkv.triton_kernels.attention.attention_reference import attend_reference
+from lightkv.triton_kernels.attention.ring import Ring
 
 ROWS, COUNTS = [1, 4, 3, 2], [7, 3, 1, 1]  # two prefills, two decodes
 
@@ -60,13 +61,30 @@ def test_sink_tokens_and_masks_are_refused_together(device: torch.device) -> Non
     metadata = AttentionMetadata(MAX_SEQUENCES, 64, history.memory)
     metadata.prepare([1], history.place([1], [5]), [5], 1)
     history.append([1], [5], *(torch.zeros(5, 2, 16, device=device) for _ in range(2)))
-    starts = history.place([1], [1])
-    metadata.prepare([1], starts, [1], 1, dropped=[3], num_sink_tokens=2, mask=mask)
+    starts, step = history.place([1], [1]), metadata.step
+    with pytest.raises(ValueError, match="a mask in a step over None with 2 sinks"):
+        metadata.prepare([1], starts, [1], 1, dropped=[3], num_sink_tokens=2, mask=mask)
+    with pytest.raises(ValueError, match="a mask in a step over Ring"):
+        metadata.prepare([1], [9], [1], 0, ring=Ring(0, 8), mask=mask)
+    assert metadata.step == step
+    metadata.prepare([1], starts, [1], 1, dropped=[3], num_sink_tokens=2)
     q = torch.zeros(1, 64, device=device)
-    for options, match in [
-        (AttentionOptions(), "has no mask"),
-        (AttentionOptions(causal=False), "has no mask"),
+    options = AttentionOptions(causal=False)
+    (backend,) = make_backends("torch", device, [LayerShape(4, 16, 2, options)], rotary)
+    with pytest.raises(ValueError, match="causal False"):
+        backend.forward(q, q[:, :32], q[:, :32], metadata)
+
+
+def test_a_mask_that_does_not_fit_is_refused(device: torch.device) -> None:
+    history = History(LayerShape(4, 16, 2, AttentionOptions(window=4)), torch.float32, device)
+    (backend,) = make_backends("torch", device, [history.shape])
+    metadata = AttentionMetadata(MAX_SEQUENCES, 64, history.memory)
+    q, k = torch.zeros(3, 64, device=device), torch.zeros(3, 32, device=device)
+    starts = history.place([1], [3])
+    for mask, match in [
+        (AttentionMask(torch.zeros(2, 9, device=device)), "a mask must be"),
+        (AttentionMask(bits=torch.zeros(3, 1, dtype=torch.int64, device=device)), "a tree of guesses"),
     ]:
-        (backend,) = make_backends("torch", device, [LayerShape(4, 16, 2, options)], rotary)
+        metadata.prepare([1], starts, [3], 1, mask=mask)
         with pytest.raises(ValueError, match=match):
-            backend.forward(q, q[:, :32], q[:, :32], metadata)
+            backend.forward(q, k, k, metadata)

@@ -13,6 +13,7 @@ from lightkv.attention import (
     Rotary,
     make_backends,
 )
+from lightkv.triton_kernels.attention.alibi import alibi_slopes
 from lightkv.triton_kernels.attention.attention_reference import attend_reference
 from lightkv.triton_kernels.attention.ring import Ring
 
@@ -34,15 +35,24 @@ def tokens(count: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor
 
 
 @pytest.mark.parametrize("backend", ["torch", "triton"])
-@pytest.mark.parametrize("window", [0, 12], ids="window{}".format)
-def test_rings_step_by_step(backend: str, window: int, device: torch.device) -> None:
+@pytest.mark.parametrize(
+    ("window", "ring", "alibi"),
+    [
+        (0, Ring(3, 14, 5), False),
+        (12, Ring(0, 20, 6), False),
+        pytest.param(12, Ring(0, 20, 6), True, marks=pytest.mark.slow),
+        pytest.param(0, Ring(0, 17, 5), True, marks=pytest.mark.slow),
+    ],
+    ids=["sinks", "window", "window-alibi", "alibi"],
+)
+def test_rings_step_by_step(backend: str, window: int, ring: Ring, alibi: bool, device: torch.device) -> None:
     """Chunks, then single tokens of two rings at different positions, against all that was ever written."""
     torch.manual_seed(0)
-    ring = Ring(0, 20, 6) if window else Ring(3, 14, 5)
-    options = AttentionOptions(window=window)
+    slopes = alibi_slopes(HEADS, device=device) if alibi else None
+    options = AttentionOptions(window=window, alibi_slopes=slopes)
     rotary = Rotary(10.0 ** -torch.arange(8, dtype=torch.float64, device=device))
     (layer,) = make_backends(
-        backend, device, [LayerShape(HEADS, DIM, KV_HEADS, options)], None if window else rotary
+        backend, device, [LayerShape(HEADS, DIM, KV_HEADS, options)], rotary if ring.sinks else None
     )
     cache = make_cache(device)
     metadata = AttentionMetadata(2, 40, cache.memory)
@@ -74,7 +84,8 @@ def test_rings_step_by_step(backend: str, window: int, device: torch.device) -> 
                 held_k[: len(sinks)] = rotary.rotate_back(held_k[: len(sinks)], dropped)
                 held_v = torch.stack([values[one.row][p] for p in seen])
                 newest = torch.tensor([len(seen) - 1], device=device)
-                expected = attend_reference(q[token].view(1, HEADS, DIM), held_k, held_v, newest)
+                near = AttentionOptions(alibi_slopes=slopes)
+                expected = attend_reference(q[token].view(1, HEADS, DIM), held_k, held_v, newest, near)
                 torch.testing.assert_close(out[token : token + 1].double(), expected, atol=2e-5, rtol=2e-5)
     cache.check()
 
@@ -96,6 +107,11 @@ def test_steps_over_rings_that_cannot_be(device: torch.device) -> None:
     (layer,) = make_backends("torch", device, [LayerShape(HEADS, DIM, KV_HEADS)])
     with pytest.raises(ValueError, match="3 sinks needs the rotary"):
         layer.forward(*tokens(1, device), metadata)
+    for options in (AttentionOptions(chunk=8), AttentionOptions(window=15)):
+        (other,) = make_backends("torch", device, [LayerShape(HEADS, DIM, KV_HEADS, options)])
+        with pytest.raises(ValueError, match="make the ring as large as the window, and have no chunks"):
+            other.forward(*tokens(1, device), metadata)
+    assert cache.memory.pool.kv(0)[1:].isnan().all()
     with pytest.raises(ValueError, match="not scored by entries"):
         layer.entry_scores(tokens(1, device)[0], metadata)
 
@@ -141,8 +157,21 @@ def test_cross_attention(backend: str, static: bool, device: torch.device) -> No
         positions = torch.zeros(1, dtype=torch.int64, device=device)
         expected = attend_reference(q[token].view(1, HEADS, DIM), k, v, positions, options)
         torch.testing.assert_close(out[token : token + 1].double(), expected, atol=2e-5, rtol=2e-5)
-    with pytest.raises(ValueError, match="give one each"):
-        cross_metadata.prepare([1], [1])
+    num_sequences = len(batch)
+    for match, rows, lengths in [
+        ("give one each", [1], [1]),
+        ("of 40 entries", [1] * num_sequences, [41] * num_sequences),
+        ("rows 0 to 6", [7] * num_sequences, [1] * num_sequences),
+        ("rows 0 to 6", [-1] * num_sequences, [1] * num_sequences),
+    ]:
+        with pytest.raises(ValueError, match=match):
+            cross_metadata.prepare(rows, lengths)
+    before = cache.memory.pool.kv(0).clone()
+    _, k, v = tokens(5, device)
+    for wrong in ((k, v[:4]), (k[:, :-1], v)):
+        with pytest.raises(ValueError, match=r"of 5 slots must be \[5, 64\]"):
+            layer.write_cross(*wrong, cache.slots(written[1][0]), metadata)
+    torch.testing.assert_close(cache.memory.pool.kv(0), before, rtol=0, atol=0, equal_nan=True)
     (causal,) = make_backends(backend, device, [LayerShape(HEADS, DIM, KV_HEADS)])
     with pytest.raises(ValueError, match="causal=False"):
         causal.cross(q, cross_metadata)

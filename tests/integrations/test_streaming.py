@@ -7,6 +7,7 @@ that each position should see.
 import doctest
 import random
 from dataclasses import dataclass
+from itertools import product
 from pydoc_data.topics import topics
 from typing import Any
 
@@ -31,7 +32,7 @@ from lightkv.attention import (
     LayerShape,
     Rotary,
     make_backends,
-    torch_backend,
+    torch_plan,
 )
 from lightkv.errors import UnsupportedModel
 from lightkv.integrations import streaming
@@ -137,8 +138,18 @@ def fed(lm: CachedModel, ids: torch.Tensor, window: Window, counts: list[int]) -
     return torch.cat(outputs)
 
 
-@pytest.mark.parametrize("name", WINDOWS)
-@pytest.mark.parametrize("feeding", ["token-by-token", "at-once", "in-chunks"])
+FEEDINGS = ["token-by-token", "at-once", "in-chunks"]
+QUICK = [("sinks", "token-by-token"), ("one-by-one", "in-chunks"), ("no-sinks", "at-once")]
+
+
+@pytest.mark.parametrize(
+    ("name", "feeding"),
+    [
+        pytest.param(*case, marks=() if case in QUICK else pytest.mark.slow)
+        for case in product(WINDOWS, FEEDINGS)
+    ],
+    ids=str,
+)
 def test_logits_equal_those_of_the_reference(name: str, feeding: str) -> None:
     window, length = WINDOWS[name], 130  # more than twice the model's context
     lm = streamer(make_model(torch.device("cpu")), capacity=window.capacity)
@@ -154,8 +165,8 @@ def test_logits_equal_those_of_the_reference(name: str, feeding: str) -> None:
 def test_sinks_are_attended_from_positions_within_the_cache() -> None:
     """The reference would notice if sinks were attended at their true distance: the logits differ."""
     lm = streamer(make_model(torch.device("cpu")), capacity=24)
-    ids = torch.randint(0, VOCABULARY, (150,))
-    right = fed(lm, ids, WINDOWS["sinks"], [150])
+    ids = torch.randint(0, VOCABULARY, (80,))
+    right = fed(lm, ids, WINDOWS["sinks"], [80])
     far = dense_logits(lm.model, ids, WINDOWS["sinks"])
     zeros = torch.zeros(8, dtype=torch.float64)
     not_rotated = dense_logits(lm.model, ids, WINDOWS["sinks"], zeros)
@@ -179,13 +190,14 @@ def test_a_window_over_everything_is_the_plain_model(device: torch.device) -> No
     assert token_losses(lm, ids.tolist(), window).mean().item() == pytest.approx(losses.item(), rel=1e-4)
 
 
-def test_generation_far_past_the_context_in_constant_memory() -> None:
+@pytest.mark.parametrize("count", [60, pytest.param(350, marks=pytest.mark.slow)])
+def test_generation_far_past_the_context_in_constant_memory(count: int) -> None:
     window = Window(size=28, sink_tokens=4, stride=7)
     lm = streamer(make_model(torch.device("cpu")), capacity=window.capacity)
     held = []
     prompt = list(range(5, 90))
     generated = []
-    for token in stream(lm, prompt, window, 350):
+    for token in stream(lm, prompt, window, count):
         held.append(lm.cache.num_held)
         generated.append(token)
     assert set(held) == {window.capacity}
@@ -456,7 +468,7 @@ def test_sequences_with_different_gaps_in_one_step(
 ) -> None:
     """Compares backends with the definition in float64: slots shuffled, free ones NaN, V narrower than K."""
     torch.manual_seed(0)
-    monkeypatch.setattr(torch_backend, "QUERY_TILE", 3 if name == "torch-tiles" else 512)
+    monkeypatch.setattr(torch_plan, "QUERY_TILE", 3 if name == "torch-tiles" else 512)
     heads, kv_heads, dim, v_dim, num_sink_tokens = 6, 2, 24, 16, 3
     shape = LayerShape(heads, dim, kv_heads, AttentionOptions(scale=0.5, softcap=softcap), v_dim)
     memory = KVMemory(KVSpec(1, kv_heads, dim, v_dim, torch.float32), 60, 3, 30, device)

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from feature_table import covers
 from test_decode_attention import TOLERANCE, assert_close, poisoned_cache
 from test_prefill_attention import starts
 from torch import Tensor
@@ -164,6 +165,7 @@ def check_stream(texts: Texts, *, group: int = 2, num_pairs: int = 24, **options
         torch.testing.assert_close(lse[request].double().cpu(), expected_lse, atol=2e-2, rtol=1e-3)
 
 
+@covers("ring, its sinks and window", "decode")
 @pytest.mark.parametrize(
     ("name", "num_splits"),
     [("sinks", 7), ("one-by-one", 1), *(pytest.param(name, 7, marks=pytest.mark.slow) for name in RINGS)],
@@ -215,6 +217,7 @@ SLOW_PAGES = pytest.param(4, marks=pytest.mark.slow)
 WINDOWED = Ring(2, 120)  # holds the window of 50 of up to 71 queries of a step
 
 
+@covers("ring, a layer with a window", "decode", "prefill", "mixed")
 @pytest.mark.parametrize("shift", [0, SLOW_PAGES], ids="shift{}".format)
 def test_a_layer_with_a_window_over_rings(shift: int, device: torch.device) -> None:
     """Decode with one and three queries, prefill and both in one step, of rings that hold the window of each
@@ -281,6 +284,7 @@ def beams_of(kv: PagedKV, rows: Tensor, length: int) -> PagedKV:
     return kv._replace(indirection=chosen.int())
 
 
+@covers("positions read from other rows", "decode", "prefill", "mixed")
 @pytest.mark.parametrize("shift", [0, SLOW_PAGES], ids="shift{}".format)
 @pytest.mark.parametrize("window", [0, pytest.param(30, marks=pytest.mark.slow)], ids="window{}".format)
 def test_beams_read_the_slots_of_other_beams(shift: int, window: int, device: torch.device) -> None:
@@ -314,6 +318,7 @@ def test_beams_read_the_slots_of_other_beams(shift: int, window: int, device: to
         decode_attention(q[:4], kv._replace(indirection=own.long()), cache.rows, cache.lengths)
 
 
+@covers("ring, read from other rows", "decode")
 def test_a_ring_whose_entries_are_read_from_other_rows(device: torch.device) -> None:
     torch.manual_seed(4)
     ring = Ring(3, 20)

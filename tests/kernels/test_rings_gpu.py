@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 import torch
+from feature_table import covers
 from test_decode_attention import assert_close, poisoned_cache
 from test_prefill_attention import starts
 from test_rings import RINGS, beams_of, check_stream, rotation_of, written
@@ -45,6 +46,8 @@ def test_a_large_window(dtype: str, ring: Ring) -> None:
     check_stream(texts, group=4, num_pairs=64)
 
 
+@covers("ring, a layer with a window", "Hopper's prefill")
+@covers("positions read from other rows", "Hopper's prefill")
 @pytest.mark.parametrize("dtype", ["f16", "bf16"])
 @pytest.mark.parametrize("kind", ["ring", "beams"])
 @pytest.mark.parametrize("shift", [0, 4], ids="shift{}".format)

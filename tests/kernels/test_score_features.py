@@ -6,10 +6,10 @@ request has keys. Tensors that a call allocates for itself, partial outputs abov
 """
 
 from collections.abc import Collection, Iterable, Iterator
-from pathlib import Path
 
 import pytest
 import torch
+from feature_table import covers
 from score_features import FEATURES, Batch, Feature, attend_each_key
 from test_decode_attention import TOLERANCE, Cache, assert_close, poisoned_cache, share_first_keys
 from test_prefill_attention import starts
@@ -250,6 +250,7 @@ def test_other_groups_and_strides_of_q(device: torch.device, name: str, group: i
     check_rows(out, lse, q, cache, [2, 2], feature)
 
 
+@covers("keys of another sequence", "decode", "prefill", "mixed")
 @pytest.mark.parametrize("num_queries", [1, 5], ids="queries{}".format)
 def test_keys_of_another_sequence(device: torch.device, num_queries: int) -> None:
     """Cross attention: the lengths are those of the keys, also fewer than there are queries, and no query is
@@ -265,6 +266,11 @@ def test_keys_of_another_sequence(device: torch.device, num_queries: int) -> Non
     args = q, cache.kv, cache.rows, starts(q_lens, device), cache.lengths, feature.options
     prefill_attention(*args, **written)
     assert_close(written["out"], expected)
+    q_starts = starts(q_lens[:2], device)
+    mixed = mixed_attention(
+        q, cache.kv, cache.rows, q_starts, cache.lengths, feature.options, num_queries=num_queries
+    )
+    assert_close(mixed, expected)
 
 
 def test_alibi_at_a_million_tokens(device: torch.device) -> None:
@@ -343,36 +349,3 @@ def test_what_does_not_fit_is_refused(device: torch.device) -> None:
     plan = prefill_plan(*args, HeadShape.of(q, cache.kv), num_tokens=2, dtype=q.dtype)
     with pytest.raises(ValueError, match="0 tokens after the query and chunks of 0, but the call"):
         prefill_attention(q, cache.kv, *args, AttentionOptions(causal=False), plan=plan)
-
-
-def made_table() -> list[str]:
-    """Returns the table of docs/kernels.md: the features that each kernel's test runs with. What Hopper's
-    kernel does not have, general prefill computes."""
-    tests = {
-        "decode": test_decode,
-        "a shared prefix": test_shared_prefix,
-        "prefill": test_prefill,
-        "prefill, keys shared out": test_prefill_with_shared_out_keys,
-        "mixed": test_mixed,
-        "scores": test_scores,
-    }
-    runs = {}
-    for kernel, test in tests.items():
-        (marks,) = (mark.args[1] for mark in test.pytestmark if mark.args[:1] == ("name",))
-        runs[kernel] = {param.values[0] for param in marks}
-    runs["Hopper's prefill"] = {name for name in FEATURES if "mask" not in name}
-    lines = ["| feature | " + " | ".join(runs) + " |", "|---|" + "---|" * len(runs)]
-    for name in FEATURES:
-        lines.append(
-            f"| {name} | " + " | ".join("yes" if name in has else "–" for has in runs.values()) + " |"
-        )
-    named = [f"`{test.__name__}`" for test in tests.values()]
-    return [
-        *lines,
-        "| tested by | " + " | ".join([*named, "`test_warpgroups`, on a GPU `test_prefill`"]) + " |",
-    ]
-
-
-def test_the_table_in_the_docs_is_what_the_tests_run() -> None:
-    page = (Path(__file__).parents[2] / "docs" / "kernels.md").read_text(encoding="utf-8")
-    assert "\n".join(made_table()) in page

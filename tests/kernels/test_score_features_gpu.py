@@ -3,6 +3,7 @@ float64, on a GPU: 16-bit types, the sizes of models, Hopper's kernel, and CUDA 
 
 import pytest
 import torch
+from feature_table import covers
 from score_features import FEATURES, Batch, Feature
 from test_decode_attention import Cache, assert_close, poisoned_cache, share_first_keys
 from test_mixed_attention import make_step
@@ -121,6 +122,14 @@ def check_prefill(
 def test_prefill(name: str, launch: str, head_dim: int) -> None:
     torch.manual_seed(head_dim)
     check_prefill(name, launch, head_dim)
+
+
+@covers("keys of another sequence", "Hopper's prefill")
+@pytest.mark.parametrize("launch", ["hopper", "general"])
+def test_prefill_of_keys_of_another_sequence(launch: str) -> None:
+    """Fewer keys than queries, more, and none."""
+    torch.manual_seed(7)
+    check_prefill("full", launch, 128, sequences=[(700, -400), (37, 2000), (130, -130), (300, -299)])
 
 
 @pytest.mark.parametrize("name", ["ALiBi", "ALiBi, full", "full", "windows on both sides", "tree"])

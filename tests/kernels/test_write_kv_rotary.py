@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from feature_table import covers
 from torch import Tensor
 from transformers import LlamaConfig
 from transformers.models.glm import modeling_glm
@@ -92,6 +93,7 @@ def check_rotary(
         assert not q_out[:num_tokens].isnan().any()
 
 
+@covers("rotary, all dims", "NeoX", "GPT-J")
 @pytest.mark.parametrize("interleaved", [False, True], ids=["neox", "gptj"])
 @pytest.mark.parametrize("in_place", [False, True], ids=["to_an_output", "in_place"])
 @pytest.mark.parametrize("num_tokens", [0, 1, 16, 33], ids="T{}".format)
@@ -100,6 +102,8 @@ def test_rotates_q_and_k(device: torch.device, num_tokens: int, in_place: bool, 
     check_rotary(device=device, num_tokens=num_tokens, in_place=in_place, interleaved=interleaved)
 
 
+@covers("rotary, some of the dims", "NeoX", "GPT-J")
+@covers("QKV bias", "NeoX", "GPT-J")
 @pytest.mark.parametrize("interleaved", [False, True], ids=["neox", "gptj"])
 @pytest.mark.parametrize(
     ("key_dim", "value_dim", "num_pairs"),
@@ -125,6 +129,7 @@ def test_partial_rotary_dims(
         check_rotary(device=device, interleaved=interleaved, biases=biases, in_place=in_place, **dims)
 
 
+@covers("QKV bias", "NeoX", "not rotated")
 @pytest.mark.parametrize("num_pairs", [0, 32], ids=["unrotated", "rotated"])
 @pytest.mark.parametrize("biases", ["qkv", "q", "k", "v", "qk"])
 def test_biases(device: torch.device, biases: str, num_pairs: int) -> None:
@@ -152,6 +157,7 @@ def test_casts_each_result_once(device: torch.device) -> None:
         check_rotary(device=device, biases="qkv", position_dtype=torch.int32, **settings)
 
 
+@covers("tables with a row for each token", "NeoX", "GPT-J")
 @pytest.mark.parametrize("interleaved", [False, True], ids=["neox", "gptj"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=["f32", "f16"])
 def test_tables_in_the_models_type_with_a_row_for_each_token(
@@ -267,40 +273,47 @@ def test_splits_a_fused_projection_without_a_copy(device: torch.device) -> None:
         split_qkv(qkv, 4, 2, 6)
 
 
+@covers("fused QKV input and bias", "NeoX", "GPT-J", "not rotated")
 @pytest.mark.parametrize("interleaved", [False, True], ids=["neox", "gptj"])
-@pytest.mark.parametrize("num_pairs", [12, 32], ids=["partial", "whole"])
+@pytest.mark.parametrize("num_pairs", [0, 12, 32], ids=["none", "partial", "whole"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=["f32", "f16"])
 def test_a_fused_projection_with_its_fused_bias(
-    device: torch.device, interleaved: bool, num_pairs: int
+    device: torch.device, interleaved: bool, num_pairs: int, dtype: torch.dtype
 ) -> None:
     """Compares q, K and V with complex numbers in float64; dims beyond the rotary ones only get the bias."""
     torch.manual_seed(num_pairs)
     heads, kv_heads, dim, num_tokens = 4, 2, 64, 9
     width = (heads + 2 * kv_heads) * dim
-    qkv, bias = torch.randn(num_tokens, width, device=device), torch.randn(width, device=device)
-    cos, sin = tables(num_pairs, device)
-    positions = torch.randint(len(cos), (num_tokens,), device=device)
+    qkv, bias = torch.randn(num_tokens, width).to(device, dtype), torch.randn(width).to(device, dtype)
     slots = 1 + torch.randperm(num_tokens, device=device)
-    k_cache, v_cache = torch.full((2, num_tokens + 2, kv_heads, dim), torch.nan, device=device)
+    k_cache, v_cache = torch.full((2, num_tokens + 2, kv_heads, dim), torch.nan, dtype=dtype, device=device)
     q, k, v = split_qkv(qkv, heads, kv_heads, dim)
     q_bias, k_bias, v_bias = split_qkv(bias, heads, kv_heads, dim)
-    q_out = torch.empty(num_tokens, heads, dim, device=device)
-    biases = {"q_bias": q_bias, "k_bias": k_bias, "v_bias": v_bias}
-    rotation: dict[str, Any] = {"positions": positions, "cos": cos, "sin": sin, "interleaved": interleaved}
-    write_kv(k, v, k_cache, v_cache, slots, q=q, q_out=q_out, **rotation, **biases)
+    q_out = torch.empty(num_tokens, heads, dim, dtype=dtype, device=device)
+    settings: dict[str, Any] = {"q_bias": q_bias, "k_bias": k_bias, "v_bias": v_bias}
+    turn = torch.ones(num_tokens, 1, 0, dtype=torch.complex128, device=device)
+    if num_pairs:
+        cos, sin = tables(num_pairs, device)
+        positions = torch.randint(len(cos), (num_tokens,), device=device)
+        turn = torch.complex(cos.double(), sin.double())[positions][:, None]
+        settings |= {"positions": positions, "cos": cos, "sin": sin, "interleaved": interleaved}
+    write_kv(k, v, k_cache, v_cache, slots, q=q, q_out=q_out, **settings)
 
-    turn = torch.complex(cos.double(), sin.double())[positions][:, None]
+    tolerance = 1e-5 if dtype == torch.float32 else 2e-3
     for written, raw, added in ((q_out, q, q_bias), (k_cache[slots], k, k_bias)):
         expected = raw.double() + added.double()
         turned = expected[..., : 2 * num_pairs]
         if interleaved:
-            pairs = torch.view_as_complex(turned.unflatten(2, (-1, 2)).contiguous()) * turn
+            pairs = torch.view_as_complex(turned.unflatten(2, (num_pairs, 2)).contiguous()) * turn
             turned = torch.view_as_real(pairs).flatten(2)
         else:
-            pairs = torch.complex(*turned.chunk(2, 2)) * turn
+            pairs = torch.complex(turned[..., :num_pairs], turned[..., num_pairs:]) * turn
             turned = torch.cat((pairs.real, pairs.imag), 2)
         expected = torch.cat((turned, expected[..., 2 * num_pairs :]), 2)
-        torch.testing.assert_close(written.double(), expected, atol=1e-5, rtol=1e-5)
-    torch.testing.assert_close(v_cache[slots], v + v_bias)
+        torch.testing.assert_close(written.double(), expected, atol=tolerance, rtol=tolerance)
+    torch.testing.assert_close(
+        v_cache[slots].double(), v.double() + v_bias.double(), atol=tolerance, rtol=tolerance
+    )
     assert k_cache[num_tokens + 1].isnan().all()
 
 

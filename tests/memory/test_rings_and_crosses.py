@@ -248,6 +248,21 @@ def test_a_ring_keeps_its_slots(device: torch.device) -> None:
     assert cache.num_free == cache.capacity
 
 
+def test_a_ring_whose_failed_step_overwrote_tokens_caches_none(device: torch.device) -> None:
+    cache = make_cache(device)
+    sequence = cache.open([1, 2, 3, 4, 5, 6, 7], ring=Ring(1, 4, 2))
+    cache.extend([sequence], [5])
+    cache.extend([sequence], [2])  # the slots of positions 1 and 2
+    cache.shrink([sequence], [2])
+    assert (sequence.position, sequence.dropped) == (5, 0)
+    with pytest.raises(ValueError, match="dropped tokens"):
+        cache.export(sequence)
+    cache.close(sequence)
+    assert cache.match([1, 2, 3, 4, 5, 6, 7]) == 0
+    assert cache.num_free == cache.capacity
+    cache.check()
+
+
 def test_a_ring_shares_its_sinks_alone(device: torch.device) -> None:
     cache = make_cache(device)
     plain = cache.open([1, 2, 3, 4, 5, 6])

@@ -54,6 +54,17 @@ families need more than that:
 - **Llama-4** is released as a model of text and images (`model_type` llama4), and such a wrapper is refused. To
   run its text, the text configuration and the weights below `language_model.` have to be taken out of it.
   transformers computes every expert for every token, and Scout's 218 GB in bfloat16 take several GPUs.
+
+**Models with ALiBi** (Bloom, MPT, Falcon with `alibi`) are refused, although the kernels compute their
+attention, which `tests/kernels/test_alibi_models.py` compares with that of transformers' own modules. lightkv
+runs a model's own forward pass, and takes part in it where a layer calls its attention. In these models
+
+- a layer computes its scores itself, and calls no function that could be another one (AttentionInterface);
+- the model makes the bias from the length of the batch, which in a packed batch is not the length of a text;
+- Bloom and MPT take no positions, and none of the three hands keyword arguments on to its layers, which is how
+  a step's slots reach them.
+
+To run them, their forward passes would have to be written anew here, for each of them by name.
 """
 
 

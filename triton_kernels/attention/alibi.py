@@ -9,7 +9,8 @@ def alibi_slopes(num_heads: int, max_bias: float = 8.0, device: torch.device | s
 
     For a power of two of heads, head h has 2 ** (-max_bias * (h + 1) / num_heads). Otherwise the first heads
     have the slopes of the largest power of two below, and the others every second slope of twice that power, as
-    in the paper's code, Bloom, Falcon and MPT. `max_bias` is 8 there; in MPT it is `alibi_bias_max`.
+    in the paper's code, Bloom, Falcon and MPT. `max_bias` is 8 there; in MPT it is `alibi_bias_max`. Falcon
+    multiplies the bias by the scale of its scores, too, so its slopes are these times `head_dim ** -0.5`.
 
     Raises:
         ValueError: `num_heads` or `max_bias` is not positive.

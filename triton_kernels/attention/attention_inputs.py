@@ -76,7 +76,7 @@ def check_attention_inputs(
             f"{indirection.dtype} {tuple(indirection.shape)}"
         )
     if ring is not None:
-        _check_ring(ring, options)
+        check_ring(ring, options)
     check_requests(rows, lengths)
     scale = options.scale_for(key_dim)
     if not scale > 0 or not 0 <= shift <= 31 or options.softcap < 0:
@@ -104,7 +104,7 @@ def check_attention_inputs(
     return scale
 
 
-def _check_ring(ring: Ring, options: AttentionOptions) -> None:
+def check_ring(ring: Ring, options: AttentionOptions) -> None:
     """Raises ValueError for a layer that sees more than the ring holds."""
     if options.window > ring.size or options.chunk:
         raise ValueError(

@@ -18,7 +18,7 @@ class PagedKV(NamedTuple):
     `shift`: 0 for a token table, log2(page) for a page table, 31 for one contiguous run per row.
     `ring`: the rows are rings, so `pos` above is the entry of a position. None: they are not.
     `indirection`: int32 `[num_rows, positions]`: the token at a position of row r is found in row
-    `indirection[r, position]` of the index instead, as by TensorRT-LLM's cache_indirection. None for r itself.
+    `indirection[r, position]` of the index instead (`beam_indirection` makes it). None for r itself.
     """
 
     k: Tensor
@@ -50,6 +50,40 @@ class HeadShape(NamedTuple):
     def key_bytes(self, dtype: torch.dtype) -> int:
         """Returns the bytes of K and V of a token for one K/V head, in `dtype`."""
         return (self.key_dim + self.value_dim) * dtype.itemsize
+
+
+def beam_indirection(cache_indirection: Tensor, rows: Tensor, out: Tensor) -> None:
+    """Writes the indirection of beams' rows to `out`, from a table of beams as TensorRT-LLM's decode takes it.
+
+    Everything is read on the device, so a captured call may be replayed.
+
+    Args:
+        cache_indirection: int32 `[batch, beams, positions]`, the beam of the same request whose K/V a beam has
+            at each position. Unlike in TensorRT-LLM, this holds for a beam's newest token, too: its K/V is the
+            beam's own, so its number is that of the beam.
+        rows: int64 `[batch, beams]`, the row of the index that each beam writes to.
+        out: int32 `[num_rows, positions]`, `PagedKV.indirection`, of which the rows in `rows` are written.
+
+    Raises:
+        ValueError: shapes or dtypes do not fit. Nothing is written then. The numbers are not checked.
+    """
+    if (
+        cache_indirection.dim() != 3
+        or cache_indirection.dtype != torch.int32
+        or rows.shape != cache_indirection.shape[:2]
+        or rows.dtype != torch.int64
+        or out.dim() != 2
+        or out.dtype != torch.int32
+        or out.shape[1] != cache_indirection.shape[2]
+    ):
+        raise ValueError(
+            "cache_indirection must be int32 [batch, beams, positions], rows int64 [batch, beams] and out "
+            f"int32 [num_rows, positions]; got {cache_indirection.dtype} {tuple(cache_indirection.shape)}, "
+            f"{rows.dtype} {tuple(rows.shape)} and {out.dtype} {tuple(out.shape)}"
+        )
+    batch, beams, positions = cache_indirection.shape
+    chosen = rows[:, None].expand(batch, beams, beams).gather(2, cache_indirection.long())
+    out.index_copy_(0, rows.flatten(), chosen.view(batch * beams, positions).int())
 
 
 ALL_AFTER = 2**30  # more tokens than a request has; positions plus this fit in int32

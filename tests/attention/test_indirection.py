@@ -1,0 +1,115 @@
+"""Compares both backends, in steps whose rows read positions from other rows, with float64; and the table of
+beams that such steps are made from."""
+
+import pytest
+import torch
+from test_attention import CASES, MAX_SEQUENCES, History, on
+
+from lightkv.attention import AttentionMetadata, LayerShape, make_backends
+from lightkv.ledger.shared_prefixes import SharedPrefix
+from lightkv.triton_kernels.attention.paged_kv import beam_indirection
+from lightkv.triton_kernels.attention.ring import Ring
+
+BEAMS = [4, 1, 3]  # the rows of one request's beams
+STEPS = [
+    (BEAMS, [6, 6, 6], 3),
+    (BEAMS, [1, 1, 1], 0),
+    ([4, 1, 3, 2], [3, 2, 1, 1], 2),
+    (BEAMS, [1, 1, 1], 0),
+]
+
+
+def quick(*names: str) -> list[object]:
+    """The cases, of which all but these are slow."""
+    return [pytest.param(name, marks=() if name in names else pytest.mark.slow) for name in CASES]
+
+
+@pytest.mark.parametrize("backend_name", ["torch", "triton"])
+@pytest.mark.parametrize("case", quick("gqa-3", "sinks-window"))
+@pytest.mark.parametrize("static", [False, True], ids=["eager", "static"])
+def test_rows_that_read_the_slots_of_other_rows(
+    backend_name: str, case: str, static: bool, device: torch.device
+) -> None:
+    """Each step chooses anew, at random, which beam's K/V each beam has at each earlier position."""
+    torch.manual_seed(0)
+    history = History(on(CASES[case], device), torch.float32, device)
+    shape = history.shape
+    backend = make_backends(backend_name, device, [shape])[0]
+    eager = AttentionMetadata(MAX_SEQUENCES, 64, history.memory)
+    graphs = eager.create_cuda_graph_metadata(4)
+    num_rows = len(history.memory.table.req_to_token)
+    indirection = torch.zeros(num_rows, 64, dtype=torch.int32, device=device)
+    for step, (rows, counts, num_prefills) in enumerate(STEPS):
+        starts = history.place(rows, counts)
+        indirection.copy_(torch.arange(num_rows, device=device)[:, None])
+        if step:
+            for row in set(rows) & set(BEAMS):
+                first = starts[rows.index(row)]
+                known = min(history.length(other) for other in BEAMS)
+                chosen = torch.randint(len(BEAMS), (min(first, known),))
+                indirection[row, : len(chosen)] = torch.tensor(BEAMS)[chosen].int().to(device)
+        metadata = graphs if static and not num_prefills else eager
+        metadata.prepare(rows, starts, counts, num_prefills, indirection=indirection)
+        total = sum(counts)
+        q = torch.randn(metadata.num_tokens, shape.num_heads, shape.head_dim, device=device)
+        k = torch.randn(metadata.num_tokens, shape.num_kv_heads, shape.head_dim, device=device)
+        v = torch.randn(metadata.num_tokens, shape.num_kv_heads, history.v_dim, device=device)
+        history.append(rows, counts, k[:total], v[:total])
+        out = backend.forward(q, k, v, metadata)
+        own = dict(history.k), dict(history.v)
+        expected = []
+        for row, part in zip(rows, q[:total].split(counts), strict=True):
+            for held, kept in ((history.k, own[0]), (history.v, own[1])):
+                read = indirection[row, : len(kept[row])].tolist()
+                held[row] = torch.stack([kept[other][at] for at, other in enumerate(read)])
+            expected.append(history.attend(row, part))
+            history.k, history.v = dict(own[0]), dict(own[1])
+        torch.testing.assert_close(out[:total].double(), torch.cat(expected).flatten(1), rtol=2e-5, atol=2e-5)
+
+
+def test_indirections_that_cannot_be(device: torch.device) -> None:
+    history = History(LayerShape(4, 16, 2), torch.float32, device)
+    num_rows = len(history.memory.table.req_to_token)
+    indirection = torch.zeros(num_rows, 20, dtype=torch.int32, device=device)
+    metadata = AttentionMetadata(MAX_SEQUENCES, 64, history.memory, prefix_members=2)
+    history.place([1, 2], [19, 19])
+    prefixes = [SharedPrefix((1, 2), 4)]
+    decodes, step = ([1, 2], [18, 18], [1, 1], 0), metadata.step
+    for match, batch, given, others in [
+        (rf"int32 \[{num_rows}, n\] on", decodes, indirection[1:], {}),
+        ("n of 21 or more", ([1], [20], [1], 0), indirection, {}),
+        ("got torch.int64", decodes, indirection.long(), {}),
+        ("nothing may be dropped", decodes, indirection, {"dropped": [0, 3]}),
+        ("each sequence reads its own", decodes, indirection, {"prefixes": prefixes}),
+        ("1 prefills over", ([1], [6], [2], 1), indirection, {"ring": Ring(0, 16)}),
+    ]:
+        with pytest.raises(ValueError, match=match):
+            metadata.prepare(*batch, indirection=given, **others)
+    assert metadata.step == step
+    metadata.prepare(*decodes, indirection=indirection)
+    (backend,) = make_backends("torch", device, [history.shape])
+    with pytest.raises(ValueError, match="with an indirection"):
+        backend.entry_scores(torch.zeros(2, 64, device=device), metadata)
+
+
+def test_a_table_of_beams_names_rows(device: torch.device) -> None:
+    torch.manual_seed(0)
+    beams = torch.randint(3, (2, 3, 9), dtype=torch.int32, device=device)
+    rows = torch.tensor([[5, 1, 4], [2, 7, 3]], device=device)
+    out = torch.full((9, 9), -1, dtype=torch.int32, device=device)
+    beam_indirection(beams, rows, out)
+    for request in range(2):
+        for beam in range(3):
+            expected = [int(rows[request, other]) for other in beams[request, beam].tolist()]
+            assert out[int(rows[request, beam])].tolist() == expected
+    assert (out[[0, 6, 8]] == -1).all()
+    before = out.clone()
+    for wrong in (
+        (beams.long(), rows, out),
+        (beams, rows[:1], out),
+        (beams, rows.int(), out),
+        (beams, rows, out[:, :8]),
+    ):
+        with pytest.raises(ValueError, match="cache_indirection must be int32"):
+            beam_indirection(*wrong)
+    assert torch.equal(out, before)
