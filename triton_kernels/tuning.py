@@ -173,8 +173,8 @@ SECTION_BYTES = 32 * 2**20
 
 
 def masked_prefill_launch(launch: Launch) -> Launch:
-    """Returns `launch` of general prefill for a call with a mask, whose tiles take registers, and room to change
-    their layout beside the tiles of K and V: so there are fewer keys and stages."""
+    """Returns `launch` of general prefill for a call with a mask, whose tiles take registers, and room to
+    change their layout beside the tiles of K and V: so there are fewer keys and stages."""
     if launch.block_m < 64:
         return launch
     has_room = launch.block_m >= 128 and launch.block_n >= 128
