@@ -127,9 +127,9 @@ class HeavyHitters:
 
     def _follow(self, sequence: Sequence) -> None:
         """Makes sure that the row of `sequence` holds its scores. Raises ValueError if it cannot."""
-        if sequence.dropped and sequence.num_sink_tokens:
-            raise ValueError("a stream evicts by its window alone: run its steps with CachedModel.forward")
         self._lm.cache.ledger.require_open(sequence)
+        if sequence.ring is not None:
+            raise ValueError("a stream evicts by its window alone: run its steps with CachedModel.forward")
         counted = self._counted.get(sequence.row)
         if counted is None or counted.sequence is not sequence or not sequence.length:
             self._scores[sequence.row, : sequence.length] = 0.0

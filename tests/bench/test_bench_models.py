@@ -103,7 +103,7 @@ def test_streaming(run: Callable[..., Any]) -> None:
         assert all(value > 1 for value in blocks), name
     held = results["generation"]
     assert (held["num_tokens"], held["last_position"]) == (30, 348)
-    assert 32 - 8 < held["least_held"] < held["most_held"] == 32
+    assert held["least_held"] == held["most_held"] == 32  # a ring, which is allocated once
 
 
 def test_eviction(run: Callable[..., Any]) -> None:

@@ -322,8 +322,9 @@ def test_stays_one_operator_under_torch_compile(device: torch.device) -> None:
     q = torch.randn(2, 4, 64, device=device)
     out = torch.empty_like(q)
     plan = decode_plan(cache.rows, cache.lengths, num_kv_heads=2)
-    none = (None, None, None, None)
-    arguments = (q, *cache.kv[:3], *plan[:5], cache.lengths, *none, out, None, 1, 0.125, 0, 0, 0, 0, 0.0)
+    none = [None] * 6  # sinks, their rotation, ALiBi and a mask
+    sizes = (1, 0.125, 0, [0, 0], False, 0, 0, 0, 0.0)
+    arguments = (q, *cache.kv[:3], None, *plan[:5], cache.lengths, *none, out, None, *sizes)
     torch.library.opcheck(torch.ops.lightkv.decode_attention.default, arguments)
 
     def step(q: Tensor, cache: Cache) -> Tensor:
