@@ -31,7 +31,7 @@ from .attention_peers import (
     ours_prefill,
     replaced,
 )
-from .attention_rows import DECODE, HEAD_DIMS, PREFILL, Row, chosen
+from .attention_rows import DECODE, PREFILL, PREFILL_DIMS, Row, chosen
 
 TILES = ((32, 2, 3), (32, 4, 3), (64, 4, 2), (64, 4, 3), (64, 8, 3), (128, 4, 2), (128, 8, 2))
 WAVES = (2, 3, 4, 6)
@@ -43,13 +43,14 @@ PREFILL_TILES = (
     (64, 64, 4, 2),
     (64, 32, 4, 3),
 )
-# Keys and stages of `prefill_hopper` that fit beside q, by head dim. Each takes seconds to compile.
+# Keys and stages of `prefill_hopper` that fit beside q, by the head dims of K and V. Each takes seconds to compile.
 HOPPER_TILES = {
-    64: ((128, 3), (128, 4), (128, 6)),
-    80: ((128, 3), (128, 5)),
-    96: ((128, 3), (128, 4)),
-    128: ((128, 2), (128, 3), (64, 6)),
-    256: ((64, 2), (32, 5)),
+    (64, 64): ((128, 3), (128, 4), (128, 6)),
+    (80, 80): ((128, 3), (128, 5)),
+    (96, 96): ((128, 3), (128, 4)),
+    (128, 128): ((128, 2), (128, 3), (64, 6)),
+    (192, 128): ((128, 2), (64, 4)),
+    (256, 256): ((64, 2), (32, 5)),
 }
 CLASSIC_TILES = ((32, 2, 2), (32, 4, 2), (64, 4, 1), (64, 4, 2), (64, 4, 3), (64, 8, 2), (128, 8, 2))
 NUM_BEST = 5
@@ -95,16 +96,17 @@ def constant(value: Launch | None) -> Callable[..., Any]:
 
 def prefill_candidates(row: Row) -> dict[str, Functions]:
     """Returns the candidates of the general kernel that fit, and those of Hopper's kernel where it runs."""
-    device, head_dim, size = tuning.device_class(DEVICE), row.head_dim, row.dtype.itemsize
+    device, size = tuning.device_class(DEVICE), row.dtype.itemsize
+    dims = row.head_dim, row.dims - row.head_dim  # of K and of V
     found: dict[str, Functions] = {}
     for launch in (Launch(*tile) for tile in PREFILL_TILES):
-        elements = (launch.block_m + 2 * launch.num_stages * launch.block_n) * head_dim
+        elements = launch.block_m * row.head_dim + launch.num_stages * launch.block_n * row.dims
         if elements * size < device.shared_memory:
             functions = {"prefill_launch": constant(launch), "hopper_prefill_launch": constant(None)}
             found[f"general {text(launch)}"] = functions
-    usual = tuning.hopper_prefill_launch(device, head_dim, head_dim, size)
+    usual = tuning.hopper_prefill_launch(device, *dims, size)
     if usual is not None:
-        for block_n, num_stages in HOPPER_TILES[head_dim]:
+        for block_n, num_stages in HOPPER_TILES[dims]:
             launch = usual._replace(block_n=block_n, num_stages=num_stages)
             functions = {"prefill_launch": constant(launch), "hopper_prefill_launch": constant(launch)}
             found[f"hopper {text(launch)}"] = functions
@@ -161,7 +163,7 @@ def several_queries(rows: Sequence[Row], num_queries: int) -> list[Row]:
 def kernel_of(options: Any) -> Kernel:
     """Returns the kernel and the rows that the command line names."""
     if options.prefill:
-        rows = chosen((*PREFILL, *HEAD_DIMS), options.rows)
+        rows = chosen((*PREFILL, *PREFILL_DIMS), options.rows)
         return Kernel(rows, 0, prefill_candidates, {"": ours_prefill})
     rows = chosen(DECODE, options.rows)
     if options.v1:

@@ -13,7 +13,7 @@ from bench.common.device_clock import Clock
 from bench.kernels import tune
 from bench.kernels.attention_batches import Batch, Paged
 from bench.kernels.attention_peers import Side, ours_decode, ours_prefill
-from bench.kernels.attention_rows import DECODE, HEAD_DIMS, PREFILL, Row
+from bench.kernels.attention_rows import DECODE, PREFILL, PREFILL_DIMS, Row
 from lightkv.triton_kernels import tuning
 from lightkv.triton_kernels.tuning import DeviceClass, Launch
 from tests.support.fake_clock import CountingClock, replayed
@@ -83,24 +83,30 @@ def test_a_kernel_is_launched_as_its_candidate_says(clock: Clock) -> None:
 
 def test_hopper_has_candidates_of_its_own_that_fit(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tuning, "device_class", lambda _: HOPPER)
-    for head_dim, tiles in tune.HOPPER_TILES.items():
-        row = PREFILL[0]._replace(head_dim=head_dim)
-        usual = tuning.hopper_prefill_launch(HOPPER, head_dim, head_dim, 2)
+    for dims, tiles in tune.HOPPER_TILES.items():
+        row = PREFILL[0]._replace(head_dim=dims[0], value_dim=dims[1])
+        usual = tuning.hopper_prefill_launch(HOPPER, *dims, 2)
         assert usual is not None
         found = tune.prefill_candidates(row)
         names = [name for name in found if name.startswith("hopper")]
         assert len(names) == len(tiles)
         for name in names:
             with tune.replaced(found[name]):
-                launch = tuning.hopper_prefill_launch(HOPPER, head_dim, head_dim, 2)
-                assert tuning.prefill_launch(HOPPER, 1, 8, 4096, head_dim, head_dim, 2) == launch
+                launch = tuning.hopper_prefill_launch(HOPPER, *dims, 2)
+                assert tuning.prefill_launch(HOPPER, 1, 8, 4096, *dims, 2) == launch
             assert launch is not None
             assert launch.block_m == usual.block_m
-            elements = (launch.block_m + 2 * launch.num_stages * launch.block_n) * head_dim
+            elements = launch.block_m * dims[0] + launch.num_stages * launch.block_n * sum(dims)
             assert 2 * elements + 1024 <= HOPPER.shared_memory
         assert f"hopper {tune.text(usual)}" in names
         with tune.replaced(found[next(iter(found))]):
-            assert tuning.hopper_prefill_launch(HOPPER, head_dim, head_dim, 2) is None
+            assert tuning.hopper_prefill_launch(HOPPER, *dims, 2) is None
+
+
+def test_every_head_dim_of_hoppers_kernel_is_tuned() -> None:
+    assert list(tune.HOPPER_TILES) == list(tuning._HOPPER_LAUNCHES)
+    rows = tune.kernel_of(options(prefill=True)).rows
+    assert {(row.head_dim, row.dims - row.head_dim) for row in rows} == set(tune.HOPPER_TILES)
 
 
 def test_the_table_is_among_the_candidates(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -109,10 +115,10 @@ def test_the_table_is_among_the_candidates(monkeypatch: pytest.MonkeyPatch) -> N
         assert tune.text(launch[1:]) in tune.classic_candidates(DECODE[0])
     monkeypatch.setattr(tuning, "hopper_prefill_launch", lambda *_: None)
     monkeypatch.setattr(tuning, "device_class", lambda _: HOPPER)
-    for row in (*PREFILL, *HEAD_DIMS):
-        group, dim = row.num_heads // row.num_kv_heads, row.head_dim
-        num_rows = sum(row.q_lens) * group
-        launch = tuning.prefill_launch(HOPPER, len(row.lengths), row.num_kv_heads, num_rows, dim, dim, 2)
+    for row in (*PREFILL, *PREFILL_DIMS):
+        num_rows = sum(row.q_lens) * row.num_heads // row.num_kv_heads
+        dims = row.head_dim, row.dims - row.head_dim
+        launch = tuning.prefill_launch(HOPPER, len(row.lengths), row.num_kv_heads, num_rows, *dims, 2)
         assert f"general {tune.text(launch)}" in tune.prefill_candidates(row)
 
 
@@ -149,7 +155,7 @@ def test_a_run(
 ) -> None:
     monkeypatch.setattr(tune, "Clock", lambda _: clock)
     monkeypatch.setattr(tune, "PREFILL", (CHUNKS,))
-    monkeypatch.setattr(tune, "HEAD_DIMS", ())
+    monkeypatch.setattr(tune, "PREFILL_DIMS", ())
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     monkeypatch.setattr("torch.cuda.empty_cache", lambda: None)
     monkeypatch.setattr(tune, "print_machine", lambda: None)
