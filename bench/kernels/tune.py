@@ -43,7 +43,8 @@ PREFILL_TILES = (
     (64, 64, 4, 2),
     (64, 32, 4, 3),
 )
-# Keys and stages of `prefill_hopper` that fit beside q, by the head dims of K and V. Each takes seconds to compile.
+# Keys and stages of `prefill_hopper` that fit beside q, by the head dims of K and V. Each takes seconds to
+# compile.
 HOPPER_TILES = {
     (64, 64): ((128, 3), (128, 4), (128, 6)),
     (80, 80): ((128, 3), (128, 5)),

@@ -17,9 +17,7 @@ BENCHMARKS = [features, stream_step]
 
 
 @pytest.mark.parametrize("bench", BENCHMARKS, ids=lambda bench: bench.__name__)
-def test_help(
-    bench: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_help(bench: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(sys, "argv", ["bench", "--help"])
     with pytest.raises(SystemExit) as ended:
         bench.main()
