@@ -34,7 +34,8 @@ _logger = logging.getLogger("lightkv")
 
 class ExportedKV(NamedTuple):
     """A sequence's K/V in host memory (pinned if the cache is on a GPU): one tensor `[length, width]` per
-    layer."""
+    layer, and another for the scales of each layer that is quantised, in the order of `KVPool.buffers`. Static
+    scales belong to the model and are not among them."""
 
     spec: KVSpec
     length: int
@@ -346,10 +347,10 @@ class KVCache:
         pool, device = self.memory.pool, self.memory.device
         slots = self.slots(sequence).long()
         layers = []
-        for layer_idx in range(pool.spec.num_layers):
-            shape = len(slots), pool.spec.width
-            layer = torch.empty(shape, dtype=pool.spec.dtype, pin_memory=device.type == "cuda")
-            layers.append(layer.copy_(pool.kv(layer_idx).index_select(0, slots), non_blocking=True))
+        for rows in pool.buffers:
+            shape = len(slots), rows.shape[1]
+            layer = torch.empty(shape, dtype=rows.dtype, pin_memory=device.type == "cuda")
+            layers.append(layer.copy_(rows.index_select(0, slots), non_blocking=True))
         if device.type == "cuda":
             torch.cuda.current_stream(device).synchronize()
         return ExportedKV(pool.spec, len(slots), layers)
@@ -371,20 +372,20 @@ class KVCache:
                 f"{pool.spec}; give the ids that it was computed from, at least one"
             )
         found = [(tuple(layer.shape), layer.dtype) for layer in exported.layers]
-        expected = [((exported.length, pool.spec.width), pool.spec.dtype)] * pool.spec.num_layers
+        expected = [((exported.length, rows.shape[1]), rows.dtype) for rows in pool.buffers]
         if found != expected:
             raise ValueError(
-                f"K/V of {len(found)} layers {sorted(set(map(str, found)))} where {len(expected)} of "
-                f"{expected[0]} are needed; give what `export` returned, whole"
+                f"K/V in {len(found)} tensors {sorted(set(map(str, found)))} where {len(expected)} are "
+                f"needed, the first of {expected[0]}; give what `export` returned, whole"
             )
         sequence = self.open(ids, namespace)
         try:
             start, count = sequence.length, exported.length - sequence.length
             if count > 0:
                 slots = self.extend([sequence], [count])
-                for layer_idx, layer in enumerate(exported.layers):
+                for rows, layer in zip(pool.buffers, exported.layers, strict=True):
                     part = layer[start:].to(self.memory.device, non_blocking=True)
-                    pool.kv(layer_idx).index_copy_(0, slots, part)
+                    rows.index_copy_(0, slots, part)
         except BaseException:  # Ctrl-C as well
             self.close(sequence, cache=False)  # not all of its K/V is written
             raise

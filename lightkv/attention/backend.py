@@ -71,9 +71,13 @@ class AttentionBackend(ABC):
 
     def cross_kv(self, metadata: AttentionMetadata) -> PagedKV:
         """Returns the layer's K/V in the pool, with the token table, in which cross sequences have rows."""
-        memory = metadata.memory
+        pool, layer_idx = metadata.memory.pool, self.layer_idx
         return PagedKV(
-            memory.pool.k(self.layer_idx), memory.pool.v(self.layer_idx), memory.table.req_to_token
+            pool.k(layer_idx),
+            pool.v(layer_idx),
+            metadata.memory.table.req_to_token,
+            scales=pool.scales(layer_idx),
+            format=pool.format(layer_idx),
         )
 
     def forward(
@@ -135,15 +139,15 @@ class AttentionBackend(ABC):
         """Writes a cross sequence's K and V, `[n, num_kv_heads * head_dim]` and `[n, num_kv_heads * v_dim]`, to
         its slots, int `[n]` on the pool's device (`KVCache.open_cross`). Later steps only read them. Raises
         ValueError for other numbers of tokens or dims; nothing is written then."""
-        kv, num_tokens = self.cross_kv(metadata), len(slots)
-        for name, new, cache in (("k", k, kv.k), ("v", v, kv.v)):
-            if len(new) != num_tokens or new.numel() != num_tokens * cache[0].numel():
+        pool, num_tokens, heads = metadata.memory.pool, len(slots), self.num_kv_heads
+        for name, new, dim in (("k", k, self.head_dim), ("v", v, self.v_dim)):
+            if len(new) != num_tokens or new.numel() != num_tokens * heads * dim:
                 raise ValueError(
-                    f"{name} of {num_tokens} slots must be [{num_tokens}, {cache[0].numel()}], got "
+                    f"{name} of {num_tokens} slots must be [{num_tokens}, {heads * dim}], got "
                     f"{tuple(new.shape)}"
                 )
-        for new, cache in ((k, kv.k), (v, kv.v)):
-            cache.index_copy_(0, slots.long(), new.reshape(num_tokens, *cache.shape[1:]).to(cache.dtype))
+        k, v = k.reshape(num_tokens, heads, self.head_dim), v.reshape(num_tokens, heads, self.v_dim)
+        pool.write(self.layer_idx, slots.long(), k, v)
 
     def cross(self, q: torch.Tensor, cross: CrossMetadata) -> torch.Tensor:
         """Attends from q, `[num_tokens, num_heads * head_dim]`, to all tokens of the cross sequence that each

@@ -1,15 +1,17 @@
 """Cross attention: which other sequence each sequence of a step reads, such as the encoder's output."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
 
 from lightkv.memory.staging import packed_size, upload
 from lightkv.triton_kernels.attention.attention_reference import attend_reference
-from lightkv.triton_kernels.attention.paged_kv import AttentionOptions, PagedKV
+from lightkv.triton_kernels.attention.paged_kv import AttentionOptions
 
 from .metadata import AttentionMetadata
+
+Read = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
 
 
 class CrossMetadata:
@@ -59,10 +61,11 @@ class CrossMetadata:
 
 
 def attend_cross(
-    q: torch.Tensor, kv: PagedKV, cross: CrossMetadata, options: AttentionOptions, out: torch.Tensor
+    q: torch.Tensor, read: Read, cross: CrossMetadata, options: AttentionOptions, out: torch.Tensor
 ) -> None:
     """Writes the attention of q `[T, H, Dk]` to the cross sequences of a step to `out`, in plain torch and
-    float64, one sequence at a time. Zeros go to padding, and to sequences that read none."""
+    float64, one sequence at a time. Zeros go to padding, and to sequences that read none. `read` returns K and
+    V of slots, int64 `[n]`."""
     metadata = cross.metadata
     counts = metadata.q_lens.tolist()
     num_prefills = metadata.num_prefills
@@ -74,7 +77,8 @@ def attend_cross(
         begins, counts, cross.rows_host.tolist(), cross.kv_lens_host.tolist(), strict=True
     ):
         if length:
-            slots, tokens = kv.index[row, :length].long(), slice(begin, begin + count)
+            slots = metadata.memory.table.slots(row, 0, length).long()
+            tokens = slice(begin, begin + count)
             positions = torch.zeros(count, dtype=torch.int64, device=q.device)
-            attended = attend_reference(q[tokens], kv.k[slots], kv.v[slots], positions, options)
+            attended = attend_reference(q[tokens], *read(slots), positions, options)
             out[tokens] = attended.to(out.dtype)

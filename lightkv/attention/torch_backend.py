@@ -14,6 +14,7 @@ from lightkv.triton_kernels.attention.attention_mask import check_attention_mask
 from lightkv.triton_kernels.attention.attention_reference import slots_reference
 from lightkv.triton_kernels.attention.attention_scores import attention_scores_reference
 from lightkv.triton_kernels.attention.merge_states import merge_states_reference
+from lightkv.triton_kernels.quantised.quantise_reference import rotate_heads
 
 from .backend import AttentionBackend
 from .biased_attention import attend_with_bias
@@ -42,9 +43,15 @@ class TorchAttention(AttentionBackend):
         if rotary is not None:
             rotary.rotate(q)
             rotary.rotate(k)
+        metadata.memory.pool.write(self.layer_idx, metadata.slot_mapping, k, v)
+
+    def _read(self, metadata: AttentionMetadata, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Returns K and V of slots, int64 `[n]`, which may be valid until the next call only."""
         pool = metadata.memory.pool
-        pool.k(self.layer_idx).index_copy_(0, metadata.slot_mapping, k.to(pool.spec.dtype))
-        pool.v(self.layer_idx).index_copy_(0, metadata.slot_mapping, v.to(pool.spec.dtype))
+        if pool.format(self.layer_idx).is_quantised:
+            return pool.read(self.layer_idx, slots)
+        rows = TorchPlan.of(metadata).gather(pool.kv(self.layer_idx), slots)
+        return pool.spec.split(rows, self.layer_idx)
 
     def _attend(
         self,
@@ -76,8 +83,8 @@ class TorchAttention(AttentionBackend):
     def _attend_each(self, q: torch.Tensor, metadata: AttentionMetadata, out: torch.Tensor) -> None:
         """Attends sequence by sequence, decodes first: in a static batch, prefills write over the output of
         unused ones."""
-        pool, num_prefills, mask = metadata.memory.pool, metadata.num_prefills, metadata.mask
-        step, kv, options = TorchPlan.of(metadata), self.paged_kv(metadata), self.options
+        num_prefills, mask = metadata.num_prefills, metadata.mask
+        kv, options = self.paged_kv(metadata), self.options
         if mask is not None:
             bounded = bool(options.window or options.chunk or options.alibi_slopes is not None)
             check_attention_mask(mask, q, len(metadata.rows_host), bounded)
@@ -94,7 +101,7 @@ class TorchAttention(AttentionBackend):
             # A ring does not hold what is before the window.
             first = max(length - int(counts[idx]) - options.window + 1, 0) if options.window else 0
             slots = slots_reference(kv, row, torch.arange(first, length, device=q.device))
-            keys, values = pool.spec.split(step.gather(pool.kv(self.layer_idx), slots))
+            keys, values = self._read(metadata, slots)
             added = None if mask is None else mask_reference(mask, queries, idx, length)[..., first:]
             out[queries] = attend_with_bias(q[queries], keys, values, options, added)
 
@@ -107,18 +114,20 @@ class TorchAttention(AttentionBackend):
         out: torch.Tensor,
     ) -> None:
         pool = metadata.memory.pool
-        step = TorchPlan.of(metadata)
-        plan = step.prefill(metadata, self.options, q.dtype, fused=self._is_fused)
+        plan = TorchPlan.of(metadata).prefill(metadata, self.options, q.dtype, fused=self._is_fused)
         group = self.num_heads // self.num_kv_heads
         if metadata.is_cuda_graph:
             out.zero_()  # also the padding, so that what is computed of it stays finite
         for tile in plan.tiles:
             if tile.slots is None:
                 # The pool's type may be narrower than the model's: attend to what a later step will read.
-                keys = k[tile.start : tile.end].to(pool.spec.dtype)
-                values = v[tile.start : tile.end].to(pool.spec.dtype)
+                own = slice(tile.start, tile.end)
+                if pool.format(self.layer_idx).is_quantised:
+                    keys, values = self._read(metadata, metadata.slot_mapping[own])
+                else:
+                    keys, values = k[own].to(pool.spec.dtype), v[own].to(pool.spec.dtype)
             else:
-                keys, values = pool.spec.split(step.gather(pool.kv(self.layer_idx), tile.slots))
+                keys, values = self._read(metadata, tile.slots)
             # [T, H, D] as [num_kv_heads, group, T, D]; keys [S, num_kv_heads, D] are repeated along the group
             queries = q[tile.start : tile.end].unflatten(1, (-1, group)).permute(1, 2, 0, 3)
             attended = self._attend_keys(
@@ -132,9 +141,7 @@ class TorchAttention(AttentionBackend):
             out[tile.start : tile.end].unflatten(1, (-1, group)).copy_(attended.permute(2, 0, 1, 3))
 
     def _attend_with_sinks(self, q: torch.Tensor, metadata: AttentionMetadata, out: torch.Tensor) -> None:
-        pool = metadata.memory.pool
-        step = TorchPlan.of(metadata)
-        plan = step.prefill(metadata, self.options, q.dtype, fused=False)
+        plan = TorchPlan.of(metadata).prefill(metadata, self.options, q.dtype, fused=False)
         assert self.rotary is not None
         assert metadata.dropped is not None
         rotated = self.rotary.rotate_back(q, metadata.dropped)
@@ -143,7 +150,7 @@ class TorchAttention(AttentionBackend):
             parts = ((q, tile.slots, plan.bias_of(tile)), (rotated, sink_tokens, None))
             states = []
             for part, (queries, slots, bias) in enumerate(parts):
-                keys, values = pool.spec.split(step.gather(pool.kv(self.layer_idx), slots))
+                keys, values = self._read(metadata, slots)
                 # Learned sinks join one of the parts, here the first.
                 states.append(
                     self._attend_part(queries[tile.start : tile.end], keys, values, bias, part == 0)
@@ -167,25 +174,24 @@ class TorchAttention(AttentionBackend):
             first = min(ring.first_key(length - 1), length)
             window = slots_reference(kv, row, torch.arange(first, length, device=q.device))
             if not ring.sinks:
-                out[queries] = attend_with_bias(q[queries], kv.k[window], kv.v[window], self.options)
+                out[queries] = attend_with_bias(q[queries], *self._read(metadata, window), self.options)
                 continue
             sinks = slots_reference(kv, row, torch.arange(min(ring.sinks, length), device=q.device))
             # Learned sinks join one of the parts, here the first.
-            states = [self._attend_part(rotated[queries], kv.k[sinks], kv.v[sinks], None, True)]
+            states = [self._attend_part(rotated[queries], *self._read(metadata, sinks), None, True)]
             if first < length:
-                states.append(self._attend_part(q[queries], kv.k[window], kv.v[window], None, False))
+                states.append(self._attend_part(q[queries], *self._read(metadata, window), None, False))
             outs, lses = (torch.stack(part) for part in zip(*states, strict=True))
             out[queries] = merge_states_reference(outs, lses)[0]
 
     def _attend_cross(self, q: torch.Tensor, cross: CrossMetadata, out: torch.Tensor) -> None:
-        attend_cross(q, self.cross_kv(cross.metadata), cross, self.options, out)
+        attend_cross(q, lambda slots: self._read(cross.metadata, slots), cross, self.options, out)
 
     def _decode(self, q: torch.Tensor, metadata: AttentionMetadata, out: torch.Tensor) -> None:
-        pool = metadata.memory.pool
         plan = TorchPlan.of(metadata)
         for members, slots, width, bias in plan.decode_buckets(metadata, self.options, q.dtype):
             queries = q if members is None else q.index_select(0, members)
-            keys, values = pool.spec.split(plan.gather(pool.kv(self.layer_idx), slots))
+            keys, values = self._read(metadata, slots)
             # Query heads that share a K/V head are its query rows: K and V are read once, not per head.
             attended = self._attend_keys(
                 queries.unflatten(1, (self.num_kv_heads, -1)),  # [n, num_kv_heads, group, D]
@@ -202,9 +208,10 @@ class TorchAttention(AttentionBackend):
     def _entry_scores(
         self, q: torch.Tensor, entries: torch.Tensor, width: int, metadata: AttentionMetadata
     ) -> torch.Tensor:
+        kv = self.paged_kv(metadata)
         scores, _ = attention_scores_reference(
-            q,
-            self.paged_kv(metadata),
+            rotate_heads(q) if kv.format.k.is_rotated else q,
+            kv,
             metadata.rows,
             metadata.q_starts,
             entries,

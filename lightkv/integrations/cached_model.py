@@ -215,9 +215,8 @@ class CachedModel:
         if first < len(path):
             slots, memory = self.cache.slots(sequence).long(), self.cache.memory
             (nodes,) = upload([np.array(path[first:], dtype=np.int64)], self.model.device)
-            for layer_idx in range(memory.pool.spec.num_layers):
-                kv = memory.pool.kv(layer_idx)
-                kv.index_copy_(0, slots[start + first : start + len(path)], kv[slots[start + nodes]])
+            for rows in memory.pool.buffers:
+                rows.index_copy_(0, slots[start + first : start + len(path)], rows[slots[start + nodes]])
         self.cache.truncate(sequence, start + len(path))
 
     def _num_sink_tokens(self, sequences: Seq[Sequence]) -> int:

@@ -195,17 +195,20 @@ class LightKVCache(Cache):
             )
         source, slots, seen = self._pending.step
         pool, num_rows = self.kv.memory.pool, len(keys)
-        for buffer, fresh in ((pool.k(layer_idx), keys), (pool.v(layer_idx), values)):
-            tokens = fresh.detach().transpose(1, 2).flatten(0, 1)  # [B * T, heads, dim]
-            buffer.index_copy_(0, slots, tokens.index_select(0, source))
-        numel = len(seen) * pool.spec.width
+        # Both as [B * T, heads, dim].
+        tokens = (fresh.detach().transpose(1, 2).flatten(0, 1) for fresh in (keys, values))
+        pool.write(layer_idx, slots, *(fresh.index_select(0, source) for fresh in tokens))
+        if pool.format(layer_idx).is_quantised:
+            k, v = pool.read(layer_idx, seen.view(num_rows, -1))
+            return k.transpose(1, 2), v.transpose(1, 2)
+        numel = len(seen) * pool.kv(layer_idx).shape[1]
         if self._scratch is None or self._scratch.numel() < numel:
             # Texts grow by a token in each step, so there is room for half as much again.
             self._scratch = keys.new_empty(numel + numel // 2)
         gathered = torch.index_select(
             pool.kv(layer_idx), 0, seen, out=self._scratch[:numel].view(len(seen), -1)
-        ).view(num_rows, -1, pool.spec.width)
-        all_keys, all_values = (part.transpose(1, 2) for part in pool.spec.split(gathered))
+        ).view(num_rows, len(seen) // num_rows, -1)
+        all_keys, all_values = (part.transpose(1, 2) for part in pool.spec.split(gathered, layer_idx))
         return all_keys, all_values
 
     def _begin(self, model: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -12,6 +12,13 @@ import torch
 
 from lightkv.counts import checked_count
 from lightkv.errors import OutOfMemory
+from lightkv.triton_kernels.quantised.kv_format import Elements, KVFormat
+from lightkv.triton_kernels.quantised.quantise_reference import (
+    dequantise,
+    quantise,
+    rotate_heads,
+    split_columns,
+)
 
 from .kv_spec import KVSpec
 
@@ -91,8 +98,10 @@ def plan_pool(
 class KVPool:
     """`num_slots` slots of `spec` on `device`.
 
-    Layer `i` is one buffer `[num_slots, num_kv_heads * (k_dim + v_dim)]`: a slot's K heads, then its V heads,
-    so that they are adjacent in memory. Raises OutOfMemory, with nothing allocated, if the device has no room.
+    Layer `i` is one buffer `[num_slots, row_width]`: a slot's K heads, then its V heads, so that they are
+    adjacent in memory. Where K or V is quantised, a second buffer holds the scales of each slot and head,
+    except for static ones, which are the same for all slots and have to be set first. Raises OutOfMemory, with
+    nothing allocated, if the device has no room.
     """
 
     def __init__(self, spec: KVSpec, num_slots: int, device: torch.device) -> None:
@@ -100,35 +109,123 @@ class KVPool:
         self.spec = spec
         self.num_slots = num_slots
         self.device = device
-        buffers: list[torch.Tensor] = []
+        rows: list[torch.Tensor] = []
+        columns: list[torch.Tensor] = []
+        num_layers = range(spec.num_layers)
         try:
-            for _ in range(spec.num_layers):
-                buffers.append(torch.empty(num_slots, spec.width, dtype=spec.dtype, device=device))
+            for layer_idx in num_layers:
+                shape = num_slots, spec.row_width(layer_idx)
+                rows.append(torch.empty(shape, dtype=spec.row_dtype(layer_idx), device=device))
+                columns.append(self._make_columns(spec.format.of_layer(layer_idx)))
         except RuntimeError as error:  # torch.OutOfMemoryError is one; the CPU allocator raises the bare type
-            buffers.clear()
+            rows.clear()
+            columns.clear()
             raise OutOfMemory(_free_bytes(device), spec.bytes_per_token, num_slots - 1) from error
-        for buffer in buffers:
+        for buffer in (*rows, *columns):
             # Padding is read under a mask, and a weight of 0 does not mask a NaN: 0 * NaN is NaN.
-            buffer[0].zero_()
-        self._buffers = buffers
-        self._k, self._v = zip(*map(spec.split, buffers), strict=True)
+            buffer[:1].zero_()
+        self._rows, self._columns = rows, columns
+        self._k, self._v = zip(*map(spec.split, rows, num_layers), strict=True)
+        self._scales = list(map(self._scales_of, num_layers))
+
+    def _make_columns(self, of_layer: KVFormat) -> torch.Tensor:
+        spec = self.spec
+        width = spec.num_kv_heads * of_layer.columns(spec.k_dim, spec.v_dim)
+        if of_layer.is_static:  # a NaN shows that they are not set
+            return torch.full((1, width), float("nan"), dtype=of_layer.scale_dtype, device=self.device)
+        return torch.empty(self.num_slots, width, dtype=of_layer.scale_dtype, device=self.device)
+
+    def _scales_of(self, layer_idx: int) -> torch.Tensor | None:
+        if not self.format(layer_idx).is_quantised:
+            return None
+        columns = self._columns[layer_idx].expand(self.num_slots, -1)
+        return columns.unflatten(1, (self.spec.num_kv_heads, -1))
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of all buffers."""
+        """Bytes of all buffers that have a row for each slot."""
         return self.num_slots * self.spec.bytes_per_token
 
+    @property
+    def buffers(self) -> list[torch.Tensor]:
+        """All that is stored by slot, `[num_slots, ...]`: to copy a token is to copy its row of each."""
+        scales = [buffer for buffer in self._columns if len(buffer) == self.num_slots and buffer.shape[1]]
+        return [*self._rows, *scales]
+
+    def format(self, layer_idx: int) -> KVFormat:
+        """Returns how a layer is stored."""
+        return self.spec.format.of_layer(layer_idx)
+
     def kv(self, layer_idx: int) -> torch.Tensor:
-        """Returns K and V of a layer together, `[num_slots, num_kv_heads * (k_dim + v_dim)]`, contiguous."""
-        return self._buffers[layer_idx]
+        """Returns the stored K and V of a layer together, `[num_slots, row_width]`, contiguous."""
+        return self._rows[layer_idx]
 
     def k(self, layer_idx: int) -> torch.Tensor:
-        """Returns K of a layer, `[num_slots, num_kv_heads, k_dim]`, a strided view."""
+        """Returns the stored K of a layer, `[num_slots, num_kv_heads, k_dim]` (half the dims, where two share a
+        byte), a strided view."""
         return self._k[layer_idx]
 
     def v(self, layer_idx: int) -> torch.Tensor:
-        """Returns V of a layer, `[num_slots, num_kv_heads, v_dim]`, a strided view."""
+        """Returns the stored V of a layer, `[num_slots, num_kv_heads, v_dim]`, likewise."""
         return self._v[layer_idx]
+
+    def scales(self, layer_idx: int) -> torch.Tensor | None:
+        """Returns what stands beside the heads of a layer, `[num_slots, num_kv_heads, columns]`: the scales and
+        the middles of K, then those of V. Static ones have a stride of 0. None where nothing is quantised."""
+        return self._scales[layer_idx]
+
+    def set_static_scales(self, layer_idx: int, k_scale: torch.Tensor, v_scale: torch.Tensor) -> None:
+        """Sets the scales of a layer whose format has static ones: float `[1]` or `[num_kv_heads]` each.
+
+        Raises ValueError for a layer without static scales, and for scales that are not finite and positive.
+        """
+        of_layer, scales = (
+            self.format(layer_idx),
+            torch.stack(
+                [one.float().flatten().expand(self.spec.num_kv_heads) for one in (k_scale, v_scale)], dim=1
+            ),
+        )
+        if not of_layer.is_static:
+            raise ValueError(f"layer {layer_idx} has no static scales; its format is {of_layer}")
+        if not bool((scales.isfinite() & (scales > 0)).all()):
+            raise ValueError(
+                f"the scales of layer {layer_idx} are {scales.tolist()}; give finite, positive ones, or choose "
+                "a format with a scale for each token, such as fp8"
+            )
+        self._columns[layer_idx].copy_(scales.flatten()[None])
+
+    def write(self, layer_idx: int, slots: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+        """Writes K `[n, num_kv_heads, k_dim]` and V to slots, int64 `[n]`, quantised in plain torch."""
+        of_layer, scales = self.format(layer_idx), self._scales[layer_idx]
+        found: list[torch.Tensor] = []
+        caches = self._k[layer_idx], self._v[layer_idx]
+        static = (None, None) if scales is None else split_columns(scales[0], of_layer, self.spec.k_dim)
+        for x, cache, elements, given in zip((k, v), caches, of_layer[:2], static, strict=True):
+            if elements.is_quantised:
+                x, columns = quantise(x, elements, of_layer.scale_dtype, given)
+                found.append(columns)
+                x, cache = x.view(torch.uint8), cache.view(torch.uint8)
+            cache.index_copy_(0, slots, x.to(cache.dtype))
+        if scales is not None and not of_layer.is_static:
+            scales.index_copy_(0, slots, torch.cat(found, -1))
+
+    def read(self, layer_idx: int, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Returns K and V of slots, int64 `[...]`, in the type they are computed in: `[..., num_kv_heads,
+        k_dim]` and `[..., num_kv_heads, v_dim]`."""
+        of_layer = self.format(layer_idx)
+        rows = self._rows[layer_idx].index_select(0, slots.flatten()).unflatten(0, slots.shape)
+        k, v = self.spec.split(rows, layer_idx)
+        scales = self._scales[layer_idx]
+        if scales is None:
+            return k, v
+        of_k, of_v = split_columns(scales[slots], of_layer, self.spec.k_dim)
+        return self._restored(k, of_k, of_layer.k), self._restored(v, of_v, of_layer.v)
+
+    def _restored(self, stored: torch.Tensor, columns: torch.Tensor, elements: Elements) -> torch.Tensor:
+        if not elements.is_quantised:
+            return stored
+        heads = dequantise(stored, columns, elements)
+        return (rotate_heads(heads) if elements.is_rotated else heads).to(self.spec.dtype)
 
 
 def _free_bytes(device: torch.device) -> int:

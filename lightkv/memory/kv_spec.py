@@ -1,21 +1,26 @@
-"""The shape and element type of one token's K/V."""
+"""The shape of one token's K/V, and how its elements are stored."""
 
 from dataclasses import dataclass
 
 import torch
 
 from lightkv.counts import checked_count
+from lightkv.triton_kernels.quantised.kv_format import AS_COMPUTED, KVFormat
 
 
 @dataclass(frozen=True)
 class KVSpec:
-    """The K/V of one token, the same in every layer. `k_dim` and `v_dim` are per head and may differ."""
+    """The K/V of one token, the same in every layer. `k_dim` and `v_dim` are per head and may differ.
+
+    `dtype` is the type that K and V are computed in, and stored in where `format` does not say otherwise.
+    """
 
     num_layers: int
     num_kv_heads: int
     k_dim: int
     v_dim: int
     dtype: torch.dtype
+    format: KVFormat = AS_COMPUTED
 
     def __post_init__(self) -> None:
         for name in ("num_layers", "num_kv_heads", "k_dim", "v_dim"):
@@ -24,20 +29,41 @@ class KVSpec:
             raise TypeError(f"dtype is {self.dtype!r}; give torch's own, such as torch.float32")
         if not self.dtype.is_floating_point:
             raise ValueError(f"K/V of {self.dtype}: use a floating-point type")
-
-    @property
-    def width(self) -> int:
-        """Numbers per token and layer: all K heads, then all V heads."""
-        return self.num_kv_heads * (self.k_dim + self.v_dim)
+        self.format.k.check("K", self.k_dim)
+        self.format.v.check("V", self.v_dim)
+        if beyond := {layer for layer in self.format.skipped if layer >= self.num_layers}:
+            raise ValueError(
+                f"layers {sorted(beyond)} are to stay as computed, but the model has {self.num_layers}, "
+                "counted from 0"
+            )
 
     @property
     def bytes_per_token(self) -> int:
-        """Bytes of one token in all layers."""
-        return self.num_layers * self.width * self.dtype.itemsize
+        """Bytes of one token in all layers, with its scales."""
+        each = map(self.format.of_layer, range(self.num_layers))
+        return self.num_kv_heads * sum(one.head_bytes(self.k_dim, self.v_dim, self.dtype) for one in each)
 
-    def split(self, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Splits `rows` `[..., width]` into views: K `[..., num_kv_heads, k_dim]`, V `[..., num_kv_heads,
-        v_dim]`."""
-        heads = self.num_kv_heads
-        k, v = rows.split([heads * self.k_dim, heads * self.v_dim], dim=-1)
-        return k.unflatten(-1, (heads, self.k_dim)), v.unflatten(-1, (heads, self.v_dim))
+    def row_width(self, layer_idx: int) -> int:
+        """Returns the length of a token's row in a layer's buffer, in elements of `row_dtype`."""
+        of_layer = self.format.of_layer(layer_idx)
+        heads = (of_layer.k.head_bytes(self.k_dim, self.dtype), of_layer.v.head_bytes(self.v_dim, self.dtype))
+        return self.num_kv_heads * sum(heads) // self.row_dtype(layer_idx).itemsize
+
+    def row_dtype(self, layer_idx: int) -> torch.dtype:
+        """Returns the element type of a layer's buffer: uint8, where K or V is quantised."""
+        return torch.uint8 if self.format.of_layer(layer_idx).is_quantised else self.dtype
+
+    def split(self, rows: torch.Tensor, layer_idx: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Splits rows of a layer's buffer, `[..., row_width]`, into views: K `[..., num_kv_heads, k_dim]` and V
+        `[..., num_kv_heads, v_dim]`, in their stored types; the dims of 4 bits are half as many."""
+        of_layer = self.format.of_layer(layer_idx)
+        size = rows.element_size()
+        num_k = self.num_kv_heads * of_layer.k.head_bytes(self.k_dim, self.dtype) // size
+        parts = rows[..., :num_k], rows[..., num_k:]
+        k, v = parts
+        if of_layer.is_quantised:
+            k, v = (
+                part.view(elements.stored if elements.is_quantised else self.dtype)
+                for part, elements in zip(parts, of_layer[:2], strict=True)
+            )
+        return k.unflatten(-1, (self.num_kv_heads, -1)), v.unflatten(-1, (self.num_kv_heads, -1))

@@ -296,7 +296,7 @@ def test_a_verb_that_changes_nothing_calls_no_callback(device: torch.device) -> 
 # --------------------------------------------------------------------------------
 # One owner
 
-ONE_TOKEN = ExportedKV(SPEC, 1, [torch.zeros(1, SPEC.width, dtype=SPEC.dtype)] * SPEC.num_layers)
+ONE_TOKEN = ExportedKV(SPEC, 1, [torch.zeros(1, SPEC.row_width(0), dtype=SPEC.dtype)] * SPEC.num_layers)
 VERBS: dict[str, Callable[[KVCache, Sequence], object]] = {
     "open": lambda cache, one: cache.open([5]),
     "extend": lambda cache, one: cache.extend([one], [1]),

@@ -27,12 +27,12 @@ def fill(cache: KVCache, token_ids: list[int]) -> Sequence:
     slots = cache.extend([sequence], [len(new)])
     for layer_idx in range(SPEC.num_layers):
         values = torch.tensor(new, dtype=SPEC.dtype, device=slots.device)
-        cache.memory.pool.kv(layer_idx)[slots] = values[:, None].expand(-1, SPEC.width)
+        cache.memory.pool.kv(layer_idx)[slots] = values[:, None].expand(-1, SPEC.row_width(0))
     return sequence
 
 
 def exported(length: int = 3) -> ExportedKV:
-    return ExportedKV(SPEC, length, [torch.ones(length, SPEC.width) for _ in range(SPEC.num_layers)])
+    return ExportedKV(SPEC, length, [torch.ones(length, SPEC.row_width(0)) for _ in range(SPEC.num_layers)])
 
 
 def state(cache: KVCache) -> tuple[object, ...]:
@@ -214,7 +214,7 @@ NO_KV: dict[str, list[torch.Tensor]] = {
     "a layer short": GOOD[:1],
     "a layer more": GOOD * 2,
     "a short layer": [GOOD[0], GOOD[1][:2]],
-    "a long layer": [GOOD[0], torch.ones(4, SPEC.width)],
+    "a long layer": [GOOD[0], torch.ones(4, SPEC.row_width(0))],
     "a narrow layer": [GOOD[0], GOOD[1][:, :2]],
     "flat layers": [layer.flatten() for layer in GOOD],
     "another type": [layer.half() for layer in GOOD],
@@ -227,7 +227,7 @@ def test_layers_of_another_shape_are_refused(layers: list[torch.Tensor], device:
     events: list[object] = []
     cache.on_edits = lambda *told: events.append(told)
     before = state(cache)
-    with pytest.raises(ValueError, match=r"where 2 of .*give what `export` returned"):
+    with pytest.raises(ValueError, match=r"where 2 are .*give what `export` returned"):
         cache.import_sequence([7, 8, 9], ExportedKV(SPEC, 3, layers))
     assert state(cache) == before
     assert not events
@@ -241,16 +241,18 @@ def test_a_copy_that_fails_leaves_nothing_held_or_cached(
     cache = make_cache(device)
     if num_shared:
         cache.close(fill(cache, [7, 8]))
-    pool, kv = cache.memory.pool, cache.memory.pool.kv
+    last = cache.memory.pool.buffers[-1]
+    copy = torch.Tensor.index_copy_
 
-    def fail_at_the_last(layer_idx: int) -> torch.Tensor:
-        if layer_idx == SPEC.num_layers - 1:
+    def fail_at_the_last(rows: torch.Tensor, *args: int | torch.Tensor) -> torch.Tensor:
+        if rows is last:
             raise error
-        return kv(layer_idx)
+        return copy(rows, *args)
 
-    monkeypatch.setattr(pool, "kv", fail_at_the_last)
+    monkeypatch.setattr(torch.Tensor, "index_copy_", fail_at_the_last)
     with pytest.raises(type(error)):
         cache.import_sequence([7, 8, 9], exported())
+    monkeypatch.undo()
     assert (cache.num_open, cache.num_held, cache.num_cached) == (0, 0, num_shared)
     assert cache.open([7, 8, 9, 10]).num_hit == num_shared
     cache.check()

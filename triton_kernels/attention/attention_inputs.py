@@ -32,7 +32,7 @@ def check_attention_inputs(
 ) -> float:
     """Returns the layer's scale. Raises ValueError where shapes, strides, dtypes or numbers do not fit; reads
     no tensor's contents."""
-    k_cache, v_cache, index, shift, ring, indirection = kv
+    k_cache, v_cache, index, shift, ring, indirection = kv[:6]
     if q.dim() != 3 or k_cache.dim() != 3 or v_cache.dim() != 3:
         raise ValueError(
             f"q must be [tokens, heads, dim] and the caches [slots, kv_heads, dim]; got {tuple(q.shape)}, "
@@ -40,12 +40,13 @@ def check_attention_inputs(
         )
     num_heads, key_dim = q.shape[1:]
     num_kv_heads = k_cache.shape[1]
-    if k_cache.shape[2] != key_dim or v_cache.shape[:2] != k_cache.shape[:2] or num_heads % num_kv_heads:
+    if kv.key_dim != key_dim or v_cache.shape[:2] != k_cache.shape[:2] or num_heads % num_kv_heads:
         raise ValueError(
             f"q {tuple(q.shape)} must have the head dim of k_cache {tuple(k_cache.shape)} and a multiple of "
-            f"its heads, and v_cache {tuple(v_cache.shape)} as many slots and heads"
+            f"its heads, and v_cache {tuple(v_cache.shape)} as many slots and heads; K/V is {kv.format}"
         )
-    out_shape = (*q.shape[:2], v_cache.shape[2])
+    check_scales(kv)
+    out_shape = (*q.shape[:2], kv.value_dim)
     if out is not None and tuple(out.shape) != out_shape:
         raise ValueError(f"out must have shape {out_shape}, got {tuple(out.shape)}")
     for name, tensor in (
@@ -102,6 +103,27 @@ def check_attention_inputs(
         bounded = bool(options.window or options.chunk or options.alibi_slopes is not None)
         check_attention_mask(mask, q, len(rows), bounded)
     return scale
+
+
+def check_scales(kv: PagedKV) -> None:
+    """Raises ValueError where the scales or the caches do not fit the format."""
+    if not kv.format.is_quantised:
+        if kv.scales is not None:
+            raise ValueError("scales, but neither K nor V is quantised; give the format")
+        return
+    for name, cache, elements in (("k_cache", kv.k, kv.format.k), ("v_cache", kv.v, kv.format.v)):
+        if elements.is_quantised and (cache.dtype != elements.stored or cache.stride(1) % 2):
+            raise ValueError(
+                f"{name} must hold {elements.stored} at even bytes for {elements}, got {cache.dtype} with "
+                f"strides {cache.stride()}; use the views of a KVPool"
+            )
+    scales, dtype = kv.scales, kv.format.scale_dtype
+    shape = *kv.k.shape[:2], kv.format.columns(kv.key_dim, kv.value_dim)
+    if scales is None or scales.shape != shape or scales.dtype != dtype or not has_unit_stride(scales):
+        found = None if scales is None else (scales.dtype, tuple(scales.shape), scales.stride())
+        raise ValueError(
+            f"scales must be {dtype} {shape} with a last stride of 1 for {kv.format}, got {found}"
+        )
 
 
 def check_ring(ring: Ring, options: AttentionOptions) -> None:

@@ -300,7 +300,8 @@ def attention_scores_reference(
     for request, (row, length) in enumerate(zip(rows.tolist(), lengths.tolist(), strict=True)):
         queries = slice(starts[request], starts[request + 1])
         entries = torch.arange(length, device=q.device)
-        k = kv.k[find_slots_reference(kv.index[row], entries, kv.shift)].to(dtype)  # [L, num_kv_heads, Dk]
+        k, _ = kv.read(find_slots_reference(kv.index[row], entries, kv.shift))
+        k = k.to(dtype)  # [L, num_kv_heads, Dk]
         # [num_kv_heads, group * n, Dk]: query heads that share a K/V head are rows of one matrix
         q_rows = q[queries].to(dtype).unflatten(1, (num_kv_heads, -1)).permute(1, 2, 0, 3).flatten(1, 2)
         scores = torch.matmul(q_rows, k.permute(1, 2, 0)) * scale

@@ -5,6 +5,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from lightkv.triton_kernels.quantised.kv_format import AS_COMPUTED, KVFormat
+from lightkv.triton_kernels.quantised.quantise_reference import dequantise, split_columns
+
 from .ring import Ring
 
 
@@ -13,12 +16,18 @@ class PagedKV(NamedTuple):
     the slot of the token at position `pos` of a row, where `mask` is `2**shift - 1`.
 
     `k`: `[num_slots, num_kv_heads, Dk]`, `v`: `[num_slots, num_kv_heads, Dv]`, with any strides except that the
-    last one is 1; both may be views of one buffer.
+    last one is 1; both may be views of one buffer. Two elements of 4 bits share a byte, so there the last dim
+    is half of Dk or Dv.
     `index`: int32 `[num_rows, num_entries]`, the first slot of each `2**shift` tokens of a row.
     `shift`: 0 for a token table, log2(page) for a page table, 31 for one contiguous run per row.
     `ring`: the rows are rings, so `pos` above is the entry of a position. None: they are not.
     `indirection`: int32 `[num_rows, positions]`: the token at a position of row r is found in row
     `indirection[r, position]` of the index instead (`beam_indirection` makes it). None for r itself.
+    `format`: how K and V are stored. Where K is rotated, queries have to be, too, and where V is rotated, so is
+    the output (`rotate_heads`).
+    `scales`: `[num_slots, num_kv_heads, columns]` of `format.scale_dtype`, the last stride 1: the scales and
+    middles of K, and those of V. A stride of 0 for slots stands for static scales. None if nothing is
+    quantised.
     """
 
     k: Tensor
@@ -27,6 +36,31 @@ class PagedKV(NamedTuple):
     shift: int = 0
     ring: Ring | None = None
     indirection: Tensor | None = None
+    scales: Tensor | None = None
+    format: KVFormat = AS_COMPUTED
+
+    @property
+    def key_dim(self) -> int:
+        """The dims of a head of K."""
+        return self.k.shape[2] * (2 if self.format.k.bits == 4 else 1)
+
+    @property
+    def value_dim(self) -> int:
+        """The dims of a head of V."""
+        return self.v.shape[2] * (2 if self.format.v.bits == 4 else 1)
+
+    def read(self, slots: Tensor) -> tuple[Tensor, Tensor]:
+        """Returns K and V of slots, int64 `[n]`, `[n, num_kv_heads, Dk]` and `[n, num_kv_heads, Dv]`, in plain
+        torch: float32 where quantised, and rotated heads as they are stored."""
+        k, v = self.k[slots], self.v[slots]
+        if self.scales is None:
+            return k, v
+        of_k, of_v = split_columns(self.scales[slots], self.format, self.key_dim)
+        if self.format.k.is_quantised:
+            k = dequantise(k, of_k, self.format.k)
+        if self.format.v.is_quantised:
+            v = dequantise(v, of_v, self.format.v)
+        return k, v
 
     @property
     def ring_sizes(self) -> list[int]:
@@ -45,11 +79,13 @@ class HeadShape(NamedTuple):
     @classmethod
     def of(cls, q: Tensor, kv: PagedKV) -> "HeadShape":
         """Returns the heads of q `[T, num_heads, key_dim]` and of `kv`."""
-        return cls(q.shape[1], kv.k.shape[1], q.shape[2], kv.v.shape[2])
+        return cls(q.shape[1], kv.k.shape[1], q.shape[2], kv.value_dim)
 
-    def key_bytes(self, dtype: torch.dtype) -> int:
-        """Returns the bytes of K and V of a token for one K/V head, in `dtype`."""
-        return (self.key_dim + self.value_dim) * dtype.itemsize
+    def key_bytes(self, dtype: torch.dtype, layer_format: KVFormat = AS_COMPUTED) -> int:
+        """Returns the bytes of K and V of a token for one K/V head, computed in `dtype`."""
+        return layer_format.k.head_bytes(self.key_dim, dtype) + layer_format.v.head_bytes(
+            self.value_dim, dtype
+        )
 
 
 def beam_indirection(cache_indirection: Tensor, rows: Tensor, out: Tensor) -> None:

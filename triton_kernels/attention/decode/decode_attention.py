@@ -299,8 +299,7 @@ def decode_attention_reference(
         slots = slots_reference(kv, row, torch.arange(length, device=q.device))
         out[queries] = attend_reference(
             q[queries],
-            kv.k[slots],
-            kv.v[slots],
+            *kv.read(slots),
             torch.arange(length - num_queries, length, device=q.device),
             options,
             None if mask is None else mask_reference(mask, queries, request, length),

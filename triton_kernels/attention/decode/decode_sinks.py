@@ -149,7 +149,8 @@ def attend_ring_reference(
     sinks = torch.arange(min(kv.ring.sinks, length), device=q.device)
     window = torch.arange(min(kv.ring.first_key(length - 1), length), length, device=q.device)
     slots = slots_reference(kv, row, torch.cat((sinks, window)))
-    k, v = kv.k[slots].double(), kv.v[slots]
+    k, v = kv.read(slots)
+    k = k.double()
     if angles is not None:  # q rotated back sees a key as q sees the key rotated forward
         cos, sin = (part.double() for part in angles)
         num_pairs = len(cos)

@@ -317,8 +317,7 @@ def prefill_attention_reference(
         slots = slots_reference(kv, row, torch.arange(length, device=q.device))
         out[queries] = attend_reference(
             q[queries],
-            kv.k[slots],
-            kv.v[slots],
+            *kv.read(slots),
             torch.arange(length - q_len, length, device=q.device),
             options,
             None if mask is None else mask_reference(mask, queries, request, length),
