@@ -6,6 +6,7 @@ values.
 """
 
 import math
+from collections.abc import Sequence
 from functools import cache
 from typing import NamedTuple
 
@@ -104,18 +105,21 @@ def decode_launch(
     key_dim: int,
     value_dim: int,
     element_size: int,
+    element_bits: Sequence[int] = (16, 16),
     mask_size: int = 0,
 ) -> Launch:
     """Returns the tiles of decode for `num_rows` query rows that read the same keys: query heads that share a
     K/V head, times queries, times requests that share a prefix. `several`: there is more than one query or
-    request. `mask_size`: bytes of an element of a mask, whose tiles take room beside those of K and V.
+    request. `element_bits`: of K and of V as stored; 16 stands for `element_size`. `mask_size`: bytes of an
+    element of a mask, whose tiles take room beside those of K and V.
 
     A tile has at most 32 KiB of K and V, so that several programs share a multiprocessor. `decode_workers` says
     how many programs there are; each reads an equal share, so all of them should run at once.
     """
     rows = padded_dim(num_rows)
     key_width, value_width = padded_dim(key_dim), padded_dim(value_dim)
-    bytes_per_key = (key_width + value_width) * element_size
+    k_bits, v_bits = (bits if bits < 16 else 8 * element_size for bits in element_bits)
+    bytes_per_key = (key_width * k_bits + value_width * v_bits) // 8
     if several and element_size < 4:
         launch = Launch(max(64, rows), 64, 4 if rows <= 64 else 8, 3)  # as the matrix units of Hopper want it
     else:

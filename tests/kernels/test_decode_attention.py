@@ -323,8 +323,20 @@ def test_stays_one_operator_under_torch_compile(device: torch.device) -> None:
     out = torch.empty_like(q)
     plan = decode_plan(cache.rows, cache.lengths, num_kv_heads=2)
     none = [None] * 6  # sinks, their rotation, ALiBi and a mask
-    sizes = (1, 0.125, 0, [0, 0], False, 0, 0, 0, 0.0)
-    arguments = (q, *cache.kv[:3], None, *plan[:5], cache.lengths, *none, out, None, *sizes)
+    sizes = (1, 0.125, 0, [0, 0], False, 0, 0, 0, 0.0, 0, [16, 16])
+    arguments = (
+        q,
+        *cache.kv[:2],
+        None,
+        cache.kv.index,
+        None,
+        *plan[:5],
+        cache.lengths,
+        *none,
+        out,
+        None,
+        *sizes,
+    )
     torch.library.opcheck(torch.ops.lightkv.decode_attention.default, arguments)
 
     def step(q: Tensor, cache: Cache) -> Tensor:

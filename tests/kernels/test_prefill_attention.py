@@ -241,10 +241,22 @@ def test_stays_one_operator_under_torch_compile(device: torch.device) -> None:
         dtype=q.dtype,
     )
     lse = torch.empty(12, 4, device=device)
-    op_args = (q, *cache.kv[:3], None, plan.items, plan.counters, None, None, None, None)
+    op_args = (
+        q,
+        *cache.kv[:2],
+        None,
+        cache.kv.index,
+        None,
+        plan.items,
+        plan.counters,
+        None,
+        None,
+        None,
+        None,
+    )
     op_args += (torch.empty_like(q), lse)
     op_args += (plan.num_shares, plan.num_workers, *plan.launch)
-    settings = (0.125, 0, [0, 0], 0, 0, 0, 0.0)
+    settings = (0.125, 0, [0, 0], 0, 0, 0, 0.0, 0)
     torch.library.opcheck(torch.ops.lightkv.prefill_attention.default, (*op_args, *settings))
     num_tiles = len(plan.items) - plan.num_shares
     plan_args = (cache.rows, q_starts, cache.lengths, plan.items.new_empty(len(plan.items) + num_tiles, 12))

@@ -10,6 +10,22 @@ import math
 import triton
 import triton.language as tl
 
+from lightkv.triton_kernels.quantised.unpack import (
+    fields_of,
+    k_groups,
+    k_has_middle,
+    k_kind,
+    load_columns,
+    restore,
+    unpack,
+    v_groups,
+    v_has_middle,
+    v_kind,
+    weight_factor,
+    word_block,
+    words_of,
+)
+
 from .attention_mask import add_values, is_in_tree, load_values
 
 LOG2_E = math.log2(math.e)
@@ -53,6 +69,137 @@ def _load_rows(
 
 
 @triton.jit
+def load_query(heads, in_tile, DK: tl.constexpr, BLOCK_DK: tl.constexpr, FORMAT: tl.constexpr):
+    """Loads the tile of the query heads that the pointers `heads`, [BLOCK_M, 1], begin at: a tuple of one tile
+    for each field of a word of K, [BLOCK_M, BLOCK_DK / fields], or of the whole heads if K is not quantised."""
+    KIND: tl.constexpr = k_kind(FORMAT)
+    FIELDS: tl.constexpr = fields_of(KIND)
+    words = tl.arange(0, word_block(BLOCK_DK, KIND))
+    mask = in_tile[:, None] & (words < words_of(DK, KIND))[None, :]
+    dims = heads + (FIELDS * words)[None, :]
+    first = tl.load(dims, mask=mask, other=0.0)
+    q = (first,)
+    if FIELDS >= 2:
+        second = tl.load(dims + 1, mask=mask, other=0.0)
+        q = (first, second)
+    if FIELDS == 4:
+        third = tl.load(dims + 2, mask=mask, other=0.0)
+        fourth = tl.load(dims + 3, mask=mask, other=0.0)
+        q = (first, second, third, fourth)
+    return q
+
+
+@triton.jit
+def head_columns(columns, kv_head, stride_slot, stride_head, FORMAT: tl.constexpr):
+    """Returns pointers to the scales of K and of V of a head, and the stride of slots."""
+    of_k = columns + kv_head * stride_head
+    return of_k, of_k + k_groups(FORMAT) * (2 if k_has_middle(FORMAT) else 1), stride_slot
+
+
+@triton.jit
+def sum_query(q, FORMAT: tl.constexpr):
+    """Returns the sum of each row of the tiles of `load_query`, [BLOCK_M] float32, by which the middles of K
+    are multiplied; None where there are none."""
+    total = None
+    if k_has_middle(FORMAT):
+        total = tl.sum(q[0].to(tl.float32), 1)
+        for part in tl.static_range(1, fields_of(k_kind(FORMAT))):
+            total += tl.sum(q[part].to(tl.float32), 1)
+    return total
+
+
+@triton.jit
+def start_output(BLOCK_M: tl.constexpr, BLOCK_DV: tl.constexpr, FORMAT: tl.constexpr):
+    """Returns the un-normalised output that `attend_keys` begins with: a tuple of zeros, one tile for each
+    field of a word of V, [BLOCK_M, BLOCK_DV / fields]."""
+    KIND: tl.constexpr = v_kind(FORMAT)
+    zeros = tl.zeros([BLOCK_M, word_block(BLOCK_DV, KIND)], tl.float32)
+    acc = (zeros,)
+    if fields_of(KIND) == 2:
+        acc = (zeros, zeros)
+    elif fields_of(KIND) == 4:
+        acc = (zeros, zeros, zeros, zeros)
+    return acc
+
+
+@triton.jit
+def finish_output(acc, total, PART: tl.constexpr, FORMAT: tl.constexpr, DTYPE: tl.constexpr):
+    """Returns a part of the output, divided by the sum of the weights. `DTYPE`: of the dot products."""
+    FACTOR: tl.constexpr = weight_factor(v_kind(FORMAT) if v_groups(FORMAT) == 1 else 0, DTYPE)
+    divisor = tl.where(total > 0.0, total, 1.0)
+    if FACTOR != 1.0:
+        divisor = divisor * FACTOR
+    return acc[PART] / divisor[:, None]
+
+
+@triton.jit
+def output_dims(BLOCK_DV: tl.constexpr, DV: tl.constexpr, PART: tl.constexpr, FORMAT: tl.constexpr):
+    """Returns the dims of a part of the output, and which of them a head has."""
+    KIND: tl.constexpr = v_kind(FORMAT)
+    words = tl.arange(0, word_block(BLOCK_DV, KIND))
+    return words * fields_of(KIND) + PART, words < words_of(DV, KIND)
+
+
+@triton.jit
+def key_scores(q, q_sum, words, beside, FORMAT: tl.constexpr, PACKED: tl.constexpr):
+    """Returns the dot products of queries and keys, [BLOCK_M, BLOCK_N]."""
+    KIND: tl.constexpr = k_kind(FORMAT)
+    GROUPS: tl.constexpr = k_groups(FORMAT)
+    MIDDLE: tl.constexpr = k_has_middle(FORMAT)
+    dtype: tl.constexpr = q[0].dtype
+    k = restore(unpack(words, 0, KIND, dtype, PACKED), beside, GROUPS, MIDDLE)
+    scores = tl.dot(q[0], tl.trans(k), input_precision="ieee")  # [BLOCK_M, BLOCK_N]
+    for part in tl.static_range(1, fields_of(KIND)):
+        k = restore(unpack(words, part, KIND, dtype, PACKED), beside, GROUPS, MIDDLE)
+        scores = tl.dot(q[part], tl.trans(k), scores, input_precision="ieee")
+    if GROUPS == 1:
+        scores = scores * beside[0][None, :]
+        if MIDDLE:
+            scores += q_sum[:, None] * beside[1][None, :]
+    return scores
+
+
+@triton.jit
+def _add_part(
+    acc, words, weights, shift, decay, beside, PART: tl.constexpr, FORMAT: tl.constexpr, PACKED: tl.constexpr
+):
+    """Returns a part of the output, decayed, with the weighted values of a tile of keys."""
+    old = acc[PART] * decay[:, None]
+    if shift is not None:
+        old += shift[:, None]
+    v = unpack(words, PART, v_kind(FORMAT), weights.dtype, PACKED)
+    v = restore(v, beside, v_groups(FORMAT), v_has_middle(FORMAT))
+    return tl.dot(weights, v, old, input_precision="ieee")
+
+
+@triton.jit
+def _add_values_of(
+    acc, weights, words, decay, beside, DTYPE: tl.constexpr, FORMAT: tl.constexpr, PACKED: tl.constexpr
+):
+    """Returns the output, decayed, with the values of a tile of keys, weighted."""
+    FIELDS: tl.constexpr = fields_of(v_kind(FORMAT))
+    shift = None
+    if v_groups(FORMAT) == 1:
+        # Scales go to the weights, so that elements are not touched.
+        FACTOR: tl.constexpr = weight_factor(v_kind(FORMAT), DTYPE)
+        scale, middle = beside
+        if v_has_middle(FORMAT):
+            shift = tl.sum(weights * (middle * FACTOR)[None, :], 1)
+        weights = weights * (scale * FACTOR)[None, :]
+    weights = weights.to(DTYPE)
+    first = _add_part(acc, words, weights, shift, decay, beside, 0, FORMAT, PACKED)
+    added = (first,)
+    if FIELDS >= 2:
+        second = _add_part(acc, words, weights, shift, decay, beside, 1, FORMAT, PACKED)
+        added = (first, second)
+    if FIELDS == 4:
+        third = _add_part(acc, words, weights, shift, decay, beside, 2, FORMAT, PACKED)
+        fourth = _add_part(acc, words, weights, shift, decay, beside, 3, FORMAT, PACKED)
+        added = (first, second, third, fourth)
+    return added
+
+
+@triton.jit
 def first_key(positions, WINDOW: tl.constexpr, CHUNK: tl.constexpr):
     """Returns the first key that queries at `positions` see; 0 where there is neither a window nor a chunk."""
     first = tl.zeros_like(positions)
@@ -92,13 +239,15 @@ def load_slopes(alibi_slopes, heads, in_tile):
 
 @triton.jit
 def attend_keys(
-    q,  # [BLOCK_M, BLOCK_DK]
-    acc,  # [BLOCK_M, BLOCK_DV] float32, un-normalised output
+    q,  # of `load_query`
+    q_sum,  # of `sum_query`
+    acc,  # of `start_output`, float32
     total,  # [BLOCK_M] float32, sum of the weights
     peak,  # [BLOCK_M] float32, largest score so far, in base 2
     slots,  # [BLOCK_N] int64, slots of the tile at `begin`; loaded one tile ahead, so loads of K need not wait
-    k_head,
+    k_head,  # pointers to elements, or to int16 words where quantised
     v_head,
+    columns,  # pointers to the scales of the head of K and of V, and their stride; or three times None
     index_row,  # of `find_slots`
     query_positions,  # [BLOCK_M]
     slopes,  # [BLOCK_M] float32, of ALiBi, in base 2; or None
@@ -121,12 +270,19 @@ def attend_keys(
     AFTER: tl.constexpr,
     SOFTCAP: tl.constexpr,
     MASKED: tl.constexpr,
+    FORMAT: tl.constexpr,  # of `format_code`
+    PACKED: tl.constexpr,
 ):
     """Attends to the keys of the tiles in [begin, end) with a running softmax.
 
     Unless MASKED, every key of every tile has to be visible to every query, as far as the values of a mask do
     not hide it, and lie within these. Returns acc, total, peak, and the slots of the next tile.
     """
+    NUM_K: tl.constexpr = words_of(DK, k_kind(FORMAT))
+    NUM_V: tl.constexpr = words_of(DV, v_kind(FORMAT))
+    BLOCK_K: tl.constexpr = word_block(BLOCK_DK, k_kind(FORMAT))
+    BLOCK_V: tl.constexpr = word_block(BLOCK_DV, v_kind(FORMAT))
+    k_columns, v_columns, stride_columns = columns
     mask_pointers, mask_widths, own_begin = mask
     is_tree: tl.constexpr = mask_pointers is not None and mask_pointers.dtype.element_ty == tl.int32
     # The few tiles with keys of a tree are not pipelined, since the tree's tiles would take memory of K and V.
@@ -137,11 +293,24 @@ def attend_keys(
     for start in tl.range(begin, end, BLOCK_N, num_stages=STAGES):
         positions = start + tl.arange(0, BLOCK_N)  # [BLOCK_N]
         valid = positions < num_keys
-        k = _load_rows(k_head, slots, valid, stride_k_slot, DK, BLOCK_DK, MASKED)  # [BLOCK_N, BLOCK_DK]
-        v = _load_rows(v_head, slots, valid, stride_v_slot, DV, BLOCK_DV, MASKED)  # [BLOCK_N, BLOCK_DV]
+        # [BLOCK_N, BLOCK_DK] and [BLOCK_N, BLOCK_DV], of elements or of words
+        k = _load_rows(k_head, slots, valid, stride_k_slot, NUM_K, BLOCK_K, MASKED)
+        v = _load_rows(v_head, slots, valid, stride_v_slot, NUM_V, BLOCK_V, MASKED)
+        beside_k = None, None
+        beside_v = None, None
+        if k_groups(FORMAT) > 0:
+            beside_k = load_columns(
+                k_columns, slots, valid, stride_columns, k_groups(FORMAT), BLOCK_K, NUM_K,
+                k_has_middle(FORMAT), MASKED,
+            )  # fmt: skip
+        if v_groups(FORMAT) > 0:
+            beside_v = load_columns(
+                v_columns, slots, valid, stride_columns, v_groups(FORMAT), BLOCK_V, NUM_V,
+                v_has_middle(FORMAT), MASKED,
+            )  # fmt: skip
         slots = find_slots(index_row, positions + BLOCK_N, positions + BLOCK_N < num_keys, SHIFT)
 
-        scores = tl.dot(q, tl.trans(k.to(q.dtype)), input_precision="ieee")  # [BLOCK_M, BLOCK_N]
+        scores = key_scores(q, q_sum, k, beside_k, FORMAT, PACKED)
         if SOFTCAP:
             scores = 2.0 * tl.sigmoid(scores * cap_scale) - 1.0  # tanh
         if slopes is not None:
@@ -176,7 +345,7 @@ def attend_keys(
             weights = tl.exp2(scores * score_scale - new_peak[:, None])
         decay = tl.exp2(peak - new_peak)
         total = total * decay + tl.sum(weights, 1)
-        acc = tl.dot(weights.to(q.dtype), v.to(q.dtype), acc * decay[:, None], input_precision="ieee")
+        acc = _add_values_of(acc, weights, v, decay, beside_v, q[0].dtype, FORMAT, PACKED)
         peak = new_peak
     return acc, total, peak, slots
 

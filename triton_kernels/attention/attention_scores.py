@@ -11,6 +11,7 @@ import triton
 from torch import Tensor
 
 from lightkv.triton_kernels import tuning
+from lightkv.triton_kernels.quantised.unpack import as_words, format_code, is_packed
 
 from .attend_keys import LOG2_E, score_scales
 from .attention_inputs import check_attention_inputs
@@ -24,6 +25,7 @@ from .scores_kernels import lse_kernel, scores_kernel
 def _attention_lse(
     q: Tensor,
     k_cache: Tensor,
+    columns: Tensor | None,
     index: Tensor,
     rows: Tensor,
     q_starts: Tensor,
@@ -41,6 +43,7 @@ def _attention_lse(
     chunk: int,
     after: int,
     softcap: float,
+    layer_format: int,
 ) -> None:
     num_requests, num_kv_heads = len(rows), k_cache.shape[1]
     if num_requests == 0 or max_q_len == 0:
@@ -51,6 +54,7 @@ def _attention_lse(
     lse_kernel[(num_kv_heads, triton.cdiv(max_q_len * group, launch.block_m), num_requests)](
         q,
         k_cache,
+        columns,
         index,
         rows,
         q_starts,
@@ -65,6 +69,7 @@ def _attention_lse(
         cap_scale,
         *q.stride()[:2],
         *k_cache.stride()[:2],
+        *(None, None) if columns is None else columns.stride()[:2],
         index.stride(0),
         *mask_strides(mask),
         GROUP=group,
@@ -77,6 +82,8 @@ def _attention_lse(
         CHUNK=chunk,
         AFTER=after,
         SOFTCAP=softcap != 0.0,
+        FORMAT=layer_format,
+        PACKED=layer_format != 0 and is_packed(q),
         num_warps=launch.num_warps,
         num_stages=launch.num_stages,
     )
@@ -89,6 +96,7 @@ _attention_lse.register_fake(lambda *_: None)  # the output is an argument
 def _attention_scores(
     q: Tensor,
     k_cache: Tensor,
+    columns: Tensor | None,
     index: Tensor,
     rows: Tensor,
     q_starts: Tensor,
@@ -105,6 +113,7 @@ def _attention_scores(
     chunk: int,
     after: int,
     softcap: float,
+    layer_format: int,
 ) -> None:
     num_requests, width = out.shape
     if num_requests == 0 or width == 0:
@@ -114,6 +123,7 @@ def _attention_scores(
     scores_kernel[(triton.cdiv(width, launch.block_n), num_requests)](
         q,
         k_cache,
+        columns,
         index,
         rows,
         q_starts,
@@ -130,6 +140,7 @@ def _attention_scores(
         cap_scale,
         *q.stride()[:2],
         *k_cache.stride()[:2],
+        *(None, None) if columns is None else columns.stride()[:2],
         index.stride(0),
         out.stride(0),
         *mask_strides(mask),
@@ -143,6 +154,8 @@ def _attention_scores(
         CHUNK=chunk,
         AFTER=after,
         SOFTCAP=softcap != 0.0,
+        FORMAT=layer_format,
+        PACKED=layer_format != 0 and is_packed(q),
         num_warps=launch.num_warps,
         num_stages=launch.num_stages,
     )
@@ -175,7 +188,8 @@ def attention_lse(
     lse = torch.full(q.shape[:2], float("-inf"), dtype=torch.float32, device=q.device)
     _attention_lse(
         q,
-        kv.k,
+        as_words(kv.k, kv.format.k),
+        kv.scales,
         kv.index,
         rows,
         q_starts,
@@ -193,6 +207,7 @@ def attention_lse(
         options.chunk,
         options.after,
         options.softcap,
+        format_code(kv.format, kv.key_dim, kv.value_dim),
     )
     return lse
 
@@ -243,7 +258,8 @@ def attention_scores(
     out = torch.empty(len(rows), width, dtype=torch.float32, device=q.device)
     _attention_scores(
         q,
-        kv.k,
+        as_words(kv.k, kv.format.k),
+        kv.scales,
         kv.index,
         rows,
         q_starts,
@@ -260,6 +276,7 @@ def attention_scores(
         options.chunk,
         options.after,
         options.softcap,
+        format_code(kv.format, kv.key_dim, kv.value_dim),
     )
     return out
 

@@ -163,7 +163,7 @@ def mixed_attention(
             f"decodes behind those of {num_prefills} prefills; got {num_tokens}"
         )
     if out is None:
-        out = q.new_empty((*q.shape[:2], kv.v.shape[2]))
+        out = q.new_empty((*q.shape[:2], kv.value_dim))
     prefill, decode = (None, None) if plan is None else plan
     if num_requests > num_prefills:
         decoded = slice(first_decode, first_decode + num_decoded)

@@ -3,7 +3,25 @@
 import triton
 import triton.language as tl
 
-from .attend_keys import LOG2_E, find_slots, load_slopes, start_softmax
+from lightkv.triton_kernels.quantised.unpack import (
+    k_groups,
+    k_has_middle,
+    k_kind,
+    load_columns,
+    word_block,
+    words_of,
+)
+
+from .attend_keys import (
+    LOG2_E,
+    find_slots,
+    head_columns,
+    key_scores,
+    load_query,
+    load_slopes,
+    start_softmax,
+    sum_query,
+)
 from .attention_mask import add_values, is_in_tree, load_values, mask_rows
 
 _LOG2_E = tl.constexpr(LOG2_E)
@@ -17,7 +35,7 @@ def _score_tile(
     num_rows,
     first_row,
     kv_head,
-    k,  # [BLOCK_N, BLOCK_DK]
+    keys,  # of `_load_keys`
     positions,  # [BLOCK_N], entries of the keys
     score_scale,
     cap_scale,
@@ -34,6 +52,8 @@ def _score_tile(
     of_scores,
     request,
     own_begin,
+    FORMAT: tl.constexpr,
+    PACKED: tl.constexpr,
 ):
     """Computes the scores, in base 2, of a tile of query rows (queries times GROUP heads) with a tile of keys.
 
@@ -44,14 +64,10 @@ def _score_tile(
     in_tile = rows < num_rows
     tokens = (q_begin + rows // GROUP).to(tl.int64)
     heads = kv_head * GROUP + rows % GROUP
-    dims = tl.arange(0, BLOCK_DK)
-    q_tile = tl.load(
-        q + tokens[:, None] * stride_q_t + heads[:, None] * stride_q_h + dims[None, :],
-        mask=in_tile[:, None] & (dims < DK)[None, :],
-        other=0.0,
-    )  # [BLOCK_M, BLOCK_DK]
+    q_heads = q + tokens[:, None] * stride_q_t + heads[:, None] * stride_q_h
+    q_tiles = load_query(q_heads, in_tile, DK, BLOCK_DK, FORMAT)
     ends = tl.load(query_positions + tokens, mask=in_tile, other=-1)  # [BLOCK_M]
-    scores = tl.dot(q_tile, tl.trans(k.to(q_tile.dtype)), input_precision="ieee")
+    scores = key_scores(q_tiles, sum_query(q_tiles, FORMAT), keys[0], keys[1], FORMAT, PACKED)
     if SOFTCAP:
         scores = 2.0 * tl.sigmoid(scores * cap_scale) - 1.0  # tanh
     alibi_slopes, mask, mask_columns, mask_width, stride_mask_h, stride_mask_t = of_scores
@@ -81,18 +97,27 @@ def _score_tile(
 
 @triton.jit
 def _load_keys(
-    k_head, index_row, positions, valid, stride_k_slot, SHIFT: tl.constexpr, DK: tl.constexpr,
-    BLOCK_DK: tl.constexpr,
+    k_head, of_head, index_row, positions, valid, stride_k_slot, SHIFT: tl.constexpr, DK: tl.constexpr,
+    BLOCK_DK: tl.constexpr, FORMAT: tl.constexpr,
 ):  # fmt: skip
-    """Loads one head's keys at `positions`, [BLOCK_N, BLOCK_DK]; zeros where not valid: a free slot may hold
-    NaN."""
+    """Loads one head's keys at `positions`, [BLOCK_N, BLOCK_DK], or their words, and their scales and middles;
+    zeros where not valid: a free slot may hold NaN."""
     slots = find_slots(index_row, positions, valid, SHIFT)
-    dims = tl.arange(0, BLOCK_DK)
-    return tl.load(
-        k_head + slots[:, None] * stride_k_slot + dims[None, :],
-        mask=valid[:, None] & (dims < DK)[None, :],
-        other=0.0,
+    NUM_WORDS: tl.constexpr = words_of(DK, k_kind(FORMAT))
+    BLOCK: tl.constexpr = word_block(BLOCK_DK, k_kind(FORMAT))
+    words = tl.arange(0, BLOCK)
+    k = tl.load(
+        k_head + slots[:, None] * stride_k_slot + words[None, :],
+        mask=valid[:, None] & (words < NUM_WORDS)[None, :],
+        other=0,
     )
+    beside = None, None
+    if k_groups(FORMAT) > 0:
+        beside = load_columns(
+            of_head[0], slots, valid, of_head[2], k_groups(FORMAT), BLOCK, NUM_WORDS, k_has_middle(FORMAT),
+            True,
+        )  # fmt: skip
+    return k, beside
 
 
 @triton.jit(
@@ -104,7 +129,8 @@ def _load_keys(
 )  # fmt: skip
 def lse_kernel(
     q,
-    k_cache,
+    k_cache,  # of int16 words where quantised
+    columns,  # its scales and middles; or None
     index,
     rows,
     q_starts,
@@ -121,6 +147,8 @@ def lse_kernel(
     stride_q_h,
     stride_k_slot,
     stride_k_h,
+    stride_columns_slot,
+    stride_columns_h,
     stride_index,
     mask_width,
     stride_mask_h,
@@ -135,6 +163,8 @@ def lse_kernel(
     CHUNK: tl.constexpr,
     AFTER: tl.constexpr,
     SOFTCAP: tl.constexpr,
+    FORMAT: tl.constexpr,  # of `format_code`
+    PACKED: tl.constexpr,
 ):
     of_scores = (alibi_slopes, mask, mask_columns, mask_width, stride_mask_h, stride_mask_t)
     kv_head = tl.program_id(0).to(tl.int64)
@@ -148,6 +178,9 @@ def lse_kernel(
     row = tl.load(rows + request).to(tl.int64)
     index_row = index + row * stride_index, None, stride_index, 0, 0
     k_head = k_cache + kv_head * stride_k_h
+    of_head = (None, None, None)
+    if FORMAT > 0:
+        of_head = head_columns(columns, kv_head, stride_columns_slot, stride_columns_h, FORMAT)
 
     tile_rows = first_row + tl.arange(0, BLOCK_M)
     sink_heads = kv_head * GROUP + tile_rows % GROUP
@@ -155,12 +188,14 @@ def lse_kernel(
     for start in range(0, length, BLOCK_N):
         positions = start + tl.arange(0, BLOCK_N)
         valid = positions < length
-        k = _load_keys(k_head, index_row, positions, valid, stride_k_slot, SHIFT, DK, BLOCK_DK)
+        keys = _load_keys(
+            k_head, of_head, index_row, positions, valid, stride_k_slot, SHIFT, DK, BLOCK_DK, FORMAT
+        )
         scores, _, _, _ = _score_tile(
-            q, query_positions, q_begin, num_rows, first_row, kv_head, k,
+            q, query_positions, q_begin, num_rows, first_row, kv_head, keys,
             tl.where(valid, positions, 2147483647), score_scale, cap_scale, stride_q_t, stride_q_h,
             GROUP, DK, BLOCK_M, BLOCK_DK, WINDOW, CHUNK, AFTER, SOFTCAP, of_scores, request,
-            length - num_rows // GROUP,
+            length - num_rows // GROUP, FORMAT, PACKED,
         )  # fmt: skip
         new_peak = tl.maximum(peak, tl.max(scores, 1))
         total = total * tl.exp2(peak - new_peak) + tl.sum(tl.exp2(scores - new_peak[:, None]), 1)
@@ -181,7 +216,8 @@ def lse_kernel(
 )  # fmt: skip
 def scores_kernel(
     q,
-    k_cache,
+    k_cache,  # of int16 words where quantised
+    columns,  # its scales and middles; or None
     index,
     rows,
     q_starts,
@@ -200,6 +236,8 @@ def scores_kernel(
     stride_q_h,
     stride_k_slot,
     stride_k_h,
+    stride_columns_slot,
+    stride_columns_h,
     stride_index,
     stride_out,
     mask_width,
@@ -215,6 +253,8 @@ def scores_kernel(
     CHUNK: tl.constexpr,
     AFTER: tl.constexpr,
     SOFTCAP: tl.constexpr,
+    FORMAT: tl.constexpr,  # of `format_code`
+    PACKED: tl.constexpr,
 ):
     of_scores = (alibi_slopes, mask, mask_columns, mask_width, stride_mask_h, stride_mask_t)
     request = tl.program_id(1).to(tl.int64)
@@ -230,15 +270,19 @@ def scores_kernel(
     acc = tl.zeros([BLOCK_N], tl.float32)
     for head in range(num_kv_heads):
         kv_head = tl.zeros([], tl.int64) + head
-        k = _load_keys(
-            k_cache + kv_head * stride_k_h, index_row, positions, valid, stride_k_slot, SHIFT, DK, BLOCK_DK
-        )
+        of_head = (None, None, None)
+        if FORMAT > 0:
+            of_head = head_columns(columns, kv_head, stride_columns_slot, stride_columns_h, FORMAT)
+        keys = _load_keys(
+            k_cache + kv_head * stride_k_h, of_head, index_row, positions, valid, stride_k_slot, SHIFT, DK,
+            BLOCK_DK, FORMAT,
+        )  # fmt: skip
         for first_row in range(0, num_rows, BLOCK_M):
             scores, tokens, heads, in_tile = _score_tile(
-                q, query_positions, q_begin, num_rows, first_row, kv_head, k,
+                q, query_positions, q_begin, num_rows, first_row, kv_head, keys,
                 tl.where(valid, positions, 2147483647), score_scale, cap_scale, stride_q_t, stride_q_h,
                 GROUP, DK, BLOCK_M, BLOCK_DK, WINDOW, CHUNK, AFTER, SOFTCAP, of_scores, request,
-                length - num_rows // GROUP,
+                length - num_rows // GROUP, FORMAT, PACKED,
             )  # fmt: skip
             # With +inf, rows beyond the tile and queries that see no key have probabilities of 0.
             row_lse = tl.load(lse + tokens * num_heads + heads, mask=in_tile, other=float("inf"))

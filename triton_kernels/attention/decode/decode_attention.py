@@ -24,6 +24,7 @@ from lightkv.triton_kernels.attention.attention_inputs import check_attention_in
 from lightkv.triton_kernels.attention.attention_mask import AttentionMask, mask_reference, mask_strides
 from lightkv.triton_kernels.attention.attention_reference import attend_reference, slots_reference
 from lightkv.triton_kernels.attention.paged_kv import DEFAULT_OPTIONS, AttentionOptions, HeadShape, PagedKV
+from lightkv.triton_kernels.quantised.unpack import as_words, format_code, is_packed
 
 from .decode_combine import combine_parts
 from .decode_kernel import decode_kernel
@@ -36,6 +37,7 @@ def _decode_attention(
     q: Tensor,
     k_cache: Tensor,
     v_cache: Tensor,
+    columns: Tensor | None,
     index: Tensor,
     indirection: Tensor | None,
     items: Tensor,
@@ -61,9 +63,11 @@ def _decode_attention(
     chunk: int,
     after: int,
     softcap: float,
+    layer_format: int,
+    element_bits: list[int],
 ) -> None:
     num_tokens, num_heads, key_dim = q.shape
-    num_kv_heads, value_dim = v_cache.shape[1:]
+    num_kv_heads, value_dim = v_cache.shape[1], out.shape[2]
     if num_tokens == 0:
         return
     plan = DecodePlan(items, shares, parts, split, members)
@@ -76,6 +80,7 @@ def _decode_attention(
         key_dim,
         value_dim,
         q.element_size(),
+        element_bits,
         0 if mask is None else mask.element_size(),
     )
     early = tuning.has_early_launch(device)
@@ -88,6 +93,7 @@ def _decode_attention(
         q,
         k_cache,
         v_cache,
+        columns,
         index,
         indirection,
         items,
@@ -111,6 +117,7 @@ def _decode_attention(
         *q.stride()[:2],
         *k_cache.stride()[:2],
         *v_cache.stride()[:2],
+        *(None, None) if columns is None else columns.stride()[:2],
         index.stride(0),
         None if indirection is None else indirection.stride(0),
         *out.stride()[:2],
@@ -136,6 +143,8 @@ def _decode_attention(
         SOFTCAP=softcap != 0.0,
         HAS_LSE=lse is not None,
         EARLY=early,
+        FORMAT=layer_format,
+        PACKED=layer_format != 0 and is_packed(q),
         num_warps=launch.num_warps,
         num_stages=launch.num_stages,
         **options,
@@ -212,6 +221,10 @@ def decode_attention(
         check_rotation(sink_rotation, len(q), q.shape[2])
         if ring is None or not ring.sinks:
             raise ValueError("a rotation for sinks, but the layer sees no ring's sinks; pass none")
+        if kv.format.k.is_rotated:
+            raise ValueError(
+                "a rotation for sinks of keys that are rotated by a Hadamard matrix; choose another format of K"
+            )
     if ring is not None and (mask is not None or (ring.sinks and options.alibi_slopes is not None)):
         raise ValueError(
             f"{ring} with a mask, or sinks with ALiBi: both count true positions; leave them out"
@@ -230,7 +243,7 @@ def decode_attention(
             "for this call"
         )
     if out is None:
-        out = q.new_empty((*q.shape[:2], kv.v.shape[2]))
+        out = q.new_empty((*q.shape[:2], kv.value_dim))
     if plan is None:
         plan = decode_plan(
             rows,
@@ -244,8 +257,9 @@ def decode_attention(
         )
     _decode_attention(
         q,
-        kv.k,
-        kv.v,
+        as_words(kv.k, kv.format.k),
+        as_words(kv.v, kv.format.v),
+        kv.scales,
         kv.index,
         kv.indirection,
         plan.items,
@@ -270,6 +284,8 @@ def decode_attention(
         chunk,
         options.after,
         options.softcap,
+        format_code(kv.format, kv.key_dim, kv.value_dim),
+        [kv.format.k.bits, kv.format.v.bits],
     )
     return out
 
@@ -287,7 +303,7 @@ def decode_attention_reference(
 ) -> Tensor:
     """Computes `decode_attention` in plain torch and float64, one request at a time. Reads lengths and rows on
     the host, so on a GPU it synchronises."""
-    out = q.new_zeros((*q.shape[:2], kv.v.shape[2]))
+    out = q.new_zeros((*q.shape[:2], kv.value_dim))
     for request, (row, length) in enumerate(zip(rows.tolist(), lengths.tolist(), strict=True)):
         queries = slice(request * num_queries, (request + 1) * num_queries)
         if kv.ring is not None and not options.window:

@@ -7,11 +7,18 @@ import triton.language as tl
 from lightkv.triton_kernels.attention.attend_keys import (
     attend_keys,
     find_slots,
+    finish_output,
     first_key,
+    head_columns,
+    load_query,
     load_slopes,
+    output_dims,
+    start_output,
     start_softmax,
+    sum_query,
 )
 from lightkv.triton_kernels.attention.attention_mask import end_of_whole_tiles, mask_rows
+from lightkv.triton_kernels.quantised.unpack import fields_of, v_kind
 
 from .decode_plan import ITEM_FIELDS, PART_FIELDS, SHARE_FIELDS
 from .decode_sinks import SINK_TILE, attend_sinks
@@ -41,8 +48,9 @@ def _load_item(item, is_item):
 )  # fmt: skip
 def decode_kernel(
     q,
-    k_cache,
+    k_cache,  # of int16 words where quantised
     v_cache,
+    columns,  # scales and middles of K, then those of V; or None
     index,
     indirection,
     items,  # [capacity, 4]
@@ -69,6 +77,8 @@ def decode_kernel(
     stride_k_h,
     stride_v_slot,
     stride_v_h,
+    stride_columns_slot,
+    stride_columns_h,
     stride_index,
     stride_indirection,
     stride_out_b,
@@ -96,6 +106,8 @@ def decode_kernel(
     SOFTCAP: tl.constexpr,
     HAS_LSE: tl.constexpr,
     EARLY: tl.constexpr,
+    FORMAT: tl.constexpr,  # of `format_code`
+    PACKED: tl.constexpr,
 ):
     IS_TREE: tl.constexpr = mask is not None and mask.dtype.element_ty == tl.int32
     kv_head = tl.program_id(0).to(tl.int64)
@@ -105,8 +117,9 @@ def decode_kernel(
     heads = kv_head * GROUP + tile_rows % GROUP  # [BLOCK_M]
     queries = tile_rows // GROUP % NUM_QUERIES
     member = tile_rows // (GROUP * NUM_QUERIES)
-    k_dims = tl.arange(0, BLOCK_DK)
-    v_dims = tl.arange(0, BLOCK_DV)
+    of_head = (None, None, None)
+    if FORMAT > 0:
+        of_head = head_columns(columns, kv_head, stride_columns_slot, stride_columns_h, FORMAT)
     if EARLY:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
@@ -138,11 +151,9 @@ def decode_kernel(
             owner = tl.where(is_prefix, of_prefix, tl.where(in_tile, request, -1))
             in_tile = owner >= 0
         tokens = owner * NUM_QUERIES + queries  # [BLOCK_M]
-        q_tile = tl.load(
-            q + tokens[:, None] * stride_q_b + heads[:, None] * stride_q_h + k_dims[None, :],
-            mask=in_tile[:, None] & (k_dims < DK)[None, :],
-            other=0.0,
-        )  # [BLOCK_M, BLOCK_DK]
+        q_heads = q + tokens[:, None] * stride_q_b + heads[:, None] * stride_q_h
+        q_tiles = load_query(q_heads, in_tile, DK, BLOCK_DK, FORMAT)
+        q_sum = sum_query(q_tiles, FORMAT)
 
         # Every query sees the keys in [begin, full_end); only some queries see those in [full_end, end):
         #   begin ├──── not masked ────┤ full_end ├─ masked ─┤ end
@@ -188,27 +199,29 @@ def decode_kernel(
             ):  # such multiples: the mask is read in whole vectors
                 begin = begin // 16 * 16
                 full_end = full_end // 16 * 16
-        acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
+        acc = start_output(BLOCK_M, BLOCK_DV, FORMAT)
         if SEES_SINKS:  # in the request's first part
             is_first = tl.load(of_request) == own_parts + item
             num_sinks = tl.where(is_first, tl.minimum(tl.load(lengths + request), SINKS), 0)
             acc, total, peak = attend_sinks(
                 q + request * stride_q_b + heads[:, None] * stride_q_h, in_tile, acc, total, peak,
-                k_cache + kv_head * stride_k_h, v_cache + kv_head * stride_v_h, index_row, num_sinks,
+                k_cache + kv_head * stride_k_h, v_cache + kv_head * stride_v_h, of_head, index_row, num_sinks,
                 sink_cos + request * PAIRS if sink_cos is not None else None,
                 sink_sin + request * PAIRS if sink_sin is not None else None,
                 stride_k_slot, stride_v_slot, score_scale, cap_scale,
-                DK, DV, BLOCK_DK, BLOCK_DV, SHIFT, SOFTCAP, PAIRS, _SINK_TILE,
+                DK, DV, BLOCK_DK, BLOCK_DV, SHIFT, SOFTCAP, PAIRS, _SINK_TILE, FORMAT, PACKED,
             )  # fmt: skip
         for MASKED in tl.static_range(0, 2):
             acc, total, peak, slots = attend_keys(
-                q_tile,
+                q_tiles,
+                q_sum,
                 acc,
                 total,
                 peak,
                 slots,
                 k_cache + kv_head * stride_k_h,
                 v_cache + kv_head * stride_v_h,
+                of_head,
                 index_row,
                 query_positions,
                 slopes,
@@ -232,16 +245,20 @@ def decode_kernel(
                 AFTER,
                 SOFTCAP,
                 MASKED == 1,
+                FORMAT,
+                PACKED,
             )
-        acc = acc / tl.where(total > 0.0, total, 1.0)[:, None]
-
-        out_mask = in_tile[:, None] & (v_dims < DV)[None, :]
-        if num_parts == 1:
-            pointers = out + tokens[:, None] * stride_out_b + heads[:, None] * stride_out_h + v_dims[None, :]
-            tl.store(pointers, acc.to(out.dtype.element_ty), mask=out_mask)
-            if HAS_LSE:
-                tl.store(lse + tokens * num_heads + heads, peak + tl.log2(total), mask=in_tile)
-        else:
-            partials = (part * NUM_QUERIES + queries).to(tl.int64) * num_heads + heads  # [BLOCK_M]
-            tl.store(partial_out + partials[:, None] * DV + v_dims[None, :], acc, mask=out_mask)
+        partials = (part * NUM_QUERIES + queries).to(tl.int64) * num_heads + heads  # [BLOCK_M]
+        for PART in tl.static_range(0, fields_of(v_kind(FORMAT))):
+            dims, in_head = output_dims(BLOCK_DV, DV, PART, FORMAT)
+            finished = finish_output(acc, total, PART, FORMAT, q_tiles[0].dtype)
+            out_mask = in_tile[:, None] & in_head[None, :]
+            if num_parts == 1:
+                heads_out = out + tokens[:, None] * stride_out_b + heads[:, None] * stride_out_h
+                tl.store(heads_out + dims[None, :], finished.to(out.dtype.element_ty), mask=out_mask)
+            else:
+                tl.store(partial_out + partials[:, None] * DV + dims[None, :], finished, mask=out_mask)
+        if num_parts > 1:
             tl.store(partial_lse + partials, peak + tl.log2(total), mask=in_tile)
+        elif HAS_LSE:
+            tl.store(lse + tokens * num_heads + heads, peak + tl.log2(total), mask=in_tile)

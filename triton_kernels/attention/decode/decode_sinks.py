@@ -12,9 +12,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from lightkv.triton_kernels.attention.attend_keys import attend_keys, find_slots
+from lightkv.triton_kernels.attention.attend_keys import attend_keys, find_slots, sum_query
 from lightkv.triton_kernels.attention.attention_reference import attend_reference, slots_reference
 from lightkv.triton_kernels.attention.paged_kv import AttentionOptions, PagedKV
+from lightkv.triton_kernels.quantised.unpack import fields_of, k_kind, word_block, words_of
 
 SINK_TILE = 16  # keys; the fewest that a dot product takes
 
@@ -31,13 +32,10 @@ class SinkRotation(NamedTuple):
 
 
 @triton.jit
-def _load_rotated_back(
-    heads, cos, sin, in_tile, DK: tl.constexpr, BLOCK_DK: tl.constexpr, PAIRS: tl.constexpr
-):
-    """Loads the tile of the query heads that the pointers `heads`, [BLOCK_M, 1], begin at, rotated back by the
-    angles of `cos` and `sin`; as it is where they are None."""
-    dims = tl.arange(0, BLOCK_DK)
-    valid = in_tile[:, None] & (dims < DK)[None, :]
+def _load_rotated_back(heads, dims, in_head, cos, sin, in_tile, PAIRS: tl.constexpr):
+    """Loads some dims of the query heads that the pointers `heads`, [BLOCK_M, 1], begin at, rotated back by the
+    angles of `cos` and `sin`; as they are where they are None."""
+    valid = in_tile[:, None] & in_head[None, :]
     tile = tl.load(heads + dims[None, :], mask=valid, other=0.0)
     if cos is not None:
         is_paired = dims < 2 * PAIRS
@@ -54,6 +52,29 @@ def _load_rotated_back(
 
 
 @triton.jit
+def _load_query_rotated_back(
+    heads, cos, sin, in_tile, DK: tl.constexpr, BLOCK_DK: tl.constexpr, PAIRS: tl.constexpr,
+    FORMAT: tl.constexpr,
+):  # fmt: skip
+    """Loads what `load_query` loads, rotated back."""
+    KIND: tl.constexpr = k_kind(FORMAT)
+    FIELDS: tl.constexpr = fields_of(KIND)
+    words = tl.arange(0, word_block(BLOCK_DK, KIND))
+    in_head = words < words_of(DK, KIND)
+    dims = FIELDS * words
+    first = _load_rotated_back(heads, dims, in_head, cos, sin, in_tile, PAIRS)
+    q = (first,)
+    if FIELDS >= 2:
+        second = _load_rotated_back(heads, dims + 1, in_head, cos, sin, in_tile, PAIRS)
+        q = (first, second)
+    if FIELDS == 4:
+        third = _load_rotated_back(heads, dims + 2, in_head, cos, sin, in_tile, PAIRS)
+        fourth = _load_rotated_back(heads, dims + 3, in_head, cos, sin, in_tile, PAIRS)
+        q = (first, second, third, fourth)
+    return q
+
+
+@triton.jit
 def attend_sinks(
     heads,  # [BLOCK_M, 1] pointers to the query's heads
     in_tile,  # [BLOCK_M]
@@ -62,6 +83,7 @@ def attend_sinks(
     peak,
     k_head,
     v_head,
+    columns,  # of `head_columns`
     index_row,  # of `find_slots`
     num_sinks,  # that the query sees here; with 0 nothing is done
     cos,  # the query's cosines, [PAIRS]; or None
@@ -78,22 +100,26 @@ def attend_sinks(
     SOFTCAP: tl.constexpr,
     PAIRS: tl.constexpr,
     TILE: tl.constexpr,
+    FORMAT: tl.constexpr,
+    PACKED: tl.constexpr,
 ):
     """Attends from one request's query, rotated back, to its first `num_sinks` keys. Returns acc, total and
     peak, as `attend_keys` takes them."""
     here = in_tile & (num_sinks > 0)
-    q_tile = _load_rotated_back(heads, cos, sin, here, DK, BLOCK_DK, PAIRS)
+    q_tiles = _load_query_rotated_back(heads, cos, sin, here, DK, BLOCK_DK, PAIRS, FORMAT)
     positions = tl.arange(0, TILE)
     slots = find_slots(index_row, positions, positions < num_sinks, SHIFT)
     newest = tl.zeros_like(total).to(tl.int32) + (num_sinks - 1)  # every sink is visible
     acc, total, peak, _ = attend_keys(
-        q_tile,
+        q_tiles,
+        sum_query(q_tiles, FORMAT),
         acc,
         total,
         peak,
         slots,
         k_head,
         v_head,
+        columns,
         index_row,
         newest,
         None,
@@ -116,6 +142,8 @@ def attend_sinks(
         0,
         SOFTCAP,
         True,
+        FORMAT,
+        PACKED,
     )
     return acc, total, peak
 

@@ -29,6 +29,7 @@ from lightkv.triton_kernels.attention.attention_inputs import check_attention_in
 from lightkv.triton_kernels.attention.attention_mask import AttentionMask, mask_reference, mask_strides
 from lightkv.triton_kernels.attention.attention_reference import attend_reference, slots_reference
 from lightkv.triton_kernels.attention.paged_kv import DEFAULT_OPTIONS, AttentionOptions, HeadShape, PagedKV
+from lightkv.triton_kernels.quantised.unpack import as_words, format_code, is_packed
 
 from .prefill_combine import combine_tiles, empty_parts
 from .prefill_kernel import prefill_kernel
@@ -67,6 +68,7 @@ def _prefill_attention(
     q: Tensor,
     k_cache: Tensor,
     v_cache: Tensor,
+    columns: Tensor | None,
     index: Tensor,
     indirection: Tensor | None,
     items: Tensor,
@@ -90,9 +92,10 @@ def _prefill_attention(
     chunk: int,
     after: int,
     softcap: float,
+    layer_format: int,
 ) -> None:
     num_heads, key_dim = q.shape[1:]
-    num_kv_heads, value_dim = v_cache.shape[1:]
+    num_kv_heads, value_dim = v_cache.shape[1], out.shape[2]
     if num_shares == 0:
         return
     score_scale, cap_scale = score_scales(scale, softcap)
@@ -135,6 +138,7 @@ def _prefill_attention(
             q,
             k_cache,
             v_cache,
+            columns,
             index,
             indirection,
             items,
@@ -152,6 +156,7 @@ def _prefill_attention(
             *q.stride()[:2],
             *k_cache.stride()[:2],
             *v_cache.stride()[:2],
+            *(None, None) if columns is None else columns.stride()[:2],
             index.stride(0),
             None if indirection is None else indirection.stride(0),
             *out.stride()[:2],
@@ -172,6 +177,8 @@ def _prefill_attention(
             SOFTCAP=softcap != 0.0,
             HAS_LSE=lse is not None,
             SHARES=num_workers > 0,
+            FORMAT=layer_format,
+            PACKED=layer_format != 0 and is_packed(q),
             num_warps=num_warps,
             num_stages=num_stages,
         )
@@ -255,7 +262,7 @@ def prefill_attention(
             f"of {window}, {after} tokens after the query and chunks of {chunk}; make a plan for this call"
         )
     if out is None:
-        out = q.new_empty((*q.shape[:2], kv.v.shape[2]))
+        out = q.new_empty((*q.shape[:2], kv.value_dim))
     if plan is None:
         plan = prefill_plan(
             rows,
@@ -270,8 +277,9 @@ def prefill_attention(
         )
     _prefill_attention(
         q,
-        kv.k,
-        kv.v,
+        as_words(kv.k, kv.format.k),
+        as_words(kv.v, kv.format.v),
+        kv.scales,
         kv.index,
         kv.indirection,
         plan.items,
@@ -292,6 +300,7 @@ def prefill_attention(
         chunk,
         after,
         options.softcap,
+        format_code(kv.format, kv.key_dim, kv.value_dim),
     )
     return out
 
@@ -309,7 +318,7 @@ def prefill_attention_reference(
     """Computes `prefill_attention` in plain torch and float64, one request at a time; the output of queries
     that belong to no request is zero. Reads lengths, rows and q_starts on the host, so on a GPU it
     synchronises."""
-    out = q.new_zeros((*q.shape[:2], kv.v.shape[2]))
+    out = q.new_zeros((*q.shape[:2], kv.value_dim))
     starts = q_starts.tolist()
     for request, (row, length) in enumerate(zip(rows.tolist(), lengths.tolist(), strict=True)):
         queries = slice(starts[request], starts[request + 1])

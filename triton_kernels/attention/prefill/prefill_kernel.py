@@ -7,11 +7,18 @@ import triton.language as tl
 from lightkv.triton_kernels.attention.attend_keys import (
     attend_keys,
     find_slots,
+    finish_output,
     first_key,
+    head_columns,
+    load_query,
     load_slopes,
+    output_dims,
+    start_output,
     start_softmax,
+    sum_query,
 )
 from lightkv.triton_kernels.attention.attention_mask import end_of_whole_tiles, mask_rows
+from lightkv.triton_kernels.quantised.unpack import fields_of, v_kind
 
 from .prefill_plan import ITEM_FIELDS
 
@@ -52,10 +59,13 @@ def _attend_item(
     SOFTCAP: tl.constexpr,
     HAS_LSE: tl.constexpr,
     SHARES: tl.constexpr,
+    FORMAT: tl.constexpr,
+    PACKED: tl.constexpr,
 ):
     """Computes a tile, or, where keys are shared out, the part of it that the item is limited to."""
-    q_strides, k_strides, v_strides, index_strides, out_strides, mask_sizes = strides
-    q, k_cache, v_cache, index, indirection, sink_logits, alibi_slopes, mask, mask_columns, out, lse = tensors
+    q_strides, k_strides, v_strides, columns_strides, index_strides, out_strides, mask_sizes = strides
+    q, k_cache, v_cache, columns, index, indirection, out, lse = tensors[0]
+    sink_logits, alibi_slopes, mask, mask_columns = tensors[1]
     IS_TREE: tl.constexpr = mask is not None and mask.dtype.element_ty == tl.int32
     request, row, first_row, num_rows, q_begin, prefix = tile
     tile_rows = first_row + tl.arange(0, BLOCK_M)  # [BLOCK_M]
@@ -103,12 +113,8 @@ def _attend_item(
     positions = begin + tl.arange(0, BLOCK_N)
     slots = find_slots(index_row, positions, positions < num_keys, SHIFT)  # [BLOCK_N]
 
-    k_dims = tl.arange(0, BLOCK_DK)
-    q_tile = tl.load(
-        q + tokens[:, None] * q_strides[0] + heads[:, None] * q_strides[1] + k_dims[None, :],
-        mask=in_tile[:, None] & (k_dims < DK)[None, :],
-        other=0.0,
-    )  # [BLOCK_M, BLOCK_DK]
+    q_heads = q + tokens[:, None] * q_strides[0] + heads[:, None] * q_strides[1]
+    q_tiles = load_query(q_heads, in_tile, DK, BLOCK_DK, FORMAT)
 
     peak, total = start_softmax(sink_logits, heads, joins, BLOCK_M)
     slopes = load_slopes(alibi_slopes, heads, in_tile)
@@ -123,18 +129,24 @@ def _attend_item(
         if WINDOW == 0 and CHUNK == 0:  # a part begins at such a multiple: the mask is read in whole vectors
             begin = begin // 16 * 16
             full_end = full_end // 16 * 16
-    acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
+    acc = start_output(BLOCK_M, BLOCK_DV, FORMAT)
+    q_sum = sum_query(q_tiles, FORMAT)
+    of_head = (None, None, None)
+    if FORMAT > 0:
+        of_head = head_columns(columns, kv_head, columns_strides[0], columns_strides[1], FORMAT)
     k_head = k_cache + kv_head * k_strides[1]
     v_head = v_cache + kv_head * v_strides[1]
     for MASKED in tl.static_range(FIRST_LOOP, 2):
         acc, total, peak, slots = attend_keys(
-            q_tile,
+            q_tiles,
+            q_sum,
             acc,
             total,
             peak,
             slots,
             k_head,
             v_head,
+            of_head,
             index_row,
             query_positions,
             slopes,
@@ -157,22 +169,28 @@ def _attend_item(
             AFTER,
             SOFTCAP,
             MASKED == 1,
+            FORMAT,
+            PACKED,
         )
-    acc = acc / tl.where(total > 0.0, total, 1.0)[:, None]
 
-    v_dims = tl.arange(0, BLOCK_DV)
-    out_mask = in_tile[:, None] & (v_dims < DV)[None, :]
+    is_part = False
     if SHARES:
         part = tl.load(item + 8)
+        is_part = part >= 0
         partial_out, partial_lse = partials
         place = (part.to(tl.int64) * num_kv_heads + kv_head) * BLOCK_M + tl.arange(0, BLOCK_M)
-        pointers = partial_out + place[:, None] * DV + v_dims[None, :]
-        tl.store(pointers, acc, mask=out_mask & (part >= 0))
-        tl.store(partial_lse + place, peak + tl.log2(total), mask=in_tile & (part >= 0))
-        out_mask = out_mask & (part < 0)
+    for PART in tl.static_range(0, fields_of(v_kind(FORMAT))):
+        dims, in_head = output_dims(BLOCK_DV, DV, PART, FORMAT)
+        finished = finish_output(acc, total, PART, FORMAT, q_tiles[0].dtype)
+        out_mask = in_tile[:, None] & in_head[None, :]
+        if SHARES:
+            tl.store(partial_out + place[:, None] * DV + dims[None, :], finished, mask=out_mask & is_part)
+            out_mask = out_mask & (part < 0)
+        pointers = out + tokens[:, None] * out_strides[0] + heads[:, None] * out_strides[1] + dims[None, :]
+        tl.store(pointers, finished.to(out.dtype.element_ty), mask=out_mask)
+    if SHARES:
+        tl.store(partial_lse + place, peak + tl.log2(total), mask=in_tile & is_part)
         in_tile = in_tile & (part < 0)
-    pointers = out + tokens[:, None] * out_strides[0] + heads[:, None] * out_strides[1] + v_dims[None, :]
-    tl.store(pointers, acc.to(out.dtype.element_ty), mask=out_mask)
     if HAS_LSE:
         tl.store(lse + tokens * (num_kv_heads * GROUP) + heads, peak + tl.log2(total), mask=in_tile)
 
@@ -185,8 +203,9 @@ def _attend_item(
 )  # fmt: skip
 def prefill_kernel(
     q,
-    k_cache,
+    k_cache,  # of int16 words where quantised
     v_cache,
+    columns,  # scales and middles of K, then those of V; or None
     index,
     indirection,
     items,  # [capacity, 12]
@@ -207,6 +226,8 @@ def prefill_kernel(
     stride_k_h,
     stride_v_slot,
     stride_v_h,
+    stride_columns_slot,
+    stride_columns_h,
     stride_index,
     stride_indirection,
     stride_out_t,
@@ -230,6 +251,8 @@ def prefill_kernel(
     SOFTCAP: tl.constexpr,
     HAS_LSE: tl.constexpr,
     SHARES: tl.constexpr,
+    FORMAT: tl.constexpr,  # of `format_code`
+    PACKED: tl.constexpr,
 ):
     # Neighbouring programs read neighbouring heads of the same tokens.
     kv_head = (tl.program_id(0) % num_kv_heads).to(tl.int64)
@@ -238,7 +261,10 @@ def prefill_kernel(
     tile = _load_tile(item)
     if tile[0] < 0:
         return
-    tensors = q, k_cache, v_cache, index, indirection, sink_logits, alibi_slopes, mask, mask_columns, out, lse
+    tensors = (
+        (q, k_cache, v_cache, columns, index, indirection, out, lse),
+        (sink_logits, alibi_slopes, mask, mask_columns),
+    )
     partials, mask_sizes = (partial_out, partial_lse), (mask_width, stride_mask_h, stride_mask_t)
     scales, q_strides, out_strides, index_strides = (
         (score_scale, cap_scale),
@@ -247,19 +273,20 @@ def prefill_kernel(
         (stride_index, stride_indirection),
     )
     k_strides, v_strides = (stride_k_slot, stride_k_h), (stride_v_slot, stride_v_h)
-    strides = (q_strides, k_strides, v_strides, index_strides, out_strides, mask_sizes)
+    columns_strides = (stride_columns_slot, stride_columns_h)
+    strides = (q_strides, k_strides, v_strides, columns_strides, index_strides, out_strides, mask_sizes)
     if SHARES:
         while number >= 0:
             item = items + number * _ITEM_FIELDS
             _attend_item(
                 tensors, partials, item, _load_tile(item), kv_head, num_kv_heads, scales, strides,
                 GROUP, DK, DV, BLOCK_M, BLOCK_DK, BLOCK_DV, BLOCK_N, SHIFT, SINKS, RING, WINDOW,
-                CHUNK, AFTER, SOFTCAP, HAS_LSE, True,
+                CHUNK, AFTER, SOFTCAP, HAS_LSE, True, FORMAT, PACKED,
             )  # fmt: skip
             number = tl.load(item + 9)  # the next one of the share
     else:
         _attend_item(
             tensors, partials, item, tile, kv_head, num_kv_heads, scales, strides,
             GROUP, DK, DV, BLOCK_M, BLOCK_DK, BLOCK_DV, BLOCK_N, SHIFT, SINKS, RING, WINDOW, CHUNK,
-            AFTER, SOFTCAP, HAS_LSE, False,
+            AFTER, SOFTCAP, HAS_LSE, False, FORMAT, PACKED,
         )  # fmt: skip

@@ -1,0 +1,182 @@
+"""Attention over quantised K/V against float64 attention on what the elements and scales stand for.
+
+Slots are shuffled, and the scales of all free slots are NaN. bfloat16, which the interpreter gets wrong, is tested
+on a GPU.
+"""
+
+import pytest
+import torch
+from test_decode_attention import Cache, assert_close, share_first_keys
+from torch import Tensor
+
+from lightkv import KVPool, KVSpec
+from lightkv.triton_kernels.attention.alibi import alibi_slopes
+from lightkv.triton_kernels.attention.attention_scores import attention_scores, attention_scores_reference
+from lightkv.triton_kernels.attention.decode.decode_attention import (
+    decode_attention,
+    decode_attention_reference,
+)
+from lightkv.triton_kernels.attention.decode.decode_plan import decode_plan
+from lightkv.triton_kernels.attention.mixed_attention import mixed_attention, mixed_attention_reference
+from lightkv.triton_kernels.attention.paged_kv import DEFAULT_OPTIONS, AttentionOptions, PagedKV
+from lightkv.triton_kernels.attention.prefill.prefill_attention import (
+    prefill_attention,
+    prefill_attention_reference,
+)
+from lightkv.triton_kernels.quantised.kv_format import KVFormat
+
+NAMES = ("int8", "fp8", "fp8-static", "int8-g8", "int4", "int4-g16", "int4-sym-g8", "k16v8", "k8v4")
+TYPES = [
+    torch.float32,
+    torch.float16,
+    pytest.param(torch.bfloat16, marks=pytest.mark.gpu),
+]
+
+
+def quantised_cache(
+    lengths: list[int],
+    name: str,
+    device: torch.device,
+    *,
+    dtype: torch.dtype = torch.float32,
+    num_kv_heads: int = 2,
+    k_dim: int = 64,
+    v_dim: int = 64,
+) -> Cache:
+    """Makes random K/V in shuffled slots of a pool, whose other slots have NaN for scales."""
+    spec = KVSpec(1, num_kv_heads, k_dim, v_dim, dtype, KVFormat.parse(name))
+    num_slots = sum(lengths) + 20
+    pool = KVPool(spec, num_slots, device)
+    for buffer in pool.buffers:
+        buffer.fill_(float("nan") if buffer.is_floating_point() else 0x7F)
+    if spec.format.is_static:
+        pool.set_static_scales(0, torch.tensor([0.01]), torch.rand(num_kv_heads) * 0.01 + 0.005)
+    slots = 1 + torch.randperm(num_slots - 1)[: sum(lengths)]
+    k, v = (torch.randn(len(slots), num_kv_heads, dim) + 0.5 for dim in (k_dim, v_dim))
+    k[:, :, 3] *= 8  # an outlier
+    pool.write(0, slots.to(device), k.to(device, dtype), v.to(device, dtype))
+    index = torch.zeros(len(lengths) + 1, max(*lengths, 1) + 3, dtype=torch.int32)
+    rows = 1 + torch.randperm(len(lengths))
+    for row, part in zip(rows.tolist(), slots.split(lengths), strict=True):
+        index[row, : len(part)] = part.int()
+    kv = PagedKV(pool.k(0), pool.v(0), index.to(device), scales=pool.scales(0), format=spec.format)
+    return Cache(kv, rows.to(device), torch.tensor(lengths, dtype=torch.int32, device=device))
+
+
+def queries(cache: Cache, num_tokens: int, dtype: torch.dtype, group: int = 4) -> Tensor:
+    q = torch.randn(num_tokens, group * cache.kv.k.shape[1], cache.kv.key_dim)
+    return q.to(cache.rows.device, dtype)
+
+
+def starts(counts: list[int], device: torch.device) -> Tensor:
+    return torch.tensor([0, *torch.tensor(counts).cumsum(0).tolist()], dtype=torch.int32, device=device)
+
+
+def check_decode(
+    cache: Cache, dtype: torch.dtype, options: AttentionOptions = DEFAULT_OPTIONS, num_queries: int = 1
+) -> None:
+    q = queries(cache, num_queries * len(cache.rows), dtype)
+    out = decode_attention(q, *cache, options, num_queries=num_queries)
+    assert_close(out, decode_attention_reference(q, *cache, options, num_queries=num_queries))
+
+
+@pytest.mark.parametrize("dtype", TYPES, ids=str)
+@pytest.mark.parametrize("name", NAMES)
+def test_decode(name: str, dtype: torch.dtype, device: torch.device) -> None:
+    torch.manual_seed(1)
+    check_decode(quantised_cache([70, 0, 1, 133], name, device, dtype=dtype), dtype)
+
+
+@pytest.mark.parametrize(("k_dim", "v_dim"), [(16, 16), (80, 80), (128, 128), (96, 64)])
+@pytest.mark.parametrize("name", ["int8", "int4", "k8v4", "int8-g8"])
+def test_head_dims(name: str, k_dim: int, v_dim: int, device: torch.device) -> None:
+    torch.manual_seed(2)
+    cache = quantised_cache([70, 33], name, device, k_dim=k_dim, v_dim=v_dim, dtype=torch.float16)
+    check_decode(cache, torch.float16)
+
+
+@pytest.mark.parametrize("name", ["int8", "int4"])
+@pytest.mark.parametrize(
+    "options",
+    [AttentionOptions(window=20), AttentionOptions(softcap=5.0), AttentionOptions(chunk=32)],
+    ids=["window", "softcap", "chunk"],
+)
+@pytest.mark.parametrize("num_queries", [1, 3])
+def test_decode_options(options: AttentionOptions, name: str, num_queries: int, device: torch.device) -> None:
+    torch.manual_seed(3)
+    check_decode(quantised_cache([70, 5, 133], name, device), torch.float32, options, num_queries)
+
+
+def test_decode_with_sinks_and_alibi(device: torch.device) -> None:
+    torch.manual_seed(4)
+    cache = quantised_cache([70, 5, 133], "k8v4", device)
+    slopes = alibi_slopes(8, device=device)
+    check_decode(cache, torch.float32, AttentionOptions(alibi_slopes=slopes))
+    check_decode(cache, torch.float32, AttentionOptions(sink_logits=torch.randn(8, device=device)))
+
+
+@pytest.mark.parametrize("dtype", TYPES, ids=str)
+@pytest.mark.parametrize("name", NAMES)
+def test_prefill(name: str, dtype: torch.dtype, device: torch.device) -> None:
+    torch.manual_seed(5)
+    cache = quantised_cache([90, 40, 7], name, device, dtype=dtype)
+    counts = [50, 40, 2]
+    q, q_starts = queries(cache, sum(counts), dtype), starts(counts, device)
+    out = prefill_attention(q, cache.kv, cache.rows, q_starts, cache.lengths)
+    assert_close(out, prefill_attention_reference(q, cache.kv, cache.rows, q_starts, cache.lengths))
+
+
+@pytest.mark.parametrize("name", ["int8", "int4"])
+def test_a_step_of_prefills_and_decodes(name: str, device: torch.device) -> None:
+    torch.manual_seed(6)
+    cache = quantised_cache([60, 9, 70, 33], name, device)
+    q, q_starts = queries(cache, 32, torch.float32), starts([25, 5], device)
+    arguments = q, cache.kv, cache.rows, q_starts, cache.lengths
+    assert_close(mixed_attention(*arguments), mixed_attention_reference(*arguments))
+
+
+@pytest.mark.parametrize("name", ["int8", "int8-g8", "int4", "k16v8"])
+def test_scores(name: str, device: torch.device) -> None:
+    torch.manual_seed(7)
+    cache = quantised_cache([60, 9], name, device)
+    counts = [12, 9]
+    q, q_starts = queries(cache, sum(counts), torch.float32), starts(counts, device)
+    positions = torch.cat(
+        [torch.arange(length - n, length) for length, n in zip([60, 9], counts, strict=True)]
+    )
+    arguments = q, cache.kv, cache.rows, q_starts, positions.int().to(device), cache.lengths
+    found = attention_scores(*arguments, max_q_len=12, width=60)
+    torch.testing.assert_close(
+        found, attention_scores_reference(*arguments, width=60)[0], atol=1e-4, rtol=1e-4
+    )
+
+
+@pytest.mark.parametrize("name", ["int8", "int4"])
+def test_shared_prefixes(name: str, device: torch.device) -> None:
+    torch.manual_seed(8)
+    cache = quantised_cache([80, 75, 90], name, device)
+    scales = cache.kv.scales
+    assert scales is not None
+    # The scales of the slots that are no longer used become NaN.
+    prefixes = share_first_keys(
+        cache._replace(kv=cache.kv._replace(k=scales, v=scales)), [(64, [0, 1, 2])], 4
+    )
+    plan = decode_plan(cache.rows, cache.lengths, num_kv_heads=2, shared_prefixes=prefixes)
+    q = queries(cache, 3, torch.float32)
+    out = decode_attention(q, *cache, plan=plan)
+    assert_close(out, decode_attention_reference(q, *cache))
+
+
+def test_caches_and_scales_that_do_not_fit_are_refused(device: torch.device) -> None:
+    cache = quantised_cache([20], "int8", device)
+    q, kv = queries(cache, 1, torch.float32), cache.kv
+    assert kv.scales is not None
+    for wrong, told in (
+        (kv._replace(scales=None), "scales must be"),
+        (kv._replace(scales=kv.scales.half()), "scales must be torch.float32"),
+        (kv._replace(scales=kv.scales[:, :, :1]), "scales must be"),
+        (kv._replace(k=kv.k.float()), "k_cache must hold torch.int8"),
+        (kv._replace(format=KVFormat()), "give the format"),
+    ):
+        with pytest.raises(ValueError, match=told):
+            decode_attention(q, wrong, cache.rows, cache.lengths)
