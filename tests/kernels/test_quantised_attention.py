@@ -1,7 +1,7 @@
 """Attention over quantised K/V against float64 attention on what the elements and scales stand for.
 
-Slots are shuffled, and the scales of all free slots are NaN. bfloat16, which the interpreter gets wrong, is tested
-on a GPU.
+Slots are shuffled, and the scales of all free slots are NaN. bfloat16, which the interpreter gets wrong, is
+tested on a GPU.
 """
 
 import pytest

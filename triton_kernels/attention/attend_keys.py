@@ -15,6 +15,7 @@ from lightkv.triton_kernels.quantised.unpack import (
     k_groups,
     k_has_middle,
     k_kind,
+    key_bias,
     load_columns,
     restore,
     unpack,
@@ -69,22 +70,37 @@ def _load_rows(
 
 
 @triton.jit
-def load_query(heads, in_tile, DK: tl.constexpr, BLOCK_DK: tl.constexpr, FORMAT: tl.constexpr):
+def _load_query_part(heads, words, PART: tl.constexpr, mask, KIND: tl.constexpr, PACKED: tl.constexpr):
+    """Loads the dims of the query heads that meet a field of the words of K."""
+    part = tl.load(heads + (words * fields_of(KIND) + PART)[None, :], mask=mask, other=0.0)
+    return query_for(part, KIND, PACKED)
+
+
+@triton.jit
+def query_for(part, KIND: tl.constexpr, PACKED: tl.constexpr):
+    """Returns dims of a query in the type in which they meet K."""
+    if KIND > 0 and PACKED:
+        part = tl.clamp(part.to(tl.float32), -65504.0, 65504.0).to(tl.float16)
+    return part
+
+
+@triton.jit
+def load_query(
+    heads, in_tile, DK: tl.constexpr, BLOCK_DK: tl.constexpr, FORMAT: tl.constexpr, PACKED: tl.constexpr
+):
     """Loads the tile of the query heads that the pointers `heads`, [BLOCK_M, 1], begin at: a tuple of one tile
     for each field of a word of K, [BLOCK_M, BLOCK_DK / fields], or of the whole heads if K is not quantised."""
     KIND: tl.constexpr = k_kind(FORMAT)
-    FIELDS: tl.constexpr = fields_of(KIND)
     words = tl.arange(0, word_block(BLOCK_DK, KIND))
     mask = in_tile[:, None] & (words < words_of(DK, KIND))[None, :]
-    dims = heads + (FIELDS * words)[None, :]
-    first = tl.load(dims, mask=mask, other=0.0)
+    first = _load_query_part(heads, words, 0, mask, KIND, PACKED)
     q = (first,)
-    if FIELDS >= 2:
-        second = tl.load(dims + 1, mask=mask, other=0.0)
+    if fields_of(KIND) >= 2:
+        second = _load_query_part(heads, words, 1, mask, KIND, PACKED)
         q = (first, second)
-    if FIELDS == 4:
-        third = tl.load(dims + 2, mask=mask, other=0.0)
-        fourth = tl.load(dims + 3, mask=mask, other=0.0)
+    if fields_of(KIND) == 4:
+        third = _load_query_part(heads, words, 2, mask, KIND, PACKED)
+        fourth = _load_query_part(heads, words, 3, mask, KIND, PACKED)
         q = (first, second, third, fourth)
     return q
 
@@ -97,11 +113,11 @@ def head_columns(columns, kv_head, stride_slot, stride_head, FORMAT: tl.constexp
 
 
 @triton.jit
-def sum_query(q, FORMAT: tl.constexpr):
-    """Returns the sum of each row of the tiles of `load_query`, [BLOCK_M] float32, by which the middles of K
-    are multiplied; None where there are none."""
+def sum_query(q, FORMAT: tl.constexpr, PACKED: tl.constexpr):
+    """Returns the sum of each row of the tiles of `load_query`, [BLOCK_M] float32, by which what is added to
+    all elements of a key is multiplied; None where nothing is."""
     total = None
-    if k_has_middle(FORMAT):
+    if k_has_middle(FORMAT) or key_bias(k_kind(FORMAT), k_groups(FORMAT), PACKED) > 0.0:
         total = tl.sum(q[0].to(tl.float32), 1)
         for part in tl.static_range(1, fields_of(k_kind(FORMAT))):
             total += tl.sum(q[part].to(tl.float32), 1)
@@ -123,12 +139,11 @@ def start_output(BLOCK_M: tl.constexpr, BLOCK_DV: tl.constexpr, FORMAT: tl.const
 
 
 @triton.jit
-def finish_output(acc, total, PART: tl.constexpr, FORMAT: tl.constexpr, DTYPE: tl.constexpr):
-    """Returns a part of the output, divided by the sum of the weights. `DTYPE`: of the dot products."""
-    FACTOR: tl.constexpr = weight_factor(v_kind(FORMAT) if v_groups(FORMAT) == 1 else 0, DTYPE)
+def finish_output(acc, total, PART: tl.constexpr, FORMAT: tl.constexpr, PACKED: tl.constexpr):
+    """Returns a part of the output, divided by the sum of the weights."""
     divisor = tl.where(total > 0.0, total, 1.0)
-    if FACTOR != 1.0:
-        divisor = divisor * FACTOR
+    if v_groups(FORMAT) == 1:
+        divisor = divisor * weight_factor(v_kind(FORMAT), PACKED)
     return acc[PART] / divisor[:, None]
 
 
@@ -146,12 +161,14 @@ def key_scores(q, q_sum, words, beside, FORMAT: tl.constexpr, PACKED: tl.constex
     KIND: tl.constexpr = k_kind(FORMAT)
     GROUPS: tl.constexpr = k_groups(FORMAT)
     MIDDLE: tl.constexpr = k_has_middle(FORMAT)
-    dtype: tl.constexpr = q[0].dtype
-    k = restore(unpack(words, 0, KIND, dtype, PACKED), beside, GROUPS, MIDDLE)
-    scores = tl.dot(q[0], tl.trans(k), input_precision="ieee")  # [BLOCK_M, BLOCK_N]
+    BIAS: tl.constexpr = key_bias(KIND, GROUPS, PACKED)
+    tiles = unpack(words, KIND, q[0].dtype, PACKED, BIAS > 0.0)
+    scores = tl.dot(q[0], tl.trans(restore(tiles[0], beside, GROUPS, MIDDLE)), input_precision="ieee")
     for part in tl.static_range(1, fields_of(KIND)):
-        k = restore(unpack(words, part, KIND, dtype, PACKED), beside, GROUPS, MIDDLE)
+        k = restore(tiles[part], beside, GROUPS, MIDDLE)
         scores = tl.dot(q[part], tl.trans(k), scores, input_precision="ieee")
+    if BIAS > 0.0:
+        scores -= (q_sum * BIAS)[:, None]
     if GROUPS == 1:
         scores = scores * beside[0][None, :]
         if MIDDLE:
@@ -160,41 +177,40 @@ def key_scores(q, q_sum, words, beside, FORMAT: tl.constexpr, PACKED: tl.constex
 
 
 @triton.jit
-def _add_part(
-    acc, words, weights, shift, decay, beside, PART: tl.constexpr, FORMAT: tl.constexpr, PACKED: tl.constexpr
-):
+def _add_part(acc, weights, v, shift, decay, beside, PART: tl.constexpr, FORMAT: tl.constexpr):
     """Returns a part of the output, decayed, with the weighted values of a tile of keys."""
     old = acc[PART] * decay[:, None]
     if shift is not None:
         old += shift[:, None]
-    v = unpack(words, PART, v_kind(FORMAT), weights.dtype, PACKED)
-    v = restore(v, beside, v_groups(FORMAT), v_has_middle(FORMAT))
+    v = restore(v[PART], beside, v_groups(FORMAT), v_has_middle(FORMAT))
     return tl.dot(weights, v, old, input_precision="ieee")
 
 
 @triton.jit
-def _add_values_of(
+def add_weighted(
     acc, weights, words, decay, beside, DTYPE: tl.constexpr, FORMAT: tl.constexpr, PACKED: tl.constexpr
 ):
-    """Returns the output, decayed, with the values of a tile of keys, weighted."""
-    FIELDS: tl.constexpr = fields_of(v_kind(FORMAT))
+    """Returns the output, decayed, with the values of a tile of keys, weighted. `DTYPE`: of the dot product, if
+    V is not quantised, or not unpacked to float16."""
+    KIND: tl.constexpr = v_kind(FORMAT)
+    tiles = unpack(words, KIND, DTYPE, PACKED, False)
     shift = None
     if v_groups(FORMAT) == 1:
         # Scales go to the weights, so that elements are not touched.
-        FACTOR: tl.constexpr = weight_factor(v_kind(FORMAT), DTYPE)
+        FACTOR: tl.constexpr = weight_factor(KIND, PACKED)
         scale, middle = beside
         if v_has_middle(FORMAT):
             shift = tl.sum(weights * (middle * FACTOR)[None, :], 1)
         weights = weights * (scale * FACTOR)[None, :]
-    weights = weights.to(DTYPE)
-    first = _add_part(acc, words, weights, shift, decay, beside, 0, FORMAT, PACKED)
+    weights = weights.to(tiles[0].dtype)
+    first = _add_part(acc, weights, tiles, shift, decay, beside, 0, FORMAT)
     added = (first,)
-    if FIELDS >= 2:
-        second = _add_part(acc, words, weights, shift, decay, beside, 1, FORMAT, PACKED)
+    if fields_of(KIND) >= 2:
+        second = _add_part(acc, weights, tiles, shift, decay, beside, 1, FORMAT)
         added = (first, second)
-    if FIELDS == 4:
-        third = _add_part(acc, words, weights, shift, decay, beside, 2, FORMAT, PACKED)
-        fourth = _add_part(acc, words, weights, shift, decay, beside, 3, FORMAT, PACKED)
+    if fields_of(KIND) == 4:
+        third = _add_part(acc, weights, tiles, shift, decay, beside, 2, FORMAT)
+        fourth = _add_part(acc, weights, tiles, shift, decay, beside, 3, FORMAT)
         added = (first, second, third, fourth)
     return added
 
@@ -247,7 +263,7 @@ def attend_keys(
     slots,  # [BLOCK_N] int64, slots of the tile at `begin`; loaded one tile ahead, so loads of K need not wait
     k_head,  # pointers to elements, or to int16 words where quantised
     v_head,
-    columns,  # pointers to the scales of the head of K and of V, and their stride; or three times None
+    of_head,  # of `head_columns`; or three times None
     index_row,  # of `find_slots`
     query_positions,  # [BLOCK_M]
     slopes,  # [BLOCK_M] float32, of ALiBi, in base 2; or None
@@ -282,7 +298,9 @@ def attend_keys(
     NUM_V: tl.constexpr = words_of(DV, v_kind(FORMAT))
     BLOCK_K: tl.constexpr = word_block(BLOCK_DK, k_kind(FORMAT))
     BLOCK_V: tl.constexpr = word_block(BLOCK_DV, v_kind(FORMAT))
-    k_columns, v_columns, stride_columns = columns
+    # K that is unpacked says nothing about the type of V that is not.
+    DTYPE: tl.constexpr = q[0].dtype if k_kind(FORMAT) == 0 or not PACKED else v_head.dtype.element_ty
+    k_columns, v_columns, stride_columns = of_head
     mask_pointers, mask_widths, own_begin = mask
     is_tree: tl.constexpr = mask_pointers is not None and mask_pointers.dtype.element_ty == tl.int32
     # The few tiles with keys of a tree are not pipelined, since the tree's tiles would take memory of K and V.
@@ -345,7 +363,7 @@ def attend_keys(
             weights = tl.exp2(scores * score_scale - new_peak[:, None])
         decay = tl.exp2(peak - new_peak)
         total = total * decay + tl.sum(weights, 1)
-        acc = _add_values_of(acc, weights, v, decay, beside_v, q[0].dtype, FORMAT, PACKED)
+        acc = add_weighted(acc, weights, v, decay, beside_v, DTYPE, FORMAT, PACKED)
         peak = new_peak
     return acc, total, peak, slots
 

@@ -65,9 +65,9 @@ def _score_tile(
     tokens = (q_begin + rows // GROUP).to(tl.int64)
     heads = kv_head * GROUP + rows % GROUP
     q_heads = q + tokens[:, None] * stride_q_t + heads[:, None] * stride_q_h
-    q_tiles = load_query(q_heads, in_tile, DK, BLOCK_DK, FORMAT)
+    q_tiles = load_query(q_heads, in_tile, DK, BLOCK_DK, FORMAT, PACKED)
     ends = tl.load(query_positions + tokens, mask=in_tile, other=-1)  # [BLOCK_M]
-    scores = key_scores(q_tiles, sum_query(q_tiles, FORMAT), keys[0], keys[1], FORMAT, PACKED)
+    scores = key_scores(q_tiles, sum_query(q_tiles, FORMAT, PACKED), keys[0], keys[1], FORMAT, PACKED)
     if SOFTCAP:
         scores = 2.0 * tl.sigmoid(scores * cap_scale) - 1.0  # tanh
     alibi_slopes, mask, mask_columns, mask_width, stride_mask_h, stride_mask_t = of_scores
@@ -111,7 +111,7 @@ def _load_keys(
         mask=valid[:, None] & (words < NUM_WORDS)[None, :],
         other=0,
     )
-    beside = None, None
+    beside = (valid, valid)  # not read
     if k_groups(FORMAT) > 0:
         beside = load_columns(
             of_head[0], slots, valid, of_head[2], k_groups(FORMAT), BLOCK, NUM_WORDS, k_has_middle(FORMAT),

@@ -6,9 +6,10 @@ units load and transpose, and the elements of one field of all words are a tile 
     8 bits   word i:  ├─ element 2i ─┼─ element 2i + 1 ─┤           field 0: even dims, field 1: odd dims
     4 bits   word i:  ├ 4i ┼ 4i + 1 ┼ 4i + 2 ┼ 4i + 3 ┤             field f: dims 4i + f
 
-So queries are split by their dims in the same way, and the output is put together when it is stored. In 16 bits
-two words at a time are converted without a conversion instruction: bits of an element are put into the mantissa
-of a constant, which is then subtracted. The specification is `unpack` in `quantise_reference.py`.
+So queries are split by their dims in the same way, and the output is put together when it is stored. On
+NVIDIA's GPUs two words at a time are converted: bits of an integer are put into the mantissa of a constant, so
+that no conversion instruction is needed, and fp8 has one for pairs. All elements are exact in float16, and dot
+products with them are in float16. The specification is `unpack` in `quantise_reference.py`.
 """
 
 import torch
@@ -46,8 +47,11 @@ def as_words(cache: Tensor, elements: Elements) -> Tensor:
 
 
 def is_packed(q: Tensor) -> bool:
-    """Returns whether kernels unpack two words at a time: in 16 bits, by NVIDIA's assembly."""
-    return q.element_size() == 2 and q.is_cuda and torch.version.cuda is not None
+    """Returns whether kernels unpack two words at a time, by NVIDIA's assembly. Dot products with quantised
+    elements are in float16 then, whatever the type of q."""
+    if q.element_size() != 2 or not q.is_cuda or torch.version.cuda is None:
+        return False
+    return torch.cuda.get_device_capability(q.device) >= (8, 9)  # the first that converts fp8
 
 
 @triton.constexpr_function
@@ -99,76 +103,91 @@ def word_block(block, kind):
 
 
 @triton.constexpr_function
-def weight_factor(kind, dtype):
+def weight_factor(kind, packed):
     """By what weights are multiplied beside their scale, so that float16 holds small ones precisely and large
-    scales at all. A power of 2; 1 where the type has a float32's range."""
-    return (1.0, 64.0, 256.0, 4.0)[kind] if dtype == tl.float16 else 1.0
+    scales at all. A power of 2; 1 where dot products are not in float16."""
+    return (1.0, 64.0, 256.0, 4.0)[kind] if packed else 1.0
 
 
 @triton.constexpr_function
-def _assembly(kind, field, is_bfloat16):
-    """Converts a register of two words to two numbers of bfloat16 or float16."""
-    shift = field * (4 if kind == INT4 else 8)
-    shifted = f"shr.b32 x, $1, {shift};" if shift else "mov.b32 x, $1;"
-    if is_bfloat16:
-        if kind == INT8:  # 128 + the low 7 bits, less 128, or less 256 where the sign is set
-            body = (
-                f"mov.b32 z, 0xBF80BF80; {shifted} lop3.b32 y, x, 0x007F007F, 0x43004300, 0xEA; "
-                "lop3.b32 x, x, 0x00800080, 0x43004300, 0xEA; fma.rn.bf16x2 $0, x, z, y;"
-            )
-        elif kind == INT4:  # 128 + the element + 8, less 136
-            body = (
-                f"mov.b32 z, 0xC308C308; {shifted} lop3.b32 y, x, 0x000F000F, 0x43084308, 0x6A; "
-                "mov.b32 x, 0x3F803F80; fma.rn.bf16x2 $0, y, x, z;"
-            )
-        else:  # the bits of e4m3 in those of bfloat16, times 2 to the difference of the exponents' biases
-            body = (
-                f"mov.b32 z, 0x80008000; {'mov' if field else 'shl'}.b32 x, $1{'' if field else ', 8'}; "
-                "shr.b32 y, x, 4; and.b32 x, x, 0x80008000; lop3.b32 y, y, 0x07F007F0, x, 0xEA; "
-                "mov.b32 x, 0x7B807B80; fma.rn.bf16x2 $0, y, x, z;"
-            )
-    elif kind == INT8:  # 1024 + the element + 128, less 1152
-        body = (
-            f"mov.b32 z, 0xE480E480; {shifted} lop3.b32 y, x, 0x00FF00FF, 0x64806480, 0x6A; "
-            "add.rn.f16x2 $0, y, z;"
+def key_bias(kind, groups, packed):
+    """What `unpack_keys` leaves added to each element: the dot product with it is known before."""
+    return (0.0, 1152.0, 0.0, 1032.0)[kind] if packed and groups == 1 else 0.0
+
+
+@triton.constexpr_function
+def _assembly(kind, biased):
+    """Converts a register of two words to registers of two float16 numbers, one for each field."""
+    if kind == FP8:
+        return (
+            "{ .reg .b16 l, h; .reg .b32 x, y; mov.b32 {l, h}, $2; cvt.rn.f16x2.e4m3x2 x, l; "
+            "cvt.rn.f16x2.e4m3x2 y, h; prmt.b32 $0, x, y, 0x5410; prmt.b32 $1, x, y, 0x7632; }"
         )
-    elif kind == INT4:  # 1024 + the element + 8, less 1032
-        body = (
-            f"mov.b32 z, 0xE408E408; {shifted} lop3.b32 y, x, 0x000F000F, 0x64086408, 0x6A; "
-            "add.rn.f16x2 $0, y, z;"
-        )
-    else:
-        body = (
-            f"mov.b32 z, 0x5C005C00; {'mov' if field else 'shl'}.b32 x, $1{'' if field else ', 8'}; "
-            "shr.b32 y, x, 1; and.b32 x, x, 0x80008000; lop3.b32 y, y, 0x3F803F80, x, 0xEA; "
-            "mul.rn.f16x2 $0, y, z;"
-        )
-    return "{ .reg .b32 x, y, z; " + body + " }"
+    # The bits of an element, with its sign flipped, are put into the mantissa of 1024, in which a step is 1:
+    # 1024 + 128 + element, or 1024 + 8 + element.
+    bits, mask, base, less = (8, "0x00FF00FF", "0x64806480", "0xE480E480") if kind == INT8 else (
+        4, "0x000F000F", "0x64086408", "0xE408E408"
+    )  # fmt: skip
+    fields = 16 // bits
+    lines = [f"mov.b32 z, {less};"]
+    for field in range(fields):
+        target = f"${field}" if biased else "y"
+        source = f"${fields}"
+        if field:
+            lines.append(f"shr.b32 x, {source}, {bits * field};")
+            source = "x"
+        lines.append(f"lop3.b32 {target}, {source}, {mask}, {base}, 0x6A;")
+        if not biased:
+            lines.append(f"add.rn.f16x2 ${field}, y, z;")
+    return "{ .reg .b32 x, y, z; " + " ".join(lines) + " }"
 
 
 @triton.jit
-def unpack(words, FIELD: tl.constexpr, KIND: tl.constexpr, DTYPE: tl.constexpr, PACKED: tl.constexpr):
-    """Returns the elements in a field of int16 words, as DTYPE, in a tile of the same shape; words as they are
-    (in DTYPE) if they are no quantised ones. PACKED: in 16 bits, by the assembly of NVIDIA's GPUs."""
-    if KIND == 0:
-        numbers = words.to(DTYPE)
-    elif PACKED and DTYPE == tl.bfloat16:
-        numbers = tl.inline_asm_elementwise(
-            _assembly(KIND, FIELD, True), "=r,r", [words], dtype=tl.bfloat16, is_pure=True, pack=2
-        )
-    elif PACKED:
-        numbers = tl.inline_asm_elementwise(
-            _assembly(KIND, FIELD, False), "=r,r", [words], dtype=tl.float16, is_pure=True, pack=2
-        )
-    elif KIND == _INT8:
-        numbers = ((words.to(tl.int32) << (24 - 8 * FIELD)) >> 24).to(tl.float32).to(DTYPE)
+def _unpack_field(words, FIELD: tl.constexpr, KIND: tl.constexpr, DTYPE: tl.constexpr):
+    """Returns the elements in a field of int16 words, as DTYPE."""
+    if KIND == _INT8:
+        numbers = (words.to(tl.int32) << (24 - 8 * FIELD)) >> 24
     elif KIND == _INT4:
-        numbers = ((words.to(tl.int32) << (28 - 4 * FIELD)) >> 28).to(tl.float32).to(DTYPE)
-    else:
+        numbers = (words.to(tl.int32) << (28 - 4 * FIELD)) >> 28
+    else:  # the bits of e4m3 in those of float16, times 2 to the difference of the exponents' biases
         byte = words.to(tl.int32) >> (8 * FIELD)
         half = ((byte & 0x80) << 8 | (byte & 0x7F) << 7).to(tl.uint16).to(tl.float16, bitcast=True)
-        numbers = (half.to(tl.float32) * 256.0).to(DTYPE)
-    return numbers
+        numbers = half.to(tl.float32) * 256.0
+    return numbers.to(tl.float32).to(DTYPE)
+
+
+@triton.jit
+def unpack(words, KIND: tl.constexpr, DTYPE: tl.constexpr, PACKED: tl.constexpr, BIASED: tl.constexpr):
+    """Returns a tuple of tiles like int16 words, one for each field, of DTYPE or, if PACKED, of float16; of
+    words that are not quantised, one tile of DTYPE. BIASED: with `key_bias` left in."""
+    FIELDS: tl.constexpr = fields_of(KIND)
+    if KIND == 0:
+        tiles = (words.to(DTYPE),)
+    elif PACKED:
+        ASSEMBLY: tl.constexpr = _assembly(KIND, BIASED)
+        if FIELDS == 2:
+            tiles = tl.inline_asm_elementwise(
+                ASSEMBLY, "=r,=r,r", [words], dtype=(tl.float16, tl.float16), is_pure=True, pack=2
+            )
+        else:
+            tiles = tl.inline_asm_elementwise(
+                ASSEMBLY,
+                "=r,=r,=r,=r,r",
+                [words],
+                dtype=(tl.float16, tl.float16, tl.float16, tl.float16),
+                is_pure=True,
+                pack=2,
+            )
+    elif FIELDS == 2:
+        tiles = (_unpack_field(words, 0, KIND, DTYPE), _unpack_field(words, 1, KIND, DTYPE))
+    else:
+        tiles = (
+            _unpack_field(words, 0, KIND, DTYPE),
+            _unpack_field(words, 1, KIND, DTYPE),
+            _unpack_field(words, 2, KIND, DTYPE),
+            _unpack_field(words, 3, KIND, DTYPE),
+        )
+    return tiles
 
 
 @triton.jit

@@ -152,8 +152,8 @@ def decode_kernel(
             in_tile = owner >= 0
         tokens = owner * NUM_QUERIES + queries  # [BLOCK_M]
         q_heads = q + tokens[:, None] * stride_q_b + heads[:, None] * stride_q_h
-        q_tiles = load_query(q_heads, in_tile, DK, BLOCK_DK, FORMAT)
-        q_sum = sum_query(q_tiles, FORMAT)
+        q_tiles = load_query(q_heads, in_tile, DK, BLOCK_DK, FORMAT, PACKED)
+        q_sum = sum_query(q_tiles, FORMAT, PACKED)
 
         # Every query sees the keys in [begin, full_end); only some queries see those in [full_end, end):
         #   begin ├──── not masked ────┤ full_end ├─ masked ─┤ end
@@ -251,7 +251,7 @@ def decode_kernel(
         partials = (part * NUM_QUERIES + queries).to(tl.int64) * num_heads + heads  # [BLOCK_M]
         for PART in tl.static_range(0, fields_of(v_kind(FORMAT))):
             dims, in_head = output_dims(BLOCK_DV, DV, PART, FORMAT)
-            finished = finish_output(acc, total, PART, FORMAT, q_tiles[0].dtype)
+            finished = finish_output(acc, total, PART, FORMAT, PACKED)
             out_mask = in_tile[:, None] & in_head[None, :]
             if num_parts == 1:
                 heads_out = out + tokens[:, None] * stride_out_b + heads[:, None] * stride_out_h

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from lightkv.triton_kernels.attention.attend_keys import attend_keys, find_slots, sum_query
+from lightkv.triton_kernels.attention.attend_keys import attend_keys, find_slots, query_for, sum_query
 from lightkv.triton_kernels.attention.attention_reference import attend_reference, slots_reference
 from lightkv.triton_kernels.attention.paged_kv import AttentionOptions, PagedKV
 from lightkv.triton_kernels.quantised.unpack import fields_of, k_kind, word_block, words_of
@@ -32,7 +32,9 @@ class SinkRotation(NamedTuple):
 
 
 @triton.jit
-def _load_rotated_back(heads, dims, in_head, cos, sin, in_tile, PAIRS: tl.constexpr):
+def _load_rotated_back(
+    heads, dims, in_head, cos, sin, in_tile, PAIRS: tl.constexpr, KIND: tl.constexpr, PACKED: tl.constexpr
+):
     """Loads some dims of the query heads that the pointers `heads`, [BLOCK_M, 1], begin at, rotated back by the
     angles of `cos` and `sin`; as they are where they are None."""
     valid = in_tile[:, None] & in_head[None, :]
@@ -48,13 +50,13 @@ def _load_rotated_back(heads, dims, in_head, cos, sin, in_tile, PAIRS: tl.conste
         sines = tl.where(is_first, sines, -sines)
         rotated = tile.to(tl.float32) * cosines[None, :] + partners.to(tl.float32) * sines[None, :]
         tile = rotated.to(tile.dtype)
-    return tile
+    return query_for(tile, KIND, PACKED)
 
 
 @triton.jit
 def _load_query_rotated_back(
     heads, cos, sin, in_tile, DK: tl.constexpr, BLOCK_DK: tl.constexpr, PAIRS: tl.constexpr,
-    FORMAT: tl.constexpr,
+    FORMAT: tl.constexpr, PACKED: tl.constexpr,
 ):  # fmt: skip
     """Loads what `load_query` loads, rotated back."""
     KIND: tl.constexpr = k_kind(FORMAT)
@@ -62,14 +64,14 @@ def _load_query_rotated_back(
     words = tl.arange(0, word_block(BLOCK_DK, KIND))
     in_head = words < words_of(DK, KIND)
     dims = FIELDS * words
-    first = _load_rotated_back(heads, dims, in_head, cos, sin, in_tile, PAIRS)
+    first = _load_rotated_back(heads, dims, in_head, cos, sin, in_tile, PAIRS, KIND, PACKED)
     q = (first,)
     if FIELDS >= 2:
-        second = _load_rotated_back(heads, dims + 1, in_head, cos, sin, in_tile, PAIRS)
+        second = _load_rotated_back(heads, dims + 1, in_head, cos, sin, in_tile, PAIRS, KIND, PACKED)
         q = (first, second)
     if FIELDS == 4:
-        third = _load_rotated_back(heads, dims + 2, in_head, cos, sin, in_tile, PAIRS)
-        fourth = _load_rotated_back(heads, dims + 3, in_head, cos, sin, in_tile, PAIRS)
+        third = _load_rotated_back(heads, dims + 2, in_head, cos, sin, in_tile, PAIRS, KIND, PACKED)
+        fourth = _load_rotated_back(heads, dims + 3, in_head, cos, sin, in_tile, PAIRS, KIND, PACKED)
         q = (first, second, third, fourth)
     return q
 
@@ -106,13 +108,13 @@ def attend_sinks(
     """Attends from one request's query, rotated back, to its first `num_sinks` keys. Returns acc, total and
     peak, as `attend_keys` takes them."""
     here = in_tile & (num_sinks > 0)
-    q_tiles = _load_query_rotated_back(heads, cos, sin, here, DK, BLOCK_DK, PAIRS, FORMAT)
+    q_tiles = _load_query_rotated_back(heads, cos, sin, here, DK, BLOCK_DK, PAIRS, FORMAT, PACKED)
     positions = tl.arange(0, TILE)
     slots = find_slots(index_row, positions, positions < num_sinks, SHIFT)
     newest = tl.zeros_like(total).to(tl.int32) + (num_sinks - 1)  # every sink is visible
     acc, total, peak, _ = attend_keys(
         q_tiles,
-        sum_query(q_tiles, FORMAT),
+        sum_query(q_tiles, FORMAT, PACKED),
         acc,
         total,
         peak,

@@ -114,7 +114,7 @@ def _attend_item(
     slots = find_slots(index_row, positions, positions < num_keys, SHIFT)  # [BLOCK_N]
 
     q_heads = q + tokens[:, None] * q_strides[0] + heads[:, None] * q_strides[1]
-    q_tiles = load_query(q_heads, in_tile, DK, BLOCK_DK, FORMAT)
+    q_tiles = load_query(q_heads, in_tile, DK, BLOCK_DK, FORMAT, PACKED)
 
     peak, total = start_softmax(sink_logits, heads, joins, BLOCK_M)
     slopes = load_slopes(alibi_slopes, heads, in_tile)
@@ -130,7 +130,7 @@ def _attend_item(
             begin = begin // 16 * 16
             full_end = full_end // 16 * 16
     acc = start_output(BLOCK_M, BLOCK_DV, FORMAT)
-    q_sum = sum_query(q_tiles, FORMAT)
+    q_sum = sum_query(q_tiles, FORMAT, PACKED)
     of_head = (None, None, None)
     if FORMAT > 0:
         of_head = head_columns(columns, kv_head, columns_strides[0], columns_strides[1], FORMAT)
@@ -181,7 +181,7 @@ def _attend_item(
         place = (part.to(tl.int64) * num_kv_heads + kv_head) * BLOCK_M + tl.arange(0, BLOCK_M)
     for PART in tl.static_range(0, fields_of(v_kind(FORMAT))):
         dims, in_head = output_dims(BLOCK_DV, DV, PART, FORMAT)
-        finished = finish_output(acc, total, PART, FORMAT, q_tiles[0].dtype)
+        finished = finish_output(acc, total, PART, FORMAT, PACKED)
         out_mask = in_tile[:, None] & in_head[None, :]
         if SHARES:
             tl.store(partial_out + place[:, None] * DV + dims[None, :], finished, mask=out_mask & is_part)

@@ -1,0 +1,134 @@
+"""Times attention over quantised K/V against lightkv's own kernels over 16 bits.
+
+    python -m bench.kernels.attention_quantised --out bench/results/attention-quantised-h200.json
+    python -m bench.kernels.attention_quantised --rows decode --formats int8 int4
+
+Every row has the same requests over pools of each format, in bfloat16, at pages of one token in random order.
+The output of each is compared with that of the 16-bit kernel over what the elements and scales stand for. Each
+side is captured in a CUDA graph, and the sides of a row are replayed in turns until each is steady, with an
+empty L2 cache. The figure of a side is the ratio of its time to that of 16 bits; `bytes` is the ratio of the
+bytes that it reads, with scales.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from bench.common.device_clock import DEVICE, CapturedStep, Clock
+from bench.common.report import parser, print_json, print_machine, print_table, refuse, save_json
+from lightkv import KVPool, KVSpec
+from lightkv.triton_kernels.attention.decode.decode_attention import decode_attention
+from lightkv.triton_kernels.attention.decode.decode_plan import decode_plan
+from lightkv.triton_kernels.attention.paged_kv import PagedKV
+from lightkv.triton_kernels.quantised.kv_format import KVFormat
+
+from .attention_batches import Batch, Paged, check, make_batch, scatter
+from .attention_rows import Row, even
+
+FORMATS = ("int8", "fp8", "fp8-static", "k16v8", "int8-g8", "int4", "int4-g32", "k8v4")
+DECODE = (
+    even("64 × 8k", 64, 8192),
+    even("1 × 1k", 1, 1024),
+    even("8 × 4k", 8, 4096),
+    even("256 × 2k", 256, 2048),
+)
+CHUNK = 2**16  # slots that are quantised at a time
+
+
+def quantised(batch: Batch, paged: Paged, name: str) -> PagedKV:
+    """Returns the batch's K/V in the slots of `paged`, in a pool of a format."""
+    heads = batch.heads
+    spec = KVSpec(1, heads.num_kv_heads, heads.key_dim, heads.value_dim, batch.q.dtype, KVFormat.parse(name))
+    pool = KVPool(spec, len(paged.pool), DEVICE)
+    if spec.format.is_static:
+        pool.set_static_scales(0, torch.tensor([0.01], device=DEVICE), torch.tensor([0.01], device=DEVICE))
+    keys, values = batch.keys_values
+    for begin in range(0, len(keys), CHUNK):
+        part = slice(begin, begin + CHUNK)
+        pool.write(0, paged.slots[part], keys[part], values[part])
+    return PagedKV(pool.k(0), pool.v(0), paged.first_slots, scales=pool.scales(0), format=pool.format(0))
+
+
+def restored(batch: Batch, paged: Paged, kv: PagedKV) -> PagedKV:
+    """Returns what the elements and scales of `kv` stand for, in 16 bits, in the same slots."""
+    heads = batch.heads
+    k = batch.q.new_zeros(len(paged.pool), heads.num_kv_heads, heads.key_dim)
+    v = batch.q.new_zeros(len(paged.pool), heads.num_kv_heads, heads.value_dim)
+    for slots in paged.slots.split(CHUNK):
+        k[slots], v[slots] = (part.to(batch.q.dtype) for part in kv.read(slots))
+    return PagedKV(k, v, paged.first_slots)
+
+
+class Decode:
+    """A step of decode over a row's requests."""
+
+    def __init__(self, row: Row) -> None:
+        self.batch = make_batch(row, DEVICE)
+        self.paged = scatter(self.batch, 0)
+        self._rows = torch.arange(len(row.lengths), device=DEVICE)
+        self._lengths = torch.tensor(row.lengths, dtype=torch.int32, device=DEVICE)
+        self._plan = decode_plan(self._rows, self._lengths, num_kv_heads=self.batch.num_kv_heads)
+
+    def run(self, kv: PagedKV, out: Tensor) -> Tensor:
+        """Attends over `kv`, whose index is that of the row."""
+        return decode_attention(self.batch.q, kv, self._rows, self._lengths, plan=self._plan, out=out)
+
+
+def token_bytes(kv: PagedKV) -> int:
+    """Returns the bytes of a token that attention reads, with its own scales."""
+    scales = kv.scales
+    own = 0 if scales is None or not scales.stride(0) else scales[0].nbytes
+    return kv.k[0].nbytes + kv.v[0].nbytes + own
+
+
+def measure(row: Row, formats: list[str], clock: Clock) -> dict[str, Any]:
+    """Checks the formats over a row, and times them in turns."""
+    step = Decode(row)
+    batch, paged = step.batch, step.paged
+    sides, graphs = {"16 bits": paged.kv}, {}
+    for name in formats:
+        kv = sides[name] = quantised(batch, paged, name)
+        expected = step.run(restored(batch, paged, kv), batch.empty_out()).float()
+        check(step.run(kv, batch.empty_out()), expected)
+    for name, kv in sides.items():
+        out = batch.empty_out()
+        step.run(kv, out)  # compiles
+        graphs[name] = CapturedStep(lambda kv=kv, out=out: step.run(kv, out))
+    found = {name: timing._asdict() for name, timing in clock.replay_in_turns(graphs).items()}
+    plain, plain_bytes = found["16 bits"]["median"], token_bytes(paged.kv)
+    for name, kv in sides.items():
+        found[name]["ratio"] = found[name]["median"] / plain
+        found[name]["bytes"] = token_bytes(kv) / plain_bytes
+    return found
+
+
+def main() -> None:
+    arguments = parser(__doc__)
+    arguments.add_argument("--formats", nargs="+", default=list(FORMATS))
+    arguments.add_argument("--rows", help="only rows whose name contains this")
+    arguments.add_argument("--repeats", type=int, default=20, help="replays whose median counts")
+    options = arguments.parse_args()
+    if not torch.cuda.is_available():
+        refuse("this measures kernels, and needs a CUDA device")
+    print_machine()
+    clock = Clock(options.repeats)
+    results: dict[str, Any] = {"settings": {"repeats": options.repeats}, "decode": {}}
+    table = []
+    for row in DECODE:
+        if options.rows and options.rows not in row.name:
+            continue
+        found = results["decode"][row.name] = measure(row, options.formats, clock)
+        for name, side in found.items():
+            table.append(
+                [row.name, name, f"{side['median']:.1f}", f"{side['ratio']:.3f}", f"{side['bytes']:.3f}"]
+            )
+            print(*table[-1], flush=True)
+        save_json("attention-quantised", results, options.out)
+        torch.cuda.empty_cache()
+    print_table(["decode", "format", "µs", "ratio", "bytes"], table)
+    print_json("attention-quantised", results, options.out)
+
+
+if __name__ == "__main__":
+    main()
