@@ -11,11 +11,13 @@ import triton
 import triton.language as tl
 
 from lightkv.triton_kernels.quantised.unpack import (
+    field_bias,
+    field_factor,
     fields_of,
+    is_biased,
     k_groups,
     k_has_middle,
     k_kind,
-    key_bias,
     load_columns,
     restore,
     unpack,
@@ -85,6 +87,17 @@ def query_for(part, KIND: tl.constexpr, PACKED: tl.constexpr):
 
 
 @triton.jit
+def _dot(a, b, acc):
+    """Returns `acc`, transposed, plus the product of a `[M, K]` and b `[K, N]`; with M below 16, which is a
+    narrow second factor, but no first one, both are transposed. So `acc` is [N, M] then, and else [M, N]."""
+    if a.shape[0] < 16:
+        product = tl.dot(tl.trans(b), tl.trans(a), acc, input_precision="ieee")
+    else:
+        product = tl.dot(a, b, acc, input_precision="ieee")
+    return product
+
+
+@triton.jit
 def load_query(
     heads, in_tile, DK: tl.constexpr, BLOCK_DK: tl.constexpr, FORMAT: tl.constexpr, PACKED: tl.constexpr
 ):
@@ -114,22 +127,29 @@ def head_columns(columns, kv_head, stride_slot, stride_head, FORMAT: tl.constexp
 
 @triton.jit
 def sum_query(q, FORMAT: tl.constexpr, PACKED: tl.constexpr):
-    """Returns the sum of each row of the tiles of `load_query`, [BLOCK_M] float32, by which what is added to
-    all elements of a key is multiplied; None where nothing is."""
-    total = None
-    if k_has_middle(FORMAT) or key_bias(k_kind(FORMAT), k_groups(FORMAT), PACKED) > 0.0:
+    """Returns two sums of each row of the tiles of `load_query`, [BLOCK_M] float32: of its numbers, and of
+    these times `field_bias`. None where nothing is added to the elements of K."""
+    KIND: tl.constexpr = k_kind(FORMAT)
+    sums = None
+    if k_has_middle(FORMAT) or is_biased(KIND, k_groups(FORMAT), PACKED):
         total = tl.sum(q[0].to(tl.float32), 1)
-        for part in tl.static_range(1, fields_of(k_kind(FORMAT))):
-            total += tl.sum(q[part].to(tl.float32), 1)
-    return total
+        biased = total * field_bias(KIND, 0, PACKED)
+        for part in tl.static_range(1, fields_of(KIND)):
+            of_part = tl.sum(q[part].to(tl.float32), 1)
+            total += of_part
+            biased += of_part * field_bias(KIND, part, PACKED)
+        sums = (total, biased)
+    return sums
 
 
 @triton.jit
 def start_output(BLOCK_M: tl.constexpr, BLOCK_DV: tl.constexpr, FORMAT: tl.constexpr):
     """Returns the un-normalised output that `attend_keys` begins with: a tuple of zeros, one tile for each
-    field of a word of V, [BLOCK_M, BLOCK_DV / fields]."""
+    field of a word of V, [BLOCK_M, BLOCK_DV / fields], or transposed where `_dot` wants that."""
     KIND: tl.constexpr = v_kind(FORMAT)
-    zeros = tl.zeros([BLOCK_M, word_block(BLOCK_DV, KIND)], tl.float32)
+    WIDTH: tl.constexpr = word_block(BLOCK_DV, KIND)
+    shape: tl.constexpr = (WIDTH, BLOCK_M) if BLOCK_M < 16 else (BLOCK_M, WIDTH)
+    zeros = tl.zeros(shape, tl.float32)
     acc = (zeros,)
     if fields_of(KIND) == 2:
         acc = (zeros, zeros)
@@ -144,7 +164,10 @@ def finish_output(acc, total, PART: tl.constexpr, FORMAT: tl.constexpr, PACKED: 
     divisor = tl.where(total > 0.0, total, 1.0)
     if v_groups(FORMAT) == 1:
         divisor = divisor * weight_factor(v_kind(FORMAT), PACKED)
-    return acc[PART] / divisor[:, None]
+    part = acc[PART]
+    if part.shape[1] < 16:
+        part = tl.trans(part)
+    return part / divisor[:, None]
 
 
 @triton.jit
@@ -156,34 +179,42 @@ def output_dims(BLOCK_DV: tl.constexpr, DV: tl.constexpr, PART: tl.constexpr, FO
 
 
 @triton.jit
-def key_scores(q, q_sum, words, beside, FORMAT: tl.constexpr, PACKED: tl.constexpr):
+def key_scores(q, q_sums, words, beside, FORMAT: tl.constexpr, PACKED: tl.constexpr):
     """Returns the dot products of queries and keys, [BLOCK_M, BLOCK_N]."""
     KIND: tl.constexpr = k_kind(FORMAT)
     GROUPS: tl.constexpr = k_groups(FORMAT)
     MIDDLE: tl.constexpr = k_has_middle(FORMAT)
-    BIAS: tl.constexpr = key_bias(KIND, GROUPS, PACKED)
-    tiles = unpack(words, KIND, q[0].dtype, PACKED, BIAS > 0.0)
-    scores = tl.dot(q[0], tl.trans(restore(tiles[0], beside, GROUPS, MIDDLE)), input_precision="ieee")
+    BIASED: tl.constexpr = is_biased(KIND, GROUPS, PACKED)
+    tiles = unpack(words, KIND, q[0].dtype, PACKED, BIASED)
+    scores = _dot(q[0], tl.trans(restore(tiles[0], beside, GROUPS, MIDDLE)), None)
     for part in tl.static_range(1, fields_of(KIND)):
         k = restore(tiles[part], beside, GROUPS, MIDDLE)
-        scores = tl.dot(q[part], tl.trans(k), scores, input_precision="ieee")
-    if BIAS > 0.0:
-        scores -= (q_sum * BIAS)[:, None]
+        of_part = q[part]
+        if BIASED and field_factor(KIND, part, PACKED) != 1.0:
+            of_part = of_part * (1.0 / field_factor(KIND, part, PACKED))
+        scores = _dot(of_part, tl.trans(k), scores)
+    if q[0].shape[0] < 16:
+        scores = tl.trans(scores)
+    if BIASED:
+        scores -= q_sums[1][:, None]
     if GROUPS == 1:
         scores = scores * beside[0][None, :]
         if MIDDLE:
-            scores += q_sum[:, None] * beside[1][None, :]
+            scores += q_sums[0][:, None] * beside[1][None, :]
     return scores
 
 
 @triton.jit
 def _add_part(acc, weights, v, shift, decay, beside, PART: tl.constexpr, FORMAT: tl.constexpr):
     """Returns a part of the output, decayed, with the weighted values of a tile of keys."""
-    old = acc[PART] * decay[:, None]
-    if shift is not None:
-        old += shift[:, None]
-    v = restore(v[PART], beside, v_groups(FORMAT), v_has_middle(FORMAT))
-    return tl.dot(weights, v, old, input_precision="ieee")
+    if weights.shape[0] < 16:
+        decay, shift = decay[None, :], shift[None, :]
+    else:
+        decay, shift = decay[:, None], shift[:, None]
+    old = acc[PART] * decay
+    if v_groups(FORMAT) == 1 and v_has_middle(FORMAT):
+        old += shift
+    return _dot(weights, restore(v[PART], beside, v_groups(FORMAT), v_has_middle(FORMAT)), old)
 
 
 @triton.jit
@@ -194,7 +225,7 @@ def add_weighted(
     V is not quantised, or not unpacked to float16."""
     KIND: tl.constexpr = v_kind(FORMAT)
     tiles = unpack(words, KIND, DTYPE, PACKED, False)
-    shift = None
+    shift = decay  # not read
     if v_groups(FORMAT) == 1:
         # Scales go to the weights, so that elements are not touched.
         FACTOR: tl.constexpr = weight_factor(KIND, PACKED)
@@ -256,7 +287,7 @@ def load_slopes(alibi_slopes, heads, in_tile):
 @triton.jit
 def attend_keys(
     q,  # of `load_query`
-    q_sum,  # of `sum_query`
+    q_sums,  # of `sum_query`
     acc,  # of `start_output`, float32
     total,  # [BLOCK_M] float32, sum of the weights
     peak,  # [BLOCK_M] float32, largest score so far, in base 2
@@ -328,7 +359,7 @@ def attend_keys(
             )  # fmt: skip
         slots = find_slots(index_row, positions + BLOCK_N, positions + BLOCK_N < num_keys, SHIFT)
 
-        scores = key_scores(q, q_sum, k, beside_k, FORMAT, PACKED)
+        scores = key_scores(q, q_sums, k, beside_k, FORMAT, PACKED)
         if SOFTCAP:
             scores = 2.0 * tl.sigmoid(scores * cap_scale) - 1.0  # tanh
         if slopes is not None:

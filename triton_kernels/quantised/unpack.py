@@ -110,9 +110,24 @@ def weight_factor(kind, packed):
 
 
 @triton.constexpr_function
-def key_bias(kind, groups, packed):
-    """What `unpack_keys` leaves added to each element: the dot product with it is known before."""
-    return (0.0, 1152.0, 0.0, 1032.0)[kind] if packed and groups == 1 else 0.0
+def field_factor(kind, field, packed):
+    """By what `unpack` leaves the elements of a field multiplied, if BIASED."""
+    return 16.0 if packed and kind == INT4 and field % 2 else 1.0
+
+
+@triton.constexpr_function
+def field_bias(kind, field, packed):
+    """What `unpack` leaves added to the elements of a field, if BIASED: the dot product with it is known
+    before. In units of the elements, which may be multiplied by `field_factor`."""
+    if not packed or kind not in (INT8, INT4):
+        return 0.0
+    return 1152.0 if kind == INT8 else 1032.0 if field % 2 == 0 else 72.0
+
+
+@triton.constexpr_function
+def is_biased(kind, groups, packed):
+    """Whether keys are unpacked BIASED."""
+    return packed and groups == 1 and kind in (INT8, INT4)
 
 
 @triton.constexpr_function
@@ -124,22 +139,27 @@ def _assembly(kind, biased):
             "cvt.rn.f16x2.e4m3x2 y, h; prmt.b32 $0, x, y, 0x5410; prmt.b32 $1, x, y, 0x7632; }"
         )
     # The bits of an element, with its sign flipped, are put into the mantissa of 1024, in which a step is 1:
-    # 1024 + 128 + element, or 1024 + 8 + element.
-    bits, mask, base, less = (8, "0x00FF00FF", "0x64806480", "0xE480E480") if kind == INT8 else (
-        4, "0x000F000F", "0x64086408", "0xE408E408"
-    )  # fmt: skip
-    fields = 16 // bits
-    lines = [f"mov.b32 z, {less};"]
-    for field in range(fields):
-        target = f"${field}" if biased else "y"
-        source = f"${fields}"
-        if field:
-            lines.append(f"shr.b32 x, {source}, {bits * field};")
-            source = "x"
-        lines.append(f"lop3.b32 {target}, {source}, {mask}, {base}, 0x6A;")
-        if not biased:
-            lines.append(f"add.rn.f16x2 ${field}, y, z;")
-    return "{ .reg .b32 x, y, z; " + " ".join(lines) + " }"
+    # 1024 + 128 + element, or 1024 + 8 + element. The high nibble of a byte stays where it is, which makes it
+    # 1024 + 16 * (8 + element).
+    lines = ["mov.b32 x, $2; shr.b32 y, x, 8;" if kind == INT8 else "mov.b32 x, $4; shr.b32 y, x, 8;"]
+    if kind == INT8:
+        lines += ["mov.b32 z, 0xE480E480;"]
+        for field, source in enumerate("xy"):
+            lines += [f"lop3.b32 ${field}, {source}, 0x00FF00FF, 0x64806480, 0x6A;"]
+            if not biased:
+                lines += [f"add.rn.f16x2 ${field}, ${field}, z;"]
+    else:
+        lines += [
+            "mov.b32 z, 0xE408E408; mov.b32 u, 0x2C002C00; mov.b32 v, 0xD480D480;"
+        ]  # -1032, 1 / 16, -72
+        for field, source in enumerate("xxyy"):
+            mask, base = ("0x00F000F0", "0x64806480") if field % 2 else ("0x000F000F", "0x64086408")
+            lines += [f"lop3.b32 ${field}, {source}, {mask}, {base}, 0x6A;"]
+            if not biased and field % 2:
+                lines += [f"fma.rn.f16x2 ${field}, ${field}, u, v;"]
+            elif not biased:
+                lines += [f"add.rn.f16x2 ${field}, ${field}, z;"]
+    return "{ .reg .b32 x, y, z, u, v; " + " ".join(lines) + " }"
 
 
 @triton.jit
@@ -159,7 +179,7 @@ def _unpack_field(words, FIELD: tl.constexpr, KIND: tl.constexpr, DTYPE: tl.cons
 @triton.jit
 def unpack(words, KIND: tl.constexpr, DTYPE: tl.constexpr, PACKED: tl.constexpr, BIASED: tl.constexpr):
     """Returns a tuple of tiles like int16 words, one for each field, of DTYPE or, if PACKED, of float16; of
-    words that are not quantised, one tile of DTYPE. BIASED: with `key_bias` left in."""
+    words that are not quantised, one tile of DTYPE. BIASED: with `field_factor` and `field_bias` left in."""
     FIELDS: tl.constexpr = fields_of(KIND)
     if KIND == 0:
         tiles = (words.to(DTYPE),)

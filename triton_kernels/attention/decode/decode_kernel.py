@@ -153,7 +153,7 @@ def decode_kernel(
         tokens = owner * NUM_QUERIES + queries  # [BLOCK_M]
         q_heads = q + tokens[:, None] * stride_q_b + heads[:, None] * stride_q_h
         q_tiles = load_query(q_heads, in_tile, DK, BLOCK_DK, FORMAT, PACKED)
-        q_sum = sum_query(q_tiles, FORMAT, PACKED)
+        q_sums = sum_query(q_tiles, FORMAT, PACKED)
 
         # Every query sees the keys in [begin, full_end); only some queries see those in [full_end, end):
         #   begin ├──── not masked ────┤ full_end ├─ masked ─┤ end
@@ -214,7 +214,7 @@ def decode_kernel(
         for MASKED in tl.static_range(0, 2):
             acc, total, peak, slots = attend_keys(
                 q_tiles,
-                q_sum,
+                q_sums,
                 acc,
                 total,
                 peak,

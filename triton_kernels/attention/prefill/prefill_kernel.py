@@ -130,7 +130,7 @@ def _attend_item(
             begin = begin // 16 * 16
             full_end = full_end // 16 * 16
     acc = start_output(BLOCK_M, BLOCK_DV, FORMAT)
-    q_sum = sum_query(q_tiles, FORMAT, PACKED)
+    q_sums = sum_query(q_tiles, FORMAT, PACKED)
     of_head = (None, None, None)
     if FORMAT > 0:
         of_head = head_columns(columns, kv_head, columns_strides[0], columns_strides[1], FORMAT)
@@ -139,7 +139,7 @@ def _attend_item(
     for MASKED in tl.static_range(FIRST_LOOP, 2):
         acc, total, peak, slots = attend_keys(
             q_tiles,
-            q_sum,
+            q_sums,
             acc,
             total,
             peak,
