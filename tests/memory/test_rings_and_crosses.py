@@ -263,6 +263,25 @@ def test_a_ring_whose_failed_step_overwrote_tokens_caches_none(device: torch.dev
     cache.check()
 
 
+@pytest.mark.parametrize(("ring", "steps"), [(Ring(2, 6), [8, 1, 1]), (Ring(1, 4, 2), [3, 2, 2])])
+def test_steps_of_a_ring_are_not_undone_one_by_one_past_what_they_overwrote(
+    ring: Ring, steps: list[int], device: torch.device
+) -> None:
+    cache = make_cache(device)
+    sequence = cache.open([1] * 30, ring=ring)
+    for count in steps:
+        cache.extend([sequence], [count])
+    end = sequence.position
+    cache.shrink([sequence], steps[-1:])
+    with pytest.raises(ValueError, match="others took their entries"):
+        cache.shrink([sequence], steps[-2:-1])  # both steps at once are refused, too
+    assert sequence.position == end - steps[-1]
+    cache.extend([sequence], steps[-1:])
+    cache.shrink([sequence], steps[-1:])
+    assert sequence.position == end - steps[-1]
+    cache.check()
+
+
 def test_a_ring_shares_its_sinks_alone(device: torch.device) -> None:
     cache = make_cache(device)
     plain = cache.open([1, 2, 3, 4, 5, 6])
