@@ -93,8 +93,8 @@ class AttentionMetadata:
       int64 `[T]` (None if no token was dropped), `shared_prefixes` (decodes whose first tokens are in the same
       slots; None if no prefix is read for several of them), `index` int32 `[num_rows, num_entries]` (the slots
       of each row's entries: the token table's, or those of rings in order), `ring` (what the rows are rings of;
-      None where they are not, or where `index` has them in order), `mask` and `indirection` (those of
-      `prepare`, or None).
+      None where they are not, or where `index` has them in order), `ring_in_order` (the ring whose rows
+      `index` has in order, or None), `mask` and `indirection` (those of `prepare`, or None).
 
         q         ├──── prefill 0 ────┼─ prefill 1 ─┼ decode 2 ┼ decode 3 ┤
         q_starts  0                   ┘             ┘          ┘          └ T
@@ -325,6 +325,7 @@ class AttentionMetadata:
             self.slot_mapping = slots.long()
         self.index = index
         self.ring = None if in_order or num_prefills else ring
+        self.ring_in_order = ring if in_order else None
         self.num_sink_tokens = num_sink_tokens
         self.dropped = upload([np.repeat(gap, count)], device)[0] if gap.any() else None
         return uploaded[len(uploaded) - len(also) :]
