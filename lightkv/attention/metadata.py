@@ -208,7 +208,7 @@ class AttentionMetadata:
             also: one-dimensional arrays of the caller's, to upload with the batch.
             mask: what hides keys or changes scores in this step, in every layer, with a row for each token of
                 the batch, on the device. A captured graph reads the tensors that it was captured with. There is
-                none in a step over rings, or with sinks.
+                none in a step over rings, or with sinks; where tokens were dropped, only a tree of guesses.
             positions: of each token, where they do not follow from the entries, as those of a tree of guesses.
             indirection: int32 `[table rows, n]` on the device, with n as large as the longest sequence: the row
                 whose slot is read for each position of a row, as of beams (`PagedKV.indirection`). New K/V is
@@ -226,6 +226,11 @@ class AttentionMetadata:
         if ring is not None:
             self._validate_ring(start, count, num_prefills, ring, bool(len(dropped) or num_sink_tokens))
         self._validate_tensors(start + count, num_prefills, ring, num_sink_tokens, mask, indirection)
+        if mask is not None and not mask.is_tree and any(dropped):
+            raise ValueError(
+                f"a mask of values and {list(dropped)} dropped tokens: its columns are positions, and these "
+                "sequences do not hold all of theirs; run them without a mask, or with one of bits"
+            )
         if indirection is not None and (len(dropped) or prefixes):
             raise ValueError(
                 f"an indirection with {list(dropped)} dropped tokens and prefixes {prefixes}: it names a row "

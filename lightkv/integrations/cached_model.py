@@ -150,7 +150,8 @@ class CachedModel:
             mask = positions = None
             if tree is not None:
                 mask = AttentionMask(bits=torch.from_numpy(tree.bits()).to(self.model.device))
-                positions = [starts[0] + depth for depth in tree.depths]
+                first = starts[0] + dropped[0]
+                positions = [first + depth for depth in tree.depths]
             metadata.prepare(
                 rows,
                 starts,

@@ -66,7 +66,11 @@ def test_sink_tokens_and_masks_are_refused_together(device: torch.device) -> Non
         metadata.prepare([1], starts, [1], 1, dropped=[3], num_sink_tokens=2, mask=mask)
     with pytest.raises(ValueError, match="a mask in a step over Ring"):
         metadata.prepare([1], [9], [1], 0, ring=Ring(0, 8), mask=mask)
+    with pytest.raises(ValueError, match="its columns are positions"):
+        metadata.prepare([1], starts, [1], 0, dropped=[3], mask=mask)
     assert metadata.step == step
+    tree = AttentionMask(bits=torch.ones(1, 1, dtype=torch.int32, device=device))
+    metadata.prepare([1], starts, [1], 0, dropped=[3], mask=tree)
     metadata.prepare([1], starts, [1], 1, dropped=[3], num_sink_tokens=2)
     q = torch.zeros(1, 64, device=device)
     options = AttentionOptions(causal=False)
