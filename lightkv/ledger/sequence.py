@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 from lightkv.triton_kernels.attention.ring import Ring
 
-from .prefix_tree import Segment
+from .prefix_tree import Namespace, Segment
 from .sessions import Session
 
 
@@ -34,8 +34,8 @@ class Sequence:
     undone (`shrink`), which have written to its slots.
 
     cross: the cross sequence that it reads (`TokenLedger.open_cross`). num_readers: None except for a cross
-    sequence; how many open sequences read it. is_kept: False for a cross sequence that was closed, and goes
-    when its last reader closes.
+    sequence; how many open sequences read it. reader_namespaces: of a cross sequence; where its readers' tokens
+    are cached. is_kept: False for a cross sequence that was closed, and goes when its last reader closes.
     """
 
     __slots__ = (
@@ -48,6 +48,7 @@ class Sequence:
         "num_readers",
         "num_sink_tokens",
         "prompt",
+        "reader_namespaces",
         "ring",
         "ring_end",
         "root",
@@ -74,6 +75,7 @@ class Sequence:
         self.ring_end = 0
         self.cross: Sequence | None = None
         self.num_readers: int | None = None
+        self.reader_namespaces: dict[Namespace, None] = {}  # in the order of the first reader of each
         self.is_kept = True
 
     @property

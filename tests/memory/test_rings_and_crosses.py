@@ -342,6 +342,42 @@ def test_only_readers_of_one_cross_sequence_share_tokens(device: torch.device) -
     assert cache.open([1, 2, 3]).num_hit == 0
 
 
+@pytest.mark.parametrize("order", ["reader first", "cross first"])
+def test_what_readers_leave_cached_goes_with_the_cross_sequence(order: str, device: torch.device) -> None:
+    """Nothing can hit it any more, so it would only take the place of what can be hit."""
+    cache = make_cache(device)
+    plain = cache.open([1, 2, 3, 4])
+    cache.extend([plain], [4])
+    cache.close(plain)
+    cross = cache.open_cross(2)
+    for namespace in ((), ("salt",)):
+        first = cache.open([1, 2, 3], namespace, cross=cross)
+        cache.extend([first], [3])
+        cache.publish(first)
+        cache.confirm()
+        cache.close(first)
+    last = cache.open([1, 2, 9], cross=cross)
+    cache.extend([last], [1])
+    cache.publish(last)
+    assert (last.num_hit, cache.num_cached) == (2, 4 + 1 + 3)
+    for sequence in (last, cross) if order == "reader first" else (cross, last):
+        cache.close(sequence)
+        cache.check()
+    cache.confirm()
+    cache.retract()
+    assert (cache.num_cached, cache.num_free) == (4, cache.capacity - 4)
+    assert cache.match([1, 2, 3, 4, 5]) == 4
+    cache.check()
+
+
+def test_readers_of_a_cross_sequence_have_namespaces_that_no_caller_can_name(device: torch.device) -> None:
+    cache = make_cache(device)
+    first = cache.open([1, 2, 3], cross=cache.open_cross(2))
+    cache.extend([first], [3])
+    cache.publish(first)
+    assert cache.match([1, 2, 3], ("cross", 1)) == 0
+
+
 def test_a_refused_cross_sequence_changes_nothing(device: torch.device) -> None:
     cache = make_cache(device, capacity=12, rows=2)
     held = cache.open([1, 2])
