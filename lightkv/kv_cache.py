@@ -155,7 +155,8 @@ class KVCache:
 
         `open` takes it as `cross`. Its tokens are held once, however many sequences read it. `close` ends the
         caller's hold, and may be called as soon as there are readers: the slots are freed with the last of
-        them. Raises OutOfTokens, OutOfRows, SequenceTooLong, ValueError.
+        them, and so are the tokens that readers have left cached. Raises OutOfTokens, OutOfRows,
+        SequenceTooLong, ValueError.
         """
         self._require_no_callback()
         sequence = self.ledger.open_cross(index(length))

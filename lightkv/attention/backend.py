@@ -104,14 +104,16 @@ class AttentionBackend(ABC):
 
         Raises:
             ValueError: the step has sink tokens, and the layer has windows, chunks or ALiBi, is not causal, or
-                was made without `rotary`; or it is over rings that are smaller than the layer's window, or the
-                layer has chunks. Nothing is written then.
+                was made without `rotary`; or it is over rings that are smaller than the layer's window (for
+                prefills, `Ring.least_held` is), or the layer has chunks. Nothing is written then.
         """
         options, ring = self.options, metadata.ring
         num_sink_tokens = metadata.num_sink_tokens if ring is None else ring.sinks
         bounded = options.window or options.chunk or options.alibi_slopes is not None or not options.causal
         if ring is not None:
             check_ring(ring, options)
+        if metadata.ring_in_order is not None:
+            check_ring(metadata.ring_in_order, options, metadata.ring_in_order.least_held)
         if num_sink_tokens and (self.rotary is None or bounded):
             raise ValueError(
                 f"a step with {num_sink_tokens} sinks needs the rotary frequencies (rotary) and a "

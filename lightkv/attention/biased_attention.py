@@ -4,7 +4,7 @@ after the query are seen."""
 import torch
 from torch import Tensor
 
-from lightkv.triton_kernels.attention.attention_reference import bias_reference, join_sinks_reference
+from lightkv.triton_kernels.attention.attention_reference import bias_reference, softmax_reference
 from lightkv.triton_kernels.attention.paged_kv import AttentionOptions
 
 QUERY_TILE = 512  # the most queries whose scores are in memory together
@@ -31,7 +31,6 @@ def attend_with_bias(
             scores = options.softcap * torch.tanh(scores / options.softcap)
         added = None if mask is None else mask[:, tile]
         scores = bias_reference(scores, query_positions[tile], key_positions, options, added)
-        lse = join_sinks_reference(scores.logsumexp(-1), options.sink_logits)
-        weights = (scores - lse.clamp(min=-1e30)[..., None]).exp()
+        weights = softmax_reference(scores, options.sink_logits)
         out.append(torch.matmul(weights, values).transpose(0, 1))
     return torch.cat(out)

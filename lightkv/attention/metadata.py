@@ -93,8 +93,8 @@ class AttentionMetadata:
       int64 `[T]` (None if no token was dropped), `shared_prefixes` (decodes whose first tokens are in the same
       slots; None if no prefix is read for several of them), `index` int32 `[num_rows, num_entries]` (the slots
       of each row's entries: the token table's, or those of rings in order), `ring` (what the rows are rings of;
-      None where they are not, or where `index` has them in order), `mask` and `indirection` (those of
-      `prepare`, or None).
+      None where they are not, or where `index` has them in order), `ring_in_order` (the ring whose rows
+      `index` has in order, or None), `mask` and `indirection` (those of `prepare`, or None).
 
         q         ├──── prefill 0 ────┼─ prefill 1 ─┼ decode 2 ┼ decode 3 ┤
         q_starts  0                   ┘             ┘          ┘          └ T
@@ -208,7 +208,7 @@ class AttentionMetadata:
             also: one-dimensional arrays of the caller's, to upload with the batch.
             mask: what hides keys or changes scores in this step, in every layer, with a row for each token of
                 the batch, on the device. A captured graph reads the tensors that it was captured with. There is
-                none in a step over rings, or with sinks.
+                none in a step over rings, or with sinks; where tokens were dropped, only a tree of guesses.
             positions: of each token, where they do not follow from the entries, as those of a tree of guesses.
             indirection: int32 `[table rows, n]` on the device, with n as large as the longest sequence: the row
                 whose slot is read for each position of a row, as of beams (`PagedKV.indirection`). New K/V is
@@ -226,6 +226,11 @@ class AttentionMetadata:
         if ring is not None:
             self._validate_ring(start, count, num_prefills, ring, bool(len(dropped) or num_sink_tokens))
         self._validate_tensors(start + count, num_prefills, ring, num_sink_tokens, mask, indirection)
+        if mask is not None and not mask.is_tree and any(dropped):
+            raise ValueError(
+                f"a mask of values and {list(dropped)} dropped tokens: its columns are positions, and these "
+                "sequences do not hold all of theirs; run them without a mask, or with one of bits"
+            )
         if indirection is not None and (len(dropped) or prefixes):
             raise ValueError(
                 f"an indirection with {list(dropped)} dropped tokens and prefixes {prefixes}: it names a row "
@@ -325,6 +330,7 @@ class AttentionMetadata:
             self.slot_mapping = slots.long()
         self.index = index
         self.ring = None if in_order or num_prefills else ring
+        self.ring_in_order = ring if in_order else None
         self.num_sink_tokens = num_sink_tokens
         self.dropped = upload([np.repeat(gap, count)], device)[0] if gap.any() else None
         return uploaded[len(uploaded) - len(also) :]

@@ -150,7 +150,8 @@ class CachedModel:
             mask = positions = None
             if tree is not None:
                 mask = AttentionMask(bits=torch.from_numpy(tree.bits()).to(self.model.device))
-                positions = [starts[0] + depth for depth in tree.depths]
+                first = starts[0] + dropped[0]
+                positions = [first + depth for depth in tree.depths]
             metadata.prepare(
                 rows,
                 starts,
@@ -195,7 +196,7 @@ class CachedModel:
             )
         if ring is None:
             return None
-        if self.windows and (ring.sinks or not 0 < self._widest <= ring.size - ring.stride + 1):
+        if self.windows and (ring.sinks or not 0 < self._widest <= ring.least_held):
             raise ValueError(
                 f"{ring} for a model whose layers have windows or chunks of their own ({self.windows}): each "
                 f"has to have a window, and a ring no sinks and at least size - stride + 1 tokens of the widest"

@@ -185,7 +185,8 @@ class TokenLedger:
 
         All slots are allocated here, cached tokens being evicted as needed, and counted once however many
         sequences read them. `close` ends the caller's hold; the slots are freed once the last reader has
-        closed, too. Raises OutOfTokens, OutOfRows, SequenceTooLong, ValueError.
+        closed, too, with all that its readers have left cached. Raises OutOfTokens, OutOfRows,
+        SequenceTooLong, ValueError.
         """
         if length < 1:
             raise ValueError(f"a cross sequence of {length} tokens; give at least one")
@@ -195,7 +196,8 @@ class TokenLedger:
             raise OutOfRows(self.max_sequences)
         self._make_room(length)
         self._num_crosses += 1
-        sequence = self._state.open(b"", ("cross", self._num_crosses))
+        # An object of its own, so that no namespace of a caller's is that of its readers.
+        sequence = self._state.open(b"", (object(),))
         self._state.alloc(Alloc((sequence.row,), (0,), (length,)), length)
         sequence.length = length
         sequence.num_readers = 0

@@ -36,16 +36,18 @@ def advance(sequences: Seq[Sequence], counts: Seq[int]) -> None:
             added = min(count, sequence.ring.capacity - sequence.length)
         sequence.length += added
         sequence.dropped += count - added
-        sequence.was_overwritten |= count > added
+        if sequence.ring is not None:
+            sequence.ring_end = max(sequence.ring_end, sequence.position)
 
 
 def may_shrink(sequence: Sequence, count: int) -> bool:
-    """Returns whether a ring's last `count` tokens overwrote nothing that the token before them would see."""
+    """Returns whether a ring without its last `count` tokens still holds all that its next token sees. Tokens
+    that were undone before have overwritten others, too."""
     position, ring = sequence.position, sequence.ring
     assert ring is not None
     if not 0 <= count <= position - sequence.shared:
         return False
-    return ring.dropped(position - count) == ring.dropped(position - 1) or not count
+    return not count or ring.dropped(position - count) == ring.dropped(sequence.ring_end - 1)
 
 
 def shrink(sequence: Sequence, count: int) -> int:

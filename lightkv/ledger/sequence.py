@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 from lightkv.triton_kernels.attention.ring import Ring
 
-from .prefix_tree import Segment
+from .prefix_tree import Namespace, Segment
 from .sessions import Session
 
 
@@ -30,12 +30,12 @@ class Sequence:
     session: the one that protects its tokens once it has closed, if any.
 
     ring: its row is a ring: once `length` is `ring.capacity`, new tokens take the slots of old ones, and
-    `dropped` grows instead. was_overwritten: whether new tokens ever took slots of old ones, also in a step
-    that was undone (`shrink`); its tokens are then not cached.
+    `dropped` grows instead. ring_end: the highest `position` that a ring ever had, also by steps that were
+    undone (`shrink`), which have written to its slots.
 
     cross: the cross sequence that it reads (`TokenLedger.open_cross`). num_readers: None except for a cross
-    sequence; how many open sequences read it. is_kept: False for a cross sequence that was closed, and goes
-    when its last reader closes.
+    sequence; how many open sequences read it. reader_namespaces: of a cross sequence; where its readers' tokens
+    are cached. is_kept: False for a cross sequence that was closed, and goes when its last reader closes.
     """
 
     __slots__ = (
@@ -48,13 +48,14 @@ class Sequence:
         "num_readers",
         "num_sink_tokens",
         "prompt",
+        "reader_namespaces",
         "ring",
+        "ring_end",
         "root",
         "row",
         "session",
         "shared",
         "sink_node",
-        "was_overwritten",
     )
 
     def __init__(self, row: int, prompt: bytes, root: Segment, node: Segment, shared: int) -> None:
@@ -71,9 +72,10 @@ class Sequence:
         self.num_sink_tokens = 0
         self.session: Session | None = None
         self.ring: Ring | None = None
-        self.was_overwritten = False
+        self.ring_end = 0
         self.cross: Sequence | None = None
         self.num_readers: int | None = None
+        self.reader_namespaces: dict[Namespace, None] = {}  # in the order of the first reader of each
         self.is_kept = True
 
     @property
@@ -85,6 +87,11 @@ class Sequence:
     def position(self) -> int:
         """The position of its next token."""
         return self.length + self.dropped
+
+    @property
+    def was_overwritten(self) -> bool:
+        """Whether new tokens of a ring ever took slots of old ones; its tokens are then not cached."""
+        return self.ring is not None and self.ring_end > self.ring.capacity
 
     def path(self) -> Iterator[Segment]:
         """Yields the segments that it holds, the deepest first."""

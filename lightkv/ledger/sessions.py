@@ -112,12 +112,15 @@ class Sessions:
         self._num_over_limit += before - self._num_protected
 
     def lift(self, segment: Segment) -> None:
-        """Moves the ends at `segment`, which is about to leave the index, to its parent."""
+        """Moves the ends at `segment`, which is about to leave the index, to its parent. Each keeps its age."""
         parent = segment.parent
         assert parent is not None
         for session in list(self._by_end.get(segment, ())):
+            ends = [parent if end is segment else end for end in session.ends]
             if parent.parent is not None:
                 self._add(session, parent)
+                for end in ends:
+                    session.ends[end] = session.ends.pop(end)
             self._drop(session, segment)
 
     def trim(self, segment: Segment, count: int) -> None:

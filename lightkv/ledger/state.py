@@ -120,15 +120,11 @@ class LedgerState:
         """Makes `sequence` a reader of a cross sequence."""
         assert cross.num_readers is not None
         cross.num_readers += 1
+        cross.reader_namespaces[sequence.root.namespace] = None
         sequence.cross = cross
 
     def close(self, sequence: Sequence) -> None:
         """Closes a sequence whose private tail is cached or freed: it leaves its path, and its row is free."""
-        if (cross := sequence.cross) is not None:
-            assert cross.num_readers is not None
-            cross.num_readers -= 1
-            sequence.cross = None
-            self.close_cross(cross)
         row, root = sequence.row, sequence.root
         self.leave(sequence, sequence.path())
         root.holders.remove(row)
@@ -139,12 +135,23 @@ class LedgerState:
         del self.sequences[row]
         self._free_rows.append(row)
         sequence.row = 0
+        if (cross := sequence.cross) is not None:
+            assert cross.num_readers is not None
+            cross.num_readers -= 1
+            sequence.cross = None
+            self.close_cross(cross)
 
     def close_cross(self, cross: Sequence) -> None:
-        """Closes a cross sequence unless it is read or kept, and frees its slots."""
-        if not cross.num_readers and not cross.is_kept:
-            self.free_range(cross.row, 0, cross.length)
-            self.close(cross)
+        """Closes a cross sequence unless it is read or kept, and frees its slots and what its readers have left
+        cached, which nothing can hit any more."""
+        if cross.num_readers or cross.is_kept:
+            return
+        for namespace in cross.reader_namespaces:
+            root = self.tree.roots.get(namespace)
+            for segment in root.below() if root is not None else ():
+                self._trim(segment, 0)
+        self.free_range(cross.row, 0, cross.length)
+        self.close(cross)
 
     # Entries of rows
 

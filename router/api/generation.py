@@ -125,9 +125,13 @@ class Backend:
                     )
                 )
         with ExitStack() as stack:
+            session = None
             if spec.session is not None:
-                stack.callback(self.sessions.end, self.sessions.begin(spec.session))
+                session = self.sessions.begin(spec.session)
+                stack.callback(self.sessions.end, session)
             events = await self.client.submit(submits)
+            if session is not None:
+                self.sessions.accept(session)
             closed = stack.pop_all().close  # the session's request ends with the generation
         return Generation(spec, answers, events, closed, self.reports_cached_tokens)
 

@@ -34,14 +34,16 @@ class SessionUse:
 
 
 class OpenSession:
-    """A session that has not expired. `ttl`: that of its latest request. `timer`: set while no request runs."""
+    """A session that has not expired. `ttl`: that of its latest request. `is_used`: whether a request of it was
+    accepted. `timer`: set while no request runs."""
 
-    __slots__ = ("name", "num_running", "timer", "ttl")
+    __slots__ = ("is_used", "name", "num_running", "timer", "ttl")
 
     def __init__(self, name: str, ttl: float) -> None:
         self.name = name
         self.ttl = ttl
         self.num_running = 0
+        self.is_used = False
         self.timer: asyncio.TimerHandle | None = None
 
 
@@ -55,21 +57,30 @@ class OpenSessions:
         self._idle: OrderedDict[OpenSession, None] = OrderedDict()  # without a request, by their last use
 
     def begin(self, use: SessionUse) -> OpenSession:
-        """Notes that a request of a session begins, which opens the session. Call `end` when it has ended."""
+        """Notes that a request of a session begins, which opens the session. Call `accept` if it is accepted,
+        and `end` when it has ended."""
         session = self._by_name.get(use.name)
         if session is None:
-            if len(self._by_name) >= self._max_sessions and self._idle:
-                self._remove(next(iter(self._idle)))
             session = self._by_name[use.name] = OpenSession(use.name, use.ttl)
         self._stop_timer(session)
         session.ttl = use.ttl
         session.num_running += 1
         return session
 
+    def accept(self, session: OpenSession) -> None:
+        """Notes that a request of a session was accepted."""
+        session.is_used = True
+        if len(self._by_name) > self._max_sessions and self._idle:
+            self._remove(next(iter(self._idle)))
+
     def end(self, session: OpenSession) -> None:
-        """Notes that a request of a session has ended. After the last one the time to live begins."""
+        """Notes that a request of a session has ended, or was refused. After the last one the time to live
+        begins, unless all were refused: then there is nothing to keep."""
         session.num_running -= 1
         if session.num_running or self._by_name.get(session.name) is not session:
+            return
+        if not session.is_used:
+            self._remove(session)
             return
         self._idle[session] = None
         session.timer = asyncio.get_running_loop().call_later(session.ttl, self._remove, session)

@@ -450,9 +450,9 @@ class Scheduler:
         del self._requests[request.id]
         if reason in ("stop", "length"):
             self._admission.observe(request)
+        self._retry_at = 0  # another head of the queue, or less that is forecast
         if request.sequence is None:
             self._waiting.forget(request)
-            self._retry_at = 0
         else:
             if request.num_in_flight:
                 self._forecast.rest(request.sequence, self.step - (not self._is_in_newest(request)))

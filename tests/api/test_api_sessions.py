@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from lightkv.router.api.sessions import OpenSessions, SessionUse
+from lightkv.router.api.sessions import OpenSession, OpenSessions, SessionUse
 from lightkv.router.config import NAMESPACE_HEADER, SESSION_HEADER, InvalidConfig, ServiceConfig
 from lightkv.router.service.messages import Refused
 from tests.support.fake_router import CHAT, COMPLETIONS, HELLO, ApiUnderTest, error_of, service
@@ -136,10 +136,24 @@ def test_a_session_does_not_expire_while_a_request_of_it_runs(tmp_path: Path) ->
         eventually(lambda: len(api.router.released) == 1)
         api.router.refuse = lambda submit: Refused(submit.request_id, "queue_full", "full")
         assert api.send("POST", COMPLETIONS, PROMPT | {"session_id": "s"})[0] == 429
-        eventually(lambda: len(api.router.released) == 2)  # a refused request leaves no session behind
+        eventually(lambda: len(api.router.released) == 2)
         api.router.refuse = lambda submit: None
         api.stream(COMPLETIONS, PROMPT | {"session_id": "s"})
         eventually(lambda: len(api.router.released) == 3)
+
+
+def test_a_refused_request_leaves_no_session_behind(tmp_path: Path) -> None:
+    """Otherwise a stream of refused requests, each with an id of its own, would end the sessions of others."""
+    with service(tmp_path).running() as api:
+        kept = named(api, session_id="kept")
+        api.router.refuse = lambda submit: Refused(submit.request_id, "queue_full", "full")
+        for session_id in ("new", "kept"):
+            assert api.send("POST", COMPLETIONS, PROMPT | {"session_id": session_id})[0] == 429
+        eventually(lambda: bool(api.router.released))
+        assert release(api, "new")[0] == 404
+        assert release(api, "kept")[0] == 200  # an earlier request has left tokens
+        eventually(lambda: len(api.router.released) == 2)
+        assert api.router.released[1] == kept
 
 
 def test_the_document_has_the_route_and_the_header(tmp_path: Path) -> None:
@@ -163,8 +177,13 @@ def test_open_sessions_count_their_requests_and_are_bounded() -> None:
 
     async def run() -> None:
         sessions = OpenSessions(ended.append, max_sessions=2)
-        first = sessions.begin(SessionUse("a", 1000.0))
-        again = sessions.begin(SessionUse("a", 0.01))
+
+        def begin(name: str, ttl: float) -> OpenSession:
+            session = sessions.begin(SessionUse(name, ttl))
+            sessions.accept(session)
+            return session
+
+        first, again = begin("a", 1000.0), begin("a", 0.01)
         assert first is again
         sessions.end(first)
         await asyncio.sleep(0.05)
@@ -173,16 +192,18 @@ def test_open_sessions_count_their_requests_and_are_bounded() -> None:
         await asyncio.sleep(0.05)
         assert ended == ["a"]  # by the latest request's time to live
         # A session that was released and opened again is another one.
-        old = sessions.begin(SessionUse("a", 0.01))
+        old = begin("a", 0.01)
         assert sessions.release("a")
-        new = sessions.begin(SessionUse("a", 0.01))
+        new = begin("a", 0.01)
         sessions.end(old)
         await asyncio.sleep(0.05)
         assert ended == ["a", "a"]
         sessions.end(new)
-        sessions.end(sessions.begin(SessionUse("b", 1000.0)))
-        sessions.end(sessions.begin(SessionUse("c", 1000.0)))  # a third: "a" was used the longest ago
-        assert ended == ["a", "a", "a"]
+        sessions.end(begin("b", 1000.0))
+        sessions.end(sessions.begin(SessionUse("refused", 1000.0)))
+        assert ended == ["a", "a", "refused"]
+        sessions.end(begin("c", 1000.0))  # a third: "a" was used the longest ago
+        assert ended == ["a", "a", "refused", "a"]
         assert [sessions.release(name) for name in "abc"] == [False, True, True]
 
     asyncio.run(run())

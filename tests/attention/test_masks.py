@@ -5,6 +5,7 @@ import torch
 from test_attention import MAX_SEQUENCES, History
 
 from lightkv.attention import AttentionMetadata, AttentionOptions, LayerShape, Rotary, make_backends
+from lightkv.attention.biased_attention import attend_with_bias
 from lightkv.triton_kernels.attention.attention_mask import AttentionMask, mask_reference
 from lightkv.triton_kernels.attention.attention_reference import attend_reference
 from lightkv.triton_kernels.attention.ring import Ring
@@ -54,6 +55,28 @@ def test_a_step_with_a_mask(kind: str, name: str, device: torch.device) -> None:
         assert scores.sum().item() == pytest.approx(4.0 * total - seen, rel=1e-4)
 
 
+@pytest.mark.parametrize("hidden", [-1e9, -1e20])
+@pytest.mark.parametrize("has_sinks", [False, True], ids=["", "sinks"])
+def test_a_query_whose_keys_all_have_a_huge_negative_value(
+    hidden: float, has_sinks: bool, device: torch.device
+) -> None:
+    """The weights sum to 1, as in any softmax, and to 0 beside learned sinks."""
+    torch.manual_seed(2)
+    q = torch.randn(2, 4, 16, device=device)
+    k, v = torch.randn(2, 9, 2, 16, device=device)
+    values = torch.zeros(1, 2, 9, dtype=torch.float64, device=device)
+    values[:, 0] = hidden
+    options = AttentionOptions(sink_logits=torch.zeros(4, device=device) if has_sinks else None)
+    found = attend_with_bias(q, k, v, options, values)
+    positions = torch.tensor([7, 8], device=device)
+    expected = attend_reference(q, k, v, positions, options, values)
+    mean = v[:8].mean(0).repeat_interleave(2, 0)  # the last key is after this query
+    torch.testing.assert_close(found[0], torch.zeros_like(mean) if has_sinks else mean)
+    torch.testing.assert_close(found[1].double(), expected[1], atol=1e-5, rtol=1e-5)
+    if hidden == -1e20:  # float64 tells keys apart beside -1e9
+        torch.testing.assert_close(found.double(), expected, atol=1e-5, rtol=1e-5)
+
+
 def test_sink_tokens_and_masks_are_refused_together(device: torch.device) -> None:
     history = History(LayerShape(4, 16, 2), torch.float32, device)
     rotary = Rotary(torch.ones(8, device=device))
@@ -66,7 +89,11 @@ def test_sink_tokens_and_masks_are_refused_together(device: torch.device) -> Non
         metadata.prepare([1], starts, [1], 1, dropped=[3], num_sink_tokens=2, mask=mask)
     with pytest.raises(ValueError, match="a mask in a step over Ring"):
         metadata.prepare([1], [9], [1], 0, ring=Ring(0, 8), mask=mask)
+    with pytest.raises(ValueError, match="its columns are positions"):
+        metadata.prepare([1], starts, [1], 0, dropped=[3], mask=mask)
     assert metadata.step == step
+    tree = AttentionMask(bits=torch.ones(1, 1, dtype=torch.int32, device=device))
+    metadata.prepare([1], starts, [1], 0, dropped=[3], mask=tree)
     metadata.prepare([1], starts, [1], 1, dropped=[3], num_sink_tokens=2)
     q = torch.zeros(1, 64, device=device)
     options = AttentionOptions(causal=False)

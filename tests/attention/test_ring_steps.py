@@ -117,6 +117,26 @@ def test_steps_over_rings_that_cannot_be(device: torch.device) -> None:
 
 
 @pytest.mark.parametrize("backend", ["torch", "triton"])
+def test_a_prefill_over_rings_holds_the_window_of_the_layer(backend: str, device: torch.device) -> None:
+    """Its entries begin with what is not dropped, which may be fewer than the ring has."""
+    ring = Ring(0, 14, 5)
+    cache = make_cache(device)
+    metadata = AttentionMetadata(2, 40, cache.memory)
+    for options in (AttentionOptions(window=11), AttentionOptions(window=20), AttentionOptions(chunk=8)):
+        (layer,) = make_backends(backend, device, [LayerShape(HEADS, DIM, KV_HEADS, options)])
+        metadata.prepare([1], [14], [5], 1, ring=ring)
+        with pytest.raises(ValueError, match="over 10 tokens of Ring"):
+            layer.forward(*tokens(5, device), metadata)
+        metadata.prepare([1], [0], [5], 1, ring=ring)  # nothing is dropped yet
+        layer.forward(*tokens(5, device), metadata)
+    metadata.prepare([1], [14], [5], 1, ring=ring)
+    (layer,) = make_backends(backend, device, [LayerShape(HEADS, DIM, KV_HEADS, AttentionOptions(window=10))])
+    layer.forward(*tokens(5, device), metadata)
+    metadata.prepare([1], [20], [1], 0, ring=ring)
+    assert metadata.ring_in_order is None
+
+
+@pytest.mark.parametrize("backend", ["torch", "triton"])
 @pytest.mark.parametrize("static", [False, True], ids=["eager", "static"])
 def test_cross_attention(backend: str, static: bool, device: torch.device) -> None:
     """Beams and prompts read two cross sequences, which are written once; one sequence reads none."""

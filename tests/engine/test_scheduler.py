@@ -153,6 +153,33 @@ def test_a_request_is_admitted_in_the_first_step_in_which_it_fits() -> None:
     assert_idle(engine)
 
 
+@pytest.mark.parametrize("ends", ["by a stop token", "by an abort"])
+def test_a_request_that_fits_after_an_early_end_is_in_the_very_next_plan(ends: str) -> None:
+    """Its slots are there although a step in flight still holds those of the request that has ended."""
+    engine, worker = make(capacity=100, depth=2)
+    scheduler = engine.scheduler
+    engine.add(request("long", [1] * 10, 70))
+    for chance in (0.0, float(ends == "by a stop token")):
+        plan = scheduler.plan()
+        assert plan is not None
+        worker.stop_chance = chance
+        worker.send(plan)
+    engine.add(request("next", [2] * 30, 50))
+    scheduler.complete(worker.results.popleft())
+    plan = scheduler.plan()
+    assert plan is not None
+    worker.send(plan)
+    assert engine.stats().num_waiting == 1  # the two would come to hold more than 100 tokens
+    if ends == "by an abort":
+        assert engine.abort("long")
+    scheduler.complete(worker.results.popleft())
+    assert engine.stats().held == 12  # in the step that is in flight
+    plan = scheduler.plan()
+    assert plan is not None
+    assert plan.counts == [30]
+    scheduler.check()
+
+
 @pytest.mark.parametrize("ends", ["at its length", "by an abort"])
 def test_what_ends_in_the_older_of_two_steps_is_freed_before_the_next(ends: str) -> None:
     """The forecast does not count its tokens in the next step, which cannot be planned before."""

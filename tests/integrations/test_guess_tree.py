@@ -65,6 +65,19 @@ def test_a_tree_has_the_logits_of_its_lines(backend: str, device: torch.device) 
             torch.testing.assert_close(lm.forward([other], [[8]]), after, atol=1e-4, rtol=1e-4)
 
 
+def test_a_tree_after_dropped_tokens_is_at_true_positions(device: torch.device) -> None:
+    lm = CachedModel(tiny_llama(device, 0, vocabulary=VOCABULARY), 200, backend="torch")
+    tree = GuessTree.of_lines(7, [[1, 2, 3]])  # a line, computed as a tree and as a line
+    found = []
+    for given in (tree, None):
+        sequence = lm.cache.open(PROMPTS[1])
+        lm.forward([sequence], [PROMPTS[1]])
+        lm.cache.release(sequence, 6)
+        found.append(lm.forward([sequence], [tree.tokens], all_logits=True, tree=given))
+        lm.cache.close(sequence, cache=False)
+    torch.testing.assert_close(*found, atol=1e-5, rtol=1e-5)
+
+
 @pytest.mark.parametrize("num_lines", [pytest.param(2, marks=pytest.mark.slow), 4])
 def test_the_output_is_that_of_greedy_decoding(num_lines: int, device: torch.device) -> None:
     num_forwards = {1: 0, num_lines: 0}

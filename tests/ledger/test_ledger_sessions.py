@@ -129,6 +129,20 @@ def test_a_session_protects_its_newest_branches() -> None:
     assert [found(ledger, A + ids(i)) for i in range(MAX_ENDS + 3)] == [20] * 3 + [21] * MAX_ENDS
 
 
+def test_an_older_branch_is_evicted_to_its_end_before_a_newer_one() -> None:
+    """Also where it consists of several turns, each of which is a segment of its own."""
+    ledger = TokenLedger(200, 4, 100, max_protected=200)
+    turn(ledger, D[:40] + A, "a")
+    turn(ledger, D[:40] + A + B, "a")
+    turn(ledger, D[:40] + C, "a")  # the client has changed its first message
+    left = []
+    for _ in range(7):
+        ledger.evict(10)
+        ledger.check()
+        left.append((found(ledger, D[:40] + A + B), found(ledger, D[:40] + C)))
+    assert left == [(40, 30), (30, 30), (20, 30), (10, 30), (10, 20), (10, 10), (0, 0)]
+
+
 def test_what_was_hit_goes_later_than_what_was_not_for_a_while() -> None:
     ledger = TokenLedger(640, 4, 200)
     turn(ledger, A)

@@ -263,6 +263,25 @@ def test_a_ring_whose_failed_step_overwrote_tokens_caches_none(device: torch.dev
     cache.check()
 
 
+@pytest.mark.parametrize(("ring", "steps"), [(Ring(2, 6), [8, 1, 1]), (Ring(1, 4, 2), [3, 2, 2])])
+def test_steps_of_a_ring_are_not_undone_one_by_one_past_what_they_overwrote(
+    ring: Ring, steps: list[int], device: torch.device
+) -> None:
+    cache = make_cache(device)
+    sequence = cache.open([1] * 30, ring=ring)
+    for count in steps:
+        cache.extend([sequence], [count])
+    end = sequence.position
+    cache.shrink([sequence], steps[-1:])
+    with pytest.raises(ValueError, match="others took their entries"):
+        cache.shrink([sequence], steps[-2:-1])  # both steps at once are refused, too
+    assert sequence.position == end - steps[-1]
+    cache.extend([sequence], steps[-1:])
+    cache.shrink([sequence], steps[-1:])
+    assert sequence.position == end - steps[-1]
+    cache.check()
+
+
 def test_a_ring_shares_its_sinks_alone(device: torch.device) -> None:
     cache = make_cache(device)
     plain = cache.open([1, 2, 3, 4, 5, 6])
@@ -321,6 +340,42 @@ def test_only_readers_of_one_cross_sequence_share_tokens(device: torch.device) -
     assert cache.open([1, 2, 3], cross=crosses[0]).num_hit == 2
     assert cache.open([1, 2, 3], cross=crosses[1]).num_hit == 0
     assert cache.open([1, 2, 3]).num_hit == 0
+
+
+@pytest.mark.parametrize("order", ["reader first", "cross first"])
+def test_what_readers_leave_cached_goes_with_the_cross_sequence(order: str, device: torch.device) -> None:
+    """Nothing can hit it any more, so it would only take the place of what can be hit."""
+    cache = make_cache(device)
+    plain = cache.open([1, 2, 3, 4])
+    cache.extend([plain], [4])
+    cache.close(plain)
+    cross = cache.open_cross(2)
+    for namespace in ((), ("salt",)):
+        first = cache.open([1, 2, 3], namespace, cross=cross)
+        cache.extend([first], [3])
+        cache.publish(first)
+        cache.confirm()
+        cache.close(first)
+    last = cache.open([1, 2, 9], cross=cross)
+    cache.extend([last], [1])
+    cache.publish(last)
+    assert (last.num_hit, cache.num_cached) == (2, 4 + 1 + 3)
+    for sequence in (last, cross) if order == "reader first" else (cross, last):
+        cache.close(sequence)
+        cache.check()
+    cache.confirm()
+    cache.retract()
+    assert (cache.num_cached, cache.num_free) == (4, cache.capacity - 4)
+    assert cache.match([1, 2, 3, 4, 5]) == 4
+    cache.check()
+
+
+def test_readers_of_a_cross_sequence_have_namespaces_that_no_caller_can_name(device: torch.device) -> None:
+    cache = make_cache(device)
+    first = cache.open([1, 2, 3], cross=cache.open_cross(2))
+    cache.extend([first], [3])
+    cache.publish(first)
+    assert cache.match([1, 2, 3], ("cross", 1)) == 0
 
 
 def test_a_refused_cross_sequence_changes_nothing(device: torch.device) -> None:

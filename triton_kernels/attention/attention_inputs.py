@@ -126,12 +126,13 @@ def check_scales(kv: PagedKV) -> None:
         )
 
 
-def check_ring(ring: Ring, options: AttentionOptions) -> None:
-    """Raises ValueError for a layer that sees more than the ring holds."""
-    if options.window > ring.size or options.chunk:
+def check_ring(ring: Ring, options: AttentionOptions, num_held: int | None = None) -> None:
+    """Raises ValueError for a layer that sees more than `num_held` tokens of the ring, by default its size."""
+    held = ring.size if num_held is None else num_held
+    if options.window > held or options.chunk:
         raise ValueError(
-            f"a layer with a window of {options.window} and chunks of {options.chunk} over a ring of "
-            f"{ring.size} tokens: make the ring as large as the window, and have no chunks"
+            f"a layer with a window of {options.window} and chunks of {options.chunk} over {held} tokens of "
+            f"{ring}: make the ring as large as the window, and have no chunks"
         )
 
 

@@ -25,9 +25,7 @@ def attend_reference(
     if softcap:
         scores = softcap * torch.tanh(scores / softcap)
     scores = bias_reference(scores, query_positions, torch.arange(len(k), device=q.device), options, mask)
-    lse = join_sinks_reference(scores.logsumexp(dim=2), options.sink_logits)  # [H, n]
-    weights = (scores - lse.clamp(min=-1e30)[..., None]).exp()
-    return torch.einsum("hqk,khd->qhd", weights, v)
+    return torch.einsum("hqk,khd->qhd", softmax_reference(scores, options.sink_logits), v)
 
 
 def bias_reference(
@@ -56,6 +54,26 @@ def visible_reference(query_positions: Tensor, key_positions: Tensor, options: A
     if options.chunk:
         visible &= keys >= queries // options.chunk * options.chunk
     return visible
+
+
+def softmax_reference(scores: Tensor, sink_logits: Tensor | None) -> Tensor:
+    """Returns the weights of scores `[H, n, L]` (base e) that the heads' sinks join; zeros where a query sees
+    no key.
+
+    Weights are divided by their sum, and not made with the log-sum-exp: beside a peak of -1e9, as of a query
+    that a mask hides everything from, float32 has no room for the logarithm of the sum.
+    """
+    peak = scores.new_full((*scores.shape[:2], 1), -1e30)  # finite, so that hidden keys weigh 0 and not NaN
+    if scores.shape[2]:
+        peak = torch.maximum(peak, scores.amax(2, keepdim=True))
+    sinks = None if sink_logits is None else sink_logits.to(scores.dtype)[:, None, None]
+    if sinks is not None:
+        peak = torch.maximum(peak, sinks)
+    weights = (scores - peak).exp()
+    total = weights.sum(2, keepdim=True)
+    if sinks is not None:
+        total += (sinks - peak).exp()
+    return weights / total.masked_fill(total == 0, 1.0)
 
 
 def join_sinks_reference(lse: Tensor, sink_logits: Tensor | None) -> Tensor:

@@ -37,6 +37,11 @@ class Ring:
         beyond = position - self.capacity
         return 0 if beyond < 0 else self.stride * (1 + beyond // self.stride)
 
+    @property
+    def least_held(self) -> int:
+        """The fewest tokens after the sinks that a query sees once tokens were dropped, itself included."""
+        return self.size - self.stride + 1
+
     def first_key(self, position: int) -> int:
         """Returns the first key after the sinks that a query at `position` sees."""
         return self.sinks + self.dropped(position)
