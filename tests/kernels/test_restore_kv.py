@@ -1,5 +1,5 @@
-"""Compares `restore_kv` with its reference, bit by bit: formats, page sizes, lengths, gaps, and a scratch that is
-too small. Slots that no sequence holds are NaN, or the bytes of one."""
+"""Compares `restore_kv` with its reference, bit by bit: formats, page sizes, lengths, gaps, and a scratch that
+is too small. Slots that no sequence holds are NaN, or the bytes of one."""
 
 from typing import Any
 
@@ -50,9 +50,7 @@ def make_kv(
         slots = (index[row][positions // page] + positions % page).long().to(device)
         k, v = ((torch.randn(length, heads, dim) * 3 + 1).to(device) for dim in dims)
         pool.write(0, slots, k, v)
-    kv = PagedKV(
-        pool.k(0), pool.v(0), index.to(device), shift, scales=pool.scales(0), format=pool.format(0)
-    )
+    kv = PagedKV(pool.k(0), pool.v(0), index.to(device), shift, scales=pool.scales(0), format=pool.format(0))
     return kv, rows.to(device)
 
 
@@ -210,7 +208,9 @@ def test_captured_restore_follows_its_requests() -> None:
 @pytest.mark.gpu
 def test_slots_past_2_to_the_31_bytes() -> None:
     num_slots = 2**31 // (2 * 8 * 128) + 1000
-    pool = KVPool(KVSpec(1, 8, 128, 128, torch.bfloat16, KVFormat.parse("int8")), num_slots, torch.device("cuda"))
+    pool = KVPool(
+        KVSpec(1, 8, 128, 128, torch.bfloat16, KVFormat.parse("int8")), num_slots, torch.device("cuda")
+    )
     slots = num_slots - 1 - torch.randperm(500, device="cuda")[:100]
     k, v = torch.randn(2, 100, 8, 128, dtype=torch.bfloat16, device="cuda")
     pool.write(0, slots, k, v)

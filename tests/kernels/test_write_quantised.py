@@ -109,9 +109,7 @@ def check(
     ours, theirs = map(arguments, pools)
     layer_format = ours[3]
     parts = (split_columns(one[2][written], layer_format, dims[0]) for one in (ours, theirs))
-    for part, (elements, our_columns, columns) in enumerate(
-        zip(layer_format[:2], *parts, strict=True)
-    ):
+    for part, (elements, our_columns, columns) in enumerate(zip(layer_format[:2], *parts, strict=True)):
         assert_equal_heads(ours[part][written], theirs[part][written], our_columns, columns, elements)
 
 

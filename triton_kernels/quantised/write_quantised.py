@@ -305,7 +305,9 @@ def _write_quantised_kv(
     value_dim = v.shape[2]
     if num_tokens == 0:
         return
-    of_k, of_v = (Elements(*elements[i : i + len(elements) // 2]) for i in (0, len(elements) // 2))
+    of_k, of_v = (
+        _elements_of(fields) for fields in (elements[: len(elements) // 2], elements[len(elements) // 2 :])
+    )
     num_heads = 0 if q_out is None else q_out.shape[1]
     device = tuning.device_class(k.device)
     block_dk, block_dv = tuning.padded_dim(key_dim), tuning.padded_dim(value_dim)
@@ -362,6 +364,11 @@ def _write_quantised_kv(
 
 
 _write_quantised_kv.register_fake(lambda *_, **__: None)  # the outputs are arguments
+
+
+def _elements_of(fields: list[int]) -> Elements:
+    bits, is_float, group, has_middle, is_static, is_rotated = fields
+    return Elements(bits, bool(is_float), group, bool(has_middle), bool(is_static), bool(is_rotated))
 
 
 def _strides(tensor: Tensor | None, count: int) -> tuple[int, ...]:
@@ -513,9 +520,7 @@ def write_quantised_kv_reference(
     parts = split_columns(scales, layer_format, k.shape[2])
     heads = (prepared(k, k_bias, True), prepared(v, v_bias, False))
     slots = slots.long()
-    for x, cache, columns, elements in zip(
-        heads, (k_cache, v_cache), parts, layer_format[:2], strict=True
-    ):
+    for x, cache, columns, elements in zip(heads, (k_cache, v_cache), parts, layer_format[:2], strict=True):
         if not elements.is_quantised:
             cache[slots] = x.to(cache.dtype)
             continue
