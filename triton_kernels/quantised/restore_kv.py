@@ -20,15 +20,24 @@ from .head_tiles import constants_of
 
 
 @triton.jit
-def _find_requests(starts, tokens, num_requests, TURNS: tl.constexpr):
-    """Returns the last request that begins at or before each token of the scratch, int32 [BLOCK_T], or -1, by
-    bisection: 2**TURNS is more than the number of requests."""
-    found = tl.full(tokens.shape, -1, tl.int32)
+def _find_requests(starts, first, num_requests, TURNS: tl.constexpr, BLOCK_T: tl.constexpr):
+    """Returns the last request that begins at or before each token of the scratch from `first` on, int32
+    [BLOCK_T], or -1: that of the first token by bisection, where 2**TURNS is more than the number of requests,
+    and then those that begin within the block, mostly none."""
+    found = -1
     for turn in tl.static_range(TURNS):
         later = found + (1 << (TURNS - 1 - turn))
         begin = tl.load(starts + later, mask=later < num_requests, other=2147483647)
-        found = tl.where(begin <= tokens, later, found)
-    return found
+        found = tl.where(begin <= first, later, found)
+    tokens = first + tl.arange(0, BLOCK_T)
+    requests = tl.full([BLOCK_T], 0, tl.int32) + found
+    following = found + 1
+    begin = tl.load(starts + following, mask=following < num_requests, other=2147483647)
+    while begin < first + BLOCK_T:
+        requests = tl.where(begin <= tokens, following, requests)
+        following += 1
+        begin = tl.load(starts + following, mask=following < num_requests, other=2147483647)
+    return requests
 
 
 @triton.jit
@@ -118,7 +127,7 @@ def _restore_kv_kernel(
     last = num_requests - 1
     if first < tl.minimum(tl.load(starts + last) + tl.load(lengths + last), capacity):
         tokens = first + tl.arange(0, BLOCK_T)
-        request = _find_requests(starts, tokens, num_requests, TURNS)
+        request = _find_requests(starts, first, num_requests, TURNS, BLOCK_T)
         is_found = request >= 0
         position = tokens - tl.load(starts + request, mask=is_found, other=0)
         length = tl.load(lengths + request, mask=is_found, other=0)
