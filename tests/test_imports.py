@@ -22,6 +22,8 @@ ROOMS = (
     "lightkv.triton_kernels.tuning",
     "lightkv.triton_kernels.strides",
     "lightkv.triton_kernels.slots",
+    "lightkv.triton_kernels.quantised.kv_format",
+    "lightkv.triton_kernels.quantised.quantise_reference",
     "lightkv.triton_kernels.attention",
     "lightkv.triton_kernels",
     "lightkv.errors",

@@ -282,6 +282,18 @@ def write_launch(
     return block_t, heads
 
 
+def quantised_write_launch(width: int) -> Launch:
+    """Returns the launch of `write_quantised_kv`, with the tokens of a program in `block_m`, for heads that are
+    padded to `width`: a program holds a head of each of its tokens as one float32 tile."""
+    return Launch(block_m=16, block_n=0, num_warps=4 if width <= 128 else 8, num_stages=1)
+
+
+def restore_launch(width: int) -> Launch:
+    """Returns the launch of `restore_kv`, with the tokens of a program in `block_m`, for heads that are padded
+    to `width`: each thread has 64 elements, so that several of its loads are on their way at once."""
+    return Launch(block_m=max(8, 8192 // width), block_n=0, num_warps=4, num_stages=1)
+
+
 class LinearLaunch(NamedTuple):
     """Tiles (rows of the weight, columns), launch options, and how many programs share the rows of a tile."""
 

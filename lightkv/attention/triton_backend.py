@@ -15,6 +15,7 @@ from lightkv.triton_kernels.attention.merge_states import merge_states
 from lightkv.triton_kernels.attention.mixed_attention import MixedPlan, mixed_attention, mixed_plan
 from lightkv.triton_kernels.attention.paged_kv import HeadShape
 from lightkv.triton_kernels.attention.prefill.prefill_combine import most_part_bytes
+from lightkv.triton_kernels.quantised.write_quantised import write_quantised_kv
 from lightkv.triton_kernels.write_kv import write_kv
 
 from .backend import AttentionBackend
@@ -87,11 +88,30 @@ class TritonAttention(AttentionBackend):
     ) -> None:
         pool, slots = metadata.memory.pool, metadata.slot_mapping
         k_cache, v_cache = pool.k(self.layer_idx), pool.v(self.layer_idx)
+        scales, layer_format = pool.scales(self.layer_idx), pool.format(self.layer_idx)
         if rotary is None:
-            write_kv(k, v, k_cache, v_cache, slots)
-        else:
-            cos, sin, interleaved = rotary.cos, rotary.sin, rotary.interleaved
+            if scales is None:
+                write_kv(k, v, k_cache, v_cache, slots)
+            else:
+                write_quantised_kv(k, v, k_cache, v_cache, scales, layer_format, slots)
+            return
+        cos, sin, interleaved = rotary.cos, rotary.sin, rotary.interleaved
+        if scales is None:
             write_kv(k, v, k_cache, v_cache, slots, q=q, cos=cos, sin=sin, interleaved=interleaved)
+        else:
+            write_quantised_kv(
+                k,
+                v,
+                k_cache,
+                v_cache,
+                scales,
+                layer_format,
+                slots,
+                q=q,
+                cos=cos,
+                sin=sin,
+                interleaved=interleaved,
+            )
 
     def _attend(
         self,

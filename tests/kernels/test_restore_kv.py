@@ -1,0 +1,219 @@
+"""Compares `restore_kv` with its reference, bit by bit: formats, page sizes, lengths, gaps, and a scratch that
+is too small. Slots that no sequence holds are NaN, or the bytes of one."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from lightkv import KVPool, KVSpec
+from lightkv.triton_kernels.attention.paged_kv import PagedKV
+from lightkv.triton_kernels.attention.ring import Ring
+from lightkv.triton_kernels.quantised.kv_format import KVFormat
+from lightkv.triton_kernels.quantised.restore_kv import restore_kv, restore_kv_reference
+
+NUM_SLOTS = 512
+INTEGERS = ("int8", "int8-g8", "int4", "int4-g16", "int4-sym-g8", "k16v8", "k8v4")
+# The interpreter reads fp8 in another way.
+FORMATS = [*INTEGERS, *(pytest.param(name, marks=pytest.mark.gpu) for name in ("fp8", "fp8-static"))]
+
+
+def make_kv(
+    name: str,
+    device: torch.device | str,
+    *,
+    lengths: list[int],
+    shift: int = 0,
+    dims: tuple[int, int] = (64, 64),
+    heads: int = 2,
+    dtype: torch.dtype = torch.float16,
+) -> tuple[PagedKV, Tensor]:
+    """Returns K/V of random requests at shuffled places, and their rows of the index."""
+    spec = KVSpec(1, heads, *dims, dtype, KVFormat.parse(name))
+    pool = KVPool(spec, NUM_SLOTS, torch.device(device))
+    for buffer in pool.buffers:
+        buffer.view(torch.uint8).fill_(0xFF)  # NaN in 16 bits, and in fp8
+    if pool.format(0).is_static:
+        pool.set_static_scales(0, torch.tensor([0.013]), 0.01 * torch.arange(1.0, heads + 1))
+    page = 1 << shift if shift < 31 else max([1, *lengths])
+    pages = torch.randperm((NUM_SLOTS - 1) // page)[: len(lengths) * (NUM_SLOTS // page)] * page + 1
+    num_entries = -(-max([1, *lengths]) // page)
+    index = torch.full((len(lengths) + 3, num_entries), -(2**30), dtype=torch.int32)
+    rows = torch.randperm(len(lengths) + 3)[: len(lengths)]
+    given = 0
+    for row, length in zip(rows.tolist(), lengths, strict=True):
+        count = -(-length // page)
+        index[row, :count] = pages[given : given + count].int()
+        given += count
+        positions = torch.arange(length)
+        slots = (index[row][positions // page] + positions % page).long().to(device)
+        k, v = ((torch.randn(length, heads, dim) * 3 + 1).to(device) for dim in dims)
+        pool.write(0, slots, k, v)
+    kv = PagedKV(pool.k(0), pool.v(0), index.to(device), shift, scales=pool.scales(0), format=pool.format(0))
+    return kv, rows.to(device)
+
+
+def starts_of(lengths: list[int], gap: int = 0) -> list[int]:
+    starts = [0]
+    for length in lengths:
+        starts.append(starts[-1] + length + gap)
+    return starts[:-1]
+
+
+def check(
+    kv: PagedKV,
+    rows: Tensor,
+    lengths: list[int],
+    *,
+    capacity: int,
+    gap: int = 0,
+    dtype: torch.dtype = torch.float16,
+) -> tuple[Tensor, Tensor]:
+    """Restores to views of one buffer and compares all of it; returns K and V."""
+    device, heads = rows.device, kv.k.shape[1]
+    settings = torch.tensor([lengths, starts_of(lengths, gap)], dtype=torch.int32, device=device)
+    sizes = heads * kv.key_dim, heads * kv.value_dim
+    results = []
+    for restore in (restore_kv, restore_kv_reference):
+        buffer = torch.full((capacity, sum(sizes)), torch.nan, dtype=dtype, device=device)
+        outs = [part.unflatten(1, (heads, -1)) for part in buffer.split(sizes, 1)]
+        restore(kv, rows, *settings.unbind(), *outs)
+        results.append(outs)
+    for ours, expected in zip(*results, strict=True):
+        torch.testing.assert_close(ours, expected, rtol=0.0, atol=0.0, equal_nan=True)
+    k, v = results[0]
+    assert k[:, 0, 0].isfinite().sum() <= sum(lengths)
+    return k, v
+
+
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("dims", [(64, 64), (80, 80), (192, 128)], ids=str)
+def test_formats(name: str, dims: tuple[int, int], device: torch.device) -> None:
+    torch.manual_seed(dims[0])
+    lengths = [37, 5, 70]
+    kv, rows = make_kv(name, device, lengths=lengths, dims=dims)
+    k, v = check(kv, rows, lengths, capacity=130)
+    assert k[:112].isfinite().all()
+    assert v[:112].isfinite().all()
+    assert k[112:].isnan().all()
+
+
+@pytest.mark.parametrize("name", ["int8", "int4"])
+@pytest.mark.parametrize("shift", [0, 4, 31])
+def test_pages(name: str, shift: int, device: torch.device) -> None:
+    torch.manual_seed(shift)
+    lengths = [50, 1, 16, 17]
+    kv, rows = make_kv(name, device, lengths=lengths, shift=shift)
+    check(kv, rows.int(), lengths, capacity=84)
+
+
+@pytest.mark.parametrize(
+    "lengths",
+    [[1], [63], [64], [65, 0, 127, 128], [0, 0, 9, 0], [0], [2] * 20, [1, 0, 1] * 30],
+    ids=lambda lengths: f"{len(lengths)}of{max(lengths)}",
+)
+def test_lengths(lengths: list[int], device: torch.device) -> None:
+    torch.manual_seed(1)
+    kv, rows = make_kv("int8-g8", device, lengths=lengths, heads=1)
+    check(kv, rows, lengths, capacity=sum(lengths) + 3)
+
+
+def test_gaps_between_requests_and_tokens_beyond_the_scratch(device: torch.device) -> None:
+    torch.manual_seed(2)
+    lengths = [40, 0, 33, 60]
+    kv, rows = make_kv("int4-sym-g8", device, lengths=lengths)
+    k, _ = check(kv, rows, lengths, capacity=200, gap=7)
+    assert k[40:54].isnan().all()
+    for capacity in (1, 39, 64, 100):
+        k, _ = check(kv, rows, lengths, capacity=capacity)
+        assert k.isfinite().all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.gpu)])
+def test_types_of_the_scratch(dtype: torch.dtype, device: torch.device) -> None:
+    torch.manual_seed(3)
+    for name in INTEGERS:
+        kv, rows = make_kv(name, device, lengths=[30, 9], dtype=dtype)
+        check(kv, rows, [30, 9], capacity=40, dtype=dtype)
+
+
+def test_nothing_is_quantised(device: torch.device) -> None:
+    torch.manual_seed(4)
+    kv, rows = make_kv("auto", device, lengths=[30, 9])
+    assert kv.scales is None
+    check(kv, rows, [30, 9], capacity=40)
+
+
+def test_an_empty_batch_and_an_empty_scratch(device: torch.device) -> None:
+    kv, rows = make_kv("int8", device, lengths=[3])
+    check(kv, rows, [3], capacity=0)
+    check(kv, rows[:0], [], capacity=0)
+    nothing = torch.empty(0, dtype=torch.int32, device=device)
+    outs = torch.ones(2, 4, 2, 64, device=device).unbind()
+    restore_kv(kv, rows[:0], nothing, nothing, *outs)
+    assert (outs[0] == 1).all()
+
+
+def test_refuses_what_does_not_fit(device: torch.device) -> None:
+    kv, rows = make_kv("int8", device, lengths=[3, 4])
+    one = torch.zeros(2, dtype=torch.int32, device=device)
+    out = torch.zeros(9, 2, 64, device=device)
+    good: dict[str, Any] = {
+        "kv": kv,
+        "rows": rows,
+        "lengths": one,
+        "starts": one,
+        "out_k": out,
+        "out_v": out.clone(),
+    }
+    for change, told in (
+        ({"kv": kv._replace(ring=Ring(0, 8))}, "K/V of rings"),
+        ({"kv": kv._replace(indirection=kv.index)}, "with an indirection"),
+        ({"kv": kv._replace(index=kv.index.long())}, "the index must be int32"),
+        ({"kv": kv._replace(scales=None)}, "pass KVPool.scales"),
+        ({"kv": kv._replace(format=KVFormat.parse("int8-g8"))}, "16 scales and middles"),
+        ({"rows": rows.float()}, "rows must be"),
+        ({"lengths": one.long()}, "lengths must be"),
+        ({"starts": one[:1]}, "starts must be"),
+        ({"out_k": out[:, :1]}, "out_k must be"),
+        ({"out_v": out[:5]}, "out_v must be"),
+        ({"out_v": out.int()}, "out_v must be"),
+        ({"out_v": out.half()}, "must have one type"),
+    ):
+        with pytest.raises(ValueError, match=told):
+            restore_kv(**good | change)
+
+
+@pytest.mark.gpu
+def test_captured_restore_follows_its_requests() -> None:
+    torch.manual_seed(5)
+    kv, rows = make_kv("int8", "cuda", lengths=[40, 60, 30], dtype=torch.bfloat16)
+    given = torch.zeros(2, 3, dtype=torch.int32, device="cuda")
+    ours, theirs = torch.full((2, 2, 150, 2, 64), torch.nan, dtype=torch.bfloat16, device="cuda").unbind()
+    restore_kv(kv, rows, *given.unbind(), *ours.unbind())  # compiles outside the capture
+    graph = torch.cuda.CUDAGraph()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        with torch.cuda.graph(graph):
+            restore_kv(kv, rows, *given.unbind(), *ours.unbind())
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    given.copy_(torch.tensor([[40, 55, 30], [0, 40, 95]]))
+    graph.replay()
+    restore_kv_reference(kv, rows, *given.unbind(), *theirs.unbind())
+    torch.testing.assert_close(ours, theirs, rtol=0.0, atol=0.0, equal_nan=True)
+
+
+@pytest.mark.gpu
+def test_slots_past_2_to_the_31_bytes() -> None:
+    num_slots = 2**31 // (2 * 8 * 128) + 1000
+    pool = KVPool(
+        KVSpec(1, 8, 128, 128, torch.bfloat16, KVFormat.parse("int8")), num_slots, torch.device("cuda")
+    )
+    slots = num_slots - 1 - torch.randperm(500, device="cuda")[:100]
+    k, v = torch.randn(2, 100, 8, 128, dtype=torch.bfloat16, device="cuda")
+    pool.write(0, slots, k, v)
+    kv = PagedKV(pool.k(0), pool.v(0), slots[None].int(), scales=pool.scales(0), format=pool.format(0))
+    k, _ = check(kv, torch.zeros(1, dtype=torch.int64, device="cuda"), [100], capacity=100, dtype=k.dtype)
+    assert k.isfinite().all()
