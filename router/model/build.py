@@ -198,7 +198,7 @@ def find_model(config: EngineConfig, report: Report) -> Path:
     loaded = load_supported_config(directory)
     text = loaded.get_text_config()
     _ = EngineSizes(config, device, text).limits  # raises InvalidConfig
-    _ = kv_scales(config, directory, text)
+    _ = kv_scales(config, directory, loaded)
     if config.kv_dtype == "auto" and kv_scheme(loaded) is not None:
         report(
             "the checkpoint has a scheme for quantised K/V (kv_cache_scheme), which --kv-dtype auto does not "
@@ -208,15 +208,24 @@ def find_model(config: EngineConfig, report: Report) -> Path:
     return directory
 
 
-def kv_scales(config: EngineConfig, directory: Path, text: PreTrainedConfig) -> dict[int, LayerScales]:
+def kv_scales(config: EngineConfig, directory: Path, model: PreTrainedConfig) -> dict[int, LayerScales]:
     """Returns the scales of K and V that `config` takes from the checkpoint, by layer; none if it needs none.
 
-    Raises InvalidConfig if the checkpoint lacks one.
+    `model`: the checkpoint's configuration. Raises InvalidConfig if the checkpoint lacks a scale, or says that
+    its scales are for other elements than fp8.
     """
     chosen = KVFormat.parse(config.kv_dtype, config.skipped_layers)
     if not chosen.is_static:
         return {}
-    layers = [layer for layer in range(text.num_hidden_layers) if layer not in chosen.skipped]
+    scheme = kv_scheme(model) or {}
+    kind, bits = scheme.get("type", "float"), scheme.get("num_bits", 8)
+    if (kind, bits) != ("float", 8):
+        raise InvalidConfig(
+            f"--kv-dtype {config.kv_dtype}: the checkpoint's scales are for {kind} elements of {bits} bits "
+            "(kv_cache_scheme); choose int8, fp8 or int4, which compute their scales"
+        )
+    num_layers = model.get_text_config().num_hidden_layers
+    layers = [layer for layer in range(num_layers) if layer not in chosen.skipped]
     try:
         return read_kv_scales([directory / name for name in weight_files(directory)], layers)
     except BadScales as error:
@@ -234,7 +243,7 @@ def build_runner(
     device = pick_device(config.device)
     directory = directory or find_model(config, report)
     model = load_model(directory, device, pick_dtype(config.dtype), report)
-    return assemble(model, config, report, kv_scales(config, directory, model.config.get_text_config()))
+    return assemble(model, config, report, kv_scales(config, directory, model.config))
 
 
 def assemble(

@@ -86,7 +86,7 @@ def model_info(config: EngineConfig, directory: Path) -> ModelInfo:
     dtype = pick_dtype(config.dtype)
     if dtype == "auto" and device.type == "cpu":
         dtype = torch.float32  # on the meta device, "auto" is a GPU's type
-    _ = kv_scales(config, directory, load_supported_config(directory).get_text_config())
+    _ = kv_scales(config, directory, load_supported_config(directory))
     model = load_model(directory, torch.device("meta"), dtype, lambda line: None)
     parameters = list(model.parameters())
     weight_bytes = sum(parameter.numel() * parameter.element_size() for parameter in parameters)

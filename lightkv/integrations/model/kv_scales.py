@@ -57,6 +57,14 @@ def kv_scheme(config: PreTrainedConfig) -> Mapping[str, object] | None:
     return scheme if isinstance(scheme, Mapping) else None
 
 
+def without_kv_scheme(config: PreTrainedConfig) -> PreTrainedConfig:
+    """Returns a configuration without its `quantization_config` if that is about K/V alone, and changes nothing
+    else: transformers would need the library that wrote it, although no weight is quantised."""
+    if kv_scheme(config) is not None and not config.quantization_config.get("config_groups"):
+        del config.quantization_config
+    return config
+
+
 def read_kv_scales(files: Sequence[Path], layers: Iterable[int]) -> dict[int, LayerScales]:
     """Returns the scales of `layers` from safetensors files, of which nothing else is read.
 
