@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from lightkv.errors import LightKVError
+from lightkv.triton_kernels.quantised.format_names import split_name
 
 DTYPES = ("auto", "float32", "float16", "bfloat16")
 ATTENTION_BACKENDS = ("torch", "triton")
@@ -56,6 +57,16 @@ class EngineConfig:
         "auto",
         "float32, float16, bfloat16, or auto: float32 on a CPU; on a GPU the checkpoint's type if it has "
         "16 bits, else bfloat16.",
+    )
+    kv_dtype: str = setting(
+        "auto",
+        "How the pool stores K and V: auto (the type of --dtype), int8 or fp8 (half the bytes of 16 bits), "
+        "int4 (a quarter), k16v8 (V alone in 8 bits), k8v4, int8-gN, int4-gN or int4-sym-gN (a scale for each "
+        "N elements of a head), or fp8-static (with the checkpoint's own scales).",
+    )
+    kv_skip_layers: str = setting(
+        "",
+        "Layers whose K and V stay in the type of --dtype whatever --kv-dtype says, counted from 0: 0,1,31.",
     )
     attention_backend: str | None = setting(None, "torch (default on a CPU) or triton (default on a GPU).")
     max_total_tokens: int | None = setting(
@@ -139,11 +150,27 @@ class EngineConfig:
             raise InvalidConfig(f"--itl-target is {self.itl_target}; give {most}")
         if self.dtype not in DTYPES:
             raise InvalidConfig(f"--dtype is {self.dtype!r}; give one of {', '.join(DTYPES)}")
+        try:
+            split_name(self.kv_dtype)
+        except ValueError as error:
+            raise InvalidConfig(f"--kv-dtype: {error}") from error
+        _ = self.skipped_layers  # raises InvalidConfig
         if self.attention_backend not in (None, *ATTENTION_BACKENDS):
             known = ", ".join(ATTENTION_BACKENDS)
             raise InvalidConfig(f"--attention-backend is {self.attention_backend!r}; give one of {known}")
         if self.admission not in ADMISSIONS:
             raise InvalidConfig(f"--admission is {self.admission!r}; give one of {', '.join(ADMISSIONS)}")
+
+    @property
+    def skipped_layers(self) -> tuple[int, ...]:
+        """The layers that `kv_skip_layers` names, ascending, each once. Raises InvalidConfig."""
+        named = [part.strip() for part in self.kv_skip_layers.split(",")] if self.kv_skip_layers else []
+        if not all(part.isascii() and part.isdigit() and len(part) < 6 for part in named):
+            raise InvalidConfig(
+                f"--kv-skip-layers is {self.kv_skip_layers!r}; give layers, counted from 0, with commas "
+                "between them, such as 0,1,31"
+            )
+        return tuple(sorted(set(map(int, named))))
 
 
 @dataclass(frozen=True)

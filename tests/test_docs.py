@@ -14,6 +14,8 @@ from typer.main import get_command
 
 from lightkv.router import LLM
 from lightkv.router.cli.app import app
+from lightkv.triton_kernels.quantised.format_names import NAMES
+from lightkv.triton_kernels.quantised.kv_format import KVFormat
 from tests.support.served import save_tiny_model, starting
 from tests.support.tiny_models import VOCABULARY, tiny_llama
 
@@ -26,6 +28,7 @@ MAPS = [
     *(ROOT / "docs" / f"{name}.md" for name in ("architecture", "decisions", "measured", "using")),
 ]
 ARCHITECTURE, README, USING = MAPS[2], MAPS[0], MAPS[5]
+QUANTISED = ROOT / "docs" / "quantised.md"
 MAX_STATIONS, MAX_README_LINES = 15, 110
 
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
@@ -150,6 +153,21 @@ def test_every_result_in_the_readme_stands_in_measured_md() -> None:
 
 
 # --------------------------------------------------------------------------------
+# The formats of K/V
+
+
+@pytest.mark.parametrize("dim", [128, 64])
+def test_the_bytes_of_the_formats_are_those_of_the_code(dim: int) -> None:
+    rows = re.findall(r"^\| `([a-z][\w-]*)` \|.*$", text_of(QUANTISED), re.MULTILINE)
+    assert set(NAMES) <= {*rows, "int4-sym"}
+    for row in re.findall(r"^\| `[a-z][\w-]*` \|.*$", text_of(QUANTISED), re.MULTILINE):
+        cells = [cell.strip() for cell in row.strip("|").split("|")]
+        num_bytes, tokens = cells[3:5] if dim == 128 else cells[5:7]
+        found = KVFormat.parse(cells[0].strip("`")).head_bytes(dim, dim, torch.bfloat16)
+        assert (int(num_bytes), tokens) == (found, f"{4 * dim / found:.2f}"), row
+
+
+# --------------------------------------------------------------------------------
 # Commands
 
 
@@ -160,7 +178,7 @@ def commands_of(page: Path) -> list[list[str]]:
     return [shlex.split(line, comments=True) for line in found]
 
 
-@pytest.mark.parametrize("page", [README, USING, ROOT / "CONTRIBUTING.md"], ids=label)
+@pytest.mark.parametrize("page", [README, USING, QUANTISED, ROOT / "CONTRIBUTING.md"], ids=label)
 def test_every_command_is_understood(page: Path) -> None:
     group: Any = get_command(app)
     targets = set(re.findall(r"^([a-z-]+):", text_of(ROOT / "Makefile"), re.MULTILINE))

@@ -22,8 +22,9 @@ ROOMS = (
     "lightkv.triton_kernels.tuning",
     "lightkv.triton_kernels.strides",
     "lightkv.triton_kernels.slots",
-    "lightkv.triton_kernels.quantised.kv_format",
-    "lightkv.triton_kernels.quantised.quantise_reference",
+    "lightkv.triton_kernels.write_kv_inputs",
+    "lightkv.triton_kernels.write_kv_reference",
+    "lightkv.triton_kernels.quantised",
     "lightkv.triton_kernels.attention",
     "lightkv.triton_kernels",
     "lightkv.errors",
@@ -66,6 +67,7 @@ WITH_TORCH = (
 )
 # These stand in such a room and must not load torch.
 WITHOUT_TORCH = (
+    "lightkv.triton_kernels.quantised.format_names",
     "lightkv.triton_kernels.attention.ring",
     "lightkv.triton_kernels.slots.slot_flags",
     "lightkv.integrations.model.context",

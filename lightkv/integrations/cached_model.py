@@ -19,6 +19,7 @@ The decoding loops beside this file (`sampling`, `prompt_lookup`) use it, and a 
 """
 
 from collections.abc import Sequence as Seq
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -40,6 +41,7 @@ from lightkv.memory.staging import upload
 from lightkv.token_ids import TokenIds, int32_bytes
 from lightkv.triton_kernels.attention.attention_mask import AttentionMask
 from lightkv.triton_kernels.attention.ring import Ring
+from lightkv.triton_kernels.quantised.kv_format import AS_COMPUTED, KVFormat
 
 from .guess_tree import GuessTree
 
@@ -52,9 +54,12 @@ class CachedModel:
     backend; the default depends on the device. `exact_positions` makes the model compute rotary angles in
     float64 from now on, which sinks and texts past the model's context need. Tokens may be dropped
     (`cache.release`, `cache.keep`): the others keep their positions, and new tokens count on from the last one.
+    `kv_format` says how K and V are stored; static scales are to be set with `set_kv_scales` before the first
+    step.
 
     Raises UnsupportedModel, with `exact_positions` also for positions that are not rotary in NeoX's layout and
-    for layers with windows or chunks; UnknownBackend and OutOfMemory. The model is then as it was.
+    for layers with windows or chunks; UnknownBackend, OutOfMemory, and ValueError for a format that does
+    not fit the model. The model is then as it was.
     """
 
     def __init__(
@@ -65,6 +70,7 @@ class CachedModel:
         max_entries: int | None = None,
         backend: str | None = None,
         exact_positions: bool = False,
+        kv_format: KVFormat = AS_COMPUTED,
     ) -> None:
         shape = probe(model)
         # A chunk bounds what a layer attends to as a window does.
@@ -83,7 +89,9 @@ class CachedModel:
         self.model = model
         self.context = context_length(model.config.get_text_config()) or capacity
         self.exact_positions = exact_positions
-        self.cache, self.step = assemble(model, shape, capacity, max_sequences, max_entries, backend, rotary)
+        self.cache, self.step = assemble(
+            model, shape, capacity, max_sequences, max_entries, backend, rotary, kv_format
+        )
         bind(model)
         if rotary is not None:
             make_exact(model, rotary)
@@ -253,16 +261,19 @@ def assemble(
     max_entries: int | None,
     backend: str | None,
     rotary: Rotary | None = None,
+    kv_format: KVFormat = AS_COMPUTED,
 ) -> tuple[KVCache, PackedStep]:
     """Returns a cache for the K/V of `model`, of the shape that `probe` found, and a step that attends over it.
 
-    The arguments are those of `CachedModel`. The model does not change. Raises UnknownBackend and OutOfMemory.
+    The arguments are those of `CachedModel`. The model does not change. Raises UnknownBackend, OutOfMemory and
+    ValueError.
     """
     capacity = checked_count("capacity", capacity)
     context = context_length(model.config.get_text_config()) or capacity
     max_entries = max_entries or min(capacity, context)
     backends = make_backends(backend, model.device, shape.layers, rotary)
-    cache = KVCache(shape.spec, capacity, max_sequences, max_entries, model.device)
+    spec = replace(shape.spec, format=kv_format)
+    cache = KVCache(spec, capacity, max_sequences, max_entries, model.device)
     metadata = AttentionMetadata(max_sequences, max_sequences * max_entries, cache.memory)
     return cache, PackedStep(metadata, backends)
 

@@ -35,6 +35,7 @@ from lightkv.integrations.model.probe import probe, require_plain_cache
 from lightkv.ledger.prefix_tree import TOKEN_BYTES
 from lightkv.ledger.sequence import Sequence
 from lightkv.memory.staging import upload
+from lightkv.triton_kernels.quantised.kv_format import AS_COMPUTED, KVFormat
 
 from .cached_model import assemble, select
 
@@ -83,8 +84,10 @@ class LightKVCache(Cache):
     default is the model's context, or the capacity if that is smaller. `backend` names the backend of lightkv's
     attention, for a model that is bound to it. `kv` is the cache itself, with its counts, its map and `evict`.
 
-    Raises UnsupportedModel and OutOfMemory. A call of the model raises OutOfTokens, OutOfRows, SequenceTooLong,
-    and ValueError for what cannot be cached.
+    `kv_format` says how K and V are stored, as for `CachedModel`.
+
+    Raises UnsupportedModel, OutOfMemory, and ValueError for a format that does not fit the model. A call of
+    the model raises OutOfTokens, OutOfRows, SequenceTooLong, and ValueError for what cannot be cached.
     """
 
     def __init__(
@@ -94,11 +97,14 @@ class LightKVCache(Cache):
         max_sequences: int = 16,
         max_entries: int | None = None,
         backend: str | None = None,
+        kv_format: KVFormat = AS_COMPUTED,
     ) -> None:
         shape = probe(model)
         require_plain_cache(model, shape)
         super().__init__(layers=[_Layer(self, layer_idx) for layer_idx in range(shape.spec.num_layers)])
-        self.kv, self._step = assemble(model, shape, capacity, max_sequences, max_entries, backend)
+        self.kv, self._step = assemble(
+            model, shape, capacity, max_sequences, max_entries, backend, kv_format=kv_format
+        )
         self._sequences: list[Sequence] = []  # one for each row of the batch
         self._padding: list[int] = []
         self._ids = torch.empty(0, 0, dtype=torch.int64, device=model.device)  # [B, columns so far]

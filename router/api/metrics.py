@@ -205,8 +205,9 @@ class _RouterCollector:
             config = {
                 "block_size": "1",
                 "num_gpu_blocks": str(info.capacity),
-                "cache_dtype": info.dtype,
+                "cache_dtype": info.kv_type,
                 "pool_bytes": str(info.pool_bytes),
+                "bytes_per_token": str(info.bytes_per_token),
             }
             family.add_metric([self._model], config)
             yield family

@@ -192,7 +192,12 @@ class Routes:
     async def load(self) -> Response:
         """GET /load: return the router's counts as JSON."""
         status, age = self._client.latest
-        state = {"state": status.state, "detail": status.detail, "router_silence": age}
+        state = {
+            "state": status.state,
+            "detail": status.detail,
+            "router_silence": age,
+            "kv_dtype": self._kv_type,
+        }
         return _json(state | msgspec.structs.asdict(status.load))
 
     async def pool_map(self) -> Response:
@@ -298,6 +303,11 @@ class Routes:
         info = self._client.status.info
         return self._tokenizer.max_model_len if info is None else info.limits.max_model_len
 
+    @property
+    def _kv_type(self) -> str | None:
+        info = self._client.status.info
+        return None if info is None else info.kv_type
+
     def _described(self, name: str) -> Model:
         return {
             "id": name,
@@ -305,6 +315,7 @@ class Routes:
             "created": self._created,
             "owned_by": "lightkv",
             "max_model_len": self._max_model_len,
+            "kv_dtype": self._kv_type,
         }
 
 

@@ -162,6 +162,7 @@ def generate(
     epilog=examples(
         "lightkv info",
         "lightkv info --model ./my-model --device cuda:1 --mem-fraction 0.8",
+        "lightkv info --kv-dtype int8",
         "lightkv info --json | jq .model.pool_tokens",
     )
 )
@@ -201,7 +202,7 @@ def info(
         "model": f"{model.model}, in {model.directory}",
         "architecture": f"{model.architecture}, attention by {model.attention_backend}",
         "weights": f"{_gib(model.weight_bytes)}: {model.num_parameters:,} parameters in {model.dtype}",
-        "one token": f"{model.bytes_per_token:,} bytes: {heads} in {model.dtype}",
+        "one token": f"{model.bytes_per_token:,} bytes: {heads} in {model.kv_dtype}",
         "pool": f"{model.pool_tokens:,} tokens in {_gib(model.pool_bytes)}",
         "": model.pool_reason,
         "requests": f"{model.max_num_seqs} at once, of {model.max_model_len:,} tokens each at most",

@@ -46,6 +46,7 @@ class LoadReport(Load, frozen=True):
 
     state: str = ""
     detail: str = ""
+    kv_dtype: str | None = None
 
 
 def top(
@@ -121,6 +122,7 @@ def frame(
     share = report.hit_tokens / report.prompt_tokens if report.prompt_tokens else 0.0
     pool = (
         f"{report.held:,} held, {report.cached:,} cached, {report.free:,} free of {report.capacity:,} tokens"
+        f"{f', in {report.kv_dtype}' if report.kv_dtype else ''}"
     )
     peak = (
         f"{report.forecast_peak:,} tokens forecast, {report.exact_peak:,} by requests with max_tokens, "

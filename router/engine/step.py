@@ -232,7 +232,8 @@ class PoolMap(msgspec.Struct, frozen=True):
 class RunnerInfo(msgspec.Struct, frozen=True):
     """The properties of a model runner that is ready, for the scheduler and for display. `step_time`: what its
     steps take; None where that was not measured. `graph_tokens`: the tokens of its CUDA graphs for steps with
-    prompts, ascending, to which smaller steps are padded; empty without graphs."""
+    prompts, ascending, to which smaller steps are padded; empty without graphs. `kv_dtype` and `skipped_layers`
+    are as the configuration gives them; `kv_type` is the name of what K and V are stored as."""
 
     architecture: str
     device: str
@@ -246,6 +247,13 @@ class RunnerInfo(msgspec.Struct, frozen=True):
     limits: Limits
     step_time: StepTime | None = None
     graph_tokens: tuple[int, ...] = ()
+    kv_dtype: str = "auto"
+    skipped_layers: tuple[int, ...] = ()
+
+    @property
+    def kv_type(self) -> str:
+        """The name of the format of K and V in the pool: that of `kv_dtype`, or the computed type."""
+        return self.dtype if self.kv_dtype == "auto" else self.kv_dtype
 
     @property
     def max_in_flight(self) -> int:

@@ -3,7 +3,8 @@
 The order matters, since the pool takes the memory that the weights leave. Each slow part is reported.
 """
 
-from collections.abc import Callable, Iterator
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -18,15 +19,23 @@ from lightkv.edits import Alloc, FreeRange
 from lightkv.integrations.model.context import context_length
 from lightkv.integrations.model.fused_layers import fuse_layers, unfuse_layers
 from lightkv.integrations.model.hf_model import bind
+from lightkv.integrations.model.kv_scales import (
+    BadScales,
+    LayerScales,
+    kv_scheme,
+    read_kv_scales,
+    set_kv_scales,
+)
 from lightkv.integrations.model.probe import ModelShape, probe
 from lightkv.ledger.shared_prefixes import PrefixSharing
 from lightkv.memory.kv_memory import KVMemory
 from lightkv.memory.kv_pool import PoolPlan, plan_pool
 from lightkv.router.config import EngineConfig, InvalidConfig
 from lightkv.router.engine.step import Limits, RunnerInfo, StepPlan
-from lightkv.router.model_files import resolve
+from lightkv.router.model_files import resolve, weight_files
 from lightkv.router.sampling_params import SamplerKind
 from lightkv.triton_kernels.compile_ahead import compile_ahead
+from lightkv.triton_kernels.quantised.kv_format import KVFormat
 
 from .cuda_graph import StepGraphs, graphs_bytes
 from .loader import load_model
@@ -72,6 +81,18 @@ def pick_dtype(name: str) -> torch.dtype | Literal["auto"]:
     return dtype
 
 
+def kv_text(config: EngineConfig, shape: ModelShape) -> str:
+    """Returns how K and V are stored, in words: "float16", or "int8, layers 0 and 1 in float16"."""
+    computed = str(shape.spec.dtype).removeprefix("torch.")
+    if config.kv_dtype == "auto":
+        return computed
+    *others, last = map(str, config.skipped_layers or ("",))
+    if not last:
+        return config.kv_dtype
+    layers = f"layers {', '.join(others)} and {last}" if others else f"layer {last}"
+    return f"{config.kv_dtype}, {layers} in {computed}"
+
+
 def use_graphs(config: EngineConfig, device: torch.device) -> bool:
     """Returns whether steps run as CUDA graphs."""
     backend = pick_backend(config.attention_backend, device)
@@ -113,6 +134,19 @@ class EngineSizes:
             itl_target=config.itl_target,
             session_share=config.session_share,
         )
+
+    def with_format(self, shape: ModelShape) -> ModelShape:
+        """Returns the shape that `probe` found, with K and V stored as the configuration says.
+
+        Raises InvalidConfig for a format that does not fit the heads or the layers.
+        """
+        config = self.config
+        try:
+            chosen = KVFormat.parse(config.kv_dtype, config.skipped_layers)
+            return dataclasses.replace(shape, spec=dataclasses.replace(shape.spec, format=chosen))
+        except ValueError as error:
+            skipped = f", --kv-skip-layers {config.kv_skip_layers}" if config.kv_skip_layers else ""
+            raise InvalidConfig(f"--kv-dtype {config.kv_dtype}{skipped}: {error}") from error
 
     def pool(self, shape: ModelShape) -> PoolPlan:
         """Returns the pool that fits beside what the device holds now and what steps need.
@@ -161,9 +195,41 @@ def find_model(config: EngineConfig, report: Report) -> Path:
     """
     device = pick_device(config.device)
     directory = resolve(config.model, report)
-    text = load_supported_config(directory).get_text_config()
+    loaded = load_supported_config(directory)
+    text = loaded.get_text_config()
     _ = EngineSizes(config, device, text).limits  # raises InvalidConfig
+    _ = kv_scales(config, directory, loaded)
+    if config.kv_dtype == "auto" and kv_scheme(loaded) is not None:
+        report(
+            "the checkpoint has a scheme for quantised K/V (kv_cache_scheme), which --kv-dtype auto does not "
+            "use: K and V stay in the model's type; --kv-dtype fp8-static uses its scales, and fp8 computes "
+            "its own"
+        )
     return directory
+
+
+def kv_scales(config: EngineConfig, directory: Path, model: PreTrainedConfig) -> dict[int, LayerScales]:
+    """Returns the scales of K and V that `config` takes from the checkpoint, by layer; none if it needs none.
+
+    `model`: the checkpoint's configuration. Raises InvalidConfig if the checkpoint lacks a scale, or says that
+    its scales are for other elements than fp8.
+    """
+    chosen = KVFormat.parse(config.kv_dtype, config.skipped_layers)
+    if not chosen.is_static:
+        return {}
+    scheme = kv_scheme(model) or {}
+    kind, bits = scheme.get("type", "float"), scheme.get("num_bits", 8)
+    if (kind, bits) != ("float", 8):
+        raise InvalidConfig(
+            f"--kv-dtype {config.kv_dtype}: the checkpoint's scales are for {kind} elements of {bits} bits "
+            "(kv_cache_scheme); choose int8, fp8 or int4, which compute their scales"
+        )
+    num_layers = model.get_text_config().num_hidden_layers
+    layers = [layer for layer in range(num_layers) if layer not in chosen.skipped]
+    try:
+        return read_kv_scales([directory / name for name in weight_files(directory)], layers)
+    except BadScales as error:
+        raise InvalidConfig(f"--kv-dtype {config.kv_dtype}: {error}") from error
 
 
 def build_runner(
@@ -177,11 +243,19 @@ def build_runner(
     device = pick_device(config.device)
     directory = directory or find_model(config, report)
     model = load_model(directory, device, pick_dtype(config.dtype), report)
-    return assemble(model, config, report)
+    return assemble(model, config, report, kv_scales(config, directory, model.config))
 
 
-def assemble(model: PreTrainedModel, config: EngineConfig, report: Report) -> tuple[ModelRunner, RunnerInfo]:
+def assemble(
+    model: PreTrainedModel,
+    config: EngineConfig,
+    report: Report,
+    scales: Mapping[int, LayerScales] | None = None,
+) -> tuple[ModelRunner, RunnerInfo]:
     """Makes a runner around a loaded model, on the device that the model is on.
+
+    `scales`: those of each layer, for a K/V format whose scales are given. Raises InvalidConfig, also where
+    they are missing, UnsupportedModel, and OutOfMemory.
 
     The model belongs to the runner from now on: a runner that was made of it before may not run any more, since
     its CUDA graphs may read weights that have moved.
@@ -191,7 +265,7 @@ def assemble(model: PreTrainedModel, config: EngineConfig, report: Report) -> tu
     limits = sizes.limits
     with_graphs = use_graphs(config, device)
     unfuse_layers(model)  # of an engine that ran the model before
-    shape = probe(model)
+    shape = sizes.with_format(probe(model))
     backends = make_backends(config.attention_backend, device, shape.layers)
     if config.group_prefixes:
         limits = replace(limits, prefix_sharing=PrefixSharing(prefix_members(backends)))
@@ -200,8 +274,13 @@ def assemble(model: PreTrainedModel, config: EngineConfig, report: Report) -> tu
     if device.type == "cpu":
         pack_linears(model, report, joined)
     pool = sizes.pool(shape)
-    report(f"K/V pool: {pool.num_tokens:,} tokens, {pool.num_bytes / 2**20:,.1f} MiB ({pool.why})")
+    size = f"{pool.num_bytes / 2**20:,.1f} MiB"
+    report(f"K/V pool: {pool.num_tokens:,} tokens in {kv_text(config, shape)}, {size} ({pool.why})")
     memory = KVMemory(shape.spec, pool.num_slots, limits.max_num_seqs, limits.max_model_len, device)
+    try:
+        set_kv_scales(memory.pool, scales or {})
+    except BadScales as error:
+        raise InvalidConfig(f"--kv-dtype {config.kv_dtype}: {error}") from error
     sampler = Sampler(limits.max_num_seqs + 1, limits.vocab_size, device)
     parts = RunnerParts(model, backends, memory, sampler)
     graphs, buckets = None, list[int]()
@@ -236,6 +315,8 @@ def assemble(model: PreTrainedModel, config: EngineConfig, report: Report) -> tu
         pool_reason=pool.why,
         limits=limits,
         graph_tokens=tuple(buckets),
+        kv_dtype=config.kv_dtype,
+        skipped_layers=config.skipped_layers,
     )
     if config.itl_target or (config.itl_target is None and device.type == "cuda"):
         info = replace(info, step_time=StepTimer(runner, info).measure(report))

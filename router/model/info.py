@@ -20,7 +20,7 @@ from lightkv.integrations.model.probe import ModelShape, NeedsNumbers, find_shap
 from lightkv.memory.kv_pool import PoolPlan
 from lightkv.router.config import EngineConfig
 
-from .build import EngineSizes, pick_device, pick_dtype
+from .build import EngineSizes, kv_scales, kv_text, pick_device, pick_dtype
 from .loader import load_model
 from .model_config import load_supported_config
 
@@ -38,7 +38,10 @@ class MachineInfo(msgspec.Struct, frozen=True):
 
 
 class ModelInfo(msgspec.Struct, frozen=True):
-    """A model's shape, and the K/V pool that would fit beside it. Lengths are in tokens."""
+    """A model's shape, and the K/V pool that would fit beside it. Lengths are in tokens.
+
+    `kv_dtype`: how K and V are stored, in words.
+    """
 
     model: str
     directory: str
@@ -51,6 +54,7 @@ class ModelInfo(msgspec.Struct, frozen=True):
     k_dim: int
     v_dim: int
     bytes_per_token: int
+    kv_dtype: str
     attention_backend: str
     max_num_seqs: int
     max_model_len: int
@@ -82,13 +86,13 @@ def model_info(config: EngineConfig, directory: Path) -> ModelInfo:
     dtype = pick_dtype(config.dtype)
     if dtype == "auto" and device.type == "cpu":
         dtype = torch.float32  # on the meta device, "auto" is a GPU's type
-    load_supported_config(directory)
+    _ = kv_scales(config, directory, load_supported_config(directory))
     model = load_model(directory, torch.device("meta"), dtype, lambda line: None)
     parameters = list(model.parameters())
     weight_bytes = sum(parameter.numel() * parameter.element_size() for parameter in parameters)
     sizes = EngineSizes(config, device, model.config.get_text_config())
     limits = sizes.limits
-    shape = _shape(model)
+    shape = sizes.with_format(_shape(model))
     spec, pool = shape.spec, sizes.pool(shape)
     if device.type == "cuda" and config.max_total_tokens is None:
         pool = _beside_weights(pool, weight_bytes, spec.bytes_per_token)
@@ -104,6 +108,7 @@ def model_info(config: EngineConfig, directory: Path) -> ModelInfo:
         k_dim=spec.k_dim,
         v_dim=spec.v_dim,
         bytes_per_token=spec.bytes_per_token,
+        kv_dtype=kv_text(config, shape),
         attention_backend=pick_backend(config.attention_backend, device).__name__,
         max_num_seqs=limits.max_num_seqs,
         max_model_len=limits.max_model_len,

@@ -15,6 +15,7 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from lightkv.errors import LightKVError
+from lightkv.integrations.model.kv_scales import without_kv_scheme
 from lightkv.memory.kv_pool import _free_bytes
 from lightkv.router.model_files import UnreadableWeights, one_line, stored_bytes, weight_files
 
@@ -54,7 +55,7 @@ def load_model(
         ModelTooLarge: the weights do not fit the device. This is checked before any weight is read, since Linux
             grants more CPU memory than it has and kills the process that uses it.
     """
-    config = load_checked_config(directory)
+    config = without_kv_scheme(load_checked_config(directory))
     stored = sum((stored_bytes(directory / name) for name in weight_files(directory)), Counter[str]())
     if dtype == "auto":
         dtype = _auto_dtype(device, getattr(config, "dtype", None), set(stored))

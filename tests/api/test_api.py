@@ -333,6 +333,7 @@ def test_models(api: ApiUnderTest) -> None:
     assert body["object"] == "list"
     assert [model["id"] for model in body["data"]] == [MODEL, "alias/of-it"]
     assert body["data"][0]["max_model_len"] == LIMITS.max_model_len
+    assert body["data"][0]["kv_dtype"] == "float32"
     assert json.loads(api.send("GET", "/v1/models/alias/of-it")[2]) == body["data"][1]
 
 
@@ -394,6 +395,7 @@ def test_load_and_metrics_report_the_same_counts(api: ApiUnderTest) -> None:
     assert body.pop("state") == "ready"
     assert body.pop("detail") == "for the test"
     assert body.pop("router_silence") >= 0
+    assert body.pop("kv_dtype") == "float32"
     assert body == msgspec.to_builtins(load)
     assert 'vllm:kv_cache_usage_perc{model_name="smol"} 0.5' in metrics_text(api)
     assert 'lightkv:ledger_checks_total{model_name="smol"} 9.0' in metrics_text(api)

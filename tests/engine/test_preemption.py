@@ -214,7 +214,7 @@ def test_random_requests_admitted_by_estimates(chunk: int, depth: int) -> None:
 
 
 def preempted_and_not(
-    device: str, dtype: torch.dtype
+    device: str, dtype: torch.dtype, kv_dtype: str = "auto"
 ) -> tuple[LocalEngine, LocalEngine, list[dict[str, list[TokenEvent]]]]:
     """Runs the same requests on one model twice: in a pool with room for all, and admitted by estimates into a
     small pool."""
@@ -231,7 +231,9 @@ def preempted_and_not(
     model = random_model(config, torch.device(device), dtype)
     engines, found = [], []
     for pool, lengths in ((2000, None), (300, expecting(4))):
-        settings = EngineConfig(device=device, max_total_tokens=pool, max_num_seqs=8, prefill_chunk=32)
+        settings = EngineConfig(
+            device=device, kv_dtype=kv_dtype, max_total_tokens=pool, max_num_seqs=8, prefill_chunk=32
+        )
         runner, info = assemble(model, settings, lambda line: None)
         ledger = TokenLedger(info.capacity, info.limits.max_num_seqs, info.limits.max_model_len)
         engine = LocalEngine(Scheduler(ledger, info.limits, admission=counted_by(lengths)), runner)
@@ -249,9 +251,10 @@ def preempted_and_not(
     return engines[0], engines[1], found
 
 
-def test_a_preemption_does_not_change_the_answer() -> None:
+@pytest.mark.parametrize("kv_dtype", ["auto", "int8"])
+def test_a_preemption_does_not_change_the_answer(kv_dtype: str) -> None:
     """In float32, greedy, random and penalised tokens are the same as without preemptions."""
-    ample, scarce, found = preempted_and_not("cpu", torch.float32)
+    ample, scarce, found = preempted_and_not("cpu", torch.float32, kv_dtype)
     assert ample.stats().num_preemptions == 0
     assert scarce.stats().num_preemptions > 3
     for name, expected in found[0].items():

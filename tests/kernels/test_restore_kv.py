@@ -9,9 +9,9 @@ from torch import Tensor
 
 from lightkv import KVPool, KVSpec
 from lightkv.triton_kernels.attention.paged_kv import PagedKV
+from lightkv.triton_kernels.attention.prefill.restore_kv import restore_kv, restore_kv_reference
 from lightkv.triton_kernels.attention.ring import Ring
 from lightkv.triton_kernels.quantised.kv_format import KVFormat
-from lightkv.triton_kernels.quantised.restore_kv import restore_kv, restore_kv_reference
 
 NUM_SLOTS = 512
 INTEGERS = ("int8", "int8-g8", "int4", "int4-g16", "int4-sym-g8", "k16v8", "k8v4")

@@ -1,10 +1,11 @@
 """How K and V are stored: in the type they are computed in, or in 8 or 4 bits with scales."""
 
-import re
 from collections.abc import Iterable
 from typing import NamedTuple
 
 import torch
+
+from .format_names import split_name
 
 
 class Elements(NamedTuple):
@@ -84,8 +85,6 @@ _NAMED = {
     "k16v8": (_COMPUTED, _INT8),
     "k8v4": (_INT8, _INT4),
 }
-_GROUPED = {"int8", "int4", "int4-sym"}
-FORMAT_NAMES = (*_NAMED, *(f"{name}-gN" for name in sorted(_GROUPED)))
 
 
 class KVFormat(NamedTuple):
@@ -112,12 +111,7 @@ class KVFormat(NamedTuple):
 
         Raises ValueError for another name, and for a layer below 0.
         """
-        match = re.fullmatch(r"(.+?)(?:-g([1-9]\d*))?", name)
-        base, group = (match[1], int(match[2] or 0)) if match else (name, 0)
-        if base not in _NAMED or (group and base not in _GROUPED):
-            raise ValueError(
-                f"a K/V format {name!r}; choose one of {', '.join(FORMAT_NAMES)}, with a number for N"
-            )
+        base, group = split_name(name)
         layers = frozenset(skipped)
         if any(layer < 0 for layer in layers):
             raise ValueError(f"layers {sorted(layers)} to leave as computed; they are counted from 0")

@@ -70,9 +70,13 @@ def _load_schema() -> dict[str, Any]:
             "type": "number",
             "description": "Seconds since the router reported these counts.",
         },
+        "kv_dtype": {
+            "type": ["string", "null"],
+            "description": "How the pool stores K and V; null until the model is loaded.",
+        },
     }
     schema["description"] = "The router's counts and its state."
-    schema["required"] = [*schema.get("required", ()), "state", "detail", "router_silence"]
+    schema["required"] = [*schema.get("required", ()), "state", "detail", "router_silence", "kv_dtype"]
     return schema
 
 

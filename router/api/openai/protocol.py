@@ -405,11 +405,14 @@ class ErrorBody(TypedDict):
 
 
 class Model(TypedDict):
+    """A name of the model. `kv_dtype`: how the pool stores K and V; None until the model is loaded."""
+
     id: str
     object: Literal["model"]
     created: int
     owned_by: str
     max_model_len: int
+    kv_dtype: str | None
 
 
 class ModelList(TypedDict):

@@ -14,9 +14,8 @@ from lightkv.triton_kernels import tuning
 from lightkv.triton_kernels.attention.attend_keys import find_slots
 from lightkv.triton_kernels.attention.attention_reference import slots_reference
 from lightkv.triton_kernels.attention.paged_kv import PagedKV
+from lightkv.triton_kernels.quantised.head_tiles import constants_of
 from lightkv.triton_kernels.strides import has_unit_stride
-
-from .head_tiles import constants_of
 
 
 @triton.jit
