@@ -122,6 +122,8 @@ def decode_launch(
     bytes_per_key = (key_width * k_bits + value_width * v_bits) // 8
     if several and element_size < 4:
         launch = Launch(max(64, rows), 64, 4 if rows <= 64 else 8, 3)  # as the matrix units of Hopper want it
+    elif min(element_bits) < 16 and element_size < 4:
+        launch = Launch(rows, 32, _quantised_warps(rows, key_dim, value_dim), 3)
     else:
         launch = Launch(rows, 64 if bytes_per_key <= 256 else 32, 4 if rows <= 64 else 8, 3)
     if mask_size and several:  # so that several programs still share a multiprocessor
@@ -138,13 +140,28 @@ def decode_launch(
     return launch._replace(block_n=block_n, num_stages=num_stages)
 
 
-def decode_workers(device: DeviceClass, num_queries: int, num_kv_heads: int, key_bytes: int) -> int:
+def decode_programs(num_queries: int, key_bytes: int) -> int:
+    """Returns how many programs of decode a multiprocessor runs at once. `num_queries` read the same keys;
+    `key_bytes`: of K and V of a token for one K/V head."""
+    return max(1, min(2 if num_queries > 1 else 4, 2048 // key_bytes))
+
+
+def quantised_programs(num_rows: int, several: bool, key_dim: int, value_dim: int) -> int:
+    """Returns `decode_programs` for quantised K/V; the arguments are those of `decode_launch`."""
+    return 2 if several else max(1, 8 // _quantised_warps(padded_dim(num_rows), key_dim, value_dim))
+
+
+def _quantised_warps(rows: int, key_dim: int, value_dim: int) -> int:
+    """Returns the warps of a program of decode over quantised K/V. One warp has no other to wait for, and
+    unpacks as many keys as its registers hold."""
+    dims = padded_dim(key_dim) + padded_dim(value_dim)
+    return 1 if rows <= 16 and dims <= 256 else 2 if rows * dims <= 8192 else 4 if rows <= 64 else 8
+
+
+def decode_workers(device: DeviceClass, num_programs: int, num_kv_heads: int) -> int:
     """Returns the number of equal shares that decode cuts all keys into, for each K/V head: as many as there
-    are programs that run at once. `num_queries` read the same keys; `key_bytes`: of K and V of a token for one
-    K/V head."""
-    most = 2 if num_queries > 1 else 4  # programs of a multiprocessor
-    programs = max(1, min(most, 2048 // key_bytes)) * device.num_multiprocessors
-    return max(1, programs // num_kv_heads)
+    are programs that run at once, `num_programs` on each multiprocessor."""
+    return max(1, num_programs * device.num_multiprocessors // num_kv_heads)
 
 
 def prefix_members(num_queries: int, group: int) -> int:

@@ -80,7 +80,7 @@ def decode_candidates(row: Row) -> dict[str, Functions]:
         launch = Launch(height, *tile)
 
         def num_workers(
-            device: tuning.DeviceClass, _queries: int, num_kv_heads: int, _key_bytes: int, waves: int = waves
+            device: tuning.DeviceClass, _programs: int, num_kv_heads: int, waves: int = waves
         ) -> int:
             return max(1, waves * device.num_multiprocessors // num_kv_heads)
 

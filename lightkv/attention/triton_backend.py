@@ -8,19 +8,21 @@ import torch
 from lightkv.triton_kernels import tuning
 from lightkv.triton_kernels.attention.attention_scores import attention_scores
 from lightkv.triton_kernels.attention.decode.decode_attention import decode_attention
-from lightkv.triton_kernels.attention.decode.decode_plan import DecodePlan, decode_plan
+from lightkv.triton_kernels.attention.decode.decode_plan import DecodePlan, decode_plan, quantised_programs
 from lightkv.triton_kernels.attention.decode.decode_sinks import SinkRotation
 from lightkv.triton_kernels.attention.decode.ring_step import sink_rotation
 from lightkv.triton_kernels.attention.merge_states import merge_states
 from lightkv.triton_kernels.attention.mixed_attention import MixedPlan, mixed_attention, mixed_plan
-from lightkv.triton_kernels.attention.paged_kv import HeadShape
+from lightkv.triton_kernels.attention.paged_kv import HeadShape, PagedKV
 from lightkv.triton_kernels.attention.prefill.prefill_combine import most_part_bytes
+from lightkv.triton_kernels.quantised.kv_format import Elements
 from lightkv.triton_kernels.quantised.write_quantised import write_quantised_kv
 from lightkv.triton_kernels.write_kv import write_kv
 
 from .backend import AttentionBackend
 from .cross import CrossMetadata
 from .metadata import AttentionMetadata
+from .restored_prefill import FEWEST_QUERIES, RestoredPrefill, scratch_tokens
 from .rotary import RotaryEmbedding
 
 Plan = TypeVar("Plan")
@@ -121,10 +123,14 @@ class TritonAttention(AttentionBackend):
         metadata: AttentionMetadata,
         out: torch.Tensor,
     ) -> None:
-        q_starts = metadata.q_starts[: metadata.num_prefills + 1]
+        kv, q_starts = self.paged_kv(metadata), metadata.q_starts[: metadata.num_prefills + 1]
+        q = self._rotated(q, kv.format.k, metadata)
+        restored = self._restored(q, kv, q_starts, metadata)
+        if restored is not None:
+            q_starts = restored.pool_starts
         mixed_attention(
             q,
-            self.paged_kv(metadata),
+            kv,
             metadata.rows,
             q_starts,
             metadata.kv_lens,
@@ -134,11 +140,53 @@ class TritonAttention(AttentionBackend):
             decodes_first=metadata.decodes_first,
             mask=metadata.mask,
         )
+        if restored is not None:  # after the decodes: prefills write over the output of unused ones
+            restored.attend(q, kv, self.options, out)
+        self._rotate_back(out, kv.format.v, metadata)
+
+    def _rotated(self, heads: torch.Tensor, elements: Elements, metadata: AttentionMetadata) -> torch.Tensor:
+        """Returns heads as the layer's stored ones are: rotated, where those are."""
+        return metadata.memory.pool.rotate(heads) if elements.is_rotated else heads
+
+    def _rotate_back(self, out: torch.Tensor, elements: Elements, metadata: AttentionMetadata) -> None:
+        """Rotates the output of a layer back, where its V is rotated."""
+        if elements.is_rotated:
+            out.copy_(metadata.memory.pool.rotate(out))
+
+    def _restored(
+        self, q: torch.Tensor, kv: PagedKV, q_starts: torch.Tensor, metadata: AttentionMetadata
+    ) -> RestoredPrefill | None:
+        """Returns how the step's prefills read restored keys; None if they read the pool."""
+        num_prefills, heads = metadata.num_prefills, self._heads
+        plain = metadata.mask is None and kv.ring is None and kv.indirection is None
+        large = q.is_cuda and q.element_size() == 2 and len(q) >= FEWEST_QUERIES
+        if not (num_prefills and kv.format.is_quantised and plain and large):
+            return None
+        capacity = min(scratch_tokens(heads, q.dtype), metadata.memory.capacity)
+        bounds = self.options.window, self.options.chunk, self.options.after
+
+        def make() -> RestoredPrefill:
+            return RestoredPrefill.make(
+                metadata.rows[:num_prefills],
+                metadata.kv_lens[:num_prefills],
+                q_starts,
+                heads,
+                self.options,
+                num_tokens=len(q),
+                dtype=q.dtype,
+                capacity=capacity,
+            )
+
+        key = "restored", *heads, *bounds, q.dtype
+        return _StepPlans.of(metadata).get(key, metadata.step, self.layer_idx, make)
+
+    def _is_quantised(self, metadata: AttentionMetadata) -> bool:
+        return metadata.memory.pool.format(self.layer_idx).is_quantised
 
     def _plan(
         self, q: torch.Tensor, q_starts: torch.Tensor, lengths: torch.Tensor, metadata: AttentionMetadata
     ) -> MixedPlan:
-        heads = self._heads
+        heads, is_quantised = self._heads, self._is_quantised(metadata)
         shared_prefixes = metadata.shared_prefixes if self.prefix_members > 1 else None
 
         def make() -> MixedPlan:
@@ -154,10 +202,11 @@ class TritonAttention(AttentionBackend):
                 after=self.options.after,
                 shared_prefixes=shared_prefixes,
                 decodes_first=metadata.decodes_first,
+                is_quantised=is_quantised,
             )
 
         bounds = self.options.window, self.options.chunk, self.options.after
-        shape = *heads, *bounds, q.dtype, shared_prefixes is not None
+        shape = *heads, *bounds, q.dtype, shared_prefixes is not None, is_quantised
         return _StepPlans.of(metadata).get(shape, metadata.step, self.layer_idx, make)
 
     def _attend_with_sinks(self, q: torch.Tensor, metadata: AttentionMetadata, out: torch.Tensor) -> None:
@@ -167,11 +216,13 @@ class TritonAttention(AttentionBackend):
         kv, num_tokens = self.paged_kv(metadata), len(q)
         partial_out = torch.empty((2, *out.shape), dtype=torch.float32, device=out.device)
 
+        q_of_keys = self._rotated(q, kv.format.k, metadata)
+
         # The index without its first columns: a row without its sinks.
         q_starts, lengths = metadata.q_starts, metadata.kv_lens - num_sink_tokens
         lse = torch.empty((2, *q.shape[:2]), dtype=torch.float32, device=q.device)
         mixed_attention(
-            q,
+            q_of_keys,
             kv._replace(index=kv.index[:, num_sink_tokens:]),
             metadata.rows,
             q_starts,
@@ -184,16 +235,17 @@ class TritonAttention(AttentionBackend):
 
         # Every query sees all sink tokens, so to the decode kernels it is a request of its own. Learned sinks
         # join one of the two parts only.
-        rotated = self.rotary.rotate_back(q, dropped)
+        rotated = self._rotated(self.rotary.rotate_back(q, dropped), kv.format.k, metadata)
         rows = metadata.rows.repeat_interleave(metadata.q_lens_on_device, output_size=num_tokens)
         lengths = torch.full((num_tokens,), num_sink_tokens, dtype=torch.int32, device=q.device)
         options = self.options._replace(sink_logits=None)
         decode_attention(rotated, kv, rows, lengths, options, out=partial_out[1], lse=lse[1])
         merge_states(partial_out, lse, out=out)
+        self._rotate_back(out, kv.format.v, metadata)
 
     def _attend_to_rings(self, q: torch.Tensor, metadata: AttentionMetadata, out: torch.Tensor) -> None:
         kv, heads = self.paged_kv(metadata), self._heads
-        ring, lengths = metadata.ring, metadata.kv_lens
+        ring, lengths, is_quantised = metadata.ring, metadata.kv_lens, self._is_quantised(metadata)
         assert ring is not None
 
         def make() -> _RingPlan:
@@ -202,6 +254,7 @@ class TritonAttention(AttentionBackend):
                 lengths,
                 num_kv_heads=heads.num_kv_heads,
                 key_bytes=heads.key_bytes(q.dtype),
+                num_programs=quantised_programs(heads) if is_quantised else None,
                 ring=ring,
             )
             if not ring.sinks:
@@ -209,9 +262,10 @@ class TritonAttention(AttentionBackend):
             assert self.rotary is not None
             return _RingPlan(plan, sink_rotation(lengths, ring, self.rotary.inverse))
 
-        plan = _StepPlans.of(metadata).get((*heads, ring, q.dtype), metadata.step, self.layer_idx, make)
+        key = *heads, ring, q.dtype, is_quantised
+        plan = _StepPlans.of(metadata).get(key, metadata.step, self.layer_idx, make)
         decode_attention(
-            q,
+            self._rotated(q, kv.format.k, metadata),
             kv,
             metadata.rows,
             lengths,
@@ -220,9 +274,11 @@ class TritonAttention(AttentionBackend):
             out=out,
             sink_rotation=plan.rotation,
         )
+        self._rotate_back(out, kv.format.v, metadata)
 
     def _attend_cross(self, q: torch.Tensor, cross: CrossMetadata, out: torch.Tensor) -> None:
         metadata, heads = cross.metadata, self._heads
+        kv, is_quantised = self.cross_kv(metadata), self._is_quantised(metadata)
         q_starts = metadata.q_starts[: metadata.num_prefills + 1]
 
         def make() -> MixedPlan:
@@ -235,28 +291,31 @@ class TritonAttention(AttentionBackend):
                 dtype=q.dtype,
                 after=self.options.after,
                 decodes_first=metadata.decodes_first,
+                is_quantised=is_quantised,
             )
 
         plans = cross.plan if isinstance(cross.plan, _StepPlans) else _StepPlans()
         cross.plan = plans
         mixed_attention(
-            q,
-            self.cross_kv(metadata),
+            self._rotated(q, kv.format.k, metadata),
+            kv,
             cross.rows,
             q_starts,
             cross.kv_lens,
             self.options,
-            plan=plans.get((*heads, q.dtype), metadata.step, self.layer_idx, make),
+            plan=plans.get((*heads, q.dtype, is_quantised), metadata.step, self.layer_idx, make),
             out=out,
             decodes_first=metadata.decodes_first,
         )
+        self._rotate_back(out, kv.format.v, metadata)
 
     def _entry_scores(
         self, q: torch.Tensor, entries: torch.Tensor, width: int, metadata: AttentionMetadata
     ) -> torch.Tensor:
+        kv = self.paged_kv(metadata)
         return attention_scores(
-            q,
-            self.paged_kv(metadata),
+            self._rotated(q, kv.format.k, metadata),
+            kv,
             metadata.rows,
             metadata.q_starts,
             entries,

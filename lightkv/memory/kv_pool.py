@@ -15,8 +15,8 @@ from lightkv.errors import OutOfMemory
 from lightkv.triton_kernels.quantised.kv_format import Elements, KVFormat
 from lightkv.triton_kernels.quantised.quantise_reference import (
     dequantise,
+    hadamard,
     quantise,
-    rotate_heads,
     split_columns,
 )
 
@@ -125,6 +125,8 @@ class KVPool:
             # Padding is read under a mask, and a weight of 0 does not mask a NaN: 0 * NaN is NaN.
             buffer[:1].zero_()
         self._rows, self._columns = rows, columns
+        rotated = ((spec.format.k, spec.k_dim), (spec.format.v, spec.v_dim))
+        self._rotations = {dim: hadamard(dim, device) for elements, dim in rotated if elements.is_rotated}
         self._k, self._v = zip(*map(spec.split, rows, num_layers), strict=True)
         self._scales = list(map(self._scales_of, num_layers))
 
@@ -173,6 +175,11 @@ class KVPool:
         """Returns what stands beside the heads of a layer, `[num_slots, num_kv_heads, columns]`: the scales and
         the middles of K, then those of V. Static ones have a stride of 0. None where nothing is quantised."""
         return self._scales[layer_idx]
+
+    def rotate(self, heads: torch.Tensor) -> torch.Tensor:
+        """Returns heads `[..., dim]`, rotated as those of a rotated format are, in their own type; doing it
+        twice gives them back. Raises KeyError for dims that are not rotated."""
+        return heads @ self._rotations[heads.shape[-1]].to(heads.dtype)
 
     def set_static_scales(self, layer_idx: int, k_scale: torch.Tensor, v_scale: torch.Tensor) -> None:
         """Sets the scales of a layer whose format has static ones: float `[1]` or `[num_kv_heads]` each.
@@ -225,7 +232,7 @@ class KVPool:
         if not elements.is_quantised:
             return stored
         heads = dequantise(stored, columns, elements)
-        return (rotate_heads(heads) if elements.is_rotated else heads).to(self.spec.dtype)
+        return (self.rotate(heads) if elements.is_rotated else heads).to(self.spec.dtype)
 
 
 def _free_bytes(device: torch.device) -> int:

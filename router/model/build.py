@@ -15,6 +15,7 @@ from msgspec.structs import replace
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from lightkv.attention import AttentionMetadata, make_backends, pick_backend, prefix_members
+from lightkv.attention.restored_prefill import SCRATCH_BYTES
 from lightkv.edits import Alloc, FreeRange
 from lightkv.integrations.model.context import context_length
 from lightkv.integrations.model.fused_layers import fuse_layers, unfuse_layers
@@ -185,7 +186,9 @@ class EngineSizes:
         """Returns the bytes that the attention of a layer needs in a step; layers run one after the other."""
         backends = make_backends(self.config.attention_backend, self.device, shape.layers)
         most, dtype = self.limits.max_step_tokens, shape.spec.dtype
-        return max(backend.scratch_bytes(most, dtype, self.device) for backend in backends)
+        parts = max(backend.scratch_bytes(most, dtype, self.device) for backend in backends)
+        is_restored = shape.spec.format.is_quantised and self.device.type == "cuda"
+        return parts + (SCRATCH_BYTES if is_restored else 0)
 
 
 def find_model(config: EngineConfig, report: Report) -> Path:

@@ -159,8 +159,8 @@ def test_stay_operators_under_torch_compile(device: torch.device) -> None:
     torch.manual_seed(4)
     case = make_case([20, 5], [2, 1], device)
     lse, out = torch.full((3, 6), float("-inf"), device=device), torch.zeros(2, 20, device=device)
-    settings = (0.125, 0, 0, 0, 0, 0.0)
-    tensors = (case.q, case.kv.k, case.kv.index, *case[2:])
+    settings = (0.125, 0, 0, 0, 0, 0.0, 0)
+    tensors = (case.q, case.kv.k, None, case.kv.index, *case[2:])
     torch.library.opcheck(torch.ops.lightkv.attention_lse.default, (*tensors, *[None] * 4, lse, 2, *settings))
     torch.library.opcheck(
         torch.ops.lightkv.attention_scores.default, (*tensors, *[None] * 3, lse.zero_(), out, *settings)

@@ -197,8 +197,11 @@ def test_as_many_programs_as_run_at_once() -> None:
         (256, 1024, 2),
         (1024, 4096, 1),
     ):
-        assert tuning.decode_workers(device, 1, 8, key_bytes) == programs * 132 // 8
-        assert tuning.decode_workers(device, 8, 8, key_bytes) == min(programs, 2) * 132 // 8
+        assert tuning.decode_workers(device, tuning.decode_programs(1, key_bytes), 8) == programs * 132 // 8
+        assert (
+            tuning.decode_workers(device, tuning.decode_programs(8, key_bytes), 8)
+            == min(programs, 2) * 132 // 8
+        )
         if dims <= 256:
             launch = tuning.decode_launch(device, 8, False, dims, dims, 2)
             padded = 2 * 2 * tuning.padded_dim(dims)

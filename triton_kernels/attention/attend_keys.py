@@ -20,6 +20,7 @@ from lightkv.triton_kernels.quantised.unpack import (
     k_kind,
     load_columns,
     restore,
+    tuple_of,
     unpack,
     v_groups,
     v_has_middle,
@@ -106,16 +107,13 @@ def load_query(
     KIND: tl.constexpr = k_kind(FORMAT)
     words = tl.arange(0, word_block(BLOCK_DK, KIND))
     mask = in_tile[:, None] & (words < words_of(DK, KIND))[None, :]
-    first = _load_query_part(heads, words, 0, mask, KIND, PACKED)
-    q = (first,)
-    if fields_of(KIND) >= 2:
-        second = _load_query_part(heads, words, 1, mask, KIND, PACKED)
-        q = (first, second)
-    if fields_of(KIND) == 4:
-        third = _load_query_part(heads, words, 2, mask, KIND, PACKED)
-        fourth = _load_query_part(heads, words, 3, mask, KIND, PACKED)
-        q = (first, second, third, fourth)
-    return q
+    FIELDS: tl.constexpr = fields_of(KIND)
+    return tuple_of(
+        _load_query_part(heads, words, 0, mask, KIND, PACKED),
+        _load_query_part(heads, words, 1, mask, KIND, PACKED) if FIELDS >= 2 else None,
+        _load_query_part(heads, words, 2, mask, KIND, PACKED) if FIELDS == 4 else None,
+        _load_query_part(heads, words, 3, mask, KIND, PACKED) if FIELDS == 4 else None,
+    )
 
 
 @triton.jit
@@ -150,12 +148,9 @@ def start_output(BLOCK_M: tl.constexpr, BLOCK_DV: tl.constexpr, FORMAT: tl.const
     WIDTH: tl.constexpr = word_block(BLOCK_DV, KIND)
     shape: tl.constexpr = (WIDTH, BLOCK_M) if BLOCK_M < 16 else (BLOCK_M, WIDTH)
     zeros = tl.zeros(shape, tl.float32)
-    acc = (zeros,)
-    if fields_of(KIND) == 2:
-        acc = (zeros, zeros)
-    elif fields_of(KIND) == 4:
-        acc = (zeros, zeros, zeros, zeros)
-    return acc
+    FIELDS: tl.constexpr = fields_of(KIND)
+    others = zeros if FIELDS == 4 else None
+    return tuple_of(zeros, zeros if FIELDS >= 2 else None, others, others)
 
 
 @triton.jit
@@ -234,16 +229,13 @@ def add_weighted(
             shift = tl.sum(weights * (middle * FACTOR)[None, :], 1)
         weights = weights * (scale * FACTOR)[None, :]
     weights = weights.to(tiles[0].dtype)
-    first = _add_part(acc, weights, tiles, shift, decay, beside, 0, FORMAT)
-    added = (first,)
-    if fields_of(KIND) >= 2:
-        second = _add_part(acc, weights, tiles, shift, decay, beside, 1, FORMAT)
-        added = (first, second)
-    if fields_of(KIND) == 4:
-        third = _add_part(acc, weights, tiles, shift, decay, beside, 2, FORMAT)
-        fourth = _add_part(acc, weights, tiles, shift, decay, beside, 3, FORMAT)
-        added = (first, second, third, fourth)
-    return added
+    FIELDS: tl.constexpr = fields_of(KIND)
+    return tuple_of(
+        _add_part(acc, weights, tiles, shift, decay, beside, 0, FORMAT),
+        _add_part(acc, weights, tiles, shift, decay, beside, 1, FORMAT) if FIELDS >= 2 else None,
+        _add_part(acc, weights, tiles, shift, decay, beside, 2, FORMAT) if FIELDS == 4 else None,
+        _add_part(acc, weights, tiles, shift, decay, beside, 3, FORMAT) if FIELDS == 4 else None,
+    )
 
 
 @triton.jit
@@ -391,7 +383,12 @@ def attend_keys(
             weights = tl.exp2(scores * score_scale - (new_peak - distance)[:, None])
         else:
             new_peak = tl.maximum(peak, tl.max(scores, 1) * score_scale)
-            weights = tl.exp2(scores * score_scale - new_peak[:, None])
+            exponents = scores * score_scale - new_peak[:, None]
+            if mask_pointers is not None and not is_tree:
+                # Where all keys so far have a value like -1e10, the product above, which is rounded only after
+                # the subtraction, may exceed the peak by hundreds.
+                exponents = tl.minimum(exponents, 0.0)
+            weights = tl.exp2(exponents)
         decay = tl.exp2(peak - new_peak)
         total = total * decay + tl.sum(weights, 1)
         acc = add_weighted(acc, weights, v, decay, beside_v, DTYPE, FORMAT, PACKED)

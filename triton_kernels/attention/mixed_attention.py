@@ -27,7 +27,12 @@ from lightkv.triton_kernels.attention.decode.decode_attention import (
     decode_attention,
     decode_attention_reference,
 )
-from lightkv.triton_kernels.attention.decode.decode_plan import DecodePlan, SharedPrefixGroups, decode_plan
+from lightkv.triton_kernels.attention.decode.decode_plan import (
+    DecodePlan,
+    SharedPrefixGroups,
+    decode_plan,
+    quantised_programs,
+)
 from lightkv.triton_kernels.attention.prefill.prefill_attention import (
     prefill_attention,
     prefill_attention_reference,
@@ -60,6 +65,7 @@ def mixed_plan(
     num_queries: int = 1,
     shared_prefixes: SharedPrefixGroups | None = None,
     decodes_first: bool = False,
+    is_quantised: bool = False,
 ) -> MixedPlan:
     """Makes the work lists of a step, which serve all layers with these heads and this window or these chunks.
 
@@ -70,6 +76,7 @@ def mixed_plan(
         dtype: of q.
         window, chunk, after: as in `AttentionOptions`.
         shared_prefixes: of the decodes, which are numbered from 0; as in `decode_plan`.
+        is_quantised: K or V is quantised, so that decode runs other numbers of programs.
     """
     num_prefills, num_requests = q_starts.shape[0] - 1, rows.shape[0]
     num_decodes = 0 if decodes_first else num_requests - num_prefills
@@ -96,6 +103,7 @@ def mixed_plan(
             num_queries=num_queries,
             shared_prefixes=shared_prefixes,
             key_bytes=heads.key_bytes(dtype),
+            num_programs=quantised_programs(heads, num_queries, shared_prefixes) if is_quantised else None,
         )
     return MixedPlan(prefill, decode)
 

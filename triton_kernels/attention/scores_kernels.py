@@ -198,7 +198,9 @@ def lse_kernel(
             length - num_rows // GROUP, FORMAT, PACKED,
         )  # fmt: skip
         new_peak = tl.maximum(peak, tl.max(scores, 1))
-        total = total * tl.exp2(peak - new_peak) + tl.sum(tl.exp2(scores - new_peak[:, None]), 1)
+        # The scores are products, which may be rounded only after the subtraction: none may exceed the peak.
+        weights = tl.exp2(tl.minimum(scores - new_peak[:, None], 0.0))
+        total = total * tl.exp2(peak - new_peak) + tl.sum(weights, 1)
         peak = new_peak
 
     query_rows = first_row + tl.arange(0, BLOCK_M)
@@ -287,5 +289,5 @@ def scores_kernel(
             # With +inf, rows beyond the tile and queries that see no key have probabilities of 0.
             row_lse = tl.load(lse + tokens * num_heads + heads, mask=in_tile, other=float("inf"))
             row_lse = tl.where(row_lse > float("-inf"), row_lse, float("inf"))
-            acc += tl.sum(tl.exp2(scores - row_lse[:, None]), 0)
+            acc += tl.sum(tl.exp2(tl.minimum(scores - row_lse[:, None], 0.0)), 0)
     tl.store(out + request * stride_out + positions, acc, mask=positions < width)

@@ -28,7 +28,7 @@ from lightkv.triton_kernels.quantised.unpack import as_words, format_code, is_pa
 
 from .decode_combine import combine_parts
 from .decode_kernel import decode_kernel
-from .decode_plan import DecodePlan, decode_plan
+from .decode_plan import DecodePlan, decode_plan, quantised_programs
 from .decode_sinks import SinkRotation, attend_ring_reference, check_rotation
 
 
@@ -253,6 +253,9 @@ def decode_attention(
             chunk=chunk,
             num_queries=num_queries,
             key_bytes=HeadShape.of(q, kv).key_bytes(q.dtype),
+            num_programs=(
+                quantised_programs(HeadShape.of(q, kv), num_queries) if kv.format.is_quantised else None
+            ),
             ring=ring,
         )
     _decode_attention(

@@ -33,6 +33,7 @@ from torch import Tensor
 from lightkv.triton_kernels import tuning
 from lightkv.triton_kernels.attention.attend_keys import first_key
 from lightkv.triton_kernels.attention.attention_inputs import check_requests, check_window
+from lightkv.triton_kernels.attention.paged_kv import HeadShape
 from lightkv.triton_kernels.attention.ring import Ring
 
 ITEM_FIELDS = 4  # request (or -1 - prefix), row, first key, end of the keys
@@ -281,6 +282,15 @@ def _decode_plan(
 _decode_plan.register_fake(lambda *_: None)  # the outputs are arguments
 
 
+def quantised_programs(
+    heads: HeadShape, num_queries: int = 1, shared_prefixes: SharedPrefixGroups | None = None
+) -> int:
+    """Returns `num_programs` of a plan for layers whose K/V is quantised."""
+    num_members = 1 if shared_prefixes is None else shared_prefixes.members.shape[1]
+    group, together = heads.num_heads // heads.num_kv_heads, num_members * num_queries
+    return tuning.quantised_programs(together * group, together > 1, heads.key_dim, heads.value_dim)
+
+
 def decode_plan(
     rows: Tensor,
     lengths: Tensor,
@@ -291,6 +301,7 @@ def decode_plan(
     num_queries: int = 1,
     shared_prefixes: SharedPrefixGroups | None = None,
     key_bytes: int = 512,
+    num_programs: int | None = None,
     ring: Ring | None = None,
 ) -> DecodePlan:
     """Makes the work list of a decode step, which serves all layers with `num_kv_heads` and this window or
@@ -306,6 +317,7 @@ def decode_plan(
             ignored.
         key_bytes: of K and V of a token for one K/V head. With more than 512, fewer programs run at once, and
             the keys are cut into fewer shares.
+        num_programs: programs of a multiprocessor that run at once; None for as many as `key_bytes` allows.
         ring: what the rows are rings of, for layers without a window: the plan has the keys after the sinks
             that a ring's query sees. None for other layers, and for rows that are no rings.
 
@@ -327,7 +339,9 @@ def decode_plan(
             shared_prefixes = None
     num_prefixes, num_members = (0, 1) if shared_prefixes is None else shared_prefixes.members.shape
     device = tuning.device_class(rows.device)
-    num_workers = tuning.decode_workers(device, num_members * num_queries, num_kv_heads, key_bytes)
+    if num_programs is None:
+        num_programs = tuning.decode_programs(num_members * num_queries, key_bytes)
+    num_workers = tuning.decode_workers(device, num_programs, num_kv_heads)
     # Without prefixes, only a request in which a worker's share ends has several parts.
     num_listed = min(num_requests, num_workers) if shared_prefixes is None else num_requests
     sizes = (

@@ -15,7 +15,7 @@ from torch import Tensor
 from lightkv.triton_kernels.attention.attend_keys import attend_keys, find_slots, query_for, sum_query
 from lightkv.triton_kernels.attention.attention_reference import attend_reference, slots_reference
 from lightkv.triton_kernels.attention.paged_kv import AttentionOptions, PagedKV
-from lightkv.triton_kernels.quantised.unpack import fields_of, k_kind, word_block, words_of
+from lightkv.triton_kernels.quantised.unpack import fields_of, k_kind, tuple_of, word_block, words_of
 
 SINK_TILE = 16  # keys; the fewest that a dot product takes
 
@@ -64,16 +64,18 @@ def _load_query_rotated_back(
     words = tl.arange(0, word_block(BLOCK_DK, KIND))
     in_head = words < words_of(DK, KIND)
     dims = FIELDS * words
-    first = _load_rotated_back(heads, dims, in_head, cos, sin, in_tile, PAIRS, KIND, PACKED)
-    q = (first,)
-    if FIELDS >= 2:
-        second = _load_rotated_back(heads, dims + 1, in_head, cos, sin, in_tile, PAIRS, KIND, PACKED)
-        q = (first, second)
-    if FIELDS == 4:
-        third = _load_rotated_back(heads, dims + 2, in_head, cos, sin, in_tile, PAIRS, KIND, PACKED)
-        fourth = _load_rotated_back(heads, dims + 3, in_head, cos, sin, in_tile, PAIRS, KIND, PACKED)
-        q = (first, second, third, fourth)
-    return q
+    return tuple_of(
+        _load_rotated_back(heads, dims, in_head, cos, sin, in_tile, PAIRS, KIND, PACKED),
+        _load_rotated_back(heads, dims + 1, in_head, cos, sin, in_tile, PAIRS, KIND, PACKED)
+        if FIELDS >= 2
+        else None,
+        _load_rotated_back(heads, dims + 2, in_head, cos, sin, in_tile, PAIRS, KIND, PACKED)
+        if FIELDS == 4
+        else None,
+        _load_rotated_back(heads, dims + 3, in_head, cos, sin, in_tile, PAIRS, KIND, PACKED)
+        if FIELDS == 4
+        else None,
+    )
 
 
 @triton.jit

@@ -1,0 +1,96 @@
+"""Prefill over quantised K/V: the keys of a step's prefills are restored to a scratch once in each layer, and
+the kernels for 16 bits read them there.
+
+A scratch has room for `capacity` tokens. Whether a step's keys fit is known on the device alone, so both ways
+are launched, and the queries of the one that is not taken are none: all begin where the last one ends.
+
+    keys fit       q_starts of the scratch: 0 5 9      of the pool: 9 9 9
+    they do not                             9 9 9                   0 5 9
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from lightkv.triton_kernels.attention.paged_kv import AttentionOptions, HeadShape, PagedKV
+from lightkv.triton_kernels.attention.prefill.prefill_attention import prefill_attention
+from lightkv.triton_kernels.attention.prefill.prefill_plan import PrefillPlan, prefill_plan
+from lightkv.triton_kernels.attention.prefill.restore_kv import restore_kv
+
+SCRATCH_BYTES = 256 * 2**20
+FEWEST_QUERIES = 257  # of a step; fewer read the pool itself sooner than a scratch is written
+
+
+def scratch_tokens(heads: HeadShape, dtype: torch.dtype) -> int:
+    """Returns the tokens of a scratch of `SCRATCH_BYTES`."""
+    return SCRATCH_BYTES // (heads.num_kv_heads * heads.key_bytes(dtype))
+
+
+class RestoredPrefill(NamedTuple):
+    """What the layers of a step share.
+
+    `begins`: int32 `[P]`, where each prefill's keys begin in the scratch; `lengths`, `q_starts`, `plan`: of
+    prefill over the scratch; `pool_starts`: int32 `[P + 1]`, q_starts of prefill over the pool.
+    """
+
+    capacity: int
+    rows: Tensor
+    begins: Tensor
+    lengths: Tensor
+    q_starts: Tensor
+    pool_starts: Tensor
+    plan: PrefillPlan
+
+    @classmethod
+    def make(
+        cls,
+        rows: Tensor,
+        lengths: Tensor,
+        q_starts: Tensor,
+        heads: HeadShape,
+        options: AttentionOptions,
+        *,
+        num_tokens: int,
+        dtype: torch.dtype,
+        capacity: int,
+    ) -> "RestoredPrefill":
+        """Makes it for P prefills: rows int64 `[P]`, lengths int32 `[P]` and q_starts int32 `[P + 1]`, as
+        `prefill_attention` takes them. `num_tokens`, `dtype`: of q. `capacity`: tokens of the scratch."""
+        ends = lengths.cumsum(0)
+        fits = ends[-1] <= capacity
+        nothing = q_starts[-1:].expand_as(q_starts)
+        restored_starts = torch.where(fits, q_starts, nothing)
+        lengths_there = torch.where(fits, lengths, 0)
+        plan = prefill_plan(
+            torch.arange(len(rows), device=rows.device),
+            restored_starts,
+            lengths_there,
+            heads,
+            num_tokens=num_tokens,
+            dtype=dtype,
+            window=options.window,
+            chunk=options.chunk,
+            after=options.after,
+        )
+        begins = torch.where(fits, ends - lengths, 0).int()
+        pool_starts = torch.where(fits, nothing, q_starts)
+        return cls(capacity, rows, begins, lengths_there, restored_starts, pool_starts, plan)
+
+    def attend(self, q: Tensor, kv: PagedKV, options: AttentionOptions, out: Tensor) -> None:
+        """Restores the keys of a layer, whose K/V is `kv`, and writes the attention of q `[T, H, Dk]` to `out`
+        `[T, H, Dv]`, unless the keys do not fit."""
+        num_kv_heads, key_dim = kv.k.shape[1], kv.key_dim
+        scratch = q.new_empty(self.capacity, num_kv_heads, key_dim + kv.value_dim)
+        k, v = scratch[..., :key_dim], scratch[..., key_dim:]
+        restore_kv(kv, self.rows, self.lengths, self.begins, k, v)
+        prefill_attention(
+            q,
+            PagedKV(k, v, self.begins[:, None], shift=31),
+            torch.arange(len(self.rows), device=q.device),
+            self.q_starts,
+            self.lengths,
+            options,
+            plan=self.plan,
+            out=out,
+        )
