@@ -19,6 +19,7 @@ The decoding loops beside this file (`sampling`, `prompt_lookup`) use it, and a 
 """
 
 from collections.abc import Sequence as Seq
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -40,6 +41,7 @@ from lightkv.memory.staging import upload
 from lightkv.token_ids import TokenIds, int32_bytes
 from lightkv.triton_kernels.attention.attention_mask import AttentionMask
 from lightkv.triton_kernels.attention.ring import Ring
+from lightkv.triton_kernels.quantised.kv_format import AS_COMPUTED, KVFormat
 
 from .guess_tree import GuessTree
 
@@ -50,11 +52,13 @@ class CachedModel:
     `max_sequences` limits how many sequences may be open at once, `max_entries` how many tokens each may hold;
     the default is the model's context, or the capacity if that is smaller. `backend` names the attention
     backend; the default depends on the device. `exact_positions` makes the model compute rotary angles in
-    float64 from now on, which sinks and texts past the model's context need. Tokens may be dropped
-    (`cache.release`, `cache.keep`): the others keep their positions, and new tokens count on from the last one.
+    float64 from now on, which sinks and texts past the model's context need. `kv_format` says how K/V is
+    stored, for example `KVFormat.parse("int8")`. Tokens may be dropped (`cache.release`, `cache.keep`): the
+    others keep their positions, and new tokens count on from the last one.
 
     Raises UnsupportedModel, with `exact_positions` also for positions that are not rotary in NeoX's layout and
-    for layers with windows or chunks; UnknownBackend and OutOfMemory. The model is then as it was.
+    for layers with windows or chunks; ValueError for a format that does not fit the model; UnknownBackend and
+    OutOfMemory. The model is then as it was.
     """
 
     def __init__(
@@ -65,6 +69,7 @@ class CachedModel:
         max_entries: int | None = None,
         backend: str | None = None,
         exact_positions: bool = False,
+        kv_format: KVFormat = AS_COMPUTED,
     ) -> None:
         shape = probe(model)
         # A chunk bounds what a layer attends to as a window does.
@@ -83,6 +88,7 @@ class CachedModel:
         self.model = model
         self.context = context_length(model.config.get_text_config()) or capacity
         self.exact_positions = exact_positions
+        shape = replace(shape, spec=replace(shape.spec, format=kv_format))
         self.cache, self.step = assemble(model, shape, capacity, max_sequences, max_entries, backend, rotary)
         bind(model)
         if rotary is not None:
