@@ -312,7 +312,7 @@ def main() -> None:
     arguments.add_argument("--new-tokens", type=int, help="of each greedy text, default 96")
     arguments.add_argument("--made-tokens", type=int, help="that the models made for it read, default 1024")
     arguments.add_argument("--chunk", type=int, default=512, help="tokens computed in one step")
-    arguments.add_argument("--threads", type=int, default=1)
+    arguments.add_argument("--threads", type=int, help="of torch; default as torch chooses")
     arguments.add_argument("--quick", action="store_true", help="a short text, in about two minutes")
     options = arguments.parse_args()
     sizes = {"tokens": 7168, "needles": 8, "prompts": 8, "new_tokens": 96, "made_tokens": 1024}
@@ -324,7 +324,8 @@ def main() -> None:
     for name in set(formats) - {BFLOAT16, *OWN}:
         KVFormat.parse(name)
 
-    torch.set_num_threads(options.threads)
+    if options.threads is not None:
+        torch.set_num_threads(options.threads)
     print_machine()
     directory = resolve(options.model, print)
     tokenizer = Tokenizer(directory)
