@@ -134,6 +134,15 @@ def test_quality(run: Callable[..., Any]) -> None:
     assert scaled[quality.PLAIN] == pytest.approx(plain[quality.PLAIN], rel=1e-3)
 
 
+def test_the_stored_quality_is_of_these_formats() -> None:
+    path = Path(quality.__file__).parents[1] / "results/quality-cpu.json"
+    stored = json.loads(path.read_text())["results"]
+    assert set(stored["formats"]) == set(quality.FORMATS)
+    assert stored["models"].keys() == quality.MADE.keys()
+    for name in ("int8", "int8-g8", "k16v8"):
+        assert abs(stored["formats"][name]["perplexity_ratio"] - 1) < 0.005
+
+
 def test_quality_refuses_an_unknown_format_first(run: Callable[..., Any]) -> None:
     with pytest.raises(ValueError, match="int9"):
         run(quality.main, "--formats", "int9")
