@@ -7,9 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from bench.common import report
-from bench.features import embedding, eviction, generate, speculation, streaming
+from bench.features import embedding, eviction, generate, quality, speculation, streaming
+from lightkv.triton_kernels.quantised.kv_format import Elements
 from tests.support.served import save_tiny_model
 
 
@@ -111,3 +113,48 @@ def test_eviction(run: Callable[..., Any]) -> None:
     perplexity = run(eviction.main, *sizes)["perplexity"]
     assert len(perplexity) == 1 + 2 * 4
     assert all(value > 1 for value in perplexity.values())
+
+
+def test_quality(run: Callable[..., Any]) -> None:
+    sizes = {"tokens": 200, "needles": 2, "prompts": 2, "new-tokens": 6, "made-tokens": 48, "chunk": 40}
+    options = [part for name, value in sizes.items() for part in (f"--{name}", value)]
+    names = ["int8", "int4", quality.BFLOAT16, *quality.OWN]
+    results = run(quality.main, "--formats", *names, *options)
+    formats = results["formats"]
+    assert list(formats) == [quality.PLAIN, *names]
+    for name, figures in formats.items():
+        assert 0.5 < figures["perplexity_ratio"] < 2, name
+        assert 0 <= figures["greedy_agreement"] <= 1
+        assert 0 < figures["needle_probability"] < 1
+        assert (abs(figures["divergence"]) < 1e-6) == (name == quality.PLAIN), name
+    assert formats["int8"]["divergence"] < formats["int4"]["divergence"]
+    assert formats["int8"]["bytes_per_token"] < formats[quality.PLAIN]["bytes_per_token"]
+    assert results["models"].keys() == quality.MADE.keys()
+    plain, scaled = (results["models"][name] for name in ("as it is", "K heads scaled"))
+    assert scaled[quality.PLAIN] == pytest.approx(plain[quality.PLAIN], rel=1e-3)
+
+
+def test_the_stored_quality_is_of_these_formats() -> None:
+    path = Path(quality.__file__).parents[1] / "results/quality-cpu.json"
+    stored = json.loads(path.read_text())["results"]
+    assert set(stored["formats"]) == set(quality.FORMATS)
+    assert stored["models"].keys() == quality.MADE.keys()
+    for name in ("int8", "int8-g8", "k16v8"):
+        assert abs(stored["formats"][name]["perplexity_ratio"] - 1) < 0.005
+
+
+def test_quality_refuses_an_unknown_format_first(run: Callable[..., Any]) -> None:
+    with pytest.raises(ValueError, match="int9"):
+        run(quality.main, "--formats", "int9")
+
+
+def test_greedy_texts_agree_up_to_the_first_difference() -> None:
+    assert quality.agreement([[1, 2, 3, 4], [5, 6, 7, 8]], [[1, 2, 3, 4], [5, 9, 7, 8]]) == 0.625
+
+
+def test_rounding_with_the_scale_of_a_layer() -> None:
+    x = torch.tensor([0.4, -1.0, 0.002])
+    expected = torch.tensor([51.0, -127.0, 0.0]) / 127
+    assert torch.allclose(quality.by_layer(Elements(8), {3: 1.0}, x, 3), expected)
+    float8 = quality.by_layer(Elements(8, is_float=True), {3: 1.0}, x, 3)
+    assert ((float8 - x).abs() <= x.abs() / 16 + 2**-9 / 448).all()

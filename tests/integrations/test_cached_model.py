@@ -10,6 +10,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, MistralConfig, MistralForC
 from lightkv.errors import UnknownBackend, UnsupportedModel
 from lightkv.integrations.cached_model import CachedModel
 from lightkv.ledger.sequence import Sequence
+from lightkv.triton_kernels.quantised.kv_format import KVFormat
 from tests.support.tiny_models import VOCABULARY, tiny_llama
 
 
@@ -55,6 +56,16 @@ def test_a_chunk_that_fails_and_is_computed_again_leaves_no_wrong_kv(
     again, logits = lm.prefill([*prompt, *out])
     assert again.num_hit == len(prompt) + len(out) - 1
     torch.testing.assert_close(logits, logits_of(own, [*prompt, *out])[-1], rtol=1e-4, atol=1e-4)
+
+
+def test_a_format_says_how_kv_is_stored(device: torch.device) -> None:
+    plain = CachedModel(tiny_llama(device), capacity=100)
+    lm = CachedModel(tiny_llama(device), capacity=100, kv_format=KVFormat.parse("int8"))
+    ids = random_ids(30, seed=3)
+    (expected,), (found,) = (model.forward([model.cache.open(ids)], [ids[:17]]) for model in (plain, lm))
+    assert lm.cache.memory.pool.spec.bytes_per_token < plain.cache.memory.pool.spec.bytes_per_token
+    assert not torch.equal(found, expected)
+    assert torch.allclose(found, expected, atol=0.05)
 
 
 def test_sequences_with_and_without_dropped_tokens_share_a_step(device: torch.device) -> None:

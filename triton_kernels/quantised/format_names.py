@@ -3,7 +3,7 @@
 import re
 
 GROUPED_NAMES = ("int4", "int4-sym", "int8")
-NAMES = ("auto", "fp8", "fp8-static", "int8", "int4", "int4-sym", "k16v8", "k8v4")
+NAMES = ("auto", "fp8", "fp8-rot", "fp8-static", "int8", "int8-rot", "int4", "int4-sym", "k16v8", "k8v4")
 FORMAT_NAMES = (*NAMES, *(f"{name}-gN" for name in GROUPED_NAMES))
 
 

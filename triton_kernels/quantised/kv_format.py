@@ -78,6 +78,8 @@ _INT4 = Elements(4, has_middle=True, is_rotated=True)
 _NAMED = {
     "auto": (_COMPUTED, _COMPUTED),
     "fp8": (_FP8, _FP8),
+    "fp8-rot": (_FP8._replace(is_rotated=True),) * 2,
+    "int8-rot": (_INT8._replace(is_rotated=True),) * 2,
     "fp8-static": (_FP8._replace(is_static=True),) * 2,
     "int8": (_INT8, _INT8),
     "int4": (_INT4, _INT4),
@@ -102,6 +104,7 @@ class KVFormat(NamedTuple):
         |---|---|
         | auto | the type they are computed in |
         | int8, fp8 | 8 bits (fp8: e4m3), a scale for each token and head |
+        | int8-rot, fp8-rot | likewise, of rotated heads, over whose dims outliers are spread |
         | fp8-static | e4m3, with a checkpoint's scales for each layer, or each layer and head |
         | int8-g8 | 8 bits, a scale for each 8 elements; any number that divides the head dim |
         | int4 | 4 bits, a scale and a middle for each token and head (int4-g32: for each 32 elements) |
