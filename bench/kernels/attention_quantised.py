@@ -7,8 +7,8 @@ Prefill restores quantised keys to a scratch first, as the engine does; "no scra
 kernel. Every row has the same requests over pools of each format, in bfloat16, at pages of one token in random
 order. The output of each is compared with that of the 16-bit kernel over what the elements and scales stand
 for. Each side is captured in a CUDA graph, and the sides of a row are replayed in turns until each is steady,
-with an empty L2 cache. The figure of a side is the ratio of its time to that of 16 bits; `bytes` is the ratio of
-the bytes that it reads, with scales.
+with an empty L2 cache. The figure of a side is the ratio of its time to that of 16 bits; `bytes` is the ratio
+of the bytes that it reads, with scales.
 """
 
 from functools import partial

@@ -25,7 +25,10 @@ from lightkv.triton_kernels.attention.prefill.prefill_attention import (
 )
 from lightkv.triton_kernels.quantised.kv_format import KVFormat
 
-NAMES = ("int8", "fp8", "fp8-static", "int8-g8", "int4", "int4-g16", "int4-sym-g8", "k16v8", "k8v4")
+NAMES = (
+    *("int8", "int8-rot", "fp8", "fp8-rot", "fp8-static", "int8-g8"),
+    *("int4", "int4-g16", "int4-sym-g8", "k16v8", "k8v4"),
+)
 TYPES = [
     torch.float32,
     torch.float16,

@@ -1,0 +1,50 @@
+"""Prefill over quantised K/V that is restored to a scratch, against float64 attention."""
+
+import pytest
+import torch
+
+from lightkv import KVPool, KVSpec
+from lightkv.attention.restored_prefill import RestoredPrefill
+from lightkv.triton_kernels.attention.paged_kv import AttentionOptions, HeadShape, PagedKV
+from lightkv.triton_kernels.attention.prefill.prefill_attention import prefill_attention_reference
+from lightkv.triton_kernels.quantised.kv_format import KVFormat
+
+TOLERANCE = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 2e-2}
+
+
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.gpu)], ids=str
+)
+@pytest.mark.parametrize("name", ["int8", "int4", "k16v8", "int8-g8"])
+@pytest.mark.parametrize("window", [0, 20])
+def test_prefill_over_a_scratch(name: str, dtype: torch.dtype, window: int, device: torch.device) -> None:
+    torch.manual_seed(1)
+    lengths, counts = [90, 40, 7], [50, 40, 2]
+    pool = KVPool(KVSpec(1, 2, 64, 64, dtype, KVFormat.parse(name)), 200, device)
+    slots = 1 + torch.randperm(199)[: sum(lengths)].to(device)
+    k, v = torch.randn(2, len(slots), 2, 64).to(device, dtype)
+    pool.write(0, slots, k, v)
+    index = torch.zeros(4, 90, dtype=torch.int32, device=device)
+    for row, part in enumerate(slots.split(lengths), 1):
+        index[row, : len(part)] = part.int()
+    kv = PagedKV(pool.k(0), pool.v(0), index, scales=pool.scales(0), format=pool.format(0))
+    rows, on_device = (
+        torch.tensor([1, 2, 3], device=device),
+        torch.tensor(lengths, dtype=torch.int32, device=device),
+    )
+    q = torch.randn(sum(counts), 8, 64).to(device, dtype)
+    q_starts = torch.tensor([0, 50, 90, 92], dtype=torch.int32, device=device)
+    options, heads = AttentionOptions(window=window), HeadShape(8, 2, 64, 64)
+    expected = prefill_attention_reference(q, kv, rows, q_starts, on_device, options)
+    for capacity in (137, 136):
+        restored = RestoredPrefill.make(
+            rows, on_device, q_starts, heads, options, num_tokens=92, dtype=dtype, capacity=capacity
+        )
+        out = torch.full((92, 8, 64), 7.0, dtype=dtype, device=device)
+        restored.attend(q, kv, options, out)
+        if capacity < sum(lengths):  # left to prefill over the pool
+            assert (out == 7.0).all()
+            assert torch.equal(restored.pool_starts, q_starts)
+        else:
+            torch.testing.assert_close(out, expected, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
+            assert (restored.pool_starts == 92).all()
