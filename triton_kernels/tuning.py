@@ -123,7 +123,8 @@ def decode_launch(
     if several and element_size < 4:
         launch = Launch(max(64, rows), 64, 4 if rows <= 64 else 8, 3)  # as the matrix units of Hopper want it
     elif min(element_bits) < 16 and element_size < 4:
-        launch = Launch(rows, 32, _quantised_warps(rows, key_dim, value_dim), 3)
+        num_warps = quantised_decode(num_rows, several, key_dim, value_dim, element_bits, False).num_warps
+        launch = Launch(rows, 32, num_warps, 3)
     else:
         launch = Launch(rows, 64 if bytes_per_key <= 256 else 32, 4 if rows <= 64 else 8, 3)
     if mask_size and several:  # so that several programs still share a multiprocessor
@@ -146,16 +147,32 @@ def decode_programs(num_queries: int, key_bytes: int) -> int:
     return max(1, min(2 if num_queries > 1 else 4, 2048 // key_bytes))
 
 
-def quantised_programs(num_rows: int, several: bool, key_dim: int, value_dim: int) -> int:
-    """Returns `decode_programs` for quantised K/V; the arguments are those of `decode_launch`."""
-    return 2 if several else max(1, 8 // _quantised_warps(padded_dim(num_rows), key_dim, value_dim))
+class QuantisedDecode(NamedTuple):
+    """How programs of decode over quantised K/V run: their warps, how many a multiprocessor runs at once, and
+    the most registers of a thread; None for as many as the compiler takes."""
+
+    num_warps: int
+    num_programs: int
+    max_registers: int | None = None
 
 
-def _quantised_warps(rows: int, key_dim: int, value_dim: int) -> int:
-    """Returns the warps of a program of decode over quantised K/V. One warp has no other to wait for, and
-    unpacks as many keys as its registers hold."""
-    dims = padded_dim(key_dim) + padded_dim(value_dim)
-    return 1 if rows <= 16 and dims <= 256 else 2 if rows * dims <= 8192 else 4 if rows <= 64 else 8
+def quantised_decode(
+    num_rows: int, several: bool, key_dim: int, value_dim: int, element_bits: Sequence[int], grouped: bool
+) -> QuantisedDecode:
+    """Returns how decode over quantised K/V runs; the arguments are those of `decode_launch`, and whether
+    heads have several scales.
+
+    One warp has no other to wait for, and unpacks as many keys as its registers hold.
+    """
+    rows, dims = padded_dim(num_rows), padded_dim(key_dim) + padded_dim(value_dim)
+    if several:
+        return QuantisedDecode(4 if rows <= 64 else 8, 2)
+    if rows > 16 or dims > 256:
+        num_warps = 2 if rows * dims <= 8192 else 4 if rows <= 64 else 8
+        return QuantisedDecode(num_warps, max(1, 8 // num_warps))
+    if max(element_bits) == 4 and not grouped:
+        return QuantisedDecode(1, 12, max_registers=160)
+    return QuantisedDecode(1, 8 if max(element_bits) == 8 else 5)
 
 
 def decode_workers(device: DeviceClass, num_programs: int, num_kv_heads: int) -> int:

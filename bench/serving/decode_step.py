@@ -22,6 +22,7 @@ from transformers import PreTrainedModel
 
 from bench.common.model_shapes import SHAPES, with_layers
 from bench.common.report import Spread, parser, print_json, print_machine, print_table, refuse
+from lightkv import KVSpec
 from lightkv.router import EngineConfig, SamplingParams
 from lightkv.router.engine.loop import LocalEngine, make_scheduler
 from lightkv.router.engine.request import Request
@@ -30,6 +31,7 @@ from lightkv.router.model.cuda_graph import GraphKey
 from lightkv.router.model.loader import random_model
 from lightkv.router.model.runner import ModelRunner
 from lightkv.router.sampling_params import SamplerKind
+from lightkv.triton_kernels.quantised.kv_format import KVFormat
 
 REPLAY_ROUNDS = 3
 COMPARED = 8  # tokens of each sequence, with graphs and without
@@ -42,7 +44,7 @@ KERNELS = {
 
 
 def make_engine(
-    model: PreTrainedModel, batch: int, prompt: int, steps: int, graphs: bool, fuse: bool
+    model: PreTrainedModel, batch: int, prompt: int, steps: int, graphs: bool, fuse: bool, kv_dtype: str
 ) -> tuple[LocalEngine, ModelRunner, list[int]]:
     """Returns an engine in which `batch` sequences of `prompt` tokens decode, and the first COMPARED tokens
     of each.
@@ -58,6 +60,7 @@ def make_engine(
         itl_target=0.0,  # else the first requests end while the last prompts are computed beside them
         cuda_graphs=graphs,
         fuse=fuse,
+        kv_dtype=kv_dtype,
     )
     runner, info = assemble(model, config, lambda line: None)
     engine = LocalEngine(make_scheduler(info), runner)
@@ -163,6 +166,7 @@ def main() -> None:
     arguments.add_argument("--shape", choices=SHAPES, default="llama-3-8b")
     arguments.add_argument("--layers", type=int, help="fewer than the shape has (llama-3-70b has 80)")
     arguments.add_argument("--no-fuse", action="store_true", help="run the layers as transformers wrote them")
+    arguments.add_argument("--kv-dtype", default="auto", help="how K and V are stored")
     options = arguments.parse_args()
 
     print_machine()
@@ -171,7 +175,9 @@ def main() -> None:
     shape = SHAPES[options.shape]
     layers = options.layers or shape.num_hidden_layers
     model = random_model(with_layers(shape, layers), torch.device("cuda"), torch.bfloat16)
-    per_token = 2 * shape.num_key_value_heads * shape.head_dim * 2 * layers
+    heads, dim = shape.num_key_value_heads, shape.head_dim
+    spec = KVSpec(layers, heads, dim, dim, torch.bfloat16, KVFormat.parse(options.kv_dtype))
+    per_token = spec.bytes_per_token
     read = ", ".join(f"{weight_bytes(model, batch) / 1e9:.2f} GB at batch {batch}" for batch in options.batch)
     print(f"{options.shape}, {layers} layers; read bandwidth {bandwidth / 1e12:.2f} TB/s; weights: {read}\n")
 
@@ -180,11 +186,11 @@ def main() -> None:
         tokens = batch * (options.prompt + options.steps // 2)
         floor = (weight_bytes(model, batch) + tokens * per_token) / bandwidth * 1e3
         engine, runner, expected = make_engine(
-            model, batch, options.prompt, options.steps, False, not options.no_fuse
+            model, batch, options.prompt, options.steps, False, not options.no_fuse, options.kv_dtype
         )
         del engine, runner
         engine, runner, output = make_engine(
-            model, batch, options.prompt, options.steps, True, not options.no_fuse
+            model, batch, options.prompt, options.steps, True, not options.no_fuse, options.kv_dtype
         )
         same = sum(a == b for a, b in zip(output, expected, strict=True)) / len(output)
         if same < 0.99:

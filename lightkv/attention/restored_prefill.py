@@ -19,7 +19,6 @@ from lightkv.triton_kernels.attention.prefill.prefill_plan import PrefillPlan, p
 from lightkv.triton_kernels.attention.prefill.restore_kv import restore_kv
 
 SCRATCH_BYTES = 256 * 2**20
-FEWEST_QUERIES = 257  # of a step; fewer read the pool itself sooner than a scratch is written
 
 
 def scratch_tokens(heads: HeadShape, dtype: torch.dtype) -> int:

@@ -8,21 +8,21 @@ import torch
 from lightkv.triton_kernels import tuning
 from lightkv.triton_kernels.attention.attention_scores import attention_scores
 from lightkv.triton_kernels.attention.decode.decode_attention import decode_attention
-from lightkv.triton_kernels.attention.decode.decode_plan import DecodePlan, decode_plan, quantised_programs
+from lightkv.triton_kernels.attention.decode.decode_plan import DecodePlan, decode_plan, num_programs_for
 from lightkv.triton_kernels.attention.decode.decode_sinks import SinkRotation
 from lightkv.triton_kernels.attention.decode.ring_step import sink_rotation
 from lightkv.triton_kernels.attention.merge_states import merge_states
 from lightkv.triton_kernels.attention.mixed_attention import MixedPlan, mixed_attention, mixed_plan
 from lightkv.triton_kernels.attention.paged_kv import HeadShape, PagedKV
 from lightkv.triton_kernels.attention.prefill.prefill_combine import most_part_bytes
-from lightkv.triton_kernels.quantised.kv_format import Elements
+from lightkv.triton_kernels.quantised.kv_format import Elements, KVFormat
 from lightkv.triton_kernels.quantised.write_quantised import write_quantised_kv
 from lightkv.triton_kernels.write_kv import write_kv
 
 from .backend import AttentionBackend
 from .cross import CrossMetadata
 from .metadata import AttentionMetadata
-from .restored_prefill import FEWEST_QUERIES, RestoredPrefill, scratch_tokens
+from .restored_prefill import RestoredPrefill, scratch_tokens
 from .rotary import RotaryEmbedding
 
 Plan = TypeVar("Plan")
@@ -159,8 +159,8 @@ class TritonAttention(AttentionBackend):
         """Returns how the step's prefills read restored keys; None if they read the pool."""
         num_prefills, heads = metadata.num_prefills, self._heads
         plain = metadata.mask is None and kv.ring is None and kv.indirection is None
-        large = q.is_cuda and q.element_size() == 2 and len(q) >= FEWEST_QUERIES
-        if not (num_prefills and kv.format.is_quantised and plain and large):
+        # On a GPU even a few queries read restored keys sooner: the general kernel unpacks them for each tile.
+        if not (num_prefills and kv.format.is_quantised and plain and q.is_cuda and q.element_size() == 2):
             return None
         capacity = min(scratch_tokens(heads, q.dtype), metadata.memory.capacity)
         bounds = self.options.window, self.options.chunk, self.options.after
@@ -180,13 +180,13 @@ class TritonAttention(AttentionBackend):
         key = "restored", *heads, *bounds, q.dtype
         return _StepPlans.of(metadata).get(key, metadata.step, self.layer_idx, make)
 
-    def _is_quantised(self, metadata: AttentionMetadata) -> bool:
-        return metadata.memory.pool.format(self.layer_idx).is_quantised
+    def _format(self, metadata: AttentionMetadata) -> KVFormat:
+        return metadata.memory.pool.format(self.layer_idx)
 
     def _plan(
         self, q: torch.Tensor, q_starts: torch.Tensor, lengths: torch.Tensor, metadata: AttentionMetadata
     ) -> MixedPlan:
-        heads, is_quantised = self._heads, self._is_quantised(metadata)
+        heads, layer_format = self._heads, self._format(metadata)
         shared_prefixes = metadata.shared_prefixes if self.prefix_members > 1 else None
 
         def make() -> MixedPlan:
@@ -202,11 +202,11 @@ class TritonAttention(AttentionBackend):
                 after=self.options.after,
                 shared_prefixes=shared_prefixes,
                 decodes_first=metadata.decodes_first,
-                is_quantised=is_quantised,
+                layer_format=layer_format,
             )
 
         bounds = self.options.window, self.options.chunk, self.options.after
-        shape = *heads, *bounds, q.dtype, shared_prefixes is not None, is_quantised
+        shape = *heads, *bounds, q.dtype, shared_prefixes is not None, layer_format
         return _StepPlans.of(metadata).get(shape, metadata.step, self.layer_idx, make)
 
     def _attend_with_sinks(self, q: torch.Tensor, metadata: AttentionMetadata, out: torch.Tensor) -> None:
@@ -245,7 +245,7 @@ class TritonAttention(AttentionBackend):
 
     def _attend_to_rings(self, q: torch.Tensor, metadata: AttentionMetadata, out: torch.Tensor) -> None:
         kv, heads = self.paged_kv(metadata), self._heads
-        ring, lengths, is_quantised = metadata.ring, metadata.kv_lens, self._is_quantised(metadata)
+        ring, lengths = metadata.ring, metadata.kv_lens
         assert ring is not None
 
         def make() -> _RingPlan:
@@ -254,7 +254,7 @@ class TritonAttention(AttentionBackend):
                 lengths,
                 num_kv_heads=heads.num_kv_heads,
                 key_bytes=heads.key_bytes(q.dtype),
-                num_programs=quantised_programs(heads) if is_quantised else None,
+                num_programs=num_programs_for(heads, kv.format),
                 ring=ring,
             )
             if not ring.sinks:
@@ -262,7 +262,7 @@ class TritonAttention(AttentionBackend):
             assert self.rotary is not None
             return _RingPlan(plan, sink_rotation(lengths, ring, self.rotary.inverse))
 
-        key = *heads, ring, q.dtype, is_quantised
+        key = *heads, ring, q.dtype, kv.format
         plan = _StepPlans.of(metadata).get(key, metadata.step, self.layer_idx, make)
         decode_attention(
             self._rotated(q, kv.format.k, metadata),
@@ -278,7 +278,7 @@ class TritonAttention(AttentionBackend):
 
     def _attend_cross(self, q: torch.Tensor, cross: CrossMetadata, out: torch.Tensor) -> None:
         metadata, heads = cross.metadata, self._heads
-        kv, is_quantised = self.cross_kv(metadata), self._is_quantised(metadata)
+        kv = self.cross_kv(metadata)
         q_starts = metadata.q_starts[: metadata.num_prefills + 1]
 
         def make() -> MixedPlan:
@@ -291,7 +291,7 @@ class TritonAttention(AttentionBackend):
                 dtype=q.dtype,
                 after=self.options.after,
                 decodes_first=metadata.decodes_first,
-                is_quantised=is_quantised,
+                layer_format=kv.format,
             )
 
         plans = cross.plan if isinstance(cross.plan, _StepPlans) else _StepPlans()
@@ -303,7 +303,7 @@ class TritonAttention(AttentionBackend):
             q_starts,
             cross.kv_lens,
             self.options,
-            plan=plans.get((*heads, q.dtype, is_quantised), metadata.step, self.layer_idx, make),
+            plan=plans.get((*heads, q.dtype, kv.format), metadata.step, self.layer_idx, make),
             out=out,
             decodes_first=metadata.decodes_first,
         )

@@ -31,13 +31,14 @@ from lightkv.triton_kernels.attention.decode.decode_plan import (
     DecodePlan,
     SharedPrefixGroups,
     decode_plan,
-    quantised_programs,
+    num_programs_for,
 )
 from lightkv.triton_kernels.attention.prefill.prefill_attention import (
     prefill_attention,
     prefill_attention_reference,
 )
 from lightkv.triton_kernels.attention.prefill.prefill_plan import PrefillPlan, prefill_plan
+from lightkv.triton_kernels.quantised.kv_format import AS_COMPUTED, KVFormat
 
 from .attention_inputs import check_attention_inputs
 from .attention_mask import AttentionMask
@@ -65,7 +66,7 @@ def mixed_plan(
     num_queries: int = 1,
     shared_prefixes: SharedPrefixGroups | None = None,
     decodes_first: bool = False,
-    is_quantised: bool = False,
+    layer_format: KVFormat = AS_COMPUTED,
 ) -> MixedPlan:
     """Makes the work lists of a step, which serve all layers with these heads and this window or these chunks.
 
@@ -76,7 +77,7 @@ def mixed_plan(
         dtype: of q.
         window, chunk, after: as in `AttentionOptions`.
         shared_prefixes: of the decodes, which are numbered from 0; as in `decode_plan`.
-        is_quantised: K or V is quantised, so that decode runs other numbers of programs.
+        layer_format: how the layers' K/V is stored.
     """
     num_prefills, num_requests = q_starts.shape[0] - 1, rows.shape[0]
     num_decodes = 0 if decodes_first else num_requests - num_prefills
@@ -103,7 +104,7 @@ def mixed_plan(
             num_queries=num_queries,
             shared_prefixes=shared_prefixes,
             key_bytes=heads.key_bytes(dtype),
-            num_programs=quantised_programs(heads, num_queries, shared_prefixes) if is_quantised else None,
+            num_programs=num_programs_for(heads, layer_format, num_queries, shared_prefixes),
         )
     return MixedPlan(prefill, decode)
 

@@ -64,10 +64,11 @@ class Elements(NamedTuple):
 
     def check(self, name: str, dim: int) -> None:
         """Raises ValueError if a head of `dim` elements cannot be stored so."""
-        if self.is_quantised and dim % (self.group or self.fields):
+        if self.is_quantised and (dim % (self.group or self.fields) or self.group % self.fields):
             raise ValueError(
                 f"heads of {dim} {name} dims do not fit {self.group or self.fields} elements of {self.bits} "
-                f"bits to a {'group' if self.group else 'word'}; choose another format"
+                f"bits to a {'group' if self.group else 'word'}, and a group is whole words of {self.fields}; "
+                "choose another format"
             )
 
 

@@ -40,6 +40,16 @@ def format_code(layer_format: KVFormat, k_dim: int, v_dim: int) -> int:
     return code | k.groups(k_dim) << 8 | v.groups(v_dim) << 20
 
 
+def most_warps(layer_format: int) -> int:
+    """Returns how many warps a program may have that attends to K/V of a format.
+
+    With K of 8 bits beside V of 4, programs of 4 warps give wrong results on Hopper with Triton 3.6 where tiles
+    have 64 rows: with fewer warps, their dot products do not use the instructions of a warp group.
+    """
+    kinds = layer_format & 3, layer_format >> 3 & 3
+    return 2 if kinds in ((INT8, INT4), (FP8, INT4)) else 8
+
+
 def as_words(cache: Tensor, elements: Elements) -> Tensor:
     """Returns a cache of elements `[num_slots, heads, dim]` as int16 words; one that is not quantised as it
     is."""
@@ -218,39 +228,56 @@ def unpack(words, KIND: tl.constexpr, DTYPE: tl.constexpr, PACKED: tl.constexpr,
     return tiles
 
 
+@triton.constexpr_function
+def _words_of_group(num_words, groups):
+    return num_words // groups
+
+
 @triton.jit
 def load_columns(
     columns, slots, valid, stride_slot, GROUPS: tl.constexpr, WIDTH: tl.constexpr, NUM_WORDS: tl.constexpr,
     MIDDLE: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """Loads the scales and the middles (if there are none, the scales) of one head at `slots`, float32:
-    `[BLOCK_N]`, or where a head has several groups, `[BLOCK_N, WIDTH]`, one for each word of the head."""
+    """Loads the scales and the middles (if there are none, the scales) of one head at `slots`: `[BLOCK_N]`
+    float32, or where a head has several groups, `[BLOCK_N, groups]` as they are stored. `WIDTH`: words of the
+    head's tile, of which `NUM_WORDS` are the head's."""
     if GROUPS == 1:
         places = columns + slots * stride_slot
         mask = valid
     else:
-        word = tl.arange(0, WIDTH)
-        places = columns + slots[:, None] * stride_slot + (word * GROUPS // NUM_WORDS)[None, :]
-        mask = valid[:, None] & (word < NUM_WORDS)[None, :]
+        group = tl.arange(0, WIDTH // _words_of_group(NUM_WORDS, GROUPS))
+        places = columns + slots[:, None] * stride_slot + group[None, :]
+        mask = valid[:, None] & (group < GROUPS)[None, :]
     if MASKED or GROUPS > 1:
-        scale = tl.load(places, mask=mask, other=0.0).to(tl.float32)
+        scale = tl.load(places, mask=mask, other=0.0)
         middle = scale
         if MIDDLE:
-            middle = tl.load(places + GROUPS, mask=mask, other=0.0).to(tl.float32)
+            middle = tl.load(places + GROUPS, mask=mask, other=0.0)
     else:
-        scale = tl.load(places).to(tl.float32)
+        scale = tl.load(places)
         middle = scale
         if MIDDLE:
-            middle = tl.load(places + GROUPS).to(tl.float32)
+            middle = tl.load(places + GROUPS)
+    if GROUPS == 1:
+        scale, middle = scale.to(tl.float32), middle.to(tl.float32)
     return scale, middle
 
 
 @triton.jit
+def _for_words(columns, BLOCK_N: tl.constexpr, WIDTH: tl.constexpr, DTYPE: tl.constexpr):
+    """Repeats `[BLOCK_N, groups]` for the words of each group, `[BLOCK_N, WIDTH]`."""
+    GROUPS: tl.constexpr = columns.shape[1]
+    repeated = tl.broadcast_to(columns.to(DTYPE)[:, :, None], (BLOCK_N, GROUPS, WIDTH // GROUPS))
+    return tl.reshape(repeated, (BLOCK_N, WIDTH))
+
+
+@triton.jit
 def restore(numbers, beside, GROUPS: tl.constexpr, MIDDLE: tl.constexpr):
-    """Applies the scales of groups to unpacked elements, which then are what was quantised."""
+    """Applies the scales of groups to unpacked elements, which then are what was quantised, in their type."""
     if GROUPS > 1:
-        restored = numbers.to(tl.float32) * beside[0]
+        BLOCK_N: tl.constexpr = numbers.shape[0]
+        WIDTH: tl.constexpr = numbers.shape[1]
+        numbers = numbers * _for_words(beside[0], BLOCK_N, WIDTH, numbers.dtype)
         if MIDDLE:
-            restored += beside[1]
-        numbers = restored.to(numbers.dtype)
+            numbers += _for_words(beside[1], BLOCK_N, WIDTH, numbers.dtype)
     return numbers

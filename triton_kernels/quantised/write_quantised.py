@@ -126,7 +126,7 @@ def _write_quantised_kernel(
         slot = tl.load(slots + token, mask=valid, other=0).to(tl.int64)[:, None]  # [BLOCK_T, 1]
         if program < KV_HEADS:
             head = program.to(tl.int64)
-            tile = _load_head(
+            k_tile = _load_head(
                 k + token[:, None] * stride_k_t + head * stride_k_h,
                 k_bias + head * stride_k_bias if k_bias is not None else None,
                 cos,
@@ -138,7 +138,7 @@ def _write_quantised_kernel(
                 INTERLEAVED,
             )
             write_elements(
-                tile,
+                k_tile,
                 k_cache + slot * stride_kc_slot + head * stride_kc_h,
                 scales + slot * stride_scales_slot + head * stride_scales_h,
                 valid,
@@ -149,7 +149,7 @@ def _write_quantised_kernel(
             )
         else:
             head = (program - KV_HEADS).to(tl.int64)
-            tile = _load_head(
+            v_tile = _load_head(
                 v + token[:, None] * stride_v_t + head * stride_v_h,
                 v_bias + head * stride_v_bias if v_bias is not None else None,
                 cos,
@@ -161,7 +161,7 @@ def _write_quantised_kernel(
                 INTERLEAVED,
             )
             write_elements(
-                tile,
+                v_tile,
                 v_cache + slot * stride_vc_slot + head * stride_vc_h,
                 scales + slot * stride_scales_slot + head * stride_scales_h + K_COLUMNS,
                 valid,

@@ -15,6 +15,8 @@ The heads share a K/V head; the members are the requests that share the item's p
 The loop over keys, the checks and the float64 attention of the reference are in `attend_keys.py`.
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -24,11 +26,11 @@ from lightkv.triton_kernels.attention.attention_inputs import check_attention_in
 from lightkv.triton_kernels.attention.attention_mask import AttentionMask, mask_reference, mask_strides
 from lightkv.triton_kernels.attention.attention_reference import attend_reference, slots_reference
 from lightkv.triton_kernels.attention.paged_kv import DEFAULT_OPTIONS, AttentionOptions, HeadShape, PagedKV
-from lightkv.triton_kernels.quantised.unpack import as_words, format_code, is_packed
+from lightkv.triton_kernels.quantised.unpack import as_words, format_code, is_packed, most_warps
 
 from .decode_combine import combine_parts
 from .decode_kernel import decode_kernel
-from .decode_plan import DecodePlan, decode_plan, quantised_programs
+from .decode_plan import DecodePlan, decode_plan, num_programs_for
 from .decode_sinks import SinkRotation, attend_ring_reference, check_rotation
 
 
@@ -84,7 +86,12 @@ def _decode_attention(
         0 if mask is None else mask.element_size(),
     )
     early = tuning.has_early_launch(device)
-    options = {"launch_pdl": True} if early else {}
+    options: dict[str, Any] = {"launch_pdl": True} if early else {}
+    if early and min(element_bits) < 16:
+        grouped = max(layer_format >> 8 & 4095, layer_format >> 20) > 1
+        options["maxnreg"] = tuning.quantised_decode(
+            together * group, together > 1, key_dim, value_dim, element_bits, grouped
+        ).max_registers
     partial_shape = plan.num_parts, num_queries * num_heads
     partial_lse = torch.empty(partial_shape, dtype=torch.float32, device=q.device)
     partial_out = torch.empty((*partial_shape, value_dim), dtype=torch.float32, device=q.device)
@@ -145,7 +152,7 @@ def _decode_attention(
         EARLY=early,
         FORMAT=layer_format,
         PACKED=layer_format != 0 and is_packed(q),
-        num_warps=launch.num_warps,
+        num_warps=min(launch.num_warps, most_warps(layer_format)),
         num_stages=launch.num_stages,
         **options,
     )
@@ -253,9 +260,7 @@ def decode_attention(
             chunk=chunk,
             num_queries=num_queries,
             key_bytes=HeadShape.of(q, kv).key_bytes(q.dtype),
-            num_programs=(
-                quantised_programs(HeadShape.of(q, kv), num_queries) if kv.format.is_quantised else None
-            ),
+            num_programs=num_programs_for(HeadShape.of(q, kv), kv.format, num_queries),
             ring=ring,
         )
     _decode_attention(

@@ -35,6 +35,7 @@ from lightkv.triton_kernels.attention.attend_keys import first_key
 from lightkv.triton_kernels.attention.attention_inputs import check_requests, check_window
 from lightkv.triton_kernels.attention.paged_kv import HeadShape
 from lightkv.triton_kernels.attention.ring import Ring
+from lightkv.triton_kernels.quantised.kv_format import KVFormat
 
 ITEM_FIELDS = 4  # request (or -1 - prefix), row, first key, end of the keys
 SHARE_FIELDS = 8  # first item, and its fields
@@ -282,13 +283,25 @@ def _decode_plan(
 _decode_plan.register_fake(lambda *_: None)  # the outputs are arguments
 
 
-def quantised_programs(
-    heads: HeadShape, num_queries: int = 1, shared_prefixes: SharedPrefixGroups | None = None
-) -> int:
-    """Returns `num_programs` of a plan for layers whose K/V is quantised."""
+def num_programs_for(
+    heads: HeadShape,
+    layer_format: KVFormat,
+    num_queries: int = 1,
+    shared_prefixes: SharedPrefixGroups | None = None,
+) -> int | None:
+    """Returns `num_programs` of a plan for layers of a format; None where nothing is quantised."""
+    if not layer_format.is_quantised:
+        return None
     num_members = 1 if shared_prefixes is None else shared_prefixes.members.shape[1]
-    group, together = heads.num_heads // heads.num_kv_heads, num_members * num_queries
-    return tuning.quantised_programs(together * group, together > 1, heads.key_dim, heads.value_dim)
+    together = num_members * num_queries
+    num_rows, bits = (
+        together * heads.num_heads // heads.num_kv_heads,
+        (layer_format.k.bits, layer_format.v.bits),
+    )
+    grouped = bool(layer_format.k.group or layer_format.v.group)
+    return tuning.quantised_decode(
+        num_rows, together > 1, heads.key_dim, heads.value_dim, bits, grouped
+    ).num_programs
 
 
 def decode_plan(

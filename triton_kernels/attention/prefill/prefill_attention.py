@@ -29,7 +29,7 @@ from lightkv.triton_kernels.attention.attention_inputs import check_attention_in
 from lightkv.triton_kernels.attention.attention_mask import AttentionMask, mask_reference, mask_strides
 from lightkv.triton_kernels.attention.attention_reference import attend_reference, slots_reference
 from lightkv.triton_kernels.attention.paged_kv import DEFAULT_OPTIONS, AttentionOptions, HeadShape, PagedKV
-from lightkv.triton_kernels.quantised.unpack import as_words, format_code, is_packed
+from lightkv.triton_kernels.quantised.unpack import as_words, format_code, is_packed, most_warps
 
 from .prefill_combine import combine_tiles, empty_parts
 from .prefill_kernel import prefill_kernel
@@ -134,6 +134,8 @@ def _prefill_attention(
         if mask is not None:
             launch = tuning.Launch(block_m, block_n, num_warps, num_stages)
             _, block_n, num_warps, num_stages = tuning.masked_prefill_launch(launch)
+        if num_warps > most_warps(layer_format):
+            block_n, num_warps, num_stages = 32, most_warps(layer_format), 2
         prefill_kernel[(num_kv_heads * num_shares,)](
             q,
             k_cache,
