@@ -172,7 +172,7 @@ def quantised_decode(
         return QuantisedDecode(num_warps, max(1, 8 // num_warps))
     if max(element_bits) == 4 and not grouped:
         return QuantisedDecode(1, 12, max_registers=160)
-    return QuantisedDecode(1, 8 if max(element_bits) == 8 else 5)
+    return QuantisedDecode(1, 8 if max(element_bits) <= 8 else 5)
 
 
 def decode_workers(device: DeviceClass, num_programs: int, num_kv_heads: int) -> int:
