@@ -55,7 +55,7 @@ class CachedModel:
     float64 from now on, which sinks and texts past the model's context need. Tokens may be dropped
     (`cache.release`, `cache.keep`): the others keep their positions, and new tokens count on from the last one.
     `kv_format` says how K and V are stored; static scales are to be set with `set_kv_scales` before the first
-    step.
+    step, which raises ValueError otherwise.
 
     Raises UnsupportedModel, with `exact_positions` also for positions that are not rotary in NeoX's layout and
     for layers with windows or chunks; UnknownBackend, OutOfMemory, and ValueError for a format that does

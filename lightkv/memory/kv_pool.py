@@ -100,8 +100,9 @@ class KVPool:
 
     Layer `i` is one buffer `[num_slots, row_width]`: a slot's K heads, then its V heads, so that they are
     adjacent in memory. Where K or V is quantised, a second buffer holds the scales of each slot and head,
-    except for static ones, which are the same for all slots and have to be set first. Raises OutOfMemory, with
-    nothing allocated, if the device has no room.
+    except for static ones, which are the same for all slots. These have to be set first: `scales`, `write` and
+    `read` raise ValueError for a layer that lacks them. Raises OutOfMemory, with nothing allocated, if the
+    device has no room.
     """
 
     def __init__(self, spec: KVSpec, num_slots: int, device: torch.device) -> None:
@@ -125,6 +126,7 @@ class KVPool:
             # Padding is read under a mask, and a weight of 0 does not mask a NaN: 0 * NaN is NaN.
             buffer[:1].zero_()
         self._rows, self._columns = rows, columns
+        self._unset = {layer_idx for layer_idx in num_layers if spec.format.of_layer(layer_idx).is_static}
         rotated = ((spec.format.k, spec.k_dim), (spec.format.v, spec.v_dim))
         self._rotations = {dim: hadamard(dim, device) for elements, dim in rotated if elements.is_rotated}
         self._k, self._v = zip(*map(spec.split, rows, num_layers), strict=True)
@@ -133,9 +135,8 @@ class KVPool:
     def _make_columns(self, of_layer: KVFormat) -> torch.Tensor:
         spec = self.spec
         width = spec.num_kv_heads * of_layer.columns(spec.k_dim, spec.v_dim)
-        if of_layer.is_static:  # a NaN shows that they are not set
-            return torch.full((1, width), float("nan"), dtype=of_layer.scale_dtype, device=self.device)
-        return torch.empty(self.num_slots, width, dtype=of_layer.scale_dtype, device=self.device)
+        num_rows = 1 if of_layer.is_static else self.num_slots
+        return torch.empty(num_rows, width, dtype=of_layer.scale_dtype, device=self.device)
 
     def _scales_of(self, layer_idx: int) -> torch.Tensor | None:
         if not self.format(layer_idx).is_quantised:
@@ -174,6 +175,11 @@ class KVPool:
     def scales(self, layer_idx: int) -> torch.Tensor | None:
         """Returns what stands beside the heads of a layer, `[num_slots, num_kv_heads, columns]`: the scales and
         the middles of K, then those of V. Static ones have a stride of 0. None where nothing is quantised."""
+        if layer_idx in self._unset:
+            raise ValueError(
+                f"the static scales of layer {layer_idx} are not set: call set_static_scales first (set_kv_scales "
+                "with those of a checkpoint), or choose a format with a scale for each token, such as fp8"
+            )
         return self._scales[layer_idx]
 
     def rotate(self, heads: torch.Tensor) -> torch.Tensor:
@@ -200,10 +206,11 @@ class KVPool:
                 "a format with a scale for each token, such as fp8"
             )
         self._columns[layer_idx].copy_(scales.flatten()[None])
+        self._unset.discard(layer_idx)
 
     def write(self, layer_idx: int, slots: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
         """Writes K `[n, num_kv_heads, k_dim]` and V to slots, int64 `[n]`, quantised in plain torch."""
-        of_layer, scales = self.format(layer_idx), self._scales[layer_idx]
+        of_layer, scales = self.format(layer_idx), self.scales(layer_idx)
         found: list[torch.Tensor] = []
         caches = self._k[layer_idx], self._v[layer_idx]
         static = (None, None) if scales is None else split_columns(scales[0], of_layer, self.spec.k_dim)
@@ -222,7 +229,7 @@ class KVPool:
         of_layer = self.format(layer_idx)
         rows = self._rows[layer_idx].index_select(0, slots.flatten()).unflatten(0, slots.shape)
         k, v = self.spec.split(rows, layer_idx)
-        scales = self._scales[layer_idx]
+        scales = self.scales(layer_idx)
         if scales is None:
             return k, v
         of_k, of_v = split_columns(scales[slots], of_layer, self.spec.k_dim)

@@ -147,6 +147,9 @@ def test_static_scales_have_to_be_set_and_are_those_of_every_slot() -> None:
     assert spec.bytes_per_token == 2 * 3 * 64
     slots = torch.tensor([4, 2])
     k, v = random_heads(2, 2, 3, 32).unbind()
+    for use in (lambda: pool.write(1, slots, k, v), lambda: pool.read(1, slots), lambda: pool.scales(1)):
+        with pytest.raises(ValueError, match=r"scales of layer 1 are not set: .*choose a format"):
+            use()
     for layer_idx in (0, 1):
         pool.set_static_scales(layer_idx, torch.tensor([0.5]), torch.tensor([0.25, 0.5, 1.0]))
     pool.write(1, slots, k, v)
