@@ -10,11 +10,12 @@ from lightkv.triton_kernels.attention.attention_scores import attention_scores
 from lightkv.triton_kernels.attention.decode.decode_attention import decode_attention
 from lightkv.triton_kernels.attention.decode.decode_plan import DecodePlan, decode_plan, num_programs_for
 from lightkv.triton_kernels.attention.decode.decode_sinks import SinkRotation
-from lightkv.triton_kernels.attention.decode.ring_step import sink_rotation
+from lightkv.triton_kernels.attention.decode.ring_step import dropped_tokens, sink_rotation
 from lightkv.triton_kernels.attention.merge_states import merge_states
 from lightkv.triton_kernels.attention.mixed_attention import MixedPlan, mixed_attention, mixed_plan
 from lightkv.triton_kernels.attention.paged_kv import HeadShape, PagedKV
 from lightkv.triton_kernels.attention.prefill.prefill_combine import most_part_bytes
+from lightkv.triton_kernels.attention.ring import Ring
 from lightkv.triton_kernels.quantised.kv_format import Elements, KVFormat
 from lightkv.triton_kernels.quantised.write_quantised import write_quantised_kv
 from lightkv.triton_kernels.write_kv import write_kv
@@ -33,6 +34,17 @@ class _RingPlan(NamedTuple):
 
     decode: DecodePlan
     rotation: SinkRotation | None
+
+
+class _RingParts(NamedTuple):
+    """What they share where the sinks are attended to apart from the window: the keys of each part, and by how
+    many positions queries are rotated back for the sinks."""
+
+    sinks: DecodePlan
+    sink_lengths: torch.Tensor
+    window: DecodePlan
+    window_lengths: torch.Tensor
+    dropped: torch.Tensor
 
 
 class _StepPlans:
@@ -247,6 +259,9 @@ class TritonAttention(AttentionBackend):
         kv, heads = self.paged_kv(metadata), self._heads
         ring, lengths = metadata.ring, metadata.kv_lens
         assert ring is not None
+        if ring.sinks and kv.format.k.is_rotated:
+            self._attend_to_ring_parts(q, kv, ring, metadata, out)
+            return
 
         def make() -> _RingPlan:
             plan = decode_plan(
@@ -274,6 +289,64 @@ class TritonAttention(AttentionBackend):
             out=out,
             sink_rotation=plan.rotation,
         )
+        self._rotate_back(out, kv.format.v, metadata)
+
+    def _attend_to_ring_parts(
+        self, q: torch.Tensor, kv: PagedKV, ring: Ring, metadata: AttentionMetadata, out: torch.Tensor
+    ) -> None:
+        """Attends to rings with sinks whose keys are stored rotated. A query is rotated back for the sinks
+        before it is rotated as the keys are, which the kernel cannot do, so the two parts are merged here."""
+        assert self.rotary is not None
+        heads, lengths = self._heads, metadata.kv_lens
+        # Without the columns of the sinks, a row is a ring without sinks.
+        window = Ring(0, ring.size, ring.stride)
+
+        def plan_for(part_lengths: torch.Tensor, part: Ring | None) -> DecodePlan:
+            return decode_plan(
+                metadata.rows,
+                part_lengths,
+                num_kv_heads=heads.num_kv_heads,
+                key_bytes=heads.key_bytes(q.dtype),
+                num_programs=num_programs_for(heads, kv.format),
+                ring=part,
+            )
+
+        def make() -> _RingParts:
+            sink_lengths, window_lengths = lengths.clamp(max=ring.sinks), (lengths - ring.sinks).clamp(min=0)
+            return _RingParts(
+                plan_for(sink_lengths, None),
+                sink_lengths,
+                plan_for(window_lengths, window),
+                window_lengths,
+                dropped_tokens(lengths, ring),
+            )
+
+        key = "parts", *heads, ring, q.dtype, kv.format
+        parts = _StepPlans.of(metadata).get(key, metadata.step, self.layer_idx, make)
+        partial_out = torch.empty((2, *out.shape), dtype=torch.float32, device=out.device)
+        lse = torch.empty((2, *q.shape[:2]), dtype=torch.float32, device=q.device)
+        # Learned sinks join the part that always has keys.
+        decode_attention(
+            self._rotated(self.rotary.rotate_back(q, parts.dropped), kv.format.k, metadata),
+            kv._replace(ring=None),
+            metadata.rows,
+            parts.sink_lengths,
+            self.options,
+            plan=parts.sinks,
+            out=partial_out[0],
+            lse=lse[0],
+        )
+        decode_attention(
+            self._rotated(q, kv.format.k, metadata),
+            kv._replace(index=kv.index[:, ring.sinks :], ring=window),
+            metadata.rows,
+            parts.window_lengths,
+            self.options._replace(sink_logits=None),
+            plan=parts.window,
+            out=partial_out[1],
+            lse=lse[1],
+        )
+        merge_states(partial_out, lse, out=out)
         self._rotate_back(out, kv.format.v, metadata)
 
     def _attend_cross(self, q: torch.Tensor, cross: CrossMetadata, out: torch.Tensor) -> None:

@@ -177,8 +177,9 @@ class KVPool:
         the middles of K, then those of V. Static ones have a stride of 0. None where nothing is quantised."""
         if layer_idx in self._unset:
             raise ValueError(
-                f"the static scales of layer {layer_idx} are not set: call set_static_scales first (set_kv_scales "
-                "with those of a checkpoint), or choose a format with a scale for each token, such as fp8"
+                f"the static scales of layer {layer_idx} are not set: call set_static_scales first "
+                "(set_kv_scales with those of a checkpoint), or choose a format with a scale for each token, "
+                "such as fp8"
             )
         return self._scales[layer_idx]
 

@@ -106,7 +106,11 @@ def sink_rotation(lengths: Tensor, ring: Ring, inverse: Tensor) -> SinkRotation:
 
 def sink_rotation_reference(lengths: Tensor, ring: Ring, inverse: Tensor) -> SinkRotation:
     """Computes `sink_rotation` in plain torch."""
-    beyond = lengths.long() - 1 - ring.capacity
-    dropped = torch.where(beyond < 0, 0, (beyond // ring.stride + 1) * ring.stride)
-    angles = dropped.double()[:, None] * inverse
+    angles = dropped_tokens(lengths, ring).double()[:, None] * inverse
     return SinkRotation(angles.cos().float(), angles.sin().float())
+
+
+def dropped_tokens(lengths: Tensor, ring: Ring) -> Tensor:
+    """Returns what `Ring.dropped` says of the newest token of each ring of so many tokens, int64 `[B]`."""
+    beyond = lengths.long() - 1 - ring.capacity
+    return torch.where(beyond < 0, 0, (beyond // ring.stride + 1) * ring.stride)

@@ -1,0 +1,163 @@
+"""Streams, heavy hitters, trees of guesses and beams over quantised pools, against the same over pools that
+hold in float32 what quantising and dequantising makes of K and V."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from lightkv.integrations.cached_model import CachedModel
+from lightkv.integrations.eviction import HeavyHitters
+from lightkv.integrations.guess_tree import GuessTree
+from lightkv.integrations.hf_cache import LightKVCache
+from lightkv.integrations.sampling import beam_search
+from lightkv.integrations.streaming import Stream, Window
+from lightkv.memory.kv_pool import KVPool
+from lightkv.triton_kernels.quantised.kv_format import KVFormat
+from lightkv.triton_kernels.quantised.quantise_reference import dequantise, quantise, rotate_heads
+from tests.support.tiny_models import VOCABULARY, tiny_llama
+
+CPU = torch.device("cpu")
+SKIPPED = (1,)
+IDS = torch.randint(0, VOCABULARY, (90,), generator=torch.Generator().manual_seed(1)).tolist()
+# On "triton", prefill and decode are the kernels' in the interpreter.
+CASES = [
+    *((name, "torch") for name in ("int8", "int4", "k16v8")),
+    *(pytest.param(name, "triton", marks=pytest.mark.slow) for name in ("int8", "int4")),
+]
+both = pytest.mark.parametrize(("name", "backend"), CASES)
+
+
+def round_written(pool: KVPool, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Makes a plain pool, and the attention of the step itself, see what a quantised one would hold."""
+    write, chosen = pool.write, KVFormat.parse(name, SKIPPED)
+
+    def rounded(layer_idx: int, slots: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+        of_layer = chosen.of_layer(layer_idx)
+        for x, elements in ((k, of_layer.k), (v, of_layer.v)):
+            if elements.is_quantised:
+                restored = dequantise(*quantise(x, elements, of_layer.scale_dtype), elements)
+                x.copy_(rotate_heads(restored) if elements.is_rotated else restored)
+        write(layer_idx, slots, k, v)
+
+    monkeypatch.setattr(pool, "write", rounded)
+
+
+def pair(
+    name: str,
+    backend: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capacity: int = 120,
+    device: torch.device = CPU,
+    **options: Any,
+) -> tuple[CachedModel, CachedModel]:
+    """Returns a model over a quantised pool, and one that is to compute the same."""
+    format_of = KVFormat.parse(name, SKIPPED)
+    ours = CachedModel(tiny_llama(device), capacity, backend=backend, kv_format=format_of, **options)
+    other = CachedModel(tiny_llama(device), capacity, backend="torch", **options)
+    round_written(other.cache.memory.pool, name, monkeypatch)
+    return ours, other
+
+
+def assert_close(found: torch.Tensor, expected: torch.Tensor) -> None:
+    torch.testing.assert_close(found, expected, atol=5e-3, rtol=1e-3)
+
+
+@both
+@pytest.mark.parametrize("sinks", [3, 0])
+def test_streams(
+    name: str, backend: str, sinks: int, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    window = Window(size=12, sink_tokens=sinks, stride=4)
+    logits = []
+    for lm in pair(name, backend, monkeypatch, window.capacity, device, exact_positions=True):
+        flow = Stream(lm, window, IDS[:1])
+        steps = []
+        for part in (IDS[:1], IDS[1:2], IDS[2:18], *([token] for token in IDS[18:23])):
+            steps += flow.feed(part, all_logits=True)
+        assert lm.cache.num_held == window.capacity
+        flow.close()
+        lm.cache.check()
+        logits.append(torch.cat(steps))
+    assert_close(*logits)
+
+
+@both
+def test_heavy_hitters(name: str, backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = []
+    for lm in pair(name, backend, monkeypatch):
+        hitters, sequence = HeavyHitters(lm), lm.cache.open(IDS[:1])
+        steps = [hitters.forward(sequence, IDS[:40], all_logits=True)]
+        steps.append(hitters.scores(sequence)[:, None].clone())
+        assert hitters.keep(sequence, budget=20, recent=6) == 20
+        steps += [hitters.forward(sequence, IDS[40:50], all_logits=True), hitters.forward(sequence, [7])]
+        steps.append(hitters.scores(sequence)[:, None].clone())
+        lm.cache.check()
+        found.append((lm.cache.positions(sequence).tolist(), steps))
+    assert found[0][0] == found[1][0]
+    for ours, expected in zip(found[0][1], found[1][1], strict=True):
+        assert_close(ours, expected)
+
+
+@both
+def test_sequences_that_keep_their_first_tokens(
+    name: str, backend: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    logits = []
+    for lm in pair(name, backend, monkeypatch, exact_positions=True):
+        sequence = lm.cache.open(IDS[:1])
+        lm.forward([sequence], [IDS[:40]])
+        lm.cache.release(sequence, 8, 4)
+        logits.append(lm.forward([sequence], [IDS[40:45]], all_logits=True))
+    assert_close(*logits)
+
+
+@both
+def test_trees_of_guesses(name: str, backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    tree, path = GuessTree.of_lines(7, [[1, 2, 3], [1, 2, 4, 6], [5, 1]]), [0, 1, 2, 4, 5]
+    logits = []
+    for lm in pair(name, backend, monkeypatch):
+        sequence, _ = lm.prefill(IDS[:30])
+        start = sequence.length
+        found = lm.forward([sequence], [tree.tokens], all_logits=True, tree=tree)
+        lm.take(sequence, start, path)
+        logits.append(torch.cat((found, lm.forward([sequence], [[8]]))))
+        straight, _ = lm.prefill(IDS[:30])  # its first tokens are those of the other
+        lm.forward([straight], [[7, 1, 2, 4, 6]])
+        for layer_idx in (0, 1):  # what was taken is what would have been computed
+            ours, expected = (
+                torch.cat(lm.cache.memory.pool.read(layer_idx, lm.cache.slots(one).long()[:35]), -1)
+                for one in (sequence, straight)
+            )
+            assert (ours - expected).abs().mean() < 1e-3
+        lm.cache.check()
+    assert_close(*logits)
+
+
+@pytest.mark.parametrize("name", ["int8", "int4"])
+def test_beams(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    ours, expected = (
+        beam_search(lm, IDS[:20], num_beams=3, max_new_tokens=6) for lm in pair(name, "torch", monkeypatch)
+    )
+    assert [one.token_ids for one in ours] == [one.token_ids for one in expected]
+
+
+@pytest.mark.parametrize("name", ["int8", "int4", "k8v4"])
+def test_beams_of_transformers(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, texts = tiny_llama(CPU), []
+    for format_of in (KVFormat.parse(name, SKIPPED), KVFormat()):
+        cache = LightKVCache(model, 200, kv_format=format_of)
+        if not format_of.is_quantised:
+            round_written(cache.kv.memory.pool, name, monkeypatch)
+        texts.append(
+            model.generate(  # type: ignore[operator]
+                torch.tensor([IDS[:20], IDS[20:40]]),
+                past_key_values=cache,
+                num_beams=3,
+                num_return_sequences=2,
+                max_new_tokens=8,
+                min_new_tokens=8,
+                do_sample=False,
+            )
+        )
+    assert torch.equal(*texts)
