@@ -7,6 +7,7 @@ import torch
 
 from lightkv.triton_kernels.attention.attention_inputs import check_ring
 from lightkv.triton_kernels.attention.paged_kv import DEFAULT_OPTIONS, AttentionOptions, PagedKV
+from lightkv.triton_kernels.quantised.kv_format import KVFormat
 
 from .cross import CrossMetadata
 from .metadata import AttentionMetadata
@@ -63,6 +64,9 @@ class AttentionBackend(ABC):
         """Returns how many bytes, beside `out`, the layer's attention needs on `device` while it computes up to
         `num_tokens` queries of `dtype`, as far as they are worth counting. The next layer uses the same."""
         return 0
+
+    def check_format(self, layer_format: KVFormat) -> None:  # noqa: B027 - a backend may take every format
+        """Raises ValueError for a format of the layer's K/V that this backend cannot attend to."""
 
     def paged_kv(self, metadata: AttentionMetadata) -> PagedKV:
         """Returns the layer's K/V in the pool, with the step's index."""

@@ -16,6 +16,7 @@ from lightkv.triton_kernels.attention.mixed_attention import MixedPlan, mixed_at
 from lightkv.triton_kernels.attention.paged_kv import HeadShape, PagedKV
 from lightkv.triton_kernels.attention.prefill.prefill_combine import most_part_bytes
 from lightkv.triton_kernels.attention.ring import Ring
+from lightkv.triton_kernels.quantised.head_tiles import constants_of
 from lightkv.triton_kernels.quantised.kv_format import Elements, KVFormat
 from lightkv.triton_kernels.quantised.write_quantised import write_quantised_kv
 from lightkv.triton_kernels.write_kv import write_kv
@@ -87,6 +88,10 @@ class TritonAttention(AttentionBackend):
 
     def scratch_bytes(self, num_tokens: int, dtype: torch.dtype, device: torch.device) -> int:
         return most_part_bytes(tuning.device_class(device), self._heads, num_tokens, dtype.itemsize)
+
+    def check_format(self, layer_format: KVFormat) -> None:
+        constants_of(layer_format.k, self.head_dim)
+        constants_of(layer_format.v, self.v_dim)
 
     @property
     def _heads(self) -> HeadShape:

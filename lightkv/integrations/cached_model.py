@@ -273,6 +273,8 @@ def assemble(
     max_entries = max_entries or min(capacity, context)
     backends = make_backends(backend, model.device, shape.layers, rotary)
     spec = replace(shape.spec, format=kv_format)
+    for layer in backends:
+        layer.check_format(kv_format.of_layer(layer.layer_idx))
     cache = KVCache(spec, capacity, max_sequences, max_entries, model.device)
     metadata = AttentionMetadata(max_sequences, max_sequences * max_entries, cache.memory)
     return cache, PackedStep(metadata, backends)

@@ -139,12 +139,16 @@ class EngineSizes:
     def with_format(self, shape: ModelShape) -> ModelShape:
         """Returns the shape that `probe` found, with K and V stored as the configuration says.
 
-        Raises InvalidConfig for a format that does not fit the heads or the layers.
+        Raises InvalidConfig for a format that does not fit the heads, the layers or the attention backend.
         """
         config = self.config
+        backends = make_backends(config.attention_backend, self.device, shape.layers)
         try:
             chosen = KVFormat.parse(config.kv_dtype, config.skipped_layers)
-            return dataclasses.replace(shape, spec=dataclasses.replace(shape.spec, format=chosen))
+            spec = dataclasses.replace(shape.spec, format=chosen)
+            for layer in backends:
+                layer.check_format(chosen.of_layer(layer.layer_idx))
+            return dataclasses.replace(shape, spec=spec)
         except ValueError as error:
             skipped = f", --kv-skip-layers {config.kv_skip_layers}" if config.kv_skip_layers else ""
             raise InvalidConfig(f"--kv-dtype {config.kv_dtype}{skipped}: {error}") from error

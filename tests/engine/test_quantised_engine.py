@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import DynamicCache, PreTrainedModel
+from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 from transformers.cache_utils import DynamicLayer
 
 from lightkv.integrations.cached_model import CachedModel
@@ -227,6 +227,21 @@ def test_a_life_with_preemptions_aborts_and_failed_steps(name: str, monkeypatch:
 def test_a_format_that_does_not_fit_the_model_is_a_wrong_setting(name: str, skipped: str, told: str) -> None:
     with pytest.raises(InvalidConfig, match=told):
         build(EngineConfig(device="cpu", kv_dtype=name, kv_skip_layers=skipped, max_total_tokens=50))
+
+
+def test_a_format_that_the_kernels_do_not_take_is_refused_before_the_first_step() -> None:
+    sizes: dict[str, Any] = {"hidden_size": 48, "intermediate_size": 64, "num_hidden_layers": 2}
+    heads: dict[str, Any] = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 24}
+    model = LlamaForCausalLM(LlamaConfig(vocab_size=VOCABULARY, **sizes, **heads)).eval()
+    settings: dict[str, Any] = {"device": "cpu", "kv_dtype": "int8-g12", "max_total_tokens": 50}
+    told = "groups of 12 elements .*the torch backend"
+    with pytest.raises(InvalidConfig, match=f"--kv-dtype int8-g12: {told}"):
+        assemble(model, EngineConfig(attention_backend="triton", **settings), lambda line: None)
+    with pytest.raises(ValueError, match=told):
+        CachedModel(model, 50, backend="triton", kv_format=KVFormat.parse("int8-g12"))
+    assert CachedModel(model, 50, backend="torch", kv_format=KVFormat.parse("int8-g12")).cache.capacity == 50
+    skipping = EngineConfig(attention_backend="triton", kv_skip_layers="0,1", **settings)
+    assert assemble(model, skipping, lambda line: None)[1].capacity == 50
 
 
 @pytest.mark.parametrize(
