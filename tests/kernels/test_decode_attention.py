@@ -4,7 +4,7 @@ Slots are shuffled, every free slot holds NaN, slot 0 holds large finite garbage
 each run: a wrong slot, a missing mask or an unwritten element makes a test fail.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -22,6 +22,11 @@ from lightkv.triton_kernels.attention.paged_kv import AttentionOptions, PagedKV
 
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
 MIXED = [130, 0, 1, 64, 63, 65]
+
+
+def slow(*values: Any) -> list[Any]:
+    """Returns parameters of a test that are left to `make test-all`."""
+    return [pytest.param(value, marks=pytest.mark.slow) for value in values]
 
 
 class Cache(NamedTuple):
@@ -146,7 +151,7 @@ def test_head_dims(device: torch.device, key_dim: int, value_dim: int, dtype: to
 
 
 @pytest.mark.parametrize("shift", [0, 4, 31], ids=["tokens", "pages_of_16", "one_run"])
-@pytest.mark.parametrize("window", [0, 1, 40, 64, 1000], ids="window{}".format)
+@pytest.mark.parametrize("window", [0, 40, *slow(1, 64, 1000)], ids="window{}".format)
 @pytest.mark.parametrize("softcap", [0.0, 5.0], ids="cap{}".format)
 def test_index_window_and_softcap(device: torch.device, shift: int, window: int, softcap: float) -> None:
     torch.manual_seed(window)

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import pytest
 import torch
-from test_decode_attention import Cache, assert_close, assert_lse, poisoned_cache
+from test_decode_attention import Cache, assert_close, assert_lse, poisoned_cache, slow
 from test_prefill_attention import lse_reference, starts
 from torch import Tensor
 
@@ -113,7 +113,7 @@ def check(
     [(PREFILLS, DECODES), (PREFILLS, []), ([], DECODES), ([(0, 0)], [0]), ([(0, 9)], [70])],
     ids=["both", "only_prefills", "only_decodes", "empty_rows", "prefill_without_queries"],
 )
-@pytest.mark.parametrize("group", [1, 3, 8], ids="group{}".format)
+@pytest.mark.parametrize("group", [3, *slow(1, 8)], ids="group{}".format)
 def test_parts(device: torch.device, prefills: list[tuple[int, int]], decodes: list[int], group: int) -> None:
     torch.manual_seed(group)
     check(make_step(prefills, decodes, device=device, group=group))
@@ -124,8 +124,8 @@ def test_one_kv_head_for_all(device: torch.device) -> None:
     check(make_step(PREFILLS, DECODES, device=device, group=8, num_kv_heads=1))
 
 
-@pytest.mark.parametrize("shift", [0, 4, 31], ids=["tokens", "pages_of_16", "one_run"])
-@pytest.mark.parametrize("window", [0, 1, 40], ids="window{}".format)
+@pytest.mark.parametrize("shift", [0, *slow(4), 31], ids=["tokens", "pages_of_16", "one_run"])
+@pytest.mark.parametrize("window", [0, *slow(1), 40], ids="window{}".format)
 @pytest.mark.parametrize("softcap", [0.0, 5.0], ids="cap{}".format)
 def test_index_window_and_softcap(device: torch.device, shift: int, window: int, softcap: float) -> None:
     torch.manual_seed(window)
@@ -139,7 +139,7 @@ def test_values_of_another_dim(device: torch.device, dtype: torch.dtype) -> None
     check(make_step(PREFILLS, DECODES, device=device, dtype=dtype, key_dim=80, value_dim=64))
 
 
-@pytest.mark.parametrize("surplus", [0, 5], ids="surplus{}".format)
+@pytest.mark.parametrize("surplus", [*slow(0), 5], ids="surplus{}".format)
 @pytest.mark.parametrize("num_queries", [1, 3], ids="queries{}".format)
 def test_a_plan_serves_every_layer(device: torch.device, num_queries: int, surplus: int) -> None:
     torch.manual_seed(2)

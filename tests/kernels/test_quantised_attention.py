@@ -6,7 +6,7 @@ tested on a GPU.
 
 import pytest
 import torch
-from test_decode_attention import Cache, assert_close, share_first_keys
+from test_decode_attention import Cache, assert_close, share_first_keys, slow
 from torch import Tensor
 
 from lightkv import KVPool, KVSpec
@@ -25,13 +25,12 @@ from lightkv.triton_kernels.attention.prefill.prefill_attention import (
 )
 from lightkv.triton_kernels.quantised.kv_format import KVFormat
 
-NAMES = (
-    *("int8", "int8-rot", "fp8", "fp8-rot", "fp8-static", "int8-g8"),
-    *("int4", "int4-g16", "int4-sym-g8", "k16v8", "k8v4"),
-)
+COMMON = ("int8", "fp8", "int8-g8", "int4", "k16v8")
+RARE = ("int8-rot", "fp8-rot", "fp8-static", "int4-g16", "int4-sym-g8", "k8v4")
+NAMES = [*COMMON, *slow(*RARE)]
 TYPES = [
     torch.float32,
-    torch.float16,
+    *slow(torch.float16),
     pytest.param(torch.bfloat16, marks=pytest.mark.gpu),
 ]
 
@@ -90,7 +89,10 @@ def test_decode(name: str, dtype: torch.dtype, device: torch.device) -> None:
     check_decode(quantised_cache([70, 0, 1, 133], name, device, dtype=dtype), dtype)
 
 
-@pytest.mark.parametrize(("k_dim", "v_dim"), [(16, 16), (80, 80), (128, 128), (96, 64)])
+@pytest.mark.parametrize(
+    ("k_dim", "v_dim"),
+    [(80, 80), (96, 64), *(pytest.param(dim, dim, marks=pytest.mark.slow) for dim in (16, 128))],
+)
 @pytest.mark.parametrize("name", ["int8", "int4", "k8v4", "int8-g8"])
 def test_head_dims(name: str, k_dim: int, v_dim: int, device: torch.device) -> None:
     torch.manual_seed(2)

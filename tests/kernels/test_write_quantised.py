@@ -120,7 +120,10 @@ def test_formats(name: str, dim: int, device: torch.device) -> None:
     check(name, device=device, dims=(dim, dim), num_pairs=dim // 2)
 
 
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize(
+    "name",
+    ["int8", "int4", *(pytest.param(name, marks=pytest.mark.slow) for name in FORMATS[1:2] + FORMATS[3:7])],
+)
 @pytest.mark.parametrize("interleaved", [False, True], ids=["neox", "gptj"])
 @pytest.mark.parametrize("in_place", [False, True], ids=["to_an_output", "in_place"])
 def test_partial_rotary_dims_and_biases(

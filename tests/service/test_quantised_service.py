@@ -7,6 +7,8 @@ import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import pytest
+
 from tests.support.served import Served, save_tiny_model, wait_until
 
 
@@ -52,6 +54,7 @@ def metrics(served: Served) -> str:
     return text
 
 
+@pytest.mark.slow
 def test_a_service_refuses_a_format_that_does_not_fit(tmp_path: Path) -> None:
     model = save_tiny_model(tmp_path / "tiny")
     command = [
