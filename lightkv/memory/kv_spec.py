@@ -31,6 +31,18 @@ class KVSpec:
             raise ValueError(f"K/V of {self.dtype}: use a floating-point type")
         self.format.k.check("K", self.k_dim)
         self.format.v.check("V", self.v_dim)
+        k, v = self.format.k, self.format.v
+        if (
+            k.is_quantised != v.is_quantised
+        ):  # elements of two types in one row: both begin at their multiples
+            k_bytes = self.num_kv_heads * k.head_bytes(self.k_dim, self.dtype)
+            v_bytes = self.num_kv_heads * v.head_bytes(self.v_dim, self.dtype)
+            if k_bytes % self.dtype.itemsize or v_bytes % self.dtype.itemsize:
+                raise ValueError(
+                    f"{self.num_kv_heads} heads of {self.k_dim} K and {self.v_dim} V dims, of which one is "
+                    f"{self.dtype} and the other has fewer bits, do not fit a row of whole elements: choose a "
+                    "format that stores both alike"
+                )
         if beyond := {layer for layer in self.format.skipped if layer >= self.num_layers}:
             raise ValueError(
                 f"layers {sorted(beyond)} are to stay as computed, but the model has {self.num_layers}, "

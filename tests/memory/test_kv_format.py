@@ -37,6 +37,12 @@ def test_a_pool_holds_as_many_times_the_tokens(name: str, dim: int, least: float
     assert ratio >= least
 
 
+def test_a_row_of_two_types_is_whole_elements() -> None:
+    with pytest.raises(ValueError, match="choose a format that stores both alike"):
+        KVSpec(1, 1, 6, 6, torch.float32, KVFormat.parse("k16v8"))
+    KVPool(KVSpec(1, 2, 6, 6, torch.float32, KVFormat.parse("k16v8")), 5, torch.device("cpu"))
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_bytes_are_those_of_the_buffers(name: str) -> None:
     pool = KVPool(spec_of(name, skipped=(1,)), 11, torch.device("cpu"))
