@@ -11,6 +11,7 @@ from lightkv.triton_kernels.quantised.format_names import split_name
 
 DTYPES = ("auto", "float32", "float16", "bfloat16")
 ATTENTION_BACKENDS = ("torch", "triton")
+PREFILL_DTYPES = ("auto", "fp8", "model")
 ADMISSIONS = (
     "exact",
     "quantile",
@@ -68,6 +69,12 @@ class EngineConfig:
     kv_skip_layers: str = setting(
         "",
         "Layers whose K and V stay in the type of --dtype whatever --kv-dtype says, counted from 0: 0,1,31.",
+    )
+    prefill_dtype: str = setting(
+        "auto",
+        "What attention of prompts computes in, with --kv-dtype fp8-static: fp8 (on Hopper GPUs; a layer for "
+        "which the checkpoint has no scale of queries takes 1.0), model (the type of --dtype), or auto: fp8 "
+        "where the checkpoint has scales of queries and the GPU can.",
     )
     attention_backend: str | None = setting(None, "torch (default on a CPU) or triton (default on a GPU).")
     max_total_tokens: int | None = setting(
@@ -156,6 +163,14 @@ class EngineConfig:
         except ValueError as error:
             raise InvalidConfig(f"--kv-dtype: {error}") from error
         _ = self.skipped_layers  # raises InvalidConfig
+        if self.prefill_dtype not in PREFILL_DTYPES:
+            known = ", ".join(PREFILL_DTYPES)
+            raise InvalidConfig(f"--prefill-dtype is {self.prefill_dtype!r}; give one of {known}")
+        if self.prefill_dtype == "fp8" and self.kv_dtype != "fp8-static":
+            raise InvalidConfig(
+                f"--prefill-dtype fp8 reads K and V in fp8 with a checkpoint's scales, and --kv-dtype is "
+                f"{self.kv_dtype}; give --kv-dtype fp8-static, too"
+            )
         if self.attention_backend not in (None, *ATTENTION_BACKENDS):
             known = ", ".join(ATTENTION_BACKENDS)
             raise InvalidConfig(f"--attention-backend is {self.attention_backend!r}; give one of {known}")

@@ -205,6 +205,12 @@ def hopper_prefill_launch(
     return _HOPPER_LAUNCHES.get((key_dim, value_dim))
 
 
+def fp8_prefill_launch(head_dim: int) -> Launch:
+    """Returns the tiles of `prefill_fp8_hopper`, which are those of `prefill_hopper`, with its stages of K and
+    V in e4m3."""
+    return _HOPPER_LAUNCHES[head_dim, head_dim]._replace(num_stages=6)
+
+
 # Prefill on Hopper computes some K/V heads after the others: as many as have so many bytes of K and V together,
 # which then stay in the L2 cache.
 SECTION_BYTES = 32 * 2**20

@@ -68,6 +68,13 @@ class AttentionBackend(ABC):
     def check_format(self, layer_format: KVFormat) -> None:  # noqa: B027 - a backend may take every format
         """Raises ValueError for a format of the layer's K/V that this backend cannot attend to."""
 
+    def use_fp8_prefill(self, q_scale: float, layer_format: KVFormat, device: torch.device) -> None:
+        """Has the layer compute prefill in fp8 on `device`, with queries in units of `q_scale`. Raises
+        ValueError if it cannot."""
+        raise ValueError(
+            f"{type(self).__name__} has no prefill in fp8; the triton backend has, on Hopper GPUs"
+        )
+
     def paged_kv(self, metadata: AttentionMetadata) -> PagedKV:
         """Returns the layer's K/V in the pool, with the step's index."""
         kv = self.cross_kv(metadata)

@@ -6,6 +6,8 @@ are launched, and the queries of the one that is not taken are none: all begin w
 
     keys fit       q_starts of the scratch: 0 5 9      of the pool: 9 9 9
     they do not                             9 9 9                   0 5 9
+
+Where a layer computes prefill in fp8, the scratch holds e4m3, as the pool does, and queries are rounded to it.
 """
 
 from typing import NamedTuple
@@ -14,6 +16,13 @@ import torch
 from torch import Tensor
 
 from lightkv.triton_kernels.attention.paged_kv import AttentionOptions, HeadShape, PagedKV
+from lightkv.triton_kernels.attention.prefill.fp8_prefill import fp8_prefill_attention
+from lightkv.triton_kernels.attention.prefill.fp8_scratch import (
+    ALIGNMENT,
+    Fp8Scratch,
+    fill_fp8_scratch,
+    to_fp8,
+)
 from lightkv.triton_kernels.attention.prefill.prefill_attention import prefill_attention
 from lightkv.triton_kernels.attention.prefill.prefill_plan import PrefillPlan, prefill_plan
 from lightkv.triton_kernels.attention.prefill.restore_kv import restore_kv
@@ -22,8 +31,9 @@ SCRATCH_BYTES = 256 * 2**20
 
 
 def scratch_tokens(heads: HeadShape, dtype: torch.dtype) -> int:
-    """Returns the tokens of a scratch of `SCRATCH_BYTES`."""
-    return SCRATCH_BYTES // (heads.num_kv_heads * heads.key_bytes(dtype))
+    """Returns the tokens of a scratch of `SCRATCH_BYTES`, whose elements are of `dtype`."""
+    tokens = SCRATCH_BYTES // (heads.num_kv_heads * heads.key_bytes(dtype))
+    return tokens // ALIGNMENT * ALIGNMENT if dtype.itemsize == 1 else tokens
 
 
 class RestoredPrefill(NamedTuple):
@@ -53,10 +63,14 @@ class RestoredPrefill(NamedTuple):
         num_tokens: int,
         dtype: torch.dtype,
         capacity: int,
+        alignment: int = 1,
     ) -> "RestoredPrefill":
         """Makes it for P prefills: rows int64 `[P]`, lengths int32 `[P]` and q_starts int32 `[P + 1]`, as
-        `prefill_attention` takes them. `num_tokens`, `dtype`: of q. `capacity`: tokens of the scratch."""
-        ends = lengths.cumsum(0)
+        `prefill_attention` takes them. `num_tokens`, `dtype`: of q. `capacity`: tokens of the scratch.
+        `alignment`: each prefill's keys begin at a multiple of it, `fp8_scratch.ALIGNMENT` for `attend_in_fp8`.
+        """
+        room = (lengths + (alignment - 1)) // alignment * alignment
+        ends = room.cumsum(0)
         fits = ends[-1] <= capacity
         nothing = q_starts[-1:].expand_as(q_starts)
         restored_starts = torch.where(fits, q_starts, nothing)
@@ -72,7 +86,7 @@ class RestoredPrefill(NamedTuple):
             chunk=options.chunk,
             after=options.after,
         )
-        begins = torch.where(fits, ends - lengths, 0).int()
+        begins = torch.where(fits, ends - room, 0).int()
         pool_starts = torch.where(fits, nothing, q_starts)
         return cls(capacity, rows, begins, lengths_there, restored_starts, pool_starts, plan)
 
@@ -92,4 +106,23 @@ class RestoredPrefill(NamedTuple):
             options,
             plan=self.plan,
             out=out,
+        )
+
+    def attend_in_fp8(
+        self, q: Tensor, kv: PagedKV, options: AttentionOptions, out: Tensor, q_scale: float
+    ) -> None:
+        """Does the same in fp8, in units of `q_scale` for queries; `kv` is e4m3 with static scales."""
+        assert kv.scales is not None
+        heads = HeadShape.of(q, kv)
+        scratch = Fp8Scratch.empty(self.capacity, heads, self.begins, kv.scales[0])
+        fill_fp8_scratch(kv, self.rows, self.lengths, scratch)
+        fp8_prefill_attention(
+            to_fp8(q, q_scale),
+            scratch,
+            self.q_starts,
+            self.lengths,
+            options,
+            q_scale=q_scale,
+            out=out,
+            plan=self.plan,
         )

@@ -1,5 +1,6 @@
 """Attention by the Triton kernels."""
 
+import math
 from collections.abc import Callable, Hashable
 from typing import Any, NamedTuple, TypeVar
 
@@ -14,6 +15,8 @@ from lightkv.triton_kernels.attention.decode.ring_step import dropped_tokens, si
 from lightkv.triton_kernels.attention.merge_states import merge_states
 from lightkv.triton_kernels.attention.mixed_attention import MixedPlan, mixed_attention, mixed_plan
 from lightkv.triton_kernels.attention.paged_kv import HeadShape, PagedKV
+from lightkv.triton_kernels.attention.prefill.fp8_prefill import fp8_prefill_reason
+from lightkv.triton_kernels.attention.prefill.fp8_scratch import ALIGNMENT
 from lightkv.triton_kernels.attention.prefill.prefill_combine import most_part_bytes
 from lightkv.triton_kernels.attention.ring import Ring
 from lightkv.triton_kernels.quantised.head_tiles import constants_of
@@ -21,11 +24,11 @@ from lightkv.triton_kernels.quantised.kv_format import Elements, KVFormat
 from lightkv.triton_kernels.quantised.write_quantised import write_quantised_kv
 from lightkv.triton_kernels.write_kv import write_kv
 
-from .backend import AttentionBackend
+from .backend import AttentionBackend, LayerShape
 from .cross import CrossMetadata
 from .metadata import AttentionMetadata
 from .restored_prefill import RestoredPrefill, scratch_tokens
-from .rotary import RotaryEmbedding
+from .rotary import Rotary, RotaryEmbedding
 
 Plan = TypeVar("Plan")
 
@@ -82,6 +85,10 @@ class TritonAttention(AttentionBackend):
 
     supports_cuda_graph = True
 
+    def __init__(self, layer_idx: int, shape: LayerShape, rotary: Rotary | None = None) -> None:
+        super().__init__(layer_idx, shape, rotary)
+        self._fp8_q_scale: float | None = None  # of queries, where prefill is computed in fp8
+
     @property
     def prefix_members(self) -> int:
         return 1 if self.options.window else tuning.prefix_members(1, self.num_heads // self.num_kv_heads)
@@ -92,6 +99,16 @@ class TritonAttention(AttentionBackend):
     def check_format(self, layer_format: KVFormat) -> None:
         constants_of(layer_format.k, self.head_dim)
         constants_of(layer_format.v, self.v_dim)
+
+    def use_fp8_prefill(self, q_scale: float, layer_format: KVFormat, device: torch.device) -> None:
+        reason = fp8_prefill_reason(device, self._heads)
+        if not (layer_format.k.is_static and layer_format.v.is_static):
+            reason = "it reads K and V in fp8 with static scales (fp8-static)"
+        if not (math.isfinite(q_scale) and q_scale > 0):
+            reason = f"the scale of queries is {q_scale}, and has to be finite and above 0"
+        if reason is not None:
+            raise ValueError(f"layer {self.layer_idx} cannot compute prefill in fp8: {reason}")
+        self._fp8_q_scale = q_scale
 
     @property
     def _heads(self) -> HeadShape:
@@ -158,7 +175,10 @@ class TritonAttention(AttentionBackend):
             mask=metadata.mask,
         )
         if restored is not None:  # after the decodes: prefills write over the output of unused ones
-            restored.attend(q, kv, self.options, out)
+            if self._fp8_q_scale is None:
+                restored.attend(q, kv, self.options, out)
+            else:
+                restored.attend_in_fp8(q, kv, self.options, out, self._fp8_q_scale)
         self._rotate_back(out, kv.format.v, metadata)
 
     def _rotated(self, heads: torch.Tensor, elements: Elements, metadata: AttentionMetadata) -> torch.Tensor:
@@ -179,7 +199,10 @@ class TritonAttention(AttentionBackend):
         # On a GPU even a few queries read restored keys sooner: the general kernel unpacks them for each tile.
         if not (num_prefills and kv.format.is_quantised and plain and q.is_cuda and q.element_size() == 2):
             return None
-        capacity = min(scratch_tokens(heads, q.dtype), metadata.memory.capacity)
+        in_fp8 = self._fp8_q_scale is not None
+        alignment = ALIGNMENT if in_fp8 else 1
+        most = metadata.memory.capacity // alignment * alignment + num_prefills * alignment
+        capacity = min(scratch_tokens(heads, torch.float8_e4m3fn if in_fp8 else q.dtype), most)
         bounds = self.options.window, self.options.chunk, self.options.after
 
         def make() -> RestoredPrefill:
@@ -192,9 +215,10 @@ class TritonAttention(AttentionBackend):
                 num_tokens=len(q),
                 dtype=q.dtype,
                 capacity=capacity,
+                alignment=alignment,
             )
 
-        key = "restored", *heads, *bounds, q.dtype
+        key = "restored", *heads, *bounds, q.dtype, alignment
         return _StepPlans.of(metadata).get(key, metadata.step, self.layer_idx, make)
 
     def _format(self, metadata: AttentionMetadata) -> KVFormat:

@@ -4,7 +4,7 @@ The order matters, since the pool takes the memory that the weights leave. Each 
 """
 
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -14,7 +14,13 @@ import torch
 from msgspec.structs import replace
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from lightkv.attention import AttentionMetadata, make_backends, pick_backend, prefix_members
+from lightkv.attention import (
+    AttentionBackend,
+    AttentionMetadata,
+    make_backends,
+    pick_backend,
+    prefix_members,
+)
 from lightkv.attention.restored_prefill import SCRATCH_BYTES
 from lightkv.edits import Alloc, FreeRange
 from lightkv.integrations.model.context import context_length
@@ -30,7 +36,7 @@ from lightkv.integrations.model.kv_scales import (
 from lightkv.integrations.model.probe import ModelShape, probe
 from lightkv.ledger.shared_prefixes import PrefixSharing
 from lightkv.memory.kv_memory import KVMemory
-from lightkv.memory.kv_pool import PoolPlan, plan_pool
+from lightkv.memory.kv_pool import KVPool, PoolPlan, plan_pool
 from lightkv.router.config import EngineConfig, InvalidConfig
 from lightkv.router.engine.step import Limits, RunnerInfo, StepPlan
 from lightkv.router.model_files import resolve, weight_files
@@ -288,6 +294,9 @@ def assemble(
         set_kv_scales(memory.pool, scales or {})
     except BadScales as error:
         raise InvalidConfig(f"--kv-dtype {config.kv_dtype}: {error}") from error
+    in_fp8 = use_fp8_prefill(backends, memory.pool, scales or {}, config.prefill_dtype)
+    if in_fp8:
+        report(f"attention of prompts: fp8 in {in_fp8} of {len(backends)} layers")
     sampler = Sampler(limits.max_num_seqs + 1, limits.vocab_size, device)
     parts = RunnerParts(model, backends, memory, sampler)
     graphs, buckets = None, list[int]()
@@ -328,6 +337,25 @@ def assemble(
     if config.itl_target or (config.itl_target is None and device.type == "cuda"):
         info = replace(info, step_time=StepTimer(runner, info).measure(report))
     return runner, info
+
+
+def use_fp8_prefill(
+    backends: Sequence[AttentionBackend], pool: KVPool, scales: Mapping[int, LayerScales], prefill_dtype: str
+) -> int:
+    """Has the layers compute prefill in fp8 that `prefill_dtype` (of `EngineConfig`) says, and returns how many
+    do. Raises InvalidConfig where one is to, and cannot."""
+    num = 0
+    for layer, of_layer in scales.items() if prefill_dtype != "model" else ():
+        if of_layer.q is None and prefill_dtype == "auto":
+            continue
+        try:
+            q_scale = 1.0 if of_layer.q is None else of_layer.q
+            backends[layer].use_fp8_prefill(q_scale, pool.format(layer), pool.device)
+            num += 1
+        except ValueError as error:
+            if prefill_dtype == "fp8":
+                raise InvalidConfig(f"--prefill-dtype fp8: {error}; choose auto or model") from error
+    return num
 
 
 def _warm_up(memory: KVMemory, limits: Limits) -> None:

@@ -48,3 +48,46 @@ def test_prefill_over_a_scratch(name: str, dtype: torch.dtype, window: int, devi
         else:
             torch.testing.assert_close(out, expected, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
             assert (restored.pool_starts == 92).all()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("window", [0, 100])
+def test_prefill_in_fp8_over_a_scratch(window: int) -> None:
+    torch.manual_seed(1)
+    device, dtype = torch.device("cuda"), torch.bfloat16
+    lengths, counts = [500, 140, 7], [300, 140, 2]
+    pool = KVPool(KVSpec(1, 2, 64, 64, dtype, KVFormat.parse("fp8-static")), 700, device)
+    pool.set_static_scales(0, torch.tensor([0.01, 0.02]), torch.tensor([0.03]))
+    slots = 1 + torch.randperm(699)[: sum(lengths)].to(device)
+    pool.write(0, slots, *torch.randn(2, len(slots), 2, 64).to(device, dtype))
+    index = torch.zeros(4, 500, dtype=torch.int32, device=device)
+    for row, part in enumerate(slots.split(lengths), 1):
+        index[row, : len(part)] = part.int()
+    kv = PagedKV(pool.k(0), pool.v(0), index, scales=pool.scales(0), format=pool.format(0))
+    rows = torch.tensor([1, 2, 3], device=device)
+    on_device = torch.tensor(lengths, dtype=torch.int32, device=device)
+    q = torch.randn(sum(counts), 8, 64).to(device, dtype)
+    q_starts = torch.tensor([0, 300, 440, 442], dtype=torch.int32, device=device)
+    options, heads = AttentionOptions(window=window), HeadShape(8, 2, 64, 64)
+    expected = prefill_attention_reference(q, kv, rows, q_starts, on_device, options).float()
+    for capacity in (896, 768):
+        restored = RestoredPrefill.make(
+            rows,
+            on_device,
+            q_starts,
+            heads,
+            options,
+            num_tokens=442,
+            dtype=dtype,
+            capacity=capacity,
+            alignment=128,
+        )
+        out = torch.full((442, 8, 64), 7.0, dtype=dtype, device=device)
+        restored.attend_in_fp8(q, kv, options, out, 0.02)
+        if capacity < 896:  # left to prefill over the pool
+            assert (out == 7.0).all()
+            assert torch.equal(restored.pool_starts, q_starts)
+        else:  # queries and weights are rounded to 4 significant bits
+            error = (out.float() - expected).abs()
+            assert float(error.mean()) < 0.05 * float(expected.abs().mean())
+            assert (restored.pool_starts == 442).all()

@@ -147,3 +147,37 @@ def test_a_scheme_for_kv_alone_loads_without_its_library_and_is_told(tmp_path: P
     path.write_text(json.dumps(json.loads(path.read_text()) | {"quantization_config": quantised}))
     with pytest.raises(InvalidConfig, match=r"scales are for int elements of 8 bits .*choose int8"):
         find_model(EngineConfig(kv_dtype="fp8-static", **settings), lines.append)
+
+
+def test_scales_of_queries_are_read_and_ask_for_prefill_in_fp8(tmp_path: Path) -> None:
+    scales = of_layers("self_attn.k_scale", HALF) | of_layers("self_attn.v_scale", HALF)
+    scales |= of_layers("self_attn.q_scale", QUARTER, (0,)) | of_layers("self_attn.attn.q_scale", HALF, (1,))
+    directory = with_scales(tmp_path / "tiny", scales)
+    found = read_kv_scales([directory / "model.safetensors"], (0, 1))
+    assert [found[layer].q for layer in (0, 1)] == [0.25, 0.5]
+    settings: dict[str, Any] = {"model": str(directory), "device": "cpu", "max_total_tokens": 40}
+    for chosen in ("auto", "model"):  # a CPU computes it in the type of the model
+        lines: list[str] = []
+        build_runner(EngineConfig(kv_dtype="fp8-static", prefill_dtype=chosen, **settings), lines.append)
+        assert not any("fp8 in" in line for line in lines)
+    with pytest.raises(InvalidConfig, match=r"--prefill-dtype fp8: .* Hopper GPUs; choose auto or model"):
+        build_runner(EngineConfig(kv_dtype="fp8-static", prefill_dtype="fp8", **settings), str)
+
+
+def test_scales_of_queries_that_cannot_be_used_are_refused(tmp_path: Path) -> None:
+    scales = of_layers("self_attn.k_scale", HALF) | of_layers("self_attn.v_scale", HALF)
+    save_file(scales | of_layers("self_attn.q_scale", torch.ones(4)), tmp_path / "model.safetensors")
+    with pytest.raises(BadScales, match=r"layers\.0.*q_scale has 4 scales of queries"):
+        read(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("settings", "told"),
+    [
+        ({"prefill_dtype": "fp4"}, r"--prefill-dtype is 'fp4'; give one of auto, fp8, model"),
+        ({"prefill_dtype": "fp8", "kv_dtype": "int8"}, r"--kv-dtype is int8; give --kv-dtype fp8-static"),
+    ],
+)
+def test_prefill_types_that_do_not_exist_or_fit_are_refused(settings: dict[str, Any], told: str) -> None:
+    with pytest.raises(InvalidConfig, match=told):
+        EngineConfig("model", **settings)

@@ -6,6 +6,7 @@
 | … of other versions | `self_attn.attn.k_scale`, `self_attn.k_proj.output_scale`, `self_attn.k_proj.k_scale` |
 | TensorRT-LLM | `attention.kv_cache_scaling_factor`, one for K and V |
 
+A checkpoint that asks for attention in fp8 has a scale of queries beside them, under the same names with `q`.
 All of them lead from the stored number back: a value is about `element * scale`.
 """
 
@@ -21,8 +22,11 @@ from transformers import PreTrainedConfig
 from lightkv.errors import LightKVError
 from lightkv.memory.kv_pool import KVPool
 
-# The parts of a layer's name that a scale is stored under, and which of K and V it is for.
+# The parts of a layer's name that a scale is stored under, and which of q, K and V it is for.
 _SPELLINGS = {
+    "q_scale": "q",
+    "q_proj.q_scale": "q",
+    "q_proj.output_scale": "q",
     "k_scale": "k",
     "k_proj.k_scale": "k",
     "k_proj.output_scale": "k",
@@ -43,10 +47,12 @@ class BadScales(LightKVError, ValueError):
 
 
 class LayerScales(NamedTuple):
-    """The scales of a layer, float32 `[1]` or `[num_kv_heads]` each, on the CPU."""
+    """The scales of a layer, float32 `[1]` or `[num_kv_heads]` each, on the CPU. `q`: that of queries, if the
+    checkpoint has one."""
 
     k: torch.Tensor
     v: torch.Tensor
+    q: float | None = None
 
 
 def kv_scheme(config: PreTrainedConfig) -> Mapping[str, object] | None:
@@ -80,7 +86,19 @@ def read_kv_scales(files: Sequence[Path], layers: Iterable[int]) -> dict[int, La
                         _add(found, name, int(match[1]), _SPELLINGS[match[2]], tensors.get_tensor(name))
         except (OSError, SafetensorError) as error:
             raise BadScales(f"{path} cannot be read for scales of K/V ({error})") from error
-    return {layer: LayerScales(_found(found, layer, "k"), _found(found, layer, "v")) for layer in layers}
+    return {
+        layer: LayerScales(_found(found, layer, "k"), _found(found, layer, "v"), _q_scale(found, layer))
+        for layer in layers
+    }
+
+
+def _q_scale(found: dict[tuple[int, str], tuple[str, torch.Tensor]], layer: int) -> float | None:
+    name, scale = found.get((layer, "q"), ("", None))
+    if scale is None:
+        return None
+    if len(scale) != 1:
+        raise BadScales(f"{name} has {len(scale)} scales of queries, and prefill in fp8 takes one; {_REMEDY}")
+    return float(scale)
 
 
 def _add(
@@ -121,10 +139,11 @@ def set_kv_scales(pool: KVPool, scales: Mapping[int, LayerScales]) -> None:
             continue
         if layer not in scales:
             raise BadScales(f"there are no scales for layer {layer}; {_REMEDY}")
-        for name, scale in zip("KV", scales[layer], strict=True):
+        of_layer = scales[layer]
+        for name, scale in (("K", of_layer.k), ("V", of_layer.v)):
             if len(scale) not in (1, spec.num_kv_heads):
                 raise BadScales(
                     f"layer {layer} has {len(scale)} scales of {name}, and {spec.num_kv_heads} K/V heads; "
                     f"{_REMEDY}"
                 )
-        pool.set_static_scales(layer, *scales[layer])
+        pool.set_static_scales(layer, of_layer.k, of_layer.v)

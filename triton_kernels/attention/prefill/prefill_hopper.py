@@ -40,6 +40,7 @@ from .prefill_hopper_items import (
     load_slopes,
     online_softmax,
     pack_pairs,
+    pass_item,
     piece_of,
     rows_of_tree,
     start_softmax,
@@ -67,14 +68,6 @@ from .prefill_hopper_tiles import (
 )
 
 _REGISTERS = gl.constexpr(504)  # of three threads, one of each warpgroup
-
-
-@gluon.jit
-def _pass_item(item, turn, shared):
-    """Passes the item to the computing warpgroups, once they no longer read q of the one before."""
-    mbarrier.wait(shared[6], (turn & 1) ^ 1)
-    shared[0].store(gl.full([1], item, gl.int32, gl.BlockedLayout([1], [32], [WARPS], [0])))
-    mbarrier.arrive(shared[4])
 
 
 @gluon.jit
@@ -126,14 +119,14 @@ def _gather(
                 mbarrier.wait(empty.index(stage), (count // STAGES & 1) ^ 1)
                 copy_rows(k_head, here, k_strides[0], tile_at(k_smem, stage), k_full.index(stage))
                 if j == 0:
-                    _pass_item(item, turn, shared)
+                    pass_item(item, turn, shared)
                     copy_q(q, q_strides, tile, q_smem, q_full, GROUP)
                 # V of the tile that was here goes with K of the tile after that.
                 mbarrier.wait(empty.index((count + 1) % STAGES), ((count + 1) // STAGES & 1) ^ 1)
                 copy_rows(v_head, here, v_strides[0], tile_at(v_smem, stage), v_full.index(stage))
                 count += 1
         else:
-            _pass_item(item, turn, shared)
+            pass_item(item, turn, shared)
             copy_q(q, q_strides, tile, q_smem, q_full, GROUP)
         turn += 1
         item = -1
@@ -142,7 +135,7 @@ def _gather(
         if item < 0:
             place = gl.num_programs(0) + gl.atomic_add(counters, 1, sem="relaxed")
             item = item_at(place, order)
-    _pass_item(-1, turn, shared)
+    pass_item(-1, turn, shared)
     if gl.atomic_add(counters + 1, 1) == gl.num_programs(0) - 1:
         gl.store(counters, 0)
         gl.store(counters + 1, 0)

@@ -3,6 +3,7 @@ the rows of K and V, starts and continues the softmax of a warpgroup's rows, and
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from lightkv.triton_kernels.attention.attend_keys import LOG2_E
 
@@ -27,6 +28,15 @@ def item_at(place, order):
     within = place - first_head * num_entries
     item = within // heads * num_kv_heads + first_head + within % heads
     return gl.where(place < num_entries * num_kv_heads, item, -1)
+
+
+@gluon.jit
+def pass_item(item, turn, shared):
+    """Passes the item to the computing warpgroups, once they no longer read q of the one before. `shared`: what
+    a program has in shared memory, of which this needs the item and its barrier, and that of q."""
+    mbarrier.wait(shared[6], (turn & 1) ^ 1)
+    shared[0].store(gl.full([1], item, gl.int32, gl.BlockedLayout([1], [32], [4], [0])))
+    mbarrier.arrive(shared[4])
 
 
 @gluon.jit
@@ -274,10 +284,12 @@ def online_softmax(
     SOFTCAP: gl.constexpr,
     BOTH_ROWS_FIRST: gl.constexpr,
     MASKED: gl.constexpr,
+    EXTRA_BITS: gl.constexpr = 0,
 ):
     """Returns the weights of a tile's scores, the factor by which earlier sums decay, and the new peak; as in
     `attend_keys`. With slopes, in units of the scores, the bias of ALiBi is counted from the key `origin`.
-    BOTH_ROWS_FIRST: as `_after_both` says, which pays for head dims over 64."""
+    BOTH_ROWS_FIRST: as `_after_both` says, which pays for head dims over 64. EXTRA_BITS: the peak is kept so
+    much lower, and so weights and sums are 2**EXTRA_BITS times as large."""
     layout: gl.constexpr = s.type.layout
     BLOCK_N: gl.constexpr = s.shape[1]
     score_scale, cap_scale = scales
@@ -303,7 +315,10 @@ def online_softmax(
         most = gl.convert_layout(gl.max(gl.max(parts, 1) + bias, 1), gl.SliceLayout(1, layout))
     else:
         most = gl.convert_layout(gl.max(_thread_max(s), 1), gl.SliceLayout(1, layout))
-    new_peak = gl.maximum(peak, most * score_scale)
+    most *= score_scale
+    if EXTRA_BITS:
+        most -= EXTRA_BITS
+    new_peak = gl.maximum(peak, most)
     if BOTH_ROWS_FIRST:
         new_peak = _after_both(new_peak)
     if slopes is not None:

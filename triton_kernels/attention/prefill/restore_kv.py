@@ -19,7 +19,7 @@ from lightkv.triton_kernels.strides import has_unit_stride
 
 
 @triton.jit
-def _find_requests(starts, first, num_requests, TURNS: tl.constexpr, BLOCK_T: tl.constexpr):
+def find_requests(starts, first, num_requests, TURNS: tl.constexpr, BLOCK_T: tl.constexpr):
     """Returns the last request that begins at or before each token of the scratch from `first` on, int32
     [BLOCK_T], or -1: that of the first token by bisection, where 2**TURNS is more than the number of requests,
     and then those that begin within the block, mostly none."""
@@ -126,7 +126,7 @@ def _restore_kv_kernel(
     last = num_requests - 1
     if first < tl.minimum(tl.load(starts + last) + tl.load(lengths + last), capacity):
         tokens = first + tl.arange(0, BLOCK_T)
-        request = _find_requests(starts, first, num_requests, TURNS, BLOCK_T)
+        request = find_requests(starts, first, num_requests, TURNS, BLOCK_T)
         is_found = request >= 0
         position = tokens - tl.load(starts + request, mask=is_found, other=0)
         length = tl.load(lengths + request, mask=is_found, other=0)

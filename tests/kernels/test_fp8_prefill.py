@@ -1,0 +1,179 @@
+"""Compares the scratch of prefill in fp8 with its reference, byte by byte, and prefill in fp8 with float64 on
+the rounded q, K and V. What rounds to fp8 runs on a GPU: the interpreter rounds otherwise."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from lightkv.triton_kernels.attention.alibi import alibi_slopes
+from lightkv.triton_kernels.attention.paged_kv import AttentionOptions, HeadShape, PagedKV
+from lightkv.triton_kernels.attention.prefill.fp8_prefill import (
+    fp8_prefill_attention,
+    fp8_prefill_attention_reference,
+)
+from lightkv.triton_kernels.attention.prefill.fp8_scratch import (
+    Fp8Scratch,
+    fill_fp8_scratch,
+    fill_fp8_scratch_reference,
+    to_fp8,
+    to_fp8_reference,
+)
+from tests.support.random_kv import make_kv
+
+FP8 = torch.float8_e4m3fn
+
+
+def make_scratch(kv: PagedKV, lengths: list[int], capacity: int) -> Fp8Scratch:
+    """Returns a scratch full of NaN, with the static scales of `kv`, or others if it has none."""
+    device, heads = kv.k.device, kv.k.shape[1]
+    ends = torch.tensor([-(-length // 128) * 128 for length in lengths]).cumsum(0)
+    begins = (torch.cat((torch.zeros(1, dtype=torch.int64), ends))[:-1]).int().to(device)
+    scales = kv.scales[0].float().contiguous() if kv.scales is not None else None
+    if scales is None:
+        scales = 0.02 * torch.arange(1.0, 2 * heads + 1, device=device).view(heads, 2)
+    shape = HeadShape(heads, heads, kv.key_dim, kv.value_dim)
+    scratch = Fp8Scratch.empty(capacity, shape, begins, scales)
+    for part in (scratch.k, scratch.v):
+        part.view(torch.uint8).fill_(0x7F)
+    return scratch
+
+
+def filled(kv: PagedKV, rows: Tensor, lengths: list[int], capacity: int) -> tuple[Fp8Scratch, Fp8Scratch]:
+    """Returns a scratch that the kernel has filled, and one that the reference has."""
+    one, other = (make_scratch(kv, lengths, capacity) for _ in range(2))
+    tokens = torch.tensor(lengths, dtype=torch.int32, device=kv.k.device)
+    fill_fp8_scratch(kv, rows, tokens, one)
+    fill_fp8_scratch_reference(kv, rows, tokens, other)
+    return one, other
+
+
+def assert_same(one: Fp8Scratch, other: Fp8Scratch) -> None:
+    assert torch.equal(one.k.view(torch.uint8), other.k.view(torch.uint8))
+    assert torch.equal(one.v.view(torch.uint8), other.v.view(torch.uint8))
+
+
+@pytest.mark.parametrize(("shift", "lengths"), [(0, [1, 130, 17]), (4, [128, 1, 40, 129]), (31, [64, 5])])
+def test_a_scratch_holds_the_bytes_of_static_fp8(shift: int, lengths: list[int]) -> None:
+    kv, rows = make_kv("fp8-static", "cpu", lengths=lengths, shift=shift, dims=(64, 64))
+    one, other = filled(kv, rows, lengths, 640)
+    assert_same(one, other)
+    k, v = one.read(1, lengths[1])
+    slots = kv.index[rows[1], torch.arange(lengths[1]) >> shift] + torch.arange(lengths[1]) % (1 << shift)
+    wanted_k, wanted_v = kv.read(slots.long())
+    assert torch.equal(k, wanted_k)
+    assert torch.equal(v, wanted_v)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_a_scratch_of_other_types_is_rounded(dtype: torch.dtype) -> None:
+    kv, rows = make_kv("auto", "cuda", lengths=[1, 130, 17], dims=(128, 128), dtype=dtype)
+    assert_same(*filled(kv, rows, [1, 130, 17], 640))
+
+
+def test_what_does_not_fit_is_refused() -> None:
+    kv, rows = make_kv("fp8-static", "cpu", lengths=[5], dims=(64, 64))
+    scratch = make_scratch(kv, [5], 128)
+    lengths = torch.tensor([5], dtype=torch.int32)
+    with pytest.raises(ValueError, match="give a multiple of 128"):
+        make_scratch(kv, [5], 100)
+    with pytest.raises(ValueError, match=r"lengths must be contiguous int32 \(1,\)"):
+        fill_fp8_scratch(kv, rows, lengths.long(), scratch)
+    int8, _ = make_kv("int8", "cpu", lengths=[5], dims=(64, 64))
+    with pytest.raises(ValueError, match="fp8 with static scales"):
+        fill_fp8_scratch(int8, rows, lengths, scratch)
+    q = torch.zeros(5, 2, 64).to(FP8)
+    starts = torch.tensor([0, 5], dtype=torch.int32)
+    with pytest.raises(ValueError, match=r"compute capability 9 .* use prefill_attention"):
+        fp8_prefill_attention(q, scratch, starts, lengths, out=torch.zeros(5, 2, 64))
+
+
+CASES = {
+    "short": ([5, 1, 200], [5, 1, 200], {}),
+    "after a prefix": ([300, 1000, 129], [64, 130, 1], {}),
+    "few after many": ([6000], [16], {}),
+    "window": ([700, 300], [400, 300], {"window": 150}),
+    "chunks": ([700], [600], {"chunk": 256}),
+    "soft-cap": ([500], [500], {"softcap": 20.0}),
+    "not causal": ([300, 77], [300, 77], {"causal": False}),
+}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("extra", ["", "sinks", "alibi"])
+@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize("case", CASES)
+def test_attention_equals_float64_on_the_rounded_values(case: str, dim: int, extra: str) -> None:
+    lengths, queries, given = CASES[case]
+    device, num_heads = torch.device("cuda"), 8
+    torch.manual_seed(1)
+    options = AttentionOptions(**given)
+    if extra == "sinks":
+        options = options._replace(sink_logits=torch.randn(num_heads, device=device))
+    if extra == "alibi":
+        options = options._replace(alibi_slopes=alibi_slopes(num_heads).to(device))
+    scratch = random_scratch(lengths, HeadShape(num_heads, 2, dim, dim), device)
+    q_scale = 0.02
+    q = to_fp8(torch.randn(sum(queries), num_heads, dim, device=device), q_scale)
+    starts = torch.tensor([0, *torch.tensor(queries).cumsum(0)], dtype=torch.int32, device=device)
+    tokens = torch.tensor(lengths, dtype=torch.int32, device=device)
+    lse = torch.empty(q.shape[:2], device=device)
+    out = torch.empty(q.shape, dtype=torch.bfloat16, device=device)
+    fp8_prefill_attention(q, scratch, starts, tokens, options, q_scale=q_scale, out=out, lse=lse)
+    wanted = fp8_prefill_attention_reference(
+        q, scratch, starts, tokens, options, q_scale=q_scale, out=torch.empty_like(out, dtype=torch.float32)
+    )
+    # A weight has 4 significant bits, so its error is 2.5 % of it in the mean, and so is that of a weighted sum
+    # of values whose signs are random.
+    error = (out.float() - wanted).abs()
+    assert float(error.mean()) < 0.03 * float(wanted.abs().mean())
+    assert float(error.max()) < 0.06 * float(wanted.abs().max())
+    assert bool(lse.isfinite().all())
+    small = fp8_prefill_attention(
+        q, scratch, starts, tokens, options, q_scale=q_scale, out=torch.empty_like(q), out_scale=0.01
+    )
+    assert float((small.float() * 0.01 - out.float()).abs().max()) < 0.04 * float(wanted.abs().max())
+
+
+def random_scratch(lengths: list[int], heads: HeadShape, device: torch.device) -> Fp8Scratch:
+    """Returns a scratch of random keys, filled by the reference; what no key has is NaN."""
+    capacity = sum(-(-length // 128) * 128 for length in lengths)
+    num_slots = sum(lengths) + 1
+    cache = torch.randn(2, num_slots, heads.num_kv_heads, heads.key_dim, device=device).bfloat16()
+    index = torch.zeros(len(lengths), max(lengths), dtype=torch.int32, device=device)
+    order = (torch.randperm(num_slots - 1, device=device) + 1).int()
+    given = 0
+    for row, length in enumerate(lengths):
+        index[row, :length] = order[given : given + length]
+        given += length
+    kv = PagedKV(cache[0], cache[1], index)
+    scratch = make_scratch(kv, lengths, capacity)
+    tokens = torch.tensor(lengths, dtype=torch.int32, device=device)
+    fill_fp8_scratch_reference(kv, torch.arange(len(lengths), device=device), tokens, scratch)
+    return scratch
+
+
+@pytest.mark.gpu
+def test_many_keys_are_added_in_two_levels() -> None:
+    # Equal scores: every weight is the same, and the output is the mean of V, which is 1. Sums of 14 bits, as
+    # the tensor cores make, would stop growing.
+    device = torch.device("cuda")
+    length, heads = 65536, HeadShape(4, 1, 128, 128)
+    begins = torch.zeros(1, dtype=torch.int32, device=device)
+    scratch = Fp8Scratch.empty(length, heads, begins, torch.ones(1, 2, device=device))
+    scratch.k.view(torch.uint8).zero_()
+    scratch.v.copy_(torch.ones_like(scratch.v, dtype=torch.float32))
+    q = to_fp8(torch.randn(128, 4, 128, device=device), 1.0)
+    starts = torch.tensor([0, 128], dtype=torch.int32, device=device)
+    out = torch.empty(q.shape, dtype=torch.float32, device=device)
+    fp8_prefill_attention(
+        q, scratch, starts, torch.tensor([length], dtype=torch.int32, device=device), out=out
+    )
+    assert float((out - 1).abs().max()) < 1e-3
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_heads_are_rounded_as_torch_does(dtype: torch.dtype) -> None:
+    heads = torch.randn(70, 3, 2, 96, device="cuda").to(dtype)[:, :, 0] * 200
+    assert torch.equal(to_fp8(heads, 0.7).view(torch.uint8), to_fp8_reference(heads, 0.7).view(torch.uint8))

@@ -1,0 +1,160 @@
+"""Prefill attention in fp8: q, K and V in e4m3, both products on the tensor cores in e4m3, and, if asked for,
+an output in e4m3.
+
+    q       ≈ q_element * q_scale              one scale for the tensor
+    k, v    ≈ element * scales[head]           a K scale and a V scale for each K/V head
+    out     ≈ out_element * out_scale          if the output is e4m3
+
+The first part of a layer is `fill_fp8_scratch`, which lays K and V out as the products need them.
+"""
+
+import torch
+from torch import Tensor
+
+from lightkv.triton_kernels import tuning
+from lightkv.triton_kernels.attention.attend_keys import score_scales
+from lightkv.triton_kernels.attention.attention_reference import attend_reference
+from lightkv.triton_kernels.attention.paged_kv import DEFAULT_OPTIONS, AttentionOptions, HeadShape
+
+from .fp8_scratch import Fp8Scratch, to_fp8_reference
+from .prefill_combine import combine_tiles, empty_parts
+from .prefill_plan import PrefillPlan, prefill_plan
+
+HEAD_DIMS = (64, 128)
+_FP8 = torch.float8_e4m3fn
+
+
+def fp8_prefill_reason(device: torch.device, heads: HeadShape) -> str | None:
+    """Returns why `fp8_prefill_attention` cannot run for such heads on a device; None where it can."""
+    if device.type != "cuda" or tuning.device_class(device).major != 9:
+        return f"it runs on GPUs of compute capability 9 (Hopper), and {device} is none"
+    if heads.key_dim not in HEAD_DIMS or heads.value_dim != heads.key_dim:
+        return f"it is for heads of {HEAD_DIMS} dims, and these have {heads.key_dim} and {heads.value_dim}"
+    return None
+
+
+def fp8_prefill_attention(
+    q: Tensor,
+    scratch: Fp8Scratch,
+    q_starts: Tensor,
+    lengths: Tensor,
+    options: AttentionOptions = DEFAULT_OPTIONS,
+    *,
+    q_scale: float = 1.0,
+    out: Tensor,
+    out_scale: float = 1.0,
+    plan: PrefillPlan | None = None,
+    lse: Tensor | None = None,
+) -> Tensor:
+    """Computes `prefill_attention` of requests whose keys are in `scratch`, in fp8.
+
+    Args:
+        q: e4m3 `[T, H, D]`, strides multiples of 16 except the last, which is 1; D is 64 or 128.
+        scratch: filled; its requests are those of `lengths`, in their order.
+        q_starts, lengths, options, lse: as in `prefill_attention`.
+        q_scale: of q.
+        out: `[T, H, D]` to write to, of a 16-bit type, float32 or e4m3.
+        out_scale: an output of e4m3 is in units of it, and bounded; not used for other types.
+        plan: the result of `prefill_plan` for 16-bit q, whose rows are 0, 1, 2 … for the requests; made here if
+            None.
+
+    Returns:
+        `out`.
+
+    Raises:
+        ValueError: shapes, dtypes or the device do not fit.
+    """
+    heads = HeadShape(q.shape[1], scratch.k.shape[1], q.shape[2], scratch.v.shape[1])
+    if reason := fp8_prefill_reason(q.device, heads):
+        raise ValueError(f"prefill in fp8 cannot run: {reason}; use prefill_attention")
+    strides = *q.stride()[:2], *out.stride()[:2]
+    if q.dtype != _FP8 or q.shape[2] != scratch.k.shape[2] or heads.num_heads % heads.num_kv_heads:
+        raise ValueError(
+            f"q must be e4m3 [T, H, {scratch.k.shape[2]}] with H a multiple of {heads.num_kv_heads}, got "
+            f"{q.dtype} {tuple(q.shape)}; to_fp8 rounds it"
+        )
+    if (
+        out.shape != q.shape
+        or any(stride % 16 for stride in strides)
+        or out.stride(2) != 1
+        or q.stride(2) != 1
+    ):
+        raise ValueError(
+            f"out must be {tuple(q.shape)}, and strides multiples of 16 except the last, which is 1; got "
+            f"{tuple(out.shape)} with {out.stride()}, and q with {q.stride()}"
+        )
+    if plan is None:
+        plan = prefill_plan(
+            torch.arange(len(lengths), device=q.device),
+            q_starts,
+            lengths,
+            heads,
+            num_tokens=len(q),
+            dtype=torch.bfloat16,
+            window=options.window,
+            chunk=options.chunk,
+            after=options.after,
+        )
+    if plan.num_shares == 0:
+        return out
+    # Triton's Gluon, which the kernel is written in, needs a GPU, and its import takes time.
+    from .prefill_fp8_hopper import launch_fp8_prefill
+
+    score_scale, cap_scale = score_scales(options.scale_for(heads.key_dim), options.softcap)
+    partial_out = partial_lse = None
+    if plan.num_workers:
+        partial_out, partial_lse = empty_parts(
+            plan.num_workers, heads.num_kv_heads, plan.launch.block_m, heads.value_dim, q.device
+        )
+    launch_fp8_prefill(
+        q,
+        scratch.k,
+        scratch.v,
+        scratch.begins,
+        plan.items,
+        plan.counters,
+        scratch.scales,
+        options.sink_logits,
+        options.alibi_slopes,
+        out,
+        lse,
+        partial_out,
+        partial_lse,
+        tuning.fp8_prefill_launch(heads.key_dim),
+        num_shares=plan.num_shares,
+        score_scale=score_scale,
+        cap_scale=cap_scale,
+        q_scale=q_scale,
+        out_factor=1.0 / out_scale if out.dtype == _FP8 else 1.0,
+        window=options.window,
+        chunk=options.chunk,
+        after=options.after,
+        softcap=options.softcap != 0.0,
+    )
+    if partial_out is not None and partial_lse is not None:
+        combine_tiles(partial_out, partial_lse, plan.items, out, lse)
+    return out
+
+
+def fp8_prefill_attention_reference(
+    q: Tensor,
+    scratch: Fp8Scratch,
+    q_starts: Tensor,
+    lengths: Tensor,
+    options: AttentionOptions = DEFAULT_OPTIONS,
+    *,
+    q_scale: float = 1.0,
+    out: Tensor,
+    out_scale: float = 1.0,
+) -> Tensor:
+    """Computes `fp8_prefill_attention` in float64, with weights that are not rounded. Synchronises."""
+    starts = q_starts.tolist()
+    for request, length in enumerate(lengths.tolist()):
+        queries = slice(starts[request], starts[request + 1])
+        num = queries.stop - queries.start
+        positions = torch.arange(length - num, length, device=q.device)
+        found = attend_reference(
+            q[queries].float() * q_scale, *scratch.read(request, length), positions, options
+        )
+        out[queries] = to_fp8_reference(found, out_scale) if out.dtype == _FP8 else found.to(out.dtype)
+    return out

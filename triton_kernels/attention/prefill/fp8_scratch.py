@@ -1,0 +1,275 @@
+"""K and V of whole requests in fp8, laid out as Hopper's fp8 products read them.
+
+    request      0                      1
+    scratch   [ k0 k1 k2 . . . . . . | k0 k1 . . . ]     request b begins at begins[b], a multiple of 128
+
+A weighted sum of V is a product over keys, and an fp8 product reads what it adds up next to each other. So V
+lies transposed: the keys of a dim are neighbours. Of every 16 keys, those that one thread of a warp holds the
+scores of lie together, so that weights need not be moved between threads:
+
+    place   0 1 2 3   4 5  6  7   8 9 10 11   12 13 14 15
+    key     0 1 8 9   2 3 10 11   4 5 12 13    6  7 14 15
+"""
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from lightkv.triton_kernels import tuning
+from lightkv.triton_kernels.attention.attend_keys import find_slots
+from lightkv.triton_kernels.attention.attention_reference import slots_reference
+from lightkv.triton_kernels.attention.paged_kv import HeadShape, PagedKV
+
+from .restore_kv import find_requests
+
+ALIGNMENT = 128  # keys; the requests of a scratch begin at multiples of it
+LARGEST = 448.0  # of e4m3
+_ALIGNMENT = tl.constexpr(ALIGNMENT)
+_LARGEST = tl.constexpr(LARGEST)
+
+
+class Fp8Scratch(NamedTuple):
+    """K and V of requests in e4m3.
+
+    `k`: `[capacity, num_kv_heads, Dk]`, contiguous; `capacity` is a multiple of 128.
+    `v`: `[num_kv_heads, Dv, capacity]`, contiguous, its keys in the order above; zeros after a request's last
+    key, up to a multiple of 128.
+    `begins`: int32 `[B]`, contiguous, ascending multiples of 128: where the keys of each request begin.
+    `scales`: float32 `[num_kv_heads, 2]`, contiguous: a value of K and of V is `element * scale`.
+    """
+
+    k: Tensor
+    v: Tensor
+    begins: Tensor
+    scales: Tensor
+
+    @classmethod
+    def empty(cls, capacity: int, heads: HeadShape, begins: Tensor, scales: Tensor) -> "Fp8Scratch":
+        """Returns a scratch on the device of `begins` whose keys are not written. Raises ValueError for a
+        capacity that is no multiple of 128."""
+        if capacity % ALIGNMENT:
+            raise ValueError(f"the capacity is {capacity}; give a multiple of {ALIGNMENT}")
+        kind, device = torch.float8_e4m3fn, begins.device
+        k = torch.empty(capacity, heads.num_kv_heads, heads.key_dim, dtype=kind, device=device)
+        v = torch.empty(heads.num_kv_heads, heads.value_dim, capacity, dtype=kind, device=device)
+        return cls(k, v, begins, scales)
+
+    def read(self, request: int, length: int) -> tuple[Tensor, Tensor]:
+        """Returns the first `length` keys of a request in plain torch, float32 `[length, num_kv_heads, Dk]` and
+        `[length, num_kv_heads, Dv]`. Synchronises."""
+        begin = int(self.begins[request])
+        keys = torch.arange(length, device=self.k.device)
+        places = begin + (keys & ~15 | (keys & 6) << 1 | (keys & 8) >> 2 | keys & 1)
+        k = self.k[begin : begin + length].float() * self.scales[:, :1]
+        v = self.v.float()[:, :, places].permute(2, 0, 1) * self.scales[:, 1:]
+        return k, v
+
+
+@triton.jit
+def _to_fp8(x, scale, kind: tl.constexpr):
+    """Returns x in e4m3, in units of `scale`; elements that are e4m3 already as they are."""
+    if x.dtype == kind:
+        return x
+    return tl.minimum(tl.maximum(x.to(tl.float32) / scale, -_LARGEST), _LARGEST).to(kind)
+
+
+@triton.jit(
+    do_not_specialize=["num_requests", "capacity"],
+    do_not_specialize_on_alignment=["index", "rows", "lengths", "begins", "scales"],
+)
+def _fill_kernel(
+    k,
+    v,
+    index,
+    rows,
+    lengths,
+    begins,
+    scales,
+    out_k,
+    out_v,
+    num_requests,
+    capacity,
+    stride_k_slot,
+    stride_k_h,
+    stride_v_slot,
+    stride_v_h,
+    stride_index,
+    KV_HEADS: tl.constexpr,
+    DK: tl.constexpr,
+    DV: tl.constexpr,
+    SHIFT: tl.constexpr,
+    TURNS: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_DK: tl.constexpr,
+    BLOCK_DV: tl.constexpr,
+):
+    # Heads run fastest, so neighbouring programs read neighbouring heads.
+    program = tl.program_id(0) % (2 * KV_HEADS)
+    first = tl.program_id(0) // (2 * KV_HEADS) * BLOCK_T
+    last = num_requests - 1
+    if first < tl.minimum(tl.load(begins + last) + tl.load(lengths + last), capacity):
+        # Requests begin at multiples of the block, so all of it is of the first token's.
+        request = tl.max(find_requests(begins, first, num_requests, TURNS, BLOCK_T))
+        found = request >= 0
+        length = tl.load(lengths + request, mask=found, other=0)
+        places = first - tl.load(begins + request, mask=found, other=0) + tl.arange(0, BLOCK_T)
+        row = tl.load(rows + request, mask=found, other=0).to(tl.int64)
+        index_row = (index + row * stride_index, None, stride_index, 0, 0)
+        tokens = (first + tl.arange(0, BLOCK_T)).to(tl.int64)
+        kind: tl.constexpr = out_k.dtype.element_ty
+        if program < KV_HEADS:
+            head = program.to(tl.int64)
+            dims = tl.arange(0, BLOCK_DK)
+            valid = places < length
+            slots = find_slots(index_row, places, valid, SHIFT)
+            rows_k = k + head * stride_k_h + slots[:, None] * stride_k_slot + dims[None, :]
+            mask = valid[:, None] & (dims < DK)[None, :]
+            x = tl.load(rows_k, mask=mask)
+            if x.dtype != kind:
+                x = _to_fp8(x, tl.load(scales + 2 * head), kind)
+            tl.store(out_k + (tokens[:, None] * KV_HEADS + head) * DK + dims[None, :], x, mask=mask)
+        else:
+            head = (program - KV_HEADS).to(tl.int64)
+            dims = tl.arange(0, BLOCK_DV)
+            keys = (places & ~15) | ((places & 2) << 2) | ((places & 12) >> 1) | (places & 1)
+            valid = keys < length
+            slots = find_slots(index_row, keys, valid, SHIFT)
+            rows_v = v + head * stride_v_h + slots[:, None] * stride_v_slot + dims[None, :]
+            x = tl.load(rows_v, mask=valid[:, None] & (dims < DV)[None, :], other=0.0)
+            if x.dtype != kind:
+                x = _to_fp8(x, tl.load(scales + 2 * head + 1), kind)
+            target = out_v + (head * DV + dims.to(tl.int64))[:, None] * capacity + tokens[None, :]
+            tl.store(target, tl.trans(x), mask=(dims < DV)[:, None] & (tokens < capacity)[None, :])
+
+
+def fill_fp8_scratch(kv: PagedKV, rows: Tensor, lengths: Tensor, scratch: Fp8Scratch) -> None:
+    """Writes the first `lengths[b]` tokens of each request to a scratch: elements in e4m3 with static scales as
+    they are, others divided by the scratch's scales and rounded.
+
+    Everything that varies is read on the device, and the grid follows from the scratch: nothing synchronises,
+    and a captured launch may be replayed. The values of rows, lengths and begins are not checked: a request's
+    keys, rounded up to a multiple of 128, have to end before those of the next, and within the scratch.
+
+    Args:
+        kv: the K/V of a layer and its index, without a ring and without an indirection: of 16 or 32 bits, or in
+            e4m3 with static scales, which the scratch then has to have, too.
+        rows: int32 or int64 `[B]`, contiguous: each request's row of the index.
+        lengths: int32 `[B]`, contiguous.
+        scratch: of the same heads.
+
+    Raises:
+        ValueError: shapes or dtypes do not fit, or the K/V is stored otherwise. Nothing is written then.
+    """
+    _check(kv, rows, lengths, scratch)
+    capacity, num_kv_heads, key_dim = scratch.k.shape
+    if not capacity or not len(rows):
+        return
+    is_fp8 = kv.format.is_quantised
+    block_dk, block_dv = tuning.padded_dim(key_dim), tuning.padded_dim(kv.value_dim)
+    _fill_kernel[(2 * num_kv_heads * (capacity // ALIGNMENT),)](
+        # As bytes, elements that are not converted need no type that the interpreter rounds differently.
+        kv.k.view(torch.uint8) if is_fp8 else kv.k,
+        kv.v.view(torch.uint8) if is_fp8 else kv.v,
+        kv.index,
+        rows,
+        lengths,
+        scratch.begins,
+        scratch.scales,
+        scratch.k.view(torch.uint8) if is_fp8 else scratch.k,
+        scratch.v.view(torch.uint8) if is_fp8 else scratch.v,
+        len(rows),
+        capacity,
+        *kv.k.stride()[:2],
+        *kv.v.stride()[:2],
+        kv.index.stride(0),
+        KV_HEADS=num_kv_heads,
+        DK=key_dim,
+        DV=kv.value_dim,
+        SHIFT=kv.shift,
+        TURNS=tuning.block_for(len(rows)).bit_length(),
+        BLOCK_T=ALIGNMENT,
+        BLOCK_DK=block_dk,
+        BLOCK_DV=block_dv,
+        num_warps=4,
+    )
+
+
+def _check(kv: PagedKV, rows: Tensor, lengths: Tensor, scratch: Fp8Scratch) -> None:
+    """Raises ValueError where the arguments of `fill_fp8_scratch` do not fit each other."""
+    if kv.ring is not None or kv.indirection is not None:
+        raise ValueError("K/V of rings, or with an indirection, is not copied to a scratch in fp8")
+    if kv.format.is_quantised and not (kv.format.k.is_static and kv.format.v.is_static):
+        raise ValueError(
+            f"the K/V is stored as {kv.format.k} and {kv.format.v}; prefill in fp8 reads 16 bits, or fp8 with "
+            "static scales (fp8-static)"
+        )
+    if rows.dim() != 1 or rows.dtype not in (torch.int32, torch.int64) or not rows.is_contiguous():
+        raise ValueError(f"rows must be contiguous int32 or int64 [B], got {rows.dtype} {tuple(rows.shape)}")
+    for name, tensor in (("lengths", lengths), ("begins", scratch.begins)):
+        if tensor.shape != rows.shape or tensor.dtype != torch.int32 or not tensor.is_contiguous():
+            raise ValueError(
+                f"{name} must be contiguous int32 {tuple(rows.shape)}, as rows; got {tensor.dtype} "
+                f"{tuple(tensor.shape)}"
+            )
+    heads = kv.k.shape[1]
+    wanted = (len(scratch.k), heads, kv.key_dim), (heads, kv.value_dim, len(scratch.k))
+    if (scratch.k.shape, scratch.v.shape) != wanted or scratch.scales.shape != (heads, 2):
+        raise ValueError(
+            f"the scratch must be {wanted[0]} and {wanted[1]} with scales {(heads, 2)}, got "
+            f"{tuple(scratch.k.shape)}, {tuple(scratch.v.shape)} and {tuple(scratch.scales.shape)}"
+        )
+
+
+def fill_fp8_scratch_reference(kv: PagedKV, rows: Tensor, lengths: Tensor, scratch: Fp8Scratch) -> None:
+    """Computes `fill_fp8_scratch` in plain torch. Synchronises."""
+    _check(kv, rows, lengths, scratch)
+    places = torch.arange(len(scratch.k), device=kv.k.device)
+    keys = places & ~15 | (places & 2) << 2 | (places & 12) >> 1 | places & 1
+    for row, length, begin in zip(rows.tolist(), lengths.tolist(), scratch.begins.tolist(), strict=True):
+        slots = slots_reference(kv, row, torch.arange(length, device=kv.k.device))
+        end = begin + -(-length // ALIGNMENT) * ALIGNMENT
+        of_k, of_v = (
+            to_fp8_reference(cache[slots], scratch.scales[:, column, None])
+            for column, cache in enumerate((kv.k, kv.v))
+        )
+        scratch.k[begin : begin + length] = of_k
+        of_v = torch.cat((of_v.view(torch.uint8), of_v.new_zeros(1, *of_v.shape[1:]).view(torch.uint8)))
+        ordered = keys[: end - begin].clamp(max=length)  # the last row is zeros
+        scratch.v.view(torch.uint8)[:, :, begin:end] = of_v[ordered].permute(1, 2, 0)
+
+
+def to_fp8_reference(x: Tensor, scale: Tensor | float) -> Tensor:
+    """Returns x in e4m3 in units of `scale`, rounded to even and bounded; e4m3 as it is."""
+    if x.dtype == torch.float8_e4m3fn:
+        return x
+    return (x.float() / scale).clamp(-LARGEST, LARGEST).to(torch.float8_e4m3fn)
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def _quantise_kernel(
+    x, out, num_rows, scale, stride_t, stride_h, H: tl.constexpr, D: tl.constexpr, BLOCK_R: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    rows = tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_R)
+    dims = tl.arange(0, BLOCK_D)
+    mask = (rows < num_rows)[:, None] & (dims < D)[None, :]
+    source = x + (rows // H).to(tl.int64)[:, None] * stride_t + (rows % H)[:, None] * stride_h + dims[None, :]
+    kind: tl.constexpr = out.dtype.element_ty
+    values = _to_fp8(tl.load(source, mask=mask, other=0.0), scale, kind)
+    tl.store(out + rows.to(tl.int64)[:, None] * D + dims[None, :], values, mask=mask)
+
+
+def to_fp8(x: Tensor, scale: float) -> Tensor:
+    """Returns heads `[T, H, D]`, whose last stride is 1, in e4m3 in units of `scale`, contiguous."""
+    num_tokens, num_heads, dim = x.shape
+    out = torch.empty(x.shape, dtype=torch.float8_e4m3fn, device=x.device)
+    block_d = tuning.padded_dim(dim)
+    block_r = max(1, 4096 // block_d)
+    if num_tokens:
+        _quantise_kernel[(triton.cdiv(num_tokens * num_heads, block_r),)](
+            x, out, num_tokens * num_heads, scale, *x.stride()[:2], num_heads, dim, block_r, block_d
+        )
+    return out

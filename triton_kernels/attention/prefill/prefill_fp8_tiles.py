@@ -1,0 +1,108 @@
+"""The tiles of `prefill_fp8_hopper.py`: copies to shared memory, weights in e4m3, and products on the tensor
+cores (Gluon)."""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import async_copy, fence_async_shared, warpgroup_mma
+
+
+@gluon.constexpr_function
+def copy_layout(width):
+    """Returns the layout of a copy of rows of `width` bytes: a thread copies 16 of a row, its neighbours the
+    rest."""
+    return gl.BlockedLayout([1, 16], [512 // int(width), int(width) // 16], [4, 1], [1, 0])
+
+
+@gluon.constexpr_function
+def tile_layout(width):
+    """Returns the layout of a tile in shared memory, whose rows of `width` bytes are swizzled."""
+    return gl.NVMMASharedLayout(min(int(width), 128), 8, 2)
+
+
+@gluon.constexpr_function
+def product_layout(width):
+    """Returns the layout of what a wgmma of fp8 computes, `width` columns for each row."""
+    return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, int(width), 32])
+
+
+@gluon.jit
+def start_copy(source, stride, rows, target):
+    """Starts the copy of rows, `stride` bytes apart in global memory, to a tile."""
+    WIDTH: gl.constexpr = target.shape[1]
+    layout: gl.constexpr = copy_layout(WIDTH)
+    places = gl.arange(0, WIDTH, gl.SliceLayout(0, layout))
+    pointers = source + (rows * stride)[:, None] + places[None, :]
+    pointers = gl.max_contiguous(gl.multiple_of(pointers, [1, 16]), [1, 16])
+    async_copy.async_copy_global_to_shared(target, pointers)
+
+
+@gluon.jit
+def copy_q(q, q_strides, tile, q_smem, q_full, GROUP: gl.constexpr):
+    """Starts the copy of a tile's queries; rows after the request's last repeat that row."""
+    layout: gl.constexpr = copy_layout(q_smem.shape[2])
+    ROWS: gl.constexpr = q_smem.shape[1]
+    kv_head, _row, first_row, num_rows, q_begin, _prefix = tile
+    for half in gl.static_range(2):
+        rows = first_row + half * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, layout))
+        rows = gl.minimum(rows, num_rows - 1)
+        tokens = (q_begin + rows // GROUP).to(gl.int64)
+        places = tokens * q_strides[0] + (kv_head * GROUP + rows % GROUP) * q_strides[1]
+        start_copy(q, 1, places, q_smem.index(half))
+    async_copy.mbarrier_arrive(q_full, increment_count=False)
+
+
+@gluon.jit
+def pack_fours(weights):
+    """Rounds weights to e4m3, four of a thread in an int32: [rows, columns / 4].
+
+    A thread holds columns 2t, 2t + 1, 2t + 8 and 2t + 9 of every 16. They are the keys 4t to 4t + 3 of the
+    scratch.
+    """
+    ROWS: gl.constexpr = weights.shape[0]
+    NUM: gl.constexpr = weights.shape[1]
+    fours = (
+        weights.reshape([ROWS, NUM // 16, 2, 4, 2]).permute((0, 1, 3, 2, 4)).reshape([ROWS, NUM // 4, 2, 2])
+    )
+    low, high = gl.split(fours)  # the first and the second of each pair: [ROWS, NUM // 4, 2]
+    a, c = gl.split(low)
+    b, d = gl.split(high)
+    return gl.inline_asm_elementwise(
+        """{
+        .reg .b16 low, high;
+        cvt.rn.satfinite.e4m3x2.f32 low, $2, $1;
+        cvt.rn.satfinite.e4m3x2.f32 high, $4, $3;
+        mov.b32 $0, {low, high};
+        }""",
+        "=r,f,f,f,f",
+        [a, b, c, d],
+        dtype=gl.int32,
+        is_pure=True,
+        pack=1,
+    )
+
+
+@gluon.jit
+def unpack_fours(fours, layout: gl.constexpr):
+    """Returns what `pack_fours` has packed, [rows, columns] in e4m3, in the layout of an operand."""
+    pairs = gl.join(fours.to(gl.int16), (fours >> 16).to(gl.int16))
+    low, high = pairs.to(gl.int8), (pairs >> 8).to(gl.int8)
+    both = gl.join(low, high).reshape([fours.shape[0], fours.shape[1] * 4])
+    return gl.convert_layout(both.to(gl.float8e4nv, bitcast=True), layout)
+
+
+@gluon.jit
+def begin_scores(q_half, k_tile, layout: gl.constexpr):
+    fence_async_shared()  # makes what cp.async wrote visible to the asynchronous proxy of wgmma
+    ROWS: gl.constexpr = q_half.shape[0]
+    BLOCK_N: gl.constexpr = k_tile.shape[0]
+    s = gl.zeros([ROWS, BLOCK_N], gl.float32, layout)
+    return warpgroup_mma(q_half, k_tile.permute((1, 0)), s, use_acc=False, is_async=True)
+
+
+@gluon.jit
+def begin_part(p, v_tile, layout: gl.constexpr):
+    fence_async_shared()
+    ROWS: gl.constexpr = p.shape[0]
+    DV: gl.constexpr = v_tile.shape[0]
+    part = gl.zeros([ROWS, DV], gl.float32, layout)
+    return warpgroup_mma(p, v_tile.permute((1, 0)), part, use_acc=False, is_async=True)
