@@ -5,7 +5,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from lightkv import KVPool, KVSpec
 from lightkv.triton_kernels.attention.alibi import alibi_slopes
+from lightkv.triton_kernels.attention.attention_reference import slots_reference
 from lightkv.triton_kernels.attention.paged_kv import AttentionOptions, HeadShape, PagedKV
 from lightkv.triton_kernels.attention.prefill.fp8_prefill import (
     fp8_prefill_attention,
@@ -18,9 +20,11 @@ from lightkv.triton_kernels.attention.prefill.fp8_scratch import (
     to_fp8,
     to_fp8_reference,
 )
+from lightkv.triton_kernels.quantised.kv_format import KVFormat
 from tests.support.random_kv import make_kv
 
 FP8 = torch.float8_e4m3fn
+FORMAT = KVFormat.parse("fp8-static")
 
 
 def make_scratch(kv: PagedKV, lengths: list[int], capacity: int) -> Fp8Scratch:
@@ -28,9 +32,7 @@ def make_scratch(kv: PagedKV, lengths: list[int], capacity: int) -> Fp8Scratch:
     device, heads = kv.k.device, kv.k.shape[1]
     ends = torch.tensor([-(-length // 128) * 128 for length in lengths]).cumsum(0)
     begins = (torch.cat((torch.zeros(1, dtype=torch.int64), ends))[:-1]).int().to(device)
-    scales = kv.scales[0].float().contiguous() if kv.scales is not None else None
-    if scales is None:
-        scales = 0.02 * torch.arange(1.0, 2 * heads + 1, device=device).view(heads, 2)
+    scales = torch.ones(heads, 2, device=device) if kv.scales is None else kv.scales[0].float().contiguous()
     shape = HeadShape(heads, heads, kv.key_dim, kv.value_dim)
     scratch = Fp8Scratch.empty(capacity, shape, begins, scales)
     for part in (scratch.k, scratch.v):
@@ -53,33 +55,31 @@ def assert_same(one: Fp8Scratch, other: Fp8Scratch) -> None:
 
 
 @pytest.mark.parametrize(("shift", "lengths"), [(0, [1, 130, 17]), (4, [128, 1, 40, 129]), (31, [64, 5])])
-def test_a_scratch_holds_the_bytes_of_static_fp8(shift: int, lengths: list[int]) -> None:
-    kv, rows = make_kv("fp8-static", "cpu", lengths=lengths, shift=shift, dims=(64, 64))
+@pytest.mark.parametrize("dims", [(64, 64), (128, 80)])
+def test_a_scratch_holds_the_bytes_of_static_fp8(
+    shift: int, lengths: list[int], dims: tuple[int, int], device: torch.device
+) -> None:
+    kv, rows = make_kv("fp8-static", device, lengths=lengths, shift=shift, dims=dims)
     one, other = filled(kv, rows, lengths, 640)
     assert_same(one, other)
     k, v = one.read(1, lengths[1])
-    slots = kv.index[rows[1], torch.arange(lengths[1]) >> shift] + torch.arange(lengths[1]) % (1 << shift)
-    wanted_k, wanted_v = kv.read(slots.long())
+    wanted_k, wanted_v = kv.read(slots_reference(kv, int(rows[1]), torch.arange(lengths[1], device=device)))
     assert torch.equal(k, wanted_k)
     assert torch.equal(v, wanted_v)
 
 
-@pytest.mark.gpu
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-def test_a_scratch_of_other_types_is_rounded(dtype: torch.dtype) -> None:
-    kv, rows = make_kv("auto", "cuda", lengths=[1, 130, 17], dims=(128, 128), dtype=dtype)
-    assert_same(*filled(kv, rows, [1, 130, 17], 640))
-
-
 def test_what_does_not_fit_is_refused() -> None:
-    kv, rows = make_kv("fp8-static", "cpu", lengths=[5], dims=(64, 64))
+    kv, rows = make_kv("fp8-static", "cpu", lengths=[5])
     scratch = make_scratch(kv, [5], 128)
     lengths = torch.tensor([5], dtype=torch.int32)
     with pytest.raises(ValueError, match="give a multiple of 128"):
         make_scratch(kv, [5], 100)
     with pytest.raises(ValueError, match=r"lengths must be contiguous int32 \(1,\)"):
         fill_fp8_scratch(kv, rows, lengths.long(), scratch)
-    int8, _ = make_kv("int8", "cpu", lengths=[5], dims=(64, 64))
+    int8, _ = make_kv("int8", "cpu", lengths=[5])
+    odd, _ = make_kv("fp8-static", "cpu", lengths=[5], dims=(40, 40))
+    with pytest.raises(ValueError, match="multiples of 16"):
+        fill_fp8_scratch(odd, rows, lengths, make_scratch(odd, [5], 128))
     with pytest.raises(ValueError, match="fp8 with static scales"):
         fill_fp8_scratch(int8, rows, lengths, scratch)
     q = torch.zeros(5, 2, 64).to(FP8)
@@ -132,22 +132,24 @@ def test_attention_equals_float64_on_the_rounded_values(case: str, dim: int, ext
     small = fp8_prefill_attention(
         q, scratch, starts, tokens, options, q_scale=q_scale, out=torch.empty_like(q), out_scale=0.01
     )
-    assert float((small.float() * 0.01 - out.float()).abs().max()) < 0.04 * float(wanted.abs().max())
+    assert (
+        float((small.float() * 0.01 - out.float()).abs().max()) < 0.0625 * float(wanted.abs().max()) + 0.005
+    )
 
 
 def random_scratch(lengths: list[int], heads: HeadShape, device: torch.device) -> Fp8Scratch:
     """Returns a scratch of random keys, filled by the reference; what no key has is NaN."""
-    capacity = sum(-(-length // 128) * 128 for length in lengths)
     num_slots = sum(lengths) + 1
-    cache = torch.randn(2, num_slots, heads.num_kv_heads, heads.key_dim, device=device).bfloat16()
+    spec = KVSpec(1, heads.num_kv_heads, heads.key_dim, heads.value_dim, torch.bfloat16, FORMAT)
+    pool = KVPool(spec, num_slots, device)
+    pool.set_static_scales(0, torch.tensor([0.02, 0.03]), torch.tensor([0.01]))
+    slots = torch.randperm(num_slots - 1, device=device) + 1
+    pool.write(0, slots, *torch.randn(2, num_slots - 1, heads.num_kv_heads, heads.key_dim, device=device))
     index = torch.zeros(len(lengths), max(lengths), dtype=torch.int32, device=device)
-    order = (torch.randperm(num_slots - 1, device=device) + 1).int()
-    given = 0
-    for row, length in enumerate(lengths):
-        index[row, :length] = order[given : given + length]
-        given += length
-    kv = PagedKV(cache[0], cache[1], index)
-    scratch = make_scratch(kv, lengths, capacity)
+    for row, part in enumerate(slots.split(lengths)):
+        index[row, : len(part)] = part.int()
+    kv = PagedKV(pool.k(0), pool.v(0), index, scales=pool.scales(0), format=FORMAT)
+    scratch = make_scratch(kv, lengths, sum(-(-length // 128) * 128 for length in lengths))
     tokens = torch.tensor(lengths, dtype=torch.int32, device=device)
     fill_fp8_scratch_reference(kv, torch.arange(len(lengths), device=device), tokens, scratch)
     return scratch

@@ -27,7 +27,6 @@ from .restore_kv import find_requests
 
 ALIGNMENT = 128  # keys; the requests of a scratch begin at multiples of it
 LARGEST = 448.0  # of e4m3
-_ALIGNMENT = tl.constexpr(ALIGNMENT)
 _LARGEST = tl.constexpr(LARGEST)
 
 
@@ -69,16 +68,62 @@ class Fp8Scratch(NamedTuple):
 
 
 @triton.jit
-def _to_fp8(x, scale, kind: tl.constexpr):
-    """Returns x in e4m3, in units of `scale`; elements that are e4m3 already as they are."""
-    if x.dtype == kind:
-        return x
-    return tl.minimum(tl.maximum(x.to(tl.float32) / scale, -_LARGEST), _LARGEST).to(kind)
+def _byte(words, WHICH: tl.constexpr):
+    """Returns one of the four bytes of int32 words."""
+    return (words >> (8 * WHICH)) & 255
+
+
+@triton.jit
+def _bytes_of(w0, w1, w2, w3, WHICH: tl.constexpr):
+    """Returns words of the same byte of four words."""
+    low = _byte(w0, WHICH) | (_byte(w1, WHICH) << 8)
+    return low | (_byte(w2, WHICH) << 16) | (_byte(w3, WHICH) << 24)
+
+
+@triton.jit
+def _load_keys(source, index_row, keys, length, words, SHIFT: tl.constexpr):
+    """Returns the words of keys, zeros for those that are not there."""
+    head, stride, WORDS = source
+    valid = keys < length
+    slots = find_slots(index_row, keys, valid, SHIFT)
+    mask = valid[:, None] & (words < WORDS)[None, :]
+    return tl.load(head + slots[:, None] * stride + words[None, :], mask=mask, other=0)
+
+
+@triton.jit
+def _copy_keys(
+    source, target, index_row, begin, length, stride_out, SHIFT: tl.constexpr, BLOCK_T: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    keys = tl.arange(0, BLOCK_T)
+    words = tl.arange(0, BLOCK_K)
+    found = _load_keys(source, index_row, begin + keys, length, words, SHIFT)
+    mask = (begin + keys < length)[:, None] & (words < source[2])[None, :]
+    tl.store(target + keys[:, None] * stride_out + words[None, :], found, mask=mask)
+
+
+@triton.jit
+def _transpose_values(
+    source, target, index_row, begin, length, stride_out, SHIFT: tl.constexpr, BLOCK_T: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+):  # fmt: skip
+    """Four words of four keys' V become four words of four dims: [BLOCK_T / 4, words] each."""
+    fours = tl.arange(0, BLOCK_T // 4)
+    words = tl.arange(0, BLOCK_V)
+    keys = begin + fours // 4 * 16 + fours % 4 * 2  # the first of the four
+    w0 = _load_keys(source, index_row, keys, length, words, SHIFT)
+    w1 = _load_keys(source, index_row, keys + 1, length, words, SHIFT)
+    w2 = _load_keys(source, index_row, keys + 8, length, words, SHIFT)
+    w3 = _load_keys(source, index_row, keys + 9, length, words, SHIFT)
+    target += 4 * words.to(tl.int64)[:, None] * stride_out + fours[None, :]
+    mask = (words < source[2])[:, None] & (fours >= 0)[None, :]
+    for which in tl.static_range(4):
+        tl.store(target + which * stride_out, tl.trans(_bytes_of(w0, w1, w2, w3, which)), mask=mask)
 
 
 @triton.jit(
     do_not_specialize=["num_requests", "capacity"],
-    do_not_specialize_on_alignment=["index", "rows", "lengths", "begins", "scales"],
+    do_not_specialize_on_alignment=["index", "rows", "lengths", "begins"],
 )
 def _fill_kernel(
     k,
@@ -87,7 +132,6 @@ def _fill_kernel(
     rows,
     lengths,
     begins,
-    scales,
     out_k,
     out_v,
     num_requests,
@@ -98,13 +142,13 @@ def _fill_kernel(
     stride_v_h,
     stride_index,
     KV_HEADS: tl.constexpr,
-    DK: tl.constexpr,
-    DV: tl.constexpr,
+    K_WORDS: tl.constexpr,
+    V_WORDS: tl.constexpr,
     SHIFT: tl.constexpr,
     TURNS: tl.constexpr,
     BLOCK_T: tl.constexpr,
-    BLOCK_DK: tl.constexpr,
-    BLOCK_DV: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BLOCK_V: tl.constexpr,
 ):
     # Heads run fastest, so neighbouring programs read neighbouring heads.
     program = tl.program_id(0) % (2 * KV_HEADS)
@@ -115,47 +159,33 @@ def _fill_kernel(
         request = tl.max(find_requests(begins, first, num_requests, TURNS, BLOCK_T))
         found = request >= 0
         length = tl.load(lengths + request, mask=found, other=0)
-        places = first - tl.load(begins + request, mask=found, other=0) + tl.arange(0, BLOCK_T)
+        begin = first - tl.load(begins + request, mask=found, other=0)
         row = tl.load(rows + request, mask=found, other=0).to(tl.int64)
         index_row = (index + row * stride_index, None, stride_index, 0, 0)
-        tokens = (first + tl.arange(0, BLOCK_T)).to(tl.int64)
-        kind: tl.constexpr = out_k.dtype.element_ty
         if program < KV_HEADS:
             head = program.to(tl.int64)
-            dims = tl.arange(0, BLOCK_DK)
-            valid = places < length
-            slots = find_slots(index_row, places, valid, SHIFT)
-            rows_k = k + head * stride_k_h + slots[:, None] * stride_k_slot + dims[None, :]
-            mask = valid[:, None] & (dims < DK)[None, :]
-            x = tl.load(rows_k, mask=mask)
-            if x.dtype != kind:
-                x = _to_fp8(x, tl.load(scales + 2 * head), kind)
-            tl.store(out_k + (tokens[:, None] * KV_HEADS + head) * DK + dims[None, :], x, mask=mask)
+            source = k + head * stride_k_h, stride_k_slot, K_WORDS
+            target = out_k + (first.to(tl.int64) * KV_HEADS + head) * K_WORDS
+            _copy_keys(source, target, index_row, begin, length, KV_HEADS * K_WORDS, SHIFT, BLOCK_T, BLOCK_K)
         else:
             head = (program - KV_HEADS).to(tl.int64)
-            dims = tl.arange(0, BLOCK_DV)
-            keys = (places & ~15) | ((places & 2) << 2) | ((places & 12) >> 1) | (places & 1)
-            valid = keys < length
-            slots = find_slots(index_row, keys, valid, SHIFT)
-            rows_v = v + head * stride_v_h + slots[:, None] * stride_v_slot + dims[None, :]
-            x = tl.load(rows_v, mask=valid[:, None] & (dims < DV)[None, :], other=0.0)
-            if x.dtype != kind:
-                x = _to_fp8(x, tl.load(scales + 2 * head + 1), kind)
-            target = out_v + (head * DV + dims.to(tl.int64))[:, None] * capacity + tokens[None, :]
-            tl.store(target, tl.trans(x), mask=(dims < DV)[:, None] & (tokens < capacity)[None, :])
+            source = v + head * stride_v_h, stride_v_slot, V_WORDS
+            target = out_v + head * V_WORDS * capacity + first // 4
+            _transpose_values(
+                source, target, index_row, begin, length, capacity // 4, SHIFT, BLOCK_T, BLOCK_V
+            )
 
 
 def fill_fp8_scratch(kv: PagedKV, rows: Tensor, lengths: Tensor, scratch: Fp8Scratch) -> None:
-    """Writes the first `lengths[b]` tokens of each request to a scratch: elements in e4m3 with static scales as
-    they are, others divided by the scratch's scales and rounded.
+    """Writes the elements of the first `lengths[b]` tokens of each request to a scratch.
 
     Everything that varies is read on the device, and the grid follows from the scratch: nothing synchronises,
     and a captured launch may be replayed. The values of rows, lengths and begins are not checked: a request's
     keys, rounded up to a multiple of 128, have to end before those of the next, and within the scratch.
 
     Args:
-        kv: the K/V of a layer and its index, without a ring and without an indirection: of 16 or 32 bits, or in
-            e4m3 with static scales, which the scratch then has to have, too.
+        kv: the K/V of a layer and its index, without a ring and without an indirection, in e4m3 with static
+            scales. Its strides and head dims are multiples of 16.
         rows: int32 or int64 `[B]`, contiguous: each request's row of the index.
         lengths: int32 `[B]`, contiguous.
         scratch: of the same heads.
@@ -167,32 +197,29 @@ def fill_fp8_scratch(kv: PagedKV, rows: Tensor, lengths: Tensor, scratch: Fp8Scr
     capacity, num_kv_heads, key_dim = scratch.k.shape
     if not capacity or not len(rows):
         return
-    is_fp8 = kv.format.is_quantised
-    block_dk, block_dv = tuning.padded_dim(key_dim), tuning.padded_dim(kv.value_dim)
+    k, v, out_k, out_v = (part.view(torch.int32) for part in (kv.k, kv.v, scratch.k, scratch.v))
     _fill_kernel[(2 * num_kv_heads * (capacity // ALIGNMENT),)](
-        # As bytes, elements that are not converted need no type that the interpreter rounds differently.
-        kv.k.view(torch.uint8) if is_fp8 else kv.k,
-        kv.v.view(torch.uint8) if is_fp8 else kv.v,
+        k,
+        v,
         kv.index,
         rows,
         lengths,
         scratch.begins,
-        scratch.scales,
-        scratch.k.view(torch.uint8) if is_fp8 else scratch.k,
-        scratch.v.view(torch.uint8) if is_fp8 else scratch.v,
+        out_k,
+        out_v,
         len(rows),
         capacity,
-        *kv.k.stride()[:2],
-        *kv.v.stride()[:2],
+        *k.stride()[:2],
+        *v.stride()[:2],
         kv.index.stride(0),
         KV_HEADS=num_kv_heads,
-        DK=key_dim,
-        DV=kv.value_dim,
+        K_WORDS=key_dim // 4,
+        V_WORDS=kv.value_dim // 4,
         SHIFT=kv.shift,
         TURNS=tuning.block_for(len(rows)).bit_length(),
         BLOCK_T=ALIGNMENT,
-        BLOCK_DK=block_dk,
-        BLOCK_DV=block_dv,
+        BLOCK_K=tuning.padded_dim(key_dim) // 4,
+        BLOCK_V=tuning.padded_dim(kv.value_dim) // 4,
         num_warps=4,
     )
 
@@ -201,11 +228,14 @@ def _check(kv: PagedKV, rows: Tensor, lengths: Tensor, scratch: Fp8Scratch) -> N
     """Raises ValueError where the arguments of `fill_fp8_scratch` do not fit each other."""
     if kv.ring is not None or kv.indirection is not None:
         raise ValueError("K/V of rings, or with an indirection, is not copied to a scratch in fp8")
-    if kv.format.is_quantised and not (kv.format.k.is_static and kv.format.v.is_static):
+    if not (kv.format.k.is_static and kv.format.v.is_static):
         raise ValueError(
-            f"the K/V is stored as {kv.format.k} and {kv.format.v}; prefill in fp8 reads 16 bits, or fp8 with "
+            f"the K/V is stored as {kv.format.k} and {kv.format.v}; prefill in fp8 reads fp8 with "
             "static scales (fp8-static)"
         )
+    sizes = *kv.k.stride()[:2], *kv.v.stride()[:2], kv.key_dim, kv.value_dim
+    if any(size % 16 for size in sizes):
+        raise ValueError(f"strides and head dims of K and V must be multiples of 16, got {sizes}")
     if rows.dim() != 1 or rows.dtype not in (torch.int32, torch.int64) or not rows.is_contiguous():
         raise ValueError(f"rows must be contiguous int32 or int64 [B], got {rows.dtype} {tuple(rows.shape)}")
     for name, tensor in (("lengths", lengths), ("begins", scratch.begins)):
@@ -231,20 +261,14 @@ def fill_fp8_scratch_reference(kv: PagedKV, rows: Tensor, lengths: Tensor, scrat
     for row, length, begin in zip(rows.tolist(), lengths.tolist(), scratch.begins.tolist(), strict=True):
         slots = slots_reference(kv, row, torch.arange(length, device=kv.k.device))
         end = begin + -(-length // ALIGNMENT) * ALIGNMENT
-        of_k, of_v = (
-            to_fp8_reference(cache[slots], scratch.scales[:, column, None])
-            for column, cache in enumerate((kv.k, kv.v))
-        )
-        scratch.k[begin : begin + length] = of_k
-        of_v = torch.cat((of_v.view(torch.uint8), of_v.new_zeros(1, *of_v.shape[1:]).view(torch.uint8)))
-        ordered = keys[: end - begin].clamp(max=length)  # the last row is zeros
-        scratch.v.view(torch.uint8)[:, :, begin:end] = of_v[ordered].permute(1, 2, 0)
+        k, v, out_k, out_v = (part.view(torch.uint8) for part in (kv.k, kv.v, scratch.k, scratch.v))
+        out_k[begin : begin + length] = k[slots]
+        padded = torch.cat((v[slots], torch.zeros_like(v[:1])))
+        out_v[:, :, begin:end] = padded[keys[: end - begin].clamp(max=length)].permute(1, 2, 0)
 
 
-def to_fp8_reference(x: Tensor, scale: Tensor | float) -> Tensor:
-    """Returns x in e4m3 in units of `scale`, rounded to even and bounded; e4m3 as it is."""
-    if x.dtype == torch.float8_e4m3fn:
-        return x
+def to_fp8_reference(x: Tensor, scale: float) -> Tensor:
+    """Returns x in e4m3 in units of `scale`, rounded to even and bounded."""
     return (x.float() / scale).clamp(-LARGEST, LARGEST).to(torch.float8_e4m3fn)
 
 
@@ -258,7 +282,8 @@ def _quantise_kernel(
     mask = (rows < num_rows)[:, None] & (dims < D)[None, :]
     source = x + (rows // H).to(tl.int64)[:, None] * stride_t + (rows % H)[:, None] * stride_h + dims[None, :]
     kind: tl.constexpr = out.dtype.element_ty
-    values = _to_fp8(tl.load(source, mask=mask, other=0.0), scale, kind)
+    values = tl.load(source, mask=mask, other=0.0).to(tl.float32) / scale
+    values = tl.minimum(tl.maximum(values, -_LARGEST), _LARGEST).to(kind)
     tl.store(out + rows.to(tl.int64)[:, None] * D + dims[None, :], values, mask=mask)
 
 
