@@ -107,11 +107,12 @@ def decode_launch(
     element_size: int,
     element_bits: Sequence[int] = (16, 16),
     mask_size: int = 0,
+    grouped: bool = False,
 ) -> Launch:
     """Returns the tiles of decode for `num_rows` query rows that read the same keys: query heads that share a
     K/V head, times queries, times requests that share a prefix. `several`: there is more than one query or
     request. `element_bits`: of K and of V as stored; 16 stands for `element_size`. `mask_size`: bytes of an
-    element of a mask, whose tiles take room beside those of K and V.
+    element of a mask, whose tiles take room beside those of K and V. `grouped`: heads have several scales.
 
     A tile has at most 32 KiB of K and V, so that several programs share a multiprocessor. `decode_workers` says
     how many programs there are; each reads an equal share, so all of them should run at once.
@@ -123,8 +124,10 @@ def decode_launch(
     if several and element_size < 4:
         launch = Launch(max(64, rows), 64, 4 if rows <= 64 else 8, 3)  # as the matrix units of Hopper want it
     elif min(element_bits) < 16 and element_size < 4:
-        num_warps = quantised_decode(num_rows, several, key_dim, value_dim, element_bits, False).num_warps
-        launch = Launch(rows, 32, num_warps, 3)
+        num_warps = quantised_decode(num_rows, several, key_dim, value_dim, element_bits, grouped).num_warps
+        # A tile of 8 rows is the narrow side of the products, so half as many rows are padding.
+        is_narrow = num_rows <= 8 and num_warps == 1 and not grouped and max(element_bits) < 16
+        launch = Launch(8 if is_narrow else rows, 32, num_warps, 3)
     else:
         launch = Launch(rows, 64 if bytes_per_key <= 256 else 32, 4 if rows <= 64 else 8, 3)
     if mask_size and several:  # so that several programs still share a multiprocessor
@@ -162,7 +165,9 @@ def quantised_decode(
     """Returns how decode over quantised K/V runs; the arguments are those of `decode_launch`, and whether
     heads have several scales.
 
-    One warp has no other to wait for, and unpacks as many keys as its registers hold.
+    One warp has no other to wait for, and unpacks as many keys as its registers hold. A quarter of a
+    multiprocessor has 512 registers for each lane: programs of one warp are 8 up to 255 registers a thread, 12
+    up to 168, and 16 up to 128.
     """
     rows, dims = padded_dim(num_rows), padded_dim(key_dim) + padded_dim(value_dim)
     if several:
@@ -171,7 +176,7 @@ def quantised_decode(
         num_warps = 2 if rows * dims <= 8192 else 4 if rows <= 64 else 8
         return QuantisedDecode(num_warps, max(1, 8 // num_warps))
     if max(element_bits) == 4 and not grouped:
-        return QuantisedDecode(1, 12, max_registers=160)
+        return QuantisedDecode(1, 8, max_registers=160)
     return QuantisedDecode(1, 8 if max(element_bits) <= 8 else 5)
 
 

@@ -109,15 +109,18 @@ def test_head_dims(name: str, k_dim: int, v_dim: int, device: torch.device) -> N
 @pytest.mark.parametrize("num_queries", [1, 3])
 def test_decode_options(options: AttentionOptions, name: str, num_queries: int, device: torch.device) -> None:
     torch.manual_seed(3)
-    check_decode(quantised_cache([70, 5, 133], name, device), torch.float32, options, num_queries)
+    # In 16 bits a single query has a narrow tile, and in float32 it has not.
+    for dtype in (torch.float32, torch.float16):
+        check_decode(quantised_cache([70, 5, 133], name, device, dtype=dtype), dtype, options, num_queries)
 
 
 def test_decode_with_sinks_and_alibi(device: torch.device) -> None:
     torch.manual_seed(4)
-    cache = quantised_cache([70, 5, 133], "k8v4", device)
-    slopes = alibi_slopes(8, device=device)
-    check_decode(cache, torch.float32, AttentionOptions(alibi_slopes=slopes))
-    check_decode(cache, torch.float32, AttentionOptions(sink_logits=torch.randn(8, device=device)))
+    slopes, sinks = alibi_slopes(8, device=device), torch.randn(8, device=device)
+    for dtype in (torch.float32, torch.float16):
+        cache = quantised_cache([70, 5, 133], "k8v4", device, dtype=dtype)
+        check_decode(cache, dtype, AttentionOptions(alibi_slopes=slopes))
+        check_decode(cache, dtype, AttentionOptions(sink_logits=sinks))
 
 
 @pytest.mark.parametrize("dtype", TYPES, ids=str)

@@ -11,6 +11,8 @@ import triton
 import triton.language as tl
 
 from lightkv.triton_kernels.quantised.unpack import (
+    are_in_one_word,
+    columns_of,
     field_bias,
     field_factor,
     fields_of,
@@ -19,6 +21,7 @@ from lightkv.triton_kernels.quantised.unpack import (
     k_has_middle,
     k_kind,
     load_columns,
+    load_word_beside,
     restore,
     tuple_of,
     unpack,
@@ -57,16 +60,19 @@ def find_slots(index_row, positions, valid, SHIFT: tl.constexpr):
 
 @triton.jit
 def _load_rows(
-    cache_head, slots, valid, stride_slot, D: tl.constexpr, BLOCK_D: tl.constexpr, MASKED: tl.constexpr
-):
-    """Loads one head's K or V at `slots`, [BLOCK_N, BLOCK_D]; zeros where not valid: a free slot may hold
-    NaN."""
-    dims = tl.arange(0, BLOCK_D)
-    pointers = cache_head + slots[:, None] * stride_slot + dims[None, :]
+    cache_head, slots, valid, stride_slot, D: tl.constexpr, BLOCK_D: tl.constexpr, MASKED: tl.constexpr,
+    TRANSPOSED: tl.constexpr,
+):  # fmt: skip
+    """Loads one head's K or V at `slots`, [BLOCK_N, BLOCK_D] or transposed; zeros where not valid: a free slot
+    may hold NaN."""
+    dims = tl.expand_dims(tl.arange(0, BLOCK_D), 1 if TRANSPOSED else 0)
+    slots = tl.expand_dims(slots, 0 if TRANSPOSED else 1)
+    pointers = cache_head + slots * stride_slot + dims
     if MASKED:
-        rows = tl.load(pointers, mask=valid[:, None] & (dims < D)[None, :], other=0.0)
+        mask = tl.expand_dims(valid, 0 if TRANSPOSED else 1) & (dims < D)
+        rows = tl.load(pointers, mask=mask, other=0.0)
     elif D != BLOCK_D:
-        rows = tl.load(pointers, mask=(dims < D)[None, :], other=0.0)
+        rows = tl.load(pointers, mask=dims < D, other=0.0)
     else:
         rows = tl.load(pointers)
     return rows
@@ -157,8 +163,11 @@ def start_output(BLOCK_M: tl.constexpr, BLOCK_DV: tl.constexpr, FORMAT: tl.const
 def finish_output(acc, total, PART: tl.constexpr, FORMAT: tl.constexpr, PACKED: tl.constexpr):
     """Returns a part of the output, divided by the sum of the weights."""
     divisor = tl.where(total > 0.0, total, 1.0)
+    KIND: tl.constexpr = v_kind(FORMAT)
     if v_groups(FORMAT) == 1:
-        divisor = divisor * weight_factor(v_kind(FORMAT), PACKED)
+        divisor = divisor * weight_factor(KIND, PACKED)
+    if is_biased(KIND, v_groups(FORMAT), PACKED) and field_factor(KIND, PART, PACKED) != 1.0:
+        divisor = divisor * field_factor(KIND, PART, PACKED)
     part = acc[PART]
     if part.shape[1] < 16:
         part = tl.trans(part)
@@ -181,7 +190,11 @@ def key_scores(q, q_sums, words, beside, FORMAT: tl.constexpr, PACKED: tl.conste
     MIDDLE: tl.constexpr = k_has_middle(FORMAT)
     BIASED: tl.constexpr = is_biased(KIND, GROUPS, PACKED)
     tiles = unpack(words, KIND, q[0].dtype, PACKED, BIASED)
-    scores = _dot(q[0], tl.trans(restore(tiles[0], beside, GROUPS, MIDDLE)), None)
+    start = None
+    if BIASED and q[0].shape[0] >= 16:
+        shape: tl.constexpr = (q[0].shape[0], words.shape[0])
+        start = tl.broadcast_to(-q_sums[1][:, None], shape)
+    scores = _dot(q[0], tl.trans(restore(tiles[0], beside, GROUPS, MIDDLE)), start)
     for part in tl.static_range(1, fields_of(KIND)):
         k = restore(tiles[part], beside, GROUPS, MIDDLE)
         of_part = q[part]
@@ -190,8 +203,8 @@ def key_scores(q, q_sums, words, beside, FORMAT: tl.constexpr, PACKED: tl.conste
         scores = _dot(of_part, tl.trans(k), scores)
     if q[0].shape[0] < 16:
         scores = tl.trans(scores)
-    if BIASED:
-        scores -= q_sums[1][:, None]
+        if BIASED:
+            scores -= q_sums[1][:, None]
     if GROUPS == 1:
         scores = scores * beside[0][None, :]
         if MIDDLE:
@@ -200,16 +213,27 @@ def key_scores(q, q_sums, words, beside, FORMAT: tl.constexpr, PACKED: tl.conste
 
 
 @triton.jit
-def _add_part(acc, weights, v, shift, decay, beside, PART: tl.constexpr, FORMAT: tl.constexpr):
+def _add_part(
+    acc, weights, v, shifts, decay, beside, PART: tl.constexpr, FORMAT: tl.constexpr, PACKED: tl.constexpr
+):
     """Returns a part of the output, decayed, with the weighted values of a tile of keys."""
+    KIND: tl.constexpr = v_kind(FORMAT)
+    BIASED: tl.constexpr = is_biased(KIND, v_groups(FORMAT), PACKED)
+    FACTOR: tl.constexpr = field_factor(KIND, PART, PACKED) if BIASED else 1.0
+    ACROSS: tl.constexpr = 0 if weights.shape[0] < 16 else 1  # 0: the output is transposed
+    old = acc[PART] * tl.expand_dims(decay, ACROSS)
+    of_middles, of_weights = shifts
+    if of_middles is not None and BIASED:
+        shift = of_middles * FACTOR - of_weights * (field_bias(KIND, PART, PACKED) * FACTOR)
+        old += tl.expand_dims(shift, ACROSS)
+    elif of_middles is not None:
+        old += tl.expand_dims(of_middles, ACROSS)
+    elif BIASED:
+        old += tl.expand_dims(of_weights * (-field_bias(KIND, PART, PACKED) * FACTOR), ACROSS)
+    values = v[PART]
     if weights.shape[0] < 16:
-        decay, shift = decay[None, :], shift[None, :]
-    else:
-        decay, shift = decay[:, None], shift[:, None]
-    old = acc[PART] * decay
-    if v_groups(FORMAT) == 1 and v_has_middle(FORMAT):
-        old += shift
-    return _dot(weights, restore(v[PART], beside, v_groups(FORMAT), v_has_middle(FORMAT)), old)
+        values = tl.trans(values)
+    return _dot(weights, restore(values, beside, v_groups(FORMAT), v_has_middle(FORMAT)), old)
 
 
 @triton.jit
@@ -219,22 +243,27 @@ def add_weighted(
     """Returns the output, decayed, with the values of a tile of keys, weighted. `DTYPE`: of the dot product, if
     V is not quantised, or not unpacked to float16."""
     KIND: tl.constexpr = v_kind(FORMAT)
-    tiles = unpack(words, KIND, DTYPE, PACKED, False)
-    shift = decay  # not read
+    BIASED: tl.constexpr = is_biased(KIND, v_groups(FORMAT), PACKED)
+    tiles = unpack(words, KIND, DTYPE, PACKED, BIASED)
+    of_middles, of_weights = None, None  # what each row's outputs have beside those of the elements
     if v_groups(FORMAT) == 1:
         # Scales go to the weights, so that elements are not touched.
         FACTOR: tl.constexpr = weight_factor(KIND, PACKED)
         scale, middle = beside
         if v_has_middle(FORMAT):
-            shift = tl.sum(weights * (middle * FACTOR)[None, :], 1)
+            of_middles = tl.sum(weights * middle[None, :], 1) * FACTOR
         weights = weights * (scale * FACTOR)[None, :]
     weights = weights.to(tiles[0].dtype)
+    if BIASED:
+        # The bias is taken out tile by tile, so the output that is carried stays small and precise.
+        of_weights = tl.sum(weights.to(tl.float32), 1)
+    shifts = of_middles, of_weights
     FIELDS: tl.constexpr = fields_of(KIND)
     return tuple_of(
-        _add_part(acc, weights, tiles, shift, decay, beside, 0, FORMAT),
-        _add_part(acc, weights, tiles, shift, decay, beside, 1, FORMAT) if FIELDS >= 2 else None,
-        _add_part(acc, weights, tiles, shift, decay, beside, 2, FORMAT) if FIELDS == 4 else None,
-        _add_part(acc, weights, tiles, shift, decay, beside, 3, FORMAT) if FIELDS == 4 else None,
+        _add_part(acc, weights, tiles, shifts, decay, beside, 0, FORMAT, PACKED),
+        _add_part(acc, weights, tiles, shifts, decay, beside, 1, FORMAT, PACKED) if FIELDS >= 2 else None,
+        _add_part(acc, weights, tiles, shifts, decay, beside, 2, FORMAT, PACKED) if FIELDS == 4 else None,
+        _add_part(acc, weights, tiles, shifts, decay, beside, 3, FORMAT, PACKED) if FIELDS == 4 else None,
     )
 
 
@@ -324,6 +353,9 @@ def attend_keys(
     # K that is unpacked says nothing about the type of V that is not.
     DTYPE: tl.constexpr = q[0].dtype if k_kind(FORMAT) == 0 or not PACKED else v_head.dtype.element_ty
     k_columns, v_columns, stride_columns = of_head
+    IN_ONE_WORD: tl.constexpr = FORMAT > 0 and are_in_one_word(
+        FORMAT, k_columns.dtype.element_ty.primitive_bitwidth
+    )
     mask_pointers, mask_widths, own_begin = mask
     is_tree: tl.constexpr = mask_pointers is not None and mask_pointers.dtype.element_ty == tl.int32
     # The few tiles with keys of a tree are not pipelined, since the tree's tiles would take memory of K and V.
@@ -334,17 +366,21 @@ def attend_keys(
     for start in tl.range(begin, end, BLOCK_N, num_stages=STAGES):
         positions = start + tl.arange(0, BLOCK_N)  # [BLOCK_N]
         valid = positions < num_keys
-        # [BLOCK_N, BLOCK_DK] and [BLOCK_N, BLOCK_DV], of elements or of words
-        k = _load_rows(k_head, slots, valid, stride_k_slot, NUM_K, BLOCK_K, MASKED)
-        v = _load_rows(v_head, slots, valid, stride_v_slot, NUM_V, BLOCK_V, MASKED)
+        # [BLOCK_N, BLOCK_DK] and [BLOCK_N, BLOCK_DV], of elements or of words; V transposed where `_dot` wants
+        # that, since unpacked elements would have to be rearranged
+        k = _load_rows(k_head, slots, valid, stride_k_slot, NUM_K, BLOCK_K, MASKED, False)
+        v = _load_rows(v_head, slots, valid, stride_v_slot, NUM_V, BLOCK_V, MASKED, peak.shape[0] < 16)
         beside_k = None, None
         beside_v = None, None
-        if k_groups(FORMAT) > 0:
+        if IN_ONE_WORD:
+            word = load_word_beside(k_columns, slots, valid, stride_columns, MASKED)
+            beside_k, beside_v = columns_of(word, FORMAT, k_columns.dtype.element_ty)
+        if k_groups(FORMAT) > 0 and not IN_ONE_WORD:
             beside_k = load_columns(
                 k_columns, slots, valid, stride_columns, k_groups(FORMAT), BLOCK_K, NUM_K,
                 k_has_middle(FORMAT), MASKED,
             )  # fmt: skip
-        if v_groups(FORMAT) > 0:
+        if v_groups(FORMAT) > 0 and not IN_ONE_WORD:
             beside_v = load_columns(
                 v_columns, slots, valid, stride_columns, v_groups(FORMAT), BLOCK_V, NUM_V,
                 v_has_middle(FORMAT), MASKED,

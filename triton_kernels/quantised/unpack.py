@@ -263,6 +263,46 @@ def load_columns(
     return scale, middle
 
 
+@triton.constexpr_function
+def are_in_one_word(code, column_bits):
+    """Whether what stands beside a head of K and V is 64 bits, one scale and perhaps one middle of each."""
+    if k_groups(code) != 1 or v_groups(code) != 1:
+        return False
+    return (2 + k_has_middle(code) + v_has_middle(code)) * column_bits == 64
+
+
+@triton.jit
+def load_word_beside(columns, slots, valid, stride_slot, MASKED: tl.constexpr):
+    """Loads the scales and middles of K and V of one head at `slots`, where they are one word: `[BLOCK_N]`
+    int64. Copies of 2 bytes could not be started tiles ahead, and those of 8 can."""
+    places = (columns + slots * stride_slot).to(tl.pointer_type(tl.int64))
+    return tl.load(places, mask=valid, other=0) if MASKED else tl.load(places)
+
+
+@triton.jit
+def _column_of(word, COLUMN: tl.constexpr, DTYPE: tl.constexpr):
+    """Returns a column of the word beside a head, as float32."""
+    if DTYPE.primitive_bitwidth == 32:
+        column = (word >> 32 * COLUMN).to(tl.int32).to(tl.float32, bitcast=True)
+    else:
+        column = (word >> 16 * COLUMN).to(tl.int16).to(DTYPE, bitcast=True).to(tl.float32)
+    return column
+
+
+@triton.jit
+def columns_of(word, FORMAT: tl.constexpr, DTYPE: tl.constexpr):
+    """Returns what `load_columns` does for K and for V, of the words of `load_word_beside`."""
+    V: tl.constexpr = 2 if k_has_middle(FORMAT) else 1
+    k_scale = _column_of(word, 0, DTYPE)
+    v_scale = _column_of(word, V, DTYPE)
+    k_middle, v_middle = k_scale, v_scale
+    if k_has_middle(FORMAT):
+        k_middle = _column_of(word, 1, DTYPE)
+    if v_has_middle(FORMAT):
+        v_middle = _column_of(word, V + 1, DTYPE)
+    return (k_scale, k_middle), (v_scale, v_middle)
+
+
 @triton.jit
 def _for_words(columns, BLOCK_N: tl.constexpr, WIDTH: tl.constexpr, DTYPE: tl.constexpr):
     """Repeats `[BLOCK_N, groups]` for the words of each group, `[BLOCK_N, WIDTH]`."""

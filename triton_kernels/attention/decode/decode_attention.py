@@ -75,6 +75,7 @@ def _decode_attention(
     plan = DecodePlan(items, shares, parts, split, members)
     group, together = num_heads // num_kv_heads, plan.num_members * num_queries
     device = tuning.device_class(q.device)
+    grouped = max(layer_format >> 8 & 4095, layer_format >> 20) > 1
     launch = tuning.decode_launch(
         device,
         together * group,
@@ -84,11 +85,11 @@ def _decode_attention(
         q.element_size(),
         element_bits,
         0 if mask is None else mask.element_size(),
+        grouped,
     )
     early = tuning.has_early_launch(device)
     options: dict[str, Any] = {"launch_pdl": True} if early else {}
     if early and min(element_bits) < 16:
-        grouped = max(layer_format >> 8 & 4095, layer_format >> 20) > 1
         options["maxnreg"] = tuning.quantised_decode(
             together * group, together > 1, key_dim, value_dim, element_bits, grouped
         ).max_registers
