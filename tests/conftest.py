@@ -1,6 +1,7 @@
 """Settings of all tests: the interpreter on machines without a GPU, how many processes run the tests, the
-`gpu` and `browser` markers, a file's time budget."""
+`gpu` and `browser` markers, a file's time budget, the K/V format of engines."""
 
+import inspect
 import os
 import signal
 from collections.abc import Generator
@@ -14,6 +15,7 @@ if not torch.cuda.is_available():
 
 import pytest
 
+from lightkv.router.config import EngineConfig
 from tests.support.headless_browser import NAMES, find_browser
 
 # A shell's background job ignores Ctrl-C, and so would the programs that tests start and interrupt.
@@ -24,7 +26,28 @@ MAX_PROCESSES = 4  # that run tests: one may come to hold 3 GB of models
 FILE_SECONDS = 120.0  # for a file's tests, `slow` and `gpu` aside, on a machine that is busy otherwise too
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--kv-dtype",
+        default=EngineConfig.kv_dtype,
+        help="the K/V format of every engine and service of a test that names none, such as int8",
+    )
+
+
+def set_kv_dtype(kv_dtype: str) -> None:
+    """Makes `kv_dtype` the default of every EngineConfig of this process."""
+    init = EngineConfig.__init__
+    names = list(inspect.signature(init).parameters)
+    num_required = len(names) - len(init.__defaults__ or ())
+    defaults = list(init.__defaults__ or ())
+    defaults[names.index("kv_dtype") - num_required] = kv_dtype
+    init.__defaults__ = tuple(defaults)
+    EngineConfig.kv_dtype = kv_dtype  # what `tests.support.served` gives to services
+
+
 def pytest_configure(config: pytest.Config) -> None:
+    if config.getoption("kv_dtype") != EngineConfig.kv_dtype:
+        set_kv_dtype(config.getoption("kv_dtype"))
     config.pluginmanager.register(FileBudget())
     if hasattr(config, "workerinput") and "OMP_NUM_THREADS" not in os.environ:
         # Processes that run tests beside one another share out the cores; what they start inherits it.

@@ -3,25 +3,35 @@
     python -m bench.serving.decode_step --out bench/results/decode-step-h200.json
     python -m bench.serving.decode_step --shape llama-3-70b --layers 8
     python -m bench.serving.decode_step --shape qwen3-moe
+    python -m bench.serving.decode_step --batch 256 --prompt 2048 --steps 30 --kv-dtype auto int8
 
 The difference is what the host adds to a step: planning, counting, copying the tokens. The weights are random,
 sampling is greedy, and all prompts have one length. The floor is what a step has to read (every weight but the
 embedding's, of experts those that a batch is expected to choose, and the K/V of every token) over the read
 bandwidth measured in this run. The time of the replay is
 divided by the names of its kernels: attention, memory management, matrix products, and the rest (norms,
-activations, sampling). What is missing from the sum is the time between kernels.
+activations, sampling). What is missing from the sum is the time between kernels. With several `--kv-dtype`, the
+same prompts decode over a pool of each, and "to first" is the ratio of a step's wall time to that of the first.
+
+The tokens that all sequences together decode by graphs are compared with those of an engine without graphs: of
+the choices that both make after the same tokens, 99 % have to be the same. Not all have to be, because random
+weights often give two tokens nearly the same logit.
 """
 
+import gc
+import math
 import random
 import statistics
 import time
 from array import array
+from itertools import product
+from typing import Any
 
 import torch
 from transformers import PreTrainedModel
 
 from bench.common.model_shapes import SHAPES, with_layers
-from bench.common.report import Spread, parser, print_json, print_machine, print_table, refuse
+from bench.common.report import Spread, parser, print_json, print_machine, print_table, refuse, save_json
 from lightkv import KVSpec
 from lightkv.router import EngineConfig, SamplingParams
 from lightkv.router.engine.loop import LocalEngine, make_scheduler
@@ -34,30 +44,43 @@ from lightkv.router.sampling_params import SamplerKind
 from lightkv.triton_kernels.quantised.kv_format import KVFormat
 
 REPLAY_ROUNDS = 3
-COMPARED = 8  # tokens of each sequence, with graphs and without
+REPLAYS = 10  # in each round
+PROFILED = 5  # replays that are divided into parts
+COMPARED = 8  # tokens of the last sequence, before steps are timed
+TIMED = 20  # steps: the last ones, which are compared with the replays that follow
+PREFILL_CHUNK = 8192
 # Parts of the names of kernels, by purpose.
 KERNELS = {
     "attention": ("decode_kernel", "_combine_kernel", "_plan_kernel"),
-    "memory": ("_write_kv_kernel", "_alloc_few_kernel", "_alloc_many_kernel"),
+    "memory": ("_write_kv_kernel", "_write_quantised_kernel", "_alloc_few_kernel", "_alloc_many_kernel"),
     "products": ("gemm", "gemv", "nvjet", "cutlass", "cublas", "splitK"),
 }
 
 
+def output_tokens(batch: int, prompt: int, steps: int) -> int:
+    """Returns the max_tokens with which the first of `batch` sequences outlives the prefill of the last one,
+    COMPARED tokens of that one, and `steps` further steps."""
+    num_prefills = math.ceil(batch * prompt / (PREFILL_CHUNK - batch))  # beside up to `batch` decodes
+    return num_prefills + COMPARED + steps + 8  # those in flight
+
+
 def make_engine(
     model: PreTrainedModel, batch: int, prompt: int, steps: int, graphs: bool, fuse: bool, kv_dtype: str
-) -> tuple[LocalEngine, ModelRunner, list[int]]:
-    """Returns an engine in which `batch` sequences of `prompt` tokens decode, and the first COMPARED tokens
-    of each.
+) -> tuple[LocalEngine, ModelRunner, list[Request]]:
+    """Returns an engine in which `batch` sequences of `prompt` tokens decode, and its requests, each of which
+    has at least COMPARED tokens and lasts for `steps` steps.
 
-    It has steps in flight as `LLM` has, and room for `steps` more tokens of each sequence, several times over.
+    It has steps in flight as `LLM` has, and room for the replays that follow.
     """
+    num_tokens = output_tokens(batch, prompt, steps)
+    max_model_len = prompt + num_tokens + 2 * (REPLAY_ROUNDS * REPLAYS + PROFILED)
     config = EngineConfig(
         device="cuda",
         max_num_seqs=batch,
-        max_model_len=prompt + 4 * steps,
-        max_total_tokens=batch * (prompt + 4 * steps),
-        prefill_chunk=8192,
-        itl_target=0.0,  # else the first requests end while the last prompts are computed beside them
+        max_model_len=max_model_len,
+        max_total_tokens=batch * max_model_len,
+        prefill_chunk=PREFILL_CHUNK,
+        itl_target=0.0,  # else the prompts are computed a few tokens at a time beside the first decodes
         cuda_graphs=graphs,
         fuse=fuse,
         kv_dtype=kv_dtype,
@@ -68,12 +91,35 @@ def make_engine(
     requests = []
     for i in range(batch):
         ids = array("i", [rng.randrange(info.limits.vocab_size) for _ in range(prompt)]).tobytes()
-        params = SamplingParams(temperature=0, max_tokens=2 * steps, ignore_eos=True)
+        params = SamplingParams(temperature=0, max_tokens=num_tokens, ignore_eos=True)
         requests.append(Request(str(i), ids, params, seed=i))
         engine.add(requests[-1])
     while min(len(request.output) for request in requests) < COMPARED:
         engine.step()
-    return engine, runner, [token for request in requests for token in request.output[:COMPARED]]
+    return engine, runner, requests
+
+
+def texts_of(requests: list[Request]) -> list[list[int]]:
+    """Returns the tokens that each request has so far."""
+    return [list(request.output) for request in requests]
+
+
+def same_choices(found: list[list[int]], expected: list[list[int]], last: int) -> float:
+    """Returns the share of equal tokens among the `last` ones of each text, those that both sides chose after
+    the same tokens.
+
+    A text counts up to its first difference, and no further, since what follows continues another text. A
+    difference before the `last` tokens counts as one.
+    """
+    same = made = 0
+    for ours, theirs in zip(found, expected, strict=True):
+        for idx, (token, other) in enumerate(zip(ours, theirs, strict=True)):
+            counts = idx >= len(theirs) - last or token != other
+            made += counts
+            same += counts and token == other
+            if token != other:
+                break
+    return same / made
 
 
 def graph_of(runner: ModelRunner, batch: int) -> torch.cuda.CUDAGraph:
@@ -166,8 +212,10 @@ def main() -> None:
     arguments.add_argument("--shape", choices=SHAPES, default="llama-3-8b")
     arguments.add_argument("--layers", type=int, help="fewer than the shape has (llama-3-70b has 80)")
     arguments.add_argument("--no-fuse", action="store_true", help="run the layers as transformers wrote them")
-    arguments.add_argument("--kv-dtype", default="auto", help="how K and V are stored")
+    arguments.add_argument("--kv-dtype", nargs="+", default=["auto"], help="how K and V are stored")
     options = arguments.parse_args()
+    if options.steps < TIMED:
+        refuse(f"--steps is {options.steps}; the last {TIMED} steps are timed, so give at least {TIMED}")
 
     print_machine()
     bandwidth = read_bandwidth()
@@ -176,58 +224,71 @@ def main() -> None:
     layers = options.layers or shape.num_hidden_layers
     model = random_model(with_layers(shape, layers), torch.device("cuda"), torch.bfloat16)
     heads, dim = shape.num_key_value_heads, shape.head_dim
-    spec = KVSpec(layers, heads, dim, dim, torch.bfloat16, KVFormat.parse(options.kv_dtype))
-    per_token = spec.bytes_per_token
     read = ", ".join(f"{weight_bytes(model, batch) / 1e9:.2f} GB at batch {batch}" for batch in options.batch)
     print(f"{options.shape}, {layers} layers; read bandwidth {bandwidth / 1e12:.2f} TB/s; weights: {read}\n")
 
-    rows, results = [], {}
-    for batch in options.batch:
-        tokens = batch * (options.prompt + options.steps // 2)
-        floor = (weight_bytes(model, batch) + tokens * per_token) / bandwidth * 1e3
-        engine, runner, expected = make_engine(
-            model, batch, options.prompt, options.steps, False, not options.no_fuse, options.kv_dtype
-        )
+    settings = {"shape": options.shape, "prompt": options.prompt, "steps": options.steps, "layers": layers,
+                "fuse": not options.no_fuse, "read_TB_per_s": bandwidth / 1e12}  # fmt: skip
+    rows: list[list[str]] = []
+    results: dict[str, Any] = {}
+    first: dict[int, float] = {}  # of each batch, the wall time with the first format
+    for batch, kv_dtype in product(options.batch, options.kv_dtype):
+        name = str(batch) if kv_dtype == "auto" else f"{batch} {kv_dtype}"
+        case = model, batch, options.prompt, options.steps
+        engine, runner, requests = make_engine(*case, False, not options.no_fuse, kv_dtype)
+        expected = texts_of(requests)
         del engine, runner
-        engine, runner, output = make_engine(
-            model, batch, options.prompt, options.steps, True, not options.no_fuse, options.kv_dtype
-        )
-        same = sum(a == b for a, b in zip(output, expected, strict=True)) / len(output)
+        gc.collect()
+        torch.cuda.empty_cache()
+        engine, runner, requests = make_engine(*case, True, not options.no_fuse, kv_dtype)
+        same = same_choices(texts_of(requests), expected, COMPARED - 1)  # its first is the prompts' step's
         if same < 0.99:
-            refuse(f"batch {batch}: {same:.0%} of the graph's tokens are the eager path's")
+            refuse(f"batch {name}: {same:.2%} of the graph's choices are the eager path's, 99 % are required")
         times = []
-        for _ in range(options.steps):  # the last 20 are compared with the replays that follow
+        for _ in range(options.steps):
             start = time.perf_counter()
             engine.step()
             times.append((time.perf_counter() - start) * 1e3)
         engine.settle()
         engine.check()
         if engine.stats().num_running != batch:
-            refuse(f"batch {batch}: only {engine.stats().num_running} sequences lasted")
-        wall, replay = Spread.of(times[-20:]), replay_ms(runner, batch, 10)
-        parts = parts_of(runner, batch, 5)
+            refuse(f"batch {name}: only {engine.stats().num_running} sequences lasted")
+        output = sum(len(request.output) for request in requests) - batch * TIMED // 2
+        tokens = batch * options.prompt + output  # in the middle of the steps that are timed
+        spec = KVSpec(layers, heads, dim, dim, torch.bfloat16, KVFormat.parse(kv_dtype))
+        floor = (weight_bytes(model, batch) + tokens * spec.bytes_per_token) / bandwidth * 1e3
+        wall, replay = Spread.of(times[-TIMED:]), replay_ms(runner, batch, REPLAYS)
+        parts = parts_of(runner, batch, PROFILED)
         ratio = wall.median / replay
+        to_first = wall.median / first.setdefault(batch, wall.median)
         rows.append(
-            [str(batch), f"{floor:.2f}", f"{replay:.3f}", wall.text(".3f"), f"{ratio:.3f}",
+            [name, f"{floor:.2f}", f"{replay:.3f}", wall.text(".3f"), f"{to_first:.3f}", f"{ratio:.3f}",
              f"{(wall.median - replay) * 1e3:.0f}", f"{batch / wall.median * 1e3:,.0f}",
              *(f"{part:.2f} ({part / replay:.0%})" for part in parts.values())]
         )  # fmt: skip
-        results[str(batch)] = {
+        results[name] = {
+            "kv_dtype": kv_dtype,
+            "tokens_per_sequence": tokens / batch,
+            "kv_bytes_per_token": spec.bytes_per_token,
             "floor_ms": floor,
             "replay_ms": replay,
             "wall_ms": wall._asdict(),
             "ratio": ratio,
+            "wall_to_first": to_first,
             "parts_ms": parts,
-            "same_tokens_as_eager": same,
+            "same_choices_as_eager": same,
             "tokens_per_s": batch / wall.median * 1e3,
         }
-        del engine, runner
+        save_json("decode_step", {"settings": settings, "batches": results}, options.out)
+        del engine, runner, requests
+        gc.collect()
         torch.cuda.empty_cache()
     header = [
         "batch",
         "floor ms",
         "replay ms",
         "step wall ms",
+        "to first",
         "ratio",
         "host µs",
         "tokens/s",
@@ -235,8 +296,6 @@ def main() -> None:
         "other",
     ]
     print_table(header, rows)
-    settings = {"shape": options.shape, "prompt": options.prompt, "steps": options.steps, "layers": layers,
-                "fuse": not options.no_fuse, "read_TB_per_s": bandwidth / 1e12}  # fmt: skip
     print_json("decode_step", {"settings": settings, "batches": results}, options.out)
 
 

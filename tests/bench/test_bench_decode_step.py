@@ -1,4 +1,4 @@
-"""The floor of a decode step: which weights of a model a step has to read."""
+"""The floor of a decode step: which weights of a model a step has to read. The choices that are compared."""
 
 from typing import Any
 
@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from bench.common.model_shapes import SHAPES, with_layers
-from bench.serving.decode_step import weight_bytes
+from bench.serving.decode_step import output_tokens, same_choices, weight_bytes
 from lightkv.router.model.loader import random_model
 
 # Billions of parameters outside the embedding, and those of the LM head.
@@ -55,3 +55,19 @@ def test_a_step_reads_the_experts_that_its_tokens_choose() -> None:
     every = weight_bytes(model, 10_000)
     assert every - weight_bytes(model, 1) == pytest.approx(experts * 12 / 16)
     assert every - weight_bytes(model, 2) == pytest.approx(experts * (12 / 16) ** 2)
+
+
+def test_a_text_is_compared_up_to_its_first_difference() -> None:
+    texts = [[1, 2, 3, 4], [5, 6, 7, 8]]
+    assert same_choices(texts, texts, 3) == 1.0
+    assert same_choices([[1, 2, 3, 4], [5, 6, 9, 9]], texts, 4) == 6 / 7
+    assert same_choices([[1, 2, 3, 4], [5, 6, 9, 9]], texts, 2) == 2 / 3
+    assert same_choices([[1, 2, 3, 4], [9, 6, 7, 8]], texts, 2) == 2 / 3  # it counts once
+    assert same_choices([[0, 2, 3, 4], [0, 6, 7, 8]], texts, 3) == 0.0
+
+
+def test_the_first_sequence_outlives_the_prefill_of_the_last() -> None:
+    """A chunk of 8,192 tokens holds 4 prompts of 2,048, or fewer beside decodes: the last of 256 comes after
+    64 steps, of which the first request gets a token each."""
+    assert output_tokens(256, 2048, 30) >= 256 * 2048 // 8192 + 8 + 30
+    assert output_tokens(1, 512, 100) >= 1 + 8 + 100

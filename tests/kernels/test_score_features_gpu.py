@@ -116,6 +116,30 @@ def check_prefill(
     torch.testing.assert_close(lse[:used], lse_reference(*args, options, mask)[:used], atol=2e-2, rtol=1e-3)
 
 
+@pytest.mark.parametrize("hidden", [-1e9, -1e10, -1e30, -3e38])
+@pytest.mark.parametrize("num_queries", [1, 64])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+def test_a_mask_that_hides_the_first_keys_by_huge_numbers(
+    dtype: torch.dtype, num_queries: int, hidden: float
+) -> None:
+    """The first tiles of keys are hidden from all queries, and the largest score so far is a huge number."""
+    torch.manual_seed(5)
+    cache = big_cache([300], 64, dtype)
+    q = (torch.randn(num_queries, 8, 64) * 5).to(CUDA, dtype)
+    values = torch.zeros(8, num_queries, 300, device=CUDA)
+    values[:, :, :128] = hidden
+    mask = AttentionMask(values)
+    out, options = torch.full_like(q, torch.nan), AttentionOptions()
+    if num_queries == 1:
+        decode_attention(q, *cache, options, mask=mask, out=out)
+        expected = decode_attention_reference(q, *cache, options, mask=mask)
+    else:
+        args = q, cache.kv, cache.rows, starts([num_queries], "cuda"), cache.lengths
+        prefill_attention(*args, options, mask=mask, out=out)
+        expected = prefill_attention_reference(*args, options, mask=mask)
+    assert_close(out, expected)
+
+
 @each_feature
 @pytest.mark.parametrize("launch", ["hopper", "general"])
 @pytest.mark.parametrize("head_dim", [64, 96, 128, 256], ids="dim{}".format)

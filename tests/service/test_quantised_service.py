@@ -1,6 +1,7 @@
 """A whole service whose pool holds K/V in 8 bits: it answers, says so, and its counts hold to the end."""
 
 import os
+import random
 import signal
 import subprocess
 import sys
@@ -9,7 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.served import Served, save_tiny_model, wait_until
+from lightkv.router import LLM, EngineConfig, SamplingParams
+from lightkv.router.config import flag
+from tests.support.served import COMPLETIONS, Served, save_tiny_model, wait_until
 
 
 def test_a_service_in_int8_answers_and_counts(tmp_path: Path) -> None:
@@ -52,6 +55,70 @@ def metrics(served: Served) -> str:
     text = connection.getresponse().read().decode()
     connection.close()
     return text
+
+
+@pytest.mark.gpu
+def test_a_service_on_a_gpu_counts_exactly_and_gives_the_texts_of_an_llm(tmp_path: Path) -> None:
+    """200 requests with shared prefixes, 32 at a time; texts are those of `LLM` over the same format."""
+    model = save_tiny_model(tmp_path / "tiny", hidden_size=256)
+    settings = {"device": "cuda", "dtype": "float32", "kv_dtype": "int8", "max_total_tokens": 16384}
+    served = Served(
+        model,
+        tmp_path / "log",
+        "--report-cached-tokens",
+        *(word for name, value in settings.items() for word in (flag(name), str(value))),
+    )
+    rng = random.Random(5)
+    documents = [[rng.randrange(1000, 40_000) for _ in range(100 + 150 * i)] for i in range(5)]
+    asked = []
+    for _ in range(200):
+        document = rng.choice(documents)
+        tail = [rng.randrange(1000, 40_000) for _ in range(rng.randint(1, 60))]
+        asked.append((document[: rng.choice((60, len(document)))] + tail, rng.randint(1, 40)))
+
+    def answer(request: tuple[list[int], int]) -> int:
+        """Checks the counts of an answer. Returns how many tokens of its prompt were cached."""
+        prompt, max_tokens = request
+        body = {"prompt": prompt, "max_tokens": max_tokens, "temperature": 0, "ignore_eos": True}
+        status, content, _ = served.request(COMPLETIONS, body)
+        assert status == 200, content
+        usage = content["usage"]
+        assert (usage["prompt_tokens"], usage["completion_tokens"]) == (len(prompt), max_tokens)
+        assert content["choices"][0]["finish_reason"] == "length"
+        cached: int = usage["prompt_tokens_details"]["cached_tokens"]
+        return cached
+
+    greedy = ["Once upon a time", "The capital of France is", "def main():", "One, two, three, " * 40]
+    try:
+        served.wait_ready()
+        texts = [served.complete(prompt, 32) for prompt in greedy]
+        generated = 32 * len(greedy)
+        wait_until(lambda: served.request("/load")[1]["generated_tokens"] == generated)
+        before = served.at_rest()
+        with ThreadPoolExecutor(32) as crowd:
+            cached = list(crowd.map(answer, asked))
+        generated += sum(max_tokens for _, max_tokens in asked)
+        wait_until(lambda: served.request("/load")[1]["generated_tokens"] >= generated)
+        after = served.at_rest()
+        assert after["generated_tokens"] == generated
+        counted = {
+            "prompt_tokens": sum(len(prompt) for prompt, _ in asked),
+            "hit_tokens": sum(cached),
+        }
+        assert {name: after[name] - before[name] for name in counted} == counted
+        assert sum(cached) > counted["prompt_tokens"] // 4
+        assert after["num_ledger_checks"] == after["num_steps"] > 0
+        assert served.request("/map")[1]["num_own"] == 0
+        assert [served.complete(prompt, 32) for prompt in greedy] == texts  # prompts may be cached now
+        served.at_rest()
+        served.process.terminate()
+        assert served.wait() == 0, served.log.read_text()
+    finally:
+        served.close()
+    llm = LLM(EngineConfig(model=str(model), **settings))  # type: ignore[arg-type]
+    params = SamplingParams(temperature=0, max_tokens=32, ignore_eos=True)
+    assert [llm.generate(prompt, params)[0].outputs[0].text for prompt in greedy] == texts
+    llm.check()
 
 
 @pytest.mark.slow

@@ -35,14 +35,15 @@ API_KEY = "a-key-of-the-tests"
 COMPLETIONS = "/v1/completions"
 
 
-def save_tiny_model(directory: Path) -> Path:
-    """Saves a model of two random layers with the default model's tokenizer and a context of 8,192 tokens."""
+def save_tiny_model(directory: Path, hidden_size: int = 32) -> Path:
+    """Saves a model of two random layers with the default model's tokenizer and a context of 8,192 tokens. Its
+    heads have a quarter of `hidden_size` dims."""
     source = resolve(EngineConfig.model, lambda line: None)
     directory.mkdir()
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=json.loads((source / "config.json").read_text())["vocab_size"],
-        hidden_size=32,
+        hidden_size=hidden_size,
         intermediate_size=64,
         num_hidden_layers=2,
         num_attention_heads=4,
@@ -69,9 +70,10 @@ class Served:
             {"Authorization": f"Bearer {api_key}"} if api_key else {}
         )
         command = [sys.executable, "-m", "lightkv.router.cli", "serve", str(model), "--port", "0"]
+        kv_dtype = ("--kv-dtype", EngineConfig.kv_dtype)  # that of the tests' own --kv-dtype
         with log.open("w") as stderr:
             self.process = subprocess.Popen(
-                [*command, "--device", "cpu", "--max-total-tokens", "8192", *args],
+                [*command, "--device", "cpu", "--max-total-tokens", "8192", *kv_dtype, *args],
                 stdout=subprocess.PIPE,
                 stderr=stderr,
                 text=True,
