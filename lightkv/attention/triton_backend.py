@@ -247,7 +247,9 @@ class TritonAttention(AttentionBackend):
             )
 
         bounds = self.options.window, self.options.chunk, self.options.after
-        shape = *heads, *bounds, q.dtype, shared_prefixes is not None, layer_format
+        # Scratches in fp8 and in 16 bits have room for different numbers of keys, so q_starts may differ.
+        in_fp8 = self._fp8_q_scale is not None
+        shape = *heads, *bounds, q.dtype, shared_prefixes is not None, layer_format, in_fp8
         return _StepPlans.of(metadata).get(shape, metadata.step, self.layer_idx, make)
 
     def _attend_with_sinks(self, q: torch.Tensor, metadata: AttentionMetadata, out: torch.Tensor) -> None:
