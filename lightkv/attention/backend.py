@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 import torch
 
+from lightkv.memory.kv_spec import KVSpec
 from lightkv.triton_kernels.attention.attention_inputs import check_ring
 from lightkv.triton_kernels.attention.paged_kv import DEFAULT_OPTIONS, AttentionOptions, PagedKV
 from lightkv.triton_kernels.quantised.kv_format import KVFormat
@@ -68,9 +69,9 @@ class AttentionBackend(ABC):
     def check_format(self, layer_format: KVFormat) -> None:  # noqa: B027 - a backend may take every format
         """Raises ValueError for a format of the layer's K/V that this backend cannot attend to."""
 
-    def use_fp8_prefill(self, q_scale: float, layer_format: KVFormat, device: torch.device) -> None:
-        """Has the layer compute prefill in fp8 on `device`, with queries in units of `q_scale`. Raises
-        ValueError if it cannot."""
+    def use_fp8_prefill(self, q_scale: float, spec: KVSpec, device: torch.device) -> None:
+        """Has the layer compute prefill in fp8 over a pool of `spec` on `device`, with queries in units of
+        `q_scale`. Raises ValueError if it cannot."""
         raise ValueError(
             f"{type(self).__name__} has no prefill in fp8; the triton backend has, on Hopper GPUs"
         )

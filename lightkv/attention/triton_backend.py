@@ -6,6 +6,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 
+from lightkv.memory.kv_spec import KVSpec
 from lightkv.triton_kernels import tuning
 from lightkv.triton_kernels.attention.attention_scores import attention_scores
 from lightkv.triton_kernels.attention.decode.decode_attention import decode_attention
@@ -100,8 +101,10 @@ class TritonAttention(AttentionBackend):
         constants_of(layer_format.k, self.head_dim)
         constants_of(layer_format.v, self.v_dim)
 
-    def use_fp8_prefill(self, q_scale: float, layer_format: KVFormat, device: torch.device) -> None:
-        reason = fp8_prefill_reason(device, self._heads)
+    def use_fp8_prefill(self, q_scale: float, spec: KVSpec, device: torch.device) -> None:
+        reason, layer_format = fp8_prefill_reason(device, self._heads), spec.format.of_layer(self.layer_idx)
+        if spec.dtype.itemsize != 2:
+            reason = f"it is for models in 16 bits, and this one computes in {spec.dtype}"
         if not (layer_format.k.is_static and layer_format.v.is_static):
             reason = "it reads K and V in fp8 with static scales (fp8-static)"
         if not (math.isfinite(q_scale) and q_scale > 0):
@@ -247,7 +250,9 @@ class TritonAttention(AttentionBackend):
             )
 
         bounds = self.options.window, self.options.chunk, self.options.after
-        shape = *heads, *bounds, q.dtype, shared_prefixes is not None, layer_format
+        # Scratches in fp8 and in 16 bits have room for different numbers of keys, so q_starts may differ.
+        in_fp8 = self._fp8_q_scale is not None
+        shape = *heads, *bounds, q.dtype, shared_prefixes is not None, layer_format, in_fp8
         return _StepPlans.of(metadata).get(shape, metadata.step, self.layer_idx, make)
 
     def _attend_with_sinks(self, q: torch.Tensor, metadata: AttentionMetadata, out: torch.Tensor) -> None:

@@ -36,7 +36,8 @@ from lightkv.integrations.model.kv_scales import (
 from lightkv.integrations.model.probe import ModelShape, probe
 from lightkv.ledger.shared_prefixes import PrefixSharing
 from lightkv.memory.kv_memory import KVMemory
-from lightkv.memory.kv_pool import KVPool, PoolPlan, plan_pool
+from lightkv.memory.kv_pool import PoolPlan, plan_pool
+from lightkv.memory.kv_spec import KVSpec
 from lightkv.router.config import EngineConfig, InvalidConfig
 from lightkv.router.engine.step import Limits, RunnerInfo, StepPlan
 from lightkv.router.model_files import resolve, weight_files
@@ -222,7 +223,8 @@ def find_model(config: EngineConfig, report: Report) -> Path:
 
 
 def kv_scales(config: EngineConfig, directory: Path, model: PreTrainedConfig) -> dict[int, LayerScales]:
-    """Returns the scales of K and V that `config` takes from the checkpoint, by layer; none if it needs none.
+    """Returns the scales of K, V and queries that `config` takes from the checkpoint, by layer; none if it
+    needs none.
 
     `model`: the checkpoint's configuration. Raises InvalidConfig if the checkpoint lacks a scale, or says that
     its scales are for other elements than fp8.
@@ -240,7 +242,8 @@ def kv_scales(config: EngineConfig, directory: Path, model: PreTrainedConfig) ->
     num_layers = model.get_text_config().num_hidden_layers
     layers = [layer for layer in range(num_layers) if layer not in chosen.skipped]
     try:
-        return read_kv_scales([directory / name for name in weight_files(directory)], layers)
+        files = [directory / name for name in weight_files(directory)]
+        return read_kv_scales(files, layers, of_queries=config.prefill_dtype != "model")
     except BadScales as error:
         raise InvalidConfig(f"--kv-dtype {config.kv_dtype}: {error}") from error
 
@@ -294,9 +297,7 @@ def assemble(
         set_kv_scales(memory.pool, scales or {})
     except BadScales as error:
         raise InvalidConfig(f"--kv-dtype {config.kv_dtype}: {error}") from error
-    in_fp8 = use_fp8_prefill(backends, memory.pool, scales or {}, config.prefill_dtype)
-    if in_fp8:
-        report(f"attention of prompts: fp8 in {in_fp8} of {len(backends)} layers")
+    use_fp8_prefill(backends, shape.spec, device, scales or {}, config.prefill_dtype, report)
     sampler = Sampler(limits.max_num_seqs + 1, limits.vocab_size, device)
     parts = RunnerParts(model, backends, memory, sampler)
     graphs, buckets = None, list[int]()
@@ -340,22 +341,35 @@ def assemble(
 
 
 def use_fp8_prefill(
-    backends: Sequence[AttentionBackend], pool: KVPool, scales: Mapping[int, LayerScales], prefill_dtype: str
-) -> int:
-    """Has the layers compute prefill in fp8 that `prefill_dtype` (of `EngineConfig`) says, and returns how many
-    do. Raises InvalidConfig where one is to, and cannot."""
-    num = 0
-    for layer, of_layer in scales.items() if prefill_dtype != "model" else ():
-        if of_layer.q is None and prefill_dtype == "auto":
+    backends: Sequence[AttentionBackend],
+    spec: KVSpec,
+    device: torch.device,
+    scales: Mapping[int, LayerScales],
+    prefill_dtype: str,
+    report: Report,
+) -> None:
+    """Has the layers compute prefill in fp8 that `prefill_dtype` (of `EngineConfig`) says, and reports how many
+    do, and why one with a scale of queries does not. Raises InvalidConfig where one has to, and cannot."""
+    num, why_not = 0, None
+    for backend in backends if prefill_dtype != "model" else ():
+        layer, of_layer = backend.layer_idx, scales.get(backend.layer_idx)
+        if of_layer is None or (of_layer.q is None and prefill_dtype == "auto"):
             continue
         try:
-            q_scale = 1.0 if of_layer.q is None else of_layer.q
-            backends[layer].use_fp8_prefill(q_scale, pool.format(layer), pool.device)
+            q_scales = [1.0] if of_layer.q is None else of_layer.q.tolist()
+            if len(q_scales) != 1:
+                raise ValueError(
+                    f"layer {layer} has {len(q_scales)} scales of queries, and prefill in fp8 takes one"
+                )
+            backend.use_fp8_prefill(q_scales[0], spec, device)
             num += 1
         except ValueError as error:
             if prefill_dtype == "fp8":
                 raise InvalidConfig(f"--prefill-dtype fp8: {error}; choose auto or model") from error
-    return num
+            why_not = why_not or error
+    if num or why_not:
+        told = f", though the checkpoint has scales of queries for more ({why_not})" if why_not else ""
+        report(f"attention of prompts: in fp8 in {num} of {len(backends)} layers{told}")
 
 
 def _warm_up(memory: KVMemory, limits: Limits) -> None:

@@ -14,13 +14,13 @@ import torch
 from transformers import PreTrainedModel
 
 import lightkv
-from lightkv.attention.select import pick_backend
+from lightkv.attention.select import make_backends, pick_backend
 from lightkv.errors import OutOfMemory
 from lightkv.integrations.model.probe import ModelShape, NeedsNumbers, find_shape, probe
 from lightkv.memory.kv_pool import PoolPlan
 from lightkv.router.config import EngineConfig
 
-from .build import EngineSizes, kv_scales, kv_text, pick_device, pick_dtype
+from .build import EngineSizes, kv_scales, kv_text, pick_device, pick_dtype, use_fp8_prefill
 from .loader import load_model
 from .model_config import load_supported_config
 
@@ -86,7 +86,7 @@ def model_info(config: EngineConfig, directory: Path) -> ModelInfo:
     dtype = pick_dtype(config.dtype)
     if dtype == "auto" and device.type == "cpu":
         dtype = torch.float32  # on the meta device, "auto" is a GPU's type
-    _ = kv_scales(config, directory, load_supported_config(directory))
+    scales = kv_scales(config, directory, load_supported_config(directory))
     model = load_model(directory, torch.device("meta"), dtype, lambda line: None)
     parameters = list(model.parameters())
     weight_bytes = sum(parameter.numel() * parameter.element_size() for parameter in parameters)
@@ -94,6 +94,8 @@ def model_info(config: EngineConfig, directory: Path) -> ModelInfo:
     limits = sizes.limits
     shape = sizes.with_format(_shape(model))
     spec, pool = shape.spec, sizes.pool(shape)
+    backends = make_backends(config.attention_backend, device, shape.layers)
+    use_fp8_prefill(backends, spec, device, scales, config.prefill_dtype, lambda line: None)
     if device.type == "cuda" and config.max_total_tokens is None:
         pool = _beside_weights(pool, weight_bytes, spec.bytes_per_token)
     return ModelInfo(

@@ -4,7 +4,10 @@ import pytest
 import torch
 
 from lightkv import KVPool, KVSpec
+from lightkv.attention import AttentionMetadata, LayerShape
 from lightkv.attention.restored_prefill import RestoredPrefill
+from lightkv.attention.triton_backend import TritonAttention
+from lightkv.memory.kv_memory import KVMemory
 from lightkv.triton_kernels.attention.paged_kv import AttentionOptions, HeadShape, PagedKV
 from lightkv.triton_kernels.attention.prefill.prefill_attention import prefill_attention_reference
 from lightkv.triton_kernels.quantised.kv_format import KVFormat
@@ -91,3 +94,19 @@ def test_prefill_in_fp8_over_a_scratch(window: int) -> None:
             error = (out.float() - expected).abs()
             assert float(error.mean()) < 0.05 * float(expected.abs().mean())
             assert (restored.pool_starts == 442).all()
+
+
+def test_layers_in_fp8_and_in_16_bits_have_work_lists_of_their_own(device: torch.device) -> None:
+    """A step's keys may fit the scratch of one and not that of the other, whose prefill then reads the pool."""
+    memory = KVMemory(KVSpec(2, 1, 16, 16, torch.float32), 100, 4, 32, device)
+    in_fp8, in_16_bits = (TritonAttention(layer, LayerShape(1, 16, 1)) for layer in range(2))
+    in_fp8._fp8_q_scale = 1.0
+    metadata = AttentionMetadata(4, 16, memory)
+    metadata.prepare([1], [0], [9], 1)
+    q, lengths = torch.zeros(9, 1, 16, device=device), metadata.kv_lens
+    plan = in_fp8._plan(q, torch.full_like(metadata.q_starts, 9), lengths, metadata)
+    other = in_16_bits._plan(q, metadata.q_starts, lengths, metadata)
+    assert plan.prefill is not None
+    assert other.prefill is not None
+    assert int(plan.prefill.items[0, 0]) == -1  # no queries
+    assert int(other.prefill.items[0, 0]) == 0

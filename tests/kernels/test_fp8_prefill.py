@@ -20,6 +20,7 @@ from lightkv.triton_kernels.attention.prefill.fp8_scratch import (
     to_fp8,
     to_fp8_reference,
 )
+from lightkv.triton_kernels.attention.prefill.prefill_plan import prefill_plan
 from lightkv.triton_kernels.quantised.kv_format import KVFormat
 from tests.support.random_kv import make_kv
 
@@ -80,12 +81,30 @@ def test_what_does_not_fit_is_refused() -> None:
     odd, _ = make_kv("fp8-static", "cpu", lengths=[5], dims=(40, 40))
     with pytest.raises(ValueError, match="multiples of 16"):
         fill_fp8_scratch(odd, rows, lengths, make_scratch(odd, [5], 128))
+    with pytest.raises(ValueError, match="the index must be int32"):
+        fill_fp8_scratch(kv._replace(index=kv.index.long()), rows, lengths, scratch)
+    with pytest.raises(ValueError, match=r"k_cache must hold torch\.float8_e4m3fn"):
+        fill_fp8_scratch(kv._replace(k=kv.k.half()), rows, lengths, scratch)
     with pytest.raises(ValueError, match="fp8 with static scales"):
         fill_fp8_scratch(int8, rows, lengths, scratch)
     q = torch.zeros(5, 2, 64).to(FP8)
     starts = torch.tensor([0, 5], dtype=torch.int32)
+    out = torch.zeros(5, 2, 64)
     with pytest.raises(ValueError, match=r"compute capability 9 .* use prefill_attention"):
-        fp8_prefill_attention(q, scratch, starts, lengths, out=torch.zeros(5, 2, 64))
+        fp8_prefill_attention(q, scratch, starts, lengths, out=out)
+    with pytest.raises(ValueError, match=r"q_starts must be contiguous int32 \[2\].*got torch.int64"):
+        fp8_prefill_attention(q, scratch, starts.long(), lengths, out=out)
+    with pytest.raises(ValueError, match=r"lengths must be contiguous int32 \[1\], as the scratch has 1"):
+        fp8_prefill_attention(q, scratch, starts, lengths.repeat(2), out=out)
+    with pytest.raises(ValueError, match=r"lse must be contiguous float32 \(5, 2\)"):
+        fp8_prefill_attention(q, scratch, starts, lengths, out=out, lse=torch.zeros(2, 5))
+    with pytest.raises(ValueError, match=r"got 0\.02 of q and 0\.0 of the output"):
+        fp8_prefill_attention(q, scratch, starts, lengths, q_scale=0.02, out=out, out_scale=0.0)
+    plan = prefill_plan(
+        rows, starts, lengths, HeadShape(2, 2, 64, 64), num_tokens=5, dtype=torch.bfloat16, window=3
+    )
+    with pytest.raises(ValueError, match=r"is for .* \(1, 3, 0, 0\), and the call has \(1, 0, 0, 0\)"):
+        fp8_prefill_attention(q, scratch, starts, lengths, out=out, plan=plan)
 
 
 CASES = {

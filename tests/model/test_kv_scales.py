@@ -154,21 +154,44 @@ def test_scales_of_queries_are_read_and_ask_for_prefill_in_fp8(tmp_path: Path) -
     scales |= of_layers("self_attn.q_scale", QUARTER, (0,)) | of_layers("self_attn.attn.q_scale", HALF, (1,))
     directory = with_scales(tmp_path / "tiny", scales)
     found = read_kv_scales([directory / "model.safetensors"], (0, 1))
-    assert [found[layer].q for layer in (0, 1)] == [0.25, 0.5]
+    q_scales = [found[layer].q for layer in (0, 1)]
+    assert [None if q_scale is None else q_scale.tolist() for q_scale in q_scales] == [[0.25], [0.5]]
     settings: dict[str, Any] = {"model": str(directory), "device": "cpu", "max_total_tokens": 40}
     for chosen in ("auto", "model"):  # a CPU computes it in the type of the model
         lines: list[str] = []
         build_runner(EngineConfig(kv_dtype="fp8-static", prefill_dtype=chosen, **settings), lines.append)
-        assert not any("fp8 in" in line for line in lines)
-    with pytest.raises(InvalidConfig, match=r"--prefill-dtype fp8: .* Hopper GPUs; choose auto or model"):
-        build_runner(EngineConfig(kv_dtype="fp8-static", prefill_dtype="fp8", **settings), str)
+        told = [line for line in lines if "in fp8 in 0 of 2 layers" in line and "Hopper GPUs" in line]
+        assert len(told) == (chosen == "auto")
+    config = EngineConfig(kv_dtype="fp8-static", prefill_dtype="fp8", **settings)
+    for refuses in (lambda: build_runner(config, str), lambda: model_info(config, directory)):
+        with pytest.raises(InvalidConfig, match=r"--prefill-dtype fp8: .* Hopper GPUs; choose auto or model"):
+            refuses()
 
 
-def test_scales_of_queries_that_cannot_be_used_are_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize("q_scale", [HALF, torch.ones(4)])
+def test_scales_of_queries_that_prefill_in_fp8_does_not_take_are_told(
+    tmp_path: Path, q_scale: torch.Tensor
+) -> None:
     scales = of_layers("self_attn.k_scale", HALF) | of_layers("self_attn.v_scale", HALF)
-    save_file(scales | of_layers("self_attn.q_scale", torch.ones(4)), tmp_path / "model.safetensors")
-    with pytest.raises(BadScales, match=r"layers\.0.*q_scale has 4 scales of queries"):
-        read(tmp_path)
+    directory = with_scales(tmp_path / "tiny", scales | of_layers("self_attn.q_scale", q_scale, (1,)))
+    settings: dict[str, Any] = {"model": str(directory), "device": "cpu", "max_total_tokens": 40}
+    lines: list[str] = []
+    build_runner(EngineConfig(kv_dtype="fp8-static", **settings), lines.append)
+    reason = "has no prefill in fp8" if len(q_scale.flatten()) == 1 else "layer 1 has 4 scales of queries"
+    assert any(reason in line for line in lines)
+    # A layer that keeps 16 bits is not asked.
+    lines.clear()
+    build_runner(EngineConfig(kv_dtype="fp8-static", kv_skip_layers="1", **settings), lines.append)
+    assert not any("attention of prompts" in line for line in lines)
+
+
+def test_scales_of_queries_that_are_no_scales_are_refused_where_they_are_asked_for(tmp_path: Path) -> None:
+    scales = of_layers("self_attn.k_scale", HALF) | of_layers("self_attn.v_scale", HALF)
+    directory = with_scales(tmp_path / "tiny", scales | of_layers("self_attn.q_scale", -HALF))
+    settings: dict[str, Any] = {"model": str(directory), "device": "cpu", "max_total_tokens": 40}
+    with pytest.raises(InvalidConfig, match=r"q_scale is \[-0.5\], .*choose --prefill-dtype model"):
+        find_model(EngineConfig(kv_dtype="fp8-static", **settings), str)
+    find_model(EngineConfig(kv_dtype="fp8-static", prefill_dtype="model", **settings), str)
 
 
 @pytest.mark.parametrize(

@@ -40,6 +40,7 @@ _NAME = re.compile(
     rf"({'|'.join(map(re.escape, _SPELLINGS))})$"
 )
 _REMEDY = "choose --kv-dtype fp8, which computes its scales"
+_REMEDY_OF_QUERIES = "choose --prefill-dtype model, which needs none"
 
 
 class BadScales(LightKVError, ValueError):
@@ -47,12 +48,12 @@ class BadScales(LightKVError, ValueError):
 
 
 class LayerScales(NamedTuple):
-    """The scales of a layer, float32 `[1]` or `[num_kv_heads]` each, on the CPU. `q`: that of queries, if the
-    checkpoint has one."""
+    """The scales of a layer, float32 `[1]` or `[num_kv_heads]` each, on the CPU. `q`: those of queries, `[n]`,
+    if the checkpoint has some; n is not checked."""
 
     k: torch.Tensor
     v: torch.Tensor
-    q: float | None = None
+    q: torch.Tensor | None = None
 
 
 def kv_scheme(config: PreTrainedConfig) -> Mapping[str, object] | None:
@@ -71,8 +72,11 @@ def without_kv_scheme(config: PreTrainedConfig) -> PreTrainedConfig:
     return config
 
 
-def read_kv_scales(files: Sequence[Path], layers: Iterable[int]) -> dict[int, LayerScales]:
-    """Returns the scales of `layers` from safetensors files, of which nothing else is read.
+def read_kv_scales(
+    files: Sequence[Path], layers: Iterable[int], *, of_queries: bool = True
+) -> dict[int, LayerScales]:
+    """Returns the scales of `layers` from safetensors files, of which nothing else is read. `of_queries`:
+    whether those of queries are read, too.
 
     Raises BadScales for a layer without a scale of K or of V, for two that differ, for one that is not finite
     and above 0, and for a file that cannot be read.
@@ -82,23 +86,17 @@ def read_kv_scales(files: Sequence[Path], layers: Iterable[int]) -> dict[int, La
         try:
             with safe_open(path, framework="pt") as tensors:
                 for name in tensors.keys():  # noqa: SIM118 - a safe_open is no mapping
-                    if match := _NAME.search(name):
+                    match = _NAME.search(name)
+                    if match and (of_queries or _SPELLINGS[match[2]] != "q"):
                         _add(found, name, int(match[1]), _SPELLINGS[match[2]], tensors.get_tensor(name))
         except (OSError, SafetensorError) as error:
             raise BadScales(f"{path} cannot be read for scales of K/V ({error})") from error
     return {
-        layer: LayerScales(_found(found, layer, "k"), _found(found, layer, "v"), _q_scale(found, layer))
+        layer: LayerScales(
+            _found(found, layer, "k"), _found(found, layer, "v"), found.get((layer, "q"), ("", None))[1]
+        )
         for layer in layers
     }
-
-
-def _q_scale(found: dict[tuple[int, str], tuple[str, torch.Tensor]], layer: int) -> float | None:
-    name, scale = found.get((layer, "q"), ("", None))
-    if scale is None:
-        return None
-    if len(scale) != 1:
-        raise BadScales(f"{name} has {len(scale)} scales of queries, and prefill in fp8 takes one; {_REMEDY}")
-    return float(scale)
 
 
 def _add(
@@ -108,13 +106,13 @@ def _add(
     kinds: str,
     tensor: torch.Tensor,
 ) -> None:
-    scale = tensor.float().flatten()
+    scale, remedy = tensor.float().flatten(), _REMEDY_OF_QUERIES if kinds == "q" else _REMEDY
     if not bool((scale.isfinite() & (scale > 0)).all()) or not len(scale):
-        raise BadScales(f"{name} is {scale[:4].tolist()}, and has to be finite and above 0; {_REMEDY}")
+        raise BadScales(f"{name} is {scale[:4].tolist()}, and has to be finite and above 0; {remedy}")
     for kind in kinds:
         other, known = found.setdefault((layer, kind), (name, scale))
         if not torch.equal(known, scale):
-            raise BadScales(f"{other} and {name} differ, and both are the scale of {kind.upper()}; {_REMEDY}")
+            raise BadScales(f"{other} and {name} differ, and both are the scale of {kind.upper()}; {remedy}")
 
 
 def _found(found: dict[tuple[int, str], tuple[str, torch.Tensor]], layer: int, kind: str) -> torch.Tensor:

@@ -8,6 +8,8 @@ an output in e4m3.
 The first part of a layer is `fill_fp8_scratch`, which lays K and V out as the products need them.
 """
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -30,6 +32,10 @@ def fp8_prefill_reason(device: torch.device, heads: HeadShape) -> str | None:
         return f"it runs on GPUs of compute capability 9 (Hopper), and {device} is none"
     if heads.key_dim not in HEAD_DIMS or heads.value_dim != heads.key_dim:
         return f"it is for heads of {HEAD_DIMS} dims, and these have {heads.key_dim} and {heads.value_dim}"
+    try:
+        from . import prefill_fp8_hopper  # noqa: F401 - its import takes time, and needs Gluon
+    except ImportError as error:
+        return f"it is written in Triton's Gluon, which cannot be imported ({error})"
     return None
 
 
@@ -65,8 +71,11 @@ def fp8_prefill_attention(
         ValueError: shapes, dtypes or the device do not fit.
     """
     heads = HeadShape(q.shape[1], scratch.k.shape[1], q.shape[2], scratch.v.shape[1])
-    if reason := fp8_prefill_reason(q.device, heads):
-        raise ValueError(f"prefill in fp8 cannot run: {reason}; use prefill_attention")
+    _check_requests(q, scratch, q_starts, lengths, options, plan, lse)
+    if not (0 < q_scale < math.inf and 0 < out_scale < math.inf):
+        raise ValueError(
+            f"scales must be finite and above 0, got {q_scale} of q and {out_scale} of the output"
+        )
     strides = *q.stride()[:2], *out.stride()[:2]
     if q.dtype != _FP8 or q.shape[2] != scratch.k.shape[2] or heads.num_heads % heads.num_kv_heads:
         raise ValueError(
@@ -78,11 +87,15 @@ def fp8_prefill_attention(
         or any(stride % 16 for stride in strides)
         or out.stride(2) != 1
         or q.stride(2) != 1
+        or q.data_ptr() % 16
     ):
         raise ValueError(
-            f"out must be {tuple(q.shape)}, and strides multiples of 16 except the last, which is 1; got "
-            f"{tuple(out.shape)} with {out.stride()}, and q with {q.stride()}"
+            f"out must be {tuple(q.shape)}, strides multiples of 16 except the last, which is 1, and q at a "
+            f"multiple of 16 bytes; got {tuple(out.shape)} with {out.stride()}, and q with {q.stride()} at "
+            f"{q.data_ptr()}"
         )
+    if reason := fp8_prefill_reason(q.device, heads):
+        raise ValueError(f"prefill in fp8 cannot run: {reason}; use prefill_attention")
     if plan is None:
         plan = prefill_plan(
             torch.arange(len(lengths), device=q.device),
@@ -94,6 +107,12 @@ def fp8_prefill_attention(
             window=options.window,
             chunk=options.chunk,
             after=options.after,
+        )
+    launch = tuning.fp8_prefill_launch(heads.key_dim)
+    if plan.launch.block_m != launch.block_m:
+        raise ValueError(
+            f"the plan has tiles of {plan.launch.block_m} rows, and prefill in fp8 {launch.block_m}; make it "
+            "for q of 16 bits"
         )
     if plan.num_shares == 0:
         return out
@@ -120,7 +139,7 @@ def fp8_prefill_attention(
         lse,
         partial_out,
         partial_lse,
-        tuning.fp8_prefill_launch(heads.key_dim),
+        launch,
         num_shares=plan.num_shares,
         score_scale=score_scale,
         cap_scale=cap_scale,
@@ -134,6 +153,40 @@ def fp8_prefill_attention(
     if partial_out is not None and partial_lse is not None:
         combine_tiles(partial_out, partial_lse, plan.items, out, lse)
     return out
+
+
+def _check_requests(
+    q: Tensor,
+    scratch: Fp8Scratch,
+    q_starts: Tensor,
+    lengths: Tensor,
+    options: AttentionOptions,
+    plan: PrefillPlan | None,
+    lse: Tensor | None,
+) -> None:
+    """Raises ValueError where what describes the requests does not fit the scratch, q or the plan."""
+    num_requests = len(scratch.begins)
+    for name, tensor, count in (("q_starts", q_starts, num_requests + 1), ("lengths", lengths, num_requests)):
+        if tensor.dtype != torch.int32 or tensor.shape != (count,) or not tensor.is_contiguous():
+            raise ValueError(
+                f"{name} must be contiguous int32 [{count}], as the scratch has {num_requests} requests; got "
+                f"{tensor.dtype} {tuple(tensor.shape)}"
+            )
+    if lse is not None and (
+        lse.dtype != torch.float32 or lse.shape != q.shape[:2] or not lse.is_contiguous()
+    ):
+        raise ValueError(
+            f"lse must be contiguous float32 {tuple(q.shape[:2])}, got {lse.dtype} {tuple(lse.shape)}"
+        )
+    if plan is None:
+        return
+    asked = num_requests, options.window, options.chunk, options.after
+    made = plan.num_requests, plan.window, plan.chunk, plan.after
+    if made != asked:
+        raise ValueError(
+            f"the plan is for (requests, window, chunk, tokens after the query) {made}, and the call has "
+            f"{asked}; make a plan for this call"
+        )
 
 
 def fp8_prefill_attention_reference(

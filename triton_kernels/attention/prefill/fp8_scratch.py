@@ -20,8 +20,10 @@ from torch import Tensor
 
 from lightkv.triton_kernels import tuning
 from lightkv.triton_kernels.attention.attend_keys import find_slots
+from lightkv.triton_kernels.attention.attention_inputs import check_scales
 from lightkv.triton_kernels.attention.attention_reference import slots_reference
 from lightkv.triton_kernels.attention.paged_kv import HeadShape, PagedKV
+from lightkv.triton_kernels.strides import has_unit_stride
 
 from .restore_kv import find_requests
 
@@ -233,6 +235,14 @@ def _check(kv: PagedKV, rows: Tensor, lengths: Tensor, scratch: Fp8Scratch) -> N
             f"the K/V is stored as {kv.format.k} and {kv.format.v}; prefill in fp8 reads fp8 with "
             "static scales (fp8-static)"
         )
+    check_scales(kv)
+    if kv.index.dim() != 2 or kv.index.dtype != torch.int32 or not has_unit_stride(kv.index):
+        raise ValueError(
+            f"the index must be int32 [rows, entries] with a last stride of 1, got {kv.index.dtype} "
+            f"{tuple(kv.index.shape)} with strides {kv.index.stride()}"
+        )
+    if not (has_unit_stride(kv.k) and has_unit_stride(kv.v)):
+        raise ValueError(f"the last stride of K and V must be 1, got {kv.k.stride()} and {kv.v.stride()}")
     sizes = *kv.k.stride()[:2], *kv.v.stride()[:2], kv.key_dim, kv.value_dim
     if any(size % 16 for size in sizes):
         raise ValueError(f"strides and head dims of K and V must be multiples of 16, got {sizes}")
