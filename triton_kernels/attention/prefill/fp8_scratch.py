@@ -293,7 +293,7 @@ def _quantise_kernel(
     source = x + (rows // H).to(tl.int64)[:, None] * stride_t + (rows % H)[:, None] * stride_h + dims[None, :]
     kind: tl.constexpr = out.dtype.element_ty
     values = tl.load(source, mask=mask, other=0.0).to(tl.float32) / scale
-    values = tl.minimum(tl.maximum(values, -_LARGEST), _LARGEST).to(kind)
+    values = tl.clamp(values, -_LARGEST, _LARGEST, propagate_nan=tl.PropagateNan.ALL).to(kind)
     tl.store(out + rows.to(tl.int64)[:, None] * D + dims[None, :], values, mask=mask)
 
 
