@@ -147,8 +147,8 @@ def check_scales_apart(kv: PagedKV) -> None:
     if len(given) < 2 or not fits:
         found = [(scales.dtype, tuple(scales.shape), scales.stride()) for scales in given]
         raise ValueError(
-            f"scales of K and of V that stand apart must be float32 or float16 {wanted[0]} and {wanted[1]} with "
-            f"equal strides, the last 1, for {kv.format}; got {found}"
+            f"scales of K and of V that stand apart must be float32 or float16 {wanted[0]} and {wanted[1]} "
+            f"with equal strides, the last 1, for {kv.format}; got {found}"
         )
 
 

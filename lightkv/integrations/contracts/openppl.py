@@ -212,7 +212,7 @@ def _multi_head_cache_attention(
         _attend_in_torch(step, of_layer, slots, out)
         return out
     if of_layer.suits_kernels:
-        kv = of_layer.paged(*slots.index(max_kvlen))
+        kv = of_layer.paged(*slots.index_for(max_kvlen))
     else:
         kv = of_layer.gathered(slots.all_until(max_kvlen), query.dtype)
     _attend_with_kernels(step, kv, max_seqlen, out)
@@ -289,8 +289,8 @@ def _attend_with_kernels(step: _Step, kv: PagedKV, max_seqlen: int, out: Tensor)
         # Every sequence has one query, its newest token, which sees all of its tokens in any layer.
         decode_attention(q, kv, rows, lengths, options, out=out, mask=mask)
         return
-    # How many queries a sequence that decodes has is known on the device alone, so prefill's kernel, which reads
-    # q_starts there, takes them, too.
+    # How many queries a sequence that decodes has is known on the device alone, so prefill's kernel, which
+    # reads q_starts there, takes them, too.
     for begin, end, causal in ((0, num_whole, False), (num_whole, batch, True)):
         if begin < end:
             prefill_attention(

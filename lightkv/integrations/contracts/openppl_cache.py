@@ -66,7 +66,7 @@ class Slots(NamedTuple):
         sequences = torch.arange(len(self.starts), device=device)
         return self.find(sequences[:, None], torch.arange(max_kvlen, device=device)[None])
 
-    def index(self, max_kvlen: int) -> tuple[Tensor, int]:
+    def index_for(self, max_kvlen: int) -> tuple[Tensor, int]:
         """Returns the index of `PagedKV`, int32, and its shift: for pages of a size that is no power of two, it
         has an entry for each of `max_kvlen` tokens."""
         if not self.page_size:

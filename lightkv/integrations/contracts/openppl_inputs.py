@@ -141,8 +141,8 @@ def _check_cache(cache: Tensor, scale: Tensor | None, attributes: Attributes) ->
         raise ValueError(
             f"cache must be {LAYOUTS[layout]} with L {layers}, H {heads} and D {stored}, of one of "
             f"{[str(dtype) for dtype in attributes.cache_types]} and a last stride of 1, for cache_layout "
-            f"{layout} and quant_bit {attributes.quant_bit}; got {cache.dtype} {tuple(cache.shape)} with strides "
-            f"{cache.stride()}"
+            f"{layout} and quant_bit {attributes.quant_bit}; got {cache.dtype} {tuple(cache.shape)} with "
+            f"strides {cache.stride()}"
         )
     if num_slots > _MOST_SLOTS:
         raise ValueError(f"a cache has at most {_MOST_SLOTS} slots, got {num_slots}; use several caches")
@@ -199,8 +199,8 @@ def check_contents(
     attributes: Attributes,
     slots: Slots,
 ) -> None:
-    """Raises ValueError where the numbers in the tensors do not fit. Reads them on the host, so it is for a CPU.
-    Arguments as for `check_inputs`, which has passed."""
+    """Raises ValueError where the numbers in the tensors do not fit. It reads them on the host, so it is for a
+    CPU. Arguments as for `check_inputs`, which has passed."""
     seqstarts, kvstarts, _, start_pos = batch
     q_lens, kv_lens = seqstarts.diff(), kvstarts.diff()
     for name, starts, lengths, end in (
@@ -214,25 +214,25 @@ def check_contents(
             )
     if (start_pos < 0).any() or not torch.equal(start_pos + q_lens, kv_lens):
         raise ValueError(
-            f"start_pos {start_pos.tolist()} and the queries {q_lens.tolist()} must add up to the tokens of each "
-            f"sequence, {kv_lens.tolist()} by kvstarts"
+            f"start_pos {start_pos.tolist()} and the queries {q_lens.tolist()} must add up to the tokens of "
+            f"each sequence, {kv_lens.tolist()} by kvstarts"
         )
     most = [int(lengths.max()) if len(lengths) else 0 for lengths in (q_lens, kv_lens)]
     if most[0] > counts[1] or most[1] > counts[2]:
         raise ValueError(
-            f"max_seqlen {counts[1]} and max_kvlen {counts[2]} must be at least {most[0]} and {most[1]}, the most "
-            "queries and tokens of a sequence"
+            f"max_seqlen {counts[1]} and max_kvlen {counts[2]} must be at least {most[0]} and {most[1]}, the "
+            "most queries and tokens of a sequence"
         )
     if attn_mask is not None and attn_mask.shape[-1] < kvstarts[-1]:
         raise ValueError(
-            f"attn_mask has {attn_mask.shape[-1]} columns, but the sequences {int(kvstarts[-1])} tokens; give it "
-            "a column for each"
+            f"attn_mask has {attn_mask.shape[-1]} columns, but the sequences {int(kvstarts[-1])} tokens; "
+            "give it a column for each"
         )
     sequences = torch.repeat_interleave(torch.arange(len(start_pos)), kv_lens)
     positions = torch.arange(len(sequences)) - kvstarts[sequences]
     found, num_slots = slots.find(sequences, positions), num_slots_of(attributes.cache_layout, cache)
     if len(found) and not 0 <= int(found.min()) <= int(found.max()) < num_slots:
         raise ValueError(
-            f"cachestarts lead to slots {int(found.min())} to {int(found.max())}, but the cache has {num_slots}; "
-            "give slots within it"
+            f"cachestarts lead to slots {int(found.min())} to {int(found.max())}, but the cache has "
+            f"{num_slots}; give slots within it"
         )

@@ -133,9 +133,7 @@ def _attend_item(
     q_sums = sum_query(q_tiles, FORMAT, PACKED)
     of_head = (None, None, None)
     if FORMAT > 0:
-        of_head = head_columns(
-            columns, v_columns, kv_head, columns_strides[0], columns_strides[1], FORMAT
-        )
+        of_head = head_columns(columns, v_columns, kv_head, columns_strides[0], columns_strides[1], FORMAT)
     k_head = k_cache + kv_head * k_strides[1]
     v_head = v_cache + kv_head * v_strides[1]
     for MASKED in tl.static_range(FIRST_LOOP, 2):
