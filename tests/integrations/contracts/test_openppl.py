@@ -1,6 +1,8 @@
 """OpenPPL's MultiHeadCacheAttention against a reference that is written from its contract."""
 
 import itertools
+import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -163,6 +165,23 @@ def test_the_operator_is_registered() -> None:
     )
 
 
+def test_it_is_compiled_without_a_break() -> None:
+    batch = Batch(PAST, COUNTS, 2, Setting(torch.float32, 8))
+    place = Place(3, 16)
+    arguments, others = batch.arguments(place), batch.arguments(place)
+    compiled = torch.compile(multi_head_cache_attention, backend="aot_eager", fullgraph=True)
+    assert torch.equal(compiled(**arguments), multi_head_cache_attention(**others))
+    assert same_bytes(arguments["cache"], others["cache"])
+    assert same_bytes(arguments["scale"], others["scale"])
+
+
+def test_the_example_of_the_docs_runs() -> None:
+    page = (Path(__file__).parents[3] / "docs" / "contracts.md").read_text(encoding="utf-8")
+    blocks = re.findall(r"^```python\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
+    (block,) = (block for block in blocks if "contracts.openppl" in block)
+    exec(block, {})
+
+
 # --------------------------------------------------------------------------------
 # What is refused
 
@@ -256,3 +275,11 @@ def test_the_kernels(name: str, device: torch.device) -> None:
     torch.manual_seed(0)
     setting, counts, places = KERNELS[name]
     check(Batch(PAST, counts, 2, setting, device.type), places, "triton", slack=4.0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["int8", "int4", "decode"])
+def test_the_kernels_give_the_same_bits_in_all_places(name: str, device: torch.device) -> None:
+    torch.manual_seed(0)
+    setting, counts, _ = KERNELS[name]
+    check(Batch(PAST, counts, 2, setting, device.type), PLACES, "triton", slack=4.0)
