@@ -82,6 +82,32 @@ def check_decode(
     assert_close(out, decode_attention_reference(q, *cache, options, num_queries=num_queries))
 
 
+def with_scales_apart(kv: PagedKV) -> PagedKV:
+    """The same K/V with the scales of K and those of V in two tensors."""
+    assert kv.scales is not None
+    own = kv.format.k.columns(kv.key_dim)
+    apart = torch.stack((kv.scales[..., :own], kv.scales[..., own:]), 1)  # [slots, 2, heads, columns]
+    return kv._replace(scales=apart[:, 0], v_scales=apart[:, 1])
+
+
+@pytest.mark.parametrize("name", ["int8", "int8-g8"])
+def test_scales_of_k_and_v_may_stand_apart(name: str, device: torch.device) -> None:
+    torch.manual_seed(11)
+    cache = quantised_cache([70, 0, 33], name, device)
+    kv = with_scales_apart(cache.kv)
+    q = queries(cache, 3, torch.float32)
+    assert torch.equal(decode_attention(q, kv, *cache[1:]), decode_attention(q, *cache))
+    q = queries(cache, 9, torch.float32)
+    begins = starts([5, 0, 4], device)
+    of_rows = (cache.rows, begins, cache.lengths)
+    assert torch.equal(prefill_attention(q, kv, *of_rows), prefill_attention(q, cache.kv, *of_rows))
+    assert torch.equal(
+        prefill_attention_reference(q, kv, *of_rows), prefill_attention_reference(q, cache.kv, *of_rows)
+    )
+    with pytest.raises(ValueError, match="that stand apart must be float32 or float16"):
+        decode_attention(q[:3], kv._replace(scales=cache.kv.scales), *cache[1:])
+
+
 @pytest.mark.parametrize("dtype", TYPES, ids=str)
 @pytest.mark.parametrize("name", NAMES)
 def test_decode(name: str, dtype: torch.dtype, device: torch.device) -> None:

@@ -123,10 +123,14 @@ def load_query(
 
 
 @triton.jit
-def head_columns(columns, kv_head, stride_slot, stride_head, FORMAT: tl.constexpr):
-    """Returns pointers to the scales of K and of V of a head, and the stride of slots."""
+def head_columns(columns, v_columns, kv_head, stride_slot, stride_head, FORMAT: tl.constexpr):
+    """Returns pointers to the scales of K and of V of a head, and the stride of slots. `v_columns`: where V's
+    stand apart; or None."""
     of_k = columns + kv_head * stride_head
-    return of_k, of_k + k_groups(FORMAT) * (2 if k_has_middle(FORMAT) else 1), stride_slot
+    of_v = of_k + k_groups(FORMAT) * (2 if k_has_middle(FORMAT) else 1)
+    if v_columns is not None:
+        of_v = v_columns + kv_head * stride_head
+    return of_k, of_v, stride_slot
 
 
 @triton.jit

@@ -108,7 +108,7 @@ def check_attention_inputs(
 def check_scales(kv: PagedKV) -> None:
     """Raises ValueError where the scales or the caches do not fit the format."""
     if not kv.format.is_quantised:
-        if kv.scales is not None:
+        if kv.scales is not None or kv.v_scales is not None:
             raise ValueError("scales, but neither K nor V is quantised; give the format")
         return
     for name, cache, elements in (("k_cache", kv.k, kv.format.k), ("v_cache", kv.v, kv.format.v)):
@@ -117,12 +117,38 @@ def check_scales(kv: PagedKV) -> None:
                 f"{name} must hold {elements.stored} at even bytes for {elements}, got {cache.dtype} with "
                 f"strides {cache.stride()}; use the views of a KVPool"
             )
+    if kv.v_scales is not None:
+        check_scales_apart(kv)
+        return
     scales, dtype = kv.scales, kv.format.scale_dtype
     shape = *kv.k.shape[:2], kv.format.columns(kv.key_dim, kv.value_dim)
     if scales is None or scales.shape != shape or scales.dtype != dtype or not has_unit_stride(scales):
         found = None if scales is None else (scales.dtype, tuple(scales.shape), scales.stride())
         raise ValueError(
             f"scales must be {dtype} {shape} with a last stride of 1 for {kv.format}, got {found}"
+        )
+
+
+def check_scales_apart(kv: PagedKV) -> None:
+    """Raises ValueError where the scales of K and those of V, which stand apart, do not fit the format."""
+    wanted = tuple(
+        (*kv.k.shape[:2], elements.columns(dim))
+        for elements, dim in ((kv.format.k, kv.key_dim), (kv.format.v, kv.value_dim))
+    )
+    given = [scales for scales in (kv.scales, kv.v_scales) if scales is not None]
+    fits = all(
+        scales.shape == shape
+        and scales.dtype in (torch.float32, torch.float16)
+        and scales.dtype == given[0].dtype
+        and scales.stride()[:2] == given[0].stride()[:2]
+        and has_unit_stride(scales)
+        for scales, shape in zip(given, wanted, strict=False)
+    )
+    if len(given) < 2 or not fits:
+        found = [(scales.dtype, tuple(scales.shape), scales.stride()) for scales in given]
+        raise ValueError(
+            f"scales of K and of V that stand apart must be float32 or float16 {wanted[0]} and {wanted[1]} "
+            f"with equal strides, the last 1, for {kv.format}; got {found}"
         )
 
 

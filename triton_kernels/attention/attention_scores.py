@@ -11,7 +11,7 @@ import triton
 from torch import Tensor
 
 from lightkv.triton_kernels import tuning
-from lightkv.triton_kernels.quantised.unpack import as_words, format_code, is_packed
+from lightkv.triton_kernels.quantised.unpack import as_words, is_packed
 
 from .attend_keys import LOG2_E, score_scales
 from .attention_inputs import check_attention_inputs
@@ -207,7 +207,7 @@ def attention_lse(
         options.chunk,
         options.after,
         options.softcap,
-        format_code(kv.format, kv.key_dim, kv.value_dim),
+        kv.format_code,
     )
     return lse
 
@@ -276,7 +276,7 @@ def attention_scores(
         options.chunk,
         options.after,
         options.softcap,
-        format_code(kv.format, kv.key_dim, kv.value_dim),
+        kv.format_code,
     )
     return out
 

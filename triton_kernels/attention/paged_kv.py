@@ -7,6 +7,7 @@ from torch import Tensor
 
 from lightkv.triton_kernels.quantised.kv_format import AS_COMPUTED, KVFormat
 from lightkv.triton_kernels.quantised.quantise_reference import dequantise, split_columns
+from lightkv.triton_kernels.quantised.unpack import format_code
 
 from .ring import Ring
 
@@ -28,6 +29,8 @@ class PagedKV(NamedTuple):
     `scales`: `[num_slots, num_kv_heads, columns]` of `format.scale_dtype`, the last stride 1: the scales and
     middles of K, and those of V. A stride of 0 for slots stands for static scales. None if nothing is
     quantised.
+    `v_scales`: where V's stand apart from K's, those of V, with the strides of `scales`, which has K's alone
+    then; both are float32 or float16, whatever `format.scale_dtype` says. None where they stand beside K's.
     """
 
     k: Tensor
@@ -38,6 +41,7 @@ class PagedKV(NamedTuple):
     indirection: Tensor | None = None
     scales: Tensor | None = None
     format: KVFormat = AS_COMPUTED
+    v_scales: Tensor | None = None
 
     @property
     def key_dim(self) -> int:
@@ -55,12 +59,20 @@ class PagedKV(NamedTuple):
         k, v = self.k[slots], self.v[slots]
         if self.scales is None:
             return k, v
-        of_k, of_v = split_columns(self.scales[slots], self.format, self.key_dim)
+        if self.v_scales is None:
+            of_k, of_v = split_columns(self.scales[slots], self.format, self.key_dim)
+        else:
+            of_k, of_v = self.scales[slots], self.v_scales[slots]
         if self.format.k.is_quantised:
             k = dequantise(k, of_k, self.format.k)
         if self.format.v.is_quantised:
             v = dequantise(v, of_v, self.format.v)
         return k, v
+
+    @property
+    def format_code(self) -> int:
+        """The number that kernels are compiled for, `unpack.format_code`."""
+        return format_code(self.format, self.key_dim, self.value_dim, apart=self.v_scales is not None)
 
     @property
     def ring_sizes(self) -> list[int]:

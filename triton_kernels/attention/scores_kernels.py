@@ -180,7 +180,7 @@ def lse_kernel(
     k_head = k_cache + kv_head * stride_k_h
     of_head = (None, None, None)
     if FORMAT > 0:
-        of_head = head_columns(columns, kv_head, stride_columns_slot, stride_columns_h, FORMAT)
+        of_head = head_columns(columns, None, kv_head, stride_columns_slot, stride_columns_h, FORMAT)
 
     tile_rows = first_row + tl.arange(0, BLOCK_M)
     sink_heads = kv_head * GROUP + tile_rows % GROUP
@@ -274,7 +274,7 @@ def scores_kernel(
         kv_head = tl.zeros([], tl.int64) + head
         of_head = (None, None, None)
         if FORMAT > 0:
-            of_head = head_columns(columns, kv_head, stride_columns_slot, stride_columns_h, FORMAT)
+            of_head = head_columns(columns, None, kv_head, stride_columns_slot, stride_columns_h, FORMAT)
         keys = _load_keys(
             k_cache + kv_head * stride_k_h, of_head, index_row, positions, valid, stride_k_slot, SHIFT, DK,
             BLOCK_DK, FORMAT,

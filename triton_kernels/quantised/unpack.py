@@ -29,14 +29,14 @@ def _kind(elements: Elements) -> int:
     return INT4 if elements.bits == 4 else FP8 if elements.is_float else INT8
 
 
-def format_code(layer_format: KVFormat, k_dim: int, v_dim: int) -> int:
+def format_code(layer_format: KVFormat, k_dim: int, v_dim: int, *, apart: bool = False) -> int:
     """Returns a layer's format as the number that kernels are compiled for; 0 if nothing is quantised.
 
-    Bits from the lowest: kind of K (2), whether it has middles, kind of V (2), whether it has middles; from bit
-    8, groups of a head of K; from bit 20, those of V.
+    Bits from the lowest: kind of K (2), whether it has middles, kind of V (2), whether it has middles, whether
+    the scales of V stand apart from those of K; from bit 8, groups of a head of K; from bit 20, those of V.
     """
     k, v = layer_format.k, layer_format.v
-    code = _kind(k) | k.has_middle << 2 | _kind(v) << 3 | v.has_middle << 5
+    code = _kind(k) | k.has_middle << 2 | _kind(v) << 3 | v.has_middle << 5 | apart << 6
     return code | k.groups(k_dim) << 8 | v.groups(v_dim) << 20
 
 
@@ -266,7 +266,7 @@ def load_columns(
 @triton.constexpr_function
 def are_in_one_word(code, column_bits):
     """Whether what stands beside a head of K and V is 64 bits, one scale and perhaps one middle of each."""
-    if k_groups(code) != 1 or v_groups(code) != 1:
+    if k_groups(code) != 1 or v_groups(code) != 1 or code >> 6 & 1:
         return False
     return (2 + k_has_middle(code) + v_has_middle(code)) * column_bits == 64
 

@@ -26,7 +26,7 @@ from lightkv.triton_kernels.attention.attention_inputs import check_attention_in
 from lightkv.triton_kernels.attention.attention_mask import AttentionMask, mask_reference, mask_strides
 from lightkv.triton_kernels.attention.attention_reference import attend_reference, slots_reference
 from lightkv.triton_kernels.attention.paged_kv import DEFAULT_OPTIONS, AttentionOptions, HeadShape, PagedKV
-from lightkv.triton_kernels.quantised.unpack import as_words, format_code, is_packed, most_warps
+from lightkv.triton_kernels.quantised.unpack import as_words, is_packed, most_warps
 
 from .decode_combine import combine_parts
 from .decode_kernel import decode_kernel
@@ -40,6 +40,7 @@ def _decode_attention(
     k_cache: Tensor,
     v_cache: Tensor,
     columns: Tensor | None,
+    v_columns: Tensor | None,
     index: Tensor,
     indirection: Tensor | None,
     items: Tensor,
@@ -102,6 +103,7 @@ def _decode_attention(
         k_cache,
         v_cache,
         columns,
+        v_columns,
         index,
         indirection,
         items,
@@ -269,6 +271,7 @@ def decode_attention(
         as_words(kv.k, kv.format.k),
         as_words(kv.v, kv.format.v),
         kv.scales,
+        kv.v_scales,
         kv.index,
         kv.indirection,
         plan.items,
@@ -293,7 +296,7 @@ def decode_attention(
         chunk,
         options.after,
         options.softcap,
-        format_code(kv.format, kv.key_dim, kv.value_dim),
+        kv.format_code,
         [kv.format.k.bits, kv.format.v.bits],
     )
     return out

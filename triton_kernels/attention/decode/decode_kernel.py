@@ -51,6 +51,7 @@ def decode_kernel(
     k_cache,  # of int16 words where quantised
     v_cache,
     columns,  # scales and middles of K, then those of V; or None
+    v_columns,  # those of V where they stand apart; or None
     index,
     indirection,
     items,  # [capacity, 4]
@@ -119,7 +120,7 @@ def decode_kernel(
     member = tile_rows // (GROUP * NUM_QUERIES)
     of_head = (None, None, None)
     if FORMAT > 0:
-        of_head = head_columns(columns, kv_head, stride_columns_slot, stride_columns_h, FORMAT)
+        of_head = head_columns(columns, v_columns, kv_head, stride_columns_slot, stride_columns_h, FORMAT)
     if EARLY:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()

@@ -29,7 +29,7 @@ from lightkv.triton_kernels.attention.attention_inputs import check_attention_in
 from lightkv.triton_kernels.attention.attention_mask import AttentionMask, mask_reference, mask_strides
 from lightkv.triton_kernels.attention.attention_reference import attend_reference, slots_reference
 from lightkv.triton_kernels.attention.paged_kv import DEFAULT_OPTIONS, AttentionOptions, HeadShape, PagedKV
-from lightkv.triton_kernels.quantised.unpack import as_words, format_code, is_packed, most_warps
+from lightkv.triton_kernels.quantised.unpack import as_words, is_packed, most_warps
 
 from .prefill_combine import combine_tiles, empty_parts
 from .prefill_kernel import prefill_kernel
@@ -69,6 +69,7 @@ def _prefill_attention(
     k_cache: Tensor,
     v_cache: Tensor,
     columns: Tensor | None,
+    v_columns: Tensor | None,
     index: Tensor,
     indirection: Tensor | None,
     items: Tensor,
@@ -141,6 +142,7 @@ def _prefill_attention(
             k_cache,
             v_cache,
             columns,
+            v_columns,
             index,
             indirection,
             items,
@@ -282,6 +284,7 @@ def prefill_attention(
         as_words(kv.k, kv.format.k),
         as_words(kv.v, kv.format.v),
         kv.scales,
+        kv.v_scales,
         kv.index,
         kv.indirection,
         plan.items,
@@ -302,7 +305,7 @@ def prefill_attention(
         chunk,
         after,
         options.softcap,
-        format_code(kv.format, kv.key_dim, kv.value_dim),
+        kv.format_code,
     )
     return out
 

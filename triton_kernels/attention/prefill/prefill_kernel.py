@@ -64,7 +64,7 @@ def _attend_item(
 ):
     """Computes a tile, or, where keys are shared out, the part of it that the item is limited to."""
     q_strides, k_strides, v_strides, columns_strides, index_strides, out_strides, mask_sizes = strides
-    q, k_cache, v_cache, columns, index, indirection, out, lse = tensors[0]
+    q, k_cache, v_cache, columns, v_columns, index, indirection, out, lse = tensors[0]
     sink_logits, alibi_slopes, mask, mask_columns = tensors[1]
     IS_TREE: tl.constexpr = mask is not None and mask.dtype.element_ty == tl.int32
     request, row, first_row, num_rows, q_begin, prefix = tile
@@ -133,7 +133,7 @@ def _attend_item(
     q_sums = sum_query(q_tiles, FORMAT, PACKED)
     of_head = (None, None, None)
     if FORMAT > 0:
-        of_head = head_columns(columns, kv_head, columns_strides[0], columns_strides[1], FORMAT)
+        of_head = head_columns(columns, v_columns, kv_head, columns_strides[0], columns_strides[1], FORMAT)
     k_head = k_cache + kv_head * k_strides[1]
     v_head = v_cache + kv_head * v_strides[1]
     for MASKED in tl.static_range(FIRST_LOOP, 2):
@@ -206,6 +206,7 @@ def prefill_kernel(
     k_cache,  # of int16 words where quantised
     v_cache,
     columns,  # scales and middles of K, then those of V; or None
+    v_columns,  # those of V where they stand apart; or None
     index,
     indirection,
     items,  # [capacity, 12]
@@ -262,7 +263,7 @@ def prefill_kernel(
     if tile[0] < 0:
         return
     tensors = (
-        (q, k_cache, v_cache, columns, index, indirection, out, lse),
+        (q, k_cache, v_cache, columns, v_columns, index, indirection, out, lse),
         (sink_logits, alibi_slopes, mask, mask_columns),
     )
     partials, mask_sizes = (partial_out, partial_lse), (mask_width, stride_mask_h, stride_mask_t)
