@@ -226,7 +226,7 @@ def _compute(
             s = warpgroup_mma_wait(0, deps=[s])
             weights, decay, peak = online_softmax(
                 s, peak, last * BLOCK_N, positions, last_keys, slopes, origin, of_tree, scales,
-                WINDOW, CHUNK, SOFTCAP, total_width(v_smem) > 64, True,
+                WINDOW, CHUNK, SOFTCAP, total_width(v_smem) > 64, True, 0,
             )  # fmt: skip
             sums = thread_sums(weights)  # of each of the four threads of a row
             sums_row: gl.constexpr = gl.SliceLayout(1, sums.type.layout)
@@ -251,7 +251,7 @@ def _compute(
                     first_key = ((full if FULL else last) - 1 - j) * BLOCK_N
                     weights, decay, peak = online_softmax(
                         s, peak, first_key, positions, last_keys, slopes, origin, of_tree, scales,
-                        WINDOW, CHUNK, SOFTCAP, total_width(v_smem) > 64, FULL == 0,
+                        WINDOW, CHUNK, SOFTCAP, total_width(v_smem) > 64, FULL == 0, 0,
                     )  # fmt: skip
                     sums = sums * gl.convert_layout(decay, sums_row)[:, None] + thread_sums(weights)
                     # This wait also ends a basic block; without it ptxas moves the next wait above the softmax.

@@ -284,7 +284,7 @@ def online_softmax(
     SOFTCAP: gl.constexpr,
     BOTH_ROWS_FIRST: gl.constexpr,
     MASKED: gl.constexpr,
-    EXTRA_BITS: gl.constexpr = 0,
+    EXTRA_BITS: gl.constexpr,
 ):
     """Returns the weights of a tile's scores, the factor by which earlier sums decay, and the new peak; as in
     `attend_keys`. With slopes, in units of the scores, the bias of ALiBi is counted from the key `origin`.
