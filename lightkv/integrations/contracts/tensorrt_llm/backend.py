@@ -187,7 +187,7 @@ class AttentionBackend:
         if args.cross_kv is not None:
             if k is not None or not metadata.is_cross:
                 raise ValueError(
-                    f"cross_kv holds K and V of cross attention: give no k beside it (given: "
+                    "cross_kv holds K and V of cross attention: give no k beside it (given: "
                     f"{k is not None}), and metadata of create_cross_metadata (is_cross: {metadata.is_cross})"
                 )
             k = args.cross_kv

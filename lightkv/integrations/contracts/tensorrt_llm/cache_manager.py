@@ -16,6 +16,8 @@ from lightkv.triton_kernels.quantised.kv_format import AS_COMPUTED
 from .arguments import CacheType
 from .page_views import STATIC_FP8, STATIC_INT8
 
+# The ledger wants a prompt; blocks are never published, so no other request hits it.
+_ANY_ID = (0,)
 _FORMATS = {torch.float8_e4m3fn: STATIC_FP8, torch.int8: STATIC_INT8}
 
 
@@ -65,7 +67,7 @@ class KVCacheManager:
         self.head_dim = checked_count("head_dim", head_dim)
         self.max_seq_len = checked_count("max_seq_len", max_seq_len)
         self.max_batch_size = checked_count("max_batch_size", max_batch_size)
-        self.tokens_per_block = checked_count("tokens_per_block", implied or tokens_per_block)
+        self.tokens_per_block = checked_count("tokens_per_block", implied or tokens_per_block or 0)
         self.max_blocks_per_seq = -(-self.max_seq_len // self.tokens_per_block)
         self.dtype = dtype
         self.kv_layout = kv_layout
@@ -134,7 +136,7 @@ class KVCacheManager:
         opened: list[BlockSequence] = []
         try:
             for _ in request_ids:
-                opened.append(self.cache.open(b""))
+                opened.append(self.cache.open(_ANY_ID))
             self.cache.extend(opened, counts)
         except BaseException:
             for sequence in opened:

@@ -19,7 +19,7 @@ class PageTable(NamedTuple):
     """Where the keys of a batch are in a layer's views: `index` int32 `[B, n]` with `shift` as in `PagedKV`,
     and `slots`, int64 `[T]`, of this step's keys."""
 
-    index: torch.Tensor
+    index: torch.Tensor  # type: ignore[assignment]  # hides the method of tuples
     shift: int
     slots: torch.Tensor
 
@@ -70,7 +70,7 @@ class PageViews(NamedTuple):
         if num_slots >= MAX_SLOTS:
             raise ValueError(
                 f"a buffer of {num_blocks} blocks takes {num_slots} slots, and an index reaches {MAX_SLOTS}; "
-                f"use fewer blocks, or kv_layout NHD, which counts fewer"
+                "use fewer blocks, or kv_layout NHD, which counts fewer"
             )
         size, stride = (num_slots, num_kv_heads, head_dim), (step, strides[heads], 1)
         first = buffer.storage_offset()
