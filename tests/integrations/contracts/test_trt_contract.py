@@ -157,6 +157,7 @@ def test_a_batch_in_the_wrong_order_is_refused() -> None:
         ({"seq_lens": None}, "seq_lens is not set"),
         ({"seq_lens": int_tensor(5, 0)}, "at least one query"),
         ({"cache_indirection": torch.zeros(1)}, "cache_indirection"),
+        ({"seq_lens": int_tensor(9, 1)}, "1 blocks of 8"),
     ],
 )
 def test_batches_that_break_the_rules(changes: dict[str, Any], words: str) -> None:

@@ -230,7 +230,9 @@ class AttentionBackend:
                     f"{name} must be [{num_keys}, {kv_width}], the new keys of the batch; got "
                     f"{tuple(heads.shape)}"
                 )
-        k, v = (heads[:num_keys].unflatten(1, (self.num_kv_heads, self.head_dim)) for heads in (k, v))
+        if not metadata.is_cuda_graph:  # a graph's later batches may have more of the rows
+            k, v = k[:num_keys], v[:num_keys]
+        k, v = (heads.unflatten(1, (self.num_kv_heads, self.head_dim)) for heads in (k, v))
         return q, k, v
 
     def _options(self, args: Any, metadata: AttentionMetadata) -> AttentionOptions:
@@ -308,14 +310,16 @@ class AttentionBackend:
                     "cached ones by numbers of the host; give None for both if the cache holds them"
                 )
             return join_keys(k, v, kv, step)
+        slots = table.slots
         if step.sources is not None:
-            k, v = k.index_select(0, step.sources), v.index_select(0, step.sources)
+            sources, slots = step.sources[: len(k)], slots[: len(k)]
+            k, v = k.index_select(0, sources), v.index_select(0, sources)
         if written is None:
             write = write_kv if self._runs_kernels(k) else write_kv_reference
-            write(k, v, views.k, views.v, table.slots)
+            write(k, v, views.k, views.v, slots)
         else:
             write_quantised = write_quantised_kv if self._runs_kernels(k) else write_quantised_kv_reference
-            write_quantised(k, v, views.k, views.v, written, views.format, table.slots)
+            write_quantised(k, v, views.k, views.v, written, views.format, slots)
         return kv
 
     def _scales(

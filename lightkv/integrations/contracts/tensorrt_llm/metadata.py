@@ -12,7 +12,7 @@ import torch
 from lightkv.attention.step_plans import StepPlans
 
 from .arguments import AttentionRuntimeFeatures, KVCacheParams
-from .step import BatchNumbers, StaticRoom, Step
+from .step import BatchNumbers, StaticRoom, Step, check_blocks
 
 # Fields of features that lightkv's kernels do not have here.
 _UNSUPPORTED = ("cache_indirection", "cu_q_seqlens", "cu_kv_seqlens", "multi_item_part_lens")
@@ -220,6 +220,9 @@ class AttentionMetadata:
         num_blocks: Sequence[int] | None = None
         if self.uses_cache:
             blocks, num_blocks = self._blocks()
+            page_size = getattr(self.kv_cache_manager, "tokens_per_block", None)
+            if isinstance(page_size, int):
+                check_blocks(numbers, num_blocks, page_size)
         self._step = Step(numbers, self.device, blocks, num_blocks, self._room)
         self.num_steps += 1
 

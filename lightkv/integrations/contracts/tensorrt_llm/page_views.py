@@ -7,7 +7,7 @@ import torch
 from lightkv.triton_kernels.attention.paged_kv import PagedKV
 from lightkv.triton_kernels.quantised.kv_format import AS_COMPUTED, Elements, KVFormat
 
-from .step import Step
+from .step import Step, check_blocks
 
 MAX_SLOTS = 2**31  # an index is int32
 STATIC_FP8 = KVFormat.parse("fp8-static")
@@ -81,8 +81,9 @@ class PageViews(NamedTuple):
     def table(self, step: Step) -> PageTable:
         """Returns where the keys of a batch are. It is computed on the device, so that a CUDA graph follows its
         blocks and lengths. Raises ValueError for a sequence with too few blocks."""
-        step.check_blocks(self.page_size)
         assert step.blocks is not None
+        assert step.num_blocks is not None
+        check_blocks(step.numbers, step.num_blocks, self.page_size)
         firsts = step.blocks * self.slots_per_block
         page, rows = step.token_positions // self.page_size, step.token_rows
         slots = firsts[rows, page].long() + step.token_positions % self.page_size

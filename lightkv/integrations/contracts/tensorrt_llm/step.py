@@ -138,16 +138,15 @@ class Step:
         elif blocks is not None:
             self.blocks = uploaded[7].view(table.shape)
 
-    def check_blocks(self, page_size: int) -> None:
-        """Raises ValueError if a sequence has more keys than its blocks of `page_size` tokens hold."""
-        assert self.num_blocks is not None
-        lengths = self.numbers.lengths.tolist()
-        for number, (length, count) in enumerate(zip(lengths, self.num_blocks, strict=True)):
-            if length > count * page_size:
-                raise ValueError(
-                    f"sequence {number} of the batch has {length} tokens with this step's, and {count} "
-                    f"blocks of {page_size}; have the cache manager add blocks before prepare"
-                )
+
+def check_blocks(numbers: BatchNumbers, num_blocks: Sequence[int], page_size: int) -> None:
+    """Raises ValueError if a sequence has more keys than its blocks, `num_blocks` of `page_size` tokens, hold."""
+    for number, (length, count) in enumerate(zip(numbers.lengths.tolist(), num_blocks, strict=True)):
+        if length > count * page_size:
+            raise ValueError(
+                f"sequence {number} of the batch has {length} tokens with this step's, and {count} blocks of "
+                f"{page_size}; have the cache manager add blocks before prepare"
+            )
 
 
 def _block_table(blocks: Sequence[Sequence[int]], width: int | None) -> np.ndarray:
