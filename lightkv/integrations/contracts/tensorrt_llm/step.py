@@ -140,7 +140,7 @@ class Step:
 
 
 def check_blocks(numbers: BatchNumbers, num_blocks: Sequence[int], page_size: int) -> None:
-    """Raises ValueError if a sequence has more keys than its blocks, `num_blocks` of `page_size` tokens, hold."""
+    """Raises ValueError if a sequence has more keys than its `num_blocks` of `page_size` tokens hold."""
     for number, (length, count) in enumerate(zip(numbers.lengths.tolist(), num_blocks, strict=True)):
         if length > count * page_size:
             raise ValueError(
