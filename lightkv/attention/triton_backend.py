@@ -1,8 +1,7 @@
 """Attention by the Triton kernels."""
 
 import math
-from collections.abc import Callable, Hashable
-from typing import Any, NamedTuple, TypeVar
+from typing import NamedTuple
 
 import torch
 
@@ -30,8 +29,7 @@ from .cross import CrossMetadata
 from .metadata import AttentionMetadata
 from .restored_prefill import RestoredPrefill, scratch_tokens
 from .rotary import Rotary, RotaryEmbedding
-
-Plan = TypeVar("Plan")
+from .step_plans import StepPlans
 
 
 class _RingPlan(NamedTuple):
@@ -50,34 +48,6 @@ class _RingParts(NamedTuple):
     window: DecodePlan
     window_lengths: torch.Tensor
     dropped: torch.Tensor
-
-
-class _StepPlans:
-    """The work lists of a step, one for each shape of layer; the first layer with a shape makes its list.
-
-    When that layer attends again, another pass of the model has begun, even if `prepare` was not called in
-    between (a graph is warmed up and captured on one step): so each pass makes its lists, and a captured pass
-    contains them.
-    """
-
-    def __init__(self) -> None:
-        self._made: dict[Hashable, tuple[int, int, Any]] = {}
-
-    def get(self, key: Hashable, step: int, layer_idx: int, make: Callable[[], Plan]) -> Plan:
-        """Returns the lists for layer `layer_idx` in a step; calls `make` if they are not there or of an
-        earlier pass."""
-        made = self._made.get(key)
-        if made is None or made[0] != step or made[1] == layer_idx:
-            made = self._made[key] = step, layer_idx, make()
-        plan: Plan = made[2]
-        return plan
-
-    @staticmethod
-    def of(metadata: AttentionMetadata) -> "_StepPlans":
-        """Returns the lists that `metadata` carries."""
-        if not isinstance(metadata.plan, _StepPlans):
-            metadata.plan = _StepPlans()
-        return metadata.plan
 
 
 class TritonAttention(AttentionBackend):
@@ -222,7 +192,7 @@ class TritonAttention(AttentionBackend):
             )
 
         key = "restored", *heads, *bounds, q.dtype, alignment
-        return _StepPlans.of(metadata).get(key, metadata.step, self.layer_idx, make)
+        return StepPlans.of(metadata).get(key, metadata.step, self.layer_idx, make)
 
     def _format(self, metadata: AttentionMetadata) -> KVFormat:
         return metadata.memory.pool.format(self.layer_idx)
@@ -253,7 +223,7 @@ class TritonAttention(AttentionBackend):
         # Scratches in fp8 and in 16 bits have room for different numbers of keys, so q_starts may differ.
         in_fp8 = self._fp8_q_scale is not None
         shape = *heads, *bounds, q.dtype, shared_prefixes is not None, layer_format, in_fp8
-        return _StepPlans.of(metadata).get(shape, metadata.step, self.layer_idx, make)
+        return StepPlans.of(metadata).get(shape, metadata.step, self.layer_idx, make)
 
     def _attend_with_sinks(self, q: torch.Tensor, metadata: AttentionMetadata, out: torch.Tensor) -> None:
         num_sink_tokens, dropped = metadata.num_sink_tokens, metadata.dropped
@@ -312,7 +282,7 @@ class TritonAttention(AttentionBackend):
             return _RingPlan(plan, sink_rotation(lengths, ring, self.rotary.inverse))
 
         key = *heads, ring, q.dtype, kv.format
-        plan = _StepPlans.of(metadata).get(key, metadata.step, self.layer_idx, make)
+        plan = StepPlans.of(metadata).get(key, metadata.step, self.layer_idx, make)
         decode_attention(
             self._rotated(q, kv.format.k, metadata),
             kv,
@@ -356,7 +326,7 @@ class TritonAttention(AttentionBackend):
             )
 
         key = "parts", *heads, ring, q.dtype, kv.format
-        parts = _StepPlans.of(metadata).get(key, metadata.step, self.layer_idx, make)
+        parts = StepPlans.of(metadata).get(key, metadata.step, self.layer_idx, make)
         partial_out = torch.empty((2, *out.shape), dtype=torch.float32, device=out.device)
         lse = torch.empty((2, *q.shape[:2]), dtype=torch.float32, device=q.device)
         # Learned sinks join the part that always has keys.
@@ -401,7 +371,7 @@ class TritonAttention(AttentionBackend):
                 layer_format=kv.format,
             )
 
-        plans = cross.plan if isinstance(cross.plan, _StepPlans) else _StepPlans()
+        plans = cross.plan if isinstance(cross.plan, StepPlans) else StepPlans()
         cross.plan = plans
         mixed_attention(
             self._rotated(q, kv.format.k, metadata),

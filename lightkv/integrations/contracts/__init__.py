@@ -1,1 +1,1 @@
-"""The interfaces of other inference engines, to the letter, over lightkv's kernels."""
+"""Other projects' interfaces over lightkv's memory and kernels: adapters, one folder or file for each."""
