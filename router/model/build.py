@@ -23,6 +23,7 @@ from lightkv.attention import (
 )
 from lightkv.attention.restored_prefill import SCRATCH_BYTES
 from lightkv.edits import Alloc, FreeRange
+from lightkv.integrations.model.adapters.adapt import adapt
 from lightkv.integrations.model.context import context_length
 from lightkv.integrations.model.fused_layers import fuse_layers, unfuse_layers
 from lightkv.integrations.model.hf_model import bind
@@ -277,6 +278,7 @@ def assemble(
     sizes = EngineSizes(config, device, model.config.get_text_config())
     limits = sizes.limits
     with_graphs = use_graphs(config, device)
+    adapt(model)
     unfuse_layers(model)  # of an engine that ran the model before
     shape = sizes.with_format(probe(model))
     backends = make_backends(config.attention_backend, device, shape.layers)

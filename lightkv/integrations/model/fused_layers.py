@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from lightkv.errors import LightKVError
 from lightkv.triton_kernels.layers.residual_norm import Norm
 
 from .attention_call import ATTENTION, compute
@@ -227,7 +228,7 @@ def _unless_misfit(compute: Callable[[], T]) -> T | None:
         return compute()
     except torch.OutOfMemoryError:
         raise
-    except (TypeError, ValueError, RuntimeError, AttributeError, IndexError, KeyError):
+    except (LightKVError, TypeError, ValueError, RuntimeError, AttributeError, IndexError, KeyError):
         return None
 
 
