@@ -17,9 +17,9 @@ from transformers.cache_utils import CacheLayerMixin
 
 from lightkv.attention import AttentionOptions, LayerShape
 from lightkv.errors import LightKVError, UnsupportedModel
+from lightkv.integrations.model.adapters.proof import num_tokens_for, require_own_attention
 from lightkv.memory.kv_spec import KVSpec
 
-from lightkv.integrations.model.adapters.proof import num_tokens_for, require_own_attention
 from .attention_call import AttentionCall, KeptHandler, compute, kept_handler, switch_attention
 from .context import context_length
 from .hf_model import fix_rotary, undo_binding

@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 
 from lightkv.integrations.model.attention_call import KeptHandler, kept_handler
 
-from lightkv.integrations.model.adapters import families
+from . import families
 from .families import ModuleCall
 
 
@@ -94,7 +94,7 @@ def _attention_forward(
     *args: Any,
     **kwargs: Any,
 ) -> Any:
-    """The forward pass of an attention module: `attend` if this is a call of `compute`; else the module's own."""
+    """The forward pass of an attention module: `attend` in a call of `compute`; else the module's own."""
     if kept.handler is None:
         return type(module).forward(module, *args, **kwargs)
     return attend(ModuleCall(module, kept.handler, slopes, args, kwargs)), None

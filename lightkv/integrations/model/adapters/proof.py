@@ -2,10 +2,13 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.func import functional_call
 from transformers import PreTrainedModel
 
 from lightkv.attention import LayerShape
@@ -16,10 +19,9 @@ from lightkv.triton_kernels.attention.attention_reference import attend_referenc
 from .adapt import adapted_modules
 
 _MIN_TOKENS, _MAX_TOKENS = 24, 512
-# Of a token's attention output: scores in 16 bits are rounded before their exponential is taken, and Falcon
-# rounds the bias of ALiBi to bfloat16 in every type.
-_TOLERANCES = {torch.float32: 2.0**-6}
-_TOLERANCE_16_BITS = 2.0**-3
+# Of a token's attention output. Modules are compared in float32, but a model of 16 bits rounds the bias of ALiBi
+# that it gives them, and Falcon rounds it to bfloat16 in every type.
+_TOLERANCE = 2.0**-6
 
 
 @dataclass(frozen=True)
@@ -51,38 +53,56 @@ def require_own_attention(
     """Raises UnsupportedModel unless each adapted module of `model` returns what its own forward pass returns.
 
     `input_ids`, int64 `[T]`, is a text. The model runs over it as transformers runs it, and each module is
-    called again with the arguments of its call there. The model has to be in evaluation mode.
+    called again with the arguments of its call there, in float32: so the weights of one module are in memory in
+    float32 beside the model. The model has to be in evaluation mode.
     """
-    calls: list[tuple[Any, tuple[Any, ...], dict[str, Any], Tensor]] = []
+    calls: list[tuple[Any, tuple[Any, ...], dict[str, Any]]] = []
 
-    def note(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-        calls.append((module, args, kwargs, output[0]))
+    def note(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        calls.append((module, args, kwargs))
 
-    handles = [module.register_forward_hook(note, with_kwargs=True) for module in adapted_modules(model)]
+    handles = [module.register_forward_pre_hook(note, with_kwargs=True) for module in adapted_modules(model)]
     try:
         model(input_ids=input_ids[None], use_cache=False)
     finally:
         for handle in handles:
             handle.remove()
-    for module, args, kwargs, own in calls:
-        ours, empty = (
-            kept.run(_Reference(layers, zeros), module, *args, **kwargs)[0] for zeros in (False, True)
+    for module, args, kwargs in calls:
+        state = dict(chain(module.named_parameters(), module.named_buffers()))
+        forward = partial(functional_call, module, _wide(state), _wide(args), _wide(kwargs))
+        own, *ours = (
+            output[0][0]
+            for output in (
+                forward(),
+                kept.run(_Reference(layers, zeros=False), forward),
+                kept.run(_Reference(layers, zeros=True), forward),
+            )
         )
-        error = _error(ours[0].float(), own[0].float(), empty[0].float(), torch.finfo(own.dtype).eps)
-        if not error <= (allowed := _TOLERANCES.get(own.dtype, _TOLERANCE_16_BITS)):
+        error = _error(own, *ours)
+        if not error <= _TOLERANCE:
             raise UnsupportedModel(
                 type(model).__name__,
-                f"layer {module.layer_idx}'s own attention and lightkv's differ by {error:.2g} of the largest, "
-                f"and may differ by {allowed:.2g}",
+                f"lightkv's attention of layer {module.layer_idx} differs from its own by {error:.2g} of the "
+                f"largest, and may by {_TOLERANCE:.2g}",
             )
 
 
-def _error(ours: Tensor, own: Tensor, empty: Tensor, eps: float) -> float:
+def _wide(value: Any) -> Any:
+    """Returns `value` with the floating-point tensors in it as float32."""
+    if isinstance(value, torch.Tensor):
+        return value.float() if value.is_floating_point() else value
+    if isinstance(value, dict):
+        return {name: _wide(one) for name, one in value.items()}
+    return tuple(map(_wide, value)) if isinstance(value, tuple) else value
+
+
+def _error(own: Tensor, ours: Tensor, empty: Tensor) -> float:
     """Returns the median, over tokens, of the largest difference relative to what attention adds to the output.
 
-    All are `[T, C]`; `empty` is the output with zeros from attention: a bias, or a residual, whose rounding is
-    allowed for.
+    All are float32 `[T, C]`; `empty` is the output with zeros from attention: a bias, or a residual, whose
+    rounding is allowed for.
     """
     largest = (own - empty).abs().amax(1)
-    difference = ((ours - own).abs().amax(1) - 4 * eps * own.abs().amax(1)).clamp(min=0)
+    rounding = 4 * torch.finfo(own.dtype).eps * own.abs().amax(1)
+    difference = ((ours - own).abs().amax(1) - rounding).clamp(min=0)
     return float((difference / largest.clamp(min=1e-30)).median())
