@@ -120,8 +120,10 @@ def bloom_slopes(model: Any) -> Tensor:
 
 
 def mpt_slopes(model: Any) -> Tensor:
-    """Returns the slopes of an MPT model, float32 `[heads]`. Like transformers' forward pass, this reads neither
-    `alibi` nor `alibi_bias_max` of its configuration."""
+    """Returns the slopes of an MPT model, float32 `[heads]`.
+
+    As in transformers' forward pass, `alibi` and `alibi_bias_max` of the configuration change nothing.
+    """
     mpt_model = model.transformer
     bias = mpt_model.build_mpt_alibi_tensor(mpt_model.num_heads, 2, device=model.device)
     return cast(Tensor, -bias[:, 0, 0].contiguous())

@@ -19,8 +19,8 @@ from lightkv.triton_kernels.attention.attention_reference import attend_referenc
 from .adapt import adapted_modules
 
 _MIN_TOKENS, _MAX_TOKENS = 24, 512
-# Of a token's attention output. Modules are compared in float32, but a model of 16 bits rounds the bias of ALiBi
-# that it gives them, and Falcon rounds it to bfloat16 in every type.
+# Of a token's attention output. Modules are compared in float32, but the bias of ALiBi that they are given is
+# rounded to the model's type, and by Falcon to bfloat16.
 _TOLERANCE = 2.0**-6
 
 
