@@ -278,7 +278,8 @@ def assemble(
     sizes = EngineSizes(config, device, model.config.get_text_config())
     limits = sizes.limits
     with_graphs = use_graphs(config, device)
-    adapt(model)
+    if num_adapted := adapt(model):
+        report(f"adapted the attention of {num_adapted} layers ({type(model).__name__})")
     unfuse_layers(model)  # of an engine that ran the model before
     shape = sizes.with_format(probe(model))
     backends = make_backends(config.attention_backend, device, shape.layers)

@@ -1,6 +1,8 @@
 """Tests of models whose attention modules are adapted (`lightkv/integrations/model/adapters`): their texts are
 those of transformers' own `generate`, and what the adapters change is proved and nothing else."""
 
+import json
+import shutil
 from array import array
 from collections.abc import Iterator
 from dataclasses import replace
@@ -26,6 +28,9 @@ from lightkv.router.engine.loop import LocalEngine
 from lightkv.router.engine.request import Request
 from lightkv.router.engine.scheduler import Scheduler
 from lightkv.router.model.build import assemble
+from lightkv.router.model_files import resolve
+from lightkv.router.text.tokenizer import Tokenizer
+from tests.support.served import starting
 from tests.support.tiny_architectures import NUM_NEW, answers, own_answers, prompts, random_weights, tiny
 
 ALIBI = {"alibi": True, "multi_query": False, "parallel_attn": False}
@@ -144,6 +149,24 @@ def test_int8_runs(case: str, tmp_path: Path) -> None:
     own = [token for text in expected_of(case) for token in text]
     ours = [token for text in first for token in text]
     assert sum(a == b for a, b in zip(own, ours, strict=True)) >= len(own) / 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", ["bloom", "falcon-grouped"])
+def test_a_service_gives_the_texts_of_transformers(case: str, tmp_path: Path) -> None:
+    source = resolve(EngineConfig.model, lambda line: None)
+    config = config_of(case, vocab_size=json.loads((source / "config.json").read_text())["vocab_size"])
+    directory = tmp_path / "model"
+    random_weights(config).save_pretrained(directory)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(source / name, directory)
+    tokenizer = Tokenizer(directory)
+    with starting(directory, tmp_path / "log", tmp_path / "s") as begin:
+        served = begin("--max-model-len", "100", "--prefill-chunk", "7", "--kv-dtype", "auto").wait_ready()
+        found = [served.complete("Once upon a time", NUM_NEW) for _ in range(2)]
+    ids = tokenizer.encode("Once upon a time").tolist()
+    (own,) = own_answers(random_weights(config), [ids])
+    assert found == [tokenizer.decode(own)] * 2
 
 
 # --------------------------------------------------------------------------------

@@ -72,7 +72,7 @@ MORE: dict[str, dict[str, Any]] = {
             "vocab_size_per_layer_input": 0,
         }
     },
-    "gpt_neo": {"attention_types": [[["global", "local"], 2]], "window_size": 8},
+    "gpt_neo": {"num_heads": 4, "attention_types": [[["global", "local"], 2]], "window_size": 8},
     "gpt_oss": {
         "rope_parameters": {
             "rope_type": "yarn",

@@ -295,7 +295,9 @@ def _summary(
             fused.kept["residuals", type(layer).__name__] += 1
         if attention in joined or (attention in attentions and not hasattr(attention, "q_proj")):
             fused.products["qkv"] += 1
-        if attention not in attentions:
+        if attention not in attentions and "forward" not in vars(
+            attention
+        ):  # an adapter's is not transformers'
             fused.kept["attention", type(attention).__name__] += 1
         mlps = [module for module in layer.modules() if _runs(module, mlp_forward)]
         if mlps:

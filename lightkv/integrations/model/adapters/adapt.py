@@ -44,16 +44,16 @@ FAMILIES = {
 }
 
 
-def adapt(model: PreTrainedModel) -> None:
+def adapt(model: PreTrainedModel) -> int:
     """Makes `model` run under `compute` if it is of one of `FAMILIES`; leaves any other model as it is.
 
-    Called in another way, the model computes what it did before. This is for models that the engine loaded: it
-    replaces forward passes of their modules, and sets `layer_idx` of modules that lack it. Doing it again
-    changes nothing.
+    Returns how many attention modules were changed; 0 for a model that is adapted already. Called in another
+    way than by `compute`, the model computes what it did before. This is for models that the engine loaded: it
+    replaces forward passes of their modules, and sets `layer_idx` of modules that lack it.
     """
     family = FAMILIES.get(type(model).__name__)
     if family is None or kept_handler(model) is not None:
-        return
+        return 0
     slopes = family.slopes(model)
     mask = torch.zeros(1, 1, 1, 1, dtype=torch.bool, device=model.device) if family.needs_mask else None
     kept = KeptHandler(model, family.attend is not None, mask)
@@ -66,6 +66,7 @@ def adapt(model: PreTrainedModel) -> None:
             module.layer_idx = module.layer_id  # GPT-Neo's name for it
         module.forward = partial(_attention_forward, module, family.attend, slopes, kept)
     model.forward = kept
+    return len(modules)
 
 
 def adapted_modules(model: PreTrainedModel) -> list[torch.nn.Module]:
