@@ -61,8 +61,8 @@ themselves instead of calling AttentionInterface. The engine changes models of t
 loaded: their attention modules are handed the step (`lightkv/integrations/model/adapters/adapt.py`), and those
 that compute scores get a forward pass of lightkv's, from the module's own projections to its own output
 projection (`lightkv/integrations/model/adapters/families.py`). Before the first step, each such module is
-compared, on a text, with its own forward pass (`lightkv/integrations/model/adapters/proof.py`). A model that you
-loaded yourself stays as it was, and `LightKVCache` and `CachedModel` refuse it.
+compared, on a text, with its own forward pass (`lightkv/integrations/model/adapters/proof.py`). A model that
+you loaded yourself stays as it was, and `LightKVCache` and `CachedModel` refuse it.
 
 - The slopes of ALiBi are read, to the bit, from the bias that the model makes itself. For MPT, transformers
   reads neither `alibi` nor `alibi_bias_max` of the configuration, and so lightkv does not.
