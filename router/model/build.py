@@ -23,6 +23,7 @@ from lightkv.attention import (
 )
 from lightkv.attention.restored_prefill import SCRATCH_BYTES
 from lightkv.edits import Alloc, FreeRange
+from lightkv.integrations.model.adapters.adapt import adapt
 from lightkv.integrations.model.context import context_length
 from lightkv.integrations.model.fused_layers import fuse_layers, unfuse_layers
 from lightkv.integrations.model.hf_model import bind
@@ -280,6 +281,8 @@ def assemble(
     sizes = EngineSizes(config, device, model.config.get_text_config())
     limits = sizes.limits
     with_graphs = use_graphs(config, device)
+    if num_adapted := adapt(model):
+        report(f"adapted the attention of {num_adapted} layers ({type(model).__name__})")
     unfuse_layers(model)  # of an engine that ran the model before
     shape = sizes.with_format(probe(model))
     backends = make_backends(config.attention_backend, device, shape.layers)

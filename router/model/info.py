@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 import lightkv
 from lightkv.attention.select import make_backends, pick_backend
 from lightkv.errors import OutOfMemory
+from lightkv.integrations.model.adapters.adapt import adapt
 from lightkv.integrations.model.probe import ModelShape, NeedsNumbers, find_shape, probe
 from lightkv.memory.kv_pool import PoolPlan
 from lightkv.router.config import EngineConfig
@@ -127,6 +128,7 @@ def _shape(model: PreTrainedModel) -> ModelShape:
     try:
         # In bfloat16: on the meta device, products over experts exist in 16 bits only.
         module.to(torch.bfloat16)
+        adapt(model)
         shape = probe(model)
         return replace(shape, spec=replace(shape.spec, dtype=dtype))
     except NeedsNumbers:

@@ -18,6 +18,7 @@ from transformers import (
 from transformers.utils import logging
 
 from lightkv.errors import LightKVError, UnsupportedModel
+from lightkv.integrations.model.adapters.adapt import FAMILIES, adapt
 from lightkv.integrations.model.probe import NeedsNumbers, probe
 from lightkv.router.model_files import UnreadableWeights, in_line, one_line, read_json, require_whole
 
@@ -102,7 +103,8 @@ def check_supported(config: PreTrainedConfig) -> None:
     layer_types = getattr(config, "layer_types", None) or getattr(config, "layers_block_type", None) or []
     if other := set(layer_types) - {"full_attention", "sliding_attention", "chunked_attention"}:
         refuse(f"it has layers of type {', '.join(sorted(other))}")
-    if not getattr(model_class, "_supports_attention_backend", False):
+    is_adapted = getattr(model_class, "__name__", "") in FAMILIES
+    if not getattr(model_class, "_supports_attention_backend", False) and not is_adapted:
         refuse("its transformers code does not support other attention functions (AttentionInterface)")
 
 
@@ -148,6 +150,7 @@ def load_supported_config(directory: Path) -> PreTrainedConfig:
     if any(hasattr(module, "create_position_ids_from_input_ids") for module in model.modules()):
         raise UnsupportedModel(type(model).__name__, "it does not count a text's positions from 0")
     with suppress(NeedsNumbers), quiet_transformers():
+        adapt(model)
         probe(model)
     require_whole(directory)
     return config

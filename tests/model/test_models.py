@@ -55,16 +55,23 @@ families need more than that:
   run its text, the text configuration and the weights below `language_model.` have to be taken out of it.
   transformers computes every expert for every token, and Scout's 218 GB in bfloat16 take several GPUs.
 
-**Models with ALiBi** (Bloom, MPT, Falcon with `alibi`) are refused, although the kernels compute their
-attention, which `tests/kernels/test_alibi_models.py` compares with that of transformers' own modules. lightkv
-runs a model's own forward pass, and takes part in it where a layer calls its attention. In these models
+**Adapted models.** Layers of Bloom, Falcon, GPT-J, GPT-Neo, MPT, Nemotron and StableLM hand no keyword
+arguments on, which is how a step's slots reach attention, and all of them but the last two compute their scores
+themselves instead of calling AttentionInterface. The engine changes models of these architectures that it has
+loaded: their attention modules are handed the step (`lightkv/integrations/model/adapters/adapt.py`), and those
+that compute scores get a forward pass of lightkv's, from the module's own projections to its own output
+projection (`lightkv/integrations/model/adapters/families.py`). Before the first step, each such module is
+compared, on a text, with its own forward pass (`lightkv/integrations/model/adapters/proof.py`). A model that
+you loaded yourself stays as it was, and `LightKVCache` and `CachedModel` refuse it.
 
-- a layer computes its scores itself, and calls no function that could be another one (AttentionInterface);
-- the model makes the bias from the length of the batch, which in a packed batch is not the length of a text;
-- Bloom and MPT take no positions, and none of the three hands keyword arguments on to its layers, which is how
-  a step's slots reach them.
-
-To run them, their forward passes would have to be written anew here, for each of them by name.
+- The slopes of ALiBi are read, to the bit, from the bias that the model makes itself. For MPT, transformers
+  reads neither `alibi` nor `alibi_bias_max` of the configuration, and so lightkv does not.
+- Long texts may differ where lightkv computes more exactly than transformers, which rounds the bias of Bloom,
+  slope times position, to the model's type, and that of Falcon to bfloat16 in every type. lightkv rounds only
+  Falcon's slopes, as transformers does.
+- The longest request is the context that the configuration names (`seq_length` of Bloom's checkpoints,
+  `max_seq_len` of MPT's), although ALiBi itself has no limit. A Bloom that names none needs `--max-model-len`.
+- In these layers, the residual is not fused with the norms. Rotary positions are fused with the writing of K/V.
 """
 
 
@@ -126,14 +133,13 @@ def test_engines_of_one_model_with_fused_layers_and_without_give_the_same_texts(
 
 REFUSED = {
     ("bert", ""): "encoder",
-    ("bloom", ""): "AttentionInterface",
+    ("codegen", ""): "AttentionInterface",
     ("deepseek_v3", ""): "latent",
     ("doge", ""): "changes its attention mask",
     ("gemma3n_text", ""): "another layer's K/V",
     ("mamba", ""): "recurrent state",
-    ("mpt", ""): "AttentionInterface",
     ("musicgen", ""): "encoder-decoder",
-    ("nemotron", ""): "do not hand keyword arguments on",
+    ("openai-gpt", ""): "AttentionInterface",
     ("roberta", "is_decoder"): "does not count a text's positions from 0",
     ("rwkv", ""): "recurrent state",
     ("xmod", "is_decoder"): "does not count a text's positions from 0",
@@ -149,7 +155,7 @@ def test_is_refused_before_weights_and_tokenizer_are_read(
     refuses(tmp_path, config, reason)
 
 
-@pytest.mark.parametrize("name", ["mamba", "bloom", "nemotron"])
+@pytest.mark.parametrize("name", ["mamba", "codegen", "doge"])
 def test_is_refused_for_its_architecture_before_its_missing_files(name: str, tmp_path: Path) -> None:
     tiny(name).save_pretrained(tmp_path)
     config = EngineConfig(str(tmp_path), device="cpu")
@@ -181,14 +187,14 @@ def refuses(directory: Path, config: Any, reason: str) -> None:
 @pytest.mark.slow
 def test_a_model_that_cannot_run_is_refused_before_its_tokenizer(tmp_path: Path) -> None:
     """The API process reads the tokenizer while the worker checks the model."""
-    transformers.BloomConfig(architectures=["BloomForCausalLM"]).save_pretrained(tmp_path / "bloom")
+    transformers.CodeGenConfig(architectures=["CodeGenForCausalLM"]).save_pretrained(tmp_path / "codegen")
     for name in ("tokenizer.json", "model.safetensors"):
-        (tmp_path / "bloom" / name).write_text("neither a tokenizer nor weights")
-    with starting(tmp_path / "bloom", tmp_path / "log", tmp_path / "s") as begin:
+        (tmp_path / "codegen" / name).write_text("neither a tokenizer nor weights")
+    with starting(tmp_path / "codegen", tmp_path / "log", tmp_path / "s") as begin:
         served = begin()
         assert served.wait(60) == 1
         log = served.log.read_text()
-    assert "BloomForCausalLM cannot run on lightkv" in log
+    assert "CodeGenForCausalLM cannot run on lightkv" in log
     assert "tokenizer" not in log
     assert "Traceback" not in log
 

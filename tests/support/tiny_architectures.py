@@ -72,7 +72,7 @@ MORE: dict[str, dict[str, Any]] = {
             "vocab_size_per_layer_input": 0,
         }
     },
-    "gpt_neo": {"attention_types": [[["global", "local"], 2]]},
+    "gpt_neo": {"num_heads": 4, "attention_types": [[["global", "local"], 2]], "window_size": 8},
     "gpt_oss": {
         "rope_parameters": {
             "rope_type": "yarn",
@@ -84,6 +84,7 @@ MORE: dict[str, dict[str, Any]] = {
             "original_max_position_embeddings": 4,
         }
     },
+    "gptj": {"rotary_dim": 4},
     "granitemoehybrid": {"mamba_n_heads": 8},
     "lfm2": {"layer_types": ["conv", "full_attention"] * 2},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 2},
@@ -101,6 +102,10 @@ LARGE = {"dots3_note_text", "gemma4_assistant", "zamba2"}
 FULL = ["full_attention"] * 4
 # Models whose outcome depends on a field of their configuration.
 VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
+    "falcon": {
+        "alibi": {"alibi": True, "multi_query": False, "parallel_attn": False},
+        "new_decoder_architecture": {"new_decoder_architecture": True, "num_kv_heads": 2},
+    },
     "llama4_text": {"full attention only": {"layer_types": FULL, "no_rope_layers": [1, 1, 1, 0]}},
     "lfm2": {"full attention only": {"layer_types": FULL}},
     "phimoe": {"sliding_window": {"sliding_window": 8}},

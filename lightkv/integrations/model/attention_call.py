@@ -6,6 +6,9 @@ compute(model, …, handler)
             └─ handler.attend(AttentionCall)
 """
 
+import inspect
+from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple, Protocol, cast
 
 import torch
@@ -58,11 +61,63 @@ class AttentionHandler(Protocol):
         """
 
 
+class KeptHandler:
+    """The forward pass of an adapted model, which keeps the handler of a call for its attention modules.
+
+    Its layers do not hand keyword arguments on, so the modules read `handler` here. A call without a handler is
+    the model's own forward pass.
+    """
+
+    def __init__(self, model: PreTrainedModel, owns_attention: bool, mask: torch.Tensor | None) -> None:
+        """Keeps the handler of one `model`.
+
+        owns_attention: its modules compute their scores themselves, and get no mask under `compute`.
+        mask: what the model is given as its attention mask under `compute`; None for nothing.
+        """
+        self.model = model
+        self.owns_attention = owns_attention
+        self.handler: AttentionHandler | None = None
+        self._mask = mask
+        self._names = inspect.signature(type(model).forward).parameters.keys()
+
+    def __call__(self, *args: Any, lightkv: AttentionHandler | None = None, **kwargs: Any) -> Any:
+        """Runs the model's own forward pass, with `lightkv` kept while it runs. Arguments that it does not name
+        are left out then: models with ALiBi take no positions."""
+        if lightkv is None:
+            return type(self.model).forward(self.model, *args, **kwargs)
+        arguments = {name: value for name, value in kwargs.items() if name in self._names}
+        if self._mask is not None:
+            arguments["attention_mask"] = self._mask
+        return self.run(lightkv, partial(type(self.model).forward, self.model), *args, **arguments)
+
+    def run(self, handler: AttentionHandler, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Returns `forward(*args, **kwargs)`, a forward pass of the model or of a part, with `handler` kept."""
+        config = self.model.config
+        before = config._attn_implementation
+        if self.owns_attention:
+            config._attn_implementation = ATTENTION  # so no mask is made
+        self.handler = handler
+        try:
+            return forward(*args, **kwargs)
+        finally:
+            self.handler = None
+            config._attn_implementation = before
+
+
+def kept_handler(model: PreTrainedModel) -> KeptHandler | None:
+    """Returns the forward pass of an adapted model; None for any other model."""
+    forward = vars(model).get("forward")
+    return forward if isinstance(forward, KeptHandler) else None
+
+
 def switch_attention(model: PreTrainedModel, name: str) -> None:
     """Makes `model` call lightkv's attention function, which is registered under `name`, instead of its own.
 
-    Raises UnsupportedModel, with nothing switched, for a model that does not look its attention up by name.
+    An adapted model whose modules compute their scores themselves has nothing to switch. Raises
+    UnsupportedModel, with nothing switched, for another model that does not look its attention up by name.
     """
+    if (kept := kept_handler(model)) is not None and kept.owns_attention:
+        return
     AttentionInterface.register(name, _attention)
     before = model.config._attn_implementation
     model.set_attn_implementation(name)

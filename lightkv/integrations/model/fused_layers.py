@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from lightkv.errors import LightKVError
 from lightkv.triton_kernels.layers.residual_norm import Norm
 
 from .attention_call import ATTENTION, compute
@@ -227,7 +228,7 @@ def _unless_misfit(compute: Callable[[], T]) -> T | None:
         return compute()
     except torch.OutOfMemoryError:
         raise
-    except (TypeError, ValueError, RuntimeError, AttributeError, IndexError, KeyError):
+    except (LightKVError, TypeError, ValueError, RuntimeError, AttributeError, IndexError, KeyError):
         return None
 
 
@@ -294,7 +295,9 @@ def _summary(
             fused.kept["residuals", type(layer).__name__] += 1
         if attention in joined or (attention in attentions and not hasattr(attention, "q_proj")):
             fused.products["qkv"] += 1
-        if attention not in attentions:
+        if attention not in attentions and "forward" not in vars(
+            attention
+        ):  # an adapter's is not transformers'
             fused.kept["attention", type(attention).__name__] += 1
         mlps = [module for module in layer.modules() if _runs(module, mlp_forward)]
         if mlps:

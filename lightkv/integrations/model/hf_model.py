@@ -1,6 +1,7 @@
 """Binds a Hugging Face causal LM to lightkv's attention, and runs its forward pass over a packed batch.
 
-No model is known by name: `probe` takes what a layer's attention is from the calls that the model makes.
+No model is known by name, except in `adapters/`: `probe` takes what a layer's attention is from the calls that
+the model makes.
 """
 
 from collections.abc import Callable, Iterator, Sequence

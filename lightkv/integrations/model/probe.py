@@ -17,9 +17,10 @@ from transformers.cache_utils import CacheLayerMixin
 
 from lightkv.attention import AttentionOptions, LayerShape
 from lightkv.errors import LightKVError, UnsupportedModel
+from lightkv.integrations.model.adapters.proof import num_tokens_for, require_own_attention
 from lightkv.memory.kv_spec import KVSpec
 
-from .attention_call import AttentionCall, compute, switch_attention
+from .attention_call import AttentionCall, KeptHandler, compute, kept_handler, switch_attention
 from .context import context_length
 from .hf_model import fix_rotary, undo_binding
 from .token_positions import fix_positions
@@ -60,12 +61,17 @@ def probe(model: PreTrainedModel) -> ModelShape:
     be called as `compute` calls it.
     """
     architecture = type(model).__name__
+    kept = kept_handler(model)
+    owns_attention = kept is not None and kept.owns_attention
     # A call would not fail: the model may accept the arguments as **kwargs, and ignore them.
-    if missing := _FORWARD_ARGUMENTS - inspect.signature(type(model).forward).parameters.keys():
+    needed = _FORWARD_ARGUMENTS - ({"position_ids"} if owns_attention else set())
+    if missing := needed - inspect.signature(type(model).forward).parameters.keys():
         raise UnsupportedModel(architecture, f"its forward pass takes no {' and no '.join(sorted(missing))}")
     shape = find_shape(model)
     if model.device.type != "meta":
         _require_packable(model, shape)
+        if kept is not None and owns_attention:
+            _require_own_attention(model, kept, shape)
     return shape
 
 
@@ -125,6 +131,7 @@ class _ShapeRecorder:
         if not causal:
             raise self._unsupported("its attention is not causal")
         sink_logits = self._sink_logits(arguments.pop("s_aux", None), call)
+        alibi_slopes = arguments.pop("alibi_slopes", None)
         given = {name for name, value in arguments.items() if not isinstance(value, bool | None)}
         if unknown := given - _HARMLESS:
             raise self._unsupported(f"its attention takes {', '.join(sorted(unknown))}, unknown here")
@@ -133,7 +140,7 @@ class _ShapeRecorder:
             chunk = self._chunk(call.mask, window, call)
         elif call.mask is not None:
             raise self._unsupported("it makes an attention mask of its own")
-        return AttentionOptions(scale, int(window), float(softcap), chunk, sink_logits)
+        return AttentionOptions(scale, int(window), float(softcap), chunk, sink_logits, alibi_slopes)
 
     def _sink_logits(self, sinks: Any, call: AttentionCall) -> torch.Tensor | None:
         """Returns a layer's learned sinks, float32 `[num_heads]`, from what its module passes as `s_aux`."""
@@ -297,6 +304,7 @@ class _Projections:
         self.found: list[torch.Tensor] = []  # q, k and v of each layer, each [T, heads * dim]
 
     def attend(self, call: AttentionCall) -> torch.Tensor:
+        call = call.rotated()
         q, v = call.q, call.v
         self.found += [heads[0].transpose(0, 1).flatten(1) for heads in (q, call.k, v)]
         return v.repeat_interleave(q.shape[1] // v.shape[1], dim=1).transpose(1, 2).contiguous()
@@ -355,6 +363,15 @@ def _require_packable(model: PreTrainedModel, shape: ModelShape) -> None:
             if difference := there.difference(packed(positions + far)):
                 what = f"what it computes of a token after {far} others depends on more than its position"
                 refuse(difference, what)
+
+
+def _require_own_attention(model: PreTrainedModel, kept: KeptHandler, shape: ModelShape) -> None:
+    """Raises UnsupportedModel if the attention of an adapted model differs from its own."""
+    text = model.config.get_text_config()
+    num_tokens = num_tokens_for(shape.layers, context_length(text))
+    ids = _varied_ids(text.vocab_size, num_tokens, text.pad_token_id).to(model.device)
+    with _probed(model):
+        require_own_attention(model, kept, shape.layers, ids)
 
 
 @dataclass(frozen=True)

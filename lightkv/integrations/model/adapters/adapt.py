@@ -1,0 +1,101 @@
+"""Makes models run whose layers do not hand keyword arguments on, or whose attention computes its own scores.
+
+A model is known by the name of its class here, since its attention modules have to be called in their own way.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from lightkv.integrations.model.attention_call import KeptHandler, kept_handler
+
+from . import families
+from .families import ModuleCall
+
+
+@dataclass(frozen=True)
+class Family:
+    """How the attention of a family of models is adapted.
+
+    `module`: the class of the attention modules. `attend`: computes one of their calls; None where the module
+    calls AttentionInterface, and only has to be given the handler. `slopes`: returns those of a model's ALiBi.
+    `needs_mask`: whether the model's forward pass fails without an attention mask.
+    """
+
+    module: str
+    attend: Callable[[ModuleCall], Tensor] | None = None
+    slopes: Callable[[Any], Tensor | None] = families.no_slopes
+    needs_mask: bool = False
+
+
+FAMILIES = {
+    "BloomForCausalLM": Family("BloomAttention", families.bloom, families.bloom_slopes),
+    "FalconForCausalLM": Family("FalconAttention", families.falcon, families.falcon_slopes),
+    "GPTJForCausalLM": Family("GPTJAttention", families.gpt_j),
+    "GPTNeoForCausalLM": Family("GPTNeoAttention", families.gpt_neo),
+    "MptForCausalLM": Family("MptAttention", families.mpt, families.mpt_slopes, needs_mask=True),
+    "NemotronForCausalLM": Family("NemotronAttention"),
+    "StableLmForCausalLM": Family("StableLmAttention"),
+}
+
+
+def adapt(model: PreTrainedModel) -> int:
+    """Makes `model` run under `compute` if it is of one of `FAMILIES`; leaves any other model as it is.
+
+    Returns how many attention modules were changed; 0 for a model that is adapted already. Called in another
+    way than by `compute`, the model computes what it did before. This is for models that the engine loaded: it
+    replaces forward passes of their modules, and sets `layer_idx` of modules that lack it.
+    """
+    family = FAMILIES.get(type(model).__name__)
+    if family is None or kept_handler(model) is not None:
+        return 0
+    slopes = family.slopes(model)
+    mask = torch.zeros(1, 1, 1, 1, dtype=torch.bool, device=model.device) if family.needs_mask else None
+    kept = KeptHandler(model, family.attend is not None, mask)
+    modules: list[Any] = adapted_modules(model)
+    for module in modules:
+        if family.attend is None:
+            module.register_forward_pre_hook(_GiveHandler(kept), with_kwargs=True)
+            continue
+        if not hasattr(module, "layer_idx"):
+            module.layer_idx = module.layer_id  # GPT-Neo's name for it
+        module.forward = partial(_attention_forward, module, family.attend, slopes, kept)
+    model.forward = kept
+    return len(modules)
+
+
+def adapted_modules(model: PreTrainedModel) -> list[torch.nn.Module]:
+    """Returns the attention modules of a model of one of `FAMILIES`, in the order of its layers."""
+    name = FAMILIES[type(model).__name__].module
+    return [module for module in model.modules() if type(module).__name__ == name]
+
+
+@dataclass(frozen=True)
+class _GiveHandler:
+    """A hook before the forward pass of an attention module that gives it the handler of the model's call."""
+
+    kept: KeptHandler
+
+    def __call__(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if self.kept.handler is None:
+            return None
+        return args, {"lightkv": self.kept.handler, **kwargs}
+
+
+def _attention_forward(
+    module: Any,
+    attend: Callable[[ModuleCall], Tensor],
+    slopes: Tensor | None,
+    kept: KeptHandler,
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    """The forward pass of an attention module: `attend` in a call of `compute`; else the module's own."""
+    if kept.handler is None:
+        return type(module).forward(module, *args, **kwargs)
+    return attend(ModuleCall(module, kept.handler, slopes, args, kwargs)), None
