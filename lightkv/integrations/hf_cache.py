@@ -422,19 +422,23 @@ class _EncoderDecoderKVCache(LightKVCache, EncoderDecoderCache):
         self._cross.write(layer_idx, keys, values)
 
     def read_layer(self, layer_idx: int) -> KV:
-        """Returns a layer's K/V of the decoder's text, `[B, heads, columns, dim]`, until the next call."""
+        """Returns a copy of a layer's K/V of the decoder's text, `[B, heads, columns, dim]`."""
         rows = [sequence.row for sequence in self._sequences]
         seen = seen_slots(self.kv.memory.table, rows, self._padding, self.num_columns)
-        return self._gatherer.read(layer_idx, seen)
+        k, v = self._gatherer.read(layer_idx, seen)
+        return k.clone(), v.clone()
 
     def read_cross(self, layer_idx: int) -> KV:
-        """Returns a layer's K/V of the encoder's output, `[B, heads, columns, dim]`, until the next call."""
+        """Returns a layer's K/V of the encoder's output, `[B, heads, columns, dim]`: a copy between two calls of
+        the model, and in one what stays valid until the next layer."""
         if self._cross is None:
             raise ValueError("there is no encoder output: the batch has not begun, or has been reset")
         place = layer_idx, self._gatherer.num_reads
         if self._gathered is None or self._gathered[0] != place:  # K first, then V
             shared, num_rows = self._gatherer.read(layer_idx, self._cross.seen()), len(self._cross.which)
             k, v = (part.expand(num_rows, -1, -1, -1) for part in shared)
+            if self._pending is None:
+                return k.clone(), v.clone()
             self._gathered = (layer_idx, self._gatherer.num_reads), (k, v)
         return self._gathered[1]
 

@@ -3,6 +3,7 @@ held once for all beams of a request."""
 
 import gc
 import weakref
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -45,12 +46,12 @@ WHISPER = {
 }
 T5 = {"d_kv": 16, "d_ff": 48, "num_layers": 2, "num_heads": 4}
 MAKERS: dict[str, Any] = {
-    "t5": lambda: T5ForConditionalGeneration(T5Config(VOCABULARY, d_model=32, **T5, **ENDS)),
+    "t5": lambda: T5ForConditionalGeneration(T5Config(vocab_size=VOCABULARY, d_model=32, **T5, **ENDS)),
     "bart": lambda: BartForConditionalGeneration(
-        BartConfig(VOCABULARY, d_model=64, max_position_embeddings=64, **LAYERS, **ENDS)
+        BartConfig(vocab_size=VOCABULARY, d_model=64, max_position_embeddings=64, **LAYERS, **ENDS)
     ),
     "whisper": lambda: WhisperForConditionalGeneration(
-        WhisperConfig(VOCABULARY, d_model=64, **WHISPER, **ENDS)
+        WhisperConfig(vocab_size=VOCABULARY, d_model=64, **WHISPER, **ENDS)
     ),
 }
 CAPACITY = 400
@@ -69,11 +70,21 @@ CALLS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    """Runs on one thread: for models this small, several threads would mostly wait for each other."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
 def make_model(name: str, device: torch.device, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
     torch.manual_seed(0)
     model = MAKERS[name]()
-    for parameter in model.parameters():  # large, so that some tokens are much likelier than others
-        torch.nn.init.normal_(parameter, std=0.3)
+    for name_of, parameter in model.named_parameters():  # large, so that some tokens are much likelier
+        if not ("norm" in name_of and name_of.endswith("weight")):
+            torch.nn.init.normal_(parameter, std=0.3)
     return model.to(device, dtype).eval()
 
 
@@ -141,7 +152,7 @@ def test_results_are_those_of_transformers_own_cache(name: str, call: str, devic
     for rows in (ROWS, ROWS[:1]):
         given = inputs(name, rows, model)
         expected = generate(model, None, given, **options)
-        assert len(expected.sequences[0].unique()) > 3
+        assert rows is not ROWS or len(expected.sequences.unique()) > 4
         found = generate(model, cache, given, **options)
         assert_same(found, expected)
         assert found.past_key_values is cache
@@ -328,7 +339,7 @@ def test_a_call_that_fails_leaves_nothing(device: torch.device, monkeypatch: pyt
         with pytest.raises(RuntimeError, match="gone"):
             generate(model, cache, given, **CALLS["beams"])
         handle.remove()
-        with pytest.raises(ValueError, match="last call of the model failed"):
+        with pytest.raises(ValueError, match=r"call reset\(\)"):
             model(**given, decoder_input_ids=torch.tensor([[3]] * 3, device=device), past_key_values=cache)
         cache.reset()
         assert_empty(cache)
@@ -375,7 +386,7 @@ def test_what_cannot_run_is_refused(device: torch.device) -> None:
         model.get_decoder()(input_ids=ids, past_key_values=cache)
     assert_empty(cache)
     model(**given, decoder_input_ids=ids, past_key_values=cache)
-    other = inputs("bart", [row + [7] for row in ROWS], model)
+    other = inputs("bart", [[*row, 7] for row in ROWS], model)
     with pytest.raises(ValueError, match="3 rows and 8 columns, where the batch reads one of 3 rows and 7"):
         model(**other, decoder_input_ids=ids[:, :1], past_key_values=cache)
     with pytest.raises(OutOfRows):

@@ -66,6 +66,22 @@ runs a model's own forward pass, and takes part in it where a layer calls its at
 
 To run them, their forward passes would have to be written anew here, for each of them by name.
 """
+ENCODER_DECODERS = """## Encoder-decoders
+
+Encoder-decoders are refused by `LLM` and the service, and by the lists below. They run in transformers' own
+`generate` with `LightKVCache` ([embedding.md](embedding.md#encoder-decoders)), which holds the encoder's K/V once
+for all beams of a request. `tests/integrations/test_encoder_decoder.py` compares tiny random models with
+transformers' own cache, token by token.
+
+| model | `generate` | attention |
+|---|---|---|
+| T5 (T5ForConditionalGeneration) | greedy, sampled, beams, batches with padding, assisted | its own, with its relative position bias |
+| BART (BartForConditionalGeneration) | greedy, sampled, beams, batches with padding | its own |
+| Whisper (WhisperForConditionalGeneration) | greedy, sampled, beams, batches; also Whisper's own `generate` | its own |
+
+Others run if their decoder caches K/V of its text and of the encoder's output once in each layer, all in one
+shape; `LightKVCache` runs the decoder once to find out, and raises UnsupportedModel otherwise.
+"""
 
 
 def page(outcomes: dict[tuple[str, str], str | None]) -> str:
@@ -78,7 +94,7 @@ def page(outcomes: dict[tuple[str, str], str | None]) -> str:
         own = variant or (f"model_type {name}" if shared[shown] > 1 else "")
         shown = f"{shown} ({own})" if own else shown
         (runs if reason is None else refused[reason]).append(shown)
-    lines = [HEAD, f"## {len(runs)} run", "", ", ".join(sorted(runs)), ""]
+    lines = [HEAD, ENCODER_DECODERS, f"## {len(runs)} run", "", ", ".join(sorted(runs)), ""]
     lines += [f"## {len(outcomes) - len(runs)} are refused", "", "| reason | architectures |", "|---|---|"]
     for reason, names in sorted(refused.items(), key=lambda item: (-len(item[1]), item[0])):
         lines.append(f"| {reason} | {', '.join(sorted(names))} |")
