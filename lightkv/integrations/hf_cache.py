@@ -429,8 +429,8 @@ class _EncoderDecoderKVCache(LightKVCache, EncoderDecoderCache):
         return k.clone(), v.clone()
 
     def read_cross(self, layer_idx: int) -> KV:
-        """Returns a layer's K/V of the encoder's output, `[B, heads, columns, dim]`: a copy between two calls of
-        the model, and in one what stays valid until the next layer."""
+        """Returns a layer's K/V of the encoder's output, `[B, heads, columns, dim]`; a copy between two calls
+        of the model, and in one valid until the next layer."""
         if self._cross is None:
             raise ValueError("there is no encoder output: the batch has not begun, or has been reset")
         place = layer_idx, self._gatherer.num_reads

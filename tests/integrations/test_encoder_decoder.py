@@ -48,7 +48,14 @@ T5 = {"d_kv": 16, "d_ff": 48, "num_layers": 2, "num_heads": 4}
 MAKERS: dict[str, Any] = {
     "t5": lambda: T5ForConditionalGeneration(T5Config(vocab_size=VOCABULARY, d_model=32, **T5, **ENDS)),
     "bart": lambda: BartForConditionalGeneration(
-        BartConfig(vocab_size=VOCABULARY, d_model=64, max_position_embeddings=64, **LAYERS, **ENDS)
+        BartConfig(
+            vocab_size=VOCABULARY,
+            tie_word_embeddings=False,
+            d_model=64,
+            max_position_embeddings=64,
+            **LAYERS,
+            **ENDS,
+        )
     ),
     "whisper": lambda: WhisperForConditionalGeneration(
         WhisperConfig(vocab_size=VOCABULARY, d_model=64, **WHISPER, **ENDS)
@@ -58,10 +65,16 @@ CAPACITY = 400
 ROWS = [[5, 6, 7, 8, 9], [11, 40, 3, 90, 22, 61, 17], [4, 33, 2]]
 WHISPER_WIDTH = 20
 NEW = 12
-GREEDY: dict[str, Any] = {"do_sample": False, "max_new_tokens": NEW, "eos_token_id": None}
+# Without the rule against pairs that repeat, models this small say the same token again and again.
+GREEDY: dict[str, Any] = {
+    "do_sample": False,
+    "max_new_tokens": NEW,
+    "eos_token_id": None,
+    "no_repeat_ngram_size": 2,
+}
 CALLS: dict[str, dict[str, Any]] = {
     "greedy": GREEDY,
-    "end": {"do_sample": False, "max_new_tokens": 30, "eos_token_id": list(range(3, VOCABULARY, 6))},
+    "end": {**GREEDY, "max_new_tokens": 30, "eos_token_id": list(range(3, VOCABULARY, 6))},
     "beams": {**GREEDY, "num_beams": 4, "num_return_sequences": 2},
     "beams-end": {**GREEDY, "num_beams": 3, "eos_token_id": [3, 50, 20], "early_stopping": True},
     "sampled": {"do_sample": True, "max_new_tokens": NEW, "eos_token_id": None, "temperature": 0.8},

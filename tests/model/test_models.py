@@ -68,16 +68,16 @@ To run them, their forward passes would have to be written anew here, for each o
 """
 ENCODER_DECODERS = """## Encoder-decoders
 
-Encoder-decoders are refused by `LLM` and the service, and by the lists below. They run in transformers' own
-`generate` with `LightKVCache` ([embedding.md](embedding.md#encoder-decoders)), which holds the encoder's K/V once
-for all beams of a request. `tests/integrations/test_encoder_decoder.py` compares tiny random models with
-transformers' own cache, token by token.
+Encoder-decoders are refused by `LLM` and the service, and below. They run in transformers' own `generate` with
+`LightKVCache` ([embedding.md](embedding.md#encoder-decoders)), which holds the encoder's K/V once for all beams
+of a request. `tests/integrations/test_encoder_decoder.py` compares tiny random models with transformers' own
+cache, token by token.
 
-| model | `generate` | attention |
+| model | in `generate` | attention |
 |---|---|---|
-| T5 (T5ForConditionalGeneration) | greedy, sampled, beams, batches with padding, assisted | its own, with its relative position bias |
-| BART (BartForConditionalGeneration) | greedy, sampled, beams, batches with padding | its own |
-| Whisper (WhisperForConditionalGeneration) | greedy, sampled, beams, batches; also Whisper's own `generate` | its own |
+| T5ForConditionalGeneration | greedy, sampled, beams, padding, assisted | its own, with its position bias |
+| BartForConditionalGeneration | greedy, sampled, beams, padding | its own |
+| WhisperForConditionalGeneration | greedy, sampled, beams; Whisper's own `generate` | its own |
 
 Others run if their decoder caches K/V of its text and of the encoder's output once in each layer, all in one
 shape; `LightKVCache` runs the decoder once to find out, and raises UnsupportedModel otherwise.
