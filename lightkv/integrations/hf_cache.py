@@ -19,55 +19,62 @@ layer of every step, much as transformers' own cache copies K/V to grow. After `
 not computed, and a prompt is computed once for all its beams; but such a model works with this cache only.
 
 Padding is on the left and takes no slots. Positions do not count it, so a prompt is hit whatever its padding.
+
+For an encoder-decoder (T5, BART, Whisper) `LightKVCache(model, capacity)` is an `EncoderDecoderCache`, whose
+halves share one pool. The K/V of an encoder's output is written once, and held once for all beams of a request:
+
+>>> from transformers import T5Config, T5ForConditionalGeneration
+>>> config = T5Config(vocab_size=50, d_model=32, d_kv=8, d_ff=32, num_layers=2, num_heads=4,
+...                   decoder_start_token_id=0)
+>>> model = T5ForConditionalGeneration(config).eval()
+>>> cache = LightKVCache(model, capacity=200)
+>>> output = model.generate(ids, past_key_values=cache, num_beams=4, max_new_tokens=6, do_sample=False)
+>>> cache.num_encoder_tokens, cache.kv.num_held <= 4 + 4 * 6
+(4, True)
+>>> cache.reset()
+>>> cache.kv.num_free
+200
 """
 
 import weakref
+from collections.abc import Hashable
+from contextlib import ExitStack
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
-from transformers import Cache, PreTrainedModel
-from transformers.cache_utils import CacheLayerMixin
+from torch import nn
+from transformers import Cache, EncoderDecoderCache, PreTrainedModel
 
+from lightkv.counts import checked_count
+from lightkv.errors import OutOfRows
 from lightkv.integrations.model.attention_call import ATTENTION
+from lightkv.integrations.model.encoder_decoder import probe_encoder_decoder
 from lightkv.integrations.model.hf_model import PackedStep
 from lightkv.integrations.model.probe import probe, require_plain_cache
+from lightkv.kv_cache import KVCache
 from lightkv.ledger.prefix_tree import TOKEN_BYTES
 from lightkv.ledger.sequence import Sequence
-from lightkv.memory.staging import upload
 from lightkv.triton_kernels.quantised.kv_format import AS_COMPUTED, KVFormat
 
+from .batch_call import (
+    GatheredStep,
+    ModelCall,
+    Part,
+    gather_step,
+    left_padding,
+    pack_step,
+    require_own_columns,
+    seen_slots,
+)
+from .cache_layers import KV, CacheLayer, KVGatherer, ReadableLayer, write_tokens
 from .cached_model import assemble, select
-
-
-class _ModelCall(NamedTuple):
-    """What the cache has to know of a call of the model."""
-
-    input_ids: torch.Tensor  # int64 [B, new columns]
-    padding: list[int]  # columns of padding, of each row
-    num_logits: int  # the last columns of which each row gets logits
-
-
-class _Part(NamedTuple):
-    """What a step computes of one row: `num_tokens` entries from entry `start`."""
-
-    row: int  # of the batch
-    start: int
-    num_tokens: int
-
-
-class _GatheredStep(NamedTuple):
-    """A step on the model's own attention: which K/V is written, and which every row sees."""
-
-    source: torch.Tensor  # int64 [n]: the computed tokens that are new, as places in [B * T], row by row
-    slots: torch.Tensor  # int64 [n]: the slots that their K/V is written to
-    seen: torch.Tensor  # int64 [B * width]: the slots of each row, column by column; 0 in padding
+from .cross_kv import CrossKV, CrossLayer, EncoderOutput
 
 
 class _Pending(NamedTuple):
     """The call of the model that has begun and not ended, or has failed."""
 
-    step: _GatheredStep | PackedStep | None  # None while slots are allocated and the step is not made yet
+    step: GatheredStep | PackedStep | None  # None while slots are allocated and the step is not made yet
     input_ids: torch.Tensor  # int64 [B, new columns]
     first: int  # the first column that it computes
     num_logits: int  # of each row
@@ -86,9 +93,20 @@ class LightKVCache(Cache):
 
     `kv_format` says how K and V are stored, as for `CachedModel`.
 
+    Of an encoder-decoder the hooks are on its decoder, and the encoder stays as it is. The capacity counts the
+    encoder's tokens, without their padding, and the decoder's. Rows beside each other with the same encoder
+    output, such as the beams of a request, share its K/V. `max_entries` limits both texts; its default is the
+    capacity. Nothing stays cached after `reset`, since only the same encoder output could hit it. Such a model
+    keeps its own attention functions, so `backend` has to be None.
+
     Raises UnsupportedModel, OutOfMemory, and ValueError for a format that does not fit the model. A call of
     the model raises OutOfTokens, OutOfRows, SequenceTooLong, and ValueError for what cannot be cached.
     """
+
+    def __new__(cls, model: PreTrainedModel, *_: Any, **__: Any) -> "LightKVCache":
+        """Returns a cache of the kind that the model takes; an encoder-decoder tests for its type."""
+        is_both = cls is LightKVCache and model.config.is_encoder_decoder
+        return super().__new__(_EncoderDecoderKVCache if is_both else cls)
 
     def __init__(
         self,
@@ -101,20 +119,24 @@ class LightKVCache(Cache):
     ) -> None:
         shape = probe(model)
         require_plain_cache(model, shape)
-        super().__init__(layers=[_Layer(self, layer_idx) for layer_idx in range(shape.spec.num_layers)])
-        self.kv, self._step = assemble(
-            model, shape, capacity, max_sequences, max_entries, backend, kv_format=kv_format
-        )
+        kv, step = assemble(model, shape, capacity, max_sequences, max_entries, backend, kv_format=kv_format)
+        owner = weakref.proxy(self)
+        Cache.__init__(self, layers=[CacheLayer(owner, idx) for idx in range(shape.spec.num_layers)])
+        self._start(model, kv, step)
+
+    def _start(self, module: nn.Module, kv: KVCache, step: PackedStep | None) -> None:
+        """Sets the cache up without a batch, and puts its hooks on the forward pass of `module`."""
+        self.kv, self._step = kv, step
+        self._gatherer = KVGatherer(kv.memory.pool)
         self._sequences: list[Sequence] = []  # one for each row of the batch
         self._padding: list[int] = []
-        self._ids = torch.empty(0, 0, dtype=torch.int64, device=model.device)  # [B, columns so far]
+        self._ids = torch.empty(0, 0, dtype=torch.int64, device=kv.memory.device)  # [B, columns so far]
         self._pending: _Pending | None = None  # also after a call of the model that failed
-        self._scratch: torch.Tensor | None = None
         # The hooks hold weak references, so that an unused cache is freed and its hooks are removed.
         begin, end = weakref.WeakMethod(self._begin), weakref.WeakMethod(self._end)
         hooks = (
-            model.register_forward_pre_hook(lambda *call: _call(begin, call), with_kwargs=True),
-            model.register_forward_hook(lambda *call: _call(end, call), with_kwargs=True),
+            module.register_forward_pre_hook(lambda *call: _call(begin, call), with_kwargs=True),
+            module.register_forward_hook(lambda *call: _call(end, call), with_kwargs=True),
         )
         for hook in hooks:
             weakref.finalize(self, hook.remove)
@@ -123,6 +145,16 @@ class LightKVCache(Cache):
     def num_columns(self) -> int:
         """Columns of the batch so far, padding included; during a call of the model, those before the call."""
         return self._ids.shape[1] if self._pending is None else self._pending.first
+
+    @property
+    def max_entries(self) -> int:
+        """The most tokens of a text."""
+        return self.kv.ledger.max_entries
+
+    @property
+    def num_encoder_tokens(self) -> int:
+        """The encoder's tokens that the batch holds, shared ones counted once; 0 without an encoder."""
+        return 0
 
     @property
     def num_hit(self) -> int:
@@ -195,29 +227,15 @@ class LightKVCache(Cache):
         keys, values: `[B, heads, T, dim]`. Returns both as `[B, heads, width, dim]`, which stay valid until the
         next call.
         """
-        if self._pending is None or not isinstance(self._pending.step, _GatheredStep):
+        if self._pending is None or not isinstance(self._pending.step, GatheredStep):
             raise ValueError(
                 "this cache works in calls of the whole model that it was made for, not in calls of its parts"
             )
         source, slots, seen = self._pending.step
-        pool, num_rows = self.kv.memory.pool, len(keys)
-        # Both as [B * T, heads, dim].
-        tokens = (fresh.detach().transpose(1, 2).flatten(0, 1) for fresh in (keys, values))
-        pool.write(layer_idx, slots, *(fresh.index_select(0, source) for fresh in tokens))
-        if pool.format(layer_idx).is_quantised:
-            k, v = pool.read(layer_idx, seen.view(num_rows, -1))
-            return k.transpose(1, 2), v.transpose(1, 2)
-        numel = len(seen) * pool.kv(layer_idx).shape[1]
-        if self._scratch is None or self._scratch.numel() < numel:
-            # Texts grow by a token in each step, so there is room for half as much again.
-            self._scratch = keys.new_empty(numel + numel // 2)
-        gathered = torch.index_select(
-            pool.kv(layer_idx), 0, seen, out=self._scratch[:numel].view(len(seen), -1)
-        ).view(num_rows, len(seen) // num_rows, -1)
-        all_keys, all_values = (part.transpose(1, 2) for part in pool.spec.split(gathered, layer_idx))
-        return all_keys, all_values
+        write_tokens(self.kv.memory.pool, layer_idx, slots, source, (keys, values))
+        return self._gatherer.read(layer_idx, seen.view(len(keys), -1))
 
-    def _begin(self, model: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _begin(self, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Runs before the model's forward pass: allocates slots, and cuts the call down to uncached tokens."""
         if kwargs.get("past_key_values") is not self:
             return None
@@ -226,18 +244,27 @@ class LightKVCache(Cache):
         pending = _Pending(None, call.input_ids, self.num_columns, call.num_logits)
         self._pending = pending
         kwargs = dict(kwargs)
-        if model.config.get_text_config()._attn_implementation == ATTENTION:
-            kwargs.update(self._pack(parts, same_as, call), lightkv=self._step, use_cache=False)
+        rows = [sequence.row for sequence in self._sequences]
+        if self._step is not None and model.config.get_text_config()._attn_implementation == ATTENTION:
+            kwargs |= pack_step(self._step.metadata, rows, parts, same_as, call, self.num_columns)
+            kwargs.update(lightkv=self._step, use_cache=False)
             del kwargs["past_key_values"]
             kwargs.pop("attention_mask", None)
             self._pending = pending._replace(step=self._step)
         else:
-            step, first, changed = self._gather(parts, call.input_ids)
-            kwargs.update(changed)
+            table = self.kv.memory.table
+            step, first, positions = gather_step(table, rows, parts, call, self.num_columns)
+            kwargs["input_ids"] = call.input_ids[:, first - self.num_columns :]
+            if self._takes_positions(kwargs):
+                kwargs["position_ids"] = positions
             self._pending = pending._replace(step=step, first=first)
         return (), kwargs
 
-    def _read_call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _ModelCall:
+    def _takes_positions(self, kwargs: dict[str, Any]) -> bool:
+        """Returns whether the positions of the text without its padding are given to the model."""
+        return True
+
+    def _read_call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ModelCall:
         """Checks the arguments of a call of the model. Raises ValueError for what cannot be cached."""
         input_ids = args[0] if len(args) == 1 else kwargs.get("input_ids")
         mask, num_logits = kwargs.get("attention_mask"), kwargs.get("logits_to_keep", 0)
@@ -257,43 +284,12 @@ class LightKVCache(Cache):
                 f"{num_new} tokens of {num_rows} rows and a mask of {shape}, after {self.num_columns} tokens "
                 f"of {len(self._sequences)} rows: call reset() before another text"
             )
-        padding = self._padding if self._sequences else _left_padding(mask, num_rows, num_new)
-        self._require_own_columns(
-            padding, mask if self._sequences else None, kwargs.get("position_ids"), num_new
-        )
-        return _ModelCall(input_ids, padding, min(num_logits or num_new, num_new))
+        padding = self._padding if self._sequences else left_padding(mask, num_rows, num_new)
+        continued = mask if self._sequences else None
+        require_own_columns(padding, self.num_columns, num_new, continued, kwargs.get("position_ids"))
+        return ModelCall(input_ids, padding, min(num_logits or num_new, num_new))
 
-    def _require_own_columns(
-        self, padding: list[int], mask: torch.Tensor | None, position_ids: Any, num_new: int
-    ) -> None:
-        """Raises ValueError for a mask or positions other than those that the cached K/V was computed with.
-
-        `padding` has the columns of padding of every row, `mask` `[rows, columns]` is that of a batch that
-        continues. Synchronises.
-        """
-        starts = np.array(padding)[:, None]
-        columns = np.arange(self.num_columns + num_new)
-        real = columns >= starts
-        if self._sequences and mask is None and any(padding):
-            raise ValueError(
-                f"rows with {padding} columns of padding continue without a mask: pass it in every call"
-            )
-        if mask is not None and ((mask != 0).cpu().numpy() != real).any():
-            raise ValueError(
-                f"the mask is not that of the {padding} columns of padding which the rows began with, and "
-                "computed tokens cannot be hidden: call reset(), and begin a text without them"
-            )
-        if position_ids is not None:
-            new = slice(self.num_columns, None)
-            expected = (columns - starts)[:, new]
-            given = position_ids.cpu().numpy()
-            if given.shape not in (expected.shape, (1, num_new)) or (given != expected)[real[:, new]].any():
-                raise ValueError(
-                    f"position_ids {given.tolist()}, where the text without its padding has "
-                    f"{expected.tolist()}: leave them out"
-                )
-
-    def _allocate(self, call: _ModelCall) -> tuple[list[_Part], list[int]]:
+    def _allocate(self, call: ModelCall) -> tuple[list[Part], list[int]]:
         """Allocates slots for a call, which begins or continues the batch.
 
         Returns what is to be computed, and for every row the first row that has the same text.
@@ -302,11 +298,11 @@ class LightKVCache(Cache):
             self._padding = call.padding
             return self._open(call.input_ids.tolist(), call.num_logits)
         num_rows, num_new = call.input_ids.shape
-        parts = [_Part(row, sequence.length, num_new) for row, sequence in enumerate(self._sequences)]
+        parts = [Part(row, sequence.length, num_new) for row, sequence in enumerate(self._sequences)]
         self.kv.extend(self._sequences, [num_new] * num_rows)
         return parts, list(range(num_rows))
 
-    def _open(self, texts: list[list[int]], num_logits: int) -> tuple[list[_Part], list[int]]:
+    def _open(self, texts: list[list[int]], num_logits: int) -> tuple[list[Part], list[int]]:
         """Opens a sequence for every row, as a fork where an earlier row has the same text.
 
         Tokens that are not cached have to be computed, and the last `num_logits` tokens in any case. Returns
@@ -314,21 +310,21 @@ class LightKVCache(Cache):
         """
         sequences: list[Sequence] = []
         parts = []
-        first_with: dict[tuple[int, ...], int] = {}
+        first_with: dict[Hashable, int] = {}
         same_as = []
         try:
             for row, (columns, padding) in enumerate(zip(texts, self._padding, strict=True)):
                 text = columns[padding:]
-                first = first_with.setdefault(tuple(text), row)
+                first = first_with.setdefault((self._kind(row), *text), row)
                 same_as.append(first)
                 if first < row:
                     sequences.append(self.kv.fork(sequences[first]))
                     continue
                 # `open` leaves at least the last token of its prompt to be computed. The prompt is cut here, so
                 # that it leaves as many tokens as get logits.
-                sequence = self.kv.open(text[: max(len(text) - num_logits + 1, 1)])
+                sequence = self._open_row(row, text[: max(len(text) - num_logits + 1, 1)])
                 sequences.append(sequence)
-                parts.append(_Part(row, sequence.length, len(text) - sequence.length))
+                parts.append(Part(row, sequence.length, len(text) - sequence.length))
                 self.kv.extend([sequence], [parts[-1].num_tokens])
                 # Later rows of this very step may hit it: every layer writes its K/V before it attends.
                 self.kv.publish(sequence)
@@ -340,72 +336,20 @@ class LightKVCache(Cache):
         self._sequences = sequences
         return parts, same_as
 
-    def _pack(self, parts: list[_Part], same_as: list[int], call: _ModelCall) -> dict[str, torch.Tensor]:
-        """Returns the changed arguments of a call on lightkv's attention, which computes `parts` alone."""
-        _, starts, counts = (list(numbers) for numbers in zip(*parts, strict=True))
-        rows = [self._sequences[part.row].row for part in parts]
-        metadata = self._step.metadata
-        metadata.prepare(rows, starts, counts, len(rows) if max(counts) > 1 else 0)
-        ends = dict(zip((part.row for part in parts), np.cumsum(counts).tolist(), strict=True))
-        length = {part.row: part.num_tokens for part in parts}
-        wanted = [
-            # In padding, where logits mean nothing, those of the first token are returned.
-            ends[first] - min(length[first], call.num_logits - idx)
-            for first in same_as
-            for idx in range(call.num_logits)
-        ]
-        source = self._sources(parts, self.num_columns, call.input_ids.shape[1])
-        device = call.input_ids.device
-        source_there, wanted_there = upload([source, np.array(wanted, dtype=np.int64)], device)
-        return {
-            "input_ids": call.input_ids.flatten().index_select(0, source_there)[None],
-            "position_ids": metadata.position_ids[None],
-            "logits_to_keep": wanted_there,
-        }
+    def _kind(self, row: int) -> Hashable:
+        """Returns what a row of a batch that begins has to have in common with those that it shares K/V with,
+        beside the text."""
+        return None
 
-    def _gather(
-        self, parts: list[_Part], input_ids: torch.Tensor
-    ) -> tuple[_GatheredStep, int, dict[str, torch.Tensor]]:
-        """Prepares a call on the model's own attention, from the first column that any row needs computed.
+    def _open_row(self, row: int, prompt: list[int]) -> Sequence:
+        """Opens the sequence of a row of a batch that begins."""
+        return self.kv.open(prompt)
 
-        Returns the step, that column, and the changed arguments.
-        """
-        first = min(self._padding[part.row] + part.start for part in parts)
-        width = self.num_columns + input_ids.shape[1]
-        num_rows, table = len(self._sequences), self.kv.memory.table
-        padding = np.array(self._padding, dtype=np.int64)[:, None]
-        rows = np.array([sequence.row for sequence in self._sequences], dtype=np.int64)[:, None]
-        columns = np.arange(width)
-        seen = np.where(columns < padding, 0, rows * table.max_entries + columns - padding)
-        _, starts, counts = zip(*parts, strict=True)
-        entries = table.entries([self._sequences[part.row].row for part in parts], starts, counts)
-        source = self._sources(parts, first, width - first)
-        positions = np.maximum(columns[first:] - padding, 0)
-        source_there, entries_there, seen_there, positions_there = upload(
-            [source, entries, seen.reshape(-1), positions.reshape(-1)], input_ids.device
-        )
-        step = _GatheredStep(source_there, table.read(entries_there).long(), table.read(seen_there).long())
-        changed = {
-            "input_ids": input_ids[:, first - width :],
-            "position_ids": positions_there.view(num_rows, -1),
-        }
-        return step, first, changed
-
-    def _sources(self, parts: list[_Part], first: int, num_columns: int) -> np.ndarray:
-        """Returns the places of the tokens of `parts` among `num_columns` columns from `first`, flattened.
-
-        int64, packed.
-        """
-        starts = [row * num_columns + self._padding[row] + start - first for row, start, _ in parts]
-        return np.concatenate(
-            [np.arange(start, start + part.num_tokens) for start, part in zip(starts, parts, strict=True)]
-        )
-
-    def _end(self, model: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
+    def _end(self, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
         """Runs after the model's forward pass: records what it computed."""
         pending = self._pending
-        is_own = kwargs.get("past_key_values") is self or kwargs.get("lightkv") is self._step
-        if pending is None or not is_own:
+        is_packed = self._step is not None and kwargs.get("lightkv") is self._step
+        if pending is None or not (is_packed or kwargs.get("past_key_values") is self):
             return None
         self._pending = None
         self.kv.confirm()
@@ -416,48 +360,127 @@ class LightKVCache(Cache):
         return output
 
 
-class _Layer(CacheLayerMixin):
-    """One layer of a LightKVCache, with the methods that transformers calls."""
+class _EncoderDecoderKVCache(LightKVCache, EncoderDecoderCache):
+    """The LightKVCache of an encoder-decoder: the decoder's K/V, and in the same pool what it reads of the
+    encoder's output."""
 
-    is_croppable = True
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        capacity: int,
+        max_sequences: int = 16,
+        max_entries: int | None = None,
+        backend: str | None = None,
+        kv_format: KVFormat = AS_COMPUTED,
+    ) -> None:
+        if backend is not None:
+            raise ValueError(
+                f"backend {backend!r} for {type(model).__name__}: an encoder-decoder keeps its own attention "
+                "functions; leave backend out"
+            )
+        capacity, self._max_rows = checked_count("capacity", capacity), checked_count("rows", max_sequences)
+        spec = probe_encoder_decoder(model, kv_format)
+        # Every row may read an encoder output of its own, which takes a row of the table, too.
+        entries = capacity if max_entries is None else max_entries
+        kv = KVCache(spec, capacity, 2 * self._max_rows, entries, model.device)
+        self._cross: CrossKV | None = None
+        self._output: EncoderOutput | None = None  # of the call of the model that begins a batch
+        self._gathered: tuple[tuple[int, int], KV] | None = None  # by its layer, and the count of reads then
+        owner, layers = weakref.proxy(self), range(spec.num_layers)
+        own = Cache(layers=[ReadableLayer(owner, layer_idx) for layer_idx in layers])
+        cross = Cache(layers=[CrossLayer(owner, layer_idx) for layer_idx in layers])
+        self._start(model.get_decoder(), kv, None)
+        EncoderDecoderCache.__init__(self, own, cross)
 
-    def __init__(self, cache: LightKVCache, layer_idx: int) -> None:
-        super().__init__()
-        self._cache = weakref.proxy(cache)
-        self._layer_idx = layer_idx
+    @property
+    def num_encoder_tokens(self) -> int:
+        return 0 if self._cross is None else self._cross.num_tokens
 
-    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
-        """Does nothing: the pool is allocated when the cache is made."""
+    @property
+    def encoder_width(self) -> int:
+        """Columns of the encoder's output, padding included; 0 while there is none."""
+        return 0 if self._cross is None else self._cross.width
 
-    def update(
-        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        return self._cache.update_layer(self._layer_idx, key_states, value_states)
+    def reset(self) -> None:
+        super().reset()
+        self._cross = self._output = self._gathered = None
+        self.is_updated = dict.fromkeys(self.is_updated, False)
 
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        return self._cache.num_columns + query_length, 0
+    def reorder_cache(self, beam_idx: torch.Tensor) -> None:
+        if len(beam_idx) > self._max_rows:
+            raise OutOfRows(self._max_rows)
+        super().reorder_cache(beam_idx)
+        if self._cross is not None:
+            self._cross.reorder(beam_idx.tolist())
 
-    def get_seq_length(self) -> int:
-        return self._cache.num_columns
+    def update_cross(self, layer_idx: int, keys: torch.Tensor, values: torch.Tensor) -> None:
+        """Writes a layer's K/V of the encoder's output, `[B, heads, columns, dim]`, once for each request."""
+        if self._cross is None or self._pending is None:
+            raise ValueError(
+                "the K/V of an encoder's output outside a call of the decoder: call the whole model"
+            )
+        self._cross.write(layer_idx, keys, values)
 
-    def get_max_length(self) -> int:
-        return self._cache.kv.ledger.max_entries
+    def read_layer(self, layer_idx: int) -> KV:
+        """Returns a copy of a layer's K/V of the decoder's text, `[B, heads, columns, dim]`."""
+        rows = [sequence.row for sequence in self._sequences]
+        seen = seen_slots(self.kv.memory.table, rows, self._padding, self.num_columns)
+        k, v = self._gatherer.read(layer_idx, seen)
+        return k.clone(), v.clone()
+
+    def read_cross(self, layer_idx: int) -> KV:
+        """Returns a layer's K/V of the encoder's output, `[B, heads, columns, dim]`; a copy between two calls
+        of the model, and in one valid until the next layer."""
+        if self._cross is None:
+            raise ValueError("there is no encoder output: the batch has not begun, or has been reset")
+        place = layer_idx, self._gatherer.num_reads
+        if self._gathered is None or self._gathered[0] != place:  # K first, then V
+            shared, num_rows = self._gatherer.read(layer_idx, self._cross.seen()), len(self._cross.which)
+            k, v = (part.expand(num_rows, -1, -1, -1) for part in shared)
+            if self._pending is None:
+                return k.clone(), v.clone()
+            self._gathered = (layer_idx, self._gatherer.num_reads), (k, v)
+        return self._gathered[1]
+
+    def _begin(self, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if kwargs.get("past_key_values") is self:
+            if model.config._attn_implementation == ATTENTION:
+                raise ValueError(
+                    f"{type(model).__name__} is bound to lightkv's attention, which does not run "
+                    'encoder-decoders: call model.set_attn_implementation("sdpa")'
+                )
+            self._output = EncoderOutput.of_call(kwargs, self._cross)
+            # Some decoders hand the cache on to their layers only so.
+            kwargs = kwargs | {"use_cache": True}
+        return super()._begin(model, args, kwargs)
+
+    def _takes_positions(self, kwargs: dict[str, Any]) -> bool:
+        return kwargs.get("position_ids") is not None
+
+    def _open(self, texts: list[list[int]], num_logits: int) -> tuple[list[Part], list[int]]:
+        if len(texts) > self._max_rows:
+            raise OutOfRows(self._max_rows)
+        assert self._output is not None
+        cross = CrossKV(self.kv, self._output)
+        with ExitStack() as undo:
+            undo.callback(cross.release)  # from then on its readers hold it; without any, it is freed
+            self._cross = cross
+            try:
+                return super()._open(texts, num_logits)
+            except BaseException:
+                self._cross = None
+                raise
+
+    def _kind(self, row: int) -> Hashable:
+        # Some decoders count padding in their positions.
+        return None if self._cross is None else (self._cross.which[row], self._padding[row])
+
+    def _open_row(self, row: int, prompt: list[int]) -> Sequence:
+        assert self._cross is not None
+        return self.kv.open(prompt, (self._padding[row],), cross=self._cross.sequence(row))
 
 
 def _call(method: weakref.WeakMethod[Any], call: tuple[Any, ...]) -> Any:
     """Calls a hook whose cache may have been freed."""
     found = method()
     return None if found is None else found(*call)
-
-
-def _left_padding(mask: torch.Tensor | None, num_rows: int, num_columns: int) -> list[int]:
-    """Returns the columns of padding of each row. Raises ValueError if padding is not on the left."""
-    if mask is None:
-        return [0] * num_rows
-    real = (mask != 0).cpu().numpy()
-    padding = num_columns - real.sum(1)
-    if (padding == num_columns).any() or (real != (np.arange(num_columns) >= padding[:, None])).any():
-        raise ValueError(
-            "a row consists of padding alone, or is padded elsewhere than on the left: pad the prompts there"
-        )
-    return padding.tolist()

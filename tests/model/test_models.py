@@ -73,6 +73,22 @@ you loaded yourself stays as it was, and `LightKVCache` and `CachedModel` refuse
   `max_seq_len` of MPT's), although ALiBi itself has no limit. A Bloom that names none needs `--max-model-len`.
 - In these layers, the residual is not fused with the norms. Rotary positions are fused with the writing of K/V.
 """
+ENCODER_DECODERS = """## Encoder-decoders
+
+Encoder-decoders are refused by `LLM` and the service, and below. They run in transformers' own `generate` with
+`LightKVCache` ([embedding.md](embedding.md#encoder-decoders)), which holds the encoder's K/V once for all beams
+of a request. `tests/integrations/test_encoder_decoder.py` compares tiny random models with transformers' own
+cache, token by token.
+
+| model | in `generate` | attention |
+|---|---|---|
+| T5ForConditionalGeneration | greedy, sampled, beams, padding, assisted | its own, with its position bias |
+| BartForConditionalGeneration | greedy, sampled, beams, padding | its own |
+| WhisperForConditionalGeneration | greedy, sampled, beams; Whisper's own `generate` | its own |
+
+Others run if their decoder caches K/V of its text and of the encoder's output once in each layer, all in one
+shape; `LightKVCache` runs the decoder once to find out, and raises UnsupportedModel otherwise.
+"""
 
 
 def page(outcomes: dict[tuple[str, str], str | None]) -> str:
@@ -85,7 +101,7 @@ def page(outcomes: dict[tuple[str, str], str | None]) -> str:
         own = variant or (f"model_type {name}" if shared[shown] > 1 else "")
         shown = f"{shown} ({own})" if own else shown
         (runs if reason is None else refused[reason]).append(shown)
-    lines = [HEAD, f"## {len(runs)} run", "", ", ".join(sorted(runs)), ""]
+    lines = [HEAD, ENCODER_DECODERS, f"## {len(runs)} run", "", ", ".join(sorted(runs)), ""]
     lines += [f"## {len(outcomes) - len(runs)} are refused", "", "| reason | architectures |", "|---|---|"]
     for reason, names in sorted(refused.items(), key=lambda item: (-len(item[1]), item[0])):
         lines.append(f"| {reason} | {', '.join(sorted(names))} |")

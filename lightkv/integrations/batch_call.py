@@ -1,0 +1,160 @@
+"""A call of a Hugging Face model as its cache sees it: what it is to compute, its padding and its positions."""
+
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from lightkv.attention import AttentionMetadata
+from lightkv.memory.staging import upload
+from lightkv.memory.token_table import TokenTable
+
+
+class ModelCall(NamedTuple):
+    """What the cache has to know of a call of the model."""
+
+    input_ids: torch.Tensor  # int64 [B, new columns]
+    padding: list[int]  # columns of padding, of each row
+    num_logits: int  # the last columns of which each row gets logits
+
+
+class Part(NamedTuple):
+    """What a step computes of one row: `num_tokens` entries from entry `start`."""
+
+    row: int  # of the batch
+    start: int
+    num_tokens: int
+
+
+class GatheredStep(NamedTuple):
+    """A step on the model's own attention: which K/V is written, and which every row sees."""
+
+    source: torch.Tensor  # int64 [n]: the computed tokens that are new, as places in [B * T], row by row
+    slots: torch.Tensor  # int64 [n]: the slots that their K/V is written to
+    seen: torch.Tensor  # int64 [B * width]: the slots of each row, column by column; 0 in padding
+
+
+def left_padding(mask: torch.Tensor | None, num_rows: int, num_columns: int) -> list[int]:
+    """Returns the columns of padding of each row. Raises ValueError if padding is not on the left."""
+    if mask is None:
+        return [0] * num_rows
+    real = (mask != 0).cpu().numpy()
+    padding = num_columns - real.sum(1)
+    if (padding == num_columns).any() or (real != (np.arange(num_columns) >= padding[:, None])).any():
+        raise ValueError(
+            "a row consists of padding alone, or is padded elsewhere than on the left: pad the prompts there"
+        )
+    return padding.tolist()
+
+
+def require_own_columns(
+    padding: list[int], num_before: int, num_new: int, mask: torch.Tensor | None, position_ids: Any
+) -> None:
+    """Raises ValueError for a mask or positions other than those that the cached K/V was computed with.
+
+    `padding` has the columns of padding of every row, `num_before` and `num_new` count the columns before the
+    call and those that are new; `mask` `[rows, columns]` is that of a batch that continues, None for one that
+    begins. Synchronises.
+    """
+    starts = np.array(padding)[:, None]
+    columns = np.arange(num_before + num_new)
+    real = columns >= starts
+    if num_before and mask is None and any(padding):
+        raise ValueError(
+            f"rows with {padding} columns of padding continue without a mask: pass it in every call"
+        )
+    if mask is not None and ((mask != 0).cpu().numpy() != real).any():
+        raise ValueError(
+            f"the mask is not that of the {padding} columns of padding which the rows began with, and "
+            "computed tokens cannot be hidden: call reset(), and begin a text without them"
+        )
+    if position_ids is not None:
+        new = slice(num_before, None)
+        expected = (columns - starts)[:, new]
+        given = position_ids.cpu().numpy()
+        if given.shape not in (expected.shape, (1, num_new)) or (given != expected)[real[:, new]].any():
+            raise ValueError(
+                f"position_ids {given.tolist()}, where the text without its padding has "
+                f"{expected.tolist()}: leave them out"
+            )
+
+
+def gather_step(
+    table: TokenTable, rows: list[int], parts: list[Part], call: ModelCall, num_before: int
+) -> tuple[GatheredStep, int, torch.Tensor]:
+    """Prepares a call on the model's own attention, which computes all columns from the first that any row
+    needs computed.
+
+    `rows` of the table belong to the rows of the batch, which has `num_before` columns before the call. Returns
+    the step, the first column, and the positions of the texts without their padding from there on, int64 `[B,
+    columns]`.
+    """
+    first = min(call.padding[part.row] + part.start for part in parts)
+    width = num_before + call.input_ids.shape[1]
+    seen = _seen_entries(table, rows, call.padding, width)
+    _, starts, counts = zip(*parts, strict=True)
+    entries = table.entries([rows[part.row] for part in parts], starts, counts)
+    source = _sources(parts, call.padding, first, width - first)
+    positions = np.maximum(np.arange(first, width) - np.array(call.padding, dtype=np.int64)[:, None], 0)
+    source_there, entries_there, seen_there, positions_there = upload(
+        [source, entries, seen.reshape(-1), positions.reshape(-1)], call.input_ids.device
+    )
+    step = GatheredStep(source_there, table.read(entries_there).long(), table.read(seen_there).long())
+    return step, first, positions_there.view(len(rows), -1)
+
+
+def seen_slots(table: TokenTable, rows: list[int], padding: list[int], width: int) -> torch.Tensor:
+    """Returns the slots of the first `width` columns of each row, int64 `[rows, width]`; 0 in padding."""
+    (there,) = upload([_seen_entries(table, rows, padding, width).reshape(-1)], table.device)
+    return table.read(there).long().view(len(rows), width)
+
+
+def _seen_entries(table: TokenTable, rows: list[int], padding: list[int], width: int) -> np.ndarray:
+    """Returns where the columns of each row are in the flattened table, `[rows, width]`; 0 in padding."""
+    first, row = (np.array(numbers, dtype=np.int64)[:, None] for numbers in (padding, rows))
+    columns = np.arange(width)
+    return np.where(columns < first, 0, row * table.max_entries + columns - first)
+
+
+def pack_step(
+    metadata: AttentionMetadata,
+    rows: list[int],
+    parts: list[Part],
+    same_as: list[int],
+    call: ModelCall,
+    num_before: int,
+) -> dict[str, torch.Tensor]:
+    """Prepares a call on lightkv's attention, which computes `parts` alone: fills `metadata`, and returns the
+    changed arguments of the call.
+
+    `rows` of the table belong to the rows of the batch, which has `num_before` columns before the call;
+    `same_as` has for each the first row with the same text, whose logits it gets.
+    """
+    _, starts, counts = (list(numbers) for numbers in zip(*parts, strict=True))
+    metadata.prepare([rows[part.row] for part in parts], starts, counts, len(parts) if max(counts) > 1 else 0)
+    ends = dict(zip((part.row for part in parts), np.cumsum(counts).tolist(), strict=True))
+    length = {part.row: part.num_tokens for part in parts}
+    wanted = [
+        # In padding, where logits mean nothing, those of the first token are returned.
+        ends[first] - min(length[first], call.num_logits - idx)
+        for first in same_as
+        for idx in range(call.num_logits)
+    ]
+    source = _sources(parts, call.padding, num_before, call.input_ids.shape[1])
+    source_there, wanted_there = upload([source, np.array(wanted, dtype=np.int64)], call.input_ids.device)
+    return {
+        "input_ids": call.input_ids.flatten().index_select(0, source_there)[None],
+        "position_ids": metadata.position_ids[None],
+        "logits_to_keep": wanted_there,
+    }
+
+
+def _sources(parts: list[Part], padding: list[int], first: int, num_columns: int) -> np.ndarray:
+    """Returns the places of the tokens of `parts` among `num_columns` columns from `first`, flattened.
+
+    int64, packed.
+    """
+    starts = [row * num_columns + padding[row] + start - first for row, start, _ in parts]
+    return np.concatenate(
+        [np.arange(start, start + part.num_tokens) for start, part in zip(starts, parts, strict=True)]
+    )
