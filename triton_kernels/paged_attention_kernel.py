@@ -17,10 +17,6 @@ from lightkv.triton_kernels.attention.decode.decode_plan import ITEM_FIELDS, PAR
 
 from . import tuning
 
-SLICE = (
-    32  # dims of K that a load has: four vectors of 16 bits, so that eight lanes read 128 bytes side by side
-)
-
 _LOG2_E = tl.constexpr(LOG2_E)
 _UNIT = tl.constexpr(tuning.DECODE_UNIT)
 _ITEM_FIELDS = tl.constexpr(ITEM_FIELDS)
@@ -84,7 +80,7 @@ def _attend_blocks(
     dims = tl.arange(0, BLOCK_D)
     q = ()
     for i in tl.static_range(0, NUM_SLICES):
-        q = q + (_load_query_slice(q_heads, in_tile, i * SLICE + slice_dims, D),)  # noqa: RUF005
+        q = q + (_load_query_slice(q_heads, in_tile, i * SLICE + slice_dims, D),)  # type: ignore[assignment]  # noqa: RUF005
     k_dims = k_head + (slice_dims // X * (BLOCK_SIZE * X) + slice_dims % X)[None, :]  # [1, SLICE]
     v_dims = v_head + (dims * BLOCK_SIZE)[:, None]  # [BLOCK_D, 1]
 
@@ -134,7 +130,7 @@ def _attend_blocks(
 
 
 @triton.jit(
-    do_not_specialize=["num_partitions"],
+    do_not_specialize=["num_partitions", "partition_size"],
     do_not_specialize_on_alignment=["block_tables", "seq_lens", "alibi_slopes", "exp_sums", "max_logits"],
 )
 def partition_kernel(
@@ -148,6 +144,7 @@ def partition_kernel(
     exp_sums,  # float32 [num_seqs, H, num_partitions]; None in one pass
     max_logits,  # likewise
     num_partitions,
+    partition_size,
     score_scale,
     stride_q_seq,
     stride_q_h,
@@ -162,7 +159,7 @@ def partition_kernel(
     D: tl.constexpr,
     X: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
-    PARTITION_SIZE: tl.constexpr,  # 0: one pass
+    IN_PARTITIONS: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -182,12 +179,15 @@ def partition_kernel(
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     length = tl.load(seq_lens + seq)
-    begin = partition * PARTITION_SIZE
+    begin = 0
     end = length
-    if PARTITION_SIZE > 0:
+    if IN_PARTITIONS:
+        begin = partition * (
+            partition_size // BLOCK_SIZE * BLOCK_SIZE
+        )  # so that the compiler knows the multiple
         if begin >= length:
             return
-        end = tl.minimum(length, begin + PARTITION_SIZE)
+        end = tl.minimum(length, begin + partition_size)
     slopes = load_slopes(alibi_slopes, heads, in_tile)
     acc, total, peak = _attend_blocks(
         q + seq * stride_q_seq + heads * stride_q_h, in_tile, slopes, k_cache + kv_head * stride_k_h,
@@ -195,7 +195,7 @@ def partition_kernel(
         stride_v_block, score_scale, D, X, BLOCK_SIZE, BLOCK_M, BLOCK_N, BLOCK_D, SLICE,
     )  # fmt: skip
     out += seq * stride_out_seq
-    if PARTITION_SIZE > 0:
+    if IN_PARTITIONS:
         out += partition * D
         of_head = (seq * (tl.num_programs(0) // TILES * GROUP) + heads) * num_partitions + partition
         tl.store(exp_sums + of_head, total, mask=in_tile)
@@ -277,7 +277,9 @@ def share_kernel(
             tl.store(partial_lse + partials, peak + tl.log2(total), mask=in_tile)
 
 
-@triton.jit(do_not_specialize=["num_partitions"], do_not_specialize_on_alignment=["seq_lens"])
+@triton.jit(
+    do_not_specialize=["num_partitions", "partition_size"], do_not_specialize_on_alignment=["seq_lens"]
+)
 def combine_kernel(
     tmp_out,  # [num_seqs, H, num_partitions, D], contiguous
     exp_sums,  # float32 [num_seqs, H, num_partitions], contiguous
@@ -285,10 +287,10 @@ def combine_kernel(
     seq_lens,
     out,  # [num_seqs, H, D]
     num_partitions,
+    partition_size,
     stride_out_seq,
     stride_out_h,
     D: tl.constexpr,
-    PARTITION_SIZE: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_P: tl.constexpr,
     EARLY: tl.constexpr,
@@ -299,7 +301,7 @@ def combine_kernel(
     if EARLY:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
-    num_used = tl.cdiv(tl.load(seq_lens + seq), PARTITION_SIZE)
+    num_used = tl.cdiv(tl.load(seq_lens + seq), partition_size)
     of_head = (seq * tl.num_programs(0) + head) * num_partitions
     dims = tl.arange(0, BLOCK_D)
     peak = -1.0e30
@@ -342,7 +344,7 @@ def tile_options(q: Tensor, k_cache: Tensor) -> tuple[int, dict[str, Any]]:
         "BLOCK_M": launch.block_m,
         "BLOCK_N": launch.block_n,
         "BLOCK_D": tuning.padded_dim(head_dim),
-        "SLICE": SLICE,
+        "SLICE": tuning.PAGED_SLICE,
         "EARLY": early,
         "num_warps": launch.num_warps,
         "num_stages": launch.num_stages,
@@ -380,12 +382,13 @@ def attend_partitions(
         exp_sums,
         max_logits,
         num_partitions,
+        partition_size,
         scale * LOG2_E,
         *q.stride()[:2],
         *k_cache.stride()[:2],
         *v_cache.stride()[:2],
         block_tables.stride(0),
         *out.stride()[:2],
-        PARTITION_SIZE=partition_size,
+        IN_PARTITIONS=exp_sums is not None,
         **options,
     )

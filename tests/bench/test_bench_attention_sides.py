@@ -86,7 +86,7 @@ def test_decode_sides_are_right(
     sides = [peers.ours_decode(batch, paged)]
     sides += [flashinfer.decode(batch, paged, tensor_cores) for tensor_cores in (False, True)]
     if shift == 4:
-        sides += [peers.classic_decode(batch, paged, size) for size in (0, 16)]
+        sides += [peers.classic_decode(batch, paged, form) for form in peers.CLASSIC_FORMS]
     if batch.is_even():
         sides.append(peers.sdpa_decode(batch, SDPBackend.MATH))
     for side in sides:
