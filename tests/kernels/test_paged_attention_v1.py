@@ -103,7 +103,7 @@ def test_block_sizes(device: torch.device, block_size: int, dtype: torch.dtype) 
 
 
 @pytest.mark.parametrize("head_dim", [80, 128, 256, *slow(64, 96, 112, 192)], ids="dim{}".format)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=["float32", "float16"])
+@pytest.mark.parametrize("dtype", [*slow(torch.float32), torch.float16])
 def test_head_dims(device: torch.device, head_dim: int, dtype: torch.dtype) -> None:
     torch.manual_seed(head_dim)
     check(poisoned_blocks([70, 5, 0], device=device, dtype=dtype, head_dim=head_dim))
