@@ -1,171 +1,94 @@
 """The classic paged attention of vLLM (v1): one query per sequence, K/V in blocks of a layout made for its
 loads.
 
-It is a baseline; lightkv itself attends with `decode_attention.py`. A block holds some tokens of one sequence,
-head by head. Keys are cut into vectors of x dims (16 bytes), and the same vector of all tokens of a block is
-side by side; of values, all tokens of one dim are side by side:
+It is for those who have K/V in this layout; lightkv itself attends with `decode_attention.py`. A block holds
+some tokens of one sequence, head by head. Keys are cut into vectors of x dims (16 bytes), and the same vector
+of all tokens of a block is side by side; of values, all tokens of one dim are side by side:
 
     k_cache  [num_blocks, num_kv_heads, head_dim / x, block_size, x]
     v_cache  [num_blocks, num_kv_heads, head_dim, block_size]
 
-A program has one query head of one sequence and one partition of its tokens. In the one-pass form a partition
-is all of them; otherwise `merge_states` merges the partitions. Sums run over lanes, without matrix
-instructions, and every query head reads its K/V head again. Unlike the original, it stores no scores: its
-softmax is a running one.
+A program has all query heads of a K/V head, so K/V is read once, and multiplies with matrix instructions. In
+one pass, as in the original, it has all tokens of one sequence. With a work list (`decode_plan.py`), it has an
+equal share of the tokens of all sequences, as in `decode_attention`, however few or uneven these are. Unlike
+the original, it stores no scores: its softmax is a running one. `paged_attention_v2.py` has partitions.
 """
 
-import math
-
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
 
 from lightkv.triton_kernels.attention.attend_keys import LOG2_E
 from lightkv.triton_kernels.attention.attention_reference import attend_reference
-from lightkv.triton_kernels.attention.merge_states import merge_states
+from lightkv.triton_kernels.attention.decode.decode_combine import combine_parts
+from lightkv.triton_kernels.attention.decode.decode_plan import DecodePlan
 from lightkv.triton_kernels.attention.paged_kv import AttentionOptions
 
-from . import tuning
+from .paged_attention_inputs import check_paged_inputs
+from .paged_attention_kernel import attend_partitions, share_kernel, tile_options
+from .paged_attention_v2 import paged_attention_v2
 
 
-@triton.jit(do_not_specialize_on_alignment=["block_tables", "seq_lens"])
-def _paged_attention_kernel(
-    q,
-    k_cache,
-    v_cache,
-    block_tables,
-    seq_lens,
-    out,  # [num_seqs, H, D], or in partitions float32 [num_seqs, H, num_partitions, D]
-    lse,  # float32 [num_seqs, H, num_partitions], base 2; None in one pass
-    score_scale,
-    stride_q_seq,
-    stride_q_h,
-    stride_k_block,
-    stride_k_h,
-    stride_v_block,
-    stride_v_h,
-    stride_table,
-    stride_out_seq,
-    stride_out_h,
-    GROUP: tl.constexpr,
-    D: tl.constexpr,
-    X: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    PARTITION_SIZE: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-):
-    head = tl.program_id(0).to(tl.int64)
-    seq = tl.program_id(1).to(tl.int64)
-    partition = tl.program_id(2)
-    begin = partition * PARTITION_SIZE
-    end = tl.load(seq_lens + seq)
-    out += seq * stride_out_seq + head * stride_out_h
-    if PARTITION_SIZE > 0:
-        lse += (seq * tl.num_programs(0) + head) * tl.num_programs(2) + partition
-        if begin >= end:
-            tl.store(lse, float("-inf"))
-            return
-        out += partition * D
-        end = tl.minimum(end, begin + PARTITION_SIZE)
-
-    vecs = tl.arange(0, BLOCK_D // X)[:, None, None]
-    lanes = tl.arange(0, X)[None, None, :]
-    dims = tl.arange(0, BLOCK_D)
-    tokens = tl.arange(0, BLOCK_N)
-    table = block_tables + seq * stride_table
-    k_head = k_cache + head // GROUP * stride_k_h + vecs * (BLOCK_SIZE * X) + lanes
-    v_head = v_cache + head // GROUP * stride_v_h + dims[:, None] * BLOCK_SIZE
-    in_head = vecs < D // X
-    q_vecs = tl.load(q + seq * stride_q_seq + head * stride_q_h + vecs * X + lanes, mask=in_head, other=0.0)
-    q_vecs = q_vecs.to(tl.float32) * score_scale  # [BLOCK_D / X, 1, X]
-
-    # The peak starts at a finite number, not at -inf: weights of a masked first tile are 0, not NaN.
-    peak = -1.0e30
-    total = tl.zeros([BLOCK_N], tl.float32)
-    acc = tl.zeros([BLOCK_D, BLOCK_N], tl.float32)  # summed over the tokens at the end
-    full_end = begin + (end - begin) // BLOCK_N * BLOCK_N
-    for MASKED in tl.static_range(0, 2):
-        for start in range(full_end if MASKED else begin, end if MASKED else full_end, BLOCK_N):
-            positions = start + tokens
-            offsets = positions % BLOCK_SIZE
-            if MASKED:
-                valid = positions < end
-                block = tl.load(table + positions // BLOCK_SIZE, mask=valid, other=0).to(tl.int64)
-                k_mask = in_head & valid[None, :, None]
-                v_mask = (dims < D)[:, None] & valid[None, :]
-            else:
-                block = tl.load(table + positions // BLOCK_SIZE).to(tl.int64)
-                k_mask = in_head
-                v_mask = (dims < D)[:, None]
-            k_offsets = (block * stride_k_block + offsets * X)[None, :, None]
-            k = tl.load(k_head + k_offsets, mask=k_mask, other=0.0)  # [BLOCK_D / X, BLOCK_N, X]
-            v = tl.load(v_head + (block * stride_v_block + offsets)[None, :], mask=v_mask, other=0.0)
-
-            scores = tl.sum(tl.sum(q_vecs * k.to(tl.float32), 2), 0)  # [BLOCK_N]
-            if MASKED:
-                scores = tl.where(valid, scores, float("-inf"))
-            new_peak = tl.maximum(peak, tl.max(scores, 0))
-            weights = tl.exp2(scores - new_peak)
-            decay = tl.exp2(peak - new_peak)
-            total = total * decay + weights
-            acc = acc * decay + weights[None, :] * v.to(tl.float32)
-            peak = new_peak
-
-    total = tl.sum(total, 0)
-    result = tl.sum(acc, 1) / tl.where(total > 0.0, total, 1.0)
-    tl.store(out + dims, result.to(out.dtype.element_ty), mask=dims < D)
-    if PARTITION_SIZE > 0:
-        tl.store(lse, peak + tl.log2(total))
-
-
-@torch.library.custom_op("lightkv::paged_attention_v1", mutates_args=("out", "lse"))
-def _paged_attention(
+@torch.library.custom_op("lightkv::paged_attention_v1", mutates_args=("out",))
+def _paged_attention_v1(
     q: Tensor,
     k_cache: Tensor,
     v_cache: Tensor,
     block_tables: Tensor,
     seq_lens: Tensor,
+    alibi_slopes: Tensor | None,
     out: Tensor,
-    lse: Tensor | None,
     scale: float,
-    partition_size: int,
 ) -> None:
-    num_seqs, num_heads, head_dim = q.shape
-    num_kv_heads, _, block_size, x = k_cache.shape[1:]
-    if num_seqs == 0:
+    attend_partitions(q, k_cache, v_cache, block_tables, seq_lens, alibi_slopes, out, None, None, scale, 0)
+
+
+@torch.library.custom_op("lightkv::paged_attention_shares", mutates_args=("out",))
+def _paged_attention_shares(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    block_tables: Tensor,
+    seq_lens: Tensor,
+    alibi_slopes: Tensor | None,
+    items: Tensor,
+    shares: Tensor,
+    parts: Tensor,
+    split: Tensor,
+    out: Tensor,
+    scale: float,
+) -> None:
+    if len(q) == 0:
         return
-    grid = num_heads, num_seqs, 1 if lse is None else lse.shape[2]
-    device = tuning.device_class(q.device)
-    launch = tuning.paged_attention_launch(device, head_dim, math.prod(grid))
-    _paged_attention_kernel[grid](
+    plan = DecodePlan(items, shares, parts, split, None)
+    num_programs, options = tile_options(q, k_cache)
+    partial_lse = torch.empty((plan.num_parts, q.shape[1]), dtype=torch.float32, device=q.device)
+    partial_out = torch.empty((*partial_lse.shape, q.shape[2]), dtype=torch.float32, device=q.device)
+    share_kernel[(num_programs, len(shares) - 1)](
         q,
         k_cache,
         v_cache,
         block_tables,
         seq_lens,
+        alibi_slopes,
+        items,
+        shares,
+        parts,
         out,
-        lse,
+        partial_out,
+        partial_lse,
         scale * LOG2_E,
         *q.stride()[:2],
         *k_cache.stride()[:2],
         *v_cache.stride()[:2],
         block_tables.stride(0),
         *out.stride()[:2],
-        GROUP=num_heads // num_kv_heads,
-        D=head_dim,
-        X=x,
-        BLOCK_SIZE=block_size,
-        PARTITION_SIZE=partition_size,
-        BLOCK_D=tuning.padded_dim(head_dim),
-        BLOCK_N=launch.block_n,
-        num_warps=launch.num_warps,
-        num_stages=launch.num_stages,
+        **options,
     )
+    combine_parts(partial_out, partial_lse, plan, out, None, 1)
 
 
-_paged_attention.register_fake(lambda *_: None)  # the outputs are arguments
+for _operator in (_paged_attention_v1, _paged_attention_shares):
+    _operator.register_fake(lambda *_: None)  # the outputs are arguments
 
 
 def paged_attention_v1(
@@ -176,6 +99,8 @@ def paged_attention_v1(
     seq_lens: Tensor,
     *,
     scale: float,
+    alibi_slopes: Tensor | None = None,
+    plan: DecodePlan | None = None,
     partition_size: int = 0,
     max_seq_len: int | None = None,
     out: Tensor | None = None,
@@ -185,99 +110,74 @@ def paged_attention_v1(
     Args:
         q: `[num_seqs, H, D]`, any strides, except that the last one is 1; H is a multiple of num_kv_heads and D
             of x; query head h reads K/V head h // (H / num_kv_heads).
-        k_cache: `[num_blocks, num_kv_heads, D / x, block_size, x]`, with one head of a block contiguous;
-            block_size and x are powers of two (usually 8, 16 or 32, and 16 bytes).
+        k_cache: `[num_blocks, num_kv_heads, D / x, block_size, x]` in the dtype of q, with one head of a block
+            contiguous; block_size and x are powers of two (usually 8, 16 or 32, and 16 bytes).
         v_cache: `[num_blocks, num_kv_heads, D, block_size]`, likewise.
         block_tables: int32 `[num_seqs, max_blocks]`, contiguous: the block of each block_size tokens of a
             sequence.
         seq_lens: int32 `[num_seqs]`, tokens of each sequence; at most max_blocks * block_size and max_seq_len,
             which is not checked. The output of a sequence of length 0 is zeros.
         scale: multiplies the scores; positive.
-        partition_size: tokens per program, a multiple of block_size (usually 512); 0 for all of them, in one
-            pass.
-        max_seq_len: bounds the partitions that are launched; if None, the capacity of the tables does.
+        alibi_slopes: float32 `[H]`, contiguous; ALiBi adds slope * (position - position of the query) to a
+            score. None for none.
+        plan: the work list of `decode_plan` for seq_lens, without window, chunks, prefixes or rings; one serves
+            all layers of a step. None for one pass, a program for each K/V head of a sequence.
+        partition_size: tokens of a partition, a multiple of block_size, for `paged_attention_v2`; 0 for none.
+        max_seq_len: bounds the partitions; see `paged_attention_v2`.
         out: `[num_seqs, H, D]` to write to, with a last stride of 1; allocated in the dtype of q if None.
 
     Returns:
         `[num_seqs, H, D]`, `out`.
 
     Raises:
-        ValueError: shapes, strides, dtypes or numbers do not fit.
+        ValueError: shapes, strides, dtypes or numbers do not fit, there is a plan for another step, or there
+            are both a plan and partitions.
     """
-    _check(q, k_cache, v_cache, block_tables, seq_lens, out, scale, partition_size)
-    block_size = k_cache.shape[3]
+    if partition_size != 0 and plan is None:
+        return paged_attention_v2(
+            q,
+            k_cache,
+            v_cache,
+            block_tables,
+            seq_lens,
+            scale=scale,
+            alibi_slopes=alibi_slopes,
+            partition_size=partition_size,
+            max_seq_len=max_seq_len,
+            out=out,
+        )
+    arguments = (q, k_cache, v_cache, block_tables, seq_lens)
+    check_paged_inputs(*arguments, alibi_slopes, out, scale)
+    if plan is not None:
+        _check_plan(plan, len(q), partition_size)
     if out is None:
         out = torch.empty_like(q, memory_format=torch.contiguous_format)
-    arguments = (q, k_cache, v_cache, block_tables, seq_lens)
-    if partition_size == 0:
-        _paged_attention(*arguments, out, None, scale, 0)
-        return out
-    room = block_tables.shape[1] * block_size
-    longest = room if max_seq_len is None else max_seq_len
-    if not 0 <= longest <= room:
-        raise ValueError(f"max_seq_len must be at most the {room} tokens of a table, got {longest}")
-    num_partitions = max(1, triton.cdiv(longest, partition_size))
-    shape = (*q.shape[:2], num_partitions)
-    lse = torch.empty(shape, dtype=torch.float32, device=q.device)
-    partial_out = torch.empty((*shape, q.shape[2]), dtype=torch.float32, device=q.device)
-    _paged_attention(*arguments, partial_out, lse, scale, partition_size)
-    merge_states(partial_out.permute(2, 0, 1, 3), lse.permute(2, 0, 1), out=out)
+    if plan is None:
+        _paged_attention_v1(*arguments, alibi_slopes, out, scale)
+    else:
+        _paged_attention_shares(*arguments, alibi_slopes, *plan[:4], out, scale)
     return out
 
 
-def _check(
-    q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    block_tables: Tensor,
-    seq_lens: Tensor,
-    out: Tensor | None,
-    scale: float,
-    partition_size: int,
-) -> None:
-    if q.dim() != 3 or k_cache.dim() != 5 or v_cache.dim() != 4:
+def _check_plan(plan: DecodePlan, num_seqs: int, partition_size: int) -> None:
+    if partition_size != 0:
         raise ValueError(
-            "q must be [num_seqs, heads, head_dim], k_cache [blocks, kv_heads, head_dim / x, block_size, x], "
-            f"v_cache [blocks, kv_heads, head_dim, block_size]; got {tuple(q.shape)}, {tuple(k_cache.shape)}, "
-            f"{tuple(v_cache.shape)}"
+            f"a plan has shares instead of partitions, got both, with {partition_size} tokens; leave one"
         )
-    num_seqs, num_heads, head_dim = q.shape
-    num_blocks, num_kv_heads, num_vecs, block_size, x = k_cache.shape
-    if v_cache.shape != (num_blocks, num_kv_heads, head_dim, block_size) or num_vecs * x != head_dim:
+    if len(plan.parts) != num_seqs or (plan.window, plan.num_queries, plan.chunk, plan.num_members) != (
+        0,
+        1,
+        0,
+        1,
+    ):
         raise ValueError(
-            f"k_cache {tuple(k_cache.shape)} and v_cache {tuple(v_cache.shape)} must have the same blocks, and "
-            f"the {head_dim} dims of q"
+            f"the plan is for {len(plan.parts)} requests of {plan.num_queries} queries with a window of "
+            f"{plan.window}, chunks of {plan.chunk} and {plan.num_members} to a prefix, but the call has "
+            f"{num_seqs} sequences of one query, without any of these; make a plan for this call"
         )
-    if num_heads % num_kv_heads:
-        raise ValueError(f"{num_heads} query heads do not share {num_kv_heads} K/V heads evenly")
-    if block_size & (block_size - 1) or x & (x - 1):
-        raise ValueError(f"block_size and x must be powers of two, got {block_size} and {x}")
-    if k_cache.stride()[2:] != (block_size * x, x, 1) or v_cache.stride()[2:] != (block_size, 1):
+    if plan.ring is not None:
         raise ValueError(
-            "a head's part of a block must be contiguous, got strides "
-            f"{k_cache.stride()} and {v_cache.stride()}"
-        )
-    if block_tables.dtype != torch.int32 or block_tables.dim() != 2 or not block_tables.is_contiguous():
-        raise ValueError(
-            f"block_tables must be contiguous int32 [num_seqs, blocks], got {block_tables.dtype}"
-        )
-    if seq_lens.dtype != torch.int32 or seq_lens.dim() != 1 or not seq_lens.is_contiguous():
-        raise ValueError(f"seq_lens must be contiguous int32 [num_seqs], got {seq_lens.dtype}")
-    if len(block_tables) != num_seqs or len(seq_lens) != num_seqs:
-        raise ValueError(
-            f"q has {num_seqs} sequences, block_tables {len(block_tables)}, seq_lens {len(seq_lens)}"
-        )
-    if out is not None and out.shape != q.shape:
-        raise ValueError(f"out must have shape {tuple(q.shape)}, got {tuple(out.shape)}")
-    for name, tensor in (("q", q), ("out", out)):
-        if tensor is not None and tensor.stride(2) != 1:
-            raise ValueError(
-                f"the last stride of {name} must be 1, got {tensor.stride()}; make it contiguous"
-            )
-    if not scale > 0 or partition_size < 0 or partition_size % block_size:
-        raise ValueError(
-            f"scale must be positive, and partition_size a multiple of the {block_size} tokens of a block, or "
-            f"0; got {scale} and {partition_size}"
+            f"the plan is for {plan.ring}, but block tables are no rings; make a plan without one"
         )
 
 
@@ -304,6 +204,7 @@ def paged_attention_v1_reference(
     seq_lens: Tensor,
     *,
     scale: float,
+    alibi_slopes: Tensor | None = None,
 ) -> Tensor:
     """Computes `paged_attention_v1` in plain torch and float64, one sequence at a time. Reads tables and
     lengths on the host, so on a GPU it synchronises."""
@@ -315,6 +216,8 @@ def paged_attention_v1_reference(
         k = k_cache[blocks, :, :, offsets].flatten(2)  # [length, num_kv_heads, D]
         v = v_cache[blocks, :, :, offsets]
         last = torch.tensor([length - 1], device=q.device)
-        result = attend_reference(q[seq : seq + 1], k, v, last, AttentionOptions(scale))
+        result = attend_reference(
+            q[seq : seq + 1], k, v, last, AttentionOptions(scale, alibi_slopes=alibi_slopes)
+        )
         out[seq] = result[0].to(q.dtype)
     return out

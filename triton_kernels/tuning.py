@@ -63,6 +63,10 @@ _REDUCTION_BYTES = 2048  # of shared memory, for the softmax's reductions
 _FEW_FIRST, _FEW_LATER = 256, 2048
 _MANY_FIRST, _MANY_LATER = 1024, 8192
 
+# Dims of K that `paged_attention_v1` loads at a time: four vectors of 16 bits, so that eight lanes of a warp
+# read 128 bytes side by side.
+PAGED_SLICE = 32
+
 LINEAR_ROWS = 64  # rows of a weight that a program of `linear` multiplies with several tokens
 MAX_LINEAR_TOKENS = 64  # more are left to cuBLAS
 
@@ -445,13 +449,20 @@ def merge_launch(num_parts: int, value_dim: int) -> Launch:
     return Launch(block_m=0, block_n=block_parts, num_warps=1 if num_parts <= 4 else 4, num_stages=2)
 
 
-def paged_attention_launch(device: DeviceClass, head_dim: int, num_programs: int) -> Launch:
-    """Returns the launch of `paged_attention_v1`, with the tokens that a program reads at a time in `block_n`:
-    few, or, if it has a multiprocessor to itself, as many as leave its sums in registers."""
-    if num_programs >= device.num_multiprocessors:
-        return Launch(block_m=0, block_n=32, num_warps=4, num_stages=2)
-    block_n = min(128, max(16, 16384 // padded_dim(head_dim)))
-    return Launch(block_m=0, block_n=block_n, num_warps=8, num_stages=2)
+def paged_attention_launch(device: DeviceClass, group: int, head_dim: int, element_size: int) -> Launch:
+    """Returns the tiles of `paged_attention_v1` for `group` query heads that share a K/V head: those of decode,
+    but with at most 64 heads in a tile; other programs have the rest of a larger group."""
+    return decode_launch(device, min(group, 64), False, head_dim, head_dim, element_size)
+
+
+def paged_partition_size(device: DeviceClass, num_programs: int, num_tokens: int, block_size: int) -> int:
+    """Returns the tokens of a partition of `paged_attention_v2`: the classic 512, or fewer where `num_programs`
+    for each partition of a batch whose longest sequence has `num_tokens` would leave the device idle."""
+    size = 512
+    enough = 3 * device.num_multiprocessors
+    while size > DECODE_UNIT and num_programs * triton.cdiv(num_tokens, size) < enough:
+        size //= 2
+    return max(size, block_size)
 
 
 def scores_launch(key_dim: int, element_size: int) -> Launch:

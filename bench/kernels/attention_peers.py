@@ -26,10 +26,11 @@ from lightkv.triton_kernels.attention.mixed_attention import MixedPlan, mixed_at
 from lightkv.triton_kernels.attention.prefill.prefill_attention import prefill_attention
 from lightkv.triton_kernels.attention.prefill.prefill_plan import prefill_plan
 from lightkv.triton_kernels.paged_attention_v1 import copy_to_blocks, paged_attention_v1
+from lightkv.triton_kernels.paged_attention_v2 import paged_attention_v2
 
 from .attention_batches import Batch, Paged, offsets, scatter
 
-PARTITIONS = {"one pass": 0, "partitions": 512}  # forms of the classic kernel
+CLASSIC_FORMS = ("one pass", "partitions", "work list")
 
 
 class Side(NamedTuple):
@@ -165,27 +166,32 @@ def ours_mixed(batch: Batch, paged: Paged) -> Side:
 # The classic kernel
 
 
-def classic_decode(batch: Batch, paged: Paged, partition_size: int) -> Side:
-    """Attends with `paged_attention_v1` on a copy of the pages in its layout, in partitions or (0) in one
-    pass."""
-    slots = torch.arange(len(paged.pool), device=batch.q.device).view(-1, 1 << paged.shift)
-    blocks = copy_to_blocks(*paged.caches, slots)
+def classic_blocks(paged: Paged) -> tuple[Tensor, Tensor]:
+    """Returns a copy of the pages in the classic layout."""
+    slots = torch.arange(len(paged.pool), device=paged.pool.device).view(-1, 1 << paged.shift)
+    return copy_to_blocks(*paged.caches, slots)
+
+
+def classic_decode(
+    batch: Batch, paged: Paged, form: str, blocks: tuple[Tensor, Tensor] | None = None
+) -> Side:
+    """Attends with the classic kernel in one of `CLASSIC_FORMS`, on `blocks` or a copy of the pages in its
+    layout."""
     lengths = torch.tensor(batch.lengths, dtype=torch.int32, device=batch.q.device)
-    table, out = paged.table, torch.empty_like(batch.q)
+    arguments = (batch.q, *(blocks or classic_blocks(paged)), paged.table, lengths)
+    out, longest = torch.empty_like(batch.q), max(batch.lengths)
+    if form == "partitions":
+        return Side(lambda: paged_attention_v2(*arguments, scale=batch.scale, max_seq_len=longest, out=out))
+    if form == "one pass":
+        return Side(lambda: paged_attention_v1(*arguments, scale=batch.scale, out=out))
+    rows = torch.arange(len(lengths), device=lengths.device)
 
-    def run() -> Tensor:
-        return paged_attention_v1(
-            batch.q,
-            *blocks,
-            table,
-            lengths,
-            scale=batch.scale,
-            partition_size=partition_size,
-            max_seq_len=max(batch.lengths),
-            out=out,
-        )
+    def make_plan() -> Any:
+        key_bytes = batch.heads.key_bytes(batch.q.dtype)
+        return decode_plan(rows, lengths, num_kv_heads=batch.num_kv_heads, key_bytes=key_bytes)
 
-    return Side(run)
+    plan = make_plan()
+    return Side(lambda: paged_attention_v1(*arguments, scale=batch.scale, plan=plan, out=out), plan=make_plan)
 
 
 # --------------------------------------------------------------------------------

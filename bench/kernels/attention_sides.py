@@ -11,9 +11,10 @@ from bench.common.device_clock import Ceiling, Clock
 from .attention_batches import CONTIGUOUS, Batch, scatter
 from .attention_fa3 import FlashAttention3
 from .attention_peers import (
-    PARTITIONS,
+    CLASSIC_FORMS,
     FlashInfer,
     Side,
+    classic_blocks,
     classic_decode,
     ours_decode,
     ours_mixed,
@@ -73,8 +74,9 @@ def decode_sides(batch: Batch, bench: Bench) -> dict[str, Make]:
             made[f"FlashInfer {name}"] = partial(bench.flashinfer.decode, batch, paged, False)
             made[f"FlashInfer tc {name}"] = partial(bench.flashinfer.decode, batch, paged, True)
         if "v1" in bench.peers and shift == 4:
-            for form, size in PARTITIONS.items():
-                made[f"v1 {name} {form}"] = partial(classic_decode, batch, paged, size)
+            blocks = classic_blocks(paged)
+            for form in CLASSIC_FORMS:
+                made[f"v1 {name} {form}"] = partial(classic_decode, batch, paged, form, blocks)
     made["lightkv contiguous"] = partial(ours_decode, batch, scatter(batch, CONTIGUOUS))
     if "sdpa" in bench.peers and batch.is_even():
         for name, backend in SDPA.items():

@@ -23,7 +23,7 @@ from lightkv.triton_kernels.tuning import Launch
 
 from .attention_batches import Batch, Paged, check, make_batch, reference, scatter
 from .attention_peers import (
-    PARTITIONS,
+    CLASSIC_FORMS,
     Functions,
     Side,
     classic_decode,
@@ -53,7 +53,7 @@ HOPPER_TILES = {
     (192, 128): ((128, 2), (64, 4)),
     (256, 256): ((64, 2), (32, 5)),
 }
-CLASSIC_TILES = ((32, 2, 2), (32, 4, 2), (64, 4, 1), (64, 4, 2), (64, 4, 3), (64, 8, 2), (128, 8, 2))
+CLASSIC_TILES = ((32, 2, 3), (32, 4, 2), (32, 4, 3), (64, 4, 2), (64, 4, 3), (128, 4, 2))
 NUM_BEST = 5
 
 
@@ -114,8 +114,9 @@ def prefill_candidates(row: Row) -> dict[str, Functions]:
     return found
 
 
-def classic_candidates(_: Row) -> dict[str, Functions]:
-    launches = (Launch(0, *tile) for tile in CLASSIC_TILES)
+def classic_candidates(row: Row) -> dict[str, Functions]:
+    rows = tuning.padded_dim(min(row.num_heads // row.num_kv_heads, 64))
+    launches = (Launch(rows, *tile) for tile in CLASSIC_TILES)
     return {text(launch[1:]): {"paged_attention_launch": constant(launch)} for launch in launches}
 
 
@@ -168,9 +169,7 @@ def kernel_of(options: Any) -> Kernel:
         return Kernel(rows, 0, prefill_candidates, {"": ours_prefill})
     rows = chosen(DECODE, options.rows)
     if options.v1:
-        forms = {
-            f", {form}": partial(classic_decode, partition_size=size) for form, size in PARTITIONS.items()
-        }
+        forms = {f", {form}": partial(classic_decode, form=form) for form in CLASSIC_FORMS}
         return Kernel(rows, 4, classic_candidates, forms)
     if options.queries > 1:
         rows = several_queries(rows, options.queries)

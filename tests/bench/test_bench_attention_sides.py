@@ -11,6 +11,7 @@ from torch.nn.attention import SDPBackend
 from bench.kernels import attention_batches as batches
 from bench.kernels import attention_peers as peers
 from bench.kernels import attention_rows as rows
+from bench.kernels import paged_attention
 from tests.support.fake_attention import (
     EVEN,
     FRESH,
@@ -86,11 +87,23 @@ def test_decode_sides_are_right(
     sides = [peers.ours_decode(batch, paged)]
     sides += [flashinfer.decode(batch, paged, tensor_cores) for tensor_cores in (False, True)]
     if shift == 4:
-        sides += [peers.classic_decode(batch, paged, size) for size in (0, 16)]
+        sides += [peers.classic_decode(batch, paged, form) for form in peers.CLASSIC_FORMS]
     if batch.is_even():
         sides.append(peers.sdpa_decode(batch, SDPBackend.MATH))
     for side in sides:
         batches.check(side.tokens(side.run()), expected)
+
+
+def test_classic_sides_are_right_with_each_tile(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(paged_attention, "TILES", paged_attention.TILES[:1])
+    batch = batches.make_batch(UNEVEN, device)
+    expected, made = batches.reference(batch), paged_attention.sides(batch, batches.scatter(batch, 4), True)
+    assert len(made) == 2 + 2 * len(peers.CLASSIC_FORMS)
+    for make, functions in made.values():
+        with peers.replaced(functions):
+            batches.check(make().run(), expected)
 
 
 @pytest.mark.parametrize("shift", [0, 4])

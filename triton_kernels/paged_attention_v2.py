@@ -1,0 +1,197 @@
+"""The classic paged attention of vLLM in partitions (v2): some programs for each sequence, then a second kernel
+that adds up what they found.
+
+Blocks and results are those of `paged_attention_v1.py`, which has no more programs in one pass than there are
+sequences and K/V heads. For each query head and each partition of a sequence's tokens the first kernel writes
+the largest score, the sum of the exponentials of the scores less that one, and the output of the partition
+alone.
+"""
+
+import torch
+import triton
+from torch import Tensor
+
+from lightkv.triton_kernels.attention.attention_reference import attend_reference
+from lightkv.triton_kernels.attention.paged_kv import AttentionOptions
+
+from . import tuning
+from .paged_attention_inputs import check_paged_inputs
+from .paged_attention_kernel import attend_partitions, combine_kernel, tile_options
+
+PARTITION_SIZE = 512  # of the original
+
+
+@torch.library.custom_op(
+    "lightkv::paged_attention_v2", mutates_args=("out", "exp_sums", "max_logits", "tmp_out")
+)
+def _paged_attention_v2(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    block_tables: Tensor,
+    seq_lens: Tensor,
+    alibi_slopes: Tensor | None,
+    out: Tensor,
+    exp_sums: Tensor,
+    max_logits: Tensor,
+    tmp_out: Tensor,
+    scale: float,
+    partition_size: int,
+) -> None:
+    if len(q) == 0:
+        return
+    attend_partitions(
+        q, k_cache, v_cache, block_tables, seq_lens, alibi_slopes, tmp_out, exp_sums, max_logits, scale,
+        partition_size,
+    )  # fmt: skip
+    num_seqs, num_heads, num_partitions, head_dim = tmp_out.shape
+    launch = tuning.merge_launch(num_partitions, head_dim)
+    early = tuning.has_early_launch(tuning.device_class(q.device))
+    combine_kernel[(num_heads, num_seqs)](
+        tmp_out,
+        exp_sums,
+        max_logits,
+        seq_lens,
+        out,
+        num_partitions,
+        partition_size,
+        *out.stride()[:2],
+        D=head_dim,
+        BLOCK_D=tuning.padded_dim(head_dim),
+        BLOCK_P=launch.block_n,
+        EARLY=early,
+        num_warps=launch.num_warps,
+        num_stages=launch.num_stages,
+        **{"launch_pdl": True} if early else {},
+    )
+
+
+_paged_attention_v2.register_fake(lambda *_: None)  # the outputs are arguments
+
+
+def paged_attention_v2(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    block_tables: Tensor,
+    seq_lens: Tensor,
+    *,
+    scale: float,
+    alibi_slopes: Tensor | None = None,
+    partition_size: int | None = None,
+    max_seq_len: int | None = None,
+    out: Tensor | None = None,
+    exp_sums: Tensor | None = None,
+    max_logits: Tensor | None = None,
+    tmp_out: Tensor | None = None,
+) -> Tensor:
+    """Computes what `paged_attention_v1` computes, in partitions of each sequence's tokens.
+
+    Args:
+        q, k_cache, v_cache, block_tables, seq_lens, scale, alibi_slopes, out: as in `paged_attention_v1`.
+        partition_size: tokens of a partition, a multiple of block_size. If None, the original's 512, or fewer
+            where the device would be idle and `exp_sums` is None, too.
+        max_seq_len: bounds the partitions that are launched; if None, the capacity of the tables does.
+        exp_sums: float32 `[num_seqs, H, max_num_partitions]`, contiguous, to write the sums of the exponentials
+            to, with enough partitions for max_seq_len. What belongs to no token is not written. This and the
+            next two are given together, or allocated if None.
+        max_logits: likewise, for the largest scores, scaled and with ALiBi.
+        tmp_out: `[num_seqs, H, max_num_partitions, D]`, contiguous, of a floating type, for the normalised
+            outputs of partitions; float32 where it is allocated.
+
+    Returns:
+        `[num_seqs, H, D]`, `out`.
+
+    Raises:
+        ValueError: shapes, strides, dtypes or numbers do not fit, or only some of the last three are given.
+    """
+    arguments = (q, k_cache, v_cache, block_tables, seq_lens)
+    check_paged_inputs(*arguments, alibi_slopes, out, scale)
+    block_size = k_cache.shape[3]
+    room = block_tables.shape[1] * block_size
+    longest = room if max_seq_len is None else max_seq_len
+    if not 0 <= longest <= room:
+        raise ValueError(f"max_seq_len must be at most the {room} tokens of a table, got {longest}")
+    if partition_size is None and exp_sums is not None:
+        partition_size = max(PARTITION_SIZE, block_size)
+    if partition_size is None:
+        num_programs = len(q) * tile_options(q, k_cache)[0]
+        device = tuning.device_class(q.device)
+        partition_size = tuning.paged_partition_size(device, num_programs, longest, block_size)
+    if partition_size < 1 or partition_size % block_size:
+        raise ValueError(
+            f"partition_size must be a multiple of the {block_size} tokens of a block, got {partition_size}"
+        )
+    least = max(1, triton.cdiv(longest, partition_size))
+    if exp_sums is None and max_logits is None and tmp_out is None:
+        exp_sums, max_logits = torch.empty((2, *q.shape[:2], least), dtype=torch.float32, device=q.device)
+        tmp_out = torch.empty((*q.shape[:2], least, q.shape[2]), dtype=torch.float32, device=q.device)
+    elif exp_sums is None or max_logits is None or tmp_out is None:
+        raise ValueError("exp_sums, max_logits and tmp_out must be given together, or none of them")
+    else:
+        _check_partials(q, exp_sums, max_logits, tmp_out, least)
+    if out is None:
+        out = torch.empty_like(q, memory_format=torch.contiguous_format)
+    _paged_attention_v2(*arguments, alibi_slopes, out, exp_sums, max_logits, tmp_out, scale, partition_size)
+    return out
+
+
+def _check_partials(q: Tensor, exp_sums: Tensor, max_logits: Tensor, tmp_out: Tensor, least: int) -> None:
+    num_seqs, num_heads, head_dim = q.shape
+    shapes = [tuple(tensor.shape) for tensor in (exp_sums, max_logits, tmp_out)]
+    most = shapes[0][-1] if shapes[0] else 0
+    right = [(num_seqs, num_heads, most)] * 2 + [(num_seqs, num_heads, most, head_dim)]
+    if shapes != right or most < least:
+        raise ValueError(
+            f"exp_sums and max_logits must be [{num_seqs}, {num_heads}, partitions] and tmp_out [{num_seqs}, "
+            f"{num_heads}, partitions, {head_dim}], of at least {least} partitions; got {shapes[0]}, "
+            f"{shapes[1]} and {shapes[2]}"
+        )
+    for name, tensor in (("exp_sums", exp_sums), ("max_logits", max_logits), ("tmp_out", tmp_out)):
+        wrong_type = (
+            tensor.dtype != torch.float32 if tensor is not tmp_out else not tensor.is_floating_point()
+        )
+        if wrong_type or not tensor.is_contiguous():
+            raise ValueError(
+                f"{name} must be contiguous and float32 (tmp_out of any floating type), got {tensor.dtype} "
+                f"with strides {tensor.stride()}"
+            )
+
+
+def paged_attention_v2_reference(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    block_tables: Tensor,
+    seq_lens: Tensor,
+    *,
+    scale: float,
+    partition_size: int,
+    num_partitions: int,
+    alibi_slopes: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Computes `exp_sums`, `max_logits` and `tmp_out` of `paged_attention_v2` in plain torch, in float32, with
+    zeros where nothing is written; the output is that of `paged_attention_v1_reference`. Reads tables and
+    lengths on the host, so on a GPU it synchronises."""
+    num_seqs, num_heads, head_dim = q.shape
+    group, block_size = num_heads // k_cache.shape[1], k_cache.shape[3]
+    exp_sums, max_logits = torch.zeros(2, num_seqs, num_heads, num_partitions, device=q.device)
+    tmp_out = torch.zeros(num_seqs, num_heads, num_partitions, head_dim, device=q.device)
+    options = AttentionOptions(scale, alibi_slopes=alibi_slopes)
+    for seq, length in enumerate(seq_lens.tolist()):
+        for partition, begin in enumerate(range(0, length, partition_size)):
+            positions = torch.arange(begin, min(begin + partition_size, length), device=q.device)
+            blocks, offsets = block_tables[seq, positions // block_size].long(), positions % block_size
+            k = k_cache[blocks, :, :, offsets].flatten(2)  # [tokens, num_kv_heads, D]
+            v = v_cache[blocks, :, :, offsets]
+            heads = k.double().repeat_interleave(group, dim=1)
+            logits = torch.einsum("hd,nhd->hn", q[seq].double(), heads) * scale
+            if alibi_slopes is not None:
+                logits += alibi_slopes.double()[:, None] * (positions - (length - 1))
+            max_logits[seq, :, partition] = logits.amax(1)
+            exp_sums[seq, :, partition] = (logits - logits.amax(1, keepdim=True)).exp().sum(1)
+            last = torch.tensor(
+                [len(positions) - 1], device=q.device
+            )  # sees them all; ALiBi shifts all scores
+            tmp_out[seq, :, partition] = attend_reference(q[seq : seq + 1], k, v, last, options)[0].float()
+    return exp_sums, max_logits, tmp_out
