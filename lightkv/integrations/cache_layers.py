@@ -71,12 +71,12 @@ class ReadableLayer(CacheLayer):
         super().__init__(owner, layer_idx)
         self._reader = owner
 
-    @property  # type: ignore[override]
-    def keys(self) -> torch.Tensor:
+    @property
+    def keys(self) -> torch.Tensor:  # type: ignore[override]
         return self._reader.read_layer(self._layer_idx)[0]
 
-    @property  # type: ignore[override]
-    def values(self) -> torch.Tensor:
+    @property
+    def values(self) -> torch.Tensor:  # type: ignore[override]
         return self._reader.read_layer(self._layer_idx)[1]
 
 

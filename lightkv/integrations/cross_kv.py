@@ -153,12 +153,12 @@ class CrossLayer(CacheLayerMixin):
         self._owner = owner
         self._layer_idx = layer_idx
 
-    @property  # type: ignore[override]
-    def keys(self) -> torch.Tensor:
+    @property
+    def keys(self) -> torch.Tensor:  # type: ignore[override]
         return self._owner.read_cross(self._layer_idx)[0]
 
-    @property  # type: ignore[override]
-    def values(self) -> torch.Tensor:
+    @property
+    def values(self) -> torch.Tensor:  # type: ignore[override]
         return self._owner.read_cross(self._layer_idx)[1]
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:

@@ -48,7 +48,6 @@ from transformers import Cache, EncoderDecoderCache, PreTrainedModel
 from lightkv.counts import checked_count
 from lightkv.errors import OutOfRows
 from lightkv.integrations.model.attention_call import ATTENTION
-from lightkv.integrations.model.encoder_decoder import probe_encoder_decoder
 from lightkv.integrations.model.hf_model import PackedStep
 from lightkv.integrations.model.probe import probe, require_plain_cache
 from lightkv.kv_cache import KVCache
@@ -69,6 +68,7 @@ from .batch_call import (
 from .cache_layers import KV, CacheLayer, KVGatherer, ReadableLayer, write_tokens
 from .cached_model import assemble, select
 from .cross_kv import CrossKV, CrossLayer, EncoderOutput
+from .encoder_decoder import probe_encoder_decoder
 
 
 class _Pending(NamedTuple):
