@@ -21,13 +21,14 @@ from lightkv.errors import UnsupportedModel
 from lightkv.integrations.cached_model import CachedModel
 from lightkv.integrations.model.adapters import adapt as adapt_module
 from lightkv.integrations.model.adapters.adapt import FAMILIES, adapt
-from lightkv.integrations.model.probe import probe
+from lightkv.integrations.model.probe import ModelShape, probe
 from lightkv.ledger import TokenLedger
 from lightkv.router import LLM, EngineConfig, InvalidConfig, SamplingParams
 from lightkv.router.engine.loop import LocalEngine
 from lightkv.router.engine.request import Request
 from lightkv.router.engine.scheduler import Scheduler
 from lightkv.router.model.build import assemble
+from lightkv.router.model.info import model_info
 from lightkv.router.model_files import resolve
 from lightkv.router.text.tokenizer import Tokenizer
 from tests.support.served import starting
@@ -248,6 +249,22 @@ def test_a_model_that_names_no_context_needs_a_length(tmp_path: Path) -> None:
     random_weights(config).save_pretrained(tmp_path)
     llm = LLM(EngineConfig(str(tmp_path), device="cpu", max_total_tokens=100, max_num_seqs=2))
     assert llm.info.limits.max_model_len == 64
+
+
+@pytest.mark.parametrize("case", ["falcon-alibi", "gptj", "mpt", "stablelm"])
+def test_the_sizes_are_known_without_weights(case: str, tmp_path: Path) -> None:
+    random_weights(config_of(case)).save_pretrained(tmp_path)
+    (tmp_path / "tokenizer.json").touch()  # which has to exist, but is not read
+    config = EngineConfig(str(tmp_path), device="cpu", max_total_tokens=100, max_num_seqs=2)
+    info = model_info(config, tmp_path)
+    shape = probe_of(case).spec
+    assert (info.num_layers, info.num_kv_heads, info.k_dim) == (4, shape.num_kv_heads, shape.k_dim)
+
+
+def probe_of(case: str) -> ModelShape:
+    model = model_of(case)
+    adapt(model)
+    return probe(model)
 
 
 # --------------------------------------------------------------------------------
