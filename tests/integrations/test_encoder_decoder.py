@@ -438,8 +438,8 @@ def test_an_unused_cache_is_freed_with_its_hooks(device: torch.device) -> None:
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=["float16", "bfloat16"])
 @pytest.mark.parametrize("name", MAKERS)
 def test_half_precision(name: str, dtype: torch.dtype, call: str, device: torch.device) -> None:
-    """Scores of two tokens may be equal in these types, so the texts are compared up to the first step in which
-    the logits differ by more than rounding at a tie would explain."""
+    """The logits of the first step are transformers', up to rounding, and the first token is the same. Later
+    tokens are not compared: scores of two tokens may be equal in these types, and then either may follow."""
     model, options = make_model(name, device, dtype), CALLS[call]
     given = inputs(name, ROWS, model)
     cache = LightKVCache(model, CAPACITY)
