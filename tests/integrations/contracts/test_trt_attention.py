@@ -154,6 +154,11 @@ class Batch:
         return torch.cat(out)
 
 
+def slow(*values: Any) -> list[Any]:
+    """Returns parameters of a test that are left to `make test-all`."""
+    return [pytest.param(value, marks=pytest.mark.slow) for value in values]
+
+
 def close_to(found: torch.Tensor, wanted: torch.Tensor, **tolerance: float) -> None:
     torch.testing.assert_close(found.double(), wanted, **(tolerance or HALF))
 
@@ -169,7 +174,7 @@ LAYOUTS = [
 ]
 
 
-@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+@pytest.mark.parametrize("layout", [LAYOUTS[0], LAYOUTS[2], LAYOUTS[4], *slow(*LAYOUTS[1::2])], ids=str)
 @pytest.mark.parametrize("mask", ["causal", "full"])
 def test_contexts_and_generations_over_layers(
     device: torch.device, layout: dict[str, Any], mask: str
@@ -197,7 +202,7 @@ def test_contexts_and_generations_over_layers(
         close_to(found, batch.expected(layer_idx))
 
 
-@pytest.mark.parametrize("layout", [LAYOUTS[0], LAYOUTS[1], LAYOUTS[3]], ids=str)
+@pytest.mark.parametrize("layout", [LAYOUTS[0], *slow(LAYOUTS[1]), LAYOUTS[3]], ids=str)
 @pytest.mark.parametrize(
     "cache_dtype",
     # The interpreter rounds to fp8 in another way.
@@ -516,7 +521,7 @@ SCENARIOS += [(True, 0, True), (True, 64, False)]
 
 
 @pytest.mark.parametrize(("is_mixed", "kv_len", "causal"), SCENARIOS)
-@pytest.mark.parametrize("cache_dtype", [torch.float16, FP8], ids=str)
+@pytest.mark.parametrize("cache_dtype", [torch.float16, *slow(FP8)], ids=str)
 def test_upstreams_scenarios_in_small(
     device: torch.device, is_mixed: bool, kv_len: int, causal: bool, cache_dtype: torch.dtype
 ) -> None:
