@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from transformers import Cache, EncoderDecoderCache, PreTrainedModel
 from transformers.cache_utils import CacheLayerMixin
+from transformers.generation import GenerationMixin
 
 from lightkv.errors import UnsupportedModel
 from lightkv.memory.kv_spec import KVSpec
@@ -19,10 +20,12 @@ def probe_encoder_decoder(model: PreTrainedModel, kv_format: KVFormat) -> KVSpec
     """Returns the K/V of one token of `model`, which is the same for its text and for its encoder's output.
 
     The decoder runs once over one token and an encoder output of zeros; the model stays as it was. Raises
-    UnsupportedModel where a layer does not cache K and V of both once, or not in one shape, and ValueError for
-    a format that does not fit.
+    UnsupportedModel where a layer does not cache K and V of both once, or not in one shape, or where the
+    model's `generate` makes caches in its own way, as T5Gemma's, and ValueError for a format that does not fit.
     """
-    name = type(model).__name__
+    name, usual = type(model).__name__, GenerationMixin._prepare_cache_for_generation
+    if getattr(type(model), "_prepare_cache_for_generation", usual) is not usual:
+        raise UnsupportedModel(name, "its generate puts a cache of its own in place of the encoder output's")
     own, cross = (Cache(layer_class_to_replicate=_RecordingLayer) for _ in range(2))
     try:
         decoder = model.get_decoder()

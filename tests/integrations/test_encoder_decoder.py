@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from transformers import (
     BartConfig,
     BartForConditionalGeneration,
@@ -94,7 +95,13 @@ def _one_thread() -> Iterator[None]:
 
 def make_model(name: str, device: torch.device, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
     torch.manual_seed(0)
-    model = MAKERS[name]()
+    return random_model(MAKERS[name](), device, dtype)
+
+
+def random_model(
+    model: PreTrainedModel, device: torch.device, dtype: torch.dtype = torch.float32
+) -> PreTrainedModel:
+    """Gives a model random weights."""
     for name_of, parameter in model.named_parameters():  # large, so that some tokens are much likelier
         if not ("norm" in name_of and name_of.endswith("weight")):
             torch.nn.init.normal_(parameter, std=0.3)
@@ -420,6 +427,52 @@ def test_a_decoder_of_another_shape_is_refused(device: torch.device) -> None:
     with pytest.raises(UnsupportedModel, match="layers' K/V differ"):
         LightKVCache(model, CAPACITY)
     assert not model.get_decoder()._forward_hooks
+
+
+def test_a_model_that_replaces_the_cache_is_refused() -> None:
+    small: dict[str, Any] = {"vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 32,
+                             "num_hidden_layers": 1, "num_attention_heads": 2, "head_dim": 16,
+                             "num_key_value_heads": 2}  # fmt: skip
+    decoder = {**small, "cross_attention_hidden_size": 32}
+    model = transformers.T5GemmaForConditionalGeneration(
+        transformers.T5GemmaConfig(encoder=small, decoder=decoder, vocab_size=VOCABULARY)
+    )
+    with pytest.raises(UnsupportedModel, match="puts a cache of its own in place"):
+        LightKVCache(model, CAPACITY)
+
+
+T5_LIKE = {"d_model": 32, **T5, **ENDS}
+BART_LIKE = {"d_model": 64, **LAYERS, **ENDS, "forced_eos_token_id": None}
+PROPHET = {
+    "hidden_size": 64,
+    **{f"num_{part}_layers": 2 for part in ("encoder", "decoder")},
+    **{f"num_{part}_attention_heads": 4 for part in ("encoder", "decoder")},
+    **{f"{part}_ffn_dim": 48 for part in ("encoder", "decoder")},
+}
+OTHERS: dict[str, dict[str, Any]] = {
+    "MT5": T5_LIKE,
+    "UMT5": T5_LIKE,
+    "LongT5": T5_LIKE | {"local_radius": 4},
+    **dict.fromkeys(("MBart", "Pegasus", "Blenderbot", "M2M100", "Marian"), BART_LIKE),
+    "LED": BART_LIKE | {"attention_window": [4, 4], "max_encoder_position_embeddings": 64},
+    "ProphetNet": {**PROPHET, **ENDS},
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", OTHERS)
+def test_other_families(family: str, device: torch.device) -> None:
+    torch.manual_seed(0)
+    config = getattr(transformers, f"{family}Config")(vocab_size=VOCABULARY, **OTHERS[family])
+    model = random_model(transformers.AutoModelForSeq2SeqLM.from_config(config), device)
+    cache = LightKVCache(model, CAPACITY)
+    for left in (False, True):
+        given = inputs("text", ROWS, model, left)
+        for call in ("greedy", "beams"):
+            expected = generate(model, None, given, **CALLS[call])
+            assert_same(generate(model, cache, given, **CALLS[call]), expected)
+            assert len(expected.sequences.unique()) > 4
+            assert cache.num_encoder_tokens == num_tokens("text", ROWS)
 
 
 def test_an_unused_cache_is_freed_with_its_hooks(device: torch.device) -> None:

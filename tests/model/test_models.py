@@ -87,7 +87,9 @@ cache, token by token.
 | WhisperForConditionalGeneration | greedy, sampled, beams; Whisper's own `generate` | its own |
 
 Others run if their decoder caches K/V of its text and of the encoder's output once in each layer, all in one
-shape; `LightKVCache` runs the decoder once to find out, and raises UnsupportedModel otherwise.
+shape; `LightKVCache` runs the decoder once to find out, and raises UnsupportedModel otherwise. The same file
+compares the greedy and beam texts of Blenderbot, LED, LongT5, M2M100, Marian, MBart, mT5, Pegasus, ProphetNet
+and UMT5. T5Gemma is refused: its `generate` replaces the cache of the encoder's output by one of its own.
 """
 
 
