@@ -26,11 +26,13 @@ from lightkv.router.service.messages import (
     Abort,
     Accepted,
     AskMap,
+    CacheReset,
     Events,
     Load,
     Mapped,
     Refused,
     ReleaseSession,
+    ResetCache,
     State,
     Status,
     Submit,
@@ -77,8 +79,8 @@ class FakeRouter:
     `refuse(submit)`: returns a Refused to send in place of Accepted, or None. `fail_after`: after so many
     tokens an answer ends with `fail_reason`. `hold`: accept requests and never answer them. `mute`: do not
     even accept them. `first_state`: the state that a new client is sent. `mapped`: the answer to AskMap; None
-    sends no answer. `submits`, `aborts`, `released` (names of sessions), `num_map_asks`: what was received. The
-    last status is repeated four times a second, unless the router `is_silent`.
+    sends no answer. `cache_reset`: the answer to ResetCache. `submits`, `aborts`, `released` (names of
+    sessions), `num_map_asks`: what was received. The last status is repeated four times a second, unless the router `is_silent`.
     """
 
     def __init__(self) -> None:
@@ -104,6 +106,7 @@ class FakeRouter:
         self.released: list[str] = []
         self.mapped: Mapped | None = Mapped(POOL)
         self.num_map_asks = 0
+        self.cache_reset = CacheReset(500)
         self.is_silent = False
 
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -135,6 +138,9 @@ class FakeRouter:
                 self.num_map_asks += 1
                 if self.mapped is not None:
                     stream.send(self.mapped)
+                continue
+            if isinstance(message, ResetCache):
+                stream.send(self.cache_reset)
                 continue
             self.submits.append(message)
             refused = self.refuse(message)

@@ -15,6 +15,7 @@ from lightkv.router.service.messages import Load, State
 
 from .protocol import (
     MAX_SESSION_ID,
+    CacheEvicted,
     ChatBody,
     CompletionBody,
     Detokenized,
@@ -24,6 +25,7 @@ from .protocol import (
     ModelList,
     Ready,
     ReleasedSession,
+    ServerInfo,
     Tokenized,
     Version,
 )
@@ -127,6 +129,8 @@ METRICS: Answers = {200: {"description": "All metrics.", **_of_kind("text/plain"
 LOAD: Answers = {200: {"description": "The counts.", **_of_kind("application/json", _load_schema())}}
 MAP: Answers = {200: {"description": "The pool.", **_of_kind("application/json", _map_schema())}}
 VERSION: Answers = {200: {"model": Version, "description": "The version."}}
+SERVER_INFO: Answers = {200: {"model": ServerInfo, "description": "The service's settings and its model."}}
+CACHE_RESET: Answers = {200: {"model": CacheEvicted, "description": "The cached tokens were evicted."}}
 
 
 class DocumentedApp(FastAPI):
