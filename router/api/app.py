@@ -98,6 +98,7 @@ def create_app(
     headers = {"parameters": [*namespace, document.session_header()]}
     route("POST", "/v1/completions", api.complete, document.COMPLETION, document.GENERATES, headers)
     route("POST", "/v1/chat/completions", api.chat, document.CHAT, document.GENERATES, headers)
+    route("POST", "/v1/responses", api.respond, document.RESPONSE, document.GENERATES, headers)
     release = "/v1/sessions/{session_id:path}/release"
     errors = document.NAMES_NAMESPACE if by_header else ()
     named = {"parameters": [*namespace, document.session_parameter()]}

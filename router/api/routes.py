@@ -3,6 +3,8 @@ HTTP status."""
 
 import hashlib
 import time
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -28,6 +30,8 @@ from lightkv.router.api.openai.protocol import (
     TokenizeRequest,
     Version,
 )
+from lightkv.router.api.openai.response_writer import ResponseWriter
+from lightkv.router.api.openai.responses import ResponseRequest, renamed
 from lightkv.router.api.openai.writer import ChatWriter, CompletionWriter
 from lightkv.router.api.operators.request_log import note_generation
 from lightkv.router.config import NAMESPACE_HEADER, SESSION_HEADER
@@ -108,8 +112,25 @@ class Routes:
         writer = CompletionWriter(model, self._tokenizer, echoed)
         return await self._answer(spec, writer, body, request)
 
+    async def respond(self, body: ResponseRequest, request: Request) -> Response:
+        """POST /v1/responses: answer a chat, in the form of OpenAI's Responses API."""
+        chat = body.chat()
+        try:
+            return await self._chat(chat, request, partial(ResponseWriter, body))
+        except InvalidParams as error:
+            raise renamed(error) from error
+
     async def chat(self, body: ChatRequest, request: Request) -> Response:
         """POST /v1/chat/completions: answer a chat."""
+        return await self._chat(body, request)
+
+    async def _chat(
+        self,
+        body: ChatRequest,
+        request: Request,
+        wrap: Callable[[str, ChatWriter], ResponseWriter] | None = None,
+    ) -> Response:
+        """Answers a chat. `wrap`: returns what writes the answer in another form, for the model's name."""
         model = self._model(body.model)
         params = body.params(MAX_COUNT)  # raises for wrong parameters before anything is computed
         info = self._client.ready_info()
@@ -132,7 +153,8 @@ class Routes:
             session=session,
             states_length=body.states_length,
         )
-        return await self._answer(spec, ChatWriter(model, self._tokenizer), body, request)
+        writer = ChatWriter(model, self._tokenizer)
+        return await self._answer(spec, writer if wrap is None else wrap(model, writer), body, request)
 
     async def release_session(self, request: Request) -> Response:
         """POST /v1/sessions/{session_id}/release: end a session; its tokens are cached like any others."""
@@ -229,7 +251,7 @@ class Routes:
     async def _answer(
         self,
         spec: GenerationSpec,
-        writer: CompletionWriter | ChatWriter,
+        writer: CompletionWriter | ChatWriter | ResponseWriter,
         body: GenerationRequest,
         request: Request,
     ) -> Response:

@@ -105,14 +105,7 @@ takes_engine = _with_options(
 takes_service = _with_options(
     "service",
     _config_options(ServiceConfig, "Service"),
-    lambda values: ServiceConfig(
-        **values
-        | {
-            field.name: tuple(values[field.name] or ())
-            for field in fields(ServiceConfig)
-            if field.default == ()
-        }
-    ),
+    lambda values: ServiceConfig(**values | {name: tuple(values[name] or ()) for name in _SEVERAL}),
 )
 takes_simulation = _with_options(
     "config", _config_options(SimulationConfig, "Simulation"), lambda values: SimulationConfig(**values)

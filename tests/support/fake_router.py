@@ -80,7 +80,8 @@ class FakeRouter:
     tokens an answer ends with `fail_reason`. `hold`: accept requests and never answer them. `mute`: do not
     even accept them. `first_state`: the state that a new client is sent. `mapped`: the answer to AskMap; None
     sends no answer. `cache_reset`: the answer to ResetCache. `submits`, `aborts`, `released` (names of
-    sessions), `num_map_asks`: what was received. The last status is repeated four times a second, unless the router `is_silent`.
+    sessions), `num_map_asks`: what was received. The last status is repeated four
+    times a second, unless the router `is_silent`.
     """
 
     def __init__(self) -> None:

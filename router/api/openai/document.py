@@ -104,11 +104,27 @@ _EVENT = {
         }
     },
 }
+_RESPONSE_EVENT = {
+    "type": "object",
+    "description": "One event of the stream, with its name. The last is response.completed, "
+    "response.incomplete or response.failed.",
+    "required": ["event", "data"],
+    "properties": {"event": {"type": "string"}, "data": {"type": "string", "description": "JSON."}},
+}
 _STREAM = _of_kind("text/event-stream", _EVENT)
 COMPLETION: Answers = {
     200: {"model": CompletionBody, "description": "The answers or their stream.", **_STREAM}
 }
 CHAT: Answers = {200: {"model": ChatBody, "description": "The answers or their stream.", **_STREAM}}
+RESPONSE: Answers = {
+    200: {
+        "description": "The response, as in OpenAI's Responses API, or its events.",
+        "content": {
+            "application/json": {"schema": {"type": "object"}},
+            "text/event-stream": {"schema": _RESPONSE_EVENT},
+        },
+    }
+}
 MODELS: Answers = {200: {"model": ModelList, "description": "All names of the model."}}
 ONE_MODEL: Answers = {200: {"model": Model, "description": "The model."}}
 RELEASED: Answers = {

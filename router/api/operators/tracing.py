@@ -36,8 +36,8 @@ class SpanTracer:
 
     @classmethod
     def to_collector(cls, endpoint: str, model: str) -> "SpanTracer":
-        """Returns a tracer that sends spans by OTLP over HTTP to `endpoint`, in a thread. Spans that the collector
-        does not take are dropped."""
+        """Returns a tracer that sends spans by OTLP over HTTP to `endpoint`, in a thread. Spans that the
+        collector does not take are dropped."""
         from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
 
         return cls(BatchSpanProcessor(OTLPSpanExporter(endpoint=endpoint)), model)
