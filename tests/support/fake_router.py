@@ -17,6 +17,7 @@ from typing import Any
 import uvicorn
 
 from lightkv.router.api.app import create_app
+from lightkv.router.api.operators.request_log import RequestTracer
 from lightkv.router.config import EngineConfig
 from lightkv.router.engine.step import Limits, PoolMap, RunnerInfo, TokenEvent, TokenLogprobs
 from lightkv.router.model_files import resolve
@@ -210,7 +211,8 @@ class ApiUnderTest:
         self._server: uvicorn.Server | None = None
 
     @contextmanager
-    def running(self) -> Iterator["ApiUnderTest"]:
+    def running(self, tracer: RequestTracer | None = None) -> Iterator["ApiUnderTest"]:
+        self._tracer = tracer
         self._thread.start()
         assert self._started.wait(20), "the server did not start"
         try:
@@ -227,7 +229,7 @@ class ApiUnderTest:
         self.client = await RouterClient.connect(self.router_socket)
         while self.client.status.state != "ready":
             await asyncio.sleep(0.001)
-        app = create_app(self.client, self.tokenizer, self._settings)
+        app = create_app(self.client, self.tokenizer, self._settings, tracer=self._tracer)
         config = uvicorn.Config(
             app, "127.0.0.1", 0, http="h11", lifespan="off", log_level="error", timeout_graceful_shutdown=1
         )
