@@ -381,6 +381,7 @@ class Router:
         num_tokens = self._engine.evict_cached()
         self._is_checked = False
         self._wake.set()
+        self._broadcast()  # /load shows it when the answer comes
         return CacheReset(num_tokens)
 
     def _send_map(self, answer: Mapped) -> None:
