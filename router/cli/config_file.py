@@ -61,6 +61,6 @@ def _checked(path: Path, given: str, kind: Any, value: Any) -> Any:
 
 def set_defaults(context: typer.Context, path: str | None) -> str | None:
     """Makes the settings of the file at `path` the defaults of a command's options."""
-    if path is not None:
+    if path is not None and not context.resilient_parsing:  # as while a shell completes a command
         context.default_map = {**(context.default_map or {}), **read_config_file(Path(path))}
     return path

@@ -170,6 +170,7 @@ def test_log_probabilities_are_included(client: openai.OpenAI) -> None:
         ({"input": [{"role": "tool", "content": "a"}]}, "input", "a message of role"),
         ({"input": [{"role": "user"}]}, "input", "NoneType"),
         ({"input": [{"type": "function_call", "call_id": 3}]}, "input", "call_id"),
+        ({"stream_options": {}}, "stream_options", "together with stream"),
         ({"text": {"format": 3}}, "text.format", "an object"),
     ],
 )

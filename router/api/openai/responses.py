@@ -120,6 +120,8 @@ class ResponseRequest(RequestBody):
             value = getattr(self, name, None) or extras.get(name)
             if value is not None:
                 raise InvalidParams(name, value, _STATE)
+        if self.stream_options is not None and not self.stream:
+            raise InvalidParams("stream_options", "an object", "it only together with stream: true")
         if self.store:
             raise InvalidParams("store", self.store, "false: the service keeps no responses")
         if self.background:
