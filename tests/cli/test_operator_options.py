@@ -146,8 +146,13 @@ def test_a_template_that_cannot_be_read_is_refused(tmp_path: Path) -> None:
         launch._read_template(ServiceConfig(chat_template=str(tmp_path / "none")))
 
 
-def test_the_shells_completion_is_shown() -> None:
-    result = CliRunner().invoke(app, ["--show-completion", "bash"], prog_name="lightkv")
-    assert result.exit_code == 0
+@pytest.mark.parametrize(
+    ("words", "position", "found"),
+    [("lightkv ser", 1, "serve"), ("lightkv serve --config none.toml --log-r", 4, "--log-requests")],
+)
+def test_a_shell_completes_commands_and_options(words: str, position: int, found: str) -> None:
+    env = {"_LIGHTKV_COMPLETE": "complete_bash", "COMP_WORDS": words, "COMP_CWORD": str(position)}
+    result = CliRunner().invoke(app, [], prog_name="lightkv", env=env)
+    assert (result.exit_code, result.stdout.split()) == (0, [found])
     code, output = run("--help")
     assert (code, "--install-completion" in output) == (0, True)
