@@ -12,6 +12,7 @@ import uvicorn
 import uvloop
 from starlette.types import ASGIApp, Message
 
+from lightkv.router.api.operators.request_log import WARM_UP
 from lightkv.router.config import InvalidConfig
 from lightkv.router.service.api_settings import ServeSettings
 from lightkv.router.service.child_process import freeze_objects, ignore_signals
@@ -93,6 +94,7 @@ async def warm_up(app: ASGIApp, api_key: str | None) -> None:
             "scheme": "http",
             "path": f"/v1/{path}",
             "query_string": b"",
+            "extensions": {WARM_UP: {}},
             "headers": [(b"content-type", b"application/json"), *key],
         }
         await app(scope, receive, send)

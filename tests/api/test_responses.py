@@ -2,11 +2,13 @@
 
 import json
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import openai
 import pytest
 
+from lightkv.router.api.openai.response_writer import ResponseWriter
 from lightkv.router.api.openai.responses import ResponseRequest
 from lightkv.router.sampling_params import InvalidParams
 from tests.support.fake_router import CHAT, MODEL, TEXT, ApiUnderTest, error_of, idle, ids_of, service
@@ -251,3 +253,71 @@ def test_tools_and_forms_become_fields_of_the_chat() -> None:
 def test_a_choice_without_tools_is_refused() -> None:
     with pytest.raises(InvalidParams, match="tool_choice"):
         ResponseRequest.model_validate({"input": "a", "tool_choice": "required"}).chat()
+
+
+class StubWriter:
+    """Writes the chunks that a test gives, as `ChatWriter` does for answers with reasoning and calls."""
+
+    def __init__(self, deltas: list[dict[str, Any]]) -> None:
+        self._deltas = deltas
+
+    def chunks(self, delta: Any) -> list[Any]:
+        reasons = [*[None] * (len(self._deltas) - 1), "tool_calls"]
+        choices = [
+            {"delta": one, "logprobs": None, "finish_reason": reason}
+            for one, reason in zip(self._deltas, reasons, strict=True)
+        ]
+        return [{"choices": [choice]} for choice in choices]
+
+    def whole(self, generation: Any) -> Any:
+        calls = [{"id": name, "function": {"name": "f", "arguments": '{"a": 1}'}} for name in ("c1", "c2")]
+        message = {"content": None, "reasoning_content": "I think", "tool_calls": calls}
+        return {"choices": [{"message": message, "logprobs": None, "finish_reason": "tool_calls"}]}
+
+
+def test_reasoning_and_calls_become_items() -> None:
+    usage = {"num_prompt_tokens": 3, "num_completion_tokens": 4, "num_cached_tokens": None}
+    generation: Any = SimpleNamespace(**usage)
+    deltas: list[dict[str, Any]] = [
+        {"role": "assistant", "content": ""},
+        {"reasoning_content": "I "},
+        {"reasoning_content": "think"},
+        {"tool_calls": [{"index": 0, "id": "c1", "function": {"name": "f", "arguments": ""}}]},
+        {"tool_calls": [{"index": 0, "function": {"arguments": '{"a":'}}]},
+        {"tool_calls": [{"index": 0, "function": {"arguments": " 1}"}}]},
+        {"tool_calls": [{"index": 1, "id": "c2", "function": {"name": "f", "arguments": '{"a": 1}'}}]},
+        {},
+    ]
+    stub: Any = StubWriter(deltas)
+    writer = ResponseWriter(ResponseRequest(input="a"), MODEL, stub)
+    stream = writer.events(generation)
+    gained: Any = SimpleNamespace(text="x", scored=[], finish_reason="stop")
+    events = events_of(stream.begin() + stream.delta(gained) + stream.end())
+    kinds = [event["type"].removeprefix("response.") for event in events]
+    arguments = "function_call_arguments"
+    assert kinds == [
+        *("created", "in_progress"),
+        *("output_item.added", "content_part.added", "reasoning_text.delta", "reasoning_text.delta"),
+        *("reasoning_text.done", "content_part.done", "output_item.done"),
+        *(
+            "output_item.added",
+            f"{arguments}.delta",
+            f"{arguments}.delta",
+            f"{arguments}.done",
+            "output_item.done",
+        ),
+        *("output_item.added", f"{arguments}.delta", f"{arguments}.done", "output_item.done"),
+        "completed",
+    ]
+    whole = writer.whole(generation)
+    for response in (events[-1]["response"], whole):
+        reasoning, first, second = response["output"]
+        assert reasoning["content"] == [{"type": "reasoning_text", "text": "I think"}]
+        assert [(call["call_id"], call["name"], call["arguments"]) for call in (first, second)] == [
+            ("c1", "f", '{"a": 1}'),
+            ("c2", "f", '{"a": 1}'),
+        ]
+        assert response["status"] == "completed"
+    again = ResponseRequest(input=[*whole["output"], {"role": "user", "content": "u"}]).messages()
+    assert [message["role"] for message in again] == ["assistant", "user"]
+    assert len(again[0]["tool_calls"]) == 2

@@ -41,6 +41,7 @@ def test_the_settings_reach_the_api(served: Served) -> None:
     wait_until(lambda: any(line["id"] == headers["X-Request-Id"] for line in log_of(served)))
     (line,) = [line for line in log_of(served) if line["id"] == headers["X-Request-Id"]]
     assert (line["route"], line["status"]) == (RESPONSES, 200)
+    assert 404 not in [line["status"] for line in log_of(served)]  # the service's own first requests
     assert 0 <= line["queue_seconds"] <= line["first_token_seconds"] <= line["seconds"]
     info = served.request("/server_info")[1]
     assert info["configuration"]["default_max_tokens"] == 5

@@ -128,12 +128,13 @@ class ResponseEvents:
             choice: Any = chunk["choices"][0]
             self._finish_reason = choice["finish_reason"] or self._finish_reason
             gained = choice["delta"]
-            if reasoning := gained.get("reasoning_content"):
+            reasoning, calls = gained.get("reasoning_content"), gained.get("tool_calls") or ()
+            if reasoning:
                 events.append(self._add("reasoning", reasoning))
-            if gained.get("content") or choice.get("logprobs"):
+            events += map(self._add_call, calls)
+            is_text = not reasoning and not calls  # only texts have log-probabilities here
+            if gained.get("content") or (is_text and choice.get("logprobs")):
                 events.append(self._add("message", gained.get("content") or "", _logprobs(choice)))
-            for call in gained.get("tool_calls") or ():
-                events.append(self._add_call(call))
         return b"".join(events)
 
     def end(self) -> bytes:

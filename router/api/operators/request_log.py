@@ -18,6 +18,7 @@ from lightkv.router.api.generation import Generation
 from lightkv.router.service.key_file import ApiKeys
 
 REQUEST_ID_HEADER = "X-Request-Id"
+WARM_UP = "lightkv.warm_up"  # the ASGI extension of requests that the service sends itself, and does not log
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._~:/+=@-]{1,128}")
 
 
@@ -118,7 +119,7 @@ class RequestObserver:
             record.status = record.status or 500  # which is sent behind this
             raise
         finally:
-            if self._write is not None or self._tracer is not None:
+            if WARM_UP not in scope.get("extensions", {}):
                 self._end(record, scope)
 
     def _end(self, record: RequestRecord, scope: Scope) -> None:
