@@ -1,11 +1,13 @@
 """A whole service with the options for operators: its processes, its log, its keys and its cache."""
 
 import json
+import time
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
+from lightkv.router.service.router_client import MAP_SECONDS
 from tests.support.served import API_KEY, Served, save_tiny_model, wait_until
 
 RESPONSES = "/v1/responses"
@@ -48,26 +50,37 @@ def test_the_settings_reach_the_api(served: Served) -> None:
     assert API_KEY not in json.dumps(info)
 
 
+def pool_of(served: Served) -> dict[str, Any]:
+    """Returns the counts of /map, which the worker takes from the device. A younger map is returned again."""
+    time.sleep(1.5 * MAP_SECONDS)
+    status, pool, _ = served.request("/map")
+    assert status == 200
+    return pool
+
+
+def reset(served: Served) -> int:
+    status, body, _ = served.request("/reset_prefix_cache", {})
+    assert status == 200
+    return int(body["num_evicted_tokens"])
+
+
 def test_a_reset_leaves_no_cached_token_and_the_counts_stay_exact(served: Served) -> None:
     served.complete("A text that is cached once it was answered")
+    pool = pool_of(served)
+    assert pool["num_cached"] > 0
+    assert reset(served) == pool["num_cached"]
+    pool = pool_of(served)
+    assert (pool["num_cached"], pool["num_free"]) == (0, pool["capacity"])
     load = served.at_rest()
-    assert load["cached"] > 0
-    assert served.request("/reset_prefix_cache", {})[1] == {"num_evicted_tokens": load["cached"]}
-    load = served.at_rest()
-    assert (load["cached"], load["free"]) == (0, load["capacity"])
+    assert (load["cached"], load["free"]) == (0, load["capacity"])  # of the status before the answer
     with served.stream(60) as events:  # what a running answer holds stays
-        evicted = served.request("/reset_prefix_cache", {})[1]["num_evicted_tokens"]
-        assert evicted == 0
+        assert reset(served) == 0
         for _ in events:
             pass
-    assert served.at_rest()["cached"] > 0
-    assert served.request("/reset_prefix_cache", {})[1]["num_evicted_tokens"] > 0
+    assert pool_of(served)["num_cached"] > 0
+    assert reset(served) > 0
     served.complete("The worker takes the edits of the last reset")
-    pool = served.request("/map")[1]  # counted on the device
-
-    def agree() -> bool:
-        load = served.at_rest()
-        return bool((pool["num_free"], pool["num_cached"]) == (load["free"], load["cached"]))
-
-    wait_until(agree)
+    pool = pool_of(served)
+    assert pool["num_cached"] > 0
+    assert pool["num_free"] + pool["num_cached"] == pool["capacity"]
     assert served.request("/health")[0] == 200
