@@ -3,6 +3,7 @@
 Dtypes and devices are names here, so that this file loads without torch; the worker makes objects of them.
 """
 
+import re
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -29,15 +30,17 @@ SESSION_HEADER = "X-Session-Id"
 MAX_SECONDS = 86_400.0
 # An environment variable, since the users of a machine can see one another's command lines.
 API_KEY_VARIABLE = "LIGHTKV_API_KEY"
+_ORIGIN = re.compile(r"\*|[a-z][a-z0-9+.-]*://[^\s/?#@]+")
 
 
 class InvalidConfig(LightKVError, ValueError):
     """A setting has a value that is not allowed."""
 
 
-def setting(default: Any, text: str) -> Any:
-    """Makes a dataclass field. The command line shows `text` as the help of its option."""
-    return field(default=default, metadata={"help": text})
+def setting(default: Any, text: str, also: str | None = None) -> Any:
+    """Makes a dataclass field. The command line shows `text` as the help of its option. `also`: another name of
+    the option, with its dashes."""
+    return field(default=default, metadata={"help": text, "also": also})
 
 
 def flag(name: str) -> str:
@@ -206,7 +209,36 @@ class ServiceConfig:
         f"A key of which clients have to send one; can be given several times. The environment variable "
         f"{API_KEY_VARIABLE} or a file is safer: all users of a machine can see its command lines.",
     )
-    api_key_file: str | None = setting(None, "File of further keys, one per line.")
+    api_key_file: str | None = setting(
+        None,
+        "File of further keys, one per line, each alone or after a name for the log (NAME KEY). Lines that "
+        "begin with # are skipped. The file is read again when it changes.",
+        also="--api-keys-file",
+    )
+    allowed_origins: tuple[str, ...] = setting(
+        (),
+        "An origin whose web pages may call the service from a browser (CORS), such as https://example.org; "
+        "can be given several times. *: every origin. Default: none.",
+    )
+    log_requests: bool = setting(
+        False,
+        "Write one line of JSON for each request to standard error: times, counts and the status, and nothing "
+        "of its text.",
+    )
+    otlp_endpoint: str | None = setting(
+        None,
+        "Address of an OpenTelemetry collector that takes traces by OTLP over HTTP, such as "
+        "http://localhost:4318/v1/traces. Every request becomes a span, with spans for queue, prefill and "
+        "decode. Needs the packages of lightkv[otel].",
+    )
+    default_max_tokens: int | None = setting(
+        None,
+        "The most tokens of an answer to a request that does not say. Default: what the context leaves for a "
+        "chat, 16 for a plain completion.",
+    )
+    chat_template: str | None = setting(
+        None, "File of a chat template (Jinja) to use in place of the model's own."
+    )
     report_cached_tokens: bool = setting(
         False,
         "Report in usage how many tokens of a prompt were cached. A client can use it to find out, token by "
@@ -271,6 +303,21 @@ class ServiceConfig:
             raise InvalidConfig(f"--cache-namespace is {self.cache_namespace!r}; give {known}")
         if self.ssl_keyfile is not None and self.ssl_certfile is None:
             raise InvalidConfig("--ssl-keyfile is given without --ssl-certfile; give both")
-        for name in ("host", "uds", "served_model_name", "socket_dir", "api_key_file"):
+        for origin in self.allowed_origins:
+            if not _ORIGIN.fullmatch(origin):
+                raise InvalidConfig(
+                    f"--allowed-origins is {origin!r}; give scheme and host without a path, such as "
+                    "https://example.org or http://localhost:3000, or * for every origin"
+                )
+        default = self.default_max_tokens
+        if default is not None and (isinstance(default, bool) or not isinstance(default, int) or default < 1):
+            raise InvalidConfig(f"--default-max-tokens is {default!r}; give a whole number of at least 1")
+        if self.otlp_endpoint is not None and not re.match("https?://[^/]", self.otlp_endpoint):
+            raise InvalidConfig(
+                f"--otlp-endpoint is {self.otlp_endpoint!r}; give a URL such as "
+                "http://localhost:4318/v1/traces"
+            )
+        names = ("host", "uds", "served_model_name", "socket_dir", "api_key_file", "chat_template")
+        for name in names:
             if getattr(self, name) == "":
                 raise InvalidConfig(f"{flag(name)} is empty; give one, or leave it out")

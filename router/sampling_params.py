@@ -47,6 +47,17 @@ class SamplerKind(enum.IntEnum):
     FULL = 3  # also top-k and top-p, which sort the vocabulary
 
 
+class Grammar(msgspec.Struct, frozen=True):
+    """What a text has to be, from its first token to its end.
+
+    `kind`: "json_object" (any object; `text` is empty), "json_schema", "regex", "choice" (a JSON array of
+    texts) or "lark" (an EBNF grammar). `text`: the grammar.
+    """
+
+    kind: str
+    text: str = ""
+
+
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     """How one request is sampled, and where its text ends. The fields are checked on creation and decoding.
 
@@ -70,6 +81,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     ignore_eos: the model's own end tokens do not end the text.
     include_stop_str_in_output: the stop string that ended the text is part of it.
     skip_special_tokens: special tokens are left out of the text.
+    grammar: what the text has to be; None leaves it free.
     """
 
     max_tokens: int = 256
@@ -90,6 +102,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     ignore_eos: bool = False
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
+    grammar: Grammar | None = None
 
     def __post_init__(self) -> None:
         self.validate()

@@ -1,19 +1,29 @@
 """The HTTP application: which path leads to which route, and which error becomes which HTTP status."""
 
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import Response
 
 from lightkv import __version__
 from lightkv.errors import LightKVError
 from lightkv.router.api.openai import document
+from lightkv.router.api.operators.docs_page import DocsPage
+from lightkv.router.api.operators.request_log import (
+    REQUEST_ID_HEADER,
+    RequestObserver,
+    RequestTracer,
+    write_to_stderr,
+)
 from lightkv.router.engine.request import InvalidPrompt, NeverFits
 from lightkv.router.sampling_params import InvalidParams
 from lightkv.router.service.api_settings import ApiSettings
+from lightkv.router.service.key_file import ApiKeys
 from lightkv.router.service.router_client import RequestRefused, RouterClient
 from lightkv.router.text.tokenizer import ChatTemplateError, Tokenizer
 
@@ -28,15 +38,37 @@ from .sessions import OpenSessions, UnknownSession
 _STATUS_OF_REFUSAL = {"invalid": 400, "never_fits": 400, "queue_full": 429, "unavailable": 503}
 
 
-def create_app(client: RouterClient, tokenizer: Tokenizer, settings: ApiSettings) -> FastAPI:
-    """Returns the HTTP application over a connected client of the router."""
+def create_app(
+    client: RouterClient,
+    tokenizer: Tokenizer,
+    settings: ApiSettings,
+    keys: ApiKeys | None = None,
+    tracer: RequestTracer | None = None,
+) -> FastAPI:
+    """Returns the HTTP application over a connected client of the router. `keys`: those of the settings, by
+    default made of them. `tracer`: is given the record of each request."""
+    keys = keys or keys_of(settings)
     metrics = ServiceMetrics(settings.model_names[0], lambda: client.latest)
     sessions = OpenSessions(client.release_session)
     api = Routes(Backend(client, tokenizer, metrics, sessions, settings.report_cached_tokens), settings)
     app = document.DocumentedApp(title="lightkv", version=__version__, docs_url=None, redoc_url=None)
     room = BodyRoom(settings.max_body_bytes, settings.max_unread_bytes, 2 * tokenizer.max_model_len)
     app.router.route_class = body_route(room)
-    app.add_middleware(Guard, api_keys=settings.api_keys, max_body_bytes=settings.max_body_bytes)
+    # The last one that is added sees a request first.
+    app.add_middleware(Guard, keys=keys, max_body_bytes=settings.max_body_bytes)
+    if settings.allowed_origins:
+        exposed = [REQUEST_ID_HEADER, "Retry-After"]
+        methods = ["GET", "POST"]
+        origins = settings.allowed_origins
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=origins,
+            allow_methods=methods,
+            allow_headers=["*"],
+            expose_headers=exposed,
+        )
+    write = write_to_stderr if settings.log_requests else None
+    app.add_middleware(RequestObserver, keys=keys, write=write, tracer=tracer)
     app.add_exception_handler(HTTPException, _on_http_error)
     app.add_exception_handler(RequestValidationError, _on_invalid_body)
     app.add_exception_handler(LightKVError, _on_refusal)
@@ -50,7 +82,7 @@ def create_app(client: RouterClient, tokenizer: Tokenizer, settings: ApiSettings
         errors: Sequence[int] = (),
         described: dict[str, Any] | None = None,
     ) -> None:
-        needs_key = bool(settings.api_keys) and path not in OPEN_PATHS
+        needs_key = keys.any and path not in OPEN_PATHS
         app.add_api_route(
             path,
             endpoint,
@@ -66,6 +98,7 @@ def create_app(client: RouterClient, tokenizer: Tokenizer, settings: ApiSettings
     headers = {"parameters": [*namespace, document.session_header()]}
     route("POST", "/v1/completions", api.complete, document.COMPLETION, document.GENERATES, headers)
     route("POST", "/v1/chat/completions", api.chat, document.CHAT, document.GENERATES, headers)
+    route("POST", "/v1/responses", api.respond, document.RESPONSE, document.GENERATES, headers)
     release = "/v1/sessions/{session_id:path}/release"
     errors = document.NAMES_NAMESPACE if by_header else ()
     named = {"parameters": [*namespace, document.session_parameter()]}
@@ -81,7 +114,16 @@ def create_app(client: RouterClient, tokenizer: Tokenizer, settings: ApiSettings
     route("GET", "/load", api.load, document.LOAD)
     route("GET", "/map", api.pool_map, document.MAP, document.ASKS_WORKER)
     route("GET", "/version", api.version, document.VERSION)
+    route("POST", "/reset_prefix_cache", api.reset_cache, document.CACHE_RESET, document.ASKS_WORKER)
+    route("GET", "/server_info", api.server_info, document.SERVER_INFO)
+    page = DocsPage(app.openapi)
+    app.add_api_route("/docs", page.answer, methods=["GET"], include_in_schema=False)
     return app
+
+
+def keys_of(settings: ApiSettings) -> ApiKeys:
+    """Returns the keys that let requests in. Raises OSError and InvalidConfig for an unusable file of keys."""
+    return ApiKeys(settings.api_keys, None if settings.api_key_file is None else Path(settings.api_key_file))
 
 
 async def _on_http_error(request: Request, error: Exception) -> Response:
@@ -97,9 +139,18 @@ async def _on_invalid_body(request: Request, error: Exception) -> Response:
     place = [str(step) for step in first["loc"][1:] if "[" not in str(step)]
     messages = dict.fromkeys(str(other["msg"]) for other in errors if other["loc"][:2] == first["loc"][:2])
     message = "; ".join(list(messages)[:4])
+    kind = request.headers.get("content-type")
+    if len(first["loc"]) == 1 and not _is_json(kind):
+        what = "the request has no Content-Type" if kind is None else f"the Content-Type is {kind[:200]!r}"
+        return error_response(400, f"{what}; send the body as application/json")
     if first["type"] == "json_invalid":
         return error_response(400, f"the body is not JSON ({first['ctx']['error']}, at {place[0]})")
     return error_response(400, f"{'.'.join(place) or 'body'}: {message}", place[0] if place else None)
+
+
+def _is_json(kind: str | None) -> bool:
+    name = (kind or "").partition(";")[0].strip().lower()
+    return name.startswith("application/") and name.endswith(("/json", "+json"))
 
 
 async def _on_refusal(request: Request, error: Exception) -> Response:
@@ -123,4 +174,5 @@ async def _on_refusal(request: Request, error: Exception) -> Response:
 
 
 async def _on_defect(request: Request, error: Exception) -> Response:
-    return error_response(500, "the service failed on this request; its log has the reason")
+    headers = {REQUEST_ID_HEADER: request.state.record.id}
+    return error_response(500, "the service failed on this request; its log has the reason", None, headers)

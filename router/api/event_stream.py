@@ -11,6 +11,7 @@ from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
 from lightkv.router.api.openai.protocol import GenerationRequest, error_body
+from lightkv.router.api.openai.response_writer import ResponseEvents, ResponseWriter
 from lightkv.router.api.openai.writer import ChatWriter, CompletionWriter, usage_of
 
 from .generation import Answer, Generation, GenerationFailed, GenerationLost, TextDelta
@@ -26,13 +27,20 @@ class EventStream(Response):
     media_type = "text/event-stream"
 
     def __init__(
-        self, generation: Generation, writer: CompletionWriter | ChatWriter, body: GenerationRequest
+        self,
+        generation: Generation,
+        writer: CompletionWriter | ChatWriter | ResponseWriter,
+        body: GenerationRequest,
     ) -> None:
         self.status_code = 200
         self.background = None
         self.init_headers(_HEADERS)
         self._generation = generation
-        self._events = EventWriter(generation, writer, body)
+        self._events: EventWriter | ResponseEvents
+        if isinstance(writer, ResponseWriter):
+            self._events = writer.events(generation)
+        else:
+            self._events = EventWriter(generation, writer, body)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         async with closed_with_client(receive, self._generation):
@@ -42,13 +50,15 @@ class EventStream(Response):
 
     async def _send_events(self, send: Send) -> None:
         """Sends all events. If the generation fails, the last event is the error, and there is no [DONE]."""
+        if begin := self._events.begin():
+            await send(_part(begin))
         try:
             async for deltas in self._generation.deltas():
                 if events := b"".join(map(self._events.delta, deltas)):
                     await send(_part(events))
             await send(_part(self._events.end()))
         except (GenerationFailed, GenerationLost) as error:
-            await send(_part(_event(error_body(failure_status(error), str(error)))))
+            await send(_part(self._events.fail(failure_status(error), str(error))))
 
 
 class EventWriter:
@@ -63,6 +73,14 @@ class EventWriter:
         self._has_running_usage = body.has_running_usage
         # By answer: what stands before and after the text in a chunk that has nothing else of its own.
         self._around: dict[int, tuple[bytes, bytes]] = {}
+
+    def begin(self) -> bytes:
+        """Returns the events before the first delta, of which there are none."""
+        return b""
+
+    def fail(self, status: int, error: str) -> bytes:
+        """Returns the last event of answers that could not be completed."""
+        return _event(error_body(status, error))
 
     def delta(self, delta: TextDelta) -> bytes:
         """Returns the events of a delta; none if it has nothing to show."""

@@ -56,7 +56,7 @@ class Answer:
 
     `index`: its number among the answers of the HTTP request. `scored`: the tokens of its text with their
     log-probabilities, if it `has_logprobs` (a stop token does not belong to the text). `num_cached`: prompt
-    tokens found in the cache.
+    tokens found in the cache. `waited`: the seconds that it was queued, once it has a token.
     """
 
     index: int
@@ -65,6 +65,7 @@ class Answer:
     clock: AnswerClock
     has_logprobs: bool
     num_cached: int = 0
+    waited: float | None = None
     scored: list[tuple[int, TokenLogprobs]] = field(default_factory=list)
 
 
@@ -168,6 +169,11 @@ class Generation:
         does not report them."""
         if not self._reports_cached_tokens:
             return None
+        return self.num_hit_tokens
+
+    @property
+    def num_hit_tokens(self) -> int:
+        """Prompt tokens found in the cache, as `num_cached_tokens`, whatever clients are told."""
         return sum(answer.num_cached for answer in self.answers[:: self._spec.params.n])
 
     @property
@@ -215,6 +221,7 @@ class Generation:
             return
         if event.num_cached is not None:
             answer.num_cached = event.num_cached
+            answer.waited = event.waited
         delta.text += answer.completion.push(event)
         answer.clock.token()
         if event.logprobs is not None and event.token is not None and event.finish_reason != "stop":

@@ -1,14 +1,14 @@
 """Refuses requests without an API key or with too large a body before they reach a route."""
 
-import hmac
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 from starlette.datastructures import Headers
 from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from lightkv.router.api.openai.protocol import error_body
+from lightkv.router.service.key_file import ApiKeys
 
 OPEN_PATHS = frozenset({"/health"})  # liveness probes have no API key
 RETRY_AFTER = {429: "1", 503: "5"}  # seconds
@@ -17,13 +17,13 @@ RETRY_AFTER = {429: "1", 503: "5"}  # seconds
 class Guard:
     """Passes requests on to `app`, with the API key in the request's state.
 
-    Answers 401 to a request without one of `api_keys` (if there are any), and 413 to one whose headers announce
+    Answers 401 to a request without one of `keys` (if there are any), and 413 to one whose headers announce
     more than `max_body_bytes`.
     """
 
-    def __init__(self, app: ASGIApp, api_keys: Sequence[str], max_body_bytes: int) -> None:
+    def __init__(self, app: ASGIApp, keys: ApiKeys, max_body_bytes: int) -> None:
         self._app = app
-        self._keys = [key.encode() for key in api_keys]
+        self._keys = keys
         self._max_body_bytes = max_body_bytes
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -34,7 +34,7 @@ class Guard:
         length = headers.get("content-length", "0")
         key = self._key(headers.get("authorization", ""))
         scope.setdefault("state", {})["api_key"] = key
-        if self._keys and key is None and scope["path"] not in OPEN_PATHS:
+        if self._keys.any and key is None and scope["path"] not in OPEN_PATHS:
             response = error_response(401, "the API key is missing or wrong; send Authorization: Bearer KEY")
             await response(scope, receive, send)
         elif length.isdecimal() and int(length) > self._max_body_bytes:
@@ -51,10 +51,8 @@ class Guard:
         scheme, _, given = authorization.partition(" ")
         if scheme.lower() != "bearer":
             return None
-        # Headers are decoded as latin-1, so this restores the bytes that were sent. Every key is compared, and
-        # in constant time, so that the time of an answer tells nothing about the keys.
-        equal = [key for key in self._keys if hmac.compare_digest(given.strip().encode("latin-1"), key)]
-        return equal[0] if equal else None
+        # Headers are decoded as latin-1, so this restores the bytes that were sent.
+        return self._keys.find(given.strip().encode("latin-1"))
 
 
 def error_response(

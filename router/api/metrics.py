@@ -155,26 +155,33 @@ class ServiceMetrics:
 
 
 class AnswerClock:
-    """Measures the times of one answer, from `ServiceMetrics.begin` to `finish`."""
+    """Measures the times of one answer, from `ServiceMetrics.begin` to `finish`.
+
+    `begun`, `first`, `ended`: monotonic times of its begin, its first token and its end; None until then.
+    """
 
     def __init__(self, metrics: ServiceMetrics) -> None:
         self._metrics = metrics
-        self._begun = time.monotonic()
-        self._last: float | None = None
+        self.begun = time.monotonic()
+        self.first: float | None = None
+        self.ended: float | None = None
+        self._last = self.begun
 
     def token(self) -> None:
         """Notes the arrival of a token. Of tokens that arrive together, the first ends an interval and the
         others have intervals of nearly 0."""
         now = time.monotonic()
-        if self._last is None:
-            self._metrics.ttft.observe(now - self._begun)
+        if self.first is None:
+            self.first = now
+            self._metrics.ttft.observe(now - self.begun)
         else:
             self._metrics.inter_token.observe(now - self._last)
         self._last = now
 
     def finish(self, reason: str) -> None:
         """Notes the end of the answer. `reason`: "stop", "length", "abort", "error" or "lost"."""
-        self._metrics.e2e.observe(time.monotonic() - self._begun)
+        self.ended = time.monotonic()
+        self._metrics.e2e.observe(self.ended - self.begun)
         self._metrics.finished.labels(self._metrics.model, reason).inc()
 
 

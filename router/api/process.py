@@ -3,7 +3,7 @@
 import asyncio
 import socket
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -12,12 +12,14 @@ import uvicorn
 import uvloop
 from starlette.types import ASGIApp, Message
 
+from lightkv.router.api.operators.request_log import WARM_UP
+from lightkv.router.config import InvalidConfig
 from lightkv.router.service.api_settings import ServeSettings
 from lightkv.router.service.child_process import freeze_objects, ignore_signals
 from lightkv.router.service.router_client import RouterClient, RouterUnreachable
-from lightkv.router.text.tokenizer import Tokenizer, UnreadableTokenizer
+from lightkv.router.text.tokenizer import ChatTemplateError, Tokenizer, UnreadableTokenizer
 
-from .app import create_app
+from .app import create_app, keys_of
 from .server import make_server
 
 NUM_TEXT_THREADS = 2
@@ -34,10 +36,11 @@ async def serve(settings: ServeSettings) -> None:
     UnreadableTokenizer, and OSError for a certificate that cannot be read.
     """
     asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(NUM_TEXT_THREADS, "text"))
+    keys = keys_of(settings.api)
     client = await RouterClient.connect(Path(settings.router_socket))
     router_ended = asyncio.create_task(client.closed())
     try:
-        tokenizer = Tokenizer(Path(settings.model_directory))
+        tokenizer = Tokenizer(Path(settings.model_directory), settings.chat_template)
     except UnreadableTokenizer:
         # If the model cannot run at all, the worker refuses it and gives a better reason.
         became_ready = asyncio.create_task(client.became_ready.wait())
@@ -47,9 +50,14 @@ async def serve(settings: ServeSettings) -> None:
         if router_ended.done():
             return
         raise
-    app = create_app(client, tokenizer, settings.api)
+    tracer = None
+    if settings.api.otlp_endpoint is not None:
+        from lightkv.router.api.operators.tracing import SpanTracer
+
+        tracer = SpanTracer.to_collector(settings.api.otlp_endpoint, settings.api.model_names[0])
+    app = create_app(client, tokenizer, settings.api, keys, tracer)
     tokenizer.prepare()  # the worker takes longer to load the model
-    await warm_up(app, settings.api.api_keys)
+    await warm_up(app, keys.first)
     server = make_server(app, settings)
     freeze_objects()
     serving = asyncio.create_task(server.serve([socket.socket(fileno=settings.listen_fd)]))
@@ -59,12 +67,14 @@ async def serve(settings: ServeSettings) -> None:
     server.should_exit = True  # open responses end first, the incomplete ones with an error
     await serving
     await client.close()
+    if tracer is not None:
+        tracer.close()
 
 
-async def warm_up(app: ASGIApp, api_keys: Sequence[str]) -> None:
+async def warm_up(app: ASGIApp, api_key: str | None) -> None:
     """Sends the application a request of each kind, for a model that does not exist. After it, the first real
     request takes about as long as any other."""
-    key = [(b"authorization", b"Bearer " + api_keys[0].encode())] if api_keys else []
+    key = [(b"authorization", b"Bearer " + api_key.encode())] if api_key else []
 
     async def send(message: Message) -> None:
         pass
@@ -84,6 +94,7 @@ async def warm_up(app: ASGIApp, api_keys: Sequence[str]) -> None:
             "scheme": "http",
             "path": f"/v1/{path}",
             "query_string": b"",
+            "extensions": {WARM_UP: {}},
             "headers": [(b"content-type", b"application/json"), *key],
         }
         await app(scope, receive, send)
@@ -110,7 +121,7 @@ def main() -> int:
     settings = msgspec.json.decode(sys.stdin.buffer.read(), type=ServeSettings)
     try:
         uvloop.run(serve(settings))
-    except (RouterUnreachable, UnreadableTokenizer, OSError) as error:
+    except (RouterUnreachable, UnreadableTokenizer, ChatTemplateError, InvalidConfig, OSError) as error:
         print(f"lightkv api: {error}", file=sys.stderr)
     return 1
 

@@ -3,18 +3,20 @@ HTTP status."""
 
 import hashlib
 import time
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import msgspec
 import numpy as np
 from fastapi import Request
 from starlette.responses import Response
-from starlette.types import Receive
 
 from lightkv import __version__
 from lightkv.errors import LightKVError
 from lightkv.router.api.openai.protocol import (
     MAX_SESSION_ID,
+    CacheEvicted,
     ChatRequest,
     CompletionRequest,
     Detokenized,
@@ -23,11 +25,15 @@ from lightkv.router.api.openai.protocol import (
     Model,
     ModelList,
     ReleasedSession,
+    ServerInfo,
     Tokenized,
     TokenizeRequest,
     Version,
 )
+from lightkv.router.api.openai.response_writer import ResponseWriter
+from lightkv.router.api.openai.responses import ResponseRequest, renamed
 from lightkv.router.api.openai.writer import ChatWriter, CompletionWriter
+from lightkv.router.api.operators.request_log import note_generation
 from lightkv.router.config import NAMESPACE_HEADER, SESSION_HEADER
 from lightkv.router.engine.request import InvalidPrompt, NeverFits
 from lightkv.router.sampling_params import MAX_COUNT, MAX_LOGPROBS, InvalidParams
@@ -73,7 +79,8 @@ class Routes:
     async def complete(self, body: CompletionRequest, request: Request) -> Response:
         """POST /v1/completions: continue one or several prompts."""
         model = self._model(body.model)
-        params = body.params()
+        default = None if body.states_length else self._settings.default_max_tokens
+        params = body.params() if default is None else body.params(default)
         info = self._client.ready_info()
         if not 1 <= len(body.prompts) * params.n <= self._settings.max_answers:
             most = f"1 to {self._settings.max_answers} prompts, counted n times each"
@@ -85,8 +92,11 @@ class Routes:
         prompts = []
         for prompt in body.prompts:  # a prompt that is too long is refused before the next one is tokenised
             prompt_ids = await self._prompt_ids(prompt, body.add_special_tokens is not False, room)
-            _check_fits(prompt_ids.size, params.max_tokens, context)
+            _check_fits(prompt_ids.size, params.max_tokens if default is None else 1, context)
             prompts.append(prompt_ids)
+        if default is not None:  # which is cut to what the prompts leave room for
+            left = min(context, info.capacity + 1) - max(ids.size for ids in prompts)
+            params = body.params(max(min(default, left), 1))
         echoed = []
         if body.echo:
             for text, prompt_ids in zip(body.prompts, prompts, strict=True):
@@ -100,10 +110,27 @@ class Routes:
             session=session,
         )
         writer = CompletionWriter(model, self._tokenizer, echoed)
-        return await self._answer(spec, writer, body, request.receive)
+        return await self._answer(spec, writer, body, request)
+
+    async def respond(self, body: ResponseRequest, request: Request) -> Response:
+        """POST /v1/responses: answer a chat, in the form of OpenAI's Responses API."""
+        chat = body.chat()
+        try:
+            return await self._chat(chat, request, partial(ResponseWriter, body))
+        except InvalidParams as error:
+            raise renamed(error) from error
 
     async def chat(self, body: ChatRequest, request: Request) -> Response:
         """POST /v1/chat/completions: answer a chat."""
+        return await self._chat(body, request)
+
+    async def _chat(
+        self,
+        body: ChatRequest,
+        request: Request,
+        wrap: Callable[[str, ChatWriter], ResponseWriter] | None = None,
+    ) -> Response:
+        """Answers a chat. `wrap`: returns what writes the answer in another form, for the model's name."""
         model = self._model(body.model)
         params = body.params(MAX_COUNT)  # raises for wrong parameters before anything is computed
         info = self._client.ready_info()
@@ -115,7 +142,8 @@ class Routes:
         room = PromptRoom(context, body.num_kept(body.given_max_tokens(1), context))
         prompt_ids = await self._prompts.ids_of_chat(_chat(body), room)
         longest = min(context, info.capacity + 1)  # the last token needs no slot
-        params = body.params(max(longest - prompt_ids.size, 1))
+        most = min(longest - prompt_ids.size, self._settings.default_max_tokens or longest)
+        params = body.params(max(most, 1))
         _check_fits(prompt_ids.size, params.max_tokens, context)
         spec = GenerationSpec(
             prompts=[prompt_ids.tobytes()],
@@ -125,7 +153,8 @@ class Routes:
             session=session,
             states_length=body.states_length,
         )
-        return await self._answer(spec, ChatWriter(model, self._tokenizer), body, request.receive)
+        writer = ChatWriter(model, self._tokenizer)
+        return await self._answer(spec, writer if wrap is None else wrap(model, writer), body, request)
 
     async def release_session(self, request: Request) -> Response:
         """POST /v1/sessions/{session_id}/release: end a session; its tokens are cached like any others."""
@@ -208,19 +237,31 @@ class Routes:
         """GET /version: return lightkv's version."""
         return _json(Version(version=__version__))
 
+    async def server_info(self) -> Response:
+        """GET /server_info: return the version, the settings without secrets, and what runs the model."""
+        info = self._client.status.info
+        runner = None if info is None else msgspec.to_builtins(info)
+        configuration = self._settings.configuration
+        return _json(ServerInfo(version=__version__, configuration=configuration, runner=runner))
+
+    async def reset_cache(self) -> Response:
+        """POST /reset_prefix_cache: evict every cached token that no running request holds."""
+        return _json(CacheEvicted(num_evicted_tokens=await self._client.reset_cache()))
+
     async def _answer(
         self,
         spec: GenerationSpec,
-        writer: CompletionWriter | ChatWriter,
+        writer: CompletionWriter | ChatWriter | ResponseWriter,
         body: GenerationRequest,
-        receive: Receive,
+        request: Request,
     ) -> Response:
         """Returns the whole answer or its stream. The router has accepted the request before a stream
         begins."""
         generation = await self._backend.generate(spec)
+        note_generation(request, generation)
         if body.stream:
             return EventStream(generation, writer, body)
-        async with closed_with_client(receive, generation):
+        async with closed_with_client(request.receive, generation):
             async for _ in generation.deltas():
                 pass
             num_scored = sum(len(answer.scored) for answer in generation.answers)

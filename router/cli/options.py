@@ -38,12 +38,14 @@ def examples(*lines: str) -> str:
     return "\n\n".join(("[bold]Examples[/]", *lines))
 
 
-def _option(name: str, kind: Any, default: Any, text: str, panel: str) -> inspect.Parameter:
-    """Returns a command's parameter that typer reads as the option `--name`."""
+def _option(
+    name: str, kind: Any, default: Any, text: str, panel: str, also: str | None = None
+) -> inspect.Parameter:
+    """Returns a command's parameter that typer reads as the option `--name`, and `also` as another name."""
     names = flag(name)
     if kind is bool and default:
         names += f"/--no-{names[2:]}"
-    option = typer.Option(names, help=text, rich_help_panel=panel)
+    option = typer.Option(names, *((also,) if also else ()), help=text, rich_help_panel=panel)
     return inspect.Parameter(
         name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=Annotated[kind, option]
     )
@@ -58,7 +60,8 @@ def _config_options(
         kind, default = kinds[field.name], field.default
         if kind == tuple[str, ...]:  # an option that may be given several times
             kind, default = list[str], None
-        options.append(_option(field.name, kind, default, field.metadata["help"], panel))
+        also = field.metadata.get("also")
+        options.append(_option(field.name, kind, default, field.metadata["help"], panel, also))
     return options
 
 
@@ -95,13 +98,14 @@ def _with_options(
     return decorate
 
 
+_SEVERAL = [field.name for field in fields(ServiceConfig) if field.default == ()]
 takes_engine = _with_options(
     "config", _config_options(EngineConfig, "Engine"), lambda values: EngineConfig(**values)
 )
 takes_service = _with_options(
     "service",
     _config_options(ServiceConfig, "Service"),
-    lambda values: ServiceConfig(**values | {"api_key": tuple(values["api_key"] or ())}),
+    lambda values: ServiceConfig(**values | {name: tuple(values[name] or ()) for name in _SEVERAL}),
 )
 takes_simulation = _with_options(
     "config", _config_options(SimulationConfig, "Simulation"), lambda values: SimulationConfig(**values)

@@ -10,11 +10,13 @@ from rich.console import Console
 
 from lightkv.router.config import API_KEY_VARIABLE, EngineConfig, ServiceConfig
 
+from .config_file import set_defaults
 from .options import examples, takes_engine, takes_service
 
 _EXAMPLES = (
     "lightkv serve",
     "lightkv serve ./my-model --port 9000 --max-total-tokens 200000",
+    "lightkv serve --config service.toml --log-requests",
     "LIGHTKV_API_KEY=… lightkv serve --host 0.0.0.0 --ssl-certfile cert.pem --ssl-keyfile key.pem",
     """curl localhost:8000/v1/completions -H 'Content-Type: application/json' -d '{"prompt": "Hi"}'""",
 )
@@ -30,6 +32,17 @@ def serve(
         str | None, typer.Argument(help="The same as --model.", show_default=False, metavar="MODEL")
     ] = None,
     *,
+    context: typer.Context,
+    config_file: Annotated[
+        str | None,
+        typer.Option(
+            "--config",
+            help="File in TOML with any of these options, such as max-num-seqs = 64. The command line wins.",
+            callback=set_defaults,
+            is_eager=True,
+            show_default=False,
+        ),
+    ] = None,
     config: EngineConfig,
     service: ServiceConfig,
 ) -> None:
@@ -39,7 +52,9 @@ def serve(
     lets running requests finish within --shutdown-timeout; a second one ends them at once.
     """
     if served is not None:
-        if config.model not in (EngineConfig.model, served):
+        source = context.get_parameter_source("model")
+        is_given = source is not None and source.name == "COMMANDLINE"
+        if is_given and config.model != served:
             raise typer.BadParameter(
                 f"MODEL is {served} and --model is {config.model}; leave one of them out"
             )

@@ -125,6 +125,13 @@ class Engine:
             self._dead = error
         return self.scheduler.fail(error)
 
+    def evict_cached(self) -> int:
+        """Evicts every cached token that no request holds, those of sessions included. Returns their number."""
+        ledger = self.scheduler.ledger
+        num_tokens = ledger.num_cached
+        ledger.evict(num_tokens)
+        return num_tokens
+
     def check(self) -> None:
         """Recounts the ledger, the forecast and the queues. Raises CheckFailed, EngineDead."""
         self._require_alive()

@@ -80,6 +80,7 @@ class Request:
         "states_length",
         "stop_ids",
         "ticket",
+        "waited",
     )
 
     def __init__(
@@ -115,6 +116,7 @@ class Request:
         self.rank: float = priority
         # When the request came, in seconds; the scheduler sets it where it is None.
         self.queued: float | None = None
+        self.waited = 0.0  # seconds in the queue until it was first admitted
         self.is_late = False  # has the request waited for so long that others go first?
         self.output = array("i")
         self.sequence: Sequence | None = None

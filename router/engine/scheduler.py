@@ -318,6 +318,7 @@ class Scheduler:
             self.num_recomputed_tokens += max(request.num_computed - sequence.num_hit, 0)
         else:
             request.num_hit = sequence.num_hit
+            request.waited = self._clock() - (request.queued or 0.0)
             self.num_prompt_tokens += request.num_prompt
             self.num_hit_tokens += sequence.num_hit
         self._plans.introduce(request)

@@ -150,6 +150,7 @@ class TokenEvent(msgspec.Struct, frozen=True, array_like=True, gc=False):
         finish_reason: "stop", "length", "error" (the step failed), "lost" (the worker died) or "abort". The
             last three come without a token, and `error` says why.
         num_cached: comes with the first token: how many of the prompt's tokens were found in the cache.
+        waited: comes with the first token where a router sends it: the seconds that the request was queued.
     """
 
     request_id: str
@@ -158,6 +159,7 @@ class TokenEvent(msgspec.Struct, frozen=True, array_like=True, gc=False):
     logprobs: TokenLogprobs | None = None
     error: str | None = None
     num_cached: int | None = None
+    waited: float | None = None
 
 
 class StepResult(msgspec.Struct, frozen=True):

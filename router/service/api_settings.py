@@ -1,8 +1,16 @@
 """The settings with which the launcher starts the API process."""
 
-from typing import Literal
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, Literal, cast
+from urllib.parse import urlsplit
 
 import msgspec
+
+from lightkv.router.config import EngineConfig, ServiceConfig
+
+# Connections beyond the queued requests: for running requests, for monitoring, and for answers of 429.
+_MORE_CONNECTIONS = 4096
 
 
 class ApiSettings(msgspec.Struct, frozen=True, kw_only=True):
@@ -23,6 +31,12 @@ class ApiSettings(msgspec.Struct, frozen=True, kw_only=True):
     max_connections: the most open connections; further ones are answered 503. Less if the limit of descriptors
         is too low.
     header_seconds, body_seconds: the time in which headers and body have to arrive.
+    api_key_file: a file of further keys (`key_file.py`), which is read again when it changes.
+    allowed_origins: the origins whose pages a browser lets call the service.
+    log_requests: whether a line of JSON for each request goes to standard error.
+    otlp_endpoint: the collector that is sent each request's spans.
+    default_max_tokens: the most tokens of an answer to a request that does not say.
+    configuration: what /server_info shows of the service's settings, without secrets.
     """
 
     model_names: list[str]
@@ -39,6 +53,12 @@ class ApiSettings(msgspec.Struct, frozen=True, kw_only=True):
     max_connections: int = 8192
     header_seconds: float = 15.0
     body_seconds: float = 60.0
+    api_key_file: str | None = None
+    allowed_origins: list[str] = []
+    log_requests: bool = False
+    otlp_endpoint: str | None = None
+    default_max_tokens: int | None = None
+    configuration: dict[str, Any] = {}
 
 
 class ServeSettings(msgspec.Struct, frozen=True, kw_only=True):
@@ -46,6 +66,7 @@ class ServeSettings(msgspec.Struct, frozen=True, kw_only=True):
 
     model_directory: the directory of the tokenizer. router_socket: path of the router's unix socket.
     listen_fd: a bound socket (TCP or unix) that this process inherits.
+    chat_template: the source of a chat template to use in place of the model's own.
     certfile, keyfile: PEM files, for HTTPS. shutdown_timeout: seconds that open responses have to finish once
         the router has ended.
     """
@@ -54,6 +75,38 @@ class ServeSettings(msgspec.Struct, frozen=True, kw_only=True):
     model_directory: str
     router_socket: str
     listen_fd: int
+    chat_template: str | None = None
     certfile: str | None = None
     keyfile: str | None = None
     shutdown_timeout: int = 30
+
+
+def api_settings(engine: EngineConfig, service: ServiceConfig, model: str) -> ApiSettings:
+    """Returns the settings of the HTTP application for those of a service that serves `model`."""
+    key_file = service.api_key_file
+    return ApiSettings(
+        model_names=[model],
+        api_keys=list(service.api_key),
+        api_key_file=None if key_file is None else str(Path(key_file).absolute()),
+        report_cached_tokens=service.report_cached_tokens,
+        cache_namespace=cast(Literal["key", "header"] | None, service.cache_namespace),
+        allow_priority=service.allow_priority,
+        session_ttl=service.session_ttl,
+        max_queued_requests=service.max_queued_requests,
+        max_connections=service.max_queued_requests + _MORE_CONNECTIONS,
+        allowed_origins=list(service.allowed_origins),
+        log_requests=service.log_requests,
+        otlp_endpoint=service.otlp_endpoint,
+        default_max_tokens=service.default_max_tokens,
+        configuration=shown(engine, service),
+    )
+
+
+def shown(engine: EngineConfig, service: ServiceConfig) -> dict[str, Any]:
+    """Returns the settings by name without secrets: no API key, and no user or query in an address."""
+    settings = asdict(engine) | asdict(service)
+    settings["api_key"] = len(service.api_key)  # how many were given
+    if service.otlp_endpoint is not None:
+        parts = urlsplit(service.otlp_endpoint)
+        settings["otlp_endpoint"] = f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{parts.path}"
+    return settings

@@ -22,8 +22,8 @@ from asyncio.subprocess import DEVNULL, PIPE, Process
 from collections.abc import AsyncIterator, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
+from importlib.util import find_spec
 from pathlib import Path
-from typing import Literal, cast
 
 import msgspec
 from rich.console import Console
@@ -33,17 +33,16 @@ from lightkv.router.config import API_KEY_VARIABLE, EngineConfig, InvalidConfig,
 from lightkv.router.model_files import resolve
 from lightkv.router.terminal import progress, say
 
-from .api_settings import ApiSettings, ServeSettings
+from .api_settings import ServeSettings, api_settings
 from .child_process import SIGNALS, command, signals_held_back
 from .frames import FrameStream
+from .key_file import read_keys
 from .messages import Status, ToApi
 from .router_process import ABORT, ABORT_SECONDS, DRAIN, RouterSettings, remove
 
 _ROUTER_SOCKET = "router.sock"
 _MAX_PATH_BYTES = 107  # of a unix socket (Linux)
 _BACKLOG = 2048
-# Connections beyond the queued requests: for running requests, for monitoring, and for answers of 429.
-_MORE_CONNECTIONS = 4096
 _FLUSH_SECONDS = 5  # for open responses to reach their clients, once the router has ended
 _POLL_SECONDS = 0.02
 _LAST_SECONDS = 1.0  # for the router to end after the API has, because its end may be the reason
@@ -82,13 +81,16 @@ def serve(engine: EngineConfig, service: ServiceConfig, notes: Console) -> int:
     """
     before = signal.signal(signal.SIGTERM, signal.default_int_handler)  # like Ctrl-C, until processes run
     try:
-        service = with_all_keys(service)
+        with_all_keys(service)
         _check_certificate(service)
+        template = _read_template(service)
+        _check_tracing(service)
         with _take_site(service) as site:
             with progress(notes, f"looking for {engine.model}") as report:
                 directory = resolve(engine.model, report)
             name = service.served_model_name or engine.model
-            running = _Service(replace(engine, model=str(directory)), service, site, name, notes)
+            engine = replace(engine, model=str(directory))
+            running = _Service(engine, service, site, name, notes, template)
             return asyncio.run(running.run())
     except KeyboardInterrupt:
         return 0
@@ -106,20 +108,40 @@ def with_all_keys(service: ServiceConfig) -> ServiceConfig:
     keys = service.api_key
     if service.api_key_file is not None:
         try:
-            lines = Path(service.api_key_file).read_text(encoding="utf-8").splitlines()
-        except (OSError, ValueError) as error:
+            keys += tuple(read_keys(Path(service.api_key_file)))
+        except OSError as error:
             raise CannotServe(f"--api-key-file {service.api_key_file} cannot be read ({error})") from error
-        found = tuple(line.strip() for line in lines if line.strip())
-        if not found:
-            raise InvalidConfig(
-                f"--api-key-file {service.api_key_file} holds no key; write one key on each line"
-            )
-        keys += found
     if service.cache_namespace == "key" and not keys:
         raise InvalidConfig(
             "--cache-namespace is 'key', and there is no --api-key; give API keys, or another namespace"
         )
     return replace(service, api_key=keys, api_key_file=None)
+
+
+def _read_template(service: ServiceConfig) -> str | None:
+    """Returns the text of --chat-template, if it is given. Raises CannotServe."""
+    if service.chat_template is None:
+        return None
+    try:
+        return Path(service.chat_template).read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:
+        raise CannotServe(f"--chat-template {service.chat_template} cannot be read ({error})") from error
+
+
+def _check_tracing(service: ServiceConfig) -> None:
+    """Raises CannotServe if spans are wanted and the packages that send them are missing."""
+    if service.otlp_endpoint is None:
+        return
+    for package in ("opentelemetry.sdk", "opentelemetry.exporter.otlp.proto.http"):
+        try:
+            is_installed = find_spec(package) is not None
+        except ModuleNotFoundError:  # a package above it is missing
+            is_installed = False
+        if not is_installed:
+            raise CannotServe(
+                f"--otlp-endpoint needs the package {package}, which is not installed; "
+                'pip install "lightkv[otel]" brings it'
+            )
 
 
 def _check_certificate(service: ServiceConfig) -> None:
@@ -275,8 +297,15 @@ class _Service:
     """The router and the API process, from their start to their end."""
 
     def __init__(
-        self, engine: EngineConfig, service: ServiceConfig, site: Site, model: str, notes: Console
+        self,
+        engine: EngineConfig,
+        service: ServiceConfig,
+        site: Site,
+        model: str,
+        notes: Console,
+        template: str | None = None,
     ) -> None:
+        self._template = template
         self._engine = engine
         self._service = service
         self._site = site
@@ -356,17 +385,9 @@ class _Service:
     async def _start_api(self) -> Process:
         listener = self._site.listener
         settings = ServeSettings(
-            api=ApiSettings(
-                model_names=[self._model],
-                api_keys=list(self._service.api_key),
-                report_cached_tokens=self._service.report_cached_tokens,
-                cache_namespace=cast(Literal["key", "header"] | None, self._service.cache_namespace),
-                allow_priority=self._service.allow_priority,
-                session_ttl=self._service.session_ttl,
-                max_queued_requests=self._service.max_queued_requests,
-                max_connections=self._service.max_queued_requests + _MORE_CONNECTIONS,
-            ),
+            api=api_settings(self._engine, self._service, self._model),
             model_directory=self._engine.model,
+            chat_template=self._template,
             router_socket=self._site.router_socket,
             listen_fd=listener.fileno(),
             certfile=self._service.ssl_certfile,
@@ -402,7 +423,8 @@ class _Service:
             assert api.stdout is not None
             if not await api.stdout.readline():
                 return
-        if not self._service.api_key and not self._site.is_local:
+        has_keys = self._service.api_key or self._service.api_key_file
+        if not has_keys and not self._site.is_local:
             say(self._notes, "no --api-key: every machine that reaches this address can use the service")
         print(f"lightkv serves {self._model} at {self._site.url}", flush=True)
         async for status in changes:

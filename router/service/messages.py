@@ -56,6 +56,10 @@ class AskMap(msgspec.Struct, frozen=True, tag=True):
     """Asks what each slot of the pool is used for. The router replies with Mapped, between two steps."""
 
 
+class ResetCache(msgspec.Struct, frozen=True, tag=True):
+    """Asks to evict every cached token that no running request holds. The router replies with CacheReset."""
+
+
 class Accepted(msgspec.Struct, frozen=True, tag=True):
     """The request is queued; events will follow."""
 
@@ -84,6 +88,13 @@ class Mapped(msgspec.Struct, frozen=True, tag=True):
     """The answer to AskMap: the map, or None and the reason."""
 
     pool: PoolMap | None
+    error: str = ""
+
+
+class CacheReset(msgspec.Struct, frozen=True, tag=True):
+    """The answer to ResetCache: how many tokens were evicted, or None and the reason."""
+
+    num_tokens: int | None
     error: str = ""
 
 
@@ -138,5 +149,5 @@ class WorkerError(msgspec.Struct, frozen=True, tag=True):
     step: int | None = None
 
 
-ToRouter = Submit | Abort | ReleaseSession | AskMap
-ToApi = Accepted | Refused | Events | Status | Mapped
+ToRouter = Submit | Abort | ReleaseSession | AskMap | ResetCache
+ToApi = Accepted | Refused | Events | Status | Mapped | CacheReset

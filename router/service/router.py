@@ -39,11 +39,13 @@ from .messages import (
     Abort,
     Accepted,
     AskMap,
+    CacheReset,
     Events,
     Load,
     Mapped,
     Refused,
     ReleaseSession,
+    ResetCache,
     State,
     Status,
     Submit,
@@ -309,6 +311,8 @@ class Router:
                     self._ask_map(client)
                 elif isinstance(message, ReleaseSession):
                     self._release_session(client, message.session)
+                elif isinstance(message, ResetCache):
+                    client.send(self._reset_cache())
                 else:
                     self._abort(message)
         except BadFrame:
@@ -371,6 +375,15 @@ class Router:
             self._map_askers.append(client)
             self._wake.set()
 
+    def _reset_cache(self) -> CacheReset:
+        if self._engine is None:
+            return CacheReset(None, f"{self._state}: {self._detail}")
+        num_tokens = self._engine.evict_cached()
+        self._is_checked = False
+        self._wake.set()
+        self._broadcast()  # /load shows it when the answer comes
+        return CacheReset(num_tokens)
+
     def _send_map(self, answer: Mapped) -> None:
         """Answers all clients that asked for the map."""
         askers, self._map_askers = self._map_askers, []
@@ -380,6 +393,10 @@ class Router:
     def _send(self, events: list[TokenEvent]) -> None:
         """Sends each event to the client of its request, in one message a client."""
         submitted = self._submitted
+        for i, event in enumerate(events):
+            if event.num_cached is not None and event.request_id in submitted:
+                waited = submitted[event.request_id].request.waited
+                events[i] = msgspec.structs.replace(event, waited=waited)
         if len(self._clients) == 1:  # the usual case
             own = [event for event in events if event.request_id in submitted]
             if own:

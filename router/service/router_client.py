@@ -6,6 +6,7 @@ have arrived in the meantime. Their number is bounded by the max_tokens of its r
 
 import asyncio
 import time
+from collections import deque
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -20,11 +21,13 @@ from .messages import (
     Abort,
     Accepted,
     AskMap,
+    CacheReset,
     Events,
     Load,
     Mapped,
     Refused,
     ReleaseSession,
+    ResetCache,
     Status,
     Submit,
     ToApi,
@@ -105,6 +108,7 @@ class RouterClient:
         self._status_time = time.monotonic()
         self._map: asyncio.Future[Mapped] | None = None  # the last map that was asked for
         self._map_time = 0.0  # when that map arrived
+        self._resets: deque[asyncio.Future[CacheReset]] = deque()  # those without an answer, in order
         self._answers: dict[
             str, AnswerStream
         ] = {}  # by request, as long as the router may send events for it
@@ -175,6 +179,18 @@ class RouterClient:
             raise RequestRefused("unavailable", mapped.error)
         return mapped.pool
 
+    async def reset_cache(self) -> int:
+        """Evicts every cached token that no running request holds. Returns their number. Raises
+        RequestRefused."""
+        self.ready_info()
+        answer: asyncio.Future[CacheReset] = asyncio.get_running_loop().create_future()
+        self._resets.append(answer)
+        self._frames.send(ResetCache())
+        reset = await asyncio.shield(answer)
+        if reset.num_tokens is None:
+            raise RequestRefused("unavailable", reset.error)
+        return reset.num_tokens
+
     def abort(self, request_id: str, reason: str = "abort") -> None:
         """Ends a request early; it gets no further events. Does nothing if the request has ended."""
         if self._answers.pop(request_id, None) is not None and self.status.state != "dead":
@@ -208,6 +224,8 @@ class RouterClient:
                 answers.push(TokenEvent(request_id, None, "lost", error=detail))
             self._answers.clear()
             self._take_map(Mapped(None, detail))
+            while self._resets:
+                self._resets.popleft().set_result(CacheReset(None, detail))
 
     def _take(self, message: ToApi) -> None:
         match message:
@@ -228,6 +246,8 @@ class RouterClient:
                     answers.refuse(RequestRefused(kind, text))
             case Mapped():
                 self._take_map(message)
+            case CacheReset():
+                self._resets.popleft().set_result(message)
             case Status():
                 self.status = message
                 self._status_time = time.monotonic()

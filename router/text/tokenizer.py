@@ -57,11 +57,14 @@ class Tokenizer:
         directory: holds tokenizer.json and config.json, and may hold generation_config.json,
             tokenizer_config.json, special_tokens_map.json and chat_template.jinja.
 
+        chat_template: the source of a chat template to use in place of the model's own.
+
     Raises:
         UnreadableTokenizer: a file is missing or damaged.
+        ChatTemplateError: `chat_template` does not parse.
     """
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, chat_template: str | None = None) -> None:
         path = directory / "tokenizer.json"
         try:
             self._tokenizer = tokenizers.Tokenizer.from_file(str(path))
@@ -95,7 +98,11 @@ class Tokenizer:
             sizes = f"a vocabulary of {self.vocab_size!r} and a context of {self.max_model_len!r} tokens"
             raise UnreadableTokenizer(directory / "config.json", f"names {sizes[:200]}")
 
-        self._template_source = _read_template(directory, settings)
+        self._template_source = chat_template
+        if chat_template is None:
+            self._template_source = _read_template(directory, settings)
+        else:
+            _ = self._template  # raises ChatTemplateError
         added = self._tokenizer.get_added_tokens_decoder()
         self.special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
         self.is_byte_level = isinstance(self._tokenizer.decoder, tokenizers.decoders.ByteLevel)

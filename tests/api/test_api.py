@@ -483,5 +483,5 @@ def test_the_requests_before_the_first_one_leave_nothing_behind() -> None:
     tokenizer.prepare()
     assert tokenizer.encode("Hi").size
     made = create_app(unused, tokenizer, ApiSettings(model_names=["m"], api_keys=["key"]))
-    asyncio.run(warm_up(seen, ["key"]))
+    asyncio.run(warm_up(seen, "key"))
     assert statuses == [404, 404]

@@ -23,6 +23,7 @@ ALWAYS = {"200", "413", "500"}
 STATUSES = {
     "/v1/completions": {"400", "404", "429", "503"},
     "/v1/chat/completions": {"400", "404", "429", "503"},
+    "/v1/responses": {"400", "404", "429", "503"},
     "/v1/sessions/{session_id}/release": {"404"},
     "/v1/models": set(),
     "/v1/models/{model}": {"404"},
@@ -34,6 +35,8 @@ STATUSES = {
     "/load": set(),
     "/map": {"503"},
     "/version": set(),
+    "/reset_prefix_cache": {"503"},
+    "/server_info": set(),
 }
 
 

@@ -17,6 +17,7 @@ from typing import Any
 import uvicorn
 
 from lightkv.router.api.app import create_app
+from lightkv.router.api.operators.request_log import RequestTracer
 from lightkv.router.config import EngineConfig
 from lightkv.router.engine.step import Limits, PoolMap, RunnerInfo, TokenEvent, TokenLogprobs
 from lightkv.router.model_files import resolve
@@ -26,11 +27,13 @@ from lightkv.router.service.messages import (
     Abort,
     Accepted,
     AskMap,
+    CacheReset,
     Events,
     Load,
     Mapped,
     Refused,
     ReleaseSession,
+    ResetCache,
     State,
     Status,
     Submit,
@@ -77,8 +80,9 @@ class FakeRouter:
     `refuse(submit)`: returns a Refused to send in place of Accepted, or None. `fail_after`: after so many
     tokens an answer ends with `fail_reason`. `hold`: accept requests and never answer them. `mute`: do not
     even accept them. `first_state`: the state that a new client is sent. `mapped`: the answer to AskMap; None
-    sends no answer. `submits`, `aborts`, `released` (names of sessions), `num_map_asks`: what was received. The
-    last status is repeated four times a second, unless the router `is_silent`.
+    sends no answer. `cache_reset`: the answer to ResetCache. `submits`, `aborts`, `released` (names of
+    sessions), `num_map_asks`: what was received. The last status is repeated four
+    times a second, unless the router `is_silent`.
     """
 
     def __init__(self) -> None:
@@ -104,6 +108,7 @@ class FakeRouter:
         self.released: list[str] = []
         self.mapped: Mapped | None = Mapped(POOL)
         self.num_map_asks = 0
+        self.cache_reset = CacheReset(500)
         self.is_silent = False
 
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -135,6 +140,9 @@ class FakeRouter:
                 self.num_map_asks += 1
                 if self.mapped is not None:
                     stream.send(self.mapped)
+                continue
+            if isinstance(message, ResetCache):
+                stream.send(self.cache_reset)
                 continue
             self.submits.append(message)
             refused = self.refuse(message)
@@ -203,7 +211,8 @@ class ApiUnderTest:
         self._server: uvicorn.Server | None = None
 
     @contextmanager
-    def running(self) -> Iterator["ApiUnderTest"]:
+    def running(self, tracer: RequestTracer | None = None) -> Iterator["ApiUnderTest"]:
+        self._tracer = tracer
         self._thread.start()
         assert self._started.wait(20), "the server did not start"
         try:
@@ -220,7 +229,7 @@ class ApiUnderTest:
         self.client = await RouterClient.connect(self.router_socket)
         while self.client.status.state != "ready":
             await asyncio.sleep(0.001)
-        app = create_app(self.client, self.tokenizer, self._settings)
+        app = create_app(self.client, self.tokenizer, self._settings, tracer=self._tracer)
         config = uvicorn.Config(
             app, "127.0.0.1", 0, http="h11", lifespan="off", log_level="error", timeout_graceful_shutdown=1
         )

@@ -15,6 +15,7 @@ from lightkv.router.service.messages import Load, State
 
 from .protocol import (
     MAX_SESSION_ID,
+    CacheEvicted,
     ChatBody,
     CompletionBody,
     Detokenized,
@@ -24,6 +25,7 @@ from .protocol import (
     ModelList,
     Ready,
     ReleasedSession,
+    ServerInfo,
     Tokenized,
     Version,
 )
@@ -102,11 +104,27 @@ _EVENT = {
         }
     },
 }
+_RESPONSE_EVENT = {
+    "type": "object",
+    "description": "One event of the stream, with its name. The last is response.completed, "
+    "response.incomplete or response.failed.",
+    "required": ["event", "data"],
+    "properties": {"event": {"type": "string"}, "data": {"type": "string", "description": "JSON."}},
+}
 _STREAM = _of_kind("text/event-stream", _EVENT)
 COMPLETION: Answers = {
     200: {"model": CompletionBody, "description": "The answers or their stream.", **_STREAM}
 }
 CHAT: Answers = {200: {"model": ChatBody, "description": "The answers or their stream.", **_STREAM}}
+RESPONSE: Answers = {
+    200: {
+        "description": "The response, as in OpenAI's Responses API, or its events.",
+        "content": {
+            "application/json": {"schema": {"type": "object"}},
+            "text/event-stream": {"schema": _RESPONSE_EVENT},
+        },
+    }
+}
 MODELS: Answers = {200: {"model": ModelList, "description": "All names of the model."}}
 ONE_MODEL: Answers = {200: {"model": Model, "description": "The model."}}
 RELEASED: Answers = {
@@ -127,6 +145,8 @@ METRICS: Answers = {200: {"description": "All metrics.", **_of_kind("text/plain"
 LOAD: Answers = {200: {"description": "The counts.", **_of_kind("application/json", _load_schema())}}
 MAP: Answers = {200: {"description": "The pool.", **_of_kind("application/json", _map_schema())}}
 VERSION: Answers = {200: {"model": Version, "description": "The version."}}
+SERVER_INFO: Answers = {200: {"model": ServerInfo, "description": "The service's settings and its model."}}
+CACHE_RESET: Answers = {200: {"model": CacheEvicted, "description": "The cached tokens were evicted."}}
 
 
 class DocumentedApp(FastAPI):

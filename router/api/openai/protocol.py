@@ -199,12 +199,13 @@ class CompletionRequest(GenerationRequest):
             return [self.prompt]
         return self.prompt  # type: ignore[return-value]
 
-    def params(self) -> SamplingParams:
-        """Returns the sampling parameters of all n answers to each prompt. Raises InvalidParams."""
+    def params(self, default: int = DEFAULT_COMPLETION_TOKENS) -> SamplingParams:
+        """Returns the sampling parameters of all n answers to each prompt, of `default` tokens at most if the
+        request does not say. Raises InvalidParams."""
         refuse_unsupported(self.model_extra or {}, unsupported_fields.COMPLETIONS, self.n or 1)
         if self.echo and self.logprobs is not None:
             raise InvalidParams("echo", self.echo, "it without logprobs, which are not computed for prompts")
-        return self.sampling_params(self.given_max_tokens(DEFAULT_COMPLETION_TOKENS), self.logprobs)
+        return self.sampling_params(self.given_max_tokens(default), self.logprobs)
 
 
 class TextPart(BaseModel):
@@ -457,6 +458,21 @@ class Ready(TypedDict):
 
 class Version(TypedDict):
     version: str
+
+
+class ServerInfo(TypedDict):
+    """`configuration`: the settings by name, without secrets. `runner`: the model and its memory; null until
+    they are loaded."""
+
+    version: str
+    configuration: dict[str, Any]
+    runner: dict[str, Any] | None
+
+
+class CacheEvicted(TypedDict):
+    """How many cached tokens were evicted."""
+
+    num_evicted_tokens: int
 
 
 def error_body(status: int, message: str, param: str | None = None) -> ErrorBody:

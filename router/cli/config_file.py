@@ -1,0 +1,66 @@
+"""The configuration file of a service: options in TOML, which the command line overrides."""
+
+import difflib
+import tomllib
+from dataclasses import fields
+from pathlib import Path
+from types import NoneType
+from typing import Any, get_args, get_type_hints
+
+import typer
+
+from lightkv.router.config import EngineConfig, InvalidConfig, ServiceConfig, flag
+
+_WANTED = {bool: "true or false", int: "a whole number", float: "a number", str: "a text in quotes"}
+
+
+def read_config_file(path: Path) -> dict[str, Any]:
+    """Returns the settings of a file by the names of their fields.
+
+    A name is that of an option without the dashes before it; "_" may stand for "-". Raises InvalidConfig for a
+    file that cannot be read, for an unknown name, with the nearest known one, and for a value of another type.
+    """
+    try:
+        found = tomllib.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:  # both TOMLDecodeError and UnicodeDecodeError are ValueErrors
+        raise InvalidConfig(f"--config {path} cannot be read ({error}); give a file in TOML") from error
+    kinds = get_type_hints(EngineConfig) | get_type_hints(ServiceConfig)
+    names = {}
+    for field in (*fields(EngineConfig), *fields(ServiceConfig)):
+        for option in (flag(field.name), field.metadata.get("also")):
+            if option is not None:
+                names[option.removeprefix("--")] = field.name
+    settings: dict[str, Any] = {}
+    for given, value in found.items():
+        option = given.replace("_", "-")
+        name = names.get(option)
+        if name is None:
+            near = difflib.get_close_matches(option, names, 1, 0.0)
+            raise InvalidConfig(
+                f"--config {path} names {given!r}, which is no option; the nearest is {near[0]!r}"
+            )
+        if name in settings:
+            raise InvalidConfig(f"--config {path} names {flag(name)} twice; leave one of them out")
+        settings[name] = _checked(path, given, kinds[name], value)
+    return settings
+
+
+def _checked(path: Path, given: str, kind: Any, value: Any) -> Any:
+    """Returns the value if the option takes it. Raises InvalidConfig."""
+    if kind == tuple[str, ...]:
+        values = [value] if isinstance(value, str) else value
+        if isinstance(values, list) and all(isinstance(one, str) for one in values):
+            return values
+        raise InvalidConfig(f"--config {path}: {given} is {value!r}; give a list of texts in quotes")
+    (wanted,) = [one for one in get_args(kind) or (kind,) if one is not NoneType]
+    is_right = type(value) is wanted or (wanted is float and type(value) is int)
+    if not is_right:
+        raise InvalidConfig(f"--config {path}: {given} is {value!r}; give {_WANTED[wanted]}")
+    return value
+
+
+def set_defaults(context: typer.Context, path: str | None) -> str | None:
+    """Makes the settings of the file at `path` the defaults of a command's options."""
+    if path is not None and not context.resilient_parsing:  # as while a shell completes a command
+        context.default_map = {**(context.default_map or {}), **read_config_file(Path(path))}
+    return path

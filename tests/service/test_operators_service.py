@@ -1,0 +1,86 @@
+"""A whole service with the options for operators: its processes, its log, its keys and its cache."""
+
+import json
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from lightkv.router.service.router_client import MAP_SECONDS
+from tests.support.served import API_KEY, Served, save_tiny_model, wait_until
+
+RESPONSES = "/v1/responses"
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    directory = tmp_path_factory.mktemp("operators")
+    model = save_tiny_model(directory / "tiny")
+    (directory / "keys").write_text(f"alice {API_KEY}\n")
+    (directory / "chat.jinja").write_text("{% for message in messages %}{{ message.content }}{% endfor %}")
+    (directory / "service.toml").write_text(
+        f'log-requests = true\ndefault-max-tokens = 5\napi-keys-file = "{directory / "keys"}"\n'
+        f'chat-template = "{directory / "chat.jinja"}"\n'
+    )
+    served = Served(model, directory / "log", "--config", str(directory / "service.toml"), api_key=API_KEY)
+    try:
+        yield served.wait_ready()
+    finally:
+        served.close()
+
+
+def log_of(served: Served) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in served.log.read_text().splitlines() if line.startswith("{")]
+
+
+def test_the_settings_reach_the_api(served: Served) -> None:
+    asked = {"input": "Hello there", "temperature": 0}
+    status, body, headers = served.request(RESPONSES, asked)
+    assert status == 200
+    assert 1 <= body["usage"]["output_tokens"] <= 5
+    assert body["usage"]["input_tokens"] == served.request("/tokenize", {"prompt": "Hello there"})[1]["count"]
+    wait_until(lambda: any(line["id"] == headers["X-Request-Id"] for line in log_of(served)))
+    (line,) = [line for line in log_of(served) if line["id"] == headers["X-Request-Id"]]
+    assert (line["route"], line["status"]) == (RESPONSES, 200)
+    assert 404 not in [line["status"] for line in log_of(served)]  # the service's own first requests
+    assert 0 <= line["queue_seconds"] <= line["first_token_seconds"] <= line["seconds"]
+    info = served.request("/server_info")[1]
+    assert info["configuration"]["default_max_tokens"] == 5
+    assert API_KEY not in json.dumps(info)
+
+
+def pool_of(served: Served) -> dict[str, Any]:
+    """Returns the counts of /map, which the worker takes from the device. A younger map is returned again."""
+    time.sleep(1.5 * MAP_SECONDS)
+    status, pool, _ = served.request("/map")
+    assert status == 200
+    return pool
+
+
+def reset(served: Served) -> int:
+    status, body, _ = served.request("/reset_prefix_cache", {})
+    assert status == 200
+    return int(body["num_evicted_tokens"])
+
+
+def test_a_reset_leaves_no_cached_token_and_the_counts_stay_exact(served: Served) -> None:
+    served.complete("A text that is cached once it was answered")
+    pool = pool_of(served)
+    assert pool["num_cached"] > 0
+    assert reset(served) == pool["num_cached"]
+    pool = pool_of(served)
+    assert (pool["num_cached"], pool["num_free"]) == (0, pool["capacity"])
+    load = served.at_rest()
+    assert (load["cached"], load["free"]) == (0, load["capacity"])  # of the status before the answer
+    with served.stream(60) as events:  # what a running answer holds stays
+        assert reset(served) == 0
+        for _ in events:
+            pass
+    assert pool_of(served)["num_cached"] > 0
+    assert reset(served) > 0
+    served.complete("The worker takes the edits of the last reset")
+    pool = pool_of(served)
+    assert pool["num_cached"] > 0
+    assert pool["num_free"] + pool["num_cached"] == pool["capacity"]
+    assert served.request("/health")[0] == 200
