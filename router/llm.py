@@ -23,6 +23,7 @@ from lightkv.router.engine.loop import EngineStats, LocalEngine, make_scheduler
 from lightkv.router.engine.request import InvalidPrompt, Request
 from lightkv.router.engine.step import TokenEvent, TokenLogprobs
 from lightkv.router.model.build import build_runner, find_model
+from lightkv.router.text.banned_words import with_banned_ids
 from lightkv.router.text.completion import Completion
 from lightkv.router.text.tokenizer import Tokenizer
 from lightkv.token_ids import int32_bytes
@@ -181,6 +182,7 @@ class LLM:
             stop_ids = frozenset(wanted.stop_token_ids)
             if not wanted.ignore_eos:
                 stop_ids |= self.tokenizer.eos_ids
+            wanted = with_banned_ids(wanted, self.tokenizer)
             for index in range(wanted.n):
                 child = wanted.child(index)
                 seed = secrets.randbits(63) if child.seed is None else child.seed

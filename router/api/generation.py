@@ -13,10 +13,12 @@ from lightkv.router.engine.step import TokenEvent, TokenLogprobs
 from lightkv.router.sampling_params import SamplingParams
 from lightkv.router.service.messages import Submit
 from lightkv.router.service.router_client import AnswerStream, RouterClient
+from lightkv.router.text.banned_words import with_banned_ids
 from lightkv.router.text.completion import Completion
 from lightkv.router.text.tokenizer import Tokenizer
 
 from .metrics import AnswerClock, ServiceMetrics
+from .prompt_reader import convert
 from .sessions import OpenSessions, SessionUse
 
 
@@ -93,7 +95,8 @@ class Backend:
 
     async def generate(self, spec: GenerationSpec) -> "Generation":
         """Queues every answer, or none. Raises RequestRefused."""
-        params = spec.params
+        num_chars = sum(map(len, spec.params.bad_words))
+        params = await convert(num_chars, lambda: with_banned_ids(spec.params, self.tokenizer))
         stop_ids = set(params.stop_token_ids)
         if not params.ignore_eos:
             stop_ids |= self.tokenizer.eos_ids

@@ -68,8 +68,6 @@ UNSUPPORTED = (
     *_each("num_beams num_return_sequences", (1,), "1, or n for more answers"),
     Unsupported("length_penalty", (1,), "1: it is for beam search, and this service samples"),
     Unsupported("early_stopping", (False,), "false: it is for beam search, and this service samples"),
-    Unsupported("bad_words", ([],), "none, or a logit_bias of -100 for their tokens"),
-    Unsupported("allowed_token_ids", (), "null, or a logit_bias for them"),
     *_each(
         "logits_processors custom_logit_processor", ([],), "none: this service runs no code from requests"
     ),

@@ -131,6 +131,9 @@ class Request:
         Raises NeverFits, InvalidPrompt, InvalidParams.
         """
         self.params.validate(limits.vocab_size)
+        if self.params.bad_words:
+            allowed = "their token ids in bad_words_ids; an engine has no tokenizer"
+            raise InvalidParams("bad_words", self.params.bad_words, allowed)
         if self.params.min_tokens and len(self.stop_ids) > MAX_END_IDS:
             allowed = f"0 where {len(self.stop_ids)} tokens end the answer; {MAX_END_IDS} can be held back"
             raise InvalidParams("min_tokens", self.params.min_tokens, allowed)

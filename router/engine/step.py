@@ -54,6 +54,7 @@ class NewRow(msgspec.Struct, frozen=True):
     Attributes:
         prompt_idx: the index of the sequence's prompt in the plan's `prompts`, where a penalty looks at it.
         output_ids: what a preempted sequence had generated, int32 bytes, where a penalty looks at it.
+        last_ids: the last tokens before the first sampled one, int32 bytes, where bad words look at them.
         may_stop_at: none of `stop_ids` is sampled before this position (`SamplingParams.min_tokens`).
     """
 
@@ -62,6 +63,7 @@ class NewRow(msgspec.Struct, frozen=True):
     seed: int
     prompt_idx: int | None = None
     output_ids: bytes = b""
+    last_ids: bytes = b""
     may_stop_at: int = 0
     stop_ids: list[int] = []
 

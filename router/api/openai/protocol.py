@@ -86,6 +86,8 @@ class GenerationRequest(RequestBody):
     stop_token_ids: Ids | None = None
     ignore_eos: bool | None = None
     include_stop_str_in_output: bool | None = None
+    bad_words: Texts | None = Field(None, description="Texts that an answer never has.")
+    allowed_token_ids: Ids | None = Field(None, description="Only these tokens are sampled.")
     skip_special_tokens: bool | None = Field(
         None, description="Leave special tokens out of the text; on by default."
     )
