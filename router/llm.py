@@ -21,7 +21,7 @@ from lightkv.errors import LightKVError
 from lightkv.router.engine.admission import make_admission
 from lightkv.router.engine.loop import EngineStats, LocalEngine, make_scheduler
 from lightkv.router.engine.request import InvalidPrompt, Request
-from lightkv.router.engine.step import TokenEvent, TokenLogprobs
+from lightkv.router.engine.step import PromptLogprobs, TokenEvent, TokenLogprobs
 from lightkv.router.model.build import build_runner, find_model
 from lightkv.router.text.banned_words import with_banned_ids
 from lightkv.router.text.completion import Completion
@@ -54,12 +54,13 @@ class CompletionOutput:
 @dataclass(frozen=True)
 class RequestOutput:
     """A prompt and its n answers. `num_cached_tokens`: the tokens of the prompt that its first answer found
-    in the cache."""
+    in the cache. `prompt_logprobs`: of the prompt's tokens from the second on, if they were asked for."""
 
     prompt: Prompt
     prompt_token_ids: list[int]
     num_cached_tokens: int
     outputs: list[CompletionOutput]
+    prompt_logprobs: PromptLogprobs | None = None
 
 
 @dataclass(frozen=True)
@@ -146,7 +147,9 @@ class LLM:
             request = own[0].request
             ids = array("i", request.prompt_ids).tolist()
             prompt = many[own[0].prompt_idx]
-            outputs.append(RequestOutput(prompt, ids, request.num_hit, [_output(answer) for answer in own]))
+            made = [_output(answer) for answer in own]
+            scores = own[0].completion.prompt_logprobs
+            outputs.append(RequestOutput(prompt, ids, request.num_hit, made, scores))
         return outputs
 
     def stream(

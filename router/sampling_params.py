@@ -82,6 +82,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
         the tokens before it are the last of prompt and output.
     logprobs: how many of the likeliest tokens are returned with each token, under the model's own distribution.
         The token's own log-probability is returned with them, also at 0. None returns neither.
+    prompt_logprobs: as logprobs, for the tokens of the prompt but its first. The request computes its whole
+        prompt then: it takes nothing from the cache, and leaves nothing there.
     seed: makes the random numbers, and so the tokens, repeatable; None draws a seed.
     n: the number of answers.
     stop: one string, or several, that end the text (see `stops`).
@@ -106,6 +108,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     bad_words: Sequence[str] = ()
     bad_words_ids: Sequence[Sequence[int]] = ()
     logprobs: int | None = None
+    prompt_logprobs: int | None = None
     seed: int | None = None
     n: int = 1
     stop: str | Sequence[str] = ()
@@ -158,14 +161,16 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     def child(self, child_idx: int) -> "SamplingParams":
         """Returns the parameters for answer `child_idx` of n. If a seed was given, each has a seed of its own.
 
-        The first child keeps the seed, so that its answer is that of the same request with n = 1.
+        The first child keeps the seed, so that its answer is that of the same request with n = 1. It alone
+        computes the log-probabilities of the prompt.
         """
         if not 0 <= child_idx < self.n:
             raise ValueError(f"child {child_idx} of a request with n = {self.n}; give 0 to {self.n - 1}")
         seed = self.seed
         if seed is not None:
             seed = (seed + child_idx * _CHILD_STRIDE - _MIN_INT64) % 2**64 + _MIN_INT64
-        return msgspec.structs.replace(self, n=1, seed=seed)
+        prompt_logprobs = None if child_idx else self.prompt_logprobs
+        return msgspec.structs.replace(self, n=1, seed=seed, prompt_logprobs=prompt_logprobs)
 
     def validate(self, vocab_size: int | None = None) -> None:
         """Raises InvalidParams for the first field out of range. Token ids have to be below `vocab_size`."""
@@ -185,8 +190,9 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
         _check_real("frequency_penalty", self.frequency_penalty, -2, 2)
         self._validate_logit_bias(vocab_size)
         self._validate_bans(vocab_size)
-        if self.logprobs is not None:
-            _check_int("logprobs", self.logprobs, 0, MAX_LOGPROBS, f"None, or 0 to {MAX_LOGPROBS}")
+        for field in ("logprobs", "prompt_logprobs"):
+            if getattr(self, field) is not None:
+                _check_int(field, getattr(self, field), 0, MAX_LOGPROBS, f"None, or 0 to {MAX_LOGPROBS}")
         if self.seed is not None:
             _check_int("seed", self.seed, _MIN_INT64, _MAX_INT64, "None, or a signed integer of 64 bits")
         _check_int("n", self.n, 1, MAX_N)

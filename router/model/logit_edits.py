@@ -166,7 +166,8 @@ class LogitEdits:
         The order is: bias, repetition penalty, presence and frequency penalties, then -inf for banned tokens,
         for those that would complete a banned word, and for those that would end an answer too early. The
         repetition penalty is that of arXiv 1909.05858 section 4.1, for negative scores as in Hugging
-        Face's RepetitionPenaltyLogitsProcessor; the others are those of OpenAI's API reference. Neutral parameters change no bit of a score, whatever the counts.
+        Face's RepetitionPenaltyLogitsProcessor; the others are those of OpenAI's API reference. Neutral
+        parameters change no bit of a score, whatever the counts.
         """
         scores.scatter_add_(1, self._bias_ids.index_select(0, rows).long(), self._bias.index_select(0, rows))
         counts = self._counts.index_select(0, rows)  # [B, V]
