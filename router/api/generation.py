@@ -41,7 +41,8 @@ class GenerationSpec:
     """The generation that one HTTP request asks for: `params.n` answers to each of `prompts` (int32 bytes).
 
     `session`: the one that protects the tokens of prompts and answers in the cache. `states_length`: whether
-    the client stated max_tokens.
+    the client stated max_tokens. `shows_logprobs`: whether the client gets the log-probabilities of
+    `params`.
     """
 
     prompts: list[bytes]
@@ -50,6 +51,7 @@ class GenerationSpec:
     namespace: tuple[str, ...] = ()
     session: SessionUse | None = None
     states_length: bool = True
+    shows_logprobs: bool = True
 
 
 @dataclass
@@ -78,6 +80,7 @@ class TextDelta:
     text: str = ""
     scored: list[tuple[int, TokenLogprobs]] = field(default_factory=list)
     finish_reason: str | None = None
+    token_ids: list[int] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -112,7 +115,7 @@ class Backend:
                     prompt_idx=prompt_idx,
                     completion=completion,
                     clock=self.metrics.begin(),
-                    has_logprobs=params.logprobs is not None,
+                    has_logprobs=spec.shows_logprobs and params.logprobs is not None,
                 )
                 submits.append(
                     Submit(
@@ -154,7 +157,7 @@ class Generation:
         reports_cached_tokens: bool = False,
     ) -> None:
         self._reports_cached_tokens = reports_cached_tokens
-        self.answers = list(answers.values())
+        self.answers = self.all_answers = list(answers.values())
         self._spec = spec
         self._growing = answers
         self._events = events
@@ -171,12 +174,12 @@ class Generation:
         does not report them."""
         if not self._reports_cached_tokens:
             return None
-        return sum(answer.num_cached for answer in self.answers[:: self._spec.params.n])
+        return sum(answer.num_cached for answer in self.all_answers[:: self._spec.params.n])
 
     @property
     def num_completion_tokens(self) -> int:
         """The tokens of all answers so far."""
-        return sum(len(answer.completion.token_ids) for answer in self.answers)
+        return sum(len(answer.completion.token_ids) for answer in self.all_answers)
 
     async def deltas(self) -> AsyncIterator[list[TextDelta]]:
         """Yields what the answers gain, each time as one delta for each answer that has gained something.
@@ -202,6 +205,17 @@ class Generation:
                     self._finish(request_id, delta)
             yield list(deltas.values())
 
+    def keep_best(self, n: int) -> None:
+        """Keeps, of the answers to each prompt, the n whose tokens are the likeliest on average in `answers`,
+        the best first. All of them still count as tokens. Call it once all are complete."""
+        per_prompt = self._spec.params.n
+        kept = []
+        for start in range(0, len(self.answers), per_prompt):
+            kept += sorted(self.answers[start : start + per_prompt], key=_mean_logprob, reverse=True)[:n]
+        self.answers = kept
+        for index, answer in enumerate(kept):
+            answer.index = index
+
     def close(self) -> None:
         """Aborts the answers that are unfinished."""
         for answer in self._growing.values():
@@ -219,6 +233,8 @@ class Generation:
         if event.num_cached is not None:
             answer.num_cached = event.num_cached
         delta.text += answer.completion.push(event)
+        if event.token is not None:
+            delta.token_ids.append(event.token)
         answer.clock.token()
         if event.logprobs is not None and event.token is not None and event.finish_reason != "stop":
             answer.scored.append((event.token, event.logprobs))
@@ -241,3 +257,8 @@ class Generation:
         self._growing.clear()
         self._events.close()
         raise GenerationFailed(error) if finish_reason == "error" else GenerationLost(error)
+
+
+def _mean_logprob(answer: Answer) -> float:
+    logprobs = [one.logprob for one in answer.completion.logprobs]
+    return sum(logprobs) / max(len(logprobs), 1)

@@ -34,12 +34,15 @@ RESERVED_VARIABLES = (
 
 @dataclass(frozen=True)
 class Chat:
-    """The input of a chat template. `variables`: further variables of the template, by name."""
+    """The input of a chat template. `variables`: further variables of the template, by name. `template`: in
+    place of the model's own. `continues_last`: the text ends with the last message, to be continued."""
 
     messages: list[dict[str, Any]]
     add_generation_prompt: bool = True
     add_special_tokens: bool = False
     variables: Mapping[str, Any] = field(default_factory=dict)
+    template: str | None = None
+    continues_last: bool = False
 
     def __post_init__(self) -> None:
         """Raises InvalidParams for a variable with a reserved name."""
@@ -86,6 +89,8 @@ class PromptReader:
         """Returns the token ids of the text that the chat template renders, int32 [n]. Raises
         ChatTemplateError."""
         num_chars = num_characters([chat.messages, chat.variables], INLINE_ITEMS + 1)
+        if chat.template is not None:
+            num_chars = INLINE_ITEMS + 1  # nobody knows how long it takes
         return _last(await convert(num_chars, lambda: self._encode_chat(chat, room)), room)
 
     async def text_of(self, token_ids: Sequence[int] | np.ndarray) -> str:
@@ -99,7 +104,13 @@ class PromptReader:
     def _encode_chat(self, chat: Chat, room: PromptRoom) -> np.ndarray:
         most = self._tokenizer.max_characters(room.max_model_len)
         self._check_length("chat", num_characters([chat.messages, chat.variables], most + 1), room)
-        text = self._tokenizer.render_chat(chat.messages, chat.add_generation_prompt, chat.variables)
+        text = self._tokenizer.render_chat(
+            chat.messages,
+            chat.add_generation_prompt,
+            chat.variables,
+            template=chat.template,
+            continues_last=chat.continues_last,
+        )
         self._check_length("chat", len(text), room)
         return self._tokenizer.encode(text, chat.add_special_tokens)
 

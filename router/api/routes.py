@@ -3,6 +3,7 @@ HTTP status."""
 
 import hashlib
 import time
+from dataclasses import replace
 from typing import Any
 
 import msgspec
@@ -27,7 +28,7 @@ from lightkv.router.api.openai.protocol import (
     TokenizeRequest,
     Version,
 )
-from lightkv.router.api.openai.writer import ChatWriter, CompletionWriter
+from lightkv.router.api.openai.writer import ChatWriter, CompletionWriter, prompt_scores
 from lightkv.router.config import NAMESPACE_HEADER, SESSION_HEADER
 from lightkv.router.engine.request import InvalidPrompt, NeverFits
 from lightkv.router.sampling_params import MAX_COUNT, MAX_LOGPROBS, InvalidParams
@@ -98,8 +99,10 @@ class Routes:
             priority=self._priority(body),
             namespace=namespace,
             session=session,
+            shows_logprobs=body.logprobs is not None,
         )
-        writer = CompletionWriter(model, self._tokenizer, echoed)
+        extras = replace(body.extras(), echoes_logprobs=body.echoes_logprobs, prompts=spec.prompts)
+        writer = CompletionWriter(model, self._tokenizer, echoed, extras)
         return await self._answer(spec, writer, body, request.receive)
 
     async def chat(self, body: ChatRequest, request: Request) -> Response:
@@ -113,7 +116,7 @@ class Routes:
         namespace, session = self._namespace(request, body), self._session(request, body)
         context = info.limits.max_model_len
         room = PromptRoom(context, body.num_kept(body.given_max_tokens(1), context))
-        prompt_ids = await self._prompts.ids_of_chat(_chat(body), room)
+        prompt_ids = await self._prompts.ids_of_chat(self._chat(body), room)
         longest = min(context, info.capacity + 1)  # the last token needs no slot
         params = body.params(max(longest - prompt_ids.size, 1))
         _check_fits(prompt_ids.size, params.max_tokens, context)
@@ -124,8 +127,10 @@ class Routes:
             namespace=namespace,
             session=session,
             states_length=body.states_length,
+            shows_logprobs=body.logprobs is True,
         )
-        return await self._answer(spec, ChatWriter(model, self._tokenizer), body, request.receive)
+        writer = ChatWriter(model, self._tokenizer, replace(body.extras(), prompts=spec.prompts))
+        return await self._answer(spec, writer, body, request.receive)
 
     async def release_session(self, request: Request) -> Response:
         """POST /v1/sessions/{session_id}/release: end a session; its tokens are cached like any others."""
@@ -143,7 +148,7 @@ class Routes:
         if body.prompt is not None and body.messages is None:
             ids = await self._prompts.ids_of_text(body.prompt, body.add_special_tokens is not False, room)
         elif body.messages is not None and body.prompt is None:
-            ids = await self._prompts.ids_of_chat(_chat(body), room)
+            ids = await self._prompts.ids_of_chat(self._chat(body), room)
         else:
             raise InvalidPrompt("the request has neither prompt nor messages, or both; give one of them")
         tokens = ids.tolist()
@@ -223,7 +228,10 @@ class Routes:
         async with closed_with_client(receive, generation):
             async for _ in generation.deltas():
                 pass
+            if spec.params.n > (body.n or 1):
+                generation.keep_best(body.n or 1)
             num_scored = sum(len(answer.scored) for answer in generation.answers)
+            num_scored += sum(map(len, prompt_scores(generation).values()))
             content = await convert(
                 num_scored * (1 + MAX_LOGPROBS), lambda: msgspec.json.encode(writer.whole(generation))
             )
@@ -289,6 +297,20 @@ class Routes:
             raise InvalidParams("priority", priority, allowed)
         return priority
 
+    def _chat(self, body: ChatRequest | TokenizeRequest) -> Chat:
+        """Returns the chat of a request. Raises InvalidParams."""
+        if body.chat_template is not None and not self._settings.trust_request_chat_template:
+            allowed = "null, or start the service with --trust-request-chat-template"
+            raise InvalidParams("chat_template", body.chat_template, allowed)
+        return Chat(
+            [message.plain() for message in body.messages or ()],
+            body.begins_answer,
+            body.add_special_tokens is True,
+            body.chat_template_kwargs or {},
+            body.chat_template,
+            body.continue_final_message is True,
+        )
+
     def _model(self, name: str | None) -> str:
         """Returns the name of the requested model, by default the first. Raises UnknownModel."""
         known = self._settings.model_names
@@ -329,16 +351,6 @@ def _tenant(request: Request) -> bytes:
 
 def _json(content: Any, status: int = 200) -> Response:
     return Response(msgspec.json.encode(content), status, media_type="application/json")
-
-
-def _chat(body: ChatRequest | TokenizeRequest) -> Chat:
-    """Raises InvalidParams."""
-    return Chat(
-        [message.plain() for message in body.messages or ()],
-        body.add_generation_prompt is not False,
-        body.add_special_tokens is True,
-        body.chat_template_kwargs or {},
-    )
 
 
 def _check_fits(num_prompt: int, max_tokens: int, max_model_len: int) -> None:

@@ -18,6 +18,7 @@ class ApiSettings(msgspec.Struct, frozen=True, kw_only=True):
     max_unread_bytes: the most bytes of all bodies that are not parsed yet; further bytes are answered 503.
     max_answers: the most answers to one HTTP request, which are n times its prompts.
     allow_priority: whether requests may have a priority below 0.
+    trust_request_chat_template: whether requests may bring a chat template of their own.
     session_ttl: seconds without a request after which a session expires, unless a request says otherwise.
     max_queued_requests: how many answers the router keeps waiting; a request for more answers is refused.
     max_connections: the most open connections; further ones are answered 503. Less if the limit of descriptors
@@ -34,6 +35,7 @@ class ApiSettings(msgspec.Struct, frozen=True, kw_only=True):
     max_header_bytes: int = 64 * 2**10
     max_answers: int = 256
     allow_priority: bool = False
+    trust_request_chat_template: bool = False
     session_ttl: float = 600.0
     max_queued_requests: int = 4096
     max_connections: int = 8192

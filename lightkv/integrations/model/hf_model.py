@@ -57,11 +57,11 @@ def forward_slices(
     backends: Sequence[AttentionBackend],
     slices: Sequence[torch.Tensor],
 ) -> Iterator[torch.Tensor]:
-    """Runs the model once, as `forward` does, and yields the logits of each of `slices`, int64 `[n]` each: the indices of tokens.
+    """Runs the model once, as `forward` does, and yields the logits of each of `slices`.
 
-    So the logits of a long prompt need the memory of one slice. The model's layers run with the first of
-    them; for the others what they returned is put in their place, and the model computes its logits from it.
-    A model without a base model runs in full for each.
+    A slice is int64 `[n]`, the indices of tokens. So the logits of a long prompt need the memory of one slice.
+    The model's layers run with the first of them; for the others what they returned is put in their place, and
+    the model computes its logits from it. A model without a base model runs in full for each.
     """
     base = model.base_model
     returned: list[Any] = []

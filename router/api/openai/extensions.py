@@ -1,0 +1,98 @@
+"""Fields of requests beyond OpenAI's own, named as in vLLM, and the types of their texts."""
+
+from typing import Annotated
+
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+
+from lightkv.router.sampling_params import InvalidParams
+
+from .extras import Extras
+
+
+def _mended(text: str) -> str:
+    """Replaces half surrogate pairs, which JSON can carry and UTF-8 cannot, by U+FFFD (as
+    `Tokenizer.encode`)."""
+    return text if text.isascii() else text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+
+
+Text = Annotated[str, AfterValidator(_mended)]
+# fail_fast: a list of a million wrong items is one error, not a million.
+Ids = Annotated[list[int], Field(fail_fast=True)]
+Texts = Annotated[list[Text], Field(fail_fast=True)]
+
+
+class AnswerFields(BaseModel):
+    """Which tokens may be sampled, and what is returned beside the text."""
+
+    model_config = ConfigDict(strict=True, hide_input_in_errors=True)
+
+    bad_words: Texts | None = Field(None, description="Texts that an answer never has.")
+    allowed_token_ids: Ids | None = Field(None, description="Only these tokens are sampled.")
+    best_of: int | None = Field(
+        None,
+        description="Generate so many answers to each prompt, and return the n whose tokens are the likeliest "
+        "on average; not in a stream.",
+    )
+    prompt_logprobs: int | None = Field(
+        None,
+        description="How many of the likeliest tokens to return in the place of each token of the prompt, 0 to "
+        "20, with the token's own log-probability; not in a stream.",
+    )
+    return_token_ids: bool | None = Field(
+        None, description="Return the ids of the tokens of prompt and answer."
+    )
+    return_tokens_as_token_ids: bool | None = Field(
+        None, description="Name the tokens of log-probabilities by their ids, as token_id:5."
+    )
+
+    def extras(self) -> Extras:
+        """Returns what the answer has beside its text, without the prompts."""
+        return Extras(
+            token_ids=self.return_token_ids is True,
+            ids_for_tokens=self.return_tokens_as_token_ids is True,
+            prompt_logprobs=self.prompt_logprobs is not None,
+        )
+
+    def num_generated(self, n: int, streams: bool) -> int:
+        """Returns how many answers to each prompt are generated, of which `n` are returned. Raises
+        InvalidParams."""
+        if self.best_of is None:
+            return n
+        if self.best_of < n:
+            raise InvalidParams("best_of", self.best_of, f"n, which is {n}, or more")
+        if streams and self.best_of > n:
+            raise InvalidParams("best_of", self.best_of, f"n, which is {n}, in a stream")
+        return self.best_of
+
+    def check_stream(self, streams: bool) -> None:
+        """Raises InvalidParams if the fields do not go with a stream."""
+        if streams and self.prompt_logprobs is not None:
+            raise InvalidParams("prompt_logprobs", self.prompt_logprobs, "it without stream: true")
+
+
+class TemplateFields(BaseModel):
+    """How a chat becomes a text."""
+
+    model_config = ConfigDict(strict=True, hide_input_in_errors=True)
+
+    chat_template: Text | None = Field(
+        None,
+        description="A template in place of the model's own; needs a service started with "
+        "--trust-request-chat-template.",
+    )
+    continue_final_message: bool | None = Field(
+        None, description="The answer continues the last message, whatever its role."
+    )
+    add_generation_prompt: bool | None = Field(
+        None, description="Begin an assistant's message; on by default, but for continue_final_message."
+    )
+
+    @property
+    def begins_answer(self) -> bool:
+        """Whether the text ends with the words that begin an assistant's answer. Raises InvalidParams."""
+        if not self.continue_final_message:
+            return self.add_generation_prompt is not False
+        if self.add_generation_prompt:
+            allowed = "it without add_generation_prompt: the answer continues the last message"
+            raise InvalidParams("continue_final_message", True, allowed)
+        return False
