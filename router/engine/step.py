@@ -190,8 +190,9 @@ class PromptLogprobs(msgspec.Struct, frozen=True, gc=False):
     def per_token(self) -> list[tuple[TokenLogprobs, int]]:
         """Returns each token's log-probabilities and its rank."""
         num = len(self)
-        ids = np.frombuffer(self.top_ids, np.int32).reshape(num, -1) if num else np.zeros((0, 0))
-        values = np.frombuffer(self.top_logprobs, np.float32).reshape(ids.shape)
+        num_top = len(self.top_ids) // 4 // max(num, 1)
+        ids = np.frombuffer(self.top_ids, np.int32).reshape(num, num_top)
+        values = np.frombuffer(self.top_logprobs, np.float32).reshape(num, num_top)
         own, ranks = np.frombuffer(self.logprobs, np.float32), np.frombuffer(self.ranks, np.int32)
         rows = zip(own.tolist(), ids.tolist(), values.tolist(), ranks.tolist(), strict=True)
         return [(TokenLogprobs(logprob, top, likely), rank) for logprob, top, likely, rank in rows]

@@ -8,12 +8,10 @@ import pytest
 from transformers import AutoTokenizer
 
 from lightkv.router.model_files import DEFAULT_MODEL, resolve
-from lightkv.router.service.api_settings import ApiSettings
 from tests.support.fake_router import (
     CHAT,
     COMPLETIONS,
     HELLO,
-    MODEL,
     TEXT,
     ApiUnderTest,
     idle,
@@ -21,7 +19,7 @@ from tests.support.fake_router import (
     service,
 )
 
-PROMPT = [11, 12, 13, 14]
+PROMPT = [511, 512, 513, 514]
 
 
 @pytest.fixture(scope="module")
@@ -45,11 +43,11 @@ def test_prompt_logprobs(api: ApiUnderTest) -> None:
     scores = first["prompt_logprobs"]
     assert second["prompt_logprobs"] == scores
     assert scores[0] is None
-    assert [list(entry) for entry in scores[1:]] == [["12", "7"], ["13", "7"], ["14", "7"]]
-    assert scores[1]["12"] == {
+    assert [list(entry) for entry in scores[1:]] == [["512", "7"], ["513", "7"], ["514", "7"]]
+    assert scores[1]["512"] == {
         "logprob": -1.0,
         "rank": 2,
-        "decoded_token": api.tokenizer.token_text(12),
+        "decoded_token": api.tokenizer.token_text(512),
     }
     assert scores[3]["7"]["rank"] == 1
     assert [submit.params.prompt_logprobs for submit in api.router.submits] == [1, None]
@@ -76,7 +74,7 @@ def test_echo_with_logprobs(api: ApiUnderTest) -> None:
         assert logprobs["text_offset"] == offsets
     (whole,) = choices(api, **fields)
     events = api.stream(COMPLETIONS, {"prompt": PROMPT, "max_tokens": 2, "stream": True, **fields})
-    parts = [event["choices"][0]["logprobs"] for event in events if event.get("choices")]
+    parts = [event["choices"][0]["logprobs"] for event in events if event != "[DONE]"]
     for name, values in whole["logprobs"].items():
         assert [value for part in parts for value in part[name]] == values
     several = {"prompt": PROMPT, "stream": True, "n": 2, **fields}
@@ -92,7 +90,7 @@ def test_token_ids(api: ApiUnderTest) -> None:
     assert chat["choices"][0]["token_ids"] == expected
     for path, prompt in ((COMPLETIONS, {"prompt": PROMPT}), (CHAT, HELLO)):
         body = {**prompt, "max_tokens": 2, "stream": True, "return_token_ids": True}
-        events = [event for event in api.stream(path, body) if event.get("choices")]
+        events = [event for event in api.stream(path, body) if event != "[DONE]"]
         made = [event["choices"][0].get("token_ids", []) for event in events]
         assert [token for part in made for token in part] == expected
         first = events[0] if path == CHAT else events[0]["choices"][0]
@@ -151,8 +149,7 @@ def test_the_last_message_is_continued_as_by_transformers(api: ApiUnderTest) -> 
 
 def test_a_template_of_the_request_is_rendered_only_by_a_service_that_trusts_it(tmp_path: Path) -> None:
     template = "{% for m in messages %}<{{ m.role }}>{{ m.content|trim }}{% endfor %}{{ x }}"
-    settings = ApiSettings(model_names=[MODEL], trust_request_chat_template=True)
-    with service(tmp_path, settings).running() as api:
+    with service(tmp_path, trust_request_chat_template=True).running() as api:
         body = {**HELLO, "chat_template": template, "chat_template_kwargs": {"x": "!"}, "max_tokens": 1}
         api.post(CHAT, body)
         assert api.tokenizer.decode(ids_of(api.router.submits[-1])) == "<user>Hello!!"
