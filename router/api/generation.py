@@ -3,9 +3,10 @@ closed together."""
 
 import secrets
 import uuid
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from lightkv.errors import LightKVError
 from lightkv.ledger.prefix_tree import TOKEN_BYTES
@@ -140,6 +141,25 @@ class Backend:
                 self.sessions.accept(session)
             closed = stack.pop_all().close  # the session's request ends with the generation
         return Generation(spec, answers, events, closed, self.reports_cached_tokens)
+
+
+class Answered(Protocol):
+    """Answers and their tokens, as writers need them. `all_answers`: also those that are not returned."""
+
+    @property
+    def answers(self) -> Sequence[Answer]: ...
+
+    @property
+    def all_answers(self) -> Sequence[Answer]: ...
+
+    @property
+    def num_prompt_tokens(self) -> int: ...
+
+    @property
+    def num_cached_tokens(self) -> int | None: ...
+
+    @property
+    def num_completion_tokens(self) -> int: ...
 
 
 class Generation:

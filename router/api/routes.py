@@ -35,6 +35,7 @@ from lightkv.router.sampling_params import MAX_COUNT, MAX_LOGPROBS, InvalidParam
 from lightkv.router.service.api_settings import ApiSettings
 
 from . import unsupported_fields
+from .beams import search_beams
 from .event_stream import EventStream, closed_with_client
 from .generation import Backend, GenerationSpec
 from .metrics import CONTENT_TYPE
@@ -222,6 +223,10 @@ class Routes:
     ) -> Response:
         """Returns the whole answer or its stream. The router has accepted the request before a stream
         begins."""
+        beams = body.beam_params(spec.params)
+        if beams is not None:
+            found = await search_beams(self._backend, spec, beams, receive)
+            return _json(writer.whole(found))
         generation = await self._backend.generate(spec)
         if body.stream:
             return EventStream(generation, writer, body)

@@ -61,10 +61,8 @@ UNSUPPORTED = (
     Unsupported("include_reasoning", (True,), "true: the text includes reasoning as the model wrote it"),
     Unsupported("verbosity", ("medium",), '"medium", and ask for it in a message'),
     # The choice of tokens
-    Unsupported("use_beam_search", (False,), "false: this service samples"),
-    *_each("num_beams num_return_sequences", (1,), "1, or n for more answers"),
-    Unsupported("length_penalty", (1,), "1: it is for beam search, and this service samples"),
-    Unsupported("early_stopping", (False,), "false: it is for beam search, and this service samples"),
+    Unsupported("num_beams", (1,), "1, and use best_of with use_beam_search"),
+    Unsupported("num_return_sequences", (1,), "1, and use n"),
     *_each(
         "logits_processors custom_logit_processor", ([],), "none: this service runs no code from requests"
     ),

@@ -1,10 +1,11 @@
 """Fields of requests beyond OpenAI's own, named as in vLLM, and the types of their texts."""
 
-from typing import Annotated
+from typing import Annotated, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
-from lightkv.router.sampling_params import InvalidParams
+from lightkv.router.sampling_params import InvalidParams, SamplingParams
+from lightkv.router.text.beam_search import BeamParams
 
 from .extras import Extras
 
@@ -21,6 +22,23 @@ Ids = Annotated[list[int], Field(fail_fast=True)]
 Texts = Annotated[list[Text], Field(fail_fast=True)]
 
 
+# What the score of a beam does not depend on. Fields of sampling alone (temperature, top_p …) change nothing.
+_NOT_WITH_BEAMS = (
+    "min_tokens",
+    "repetition_penalty",
+    "presence_penalty",
+    "frequency_penalty",
+    "logit_bias",
+    "allowed_token_ids",
+    "bad_words",
+    "logprobs",
+    "prompt_logprobs",
+    "stop",
+    "stop_token_ids",
+    "grammar",
+)
+
+
 class AnswerFields(BaseModel):
     """Which tokens may be sampled, and what is returned beside the text."""
 
@@ -32,6 +50,16 @@ class AnswerFields(BaseModel):
         None,
         description="Generate so many answers to each prompt, and return the n whose tokens are the likeliest "
         "on average; not in a stream.",
+    )
+    use_beam_search: bool | None = Field(
+        None,
+        description="Return the n best beams of a search with best_of (by default n) beams; not in a stream.",
+    )
+    length_penalty: float | None = Field(
+        None, description="The power of a beam's length that its score is divided by; 1 by default."
+    )
+    early_stopping: bool | Literal["never"] | None = Field(
+        None, description="End the beam search once enough beams have finished; off by default."
     )
     prompt_logprobs: int | None = Field(
         None,
@@ -60,9 +88,40 @@ class AnswerFields(BaseModel):
             return n
         if self.best_of < n:
             raise InvalidParams("best_of", self.best_of, f"n, which is {n}, or more")
+        if self.use_beam_search:
+            return n  # it is the number of beams
         if streams and self.best_of > n:
             raise InvalidParams("best_of", self.best_of, f"n, which is {n}, in a stream")
         return self.best_of
+
+    def beams(self, params: SamplingParams, n: int, streams: bool) -> BeamParams | None:
+        """Returns the parameters of the beam search that the request asks for, or None.
+
+        `params` are those of the request. Raises InvalidParams, also for fields that a search does not heed.
+        """
+        if not self.use_beam_search:
+            for field, value, plain in (
+                ("length_penalty", self.length_penalty, (None, 1)),
+                ("early_stopping", self.early_stopping, (None, False)),
+            ):
+                if value not in plain:
+                    raise InvalidParams(field, value, "it together with use_beam_search: true")
+            return None
+        if streams:
+            raise InvalidParams("use_beam_search", True, "it without stream: true")
+        plain_params = SamplingParams(max_tokens=params.max_tokens)
+        for field in _NOT_WITH_BEAMS:
+            value = getattr(params, field)
+            if value != getattr(plain_params, field):
+                raise InvalidParams(field, value, "it without use_beam_search, which does not heed it")
+        return BeamParams(
+            width=self.best_of or n,
+            num_returned=n,
+            max_tokens=params.max_tokens,
+            length_penalty=1.0 if self.length_penalty is None else self.length_penalty,
+            early_stopping=self.early_stopping or False,
+            ignore_eos=params.ignore_eos,
+        )
 
     def check_stream(self, streams: bool) -> None:
         """Raises InvalidParams if the fields do not go with a stream."""

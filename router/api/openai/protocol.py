@@ -15,6 +15,7 @@ from lightkv.router.api import unsupported_fields
 from lightkv.router.api.unsupported_fields import refuse_unsupported
 from lightkv.router.config import MAX_SECONDS
 from lightkv.router.sampling_params import InvalidParams, SamplingParams
+from lightkv.router.text.beam_search import BeamParams
 
 from .extensions import AnswerFields, Ids, TemplateFields, Text, Texts
 from .extras import PromptTokens
@@ -150,6 +151,10 @@ class GenerationRequest(RequestBody, AnswerFields):
             allowed = f"-1, or 1 to {max_model_len}, the length of the context"
             raise InvalidParams("truncate_prompt_tokens", kept, allowed)
         return max(max_model_len - max_tokens, 1) if kept == -1 else kept
+
+    def beam_params(self, params: SamplingParams) -> BeamParams | None:
+        """Returns the parameters of a beam search, or None if the request samples. Raises InvalidParams."""
+        return self.beams(params, self.n or 1, self.stream is True)
 
     def sampling_params(self, max_tokens: int, logprobs: int | None) -> SamplingParams:
         """Returns the sampling parameters of all n answers. Raises InvalidParams."""

@@ -5,7 +5,7 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import cast
 
-from lightkv.router.api.generation import Answer, Generation, TextDelta
+from lightkv.router.api.generation import Answer, Answered, TextDelta
 from lightkv.router.engine.step import PromptLogprobs, TokenLogprobs
 from lightkv.router.text.tokenizer import Tokenizer
 
@@ -47,7 +47,7 @@ class CompletionWriter:
         self._num_chars: dict[int, int] = {}  # by answer: characters whose log-probabilities were written
         self._opened: set[int] = set()
 
-    def whole(self, generation: Generation) -> CompletionBody:
+    def whole(self, generation: Answered) -> CompletionBody:
         """Returns the body of an answer that is not streamed."""
         scores = prompt_scores(generation)
         choices = [self._choice(_all_of(answer), scores) for answer in generation.answers]
@@ -140,7 +140,7 @@ class ChatWriter:
         self._created = int(time.time())
         self._opened: set[int] = set()
 
-    def whole(self, generation: Generation) -> ChatBody:
+    def whole(self, generation: Answered) -> ChatBody:
         """Returns the body of an answer that is not streamed."""
         body: ChatBody = {
             "id": self._id,
@@ -217,7 +217,7 @@ class ChatWriter:
         return {"token": text, "logprob": finite(logprob), "bytes": list(known or text.encode())}
 
 
-def usage_of(generation: Generation) -> Usage:
+def usage_of(generation: Answered) -> Usage:
     """Returns the token counts so far."""
     prompt, completion = generation.num_prompt_tokens, generation.num_completion_tokens
     cached = generation.num_cached_tokens
@@ -229,7 +229,7 @@ def usage_of(generation: Generation) -> Usage:
     }
 
 
-def prompt_scores(generation: Generation) -> Scores:
+def prompt_scores(generation: Answered) -> Scores:
     """Returns the log-probabilities of each prompt that has them; one of its answers brought them."""
     found = [(answer.prompt_idx, answer.completion.prompt_logprobs) for answer in generation.all_answers]
     return {prompt_idx: scores for prompt_idx, scores in found if scores is not None}
