@@ -13,6 +13,7 @@ import numpy as np
 
 from lightkv.router.engine.request import InvalidPrompt, NeverFits
 from lightkv.router.sampling_params import InvalidParams
+from lightkv.router.text.infilling import infilling_ids
 from lightkv.router.text.tokenizer import Tokenizer
 from lightkv.token_ids import int32_bytes
 
@@ -72,6 +73,12 @@ class PromptReader:
         self._check_length("prompt", len(text), room)
         ids = await convert(len(text), lambda: self._tokenizer.encode(text, add_special_tokens))
         return _last(ids, room)
+
+    async def ids_between(self, prefix: str, suffix: str, room: PromptRoom) -> np.ndarray:
+        """Returns the token ids of a prompt for the text between two, int32 [n]. Raises InvalidParams."""
+        num_chars = len(prefix) + len(suffix)
+        self._check_length("prompt and suffix", num_chars, room)
+        return await convert(num_chars, lambda: infilling_ids(self._tokenizer, prefix, suffix))
 
     async def ids_of_ids(self, token_ids: list[int], room: PromptRoom) -> np.ndarray:
         """Returns the ids as int32 [n]. Raises NeverFits if the context cannot hold them."""

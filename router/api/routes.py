@@ -86,7 +86,10 @@ class Routes:
         room = PromptRoom(context, body.num_kept(params.max_tokens, context))
         prompts = []
         for prompt in body.prompts:  # a prompt that is too long is refused before the next one is tokenised
-            prompt_ids = await self._prompt_ids(prompt, body.add_special_tokens is not False, room)
+            if body.suffix:
+                prompt_ids = await self._prompts.ids_between(str(prompt), body.suffix, room)
+            else:
+                prompt_ids = await self._prompt_ids(prompt, body.add_special_tokens is not False, room)
             _check_fits(prompt_ids.size, params.max_tokens, context)
             prompts.append(prompt_ids)
         echoed = []

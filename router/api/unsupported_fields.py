@@ -48,7 +48,6 @@ UNSUPPORTED = (
     Unsupported("functions", ([],), _TOOLS),
     Unsupported("function_call", ("none", "auto"), '"none" or "auto": this service does not call tools'),
     # The prompt
-    Unsupported("suffix", ("",), "none: text can only be continued at its end"),
     Unsupported("documents", ([],), "null, and put the documents into a message"),
     Unsupported("truncation_side", ("left",), '"left": the last tokens of a prompt are kept'),
     *_each("prompt_embeds input_embeds", (), "null, and the prompt as text or token ids"),
@@ -101,7 +100,10 @@ UNSUPPORTED = (
     *_each("bootstrap_host bootstrap_port bootstrap_room", (), _TRANSFER),
     Unsupported("extra_key", (), "null, and use cache_salt"),
 )
-UNSUPPORTED_ON_CHAT = (Unsupported("echo", (False,), "false: an answer never repeats the chat"),)
+UNSUPPORTED_ON_CHAT = (
+    Unsupported("echo", (False,), "false: an answer never repeats the chat"),
+    Unsupported("suffix", ("",), "none: an answer ends the chat"),
+)
 UNSUPPORTED_ON_COMPLETIONS = (
     Unsupported("top_logprobs", (0,), "null, and use logprobs for their number"),
     Unsupported("chat_template_kwargs", ({},), "null: a plain completion has no chat template"),

@@ -212,6 +212,10 @@ class Tokenizer:
             known = self._text_of[token_id] = self.decode([token_id], skip_special_tokens=False)
         return known
 
+    def token_id(self, token: str) -> int | None:
+        """Returns the id of a token by its name in the vocabulary; None if there is none."""
+        return self._tokenizer.token_to_id(token)
+
     def token_bytes(self, token_id: int) -> bytes:
         """Returns the bytes of one token of a byte-level tokenizer; none for special tokens and unknown ids."""
         known = self._bytes_of.get(token_id)

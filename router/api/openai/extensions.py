@@ -1,5 +1,6 @@
 """Fields of requests beyond OpenAI's own, named as in vLLM, and the types of their texts."""
 
+from collections.abc import Sequence
 from typing import Annotated, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
@@ -155,3 +156,20 @@ class TemplateFields(BaseModel):
             allowed = "it without add_generation_prompt: the answer continues the last message"
             raise InvalidParams("continue_final_message", True, allowed)
         return False
+
+
+class SuffixField(BaseModel):
+    """What stands after the answer."""
+
+    model_config = ConfigDict(strict=True, hide_input_in_errors=True)
+
+    suffix: Text | None = Field(
+        None, description="The text after the answer, for models with tokens for it; prompts are texts then."
+    )
+
+    def check_suffix(self, prompts: Sequence[str | list[int]], num_kept: int | None) -> None:
+        """Raises InvalidParams if the suffix does not go with the prompts."""
+        if self.suffix and not all(isinstance(prompt, str) for prompt in prompts):
+            raise InvalidParams("suffix", self.suffix, "it with prompts that are texts")
+        if self.suffix and num_kept is not None:
+            raise InvalidParams("suffix", self.suffix, "it without truncate_prompt_tokens")

@@ -17,7 +17,7 @@ from lightkv.router.config import MAX_SECONDS
 from lightkv.router.sampling_params import InvalidParams, SamplingParams
 from lightkv.router.text.beam_search import BeamParams
 
-from .extensions import AnswerFields, Ids, TemplateFields, Text, Texts
+from .extensions import AnswerFields, Ids, SuffixField, TemplateFields, Text, Texts
 from .extras import PromptTokens
 
 DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's for plain completions
@@ -179,7 +179,7 @@ _SAMPLING_FIELDS.remove("logit_bias")
 _SAMPLING_FIELDS.remove("n")
 
 
-class CompletionRequest(GenerationRequest):
+class CompletionRequest(GenerationRequest, SuffixField):
     """The body of POST /v1/completions."""
 
     prompt: Text | Texts | Ids | Annotated[list[Ids], Field(fail_fast=True)] = Field(
@@ -202,6 +202,7 @@ class CompletionRequest(GenerationRequest):
     def params(self) -> SamplingParams:
         """Returns the sampling parameters of all n answers to each prompt. Raises InvalidParams."""
         refuse_unsupported(self.model_extra or {}, unsupported_fields.COMPLETIONS)
+        self.check_suffix(self.prompts, self.truncate_prompt_tokens)
         params = self.sampling_params(self.given_max_tokens(DEFAULT_COMPLETION_TOKENS), self.logprobs)
         if not self.echoes_logprobs:
             return params
