@@ -277,6 +277,11 @@ class ServiceConfig:
         "Let requests set a priority below 0, and so go ahead of others. A priority above 0, which lets others "
         "go ahead, is always allowed. One unit of priority is worth one minute of waiting.",
     )
+    trust_request_chat_template: bool = setting(
+        False,
+        "Let requests bring a chat template of their own. It is a program: its sandbox keeps it from files and "
+        "from other requests, but not from keeping a core busy.",
+    )
     socket_dir: str | None = setting(
         None, "Directory of the sockets between the service's processes. Default: a temporary directory."
     )

@@ -16,13 +16,16 @@ from types import FrameType
 from typing import Any, cast
 
 import numpy as np
+from msgspec.structs import replace as replace_params
 
 from lightkv.errors import LightKVError
 from lightkv.router.engine.admission import make_admission
 from lightkv.router.engine.loop import EngineStats, LocalEngine, make_scheduler
 from lightkv.router.engine.request import InvalidPrompt, Request
-from lightkv.router.engine.step import TokenEvent, TokenLogprobs
+from lightkv.router.engine.step import PromptLogprobs, TokenEvent, TokenLogprobs
 from lightkv.router.model.build import build_runner, find_model
+from lightkv.router.text.banned_words import with_banned_ids
+from lightkv.router.text.beam_search import Beam, BeamParams, BeamSearch
 from lightkv.router.text.completion import Completion
 from lightkv.router.text.tokenizer import Tokenizer
 from lightkv.token_ids import int32_bytes
@@ -53,12 +56,13 @@ class CompletionOutput:
 @dataclass(frozen=True)
 class RequestOutput:
     """A prompt and its n answers. `num_cached_tokens`: the tokens of the prompt that its first answer found
-    in the cache."""
+    in the cache. `prompt_logprobs`: of the prompt's tokens from the second on, if they were asked for."""
 
     prompt: Prompt
     prompt_token_ids: list[int]
     num_cached_tokens: int
     outputs: list[CompletionOutput]
+    prompt_logprobs: PromptLogprobs | None = None
 
 
 @dataclass(frozen=True)
@@ -145,7 +149,9 @@ class LLM:
             request = own[0].request
             ids = array("i", request.prompt_ids).tolist()
             prompt = many[own[0].prompt_idx]
-            outputs.append(RequestOutput(prompt, ids, request.num_hit, [_output(answer) for answer in own]))
+            made = [_output(answer) for answer in own]
+            scores = own[0].completion.prompt_logprobs
+            outputs.append(RequestOutput(prompt, ids, request.num_hit, made, scores))
         return outputs
 
     def stream(
@@ -156,6 +162,30 @@ class LLM:
         """Answers as `generate` does, in chunks as they come. Dropping the iterator ends the unfinished
         answers."""
         return self._run(self._answers(_as_prompts(prompts), params))
+
+    def beam_search(
+        self, prompts: Prompt | Sequence[Prompt], params: BeamParams | None = None
+    ) -> list[list[Beam]]:
+        """Returns the best beams of each prompt, in order; the likeliest tokens of each round are found for all
+        prompts together. Raises as `generate` does, and InvalidParams for more beams than log-probabilities.
+        """
+        params = params or BeamParams()
+        end_ids = frozenset() if params.ignore_eos else self.tokenizer.eos_ids
+        one_token = params.round_params(len(end_ids))
+        many = _as_prompts(prompts)
+        searches = [BeamSearch(self._encode(i, one), params, end_ids) for i, one in enumerate(many)]
+        whole = replace_params(one_token, max_tokens=params.max_tokens)
+        for search in searches:  # the last round is as long as a whole answer
+            request = Request("", search.prompts[0], whole, seed=0)
+            request.validate(self.info.limits, self.info.capacity)
+        while growing := [search for search in searches if search.prompts]:
+            asked = [search.prompts for search in growing]
+            ids = [array("i", prompt).tolist() for own in asked for prompt in own]
+            found = iter(self.generate(ids, one_token))
+            for search, own in zip(growing, asked, strict=True):
+                logprobs = [next(found).outputs[0].logprobs for _ in own]
+                search.take([one[0] for one in logprobs if one])
+        return [search.best for search in searches]
 
     def stats(self) -> EngineStats:
         """Returns the engine's counts."""
@@ -181,6 +211,7 @@ class LLM:
             stop_ids = frozenset(wanted.stop_token_ids)
             if not wanted.ignore_eos:
                 stop_ids |= self.tokenizer.eos_ids
+            wanted = with_banned_ids(wanted, self.tokenizer)
             for index in range(wanted.n):
                 child = wanted.child(index)
                 seed = secrets.randbits(63) if child.seed is None else child.seed

@@ -14,6 +14,9 @@ MIN_TEMPERATURE = 1e-5  # below this a row is greedy: the rounding of the logits
 MIN_REPETITION_PENALTY, MAX_REPETITION_PENALTY = 0.01, 100.0  # beyond, logits overflow float32
 MAX_LOGIT_BIAS = 512
 MAX_LOGPROBS = 20
+MAX_BAD_WORDS = 128  # sequences of several tokens that a request bans; single tokens are not limited
+MAX_BAD_WORD_TOKENS = 16
+MAX_BAD_TEXTS, MAX_BAD_TEXT_CHARS = 1024, 256
 MAX_N = 128
 MAX_STOPS = 16
 MAX_STOP_CHARS = 1024
@@ -72,8 +75,15 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     presence_penalty: subtracted once from the logits of tokens that occur in the output.
     frequency_penalty: subtracted from the logits of tokens for each time that they occur in the output.
     logit_bias: maps a token id to what is added to its logit.
+    allowed_token_ids: only these tokens are sampled; None allows all.
+    bad_words: texts that the answer may not have. The engine knows only their tokens: `LLM` and the service
+        turn them into `bad_words_ids` (`lightkv.router.text.banned_words`).
+    bad_words_ids: sequences of token ids that are never completed. The last token of one is not sampled where
+        the tokens before it are the last of prompt and output.
     logprobs: how many of the likeliest tokens are returned with each token, under the model's own distribution.
         The token's own log-probability is returned with them, also at 0. None returns neither.
+    prompt_logprobs: as logprobs, for the tokens of the prompt but its first. The request computes its whole
+        prompt then: it takes nothing from the cache, and leaves nothing there.
     seed: makes the random numbers, and so the tokens, repeatable; None draws a seed.
     n: the number of answers.
     stop: one string, or several, that end the text (see `stops`).
@@ -94,7 +104,11 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     logit_bias: dict[int, float] = {}  # msgspec makes a new one for each object
+    allowed_token_ids: Sequence[int] | None = None
+    bad_words: Sequence[str] = ()
+    bad_words_ids: Sequence[Sequence[int]] = ()
     logprobs: int | None = None
+    prompt_logprobs: int | None = None
     seed: int | None = None
     n: int = 1
     stop: str | Sequence[str] = ()
@@ -109,6 +123,10 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
         # Lists become tuples, so that equal parameters compare as equal, also after encoding and decoding.
         msgspec.structs.force_setattr(self, "stop", self.stops)
         msgspec.structs.force_setattr(self, "stop_token_ids", tuple(self.stop_token_ids))
+        if self.allowed_token_ids is not None:
+            msgspec.structs.force_setattr(self, "allowed_token_ids", tuple(self.allowed_token_ids))
+        msgspec.structs.force_setattr(self, "bad_words", tuple(self.bad_words))
+        msgspec.structs.force_setattr(self, "bad_words_ids", tuple(map(tuple, self.bad_words_ids)))
 
     @property
     def stops(self) -> tuple[str, ...]:
@@ -126,25 +144,33 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
         return self.repetition_penalty != 1 or self.presence_penalty != 0 or self.frequency_penalty != 0
 
     @property
+    def bans_tokens(self) -> bool:
+        """Whether some tokens are never sampled, or not after others."""
+        return self.allowed_token_ids is not None or bool(self.bad_words_ids)
+
+    @property
     def kind(self) -> SamplerKind:
         """The lowest kind that can sample this request. top-k, top-p and min-p never change an argmax."""
         if not self.greedy and (self.top_k > 0 or self.top_p < 1):
             return SamplerKind.FULL
-        if self.penalised or self.logit_bias or self.logprobs is not None or self.min_tokens:
+        edited = self.penalised or self.logit_bias or self.bans_tokens
+        if edited or self.logprobs is not None or self.min_tokens:
             return SamplerKind.EDITED
         return SamplerKind.GREEDY if self.greedy else SamplerKind.RANDOM
 
     def child(self, child_idx: int) -> "SamplingParams":
         """Returns the parameters for answer `child_idx` of n. If a seed was given, each has a seed of its own.
 
-        The first child keeps the seed, so that its answer is that of the same request with n = 1.
+        The first child keeps the seed, so that its answer is that of the same request with n = 1. It alone
+        computes the log-probabilities of the prompt.
         """
         if not 0 <= child_idx < self.n:
             raise ValueError(f"child {child_idx} of a request with n = {self.n}; give 0 to {self.n - 1}")
         seed = self.seed
         if seed is not None:
             seed = (seed + child_idx * _CHILD_STRIDE - _MIN_INT64) % 2**64 + _MIN_INT64
-        return msgspec.structs.replace(self, n=1, seed=seed)
+        prompt_logprobs = None if child_idx else self.prompt_logprobs
+        return msgspec.structs.replace(self, n=1, seed=seed, prompt_logprobs=prompt_logprobs)
 
     def validate(self, vocab_size: int | None = None) -> None:
         """Raises InvalidParams for the first field out of range. Token ids have to be below `vocab_size`."""
@@ -163,8 +189,10 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
         _check_real("presence_penalty", self.presence_penalty, -2, 2)
         _check_real("frequency_penalty", self.frequency_penalty, -2, 2)
         self._validate_logit_bias(vocab_size)
-        if self.logprobs is not None:
-            _check_int("logprobs", self.logprobs, 0, MAX_LOGPROBS, f"None, or 0 to {MAX_LOGPROBS}")
+        self._validate_bans(vocab_size)
+        for field in ("logprobs", "prompt_logprobs"):
+            if getattr(self, field) is not None:
+                _check_int(field, getattr(self, field), 0, MAX_LOGPROBS, f"None, or 0 to {MAX_LOGPROBS}")
         if self.seed is not None:
             _check_int("seed", self.seed, _MIN_INT64, _MAX_INT64, "None, or a signed integer of 64 bits")
         _check_int("n", self.n, 1, MAX_N)
@@ -181,6 +209,49 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
         for token, bias in self.logit_bias.items():
             _check_token("logit_bias", token, vocab_size)
             _check_real(f"logit_bias[{token}]", bias, -100, 100)
+
+    def _validate_bans(self, vocab_size: int | None) -> None:
+        words = self.bad_words
+        if not isinstance(words, (tuple, list)) or len(words) > MAX_BAD_TEXTS:
+            raise InvalidParams("bad_words", words, f"a list of at most {MAX_BAD_TEXTS} texts")
+        for word in words:
+            if type(word) is not str or not 1 <= len(word) <= MAX_BAD_TEXT_CHARS:
+                raise InvalidParams("bad_words", word, f"texts of 1 to {MAX_BAD_TEXT_CHARS} characters")
+        if not isinstance(self.bad_words_ids, (tuple, list)):
+            raise InvalidParams("bad_words_ids", self.bad_words_ids, "a list of lists of token ids")
+        num_long = 0
+        single = set()
+        for ids in self.bad_words_ids:
+            if not isinstance(ids, (tuple, list)) or not 1 <= len(ids) <= MAX_BAD_WORD_TOKENS:
+                allowed = f"words of 1 to {MAX_BAD_WORD_TOKENS} tokens each"
+                raise InvalidParams("bad_words", ids, allowed)
+            for token in ids:
+                _check_token("bad_words_ids", token, vocab_size)
+            num_long += len(ids) > 1
+            if len(ids) == 1:
+                single.add(ids[0])
+        if num_long > MAX_BAD_WORDS:
+            allowed = (
+                f"at most {MAX_BAD_WORDS}; a word counts once for each way in which it is written in tokens"
+            )
+            raise InvalidParams("bad_words", f"{num_long} sequences of several tokens", allowed)
+        allowed_ids = self.allowed_token_ids
+        if allowed_ids is None:
+            if vocab_size is not None and len(single) >= vocab_size:
+                raise InvalidParams(
+                    "bad_words", f"all {vocab_size} tokens", "words that leave a token to sample"
+                )
+            return
+        if not isinstance(allowed_ids, (tuple, list)) or not allowed_ids:
+            raise InvalidParams("allowed_token_ids", allowed_ids, "None, or a list of at least one token id")
+        if set(map(type, allowed_ids)) != {int}:
+            raise InvalidParams("allowed_token_ids", allowed_ids, "integers")
+        for token in (min(allowed_ids), max(allowed_ids)):  # there may be as many as in the vocabulary
+            _check_token("allowed_token_ids", token, vocab_size)
+        if single.issuperset(allowed_ids):
+            raise InvalidParams(
+                "allowed_token_ids", allowed_ids, "at least one token that bad_words does not ban"
+            )
 
     def _validate_stops(self, vocab_size: int | None) -> None:
         if not isinstance(self.stop, (str, tuple, list)) or len(self.stops) > MAX_STOPS:

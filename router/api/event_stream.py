@@ -84,10 +84,11 @@ class EventWriter:
 
     def delta(self, delta: TextDelta) -> bytes:
         """Returns the events of a delta; none if it has nothing to show."""
-        if not (delta.text or delta.scored or delta.finish_reason):
+        has_ids = self._writer.extras.token_ids and bool(delta.token_ids)
+        if not (delta.text or delta.scored or delta.finish_reason or has_ids):
             return b""
         answer = delta.answer
-        if answer.has_logprobs or self._has_running_usage or delta.finish_reason is not None:
+        if has_ids or answer.has_logprobs or self._has_running_usage or delta.finish_reason is not None:
             return self._chunks(delta)
         around = self._around.get(answer.index)
         if around is not None:

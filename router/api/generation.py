@@ -3,9 +3,10 @@ closed together."""
 
 import secrets
 import uuid
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from lightkv.errors import LightKVError
 from lightkv.ledger.prefix_tree import TOKEN_BYTES
@@ -13,10 +14,12 @@ from lightkv.router.engine.step import TokenEvent, TokenLogprobs
 from lightkv.router.sampling_params import SamplingParams
 from lightkv.router.service.messages import Submit
 from lightkv.router.service.router_client import AnswerStream, RouterClient
+from lightkv.router.text.banned_words import with_banned_ids
 from lightkv.router.text.completion import Completion
 from lightkv.router.text.tokenizer import Tokenizer
 
 from .metrics import AnswerClock, ServiceMetrics
+from .prompt_reader import convert
 from .sessions import OpenSessions, SessionUse
 
 
@@ -39,7 +42,8 @@ class GenerationSpec:
     """The generation that one HTTP request asks for: `params.n` answers to each of `prompts` (int32 bytes).
 
     `session`: the one that protects the tokens of prompts and answers in the cache. `states_length`: whether
-    the client stated max_tokens.
+    the client stated max_tokens. `shows_logprobs`: whether the client gets the log-probabilities of
+    `params`.
     """
 
     prompts: list[bytes]
@@ -48,6 +52,7 @@ class GenerationSpec:
     namespace: tuple[str, ...] = ()
     session: SessionUse | None = None
     states_length: bool = True
+    shows_logprobs: bool = True
 
 
 @dataclass
@@ -77,6 +82,7 @@ class TextDelta:
     text: str = ""
     scored: list[tuple[int, TokenLogprobs]] = field(default_factory=list)
     finish_reason: str | None = None
+    token_ids: list[int] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -94,7 +100,8 @@ class Backend:
 
     async def generate(self, spec: GenerationSpec) -> "Generation":
         """Queues every answer, or none. Raises RequestRefused."""
-        params = spec.params
+        num_chars = sum(map(len, spec.params.bad_words))
+        params = await convert(num_chars, lambda: with_banned_ids(spec.params, self.tokenizer))
         stop_ids = set(params.stop_token_ids)
         if not params.ignore_eos:
             stop_ids |= self.tokenizer.eos_ids
@@ -110,7 +117,7 @@ class Backend:
                     prompt_idx=prompt_idx,
                     completion=completion,
                     clock=self.metrics.begin(),
-                    has_logprobs=params.logprobs is not None,
+                    has_logprobs=spec.shows_logprobs and params.logprobs is not None,
                 )
                 submits.append(
                     Submit(
@@ -137,6 +144,25 @@ class Backend:
         return Generation(spec, answers, events, closed, self.reports_cached_tokens)
 
 
+class Answered(Protocol):
+    """Answers and their tokens, as writers need them. `all_answers`: also those that are not returned."""
+
+    @property
+    def answers(self) -> Sequence[Answer]: ...
+
+    @property
+    def all_answers(self) -> Sequence[Answer]: ...
+
+    @property
+    def num_prompt_tokens(self) -> int: ...
+
+    @property
+    def num_cached_tokens(self) -> int | None: ...
+
+    @property
+    def num_completion_tokens(self) -> int: ...
+
+
 class Generation:
     """The answers to one HTTP request while they are generated. `close` aborts the unfinished ones.
 
@@ -152,7 +178,7 @@ class Generation:
         reports_cached_tokens: bool = False,
     ) -> None:
         self._reports_cached_tokens = reports_cached_tokens
-        self.answers = list(answers.values())
+        self.answers = self.all_answers = list(answers.values())
         self._spec = spec
         self._growing = answers
         self._events = events
@@ -174,12 +200,12 @@ class Generation:
     @property
     def num_hit_tokens(self) -> int:
         """Prompt tokens found in the cache, as `num_cached_tokens`, whatever clients are told."""
-        return sum(answer.num_cached for answer in self.answers[:: self._spec.params.n])
+        return sum(answer.num_cached for answer in self.all_answers[:: self._spec.params.n])
 
     @property
     def num_completion_tokens(self) -> int:
         """The tokens of all answers so far."""
-        return sum(len(answer.completion.token_ids) for answer in self.answers)
+        return sum(len(answer.completion.token_ids) for answer in self.all_answers)
 
     async def deltas(self) -> AsyncIterator[list[TextDelta]]:
         """Yields what the answers gain, each time as one delta for each answer that has gained something.
@@ -205,6 +231,17 @@ class Generation:
                     self._finish(request_id, delta)
             yield list(deltas.values())
 
+    def keep_best(self, n: int) -> None:
+        """Keeps, of the answers to each prompt, the n whose tokens are the likeliest on average in `answers`,
+        the best first. All of them still count as tokens. Call it once all are complete."""
+        per_prompt = self._spec.params.n
+        kept = []
+        for start in range(0, len(self.answers), per_prompt):
+            kept += sorted(self.answers[start : start + per_prompt], key=_mean_logprob, reverse=True)[:n]
+        self.answers = kept
+        for index, answer in enumerate(kept):
+            answer.index = index
+
     def close(self) -> None:
         """Aborts the answers that are unfinished."""
         for answer in self._growing.values():
@@ -223,6 +260,8 @@ class Generation:
             answer.num_cached = event.num_cached
             answer.waited = event.waited
         delta.text += answer.completion.push(event)
+        if event.token is not None:
+            delta.token_ids.append(event.token)
         answer.clock.token()
         if event.logprobs is not None and event.token is not None and event.finish_reason != "stop":
             answer.scored.append((event.token, event.logprobs))
@@ -245,3 +284,8 @@ class Generation:
         self._growing.clear()
         self._events.close()
         raise GenerationFailed(error) if finish_reason == "error" else GenerationLost(error)
+
+
+def _mean_logprob(answer: Answer) -> float:
+    logprobs = [one.logprob for one in answer.completion.logprobs]
+    return sum(logprobs) / max(len(logprobs), 1)

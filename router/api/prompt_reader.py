@@ -13,6 +13,7 @@ import numpy as np
 
 from lightkv.router.engine.request import InvalidPrompt, NeverFits
 from lightkv.router.sampling_params import InvalidParams
+from lightkv.router.text.infilling import infilling_ids
 from lightkv.router.text.tokenizer import Tokenizer
 from lightkv.token_ids import int32_bytes
 
@@ -34,12 +35,15 @@ RESERVED_VARIABLES = (
 
 @dataclass(frozen=True)
 class Chat:
-    """The input of a chat template. `variables`: further variables of the template, by name."""
+    """The input of a chat template. `variables`: further variables of the template, by name. `template`: in
+    place of the model's own. `continues_last`: the text ends with the last message, to be continued."""
 
     messages: list[dict[str, Any]]
     add_generation_prompt: bool = True
     add_special_tokens: bool = False
     variables: Mapping[str, Any] = field(default_factory=dict)
+    template: str | None = None
+    continues_last: bool = False
 
     def __post_init__(self) -> None:
         """Raises InvalidParams for a variable with a reserved name."""
@@ -70,6 +74,12 @@ class PromptReader:
         ids = await convert(len(text), lambda: self._tokenizer.encode(text, add_special_tokens))
         return _last(ids, room)
 
+    async def ids_between(self, prefix: str, suffix: str, room: PromptRoom) -> np.ndarray:
+        """Returns the token ids of a prompt for the text between two, int32 [n]. Raises InvalidParams."""
+        num_chars = len(prefix) + len(suffix)
+        self._check_length("prompt and suffix", num_chars, room)
+        return await convert(num_chars, lambda: infilling_ids(self._tokenizer, prefix, suffix))
+
     async def ids_of_ids(self, token_ids: list[int], room: PromptRoom) -> np.ndarray:
         """Returns the ids as int32 [n]. Raises NeverFits if the context cannot hold them."""
         if room.num_kept is None and len(token_ids) > room.max_model_len:  # checked before the conversion
@@ -86,6 +96,8 @@ class PromptReader:
         """Returns the token ids of the text that the chat template renders, int32 [n]. Raises
         ChatTemplateError."""
         num_chars = num_characters([chat.messages, chat.variables], INLINE_ITEMS + 1)
+        if chat.template is not None:
+            num_chars = INLINE_ITEMS + 1  # nobody knows how long it takes
         return _last(await convert(num_chars, lambda: self._encode_chat(chat, room)), room)
 
     async def text_of(self, token_ids: Sequence[int] | np.ndarray) -> str:
@@ -99,7 +111,13 @@ class PromptReader:
     def _encode_chat(self, chat: Chat, room: PromptRoom) -> np.ndarray:
         most = self._tokenizer.max_characters(room.max_model_len)
         self._check_length("chat", num_characters([chat.messages, chat.variables], most + 1), room)
-        text = self._tokenizer.render_chat(chat.messages, chat.add_generation_prompt, chat.variables)
+        text = self._tokenizer.render_chat(
+            chat.messages,
+            chat.add_generation_prompt,
+            chat.variables,
+            template=chat.template,
+            continues_last=chat.continues_last,
+        )
         self._check_length("chat", len(text), room)
         return self._tokenizer.encode(text, chat.add_special_tokens)
 

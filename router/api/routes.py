@@ -4,6 +4,7 @@ HTTP status."""
 import hashlib
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -32,7 +33,7 @@ from lightkv.router.api.openai.protocol import (
 )
 from lightkv.router.api.openai.response_writer import ResponseWriter
 from lightkv.router.api.openai.responses import ResponseRequest, renamed
-from lightkv.router.api.openai.writer import ChatWriter, CompletionWriter
+from lightkv.router.api.openai.writer import ChatWriter, CompletionWriter, prompt_scores
 from lightkv.router.api.operators.request_log import note_generation
 from lightkv.router.config import NAMESPACE_HEADER, SESSION_HEADER
 from lightkv.router.engine.request import InvalidPrompt, NeverFits
@@ -40,6 +41,7 @@ from lightkv.router.sampling_params import MAX_COUNT, MAX_LOGPROBS, InvalidParam
 from lightkv.router.service.api_settings import ApiSettings
 
 from . import unsupported_fields
+from .beams import search_beams
 from .event_stream import EventStream, closed_with_client
 from .generation import Backend, GenerationSpec
 from .metrics import CONTENT_TYPE
@@ -91,7 +93,10 @@ class Routes:
         room = PromptRoom(context, body.num_kept(params.max_tokens, context))
         prompts = []
         for prompt in body.prompts:  # a prompt that is too long is refused before the next one is tokenised
-            prompt_ids = await self._prompt_ids(prompt, body.add_special_tokens is not False, room)
+            if body.suffix:
+                prompt_ids = await self._prompts.ids_between(str(prompt), body.suffix, room)
+            else:
+                prompt_ids = await self._prompt_ids(prompt, body.add_special_tokens is not False, room)
             _check_fits(prompt_ids.size, params.max_tokens if default is None else 1, context)
             prompts.append(prompt_ids)
         if default is not None:  # which is cut to what the prompts leave room for
@@ -108,8 +113,10 @@ class Routes:
             priority=self._priority(body),
             namespace=namespace,
             session=session,
+            shows_logprobs=body.logprobs is not None,
         )
-        writer = CompletionWriter(model, self._tokenizer, echoed)
+        extras = replace(body.extras(), echoes_logprobs=body.echoes_logprobs, prompts=spec.prompts)
+        writer = CompletionWriter(model, self._tokenizer, echoed, extras)
         return await self._answer(spec, writer, body, request)
 
     async def respond(self, body: ResponseRequest, request: Request) -> Response:
@@ -140,7 +147,7 @@ class Routes:
         namespace, session = self._namespace(request, body), self._session(request, body)
         context = info.limits.max_model_len
         room = PromptRoom(context, body.num_kept(body.given_max_tokens(1), context))
-        prompt_ids = await self._prompts.ids_of_chat(_chat(body), room)
+        prompt_ids = await self._prompts.ids_of_chat(self._chat_of(body), room)
         longest = min(context, info.capacity + 1)  # the last token needs no slot
         most = min(longest - prompt_ids.size, self._settings.default_max_tokens or longest)
         params = body.params(max(most, 1))
@@ -152,8 +159,9 @@ class Routes:
             namespace=namespace,
             session=session,
             states_length=body.states_length,
+            shows_logprobs=body.logprobs is True,
         )
-        writer = ChatWriter(model, self._tokenizer)
+        writer = ChatWriter(model, self._tokenizer, replace(body.extras(), prompts=spec.prompts))
         return await self._answer(spec, writer if wrap is None else wrap(model, writer), body, request)
 
     async def release_session(self, request: Request) -> Response:
@@ -172,7 +180,7 @@ class Routes:
         if body.prompt is not None and body.messages is None:
             ids = await self._prompts.ids_of_text(body.prompt, body.add_special_tokens is not False, room)
         elif body.messages is not None and body.prompt is None:
-            ids = await self._prompts.ids_of_chat(_chat(body), room)
+            ids = await self._prompts.ids_of_chat(self._chat_of(body), room)
         else:
             raise InvalidPrompt("the request has neither prompt nor messages, or both; give one of them")
         tokens = ids.tolist()
@@ -257,6 +265,10 @@ class Routes:
     ) -> Response:
         """Returns the whole answer or its stream. The router has accepted the request before a stream
         begins."""
+        beams = body.beam_params(spec.params)
+        if beams is not None:
+            found = await search_beams(self._backend, spec, beams, request.receive)
+            return _json(writer.whole(found))
         generation = await self._backend.generate(spec)
         note_generation(request, generation)
         if body.stream:
@@ -264,7 +276,10 @@ class Routes:
         async with closed_with_client(request.receive, generation):
             async for _ in generation.deltas():
                 pass
+            if spec.params.n > (body.n or 1):
+                generation.keep_best(body.n or 1)
             num_scored = sum(len(answer.scored) for answer in generation.answers)
+            num_scored += sum(map(len, prompt_scores(generation).values()))
             content = await convert(
                 num_scored * (1 + MAX_LOGPROBS), lambda: msgspec.json.encode(writer.whole(generation))
             )
@@ -330,6 +345,20 @@ class Routes:
             raise InvalidParams("priority", priority, allowed)
         return priority
 
+    def _chat_of(self, body: ChatRequest | TokenizeRequest) -> Chat:
+        """Returns the chat of a request. Raises InvalidParams."""
+        if body.chat_template is not None and not self._settings.trust_request_chat_template:
+            allowed = "null, or start the service with --trust-request-chat-template"
+            raise InvalidParams("chat_template", body.chat_template, allowed)
+        return Chat(
+            [message.plain() for message in body.messages or ()],
+            body.begins_answer,
+            body.add_special_tokens is True,
+            body.chat_template_kwargs or {},
+            body.chat_template,
+            body.continue_final_message is True,
+        )
+
     def _model(self, name: str | None) -> str:
         """Returns the name of the requested model, by default the first. Raises UnknownModel."""
         known = self._settings.model_names
@@ -370,16 +399,6 @@ def _tenant(request: Request) -> bytes:
 
 def _json(content: Any, status: int = 200) -> Response:
     return Response(msgspec.json.encode(content), status, media_type="application/json")
-
-
-def _chat(body: ChatRequest | TokenizeRequest) -> Chat:
-    """Raises InvalidParams."""
-    return Chat(
-        [message.plain() for message in body.messages or ()],
-        body.add_generation_prompt is not False,
-        body.add_special_tokens is True,
-        body.chat_template_kwargs or {},
-    )
 
 
 def _check_fits(num_prompt: int, max_tokens: int, max_model_len: int) -> None:

@@ -48,10 +48,7 @@ UNSUPPORTED = (
     Unsupported("functions", ([],), _TOOLS),
     Unsupported("function_call", ("none", "auto"), '"none" or "auto": this service does not call tools'),
     # The prompt
-    Unsupported("suffix", ("",), "none: text can only be continued at its end"),
-    Unsupported("chat_template", (), "null: the template is the model's own"),
     Unsupported("documents", ([],), "null, and put the documents into a message"),
-    Unsupported("continue_final_message", (False,), "false, or continue the text as a plain completion"),
     Unsupported("truncation_side", ("left",), '"left": the last tokens of a prompt are kept'),
     *_each("prompt_embeds input_embeds", (), "null, and the prompt as text or token ids"),
     Unsupported("input_ids", (), "null, and the prompt as token ids to /v1/completions"),
@@ -63,13 +60,8 @@ UNSUPPORTED = (
     Unsupported("include_reasoning", (True,), "true: the text includes reasoning as the model wrote it"),
     Unsupported("verbosity", ("medium",), '"medium", and ask for it in a message'),
     # The choice of tokens
-    Unsupported("best_of", (), "none, or the same as n"),
-    Unsupported("use_beam_search", (False,), "false: this service samples"),
-    *_each("num_beams num_return_sequences", (1,), "1, or n for more answers"),
-    Unsupported("length_penalty", (1,), "1: it is for beam search, and this service samples"),
-    Unsupported("early_stopping", (False,), "false: it is for beam search, and this service samples"),
-    Unsupported("bad_words", ([],), "none, or a logit_bias of -100 for their tokens"),
-    Unsupported("allowed_token_ids", (), "null, or a logit_bias for them"),
+    Unsupported("num_beams", (1,), "1, and use best_of with use_beam_search"),
+    Unsupported("num_return_sequences", (1,), "1, and use n"),
     *_each(
         "logits_processors custom_logit_processor", ([],), "none: this service runs no code from requests"
     ),
@@ -90,9 +82,8 @@ UNSUPPORTED = (
     Unsupported("options", ({},), "none: each option is a separate field here"),
     Unsupported("lora_path", (), "null: this service has one model, without adapters"),
     # What is returned
-    Unsupported("prompt_logprobs", (), "null: log-probabilities of prompts are not computed"),
     Unsupported("logprob_token_ids", (), _LOGPROBS),
-    *_each("return_token_ids return_tokens_as_token_ids return_prompt_token_ids", (False,), _RESULT),
+    Unsupported("return_prompt_token_ids", (False,), "false, and use return_token_ids"),
     *_each("return_prompt_text return_token_offsets return_hidden_states", (False,), _RESULT),
     *_each("return_routed_experts return_cached_tokens_details return_meta_info", (False,), _RESULT),
     Unsupported("detokenize", (True,), "true: an answer is text"),
@@ -109,10 +100,15 @@ UNSUPPORTED = (
     *_each("bootstrap_host bootstrap_port bootstrap_room", (), _TRANSFER),
     Unsupported("extra_key", (), "null, and use cache_salt"),
 )
-UNSUPPORTED_ON_CHAT = (Unsupported("echo", (False,), "false: an answer never repeats the chat"),)
+UNSUPPORTED_ON_CHAT = (
+    Unsupported("echo", (False,), "false: an answer never repeats the chat"),
+    Unsupported("suffix", ("",), "none: an answer ends the chat"),
+)
 UNSUPPORTED_ON_COMPLETIONS = (
     Unsupported("top_logprobs", (0,), "null, and use logprobs for their number"),
     Unsupported("chat_template_kwargs", ({},), "null: a plain completion has no chat template"),
+    Unsupported("chat_template", (), "null: a plain completion has no chat template"),
+    Unsupported("continue_final_message", (False,), "false: a plain completion has no messages"),
 )
 UNSUPPORTED_IN_MESSAGES = (
     *_each("prefix partial", (False,), "false, or continue the text as a plain completion"),
@@ -126,17 +122,15 @@ COMPLETIONS = _BY_NAME | {one.field: one for one in UNSUPPORTED_ON_COMPLETIONS}
 MESSAGES = {one.field: one for one in UNSUPPORTED_IN_MESSAGES}
 
 
-def refuse_unsupported(given: Mapping[str, Any], unsupported: Mapping[str, Unsupported], n: int = 1) -> None:
+def refuse_unsupported(given: Mapping[str, Any], unsupported: Mapping[str, Unsupported]) -> None:
     """Raises InvalidParams for the first field of `given` whose value is not harmless.
 
-    `n`: the number of answers; `best_of` is harmless if it equals `n`. `tools` and `functions` are harmless
-    if the request asks not to call any. Fields that are not in `unsupported` are ignored.
+    `tools` and `functions` are harmless if the request asks not to call any. Fields that are
+    not in `unsupported` are ignored.
     """
     for field, value in given.items():
         known = unsupported.get(field)
         if known is None or value is None or any(_same(value, one) for one in known.harmless):
-            continue
-        if field == "best_of" and _same(value, n):
             continue
         if field == "tools" and given.get("tool_choice") == "none":
             continue

@@ -3,6 +3,8 @@
 import numpy as np
 from msgspec.structs import replace
 
+from lightkv.ledger.prefix_tree import TOKEN_BYTES
+
 from .request import Request
 from .step import NewRow
 
@@ -25,6 +27,8 @@ class NewRows:
         if params.penalised:
             prompt_idx = self._prompts.setdefault(request.prompt_ids, len(self._prompts))
             new = replace(new, prompt_idx=prompt_idx, output_ids=request.output.tobytes())
+        if num_last := max(map(len, params.bad_words_ids), default=1) - 1:
+            new = replace(new, last_ids=request.prefill_ids[-num_last * TOKEN_BYTES :])
         if len(request.output) < params.min_tokens:
             stop_ids = sorted(one for one in request.stop_ids if one < self._vocab_size)
             new = replace(new, may_stop_at=request.num_prompt + params.min_tokens, stop_ids=stop_ids)

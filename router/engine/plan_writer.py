@@ -69,6 +69,11 @@ class PlanWriter:
             num_free=ledger.num_free,
             prefixes=self._prefixes.of(sequences),
             prompts=prompts,
+            scored=[
+                scored
+                for part, (request, start, count) in enumerate(chunks)
+                if request.is_scored and (scored := request.score(part, start, count)) is not None
+            ],
         )
         ledger.step += 1
         return plan

@@ -9,7 +9,9 @@ from lightkv.ledger import Sequence, Session
 from lightkv.ledger.prefix_tree import TOKEN_BYTES, Namespace
 from lightkv.router.sampling_params import MAX_END_IDS, InvalidParams, SamplingParams
 
-from .step import Limits
+from .step import Limits, PromptLogprobs, ScoredChunk
+
+MAX_SCORES = 4_000_000  # log-probabilities of one prompt, which travel in one message
 
 
 class NeverFits(LightKVError):
@@ -58,6 +60,7 @@ class Request:
         "id",
         "is_exact",
         "is_late",
+        "is_scored",
         "kind",
         "max_tokens",
         "namespace",
@@ -67,11 +70,13 @@ class Request:
         "num_preemptions",
         "num_prefill_tokens",
         "num_prompt",
+        "num_scored",
         "output",
         "params",
         "prefill_ids",
         "priority",
         "prompt_ids",
+        "prompt_logprobs",
         "queued",
         "rank",
         "seed",
@@ -106,9 +111,11 @@ class Request:
         self.expected = params.max_tokens
         self.seed = seed
         self.stop_ids = stop_ids
-        self.namespace = namespace
+        # A prompt whose log-probabilities are asked for is computed in full, so it shares nothing.
+        self.is_scored = params.prompt_logprobs is not None
+        self.namespace = (*namespace, object()) if self.is_scored else namespace
         self.priority = priority
-        self.session = session
+        self.session = None if self.is_scored else session
         self.states_length = states_length
         self.is_exact = True
         self.ticket: int | None = None
@@ -124,7 +131,11 @@ class Request:
         self.num_preemptions = 0
         self.num_computed = 0  # tokens that had been computed when the request was last preempted
         self.finish_reason: str | None = None
-        self.cached = True  # do the request's tokens stay in the cache once it has ended?
+        self.num_scored = (
+            1  # tokens of the prompt with log-probabilities in planned steps; the first has none
+        )
+        self.prompt_logprobs: list[PromptLogprobs] = []  # in the order of the prompt
+        self.cached = not self.is_scored  # do the request's tokens stay in the cache once it has ended?
         self.num_in_flight = 0
 
     def validate(self, limits: Limits, capacity: int) -> None:
@@ -133,6 +144,9 @@ class Request:
         Raises NeverFits, InvalidPrompt, InvalidParams.
         """
         self.params.validate(limits.vocab_size)
+        if self.params.bad_words:
+            allowed = "their token ids in bad_words_ids; an engine has no tokenizer"
+            raise InvalidParams("bad_words", self.params.bad_words, allowed)
         if self.params.min_tokens and len(self.stop_ids) > MAX_END_IDS:
             allowed = f"0 where {len(self.stop_ids)} tokens end the answer; {MAX_END_IDS} can be held back"
             raise InvalidParams("min_tokens", self.params.min_tokens, allowed)
@@ -145,6 +159,12 @@ class Request:
                 f"the prompt has token ids from {low} to {high}; "
                 f"the model's go from 0 to {limits.vocab_size - 1}"
             )
+        num_top = self.params.prompt_logprobs
+        if num_top is not None and (num_top + 1) * self.num_prompt > MAX_SCORES:
+            allowed = (
+                f"fewer for {self.num_prompt} tokens, or shorten the prompt: at most {MAX_SCORES} in all"
+            )
+            raise InvalidParams("prompt_logprobs", num_top, allowed)
         prompt, new = self.num_prompt, self.max_tokens
         if prompt + new > limits.max_model_len:
             raise NeverFits(
@@ -183,6 +203,21 @@ class Request:
     def tail_ids(self) -> bytes:
         """Returns what was generated since the prefill, int32 bytes."""
         return self.output[self.num_prefill_tokens - self.num_prompt :].tobytes()
+
+    def score(self, part: int, start: int, num_tokens: int) -> ScoredChunk | None:
+        """Notes that a step computes the positions [start, start + num_tokens) of the prefill as part `part` of
+        its batch. Returns the tokens that it scores; None if there are none."""
+        first, end = max(start + 1, self.num_scored), min(start + num_tokens + 1, self.num_prompt)
+        if not self.is_scored or first >= end:
+            return None
+        self.num_scored = end
+        targets = self.prompt_ids[first * TOKEN_BYTES : end * TOKEN_BYTES]
+        return ScoredChunk(part, first - 1 - start, targets, self.params.prompt_logprobs or 0)
+
+    def take_scores(self) -> PromptLogprobs | None:
+        """Returns the log-probabilities of the whole prompt, and forgets them; None if it asks for none."""
+        found, self.prompt_logprobs = self.prompt_logprobs, []
+        return PromptLogprobs.joined(found) if self.is_scored else None
 
     def preempt(self) -> None:
         """Notes that the request's sequence was closed: its next one begins with what was generated so far."""

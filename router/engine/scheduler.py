@@ -200,6 +200,8 @@ class Scheduler:
         events = []
         if not self._failed:
             self.ledger.confirm(batch.plan.step)
+            for scored, found in zip(batch.plan.scored, result.scored, strict=True):
+                batch.requests[scored.part].prompt_logprobs.append(found)
             logprobs = result.logprobs
             for i, (request, token) in enumerate(zip(batch.sampled, result.tokens, strict=True)):
                 if request.finish_reason is not None:
@@ -215,7 +217,10 @@ class Scheduler:
                     reason = "stop" if token in request.stop_ids else "length"
                     self._end(request, reason)
                 num_cached = request.num_hit if count == 1 else None
-                events.append(TokenEvent(request.id, token, reason, logprobs.get(i), None, num_cached))
+                scores = request.take_scores() if count == 1 else None
+                events.append(
+                    TokenEvent(request.id, token, reason, logprobs.get(i), None, num_cached, scores)
+                )
             self.num_output_tokens += len(events)
         self._release_finished()
         return events

@@ -3,9 +3,11 @@
 Plain data without torch. In one process it is passed as it is; between processes msgspec encodes it to bytes.
 """
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import msgspec
+import numpy as np
 
 from lightkv.edits import Alloc, Edit, decode
 from lightkv.ledger.shared_prefixes import PrefixSharing, SharedPrefix
@@ -54,6 +56,7 @@ class NewRow(msgspec.Struct, frozen=True):
     Attributes:
         prompt_idx: the index of the sequence's prompt in the plan's `prompts`, where a penalty looks at it.
         output_ids: what a preempted sequence had generated, int32 bytes, where a penalty looks at it.
+        last_ids: the last tokens before the first sampled one, int32 bytes, where bad words look at them.
         may_stop_at: none of `stop_ids` is sampled before this position (`SamplingParams.min_tokens`).
     """
 
@@ -62,8 +65,25 @@ class NewRow(msgspec.Struct, frozen=True):
     seed: int
     prompt_idx: int | None = None
     output_ids: bytes = b""
+    last_ids: bytes = b""
     may_stop_at: int = 0
     stop_ids: list[int] = []
+
+
+class ScoredChunk(msgspec.Struct, frozen=True):
+    """The tokens of a prompt whose log-probabilities a step computes.
+
+    Attributes:
+        part: the index into the batch of the chunk that computes the logits.
+        first: the place in the chunk of the first of these logits; the others follow it.
+        targets: the tokens that come after them, int32 bytes.
+        num_top: how many of the likeliest tokens are returned with each.
+    """
+
+    part: int
+    first: int
+    targets: bytes
+    num_top: int
 
 
 class StepPlan(msgspec.Struct, frozen=True):
@@ -86,6 +106,7 @@ class StepPlan(msgspec.Struct, frozen=True):
         prompts: for each prompt that a penalty looks at, its distinct token ids, ascending, int32 bytes. The
             answers to one prompt share an entry.
         num_free: the ledger's count of free slots once the step's slots are allocated.
+        scored: the tokens of prompts whose log-probabilities are computed.
         prefixes: which decodes have their first tokens in the same slots, so that they are read once.
     """
 
@@ -103,6 +124,7 @@ class StepPlan(msgspec.Struct, frozen=True):
     num_free: int
     prefixes: list[SharedPrefix] = []
     prompts: list[bytes] = []
+    scored: list[ScoredChunk] = []
 
     @property
     def num_tokens(self) -> int:
@@ -143,6 +165,39 @@ class TokenLogprobs(msgspec.Struct, frozen=True, gc=False):
     top_logprobs: list[float]
 
 
+class PromptLogprobs(msgspec.Struct, frozen=True, gc=False):
+    """The log-probabilities of n tokens of a prompt, and of the k likeliest tokens in the place of each.
+
+    Attributes:
+        logprobs: float32 bytes [n]; ranks: int32 bytes [n], 1 where the token is the likeliest.
+        top_ids, top_logprobs: int32 and float32 bytes [n, k], the likeliest first.
+    """
+
+    logprobs: bytes
+    ranks: bytes
+    top_ids: bytes
+    top_logprobs: bytes
+
+    def __len__(self) -> int:
+        return len(self.logprobs) // 4
+
+    @classmethod
+    def joined(cls, parts: "Sequence[PromptLogprobs]") -> "PromptLogprobs":
+        """Returns those of all parts, in order."""
+        names = cls.__struct_fields__
+        return cls(*(b"".join([getattr(part, name) for part in parts]) for name in names))
+
+    def per_token(self) -> list[tuple[TokenLogprobs, int]]:
+        """Returns each token's log-probabilities and its rank."""
+        num = len(self)
+        num_top = len(self.top_ids) // 4 // max(num, 1)
+        ids = np.frombuffer(self.top_ids, np.int32).reshape(num, num_top)
+        values = np.frombuffer(self.top_logprobs, np.float32).reshape(num, num_top)
+        own, ranks = np.frombuffer(self.logprobs, np.float32), np.frombuffer(self.ranks, np.int32)
+        rows = zip(own.tolist(), ids.tolist(), values.tolist(), ranks.tolist(), strict=True)
+        return [(TokenLogprobs(logprob, top, likely), rank) for logprob, top, likely, rank in rows]
+
+
 class TokenEvent(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """What a step brought to one request: a token and, with its last token, its end.
 
@@ -151,6 +206,8 @@ class TokenEvent(msgspec.Struct, frozen=True, array_like=True, gc=False):
             last three come without a token, and `error` says why.
         num_cached: comes with the first token: how many of the prompt's tokens were found in the cache.
         waited: comes with the first token where a router sends it: the seconds that the request was queued.
+        prompt_logprobs: come with the first token, where the request asks for them: of the prompt's tokens
+            from the second on.
     """
 
     request_id: str
@@ -159,6 +216,7 @@ class TokenEvent(msgspec.Struct, frozen=True, array_like=True, gc=False):
     logprobs: TokenLogprobs | None = None
     error: str | None = None
     num_cached: int | None = None
+    prompt_logprobs: PromptLogprobs | None = None
     waited: float | None = None
 
 
@@ -169,6 +227,7 @@ class StepResult(msgspec.Struct, frozen=True):
         tokens: `tokens[i]` was sampled for `StepPlan.sample[i]`.
         num_free, flags: the allocator's free slots and error flags (`lightkv.triton_kernels.slots.slot_flags`).
         logprobs: by index into `tokens`, where the plan asked for them.
+        scored: one for each of the plan's `scored`.
     """
 
     step: int
@@ -176,6 +235,7 @@ class StepResult(msgspec.Struct, frozen=True):
     num_free: int
     flags: int
     logprobs: dict[int, TokenLogprobs] = {}
+    scored: list[PromptLogprobs] = []
 
 
 class ExpectedMemory(NamedTuple):

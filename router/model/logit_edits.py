@@ -1,4 +1,5 @@
-"""Changes logits before a token is drawn: logit bias, penalties, and end tokens held back by min_tokens.
+"""Changes logits before a token is drawn: logit bias, penalties, banned tokens and words, and end tokens held
+back by min_tokens.
 
 `LogitEdits` holds the state of every row on the device; `RowEdits` is what new rows bring, on the host.
 """
@@ -12,11 +13,20 @@ from torch import Tensor
 
 from lightkv.errors import LightKVError
 from lightkv.router.engine.step import NewRow
-from lightkv.router.sampling_params import MAX_END_IDS, MAX_LOGIT_BIAS
+from lightkv.router.sampling_params import (
+    MAX_BAD_WORD_TOKENS,
+    MAX_BAD_WORDS,
+    MAX_END_IDS,
+    MAX_LOGIT_BIAS,
+)
 
-# A count has this bit if the prompt holds the token; the bits below count the token in the output.
+# A count has this bit if the prompt holds the token, and the next if the token is banned; the bits below count
+# the token in the output.
 _PROMPT_BIT = 1 << 30
-_COUNT_MASK = _PROMPT_BIT - 1
+_BANNED_BIT = 1 << 29
+_COUNT_MASK = _BANNED_BIT - 1
+_TAIL = MAX_BAD_WORD_TOKENS - 1  # how many of a row's last tokens words look at
+_ANY, _NONE = -1, -2  # in a word's beginning: every token, and none; in a row's tail -1 is before its first
 
 
 class RowEdits(NamedTuple):
@@ -24,6 +34,9 @@ class RowEdits(NamedTuple):
 
     biases: np.ndarray  # float64 [3 * N]: place in the flattened bias buffers, token id, bias
     counts: np.ndarray  # int64 [2 * N]: place in the flattened counts, what to add there
+    restricted: np.ndarray  # int64 [N]: rows of which every token is banned before `counts` are added
+    words: np.ndarray  # int64 [(_TAIL + 2) * N]: place in the flattened words, last token, those before it
+    tails: np.ndarray  # int64 [(_TAIL + 1) * N]: row, its last tokens
     ends: (
         np.ndarray
     )  # int64 [4 * N]: row, position from which it may end, place in the row's end ids, token id
@@ -34,9 +47,14 @@ class RowEdits(NamedTuple):
 
         Raises ValueError for a token id outside the vocabulary, a missing prompt, or too many end tokens.
         """
+        counts = _count_entries(new_rows, prompts, vocab_size), _ban_entries(new_rows, vocab_size)
+        restricted = [new_row.row for new_row in new_rows if new_row.params.allowed_token_ids is not None]
         return cls(
             _bias_entries(new_rows),
-            _count_entries(new_rows, prompts, vocab_size),
+            np.concatenate(counts, axis=1).ravel(),
+            np.array(restricted, dtype=np.int64),
+            _word_entries(new_rows),
+            _tail_entries(new_rows),
             _end_entries(new_rows, vocab_size),
         )
 
@@ -50,7 +68,11 @@ class Penalties(NamedTuple):
 
 
 class LogitEdits:
-    """Every row's logit bias, counts of the tokens seen, and end tokens that may not be sampled yet."""
+    """Every row's logit bias, counts of the tokens seen, banned tokens and words, and end tokens that may
+    not be sampled yet.
+
+    A word is banned by the row's last tokens, which are kept here, so that a step needs no token from the host.
+    """
 
     def __init__(self, num_rows: int, vocab_size: int, device: torch.device) -> None:
         self._counts = torch.zeros(num_rows, vocab_size, dtype=torch.int32, device=device)
@@ -61,27 +83,55 @@ class LogitEdits:
         self._end_ids = self._bias_ids[:, :MAX_END_IDS].contiguous()
         self._end_bias = torch.zeros(num_rows, MAX_END_IDS, dtype=torch.float32, device=device)
         self._may_end_at = torch.zeros(num_rows, dtype=torch.int64, device=device)
+        self._tails = torch.full((num_rows, _TAIL), _ANY, dtype=torch.int32, device=device)
+        self._word_starts = torch.full(
+            (num_rows, MAX_BAD_WORDS, _TAIL), _NONE, dtype=torch.int32, device=device
+        )
+        self._word_ends = self._bias_ids[:, :MAX_BAD_WORDS].contiguous()
 
     @staticmethod
     def bytes_per_row(vocab_size: int) -> int:
         """Returns the bytes of device memory per row.
 
         These are 4 for each token of the vocabulary (counts), 8 for each entry of the logit bias and of the end
-        tokens, and 8 for the position from which the row may end.
+        tokens, 8 for the position from which the row may end, and 4 for each token of the words and the tail.
         """
-        return 4 * vocab_size + 8 * MAX_LOGIT_BIAS + 8 * MAX_END_IDS + 8
+        words = 4 * MAX_BAD_WORDS * (_TAIL + 1) + 4 * _TAIL
+        return 4 * vocab_size + 8 * MAX_LOGIT_BIAS + 8 * MAX_END_IDS + 8 + words
 
     @property
     def num_bytes(self) -> int:
         """Bytes of device memory that the buffers hold."""
         counts_and_bias = self._counts.nbytes + self._bias.nbytes + self._bias_ids.nbytes
-        return counts_and_bias + self._end_ids.nbytes + self._end_bias.nbytes + self._may_end_at.nbytes
+        words = self._tails.nbytes + self._word_starts.nbytes + self._word_ends.nbytes
+        ends = self._end_ids.nbytes + self._end_bias.nbytes + self._may_end_at.nbytes
+        return counts_and_bias + words + ends
 
-    def set_rows(self, rows: Tensor, biases: Tensor, counts: Tensor, ends: Tensor) -> None:
+    def set_rows(
+        self,
+        rows: Tensor,
+        biases: Tensor,
+        counts: Tensor,
+        restricted: Tensor,
+        words: Tensor,
+        tails: Tensor,
+        ends: Tensor,
+    ) -> None:
         """Clears `rows`, int64 `[n]`, and sets what the uploaded fields of their `RowEdits` say."""
         self._counts.index_fill_(0, rows, 0)
         self._bias.index_fill_(0, rows, 0.0)
         self._end_bias.index_fill_(0, rows, 0.0)
+        self._word_starts.index_fill_(0, rows, _NONE)
+        if restricted.numel():
+            self._counts.index_fill_(0, restricted, _BANNED_BIT)
+        if words.numel():
+            places, last, *before = words.view(_TAIL + 2, -1)
+            self._word_ends.view(-1).index_copy_(0, places, last.to(torch.int32))
+            starts = torch.stack(before, dim=1).to(torch.int32)
+            self._word_starts.view(-1, _TAIL).index_copy_(0, places, starts)
+        if tails.numel():
+            tail_rows, *tokens = tails.view(_TAIL + 1, -1)
+            self._tails.index_copy_(0, tail_rows, torch.stack(tokens, dim=1).to(torch.int32))
         if biases.numel():
             self._set_biases(biases.view(3, -1))
         if counts.numel():
@@ -103,29 +153,44 @@ class LogitEdits:
         self._end_bias.view(-1).index_fill_(0, places, -torch.inf)
 
     def count(self, rows: Tensor, tokens: Tensor) -> None:
-        """Counts one more output token per row. Row 0 counts the padding's tokens, which are never read."""
+        """Counts one more output token per row, and puts it at the end of the row's tail. Row 0 counts the
+        padding's tokens, which are never read."""
         places = rows * self._counts.shape[1] + tokens
         self._counts.view(-1).scatter_add_(0, places, torch.ones_like(places, dtype=torch.int32))
+        kept = self._tails.index_select(0, rows)[:, 1:]
+        self._tails.index_copy_(0, rows, torch.cat((kept, tokens[:, None].to(torch.int32)), dim=1))
 
     def apply_(self, scores: Tensor, rows: Tensor, positions: Tensor, penalties: Penalties) -> None:
         """Changes scores, float32 `[B, V]`, in place.
 
-        The order is: bias, repetition penalty, presence and frequency penalties, then -inf for the tokens that
-        would end an answer too early. The repetition penalty is that of arXiv 1909.05858 section 4.1, for
-        negative scores as in Hugging Face's RepetitionPenaltyLogitsProcessor; the others are those of OpenAI's
-        API reference. Neutral parameters change no bit of a score, whatever the counts.
+        The order is: bias, repetition penalty, presence and frequency penalties, then -inf for banned tokens,
+        for those that would complete a banned word, and for those that would end an answer too early. The
+        repetition penalty is that of arXiv 1909.05858 section 4.1, for negative scores as in Hugging
+        Face's RepetitionPenaltyLogitsProcessor; the others are those of OpenAI's API reference. Neutral
+        parameters change no bit of a score, whatever the counts.
         """
         scores.scatter_add_(1, self._bias_ids.index_select(0, rows).long(), self._bias.index_select(0, rows))
         counts = self._counts.index_select(0, rows)  # [B, V]
         penalised = torch.where(scores < 0, scores * penalties.repetition, scores / penalties.repetition)
         torch.where(counts != 0, penalised, scores, out=scores)
+        is_banned = counts.bitwise_and(_BANNED_BIT) != 0
         num_outputs = counts.bitwise_and_(_COUNT_MASK)
         scores.sub_(num_outputs * penalties.frequency)
         scores.sub_((num_outputs > 0) * penalties.presence)
+        scores.masked_fill_(is_banned, -torch.inf)
+        self._ban_words_(scores, rows)
         is_early = (positions < self._may_end_at.index_select(0, rows))[:, None]
         end_bias = self._end_bias.index_select(0, rows)
         end_bias = torch.where(is_early, end_bias, torch.zeros_like(end_bias))
         scores.scatter_add_(1, self._end_ids.index_select(0, rows).long(), end_bias)
+
+    def _ban_words_(self, scores: Tensor, rows: Tensor) -> None:
+        """Sets to -inf the last token of each word whose other tokens are the last ones of its row."""
+        starts = self._word_starts.index_select(0, rows)  # [B, words, _TAIL]
+        tails = self._tails.index_select(0, rows)[:, None]
+        begins = ((starts == tails) | (starts == _ANY)).all(dim=-1)
+        bias = torch.zeros_like(begins, dtype=torch.float32).masked_fill_(begins, -torch.inf)
+        scores.scatter_add_(1, self._word_ends.index_select(0, rows).long(), bias)
 
     def check(self) -> None:
         """Checks the padding row and the counts; synchronises. Raises LightKVError."""
@@ -146,7 +211,7 @@ def _bias_entries(new_rows: Sequence[NewRow]) -> np.ndarray:
 
 
 def _count_entries(new_rows: Sequence[NewRow], prompts: Sequence[bytes], vocab_size: int) -> np.ndarray:
-    """Returns `RowEdits.counts`, for the rows whose parameters look at counts."""
+    """Returns the part of `RowEdits.counts` of the rows whose parameters look at counts, int64 `[2, N]`."""
     seen_in = [np.frombuffer(prompt, np.int32).astype(np.int64) for prompt in prompts]
     entries = [np.zeros((2, 0), np.int64)]
     for new_row in new_rows:
@@ -160,7 +225,44 @@ def _count_entries(new_rows: Sequence[NewRow], prompts: Sequence[bytes], vocab_s
         _check_vocabulary(new_row.row, tokens, vocab_size)
         added = np.concatenate([np.full(seen.size, _PROMPT_BIT), num_made])
         entries.append(np.stack([new_row.row * vocab_size + tokens, added]))
-    return np.concatenate(entries, axis=1).ravel()
+    return np.concatenate(entries, axis=1)
+
+
+def _ban_entries(new_rows: Sequence[NewRow], vocab_size: int) -> np.ndarray:
+    """Returns the part of `RowEdits.counts` that bans tokens or, in a restricted row, allows them, int64
+    `[2, N]`."""
+    entries = [np.zeros((2, 0), np.int64)]
+    for new_row in new_rows:
+        banned = {ids[0] for ids in new_row.params.bad_words_ids if len(ids) == 1}
+        allowed = new_row.params.allowed_token_ids
+        changed = banned if allowed is None else set(allowed) - banned
+        places = new_row.row * vocab_size + np.array(sorted(changed), dtype=np.int64)
+        entries.append(
+            np.stack([places, np.full_like(places, _BANNED_BIT if allowed is None else -_BANNED_BIT)])
+        )
+    return np.concatenate(entries, axis=1)
+
+
+def _word_entries(new_rows: Sequence[NewRow]) -> np.ndarray:
+    """Returns `RowEdits.words`: a word's first tokens stand at the end of its beginning."""
+    entries = []
+    for new_row in new_rows:
+        words = [ids for ids in new_row.params.bad_words_ids if len(ids) > 1]
+        for word_idx, (*before, last) in enumerate(words):
+            place = new_row.row * MAX_BAD_WORDS + word_idx
+            entries.append((place, last, *[_ANY] * (_TAIL - len(before)), *before))
+    return np.array(entries, dtype=np.int64).reshape(-1, _TAIL + 2).T.ravel()
+
+
+def _tail_entries(new_rows: Sequence[NewRow]) -> np.ndarray:
+    """Returns `RowEdits.tails`, for the rows with words of several tokens. Before a row's first token stands
+    one that is in no word."""
+    entries = []
+    for new_row in new_rows:
+        if any(len(ids) > 1 for ids in new_row.params.bad_words_ids):
+            last = np.frombuffer(new_row.last_ids, np.int32)[-_TAIL:].tolist()
+            entries.append((new_row.row, *[_ANY] * (_TAIL - len(last)), *last))
+    return np.array(entries, dtype=np.int64).reshape(-1, _TAIL + 1).T.ravel()
 
 
 def _end_entries(new_rows: Sequence[NewRow], vocab_size: int) -> np.ndarray:

@@ -9,13 +9,13 @@ import torch
 from transformers import PreTrainedModel
 
 from lightkv.attention import AttentionBackend, AttentionMetadata
-from lightkv.integrations.model.hf_model import forward
+from lightkv.integrations.model.hf_model import forward, forward_slices
 from lightkv.memory.kv_memory import KVMemory
-from lightkv.memory.staging import packed_size
+from lightkv.memory.staging import packed_size, upload
 from lightkv.router.engine.step import StepPlan
 from lightkv.router.sampling_params import SamplerKind
 
-from .sampler import Sampled, Sampler
+from .sampler import PromptScores, Sampled, Sampler
 
 
 class RunnerParts(NamedTuple):
@@ -31,10 +31,12 @@ class StepOutput(NamedTuple):
     """The results of a step on the device.
 
     `packed`: int64, the sampled tokens and then the memory's two counters, so that one copy brings them all.
+    `scores`: one for each of the plan's `scored`.
     """
 
     sampled: Sampled
     packed: torch.Tensor
+    scores: Sequence[PromptScores] = ()
 
     @classmethod
     def of(cls, sampled: Sampled, memory: KVMemory) -> "StepOutput":
@@ -48,7 +50,8 @@ class StepOutput(NamedTuple):
         sampled = self.sampled
         if with_logprobs:
             sampled = Sampled._make(None if part is None else _pinned(part) for part in sampled)
-        return StepOutput(sampled, _pinned(self.packed))
+        scores = [PromptScores._make(map(_pinned, one)) for one in self.scores]
+        return StepOutput(sampled, _pinned(self.packed), scores)
 
 
 class StepInputs(NamedTuple):
@@ -113,10 +116,44 @@ class StepInputs(NamedTuple):
 
     def logits(self, parts: RunnerParts, metadata: AttentionMetadata) -> torch.Tensor:
         """Runs the model over the step that `metadata` holds. Returns the logits of the samples, `[n, V]`."""
+        return forward(parts.model, self._input_ids(parts), metadata, parts.backends, self.last_tokens)
+
+    def logits_and_scores(
+        self, parts: RunnerParts, metadata: AttentionMetadata, plan: StepPlan, at_once: int
+    ) -> tuple[torch.Tensor, list[PromptScores]]:
+        """Returns `logits`, and what the plan's `scored` asks for, of at most `at_once` tokens at a time."""
+        begins = np.cumsum([0, *plan.counts])
+        places, targets, num_tops = [], [], []
+        for part, first, target_ids, num_top in (
+            (one.part, one.first, one.targets, one.num_top) for one in plan.scored
+        ):
+            ids = np.frombuffer(target_ids, np.int32).astype(np.int64)
+            at = begins[part] + first + np.arange(len(ids))
+            cuts = range(at_once, len(ids), at_once)
+            places += np.split(at, cuts)
+            targets += np.split(ids, cuts)
+            num_tops.append([num_top] * (len(cuts) + 1))
+        device = parts.memory.device
+        uploaded = upload([*places, *targets], device)
+        slices, wanted = uploaded[: len(places)], iter(uploaded[len(places) :])
+        sampled = self.last_tokens
+        if sampled is None:
+            sampled = torch.arange(begins[-1], device=device)
+        found = forward_slices(
+            parts.model, self._input_ids(parts), metadata, parts.backends, [sampled, *slices]
+        )
+        logits = next(found)
+        scores = [
+            PromptScores.joined([PromptScores.of(next(found), next(wanted), num) for num in nums])
+            for nums in num_tops
+        ]
+        return logits, scores
+
+    def _input_ids(self, parts: RunnerParts) -> torch.Tensor:
         input_ids = parts.sampler.next_token.index_select(0, self.next_of)
         if self.token_ids is not None:
             input_ids = torch.where(self.next_of > 0, input_ids, self.token_ids)
-        return forward(parts.model, input_ids, metadata, parts.backends, self.last_tokens)
+        return input_ids
 
     def sample(self, parts: RunnerParts, logits: torch.Tensor, kind: SamplerKind) -> StepOutput:
         """Samples the first `len(logits)` samples."""

@@ -20,6 +20,7 @@ from lightkv.router.engine.step import (
     ExpectedMemory,
     Limits,
     PoolMap,
+    PromptLogprobs,
     SlotOwners,
     StepPlan,
     StepResult,
@@ -57,6 +58,8 @@ class ModelRunner:
         self._parts = parts
         self._graphs = graphs
         self._in_flight: deque[_StepInFlight] = deque()
+        # There is memory for the logits of so many tokens, since a step may sample as many.
+        self._scored_at_once = min(max(limits.max_num_seqs, 16), 256)
         self._metadata = AttentionMetadata(
             limits.max_num_seqs,
             limits.max_step_tokens,
@@ -96,7 +99,7 @@ class ModelRunner:
         """
         # An error before the edits are applied is fatal: they are sent only once.
         self.fatal = True
-        graph = None if self._graphs is None else self._graphs.get(plan)
+        graph = None if self._graphs is None or plan.scored else self._graphs.get(plan)
         allocates = graph is not None and graph.allocates
         edits = decode(plan.edits) if allocates else plan.all_edits()
         self._parts.sampler.set_rows(plan.new_rows, plan.prompts)
@@ -170,7 +173,10 @@ class ModelRunner:
     def _run(self, plan: StepPlan) -> StepOutput:
         """Runs a step eagerly, after its edits."""
         inputs = StepInputs.load(plan, self._metadata)
-        return inputs.sample(self._parts, inputs.logits(self._parts, self._metadata), plan.kind)
+        if not plan.scored:
+            return inputs.sample(self._parts, inputs.logits(self._parts, self._metadata), plan.kind)
+        logits, scores = inputs.logits_and_scores(self._parts, self._metadata, plan, self._scored_at_once)
+        return inputs.sample(self._parts, logits, plan.kind)._replace(scores=scores)
 
     def _copy_to_host(self, plan: StepPlan, output: StepOutput) -> _StepInFlight:
         """Starts copying the output to the host, before the next replay overwrites it."""
@@ -194,4 +200,5 @@ class ModelRunner:
             for i, count in plan.logprobs.items():
                 logprob, ids, values = likeliest[i]
                 logprobs[i] = TokenLogprobs(logprob, ids[:count], values[:count])
-        return StepResult(plan.step, tokens[: len(plan.sample)], num_free, flags, logprobs)
+        scored = [PromptLogprobs(*(part.numpy().tobytes() for part in one)) for one in output.scores]
+        return StepResult(plan.step, tokens[: len(plan.sample)], num_free, flags, logprobs, scored)

@@ -51,6 +51,34 @@ class Sampled(NamedTuple):
     top_logprobs: Tensor | None  # float32, of `top_ids`
 
 
+class PromptScores(NamedTuple):
+    """The log-probabilities of n tokens of prompts, and of the k likeliest in the place of each.
+
+    They are of the model's own distribution, as in `Sampled`. `ranks`: 1 for the likeliest token.
+    """
+
+    logprobs: Tensor  # float32 [n]
+    ranks: Tensor  # int32 [n]
+    top_ids: Tensor  # int32 [n, k]
+    top_logprobs: Tensor  # float32 [n, k]
+
+    @classmethod
+    def of(cls, logits: Tensor, targets: Tensor, num_top: int) -> "PromptScores":
+        """Returns the scores of `targets`, int64 `[n]`, under `logits`, `[n, V]`, any float dtype; `num_top` is
+        k."""
+        scores = logits.float()
+        log_mass = scores.logsumexp(dim=-1, keepdim=True)
+        own = scores.gather(1, targets[:, None])
+        ranks = (scores > own).sum(dim=-1, dtype=torch.int32) + 1
+        top_scores, top_ids = scores.topk(min(num_top, scores.shape[1]), dim=-1)
+        return cls((own - log_mass).squeeze(1), ranks, top_ids.to(torch.int32), top_scores - log_mass)
+
+    @classmethod
+    def joined(cls, parts: "Sequence[PromptScores]") -> "PromptScores":
+        """Returns the scores of all parts, in order."""
+        return cls(*(torch.cat(field) for field in zip(*parts, strict=True)))
+
+
 class Sampler:
     """Sampling state on the device, one line per row of the token table; row 0 is padding and greedy.
 

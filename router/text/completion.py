@@ -3,7 +3,7 @@
 The engine knows stop tokens, not stop strings. Once `stopped` is set, the caller has to end its request.
 """
 
-from lightkv.router.engine.step import TokenEvent, TokenLogprobs
+from lightkv.router.engine.step import PromptLogprobs, TokenEvent, TokenLogprobs
 from lightkv.router.sampling_params import SamplingParams
 
 from .tokenizer import Detokenizer, StopChecker, Tokenizer
@@ -15,12 +15,14 @@ class Completion:
     Attributes:
         text: what may be shown. It never ends in half a character, or in what may become a stop string.
         finish_reason: None while the answer grows; then "stop", "length", "abort" or "error".
+        prompt_logprobs: those of the prompt, if the request asks for them and its first token has come.
         stopped: a stop string ended the answer, and the engine still runs the request.
     """
 
     def __init__(self, tokenizer: Tokenizer, params: SamplingParams) -> None:
         self.token_ids: list[int] = []
         self.logprobs: list[TokenLogprobs] = []
+        self.prompt_logprobs: PromptLogprobs | None = None
         self.finish_reason: str | None = None
         self.stopped = False
         self._pieces: list[str] = []
@@ -38,6 +40,8 @@ class Completion:
         if self.finish_reason is not None:
             return ""
         added = ""
+        if event.prompt_logprobs is not None:
+            self.prompt_logprobs = event.prompt_logprobs
         if event.token is not None:
             self.token_ids.append(event.token)
             if event.logprobs is not None:

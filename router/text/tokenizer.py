@@ -5,6 +5,7 @@ transformers is not used, since importing it takes seconds and hundreds of megab
 
 import codecs
 import json
+import secrets
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from datetime import datetime
@@ -161,6 +162,9 @@ class Tokenizer:
         messages: Sequence[Mapping[str, Any]],
         add_generation_prompt: bool = True,
         variables: Mapping[str, Any] | None = None,
+        *,
+        template: str | None = None,
+        continues_last: bool = False,
     ) -> str:
         """Returns the text that the model's chat template makes of `messages`.
 
@@ -168,14 +172,23 @@ class Tokenizer:
             messages: plain data such as {"role": "user", "content": "…"}.
             add_generation_prompt: end with the words that begin an assistant's answer.
             variables: further variables of the template; they take precedence over the special tokens.
+            template: a template in place of the model's own.
+            continues_last: the text ends with the content of the last message.
 
         Raises:
             ChatTemplateError: there is no template, it is broken, it does what its sandbox forbids, or it
                 refuses the messages.
         """
-        template = self._template
+        compiled = self._template if template is None else _compiled(template)
+        mark = ""
+        if continues_last:  # the text is cut where this stands
+            if not messages:
+                raise ChatTemplateError("there is no message to continue; send at least one")
+            mark = secrets.token_hex(16)
+            last = {**messages[-1], "content": f"{messages[-1].get('content') or ''}{mark} "}
+            messages = [*messages[:-1], last]
         try:
-            return template.render(
+            text = compiled.render(
                 {
                     **self._special_tokens,
                     **(variables or {}),
@@ -188,7 +201,16 @@ class Tokenizer:
         # A template is a program that comes with the weights: it can raise any error.
         except Exception as error:
             reason = f"the model's chat template refuses these messages: {error}"
-            raise ChatTemplateError(reason) from error
+            raise ChatTemplateError(reason.replace(mark, "") if mark else reason) from error
+        if not mark:
+            return text
+        before, found, after = text.rpartition(mark)
+        if not found:
+            raise ChatTemplateError(
+                "the chat template leaves out the last message, so it cannot be continued; send another role, "
+                "or continue_final_message: false"
+            )
+        return before if after.startswith(" ") else before.rstrip()  # a template may strip its messages
 
     def token_text(self, token_id: int) -> str:
         """Returns the text of one token by itself, also of a special token."""
@@ -196,6 +218,10 @@ class Tokenizer:
         if known is None:
             known = self._text_of[token_id] = self.decode([token_id], skip_special_tokens=False)
         return known
+
+    def token_id(self, token: str) -> int | None:
+        """Returns the id of a token by its name in the vocabulary; None if there is none."""
+        return self._tokenizer.token_to_id(token)
 
     def token_bytes(self, token_id: int) -> bytes:
         """Returns the bytes of one token of a byte-level tokenizer; none for special tokens and unknown ids."""
@@ -239,11 +265,7 @@ class Tokenizer:
     def _template(self) -> jinja2.Template:
         if self._template_source is None:
             raise ChatTemplateError("this model has no chat template; use plain completions instead")
-        try:
-            return _sandbox().from_string(self._template_source)
-        except Exception as error:  # too deep nesting fails in Python's own compiler
-            reason = f"the model's chat template does not parse ({error}); use plain completions instead"
-            raise ChatTemplateError(reason) from error
+        return _compiled(self._template_source)
 
     def _special_id(self, name: str) -> int | None:
         text = self._special_tokens.get(name)
@@ -392,6 +414,15 @@ class _GenerationBlock(Extension):
         return jinja2.nodes.Scope(
             parser.parse_statements(("name:endgeneration",), drop_needle=True), lineno=line
         )
+
+
+def _compiled(source: str) -> jinja2.Template:
+    """Raises ChatTemplateError."""
+    try:
+        return _sandbox().from_string(source)
+    except Exception as error:  # too deep nesting fails in Python's own compiler
+        reason = f"the model's chat template does not parse ({error}); use plain completions instead"
+        raise ChatTemplateError(reason) from error
 
 
 def _sandbox() -> ImmutableSandboxedEnvironment:

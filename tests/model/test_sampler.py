@@ -38,6 +38,7 @@ MIXED = [
     SamplingParams(logprobs=3),
     SamplingParams(temperature=0, logprobs=2, presence_penalty=1.0, top_k=2, top_p=0.1),
     SamplingParams(logit_bias={5: 3.0}, repetition_penalty=1.3, top_k=30, top_p=0.9),
+    SamplingParams(allowed_token_ids=list(range(5, 50)), bad_words_ids=[[7], [8, 9], [6, 6, 6]]),
 ]
 
 
@@ -348,7 +349,8 @@ def test_bytes_for_equals_the_size_of_the_buffers(device: torch.device) -> None:
     announced, lean = Sampler.bytes_for(4, VOCAB_SIZE), sampler.num_bytes
     assert lean == 4 * (8 + 48)
     sampler.enable_logit_edits()
-    assert sampler.num_bytes == announced == lean + 4 * (4 * VOCAB_SIZE + 512 * 8 + 160 * 8 + 8)
+    edits, words = 4 * VOCAB_SIZE + 512 * 8 + 160 * 8 + 8, 4 * 128 * 16 + 4 * 15
+    assert sampler.num_bytes == announced == lean + 4 * (edits + words)
 
 
 def test_check_finds_damaged_state(device: torch.device) -> None:

@@ -14,12 +14,20 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import uvicorn
 
 from lightkv.router.api.app import create_app
 from lightkv.router.api.operators.request_log import RequestTracer
 from lightkv.router.config import EngineConfig
-from lightkv.router.engine.step import Limits, PoolMap, RunnerInfo, TokenEvent, TokenLogprobs
+from lightkv.router.engine.step import (
+    Limits,
+    PoolMap,
+    PromptLogprobs,
+    RunnerInfo,
+    TokenEvent,
+    TokenLogprobs,
+)
 from lightkv.router.model_files import resolve
 from lightkv.router.service.api_settings import ApiSettings
 from lightkv.router.service.frames import FrameStream
@@ -190,9 +198,26 @@ class FakeRouter:
                 top = [token, 2, 3][: submit.params.logprobs]
                 logprobs = TokenLogprobs(-0.5, top, [-0.5, -1.5, float("-inf")][: len(top)])
             cached = self.num_cached if i == 0 else None
-            self._stream.send(Events([TokenEvent(submit.request_id, token, reason, logprobs, None, cached)]))
+            scores = _scores(submit) if i == 0 else None
+            event = TokenEvent(submit.request_id, token, reason, logprobs, None, cached, scores)
+            self._stream.send(Events([event]))
             if reason is not None:
                 return
+
+
+def _scores(submit: Submit) -> PromptLogprobs | None:
+    """Returns -1, -2, … for the tokens of the prompt, whose ranks are 2; token 7 is always the likeliest."""
+    num_top = submit.params.prompt_logprobs
+    if num_top is None:
+        return None
+    num = len(submit.prompt_ids) // 4 - 1
+    top = np.arange(7, 7 + num_top, dtype=np.int32)
+    return PromptLogprobs(
+        (-1 - np.arange(num, dtype=np.float32)).tobytes(),
+        np.full(num, 2, np.int32).tobytes(),
+        np.tile(top, num).tobytes(),
+        np.tile(-0.25 * top.astype(np.float32), num).tobytes(),
+    )
 
 
 class ApiUnderTest:

@@ -51,6 +51,42 @@ def forward(
     return compute(model, input_ids, metadata.position_ids, step, logits_index)
 
 
+def forward_slices(
+    model: PreTrainedModel,
+    input_ids: torch.Tensor,
+    metadata: AttentionMetadata,
+    backends: Sequence[AttentionBackend],
+    slices: Sequence[torch.Tensor],
+) -> Iterator[torch.Tensor]:
+    """Runs the model once, as `forward` does, and yields the logits of each of `slices`.
+
+    A slice is int64 `[n]`, the indices of tokens. So the logits of a long prompt need the memory of one slice.
+    The model's layers run with the first of them; for the others what they returned is put in their place, and
+    the model computes its logits from it. A model without a base model runs in full for each.
+    """
+    base = model.base_model
+    returned: list[Any] = []
+    hook = base.register_forward_hook(lambda module, args, output: returned.append(output))
+    step = PackedStep(metadata, backends)  # the last layer computes every token
+    try:
+        first = compute(model, input_ids, metadata.position_ids, step, slices[0])
+    finally:
+        hook.remove()
+    yield first
+    own = base.__dict__.get("forward")
+    for one in slices[1:]:
+        if base is not model:
+            base.forward = lambda *args, **arguments: returned[0]
+        try:
+            logits = compute(model, input_ids, metadata.position_ids, step, one)
+        finally:
+            if own is not None:
+                base.forward = own
+            else:
+                base.__dict__.pop("forward", None)
+        yield logits
+
+
 def bind(model: PreTrainedModel) -> None:
     """Switches `model` to lightkv's attention, for `compute`. Raises UnsupportedModel, with nothing switched.
 

@@ -7,30 +7,22 @@ support and this one does not are refused by name (`unsupported_fields.py`); unk
 
 from typing import Annotated, Any, Literal, NotRequired
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+from msgspec.structs import replace
+from pydantic import BaseModel, ConfigDict, Field
 from typing_extensions import TypedDict
 
 from lightkv.router.api import unsupported_fields
 from lightkv.router.api.unsupported_fields import refuse_unsupported
 from lightkv.router.config import MAX_SECONDS
 from lightkv.router.sampling_params import InvalidParams, SamplingParams
+from lightkv.router.text.beam_search import BeamParams
+
+from .extensions import AnswerFields, Ids, SuffixField, TemplateFields, Text, Texts
+from .extras import PromptTokens
 
 DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's for plain completions
-MIN_JSON_LOGPROB = -9999.0  # written for -inf, which JSON does not have, as in vLLM
 MAX_PRIORITY = 2**31 - 1
 MAX_SESSION_ID = 256  # characters
-
-
-def _mended(text: str) -> str:
-    """Replaces half surrogate pairs, which JSON can carry and UTF-8 cannot, by U+FFFD (as
-    `Tokenizer.encode`)."""
-    return text if text.isascii() else text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
-
-
-Text = Annotated[str, AfterValidator(_mended)]
-# fail_fast: a list of a million wrong items is one error, not a million.
-Ids = Annotated[list[int], Field(fail_fast=True)]
-Texts = Annotated[list[Text], Field(fail_fast=True)]
 
 
 class RequestBody(BaseModel):
@@ -55,7 +47,7 @@ class StreamOptions(BaseModel):
     include_obfuscation: Literal[False] | None = Field(None, description="Chunks are never padded.")
 
 
-class GenerationRequest(RequestBody):
+class GenerationRequest(RequestBody, AnswerFields):
     """The common fields of completions and chats. Those after `user` are extensions, named as in vLLM."""
 
     model_config = ConfigDict(extra="allow")  # further fields are looked up among the unsupported ones
@@ -160,6 +152,10 @@ class GenerationRequest(RequestBody):
             raise InvalidParams("truncate_prompt_tokens", kept, allowed)
         return max(max_model_len - max_tokens, 1) if kept == -1 else kept
 
+    def beam_params(self, params: SamplingParams) -> BeamParams | None:
+        """Returns the parameters of a beam search, or None if the request samples. Raises InvalidParams."""
+        return self.beams(params, self.n or 1, self.stream is True)
+
     def sampling_params(self, max_tokens: int, logprobs: int | None) -> SamplingParams:
         """Returns the sampling parameters of all n answers. Raises InvalidParams."""
         if self.stream_options is not None and not self.stream:
@@ -169,15 +165,21 @@ class GenerationRequest(RequestBody):
         }
         if self.logit_bias is not None:
             fields["logit_bias"] = _by_token(self.logit_bias)
+        streams = self.stream is True
+        self.check_stream(streams)
+        fields["n"] = self.num_generated(self.n or 1, streams)
+        if fields["n"] > (self.n or 1) and logprobs is None:
+            logprobs = 0  # by which the best are chosen
         return SamplingParams(max_tokens=max_tokens, logprobs=logprobs, **fields)
 
 
 _SAMPLING_FIELDS = sorted(set(SamplingParams.__struct_fields__) & set(GenerationRequest.model_fields))
 _SAMPLING_FIELDS.remove("max_tokens")
 _SAMPLING_FIELDS.remove("logit_bias")
+_SAMPLING_FIELDS.remove("n")
 
 
-class CompletionRequest(GenerationRequest):
+class CompletionRequest(GenerationRequest, SuffixField):
     """The body of POST /v1/completions."""
 
     prompt: Text | Texts | Ids | Annotated[list[Ids], Field(fail_fast=True)] = Field(
@@ -186,9 +188,7 @@ class CompletionRequest(GenerationRequest):
     logprobs: int | None = Field(
         None, description="How many of the likeliest tokens to return with each token, 0 to 20."
     )
-    echo: bool | None = Field(
-        None, description="Repeat the prompt before each answer; not allowed with logprobs."
-    )
+    echo: bool | None = Field(None, description="Repeat the prompt before each answer.")
 
     @property
     def prompts(self) -> list[str | list[int]]:
@@ -202,10 +202,20 @@ class CompletionRequest(GenerationRequest):
     def params(self, default: int = DEFAULT_COMPLETION_TOKENS) -> SamplingParams:
         """Returns the sampling parameters of all n answers to each prompt, of `default` tokens at most if the
         request does not say. Raises InvalidParams."""
-        refuse_unsupported(self.model_extra or {}, unsupported_fields.COMPLETIONS, self.n or 1)
-        if self.echo and self.logprobs is not None:
-            raise InvalidParams("echo", self.echo, "it without logprobs, which are not computed for prompts")
-        return self.sampling_params(self.given_max_tokens(default), self.logprobs)
+        refuse_unsupported(self.model_extra or {}, unsupported_fields.COMPLETIONS)
+        self.check_suffix(self.prompts, self.truncate_prompt_tokens)
+        params = self.sampling_params(self.given_max_tokens(default), self.logprobs)
+        if not self.echoes_logprobs:
+            return params
+        if self.stream and params.n > 1:
+            raise InvalidParams("echo", self.echo, "it without logprobs in a stream of several answers")
+        assert self.logprobs is not None
+        return replace(params, prompt_logprobs=max(self.prompt_logprobs or 0, self.logprobs))
+
+    @property
+    def echoes_logprobs(self) -> bool:
+        """Whether the log-probabilities of the prompt stand before those of the answer."""
+        return bool(self.echo) and self.logprobs is not None
 
 
 class TextPart(BaseModel):
@@ -239,7 +249,7 @@ class ChatMessage(BaseModel):
 Messages = Annotated[list[ChatMessage], Field(fail_fast=True, min_length=1)]
 
 
-class ChatRequest(GenerationRequest):
+class ChatRequest(GenerationRequest, TemplateFields):
     """The body of POST /v1/chat/completions."""
 
     messages: Messages
@@ -247,9 +257,6 @@ class ChatRequest(GenerationRequest):
     top_logprobs: int | None = Field(
         None,
         description="How many of the likeliest tokens to return with each token, 0 to 20; needs logprobs.",
-    )
-    add_generation_prompt: bool | None = Field(
-        None, description="Begin an assistant's message; on by default."
     )
     chat_template_kwargs: dict[str, Any] | None = Field(
         None, description="Further variables of the model's chat template, by name."
@@ -260,14 +267,14 @@ class ChatRequest(GenerationRequest):
 
         `max_tokens_left`: the most tokens of an answer if the request does not say.
         """
-        refuse_unsupported(self.model_extra or {}, unsupported_fields.CHAT, self.n or 1)
+        refuse_unsupported(self.model_extra or {}, unsupported_fields.CHAT)
         if self.top_logprobs and not self.logprobs:
             raise InvalidParams("top_logprobs", self.top_logprobs, "it together with logprobs: true")
         max_tokens = self.given_max_tokens(max_tokens_left)
         return self.sampling_params(max_tokens, (self.top_logprobs or 0) if self.logprobs else None)
 
 
-class TokenizeRequest(RequestBody):
+class TokenizeRequest(RequestBody, TemplateFields):
     """The body of POST /tokenize, with either a prompt or the messages of a chat."""
 
     model_config = ConfigDict(extra="allow")
@@ -276,9 +283,6 @@ class TokenizeRequest(RequestBody):
     messages: Messages | None = None
     add_special_tokens: bool | None = Field(
         None, description="On by default for a prompt, and off for a chat."
-    )
-    add_generation_prompt: bool | None = Field(
-        None, description="Begin an assistant's message after a chat; on by default."
     )
     chat_template_kwargs: dict[str, Any] | None = Field(
         None, description="Further variables of the chat template, as in a chat completion."
@@ -310,11 +314,12 @@ FinishReason = Literal["stop", "length"]
 
 
 class CompletionLogprobs(TypedDict):
-    """Lists with one entry for each token. `text_offset`: where the token begins in the choice's text."""
+    """Lists with one entry for each token; that of a prompt's first token is null. `text_offset`: where
+    the token begins in the choice's text."""
 
     tokens: list[str]
-    token_logprobs: list[float]
-    top_logprobs: list[dict[str, float]]
+    token_logprobs: list[float | None]
+    top_logprobs: list[dict[str, float] | None]
     text_offset: list[int]
 
 
@@ -323,6 +328,9 @@ class CompletionChoice(TypedDict):
     text: str
     logprobs: CompletionLogprobs | None
     finish_reason: FinishReason | None
+    token_ids: NotRequired[list[int]]
+    prompt_token_ids: NotRequired[list[int]]
+    prompt_logprobs: NotRequired[list[PromptTokens | None] | None]
 
 
 class CompletionBody(TypedDict):
@@ -360,6 +368,7 @@ class ChatChoice(TypedDict):
     message: AssistantMessage
     logprobs: ChatLogprobs | None
     finish_reason: FinishReason | None
+    token_ids: NotRequired[list[int]]
 
 
 class ChatBody(TypedDict):
@@ -369,6 +378,8 @@ class ChatBody(TypedDict):
     model: str
     choices: list[ChatChoice]
     usage: Usage
+    prompt_token_ids: NotRequired[list[int]]
+    prompt_logprobs: NotRequired[list[PromptTokens | None] | None]
 
 
 class Delta(TypedDict, total=False):
@@ -381,6 +392,7 @@ class ChunkChoice(TypedDict):
     delta: Delta
     logprobs: ChatLogprobs | None
     finish_reason: FinishReason | None
+    token_ids: NotRequired[list[int]]
 
 
 class ChatChunk(TypedDict):
@@ -390,6 +402,7 @@ class ChatChunk(TypedDict):
     model: str
     choices: list[ChunkChoice]
     usage: NotRequired[Usage | None]
+    prompt_token_ids: NotRequired[list[int]]
 
 
 class ErrorDetails(TypedDict):

@@ -10,10 +10,10 @@ from typing import Any
 
 import msgspec
 
-from lightkv.router.api.generation import Generation, TextDelta
+from lightkv.router.api.generation import Answered, Generation, TextDelta
 
 from .responses import ResponseRequest
-from .writer import ChatWriter, usage_of
+from .writer import Answered, ChatWriter, usage_of
 
 
 class ResponseWriter:
@@ -26,7 +26,7 @@ class ResponseWriter:
         self._id = f"resp_{secrets.token_hex(16)}"
         self._created = int(time.time())
 
-    def whole(self, generation: Generation) -> dict[str, Any]:
+    def whole(self, generation: Answered) -> dict[str, Any]:
         """Returns the body of a response that is not streamed."""
         choice: Any = self._chat.whole(generation)["choices"][0]
         message, logprobs = choice["message"], _logprobs(choice)
@@ -51,7 +51,7 @@ class ResponseWriter:
         self,
         items: list[dict[str, Any]],
         finish_reason: str | None,
-        generation: Generation | None = None,
+        generation: Answered | None = None,
         error: str | None = None,
     ) -> dict[str, Any]:
         """Returns the response with these items. `generation`: its token counts are the usage. `error`: why the
@@ -260,7 +260,7 @@ def _logprobs(choice: Mapping[str, Any]) -> list[Any]:
     return list(found["content"]) if found else []
 
 
-def _usage(generation: Generation) -> dict[str, Any]:
+def _usage(generation: Answered) -> dict[str, Any]:
     usage = usage_of(generation)
     details = usage["prompt_tokens_details"]
     return {

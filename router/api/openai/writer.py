@@ -2,15 +2,15 @@
 
 import secrets
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import cast
 
-from lightkv.router.api.generation import Answer, Generation, TextDelta
-from lightkv.router.engine.step import TokenLogprobs
+from lightkv.router.api.generation import Answer, Answered, TextDelta
+from lightkv.router.engine.step import PromptLogprobs, TokenLogprobs
 from lightkv.router.text.tokenizer import Tokenizer
 
+from .extras import Extras, PromptTokens, finite
 from .protocol import (
-    MIN_JSON_LOGPROB,
     ChatBody,
     ChatChunk,
     ChatLogprobs,
@@ -24,13 +24,21 @@ from .protocol import (
 )
 
 Scored = Sequence[tuple[int, TokenLogprobs]]
+Scores = Mapping[int, PromptLogprobs]  # of the prompts, by their numbers
 
 
 class CompletionWriter:
     """Writes the bodies of one plain completion. `prompts`: texts to put before the answers (`echo`), or
-    none."""
+    none. `extras`: what answers have beside their text."""
 
-    def __init__(self, model: str, tokenizer: Tokenizer, prompts: Sequence[str] = ()) -> None:
+    def __init__(
+        self,
+        model: str,
+        tokenizer: Tokenizer,
+        prompts: Sequence[str] = (),
+        extras: Extras | None = None,
+    ) -> None:
+        self.extras = extras or Extras()
         self._model = model
         self._tokenizer = tokenizer
         self._prompts = prompts
@@ -39,14 +47,18 @@ class CompletionWriter:
         self._num_chars: dict[int, int] = {}  # by answer: characters whose log-probabilities were written
         self._opened: set[int] = set()
 
-    def whole(self, generation: Generation) -> CompletionBody:
+    def whole(self, generation: Answered) -> CompletionBody:
         """Returns the body of an answer that is not streamed."""
-        choices = [self._choice(_all_of(answer)) for answer in generation.answers]
+        scores = prompt_scores(generation)
+        choices = [self._choice(_all_of(answer), scores) for answer in generation.answers]
         return self._body(choices) | {"usage": usage_of(generation)}
 
     def chunks(self, delta: TextDelta) -> list[CompletionBody]:
         """Returns the chunks of a stream for a delta."""
-        return [self._body([self._choice(delta)])]
+        scores = delta.answer.completion.prompt_logprobs if self.extras.echoes_logprobs else None
+        return [
+            self._body([self._choice(delta, {} if scores is None else {delta.answer.prompt_idx: scores})])
+        ]
 
     def usage_chunk(self, usage: Usage) -> CompletionBody:
         """Returns the last chunk of a stream, which has the token counts."""
@@ -61,56 +73,76 @@ class CompletionWriter:
             "choices": choices,
         }
 
-    def _choice(self, delta: TextDelta) -> CompletionChoice:
+    def _choice(self, delta: TextDelta, scores: Scores) -> CompletionChoice:
         answer, text = delta.answer, delta.text
-        if self._prompts and answer.index not in self._opened:
-            text = self._prompts[answer.prompt_idx] + text
+        opens = answer.index not in self._opened
         self._opened.add(answer.index)
-        return {
+        if self._prompts and opens:
+            text = self._prompts[answer.prompt_idx] + text
+        logprobs = None
+        if answer.has_logprobs:
+            of_prompt = scores.get(answer.prompt_idx) if opens and self.extras.echoes_logprobs else None
+            logprobs = self._logprobs(answer, delta.scored, of_prompt)
+        choice: CompletionChoice = {
             "index": answer.index,
             "text": text,
-            "logprobs": self._logprobs(answer, delta.scored) if answer.has_logprobs else None,
+            "logprobs": logprobs,
             "finish_reason": cast(FinishReason | None, delta.finish_reason),
         }
+        if self.extras.token_ids:
+            choice["token_ids"] = list(delta.token_ids)
+            if opens:
+                choice["prompt_token_ids"] = self.extras.prompt_ids(answer.prompt_idx)
+        if self.extras.prompt_logprobs:
+            choice["prompt_logprobs"] = _scored_prompt(
+                self.extras, self._tokenizer, answer.prompt_idx, scores
+            )
+        return choice
 
-    def _logprobs(self, answer: Answer, scored: Scored) -> CompletionLogprobs:
-        tokens, offsets, alternatives = [], [], []
+    def _logprobs(self, answer: Answer, scored: Scored, prompt: PromptLogprobs | None) -> CompletionLogprobs:
+        entries: list[tuple[int, TokenLogprobs | None]] = list(scored)
+        if prompt is not None:
+            first, *ids = self.extras.prompt_ids(answer.prompt_idx)
+            found = [logprobs for logprobs, _ in prompt.per_token()]
+            entries = [(first, None), *zip(ids, found, strict=True), *scored]
         offset = self._num_chars.get(answer.index, 0)
-        for token_id, logprobs in scored:
-            token = self._token(token_id)
-            top = zip(logprobs.top_ids, logprobs.top_logprobs, strict=True)
-            by_token = {token: _finite(logprobs.logprob)}
-            for other_id, logprob in top:
-                by_token.setdefault(self._token(other_id), _finite(logprob))
-            tokens.append(token)
+        offsets, alternatives = [], []
+        for token_id, logprobs in entries:
             offsets.append(offset)
-            alternatives.append(by_token)
-            offset += len(token)
+            offset += len(self._tokenizer.token_text(token_id))
+            alternatives.append(None if logprobs is None else self._alternatives(token_id, logprobs))
         self._num_chars[answer.index] = offset
         return {
-            "tokens": tokens,
-            "token_logprobs": [_finite(logprobs.logprob) for _, logprobs in scored],
+            "tokens": [self._token(token_id) for token_id, _ in entries],
+            "token_logprobs": [None if one is None else finite(one.logprob) for _, one in entries],
             "top_logprobs": alternatives,
             "text_offset": offsets,
         }
 
+    def _alternatives(self, token_id: int, logprobs: TokenLogprobs) -> dict[str, float]:
+        by_token = {self._token(token_id): finite(logprobs.logprob)}
+        for other_id, logprob in zip(logprobs.top_ids, logprobs.top_logprobs, strict=True):
+            by_token.setdefault(self._token(other_id), finite(logprob))
+        return by_token
+
     def _token(self, token_id: int) -> str:
-        return self._tokenizer.token_text(token_id)
+        return self.extras.token(self._tokenizer, token_id)
 
 
 class ChatWriter:
-    """Writes the bodies of one chat completion."""
+    """Writes the bodies of one chat completion. `extras`: what answers have beside their text."""
 
-    def __init__(self, model: str, tokenizer: Tokenizer) -> None:
+    def __init__(self, model: str, tokenizer: Tokenizer, extras: Extras | None = None) -> None:
+        self.extras = extras or Extras()
         self._model = model
         self._tokenizer = tokenizer
         self._id = f"chatcmpl-{secrets.token_hex(16)}"
         self._created = int(time.time())
         self._opened: set[int] = set()
 
-    def whole(self, generation: Generation) -> ChatBody:
+    def whole(self, generation: Answered) -> ChatBody:
         """Returns the body of an answer that is not streamed."""
-        return {
+        body: ChatBody = {
             "id": self._id,
             "object": "chat.completion",
             "created": self._created,
@@ -126,6 +158,14 @@ class ChatWriter:
             ],
             "usage": usage_of(generation),
         }
+        if self.extras.token_ids:
+            body["prompt_token_ids"] = self.extras.prompt_ids(0)
+            for choice, answer in zip(body["choices"], generation.answers, strict=True):
+                choice["token_ids"] = list(answer.completion.token_ids)
+        if self.extras.prompt_logprobs:
+            scores = prompt_scores(generation)
+            body["prompt_logprobs"] = _scored_prompt(self.extras, self._tokenizer, 0, scores)
+        return body
 
     def chunks(self, delta: TextDelta) -> list[ChatChunk]:
         """Returns the chunks of a stream for a delta. The first chunk of each answer has its role."""
@@ -134,9 +174,13 @@ class ChatWriter:
         if index not in self._opened:
             self._opened.add(index)
             chunks.append(self._chunk(index, {"role": "assistant", "content": ""}))
+            if self.extras.token_ids:
+                chunks[0]["prompt_token_ids"] = self.extras.prompt_ids(0)
         chunk = self._chunk(index, {"content": delta.text} if delta.text or delta.scored else {})
         chunk["choices"][0]["logprobs"] = self._logprobs(delta.scored) if answer.has_logprobs else None
         chunk["choices"][0]["finish_reason"] = cast(FinishReason | None, delta.finish_reason)
+        if self.extras.token_ids:
+            chunk["choices"][0]["token_ids"] = list(delta.token_ids)
         return [*chunks, chunk]
 
     def usage_chunk(self, usage: Usage) -> ChatChunk:
@@ -168,12 +212,12 @@ class ChatWriter:
         }
 
     def _top(self, token_id: int, logprob: float) -> TopLogprob:
-        text = self._tokenizer.token_text(token_id)
+        text = self.extras.token(self._tokenizer, token_id)
         known = self._tokenizer.token_bytes(token_id) if self._tokenizer.is_byte_level else b""
-        return {"token": text, "logprob": _finite(logprob), "bytes": list(known or text.encode())}
+        return {"token": text, "logprob": finite(logprob), "bytes": list(known or text.encode())}
 
 
-def usage_of(generation: Generation) -> Usage:
+def usage_of(generation: Answered) -> Usage:
     """Returns the token counts so far."""
     prompt, completion = generation.num_prompt_tokens, generation.num_completion_tokens
     cached = generation.num_cached_tokens
@@ -185,9 +229,19 @@ def usage_of(generation: Generation) -> Usage:
     }
 
 
+def prompt_scores(generation: Answered) -> Scores:
+    """Returns the log-probabilities of each prompt that has them; one of its answers brought them."""
+    found = [(answer.prompt_idx, answer.completion.prompt_logprobs) for answer in generation.all_answers]
+    return {prompt_idx: scores for prompt_idx, scores in found if scores is not None}
+
+
+def _scored_prompt(
+    extras: Extras, tokenizer: Tokenizer, prompt_idx: int, scores: Scores
+) -> list[PromptTokens | None] | None:
+    found = scores.get(prompt_idx)
+    return None if found is None else extras.scored_prompt(tokenizer, prompt_idx, found)
+
+
 def _all_of(answer: Answer) -> TextDelta:
-    return TextDelta(answer, answer.completion.text, answer.scored, answer.completion.finish_reason)
-
-
-def _finite(logprob: float) -> float:
-    return max(logprob, MIN_JSON_LOGPROB)
+    completion = answer.completion
+    return TextDelta(answer, completion.text, answer.scored, completion.finish_reason, completion.token_ids)

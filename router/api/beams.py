@@ -1,0 +1,84 @@
+"""Answers by beam search: rounds of requests to the router, each of one token a beam."""
+
+from dataclasses import dataclass, replace
+
+from starlette.types import Receive
+
+from lightkv.ledger.prefix_tree import TOKEN_BYTES
+from lightkv.router.engine.step import TokenEvent
+from lightkv.router.sampling_params import SamplingParams
+from lightkv.router.text.beam_search import Beam, BeamParams, BeamSearch
+from lightkv.router.text.completion import Completion
+
+from .event_stream import closed_with_client
+from .generation import Answer, Backend, GenerationLost, GenerationSpec
+
+
+@dataclass(frozen=True)
+class BeamAnswers:
+    """The answers to one HTTP request that were found by beam search, as a writer needs them.
+
+    `num_cached_tokens`: None if the service does not report them.
+    """
+
+    answers: list[Answer]
+    num_prompt_tokens: int
+    num_cached_tokens: int | None
+
+    @property
+    def all_answers(self) -> list[Answer]:
+        """All answers, whose tokens count."""
+        return self.answers
+
+    @property
+    def num_completion_tokens(self) -> int:
+        """The tokens of the answers."""
+        return sum(len(answer.completion.token_ids) for answer in self.answers)
+
+
+async def search_beams(
+    backend: Backend, spec: GenerationSpec, params: BeamParams, receive: Receive
+) -> BeamAnswers:
+    """Returns the best beams of each prompt of `spec`, whose own parameters say only how a text is shown. The
+    search ends early if the client disconnects.
+
+    Raises InvalidParams, RequestRefused, GenerationFailed and GenerationLost, after which nothing runs.
+    """
+    end_ids = frozenset() if params.ignore_eos else backend.tokenizer.eos_ids
+    one_token = params.round_params(len(end_ids))
+    searches = [BeamSearch(prompt_ids, params, end_ids) for prompt_ids in spec.prompts]
+    num_cached: int | None = None
+    while growing := [search for search in searches if search.prompts]:
+        counts = [len(search.prompts) for search in growing]
+        prompts = [prompt for search in growing for prompt in search.prompts]
+        generation = await backend.generate(
+            replace(spec, prompts=prompts, params=one_token, states_length=True)
+        )
+        async with closed_with_client(receive, generation):
+            async for _ in generation.deltas():
+                pass
+        found = [answer.completion.logprobs for answer in generation.answers]
+        if not all(found):
+            raise GenerationLost("its client has disconnected")
+        if num_cached is None:
+            num_cached = generation.num_cached_tokens
+        scored = iter(found)
+        for search, count in zip(growing, counts, strict=True):
+            search.take([next(scored)[0] for _ in range(count)])
+    answers = [
+        _answer(backend, beam, spec.params, prompt_idx)
+        for prompt_idx, search in enumerate(searches)
+        for beam in search.best
+    ]
+    answers = [replace(answer, index=index) for index, answer in enumerate(answers)]
+    num_prompt = sum(map(len, spec.prompts)) // TOKEN_BYTES
+    return BeamAnswers(answers, num_prompt, num_cached)
+
+
+def _answer(backend: Backend, beam: Beam, params: SamplingParams, prompt_idx: int) -> Answer:
+    """Returns a beam as an answer that is complete."""
+    completion = Completion(backend.tokenizer, params)
+    last = len(beam.token_ids) - 1
+    for place, token in enumerate(beam.token_ids):
+        completion.push(TokenEvent("", token, beam.finish_reason if place == last else None))
+    return Answer(0, prompt_idx, completion, backend.metrics.begin(), has_logprobs=False)

@@ -1,0 +1,33 @@
+"""Turns texts that an answer may not have into the sequences of tokens that write them."""
+
+from collections.abc import Sequence
+
+from msgspec.structs import replace
+
+from lightkv.router.sampling_params import SamplingParams
+
+from .tokenizer import Tokenizer
+
+
+def with_banned_ids(params: SamplingParams, tokenizer: Tokenizer) -> SamplingParams:
+    """Returns `params` with the token ids of their `bad_words`, as an engine needs them. Raises
+    InvalidParams."""
+    if not params.bad_words:
+        return params
+    found = [*params.bad_words_ids, *token_sequences(params.bad_words, tokenizer)]
+    ids = list(dict.fromkeys(tuple(one) for one in found))
+    return replace(params, bad_words=(), bad_words_ids=ids)
+
+
+def token_sequences(words: Sequence[str], tokenizer: Tokenizer) -> list[tuple[int, ...]]:
+    """Returns the tokens of each word as it begins a text, and as it follows a space.
+
+    A tokenizer may write a word in further ways, for example in smaller pieces, and those are not banned.
+    """
+    found: dict[tuple[int, ...], None] = {}
+    for word in words:
+        for text in (word, " " + word.lstrip(" ")):
+            ids = tuple(tokenizer.encode(text, add_special_tokens=False).tolist())
+            if ids:
+                found[ids] = None
+    return list(found)

@@ -1,0 +1,166 @@
+"""Tests of the fields that change what an answer has beside its text, and how a chat becomes a prompt."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import AutoTokenizer
+
+from lightkv.router.model_files import DEFAULT_MODEL, resolve
+from tests.support.fake_router import (
+    CHAT,
+    COMPLETIONS,
+    HELLO,
+    TEXT,
+    ApiUnderTest,
+    idle,
+    ids_of,
+    service,
+)
+
+PROMPT = [511, 512, 513, 514]
+
+
+@pytest.fixture(scope="module")
+def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ApiUnderTest]:
+    with service(tmp_path_factory.mktemp("api")).running() as under_test:
+        yield under_test
+
+
+@pytest.fixture
+def api(shared: ApiUnderTest) -> ApiUnderTest:
+    return idle(shared)
+
+
+def choices(api: ApiUnderTest, path: str = COMPLETIONS, **fields: Any) -> list[Any]:
+    prompt: dict[str, Any] = HELLO if path == CHAT else {"prompt": PROMPT}
+    return list(api.post(path, {**prompt, "max_tokens": 2, **fields})["choices"])
+
+
+def test_prompt_logprobs(api: ApiUnderTest) -> None:
+    first, second = choices(api, prompt_logprobs=1, n=2)
+    scores = first["prompt_logprobs"]
+    assert second["prompt_logprobs"] == scores
+    assert scores[0] is None
+    assert [list(entry) for entry in scores[1:]] == [["512", "7"], ["513", "7"], ["514", "7"]]
+    assert scores[1]["512"] == {
+        "logprob": -1.0,
+        "rank": 2,
+        "decoded_token": api.tokenizer.token_text(512),
+    }
+    assert scores[3]["7"]["rank"] == 1
+    assert [submit.params.prompt_logprobs for submit in api.router.submits] == [1, None]
+    assert first["logprobs"] is None
+    chat = api.post(CHAT, {**HELLO, "max_tokens": 1, "prompt_logprobs": 0})
+    assert len(chat["prompt_logprobs"]) == chat["usage"]["prompt_tokens"]
+    for value in (-1, 21, "1"):
+        error = api.post(COMPLETIONS, {"prompt": PROMPT, "prompt_logprobs": value}, 400)["error"]
+        assert error["param"] == "prompt_logprobs"
+    error = api.post(CHAT, {**HELLO, "prompt_logprobs": 1, "stream": True}, 400)["error"]
+    assert error["param"] == "prompt_logprobs"
+
+
+def test_echo_with_logprobs(api: ApiUnderTest) -> None:
+    fields = {"echo": True, "logprobs": 1}
+    for one in choices(api, n=2, **fields):
+        logprobs = one["logprobs"]
+        text = api.tokenizer.decode(PROMPT) + " one two"
+        assert one["text"] == text == "".join(logprobs["tokens"])
+        assert logprobs["token_logprobs"] == [None, -1.0, -2.0, -3.0, -0.5, -0.5]
+        assert logprobs["top_logprobs"][0] is None
+        assert len(logprobs["top_logprobs"][1]) == 2
+        offsets = [len("".join(logprobs["tokens"][:i])) for i in range(6)]
+        assert logprobs["text_offset"] == offsets
+    (whole,) = choices(api, **fields)
+    events = api.stream(COMPLETIONS, {"prompt": PROMPT, "max_tokens": 2, "stream": True, **fields})
+    parts = [event["choices"][0]["logprobs"] for event in events if event != "[DONE]"]
+    for name, values in whole["logprobs"].items():
+        assert [value for part in parts for value in part[name]] == values
+    several = {"prompt": PROMPT, "stream": True, "n": 2, **fields}
+    assert api.post(COMPLETIONS, several, 400)["error"]["param"] == "echo"
+
+
+def test_token_ids(api: ApiUnderTest) -> None:
+    (whole,) = choices(api, return_token_ids=True)
+    expected = api.tokenizer.encode(TEXT).tolist()[:2]
+    assert (whole["token_ids"], whole["prompt_token_ids"]) == (expected, PROMPT)
+    chat = api.post(CHAT, {**HELLO, "max_tokens": 2, "return_token_ids": True})
+    assert chat["prompt_token_ids"] == ids_of(api.router.submits[-1])
+    assert chat["choices"][0]["token_ids"] == expected
+    for path, prompt in ((COMPLETIONS, {"prompt": PROMPT}), (CHAT, HELLO)):
+        body = {**prompt, "max_tokens": 2, "stream": True, "return_token_ids": True}
+        events = [event for event in api.stream(path, body) if event != "[DONE]"]
+        made = [event["choices"][0].get("token_ids", []) for event in events]
+        assert [token for part in made for token in part] == expected
+        first = events[0] if path == CHAT else events[0]["choices"][0]
+        assert first["prompt_token_ids"] == ids_of(api.router.submits[-1])
+    assert "token_ids" not in choices(api)[0]
+
+
+def test_tokens_as_ids(api: ApiUnderTest) -> None:
+    one, two = (f"token_id:{token}" for token in api.tokenizer.encode(TEXT).tolist()[:2])
+    (completion,) = choices(api, logprobs=2, return_tokens_as_token_ids=True)
+    assert completion["logprobs"]["tokens"] == [one, two]
+    assert list(completion["logprobs"]["top_logprobs"][0]) == [one, "token_id:2"]
+    (chat,) = choices(api, CHAT, logprobs=True, top_logprobs=1, return_tokens_as_token_ids=True)
+    assert [entry["token"] for entry in chat["logprobs"]["content"]] == [one, two]
+
+
+def test_best_of(api: ApiUnderTest) -> None:
+    body = {"prompt": [PROMPT, PROMPT[:2]], "max_tokens": 2, "n": 2, "best_of": 5}
+    done = api.post(COMPLETIONS, body)
+    assert [choice["index"] for choice in done["choices"]] == [0, 1, 2, 3]
+    assert done["usage"]["completion_tokens"] == 2 * 5 * 2
+    assert all(choice["logprobs"] is None for choice in done["choices"])
+    assert len(api.router.submits) == 10
+    for fields in ({"n": 3, "best_of": 2}, {"best_of": 2, "stream": True}):
+        assert api.post(COMPLETIONS, {"prompt": "a", **fields}, 400)["error"]["param"] == "best_of"
+    assert api.post(CHAT, {**HELLO, "best_of": 2, "n": 2, "max_tokens": 1})["choices"]
+
+
+def test_banned_tokens_reach_the_router(api: ApiUnderTest) -> None:
+    choices(api, bad_words=["one", " two three"], allowed_token_ids=[5, 6])
+    params = api.router.submits[0].params
+    assert params.bad_words == ()
+    ids = [api.tokenizer.encode(text).tolist() for text in ("one", " one", "two three", " two three")]
+    assert {tuple(one) for one in ids[:2]} <= set(params.bad_words_ids)
+    assert tuple(ids[3]) in params.bad_words_ids
+    assert params.allowed_token_ids == (5, 6)
+    for field, value in (("bad_words", [""]), ("bad_words", "a"), ("allowed_token_ids", [])):
+        error = api.post(COMPLETIONS, {"prompt": "a", field: value}, 400)["error"]
+        assert error["param"] == field
+
+
+def test_the_last_message_is_continued_as_by_transformers(api: ApiUnderTest) -> None:
+    reference = AutoTokenizer.from_pretrained(Path(resolve(DEFAULT_MODEL, print)))
+    for content in ("The answer is", "The answer is ", "Line\n", "<|im_end|>"):
+        messages = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": content}]
+        expected = reference.apply_chat_template(messages, tokenize=False, continue_final_message=True)
+        body = {"messages": messages, "continue_final_message": True}
+        api.post(CHAT, {**body, "max_tokens": 1})
+        found = api.tokenizer.decode(ids_of(api.router.submits[-1]), skip_special_tokens=False)
+        assert found == expected
+        tokens = api.post("/tokenize", body)["tokens"]
+        assert tokens == ids_of(api.router.submits[-1])
+    both = {**HELLO, "continue_final_message": True, "add_generation_prompt": True}
+    assert api.post(CHAT, both, 400)["error"]["param"] == "continue_final_message"
+
+
+def test_a_template_of_the_request_is_rendered_only_by_a_service_that_trusts_it(tmp_path: Path) -> None:
+    template = "{% for m in messages %}<{{ m.role }}>{{ m.content|trim }}{% endfor %}{{ x }}"
+    with service(tmp_path, trust_request_chat_template=True).running() as api:
+        body = {**HELLO, "chat_template": template, "chat_template_kwargs": {"x": "!"}, "max_tokens": 1}
+        api.post(CHAT, body)
+        assert api.tokenizer.decode(ids_of(api.router.submits[-1])) == "<user>Hello!!"
+        api.post(CHAT, {**body, "continue_final_message": True})
+        assert api.tokenizer.decode(ids_of(api.router.submits[-1])) == "<user>Hello!"
+        for broken in ("{{ messages", "{{ ''.__class__.__mro__ }}", "{{ raise_exception('no') }}"):
+            assert api.post(CHAT, {**HELLO, "chat_template": broken}, 400)["error"]["message"]
+        assert api.post(CHAT, {**HELLO, "continue_final_message": True, "chat_template": "a"}, 400)
+
+
+def test_a_template_of_the_request_is_refused_by_default(api: ApiUnderTest) -> None:
+    error = api.post(CHAT, {**HELLO, "chat_template": "a"}, 400)["error"]
+    assert error["param"] == "chat_template"
+    assert "--trust-request-chat-template" in error["message"]
