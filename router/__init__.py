@@ -10,6 +10,7 @@ from lightkv.errors import MissingExtra
 
 _EXPORTS = {
     "LLM": ".llm",
+    "BeamParams": ".text.beam_search",
     "CompletionOutput": ".llm",
     "Engine": ".engine.loop",
     "EngineConfig": ".config",

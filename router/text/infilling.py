@@ -37,13 +37,13 @@ def infilling_ids(tokenizer: Tokenizer, prefix: str, suffix: str) -> np.ndarray:
     """
     before = tokenizer.encode("")
     for form in _FORMATS:
-        marks = [tokenizer.token_id(text) for text in form[:3] if text]
-        if None in marks:
+        marks = [[tokenizer.token_id(text)] for text in form[:3] if text]
+        if [None] in marks:
             continue
         texts = [tokenizer.encode(text, add_special_tokens=False) for text in (prefix, suffix)]
-        parts = [np.concatenate(([mark], ids)) for mark, ids in zip(marks, texts, strict=False)]
+        parts = [np.array(marks[0] + texts[0].tolist()), np.array(marks[1] + texts[1].tolist())]
         if form.suffix_first:
             parts.reverse()
-        return np.concatenate((before, *parts, marks[2:])).astype(np.int32)
+        return np.concatenate([before, *parts, *map(np.array, marks[2:])]).astype(np.int32)
     allowed = "none: this model's tokenizer has no tokens that mark a prefix and a suffix"
     raise InvalidParams("suffix", suffix, allowed)

@@ -3,12 +3,13 @@
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from lightkv.router import LLM, EngineConfig, SamplingParams
-from lightkv.router.engine.request import InvalidParams
+from lightkv.router.engine.request import InvalidParams, Request
 from lightkv.router.engine.step import PromptLogprobs
 from tests.support.served import save_tiny_model
 
@@ -109,3 +110,41 @@ def test_too_many_scores_are_refused(llm: LLM) -> None:
     for value in (-1, 21, True):
         with pytest.raises(InvalidParams):
             SamplingParams(prompt_logprobs=value)
+
+
+def test_a_preempted_request_scores_each_token_once() -> None:
+    ids = np.arange(10, dtype=np.int32)
+    request = Request("a", ids.tobytes(), SCORED, seed=1)
+    parts = [request.score(0, start, count) for start, count in ((0, 4), (4, 3), (0, 6), (6, 9), (2, 8))]
+    targets = [[] if one is None else np.frombuffer(one.targets, np.int32).tolist() for one in parts]
+    assert targets == [[1, 2, 3, 4], [5, 6, 7], [], [8, 9], []]
+    assert [one.first for one in parts if one is not None] == [0, 0, 1]
+    assert Request("b", ids.tobytes(), PLAIN, seed=1).score(0, 0, 10) is None
+
+
+@pytest.mark.gpu
+def test_scored_and_banned_requests_among_graphs_on_a_gpu(model: Path, reference: PreTrainedModel) -> None:
+    """Steps with scored chunks run eagerly between those of CUDA graphs, with two in flight."""
+    llm = LLM(
+        EngineConfig(
+            model=str(model), device="cuda", dtype="float32", max_total_tokens=4000, prefill_chunk=64
+        )
+    )
+    prompts = [prompt(90 + i, 200 + i) for i in range(12)]
+    plain = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
+    free = [one.outputs[0].token_ids for one in llm.generate(prompts, plain)]
+    words = [[ids[4:6], [ids[9]]] for ids in free]
+    banned = [
+        SamplingParams(temperature=0, max_tokens=40, ignore_eos=True, bad_words_ids=one) for one in words
+    ]
+    scored = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True, prompt_logprobs=4)
+    mixed = [(plain, banned[i], scored)[i % 3] for i in range(12)]
+    for i, output in enumerate(llm.generate(prompts, mixed)):
+        tokens = output.outputs[0].token_ids
+        if i % 3 == 1:
+            assert words[i][1][0] not in tokens
+            assert words[i][0] not in [tokens[at : at + 2] for at in range(len(tokens))]
+        elif i % 3 == 2:
+            check(reference, prompts[i], output.prompt_logprobs)
+    llm.check()
+    assert llm.stats().held == 0

@@ -8,9 +8,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from lightkv.router import LLM, EngineConfig
+from lightkv.router import LLM, BeamParams, EngineConfig
 from lightkv.router.sampling_params import InvalidParams
-from lightkv.router.text.beam_search import BeamParams
 from tests.support.served import save_tiny_model
 
 
