@@ -39,7 +39,7 @@ class GenerationSpec:
     """The generation that one HTTP request asks for: `params.n` answers to each of `prompts` (int32 bytes).
 
     `session`: the one that protects the tokens of prompts and answers in the cache. `states_length`: whether
-    the client stated max_tokens.
+    the client stated max_tokens. `shown_ids`: special tokens that are part of the text.
     """
 
     prompts: list[bytes]
@@ -48,6 +48,7 @@ class GenerationSpec:
     namespace: tuple[str, ...] = ()
     session: SessionUse | None = None
     states_length: bool = True
+    shown_ids: frozenset[int] = frozenset()
 
 
 @dataclass
@@ -103,7 +104,7 @@ class Backend:
         for prompt_idx, prompt_ids in enumerate(spec.prompts):
             for child in children:
                 request_id = uuid.uuid4().hex
-                completion = Completion(self.tokenizer, child)
+                completion = Completion(self.tokenizer, child, spec.shown_ids)
                 answers[request_id] = Answer(
                     index=len(answers),
                     prompt_idx=prompt_idx,

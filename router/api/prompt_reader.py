@@ -34,12 +34,14 @@ RESERVED_VARIABLES = (
 
 @dataclass(frozen=True)
 class Chat:
-    """The input of a chat template. `variables`: further variables of the template, by name."""
+    """The input of a chat template. `variables`: further variables of the template, by name. `tools`: the
+    functions that the model may call."""
 
     messages: list[dict[str, Any]]
     add_generation_prompt: bool = True
     add_special_tokens: bool = False
     variables: Mapping[str, Any] = field(default_factory=dict)
+    tools: list[dict[str, Any]] | None = None
 
     def __post_init__(self) -> None:
         """Raises InvalidParams for a variable with a reserved name."""
@@ -85,7 +87,7 @@ class PromptReader:
     async def ids_of_chat(self, chat: Chat, room: PromptRoom) -> np.ndarray:
         """Returns the token ids of the text that the chat template renders, int32 [n]. Raises
         ChatTemplateError."""
-        num_chars = num_characters([chat.messages, chat.variables], INLINE_ITEMS + 1)
+        num_chars = num_characters([chat.messages, chat.variables, chat.tools], INLINE_ITEMS + 1)
         return _last(await convert(num_chars, lambda: self._encode_chat(chat, room)), room)
 
     async def text_of(self, token_ids: Sequence[int] | np.ndarray) -> str:
@@ -98,8 +100,12 @@ class PromptReader:
 
     def _encode_chat(self, chat: Chat, room: PromptRoom) -> np.ndarray:
         most = self._tokenizer.max_characters(room.max_model_len)
-        self._check_length("chat", num_characters([chat.messages, chat.variables], most + 1), room)
-        text = self._tokenizer.render_chat(chat.messages, chat.add_generation_prompt, chat.variables)
+        self._check_length(
+            "chat", num_characters([chat.messages, chat.variables, chat.tools], most + 1), room
+        )
+        text = self._tokenizer.render_chat(
+            chat.messages, chat.add_generation_prompt, chat.variables, chat.tools
+        )
         self._check_length("chat", len(text), room)
         return self._tokenizer.encode(text, chat.add_special_tokens)
 

@@ -13,6 +13,7 @@ from starlette.types import Receive
 
 from lightkv import __version__
 from lightkv.errors import LightKVError
+from lightkv.router.api.openai.dialect import ChatDialect
 from lightkv.router.api.openai.protocol import (
     MAX_SESSION_ID,
     ChatRequest,
@@ -37,7 +38,7 @@ from . import unsupported_fields
 from .event_stream import EventStream, closed_with_client
 from .generation import Backend, GenerationSpec
 from .metrics import CONTENT_TYPE
-from .prompt_reader import Chat, PromptReader, PromptRoom, convert
+from .prompt_reader import PromptReader, PromptRoom, convert
 from .sessions import SessionUse, UnknownSession
 from .unsupported_fields import refuse_unsupported
 
@@ -67,6 +68,7 @@ class Routes:
         self._client = backend.client
         self._tokenizer = backend.tokenizer
         self._prompts = PromptReader(backend.tokenizer)
+        self._dialect = ChatDialect(backend.tokenizer, settings)
         self._settings = settings
         self._created = int(time.time())
 
@@ -113,9 +115,14 @@ class Routes:
         namespace, session = self._namespace(request, body), self._session(request, body)
         context = info.limits.max_model_len
         room = PromptRoom(context, body.num_kept(body.given_max_tokens(1), context))
-        prompt_ids = await self._prompts.ids_of_chat(_chat(body), room)
+        use = body.tool_use()
+        grammar = None if use is None else use.grammar
+        prompt_ids = await self._prompts.ids_of_chat(self._dialect.chat(body, use), room)
+        reading = self._dialect.reading(body, use, prompt_ids)
         longest = min(context, info.capacity + 1)  # the last token needs no slot
         params = body.params(max(longest - prompt_ids.size, 1))
+        if grammar is not None:
+            params = msgspec.structs.replace(params, grammar=grammar)
         _check_fits(prompt_ids.size, params.max_tokens, context)
         spec = GenerationSpec(
             prompts=[prompt_ids.tobytes()],
@@ -124,8 +131,9 @@ class Routes:
             namespace=namespace,
             session=session,
             states_length=body.states_length,
+            shown_ids=frozenset() if reading is None else reading.shown_ids,
         )
-        return await self._answer(spec, ChatWriter(model, self._tokenizer), body, request.receive)
+        return await self._answer(spec, ChatWriter(model, self._tokenizer, reading), body, request.receive)
 
     async def release_session(self, request: Request) -> Response:
         """POST /v1/sessions/{session_id}/release: end a session; its tokens are cached like any others."""
@@ -143,7 +151,7 @@ class Routes:
         if body.prompt is not None and body.messages is None:
             ids = await self._prompts.ids_of_text(body.prompt, body.add_special_tokens is not False, room)
         elif body.messages is not None and body.prompt is None:
-            ids = await self._prompts.ids_of_chat(_chat(body), room)
+            ids = await self._prompts.ids_of_chat(self._dialect.chat(body, body.tool_use()), room)
         else:
             raise InvalidPrompt("the request has neither prompt nor messages, or both; give one of them")
         tokens = ids.tolist()
@@ -329,16 +337,6 @@ def _tenant(request: Request) -> bytes:
 
 def _json(content: Any, status: int = 200) -> Response:
     return Response(msgspec.json.encode(content), status, media_type="application/json")
-
-
-def _chat(body: ChatRequest | TokenizeRequest) -> Chat:
-    """Raises InvalidParams."""
-    return Chat(
-        [message.plain() for message in body.messages or ()],
-        body.add_generation_prompt is not False,
-        body.add_special_tokens is True,
-        body.chat_template_kwargs or {},
-    )
 
 
 def _check_fits(num_prompt: int, max_tokens: int, max_model_len: int) -> None:

@@ -18,6 +18,7 @@ class ApiSettings(msgspec.Struct, frozen=True, kw_only=True):
     max_unread_bytes: the most bytes of all bodies that are not parsed yet; further bytes are answered 503.
     max_answers: the most answers to one HTTP request, which are n times its prompts.
     allow_priority: whether requests may have a priority below 0.
+    tool_parser, reasoning_parser: how the model writes calls and reasoning; None: as its chat template shows.
     session_ttl: seconds without a request after which a session expires, unless a request says otherwise.
     max_queued_requests: how many answers the router keeps waiting; a request for more answers is refused.
     max_connections: the most open connections; further ones are answered 503. Less if the limit of descriptors
@@ -34,6 +35,8 @@ class ApiSettings(msgspec.Struct, frozen=True, kw_only=True):
     max_header_bytes: int = 64 * 2**10
     max_answers: int = 256
     allow_priority: bool = False
+    tool_parser: str | None = None
+    reasoning_parser: str | None = None
     session_ttl: float = 600.0
     max_queued_requests: int = 4096
     max_connections: int = 8192

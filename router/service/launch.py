@@ -362,6 +362,8 @@ class _Service:
                 report_cached_tokens=self._service.report_cached_tokens,
                 cache_namespace=cast(Literal["key", "header"] | None, self._service.cache_namespace),
                 allow_priority=self._service.allow_priority,
+                tool_parser=self._service.tool_parser,
+                reasoning_parser=self._service.reasoning_parser,
                 session_ttl=self._service.session_ttl,
                 max_queued_requests=self._service.max_queued_requests,
                 max_connections=self._service.max_queued_requests + _MORE_CONNECTIONS,

@@ -5,7 +5,7 @@ transformers is not used, since importing it takes seconds and hundreds of megab
 
 import codecs
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from datetime import datetime
 from functools import cached_property
@@ -111,6 +111,15 @@ class Tokenizer:
             self.decode(self.encode("Hi " * _SHORT))
             self.encode_chat([{"role": "user", "content": "Hi"}])
 
+    @property
+    def template(self) -> str:
+        """The source of the chat template; empty if there is none."""
+        return self._template_source or ""
+
+    def special_ids_of(self, texts: Sequence[str]) -> frozenset[int]:
+        """Returns the ids of those of `texts` that are special tokens."""
+        return self.special_ids & set(map(self._tokenizer.token_to_id, texts))
+
     def encode(self, text: str, add_special_tokens: bool = True) -> np.ndarray:
         """Returns the ids of `text`, int32 [n], with the special tokens that tokenizer.json adds to a text.
 
@@ -154,6 +163,7 @@ class Tokenizer:
         messages: Sequence[Mapping[str, Any]],
         add_generation_prompt: bool = True,
         variables: Mapping[str, Any] | None = None,
+        tools: Sequence[Mapping[str, Any]] | None = None,
     ) -> str:
         """Returns the text that the model's chat template makes of `messages`.
 
@@ -161,6 +171,7 @@ class Tokenizer:
             messages: plain data such as {"role": "user", "content": "…"}.
             add_generation_prompt: end with the words that begin an assistant's answer.
             variables: further variables of the template; they take precedence over the special tokens.
+            tools: the functions that the model may call, described as in OpenAI's requests.
 
         Raises:
             ChatTemplateError: there is no template, it is broken, it does what its sandbox forbids, or it
@@ -173,7 +184,7 @@ class Tokenizer:
                     **self._special_tokens,
                     **(variables or {}),
                     "messages": messages,
-                    "tools": None,
+                    "tools": tools,
                     "documents": None,
                     "add_generation_prompt": add_generation_prompt,
                 }
@@ -244,7 +255,7 @@ class Tokenizer:
 
 
 class Detokenizer:
-    """Decodes a stream of tokens piece by piece, by default without special tokens.
+    """Decodes a stream of tokens piece by piece, by default without special tokens other than `shown_ids`.
 
     The pieces joined equal `Tokenizer.decode` of all the tokens, and no piece ends within a character. A push
     costs the same however long the stream is. (A decoder that is not byte-level may rewrite a character because
@@ -256,9 +267,15 @@ class Detokenizer:
     # that wait for their character and those shown last, and the text that was shown is cut off.
     _MAX_HELD = 16  # tokens without a certain text; a character has at most four bytes
 
-    def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool = True) -> None:
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        skip_special_tokens: bool = True,
+        shown_ids: Collection[int] = frozenset(),
+    ) -> None:
         self._tokenizer = tokenizer
         self._skips_special = skip_special_tokens
+        self._shown_ids = shown_ids
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
         self._context: list[int] = []
         self._context_text = ""
@@ -270,7 +287,7 @@ class Detokenizer:
             return "".join(map(self._push_one, token_ids))
         if len(token_ids) == 1 and self._skips_special and not self._utf8.getstate()[0]:
             text = self._tokenizer.whole_text(token_ids[0])  # so it is with almost every token
-            if text is not None:
+            if text:
                 return text
         return self._utf8.decode(b"".join(map(self._bytes, token_ids)))
 
@@ -281,7 +298,7 @@ class Detokenizer:
         return self._show(self._decode(self._context + self._held))
 
     def _push_one(self, token_id: int) -> str:
-        if self._skips_special and token_id in self._tokenizer.special_ids:
+        if self._is_skipped(token_id):
             return ""
         self._held.append(token_id)
         text = self._decode(self._context + self._held)
@@ -296,13 +313,18 @@ class Detokenizer:
         self._context, self._context_text, self._held = self._held, held_text, []
         return shown
 
+    def _is_skipped(self, token_id: int) -> bool:
+        is_special = self._skips_special and token_id in self._tokenizer.special_ids
+        return is_special and token_id not in self._shown_ids
+
     def _bytes(self, token_id: int) -> bytes:
-        if not self._skips_special and token_id in self._tokenizer.special_ids:
+        if token_id in self._tokenizer.special_ids and not self._is_skipped(token_id):
             return self._tokenizer.decode([token_id], skip_special_tokens=False).encode()
         return self._tokenizer.token_bytes(token_id)
 
     def _decode(self, token_ids: list[int]) -> str:
-        return self._tokenizer.decode(token_ids, skip_special_tokens=self._skips_special)
+        skips = self._skips_special and not self._shown_ids  # the others were left out before
+        return self._tokenizer.decode(token_ids, skip_special_tokens=skips)
 
 
 class StopChecker:

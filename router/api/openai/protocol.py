@@ -15,6 +15,8 @@ from lightkv.router.api.unsupported_fields import refuse_unsupported
 from lightkv.router.config import MAX_SECONDS
 from lightkv.router.sampling_params import InvalidParams, SamplingParams
 
+from .tools import CalledFunction, CalledFunctionDelta, ToolCall, ToolCallDelta, ToolFields
+
 DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's for plain completions
 MIN_JSON_LOGPROB = -9999.0  # written for -inf, which JSON does not have, as in vLLM
 MAX_PRIORITY = 2**31 - 1
@@ -238,7 +240,7 @@ class ChatMessage(BaseModel):
 Messages = Annotated[list[ChatMessage], Field(fail_fast=True, min_length=1)]
 
 
-class ChatRequest(GenerationRequest):
+class ChatRequest(ToolFields, GenerationRequest):
     """The body of POST /v1/chat/completions."""
 
     messages: Messages
@@ -266,7 +268,7 @@ class ChatRequest(GenerationRequest):
         return self.sampling_params(max_tokens, (self.top_logprobs or 0) if self.logprobs else None)
 
 
-class TokenizeRequest(RequestBody):
+class TokenizeRequest(ToolFields, RequestBody):
     """The body of POST /tokenize, with either a prompt or the messages of a chat."""
 
     model_config = ConfigDict(extra="allow")
@@ -305,7 +307,7 @@ class Usage(TypedDict):
     prompt_tokens_details: PromptTokensDetails | None
 
 
-FinishReason = Literal["stop", "length"]
+FinishReason = Literal["stop", "length", "tool_calls", "function_call"]
 
 
 class CompletionLogprobs(TypedDict):
@@ -350,8 +352,14 @@ class ChatLogprobs(TypedDict):
 
 
 class AssistantMessage(TypedDict):
+    """`content` is null if there are only calls or reasoning, which has two names, as other servers have."""
+
     role: Literal["assistant"]
-    content: str
+    content: str | None
+    reasoning_content: NotRequired[str]
+    reasoning: NotRequired[str]
+    tool_calls: NotRequired[list[ToolCall]]
+    function_call: NotRequired[CalledFunction]
 
 
 class ChatChoice(TypedDict):
@@ -373,6 +381,10 @@ class ChatBody(TypedDict):
 class Delta(TypedDict, total=False):
     role: Literal["assistant"]
     content: str
+    reasoning_content: str
+    reasoning: str
+    tool_calls: list[ToolCallDelta]
+    function_call: CalledFunctionDelta
 
 
 class ChunkChoice(TypedDict):
