@@ -136,8 +136,9 @@ def test_values_that_another_field_makes_harmless(api: ApiUnderTest) -> None:
     assert api.post(COMPLETIONS, body(COMPLETIONS, best_of=2, n=2))["choices"]
     assert api.post(CHAT, body(CHAT, best_of=1))["choices"]
     tools = [{"type": "function", "function": {"name": "f"}}]
-    assert api.post(CHAT, body(CHAT, tools=tools, tool_choice="none"))["choices"]
-    error = api.post(CHAT, body(CHAT, tools=tools, tool_choice="auto"), 400)["error"]
+    for path in PATHS:
+        assert api.post(path, body(path, tools=tools, tool_choice="none"))["choices"]
+    error = api.post(COMPLETIONS, body(COMPLETIONS, tools=tools, tool_choice="auto"), 400)["error"]
     assert error["param"] == "tools"
 
 
