@@ -8,7 +8,8 @@ from collections.abc import Collection
 from lightkv.router.engine.step import TokenEvent, TokenLogprobs
 from lightkv.router.sampling_params import SamplingParams
 
-from .tokenizer import Detokenizer, StopChecker, Tokenizer
+from .detokenizer import Detokenizer, StopChecker
+from .tokenizer import Tokenizer
 
 
 class Completion:

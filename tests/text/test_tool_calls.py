@@ -16,8 +16,8 @@ from lightkv.router.text.tool_calls.constrained import read_named, read_required
 from lightkv.router.text.tool_calls.families import (
     FAMILIES,
     family_of,
-    names_variable,
     reasoning_of,
+    variables_of,
     wants_text,
 )
 from lightkv.router.text.tool_calls.json_call import EndFinder
@@ -319,8 +319,8 @@ def test_the_end_of_an_object_is_found_in_any_piece() -> None:
         ("{% if tools %}<|channel|>x<|message|>{% endif %}", "gpt_oss", "gpt_oss"),
         ("{% if tools %}{% endif %}<｜tool▁call▁begin｜></think>", "deepseek", "qwen3"),
         ("{% if tools %}{{ tools }}{% endif %}", None, None),
-        ("<tool_call>{{ messages }} tools", None, None),
-        ("{{ message.tools }}{{ message['tools'] }}<tool_call>", None, None),
+        ("{% if tools %}<tool_call>{{ name }}<arg_key>{% endif %}", None, None),
+        ("{{ tools }}<|start_header_id|>{{ 'parameters' }}", "llama3", None),
         ("", None, None),
     ],
 )
@@ -333,8 +333,16 @@ def test_templates_that_add_arguments_to_a_text_are_known() -> None:
     assert wants_text(added)
     assert not wants_text("{{ '```json' + tool['function']['arguments'] | tojson }}")
     assert not wants_text("{%- if tool_call.arguments is string %}{{ tool_call.arguments }}{% else %}")
-    assert names_variable("{% if enable_thinking is defined %}", "enable_thinking")
-    assert not names_variable("enable_thinking {{ x.enable_thinking }}", "enable_thinking")
+
+
+def test_the_variables_of_a_template_are_known() -> None:
+    template = """{%- if not tools is defined %}{% set tools = none %}{% endif %}
+    {{- "thinking and enable_thinking" }}
+    {%- for message in messages %}{% generation %}{{ message.thinking }}{% endgeneration %}{% break %}
+    {%- endfor %}
+    {{- x["reasoning_effort"] | tojson }} reasoning_effort"""
+    assert variables_of(template) == {"tools", "messages", "message", "x"}
+    assert variables_of("{% if %}") == variables_of("") == variables_of("{{ 'a' }}") == frozenset()
 
 
 def test_the_options_name_every_family() -> None:

@@ -21,9 +21,8 @@ from lightkv.router.text.tool_calls.families import (
     THINK_END,
     Family,
     family_of,
-    names_variable,
     reasoning_of,
-    takes_tools,
+    variables_of,
     wants_text,
 )
 from lightkv.router.text.tool_calls.source import Source, Steps
@@ -52,8 +51,9 @@ class ChatDialect:
 
     def __init__(self, tokenizer: Tokenizer, settings: ApiSettings) -> None:
         self._tokenizer = tokenizer
-        self._template = template = tokenizer.template
-        self._takes_tools = takes_tools(template)
+        template = tokenizer.template
+        self._names = variables_of(template)
+        self._takes_tools = "tools" in self._names
         given = settings.tool_parser
         self._is_given = given not in (None, "none")
         self._family = FAMILIES.get(given or family_of(template) or "none")
@@ -151,9 +151,9 @@ class ChatDialect:
     def _variables(self, body: ChatRequest | TokenizeRequest, use: ToolUse | None) -> dict[str, Any]:
         """Returns the variables of the template. Raises InvalidParams for an effort that it does not know."""
         variables = dict(body.chat_template_kwargs or {})
-        switch = next((name for name in _THINKING if names_variable(self._template, name)), None)
+        switch = next((name for name in _THINKING if name in self._names), None)
         effort = body.reasoning_effort
-        if effort is not None and names_variable(self._template, "reasoning_effort"):
+        if effort is not None and "reasoning_effort" in self._names:
             variables.setdefault("reasoning_effort", effort)
         elif effort is not None and switch is not None:
             variables.setdefault(switch, effort != "none")

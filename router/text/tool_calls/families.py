@@ -5,6 +5,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import jinja2
+import jinja2.nodes
+from jinja2.ext import loopcontrols
+
 from . import deepseek, harmony, hermes, llama3, mistral, qwen3_coder
 from .source import Source, Steps
 
@@ -45,13 +49,14 @@ _SIGNS = (
     ("llama3", ("<|python_tag|>",)),
     ("llama3", ("<|start_header_id|>", "parameters")),
 )
+_OTHER_SIGNS = ("<arg_key>",)  # of GLM, which begins its calls as Hermes does
 _ADDED_TEXT = re.compile(r"\+\s*\w+(?:\.function|\[.function.\])?(?:\.arguments|\[.arguments.\])(?!\s*\|)")
 
 
 def family_of(template: str) -> str | None:
-    """Returns the name of the family whose calls a chat template writes; None if it takes no tools, or writes
+    """Returns the name of the family whose calls a chat template writes; None if it writes none, or writes
     them in another way."""
-    if not takes_tools(template):
+    if any(sign in template for sign in _OTHER_SIGNS):
         return None
     return next((name for name, signs in _SIGNS if all(sign in template for sign in signs)), None)
 
@@ -63,15 +68,16 @@ def reasoning_of(template: str) -> str | None:
     return "qwen3" if THINK_BEGIN in template or THINK_END in template else None
 
 
-def takes_tools(template: str) -> bool:
-    """Returns whether a chat template uses the variable `tools`."""
-    return names_variable(template, "tools")
-
-
-def names_variable(template: str, name: str) -> bool:
-    """Returns whether the statements of a chat template name a variable."""
-    statements = re.findall(r"\{[{%].*?[%}]\}", template, re.DOTALL)
-    return any(re.search(rf"(?<![\w.'\"]){name}\b(?!['\"])", statement) for statement in statements)
+def variables_of(template: str) -> frozenset[str]:
+    """Returns the names of the variables that a chat template reads; none if it does not parse."""
+    source = re.sub(
+        r"\{%[-+]?\s*(?:end)?generation\s*[-+]?%\}", "", template
+    )  # which only transformers knows
+    try:
+        tree = jinja2.Environment(extensions=[loopcontrols]).parse(source)
+    except (jinja2.TemplateError, RecursionError):
+        return frozenset()
+    return frozenset(node.name for node in tree.find_all(jinja2.nodes.Name) if node.ctx == "load")
 
 
 def wants_text(template: str) -> bool:

@@ -24,8 +24,9 @@ def with_calls(message: Message, as_text: bool, id_length: int | None) -> Messag
         message["tool_calls"] = [{"id": legacy.get("name"), "type": "function", "function": legacy}]
     if "reasoning" in message:
         message.setdefault("reasoning_content", message["reasoning"])
-    if "reasoning_content" in message:
-        message.setdefault("thinking", message["reasoning_content"])  # gpt-oss's name for it
+    has_both = bool(message.get("content") and message.get("tool_calls"))
+    if "reasoning_content" in message and not has_both:  # gpt-oss's name for it, which it takes beside one
+        message.setdefault("thinking", message["reasoning_content"])
     if isinstance(message.get("tool_call_id"), str):
         message["tool_call_id"] = _cut(message["tool_call_id"], id_length)
     calls = message.get("tool_calls")
