@@ -117,8 +117,10 @@ class Routes:
         room = PromptRoom(context, body.num_kept(body.given_max_tokens(1), context))
         use = body.tool_use()
         grammar = None if use is None else use.grammar
-        prompt_ids = await self._prompts.ids_of_chat(self._dialect.chat(body, use), room)
-        reading = self._dialect.reading(body, use, prompt_ids)
+        prompt_ids = await self._prompts.ids_of_chat(
+            self._dialect.chat(body, use, params.grammar is not None), room
+        )
+        reading = self._dialect.reading(body, use, prompt_ids, params.grammar is not None)
         longest = min(context, info.capacity + 1)  # the last token needs no slot
         params = body.params(max(longest - prompt_ids.size, 1))
         if grammar is not None:

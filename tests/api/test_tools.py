@@ -9,10 +9,16 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import openai
 import pytest
 
+from lightkv.router.api.openai.dialect import ChatDialect
+from lightkv.router.api.openai.protocol import ChatRequest
+from lightkv.router.api.openai.tools import Function, ToolUse
+from lightkv.router.config import InvalidConfig, ServiceConfig
 from lightkv.router.sampling_params import Grammar
+from lightkv.router.service.api_settings import ApiSettings
 from tests.support.fake_router import CHAT, MODEL, ApiUnderTest, ids_of, service
 
 TEMPLATE = """
@@ -382,6 +388,26 @@ def test_parsers_can_be_switched_off(services: dict[str, ApiUnderTest]) -> None:
         off.post(CHAT, {"messages": HELLO, "max_tokens": 60})["choices"][0]["message"]["content"][:3] == "<th"
     )
     assert off.post(CHAT, {"messages": HELLO, "tools": [WEATHER]}, 400)["error"]["param"] == "tools"
+
+
+def test_an_answer_that_follows_a_grammar_is_content(qwen: ApiUnderTest) -> None:
+    """Such an answer has no reasoning, and calls only where they are required."""
+    dialect = ChatDialect(qwen.tokenizer, ApiSettings(model_names=[MODEL]))
+    body = ChatRequest.model_validate({"messages": HELLO, "tools": [WEATHER]})
+    required = ToolUse([Function(name="f")], is_required=True)
+    ids = np.zeros(1, np.int32)
+    for use in (None, body.tool_use()):
+        assert dialect.reading(body, use, ids) is not None
+        assert dialect.reading(body, use, ids, is_constrained=True) is None
+        assert dialect.chat(body, use, is_constrained=True).variables == {"enable_thinking": False}
+        assert dialect.chat(body, use).variables == {}
+    assert dialect.reading(body, required, ids, is_constrained=True) is not None
+
+
+def test_unknown_parsers_are_refused() -> None:
+    for name, option in (("tool_parser", "--tool-parser"), ("reasoning_parser", "--reasoning-parser")):
+        with pytest.raises(InvalidConfig, match=f"{option} is 'gpt9'; give one of none, "):
+            ServiceConfig(**{name: "gpt9"})
 
 
 # Other models

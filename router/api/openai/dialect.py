@@ -60,9 +60,14 @@ class ChatDialect:
         self._reasoning = settings.reasoning_parser or reasoning_of(template) or "none"
         self._wants_text = wants_text(template)
 
-    def chat(self, body: ChatRequest | TokenizeRequest, use: ToolUse | None) -> Chat:
-        """Returns the input of the chat template. `use`: the functions that may be called. Raises
-        InvalidParams."""
+    def chat(
+        self, body: ChatRequest | TokenizeRequest, use: ToolUse | None, is_constrained: bool = False
+    ) -> Chat:
+        """Returns the input of the chat template. Raises InvalidParams.
+
+        `use`: the functions that may be called. `is_constrained`: a grammar says what the answer has to be, so
+        it has no reasoning.
+        """
         if use is not None:
             self._check(use)
         id_length = None if self._family is None else self._family.id_length
@@ -78,16 +83,23 @@ class ChatDialect:
             messages,
             body.add_generation_prompt is not False,
             body.add_special_tokens is True,
-            self._variables(body, use),
+            self._variables(body, is_constrained or _is_required(use)),
             tools,
         )
 
-    def reading(self, body: ChatRequest, use: ToolUse | None, prompt_ids: np.ndarray) -> Reading | None:
-        """Returns how the answers are read; None if each is all content. `prompt_ids`: int32 [n]. Raises
-        InvalidParams."""
+    def reading(
+        self, body: ChatRequest, use: ToolUse | None, prompt_ids: np.ndarray, is_constrained: bool = False
+    ) -> Reading | None:
+        """Returns how the answers are read; None if each is all content. Raises InvalidParams.
+
+        `prompt_ids`: int32 [n]. `is_constrained`: the request itself has a grammar, which the whole answer
+        follows, unless a call is required.
+        """
         if body.include_reasoning is False and self._reasoning == "none":
             allowed = "true, or start the service with --reasoning-parser"
             raise InvalidParams("include_reasoning", False, allowed)
+        if is_constrained and not _is_required(use):
+            return None
         stages, marks = self._stages(use, prompt_ids)
         if not stages:
             return None
@@ -129,7 +141,7 @@ class ChatDialect:
         reason = ""
         if not self._takes_tools and not self._is_given:
             reason = "the model's chat template takes no tools"
-        elif self._family is None and use.name is None and not use.is_required:
+        elif self._family is None and not _is_required(use):
             reason = "the model's chat template does not show how it writes calls"
         if reason:
             names = ", ".join(function.name for function in use.functions)
@@ -148,7 +160,7 @@ class ChatDialect:
         form = self._family.write("FUNCTION", '{"PARAMETER": "VALUE"}')
         return f"To call a function, answer in this form:\n{form}"
 
-    def _variables(self, body: ChatRequest | TokenizeRequest, use: ToolUse | None) -> dict[str, Any]:
+    def _variables(self, body: ChatRequest | TokenizeRequest, is_constrained: bool) -> dict[str, Any]:
         """Returns the variables of the template. Raises InvalidParams for an effort that it does not know."""
         variables = dict(body.chat_template_kwargs or {})
         switch = next((name for name in _THINKING if name in self._names), None)
@@ -160,10 +172,13 @@ class ChatDialect:
         elif effort not in (None, "none"):
             allowed = 'null or "none": the model\'s chat template knows no reasoning effort'
             raise InvalidParams("reasoning_effort", effort, allowed)
-        is_constrained = use is not None and (use.is_required or use.name is not None)
         if is_constrained and switch is not None:  # the grammar leaves no room for reasoning
             variables.setdefault(switch, False)
         return variables
+
+
+def _is_required(use: ToolUse | None) -> bool:
+    return use is not None and (use.is_required or use.name is not None)
 
 
 def _reader(family: Family, use: ToolUse | None) -> Callable[[Source], Steps[None]]:
