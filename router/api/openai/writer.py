@@ -7,16 +7,14 @@ from typing import cast
 
 from lightkv.router.api.generation import Answer, Generation, TextDelta
 from lightkv.router.engine.step import TokenLogprobs
-from lightkv.router.text.answer_reader import AnswerReader, joined
+from lightkv.router.text.answer_reader import AnswerReader
 from lightkv.router.text.tokenizer import Tokenizer
-from lightkv.router.text.tool_calls.source import Arguments, CallBegins, Part, Reasoning
 
 from .dialect import Reading
+from .divided import deltas_of, divide, finish_reason
 from .protocol import (
     MIN_JSON_LOGPROB,
-    AssistantMessage,
     ChatBody,
-    ChatChoice,
     ChatChunk,
     ChatLogprobs,
     CompletionBody,
@@ -27,7 +25,6 @@ from .protocol import (
     TopLogprob,
     Usage,
 )
-from .tools import ToolCall, ToolCallDelta
 
 Scored = Sequence[tuple[int, TokenLogprobs]]
 
@@ -122,14 +119,26 @@ class ChatWriter:
 
     def whole(self, generation: Generation) -> ChatBody:
         """Returns the body of an answer that is not streamed."""
-        return {
+        body: ChatBody = {
             "id": self._id,
             "object": "chat.completion",
             "created": self._created,
             "model": self._model,
-            "choices": [self._choice(answer) for answer in generation.answers],
+            "choices": [
+                {
+                    "index": answer.index,
+                    "message": {"role": "assistant", "content": answer.completion.text},
+                    "logprobs": self._logprobs(answer.scored) if answer.has_logprobs else None,
+                    "finish_reason": cast(FinishReason | None, answer.completion.finish_reason),
+                }
+                for answer in generation.answers
+            ],
             "usage": usage_of(generation),
         }
+        if self._reading is not None:
+            for choice in body["choices"]:
+                divide(choice, self._reading)
+        return body
 
     def chunks(self, delta: TextDelta) -> list[ChatChunk]:
         """Returns the chunks of a stream for a delta. The first chunk of each answer has its role."""
@@ -145,21 +154,6 @@ class ChatWriter:
         chunk["choices"][0]["finish_reason"] = cast(FinishReason | None, delta.finish_reason)
         return [*chunks, chunk]
 
-    def _choice(self, answer: Answer) -> ChatChoice:
-        message: AssistantMessage = {"role": "assistant", "content": answer.completion.text}
-        finish_reason = answer.completion.finish_reason
-        if self._reading is not None:
-            reader = self._reading.new_reader()
-            parts = [*reader.push(answer.completion.text), *reader.finish()]
-            message = _message(parts, self._reading)
-            finish_reason = _finish_reason(finish_reason, reader, self._reading)
-        return {
-            "index": answer.index,
-            "message": message,
-            "logprobs": self._logprobs(answer.scored) if answer.has_logprobs else None,
-            "finish_reason": cast(FinishReason | None, finish_reason),
-        }
-
     def _divided(self, delta: TextDelta, reading: Reading) -> list[ChatChunk]:
         """Returns the chunks of a delta, one for each of its parts. The first has the log-probabilities, and
         the end of an answer is a chunk of its own."""
@@ -171,15 +165,15 @@ class ChatWriter:
         parts = reader.push(delta.text)
         if delta.finish_reason is not None:
             parts += reader.finish()
-        deltas = _deltas(parts, num_calls, reading)
+        deltas = deltas_of(parts, num_calls, reading)
         if delta.finish_reason is not None or (delta.scored and not deltas):
             deltas.append({})
         chunks = [self._chunk(answer.index, one) for one in deltas]
         if answer.has_logprobs and chunks:
             chunks[0]["choices"][0]["logprobs"] = self._logprobs(delta.scored)
         if delta.finish_reason is not None:
-            finish_reason = _finish_reason(delta.finish_reason, reader, reading)
-            chunks[-1]["choices"][0]["finish_reason"] = cast(FinishReason, finish_reason)
+            reason = finish_reason(delta.finish_reason, reader, reading)
+            chunks[-1]["choices"][0]["finish_reason"] = reason
         return chunks
 
     def usage_chunk(self, usage: Usage) -> ChatChunk:
@@ -226,58 +220,6 @@ def usage_of(generation: Generation) -> Usage:
         "total_tokens": prompt + completion,
         "prompt_tokens_details": None if cached is None else {"cached_tokens": cached},
     }
-
-
-def _message(parts: Sequence[Part], reading: Reading) -> AssistantMessage:
-    """Returns the message of a whole answer."""
-    reasoning, content, calls = joined(parts)
-    message: AssistantMessage = {"role": "assistant", "content": content}
-    if not content and (calls or reasoning):
-        message["content"] = None
-    if reasoning and reading.includes_reasoning:
-        message["reasoning_content"] = message["reasoning"] = reasoning
-    if calls and reading.is_legacy:
-        message["function_call"] = {"name": calls[0][0], "arguments": calls[0][1]}
-    elif calls:
-        message["tool_calls"] = [_call(name, arguments, reading) for name, arguments in calls]
-    return message
-
-
-def _deltas(parts: Sequence[Part], num_calls: int, reading: Reading) -> list[Delta]:
-    """Returns the deltas of a stream for the parts of an answer. `num_calls`: how many calls it had before."""
-    deltas: list[Delta] = []
-    for part in parts:
-        if isinstance(part, CallBegins):
-            num_calls += 1
-            if reading.is_legacy:
-                deltas.append({"function_call": {"name": part.name, "arguments": ""}})
-            else:
-                begun = cast(ToolCallDelta, {"index": num_calls - 1, **_call(part.name, "", reading)})
-                deltas.append({"tool_calls": [begun]})
-        elif isinstance(part, Arguments):
-            if reading.is_legacy:
-                deltas.append({"function_call": {"arguments": part.text}})
-            else:
-                more: ToolCallDelta = {"index": num_calls - 1, "function": {"arguments": part.text}}
-                deltas.append({"tool_calls": [more]})
-        elif not isinstance(part, Reasoning):
-            deltas.append({"content": part.text})
-        elif reading.includes_reasoning:
-            deltas.append({"reasoning_content": part.text, "reasoning": part.text})
-    return deltas
-
-
-def _call(name: str, arguments: str, reading: Reading) -> ToolCall:
-    identifier = f"call_{secrets.token_hex(12)}"
-    if reading.id_length is not None:
-        identifier = secrets.token_hex(reading.id_length)[: reading.id_length]
-    return {"id": identifier, "type": "function", "function": {"name": name, "arguments": arguments}}
-
-
-def _finish_reason(reason: str | None, reader: AnswerReader, reading: Reading) -> str | None:
-    if reason != "stop" or not reader.num_calls:
-        return reason
-    return "function_call" if reading.is_legacy else "tool_calls"
 
 
 def _all_of(answer: Answer) -> TextDelta:
