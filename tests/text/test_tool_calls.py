@@ -1,6 +1,7 @@
 """Each format of tool calls and of reasoning, whole and cut at every place."""
 
 import json
+import time
 from collections.abc import Callable, Mapping
 from functools import partial
 from itertools import pairwise
@@ -193,6 +194,20 @@ def test_calls_beyond_the_limit_are_left_out() -> None:
     text = f"<tool_call>{CALL}</tool_call>" * 3
     assert read([stage("hermes")], text, max_calls=1) == ("", "", [F])
     assert read([stage("hermes")], *text, max_calls=2) == ("", "", [F, F])
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    "unit", ['{"name":', '{"name":"', '{"name": {', "{", "[{", "<parameter=a>", "f{", " "]
+)
+def test_broken_calls_cost_no_more_than_their_length(family: str, unit: str) -> None:
+    marks = "".join(FAMILIES[family].marks[:3])
+    text = f"{marks}{unit}" * 4000
+    for end in ("", "}" * 4000):
+        begin = time.process_time()
+        read([stage(family)], text + end)
+        read([stage(family)], *(text[start : start + 7] for start in range(0, len(text), 7)), end)
+        assert time.process_time() - begin < 5, "the time grows faster than the text"
 
 
 def test_arguments_are_passed_on_while_they_arrive() -> None:

@@ -62,8 +62,8 @@ def read_arguments(source: Source, depth: int = 0) -> Steps[None]:
 
 
 def read_call(source: Source, names: Collection[str]) -> Steps[bool]:
-    """Reads the object that comes first. If it is no call of one of `names`, nothing is read, and the result
-    is False."""
+    """Reads the object that comes first. If it is no call of one of `names`, nothing is read, the result is
+    False, and no call is looked for within the object."""
     finder, num_searched = EndFinder(), 0
     while True:
         head = _HEAD.match(source.text)
@@ -85,12 +85,14 @@ def read_call(source: Source, names: Collection[str]) -> Steps[bool]:
             end += num_searched
             call = parsed_call(source.text[:end], names)
             if call is None:
+                source.note_plain(end)
                 return False
             source.take(end)
             yield CallBegins(call[0])
             yield Arguments(call[1])
             return True
         if source.ended:
+            source.note_plain(len(source.text))
             return False
         num_searched = len(source.text)
         yield None

@@ -48,15 +48,24 @@ class Source:
     def __init__(self) -> None:
         self.text = ""
         self.ended = False
+        self._num_plain = 0  # so many of the first characters hold no mark, as is known
 
     def take(self, num_chars: int) -> str:
         """Removes the first characters and returns them."""
         taken, self.text = self.text[:num_chars], self.text[num_chars:]
+        self._num_plain = max(self._num_plain - num_chars, 0)
         return taken
 
     def give_back(self, text: str) -> None:
         """Puts text back that was taken."""
         self.text = text + self.text
+        if self._num_plain:
+            self._num_plain += len(text)
+
+    def note_plain(self, num_chars: int) -> None:
+        """Notes that the first characters are no call. They are not searched again, so that the time to read a
+        text grows with its length alone, whatever stands in it."""
+        self._num_plain = max(self._num_plain, num_chars)
 
     def take_space(self) -> Steps[str]:
         """Removes the white space that comes first and returns it."""
@@ -102,7 +111,8 @@ class Source:
         """
         while True:
             found = min(
-                ((start, mark) for mark in marks if (start := self.text.find(mark)) >= 0), default=None
+                ((start, mark) for mark in marks if (start := self.text.find(mark, self._num_plain)) >= 0),
+                default=None,
             )
             if found is not None:
                 start, mark = found
