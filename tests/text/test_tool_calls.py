@@ -196,18 +196,22 @@ def test_calls_beyond_the_limit_are_left_out() -> None:
     assert read([stage("hermes")], *text, max_calls=2) == ("", "", [F, F])
 
 
-@pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize(
-    "unit", ['{"name":', '{"name":"', '{"name": {', "{", "[{", "<parameter=a>", "f{", " "]
+    ("family", "unit"),
+    [
+        ("hermes", '<tool_call>{"name":'),
+        ("hermes", '<tool_call>{"name":"'),
+        ("llama3", '<|python_tag|>{"name":'),
+        ("mistral", '[TOOL_CALLS][{"name":'),
+        ("qwen3_coder", "<tool_call><function=f><parameter=a>"),
+    ],
 )
 def test_broken_calls_cost_no_more_than_their_length(family: str, unit: str) -> None:
-    marks = "".join(FAMILIES[family].marks[:3])
-    text = f"{marks}{unit}" * 4000
-    for end in ("", "}" * 4000):
+    """If every call were searched to the end of the text, this would take more than the limit."""
+    for text in (unit * 4000, unit * 4000 + "}" * 4000):
         begin = time.process_time()
-        read([stage(family)], text + end)
-        read([stage(family)], *(text[start : start + 7] for start in range(0, len(text), 7)), end)
-        assert time.process_time() - begin < 5, "the time grows faster than the text"
+        read([stage(family)], text)
+        assert time.process_time() - begin < 3, "the time grows faster than the text"
 
 
 def test_arguments_are_passed_on_while_they_arrive() -> None:
