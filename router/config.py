@@ -23,6 +23,8 @@ ADMISSIONS = (
     "sum",
     "oracle",
 )
+TOOL_PARSERS = ("none", "hermes", "qwen3_coder", "llama3", "mistral", "deepseek", "gpt_oss")
+REASONING_PARSERS = ("none", "qwen3", "deepseek_r1", "gpt_oss")
 TTFT_TARGET = 10.0  # seconds
 CACHE_NAMESPACES = ("key", "header")
 NAMESPACE_HEADER = "X-Cache-Namespace"
@@ -272,6 +274,16 @@ class ServiceConfig:
         "Seconds after the end of its last answer for which a session protects its tokens, unless its last "
         "request gave a session_ttl of its own.",
     )
+    tool_parser: str | None = setting(
+        None,
+        f"How the model writes tool calls: {', '.join(TOOL_PARSERS)}. Default: as its chat template shows. For "
+        "a model whose template takes no tools, the service then describes them in a system message.",
+    )
+    reasoning_parser: str | None = setting(
+        None,
+        f"How the model writes its reasoning: {', '.join(REASONING_PARSERS)}. Default: as its chat template "
+        "shows.",
+    )
     allow_priority: bool = setting(
         False,
         "Let requests set a priority below 0, and so go ahead of others. A priority above 0, which lets others "
@@ -304,8 +316,12 @@ class ServiceConfig:
         if any(not key or key != key.strip() for key in self.api_key):
             raise InvalidConfig("--api-key is empty or has spaces around it; give a key without them")
         if self.cache_namespace not in (None, *CACHE_NAMESPACES):
-            known = " or ".join(CACHE_NAMESPACES)
-            raise InvalidConfig(f"--cache-namespace is {self.cache_namespace!r}; give {known}")
+            scopes = " or ".join(CACHE_NAMESPACES)
+            raise InvalidConfig(f"--cache-namespace is {self.cache_namespace!r}; give {scopes}")
+        for name, known in (("tool_parser", TOOL_PARSERS), ("reasoning_parser", REASONING_PARSERS)):
+            if getattr(self, name) not in (None, *known):
+                allowed = ", ".join(known)
+                raise InvalidConfig(f"{flag(name)} is {getattr(self, name)!r}; give one of {allowed}")
         if self.ssl_keyfile is not None and self.ssl_certfile is None:
             raise InvalidConfig("--ssl-keyfile is given without --ssl-certfile; give both")
         for origin in self.allowed_origins:

@@ -88,7 +88,10 @@ class EventWriter:
         if not (delta.text or delta.scored or delta.finish_reason or has_ids):
             return b""
         answer = delta.answer
-        if has_ids or answer.has_logprobs or self._has_running_usage or delta.finish_reason is not None:
+        is_plain = not (
+            has_ids or answer.has_logprobs or self._has_running_usage or self._writer.divides_answers
+        )
+        if not is_plain or delta.finish_reason is not None:
             return self._chunks(delta)
         around = self._around.get(answer.index)
         if around is not None:

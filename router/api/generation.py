@@ -43,7 +43,7 @@ class GenerationSpec:
 
     `session`: the one that protects the tokens of prompts and answers in the cache. `states_length`: whether
     the client stated max_tokens. `shows_logprobs`: whether the client gets the log-probabilities of
-    `params`.
+    `params`. `shown_ids`: special tokens that are part of the text.
     """
 
     prompts: list[bytes]
@@ -53,6 +53,7 @@ class GenerationSpec:
     session: SessionUse | None = None
     states_length: bool = True
     shows_logprobs: bool = True
+    shown_ids: frozenset[int] = frozenset()
 
 
 @dataclass
@@ -111,7 +112,7 @@ class Backend:
         for prompt_idx, prompt_ids in enumerate(spec.prompts):
             for child in children:
                 request_id = uuid.uuid4().hex
-                completion = Completion(self.tokenizer, child)
+                completion = Completion(self.tokenizer, child, spec.shown_ids)
                 answers[request_id] = Answer(
                     index=len(answers),
                     prompt_idx=prompt_idx,

@@ -35,13 +35,15 @@ RESERVED_VARIABLES = (
 
 @dataclass(frozen=True)
 class Chat:
-    """The input of a chat template. `variables`: further variables of the template, by name. `template`: in
-    place of the model's own. `continues_last`: the text ends with the last message, to be continued."""
+    """The input of a chat template. `variables`: further variables of the template, by name. `tools`: the
+    functions that the model may call. `template`: in place of the model's own. `continues_last`: the text ends
+    with the last message, to be continued."""
 
     messages: list[dict[str, Any]]
     add_generation_prompt: bool = True
     add_special_tokens: bool = False
     variables: Mapping[str, Any] = field(default_factory=dict)
+    tools: list[dict[str, Any]] | None = None
     template: str | None = None
     continues_last: bool = False
 
@@ -95,7 +97,7 @@ class PromptReader:
     async def ids_of_chat(self, chat: Chat, room: PromptRoom) -> np.ndarray:
         """Returns the token ids of the text that the chat template renders, int32 [n]. Raises
         ChatTemplateError."""
-        num_chars = num_characters([chat.messages, chat.variables], INLINE_ITEMS + 1)
+        num_chars = num_characters([chat.messages, chat.variables, chat.tools], INLINE_ITEMS + 1)
         if chat.template is not None:
             num_chars = INLINE_ITEMS + 1  # nobody knows how long it takes
         return _last(await convert(num_chars, lambda: self._encode_chat(chat, room)), room)
@@ -110,11 +112,14 @@ class PromptReader:
 
     def _encode_chat(self, chat: Chat, room: PromptRoom) -> np.ndarray:
         most = self._tokenizer.max_characters(room.max_model_len)
-        self._check_length("chat", num_characters([chat.messages, chat.variables], most + 1), room)
+        self._check_length(
+            "chat", num_characters([chat.messages, chat.variables, chat.tools], most + 1), room
+        )
         text = self._tokenizer.render_chat(
             chat.messages,
             chat.add_generation_prompt,
             chat.variables,
+            chat.tools,
             template=chat.template,
             continues_last=chat.continues_last,
         )

@@ -15,6 +15,7 @@ from starlette.responses import Response
 
 from lightkv import __version__
 from lightkv.errors import LightKVError
+from lightkv.router.api.openai.dialect import ChatDialect
 from lightkv.router.api.openai.protocol import (
     MAX_SESSION_ID,
     CacheEvicted,
@@ -33,6 +34,7 @@ from lightkv.router.api.openai.protocol import (
 )
 from lightkv.router.api.openai.response_writer import ResponseWriter
 from lightkv.router.api.openai.responses import ResponseRequest, renamed
+from lightkv.router.api.openai.tools import ToolUse
 from lightkv.router.api.openai.writer import ChatWriter, CompletionWriter, prompt_scores
 from lightkv.router.api.operators.request_log import note_generation
 from lightkv.router.config import NAMESPACE_HEADER, SESSION_HEADER
@@ -75,6 +77,7 @@ class Routes:
         self._client = backend.client
         self._tokenizer = backend.tokenizer
         self._prompts = PromptReader(backend.tokenizer)
+        self._dialect = ChatDialect(backend.tokenizer, settings)
         self._settings = settings
         self._created = int(time.time())
 
@@ -147,10 +150,16 @@ class Routes:
         namespace, session = self._namespace(request, body), self._session(request, body)
         context = info.limits.max_model_len
         room = PromptRoom(context, body.num_kept(body.given_max_tokens(1), context))
-        prompt_ids = await self._prompts.ids_of_chat(self._chat_of(body), room)
+        use = body.tool_use()
+        grammar = None if use is None else use.grammar
+        is_constrained = params.grammar is not None
+        prompt_ids = await self._prompts.ids_of_chat(self._chat_of(body, use, is_constrained), room)
+        reading = self._dialect.reading(body, use, prompt_ids, is_constrained)
         longest = min(context, info.capacity + 1)  # the last token needs no slot
         most = min(longest - prompt_ids.size, self._settings.default_max_tokens or longest)
         params = body.params(max(most, 1))
+        if grammar is not None:
+            params = msgspec.structs.replace(params, grammar=grammar)
         _check_fits(prompt_ids.size, params.max_tokens, context)
         spec = GenerationSpec(
             prompts=[prompt_ids.tobytes()],
@@ -160,8 +169,10 @@ class Routes:
             session=session,
             states_length=body.states_length,
             shows_logprobs=body.logprobs is True,
+            shown_ids=frozenset() if reading is None else reading.shown_ids,
         )
-        writer = ChatWriter(model, self._tokenizer, replace(body.extras(), prompts=spec.prompts))
+        extras = replace(body.extras(), prompts=spec.prompts)
+        writer = ChatWriter(model, self._tokenizer, reading, extras)
         return await self._answer(spec, writer if wrap is None else wrap(model, writer), body, request)
 
     async def release_session(self, request: Request) -> Response:
@@ -180,7 +191,7 @@ class Routes:
         if body.prompt is not None and body.messages is None:
             ids = await self._prompts.ids_of_text(body.prompt, body.add_special_tokens is not False, room)
         elif body.messages is not None and body.prompt is None:
-            ids = await self._prompts.ids_of_chat(self._chat_of(body), room)
+            ids = await self._prompts.ids_of_chat(self._chat_of(body, body.tool_use()), room)
         else:
             raise InvalidPrompt("the request has neither prompt nor messages, or both; give one of them")
         tokens = ids.tolist()
@@ -345,18 +356,18 @@ class Routes:
             raise InvalidParams("priority", priority, allowed)
         return priority
 
-    def _chat_of(self, body: ChatRequest | TokenizeRequest) -> Chat:
-        """Returns the chat of a request. Raises InvalidParams."""
+    def _chat_of(
+        self, body: ChatRequest | TokenizeRequest, use: ToolUse | None, is_constrained: bool = False
+    ) -> Chat:
+        """Returns the chat of a request, with the functions that may be called. Raises InvalidParams."""
         if body.chat_template is not None and not self._settings.trust_request_chat_template:
             allowed = "null, or start the service with --trust-request-chat-template"
             raise InvalidParams("chat_template", body.chat_template, allowed)
-        return Chat(
-            [message.plain() for message in body.messages or ()],
-            body.begins_answer,
-            body.add_special_tokens is True,
-            body.chat_template_kwargs or {},
-            body.chat_template,
-            body.continue_final_message is True,
+        return replace(
+            self._dialect.chat(body, use, is_constrained),
+            add_generation_prompt=body.begins_answer,
+            template=body.chat_template,
+            continues_last=body.continue_final_message is True,
         )
 
     def _model(self, name: str | None) -> str:

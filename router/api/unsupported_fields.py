@@ -20,7 +20,7 @@ class Unsupported(NamedTuple):
 
 
 _CONSTRAINED = "null: this service does not support constrained output"
-_TOOLS = "none: this service does not call tools"
+_TOOLS = "none, or send a chat: a plain completion calls no tools"
 _REASONING = "null, or set a variable of the model's chat template in chat_template_kwargs"
 _MEDIA = "null: this service supports only text"
 _LOGPROBS = "null: log-probabilities are computed only for sampled and likeliest tokens"
@@ -41,12 +41,6 @@ UNSUPPORTED = (
     Unsupported("structured_outputs", ({},), _CONSTRAINED),
     Unsupported("response_format", ({"type": "text"},), 'null, or {"type": "text"}'),
     Unsupported("stop_regex", ([],), "null; stop takes strings"),
-    # Tools
-    Unsupported("tools", ([],), 'none, or tool_choice "none"'),
-    Unsupported("tool_choice", ("none", "auto"), '"none" or "auto": this service does not call tools'),
-    Unsupported("parallel_tool_calls", (True, False), _TOOLS),
-    Unsupported("functions", ([],), _TOOLS),
-    Unsupported("function_call", ("none", "auto"), '"none" or "auto": this service does not call tools'),
     # The prompt
     Unsupported("documents", ([],), "null, and put the documents into a message"),
     Unsupported("truncation_side", ("left",), '"left": the last tokens of a prompt are kept'),
@@ -55,9 +49,8 @@ UNSUPPORTED = (
     Unsupported("safe_prompt", (False,), "false, and put the instruction into a message"),
     Unsupported("task", (), "null, and put the instruction into a message"),
     # Reasoning
-    *_each("reasoning_effort thinking_token_budget thinking_budget thinking enable_thinking", (), _REASONING),
+    *_each("thinking_token_budget thinking_budget thinking enable_thinking", (), _REASONING),
     Unsupported("reasoning", ({},), _REASONING),
-    Unsupported("include_reasoning", (True,), "true: the text includes reasoning as the model wrote it"),
     Unsupported("verbosity", ("medium",), '"medium", and ask for it in a message'),
     # The choice of tokens
     Unsupported("num_beams", (1,), "1, and use best_of with use_beam_search"),
@@ -109,6 +102,11 @@ UNSUPPORTED_ON_COMPLETIONS = (
     Unsupported("chat_template_kwargs", ({},), "null: a plain completion has no chat template"),
     Unsupported("chat_template", (), "null: a plain completion has no chat template"),
     Unsupported("continue_final_message", (False,), "false: a plain completion has no messages"),
+    *_each("tools functions", ([],), _TOOLS),
+    *_each("tool_choice function_call", ("none", "auto"), _TOOLS),
+    Unsupported("parallel_tool_calls", (True, False), _TOOLS),
+    Unsupported("reasoning_effort", (), "null: a plain completion has no chat template"),
+    Unsupported("include_reasoning", (True,), "true: the text includes reasoning as the model wrote it"),
 )
 UNSUPPORTED_IN_MESSAGES = (
     *_each("prefix partial", (False,), "false, or continue the text as a plain completion"),

@@ -27,6 +27,7 @@ class ApiSettings(msgspec.Struct, frozen=True, kw_only=True):
     max_answers: the most answers to one HTTP request, which are n times its prompts.
     allow_priority: whether requests may have a priority below 0.
     trust_request_chat_template: whether requests may bring a chat template of their own.
+    tool_parser, reasoning_parser: how the model writes calls and reasoning; None: as its chat template shows.
     session_ttl: seconds without a request after which a session expires, unless a request says otherwise.
     max_queued_requests: how many answers the router keeps waiting; a request for more answers is refused.
     max_connections: the most open connections; further ones are answered 503. Less if the limit of descriptors
@@ -50,6 +51,8 @@ class ApiSettings(msgspec.Struct, frozen=True, kw_only=True):
     max_answers: int = 256
     allow_priority: bool = False
     trust_request_chat_template: bool = False
+    tool_parser: str | None = None
+    reasoning_parser: str | None = None
     session_ttl: float = 600.0
     max_queued_requests: int = 4096
     max_connections: int = 8192
@@ -94,6 +97,8 @@ def api_settings(engine: EngineConfig, service: ServiceConfig, model: str) -> Ap
         cache_namespace=cast(Literal["key", "header"] | None, service.cache_namespace),
         allow_priority=service.allow_priority,
         trust_request_chat_template=service.trust_request_chat_template,
+        tool_parser=service.tool_parser,
+        reasoning_parser=service.reasoning_parser,
         session_ttl=service.session_ttl,
         max_queued_requests=service.max_queued_requests,
         max_connections=service.max_queued_requests + _MORE_CONNECTIONS,

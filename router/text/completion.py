@@ -3,14 +3,17 @@
 The engine knows stop tokens, not stop strings. Once `stopped` is set, the caller has to end its request.
 """
 
+from collections.abc import Collection
+
 from lightkv.router.engine.step import PromptLogprobs, TokenEvent, TokenLogprobs
 from lightkv.router.sampling_params import SamplingParams
 
-from .tokenizer import Detokenizer, StopChecker, Tokenizer
+from .detokenizer import Detokenizer, StopChecker
+from .tokenizer import Tokenizer
 
 
 class Completion:
-    """One answer as it grows.
+    """One answer as it grows. `shown_ids`: special tokens that are part of the text in any case.
 
     Attributes:
         text: what may be shown. It never ends in half a character, or in what may become a stop string.
@@ -19,7 +22,9 @@ class Completion:
         stopped: a stop string ended the answer, and the engine still runs the request.
     """
 
-    def __init__(self, tokenizer: Tokenizer, params: SamplingParams) -> None:
+    def __init__(
+        self, tokenizer: Tokenizer, params: SamplingParams, shown_ids: Collection[int] = frozenset()
+    ) -> None:
         self.token_ids: list[int] = []
         self.logprobs: list[TokenLogprobs] = []
         self.prompt_logprobs: PromptLogprobs | None = None
@@ -27,7 +32,7 @@ class Completion:
         self.stopped = False
         self._pieces: list[str] = []
         self._min_tokens = params.min_tokens
-        self._detokenizer = Detokenizer(tokenizer, params.skip_special_tokens)
+        self._detokenizer = Detokenizer(tokenizer, params.skip_special_tokens, shown_ids)
         self._checker = StopChecker(params.stops, params.include_stop_str_in_output)
 
     @property

@@ -134,8 +134,9 @@ def test_no_field_is_both_supported_and_refused() -> None:
 
 def test_values_that_another_field_makes_harmless(api: ApiUnderTest) -> None:
     tools = [{"type": "function", "function": {"name": "f"}}]
-    assert api.post(CHAT, body(CHAT, tools=tools, tool_choice="none"))["choices"]
-    error = api.post(CHAT, body(CHAT, tools=tools, tool_choice="auto"), 400)["error"]
+    for path in PATHS:
+        assert api.post(path, body(path, tools=tools, tool_choice="none"))["choices"]
+    error = api.post(COMPLETIONS, body(COMPLETIONS, tools=tools, tool_choice="auto"), 400)["error"]
     assert error["param"] == "tools"
 
 

@@ -19,6 +19,7 @@ from lightkv.router.text.beam_search import BeamParams
 
 from .extensions import AnswerFields, Ids, SuffixField, TemplateFields, Text, Texts
 from .extras import PromptTokens
+from .tools import CalledFunction, CalledFunctionDelta, ToolCall, ToolCallDelta, ToolFields
 
 DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's for plain completions
 MAX_PRIORITY = 2**31 - 1
@@ -249,7 +250,7 @@ class ChatMessage(BaseModel):
 Messages = Annotated[list[ChatMessage], Field(fail_fast=True, min_length=1)]
 
 
-class ChatRequest(GenerationRequest, TemplateFields):
+class ChatRequest(ToolFields, GenerationRequest, TemplateFields):
     """The body of POST /v1/chat/completions."""
 
     messages: Messages
@@ -274,7 +275,7 @@ class ChatRequest(GenerationRequest, TemplateFields):
         return self.sampling_params(max_tokens, (self.top_logprobs or 0) if self.logprobs else None)
 
 
-class TokenizeRequest(RequestBody, TemplateFields):
+class TokenizeRequest(ToolFields, RequestBody, TemplateFields):
     """The body of POST /tokenize, with either a prompt or the messages of a chat."""
 
     model_config = ConfigDict(extra="allow")
@@ -310,7 +311,7 @@ class Usage(TypedDict):
     prompt_tokens_details: PromptTokensDetails | None
 
 
-FinishReason = Literal["stop", "length"]
+FinishReason = Literal["stop", "length", "tool_calls", "function_call"]
 
 
 class CompletionLogprobs(TypedDict):
@@ -359,8 +360,14 @@ class ChatLogprobs(TypedDict):
 
 
 class AssistantMessage(TypedDict):
+    """`content` is null if there are only calls or reasoning, which has two names, as other servers have."""
+
     role: Literal["assistant"]
-    content: str
+    content: str | None
+    reasoning_content: NotRequired[str]
+    reasoning: NotRequired[str]
+    tool_calls: NotRequired[list[ToolCall]]
+    function_call: NotRequired[CalledFunction]
 
 
 class ChatChoice(TypedDict):
@@ -385,6 +392,10 @@ class ChatBody(TypedDict):
 class Delta(TypedDict, total=False):
     role: Literal["assistant"]
     content: str
+    reasoning_content: str
+    reasoning: str
+    tool_calls: list[ToolCallDelta]
+    function_call: CalledFunctionDelta
 
 
 class ChunkChoice(TypedDict):

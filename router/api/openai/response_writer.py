@@ -13,7 +13,7 @@ import msgspec
 from lightkv.router.api.generation import Answered, Generation, TextDelta
 
 from .responses import ResponseRequest
-from .writer import Answered, ChatWriter, usage_of
+from .writer import ChatWriter, usage_of
 
 
 class ResponseWriter:

@@ -7,8 +7,11 @@ from typing import cast
 
 from lightkv.router.api.generation import Answer, Answered, TextDelta
 from lightkv.router.engine.step import PromptLogprobs, TokenLogprobs
+from lightkv.router.text.answer_reader import AnswerReader
 from lightkv.router.text.tokenizer import Tokenizer
 
+from .dialect import Reading
+from .divided import deltas_of, divide, finish_reason
 from .extras import Extras, PromptTokens, finite
 from .protocol import (
     ChatBody,
@@ -30,6 +33,8 @@ Scores = Mapping[int, PromptLogprobs]  # of the prompts, by their numbers
 class CompletionWriter:
     """Writes the bodies of one plain completion. `prompts`: texts to put before the answers (`echo`), or
     none. `extras`: what answers have beside their text."""
+
+    divides_answers = False  # the text of an answer is written as it is
 
     def __init__(
         self,
@@ -130,15 +135,25 @@ class CompletionWriter:
 
 
 class ChatWriter:
-    """Writes the bodies of one chat completion. `extras`: what answers have beside their text."""
+    """Writes the bodies of one chat completion. `reading`: how answers are divided into content, reasoning and
+    calls; None writes all text as content. `extras`: what answers have beside their text."""
 
-    def __init__(self, model: str, tokenizer: Tokenizer, extras: Extras | None = None) -> None:
+    def __init__(
+        self,
+        model: str,
+        tokenizer: Tokenizer,
+        reading: Reading | None = None,
+        extras: Extras | None = None,
+    ) -> None:
         self.extras = extras or Extras()
         self._model = model
         self._tokenizer = tokenizer
+        self._reading = reading
         self._id = f"chatcmpl-{secrets.token_hex(16)}"
         self._created = int(time.time())
         self._opened: set[int] = set()
+        self._readers: dict[int, AnswerReader] = {}  # of streams, by answer
+        self.divides_answers = reading is not None
 
     def whole(self, generation: Answered) -> ChatBody:
         """Returns the body of an answer that is not streamed."""
@@ -165,6 +180,9 @@ class ChatWriter:
         if self.extras.prompt_logprobs:
             scores = prompt_scores(generation)
             body["prompt_logprobs"] = _scored_prompt(self.extras, self._tokenizer, 0, scores)
+        if self._reading is not None:
+            for choice in body["choices"]:
+                divide(choice, self._reading)
         return body
 
     def chunks(self, delta: TextDelta) -> list[ChatChunk]:
@@ -176,12 +194,39 @@ class ChatWriter:
             chunks.append(self._chunk(index, {"role": "assistant", "content": ""}))
             if self.extras.token_ids:
                 chunks[0]["prompt_token_ids"] = self.extras.prompt_ids(0)
+        if self._reading is not None:
+            return [*chunks, *self._divided(delta, self._reading)]
         chunk = self._chunk(index, {"content": delta.text} if delta.text or delta.scored else {})
         chunk["choices"][0]["logprobs"] = self._logprobs(delta.scored) if answer.has_logprobs else None
         chunk["choices"][0]["finish_reason"] = cast(FinishReason | None, delta.finish_reason)
         if self.extras.token_ids:
             chunk["choices"][0]["token_ids"] = list(delta.token_ids)
         return [*chunks, chunk]
+
+    def _divided(self, delta: TextDelta, reading: Reading) -> list[ChatChunk]:
+        """Returns the chunks of a delta, one for each of its parts. The first has the log-probabilities, and
+        the end of an answer is a chunk of its own."""
+        answer = delta.answer
+        reader = self._readers.get(answer.index)
+        if reader is None:
+            reader = self._readers[answer.index] = reading.new_reader()
+        num_calls = reader.num_kept_calls
+        parts = reader.push(delta.text)
+        if delta.finish_reason is not None:
+            parts += reader.finish()
+        deltas = deltas_of(parts, num_calls, reading)
+        has_ids = self.extras.token_ids and bool(delta.token_ids)
+        if delta.finish_reason is not None or ((delta.scored or has_ids) and not deltas):
+            deltas.append({})
+        chunks = [self._chunk(answer.index, one) for one in deltas]
+        if has_ids and chunks:
+            chunks[0]["choices"][0]["token_ids"] = list(delta.token_ids)
+        if answer.has_logprobs and chunks:
+            chunks[0]["choices"][0]["logprobs"] = self._logprobs(delta.scored)
+        if delta.finish_reason is not None:
+            reason = finish_reason(delta.finish_reason, reader, reading)
+            chunks[-1]["choices"][0]["finish_reason"] = reason
+        return chunks
 
     def usage_chunk(self, usage: Usage) -> ChatChunk:
         """Returns the last chunk of a stream, which has the token counts."""

@@ -1,0 +1,186 @@
+"""How the service's model is told of tools, and how its answers are read: by its chat template, or by the
+options --tool-parser and --reasoning-parser."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from lightkv.router.api.prompt_reader import Chat
+from lightkv.router.sampling_params import InvalidParams
+from lightkv.router.service.api_settings import ApiSettings
+from lightkv.router.text.answer_reader import AnswerReader, think
+from lightkv.router.text.tokenizer import Tokenizer
+from lightkv.router.text.tool_calls import history
+from lightkv.router.text.tool_calls.constrained import read_named, read_required
+from lightkv.router.text.tool_calls.families import (
+    FAMILIES,
+    THINK_BEGIN,
+    THINK_END,
+    Family,
+    family_of,
+    reasoning_of,
+    variables_of,
+    wants_text,
+)
+from lightkv.router.text.tool_calls.source import Source, Steps
+
+from .protocol import ChatRequest, TokenizeRequest
+from .tools import ToolUse
+
+_MAX_TAIL = 16  # tokens of the prompt's end that may open the reasoning
+_THINKING = ("enable_thinking", "thinking")  # variables that switch a template's reasoning on and off
+
+
+@dataclass(frozen=True)
+class Reading:
+    """How answers to one request are read. `new_reader`: makes the reader of one answer. `shown_ids`: special
+    tokens that it has to see. `id_length`: that of a call's id, if the model insists on one."""
+
+    new_reader: Callable[[], AnswerReader]
+    shown_ids: frozenset[int] = frozenset()
+    includes_reasoning: bool = True
+    is_legacy: bool = False
+    id_length: int | None = None
+
+
+class ChatDialect:
+    """The model's way to write tools, calls and reasoning. `tokenizer`: that of the model."""
+
+    def __init__(self, tokenizer: Tokenizer, settings: ApiSettings) -> None:
+        self._tokenizer = tokenizer
+        template = tokenizer.template
+        self._names = variables_of(template)
+        self._takes_tools = "tools" in self._names
+        given = settings.tool_parser
+        self._is_given = given not in (None, "none")
+        self._family = FAMILIES.get(given or family_of(template) or "none")
+        self._reasoning = settings.reasoning_parser or reasoning_of(template) or "none"
+        self._wants_text = wants_text(template)
+
+    def chat(
+        self, body: ChatRequest | TokenizeRequest, use: ToolUse | None, is_constrained: bool = False
+    ) -> Chat:
+        """Returns the input of the chat template. Raises InvalidParams.
+
+        `use`: the functions that may be called. `is_constrained`: a grammar says what the answer has to be, so
+        it has no reasoning.
+        """
+        if use is not None:
+            self._check(use)
+        id_length = None if self._family is None else self._family.id_length
+        messages = [
+            history.with_calls(message.plain(), self._wants_text, id_length)
+            for message in body.messages or ()
+        ]
+        tools = None if use is None else use.described
+        if self._is_given and not self._takes_tools and self._family is not None:
+            how = "" if use is None else history.instructions_for(use.described, self._how(use))
+            messages, tools = history.written_out(messages, self._family.write, how), None
+        return Chat(
+            messages,
+            body.add_generation_prompt is not False,
+            body.add_special_tokens is True,
+            self._variables(body, is_constrained or _is_required(use)),
+            tools,
+        )
+
+    def reading(
+        self, body: ChatRequest, use: ToolUse | None, prompt_ids: np.ndarray, is_constrained: bool = False
+    ) -> Reading | None:
+        """Returns how the answers are read; None if each is all content. Raises InvalidParams.
+
+        `prompt_ids`: int32 [n]. `is_constrained`: the request itself has a grammar, which the whole answer
+        follows, unless a call is required.
+        """
+        if body.include_reasoning is False and self._reasoning == "none":
+            allowed = "true, or start the service with --reasoning-parser"
+            raise InvalidParams("include_reasoning", False, allowed)
+        if is_constrained and not _is_required(use):
+            return None
+        stages, marks = self._stages(use, prompt_ids)
+        if not stages:
+            return None
+        max_calls = 1 if use is not None and not use.is_parallel else None
+        return Reading(
+            partial(AnswerReader, stages, max_calls),
+            self._tokenizer.special_ids_of(marks),
+            body.include_reasoning is not False,
+            use is not None and use.is_legacy,
+            None if self._family is None else self._family.id_length,
+        )
+
+    def _stages(
+        self, use: ToolUse | None, prompt_ids: np.ndarray
+    ) -> tuple[list[Callable[[Source], Steps[None]]], Sequence[str]]:
+        """Returns the stages that read an answer, and the marks that they look for."""
+        if use is not None and use.name is not None:
+            return [partial(read_named, name=use.name)], ()
+        if use is not None and use.is_required:
+            return [partial(read_required, tools=use.schemas)], ()
+        family = self._family if use is not None else None
+        if self._reasoning == "gpt_oss" or (family is not None and family.has_messages):
+            messages = FAMILIES["gpt_oss"]
+            return [_reader(messages, use)], messages.marks
+        stages: list[Callable[[Source], Steps[None]]] = []
+        marks: list[str] = []
+        if self._reasoning != "none":
+            tail = self._tokenizer.decode(prompt_ids[-_MAX_TAIL:], skip_special_tokens=False).rstrip()
+            is_habit = self._reasoning == "deepseek_r1" and not tail.endswith(THINK_END)
+            stages.append(partial(think, is_inside=is_habit or tail.endswith(THINK_BEGIN)))
+            marks += THINK_BEGIN, THINK_END
+        if family is not None:
+            stages.append(_reader(family, use))
+            marks += family.marks
+        return stages, marks
+
+    def _check(self, use: ToolUse) -> None:
+        """Raises InvalidParams if the model cannot be told of tools, or its calls cannot be read."""
+        reason = ""
+        if not self._takes_tools and not self._is_given:
+            reason = "the model's chat template takes no tools"
+        elif self._family is None and not _is_required(use):
+            reason = "the model's chat template does not show how it writes calls"
+        if reason:
+            names = ", ".join(function.name for function in use.functions)
+            field = "functions" if use.is_legacy else "tools"
+            raise InvalidParams(field, names, f"none, or start the service with --tool-parser: {reason}")
+
+    def _how(self, use: ToolUse) -> str:
+        """Returns the sentence that says how the model calls a function, if its template does not."""
+        if use.name is not None:
+            form = "answer with the JSON object of its arguments, and nothing else"
+            return f"Call the function {use.name}: {form}."
+        if use.is_required:
+            form = '[{"name": "FUNCTION", "parameters": {"PARAMETER": "VALUE"}}]'
+            return f"Answer with a JSON list of calls, and nothing else:\n{form}"
+        assert self._family is not None
+        form = self._family.write("FUNCTION", '{"PARAMETER": "VALUE"}')
+        return f"To call a function, answer in this form:\n{form}"
+
+    def _variables(self, body: ChatRequest | TokenizeRequest, is_constrained: bool) -> dict[str, Any]:
+        """Returns the variables of the template. Raises InvalidParams for an effort that it does not know."""
+        variables = dict(body.chat_template_kwargs or {})
+        switch = next((name for name in _THINKING if name in self._names), None)
+        effort = body.reasoning_effort
+        if effort is not None and "reasoning_effort" in self._names:
+            variables.setdefault("reasoning_effort", effort)
+        elif effort is not None and switch is not None:
+            variables.setdefault(switch, effort != "none")
+        elif effort not in (None, "none"):
+            allowed = 'null or "none": the model\'s chat template knows no reasoning effort'
+            raise InvalidParams("reasoning_effort", effort, allowed)
+        if is_constrained and switch is not None:  # the grammar leaves no room for reasoning
+            variables.setdefault(switch, False)
+        return variables
+
+
+def _is_required(use: ToolUse | None) -> bool:
+    return use is not None and (use.is_required or use.name is not None)
+
+
+def _reader(family: Family, use: ToolUse | None) -> Callable[[Source], Steps[None]]:
+    schemas = {} if use is None else use.schemas
+    return lambda source: family.read(source, schemas)

@@ -1,0 +1,113 @@
+"""Divides an answer, as it arrives, into reasoning, content and tool calls."""
+
+from collections.abc import Callable, Sequence
+
+from lightkv.router.text.tool_calls.families import THINK_BEGIN, THINK_END
+from lightkv.router.text.tool_calls.source import (
+    Arguments,
+    CallBegins,
+    Content,
+    Part,
+    Reader,
+    Reasoning,
+    Source,
+    Steps,
+)
+
+
+def think(source: Source, is_inside: bool) -> Steps[None]:
+    """Reads reasoning up to </think>, and content after it. `is_inside`: the prompt or the model's habit has
+    opened the reasoning; otherwise it begins with <think>, or there is none."""
+    space = yield from source.take_space()
+    is_opened = yield from source.skip(THINK_BEGIN)
+    if is_opened or is_inside:
+        yield from source.take_space()
+        yield from source.pass_until(Reasoning, THINK_END)
+        yield from source.take_space()
+    elif space:
+        yield Content(space)
+    yield from source.pass_until(Content)
+
+
+class AnswerReader:
+    """Reads one answer.
+
+    White space between parts of different kinds belongs to the format, and is left out.
+
+    Args:
+        stages: the generators that read the text. The first gets the whole text, and each other one the content
+            that the one before it leaves.
+        max_calls: calls after so many are left out; None keeps all.
+    """
+
+    def __init__(
+        self, stages: Sequence[Callable[[Source], Steps[None]]], max_calls: int | None = None
+    ) -> None:
+        self._readers = [Reader(stage) for stage in stages]
+        self._max_calls = max_calls
+        self._held: Part | None = None  # white space, which is shown if more of the same kind follows
+        self.num_calls = 0
+
+    @property
+    def num_kept_calls(self) -> int:
+        """How many calls were returned."""
+        return self.num_calls if self._max_calls is None else min(self.num_calls, self._max_calls)
+
+    def push(self, text: str) -> list[Part]:
+        """Adds text. Returns what is certain now and was not returned before."""
+        return self._kept(self._read(0, [Content(text)] if text else []))
+
+    def finish(self) -> list[Part]:
+        """Returns the rest, after the last text."""
+        parts: list[Part] = []
+        for number, reader in enumerate(self._readers):
+            parts += self._read(number + 1, reader.finish())
+        parts = self._kept(parts)
+        if isinstance(self._held, Content) and not self.num_calls:
+            parts.append(self._held)
+        self._held = None
+        return parts
+
+    def _read(self, number: int, parts: list[Part]) -> list[Part]:
+        """Sends content through the readers from `number` on."""
+        for reader in self._readers[number:]:
+            read: list[Part] = []
+            for part in parts:
+                read += reader.push(part.text) if isinstance(part, Content) else [part]
+            parts = read
+        return parts
+
+    def _kept(self, parts: list[Part]) -> list[Part]:
+        """Returns the parts without the white space between kinds, and without calls that are too many."""
+        kept: list[Part] = []
+        for part in parts:
+            if isinstance(part, Content | Reasoning):
+                self._keep_text(part, kept)
+                continue
+            self._held = None
+            self.num_calls += isinstance(part, CallBegins)
+            if self._max_calls is None or self.num_calls <= self._max_calls:
+                kept.append(part)
+        return kept
+
+    def _keep_text(self, part: Content | Reasoning, kept: list[Part]) -> None:
+        make = type(part)
+        before = self._held.text if isinstance(self._held, make) else ""
+        text = before + part.text
+        shown = text.rstrip()
+        self._held = make(text[len(shown) :]) if len(shown) < len(text) else None
+        if shown:
+            kept.append(make(shown))
+
+
+def joined(parts: Sequence[Part]) -> tuple[str, str, list[tuple[str, str]]]:
+    """Returns the reasoning, the content, and the name and arguments of each call."""
+    reasoning = "".join(part.text for part in parts if isinstance(part, Reasoning))
+    content = "".join(part.text for part in parts if isinstance(part, Content))
+    calls: list[tuple[str, str]] = []
+    for part in parts:
+        if isinstance(part, CallBegins):
+            calls.append((part.name, ""))
+        elif isinstance(part, Arguments):
+            calls[-1] = (calls[-1][0], calls[-1][1] + part.text)
+    return reasoning, content, calls

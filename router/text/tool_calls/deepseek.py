@@ -1,0 +1,45 @@
+"""The calls of DeepSeek: V3 and R1 write the arguments as a block of JSON after the word function and the name,
+V3.1 writes the name and the arguments alone."""
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from .json_call import NAME, read_arguments
+from .source import CallBegins, Content, Source, Steps
+
+_ALL_BEGIN, _ALL_END = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
+_BEGIN, _SEPARATOR, _END = "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>"
+MARKS = (_ALL_BEGIN, _ALL_END, _BEGIN, _SEPARATOR, _END)
+_FENCE = "```"
+_HEAD = re.compile(
+    rf"\s{{0,8}}(?:function{_SEPARATOR}({NAME})\s{{0,8}}{_FENCE}json\s{{0,8}}|({NAME}){_SEPARATOR}\s{{0,8}})"
+    r"(?=\{)"
+)
+_MAX_HEAD = 512
+
+
+def read(source: Source, tools: Mapping[str, Any]) -> Steps[None]:
+    """Reads an answer. `tools`: the schema of each function's arguments."""
+    while (mark := (yield from source.pass_until(Content, _ALL_BEGIN, _BEGIN))) is not None:
+        read_text = mark
+        if mark == _ALL_BEGIN:
+            read_text += yield from source.take_space()
+            if (yield from source.skip(_BEGIN)):
+                read_text += _BEGIN
+        found = (yield from source.match(_HEAD, _MAX_HEAD)) if read_text.endswith(_BEGIN) else None
+        if found is None or (found[1] or found[2]) not in tools:
+            source.give_back("" if found is None else found[0])
+            yield Content(read_text)
+            continue
+        yield CallBegins(found[1] or found[2])
+        yield from read_arguments(source)
+        for end in (_FENCE, _END, _ALL_END):
+            yield from source.take_space()
+            yield from source.skip(end)
+
+
+def write(name: str, arguments: str) -> str:
+    """Returns the text of a call."""
+    call = f"{_BEGIN}function{_SEPARATOR}{name}\n{_FENCE}json\n{arguments}\n{_FENCE}{_END}"
+    return f"{_ALL_BEGIN}{call}{_ALL_END}"

@@ -1,0 +1,86 @@
+"""The families of models, by how they write tool calls, and which of them a chat template is of."""
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import jinja2
+import jinja2.nodes
+from jinja2.ext import loopcontrols
+
+from . import deepseek, harmony, hermes, llama3, mistral, qwen3_coder
+from .source import Source, Steps
+
+THINK_BEGIN, THINK_END = "<think>", "</think>"
+
+
+@dataclass(frozen=True)
+class Family:
+    """How one family of models writes calls.
+
+    `marks`: the texts that its calls are told by, some of which are special tokens. `read`: reads an answer;
+    it gets the schema of each function's arguments. `write`: returns the text of a call, of the name and the
+    arguments as JSON. `has_messages`: an answer has several messages, of which one may be reasoning.
+    """
+
+    marks: tuple[str, ...]
+    read: Callable[[Source, Mapping[str, Any]], Steps[None]]
+    write: Callable[[str, str], str]
+    id_length: int | None = None  # of a call's id, where templates insist on one
+    has_messages: bool = False
+
+
+FAMILIES = {
+    "hermes": Family(hermes.MARKS, hermes.read, hermes.write),
+    "qwen3_coder": Family(qwen3_coder.MARKS, qwen3_coder.read, qwen3_coder.write),
+    "llama3": Family(llama3.MARKS, llama3.read, llama3.write),
+    "mistral": Family(mistral.MARKS, mistral.read, mistral.write, id_length=9),
+    "deepseek": Family(deepseek.MARKS, deepseek.read, deepseek.write),
+    "gpt_oss": Family(harmony.MARKS, harmony.read, harmony.write, has_messages=True),
+}
+# A template is of the first family that has all of its texts in it.
+_SIGNS = (
+    ("gpt_oss", ("<|channel|>", "<|message|>")),
+    ("deepseek", ("<｜tool▁call▁begin｜>",)),
+    ("mistral", ("[TOOL_CALLS]",)),
+    ("qwen3_coder", ("<tool_call>", "<function=")),
+    ("hermes", ("<tool_call>",)),
+    ("llama3", ("<|python_tag|>",)),
+    ("llama3", ("<|start_header_id|>", "parameters")),
+)
+_OTHER_SIGNS = ("<arg_key>",)  # of GLM, which begins its calls as Hermes does
+_ADDED_TEXT = re.compile(r"\+\s*\w+(?:\.function|\[.function.\])?(?:\.arguments|\[.arguments.\])(?!\s*\|)")
+
+
+def family_of(template: str) -> str | None:
+    """Returns the name of the family whose calls a chat template writes; None if it writes none, or writes
+    them in another way."""
+    if any(sign in template for sign in _OTHER_SIGNS):
+        return None
+    return next((name for name, signs in _SIGNS if all(sign in template for sign in signs)), None)
+
+
+def reasoning_of(template: str) -> str | None:
+    """Returns the name of the parser for the reasoning that a chat template knows, or None."""
+    if all(sign in template for sign in _SIGNS[0][1]):
+        return "gpt_oss"
+    return "qwen3" if THINK_BEGIN in template or THINK_END in template else None
+
+
+def variables_of(template: str) -> frozenset[str]:
+    """Returns the names of the variables that a chat template reads; none if it does not parse."""
+    source = re.sub(
+        r"\{%[-+]?\s*(?:end)?generation\s*[-+]?%\}", "", template
+    )  # which only transformers knows
+    try:
+        tree = jinja2.Environment(extensions=[loopcontrols]).parse(source)
+    except (jinja2.TemplateError, RecursionError):
+        return frozenset()
+    return frozenset(node.name for node in tree.find_all(jinja2.nodes.Name) if node.ctx == "load")
+
+
+def wants_text(template: str) -> bool:
+    """Returns whether a chat template adds the arguments of earlier calls to a text, so that they have to be
+    JSON. Other templates write the JSON themselves, of an object."""
+    return _ADDED_TEXT.search(template) is not None

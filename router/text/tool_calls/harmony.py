@@ -1,0 +1,52 @@
+"""The messages of gpt-oss, each with a header: reasoning on the channel analysis, calls to functions.NAME, and
+the answer on the channel final."""
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from .json_call import NAME, read_arguments
+from .source import CallBegins, Content, Reasoning, Source, Steps
+
+_ENDS = ("<|end|>", "<|call|>", "<|return|>", "<|start|>")
+MARKS = ("<|channel|>", "<|message|>", "<|constrain|>", *_ENDS)
+_HEADER = re.compile(r"((?:[^<]|<(?!\|message\|>)){0,480})<\|message\|>")
+_MAX_HEADER = 512
+_CHANNEL = re.compile(r"<\|channel\|>\s*(\w+)")
+_RECIPIENT = re.compile(rf"to=functions\.({NAME})")
+
+
+def read(source: Source, tools: Mapping[str, Any]) -> Steps[None]:
+    """Reads an answer. `tools`: the schema of each function's arguments."""
+    while (yield from _has_text(source)):
+        header = yield from source.match(_HEADER, _MAX_HEADER)
+        if header is None:
+            break
+        recipient, channel = _RECIPIENT.search(header[1]), _CHANNEL.search(header[1])
+        if recipient is not None and recipient[1] in tools and (yield from _begins_object(source)):
+            yield CallBegins(recipient[1])
+            yield from read_arguments(source)
+            yield from source.take_space()
+            for end in _ENDS[:3]:
+                yield from source.skip(end)
+        else:
+            is_reasoning = recipient is None and channel is not None and channel[1] == "analysis"
+            yield from source.pass_until(Reasoning if is_reasoning else Content, *_ENDS)
+    while (yield from source.pass_until(Content, *MARKS)) is not None:
+        pass  # a text without a header is shown without its marks
+
+
+def _has_text(source: Source) -> Steps[bool]:
+    while not source.text and not source.ended:
+        yield None
+    return bool(source.text)
+
+
+def _begins_object(source: Source) -> Steps[bool]:
+    yield from source.take_space()
+    return (yield from source.starts_with("{"))
+
+
+def write(name: str, arguments: str) -> str:
+    """Returns the text of a call."""
+    return f"<|channel|>commentary to=functions.{name} <|constrain|>json<|message|>{arguments}<|call|>"

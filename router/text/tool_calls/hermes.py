@@ -1,0 +1,25 @@
+"""The calls of Hermes, Qwen 2.5 and Qwen 3: a JSON object between <tool_call> and </tool_call>."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from .json_call import read_call
+from .source import Content, Source, Steps
+
+MARKS = ("<tool_call>", "</tool_call>")
+
+
+def read(source: Source, tools: Mapping[str, Any]) -> Steps[None]:
+    """Reads an answer. `tools`: the schema of each function's arguments."""
+    while (yield from source.pass_until(Content, MARKS[0])) is not None:
+        space = yield from source.take_space()
+        if not (yield from read_call(source, tools)):
+            yield Content(MARKS[0] + space)
+            continue
+        yield from source.take_space()
+        yield from source.skip(MARKS[1])
+
+
+def write(name: str, arguments: str) -> str:
+    """Returns the text of a call."""
+    return f'<tool_call>\n{{"name": "{name}", "arguments": {arguments}}}\n</tool_call>'

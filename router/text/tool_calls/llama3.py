@@ -1,0 +1,31 @@
+"""The calls of Llama 3: JSON objects at the beginning of an answer, or after <|python_tag|>."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from .json_call import read_call
+from .source import Content, Source, Steps
+
+MARKS = ("<|python_tag|>",)
+
+
+def read(source: Source, tools: Mapping[str, Any]) -> Steps[None]:
+    """Reads an answer. `tools`: the schema of each function's arguments."""
+    mark: str | None = ""
+    while mark is not None:
+        space = yield from source.take_space()
+        has_call = False
+        while (yield from read_call(source, tools)):
+            has_call = True
+            space = yield from source.take_space()
+            if (yield from source.skip(";")):
+                yield from source.take_space()
+                space = ""
+        if not has_call and mark + space:
+            yield Content(mark + space)
+        mark = yield from source.pass_until(Content, MARKS[0])
+
+
+def write(name: str, arguments: str) -> str:
+    """Returns the text of a call."""
+    return f'{{"name": "{name}", "parameters": {arguments}}}'

@@ -1,0 +1,42 @@
+"""The calls of Mistral: [TOOL_CALLS] before a JSON list of calls or, in newer models, before each name[ARGS]
+and its arguments."""
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from .json_call import NAME, read_arguments, read_list
+from .source import CallBegins, Content, Source, Steps
+
+MARKS = ("[TOOL_CALLS]", "[CALL_ID]", "[ARGS]")
+_NAMED = re.compile(rf"({NAME})(?:\[CALL_ID\]\w{{1,64}})?(?:\[ARGS\])?\s{{0,8}}(?=\{{)")
+_MAX_NAMED = 512
+
+
+def read(source: Source, tools: Mapping[str, Any]) -> Steps[None]:
+    """Reads an answer. `tools`: the schema of each function's arguments."""
+    while (yield from source.pass_until(Content, MARKS[0])) is not None:
+        space = yield from source.take_space()
+        if (yield from source.starts_with("[")):
+            has_call = yield from read_list(source, tools)
+        else:
+            has_call = yield from _read_named(source, tools)
+        if not has_call:
+            yield Content(MARKS[0] + space)
+
+
+def _read_named(source: Source, tools: Mapping[str, Any]) -> Steps[bool]:
+    found = yield from source.match(_NAMED, _MAX_NAMED)
+    if found is None:
+        return False
+    if found[1] not in tools:
+        source.give_back(found[0])
+        return False
+    yield CallBegins(found[1])
+    yield from read_arguments(source)
+    return True
+
+
+def write(name: str, arguments: str) -> str:
+    """Returns the text of a call."""
+    return f'[TOOL_CALLS][{{"name": "{name}", "arguments": {arguments}}}]'

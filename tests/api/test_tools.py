@@ -1,0 +1,497 @@
+"""Tools and reasoning over HTTP: prompts, answers and streams, as OpenAI's client sends and reads them.
+
+The fake router writes the answers.
+"""
+
+import json
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import openai
+import pytest
+
+from lightkv.router.api.openai.dialect import ChatDialect
+from lightkv.router.api.openai.protocol import ChatRequest
+from lightkv.router.api.openai.tools import Function, ToolUse
+from lightkv.router.config import InvalidConfig, ServiceConfig
+from lightkv.router.sampling_params import Grammar
+from lightkv.router.service.api_settings import ApiSettings
+from tests.support.fake_router import CHAT, MODEL, ApiUnderTest, ids_of, service
+
+TEMPLATE = """
+{%- if tools %}<|im_start|>system
+{% for tool in tools %}{{ tool | tojson }}
+{% endfor %}Call them with <tool_call>.<|im_end|>
+{% endif %}
+{%- for message in messages %}<|im_start|>{{ message.role }}
+{{ message.content }}
+{%- for call in message.tool_calls or [] %}<tool_call>{{ call.function.arguments | tojson }}</tool_call>
+{%- endfor %}<|im_end|>
+{% endfor %}
+{%- if add_generation_prompt %}<|im_start|>assistant
+{% if enable_thinking is defined and enable_thinking is false %}<think>
+
+</think>
+
+{% endif %}{% endif %}"""
+WEATHER: Any = {
+    "type": "function",
+    "function": {
+        "name": "weather",
+        "description": "The weather of a city.",
+        "parameters": {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]},
+        "strict": True,
+    },
+}
+CLOCK: Any = {"type": "function", "function": {"name": "clock"}}
+SCHEMA = WEATHER["function"]["parameters"]
+HELLO: Any = [{"role": "user", "content": "Is it raining?"}]
+PARIS = '{"city": "Paris \\u2603"}'
+CALL = f'<tool_call>\n{{"name": "weather", "arguments": {PARIS}}}\n</tool_call>'
+BOTH = f'Let me see.\n{CALL}\n<tool_call>\n{{"name": "clock", "arguments": {{}}}}\n</tool_call>'
+
+
+@pytest.fixture(scope="module")
+def services(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, ApiUnderTest]]:
+    """Services by their model: one whose template has tools and reasoning, the default model with and without
+    --tool-parser, and one whose template shows neither format."""
+    made: dict[str, tuple[str | None, dict[str, Any]]] = {
+        "qwen": (TEMPLATE, {}),
+        "plain": (None, {}),
+        "given": (None, {"tool_parser": "hermes"}),
+        "unknown": ("{{ tools }}{{ messages[0].content }}", {}),
+        "off": (TEMPLATE, {"tool_parser": "none", "reasoning_parser": "none"}),
+        "llama": ("{{ tools }}{{ messages }}<|im_start|>", {"tool_parser": "llama3"}),
+        "r1": ("{{ messages[0].content }}", {"reasoning_parser": "deepseek_r1"}),
+        "mistral": ("{{ tools }}[TOOL_CALLS]{{ messages[1:] }}", {}),
+        "gpt": ("{{ reasoning_effort }}{{ tools }}<|channel|><|message|>", {}),
+    }
+    with ExitStack() as stack:
+        running = {}
+        for name, (template, settings) in made.items():
+            under_test = service(tmp_path_factory.mktemp(name), **settings)
+            if template is not None:
+                under_test.tokenizer._template_source = template
+            running[name] = stack.enter_context(under_test.running())
+        yield running
+
+
+@pytest.fixture
+def qwen(services: dict[str, ApiUnderTest]) -> ApiUnderTest:
+    return services["qwen"]
+
+
+def script(api: ApiUnderTest, text: str, ends: bool = True) -> None:
+    """Lets every answer be `text`."""
+    end = [min(api.tokenizer.eos_ids)] if ends else []
+    api.router.script = [*api.tokenizer.encode(text).tolist(), *end]
+    api.router.submits.clear()
+
+
+def prompt_of(api: ApiUnderTest) -> str:
+    return api.tokenizer.decode(ids_of(api.router.submits[-1]), skip_special_tokens=False)
+
+
+def connect(api: ApiUnderTest) -> openai.OpenAI:
+    return openai.OpenAI(base_url=f"http://127.0.0.1:{api.port}/v1", api_key="none", max_retries=0)
+
+
+def both(api: ApiUnderTest, **fields: Any) -> tuple[Any, Any]:
+    """Returns the choice of a whole answer and that of its stream, put together by the openai client."""
+    with connect(api) as client:
+        fields = {"model": MODEL, "messages": HELLO, "max_tokens": 400, **fields}
+        whole = client.chat.completions.create(**fields)
+        with client.chat.completions.stream(**fields) as stream:
+            list(stream)
+            streamed = stream.get_final_completion()
+    (first,), (second,) = whole.choices, streamed.choices
+    assert (first.message.content or "") == (second.message.content or "")
+    assert first.finish_reason == second.finish_reason
+    return first, second
+
+
+def calls_of(choice: Any) -> list[tuple[str, str]]:
+    return [(call.function.name, call.function.arguments) for call in choice.message.tool_calls or ()]
+
+
+def test_calls_are_answered_whole_and_streamed(qwen: ApiUnderTest) -> None:
+    script(qwen, BOTH)
+    for choice in both(qwen, tools=[WEATHER | {"function": WEATHER["function"]}, CLOCK]):
+        assert calls_of(choice) == [("weather", PARIS), ("clock", "{}")]
+        assert (choice.message.content, choice.finish_reason) == ("Let me see.", "tool_calls")
+        ids = [call.id for call in choice.message.tool_calls]
+        assert len(set(ids)) == 2
+        assert all(one.startswith("call_") for one in ids)
+    prompt = prompt_of(qwen)
+    assert '"description": "The weather of a city."' in prompt
+    assert "strict" not in prompt
+
+
+def test_the_chunks_are_those_that_clients_expect(qwen: ApiUnderTest) -> None:
+    script(qwen, CALL)
+    body = {
+        "messages": HELLO,
+        "tools": [WEATHER],
+        "max_tokens": 400,
+        "stream_options": {"include_usage": True},
+    }
+    events = qwen.stream(CHAT, body)
+    assert events.pop() == "[DONE]"
+    assert events.pop()["usage"]["completion_tokens"] == len(qwen.router.script)
+    deltas = [event["choices"][0]["delta"] for event in events]
+    assert deltas[0] == {"role": "assistant", "content": ""}
+    assert deltas[-1] == {}
+    calls = [delta["tool_calls"][0] for delta in deltas[1:-1]]
+    assert set(calls[0]) == {"index", "id", "type", "function"}
+    assert calls[0]["function"] == {"name": "weather", "arguments": ""}
+    assert all(set(call) == {"index", "function"} and call["index"] == 0 for call in calls[1:])
+    assert len(calls) > 3  # the arguments come in pieces
+    assert "".join(call["function"]["arguments"] for call in calls[1:]) == PARIS
+    reasons = [event["choices"][0]["finish_reason"] for event in events]
+    assert reasons == [None] * (len(events) - 1) + ["tool_calls"]
+
+
+def test_content_is_null_beside_calls_alone(qwen: ApiUnderTest) -> None:
+    script(qwen, "\n" + CALL)
+    message = qwen.post(CHAT, {"messages": HELLO, "tools": [WEATHER], "max_tokens": 400})["choices"][0][
+        "message"
+    ]
+    assert message["content"] is None
+    assert "reasoning_content" not in message
+
+
+def test_a_text_without_calls_is_content(qwen: ApiUnderTest) -> None:
+    text = ' <tool_call>{"name": "other", "arguments": {}}</tool_call> \n'
+    script(qwen, text)
+    for choice in both(qwen, tools=[WEATHER]):
+        assert (choice.message.content, choice.finish_reason) == (text, "stop")
+        assert not choice.message.tool_calls
+
+
+def test_an_answer_that_is_cut_keeps_its_reason(qwen: ApiUnderTest) -> None:
+    script(qwen, CALL)
+    fields = {"messages": HELLO, "tools": [WEATHER], "max_tokens": len(qwen.router.script) - 12}
+    choice = qwen.post(CHAT, fields)["choices"][0]
+    assert choice["finish_reason"] == "length"
+    (call,) = choice["message"]["tool_calls"]
+    assert PARIS.startswith(call["function"]["arguments"])
+
+
+def test_each_answer_has_its_own_calls(qwen: ApiUnderTest) -> None:
+    script(qwen, CALL)
+    body = {"messages": HELLO, "tools": [WEATHER], "max_tokens": 400, "n": 2, "logprobs": True}
+    done = qwen.post(CHAT, body)
+    assert [len(choice["message"]["tool_calls"]) for choice in done["choices"]] == [1, 1]
+    assert len(done["choices"][0]["logprobs"]["content"]) == len(qwen.router.script) - 1
+    texts, num_scored = {0: "", 1: ""}, 0
+    for event in qwen.stream(CHAT, body)[:-1]:
+        for choice in event["choices"]:
+            num_scored += len((choice["logprobs"] or {"content": []})["content"])
+            for call in choice["delta"].get("tool_calls", ()):
+                texts[choice["index"]] += call["function"].get("arguments", "")
+    assert texts == {0: PARIS, 1: PARIS}
+    assert num_scored == 2 * (len(qwen.router.script) - 1)
+
+
+def test_one_call_at_a_time(qwen: ApiUnderTest) -> None:
+    script(qwen, BOTH)
+    for choice in both(qwen, tools=[WEATHER, CLOCK], parallel_tool_calls=False):
+        assert calls_of(choice) == [("weather", PARIS)]
+
+
+def test_the_older_fields(qwen: ApiUnderTest) -> None:
+    script(qwen, BOTH)
+    functions = [WEATHER["function"], CLOCK["function"]]
+    for choice in both(qwen, functions=functions):
+        called = choice.message.function_call
+        assert (called.name, called.arguments, choice.finish_reason) == ("weather", PARIS, "function_call")
+    script(qwen, PARIS)
+    for choice in both(qwen, functions=functions, function_call={"name": "weather"}):
+        assert (choice.message.function_call.name, choice.message.function_call.arguments) == (
+            "weather",
+            PARIS,
+        )
+    history = [
+        *HELLO,
+        {"role": "assistant", "content": None, "function_call": {"name": "weather", "arguments": PARIS}},
+        {"role": "function", "name": "weather", "content": "rain"},
+    ]
+    qwen.post(CHAT, {"messages": history, "functions": functions, "max_tokens": 1})
+    assert '<tool_call>{"city": "Paris ☃"}</tool_call>' in prompt_of(qwen)
+    assert "<|im_start|>tool\nrain<|im_end|>" in prompt_of(qwen)
+
+
+def test_a_required_call_is_constrained_and_read(qwen: ApiUnderTest) -> None:
+    script(qwen, f'[{{"name": "weather", "parameters": {PARIS}}}, {{"name": "clock", "parameters": {{}}}}]')
+    for choice in both(qwen, tools=[WEATHER, CLOCK], tool_choice="required"):
+        assert calls_of(choice) == [("weather", PARIS), ("clock", "{}")]
+        assert choice.finish_reason == "tool_calls"
+    grammar = qwen.router.submits[-1].params.grammar
+    assert grammar is not None
+    assert grammar.kind == "json_schema"
+    names = [item["properties"]["name"]["enum"] for item in json.loads(grammar.text)["items"]["anyOf"]]
+    assert names == [["weather"], ["clock"]]
+    assert prompt_of(qwen).endswith("</think>\n\n")  # the grammar leaves no room for reasoning
+    both(qwen, tools=[WEATHER], tool_choice="required", parallel_tool_calls=False)
+    grammar = qwen.router.submits[-1].params.grammar
+    assert grammar is not None
+    assert json.loads(grammar.text)["maxItems"] == 1
+
+
+def test_a_named_call_is_constrained_and_read(qwen: ApiUnderTest) -> None:
+    script(qwen, PARIS)
+    for choice in both(
+        qwen, tools=[WEATHER, CLOCK], tool_choice={"type": "function", "function": {"name": "weather"}}
+    ):
+        assert calls_of(choice) == [("weather", PARIS)]
+        assert choice.finish_reason == "tool_calls"
+    assert qwen.router.submits[-1].params.grammar == Grammar("json_schema", json.dumps(SCHEMA))
+
+
+def test_auto_and_none_are_not_constrained(qwen: ApiUnderTest) -> None:
+    script(qwen, CALL)
+    qwen.post(CHAT, {"messages": HELLO, "tools": [WEATHER], "tool_choice": "auto", "max_tokens": 400})
+    done = qwen.post(CHAT, {"messages": HELLO, "tools": [WEATHER], "tool_choice": "none", "max_tokens": 400})
+    assert done["choices"][0]["message"] == {"role": "assistant", "content": CALL}
+    assert "weather" not in prompt_of(qwen)
+    assert [submit.params.grammar for submit in qwen.router.submits] == [None, None]
+    for fields in ({"tools": []}, {"tool_choice": "auto"}, {"functions": [], "function_call": "auto"}):
+        assert qwen.post(CHAT, {"messages": HELLO, "max_tokens": 1, **fields})
+
+
+def test_the_history_reaches_the_template(qwen: ApiUnderTest) -> None:
+    call = {"id": "call_1", "type": "function", "function": {"name": "weather", "arguments": PARIS}}
+    messages = [
+        *HELLO,
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "call_1", "content": "rain"},
+        {"role": "assistant", "content": "Yes.", "tool_calls": None},
+    ]
+    body = {"messages": messages, "tools": [WEATHER]}
+    qwen.post(CHAT, {**body, "max_tokens": 1})
+    assert '<tool_call>{"city": "Paris ☃"}</tool_call><|im_end|>\n<|im_start|>tool\nrain' in prompt_of(qwen)
+    ids = qwen.post("/tokenize", body)["tokens"]
+    assert ids == ids_of(qwen.router.submits[-1])
+    call["function"]["arguments"] = '{"city'  # type: ignore[index]
+    qwen.post(CHAT, {**body, "max_tokens": 1})
+    assert '<tool_call>"{\\"city"</tool_call>' in prompt_of(qwen)
+    for odd in (5, "a", [5], [{"function": 5}], {}):
+        message = {"role": "assistant", "content": "a", "tool_calls": odd}
+        status, _, _ = qwen.send("POST", CHAT, {"messages": [message], "max_tokens": 1})
+        assert status in (200, 400)
+
+
+WRONG: list[tuple[str, dict[str, Any]]] = [
+    ("tools", {"tools": [{"type": "web_search"}]}),
+    ("tools", {"tools": [{"type": "function", "function": {"name": "a b"}}]}),
+    ("tools", {"tools": [{"type": "function", "function": {"name": "é\ud800"}}]}),
+    ("tools", {"tools": [{"type": "function", "function": {"name": "f", "parameters": []}}]}),
+    ("tools", {"tools": [CLOCK, CLOCK]}),
+    ("tools", {"tools": [CLOCK] * 1025}),
+    ("functions", {"tools": [CLOCK], "functions": [{"name": "f"}]}),
+    ("tool_choice", {"tools": [CLOCK], "tool_choice": "any"}),
+    ("tool_choice", {"tools": [CLOCK], "tool_choice": {"type": "function", "function": {"name": "g"}}}),
+    ("tool_choice", {"tool_choice": "required"}),
+    ("tool_choice", {"tools": [], "tool_choice": {"type": "function", "function": {"name": "g"}}}),
+    ("tool_choice", {"tools": [CLOCK], "tool_choice": {"type": "custom", "custom": {"name": "g"}}}),
+    ("function_call", {"functions": [{"name": "f"}], "function_call": {"name": "g"}}),
+    ("parallel_tool_calls", {"tools": [CLOCK], "parallel_tool_calls": "yes"}),
+    ("reasoning_effort", {"reasoning_effort": "enormous"}),
+    ("chat_template_kwargs", {"chat_template_kwargs": {"tools": []}}),
+]
+
+
+@pytest.mark.parametrize(("field", "fields"), WRONG)
+def test_wrong_fields_are_named(qwen: ApiUnderTest, field: str, fields: dict[str, Any]) -> None:
+    qwen.router.submits.clear()
+    error = qwen.post(CHAT, {"messages": HELLO, "max_tokens": 1, **fields}, 400)["error"]
+    assert error["param"] == field
+    assert not qwen.router.submits
+
+
+def test_deep_schemas_are_refused_or_used(qwen: ApiUnderTest) -> None:
+    deep: Any = {"$ref": "#"}
+    for _ in range(300):
+        deep = {"a": deep}
+    tool = {"type": "function", "function": {"name": "f", "parameters": deep}}
+    for choice in ("auto", "required", {"type": "function", "function": {"name": "f"}}):
+        body = {"messages": HELLO, "max_tokens": 1, "tools": [tool], "tool_choice": choice}
+        assert qwen.send("POST", CHAT, body)[0] in (200, 400)
+
+
+def test_half_surrogates_in_tools_do_no_harm(qwen: ApiUnderTest) -> None:
+    schema = {"type": "object", "properties": {"a\ud800": {"enum": ["\ud800"]}}}
+    tool = {"type": "function", "function": {"name": "f", "description": "\udc00", "parameters": schema}}
+    script(qwen, '<tool_call>{"arguments": {"a": "\\ud800"}, "name": "f"}</tool_call>')
+    for choice in ("auto", "required", {"type": "function", "function": {"name": "f"}}):
+        body = {"messages": HELLO, "max_tokens": 60, "tools": [tool], "tool_choice": choice}
+        assert qwen.post(CHAT, body)["choices"]
+    assert calls_of(both(qwen, tools=[{"type": "function", "function": {"name": "f"}}])[0])[0][0] == "f"
+
+
+# Reasoning
+
+
+def test_reasoning_is_apart_from_content(qwen: ApiUnderTest) -> None:
+    script(qwen, f"<think>\nHm, hm.\n</think>\n\nYes.\n{CALL}")
+    body = {"messages": HELLO, "tools": [WEATHER], "max_tokens": 400}
+    message = qwen.post(CHAT, body)["choices"][0]["message"]
+    assert (message["reasoning_content"], message["content"]) == ("Hm, hm.", "Yes.")
+    assert message["reasoning"] == "Hm, hm."
+    assert len(message["tool_calls"]) == 1
+    deltas = [event["choices"][0]["delta"] for event in qwen.stream(CHAT, body)[:-1]]
+    assert "".join(delta.get("reasoning_content", "") for delta in deltas) == "Hm, hm."
+    assert "".join(delta.get("content", "") for delta in deltas) == "Yes."
+    assert all(delta.get("reasoning") == delta.get("reasoning_content") for delta in deltas)
+    without = qwen.post(CHAT, body | {"include_reasoning": False})["choices"][0]["message"]
+    assert set(without) == {"role", "content", "tool_calls"}
+    deltas = [
+        event["choices"][0]["delta"] for event in qwen.stream(CHAT, body | {"include_reasoning": False})[:-1]
+    ]
+    assert not any("reasoning" in delta for delta in deltas)
+    assert without["content"] == "Yes."
+
+
+def test_an_answer_of_reasoning_alone(services: dict[str, ApiUnderTest]) -> None:
+    script(services["r1"], "Hm")
+    message = services["r1"].post(CHAT, {"messages": HELLO, "max_tokens": 9})["choices"][0]["message"]
+    assert message == {"role": "assistant", "content": None, "reasoning": "Hm", "reasoning_content": "Hm"}
+    script(services["r1"], "Hm</think>\nSo")
+    message = services["r1"].post(CHAT, {"messages": HELLO, "max_tokens": 9})["choices"][0]["message"]
+    assert (message["content"], message["reasoning"]) == ("So", "Hm")
+
+
+def test_the_effort_sets_the_templates_variable(services: dict[str, ApiUnderTest]) -> None:
+    qwen, gpt = services["qwen"], services["gpt"]
+    for effort, is_off in (("none", True), ("high", False), (None, False)):
+        qwen.post(CHAT, {"messages": HELLO, "max_tokens": 1, "reasoning_effort": effort})
+        assert prompt_of(qwen).endswith("</think>\n\n") == is_off
+    on = {"chat_template_kwargs": {"enable_thinking": True}}
+    qwen.post(CHAT, {"messages": HELLO, "max_tokens": 1, "reasoning_effort": "none", **on})
+    assert not prompt_of(qwen).endswith("</think>\n\n")
+    gpt.post(CHAT, {"messages": HELLO, "max_tokens": 1, "reasoning_effort": "low"})
+    assert prompt_of(gpt).startswith("low")
+    plain = services["plain"]
+    assert plain.post(CHAT, {"messages": HELLO, "max_tokens": 1, "reasoning_effort": "none"})
+    for field, value in (("reasoning_effort", "low"), ("include_reasoning", False)):
+        error = plain.post(CHAT, {"messages": HELLO, "max_tokens": 1, field: value}, 400)["error"]
+        assert error["param"] == field
+
+
+def test_parsers_can_be_switched_off(services: dict[str, ApiUnderTest]) -> None:
+    off = services["off"]
+    script(off, "<think>a</think>b")
+    assert (
+        off.post(CHAT, {"messages": HELLO, "max_tokens": 60})["choices"][0]["message"]["content"][:3] == "<th"
+    )
+    assert off.post(CHAT, {"messages": HELLO, "tools": [WEATHER]}, 400)["error"]["param"] == "tools"
+
+
+def test_an_answer_that_follows_a_grammar_is_content(qwen: ApiUnderTest) -> None:
+    """Such an answer has no reasoning, and calls only where they are required."""
+    dialect = ChatDialect(qwen.tokenizer, ApiSettings(model_names=[MODEL]))
+    body = ChatRequest.model_validate({"messages": HELLO, "tools": [WEATHER]})
+    required = ToolUse([Function(name="f")], is_required=True)
+    ids = np.zeros(1, np.int32)
+    for use in (None, body.tool_use()):
+        assert dialect.reading(body, use, ids) is not None
+        assert dialect.reading(body, use, ids, is_constrained=True) is None
+        assert dialect.chat(body, use, is_constrained=True).variables == {"enable_thinking": False}
+        assert dialect.chat(body, use).variables == {}
+    assert dialect.reading(body, required, ids, is_constrained=True) is not None
+
+
+def test_unknown_parsers_are_refused() -> None:
+    for name, option in (("tool_parser", "--tool-parser"), ("reasoning_parser", "--reasoning-parser")):
+        with pytest.raises(InvalidConfig, match=f"{option} is 'gpt9'; give one of none, "):
+            ServiceConfig(**{name: "gpt9"})
+
+
+# Other models
+
+
+def test_a_template_without_tools_needs_the_option(services: dict[str, ApiUnderTest]) -> None:
+    for choice in ("auto", "required", {"type": "function", "function": {"name": "weather"}}):
+        body = {"messages": HELLO, "tools": [WEATHER], "tool_choice": choice}
+        error = services["plain"].post(CHAT, body, 400)["error"]
+        assert error["param"] == "tools"
+        assert "--tool-parser" in error["message"]
+    error = services["unknown"].post(CHAT, {"messages": HELLO, "tools": [WEATHER]}, 400)["error"]
+    assert "does not show" in error["message"]
+    asked = {"messages": HELLO, "tools": [WEATHER], "tool_choice": "required", "max_tokens": 1}
+    assert services["unknown"].post(CHAT, asked)["choices"]  # the grammar says how calls are written
+
+
+def test_the_option_describes_tools_in_the_system_message(services: dict[str, ApiUnderTest]) -> None:
+    given = services["given"]
+    script(given, BOTH)
+    for choice in both(given, tools=[WEATHER, CLOCK]):
+        assert calls_of(choice) == [("weather", PARIS), ("clock", "{}")]
+    prompt = prompt_of(given)
+    assert prompt.index("<|im_start|>system\nYou can call functions") < prompt.index('{"name": "FUNCTION"')
+    call = {
+        "id": "call_1",
+        "type": "function",
+        "function": {"name": "weather", "arguments": '{"city": "Rome"}'},
+    }
+    messages = [
+        {"role": "system", "content": "Be brief."},
+        *HELLO,
+        {"role": "assistant", "content": "I look.", "tool_calls": [call, call]},
+        {"role": "tool", "tool_call_id": "call_1", "content": "rain"},
+        {"role": "tool", "tool_call_id": "call_1", "content": "sun"},
+    ]
+    given.post(CHAT, {"messages": messages, "tools": [WEATHER], "max_tokens": 1, "tool_choice": "required"})
+    prompt = prompt_of(given)
+    assert "<|im_start|>system\nBe brief.\n\nYou can call functions" in prompt
+    assert prompt.count("<|im_start|>system") == 1
+    assert '[{"name": "FUNCTION", "parameters"' in prompt
+    text = '<tool_call>\n{"name": "weather", "arguments": {"city": "Rome"}}\n</tool_call>'
+    assert f"<|im_start|>assistant\nI look.\n{text}\n{text}<|im_end|>" in prompt
+    results = "<tool_response>\nrain\n</tool_response>\n<tool_response>\nsun\n</tool_response>"
+    assert f"<|im_start|>user\n{results}<|im_end|>" in prompt
+    given.post(CHAT, {"messages": messages[:2], "max_tokens": 1})
+    assert "functions" not in prompt_of(given)
+    named = {"tool_choice": {"type": "function", "function": {"name": "weather"}}}
+    given.post(CHAT, {"messages": HELLO, "tools": [WEATHER], "max_tokens": 1, **named})
+    assert "Call the function weather:" in prompt_of(given)
+
+
+def test_the_option_chooses_the_format(services: dict[str, ApiUnderTest]) -> None:
+    llama = services["llama"]
+    script(llama, f'{{"name": "weather", "parameters": {PARIS}}}')
+    for choice in both(llama, tools=[WEATHER]):
+        assert calls_of(choice) == [("weather", PARIS)]
+
+
+def test_ids_are_as_the_model_insists(services: dict[str, ApiUnderTest]) -> None:
+    mistral = services["mistral"]
+    script(mistral, f"[TOOL_CALLS]weather[ARGS]{PARIS}")
+    for choice in both(mistral, tools=[WEATHER]):
+        (call,) = choice.message.tool_calls
+        assert len(call.id) == 9
+        assert call.id.isalnum()
+    call = {"id": "call_0123456789", "type": "function", "function": {"name": "weather", "arguments": "{}"}}
+    messages = [
+        *HELLO,
+        {"role": "assistant", "content": "", "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "call_0123456789", "content": "rain"},
+    ]
+    mistral.post(CHAT, {"messages": messages, "max_tokens": 1})
+    assert prompt_of(mistral).count("'123456789'") == 2
+
+
+def test_special_tokens_are_shown_to_the_parser_alone(tmp_path: Path) -> None:
+    under_test = service(tmp_path)
+    under_test.tokenizer._template_source = "{{ tools }}<|python_tag|>{{ messages }}"
+    special = under_test.tokenizer._tokenizer
+    special.add_special_tokens(["<|python_tag|>"])
+    under_test.tokenizer.special_ids |= {special.token_to_id("<|python_tag|>")}
+    with under_test.running() as api:
+        script(api, f'<|im_start|>I look.<|python_tag|>{{"name": "weather", "parameters": {PARIS}}}')
+        for choice in both(api, tools=[WEATHER]):
+            assert calls_of(choice) == [("weather", PARIS)]
+            assert choice.message.content == "I look."
