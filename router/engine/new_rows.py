@@ -24,7 +24,9 @@ class NewRows:
         new = NewRow(row, params, request.seed)
         if params.penalised:
             prompt_idx = self._prompts.setdefault(request.prompt_ids, len(self._prompts))
-            new = replace(new, prompt_idx=prompt_idx, output_ids=request.output.tobytes())
+            new = replace(new, prompt_idx=prompt_idx)
+        if params.penalised or params.grammar is not None:
+            new = replace(new, output_ids=request.output.tobytes())
         if len(request.output) < params.min_tokens:
             stop_ids = sorted(one for one in request.stop_ids if one < self._vocab_size)
             new = replace(new, may_stop_at=request.num_prompt + params.min_tokens, stop_ids=stop_ids)

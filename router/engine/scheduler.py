@@ -197,12 +197,17 @@ class Scheduler:
     def complete(self, result: StepResult) -> list[TokenEvent]:
         """Completes the oldest step in flight with its tokens. Returns the events of each request."""
         batch = self._pop_oldest(result.step)
-        events = []
+        events, num_failed = [], 0
         if not self._failed:
             self.ledger.confirm(batch.plan.step)
             logprobs = result.logprobs
             for i, (request, token) in enumerate(zip(batch.sampled, result.tokens, strict=True)):
                 if request.finish_reason is not None:
+                    continue
+                if result.errors and i in result.errors:
+                    self._end(request, "error")
+                    events.append(TokenEvent(request.id, None, "error", error=result.errors[i]))
+                    num_failed += 1
                     continue
                 request.output.append(token)
                 count = len(request.output)
@@ -216,7 +221,7 @@ class Scheduler:
                     self._end(request, reason)
                 num_cached = request.num_hit if count == 1 else None
                 events.append(TokenEvent(request.id, token, reason, logprobs.get(i), None, num_cached))
-            self.num_output_tokens += len(events)
+            self.num_output_tokens += len(events) - num_failed
         self._release_finished()
         return events
 

@@ -53,7 +53,8 @@ class NewRow(msgspec.Struct, frozen=True):
 
     Attributes:
         prompt_idx: the index of the sequence's prompt in the plan's `prompts`, where a penalty looks at it.
-        output_ids: what a preempted sequence had generated, int32 bytes, where a penalty looks at it.
+        output_ids: what a preempted sequence had generated, int32 bytes, where a penalty or a grammar looks at
+            it.
         may_stop_at: none of `stop_ids` is sampled before this position (`SamplingParams.min_tokens`).
     """
 
@@ -167,6 +168,7 @@ class StepResult(msgspec.Struct, frozen=True):
         tokens: `tokens[i]` was sampled for `StepPlan.sample[i]`.
         num_free, flags: the allocator's free slots and error flags (`lightkv.triton_kernels.slots.slot_flags`).
         logprobs: by index into `tokens`, where the plan asked for them.
+        errors: by index into `tokens`, why a request cannot go on; only this request ends.
     """
 
     step: int
@@ -174,6 +176,7 @@ class StepResult(msgspec.Struct, frozen=True):
     num_free: int
     flags: int
     logprobs: dict[int, TokenLogprobs] = {}
+    errors: dict[int, str] = {}
 
 
 class ExpectedMemory(NamedTuple):
