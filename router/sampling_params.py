@@ -52,8 +52,8 @@ class SamplerKind(enum.IntEnum):
 class Grammar(msgspec.Struct, frozen=True):
     """What a text has to be, from its first token to its end.
 
-    `kind`: "json_object" (any object; `text` is empty), "json_schema", "regex", "choice" (a JSON array of texts)
-    or "lark" (an EBNF grammar). `text`: the grammar.
+    `kind`: "json_object" (any object; `text` is empty), "json_schema", "regex", "choice" (a JSON array of
+    texts) or "lark" (an EBNF grammar). `text`: the grammar.
     """
 
     kind: str

@@ -16,6 +16,7 @@ from lightkv.router.service.router_client import AnswerStream, RouterClient
 from lightkv.router.text.completion import Completion
 from lightkv.router.text.tokenizer import Tokenizer
 
+from .grammar_checker import GrammarChecker
 from .metrics import AnswerClock, ServiceMetrics
 from .sessions import OpenSessions, SessionUse
 
@@ -39,7 +40,7 @@ class GenerationSpec:
     """The generation that one HTTP request asks for: `params.n` answers to each of `prompts` (int32 bytes).
 
     `session`: the one that protects the tokens of prompts and answers in the cache. `states_length`: whether
-    the client stated max_tokens.
+    the client stated max_tokens. `grammar_field`: the field that `params.grammar` came in.
     """
 
     prompts: list[bytes]
@@ -48,6 +49,7 @@ class GenerationSpec:
     namespace: tuple[str, ...] = ()
     session: SessionUse | None = None
     states_length: bool = True
+    grammar_field: str = "grammar"
 
 
 @dataclass
@@ -90,10 +92,13 @@ class Backend:
     metrics: ServiceMetrics
     sessions: OpenSessions
     reports_cached_tokens: bool = False
+    grammars: GrammarChecker = field(default_factory=GrammarChecker)
 
     async def generate(self, spec: GenerationSpec) -> "Generation":
-        """Queues every answer, or none. Raises RequestRefused."""
+        """Queues every answer, or none. Raises RequestRefused, and InvalidGrammar."""
         params = spec.params
+        if params.grammar is not None:
+            await self.grammars.check(params.grammar, spec.grammar_field)
         stop_ids = set(params.stop_token_ids)
         if not params.ignore_eos:
             stop_ids |= self.tokenizer.eos_ids

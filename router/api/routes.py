@@ -98,6 +98,7 @@ class Routes:
             priority=self._priority(body),
             namespace=namespace,
             session=session,
+            grammar_field=body.grammar_field,
         )
         writer = CompletionWriter(model, self._tokenizer, echoed)
         return await self._answer(spec, writer, body, request.receive)
@@ -123,6 +124,7 @@ class Routes:
             priority=self._priority(body),
             namespace=namespace,
             session=session,
+            grammar_field=body.grammar_field,
             states_length=body.states_length,
         )
         return await self._answer(spec, ChatWriter(model, self._tokenizer), body, request.receive)

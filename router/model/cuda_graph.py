@@ -195,8 +195,8 @@ class DecodeGraph:
 
 
 class SharedLogits:
-    """One tensor `[num_samples, V]` for the logits of all graphs that do not sample, which never run at the same
-    time: kept apart, those of each would be tens of megabytes."""
+    """One tensor `[num_samples, V]` for the logits of all graphs that do not sample, which never run at the
+    same time: kept apart, those of each would be tens of megabytes."""
 
     def __init__(self, num_samples: int) -> None:
         self._num_samples = num_samples
@@ -279,7 +279,9 @@ class StepGraphs:
             size: {shape: PromptGraph(parts, shape, metadata, logits) for shape in shapes}
             for size, shapes in prompt_shapes(buckets, max_num_seqs).items()
         }
-        self._decodes = {size: DecodeGraph(parts, size, metadata, logits) for size in batch_sizes(max_num_seqs)}
+        self._decodes = {
+            size: DecodeGraph(parts, size, metadata, logits) for size in batch_sizes(max_num_seqs)
+        }
         # There was no memory for these, so that their steps run eagerly.
         self._refused: set[tuple[DecodeGraph | PromptGraph, GraphKey | bool]] = set()
 

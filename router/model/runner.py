@@ -32,7 +32,6 @@ from lightkv.router.engine.step import (
     StepResult,
     TokenLogprobs,
 )
-
 from lightkv.router.text.grammars import Grammars, InvalidGrammar, RowGrammar
 
 from .cuda_graph import StepGraphs
@@ -70,8 +69,8 @@ class _StepInFlight:
 class ModelRunner:
     """Executes plans on one device, in order. An engine in the same process uses it as its executor.
 
-    `limits`: the plans stay within them. `grammars`: None refuses rows with a grammar. If `fatal` is set after an error, memory and ledger no longer agree,
-    or the device is lost: make a new runner.
+    `limits`: the plans stay within them. `grammars`: None fails rows with a grammar. If `fatal` is set after an
+    error, memory and ledger no longer agree, or the device is lost: make a new runner.
     """
 
     def __init__(
@@ -244,9 +243,7 @@ class ModelRunner:
         size = len(step.plan.sample), self.grammars.mask_words
         masks = torch.empty(size, dtype=torch.int32, pin_memory=logits.is_cuda)
         step.errors |= self.grammars.fill(masks.numpy(), step.grammars)
-        return inputs.sample(
-            self._parts, logits, step.plan.kind, masks.to(logits.device, non_blocking=True)
-        )
+        return inputs.sample(self._parts, logits, step.plan.kind, masks.to(logits.device, non_blocking=True))
 
     def _take_tokens(self, step: _StepInFlight) -> list[int]:
         """Waits for a step's tokens and gives them to its grammars, once. Raises what its sampling raised."""

@@ -15,6 +15,8 @@ from lightkv.router.api.unsupported_fields import refuse_unsupported
 from lightkv.router.config import MAX_SECONDS
 from lightkv.router.sampling_params import InvalidParams, SamplingParams
 
+from .structured import StructuredFields
+
 DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's for plain completions
 MIN_JSON_LOGPROB = -9999.0  # written for -inf, which JSON does not have, as in vLLM
 MAX_PRIORITY = 2**31 - 1
@@ -55,7 +57,7 @@ class StreamOptions(BaseModel):
     include_obfuscation: Literal[False] | None = Field(None, description="Chunks are never padded.")
 
 
-class GenerationRequest(RequestBody):
+class GenerationRequest(StructuredFields, RequestBody):
     """The common fields of completions and chats. Those after `user` are extensions, named as in vLLM."""
 
     model_config = ConfigDict(extra="allow")  # further fields are looked up among the unsupported ones
@@ -169,6 +171,8 @@ class GenerationRequest(RequestBody):
         }
         if self.logit_bias is not None:
             fields["logit_bias"] = _by_token(self.logit_bias)
+        if (structure := self.structure()) is not None:
+            fields["grammar"] = structure[1]
         return SamplingParams(max_tokens=max_tokens, logprobs=logprobs, **fields)
 
 
