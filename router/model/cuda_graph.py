@@ -18,7 +18,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cached_property, partial
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
 
@@ -149,14 +149,11 @@ class DecodeGraph:
 
     def replay(self, plan: StepPlan) -> StepOutput:
         """Runs a plan that has decodes only. The next replay overwrites what it returns."""
-        output = self._replay(plan, GraphKey.of(plan))
-        assert isinstance(output, StepOutput)
-        return output
+        return cast(StepOutput, self._replay(plan, GraphKey.of(plan)))
 
     def replay_logits(self, plan: StepPlan) -> StepLogits:
         """Runs a plan that has decodes only, up to its logits. The next replay overwrites what it returns."""
-        output = self._replay(plan, GraphKey.of(plan, samples=False))
-        assert isinstance(output, StepLogits)
+        output = cast(StepLogits, self._replay(plan, GraphKey.of(plan, samples=False)))
         return output.first(len(plan.sample))
 
     def _replay(self, plan: StepPlan, key: GraphKey) -> StepOutput | StepLogits:

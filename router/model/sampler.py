@@ -173,11 +173,12 @@ class Sampler:
         num_words = -(-self.vocab_size // 32)
         if masks.shape != (num, num_words) or masks.dtype != torch.int32:
             raise ValueError(f"masks of {masks.dtype} {tuple(masks.shape)}; give int32 [{num}, {num_words}]")
-        bits = torch.bitwise_left_shift(
-            torch.ones(8, dtype=torch.uint8, device=masks.device),
-            torch.arange(8, dtype=torch.uint8, device=masks.device),
-        )
-        is_banned = (masks.view(torch.uint8)[:, :, None] & bits) == 0  # bytes are little-endian, as bits are
+        # Bytes are little-endian, as the bits within them are here.
+        if masks.device.type == "cpu":
+            bits = np.unpackbits(masks.numpy().view(np.uint8), axis=1, bitorder="little")
+            return torch.from_numpy(bits == 0)[:, : self.vocab_size]
+        places = torch.arange(8, dtype=torch.uint8, device=masks.device)
+        is_banned = (masks.view(torch.uint8)[:, :, None] >> places) & 1 == 0
         return is_banned.view(num, -1)[:, : self.vocab_size]
 
     def _sample_edited(

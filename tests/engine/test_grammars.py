@@ -22,11 +22,11 @@ from lightkv.router.model.runner import ModelRunner
 from lightkv.router.sampling_params import MAX_GRAMMAR_BYTES, Grammar
 from lightkv.router.text.grammars import RowGrammar
 from tests.engine.test_preemption import counted_by, expecting
+from tests.support.byte_model import MERGES, VOCABULARY, save_byte_model
 from tests.support.model_worker import assert_idle
 from tests.support.random_schemas import random_schema
-from tests.support.served import save_tiny_model
 
-END = 2  # <|im_end|>, the end token of the default model's tokenizer
+END = 256 + len(MERGES)
 SCHEMA = {
     "type": "object",
     "properties": {"a": {"type": "integer", "minimum": 0, "maximum": 999}, "b": {"enum": ["x", "yy"]}},
@@ -44,7 +44,7 @@ GRAMMARS = [
 
 @pytest.fixture(scope="module")
 def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_tiny_model(tmp_path_factory.mktemp("grammars") / "model")
+    return save_byte_model(tmp_path_factory.mktemp("model"))[0]
 
 
 @pytest.fixture(scope="module")
@@ -69,16 +69,12 @@ def assert_random_schemas_hold(llm: LLM, count: int) -> None:
     schemas: list[dict[str, Any]] = []
     while len(schemas) < count:
         schema = random_schema(rng)
-        try:
-            llm._grammars.check(schema_of(schema))
-        except InvalidParams as error:  # such as a format together with an enumeration
-            assert "Unsatisfiable" in str(error) or "no text" in str(error), (schema, str(error))
-            continue
+        llm._grammars.check(schema_of(schema))
         schemas.append(schema)
     params = [
         SamplingParams(
             grammar=schema_of(schema | {"x-guidance": {"whitespace_pattern": " ?"}}),
-            max_tokens=400,
+            max_tokens=450,
             temperature=i % 3 / 2,
             seed=i,
         )
@@ -116,7 +112,9 @@ def test_an_answer_follows_a_choice_a_regex_and_a_grammar(llm: LLM) -> None:
 
 
 def test_any_json_object(llm: LLM) -> None:
-    for text, reason in texts(llm, SamplingParams(grammar=Grammar("json_object"), max_tokens=30, n=4, seed=0)):
+    for text, reason in texts(
+        llm, SamplingParams(grammar=Grammar("json_object"), max_tokens=30, n=4, seed=0)
+    ):
         assert text.lstrip().startswith("{")
         if reason == "stop":
             assert isinstance(json.loads(text), dict)
@@ -129,7 +127,7 @@ def test_other_parameters_hold_together_with_a_grammar(llm: LLM) -> None:
     for params in (
         SamplingParams(grammar=grammar, top_k=5, top_p=0.9, seed=1),
         SamplingParams(grammar=grammar, frequency_penalty=1.5, repetition_penalty=1.3, temperature=0),
-        SamplingParams(grammar=grammar, logit_bias={0: 100, 5000: 100}, seed=2),
+        SamplingParams(grammar=grammar, logit_bias={0: 100, 290: 100}, seed=2),
         SamplingParams(grammar=grammar, min_tokens=30, max_tokens=60, seed=3),
     ):
         ((text, reason),) = texts(llm, params)
@@ -211,7 +209,7 @@ def requests() -> list[Request]:
     ]
     found = []
     for i in range(12):
-        ids = array("i", [rng.randrange(40_000) for _ in range(rng.randint(5, 60))]).tobytes()
+        ids = array("i", [rng.randrange(250) for _ in range(rng.randint(5, 60))]).tobytes()
         temperature = (0.0, 1.0)[i % 2]
         penalty = 1.2 if i % 5 == 0 else 1.0
         params = SamplingParams(
@@ -263,13 +261,11 @@ def test_two_steps_in_flight_give_the_same_tokens(
     assert sum(waited) > 10  # the sampling of these steps waited for the step before
 
 
-def test_a_resumed_row_goes_on_in_its_grammar(
-    directory: Path, expected: dict[str, list[int | None]]
-) -> None:
+def test_a_resumed_row_goes_on_in_its_grammar(directory: Path, expected: dict[str, list[int | None]]) -> None:
     for depth in (1, 2):
-        engine, _ = make(directory, 280, depth, estimates=True)
+        engine, _ = make(directory, 220, depth, estimates=True)
         assert tokens(run(engine)) == expected
-        assert engine.stats().num_preemptions > 3
+        assert engine.stats().num_preemptions >= 3
 
 
 def test_a_text_that_cannot_go_on_ends_alone(
@@ -281,7 +277,7 @@ def test_a_text_that_cannot_go_on_ends_alone(
 
     def failing(grammar: RowGrammar, token: int) -> int:
         left[0] -= 1
-        return take(grammar, -1 if not left[0] else token)
+        return take(grammar, VOCABULARY - 1 if not left[0] else token)
 
     monkeypatch.setattr(RowGrammar, "take", failing)
     found = run(engine)
