@@ -22,7 +22,7 @@ SLOW = {"type": "object", "properties": {f"x{i}": {"type": "string", "maxLength"
 ADVERSARIAL: dict[str, dict[str, Any]] = {
     "slow": {"guided_json": SLOW},
     "deep": {"guided_json": '{"type":"array","items":' * 2000 + "{}" + "}" * 2000},
-    "large": {"guided_json": {"enum": [f"{i:020}" for i in range(50_000)]}},
+    "large": {"guided_json": json.dumps({"enum": [f"{i:020}" for i in range(50_000)]})},
     "exponential regex": {"guided_regex": "((a{1,1000}){1,1000}){1,1000}"},
     "many alternatives": {"guided_regex": "(" + "|".join("a" * i + "b" for i in range(700)) + "){1,500}"},
     "recursion": {"guided_json": {"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#/$defs/a"}}}},
@@ -32,7 +32,7 @@ ADVERSARIAL: dict[str, dict[str, Any]] = {
 
 @pytest.fixture(scope="module")
 def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ApiUnderTest]:
-    with service(tmp_path_factory.mktemp("api")).running() as under_test:
+    with service(tmp_path_factory.mktemp("api"), max_body_bytes=4 * 2**20).running() as under_test:
         yield under_test
 
 
