@@ -32,8 +32,10 @@ def create_app(client: RouterClient, tokenizer: Tokenizer, settings: ApiSettings
     """Returns the HTTP application over a connected client of the router."""
     metrics = ServiceMetrics(settings.model_names[0], lambda: client.latest)
     sessions = OpenSessions(client.release_session)
-    api = Routes(Backend(client, tokenizer, metrics, sessions, settings.report_cached_tokens), settings)
+    backend = Backend(client, tokenizer, metrics, sessions, settings.report_cached_tokens)
+    api = Routes(backend, settings)
     app = document.DocumentedApp(title="lightkv", version=__version__, docs_url=None, redoc_url=None)
+    app.state.grammars = backend.grammars  # which its owner closes
     room = BodyRoom(settings.max_body_bytes, settings.max_unread_bytes, 2 * tokenizer.max_model_len)
     app.router.route_class = body_route(room)
     app.add_middleware(Guard, api_keys=settings.api_keys, max_body_bytes=settings.max_body_bytes)

@@ -54,12 +54,13 @@ class GrammarChecker:
         if wrong:
             raise InvalidGrammar(field, wrong)
 
-    def close(self) -> None:
-        """Ends the child process. A later check starts another one."""
+    async def close(self) -> None:
+        """Ends the child process, and waits for its end. A later check starts another one."""
         child, self._child = self._child, None
         if child is not None:
             with suppress(ProcessLookupError):
                 child.kill()
+            await child.wait()
 
     async def _ask(self, grammar: Grammar) -> str:
         """Returns what is wrong with a grammar, or an empty text."""
@@ -74,13 +75,13 @@ class GrammarChecker:
             self._child.stdin.write(len(content).to_bytes(_LENGTH_BYTES, "little") + content)
             return await asyncio.wait_for(self._answer(self._child), DEADLINE_SECONDS)
         except TimeoutError:
-            self.close()
+            await self.close()
             return f"it takes more than {DEADLINE_SECONDS} s to compile; simplify it"
         except (OSError, asyncio.IncompleteReadError):
-            self.close()
+            await self.close()
             return "its compilation failed, or took too much memory; simplify it"
         except BaseException:  # the request was cancelled, and the child would answer the next one
-            self.close()
+            await self.close()
             raise
 
     async def _answer(self, child: Process) -> str:

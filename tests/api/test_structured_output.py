@@ -176,6 +176,6 @@ def test_the_checker_goes_on_after_a_grammar_that_takes_too_long() -> None:
         begun = time.monotonic()
         await checker.check(Grammar("regex", "[a-z]+"), "field")
         assert time.monotonic() - begun < MAX_WORK_SECONDS
-        checker.close()
+        await checker.close()
 
     asyncio.run(check())
