@@ -24,7 +24,7 @@ ADVERSARIAL: dict[str, dict[str, Any]] = {
     "deep": {"guided_json": '{"type":"array","items":' * 2000 + "{}" + "}" * 2000},
     "large": {"guided_json": json.dumps({"enum": [f"{i:020}" for i in range(50_000)]})},
     "exponential regex": {"guided_regex": "((a{1,1000}){1,1000}){1,1000}"},
-    "many alternatives": {"guided_regex": "(" + "|".join("a" * i + "b" for i in range(700)) + "){1,500}"},
+    "large regex": {"guided_regex": "(" + "|".join("a" * i + "b" for i in range(900)) + "){1,500}"},
     "recursion": {"guided_json": {"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#/$defs/a"}}}},
     "no text": {"guided_grammar": "start: start"},
 }
