@@ -126,6 +126,7 @@ class LLM:
         runner, self.info = build_runner(config, report, directory)
         admission = make_admission(config.admission, ttft_target=config.ttft_target)
         self.engine = LocalEngine(make_scheduler(self.info, admission), runner)
+        self._grammars = runner.grammars
         self._runs: dict[str, _Run] = {}  # by request id; calls may be interleaved
 
     def generate(
@@ -208,6 +209,9 @@ class LLM:
         answers = []
         for prompt_idx, (prompt, wanted) in enumerate(zip(prompts, params, strict=True)):
             prompt_ids = self._encode(prompt_idx, prompt)
+            if wanted.grammar is not None:
+                wanted.validate()  # the size of the grammar, before it is compiled
+                self._grammars.check(wanted.grammar)
             stop_ids = frozenset(wanted.stop_token_ids)
             if not wanted.ignore_eos:
                 stop_ids |= self.tokenizer.eos_ids

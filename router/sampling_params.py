@@ -21,6 +21,8 @@ MAX_N = 128
 MAX_STOPS = 16
 MAX_STOP_CHARS = 1024
 MAX_STOP_TOKEN_IDS = 128
+GRAMMAR_KINDS = ("json_object", "json_schema", "regex", "choice", "lark")
+MAX_GRAMMAR_BYTES = 256 * 2**10
 # How many tokens min_tokens can hold back: the stop tokens, and the model's own end tokens.
 MAX_END_IDS = MAX_STOP_TOKEN_IDS + 32
 _MIN_INT64, _MAX_INT64 = -(2**63), 2**63 - 1
@@ -197,6 +199,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
             _check_int("seed", self.seed, _MIN_INT64, _MAX_INT64, "None, or a signed integer of 64 bits")
         _check_int("n", self.n, 1, MAX_N)
         self._validate_stops(vocab_size)
+        self._validate_grammar()
         for flag in ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens"):
             if type(getattr(self, flag)) is not bool:
                 raise InvalidParams(flag, getattr(self, flag), "true or false")
@@ -252,6 +255,19 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
             raise InvalidParams(
                 "allowed_token_ids", allowed_ids, "at least one token that bad_words does not ban"
             )
+
+    def _validate_grammar(self) -> None:
+        grammar = self.grammar
+        if grammar is None:
+            return
+        if grammar.kind not in GRAMMAR_KINDS:
+            raise InvalidParams("grammar", grammar, f"one of the kinds {', '.join(GRAMMAR_KINDS)}")
+        num_bytes = len(grammar.text.encode("utf-8", "surrogatepass"))
+        if num_bytes > MAX_GRAMMAR_BYTES:
+            allowed = f"one of at most {MAX_GRAMMAR_BYTES} bytes; this one has {num_bytes}"
+            raise InvalidParams("grammar", grammar.text, allowed)
+        if self.ignore_eos:
+            raise InvalidParams("ignore_eos", True, "false with a grammar, which says where the text ends")
 
     def _validate_stops(self, vocab_size: int | None) -> None:
         if not isinstance(self.stop, (str, tuple, list)) or len(self.stops) > MAX_STOPS:

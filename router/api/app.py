@@ -50,8 +50,10 @@ def create_app(
     keys = keys or keys_of(settings)
     metrics = ServiceMetrics(settings.model_names[0], lambda: client.latest)
     sessions = OpenSessions(client.release_session)
-    api = Routes(Backend(client, tokenizer, metrics, sessions, settings.report_cached_tokens), settings)
+    backend = Backend(client, tokenizer, metrics, sessions, settings.report_cached_tokens)
+    api = Routes(backend, settings)
     app = document.DocumentedApp(title="lightkv", version=__version__, docs_url=None, redoc_url=None)
+    app.state.grammars = backend.grammars  # which its owner closes
     room = BodyRoom(settings.max_body_bytes, settings.max_unread_bytes, 2 * tokenizer.max_model_len)
     app.router.route_class = body_route(room)
     # The last one that is added sees a request first.

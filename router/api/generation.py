@@ -18,6 +18,7 @@ from lightkv.router.text.banned_words import with_banned_ids
 from lightkv.router.text.completion import Completion
 from lightkv.router.text.tokenizer import Tokenizer
 
+from .grammar_checker import GrammarChecker
 from .metrics import AnswerClock, ServiceMetrics
 from .prompt_reader import convert
 from .sessions import OpenSessions, SessionUse
@@ -43,7 +44,8 @@ class GenerationSpec:
 
     `session`: the one that protects the tokens of prompts and answers in the cache. `states_length`: whether
     the client stated max_tokens. `shows_logprobs`: whether the client gets the log-probabilities of
-    `params`. `shown_ids`: special tokens that are part of the text.
+    `params`. `shown_ids`: special tokens that are part of the text. `grammar_field`: the field that
+    `params.grammar` came in.
     """
 
     prompts: list[bytes]
@@ -54,6 +56,7 @@ class GenerationSpec:
     states_length: bool = True
     shows_logprobs: bool = True
     shown_ids: frozenset[int] = frozenset()
+    grammar_field: str = "grammar"
 
 
 @dataclass
@@ -98,9 +101,12 @@ class Backend:
     metrics: ServiceMetrics
     sessions: OpenSessions
     reports_cached_tokens: bool = False
+    grammars: GrammarChecker = field(default_factory=GrammarChecker)
 
     async def generate(self, spec: GenerationSpec) -> "Generation":
-        """Queues every answer, or none. Raises RequestRefused."""
+        """Queues every answer, or none. Raises RequestRefused, and InvalidGrammar."""
+        if spec.params.grammar is not None:
+            await self.grammars.check(spec.params.grammar, spec.grammar_field)
         num_chars = sum(map(len, spec.params.bad_words))
         params = await convert(num_chars, lambda: with_banned_ids(spec.params, self.tokenizer))
         stop_ids = set(params.stop_token_ids)

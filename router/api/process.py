@@ -66,6 +66,7 @@ async def serve(settings: ServeSettings) -> None:
     announcing.cancel()
     server.should_exit = True  # open responses end first, the incomplete ones with an error
     await serving
+    await app.state.grammars.close()
     await client.close()
     if tracer is not None:
         tracer.close()

@@ -18,22 +18,24 @@ from lightkv.errors import LightKVError
 from lightkv.router.api.openai.dialect import ChatDialect
 from lightkv.router.api.openai.protocol import (
     MAX_SESSION_ID,
-    CacheEvicted,
     ChatRequest,
     CompletionRequest,
-    Detokenized,
     DetokenizeRequest,
     GenerationRequest,
+    TokenizeRequest,
+)
+from lightkv.router.api.openai.response_writer import ResponseWriter
+from lightkv.router.api.openai.responses import ResponseRequest, renamed
+from lightkv.router.api.openai.service_bodies import (
+    CacheEvicted,
+    Detokenized,
     Model,
     ModelList,
     ReleasedSession,
     ServerInfo,
     Tokenized,
-    TokenizeRequest,
     Version,
 )
-from lightkv.router.api.openai.response_writer import ResponseWriter
-from lightkv.router.api.openai.responses import ResponseRequest, renamed
 from lightkv.router.api.openai.tools import ToolUse
 from lightkv.router.api.openai.writer import ChatWriter, CompletionWriter, prompt_scores
 from lightkv.router.api.operators.request_log import note_generation
@@ -117,6 +119,7 @@ class Routes:
             namespace=namespace,
             session=session,
             shows_logprobs=body.logprobs is not None,
+            grammar_field=body.grammar_field,
         )
         extras = replace(body.extras(), echoes_logprobs=body.echoes_logprobs, prompts=spec.prompts)
         writer = CompletionWriter(model, self._tokenizer, echoed, extras)
@@ -167,6 +170,7 @@ class Routes:
             priority=self._priority(body),
             namespace=namespace,
             session=session,
+            grammar_field=body.grammar_field,
             states_length=body.states_length,
             shows_logprobs=body.logprobs is True,
             shown_ids=frozenset() if reading is None else reading.shown_ids,

@@ -19,7 +19,7 @@ class Unsupported(NamedTuple):
     instead: str
 
 
-_CONSTRAINED = "null: this service does not support constrained output"
+_CONSTRAINED = "null, and use structured_outputs"
 _TOOLS = "none, or send a chat: a plain completion calls no tools"
 _REASONING = "null, or set a variable of the model's chat template in chat_template_kwargs"
 _MEDIA = "null: this service supports only text"
@@ -35,11 +35,8 @@ def _each(names: str, harmless: tuple[Any, ...], instead: str) -> tuple[Unsuppor
 
 UNSUPPORTED = (
     # The form of the text
-    *_each("guided_json guided_regex guided_choice guided_grammar structural_tag", (), _CONSTRAINED),
+    Unsupported("structural_tag", (), _CONSTRAINED),
     *_each("regex ebnf json_schema grammar", (), _CONSTRAINED),
-    Unsupported("guided_json_object", (False,), _CONSTRAINED),
-    Unsupported("structured_outputs", ({},), _CONSTRAINED),
-    Unsupported("response_format", ({"type": "text"},), 'null, or {"type": "text"}'),
     Unsupported("stop_regex", ([],), "null; stop takes strings"),
     # The prompt
     Unsupported("documents", ([],), "null, and put the documents into a message"),

@@ -26,7 +26,9 @@ class NewRows:
         new = NewRow(row, params, request.seed)
         if params.penalised:
             prompt_idx = self._prompts.setdefault(request.prompt_ids, len(self._prompts))
-            new = replace(new, prompt_idx=prompt_idx, output_ids=request.output.tobytes())
+            new = replace(new, prompt_idx=prompt_idx)
+        if params.penalised or params.grammar is not None:
+            new = replace(new, output_ids=request.output.tobytes())
         if num_last := max(map(len, params.bad_words_ids), default=1) - 1:
             new = replace(new, last_ids=request.prefill_ids[-num_last * TOKEN_BYTES :])
         if len(request.output) < params.min_tokens:

@@ -197,7 +197,7 @@ class Scheduler:
     def complete(self, result: StepResult) -> list[TokenEvent]:
         """Completes the oldest step in flight with its tokens. Returns the events of each request."""
         batch = self._pop_oldest(result.step)
-        events = []
+        events, num_failed = [], 0
         if not self._failed:
             self.ledger.confirm(batch.plan.step)
             for scored, found in zip(batch.plan.scored, result.scored, strict=True):
@@ -205,6 +205,11 @@ class Scheduler:
             logprobs = result.logprobs
             for i, (request, token) in enumerate(zip(batch.sampled, result.tokens, strict=True)):
                 if request.finish_reason is not None:
+                    continue
+                if result.errors and i in result.errors:
+                    self._end(request, "error")
+                    events.append(TokenEvent(request.id, None, "error", error=result.errors[i]))
+                    num_failed += 1
                     continue
                 request.output.append(token)
                 count = len(request.output)
@@ -221,7 +226,7 @@ class Scheduler:
                 events.append(
                     TokenEvent(request.id, token, reason, logprobs.get(i), None, num_cached, scores)
                 )
-            self.num_output_tokens += len(events)
+            self.num_output_tokens += len(events) - num_failed
         self._release_finished()
         return events
 

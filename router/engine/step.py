@@ -55,7 +55,8 @@ class NewRow(msgspec.Struct, frozen=True):
 
     Attributes:
         prompt_idx: the index of the sequence's prompt in the plan's `prompts`, where a penalty looks at it.
-        output_ids: what a preempted sequence had generated, int32 bytes, where a penalty looks at it.
+        output_ids: what a preempted sequence had generated, int32 bytes, where a penalty or a grammar looks at
+            it.
         last_ids: the last tokens before the first sampled one, int32 bytes, where bad words look at them.
         may_stop_at: none of `stop_ids` is sampled before this position (`SamplingParams.min_tokens`).
     """
@@ -228,6 +229,7 @@ class StepResult(msgspec.Struct, frozen=True):
         num_free, flags: the allocator's free slots and error flags (`lightkv.triton_kernels.slots.slot_flags`).
         logprobs: by index into `tokens`, where the plan asked for them.
         scored: one for each of the plan's `scored`.
+        errors: by index into `tokens`, why a request cannot go on; only this request ends.
     """
 
     step: int
@@ -236,6 +238,7 @@ class StepResult(msgspec.Struct, frozen=True):
     flags: int
     logprobs: dict[int, TokenLogprobs] = {}
     scored: list[PromptLogprobs] = []
+    errors: dict[int, str] = {}
 
 
 class ExpectedMemory(NamedTuple):

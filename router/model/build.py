@@ -43,6 +43,7 @@ from lightkv.router.config import EngineConfig, InvalidConfig
 from lightkv.router.engine.step import Limits, RunnerInfo, StepPlan
 from lightkv.router.model_files import resolve, weight_files
 from lightkv.router.sampling_params import SamplerKind
+from lightkv.router.text.grammars import Grammars
 from lightkv.triton_kernels.compile_ahead import compile_ahead
 from lightkv.triton_kernels.quantised.kv_format import KVFormat
 
@@ -260,7 +261,7 @@ def build_runner(
     device = pick_device(config.device)
     directory = directory or find_model(config, report)
     model = load_model(directory, device, pick_dtype(config.dtype), report)
-    return assemble(model, config, report, kv_scales(config, directory, model.config))
+    return assemble(model, config, report, kv_scales(config, directory, model.config), directory)
 
 
 def assemble(
@@ -268,11 +269,13 @@ def assemble(
     config: EngineConfig,
     report: Report,
     scales: Mapping[int, LayerScales] | None = None,
+    directory: Path | None = None,
 ) -> tuple[ModelRunner, RunnerInfo]:
     """Makes a runner around a loaded model, on the device that the model is on.
 
-    `scales`: those of each layer, for a K/V format whose scales are given. Raises InvalidConfig, also where
-    they are missing, UnsupportedModel, and OutOfMemory.
+    `scales`: those of each layer, for a K/V format whose scales are given. `directory`: the model's, whose
+    tokenizer grammars need; None fails rows with a grammar. Raises InvalidConfig, also where they are missing,
+    UnsupportedModel, and OutOfMemory.
 
     The model belongs to the runner from now on: a runner that was made of it before may not run any more, since
     its CUDA graphs may read weights that have moved.
@@ -319,7 +322,7 @@ def assemble(
         _warm_up(memory, limits)
     if graphs is not None:
         graphs.capture([SamplerKind.GREEDY, SamplerKind.RANDOM], report)
-    runner = ModelRunner(parts, limits, graphs)
+    runner = ModelRunner(parts, limits, graphs, Grammars(directory, limits.vocab_size))
     if device.type == "cuda":
         report("compiling the kernels of steps that run eagerly")
         runner.warm_up(_eager_plans(limits, graphs.most_tokens if graphs else 0))

@@ -9,7 +9,8 @@ it. Batches are padded to the next size with row 0, whose slot is 0.
 A prompt graph runs the forward pass and computes the logits to sample from. The slots of its step are allocated
 before it, because edits that come after the allocation, such as those that publish a chunk, read them. Sampling
 comes after it, eagerly: its few launches are made while the graph runs, and one graph serves every kind of
-sampling.
+sampling. Decode graphs have such a form, too, for steps with rows that have a grammar: what they may sample is
+known only while the graph runs (`runner.py`).
 """
 
 import gc
@@ -17,7 +18,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cached_property, partial
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
 
@@ -27,7 +28,7 @@ from lightkv.router.engine.step import StepPlan
 from lightkv.router.sampling_params import SamplerKind
 from lightkv.triton_kernels.slots.allocate import TableEntries
 
-from .parts import RunnerParts, StepInputs, StepOutput
+from .parts import RunnerParts, StepInputs, StepLogits, StepOutput
 from .token_buckets import FEW_PREFILLS, MOST_TOKENS, most_buckets, prompt_shapes
 
 Output = TypeVar("Output")
@@ -85,16 +86,21 @@ class Capture(NamedTuple):
 class GraphKey(NamedTuple):
     """What distinguishes graphs of one batch size: how they sample, and whether rows share prefixes.
 
-    Shared prefixes are read by launches of their own.
+    Shared prefixes are read by launches of their own. `kind`: None for a graph that stops at the logits.
     """
 
-    kind: SamplerKind
+    kind: SamplerKind | None
     shares_prefixes: bool = False
 
     @classmethod
-    def of(cls, plan: StepPlan) -> "GraphKey":
-        """Returns the key of a plan that has decodes only."""
-        return cls(plan.kind, bool(plan.prefixes))
+    def of(cls, plan: StepPlan, samples: bool = True) -> "GraphKey":
+        """Returns the key of a plan that has decodes only. `samples`: whether the graph samples."""
+        return cls(plan.kind if samples else None, bool(plan.prefixes))
+
+    @property
+    def name(self) -> str:
+        """What the graph computes last."""
+        return "logits" if self.kind is None else self.kind.name.lower()
 
 
 class _Loaded(NamedTuple):
@@ -110,13 +116,16 @@ class DecodeGraph:
 
     allocates = True  # the slots of its decodes
 
-    def __init__(self, parts: RunnerParts, size: int, metadata: AttentionMetadata) -> None:
+    def __init__(
+        self, parts: RunnerParts, size: int, metadata: AttentionMetadata, logits: "SharedLogits"
+    ) -> None:
         memory = parts.memory
         self._parts = parts
+        self._logits = logits
         self._metadata = metadata.create_cuda_graph_metadata(size)
         self._slots = torch.zeros(size, dtype=torch.int32, device=memory.device)
         self._count = torch.zeros(1, dtype=torch.int32, device=memory.device)
-        self._graphs: dict[GraphKey, tuple[torch.cuda.CUDAGraph, StepOutput]] = {}
+        self._graphs: dict[GraphKey, tuple[torch.cuda.CUDAGraph, StepOutput | StepLogits]] = {}
         self._loaded: _Loaded | None = None
 
     def has(self, key: GraphKey) -> bool:
@@ -128,7 +137,7 @@ class DecodeGraph:
 
         Meanwhile the static tensors hold padding alone, so no slot is allocated.
         """
-        if key.kind >= SamplerKind.EDITED:
+        if key.kind is not None and key.kind >= SamplerKind.EDITED:
             self._parts.sampler.enable_logit_edits()
         self._load_padding(key)
         self._graphs[key] = shared.graph(lambda: self._step(key.kind))
@@ -140,11 +149,19 @@ class DecodeGraph:
 
     def replay(self, plan: StepPlan) -> StepOutput:
         """Runs a plan that has decodes only. The next replay overwrites what it returns."""
+        return cast(StepOutput, self._replay(plan, GraphKey.of(plan)))
+
+    def replay_logits(self, plan: StepPlan) -> StepLogits:
+        """Runs a plan that has decodes only, up to its logits. The next replay overwrites what it returns."""
+        output = cast(StepLogits, self._replay(plan, GraphKey.of(plan, samples=False)))
+        return output.first(len(plan.sample))
+
+    def _replay(self, plan: StepPlan, key: GraphKey) -> StepOutput | StepLogits:
         count = len(plan.rows)
         if self._loaded is None or (plan.step - 1, plan.rows, plan.prefixes) != self._loaded:
             self._metadata.prepare(plan.rows, plan.starts, plan.counts, 0, prefixes=plan.prefixes or None)
             self._count.fill_(count)
-        graph, output = self._graphs[GraphKey.of(plan)]
+        graph, output = self._graphs[key]
         self._parts.memory.allocator.claim(count)
         graph.replay()
         self._loaded = _Loaded(plan.step, plan.rows, plan.prefixes)
@@ -155,14 +172,19 @@ class DecodeGraph:
         self._metadata.prepare([], [], [], 0, prefixes=[] if key.shares_prefixes else None)
         self._count.zero_()
 
-    def _step(self, kind: SamplerKind) -> StepOutput:
+    def _step(self, kind: SamplerKind | None) -> StepOutput | StepLogits:
         memory, metadata = self._parts.memory, self._metadata
         rows = metadata.rows
         entries = TableEntries(memory.table.req_to_token, metadata.position_ids, rows)
         memory.allocator.alloc_into(self._slots, self._count, entries)
         metadata.slot_mapping.copy_(self._slots)
         inputs = StepInputs(None, rows, None, rows, metadata.kv_lens.long())
-        output = inputs.sample(self._parts, inputs.logits(self._parts, metadata), kind)
+        logits = inputs.logits(self._parts, metadata)
+        output: StepOutput | StepLogits
+        if kind is None:
+            output = StepLogits(inputs, self._logits.store(logits))
+        else:
+            output = inputs.sample(self._parts, logits, kind)
         active = rows > 0
         metadata.position_ids.add_(active)
         metadata.kv_lens.add_(active)
@@ -170,8 +192,8 @@ class DecodeGraph:
 
 
 class SharedLogits:
-    """One tensor `[num_samples, V]` for the logits of all prompt graphs, which never run at the same time: kept
-    apart, those of each would be tens of megabytes."""
+    """One tensor `[num_samples, V]` for the logits of all graphs that do not sample, which never run at the
+    same time: kept apart, those of each would be tens of megabytes."""
 
     def __init__(self, num_samples: int) -> None:
         self._num_samples = num_samples
@@ -219,11 +241,17 @@ class PromptGraph:
 
     def replay(self, plan: StepPlan) -> StepOutput:
         """Runs a plan whose slots are allocated, and samples."""
+        inputs, logits, _ = self.replay_logits(plan)
+        return inputs.sample(self._parts, logits, plan.kind)
+
+    def replay_logits(self, plan: StepPlan) -> StepLogits:
+        """Runs a plan whose slots are allocated, up to its logits. The next replay overwrites what it
+        returns."""
         shares_prefixes = bool(plan.prefixes)
         inputs = self._load(plan, shares_prefixes)
         graph, logits = self._graphs[shares_prefixes]
         graph.replay()
-        return inputs.sample(self._parts, logits[: len(plan.sample)], plan.kind)
+        return StepLogits(inputs, logits).first(len(plan.sample))
 
     def _load(self, plan: StepPlan, shares_prefixes: bool) -> StepInputs:
         return StepInputs.load(plan, self._metadata, self._num_samples, shares_prefixes)
@@ -248,7 +276,9 @@ class StepGraphs:
             size: {shape: PromptGraph(parts, shape, metadata, logits) for shape in shapes}
             for size, shapes in prompt_shapes(buckets, max_num_seqs).items()
         }
-        self._decodes = {size: DecodeGraph(parts, size, metadata) for size in batch_sizes(max_num_seqs)}
+        self._decodes = {
+            size: DecodeGraph(parts, size, metadata, logits) for size in batch_sizes(max_num_seqs)
+        }
         # There was no memory for these, so that their steps run eagerly.
         self._refused: set[tuple[DecodeGraph | PromptGraph, GraphKey | bool]] = set()
 
@@ -317,21 +347,22 @@ class StepGraphs:
         """The most tokens of a step with prompts that has a graph."""
         return max(self._prompts)
 
-    def get(self, plan: StepPlan) -> DecodeGraph | PromptGraph | None:
-        """Returns the graph for a plan, and captures it if it is missing.
+    def get(self, plan: StepPlan, samples: bool = True) -> DecodeGraph | PromptGraph | None:
+        """Returns the graph for a plan, and captures it if it is missing. `samples`: whether a decode graph
+        samples.
 
         Returns None if the step is larger than all graphs, or the device lacks the memory to capture it.
         """
         if plan.num_prefills:
             return self._prompt_graph(plan)
-        return self.decode_graph(len(plan.rows), GraphKey.of(plan))
+        return self.decode_graph(len(plan.rows), GraphKey.of(plan, samples))
 
     def decode_graph(self, batch_size: int, key: GraphKey) -> DecodeGraph | None:
         """Returns the graph for decode batches of this size, as `get` does."""
         size = next((size for size in self._decodes if size >= batch_size), None)
         if size is None:
             return None
-        graph, name = self._decodes[size], f"a decode graph: batch {size}, {key.kind.name.lower()}"
+        graph, name = self._decodes[size], f"a decode graph: batch {size}, {key.name}"
         return graph if graph.has(key) or self._captures(graph, key, name) else None
 
     def _prompt_graph(self, plan: StepPlan) -> PromptGraph | None:

@@ -155,11 +155,30 @@ class StepInputs(NamedTuple):
             input_ids = torch.where(self.next_of > 0, input_ids, self.token_ids)
         return input_ids
 
-    def sample(self, parts: RunnerParts, logits: torch.Tensor, kind: SamplerKind) -> StepOutput:
-        """Samples the first `len(logits)` samples."""
+    def sample(
+        self,
+        parts: RunnerParts,
+        logits: torch.Tensor,
+        kind: SamplerKind,
+        masks: torch.Tensor | None = None,
+    ) -> StepOutput:
+        """Samples the first `len(logits)` samples. `masks`: as in `Sampler.sample`."""
         num = len(logits)
-        sampled = parts.sampler.sample(logits, self.rows[:num], self.positions[:num], kind)
+        sampled = parts.sampler.sample(logits, self.rows[:num], self.positions[:num], kind, masks)
         return StepOutput.of(sampled, parts.memory)
+
+
+class StepLogits(NamedTuple):
+    """The logits of a step's samples, `[n, V]`, the inputs that say how they are sampled, and what the step's
+    prompts score."""
+
+    inputs: StepInputs
+    logits: torch.Tensor
+    scores: Sequence[PromptScores] = ()
+
+    def first(self, num: int) -> "StepLogits":
+        """Returns the first `num` samples; the others of a static batch are padding."""
+        return self._replace(logits=self.logits[:num])
 
 
 def _pinned(tensor: torch.Tensor) -> torch.Tensor:

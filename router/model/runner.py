@@ -4,13 +4,20 @@ The runner decides nothing: the plan says which rows run, and over which positio
 CUDA graph (`cuda_graph.py`), which also allocates the slots of a step that has decodes only. Steps that are too
 large for the graphs run eagerly, and so do all steps on a CPU.
 A step is launched and later collected, so that the next step can be queued on the GPU in between.
+
+What a row with a grammar may sample depends on its token of the step before, which the host has to know. So the
+sampling of a step with such rows waits, while its forward pass runs, until the step before it is collected:
+
+    host   launch N   collect N-1, masks of N, sample N   launch N+1   collect N, masks of N+1, sample N+1
+    GPU         forward N ──────────────────── sample N   forward N+1 ─────────────────────── sample N+1
 """
 
 from collections import deque
 from collections.abc import Callable, Iterable
-from typing import NamedTuple
+from dataclasses import dataclass, field
 
 import torch
+from msgspec.structs import replace
 
 from lightkv.attention import AttentionMetadata
 from lightkv.edits import decode
@@ -26,35 +33,56 @@ from lightkv.router.engine.step import (
     StepResult,
     TokenLogprobs,
 )
+from lightkv.router.text.grammars import Grammars, InvalidGrammar, RowGrammar
 
 from .cuda_graph import StepGraphs
-from .parts import RunnerParts, StepInputs, StepOutput
+from .parts import RunnerParts, StepInputs, StepLogits, StepOutput
 
 Report = Callable[[str], None]
 
 MAX_CELLS = 65_536  # of a map; in larger pools a cell stands for several slots
 
 
-class _StepInFlight(NamedTuple):
+@dataclass
+class _StepInFlight:
     """A step that was launched and not collected yet.
 
     `output` is in host memory; on a GPU it is complete once the event `done` has occurred.
+
+    Attributes:
+        grammars: those of its samples, by their index.
+        logits: what is to be sampled, while the sampling waits for the step before.
+        error: why the sampling failed.
+        tokens: what was sampled, once the host has read it and `grammars` have taken it.
+        errors: why samples have failed, by their index.
     """
 
     plan: StepPlan
-    output: StepOutput
-    done: torch.cuda.Event | None
+    grammars: list[tuple[int, RowGrammar]]
+    logits: StepLogits | None = None
+    output: StepOutput | None = None
+    done: torch.cuda.Event | None = None
+    error: Exception | None = None
+    tokens: list[int] | None = None
+    errors: dict[int, str] = field(default_factory=dict)
 
 
 class ModelRunner:
     """Executes plans on one device, in order. An engine in the same process uses it as its executor.
 
-    `limits`: the plans stay within them. If `fatal` is set after an error, memory and ledger no longer agree,
-    or the device is lost: make a new runner.
+    `limits`: the plans stay within them. `grammars`: None fails rows with a grammar. If `fatal` is set after an
+    error, memory and ledger no longer agree, or the device is lost: make a new runner.
     """
 
-    def __init__(self, parts: RunnerParts, limits: Limits, graphs: StepGraphs | None) -> None:
+    def __init__(
+        self,
+        parts: RunnerParts,
+        limits: Limits,
+        graphs: StepGraphs | None,
+        grammars: Grammars | None = None,
+    ) -> None:
         self.fatal = False
+        self.grammars = grammars or Grammars(None, limits.vocab_size)
         self._parts = parts
         self._graphs = graphs
         self._in_flight: deque[_StepInFlight] = deque()
@@ -97,29 +125,45 @@ class ModelRunner:
         The host does not wait for a GPU here; on a CPU the step is computed at once. See `fatal` for what an
         error means; earlier steps can still be collected after it.
         """
+        # The step before reads its inputs when it samples, and this one overwrites them.
+        self._sample_waiting()
         # An error before the edits are applied is fatal: they are sent only once.
         self.fatal = True
-        graph = None if self._graphs is None or plan.scored else self._graphs.get(plan)
+        grammars = self._grammars_of(plan)
+        graph = None
+        if self._graphs is not None and not plan.scored:
+            graph = self._graphs.get(plan, samples=not grammars)
         allocates = graph is not None and graph.allocates
         edits = decode(plan.edits) if allocates else plan.all_edits()
         self._parts.sampler.set_rows(plan.new_rows, plan.prompts)
         self._parts.memory.apply(edits)
         self.fatal = allocates  # which an error in the middle leaves half done
+        step = _StepInFlight(plan, grammars)
         try:
-            output = self._run(plan) if graph is None else graph.replay(plan)
+            if grammars:
+                step.logits = self._logits(plan) if graph is None else graph.replay_logits(plan)
+            else:
+                self._copy_to_host(step, self._run(plan) if graph is None else graph.replay(plan))
             self.fatal = False
-            self._in_flight.append(self._copy_to_host(plan, output))
         except Exception as error:
             self.fatal = self.fatal or self._loses_device(error)
             raise
+        self._in_flight.append(step)
+        if len(self._in_flight) == 1:
+            self._sample_waiting()
 
+    @torch.inference_mode()
     def collect(self) -> StepResult:
         """Returns the result of the oldest step in flight. Waits for that step, and for no later one."""
+        self._sample_waiting(self._in_flight[0])  # it still waits where the step before it has failed
         step = self._in_flight.popleft()
         try:
-            if step.done is not None:
-                step.done.synchronize()
-            return self._read(step.plan, step.output)
+            tokens = self._take_tokens(step)
+            if self._in_flight:
+                self._sample_waiting(self._in_flight[0])
+            assert step.output is not None
+            result = self._read(step.plan, step.output)
+            return replace(result, tokens=tokens, errors=step.errors) if step.grammars else result
         except Exception as error:
             self.fatal = self.fatal or self._loses_device(error)
             raise
@@ -170,22 +214,80 @@ class ModelRunner:
         on_gpu = self._parts.memory.device.type == "cuda"
         return on_gpu and not isinstance(error, torch.OutOfMemoryError)
 
-    def _run(self, plan: StepPlan) -> StepOutput:
-        """Runs a step eagerly, after its edits."""
+    def _grammars_of(self, plan: StepPlan) -> list[tuple[int, RowGrammar]]:
+        """Notes the grammars of the plan's new rows. Returns those of its samples, by their index."""
+        for new_row in plan.new_rows:
+            self.grammars.set_row(new_row.row, new_row.params.grammar, new_row.output_ids)
+        if not self.grammars.num_rows:
+            return []
+        found = [(i, self.grammars.of(plan.rows[idx])) for i, idx in enumerate(plan.sample)]
+        return [(i, grammar) for i, grammar in found if grammar is not None]
+
+    def _sample_waiting(self, step: _StepInFlight | None = None) -> None:
+        """Samples a step (the newest if None) whose sampling waits. Its masks need the tokens of all before it.
+
+        An error is raised when the step is collected.
+        """
+        if step is None:
+            step = self._in_flight[-1] if self._in_flight else None
+        if step is None or step.logits is None:
+            return
+        waiting, step.logits = step.logits, None
+        try:
+            for earlier in self._in_flight:
+                if earlier is step:
+                    break
+                self._take_tokens(earlier)
+            self._copy_to_host(step, self._sample(step, waiting))
+        except Exception as error:
+            step.error = error
+
+    def _sample(self, step: _StepInFlight, waiting: StepLogits) -> StepOutput:
+        """Computes the masks of a step and samples it."""
+        inputs, logits, scores = waiting
+        size = len(step.plan.sample), self.grammars.mask_words
+        masks = torch.empty(size, dtype=torch.int32, pin_memory=logits.is_cuda)
+        step.errors |= self.grammars.fill(masks.numpy(), step.grammars)
+        on_device = masks.to(logits.device, non_blocking=True)
+        return inputs.sample(self._parts, logits, step.plan.kind, on_device)._replace(scores=scores)
+
+    def _take_tokens(self, step: _StepInFlight) -> list[int]:
+        """Waits for a step's tokens and gives them to its grammars, once. Raises what its sampling raised."""
+        if step.error is not None:
+            raise step.error
+        if step.tokens is None:
+            assert step.output is not None
+            if step.done is not None:
+                step.done.synchronize()
+            tokens = step.output.packed[: len(step.plan.sample)].tolist() if step.grammars else []
+            for i, grammar in step.grammars:
+                try:
+                    tokens[i] = grammar.take(tokens[i])
+                except InvalidGrammar as error:
+                    step.errors.setdefault(i, str(error))
+            step.tokens = tokens
+        return step.tokens
+
+    def _logits(self, plan: StepPlan) -> StepLogits:
+        """Runs a step eagerly, after its edits, up to its logits."""
         inputs = StepInputs.load(plan, self._metadata)
         if not plan.scored:
-            return inputs.sample(self._parts, inputs.logits(self._parts, self._metadata), plan.kind)
-        logits, scores = inputs.logits_and_scores(self._parts, self._metadata, plan, self._scored_at_once)
+            return StepLogits(inputs, inputs.logits(self._parts, self._metadata))
+        return StepLogits(
+            inputs, *inputs.logits_and_scores(self._parts, self._metadata, plan, self._scored_at_once)
+        )
+
+    def _run(self, plan: StepPlan) -> StepOutput:
+        """Runs a step eagerly, after its edits."""
+        inputs, logits, scores = self._logits(plan)
         return inputs.sample(self._parts, logits, plan.kind)._replace(scores=scores)
 
-    def _copy_to_host(self, plan: StepPlan, output: StepOutput) -> _StepInFlight:
+    def _copy_to_host(self, step: _StepInFlight, output: StepOutput) -> None:
         """Starts copying the output to the host, before the next replay overwrites it."""
-        on_host = output.to_host(bool(plan.logprobs))
-        done = None
+        step.output = output.to_host(bool(step.plan.logprobs))
         if output.packed.is_cuda:
-            done = torch.cuda.Event()
-            done.record(torch.cuda.current_stream(output.packed.device))
-        return _StepInFlight(plan, on_host, done)
+            step.done = torch.cuda.Event()
+            step.done.record(torch.cuda.current_stream(output.packed.device))
 
     def _read(self, plan: StepPlan, output: StepOutput) -> StepResult:
         """Makes the result of tokens, log-probabilities and the device's own counts."""

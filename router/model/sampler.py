@@ -146,11 +146,15 @@ class Sampler:
             self._logit_edits.set_rows(row_ids, *uploaded_edits)
 
     @torch.no_grad()
-    def sample(self, logits: Tensor, rows: Tensor, positions: Tensor, kind: SamplerKind) -> Sampled:
+    def sample(
+        self, logits: Tensor, rows: Tensor, positions: Tensor, kind: SamplerKind, masks: Tensor | None = None
+    ) -> Sampled:
         """Draws one token per entry of the batch and stores it as its row's `next_token`.
 
         logits: `[B, vocab_size]`, any float dtype, not modified; rows: int64 `[B]`, only row 0 may repeat;
-        positions: int64 `[B]`, of the tokens being drawn; kind: at least the highest of the rows' kinds.
+        positions: int64 `[B]`, of the tokens being drawn; kind: at least the highest of the rows' kinds; masks:
+        int32 `[B, ceil(vocab_size / 32)]`, whose set bits are the tokens that may be drawn, or None for all.
+        Log-probabilities are those without masks.
         Greedy rows take the lowest id among equal logits. A row whose logits hold NaN or +inf, or nothing but
         -inf, gets some token of the vocabulary. Raises ValueError if the shapes do not agree, and LightKVError
         from EDITED on before `enable_logit_edits`.
@@ -160,13 +164,18 @@ class Sampler:
                 f"logits {tuple(logits.shape)}, rows {tuple(rows.shape)} and positions "
                 f"{tuple(positions.shape)}; give [B, {self.vocab_size}], [B] and [B]"
             )
+        banned = None if masks is None else self._banned(masks, len(logits))
         if kind == SamplerKind.GREEDY:
-            sampled = Sampled(logits.argmax(dim=-1), None, None, None)
+            scores = logits if banned is None else logits.masked_fill(banned, -torch.inf)
+            sampled = Sampled(scores.argmax(dim=-1), None, None, None)
         elif kind == SamplerKind.RANDOM:
             lines = self._lines.index_select(0, rows)
-            sampled = Sampled(_draw(_scores(logits), lines, positions), None, None, None)
+            scores = _scores(logits)
+            if banned is not None:
+                scores.masked_fill_(banned, -torch.inf)
+            sampled = Sampled(_draw(scores, lines, positions), None, None, None)
         else:
-            sampled = self._sample_edited(logits, rows, positions, truncated=kind == SamplerKind.FULL)
+            sampled = self._sample_edited(logits, rows, positions, kind == SamplerKind.FULL, banned)
         self.next_token.index_copy_(0, rows, sampled.tokens)
         return sampled
 
@@ -187,7 +196,22 @@ class Sampler:
         if self._logit_edits is not None:
             self._logit_edits.check()
 
-    def _sample_edited(self, logits: Tensor, rows: Tensor, positions: Tensor, truncated: bool) -> Sampled:
+    def _banned(self, masks: Tensor, num: int) -> Tensor:
+        """Returns which tokens the masks rule out, bool `[num, vocab_size]`."""
+        num_words = -(-self.vocab_size // 32)
+        if masks.shape != (num, num_words) or masks.dtype != torch.int32:
+            raise ValueError(f"masks of {masks.dtype} {tuple(masks.shape)}; give int32 [{num}, {num_words}]")
+        # Bytes are little-endian, as the bits within them are here.
+        if masks.device.type == "cpu":
+            bits = np.unpackbits(masks.numpy().view(np.uint8), axis=1, bitorder="little")
+            return torch.from_numpy(bits == 0)[:, : self.vocab_size]
+        places = torch.arange(8, dtype=torch.uint8, device=masks.device)
+        is_banned = (masks.view(torch.uint8)[:, :, None] >> places) & 1 == 0
+        return is_banned.view(num, -1)[:, : self.vocab_size]
+
+    def _sample_edited(
+        self, logits: Tensor, rows: Tensor, positions: Tensor, truncated: bool, banned: Tensor | None
+    ) -> Sampled:
         if self._logit_edits is None:
             raise LightKVError(
                 "this SamplerKind needs buffers that do not exist yet; call enable_logit_edits() (before any "
@@ -203,6 +227,8 @@ class Sampler:
             frequency=_real(lines, "frequency_penalty"),
         )
         self._logit_edits.apply_(scores, rows, positions, penalties)
+        if banned is not None:
+            scores.masked_fill_(banned, -torch.inf)
         tokens = _draw(scores, lines, positions, truncated)
         self._logit_edits.count(rows, tokens)
         own_scores = logits.gather(1, tokens[:, None]).float()

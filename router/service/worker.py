@@ -192,6 +192,7 @@ class Worker(rpyc.Service):
             torch.cuda.set_device(device)  # kernels are launched on the current device, not on their tensors'
         runner, info = build_runner(start.config, self._slow_work.announce)
         runner.announce(self._slow_work.announce)
+        runner.grammars.prepare()
         _announce_compilation(self._slow_work.announce)
         self._runner, self._pipeline = runner, StepPipeline(runner, self._slow_work.finish)
         freeze_objects()

@@ -18,7 +18,7 @@ from lightkv.router.engine.request import Request
 from lightkv.router.engine.scheduler import Scheduler
 from lightkv.router.engine.step import StepPlan
 from lightkv.router.model.build import assemble
-from lightkv.router.model.cuda_graph import DecodeGraph, GraphKey
+from lightkv.router.model.cuda_graph import DecodeGraph, GraphKey, SharedLogits
 from lightkv.router.model.runner import ModelRunner
 from lightkv.router.sampling_params import SamplerKind
 from tests.support.model_worker import assert_idle
@@ -95,7 +95,7 @@ def test_a_graph_is_updated_only_when_the_shared_prefixes_change(
     device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     _, runner, _ = make(device, cuda_graphs=False)
-    graph = DecodeGraph(runner._parts, 4, runner._metadata)
+    graph = DecodeGraph(runner._parts, 4, runner._metadata, SharedLogits(4))
     replayed: list[GraphKey] = []
     for form in (GraphKey(SamplerKind.GREEDY), GraphKey(SamplerKind.GREEDY, shares_prefixes=True)):
         stand_in = SimpleNamespace(replay=lambda form=form: replayed.append(form))

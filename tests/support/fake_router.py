@@ -265,6 +265,7 @@ class ApiUnderTest:
         self.port = self._server.servers[0].sockets[0].getsockname()[1]
         self._started.set()
         await serving
+        await app.state.grammars.close()
         await self.client.close()
         listener.close()
 

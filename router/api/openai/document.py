@@ -13,13 +13,10 @@ from lightkv.router.config import NAMESPACE_HEADER, SESSION_HEADER
 from lightkv.router.engine.step import PoolMap
 from lightkv.router.service.messages import Load, State
 
-from .protocol import (
-    MAX_SESSION_ID,
+from .protocol import MAX_SESSION_ID, ChatBody, CompletionBody, ErrorBody
+from .service_bodies import (
     CacheEvicted,
-    ChatBody,
-    CompletionBody,
     Detokenized,
-    ErrorBody,
     Health,
     Model,
     ModelList,

@@ -19,6 +19,7 @@ from lightkv.router.text.beam_search import BeamParams
 
 from .extensions import AnswerFields, Ids, SuffixField, TemplateFields, Text, Texts
 from .extras import PromptTokens
+from .structured import StructuredFields
 from .tools import CalledFunction, CalledFunctionDelta, ToolCall, ToolCallDelta, ToolFields
 
 DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's for plain completions
@@ -48,7 +49,7 @@ class StreamOptions(BaseModel):
     include_obfuscation: Literal[False] | None = Field(None, description="Chunks are never padded.")
 
 
-class GenerationRequest(RequestBody, AnswerFields):
+class GenerationRequest(StructuredFields, RequestBody, AnswerFields):
     """The common fields of completions and chats. Those after `user` are extensions, named as in vLLM."""
 
     model_config = ConfigDict(extra="allow")  # further fields are looked up among the unsupported ones
@@ -171,6 +172,8 @@ class GenerationRequest(RequestBody, AnswerFields):
         fields["n"] = self.num_generated(self.n or 1, streams)
         if fields["n"] > (self.n or 1) and logprobs is None:
             logprobs = 0  # by which the best are chosen
+        if (structure := self.structure()) is not None:
+            fields["grammar"] = structure[1]
         return SamplingParams(max_tokens=max_tokens, logprobs=logprobs, **fields)
 
 
@@ -427,76 +430,6 @@ class ErrorDetails(TypedDict):
 
 class ErrorBody(TypedDict):
     error: ErrorDetails
-
-
-class Model(TypedDict):
-    """A name of the model. `kv_dtype`: how the pool stores K and V; None until the model is loaded."""
-
-    id: str
-    object: Literal["model"]
-    created: int
-    owned_by: str
-    max_model_len: int
-    kv_dtype: str | None
-
-
-class ModelList(TypedDict):
-    object: Literal["list"]
-    data: list[Model]
-
-
-class ReleasedSession(TypedDict):
-    """The answer to the release of a session."""
-
-    id: str
-    object: Literal["session"]
-    released: Literal[True]
-
-
-class Tokenized(TypedDict):
-    count: int
-    max_model_len: int
-    tokens: list[int]
-    token_strs: list[str] | None
-
-
-class Detokenized(TypedDict):
-    prompt: str
-
-
-class Health(TypedDict):
-    """The answer of /health. `step_age`: seconds since the last step completed, while work waits.
-    `router_silence`: seconds since the router last reported."""
-
-    healthy: bool
-    state: Literal["starting", "ready", "draining", "dead"]
-    step_age: float
-    router_silence: float
-
-
-class Ready(TypedDict):
-    ready: bool
-    state: Literal["starting", "ready", "draining", "dead"]
-    detail: str
-
-
-class Version(TypedDict):
-    version: str
-
-
-class ServerInfo(TypedDict):
-    """`configuration`: the settings by name, without secrets. `runner`: the model and its memory; null until
-    they are loaded."""
-
-    version: str
-    configuration: dict[str, Any]
-    runner: dict[str, Any] | None
-
-
-class CacheEvicted(TypedDict):
-    """How many cached tokens were evicted."""
-
-    num_evicted_tokens: int
 
 
 def error_body(status: int, message: str, param: str | None = None) -> ErrorBody:

@@ -1,0 +1,150 @@
+"""The fields with which requests say what an answer has to be: OpenAI's `response_format`, and vLLM's
+`structured_outputs` and `guided_*`."""
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from llguidance.gbnf_to_lark import any_to_lark
+from pydantic import BaseModel, Field
+
+from lightkv.router.sampling_params import MAX_GRAMMAR_BYTES, Grammar, InvalidParams
+from lightkv.router.text.grammars import InvalidGrammar
+
+# The keys of structured_outputs, besides those that each say what an answer is.
+_OPTIONS = (
+    "disable_additional_properties",
+    "disable_any_whitespace",
+    "disable_fallback",
+    "whitespace_pattern",
+)
+_KINDS = ("json", "json_object", "regex", "choice", "grammar")
+
+
+class StructuredFields(BaseModel):
+    """The fields that say what an answer has to be. At most one of them may say it."""
+
+    response_format: dict[str, Any] | None = Field(
+        None,
+        description='What the answer has to be: {"type": "text"}, "json_object", or "json_schema" with '
+        '{"schema": …} in json_schema, which is followed whether strict or not.',
+    )
+    structured_outputs: dict[str, Any] | None = Field(
+        None, description="One of json (a schema), json_object, regex, choice and grammar (Lark or GBNF)."
+    )
+    guided_json: dict[str, Any] | bool | str | None = Field(None, description="As structured_outputs.json.")
+    guided_json_object: bool | None = None
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = Field(None, fail_fast=True)
+    guided_grammar: str | None = None
+    guided_whitespace_pattern: str | None = Field(
+        None, description="A regex of the whitespace between the parts of JSON."
+    )
+
+    @property
+    def grammar_field(self) -> str:
+        """The field that says what the answer has to be; "tools" if none of these does."""
+        structure = self.structure()
+        return structure[0] if structure is not None else "tools"
+
+    def structure(self) -> tuple[str, Grammar] | None:
+        """Returns the field that says what the answer has to be, and its grammar; None if the text is free.
+
+        Raises InvalidParams, which names the field.
+        """
+        found = [
+            ("response_format", _of_response_format(self.response_format)),
+            ("structured_outputs", _of_structured_outputs(self.structured_outputs)),
+        ]
+        spaces = self.guided_whitespace_pattern
+        for kind in _KINDS:
+            field = f"guided_{kind}"
+            found.append((field, _grammar(field, kind, getattr(self, field), spaces)))
+        given = [(field, grammar) for field, grammar in found if grammar is not None]
+        if len(given) > 1:
+            first, second = given[0][0], given[1][0]
+            raise InvalidParams(second, getattr(self, second), f"it without {first}; one of them is enough")
+        if given and len(given[0][1].text) > MAX_GRAMMAR_BYTES // 4:  # of at most four bytes each
+            field, grammar = given[0]
+            if (size := len(grammar.text.encode("utf-8", "surrogatepass"))) > MAX_GRAMMAR_BYTES:
+                raise InvalidGrammar(field, f"it has {size} bytes; at most {MAX_GRAMMAR_BYTES} are allowed")
+        return given[0] if given else None
+
+
+def _of_response_format(value: dict[str, Any] | None) -> Grammar | None:
+    match (value or {}).get("type", "text"):
+        case "text":
+            return None
+        case "json_object":
+            return Grammar("json_object")
+        case "json_schema":
+            described = (value or {}).get("json_schema")
+            schema = described.get("schema") if isinstance(described, Mapping) else None
+            if schema is None:
+                allowed = 'it with {"name": …, "schema": …} in json_schema'
+                raise InvalidParams("response_format", value, allowed)
+            return _grammar("response_format", "json", schema, None)
+    raise InvalidParams("response_format", value, 'the type "text", "json_object" or "json_schema"')
+
+
+def _of_structured_outputs(value: dict[str, Any] | None) -> Grammar | None:
+    field = "structured_outputs"
+    given = {key: one for key, one in (value or {}).items() if one is not None and one is not False}
+    if unknown := given.keys() - {*_KINDS, *_OPTIONS}:
+        raise InvalidParams(field, min(unknown), f"one of {', '.join(_KINDS)}")
+    kinds = [kind for kind in _KINDS if kind in given]
+    if len(kinds) > 1:
+        raise InvalidParams(field, kinds, "one of them")
+    if not kinds:
+        return None
+    spaces = given.get("whitespace_pattern")
+    if spaces is not None and not isinstance(spaces, str):
+        raise InvalidParams(f"{field}.whitespace_pattern", spaces, "a regex")
+    if given.get("disable_any_whitespace"):
+        spaces = ""
+    return _grammar(field, kinds[0], given[kinds[0]], spaces)
+
+
+def _grammar(field: str, kind: str, value: Any, spaces: str | None) -> Grammar | None:
+    """Returns the grammar of one field. `kind`: one of _KINDS; `spaces`: a regex of whitespace within JSON."""
+    if value is None:
+        return None
+    if kind == "json_object":
+        if type(value) is not bool:
+            raise InvalidParams(field, value, "true or false for json_object")
+        if value and spaces is not None:
+            return Grammar("json_schema", _schema(field, {"type": "object"}, spaces))
+        return Grammar("json_object") if value else None
+    if kind == "json":
+        return Grammar("json_schema", _schema(field, value, spaces))
+    if kind == "choice":
+        if not isinstance(value, list) or not value or not all(isinstance(one, str) for one in value):
+            raise InvalidParams(field, value, "a list of one or more texts")
+        return Grammar("choice", json.dumps(value, ensure_ascii=False))
+    if not isinstance(value, str):
+        raise InvalidParams(field, value, f"a {kind} as a text")
+    if kind == "regex":
+        return Grammar("regex", value)
+    try:
+        return Grammar("lark", any_to_lark(value) if "::=" in value else value)
+    except Exception as error:  # the converter raises what its parser meets
+        raise InvalidGrammar(field, f"it is not a grammar in GBNF ({str(error)[:200]})") from error
+
+
+def _schema(field: str, value: Any, spaces: str | None) -> str:
+    """Returns a schema as JSON. Raises InvalidParams."""
+    if isinstance(value, str):
+        if spaces is None:
+            return value
+        try:
+            value = json.loads(value)
+        except (ValueError, RecursionError) as error:
+            raise InvalidGrammar(field, f"the schema is not JSON ({str(error)[:200]})") from error
+    if not isinstance(value, dict | bool):
+        raise InvalidParams(field, value, "a JSON schema, which is an object")
+    if spaces is not None and isinstance(value, dict):
+        value = {**value, "x-guidance": {"whitespace_pattern": spaces}}
+    try:
+        return json.dumps(value, ensure_ascii=False, separators=(",", ":"))
+    except RecursionError as error:
+        raise InvalidGrammar(field, "the schema is nested too deeply") from error

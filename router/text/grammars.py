@@ -1,0 +1,273 @@
+"""What constrained texts may say next: compiled grammars, one matcher for each row, and their masks of tokens.
+
+llguidance compiles the grammars and computes the masks. Both release Python's lock. A grammar is compiled in a
+thread once its row is known, while the device computes the row's prompt.
+"""
+
+import json
+from array import array
+from collections import OrderedDict
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+from llguidance import LLExecutor, LLMatcher, LLParserLimits, LLTokenizer, regex_to_lark
+
+from lightkv.errors import LightKVError
+from lightkv.router.sampling_params import Grammar, InvalidParams
+
+from .tokenizer import Tokenizer
+
+MAX_CACHED = 64  # compiled grammars
+_THREADS = 2
+# Of an object's parts, where the schema does not say: some models would write spaces without an end.
+_WHITESPACE = r"[ \n\r\t]{1,32}"
+
+
+class InvalidGrammar(InvalidParams):
+    """A grammar that cannot be: it does not parse, no text matches it, or it exceeds a limit.
+
+    `field`: the request's field that it came in. `reason`: what is wrong.
+    """
+
+    def __init__(self, field: str, reason: str) -> None:
+        self.field = field
+        self.reason = reason
+        LightKVError.__init__(self, f"{field} cannot be used: {reason}")
+
+
+def limits() -> LLParserLimits:
+    """Returns the limits of compiling a grammar and of computing a mask, which are those of the service.
+
+    A mask that exceeds them takes some ten milliseconds, and ends its answer with an error.
+    """
+    return LLParserLimits(
+        max_items_in_row=5_000,
+        initial_lexer_fuel=500_000,
+        step_lexer_fuel=100_000,
+        step_max_items=50_000,
+        max_lexer_states=20_000,
+        max_grammar_size=50_000,
+        verbose_errors=False,
+    )
+
+
+def source_of(grammar: Grammar) -> str:
+    """Returns the grammar in the form that llguidance compiles. Raises ValueError for a text that is not
+    JSON where it has to be."""
+    match grammar.kind:
+        case "json_object":
+            return _of_schema('{"type": "object"}')
+        case "json_schema":
+            return _of_schema(grammar.text)
+        case "regex":
+            # \d and \w are of ASCII, as in JSON schemas.
+            return LLMatcher.grammar_from_lark(f"start: /{regex_to_lark(grammar.text, 'dw')}/")
+        case "choice":
+            choices = json.loads(grammar.text)
+            if not isinstance(choices, list) or not all(isinstance(one, str) for one in choices):
+                raise ValueError("the choices are not a list of texts")
+            if not choices:
+                raise ValueError("the list of choices is empty; give at least one")
+            # Texts of a Lark grammar are written as in JSON.
+            return "start: " + " | ".join(json.dumps(one, ensure_ascii=False) for one in choices)
+        case _:
+            return LLMatcher.grammar_from_lark(grammar.text)
+
+
+def _of_schema(schema: str) -> str:
+    if isinstance(json.loads(schema), dict | bool):
+        return LLMatcher.grammar_from_json_schema(schema, defaults={"whitespace_pattern": _WHITESPACE})
+    raise ValueError("a JSON schema is an object, or true")
+
+
+def compile_grammar(grammar: Grammar, tokenizer: LLTokenizer) -> LLMatcher:
+    """Returns a matcher at the beginning of a text. Raises InvalidGrammar, also where no text matches."""
+    try:
+        matcher = LLMatcher(tokenizer, source_of(grammar), log_level=0, limits=limits())
+        if not matcher.is_error():
+            matcher.compute_bitmask()  # finds out whether any text matches
+    except (KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException as error:  # a panic of llguidance is not even an Exception
+        raise InvalidGrammar("grammar", reason_of(error)) from error
+    if matcher.is_error():
+        raise InvalidGrammar("grammar", reason_of(matcher.get_error()))
+    return matcher
+
+
+def reason_of(error: object) -> str:
+    """Returns llguidance's message in one line of at most 300 characters."""
+    text = " ".join(str(error).replace("<non-verbose/>", "").split())
+    if text.startswith("NoExtension"):
+        return "no text matches it"
+    return text[:300] or "llguidance gives no reason"
+
+
+class Compiled(NamedTuple):
+    """A compiled grammar at the beginning of a text, and the tokens that end a text."""
+
+    matcher: LLMatcher
+    end_ids: frozenset[int]
+
+
+class RowGrammar:
+    """The grammar of one row: it says which tokens may follow, and takes the token that was sampled."""
+
+    def __init__(self, compiled: "Future[Compiled]", output_ids: bytes) -> None:
+        self._compiled = compiled
+        self._output_ids = output_ids
+        self._end_ids: frozenset[int] = frozenset()
+        self._matcher: LLMatcher | None = None
+        self._has_ended = False
+
+    def ready(self) -> LLMatcher | None:
+        """Returns the matcher, once it has taken the row's output so far; None after the end of the text.
+
+        Raises InvalidGrammar.
+        """
+        if self._matcher is None and not self._has_ended:
+            compiled = self._compiled.result()
+            matcher, self._end_ids = compiled.matcher.deep_copy(), compiled.end_ids
+            ids = array("i", self._output_ids).tolist()
+            if ids and matcher.try_consume_tokens(ids) < len(ids):
+                raise InvalidGrammar("grammar", f"the text so far, of {len(ids)} tokens, does not match it")
+            self._matcher = matcher
+        return self._matcher
+
+    def take(self, token: int) -> int:
+        """Takes the sampled token. Returns it, or an end token where the text has to end and `min_tokens` had
+        ruled out all end tokens. Raises InvalidGrammar if the text cannot go on."""
+        matcher = self.ready()
+        if matcher is None:  # a step that was planned before the end was known
+            return token
+        is_failed = matcher.is_error()  # a limit that was met, for example; the matcher stays so
+        if not is_failed and matcher.is_stopped():
+            token = token if token in self._end_ids else min(self._end_ids)
+        if not is_failed and matcher.consume_token(token):
+            if token in self._end_ids:
+                self.drop()
+            return token
+        error = reason_of(matcher.get_error())
+        self.drop()
+        raise InvalidGrammar("grammar", f"the text could not go on ({error}); simplify it")
+
+    def drop(self) -> None:
+        """Forgets the text. Every token may follow now; no answer uses them."""
+        self._matcher, self._has_ended = None, True
+
+
+class Grammars:
+    """The grammars of the rows that have one, and the compiled ones that are kept for later rows.
+
+    Args:
+        directory: that of the model, with its tokenizer; None refuses every grammar.
+        vocab_size: the width of the logits; tokens that the tokenizer lacks are never allowed.
+    """
+
+    def __init__(self, directory: Path | None, vocab_size: int, max_cached: int = MAX_CACHED) -> None:
+        self._directory = directory
+        self._vocab_size = vocab_size
+        self._max_cached = max_cached
+        self._threads = ThreadPoolExecutor(_THREADS, "grammar")
+        self._tokenizer: Future[tuple[LLTokenizer, frozenset[int]]] | None = None
+        self._executor = LLExecutor()
+        self._compiled: OrderedDict[Grammar, Future[Compiled]] = OrderedDict()
+        self._rows: dict[int, RowGrammar] = {}
+
+    @property
+    def mask_words(self) -> int:
+        """The int32 words of one row's mask."""
+        return (self._vocab_size + 31) // 32
+
+    @property
+    def num_cached(self) -> int:
+        """The compiled grammars that are kept."""
+        return len(self._compiled)
+
+    @property
+    def num_rows(self) -> int:
+        """The rows that have a grammar."""
+        return len(self._rows)
+
+    def prepare(self) -> None:
+        """Begins to read the tokenizer, which takes a part of a second; the first grammar waits for it."""
+        if self._tokenizer is None:
+            self._tokenizer = self._threads.submit(self._load)
+
+    def check(self, grammar: Grammar) -> None:
+        """Compiles a grammar, and keeps it. Raises InvalidGrammar."""
+        self._begin(grammar).result()
+
+    def set_row(self, row: int, grammar: Grammar | None, output_ids: bytes = b"") -> None:
+        """Notes what the text of the sequence in `row` has to be; None leaves it free.
+
+        `output_ids`: what the sequence has generated already, int32 bytes. The grammar is compiled in a thread.
+        """
+        self._rows.pop(row, None)
+        if grammar is not None:
+            self._rows[row] = RowGrammar(self._begin(grammar), output_ids)
+
+    def of(self, row: int) -> RowGrammar | None:
+        """Returns the grammar of a row that has one."""
+        return self._rows.get(row)
+
+    def fill(self, masks: np.ndarray, grammars: Sequence[tuple[int, RowGrammar]]) -> dict[int, str]:
+        """Writes which tokens may follow, computed in parallel.
+
+        masks: int32 `[n, mask_words]`, contiguous; a set bit allows a token. grammars: the index of a mask, and
+        the grammar that it is of. The other masks, and those of texts that have ended, allow every token.
+        Returns why a grammar failed, by the index of its mask; it allows every token.
+        """
+        if masks.dtype != np.int32 or masks.shape[1] != self.mask_words or not masks.flags.c_contiguous:
+            raise ValueError(f"masks of {masks.dtype} {masks.shape}; give int32 [n, {self.mask_words}]")
+        masks.fill(-1)
+        matchers, failed = [], {}
+        for idx, grammar in grammars:
+            try:
+                matcher = grammar.ready()
+            except InvalidGrammar as error:
+                grammar.drop()
+                failed[idx] = str(error)
+                continue
+            if matcher is not None:
+                matchers.append((matcher, idx))
+        if matchers:
+            self._executor.unsafe_compute_mask_ptr(
+                matchers, masks.ctypes.data, 4 * self.mask_words, len(masks)
+            )
+        return failed
+
+    def _begin(self, grammar: Grammar) -> "Future[Compiled]":
+        """Returns the compiled grammar, or one that is being compiled. Those used last are kept."""
+        compiled = self._compiled.get(grammar)
+        if compiled is None:
+            self.prepare()
+            assert self._tokenizer is not None
+            compiled = self._threads.submit(_compile, grammar, self._tokenizer)
+            self._compiled[grammar] = compiled
+            if len(self._compiled) > self._max_cached:
+                self._compiled.popitem(last=False)
+        self._compiled.move_to_end(grammar)
+        return compiled
+
+    def _load(self) -> tuple[LLTokenizer, frozenset[int]]:
+        """Returns llguidance's tokenizer and the end tokens. Raises InvalidGrammar if there can be none."""
+        try:
+            if self._directory is None:
+                raise ValueError("it has no tokenizer")
+            end_ids = Tokenizer(self._directory).eos_ids
+            if not end_ids:
+                raise ValueError("the model names no end token")
+            text = (self._directory / "tokenizer.json").read_text(encoding="utf-8")
+            tokenizer = LLTokenizer(text, n_vocab=self._vocab_size, eos_token=sorted(end_ids))
+        except Exception as error:  # llguidance supports fewer kinds of tokenizers
+            raise InvalidGrammar("grammar", f"not with this model ({reason_of(error)})") from error
+        return tokenizer, end_ids
+
+
+def _compile(grammar: Grammar, tokenizer: "Future[tuple[LLTokenizer, frozenset[int]]]") -> Compiled:
+    tokens, end_ids = tokenizer.result()
+    return Compiled(compile_grammar(grammar, tokens), end_ids)

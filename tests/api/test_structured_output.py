@@ -1,0 +1,181 @@
+"""The fields that say what an answer has to be: which grammar they make, and which of them are refused."""
+
+import asyncio
+import json
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from lightkv.router.api.grammar_checker import MAX_WORK_SECONDS, GrammarChecker
+from lightkv.router.sampling_params import MAX_GRAMMAR_BYTES, Grammar
+from lightkv.router.text.grammars import InvalidGrammar
+from tests.support.fake_router import CHAT, COMPLETIONS, HELLO, ApiUnderTest, idle, service
+
+SCHEMA = {"type": "object", "properties": {"é": {"type": "string"}}}
+JSON = '{"type":"object","properties":{"é":{"type":"string"}}}'
+# Compiling it takes many seconds.
+SLOW = {"type": "object", "properties": {f"x{i}": {"type": "string", "maxLength": i} for i in range(4000)}}
+# Others that were made to take long, or too much memory.
+ADVERSARIAL: dict[str, dict[str, Any]] = {
+    "slow": {"guided_json": SLOW},
+    "deep": {"guided_json": '{"type":"array","items":' * 2000 + "{}" + "}" * 2000},
+    "large": {"guided_json": json.dumps({"enum": [f"{i:020}" for i in range(50_000)]})},
+    "exponential regex": {"guided_regex": "((a{1,1000}){1,1000}){1,1000}"},
+    "large regex": {"guided_regex": "(" + "|".join("a" * i + "b" for i in range(900)) + "){1,500}"},
+    "recursion": {"guided_json": {"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#/$defs/a"}}}},
+    "no text": {"guided_grammar": "start: start"},
+}
+
+
+@pytest.fixture(scope="module")
+def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ApiUnderTest]:
+    with service(tmp_path_factory.mktemp("api"), max_body_bytes=4 * 2**20).running() as under_test:
+        yield under_test
+
+
+@pytest.fixture
+def api(shared: ApiUnderTest) -> ApiUnderTest:
+    return idle(shared)
+
+
+def body(path: str, fields: dict[str, Any]) -> dict[str, Any]:
+    prompt: dict[str, Any] = HELLO if path == CHAT else {"prompt": "a"}
+    return {**prompt, "max_tokens": 5, **fields}
+
+
+@pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [
+        ({"response_format": {"type": "text"}}, None),
+        ({"response_format": {"type": "json_object"}}, Grammar("json_object")),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": SCHEMA}}},
+            Grammar("json_schema", JSON),
+        ),
+        (
+            {
+                "response_format": {
+                    "type": "json_schema",
+                    "json_schema": {"name": "a", "schema": SCHEMA, "strict": True},
+                }
+            },
+            Grammar("json_schema", JSON),
+        ),
+        ({"structured_outputs": {}}, None),
+        ({"structured_outputs": {"json": SCHEMA}}, Grammar("json_schema", JSON)),
+        ({"structured_outputs": {"json": JSON, "regex": None}}, Grammar("json_schema", JSON)),
+        ({"structured_outputs": {"json_object": True}}, Grammar("json_object")),
+        ({"structured_outputs": {"regex": "[0-9]+"}}, Grammar("regex", "[0-9]+")),
+        ({"structured_outputs": {"choice": ["é", "b"]}}, Grammar("choice", '["é", "b"]')),
+        ({"structured_outputs": {"grammar": 'start: "a"'}}, Grammar("lark", 'start: "a"')),
+        (
+            {"structured_outputs": {"json": {"type": "null"}, "disable_any_whitespace": True}},
+            Grammar("json_schema", '{"type":"null","x-guidance":{"whitespace_pattern":""}}'),
+        ),
+        ({"guided_json": SCHEMA}, Grammar("json_schema", JSON)),
+        ({"guided_json": JSON}, Grammar("json_schema", JSON)),
+        ({"guided_json_object": True}, Grammar("json_object")),
+        ({"guided_json_object": False}, None),
+        ({"guided_regex": "[0-9]+"}, Grammar("regex", "[0-9]+")),
+        ({"guided_choice": ["a"]}, Grammar("choice", '["a"]')),
+        (
+            {"guided_json": {"type": "null"}, "guided_whitespace_pattern": " ?"},
+            Grammar("json_schema", '{"type":"null","x-guidance":{"whitespace_pattern":" ?"}}'),
+        ),
+    ],
+)
+def test_a_field_makes_a_grammar(
+    api: ApiUnderTest, path: str, fields: dict[str, Any], expected: Grammar | None
+) -> None:
+    api.post(path, body(path, fields))
+    (submit,) = api.router.submits
+    assert submit.params.grammar == expected
+
+
+def test_a_grammar_in_gbnf_is_converted(api: ApiUnderTest) -> None:
+    api.post(COMPLETIONS, body(COMPLETIONS, {"guided_grammar": 'root ::= "a" b\nb ::= [0-9]+'}))
+    (submit,) = api.router.submits
+    assert submit.params.grammar is not None
+    assert submit.params.grammar.kind == "lark"
+    assert "start:" in submit.params.grammar.text
+
+
+@pytest.mark.parametrize(
+    ("fields", "param", "says"),
+    [
+        ({"response_format": {"type": "xml"}}, "response_format", "json_schema"),
+        ({"response_format": {"type": "json_schema"}}, "response_format", "schema"),
+        ({"response_format": "json"}, "response_format", "dictionary"),
+        ({"structured_outputs": {"xml": 1}}, "structured_outputs", "xml"),
+        ({"structured_outputs": {"regex": "a", "choice": ["a"]}}, "structured_outputs", "one of them"),
+        ({"structured_outputs": {"choice": []}}, "structured_outputs", "one or more"),
+        ({"structured_outputs": {"regex": 1}}, "structured_outputs", "regex"),
+        ({"guided_json": "{"}, "guided_json", "Expecting"),
+        ({"guided_json": {"type": "foo"}}, "guided_json", "Invalid type"),
+        ({"guided_regex": "(a"}, "guided_regex", "unclosed group"),
+        ({"guided_grammar": "start: b"}, "guided_grammar", "unknown name"),
+        ({"guided_grammar": "root ::= ((("}, "guided_grammar", "grammar"),
+        ({"guided_choice": ["a"], "guided_regex": "a"}, "guided_choice", "it without guided_regex"),
+        ({"guided_regex": "a" * (MAX_GRAMMAR_BYTES + 1)}, "guided_regex", f"at most {MAX_GRAMMAR_BYTES}"),
+        ({"guided_regex": "a", "ignore_eos": True}, "ignore_eos", "grammar"),
+    ],
+    ids=lambda value: json.dumps(value)[:40] if isinstance(value, dict) else None,
+)
+def test_a_grammar_that_cannot_be_is_refused_by_the_fields_name(
+    api: ApiUnderTest, fields: dict[str, Any], param: str, says: str
+) -> None:
+    for path in (COMPLETIONS, CHAT):
+        error = api.post(path, body(path, fields), 400)["error"]
+        assert error["param"] == param
+        assert says in error["message"]
+    assert not api.router.submits
+
+
+def test_adversarial_grammars_are_refused_within_a_second_and_streams_go_on(api: ApiUnderTest) -> None:
+    api.post(COMPLETIONS, body(COMPLETIONS, {"guided_regex": "a"}))  # starts the child process
+    api.router.delay = 0.02
+    gaps: list[float] = []
+    done = threading.Event()
+
+    def stream() -> None:
+        connection = api.connect()
+        asked = {"prompt": "a", "max_tokens": 1000, "stream": True}
+        connection.request("POST", COMPLETIONS, json.dumps(asked), {"Content-Type": "application/json"})
+        response = connection.getresponse()
+        last = time.monotonic()
+        while not done.is_set() and response.readline():
+            gaps.append(time.monotonic() - last)
+            last = time.monotonic()
+        connection.close()
+
+    reading = threading.Thread(target=stream)
+    reading.start()
+    for name, fields in ADVERSARIAL.items():
+        begun = time.monotonic()
+        error = api.post(COMPLETIONS, body(COMPLETIONS, fields), 400)["error"]
+        taken = time.monotonic() - begun
+        assert error["param"] == next(iter(fields)), name
+        assert taken < 1.5, (name, taken)  # 0.8 s, and what a machine that does much else adds
+    done.set()
+    reading.join()
+    assert max(gaps) < 0.5, max(gaps)
+
+
+def test_the_checker_goes_on_after_a_grammar_that_takes_too_long() -> None:
+    async def check() -> None:
+        checker = GrammarChecker()
+        slow = Grammar("json_schema", json.dumps(SLOW))
+        for _ in range(2):  # the second answer is remembered
+            with pytest.raises(InvalidGrammar, match="to compile"):
+                await checker.check(slow, "field")
+        await checker.check(Grammar("regex", "[a-z]+"), "field")
+        begun = time.monotonic()
+        await checker.check(Grammar("regex", "[a-z]+"), "field")
+        assert time.monotonic() - begun < MAX_WORK_SECONDS
+        await checker.close()
+
+    asyncio.run(check())
