@@ -28,6 +28,13 @@ def read_named(source: Source, name: str) -> Steps[None]:
     yield from source.pass_until(Content)
 
 
+def schema_text(schema: Any) -> str:
+    """Returns a JSON schema as text. Half surrogate pairs, which JSON can carry and UTF-8 cannot, become
+    U+FFFD."""
+    text = json.dumps(schema, ensure_ascii=False)
+    return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+
+
 def required_schema(tools: Mapping[str, Any], max_calls: int | None = None) -> str:
     """Returns the JSON schema of a list of at least one call. `max_calls`: the most; None is no limit."""
     definitions: dict[str, Any] = {}
@@ -49,7 +56,7 @@ def required_schema(tools: Mapping[str, Any], max_calls: int | None = None) -> s
         calls["maxItems"] = max_calls
     if definitions:
         calls["$defs"] = definitions
-    return json.dumps(calls)
+    return schema_text(calls)
 
 
 def _has_reference(schema: Any) -> bool:
