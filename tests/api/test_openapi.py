@@ -68,7 +68,7 @@ def operations(document: dict[str, Any]) -> dict[str, dict[str, Any]]:
 
 def test_schemathesis_finds_no_fault(served: Served, tmp_path: Path) -> None:
     command = [sys.executable, "-m", "schemathesis.cli", "run", f"{served.url}/openapi.json", "--no-color"]
-    bounds = ["--max-examples", "6", "--seed", "1", "--generation-database", "none"]
+    bounds = ["--max-examples", "4", "--seed", "1", "--generation-database", "none"]
     checks = ["--checks", "all", "--exclude-checks", UNCHECKED, "--continue-on-failure"]
     headers = ["-H", f"Authorization: {KEYED['Authorization']}"]
     done = subprocess.run(

@@ -87,6 +87,7 @@ def test_a_replayed_graph_is_what_is_checked(tools: bench.Bench, monkeypatch: py
         assert list(found["sides"]) == list(sides(batches.make_batch(row, bench.DEVICE), tools))
 
 
+@pytest.mark.slow
 def test_a_prefill_row(tools: bench.Bench, flashinfer: peers.FlashInfer) -> None:
     found = bench.measure_row(RAGGED, sides_module.prefill_sides, tools._replace(flashinfer=flashinfer))
     assert found["failed"] == {}
@@ -296,6 +297,7 @@ def test_a_run_without_a_row_is_refused(tmp_path: Path) -> None:
         bench.measure(SimpleNamespace(**options))
 
 
+@pytest.mark.slow
 def test_a_file_is_drawn_again(
     tools: bench.Bench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

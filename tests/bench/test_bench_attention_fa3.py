@@ -95,6 +95,7 @@ def test_the_fastest_number_of_splits_is_taken(
         side_of.best(batch, batches.scatter(batch, 0), clock)
 
 
+@pytest.mark.slow
 def test_a_row_beside_fa3(
     device: torch.device, side_of: fa3.FlashAttention3, monkeypatch: pytest.MonkeyPatch
 ) -> None:

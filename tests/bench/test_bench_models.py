@@ -115,6 +115,7 @@ def test_eviction(run: Callable[..., Any]) -> None:
     assert all(value > 1 for value in perplexity.values())
 
 
+@pytest.mark.slow
 def test_quality(run: Callable[..., Any]) -> None:
     sizes = {"tokens": 200, "needles": 2, "prompts": 2, "new-tokens": 6, "made-tokens": 48, "chunk": 40}
     options = [part for name, value in sizes.items() for part in (f"--{name}", value)]

@@ -44,6 +44,7 @@ def options(**named: object) -> SimpleNamespace:
     return SimpleNamespace(**({"prefill": False, "v1": False, "queries": 1, "rows": []} | named))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("named", "row", "names"),
     [
@@ -72,6 +73,7 @@ def test_every_candidate_is_measured(
     assert [getattr(tuning, name) for name in FUNCTIONS] == before
 
 
+@pytest.mark.slow
 def test_a_kernel_is_launched_as_its_candidate_says(clock: Clock) -> None:
     launches = []
 

@@ -319,6 +319,7 @@ def same_beams_on_smollm2(max_new_tokens: int, ends: str, capacity: int, device:
     return max(len(beam.token_ids) for beams in expected for beam in beams)
 
 
+@pytest.mark.slow
 def test_smollm2(device: torch.device) -> None:
     assert same_beams_on_smollm2(8, ".", 200, device) > 1
 

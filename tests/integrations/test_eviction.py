@@ -318,6 +318,7 @@ def test_keeping_never_synchronises() -> None:
     lm.cache.check()
 
 
+@pytest.mark.slow
 def test_heavy_hitters_serve_a_real_model_better_than_the_latest() -> None:
     """SmolLM2 on Python's documentation: of 400 tokens 100 stay, and 60 are predicted from these."""
     directory = resolve(EngineConfig.model, print)

@@ -301,6 +301,7 @@ class Replays:
         self.count += 1
 
 
+@pytest.mark.slow
 def test_steps_of_streams_move_on_by_themselves(
     device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:

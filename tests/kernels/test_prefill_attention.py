@@ -245,6 +245,7 @@ def test_stays_one_operator_under_torch_compile(device: torch.device) -> None:
         q,
         *cache.kv[:2],
         None,
+        None,
         cache.kv.index,
         None,
         plan.items,

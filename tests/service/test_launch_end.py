@@ -96,6 +96,7 @@ def test_a_model_that_cannot_be_loaded_ends_the_service_with_the_reason(start: S
     assert list(sockets.iterdir()) == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("model_type", "reason"),
     [
