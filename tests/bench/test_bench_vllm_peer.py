@@ -143,6 +143,7 @@ def test_options_that_make_no_sense_are_refused(argv: list[str], capsys: pytest.
     assert "error" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_settings_reach_lightkv_in_process_and_as_a_service(tmp_path: Path) -> None:
     options = compare.arguments(["--set", "max_num_seqs=8", "cuda_graphs=False", "--set", "admission=exact"])
     settings = compare.parse_settings(options.set)

@@ -156,6 +156,7 @@ def test_greedy_output_is_hugging_faces(chunk: int) -> None:
         assert_idle(llm)
 
 
+@pytest.mark.slow
 def test_chats_that_run_together_hit_their_common_prompt() -> None:
     llm = LLM(EngineConfig(device="cpu", max_total_tokens=4096))
     chats = prompts()[-len(CHATS) :]
@@ -291,6 +292,7 @@ def test_logprobs_equal_the_models(llm: LLM) -> None:
         ids = [*ids, token]
 
 
+@pytest.mark.slow
 def test_penalties_reach_the_model(llm: LLM) -> None:
     plain = llm.generate(PROMPTS[12], GREEDY)[0].outputs[0].token_ids
     params = SamplingParams(temperature=0, max_tokens=NEW_TOKENS, ignore_eos=True, frequency_penalty=2.0)
