@@ -32,6 +32,10 @@ _MEMORY_BYTES = 2 << 30
 _LENGTH_BYTES = 4
 
 
+class _NoAnswer(Exception):
+    """The child process gave none, which may be for want of time or memory: another time it may."""
+
+
 class GrammarChecker:
     """The child process that checks grammars, which starts with the first of them, and its latest answers."""
 
@@ -47,7 +51,10 @@ class GrammarChecker:
             async with self._turn:
                 wrong = self._known.get(grammar)
                 if wrong is None:
-                    wrong = await self._ask(grammar)
+                    try:
+                        wrong = await self._ask(grammar)
+                    except _NoAnswer as error:
+                        raise InvalidGrammar(field, str(error)) from error
             self._known[grammar] = wrong
             if len(self._known) > _MAX_KNOWN:
                 self._known.popitem(last=False)
@@ -63,7 +70,7 @@ class GrammarChecker:
             await child.wait()
 
     async def _ask(self, grammar: Grammar) -> str:
-        """Returns what is wrong with a grammar, or an empty text."""
+        """Returns what is wrong with a grammar, or an empty text. Raises _NoAnswer."""
         try:
             if self._child is None:
                 self._child = await asyncio.create_subprocess_exec(
@@ -74,12 +81,12 @@ class GrammarChecker:
             content = msgspec.msgpack.encode(grammar)
             self._child.stdin.write(len(content).to_bytes(_LENGTH_BYTES, "little") + content)
             return await asyncio.wait_for(self._answer(self._child), DEADLINE_SECONDS)
-        except TimeoutError:
+        except TimeoutError as error:
             await self.close()
-            return f"it takes more than {DEADLINE_SECONDS} s to compile; simplify it"
-        except (OSError, asyncio.IncompleteReadError):
+            raise _NoAnswer(f"it takes more than {DEADLINE_SECONDS} s to compile; simplify it") from error
+        except (OSError, asyncio.IncompleteReadError) as error:
             await self.close()
-            return "its compilation failed, or took too much memory; simplify it"
+            raise _NoAnswer("its compilation failed, or took too much memory; simplify it") from error
         except BaseException:  # the request was cancelled, and the child would answer the next one
             await self.close()
             raise

@@ -99,7 +99,7 @@ class PromptReader:
         ChatTemplateError."""
         num_chars = num_characters([chat.messages, chat.variables, chat.tools], INLINE_ITEMS + 1)
         if chat.template is not None:
-            num_chars = INLINE_ITEMS + 1  # nobody knows how long it takes
+            num_chars = INLINE_ITEMS + 1  # a request's own template may take long to render
         return _last(await convert(num_chars, lambda: self._encode_chat(chat, room)), room)
 
     async def text_of(self, token_ids: Sequence[int] | np.ndarray) -> str:

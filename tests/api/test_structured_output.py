@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from lightkv.router.api import grammar_checker
 from lightkv.router.api.grammar_checker import MAX_WORK_SECONDS, GrammarChecker
 from lightkv.router.sampling_params import MAX_GRAMMAR_BYTES, Grammar
 from lightkv.router.text.grammars import InvalidGrammar
@@ -169,13 +170,27 @@ def test_the_checker_goes_on_after_a_grammar_that_takes_too_long() -> None:
     async def check() -> None:
         checker = GrammarChecker()
         slow = Grammar("json_schema", json.dumps(SLOW))
-        for _ in range(2):  # the second answer is remembered
+        for _ in range(2):
             with pytest.raises(InvalidGrammar, match="to compile"):
                 await checker.check(slow, "field")
         await checker.check(Grammar("regex", "[a-z]+"), "field")
         begun = time.monotonic()
         await checker.check(Grammar("regex", "[a-z]+"), "field")
         assert time.monotonic() - begun < MAX_WORK_SECONDS
+        await checker.close()
+
+    asyncio.run(check())
+
+
+def test_a_check_that_had_no_time_is_made_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def check() -> None:
+        checker = GrammarChecker()
+        digits = Grammar("regex", "[0-9]+")
+        with monkeypatch.context() as busy:
+            busy.setattr(grammar_checker, "DEADLINE_SECONDS", 0.0)
+            with pytest.raises(InvalidGrammar, match="takes more than"):
+                await checker.check(digits, "field")
+        await checker.check(digits, "field")
         await checker.close()
 
     asyncio.run(check())
