@@ -322,12 +322,13 @@ class Routes:
     def _session(self, request: Request, body: GenerationRequest) -> SessionUse | None:
         """Returns the session that the body names or, if it names none, the header. Raises InvalidParams,
         InvalidHeader."""
+        given = request.headers.get(SESSION_HEADER, "")
+        if len(given) > MAX_SESSION_ID:  # also of a header that the body's session replaces, as documented
+            what = f"{len(given)} bytes in {SESSION_HEADER}"
+            raise InvalidParams("session_id", what, f"at most {MAX_SESSION_ID}")
         session_id = body.session_id
-        if session_id is None and (given := request.headers.get(SESSION_HEADER)):
+        if session_id is None:
             session_id = given.encode("latin-1").decode("utf-8", "replace")
-            if len(session_id) > MAX_SESSION_ID:
-                what = f"{len(session_id)} characters in {SESSION_HEADER}"
-                raise InvalidParams("session_id", what, f"at most {MAX_SESSION_ID}")
         if not session_id:
             if body.session_ttl is not None:
                 raise InvalidParams("session_ttl", body.session_ttl, "it together with a session_id")

@@ -79,6 +79,12 @@ def test_wrong_sessions_are_refused_by_the_fields_name(
             status, _, content = api.send("POST", path, BODY | fields)
             assert (status, error_of(content)["param"]) == (400, field)
         assert api.send("POST", COMPLETIONS, BODY, {SESSION_HEADER: "x" * 257})[0] == 400
+        # Also where the body names the session, and where fewer characters have so many bytes.
+        accented = ("é" * 129).encode().decode("latin-1")
+        for given in ("x" * 257, accented):
+            assert (
+                api.send("POST", COMPLETIONS, BODY | {"session_id": "a"}, {SESSION_HEADER: given})[0] == 400
+            )
         assert not api.router.submits
 
 

@@ -135,7 +135,11 @@ def test_help_has_examples(command: str) -> None:
         (["--max-total-tokens", "0", "hi"], "--max-total-tokens is 0"),
         (["--max-model-len", "9999999", "hi"], "--max-model-len is 9999999"),
         (["--model", "./nowhere", "hi"], "model './nowhere' was not found"),
-        (["--device", "cpu", "--max-total-tokens", "16", "hi"], "do not fit the pool of 16 tokens"),
+        pytest.param(
+            ["--device", "cpu", "--max-total-tokens", "16", "hi"],
+            "do not fit the pool of 16 tokens",
+            marks=pytest.mark.slow,
+        ),
         (["--device", "cpu", "--max-model-len", "64", "hi"], "do not fit the context of 64 tokens"),
     ],
     ids=lambda value: value if isinstance(value, str) else None,
@@ -211,6 +215,7 @@ def test_standard_output_is_the_answer_alone(llm: LLM) -> None:
     assert "K/V pool: 2,048 tokens" in err
 
 
+@pytest.mark.slow
 def test_raw_continues_the_text_from_a_pipe(llm: LLM) -> None:
     expected = llm.generate("The capital of France is", PARAMS)[0].outputs[0].text
     for args in ([], ["-"]):
@@ -277,6 +282,7 @@ def test_ctrl_c_ends_the_command_cleanly() -> None:
     assert b"Traceback" not in err
 
 
+@pytest.mark.slow
 def test_a_reader_that_closes_the_pipe_causes_no_error_message() -> None:
     process, _ = _long_answer()
     assert process.stdout is not None

@@ -204,6 +204,7 @@ def test_streams_may_be_interleaved(llm: LLM) -> None:
     assert between == whole[0]
 
 
+@pytest.mark.slow
 def test_a_stop_string_ends_an_answer_that_another_call_has_stepped(llm: LLM) -> None:
     """The steps of the other call bring tokens behind the stop string, which are dropped."""
     (whole,) = llm.generate(PROMPTS[1], GREEDY)

@@ -27,7 +27,8 @@ def test_signals_to_all_processes_end_the_service_like_one_to_the_launcher(
 
 
 @pytest.mark.parametrize(
-    ("process", "number"), [("router_process", signal.SIGINT), ("worker", signal.SIGTERM)]
+    ("process", "number"),
+    [("router_process", signal.SIGINT), pytest.param("worker", signal.SIGTERM, marks=pytest.mark.slow)],
 )
 def test_signals_to_all_processes_while_the_service_starts(
     start: Start, sockets: Path, process: str, number: signal.Signals
