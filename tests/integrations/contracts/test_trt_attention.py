@@ -30,7 +30,8 @@ class Batch:
     """A batch of sequences whose caches are filled, with a dense copy of what they hold.
 
     `q_lens` and `kv_lens` are this step's, `cached` what is there before; all K and V are drawn for the first
-    `num_contexts` contexts and the generations behind them. Blocks of the sequences are interleaved.
+    `num_contexts` contexts and the generations behind them. Blocks of the sequences are interleaved. `on_grid`:
+    this step's K and V are values that the cache holds exactly, also without a scale.
     """
 
     def __init__(
@@ -48,6 +49,7 @@ class Batch:
         dtype: torch.dtype = torch.float16,
         cache_dtype: torch.dtype | None = None,
         scale: float = 1.0,
+        on_grid: bool = False,
         **changes: Any,
     ) -> None:
         torch.manual_seed(0)
@@ -87,7 +89,7 @@ class Batch:
                         part = stored[at : at + page].to(buffer.dtype)
                         buffer[own[at // page], side, : len(part)] = part
                     # What an 8-bit cache holds is what is attended to. With a scale, new keys are on its grid.
-                    rounded = self.lengths[number] if scale != 1 else cached[number]
+                    rounded = self.lengths[number] if on_grid or scale != 1 else cached[number]
                     stored = dense[side][number, :rounded].float() / scale
                     if buffer.dtype == torch.int8:
                         stored = stored.round().clamp(-127, 127)
@@ -548,7 +550,7 @@ def test_a_graph_follows_lengths_and_blocks(
     device: torch.device, drafts: int, cache_dtype: torch.dtype
 ) -> None:
     """Captured on one batch and replayed on others, whose lengths, blocks and queries differ."""
-    batch = Batch(device, [1 + drafts] * 3, [4, 9, 5], 0, num_layers=2, cache_dtype=cache_dtype)
+    batch = Batch(device, [1 + drafts] * 3, [4, 9, 5], 0, num_layers=2, cache_dtype=cache_dtype, on_grid=True)
     static = batch.metadata.create_cuda_graph_metadata(3, max_draft_tokens=drafts)
     static.seq_lens = torch.tensor(batch.q_lens, dtype=torch.int32)
     static.prepare()
@@ -573,7 +575,7 @@ def test_a_graph_follows_lengths_and_blocks(
         ([1, 1 + drafts, 1], [33, 2, 17]),
         ([1 + drafts, 1, 1], [8, 24, 1]),
     ):
-        other = Batch(device, q_lens, cached, 0, num_layers=2, cache_dtype=cache_dtype)
+        other = Batch(device, q_lens, cached, 0, num_layers=2, cache_dtype=cache_dtype, on_grid=True)
         batch.manager.shutdown()
         batch.manager.add_dummy_requests(batch.requests[::-1], other.lengths[::-1])
         blocks = batch.manager.get_batch_cache_indices(batch.requests)
