@@ -1,9 +1,8 @@
 """The kernels of the classic paged attention: a program attends to tokens of one sequence with the query heads
 that share a K/V head. `paged_attention_v1.py` says how the blocks are laid out, and has the reference.
 
-A head's part of a block is contiguous. Keys are read in slices of some dims, a tile of tokens at a time, so
-that neighbouring lanes read the same vector of neighbouring tokens, which are neighbours in memory. Values are
-read as `[dims, tokens]`: the tokens of a block are neighbours, and its next dim follows.
+A head's part of a block is contiguous, and is loaded as it lies in memory: a warp reads 512 bytes side by side,
+and writes them side by side into shared memory. What the products read from there is in their own order.
 """
 
 from typing import Any
@@ -32,19 +31,13 @@ def _find_blocks(table, positions, num_blocks, BLOCK_SIZE: tl.constexpr):
 
 
 @triton.jit
-def _load_query_slice(q_heads, in_tile, dims, D: tl.constexpr):
-    """Loads some dims of the query heads, [BLOCK_M, SLICE]."""
-    return tl.load(q_heads[:, None] + dims[None, :], mask=in_tile[:, None] & (dims < D)[None, :], other=0.0)
-
-
-@triton.jit
-def _load_tile(pointers, is_read, dims, D: tl.constexpr, LAST: tl.constexpr, MASKED: tl.constexpr):
-    """Loads K or V of a tile of tokens; zeros for dims that are not below D, of which there are some if LAST is
-    larger, and, if MASKED, where not `is_read`."""
+def _load_tile(pointers, is_read, ranks, NUM: tl.constexpr, PADDED: tl.constexpr, MASKED: tl.constexpr):
+    """Loads K or V of a tile of tokens: zeros for vectors or dims whose rank is not below NUM, of which there
+    are some if PADDED is larger, and, if MASKED, where not `is_read`."""
     if MASKED:
-        tile = tl.load(pointers, mask=is_read & (dims < D), other=0.0)
-    elif LAST > D:
-        tile = tl.load(pointers, mask=dims < D, other=0.0)
+        tile = tl.load(pointers, mask=is_read & (ranks < NUM), other=0.0)
+    elif PADDED > NUM:
+        tile = tl.load(pointers, mask=ranks < NUM, other=0.0)
     else:
         tile = tl.load(pointers)
     return tile
@@ -70,50 +63,51 @@ def _attend_blocks(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
-    SLICE: tl.constexpr,
 ):
     """Returns the output of the tokens in [begin, end), float32 `[BLOCK_M, BLOCK_D]`, and `[BLOCK_M]` the sum
     of the weights and the largest score, in base 2."""
-    NUM_SLICES: tl.constexpr = (D + SLICE - 1) // SLICE
+    # K and V of a tile are loaded as [blocks, elements of a block]:
+    #   K   vector 0 of each token, vector 1 of each token, ...; a vector has X dims
+    #   V   dim 0 of each token, dim 1 of each token, ...
+    IN_BLOCK: tl.constexpr = min(BLOCK_SIZE, BLOCK_N)  # tokens of a tile in one block
+    NUM_BLOCKS: tl.constexpr = BLOCK_N // IN_BLOCK
     tokens = tl.arange(0, BLOCK_N)
-    slice_dims = tl.arange(0, SLICE)
     dims = tl.arange(0, BLOCK_D)
-    q = ()
-    for i in tl.static_range(0, NUM_SLICES):
-        q = q + (_load_query_slice(q_heads, in_tile, i * SLICE + slice_dims, D),)  # type: ignore[assignment]  # noqa: RUF005
-    k_dims = k_head + (slice_dims // X * (BLOCK_SIZE * X) + slice_dims % X)[None, :]  # [1, SLICE]
-    v_dims = v_head + (dims * BLOCK_SIZE)[:, None]  # [BLOCK_D, 1]
+    q = tl.load(q_heads[:, None] + dims[None, :], mask=in_tile[:, None] & (dims < D)[None, :], other=0.0)
+    elements = tl.arange(0, BLOCK_D * IN_BLOCK)
+    k_vectors, v_dims = elements // (IN_BLOCK * X), elements // IN_BLOCK
+    k_pointers = (k_head + k_vectors * (BLOCK_SIZE * X) + elements % (IN_BLOCK * X))[None, :]
+    v_pointers = (v_head + v_dims * BLOCK_SIZE + elements % IN_BLOCK)[None, :]
+    ranks = tl.arange(0, NUM_BLOCKS)
 
     # The peak starts at a finite number, not at -inf: weights of a masked first tile are 0, not NaN.
     peak = tl.full([BLOCK_M], -1.0e30, tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     num_blocks = tl.cdiv(end, BLOCK_SIZE)
-    blocks = _find_blocks(table, begin + tokens, num_blocks, BLOCK_SIZE)  # loaded one tile ahead
+    blocks = _find_blocks(table, begin + ranks * IN_BLOCK, num_blocks, BLOCK_SIZE)  # one tile ahead
     full_end = begin + (end - begin) // BLOCK_N * BLOCK_N
     for MASKED in tl.static_range(0, 2):
         for start in tl.range(full_end if MASKED else begin, end if MASKED else full_end, BLOCK_N):
             positions = start + tokens
-            offsets = positions % BLOCK_SIZE
-            wide = blocks.to(tl.int64)
-            k_tokens = wide * stride_k_block + offsets * X
-            # The compiler has to know that the tokens of a block lie side by side.
-            v_tokens = tl.max_constancy(wide * stride_v_block, min(BLOCK_SIZE, BLOCK_N)) + offsets
             valid = positions < end
+            firsts = start + ranks * IN_BLOCK
             # Whole blocks are read as vectors; what the last one has after the end may be NaN.
-            is_read = positions // BLOCK_SIZE < num_blocks
-            scores = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-            for i in tl.static_range(0, NUM_SLICES):
-                pointers = k_dims + k_tokens[:, None] + i * SLICE * BLOCK_SIZE
-                k = _load_tile(
-                    pointers, is_read[:, None], (i * SLICE + slice_dims)[None, :], D, (i + 1) * SLICE, MASKED
-                )
-                scores = tl.dot(q[i], tl.trans(k), scores, input_precision="ieee")
-            v = _load_tile(v_dims + v_tokens[None, :], is_read[None, :], dims[:, None], D, BLOCK_D, MASKED)
+            is_read = (firsts // BLOCK_SIZE < num_blocks)[:, None]
+            k_blocks = blocks.to(tl.int64) * stride_k_block + firsts % BLOCK_SIZE * X
+            k = _load_tile(
+                k_pointers + k_blocks[:, None], is_read, k_vectors[None, :], D // X, BLOCK_D // X, MASKED
+            )
+            k = tl.reshape(k, (NUM_BLOCKS, BLOCK_D // X, IN_BLOCK, X))
+            k = tl.reshape(tl.permute(k, (1, 3, 0, 2)), (BLOCK_D, BLOCK_N))
+            scores = tl.dot(q, k, input_precision="ieee")
+            v_blocks = blocks.to(tl.int64) * stride_v_block + firsts % BLOCK_SIZE
+            v = _load_tile(v_pointers + v_blocks[:, None], is_read, v_dims[None, :], D, BLOCK_D, MASKED)
+            v = tl.permute(tl.reshape(v, (NUM_BLOCKS, BLOCK_D, IN_BLOCK)), (0, 2, 1))
+            v = tl.reshape(v, (BLOCK_N, BLOCK_D))
             if MASKED:
-                v = tl.where(valid[None, :], v, 0.0)
-            blocks = _find_blocks(table, positions + BLOCK_N, num_blocks, BLOCK_SIZE)
-
+                v = tl.where(valid[:, None], v, 0.0)
+            blocks = _find_blocks(table, firsts + BLOCK_N, num_blocks, BLOCK_SIZE)
             scores *= score_scale
             if slopes is not None:
                 scores += slopes[:, None] * (positions - (length - 1)).to(tl.float32)[None, :]
@@ -123,7 +117,7 @@ def _attend_blocks(
             weights = tl.exp2(scores - new_peak[:, None])
             decay = tl.exp2(peak - new_peak)
             total = total * decay + tl.sum(weights, 1)
-            acc = tl.dot(weights.to(v.dtype), tl.trans(v), acc * decay[:, None], input_precision="ieee")
+            acc = tl.dot(weights.to(v.dtype), v, acc * decay[:, None], input_precision="ieee")
             peak = new_peak
     acc = acc / tl.where(total > 0.0, total, 1.0)[:, None]
     return acc, total, peak
@@ -163,7 +157,6 @@ def partition_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
-    SLICE: tl.constexpr,
     EARLY: tl.constexpr,
 ):
     """Attends to one partition of a sequence's tokens. The grid is (K/V heads times tiles of a group,
@@ -192,7 +185,7 @@ def partition_kernel(
     acc, total, peak = _attend_blocks(
         q + seq * stride_q_seq + heads * stride_q_h, in_tile, slopes, k_cache + kv_head * stride_k_h,
         v_cache + kv_head * stride_v_h, block_tables + seq * stride_table, begin, end, length, stride_k_block,
-        stride_v_block, score_scale, D, X, BLOCK_SIZE, BLOCK_M, BLOCK_N, BLOCK_D, SLICE,
+        stride_v_block, score_scale, D, X, BLOCK_SIZE, BLOCK_M, BLOCK_N, BLOCK_D,
     )  # fmt: skip
     out += seq * stride_out_seq
     if IN_PARTITIONS:
@@ -238,7 +231,6 @@ def share_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
-    SLICE: tl.constexpr,
     EARLY: tl.constexpr,
 ):
     """Attends to a share of the batch's tokens, item by item. The grid is (K/V heads times tiles of a group,
@@ -266,7 +258,7 @@ def share_kernel(
         acc, total, peak = _attend_blocks(
             q + seq * stride_q_seq + heads * stride_q_h, in_tile, slopes, k_cache + kv_head * stride_k_h,
             v_cache + kv_head * stride_v_h, block_tables + seq * stride_table, begin, end, length,
-            stride_k_block, stride_v_block, score_scale, D, X, BLOCK_SIZE, BLOCK_M, BLOCK_N, BLOCK_D, SLICE,
+            stride_k_block, stride_v_block, score_scale, D, X, BLOCK_SIZE, BLOCK_M, BLOCK_N, BLOCK_D,
         )  # fmt: skip
         if num_parts == 1:
             pointers = out + seq * stride_out_seq + (heads * stride_out_h)[:, None] + dims[None, :]
@@ -344,7 +336,6 @@ def tile_options(q: Tensor, k_cache: Tensor) -> tuple[int, dict[str, Any]]:
         "BLOCK_M": launch.block_m,
         "BLOCK_N": launch.block_n,
         "BLOCK_D": tuning.padded_dim(head_dim),
-        "SLICE": tuning.PAGED_SLICE,
         "EARLY": early,
         "num_warps": launch.num_warps,
         "num_stages": launch.num_stages,

@@ -63,10 +63,6 @@ _REDUCTION_BYTES = 2048  # of shared memory, for the softmax's reductions
 _FEW_FIRST, _FEW_LATER = 256, 2048
 _MANY_FIRST, _MANY_LATER = 1024, 8192
 
-# Dims of K that `paged_attention_v1` loads at a time: four vectors of 16 bits, so that eight lanes of a warp
-# read 128 bytes side by side.
-PAGED_SLICE = 32
-
 LINEAR_ROWS = 64  # rows of a weight that a program of `linear` multiplies with several tokens
 MAX_LINEAR_TOKENS = 64  # more are left to cuBLAS
 

@@ -7,7 +7,7 @@ Each side attends to the same tokens in the same random order of pages; the clas
 own layout. v1 is measured in one pass and with a work list, v2 in partitions: of a size that fills the device,
 and of the original's 512 tokens. Every result is compared with float64, then a CUDA graph of the side is
 replayed with an empty L2 cache. The work lists are made before, as a step makes one for all its layers.
-`--tiles` measures other tiles, too: keys, warps, stages, and dims of K in a load.
+`--tiles` measures other tiles, too: keys, warps and stages.
 """
 
 from collections.abc import Callable
@@ -39,7 +39,7 @@ ROWS = (
     even("32/32 heads, B32 × 4k", 32, 4096, 32, 32),
 )
 OURS = "lightkv p16"
-TILES = ((32, 4, 3, 128), (32, 2, 3, 32), (64, 4, 2, 32), (64, 4, 3, 32))
+TILES = ((32, 2, 3), (32, 2, 4), (64, 4, 2), (64, 4, 3))
 
 
 def fixed_partitions(batch: Batch, paged: Paged, blocks: tuple[Tensor, Tensor]) -> Side:
@@ -65,8 +65,8 @@ def sides(batch: Batch, paged: Paged, tiles: bool) -> dict[str, tuple[Callable[[
         make = partial(classic_decode, batch, paged, form, blocks)
         made[form] = make, {}
         for tile in TILES if tiles else ():
-            launch = Launch(tuning.padded_dim(batch.q.shape[1] // batch.num_kv_heads), *tile[:3])
-            other = {"paged_attention_launch": lambda *_, launch=launch: launch, "PAGED_SLICE": tile[3]}
+            launch = Launch(tuning.padded_dim(batch.q.shape[1] // batch.num_kv_heads), *tile)
+            other = {"paged_attention_launch": lambda *_, launch=launch: launch}
             made[f"{form}, {'x'.join(map(str, tile))}"] = make, other
     return made
 
