@@ -9,8 +9,8 @@ it. Batches are padded to the next size with row 0, whose slot is 0.
 A prompt graph runs the forward pass and computes the logits to sample from. The slots of its step are allocated
 before it, because edits that come after the allocation, such as those that publish a chunk, read them. Sampling
 comes after it, eagerly: its few launches are made while the graph runs, and one graph serves every kind of
-sampling. Decode graphs have such a form, too, for steps with rows that have a grammar: what they may sample is
-known only while the graph runs (`runner.py`).
+sampling. For steps with rows that have a grammar, a decode graph has two parts as well, and both are captured:
+what such rows may sample is known only while the first part runs (`runner.py`).
 """
 
 import gc
@@ -18,7 +18,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cached_property, partial
-from typing import Any, NamedTuple, TypeVar, cast
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
@@ -28,7 +28,7 @@ from lightkv.router.engine.step import StepPlan
 from lightkv.router.sampling_params import SamplerKind
 from lightkv.triton_kernels.slots.allocate import TableEntries
 
-from .parts import RunnerParts, StepInputs, StepLogits, StepOutput
+from .parts import MaskedSampling, RunnerParts, StepInputs, StepLogits, StepOutput
 from .token_buckets import FEW_PREFILLS, MOST_TOKENS, most_buckets, prompt_shapes
 
 Output = TypeVar("Output")
@@ -84,23 +84,22 @@ class Capture(NamedTuple):
 
 
 class GraphKey(NamedTuple):
-    """What distinguishes graphs of one batch size: how they sample, and whether rows share prefixes.
+    """What distinguishes graphs of one batch size: how they sample, whether rows share prefixes, which are read
+    by launches of their own, and whether masks say what may be sampled."""
 
-    Shared prefixes are read by launches of their own. `kind`: None for a graph that stops at the logits.
-    """
-
-    kind: SamplerKind | None
+    kind: SamplerKind
     shares_prefixes: bool = False
+    has_masks: bool = False
 
     @classmethod
-    def of(cls, plan: StepPlan, samples: bool = True) -> "GraphKey":
-        """Returns the key of a plan that has decodes only. `samples`: whether the graph samples."""
-        return cls(plan.kind if samples else None, bool(plan.prefixes))
+    def of(cls, plan: StepPlan, has_masks: bool = False) -> "GraphKey":
+        """Returns the key of a plan that has decodes only."""
+        return cls(plan.kind, bool(plan.prefixes), has_masks)
 
     @property
     def name(self) -> str:
-        """What the graph computes last."""
-        return "logits" if self.kind is None else self.kind.name.lower()
+        """How the graph samples."""
+        return self.kind.name.lower() + (" with masks" if self.has_masks else "")
 
 
 class _Loaded(NamedTuple):
@@ -125,7 +124,9 @@ class DecodeGraph:
         self._metadata = metadata.create_cuda_graph_metadata(size)
         self._slots = torch.zeros(size, dtype=torch.int32, device=memory.device)
         self._count = torch.zeros(1, dtype=torch.int32, device=memory.device)
-        self._graphs: dict[GraphKey, tuple[torch.cuda.CUDAGraph, StepOutput | StepLogits]] = {}
+        self._graphs: dict[GraphKey, tuple[torch.cuda.CUDAGraph, StepOutput]] = {}
+        # Of steps with masks: the parts up to the logits, by whether rows share prefixes
+        self._forwards: dict[bool, tuple[torch.cuda.CUDAGraph, StepLogits]] = {}
         self._loaded: _Loaded | None = None
 
     def has(self, key: GraphKey) -> bool:
@@ -137,10 +138,17 @@ class DecodeGraph:
 
         Meanwhile the static tensors hold padding alone, so no slot is allocated.
         """
-        if key.kind is not None and key.kind >= SamplerKind.EDITED:
+        if key.kind >= SamplerKind.EDITED:
             self._parts.sampler.enable_logit_edits()
         self._load_padding(key)
-        self._graphs[key] = shared.graph(lambda: self._step(key.kind))
+        if not key.has_masks:
+            self._graphs[key] = shared.graph(lambda: self._step(key.kind))
+            return
+        if key.shares_prefixes not in self._forwards:
+            self._forwards[key.shares_prefixes] = shared.graph(self._forward)
+        inputs, logits, _ = self._forwards[key.shares_prefixes][1]
+        masks = self._logits.masks(len(logits))
+        self._graphs[key] = shared.graph(lambda: inputs.sample(self._parts, logits, key.kind, masks))
 
     def rehearse(self, key: GraphKey) -> None:
         """Launches what `capture` would capture, once."""
@@ -149,30 +157,46 @@ class DecodeGraph:
 
     def replay(self, plan: StepPlan) -> StepOutput:
         """Runs a plan that has decodes only. The next replay overwrites what it returns."""
-        return cast(StepOutput, self._replay(plan, GraphKey.of(plan)))
+        graph, output = self._graphs[GraphKey.of(plan)]
+        self._replay(plan, graph)
+        return output
 
-    def replay_logits(self, plan: StepPlan) -> StepLogits:
-        """Runs a plan that has decodes only, up to its logits. The next replay overwrites what it returns."""
-        output = cast(StepLogits, self._replay(plan, GraphKey.of(plan, samples=False)))
-        return output.first(len(plan.sample))
+    def replay_forward(self, plan: StepPlan) -> MaskedSampling:
+        """Runs a plan that has decodes only, up to its logits. The next replay overwrites what its sampling
+        returns."""
+        self._replay(plan, self._forwards[bool(plan.prefixes)][0])
+        return partial(self._sample, GraphKey.of(plan, has_masks=True))
 
-    def _replay(self, plan: StepPlan, key: GraphKey) -> StepOutput | StepLogits:
+    def _sample(self, key: GraphKey, masks: torch.Tensor) -> StepOutput:
+        self._logits.masks(len(masks)).copy_(masks, non_blocking=True)
+        graph, output = self._graphs[key]
+        graph.replay()
+        return output
+
+    def _replay(self, plan: StepPlan, graph: torch.cuda.CUDAGraph) -> None:
         count = len(plan.rows)
         if self._loaded is None or (plan.step - 1, plan.rows, plan.prefixes) != self._loaded:
             self._metadata.prepare(plan.rows, plan.starts, plan.counts, 0, prefixes=plan.prefixes or None)
             self._count.fill_(count)
-        graph, output = self._graphs[key]
         self._parts.memory.allocator.claim(count)
         graph.replay()
         self._loaded = _Loaded(plan.step, plan.rows, plan.prefixes)
-        return output
 
     def _load_padding(self, key: GraphKey) -> None:
         self._loaded = None
         self._metadata.prepare([], [], [], 0, prefixes=[] if key.shares_prefixes else None)
         self._count.zero_()
 
-    def _step(self, kind: SamplerKind | None) -> StepOutput | StepLogits:
+    def _step(self, kind: SamplerKind) -> StepOutput:
+        inputs, logits = self._compute()
+        return inputs.sample(self._parts, logits, kind)
+
+    def _forward(self) -> StepLogits:
+        inputs, logits = self._compute()
+        return StepLogits(inputs, self._logits.store(logits))
+
+    def _compute(self) -> tuple[StepInputs, torch.Tensor]:
+        """Computes the logits, and moves every row one position on."""
         memory, metadata = self._parts.memory, self._metadata
         rows = metadata.rows
         entries = TableEntries(memory.table.req_to_token, metadata.position_ids, rows)
@@ -180,24 +204,20 @@ class DecodeGraph:
         metadata.slot_mapping.copy_(self._slots)
         inputs = StepInputs(None, rows, None, rows, metadata.kv_lens.long())
         logits = inputs.logits(self._parts, metadata)
-        output: StepOutput | StepLogits
-        if kind is None:
-            output = StepLogits(inputs, self._logits.store(logits))
-        else:
-            output = inputs.sample(self._parts, logits, kind)
         active = rows > 0
         metadata.position_ids.add_(active)
         metadata.kv_lens.add_(active)
-        return output
+        return inputs, logits
 
 
 class SharedLogits:
     """One tensor `[num_samples, V]` for the logits of all graphs that do not sample, which never run at the
-    same time: kept apart, those of each would be tens of megabytes."""
+    same time: kept apart, those of each would be tens of megabytes. And one for the masks of their tokens."""
 
     def __init__(self, num_samples: int) -> None:
         self._num_samples = num_samples
         self._logits: torch.Tensor | None = None
+        self._masks: torch.Tensor | None = None
 
     def store(self, logits: torch.Tensor) -> torch.Tensor:
         """Copies `logits`, `[n, V]`, to the first n places, and returns these. The first call makes the tensor;
@@ -205,6 +225,15 @@ class SharedLogits:
         if self._logits is None:
             self._logits = logits.new_empty(self._num_samples, logits.shape[1])
         return self._logits[: len(logits)].copy_(logits)
+
+    def masks(self, num: int) -> torch.Tensor:
+        """Returns the first `num` masks, int32 `[num, ceil(V / 32)]`, once logits have been stored. The first
+        call makes the tensor; it must not be captured."""
+        assert self._logits is not None
+        if self._masks is None:
+            size = self._num_samples, -(-self._logits.shape[1] // 32)
+            self._masks = self._logits.new_zeros(size, dtype=torch.int32)
+        return self._masks[:num]
 
 
 class PromptGraph:
@@ -241,12 +270,14 @@ class PromptGraph:
 
     def replay(self, plan: StepPlan) -> StepOutput:
         """Runs a plan whose slots are allocated, and samples."""
-        inputs, logits, _ = self.replay_logits(plan)
+        inputs, logits, _ = self._replay(plan)
         return inputs.sample(self._parts, logits, plan.kind)
 
-    def replay_logits(self, plan: StepPlan) -> StepLogits:
-        """Runs a plan whose slots are allocated, up to its logits. The next replay overwrites what it
-        returns."""
+    def replay_forward(self, plan: StepPlan) -> MaskedSampling:
+        """Runs a plan whose slots are allocated, up to its logits. The next replay overwrites them."""
+        return partial(self._replay(plan).sample, self._parts, plan.kind)
+
+    def _replay(self, plan: StepPlan) -> StepLogits:
         shares_prefixes = bool(plan.prefixes)
         inputs = self._load(plan, shares_prefixes)
         graph, logits = self._graphs[shares_prefixes]
@@ -347,15 +378,15 @@ class StepGraphs:
         """The most tokens of a step with prompts that has a graph."""
         return max(self._prompts)
 
-    def get(self, plan: StepPlan, samples: bool = True) -> DecodeGraph | PromptGraph | None:
-        """Returns the graph for a plan, and captures it if it is missing. `samples`: whether a decode graph
-        samples.
+    def get(self, plan: StepPlan, has_masks: bool = False) -> DecodeGraph | PromptGraph | None:
+        """Returns the graph for a plan, and captures it if it is missing. `has_masks`: they say what may be
+        sampled.
 
         Returns None if the step is larger than all graphs, or the device lacks the memory to capture it.
         """
         if plan.num_prefills:
             return self._prompt_graph(plan)
-        return self.decode_graph(len(plan.rows), GraphKey.of(plan, samples))
+        return self.decode_graph(len(plan.rows), GraphKey.of(plan, has_masks))
 
     def decode_graph(self, batch_size: int, key: GraphKey) -> DecodeGraph | None:
         """Returns the graph for decode batches of this size, as `get` does."""

@@ -1,7 +1,7 @@
 """The objects that the runner and its CUDA graphs share, and what a step reads and returns: every step, eager
 or captured, is `StepInputs.load`, `StepInputs.logits`, `StepInputs.sample`."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -168,6 +168,11 @@ class StepInputs(NamedTuple):
         return StepOutput.of(sampled, parts.memory)
 
 
+# Samples a step whose logits are being computed. It takes the masks of its samples, as in `Sampler.sample` but
+# on the host, in pinned memory where there is a GPU.
+MaskedSampling = Callable[[torch.Tensor], StepOutput]
+
+
 class StepLogits(NamedTuple):
     """The logits of a step's samples, `[n, V]`, the inputs that say how they are sampled, and what the step's
     prompts score."""
@@ -179,6 +184,11 @@ class StepLogits(NamedTuple):
     def first(self, num: int) -> "StepLogits":
         """Returns the first `num` samples; the others of a static batch are padding."""
         return self._replace(logits=self.logits[:num])
+
+    def sample(self, parts: RunnerParts, kind: SamplerKind, masks: torch.Tensor) -> StepOutput:
+        """Samples with masks, which are on the host as those of a `MaskedSampling`."""
+        on_device = masks.to(self.logits.device, non_blocking=True)
+        return self.inputs.sample(parts, self.logits, kind, on_device)._replace(scores=self.scores)
 
 
 def _pinned(tensor: torch.Tensor) -> torch.Tensor:

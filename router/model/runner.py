@@ -15,6 +15,7 @@ sampling of a step with such rows waits, while its forward pass runs, until the 
 from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 from msgspec.structs import replace
@@ -36,7 +37,7 @@ from lightkv.router.engine.step import (
 from lightkv.router.text.grammars import Grammars, InvalidGrammar, RowGrammar
 
 from .cuda_graph import StepGraphs
-from .parts import RunnerParts, StepInputs, StepLogits, StepOutput
+from .parts import MaskedSampling, RunnerParts, StepInputs, StepLogits, StepOutput
 
 Report = Callable[[str], None]
 
@@ -51,7 +52,7 @@ class _StepInFlight:
 
     Attributes:
         grammars: those of its samples, by their index.
-        logits: what is to be sampled, while the sampling waits for the step before.
+        sampling: samples the step, while that waits for the step before.
         error: why the sampling failed.
         tokens: what was sampled, once the host has read it and `grammars` have taken it.
         errors: why samples have failed, by their index.
@@ -59,7 +60,7 @@ class _StepInFlight:
 
     plan: StepPlan
     grammars: list[tuple[int, RowGrammar]]
-    logits: StepLogits | None = None
+    sampling: MaskedSampling | None = None
     output: StepOutput | None = None
     done: torch.cuda.Event | None = None
     error: Exception | None = None
@@ -132,7 +133,7 @@ class ModelRunner:
         grammars = self._grammars_of(plan)
         graph = None
         if self._graphs is not None and not plan.scored:
-            graph = self._graphs.get(plan, samples=not grammars)
+            graph = self._graphs.get(plan, has_masks=bool(grammars))
         allocates = graph is not None and graph.allocates
         edits = decode(plan.edits) if allocates else plan.all_edits()
         self._parts.sampler.set_rows(plan.new_rows, plan.prompts)
@@ -141,7 +142,7 @@ class ModelRunner:
         step = _StepInFlight(plan, grammars)
         try:
             if grammars:
-                step.logits = self._logits(plan) if graph is None else graph.replay_logits(plan)
+                step.sampling = self._forward(plan) if graph is None else graph.replay_forward(plan)
             else:
                 self._copy_to_host(step, self._run(plan) if graph is None else graph.replay(plan))
             self.fatal = False
@@ -230,26 +231,24 @@ class ModelRunner:
         """
         if step is None:
             step = self._in_flight[-1] if self._in_flight else None
-        if step is None or step.logits is None:
+        if step is None or step.sampling is None:
             return
-        waiting, step.logits = step.logits, None
+        sampling, step.sampling = step.sampling, None
         try:
             for earlier in self._in_flight:
                 if earlier is step:
                     break
                 self._take_tokens(earlier)
-            self._copy_to_host(step, self._sample(step, waiting))
+            self._copy_to_host(step, sampling(self._masks(step)))
         except Exception as error:
             step.error = error
 
-    def _sample(self, step: _StepInFlight, waiting: StepLogits) -> StepOutput:
-        """Computes the masks of a step and samples it."""
-        inputs, logits, scores = waiting
+    def _masks(self, step: _StepInFlight) -> torch.Tensor:
+        """Computes the masks of a step, on the host."""
         size = len(step.plan.sample), self.grammars.mask_words
-        masks = torch.empty(size, dtype=torch.int32, pin_memory=logits.is_cuda)
+        masks = torch.empty(size, dtype=torch.int32, pin_memory=self._parts.memory.device.type == "cuda")
         step.errors |= self.grammars.fill(masks.numpy(), step.grammars)
-        on_device = masks.to(logits.device, non_blocking=True)
-        return inputs.sample(self._parts, logits, step.plan.kind, on_device)._replace(scores=scores)
+        return masks
 
     def _take_tokens(self, step: _StepInFlight) -> list[int]:
         """Waits for a step's tokens and gives them to its grammars, once. Raises what its sampling raised."""
@@ -276,6 +275,10 @@ class ModelRunner:
         return StepLogits(
             inputs, *inputs.logits_and_scores(self._parts, self._metadata, plan, self._scored_at_once)
         )
+
+    def _forward(self, plan: StepPlan) -> MaskedSampling:
+        """Runs a step eagerly, after its edits, up to its logits."""
+        return partial(self._logits(plan).sample, self._parts, plan.kind)
 
     def _run(self, plan: StepPlan) -> StepOutput:
         """Runs a step eagerly, after its edits."""

@@ -16,6 +16,7 @@ from lightkv.errors import LightKVError
 from lightkv.memory.staging import upload
 from lightkv.router.engine.step import NewRow
 from lightkv.router.sampling_params import MAX_LOGPROBS, SamplerKind, SamplingParams
+from lightkv.triton_kernels.ban_tokens import ban_tokens, ban_tokens_reference
 
 from .draw import MAX_VOCAB_SIZE, pick, token_weights_, truncate_, uniforms
 from .logit_edits import LogitEdits, Penalties, RowEdits
@@ -164,18 +165,17 @@ class Sampler:
                 f"logits {tuple(logits.shape)}, rows {tuple(rows.shape)} and positions "
                 f"{tuple(positions.shape)}; give [B, {self.vocab_size}], [B] and [B]"
             )
-        banned = None if masks is None else self._banned(masks, len(logits))
         if kind == SamplerKind.GREEDY:
-            scores = logits if banned is None else logits.masked_fill(banned, -torch.inf)
+            scores = logits if masks is None else _ban(logits.clone(), masks)
             sampled = Sampled(scores.argmax(dim=-1), None, None, None)
         elif kind == SamplerKind.RANDOM:
             lines = self._lines.index_select(0, rows)
             scores = _scores(logits)
-            if banned is not None:
-                scores.masked_fill_(banned, -torch.inf)
+            if masks is not None:
+                _ban(scores, masks)
             sampled = Sampled(_draw(scores, lines, positions), None, None, None)
         else:
-            sampled = self._sample_edited(logits, rows, positions, kind == SamplerKind.FULL, banned)
+            sampled = self._sample_edited(logits, rows, positions, kind == SamplerKind.FULL, masks)
         self.next_token.index_copy_(0, rows, sampled.tokens)
         return sampled
 
@@ -196,21 +196,8 @@ class Sampler:
         if self._logit_edits is not None:
             self._logit_edits.check()
 
-    def _banned(self, masks: Tensor, num: int) -> Tensor:
-        """Returns which tokens the masks rule out, bool `[num, vocab_size]`."""
-        num_words = -(-self.vocab_size // 32)
-        if masks.shape != (num, num_words) or masks.dtype != torch.int32:
-            raise ValueError(f"masks of {masks.dtype} {tuple(masks.shape)}; give int32 [{num}, {num_words}]")
-        # Bytes are little-endian, as the bits within them are here.
-        if masks.device.type == "cpu":
-            bits = np.unpackbits(masks.numpy().view(np.uint8), axis=1, bitorder="little")
-            return torch.from_numpy(bits == 0)[:, : self.vocab_size]
-        places = torch.arange(8, dtype=torch.uint8, device=masks.device)
-        is_banned = (masks.view(torch.uint8)[:, :, None] >> places) & 1 == 0
-        return is_banned.view(num, -1)[:, : self.vocab_size]
-
     def _sample_edited(
-        self, logits: Tensor, rows: Tensor, positions: Tensor, truncated: bool, banned: Tensor | None
+        self, logits: Tensor, rows: Tensor, positions: Tensor, truncated: bool, masks: Tensor | None
     ) -> Sampled:
         if self._logit_edits is None:
             raise LightKVError(
@@ -227,8 +214,8 @@ class Sampler:
             frequency=_real(lines, "frequency_penalty"),
         )
         self._logit_edits.apply_(scores, rows, positions, penalties)
-        if banned is not None:
-            scores.masked_fill_(banned, -torch.inf)
+        if masks is not None:
+            _ban(scores, masks)
         tokens = _draw(scores, lines, positions, truncated)
         self._logit_edits.count(rows, tokens)
         own_scores = logits.gather(1, tokens[:, None]).float()
@@ -240,6 +227,15 @@ class Sampler:
 def _scores(logits: Tensor) -> Tensor:
     """Returns a float32 copy that may be changed in place."""
     return logits.to(torch.float32, copy=True, memory_format=torch.contiguous_format)
+
+
+def _ban(scores: Tensor, masks: Tensor) -> Tensor:
+    """Bans tokens in place, and returns the scores. Raises ValueError if the masks do not fit."""
+    if scores.is_cuda:
+        ban_tokens(scores, masks)
+    else:
+        ban_tokens_reference(scores, masks)
+    return scores
 
 
 def _draw(scores: Tensor, lines: Tensor, positions: Tensor, truncated: bool = False) -> Tensor:
