@@ -283,6 +283,7 @@ class Routes:
         beams = body.beam_params(spec.params)
         if beams is not None:
             found = await search_beams(self._backend, spec, beams, request.receive)
+            note_generation(request, found)
             return _json(writer.whole(found))
         generation = await self._backend.generate(spec)
         note_generation(request, generation)
