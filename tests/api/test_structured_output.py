@@ -211,6 +211,22 @@ def test_the_checker_goes_on_after_a_grammar_that_takes_too_long() -> None:
     asyncio.run(check())
 
 
+def test_short_grammars_do_not_wait_for_long_ones() -> None:
+    async def check() -> None:
+        checker = GrammarChecker()
+        await checker.check(Grammar("regex", "[a-z]+"), "field")  # starts the child process
+        grammars = [Grammar("json_schema", json.dumps({**SLOW, "title": title})) for title in "abcd"]
+        slow = [asyncio.create_task(checker.check(one, "field")) for one in grammars]
+        await asyncio.sleep(0.1)
+        await checker.check(Grammar("regex", "[0-9]+"), "field")
+        assert not any(task.done() for task in slow[1:])
+        found = await asyncio.gather(*slow, return_exceptions=True)
+        assert all(isinstance(one, InvalidGrammar) for one in found)
+        await checker.close()
+
+    asyncio.run(check())
+
+
 def test_a_check_that_had_no_time_is_made_again(monkeypatch: pytest.MonkeyPatch) -> None:
     async def check() -> None:
         checker = GrammarChecker()
