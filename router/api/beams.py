@@ -11,19 +11,21 @@ from lightkv.router.text.beam_search import Beam, BeamParams, BeamSearch
 from lightkv.router.text.completion import Completion
 
 from .event_stream import closed_with_client
-from .generation import Answer, Backend, GenerationLost, GenerationSpec
+from .generation import Answer, Backend, Generation, GenerationLost, GenerationSpec
 
 
 @dataclass(frozen=True)
 class BeamAnswers:
     """The answers to one HTTP request that were found by beam search, as a writer needs them.
 
-    `num_cached_tokens`: None if the service does not report them.
+    `num_cached_tokens`: None if the service does not report them. `num_hit_tokens`: the same, whatever clients
+    are told.
     """
 
     answers: list[Answer]
     num_prompt_tokens: int
     num_cached_tokens: int | None
+    num_hit_tokens: int
 
     @property
     def all_answers(self) -> list[Answer]:
@@ -47,7 +49,7 @@ async def search_beams(
     end_ids = frozenset() if params.ignore_eos else backend.tokenizer.eos_ids
     one_token = params.round_params(len(end_ids))
     searches = [BeamSearch(prompt_ids, params, end_ids) for prompt_ids in spec.prompts]
-    num_cached: int | None = None
+    first: Generation | None = None  # that of the first round, with one answer to each prompt
     while growing := [search for search in searches if search.prompts]:
         counts = [len(search.prompts) for search in growing]
         prompts = [prompt for search in growing for prompt in search.prompts]
@@ -60,25 +62,28 @@ async def search_beams(
         found = [answer.completion.logprobs for answer in generation.answers]
         if not all(found):
             raise GenerationLost("its client has disconnected")
-        if num_cached is None:
-            num_cached = generation.num_cached_tokens
+        first = first or generation
         scored = iter(found)
         for search, count in zip(growing, counts, strict=True):
             search.take([next(scored)[0] for _ in range(count)])
+    assert first is not None
     answers = [
-        _answer(backend, beam, spec.params, prompt_idx)
+        _answer(backend, beam, spec.params, first.answers[prompt_idx])
         for prompt_idx, search in enumerate(searches)
         for beam in search.best
     ]
     answers = [replace(answer, index=index) for index, answer in enumerate(answers)]
     num_prompt = sum(map(len, spec.prompts)) // TOKEN_BYTES
-    return BeamAnswers(answers, num_prompt, num_cached)
+    return BeamAnswers(answers, num_prompt, first.num_cached_tokens, first.num_hit_tokens)
 
 
-def _answer(backend: Backend, beam: Beam, params: SamplingParams, prompt_idx: int) -> Answer:
-    """Returns a beam as an answer that is complete."""
+def _answer(backend: Backend, beam: Beam, params: SamplingParams, first: Answer) -> Answer:
+    """Returns a beam as an answer that is complete. `first`: that of the first round to its prompt, whose times
+    it has."""
     completion = Completion(backend.tokenizer, params)
     last = len(beam.token_ids) - 1
     for place, token in enumerate(beam.token_ids):
         completion.push(TokenEvent("", token, beam.finish_reason if place == last else None))
-    return Answer(0, prompt_idx, completion, backend.metrics.begin(), has_logprobs=False)
+    clock = backend.metrics.begin()
+    clock.begun, clock.first = first.clock.begun, first.clock.first
+    return Answer(0, first.prompt_idx, completion, clock, False, first.num_cached, first.waited)

@@ -167,6 +167,9 @@ class Answered(Protocol):
     def num_cached_tokens(self) -> int | None: ...
 
     @property
+    def num_hit_tokens(self) -> int: ...
+
+    @property
     def num_completion_tokens(self) -> int: ...
 
 

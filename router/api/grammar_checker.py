@@ -26,6 +26,7 @@ from lightkv.router.text.grammars import InvalidGrammar, compile_grammar, reason
 MAX_WORK_SECONDS = 0.1  # of the processor, to compile a grammar and to follow a short text of it
 DEADLINE_SECONDS = 0.8  # after which the child process is killed
 START_SECONDS = 20.0
+MAX_SHORT = 4096  # characters of a grammar that does not wait for longer ones
 _WALK_BYTES = 48  # the length of that text
 _MAX_KNOWN = 256  # grammars whose answers are kept
 _MEMORY_BYTES = 2 << 30
@@ -37,22 +38,23 @@ class _NoAnswer(Exception):
 
 
 class GrammarChecker:
-    """The child process that checks grammars, which starts with the first of them, and its latest answers."""
+    """The child processes that check grammars, each of which starts with the first of them, and their latest
+    answers. Short grammars do not wait for long ones, which are those that take long."""
 
     def __init__(self) -> None:
-        self._child: Process | None = None
-        self._turn = asyncio.Lock()
+        self._children = _Child(), _Child()
         self._known: OrderedDict[Grammar, str] = OrderedDict()  # grammar → what is wrong, or nothing
 
     async def check(self, grammar: Grammar, field: str) -> None:
         """Returns once the grammar is known to compile fast. Raises InvalidGrammar, which names `field`."""
         wrong = self._known.get(grammar)
         if wrong is None:
-            async with self._turn:
+            child = self._children[len(grammar.text) > MAX_SHORT]
+            async with child.turn:
                 wrong = self._known.get(grammar)
                 if wrong is None:
                     try:
-                        wrong = await self._ask(grammar)
+                        wrong = await child.ask(grammar)
                     except _NoAnswer as error:
                         raise InvalidGrammar(field, str(error)) from error
             self._known[grammar] = wrong
@@ -62,6 +64,19 @@ class GrammarChecker:
             raise InvalidGrammar(field, wrong)
 
     async def close(self) -> None:
+        """Ends the child processes, and waits for their end. A later check starts another one."""
+        for child in self._children:
+            await child.close()
+
+
+class _Child:
+    """One child process. `turn`: is held by the one check that it makes."""
+
+    def __init__(self) -> None:
+        self.turn = asyncio.Lock()
+        self._child: Process | None = None
+
+    async def close(self) -> None:
         """Ends the child process, and waits for its end. A later check starts another one."""
         child, self._child = self._child, None
         if child is not None:
@@ -69,7 +84,7 @@ class GrammarChecker:
                 child.kill()
             await child.wait()
 
-    async def _ask(self, grammar: Grammar) -> str:
+    async def ask(self, grammar: Grammar) -> str:
         """Returns what is wrong with a grammar, or an empty text. Raises _NoAnswer."""
         try:
             if self._child is None:

@@ -282,7 +282,9 @@ class Routes:
         begins."""
         beams = body.beam_params(spec.params)
         if beams is not None:
+            self._check_queue(len(spec.prompts), beams.width)
             found = await search_beams(self._backend, spec, beams, request.receive)
+            note_generation(request, found)
             return _json(writer.whole(found))
         generation = await self._backend.generate(spec)
         note_generation(request, generation)

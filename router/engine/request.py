@@ -201,8 +201,14 @@ class Request:
         return self.rank, self.is_late, self.arrival
 
     def tail_ids(self) -> bytes:
-        """Returns what was generated since the prefill, int32 bytes."""
-        return self.output[self.num_prefill_tokens - self.num_prompt :].tobytes()
+        """Returns what was generated since the prefill and can be cached, int32 bytes."""
+        # An end token that min_tokens or a ban ruled out was set on the host, because a grammar had ended: a
+        # step in flight may have computed another token in its place.
+        params = self.params
+        is_ruled_out = len(self.output) <= params.min_tokens or params.bans_tokens
+        is_forced = params.grammar is not None and self.finish_reason == "stop" and is_ruled_out
+        end = len(self.output) - is_forced
+        return self.output[self.num_prefill_tokens - self.num_prompt : end].tobytes()
 
     def score(self, part: int, start: int, num_tokens: int) -> ScoredChunk | None:
         """Notes that a step computes the positions [start, start + num_tokens) of the prefill as part `part` of

@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 import numpy as np
 from llguidance import LLExecutor, LLMatcher, LLParserLimits, LLTokenizer, regex_to_lark
+from llguidance.gbnf_to_lark import any_to_lark
 
 from lightkv.errors import LightKVError
 from lightkv.router.sampling_params import Grammar, InvalidParams
@@ -56,7 +57,7 @@ def limits() -> LLParserLimits:
 
 def source_of(grammar: Grammar) -> str:
     """Returns the grammar in the form that llguidance compiles. Raises ValueError for a text that is not
-    JSON where it has to be."""
+    JSON, or GBNF, where it has to be."""
     match grammar.kind:
         case "json_object":
             return _of_schema('{"type": "object"}')
@@ -71,10 +72,22 @@ def source_of(grammar: Grammar) -> str:
                 raise ValueError("the choices are not a list of texts")
             if not choices:
                 raise ValueError("the list of choices is empty; give at least one")
-            # Texts of a Lark grammar are written as in JSON.
-            return "start: " + " | ".join(json.dumps(one, ensure_ascii=False) for one in choices)
+            return "start: " + " | ".join(map(_lark_text, choices))
         case _:
-            return LLMatcher.grammar_from_lark(grammar.text)
+            text = _of_gbnf(grammar.text) if "::=" in grammar.text else grammar.text
+            return LLMatcher.grammar_from_lark(text)
+
+
+def _lark_text(text: str) -> str:
+    """Returns a text of a Lark grammar, which is written as in JSON, but for one control character."""
+    return json.dumps(text, ensure_ascii=False).replace("\x7f", r"\u007f")
+
+
+def _of_gbnf(text: str) -> str:
+    try:
+        return str(any_to_lark(text))
+    except Exception as error:  # the converter raises what its parser meets
+        raise ValueError(f"it is not a grammar in GBNF ({str(error)[:200]})") from error
 
 
 def _of_schema(schema: str) -> str:

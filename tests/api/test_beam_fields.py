@@ -1,6 +1,7 @@
 """Tests of beam search over HTTP, against a router whose tokens never depend on the prompt."""
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -60,6 +61,7 @@ def test_what_a_search_does_not_heed_is_refused(api: ApiUnderTest) -> None:
         ({"presence_penalty": 1}, "presence_penalty"),
         ({"length_penalty": 1000}, "length_penalty"),
         ({"early_stopping": "always"}, "early_stopping"),
+        ({"guided_regex": "a"}, "guided_regex"),
     ):
         body = {**HELLO, "use_beam_search": True, "max_tokens": 2, **fields}
         error = api.post(CHAT, body, 400)["error"]
@@ -70,6 +72,15 @@ def test_what_a_search_does_not_heed_is_refused(api: ApiUnderTest) -> None:
     ):
         assert api.post(CHAT, {**HELLO, **fields}, 400)["error"]["param"] == param
     assert not api.router.submits
+
+
+def test_more_beams_than_the_queue_holds_are_refused(tmp_path: Path) -> None:
+    body = {"prompt": ["a", "b"], "use_beam_search": True, "best_of": 3, "max_tokens": 2}
+    with service(tmp_path, max_queued_requests=5).running() as narrow:
+        error = narrow.post(COMPLETIONS, body, 400)["error"]
+        assert error["param"] == "n"
+        assert "max-queued-requests" in error["message"]
+        narrow.post(COMPLETIONS, body | {"best_of": 2})
 
 
 def test_a_failure_in_a_round_is_an_error(api: ApiUnderTest) -> None:

@@ -66,6 +66,7 @@ def test_a_response_has_openais_form(api: ApiUnderTest) -> None:
     (submit,) = api.router.submits
     num_prompt = len(ids_of(submit))
     assert body["usage"]["input_tokens"] == num_prompt
+    openai.types.responses.Response.model_validate(body)  # all fields that the client's type requires
     assert (body["usage"]["output_tokens"], body["usage"]["total_tokens"]) == (5, num_prompt + 5)
 
 
@@ -174,6 +175,12 @@ def test_log_probabilities_are_included(client: openai.OpenAI) -> None:
         ({"input": [{"type": "function_call", "call_id": 3}]}, "input", "call_id"),
         ({"stream_options": {}}, "stream_options", "together with stream"),
         ({"text": {"format": 3}}, "text.format", "an object"),
+        (
+            {"text": {"format": {"type": "json_schema", "name": "s", "schema": {"type": "foo"}}}},
+            "text.format",
+            "Invalid type",
+        ),
+        ({"input": [{"type": "reasoning", "content": 5}]}, "input", "a list of parts"),
     ],
 )
 def test_what_cannot_be_done_is_refused_by_name(
@@ -184,6 +191,19 @@ def test_what_cannot_be_done_is_refused_by_name(
     assert error_of(content)["param"] == param
     assert message in error_of(content)["message"]
     assert not api.router.submits
+
+
+def test_half_a_surrogate_pair_in_what_a_response_repeats_is_replaced(api: ApiUnderTest) -> None:
+    fields = {
+        "metadata": {"a": "\ud800"},
+        "text": {"format": {"type": "text"}, "b": ["\ud800"]},
+        "tools": [TOOL | {"description": "\ud800"}],
+        "tool_choice": "none",
+    }
+    body = api.post(RESPONSES, {"input": "Hello!", "max_output_tokens": 1, **fields})
+    assert body["metadata"] == {"a": "\ufffd"}
+    assert body["text"]["b"] == ["\ufffd"]
+    assert body["tools"][0]["description"] == "\ufffd"
 
 
 def test_harmless_fields_are_accepted(api: ApiUnderTest) -> None:

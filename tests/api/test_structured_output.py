@@ -8,11 +8,12 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from llguidance import LLTokenizer
 
 from lightkv.router.api import grammar_checker
 from lightkv.router.api.grammar_checker import MAX_WORK_SECONDS, GrammarChecker
 from lightkv.router.sampling_params import MAX_GRAMMAR_BYTES, Grammar
-from lightkv.router.text.grammars import InvalidGrammar
+from lightkv.router.text.grammars import InvalidGrammar, compile_grammar, source_of
 from tests.support.fake_router import CHAT, COMPLETIONS, HELLO, ApiUnderTest, idle, service
 
 SCHEMA = {"type": "object", "properties": {"é": {"type": "string"}}}
@@ -28,6 +29,8 @@ ADVERSARIAL: dict[str, dict[str, Any]] = {
     "large regex": {"guided_regex": "(" + "|".join("a" * i + "b" for i in range(900)) + "){1,500}"},
     "recursion": {"guided_json": {"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#/$defs/a"}}}},
     "no text": {"guided_grammar": "start: start"},
+    "slow GBNF": {"guided_grammar": "root ::= " + '"a" ' * 60_000},
+    "large GBNF": {"guided_grammar": "root ::= " + '"a" ' * 500_000},
 }
 
 
@@ -97,12 +100,38 @@ def test_a_field_makes_a_grammar(
     assert submit.params.grammar == expected
 
 
-def test_a_grammar_in_gbnf_is_converted(api: ApiUnderTest) -> None:
-    api.post(COMPLETIONS, body(COMPLETIONS, {"guided_grammar": 'root ::= "a" b\nb ::= [0-9]+'}))
+def test_a_grammar_in_gbnf_is_converted_where_it_is_compiled(api: ApiUnderTest) -> None:
+    text = 'root ::= "a" b\nb ::= [0-9]+'
+    api.post(COMPLETIONS, body(COMPLETIONS, {"guided_grammar": text}))
+    (submit,) = api.router.submits
+    assert submit.params.grammar == Grammar("lark", text)
+    assert "start:" in source_of(submit.params.grammar)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"guided_regex": "\ud800a"},
+        {"guided_choice": ["\ud800a"]},
+        {"guided_grammar": 'start: "\ud800"'},
+        {"guided_grammar": 'root ::= "\ud800"'},
+        {"guided_json": {"type": "object", "properties": {"\ud800": {"type": "null"}}}},
+        {"response_format": {"type": "json_schema", "json_schema": {"schema": {"const": "\ud800"}}}},
+    ],
+)
+def test_half_a_surrogate_pair_is_replaced(api: ApiUnderTest, fields: dict[str, Any]) -> None:
+    api.post(COMPLETIONS, body(COMPLETIONS, fields))
     (submit,) = api.router.submits
     assert submit.params.grammar is not None
-    assert submit.params.grammar.kind == "lark"
-    assert "start:" in submit.params.grammar.text
+    assert "\ufffd" in submit.params.grammar.text
+
+
+def test_choices_may_have_any_character() -> None:
+    choice = "".join(map(chr, range(256))) + "\u2028\u20ac\U0001f642"
+    tokenizer = LLTokenizer("byte")
+    matcher = compile_grammar(Grammar("choice", json.dumps([choice])), tokenizer)
+    tokens = list(choice.encode())
+    assert matcher.try_consume_tokens(tokens) == len(tokens)
 
 
 @pytest.mark.parametrize(
@@ -177,6 +206,22 @@ def test_the_checker_goes_on_after_a_grammar_that_takes_too_long() -> None:
         begun = time.monotonic()
         await checker.check(Grammar("regex", "[a-z]+"), "field")
         assert time.monotonic() - begun < MAX_WORK_SECONDS
+        await checker.close()
+
+    asyncio.run(check())
+
+
+def test_short_grammars_do_not_wait_for_long_ones() -> None:
+    async def check() -> None:
+        checker = GrammarChecker()
+        await checker.check(Grammar("regex", "[a-z]+"), "field")  # starts the child process
+        grammars = [Grammar("json_schema", json.dumps({**SLOW, "title": title})) for title in "abcd"]
+        slow = [asyncio.create_task(checker.check(one, "field")) for one in grammars]
+        await asyncio.sleep(0.1)
+        await checker.check(Grammar("regex", "[0-9]+"), "field")
+        assert not any(task.done() for task in slow[1:])
+        found = await asyncio.gather(*slow, return_exceptions=True)
+        assert all(isinstance(one, InvalidGrammar) for one in found)
         await checker.close()
 
     asyncio.run(check())

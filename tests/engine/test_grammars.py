@@ -261,6 +261,37 @@ def test_two_steps_in_flight_give_the_same_tokens(
     assert sum(waited) > 10  # the sampling of these steps waited for the step before
 
 
+@pytest.mark.parametrize("ruled_out_by", [{"min_tokens": 40}, {"allowed_token_ids": [64, 65]}])
+def test_the_cache_has_no_end_token_that_the_device_did_not_take(
+    directory: Path, ruled_out_by: dict[str, Any]
+) -> None:
+    """Where the end tokens are ruled out, the end of the text is known on the host alone, while the step in
+    flight computes K/V of another token in its place."""
+    prompt = array("i", range(60, 80))
+    grammar = Grammar("regex", "[ab]{8}")
+    params = SamplingParams(grammar=grammar, max_tokens=60, temperature=0, **ruled_out_by)
+    free = SamplingParams(max_tokens=12, temperature=0, logprobs=0)
+
+    def answer(engine: LocalEngine, ids: bytes, params: SamplingParams) -> list[TokenEvent]:
+        engine.add(Request("a", ids, params, seed=0, stop_ids=frozenset({END})))
+        events = []
+        while engine.has_work:
+            events += engine.step()
+        return events
+
+    engine = make(directory, 2000, 2, estimates=False)[0]
+    said = array("i", [event.token or 0 for event in answer(engine, prompt.tobytes(), params)])
+    assert said[-1] == END
+    longer = (prompt + said + array("i", [65, 66])).tobytes()
+    found = answer(engine, longer, free)
+    assert found[0].num_cached == len(prompt) + len(said) - 1
+    cold = answer(make(directory, 2000, 2, estimates=False)[0], longer, free)
+    assert [event.token for event in found] == [event.token for event in cold]
+    assert [event.logprobs.logprob for event in found if event.logprobs] == pytest.approx(
+        [event.logprobs.logprob for event in cold if event.logprobs], abs=1e-4
+    )
+
+
 def test_a_resumed_row_goes_on_in_its_grammar(directory: Path, expected: dict[str, list[int | None]]) -> None:
     for depth in (1, 2):
         engine, _ = make(directory, 220, depth, estimates=True)

@@ -1,8 +1,10 @@
 """Fields of requests beyond OpenAI's own, named as in vLLM, and the types of their texts."""
 
+import json
 from collections.abc import Sequence
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
+import msgspec
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
 from lightkv.router.sampling_params import InvalidParams, SamplingParams
@@ -11,13 +13,23 @@ from lightkv.router.text.beam_search import BeamParams
 from .extras import Extras
 
 
-def _mended(text: str) -> str:
+def mended(text: str) -> str:
     """Replaces half surrogate pairs, which JSON can carry and UTF-8 cannot, by U+FFFD (as
     `Tokenizer.encode`)."""
     return text if text.isascii() else text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
 
-Text = Annotated[str, AfterValidator(_mended)]
+def _mended_values(value: Any) -> Any:
+    """Mends all texts of plain data, which an answer repeats."""
+    try:
+        msgspec.json.encode(value)
+    except UnicodeEncodeError:
+        return json.loads(mended(json.dumps(value, ensure_ascii=False)))
+    return value
+
+
+Text = Annotated[str, AfterValidator(mended)]
+Object = Annotated[dict[str, Any], AfterValidator(_mended_values)]
 # fail_fast: a list of a million wrong items is one error, not a million.
 Ids = Annotated[list[int], Field(fail_fast=True)]
 Texts = Annotated[list[Text], Field(fail_fast=True)]
@@ -36,7 +48,6 @@ _NOT_WITH_BEAMS = (
     "prompt_logprobs",
     "stop",
     "stop_token_ids",
-    "grammar",
 )
 
 

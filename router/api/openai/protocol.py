@@ -156,6 +156,9 @@ class GenerationRequest(StructuredFields, RequestBody, AnswerFields):
 
     def beam_params(self, params: SamplingParams) -> BeamParams | None:
         """Returns the parameters of a beam search, or None if the request samples. Raises InvalidParams."""
+        if self.use_beam_search and params.grammar is not None:
+            allowed = "it without use_beam_search, which does not heed it"
+            raise InvalidParams(self.grammar_field, "what the answer has to be", allowed)
         return self.beams(params, self.n or 1, self.stream is True)
 
     def sampling_params(self, max_tokens: int, logprobs: int | None) -> SamplingParams:

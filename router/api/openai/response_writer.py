@@ -265,7 +265,10 @@ def _usage(generation: Answered) -> dict[str, Any]:
     details = usage["prompt_tokens_details"]
     return {
         "input_tokens": usage["prompt_tokens"],
-        "input_tokens_details": {"cached_tokens": 0 if details is None else details["cached_tokens"]},
+        "input_tokens_details": {
+            "cached_tokens": 0 if details is None else details["cached_tokens"],
+            "cache_write_tokens": 0,  # not counted apart; OpenAI's client requires the field
+        },
         "output_tokens": usage["completion_tokens"],
         "output_tokens_details": {"reasoning_tokens": 0},
         "total_tokens": usage["total_tokens"],

@@ -9,7 +9,9 @@ from typing import Annotated, Any
 from pydantic import ConfigDict, Field, ValidationError
 
 from lightkv.router.sampling_params import InvalidParams
+from lightkv.router.text.grammars import InvalidGrammar
 
+from .extensions import Object
 from .protocol import ChatRequest, RequestBody, StreamOptions, Text
 
 LOGPROBS = "message.output_text.logprobs"
@@ -51,20 +53,18 @@ class ResponseRequest(RequestBody):
     top_p: float | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    tools: list[dict[str, Any]] | None = Field(None, description='Tools of the type "function".')
-    tool_choice: str | dict[str, Any] | None = None
+    tools: list[Object] | None = Field(None, description='Tools of the type "function".')
+    tool_choice: Text | Object | None = None
     parallel_tool_calls: bool | None = None
-    text: dict[str, Any] | None = Field(
-        None, description="format: the form of the text, such as a JSON schema."
-    )
-    reasoning: dict[str, Any] | None = None
+    text: Object | None = Field(None, description="format: the form of the text, such as a JSON schema.")
+    reasoning: Object | None = None
     include: list[str] | None = Field(None, description=f"{LOGPROBS} adds log-probabilities.")
     top_logprobs: int | None = None
     store: bool | None = Field(None, description="false, which is the default: responses are not kept.")
     previous_response_id: str | None = Field(None, description="null: responses are not kept.")
     background: bool | None = None
     truncation: str | None = None
-    metadata: dict[str, Any] | None = None
+    metadata: Object | None = None
 
     def chat(self) -> ChatRequest:
         """Returns the same request as a chat completion. Raises InvalidParams."""
@@ -147,6 +147,8 @@ class ResponseRequest(RequestBody):
 def renamed(error: InvalidParams) -> InvalidParams:
     """Returns an error of the chat with the name that the field has in a response's request."""
     name = _CHAT_NAMES.get(error.field)
+    if name is not None and isinstance(error, InvalidGrammar):
+        return InvalidGrammar(name, error.reason)
     return error if name is None else InvalidParams(name, error.value, error.allowed)
 
 
@@ -178,6 +180,8 @@ def _add_item(messages: list[dict[str, Any]], item: dict[str, Any]) -> None:
         messages.append({"role": "tool", "tool_call_id": _string(item, "call_id"), "content": output})
     elif kind == "reasoning":
         parts = item.get("content") or []
+        if not isinstance(parts, list):
+            raise InvalidParams("input", f"a reasoning with content {parts!r}", "a list of parts as content")
         text = "".join(str(part.get("text", "")) for part in parts if isinstance(part, dict))
         if text:
             messages.append({"role": "assistant", "reasoning_content": text})

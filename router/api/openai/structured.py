@@ -5,11 +5,12 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from llguidance.gbnf_to_lark import any_to_lark
 from pydantic import BaseModel, Field
 
 from lightkv.router.sampling_params import MAX_GRAMMAR_BYTES, Grammar, InvalidParams
 from lightkv.router.text.grammars import InvalidGrammar
+
+from .extensions import mended
 
 # The keys of structured_outputs, besides those that each say what an answer is.
 _OPTIONS = (
@@ -64,11 +65,11 @@ class StructuredFields(BaseModel):
         if len(given) > 1:
             first, second = given[0][0], given[1][0]
             raise InvalidParams(second, getattr(self, second), f"it without {first}; one of them is enough")
-        if given and len(given[0][1].text) > MAX_GRAMMAR_BYTES // 4:  # of at most four bytes each
-            field, grammar = given[0]
-            if (size := len(grammar.text.encode("utf-8", "surrogatepass"))) > MAX_GRAMMAR_BYTES:
-                raise InvalidGrammar(field, f"it has {size} bytes; at most {MAX_GRAMMAR_BYTES} are allowed")
-        return given[0] if given else None
+        if not given:
+            return None
+        field, grammar = given[0]
+        _check_size(field, grammar.text)
+        return field, Grammar(grammar.kind, mended(grammar.text))
 
 
 def _of_response_format(value: dict[str, Any] | None) -> Grammar | None:
@@ -123,12 +124,15 @@ def _grammar(field: str, kind: str, value: Any, spaces: str | None) -> Grammar |
         return Grammar("choice", json.dumps(value, ensure_ascii=False))
     if not isinstance(value, str):
         raise InvalidParams(field, value, f"a {kind} as a text")
-    if kind == "regex":
-        return Grammar("regex", value)
-    try:
-        return Grammar("lark", any_to_lark(value) if "::=" in value else value)
-    except Exception as error:  # the converter raises what its parser meets
-        raise InvalidGrammar(field, f"it is not a grammar in GBNF ({str(error)[:200]})") from error
+    return Grammar("regex" if kind == "regex" else "lark", value)
+
+
+def _check_size(field: str, text: str) -> None:
+    """Raises InvalidGrammar for a text that is too long."""
+    if len(text) <= MAX_GRAMMAR_BYTES // 4:  # of at most four bytes each
+        return
+    if (size := len(text.encode("utf-8", "surrogatepass"))) > MAX_GRAMMAR_BYTES:
+        raise InvalidGrammar(field, f"it has {size} bytes; at most {MAX_GRAMMAR_BYTES} are allowed")
 
 
 def _schema(field: str, value: Any, spaces: str | None) -> str:
@@ -136,6 +140,7 @@ def _schema(field: str, value: Any, spaces: str | None) -> str:
     if isinstance(value, str):
         if spaces is None:
             return value
+        _check_size(field, value)
         try:
             value = json.loads(value)
         except (ValueError, RecursionError) as error:

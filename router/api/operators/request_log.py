@@ -14,7 +14,7 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from lightkv.router.api.generation import Generation
+from lightkv.router.api.generation import Answered
 from lightkv.router.service.key_file import ApiKeys
 
 REQUEST_ID_HEADER = "X-Request-Id"
@@ -39,7 +39,7 @@ class RequestRecord:
     status: int | None = None
     key: str | None = None
     traceparent: str | None = None
-    generation: Generation | None = None
+    generation: Answered | None = None
 
     def line(self) -> dict[str, Any]:
         """Returns the record's line in the log, which has nothing of the texts of prompt or answer."""
@@ -132,7 +132,7 @@ class RequestObserver:
             self._tracer.record(record)
 
 
-def note_generation(request: Request, generation: Generation) -> None:
+def note_generation(request: Request, generation: Answered) -> None:
     """Adds the answers of a request to its record."""
     record: RequestRecord = request.state.record
     record.generation = generation
