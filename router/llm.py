@@ -39,7 +39,7 @@ Report = Callable[[str], None]
 
 
 class StepFailed(LightKVError):
-    """The model failed on a step; the requests in the step are lost."""
+    """The model failed on a step, whose requests are lost, or a text could not go on as its grammar says."""
 
 
 @dataclass(frozen=True)
@@ -266,7 +266,7 @@ class LLM:
     def _take(self, run: _Run) -> list[StreamChunk]:
         """Returns the chunks of the call's events. Raises StepFailed, once the events before are taken."""
         chunks: list[StreamChunk] = []
-        while run.inbox and not (chunks and run.inbox[0].finish_reason == "error"):
+        while run.inbox and not (chunks and run.inbox[0].finish_reason in ("error", "invalid")):
             event = run.inbox.popleft()
             if event.request_id in run.growing:  # else a stop string has ended the answer before
                 chunks.append(self._chunk(run, event))
@@ -274,6 +274,8 @@ class LLM:
 
     def _chunk(self, run: _Run, event: TokenEvent) -> StreamChunk:
         answer = run.growing[event.request_id]
+        if event.finish_reason == "invalid":
+            raise StepFailed(f"an answer could not be completed: {event.error}")
         if event.finish_reason == "error":
             raise StepFailed(f"a step failed: {event.error}; its requests are lost, try again")
         completion = answer.completion

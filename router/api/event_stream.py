@@ -14,7 +14,7 @@ from lightkv.router.api.openai.protocol import GenerationRequest, error_body
 from lightkv.router.api.openai.response_writer import ResponseEvents, ResponseWriter
 from lightkv.router.api.openai.writer import ChatWriter, CompletionWriter, usage_of
 
-from .generation import Answer, Generation, GenerationFailed, GenerationLost, TextDelta
+from .generation import Answer, Generation, GenerationFailed, GenerationInvalid, GenerationLost, TextDelta
 
 _HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}  # no proxy may hold events back
 _MARK = secrets.token_hex(16)  # stands for the text in a chunk of which all others are made
@@ -124,6 +124,8 @@ class EventWriter:
 
 def failure_status(error: GenerationFailed | GenerationLost) -> int:
     """Returns the HTTP status of an answer that could not be completed."""
+    if isinstance(error, GenerationInvalid):
+        return 400
     return 503 if isinstance(error, GenerationLost) else 500
 
 

@@ -31,11 +31,26 @@ class GenerationFailed(LightKVError):
         super().__init__(f"the model failed in this answer ({reason}); the same request may fail again")
 
 
+class GenerationInvalid(GenerationFailed):
+    """The text of an answer could not go on as its grammar says. The same request would fail again."""
+
+    def __init__(self, reason: str) -> None:
+        LightKVError.__init__(self, f"the answer could not be completed: {reason}")
+
+
 class GenerationLost(LightKVError):
     """The service lost an unfinished answer, because one of its processes died or it is shutting down."""
 
     def __init__(self, reason: str) -> None:
         super().__init__(f"the answer was lost ({reason}); try again")
+
+
+_FAILURES: dict[str, Callable[[str], LightKVError]] = {
+    "invalid": GenerationInvalid,
+    "error": GenerationFailed,
+    "lost": GenerationLost,
+    "abort": GenerationLost,
+}
 
 
 @dataclass(frozen=True)
@@ -227,7 +242,7 @@ class Generation:
             deltas: dict[str, TextDelta] = {}
             for event in events:
                 request_id = event.request_id
-                if event.finish_reason in ("error", "lost", "abort"):
+                if event.finish_reason in _FAILURES:
                     self._fail(event.finish_reason, event.error or "it was aborted")
                 delta = deltas.get(request_id)
                 if delta is None:
@@ -288,12 +303,12 @@ class Generation:
             self._events.end(request_id, "stop")
 
     def _fail(self, finish_reason: str, error: str) -> None:
-        """Aborts the unfinished answers and raises GenerationFailed or GenerationLost."""
+        """Aborts the unfinished answers and raises what the reason stands for."""
         for answer in self._growing.values():
             answer.clock.finish(finish_reason)
         self._growing.clear()
         self._events.close()
-        raise GenerationFailed(error) if finish_reason == "error" else GenerationLost(error)
+        raise _FAILURES[finish_reason](error)
 
 
 def _mean_logprob(answer: Answer) -> float:

@@ -49,7 +49,7 @@ class Request:
         ticket: the number of its place in the queue, while it waits.
         expected: the output tokens that admission counts the request with, up to `max_tokens`.
         num_in_flight: the steps in flight that the request is in.
-        finish_reason: None while the request lives, then "stop", "length", "abort" or "error".
+        finish_reason: None while the request lives, then "stop", "length", "abort", "invalid" or "error".
     """
 
     __slots__ = (

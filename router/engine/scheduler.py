@@ -207,8 +207,8 @@ class Scheduler:
                 if request.finish_reason is not None:
                     continue
                 if result.errors and i in result.errors:
-                    self._end(request, "error")
-                    events.append(TokenEvent(request.id, None, "error", error=result.errors[i]))
+                    self._end(request, "invalid")
+                    events.append(TokenEvent(request.id, None, "invalid", error=result.errors[i]))
                     num_failed += 1
                     continue
                 request.output.append(token)

@@ -203,8 +203,9 @@ class TokenEvent(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """What a step brought to one request: a token and, with its last token, its end.
 
     Attributes:
-        finish_reason: "stop", "length", "error" (the step failed), "lost" (the worker died) or "abort". The
-            last three come without a token, and `error` says why.
+        finish_reason: "stop", "length", "invalid" (no text of its grammar can go on), "error" (the step
+            failed), "lost" (the worker died) or "abort". The last four come without a token, and `error` says
+            why.
         num_cached: comes with the first token: how many of the prompt's tokens were found in the cache.
         waited: comes with the first token where a router sends it: the seconds that the request was queued.
         prompt_logprobs: come with the first token, where the request asks for them: of the prompt's tokens

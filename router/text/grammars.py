@@ -48,7 +48,7 @@ def limits() -> LLParserLimits:
         max_items_in_row=5_000,
         initial_lexer_fuel=500_000,
         step_lexer_fuel=100_000,
-        step_max_items=50_000,
+        step_max_items=10_000,
         max_lexer_states=20_000,
         max_grammar_size=50_000,
         verbose_errors=False,

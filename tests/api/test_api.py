@@ -445,7 +445,9 @@ def test_a_service_without_a_key_documents_none(api: ApiUnderTest) -> None:
             assert "security" not in operation
 
 
-@pytest.mark.parametrize(("reason", "is_refused"), [("error", False), ("lost", True), ("abort", True)])
+@pytest.mark.parametrize(
+    ("reason", "is_refused"), [("error", False), ("invalid", False), ("lost", True), ("abort", True)]
+)
 def test_a_request_that_ends_before_another_is_queued(reason: str, is_refused: bool) -> None:
     """A failed step is not a refusal: the other requests are queued all the same, and the answer has the
     error."""
@@ -464,7 +466,7 @@ def test_a_request_that_ends_before_another_is_queued(reason: str, is_refused: b
             asyncio.run(submitted())
         assert raised.value.kind == "unavailable"
     else:
-        assert [event.finish_reason for event in asyncio.run(submitted())] == ["error"]
+        assert [event.finish_reason for event in asyncio.run(submitted())] == [reason]
 
 
 def test_the_requests_before_the_first_one_leave_nothing_behind() -> None:

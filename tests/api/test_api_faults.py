@@ -253,10 +253,11 @@ def test_requests_are_refused_while_the_service_is_not_ready(api: ApiUnderTest, 
     ("reason", "code", "kind", "retry", "words"),
     [
         ("error", 500, "internal_error", None, "may fail again"),  # a step failed: trying again may not help
+        ("invalid", 400, "invalid_request_error", None, "could not be completed"),  # by its grammar
         ("lost", 503, "service_unavailable_error", "5", "try again"),  # a process died
         ("abort", 503, "service_unavailable_error", "5", "try again"),  # the service is shutting down
     ],
-    ids=["failed", "lost", "aborted"],
+    ids=["failed", "invalid", "lost", "aborted"],
 )
 def test_errors_say_whether_trying_again_may_help_also_in_streams(
     api: ApiUnderTest, reason: str, code: int, kind: str, retry: str | None, words: str

@@ -312,7 +312,7 @@ def test_a_text_that_cannot_go_on_ends_alone(
 
     monkeypatch.setattr(RowGrammar, "take", failing)
     found = run(engine)
-    failed = [name for name, events in found.items() if events[-1].finish_reason == "error"]
+    failed = [name for name, events in found.items() if events[-1].finish_reason == "invalid"]
     assert len(failed) == 1
     assert "could not go on" in str(found[failed[0]][-1].error)
     got = tokens(found)
@@ -320,6 +320,24 @@ def test_a_text_that_cannot_go_on_ends_alone(
         name: ids for name, ids in expected.items() if name not in failed
     }
     assert not runner.fatal
+
+
+def test_tokens_that_the_grammar_rules_out_end_the_answer(directory: Path) -> None:
+    """The request allows digits alone, and its grammar letters."""
+    digits, prompt = [ord(one) for one in "0123456789"], array("i", range(65, 75)).tobytes()
+    for temperature in (0.0, 1.0):
+        engine, runner = make(directory, 2000, 2, estimates=False)
+        params = SamplingParams(
+            grammar=Grammar("regex", "[a-f]{20}"), allowed_token_ids=digits, temperature=temperature
+        )
+        engine.add(Request("a", prompt, params, seed=1, stop_ids=frozenset({END})))
+        events = []
+        while engine.has_work:
+            events += engine.step()
+        assert [event.finish_reason for event in events] == ["invalid"]
+        assert "could not go on" in str(events[0].error)
+        assert not runner.fatal
+        assert_idle(engine)
 
 
 def test_a_mask_that_fails_fails_its_step_and_the_engine_goes_on(
