@@ -8,6 +8,8 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Protocol
 
+import msgspec
+
 from lightkv.errors import LightKVError
 from lightkv.ledger.prefix_tree import TOKEN_BYTES
 from lightkv.router.engine.step import TokenEvent, TokenLogprobs
@@ -59,7 +61,7 @@ class GenerationSpec:
 
     `session`: the one that protects the tokens of prompts and answers in the cache. `states_length`: whether
     the client stated max_tokens. `shows_logprobs`: whether the client gets the log-probabilities of
-    `params`. `shown_ids`: special tokens that are part of the text. `grammar_field`: the field that
+    `params`. `shows_answer`: if not, the one token that a prompt is answered with is dropped. `shown_ids`: special tokens that are part of the text. `grammar_field`: the field that
     `params.grammar` came in.
     """
 
@@ -70,6 +72,7 @@ class GenerationSpec:
     session: SessionUse | None = None
     states_length: bool = True
     shows_logprobs: bool = True
+    shows_answer: bool = True
     shown_ids: frozenset[int] = frozenset()
     grammar_field: str = "grammar"
 
@@ -284,6 +287,8 @@ class Generation:
         if event.num_cached is not None:
             answer.num_cached = event.num_cached
             answer.waited = event.waited
+        if not self._spec.shows_answer:
+            event = msgspec.structs.replace(event, token=None, finish_reason="length")
         delta.text += answer.completion.push(event)
         if event.token is not None:
             delta.token_ids.append(event.token)

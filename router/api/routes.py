@@ -119,6 +119,7 @@ class Routes:
             namespace=namespace,
             session=session,
             shows_logprobs=body.logprobs is not None,
+            shows_answer=not body.answers_nothing,
             grammar_field=body.grammar_field,
         )
         extras = replace(body.extras(), echoes_logprobs=body.echoes_logprobs, prompts=spec.prompts)

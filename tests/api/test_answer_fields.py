@@ -81,6 +81,23 @@ def test_echo_with_logprobs(api: ApiUnderTest) -> None:
     assert api.post(COMPLETIONS, several, 400)["error"]["param"] == "echo"
 
 
+def test_echo_of_the_prompt_alone(api: ApiUnderTest) -> None:
+    """As harnesses score texts: `max_tokens` of 0, which is refused without `echo`."""
+    text = api.tokenizer.decode(PROMPT)
+    asked = {"prompt": PROMPT, "max_tokens": 0, "echo": True}
+    body = api.post(COMPLETIONS, {**asked, "n": 2, "logprobs": 1, "return_token_ids": True})
+    for one in body["choices"]:
+        assert (one["text"], one["finish_reason"], one["token_ids"]) == (text, "length", [])
+        assert one["logprobs"]["token_logprobs"] == [None, -1.0, -2.0, -3.0]
+        assert "".join(one["logprobs"]["tokens"]) == text
+    assert body["usage"]["completion_tokens"] == 0
+    events = api.stream(COMPLETIONS, {**asked, "stream_options": {"include_usage": True}})
+    assert [choice["text"] for event in events[:-1] for choice in event["choices"]] == [text]
+    assert events[-2]["usage"]["completion_tokens"] == 0
+    api.post(COMPLETIONS, {**asked, "echo": False}, 400)
+    api.post(COMPLETIONS, {**asked, "use_beam_search": True, "n": 2}, 400)
+
+
 def test_token_ids(api: ApiUnderTest) -> None:
     (whole,) = choices(api, return_token_ids=True)
     expected = api.tokenizer.encode(TEXT).tolist()[:2]

@@ -195,7 +195,9 @@ class CompletionRequest(GenerationRequest, SuffixField):
     logprobs: int | None = Field(
         None, description="How many of the likeliest tokens to return with each token, 0 to 20."
     )
-    echo: bool | None = Field(None, description="Repeat the prompt before each answer.")
+    echo: bool | None = Field(
+        None, description="Repeat the prompt before each answer; with max_tokens 0 it is all."
+    )
 
     @property
     def prompts(self) -> list[str | list[int]]:
@@ -211,13 +213,19 @@ class CompletionRequest(GenerationRequest, SuffixField):
         request does not say. Raises InvalidParams."""
         refuse_unsupported(self.model_extra or {}, unsupported_fields.COMPLETIONS)
         self.check_suffix(self.prompts, self.truncate_prompt_tokens)
-        params = self.sampling_params(self.given_max_tokens(default), self.logprobs)
+        max_tokens = 1 if self.answers_nothing else self.given_max_tokens(default)
+        params = self.sampling_params(max_tokens, self.logprobs)
         if not self.echoes_logprobs:
             return params
         if self.stream and params.n > 1:
             raise InvalidParams("echo", self.echo, "it without logprobs in a stream of several answers")
         assert self.logprobs is not None
         return replace(params, prompt_logprobs=max(self.prompt_logprobs or 0, self.logprobs))
+
+    @property
+    def answers_nothing(self) -> bool:
+        """Whether the answer is the prompt alone: `echo` with a `max_tokens` of 0."""
+        return bool(self.echo) and self.given_max_tokens(1) == 0 and not self.use_beam_search
 
     @property
     def echoes_logprobs(self) -> bool:
