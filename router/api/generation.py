@@ -61,8 +61,8 @@ class GenerationSpec:
 
     `session`: the one that protects the tokens of prompts and answers in the cache. `states_length`: whether
     the client stated max_tokens. `shows_logprobs`: whether the client gets the log-probabilities of
-    `params`. `shows_answer`: if not, the one token that a prompt is answered with is dropped. `shown_ids`: special tokens that are part of the text. `grammar_field`: the field that
-    `params.grammar` came in.
+    `params`. `shows_answer`: if not, the one token that a prompt is answered with is dropped. `shown_ids`:
+    special tokens that are part of the text. `grammar_field`: the field that `params.grammar` came in.
     """
 
     prompts: list[bytes]
