@@ -19,7 +19,6 @@ class Unsupported(NamedTuple):
     instead: str
 
 
-_CONSTRAINED = "null, and use structured_outputs"
 _TOOLS = "none, or send a chat: a plain completion calls no tools"
 _REASONING = "null, or set a variable of the model's chat template in chat_template_kwargs"
 _MEDIA = "null: this service supports only text"
@@ -35,8 +34,6 @@ def _each(names: str, harmless: tuple[Any, ...], instead: str) -> tuple[Unsuppor
 
 UNSUPPORTED = (
     # The form of the text
-    Unsupported("structural_tag", (), _CONSTRAINED),
-    *_each("regex ebnf json_schema grammar", (), _CONSTRAINED),
     Unsupported("stop_regex", ([],), "null; stop takes strings"),
     # The prompt
     Unsupported("documents", ([],), "null, and put the documents into a message"),

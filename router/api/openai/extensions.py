@@ -11,13 +11,13 @@ from lightkv.router.text.beam_search import BeamParams
 from .extras import Extras
 
 
-def _mended(text: str) -> str:
+def mended(text: str) -> str:
     """Replaces half surrogate pairs, which JSON can carry and UTF-8 cannot, by U+FFFD (as
     `Tokenizer.encode`)."""
     return text if text.isascii() else text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
 
-Text = Annotated[str, AfterValidator(_mended)]
+Text = Annotated[str, AfterValidator(mended)]
 # fail_fast: a list of a million wrong items is one error, not a million.
 Ids = Annotated[list[int], Field(fail_fast=True)]
 Texts = Annotated[list[Text], Field(fail_fast=True)]

@@ -181,6 +181,7 @@ _SAMPLING_FIELDS = sorted(set(SamplingParams.__struct_fields__) & set(Generation
 _SAMPLING_FIELDS.remove("max_tokens")
 _SAMPLING_FIELDS.remove("logit_bias")
 _SAMPLING_FIELDS.remove("n")
+_SAMPLING_FIELDS.remove("grammar")  # which is made of several fields
 
 
 class CompletionRequest(GenerationRequest, SuffixField):
