@@ -154,23 +154,23 @@ class Routes:
         context = info.limits.max_model_len
         room = PromptRoom(context, body.num_kept(body.given_max_tokens(1), context))
         use = body.tool_use()
-        grammar = None if use is None else use.grammar
         is_constrained = params.grammar is not None
         prompt_ids = await self._prompts.ids_of_chat(self._chat_of(body, use, is_constrained), room)
         reading = self._dialect.reading(body, use, prompt_ids, is_constrained)
         longest = min(context, info.capacity + 1)  # the last token needs no slot
         most = min(longest - prompt_ids.size, self._settings.default_max_tokens or longest)
         params = body.params(max(most, 1))
-        if grammar is not None:
-            params = msgspec.structs.replace(params, grammar=grammar)
         _check_fits(prompt_ids.size, params.max_tokens, context)
+        if params.grammar is not None:  # it may become a part of another one
+            await self._backend.grammars.check(params.grammar, body.grammar_field)
+        params = msgspec.structs.replace(params, grammar=self._dialect.grammar(use, params.grammar))
         spec = GenerationSpec(
             prompts=[prompt_ids.tobytes()],
             params=params,
             priority=self._priority(body),
             namespace=namespace,
             session=session,
-            grammar_field=body.grammar_field,
+            grammar_field=body.grammar_field if use is None else use.field,
             states_length=body.states_length,
             shows_logprobs=body.logprobs is True,
             shown_ids=frozenset() if reading is None else reading.shown_ids,

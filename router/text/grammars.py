@@ -84,7 +84,9 @@ def source_of(grammar: Grammar, special: Mapping[str, int] = _NO_TOKENS) -> str:
 
 
 def _of_schema(schema: str) -> str:
-    if isinstance(json.loads(schema), dict | bool):
+    value = json.loads(schema)
+    if isinstance(value, dict) or value is True:
+        schema = "{}" if value is True else schema
         return LLMatcher.grammar_from_json_schema(schema, defaults={"whitespace_pattern": WHITESPACE})
     raise ValueError("a JSON schema is an object, or true")
 

@@ -13,6 +13,8 @@ from typing import Any, NamedTuple
 from llguidance import regex_to_lark
 from llguidance.gbnf_to_lark import any_to_lark
 
+from lightkv.router.sampling_params import Grammar
+
 Format = Mapping[str, Any]
 # Of an object's parts, where the schema does not say: some models would write spaces without an end.
 WHITESPACE = r"[ \n\r\t]{1,32}"
@@ -86,6 +88,24 @@ def grammars_of(text: str, special: Mapping[str, int]) -> str:
     if not isinstance(tag, dict) or tag.get("type", "structural_tag") != "structural_tag":
         raise ValueError('a structural tag is an object of the type "structural_tag"')
     return _Writer(special).whole(_format_of(tag))
+
+
+def format_of_grammar(grammar: Grammar) -> Format:
+    """Returns a grammar as a format of structural tags. Raises ValueError for a text that is not JSON where it
+    has to be."""
+    match grammar.kind:
+        case "json_object":
+            return {"type": "json_schema", "json_schema": {"type": "object"}}
+        case "json_schema":
+            return {"type": "json_schema", "json_schema": json.loads(grammar.text)}
+        case "regex":
+            return {"type": "regex", "pattern": grammar.text}
+        case "choice":
+            texts = json.loads(grammar.text)
+            return {"type": "or", "elements": [{"type": "const_string", "value": text} for text in texts]}
+        case "structural_tag":
+            return _format_of(json.loads(grammar.text))
+    return {"type": "grammar", "grammar": grammar.text}
 
 
 def _format_of(tag: Format) -> Format:
@@ -236,6 +256,10 @@ class _Writer:
         required = schema.get("required", [])
         required = required if isinstance(required, list) else []
         shared = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
+        if "properties" not in schema and schema.get("additionalProperties") is not False:
+            begin = self._line("REGEX_", r"/<parameter=[^<>\n]{1,256}>\n/")
+            end = self._expression([*self._any_text({}), Constant(("\n</parameter>\n",))])
+            return [Rule(f"({begin} {end})*")]
         parts: list[Part] = []
         for name, kind in schema.get("properties", {}).items():
             value: list[Part]
@@ -243,9 +267,10 @@ class _Writer:
                 choices = kind.get("enum", [kind["const"]] if "const" in kind else None)
                 value = self._any_text({}) if choices is None else [Constant(tuple(_all(choices, str)))]
             else:
-                value = self._json_schema({"json_schema": {**shared, **kind} if shared else kind})
-            begin, end = Constant((f"<parameter={name}>\n",)), Constant(("\n</parameter>\n",))
-            body = self._line("parameter_", self._expression([begin, *value, end]))
+                merged = {**shared, **kind} if isinstance(kind, Mapping) else kind
+                value = self._json_schema({"json_schema": merged})
+            row = [Constant((f"<parameter={name}>\n",)), *value, Constant(("\n</parameter>\n",))]
+            body = self._line("parameter_", self._expression(row))
             parts.append(Rule(body if name in required else f"{body}?"))
         return parts
 

@@ -3,6 +3,7 @@ marks are special tokens."""
 
 import json
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import pytest
@@ -11,14 +12,18 @@ from llguidance import LLTokenizer
 from tokenizers import AddedToken, decoders, models, pre_tokenizers
 
 from lightkv.router.sampling_params import Grammar
+from lightkv.router.text.answer_reader import joined
 from lightkv.router.text.grammars import InvalidGrammar, compile_grammar
+from lightkv.router.text.tool_calls.constrained import read_calls_or_format
+from lightkv.router.text.tool_calls.families import FAMILIES, Family
+from lightkv.router.text.tool_calls.source import Reader
 
 ANY = {"type": "any_text"}
 JSON = {
     "type": "json_schema",
     "json_schema": {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]},
 }
-MARKS = ("<|channel|>", "<|end|>", "[CALLS]", "<tool_call>", "<eos>")
+MARKS = ("<|channel|>", "<|end|>", "[CALLS]", "<tool_call>", "<|message|>", "[TOOL_CALLS]", "<eos>")
 
 
 def const(text: str) -> dict[str, Any]:
@@ -150,6 +155,51 @@ def test_a_format_takes_its_texts_and_no_others(
         assert accepts(format, text, has_marks), text
     for text in others:
         assert not accepts(format, text, has_marks), text
+
+
+@pytest.mark.parametrize("has_marks", [False, True], ids=["bytes", "marks"])
+@pytest.mark.parametrize("family", FAMILIES.values(), ids=FAMILIES)
+def test_the_form_of_calls_is_that_of_the_family(family: Family, has_marks: bool) -> None:
+    """The call that the family writes is of the form, and a text of the form is read as a call."""
+    tools = {"f": PARAMETERS, "g.h-2": {"type": "object"}}
+    for is_parallel in (True, False):
+        form = family.form(tools, is_parallel)
+        for name, arguments in (("f", '{"s": "a", "n": 3}'), ("g.h-2", "{}"), ("g.h-2", '{"x": "y"}')):
+            text = family.write(name, arguments)
+            text = text.removesuffix("<|call|>")  # with which gpt-oss ends an answer
+            assert accepts(form, text, has_marks), text
+            reader = Reader(partial(read_calls_or_format, family=family, tools=tools))
+            parts = [*reader.push(text), *reader.finish()]
+            _, content, calls = joined(parts)
+            assert (content, [(found, json.loads(given)) for found, given in calls]) == (
+                "",
+                [(name, json.loads(arguments))],
+            )
+        assert not accepts(form, family.write("f", '{"n": 3}').removesuffix("<|call|>"), has_marks)
+        assert not accepts(form, family.write("h", "{}").removesuffix("<|call|>"), has_marks)
+        assert not accepts(form, "text", has_marks)
+
+
+TWO = {
+    "hermes": '<tool_call>\n{"name": "f", "arguments": {}}\n</tool_call>\n'
+    '<tool_call>\n{"name": "f", "arguments": {}}\n</tool_call>',
+    "qwen3_coder": "<tool_call>\n<function=f>\n</function>\n</tool_call>\n"
+    "<tool_call>\n<function=f>\n<parameter=a>\n1\n</parameter>\n</function>\n</tool_call>",
+    "llama3": '{"name": "f", "parameters": {}}; {"name": "f", "parameters": {}}',
+    "mistral": '[TOOL_CALLS][{"name": "f", "arguments": {}}, {"name": "f", "arguments": {}}]',
+    "deepseek": "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>f<｜tool▁sep｜>{}<｜tool▁call▁end｜>"
+    "<｜tool▁call▁begin｜>f<｜tool▁sep｜>{}<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
+}
+
+
+@pytest.mark.parametrize("name", TWO)
+def test_two_calls_are_of_the_form_if_they_may_be(name: str) -> None:
+    family = FAMILIES[name]
+    tools = {"f": {"type": "object"}}
+    assert accepts(family.form(tools, True), TWO[name], False)
+    assert not accepts(family.form(tools, False), TWO[name], False)
+    reader = Reader(partial(family.read, tools=tools))
+    assert len(joined([*reader.push(TWO[name]), *reader.finish()])[2]) == 2
 
 
 def test_the_older_form_has_structures_and_triggers() -> None:

@@ -126,6 +126,16 @@ class ToolUse:
         return {function.name: function.parameters or NO_PARAMETERS for function in self.functions}
 
     @property
+    def callable_schemas(self) -> dict[str, Any]:
+        """Those of the functions that may be called: all, or the named one."""
+        return self.schemas if self.name is None else {self.name: self.schemas[self.name]}
+
+    @property
+    def field(self) -> str:
+        """The field of the request that has the functions."""
+        return "functions" if self.is_legacy else "tools"
+
+    @property
     def described(self) -> list[dict[str, Any]]:
         """The tools as chat templates expect them."""
         exclude = {"strict"}
