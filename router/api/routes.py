@@ -95,7 +95,8 @@ class Routes:
         self._check_queue(len(body.prompts), params.n)
         namespace, session = self._namespace(request, body), self._session(request, body)
         context = info.limits.max_model_len
-        room = PromptRoom(context, body.num_kept(params.max_tokens, context))
+        keeps_first = body.truncation_side == "right"
+        room = PromptRoom(context, body.num_kept(params.max_tokens, context), keeps_first)
         prompts = []
         for prompt in body.prompts:  # a prompt that is too long is refused before the next one is tokenised
             if body.suffix:
@@ -152,7 +153,8 @@ class Routes:
         self._check_queue(1, params.n)
         namespace, session = self._namespace(request, body), self._session(request, body)
         context = info.limits.max_model_len
-        room = PromptRoom(context, body.num_kept(body.given_max_tokens(1), context))
+        keeps_first = body.truncation_side == "right"
+        room = PromptRoom(context, body.num_kept(body.given_max_tokens(1), context), keeps_first)
         use = body.tool_use()
         is_constrained = params.grammar is not None
         prompt_ids = await self._prompts.ids_of_chat(self._chat_of(body, use, is_constrained), room)
@@ -368,9 +370,13 @@ class Routes:
         if body.chat_template is not None and not self._settings.trust_request_chat_template:
             allowed = "null, or start the service with --trust-request-chat-template"
             raise InvalidParams("chat_template", body.chat_template, allowed)
+        if body.documents and body.chat_template is None and not self._dialect.takes_documents:
+            allowed = "null, and put the documents into a message: the model's chat template takes none"
+            raise InvalidParams("documents", body.documents, allowed)
         return replace(
             self._dialect.chat(body, use, is_constrained),
             add_generation_prompt=body.begins_answer,
+            documents=body.documents or None,
             template=body.chat_template,
             continues_last=body.continue_final_message is True,
         )

@@ -70,6 +70,11 @@ class ChatDialect:
         self._has_messages = is_family or self._reasoning == "gpt_oss"
         self._wants_text = wants_text(template)
 
+    @property
+    def takes_documents(self) -> bool:
+        """Whether the model's chat template has a place for documents."""
+        return "documents" in self._names
+
     def chat(
         self, body: ChatRequest | TokenizeRequest, use: ToolUse | None, is_constrained: bool = False
     ) -> Chat:
@@ -200,7 +205,13 @@ class ChatDialect:
         """Returns the variables of the template. Raises InvalidParams for an effort that it does not know."""
         variables = dict(body.chat_template_kwargs or {})
         switch = next((name for name in _THINKING if name in self._names), None)
-        effort = body.reasoning_effort
+        effort = body.effort
+        field, reasons = body.reasons
+        if reasons is not None:
+            if switch is None:
+                allowed = "null: the model's chat template has no switch for its reasoning"
+                raise InvalidParams(field, reasons, allowed)
+            variables.setdefault(switch, reasons)
         if effort is not None and "reasoning_effort" in self._names:
             variables.setdefault("reasoning_effort", effort)
         elif effort is not None and switch is not None:

@@ -1,7 +1,7 @@
 """Fields of requests beyond OpenAI's own, named as in vLLM, and the types of their texts."""
 
 from collections.abc import Sequence
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
@@ -139,6 +139,11 @@ class TemplateFields(BaseModel):
         None,
         description="A template in place of the model's own; needs a service started with "
         "--trust-request-chat-template.",
+    )
+    documents: list[dict[str, Any]] | None = Field(
+        None,
+        fail_fast=True,
+        description="Texts that the answer may use, as objects, for a chat template that has a place for them.",
     )
     continue_final_message: bool | None = Field(
         None, description="The answer continues the last message, whatever its role."

@@ -17,6 +17,7 @@ from lightkv.router.config import MAX_SECONDS
 from lightkv.router.sampling_params import InvalidParams, SamplingParams
 from lightkv.router.text.beam_search import BeamParams
 
+from .aliases import AliasFields
 from .extensions import AnswerFields, Ids, SuffixField, TemplateFields, Text, Texts
 from .extras import PromptTokens
 from .structured import StructuredFields
@@ -49,7 +50,7 @@ class StreamOptions(BaseModel):
     include_obfuscation: Literal[False] | None = Field(None, description="Chunks are never padded.")
 
 
-class GenerationRequest(StructuredFields, RequestBody, AnswerFields):
+class GenerationRequest(StructuredFields, RequestBody, AnswerFields, AliasFields):
     """The common fields of completions and chats. Those after `user` are extensions, named as in vLLM."""
 
     model_config = ConfigDict(extra="allow")  # further fields are looked up among the unsupported ones
@@ -92,6 +93,9 @@ class GenerationRequest(StructuredFields, RequestBody, AnswerFields):
         None,
         description="Keep this many of the prompt's last tokens; -1 keeps as many as max_tokens leaves room "
         "for.",
+    )
+    truncation_side: Literal["left", "right"] | None = Field(
+        None, description="Which end of a prompt truncate_prompt_tokens cuts off; left by default."
     )
     priority: int | None = Field(
         None,
@@ -208,6 +212,7 @@ class CompletionRequest(GenerationRequest, SuffixField):
         """Returns the sampling parameters of all n answers to each prompt, of `default` tokens at most if the
         request does not say. Raises InvalidParams."""
         refuse_unsupported(self.model_extra or {}, unsupported_fields.COMPLETIONS)
+        self.take_aliases()
         self.check_suffix(self.prompts, self.truncate_prompt_tokens)
         params = self.sampling_params(self.given_max_tokens(default), self.logprobs)
         if not self.echoes_logprobs:
@@ -273,6 +278,7 @@ class ChatRequest(ToolFields, GenerationRequest, TemplateFields):
         `max_tokens_left`: the most tokens of an answer if the request does not say.
         """
         refuse_unsupported(self.model_extra or {}, unsupported_fields.CHAT)
+        self.take_aliases()
         if self.top_logprobs and not self.logprobs:
             raise InvalidParams("top_logprobs", self.top_logprobs, "it together with logprobs: true")
         max_tokens = self.given_max_tokens(max_tokens_left)
