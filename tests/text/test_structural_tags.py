@@ -6,14 +6,17 @@ from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
+import numpy as np
 import pytest
 import tokenizers
 from llguidance import LLTokenizer
 from tokenizers import AddedToken, decoders, models, pre_tokenizers
 
+from lightkv.router.model_files import DEFAULT_MODEL, resolve
 from lightkv.router.sampling_params import Grammar
 from lightkv.router.text.answer_reader import joined
-from lightkv.router.text.grammars import InvalidGrammar, compile_grammar
+from lightkv.router.text.grammars import Grammars, InvalidGrammar, compile_grammar
+from lightkv.router.text.tokenizer import Tokenizer
 from lightkv.router.text.tool_calls.constrained import read_calls_or_format
 from lightkv.router.text.tool_calls.families import FAMILIES, Family
 from lightkv.router.text.tool_calls.source import Reader
@@ -250,3 +253,31 @@ def test_a_trigger_begins_with_its_special_token() -> None:
     assert accepts(tags, 'a<|end|>b{"a":1}!', False)
     with pytest.raises(InvalidGrammar, match="begin with the token"):
         accepts(tags, "", True)
+
+
+def test_a_row_takes_the_models_special_tokens() -> None:
+    """The default model's tokens begin and end a tag. The second is an end token, so the text is over."""
+    directory = resolve(DEFAULT_MODEL, lambda line: None)
+    tokenizer = Tokenizer(directory)
+    begin, end = (tokenizer.token_id(name) for name in ("<|im_start|>", "<|im_end|>"))
+    assert begin is not None
+    assert end in tokenizer.eos_ids
+    grammars = Grammars(directory, tokenizer.vocab_size)
+    form = tag("<|im_start|>", ANY, "<|im_end|>")
+    grammars.set_row(0, Grammar("structural_tag", json.dumps({"format": form})))
+    row = grammars.of(0)
+    assert row is not None
+
+    def allowed() -> set[int]:
+        masks = np.zeros((1, grammars.mask_words), np.int32)
+        assert not grammars.fill(masks, [(0, row)])
+        bits = np.unpackbits(masks.view(np.uint8), bitorder="little")
+        return set(np.flatnonzero(bits[: tokenizer.vocab_size]).tolist())
+
+    assert allowed() == {begin}
+    for token in (begin, *tokenizer.encode("any text").tolist()):
+        assert row.take(token) == token
+        assert end in allowed()
+        assert begin not in allowed()
+    assert row.take(end) == end
+    assert row.ready() is None
