@@ -18,9 +18,9 @@ from lightkv.router.api.openai.dialect import ChatDialect
 from lightkv.router.api.openai.protocol import ChatRequest
 from lightkv.router.api.openai.tools import Function, ToolUse
 from lightkv.router.config import InvalidConfig, ServiceConfig
-from lightkv.router.sampling_params import Grammar
+from lightkv.router.sampling_params import MAX_GRAMMAR_BYTES, Grammar
 from lightkv.router.service.api_settings import ApiSettings
-from lightkv.router.text.grammars import compile_grammar
+from lightkv.router.text.grammars import InvalidGrammar, compile_grammar
 from tests.support.fake_router import CHAT, MODEL, ApiUnderTest, ids_of, service
 
 TEMPLATE = """
@@ -629,6 +629,15 @@ def test_what_cannot_be_compiled_is_named(qwen: ApiUnderTest) -> None:
         "response_format": {"type": "json_schema", "json_schema": {"schema": wrong}},
     }
     assert qwen.post(CHAT, asked, 400)["error"]["param"] == "response_format"
+
+
+def test_more_tools_than_a_grammar_holds_are_refused(qwen: ApiUnderTest) -> None:
+    dialect = ChatDialect(qwen.tokenizer, ApiSettings(model_names=[MODEL]))
+    parameters = {"type": "object", "properties": {"a" * 1000: {"type": "string"}}}
+    use = ToolUse([Function(name=f"f{i}", parameters=parameters) for i in range(300)])
+    assert dialect.grammar(use, None) is None
+    with pytest.raises(InvalidGrammar, match=f"tools cannot be used: .* at most {MAX_GRAMMAR_BYTES}"):
+        dialect.grammar(use, Grammar("json_object"))
 
 
 REASONS = "<|channel|>analysis<|message|>I look.<|end|><|start|>assistant"

@@ -2,7 +2,7 @@
 options --tool-parser and --reasoning-parser."""
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -10,9 +10,10 @@ from typing import Any
 import numpy as np
 
 from lightkv.router.api.prompt_reader import Chat
-from lightkv.router.sampling_params import Grammar, InvalidParams
+from lightkv.router.sampling_params import MAX_GRAMMAR_BYTES, Grammar, InvalidParams
 from lightkv.router.service.api_settings import ApiSettings
 from lightkv.router.text.answer_reader import AnswerReader, think
+from lightkv.router.text.grammars import InvalidGrammar
 from lightkv.router.text.structural_tags import format_of_grammar
 from lightkv.router.text.tokenizer import Tokenizer
 from lightkv.router.text.tool_calls import harmony, history
@@ -32,7 +33,7 @@ from lightkv.router.text.tool_calls.families import (
     variables_of,
     wants_text,
 )
-from lightkv.router.text.tool_calls.forms import either
+from lightkv.router.text.tool_calls.forms import Form, either
 from lightkv.router.text.tool_calls.source import Source, Steps
 
 from .protocol import ChatRequest, TokenizeRequest
@@ -114,7 +115,8 @@ class ChatDialect:
                 if given is not None and given.kind == "structural_tag" and use is None:
                     return given  # it says where the messages are
                 answer = None if given is None or is_required else format_of_grammar(given)
-                return _tagged(harmony.whole_form({} if use is None else use.callable_schemas, answer))
+                tools = {} if use is None else use.callable_schemas
+                return _tagged(harmony.whole_form(tools, answer), use)
             if use is None or given is None or is_required:
                 return given if use is None or not is_required else use.grammar
             assert self._family is not None  # or chat has refused the tools
@@ -122,7 +124,7 @@ class ChatDialect:
                 allowed = "JSON or a choice as the format: the model's calls are told from no other"
                 raise InvalidParams(use.field, ", ".join(use.schemas), allowed)
             calls = self._family.form(use.schemas, use.is_parallel)
-            return _tagged(either([calls, format_of_grammar(given)]))
+            return _tagged(either([calls, format_of_grammar(given)]), use)
         except RecursionError as error:
             raise InvalidParams("tools", "nested too deeply", "schemas of fewer levels") from error
 
@@ -242,8 +244,13 @@ def _is_told_from_json(given: Grammar) -> bool:
     return False
 
 
-def _tagged(format: Mapping[str, Any]) -> Grammar:
-    return Grammar("structural_tag", schema_text({"type": "structural_tag", "format": format}))
+def _tagged(form: Form, use: ToolUse | None) -> Grammar:
+    """Returns the grammar of a form. Raises InvalidGrammar for one that is too large."""
+    text = schema_text({"type": "structural_tag", "format": form})
+    if (size := len(text.encode())) > MAX_GRAMMAR_BYTES:
+        field = "response_format" if use is None else use.field
+        raise InvalidGrammar(field, f"its grammar has {size} bytes; at most {MAX_GRAMMAR_BYTES} are allowed")
+    return Grammar("structural_tag", text)
 
 
 def _reader(family: Family, use: ToolUse | None) -> Callable[[Source], Steps[None]]:

@@ -5,7 +5,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from .forms import ANY_TEXT, Form, either, json_of, optional, row, tag
+from .forms import ANY_TEXT, Form, constant, either, json_of, optional, row, tag
 from .json_call import NAME, read_arguments
 from .source import CallBegins, Content, Reasoning, Source, Steps
 
@@ -68,9 +68,11 @@ def whole_form(tools: Mapping[str, Any], answer: Form | None) -> Form:
         " to=functions.{}<|channel|>commentary json<|message|>",
     )
     last = [
-        tag(begin.format(name), json_of(schema), "") for name, schema in tools.items() for begin in begins
+        row(either(constant(begin.format(name)) for begin in begins), json_of(schema))
+        for name, schema in tools.items()
     ]
     if answer is not None:
-        last += [tag(f"<|channel|>final{kind}<|message|>", answer, "") for kind in ("", " <|constrain|>json")]
+        finals = ("<|channel|>final<|message|>", "<|channel|>final <|constrain|>json<|message|>")
+        last.append(row(either(map(constant, finals)), answer))
     reasoning = tag("<|channel|>analysis<|message|>", ANY_TEXT, "<|end|><|start|>assistant")
     return row(optional(reasoning), either(last))
