@@ -103,7 +103,6 @@ UNSUPPORTED_ON_COMPLETIONS = (
     Unsupported("include_reasoning", (True,), "true: the text includes reasoning as the model wrote it"),
 )
 UNSUPPORTED_IN_MESSAGES = (
-    *_each("prefix partial", (False,), "false, and send continue_final_message: true"),
     Unsupported("audio", (), _MEDIA),
     *_each("images videos audios", ([],), _MEDIA),
 )

@@ -245,6 +245,8 @@ class ChatMessage(BaseModel):
 
     role: str
     content: Text | Annotated[list[TextPart], Field(fail_fast=True)] | None = None
+    prefix: bool | None = Field(None, description="On the last message: the answer continues it.")
+    partial: bool | None = Field(None, description="As prefix.")
 
     def plain(self) -> dict[str, Any]:
         """Returns the message as chat templates expect it, with one text as its content. Raises
@@ -283,6 +285,16 @@ class ChatRequest(ToolFields, GenerationRequest, TemplateFields):
             raise InvalidParams("top_logprobs", self.top_logprobs, "it together with logprobs: true")
         max_tokens = self.given_max_tokens(max_tokens_left)
         return self.sampling_params(max_tokens, (self.top_logprobs or 0) if self.logprobs else None)
+
+
+def continues_last(body: "ChatRequest | TokenizeRequest") -> bool:
+    """Returns whether the answer continues the last message. Raises InvalidParams."""
+    begun = [bool(message.prefix or message.partial) for message in body.messages or ()]
+    if any(begun[:-1]):
+        raise InvalidParams(
+            "messages", "prefix or partial in an earlier message", "it in the last message only"
+        )
+    return bool(body.continue_final_message) or any(begun)
 
 
 class TokenizeRequest(ToolFields, RequestBody, TemplateFields):
