@@ -159,7 +159,7 @@ class Routes:
         use = body.tool_use()
         is_constrained = params.grammar is not None
         prompt_ids = await self._prompts.ids_of_chat(self._chat_of(body, use, is_constrained), room)
-        reading = self._dialect.reading(body, use, prompt_ids, is_constrained)
+        reading = self._dialect.reading(body, use, prompt_ids, params.grammar)
         longest = min(context, info.capacity + 1)  # the last token needs no slot
         most = min(longest - prompt_ids.size, self._settings.default_max_tokens or longest)
         params = body.params(max(most, 1))

@@ -400,10 +400,10 @@ def test_an_answer_that_follows_a_grammar_is_content(qwen: ApiUnderTest) -> None
     ids = np.zeros(1, np.int32)
     for use in (None, body.tool_use()):
         assert dialect.reading(body, use, ids) is not None
-        assert (dialect.reading(body, use, ids, is_constrained=True) is None) == (use is None)
+        assert (dialect.reading(body, use, ids, Grammar("json_object")) is None) == (use is None)
         assert dialect.chat(body, use, is_constrained=True).variables == {"enable_thinking": False}
         assert dialect.chat(body, use).variables == {}
-    assert dialect.reading(body, required, ids, is_constrained=True) is not None
+    assert dialect.reading(body, required, ids, Grammar("json_object")) is not None
 
 
 def test_unknown_parsers_are_refused() -> None:
@@ -563,6 +563,20 @@ def test_a_call_within_the_format_stays_text(qwen: ApiUnderTest) -> None:
         assert choice.message.content == text
 
 
+def test_a_structural_tag_says_itself_where_calls_are(qwen: ApiUnderTest) -> None:
+    begin, end = '<tool_call>\n{"name": "clock", "arguments": ', "}\n</tool_call>"
+    one = {"type": "tag", "begin": begin, "content": {"type": "json_schema", "json_schema": {}}, "end": end}
+    form = {"type": "triggered_tags", "triggers": ["<tool_call>"], "tags": [one]}
+    tag = {"type": "structural_tag", "format": form}
+    text = f"I look.\n{begin}{{}}{end}"
+    script(qwen, text)
+    for choice in both(qwen, tools=[WEATHER, CLOCK], extra_body={"structural_tag": tag}):
+        assert calls_of(choice) == [("clock", "{}")]
+        assert choice.message.content == "I look."
+    assert allows(qwen, text)
+    assert not allows(qwen, text.replace("clock", "weather"))
+
+
 def test_at_most_one_call_or_the_format(qwen: ApiUnderTest) -> None:
     call = '<tool_call>\n{"name": "clock", "arguments": {}}\n</tool_call>'
     for is_parallel in (True, False):
@@ -589,7 +603,8 @@ def test_every_format_goes_with_tools(
 ) -> None:
     api = services[name]
     answer = "{}" if "response_format" in fields else "yes"
-    begin = "<|channel|>final<|message|>" if name == "gpt" else ""
+    is_message = name == "gpt" and "structural_tag" not in fields
+    begin = "<|channel|>final<|message|>" if is_message else ""
     script(api, begin + answer)
     for choice in both(api, tools=[CLOCK], extra_body=fields):
         assert (choice.message.content, choice.message.tool_calls) == (answer, None)

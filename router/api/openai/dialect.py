@@ -107,13 +107,13 @@ class ChatDialect:
         """Returns what the whole answer has to be; None leaves it free. Raises InvalidParams.
 
         `given`: what the request itself says, which was checked. If functions may be called, the answer is of
-        it or is calls.
+        it or is calls, but for a structural tag.
         """
         is_required = _is_required(use)
+        if given is not None and given.kind == "structural_tag" and not is_required:
+            return given  # it says itself where calls and messages are
         try:
             if self._has_messages and (is_required or given is not None):
-                if given is not None and given.kind == "structural_tag" and use is None:
-                    return given  # it says where the messages are
                 answer = None if given is None or is_required else format_of_grammar(given)
                 tools = {} if use is None else use.callable_schemas
                 return _tagged(harmony.whole_form(tools, answer), use)
@@ -129,17 +129,17 @@ class ChatDialect:
             raise InvalidParams("tools", "nested too deeply", "schemas of fewer levels") from error
 
     def reading(
-        self, body: ChatRequest, use: ToolUse | None, prompt_ids: np.ndarray, is_constrained: bool = False
+        self, body: ChatRequest, use: ToolUse | None, prompt_ids: np.ndarray, given: Grammar | None = None
     ) -> Reading | None:
         """Returns how the answers are read; None if each is all content. Raises InvalidParams.
 
-        `prompt_ids`: int32 [n]. `is_constrained`: the request itself has a grammar, which the whole answer
-        follows, unless it is calls.
+        `prompt_ids`: int32 [n]. `given`: what the request itself says of the answer, which has no reasoning
+        then.
         """
         if body.include_reasoning is False and self._reasoning == "none":
             allowed = "true, or start the service with --reasoning-parser"
             raise InvalidParams("include_reasoning", False, allowed)
-        stages, marks = self._stages(use, prompt_ids, is_constrained)
+        stages, marks = self._stages(use, prompt_ids, given)
         if not stages:
             return None
         max_calls = 1 if use is not None and not use.is_parallel else None
@@ -152,10 +152,11 @@ class ChatDialect:
         )
 
     def _stages(
-        self, use: ToolUse | None, prompt_ids: np.ndarray, is_constrained: bool
+        self, use: ToolUse | None, prompt_ids: np.ndarray, given: Grammar | None
     ) -> tuple[list[Callable[[Source], Steps[None]]], Sequence[str]]:
         """Returns the stages that read an answer, and the marks that they look for."""
-        if self._has_messages:
+        is_asked = use is not None or given is not None or self._reasoning == "gpt_oss"
+        if self._has_messages and is_asked:
             messages = FAMILIES["gpt_oss"]
             return [_reader(messages, use)], messages.marks
         if use is not None and use.name is not None:
@@ -163,9 +164,11 @@ class ChatDialect:
         if use is not None and use.is_required:
             return [partial(read_required, tools=use.schemas)], ()
         family = self._family if use is not None else None
-        if is_constrained:
+        if given is not None:
             if family is None or use is None:
                 return [], ()
+            if given.kind == "structural_tag":  # calls may be anywhere in it
+                return [_reader(family, use)], family.marks
             read = partial(read_calls_or_format, family=family, tools=use.schemas)
             return [read], family.marks
         stages: list[Callable[[Source], Steps[None]]] = []
