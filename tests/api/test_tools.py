@@ -687,3 +687,20 @@ def test_gpt_oss_answers_a_format_on_its_channel(services: dict[str, ApiUnderTes
     script(gpt, "<|channel|>final<|message|>x")
     both(gpt, extra_body={"structural_tag": tag})
     assert allows(gpt, "x")  # a structural tag says itself where the messages are
+
+
+def test_responses_have_calls_or_a_format_too(qwen: ApiUnderTest) -> None:
+    asked = {
+        "input": "Is it raining?",
+        "max_output_tokens": 60,
+        "tools": [{"type": "function", **CLOCK["function"]}],
+        "text": {"format": {"type": "json_schema", **FORMAT["json_schema"]}},
+    }
+    script(qwen, '<tool_call>\n{"name": "clock", "arguments": {}}\n</tool_call>')
+    (call,) = qwen.post("/v1/responses", asked)["output"]
+    assert (call["type"], call["name"], call["arguments"]) == ("function_call", "clock", "{}")
+    script(qwen, ANSWER)
+    (message,) = qwen.post("/v1/responses", asked)["output"]
+    assert message["content"][0]["text"] == ANSWER
+    assert allows(qwen, ANSWER)
+    assert not allows(qwen, "It is raining.")
