@@ -21,7 +21,7 @@ MAX_N = 128
 MAX_STOPS = 16
 MAX_STOP_CHARS = 1024
 MAX_STOP_TOKEN_IDS = 128
-GRAMMAR_KINDS = ("json_object", "json_schema", "regex", "choice", "lark")
+GRAMMAR_KINDS = ("json_object", "json_schema", "regex", "choice", "lark", "structural_tag")
 MAX_GRAMMAR_BYTES = 256 * 2**10
 # How many tokens min_tokens can hold back: the stop tokens, and the model's own end tokens.
 MAX_END_IDS = MAX_STOP_TOKEN_IDS + 32
@@ -56,7 +56,8 @@ class Grammar(msgspec.Struct, frozen=True):
     """What a text has to be, from its first token to its end.
 
     `kind`: "json_object" (any object; `text` is empty), "json_schema", "regex", "choice" (a JSON array of
-    texts) or "lark" (an EBNF grammar). `text`: the grammar.
+    texts), "lark" (an EBNF grammar in Lark's form, or with ::= in GBNF) or "structural_tag" (JSON, see
+    docs/structured.md). `text`: the grammar.
     """
 
     kind: str

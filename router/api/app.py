@@ -29,7 +29,7 @@ from lightkv.router.text.tokenizer import ChatTemplateError, Tokenizer
 
 from .event_stream import failure_status
 from .generation import Backend, GenerationFailed, GenerationLost
-from .http_guard import OPEN_PATHS, Guard, error_response
+from .http_guard import OPEN_PATHS, DefectAnswer, Guard, defect_response, error_response
 from .metrics import ServiceMetrics
 from .request_body import BodyRoom, body_route
 from .routes import InvalidHeader, Routes, UnknownModel
@@ -58,6 +58,7 @@ def create_app(
     app.router.route_class = body_route(room)
     # The last one that is added sees a request first.
     app.add_middleware(Guard, keys=keys, max_body_bytes=settings.max_body_bytes)
+    app.add_middleware(DefectAnswer)
     if settings.allowed_origins:
         exposed = [REQUEST_ID_HEADER, "Retry-After"]
         methods = ["GET", "POST"]
@@ -176,5 +177,5 @@ async def _on_refusal(request: Request, error: Exception) -> Response:
 
 
 async def _on_defect(request: Request, error: Exception) -> Response:
-    headers = {REQUEST_ID_HEADER: request.state.record.id}
-    return error_response(500, "the service failed on this request; its log has the reason", None, headers)
+    """Answers where a middleware failed; `DefectAnswer` has answered where anything else did."""
+    return defect_response({REQUEST_ID_HEADER: request.state.record.id})

@@ -1,11 +1,12 @@
-"""Refuses requests without an API key or with too large a body before they reach a route."""
+"""Refuses requests without an API key or with too large a body before they reach a route, and answers those on
+which the service itself fails."""
 
 import json
 from collections.abc import Mapping
 
 from starlette.datastructures import Headers
 from starlette.responses import Response
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from lightkv.router.api.openai.protocol import error_body
 from lightkv.router.service.key_file import ApiKeys
@@ -53,6 +54,39 @@ class Guard:
             return None
         # Headers are decoded as latin-1, so this restores the bytes that were sent.
         return self._keys.find(given.strip().encode("latin-1"))
+
+
+class DefectAnswer:
+    """Answers 500 to a request on which `app` fails before its answer has begun, and raises the error again,
+    for the log.
+
+    The framework's own answer would be made outside all middleware, and so without the headers that let a page
+    of another origin read it.
+    """
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        has_begun = False
+
+        async def noting_send(message: Message) -> None:
+            nonlocal has_begun
+            has_begun = True
+            await send(message)
+
+        try:
+            await self._app(scope, receive, noting_send)
+        except Exception:
+            if scope["type"] == "http" and not has_begun:
+                await defect_response()(scope, receive, send)
+            raise
+
+
+def defect_response(headers: Mapping[str, str] | None = None) -> Response:
+    """Returns the response to a request on which the service fails."""
+    message = "the service failed on this request; its log has the reason"
+    return error_response(500, message, headers=headers)
 
 
 def error_response(

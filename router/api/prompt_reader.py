@@ -36,14 +36,15 @@ RESERVED_VARIABLES = (
 @dataclass(frozen=True)
 class Chat:
     """The input of a chat template. `variables`: further variables of the template, by name. `tools`: the
-    functions that the model may call. `template`: in place of the model's own. `continues_last`: the text ends
-    with the last message, to be continued."""
+    functions that the model may call. `documents`: texts that it may use. `template`: in place of the model's
+    own. `continues_last`: the text ends with the last message, to be continued."""
 
     messages: list[dict[str, Any]]
     add_generation_prompt: bool = True
     add_special_tokens: bool = False
     variables: Mapping[str, Any] = field(default_factory=dict)
     tools: list[dict[str, Any]] | None = None
+    documents: list[dict[str, Any]] | None = None
     template: str | None = None
     continues_last: bool = False
 
@@ -57,11 +58,12 @@ class Chat:
 
 @dataclass(frozen=True)
 class PromptRoom:
-    """The room for a prompt: `max_model_len` tokens. `num_kept`: how many of its last tokens are kept; None
-    keeps all."""
+    """The room for a prompt: `max_model_len` tokens. `num_kept`: how many of its last tokens are kept, or with
+    `keeps_first` of its first ones; None keeps all."""
 
     max_model_len: int
     num_kept: int | None = None
+    keeps_first: bool = False
 
 
 class PromptReader:
@@ -74,7 +76,7 @@ class PromptReader:
         """Returns the token ids of a text, int32 [n]."""
         self._check_length("prompt", len(text), room)
         ids = await convert(len(text), lambda: self._tokenizer.encode(text, add_special_tokens))
-        return _last(ids, room)
+        return _kept(ids, room)
 
     async def ids_between(self, prefix: str, suffix: str, room: PromptRoom) -> np.ndarray:
         """Returns the token ids of a prompt for the text between two, int32 [n]. Raises InvalidParams."""
@@ -88,7 +90,7 @@ class PromptReader:
             raise NeverFits(
                 len(token_ids), 1, room.max_model_len, "the context", "start with a longer --max-model-len"
             )
-        kept = _last(token_ids, room)
+        kept = _kept(token_ids, room)
         try:
             return np.frombuffer(await convert(len(kept), lambda: int32_bytes(kept)), dtype=np.int32)
         except ValueError as error:
@@ -97,10 +99,10 @@ class PromptReader:
     async def ids_of_chat(self, chat: Chat, room: PromptRoom) -> np.ndarray:
         """Returns the token ids of the text that the chat template renders, int32 [n]. Raises
         ChatTemplateError."""
-        num_chars = num_characters([chat.messages, chat.variables, chat.tools], INLINE_ITEMS + 1)
+        num_chars = num_characters(_parts_of(chat), INLINE_ITEMS + 1)
         if chat.template is not None:
             num_chars = INLINE_ITEMS + 1  # a request's own template may take long to render
-        return _last(await convert(num_chars, lambda: self._encode_chat(chat, room)), room)
+        return _kept(await convert(num_chars, lambda: self._encode_chat(chat, room)), room)
 
     async def text_of(self, token_ids: Sequence[int] | np.ndarray) -> str:
         """Returns the text of token ids, including special tokens."""
@@ -112,14 +114,13 @@ class PromptReader:
 
     def _encode_chat(self, chat: Chat, room: PromptRoom) -> np.ndarray:
         most = self._tokenizer.max_characters(room.max_model_len)
-        self._check_length(
-            "chat", num_characters([chat.messages, chat.variables, chat.tools], most + 1), room
-        )
+        self._check_length("chat", num_characters(_parts_of(chat), most + 1), room)
         text = self._tokenizer.render_chat(
             chat.messages,
             chat.add_generation_prompt,
             chat.variables,
             chat.tools,
+            documents=chat.documents,
             template=chat.template,
             continues_last=chat.continues_last,
         )
@@ -134,6 +135,10 @@ class PromptReader:
                 f"the {what} has more than {most} characters, and {fit} of {room.max_model_len} tokens with at "
                 f"most {self._tokenizer.longest_token} characters each; send a shorter one"
             )
+
+
+def _parts_of(chat: Chat) -> list[Any]:
+    return [chat.messages, chat.variables, chat.tools, chat.documents]
 
 
 def num_characters(value: Any, most: int) -> int:
@@ -155,8 +160,10 @@ def num_characters(value: Any, most: int) -> int:
     return total
 
 
-def _last(ids: Any, room: PromptRoom) -> Any:
-    return ids if room.num_kept is None else ids[-room.num_kept :]
+def _kept(ids: Any, room: PromptRoom) -> Any:
+    if room.num_kept is None:
+        return ids
+    return ids[: room.num_kept] if room.keeps_first else ids[-room.num_kept :]
 
 
 async def convert(num_items: int, function: Callable[[], T]) -> T:

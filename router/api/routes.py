@@ -23,6 +23,7 @@ from lightkv.router.api.openai.protocol import (
     DetokenizeRequest,
     GenerationRequest,
     TokenizeRequest,
+    continues_last,
 )
 from lightkv.router.api.openai.response_writer import ResponseWriter
 from lightkv.router.api.openai.responses import ResponseRequest, renamed
@@ -95,7 +96,8 @@ class Routes:
         self._check_queue(len(body.prompts), params.n)
         namespace, session = self._namespace(request, body), self._session(request, body)
         context = info.limits.max_model_len
-        room = PromptRoom(context, body.num_kept(params.max_tokens, context))
+        keeps_first = body.truncation_side == "right"
+        room = PromptRoom(context, body.num_kept(params.max_tokens, context), keeps_first)
         prompts = []
         for prompt in body.prompts:  # a prompt that is too long is refused before the next one is tokenised
             if body.suffix:
@@ -153,25 +155,26 @@ class Routes:
         self._check_queue(1, params.n)
         namespace, session = self._namespace(request, body), self._session(request, body)
         context = info.limits.max_model_len
-        room = PromptRoom(context, body.num_kept(body.given_max_tokens(1), context))
+        keeps_first = body.truncation_side == "right"
+        room = PromptRoom(context, body.num_kept(body.given_max_tokens(1), context), keeps_first)
         use = body.tool_use()
-        grammar = None if use is None else use.grammar
         is_constrained = params.grammar is not None
         prompt_ids = await self._prompts.ids_of_chat(self._chat_of(body, use, is_constrained), room)
-        reading = self._dialect.reading(body, use, prompt_ids, is_constrained)
+        reading = self._dialect.reading(body, use, prompt_ids, params.grammar)
         longest = min(context, info.capacity + 1)  # the last token needs no slot
         most = min(longest - prompt_ids.size, self._settings.default_max_tokens or longest)
         params = body.params(max(most, 1))
-        if grammar is not None:
-            params = msgspec.structs.replace(params, grammar=grammar)
         _check_fits(prompt_ids.size, params.max_tokens, context)
+        if params.grammar is not None:  # it may become a part of another one
+            await self._backend.grammars.check(params.grammar, body.grammar_field)
+        params = msgspec.structs.replace(params, grammar=self._dialect.grammar(use, params.grammar))
         spec = GenerationSpec(
             prompts=[prompt_ids.tobytes()],
             params=params,
             priority=self._priority(body),
             namespace=namespace,
             session=session,
-            grammar_field=body.grammar_field,
+            grammar_field=body.grammar_field if use is None else use.field,
             states_length=body.states_length,
             shows_logprobs=body.logprobs is True,
             shown_ids=frozenset() if reading is None else reading.shown_ids,
@@ -371,11 +374,16 @@ class Routes:
         if body.chat_template is not None and not self._settings.trust_request_chat_template:
             allowed = "null, or start the service with --trust-request-chat-template"
             raise InvalidParams("chat_template", body.chat_template, allowed)
+        if body.documents and body.chat_template is None and not self._dialect.takes_documents:
+            allowed = "null, and put the documents into a message: the model's chat template takes none"
+            raise InvalidParams("documents", body.documents, allowed)
+        continues = continues_last(body)
         return replace(
             self._dialect.chat(body, use, is_constrained),
-            add_generation_prompt=body.begins_answer,
+            add_generation_prompt=body.begins_answer(continues),
+            documents=body.documents or None,
             template=body.chat_template,
-            continues_last=body.continue_final_message is True,
+            continues_last=continues,
         )
 
     def _model(self, name: str | None) -> str:

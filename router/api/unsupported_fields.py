@@ -19,13 +19,12 @@ class Unsupported(NamedTuple):
     instead: str
 
 
-_CONSTRAINED = "null, and use structured_outputs"
 _TOOLS = "none, or send a chat: a plain completion calls no tools"
-_REASONING = "null, or set a variable of the model's chat template in chat_template_kwargs"
+_BUDGET = "null, and use max_tokens: the engine does not tell tokens of reasoning from others"
 _MEDIA = "null: this service supports only text"
 _LOGPROBS = "null: log-probabilities are computed only for sampled and likeliest tokens"
-_SAMPLER = "a value that switches it off: this service's sampler does not support it"
-_RESULT = "false: the form of answers cannot be changed"
+_SAMPLER = "a value that switches it off: the sampler's kernels have no such rule"
+_TENSORS = "false: the model's inner values stay on its device"
 _TRANSFER = "null: this service computes its K/V itself"
 
 
@@ -35,23 +34,20 @@ def _each(names: str, harmless: tuple[Any, ...], instead: str) -> tuple[Unsuppor
 
 UNSUPPORTED = (
     # The form of the text
-    Unsupported("structural_tag", (), _CONSTRAINED),
-    *_each("regex ebnf json_schema grammar", (), _CONSTRAINED),
-    Unsupported("stop_regex", ([],), "null; stop takes strings"),
+    Unsupported("stop_regex", ([],), "null, and use stop: a regex of a request can keep a core busy"),
     # The prompt
-    Unsupported("documents", ([],), "null, and put the documents into a message"),
-    Unsupported("truncation_side", ("left",), '"left": the last tokens of a prompt are kept'),
-    *_each("prompt_embeds input_embeds", (), "null, and the prompt as text or token ids"),
+    *_each(
+        "prompt_embeds input_embeds",
+        (),
+        "null, and the prompt as text or token ids: a prefix is cached by its tokens",
+    ),
     Unsupported("input_ids", (), "null, and the prompt as token ids to /v1/completions"),
-    Unsupported("safe_prompt", (False,), "false, and put the instruction into a message"),
+    Unsupported("safe_prompt", (False,), "false, and put the instruction into a message: no template has it"),
     Unsupported("task", (), "null, and put the instruction into a message"),
     # Reasoning
-    *_each("thinking_token_budget thinking_budget thinking enable_thinking", (), _REASONING),
-    Unsupported("reasoning", ({},), _REASONING),
+    *_each("thinking_token_budget thinking_budget", (), _BUDGET),
     Unsupported("verbosity", ("medium",), '"medium", and ask for it in a message'),
     # The choice of tokens
-    Unsupported("num_beams", (1,), "1, and use best_of with use_beam_search"),
-    Unsupported("num_return_sequences", (1,), "1, and use n"),
     *_each(
         "logits_processors custom_logit_processor", ([],), "none: this service runs no code from requests"
     ),
@@ -62,21 +58,21 @@ UNSUPPORTED = (
     *_each("top_a mirostat mirostat_mode epsilon_cutoff eta_cutoff smoothing_factor", (0,), _SAMPLER),
     *_each("dynatemp_range dynatemp_min dynatemp_max dry_multiplier xtc_probability", (0,), _SAMPLER),
     Unsupported("no_repeat_ngram_size", (0,), _SAMPLER),
-    Unsupported("repeat_penalty", (1,), "1, and use repetition_penalty"),
-    Unsupported("random_seed", (), "null, and use seed"),
-    Unsupported("do_sample", (True,), "true; temperature 0 always takes the likeliest token"),
-    *_each("max_new_tokens max_length n_predict num_predict", (), "null, and use max_tokens"),
-    *_each("min_new_tokens min_length", (0,), "0, and use min_tokens"),
-    *_each("stop_sequences stop_words", ([],), "none, and use stop"),
+    Unsupported("repeat_penalty", (1,), "1, and use repetition_penalty, which counts all tokens"),
+    Unsupported("max_length", (), "null, and use max_tokens: it counts the prompt, too"),
+    Unsupported("min_length", (0,), "0, and use min_tokens: it counts the prompt, too"),
     Unsupported("no_stop_trim", (False,), "false, and use include_stop_str_in_output"),
     Unsupported("options", ({},), "none: each option is a separate field here"),
     Unsupported("lora_path", (), "null: this service has one model, without adapters"),
     # What is returned
     Unsupported("logprob_token_ids", (), _LOGPROBS),
     Unsupported("return_prompt_token_ids", (False,), "false, and use return_token_ids"),
-    *_each("return_prompt_text return_token_offsets return_hidden_states", (False,), _RESULT),
-    *_each("return_routed_experts return_cached_tokens_details return_meta_info", (False,), _RESULT),
-    Unsupported("detokenize", (True,), "true: an answer is text"),
+    Unsupported("return_prompt_text", (False,), "false, and use echo on a completion"),
+    Unsupported("return_token_offsets", (False,), "false: log-probabilities of a completion have offsets"),
+    *_each("return_hidden_states return_routed_experts", (False,), _TENSORS),
+    Unsupported("return_cached_tokens_details", (False,), "false, or start with --report-cached-tokens"),
+    Unsupported("return_meta_info", (False,), "false: the form of OpenAI's answers has no place for it"),
+    Unsupported("detokenize", (True,), "true, and use return_token_ids, which are beside the text"),
     Unsupported("store", (False,), "false: answers are not kept"),
     Unsupported("moderation", (), "null: answers are not moderated"),
     Unsupported("service_tier", ("auto", "default"), '"auto" or "default"; priority orders requests here'),
@@ -88,7 +84,6 @@ UNSUPPORTED = (
     # The cache
     *_each("kv_transfer_params ec_transfer_params", ({},), _TRANSFER),
     *_each("bootstrap_host bootstrap_port bootstrap_room", (), _TRANSFER),
-    Unsupported("extra_key", (), "null, and use cache_salt"),
 )
 UNSUPPORTED_ON_CHAT = (
     Unsupported("echo", (False,), "false: an answer never repeats the chat"),
@@ -102,11 +97,12 @@ UNSUPPORTED_ON_COMPLETIONS = (
     *_each("tools functions", ([],), _TOOLS),
     *_each("tool_choice function_call", ("none", "auto"), _TOOLS),
     Unsupported("parallel_tool_calls", (True, False), _TOOLS),
-    Unsupported("reasoning_effort", (), "null: a plain completion has no chat template"),
+    Unsupported("reasoning", ({},), "null: a plain completion has no chat template"),
+    *_each("reasoning_effort enable_thinking thinking", (), "null: a plain completion has no chat template"),
+    Unsupported("documents", ([],), "null: a plain completion has no chat template"),
     Unsupported("include_reasoning", (True,), "true: the text includes reasoning as the model wrote it"),
 )
 UNSUPPORTED_IN_MESSAGES = (
-    *_each("prefix partial", (False,), "false, or continue the text as a plain completion"),
     Unsupported("audio", (), _MEDIA),
     *_each("images videos audios", ([],), _MEDIA),
 )

@@ -7,24 +7,24 @@ thread once its row is known, while the device computes the row's prompt.
 import json
 from array import array
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
+from types import MappingProxyType
 from typing import NamedTuple
 
 import numpy as np
 from llguidance import LLExecutor, LLMatcher, LLParserLimits, LLTokenizer, regex_to_lark
-from llguidance.gbnf_to_lark import any_to_lark
 
 from lightkv.errors import LightKVError
 from lightkv.router.sampling_params import Grammar, InvalidParams
 
+from .structural_tags import WHITESPACE, grammars_of, lark_of_ebnf
 from .tokenizer import Tokenizer
 
 MAX_CACHED = 64  # compiled grammars
 _THREADS = 2
-# Of an object's parts, where the schema does not say: some models would write spaces without an end.
-_WHITESPACE = r"[ \n\r\t]{1,32}"
+_NO_TOKENS: Mapping[str, int] = MappingProxyType({})
 
 
 class InvalidGrammar(InvalidParams):
@@ -55,9 +55,12 @@ def limits() -> LLParserLimits:
     )
 
 
-def source_of(grammar: Grammar) -> str:
+def source_of(grammar: Grammar, special: Mapping[str, int] = _NO_TOKENS) -> str:
     """Returns the grammar in the form that llguidance compiles. Raises ValueError for a text that is not
-    JSON, or GBNF, where it has to be."""
+    JSON, GBNF or a structural tag where it has to be.
+
+    `special`: the ids of the special tokens, by the texts by which a structural tag names them.
+    """
     match grammar.kind:
         case "json_object":
             return _of_schema('{"type": "object"}')
@@ -73,9 +76,10 @@ def source_of(grammar: Grammar) -> str:
             if not choices:
                 raise ValueError("the list of choices is empty; give at least one")
             return "start: " + " | ".join(map(_lark_text, choices))
+        case "structural_tag":
+            return grammars_of(grammar.text, special)
         case _:
-            text = _of_gbnf(grammar.text) if "::=" in grammar.text else grammar.text
-            return LLMatcher.grammar_from_lark(text)
+            return LLMatcher.grammar_from_lark(lark_of_ebnf(grammar.text))
 
 
 def _lark_text(text: str) -> str:
@@ -83,23 +87,21 @@ def _lark_text(text: str) -> str:
     return json.dumps(text, ensure_ascii=False).replace("\x7f", r"\u007f")
 
 
-def _of_gbnf(text: str) -> str:
-    try:
-        return str(any_to_lark(text))
-    except Exception as error:  # the converter raises what its parser meets
-        raise ValueError(f"it is not a grammar in GBNF ({str(error)[:200]})") from error
-
-
 def _of_schema(schema: str) -> str:
-    if isinstance(json.loads(schema), dict | bool):
-        return LLMatcher.grammar_from_json_schema(schema, defaults={"whitespace_pattern": _WHITESPACE})
+    value = json.loads(schema)
+    if isinstance(value, dict) or value is True:
+        schema = "{}" if value is True else schema
+        return LLMatcher.grammar_from_json_schema(schema, defaults={"whitespace_pattern": WHITESPACE})
     raise ValueError("a JSON schema is an object, or true")
 
 
-def compile_grammar(grammar: Grammar, tokenizer: LLTokenizer) -> LLMatcher:
-    """Returns a matcher at the beginning of a text. Raises InvalidGrammar, also where no text matches."""
+def compile_grammar(
+    grammar: Grammar, tokenizer: LLTokenizer, special: Mapping[str, int] = _NO_TOKENS
+) -> LLMatcher:
+    """Returns a matcher at the beginning of a text. `special` is that of `source_of`. Raises InvalidGrammar,
+    also where no text matches."""
     try:
-        matcher = LLMatcher(tokenizer, source_of(grammar), log_level=0, limits=limits())
+        matcher = LLMatcher(tokenizer, source_of(grammar, special), log_level=0, limits=limits())
         if not matcher.is_error():
             matcher.compute_bitmask()  # finds out whether any text matches
     except (KeyboardInterrupt, SystemExit):
@@ -124,6 +126,15 @@ class Compiled(NamedTuple):
 
     matcher: LLMatcher
     end_ids: frozenset[int]
+
+
+class ModelTokens(NamedTuple):
+    """What grammars need of a model. `end_ids`: the tokens that end a text. `special`: the ids of the tokens
+    that are no text of their own, by their names."""
+
+    tokenizer: LLTokenizer
+    end_ids: frozenset[int]
+    special: Mapping[str, int]
 
 
 class RowGrammar:
@@ -185,7 +196,7 @@ class Grammars:
         self._vocab_size = vocab_size
         self._max_cached = max_cached
         self._threads = ThreadPoolExecutor(_THREADS, "grammar")
-        self._tokenizer: Future[tuple[LLTokenizer, frozenset[int]]] | None = None
+        self._tokenizer: Future[ModelTokens] | None = None
         self._executor = LLExecutor()
         self._compiled: OrderedDict[Grammar, Future[Compiled]] = OrderedDict()
         self._rows: dict[int, RowGrammar] = {}
@@ -266,8 +277,8 @@ class Grammars:
         self._compiled.move_to_end(grammar)
         return compiled
 
-    def _load(self) -> tuple[LLTokenizer, frozenset[int]]:
-        """Returns llguidance's tokenizer and the end tokens. Raises InvalidGrammar if there can be none."""
+    def _load(self) -> ModelTokens:
+        """Returns llguidance's tokenizer and its special tokens. Raises InvalidGrammar if there can be none."""
         try:
             if self._directory is None:
                 raise ValueError("it has no tokenizer")
@@ -276,11 +287,17 @@ class Grammars:
                 raise ValueError("the model names no end token")
             text = (self._directory / "tokenizer.json").read_text(encoding="utf-8")
             tokenizer = LLTokenizer(text, n_vocab=self._vocab_size, eos_token=sorted(end_ids))
+            added = [(one["content"], one["id"]) for one in json.loads(text).get("added_tokens") or ()]
+            special = {
+                name: token_id
+                for name, token_id in added
+                if token_id < self._vocab_size and tokenizer.is_special_token(token_id)
+            }
         except Exception as error:  # llguidance supports fewer kinds of tokenizers
             raise InvalidGrammar("grammar", f"not with this model ({reason_of(error)})") from error
-        return tokenizer, end_ids
+        return ModelTokens(tokenizer, end_ids, special)
 
 
-def _compile(grammar: Grammar, tokenizer: "Future[tuple[LLTokenizer, frozenset[int]]]") -> Compiled:
-    tokens, end_ids = tokenizer.result()
-    return Compiled(compile_grammar(grammar, tokens), end_ids)
+def _compile(grammar: Grammar, model: "Future[ModelTokens]") -> Compiled:
+    tokenizer, end_ids, special = model.result()
+    return Compiled(compile_grammar(grammar, tokenizer, special), end_ids)

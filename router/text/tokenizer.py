@@ -171,6 +171,7 @@ class Tokenizer:
         variables: Mapping[str, Any] | None = None,
         tools: Sequence[Mapping[str, Any]] | None = None,
         *,
+        documents: Sequence[Mapping[str, Any]] | None = None,
         template: str | None = None,
         continues_last: bool = False,
     ) -> str:
@@ -180,6 +181,7 @@ class Tokenizer:
             messages: plain data such as {"role": "user", "content": "…"}.
             add_generation_prompt: end with the words that begin an assistant's answer.
             variables: further variables of the template; they take precedence over the special tokens.
+            documents: texts that the answer may use, for templates that have a place for them.
             template: a template in place of the model's own.
             continues_last: the text ends with the content of the last message.
             tools: the functions that the model may call, described as in OpenAI's requests.
@@ -203,7 +205,7 @@ class Tokenizer:
                     **(variables or {}),
                     "messages": messages,
                     "tools": tools,
-                    "documents": None,
+                    "documents": documents,
                     "add_generation_prompt": add_generation_prompt,
                 }
             )

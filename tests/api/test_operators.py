@@ -4,6 +4,7 @@ import json
 import time
 from collections.abc import Iterator
 from contextlib import closing
+from itertools import dropwhile
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from lightkv import __version__
 from lightkv.router.api.operators.docs_page import page_of
 from lightkv.router.api.operators.request_log import RequestRecord
 from lightkv.router.api.operators.tracing import SpanTracer, phases
+from lightkv.router.api.routes import Routes
 from lightkv.router.config import EngineConfig, InvalidConfig
 from lightkv.router.model_files import resolve
 from lightkv.router.service.key_file import ApiKeys, name_of_key, read_keys
@@ -93,21 +95,26 @@ def test_a_line_of_the_log_has_counts_and_times_and_no_text(
 ) -> None:
     api.router.num_cached = 2
     secret = {"prompt": "my secret text", "max_tokens": 5, "n": 2, "model": MODEL}
-    assert api.send("POST", COMPLETIONS, secret, KEY | {"X-Request-Id": "mine"})[0] == 200
+    assert api.send("POST", COMPLETIONS, secret, KEY | {"X-Request-Id": "logged"})[0] == 200
     assert api.send("GET", "/v1/models/secret", headers=KEY)[0] == 404
     assert api.send("GET", "/secret", headers=KEY)[0] == 404
     assert api.send("POST", COMPLETIONS, secret)[0] == 401
     text = ""
 
-    def has_all() -> bool:  # the last line may come after the answer
+    def own_lines() -> list[dict[str, Any]]:
+        return list(dropwhile(lambda line: line["id"] != "logged", lines_of(text)))
+
+    def has_all() -> (
+        bool
+    ):  # the last line may come after the answer, and that of the test before after its end
         nonlocal text
         text += capfd.readouterr().err
-        return len(lines_of(text)) == 4
+        return len(own_lines()) == 4
 
     wait_until(has_all)
     assert "secret" not in text
-    first, *others = lines_of(text)
-    assert first["id"] == "mine"
+    first, *others = own_lines()
+    assert first["id"] == "logged"
     assert (first["method"], first["route"], first["status"]) == ("POST", COMPLETIONS, 200)
     (submit, _) = api.router.submits
     assert first["prompt_tokens"] == len(ids_of(submit))
@@ -185,6 +192,22 @@ def test_pages_of_an_allowed_origin_may_call_the_service(api: ApiUnderTest) -> N
         headers = api.send("POST", CHAT, HELLO, sent | {"Origin": ORIGIN})[1]
         assert headers["Access-Control-Allow-Origin"] == ORIGIN
     assert "X-Request-Id" in headers["Access-Control-Expose-Headers"]
+
+
+def test_pages_of_an_allowed_origin_may_read_that_the_service_failed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def fail(self: Routes) -> None:
+        raise RuntimeError("a defect")
+
+    monkeypatch.setattr(Routes, "version", fail)
+    with service(tmp_path, allowed_origins=[ORIGIN]).running() as failing:
+        status, headers, content = failing.send("GET", "/version", headers={"Origin": ORIGIN})
+        assert (status, headers["Access-Control-Allow-Origin"]) == (500, ORIGIN)
+        assert headers["X-Request-Id"]
+        assert error_of(content)["message"].startswith("the service failed")
+        headers = failing.send("GET", "/version", headers={"Origin": "https://other.example"})[1]
+        assert headers["Access-Control-Allow-Origin"] is None
 
 
 def test_pages_of_other_origins_may_not(api: ApiUnderTest, tmp_path: Path) -> None:

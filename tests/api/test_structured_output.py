@@ -13,13 +13,17 @@ from llguidance import LLTokenizer
 from lightkv.router.api import grammar_checker
 from lightkv.router.api.grammar_checker import MAX_WORK_SECONDS, GrammarChecker
 from lightkv.router.sampling_params import MAX_GRAMMAR_BYTES, Grammar
-from lightkv.router.text.grammars import InvalidGrammar, compile_grammar, source_of
+from lightkv.router.text.grammars import InvalidGrammar, compile_grammar
 from tests.support.fake_router import CHAT, COMPLETIONS, HELLO, ApiUnderTest, idle, service
 
+TAG = {"type": "structural_tag", "format": {"type": "const_string", "value": "é"}}
+TAG_TEXT = '{"type":"structural_tag","format":{"type":"const_string","value":"é"}}'
 SCHEMA = {"type": "object", "properties": {"é": {"type": "string"}}}
 JSON = '{"type":"object","properties":{"é":{"type":"string"}}}'
 # Compiling it takes many seconds.
 SLOW = {"type": "object", "properties": {f"x{i}": {"type": "string", "maxLength": i} for i in range(4000)}}
+# Converting it from GBNF takes some seconds.
+MANY_RULES = "root ::= a0\n" + "".join(f"a{i} ::= a{i + 1}\n" for i in range(9000)) + 'a9000 ::= "x"'
 # Others that were made to take long, or too much memory.
 ADVERSARIAL: dict[str, dict[str, Any]] = {
     "slow": {"guided_json": SLOW},
@@ -31,6 +35,15 @@ ADVERSARIAL: dict[str, dict[str, Any]] = {
     "no text": {"guided_grammar": "start: start"},
     "slow GBNF": {"guided_grammar": "root ::= " + '"a" ' * 60_000},
     "large GBNF": {"guided_grammar": "root ::= " + '"a" ' * 500_000},
+    "many rules": {"ebnf": MANY_RULES},
+    "deep tag": {
+        "structural_tag": '{"format":' + '{"type":"optional","content":' * 5000 + "{}" + "}" * 5000 + "}"
+    },
+    "large tag": {
+        "structural_tag": {
+            "format": {"type": "any_text", "excludes": [f"{i:08}" for i in range(500)], "max_chars": 10**6}
+        }
+    },
 }
 
 
@@ -90,6 +103,15 @@ def body(path: str, fields: dict[str, Any]) -> dict[str, Any]:
             {"guided_json": {"type": "null"}, "guided_whitespace_pattern": " ?"},
             Grammar("json_schema", '{"type":"null","x-guidance":{"whitespace_pattern":" ?"}}'),
         ),
+        ({"json_schema": SCHEMA}, Grammar("json_schema", JSON)),
+        ({"json_schema": JSON}, Grammar("json_schema", JSON)),
+        ({"regex": "[0-9]+"}, Grammar("regex", "[0-9]+")),
+        ({"ebnf": 'root ::= "a"'}, Grammar("lark", 'root ::= "a"')),
+        ({"grammar": 'start: "a"'}, Grammar("lark", 'start: "a"')),
+        ({"structural_tag": TAG}, Grammar("structural_tag", TAG_TEXT)),
+        ({"structural_tag": TAG_TEXT}, Grammar("structural_tag", TAG_TEXT)),
+        ({"structured_outputs": {"structural_tag": TAG_TEXT}}, Grammar("structural_tag", TAG_TEXT)),
+        ({"response_format": TAG}, Grammar("structural_tag", TAG_TEXT)),
     ],
 )
 def test_a_field_makes_a_grammar(
@@ -100,12 +122,11 @@ def test_a_field_makes_a_grammar(
     assert submit.params.grammar == expected
 
 
-def test_a_grammar_in_gbnf_is_converted_where_it_is_compiled(api: ApiUnderTest) -> None:
-    text = 'root ::= "a" b\nb ::= [0-9]+'
-    api.post(COMPLETIONS, body(COMPLETIONS, {"guided_grammar": text}))
-    (submit,) = api.router.submits
-    assert submit.params.grammar == Grammar("lark", text)
-    assert "start:" in source_of(submit.params.grammar)
+def test_a_grammar_in_gbnf_is_converted() -> None:
+    for text in ('start: "a" /[0-9]+/', 'root ::= "a" b\nb ::= [0-9]+'):
+        matcher = compile_grammar(Grammar("lark", text), LLTokenizer("byte"))
+        assert matcher.try_consume_tokens(list(b"a12b")) == 3
+        assert matcher.is_accepting()
 
 
 @pytest.mark.parametrize(
@@ -149,6 +170,13 @@ def test_choices_may_have_any_character() -> None:
         ({"guided_regex": "(a"}, "guided_regex", "unclosed group"),
         ({"guided_grammar": "start: b"}, "guided_grammar", "unknown name"),
         ({"guided_grammar": "root ::= ((("}, "guided_grammar", "grammar"),
+        ({"ebnf": 'root ::= "a" b'}, "ebnf", "GBNF"),
+        ({"structural_tag": "{"}, "structural_tag", "Expecting"),
+        ({"structural_tag": "[]"}, "structural_tag", "structural tag is an object"),
+        ({"structural_tag": {"type": "structural_tag"}}, "structural_tag", "format"),
+        ({"response_format": TAG | {"format": {"type": "xml"}}}, "response_format", "const_string"),
+        ({"structured_outputs": {"structural_tag": 1}}, "structured_outputs", "structural tag"),
+        ({"regex": "a", "ebnf": 'root ::= "a"'}, "ebnf", "it without regex"),
         ({"guided_choice": ["a"], "guided_regex": "a"}, "guided_choice", "it without guided_regex"),
         ({"guided_regex": "a" * (MAX_GRAMMAR_BYTES + 1)}, "guided_regex", f"at most {MAX_GRAMMAR_BYTES}"),
         ({"guided_regex": "a", "ignore_eos": True}, "ignore_eos", "grammar"),
@@ -163,6 +191,16 @@ def test_a_grammar_that_cannot_be_is_refused_by_the_fields_name(
         assert error["param"] == param
         assert says in error["message"]
     assert not api.router.submits
+
+
+def test_half_surrogates_in_a_grammar_do_no_harm(api: ApiUnderTest) -> None:
+    for fields in (
+        {"regex": "\ud800"},
+        {"guided_choice": ["\ud800"]},
+        {"structural_tag": TAG | {"x": "\ud800"}},
+    ):
+        api.post(COMPLETIONS, body(COMPLETIONS, fields))
+        assert "\ufffd" in str(api.router.submits[-1].params.grammar)
 
 
 def test_adversarial_grammars_are_refused_within_a_second_and_streams_go_on(api: ApiUnderTest) -> None:

@@ -12,13 +12,15 @@ from typing import Any
 import numpy as np
 import openai
 import pytest
+from llguidance import LLTokenizer
 
 from lightkv.router.api.openai.dialect import ChatDialect
 from lightkv.router.api.openai.protocol import ChatRequest
 from lightkv.router.api.openai.tools import Function, ToolUse
 from lightkv.router.config import InvalidConfig, ServiceConfig
-from lightkv.router.sampling_params import Grammar
+from lightkv.router.sampling_params import MAX_GRAMMAR_BYTES, Grammar
 from lightkv.router.service.api_settings import ApiSettings
+from lightkv.router.text.grammars import InvalidGrammar, compile_grammar
 from tests.support.fake_router import CHAT, MODEL, ApiUnderTest, ids_of, service
 
 TEMPLATE = """
@@ -391,17 +393,17 @@ def test_parsers_can_be_switched_off(services: dict[str, ApiUnderTest]) -> None:
 
 
 def test_an_answer_that_follows_a_grammar_is_content(qwen: ApiUnderTest) -> None:
-    """Such an answer has no reasoning, and calls only where they are required."""
+    """Such an answer has no reasoning, and may have calls where there are tools."""
     dialect = ChatDialect(qwen.tokenizer, ApiSettings(model_names=[MODEL]))
     body = ChatRequest.model_validate({"messages": HELLO, "tools": [WEATHER]})
     required = ToolUse([Function(name="f")], is_required=True)
     ids = np.zeros(1, np.int32)
     for use in (None, body.tool_use()):
         assert dialect.reading(body, use, ids) is not None
-        assert dialect.reading(body, use, ids, is_constrained=True) is None
+        assert (dialect.reading(body, use, ids, Grammar("json_object")) is None) == (use is None)
         assert dialect.chat(body, use, is_constrained=True).variables == {"enable_thinking": False}
         assert dialect.chat(body, use).variables == {}
-    assert dialect.reading(body, required, ids, is_constrained=True) is not None
+    assert dialect.reading(body, required, ids, Grammar("json_object")) is not None
 
 
 def test_unknown_parsers_are_refused() -> None:
@@ -495,3 +497,210 @@ def test_special_tokens_are_shown_to_the_parser_alone(tmp_path: Path) -> None:
         for choice in both(api, tools=[WEATHER]):
             assert calls_of(choice) == [("weather", PARIS)]
             assert choice.message.content == "I look."
+
+
+# Calls or a format
+
+
+ANSWER = '{"is_raining": true}'
+FORMAT = {
+    "type": "json_schema",
+    "json_schema": {
+        "name": "a",
+        "schema": {
+            "type": "object",
+            "properties": {"is_raining": {"type": "boolean"}},
+            "required": ["is_raining"],
+        },
+    },
+}
+
+
+def allows(api: ApiUnderTest, text: str) -> bool:
+    """Returns whether the grammar of the last request takes a text, and may end after it."""
+    grammar = api.router.submits[-1].params.grammar
+    assert grammar is not None
+    matcher = compile_grammar(grammar, LLTokenizer("byte"))
+    ids = list(text.encode())
+    return matcher.try_consume_tokens(ids) == len(ids) and matcher.is_accepting()
+
+
+@pytest.mark.parametrize("name", ["qwen", "given", "llama", "mistral", "gpt"])
+def test_an_answer_is_calls_or_of_the_format(services: dict[str, ApiUnderTest], name: str) -> None:
+    api = services[name]
+    clock = json.dumps({})
+    calls, answer = {
+        "qwen": (f'<tool_call>\n{{"name": "clock", "arguments": {clock}}}\n</tool_call>', ANSWER),
+        "given": (f'<tool_call>\n{{"name": "clock", "arguments": {clock}}}\n</tool_call>', ANSWER),
+        "llama": (f'{{"name": "clock", "parameters": {clock}}}', ANSWER),
+        "mistral": (f"[TOOL_CALLS]clock[ARGS]{clock}", ANSWER),
+        "gpt": (
+            f"<|channel|>commentary to=functions.clock <|constrain|>json<|message|>{clock}",
+            f"<|channel|>final <|constrain|>json<|message|>{ANSWER}",
+        ),
+    }[name]
+    script(api, calls)
+    for choice in both(api, tools=[WEATHER, CLOCK], response_format=FORMAT):
+        assert calls_of(choice) == [("clock", clock)]
+        assert (choice.message.content or "", choice.finish_reason) == ("", "tool_calls")
+    script(api, answer)
+    for choice in both(api, tools=[WEATHER, CLOCK], tool_choice="auto", response_format=FORMAT):
+        assert not choice.message.tool_calls
+        assert (choice.message.content, choice.finish_reason) == (ANSWER, "stop")
+    assert allows(api, calls)
+    assert allows(api, answer)
+    assert not allows(api, "It is raining.")
+    assert not allows(api, calls[:-1])
+    assert not allows(api, calls.replace("clock", "watch"))
+    assert not allows(api, answer.replace("true", "1"))
+
+
+def test_a_call_within_the_format_stays_text(qwen: ApiUnderTest) -> None:
+    text = json.dumps({"is_raining": True, "why": "<tool_call>{}"})
+    script(qwen, text)
+    for choice in both(qwen, tools=[WEATHER], response_format=FORMAT):
+        assert not choice.message.tool_calls
+        assert choice.message.content == text
+
+
+def test_a_structural_tag_says_itself_where_calls_are(qwen: ApiUnderTest) -> None:
+    begin, end = '<tool_call>\n{"name": "clock", "arguments": ', "}\n</tool_call>"
+    one = {"type": "tag", "begin": begin, "content": {"type": "json_schema", "json_schema": {}}, "end": end}
+    form = {"type": "triggered_tags", "triggers": ["<tool_call>"], "tags": [one]}
+    tag = {"type": "structural_tag", "format": form}
+    text = f"I look.\n{begin}{{}}{end}"
+    script(qwen, text)
+    for choice in both(qwen, tools=[WEATHER, CLOCK], extra_body={"structural_tag": tag}):
+        assert calls_of(choice) == [("clock", "{}")]
+        assert choice.message.content == "I look."
+    assert allows(qwen, text)
+    assert not allows(qwen, text.replace("clock", "weather"))
+
+
+def test_at_most_one_call_or_the_format(qwen: ApiUnderTest) -> None:
+    call = '<tool_call>\n{"name": "clock", "arguments": {}}\n</tool_call>'
+    for is_parallel in (True, False):
+        script(qwen, call)
+        asked = {"tools": [CLOCK], "response_format": FORMAT, "parallel_tool_calls": is_parallel}
+        qwen.post(CHAT, {"messages": HELLO, "max_tokens": 40, **asked})
+        assert allows(qwen, f"{call}\n{call}") == is_parallel
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"response_format": {"type": "json_object"}},
+        {"guided_choice": ["yes", "no"]},
+        {"guided_regex": "yes|no"},
+        {"ebnf": 'root ::= "yes" | "no"'},
+        {"structural_tag": {"format": {"type": "const_string", "value": "yes"}}},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("name", ["qwen", "gpt"])
+def test_every_format_goes_with_tools(
+    services: dict[str, ApiUnderTest], fields: dict[str, Any], name: str
+) -> None:
+    api = services[name]
+    answer = "{}" if "response_format" in fields else "yes"
+    is_message = name == "gpt" and "structural_tag" not in fields
+    begin = "<|channel|>final<|message|>" if is_message else ""
+    script(api, begin + answer)
+    for choice in both(api, tools=[CLOCK], extra_body=fields):
+        assert (choice.message.content, choice.message.tool_calls) == (answer, None)
+    assert allows(api, begin + answer)
+    assert not allows(api, begin + "perhaps")
+
+
+def test_calls_without_a_mark_go_with_json_and_choices(services: dict[str, ApiUnderTest]) -> None:
+    llama = services["llama"]
+    body = {"messages": HELLO, "max_tokens": 40, "tools": [CLOCK]}
+    for fields, taken in (
+        ({"guided_choice": ["yes", "no"]}, "yes"),
+        ({"guided_json": True}, "[1]"),
+        ({"response_format": {"type": "json_object"}}, '{"name": "watch"}'),
+    ):
+        llama.post(CHAT, body | fields)
+        assert allows(llama, taken)
+        assert allows(llama, '{"name": "clock", "parameters": {}}; {"name": "clock", "parameters": {}}')
+    for fields in (
+        {"guided_regex": "yes|no"},
+        {"guided_choice": ["{", "no"]},
+        {"guided_json": {"type": "array"}, "guided_whitespace_pattern": ""},
+    ):
+        error = llama.post(CHAT, body | fields, 400)["error"]
+        assert error["param"] == "tools"
+        assert "told from no other" in error["message"]
+
+
+def test_what_cannot_be_compiled_is_named(qwen: ApiUnderTest) -> None:
+    wrong = {"type": "object", "properties": {"a": {"not": {}}}}
+    tool = {"type": "function", "function": {"name": "f", "parameters": wrong}}
+    body = {"messages": HELLO, "max_tokens": 5}
+    asked = body | {"tools": [tool], "response_format": FORMAT}
+    assert qwen.post(CHAT, asked, 400)["error"]["param"] == "tools"
+    asked = body | {
+        "tools": [CLOCK],
+        "response_format": {"type": "json_schema", "json_schema": {"schema": wrong}},
+    }
+    assert qwen.post(CHAT, asked, 400)["error"]["param"] == "response_format"
+
+
+def test_more_tools_than_a_grammar_holds_are_refused(qwen: ApiUnderTest) -> None:
+    dialect = ChatDialect(qwen.tokenizer, ApiSettings(model_names=[MODEL]))
+    parameters = {"type": "object", "properties": {"a" * 1000: {"type": "string"}}}
+    use = ToolUse([Function(name=f"f{i}", parameters=parameters) for i in range(300)])
+    assert dialect.grammar(use, None) is None
+    with pytest.raises(InvalidGrammar, match=f"tools cannot be used: .* at most {MAX_GRAMMAR_BYTES}"):
+        dialect.grammar(use, Grammar("json_object"))
+
+
+REASONS = "<|channel|>analysis<|message|>I look.<|end|><|start|>assistant"
+
+
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "clock"}}])
+def test_gpt_oss_calls_in_its_own_form_after_its_reasoning(
+    services: dict[str, ApiUnderTest], choice: Any
+) -> None:
+    gpt = services["gpt"]
+    call = "<|channel|>commentary to=functions.clock <|constrain|>json<|message|>{}"
+    script(gpt, REASONS + call)
+    for found in both(gpt, tools=[WEATHER, CLOCK], tool_choice=choice):
+        assert calls_of(found) == [("clock", "{}")]
+        assert found.message.reasoning_content == "I look."
+        assert found.finish_reason == "tool_calls"
+    assert allows(gpt, REASONS + call)
+    assert allows(gpt, " to=functions.clock<|channel|>commentary json<|message|>{}")
+    assert not allows(gpt, "<|channel|>final<|message|>{}")
+    other = call.replace("clock", "weather").replace("{}", '{"city": "Rome"}')
+    assert allows(gpt, other) == (choice == "required")
+
+
+def test_gpt_oss_answers_a_format_on_its_channel(services: dict[str, ApiUnderTest]) -> None:
+    gpt = services["gpt"]
+    script(gpt, f"{REASONS}<|channel|>final<|message|>{ANSWER}")
+    for choice in both(gpt, response_format=FORMAT):
+        assert (choice.message.content, choice.message.reasoning_content) == (ANSWER, "I look.")
+    assert allows(gpt, f"{REASONS}<|channel|>final<|message|>{ANSWER}")
+    assert not allows(gpt, ANSWER)
+    tag = {"type": "structural_tag", "format": {"type": "const_string", "value": "x"}}
+    script(gpt, "<|channel|>final<|message|>x")
+    both(gpt, extra_body={"structural_tag": tag})
+    assert allows(gpt, "x")  # a structural tag says itself where the messages are
+
+
+def test_responses_have_calls_or_a_format_too(qwen: ApiUnderTest) -> None:
+    asked = {
+        "input": "Is it raining?",
+        "max_output_tokens": 60,
+        "tools": [{"type": "function", **CLOCK["function"]}],
+        "text": {"format": {"type": "json_schema", **FORMAT["json_schema"]}},
+    }
+    script(qwen, '<tool_call>\n{"name": "clock", "arguments": {}}\n</tool_call>')
+    (call,) = qwen.post("/v1/responses", asked)["output"]
+    assert (call["type"], call["name"], call["arguments"]) == ("function_call", "clock", "{}")
+    script(qwen, ANSWER)
+    (message,) = qwen.post("/v1/responses", asked)["output"]
+    assert message["content"][0]["text"] == ANSWER
+    assert allows(qwen, ANSWER)
+    assert not allows(qwen, "It is raining.")

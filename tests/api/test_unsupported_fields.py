@@ -304,3 +304,121 @@ def test_max_completion_tokens_replaces_max_tokens(api: ApiUnderTest) -> None:
     for path in PATHS:
         api.post(path, body(path, max_completion_tokens=2))
         assert api.router.submits[-1].params.max_tokens == 2
+
+
+# Other names
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize(
+    ("given", "meant"),
+    [
+        ({"max_new_tokens": 3}, {"max_tokens": 3}),
+        ({"n_predict": 3}, {"max_tokens": 3}),
+        ({"num_predict": 3}, {"max_tokens": 3}),
+        ({"min_new_tokens": 2, "max_tokens": 5}, {"min_tokens": 2, "max_tokens": 5}),
+        ({"stop_sequences": ["a"], "max_tokens": 5}, {"stop": ["a"], "max_tokens": 5}),
+        ({"stop_words": "a", "max_tokens": 5}, {"stop": "a", "max_tokens": 5}),
+        ({"random_seed": 7, "max_tokens": 5}, {"seed": 7, "max_tokens": 5}),
+        ({"extra_key": "a", "max_tokens": 5}, {"cache_salt": "a", "max_tokens": 5}),
+        ({"do_sample": False, "max_tokens": 5}, {"temperature": 0, "max_tokens": 5}),
+        ({"do_sample": True, "num_beams": 1, "max_tokens": 5}, {"max_tokens": 5}),
+    ],
+    ids=str,
+)
+def test_other_names_mean_the_same(
+    api: ApiUnderTest, path: str, given: dict[str, Any], meant: dict[str, Any]
+) -> None:
+    prompt: dict[str, Any] = HELLO if path == CHAT else {"prompt": "a"}
+    for fields in (given, meant, meant | given):
+        api.post(path, prompt | {"seed": 7} | fields)
+    first, *others = api.router.submits
+    for other in others:
+        assert other == msgspec.structs.replace(first, request_id=other.request_id)
+
+
+def test_other_names_of_counts(api: ApiUnderTest) -> None:
+    done = api.post(COMPLETIONS, {"prompt": "a", "max_tokens": 2, "num_return_sequences": 3})
+    assert len(done["choices"]) == 3
+    for fields in ({"num_beams": 2, "temperature": 0.5}, {"num_beams": 2, "num_return_sequences": 2}):
+        done = api.post(COMPLETIONS, {"prompt": "a", "max_tokens": 2, **fields})
+        assert len(done["choices"]) == fields.get("num_return_sequences", 1)
+    error = api.post(COMPLETIONS, {"prompt": "a", "num_beams": 0}, 400)["error"]
+    assert error["param"] == "num_beams"
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_another_name_beside_another_value_is_refused(api: ApiUnderTest, path: str) -> None:
+    for alias, value, field, other in (
+        ("n_predict", 3, "max_tokens", 4),
+        ("stop_words", ["a"], "stop", "b"),
+        ("random_seed", 1, "seed", 2),
+        ("do_sample", False, "temperature", 0.5),
+        ("num_beams", 3, "best_of", 4),
+    ):
+        error = api.post(path, body(path, **{alias: value, field: other}), 400)["error"]
+        assert error["param"] == alias
+        assert f"it without {field}" in error["message"]
+    assert api.post(path, body(path, max_new_tokens=True), 400)["error"]["param"] == "max_new_tokens"
+
+
+def test_the_first_tokens_of_a_prompt_can_be_kept(api: ApiUnderTest) -> None:
+    ids = list(range(100, 130))
+    for side, wanted in (("right", ids[:4]), ("left", ids[-4:])):
+        asked = {"prompt": ids, "max_tokens": 1, "truncate_prompt_tokens": 4, "truncation_side": side}
+        api.post(COMPLETIONS, asked)
+        assert ids_of(api.router.submits.pop()) == wanted
+    asked = {"truncate_prompt_tokens": 4, "truncation_side": "right", "max_tokens": 1}
+    whole = api.post("/tokenize", HELLO)["tokens"]
+    api.post(CHAT, HELLO | asked)
+    assert ids_of(api.router.submits.pop()) == whole[:4]
+    assert api.post(CHAT, HELLO | {"truncation_side": "up"}, 400)["error"]["param"] == "truncation_side"
+
+
+def test_documents_and_reasoning_reach_a_template_that_has_a_place_for_them(tmp_path: Path) -> None:
+    under_test = service(tmp_path)
+    under_test.tokenizer._template_source = (
+        "{{ documents }}|{{ enable_thinking }}|{{ reasoning_effort }}|{{ messages[0].content }}"
+    )
+    with under_test.running() as api:
+
+        def rendered(**fields: Any) -> str:
+            asked = {"messages": [{"role": "user", "content": "Hi"}], **fields}
+            api.post(CHAT, asked | {"max_tokens": 1})
+            text = api.tokenizer.decode(ids_of(api.router.submits[-1]), skip_special_tokens=False)
+            ids = api.post("/tokenize", asked)["tokens"]
+            assert api.tokenizer.decode(ids, skip_special_tokens=False) == text
+            return text
+
+        assert rendered(documents=[]) == "None|||Hi"
+        assert rendered(documents=[{"text": "a"}]) == "[{'text': 'a'}]|||Hi"
+        for fields in (
+            {"enable_thinking": False},
+            {"thinking": False},
+            {"thinking": {"type": "disabled"}},
+            {"reasoning": {"enabled": False}},
+        ):
+            assert rendered(**fields) == "None|False||Hi"
+        assert rendered(thinking={"type": "enabled"}) == "None|True||Hi"
+        assert rendered(reasoning={"effort": "low"}) == "None||low|Hi"
+        for field, fields in (
+            ("thinking", {"enable_thinking": True, "thinking": False}),
+            ("reasoning", {"reasoning_effort": "low", "reasoning": {"effort": "high"}}),
+            ("reasoning", {"reasoning": {"max_tokens": 5}}),
+            ("thinking", {"thinking": {"type": "adaptive"}}),
+            ("documents", {"documents": ["a"]}),
+        ):
+            assert api.post(CHAT, HELLO | fields, 400)["error"]["param"] == field, fields
+
+
+def test_a_template_without_a_place_refuses_documents_and_switches(api: ApiUnderTest) -> None:
+    for field, value in (
+        ("documents", [{"text": "a"}]),
+        ("enable_thinking", False),
+        ("thinking", {"type": "enabled"}),
+        ("reasoning", {"enabled": True}),
+        ("reasoning_effort", "low"),
+    ):
+        for path in (CHAT, "/tokenize"):
+            assert api.post(path, HELLO | {field: value}, 400)["error"]["param"] == field
+    assert not api.router.submits

@@ -1,6 +1,7 @@
 """How the service's model is told of tools, and how its answers are read: by its chat template, or by the
 options --tool-parser and --reasoning-parser."""
 
+import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -9,12 +10,19 @@ from typing import Any
 import numpy as np
 
 from lightkv.router.api.prompt_reader import Chat
-from lightkv.router.sampling_params import InvalidParams
+from lightkv.router.sampling_params import MAX_GRAMMAR_BYTES, Grammar, InvalidParams
 from lightkv.router.service.api_settings import ApiSettings
 from lightkv.router.text.answer_reader import AnswerReader, think
+from lightkv.router.text.grammars import InvalidGrammar
+from lightkv.router.text.structural_tags import format_of_grammar
 from lightkv.router.text.tokenizer import Tokenizer
-from lightkv.router.text.tool_calls import history
-from lightkv.router.text.tool_calls.constrained import read_named, read_required
+from lightkv.router.text.tool_calls import harmony, history
+from lightkv.router.text.tool_calls.constrained import (
+    read_calls_or_format,
+    read_named,
+    read_required,
+    schema_text,
+)
 from lightkv.router.text.tool_calls.families import (
     FAMILIES,
     THINK_BEGIN,
@@ -25,6 +33,7 @@ from lightkv.router.text.tool_calls.families import (
     variables_of,
     wants_text,
 )
+from lightkv.router.text.tool_calls.forms import Form, either
 from lightkv.router.text.tool_calls.source import Source, Steps
 
 from .protocol import ChatRequest, TokenizeRequest
@@ -58,7 +67,14 @@ class ChatDialect:
         self._is_given = given not in (None, "none")
         self._family = FAMILIES.get(given or family_of(template) or "none")
         self._reasoning = settings.reasoning_parser or reasoning_of(template) or "none"
+        is_family = self._family is not None and self._family.has_messages
+        self._has_messages = is_family or self._reasoning == "gpt_oss"
         self._wants_text = wants_text(template)
+
+    @property
+    def takes_documents(self) -> bool:
+        """Whether the model's chat template has a place for documents."""
+        return "documents" in self._names
 
     def chat(
         self, body: ChatRequest | TokenizeRequest, use: ToolUse | None, is_constrained: bool = False
@@ -87,20 +103,43 @@ class ChatDialect:
             tools,
         )
 
+    def grammar(self, use: ToolUse | None, given: Grammar | None) -> Grammar | None:
+        """Returns what the whole answer has to be; None leaves it free. Raises InvalidParams.
+
+        `given`: what the request itself says, which was checked. If functions may be called, the answer is of
+        it or is calls, but for a structural tag.
+        """
+        is_required = _is_required(use)
+        if given is not None and given.kind == "structural_tag" and not is_required:
+            return given  # it says itself where calls and messages are
+        try:
+            if self._has_messages and (is_required or given is not None):
+                answer = None if given is None or is_required else format_of_grammar(given)
+                tools = {} if use is None else use.callable_schemas
+                return _tagged(harmony.whole_form(tools, answer), use)
+            if use is None or given is None or is_required:
+                return given if use is None or not is_required else use.grammar
+            assert self._family is not None  # or chat has refused the tools
+            if self._family.is_bare and not _is_told_from_json(given):
+                allowed = "JSON or a choice as the format: the model's calls are told from no other"
+                raise InvalidParams(use.field, ", ".join(use.schemas), allowed)
+            calls = self._family.form(use.schemas, use.is_parallel)
+            return _tagged(either([calls, format_of_grammar(given)]), use)
+        except RecursionError as error:
+            raise InvalidParams("tools", "nested too deeply", "schemas of fewer levels") from error
+
     def reading(
-        self, body: ChatRequest, use: ToolUse | None, prompt_ids: np.ndarray, is_constrained: bool = False
+        self, body: ChatRequest, use: ToolUse | None, prompt_ids: np.ndarray, given: Grammar | None = None
     ) -> Reading | None:
         """Returns how the answers are read; None if each is all content. Raises InvalidParams.
 
-        `prompt_ids`: int32 [n]. `is_constrained`: the request itself has a grammar, which the whole answer
-        follows, unless a call is required.
+        `prompt_ids`: int32 [n]. `given`: what the request itself says of the answer, which has no reasoning
+        then.
         """
         if body.include_reasoning is False and self._reasoning == "none":
             allowed = "true, or start the service with --reasoning-parser"
             raise InvalidParams("include_reasoning", False, allowed)
-        if is_constrained and not _is_required(use):
-            return None
-        stages, marks = self._stages(use, prompt_ids)
+        stages, marks = self._stages(use, prompt_ids, given)
         if not stages:
             return None
         max_calls = 1 if use is not None and not use.is_parallel else None
@@ -113,17 +152,25 @@ class ChatDialect:
         )
 
     def _stages(
-        self, use: ToolUse | None, prompt_ids: np.ndarray
+        self, use: ToolUse | None, prompt_ids: np.ndarray, given: Grammar | None
     ) -> tuple[list[Callable[[Source], Steps[None]]], Sequence[str]]:
         """Returns the stages that read an answer, and the marks that they look for."""
+        is_asked = use is not None or given is not None or self._reasoning == "gpt_oss"
+        if self._has_messages and is_asked:
+            messages = FAMILIES["gpt_oss"]
+            return [_reader(messages, use)], messages.marks
         if use is not None and use.name is not None:
             return [partial(read_named, name=use.name)], ()
         if use is not None and use.is_required:
             return [partial(read_required, tools=use.schemas)], ()
         family = self._family if use is not None else None
-        if self._reasoning == "gpt_oss" or (family is not None and family.has_messages):
-            messages = FAMILIES["gpt_oss"]
-            return [_reader(messages, use)], messages.marks
+        if given is not None:
+            if family is None or use is None:
+                return [], ()
+            if given.kind == "structural_tag":  # calls may be anywhere in it
+                return [_reader(family, use)], family.marks
+            read = partial(read_calls_or_format, family=family, tools=use.schemas)
+            return [read], family.marks
         stages: list[Callable[[Source], Steps[None]]] = []
         marks: list[str] = []
         if self._reasoning != "none":
@@ -145,18 +192,17 @@ class ChatDialect:
             reason = "the model's chat template does not show how it writes calls"
         if reason:
             names = ", ".join(function.name for function in use.functions)
-            field = "functions" if use.is_legacy else "tools"
-            raise InvalidParams(field, names, f"none, or start the service with --tool-parser: {reason}")
+            raise InvalidParams(use.field, names, f"none, or start the service with --tool-parser: {reason}")
 
     def _how(self, use: ToolUse) -> str:
         """Returns the sentence that says how the model calls a function, if its template does not."""
-        if use.name is not None:
+        assert self._family is not None
+        if use.name is not None and not self._has_messages:
             form = "answer with the JSON object of its arguments, and nothing else"
             return f"Call the function {use.name}: {form}."
-        if use.is_required:
+        if use.is_required and not self._has_messages:
             form = '[{"name": "FUNCTION", "parameters": {"PARAMETER": "VALUE"}}]'
             return f"Answer with a JSON list of calls, and nothing else:\n{form}"
-        assert self._family is not None
         form = self._family.write("FUNCTION", '{"PARAMETER": "VALUE"}')
         return f"To call a function, answer in this form:\n{form}"
 
@@ -164,7 +210,13 @@ class ChatDialect:
         """Returns the variables of the template. Raises InvalidParams for an effort that it does not know."""
         variables = dict(body.chat_template_kwargs or {})
         switch = next((name for name in _THINKING if name in self._names), None)
-        effort = body.reasoning_effort
+        effort = body.effort
+        field, reasons = body.reasons
+        if reasons is not None:
+            if switch is None:
+                allowed = "null: the model's chat template has no switch for its reasoning"
+                raise InvalidParams(field, reasons, allowed)
+            variables.setdefault(switch, reasons)
         if effort is not None and "reasoning_effort" in self._names:
             variables.setdefault("reasoning_effort", effort)
         elif effort is not None and switch is not None:
@@ -179,6 +231,29 @@ class ChatDialect:
 
 def _is_required(use: ToolUse | None) -> bool:
     return use is not None and (use.is_required or use.name is not None)
+
+
+def _is_told_from_json(given: Grammar) -> bool:
+    """Returns whether one grammar can be of texts of `given` and of JSON objects. It takes white space in all
+    of its JSON, or in none, and chooses between JSON and others by the first character."""
+    match given.kind:
+        case "json_object":
+            return True
+        case "json_schema":
+            schema = json.loads(given.text)
+            return not (isinstance(schema, dict) and "x-guidance" in schema)
+        case "choice":
+            return not any(text.lstrip().startswith("{") for text in json.loads(given.text))
+    return False
+
+
+def _tagged(form: Form, use: ToolUse | None) -> Grammar:
+    """Returns the grammar of a form. Raises InvalidGrammar for one that is too large."""
+    text = schema_text({"type": "structural_tag", "format": form})
+    if (size := len(text.encode())) > MAX_GRAMMAR_BYTES:
+        field = "response_format" if use is None else use.field
+        raise InvalidGrammar(field, f"its grammar has {size} bytes; at most {MAX_GRAMMAR_BYTES} are allowed")
+    return Grammar("structural_tag", text)
 
 
 def _reader(family: Family, use: ToolUse | None) -> Callable[[Source], Steps[None]]:

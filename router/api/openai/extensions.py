@@ -151,6 +151,11 @@ class TemplateFields(BaseModel):
         description="A template in place of the model's own; needs a service started with "
         "--trust-request-chat-template.",
     )
+    documents: list[dict[str, Any]] | None = Field(
+        None,
+        fail_fast=True,
+        description="Texts that the answer may use, as objects, for a chat template that has a place for them.",
+    )
     continue_final_message: bool | None = Field(
         None, description="The answer continues the last message, whatever its role."
     )
@@ -158,10 +163,10 @@ class TemplateFields(BaseModel):
         None, description="Begin an assistant's message; on by default, but for continue_final_message."
     )
 
-    @property
-    def begins_answer(self) -> bool:
-        """Whether the text ends with the words that begin an assistant's answer. Raises InvalidParams."""
-        if not self.continue_final_message:
+    def begins_answer(self, continues_last: bool) -> bool:
+        """Returns whether the text ends with the words that begin an assistant's answer. Raises
+        InvalidParams."""
+        if not continues_last:
             return self.add_generation_prompt is not False
         if self.add_generation_prompt:
             allowed = "it without add_generation_prompt: the answer continues the last message"

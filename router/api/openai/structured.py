@@ -1,5 +1,5 @@
-"""The fields with which requests say what an answer has to be: OpenAI's `response_format`, and vLLM's
-`structured_outputs` and `guided_*`."""
+"""The fields with which requests say what an answer has to be: OpenAI's `response_format`, vLLM's
+`structured_outputs` and `guided_*`, and those that SGLang and llama.cpp take at the top of a request."""
 
 import json
 from collections.abc import Mapping
@@ -19,7 +19,20 @@ _OPTIONS = (
     "disable_fallback",
     "whitespace_pattern",
 )
-_KINDS = ("json", "json_object", "regex", "choice", "grammar")
+_KINDS = ("json", "json_object", "regex", "choice", "grammar", "structural_tag")
+# The kinds of the fields that have one of their own.
+_FIELDS = {
+    "guided_json": "json",
+    "guided_json_object": "json_object",
+    "guided_regex": "regex",
+    "guided_choice": "choice",
+    "guided_grammar": "grammar",
+    "json_schema": "json",
+    "regex": "regex",
+    "ebnf": "grammar",
+    "grammar": "grammar",
+    "structural_tag": "structural_tag",
+}
 
 
 class StructuredFields(BaseModel):
@@ -27,11 +40,14 @@ class StructuredFields(BaseModel):
 
     response_format: dict[str, Any] | None = Field(
         None,
-        description='What the answer has to be: {"type": "text"}, "json_object", or "json_schema" with '
-        '{"schema": …} in json_schema, which is followed whether strict or not.',
+        description='What the answer has to be: {"type": "text"}, "json_object", "json_schema" with '
+        '{"schema": …} in json_schema, which is followed whether strict or not, or "structural_tag" with a '
+        "format.",
     )
     structured_outputs: dict[str, Any] | None = Field(
-        None, description="One of json (a schema), json_object, regex, choice and grammar (Lark or GBNF)."
+        None,
+        description="One of json (a schema), json_object, regex, choice, grammar (Lark or GBNF) and "
+        "structural_tag.",
     )
     guided_json: dict[str, Any] | bool | str | None = Field(None, description="As structured_outputs.json.")
     guided_json_object: bool | None = None
@@ -40,6 +56,13 @@ class StructuredFields(BaseModel):
     guided_grammar: str | None = None
     guided_whitespace_pattern: str | None = Field(
         None, description="A regex of the whitespace between the parts of JSON."
+    )
+    json_schema: dict[str, Any] | bool | str | None = Field(None, description="As structured_outputs.json.")
+    regex: str | None = Field(None, description="As structured_outputs.regex.")
+    ebnf: str | None = Field(None, description="As structured_outputs.grammar.")
+    grammar: str | None = Field(None, description="As structured_outputs.grammar.")
+    structural_tag: dict[str, Any] | str | None = Field(
+        None, description="As structured_outputs.structural_tag."
     )
 
     @property
@@ -58,8 +81,7 @@ class StructuredFields(BaseModel):
             ("structured_outputs", _of_structured_outputs(self.structured_outputs)),
         ]
         spaces = self.guided_whitespace_pattern
-        for kind in _KINDS:
-            field = f"guided_{kind}"
+        for field, kind in _FIELDS.items():
             found.append((field, _grammar(field, kind, getattr(self, field), spaces)))
         given = [(field, grammar) for field, grammar in found if grammar is not None]
         if len(given) > 1:
@@ -85,7 +107,10 @@ def _of_response_format(value: dict[str, Any] | None) -> Grammar | None:
                 allowed = 'it with {"name": …, "schema": …} in json_schema'
                 raise InvalidParams("response_format", value, allowed)
             return _grammar("response_format", "json", schema, None)
-    raise InvalidParams("response_format", value, 'the type "text", "json_object" or "json_schema"')
+        case "structural_tag":
+            return _grammar("response_format", "structural_tag", value, None)
+    allowed = 'the type "text", "json_object", "json_schema" or "structural_tag"'
+    raise InvalidParams("response_format", value, allowed)
 
 
 def _of_structured_outputs(value: dict[str, Any] | None) -> Grammar | None:
@@ -122,6 +147,8 @@ def _grammar(field: str, kind: str, value: Any, spaces: str | None) -> Grammar |
         if not isinstance(value, list) or not value or not all(isinstance(one, str) for one in value):
             raise InvalidParams(field, value, "a list of one or more texts")
         return Grammar("choice", json.dumps(value, ensure_ascii=False))
+    if kind == "structural_tag":
+        return Grammar("structural_tag", _structural_tag(field, value))
     if not isinstance(value, str):
         raise InvalidParams(field, value, f"a {kind} as a text")
     return Grammar("regex" if kind == "regex" else "lark", value)
@@ -133,6 +160,18 @@ def _check_size(field: str, text: str) -> None:
         return
     if (size := len(text.encode("utf-8", "surrogatepass"))) > MAX_GRAMMAR_BYTES:
         raise InvalidGrammar(field, f"it has {size} bytes; at most {MAX_GRAMMAR_BYTES} are allowed")
+
+
+def _structural_tag(field: str, value: Any) -> str:
+    """Returns a structural tag as JSON. Raises InvalidParams."""
+    if isinstance(value, str):
+        return value
+    if not isinstance(value, dict):
+        raise InvalidParams(field, value, "a structural tag, which is an object")
+    try:
+        return json.dumps(value, ensure_ascii=False, separators=(",", ":"))
+    except RecursionError as error:
+        raise InvalidGrammar(field, "the structural tag is nested too deeply") from error
 
 
 def _schema(field: str, value: Any, spaces: str | None) -> str:

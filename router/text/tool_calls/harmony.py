@@ -5,6 +5,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
+from .forms import ANY_TEXT, Form, constant, either, json_of, optional, row, tag
 from .json_call import NAME, read_arguments
 from .source import CallBegins, Content, Reasoning, Source, Steps
 
@@ -50,3 +51,28 @@ def _begins_object(source: Source) -> Steps[bool]:
 def write(name: str, arguments: str) -> str:
     """Returns the text of a call."""
     return f"<|channel|>commentary to=functions.{name} <|constrain|>json<|message|>{arguments}<|call|>"
+
+
+def form(tools: Mapping[str, Any], is_parallel: bool) -> Form:
+    """Returns the form of an answer that is a call, which ends it, after reasoning or without. `tools`: the
+    schema of each function's arguments."""
+    return whole_form(tools, None)
+
+
+def whole_form(tools: Mapping[str, Any], answer: Form | None) -> Form:
+    """Returns the form of reasoning, which may be left out, and then a call of one of `tools` or `answer` on
+    the channel final."""
+    begins = (
+        "<|channel|>commentary to=functions.{} <|constrain|>json<|message|>",
+        " to=functions.{}<|channel|>commentary <|constrain|>json<|message|>",
+        " to=functions.{}<|channel|>commentary json<|message|>",
+    )
+    last = [
+        row(either(constant(begin.format(name)) for begin in begins), json_of(schema))
+        for name, schema in tools.items()
+    ]
+    if answer is not None:
+        finals = ("<|channel|>final<|message|>", "<|channel|>final <|constrain|>json<|message|>")
+        last.append(row(either(map(constant, finals)), answer))
+    reasoning = tag("<|channel|>analysis<|message|>", ANY_TEXT, "<|end|><|start|>assistant")
+    return row(optional(reasoning), either(last))

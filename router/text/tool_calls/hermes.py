@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
+from .forms import Form, calls, json_of, tag
 from .json_call import read_call
 from .source import Content, Source, Steps
 
@@ -23,3 +24,12 @@ def read(source: Source, tools: Mapping[str, Any]) -> Steps[None]:
 def write(name: str, arguments: str) -> str:
     """Returns the text of a call."""
     return f'<tool_call>\n{{"name": "{name}", "arguments": {arguments}}}\n</tool_call>'
+
+
+def form(tools: Mapping[str, Any], is_parallel: bool) -> Form:
+    """Returns the form of an answer that is calls. `tools`: the schema of each function's arguments."""
+    tags = [
+        tag(f'{MARKS[0]}\n{{"name": "{name}", "arguments": ', json_of(schema), f"}}\n{MARKS[1]}")
+        for name, schema in tools.items()
+    ]
+    return calls(tags, "\n", is_parallel)

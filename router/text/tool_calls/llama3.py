@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
+from .forms import Form, call_schemas, calls, constant, json_of, optional, row, tag
 from .json_call import read_call
 from .source import Content, Source, Steps
 
@@ -29,3 +30,10 @@ def read(source: Source, tools: Mapping[str, Any]) -> Steps[None]:
 def write(name: str, arguments: str) -> str:
     """Returns the text of a call."""
     return f'{{"name": "{name}", "parameters": {arguments}}}'
+
+
+def form(tools: Mapping[str, Any], is_parallel: bool) -> Form:
+    """Returns the form of an answer that is calls. `tools`: the schema of each function's arguments."""
+    items, definitions = call_schemas(tools)
+    one = tag("", json_of({"anyOf": items, **definitions}), "")
+    return row(optional(constant(MARKS[0])), calls([one], "; ", is_parallel))

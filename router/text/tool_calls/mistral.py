@@ -5,6 +5,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
+from .forms import Form, calls, either, json_of, tag
 from .json_call import NAME, read_arguments, read_list
 from .source import CallBegins, Content, Source, Steps
 
@@ -40,3 +41,13 @@ def _read_named(source: Source, tools: Mapping[str, Any]) -> Steps[bool]:
 def write(name: str, arguments: str) -> str:
     """Returns the text of a call."""
     return f'[TOOL_CALLS][{{"name": "{name}", "arguments": {arguments}}}]'
+
+
+def form(tools: Mapping[str, Any], is_parallel: bool) -> Form:
+    """Returns the form of an answer that is calls. `tools`: the schema of each function's arguments."""
+    listed = [
+        tag(f'{{"name": "{name}", "arguments": ', json_of(schema), "}") for name, schema in tools.items()
+    ]
+    named = [tag(f"{MARKS[0]}{name}{MARKS[2]}", json_of(schema), "") for name, schema in tools.items()]
+    in_list = tag(f"{MARKS[0]}[", calls(listed, ", ", is_parallel), "]")
+    return either([in_list, calls(named, "", is_parallel)])

@@ -6,6 +6,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
+from .forms import Form, calls, tag
 from .json_call import NAME, as_json
 from .source import Arguments, CallBegins, Content, Source, Steps
 
@@ -88,3 +89,16 @@ def write(name: str, arguments: str) -> str:
         for key, value in values.items()
     ]
     return f"<tool_call>\n<function={name}>\n{''.join(texts)}</function>\n</tool_call>"
+
+
+def form(tools: Mapping[str, Any], is_parallel: bool) -> Form:
+    """Returns the form of an answer that is calls. `tools`: the schema of each function's arguments."""
+    tags = [
+        tag(
+            f"{MARKS[0]}\n{_FUNCTION}{name}>\n",
+            {"type": "qwen_xml_parameter", "json_schema": schema},
+            f"{_FUNCTION_END}\n{MARKS[1]}",
+        )
+        for name, schema in tools.items()
+    ]
+    return calls(tags, "\n", is_parallel)

@@ -1,0 +1,98 @@
+"""Formats of structural tags, of which families of models make the form of their calls."""
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+Form = Mapping[str, Any]
+ANY_TEXT: Form = {"type": "any_text"}
+
+
+def constant(text: str) -> Form:
+    """Returns the form of one text."""
+    return {"type": "const_string", "value": text}
+
+
+def json_of(schema: Any) -> Form:
+    """Returns the form of JSON that follows a schema."""
+    return {"type": "json_schema", "json_schema": schema}
+
+
+def row(*elements: Form) -> Form:
+    """Returns the form of `elements`, one after the other."""
+    return {"type": "sequence", "elements": list(elements)}
+
+
+def either(elements: Iterable[Form]) -> Form:
+    """Returns the form of one of `elements`."""
+    return {"type": "or", "elements": list(elements)}
+
+
+def optional(content: Form) -> Form:
+    """Returns the form of `content`, or of nothing."""
+    return {"type": "optional", "content": content}
+
+
+def tag(begin: str, content: Form, end: str) -> Form:
+    """Returns the form of a content between two texts."""
+    return {"type": "tag", "begin": begin, "content": content, "end": end}
+
+
+def calls(tags: Iterable[Form], separator: str, is_parallel: bool) -> Form:
+    """Returns the form of at least one of `tags`, and with `is_parallel` of any number."""
+    return {
+        "type": "tags_with_separator",
+        "tags": list(tags),
+        "separator": separator,
+        "at_least_one": True,
+        "stop_after_first": not is_parallel,
+    }
+
+
+def call_schemas(tools: Mapping[str, Any]) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    """Returns the JSON schema of a call of each function, as an object with `name` and `parameters`, and an
+    object with the $defs of these schemas, if there are any."""
+    definitions: dict[str, Any] = {}
+    items = []
+    for name, schema in tools.items():
+        if _has_reference(schema):  # its references start at the root, which is somewhere else now
+            definitions[name] = _moved(schema, f"#/$defs/{_escaped(name)}")
+            schema = {"$ref": f"#/$defs/{_escaped(name)}"}
+        items.append(
+            {
+                "type": "object",
+                "properties": {"name": {"type": "string", "enum": [name]}, "parameters": schema},
+                "required": ["name", "parameters"],
+                "additionalProperties": False,
+            }
+        )
+    return items, {"$defs": definitions} if definitions else {}
+
+
+def _has_reference(schema: Any) -> bool:
+    waiting = [schema]
+    while waiting:
+        one = waiting.pop()
+        if isinstance(one, dict):
+            if isinstance(one.get("$ref"), str):
+                return True
+            waiting += one.values()
+        elif isinstance(one, list):
+            waiting += one
+    return False
+
+
+def _moved(value: Any, root: str) -> Any:
+    """Returns a copy of a schema whose references to itself start at `root`."""
+    if isinstance(value, list):
+        return [_moved(one, root) for one in value]
+    if not isinstance(value, dict):
+        return value
+    moved = {key: _moved(one, root) for key, one in value.items()}
+    reference = value.get("$ref")
+    if isinstance(reference, str) and reference.startswith("#"):
+        moved["$ref"] = root + reference[1:]
+    return moved
+
+
+def _escaped(name: str) -> str:
+    return name.replace("~", "~0").replace("/", "~1")
