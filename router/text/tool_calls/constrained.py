@@ -5,6 +5,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
+from .closed_schema import closed_schema
 from .json_call import read_arguments, read_list
 from .source import CallBegins, Content, Source, Steps
 
@@ -35,11 +36,18 @@ def schema_text(schema: Any) -> str:
     return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
 
+def named_schema(schema: Any) -> str:
+    """Returns the JSON schema of a function's arguments, without properties that it does not list."""
+    return schema_text(closed_schema(schema))
+
+
 def required_schema(tools: Mapping[str, Any], max_calls: int | None = None) -> str:
-    """Returns the JSON schema of a list of at least one call. `max_calls`: the most; None is no limit."""
+    """Returns the JSON schema of a list of at least one call, whose arguments have no properties that their
+    schemas do not list. `max_calls`: the most; None is no limit."""
     definitions: dict[str, Any] = {}
     items = []
     for name, schema in tools.items():
+        schema = closed_schema(schema)
         if _has_reference(schema):  # its references start at the root, which is somewhere else now
             definitions[name] = _moved(schema, f"#/$defs/{_escaped(name)}")
             schema = {"$ref": f"#/$defs/{_escaped(name)}"}
