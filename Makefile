@@ -11,11 +11,14 @@ TORCH ?= $(shell grep -E '^(torch|triton)==' constraints.txt)
 
 STAMP := $(VENV)/.lightkv-installed
 
+# The clients of tests/clients, each file of requirements in an environment of its own.
+CLIENTS := $(patsubst tests/clients/requirements/%.txt,$(VENV)/clients/%/.installed,$(wildcard tests/clients/requirements/*.txt))
+
 # Files of tests side by side, in their order; `auto` is decided in tests/conftest.py. One process: ARGS="-n 0".
 PYTEST = $(VENV)/bin/python -m pytest -n auto --dist loadfile --no-loadscope-reorder --durations=10
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo serve test test-all lint clean
+.PHONY: help setup clients demo serve test test-all lint clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## /  make \1\t/p' $(MAKEFILE_LIST) | expand -t 18
@@ -42,7 +45,15 @@ serve: $(STAMP) ## the default model over HTTP, on port 8000; ARGS="--port 9000"
 test: $(STAMP) ## the tests, less those that take minutes
 	$(PYTEST) -m "not slow" $(ARGS)
 
-test-all: $(STAMP) ## all the tests
+clients: $(CLIENTS) ## the clients that test-all runs against the service, 700 MB
+
+$(VENV)/clients/%/.installed: tests/clients/requirements/%.txt | $(STAMP)
+	@echo "installing $< into $(@D) (once)"
+	$(PYTHON) -m venv --clear $(@D)
+	$(@D)/bin/python -m pip install --quiet -r $<
+	@touch $@
+
+test-all: $(STAMP) $(CLIENTS) ## all the tests, with public clients
 	$(PYTEST) $(ARGS)
 
 lint: $(STAMP) ## style, format and types

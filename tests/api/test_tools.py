@@ -250,7 +250,9 @@ def test_a_named_call_is_constrained_and_read(qwen: ApiUnderTest) -> None:
     ):
         assert calls_of(choice) == [("weather", PARIS)]
         assert choice.finish_reason == "tool_calls"
-    assert qwen.router.submits[-1].params.grammar == Grammar("json_schema", json.dumps(SCHEMA))
+    assert qwen.router.submits[-1].params.grammar == Grammar(
+        "json_schema", json.dumps(SCHEMA | {"additionalProperties": False})
+    )
 
 
 def test_auto_and_none_are_not_constrained(qwen: ApiUnderTest) -> None:

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from lightkv.router.config import REASONING_PARSERS, TOOL_PARSERS
 from lightkv.router.text.answer_reader import AnswerReader, joined, think
+from lightkv.router.text.tool_calls.closed_schema import closed_schema
 from lightkv.router.text.tool_calls.constrained import read_named, read_required, required_schema
 from lightkv.router.text.tool_calls.families import (
     FAMILIES,
@@ -384,7 +385,7 @@ def test_the_schema_of_required_calls_keeps_references() -> None:
     schema = json.loads(required_schema(tools | TOOLS, 1))
     assert (schema["minItems"], schema["maxItems"]) == (1, 1)
     first, second, _ = schema["items"]["anyOf"]
-    assert second["properties"]["parameters"] == TOOLS["f"]
+    assert second["properties"]["parameters"] == TOOLS["f"] | {"additionalProperties": False}
     assert second["properties"]["name"]["enum"] == ["f"]
     moved = resolve(schema, first["properties"]["parameters"]["$ref"])
     assert resolve(schema, moved["properties"]["n"]["$ref"]) == moved["$defs"]["node"]
@@ -392,3 +393,58 @@ def test_the_schema_of_required_calls_keeps_references() -> None:
     assert resolve(schema, inner["next"]["$ref"]) == moved["$defs"]["node"]
     assert resolve(schema, inner["root"]["$ref"]) == moved
     assert "maxItems" not in json.loads(required_schema(TOOLS))
+
+
+A = {"type": "object", "properties": {"a": {"type": "string"}}}
+CLOSED_A = A | {"additionalProperties": False}
+
+
+@pytest.mark.parametrize(
+    "around",
+    [
+        lambda one: one,
+        lambda one: {"properties": {"b": one}, "required": ["b"]},
+        lambda one: {"properties": {"properties": one}},
+        lambda one: {"properties": {"b": {"anyOf": [one, {"type": "null"}]}}},
+        lambda one: {"properties": {"b": {"items": one}}},
+        lambda one: {"properties": {"b": {"$ref": "#/$defs/c"}}, "$defs": {"c": one}},
+    ],
+)
+def test_objects_of_arguments_have_only_the_properties_that_they_list(around: Callable[[Any], Any]) -> None:
+    schema = around(A)
+    assert closed_schema(schema) == around(CLOSED_A) | {"additionalProperties": False}
+    assert schema == around(A)
+
+
+def test_a_function_without_parameters_gets_none() -> None:
+    schema = {"type": "object", "properties": {}}
+    assert closed_schema(schema) == schema | {"additionalProperties": False}
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        A | {"additionalProperties": True},
+        A | {"additionalProperties": {"type": "string"}},
+        A | {"required": ["b"]},
+        A | {"minProperties": 2},
+        A | {"allOf": [{"properties": {"b": {}}}]},
+        A | {"anyOf": [{"required": ["a"]}]},
+        A | {"$ref": "#/$defs/c", "$defs": {"c": {"properties": {"b": {}}}}},
+        {"required": ["b"], "anyOf": [A]},
+        {"anyOf": [A], "oneOf": [A]},
+        {"type": "object"},
+        {"type": "object", "properties": 1},
+        {"properties": {}, "required": 1},
+        {"properties": {}, "required": [[]]},
+        True,
+        1,
+    ],
+)
+def test_objects_that_have_to_have_others_stay_open(schema: Any) -> None:
+    assert closed_schema(schema) == schema
+
+
+def test_an_object_of_any_properties_within_arguments_stays_open() -> None:
+    schema = {"properties": {"b": {"type": "object", "properties": {}}}}
+    assert closed_schema(schema)["properties"] == schema["properties"]

@@ -123,7 +123,7 @@ class ChatDialect:
             if self._family.is_bare and not _is_told_from_json(given):
                 allowed = "JSON or a choice as the format: the model's calls are told from no other"
                 raise InvalidParams(use.field, ", ".join(use.schemas), allowed)
-            calls = self._family.form(use.schemas, use.is_parallel)
+            calls = self._family.form(use.callable_schemas, use.is_parallel)
             return _tagged(either([calls, format_of_grammar(given)]), use)
         except RecursionError as error:
             raise InvalidParams("tools", "nested too deeply", "schemas of fewer levels") from error

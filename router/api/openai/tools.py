@@ -11,7 +11,8 @@ from pydantic import BaseModel, ConfigDict, Field
 from typing_extensions import TypedDict
 
 from lightkv.router.sampling_params import Grammar, InvalidParams
-from lightkv.router.text.tool_calls.constrained import required_schema, schema_text
+from lightkv.router.text.tool_calls.closed_schema import closed_schema
+from lightkv.router.text.tool_calls.constrained import named_schema, required_schema
 from lightkv.router.text.tool_calls.json_call import NAME
 
 MAX_TOOLS = 1024
@@ -176,8 +177,10 @@ class ToolUse:
 
     @property
     def callable_schemas(self) -> dict[str, Any]:
-        """Those of the functions that may be called: all, or the named one."""
-        return self.schemas if self.name is None else {self.name: self.schemas[self.name]}
+        """Those of the functions that may be called, all or the named one, without properties that they do not
+        list."""
+        names = self.schemas if self.name is None else [self.name]
+        return {name: closed_schema(self.schemas[name]) for name in names}
 
     @property
     def field(self) -> str:
@@ -198,7 +201,7 @@ class ToolUse:
         """What the answer has to be; None where the model decides whether to call. Raises InvalidParams."""
         try:
             if self.name is not None:
-                return Grammar("json_schema", schema_text(self.schemas[self.name]))
+                return Grammar("json_schema", named_schema(self.schemas[self.name]))
             if self.is_required:
                 return Grammar("json_schema", required_schema(self.schemas, None if self.is_parallel else 1))
         except RecursionError as error:

@@ -6,6 +6,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
+from .closed_schema import closed_schema
 from .families import Family
 from .forms import call_schemas
 from .json_call import read_arguments, read_list
@@ -45,9 +46,15 @@ def schema_text(schema: Any) -> str:
     return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
 
+def named_schema(schema: Any) -> str:
+    """Returns the JSON schema of a function's arguments, without properties that it does not list."""
+    return schema_text(closed_schema(schema))
+
+
 def required_schema(tools: Mapping[str, Any], max_calls: int | None = None) -> str:
-    """Returns the JSON schema of a list of at least one call. `max_calls`: the most; None is no limit."""
-    items, definitions = call_schemas(tools)
+    """Returns the JSON schema of a list of at least one call, whose arguments have no properties that their
+    schemas do not list. `max_calls`: the most; None is no limit."""
+    items, definitions = call_schemas({name: closed_schema(schema) for name, schema in tools.items()})
     calls: dict[str, Any] = {"type": "array", "minItems": 1, "items": {"anyOf": items}}
     if max_calls is not None:
         calls["maxItems"] = max_calls

@@ -1,0 +1,152 @@
+"""litellm: `response_format` as a class, a schema and any object, tools, and responses, whole and streamed."""
+
+import json
+import os
+from typing import Any
+
+os.environ["LITELLM_LOCAL_MODEL_COST_MAP"] = "True"  # else its import waits for a file of prices from GitHub
+
+import litellm
+from checks import (
+    ANSWERS,
+    CHOICE,
+    EXAMPLES,
+    FORECAST_SCHEMA,
+    LAST,
+    MAX_TOKENS,
+    QUESTION,
+    RESULT,
+    WEATHER,
+    City,
+    Forecast,
+    Report,
+    Service,
+    main,
+)
+
+PROVIDERS = ("openai", "hosted_vllm")
+ASK: Any = [{"role": "user", "content": QUESTION}]
+SCHEMA: Any = {
+    "type": "json_schema",
+    "json_schema": {"name": "forecast", "schema": FORECAST_SCHEMA, "strict": True},
+}
+
+
+def fields_of(service: Service, provider: str) -> dict[str, Any]:
+    return {
+        "model": f"{provider}/{service.model}",
+        "api_base": service.url,
+        "api_key": service.key,
+        "max_tokens": MAX_TOKENS,
+        "num_retries": 0,
+    }
+
+
+def a_class(service: Service) -> None:
+    for provider in PROVIDERS:
+        done = litellm.completion(messages=ASK, response_format=Forecast, **fields_of(service, provider))
+        Forecast.model_validate_json(done.choices[0].message.content)
+
+
+def a_schema(service: Service) -> None:
+    for provider in PROVIDERS:
+        done = litellm.completion(messages=ASK, response_format=SCHEMA, **fields_of(service, provider))
+        assert json.loads(done.choices[0].message.content).keys() == {"sky", "degrees"}
+
+
+def streamed(service: Service) -> None:
+    for provider in PROVIDERS:
+        chunks = litellm.completion(
+            messages=ASK, response_format=Forecast, stream=True, **fields_of(service, provider)
+        )
+        pieces = [chunk.choices[0].delta.content or "" for chunk in chunks]
+        assert len(pieces) > 2
+        Forecast.model_validate_json("".join(pieces))
+
+
+async def asynchronously(service: Service) -> None:
+    done = await litellm.acompletion(messages=ASK, response_format=Forecast, **fields_of(service, "openai"))
+    Forecast.model_validate_json(done.choices[0].message.content)
+
+
+def checked_by_litellm(service: Service) -> None:
+    litellm.enable_json_schema_validation = True
+    try:
+        done = litellm.completion(messages=ASK, response_format=Forecast, **fields_of(service, "openai"))
+    finally:
+        litellm.enable_json_schema_validation = False
+    Forecast.model_validate_json(done.choices[0].message.content)
+
+
+def by_responses(service: Service) -> None:
+    fields = fields_of(service, "openai")
+    done = litellm.responses(
+        input=QUESTION,
+        text_format=Forecast,
+        max_output_tokens=fields.pop("max_tokens"),
+        **fields,
+    )
+    (message,) = done.output
+    Forecast.model_validate_json(message.content[0].text)
+
+
+def tools(service: Service) -> None:
+    for provider in PROVIDERS:
+        fields = fields_of(service, provider) | {"tools": [WEATHER]}
+        chosen = {"type": "function", "function": {"name": "weather"}}
+        message = litellm.completion(messages=ASK, tool_choice=chosen, **fields).choices[0].message
+        (call,) = message.tool_calls
+        assert call.function.name == "weather"
+        City.model_validate_json(call.function.arguments)
+        result = {"role": "tool", "tool_call_id": call.id, "content": RESULT}
+        messages = [*ASK, message, result]
+        second = litellm.completion(messages=messages, extra_body=CHOICE, **fields)
+        assert second.choices[0].message.content in ANSWERS
+
+
+def tools_streamed(service: Service) -> None:
+    for provider in PROVIDERS:
+        chunks = litellm.completion(
+            messages=ASK,
+            tools=[WEATHER],
+            tool_choice="required",
+            parallel_tool_calls=False,
+            stream=True,
+            **fields_of(service, provider),
+        )
+        message = litellm.stream_chunk_builder(list(chunks)).choices[0].message
+        (call,) = message.tool_calls
+        assert call.function.name == "weather"
+        City.model_validate_json(call.function.arguments)
+
+
+def a_class_of_free_texts(service: Service) -> None:
+    messages = [*EXAMPLES, {"role": "user", "content": LAST}]
+    fields = fields_of(service, "openai") | {"max_tokens": 100, "temperature": 0}
+    done = litellm.completion(messages=messages, response_format=Report, **fields)
+    Report.model_validate_json(done.choices[0].message.content)
+
+
+def any_object(service: Service) -> None:
+    messages = [*EXAMPLES, {"role": "user", "content": LAST}]
+    for provider in PROVIDERS:
+        fields = fields_of(service, provider) | {"max_tokens": 100, "temperature": 0}
+        done = litellm.completion(messages=messages, response_format={"type": "json_object"}, **fields)
+        Report.model_validate_json(done.choices[0].message.content)
+
+
+main(
+    {
+        "tiny": [
+            a_class,
+            a_schema,
+            streamed,
+            asynchronously,
+            checked_by_litellm,
+            by_responses,
+            tools,
+            tools_streamed,
+        ],
+        "default": [a_class_of_free_texts, any_object],
+    }
+)

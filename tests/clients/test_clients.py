@@ -1,0 +1,95 @@
+"""Clients that people build on, against a whole service: structured output, tools and responses.
+
+Each client runs a script in an environment of its own, which `make test-all` installs from `requirements/`: the
+clients need other versions of openai, httpx and more than lightkv's tests do.
+"""
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+
+from lightkv.router.config import EngineConfig
+from lightkv.router.model_files import resolve
+from tests.support.served import API_KEY, Served, save_tiny_model
+
+HERE = Path(__file__).parent
+ENVIRONMENTS = Path(sys.prefix) / "clients"  # as in the Makefile
+SECONDS = 240.0  # for one script, on a machine that is busy otherwise too
+
+# Each script with the environment that it runs in.
+CLIENTS = [
+    ("openai", "use_openai.py"),
+    ("instructor", "use_openai.py"),  # it brings another version of openai
+    ("litellm", "use_openai.py"),  # and so does this one
+    ("openai", "use_langchain.py"),
+    ("openai", "use_openai_agents.py"),
+    ("openai", "use_pydantic_ai.py"),
+    ("instructor", "use_instructor.py"),
+    ("litellm", "use_litellm.py"),
+]
+# Those that also ask for any JSON object and for free texts, which a model of random weights never ends.
+OF_TEXTS = [(environment, script) for environment, script in CLIENTS if script != "use_openai_agents.py"]
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def start(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str], Served]]:
+    """Returns the service of a model, "tiny" or "default", which is started when it is first asked for."""
+    directory = tmp_path_factory.mktemp("clients")
+    started: dict[str, Served] = {}
+    with ExitStack() as stack:
+
+        def service(name: str) -> Served:
+            if name not in started:
+                tiny = name == "tiny"
+                model = save_tiny_model(directory / name) if tiny else resolve(EngineConfig.model, print)
+                options = ["--served-model-name", name, "--tool-parser", "hermes"]
+                started[name] = Served(model, directory / f"{name}.log", *options, api_key=API_KEY)
+                stack.callback(started[name].close)
+                started[name].wait_ready()
+            return started[name]
+
+        yield service
+        for served in started.values():
+            served.at_rest()
+            served.process.terminate()
+            assert served.wait() == 0, served.log.read_text()
+
+
+def run(environment: str, script: str, served: Served, model: str) -> str:
+    """Returns what a script prints. Fails with it if one of the script's checks failed."""
+    python = ENVIRONMENTS / environment / "bin" / "python"
+    assert python.exists(), f"{python} is not there: run `make clients`, which installs it"
+    variables = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    done = subprocess.run(
+        [python, HERE / "scripts" / script, "--url", f"{served.url}/v1", "--key", API_KEY, "--model", model],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env=variables,
+        timeout=SECONDS,
+    )
+    assert done.returncode == 0, done.stdout
+    return done.stdout
+
+
+@pytest.mark.parametrize(("environment", "script"), CLIENTS)
+def test_a_client(environment: str, script: str, start: Callable[[str], Served]) -> None:
+    print(run(environment, script, start("tiny"), "tiny"))
+
+
+@pytest.mark.parametrize(("environment", "script"), OF_TEXTS)
+def test_a_client_of_the_default_model(environment: str, script: str, start: Callable[[str], Served]) -> None:
+    print(run(environment, script, start("default"), "default"))
+
+
+def test_every_script_and_every_environment_is_used() -> None:
+    environments, scripts = map(set, zip(*CLIENTS, strict=True))
+    assert environments == {file.stem for file in (HERE / "requirements").iterdir()}
+    assert scripts == {file.name for file in (HERE / "scripts").glob("use_*.py")}
