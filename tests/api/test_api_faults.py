@@ -98,7 +98,7 @@ def fresh(tmp_path: Path) -> Iterator[ApiUnderTest]:
         (CHAT, {"messages": [{"content": "hi"}]}, "messages"),
         (CHAT, {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages"),
         (CHAT, {"top_logprobs": 2}, "top_logprobs"),
-        (CHAT, {"logprobs": True, "top_logprobs": 21}, "logprobs"),
+        (CHAT, {"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
         (CHAT, {"response_format": {"type": "xml"}}, "response_format"),
         (CHAT, {"tools": [{}]}, "tools"),
         (CHAT, {"messages": [{"role": "user", "content": "a" * 6000}] * 4}, None),

@@ -20,6 +20,7 @@ TAG = {"type": "structural_tag", "format": {"type": "const_string", "value": "é
 TAG_TEXT = '{"type":"structural_tag","format":{"type":"const_string","value":"é"}}'
 SCHEMA = {"type": "object", "properties": {"é": {"type": "string"}}}
 JSON = '{"type":"object","properties":{"é":{"type":"string"}}}'
+CLOSED_JSON = JSON[:-1] + ',"additionalProperties":false}'
 # Compiling it takes many seconds.
 SLOW = {"type": "object", "properties": {f"x{i}": {"type": "string", "maxLength": i} for i in range(4000)}}
 # Converting it from GBNF takes some seconds.
@@ -92,6 +93,14 @@ def body(path: str, fields: dict[str, Any]) -> dict[str, Any]:
         (
             {"structured_outputs": {"json": {"type": "null"}, "disable_any_whitespace": True}},
             Grammar("json_schema", '{"type":"null","x-guidance":{"whitespace_pattern":""}}'),
+        ),
+        (
+            {"structured_outputs": {"json": SCHEMA, "disable_additional_properties": True}},
+            Grammar("json_schema", CLOSED_JSON),
+        ),
+        (
+            {"structured_outputs": {"json": JSON, "disable_additional_properties": True}},
+            Grammar("json_schema", CLOSED_JSON),
         ),
         ({"guided_json": SCHEMA}, Grammar("json_schema", JSON)),
         ({"guided_json": JSON}, Grammar("json_schema", JSON)),

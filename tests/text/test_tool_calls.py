@@ -230,6 +230,10 @@ def test_arguments_are_passed_on_while_they_arrive() -> None:
         (f'[{{"name": "f", "parameters": {ARGUMENTS}}}]', "", [F]),
         (f' [ {{"name": "f", "parameters": {ARGUMENTS}}} , {CALL} ]\n', "", [F, F]),
         (f'[{{"name": "f", "parameters": {ARGUMENTS}}}', "", [F]),
+        # Cut by the length of the answer
+        (f'[{CALL}, {{"name": "f", "para', "", [F]),
+        (f"[{CALL},", "", [F]),
+        (f"[{CALL}, [1]]", ", [1]]", [F]),
         ("[]", "[]", []),
         ("Sorry [", "Sorry [", []),
         ('[{"name": "g", "parameters": {}}]', '[{"name": "g", "parameters": {}}]', []),

@@ -14,7 +14,7 @@ from typing_extensions import TypedDict
 from lightkv.router.api import unsupported_fields
 from lightkv.router.api.unsupported_fields import refuse_unsupported
 from lightkv.router.config import MAX_SECONDS
-from lightkv.router.sampling_params import InvalidParams, SamplingParams
+from lightkv.router.sampling_params import MAX_LOGPROBS, InvalidParams, SamplingParams
 from lightkv.router.text.beam_search import BeamParams
 
 from .aliases import AliasFields
@@ -294,6 +294,8 @@ class ChatRequest(ToolFields, GenerationRequest, TemplateFields):
         self.take_aliases()
         if self.top_logprobs and not self.logprobs:
             raise InvalidParams("top_logprobs", self.top_logprobs, "it together with logprobs: true")
+        if not 0 <= (self.top_logprobs or 0) <= MAX_LOGPROBS:
+            raise InvalidParams("top_logprobs", self.top_logprobs, f"0 to {MAX_LOGPROBS}")
         max_tokens = self.given_max_tokens(max_tokens_left)
         return self.sampling_params(max_tokens, (self.top_logprobs or 0) if self.logprobs else None)
 

@@ -27,6 +27,8 @@ _CHAT_ONLY = {
     "logprobs": f"null, and send {LOGPROBS!r} in include",
     "reasoning_effort": "null, and use reasoning.effort",
     "verbosity": "null, and use text.verbosity",
+    "prompt_logprobs": "null: a response has no place for them; /v1/chat/completions has",
+    "return_token_ids": "null: a response has no place for them; /v1/chat/completions has",
 }
 _CHAT_NAMES = {
     "max_tokens": "max_output_tokens",
@@ -71,8 +73,9 @@ class ResponseRequest(RequestBody):
         self._refuse_state()
         extras = dict(self.model_extra or {})
         for name, instead in _CHAT_ONLY.items():
-            if extras.pop(name, None) is not None:
-                raise InvalidParams(name, (self.model_extra or {})[name], instead)
+            value = extras.pop(name, None)
+            if value is not None and value is not False:
+                raise InvalidParams(name, value, instead)
         if extras.get("n") not in (None, 1):
             raise InvalidParams("n", extras["n"], "1: a response is one answer")
         fields: dict[str, Any] = {name: extras[name] for name in extras if name not in _LABELS}

@@ -9,6 +9,7 @@ from pydantic import BaseModel, Field
 
 from lightkv.router.sampling_params import MAX_GRAMMAR_BYTES, Grammar, InvalidParams
 from lightkv.router.text.grammars import InvalidGrammar
+from lightkv.router.text.tool_calls.closed_schema import closed_schema
 
 from .extensions import mended
 
@@ -128,7 +129,10 @@ def _of_structured_outputs(value: dict[str, Any] | None) -> Grammar | None:
         raise InvalidParams(f"{field}.whitespace_pattern", spaces, "a regex")
     if given.get("disable_any_whitespace"):
         spaces = ""
-    return _grammar(field, kinds[0], given[kinds[0]], spaces)
+    value = given[kinds[0]]
+    if kinds[0] == "json" and given.get("disable_additional_properties"):
+        value = _closed(field, value)
+    return _grammar(field, kinds[0], value, spaces)
 
 
 def _grammar(field: str, kind: str, value: Any, spaces: str | None) -> Grammar | None:
@@ -179,11 +183,7 @@ def _schema(field: str, value: Any, spaces: str | None) -> str:
     if isinstance(value, str):
         if spaces is None:
             return value
-        _check_size(field, value)
-        try:
-            value = json.loads(value)
-        except (ValueError, RecursionError) as error:
-            raise InvalidGrammar(field, f"the schema is not JSON ({str(error)[:200]})") from error
+        value = _loaded(field, value)
     if not isinstance(value, dict | bool):
         raise InvalidParams(field, value, "a JSON schema, which is an object")
     if spaces is not None and isinstance(value, dict):
@@ -192,3 +192,20 @@ def _schema(field: str, value: Any, spaces: str | None) -> str:
         return json.dumps(value, ensure_ascii=False, separators=(",", ":"))
     except RecursionError as error:
         raise InvalidGrammar(field, "the schema is nested too deeply") from error
+
+
+def _closed(field: str, value: Any) -> Any:
+    """Returns a schema whose objects have no properties that it does not list. Raises InvalidParams."""
+    try:
+        return closed_schema(_loaded(field, value) if isinstance(value, str) else value)
+    except RecursionError as error:
+        raise InvalidGrammar(field, "the schema is nested too deeply") from error
+
+
+def _loaded(field: str, text: str) -> Any:
+    """Returns the schema that a text is. Raises InvalidGrammar."""
+    _check_size(field, text)
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise InvalidGrammar(field, f"the schema is not JSON ({str(error)[:200]})") from error

@@ -99,7 +99,8 @@ def read_call(source: Source, names: Collection[str]) -> Steps[bool]:
 
 
 def read_list(source: Source, names: Collection[str]) -> Steps[bool]:
-    """Reads a list of calls. If it does not begin with a call, nothing is read, and the result is False."""
+    """Reads a list of calls. If it does not begin with a call, nothing is read, and the result is False. What
+    the end of the text leaves of a further call is dropped."""
     if not (yield from source.skip("[")):
         return False
     space = yield from source.take_space()
@@ -112,7 +113,10 @@ def read_list(source: Source, names: Collection[str]) -> Steps[bool]:
             break
         space = yield from source.take_space()
         if not (yield from read_call(source, names)):
-            source.give_back("," + space)
+            if source.ended and EndFinder().find(source.text) is None:
+                source.take(len(source.text))  # a call that the answer's end has cut
+            else:
+                source.give_back("," + space)
             return True
     yield from source.skip("]")
     return True
