@@ -74,7 +74,7 @@ class AttentionLayout:
         """Returns the rotary embedding of a model's cosines and sines, each `[1, T, 2n]`, or `[1, T, n]` if
         each angle stands there once."""
         if self.angles == _ONCE:
-            cos, sin = (table[0] for table in tables)
+            cos, sin = (table[0].contiguous() for table in tables)  # some models transpose their angles
         elif self.angles == _PAIRS:
             cos, sin = (table[0, :, ::2].contiguous() for table in tables)
         else:
