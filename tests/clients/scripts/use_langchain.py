@@ -83,7 +83,8 @@ def two_turns(service: Service) -> None:
     (call,) = first.tool_calls
     result = weather.invoke(call)
     assert type(result) is ToolMessage
-    second = model.bind_tools([weather]).invoke([HumanMessage(QUESTION), first, result], extra_body=CHOICE)
+    bound = model.bind_tools([weather], tool_choice="none")
+    second = bound.invoke([HumanMessage(QUESTION), first, result], extra_body=CHOICE)
     assert second.content in ANSWERS
     assert not second.tool_calls
 
@@ -93,7 +94,8 @@ def two_turns_by_responses(service: Service) -> None:
     first = bind(model, "weather").invoke(QUESTION)
     assert_called(first)
     result = weather.invoke(first.tool_calls[0])
-    second = model.bind_tools([weather]).invoke([HumanMessage(QUESTION), first, result], extra_body=CHOICE)
+    bound = model.bind_tools([weather], tool_choice="none")
+    second = bound.invoke([HumanMessage(QUESTION), first, result], extra_body=CHOICE)
     assert second.text in ANSWERS
 
 

@@ -100,7 +100,7 @@ def tools(service: Service) -> None:
         City.model_validate_json(call.function.arguments)
         result = {"role": "tool", "tool_call_id": call.id, "content": RESULT}
         messages = [*ASK, message, result]
-        second = litellm.completion(messages=messages, extra_body=CHOICE, **fields)
+        second = litellm.completion(messages=messages, tool_choice="none", extra_body=CHOICE, **fields)
         assert second.choices[0].message.content in ANSWERS
 
 

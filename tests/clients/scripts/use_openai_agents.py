@@ -14,6 +14,7 @@ from agents import (
 from checks import ANSWERS, CHOICE, MAX_TOKENS, QUESTION, RESULT, City, Forecast, Service, main
 from openai import AsyncOpenAI
 
+MAX_TURNS = 50  # after its first turn a model of random weights calls again as often as it answers
 MODELS = {"chats": OpenAIChatCompletionsModel, "responses": OpenAIResponsesModel}
 
 
@@ -31,7 +32,12 @@ class Desk:
             return RESULT
 
         self.client = AsyncOpenAI(base_url=service.url, api_key=service.key, max_retries=0)
-        settings = {"max_tokens": MAX_TOKENS, "tool_choice": tool_choice, **options.pop("settings", {})}
+        settings = {
+            "max_tokens": MAX_TOKENS,
+            "tool_choice": tool_choice,
+            "parallel_tool_calls": False,
+            **options.pop("settings", {}),
+        }
         self.agent = Agent(
             name="desk",
             instructions="Be brief.",
@@ -49,38 +55,36 @@ class Desk:
 
 
 async def run(service: Service, api: str) -> None:
-    """The function is called once, as the first turn has to, and the second turn ends with a text."""
+    """The function is called, as the first turn has to, and a later turn ends with a text."""
     for tool_choice in ("required", "weather"):
-        settings = {"extra_body": CHOICE, "parallel_tool_calls": False}
-        async with Desk(service, api, tool_choice, settings=settings) as desk:
-            result = await Runner.run(desk.agent, QUESTION)
-            assert len(desk.asked) == 1
+        async with Desk(service, api, tool_choice, settings={"extra_body": CHOICE}) as desk:
+            result = await Runner.run(desk.agent, QUESTION, max_turns=MAX_TURNS)
+            num_calls = len(desk.asked)
+            assert num_calls >= 1
             assert result.final_output in ANSWERS
-            assert [item.type for item in result.new_items] == [
-                "tool_call_item",
-                "tool_call_output_item",
-                "message_output_item",
-            ]
+            calls = ["tool_call_item", "tool_call_output_item"] * num_calls
+            assert [item.type for item in result.new_items] == [*calls, "message_output_item"]
             again = [*result.to_input_list(), {"role": "user", "content": QUESTION}]
-            assert (await Runner.run(desk.agent, again)).final_output in ANSWERS
-            assert len(desk.asked) == 2
+            result = await Runner.run(desk.agent, again, max_turns=MAX_TURNS)
+            assert result.final_output in ANSWERS
+            assert len(desk.asked) > num_calls
 
 
 async def run_to_a_class(service: Service, api: str) -> None:
     async with Desk(service, api, output_type=Forecast) as desk:
-        result = await Runner.run(desk.agent, QUESTION)
+        result = await Runner.run(desk.agent, QUESTION, max_turns=MAX_TURNS)
     assert type(result.final_output) is Forecast
-    assert len(desk.asked) == 1
+    assert desk.asked
 
 
 async def run_streamed(service: Service, api: str) -> None:
     async with Desk(service, api, output_type=Forecast) as desk:
-        result = Runner.run_streamed(desk.agent, QUESTION)
+        result = Runner.run_streamed(desk.agent, QUESTION, max_turns=MAX_TURNS)
         events = [event async for event in result.stream_events()]
     names = [event.name for event in events if event.type == "run_item_stream_event"]
-    assert names == ["tool_called", "tool_output", "message_output_created"]
+    assert names == [*["tool_called", "tool_output"] * len(desk.asked), "message_output_created"]
     assert type(result.final_output) is Forecast
-    assert len(desk.asked) == 1
+    assert desk.asked
 
 
 async def run_by_chats(service: Service) -> None:
