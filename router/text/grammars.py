@@ -19,7 +19,7 @@ from llguidance import LLExecutor, LLMatcher, LLParserLimits, LLTokenizer, regex
 from lightkv.errors import LightKVError
 from lightkv.router.sampling_params import Grammar, InvalidParams
 
-from .structural_tags import WHITESPACE, grammars_of, lark_of_ebnf
+from .structural_tags import WHITESPACE, grammars_of, lark_of_ebnf, quoted
 from .tokenizer import Tokenizer
 
 MAX_CACHED = 64  # compiled grammars
@@ -75,16 +75,11 @@ def source_of(grammar: Grammar, special: Mapping[str, int] = _NO_TOKENS) -> str:
                 raise ValueError("the choices are not a list of texts")
             if not choices:
                 raise ValueError("the list of choices is empty; give at least one")
-            return "start: " + " | ".join(map(_lark_text, choices))
+            return "start: " + " | ".join(map(quoted, choices))
         case "structural_tag":
             return grammars_of(grammar.text, special)
         case _:
             return LLMatcher.grammar_from_lark(lark_of_ebnf(grammar.text))
-
-
-def _lark_text(text: str) -> str:
-    """Returns a text of a Lark grammar, which is written as in JSON, but for one control character."""
-    return json.dumps(text, ensure_ascii=False).replace("\x7f", r"\u007f")
 
 
 def _of_schema(schema: str) -> str:

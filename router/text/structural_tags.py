@@ -56,6 +56,11 @@ class Rule(NamedTuple):
 Part = Constant | Token | Ends | Free | Rule
 
 
+def quoted(text: str) -> str:
+    """Returns a text as Lark writes it, which is as in JSON, but for one control character."""
+    return json.dumps(text, ensure_ascii=False).replace("\x7f", r"\u007f")
+
+
 def lark_of_ebnf(text: str) -> str:
     """Returns a grammar in Lark's form, of one in that form or in GBNF. Raises ValueError."""
     if "::=" not in text:
@@ -91,8 +96,8 @@ def grammars_of(text: str, special: Mapping[str, int]) -> str:
 
 
 def format_of_grammar(grammar: Grammar) -> Format:
-    """Returns a grammar as a format of structural tags. Raises ValueError for a text that is not JSON where it
-    has to be."""
+    """Returns a grammar that is no structural tag as a format of one. Raises ValueError for a text that is not
+    JSON where it has to be."""
     match grammar.kind:
         case "json_object":
             return {"type": "json_schema", "json_schema": {"type": "object"}}
@@ -103,8 +108,6 @@ def format_of_grammar(grammar: Grammar) -> Format:
         case "choice":
             texts = json.loads(grammar.text)
             return {"type": "or", "elements": [{"type": "const_string", "value": text} for text in texts]}
-        case "structural_tag":
-            return _format_of(json.loads(grammar.text))
     return {"type": "grammar", "grammar": grammar.text}
 
 
@@ -186,7 +189,7 @@ class _Writer:
                     open_name = terminal
                     continue
                 case Constant(texts):
-                    literal = " | ".join(map(_quoted, texts))
+                    literal = " | ".join(map(quoted, texts))
                     written.append(self._until(open_name, literal) if open_name else f"({literal})")
                 case Token(token_id):
                     written.append(f"{open_name} <[{token_id}]>")
@@ -292,7 +295,7 @@ class _Writer:
         regex = _ANY_TEXT if most is None else f"/(?s:.{{0,{most}}})/"
         for excluded in _all(one.get("excludes", []), str):
             if excluded:
-                regex += f" & ~(/(?s:.*)/ {_quoted(excluded)} /(?s:.*)/)"
+                regex += f" & ~(/(?s:.*)/ {quoted(excluded)} /(?s:.*)/)"
         return [Free(self._line("TEXT_", regex))]
 
     def _sequence(self, one: Format) -> list[Part]:
@@ -394,8 +397,3 @@ def _all(values: Any, kind: Any) -> list[Any]:
         names = "texts" if kind is str else "objects"
         raise ValueError(f"a structural tag has a list of other values than {names}")
     return values
-
-
-def _quoted(text: str) -> str:
-    """Returns a text as Lark writes it, which is as in JSON."""
-    return json.dumps(text, ensure_ascii=False)

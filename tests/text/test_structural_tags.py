@@ -69,6 +69,11 @@ CALL = '<f=a>{"a":1}</f>'
 CASES: list[tuple[dict[str, Any], list[str], list[str]]] = [
     # format, texts that it takes, texts that it does not
     (const('ab\n"é'), ['ab\n"é'], ["", "ab", "abc"]),
+    (
+        either(const("a\x7f"), row({"type": "any_text", "excludes": ["\x7f"]}, const("!"))),
+        ["a\x7f", "b!"],
+        ["b\x7f!"],
+    ),
     (JSON, ['{"a": 1}', '{ "a" :1}'], ["{}", '{"a":' + " " * 40 + "1}"]),
     ({"type": "json_schema", "json_schema": True}, ["[1]", '"a"'], ["a"]),
     (tag("<t>", ANY, "</t>"), ["<t></t>", "<t>a<b\n</t>"], ["<t>a", "<t>a</t>b", "a</t>"]),
