@@ -126,13 +126,20 @@ def test_the_events_come_in_openais_order(api: ApiUnderTest) -> None:
     assert events[0]["response"]["id"] == events[-1]["response"]["id"]
 
 
-def test_an_answer_that_fails_ends_in_response_failed(api: ApiUnderTest) -> None:
-    api.router.fail_after = 2
+@pytest.mark.parametrize(
+    ("reason", "status", "code"), [("error", 500, "server_error"), ("invalid", 400, "invalid_prompt")]
+)
+def test_an_answer_that_fails_ends_in_response_failed(
+    api: ApiUnderTest, reason: str, status: int, code: str
+) -> None:
+    api.router.fail_after, api.router.fail_reason = 2, reason
     asked = {"input": "Hello!", "max_output_tokens": 5}
     events = events_of(api.send("POST", RESPONSES, asked | {"stream": True})[2])
     assert events[-1]["type"] == "response.failed"
     assert "out of luck" in events[-1]["response"]["error"]["message"]
-    assert api.send("POST", RESPONSES, asked)[0] == 500
+    assert events[-1]["response"]["error"]["code"] == code
+    openai.types.responses.ResponseError.model_validate(events[-1]["response"]["error"])
+    assert api.send("POST", RESPONSES, asked)[0] == status
 
 
 def test_openais_client_reads_both(client: openai.OpenAI) -> None:
@@ -165,7 +172,9 @@ def test_log_probabilities_are_included(client: openai.OpenAI) -> None:
         ({"conversation": "c"}, "conversation", "keeps no responses"),
         ({"truncation": "auto"}, "truncation", "disabled"),
         ({"n": 2}, "n", "one answer"),
+        ({"num_return_sequences": 2}, "num_return_sequences", "one answer"),
         ({"max_tokens": 3}, "max_tokens", "max_output_tokens"),
+        ({"max_new_tokens": 3}, "max_new_tokens", "max_output_tokens"),
         ({"prompt_logprobs": 0}, "prompt_logprobs", "no place"),
         ({"return_token_ids": True}, "return_token_ids", "no place"),
         ({"top_logprobs": 21}, "top_logprobs", "0 to 20"),

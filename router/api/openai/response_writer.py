@@ -52,10 +52,10 @@ class ResponseWriter:
         items: list[dict[str, Any]],
         finish_reason: str | None,
         generation: Answered | None = None,
-        error: str | None = None,
+        error: dict[str, str] | None = None,
     ) -> dict[str, Any]:
         """Returns the response with these items. `generation`: its token counts are the usage. `error`: why the
-        answer failed."""
+        answer failed, as a code and a message."""
         request = self._request
         status = "completed" if finish_reason is not None else "in_progress"
         details = None
@@ -70,7 +70,7 @@ class ResponseWriter:
             "created_at": self._created,
             "status": status,
             "background": False,
-            "error": None if error is None else {"code": "server_error", "message": error},
+            "error": error,
             "incomplete_details": details,
             "instructions": request.instructions,
             "max_output_tokens": request.max_output_tokens,
@@ -147,7 +147,9 @@ class ResponseEvents:
 
     def fail(self, status: int, error: str) -> bytes:
         """Returns the last event of an answer that could not be completed."""
-        response = self._writer.body(self._items, None, self._generation, error)
+        code = "invalid_prompt" if status == 400 else "server_error"  # those of OpenAI's client
+        described = {"code": code, "message": error}
+        response = self._writer.body(self._items, None, self._generation, described)
         return self._event("response.failed", {"response": response})
 
     def _add(self, kind: str, text: str, logprobs: list[Any] | None = None) -> bytes:

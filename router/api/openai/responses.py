@@ -11,6 +11,7 @@ from pydantic import ConfigDict, Field, ValidationError
 from lightkv.router.sampling_params import InvalidParams
 from lightkv.router.text.grammars import InvalidGrammar
 
+from .aliases import ALIASES
 from .extensions import Object
 from .protocol import ChatRequest, RequestBody, StreamOptions, Text
 
@@ -72,12 +73,14 @@ class ResponseRequest(RequestBody):
         """Returns the same request as a chat completion. Raises InvalidParams."""
         self._refuse_state()
         extras = dict(self.model_extra or {})
-        for name, instead in _CHAT_ONLY.items():
-            value = extras.pop(name, None)
-            if value is not None and value is not False:
-                raise InvalidParams(name, value, instead)
-        if extras.get("n") not in (None, 1):
-            raise InvalidParams("n", extras["n"], "1: a response is one answer")
+        for name, value in (self.model_extra or {}).items():
+            field = ALIASES.get(name, name)
+            if field == "n" and value not in (None, 1):
+                raise InvalidParams(name, value, "1: a response is one answer")
+            if field in _CHAT_ONLY:
+                if value is not None and value is not False:
+                    raise InvalidParams(name, value, _CHAT_ONLY[field])
+                del extras[name]
         fields: dict[str, Any] = {name: extras[name] for name in extras if name not in _LABELS}
         for name in ("model", "temperature", "top_p", "stream", "parallel_tool_calls"):
             fields[name] = getattr(self, name)
