@@ -95,6 +95,10 @@ def body(path: str, fields: dict[str, Any]) -> dict[str, Any]:
             Grammar("json_schema", '{"type":"null","x-guidance":{"whitespace_pattern":""}}'),
         ),
         (
+            {"structured_outputs": {"json": True, "disable_any_whitespace": True}},
+            Grammar("json_schema", '{"x-guidance":{"whitespace_pattern":""}}'),
+        ),
+        (
             {"structured_outputs": {"json": SCHEMA, "disable_additional_properties": True}},
             Grammar("json_schema", CLOSED_JSON),
         ),

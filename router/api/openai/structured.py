@@ -186,8 +186,8 @@ def _schema(field: str, value: Any, spaces: str | None) -> str:
         value = _loaded(field, value)
     if not isinstance(value, dict | bool):
         raise InvalidParams(field, value, "a JSON schema, which is an object")
-    if spaces is not None and isinstance(value, dict):
-        value = {**value, "x-guidance": {"whitespace_pattern": spaces}}
+    if spaces is not None and value is not False:
+        value = {**({} if value is True else value), "x-guidance": {"whitespace_pattern": spaces}}
     try:
         return json.dumps(value, ensure_ascii=False, separators=(",", ":"))
     except RecursionError as error:
