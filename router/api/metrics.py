@@ -179,7 +179,7 @@ class AnswerClock:
         self._last = now
 
     def finish(self, reason: str) -> None:
-        """Notes the end of the answer. `reason`: "stop", "length", "abort", "error" or "lost"."""
+        """Notes the end of the answer. `reason`: "stop", "length", "abort", "invalid", "error" or "lost"."""
         self.ended = time.monotonic()
         self._metrics.e2e.observe(self.ended - self.begun)
         self._metrics.finished.labels(self._metrics.model, reason).inc()
