@@ -70,7 +70,9 @@ UNSUPPORTED = (
     Unsupported("return_prompt_text", (False,), "false, and use echo on a completion"),
     Unsupported("return_token_offsets", (False,), "false: log-probabilities of a completion have offsets"),
     *_each("return_hidden_states return_routed_experts", (False,), _TENSORS),
-    Unsupported("return_cached_tokens_details", (False,), "false: usage has their number, with --report-cached-tokens"),
+    Unsupported(
+        "return_cached_tokens_details", (False,), "false: usage has them, with --report-cached-tokens"
+    ),
     Unsupported("return_meta_info", (False,), "false: the form of OpenAI's answers has no place for it"),
     Unsupported("detokenize", (True,), "true, and use return_token_ids, which are beside the text"),
     Unsupported("store", (False,), "false: answers are not kept"),
