@@ -179,8 +179,9 @@ class ToolUse:
     def callable_schemas(self) -> dict[str, Any]:
         """Those of the functions that may be called, all or the named one, without properties that they do not
         list."""
-        names = self.schemas if self.name is None else [self.name]
-        return {name: closed_schema(self.schemas[name]) for name in names}
+        schemas = self.schemas
+        names = schemas if self.name is None else [self.name]
+        return {name: closed_schema(schemas[name]) for name in names}
 
     @property
     def field(self) -> str:
