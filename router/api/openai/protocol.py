@@ -179,7 +179,7 @@ class GenerationRequest(StructuredFields, RequestBody, AnswerFields, AliasFields
         fields["n"] = self.num_generated(self.n or 1, streams)
         if fields["n"] > (self.n or 1) and logprobs is None:
             logprobs = 0  # by which the best are chosen
-        if (structure := self.structure()) is not None:
+        if (structure := self.structure) is not None:
             fields["grammar"] = structure[1]
         return SamplingParams(max_tokens=max_tokens, logprobs=logprobs, **fields)
 

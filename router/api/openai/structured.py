@@ -3,6 +3,7 @@
 
 import json
 from collections.abc import Mapping
+from functools import cached_property
 from typing import Any
 
 from pydantic import BaseModel, Field
@@ -69,14 +70,12 @@ class StructuredFields(BaseModel):
     @property
     def grammar_field(self) -> str:
         """The field that says what the answer has to be; "tools" if none of these does."""
-        structure = self.structure()
-        return structure[0] if structure is not None else "tools"
+        return "tools" if self.structure is None else self.structure[0]
 
+    @cached_property
     def structure(self) -> tuple[str, Grammar] | None:
-        """Returns the field that says what the answer has to be, and its grammar; None if the text is free.
-
-        Raises InvalidParams, which names the field.
-        """
+        """The field that says what the answer has to be, and its grammar; None if the text is free. Raises
+        InvalidParams, which names the field."""
         found = [
             ("response_format", _of_response_format(self.response_format)),
             ("structured_outputs", _of_structured_outputs(self.structured_outputs)),
