@@ -140,7 +140,11 @@ def test_help_has_examples(command: str) -> None:
             "do not fit the pool of 16 tokens",
             marks=pytest.mark.slow,
         ),
-        (["--device", "cpu", "--max-model-len", "64", "hi"], "do not fit the context of 64 tokens"),
+        pytest.param(
+            ["--device", "cpu", "--max-model-len", "64", "hi"],
+            "do not fit the context of 64 tokens",
+            marks=pytest.mark.slow,
+        ),
     ],
     ids=lambda value: value if isinstance(value, str) else None,
 )
