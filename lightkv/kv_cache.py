@@ -406,7 +406,7 @@ class KVCache:
             raise CheckFailed(
                 f"the ledger counts {self.num_free} free tokens, the memory {self.memory.num_free}"
             )
-        self.memory.check(self.ledger.private_ranges())
+        self.memory.check(self.ledger.holdings())
 
     def _newest_slots(self, sequences: Seq[Sequence], counts: Seq[int]) -> torch.Tensor:
         """Returns the slots of the last `counts[i]` tokens of sequences that may be rings."""

@@ -31,6 +31,7 @@ ROOMS = (
     "lightkv.counts",
     "lightkv.token_ids",
     "lightkv.edits",
+    "lightkv.holdings",
     "lightkv.ledger",
     "lightkv.memory_map",
     "lightkv.memory",

@@ -19,6 +19,7 @@ from typing import NamedTuple
 from lightkv.counts import checked_count
 from lightkv.edits import Alloc, Edit
 from lightkv.errors import OutOfRows, OutOfTokens, SequenceTooLong
+from lightkv.holdings import HeldRow, Holdings
 from lightkv.triton_kernels.attention.ring import Ring
 
 from . import branching, rings
@@ -119,6 +120,18 @@ class TokenLedger:
             (sequence.row, sequence.shared, sequence.length) for sequence in self._state.sequences.values()
         ]
 
+    def holdings(self) -> Holdings:
+        """Returns what each open sequence's row and each segment holds, once the edits so far are applied."""
+        segments = {segment.id: segment.length for segment in self._state.tree}
+        rows = []
+        for row, sequence in self._state.sequences.items():
+            path = list(sequence.path())[::-1]
+            segments.update((segment.id, segment.length) for segment in path)
+            ids = tuple(segment.id for segment in path)
+            dropped = sequence.dropped if sequence.ring is None else 0
+            rows.append(HeldRow(row, ids, sequence.shared, sequence.length, dropped))
+        return Holdings(rows, segments)
+
     def require_open(self, sequence: Sequence) -> None:
         """Raises ValueError for a sequence that is closed or belongs to another ledger."""
         self._state.require_open(sequence)
@@ -175,6 +188,8 @@ class TokenLedger:
             self._num_rings += 1
         sequence = self._state.open(known, namespace, session)
         sequence.prompt, sequence.ring = token_ids, ring
+        if ring is not None:
+            sequence.ring_position = sequence.length
         if cross is not None:
             self._state.read_cross(sequence, cross)
         return sequence

@@ -4,6 +4,7 @@ again. `TokenLedger.extend` and `shrink` document them."""
 from collections.abc import Sequence as Seq
 
 from lightkv.edits import Alloc
+from lightkv.errors import CheckFailed
 
 from .sequence import Sequence
 
@@ -37,7 +38,8 @@ def advance(sequences: Seq[Sequence], counts: Seq[int]) -> None:
         sequence.length += added
         sequence.dropped += count - added
         if sequence.ring is not None:
-            sequence.ring_end = max(sequence.ring_end, sequence.position)
+            sequence.ring_position += count
+            sequence.ring_end = max(sequence.ring_end, sequence.ring_position)
 
 
 def may_shrink(sequence: Sequence, count: int) -> bool:
@@ -50,10 +52,26 @@ def may_shrink(sequence: Sequence, count: int) -> bool:
     return not count or ring.dropped(position - count) == ring.dropped(sequence.ring_end - 1)
 
 
+def check(sequence: Sequence) -> None:
+    """Raises CheckFailed for a ring whose numbers do not fit each other."""
+    ring, position, end = sequence.ring, sequence.ring_position, sequence.ring_end
+    assert ring is not None
+    length = min(position, ring.capacity)
+    if (sequence.length, sequence.dropped) != (length, position - length) or sequence.shared > ring.sinks:
+        raise CheckFailed(
+            f"{sequence} has {sequence.length} slots of {ring}, and was given {position} tokens"
+        )
+    # It was undone by no more tokens than `may_shrink` allows.
+    may_be_undone = position < end and ring.dropped(position) == ring.dropped(end - 1)
+    if position > sequence.shared and position != end and not may_be_undone:
+        raise CheckFailed(f"{sequence} of {ring} is at position {position}, and was at {end}")
+
+
 def shrink(sequence: Sequence, count: int) -> int:
     """Moves a ring back by `count` tokens. Returns how many of its last entries are to be freed."""
     ring, position, length = sequence.ring, sequence.position - count, sequence.length
     assert ring is not None
     sequence.length = min(position, ring.capacity)
     sequence.dropped = position - sequence.length
+    sequence.ring_position -= count
     return length - sequence.length

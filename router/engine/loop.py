@@ -140,7 +140,7 @@ class Engine:
     def sync_memory(self) -> tuple[bytes, ExpectedMemory]:
         """Returns the edits that no step has carried yet, and what the memory holds once they are applied."""
         ledger = self.scheduler.ledger
-        return encode(ledger.drain()), ExpectedMemory(ledger.num_free, ledger.private_ranges())
+        return encode(ledger.drain()), ExpectedMemory(ledger.num_free, ledger.holdings())
 
     def stats(self) -> EngineStats:
         """Returns the counts as they stand."""

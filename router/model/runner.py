@@ -189,7 +189,7 @@ class ModelRunner:
             raise CheckFailed(
                 f"the ledger counts {expected.num_free} free slots, the memory {memory.num_free}"
             )
-        memory.check(expected.private)
+        memory.check(expected.holdings)
         self._parts.sampler.check()
         self.fatal = False
 
