@@ -284,7 +284,13 @@ class Admission:
             if window.now > running.room:  # as until something is freed
                 return forecast.steps_to_end()
             candidate = Candidate(match, window, request.final)
-            return forecast.steps_to_wait(candidate, limit, prefills)
+            wait = forecast.steps_to_wait(candidate, limit, prefills)
+            held = candidate.held
+            if wait > 1 and held.num_tokens < match.num_tokens:
+                window, _ = running.windows(request.num_prefill_tokens - held.num_tokens, held.num_tokens)
+                evicted = Candidate(held, window, request.final)
+                wait = min(wait, forecast.steps_to_wait_without(candidate, evicted, limit))
+            return wait
         shared, tip = 0, match.tip  # the tokens that it would hit and that other requests hold already
         for segment in match.path:
             if segment.holders:
