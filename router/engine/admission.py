@@ -285,10 +285,10 @@ class Admission:
                 return forecast.steps_to_end()
             candidate = Candidate(match, window, request.final)
             wait = forecast.steps_to_wait(candidate, limit, prefills)
-            held = candidate.held
-            if wait > 1 and held.num_tokens < match.num_tokens:
-                window, _ = running.windows(request.num_prefill_tokens - held.num_tokens, held.num_tokens)
-                evicted = Candidate(held, window, request.final)
+            kept = candidate.held  # the rest may be evicted while it waits
+            if wait > 1 and kept.num_tokens < match.num_tokens:
+                window, _ = running.windows(request.num_prefill_tokens - kept.num_tokens, kept.num_tokens)
+                evicted = Candidate(kept, window, request.final)
                 wait = min(wait, forecast.steps_to_wait_without(candidate, evicted, limit))
             return wait
         shared, tip = 0, match.tip  # the tokens that it would hit and that other requests hold already
