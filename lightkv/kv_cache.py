@@ -399,7 +399,9 @@ class KVCache:
         return MemoryMap(self.memory.labels(segment_labels(self.ledger), own, CACHED))
 
     def check(self) -> None:
-        """Recounts everything, on the device too, which synchronises. Raises CheckFailed, InvalidFree."""
+        """Recounts everything, on the device too, which synchronises: counts, holders, readers and rings; that
+        each slot has one owner, each row begins with the slots of its segments, and each has dropped as many
+        tokens as the ledger says. Raises CheckFailed, InvalidFree."""
         self._require_owner()
         self.ledger.check()
         if self.num_free != self.memory.num_free:

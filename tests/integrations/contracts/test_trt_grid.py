@@ -74,7 +74,9 @@ def check(device: torch.device, choice: tuple[Any, ...]) -> None:
     batch.metadata.prepare()
     k, v = batch.new_keys()
     out = batch.backend().forward(batch.q[0], k, v, batch.metadata, **arguments)
-    close_to(out, by_torch(batch, mask, window))
+    # Kernels compute in 16 bits over 8-bit K/V.
+    limit = 1e-2 if device.type == "cuda" and scale != 1.0 else 2e-3
+    close_to(out, by_torch(batch, mask, window), atol=limit, rtol=limit)
 
 
 @pytest.mark.parametrize("choice", SAMPLE, ids=str)
