@@ -189,7 +189,7 @@ class TokenLedger:
         sequence = self._state.open(known, namespace, session)
         sequence.prompt, sequence.ring = token_ids, ring
         if ring is not None:
-            sequence.ring_position = sequence.length
+            sequence.ring_end = sequence.length
         if cross is not None:
             self._state.read_cross(sequence, cross)
         return sequence

@@ -38,8 +38,9 @@ def advance(sequences: Seq[Sequence], counts: Seq[int]) -> None:
         sequence.length += added
         sequence.dropped += count - added
         if sequence.ring is not None:
-            sequence.ring_position += count
-            sequence.ring_end = max(sequence.ring_end, sequence.ring_position)
+            # These are not derived from `position`, so that `check` can compare them with it.
+            sequence.ring_end += max(count - sequence.ring_undone, 0)
+            sequence.ring_undone = max(sequence.ring_undone - count, 0)
 
 
 def may_shrink(sequence: Sequence, count: int) -> bool:
@@ -54,17 +55,16 @@ def may_shrink(sequence: Sequence, count: int) -> bool:
 
 def check(sequence: Sequence) -> None:
     """Raises CheckFailed for a ring whose numbers do not fit each other."""
-    ring, position, end = sequence.ring, sequence.ring_position, sequence.ring_end
+    ring, position, end, undone = sequence.ring, sequence.position, sequence.ring_end, sequence.ring_undone
     assert ring is not None
-    length = min(position, ring.capacity)
-    if (sequence.length, sequence.dropped) != (length, position - length) or sequence.shared > ring.sinks:
-        raise CheckFailed(
-            f"{sequence} has {sequence.length} slots of {ring}, and was given {position} tokens"
-        )
+    if sequence.length != min(position, ring.capacity) or sequence.shared > ring.sinks:
+        raise CheckFailed(f"{sequence} has {sequence.length} slots of {ring}, at position {position}")
     # It was undone by no more tokens than `may_shrink` allows.
-    may_be_undone = position < end and ring.dropped(position) == ring.dropped(end - 1)
-    if position > sequence.shared and position != end and not may_be_undone:
-        raise CheckFailed(f"{sequence} of {ring} is at position {position}, and was at {end}")
+    may_be_undone = undone > 0 and ring.dropped(position) == ring.dropped(end - 1)
+    if position + undone != end or (undone and not may_be_undone):
+        raise CheckFailed(
+            f"{sequence} of {ring} is at position {position}, and {undone} tokens of {end} are undone"
+        )
 
 
 def shrink(sequence: Sequence, count: int) -> int:
@@ -73,5 +73,5 @@ def shrink(sequence: Sequence, count: int) -> int:
     assert ring is not None
     sequence.length = min(position, ring.capacity)
     sequence.dropped = position - sequence.length
-    sequence.ring_position -= count
+    sequence.ring_undone += count
     return length - sequence.length

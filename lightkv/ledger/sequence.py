@@ -30,9 +30,9 @@ class Sequence:
     session: the one that protects its tokens once it has closed, if any.
 
     ring: its row is a ring: once `length` is `ring.capacity`, new tokens take the slots of old ones, and
-    `dropped` grows instead. ring_position: the `position` of a ring, counted by itself, so that `check` finds
-    wrong numbers in one. ring_end: the highest one that it ever had, also by steps that were undone (`shrink`),
-    which have written to its slots.
+    `dropped` grows instead. ring_end: the highest `position` that a ring ever had, also by steps that were
+    undone (`shrink`), which have written to its slots. ring_undone: how many of these tokens were undone and
+    not computed again, so that `position + ring_undone == ring_end`.
 
     cross: the cross sequence that it reads (`TokenLedger.open_cross`). num_readers: None except for a cross
     sequence; how many open sequences read it. reader_namespaces: of a cross sequence; where its readers' tokens
@@ -52,7 +52,7 @@ class Sequence:
         "reader_namespaces",
         "ring",
         "ring_end",
-        "ring_position",
+        "ring_undone",
         "root",
         "row",
         "session",
@@ -75,7 +75,7 @@ class Sequence:
         self.session: Session | None = None
         self.ring: Ring | None = None
         self.ring_end = 0
-        self.ring_position = 0
+        self.ring_undone = 0
         self.cross: Sequence | None = None
         self.num_readers: int | None = None
         self.reader_namespaces: dict[Namespace, None] = {}  # in the order of the first reader of each

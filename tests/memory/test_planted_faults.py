@@ -1,5 +1,6 @@
 """Faults that are planted in a cache's host and device state, one at a time: `check` finds each of them."""
 
+import random
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -11,6 +12,7 @@ from lightkv.errors import CheckFailed
 from lightkv.ledger.sequence import Sequence
 from lightkv.ledger.state import LedgerState
 from lightkv.triton_kernels.attention.ring import Ring
+from tests.support.cache_life import Life
 
 SPEC = KVSpec(num_layers=1, num_kv_heads=1, k_dim=1, v_dim=1, dtype=torch.float32)
 WINDOW = Ring(sinks=2, size=6)
@@ -212,9 +214,9 @@ PLANTED: dict[str, dict[str, Callable[[World], object]]] = {
     "rings": {
         "a slot less": add(lambda world: world.ring, "length", -1),
         "a slot more": add(lambda world: world.young, "length", 1),
-        "its position": add(lambda world: world.ring, "ring_position", 1),
+        "tokens undone": add(lambda world: world.ring, "ring_undone", 1),
         "where it was": add(lambda world: world.ring, "ring_end", -1),
-        "where it never was": add(lambda world: world.young, "ring_end", 9),
+        "where it never was": add(lambda world: world.young, "ring_end", 1),
         "another ring": lambda world: setattr(world.ring, "ring", Ring(sinks=2, size=5)),
         "no ring": lambda world: setattr(world.ring, "ring", None),
     },
@@ -240,3 +242,36 @@ def test_check_finds_a_planted_fault(fault: str, name: str, device: torch.device
     PLANTED[fault][name](world)
     with pytest.raises((CheckFailed, InvalidFree)):
         world.cache.check()
+
+
+def is_found(cache: KVCache) -> bool:
+    try:
+        cache.check()
+    except (CheckFailed, InvalidFree):
+        return True
+    return False
+
+
+def test_wrong_entries_and_counts_are_found_in_any_state(device: torch.device) -> None:
+    life, rng, num_planted = Life(5, device), random.Random(5), 0
+    table, dropped = life.cache.memory.table.req_to_token, life.cache.memory._dropped
+    for step in range(240):
+        life.step()
+        for sequence in list(life.cache.ledger.sequences) if step % 8 == 0 else ():
+            sequence.dropped += 1
+            assert is_found(life.cache)
+            sequence.dropped -= 1
+            if sequence.row in dropped:
+                positions, count = dropped[sequence.row]
+                dropped[sequence.row] = positions, count - 1
+                assert is_found(life.cache)
+                dropped[sequence.row] = positions, count
+            if sequence.shared:
+                where = sequence.row, rng.randrange(sequence.shared)
+                slot = int(table[where])
+                table[where] = slot % life.cache.capacity + 1
+                assert is_found(life.cache), where
+                table[where] = slot
+            num_planted += 1
+            life.cache.check()
+    assert num_planted > 60
