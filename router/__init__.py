@@ -24,6 +24,7 @@ if TYPE_CHECKING:  # the same names, for editors and type checkers
     from .llm import CompletionOutput as CompletionOutput
     from .llm import RequestOutput as RequestOutput
     from .llm import StreamChunk as StreamChunk
+    from .sampling_params import Grammar as Grammar
     from .sampling_params import InvalidParams as InvalidParams
     from .sampling_params import SamplingParams as SamplingParams
 
@@ -33,6 +34,7 @@ _EXPORTS = {
     "CompletionOutput": ".llm",
     "Engine": ".engine.loop",
     "EngineConfig": ".config",
+    "Grammar": ".sampling_params",
     "InvalidConfig": ".config",
     "InvalidParams": ".sampling_params",
     "InvalidPrompt": ".engine.request",

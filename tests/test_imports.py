@@ -42,6 +42,7 @@ ROOMS = (
     "lightkv.integrations",
     "lightkv",
     "lightkv.router.config",
+    "lightkv.router.peer_names",
     "lightkv.router.sampling_params",
     "lightkv.router.terminal",
     "lightkv.router.model_files",
