@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch.nn.functional import normalize, scaled_dot_product_attention
 
-from lightkv import KVCache, KVSpec, LightKVError, WrongThread
+from lightkv import KVCache, KVSpec, LightKVError, OutOfTokens, WrongThread
 from lightkv.edits import Edit, decode, encode
 from lightkv.kv_cache import ExportedKV
 from lightkv.ledger.sequence import Sequence
@@ -110,6 +110,93 @@ def test_the_example_answers_as_attention_without_a_cache(page: tuple[dict[str, 
             assert int((x[-1] @ names["head"].T).argmax()) == token
             ids.append(token)
     assert len(set(names["answers"][0])) > 2  # the answer does not repeat one token
+
+
+@pytest.fixture
+def names(page: tuple[dict[str, Any], str], capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
+    """Runs the page's scheduler after its first program. Returns their names."""
+    programs = [program for program in blocks("python") if "class Scheduler" in program]
+    exec(compile(programs[0], str(PAGE), "exec"), page[0])
+    assert capsys.readouterr().out == blocks("text")[1]
+    return page[0]
+
+
+def windowed(names: dict[str, Any], prompt: list[int], first: int, count: int) -> list[int]:
+    """Returns the `count` tokens after `prompt` by attention without a cache, where the first of them is the
+    one that comes at place `first` in the order of scores."""
+    ids, places = list(prompt), [first] + [0] * (count - 1)
+    for place in places:
+        x = names["embedding"][ids]
+        heads = ((x @ names[w]).unflatten(1, (-1, names["DIM"])) for w in ("w_q", "w_k", "w_v"))
+        q, k, v = (head.transpose(0, 1) for head in heads)
+        seen = torch.ones(len(ids), len(ids), dtype=torch.bool).tril().triu(1 - names["WINDOW"])
+        attended = scaled_dot_product_attention(q, k, v, attn_mask=seen, enable_gqa=True)
+        x = normalize(x + attended.transpose(0, 1).flatten(1) @ names["w_out"])
+        ids.append(int((x[-1] @ names["head"].T).topk(place + 1).indices[place]))
+    return ids[len(prompt) :]
+
+
+def asked(names: dict[str, Any]) -> list[Any]:
+    """Returns requests of which some have to wait, and some are preempted, in a pool of 48 tokens."""
+    make, system = names["Request"], names["system"]
+    few = [make([*system, 20, 21], 20, num_answers=2), make(list(range(40, 60)), 12), make([*system, 30], 24)]
+    return few + [make([70 + i, 5, 9], 9 + i, num_answers=1 + i % 3) for i in range(3)]
+
+
+def test_the_scheduler_is_short() -> None:
+    (program,) = (program for program in blocks("python") if "class Scheduler" in program)
+    lines = program.partition("class Scheduler")[2].partition("def make_forward")[0].splitlines()
+    assert len([line for line in lines if line]) <= 60
+
+
+@pytest.mark.parametrize("failing", [(), range(0, 200, 2)], ids=["no step", "each other step"])
+def test_the_scheduler_answers_as_attention_without_a_cache(names: dict[str, Any], failing: Any) -> None:
+    """Also where the forward pass fails in many steps, and each of these is tried again."""
+    cache = KVCache(names["spec"], capacity=48, max_sequences=4, max_entries=64, device="cpu")
+    forward, num_calls, num_out = names["make_forward"](cache), 0, 0
+    extend = cache.extend
+
+    def failing_forward(batch: list[Any], num_prefills: int) -> torch.Tensor:
+        nonlocal num_calls
+        num_calls += 1
+        logits = forward(batch, num_prefills)
+        if num_calls - 1 in failing:
+            raise RuntimeError("no such luck")
+        return logits
+
+    def counted_extend(sequences: list[Sequence], counts: list[int]) -> torch.Tensor:
+        nonlocal num_out
+        try:
+            return extend(sequences, counts)
+        except OutOfTokens:
+            num_out += 1
+            raise
+
+    cache.extend = counted_extend  # type: ignore[method-assign]
+    scheduler = names["Scheduler"](cache, failing_forward)
+    scheduler.waiting += (requests := asked(names))
+    expected = [
+        windowed(names, request.prompt, place, request.max_tokens)
+        for request in requests
+        for place in range(request.num_answers)
+    ]
+    num_failed = 0
+    while scheduler.waiting or scheduler.running:
+        before = len(scheduler.waiting) + len(scheduler.running), cache.num_open
+        try:
+            scheduler.step()
+        except RuntimeError:
+            num_failed += 1
+            assert len(scheduler.waiting) + len(scheduler.running) == before[0]
+            assert cache.num_open == len(scheduler.running) <= before[1]
+        cache.check()
+        assert_written(cache)
+        assert all(one.length <= names["WINDOW"] for _, one in scheduler.running if one.dropped)
+        assert num_calls < 1000
+    assert num_out > 5
+    assert num_failed == len([call for call in range(num_calls) if call in failing])
+    assert sorted(one.output for one in scheduler.finished) == sorted(expected)
+    assert (cache.num_held, cache.num_open) == (0, 0)
 
 
 def test_every_life_in_memory_md_makes_the_edits_that_it_shows(capsys: pytest.CaptureFixture[str]) -> None:
