@@ -140,7 +140,7 @@ def asked(names: dict[str, Any]) -> list[Any]:
     """Returns requests of which some have to wait, and some are preempted, in a pool of 48 tokens."""
     make, system = names["Request"], names["system"]
     few = [make([*system, 20, 21], 20, num_answers=2), make(list(range(40, 60)), 12), make([*system, 30], 24)]
-    return few + [make([70 + i, 5, 9], 9 + i, num_answers=1 + i % 3) for i in range(3)]
+    return few + [make([70 + i, 5, 9], 9 + i, num_answers=1 + i % 3) for i in range(2)]
 
 
 def test_the_scheduler_is_short() -> None:
@@ -159,10 +159,9 @@ def test_the_scheduler_answers_as_attention_without_a_cache(names: dict[str, Any
     def failing_forward(batch: list[Any], num_prefills: int) -> torch.Tensor:
         nonlocal num_calls
         num_calls += 1
-        logits = forward(batch, num_prefills)
-        if num_calls - 1 in failing:
+        if num_calls - 1 in failing:  # with nothing written
             raise RuntimeError("no such luck")
-        return logits
+        return forward(batch, num_prefills)
 
     def counted_extend(sequences: list[Sequence], counts: list[int]) -> torch.Tensor:
         nonlocal num_out
@@ -193,7 +192,7 @@ def test_the_scheduler_answers_as_attention_without_a_cache(names: dict[str, Any
         assert_written(cache)
         assert all(one.length <= names["WINDOW"] for _, one in scheduler.running if one.dropped)
         assert num_calls < 1000
-    assert num_out > 5
+    assert num_out > 3
     assert num_failed == len([call for call in range(num_calls) if call in failing])
     assert sorted(one.output for one in scheduler.finished) == sorted(expected)
     assert (cache.num_held, cache.num_open) == (0, 0)
