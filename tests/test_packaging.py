@@ -174,7 +174,7 @@ def test_the_programs_of_the_docs_are_typed(types: TypeChecker) -> None:
     for page in ("README.md", *(f"docs/{name}.md" for name in ("using", "kernels", "contracts"))):
         for place, block in enumerate(python_blocks(page)):
             programs[f"{Path(page).stem.lower()}_{place}.py"] = block
-    for page in ("embedding", "memory"):  # pages whose programs go on from one another
+    for page in ("embedding", "memory", "edits"):  # pages whose programs go on from one another
         programs[f"{page}.py"] = "\n".join(
             block for block in python_blocks(f"docs/{page}.md") if "T5Config" not in block
         )

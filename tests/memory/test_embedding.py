@@ -3,6 +3,7 @@ hold."""
 
 import random
 import re
+import struct
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -13,7 +14,7 @@ import torch
 from torch.nn.functional import normalize, scaled_dot_product_attention
 
 from lightkv import KVCache, KVSpec, LightKVError, OutOfTokens, WrongThread
-from lightkv.edits import Edit, decode, encode
+from lightkv.edits import Alloc, Edit, StoreSegment, decode, encode
 from lightkv.kv_cache import ExportedKV
 from lightkv.ledger.sequence import Sequence
 from lightkv.memory.kv_memory import KVMemory
@@ -365,6 +366,83 @@ def test_a_memory_with_the_same_edits_is_the_same(seed: int, device: torch.devic
         length = sequence.length
         assert torch.equal(mirror.positions(sequence.row, length), memory.positions(sequence.row, length))
     cache.check()
+
+
+def edits_page() -> tuple[str, dict[str, Any]]:
+    """Returns the page that specifies the bytes of edits, and the names of its programs."""
+    text = (DOCS / "edits.md").read_text(encoding="utf-8")
+    names: dict[str, Any] = {}
+    for program in re.findall(r"^```python\n(.*?)^```$", text, re.MULTILINE | re.DOTALL):
+        exec(compile(program, "edits.md", "exec"), names)
+    return text, names
+
+
+def test_the_page_of_the_bytes_has_every_edit_with_its_number_and_its_integers() -> None:
+    text, names = edits_page()
+    rows = re.findall(r"^\| (\d+) \| `(\w+)` \| ([^|]*) \|", text, re.MULTILINE)
+    kinds = get_args(Edit)
+    assert {name for _, name, _ in rows} == {kind.__name__ for kind in kinds} == set(names["SIZES"])
+    for number, name, integers in rows:
+        (kind,) = (kind for kind in kinds if kind.__name__ == name)
+        if name == "Alloc":
+            edit = kind((1, 2), (3, 4), (5, 6))
+        else:
+            assert name == "MapSegments" or tuple(integers.split(", ")) == kind._fields
+            edit = kind(7, (8, 9)) if name == "MapSegments" else kind(*range(len(kind._fields)))
+        assert int.from_bytes(encode([edit])[:8], "little") == int(number) == list(names["SIZES"]).index(name)
+    (example,) = re.findall(r"^```text\n((?:[0-9a-f]{2}\s+)+)```$", text, re.MULTILINE)
+    assert decode(bytes.fromhex(example)) == [Alloc((1,), (0,), (3,)), StoreSegment(1, 0, 3, 1)]
+    reader = text.partition("import struct")[2].partition("```")[0].splitlines()
+    assert len([line for line in reader if line]) <= 30
+
+
+@pytest.mark.parametrize(
+    "message",
+    [b"1234567", bytes(8), encode([Alloc((1,), (0,), (3,))])[:-8], *(
+        struct.pack(f"<{2 + n}q", kind, n, *range(n)) for kind, n in ((12, 1), (-1, 2), (0, 4), (1, 0), (2, 3))
+    ), struct.pack("<2q", 5, -1)],
+)  # fmt: skip
+def test_bytes_that_are_no_edits_are_refused_by_both_readers(message: bytes) -> None:
+    for reader in (decode, edits_page()[1]["read"]):
+        with pytest.raises((ValueError, IndexError, struct.error)):
+            reader(message)
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_the_reader_of_the_page_follows_a_cache(seed: int, device: torch.device) -> None:
+    cache, (_, names) = make_cache(device), edits_page()
+    memory, seen = names["Memory"](60, 4, 32), set()
+
+    def follow(edits: list[Edit], kept: list[torch.Tensor]) -> None:
+        found = names["read"](encode(edits))
+        assert [name for name, _ in found] == [type(edit).__name__ for edit in edits]
+        left = [entries.tolist() for entries in kept]
+        for name, numbers in found:
+            seen.add(name)
+            memory.apply(name, numbers, left)
+        assert not left
+        ours = cache.memory
+        assert memory.free == set(ours.allocator.mem_state.nonzero().flatten().tolist())
+        assert memory.segments == {name: slots.tolist() for name, slots in ours._segments.items()}
+        for row, start, end in cache.ledger.private_ranges():
+            assert memory.table[row][start:end] == ours.table.slots(row, start, end).tolist()
+
+    failed: list[BaseException] = []
+    cache.on_edits = lambda edits, kept: failing(lambda: follow(edits, kept), failed)
+    called = random_verbs(cache, random.Random(seed), 800)
+    assert not failed
+    assert called == {"open", "extend", "publish", "fork", "truncate", "release", "keep", "close"}
+    assert {kind.__name__ for kind in get_args(Edit)} == seen
+    assert memory.table == cache.memory.table.req_to_token.tolist()
+
+
+def failing(check: Callable[[], None], failed: list[BaseException]) -> None:
+    """Runs a check in a callback, whose exceptions are logged and not raised, and keeps what it raises."""
+    try:
+        check()
+    except BaseException as error:
+        failed.append(error)
+        raise
 
 
 def test_a_verb_that_changes_nothing_calls_no_callback(device: torch.device) -> None:
