@@ -18,6 +18,14 @@ class MissingExtra(LightKVError, ModuleNotFoundError):
         self.name = package
 
 
+class InvalidDevice(LightKVError, ValueError):
+    """Memory cannot be made on this device."""
+
+    def __init__(self, device: object, reason: str) -> None:
+        self.device = device
+        super().__init__(f"device is {str(device)!r}: {reason}")
+
+
 class OutOfTokens(LightKVError):
     """More tokens were asked for than are free or can be evicted."""
 

@@ -4,8 +4,9 @@ Dtypes and devices are names here, so that this file loads without torch; the wo
 """
 
 import re
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, field, fields
+from types import NoneType
+from typing import Any, get_args, get_origin
 
 from lightkv.errors import LightKVError
 from lightkv.triton_kernels.quantised.format_names import split_name
@@ -48,6 +49,27 @@ def setting(default: Any, text: str, also: str | None = None) -> Any:
 def flag(name: str) -> str:
     """Returns the option of the setting `name`: "--max-num-seqs" for "max_num_seqs"."""
     return "--" + name.replace("_", "-")
+
+
+class InvalidType(InvalidConfig, TypeError):
+    """A setting has a value of a type that is not allowed."""
+
+
+_WANTED = {bool: "True or False", int: "a whole number", float: "a number", str: "a text", NoneType: "None"}
+
+
+def _require_types(config: "EngineConfig | ServiceConfig") -> None:
+    """Raises InvalidType for the first setting whose value has another type than its field."""
+    for one in fields(config):
+        value, kinds = getattr(config, one.name), get_args(one.type) or (one.type,)
+        if get_origin(one.type) is tuple:
+            if not isinstance(value, tuple) or not all(isinstance(text, str) for text in value):
+                raise InvalidType(f"{flag(one.name)} is {value!r}; give a tuple of texts")
+        elif type(value) not in kinds and not (type(value) is int and float in kinds):
+            wanted = " or ".join(
+                "None" if kind is NoneType else _WANTED.get(kind, kind.__name__) for kind in kinds
+            )
+            raise InvalidType(f"{flag(one.name)} is {value!r} ({type(value).__name__}); give {wanted}")
 
 
 @dataclass(frozen=True)
@@ -143,6 +165,7 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         """Raises InvalidConfig, which names the setting, its value and the values allowed."""
+        _require_types(self)
         for name, least in (
             ("max_total_tokens", 1),
             ("max_num_seqs", 1),
@@ -150,7 +173,7 @@ class EngineConfig:
             ("prefill_chunk", 0),
         ):
             value = getattr(self, name)
-            if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < least):
+            if value is not None and value < least:
                 raise InvalidConfig(f"{flag(name)} is {value!r}; give a whole number of at least {least}")
         if not 0.0 < self.mem_fraction <= 1.0:
             raise InvalidConfig(f"--mem-fraction is {self.mem_fraction}; give a share above 0 and up to 1")
@@ -300,6 +323,7 @@ class ServiceConfig:
 
     def __post_init__(self) -> None:
         """Raises InvalidConfig, which names the setting, its value and the values allowed."""
+        _require_types(self)
         if not 0 <= self.port <= 65535:
             raise InvalidConfig(f"--port is {self.port}; give one of 1 to 65535, or 0 for a free one")
         if self.max_queued_requests < 1:
@@ -331,7 +355,7 @@ class ServiceConfig:
                     "https://example.org or http://localhost:3000, or * for every origin"
                 )
         default = self.default_max_tokens
-        if default is not None and (isinstance(default, bool) or not isinstance(default, int) or default < 1):
+        if default is not None and default < 1:
             raise InvalidConfig(f"--default-max-tokens is {default!r}; give a whole number of at least 1")
         if self.otlp_endpoint is not None and not re.match("https?://[^/]", self.otlp_endpoint):
             raise InvalidConfig(

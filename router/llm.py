@@ -3,6 +3,7 @@
 It holds the engine, its memory and the tokenizer, for programs that need no service. One thread calls it.
 """
 
+import reprlib
 import secrets
 import signal
 import threading
@@ -12,8 +13,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import groupby
+from os import PathLike, fspath
 from types import FrameType
-from typing import Any, cast
+from typing import Any, Never, cast
 
 import numpy as np
 from msgspec.structs import replace as replace_params
@@ -31,10 +33,13 @@ from lightkv.router.text.tokenizer import Tokenizer
 from lightkv.token_ids import int32_bytes
 
 from .config import EngineConfig
+from .peer_names import unknown_keyword, unknown_setting
 from .sampling_params import SamplingParams
 
 Message = Mapping[str, Any]
 Prompt = str | Sequence[int] | np.ndarray | Sequence[Message]
+# One prompt, or several in a list.
+Prompts = str | np.ndarray | Sequence[int | Message | Prompt]
 Report = Callable[[str], None]
 
 
@@ -105,7 +110,8 @@ class LLM:
     >>> for chunk in llm.stream("Once upon a time"): print(chunk.text, end="")
 
     A prompt is a text, its token ids, or a chat (a list of messages). `report` takes lines of progress while
-    the model loads.
+    the model loads. Settings other than the model are given as an EngineConfig; keywords by which vLLM and
+    SGLang know them are answered with a TypeError that shows it.
 
     Each step computes as many prompt tokens as fill the device, because a caller waits for the last answer.
     For streams that should grow evenly, give the configuration an `itl_target`.
@@ -115,9 +121,21 @@ class LLM:
     """
 
     def __init__(
-        self, model: str | EngineConfig = EngineConfig.model, report: Report = lambda line: None
+        self,
+        model: str | PathLike[str] | EngineConfig = EngineConfig.model,
+        report: Report = lambda line: None,
+        **unknown: Never,
     ) -> None:
-        config = EngineConfig(model=model) if isinstance(model, str) else model
+        if unknown:
+            raise unknown_setting(repr(model.model if isinstance(model, EngineConfig) else model), unknown)
+        if not isinstance(model, str | PathLike | EngineConfig):
+            raise TypeError(
+                f"model is {model!r} ({type(model).__name__}); give a directory, an id on the Hugging Face hub "
+                "or an EngineConfig"
+            )
+        if not callable(report):
+            raise TypeError(f"report is {report!r}; give a function that takes a line of text, such as print")
+        config = model if isinstance(model, EngineConfig) else EngineConfig(model=fspath(model))
         if config.itl_target is None:
             config = replace(config, itl_target=0.0)
         # `find_model` comes first: that a model cannot run matters more than what its tokenizer lacks.
@@ -126,22 +144,35 @@ class LLM:
         runner, self.info = build_runner(config, report, directory)
         admission = make_admission(config.admission, ttft_target=config.ttft_target)
         self.engine = LocalEngine(make_scheduler(self.info, admission), runner)
+        self._model = config.model
         self._grammars = runner.grammars
         self._runs: dict[str, _Run] = {}  # by request id; calls may be interleaved
 
+    def __repr__(self) -> str:
+        info, stats = self.info, self.stats()
+        return (
+            f"LLM({self._model!r}: {info.architecture}, {info.dtype} on {info.device}; K/V of {info.capacity} "
+            f"tokens in {info.kv_type}; context {info.limits.max_model_len}; {stats.num_running} running, "
+            f"{stats.num_waiting} waiting)"
+        )
+
     def generate(
         self,
-        prompts: Prompt | Sequence[Prompt],
-        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        prompts: Prompts,
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        **unknown: Never,
     ) -> list[RequestOutput]:
         """Answers every prompt, as many at once as memory allows. Returns one `RequestOutput` a prompt, in
         order.
 
-        `params`: one for all prompts, or one for each. Raises NeverFits, InvalidParams or InvalidPrompt before
-        anything runs, and StepFailed. Ctrl-C ends these answers after the step in flight; other calls continue.
+        `sampling_params`: one for all prompts, or one for each. Raises NeverFits, InvalidParams, InvalidPrompt
+        or TypeError before anything runs, and StepFailed. Ctrl-C ends these answers after the step in flight;
+        other calls continue.
         """
+        if unknown:
+            raise unknown_keyword("LLM.generate", unknown, "prompts and sampling_params")
         many = _as_prompts(prompts)
-        answers = self._answers(many, params)
+        answers = self._answers(many, sampling_params)
         for _ in self._run(answers):
             pass
         outputs = []
@@ -155,22 +186,42 @@ class LLM:
             outputs.append(RequestOutput(prompt, ids, request.num_hit, made, scores))
         return outputs
 
+    def chat(
+        self,
+        messages: Sequence[Message | Sequence[Message]],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        **unknown: Never,
+    ) -> list[RequestOutput]:
+        """Answers a chat (a list of messages), or several (a list of such lists), as `generate` does."""
+        if unknown:
+            raise unknown_keyword("LLM.chat", unknown, "messages and sampling_params")
+        for chat in _as_prompts(messages):
+            if not _is_chat(chat):
+                raise TypeError(
+                    f"messages has {reprlib.repr(chat)} where a chat is expected; give messages such as "
+                    '[{"role": "user", "content": "Hello!"}], or texts to generate'
+                )
+        return self.generate(messages, sampling_params)
+
     def stream(
         self,
-        prompts: Prompt | Sequence[Prompt],
-        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        prompts: Prompts,
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        **unknown: Never,
     ) -> Iterator[StreamChunk]:
         """Answers as `generate` does, in chunks as they come. Dropping the iterator ends the unfinished
-        answers."""
-        return self._run(self._answers(_as_prompts(prompts), params))
+        answers. Raises as `generate` does."""
+        if unknown:
+            raise unknown_keyword("LLM.stream", unknown, "prompts and sampling_params")
+        return self._run(self._answers(_as_prompts(prompts), sampling_params))
 
-    def beam_search(
-        self, prompts: Prompt | Sequence[Prompt], params: BeamParams | None = None
-    ) -> list[list[Beam]]:
+    def beam_search(self, prompts: Prompts, params: BeamParams | None = None) -> list[list[Beam]]:
         """Returns the best beams of each prompt, in order; the likeliest tokens of each round are found for all
         prompts together. Raises as `generate` does, and InvalidParams for more beams than log-probabilities.
         """
-        params = params or BeamParams()
+        params = BeamParams() if params is None else params
+        if not isinstance(params, BeamParams):
+            raise TypeError(f"params is {reprlib.repr(params)}; give BeamParams, such as BeamParams(width=4)")
         end_ids = frozenset() if params.ignore_eos else self.tokenizer.eos_ids
         one_token = params.round_params(len(end_ids))
         many = _as_prompts(prompts)
@@ -204,6 +255,11 @@ class LLM:
         """Returns the answers to generate, in order. Every request is checked before any runs."""
         if params is None or isinstance(params, SamplingParams):
             params = [params or SamplingParams()] * len(prompts)
+        if not isinstance(params, Sequence) or not all(isinstance(one, SamplingParams) for one in params):
+            raise TypeError(
+                f"sampling_params is {reprlib.repr(params)}; give SamplingParams, such as "
+                "SamplingParams(temperature=0), or a list with one for each prompt"
+            )
         if len(params) != len(prompts):
             raise ValueError(f"{len(prompts)} prompts and {len(params)} sampling parameters; give one each")
         answers = []
@@ -227,14 +283,17 @@ class LLM:
     def _encode(self, prompt_idx: int, prompt: Prompt) -> bytes:
         if isinstance(prompt, str):
             return self.tokenizer.encode(prompt).tobytes()
+        if _is_chat(prompt):
+            for message in cast(Sequence[Message], prompt):
+                _require_message(prompt_idx, message)
+            return self.tokenizer.encode_chat(cast(Sequence[Message], prompt)).tobytes()
+        wrong = f"prompt {prompt_idx} is neither a text nor token ids nor a list of messages"
         try:
-            if len(prompt) and isinstance(prompt[0], Mapping):
-                return self.tokenizer.encode_chat(cast(Sequence[Message], prompt)).tobytes()
             return int32_bytes(cast(Sequence[int], prompt))
-        except (TypeError, ValueError) as error:
-            raise InvalidPrompt(
-                f"prompt {prompt_idx} is neither a text nor token ids nor a list of messages ({error})"
-            ) from error
+        except TypeError as error:
+            raise TypeError(f"{wrong}: {error}") from error
+        except ValueError as error:
+            raise InvalidPrompt(f"{wrong}: {error}") from error
 
     def _run(self, answers: list[_Answer]) -> Iterator[StreamChunk]:
         run = _Run(answers)
@@ -290,8 +349,31 @@ class LLM:
         )
 
 
-def _as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    """Returns a list of prompts. A text, a list of ids and a list of messages are one prompt each."""
+def _is_chat(prompt: Prompt) -> bool:
+    """Returns whether a prompt is a list of messages."""
+    return isinstance(prompt, Sequence) and len(prompt) > 0 and isinstance(prompt[0], Mapping)
+
+
+def _require_message(prompt_idx: int, message: Message) -> None:
+    """Raises TypeError for what cannot be a message of a chat, such as a prompt as vLLM takes it."""
+    if not isinstance(message, Mapping):
+        raise TypeError(
+            f"prompt {prompt_idx} is a chat with {reprlib.repr(message)} among its messages; give messages "
+            'such as {"role": "user", "content": "Hello!"}'
+        )
+    if "role" not in message and ("prompt" in message or "prompt_token_ids" in message):
+        raise TypeError(
+            f"prompt {prompt_idx} is in a dict with {' and '.join(map(repr, message))}; give the text or the "
+            "list of token ids itself"
+        )
+
+
+def _as_prompts(prompts: Prompts) -> list[Prompt]:
+    """Returns a list of prompts. A text, a list of ids and a list of messages are one prompt each. Raises
+    TypeError."""
+    if isinstance(prompts, Mapping):
+        _require_message(0, prompts)
+        raise TypeError("prompts is one message; give a list of them: [{…}]")
     if isinstance(prompts, str) or not isinstance(prompts, Sequence | np.ndarray):
         return [cast(Prompt, prompts)]
     if len(prompts) and isinstance(prompts[0], int | np.integer | Mapping):

@@ -4,6 +4,8 @@ import ast
 import json
 import re
 import shlex
+import subprocess
+import sys
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -12,6 +14,8 @@ import pytest
 import torch
 from typer.main import get_command
 
+import lightkv
+import lightkv.router
 from lightkv.router import LLM
 from lightkv.router.cli.app import app
 from lightkv.triton_kernels.quantised.format_names import NAMES
@@ -150,6 +154,24 @@ def test_every_result_in_the_readme_stands_in_measured_md() -> None:
     measured |= set(NUMBER.findall(text_of(ROOT / "docs" / "token-vs-paged.md")))
     unknown = {number for row in table for number in NUMBER.findall(row)} - measured
     assert not unknown
+
+
+# --------------------------------------------------------------------------------
+# The reference
+
+
+def test_the_reference_has_every_public_name() -> None:
+    text = text_of(ROOT / "docs" / "api.md")
+    for package in (lightkv, lightkv.router):
+        own = text.split(f"\n## {package.__name__}\n")[1].split("\n## ")[0]
+        assert re.findall(r"^### (\w+)$", own, re.MULTILINE) == sorted(package.__all__)
+
+
+def test_the_reference_is_what_the_docstrings_say() -> None:
+    pytest.importorskip("griffe", reason="needs griffelib, of the extra dev")
+    command = [sys.executable, str(ROOT / "docs" / "reference.py"), "--check"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
 
 
 # --------------------------------------------------------------------------------

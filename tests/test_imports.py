@@ -43,6 +43,7 @@ ROOMS = (
     "lightkv.integrations",
     "lightkv",
     "lightkv.router.config",
+    "lightkv.router.peer_names",
     "lightkv.router.sampling_params",
     "lightkv.router.terminal",
     "lightkv.router.model_files",

@@ -25,7 +25,7 @@ from lightkv.errors import CheckFailed
 
 from . import crosses, rings
 from .prefix_tree import TOKEN_BYTES, Namespace, PrefixTree, Segment
-from .sequence import Sequence
+from .sequence import Sequence, require_sequence
 from .sessions import Session, Sessions
 
 HITS_A_TURNOVER = 32  # hits that let a segment stay for as long as it takes to allocate the whole pool once
@@ -58,6 +58,7 @@ class LedgerState:
 
     def require_open(self, sequence: Sequence) -> None:
         """Raises ValueError for a sequence that is closed or belongs to another ledger."""
+        require_sequence(sequence)
         if self.sequences.get(sequence.row) is not sequence:
             raise ValueError("the sequence is closed, or another ledger's; open one here")
 

@@ -30,6 +30,7 @@ from lightkv.holdings import HeldRow, Holdings
 from lightkv.triton_kernels.slots.allocate import TableEntries
 
 from .allocator import TokenAllocator
+from .device import require_current, usable_device
 from .kv_pool import KVPool
 from .kv_spec import KVSpec
 from .staging import upload
@@ -54,8 +55,9 @@ class KVMemory:
     """
 
     def __init__(
-        self, spec: KVSpec, num_slots: int, max_sequences: int, max_entries: int, device: torch.device
+        self, spec: KVSpec, num_slots: int, max_sequences: int, max_entries: int, device: torch.device | str
     ) -> None:
+        device = usable_device(device)
         if device.type == "cuda":
             require_current(device, torch.cuda.current_device())
         self.allocator = TokenAllocator(num_slots, device)
@@ -310,13 +312,3 @@ class KVMemory:
         if freed:
             self.allocator.free(freed[0] if len(freed) == 1 else torch.cat(freed))
             freed.clear()
-
-
-def require_current(device: torch.device, current: int) -> None:
-    """Raises ValueError for a GPU that is not the `current` one, because kernels are launched there wherever
-    their tensors are."""
-    if device.index not in (None, current):
-        raise ValueError(
-            f"memory on {device} while cuda:{current} is the current device, where kernels run; call "
-            f"torch.cuda.set_device({device.index}) first, or work within torch.cuda.device({device.index})"
-        )

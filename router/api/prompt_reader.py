@@ -93,7 +93,7 @@ class PromptReader:
         kept = _kept(token_ids, room)
         try:
             return np.frombuffer(await convert(len(kept), lambda: int32_bytes(kept)), dtype=np.int32)
-        except ValueError as error:
+        except (TypeError, ValueError) as error:
             raise InvalidPrompt(str(error)) from error
 
     async def ids_of_chat(self, chat: Chat, room: PromptRoom) -> np.ndarray:

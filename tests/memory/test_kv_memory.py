@@ -22,7 +22,8 @@ from lightkv.edits import (
 )
 from lightkv.errors import CheckFailed
 from lightkv.holdings import HeldRow, Holdings
-from lightkv.memory.kv_memory import KVMemory, require_current
+from lightkv.memory.device import require_current
+from lightkv.memory.kv_memory import KVMemory
 from lightkv.memory.staging import packed_size, upload
 from lightkv.router.config import EngineConfig, InvalidConfig
 from lightkv.router.model import build as build_module
@@ -263,6 +264,8 @@ def test_the_same_edits_make_the_same_memory(memory: KVMemory, device: torch.dev
 
 
 def test_memory_on_a_gpu_that_is_not_the_current_one_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 2)
     with pytest.raises(ValueError, match=r"on cuda:1 while cuda:2 .* torch.cuda.set_device\(1\) first"):
         KVMemory(SPEC, 41, max_sequences=4, max_entries=16, device=torch.device("cuda:1"))
