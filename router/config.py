@@ -225,7 +225,7 @@ class ServiceConfig:
     log_requests: bool = setting(
         False,
         "Write one line of JSON for each request to standard error: times, counts and the status, and nothing "
-        "of its text.",
+        "of its text. Probes (/health, /ready) and /metrics have none.",
     )
     otlp_endpoint: str | None = setting(
         None,

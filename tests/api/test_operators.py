@@ -129,6 +129,20 @@ def test_a_line_of_the_log_has_counts_and_times_and_no_text(
     ]
 
 
+def test_probes_and_metrics_are_not_logged(api: ApiUnderTest, capfd: pytest.CaptureFixture[str]) -> None:
+    for path in ("/health", "/ready", "/metrics", "/version"):
+        assert api.send("GET", path, headers=KEY | {"X-Request-Id": path[1:]})[0] == 200
+    text = ""
+
+    def has_line() -> bool:
+        nonlocal text
+        text += capfd.readouterr().err
+        return bool(lines_of(text))
+
+    wait_until(has_line)
+    assert [line["id"] for line in lines_of(text)] == ["version"]
+
+
 def test_the_line_of_a_beam_search_has_its_counts(
     api: ApiUnderTest, capfd: pytest.CaptureFixture[str]
 ) -> None:
