@@ -1,8 +1,8 @@
 """Standard output and error that never hold their process up.
 
-Writing to a pipe that nobody reads, or to a terminal that is stopped, waits. An event loop that does it serves
-nobody meanwhile, and hears no signal. So a process of the service queues what it writes, and a thread writes it.
-What the queue has no room for is dropped and counted.
+Writing to a pipe that nobody reads, or to a terminal that is stopped, waits. An event loop that does it
+serves nobody meanwhile, and hears no signal. So a process of the service queues what it writes, and a thread
+writes it. What the queue has no room for is dropped and counted.
 """
 
 import atexit
@@ -23,8 +23,8 @@ _NUM_LOST = 5  # the lines that are kept if they cannot be written
 class LogStream(io.TextIOBase):
     """A text stream whose `write` neither waits nor raises: a thread writes to the descriptor of `stream`.
 
-    Text is queued by whole lines, or at `flush`. Beyond `max_bytes` lines are dropped. Once there is room again,
-    a line says how many.
+    Text is queued by whole lines, or at `flush`. Beyond `max_bytes` lines are dropped. Once there is room
+    again, a line says how many.
 
     Attributes:
         num_dropped: the lines that were dropped, or that the descriptor refused (a full device, a closed pipe).
@@ -138,9 +138,9 @@ class LogStream(io.TextIOBase):
 def write_in_background(also_stdout: bool = False) -> None:
     """Replaces this process's standard error by a LogStream, and also its standard output if that is wanted.
 
-    When the process ends, what is queued has one more second. What standard error has refused by then, such as
-    the reason of the end, goes to standard output if that was replaced, too. A stream without a descriptor stays
-    as it is.
+    When the process ends, what is queued has one more second. What standard error has refused by then, such
+    as the reason of the end, goes to standard output if that was replaced, too. A stream without a descriptor
+    stays as it is.
     """
     out = _replaced("stdout") if also_stdout else None
     log = _replaced("stderr")

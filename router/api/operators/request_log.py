@@ -79,8 +79,8 @@ class RequestObserver:
     """Passes requests on to `app`, with a RequestRecord in their state; its id is the answer's X-Request-Id.
 
     An id that the client sent is kept if it has 1 to 128 letters, digits or characters of ._~:/+=@- and else
-    replaced by a new one. `write`: takes the line of each request that has ended, but for probes and metrics, or
-    None. `tracer`: is given each record, or None.
+    replaced by a new one. `write`: takes the line of each request that has ended, or None; probes and metrics
+    have no line. `tracer`: is given each record, or None.
     """
 
     def __init__(
