@@ -29,7 +29,7 @@ from lightkv.router.text.tokenizer import ChatTemplateError, Tokenizer
 
 from .event_stream import failure_status
 from .generation import Backend, GenerationFailed, GenerationLost
-from .http_guard import OPEN_PATHS, DefectAnswer, Guard, defect_response, error_response
+from .http_guard import OPEN_PATHS, DefectAnswer, Guard, defect_response, error_response, is_json, not_json
 from .metrics import ServiceMetrics
 from .request_body import BodyRoom, body_route
 from .routes import InvalidHeader, Routes, UnknownModel
@@ -57,7 +57,7 @@ def create_app(
     room = BodyRoom(settings.max_body_bytes, settings.max_unread_bytes, 2 * tokenizer.max_model_len)
     app.router.route_class = body_route(room)
     # The last one that is added sees a request first.
-    app.add_middleware(Guard, keys=keys, max_body_bytes=settings.max_body_bytes)
+    app.add_middleware(Guard, keys=keys, settings=settings)
     app.add_middleware(DefectAnswer)
     if settings.allowed_origins:
         exposed = [REQUEST_ID_HEADER, "Retry-After"]
@@ -85,13 +85,15 @@ def create_app(
         errors: Sequence[int] = (),
         described: dict[str, Any] | None = None,
     ) -> None:
-        needs_key = keys.any and path not in OPEN_PATHS
+        is_open = path in OPEN_PATHS
+        needs_key = keys.any and not is_open
+        guarded = [401] * needs_key + [403] * (settings.hosts is not None and not is_open)
         app.add_api_route(
             path,
             endpoint,
             methods=[method],
             response_model=None,
-            responses=document.responses(answers, errors, needs_key),
+            responses=document.responses(answers, [*errors, *guarded]),
             dependencies=[document.needs_bearer()] if needs_key else [],
             openapi_extra=described,
         )
@@ -103,9 +105,8 @@ def create_app(
     route("POST", "/v1/chat/completions", api.chat, document.CHAT, document.GENERATES, headers)
     route("POST", "/v1/responses", api.respond, document.RESPONSE, document.GENERATES, headers)
     release = "/v1/sessions/{session_id:path}/release"
-    errors = document.NAMES_NAMESPACE if by_header else ()
     named = {"parameters": [*namespace, document.session_parameter()]}
-    route("POST", release, api.release_session, document.RELEASED, errors, named)
+    route("POST", release, api.release_session, document.RELEASED, document.WITHOUT_BODY, named)
     route("GET", "/v1/models", api.models, document.MODELS)
     named = document.model_parameter(settings.model_names)
     route("GET", "/v1/models/{model:path}", api.one_model, document.ONE_MODEL, document.NAMES_MODEL, named)
@@ -117,7 +118,8 @@ def create_app(
     route("GET", "/load", api.load, document.LOAD)
     route("GET", "/map", api.pool_map, document.MAP, document.ASKS_WORKER)
     route("GET", "/version", api.version, document.VERSION)
-    route("POST", "/reset_prefix_cache", api.reset_cache, document.CACHE_RESET, document.ASKS_WORKER)
+    errors = (*document.WITHOUT_BODY, *document.ASKS_WORKER)
+    route("POST", "/reset_prefix_cache", api.reset_cache, document.CACHE_RESET, errors)
     route("GET", "/server_info", api.server_info, document.SERVER_INFO)
     page = DocsPage(app.openapi)
     app.add_api_route("/docs", page.answer, methods=["GET"], include_in_schema=False)
@@ -143,17 +145,11 @@ async def _on_invalid_body(request: Request, error: Exception) -> Response:
     messages = dict.fromkeys(str(other["msg"]) for other in errors if other["loc"][:2] == first["loc"][:2])
     message = "; ".join(list(messages)[:4])
     kind = request.headers.get("content-type")
-    if len(first["loc"]) == 1 and not _is_json(kind):
-        what = "the request has no Content-Type" if kind is None else f"the Content-Type is {kind[:200]!r}"
-        return error_response(400, f"{what}; send the body as application/json")
+    if len(first["loc"]) == 1 and not is_json(kind):
+        return error_response(400, not_json(kind))
     if first["type"] == "json_invalid":
         return error_response(400, f"the body is not JSON ({first['ctx']['error']}, at {place[0]})")
     return error_response(400, f"{'.'.join(place) or 'body'}: {message}", place[0] if place else None)
-
-
-def _is_json(kind: str | None) -> bool:
-    name = (kind or "").partition(";")[0].strip().lower()
-    return name.startswith("application/") and name.endswith(("/json", "+json"))
 
 
 async def _on_refusal(request: Request, error: Exception) -> Response:

@@ -468,6 +468,7 @@ def error_body(status: int, message: str, param: str | None = None) -> ErrorBody
     """Returns OpenAI's error object, whose `type` follows from the HTTP status."""
     kinds = {
         401: "authentication_error",
+        403: "permission_error",
         404: "not_found_error",
         429: "rate_limit_error",
         503: "service_unavailable_error",
