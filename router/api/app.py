@@ -22,8 +22,8 @@ from lightkv.router.api.operators.request_log import (
 )
 from lightkv.router.engine.request import InvalidPrompt, NeverFits
 from lightkv.router.sampling_params import InvalidParams
+from lightkv.router.service.access.key_file import ApiKeys
 from lightkv.router.service.api_settings import ApiSettings
-from lightkv.router.service.key_file import ApiKeys
 from lightkv.router.service.router_client import RequestRefused, RouterClient
 from lightkv.router.text.tokenizer import ChatTemplateError, Tokenizer
 

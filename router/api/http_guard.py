@@ -9,8 +9,8 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from lightkv.router.api.openai.protocol import error_body
+from lightkv.router.service.access.key_file import ApiKeys
 from lightkv.router.service.api_settings import ApiSettings
-from lightkv.router.service.key_file import ApiKeys
 
 OPEN_PATHS = frozenset({"/health"})  # liveness probes have no API key
 _ASKED_FIRST = frozenset({"authorization", "x-requested-with"})  # headers that no form has

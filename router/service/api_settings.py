@@ -8,8 +8,7 @@ from urllib.parse import urlsplit
 import msgspec
 
 from lightkv.router.config import EngineConfig, ServiceConfig
-
-from .allowed_hosts import HostRule, host_rule
+from lightkv.router.service.access.allowed_hosts import HostRule, host_rule
 
 # Connections beyond the queued requests: for running requests, for monitoring, and for answers of 429.
 _MORE_CONNECTIONS = 4096

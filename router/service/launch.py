@@ -31,12 +31,12 @@ from rich.console import Console
 from lightkv.errors import LightKVError
 from lightkv.router.config import API_KEY_VARIABLE, EngineConfig, InvalidConfig, ServiceConfig
 from lightkv.router.model_files import resolve
+from lightkv.router.service.access.key_file import read_keys
 from lightkv.router.terminal import progress, say
 
 from .api_settings import ServeSettings, api_settings
 from .child_process import SIGNALS, command, signals_held_back
 from .frames import FrameStream
-from .key_file import read_keys
 from .messages import Status, ToApi
 from .router_process import ABORT, ABORT_SECONDS, DRAIN, RouterSettings, remove
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 from lightkv.router.config import EngineConfig, InvalidConfig, ServiceConfig
-from lightkv.router.service.allowed_hosts import HostRule, host_rule
+from lightkv.router.service.access.allowed_hosts import HostRule, host_rule
 from lightkv.router.service.api_settings import api_settings
 from lightkv.router.service.messages import CacheReset
 from tests.support.fake_router import CHAT, HELLO, ApiUnderTest, error_of, idle, service

@@ -19,7 +19,7 @@ from lightkv.router.api.operators.tracing import SpanTracer, phases
 from lightkv.router.api.routes import Routes
 from lightkv.router.config import EngineConfig, InvalidConfig
 from lightkv.router.model_files import resolve
-from lightkv.router.service.key_file import ApiKeys, name_of_key, read_keys
+from lightkv.router.service.access.key_file import ApiKeys, name_of_key, read_keys
 from lightkv.router.service.messages import CacheReset
 from lightkv.router.text.tokenizer import ChatTemplateError, Tokenizer
 from tests.support.fake_router import (

@@ -15,7 +15,7 @@ from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from lightkv.router.api.generation import Answered
-from lightkv.router.service.key_file import ApiKeys
+from lightkv.router.service.access.key_file import ApiKeys
 
 REQUEST_ID_HEADER = "X-Request-Id"
 WARM_UP = "lightkv.warm_up"  # the ASGI extension of requests that the service sends itself, and does not log
