@@ -1,6 +1,7 @@
 """What operators see of requests, over a fake router: ids, the log, spans, keys, browsers, and their routes."""
 
 import json
+import os
 import time
 from collections.abc import Iterator
 from contextlib import closing
@@ -17,8 +18,9 @@ from lightkv.router.api.operators.docs_page import page_of
 from lightkv.router.api.operators.request_log import RequestRecord
 from lightkv.router.api.operators.tracing import SpanTracer, phases
 from lightkv.router.api.routes import Routes
-from lightkv.router.config import EngineConfig, InvalidConfig
+from lightkv.router.config import EngineConfig, InvalidConfig, ServiceConfig
 from lightkv.router.model_files import resolve
+from lightkv.router.service import launch
 from lightkv.router.service.access.key_file import ApiKeys, name_of_key, read_keys
 from lightkv.router.service.messages import CacheReset
 from lightkv.router.text.tokenizer import ChatTemplateError, Tokenizer
@@ -283,6 +285,27 @@ def test_a_file_without_usable_keys_is_refused(tmp_path: Path, text: str, messag
     (tmp_path / "bytes").write_bytes(b"\xff\xfe")
     with pytest.raises(InvalidConfig, match="UTF-8"):
         read_keys(tmp_path / "bytes")
+
+
+def test_a_pipe_or_a_device_as_the_file_of_keys_is_refused_at_once(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "fifo")
+    for path in (tmp_path / "fifo", Path("/dev/zero"), Path("/dev/null")):
+        begun = time.monotonic()
+        with pytest.raises(InvalidConfig, match=f"--api-key-file {path} is not a regular file"):
+            launch.with_all_keys(ServiceConfig(api_key_file=str(path)))
+        assert time.monotonic() - begun < 1.0
+    with pytest.raises(launch.CannotServe, match="directory"):
+        launch.with_all_keys(ServiceConfig(api_key_file=str(tmp_path)))
+
+
+def test_a_pipe_in_the_place_of_a_running_services_keys_changes_nothing(tmp_path: Path) -> None:
+    file, now = tmp_path / "keys", 0.0
+    file.write_text("old\n")
+    keys = ApiKeys([], file, lambda: now)
+    file.unlink()
+    os.mkfifo(file)
+    now = 2.0
+    assert keys.find(b"old") == b"old"
 
 
 def test_a_running_service_takes_new_keys(tmp_path: Path) -> None:

@@ -55,7 +55,7 @@ class GenerationRequest(StructuredFields, RequestBody, AnswerFields, AliasFields
 
     model_config = ConfigDict(extra="allow")  # further fields are looked up among the unsupported ones
 
-    n: int | None = Field(None, description="Number of answers to each prompt; 1 by default.")
+    n: int | None = Field(None, ge=1, description="Number of answers to each prompt; 1 by default.")
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     max_tokens: int | None = None
