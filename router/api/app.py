@@ -13,6 +13,7 @@ from starlette.responses import Response
 from lightkv import __version__
 from lightkv.errors import LightKVError
 from lightkv.router.api.openai import document
+from lightkv.router.api.openai.protocol import CONTEXT_EXCEEDED
 from lightkv.router.api.operators.docs_page import DocsPage
 from lightkv.router.api.operators.request_log import (
     REQUEST_ID_HEADER,
@@ -31,6 +32,7 @@ from .event_stream import failure_status
 from .generation import Backend, GenerationFailed, GenerationLost
 from .http_guard import OPEN_PATHS, DefectAnswer, Guard, defect_response, error_response, is_json, not_json
 from .metrics import ServiceMetrics
+from .prompt_reader import PromptTooLong
 from .request_body import BodyRoom, body_route
 from .routes import InvalidHeader, Routes, UnknownModel
 from .sessions import OpenSessions, UnknownSession
@@ -153,13 +155,16 @@ async def _on_invalid_body(request: Request, error: Exception) -> Response:
 
 
 async def _on_refusal(request: Request, error: Exception) -> Response:
-    param = None
+    param = code = None
     match error:
         case RequestRefused():
             status = _STATUS_OF_REFUSAL[error.kind]
+            code = CONTEXT_EXCEEDED if error.kind == "never_fits" else None
         case InvalidParams():
             status, param = 400, error.field
-        case NeverFits() | InvalidPrompt() | ChatTemplateError() | InvalidHeader():
+        case NeverFits() | PromptTooLong():
+            status, code = 400, CONTEXT_EXCEEDED
+        case InvalidPrompt() | ChatTemplateError() | InvalidHeader():
             status = 400
         case UnknownModel():
             status, param = 404, "model"
@@ -169,7 +174,7 @@ async def _on_refusal(request: Request, error: Exception) -> Response:
             status = failure_status(error)
         case _:  # a bug of this process, which the log has to show
             raise error
-    return error_response(status, str(error), param)
+    return error_response(status, str(error), param, code=code)
 
 
 async def _on_defect(request: Request, error: Exception) -> Response:

@@ -125,7 +125,11 @@ def defect_response(headers: Mapping[str, str] | None = None) -> Response:
 
 
 def error_response(
-    status: int, message: str, param: str | None = None, headers: Mapping[str, str] | None = None
+    status: int,
+    message: str,
+    param: str | None = None,
+    headers: Mapping[str, str] | None = None,
+    code: str | None = None,
 ) -> Response:
     """Returns a response with OpenAI's error body, and with Retry-After if trying again may help."""
     headers = dict(headers or {})
@@ -134,5 +138,5 @@ def error_response(
     if status == 401:
         headers["WWW-Authenticate"] = "Bearer"
     # json rather than msgspec: a message may quote half a surrogate pair, which json writes as an escape.
-    body = json.dumps(error_body(status, message, param))
+    body = json.dumps(error_body(status, message, param, code))
     return Response(body, status, headers, "application/json")

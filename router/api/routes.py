@@ -431,6 +431,4 @@ def _json(content: Any, status: int = 200) -> Response:
 def _check_fits(num_prompt: int, max_tokens: int, max_model_len: int) -> None:
     """Raises NeverFits for a request longer than the context, before its prompt is sent to the router."""
     if num_prompt + max_tokens > max_model_len:
-        raise NeverFits(
-            num_prompt, max_tokens, max_model_len, "the context", "start with a longer --max-model-len"
-        )
+        raise NeverFits(num_prompt, max_tokens, max_model_len)
