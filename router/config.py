@@ -247,6 +247,11 @@ class ServiceConfig:
         "The most tokens of an answer to a request that does not say. Default: what the context leaves for a "
         "chat, 16 for a plain completion.",
     )
+    enable_tokenizer_info: bool = setting(
+        False,
+        "Answer /tokenizer_info with the tokenizer's settings and the chat template.",
+        also="--enable-tokenizer-info-endpoint",
+    )
     chat_template: str | None = setting(
         None, "File of a chat template (Jinja) to use in place of the model's own."
     )

@@ -34,7 +34,7 @@ from .http_guard import OPEN_PATHS, DefectAnswer, Guard, defect_response, error_
 from .metrics import ServiceMetrics
 from .prompt_reader import PromptTooLong
 from .request_body import BodyRoom, body_route
-from .routes import InvalidHeader, Routes, UnknownModel
+from .routes import InvalidHeader, NoEmbeddings, Routes, UnknownModel
 from .sessions import OpenSessions, UnknownSession
 
 _STATUS_OF_REFUSAL = {"invalid": 400, "never_fits": 400, "queue_full": 429, "unavailable": 503}
@@ -114,6 +114,9 @@ def create_app(
     route("GET", "/v1/models/{model:path}", api.one_model, document.ONE_MODEL, document.NAMES_MODEL, named)
     route("POST", "/tokenize", api.tokenize, document.TOKENIZED, document.CONVERTS_TEXT)
     route("POST", "/detokenize", api.detokenize, document.DETOKENIZED, document.CONVERTS_TEXT)
+    if settings.enable_tokenizer_info:
+        route("GET", "/tokenizer_info", api.tokenizer_info, document.TOKENIZER_INFO)
+    app.add_api_route("/v1/embeddings", api.embed, methods=["POST"], include_in_schema=False)
     route("GET", "/health", api.health, document.HEALTH)
     route("GET", "/ready", api.ready, document.READY)
     route("GET", "/metrics", api.metrics, document.METRICS)
@@ -168,7 +171,7 @@ async def _on_refusal(request: Request, error: Exception) -> Response:
             status = 400
         case UnknownModel():
             status, param = 404, "model"
-        case UnknownSession():
+        case UnknownSession() | NoEmbeddings():
             status = 404
         case GenerationFailed() | GenerationLost():
             status = failure_status(error)

@@ -62,6 +62,16 @@ class UnknownModel(LightKVError):
         super().__init__(f"the model {model!r} does not exist here; give one of {', '.join(known)}")
 
 
+class NoEmbeddings(LightKVError):
+    """The request wants embeddings, which this service does not compute."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            "/v1/embeddings does not exist here: this service generates text; send embeddings to a service of "
+            "an embedding model, such as Text Embeddings Inference, Infinity or vLLM"
+        )
+
+
 class InvalidHeader(LightKVError):
     """A header that the service requires is missing, empty or given several times."""
 
@@ -189,6 +199,14 @@ class Routes:
         if not self._backend.sessions.release(self._session_name(request, session_id)):
             raise UnknownSession(session_id)
         return _json(ReleasedSession(id=session_id, object="session", released=True))
+
+    async def embed(self) -> Response:
+        """POST /v1/embeddings: say what to use in its place."""
+        raise NoEmbeddings
+
+    async def tokenizer_info(self) -> Response:
+        """GET /tokenizer_info: return tokenizer_config.json and the chat template."""
+        return _json(self._tokenizer.settings | {"chat_template": self._tokenizer.template or None})
 
     async def tokenize(self, body: TokenizeRequest) -> Response:
         """POST /tokenize: return the tokens of a prompt or of a chat, which may have at most as many characters

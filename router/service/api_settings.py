@@ -40,6 +40,7 @@ class ApiSettings(msgspec.Struct, frozen=True, kw_only=True):
     log_requests: whether a line of JSON for each request goes to standard error.
     otlp_endpoint: the collector that is sent each request's spans.
     default_max_tokens: the most tokens of an answer to a request that does not say.
+    enable_tokenizer_info: whether /tokenizer_info answers.
     configuration: what /server_info shows of the service's settings, without secrets.
     """
 
@@ -66,6 +67,7 @@ class ApiSettings(msgspec.Struct, frozen=True, kw_only=True):
     log_requests: bool = False
     otlp_endpoint: str | None = None
     default_max_tokens: int | None = None
+    enable_tokenizer_info: bool = False
     configuration: dict[str, Any] = {}
 
 
@@ -111,6 +113,7 @@ def api_settings(engine: EngineConfig, service: ServiceConfig, is_local: bool) -
         log_requests=service.log_requests,
         otlp_endpoint=service.otlp_endpoint,
         default_max_tokens=service.default_max_tokens,
+        enable_tokenizer_info=service.enable_tokenizer_info,
         configuration=shown(engine, service),
     )
 

@@ -361,6 +361,34 @@ def test_the_page_escapes_what_the_document_says() -> None:
     assert not any(tag in page for tag in ("<b>", "<i>", "<t>", "<p>/"))
 
 
+def test_the_tokenizer_is_described_if_the_service_may(api: ApiUnderTest, tmp_path: Path) -> None:
+    assert api.send("GET", "/tokenizer_info", headers=KEY)[0] == 404
+    with service(tmp_path, enable_tokenizer_info=True).running() as open_one:
+        info = json.loads(open_one.send("GET", "/tokenizer_info")[2])
+        assert info["tokenizer_class"]
+        assert info["chat_template"] == open_one.tokenizer.template
+
+
+def test_embeddings_are_refused_with_what_to_use(api: ApiUnderTest) -> None:
+    status, _, content = api.send("POST", "/v1/embeddings", {"input": "a", "model": MODEL}, KEY)
+    assert status == 404
+    assert "/v1/embeddings" in error_of(content)["message"]
+    assert "Text Embeddings Inference" in error_of(content)["message"]
+
+
+@pytest.mark.parametrize("kind", ["image_url", "input_audio", "file"])
+def test_a_part_that_is_no_text_is_answered_with_text_only(api: ApiUnderTest, kind: str) -> None:
+    part = {"type": kind, kind: {"url": "data:,"}}
+    content: Any = [{"type": "text", "text": "What is this?"}, part]
+    status, _, answered = api.send("POST", CHAT, {"messages": [{"role": "user", "content": content}]}, KEY)
+    error = error_of(answered)
+    assert (status, error["param"]) == (400, "messages")
+    assert f"a part of type {kind}" in error["message"]
+    assert "text only" in error["message"]
+    asked = {"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "data:,"}]}]}
+    assert "text only" in error_of(api.send("POST", "/v1/responses", asked, KEY)[2])["message"]
+
+
 # Spans
 
 

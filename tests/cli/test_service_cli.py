@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import typer
 from rich.console import Console
+from rich.markup import escape
 from typer.testing import CliRunner
 
 from lightkv.router.cli.app import app
@@ -77,7 +78,7 @@ def test_every_setting_is_an_option_of_serve() -> None:
             option = options[field.name]
             assert "--" + field.name.replace("_", "-") in option.opts
             assert option.default == (None if field.default == () else field.default)  # () takes several
-            assert option.help == field.metadata["help"]
+            assert option.help == escape(field.metadata["help"])
 
 
 @pytest.mark.parametrize("command", ["serve", "chat", "top"])
@@ -85,6 +86,11 @@ def test_help_has_examples(command: str) -> None:
     code, out, _ = run(command, "--help")
     assert code == 0
     assert f"lightkv {command}" in out.split("Examples")[1]
+
+
+def test_help_keeps_what_looks_like_markup() -> None:
+    words = " ".join(re.sub(r"[│╭╮╰╯─]", " ", run("serve", "--help")[1]).split())
+    assert "Needs the packages of lightkv[otel]." in words
 
 
 def test_serve_starts_a_service_with_the_given_options(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -131,6 +131,12 @@ RELEASED: Answers = {
 }
 TOKENIZED: Answers = {200: {"model": Tokenized, "description": "The tokens."}}
 DETOKENIZED: Answers = {200: {"model": Detokenized, "description": "The text."}}
+TOKENIZER_INFO: Answers = {
+    200: {
+        "description": "The settings of tokenizer_config.json, and the chat template.",
+        **_of_kind("application/json", {"type": "object"}),
+    }
+}
 HEALTH: Answers = {
     200: {"model": Health, "description": "The service is healthy."},
     503: {"model": Health, "description": "The service is not healthy."},

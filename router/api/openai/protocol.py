@@ -8,7 +8,8 @@ support and this one does not are refused by name (`unsupported_fields.py`); unk
 from typing import Annotated, Any, Literal, NotRequired
 
 from msgspec.structs import replace
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic_core import PydanticCustomError
 from typing_extensions import TypedDict
 
 from lightkv.router.api import unsupported_fields
@@ -249,6 +250,16 @@ class TextPart(BaseModel):
     text: Text
 
 
+def _only_text(content: Any) -> Any:
+    """Raises PydanticCustomError for a part of a content that is an image or the like."""
+    for part in content if isinstance(content, list) else ():
+        kind = part.get("type") if isinstance(part, dict) else None
+        if isinstance(kind, str) and kind != "text":
+            said = "a part of type {kind}, and this service takes text only; send parts of type text"
+            raise PydanticCustomError("text_only", said, {"kind": kind[:100]})
+    return content
+
+
 class ChatMessage(BaseModel):
     """One message of a chat. Further fields (name, tool_calls …) go unchanged to the chat template, but fields
     that no template supports are refused."""
@@ -256,7 +267,9 @@ class ChatMessage(BaseModel):
     model_config = ConfigDict(strict=True, extra="allow")
 
     role: str
-    content: Text | Annotated[list[TextPart], Field(fail_fast=True)] | None = None
+    content: Annotated[
+        Text | Annotated[list[TextPart], Field(fail_fast=True)] | None, BeforeValidator(_only_text)
+    ] = None
     prefix: bool | None = Field(None, description="On the last message: the answer continues it.")
     partial: bool | None = Field(None, description="As prefix.")
 
