@@ -26,6 +26,7 @@ ADMISSIONS = (
 TOOL_PARSERS = ("none", "hermes", "qwen3_coder", "llama3", "mistral", "deepseek", "gpt_oss")
 REASONING_PARSERS = ("none", "qwen3", "deepseek_r1", "gpt_oss")
 TTFT_TARGET = 10.0  # seconds
+JSON_WHITESPACE = ("any", "compact")
 CACHE_NAMESPACES = ("key", "header")
 NAMESPACE_HEADER = "X-Cache-Namespace"
 SESSION_HEADER = "X-Session-Id"
@@ -247,6 +248,11 @@ class ServiceConfig:
         "The most tokens of an answer to a request that does not say. Default: what the context leaves for a "
         "chat, 16 for a plain completion.",
     )
+    json_whitespace: str = setting(
+        "any",
+        "Whitespace between the parts of JSON in structured answers, unless a request says: any, or compact "
+        "(none, which takes fewer tokens). Not with tools, whose answers may be calls or JSON.",
+    )
     enable_tokenizer_info: bool = setting(
         False,
         "Answer /tokenizer_info with the tokenizer's settings and the chat template.",
@@ -364,6 +370,9 @@ class ServiceConfig:
             raise InvalidConfig("--served-model-name is empty; give one, or leave it out")
         if len(set(self.served_model_name)) < len(self.served_model_name):
             raise InvalidConfig("--served-model-name has a name twice; leave one of them out")
+        if self.json_whitespace not in JSON_WHITESPACE:
+            known = " or ".join(JSON_WHITESPACE)
+            raise InvalidConfig(f"--json-whitespace is {self.json_whitespace!r}; give {known}")
         names = ("host", "uds", "socket_dir", "api_key_file", "chat_template")
         for name in names:
             if getattr(self, name) == "":

@@ -37,6 +37,7 @@ from lightkv.router.api.openai.service_bodies import (
     Tokenized,
     Version,
 )
+from lightkv.router.api.openai.structured import compact
 from lightkv.router.api.openai.tools import ToolUse
 from lightkv.router.api.openai.writer import ChatWriter, CompletionWriter, prompt_scores
 from lightkv.router.api.operators.request_log import note_generation
@@ -119,6 +120,8 @@ class Routes:
         if default is not None:  # which is cut to what the prompts leave room for
             left = min(context, info.capacity + 1) - max(ids.size for ids in prompts)
             params = body.params(max(min(default, left), 1))
+        if self._settings.compact_json:
+            params = msgspec.structs.replace(params, grammar=compact(params.grammar, body.grammar_field))
         echoed = []
         if body.echo:
             for text, prompt_ids in zip(body.prompts, prompts, strict=True):
@@ -175,6 +178,9 @@ class Routes:
         most = min(longest - prompt_ids.size, self._settings.default_max_tokens or longest)
         params = body.params(max(most, 1))
         _check_fits(prompt_ids.size, params.max_tokens, context)
+        if self._settings.compact_json and use is None:
+            grammar = compact(params.grammar, body.grammar_field)
+            params = msgspec.structs.replace(params, grammar=grammar)
         if params.grammar is not None:  # it may become a part of another one
             await self._backend.grammars.check(params.grammar, body.grammar_field)
         params = msgspec.structs.replace(params, grammar=self._dialect.grammar(use, params.grammar))

@@ -40,6 +40,7 @@ class ApiSettings(msgspec.Struct, frozen=True, kw_only=True):
     log_requests: whether a line of JSON for each request goes to standard error.
     otlp_endpoint: the collector that is sent each request's spans.
     default_max_tokens: the most tokens of an answer to a request that does not say.
+    compact_json: whether JSON has no whitespace between its parts, unless a request says.
     enable_tokenizer_info: whether /tokenizer_info answers.
     configuration: what /server_info shows of the service's settings, without secrets.
     """
@@ -67,6 +68,7 @@ class ApiSettings(msgspec.Struct, frozen=True, kw_only=True):
     log_requests: bool = False
     otlp_endpoint: str | None = None
     default_max_tokens: int | None = None
+    compact_json: bool = False
     enable_tokenizer_info: bool = False
     configuration: dict[str, Any] = {}
 
@@ -113,6 +115,7 @@ def api_settings(engine: EngineConfig, service: ServiceConfig, is_local: bool) -
         log_requests=service.log_requests,
         otlp_endpoint=service.otlp_endpoint,
         default_max_tokens=service.default_max_tokens,
+        compact_json=service.json_whitespace == "compact",
         enable_tokenizer_info=service.enable_tokenizer_info,
         configuration=shown(engine, service),
     )
