@@ -371,8 +371,8 @@ class ServiceConfig:
         if len(set(self.served_model_name)) < len(self.served_model_name):
             raise InvalidConfig("--served-model-name has a name twice; leave one of them out")
         if self.json_whitespace not in JSON_WHITESPACE:
-            known = " or ".join(JSON_WHITESPACE)
-            raise InvalidConfig(f"--json-whitespace is {self.json_whitespace!r}; give {known}")
+            allowed = " or ".join(JSON_WHITESPACE)
+            raise InvalidConfig(f"--json-whitespace is {self.json_whitespace!r}; give {allowed}")
         names = ("host", "uds", "socket_dir", "api_key_file", "chat_template")
         for name in names:
             if getattr(self, name) == "":
