@@ -27,12 +27,14 @@ ADMISSIONS = (
 TOOL_PARSERS = ("none", "hermes", "qwen3_coder", "llama3", "mistral", "deepseek", "gpt_oss")
 REASONING_PARSERS = ("none", "qwen3", "deepseek_r1", "gpt_oss")
 TTFT_TARGET = 10.0  # seconds
+JSON_WHITESPACE = ("any", "compact")
 CACHE_NAMESPACES = ("key", "header")
 NAMESPACE_HEADER = "X-Cache-Namespace"
 SESSION_HEADER = "X-Session-Id"
 MAX_SECONDS = 86_400.0
 # An environment variable, since the users of a machine can see one another's command lines.
 API_KEY_VARIABLE = "LIGHTKV_API_KEY"
+_HOST_NAME = re.compile(r"\*|(\*\.)?[A-Za-z0-9_-]+(\.[A-Za-z0-9_-]+)*")
 _ORIGIN = re.compile(r"\*|[a-z][a-z0-9+.-]*://[^\s/?#@]+")
 
 
@@ -245,10 +247,18 @@ class ServiceConfig:
         "An origin whose web pages may call the service from a browser (CORS), such as https://example.org; "
         "can be given several times. *: every origin. Default: none.",
     )
+    allowed_hosts: tuple[str, ...] = setting(
+        (),
+        "A host name by which clients may call the service, such as llm.example.org or *.example.org; can be "
+        "given several times. *: every name. IP addresses and localhost are always allowed. Default: every "
+        "name if the service has API keys or a --uds. Without keys, on a loopback address no further name, and "
+        "on another one the machine's own name, names without a dot, and those below .local, .internal and "
+        ".home.arpa.",
+    )
     log_requests: bool = setting(
         False,
         "Write one line of JSON for each request to standard error: times, counts and the status, and nothing "
-        "of its text.",
+        "of its text. Probes (/health, /ready) and /metrics have none.",
     )
     otlp_endpoint: str | None = setting(
         None,
@@ -260,6 +270,16 @@ class ServiceConfig:
         None,
         "The most tokens of an answer to a request that does not say. Default: what the context leaves for a "
         "chat, 16 for a plain completion.",
+    )
+    json_whitespace: str = setting(
+        "any",
+        "Whitespace between the parts of JSON in structured answers, unless a request says: any, or compact "
+        "(none, which takes fewer tokens). Not with tools, whose answers may be calls or JSON.",
+    )
+    enable_tokenizer_info: bool = setting(
+        False,
+        "Answer /tokenizer_info with the tokenizer's settings and the chat template.",
+        also="--enable-tokenizer-info-endpoint",
     )
     chat_template: str | None = setting(
         None, "File of a chat template (Jinja) to use in place of the model's own."
@@ -278,8 +298,10 @@ class ServiceConfig:
     ssl_keyfile: str | None = setting(
         None, "The certificate's key in PEM format, if it is in a separate file."
     )
-    served_model_name: str | None = setting(
-        None, "Name of the model in requests and answers. Default: MODEL as given."
+    served_model_name: tuple[str, ...] = setting(
+        (),
+        "Name of the model in requests; can be given several times. An answer has the name of its request, or "
+        "the first. Default: MODEL as given.",
     )
     max_queued_requests: int = setting(
         4096, "The most requests that may wait; further requests are refused (429)."
@@ -354,6 +376,12 @@ class ServiceConfig:
                     f"--allowed-origins is {origin!r}; give scheme and host without a path, such as "
                     "https://example.org or http://localhost:3000, or * for every origin"
                 )
+        for name in self.allowed_hosts:
+            if not _HOST_NAME.fullmatch(name):
+                raise InvalidConfig(
+                    f"--allowed-hosts is {name!r}; give a name without scheme and port, such as "
+                    "llm.example.org or *.example.org, or * for every name"
+                )
         default = self.default_max_tokens
         if default is not None and default < 1:
             raise InvalidConfig(f"--default-max-tokens is {default!r}; give a whole number of at least 1")
@@ -362,7 +390,14 @@ class ServiceConfig:
                 f"--otlp-endpoint is {self.otlp_endpoint!r}; give a URL such as "
                 "http://localhost:4318/v1/traces"
             )
-        names = ("host", "uds", "served_model_name", "socket_dir", "api_key_file", "chat_template")
+        if "" in self.served_model_name:
+            raise InvalidConfig("--served-model-name is empty; give one, or leave it out")
+        if len(set(self.served_model_name)) < len(self.served_model_name):
+            raise InvalidConfig("--served-model-name has a name twice; leave one of them out")
+        if self.json_whitespace not in JSON_WHITESPACE:
+            allowed = " or ".join(JSON_WHITESPACE)
+            raise InvalidConfig(f"--json-whitespace is {self.json_whitespace!r}; give {allowed}")
+        names = ("host", "uds", "socket_dir", "api_key_file", "chat_template")
         for name in names:
             if getattr(self, name) == "":
                 raise InvalidConfig(f"{flag(name)} is empty; give one, or leave it out")

@@ -37,6 +37,7 @@ from lightkv.router.api.openai.service_bodies import (
     Tokenized,
     Version,
 )
+from lightkv.router.api.openai.structured import compact
 from lightkv.router.api.openai.tools import ToolUse
 from lightkv.router.api.openai.writer import ChatWriter, CompletionWriter, prompt_scores
 from lightkv.router.api.operators.request_log import note_generation
@@ -60,6 +61,16 @@ class UnknownModel(LightKVError):
 
     def __init__(self, model: str, known: list[str]) -> None:
         super().__init__(f"the model {model!r} does not exist here; give one of {', '.join(known)}")
+
+
+class NoEmbeddings(LightKVError):
+    """The request wants embeddings, which this service does not compute."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            "/v1/embeddings does not exist here: this service generates text; send embeddings to a service of "
+            "an embedding model, such as Text Embeddings Inference, Infinity or vLLM"
+        )
 
 
 class InvalidHeader(LightKVError):
@@ -109,6 +120,8 @@ class Routes:
         if default is not None:  # which is cut to what the prompts leave room for
             left = min(context, info.capacity + 1) - max(ids.size for ids in prompts)
             params = body.params(max(min(default, left), 1))
+        if self._settings.compact_json:
+            params = msgspec.structs.replace(params, grammar=compact(params.grammar, body.grammar_field))
         echoed = []
         if body.echo:
             for text, prompt_ids in zip(body.prompts, prompts, strict=True):
@@ -165,6 +178,9 @@ class Routes:
         most = min(longest - prompt_ids.size, self._settings.default_max_tokens or longest)
         params = body.params(max(most, 1))
         _check_fits(prompt_ids.size, params.max_tokens, context)
+        if self._settings.compact_json and use is None:
+            grammar = compact(params.grammar, body.grammar_field)
+            params = msgspec.structs.replace(params, grammar=grammar)
         if params.grammar is not None:  # it may become a part of another one
             await self._backend.grammars.check(params.grammar, body.grammar_field)
         params = msgspec.structs.replace(params, grammar=self._dialect.grammar(use, params.grammar))
@@ -189,6 +205,14 @@ class Routes:
         if not self._backend.sessions.release(self._session_name(request, session_id)):
             raise UnknownSession(session_id)
         return _json(ReleasedSession(id=session_id, object="session", released=True))
+
+    async def embed(self) -> Response:
+        """POST /v1/embeddings: say what to use in its place."""
+        raise NoEmbeddings
+
+    async def tokenizer_info(self) -> Response:
+        """GET /tokenizer_info: return tokenizer_config.json and the chat template."""
+        return _json(self._tokenizer.settings | {"chat_template": self._tokenizer.template or None})
 
     async def tokenize(self, body: TokenizeRequest) -> Response:
         """POST /tokenize: return the tokens of a prompt or of a chat, which may have at most as many characters
@@ -431,6 +455,4 @@ def _json(content: Any, status: int = 200) -> Response:
 def _check_fits(num_prompt: int, max_tokens: int, max_model_len: int) -> None:
     """Raises NeverFits for a request longer than the context, before its prompt is sent to the router."""
     if num_prompt + max_tokens > max_model_len:
-        raise NeverFits(
-            num_prompt, max_tokens, max_model_len, "the context", "start with a longer --max-model-len"
-        )
+        raise NeverFits(num_prompt, max_tokens, max_model_len)

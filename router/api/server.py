@@ -7,6 +7,7 @@ import resource
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
+from http import HTTPStatus
 from typing import Any, cast
 
 import h11
@@ -19,6 +20,10 @@ from lightkv.router.api.openai.protocol import error_body
 from lightkv.router.service.api_settings import ApiSettings, ServeSettings
 
 from .http_guard import OPEN_PATHS, error_response
+
+_AMBIGUOUS = (
+    "a request with Transfer-Encoding has to be HTTP/1.1 and to have no Content-Length; send one of the two"
+)
 
 
 class _Server(uvicorn.Server):
@@ -60,12 +65,25 @@ def raise_descriptor_limit() -> int:
 
 
 class _HttpConnection(h11.Connection):
-    """The state of a server's connection. It frames the chunks of a stream itself, which takes h11 ten times as
-    long."""
+    """The state of a server's connection. It refuses requests whose end is ambiguous, and frames the chunks
+    of a stream itself, which takes h11 ten times as long."""
 
     def __init__(self, max_header_bytes: int) -> None:
         super().__init__(h11.SERVER, max_header_bytes)
         self._is_chunked = False
+        self.refusal = ""  # why the last request was refused, if that was no mistake of form
+
+    def next_event(self) -> Any:
+        """Returns the next part of a request. Raises h11.RemoteProtocolError for a request that is not HTTP, or
+        of which a proxy in front could see another end (RFC 9112, section 6.1): the rest of its body would then
+        be another client's request."""
+        event = super().next_event()
+        if type(event) is h11.Request:
+            names = {name for name, _ in event.headers}  # in lower case
+            if b"transfer-encoding" in names and (b"content-length" in names or event.http_version < b"1.1"):
+                self.refusal = _AMBIGUOUS
+                raise h11.RemoteProtocolError(_AMBIGUOUS)
+        return event
 
     def send(self, event: Any) -> Any:
         """Returns the bytes of an event. Raises h11.LocalProtocolError where it may not be sent now."""
@@ -141,21 +159,29 @@ class _Connection(H11Protocol):
         is_silent = self.conn.their_state is h11.IDLE and not self.conn.trailing_data[0]
         if not is_silent and self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
             text = f"the {awaited} took more than {self._seconds[awaited]:g} seconds to arrive; try again"
-            body = json.dumps(error_body(408, text)).encode()
-            headers = [
-                ("Content-Type", "application/json"),
-                ("Content-Length", str(len(body))),
-                ("Connection", "close"),
-            ]
-            for event in (
-                h11.Response(status_code=408, headers=headers, reason=b"Request Timeout"),
-                h11.Data(data=body),
-                h11.EndOfMessage(),
-            ):
-                self.transport.write(self.conn.send(event) or b"")
+            self._send_error(408, text)
             if self.cycle is not None:
                 self.cycle.disconnected = True  # stops the route, which may still wait for the body
         self.transport.close()
+
+    def send_400_response(self, msg: str) -> None:
+        """Answers a request that is no HTTP, or whose end is ambiguous, and closes the connection."""
+        if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
+            self._send_error(400, self.conn.refusal or msg)
+        self.transport.close()
+
+    def _send_error(self, status: int, text: str) -> None:
+        """Sends an error as the last answer of the connection, of which none may have begun."""
+        body = json.dumps(error_body(status, text)).encode()
+        headers = [
+            ("Content-Type", "application/json"),
+            ("Content-Length", str(len(body))),
+            ("Connection", "close"),
+        ]
+        reason = HTTPStatus(status).phrase.encode()
+        response = h11.Response(status_code=status, headers=headers, reason=reason)
+        for event in (response, h11.Data(data=body), h11.EndOfMessage()):
+            self.transport.write(self.conn.send(event) or b"")
 
 
 class _TooManyConnections:

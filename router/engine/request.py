@@ -1,6 +1,7 @@
 """A request: one prompt, its completion so far, and where it stands in the scheduler's queues."""
 
 from array import array
+from typing import Literal
 
 import numpy as np
 
@@ -11,20 +12,34 @@ from lightkv.router.sampling_params import MAX_END_IDS, InvalidParams, SamplingP
 
 from .step import Limits, PromptLogprobs, ScoredChunk
 
+_REMEDIES = {
+    "context": "start with a longer --max-model-len",
+    "pool": "start with a larger --max-total-tokens",
+}
 MAX_SCORES = 4_000_000  # log-probabilities of one prompt, which travel in one message
 
 
 class NeverFits(LightKVError):
-    """The request could not run even if it were alone."""
+    """The request could not run even if it were alone: it is longer than the context, or takes more slots than
+    the pool has. `limit`: the tokens of either."""
 
-    def __init__(self, prompt: int, max_tokens: int, limit: int, what: str, remedy: str) -> None:
+    def __init__(
+        self, prompt: int, max_tokens: int, limit: int, what: Literal["context", "pool"] = "context"
+    ) -> None:
         self.prompt = prompt
         self.max_tokens = max_tokens
         self.limit = limit
+        longest = limit if what == "context" else limit + 1  # the last token needs no slot
+        remedy = _REMEDIES[what]
         super().__init__(
-            f"{prompt} prompt tokens and up to {max_tokens} new ones do not fit {what} of {limit} tokens; "
-            f"shorten the prompt, lower max_tokens, or {remedy}"
+            f"{prompt} prompt tokens and up to {max_tokens} new ones do not fit the {what} of {limit} tokens: "
+            f"{maximum_length(longest)}; shorten the prompt, lower max_tokens, or {remedy}"
         )
+
+
+def maximum_length(num_tokens: int) -> str:
+    """Returns the words by which clients (litellm, crewai, dspy) recognise that a request is too long."""
+    return f"this model's maximum context length is {num_tokens} tokens"
 
 
 class InvalidPrompt(LightKVError, ValueError):
@@ -167,11 +182,9 @@ class Request:
             raise InvalidParams("prompt_logprobs", num_top, allowed)
         prompt, new = self.num_prompt, self.max_tokens
         if prompt + new > limits.max_model_len:
-            raise NeverFits(
-                prompt, new, limits.max_model_len, "the context", "start with a longer --max-model-len"
-            )
+            raise NeverFits(prompt, new, limits.max_model_len)
         if self.max_slots > capacity:
-            raise NeverFits(prompt, new, capacity, "the pool", "start with a larger --max-total-tokens")
+            raise NeverFits(prompt, new, capacity, "pool")
 
     @property
     def max_slots(self) -> int:

@@ -26,6 +26,7 @@ from lightkv.errors import LightKVError
 from lightkv.router.engine.step import ExpectedMemory, PoolMap, RunnerInfo, SlotOwners, StepPlan, StepResult
 
 from .child_process import freeze_objects, ignore_signals
+from .log_stream import drain_log, write_in_background
 from .messages import Done, WorkerError, WorkerStart
 
 if TYPE_CHECKING:
@@ -57,6 +58,7 @@ RPYC_CONFIG: dict[str, Any] = {
     "sync_request_timeout": None,  # loading weights may take minutes; the process is watched instead
 }
 
+_LOG_SECONDS = 0.5  # for a traceback to be written, because the router may kill a worker that failed
 _LOST = "the worker has lost its memory or its device; start another worker"
 _logger = logging.getLogger("lightkv.worker")
 _encode = msgspec.msgpack.encode
@@ -255,6 +257,7 @@ def failure(error: Exception, fatal: bool, step: int | None = None) -> WorkerErr
     """Returns the error as a message for the router. Unexpected errors are logged with their traceback."""
     if not isinstance(error, LightKVError):
         _logger.error("step %s failed", step, exc_info=error)
+        drain_log(_LOG_SECONDS)
     message = str(error).encode("utf-8", "replace").decode()  # half a surrogate pair cannot be encoded
     return WorkerError(type(error).__name__, message, fatal, step)
 
@@ -285,6 +288,7 @@ def main(make_worker: Callable[[TextIO], Worker] = Worker, arguments: Sequence[s
     parser.add_argument("--progress-fd", type=int, required=True, help="a pipe for lines of progress")
     args = parser.parse_args(arguments)
     ignore_signals()  # this process ends with the router
+    write_in_background()
     for fd in (args.fd, args.progress_fd):
         os.set_inheritable(fd, False)  # a child of this process must not keep them open
     connection = socket.socket(fileno=args.fd)

@@ -50,6 +50,7 @@ class Tokenizer:
         vocab_size: that of the model, which may be larger than the tokenizer's.
         max_model_len: the model's context in tokens; 0 if config.json does not name it.
         special_ids: the ids that `decode` leaves out by default.
+        settings: what tokenizer_config.json says.
         is_byte_level: each token stands for the same bytes wherever it occurs (`token_bytes`).
 
     Args:
@@ -97,6 +98,7 @@ class Tokenizer:
             sizes = f"a vocabulary of {self.vocab_size!r} and a context of {self.max_model_len!r} tokens"
             raise UnreadableTokenizer(directory / "config.json", f"names {sizes[:200]}")
 
+        self.settings = settings
         self._template_source = chat_template
         if chat_template is None:
             self._template_source = _read_template(directory, settings)

@@ -5,6 +5,7 @@ import json
 import threading
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -290,3 +291,33 @@ def test_a_check_that_had_no_time_is_made_again(monkeypatch: pytest.MonkeyPatch)
         await checker.close()
 
     asyncio.run(check())
+
+
+def test_json_is_compact_by_default_if_the_service_says_so(tmp_path: Path) -> None:
+    with service(tmp_path, compact_json=True).running() as compact:
+        for path, body in ((COMPLETIONS, {"prompt": "a"}), (CHAT, HELLO)):
+            for fields in (
+                {"guided_json": SCHEMA},
+                {"response_format": {"type": "json_object"}},
+                {"structured_outputs": {"json": SCHEMA, "whitespace_pattern": " "}},
+                {"guided_regex": "a b"},
+                {},
+            ):
+                compact.post(path, body | fields | {"max_tokens": 1})
+    found = [submit.params.grammar for submit in compact.router.submits]
+    assert found[:5] == found[5:]
+    schema, any_object, given, regex, free = found[:5]
+    assert schema is not None
+    assert any_object is not None
+    assert given is not None
+    tokenizer = LLTokenizer("byte")
+    for grammar, text, takes in (
+        (schema, '{"é":"a b"}', True),
+        (schema, '{ "é":"a"}', False),
+        (any_object, '{"a":[1,2]}', True),
+        (any_object, '{"a": 1}', False),
+        (given, '{ "é" : "a" }', True),
+    ):
+        matcher = compile_grammar(grammar, tokenizer)
+        assert matcher.consume_tokens(list(text.encode())) is takes, text
+    assert (regex, free) == (Grammar("regex", "a b"), None)

@@ -135,16 +135,9 @@ def test_help_has_examples(command: str) -> None:
         (["--max-total-tokens", "0", "hi"], "--max-total-tokens is 0"),
         (["--max-model-len", "9999999", "hi"], "--max-model-len is 9999999"),
         (["--model", "./nowhere", "hi"], "model './nowhere' was not found"),
-        pytest.param(
-            ["--device", "cpu", "--max-total-tokens", "16", "hi"],
-            "do not fit the pool of 16 tokens",
-            marks=pytest.mark.slow,
-        ),
-        pytest.param(
-            ["--device", "cpu", "--max-model-len", "64", "hi"],
-            "do not fit the context of 64 tokens",
-            marks=pytest.mark.slow,
-        ),
+        (["--device", "cpu", "--max-total-tokens", "16", "hi"], "do not fit the pool of 16 tokens"),
+        (["--device", "cpu", "--max-model-len", "64", "hi"], "do not fit the context of 64 tokens"),
+        (["--max-tokens", "8192", "hi"], "do not fit the context of 8192 tokens"),
     ],
     ids=lambda value: value if isinstance(value, str) else None,
 )
@@ -156,6 +149,12 @@ def test_bad_input_is_one_line_and_exit_code_2(args: list[str], words: str) -> N
     assert last.startswith("lightkv: ")
     assert words in last
     assert "Traceback" not in err
+
+
+def test_what_cannot_fit_is_refused_before_a_model_is_loaded() -> None:
+    code, _, err = run("generate", "--max-tokens", "9000", "hi")
+    assert code == 2
+    assert "importing torch" not in err
 
 
 @pytest.mark.parametrize(

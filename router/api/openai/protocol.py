@@ -8,7 +8,8 @@ support and this one does not are refused by name (`unsupported_fields.py`); unk
 from typing import Annotated, Any, Literal, NotRequired
 
 from msgspec.structs import replace
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic_core import PydanticCustomError
 from typing_extensions import TypedDict
 
 from lightkv.router.api import unsupported_fields
@@ -26,6 +27,7 @@ from .tools import CalledFunction, CalledFunctionDelta, ToolCall, ToolCallDelta,
 DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's for plain completions
 MAX_PRIORITY = 2**31 - 1
 MAX_SESSION_ID = 256  # characters
+CONTEXT_EXCEEDED = "context_length_exceeded"  # OpenAI's code for a request that is longer than the context
 
 
 class RequestBody(BaseModel):
@@ -55,7 +57,7 @@ class GenerationRequest(StructuredFields, RequestBody, AnswerFields, AliasFields
 
     model_config = ConfigDict(extra="allow")  # further fields are looked up among the unsupported ones
 
-    n: int | None = Field(None, description="Number of answers to each prompt; 1 by default.")
+    n: int | None = Field(None, ge=1, description="Number of answers to each prompt; 1 by default.")
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     max_tokens: int | None = None
@@ -248,6 +250,16 @@ class TextPart(BaseModel):
     text: Text
 
 
+def _only_text(content: Any) -> Any:
+    """Raises PydanticCustomError for a part of a content that is an image or the like."""
+    for part in content if isinstance(content, list) else ():
+        kind = part.get("type") if isinstance(part, dict) else None
+        if isinstance(kind, str) and kind != "text":
+            said = "a part of type {kind}, and this service takes text only; send parts of type text"
+            raise PydanticCustomError("text_only", said, {"kind": kind[:100]})
+    return content
+
+
 class ChatMessage(BaseModel):
     """One message of a chat. Further fields (name, tool_calls …) go unchanged to the chat template, but fields
     that no template supports are refused."""
@@ -255,7 +267,9 @@ class ChatMessage(BaseModel):
     model_config = ConfigDict(strict=True, extra="allow")
 
     role: str
-    content: Text | Annotated[list[TextPart], Field(fail_fast=True)] | None = None
+    content: Annotated[
+        Text | Annotated[list[TextPart], Field(fail_fast=True)] | None, BeforeValidator(_only_text)
+    ] = None
     prefix: bool | None = Field(None, description="On the last message: the answer continues it.")
     partial: bool | None = Field(None, description="As prefix.")
 
@@ -452,28 +466,30 @@ class ChatChunk(TypedDict):
 
 
 class ErrorDetails(TypedDict):
-    """An error. `param`: the request field that caused it, if one did. `code`: the HTTP status."""
+    """An error. `param`: the request field that caused it, if one did. `code`: the HTTP status, or
+    "context_length_exceeded"."""
 
     message: str
     type: str
     param: str | None
-    code: int
+    code: int | str
 
 
 class ErrorBody(TypedDict):
     error: ErrorDetails
 
 
-def error_body(status: int, message: str, param: str | None = None) -> ErrorBody:
-    """Returns OpenAI's error object, whose `type` follows from the HTTP status."""
+def error_body(status: int, message: str, param: str | None = None, code: str | None = None) -> ErrorBody:
+    """Returns OpenAI's error object. Its `type` follows from the HTTP status, and so does a missing `code`."""
     kinds = {
         401: "authentication_error",
+        403: "permission_error",
         404: "not_found_error",
         429: "rate_limit_error",
         503: "service_unavailable_error",
     }
     kind = kinds.get(status, "invalid_request_error" if status < 500 else "internal_error")
-    return {"error": {"message": message, "type": kind, "param": param, "code": status}}
+    return {"error": {"message": message, "type": kind, "param": param, "code": code or status}}
 
 
 def _by_token(logit_bias: dict[str, Any]) -> dict[int, Any]:
