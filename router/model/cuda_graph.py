@@ -53,8 +53,8 @@ def graphs_bytes(
     a layer's attention needs. The graphs share the memory of their tensors, and each has its launches besides.
     This is enough for any token buckets, which are chosen once the pool has its memory.
     """
-    # A bucket has up to three shapes. Those with decodes may also be captured with shared prefixes. Of a size of
-    # decode batches: two kinds of sampling, and shared prefixes; with masks the same, and two forward passes.
+    # A bucket has up to three shapes. Those with decodes may be captured with shared prefixes, too. A size of
+    # decode batches has two kinds of sampling, and shared prefixes; with masks these, and two forward passes.
     num_graphs = 5 * most_buckets(max_step_tokens) + 8 * len(batch_sizes(max_num_seqs))
     masks = max_num_seqs * (logits_bytes // 32 + 4)
     sampling = max_num_seqs * logits_bytes * _LOGITS_COPIES + masks
