@@ -22,6 +22,7 @@ from msgspec.structs import replace as replace_params
 
 from lightkv.errors import LightKVError
 from lightkv.router.engine.admission import make_admission
+from lightkv.router.engine.grammar_desk import Compiled, Forget, GrammarDesk
 from lightkv.router.engine.loop import EngineStats, LocalEngine, make_scheduler
 from lightkv.router.engine.request import InvalidPrompt, Request
 from lightkv.router.engine.step import PromptLogprobs, TokenEvent, TokenLogprobs
@@ -29,12 +30,13 @@ from lightkv.router.model.build import build_runner, find_model
 from lightkv.router.text.banned_words import with_banned_ids
 from lightkv.router.text.beam_search import Beam, BeamParams, BeamSearch
 from lightkv.router.text.completion import Completion
+from lightkv.router.text.grammars import Grammars, InvalidGrammar, heap_bytes
 from lightkv.router.text.tokenizer import Tokenizer
 from lightkv.token_ids import int32_bytes
 
 from .config import EngineConfig
 from .peer_names import unknown_keyword, unknown_setting
-from .sampling_params import SamplingParams
+from .sampling_params import Grammar, SamplingParams
 
 Message = Mapping[str, Any]
 Prompt = str | Sequence[int] | np.ndarray | Sequence[Message]
@@ -84,12 +86,56 @@ class StreamChunk:
 
 @dataclass
 class _Answer:
-    """An answer that is being generated: its place, its request and its text."""
+    """An answer that is being generated: its place, its request, its text, and what this has to be."""
 
     prompt_idx: int
     index: int
     request: Request
     completion: Completion
+    grammar: Grammar | None = None
+
+
+class _OwnGrammars:
+    """The grammars of the answers of one model, compiled in this process before their requests are added."""
+
+    def __init__(self, grammars: Grammars) -> None:
+        self._grammars = grammars
+        self._desk = GrammarDesk(max_bytes=None)  # the caller's own
+        self._errors: dict[int, InvalidGrammar] = {}
+
+    def hold(self, name: str, grammar: Grammar) -> int:
+        """Returns the id of the compiled grammar, which stays until `release(name)`. Raises InvalidGrammar."""
+        grammar_id = self._desk.hold(name, grammar, 0)
+        self._carry_out()
+        if grammar_id in self._errors:
+            raise self._errors.pop(grammar_id)
+        return grammar_id
+
+    def release(self, name: str, is_spoilt: bool = False) -> None:
+        """Notes that a request has ended, as the desk does."""
+        self._desk.release(name, is_spoilt)
+        self._carry_out()
+
+    def check(self, grammar: Grammar) -> None:
+        """Compiles a grammar, which is kept for a while. Raises InvalidGrammar."""
+        self.hold("", grammar)
+        self.release("")
+
+    def _carry_out(self) -> None:
+        for order in self._desk.orders():
+            if isinstance(order, Forget):
+                self._grammars.release(order.grammar_id)
+                continue
+            before, error = heap_bytes(), ""
+            try:
+                self._grammars.compile(order.grammar_id, order.grammar)
+            except InvalidGrammar as wrong:
+                self._errors[order.grammar_id] = wrong
+                error = str(wrong)
+            except BaseException:  # Ctrl-C, for example
+                self._desk.take(Compiled(order.grammar_id, "interrupted"))
+                raise
+            self._desk.take(Compiled(order.grammar_id, error, heap_bytes() - before))
 
 
 class _Run:
@@ -145,7 +191,7 @@ class LLM:
         admission = make_admission(config.admission, ttft_target=config.ttft_target)
         self.engine = LocalEngine(make_scheduler(self.info, admission), runner)
         self._model = config.model
-        self._grammars = runner.grammars
+        self._grammars = _OwnGrammars(runner.grammars)
         self._runs: dict[str, _Run] = {}  # by request id; calls may be interleaved
 
     def __repr__(self) -> str:
@@ -265,9 +311,13 @@ class LLM:
         answers = []
         for prompt_idx, (prompt, wanted) in enumerate(zip(prompts, params, strict=True)):
             prompt_ids = self._encode(prompt_idx, prompt)
-            if wanted.grammar is not None:
+            grammar = wanted.grammar
+            if grammar is not None:
                 wanted.validate()  # the size of the grammar, before it is compiled
-                self._grammars.check(wanted.grammar)
+                self._grammars.check(grammar)
+                wanted = replace_params(
+                    wanted, grammar=None
+                )  # the request gets a compiled one when it begins
             stop_ids = frozenset(wanted.stop_token_ids)
             if not wanted.ignore_eos:
                 stop_ids |= self.tokenizer.eos_ids
@@ -277,7 +327,8 @@ class LLM:
                 seed = secrets.randbits(63) if child.seed is None else child.seed
                 request = Request(secrets.token_hex(8), prompt_ids, child, seed, stop_ids)
                 request.validate(self.info.limits, self.info.capacity)
-                answers.append(_Answer(prompt_idx, index, request, Completion(self.tokenizer, child)))
+                completion = Completion(self.tokenizer, child)
+                answers.append(_Answer(prompt_idx, index, request, completion, grammar))
         return answers
 
     def _encode(self, prompt_idx: int, prompt: Prompt) -> bytes:
@@ -300,6 +351,8 @@ class LLM:
         try:
             with interrupts_deferred():
                 for answer in answers:
+                    if answer.grammar is not None:
+                        answer.request.grammar = self._grammars.hold(answer.request.id, answer.grammar)
                     self.engine.add(answer.request)
                     self._runs[answer.request.id] = run
             while run.growing:
@@ -313,6 +366,8 @@ class LLM:
                 for request_id in run.growing:
                     self.engine.abort(request_id)
                     self._runs.pop(request_id, None)
+                for answer in answers:
+                    self._grammars.release(answer.request.id)
                 if not self._runs:  # nothing of these answers is held once the call has returned
                     self._deliver(self.engine.settle())
 
@@ -334,6 +389,7 @@ class LLM:
     def _chunk(self, run: _Run, event: TokenEvent) -> StreamChunk:
         answer = run.growing[event.request_id]
         if event.finish_reason == "invalid":
+            self._grammars.release(event.request_id, is_spoilt=True)
             raise StepFailed(f"an answer could not be completed: {event.error}")
         if event.finish_reason == "error":
             raise StepFailed(f"a step failed: {event.error}; its requests are lost, try again")
@@ -341,6 +397,7 @@ class LLM:
         text = completion.push(event)
         if completion.finish_reason is not None:
             del run.growing[event.request_id], self._runs[event.request_id]
+            self._grammars.release(event.request_id)
             if completion.stopped:
                 self.engine.abort(event.request_id, "stop")
         assert event.token is not None

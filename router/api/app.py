@@ -12,6 +12,7 @@ from starlette.responses import Response
 
 from lightkv import __version__
 from lightkv.errors import LightKVError
+from lightkv.router.api.grammars.checker import GrammarChecker
 from lightkv.router.api.openai import document
 from lightkv.router.api.openai.protocol import CONTEXT_EXCEEDED
 from lightkv.router.api.operators.docs_page import DocsPage
@@ -53,9 +54,10 @@ def create_app(
     metrics = ServiceMetrics(settings.model_names[0], lambda: client.latest)
     sessions = OpenSessions(client.release_session)
     backend = Backend(client, tokenizer, metrics, sessions, settings.report_cached_tokens)
-    api = Routes(backend, settings)
+    grammars = GrammarChecker(tokenizer.directory, lambda: client.ready_info().limits.vocab_size)
+    api = Routes(backend, settings, grammars)
     app = document.DocumentedApp(title="lightkv", version=__version__, docs_url=None, redoc_url=None)
-    app.state.grammars = backend.grammars  # which its owner closes
+    app.state.grammars = grammars  # which its owner closes
     room = BodyRoom(settings.max_body_bytes, settings.max_unread_bytes, 2 * tokenizer.max_model_len)
     app.router.route_class = body_route(room)
     # The last one that is added sees a request first.

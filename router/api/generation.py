@@ -20,7 +20,6 @@ from lightkv.router.text.banned_words import with_banned_ids
 from lightkv.router.text.completion import Completion
 from lightkv.router.text.tokenizer import Tokenizer
 
-from .grammar_checker import GrammarChecker
 from .metrics import AnswerClock, ServiceMetrics
 from .prompt_reader import convert
 from .sessions import OpenSessions, SessionUse
@@ -63,6 +62,7 @@ class GenerationSpec:
     the client stated max_tokens. `shows_logprobs`: whether the client gets the log-probabilities of
     `params`. `shows_answer`: if not, the one token that a prompt is answered with is dropped. `shown_ids`:
     special tokens that are part of the text. `grammar_field`: the field that `params.grammar` came in.
+    `grammar_bytes`: what it takes when it is compiled.
     """
 
     prompts: list[bytes]
@@ -75,6 +75,7 @@ class GenerationSpec:
     shows_answer: bool = True
     shown_ids: frozenset[int] = frozenset()
     grammar_field: str = "grammar"
+    grammar_bytes: int = 0
 
 
 @dataclass
@@ -119,12 +120,9 @@ class Backend:
     metrics: ServiceMetrics
     sessions: OpenSessions
     reports_cached_tokens: bool = False
-    grammars: GrammarChecker = field(default_factory=GrammarChecker)
 
     async def generate(self, spec: GenerationSpec) -> "Generation":
-        """Queues every answer, or none. Raises RequestRefused, and InvalidGrammar."""
-        if spec.params.grammar is not None:
-            await self.grammars.check(spec.params.grammar, spec.grammar_field)
+        """Queues every answer, or none; a grammar has to be checked already. Raises RequestRefused."""
         num_chars = sum(map(len, spec.params.bad_words))
         params = await convert(num_chars, lambda: with_banned_ids(spec.params, self.tokenizer))
         stop_ids = set(params.stop_token_ids)
@@ -155,6 +153,7 @@ class Backend:
                         namespace=spec.namespace,
                         session=None if spec.session is None else spec.session.name,
                         states_length=spec.states_length,
+                        grammar_bytes=spec.grammar_bytes,
                     )
                 )
         with ExitStack() as stack:

@@ -15,6 +15,7 @@ from starlette.responses import Response
 
 from lightkv import __version__
 from lightkv.errors import LightKVError
+from lightkv.router.api.grammars.checker import GrammarChecker
 from lightkv.router.api.openai.dialect import ChatDialect
 from lightkv.router.api.openai.protocol import (
     MAX_SESSION_ID,
@@ -43,12 +44,12 @@ from lightkv.router.api.openai.writer import ChatWriter, CompletionWriter, promp
 from lightkv.router.api.operators.request_log import note_generation
 from lightkv.router.config import NAMESPACE_HEADER, SESSION_HEADER
 from lightkv.router.engine.request import InvalidPrompt, NeverFits
-from lightkv.router.sampling_params import MAX_COUNT, MAX_LOGPROBS, InvalidParams
+from lightkv.router.sampling_params import MAX_COUNT, MAX_LOGPROBS, Grammar, InvalidParams
 from lightkv.router.service.api_settings import ApiSettings
 
 from . import unsupported_fields
 from .beams import search_beams
-from .event_stream import EventStream, closed_with_client
+from .event_stream import EventStream, closed_with_client, unless_disconnected
 from .generation import Backend, GenerationSpec
 from .metrics import CONTENT_TYPE
 from .prompt_reader import Chat, PromptReader, PromptRoom, convert
@@ -86,8 +87,9 @@ class InvalidHeader(LightKVError):
 class Routes:
     """The endpoints, as methods. For an invalid request they raise an error."""
 
-    def __init__(self, backend: Backend, settings: ApiSettings) -> None:
+    def __init__(self, backend: Backend, settings: ApiSettings, grammars: GrammarChecker) -> None:
         self._backend = backend
+        self._grammars = grammars
         self._client = backend.client
         self._tokenizer = backend.tokenizer
         self._prompts = PromptReader(backend.tokenizer)
@@ -182,7 +184,7 @@ class Routes:
             grammar = compact(params.grammar, body.grammar_field)
             params = msgspec.structs.replace(params, grammar=grammar)
         if params.grammar is not None:  # it may become a part of another one
-            await self._backend.grammars.check(params.grammar, body.grammar_field)
+            await self._check_grammar(params.grammar, body.grammar_field, request)
         params = msgspec.structs.replace(params, grammar=self._dialect.grammar(use, params.grammar))
         spec = GenerationSpec(
             prompts=[prompt_ids.tobytes()],
@@ -314,6 +316,9 @@ class Routes:
             found = await search_beams(self._backend, spec, beams, request.receive)
             note_generation(request, found)
             return _json(writer.whole(found))
+        if spec.params.grammar is not None:
+            num_bytes = await self._check_grammar(spec.params.grammar, spec.grammar_field, request)
+            spec = replace(spec, grammar_bytes=num_bytes)
         generation = await self._backend.generate(spec)
         note_generation(request, generation)
         if body.stream:
@@ -329,6 +334,12 @@ class Routes:
                 num_scored * (1 + MAX_LOGPROBS), lambda: msgspec.json.encode(writer.whole(generation))
             )
             return Response(content, media_type="application/json")
+
+    async def _check_grammar(self, grammar: Grammar, field: str, request: Request) -> int:
+        """Returns the bytes of the compiled grammar. Raises InvalidGrammar, RequestRefused, and GenerationLost
+        if the client disconnects."""
+        owner: bytes = request.state.api_key or b""
+        return await unless_disconnected(request.receive, self._grammars.check(grammar, field, owner))
 
     async def _prompt_ids(
         self, prompt: str | list[int], add_special_tokens: bool, room: PromptRoom

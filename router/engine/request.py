@@ -56,6 +56,7 @@ class Request:
         stop_ids: sampling one of these tokens ends the request.
         seed: with the position, all that the request's random numbers depend on.
         priority: requests with a lower one are admitted sooner.
+        grammar: the id of the compiled grammar of the answer; None leaves it free. `params` has none.
         session: protects the tokens that the request leaves in the cache.
         states_length: whether its client stated `max_tokens`; else this is only the most that may come.
         is_exact: whether admission counts it with its `max_tokens`, so that it is never preempted; the
@@ -72,6 +73,7 @@ class Request:
         "cached",
         "expected",
         "finish_reason",
+        "grammar",
         "id",
         "is_exact",
         "is_late",
@@ -114,6 +116,7 @@ class Request:
         priority: int = 0,
         session: Session | None = None,
         states_length: bool = True,
+        grammar: int | None = None,
     ) -> None:
         self.id = request_id
         self.prompt_ids = prompt_ids
@@ -126,6 +129,7 @@ class Request:
         self.expected = params.max_tokens
         self.seed = seed
         self.stop_ids = stop_ids
+        self.grammar = grammar
         # A prompt whose log-probabilities are asked for is computed in full, so it shares nothing.
         self.is_scored = params.prompt_logprobs is not None
         self.namespace = (*namespace, object()) if self.is_scored else namespace
@@ -162,6 +166,9 @@ class Request:
         if self.params.bad_words:
             allowed = "their token ids in bad_words_ids; an engine has no tokenizer"
             raise InvalidParams("bad_words", self.params.bad_words, allowed)
+        if self.params.grammar is not None:
+            allowed = "the id of a compiled one in Request.grammar; an engine compiles none"
+            raise InvalidParams("grammar", self.params.grammar.kind, allowed)
         if self.params.min_tokens and len(self.stop_ids) > MAX_END_IDS:
             allowed = f"0 where {len(self.stop_ids)} tokens end the answer; {MAX_END_IDS} can be held back"
             raise InvalidParams("min_tokens", self.params.min_tokens, allowed)
@@ -219,7 +226,7 @@ class Request:
         # step in flight may have computed another token in its place.
         params = self.params
         is_ruled_out = len(self.output) <= params.min_tokens or params.bans_tokens
-        is_forced = params.grammar is not None and self.finish_reason == "stop" and is_ruled_out
+        is_forced = self.grammar is not None and self.finish_reason == "stop" and is_ruled_out
         end = len(self.output) - is_forced
         return self.output[self.num_prefill_tokens - self.num_prompt : end].tobytes()
 

@@ -60,6 +60,7 @@ class NewRow(msgspec.Struct, frozen=True):
             it.
         last_ids: the last tokens before the first sampled one, int32 bytes, where bad words look at them.
         may_stop_at: none of `stop_ids` is sampled before this position (`SamplingParams.min_tokens`).
+        grammar: the id of the compiled grammar of the sequence's text; None leaves it free.
     """
 
     row: int
@@ -70,6 +71,7 @@ class NewRow(msgspec.Struct, frozen=True):
     last_ids: bytes = b""
     may_stop_at: int = 0
     stop_ids: list[int] = []
+    grammar: int | None = None
 
 
 class ScoredChunk(msgspec.Struct, frozen=True):

@@ -21,7 +21,7 @@ MAX_FRAME_BYTES = 64 * 2**20
 # A peer that has not read more than so many bytes for so many seconds is disconnected.
 MAX_PENDING_BYTES, MAX_STALL_SECONDS = 16 * 2**20, 10.0
 _READ_BYTES = 2**18
-_LENGTH = struct.Struct("<I")
+LENGTH = struct.Struct("<I")
 _PEER = struct.Struct("3i")  # pid, uid, gid (SO_PEERCRED)
 
 
@@ -53,7 +53,7 @@ class FrameStream(Generic[Received]):
             transport.abort()
             return
         data = self._encoder.encode(message)
-        self._writer.write(_LENGTH.pack(len(data)) + data)
+        self._writer.write(LENGTH.pack(len(data)) + data)
 
     def _is_stalled(self, num_pending: int) -> bool:
         # Bytes alone prove nothing: the peer had no chance to read what one turn of the event loop sends.
@@ -85,15 +85,15 @@ class FrameStream(Generic[Received]):
     def _next(self) -> Received | None:
         """Returns the next message if all of it has been read."""
         received = self._received
-        if len(received) < _LENGTH.size:
+        if len(received) < LENGTH.size:
             return None
-        (length,) = _LENGTH.unpack_from(received)
+        (length,) = LENGTH.unpack_from(received)
         if length > MAX_FRAME_BYTES:
             raise BadFrame(f"a frame of {length} bytes; at most {MAX_FRAME_BYTES} are allowed")
-        end = _LENGTH.size + length
+        end = LENGTH.size + length
         if len(received) < end:
             return None
-        frame = bytes(received[_LENGTH.size : end])
+        frame = bytes(received[LENGTH.size : end])
         del received[:end]
         return self._decoder.decode(frame)
 

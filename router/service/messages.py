@@ -24,7 +24,8 @@ class Submit(msgspec.Struct, frozen=True, tag=True):
     `prompt_ids`: int32 bytes. `params`: of one answer (n = 1). `states_length`: whether the client stated its
     max_tokens, or it is only the most that there is room for. `stop_ids`: token ids that end the answer.
     `priority`: requests with a lower one run first. `namespace`: prefixes are shared only within it. `session`:
-    the name of the session that protects the answer's tokens, until ReleaseSession.
+    the name of the session that protects the answer's tokens, until ReleaseSession. `grammar_bytes`: what the
+    grammar of `params` takes when it is compiled, as the API has measured it.
     """
 
     request_id: str
@@ -36,6 +37,7 @@ class Submit(msgspec.Struct, frozen=True, tag=True):
     namespace: tuple[str, ...] = ()
     session: str | None = None
     states_length: bool = True
+    grammar_bytes: int = 0
 
 
 class Abort(msgspec.Struct, frozen=True, tag=True):

@@ -8,10 +8,9 @@ within a minute the process gives up. It gives up at once when the counts of led
 
 import asyncio
 import time
-from collections import deque
 from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import msgspec
 
@@ -23,15 +22,13 @@ from lightkv.router.engine.ledger import Ledger
 from lightkv.router.engine.loop import Engine, make_scheduler
 from lightkv.router.engine.request import InvalidPrompt, NeverFits, Request
 from lightkv.router.engine.step import (
-    ExpectedMemory,
-    PoolMap,
     RunnerInfo,
     SlotOwners,
-    StepPlan,
     StepResult,
     TokenEvent,
 )
 from lightkv.router.sampling_params import InvalidParams
+from lightkv.router.service.grammars.held_requests import HeldRequests
 
 from .child_process import freeze_objects
 from .frames import BadFrame, FrameStream, is_own
@@ -51,10 +48,9 @@ from .messages import (
     Submit,
     ToRouter,
 )
-from .worker_client import WorkerDied, WorkerFailed
+from .restarts import Restarts
+from .worker_client import Worker, WorkerDied, WorkerFailed
 
-MAX_CRASHES = 3  # within CRASH_SECONDS, or without a step between them: another worker would die, too
-CRASH_SECONDS = 60.0
 STATUS_SECONDS = 0.25
 # The memory is recounted after this time without work. A recount takes milliseconds, for which a request would
 # wait that comes as soon as the last one has ended.
@@ -71,35 +67,6 @@ _TOTALS = (
     "session_over_share_tokens",
 )
 _SERVICE_TOTALS = ("num_ledger_checks", "num_worker_starts", "router_seconds")
-
-
-class Worker(Protocol):
-    """A worker as the router sees it, which `WorkerClient` is.
-
-    Every call raises WorkerDied once the process is gone, and WorkerFailed where the worker answers an error.
-    """
-
-    async def start(self, config: EngineConfig, report: Callable[[str], None]) -> RunnerInfo: ...
-
-    async def step(self, plan: StepPlan) -> StepResult | None:
-        """Sends a step. Returns the result of the step before it, or None where that was not in flight.
-
-        An error is that of the step before; this one is in flight all the same.
-        """
-
-    async def flush(self) -> StepResult | None:
-        """Returns the result of the oldest step in flight, or raises its error."""
-
-    async def check(self, edits: bytes, expected: ExpectedMemory) -> None:
-        """Applies the edits and recounts the memory, between steps."""
-
-    async def map(self, edits: bytes, owners: SlotOwners) -> PoolMap:
-        """Applies the edits and returns what every slot is used for, between steps."""
-
-    async def wait_dead(self) -> WorkerDied:
-        """Returns once the process is gone."""
-
-    def kill(self) -> None: ...
 
 
 class _Submitted(NamedTuple):
@@ -133,14 +100,14 @@ class Router:
         self._wake = asyncio.Event()
         # What the admission has learned of output lengths outlives a worker.
         self._admission = make_admission(config.admission, ttft_target=config.ttft_target)
-        self._crashes: deque[float] = deque(maxlen=MAX_CRASHES)
-        self._crashes_without_step = 0  # in a row
+        self._restarts = Restarts()
         self._num_starts = 0
         self._num_checks = 0
         self._router_seconds = 0.0
         self._worked = time.monotonic()  # when a step last completed, or work began to wait
         self._is_checked = True  # has nothing changed since the counts were checked?
         self._past = Load()  # the totals of earlier workers
+        self._held = HeldRequests(self._wake.set, self._refuse_grammar)
 
     # ------------------------------------------------------------------ what the process does
 
@@ -179,6 +146,7 @@ class Router:
             try:
                 self._info = await worker.start(self._config, self._report)
                 engine = self._start_engine(self._info)
+                self._held.begin(worker, engine)
                 freeze_objects()
                 if self._state == "starting":
                     self._change_state("ready", "ready")
@@ -214,7 +182,7 @@ class Router:
                         result = await worker.flush()
                 elif engine.num_in_flight:
                     result = await worker.flush()
-                elif self._state == "draining" and not engine.has_work:
+                elif self._state == "draining" and not engine.has_work and not self._held:
                     await self._recount(worker, engine)
                     return
                 else:
@@ -234,7 +202,7 @@ class Router:
         self._num_checks += 1
         self._send(engine.complete(result))
         self._worked = time.monotonic()
-        self._crashes_without_step = 0
+        self._restarts.note_step()
         self._is_checked = False
         self._router_seconds += time.perf_counter() - begun
 
@@ -284,6 +252,7 @@ class Router:
             return
         self._is_checked = True
         engine.check()
+        self._held.check()
         try:
             await worker.check(*engine.sync_memory())
         except WorkerFailed as error:  # the counts are wrong, which is worse than a crash
@@ -330,14 +299,16 @@ class Router:
         name, engine = message.request_id, self._engine
         if self._state != "ready" or engine is None:
             return Refused(name, "unavailable", f"{self._state}: {self._detail}")
-        num_waiting = engine.scheduler.num_waiting
+        num_waiting = engine.scheduler.num_waiting + len(self._held)
         if num_waiting >= self._max_queued:
             text = f"{num_waiting} requests wait already, which is the limit; try again in a moment"
             return Refused(name, "queue_full", text)
+        grammar = message.params.grammar
+        params = message.params if grammar is None else msgspec.structs.replace(message.params, grammar=None)
         request = Request(
             name,
             message.prompt_ids,
-            message.params,
+            params,
             message.seed,
             frozenset(message.stop_ids),
             message.namespace,
@@ -347,7 +318,10 @@ class Router:
         if not engine.has_work:
             self._worked = time.monotonic()
         try:
-            engine.add(request)
+            if grammar is None:
+                engine.add(request)
+            else:
+                self._held.add(engine, request, grammar, message.grammar_bytes)
         except NeverFits as error:
             return Refused(name, "never_fits", str(error))
         except (InvalidParams, InvalidPrompt, ValueError) as error:
@@ -362,6 +336,11 @@ class Router:
     def _abort(self, message: Abort) -> None:
         if self._submitted.pop(message.request_id, None) is not None and self._engine is not None:
             self._engine.abort(message.request_id, message.reason)
+            self._held.end(message.request_id)
+
+    def _refuse_grammar(self, name: str, error: str) -> None:
+        """Ends a request whose grammar the worker could not compile."""
+        self._send([TokenEvent(name, None, "invalid", error=error)])
 
     def _release_session(self, client: FrameStream[ToRouter], session: str) -> None:
         self._clients[client].discard(session)
@@ -412,6 +391,7 @@ class Router:
         for event in events:
             if event.finish_reason is not None:
                 submitted.pop(event.request_id, None)
+                self._held.end(event.request_id, is_spoilt=event.finish_reason == "invalid")
 
     def _end_all(self, reason: str, error: str) -> None:
         """Tells the clients that every request ends, whatever the engine holds of it."""
@@ -432,6 +412,7 @@ class Router:
         counts = msgspec.structs.asdict(stats) | {
             name: getattr(past, name) + getattr(stats, name) for name in _TOTALS
         }
+        counts["num_waiting"] += len(self._held)
         counts["reached_peak"] = max(past.reached_peak, stats.reached_peak)
         return Load(
             **counts,
@@ -445,6 +426,7 @@ class Router:
         """Sends the status to all clients every `STATUS_SECONDS`."""
         while True:
             await asyncio.sleep(STATUS_SECONDS)
+            self._held.send_orders()
             self._broadcast()
 
     def _broadcast(self) -> None:
@@ -467,16 +449,14 @@ class Router:
         return self._engine
 
     def _lose_worker(self, error: WorkerDied | WorkerFailed) -> None:
-        """Ends every request, and decides whether another worker is started."""
+        """Ends every request, and decides whether another worker is started. A worker that died while it
+        compiled a grammar does not count: that is a client's doing, and the grammar is refused from now on."""
         state, detail = self._state, self._detail  # a draining router stays draining
-        self._crashes.append(time.monotonic())
-        self._crashes_without_step += 1
-        quick = self._crashes[-1] - self._crashes[0] < CRASH_SECONDS
+        gives_up = "" if self._held.lose_worker() else self._restarts.note_crash()
         if self._info is None and isinstance(error, WorkerFailed):
             state, detail = "dead", str(error)  # the model can never be loaded
-        elif self._crashes_without_step == MAX_CRASHES or (len(self._crashes) == MAX_CRASHES and quick):
-            when = "within a minute" if quick else "before a step was done"
-            state, detail = "dead", f"{MAX_CRASHES} workers died {when}, the last: {error}"
+        elif gives_up:
+            state, detail = "dead", f"{gives_up}, the last: {error}"
         elif state != "draining":
             state, detail = "starting", f"starting another worker: {error}"
         self._end_engine(state, detail, str(error))

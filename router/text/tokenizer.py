@@ -44,6 +44,7 @@ class Tokenizer:
     """The tokenizer and chat template of one model.
 
     Attributes:
+        directory: that of the model.
         eos_ids: the ids that end an answer: those of generation_config.json, or else of config.json, and the
             tokenizer's own.
         bos: the id that begins a text, or None.
@@ -65,6 +66,7 @@ class Tokenizer:
     """
 
     def __init__(self, directory: Path, chat_template: str | None = None) -> None:
+        self.directory = directory
         path = directory / "tokenizer.json"
         try:
             self._tokenizer = tokenizers.Tokenizer.from_file(str(path))
