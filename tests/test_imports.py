@@ -42,6 +42,7 @@ ROOMS = (
     "lightkv.integrations",
     "lightkv",
     "lightkv.router.config",
+    "lightkv.router.token_set",
     "lightkv.router.sampling_params",
     "lightkv.router.terminal",
     "lightkv.router.model_files",
