@@ -1,5 +1,5 @@
-"""A set of token ids, kept and sent as bits: a vocabulary of 150,000 tokens takes 19 kB, and as a list of Python's
-integers six megabytes."""
+"""A set of token ids, kept and sent as bits: a vocabulary of 150,000 tokens takes 19 kB, and as a list of
+Python's integers six megabytes."""
 
 from collections.abc import Iterable, Iterator, Sequence
 
