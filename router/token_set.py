@@ -27,7 +27,10 @@ class TokenSet(msgspec.Struct, frozen=True):
         """Returns the set of `token_ids`. Raises ValueError for one outside 0 to MAX_TOKEN_ID."""
         if not isinstance(token_ids, np.ndarray | Sequence):
             token_ids = list(token_ids)
-        ids = np.asarray(token_ids, dtype=np.int64)
+        try:
+            ids = np.asarray(token_ids, dtype=np.int64)
+        except OverflowError as error:
+            raise ValueError(f"a token id of more than 64 bits; give 0 to {MAX_TOKEN_ID}") from error
         if not ids.size:
             return cls()
         low, high = int(ids.min()), int(ids.max())

@@ -406,7 +406,7 @@ def test_namespaces_without_tokens_are_forgotten() -> None:
         ledger.close(sequence, b"", True)
         ledger.step += 1
         ledger.drain()
-    assert len(ledger._tree.roots) <= 64
+    assert len(ledger._state.tree.roots) <= 64
 
 
 def test_an_abort_of_an_unknown_request_is_ignored(tmp_path: Path) -> None:
