@@ -135,6 +135,15 @@ def rest_of(connection: socket.socket, pause: float = 0.0) -> bytes:
     return received
 
 
+def test_a_header_beyond_the_limit_is_refused(narrow: int) -> None:
+    for num_bytes, status in ((60 * KIB, b"200"), (70 * KIB, b"400")):
+        with socket.create_connection(("127.0.0.1", narrow), timeout=10) as connection:
+            connection.sendall(b"GET /health HTTP/1.1\r\nHost: 127.0.0.1\r\nX-Long: " + b"x" * num_bytes)
+            if status == b"200":
+                connection.sendall(b"\r\n\r\n")
+            assert connection.recv(2**14).split()[1] == status
+
+
 @pytest.mark.slow
 def test_a_client_that_takes_nothing_is_disconnected(api: ApiUnderTest, narrow: int) -> None:
     """The kernel's buffers take some hundreds of kilobytes; the answer has megabytes."""
