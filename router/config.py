@@ -332,7 +332,8 @@ class ServiceConfig:
     allow_priority: bool = setting(
         False,
         "Let requests set a priority below 0, and so go ahead of others. A priority above 0, which lets others "
-        "go ahead, is always allowed. One unit of priority is worth one minute of waiting.",
+        "go ahead, is always allowed. One unit of priority is worth one minute of waiting, up to ten minutes "
+        "ahead of others and an hour behind them.",
     )
     trust_request_chat_template: bool = setting(
         False,

@@ -105,7 +105,7 @@ class _OwnGrammars:
 
     def hold(self, name: str, grammar: Grammar) -> int:
         """Returns the id of the compiled grammar, which stays until `release(name)`. Raises InvalidGrammar."""
-        grammar_id = self._desk.hold(name, grammar, 0)
+        grammar_id = self._desk.hold([name], grammar, 0)
         self._carry_out()
         if grammar_id in self._errors:
             raise self._errors.pop(grammar_id)

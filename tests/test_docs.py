@@ -132,6 +132,19 @@ def test_names_that_a_file_lacks_are_found(tmp_path: Path) -> None:
     assert (name, NAME.findall(beside)) == ("a/one.py", ["C.verb", "g"])
 
 
+def test_every_bound_names_a_test_that_fills_it() -> None:
+    """The rows of the table of queues and caches, but for those that another page or option describes."""
+    text = (ROOT / "docs" / "security.md").read_text(encoding="utf-8")
+    table = re.findall(r"^\|.*\|$", text.split("## Every queue")[1].split("\n## ")[0], re.MULTILINE)
+    sources = "".join(file.read_text(encoding="utf-8") for file in (ROOT / "tests").rglob("test_*.py"))
+    assert len(table) > 25
+    for row in table[2:]:
+        named = re.findall(r"`(test_\w+)`", row)
+        assert named or "the same" in row or "see " in row, row
+        for test in named:
+            assert f"def {test}(" in sources, test
+
+
 def test_one_request_passes_through_few_files() -> None:
     way = text_of(ARCHITECTURE).split("## One request's way\n")[1].split("\nThen ")[0]
     stations = re.findall(r"^\| (\d+) \| `([\w/.]+)`", way, re.MULTILINE)

@@ -44,6 +44,7 @@ ROOMS = (
     "lightkv",
     "lightkv.router.config",
     "lightkv.router.peer_names",
+    "lightkv.router.token_set",
     "lightkv.router.sampling_params",
     "lightkv.router.terminal",
     "lightkv.router.model_files",

@@ -58,7 +58,12 @@ def create_app(
     api = Routes(backend, settings, grammars)
     app = document.DocumentedApp(title="lightkv", version=__version__, docs_url=None, redoc_url=None)
     app.state.grammars = grammars  # which its owner closes
-    room = BodyRoom(settings.max_body_bytes, settings.max_unread_bytes, 2 * tokenizer.max_model_len)
+    room = BodyRoom(
+        settings.max_body_bytes,
+        settings.max_unread_bytes,
+        settings.max_open_bytes,
+        2 * tokenizer.max_model_len,
+    )
     app.router.route_class = body_route(room)
     # The last one that is added sees a request first.
     app.add_middleware(Guard, keys=keys, settings=settings)

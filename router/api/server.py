@@ -1,5 +1,6 @@
-"""The HTTP server of the API process: uvicorn with limits on the number of connections and on the time in
-which a request has to arrive. It handles no signals, because the process ends with its router."""
+"""The HTTP server of the API process: uvicorn with limits on the number of connections, on the time in which a
+request has to arrive, and on the bytes of answers that clients do not take. It handles no signals, because the
+process ends with its router."""
 
 import asyncio
 import json
@@ -42,7 +43,10 @@ def make_server(app: ASGIApp, settings: ServeSettings) -> uvicorn.Server:
     max_connections = min(limits.max_connections, raise_descriptor_limit() * 7 // 8)
     config = uvicorn.Config(
         app,
-        http=cast("type[asyncio.Protocol]", partial(_Connection, limits, max_connections)),
+        http=cast(
+            "type[asyncio.Protocol]",
+            partial(_Connection, limits, max_connections, UnsentBytes(limits.max_unsent_bytes)),
+        ),
         ws="none",
         lifespan="off",
         log_level="warning",
@@ -96,18 +100,45 @@ class _HttpConnection(h11.Connection):
         return sent
 
 
+class UnsentBytes:
+    """Counts the bytes that wait on connections whose clients take too little. Beyond `max_bytes` the
+    connection with the most of them is closed. A connection counts from 64 KiB on, and is not written to then.
+    """
+
+    def __init__(self, max_bytes: int) -> None:
+        self.num_bytes = 0
+        self._max_bytes = max_bytes
+        self._by_transport: dict[asyncio.Transport, int] = {}
+
+    def add(self, transport: asyncio.Transport) -> None:
+        """Counts a connection that has been told to wait."""
+        num_bytes = self._by_transport[transport] = transport.get_write_buffer_size()
+        self.num_bytes += num_bytes
+        while self.num_bytes > self._max_bytes:
+            slowest = max(self._by_transport, key=lambda one: self._by_transport[one])
+            self.remove(slowest)
+            slowest.abort()
+
+    def remove(self, transport: asyncio.Transport) -> None:
+        """Notes that a connection may write again, or is closed."""
+        self.num_bytes -= self._by_transport.pop(transport, 0)
+
+
 class _Connection(H11Protocol):
     """One client's connection, with time limits for headers and body. Beyond `max_connections` it answers 503.
 
     The time for headers begins with the connection, or with the first byte of a later request; the time for the
     body begins at the end of the headers. When a limit has passed, the connection is closed, with a 408 unless
     nothing was sent or the answer has begun. Between requests uvicorn's timeout_keep_alive applies.
+
+    While an answer waits for its client, the client has to take some bytes of it in every `write_seconds`.
     """
 
     def __init__(
         self,
         limits: ApiSettings,
         max_connections: int,
+        unsent: UnsentBytes,
         config: uvicorn.Config,
         server_state: ServerState,
         app_state: dict[str, Any],
@@ -117,6 +148,9 @@ class _Connection(H11Protocol):
         self.conn = _HttpConnection(limits.max_header_bytes)
         self._seconds = {"headers": limits.header_seconds, "body": limits.body_seconds}
         self._max_connections = max_connections
+        self._unsent = unsent
+        self._write_seconds = limits.write_seconds
+        self._write_timer: asyncio.TimerHandle | None = None
         self._awaited: str | None = None  # what the timer runs for: "headers", "body" or nothing
         self._timer: asyncio.TimerHandle | None = None
 
@@ -128,7 +162,32 @@ class _Connection(H11Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._await(None)
+        self._stop_waiting()
         super().connection_lost(exc)
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._wait_for_client(None)
+        self._unsent.add(self.transport)
+
+    def resume_writing(self) -> None:
+        self._stop_waiting()
+        super().resume_writing()
+
+    def _wait_for_client(self, num_before: int | None) -> None:
+        """Closes the connection if none of the bytes that waited `write_seconds` ago was taken. `num_before`:
+        how many these were; None begins."""
+        num_bytes = self.transport.get_write_buffer_size()
+        if num_before is not None and num_bytes >= num_before:
+            self.transport.abort()
+            return
+        self._write_timer = self.loop.call_later(self._write_seconds, self._wait_for_client, num_bytes)
+
+    def _stop_waiting(self) -> None:
+        if self._write_timer is not None:
+            self._write_timer.cancel()
+            self._write_timer = None
+        self._unsent.remove(self.transport)
 
     def handle_events(self) -> None:
         super().handle_events()

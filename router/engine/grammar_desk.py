@@ -13,7 +13,7 @@ request holds it; after that, the latest are kept for later requests, for a time
 import hashlib
 import time
 from collections import OrderedDict, deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import msgspec
 
@@ -85,14 +85,15 @@ class GrammarDesk:
         self._unsent: list[Compile | Forget] = []
         self._refused: OrderedDict[bytes, None] = OrderedDict()
 
-    def hold(self, name: str, grammar: Grammar, num_bytes: int) -> int:
-        """Returns the id of the grammar that request `name` needs, which stays until `release(name)`.
+    def hold(self, names: Sequence[str], grammar: Grammar, num_bytes: int) -> int:
+        """Returns the id of the grammar that the requests `names` need, which stays until each is released.
 
         `num_bytes`: what it takes when it is compiled. Raises InvalidParams for a grammar that was being
-        compiled when a device died, and ValueError for a name that holds one.
+        compiled when a device died, and ValueError for a name that holds one; nothing is held then.
         """
-        if name in self._by_name:
-            raise ValueError(f"request {name!r} holds a grammar already; release it first")
+        for name in names:
+            if name in self._by_name:
+                raise ValueError(f"request {name!r} holds a grammar already; release it first")
         digest = hashlib.sha256(msgspec.msgpack.encode(grammar)).digest()
         if digest in self._refused:
             raise InvalidParams(
@@ -106,8 +107,8 @@ class GrammarDesk:
             self._queue.append(entry)
         if self._idle.pop(entry.id, None) is not None:
             self._idle_bytes -= entry.num_bytes
-        entry.names.add(name)
-        self._by_name[name] = entry
+        entry.names.update(names)
+        self._by_name.update((name, entry) for name in names)
         return entry.id
 
     def is_ready(self, grammar_id: int) -> bool:

@@ -86,10 +86,10 @@ class Engine:
         """Whether another step may be planned before the oldest one completes."""
         return self.scheduler.num_in_flight < self.scheduler.depth
 
-    def add(self, request: Request) -> None:
-        """Queues a request. Raises NeverFits, InvalidPrompt, InvalidParams, EngineDead."""
+    def add(self, *requests: Request) -> None:
+        """Queues all of the requests, or none. Raises NeverFits, InvalidPrompt, InvalidParams, EngineDead."""
         self._require_alive()
-        self.scheduler.add(request)
+        self.scheduler.add(*requests)
 
     def abort(self, request_id: str, reason: str = "abort") -> bool:
         """Ends a request early. Returns False if it has ended already."""

@@ -1,6 +1,7 @@
 """A request: one prompt, its completion so far, and where it stands in the scheduler's queues."""
 
 from array import array
+from collections.abc import Iterable
 from typing import Literal
 
 import numpy as np
@@ -254,3 +255,14 @@ class Request:
         self.expected = self.max_tokens  # its estimate no longer stands
         self.prefill_ids = self.prompt_ids + self.output.tobytes()
         self.num_prefill_tokens = self.num_prompt + len(self.output)
+
+
+def validate_all(requests: Iterable[Request], limits: Limits, capacity: int) -> None:
+    """Checks requests as `Request.validate` does. Answers that share their prompt and parameters are checked
+    once."""
+    checked = None
+    for request in requests:
+        shared = (request.prompt_ids, request.params, request.stop_ids)
+        if checked is None or any(one is not other for one, other in zip(shared, checked, strict=True)):
+            request.validate(limits, capacity)
+            checked = shared

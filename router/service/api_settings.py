@@ -25,6 +25,10 @@ class ApiSettings(msgspec.Struct, frozen=True, kw_only=True):
         header NAMESPACE_HEADER, which every request then has to send; None, the whole service.
     max_body_bytes, max_header_bytes: the most bytes of one HTTP request.
     max_unread_bytes: the most bytes of all bodies that are not parsed yet; further bytes are answered 503.
+    max_open_bytes: the most bytes of the bodies of all requests that are not answered yet; a further body is
+        answered 503.
+    max_unsent_bytes: the most bytes of answers that clients have not taken; beyond it, the connection with the
+        most of them is closed.
     max_answers: the most answers to one HTTP request, which are n times its prompts.
     allow_priority: whether requests may have a priority below 0.
     trust_request_chat_template: whether requests may bring a chat template of their own.
@@ -34,6 +38,7 @@ class ApiSettings(msgspec.Struct, frozen=True, kw_only=True):
     max_connections: the most open connections; further ones are answered 503. Less if the limit of descriptors
         is too low.
     header_seconds, body_seconds: the time in which headers and body have to arrive.
+    write_seconds: the time in which a client has to take some bytes of an answer that waits for it.
     api_key_file: a file of further keys (`key_file.py`), which is read again when it changes.
     hosts: the values of the header Host that requests may have; None allows all.
     allowed_origins: the origins whose pages a browser lets call the service.
@@ -51,6 +56,8 @@ class ApiSettings(msgspec.Struct, frozen=True, kw_only=True):
     cache_namespace: Literal["key", "header"] | None = None
     max_body_bytes: int = 32 * 2**20
     max_unread_bytes: int = 64 * 2**20
+    max_open_bytes: int = 256 * 2**20
+    max_unsent_bytes: int = 256 * 2**20
     max_header_bytes: int = 64 * 2**10
     max_answers: int = 256
     allow_priority: bool = False
@@ -62,6 +69,7 @@ class ApiSettings(msgspec.Struct, frozen=True, kw_only=True):
     max_connections: int = 8192
     header_seconds: float = 15.0
     body_seconds: float = 60.0
+    write_seconds: float = 60.0
     api_key_file: str | None = None
     hosts: HostRule | None = None
     allowed_origins: list[str] = []

@@ -25,6 +25,7 @@ from rpyc.core.stream import Stream
 from lightkv.errors import LightKVError
 from lightkv.router.engine.step import ExpectedMemory, PoolMap, RunnerInfo, SlotOwners, StepPlan, StepResult
 from lightkv.router.service.grammars.server import GrammarServer
+from lightkv.router.service.wire.plan_message import PlanMessage
 
 from .child_process import freeze_objects, ignore_signals
 from .log_stream import drain_log, write_in_background
@@ -169,8 +170,8 @@ class Worker(rpyc.Service):
         return self._answer(_START, request, self._start)
 
     def exposed_step(self, request: bytes) -> bytes:
-        """`StepPlan` → the `StepResult` of the plan before it; None for the first plan and after a flush."""
-        return self._answer(_PLAN, request, lambda plan: self._started()[1].step(plan))
+        """`PlanMessage` → the `StepResult` of the plan before it; None for the first plan and after a flush."""
+        return self._answer(_PLAN, request, lambda sent: self._started()[1].step(sent.whole()))
 
     def exposed_flush(self) -> bytes:
         """→ the `StepResult` of the last plan; None if it was returned already."""
@@ -270,7 +271,7 @@ def failure(error: Exception, fatal: bool, step: int | None = None) -> WorkerErr
 
 
 _START = msgspec.msgpack.Decoder(WorkerStart)
-_PLAN = msgspec.msgpack.Decoder(StepPlan)
+_PLAN = msgspec.msgpack.Decoder(PlanMessage)
 _CHECK = msgspec.msgpack.Decoder(tuple[bytes, ExpectedMemory])
 _MAP = msgspec.msgpack.Decoder(tuple[bytes, SlotOwners])
 _NOTHING = msgspec.msgpack.Decoder(None)

@@ -222,18 +222,15 @@ def test_a_refusal_of_the_router_has_its_status_before_a_stream_begins(
     assert api.client.num_open == 0
 
 
-def test_one_refusal_aborts_the_other_requests(api: ApiUnderTest) -> None:
-    api.router.hold = True
-    api.router.refuse = lambda submit: (
-        Refused(submit.request_id, "queue_full", "no") if len(api.router.submits) == 3 else None
-    )
-    api.post(COMPLETIONS, {"prompt": "a", "n": 4}, 429)
-    wait_until(lambda: len(api.router.aborts) == 3)
-    submitted = [submit.request_id for submit in api.router.submits]
-    assert [abort.request_id for abort in api.router.aborts] != submitted
-    assert {abort.request_id for abort in api.router.aborts} == {*submitted} - {submitted[2]}
-    wait_until(lambda: api.router.num_running == 0)
+def test_answers_are_refused_together(api: ApiUnderTest) -> None:
+    api.router.refuse = lambda asked: Refused(asked.request_id, "queue_full", "no")
+    api.post(COMPLETIONS, {"prompt": ["a", "b"], "n": 4}, 429)
+    assert len({asked.request_id for asked in api.router.submits}) == 8
+    assert len({id(asked.submit) for asked in api.router.submits}) == 1
     assert api.client.num_open == 0
+    api.router.refuse = lambda asked: None
+    api.post(COMPLETIONS, {"prompt": "a", "max_tokens": 1})
+    assert api.router.aborts == []  # the router never knew them
 
 
 @pytest.mark.parametrize("state", ["starting", "draining"])

@@ -2,6 +2,7 @@
 
 import json
 import os
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import closing
@@ -10,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+from opentelemetry.sdk.trace.export import BatchSpanProcessor, SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
 from lightkv import __version__
@@ -390,6 +391,23 @@ def test_a_part_that_is_no_text_is_answered_with_text_only(api: ApiUnderTest, ki
 
 
 # Spans
+
+
+def test_spans_beyond_the_queue_are_dropped() -> None:
+    """While the collector does not answer, a span takes no memory that another one would not."""
+
+    class Stuck(InMemorySpanExporter):
+        def export(self, spans: Any) -> Any:
+            is_free.wait(20)
+            return super().export(spans)
+
+    is_free, exporter = threading.Event(), Stuck()
+    processor = BatchSpanProcessor(exporter, max_queue_size=64, max_export_batch_size=8)
+    with closing(SpanTracer(processor, MODEL)) as tracer:
+        for i in range(1000):
+            tracer.record(RequestRecord(str(i), "GET", 1.0, 2.0, None, 200, None, None))
+        is_free.set()
+    assert 64 <= len(exporter.get_finished_spans()) <= 64 + 2 * 8
 
 
 def test_a_request_becomes_spans_below_its_callers(api: ApiUnderTest) -> None:

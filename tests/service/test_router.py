@@ -23,6 +23,8 @@ from lightkv.router.service.messages import (
     Abort,
     Accepted,
     Events,
+    NewAnswer,
+    NewPrompt,
     Refused,
     Status,
     Submit,
@@ -124,7 +126,9 @@ class Client:
     ) -> Accepted | Refused:
         params = SamplingParams(max_tokens=max_tokens, temperature=0.0, grammar=grammar)
         ids = array("i", prompt).tobytes()
-        self.stream.send(Submit(name, ids, params, 1, [], states_length=states_length))
+        self.stream.send(
+            Submit([NewPrompt(ids, [NewAnswer(name, 1)])], params, [], states_length=states_length)
+        )
         while (answer := await self.take()) is None:
             pass
         return answer
@@ -230,7 +234,7 @@ def test_a_burst_of_requests_leaves_time_for_steps(tmp_path: Path, monkeypatch: 
             client = await made.connect()
             for i in range(100):
                 params = SamplingParams(max_tokens=5, temperature=0.0)
-                client.stream.send(Submit(str(i), b"", params, 1, []))
+                client.stream.send(Submit([NewPrompt(b"", [NewAnswer(str(i), 1)])], params, []))
             while sum(handled) < 100:
                 await asyncio.sleep(0)
                 handled.append(num_handled)

@@ -104,7 +104,7 @@ class GenerationRequest(StructuredFields, RequestBody, AnswerFields, AliasFields
         ge=-MAX_PRIORITY,
         le=MAX_PRIORITY,
         description="Requests with a lower value run first; 0 by default. One unit counts as much as a minute "
-        "of waiting. Values below 0 need --allow-priority.",
+        "of waiting; below -10 and above 60 it counts no more. Values below 0 need --allow-priority.",
     )
     cache_salt: Text | None = Field(
         None,

@@ -6,7 +6,7 @@ add ──► (the desk's orders to the worker) ──► Compiled ──► the
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from lightkv.errors import LightKVError
 from lightkv.router.engine.grammar_desk import Compile, GrammarDesk
@@ -51,19 +51,22 @@ class HeldRequests:
         self._held.clear()
         return self._desk.lose_device()
 
-    def add(self, engine: Engine, request: Request, grammar: Grammar, num_bytes: int) -> None:
-        """Queues a request in the engine once its grammar, of `num_bytes` when it is compiled, is ready.
+    def add(self, engine: Engine, requests: Sequence[Request], grammar: Grammar, num_bytes: int) -> None:
+        """Queues the requests of one submission in the engine once their grammar, of `num_bytes` when it is
+        compiled, is ready.
 
         Raises as `Request.validate` does, also for a grammar that is refused; nothing is held then.
         """
-        scheduler = engine.scheduler
-        request.validate(scheduler.limits, scheduler.ledger.capacity)
-        request.queued = time.monotonic()
-        request.grammar = self._desk.hold(request.id, grammar, num_bytes)
-        if self._desk.is_ready(request.grammar):
-            engine.add(request)
+        scheduler, now = engine.scheduler, time.monotonic()
+        for request in requests:
+            request.validate(scheduler.limits, scheduler.ledger.capacity)
+        grammar_id = self._desk.hold([request.id for request in requests], grammar, num_bytes)
+        for request in requests:
+            request.queued, request.grammar = now, grammar_id
+        if self._desk.is_ready(grammar_id):
+            engine.add(*requests)
         else:
-            self._held[request.id] = request
+            self._held.update((request.id, request) for request in requests)
         self.send_orders()
 
     def end(self, name: str, is_spoilt: bool = False) -> None:
