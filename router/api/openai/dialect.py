@@ -230,7 +230,9 @@ class ChatDialect:
         family = FAMILIES["gpt_oss"] if self._has_messages else self._family
         if family is None:
             return None
-        use = ToolUse([Function(name=name, parameters=one) for name, one in PROBED_TOOLS.items()])
+        use = ToolUse(
+            [Function(name=name, parameters=one, strict=None) for name, one in PROBED_TOOLS.items()]
+        )
         end_texts = [self._tokenizer.token_text(token_id) for token_id in self._tokenizer.eos_ids]
 
         def render(messages: Sequence[dict[str, Any]], add_generation_prompt: bool) -> str:
