@@ -7,6 +7,7 @@ A script runs in the environment of its client, which has neither lightkv nor py
 import argparse
 import asyncio
 import inspect
+import secrets
 import time
 import traceback
 from collections.abc import Awaitable, Callable
@@ -120,6 +121,7 @@ class TenTurns:
 
     def __init__(self) -> None:
         self.num_known = 0
+        self.question = f"What do the notes {secrets.token_hex(8)} say of São Paulo?"  # in no cache
 
     def check(self, usage: Any) -> None:
         """The prompt begins with the last prompt and its answer, whose last token was never computed."""

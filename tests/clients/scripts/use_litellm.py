@@ -127,7 +127,7 @@ def ten_turns_hit_all_but_the_newest(service: Service) -> None:
     for provider in PROVIDERS:
         turns = TenTurns()
         fields = fields_of(service, provider) | {"max_tokens": 200, "temperature": 0}
-        messages: Any = [{"role": "user", "content": f"What do the notes say? I ask by {provider}."}]
+        messages: Any = [{"role": "user", "content": turns.question}]
         for number, choice in enumerate(TURNS):
             done = litellm.completion(
                 messages=messages,

@@ -170,7 +170,7 @@ async def parse_with_the_asynchronous_client(service: Service) -> None:
 
 def ten_turns_hit_all_but_the_newest(service: Service) -> None:
     client, turns = connect(service), TenTurns()
-    messages: Any = [{"role": "user", "content": "What do the notes say of São Paulo?"}]
+    messages: Any = [{"role": "user", "content": turns.question}]
     for number, choice in enumerate(TURNS):
         fields: Any = {"model": service.model, "temperature": 0, "max_tokens": 200, "tool_choice": choice}
         fields |= {"messages": messages, "tools": [SEARCH, WEATHER], "parallel_tool_calls": False}
