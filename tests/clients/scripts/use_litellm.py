@@ -18,11 +18,14 @@ from checks import (
     MAX_TOKENS,
     QUESTION,
     RESULT,
+    SEARCH,
+    TURNS,
     WEATHER,
     City,
     Forecast,
     Report,
     Service,
+    TenTurns,
     main,
 )
 
@@ -163,6 +166,28 @@ def tools_streamed(service: Service) -> None:
         City.model_validate_json(call.function.arguments)
 
 
+def ten_turns_hit_all_but_the_newest(service: Service) -> None:
+    for provider in PROVIDERS:
+        turns = TenTurns()
+        fields = fields_of(service, provider) | {"max_tokens": 200, "temperature": 0}
+        messages: Any = [{"role": "user", "content": turns.question}]
+        for number, choice in enumerate(TURNS):
+            done = litellm.completion(
+                messages=messages,
+                tools=[SEARCH, WEATHER],
+                tool_choice=choice,
+                parallel_tool_calls=False,
+                **fields,
+            )
+            turns.check(done.usage)
+            message = done.choices[0].message
+            (call,) = message.tool_calls
+            messages += [
+                message,
+                {"role": "tool", "tool_call_id": call.id, "content": f"{number}: {RESULT}"},
+            ]
+
+
 def a_class_of_free_texts(service: Service) -> None:
     messages = [*EXAMPLES, {"role": "user", "content": LAST}]
     fields = fields_of(service, "openai") | {"max_tokens": 100, "temperature": 0}
@@ -193,5 +218,6 @@ main(
             a_fallback_for_long_prompts,
         ],
         "default": [a_class_of_free_texts, any_object],
+        "bytes": [ten_turns_hit_all_but_the_newest],
     }
 )
