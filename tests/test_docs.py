@@ -244,7 +244,7 @@ def test_the_readmes_question_has_the_answer_that_the_readme_tells(tmp_path: Pat
 # The name on PyPI is not ours: whoever registers it would run code on the machines of those who follow.
 # What follows a path that begins with a dot is prose.
 FROM_AN_INDEX = re.compile(
-    r"""pip3?\ install(\s+(?!["'`]?\.)\S+)*?\s+["'`]?lightkv(\[[\w,-]*\])?(==[\w.]+)?["'`\s;,.)]"""
+    r"""pip3?\ install([ \t]+(?!["'`]?\.)\S+)*?[ \t]+["'`]?lightkv(\[[\w,-]*\])?(==[\w.]+)?["'`\s;,.)]"""
 )
 SOURCES = [
     path
