@@ -35,7 +35,7 @@ _EXAMPLES = (
     "lightkv simulate AzureLLMInferenceTrace_conv.csv --allocation paged:16 --admission watermark",
     "lightkv simulate chat --rate inf --requests 20000 --out chat.json",
     "lightkv simulate chat --load 1.3 --admission timely --report timely.html",
-    "lightkv simulate mooncake_conversation_trace.jsonl --capacity 1000000 | tail -1 | jq .goodput",
+    "lightkv simulate mooncake_conversation_trace.jsonl --time-unit ms --capacity 1000000 | tail -1 | jq .goodput",
 )
 _REPORT_EXAMPLES = (
     "lightkv simulate chat --load 1.3 --admission timely --out timely.json",
@@ -58,9 +58,9 @@ def simulate(
     trace: Annotated[
         str,
         typer.Argument(
-            help="A trace file as published by Azure, Mooncake (.jsonl) or sarathi-serve (ShareGPT's lengths), "
-            "or the name of a generated workload: azure-conv, azure-code, sharegpt, mooncake, decode-heavy, "
-            "prefill-heavy, chat.",
+            help="A trace file: a CSV with arrival_seconds, prompt_tokens and output_tokens (docs/simulator.md), or as "
+            "published by Azure, Mooncake (.jsonl) or sarathi-serve (ShareGPT's lengths). Or the name of a generated "
+            "workload: azure-conv, azure-code, sharegpt, mooncake, decode-heavy, prefill-heavy, chat.",
         ),
     ] = "azure-conv",
     *,

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from lightkv.errors import LightKVError
 from lightkv.router.config import ADMISSIONS, flag, setting
 
+from .trace_files import BLOCK, TIME_UNITS, Reading
+
 PAGE_SIZES = (16, 32, 64, 128, 256)
 ALLOCATIONS = ("token", "contiguous", *(f"paged:{size}" for size in PAGE_SIZES))
 
@@ -51,6 +53,11 @@ class SimulationConfig:
     requests: int | None = setting(
         None, "Number of requests; a file that ends is repeated. Default: all of a file, 2000 of a workload."
     )
+    time_unit: str | None = setting(
+        None,
+        f"Unit of the times of a file with Mooncake's names: {', '.join(TIME_UNITS)}. Mooncake's own have ms.",
+    )
+    block_tokens: int = setting(BLOCK, "Tokens of a block of hash_ids; Mooncake's have 512.")
     load: float | None = setting(
         None,
         "Arrival rate, as a multiple of the rate that an oracle serves when all requests wait at the start "
@@ -97,7 +104,13 @@ class SimulationConfig:
                 f"--admission is {self.admission!r}; a contiguous allocation reserves the prompt and --max-new "
                 "at once, which is sum: leave --admission out"
             )
-        for name, least in (("capacity", 1), ("max_num_seqs", 1), ("prefill_chunk", 0), ("max_new", 1)):
+        for name, least in (
+            ("capacity", 1),
+            ("max_num_seqs", 1),
+            ("prefill_chunk", 0),
+            ("max_new", 1),
+            ("block_tokens", 1),
+        ):
             if getattr(self, name) < least:
                 raise InvalidSimulation(f"{flag(name)} is {getattr(self, name)}; give at least {least}")
         if self.requests is not None and self.requests < 1:
@@ -115,8 +128,15 @@ class SimulationConfig:
         for name in ("stated", "low_priority"):
             if not 0 <= getattr(self, name) <= 1:
                 raise InvalidSimulation(f"{flag(name)} is {getattr(self, name)}; give a share from 0 to 1")
+        if self.time_unit not in (None, *TIME_UNITS):
+            raise InvalidSimulation(f"--time-unit is {self.time_unit!r}; give one of {', '.join(TIME_UNITS)}")
         if self.load is not None and self.rate is not None:
             raise InvalidSimulation("--load and --rate both set the arrival rate; give one")
+
+    @property
+    def reading(self) -> Reading:
+        """How the numbers of a trace's file are read."""
+        return Reading(self.time_unit, self.block_tokens)
 
     @property
     def counted(self) -> str:

@@ -193,7 +193,7 @@ def test_prefix_blocks_are_hit(tmp_path: Path, allocation: str, hits: int) -> No
     path = tmp_path / "m.jsonl"
     lines = [PREFIXED.format(0, 1024, 3, [4, 5]), PREFIXED.format(9000, 1024, 3, [4, 5])]
     path.write_text("".join([*lines, PREFIXED.format(20_000, 1024, 3, [5, 4])]))
-    config = replace(SMALL, allocation=allocation)
+    config = replace(SMALL, allocation=allocation, time_unit="ms")
     assert simulate(str(path), config).figures.hit_tokens == hits
 
 
