@@ -341,7 +341,7 @@ def test_the_last_line_has_every_figure(tmp_path: Path) -> None:
     ("args", "words"),
     [
         (["nothing.csv"], "no file, and no workload"),
-        (["--allocation", "paged:10"], "token, contiguous, paged:16"),
+        (["--allocation", "paged:1"], "token, contiguous, or paged:N"),
         (["--allocation", "contiguous", "--admission", "exact"], "leave --admission out"),
         (["--admission", "best"], "exact, quantile"),
         (["--load", "1", "--rate", "2"], "give one"),
