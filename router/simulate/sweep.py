@@ -38,6 +38,18 @@ class Repeats:
         return min(values), max(values)
 
 
+def is_above(one: Repeats, other: Repeats, value: Callable[[Figures], float]) -> bool:
+    """Returns whether a figure is higher in `one` whatever the seed.
+
+    Results with the same seed have the same requests, so each is compared with its own counterpart. Where the
+    seeds differ, all of `one` have to be above all of `other`.
+    """
+    if one.seeds != other.seeds:
+        return one.spread(value)[0] > other.spread(value)[1]
+    pairs = zip(one.results, other.results, strict=True)
+    return all(value(a.figures) > value(b.figures) for a, b in pairs)
+
+
 def sweep(
     trace_name: str, configs: Sequence[SimulationConfig], num_seeds: int, progress: Progress
 ) -> list[SimulationResult]:

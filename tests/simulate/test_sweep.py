@@ -13,9 +13,9 @@ from lightkv.router.cli.app import app
 from lightkv.router.simulate.config import InvalidAllocation, SimulationConfig, page_of
 from lightkv.router.simulate.report.page import render
 from lightkv.router.simulate.report.tables import Cell, Table, policies, split
-from lightkv.router.simulate.result import SimulationResult, encode_all, load_all, series_csv
+from lightkv.router.simulate.result import Figures, SimulationResult, encode_all, load_all, series_csv
 from lightkv.router.simulate.simulator import simulate
-from lightkv.router.simulate.sweep import Repeats, repeats_of, sweep
+from lightkv.router.simulate.sweep import Repeats, is_above, repeats_of, sweep
 from tests.support.simulation_results import SMALL, Parsed, nothing
 
 TOKEN, PAGED = SMALL, replace(SMALL, allocation="paged:48")
@@ -159,11 +159,12 @@ def test_results_that_differ_in_their_seed_alone_are_repeats(swept: list[Simulat
     ("first", "second", "is_best"),
     [
         ((5.0, 6.0), (3.0, 4.0), True),
-        ((5.0, 6.0), (3.0, 5.0), False),
+        ((5.0, 6.0), (3.0, 5.0), True),
+        ((5.0, 6.0), (5.0, 4.0), False),
         ((5.0,), (4.99,), True),
         ((5.0,), (5.0,), False),
     ],
-    ids=["apart", "overlapping", "one seed", "equal"],
+    ids=["apart", "with each seed", "with one seed not", "one seed", "equal"],
 )
 def test_the_best_is_marked_if_the_spread_allows_it(
     first: tuple[float, ...], second: tuple[float, ...], is_best: bool
@@ -178,8 +179,28 @@ def test_the_best_is_marked_if_the_spread_allows_it(
     spread = f"{first[0]:.2f} – {first[-1]:.2f}" if len(first) > 1 else ""
     assert cells[0].spread == spread
     text = Parsed(render([result for group in groups for result in group.results])).all_text()
-    assert ("The seeds differ more than the policies" in text) == (not is_best and first != second)
+    assert ("The order of the goodputs depends on the seed" in text) == (not is_best and first != second)
     assert ("has the highest goodput" in text) == is_best
+
+
+def test_other_seeds_are_compared_by_their_spread() -> None:
+    def goodput(figures: Figures) -> float:
+        return figures.goodput
+
+    two, three = Repeats(tuple(with_goodput(5.0, 6.0))), Repeats(tuple(with_goodput(3.0, 4.0, 5.0)))
+    assert not is_above(two, three, goodput)
+    assert is_above(Repeats(tuple(with_goodput(5.1, 6.0))), three, goodput)
+
+
+def test_a_policy_that_is_close_to_the_best_is_named() -> None:
+    results = [
+        result
+        for page, goodputs in {2: (5.0, 6.0), 3: (6.0, 4.0), 4: (1.0, 2.0)}.items()
+        for result in with_goodput(*goodputs, allocation=f"paged:{page}")
+    ]
+    text = Parsed(render(results)).all_text()
+    assert "paged:2 · exact has the highest goodput" in text
+    assert "With some seed it is no higher than that of paged:3 · exact." in text
 
 
 def test_a_lower_latency_is_better_outside_its_spread() -> None:

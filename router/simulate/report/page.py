@@ -13,7 +13,7 @@ import jinja2
 
 from lightkv import __version__
 from lightkv.router.simulate.result import SimulationResult
-from lightkv.router.simulate.sweep import Repeats, repeats_of
+from lightkv.router.simulate.sweep import Repeats, is_above, repeats_of
 
 from .chart import HEIGHT, LEFT, PLOT_BOTTOM, PLOT_RIGHT, TOP, WIDTH, Chart
 from .charts import counts, duration, in_seconds, latencies, over_time, shares
@@ -238,24 +238,24 @@ def _comparison(groups: Sequence[Repeats], names: Sequence[str], comparable: boo
     if not comparable:
         return
     results = [group.mean for group in groups]
-    spreads = dict(zip(names, (group.spread(attrgetter("goodput")) for group in groups), strict=True))
-    ordered = sorted(zip(results, names, strict=True), key=lambda pair: -pair[0].figures.goodput)
+    ordered = sorted(zip(groups, names, strict=True), key=lambda pair: -pair[0].mean.figures.goodput)
     (first, name), (last, last_name) = ordered[0], ordered[-1]
-    f, goal = first.figures, _goal(first)
-    if f.goodput == last.figures.goodput:
+    f, lowest, goal = first.mean.figures, last.mean.figures, _goal(first.mean)
+    if f.goodput == lowest.goodput:
         yield f"All have the same goodput: {f.goodput:.2f} requests a second met both targets ({goal})."
-    elif spreads[name][0] <= spreads[last_name][1]:  # never with one seed
+    elif not is_above(first, last, attrgetter("goodput")):
         yield (
-            f"The seeds differ more than the policies: the mean goodput is from {last.figures.goodput:.2f} "
-            f"({last_name}) to {f.goodput:.2f} ({name}) requests a second that met both targets ({goal}), "
-            f"and from seed to seed it is from {spreads[name][0]:.2f} to {spreads[name][1]:.2f} ({name})."
+            f"The order of the goodputs depends on the seed. Their means are from {lowest.goodput:.2f} "
+            f"({last_name}) to {f.goodput:.2f} ({name}) requests a second that met both targets ({goal})."
         )
     else:
         yield (
             f"{name} has the highest goodput: {f.goodput:.2f} requests a second met both targets ({goal}). "
-            f"{last_name} has the lowest: {last.figures.goodput:.2f}, which is "
-            f"{last.figures.goodput / f.goodput:.0%} of that."
+            f"{last_name} has the lowest: {lowest.goodput:.2f}, {lowest.goodput / f.goodput:.0%} of that."
         )
+    close = [other for group, other in ordered[1:] if not is_above(first, group, attrgetter("goodput"))]
+    if close and f.goodput != lowest.goodput and last_name not in close:
+        yield f"With some seed it is no higher than that of {' and '.join(close)}."
     calm = [n for r, n in zip(results, names, strict=True) if not r.figures.num_preemptions]
     if len(calm) == len(results):
         yield "None of them preempted a request."

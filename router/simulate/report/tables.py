@@ -6,7 +6,7 @@ from operator import attrgetter
 from typing import Any
 
 from lightkv.router.simulate.result import Figures, SimulationResult
-from lightkv.router.simulate.sweep import Repeats
+from lightkv.router.simulate.sweep import Repeats, is_above
 
 PARAMETERS = {
     "base": "every step",
@@ -81,7 +81,7 @@ def policies(groups: Sequence[Repeats], names: Sequence[str], comparable: bool) 
     if any(len(group.results) > 1 for group in groups):
         bold = f" Means over the seeds, with the least and the greatest below.{bold}"
         if comparable:
-            bold = bold[:-1] + ", if its seeds are all better than those of the others."
+            bold = bold[:-1] + ", if it is better than the others with every seed."
     service = "Service. In time: requests that met both targets. Served: until the last admission."
     memory = (
         "Memory: means while loaded, as shares of the pool's capacity. Waste: slots held without a token. "
@@ -114,17 +114,14 @@ def _policies(
 
 
 def _best(row: _Row, groups: Sequence[Repeats]) -> str | None:
-    """Returns the best value as it is shown; None where there is none, or its spread reaches into another's."""
+    """Returns the best value as it is shown; None where there is none, or another is as good with some seed."""
     ordered = sorted(groups, key=lambda group: -row.better * row.value(group.mean.figures))
     texts = [format(row.value(group.mean.figures), row.form) for group in ordered]
     if not row.better or texts[0] == texts[-1]:
         return None
-    first = ordered[0].spread(row.value)[row.better < 0]  # its worst
-    second = [group.spread(row.value) for group, text in zip(ordered, texts, strict=True) if text != texts[0]]
-    worst_first, best_second = (first, max(high for _, high in second))
-    if row.better < 0:
-        worst_first, best_second = -first, -min(low for low, _ in second)
-    return texts[0] if worst_first > best_second else None
+    others = [group for group, text in zip(ordered, texts, strict=True) if text != texts[0]]
+    is_best = all(is_above(ordered[0], group, lambda f: row.better * row.value(f)) for group in others)
+    return texts[0] if is_best else None
 
 
 def _spread(value: Callable[[Figures], float], form: str, group: Repeats) -> str:
