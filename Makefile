@@ -56,10 +56,11 @@ $(VENV)/clients/%/.installed: tests/clients/requirements/%.txt | $(STAMP)
 test-all: $(STAMP) $(CLIENTS) ## all the tests, with public clients
 	$(PYTEST) $(ARGS)
 
-lint: $(STAMP) ## style, format and types
+lint: $(STAMP) ## style, format and types, and the Dockerfile
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/mypy -p lightkv
+	$(VENV)/bin/hadolint Dockerfile
 
 reference: $(STAMP) ## write docs/api.md anew, from the docstrings
 	$(VENV)/bin/python docs/reference.py

@@ -208,7 +208,7 @@ def test_an_editable_installation(checkout: Path, tmp_path: Path) -> None:
 
 
 def test_without_the_extra(checkout: Path) -> None:
-    """As `pip install lightkv` leaves it: torch, triton and numpy, and none of the packages of the extra."""
+    """As `pip install .` leaves it: torch, triton and numpy, and none of the packages of the extra."""
     program = """
 import sys
 
@@ -231,7 +231,7 @@ main()
     done = subprocess.run(
         (sys.executable, "-c", program), cwd=checkout, capture_output=True, text=True, timeout=120
     )
-    remedy = 'is not installed; pip install "lightkv[router]" brings it'
+    remedy = 'is not installed; run pip install ".[router]" in a checkout of lightkv'
     lines = done.stdout.splitlines()
     assert [line.endswith(remedy) for line in lines] == [True] * 3, done.stdout + done.stderr
     assert done.returncode == 1

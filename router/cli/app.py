@@ -284,7 +284,7 @@ def _is_bad_input(error: LightKVError) -> bool:
     from lightkv.router.engine.request import NeverFits
     from lightkv.router.engine.step_time import InvalidStepTime
     from lightkv.router.model_files import ModelNotFound, UnreadableWeights
-    from lightkv.router.simulate.traces import UnreadableTrace
+    from lightkv.router.simulate.trace_files import UnreadableTrace
     from lightkv.router.text.tokenizer import ChatTemplateError, UnreadableTokenizer
 
     settings = (InvalidConfig, InvalidParams, UnknownBackend, NeverFits, ChatTemplateError)

@@ -108,8 +108,13 @@ takes_service = _with_options(
     _config_options(ServiceConfig, "Service"),
     lambda values: ServiceConfig(**values | {name: tuple(values[name] or ()) for name in _SEVERAL}),
 )
-takes_simulation = _with_options(
-    "config", _config_options(SimulationConfig, "Simulation"), lambda values: SimulationConfig(**values)
+takes_simulations = _with_options(
+    "configs",
+    _config_options(SimulationConfig, "Simulation"),
+    lambda values: tuple(
+        SimulationConfig(**values | {"allocation": allocation})
+        for allocation in dict.fromkeys(name.strip() for name in values["allocation"].split(","))
+    ),
 )
 takes_sampling = _with_options(
     "params", _sampling_options(), lambda values: SamplingParams(**values | {"stop": values["stop"] or ()})

@@ -28,7 +28,7 @@ from pathlib import Path
 import msgspec
 from rich.console import Console
 
-from lightkv.errors import LightKVError
+from lightkv.errors import LightKVError, how_to_install
 from lightkv.router.config import API_KEY_VARIABLE, EngineConfig, InvalidConfig, ServiceConfig
 from lightkv.router.model_files import resolve
 from lightkv.router.service.access.key_file import read_keys
@@ -139,8 +139,7 @@ def _check_tracing(service: ServiceConfig) -> None:
             is_installed = False
         if not is_installed:
             raise CannotServe(
-                f"--otlp-endpoint needs the package {package}, which is not installed; "
-                'pip install "lightkv[otel]" brings it'
+                f"--otlp-endpoint needs the package {package}, which is not installed; {how_to_install('otel')}"
             )
 
 

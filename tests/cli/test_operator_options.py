@@ -137,7 +137,7 @@ def test_settings_are_shown_without_secrets() -> None:
 
 def test_spans_need_their_packages(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launch, "find_spec", lambda name: None)
-    with pytest.raises(launch.CannotServe, match=r"lightkv\[otel\]"):
+    with pytest.raises(launch.CannotServe, match=r"pip install \"\.\[otel\]\" in a checkout"):
         launch._check_tracing(ServiceConfig(otlp_endpoint="http://localhost:4318/v1/traces"))
 
 
