@@ -134,6 +134,8 @@ class _Connection(H11Protocol):
     While an answer waits for its client, the client has to take some bytes of it in every `write_seconds`.
     """
 
+    conn: _HttpConnection
+
     def __init__(
         self,
         limits: ApiSettings,
