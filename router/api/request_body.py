@@ -131,7 +131,7 @@ class _BodyRequest(Request):
         self._room.release(self._num_claimed)
         self._num_claimed = 0
 
-    def close(self) -> None:
+    def finish(self) -> None:
         """Returns all room: the request is answered."""
         self.release()
         self._room.close(self._num_open)
@@ -149,7 +149,7 @@ class _ClosingResponse(Response):
         try:
             await self._response(scope, receive, send)
         finally:
-            self._request.close()
+            self._request.finish()
 
 
 def body_route(room: BodyRoom) -> type[APIRoute]:
@@ -164,7 +164,7 @@ def body_route(room: BodyRoom) -> type[APIRoute]:
                 try:
                     response = await handle(bounded)
                 except BaseException:
-                    bounded.close()
+                    bounded.finish()
                     raise
                 bounded.release()
                 return _ClosingResponse(response, bounded)

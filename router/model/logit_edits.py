@@ -246,7 +246,9 @@ def _count_entries(new_rows: Sequence[NewRow], prompts: Sequence[bytes], vocab_s
 def _ban_masks(new_rows: Sequence[NewRow], vocab_size: int) -> tuple[np.ndarray, np.ndarray]:
     """Returns `RowEdits.bans` and `RowEdits.masks`. Rows with the same parameters share a mask."""
     mask_idx_of: dict[int, int] = {}  # id of the parameters → index of their mask
-    rows, mask_idxs, masks = [], [], []
+    rows: list[int] = []
+    mask_idxs: list[int] = []
+    masks: list[np.ndarray] = []
     for new_row in new_rows:
         params = new_row.params
         if params.allowed is None and not params.banned:
