@@ -14,7 +14,7 @@ from lightkv import __version__
 from lightkv.errors import LightKVError
 from lightkv.router.api.grammars.checker import GrammarChecker
 from lightkv.router.api.openai import document
-from lightkv.router.api.openai.protocol import CONTEXT_EXCEEDED
+from lightkv.router.api.openai.errors import CONTEXT_EXCEEDED
 from lightkv.router.api.operators.docs_page import DocsPage
 from lightkv.router.api.operators.request_log import (
     REQUEST_ID_HEADER,

@@ -10,7 +10,8 @@ import msgspec
 from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
-from lightkv.router.api.openai.protocol import GenerationRequest, error_body
+from lightkv.router.api.openai.errors import error_body
+from lightkv.router.api.openai.protocol import GenerationRequest
 from lightkv.router.api.openai.response_writer import ResponseEvents, ResponseWriter
 from lightkv.router.api.openai.writer import ChatWriter, CompletionWriter, usage_of
 

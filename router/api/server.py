@@ -17,7 +17,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 from uvicorn.server import ServerState
 
-from lightkv.router.api.openai.protocol import error_body
+from lightkv.router.api.openai.errors import error_body
 from lightkv.router.service.api_settings import ApiSettings, ServeSettings
 
 from .http_guard import OPEN_PATHS, error_response

@@ -239,12 +239,13 @@ class WorkerClient:
         """Returns the next answer to a Compile."""
         if self._grammars is None:
             raise RuntimeError("a grammar before start")
+        reason = ""
         try:
             answer = await self._grammars.receive()
-        except BadFrame:
-            answer = None
-        if answer is None:
-            self.kill("it answers no orders of grammars")
+        except BadFrame as error:
+            answer, reason = None, f"it sent no answer about a grammar: {error}"
+        if answer is None:  # as a rule the process has ended, and its end says how
+            self.kill(reason)
             raise await self.wait_dead()
         return answer
 

@@ -114,7 +114,9 @@ def test_a_value_out_of_bounds_is_refused_by_name(
     status, _, content = api.send("POST", path, {**HELLO, "prompt": "a", **fields})
     assert status == 400, content
     error = error_of(content)
-    assert (error["param"], error["type"], error["code"]) == (param, "invalid_request_error", 400)
+    is_id = fields.get("prompt") == [2**31]
+    code = 400 if param or is_id else "context_length_exceeded"
+    assert (error["param"], error["type"], error["code"]) == (param, "invalid_request_error", code)
     assert not api.router.submits
     assert len(content) < 1000
 

@@ -94,6 +94,13 @@ class Asked(NamedTuple):
     params: SamplingParams
 
     @property
+    def what(self) -> tuple[object, ...]:
+        """All that was asked for, without the names of the answers."""
+        submit = self.submit
+        shared = (submit.stop_ids, submit.priority, submit.namespace, submit.session, submit.states_length)
+        return self.prompt_ids, self.seed, self.params, *shared
+
+    @property
     def stop_ids(self) -> list[int]:
         return self.submit.stop_ids
 

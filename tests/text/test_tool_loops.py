@@ -143,9 +143,12 @@ class RandomModel:
         self.rng = np.random.default_rng(0)
         self.tokenizer = Tokenizer(directory)
         self.end_of_reasoning = self.tokenizer.token_id("<|end|>")
+        self.num_grammars = 0
 
     def generate(self, prompt: np.ndarray, grammar: Grammar) -> list[int]:
-        self.grammars.set_row(0, grammar)
+        self.num_grammars += 1
+        self.grammars.compile(self.num_grammars, grammar)
+        self.grammars.set_row(0, self.num_grammars)
         row = self.grammars.of(0)
         assert row is not None
         masks = np.zeros((1, self.grammars.mask_words), np.int32)

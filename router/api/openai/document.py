@@ -13,7 +13,8 @@ from lightkv.router.config import NAMESPACE_HEADER, SESSION_HEADER
 from lightkv.router.engine.step import PoolMap
 from lightkv.router.service.messages import Load, State
 
-from .protocol import MAX_SESSION_ID, ChatBody, CompletionBody, ErrorBody
+from .errors import ErrorBody
+from .protocol import MAX_SESSION_ID, ChatBody, CompletionBody
 from .service_bodies import (
     CacheEvicted,
     Detokenized,
