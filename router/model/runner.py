@@ -218,7 +218,8 @@ class ModelRunner:
     def _grammars_of(self, plan: StepPlan) -> list[tuple[int, RowGrammar]]:
         """Notes the grammars of the plan's new rows. Returns those of its samples, by their index."""
         for new_row in plan.new_rows:
-            self.grammars.set_row(new_row.row, new_row.grammar, new_row.output_ids)
+            max_tokens = new_row.params.max_tokens
+            self.grammars.set_row(new_row.row, new_row.grammar, new_row.output_ids, max_tokens)
         if not self.grammars.num_rows:
             return []
         found = [(i, self.grammars.of(plan.rows[idx])) for i, idx in enumerate(plan.sample)]

@@ -22,6 +22,7 @@ import numpy as np
 from llguidance import LLExecutor, LLMatcher, LLParserLimits, LLTokenizer, regex_to_lark
 
 from lightkv.errors import LightKVError
+from lightkv.ledger.prefix_tree import TOKEN_BYTES
 from lightkv.router.sampling_params import Grammar, InvalidParams
 
 from .structural_tags import WHITESPACE, grammars_of, lark_of_ebnf, quoted
@@ -234,15 +235,26 @@ class ModelTokens(NamedTuple):
 
 
 class RowGrammar:
-    """The grammar of one row: it says which tokens may follow, and takes the token that was sampled."""
+    """The grammar of one row: it says which tokens may follow, and takes the token that was sampled.
 
-    def __init__(self, grammar_id: int, compiled: Compiled | None, output_ids: bytes) -> None:
+    Its matcher, which may take megabytes, goes with the last of `max_tokens` tokens, those of `output_ids` included.
+    """
+
+    def __init__(
+        self, grammar_id: int, compiled: Compiled | None, output_ids: bytes, max_tokens: int | None = None
+    ) -> None:
         self.grammar_id = grammar_id
         self._compiled = compiled
         self._output_ids = output_ids
+        self._num_left = None if max_tokens is None else max_tokens - len(output_ids) // TOKEN_BYTES
         self._end_ids: frozenset[int] = frozenset()
         self._matcher: LLMatcher | None = None
         self._has_ended = False
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether the text has ended, or has failed."""
+        return self._has_ended
 
     def ready(self) -> LLMatcher | None:
         """Returns the matcher, once it has taken the row's output so far; None after the end of the text.
@@ -269,7 +281,9 @@ class RowGrammar:
         if not is_failed and matcher.is_stopped():
             token = token if token in self._end_ids else min(self._end_ids)
         if not is_failed and matcher.consume_token(token):
-            if token in self._end_ids:
+            if self._num_left is not None:
+                self._num_left -= 1
+            if token in self._end_ids or self._num_left == 0:
                 self.drop()
             return token
         error = reason_of(matcher.get_error())
@@ -337,20 +351,26 @@ class Grammars:
             self._released.append(grammar_id)
 
     def trim(self) -> None:
-        """Returns the memory of released grammars to the system. For when no step waits."""
-        if self._forget_rows():
+        """Returns the memory of released grammars, and of texts that have ended, to the system. For when no step
+        waits."""
+        has_ended = any(one.has_ended for one in self._rows.values())
+        self._rows = {row: one for row, one in self._rows.items() if not one.has_ended}
+        if self._forget_rows() or has_ended:
             return_free_memory()
 
-    def set_row(self, row: int, grammar_id: int | None, output_ids: bytes = b"") -> None:
+    def set_row(
+        self, row: int, grammar_id: int | None, output_ids: bytes = b"", max_tokens: int | None = None
+    ) -> None:
         """Notes what the text of the sequence in `row` has to be: a compiled grammar; None leaves it free.
 
-        `output_ids`: what the sequence has generated already, int32 bytes. The text of a row whose grammar was
-        released before fails, since the row's request has ended.
+        `output_ids`: what the sequence has generated already, int32 bytes. `max_tokens`: the most that it will
+        have generated, these included. The text of a row whose grammar was released before fails, since the
+        row's request has ended.
         """
         self._forget_rows()
         self._rows.pop(row, None)
         if grammar_id is not None:
-            self._rows[row] = RowGrammar(grammar_id, self._compiled.get(grammar_id), output_ids)
+            self._rows[row] = RowGrammar(grammar_id, self._compiled.get(grammar_id), output_ids, max_tokens)
 
     def of(self, row: int) -> RowGrammar | None:
         """Returns the grammar of a row that has one."""
