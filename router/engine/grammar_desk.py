@@ -172,19 +172,22 @@ class GrammarDesk:
                 self._leave_idle(entry)
         return names
 
-    def lose_device(self) -> bool:
-        """Forgets everything, since the device has died. Returns whether it was compiling a grammar, which is
-        refused from now on."""
-        compiling = self._compiling
-        if compiling is not None:
-            self._refused[compiling.digest] = None
+    def lose_device(self, is_compilers_fault: bool) -> bool:
+        """Forgets everything, since the device has died.
+
+        `is_compilers_fault`: whether it ended as a compilation ends a process. Returns whether it did, and was
+        compiling a grammar, which is refused from now on.
+        """
+        blamed = self._compiling if is_compilers_fault else None
+        if blamed is not None:
+            self._refused[blamed.digest] = None
             if len(self._refused) > MAX_REFUSED:
                 self._refused.popitem(last=False)
         for kept in (self._by_id, self._by_digest, self._by_name, self._queue, self._idle, self._unsent):
             kept.clear()
         self._compiling = None
         self._num_bytes = self._idle_bytes = 0
-        return compiling is not None
+        return blamed is not None
 
     @property
     def is_compiling(self) -> bool:

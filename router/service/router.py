@@ -436,10 +436,10 @@ class Router:
         return self._engine
 
     def _lose_worker(self, error: WorkerDied | WorkerFailed) -> None:
-        """Ends every request, and decides whether another worker is started. A worker that died while it
-        compiled a grammar does not count: that is a client's doing, and the grammar is refused from now on."""
+        """Ends every request, and decides whether another worker is started. A worker that a grammar has
+        killed does not count: that is a client's doing, and the grammar is refused from now on."""
         state, detail = self._state, self._detail  # a draining router stays draining
-        gives_up = "" if self._held.lose_worker() else self._restarts.note_crash()
+        gives_up = "" if self._held.lose_worker(error) else self._restarts.note_crash()
         if self._info is None and isinstance(error, WorkerFailed):
             state, detail = "dead", str(error)  # the model can never be loaded
         elif gives_up:

@@ -6,6 +6,7 @@ left out, and at most MAX_WAITING wait in all. Answers are kept by the grammars'
 
 import asyncio
 import hashlib
+import logging
 from asyncio.subprocess import PIPE, Process
 from collections import OrderedDict, deque
 from collections.abc import Callable
@@ -29,6 +30,7 @@ MAX_WAITING = 64  # short ones, and as many long ones
 MAX_KNOWN = 4096  # grammars whose answers are kept
 START_SECONDS = 60.0  # to read the tokenizer
 ANSWER_SECONDS = WALL_SECONDS + 5.0  # after which the process is started anew
+_logger = logging.getLogger("lightkv.api")
 _ATTEMPTS = 2  # a child may be killed by another's need of memory
 
 
@@ -136,10 +138,17 @@ class GrammarChecker:
         return known.num_bytes
 
     async def close(self) -> None:
-        """Ends the process, and waits for its end. A later check starts another one."""
-        for task in self._working:
-            if task is not None:
-                task.cancel()
+        """Ends the process, and waits for its end. What waits is refused. A later check starts another one."""
+        for queue in self._queues:
+            while len(queue):
+                one = queue.pop()
+                self._forget(one)
+                one.refuse(_closing())
+        working = [task for task in self._working if task is not None]
+        self._working = [None, None]  # a task that has not begun does not do this itself
+        for task in working:
+            task.cancel()
+        await asyncio.gather(*working, return_exceptions=True)
         await self._process.close()
 
     @property
@@ -179,7 +188,8 @@ class GrammarChecker:
             while len(queue):
                 await self._answer(queue.pop())
         finally:
-            self._working[lane] = None
+            if self._working[lane] is asyncio.current_task():
+                self._working[lane] = None
 
     async def _answer(self, one: _Waiting) -> None:
         try:
@@ -187,9 +197,15 @@ class GrammarChecker:
         except _NoAnswer as error:
             text = f"the grammar could not be checked ({error}); try again in a moment"
             one.refuse(RequestRefused("unavailable", text))
-        except BaseException:
-            one.refuse(RequestRefused("unavailable", "the service is shutting down"))
+        except RequestRefused as error:  # the service is not ready
+            one.refuse(error)
+        except asyncio.CancelledError:
+            one.refuse(_closing())
             raise
+        except Exception as error:  # those that wait behind it are checked all the same
+            _logger.exception("a grammar was not checked")
+            text = f"the grammar could not be checked ({type(error).__name__}); try again in a moment"
+            one.refuse(RequestRefused("unavailable", text))
         else:
             one.answer.set_result(known)
             self._known[one.digest] = known
@@ -211,6 +227,10 @@ class GrammarChecker:
                 return _Known(answer.wrong, answer.num_bytes)
             failed = answer.failed
         raise _NoAnswer(failed)
+
+
+def _closing() -> RequestRefused:
+    return RequestRefused("unavailable", "the service is shutting down")
 
 
 class _CheckProcess:
