@@ -17,6 +17,7 @@ from lightkv.errors import LightKVError
 from lightkv.memory_map import owners, segment_labels
 from lightkv.router.config import EngineConfig
 from lightkv.router.engine.admission import make_admission
+from lightkv.router.engine.grammar_desk import TooManyGrammars
 from lightkv.router.engine.loop import Engine, make_scheduler
 from lightkv.router.engine.request import InvalidPrompt, NeverFits
 from lightkv.router.engine.step import (
@@ -315,9 +316,11 @@ class Router:
             if message.params.grammar is None:
                 engine.add(*requests)
             else:
-                self._held.add(engine, requests, message.params.grammar, message.grammar_bytes)
-        except (NeverFits, InvalidParams, InvalidPrompt, ValueError) as error:
+                self._held.add(engine, requests, message)
+        except (NeverFits, TooManyGrammars, InvalidParams, InvalidPrompt, ValueError) as error:
             self._submitted.room.end(claim, message.num_answers)
+            if isinstance(error, TooManyGrammars):
+                return Refused(name, "queue_full", str(error))
             return Refused(name, "never_fits" if isinstance(error, NeverFits) else "invalid", str(error))
         if message.session is not None:
             session = engine.scheduler.ledger.open_session(message.session)

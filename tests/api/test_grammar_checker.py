@@ -19,7 +19,7 @@ from lightkv.router.api.grammars.check_process import (
     Checked,
     check,
 )
-from lightkv.router.api.grammars.checker import MAX_KNOWN, MAX_WAITING, FairQueue, GrammarChecker, _Waiting
+from lightkv.router.api.grammars.checker import MAX_KNOWN, MAX_WAITING, GrammarChecker
 from lightkv.router.model_files import DEFAULT_MODEL, resolve
 from lightkv.router.sampling_params import MAX_GRAMMAR_BYTES, Grammar
 from lightkv.router.service.router_client import RequestRefused
@@ -365,25 +365,3 @@ def test_what_is_known_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(checker_module, "MAX_KNOWN", 2)
     with_checker(scenario)
-
-
-def test_the_lines_of_a_queue_take_turns() -> None:
-    async def run() -> None:
-        queue = FairQueue(6)
-        made = {
-            name: _Waiting(name.encode(), LETTERS, name[:1].encode())
-            for name in ("a1", "a2", "a3", "a4", "b1", "c1")
-        }
-        assert [queue.push(one) for one in made.values()] == [None] * 6
-        late = _Waiting(b"b2", LETTERS, b"b")
-        assert queue.push(late) is made["a4"]  # the newest of the longest line
-        one_more = _Waiting(b"a5", LETTERS, b"a")
-        assert queue.push(one_more) is one_more
-        assert queue.remove(made["a2"])
-        assert not queue.remove(made["a2"])
-        order = [queue.pop().digest.decode() for _ in range(len(queue))]
-        assert order == ["a1", "b1", "c1", "a3", "b2"]
-        with pytest.raises(IndexError, match="no grammar waits"):
-            queue.pop()
-
-    asyncio.run(run())

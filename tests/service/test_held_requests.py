@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from lightkv.router.engine.grammar_desk import Compile, Compiled
+from lightkv.router.engine.grammar_desk import MAX_WAITING, Compile, Compiled
 from lightkv.router.sampling_params import Grammar
 from lightkv.router.service.grammars import held_requests
 from lightkv.router.service.messages import Abort, Accepted, Refused
@@ -185,6 +185,31 @@ def test_held_requests_count_in_the_queue_and_leave_it_when_they_are_aborted(tmp
             worker.answers.put_nowait(Compiled(worker.orders[1].grammar_id))
             await client.until_ended("4")
             made.router._held.check()
+
+    asyncio.run(scenario())
+
+
+def test_a_key_with_many_grammars_waits_behind_its_own_and_is_refused_beyond_a_number(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with service(tmp_path, max_queued=2 * MAX_WAITING) as made:
+            client, worker = await connect(made)
+            for i in range(MAX_WAITING + 1):  # the first is being compiled
+                many = Grammar("regex", f"b{{{i}}}")
+                assert await client.submit(f"g{i}", [1], grammar=many, grammar_owner=b"greedy") == Accepted(
+                    f"g{i}"
+                )
+            for name in ("beyond", "and again"):
+                full = await client.submit(name, [1], grammar=LETTERS, grammar_owner=b"greedy")
+                assert isinstance(full, Refused)
+                assert full.kind == "queue_full"
+                assert f"{MAX_WAITING} grammars" in full.message
+            assert await client.submit("h", [1], grammar=DIGITS, grammar_owner=b"honest") == Accepted("h")
+            for i in range(3):
+                await until(lambda i=i: len(worker.orders) == i + 1)
+                worker.answers.put_nowait(Compiled(worker.orders[i].grammar_id))
+            assert (await client.until_ended("h"))["h"].finish_reason == "length"
+            made.router._held.check()
+            made.router._submitted.check()  # what was refused has claimed nothing
 
     asyncio.run(scenario())
 

@@ -138,11 +138,13 @@ class Client:
         max_tokens: int = 5,
         states_length: bool = True,
         grammar: Grammar | None = None,
+        grammar_owner: bytes = b"",
     ) -> Accepted | Refused:
         params = SamplingParams(max_tokens=max_tokens, temperature=0.0, grammar=grammar)
         ids = array("i", prompt).tobytes()
+        prompts = [NewPrompt(ids, [NewAnswer(name, 1)])]
         self.stream.send(
-            Submit([NewPrompt(ids, [NewAnswer(name, 1)])], params, [], states_length=states_length)
+            Submit(prompts, params, [], states_length=states_length, grammar_owner=grammar_owner)
         )
         while (answer := await self.take()) is None:
             pass

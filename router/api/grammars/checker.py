@@ -8,7 +8,7 @@ import asyncio
 import hashlib
 import logging
 from asyncio.subprocess import PIPE, Process
-from collections import OrderedDict, deque
+from collections import OrderedDict
 from collections.abc import Callable
 from contextlib import suppress
 from itertools import count
@@ -17,6 +17,7 @@ from typing import NamedTuple
 
 import msgspec
 
+from lightkv.router.engine.fair_queue import FairQueue
 from lightkv.router.sampling_params import Grammar
 from lightkv.router.service.child_process import command
 from lightkv.router.service.frames import LENGTH
@@ -60,53 +61,6 @@ class _Waiting:
         self.answer.exception()  # its clients may all have hung up
 
 
-class FairQueue:
-    """The grammars that wait, in a line for each owner. The lines take turns."""
-
-    def __init__(self, max_waiting: int = MAX_WAITING) -> None:
-        self._max_waiting = max_waiting
-        self._lines: OrderedDict[bytes, deque[_Waiting]] = OrderedDict()
-        self._num = 0
-
-    def __len__(self) -> int:
-        return self._num
-
-    def push(self, one: _Waiting) -> _Waiting | None:
-        """Adds a grammar. Returns the one that has to leave, if the queue is full: the newest of the owner who
-        has the most, which may be `one` itself."""
-        line = self._lines.setdefault(one.owner, deque())
-        line.append(one)
-        self._num += 1
-        if self._num <= self._max_waiting:
-            return None
-        longest = max(self._lines.values(), key=len)
-        left = (line if len(line) == len(longest) else longest)[-1]
-        self.remove(left)
-        return left
-
-    def pop(self) -> _Waiting:
-        """Removes the grammar whose turn it is, and returns it. Raises IndexError where none waits."""
-        if not self._lines:
-            raise IndexError("no grammar waits")
-        owner, line = next(iter(self._lines.items()))
-        one = line[0]
-        self.remove(one)
-        if owner in self._lines:
-            self._lines.move_to_end(owner)
-        return one
-
-    def remove(self, one: _Waiting) -> bool:
-        """Removes a grammar. Returns False if it does not wait."""
-        line = self._lines.get(one.owner)
-        if line is None or one not in line:
-            return False
-        line.remove(one)
-        self._num -= 1
-        if not line:
-            del self._lines[one.owner]
-        return True
-
-
 class GrammarChecker:
     """The process that checks grammars, which starts with the first of them, and its latest answers. Short
     grammars do not wait for long ones, which are those that take long.
@@ -116,7 +70,7 @@ class GrammarChecker:
 
     def __init__(self, directory: Path, vocab_size: Callable[[], int]) -> None:
         self._process = _CheckProcess(directory, vocab_size)
-        self._queues = FairQueue(), FairQueue()
+        self._queues = FairQueue[_Waiting](MAX_WAITING), FairQueue[_Waiting](MAX_WAITING)
         self._working: list[asyncio.Task[None] | None] = [None, None]
         self._known: OrderedDict[bytes, _Known] = OrderedDict()
         self._waiting: dict[bytes, _Waiting] = {}  # those that are being checked included
@@ -140,8 +94,7 @@ class GrammarChecker:
     async def close(self) -> None:
         """Ends the process, and waits for its end. What waits is refused. A later check starts another one."""
         for queue in self._queues:
-            while len(queue):
-                one = queue.pop()
+            while (one := queue.pop()) is not None:
                 self._forget(one)
                 one.refuse(_closing())
         working = [task for task in self._working if task is not None]
@@ -185,8 +138,8 @@ class GrammarChecker:
         """Checks the grammars of a queue, one after the other, until it is empty."""
         queue = self._queues[lane]
         try:
-            while len(queue):
-                await self._answer(queue.pop())
+            while (one := queue.pop()) is not None:
+                await self._answer(one)
         finally:
             if self._working[lane] is asyncio.current_task():
                 self._working[lane] = None

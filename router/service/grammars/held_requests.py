@@ -14,7 +14,7 @@ from lightkv.errors import LightKVError
 from lightkv.router.engine.grammar_desk import Compile, Compiled, GrammarDesk
 from lightkv.router.engine.loop import Engine
 from lightkv.router.engine.request import Request
-from lightkv.router.sampling_params import Grammar
+from lightkv.router.service.messages import Submit
 from lightkv.router.service.worker_client import Worker, WorkerDied, WorkerFailed
 
 COMPILE_SECONDS = 60.0  # after which a worker that compiles a grammar is killed
@@ -62,16 +62,20 @@ class HeldRequests:
         has_crashed = isinstance(error, WorkerDied) and error.returncode in _CRASHES
         return self._desk.lose_device(has_crashed or self._is_overdue)
 
-    def add(self, engine: Engine, requests: Sequence[Request], grammar: Grammar, num_bytes: int) -> None:
-        """Queues the requests of one submission in the engine once their grammar, of `num_bytes` when it is
-        compiled, is ready.
+    def add(self, engine: Engine, requests: Sequence[Request], submit: Submit) -> None:
+        """Queues the requests of a submission in the engine once its grammar is ready.
 
-        Raises as `Request.validate` does, also for a grammar that is refused; nothing is held then.
+        Raises as `Request.validate` does, also for a grammar that is refused, and TooManyGrammars; nothing is
+        held then.
         """
+        grammar = submit.params.grammar
+        if grammar is None:
+            raise ValueError("the submission has no grammar; add its requests to the engine")
         scheduler, now = engine.scheduler, time.monotonic()
         for request in requests:
             request.validate(scheduler.limits, scheduler.ledger.capacity)
-        grammar_id = self._desk.hold([request.id for request in requests], grammar, num_bytes)
+        names = [request.id for request in requests]
+        grammar_id = self._desk.hold(names, grammar, submit.grammar_bytes, submit.grammar_owner)
         for request in requests:
             request.queued, request.grammar = now, grammar_id
         if self._desk.is_ready(grammar_id):
