@@ -62,7 +62,7 @@ class GenerationSpec:
     the client stated max_tokens. `shows_logprobs`: whether the client gets the log-probabilities of
     `params`. `shows_answer`: if not, the one token that a prompt is answered with is dropped. `shown_ids`:
     special tokens that are part of the text. `grammar_field`: the field that `params.grammar` came in.
-    `grammar_bytes`: what it takes when it is compiled.
+    `grammar_bytes`: what it takes when it is compiled. `grammar_owner`: the hash of the client's key.
     """
 
     prompts: list[bytes]
@@ -76,6 +76,7 @@ class GenerationSpec:
     shown_ids: frozenset[int] = frozenset()
     grammar_field: str = "grammar"
     grammar_bytes: int = 0
+    grammar_owner: bytes = b""
 
 
 @dataclass
@@ -153,6 +154,7 @@ class Backend:
             session=None if spec.session is None else spec.session.name,
             states_length=spec.states_length,
             grammar_bytes=spec.grammar_bytes,
+            grammar_owner=spec.grammar_owner,
         )
         with ExitStack() as stack:
             session = None

@@ -318,7 +318,7 @@ class Routes:
             return _json(writer.whole(found))
         if spec.params.grammar is not None:
             num_bytes = await self._check_grammar(spec.params.grammar, spec.grammar_field, request)
-            spec = replace(spec, grammar_bytes=num_bytes)
+            spec = replace(spec, grammar_bytes=num_bytes, grammar_owner=_grammar_owner(request))
         generation = await self._backend.generate(spec)
         note_generation(request, generation)
         if body.stream:
@@ -338,8 +338,8 @@ class Routes:
     async def _check_grammar(self, grammar: Grammar, field: str, request: Request) -> int:
         """Returns the bytes of the compiled grammar. Raises InvalidGrammar, RequestRefused, and GenerationLost
         if the client disconnects."""
-        owner: bytes = request.state.api_key or b""
-        return await unless_disconnected(request.receive, self._grammars.check(grammar, field, owner))
+        checked = self._grammars.check(grammar, field, _grammar_owner(request))
+        return await unless_disconnected(request.receive, checked)
 
     async def _prompt_ids(
         self, prompt: str | list[int], add_special_tokens: bool, room: PromptRoom
@@ -457,6 +457,11 @@ def _tenant(request: Request) -> bytes:
     if len(values) != 1 or not values[0]:
         raise InvalidHeader(NAMESPACE_HEADER, len(values))
     return values[0].encode("latin-1")
+
+
+def _grammar_owner(request: Request) -> bytes:
+    """Returns the hash of the client's key, by which grammars wait in turns, here and in the router."""
+    return hashlib.sha256(request.state.api_key or b"").digest()
 
 
 def _json(content: Any, status: int = 200) -> Response:

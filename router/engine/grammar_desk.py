@@ -4,21 +4,25 @@
     release, orders ──► Forget
 
 A grammar is compiled before the request that needs it is queued, so that no step waits for it. The device
-compiles one at a time: if it dies meanwhile, it is known with which one. A compiled grammar is kept while a
-request holds it; after that, the latest are kept for later requests, for a time and up to a number of bytes.
+compiles one at a time: if it dies meanwhile, it is known with which one. Each key's grammars wait in a line of
+their own, the lines take turns, and one that has no room yet holds up none that has. A compiled grammar is kept
+while a request holds it; after that, the latest are kept for later requests, for a time and up to a number of
+bytes.
 
 `GrammarDesk` does no I/O: the router's process drives it over a worker, and `LLM` over a runner in its process.
 """
 
 import hashlib
 import time
-from collections import OrderedDict, deque
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
 
 import msgspec
 
-from lightkv.errors import CheckFailed
+from lightkv.errors import CheckFailed, LightKVError
 from lightkv.router.sampling_params import Grammar, InvalidParams
+
+from .fair_queue import FairQueue
 
 MAX_BYTES = 256 * 2**20  # of compiled grammars that requests hold; those beyond it wait to be compiled
 MAX_IDLE_BYTES = 24 * 2**20  # of those that no request holds
@@ -26,6 +30,11 @@ MAX_IDLE_BYTES = 24 * 2**20  # of those that no request holds
 IDLE_SECONDS = 60.0
 LEAST_BYTES = 64 * 2**10  # that a compiled grammar counts for
 MAX_REFUSED = 1024
+MAX_WAITING = 256  # grammars of one owner that are not compiled
+
+
+class TooManyGrammars(LightKVError):
+    """An owner has as many grammars waiting to be compiled as may wait."""
 
 
 class Compile(msgspec.Struct, frozen=True, tag=True):
@@ -51,11 +60,15 @@ class Compiled(msgspec.Struct, frozen=True, tag=True):
 
 
 class _Entry:
-    """One grammar. `names`: the requests that hold it. `grammar`: its text, until it is compiled."""
+    """One grammar. `names`: the requests that hold it. `owner`: that of the first of them. `grammar`: its text,
+    until it is compiled."""
 
-    def __init__(self, grammar_id: int, digest: bytes, grammar: Grammar, num_bytes: int) -> None:
+    def __init__(
+        self, grammar_id: int, digest: bytes, owner: bytes, grammar: Grammar, num_bytes: int
+    ) -> None:
         self.id = grammar_id
         self.digest = digest
+        self.owner = owner
         self.grammar: Grammar | None = grammar
         self.num_bytes = num_bytes
         self.names: set[str] = set()
@@ -77,7 +90,7 @@ class GrammarDesk:
         self._by_id: dict[int, _Entry] = {}
         self._by_digest: dict[bytes, _Entry] = {}  # those that later requests may share
         self._by_name: dict[str, _Entry] = {}
-        self._queue: deque[_Entry] = deque()  # not compiled; those that nobody holds any more are skipped
+        self._queue: FairQueue[_Entry] = FairQueue()  # those that are to be compiled
         self._compiling: _Entry | None = None
         self._idle: OrderedDict[int, float] = OrderedDict()  # id → since when nobody holds it, oldest first
         self._num_bytes = 0  # of those that are compiled, and of the one that is being compiled
@@ -85,11 +98,12 @@ class GrammarDesk:
         self._unsent: list[Compile | Forget] = []
         self._refused: OrderedDict[bytes, None] = OrderedDict()
 
-    def hold(self, names: Sequence[str], grammar: Grammar, num_bytes: int) -> int:
+    def hold(self, names: Sequence[str], grammar: Grammar, num_bytes: int, owner: bytes = b"") -> int:
         """Returns the id of the grammar that the requests `names` need, which stays until each is released.
 
-        `num_bytes`: what it takes when it is compiled. Raises InvalidParams for a grammar that was being
-        compiled when a device died, and ValueError for a name that holds one; nothing is held then.
+        `num_bytes`: what it takes when it is compiled. `owner`: what stands for the key of the requests. Raises
+        InvalidParams for a grammar that was being compiled when a device died, TooManyGrammars where
+        MAX_WAITING of the owner wait, and ValueError for a name that holds one; nothing is held then.
         """
         for name in names:
             if name in self._by_name:
@@ -101,10 +115,15 @@ class GrammarDesk:
             )
         entry = self._by_digest.get(digest)
         if entry is None:
-            entry = _Entry(self._next_id, digest, grammar, max(num_bytes, LEAST_BYTES))
+            if self._queue.num_of(owner) >= MAX_WAITING:
+                raise TooManyGrammars(
+                    f"{MAX_WAITING} grammars of this client's key wait to be compiled, which is the limit; try "
+                    "again in a moment"
+                )
+            entry = _Entry(self._next_id, digest, owner, grammar, max(num_bytes, LEAST_BYTES))
             self._next_id += 1
             self._by_id[entry.id] = self._by_digest[digest] = entry
-            self._queue.append(entry)
+            self._queue.push(entry)
         if self._idle.pop(entry.id, None) is not None:
             self._idle_bytes -= entry.num_bytes
         entry.names.update(names)
@@ -132,15 +151,17 @@ class GrammarDesk:
         if entry.is_ready:
             self._leave_idle(entry)
         elif entry is not self._compiling:
+            self._queue.remove(entry)
             self._remove(entry)
 
     def orders(self) -> list[Compile | Forget]:
         """Returns what the device is to do now, in order."""
         self._forget_idle(MAX_IDLE_BYTES)
-        while self._queue and self._by_id.get(self._queue[0].id) is not self._queue[0]:
-            self._queue.popleft()
-        if self._compiling is None and self._queue and self._has_room(self._queue[0].num_bytes):
-            entry = self._compiling = self._queue.popleft()
+        entry = self._queue.pop(self._has_room) if self._compiling is None else None
+        if entry is not None:
+            if self._max_bytes is not None:
+                self._forget_idle(max(self._max_bytes - self._held_bytes - entry.num_bytes, 0))
+            self._compiling = entry
             self._num_bytes += entry.num_bytes
             assert entry.grammar is not None
             self._unsent.append(Compile(entry.id, entry.grammar))
@@ -172,19 +193,23 @@ class GrammarDesk:
                 self._leave_idle(entry)
         return names
 
-    def lose_device(self) -> bool:
-        """Forgets everything, since the device has died. Returns whether it was compiling a grammar, which is
-        refused from now on."""
-        compiling = self._compiling
-        if compiling is not None:
-            self._refused[compiling.digest] = None
+    def lose_device(self, is_compilers_fault: bool) -> bool:
+        """Forgets everything, since the device has died.
+
+        `is_compilers_fault`: whether it ended as a compilation ends a process. Returns whether it did, and was
+        compiling a grammar, which is refused from now on.
+        """
+        blamed = self._compiling if is_compilers_fault else None
+        if blamed is not None:
+            self._refused[blamed.digest] = None
             if len(self._refused) > MAX_REFUSED:
                 self._refused.popitem(last=False)
-        for kept in (self._by_id, self._by_digest, self._by_name, self._queue, self._idle, self._unsent):
+        for kept in (self._by_id, self._by_digest, self._by_name, self._idle, self._unsent):
             kept.clear()
+        self._queue = FairQueue()
         self._compiling = None
         self._num_bytes = self._idle_bytes = 0
-        return compiling is not None
+        return blamed is not None
 
     @property
     def is_compiling(self) -> bool:
@@ -197,7 +222,7 @@ class GrammarDesk:
         return self._num_bytes
 
     def check(self) -> None:
-        """Recounts the bytes and the holders. Raises CheckFailed."""
+        """Recounts the bytes, the holders and those that wait. Raises CheckFailed."""
         entries = self._by_id.values()
         counted = sum(one.num_bytes for one in entries if one.is_ready or one is self._compiling)
         idle = sum(self._by_id[one].num_bytes for one in self._idle)
@@ -212,13 +237,19 @@ class GrammarDesk:
         wrong = [one.id for one in entries if one.is_ready and bool(one.names) == (one.id in self._idle)]
         if wrong:
             raise CheckFailed(f"grammars {wrong} are idle and held, or neither")
+        queued = sorted(one.id for one in self._queue)
+        waiting = sorted(one.id for one in entries if not one.is_ready and one is not self._compiling)
+        if queued != waiting or len(queued) != len(self._queue):
+            raise CheckFailed(f"grammars {queued} are queued, counted as {len(self._queue)}; {waiting} wait")
 
-    def _has_room(self, num_bytes: int) -> bool:
-        """Returns whether a grammar of this size may be compiled, after idle ones have made room for it."""
-        if self._max_bytes is None:
-            return True
-        self._forget_idle(max(self._max_bytes - num_bytes - (self._num_bytes - self._idle_bytes), 0))
-        return self._num_bytes == 0 or self._num_bytes + num_bytes <= self._max_bytes
+    @property
+    def _held_bytes(self) -> int:
+        return self._num_bytes - self._idle_bytes
+
+    def _has_room(self, entry: _Entry) -> bool:
+        """Returns whether a grammar may be compiled, once idle ones have made room for it."""
+        held = self._held_bytes
+        return self._max_bytes is None or held == 0 or held + entry.num_bytes <= self._max_bytes
 
     def _leave_idle(self, entry: _Entry) -> None:
         self._idle[entry.id] = self._clock()

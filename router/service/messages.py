@@ -40,7 +40,9 @@ class Submit(msgspec.Struct, frozen=True, tag=True):
     alone computes the log-probabilities of its prompt. `states_length`: whether the client stated its
     max_tokens, or it is only the most that there is room for. `stop_ids`: token ids that end an answer.
     `priority`: requests with a lower one run first. `namespace`: prefixes are shared only within it. `session`:
-    the name of the session that protects the answers' tokens, until ReleaseSession.
+    the name of the session that protects the answers' tokens, until ReleaseSession. `grammar_bytes`: what the
+    grammar of `params` takes when it is compiled. `grammar_owner`: the hash of the client's key; the owners'
+    grammars are compiled in turns.
     """
 
     prompts: list[NewPrompt]
@@ -51,6 +53,7 @@ class Submit(msgspec.Struct, frozen=True, tag=True):
     session: str | None = None
     states_length: bool = True
     grammar_bytes: int = 0
+    grammar_owner: bytes = b""
 
     def __post_init__(self) -> None:
         """Raises ValueError where a prompt has no answers, or there is no prompt."""

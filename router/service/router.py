@@ -17,6 +17,7 @@ from lightkv.errors import LightKVError
 from lightkv.memory_map import owners, segment_labels
 from lightkv.router.config import EngineConfig
 from lightkv.router.engine.admission import make_admission
+from lightkv.router.engine.grammar_desk import TooManyGrammars
 from lightkv.router.engine.loop import Engine, make_scheduler
 from lightkv.router.engine.request import InvalidPrompt, NeverFits
 from lightkv.router.engine.step import (
@@ -315,9 +316,11 @@ class Router:
             if message.params.grammar is None:
                 engine.add(*requests)
             else:
-                self._held.add(engine, requests, message.params.grammar, message.grammar_bytes)
-        except (NeverFits, InvalidParams, InvalidPrompt, ValueError) as error:
+                self._held.add(engine, requests, message)
+        except (NeverFits, TooManyGrammars, InvalidParams, InvalidPrompt, ValueError) as error:
             self._submitted.room.end(claim, message.num_answers)
+            if isinstance(error, TooManyGrammars):
+                return Refused(name, "queue_full", str(error))
             return Refused(name, "never_fits" if isinstance(error, NeverFits) else "invalid", str(error))
         if message.session is not None:
             session = engine.scheduler.ledger.open_session(message.session)
@@ -436,10 +439,10 @@ class Router:
         return self._engine
 
     def _lose_worker(self, error: WorkerDied | WorkerFailed) -> None:
-        """Ends every request, and decides whether another worker is started. A worker that died while it
-        compiled a grammar does not count: that is a client's doing, and the grammar is refused from now on."""
+        """Ends every request, and decides whether another worker is started. A worker that a grammar has
+        killed does not count: that is a client's doing, and the grammar is refused from now on."""
         state, detail = self._state, self._detail  # a draining router stays draining
-        gives_up = "" if self._held.lose_worker() else self._restarts.note_crash()
+        gives_up = "" if self._held.lose_worker(error) else self._restarts.note_crash()
         if self._info is None and isinstance(error, WorkerFailed):
             state, detail = "dead", str(error)  # the model can never be loaded
         elif gives_up:

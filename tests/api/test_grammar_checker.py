@@ -16,9 +16,10 @@ from lightkv.router.api.grammars.check_process import (
     KILL_SECONDS,
     MAX_WORK_SECONDS,
     STACK_BYTES,
+    Checked,
     check,
 )
-from lightkv.router.api.grammars.checker import MAX_KNOWN, MAX_WAITING, FairQueue, GrammarChecker, _Waiting
+from lightkv.router.api.grammars.checker import MAX_KNOWN, MAX_WAITING, GrammarChecker
 from lightkv.router.model_files import DEFAULT_MODEL, resolve
 from lightkv.router.sampling_params import MAX_GRAMMAR_BYTES, Grammar
 from lightkv.router.service.router_client import RequestRefused
@@ -294,6 +295,65 @@ def test_beyond_its_bound_the_queue_refuses() -> None:
     with_checker(scenario)
 
 
+def test_checks_before_the_service_is_ready_are_refused_and_later_ones_made() -> None:
+    is_ready = False
+
+    def vocab_size() -> int:
+        if not is_ready:
+            raise RequestRefused("unavailable", "starting: loading the model")
+        return VOCAB_SIZE
+
+    async def run() -> None:
+        nonlocal is_ready
+        checker = GrammarChecker(resolve(DEFAULT_MODEL, lambda line: None), vocab_size)
+        many = [Grammar("regex", f"[a-z]{{{i}}}") for i in range(1, 5)]
+        tasks = [checker.check(one, "field") for one in many]
+        found = await asyncio.wait_for(asyncio.gather(*tasks, return_exceptions=True), 5)
+        assert {str(one) for one in found} == {"starting: loading the model"}
+        assert all(isinstance(one, RequestRefused) for one in found)
+        is_ready = True
+        assert await checker.check(many[0], "field") > 0
+        await checker.close()
+
+    asyncio.run(run())
+
+
+def test_an_unforeseen_error_refuses_one_check_and_not_those_behind_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def scenario(checker: GrammarChecker) -> None:
+        ask = checker._process.ask
+
+        async def fail(grammar: Grammar) -> Checked:
+            if grammar == DIGITS:
+                raise RuntimeError("for the test")
+            return await ask(grammar)
+
+        monkeypatch.setattr(checker._process, "ask", fail)
+        tasks = [checker.check(one, "field") for one in (DIGITS, LETTERS)]
+        failed, num_bytes = await asyncio.wait_for(asyncio.gather(*tasks, return_exceptions=True), 5)
+        assert isinstance(failed, RequestRefused)
+        assert failed.kind == "unavailable"
+        assert isinstance(num_bytes, int)
+
+    with_checker(scenario)
+
+
+def test_what_waits_is_refused_when_the_checker_closes() -> None:
+    async def run() -> None:
+        async with running() as checker:
+            many = [Grammar("regex", f"[a-z]{{{i}}}") for i in range(1, 9)]
+            tasks = [asyncio.create_task(checker.check(one, "field")) for one in many]
+            await asyncio.sleep(0)
+            await checker.close()
+            found = await asyncio.wait_for(asyncio.gather(*tasks, return_exceptions=True), 5)
+            assert {str(one) for one in found} == {"the service is shutting down"}
+            assert checker.num_waiting == len(checker._waiting) == 0
+            assert await asyncio.wait_for(checker.check(DIGITS, "field"), 10) > 0  # in another process
+
+    asyncio.run(run())
+
+
 def test_what_is_known_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     assert MAX_KNOWN < 10_000
 
@@ -305,25 +365,3 @@ def test_what_is_known_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(checker_module, "MAX_KNOWN", 2)
     with_checker(scenario)
-
-
-def test_the_lines_of_a_queue_take_turns() -> None:
-    async def run() -> None:
-        queue = FairQueue(6)
-        made = {
-            name: _Waiting(name.encode(), LETTERS, name[:1].encode())
-            for name in ("a1", "a2", "a3", "a4", "b1", "c1")
-        }
-        assert [queue.push(one) for one in made.values()] == [None] * 6
-        late = _Waiting(b"b2", LETTERS, b"b")
-        assert queue.push(late) is made["a4"]  # the newest of the longest line
-        one_more = _Waiting(b"a5", LETTERS, b"a")
-        assert queue.push(one_more) is one_more
-        assert queue.remove(made["a2"])
-        assert not queue.remove(made["a2"])
-        order = [queue.pop().digest.decode() for _ in range(len(queue))]
-        assert order == ["a1", "b1", "c1", "a3", "b2"]
-        with pytest.raises(IndexError, match="no grammar waits"):
-            queue.pop()
-
-    asyncio.run(run())

@@ -272,3 +272,18 @@ def test_json_is_compact_by_default_if_the_service_says_so(tmp_path: Path) -> No
         matcher = compile_grammar(grammar, tokenizer)
         assert matcher.consume_tokens(list(text.encode())) is takes, text
     assert (regex, free) == (Grammar("regex", "a b"), None)
+
+
+def test_the_router_gets_the_hash_of_the_key_with_a_grammar(tmp_path: Path) -> None:
+    """By it the keys take turns; a request without a grammar needs none."""
+    keys = ["first-secret", "second-secret"]
+    with service(tmp_path, api_keys=keys).running() as api:
+        for key in (*keys, keys[0]):
+            for path in (COMPLETIONS, CHAT):
+                sent = body(path, {"guided_regex": "a"})
+                assert api.send("POST", path, sent, {"Authorization": f"Bearer {key}"})[0] == 200
+        owners = [asked.submit.grammar_owner for asked in api.router.submits]
+        assert owners[:2] == owners[4:]
+        assert [len(set(owners[i : i + 2])) for i in (0, 2)] == [1, 1]
+        assert len(set(owners)) == 2
+        assert {len(owner) for owner in owners} == {32}

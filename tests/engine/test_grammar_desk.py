@@ -10,10 +10,12 @@ from lightkv.router.engine.grammar_desk import (
     LEAST_BYTES,
     MAX_IDLE_BYTES,
     MAX_REFUSED,
+    MAX_WAITING,
     Compile,
     Compiled,
     Forget,
     GrammarDesk,
+    TooManyGrammars,
 )
 from lightkv.router.sampling_params import Grammar, InvalidParams
 
@@ -153,9 +155,9 @@ def test_those_that_killed_a_device_are_refused_up_to_a_number() -> None:
         desk.hold(["a"], grammar(i), MIB)
         desk.hold(["b"], grammar(-1), MIB)  # waits, and is not to blame
         desk.orders()
-        assert desk.lose_device()
+        assert desk.lose_device(is_compilers_fault=True)
         desk.check()
-    assert not desk.lose_device()
+    assert not desk.lose_device(is_compilers_fault=True)  # it was compiling nothing
     for i in (1, MAX_REFUSED):
         with pytest.raises(InvalidParams, match="a worker died"):
             desk.hold(["a"], grammar(i), MIB)
@@ -175,7 +177,8 @@ def test_every_count_holds_in_random_lives() -> None:
         clock.now += rng.random() * 4
         match rng.randrange(8):
             case 0 | 1 | 2 if len(held) < 20:
-                desk.hold([f"r{step}"], grammar(rng.randrange(12)), rng.randrange(3 * MIB))
+                owner = rng.choice([b"a", b"b"])
+                desk.hold([f"r{step}"], grammar(rng.randrange(12)), rng.randrange(3 * MIB), owner)
                 held.append(f"r{step}")
             case 3 | 4 if held:
                 desk.release(held.pop(rng.randrange(len(held))), is_spoilt=rng.random() < 0.1)
@@ -205,6 +208,62 @@ def test_every_count_holds_in_random_lives() -> None:
     assert desk.num_bytes == 0
 
 
+def test_the_keys_take_turns() -> None:
+    """One that comes after many of another key is compiled second, not last."""
+    desk = GrammarDesk()
+    for i in range(100):
+        desk.hold([f"greedy{i}"], grammar(i), MIB, b"greedy")
+    desk.orders()  # the first is being compiled
+    late = desk.hold(["honest"], grammar(100), MIB, b"honest")
+    desk.take(Compiled(1))
+    assert [order.grammar_id for order in compile_all(desk)[:3]] == [2, late, 3]
+    desk.check()
+
+
+@pytest.mark.parametrize("owner", [b"greedy", b"honest"])
+def test_one_without_room_holds_up_none_that_has(owner: bytes) -> None:
+    """Neither of its own key nor of another one; idle ones are not forgotten for what cannot be compiled."""
+    desk = GrammarDesk(max_bytes=4 * MIB)
+    desk.hold(["idle"], grammar(9), MIB // 2, b"greedy")
+    desk.hold(["held"], grammar(0), 2 * MIB, b"greedy")
+    compile_all(desk)
+    desk.release("idle")
+    large = desk.hold(["large"], grammar(1), 3 * MIB, b"greedy")
+    small = desk.hold(["small"], grammar(2), MIB, owner)
+    assert compile_all(desk) == [Compile(small, grammar(2))]
+    assert not desk.is_ready(large)
+    desk.check()
+    desk.release("held")
+    assert compile_all(desk) == [Forget(1), Forget(2), Compile(large, grammar(1))]
+    desk.check()
+
+
+def test_a_key_may_have_a_number_of_grammars_waiting() -> None:
+    desk = GrammarDesk()
+    for i in range(MAX_WAITING):
+        desk.hold([str(i)], grammar(i), MIB, b"greedy")
+    with pytest.raises(TooManyGrammars, match=f"{MAX_WAITING} grammars"):
+        desk.hold(["beyond"], grammar(MAX_WAITING), MIB, b"greedy")
+    desk.check()
+    desk.hold(["shared"], grammar(3), MIB, b"greedy")  # which waits already
+    desk.hold(["other"], grammar(MAX_WAITING + 1), MIB, b"honest")
+    desk.orders()  # one is being compiled, and waits no more
+    desk.hold(["beyond"], grammar(MAX_WAITING), MIB, b"greedy")
+    desk.check()
+
+
+def test_those_that_nobody_waits_for_leave_the_queue_with_their_texts() -> None:
+    desk = GrammarDesk()
+    desk.hold(["first"], grammar(0), MIB)
+    desk.orders()
+    for i in range(10 * MAX_WAITING):  # while the first is being compiled
+        desk.hold(["a"], grammar(i + 1), MIB)
+        desk.release("a")
+    assert len(desk._queue) == 0
+    assert list(desk._by_id) == [1]
+    desk.check()
+
+
 def test_a_wrong_count_is_found() -> None:
     desk = GrammarDesk()
     desk.hold(["a"], grammar(1), MIB)
@@ -215,4 +274,8 @@ def test_a_wrong_count_is_found() -> None:
     desk._num_bytes -= 1
     desk._by_id[1].names.add("b")
     with pytest.raises(CheckFailed, match="requests hold grammars"):
+        desk.check()
+    desk._by_id[1].names.remove("b")
+    desk._queue.push(desk._by_id[1])
+    with pytest.raises(CheckFailed, match="are queued"):
         desk.check()

@@ -1,17 +1,21 @@
 """Requests that wait for a grammar, in a router whose worker compiles when the test says so."""
 
 import asyncio
+import logging
+import signal
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from lightkv.router.engine.grammar_desk import Compile, Compiled
+from lightkv.router.engine.grammar_desk import MAX_WAITING, Compile, Compiled
 from lightkv.router.sampling_params import Grammar
 from lightkv.router.service.grammars import held_requests
 from lightkv.router.service.messages import Abort, Accepted, Refused
 from lightkv.router.service.restarts import MAX_CRASHES
 from tests.service.test_router import Client, FakeWorker, Service, assert_idle, service
 
+CRASHES = (signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT)
 DIGITS, LETTERS = Grammar("regex", "[0-9]+"), Grammar("regex", "[a-z]+")
 
 
@@ -87,7 +91,7 @@ def test_a_grammar_that_kills_workers_is_refused_and_the_service_goes_on(tmp_pat
                 killer = Grammar("regex", f"a{{{i}}}")
                 assert await client.submit(f"k{i}", [1], grammar=killer) == Accepted(f"k{i}")
                 await until(lambda: made.workers[-1].orders)
-                made.workers[-1].kill()
+                made.workers[-1].crash(CRASHES[i % len(CRASHES)])
                 assert (await client.until_ended(f"k{i}"))[f"k{i}"].finish_reason == "lost"
                 await until(lambda i=i: len(made.workers) == i + 2 and made.router.status().state == "ready")
                 refused = await client.submit(f"again{i}", [1], grammar=killer)
@@ -98,6 +102,68 @@ def test_a_grammar_that_kills_workers_is_refused_and_the_service_goes_on(tmp_pat
             await client.until_ended("honest")
 
     asyncio.run(scenario())
+
+
+def crash_in_a_step(worker: FakeWorker) -> None:
+    worker.fail_fatally = True
+
+
+@pytest.mark.parametrize(
+    "end",
+    [
+        lambda worker: worker.crash(signal.SIGKILL),  # as the kernel does when memory runs out
+        lambda worker: worker.kill("a call took more than 60 s (--step-timeout is 60)"),
+        crash_in_a_step,
+    ],
+    ids=["out of memory", "step timeout", "fatal step"],
+)
+def test_a_worker_that_dies_of_something_else_while_it_compiles_counts(
+    tmp_path: Path, end: Callable[[FakeWorker], None]
+) -> None:
+    """The grammar is not refused, and the router gives up as it does without grammars."""
+
+    async def scenario() -> None:
+        async with service(tmp_path, pause=0.001) as made:
+            client, _ = await connect(made)
+            for i in range(MAX_CRASHES):
+                worker = made.workers[-1]
+                worker.compiles_at_once = False
+                assert await client.submit(f"g{i}", [1], grammar=DIGITS) == Accepted(f"g{i}")
+                await until(lambda worker=worker: worker.orders)
+                assert await client.submit(f"s{i}", [1], max_tokens=50) == Accepted(f"s{i}")
+                end(worker)
+                ends = await client.until_ended(f"g{i}", f"s{i}")
+                assert {one.finish_reason for one in ends.values()} <= {"lost", "error"}
+                if i + 1 < MAX_CRASHES:
+                    await until(
+                        lambda i=i: len(made.workers) == i + 2 and made.router.status().state == "ready"
+                    )
+            assert await asyncio.wait_for(made.exit_code, 5) == 1
+            assert made.router.status().state == "dead"
+
+    asyncio.run(scenario())
+
+
+def test_a_worker_whose_answer_cannot_be_taken_is_killed(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Without an end, every later grammar would wait for ever."""
+
+    async def scenario() -> None:
+        async with service(tmp_path) as made:
+            client, worker = await connect(made)
+            await client.submit("a", [1], grammar=DIGITS)
+            worker.answers.put_nowait(Compiled(99))
+            end = (await client.until_ended("a"))["a"]
+            assert end.finish_reason == "lost"
+            assert "grammar 99 is not being compiled" in str(end.error)
+            await until(lambda: len(made.workers) == 2 and made.router.status().state == "ready")
+            assert await client.submit("b", [1], grammar=DIGITS) == Accepted("b")  # it was not to blame
+            await client.until_ended("b")
+
+    with caplog.at_level(logging.ERROR, "lightkv.router"):
+        asyncio.run(scenario())
+    assert "cannot be taken any more" in caplog.text
 
 
 def test_held_requests_count_in_the_queue_and_leave_it_when_they_are_aborted(tmp_path: Path) -> None:
@@ -119,6 +185,31 @@ def test_held_requests_count_in_the_queue_and_leave_it_when_they_are_aborted(tmp
             worker.answers.put_nowait(Compiled(worker.orders[1].grammar_id))
             await client.until_ended("4")
             made.router._held.check()
+
+    asyncio.run(scenario())
+
+
+def test_a_key_with_many_grammars_waits_behind_its_own_and_is_refused_beyond_a_number(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with service(tmp_path, max_queued=2 * MAX_WAITING) as made:
+            client, worker = await connect(made)
+            for i in range(MAX_WAITING + 1):  # the first is being compiled
+                many = Grammar("regex", f"b{{{i}}}")
+                assert await client.submit(f"g{i}", [1], grammar=many, grammar_owner=b"greedy") == Accepted(
+                    f"g{i}"
+                )
+            for name in ("beyond", "and again"):
+                full = await client.submit(name, [1], grammar=LETTERS, grammar_owner=b"greedy")
+                assert isinstance(full, Refused)
+                assert full.kind == "queue_full"
+                assert f"{MAX_WAITING} grammars" in full.message
+            assert await client.submit("h", [1], grammar=DIGITS, grammar_owner=b"honest") == Accepted("h")
+            for i in range(3):
+                await until(lambda i=i: len(worker.orders) == i + 1)
+                worker.answers.put_nowait(Compiled(worker.orders[i].grammar_id))
+            assert (await client.until_ended("h"))["h"].finish_reason == "length"
+            made.router._held.check()
+            made.router._submitted.check()  # what was refused has claimed nothing
 
     asyncio.run(scenario())
 
@@ -146,7 +237,11 @@ def test_a_worker_that_does_not_come_to_an_end_is_killed(
             client, worker = await connect(made)
             await client.submit("a", [1], grammar=DIGITS)
             assert (await client.until_ended("a"))["a"].finish_reason == "lost"
-            assert worker.killed.is_set()
+            assert "took more than" in worker.reason
+            await until(lambda: len(made.workers) == 2 and made.router.status().state == "ready")
+            refused = await client.submit("b", [1], grammar=DIGITS)
+            assert isinstance(refused, Refused)
+            assert "a worker died while it compiled this one" in refused.message
 
     monkeypatch.setattr(held_requests, "COMPILE_SECONDS", 0.05)
     asyncio.run(scenario())

@@ -2,6 +2,7 @@
 
 import asyncio
 import random
+import signal
 import subprocess
 import sys
 from array import array
@@ -49,12 +50,21 @@ class FakeWorker:
         self.model = ModelWorker(CAPACITY, random.Random(0))
         self.pause = pause
         self.killed = asyncio.Event()
+        self.reason = ""  # why the router killed it
+        self.returncode = -signal.SIGKILL  # once it is killed
         self.num_checks = 0
         self.orders: list[Compile | Forget] = []
         self.answers: asyncio.Queue[Compiled] = asyncio.Queue()
         self.compiles_at_once = True
+        self.fail_fatally = False  # in the next step
 
     def kill(self, reason: str = "") -> None:
+        self.reason = self.reason or reason
+        self.killed.set()
+
+    def crash(self, number: signal.Signals) -> None:
+        """Ends it by a signal that the router did not send."""
+        self.returncode = -number
         self.killed.set()
 
     def send_grammar(self, order: Compile | Forget) -> None:
@@ -78,6 +88,8 @@ class FakeWorker:
     async def flush(self) -> StepResult | None:
         await asyncio.sleep(self.pause)
         self._require_alive()
+        if self.fail_fatally:
+            raise WorkerFailed(WorkerError("CudaError", "for the test", True))
         result = self.model.results.popleft()
         if isinstance(result, Exception):
             raise WorkerFailed(WorkerError("RuntimeError", str(result), False))
@@ -89,11 +101,14 @@ class FakeWorker:
 
     async def wait_dead(self) -> WorkerDied:
         await self.killed.wait()
-        return WorkerDied(-9)
+        return self._death()
 
     def _require_alive(self) -> None:
         if self.killed.is_set():
-            raise WorkerDied(-9)
+            raise self._death()
+
+    def _death(self) -> WorkerDied:
+        return WorkerDied(self.returncode, self.reason)
 
 
 class Client:
@@ -123,11 +138,13 @@ class Client:
         max_tokens: int = 5,
         states_length: bool = True,
         grammar: Grammar | None = None,
+        grammar_owner: bytes = b"",
     ) -> Accepted | Refused:
         params = SamplingParams(max_tokens=max_tokens, temperature=0.0, grammar=grammar)
         ids = array("i", prompt).tobytes()
+        prompts = [NewPrompt(ids, [NewAnswer(name, 1)])]
         self.stream.send(
-            Submit([NewPrompt(ids, [NewAnswer(name, 1)])], params, [], states_length=states_length)
+            Submit(prompts, params, [], states_length=states_length, grammar_owner=grammar_owner)
         )
         while (answer := await self.take()) is None:
             pass

@@ -6,8 +6,9 @@ left out, and at most MAX_WAITING wait in all. Answers are kept by the grammars'
 
 import asyncio
 import hashlib
+import logging
 from asyncio.subprocess import PIPE, Process
-from collections import OrderedDict, deque
+from collections import OrderedDict
 from collections.abc import Callable
 from contextlib import suppress
 from itertools import count
@@ -16,6 +17,7 @@ from typing import NamedTuple
 
 import msgspec
 
+from lightkv.router.engine.fair_queue import FairQueue
 from lightkv.router.sampling_params import Grammar
 from lightkv.router.service.child_process import command
 from lightkv.router.service.frames import LENGTH
@@ -29,6 +31,7 @@ MAX_WAITING = 64  # short ones, and as many long ones
 MAX_KNOWN = 4096  # grammars whose answers are kept
 START_SECONDS = 60.0  # to read the tokenizer
 ANSWER_SECONDS = WALL_SECONDS + 5.0  # after which the process is started anew
+_logger = logging.getLogger("lightkv.api")
 _ATTEMPTS = 2  # a child may be killed by another's need of memory
 
 
@@ -58,53 +61,6 @@ class _Waiting:
         self.answer.exception()  # its clients may all have hung up
 
 
-class FairQueue:
-    """The grammars that wait, in a line for each owner. The lines take turns."""
-
-    def __init__(self, max_waiting: int = MAX_WAITING) -> None:
-        self._max_waiting = max_waiting
-        self._lines: OrderedDict[bytes, deque[_Waiting]] = OrderedDict()
-        self._num = 0
-
-    def __len__(self) -> int:
-        return self._num
-
-    def push(self, one: _Waiting) -> _Waiting | None:
-        """Adds a grammar. Returns the one that has to leave, if the queue is full: the newest of the owner who
-        has the most, which may be `one` itself."""
-        line = self._lines.setdefault(one.owner, deque())
-        line.append(one)
-        self._num += 1
-        if self._num <= self._max_waiting:
-            return None
-        longest = max(self._lines.values(), key=len)
-        left = (line if len(line) == len(longest) else longest)[-1]
-        self.remove(left)
-        return left
-
-    def pop(self) -> _Waiting:
-        """Removes the grammar whose turn it is, and returns it. Raises IndexError where none waits."""
-        if not self._lines:
-            raise IndexError("no grammar waits")
-        owner, line = next(iter(self._lines.items()))
-        one = line[0]
-        self.remove(one)
-        if owner in self._lines:
-            self._lines.move_to_end(owner)
-        return one
-
-    def remove(self, one: _Waiting) -> bool:
-        """Removes a grammar. Returns False if it does not wait."""
-        line = self._lines.get(one.owner)
-        if line is None or one not in line:
-            return False
-        line.remove(one)
-        self._num -= 1
-        if not line:
-            del self._lines[one.owner]
-        return True
-
-
 class GrammarChecker:
     """The process that checks grammars, which starts with the first of them, and its latest answers. Short
     grammars do not wait for long ones, which are those that take long.
@@ -114,7 +70,7 @@ class GrammarChecker:
 
     def __init__(self, directory: Path, vocab_size: Callable[[], int]) -> None:
         self._process = _CheckProcess(directory, vocab_size)
-        self._queues = FairQueue(), FairQueue()
+        self._queues = FairQueue[_Waiting](MAX_WAITING), FairQueue[_Waiting](MAX_WAITING)
         self._working: list[asyncio.Task[None] | None] = [None, None]
         self._known: OrderedDict[bytes, _Known] = OrderedDict()
         self._waiting: dict[bytes, _Waiting] = {}  # those that are being checked included
@@ -136,10 +92,16 @@ class GrammarChecker:
         return known.num_bytes
 
     async def close(self) -> None:
-        """Ends the process, and waits for its end. A later check starts another one."""
-        for task in self._working:
-            if task is not None:
-                task.cancel()
+        """Ends the process, and waits for its end. What waits is refused. A later check starts another one."""
+        for queue in self._queues:
+            while (one := queue.pop()) is not None:
+                self._forget(one)
+                one.refuse(_closing())
+        working = [task for task in self._working if task is not None]
+        self._working = [None, None]  # a task that has not begun does not do this itself
+        for task in working:
+            task.cancel()
+        await asyncio.gather(*working, return_exceptions=True)
         await self._process.close()
 
     @property
@@ -176,10 +138,11 @@ class GrammarChecker:
         """Checks the grammars of a queue, one after the other, until it is empty."""
         queue = self._queues[lane]
         try:
-            while len(queue):
-                await self._answer(queue.pop())
+            while (one := queue.pop()) is not None:
+                await self._answer(one)
         finally:
-            self._working[lane] = None
+            if self._working[lane] is asyncio.current_task():
+                self._working[lane] = None
 
     async def _answer(self, one: _Waiting) -> None:
         try:
@@ -187,9 +150,15 @@ class GrammarChecker:
         except _NoAnswer as error:
             text = f"the grammar could not be checked ({error}); try again in a moment"
             one.refuse(RequestRefused("unavailable", text))
-        except BaseException:
-            one.refuse(RequestRefused("unavailable", "the service is shutting down"))
+        except RequestRefused as error:  # the service is not ready
+            one.refuse(error)
+        except asyncio.CancelledError:
+            one.refuse(_closing())
             raise
+        except Exception as error:  # those that wait behind it are checked all the same
+            _logger.exception("a grammar was not checked")
+            text = f"the grammar could not be checked ({type(error).__name__}); try again in a moment"
+            one.refuse(RequestRefused("unavailable", text))
         else:
             one.answer.set_result(known)
             self._known[one.digest] = known
@@ -211,6 +180,10 @@ class GrammarChecker:
                 return _Known(answer.wrong, answer.num_bytes)
             failed = answer.failed
         raise _NoAnswer(failed)
+
+
+def _closing() -> RequestRefused:
+    return RequestRefused("unavailable", "the service is shutting down")
 
 
 class _CheckProcess:

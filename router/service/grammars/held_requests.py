@@ -5,17 +5,22 @@ add ──► (the desk's orders to the worker) ──► Compiled ──► the
 """
 
 import asyncio
+import logging
+import signal
 import time
 from collections.abc import Callable, Sequence
 
 from lightkv.errors import LightKVError
-from lightkv.router.engine.grammar_desk import Compile, GrammarDesk
+from lightkv.router.engine.grammar_desk import Compile, Compiled, GrammarDesk
 from lightkv.router.engine.loop import Engine
 from lightkv.router.engine.request import Request
-from lightkv.router.sampling_params import Grammar
-from lightkv.router.service.worker_client import Worker, WorkerDied
+from lightkv.router.service.messages import Submit
+from lightkv.router.service.worker_client import Worker, WorkerDied, WorkerFailed
 
 COMPILE_SECONDS = 60.0  # after which a worker that compiles a grammar is killed
+# How a process ends whose stack overflows, or that native code aborts.
+_CRASHES = frozenset((-signal.SIGSEGV, -signal.SIGBUS, -signal.SIGABRT))
+_logger = logging.getLogger("lightkv.router")
 
 
 class HeldRequests:
@@ -33,6 +38,7 @@ class HeldRequests:
         self._worker: Worker | None = None
         self._serving: asyncio.Task[None] | None = None
         self._asked = 0.0  # when the worker was last told to compile something
+        self._is_overdue = False  # was the worker killed because it compiled for too long?
 
     def __len__(self) -> int:
         return len(self._held)
@@ -40,27 +46,36 @@ class HeldRequests:
     def begin(self, worker: Worker, engine: Engine) -> None:
         """Notes the worker that compiles from now on, and the engine that gets the requests."""
         self._worker = worker
+        self._is_overdue = False
         self._serving = asyncio.create_task(self._serve(worker, engine))
 
-    def lose_worker(self) -> bool:
-        """Forgets all requests, whose worker has ended. Returns whether it was compiling a grammar, which is
-        refused from now on."""
+    def lose_worker(self, error: WorkerDied | WorkerFailed) -> bool:
+        """Forgets all requests, whose worker has ended with `error`. Returns whether a grammar is to blame, and
+        is refused from now on: the worker was compiling it, and crashed in native code or took too long.
+
+        A failed step, a step that took too long and the kernel's need of memory are no grammar's fault.
+        """
         if self._serving is not None:
             self._serving.cancel()
         self._worker = self._serving = None
         self._held.clear()
-        return self._desk.lose_device()
+        has_crashed = isinstance(error, WorkerDied) and error.returncode in _CRASHES
+        return self._desk.lose_device(has_crashed or self._is_overdue)
 
-    def add(self, engine: Engine, requests: Sequence[Request], grammar: Grammar, num_bytes: int) -> None:
-        """Queues the requests of one submission in the engine once their grammar, of `num_bytes` when it is
-        compiled, is ready.
+    def add(self, engine: Engine, requests: Sequence[Request], submit: Submit) -> None:
+        """Queues the requests of a submission in the engine once its grammar is ready.
 
-        Raises as `Request.validate` does, also for a grammar that is refused; nothing is held then.
+        Raises as `Request.validate` does, also for a grammar that is refused, and TooManyGrammars; nothing is
+        held then.
         """
+        grammar = submit.params.grammar
+        if grammar is None:
+            raise ValueError("the submission has no grammar; add its requests to the engine")
         scheduler, now = engine.scheduler, time.monotonic()
         for request in requests:
             request.validate(scheduler.limits, scheduler.ledger.capacity)
-        grammar_id = self._desk.hold([request.id for request in requests], grammar, num_bytes)
+        names = [request.id for request in requests]
+        grammar_id = self._desk.hold(names, grammar, submit.grammar_bytes, submit.grammar_owner)
         for request in requests:
             request.queued, request.grammar = now, grammar_id
         if self._desk.is_ready(grammar_id):
@@ -88,23 +103,34 @@ class HeldRequests:
         self._desk.check()
 
     async def _serve(self, worker: Worker, engine: Engine) -> None:
-        while True:
-            try:
-                answer = await asyncio.wait_for(worker.take_grammar(), COMPILE_SECONDS)
-            except TimeoutError:
-                if self._desk.is_compiling and time.monotonic() - self._asked > COMPILE_SECONDS:
-                    worker.kill(f"a grammar took more than {COMPILE_SECONDS:g} s to compile")
-                continue
-            except WorkerDied:
-                return
-            for name in self._desk.take(answer):
-                request = self._held.pop(name)
-                if answer.error:
-                    self._fail(name, answer.error)
-                    continue
+        """Takes the worker's answers until it dies. A worker whose answers cannot be taken is killed, since no
+        grammar would be compiled any more."""
+        try:
+            while True:
                 try:
-                    engine.add(request)
-                except LightKVError as error:  # the engine is dead
-                    self._fail(name, str(error))
-            self._wake()
-            self.send_orders()
+                    answer = await asyncio.wait_for(worker.take_grammar(), COMPILE_SECONDS)
+                except TimeoutError:
+                    if self._desk.is_compiling and time.monotonic() - self._asked > COMPILE_SECONDS:
+                        self._is_overdue = True
+                        worker.kill(f"a grammar took more than {COMPILE_SECONDS:g} s to compile")
+                else:
+                    self._take(answer, engine)
+        except WorkerDied:
+            return
+        except Exception as error:
+            _logger.exception("the worker's answers about grammars cannot be taken any more")
+            worker.kill(f"its answer about a grammar could not be taken ({type(error).__name__}: {error})")
+
+    def _take(self, answer: Compiled, engine: Engine) -> None:
+        """Queues the requests that waited for a grammar in the engine, or ends them."""
+        for name in self._desk.take(answer):
+            request = self._held.pop(name)
+            if answer.error:
+                self._fail(name, answer.error)
+                continue
+            try:
+                engine.add(request)
+            except LightKVError as error:  # the engine is dead
+                self._fail(name, str(error))
+        self._wake()
+        self.send_orders()
