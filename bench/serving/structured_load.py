@@ -3,17 +3,19 @@
     python -m bench.serving.structured_load --seconds 600 --out bench/results/structured-load.json
     python -m bench.serving.structured_load --seconds 60 --model DIR -- --max-num-seqs 64
 
-It starts `lightkv serve` (options after `--` go to that command). For half of --seconds each, --streams streams
-answer one request after the other, and beside them --clients clients send requests as fast as they are
-answered: first ordinary ones, then those with grammars and lists of tokens. Each grammar is new, or one of a
-few that come again: small and large schemas, choices, regexes, structural tags with the model's special tokens,
-chains of references at, below and beyond what is compiled, grammars that take too long, and clients that hang
-up. The lists are `allowed_token_ids` of half the vocabulary, for several answers.
+It starts `lightkv serve` (options after `--` go to that command). In --rounds rounds, which share --seconds, it
+runs three loads, a third of a round each: --streams streams alone, which answer one request after the other;
+the same with --clients clients, which send ordinary requests as fast as they are answered; and the same with
+clients whose requests have grammars and lists of tokens. Each grammar is new, or one of a few that come again:
+small and large schemas, choices, regexes, structural tags with the model's special tokens, chains of references
+at, below and beyond what is compiled, and grammars that take too long. The lists are `allowed_token_ids` of
+half the vocabulary. With grammars and without, the clients ask for the same numbers of answers, of the same
+number of tokens where a grammar does not end before, and as many hang up.
 
-It reports the lost streams, the longest gap between two pieces of a stream in both halves, what /health
-answered, the statuses of the clients' requests, and the memory of every process before and after. It exits with
-the reason, after the figures, unless no stream was lost, /health was 200 throughout, no gap beyond 0.5 s came
-with grammars that did not come without, every process is back within 50 MB, and no token is held in the end.
+It reports for each load the lost streams, the longest gap between two pieces of a stream, what /health answered
+and the statuses of the clients' requests; and the memory of every process before and after. It exits with the
+reason, after the figures, unless no stream was lost, /health was 200 throughout, no gap beyond 0.5 s came with
+grammars that did not come without, every process is back within 50 MB, and no token is held in the end.
 """
 
 import argparse
@@ -45,6 +47,8 @@ REST_SECONDS = 90.0  # after which compiled grammars that nobody holds are forgo
 MAX_GAP_SECONDS = 0.5
 MAX_GROWTH_BYTES = 50e6
 COMPLETIONS = "/v1/completions"
+ALONE, ORDINARY, GRAMMARS = LOADS = ("alone", "ordinary", "grammars")
+NUM_TOKENS = 32  # of each answer of a client
 EXPECTED = (
     200,
     400,
@@ -54,8 +58,8 @@ EXPECTED = (
 
 
 @dataclass
-class Half:
-    """What happened in one half of the time."""
+class Part:
+    """What happened under one of the loads, in all rounds."""
 
     gaps: list[float] = field(default_factory=list)  # the longest of each answer
     lost: list[str] = field(default_factory=list)
@@ -123,9 +127,9 @@ def grammars(number: int, rng: random.Random) -> Body:
     }
     makers: list[Callable[[], Body]] = [
         lambda: {"guided_json": schema(3, number)},
-        lambda: {"guided_json": schema(10, f"again {again}"), "n": 4},
+        lambda: {"guided_json": schema(10, f"again {again}")},
         lambda: {"guided_json": schema(300, number)},
-        lambda: {"guided_json": schema(60, number), "n": 16},
+        lambda: {"guided_json": schema(60, number)},
         lambda: {"guided_choice": [f"number {rng.randrange(10**9)}" for _ in range(1500)]},
         lambda: {"guided_regex": f"[a-f]{{{1 + number % 50}}}-{number}"},
         lambda: {"structural_tag": tags(3, number)},
@@ -142,7 +146,12 @@ def grammars(number: int, rng: random.Random) -> Body:
 
 def lists(vocab_size: int) -> Body:
     """Returns the fields of a request that lists half of the vocabulary."""
-    return {"allowed_token_ids": list(range(vocab_size // 2)), "n": 8}
+    return {"allowed_token_ids": list(range(vocab_size // 2))}
+
+
+def size(number: int) -> Body:
+    """Returns the fields that say how much a client's request asks for: the same with a grammar and without."""
+    return {"n": (1, 4, 1, 16, 1)[number % 5], "min_tokens": NUM_TOKENS, "max_tokens": NUM_TOKENS}
 
 
 class Load:
@@ -156,19 +165,19 @@ class Load:
         self._rng = random.Random(options.seed)
         self._numbers = itertools.count()
 
-    async def half(self, seconds: float, with_grammars: bool) -> Half:
-        """Runs the load for so long. Returns what happened."""
-        found, end = Half(), time.monotonic() + seconds
-        bodies = self._structured() if with_grammars else self._ordinary()
-        work = [self._stream(found, end) for _ in range(self._options.streams)]
-        work += [self._client(found, end, bodies) for _ in range(self._options.clients)]
-        await asyncio.gather(*work, self._watch_health(found, end))
-        return found
+    async def run(self, part: Part, seconds: float, name: str) -> None:
+        """Runs one of `LOADS` for so long, and adds what happens to `part`."""
+        end = time.monotonic() + seconds
+        work = [self._stream(part, end) for _ in range(self._options.streams)]
+        if name != ALONE:
+            bodies = self._bodies(name == GRAMMARS)
+            work += [self._client(part, end, bodies) for _ in range(self._options.clients)]
+        await asyncio.gather(*work, self._watch_health(part, end))
 
     def _prompt(self) -> list[int]:
         return [self._rng.randrange(self._vocab_size) for _ in range(self._rng.randrange(8, 64))]
 
-    async def _stream(self, found: Half, end: float) -> None:
+    async def _stream(self, found: Part, end: float) -> None:
         while time.monotonic() < end:
             ask = Ask(self._prompt(), self._options.tokens)
             try:
@@ -181,10 +190,9 @@ class Load:
             found.num_tokens += answer.num_output
             found.gaps.append(max(answer.gaps, default=0.0))
 
-    async def _client(self, found: Half, end: float, bodies: Iterator[Body]) -> None:
+    async def _client(self, found: Part, end: float, bodies: Iterator[Body]) -> None:
         while time.monotonic() < end:
-            fields = next(bodies)
-            asked = {"prompt": self._prompt(), "max_tokens": 32, "model": self._model, **fields}
+            asked = {"prompt": self._prompt(), "model": self._model, **next(bodies)}
             hangs_up = asked.pop("hangs_up", False)
             request = self._endpoint.request("POST", COMPLETIONS, json.dumps(asked).encode())
             try:
@@ -196,7 +204,7 @@ class Load:
                 found.statuses[f"failed: {str(error)[:60]}"] += 1
                 await asyncio.sleep(1.0)
 
-    async def _watch_health(self, found: Half, end: float) -> None:
+    async def _watch_health(self, found: Part, end: float) -> None:
         while time.monotonic() < end:
             begun = time.monotonic()
             try:
@@ -207,17 +215,15 @@ class Load:
             found.longest_health = max(found.longest_health, time.monotonic() - begun)
             await asyncio.sleep(HEALTH_SECONDS)
 
-    def _ordinary(self) -> Iterator[Body]:
-        while True:
-            yield {"n": self._rng.choice((1, 1, 4, 16)), "ignore_eos": True}
-
-    def _structured(self) -> Iterator[Body]:
-        while True:
-            number = next(self._numbers)
-            if not self._options.without_lists and number % 8 == 0:
-                yield lists(self._vocab_size)
-            else:
-                yield {**grammars(number, self._rng), "hangs_up": number % 11 == 0}
+    def _bodies(self, with_grammars: bool) -> Iterator[Body]:
+        """Yields the clients' requests without their prompts."""
+        for idx in itertools.count():
+            fields: Body = {}
+            if with_grammars:
+                number = next(self._numbers)
+                is_list = not self._options.without_lists and number % 8 == 0
+                fields = lists(self._vocab_size) if is_list else grammars(number, self._rng)
+            yield {**fields, **size(idx), "hangs_up": idx % 11 == 0}
 
 
 async def rest(endpoint: Endpoint, seconds: float) -> dict[str, Any]:
@@ -234,22 +240,23 @@ async def rest(endpoint: Endpoint, seconds: float) -> dict[str, Any]:
 async def measure(
     endpoint: Endpoint, options: argparse.Namespace, memory: Callable[[], dict[str, Memory]]
 ) -> dict[str, Any]:
-    """Runs both halves. Returns the results as they are stored."""
+    """Runs all rounds. Returns the results as they are stored."""
     model = (await endpoint.get("/v1/models"))["data"][0]["id"]
     info = await endpoint.get("/server_info")
     load = Load(endpoint, options, model, info["runner"]["limits"]["vocab_size"])
-    for with_grammars in (False, True):  # every process has done everything once before its memory is read
-        await load.half(options.warm_up, with_grammars)
+    for name in LOADS:  # every process has done everything once before its memory is read
+        await load.run(Part(), options.warm_up, name)
     await rest(endpoint, options.rest)
     before = memory()
-    halves = {}
-    for name, with_grammars in (("without", False), ("with", True)):
-        halves[name] = (await load.half(options.seconds / 2, with_grammars)).results()
-        await rest(endpoint, 2.0)
+    parts = {name: Part() for name in LOADS}
+    for _ in range(options.rounds):
+        for name, part in parts.items():
+            await load.run(part, options.seconds / options.rounds / len(LOADS), name)
+            await rest(endpoint, min(2.0, options.rest))
     state = await rest(endpoint, options.rest)
     after = memory()
     return {
-        "halves": halves,
+        "loads": {name: part.results() for name, part in parts.items()},
         "memory": {
             role: {"before": before[role].resident, "after": after[role].resident}
             for role in before
@@ -260,7 +267,16 @@ async def measure(
         "is_exact": state["free"] + state["cached"] == state["capacity"],
         "settings": {
             name: getattr(options, name)
-            for name in ("model", "seconds", "streams", "clients", "tokens", "without_lists", "serve")
+            for name in (
+                "model",
+                "seconds",
+                "rounds",
+                "streams",
+                "clients",
+                "tokens",
+                "without_lists",
+                "serve",
+            )
         },
     }
 
@@ -268,20 +284,20 @@ async def measure(
 def failures(results: dict[str, Any]) -> list[str]:
     """Returns which of the conditions do not hold."""
     wrong = []
-    without, with_grammars = results["halves"]["without"], results["halves"]["with"]
-    for name, half in results["halves"].items():
-        if half["lost"]:
-            wrong.append(
-                f"{len(half['lost'])} streams were lost {name} grammars, the first: {half['lost'][0]}"
-            )
-        if set(half["health"]) != {"200"}:
-            wrong.append(f"/health answered {half['health']} {name} grammars")
-        if others := set(half["statuses"]) - {*map(str, EXPECTED), "hung up"}:
-            wrong.append(f"clients got {', '.join(sorted(others))} {name} grammars")
-    longest = with_grammars["longest_gap_s"]
-    if longest > max(MAX_GAP_SECONDS, without["longest_gap_s"]):
+    for name, part in results["loads"].items():
+        if part["lost"]:
+            wrong.append(f"{name}: {len(part['lost'])} streams were lost, the first: {part['lost'][0]}")
+        if not part["answers"]:
+            wrong.append(f"{name}: no stream was answered")
+        if set(part["health"]) != {"200"}:
+            wrong.append(f"{name}: /health answered {part['health']}")
+        if others := set(part["statuses"]) - {*map(str, EXPECTED), "hung up"}:
+            wrong.append(f"{name}: clients got {', '.join(sorted(others))}")
+    alone, ordinary, with_grammars = (results["loads"][name]["longest_gap_s"] for name in LOADS)
+    if with_grammars > max(MAX_GAP_SECONDS, alone, ordinary):
         wrong.append(
-            f"the longest gap was {longest:.2f} s, and {without['longest_gap_s']:.2f} s without grammars"
+            f"the longest gap was {with_grammars:.2f} s with grammars, {ordinary:.2f} s with ordinary clients "
+            f"and {alone:.2f} s alone"
         )
     for role, own in results["memory"].items():
         if own["after"] - own["before"] > MAX_GROWTH_BYTES:
@@ -296,20 +312,20 @@ def print_tables(results: dict[str, Any]) -> None:
     rows = [
         [
             name,
-            str(half["answers"]),
-            str(half["tokens"]),
-            str(len(half["lost"])),
-            f"{half['longest_gap_s']:.3f}",
-            f"{half['p99_longest_gap_s']:.3f}",
-            str(half["beyond_half_a_second"]),
-            f"{half['longest_health_s']:.3f}",
+            str(part["answers"]),
+            str(part["tokens"]),
+            str(len(part["lost"])),
+            f"{part['longest_gap_s']:.3f}",
+            f"{part['p99_longest_gap_s']:.3f}",
+            str(part["beyond_half_a_second"]),
+            f"{part['longest_health_s']:.3f}",
         ]
-        for name, half in results["halves"].items()
+        for name, part in results["loads"].items()
     ]
-    header = ("grammars", "answers", "tokens", "lost", "longest gap s", "p99", "beyond 0.5 s", "/health s")
+    header = ("load", "answers", "tokens", "lost", "longest gap s", "p99", "beyond 0.5 s", "/health s")
     print_table(header, rows)
-    for name, half in results["halves"].items():
-        print(f"{name}: /health {half['health']}; the clients' requests {half['statuses']}")
+    for name, part in results["loads"].items():
+        print(f"{name}: /health {part['health']}; the clients' requests {part['statuses']}")
     rows = [
         [role, f"{own['before'] / 1e6:.0f}", f"{own['after'] / 1e6:.0f}"]
         for role, own in results["memory"].items()
@@ -321,8 +337,9 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     made = parser(__doc__)
     made.add_argument("--model", default=EngineConfig.model)
     made.add_argument("--device", default="cpu")
-    made.add_argument("--seconds", type=float, default=600.0, help="of both halves together")
-    made.add_argument("--warm-up", type=float, default=10.0, help="seconds of each half before the figures")
+    made.add_argument("--seconds", type=float, default=600.0, help="of all loads and rounds together")
+    made.add_argument("--rounds", type=int, default=2, help="in which the loads take turns")
+    made.add_argument("--warm-up", type=float, default=10.0, help="seconds of each load before the figures")
     made.add_argument("--rest", type=float, default=REST_SECONDS, help="seconds before memory is read")
     made.add_argument("--streams", type=int, default=32)
     made.add_argument("--tokens", type=int, default=64, help="of each answer of a stream")

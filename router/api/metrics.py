@@ -187,7 +187,7 @@ class AnswerClock:
 
 
 class _RouterCollector:
-    """Collects the router's counts, and what this process's log has lost, at each scrape."""
+    """Collects the router's counts, and what the logs of both processes have lost, at each scrape."""
 
     def __init__(self, model: str, latest: Callable[[], LatestStatus]) -> None:
         self._model = model
@@ -209,10 +209,11 @@ class _RouterCollector:
         )
         dropped = CounterMetricFamily(
             "lightkv:log_dropped_lines",
-            "Lines of the API process's log that were dropped, because nothing read them in time.",
-            labels=["model_name"],
+            "Lines of a process's log that were dropped, because nothing read them in time.",
+            labels=["model_name", "process"],
         )
-        dropped.add_metric([self._model], num_dropped_lines())
+        dropped.add_metric([self._model, "api"], num_dropped_lines())
+        dropped.add_metric([self._model, "router"], load.num_dropped_log_lines)
         yield dropped
         info = latest.status.info
         if info is not None:

@@ -1,7 +1,8 @@
 """Reads the bodies of requests within limits: bytes of one body, bytes of all bodies together, and JSON values.
 
 The bytes of all bodies are limited twice: while they arrive, and from then on until their requests are
-answered, because what a body was parsed to is kept as long.
+answered, because what a body was parsed to is kept as long. White space between values is not kept, so it
+counts only until the body is parsed.
 
 Parsing JSON holds Python's lock from the first value to the last, in whatever thread it runs. So the values
 of a long body are counted first, which is fast, and a body whose parsing would block the whole process is
@@ -10,7 +11,7 @@ refused.
 
 import asyncio
 import json
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterator
 from typing import Any
 
 import msgspec
@@ -119,9 +120,16 @@ class _BodyRequest(Request):
             self._room.open(num_open)
             self._num_open += num_open
             if len(body) <= SHORT_BODY:
-                return parse_short(body)
-            async with self._room.parsing:
-                return await asyncio.to_thread(parse, body, self._room.max_values)
+                value = parse_short(body)
+                num_blank = count_blank(body) if num_open else 0
+            else:
+                async with self._room.parsing:
+                    value = await asyncio.to_thread(parse, body, self._room.max_values)
+                    num_blank = await asyncio.to_thread(count_blank, body)
+            num_blank = min(num_blank, num_open)  # the first FREE_BYTES that are kept stay free
+            self._room.close(num_blank)
+            self._num_open -= num_blank
+            return value
         finally:
             body.clear()  # FastAPI would keep it until the request ends
             self.release()
@@ -197,13 +205,34 @@ def parse(body: bytes | bytearray, max_values: int = MAX_VALUES) -> Any:
         raise json.JSONDecodeError(str(error), "", 0) from error
 
 
+def count_blank(body: bytes | bytearray) -> int:
+    """Returns the bytes of white space between the values of JSON, which nothing keeps once it is parsed."""
+    return sum(structure.count(blank) for _, structure in _pieces(body) for blank in b" \t\r\n")
+
+
 def _check_values(body: bytes | bytearray, max_values: int) -> int:
     """Counts the values of JSON without parsing it. Returns the number of bytes outside of strings.
 
-    Without escapes, quotes stand only at the ends of strings. Outside of strings, each value of a list or an
-    object follows a comma, except the first. Raises HTTPException (413) for too many values.
+    Outside of strings, each value of a list or an object follows a comma, except the first. Raises
+    HTTPException (413) for too many values.
     """
     num_strings = num_containers = num_commas = num_structure = 0
+    for more_strings, structure in _pieces(body):
+        num_strings += more_strings
+        num_containers += structure.count(b"[") + structure.count(b"{")
+        num_commas += structure.count(b",")
+        num_structure += len(structure)
+        _check("strings", num_strings, MAX_STRINGS)
+        _check("lists and objects", num_containers, MAX_CONTAINERS)
+        _check("values", num_commas + num_containers + 1, max_values)
+    return num_structure
+
+
+def _pieces(body: bytes | bytearray) -> Iterator[tuple[int, bytes]]:
+    """Yields the number of strings in each piece of JSON, and its bytes outside of strings.
+
+    Without escapes, quotes stand only at the ends of strings.
+    """
     is_inside = False
     rest = b""  # a backslash whose second half is in the next piece
     for start in range(0, len(body), _PIECE):
@@ -214,14 +243,7 @@ def _check_values(body: bytes | bytearray, max_values: int) -> int:
         parts = piece.split(b'"')
         structure = b"".join(parts[is_inside::2])
         is_inside ^= len(parts) % 2 == 0
-        num_strings += len(parts) // 2
-        num_containers += structure.count(b"[") + structure.count(b"{")
-        num_commas += structure.count(b",")
-        num_structure += len(structure)
-        _check("strings", num_strings, MAX_STRINGS)
-        _check("lists and objects", num_containers, MAX_CONTAINERS)
-        _check("values", num_commas + num_containers + 1, max_values)
-    return num_structure
+        yield len(parts) // 2, structure
 
 
 def _check(what: str, count: int, most: int) -> None:

@@ -144,12 +144,14 @@ class Load(EngineStats, frozen=True):
             service.
         step_age: seconds since the last step completed, or since work began to wait; 0 when idle.
         router_seconds: the router's own time in steps.
+        num_dropped_log_lines: those of the router process's log.
     """
 
     num_ledger_checks: int = 0
     num_worker_starts: int = 0
     step_age: float = 0.0
     router_seconds: float = 0.0
+    num_dropped_log_lines: int = 0
 
 
 class Status(msgspec.Struct, frozen=True, tag=True):

@@ -38,6 +38,7 @@ from lightkv.router.service.wire.submitted import (
 
 from .child_process import freeze_objects
 from .frames import BadFrame, FrameStream, is_own
+from .log_stream import num_dropped_lines
 from .messages import (
     Abort,
     Accepted,
@@ -396,7 +397,7 @@ class Router:
         """Returns the counts; totals include those of earlier workers."""
         past, engine = self._past, self._engine
         if engine is None:
-            return past
+            return msgspec.structs.replace(past, num_dropped_log_lines=num_dropped_lines())
         stats = engine.stats()
         counts = msgspec.structs.asdict(stats) | {
             name: getattr(past, name) + getattr(stats, name) for name in _TOTALS
@@ -409,6 +410,7 @@ class Router:
             num_worker_starts=self._num_starts,
             step_age=time.monotonic() - self._worked if engine.has_work else 0.0,
             router_seconds=self._router_seconds,
+            num_dropped_log_lines=num_dropped_lines(),
         )
 
     async def _report_status(self) -> None:

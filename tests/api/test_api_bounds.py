@@ -64,6 +64,30 @@ def test_bodies_of_unanswered_requests_have_a_bound(api: ApiUnderTest, stream: b
     assert api.send("POST", CHAT, chat(700 * KIB, max_tokens=1))[0] == 200
 
 
+@pytest.mark.parametrize("blank", [" ", "\t", "\r\n"])
+@pytest.mark.parametrize("num_bytes", [60 * KIB, 600 * KIB])  # parsed at once, and in a thread
+def test_white_space_counts_only_until_a_body_is_parsed(
+    api: ApiUnderTest, blank: str, num_bytes: int
+) -> None:
+    api.router.hold = True
+    body = json.dumps(HELLO).replace(", ", "," + blank * (num_bytes // len(blank))).encode()
+    num_waiting = 2000 * KIB // len(body)  # more than twice the room
+    waiting = [api.connect() for _ in range(num_waiting)]
+    for num_before, connection in enumerate(waiting):
+        connection.request("POST", CHAT, body, {"Content-Type": "application/json"})
+        wait_until(lambda: len(api.router.submits) == num_before + 1)  # noqa: B023 (it is called at once)
+    kept = api.connect()
+    kept.request("POST", CHAT, chat(700 * KIB), {"Content-Type": "application/json"})
+    wait_until(lambda: len(api.router.submits) == num_waiting + 1)
+    text = chat(700 * KIB).replace(b"x", b" ")  # spaces inside of a text are kept
+    assert api.send("POST", CHAT, text)[0] == 503
+    for connection in (*waiting, kept):
+        connection.close()
+    wait_until(lambda: api.client.num_open == 0)
+    api.router.hold = False
+    assert api.send("POST", CHAT, chat(700 * KIB, max_tokens=1))[0] == 200
+
+
 def test_a_list_of_the_whole_vocabulary_travels_once_and_as_bits(api: ApiUnderTest) -> None:
     ids = list(range(49152))
     asked = {"prompt": "a", "n": 128, "max_tokens": 1, "allowed_token_ids": ids}

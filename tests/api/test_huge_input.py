@@ -23,6 +23,7 @@ from lightkv.router.api.request_body import (
     MAX_VALUES,
     SHORT_BODY,
     BodyRoom,
+    count_blank,
     parse,
     parse_short,
 )
@@ -284,6 +285,8 @@ def test_a_long_body_is_read_as_json(value: Any) -> None:
     for ascii_only in (True, False):
         body = json.dumps(value, ensure_ascii=ascii_only).encode() + b" " * SHORT_BODY
         assert parse(body) == value
+        num_between = len(json.dumps(value)) - len(json.dumps(value, separators=(",", ":")))
+        assert count_blank(body) == SHORT_BODY + num_between
 
 
 @pytest.mark.parametrize(

@@ -47,6 +47,7 @@ LOAD = Load(
     num_worker_starts=1,
     step_age=0.5,
     router_seconds=0.25,
+    num_dropped_log_lines=6,
 )
 
 
@@ -91,6 +92,8 @@ def values(metrics: ServiceMetrics) -> dict[str, float]:
         ("lightkv:worker_starts_total", 1),
         ("lightkv:step_age_seconds", 0.5),
         ("lightkv:router_seconds_total", 0.25),
+        ('lightkv:log_dropped_lines_total{process="router"}', 6),
+        ('lightkv:log_dropped_lines_total{process="api"}', 0),
         ("lightkv:ready", 1),
     ],
 )

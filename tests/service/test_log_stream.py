@@ -11,12 +11,14 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TextIO
+from typing import NoReturn, TextIO
 
 import pytest
 
+from lightkv.router.config import EngineConfig
 from lightkv.router.service.log_stream import LogStream
-from tests.support.fake_router import MODEL, idle, service
+from lightkv.router.service.router import Router
+from tests.support.fake_router import INFO, MODEL, idle, service
 from tests.support.served import Served, save_tiny_model
 
 LINE = "x" * 99 + "\n"
@@ -95,7 +97,8 @@ def test_a_service_answers_while_nobody_reads_its_log(
             connection.request("GET", "/metrics")
             text = connection.getresponse().read().decode()
             connection.close()
-        (line,) = [line for line in text.splitlines() if line.startswith("lightkv:log_dropped_lines_total")]
+        counts = [line for line in text.splitlines() if line.startswith("lightkv:log_dropped_lines_total")]
+        (line,) = [line for line in counts if 'process="api"' in line]
         assert float(line.split()[-1]) > 20
         assert read_now(reader).startswith("{")
 
@@ -143,3 +146,22 @@ def test_the_reason_of_an_end_is_said_although_the_device_is_full() -> None:
     first, second = done.stdout.splitlines()
     assert first == "lightkv: standard error cannot be written (No space left on device); its last lines:"
     assert f"cannot listen on 127.0.0.1 port {port}" in second
+
+
+def test_the_routers_dropped_lines_are_counted_with_and_without_an_engine(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def no_worker() -> NoReturn:
+        raise AssertionError("no worker is needed to count")
+
+    with pipe_of(4096) as (_, end):
+        os.write(end.fileno(), b"x" * 4096)  # the pipe is full
+        log = LogStream(end, max_bytes=len(LINE))
+        monkeypatch.setattr(sys, "stderr", log)
+        router = Router(EngineConfig(), no_worker, 10)
+        assert router.load().num_dropped_log_lines == 0
+        log.write(3 * LINE)
+        assert router.load().num_dropped_log_lines == log.num_dropped > 0
+        router._start_engine(INFO)
+        assert router.load().num_dropped_log_lines == log.num_dropped
+        monkeypatch.undo()

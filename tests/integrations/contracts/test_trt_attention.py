@@ -470,7 +470,14 @@ class WrappedManager:
         return self._manager.get_batch_cache_indices(request_ids)
 
 
-@pytest.mark.parametrize("kind", [ForeignManager, WrappedManager])
+class CarelessManager(ForeignManager):
+    """A manager of the older form whose method takes any keyword and reads none."""
+
+    def get_buffers(self, layer_idx: int, **kwargs: Any) -> torch.Tensor:
+        return self._buffer
+
+
+@pytest.mark.parametrize("kind", [ForeignManager, WrappedManager, CarelessManager])
 @pytest.mark.parametrize("kv_layout", ["HND", "NHD"])
 @pytest.mark.parametrize("num_kv_heads", [1, 2, 4, 8])
 def test_blocks_of_as_many_tokens_as_heads(

@@ -351,13 +351,16 @@ class AttentionMetadata:
         return self.cross
 
     def buffers(self, layer_idx: int) -> tuple[torch.Tensor, str]:
-        """Returns the cache manager's blocks of a layer and their layout: `kv_layout`, or NHD from a manager of
-        the older form, whose `get_buffers` knows no layouts."""
+        """Returns the cache manager's blocks of a layer and their layout: `kv_layout` if `get_buffers` names
+        that parameter, else NHD, the only layout of managers of the older form. Where `get_buffers` takes
+        `**kwargs`, it may pass the layout on or ignore it; asked for NHD it returns NHD either way."""
         get_buffers = self.kv_cache_manager.get_buffers
         parameters = inspect.signature(get_buffers).parameters
         takes_any = any(one.kind is inspect.Parameter.VAR_KEYWORD for one in parameters.values())
-        if takes_any or "kv_layout" in parameters:
+        if "kv_layout" in parameters:
             return get_buffers(layer_idx, kv_layout=self.kv_layout), self.kv_layout
+        if takes_any:
+            return get_buffers(layer_idx, kv_layout="NHD"), "NHD"
         return get_buffers(layer_idx), "NHD"
 
     def _fill_cross(
