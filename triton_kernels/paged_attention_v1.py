@@ -17,11 +17,11 @@ the original, it stores no scores: its softmax is a running one. `paged_attentio
 import torch
 from torch import Tensor
 
-from lightkv.triton_kernels.attention.attend_keys import LOG2_E
 from lightkv.triton_kernels.attention.attention_reference import attend_reference
 from lightkv.triton_kernels.attention.decode.decode_combine import combine_parts
 from lightkv.triton_kernels.attention.decode.decode_plan import DecodePlan
 from lightkv.triton_kernels.attention.paged_kv import AttentionOptions
+from lightkv.triton_kernels.attention.variants.hooks import LOG2_E
 
 from .paged_attention_inputs import check_paged_inputs
 from .paged_attention_kernel import attend_partitions, share_kernel, tile_options

@@ -7,11 +7,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from lightkv.triton_kernels.attention.alibi import alibi_slopes
 from lightkv.triton_kernels.attention.attend_keys import LOG2_E
-from lightkv.triton_kernels.attention.attention_mask import AttentionMask
 from lightkv.triton_kernels.attention.attention_reference import find_slots_reference
 from lightkv.triton_kernels.attention.paged_kv import AttentionOptions, PagedKV
+from lightkv.triton_kernels.attention.variants import Alibi, SinkLogits, Softcap, TreeMask, ValueMask, Window
+from lightkv.triton_kernels.attention.variants.alibi import alibi_slopes
 
 
 class Batch(NamedTuple):
@@ -48,7 +48,7 @@ def _values(batch: Batch, *heads: int, dtype: torch.dtype, width: int | None = N
         values[..., begin : begin + count, length:] = torch.nan
         begin += count
     values[..., begin:, :] = torch.nan
-    return AttentionMask(values.to(batch.device, dtype))
+    return ValueMask(values.to(batch.device, dtype))
 
 
 def _blocks(batch: Batch) -> AttentionMask:
@@ -59,7 +59,7 @@ def _blocks(batch: Batch) -> AttentionMask:
     for count, length, begin in zip(batch.q_lens, batch.lengths, begins.tolist(), strict=False):
         values[queries : queries + count, begin : begin + length] = torch.randn(count, length)
         queries += count
-    return AttentionMask(values.to(batch.device), columns=begins[:-1].int().to(batch.device))
+    return ValueMask(values.to(batch.device), columns=begins[:-1].int().to(batch.device))
 
 
 def tree_bits(q_lens: list[int], surplus: int, words: int, dtype: torch.dtype) -> Tensor:
@@ -82,7 +82,7 @@ def tree_bits(q_lens: list[int], surplus: int, words: int, dtype: torch.dtype) -
 
 def _tree(batch: Batch, dtype: torch.dtype) -> AttentionMask:
     words = -(-max(batch.q_lens) // (8 * dtype.itemsize))
-    return AttentionMask(bits=tree_bits(batch.q_lens, batch.surplus, words, dtype).to(batch.device))
+    return TreeMask(tree_bits(batch.q_lens, batch.surplus, words, dtype).to(batch.device))
 
 
 def _slopes(batch: Batch) -> Tensor:
@@ -94,16 +94,16 @@ def _sinks(batch: Batch) -> Tensor:
 
 
 FEATURES: dict[str, Callable[[Batch], Feature]] = {
-    "ALiBi": lambda batch: Feature(AttentionOptions(alibi_slopes=_slopes(batch))),
+    "ALiBi": lambda batch: Feature(AttentionOptions().plus(Alibi(_slopes(batch)))),
     "ALiBi, window, soft-cap, sinks": lambda batch: Feature(
-        AttentionOptions(window=20, softcap=5.0, sink_logits=_sinks(batch), alibi_slopes=_slopes(batch))
+        AttentionOptions().plus(Window(20), Softcap(5.0), SinkLogits(_sinks(batch)), Alibi(_slopes(batch)))
     ),
-    "ALiBi, full": lambda batch: Feature(AttentionOptions(alibi_slopes=_slopes(batch), causal=False)),
+    "ALiBi, full": lambda batch: Feature(AttentionOptions(causal=False).plus(Alibi(_slopes(batch)))),
     "full": lambda _: Feature(AttentionOptions(causal=False)),
     "window after": lambda _: Feature(AttentionOptions(causal=False, window_after=9)),
     "windows on both sides": lambda _: Feature(AttentionOptions(window=20, causal=False, window_after=9)),
     "mask, bool": lambda batch: Feature(
-        AttentionOptions(), AttentionMask(_shown(batch, max(batch.lengths)).to(batch.device))
+        AttentionOptions(), ValueMask(_shown(batch, max(batch.lengths)).to(batch.device))
     ),
     "mask, additive": lambda batch: Feature(AttentionOptions(), _values(batch, dtype=batch.dtype)),
     "mask, additive, narrow": lambda batch: Feature(
@@ -113,15 +113,15 @@ FEATURES: dict[str, Callable[[Batch], Feature]] = {
         AttentionOptions(), _values(batch, batch.num_heads, dtype=torch.float32)
     ),
     "mask, blocks, ALiBi, full": lambda batch: Feature(
-        AttentionOptions(alibi_slopes=_slopes(batch), causal=False), _blocks(batch)
+        AttentionOptions(causal=False).plus(Alibi(_slopes(batch))), _blocks(batch)
     ),
     "mask, each head, window, sinks": lambda batch: Feature(
-        AttentionOptions(window=20, softcap=5.0, sink_logits=_sinks(batch)),
+        AttentionOptions().plus(Window(20), Softcap(5.0), SinkLogits(_sinks(batch))),
         _values(batch, batch.num_heads, dtype=batch.dtype),
     ),
     "tree": lambda batch: Feature(AttentionOptions(), _tree(batch, torch.int64)),
     "tree, sinks": lambda batch: Feature(
-        AttentionOptions(sink_logits=_sinks(batch)), _tree(batch, torch.int32)
+        AttentionOptions().plus(SinkLogits(_sinks(batch))), _tree(batch, torch.int32)
     ),
 }
 

@@ -17,6 +17,7 @@ from lightkv.triton_kernels.attention.attention_scores import (
     attention_scores_reference,
 )
 from lightkv.triton_kernels.attention.paged_kv import AttentionOptions, PagedKV
+from lightkv.triton_kernels.attention.variants import Softcap, Window
 
 
 class Case(NamedTuple):
@@ -68,7 +69,9 @@ def make_case(
 
 
 def check(case: Case, *, window: int = 0, softcap: float = 0.0, width: int = 0) -> None:
-    options = AttentionOptions(window=window, softcap=softcap)
+    options = AttentionOptions().plus(
+        Window(window) if window else None, Softcap(softcap) if softcap else None
+    )
     width = width or int(case.lengths.max()) + 2
     most = int(case.q_starts.diff().max())
     expected, expected_lse = attention_scores_reference(*case.double(), options, width=width)

@@ -19,6 +19,7 @@ from lightkv.triton_kernels.attention.decode.decode_attention import (
 )
 from lightkv.triton_kernels.attention.decode.decode_plan import SharedPrefixGroups, decode_plan
 from lightkv.triton_kernels.attention.paged_kv import AttentionOptions, PagedKV
+from lightkv.triton_kernels.attention.variants import Softcap, Window
 
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
 MIXED = [130, 0, 1, 64, 63, 65]
@@ -102,7 +103,9 @@ def check(
     q = (torch.randn(*shape, key_dim) * spread).to(device, dtype)
     out = torch.full((*shape, cache.kv.v.shape[2]), torch.nan, dtype=dtype, device=device)
     lse = torch.full(shape, torch.nan, device=device)
-    options = AttentionOptions(window=window, softcap=softcap)
+    options = AttentionOptions().plus(
+        Window(window) if window else None, Softcap(softcap) if softcap else None
+    )
     result = decode_attention(q, *cache, options, num_queries=num_queries, out=out, lse=lse)
     assert result is out
     assert_close(out, decode_attention_reference(q, *cache, options, num_queries=num_queries))
@@ -198,7 +201,7 @@ def check_shared(
     shape = len(cache.rows) * num_queries, group * num_kv_heads
     q = torch.randn(*shape, key_dim).to(cache.kv.k)
     out, lse = torch.full_like(q, torch.nan), torch.full(shape, torch.nan, device=q.device)
-    options = AttentionOptions(softcap=softcap)
+    options = AttentionOptions().plus(Softcap(softcap) if softcap else None)
     plan = decode_plan(
         cache.rows,
         cache.lengths,
@@ -279,7 +282,7 @@ def test_the_reference_is_dense_attention() -> None:
     last = torch.nn.functional.scaled_dot_product_attention(
         q[:, :, None], k[:, :, -7:], v[:, :, -7:], enable_gqa=True
     )[:, :, 0]
-    assert_close(decode_attention_reference(q, *cache, AttentionOptions(window=7)), last)
+    assert_close(decode_attention_reference(q, *cache, AttentionOptions().plus(Window(7))), last)
 
 
 def test_refuses_what_does_not_fit(device: torch.device) -> None:
@@ -313,10 +316,12 @@ def test_refuses_a_plan_of_something_else(device: torch.device) -> None:
     ):
         decode_attention(q, *cache, plan=plan)
     with pytest.raises(ValueError, match="the plan is for 2 requests of 1 queries"):
-        decode_attention(q.repeat(2, 1, 1), *cache, AttentionOptions(window=3), num_queries=2, plan=plan)
+        decode_attention(
+            q.repeat(2, 1, 1), *cache, AttentionOptions().plus(Window(3)), num_queries=2, plan=plan
+        )
     one = cache._replace(rows=cache.rows[:1], lengths=cache.lengths[:1])
     with pytest.raises(ValueError, match="the call has 1 requests of 1"):
-        decode_attention(q[:1], *one, AttentionOptions(window=3), plan=plan)
+        decode_attention(q[:1], *one, AttentionOptions().plus(Window(3)), plan=plan)
     with pytest.raises(ValueError, match="300 queries of 2 heads to a K/V head are 600 rows"):
         decode_attention(q.repeat(300, 1, 1), *cache, num_queries=300)
 

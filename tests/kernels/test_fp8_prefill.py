@@ -6,7 +6,6 @@ import torch
 from torch import Tensor
 
 from lightkv import KVPool, KVSpec
-from lightkv.triton_kernels.attention.alibi import alibi_slopes
 from lightkv.triton_kernels.attention.attention_reference import slots_reference
 from lightkv.triton_kernels.attention.paged_kv import AttentionOptions, HeadShape, PagedKV
 from lightkv.triton_kernels.attention.prefill.fp8_prefill import (
@@ -21,6 +20,7 @@ from lightkv.triton_kernels.attention.prefill.fp8_scratch import (
     to_fp8_reference,
 )
 from lightkv.triton_kernels.attention.prefill.prefill_plan import prefill_plan
+from lightkv.triton_kernels.attention.variants.alibi import alibi_slopes
 from lightkv.triton_kernels.quantised.kv_format import KVFormat
 from tests.support.random_kv import make_kv
 

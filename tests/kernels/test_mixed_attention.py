@@ -22,6 +22,7 @@ from lightkv.triton_kernels.attention.mixed_attention import (
 )
 from lightkv.triton_kernels.attention.paged_kv import AttentionOptions, HeadShape, PagedKV
 from lightkv.triton_kernels.attention.prefill.prefill_attention import prefill_attention_reference
+from lightkv.triton_kernels.attention.variants import Softcap, Window
 
 PREFILLS = [(33, 40), (0, 7), (65, 0), (1, 5), (0, 0)]  # queries of a request, and tokens before them
 DECODES = [130, 0, 1, 65]  # tokens of a request
@@ -93,7 +94,9 @@ def check(
     end, begin = int(step.q_starts[-1]), len(q) - (len(step.rows) - num_prefills) * num_queries
     out = torch.full((*q.shape[:2], step.kv.v.shape[2]), torch.nan, dtype=q.dtype, device=q.device)
     lse = torch.full(q.shape[:2], torch.nan, device=q.device)
-    options = AttentionOptions(window=window, softcap=softcap)
+    options = AttentionOptions().plus(
+        Window(window) if window else None, Softcap(softcap) if softcap else None
+    )
     result = mixed_attention(*step, options, num_queries=num_queries, plan=plan, out=out, lse=lse)
     assert result is out
     expected = mixed_attention_reference(*step, options, num_queries=num_queries)
@@ -167,7 +170,7 @@ def test_decodes_first_with_unused_slots(device: torch.device, window: int) -> N
         window=window,
         decodes_first=True,
     )
-    options = AttentionOptions(window=window)
+    options = AttentionOptions().plus(Window(window) if window else None)
     expected = mixed_attention_reference(*step, options, decodes_first=True)
     decoded = decode_attention_reference(q[:begin], step.kv, step.rows[3:5], step.lengths[3:5], options)
     assert_close(expected[:begin], decoded)

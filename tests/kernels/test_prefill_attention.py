@@ -12,7 +12,6 @@ from test_decode_attention import Cache, assert_close, poisoned_cache, slow
 from torch import Tensor
 
 from lightkv.triton_kernels import tuning
-from lightkv.triton_kernels.attention.attention_mask import AttentionMask, mask_reference
 from lightkv.triton_kernels.attention.attention_reference import find_slots_reference
 from lightkv.triton_kernels.attention.decode.decode_attention import decode_attention
 from lightkv.triton_kernels.attention.paged_kv import AttentionOptions, HeadShape, PagedKV
@@ -21,6 +20,7 @@ from lightkv.triton_kernels.attention.prefill.prefill_attention import (
     prefill_attention_reference,
 )
 from lightkv.triton_kernels.attention.prefill.prefill_plan import prefill_plan
+from lightkv.triton_kernels.attention.variants import Softcap, Window
 from lightkv.triton_kernels.write_kv import write_kv
 
 # (queries, tokens before them) of each request
@@ -97,7 +97,9 @@ def check(
     num_queries = sum(q_lens)
     q = (torch.randn(num_queries + 3, group * num_kv_heads, key_dim) * spread).to(device, dtype)
     out = torch.full((*q.shape[:2], value_dim), torch.nan, dtype=dtype, device=device)
-    options = AttentionOptions(window=window, softcap=softcap)
+    options = AttentionOptions().plus(
+        Window(window) if window else None, Softcap(softcap) if softcap else None
+    )
     args = (q, cache.kv, cache.rows, starts(q_lens, device), cache.lengths, options)
     lse = torch.full(q.shape[:2], torch.nan, device=device)
     result = prefill_attention(*args, out=out, lse=lse)

@@ -19,6 +19,7 @@ from lightkv.triton_kernels.attention.prefill.prefill_attention import (
     prefill_attention_reference,
 )
 from lightkv.triton_kernels.attention.prefill.prefill_plan import PrefillPlan, prefill_plan
+from lightkv.triton_kernels.attention.variants import SinkLogits, Softcap, Window
 
 H200 = tuning.DeviceClass(num_multiprocessors=132, shared_memory=232448, major=9)
 A100 = H200._replace(major=8)
@@ -47,7 +48,9 @@ class Case:
         sink_logits: Tensor | None = None,
     ) -> None:
         value_dim = value_dim or head_dim
-        self.options = AttentionOptions(window=window, softcap=softcap, sink_logits=sink_logits)
+        self.options = AttentionOptions().plus(
+            Window(window) if window else None, Softcap(softcap) if softcap else None, SinkLogits(sink_logits)
+        )
         self.cache = poisoned_cache(
             [max(q_len + prefix, 0) for q_len, prefix in sequences],
             device="cuda",

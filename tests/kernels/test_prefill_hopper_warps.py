@@ -21,11 +21,11 @@ from test_prefill_attention import lse_reference, starts
 
 from lightkv.triton_kernels import tuning
 from lightkv.triton_kernels.attention.attend_keys import score_scales
-from lightkv.triton_kernels.attention.attention_mask import AttentionMask
 from lightkv.triton_kernels.attention.paged_kv import ALL_AFTER, AttentionOptions, HeadShape
 from lightkv.triton_kernels.attention.prefill.prefill_attention import prefill_attention_reference
 from lightkv.triton_kernels.attention.prefill.prefill_combine import combine_tiles
 from lightkv.triton_kernels.attention.prefill.prefill_plan import prefill_plan
+from lightkv.triton_kernels.attention.variants import TreeMask
 
 hopper = pytest.importorskip("lightkv.triton_kernels.attention.prefill.prefill_hopper")
 tiles = pytest.importorskip("lightkv.triton_kernels.attention.prefill.prefill_hopper_tiles")
@@ -335,7 +335,7 @@ def test_warpgroups(
     if extra == "tree":  # two words a row, of which the longest request needs both
         monkeypatch.setattr(sys.modules[__name__], "KEYS", 32)
         bits = torch.randint(-(2**31), 2**31, (len(q), 2), dtype=torch.int64).int()
-        mask = AttentionMask(bits=bits)
+        mask = TreeMask(bits)
     args = q, cache.kv, cache.rows, q_starts, cache.lengths
     shares = tuning.NO_SHARES
     if num_workers:

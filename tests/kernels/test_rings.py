@@ -38,6 +38,7 @@ from lightkv.triton_kernels.attention.prefill.prefill_attention import (
     prefill_attention_reference,
 )
 from lightkv.triton_kernels.attention.ring import Ring
+from lightkv.triton_kernels.attention.variants import Chunk, Window
 
 RINGS = {
     "sinks": Ring(4, 90, 16),
@@ -223,7 +224,7 @@ def test_a_layer_with_a_window_over_rings(shift: int, device: torch.device) -> N
     """Decode with one and three queries, prefill and both in one step, of rings that hold the window of each
     query; the ring's sinks are not seen."""
     torch.manual_seed(2)
-    options = AttentionOptions(window=50)
+    options = AttentionOptions().plus(Window(50))
     lengths = [400, 60, 3, 122, 1000]
     texts = written(WINDOWED, lengths, device, shift=shift)
     cases = [
@@ -256,8 +257,8 @@ def test_what_rings_cannot_do_is_refused(device: torch.device) -> None:
     q, rest = torch.zeros(1, 4, 64, device=device), texts[1:3]
     rotation = rotation_of(RINGS["sinks"], [100], 24, device)
     for match, kv, arguments in [
-        ("as large as the window", texts.kv, {"options": AttentionOptions(window=91)}),
-        ("have no chunks", texts.kv, {"options": AttentionOptions(chunk=10)}),
+        ("as large as the window", texts.kv, {"options": AttentionOptions().plus(Window(91))}),
+        ("have no chunks", texts.kv, {"options": AttentionOptions().plus(Chunk(10))}),
         ("one query a request", texts.kv, {"num_queries": 2}),
         ("sees no ring's sinks", texts.kv._replace(ring=None), {"sink_rotation": rotation}),
         ("n at most 32", texts.kv, {"sink_rotation": rotation_of(RINGS["sinks"], [100], 33, device)}),
@@ -291,7 +292,7 @@ def test_beams_read_the_slots_of_other_beams(shift: int, window: int, device: to
     """Decode with one and two queries, prefill and both in one step are those of rows copied together."""
     torch.manual_seed(3)
     length = 150
-    options = AttentionOptions(window=window)
+    options = AttentionOptions().plus(Window(window) if window else None)
     cache = poisoned_cache([length] * 4, device=device, shift=shift)
     kv = beams_of(cache.kv, cache.rows, length)
     own = torch.zeros(len(kv.index), length, dtype=torch.int32, device=device)

@@ -16,8 +16,6 @@ from test_prefill_attention import starts
 from torch import Tensor
 
 from lightkv.triton_kernels import tuning
-from lightkv.triton_kernels.attention.alibi import alibi_slopes
-from lightkv.triton_kernels.attention.attention_mask import AttentionMask
 from lightkv.triton_kernels.attention.attention_scores import (
     attention_lse,
     attention_scores,
@@ -39,6 +37,8 @@ from lightkv.triton_kernels.attention.prefill.prefill_attention import (
     prefill_attention_reference,
 )
 from lightkv.triton_kernels.attention.prefill.prefill_plan import prefill_plan
+from lightkv.triton_kernels.attention.variants import Alibi, Chunk, TreeMask, ValueMask, Window
+from lightkv.triton_kernels.attention.variants.alibi import alibi_slopes
 
 QUICK = ["ALiBi", "windows on both sides", "mask, each head", "tree"]
 
@@ -196,7 +196,7 @@ def test_mixed(device: torch.device, decodes_first: bool, name: str) -> None:
     if decodes_first and made.mask is not None:
         values, bits, columns = made.mask
         rolled = [None if rows is None else rows.roll(2, -2) for rows in (values, bits)]
-        feature = Feature(made.options, AttentionMask(*rolled, columns))
+        feature = Feature(made.options, ValueMask(*rolled, columns))
     args = cache.rows, q_starts, cache.lengths
     placed = {"decodes_first": decodes_first}
     bounds = {"window": made.options.window, "after": made.options.after}
@@ -284,7 +284,7 @@ def test_alibi_at_a_million_tokens(device: torch.device) -> None:
     lengths = torch.tensor([end], dtype=torch.int32, device=device)
     q = torch.randn(3, 2, 16, device=device)
     slopes = alibi_slopes(2, device=device)
-    options = AttentionOptions(window=50, alibi_slopes=slopes)
+    options = AttentionOptions().plus(Window(50), Alibi(slopes))
     near = PagedKV(k, k, torch.full_like(index, 2), 31)
     near_lengths = torch.full_like(lengths, end - begin)
     for count in (1, 3):
@@ -316,7 +316,7 @@ def test_no_bits_but_the_own_are_needed_for_a_line(device: torch.device) -> None
     q = torch.randn(6, 2, 16, device=device)
     bits = torch.tensor([[2 ** (query + 1) - 1] for query in range(6)], device=device)
     args = q, cache.kv, cache.rows, starts([6], device), cache.lengths
-    assert_close(prefill_attention(*args, mask=AttentionMask(bits=bits)), prefill_attention(*args))
+    assert_close(prefill_attention(*args, mask=TreeMask(bits)), prefill_attention(*args))
 
 
 def test_what_does_not_fit_is_refused(device: torch.device) -> None:
@@ -327,20 +327,20 @@ def test_what_does_not_fit_is_refused(device: torch.device) -> None:
     columns = torch.zeros(2, dtype=torch.int32, device=device)
     none = AttentionOptions()
     for match, options, mask in [
-        (r"alibi_slopes must be contiguous float32 \[4\]", AttentionOptions(alibi_slopes=slopes[:3]), None),
+        (r"alibi_slopes must be contiguous float32 \[4\]", AttentionOptions().plus(Alibi(slopes[:3])), None),
         ("only a layer that is not causal has a window after", AttentionOptions(window_after=3), None),
-        ("chunks of 4 is causal", AttentionOptions(chunk=4, causal=False), None),
-        ("either values or bits", none, AttentionMask()),
-        ("either values or bits", none, AttentionMask(values, bits)),
-        (r"must be \[2, width\], or values \[4, 2, width\]", none, AttentionMask(values[:1])),
-        (r"must be \[2, width\], or values \[4, 2, width\]", none, AttentionMask(values.expand(3, 2, 6))),
-        ("a last stride of 1", none, AttentionMask(values[:, ::2])),
-        ("bool, float32, float16 or bfloat16", none, AttentionMask(values.double())),
-        ("int32 or int64", none, AttentionMask(bits=bits.short())),
-        ("a guess's position is its depth", AttentionOptions(window=3), AttentionMask(bits=bits)),
-        ("a guess's position is its depth", AttentionOptions(alibi_slopes=slopes), AttentionMask(bits=bits)),
-        (r"columns must be contiguous int32 \[2\]", none, AttentionMask(values, columns=columns[:1])),
-        ("beside values", none, AttentionMask(bits=bits, columns=columns)),
+        ("chunks of 4 is causal", AttentionOptions(causal=False).plus(Chunk(4)), None),
+        ("either values or bits", none, ValueMask()),
+        ("either values or bits", none, ValueMask(values, bits)),
+        (r"must be \[2, width\], or values \[4, 2, width\]", none, ValueMask(values[:1])),
+        (r"must be \[2, width\], or values \[4, 2, width\]", none, ValueMask(values.expand(3, 2, 6))),
+        ("a last stride of 1", none, ValueMask(values[:, ::2])),
+        ("bool, float32, float16 or bfloat16", none, ValueMask(values.double())),
+        ("int32 or int64", none, TreeMask(bits.short())),
+        ("a guess's position is its depth", AttentionOptions().plus(Window(3)), TreeMask(bits)),
+        ("a guess's position is its depth", AttentionOptions().plus(Alibi(slopes)), TreeMask(bits)),
+        (r"columns must be contiguous int32 \[2\]", none, ValueMask(values, columns=columns[:1])),
+        ("beside values", none, TreeMask(bits, columns=columns)),
     ]:
         with pytest.raises(ValueError, match=match):
             decode_attention(q, *cache, options, mask=mask)

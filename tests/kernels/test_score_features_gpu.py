@@ -11,7 +11,6 @@ from test_prefill_attention import lse_reference, starts
 from torch import Tensor
 
 from lightkv.triton_kernels import tuning
-from lightkv.triton_kernels.attention.attention_mask import AttentionMask
 from lightkv.triton_kernels.attention.decode.decode_attention import (
     decode_attention,
     decode_attention_reference,
@@ -28,6 +27,7 @@ from lightkv.triton_kernels.attention.prefill.prefill_attention import (
     prefill_attention_reference,
 )
 from lightkv.triton_kernels.attention.prefill.prefill_plan import prefill_plan
+from lightkv.triton_kernels.attention.variants import ValueMask
 
 pytestmark = pytest.mark.gpu
 CUDA = torch.device("cuda")
@@ -128,7 +128,7 @@ def test_a_mask_that_hides_the_first_keys_by_huge_numbers(
     q = (torch.randn(num_queries, 8, 64) * 5).to(CUDA, dtype)
     values = torch.zeros(8, num_queries, 300, device=CUDA)
     values[:, :, :128] = hidden
-    mask = AttentionMask(values)
+    mask = ValueMask(values)
     out, options = torch.full_like(q, torch.nan), AttentionOptions()
     if num_queries == 1:
         decode_attention(q, *cache, options, mask=mask, out=out)
@@ -213,6 +213,6 @@ def test_a_mixed_step_with_a_kept_plan() -> None:
         after=options.after,
     )
     values = torch.randn(8, len(step.q), 2070, device="cuda")
-    for mask in (None, AttentionMask(values), AttentionMask(values[0].bfloat16())):
+    for mask in (None, ValueMask(values), ValueMask(values[0].bfloat16())):
         out = mixed_attention(*step, options, plan=plan, mask=mask, out=torch.full_like(step.q, torch.nan))
         assert_close(out, mixed_attention_reference(*step, options, mask=mask))

@@ -14,9 +14,10 @@ import torch
 from torch import Tensor
 
 from lightkv.triton_kernels import tuning
-from lightkv.triton_kernels.attention.attend_keys import score_scales
 from lightkv.triton_kernels.attention.attention_reference import attend_reference
 from lightkv.triton_kernels.attention.paged_kv import DEFAULT_OPTIONS, AttentionOptions, HeadShape
+from lightkv.triton_kernels.attention.records import Outputs
+from lightkv.triton_kernels.attention.variants.variant import Scored, limits
 
 from .fp8_scratch import Fp8Scratch, to_fp8_reference
 from .prefill_combine import combine_tiles, empty_parts
@@ -104,9 +105,8 @@ def fp8_prefill_attention(
             heads,
             num_tokens=len(q),
             dtype=torch.bfloat16,
-            window=options.window,
-            chunk=options.chunk,
-            after=options.after,
+            limits=limits(options.variants),
+            causal=options.causal,
         )
     launch = tuning.fp8_prefill_launch(heads.key_dim)
     if plan.launch.block_m != launch.block_m:
@@ -117,9 +117,8 @@ def fp8_prefill_attention(
     if plan.num_shares == 0:
         return out
     # Triton's Gluon, which the kernel is written in, needs a GPU, and its import takes time.
-    from .prefill_fp8_hopper import launch_fp8_prefill
+    from .prefill_fp8_hopper import Fp8Keys, Fp8Scales, launch_fp8_prefill
 
-    score_scale, cap_scale = score_scales(options.scale_for(heads.key_dim), options.softcap)
     partial_out = partial_lse = None
     if plan.num_workers:
         partial_out, partial_lse = empty_parts(
@@ -127,28 +126,12 @@ def fp8_prefill_attention(
         )
     launch_fp8_prefill(
         q,
-        scratch.k,
-        scratch.v,
-        scratch.begins,
-        plan.items,
-        plan.counters,
-        scratch.scales,
-        options.sink_logits,
-        options.alibi_slopes,
-        out,
-        lse,
-        partial_out,
-        partial_lse,
+        Fp8Keys(scratch.k, scratch.v, scratch.begins, scratch.k.stride(0), scratch.v.stride(1)),
+        plan,
+        Outputs(out, out.stride(0), out.stride(1), lse, partial_out, partial_lse),
         launch,
-        num_shares=plan.num_shares,
-        score_scale=score_scale,
-        cap_scale=cap_scale,
-        q_scale=q_scale,
-        out_factor=1.0 / out_scale if out.dtype == _FP8 else 1.0,
-        window=options.window,
-        chunk=options.chunk,
-        after=options.after,
-        softcap=options.softcap != 0.0,
+        Fp8Scales(scratch.scales, q_scale, 1.0 / out_scale if out.dtype == _FP8 else 1.0),
+        options,
     )
     if partial_out is not None and partial_lse is not None:
         combine_tiles(partial_out, partial_lse, plan.items, out, lse)
@@ -180,11 +163,11 @@ def _check_requests(
         )
     if plan is None:
         return
-    asked = num_requests, options.window, options.chunk, options.after
-    made = plan.num_requests, plan.window, plan.chunk, plan.after
+    asked = num_requests, limits(options.variants), options.causal
+    made = plan.num_requests, plan.limits, plan.causal
     if made != asked:
         raise ValueError(
-            f"the plan is for (requests, window, chunk, tokens after the query) {made}, and the call has "
+            f"the plan is for (requests, limits, causal) {made}, and the call has "
             f"{asked}; make a plan for this call"
         )
 
@@ -204,10 +187,9 @@ def fp8_prefill_attention_reference(
     starts = q_starts.tolist()
     for request, length in enumerate(lengths.tolist()):
         queries = slice(starts[request], starts[request + 1])
-        num = queries.stop - queries.start
-        positions = torch.arange(length - num, length, device=q.device)
+        scored = Scored.of_last(queries, request, length, q.device)
         found = attend_reference(
-            q[queries].float() * q_scale, *scratch.read(request, length), positions, options
+            q[queries].float() * q_scale, *scratch.read(request, length), options, scored
         )
         out[queries] = to_fp8_reference(found, out_scale) if out.dtype == _FP8 else found.to(out.dtype)
     return out

@@ -43,7 +43,7 @@ class _Reference:
 
 def num_tokens_for(layers: Sequence[LayerShape], context: int | None) -> int:
     """Returns how many tokens the text of `require_own_attention` should have, to reach past the windows."""
-    widest = max(layer.options.window for layer in layers)
+    widest = max(layer.options.most_keys or 0 for layer in layers)
     return min(max(_MIN_TOKENS, widest + 8), _MAX_TOKENS, context or _MAX_TOKENS)
 
 
