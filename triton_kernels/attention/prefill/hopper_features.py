@@ -64,8 +64,8 @@ def features_of(variants: Sequence[Variant], scale: float, causal: bool) -> tupl
         tree_words,
         stride_tree,
         cap_scale,
-        tl.constexpr(int(window)),
-        tl.constexpr(int(chunk)),
+        tl.constexpr(window),
+        tl.constexpr(chunk),
         tl.constexpr(0 if causal else _ALL_AFTER),
         tl.constexpr(cap_scale != 0.0),
     ), score_scale * LOG2_E

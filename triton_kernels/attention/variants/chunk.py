@@ -39,7 +39,7 @@ class Chunk(Variant):
             raise ValueError(f"a chunk must be positive, got {self.size}; leave it out for none")
 
     def data(self, scale: float) -> _Data:
-        return _Data(tl.constexpr(int(self.size)))
+        return _Data(tl.constexpr(self.size))
 
     def first_key(self, position: int) -> int:
         """Returns the first key that a query at `position` sees."""

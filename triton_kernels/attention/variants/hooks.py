@@ -191,7 +191,7 @@ def hide(variants, states, visible, query_positions, positions):
 @triton.jit
 def first_key(variants, positions):
     """Returns the first key that queries at `positions` see."""
-    first = tl.zeros_like(positions)
+    first = positions * 0  # of any shape, or none
     for i in tl.static_range(variants.num):
         first = variants.of[i].hooks.first_key(variants.of[i].data, first, positions)
     return first

@@ -95,11 +95,19 @@ class Variant:
 
 class Flat(NamedTuple):
     """Variants as a registered operator takes them: `names` has a word for each, its class and the kinds of its
-    fields (t: tensor, n: number, o: None)."""
+    fields (t: tensor, i: int, f: float, o: None)."""
 
     names: str
     tensors: list[Tensor]
     numbers: list[float]
+
+
+def _kind_of(value: object) -> str:
+    if value is None:
+        return "o"
+    if isinstance(value, Tensor):
+        return "t"
+    return "i" if isinstance(value, int) else "f"
 
 
 def flatten(variants: Sequence[Variant]) -> Flat:
@@ -109,7 +117,7 @@ def flatten(variants: Sequence[Variant]) -> Flat:
         kinds = ""
         for field in fields(one):  # type: ignore[arg-type]
             value = getattr(one, field.name)
-            kinds += "o" if value is None else "t" if isinstance(value, Tensor) else "n"
+            kinds += _kind_of(value)
             if isinstance(value, Tensor):
                 tensors.append(value)
             elif value is not None:
@@ -126,7 +134,10 @@ def rebuild(flat: Flat, known: Sequence[type[Variant]]) -> tuple[Variant, ...]:
     tensors, numbers, found = iter(flat.tensors), iter(flat.numbers), []
     for word in flat.names.split():
         name, kinds = word.split(":")
-        values = [next(tensors) if kind == "t" else next(numbers) if kind == "n" else None for kind in kinds]
+        values: list[Any] = []
+        for kind in kinds:
+            value = None if kind == "o" else next(tensors) if kind == "t" else next(numbers)
+            values.append(int(value) if kind == "i" else value)  # type: ignore[arg-type]
         found.append(classes[name](*values))
     return tuple(found)
 
