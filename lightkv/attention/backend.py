@@ -129,8 +129,8 @@ class AttentionBackend(ABC):
         if num_sink_tokens and (self.rotary is None or options.counts_positions):
             raise ValueError(
                 f"a step with {num_sink_tokens} sinks needs the rotary frequencies (rotary) and a "
-                f"causal layer without a window, chunks or ALiBi; layer {self.layer_idx} has {options.variants}, "
-                f"causal {options.causal}"
+                f"causal layer without a window, chunks or ALiBi; layer {self.layer_idx} has "
+                f"{options.variants}, causal {options.causal}"
             )
         num_tokens = metadata.num_tokens
         q = q.view(num_tokens, self.num_heads, self.head_dim)

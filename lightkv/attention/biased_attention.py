@@ -11,8 +11,9 @@ QUERY_TILE = 512  # the most queries whose scores are in memory together
 
 
 def attend_with_bias(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions, scored: Scored) -> Tensor:
-    """Computes the attention of a request's queries, q `[n, H, Dk]`, to the keys of `scored`, k `[L, num_kv_heads,
-    Dk]` and v `[L, num_kv_heads, Dv]`: `[n, H, Dv]`, float32; zeros for a query that sees no key."""
+    """Computes the attention of a request's queries, q `[n, H, Dk]`, to the keys of `scored`, k `[L,
+    num_kv_heads, Dk]` and v `[L, num_kv_heads, Dv]`: `[n, H, Dv]`, float32; zeros for a query that sees no
+    key."""
     group = q.shape[1] // k.shape[1]
     keys = k.to(q.dtype).permute(1, 2, 0).repeat_interleave(group, 0)  # [H, Dk, L]
     values = v.float().transpose(0, 1).repeat_interleave(group, 0)

@@ -37,16 +37,16 @@ from .variants.hooks import change_scores, hide, load_ahead, offset_of
 
 @triton.jit
 def slots_at(index_row, positions, valid, SHIFT: tl.constexpr):
-    """Returns the slots, int64, of the tokens at `positions` of the row that begins at `index_row`. Positions that
-    are not valid read no index entry."""
+    """Returns the slots, int64, of the tokens at `positions` of the row that begins at `index_row`. Positions
+    that are not valid read no index entry."""
     entries = tl.load(index_row + (positions >> SHIFT), mask=valid, other=0)
     return (entries + (positions & ((1 << SHIFT) - 1))).to(tl.int64)
 
 
 @triton.jit
 def find_slots(index, row, positions, valid):
-    """Returns the slots, int64, of the tokens at `positions` of a row, int64, of the index `Index`. Positions that
-    are not valid read no index entry."""
+    """Returns the slots, int64, of the tokens at `positions` of a row, int64, of the index `Index`. Positions
+    that are not valid read no index entry."""
     SINKS: tl.constexpr = index.SINKS
     RING: tl.constexpr = index.RING
     if index.indirection is not None:  # each position has a row of its own
@@ -109,8 +109,8 @@ def _dot(a, b, acc):
 @triton.jit
 def load_query(heads, in_tile, shape):
     """Loads the tile of the query heads that the pointers `heads`, [BLOCK_M, 1], begin at: a tuple of one tile
-    for each field of a word of K, [BLOCK_M, BLOCK_DK / fields], or of the whole heads if K is not quantised; and
-    `sum_query` of it."""
+    for each field of a word of K, [BLOCK_M, BLOCK_DK / fields], or of the whole heads if K is not quantised;
+    and `sum_query` of it."""
     FORMAT: tl.constexpr = shape.FORMAT
     PACKED: tl.constexpr = shape.PACKED
     KIND: tl.constexpr = k_kind(FORMAT)

@@ -159,8 +159,9 @@ def check_ring(ring: Ring, options: AttentionOptions, num_held: int | None = Non
     """Raises ValueError for a layer that sees more than `num_held` tokens of the ring, by default its size."""
     held = ring.size if num_held is None else num_held
     for one in limits(options.variants):
-        if not one.flags.is_short or one.most_keys() > held:
+        most = one.most_keys()
+        if not one.flags.is_short or most is None or most > held:
             raise ValueError(
-                f"a layer with {one} over {held} tokens of {ring}: make the ring as large as the window, and have "
-                "no chunks"
+                f"a layer with {one} over {held} tokens of {ring}: make the ring as large as the window, and "
+                "have no chunks"
             )

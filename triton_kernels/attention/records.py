@@ -50,8 +50,8 @@ class Cache(NamedTuple):
 
 
 class Index(NamedTuple):
-    """The index that finds a token's slot, `PagedKV.index`. `indirection`: or None. `SINKS`, `RING`: of rows that
-    are rings; zeros for others."""
+    """The index that finds a token's slot, `PagedKV.index`. `indirection`: or None. `SINKS`, `RING`: of rows
+    that are rings; zeros for others."""
 
     entries: Any
     indirection: Any
@@ -74,8 +74,8 @@ class Sums(NamedTuple):
 
 
 class Shape(NamedTuple):
-    """The constants of a launch. `GROUP`: query heads of a K/V head. `CAUSAL`: a query sees no key after itself.
-    `PACKED`: of `is_packed`."""
+    """The constants of a launch. `GROUP`: query heads of a K/V head. `CAUSAL`: a query sees no key after
+    itself. `PACKED`: of `is_packed`."""
 
     GROUP: Any
     DK: Any
@@ -97,9 +97,9 @@ class Together(NamedTuple):
 
 
 class FlatKV(NamedTuple):
-    """A `PagedKV` as a registered operator takes it. `tensors`: K, V (words where quantised), scales of K and of V, the
-    index and its indirection. `numbers`: shift, sinks and size of the ring, `format_code`, and the bits of an
-    element of K and of V."""
+    """A `PagedKV` as a registered operator takes it. `tensors`: K, V (words where quantised), scales of K and
+    of V, the index and its indirection. `numbers`: shift, sinks and size of the ring, `format_code`, and the bits
+    of an element of K and of V."""
 
     tensors: list[Tensor | None]
     numbers: list[int]
@@ -119,14 +119,18 @@ def kv_records(flat: FlatKV) -> tuple[Cache, Index]:
     assert v is not None
     assert index is not None
     shift, sinks, ring, layer_format = flat.numbers[:4]
+    stride_scales_slot, stride_scales_head = (None, None) if scales is None else scales.stride()[:2]
     cache = Cache(
         k,
         v,
         scales,
         v_scales,
-        *k.stride()[:2],
-        *v.stride()[:2],
-        *((None, None) if scales is None else scales.stride()[:2]),
+        k.stride(0),
+        k.stride(1),
+        v.stride(0),
+        v.stride(1),
+        stride_scales_slot,
+        stride_scales_head,
         tl.constexpr(layer_format),
     )
     rows = Index(

@@ -77,7 +77,7 @@ def _decode_attention(
     causal: bool,
     sees_sinks: bool,
 ) -> None:
-    num_tokens, num_heads, key_dim = q.shape
+    num_tokens, num_heads = q.shape[:2]
     if num_tokens == 0:
         return
     flat, value_dim = FlatKV(list(kv_tensors), list(kv_numbers)), out.shape[2]
@@ -230,8 +230,8 @@ def decode_attention(
     ):
         raise ValueError(
             f"the plan is for {len(plan.parts)} requests of {plan.num_queries} queries with {plan.limits}, but "
-            f"the call has {len(rows)} requests of {num_queries} queries with {limited} ({plan.ring} and {ring}); "
-            "make a plan for this call"
+            f"the call has {len(rows)} requests of {num_queries} queries with {limited} ({plan.ring} and "
+            f"{ring}); make a plan for this call"
         )
     if out is None:
         out = q.new_empty((*q.shape[:2], kv.value_dim))

@@ -165,8 +165,8 @@ def decode_kernel(
             num_sinks = tl.where(is_first, tl.minimum(tl.load(lengths + request), index.SINKS), 0)
             heads_of = q.data + request * q.stride_token + heads[:, None] * q.stride_head
             sums = attend_sinks(
-                heads_of, rows.in_tile, request, sums, cache, kv_head, index, row, num_sinks, sinks, variants, states,
-                score_scale, shape,
+                heads_of, rows.in_tile, request, sums, cache, kv_head, index, row, num_sinks, sinks, variants,
+                states, score_scale, shape,
             )  # fmt: skip
         for MASKED in tl.static_range(0, 2):
             sums = attend_keys(

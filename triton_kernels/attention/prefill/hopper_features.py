@@ -1,7 +1,7 @@
 """The variants of attention that the kernels for compute capability 9 know, as constants of their own.
 
-These kernels reorder what a variant does among their instructions: ALiBi goes into the multiply-adds of columns,
-the bits of a tree are shifted for all columns of a thread at once. So they take no hooks, and a call with a
+These kernels place what a variant does among their instructions: ALiBi goes into the multiply-adds of columns,
+and the bits of a tree are shifted for all columns of a thread at once. So they take no hooks, and a call with a
 variant that they do not know goes to `prefill_kernel.py`.
 """
 
@@ -24,8 +24,8 @@ _ALL_AFTER = 2**30  # more tokens than a request has; positions plus this fit in
 
 
 class HopperFeatures(NamedTuple):
-    """What a call has of `VARIANTS`: tensors or None, numbers or 0. `AFTER`: how many tokens after itself a query
-    sees."""
+    """What a call has of `VARIANTS`: tensors or None, numbers or 0. `AFTER`: how many tokens after itself a
+    query sees."""
 
     sink_logits: Any
     slopes: Any

@@ -177,8 +177,8 @@ def prefill_attention(
             * 2**shift, which is not checked. If the rows are rings, n queries need a ring of `window` + n - 1
             tokens, which is not checked either.
         options: the scale, whether the layer is causal, and its variants.
-        plan: the result of `prefill_plan` for the same rows, q_starts, lengths, limits and shapes; it serves all
-            layers of a step, one after the other. If None, a plan is made here.
+        plan: the result of `prefill_plan` for the same rows, q_starts, lengths, limits and shapes; it serves
+            all layers of a step, one after the other. If None, a plan is made here.
         out: `[T, H, Dv]` to write to; allocated in the dtype of q if None.
         lse: float32 `[T, H]`, contiguous, to write the log-sum-exp of the scores to, in base 2, the head's
             sink included; -inf where a query sees no key and has no sink. Not written if None.
@@ -212,8 +212,8 @@ def prefill_attention(
         len(rows),
     ):
         raise ValueError(
-            f"the plan is for {plan.num_requests} requests with {plan.limits}, causal {plan.causal}, but the call "
-            f"has {len(rows)} requests with {limited}, causal {options.causal}; make a plan for this call"
+            f"the plan is for {plan.num_requests} requests with {plan.limits}, causal {plan.causal}, but the "
+            f"call has {len(rows)} requests with {limited}, causal {options.causal}; make a plan for this call"
         )
     if out is None:
         out = q.new_empty((*q.shape[:2], kv.value_dim))

@@ -281,7 +281,8 @@ def _compute(
 
 
 class Fp8Scales(NamedTuple):
-    """`kv_scales`: float32 `[num_kv_heads, 2]`, of K and V; `q_scale`: of q; `out_factor`: multiplies the output."""
+    """`kv_scales`: float32 `[num_kv_heads, 2]`, of K and V; `q_scale`: of q; `out_factor`: multiplies the
+    output."""
 
     kv_scales: Any
     q_scale: Any
@@ -289,8 +290,8 @@ class Fp8Scales(NamedTuple):
 
 
 class Fp8Keys(NamedTuple):
-    """A scratch: `k` e4m3 `[capacity, num_kv_heads, DK]`, `v` e4m3 `[num_kv_heads, DV, capacity]`, and where each
-    request's keys begin in it, `begins` int32 `[P]`, multiples of BLOCK_N."""
+    """A scratch: `k` e4m3 `[capacity, num_kv_heads, DK]`, `v` e4m3 `[num_kv_heads, DV, capacity]`, and where
+    each request's keys begin in it, `begins` int32 `[P]`, multiples of BLOCK_N."""
 
     k: Any
     v: Any

@@ -405,8 +405,8 @@ def launch_hopper_prefill(
     num_programs = min(num_kv_heads * num_shares, tuning.device_class(q.device).num_multiprocessors)
     features, score_scale = features_of(variants, scale, causal)
     numbers = (
-        num_heads // num_kv_heads, key_dim, value_dim, launch.block_m, key_dim, value_dim, launch.block_n, causal,
-        0, False,
+        num_heads // num_kv_heads, key_dim, value_dim, launch.block_m, key_dim, value_dim, launch.block_n,
+        causal, 0, False,
     )  # fmt: skip
     _hopper_kernel[(num_programs,)](
         heads_record(q),

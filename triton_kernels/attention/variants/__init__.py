@@ -1,5 +1,5 @@
-"""The features of attention that the kernels do not know by name, a file each. `VARIANTS` lists them in the order
-in which they change scores."""
+"""The features of attention that the kernels do not know by name, a file each. `VARIANTS` lists them in the
+order in which they change scores."""
 
 from collections.abc import Sequence
 

@@ -130,7 +130,7 @@ class Variants(NamedTuple):
 @triton.jit
 def start_rows(variants, rows):
     """Returns the states of all variants for a tile of queries."""
-    states = ()
+    states = ()  # type: tuple
     for i in tl.static_range(variants.num):
         states += (variants.of[i].hooks.start(variants.of[i].data, rows),)
     return states
@@ -155,7 +155,7 @@ def start_softmax(variants, rows, joins, BLOCK_M: tl.constexpr):
 def load_ahead(variants, states, positions, exists, MASKED: tl.constexpr):
     """Returns what the variants load of the tile of keys at `positions`, if the tile exists. Unless MASKED, the
     variants' `whole` has shown that they have all of it."""
-    loaded = ()
+    loaded = ()  # type: tuple
     for i in tl.static_range(variants.num):
         loaded += (variants.of[i].hooks.load(variants.of[i].data, states[i], positions, exists, MASKED),)
     return loaded

@@ -62,8 +62,8 @@ class TreeMask(Variant):
             raise ValueError(f"the bits of a tree must be int32 or int64, got {bits.dtype}")
         if bits.dim() != 2 or len(bits) != len(q) or bits.stride(1) != 1:
             raise ValueError(
-                f"the bits of a tree must be [{len(q)}, words] with a last stride of 1; got {tuple(bits.shape)} "
-                f"with strides {bits.stride()}"
+                f"the bits of a tree must be [{len(q)}, words] with a last stride of 1; got "
+                f"{tuple(bits.shape)} with strides {bits.stride()}"
             )
 
     def data(self, scale: float) -> _Data:

@@ -102,8 +102,8 @@ class ValueMask(Variant):
         fits = values.dim() == 2 or (values.dim() == 3 and values.shape[0] == heads)
         if not fits or values.shape[-2] != tokens or not has_unit_stride(values):
             raise ValueError(
-                f"a mask must be [{tokens}, width], or values [{heads}, {tokens}, width], with a last stride of "
-                f"1; got {tuple(values.shape)} with strides {values.stride()}"
+                f"a mask must be [{tokens}, width], or values [{heads}, {tokens}, width], with a last stride "
+                f"of 1; got {tuple(values.shape)} with strides {values.stride()}"
             )
         if values.dtype not in (torch.bool, torch.float32, torch.float16, torch.bfloat16):
             raise ValueError(
