@@ -55,24 +55,23 @@ class Requests:
         self.lengths = torch.tensor(row.lengths, dtype=torch.int32, device=DEVICE)
         self.out = self.batch.empty_out()
 
-    def decode(self, options: AttentionOptions = DEFAULT_OPTIONS, mask: AttentionMask | None = None) -> Step:
+    def decode(self, options: AttentionOptions = DEFAULT_OPTIONS) -> Step:
         q, num_queries = self.batch.q, self.batch.q_lens[0]
         plan = decode_plan(
             self.rows, self.lengths, num_kv_heads=self.batch.num_kv_heads, num_queries=num_queries
         )
         return lambda: decode_attention(
-            q, self.kv, self.rows, self.lengths, options, num_queries=num_queries, plan=plan, out=self.out,
-            mask=mask,
+            q, self.kv, self.rows, self.lengths, options, num_queries=num_queries, plan=plan, out=self.out
         )  # fmt: skip
 
-    def prefill(self, options: AttentionOptions = DEFAULT_OPTIONS, mask: AttentionMask | None = None) -> Step:
+    def prefill(self, options: AttentionOptions = DEFAULT_OPTIONS) -> Step:
         q, starts = self.batch.q, offsets(self.batch.q_lens).to(DEVICE)
         plan = prefill_plan(
             self.rows, starts, self.lengths, HeadShape.of(q, self.kv), num_tokens=len(q), dtype=q.dtype,
-            after=options.after,
+            causal=options.causal,
         )  # fmt: skip
         return lambda: prefill_attention(
-            q, self.kv, self.rows, starts, self.lengths, options, plan=plan, out=self.out, mask=mask
+            q, self.kv, self.rows, starts, self.lengths, options, plan=plan, out=self.out
         )
 
     def ring_step(
@@ -118,14 +117,17 @@ def mask_cases() -> Iterator[Case]:
         name = str(dtype).removeprefix("torch.")
         requests = Requests(even("", 64, 4096))
         values = torch.randn(32, 64, 4096, device=DEVICE).to(dtype)
-        sides = {"without": requests.decode(), "with": requests.decode(mask=ValueMask(values))}
+        masked = AttentionOptions().plus(ValueMask(values))
+        sides = {"without": requests.decode(), "with": requests.decode(masked)}
         yield Case(f"mask [32, 64, 4096] {name}, decode 64 × 4k", sides, values.nbytes)
         requests = Requests(chunks("", [2048], [2048]))
         values = torch.randn(32, 2048, 4096, device=DEVICE).to(dtype)
-        sides = {"without": requests.prefill(), "with": requests.prefill(mask=ValueMask(values))}
+        masked = AttentionOptions().plus(ValueMask(values))
+        sides = {"without": requests.prefill(), "with": requests.prefill(masked)}
         yield Case(f"mask [32, 2048, 4096] {name}, prefill 2k after 2k", sides, values.nbytes)
     values = torch.rand(2048, 4096, device=DEVICE) < 0.9
-    sides = {"without": requests.prefill(), "with": requests.prefill(mask=ValueMask(values))}
+    masked = AttentionOptions().plus(ValueMask(values))
+    sides = {"without": requests.prefill(), "with": requests.prefill(masked)}
     yield Case("mask [2048, 4096] bool, prefill 2k after 2k", sides, values.nbytes)
 
 
@@ -137,8 +139,8 @@ def tree_cases() -> Iterator[Case]:
             64, dtype=torch.int64, device=DEVICE
         )
         words = (bits << torch.arange(64, device=DEVICE)).sum(1)
-        mask = TreeMask(words[:, None].repeat(count, 1))
-        sides = {"in a line": requests.prefill(), "tree": requests.prefill(mask=mask)}
+        options = AttentionOptions().plus(TreeMask(words[:, None].repeat(count, 1)))
+        sides = {"in a line": requests.prefill(), "tree": requests.prefill(options)}
         yield Case(f"{count} × a tree of 64 after 8k", sides)
 
 

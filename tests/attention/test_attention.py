@@ -45,18 +45,18 @@ CASES = {
     "full": LayerShape(
         4, 16, 2, AttentionOptions(causal=False).plus(SinkLogits(torch.linspace(-3.0, 4.0, 4)))
     ),
-    "both-windows": LayerShape(2, 16, 1, AttentionOptions(window=5, causal=False, window_after=3)),
+    "window-full": LayerShape(2, 16, 1, AttentionOptions(causal=False).plus(Window(5))),
 }
 
 
 def on(shape: LayerShape, device: torch.device) -> LayerShape:
     """Returns `shape` with its sinks and slopes on `device`."""
-    moved = {
-        name: None if numbers is None else numbers.to(device)
-        for name, numbers in shape.options._asdict().items()
-        if name in ("sink_logits", "alibi_slopes")
-    }
-    return replace(shape, options=shape.options._replace(**moved))
+    sinks, alibi = shape.options.of(SinkLogits), shape.options.of(Alibi)
+    moved = shape.options.without(SinkLogits, Alibi).plus(
+        None if sinks is None else SinkLogits(sinks.logits.to(device)),
+        None if alibi is None else Alibi(alibi.slopes.to(device)),
+    )
+    return replace(shape, options=moved)
 
 
 # (rows, counts, number of prefills) of each step: fresh prompts; a later chunk beside a fresh prompt, a chunk
@@ -118,21 +118,24 @@ class History:
         k = self.k[row].double().repeat_interleave(group, dim=1)
         scale = self.shape.head_dim**-0.5 if options.scale is None else options.scale
         scores = torch.einsum("qhd,khd->hqk", q.double(), k) * scale
-        if options.softcap:
-            scores = options.softcap * torch.tanh(scores / options.softcap)
+        softcap, alibi, window, chunk, learned = (
+            options.of(kind) for kind in (Softcap, Alibi, Window, Chunk, SinkLogits)
+        )
+        if softcap is not None:
+            scores = softcap.cap * torch.tanh(scores / softcap.cap)
         key = torch.arange(len(k), device=k.device)
         query = key[-len(q) :, None]
-        if options.alibi_slopes is not None:
-            scores = scores + options.alibi_slopes.double()[:, None, None] * (key - query)
-        hidden = key > query + options.after
-        if options.window:
-            hidden |= query - key >= options.window
-        if options.chunk:
-            hidden |= query // options.chunk != key // options.chunk
+        if alibi is not None:
+            scores = scores + alibi.slopes.double()[:, None, None] * (key - query)
+        hidden = (key > query) & options.causal
+        if window is not None:
+            hidden |= query - key >= window.size
+        if chunk is not None:
+            hidden |= query // chunk.size != key // chunk.size
         scores = scores.masked_fill(hidden, float("-inf"))
-        if options.sink_logits is None:
+        if learned is None:
             return scores.softmax(-1)
-        sinks = options.sink_logits.double()[:, None, None].expand(*scores.shape[:2], 1)
+        sinks = learned.logits.double()[:, None, None].expand(*scores.shape[:2], 1)
         return torch.cat((scores, sinks), -1).softmax(-1)[..., :-1]
 
 

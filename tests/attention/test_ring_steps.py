@@ -17,6 +17,7 @@ from lightkv.triton_kernels.attention.attention_reference import attend_referenc
 from lightkv.triton_kernels.attention.ring import Ring
 from lightkv.triton_kernels.attention.variants import Alibi, Chunk, Window
 from lightkv.triton_kernels.attention.variants.alibi import alibi_slopes
+from lightkv.triton_kernels.attention.variants.variant import Scored
 
 HEADS, KV_HEADS, DIM = 4, 2, 32
 SPEC = KVSpec(1, KV_HEADS, DIM, DIM, torch.float32)
@@ -49,8 +50,8 @@ def tokens(count: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor
 def test_rings_step_by_step(backend: str, window: int, ring: Ring, alibi: bool, device: torch.device) -> None:
     """Chunks, then single tokens of two rings at different positions, against all that was ever written."""
     torch.manual_seed(0)
-    slopes = alibi_slopes(HEADS, device=device) if alibi else None
-    options = AttentionOptions().plus(Window(window) if window else None, Alibi(slopes))
+    bias = Alibi(alibi_slopes(HEADS, device=device)) if alibi else None
+    options = AttentionOptions().plus(Window(window) if window else None, bias)
     rotary = Rotary(10.0 ** -torch.arange(8, dtype=torch.float64, device=device))
     (layer,) = make_backends(
         backend, device, [LayerShape(HEADS, DIM, KV_HEADS, options)], rotary if ring.sinks else None
@@ -84,9 +85,9 @@ def test_rings_step_by_step(backend: str, window: int, ring: Ring, alibi: bool, 
                 dropped = torch.full((len(sinks),), -ring.dropped(position), device=device)
                 held_k[: len(sinks)] = rotary.rotate_back(held_k[: len(sinks)], dropped)
                 held_v = torch.stack([values[one.row][p] for p in seen])
-                newest = torch.tensor([len(seen) - 1], device=device)
-                near = AttentionOptions().plus(Alibi(slopes))
-                expected = attend_reference(q[token].view(1, HEADS, DIM), held_k, held_v, newest, near)
+                newest = Scored.of_last(slice(0, 1), 0, len(seen), device)
+                near = AttentionOptions().plus(bias)
+                expected = attend_reference(q[token].view(1, HEADS, DIM), held_k, held_v, near, newest)
                 torch.testing.assert_close(out[token : token + 1].double(), expected, atol=2e-5, rtol=2e-5)
     cache.check()
 
@@ -181,8 +182,8 @@ def test_cross_attention(backend: str, static: bool, device: torch.device) -> No
             assert not out[token].any()
             continue
         _, k, v = written[reads]
-        positions = torch.zeros(1, dtype=torch.int64, device=device)
-        expected = attend_reference(q[token].view(1, HEADS, DIM), k, v, positions, options)
+        scored = Scored.of_last(slice(0, 1), 0, len(k), device)
+        expected = attend_reference(q[token].view(1, HEADS, DIM), k, v, options, scored)
         torch.testing.assert_close(out[token : token + 1].double(), expected, atol=2e-5, rtol=2e-5)
     num_sequences = len(batch)
     for match, rows, lengths in [

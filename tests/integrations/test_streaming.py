@@ -47,7 +47,8 @@ from lightkv.router import EngineConfig
 from lightkv.router.model.loader import load_model
 from lightkv.router.model_files import resolve
 from lightkv.router.text.tokenizer import Tokenizer
-from lightkv.triton_kernels.attention.variants import Softcap, Window
+from lightkv.triton_kernels.attention.variants import Softcap
+from lightkv.triton_kernels.attention.variants.window import Window as AttentionWindow
 from tests.support.tiny_models import VOCABULARY, tiny_llama
 
 CONTEXT = 64
@@ -458,7 +459,7 @@ def test_metadata_and_backends_refuse_steps_with_inconsistent_sinks(device: torc
     rotary = Rotary(torch.ones(8, dtype=torch.float64, device=device))
     (plain,) = make_backends("torch", device, [shape])
     (windowed,) = make_backends(
-        "torch", device, [LayerShape(2, 16, 1, AttentionOptions().plus(Window(4)))], rotary
+        "torch", device, [LayerShape(2, 16, 1, AttentionOptions().plus(AttentionWindow(4)))], rotary
     )
     for backend in (plain, windowed):
         with pytest.raises(ValueError, match="a step with 2 sinks needs"):

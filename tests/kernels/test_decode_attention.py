@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from lightkv.triton_kernels import tuning
-from lightkv.triton_kernels.attention.attend_keys import LOG2_E
 from lightkv.triton_kernels.attention.attention_reference import find_slots_reference
 from lightkv.triton_kernels.attention.decode.decode_attention import (
     decode_attention,
@@ -20,6 +19,7 @@ from lightkv.triton_kernels.attention.decode.decode_attention import (
 from lightkv.triton_kernels.attention.decode.decode_plan import SharedPrefixGroups, decode_plan
 from lightkv.triton_kernels.attention.paged_kv import AttentionOptions, PagedKV
 from lightkv.triton_kernels.attention.variants import Softcap, Window
+from lightkv.triton_kernels.attention.variants.hooks import LOG2_E
 
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
 MIXED = [130, 0, 1, 64, 63, 65]
@@ -115,7 +115,8 @@ def check(
 
 def assert_lse(lse: Tensor, q: Tensor, cache: Cache, options: AttentionOptions, *, num_queries: int) -> None:
     """Compares the log-sum-exp of every query's scores with float64."""
-    kv, scale, window, softcap = cache.kv, options.scale_for(q.shape[2]), options.window, options.softcap
+    kv, scale = cache.kv, options.scale_for(q.shape[2])
+    window, softcap = options.of(Window), options.of(Softcap)
     for request, length in enumerate(cache.lengths.tolist()):
         positions = torch.arange(length, device=q.device)
         slots = find_slots_reference(kv.index[cache.rows[request]], positions, kv.shift)
@@ -123,9 +124,9 @@ def assert_lse(lse: Tensor, q: Tensor, cache: Cache, options: AttentionOptions, 
         for query in range(num_queries):
             token, position = request * num_queries + query, length - num_queries + query
             scores = torch.einsum("hd,khd->hk", q[token].double(), keys) * scale
-            if softcap:
-                scores = softcap * torch.tanh(scores / softcap)
-            seen = (positions <= position) & (positions > (position - window if window else -1))
+            if softcap is not None:
+                scores = softcap.cap * torch.tanh(scores / softcap.cap)
+            seen = (positions <= position) & (positions > (-1 if window is None else position - window.size))
             expected = torch.logsumexp(scores[:, seen], 1) * LOG2_E
             torch.testing.assert_close(lse[token].double(), expected, atol=2e-2, rtol=1e-3)
 
@@ -309,10 +310,9 @@ def test_refuses_what_does_not_fit(device: torch.device) -> None:
 def test_refuses_a_plan_of_something_else(device: torch.device) -> None:
     cache = poisoned_cache([5, 6], device=device)
     q = torch.zeros(2, 4, 64, device=device)
-    plan = decode_plan(cache.rows, cache.lengths, num_kv_heads=2, window=3)
+    plan = decode_plan(cache.rows, cache.lengths, num_kv_heads=2, limits=(Window(3),))
     with pytest.raises(
-        ValueError,
-        match="a window of 3 and chunks of 0, but the call has 2 requests of 1 queries with a window",
+        ValueError, match=r"with \(Window\(size=3\),\), but the call has 2 requests of 1 queries with \(\)"
     ):
         decode_attention(q, *cache, plan=plan)
     with pytest.raises(ValueError, match="the plan is for 2 requests of 1 queries"):

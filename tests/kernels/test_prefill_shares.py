@@ -30,6 +30,7 @@ from lightkv.triton_kernels.attention.prefill.prefill_combine import (
 )
 from lightkv.triton_kernels.attention.prefill.prefill_plan import PrefillPlan, prefill_plan
 from lightkv.triton_kernels.attention.variants import SinkLogits, Softcap, Window
+from lightkv.triton_kernels.attention.variants.variant import limits
 
 ALWAYS = -(2**30)  # as the least gain: keys are shared out in every batch
 SMALL = tuning.Launch(32, 32, 4, 2)
@@ -96,7 +97,7 @@ class Case(NamedTuple):
             HeadShape.of(self.q, self.cache.kv),
             num_tokens=len(self.q),
             dtype=self.q.dtype,
-            window=self.options.window,
+            limits=limits(self.options.variants),
             launch=launch,
             shares=shares,
         )
@@ -241,7 +242,7 @@ def launches(head_dim: int) -> list[tuning.Launch]:
 )
 def test_bfloat16(head_dim: int, group: int, window: int) -> None:
     torch.manual_seed(group)
-    options = AttentionOptions().plus(Window(window) if window else None, Softcap(20.0 if window else 0.0))
+    options = AttentionOptions().plus(*((Window(window), Softcap(20.0)) if window else ()))
     sizes = {"group": group, "key_dim": head_dim, "dtype": torch.bfloat16, "options": options}
     case = Case.make(LONG, "cuda", **sizes)
     for launch in launches(head_dim):

@@ -16,7 +16,6 @@ from test_prefill_attention import starts
 from torch import Tensor
 
 from lightkv.triton_kernels import tuning
-from lightkv.triton_kernels.attention.attend_keys import LOG2_E
 from lightkv.triton_kernels.attention.attention_reference import slots_reference
 from lightkv.triton_kernels.attention.attention_scores import attention_scores
 from lightkv.triton_kernels.attention.decode.decode_attention import (
@@ -32,13 +31,14 @@ from lightkv.triton_kernels.attention.decode.ring_step import (
     sink_rotation_reference,
 )
 from lightkv.triton_kernels.attention.mixed_attention import mixed_attention, mixed_attention_reference
-from lightkv.triton_kernels.attention.paged_kv import AttentionOptions, PagedKV
+from lightkv.triton_kernels.attention.paged_kv import DEFAULT_OPTIONS, AttentionOptions, PagedKV
 from lightkv.triton_kernels.attention.prefill.prefill_attention import (
     prefill_attention,
     prefill_attention_reference,
 )
 from lightkv.triton_kernels.attention.ring import Ring
-from lightkv.triton_kernels.attention.variants import Chunk, Window
+from lightkv.triton_kernels.attention.variants import Chunk, SinkLogits, Softcap, Window
+from lightkv.triton_kernels.attention.variants.hooks import LOG2_E
 
 RINGS = {
     "sinks": Ring(4, 90, 16),
@@ -117,10 +117,11 @@ def dense(
     scores = torch.full((q.shape[0], len(keys) + 1), -torch.inf, dtype=torch.float64)
     for i, (key, query) in enumerate(zip(keys, queries, strict=True)):
         scores[:, i] = (query * key.repeat_interleave(group, 0)).sum(1) * options.scale_for(q.shape[1])
-    if options.softcap:
-        scores[:, :-1] = options.softcap * torch.tanh(scores[:, :-1] / options.softcap)
-    if options.sink_logits is not None:
-        scores[:, -1] = options.sink_logits.double().cpu()
+    softcap, sinks = options.of(Softcap), options.of(SinkLogits)
+    if softcap is not None:
+        scores[:, :-1] = softcap.cap * torch.tanh(scores[:, :-1] / softcap.cap)
+    if sinks is not None:
+        scores[:, -1] = sinks.logits.double().cpu()
     weights = scores.softmax(1).nan_to_num(0.0)
     out = torch.zeros(q.shape[0], values[0].shape[1] if values else 1, dtype=torch.float64)
     for i, value in enumerate(values):
@@ -135,7 +136,13 @@ def rotated_back(q: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.cat((turned.real, turned.imag, q[:, 2 * n :]), 1)
 
 
-def check_stream(texts: Texts, *, group: int = 2, num_pairs: int = 24, **options: Any) -> None:
+def check_stream(
+    texts: Texts,
+    chosen: AttentionOptions = DEFAULT_OPTIONS,
+    *,
+    group: int = 2,
+    num_pairs: int = 24,
+) -> None:
     """Compares a decode step, whose queries see a ring's sinks and window, with the definition."""
     ring, lengths = texts.kv.ring, texts.lengths.tolist()
     assert ring is not None
@@ -144,7 +151,6 @@ def check_stream(texts: Texts, *, group: int = 2, num_pairs: int = 24, **options
     out = torch.full((*q.shape[:2], texts.kv.v.shape[2]), torch.nan, dtype=dtype, device=device)
     lse = torch.full(q.shape[:2], torch.nan, device=device)
     rotation = rotation_of(ring, lengths, num_pairs, device) if num_pairs and ring.sinks else None
-    chosen = AttentionOptions(**options)
     arguments = q, texts.kv, texts.rows, texts.lengths, chosen
     decode_attention(*arguments, out=out, lse=lse, sink_rotation=rotation)
     assert_close(decode_attention_reference(*arguments, sink_rotation=rotation), out)
@@ -183,21 +189,22 @@ def test_a_decode_step_of_a_stream(
 @pytest.mark.parametrize(
     ("options", "shape"),
     [
-        ({"softcap": 3.0, "scale": 0.4}, {"shift": 4}),
-        ({}, {"key_dim": 80, "value_dim": 64}),
-        ({}, {"num_pairs": 0}),
-        ({}, {"num_pairs": 32, "group": 20}),
-        ({"sink_logits": True}, {"dtype": torch.float16}),
+        (AttentionOptions(scale=0.4).plus(Softcap(3.0)), {"shift": 4}),
+        (DEFAULT_OPTIONS, {"key_dim": 80, "value_dim": 64}),
+        (DEFAULT_OPTIONS, {"num_pairs": 0}),
+        (DEFAULT_OPTIONS, {"num_pairs": 32, "group": 20}),
+        (AttentionOptions().plus(SinkLogits(torch.linspace(1.0, 3.0, 4))), {"dtype": torch.float16}),
     ],
-    ids=str,
+    ids=["soft-cap", "head dims", "no rotation", "group", "sinks"],
 )
-def test_options_and_shapes(options: dict[str, Any], shape: dict[str, Any], device: torch.device) -> None:
+def test_options_and_shapes(options: AttentionOptions, shape: dict[str, Any], device: torch.device) -> None:
     torch.manual_seed(1)
     cache = {name: value for name, value in shape.items() if name not in ("num_pairs", "group")}
     texts = written(RINGS["sinks"], [300, 0, 2, 95], device, **cache)
-    if "sink_logits" in options:
-        options = {"sink_logits": torch.randn(4).to(device) + 2.0}
-    check_stream(texts, **{name: value for name, value in shape.items() if name not in cache}, **options)
+    learned = options.of(SinkLogits)
+    if learned is not None:
+        options = options.without(SinkLogits).plus(SinkLogits(learned.logits.to(device)))
+    check_stream(texts, options, **{name: value for name, value in shape.items() if name not in cache})
 
 
 @pytest.mark.parametrize("num_workers", [1, 5, 30])
@@ -270,7 +277,7 @@ def test_what_rings_cannot_do_is_refused(device: torch.device) -> None:
     for wrong in ((-1, 4, 1), (1, 4, 5), (1, 4, 0)):
         with pytest.raises(ValueError, match="the stride from 1 to the window's size"):
             Ring(*wrong)
-    with pytest.raises(ValueError, match=r"set options\.window"):
+    with pytest.raises(ValueError, match="add a Window"):
         prefill_attention(q, texts.kv, rest[0], starts([1], device), rest[1])
     positions = torch.zeros(1, dtype=torch.int32, device=device)
     with pytest.raises(ValueError, match="a row's own entries"):
