@@ -18,8 +18,10 @@ from lightkv.triton_kernels.attention.decode.decode_attention import (
 )
 from lightkv.triton_kernels.attention.decode.decode_plan import SharedPrefixGroups, decode_plan
 from lightkv.triton_kernels.attention.paged_kv import AttentionOptions, PagedKV
-from lightkv.triton_kernels.attention.variants import Softcap, Window
+from lightkv.triton_kernels.attention.records import flatten_kv
+from lightkv.triton_kernels.attention.variants import SinkLogits, Softcap, Window
 from lightkv.triton_kernels.attention.variants.hooks import LOG2_E
+from lightkv.triton_kernels.attention.variants.variant import flatten
 
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
 MIXED = [130, 0, 1, 64, 63, 65]
@@ -332,21 +334,21 @@ def test_stays_one_operator_under_torch_compile(device: torch.device) -> None:
     q = torch.randn(2, 4, 64, device=device)
     out = torch.empty_like(q)
     plan = decode_plan(cache.rows, cache.lengths, num_kv_heads=2)
-    none = [None] * 6  # sinks, their rotation, ALiBi and a mask
-    sizes = (1, 0.125, 0, [0, 0], False, 0, 0, 0, 0.0, 0, [16, 16])
+    options = AttentionOptions().plus(Softcap(3.0), SinkLogits(torch.zeros(4, device=device)))
+    variants, rotation = flatten(options.variants), (None, None)
     arguments = (
         q,
-        *cache.kv[:2],
-        None,
-        None,
-        cache.kv.index,
-        None,
+        *flatten_kv(cache.kv),
         *plan[:5],
         cache.lengths,
-        *none,
+        *variants,
+        *rotation,
         out,
         None,
-        *sizes,
+        1,
+        0.125,
+        False,
+        False,
     )
     torch.library.opcheck(torch.ops.lightkv.decode_attention.default, arguments)
 

@@ -20,6 +20,7 @@ from lightkv.triton_kernels.attention.prefill.prefill_attention import (
     prefill_attention_reference,
 )
 from lightkv.triton_kernels.attention.prefill.prefill_plan import prefill_plan
+from lightkv.triton_kernels.attention.records import flatten_kv
 from lightkv.triton_kernels.attention.variants import (
     Alibi,
     Chunk,
@@ -29,6 +30,7 @@ from lightkv.triton_kernels.attention.variants import (
     ValueMask,
     Window,
 )
+from lightkv.triton_kernels.attention.variants.variant import flatten
 from lightkv.triton_kernels.write_kv import write_kv
 
 # (queries, tokens before them) of each request
@@ -278,30 +280,16 @@ def test_stays_one_operator_under_torch_compile(device: torch.device) -> None:
         dtype=q.dtype,
     )
     lse = torch.empty(12, 4, device=device)
-    op_args = (
-        q,
-        *cache.kv[:2],
-        None,
-        None,
-        cache.kv.index,
-        None,
-        plan.items,
-        plan.counters,
-        None,
-        None,
-        None,
-        None,
-    )
-    op_args += (torch.empty_like(q), lse)
-    op_args += (plan.num_shares, plan.num_workers, *plan.launch)
-    settings = (0.125, 0, [0, 0], 0, 0, 0, 0.0, 0)
-    torch.library.opcheck(torch.ops.lightkv.prefill_attention.default, (*op_args, *settings))
+    options = AttentionOptions().plus(Softcap(3.0), SinkLogits(torch.zeros(4, device=device)))
+    op_args = q, *flatten_kv(cache.kv), plan.items, plan.counters, *flatten(options.variants)
+    op_args += torch.empty_like(q), lse, plan.num_shares, plan.num_workers, plan.launch, 0.125, True
+    torch.library.opcheck(torch.ops.lightkv.prefill_attention.default, op_args)
     num_tiles = len(plan.items) - plan.num_shares
     plan_args = (cache.rows, q_starts, cache.lengths, plan.items.new_empty(len(plan.items) + num_tiles, 12))
-    sizes = num_tiles, 10_000, 2, 2, plan.launch.block_m, 9, 0, 0
+    sizes = num_tiles, 10_000, 2, 2, plan.launch.block_m, *flatten((Window(9),)), True
     shares = tuning.prefill_shares(tuning.device_class(device), plan.launch, 2)
     op = torch.ops.lightkv.prefill_plan.default
-    torch.library.opcheck(op, (*plan_args, plan.counters, *sizes, *shares))
+    torch.library.opcheck(op, (*plan_args, plan.counters, *sizes, shares))
 
     def step(q: Tensor, k: Tensor, cache: Cache, slots: Tensor) -> Tensor:
         write_kv(k, -k, cache.kv.k, cache.kv.v, slots)
