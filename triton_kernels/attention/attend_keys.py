@@ -40,7 +40,7 @@ def slots_at(index_row, positions, valid, SHIFT: tl.constexpr):
     """Returns the slots, int64, of the tokens at `positions` of the row that begins at `index_row`. Positions
     that are not valid read no index entry."""
     entries = tl.load(index_row + (positions >> SHIFT), mask=valid, other=0)
-    return (entries + (positions & ((1 << SHIFT) - 1))).to(tl.int64)
+    return (entries + (positions & (2**SHIFT - 1))).to(tl.int64)
 
 
 @triton.jit
@@ -109,21 +109,19 @@ def _dot(a, b, acc):
 @triton.jit
 def load_query(heads, in_tile, shape):
     """Loads the tile of the query heads that the pointers `heads`, [BLOCK_M, 1], begin at: a tuple of one tile
-    for each field of a word of K, [BLOCK_M, BLOCK_DK / fields], or of the whole heads if K is not quantised;
-    and `sum_query` of it."""
+    for each field of a word of K, [BLOCK_M, BLOCK_DK / fields], or of the whole heads if K is not quantised."""
     FORMAT: tl.constexpr = shape.FORMAT
     PACKED: tl.constexpr = shape.PACKED
     KIND: tl.constexpr = k_kind(FORMAT)
     words = tl.arange(0, word_block(shape.BLOCK_DK, KIND))
     mask = in_tile[:, None] & (words < words_of(shape.DK, KIND))[None, :]
     FIELDS: tl.constexpr = fields_of(KIND)
-    q = tuple_of(
+    return tuple_of(
         _load_query_part(heads, words, 0, mask, KIND, PACKED),
         _load_query_part(heads, words, 1, mask, KIND, PACKED) if FIELDS >= 2 else None,
         _load_query_part(heads, words, 2, mask, KIND, PACKED) if FIELDS == 4 else None,
         _load_query_part(heads, words, 3, mask, KIND, PACKED) if FIELDS == 4 else None,
     )
-    return q, sum_query(q, FORMAT, PACKED)
 
 
 @triton.jit
@@ -266,7 +264,8 @@ def add_weighted(
 
 @triton.jit
 def attend_keys(
-    query,  # of `load_query` and `sum_query`
+    q,  # of `load_query`
+    q_sums,  # of `sum_query`
     sums,  # `Sums` so far; its slots are loaded one tile ahead, so that loads of K need not wait
     cache,  # `Cache`
     kv_head,  # int64
@@ -287,7 +286,6 @@ def attend_keys(
     Unless MASKED, every key of every tile has to be visible to every query, as far as no score hook hides it,
     and lie within what variants have loaded. Returns `Sums`.
     """
-    q, q_sums = query
     acc, total, peak, slots = sums
     FORMAT: tl.constexpr = shape.FORMAT
     PACKED: tl.constexpr = shape.PACKED

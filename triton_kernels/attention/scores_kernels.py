@@ -12,7 +12,7 @@ from lightkv.triton_kernels.quantised.unpack import (
     words_of,
 )
 
-from .attend_keys import find_slots, key_scores, load_query
+from .attend_keys import find_slots, key_scores, load_query, sum_query
 from .variants.hooks import Rows, change_scores, hide, load_ahead, offset_of, start_rows, start_softmax
 
 
@@ -32,12 +32,13 @@ def _rows_of(batch, request, kv_head, first_row, shape):
 
 
 @triton.jit
-def _score_tile(query, rows, keys, start, length, variants, states, score_scale, shape):
+def _score_tile(q, rows, keys, start, length, variants, states, score_scale, shape):
     """Returns the scores, in base 2, of a tile of query rows with the keys from `start` on: [BLOCK_M, BLOCK_N],
     -inf where a key is not visible. `keys`: of `_load_keys`."""
     positions = start + tl.arange(0, shape.BLOCK_N)
     valid = positions < length
-    scores = key_scores(query[0], query[1], keys[0], keys[1], shape.FORMAT, shape.PACKED)
+    q_sums = sum_query(q, shape.FORMAT, shape.PACKED)
+    scores = key_scores(q, q_sums, keys[0], keys[1], shape.FORMAT, shape.PACKED)
     loaded = load_ahead(variants, states, positions, True, True)
     scores = change_scores(variants, states, loaded, scores, score_scale) * score_scale
     if variants.flags.has_offset:

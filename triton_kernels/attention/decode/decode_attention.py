@@ -94,9 +94,8 @@ def _decode_attention(
     partial_shape = plan.num_parts, num_queries * num_heads
     partial_lse = torch.empty(partial_shape, dtype=torch.float32, device=q.device)
     partial_out = torch.empty((*partial_shape, value_dim), dtype=torch.float32, device=q.device)
-    sinks = None
-    if sees_sinks:
-        sinks = RingSinks(sink_cos, sink_sin, tl.constexpr(0 if sink_cos is None else sink_cos.shape[1]))
+    num_pairs = 0 if sink_cos is None else sink_cos.shape[1]
+    sinks = RingSinks(sink_cos, sink_sin, tl.constexpr(sees_sinks), tl.constexpr(num_pairs))
     decode_kernel[(cache.k.shape[1], shares.shape[0] - 1)](
         heads_record(q),
         cache,

@@ -11,6 +11,7 @@ from lightkv.triton_kernels.attention.attend_keys import (
     load_query,
     output_dims,
     start_output,
+    sum_query,
 )
 from lightkv.triton_kernels.attention.records import Sums
 from lightkv.triton_kernels.attention.variants.hooks import (
@@ -95,7 +96,7 @@ def decode_kernel(
     outputs,  # `Outputs`; its parts are [parts, num_queries * H, DV] and [parts, num_queries * H]
     score_scale,
     variants,  # `Variants`
-    sinks,  # `RingSinks`, of rows that are rings; or None
+    sinks,  # `RingSinks`
     together,  # `Together`
     shape,  # `Shape`
     EARLY: tl.constexpr,
@@ -139,7 +140,8 @@ def decode_kernel(
             request, end, member, members, lengths, heads, queries, variants, together, shape.CAUSAL
         )
         q_heads = q.data + rows.tokens[:, None] * q.stride_token + heads[:, None] * q.stride_head
-        query = load_query(q_heads, rows.in_tile, shape)
+        q_tiles = load_query(q_heads, rows.in_tile, shape)
+        q_sums = sum_query(q_tiles, shape.FORMAT, shape.PACKED)
         if variants.flags.is_short:
             seen_by_all = begin
         elif variants.flags.has_first_key:
@@ -160,7 +162,7 @@ def decode_kernel(
             begin = begin // 16 * 16
             full_end = full_end // 16 * 16
         sums = Sums(start_output(BLOCK_M, shape.BLOCK_DV, shape.FORMAT), total, peak, slots)
-        if sinks is not None:  # in the request's first part
+        if sinks.ARE_SEEN:  # in the request's first part
             is_first = tl.load(of_request) == own_parts + item
             num_sinks = tl.where(is_first, tl.minimum(tl.load(lengths + request), index.SINKS), 0)
             heads_of = q.data + request * q.stride_token + heads[:, None] * q.stride_head
@@ -170,7 +172,8 @@ def decode_kernel(
             )  # fmt: skip
         for MASKED in tl.static_range(0, 2):
             sums = attend_keys(
-                query,
+                q_tiles,
+                q_sums,
                 sums,
                 cache,
                 kv_head,

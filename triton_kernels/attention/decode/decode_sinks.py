@@ -35,10 +35,11 @@ class SinkRotation(NamedTuple):
 
 class RingSinks(NamedTuple):
     """The sinks of rows that are rings: the rotation `SinkRotation` of each request's query, which is as it is
-    where `cos` is None. `PAIRS`: of dims that are rotated."""
+    where `cos` is None. `ARE_SEEN`: whether there are any for the layer. `PAIRS`: of dims that are rotated."""
 
     cos: Any
     sin: Any
+    ARE_SEEN: Any
     PAIRS: Any
 
 
@@ -74,7 +75,7 @@ def _load_query_rotated_back(heads, cos, sin, in_tile, PAIRS: tl.constexpr, shap
     words = tl.arange(0, word_block(shape.BLOCK_DK, KIND))
     in_head = words < words_of(shape.DK, KIND)
     dims = FIELDS * words
-    q = tuple_of(
+    return tuple_of(
         _load_rotated_back(heads, dims, in_head, cos, sin, in_tile, PAIRS, KIND, PACKED),
         _load_rotated_back(heads, dims + 1, in_head, cos, sin, in_tile, PAIRS, KIND, PACKED)
         if FIELDS >= 2
@@ -86,7 +87,6 @@ def _load_query_rotated_back(heads, cos, sin, in_tile, PAIRS: tl.constexpr, shap
         if FIELDS == 4
         else None,
     )
-    return q, sum_query(q, FORMAT, PACKED)
 
 
 @triton.jit
@@ -114,12 +114,13 @@ def attend_sinks(
     if cos is not None:
         cos += request * sinks.PAIRS
         sin += request * sinks.PAIRS
-    query = _load_query_rotated_back(heads, cos, sin, here, sinks.PAIRS, shape)
+    q = _load_query_rotated_back(heads, cos, sin, here, sinks.PAIRS, shape)
     positions = tl.arange(0, TILE)
     slots = find_slots(index, row, positions, positions < num_sinks)
     newest = tl.zeros_like(sums.total).to(tl.int32) + (num_sinks - 1)  # every sink is visible
     found = attend_keys(
-        query,
+        q,
+        sum_query(q, shape.FORMAT, shape.PACKED),
         Sums(sums.acc, sums.total, sums.peak, slots),
         cache,
         kv_head,

@@ -11,6 +11,7 @@ from lightkv.triton_kernels.attention.attend_keys import (
     load_query,
     output_dims,
     start_output,
+    sum_query,
 )
 from lightkv.triton_kernels.attention.records import Sums
 from lightkv.triton_kernels.attention.variants.hooks import (
@@ -88,7 +89,8 @@ def _attend_item(
     positions = begin + tl.arange(0, BLOCK_N)
     slots = find_slots(index, row, positions, positions < num_keys)  # [BLOCK_N]
     q_heads = q.data + tokens[:, None] * q.stride_token + heads[:, None] * q.stride_head
-    query = load_query(q_heads, rows.in_tile, shape)
+    q_tiles = load_query(q_heads, rows.in_tile, shape)
+    q_sums = sum_query(q_tiles, shape.FORMAT, shape.PACKED)
     peak, total = start_softmax(variants, rows, joins, BLOCK_M)
     states = start_rows(variants, rows)
     full_end = whole_end(variants, states, begin, full_end, rows.in_tile, BLOCK_N)
@@ -99,7 +101,8 @@ def _attend_item(
     sums = Sums(start_output(BLOCK_M, shape.BLOCK_DV, shape.FORMAT), total, peak, slots)
     for MASKED in tl.static_range(1 if variants.flags.is_short else 0, 2):
         sums = attend_keys(
-            query,
+            q_tiles,
+            q_sums,
             sums,
             cache,
             kv_head,
