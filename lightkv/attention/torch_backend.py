@@ -280,8 +280,13 @@ class TorchAttention(AttentionBackend):
         # Query heads that share a K/V head are its query rows: [num_kv_heads, group * T, D]
         rows = q.unflatten(1, (self.num_kv_heads, -1)).permute(1, 2, 0, 3).flatten(1, 2)
         scores = self._scores(rows, k.to(q.dtype).transpose(0, 1)).unflatten(1, (-1, num_tokens))
+        scored = Scored.of_last(slice(0, num_tokens), 0, len(k), q.device)
+        for one in self.options.variants:
+            if not isinstance(one, Softcap):  # which `_scores` has applied
+                changed = one.scores_reference(scores.flatten(0, 1), scored)
+                scores = changed.view(scores.shape)
         if bias is not None:
-            scores += bias
+            scores = scores + bias
         lse = scores.logsumexp(-1)  # [num_kv_heads, group, T]
         for joins in joined_reference(self.options.variants) if with_sinks else ():
             lse = torch.logaddexp(lse, joins.view(*lse.shape[:2], 1))

@@ -15,7 +15,7 @@ from lightkv.triton_kernels.attention.decode.ring_step import dropped_tokens, si
 from lightkv.triton_kernels.attention.merge_states import merge_states
 from lightkv.triton_kernels.attention.mixed_attention import MixedPlan, mixed_attention, mixed_plan
 from lightkv.triton_kernels.attention.paged_kv import HeadShape, PagedKV
-from lightkv.triton_kernels.attention.prefill.fp8_prefill import fp8_prefill_reason
+from lightkv.triton_kernels.attention.prefill.fp8_prefill import fp8_prefill_reason, unknown_in_fp8
 from lightkv.triton_kernels.attention.prefill.fp8_scratch import ALIGNMENT
 from lightkv.triton_kernels.attention.prefill.prefill_combine import most_part_bytes
 from lightkv.triton_kernels.attention.ring import Ring
@@ -83,6 +83,8 @@ class TritonAttention(AttentionBackend):
             reason = "it reads K and V in fp8 with static scales (fp8-static)"
         if not (math.isfinite(q_scale) and q_scale > 0):
             reason = f"the scale of queries is {q_scale}, and has to be finite and above 0"
+        if unknown := unknown_in_fp8(self.options.variants):
+            reason = f"it does not know {', '.join(unknown)}"
         if reason is not None:
             raise ValueError(f"layer {self.layer_idx} cannot compute prefill in fp8: {reason}")
         self._fp8_q_scale = q_scale

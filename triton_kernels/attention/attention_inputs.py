@@ -83,6 +83,8 @@ def check_attention_inputs(
     if not scale > 0 or not 0 <= shift <= 31:
         raise ValueError(f"scale must be positive and shift in 0..31; got scale {scale} and shift {shift}")
     check_variants(options.variants, q, len(rows))
+    if not options.causal and any(not one.flags.is_short for one in limits(options.variants)):
+        raise ValueError(f"a layer with chunks is causal; got {options}")
     return scale
 
 

@@ -90,10 +90,12 @@ class Shape(NamedTuple):
 
 
 class Together(NamedTuple):
-    """Which queries a tile holds: `NUM_QUERIES` of each request, of up to `MEMBERS` requests of a prefix."""
+    """Which queries a tile holds: `NUM_QUERIES` of each request, of up to `MEMBERS` requests of a prefix.
+    `ALIGNED`: whether all items begin at multiples of 16 keys."""
 
     NUM_QUERIES: Any
     MEMBERS: Any
+    ALIGNED: Any
 
 
 class FlatKV(NamedTuple):

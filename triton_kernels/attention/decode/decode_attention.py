@@ -86,6 +86,7 @@ def _decode_attention(
     plan = DecodePlan(items, shares, parts, split, members)
     together = plan.num_members * num_queries
     used = rebuild(Flat(variants, list(variant_tensors), list(variant_numbers)), VARIANTS)
+    is_aligned = not limits(used) and plan.num_members == 1
     if together == 1:  # the plan has applied what limits the first key
         used = tuple(one for one in used if not one.flags.has_first_key)
     bound, score_scale = bind(used, scale)
@@ -110,7 +111,7 @@ def _decode_attention(
         score_scale,
         bound,
         sinks,
-        Together(tl.constexpr(num_queries), tl.constexpr(plan.num_members)),
+        Together(tl.constexpr(num_queries), tl.constexpr(plan.num_members), tl.constexpr(is_aligned)),
         shape,
         EARLY="launch_pdl" in options,
         num_warps=min(launch.num_warps, most_warps(layer_format)),

@@ -157,8 +157,7 @@ def decode_kernel(
         peak, total = start_softmax(variants, rows, joins, BLOCK_M)
         states = start_rows(variants, rows)
         full_end = whole_end(variants, states, begin, full_end, rows.in_tile, BLOCK_N)
-        if variants.flags.has_load and not variants.flags.has_first_key and MEMBERS == 1:
-            # Such multiples they are: what is loaded by position is loaded in whole vectors.
+        if variants.flags.has_load and together.ALIGNED:  # so what variants load is loaded in whole vectors
             begin = begin // 16 * 16
             full_end = full_end // 16 * 16
         sums = Sums(start_output(BLOCK_M, shape.BLOCK_DV, shape.FORMAT), total, peak, slots)

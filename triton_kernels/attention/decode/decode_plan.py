@@ -280,7 +280,7 @@ def _decode_plan(
         split.shape[0],
         bind(known, 1.0)[0],
         _RingSizes(*map(tl.constexpr, ring)) if ring else None,
-        Together(tl.constexpr(num_queries if known else 1), tl.constexpr(num_members)),
+        Together(tl.constexpr(num_queries if known else 1), tl.constexpr(num_members), tl.constexpr(False)),
         BLOCK_R=block_r,
         BLOCK_W=64,
         UNIT=tuning.DECODE_UNIT,

@@ -9,6 +9,7 @@ The first part of a layer is `fill_fp8_scratch`, which lays K and V out as the p
 """
 
 import math
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -17,8 +18,9 @@ from lightkv.triton_kernels import tuning
 from lightkv.triton_kernels.attention.attention_reference import attend_reference
 from lightkv.triton_kernels.attention.paged_kv import DEFAULT_OPTIONS, AttentionOptions, HeadShape
 from lightkv.triton_kernels.attention.records import Outputs
-from lightkv.triton_kernels.attention.variants.variant import Scored, limits
+from lightkv.triton_kernels.attention.variants.variant import Scored, Variant, limits
 
+from .hopper_features import FP8_VARIANTS
 from .fp8_scratch import Fp8Scratch, to_fp8_reference
 from .prefill_combine import combine_tiles, empty_parts
 from .prefill_plan import PrefillPlan, prefill_plan
@@ -38,6 +40,11 @@ def fp8_prefill_reason(device: torch.device, heads: HeadShape) -> str | None:
     except ImportError as error:
         return f"it is written in Triton's Gluon, which cannot be imported ({error})"
     return None
+
+
+def unknown_in_fp8(variants: Sequence[Variant]) -> list[str]:
+    """Returns the names of the variants that `fp8_prefill_attention` does not know."""
+    return [type(one).__name__ for one in variants if not isinstance(one, FP8_VARIANTS)]
 
 
 def fp8_prefill_attention(
@@ -71,6 +78,8 @@ def fp8_prefill_attention(
     Raises:
         ValueError: shapes, dtypes or the device do not fit.
     """
+    if unknown := unknown_in_fp8(options.variants):
+        raise ValueError(f"prefill in fp8 does not know {', '.join(unknown)}; use prefill_attention")
     heads = HeadShape(q.shape[1], scratch.k.shape[1], q.shape[2], scratch.v.shape[1])
     _check_requests(q, scratch, q_starts, lengths, options, plan, lse)
     if not (0 < q_scale < math.inf and 0 < out_scale < math.inf):

@@ -20,6 +20,7 @@ from lightkv.triton_kernels.attention.variants.variant import Variant
 from lightkv.triton_kernels.attention.variants.window import Window
 
 VARIANTS = (Softcap, Alibi, Window, Chunk, TreeMask, SinkLogits)
+FP8_VARIANTS = (Softcap, Alibi, Window, Chunk, SinkLogits)
 _ALL_AFTER = 2**30  # more tokens than a request has; positions plus this fit in int32
 
 
